@@ -1,0 +1,30 @@
+# make train    a GPT trains on real text on two ranks through ds-launch
+# make test     builds everything and runs all tests
+# make build    builds into build/release (binaries in build/release/bin)
+# make clean    removes build/ (keeps the installed LibTorch in .deps/)
+# All set-up is done by scripts/setup, which installs only what is missing.
+PRESET ?= release
+BUILD := build/$(PRESET)
+
+help:
+	@sed -n '1,5s/^# //p' Makefile
+
+setup:
+	@scripts/setup
+
+$(BUILD)/build.ninja: | setup
+	@cmake --preset $(PRESET) $(CMAKE_ARGS)
+
+build: setup $(BUILD)/build.ninja
+	@cmake --build --preset $(PRESET)
+
+train: build
+	@$(BUILD)/bin/ds-launch --num_procs 2 $(BUILD)/bin/gpt --deepspeed_config configs/zero2.json $(TRAIN_ARGS)
+
+test: build
+	@scripts/run_tests $(PRESET)
+
+clean:
+	@rm -rf build
+
+.PHONY: help setup build train test clean

@@ -1,0 +1,47 @@
+# ds_add_part(NAME [TORCH] SOURCES ... [DEPENDS ...])
+# One OBJECT library for a folder (or the torch-free half of one). Without TORCH its sources cannot see LibTorch's
+# headers, which is what keeps ds-launch and ds-tool free of it.
+function(ds_add_part name)
+  cmake_parse_arguments(arg "TORCH" "" "SOURCES;DEPENDS" ${ARGN})
+  add_library(ds_${name} OBJECT ${arg_SOURCES})
+  target_include_directories(ds_${name} PUBLIC ${PROJECT_SOURCE_DIR})
+  set_target_properties(ds_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  target_link_libraries(ds_${name} PUBLIC ds_flags)
+  if(arg_TORCH)
+    target_link_libraries(ds_${name} PUBLIC LibTorch::cpu)
+  endif()
+  foreach(dep IN LISTS arg_DEPENDS)
+    target_include_directories(ds_${name} PUBLIC $<TARGET_PROPERTY:${dep},INTERFACE_INCLUDE_DIRECTORIES>)
+  endforeach()
+endfunction()
+
+# ds_add_test(NAME LEVEL unit|threads|processes [TORCH] SOURCES ... [LIBRARIES ...] [TIMEOUT seconds] [PROCESSORS n])
+# A GoogleTest binary; every case becomes its own ctest entry, labelled with its level.
+function(ds_add_test name)
+  cmake_parse_arguments(arg "TORCH" "LEVEL;TIMEOUT;PROCESSORS" "SOURCES;LIBRARIES" ${ARGN})
+  if(NOT arg_LEVEL MATCHES "^(unit|threads|processes)$")
+    message(FATAL_ERROR "ds_add_test(${name}): LEVEL must be unit, threads or processes, found '${arg_LEVEL}'")
+  endif()
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 120)
+  endif()
+  if(NOT arg_PROCESSORS)
+    set(arg_PROCESSORS 1)
+  endif()
+  add_executable(${name} ${arg_SOURCES})
+  target_link_libraries(${name} PRIVATE ${arg_LIBRARIES})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
+  if(arg_TORCH)
+    target_link_libraries(${name} PRIVATE dsengine ds_test_main_torch GTest::gmock)
+    target_precompile_headers(${name} REUSE_FROM ds_test_main_torch)
+  else()
+    target_link_libraries(${name} PRIVATE ds_flags GTest::gmock GTest::gtest GTest::gtest_main)
+  endif()
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+  gtest_discover_tests(
+    ${name}
+    TEST_PREFIX "${name}."
+    DISCOVERY_TIMEOUT 60
+    DISCOVERY_MODE PRE_TEST
+    PROPERTIES LABELS ${arg_LEVEL} TIMEOUT ${arg_TIMEOUT} PROCESSORS ${arg_PROCESSORS})
+endfunction()

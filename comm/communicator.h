@@ -1,0 +1,148 @@
+// Collectives on tensors between a group of ranks.
+//
+// A Communicator is one rank's handle on a group. Every rank of the group must issue the same collectives in the same
+// order with matching shapes; implementations that can check this throw CommError naming both operations. Operations are
+// asynchronous: they return a Work, and neither the tensors' contents nor their storage may be touched before wait().
+// A handle may be used from one thread at a time (the engine's hooks hold the reducer's lock). Tensors must be
+// contiguous; on CPU any of float32, float64, bfloat16, float16, int8, uint8, int16, int32, int64, bool (bool: only
+// copies, min, max, band, bor).
+//
+// The vocabulary is that of c10d and NCCL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace ds::comm {
+
+enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
+
+enum class CollectiveKind : uint8_t {
+  kBroadcast,
+  kAllReduce,
+  kReduce,
+  kAllGather,
+  kGather,
+  kScatter,
+  kReduceScatter,
+  kAllToAll,
+  kSend,
+  kRecv,
+  kBarrier,
+};
+inline constexpr int kCollectiveKinds = 11;
+
+const char* name_of(CollectiveKind kind);
+const char* name_of(ReduceOp op);
+
+// What an implementation tracks of one operation under way.
+class WorkState {
+ public:
+  virtual ~WorkState() = default;
+  virtual bool is_completed() = 0;
+  // Returns when the operation has finished (CUDA: when the current stream is ordered after it). Throws CommError.
+  virtual void wait() = 0;
+};
+
+// A handle on an operation under way; copyable; a default-constructed Work is a finished one. Destroying it does not wait.
+class Work {
+ public:
+  Work() = default;
+  explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
+  bool is_completed() const { return !state_ || state_->is_completed(); }
+  void wait() const {
+    if (state_) state_->wait();
+  }
+
+ private:
+  std::shared_ptr<WorkState> state_;
+};
+
+// One operation, as implementations, counters and recorders see it.
+struct Collective {
+  CollectiveKind kind = CollectiveKind::kBarrier;
+  ReduceOp op = ReduceOp::kSum;
+  at::Tensor input;                    // undefined where a rank gives nothing (scatter on non-roots, recv, barrier)
+  at::Tensor output;                   // undefined where a rank receives nothing (gather on non-roots, send, barrier)
+  int peer = 0;                        // root, destination or source: a rank of this group
+  int tag = 0;                         // send and recv only
+  std::vector<int64_t> input_splits;   // all_to_all with uneven splits along dimension 0; empty = even
+  std::vector<int64_t> output_splits;  // likewise
+  std::string label;                   // parameter, bucket or module it belongs to; shown in errors
+};
+
+// Bytes this rank has handed to others, and calls, by kind of operation: what a bandwidth-optimal algorithm must send
+// (n = bytes of the whole tensor, W = ranks): all_reduce 2n(W-1)/W, reduce_scatter and all_gather n(W-1)/W, broadcast and
+// scatter n (root only; scatter n(W-1)/W), reduce and gather own n (non-roots only), all_to_all what goes to others.
+struct CommCounters {
+  std::array<int64_t, kCollectiveKinds> bytes_sent{};
+  std::array<int64_t, kCollectiveKinds> calls{};
+  int64_t total_bytes_sent() const;
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  // For messages: "world", "data", ...
+  const std::string& name() const { return name_; }
+  const CommCounters& counters() const { return counters_; }
+  void reset_counters() { counters_ = {}; }
+
+  // In place; the same shape on every rank.
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum, std::string label = {});
+  Work broadcast(const at::Tensor& tensor, int root, std::string label = {});
+  // The result is on root only; elsewhere the tensor's contents are unspecified afterwards.
+  Work reduce(const at::Tensor& tensor, int root, ReduceOp op = ReduceOp::kSum, std::string label = {});
+  // output has W times the elements of input; rank r's input lands in the r-th part. input may alias its own part of
+  // output (in place).
+  Work all_gather(const at::Tensor& output, const at::Tensor& input, std::string label = {});
+  // input has W times the elements of output; output becomes the r-th part of the reduction. output may alias the own
+  // part of input (in place); the other parts of input are unchanged.
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::kSum,
+                      std::string label = {});
+  // output (root only; pass an undefined tensor elsewhere) has W times the elements of input.
+  Work gather(const at::Tensor& output, const at::Tensor& input, int root, std::string label = {});
+  // input (root only) has W times the elements of output.
+  Work scatter(const at::Tensor& output, const at::Tensor& input, int root, std::string label = {});
+  // Part j of input goes to rank j; part i of output comes from rank i. Splits count elements of dimension 0 and may be
+  // empty for an even split. input and output must not overlap.
+  Work all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<int64_t> output_splits = {},
+                  std::vector<int64_t> input_splits = {}, std::string label = {});
+  // Blocking and asynchronous point to point. Messages of one (source, destination, tag) keep their order.
+  void send(const at::Tensor& tensor, int destination, int tag = 0) { isend(tensor, destination, tag).wait(); }
+  void recv(const at::Tensor& tensor, int source, int tag = 0) { irecv(tensor, source, tag).wait(); }
+  Work isend(const at::Tensor& tensor, int destination, int tag = 0, std::string label = {});
+  Work irecv(const at::Tensor& tensor, int source, int tag = 0, std::string label = {});
+  // Returns when all ranks have called it.
+  void barrier(std::string label = {});
+
+  // A communicator over `ranks` (ascending, ranks of this group). Called by every rank of this group, also by those not
+  // in `ranks`, which get nullptr.
+  virtual std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks, const std::string& name) = 0;
+
+ protected:
+  Communicator(int rank, int size, std::string name);
+  // Starts a validated operation. Never called with size() == 1 except for barrier and self send/recv.
+  virtual Work launch(Collective collective) = 0;
+
+ private:
+  Work checked_launch(Collective collective);
+
+  int rank_;
+  int size_;
+  std::string name_;
+  CommCounters counters_;
+};
+
+}  // namespace ds::comm

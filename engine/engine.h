@@ -1,0 +1,142 @@
+// The training engine: wraps any torch::nn::Module, driven by a ds_config. Method names and meaning are DeepSpeed's.
+//
+//   using namespace ds;
+//   auto [engine, optimizer, loader, schedule] =
+//       engine::initialize({.model = model.ptr(), .config = "ds_config.json", .training_data = dataset});
+//   for (auto& batch : *loader) {
+//     auto loss = model->forward(batch.data, batch.target);
+//     engine->backward(loss);
+//     engine->step();
+//   }
+//
+// One Engine belongs to one rank; its methods are called from the thread that made it, in the same order on every rank.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/config/ds_config.h"
+#include "engine/initialize_options.h"
+#include "engine/plan.h"
+
+namespace ds::engine {
+
+class Engine {
+ public:
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // --- one training step -------------------------------------------------------------------------------------------
+  // Scales the scalar `loss` (by 1/gradient_accumulation_steps unless scale_wrt_gas is false, and by the loss scale),
+  // runs autograd, and reduces gradients as they become ready. Returns the loss divided by gradient_accumulation_steps,
+  // without loss scale, detached. Several calls before a step() add up. Throws UsageError for a loss that is not a scalar
+  // or has no graph.
+  at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
+  // Counts one micro-batch; at the gradient accumulation boundary finishes the reductions, clips, updates the parameters,
+  // zeroes the gradients and advances the schedule. Throws UsageError when no backward() came before.
+  void step();
+  bool is_gradient_accumulation_boundary() const;
+  // Overrides the counted boundary until it is set again (with managed_gradient_accumulation: false every step() is one).
+  void set_gradient_accumulation_boundary(bool is_boundary);
+
+  // While the returned guard lives, backward() adds to local gradients without any communication, in every stage.
+  class NoSync;
+  [[nodiscard]] NoSync no_sync();
+
+  void train();
+  void eval();
+  // Drops accumulated gradients, reduced or not, of the running accumulation.
+  void zero_grad();
+
+  // --- what happened -----------------------------------------------------------------------------------------------
+  // One value per parameter group.
+  std::vector<double> get_lr() const;
+  // {beta1, beta2} or {momentum, 0} per parameter group.
+  std::vector<std::vector<double>> get_mom() const;
+  std::string get_type() const;  // the optimizer's name
+  // L2 norm over the whole model before clipping, without loss scale; +inf after an overflow, nullopt before the first step.
+  std::optional<double> get_global_grad_norm() const;
+  double loss_scale() const;
+  bool dynamic_loss_scale() const;
+  bool was_step_applied() const;
+
+  int64_t global_steps() const;
+  int64_t global_samples() const;
+  int64_t micro_steps() const;
+  int64_t skipped_steps() const;
+
+  // --- batch sizes -------------------------------------------------------------------------------------------------
+  int64_t train_batch_size() const;
+  int64_t train_micro_batch_size_per_gpu() const;
+  int64_t gradient_accumulation_steps() const;
+  // Changes gradient_accumulation_steps; throws UsageError unless divisible by micro batch x data-parallel size.
+  void set_train_batch_size(int64_t size);
+  void set_train_micro_batch_size(int64_t size);
+
+  // --- ranks and parts ---------------------------------------------------------------------------------------------
+  int global_rank() const;
+  int local_rank() const;
+  int world_size() const;
+  int dp_world_size() const;
+  int mp_world_size() const;
+  at::Device device() const;
+  int zero_optimization_stage() const;
+  const config::DsConfig& config() const;
+  const Plan& plan() const;
+  const std::shared_ptr<torch::nn::Module>& module() const;
+  comm::Communicator& communicator() const;  // over the data-parallel group
+
+  // Waits for parameters still on their way after a step (a forward does it by itself, operator by operator). Needed only
+  // before reading parameters' memory directly or from another thread.
+  void synchronize_parameters();
+  // Whole parameters and buffers by name, on the host, in the model's dtype. Collective.
+  std::vector<std::pair<std::string, at::Tensor>> module_state_dict();
+  // Whole float32 master weights by name, on the host. Collective.
+  std::vector<std::pair<std::string, at::Tensor>> fp32_state_dict();
+
+  // Bytes of parameters, gradients, master weights and optimizer states this rank holds now, by kind, counted from the
+  // tensors themselves.
+  struct ModelStateBytes {
+    int64_t parameters = 0, gradients = 0, master = 0, optimizer = 0;
+    int64_t total() const { return parameters + gradients + master + optimizer; }
+  };
+  // Gradients are counted at their peak during the last step.
+  ModelStateBytes model_state_bytes() const;
+
+  struct Impl;
+  explicit Engine(std::unique_ptr<Impl> impl);
+  Impl& impl() { return *impl_; }
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+class Engine::NoSync {
+ public:
+  explicit NoSync(Engine& engine);
+  ~NoSync();
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  Engine& engine_;
+};
+
+struct Initialized {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<optim::ShardOptimizer> optimizer;  // null with a client optimizer
+  std::shared_ptr<DataLoader> loader;                // null without training_data
+  std::shared_ptr<LrScheduler> schedule;             // null without a scheduler
+};
+
+// Reads the config, joins the process group (environment of ds-launch; alone without it), lays the parameters into
+// buckets, broadcasts them from rank 0 and returns the parts. Throws ConfigError with every mistake of the config,
+// CommError when ranks do not come together or disagree on config or parameters.
+Initialized initialize(InitializeOptions options);
+
+}  // namespace ds::engine

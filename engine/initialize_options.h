@@ -1,0 +1,53 @@
+// What engine::initialize takes.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "engine/config/config_source.h"
+#include "engine/data_loader.h"
+#include "engine/lr_scheduler.h"
+#include "optim/shard_optimizer.h"
+
+namespace ds::engine {
+
+// Parameters with hyper-parameters of their own. A parameter in no group belongs to a group with the config's values, which
+// comes first.
+struct ParameterGroup {
+  std::vector<std::string> parameters;  // dotted names; a name may end in '*' or start with '*' (any prefix / suffix)
+  std::optional<double> lr;
+  std::optional<double> weight_decay;
+};
+
+struct InitializeOptions {
+  std::shared_ptr<torch::nn::Module> model;
+  // A path, a nlohmann::json object, or url-safe base64 of the JSON text.
+  config::ConfigSource config;
+  // A client optimizer over the model's parameters; overrides the config's. Stage 0 and float32 only.
+  std::shared_ptr<torch::optim::Optimizer> optimizer;
+  std::vector<ParameterGroup> parameter_groups;
+  // Any torch::data dataset with get(size_t) -> torch::data::Example<>.
+  TrainingData training_data;
+  // Overrides the config's scheduler: step number k = 0, 1, ... -> factor on the group's lr.
+  std::function<double(int64_t)> lr_scheduler;
+  // An existing group of ranks (tests, embedding); else the environment decides (see comm/rendezvous.h).
+  std::shared_ptr<comm::Communicator> communicator;
+  // "cpu" or "cuda"; empty = cuda when the config's parts are built with it and a device is there, else cpu.
+  std::string device;
+  // Rendezvous: "env://" (default), "tcp://host:port", "file:///path".
+  std::string init_method = "env://";
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  // What "auto" in the config may take its value from.
+  config::AutoValues auto_values;
+  uint64_t seed = 1234;
+};
+
+}  // namespace ds::engine

@@ -1,0 +1,94 @@
+// One interface for all optimizers: update a flat slice.
+//
+// A slice is this rank's contiguous part of one bucket of parameters (or the whole bucket at stage 0): a flat tensor of
+// master weights, a flat gradient of equal length, and a table that says which element belongs to which parameter.
+// Optimizer states are flat tensors of the same length, owned by the optimizer and allocated with the slice. Not thread safe.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/segment.h"
+
+namespace ds::optim {
+
+// Hyper-parameters that may change from step to step; one per parameter group. Fields an optimizer does not know are
+// ignored by it. LR schedules write lr (and betas[0] or momentum for OneCycle).
+struct GroupOptions {
+  double lr = 1e-3;
+  double weight_decay = 0.0;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double momentum = 0.0;
+  double eps = 1e-8;
+};
+
+// How the slices of one bucket meet across ranks. Implemented by zero on top of a communicator; size 1 needs no peers.
+class SliceExchange {
+ public:
+  virtual ~SliceExchange() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // In place sum over the ranks that hold the bucket's slices. Blocking.
+  virtual void sum(const at::Tensor& values) = 0;
+  // [n] slices of all ranks, joined to [size * n]. Blocking.
+  virtual at::Tensor all_gather(const at::Tensor& slice) = 0;
+};
+
+// A slice as the optimizer keeps it. `segments` index `parameters`.
+struct Slice {
+  at::Tensor master;                      // [n] float32 (or the parameters' dtype), updated in place
+  int group = 0;                          // index into groups()
+  int64_t bucket_offset = 0;              // first element of the slice inside its bucket
+  std::vector<Segment> segments;          // of this slice
+  std::vector<Segment> bucket_segments;   // of the whole bucket (slice_offset = offset inside the bucket)
+  const std::vector<ParameterInfo>* parameters = nullptr;  // outlives the optimizer
+  std::shared_ptr<SliceExchange> exchange;                 // never null
+};
+
+using NamedStates = std::vector<std::pair<std::string, at::Tensor>>;
+
+class ShardOptimizer {
+ public:
+  virtual ~ShardOptimizer() = default;
+
+  std::vector<GroupOptions>& groups() { return groups_; }
+  const std::vector<GroupOptions>& groups() const { return groups_; }
+  // Optimizer steps begun so far (bias correction uses it).
+  int64_t step_count() const { return step_count_; }
+  void set_step_count(int64_t count) { step_count_ = count; }
+
+  // Takes a slice and allocates its states; returns its index. `slice.group` must exist.
+  int64_t add_slice(Slice slice);
+  int64_t slice_count() const { return static_cast<int64_t>(slices_.size()); }
+  const Slice& slice(int64_t index) const { return slices_.at(static_cast<size_t>(index)); }
+
+  // Once per optimizer step, before the updates of all slices.
+  void begin_step() { ++step_count_; }
+  // Updates slice `index` with `gradient` ([n], any floating dtype; its contents may be overwritten) times `gradient_scale`
+  // (loss scale and clipping folded into one factor).
+  virtual void update(int64_t index, const at::Tensor& gradient, double gradient_scale) = 0;
+
+  // State tensors of a slice by name, for example {"exp_avg", t}, {"exp_avg_sq", t}; live references.
+  virtual NamedStates states(int64_t index) = 0;
+  // Bytes of state per element of a slice: Adam in float32 has 8.
+  virtual int64_t state_bytes_per_element() const = 0;
+  virtual std::string name() const = 0;
+
+ protected:
+  explicit ShardOptimizer(std::vector<GroupOptions> groups) : groups_(std::move(groups)) {}
+  // Allocates the states of slices_[index].
+  virtual void allocate_states(int64_t index) = 0;
+
+  std::vector<GroupOptions> groups_;
+  std::vector<Slice> slices_;
+  int64_t step_count_ = 0;
+};
+
+}  // namespace ds::optim
