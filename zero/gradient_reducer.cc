@@ -1,0 +1,329 @@
+#include "zero/gradient_reducer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "core/tensor_check.h"
+
+namespace ds::zero {
+
+// Note [Life of a gradient bucket]
+// `local` collects what this rank's backward passes gave. A collective turns it into the reduced gradient, in place
+// (stage 1: the own slice of it). A further backward before the step sets the reduced part aside in `reduced` and
+// starts a new `local`; finish() adds the two. Stage 2 does that after every backward and gives `local` back to the
+// pool.
+struct GradientReducer::Bucket {
+  const ParameterBucket* parameters = nullptr;
+  at::Tensor local;          // [numel] gradient dtype
+  std::vector<char> filled;  // per parameter of the bucket: local holds a gradient
+  std::vector<char> seen;    // per parameter: had a gradient since reset()
+  size_t waiting = 0;        // parameters that have not fired in this backward
+  bool launched = false;     // the collective on `local` was started
+  comm::Work work;
+  at::Tensor wire;     // what the collective runs on, when its dtype differs
+  at::Tensor reduced;  // sum of earlier reductions: whole at stage 0, else the own slice
+};
+
+class GradientReducer::Hook : public torch::autograd::PostAccumulateGradHook {
+ public:
+  Hook(GradientReducer& reducer, size_t bucket, size_t position)
+      : reducer_(reducer), bucket_(bucket), position_(position) {}
+  void operator()(const torch::autograd::Variable& /*parameter*/) override { reducer_.on_gradient(bucket_, position_); }
+
+ private:
+  GradientReducer& reducer_;
+  size_t bucket_;
+  size_t position_;
+};
+
+GradientReducer::GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
+                                 comm::Communicator& communicator, ReducerOptions options)
+    : parameters_(parameters), communicator_(communicator), options_(options) {
+  buckets_.resize(buckets.size());
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    const auto& segments = buckets[b].layout().segments;
+    buckets_[b].parameters = &buckets[b];
+    buckets_[b].filled.assign(segments.size(), 0);
+    buckets_[b].seen.assign(segments.size(), 0);
+    for (size_t i = 0; i < segments.size(); ++i) {
+      torch::autograd::impl::set_post_acc_grad_hooks(parameters_[static_cast<size_t>(segments[i].parameter)].tensor,
+                                                     std::make_unique<Hook>(*this, b, i));
+    }
+  }
+}
+
+GradientReducer::~GradientReducer() {
+  for (const Parameter& parameter : parameters_) {
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, nullptr);
+  }
+}
+
+void GradientReducer::begin_backward(bool synchronize, bool boundary) {
+  const std::lock_guard lock(mutex_);
+  require(!in_backward_, "backward() was called while a backward pass is running");
+  in_backward_ = true;
+  next_ = 0;
+  reduce_in_this_backward_ = synchronize && (boundary || transient());
+  for (Bucket& bucket : buckets_) {
+    if (bucket.launched) set_aside_reduced(bucket);
+    bucket.waiting = bucket.filled.size();
+  }
+}
+
+void GradientReducer::end_backward() {
+  const std::lock_guard lock(mutex_);
+  in_backward_ = false;
+  unreduced_ = !reduce_in_this_backward_;
+  if (unreduced_) return;
+  launch_ready(/*all=*/true);
+  if (transient()) limit_in_flight(0);
+}
+
+void GradientReducer::on_gradient(size_t index, size_t position) {
+  const std::lock_guard lock(mutex_);
+  Bucket& bucket = buckets_[index];
+  require(in_backward_, "parameter ",
+          parameters_[static_cast<size_t>(bucket.parameters->layout().segments[position].parameter)].name,
+          ": its gradient was made outside of engine->backward(). Expected engine->backward(loss) in place of "
+          "loss.backward()");
+  require(!bucket.launched, "parameter ",
+          parameters_[static_cast<size_t>(bucket.parameters->layout().segments[position].parameter)].name,
+          ": got a second gradient in one backward pass after its bucket was reduced; compute the gradient in one "
+          "pass, or ",
+          "set zero_optimization.overlap_comm to false");
+  store_gradient(bucket, position);
+  if (bucket.waiting > 0) --bucket.waiting;
+  if (reduce_in_this_backward_ && options_.overlap) launch_ready(/*all=*/false);
+}
+
+void GradientReducer::store_gradient(Bucket& bucket, size_t position) {
+  const at::NoGradGuard no_grad;
+  const Segment& segment = bucket.parameters->layout().segments[position];
+  const at::Tensor& parameter = parameters_[static_cast<size_t>(segment.parameter)].tensor;
+  at::Tensor gradient = parameter.grad();
+  ensure(gradient.defined(), "a gradient hook runs after its gradient is set");
+  if (!bucket.local.defined()) open_local(bucket);
+  const at::Tensor view = view_of(bucket.local, segment, parameter);
+  const bool same_memory = gradient.layout() == at::kStrided && gradient.data_ptr() == view.data_ptr() &&
+                           gradient.scalar_type() == view.scalar_type();
+  if (!same_memory) {
+    if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();
+    if (bucket.filled[position]) {
+      view.add_(gradient);
+    } else {
+      view.copy_(gradient);
+    }
+  }
+  // The parameter's gradient is a view of the bucket, so that the next micro-batch adds in place; where the dtypes
+  // differ (or the bucket is transient) the gradient is taken away and the next pass makes a new one.
+  if (view.scalar_type() == parameter.scalar_type() && !transient()) {
+    parameter.mutable_grad() = view;
+  } else {
+    parameter.mutable_grad().reset();
+  }
+  bucket.filled[position] = 1;
+  bucket.seen[position] = 1;
+}
+
+void GradientReducer::open_local(Bucket& bucket) {
+  bucket.local = take_buffer(bucket);
+  for (const auto& [offset, length] : padding_of(bucket.parameters->layout()))
+    bucket.local.narrow(0, offset, length).zero_();
+  std::fill(bucket.filled.begin(), bucket.filled.end(), 0);
+}
+
+at::Tensor GradientReducer::take_buffer(const Bucket& bucket) {
+  const int64_t numel = bucket.parameters->layout().numel;
+  auto fits = std::find_if(pool_.begin(), pool_.end(), [&](const at::Tensor& free) { return free.numel() >= numel; });
+  if (fits != pool_.end()) {
+    at::Tensor buffer = fits->narrow(0, 0, numel);
+    pool_.erase(fits);
+    return buffer;
+  }
+  if (!pool_.empty()) {  // too small for this bucket: replaced rather than kept beside
+    note_bytes(-static_cast<int64_t>(pool_.back().nbytes()));
+    pool_.pop_back();
+  }
+  const at::Tensor& flat = bucket.parameters->flat();
+  at::Tensor buffer = at::empty({numel}, flat.options().dtype(options_.gradient_dtype));
+  note_bytes(static_cast<int64_t>(buffer.nbytes()));
+  return buffer;
+}
+
+void GradientReducer::give_back(at::Tensor buffer) {
+  // The pool keeps whole storages: a narrowed view is widened again.
+  const int64_t whole = static_cast<int64_t>(buffer.storage().nbytes() / buffer.element_size());
+  pool_.push_back(buffer.as_strided({whole}, {1}, 0));
+  std::sort(pool_.begin(), pool_.end(), [](const at::Tensor& a, const at::Tensor& b) { return a.numel() < b.numel(); });
+}
+
+void GradientReducer::fill_missing(Bucket& bucket) {
+  const at::NoGradGuard no_grad;
+  if (!bucket.local.defined()) open_local(bucket);
+  const auto& segments = bucket.parameters->layout().segments;
+  for (size_t i = 0; i < segments.size(); ++i) {
+    if (!bucket.filled[i]) bucket.local.narrow(0, segments[i].slice_offset, segments[i].length).zero_();
+    bucket.filled[i] = 1;
+  }
+}
+
+// Launches, in the fixed order, the buckets whose gradients are all there (or all buckets that hold something).
+void GradientReducer::launch_ready(bool all) {
+  while (next_ < buckets_.size()) {
+    Bucket& bucket = buckets_[buckets_.size() - 1 - next_];
+    if (!all && bucket.waiting > 0) return;
+    ++next_;
+    launch(bucket);
+    // Bounds the memory of stage 2: one bucket fills, two are on their way.
+    if (transient()) limit_in_flight(2);
+  }
+}
+
+void GradientReducer::launch(Bucket& bucket) {
+  const at::NoGradGuard no_grad;
+  fill_missing(bucket);
+  bucket.launched = true;
+  const size_t index = static_cast<size_t>(&bucket - buckets_.data());
+  in_flight_.push_back(index);
+  const int world = communicator_.size();
+  if (world == 1) return;
+  bucket.wire = options_.communication_dtype == bucket.local.scalar_type()
+                    ? bucket.local
+                    : bucket.local.to(options_.communication_dtype);
+  auto op = comm::ReduceOp::kSum;
+  if (options_.average && options_.prescale) {
+    bucket.wire.div_(world);
+  } else if (options_.average && options_.predivide_factor != 1.0) {
+    bucket.wire.div_(options_.predivide_factor);
+  } else if (options_.average) {
+    op = comm::ReduceOp::kAvg;
+  }
+  const std::string label = cat("gradients of bucket ", index);
+  if (options_.policy == ReductionPolicy::kAllReduce) {
+    bucket.work = communicator_.all_reduce(bucket.wire, op, label);
+  } else {
+    bucket.work = communicator_.reduce_scatter(own_part(bucket, bucket.wire), bucket.wire, op, label);
+  }
+}
+
+at::Tensor GradientReducer::own_part(const Bucket& bucket, const at::Tensor& flat) const {
+  if (options_.policy == ReductionPolicy::kAllReduce || communicator_.size() == 1) return flat;
+  const int64_t length = bucket.parameters->layout().slice_numel;
+  return flat.narrow(0, communicator_.rank() * length, length);
+}
+
+// Waits for a launched bucket; afterwards the own part of `local` is the reduced gradient.
+void GradientReducer::complete(Bucket& bucket) {
+  const at::NoGradGuard no_grad;
+  bucket.work.wait();
+  bucket.work = {};
+  if (!bucket.wire.defined()) return;
+  const at::Tensor own = own_part(bucket, bucket.local);
+  if (!bucket.wire.is_same(bucket.local)) own.copy_(own_part(bucket, bucket.wire));
+  if (options_.average && !options_.prescale && options_.predivide_factor != 1.0) {
+    own.mul_(options_.predivide_factor / communicator_.size());
+  }
+  bucket.wire.reset();
+}
+
+void GradientReducer::limit_in_flight(size_t allowed) {
+  while (in_flight_.size() > allowed) {
+    Bucket& bucket = buckets_[in_flight_.front()];
+    set_aside_reduced(bucket);
+  }
+}
+
+// Moves the reduced gradient out of `local`, so that a new backward can start one.
+void GradientReducer::set_aside_reduced(Bucket& bucket) {
+  const at::NoGradGuard no_grad;
+  complete(bucket);
+  std::erase(in_flight_, static_cast<size_t>(&bucket - buckets_.data()));
+  at::Tensor own = own_part(bucket, bucket.local);
+  if (bucket.reduced.defined()) {
+    bucket.reduced.add_(own);
+  } else {
+    const bool whole = own.is_same(bucket.local);
+    bucket.reduced = whole ? bucket.local : own.clone();
+    if (!whole) note_bytes(static_cast<int64_t>(bucket.reduced.nbytes()));
+  }
+  for (const Segment& segment : bucket.parameters->layout().segments) {
+    parameters_[static_cast<size_t>(segment.parameter)].tensor.mutable_grad().reset();
+  }
+  if (!bucket.reduced.is_same(bucket.local)) give_back(bucket.local);
+  bucket.local.reset();
+  bucket.launched = false;
+}
+
+void GradientReducer::finish() {
+  const std::lock_guard lock(mutex_);
+  // `unreduced_` follows from the calls alone, never from which gradients a rank had: all ranks decide alike.
+  for (size_t i = buckets_.size(); unreduced_ && i-- > 0;) {
+    if (!buckets_[i].launched) launch(buckets_[i]);
+  }
+  unreduced_ = false;
+  const at::NoGradGuard no_grad;
+  for (Bucket& bucket : buckets_) {
+    if (!bucket.launched) continue;
+    complete(bucket);
+    if (!bucket.reduced.defined()) continue;
+    // Both parts are reduced: join them in `local`, which the parameters' gradients are views of.
+    own_part(bucket, bucket.local).add_(bucket.reduced);
+    note_bytes(-static_cast<int64_t>(bucket.reduced.nbytes()));
+    bucket.reduced.reset();
+  }
+  in_flight_.clear();
+}
+
+at::Tensor GradientReducer::gradient(size_t index) const {
+  const Bucket& bucket = buckets_.at(index);
+  if (bucket.launched) return own_part(bucket, bucket.local);
+  return bucket.reduced;
+}
+
+void GradientReducer::reset() {
+  const std::lock_guard lock(mutex_);
+  for (Bucket& bucket : buckets_) {
+    if (bucket.launched) complete(bucket);
+    for (const Segment& segment : bucket.parameters->layout().segments) {
+      parameters_[static_cast<size_t>(segment.parameter)].tensor.mutable_grad().reset();
+    }
+    // `local` stays allocated: the next backward fills it again.
+    std::fill(bucket.filled.begin(), bucket.filled.end(), 0);
+    std::fill(bucket.seen.begin(), bucket.seen.end(), 0);
+    if (bucket.reduced.defined()) note_bytes(-static_cast<int64_t>(bucket.reduced.nbytes()));
+    bucket.reduced.reset();
+    bucket.launched = false;
+  }
+  in_flight_.clear();
+  unreduced_ = false;
+}
+
+std::vector<int64_t> GradientReducer::parameters_without_gradient() const {
+  std::vector<int64_t> result;
+  for (const Bucket& bucket : buckets_) {
+    const auto& segments = bucket.parameters->layout().segments;
+    for (size_t i = 0; i < segments.size(); ++i) {
+      if (!bucket.seen[i]) result.push_back(segments[i].parameter);
+    }
+  }
+  std::sort(result.begin(), result.end());
+  return result;
+}
+
+void GradientReducer::note_bytes(int64_t change) {
+  bytes_ += change;
+  peak_bytes_ = std::max(peak_bytes_, bytes_);
+}
+
+int64_t GradientReducer::take_peak_bytes() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(peak_bytes_, bytes_);
+}
+
+}  // namespace ds::zero

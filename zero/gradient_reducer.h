@@ -1,0 +1,102 @@
+// Collects gradients in buckets and reduces each bucket while backward is still running.
+//
+// What c10d's Reducer is to DDP, for every ZeRO stage up to 2: a stage is only a policy on buckets. A hook on every
+// parameter hands its gradient over as soon as autograd has made it; the last gradient of a bucket starts that bucket's
+// collective. Buckets are always reduced in the same order (the last bucket of the model first), whatever order or
+// subset of gradients a rank produces, so nothing can wait for a parameter that got none: it contributes zeros.
+//
+// Gradients add up: over the micro-batches of an accumulation, over several backward passes in one micro-batch, and
+// over passes that were reduced and passes that were not.
+//
+// Threads: begin_backward, end_backward, finish and reset belong to the engine's thread; the hooks may run on
+// autograd's device threads and take a lock.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "zero/parameter_bucket.h"
+
+namespace ds::zero {
+
+enum class ReductionPolicy {
+  kAllReduce,                  // stage 0: whole buckets, at the boundary
+  kReduceScatterAtBoundary,    // stage 1: local accumulation, own slice at the boundary
+  kReduceScatterEveryBackward  // stage 2: own slice after every backward, the bucket is released
+};
+
+struct ReducerOptions {
+  ReductionPolicy policy = ReductionPolicy::kAllReduce;
+  bool overlap = true;            // start collectives inside backward; off: all after it, in the same order
+  bool average = true;            // divide by the number of ranks ("gradient_allreduce_op": "mean")
+  bool prescale = false;          // divide before the collective instead of after
+  double predivide_factor = 1.0;  // f: times 1/f before, f/W after
+  at::ScalarType gradient_dtype = at::kFloat;  // of buckets and accumulated slices
+  at::ScalarType communication_dtype = at::kFloat;
+};
+
+class GradientReducer {
+ public:
+  // `buckets`, `parameters` and `communicator` outlive the reducer. Installs a hook on every parameter.
+  GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
+                  comm::Communicator& communicator, ReducerOptions options);
+  ~GradientReducer();
+  GradientReducer(const GradientReducer&) = delete;
+  GradientReducer& operator=(const GradientReducer&) = delete;
+
+  // Around every backward pass. `synchronize`: this pass ends in a reduction if the policy asks for one at `boundary`.
+  void begin_backward(bool synchronize, bool boundary);
+  void end_backward();
+
+  // Reduces what is still local (passes under no_sync, a boundary that was declared late) and waits for everything.
+  void finish();
+  // After finish(): the reduced gradient of a bucket, whole at stage 0, else the own slice. Undefined before any
+  // backward.
+  at::Tensor gradient(size_t bucket) const;
+  // Drops all gradients, reduced or not.
+  void reset();
+  // Parameters that took part in no backward since the last reset.
+  std::vector<int64_t> parameters_without_gradient() const;
+  // Largest number of bytes held in gradient tensors since the last call.
+  int64_t take_peak_bytes();
+
+ private:
+  struct Bucket;
+  class Hook;
+
+  void on_gradient(size_t bucket, size_t position);
+  void store_gradient(Bucket& bucket, size_t position);
+  void open_local(Bucket& bucket);
+  void set_aside_reduced(Bucket& bucket);
+  void launch_ready(bool all);
+  void launch(Bucket& bucket);
+  void complete(Bucket& bucket);
+  void limit_in_flight(size_t allowed);
+  void fill_missing(Bucket& bucket);
+  at::Tensor take_buffer(const Bucket& bucket);
+  void give_back(at::Tensor buffer);
+  at::Tensor own_part(const Bucket& bucket, const at::Tensor& flat) const;
+  bool transient() const { return options_.policy == ReductionPolicy::kReduceScatterEveryBackward; }
+  void note_bytes(int64_t change);
+
+  const std::vector<Parameter>& parameters_;
+  comm::Communicator& communicator_;
+  ReducerOptions options_;
+  std::vector<Bucket> buckets_;
+  std::vector<at::Tensor> pool_;   // free transient buffers, stage 2
+  std::vector<size_t> in_flight_;  // buckets with a collective under way, oldest first
+  size_t next_ = 0;                // buckets_[size - 1 - next_] is the next to be launched in this backward
+  bool in_backward_ = false;
+  bool reduce_in_this_backward_ = false;
+  bool unreduced_ = false;  // the last backward was not reduced
+  int64_t bytes_ = 0;
+  int64_t peak_bytes_ = 0;
+  std::mutex mutex_;
+};
+
+}  // namespace ds::zero

@@ -1,0 +1,38 @@
+// Sees every operator's tensors before its kernel runs, on this thread, for any unmodified module.
+//
+// LibTorch modules have no forward hooks; what every operator call does pass is at::RecordFunction. While an
+// interceptor is enabled, its callback gets each input tensor of each operator that the enabling thread calls
+// (composite operators and the ones they call alike). Per thread, so that ranks may be threads of one process.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+
+#include <functional>
+#include <optional>
+
+namespace ds::zero {
+
+class OpInterceptor {
+ public:
+  using BeforeRead = std::function<void(const at::Tensor&)>;
+
+  explicit OpInterceptor(BeforeRead before_read) : before_read_(std::move(before_read)) {}
+  ~OpInterceptor();
+  OpInterceptor(const OpInterceptor&) = delete;
+  OpInterceptor& operator=(const OpInterceptor&) = delete;
+
+  // Idempotent; on the thread that runs the operators. One interceptor per thread can be enabled at a time
+  // (UsageError).
+  void enable();
+  // From the same thread, and not from inside the callback.
+  void disable();
+  bool enabled() const { return handle_.has_value(); }
+
+ private:
+  friend struct InterceptorCallback;
+  BeforeRead before_read_;
+  std::optional<at::CallbackHandle> handle_;
+};
+
+}  // namespace ds::zero
