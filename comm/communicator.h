@@ -1,9 +1,9 @@
 // Collectives on tensors between a group of ranks.
 //
 // A Communicator is one rank's handle on a group. Every rank of the group must issue the same collectives in the same
-// order with matching shapes; implementations that can check this throw CommError naming both operations. Operations are
-// asynchronous: they return a Work, and neither the tensors' contents nor their storage may be touched before wait().
-// A handle may be used from one thread at a time (the engine's hooks hold the reducer's lock). Tensors must be
+// order with matching shapes; implementations that can check this throw CommError naming both operations. Operations
+// are asynchronous: they return a Work, and neither the tensors' contents nor their storage may be touched before
+// wait(). A handle may be used from one thread at a time (the engine's hooks hold the reducer's lock). Tensors must be
 // contiguous; on CPU any of float32, float64, bfloat16, float16, int8, uint8, int16, int32, int64, bool (bool: only
 // copies, min, max, band, bor).
 //
@@ -50,7 +50,8 @@ class WorkState {
   virtual void wait() = 0;
 };
 
-// A handle on an operation under way; copyable; a default-constructed Work is a finished one. Destroying it does not wait.
+// A handle on an operation under way; copyable; a default-constructed Work is a finished one. Destroying it does not
+// wait.
 class Work {
  public:
   Work() = default;
@@ -78,8 +79,9 @@ struct Collective {
 };
 
 // Bytes this rank has handed to others, and calls, by kind of operation: what a bandwidth-optimal algorithm must send
-// (n = bytes of the whole tensor, W = ranks): all_reduce 2n(W-1)/W, reduce_scatter and all_gather n(W-1)/W, broadcast and
-// scatter n (root only; scatter n(W-1)/W), reduce and gather own n (non-roots only), all_to_all what goes to others.
+// (n = bytes of the whole tensor, W = ranks): all_reduce 2n(W-1)/W, reduce_scatter and all_gather n(W-1)/W, broadcast
+// and scatter n (root only; scatter n(W-1)/W), reduce and gather own n (non-roots only), all_to_all what goes to
+// others.
 struct CommCounters {
   std::array<int64_t, kCollectiveKinds> bytes_sent{};
   std::array<int64_t, kCollectiveKinds> calls{};

@@ -1,7 +1,7 @@
 // Logging (spdlog behind it, not in this header). Torch-free.
 //
-// Rank 0 logs from `info` up, the other ranks from `warning` up; every line carries a rank prefix when there is more than
-// one rank. Level names are spdlog's: trace, debug, info, warning, error, critical, off. Environment DS_LOG_LEVEL
+// Rank 0 logs from `info` up, the other ranks from `warning` up; every line carries a rank prefix when there is more
+// than one rank. Level names are spdlog's: trace, debug, info, warning, error, critical, off. Environment DS_LOG_LEVEL
 // overrides both. Thread safe.
 #pragma once
 

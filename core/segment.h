@@ -7,8 +7,8 @@
 
 namespace ds {
 
-// A run of elements of one parameter inside a flat slice. A slice may cut a parameter: then the parameter has segments in
-// several ranks' slices. Elements of a slice that no segment covers are padding; they hold zeros and stay zero.
+// A run of elements of one parameter inside a flat slice. A slice may cut a parameter: then the parameter has segments
+// in several ranks' slices. Elements of a slice that no segment covers are padding; they hold zeros and stay zero.
 struct Segment {
   int64_t parameter = 0;         // index into the engine's list of parameters
   int64_t parameter_offset = 0;  // first element inside the (row-major, flattened) parameter

@@ -34,14 +34,15 @@ class Engine {
   // --- one training step -------------------------------------------------------------------------------------------
   // Scales the scalar `loss` (by 1/gradient_accumulation_steps unless scale_wrt_gas is false, and by the loss scale),
   // runs autograd, and reduces gradients as they become ready. Returns the loss divided by gradient_accumulation_steps,
-  // without loss scale, detached. Several calls before a step() add up. Throws UsageError for a loss that is not a scalar
-  // or has no graph.
+  // without loss scale, detached. Several calls before a step() add up. Throws UsageError for a loss that is not a
+  // scalar or has no graph.
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
-  // Counts one micro-batch; at the gradient accumulation boundary finishes the reductions, clips, updates the parameters,
-  // zeroes the gradients and advances the schedule. Throws UsageError when no backward() came before.
+  // Counts one micro-batch; at the gradient accumulation boundary finishes the reductions, clips, updates the
+  // parameters, zeroes the gradients and advances the schedule. Throws UsageError when no backward() came before.
   void step();
   bool is_gradient_accumulation_boundary() const;
-  // Overrides the counted boundary until it is set again (with managed_gradient_accumulation: false every step() is one).
+  // Overrides the counted boundary until it is set again (with managed_gradient_accumulation: false every step() is
+  // one).
   void set_gradient_accumulation_boundary(bool is_boundary);
 
   // While the returned guard lives, backward() adds to local gradients without any communication, in every stage.
@@ -59,7 +60,8 @@ class Engine {
   // {beta1, beta2} or {momentum, 0} per parameter group.
   std::vector<std::vector<double>> get_mom() const;
   std::string get_type() const;  // the optimizer's name
-  // L2 norm over the whole model before clipping, without loss scale; +inf after an overflow, nullopt before the first step.
+  // L2 norm over the whole model before clipping, without loss scale; +inf after an overflow, nullopt before the first
+  // step.
   std::optional<double> get_global_grad_norm() const;
   double loss_scale() const;
   bool dynamic_loss_scale() const;
@@ -91,8 +93,8 @@ class Engine {
   const std::shared_ptr<torch::nn::Module>& module() const;
   comm::Communicator& communicator() const;  // over the data-parallel group
 
-  // Waits for parameters still on their way after a step (a forward does it by itself, operator by operator). Needed only
-  // before reading parameters' memory directly or from another thread.
+  // Waits for parameters still on their way after a step (a forward does it by itself, operator by operator). Needed
+  // only before reading parameters' memory directly or from another thread.
   void synchronize_parameters();
   // Whole parameters and buffers by name, on the host, in the model's dtype. Collective.
   std::vector<std::pair<std::string, at::Tensor>> module_state_dict();

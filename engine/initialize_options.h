@@ -19,8 +19,8 @@
 
 namespace ds::engine {
 
-// Parameters with hyper-parameters of their own. A parameter in no group belongs to a group with the config's values, which
-// comes first.
+// Parameters with hyper-parameters of their own. A parameter in no group belongs to a group with the config's values,
+// which comes first.
 struct ParameterGroup {
   std::vector<std::string> parameters;  // dotted names; a name may end in '*' or start with '*' (any prefix / suffix)
   std::optional<double> lr;

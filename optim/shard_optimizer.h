@@ -2,7 +2,8 @@
 //
 // A slice is this rank's contiguous part of one bucket of parameters (or the whole bucket at stage 0): a flat tensor of
 // master weights, a flat gradient of equal length, and a table that says which element belongs to which parameter.
-// Optimizer states are flat tensors of the same length, owned by the optimizer and allocated with the slice. Not thread safe.
+// Optimizer states are flat tensors of the same length, owned by the optimizer and allocated with the slice. Not thread
+// safe.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,11 +44,11 @@ class SliceExchange {
 
 // A slice as the optimizer keeps it. `segments` index `parameters`.
 struct Slice {
-  at::Tensor master;                      // [n] float32 (or the parameters' dtype), updated in place
-  int group = 0;                          // index into groups()
-  int64_t bucket_offset = 0;              // first element of the slice inside its bucket
-  std::vector<Segment> segments;          // of this slice
-  std::vector<Segment> bucket_segments;   // of the whole bucket (slice_offset = offset inside the bucket)
+  at::Tensor master;                     // [n] float32 (or the parameters' dtype), updated in place
+  int group = 0;                         // index into groups()
+  int64_t bucket_offset = 0;             // first element of the slice inside its bucket
+  std::vector<Segment> segments;         // of this slice
+  std::vector<Segment> bucket_segments;  // of the whole bucket (slice_offset = offset inside the bucket)
   const std::vector<ParameterInfo>* parameters = nullptr;  // outlives the optimizer
   std::shared_ptr<SliceExchange> exchange;                 // never null
 };
@@ -71,8 +72,8 @@ class ShardOptimizer {
 
   // Once per optimizer step, before the updates of all slices.
   void begin_step() { ++step_count_; }
-  // Updates slice `index` with `gradient` ([n], any floating dtype; its contents may be overwritten) times `gradient_scale`
-  // (loss scale and clipping folded into one factor).
+  // Updates slice `index` with `gradient` ([n], any floating dtype; its contents may be overwritten) times
+  // `gradient_scale` (loss scale and clipping folded into one factor).
   virtual void update(int64_t index, const at::Tensor& gradient, double gradient_scale) = 0;
 
   // State tensors of a slice by name, for example {"exp_avg", t}, {"exp_avg_sq", t}; live references.

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# usage: run.sh BUILD SCRATCH SOURCE
+set -euo pipefail
+build=$1 scratch=$2 source=$3
+rm -rf "$scratch/prefix" "$scratch/foreign"
+cmake --install "$build" --prefix "$scratch/prefix" >"$scratch/install.log"
+cmake -S "$source/foreign_project" -B "$scratch/foreign" -DCMAKE_PREFIX_PATH="$scratch/prefix" -DCMAKE_BUILD_TYPE=Release
+cmake --build "$scratch/foreign"
+"$scratch/foreign/train_one_step"

@@ -1,0 +1,274 @@
+#include "zero/gradient_reducer.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <map>
+
+#include "core/check.h"
+#include "tests/support/thread_ranks.h"
+#include "zero/gradient_norm.h"
+
+namespace ds::zero {
+namespace {
+
+// A network whose rank-dependent input decides which branch gets gradients.
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    first = register_module("first", torch::nn::Linear(7, 9));
+    left = register_module("left", torch::nn::Linear(9, 5));
+    right = register_module("right", torch::nn::Linear(9, 5));
+    last = register_module("last", torch::nn::Linear(5, 1));
+  }
+  at::Tensor forward(const at::Tensor& x, bool go_left) {
+    const at::Tensor h = torch::tanh(first(x));
+    return last(go_left ? left(h) : right(h)).sum();
+  }
+  torch::nn::Linear first{nullptr}, left{nullptr}, right{nullptr}, last{nullptr};
+};
+TORCH_MODULE(Net);
+
+std::vector<Parameter> parameters_of(const torch::nn::Module& module) {
+  std::vector<Parameter> result;
+  for (const auto& item : module.named_parameters()) result.push_back({item.key(), item.value()});
+  return result;
+}
+
+// torch's global generator is shared by rank threads: values come from a formula instead.
+void fill(const std::vector<Parameter>& parameters) {
+  torch::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    at::Tensor flat = parameters[i].tensor.view(-1);
+    flat.copy_(torch::sin(torch::arange(flat.numel(), torch::kFloat) * 0.7 + static_cast<double>(i)) * 0.5);
+  }
+}
+
+at::Tensor input(int rank, int pass) { return torch::cos(torch::arange(21, torch::kFloat) + rank * 3 + pass).view({3, 7}); }
+
+struct Ranked {
+  explicit Ranked(comm::Communicator& communicator, ReducerOptions options, int64_t max_bucket) {
+    parameters = parameters_of(*net);
+    fill(parameters);
+    std::vector<LayoutParameter> shapes;
+    for (const Parameter& parameter : parameters) shapes.push_back({parameter.name, parameter.tensor.numel()});
+    for (BucketLayout& layout : lay_out(shapes, {.world_size = communicator.size(), .max_bucket_elements = max_bucket})) {
+      const at::Tensor values = flatten(layout, parameters, at::kFloat);
+      buckets.emplace_back(std::move(layout), parameters, values, at::kFloat);
+    }
+    reducer = std::make_unique<GradientReducer>(buckets, parameters, communicator, options);
+  }
+
+  void backward(int rank, int pass, bool synchronize, bool boundary, bool go_left) {
+    reducer->begin_backward(synchronize, boundary);
+    net->forward(input(rank, pass), go_left).backward();
+    reducer->end_backward();
+  }
+
+  Net net;
+  std::vector<Parameter> parameters;
+  std::vector<ParameterBucket> buckets;
+  std::unique_ptr<GradientReducer> reducer;
+};
+
+// What plain autograd gives for the same passes, averaged over ranks.
+std::map<std::string, at::Tensor> expected(int world, const std::vector<std::pair<int, bool>>& passes, bool average) {
+  Net net;
+  auto parameters = parameters_of(*net);
+  fill(parameters);
+  for (int rank = 0; rank < world; ++rank) {
+    for (const auto& [pass, mixed] : passes) {
+      const bool go_left = !mixed || rank == 0;
+      at::Tensor loss = net->forward(input(rank, pass), go_left);
+      (average ? loss / world : loss).backward();
+    }
+  }
+  std::map<std::string, at::Tensor> result;
+  for (const Parameter& parameter : parameters) {
+    result[parameter.name] =
+        parameter.tensor.grad().defined() ? parameter.tensor.grad() : torch::zeros_like(parameter.tensor);
+  }
+  return result;
+}
+
+void expect_gradients(const Ranked& ranked, int rank, const std::map<std::string, at::Tensor>& wanted, bool whole) {
+  for (size_t b = 0; b < ranked.buckets.size(); ++b) {
+    const at::Tensor got = ranked.reducer->gradient(b);
+    const BucketLayout& layout = ranked.buckets[b].layout();
+    ASSERT_TRUE(got.defined());
+    ASSERT_EQ(got.numel(), whole ? layout.numel : layout.slice_numel);
+    for (const Segment& segment : whole ? layout.segments : slice_segments(layout, rank)) {
+      const at::Tensor want = wanted.at(ranked.parameters[static_cast<size_t>(segment.parameter)].name)
+                                  .reshape(-1)
+                                  .narrow(0, segment.parameter_offset, segment.length);
+      const at::Tensor have = got.narrow(0, segment.slice_offset, segment.length);
+      EXPECT_TRUE(torch::allclose(have, want, 1e-5, 1e-6)) << "bucket " << b << " parameter " << segment.parameter;
+    }
+  }
+}
+
+struct Case {
+  ReductionPolicy policy;
+  int world;
+  int64_t max_bucket;
+  bool overlap;
+};
+
+class ReducerTest : public testing::TestWithParam<Case> {
+ protected:
+  ReducerOptions options() const { return {.policy = GetParam().policy, .overlap = GetParam().overlap}; }
+  bool whole() const { return GetParam().policy == ReductionPolicy::kAllReduce; }
+};
+
+TEST_P(ReducerTest, AveragesOneBackward) {
+  const auto wanted = expected(GetParam().world, {{0, false}}, true);
+  test::run_ranks(GetParam().world, [&](comm::Communicator& communicator) {
+    Ranked ranked(communicator, options(), GetParam().max_bucket);
+    for (int step = 0; step < 3; ++step) {
+      ranked.backward(communicator.rank(), 0, true, true, true);
+      ranked.reducer->finish();
+      expect_gradients(ranked, communicator.rank(), wanted, whole());
+      EXPECT_EQ(ranked.reducer->parameters_without_gradient().size(), 2U) << "right.weight and right.bias are unused";
+      ranked.reducer->reset();
+    }
+  });
+}
+
+TEST_P(ReducerTest, AccumulatesMicroBatches) {
+  const auto wanted = expected(GetParam().world, {{0, false}, {1, false}, {2, false}}, true);
+  test::run_ranks(GetParam().world, [&](comm::Communicator& communicator) {
+    Ranked ranked(communicator, options(), GetParam().max_bucket);
+    for (int pass = 0; pass < 3; ++pass) ranked.backward(communicator.rank(), pass, true, pass == 2, true);
+    ranked.reducer->finish();
+    expect_gradients(ranked, communicator.rank(), wanted, whole());
+  });
+}
+
+TEST_P(ReducerTest, SeveralReducedBackwardsAddUp) {
+  const auto wanted = expected(GetParam().world, {{0, false}, {1, false}, {2, false}}, true);
+  test::run_ranks(GetParam().world, [&](comm::Communicator& communicator) {
+    Ranked ranked(communicator, options(), GetParam().max_bucket);
+    for (int step = 0; step < 2; ++step) {
+      for (int pass = 0; pass < 3; ++pass) ranked.backward(communicator.rank(), pass, true, true, true);
+      ranked.reducer->finish();
+      expect_gradients(ranked, communicator.rank(), wanted, whole());
+      ranked.reducer->reset();
+    }
+  });
+}
+
+TEST_P(ReducerTest, PassesWithoutSynchronisationAreReducedLater) {
+  const auto wanted = expected(GetParam().world, {{0, false}, {1, false}, {2, false}}, true);
+  test::run_ranks(GetParam().world, [&](comm::Communicator& communicator) {
+    for (int synchronized : {0, 1, 2, -1}) {  // -1: none, finish() has to reduce
+      Ranked ranked(communicator, options(), GetParam().max_bucket);
+      for (int pass = 0; pass < 3; ++pass) ranked.backward(communicator.rank(), pass, pass == synchronized, true, true);
+      ranked.reducer->finish();
+      expect_gradients(ranked, communicator.rank(), wanted, whole());
+    }
+  });
+}
+
+TEST_P(ReducerTest, RanksMayUseDifferentParameters) {
+  const auto wanted = expected(GetParam().world, {{0, true}, {1, false}}, true);
+  test::run_ranks(GetParam().world, [&](comm::Communicator& communicator) {
+    Ranked ranked(communicator, options(), GetParam().max_bucket);
+    ranked.backward(communicator.rank(), 0, true, false, communicator.rank() == 0);
+    ranked.backward(communicator.rank(), 1, true, true, true);
+    ranked.reducer->finish();
+    expect_gradients(ranked, communicator.rank(), wanted, whole());
+  });
+}
+
+TEST_P(ReducerTest, ScalingVariants) {
+  const auto average = expected(GetParam().world, {{0, false}}, true);
+  const auto sum = expected(GetParam().world, {{0, false}}, false);
+  test::run_ranks(GetParam().world, [&](comm::Communicator& communicator) {
+    for (int variant = 0; variant < 3; ++variant) {
+      ReducerOptions changed = options();
+      changed.prescale = variant == 0;
+      changed.predivide_factor = variant == 1 ? 4.0 : 1.0;
+      changed.average = variant != 2;
+      Ranked ranked(communicator, changed, GetParam().max_bucket);
+      ranked.backward(communicator.rank(), 0, true, true, true);
+      ranked.reducer->finish();
+      expect_gradients(ranked, communicator.rank(), variant == 2 ? sum : average, whole());
+    }
+  });
+}
+
+std::string name_of(const testing::TestParamInfo<Case>& info) {
+  const char* policies[] = {"Stage0", "Stage1", "Stage2"};
+  return std::string(policies[static_cast<int>(info.param.policy)]) + "Ranks" + std::to_string(info.param.world) + "Bucket" +
+         std::to_string(info.param.max_bucket) + (info.param.overlap ? "Overlap" : "After");
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> result;
+  for (auto policy : {ReductionPolicy::kAllReduce, ReductionPolicy::kReduceScatterAtBoundary,
+                      ReductionPolicy::kReduceScatterEveryBackward}) {
+    for (int world : {1, 2, 3}) {
+      for (int64_t bucket : {1, 60, 100000}) result.push_back({policy, world, bucket, true});
+    }
+    result.push_back({policy, 2, 60, false});
+  }
+  return result;
+}
+
+INSTANTIATE_TEST_SUITE_P(Policies, ReducerTest, testing::ValuesIn(cases()), name_of);
+
+TEST(Reducer, OverlapChangesNoBit) {
+  for (auto policy : {ReductionPolicy::kAllReduce, ReductionPolicy::kReduceScatterAtBoundary,
+                      ReductionPolicy::kReduceScatterEveryBackward}) {
+    std::vector<at::Tensor> results[2];
+    for (bool overlap : {false, true}) {
+      test::run_ranks(3, [&](comm::Communicator& communicator) {
+        Ranked ranked(communicator, {.policy = policy, .overlap = overlap}, 60);
+        for (int pass = 0; pass < 2; ++pass) ranked.backward(communicator.rank(), pass, true, pass == 1, true);
+        ranked.reducer->finish();
+        if (communicator.rank() != 1) return;
+        for (size_t b = 0; b < ranked.buckets.size(); ++b) results[overlap].push_back(ranked.reducer->gradient(b).clone());
+      });
+    }
+    ASSERT_EQ(results[0].size(), results[1].size());
+    for (size_t b = 0; b < results[0].size(); ++b) EXPECT_TRUE(torch::equal(results[0][b], results[1][b]));
+  }
+}
+
+TEST(Reducer, Stage2HoldsThreeBucketsAtMost) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    Ranked ranked(communicator, {.policy = ReductionPolicy::kReduceScatterEveryBackward}, 1);
+    int64_t largest = 0;
+    int64_t slices = 0;
+    for (const ParameterBucket& bucket : ranked.buckets) {
+      largest = std::max(largest, bucket.layout().numel);
+      slices += bucket.layout().slice_numel;
+    }
+    for (int pass = 0; pass < 4; ++pass) ranked.backward(communicator.rank(), pass, true, pass == 3, true);
+    ranked.reducer->finish();
+    EXPECT_LE(ranked.reducer->take_peak_bytes(), (3 * largest + slices) * 4);
+  });
+}
+
+TEST(Reducer, BackwardOutsideOfTheEngineIsAnError) {
+  test::run_ranks(1, [&](comm::Communicator& communicator) {
+    Ranked ranked(communicator, {}, 100000);
+    EXPECT_THROW(ranked.net->forward(input(0, 0), true).backward(), UsageError);
+  });
+}
+
+TEST(GradientNorm, SumsInDoubleAndSeesWhatIsNotFinite) {
+  const at::Tensor values = torch::linspace(-3, 5, 200003);
+  EXPECT_NEAR(sum_of_squares(values), values.to(at::kDouble).square().sum().item<double>(), 1e-7);
+  EXPECT_NEAR(sum_of_squares(values.to(at::kBFloat16)),
+              values.to(at::kBFloat16).to(at::kDouble).square().sum().item<double>(), 1e-7);
+  at::Tensor bad = values.clone();
+  EXPECT_EQ(first_non_finite(bad), -1);
+  bad[170000] = std::numeric_limits<float>::infinity();
+  EXPECT_FALSE(std::isfinite(sum_of_squares(bad)));
+  EXPECT_EQ(first_non_finite(bad), 170000);
+  bad[170000] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_FALSE(std::isfinite(sum_of_squares(bad)));
+}
+
+}  // namespace
+}  // namespace ds::zero
