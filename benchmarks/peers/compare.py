@@ -1,0 +1,132 @@
+"""dsengine against torch DDP and DeepSpeed: the same GPT, weights, batches and optimizer, in turn on this machine.
+
+  scripts/compare_peers [--rounds 3] [--steps 10] [--ranks 2] [--size small] [--build build/release]
+
+Every round launches each case once; a case's step time is the median over its steps of all rounds, its memory the median of the
+ranks' peak resident bytes, its start-up the median time from launch to the end of the first step of the tiny GPT. What counts are
+the ratios: absolute times belong to the machine and the moment. Losses are compared too: a case whose curve differs from DDP's
+by more than 1e-4 is an error.
+"""
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
+TEXT = os.path.join(ROOT, "tests", "parity", "data", "kjv_1m.bin")
+WARM = 3
+SIZES = {"tiny": dict(layers=4, hidden=128, heads=4, seq_len=128), "small": dict(layers=6, hidden=512, heads=8, seq_len=256)}
+CASES = ["ddp", "ds0", "ds1", "ds2", "ours0", "ours1", "ours2"]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def environment():
+    env = dict(os.environ, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", TOKENIZERS_PARALLELISM="false")
+    env.pop("LD_PRELOAD", None)
+    return env
+
+
+def run(command, log):
+    with open(log, "wb") as f:
+        code = subprocess.call(command, stdout=f, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT)
+    if code:
+        sys.exit(f"failed with exit code {code}: {' '.join(command)}\n{open(log, errors='replace').read()[-3000:]}")
+
+
+def run_peer(case, a, size, steps, folder):
+    out = os.path.join(folder, "peer")
+    begin = time.time()
+    run([sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc_per_node={a.ranks}", "--master_addr=127.0.0.1",
+         f"--master_port={free_port()}", os.path.join(HERE, "peer.py"), case, size, str(steps), str(WARM), str(a.lr), out],
+        os.path.join(folder, case + ".log"))
+    ranks = [json.load(open(f"{out}.{r}")) for r in range(a.ranks)]
+    return {"step_seconds": ranks[0]["step_seconds"], "peak": [r["peak_rss_bytes"] for r in ranks],
+            "loss": [statistics.mean(v) for v in zip(*(r["loss"] for r in ranks))],
+            "start": max(r["first_step_at"] for r in ranks) - begin}
+
+
+def run_ours(case, a, size, steps, folder):
+    config, metrics = os.path.join(folder, "config.json"), os.path.join(folder, "metrics.jsonl")
+    with open(config, "w") as f:
+        json.dump({"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0,
+                   "optimizer": {"type": "AdamW", "params": {"lr": a.lr, "weight_decay": 0.01}},
+                   "zero_optimization": {"stage": int(case[4:])}}, f)
+    shape = [word for key, value in SIZES[size].items() for word in (f"--{key}", str(value))]
+    if os.path.exists(metrics):
+        os.remove(metrics)
+    begin = time.time()
+    run([os.path.join(a.build, "bin", "ds-launch"), "--num_procs", str(a.ranks), os.path.join(a.build, "bin", "gpt"),
+         "--deepspeed_config", config, "--data", TEXT, *shape, "--steps", str(steps + WARM), "--order", "sequential", "--metrics",
+         metrics, "--generate", "0"], os.path.join(folder, case + ".log"))
+    whole = time.time() - begin
+    lines = [json.loads(line) for line in open(metrics)]
+    summary, rows = lines[-1]["summary"], lines[:-1]
+    # The first step ends before the remaining ones: launch to exit less the later steps is an upper bound of the start-up.
+    return {"step_seconds": [r["step_seconds"] for r in rows[WARM:]], "peak": summary["peak_rss_bytes"],
+            "loss": [r["loss"] for r in rows], "start": whole - sum(r["step_seconds"] for r in rows[1:])}
+
+
+def run_case(case, a, size, steps, folder):
+    return (run_ours if case.startswith("ours") else run_peer)(case, a, size, steps, folder)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--steps", type=int, default=10)
+    p.add_argument("--ranks", type=int, default=2)
+    p.add_argument("--size", choices=SIZES, default="small")
+    p.add_argument("--lr", type=float, default=1e-4)
+    p.add_argument("--build", default=os.path.join(ROOT, "build", "release"))
+    p.add_argument("--only", default=",".join(CASES), help="cases, comma separated (ddp is always run)")
+    p.add_argument("--json", help="also write the figures to this file")
+    a = p.parse_args()
+    a.build = os.path.abspath(a.build)
+    cases = [c for c in CASES if c == "ddp" or c in a.only.split(",")]
+    runs, starts = {c: [] for c in cases}, {c: [] for c in cases}
+    with tempfile.TemporaryDirectory() as folder:
+        for c in cases:  # once uncounted: page cache, DeepSpeed's compiled ops
+            run_case(c, a, "tiny", 1, folder)
+        for _ in range(a.rounds):
+            for c in cases:
+                runs[c].append(run_case(c, a, a.size, a.steps, folder))
+                starts[c].append(run_case(c, a, "tiny", 1, folder)["start"])
+    figures = {}
+    for c in cases:
+        figures[c] = {"step_seconds": statistics.median(s for r in runs[c] for s in r["step_seconds"]),
+                      "peak_gib": statistics.median(p for r in runs[c] for p in r["peak"]) / 2**30,
+                      "start_seconds": statistics.median(starts[c]),
+                      "loss_difference_to_ddp": max(abs(x - y) for x, y in zip(runs[c][0]["loss"], runs["ddp"][0]["loss"]))}
+    print(f"{a.size} GPT, {a.ranks} ranks x 1 thread, {a.rounds} rounds of {a.steps} steps; medians, and ratios to the peer in the same run")
+    print(f"{'case':8s} {'s/step':>8s} {'GiB/rank':>9s} {'start s':>8s}   speed vs ddp   speed / memory / start vs DeepSpeed, same stage")
+    wrong = []
+    for c in cases:
+        f = figures[c]
+        line = f"{c:8s} {f['step_seconds']:8.3f} {f['peak_gib']:9.3f} {f['start_seconds']:8.2f}   {figures['ddp']['step_seconds'] / f['step_seconds']:8.3f} x"
+        peer = figures.get("ds" + c[4:]) if c.startswith("ours") else None
+        if peer:
+            line += (f"     {peer['step_seconds'] / f['step_seconds']:.3f} x / {f['peak_gib'] / peer['peak_gib']:.3f}"
+                     f" / {f['start_seconds'] / peer['start_seconds']:.3f}")
+        print(line)
+        if f["loss_difference_to_ddp"] > 1e-4:
+            wrong.append(c)
+    if a.json:
+        with open(a.json, "w") as f:
+            json.dump(figures, f, indent=1)
+    if wrong:
+        sys.exit(f"the losses of {wrong} differ from DDP's by more than 1e-4: these figures compare different work")
+
+
+if __name__ == "__main__":
+    main()

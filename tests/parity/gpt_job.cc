@@ -1,0 +1,97 @@
+#include "tests/parity/gpt_job.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <memory>
+#include <stdexcept>
+
+namespace ds::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string quoted(const std::string& word) { return "'" + word + "'"; }
+
+// A folder of its own for each job, removed with it.
+class ScratchFolder {
+ public:
+  ScratchFolder() {
+    std::string pattern = (fs::temp_directory_path() / "ds_parity_XXXXXX").string();
+    if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("cannot make a scratch folder");
+    path_ = pattern;
+  }
+  ~ScratchFolder() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  ScratchFolder(const ScratchFolder&) = delete;
+  ScratchFolder& operator=(const ScratchFolder&) = delete;
+  const fs::path& path() const { return path_; }
+
+ private:
+  fs::path path_;
+};
+
+}  // namespace
+
+nlohmann::json reference_config(int stage, int micro_batch, int accumulation) {
+  return {{"train_micro_batch_size_per_gpu", micro_batch},
+          {"gradient_accumulation_steps", accumulation},
+          {"gradient_clipping", 1.0},
+          {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}, {"weight_decay", 0.01}}}}},
+          {"zero_optimization", {{"stage", stage}}}};
+}
+
+GptResult try_gpt(const GptJob& job) {
+  const ScratchFolder scratch;
+  const fs::path config = scratch.path() / "ds_config.json";
+  const fs::path metrics = scratch.path() / "metrics.jsonl";
+  std::ofstream(config) << job.config.dump(1);
+  std::string command = "OMP_NUM_THREADS=1 " + quoted(DS_LAUNCH) + " --num_procs " + std::to_string(job.ranks) + " " +
+                        quoted(DS_GPT) + " --deepspeed_config " + quoted(config.string()) + " --data " +
+                        quoted(source_path("tests/parity/data/kjv_1m.bin").string()) +
+                        " --order sequential --generate 0 --steps " + std::to_string(job.steps) + " --metrics " +
+                        quoted(metrics.string());
+  for (const std::string& argument : job.arguments) command += " " + quoted(argument);
+  command += " 2>&1";
+  GptResult result;
+  FILE* pipe = popen(command.c_str(), "r");
+  if (pipe == nullptr) throw std::runtime_error("cannot start: " + command);
+  std::array<char, 4096> buffer{};
+  while (const size_t count = fread(buffer.data(), 1, buffer.size(), pipe)) result.output.append(buffer.data(), count);
+  const int status = pclose(pipe);
+  result.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  std::ifstream lines(metrics);
+  for (std::string line; std::getline(lines, line);) {
+    nlohmann::json entry = nlohmann::json::parse(line);
+    if (entry.contains("summary")) {
+      result.summary = entry["summary"];
+    } else {
+      result.steps.push_back(std::move(entry));
+    }
+  }
+  return result;
+}
+
+GptResult run_gpt(const GptJob& job) {
+  GptResult result = try_gpt(job);
+  if (result.exit_code != 0) {
+    throw std::runtime_error("gpt ended with exit code " + std::to_string(result.exit_code) + ":\n" + result.output);
+  }
+  return result;
+}
+
+const nlohmann::json& reference() {
+  static const nlohmann::json instance =
+      nlohmann::json::parse(std::ifstream(source_path("tests/parity/reference.json")));
+  return instance;
+}
+
+fs::path source_path(const std::string& relative) { return fs::path(DS_SOURCE_DIR) / relative; }
+
+}  // namespace ds::test
