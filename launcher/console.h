@@ -1,0 +1,84 @@
+// The launcher's own standard output and error, shared by all ranks: whole lines, never interleaved, and a progress
+// line of rank 0 that stays below them.
+//
+// Nothing here waits: what a slow reader has not taken yet is queued, and backed_up() tells when to stop reading from
+// the ranks. A reader that is gone (EPIPE, a closed terminal) does not end the training: its output is dropped.
+#pragma once
+
+#include <poll.h>
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace ds::launcher {
+
+// A queue before a descriptor that the console does not own.
+class OutputQueue {
+ public:
+  explicit OutputQueue(int fd);
+
+  void add(std::string_view bytes);
+  void write_some();  // what can be written without waiting
+  bool empty() const { return begin_ == bytes_.size(); }
+  size_t size() const { return bytes_.size() - begin_; }
+  bool lost() const { return lost_; }
+  int fd() const { return fd_; }
+
+ private:
+  int fd_;
+  size_t step_;  // bytes that poll() promises to be writable without waiting
+  bool socket_;
+  bool lost_ = false;
+  std::string bytes_;
+  size_t begin_ = 0;
+};
+
+// What stands on the current, unfinished line of an output. Pure.
+class OpenLine {
+ public:
+  void feed(std::string_view bytes);
+  bool open() const { return !text_.empty() || returned_; }
+  std::string redraw() const { return returned_ ? text_ + '\r' : text_; }
+  void clear();
+
+ private:
+  std::string text_;       // since the last line end or carriage return
+  bool returned_ = false;  // a carriage return stands after the text
+};
+
+class Console {
+ public:
+  static constexpr int kOut = 0, kErr = 1;
+
+  Console(int out_fd, int err_fd);
+
+  // Bytes of rank 0, passed on as they are.
+  void raw(int stream, std::string_view bytes);
+  // A line of its own, without its end: put before an unfinished line of rank 0, which is then drawn again (on a
+  // terminal) or ended first (elsewhere).
+  void line(int stream, std::string_view text);
+
+  bool is_terminal(int stream) const { return outputs_[stream].terminal; }
+  bool same_device() const { return same_device_; }
+  bool backed_up() const;
+  bool lost(int stream) const { return outputs_[stream].queue.lost(); }
+
+  void append_waits(std::vector<pollfd>& waits) const;
+  void write_some();
+  void finish(double seconds);  // waits until all is written, at most that long
+
+ private:
+  struct Output {
+    explicit Output(int fd);
+    OutputQueue queue;
+    OpenLine open_line;
+    bool terminal;
+  };
+  Output& output(int stream) { return outputs_[same_device_ ? kOut : stream]; }
+
+  bool same_device_;
+  Output outputs_[2];
+};
+
+}  // namespace ds::launcher

@@ -1,0 +1,17 @@
+// Lists of CPU numbers as the kernel and numactl write them: "0-3,8". Pure.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace ds::launcher {
+
+// In the order written. Throws ConfigError for an empty list, a backward range, a number above 65535, a duplicate, or
+// anything that is not a number.
+std::vector<int> parse_core_list(std::string_view text);
+
+// {0, 1, 2, 5} -> "0-2,5".
+std::string core_list_text(const std::vector<int>& cores);
+
+}  // namespace ds::launcher

@@ -1,0 +1,292 @@
+#include "launcher/job.h"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/resource.h>
+#include <sys/signalfd.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+
+#include "launcher/exit_cause.h"
+#include "launcher/system_call.h"
+
+namespace ds::launcher {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr double kSweepGraceSeconds = 1;
+
+Clock::duration seconds(double count) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(count));
+}
+
+UniqueFd open_signals(bool hangup_ignored) {
+  sigset_t set;
+  sigemptyset(&set);
+  for (int number : {SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2, SIGWINCH, SIGTSTP, SIGCHLD}) sigaddset(&set, number);
+  if (!hangup_ignored) sigaddset(&set, SIGHUP);
+  sigprocmask(SIG_SETMASK, &set, nullptr);
+  UniqueFd fd(signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK));
+  require_system(fd.valid(), "signalfd");
+  return fd;
+}
+
+bool is_hangup_ignored() {
+  struct sigaction now {};
+  return sigaction(SIGHUP, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
+}
+
+// Rank 0 may read a file or a pipe given to ds-launch; a terminal it may not, because only one process group can.
+bool stdin_is_for_rank_zero() { return fcntl(STDIN_FILENO, F_GETFD) >= 0 && !isatty(STDIN_FILENO); }
+
+}  // namespace
+
+Job::Job(JobPlan plan, Console& console, Notices& notices)
+    : plan_(std::move(plan)),
+      console_(console),
+      notices_(notices),
+      guard_(std::make_unique<OrphanGuard>(plan_.launch_id)),
+      relay_(console, static_cast<int>(plan_.environments.size()), plan_.rank_log_dir),
+      hangup_ignored_(is_hangup_ignored()),
+      ranks_(plan_.environments.size()),
+      oom_before_(read_oom_counters()) {
+  signals_ = open_signals(hangup_ignored_);
+  exits_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
+  require_system(exits_.valid(), "epoll_create");
+}
+
+Job::~Job() {
+  if (running_ > 0) {
+    signal_ranks(SIGKILL);
+    guard_->sweep(groups(), 0);
+  }
+}
+
+int Job::run() {
+  start_ranks();
+  while (running_ > 0) {
+    wait_for_something();
+    enforce_deadline();
+  }
+  clean_up();
+  return report();
+}
+
+void Job::start_ranks() {
+  const UniqueFd null(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  require_system(null.valid(), "/dev/null");
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) start_rank_of(static_cast<int>(rank), null.get());
+}
+
+void Job::start_rank_of(int rank, int null_fd) {
+  const OutputRelay::RankEnds ends = relay_.connect(rank);
+  const UniqueFd input(fcntl(rank == 0 && stdin_is_for_rank_zero() ? STDIN_FILENO : null_fd, F_DUPFD_CLOEXEC, 3));
+  const size_t index = static_cast<size_t>(rank);
+  Rank& started = ranks_[index];
+  started.pid = start_rank({.file = plan_.file,
+                            .words = plan_.words,
+                            .environment = plan_.environments[index],
+                            .stdin_fd = input.get(),
+                            .stdout_fd = ends.out.get(),
+                            .stderr_fd = ends.err.get(),
+                            .cpus = plan_.cpus.empty() ? std::vector<int>{} : plan_.cpus[index],
+                            .hangup_ignored = hangup_ignored_});
+  started.running = true;
+  ++running_;
+  guard_->watch(started.pid);
+  notices_.debug("rank ", rank, " runs as pid ", started.pid);
+  started.pidfd = UniqueFd(static_cast<int>(syscall(SYS_pidfd_open, started.pid, 0)));
+  require_system(started.pidfd.valid(), "pidfd_open (Linux 5.3 or later is needed)");
+  epoll_event event{.events = EPOLLIN | EPOLLONESHOT, .data = {.u32 = static_cast<uint32_t>(rank)}};
+  require_system(epoll_ctl(exits_.get(), EPOLL_CTL_ADD, started.pidfd.get(), &event) == 0, "epoll_ctl");
+}
+
+void Job::wait_for_something() {
+  std::vector<pollfd> waits = {{.fd = signals_.get(), .events = POLLIN, .revents = 0},
+                               {.fd = exits_.get(), .events = POLLIN, .revents = 0}};
+  const size_t first_output = waits.size();
+  console_.append_waits(waits);
+  const size_t first_source = waits.size();
+  relay_.append_waits(waits);
+  if (poll(waits.data(), waits.size(), poll_timeout_ms()) <= 0) return;
+  if (waits[1].revents != 0) handle_exits();
+  if (waits[0].revents != 0) handle_signals();
+  if (first_output != first_source) console_.write_some();
+  for (size_t i = first_source; i < waits.size(); ++i) relay_.handle(waits[i]);
+  if (const std::string trouble = relay_.take_trouble(); !trouble.empty()) notices_.warning(trouble);
+  if (!output_loss_said_ && console_.lost(Console::kOut)) {
+    output_loss_said_ = true;
+    notices_.warning("nobody reads standard output any more: the ranks go on, their output is dropped");
+  }
+}
+
+int Job::poll_timeout_ms() const {
+  if (!deadline_) return -1;
+  const double left = std::chrono::duration<double, std::milli>(*deadline_ - Clock::now()).count();
+  return static_cast<int>(std::ceil(std::clamp(left, 0.0, 3.6e6)));
+}
+
+void Job::handle_signals() {
+  signalfd_siginfo info{};
+  while (read(signals_.get(), &info, sizeof(info)) == sizeof(info)) handle_signal(static_cast<int>(info.ssi_signo));
+}
+
+void Job::handle_signal(int number) {
+  switch (number) {
+    case SIGCHLD:
+      return reap_others();
+    case SIGWINCH:
+      relay_.resize_terminals();
+      if (ranks_[0].running) kill(-ranks_[0].pid, SIGWINCH);
+      return;
+    case SIGTSTP:
+      return stop_and_continue();
+    case SIGUSR1:
+    case SIGUSR2:
+      return signal_ranks(number);
+    default:
+      break;
+  }
+  if (number == SIGINT && interrupted_once_) return kill_ranks("second SIGINT");
+  if (number == SIGINT) interrupted_once_ = true;
+  signal_ranks(number);
+  if (ending_ != Ending::kNot) return;
+  ending_ = Ending::kSignal;
+  ending_signal_ = number;
+  if (plan_.signal_grace_seconds > 0) deadline_ = Clock::now() + seconds(plan_.signal_grace_seconds);
+  const std::string limit =
+      deadline_ ? cat("they have ", plan_.signal_grace_seconds, " s to end") : std::string("waiting for them to end");
+  notices_.info("SIG", sigabbrev_np(number), " passed on to all ranks; ", limit, ", a second SIGINT kills them");
+}
+
+void Job::stop_and_continue() {
+  signal_ranks(SIGSTOP);
+  kill(getpid(), SIGSTOP);
+  signal_ranks(SIGCONT);  // here ds-launch goes on
+}
+
+void Job::handle_exits() {
+  std::vector<epoll_event> events(ranks_.size());
+  const int count = epoll_wait(exits_.get(), events.data(), static_cast<int>(events.size()), 0);
+  for (int i = 0; i < count; ++i) {
+    const int rank = static_cast<int>(events[static_cast<size_t>(i)].data.u32);
+    const Rank& ended = ranks_[static_cast<size_t>(rank)];
+    int status = 0;
+    rusage usage{};
+    if (ended.running && wait4(ended.pid, &status, WNOHANG, &usage) == ended.pid) {
+      on_exit(rank, status, usage.ru_maxrss);
+    }
+  }
+}
+
+// Children that ranks left behind, so that no zombies pile up.
+void Job::reap_others() {
+  handle_exits();
+  int status = 0;
+  rusage usage{};
+  for (pid_t pid; (pid = wait4(-1, &status, WNOHANG, &usage)) > 0;) {
+    const auto rank =
+        std::find_if(ranks_.begin(), ranks_.end(), [&](const Rank& r) { return r.running && r.pid == pid; });
+    if (rank != ranks_.end()) on_exit(static_cast<int>(rank - ranks_.begin()), status, usage.ru_maxrss);
+  }
+}
+
+void Job::on_exit(int rank, int status, long peak_rss_kib) {
+  Rank& ended = ranks_[static_cast<size_t>(rank)];
+  ended.running = false;
+  ended.status = status;
+  ended.pidfd.reset();
+  --running_;
+  relay_.drain(rank);
+  notices_.debug("rank ", rank, " ended: ", exit_words(status));
+  if (status != 0 && ending_ == Ending::kNot) on_failure(rank, status, peak_rss_kib);
+  if (kill(-ended.pid, 0) != 0) guard_->forget(ended.pid);
+}
+
+void Job::on_failure(int rank, int status, long peak_rss_kib) {
+  failure_ = Failure{.rank = rank,
+                     .pid = ranks_[static_cast<size_t>(rank)].pid,
+                     .status = status,
+                     .peak_rss_bytes = int64_t{peak_rss_kib} * 1024,
+                     .before = oom_before_,
+                     .after = read_oom_counters()};
+  ending_ = Ending::kFailure;
+  deadline_ = Clock::now() + seconds(plan_.failure_grace_seconds);
+  if (running_ > 0) {
+    notices_.info("rank ", rank, " failed (",
+                  WIFSIGNALED(status) ? cat("SIG", sigabbrev_np(WTERMSIG(status))) : exit_words(status), "): ending ",
+                  rank_list_text(running_ranks()));
+  }
+  signal_ranks(SIGTERM);
+  signal_ranks(SIGCONT);  // one that is stopped could not end
+}
+
+void Job::enforce_deadline() {
+  if (running_ == 0 || killed_ || !deadline_ || Clock::now() < *deadline_) return;
+  const double grace = ending_ == Ending::kFailure ? plan_.failure_grace_seconds : plan_.signal_grace_seconds;
+  kill_ranks(cat("not ended within ", grace, " s"));
+}
+
+void Job::kill_ranks(const std::string& why) {
+  if (ending_ == Ending::kNot) ending_ = Ending::kSignal;
+  killed_ = true;
+  deadline_.reset();
+  notices_.warning(why, ": killing ", rank_list_text(running_ranks()));
+  signal_ranks(SIGKILL);
+}
+
+void Job::signal_ranks(int number) const {
+  for (const Rank& rank : ranks_) {
+    if (rank.running) kill(-rank.pid, number);
+  }
+}
+
+std::vector<int> Job::running_ranks() const {
+  std::vector<int> running;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    if (ranks_[rank].running) running.push_back(static_cast<int>(rank));
+  }
+  return running;
+}
+
+std::vector<pid_t> Job::groups() const {
+  std::vector<pid_t> groups;
+  for (const Rank& rank : ranks_) {
+    if (rank.pid > 0) groups.push_back(rank.pid);
+  }
+  return groups;
+}
+
+void Job::clean_up() {
+  const std::vector<std::string> left = guard_->sweep(groups(), killed_ ? 0 : kSweepGraceSeconds);
+  if (!left.empty()) {
+    std::string names = left.front();
+    for (size_t i = 1; i < left.size(); ++i) names += ", " + left[i];
+    notices_.info("ended processes that ranks had left behind: ", names);
+  }
+  relay_.drain_all();
+  relay_.finish();
+}
+
+int Job::report() {
+  int result = 0;
+  if (failure_) {
+    notices_.error(cause_line(*failure_));
+    for (const std::string& line : last_lines_report(*failure_, relay_.last_lines(failure_->rank)))
+      notices_.error(line);
+    result = exit_code_of(failure_->status);
+  } else if (ending_ == Ending::kSignal) {
+    const bool all_well = std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.status == 0; });
+    result = all_well ? 0 : 128 + ending_signal_;
+    notices_.info("ended by SIG", sigabbrev_np(ending_signal_), all_well ? "; every rank ended well" : "");
+  }
+  return result;
+}
+
+}  // namespace ds::launcher

@@ -1,0 +1,96 @@
+// The ranks of one launch, from the first fork to the exit code. One thread, one poll loop.
+//
+// Note [Who failed first]
+// When a rank dies, the others soon fail too, because their peer is gone. Several deaths may wait when the loop wakes
+// up, and waitpid() gives them in no useful order. So each rank has a pidfd in an epoll set, which hands events out in
+// the order in which they happened.
+#pragma once
+
+#include <chrono>
+#include <csignal>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "launcher/console.h"
+#include "launcher/failure_report.h"
+#include "launcher/notices.h"
+#include "launcher/orphan_guard.h"
+#include "launcher/output_relay.h"
+#include "launcher/rank_process.h"
+
+namespace ds::launcher {
+
+struct JobPlan {
+  std::string file;                                    // program
+  std::vector<std::string> words;                      // argv
+  std::vector<std::vector<std::string>> environments;  // one for each rank
+  std::vector<std::vector<int>> cpus;                  // one for each rank, or empty: not bound
+  std::string launch_id;
+  std::string rank_log_dir;
+  double failure_grace_seconds = 5;
+  double signal_grace_seconds = 30;  // 0: no limit
+};
+
+class Job {
+ public:
+  // Blocks the signals that it handles and starts the orphan guard; starts no rank yet.
+  Job(JobPlan plan, Console& console, Notices& notices);
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+  ~Job();  // kills what still runs
+
+  // Starts the ranks, waits for all of them and reports. Returns the exit code of ds-launch: that of the first failed
+  // rank, 128 + signal after a signal that ended ranks, else 0. Throws ProgramError or UsageError when a rank cannot
+  // start; those started before it are ended.
+  int run();
+
+ private:
+  struct Rank {
+    pid_t pid = 0;
+    UniqueFd pidfd;
+    bool running = false;
+    int status = 0;
+  };
+  enum class Ending { kNot, kFailure, kSignal };
+
+  void start_ranks();
+  void start_rank_of(int rank, int null_fd);
+  void wait_for_something();
+  int poll_timeout_ms() const;
+  void handle_signals();
+  void handle_signal(int number);
+  void stop_and_continue();
+  void handle_exits();
+  void reap_others();
+  void on_exit(int rank, int status, long peak_rss_kib);
+  void on_failure(int rank, int status, long peak_rss_kib);
+  void enforce_deadline();
+  void kill_ranks(const std::string& why);
+  void signal_ranks(int number) const;
+  std::vector<int> running_ranks() const;
+  std::vector<pid_t> groups() const;
+  void clean_up();
+  int report();
+
+  JobPlan plan_;
+  Console& console_;
+  Notices& notices_;
+  std::unique_ptr<OrphanGuard> guard_;
+  OutputRelay relay_;
+  UniqueFd signals_, exits_;
+  bool hangup_ignored_ = false;
+  std::vector<Rank> ranks_;
+  int running_ = 0;
+  OomCounters oom_before_;
+  Ending ending_ = Ending::kNot;
+  std::optional<Failure> failure_;
+  int ending_signal_ = 0;
+  bool interrupted_once_ = false;
+  bool killed_ = false;
+  bool output_loss_said_ = false;
+  std::optional<std::chrono::steady_clock::time_point> deadline_;
+};
+
+}  // namespace ds::launcher

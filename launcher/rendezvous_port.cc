@@ -1,0 +1,99 @@
+#include "launcher/rendezvous_port.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "core/check.h"
+#include "launcher/system_call.h"
+#include "launcher/unique_fd.h"
+
+namespace ds::launcher {
+namespace {
+
+UniqueFd open_tcp_socket(int family) {
+  UniqueFd socket(::socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (socket.valid()) {
+    const int on = 1;  // as the listening store does: connections that linger from the last run do not block the port
+    setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    if (family == AF_INET6) setsockopt(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, &on, sizeof(on));
+  }
+  return socket;
+}
+
+// 0 or the error number of bind() and listen() on all addresses of the family. Both are asked: with SO_REUSEADDR two
+// sockets may bind one port, and only the second listen() fails.
+int try_listen(int family, int port) {
+  UniqueFd socket = open_tcp_socket(family);
+  if (!socket.valid()) return errno == EAFNOSUPPORT ? 0 : errno;
+  sockaddr_in6 v6{};
+  sockaddr_in v4{};
+  v6.sin6_family = AF_INET6;
+  v4.sin_family = AF_INET;
+  v6.sin6_port = v4.sin_port = htons(static_cast<uint16_t>(port));
+  const auto* address =
+      family == AF_INET6 ? reinterpret_cast<const sockaddr*>(&v6) : reinterpret_cast<const sockaddr*>(&v4);
+  const socklen_t size = family == AF_INET6 ? sizeof(v6) : sizeof(v4);
+  if (bind(socket.get(), address, size) != 0) return errno == EADDRNOTAVAIL ? 0 : errno;  // family switched off
+  return listen(socket.get(), 1) == 0 ? 0 : errno;
+}
+
+int find_free_port() {
+  for (int attempt = 0; attempt < 16; ++attempt) {
+    UniqueFd socket = open_tcp_socket(AF_INET);
+    sockaddr_in any{};
+    any.sin_family = AF_INET;
+    socklen_t size = sizeof(any);
+    const bool bound = bind(socket.get(), reinterpret_cast<const sockaddr*>(&any), size) == 0 &&
+                       getsockname(socket.get(), reinterpret_cast<sockaddr*>(&any), &size) == 0;
+    require_system(bound, "no free port for rank 0");
+    socket.reset();
+    const int port = ntohs(any.sin_port);
+    if (!port_in_use(port)) return port;
+  }
+  throw UsageError("no port is free on both IPv4 and IPv6; name one with --master_port");
+}
+
+}  // namespace
+
+bool port_in_use(int port) {
+  for (int family : {AF_INET, AF_INET6}) {
+    const int error = try_listen(family, port);
+    if (error == EADDRINUSE) return true;
+    require<UsageError>(error == 0, "rank 0 cannot listen on port ", port, ": ", std::strerror(error),
+                        error == EACCES ? "; ports below 1024 need root, choose a higher --master_port" : "");
+  }
+  return false;
+}
+
+void require_own_address(const std::string& address) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const int error = getaddrinfo(address.c_str(), nullptr, &hints, &found);
+  require<UsageError>(error == 0, "--master_addr ", address, ": ", gai_strerror(error));
+  std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, freeaddrinfo);
+  for (const addrinfo* entry = found; entry != nullptr; entry = entry->ai_next) {
+    UniqueFd socket(::socket(entry->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (socket.valid() && bind(socket.get(), entry->ai_addr, entry->ai_addrlen) == 0) return;
+  }
+  throw UsageError(cat("--master_addr ", address, " is not an address of this machine, and launching on many machines ",
+                       "is not in this version of ds-launch; leave the flag out"));
+}
+
+MasterPort choose_master_port(const std::optional<int>& asked) {
+  if (asked) {
+    require<UsageError>(!port_in_use(*asked), "--master_port ", *asked,
+                        " is in use by another process (see: ss -ltnp 'sport = :", *asked,
+                        "'); name another, or leave the flag out and a free port is chosen");
+    return {.port = *asked};
+  }
+  if (!port_in_use(kDefaultMasterPort)) return {.port = kDefaultMasterPort};
+  return {.port = find_free_port(), .replaced_default = true};
+}
+
+}  // namespace ds::launcher

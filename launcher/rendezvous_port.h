@@ -1,0 +1,25 @@
+// The address and port where rank 0 will listen, checked before anything starts.
+#pragma once
+
+#include <optional>
+#include <string>
+
+namespace ds::launcher {
+
+inline constexpr int kDefaultMasterPort = 29500;
+
+// Is a process listening there, on any address of this machine? (Connections of the past do not count.)
+bool port_in_use(int port);
+
+// Throws UsageError when `address` is a name that does not resolve, or an address that this machine does not have.
+void require_own_address(const std::string& address);
+
+struct MasterPort {
+  int port = 0;
+  bool replaced_default = false;  // 29500 was in use, `port` is a free one
+};
+
+// `asked`: from the command line; in use: UsageError. Not asked: 29500, or a free port.
+MasterPort choose_master_port(const std::optional<int>& asked);
+
+}  // namespace ds::launcher

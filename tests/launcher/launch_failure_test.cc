@@ -1,0 +1,100 @@
+// What happens when a rank fails.
+#include <gmock/gmock.h>
+
+#include <csignal>
+
+#include "tests/launcher/launched.h"
+
+namespace ds::launcher::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+TEST(LaunchFailure, KeepsTheExitCodeAndEndsTheOthers) {
+  TemporaryFolder folder;
+  Launched launched({.flags = {"--num_procs", "3"},
+                     .actions = {"touch", folder / "pid.%", "on", "1", "until", folder / "pid.0", "on", "1", "until",
+                                 folder / "pid.2", "on", "1", "print", "I give up", "on", "1", "exit", "3", "pause"}});
+  EXPECT_EQ(launched.wait(), 3);
+  EXPECT_THAT(launched.err(), AllOf(HasSubstr("rank 1 (pid "), HasSubstr(") failed: exit code 3; peak memory "),
+                                    HasSubstr("ending ranks 0, 2\n"), HasSubstr("  | I give up\n")));
+  EXPECT_TRUE(process_gone(pid_in(folder / "pid.0")));
+  EXPECT_TRUE(process_gone(pid_in(folder / "pid.2")));
+}
+
+TEST(LaunchFailure, SaysASignalInWords) {
+  Launched launched({.flags = {"--num_procs", "2"}, .actions = {"on", "0", "raise", std::to_string(SIGSEGV), "pause"}});
+  EXPECT_EQ(launched.wait(), 128 + SIGSEGV);
+  EXPECT_THAT(launched.err(), AllOf(HasSubstr("rank 0 (pid "), HasSubstr("killed by SIGSEGV (segmentation fault"),
+                                    HasSubstr("rank 0 had written nothing")));
+}
+
+TEST(LaunchFailure, TellsAKillFromOutsideFromAnOutOfMemoryKill) {
+  Launched launched({.flags = {"--num_procs", "2"}, .actions = {"on", "1", "raise", std::to_string(SIGKILL), "pause"}});
+  EXPECT_EQ(launched.wait(), 128 + SIGKILL);
+  EXPECT_THAT(launched.err(), AllOf(HasSubstr("killed by SIGKILL"), HasSubstr("by another process"),
+                                    Not(HasSubstr("out-of-memory killer,"))));
+}
+
+// Rank 2 fails; the others notice and fail with codes of their own right after. Rank 2 is to blame, every time.
+TEST(LaunchFailure, NamesTheFirstRankToFail) {
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    TemporaryFolder folder;
+    Launched launched({.flags = {"--num_procs", "4", "--quiet"}, .actions = {"ignore", "15",
+                                                                             "touch",  folder / "ready.%",
+                                                                             "on",     "2",
+                                                                             "until",  folder / "ready.0",
+                                                                             "on",     "2",
+                                                                             "until",  folder / "ready.1",
+                                                                             "on",     "2",
+                                                                             "until",  folder / "ready.3",
+                                                                             "on",     "2",
+                                                                             "touch",  folder / "failing",
+                                                                             "on",     "2",
+                                                                             "exit",   "7",
+                                                                             "until",  folder / "failing",
+                                                                             "gone",   folder / "ready.2",
+                                                                             "exit",   "1"}});
+    ASSERT_EQ(launched.wait(), 7);
+    EXPECT_THAT(launched.err(), AllOf(HasSubstr("rank 2 (pid "), Not(HasSubstr("rank 0 (pid "))));
+  }
+}
+
+TEST(LaunchFailure, KillsRanksThatIgnoreTheEnd) {
+  TemporaryFolder folder;
+  Launched launched({.flags = {"--num_procs", "2", "--failure_grace", "0.2"},
+                     .actions = {"ignore", std::to_string(SIGTERM), "touch", folder / "pid.%", "on", "0", "pause",
+                                 "until", folder / "pid.0", "exit", "5"}});
+  EXPECT_EQ(launched.wait(), 5);
+  EXPECT_THAT(launched.err(), HasSubstr("not ended within 0.2 s: killing rank 0"));
+  EXPECT_TRUE(process_gone(pid_in(folder / "pid.0")));
+}
+
+TEST(LaunchFailure, ShowsTheLastTwentyLines) {
+  std::vector<std::string> actions;
+  for (int line = 1; line <= 30; ++line) actions.insert(actions.end(), {"print", "line " + std::to_string(line) + "."});
+  actions.insert(actions.end(), {"error", "the reason", "exit", "9"});
+  Launched launched({.flags = {"--num_procs", "1", "--quiet"}, .actions = actions});
+  EXPECT_EQ(launched.wait(), 9);
+  const std::string err = launched.err();
+  EXPECT_THAT(err, AllOf(HasSubstr("  | line 30.\n"), HasSubstr("  | line 12.\n"), HasSubstr("  | the reason\n"),
+                         Not(HasSubstr("  | line 10.\n"))));
+}
+
+TEST(LaunchFailure, TellsThePeakMemory) {
+  Launched launched({.flags = {"--num_procs", "1"}, .actions = {"allocate", "200", "exit", "1"}});
+  EXPECT_EQ(launched.wait(), 1);
+  EXPECT_THAT(launched.err(), ::testing::ContainsRegex("peak memory 20[0-9] MiB"));
+}
+
+TEST(LaunchFailure, OtherRanksMayEndEarlyAndWell) {
+  TemporaryFolder folder;
+  Launched launched({.flags = {"--num_procs", "3"}, .actions = {"on", "0", "exit", "0", "print", "still here"}});
+  EXPECT_EQ(launched.wait(), 0);
+  EXPECT_THAT(launched.out(), AllOf(HasSubstr("[rank 1] still here"), HasSubstr("[rank 2] still here")));
+}
+
+}  // namespace
+}  // namespace ds::launcher::testing

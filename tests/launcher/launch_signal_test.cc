@@ -1,0 +1,87 @@
+// Signals that reach ds-launch reach the ranks.
+#include <gmock/gmock.h>
+
+#include <csignal>
+#include <fstream>
+
+#include "tests/launcher/launched.h"
+
+namespace ds::launcher::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+class EndingSignal : public ::testing::TestWithParam<int> {};
+
+TEST_P(EndingSignal, EndsAllRanks) {
+  TemporaryFolder folder;
+  Launched launched({.flags = {"--num_procs", "3"}, .actions = {"touch", folder / "pid.%", "pause"}});
+  for (const char* rank : {"0", "1", "2"}) ASSERT_TRUE(wait_until([&] { return exists(folder / "pid." + rank); }));
+  launched.send(GetParam());
+  EXPECT_EQ(launched.wait(), 128 + GetParam());
+  for (const char* rank : {"0", "1", "2"}) EXPECT_TRUE(process_gone(pid_in(folder / "pid." + rank)));
+  EXPECT_THAT(launched.err(), Not(HasSubstr("failed")));  // ranks that end because they were asked to are no failure
+}
+
+TEST_P(EndingSignal, LetsRanksEndWell) {
+  TemporaryFolder folder;
+  Launched launched(
+      {.flags = {"--num_procs", "2"},
+       .actions = {"catch", std::to_string(GetParam()), folder / "saved.%", "touch", folder / "pid.%", "pause"}});
+  for (const char* rank : {"0", "1"}) ASSERT_TRUE(wait_until([&] { return exists(folder / "pid." + rank); }));
+  launched.send(GetParam());
+  EXPECT_EQ(launched.wait(), 0);
+  EXPECT_TRUE(exists(folder / "saved.0"));
+  EXPECT_TRUE(exists(folder / "saved.1"));
+}
+
+INSTANTIATE_TEST_SUITE_P(LaunchSignal, EndingSignal, ::testing::Values(SIGINT, SIGTERM, SIGHUP));
+
+TEST(LaunchSignal, ASecondInterruptKills) {
+  TemporaryFolder folder;
+  Launched launched({.flags = {"--num_procs", "2"},
+                     .actions = {"ignore", std::to_string(SIGINT), "touch", folder / "pid.%", "pause"}});
+  for (const char* rank : {"0", "1"}) ASSERT_TRUE(wait_until([&] { return exists(folder / "pid." + rank); }));
+  launched.send(SIGINT);
+  ASSERT_TRUE(wait_until([&] { return launched.err().find("SIGINT passed on") != std::string::npos; }));
+  launched.send(SIGINT);
+  EXPECT_EQ(launched.wait(), 128 + SIGINT);
+  EXPECT_TRUE(process_gone(pid_in(folder / "pid.0")));
+}
+
+TEST(LaunchSignal, TheTimeToEndIsLimited) {
+  TemporaryFolder folder;
+  Launched launched({.flags = {"--num_procs", "2", "--signal_grace", "0.2"},
+                     .actions = {"ignore", std::to_string(SIGTERM), "touch", folder / "pid.%", "pause"}});
+  for (const char* rank : {"0", "1"}) ASSERT_TRUE(wait_until([&] { return exists(folder / "pid." + rank); }));
+  launched.send(SIGTERM);
+  EXPECT_EQ(launched.wait(), 128 + SIGTERM);
+  EXPECT_THAT(launched.err(), HasSubstr("not ended within 0.2 s: killing ranks 0-1"));
+}
+
+TEST(LaunchSignal, UserSignalsArePassedOnAndEndNothing) {
+  TemporaryFolder folder;
+  Launched launched(
+      {.flags = {"--num_procs", "2"},
+       .actions = {"catch", std::to_string(SIGUSR1), folder / "got.%", "touch", folder / "pid.%", "pause"}});
+  for (const char* rank : {"0", "1"}) ASSERT_TRUE(wait_until([&] { return exists(folder / "pid." + rank); }));
+  launched.send(SIGUSR1);
+  EXPECT_EQ(launched.wait(), 0);
+  EXPECT_TRUE(exists(folder / "got.1"));
+}
+
+TEST(LaunchSignal, UnderNohupAHangupEndsNothing) {
+  TemporaryFolder folder;
+  Launched launched({.flags = {"--num_procs", "2"},
+                     .actions = {"touch", folder / "pid.%", "until", folder / "go"},
+                     .hangup_ignored = true});
+  for (const char* rank : {"0", "1"}) ASSERT_TRUE(wait_until([&] { return exists(folder / "pid." + rank); }));
+  launched.send(SIGHUP);
+  kill(pid_in(folder / "pid.1"), SIGHUP);
+  std::ofstream(folder / "go");
+  EXPECT_EQ(launched.wait(), 0);
+}
+
+}  // namespace
+}  // namespace ds::launcher::testing
