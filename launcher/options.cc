@@ -119,45 +119,59 @@ void take_program(const CLI::App& app, Options& options) {
   options.arguments.assign(rest.begin() + 1, rest.end());
 }
 
+// Values that need a second look after parsing.
+struct RawFlags {
+  int procs = 0, gpus = 0, port = 0;
+  std::string core_list;
+  bool quiet = false, without_python = false, without_local_rank = false;
+};
+
+const std::map<std::string, Verbosity>& levels() {
+  static const std::map<std::string, Verbosity> levels = {
+      {"trace", Verbosity::kDebug},     {"debug", Verbosity::kDebug}, {"info", Verbosity::kInfo},
+      {"warning", Verbosity::kWarning}, {"error", Verbosity::kError}, {"critical", Verbosity::kError}};
+  return levels;
+}
+
+void declare_rank_flags(CLI::App& app, RawFlags& raw, Options& options) {
+  auto* procs = app.add_option("--num_procs", raw.procs, "ranks to start (default: one for each visible GPU, else 1)");
+  procs->check(CLI::Range(1, 1 << 16));
+  app.add_option("--num_gpus,--num_accelerators", raw.gpus, "the same, at most the visible GPUs")
+      ->check(CLI::Range(1, 1 << 16))
+      ->excludes(procs);
+  app.add_option("--master_addr", options.master_addr, "address of this machine where rank 0 listens (127.0.0.1)");
+  app.add_option("--master_port", raw.port, "port where rank 0 listens (29500, or a free one)")
+      ->check(CLI::Range(1, 65535));
+  app.add_flag("--bind_cores_to_rank", options.bind_cores, "give each rank its own cores; sets OMP_NUM_THREADS");
+  app.add_option("--bind_core_list", raw.core_list, "cores to share out, for instance 0-3,8");
+  app.add_flag("--no_local_rank", raw.without_local_rank, "accepted; --local_rank is never added, LOCAL_RANK is set");
+  app.add_flag("--no_python", raw.without_python, "accepted; ds-launch always runs the program itself");
+}
+
+void declare_job_flags(CLI::App& app, RawFlags& raw, Options& options) {
+  app.add_option("--enable_each_rank_log", options.rank_log_dir, "also write YYYYmmddHHMMSS_rankN.log files here");
+  app.add_option("--log_level", options.verbosity, "trace, debug, info, warning, error, critical (info)")
+      ->transform(CLI::CheckedTransformer(levels(), CLI::ignore_case).description(""));
+  app.add_flag("-q,--quiet", raw.quiet, "say errors only (of ds-launch; the ranks' output is not touched)");
+  app.add_option("--failure_grace", options.failure_grace_seconds,
+                 "seconds from SIGTERM to SIGKILL for the other ranks when one failed (5)")
+      ->check(CLI::Validator(CLI::NonNegativeNumber).description(""));
+  app.add_option("--signal_grace", options.signal_grace_seconds,
+                 "seconds that ranks have after a forwarded SIGINT, SIGTERM or SIGHUP (30; 0: no limit)")
+      ->check(CLI::Validator(CLI::NonNegativeNumber).description(""));
+  app.set_version_flag("--version", "ds-launch of dsengine " DS_VERSION);
+}
+
 }  // namespace
 
 Options parse_options(const std::vector<std::string>& words) {
   Options options;
-  int procs = 0, gpus = 0, port = 0;
-  std::string core_list;
-  bool quiet = false, without_python = false, without_local_rank = false;
-  Verbosity level = Verbosity::kInfo;
-  const std::map<std::string, Verbosity> levels = {{"trace", Verbosity::kDebug}, {"debug", Verbosity::kDebug},
-                                                   {"info", Verbosity::kInfo},   {"warning", Verbosity::kWarning},
-                                                   {"error", Verbosity::kError}, {"critical", Verbosity::kError}};
-
+  RawFlags raw;
   CLI::App app("Starts the ranks of a training program on this machine and ends them together.", "ds-launch");
   app.formatter(std::make_shared<HelpFormatter>());
   app.prefix_command();
-  auto* procs_flag = app.add_option("--num_procs", procs, "ranks to start (default: one for each visible GPU, else 1)")
-                         ->check(CLI::Range(1, 1 << 16));
-  auto* gpus_flag = app.add_option("--num_gpus,--num_accelerators", gpus, "the same, at most the visible GPUs")
-                        ->check(CLI::Range(1, 1 << 16))
-                        ->excludes(procs_flag);
-  app.add_option("--master_addr", options.master_addr, "address of this machine where rank 0 listens (127.0.0.1)");
-  auto* port_flag = app.add_option("--master_port", port, "port where rank 0 listens (29500, or a free one)")
-                        ->check(CLI::Range(1, 65535));
-  app.add_flag("--bind_cores_to_rank", options.bind_cores, "give each rank its own cores; sets OMP_NUM_THREADS");
-  auto* list_flag = app.add_option("--bind_core_list", core_list, "cores to share out, for instance 0-3,8");
-  app.add_option("--enable_each_rank_log", options.rank_log_dir, "also write YYYYmmddHHMMSS_rankN.log files here");
-  app.add_option("--log_level", level, "trace, debug, info, warning, error, critical (info)")
-      ->transform(CLI::CheckedTransformer(levels, CLI::ignore_case).description(""));
-  app.add_flag("-q,--quiet", quiet, "say errors only (of ds-launch; the ranks' output is not touched)");
-  app.add_option("--failure_grace", options.failure_grace_seconds,
-                 "seconds from SIGTERM to SIGKILL for the other ranks when one failed (5)")
-      ->check(CLI::NonNegativeNumber.description(""));
-  app.add_option("--signal_grace", options.signal_grace_seconds,
-                 "seconds that ranks have after a forwarded SIGINT, SIGTERM or SIGHUP (30; 0: no limit)")
-      ->check(CLI::NonNegativeNumber.description(""));
-  app.add_flag("--no_local_rank", without_local_rank, "accepted; --local_rank is never added, LOCAL_RANK is set");
-  app.add_flag("--no_python", without_python, "accepted; ds-launch always runs the program itself");
-  app.set_version_flag("--version", "ds-launch of dsengine " DS_VERSION);
-
+  declare_rank_flags(app, raw, options);
+  declare_job_flags(app, raw, options);
   try {
     app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
   } catch (const CLI::CallForHelp&) {
@@ -169,15 +183,15 @@ Options parse_options(const std::vector<std::string>& words) {
   } catch (const CLI::ParseError& error) {
     throw ConfigError(cat(error.what(), " (ds-launch --help lists the flags)"));
   }
-  if (*procs_flag) options.num_procs = procs;
-  if (*gpus_flag) options.num_procs = gpus;
-  options.count_is_gpus = bool(*gpus_flag);
-  if (*port_flag) options.master_port = port;
-  if (*list_flag) {
-    options.bind_core_list = parse_core_list(core_list);
+  if (app.count("--num_procs") > 0) options.num_procs = raw.procs;
+  options.count_is_gpus = app.count("--num_gpus") > 0;
+  if (options.count_is_gpus) options.num_procs = raw.gpus;
+  if (app.count("--master_port") > 0) options.master_port = raw.port;
+  if (app.count("--bind_core_list") > 0) {
+    options.bind_core_list = parse_core_list(raw.core_list);
     options.bind_cores = true;
   }
-  options.verbosity = quiet ? Verbosity::kError : level;
+  if (raw.quiet) options.verbosity = Verbosity::kError;
   take_program(app, options);
   return options;
 }
