@@ -140,6 +140,10 @@ class Communicator {
 
  private:
   Work checked_launch(Collective collective);
+  Work copy_alone(const at::Tensor& output, const at::Tensor& input) const;
+  void require_peer(const char* what, const std::string& label, int peer) const;
+  void require_splits(const std::string& label, const char* role, const at::Tensor& tensor,
+                      const std::vector<int64_t>& splits) const;
 
   int rank_;
   int size_;
