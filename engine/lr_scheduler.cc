@@ -1,0 +1,68 @@
+#include "engine/lr_scheduler.h"
+
+#include <torch/optim/optimizer.h>
+
+#include <utility>
+
+#include "core/check.h"
+
+namespace ds::engine {
+
+LrScheduler::LrScheduler(std::shared_ptr<optim::ShardOptimizer> optimizer, Rule rule)
+    : optimizer_(std::move(optimizer)), rule_(std::move(rule)) {
+  require(optimizer_ != nullptr && rule_ != nullptr,
+          "learning-rate scheduler: expected an optimizer and a rule, found none");
+  apply();
+}
+
+LrScheduler::LrScheduler(std::shared_ptr<torch::optim::Optimizer> optimizer, Rule rule)
+    : client_(std::move(optimizer)), rule_(std::move(rule)) {
+  require(client_ != nullptr && rule_ != nullptr,
+          "learning-rate scheduler: expected an optimizer and a rule, found none");
+  apply();
+}
+
+LrScheduler::Rule LrScheduler::scaled_by(std::function<double(int64_t)> factor, std::vector<double> base_lr) {
+  return
+      [factor = std::move(factor), base_lr = std::move(base_lr)](int64_t t, std::vector<optim::GroupOptions>& groups) {
+        require(groups.size() == base_lr.size(), "learning-rate scheduler: expected ", base_lr.size(),
+                " parameter groups, found ", groups.size());
+        const double value = factor(t + 1);
+        for (size_t i = 0; i < groups.size(); ++i) groups[i].lr = base_lr[i] * value;
+      };
+}
+
+void LrScheduler::step() {
+  ++last_batch_iteration_;
+  apply();
+}
+
+std::vector<double> LrScheduler::get_last_lr() const {
+  std::vector<double> result;
+  if (client_) {
+    for (const auto& group : client_->param_groups()) result.push_back(group.options().get_lr());
+  } else {
+    for (const optim::GroupOptions& group : optimizer_->groups()) result.push_back(group.lr);
+  }
+  return result;
+}
+
+void LrScheduler::load_last_batch_iteration(int64_t last_batch_iteration) {
+  require(last_batch_iteration >= -1, "learning-rate scheduler: expected last_batch_iteration >= -1, found ",
+          last_batch_iteration);
+  last_batch_iteration_ = last_batch_iteration;
+  apply();
+}
+
+void LrScheduler::apply() {
+  if (optimizer_) {
+    rule_(last_batch_iteration_, optimizer_->groups());
+    return;
+  }
+  std::vector<optim::GroupOptions> groups;
+  for (const auto& group : client_->param_groups()) groups.push_back({.lr = group.options().get_lr()});
+  rule_(last_batch_iteration_, groups);
+  for (size_t i = 0; i < groups.size(); ++i) client_->param_groups()[i].options().set_lr(groups[i].lr);
+}
+
+}  // namespace ds::engine

@@ -1,0 +1,18 @@
+// Seeds and deterministic mode, process-wide.
+#pragma once
+
+#include <cstdint>
+
+namespace ds::engine {
+
+// Seeds every generator LibTorch has (CPU and each CUDA device) with `seed` + `rank`: dropout then differs between
+// ranks. What must agree between ranks does not depend on it: initial parameters are broadcast from rank 0, and the
+// data loader shuffles by the seed itself (InitializeOptions::seed) and the epoch.
+void seed_everything(uint64_t seed, int rank = 0);
+
+// True: LibTorch uses deterministic algorithms, and throws for an operation that has none (warn_only: warns); cuDNN
+// stops choosing algorithms by timing. Two runs with the same seed, ranks, batches and thread counts then agree bit by
+// bit.
+void set_deterministic(bool deterministic, bool warn_only = false);
+
+}  // namespace ds::engine
