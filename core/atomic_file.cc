@@ -1,0 +1,58 @@
+#include "core/atomic_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <filesystem>
+#include <system_error>
+#include <utility>
+
+#include "core/check.h"
+
+namespace ds {
+
+AtomicFile::AtomicFile(std::string path) : path_(std::move(path)), temporary_(cat(path_, ".", getpid(), ".tmp")) {
+  require<IoError>(!std::filesystem::is_directory(path_), path_, ": cannot write: this is a folder; name a file");
+  descriptor_ = open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (descriptor_ < 0) fail("cannot write", errno);
+}
+
+AtomicFile::~AtomicFile() {
+  if (descriptor_ < 0) return;
+  close(descriptor_);
+  unlink(temporary_.c_str());
+}
+
+void AtomicFile::write(const void* data, size_t bytes) {
+  const auto* next = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t written = ::write(descriptor_, next, bytes);
+    if (written < 0) {
+      if (errno == EINTR) continue;
+      fail("cannot write", errno);
+    }
+    next += written;
+    bytes -= static_cast<size_t>(written);
+  }
+}
+
+void AtomicFile::commit() {
+  if (fsync(descriptor_) != 0) fail("cannot write", errno);
+  if (rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot rename the finished file into place", errno);
+  close(std::exchange(descriptor_, -1));
+  // The rename itself is durable once the folder is.
+  const std::string folder = std::filesystem::absolute(path_).parent_path().string();
+  const int folder_descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (folder_descriptor < 0) return;
+  fsync(folder_descriptor);
+  close(folder_descriptor);
+}
+
+void AtomicFile::fail(const char* what, int error) const {
+  throw IoError(cat(path_, ": ", what, ": ", std::generic_category().message(error),
+                    "; check that the folder exists, may be written and has space"));
+}
+
+}  // namespace ds

@@ -1,0 +1,31 @@
+// Writing a file so that readers see the old one or the whole new one, never a part. Torch-free.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace ds {
+
+// Writes beside `path` under a temporary name; commit() makes it durable (fsync) and renames it to `path`. Destroyed
+// without commit(), it leaves nothing behind and `path` as it was. Not thread safe.
+class AtomicFile {
+ public:
+  // Throws IoError when the file cannot be created: also a way to find out early whether `path` can be written.
+  explicit AtomicFile(std::string path);
+  ~AtomicFile();
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+
+  // Appends. Throws IoError, for example when the disk is full.
+  void write(const void* data, size_t bytes);
+  void commit();
+
+ private:
+  [[noreturn]] void fail(const char* what, int error) const;
+
+  std::string path_;
+  std::string temporary_;
+  int descriptor_ = -1;
+};
+
+}  // namespace ds

@@ -1,0 +1,233 @@
+#include "core/safetensors.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <string_view>
+
+#include "core/atomic_file.h"
+#include "core/check.h"
+#include "core/tensor_check.h"
+
+namespace ds {
+namespace {
+
+using nlohmann::json;
+
+static_assert(std::endian::native == std::endian::little, "safetensors data is little-endian");
+
+constexpr size_t kLengthBytes = 8;
+constexpr size_t kMaxHeaderBytes = 100'000'000;  // the limit of the reference implementation
+constexpr const char* kMetadataKey = "__metadata__";
+
+struct DtypeName {
+  const char* name;
+  at::ScalarType dtype;
+};
+
+// Ascending in the order that the reference implementation sorts by (descending in the file).
+constexpr std::array kDtypes = {
+    DtypeName{"BOOL", at::kBool}, DtypeName{"U8", at::kByte},   DtypeName{"I8", at::kChar},
+    DtypeName{"I16", at::kShort}, DtypeName{"F16", at::kHalf},  DtypeName{"BF16", at::kBFloat16},
+    DtypeName{"I32", at::kInt},   DtypeName{"F32", at::kFloat}, DtypeName{"F64", at::kDouble},
+    DtypeName{"I64", at::kLong},
+};
+
+std::optional<at::ScalarType> dtype_of(const std::string& name) {
+  for (const DtypeName& entry : kDtypes) {
+    if (name == entry.name) return entry.dtype;
+  }
+  return std::nullopt;
+}
+
+// Position in kDtypes.
+size_t rank_of(const std::string& tensor_name, const at::Tensor& tensor) {
+  for (size_t i = 0; i < kDtypes.size(); ++i) {
+    if (tensor.defined() && tensor.scalar_type() == kDtypes[i].dtype) return i;
+  }
+  throw UsageError(cat("safetensors: tensor \"", tensor_name, "\" is ", describe(tensor),
+                       ", which the format does not hold; convert it to float32, float64, float16, bfloat16, int8 to "
+                       "int64, uint8 or bool"));
+}
+
+// nlohmann::json keeps the last of two equal keys; here they are an error.
+class DuplicateKeys {
+ public:
+  bool operator()(int /*depth*/, json::parse_event_t event, json& parsed) {
+    if (event == json::parse_event_t::object_start) keys_.emplace_back();
+    if (event == json::parse_event_t::object_end) keys_.pop_back();
+    if (event == json::parse_event_t::key && !keys_.back().insert(parsed.get<std::string>()).second && !found_) {
+      found_ = parsed.get<std::string>();
+    }
+    return true;
+  }
+  const std::optional<std::string>& found() const { return found_; }
+
+ private:
+  std::vector<std::set<std::string>> keys_;
+  std::optional<std::string> found_;
+};
+
+bool is_list_of_naturals(const json& value) {
+  return value.is_array() && std::all_of(value.begin(), value.end(), [](const json& item) {
+           return item.is_number_unsigned() && item.get<uint64_t>() <= static_cast<uint64_t>(INT64_MAX);
+         });
+}
+
+// Bytes of a tensor, or nothing when they do not fit an int64.
+std::optional<uint64_t> bytes_of(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return 0;
+  int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  for (const int64_t size : sizes) {
+    if (__builtin_mul_overflow(bytes, size, &bytes)) return std::nullopt;
+  }
+  return static_cast<uint64_t>(bytes);
+}
+
+SafetensorsFile::Entry parse_entry(const std::string& where, const std::string& name, const json& value) {
+  require<IoError>(value.is_object() && value.size() == 3 && value.contains("dtype") && value.contains("shape") &&
+                       value.contains("data_offsets"),
+                   where, "expected {dtype, shape, data_offsets}, found ", value.dump());
+  require<IoError>(value["dtype"].is_string(), where, "expected dtype to be a string, found ", value["dtype"].dump());
+  const auto dtype = dtype_of(value["dtype"]);
+  require<IoError>(dtype.has_value(), where, "dtype ", value["dtype"].dump(),
+                   " is not one of F64, F32, F16, BF16, I64, I32, I16, I8, U8, BOOL");
+  require<IoError>(is_list_of_naturals(value["shape"]), where, "expected shape to be a list of integers >= 0, found ",
+                   value["shape"].dump());
+  const json& offsets = value["data_offsets"];
+  require<IoError>(is_list_of_naturals(offsets) && offsets.size() == 2 && offsets[0] <= offsets[1], where,
+                   "expected data_offsets to be [begin, end] with begin <= end, found ", offsets.dump());
+  SafetensorsFile::Entry entry{name, *dtype, value["shape"].get<std::vector<int64_t>>(), offsets[0].get<size_t>(),
+                               offsets[1].get<size_t>()};
+  const auto bytes = bytes_of(entry.sizes, entry.dtype);
+  require<IoError>(bytes == entry.end - entry.begin, where, "a ", value["dtype"].get<std::string>(),
+                   " tensor of shape ", value["shape"].dump(), " has ", bytes ? cat(*bytes) : std::string("too many"),
+                   " bytes, its data_offsets span ", entry.end - entry.begin);
+  return entry;
+}
+
+}  // namespace
+
+SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path), file_(std::make_shared<MappedFile>(path)) {
+  const std::span<const uint8_t> bytes = file_->bytes();
+  require<IoError>(bytes.size() >= kLengthBytes, path_, ": not a safetensors file: expected at least ", kLengthBytes,
+                   " bytes, found ", bytes.size());
+  uint64_t header_bytes = 0;
+  std::memcpy(&header_bytes, bytes.data(), kLengthBytes);
+  require<IoError>(header_bytes <= kMaxHeaderBytes, path_,
+                   ": not a safetensors file: its first 8 bytes announce a header of ", header_bytes,
+                   " bytes, expected at most ", kMaxHeaderBytes);
+  require<IoError>(header_bytes <= bytes.size() - kLengthBytes, path_, ": truncated: expected a header of ",
+                   header_bytes, " bytes, found ", bytes.size() - kLengthBytes,
+                   "; the file was not copied or written to its end");
+  data_begin_ = kLengthBytes + header_bytes;
+  parse_header({reinterpret_cast<const char*>(bytes.data()) + kLengthBytes, header_bytes});
+  check_layout(bytes.size() - data_begin_);
+}
+
+void SafetensorsFile::parse_header(const std::string& header) {
+  require<IoError>(header.starts_with('{'), path_, ": not a safetensors file: expected the header to start with '{'");
+  DuplicateKeys duplicates;
+  json parsed;
+  try {
+    parsed = json::parse(header, std::ref(duplicates));
+  } catch (const json::exception& error) {
+    throw IoError(cat(path_, ": the header is not JSON: ", error.what()));
+  }
+  require<IoError>(!duplicates.found(), path_, ": the header names \"", duplicates.found().value_or(""), "\" twice");
+  for (const auto& [name, value] : parsed.items()) {
+    const std::string where = cat(path_, ": tensor \"", name, "\": ");
+    if (name == kMetadataKey) {
+      const bool valid = value.is_object() &&
+                         std::all_of(value.begin(), value.end(), [](const json& item) { return item.is_string(); });
+      require<IoError>(valid, path_, ": expected __metadata__ to map strings to strings, found ", value.dump());
+      metadata_ = value.get<std::map<std::string, std::string>>();
+    } else {
+      entries_.push_back(parse_entry(where, name, value));
+    }
+  }
+}
+
+void SafetensorsFile::check_layout(size_t data_bytes) {
+  std::sort(entries_.begin(), entries_.end(),
+            [](const Entry& a, const Entry& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
+  size_t position = 0;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& entry = entries_[i];
+    require<IoError>(entry.end <= data_bytes, path_, ": truncated: tensor \"", entry.name, "\" ends at byte ",
+                     entry.end, " of the data, found ", data_bytes,
+                     " bytes; the file was not copied or written to its end");
+    require<IoError>(entry.begin == position, path_, ": tensor \"", entry.name, "\" begins at byte ", entry.begin,
+                     " of the data, expected ", position,
+                     entry.begin < position ? " (it overlaps" : " (there is a hole after",
+                     i == 0 ? " the header)" : cat(" \"", entries_[i - 1].name, "\")"));
+    position = entry.end;
+    index_[entry.name] = i;
+  }
+  require<IoError>(position == data_bytes, path_, ": expected ", position, " bytes of data, found ", data_bytes,
+                   "; bytes after the last tensor belong to none");
+}
+
+at::Tensor SafetensorsFile::tensor(const std::string& name) const {
+  const auto found = index_.find(name);
+  require<IoError>(found != index_.end(), path_, ": no tensor \"", name, "\" among its ", entries_.size(), " tensors");
+  const Entry& entry = entries_[found->second];
+  uint8_t* data = file_->bytes().data() + data_begin_ + entry.begin;
+  const size_t misaligned = reinterpret_cast<uintptr_t>(data) % c10::elementSize(entry.dtype);
+  if (misaligned != 0) {
+    at::Tensor copy = at::empty(entry.sizes, entry.dtype);
+    std::memcpy(copy.mutable_data_ptr(), data, entry.end - entry.begin);
+    return copy;
+  }
+  return at::from_blob(
+      data, entry.sizes, [file = file_](void*) {}, entry.dtype);
+}
+
+void write_safetensors(const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+                       const std::map<std::string, std::string>& metadata) {
+  struct Item {
+    size_t dtype;
+    const std::string* name;
+    const at::Tensor* tensor;
+  };
+  std::vector<Item> items;
+  std::set<std::string_view> names;
+  for (const auto& [name, tensor] : tensors) {
+    require(name != kMetadataKey && names.insert(name).second, "safetensors: the name \"", name,
+            "\" is given twice or reserved");
+    items.push_back({rank_of(name, tensor), &name, &tensor});
+  }
+  std::sort(items.begin(), items.end(),
+            [](const Item& a, const Item& b) { return a.dtype != b.dtype ? a.dtype > b.dtype : *a.name < *b.name; });
+  std::string header = "{";
+  if (!metadata.empty()) header += cat("\"", kMetadataKey, "\":", json(metadata).dump());
+  size_t position = 0;
+  for (const Item& item : items) {
+    const size_t end = position + item.tensor->nbytes();
+    header +=
+        cat(header.size() > 1 ? "," : "", json(*item.name).dump(), ":{\"dtype\":\"", kDtypes[item.dtype].name,
+            "\",\"shape\":", json(item.tensor->sizes().vec()).dump(), ",\"data_offsets\":[", position, ",", end, "]}");
+    position = end;
+  }
+  header += '}';
+  header.append((kLengthBytes - header.size() % kLengthBytes) % kLengthBytes, ' ');
+
+  AtomicFile file(path);
+  const uint64_t header_bytes = header.size();
+  file.write(&header_bytes, sizeof header_bytes);
+  file.write(header.data(), header.size());
+  for (const Item& item : items) {
+    const at::Tensor contiguous = item.tensor->detach().to(at::kCPU).contiguous();
+    file.write(contiguous.const_data_ptr(), contiguous.nbytes());
+  }
+  file.commit();
+}
+
+}  // namespace ds

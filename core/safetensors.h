@@ -1,0 +1,62 @@
+// Tensors in files of the safetensors format (github.com/huggingface/safetensors): 8 bytes little-endian header length
+// N, N bytes of JSON {name: {dtype, shape, data_offsets}}, then the data, row-major, without holes.
+//
+// dtypes: F64, F32, F16, BF16, I64, I32, I16, I8, U8, BOOL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/mapped_file.h"
+
+namespace ds {
+
+// An open file. Nothing is read before a tensor is touched. Safe for concurrent readers.
+class SafetensorsFile {
+ public:
+  struct Entry {
+    std::string name;
+    at::ScalarType dtype;
+    std::vector<int64_t> sizes;
+    size_t begin = 0;  // offsets into the data, in bytes
+    size_t end = 0;
+  };
+
+  // Maps the file and checks the whole header: lengths, types, shapes, duplicate names, overlaps, holes. Throws IoError
+  // naming the path, the tensor, what was expected and what was found.
+  explicit SafetensorsFile(const std::string& path);
+
+  const std::string& path() const { return path_; }
+  // In the order of their data.
+  const std::vector<Entry>& entries() const { return entries_; }
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  bool contains(const std::string& name) const { return index_.contains(name); }
+
+  // A view of the mapping, which it keeps alive beyond this object (a copy where a foreign writer left the data
+  // unaligned). What is written to it never reaches the file. Throws IoError for an unknown name.
+  at::Tensor tensor(const std::string& name) const;
+
+ private:
+  void parse_header(const std::string& header);
+  void check_layout(size_t data_bytes);
+
+  std::string path_;
+  std::shared_ptr<MappedFile> file_;
+  size_t data_begin_ = 0;
+  std::vector<Entry> entries_;
+  std::map<std::string, size_t> index_;
+  std::map<std::string, std::string> metadata_;
+};
+
+// Writes all tensors, or leaves `path` untouched. Order in the file is that of the Python package: larger element types
+// first, then by name. Throws IoError (file) and UsageError (dtype that the format lacks, name given twice).
+void write_safetensors(const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+                       const std::map<std::string, std::string>& metadata = {});
+
+}  // namespace ds
