@@ -1,0 +1,77 @@
+#include "examples/gpt/gpt_init.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <cmath>
+#include <string_view>
+
+#include "core/check.h"
+#include "core/safetensors.h"
+#include "core/tensor_check.h"
+#include "examples/gpt/splitmix64.h"
+
+namespace gpt {
+namespace {
+
+constexpr double kStd = 0.02;
+
+bool is_layer_norm(std::string_view name) { return name.find("ln") != std::string_view::npos; }
+
+void fill_uniform(const at::Tensor& weight, uint64_t first_counter, double std) {
+  const float scale = static_cast<float>(std::sqrt(3.0) * std);
+  auto* values = weight.mutable_data_ptr<float>();
+  const int64_t count = weight.numel();
+  for (int64_t j = 0; j < count; ++j) {
+    const auto u = static_cast<int32_t>(splitmix64(first_counter + static_cast<uint64_t>(j)) >> 40);
+    values[j] = static_cast<float>(2 * u - (1 << 24)) * 0x1p-24F * scale;
+  }
+}
+
+}  // namespace
+
+void initialize_weights(Gpt& model, uint64_t seed) {
+  const at::NoGradGuard no_grad;
+  const double projection_std = kStd / std::sqrt(2.0 * static_cast<double>(model.config().layers));
+  uint64_t index = 0;
+  for (const auto& item : model.named_parameters()) {
+    const std::string& name = item.key();
+    const at::Tensor& parameter = item.value();
+    if (name.ends_with("bias")) {
+      parameter.zero_();
+    } else if (is_layer_norm(name)) {
+      parameter.fill_(1.0);
+    } else {
+      fill_uniform(parameter, (seed << 48) + (index << 32), name.ends_with("proj.weight") ? projection_std : kStd);
+    }
+    ++index;
+  }
+}
+
+void load_weights(Gpt& model, const std::string& path) {
+  const at::NoGradGuard no_grad;
+  const ds::SafetensorsFile file(path);
+  const auto parameters = model.named_parameters();
+  for (const auto& item : parameters) {
+    ds::require<ds::IoError>(
+        file.contains(item.key()), path, ": no tensor \"", item.key(),
+        "\", which this model has; --layers and --tie_embeddings must be those the weights were saved with");
+    const at::Tensor saved = file.tensor(item.key());
+    ds::require<ds::IoError>(saved.sizes() == item.value().sizes(), path, ": \"", item.key(), "\" is ",
+                             ds::describe(saved), ", this model has ", ds::describe(item.value()),
+                             "; the model flags must be those the weights were saved with");
+    item.value().copy_(saved);
+  }
+  for (const auto& entry : file.entries()) {
+    ds::require<ds::IoError>(
+        parameters.contains(entry.name), path, ": holds \"", entry.name,
+        "\", which this model has not; --layers and --tie_embeddings must be those the weights were saved with");
+  }
+}
+
+int64_t parameter_count(const Gpt& model) {
+  int64_t count = 0;
+  for (const at::Tensor& parameter : model.parameters()) count += parameter.numel();
+  return count;
+}
+
+}  // namespace gpt

@@ -1,0 +1,23 @@
+// The weights a GPT starts with: computed from a seed, element by element, so that every program that follows the
+// formula gets every bit.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "examples/gpt/gpt_model.h"
+
+namespace gpt {
+
+// Biases 0, LayerNorm weights 1; else uniform with standard deviation 0.02, for the two proj weights of each block
+// 0.02 / sqrt(2 layers). Element j (row-major) of parameter number i (module order):
+//   u = splitmix64(seed * 2^48 + i * 2^32 + j) >> 40,  w = (float(2u - 2^24) * 2^-24) * float(sqrt(3) * std)
+void initialize_weights(Gpt& model, uint64_t seed);
+
+// Fills all parameters from a safetensors file. Throws ds::IoError naming what is missing, too much, or of another
+// shape.
+void load_weights(Gpt& model, const std::string& path);
+
+int64_t parameter_count(const Gpt& model);
+
+}  // namespace gpt

@@ -1,0 +1,90 @@
+// A decoder-only GPT as a plain LibTorch module: nothing in it knows of dsengine.
+//
+// Pre-LayerNorm (eps 1e-5), learned positions, causal scaled-dot-product attention, exact (erf) GELU, no dropout,
+// biases on every linear layer but the head. Parameters: wte.weight, wpe.weight, per block h.<i>.{ln1, attn.qkv,
+// attn.proj, ln2, mlp.fc, mlp.proj}
+// .{weight, bias}, ln_f.{weight, bias}, head.weight (absent when the head is tied to wte).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace gpt {
+
+struct GptConfig {
+  int64_t layers = 4;
+  int64_t hidden = 128;
+  int64_t heads = 4;
+  int64_t seq_len = 128;  // the longest context
+  int64_t vocab = 256;
+  bool tie_embeddings = false;
+};
+
+// The layers below hold what torch::nn's hold, under the same names, but leave their parameters unset: gpt_init.h fills
+// them, so that no time goes into random numbers that are thrown away.
+
+struct Linear : torch::nn::Module {
+  Linear(int64_t inputs, int64_t outputs, bool with_bias);
+  at::Tensor forward(const at::Tensor& x) const;
+  at::Tensor weight, bias;  // [outputs, inputs], [outputs]
+};
+
+struct LayerNorm : torch::nn::Module {
+  explicit LayerNorm(int64_t size);
+  at::Tensor forward(const at::Tensor& x) const;
+  at::Tensor weight, bias;  // [size]
+};
+
+struct Embedding : torch::nn::Module {
+  Embedding(int64_t count, int64_t size);
+  at::Tensor forward(const at::Tensor& indices) const;
+  at::Tensor weight;  // [count, size]
+};
+
+struct Attention : torch::nn::Module {
+  explicit Attention(const GptConfig& config);
+  at::Tensor forward(const at::Tensor& x) const;  // [batch, time, hidden] -> the same
+  int64_t heads;
+  std::shared_ptr<Linear> qkv, proj;
+};
+
+struct Mlp : torch::nn::Module {
+  explicit Mlp(const GptConfig& config);
+  at::Tensor forward(const at::Tensor& x) const;
+  std::shared_ptr<Linear> fc, proj;
+};
+
+struct Block : torch::nn::Module {
+  explicit Block(const GptConfig& config);
+  at::Tensor forward(const at::Tensor& x) const;
+  std::shared_ptr<LayerNorm> ln1;
+  std::shared_ptr<Attention> attn;
+  std::shared_ptr<LayerNorm> ln2;
+  std::shared_ptr<Mlp> mlp;
+};
+
+class Gpt : public torch::nn::Module {
+ public:
+  // Parameters are allocated, not initialized. Throws ds::ConfigError for sizes that make no model.
+  explicit Gpt(const GptConfig& config);
+
+  // int64 [batch, time] -> [batch, time, vocab].
+  at::Tensor logits(const at::Tensor& tokens) const;
+  // Mean cross entropy over all positions, float32; target has the shape of tokens.
+  at::Tensor forward(const at::Tensor& tokens, const at::Tensor& target) const;
+
+  const GptConfig& config() const { return config_; }
+
+ private:
+  GptConfig config_;
+  std::shared_ptr<Embedding> wte_, wpe_;
+  std::vector<std::shared_ptr<Block>> blocks_;
+  std::shared_ptr<LayerNorm> ln_f_;
+  std::shared_ptr<Linear> head_;  // null when tied
+};
+
+}  // namespace gpt

@@ -1,0 +1,106 @@
+// Trains a byte-level GPT. The whole job is in the ds_config: one process or many, ZeRO stage, precision.
+//
+//   ds-launch --num_procs 2 gpt --deepspeed_config configs/zero2.json
+#include <cstdlib>
+#include <exception>
+#include <iostream>
+#include <memory>
+#include <string>
+
+#include "core/atomic_file.h"
+#include "core/safetensors.h"
+#include "engine/engine.h"
+#include "examples/gpt/gpt_init.h"
+#include "examples/gpt/gpt_model.h"
+#include "examples/gpt/gpt_options.h"
+#include "examples/gpt/metrics_file.h"
+#include "examples/gpt/text_corpus.h"
+#include "examples/gpt/text_sampler.h"
+#include "examples/gpt/token_batches.h"
+#include "examples/gpt/training_log.h"
+
+namespace gpt {
+namespace {
+
+// Before the engine knows the ranks, the launcher's environment does.
+bool is_first_rank() {
+  const char* rank = std::getenv("RANK");
+  return rank == nullptr || std::string(rank) == "0";
+}
+
+// Opens the metrics, and finds out whether the weights can be saved, before hours of training rather than after.
+std::unique_ptr<MetricsFile> open_outputs(const GptOptions& options) {
+  if (!is_first_rank()) return nullptr;
+  if (options.save) ds::AtomicFile probe(*options.save);
+  return options.metrics ? std::make_unique<MetricsFile>(*options.metrics) : nullptr;
+}
+
+BatchOptions batch_options(const GptOptions& options, const ds::engine::Engine& engine) {
+  return {.order = options.order,
+          .batch_size = engine.train_micro_batch_size_per_gpu(),
+          .seq_len = options.model.seq_len,
+          .vocab = options.model.vocab,
+          .rank = engine.global_rank(),
+          .world_size = engine.dp_world_size(),
+          .seed = options.seed,
+          .device = engine.device()};
+}
+
+void print_start(const Gpt& model, const TextCorpus& corpus, const ds::engine::Engine& engine) {
+  if (engine.global_rank() != 0) return;
+  std::cout << "GPT of " << parameter_count(model) << " parameters on " << engine.world_size() << " x "
+            << engine.device() << ", ZeRO stage " << engine.zero_optimization_stage() << ", "
+            << engine.train_batch_size() << " sequences a step; text: " << corpus.path() << " (" << corpus.file_count()
+            << " files, " << corpus.size() << " bytes)" << std::endl;
+}
+
+void save_weights(ds::engine::Engine& engine, const std::string& path) {
+  const auto weights = engine.fp32_state_dict();
+  if (engine.global_rank() == 0) ds::write_safetensors(path, weights);
+}
+
+void print_sample(ds::engine::Engine& engine, const Gpt& model, const GptOptions& options) {
+  engine.eval();
+  const std::string text =
+      sample_text(model, engine.device(), "\n", {.length = options.generate, .seed = options.seed});
+  if (engine.global_rank() == 0) std::cout << "--- a sample of what it learned ---" << printable(text) << std::endl;
+}
+
+void train(const GptOptions& options) {
+  const std::unique_ptr<MetricsFile> metrics = open_outputs(options);
+  TextCorpus corpus = TextCorpus::open_or_default(options.data);
+  auto model = std::make_shared<Gpt>(options.model);
+  options.init ? load_weights(*model, *options.init) : initialize_weights(*model, options.seed);
+
+  auto [engine, optimizer, loader, schedule] = ds::engine::initialize(
+      {.model = model, .config = options.deepspeed_config, .device = options.device, .seed = options.seed});
+  TokenBatches batches(corpus, batch_options(options, *engine));
+  print_start(*model, corpus, *engine);
+
+  TrainingLog log(*engine, options, metrics.get());
+  while (engine->global_steps() < options.steps) {
+    const TokenBatch batch = batches.get(engine->micro_steps());
+    const at::Tensor loss = model->forward(batch.data, batch.target);
+    engine->backward(loss);
+    engine->step();
+    log.after_micro_batch(loss);
+  }
+  log.finish();
+
+  if (options.save) save_weights(*engine, *options.save);
+  if (options.generate > 0) print_sample(*engine, *model, options);
+}
+
+}  // namespace
+}  // namespace gpt
+
+int main(int argc, char** argv) {
+  try {
+    const auto options = gpt::parse_options(argc, argv);
+    if (options) gpt::train(*options);
+    return EXIT_SUCCESS;
+  } catch (const std::exception& error) {
+    std::cerr << "gpt: error: " << error.what() << std::endl;
+    return EXIT_FAILURE;
+  }
+}

@@ -1,0 +1,33 @@
+// The line that shows how far a run is.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace gpt {
+
+// Redraws one line on a terminal; elsewhere prints a plain line at the first step, every five seconds and at the last
+// step. Not thread safe.
+class ProgressBar {
+ public:
+  ProgressBar(int64_t total_steps, bool on_terminal);
+
+  // After step `step` (from 1); `tokens` in it over all ranks.
+  void show(int64_t step, double loss, double step_seconds, int64_t tokens);
+  // Ends the line, so that other output starts on one of its own.
+  void finish();
+
+ private:
+  std::string text(int64_t step, double loss) const;
+
+  using Clock = std::chrono::steady_clock;
+  int64_t total_steps_;
+  bool on_terminal_;
+  bool line_open_ = false;
+  double seconds_per_step_ = 0;  // moving average
+  double tokens_per_second_ = 0;
+  Clock::time_point last_shown_;
+};
+
+}  // namespace gpt

@@ -1,0 +1,56 @@
+// Text as tokens: every byte is one. A file, or the files of a folder one behind another.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/mapped_file.h"
+
+namespace gpt {
+
+// Files are mapped when their bytes are first asked for, so ranks of one machine share the pages and opening costs a
+// listing of the folder at most. Not thread safe.
+class TextCorpus {
+ public:
+  // A whole file; or the regular files below a folder, in the order of their paths (folder by folder, bytewise), hidden
+  // ones left out, up to `folder_limit` bytes. Throws ds::IoError when there is nothing to read.
+  static TextCorpus open(const std::string& path, int64_t folder_limit = kFolderLimit);
+
+  // --data, else the environment variable DS_GPT_DATA, else the C++ headers of the LibTorch this program was built
+  // with. Throws ds::IoError saying which of them is wrong.
+  static TextCorpus open_or_default(const std::optional<std::string>& data_option);
+
+  // Tokens.
+  int64_t size() const { return size_; }
+  const std::string& path() const { return path_; }
+  int64_t file_count() const { return static_cast<int64_t>(files_.size()); }
+
+  // Copies the tokens from `offset` on. offset + tokens.size() <= size(). Throws ds::IoError when a file has become
+  // shorter.
+  void read(int64_t offset, std::span<uint8_t> tokens);
+
+  static constexpr int64_t kFolderLimit = 32 << 20;
+
+ private:
+  struct File {
+    std::string path;
+    int64_t begin = 0;  // offset of its first byte
+    int64_t size = 0;   // bytes that count
+    std::unique_ptr<ds::MappedFile> mapped;
+  };
+
+  void add_file(const std::string& path, int64_t limit);
+  void add_folder(const std::string& path, int64_t limit);
+  static std::span<const uint8_t> bytes_of(File& file);
+
+  std::string path_;
+  std::vector<File> files_;
+  int64_t size_ = 0;
+};
+
+}  // namespace gpt

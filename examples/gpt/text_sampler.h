@@ -1,0 +1,24 @@
+// Text from a trained model.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "examples/gpt/gpt_model.h"
+
+namespace gpt {
+
+struct SamplerOptions {
+  int64_t length = 400;      // bytes to append to the prompt
+  double temperature = 0.8;  // below 1: likelier bytes more often than the model says
+  uint64_t seed = 1234;      // the same seed, weights and prompt give the same text
+};
+
+// Samples byte by byte; the last seq_len bytes are the context. Returns prompt and continuation. `prompt` must not be
+// empty. Every rank that shares parameters with others must call it (the forwards are the same on all).
+std::string sample_text(const Gpt& model, at::Device device, const std::string& prompt, const SamplerOptions& options);
+
+// The text with bytes that would disturb a terminal (control bytes except line end and tab, DEL) replaced by '?'.
+std::string printable(std::string text);
+
+}  // namespace gpt

@@ -1,0 +1,45 @@
+#include "examples/gpt/token_batches.h"
+
+#include <ATen/ops/empty.h>
+
+#include "core/check.h"
+#include "examples/gpt/splitmix64.h"
+
+namespace gpt {
+
+TokenBatches::TokenBatches(TextCorpus& corpus, const BatchOptions& options)
+    : corpus_(corpus), options_(options), bytes_(static_cast<size_t>(options.seq_len + 1)) {
+  ds::require<ds::ConfigError>(corpus.size() >= options.seq_len + 2, corpus.path(), ": --seq_len ", options.seq_len,
+                               " needs a text of ", options.seq_len + 2, " bytes at least, found ", corpus.size());
+}
+
+int64_t TokenBatches::offset(int64_t s, int64_t b) const {
+  const int64_t number = (s * options_.world_size + options_.rank) * options_.batch_size + b;
+  const int64_t length = corpus_.size();
+  if (options_.order == Order::kSequential) return number * options_.seq_len % (length - options_.seq_len - 1);
+  const uint64_t draw = splitmix64(splitmix64(options_.seed) + static_cast<uint64_t>(number));
+  return static_cast<int64_t>(draw % static_cast<uint64_t>(length - options_.seq_len));
+}
+
+TokenBatch TokenBatches::get(int64_t s) {
+  const int64_t time = options_.seq_len;
+  TokenBatch batch{at::empty({options_.batch_size, time}, at::kLong),
+                   at::empty({options_.batch_size, time}, at::kLong)};
+  auto* data = batch.data.mutable_data_ptr<int64_t>();
+  auto* target = batch.target.mutable_data_ptr<int64_t>();
+  for (int64_t b = 0; b < options_.batch_size; ++b) {
+    const int64_t start = offset(s, b);
+    corpus_.read(start, bytes_);
+    for (int64_t i = 0; i <= time; ++i) {
+      const int64_t token = bytes_[static_cast<size_t>(i)];
+      ds::require<ds::ConfigError>(token < options_.vocab, corpus_.path(), ": byte ", token, " at offset ", start + i,
+                                   " is no token of --vocab ", options_.vocab,
+                                   "; bytes are tokens: --vocab 256 takes all of them");
+      if (i < time) data[b * time + i] = token;
+      if (i > 0) target[b * time + i - 1] = token;
+    }
+  }
+  return {batch.data.to(options_.device), batch.target.to(options_.device)};
+}
+
+}  // namespace gpt

@@ -1,0 +1,55 @@
+// Batches of token sequences from a text.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "examples/gpt/text_corpus.h"
+
+namespace gpt {
+
+enum class Order : uint8_t {
+  kSequential,  // one sequence behind the other, from the beginning of the text again at its end
+  kRandom,      // each sequence from a place of its own, drawn from (seed, number of the sequence)
+};
+
+struct BatchOptions {
+  Order order = Order::kRandom;
+  int64_t batch_size = 1;  // sequences of one micro-batch of one rank
+  int64_t seq_len = 128;
+  int64_t vocab = 256;  // tokens must be below
+  int rank = 0;
+  int world_size = 1;
+  uint64_t seed = 1234;
+  at::Device device = at::kCPU;
+};
+
+struct TokenBatch {
+  at::Tensor data;    // int64 [batch_size, seq_len]
+  at::Tensor target;  // the same, one token later
+};
+
+// Sequence b of micro-batch s of rank r is number n = (s * W + r) * B + b of the run, so ranks never share one, and a
+// run with more ranks or a larger micro-batch sees the same sequences in fewer steps. It starts at (n * T) mod (length
+// - T - 1) in sequential order, at splitmix64(splitmix64(seed) + n) mod (length - T) in random order.
+class TokenBatches {
+ public:
+  // Throws ds::ConfigError when the text is too short for one sequence. `corpus` outlives this.
+  TokenBatches(TextCorpus& corpus, const BatchOptions& options);
+
+  // Micro-batch number s = 0, 1, ... of this rank; no state: any s, in any order.
+  TokenBatch get(int64_t s);
+  // Where sequence b of micro-batch s starts in the text.
+  int64_t offset(int64_t s, int64_t b) const;
+
+ private:
+  TextCorpus& corpus_;
+  BatchOptions options_;
+  std::vector<uint8_t> bytes_;
+};
+
+}  // namespace gpt

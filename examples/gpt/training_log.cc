@@ -1,0 +1,123 @@
+#include "examples/gpt/training_log.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <string>
+
+#include "core/check.h"
+
+namespace gpt {
+namespace {
+
+// The most memory this process ever had resident. (getrusage would count the launcher's from before the exec.)
+int64_t peak_resident_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with("VmHWM:")) return std::stoll(line.substr(6)) * 1024;
+  }
+  return 0;
+}
+
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+}  // namespace
+
+TrainingLog::TrainingLog(ds::engine::Engine& engine, const GptOptions& options, MetricsFile* metrics)
+    : engine_(engine),
+      seq_len_(options.model.seq_len),
+      metrics_(metrics),
+      steps_seen_(engine.global_steps()),
+      lr_(engine.get_lr()) {
+  if (engine.global_rank() == 0) progress_.emplace(options.steps, isatty(STDOUT_FILENO) == 1);
+  engine.communicator().reset_counters();
+  step_begin_ = Clock::now();
+}
+
+void TrainingLog::after_micro_batch(const at::Tensor& loss) {
+  const at::Tensor value = loss.detach().to(at::kDouble);
+  loss_sum_ = loss_sum_.defined() ? loss_sum_ + value : value;
+  ++micro_batches_;
+  if (engine_.global_steps() == steps_seen_) return;
+  steps_seen_ = engine_.global_steps();
+  after_step();
+  loss_sum_ = {};
+  micro_batches_ = 0;
+  lr_ = engine_.get_lr();
+  step_begin_ = Clock::now();
+}
+
+void TrainingLog::after_step() {
+  const double loss = mean_loss();
+  const double seconds = std::chrono::duration<double>(Clock::now() - step_begin_).count();
+  const int64_t tokens = engine_.train_batch_size() * seq_len_;
+  step_seconds_.push_back(seconds);
+  if (metrics_ != nullptr) {
+    metrics_->write(StepMetrics{.step = steps_seen_,
+                                .loss = loss,
+                                .grad_norm = engine_.get_global_grad_norm(),
+                                .lr = lr_.front(),
+                                .loss_scale = engine_.loss_scale(),
+                                .skipped = !engine_.was_step_applied(),
+                                .step_seconds = seconds,
+                                .tokens_per_second = static_cast<double>(tokens) / seconds});
+  }
+  if (progress_) progress_->show(steps_seen_, loss, seconds, tokens);
+}
+
+double TrainingLog::mean_loss() {
+  const at::Tensor own = (loss_sum_ / static_cast<double>(micro_batches_)).view({1});
+  at::Tensor losses = at::empty({engine_.world_size()}, own.options());
+  engine_.communicator().all_gather(losses, own, "loss").wait();
+  losses = losses.to(at::kCPU);
+  const auto* values = losses.const_data_ptr<double>();
+  double sum = 0;
+  for (int rank = 0; rank < engine_.world_size(); ++rank) {
+    if (!std::isfinite(values[rank])) {
+      if (progress_) progress_->finish();
+      throw ds::Error(ds::cat(
+          "step ", steps_seen_, ": the loss of rank ", rank, " is ", values[rank],
+          ", expected a finite number; training has diverged: lower the learning rate, lengthen its warm-up or set "
+          "gradient_clipping"));
+    }
+    sum += values[rank];
+  }
+  return sum / engine_.world_size();
+}
+
+void TrainingLog::finish() {
+  if (progress_) progress_->finish();
+  const RunSummary result = summary();
+  if (metrics_ != nullptr) metrics_->write(result);
+}
+
+RunSummary TrainingLog::summary() const {
+  const at::Tensor own = at::tensor({peak_resident_bytes(), engine_.model_state_bytes().total(),
+                                     engine_.communicator().counters().total_bytes_sent()},
+                                    at::kLong)
+                             .to(engine_.device());
+  at::Tensor all = at::empty({3 * engine_.world_size()}, own.options());
+  engine_.communicator().all_gather(all, own, "summary").wait();
+  all = all.to(at::kCPU);
+  const auto* values = all.const_data_ptr<int64_t>();
+  RunSummary result{.world_size = engine_.world_size(), .median_step_seconds = median(step_seconds_)};
+  for (int rank = 0; rank < engine_.world_size(); ++rank) {
+    result.peak_rss_bytes.push_back(values[3 * rank]);
+    result.model_state_bytes.push_back(values[3 * rank + 1]);
+    result.comm_bytes_sent.push_back(values[3 * rank + 2]);
+  }
+  for (const at::Tensor& parameter : engine_.module()->parameters()) result.parameters += parameter.numel();
+  return result;
+}
+
+}  // namespace gpt

@@ -1,0 +1,125 @@
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+#include "examples/gpt/gpt_options.h"
+
+namespace gpt {
+namespace {
+
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+std::optional<GptOptions> parse(std::vector<const char*> arguments) {
+  arguments.insert(arguments.begin(), "gpt");
+  return parse_options(static_cast<int>(arguments.size()), arguments.data());
+}
+
+TEST(GptOptions, Defaults) {
+  const GptOptions options = parse({"--deepspeed_config", "c.json"}).value();
+  EXPECT_EQ(options.deepspeed_config, "c.json");
+  EXPECT_EQ(options.data, std::nullopt);
+  EXPECT_EQ(options.model.layers, 4);
+  EXPECT_EQ(options.model.hidden, 128);
+  EXPECT_EQ(options.model.heads, 4);
+  EXPECT_EQ(options.model.seq_len, 128);
+  EXPECT_EQ(options.model.vocab, 256);
+  EXPECT_FALSE(options.model.tie_embeddings);
+  EXPECT_EQ(options.order, Order::kRandom);
+  EXPECT_EQ(options.seed, 1234U);
+  EXPECT_EQ(options.device, "");
+}
+
+TEST(GptOptions, EveryFlag) {
+  const GptOptions options = parse({"--deepspeed_config=c.json",
+                                    "--data",
+                                    "d",
+                                    "--layers",
+                                    "2",
+                                    "--hidden",
+                                    "64",
+                                    "--heads",
+                                    "8",
+                                    "--seq_len",
+                                    "32",
+                                    "--vocab",
+                                    "300",
+                                    "--tie_embeddings",
+                                    "--steps",
+                                    "7",
+                                    "--init",
+                                    "i",
+                                    "--save",
+                                    "s",
+                                    "--order",
+                                    "sequential",
+                                    "--metrics",
+                                    "m",
+                                    "--generate",
+                                    "0",
+                                    "--seed",
+                                    "9",
+                                    "--device",
+                                    "cpu"})
+                                 .value();
+  EXPECT_EQ(options.data, "d");
+  EXPECT_EQ(options.model.layers, 2);
+  EXPECT_EQ(options.model.hidden, 64);
+  EXPECT_EQ(options.model.heads, 8);
+  EXPECT_EQ(options.model.seq_len, 32);
+  EXPECT_EQ(options.model.vocab, 300);
+  EXPECT_TRUE(options.model.tie_embeddings);
+  EXPECT_EQ(options.steps, 7);
+  EXPECT_EQ(options.init, "i");
+  EXPECT_EQ(options.save, "s");
+  EXPECT_EQ(options.order, Order::kSequential);
+  EXPECT_EQ(options.metrics, "m");
+  EXPECT_EQ(options.generate, 0);
+  EXPECT_EQ(options.seed, 9U);
+  EXPECT_EQ(options.device, "cpu");
+}
+
+TEST(GptOptions, WhatDeepSpeedsLauncherPassesIsTaken) {
+  EXPECT_TRUE(parse({"--local_rank=1", "--deepspeed", "--deepspeed_config", "c.json"}).has_value());
+  EXPECT_TRUE(parse({"--local_rank", "1", "--deepspeed_config", "c.json"}).has_value());
+}
+
+TEST(GptOptions, HelpPrintsTheFlags) {
+  testing::internal::CaptureStdout();
+  EXPECT_EQ(parse({"--help"}), std::nullopt);
+  const std::string help = testing::internal::GetCapturedStdout();
+  EXPECT_THAT(help, HasSubstr("--deepspeed_config"));
+  EXPECT_THAT(help, HasSubstr("random|sequential"));
+}
+
+TEST(GptOptions, WrongArgumentsAreNamed) {
+  EXPECT_THAT([] { parse({}); }, ThrowsMessage<ds::ConfigError>(HasSubstr("--deepspeed_config")));
+  EXPECT_THAT(
+      [] {
+        parse({"--deepspeed_config", "c", "--stepz", "3"});
+      },
+      ThrowsMessage<ds::ConfigError>(HasSubstr("--stepz")));
+  EXPECT_THAT(
+      [] {
+        parse({"--deepspeed_config", "c", "--steps", "-3"});
+      },
+      ThrowsMessage<ds::ConfigError>(HasSubstr("--steps")));
+  EXPECT_THAT(
+      [] {
+        parse({"--deepspeed_config", "c", "--heads", "four"});
+      },
+      ThrowsMessage<ds::ConfigError>(HasSubstr("--heads")));
+  EXPECT_THAT(
+      [] {
+        parse({"--deepspeed_config", "c", "--order", "sorted"});
+      },
+      ThrowsMessage<ds::ConfigError>(HasSubstr("sorted")));
+  EXPECT_THAT(
+      [] {
+        parse({"--deepspeed_config", "c", "--device", "tpu"});
+      },
+      ThrowsMessage<ds::ConfigError>(HasSubstr("--device")));
+}
+
+}  // namespace
+}  // namespace gpt
