@@ -44,7 +44,7 @@ class TextCorpus {
     std::unique_ptr<ds::MappedFile> mapped;
   };
 
-  void add_file(const std::string& path, int64_t limit);
+  void add_file(std::string path, int64_t bytes, int64_t limit);
   void add_folder(const std::string& path, int64_t limit);
   static std::span<const uint8_t> bytes_of(File& file);
 

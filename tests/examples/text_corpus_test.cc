@@ -63,6 +63,8 @@ TEST(TextCorpus, NothingToReadIsRefused) {
               ThrowsMessage<ds::IoError>(HasSubstr("missing: no such file")));
   EXPECT_THAT([&] { TextCorpus::open(folder.write("empty", "")); },
               ThrowsMessage<ds::IoError>(HasSubstr("an empty file")));
+  EXPECT_THAT([] { TextCorpus::open("/dev/null"); },
+              ThrowsMessage<ds::IoError>(HasSubstr("expected a file or a folder")));
   std::filesystem::create_directory(folder.path("none"));
   EXPECT_THAT([&] { TextCorpus::open(folder.path("none")); },
               ThrowsMessage<ds::IoError>(HasSubstr("no file with content")));
