@@ -23,7 +23,7 @@ struct GptOptions {
   uint64_t seed = 1234;
   std::string device;  // "cpu", "cuda", or empty: the engine chooses
 
-  static constexpr int64_t kDefaultSteps = 600;
+  static constexpr int64_t kDefaultSteps = 1000;
 };
 
 // Nothing when the user asked for help, which has been printed then. Throws ds::ConfigError for arguments that are

@@ -21,6 +21,8 @@ namespace fs = std::filesystem;
 
 constexpr const char* kDefaultFolder = DS_GPT_DEFAULT_DATA;
 constexpr const char* kVariable = "DS_GPT_DATA";
+// The kernel allows a process some 65,000 mappings; a folder of tiny files may have more files.
+constexpr int64_t kMaxMappedFiles = 16384;
 
 struct Child {
   std::string name;
@@ -106,7 +108,14 @@ void TextCorpus::add_folder(const std::string& path, int64_t limit) {
 }
 
 std::span<const uint8_t> TextCorpus::bytes_of(File& file) {
-  if (!file.mapped) file.mapped = std::make_unique<ds::MappedFile>(file.path);
+  if (!file.mapped) {
+    if (mapped_files_ == kMaxMappedFiles) {
+      for (File& other : files_) other.mapped.reset();
+      mapped_files_ = 0;
+    }
+    file.mapped = std::make_unique<ds::MappedFile>(file.path);
+    ++mapped_files_;
+  }
   const std::span<const uint8_t> bytes = file.mapped->bytes();
   ds::require<ds::IoError>(static_cast<int64_t>(bytes.size()) >= file.size, file.path, ": expected ", file.size,
                            " bytes as at the start of the run, found ", bytes.size(), "; the file was changed");

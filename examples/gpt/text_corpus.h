@@ -46,11 +46,12 @@ class TextCorpus {
 
   void add_file(std::string path, int64_t bytes, int64_t limit);
   void add_folder(const std::string& path, int64_t limit);
-  static std::span<const uint8_t> bytes_of(File& file);
+  std::span<const uint8_t> bytes_of(File& file);
 
   std::string path_;
   std::vector<File> files_;
   int64_t size_ = 0;
+  int64_t mapped_files_ = 0;
 };
 
 }  // namespace gpt

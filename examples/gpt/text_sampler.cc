@@ -35,6 +35,26 @@ size_t draw(const std::vector<double>& scores, double temperature, double unifor
   return std::min(static_cast<size_t>(found - sums.begin()), scores.size() - 1);
 }
 
+// Bytes of the character that begins at `i`; 0 where none does that a terminal can show.
+size_t character_length(const std::string& text, size_t i) {
+  const auto first = static_cast<unsigned char>(text[i]);
+  if (first < 0x80) return first == '\n' || first == '\t' || (first >= 0x20 && first != 0x7f) ? 1 : 0;
+  const size_t length = first >= 0xc2 && first <= 0xdf   ? 2
+                        : (first & 0xf0) == 0xe0         ? 3
+                        : first >= 0xf0 && first <= 0xf4 ? 4
+                                                         : 0;
+  if (i + length > text.size()) return 0;
+  for (size_t j = 1; j < length; ++j) {
+    if ((static_cast<unsigned char>(text[i + j]) & 0xc0) != 0x80) return 0;
+  }
+  // Codes that UTF-8 writes shorter, surrogates, control characters of Latin-1, beyond Unicode.
+  const auto second = length > 1 ? static_cast<unsigned char>(text[i + 1]) : 0;
+  const bool invalid = (first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) ||
+                       (first == 0xf0 && second < 0x90) || (first == 0xf4 && second > 0x8f) ||
+                       (first == 0xc2 && second < 0xa0);
+  return invalid ? 0 : length;
+}
+
 }  // namespace
 
 std::string sample_text(const Gpt& model, at::Device device, const std::string& prompt, const SamplerOptions& options) {
@@ -56,11 +76,14 @@ std::string sample_text(const Gpt& model, at::Device device, const std::string& 
   return text;
 }
 
-std::string printable(std::string text) {
-  std::replace_if(
-      text.begin(), text.end(),
-      [](char c) { return (static_cast<unsigned char>(c) < 0x20 && c != '\n' && c != '\t') || c == 0x7f; }, '?');
-  return text;
+std::string printable(const std::string& text) {
+  std::string result;
+  for (size_t i = 0; i < text.size();) {
+    const size_t length = character_length(text, i);
+    result += length == 0 ? "?" : text.substr(i, length);
+    i += std::max<size_t>(length, 1);
+  }
+  return result;
 }
 
 }  // namespace gpt

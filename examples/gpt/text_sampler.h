@@ -18,7 +18,8 @@ struct SamplerOptions {
 // empty. Every rank that shares parameters with others must call it (the forwards are the same on all).
 std::string sample_text(const Gpt& model, at::Device device, const std::string& prompt, const SamplerOptions& options);
 
-// The text with bytes that would disturb a terminal (control bytes except line end and tab, DEL) replaced by '?'.
-std::string printable(std::string text);
+// The text as UTF-8 that a terminal can show: bytes that are no UTF-8, and control characters but line end and tab,
+// become '?'.
+std::string printable(const std::string& text);
 
 }  // namespace gpt

@@ -51,7 +51,7 @@ void TrainingLog::after_micro_batch(const at::Tensor& loss) {
   if (engine_.global_steps() == steps_seen_) return;
   steps_seen_ = engine_.global_steps();
   after_step();
-  loss_sum_ = {};
+  loss_sum_ = at::Tensor();
   micro_batches_ = 0;
   lr_ = engine_.get_lr();
   step_begin_ = Clock::now();

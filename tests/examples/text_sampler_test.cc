@@ -55,7 +55,14 @@ TEST(TextSampler, APromptAndATemperatureAreNeeded) {
 }
 
 TEST(TextSampler, PrintableKeepsTextAndReplacesControlBytes) {
-  EXPECT_EQ(printable("a\tb\n\x1b[2J\x7f\r\xc3\xa9"), "a\tb\n?[2J??\xc3\xa9");
+  EXPECT_EQ(printable("a\tb\n\x1b[2J\x7f\r"), "a\tb\n?[2J??");
+}
+
+TEST(TextSampler, PrintableIsAlwaysValidUtf8) {
+  EXPECT_EQ(printable("\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80"), "\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80");
+  EXPECT_EQ(printable("\xff \xc3( \xc0\xaf \xe2\x82"), "? ?( ?? ??")
+      << "no lead byte, cut short, overlong, cut by the end";
+  EXPECT_EQ(printable("\xed\xa0\x80 \xf4\x90\x80\x80 \xc2\x9b"), "??? ???? ??") << "surrogate, beyond Unicode, control";
 }
 
 }  // namespace
