@@ -16,19 +16,9 @@
 #include <vector>
 
 #include "core/segment.h"
+#include "optim/group_options.h"
 
 namespace ds::optim {
-
-// Hyper-parameters that may change from step to step; one per parameter group. Fields an optimizer does not know are
-// ignored by it. LR schedules write lr (and betas[0] or momentum for OneCycle).
-struct GroupOptions {
-  double lr = 1e-3;
-  double weight_decay = 0.0;
-  double beta1 = 0.9;
-  double beta2 = 0.999;
-  double momentum = 0.0;
-  double eps = 1e-8;
-};
 
 // How the slices of one bucket meet across ranks. Implemented by zero on top of a communicator; size 1 needs no peers.
 class SliceExchange {
@@ -65,7 +55,8 @@ class ShardOptimizer {
   int64_t step_count() const { return step_count_; }
   void set_step_count(int64_t count) { step_count_ = count; }
 
-  // Takes a slice and allocates its states; returns its index. `slice.group` must exist.
+  // Takes a slice and allocates its states, zeroed; returns its index. Throws UsageError for a slice that is not flat,
+  // contiguous and floating point, or whose group, segments or exchange do not fit.
   int64_t add_slice(Slice slice);
   int64_t slice_count() const { return static_cast<int64_t>(slices_.size()); }
   const Slice& slice(int64_t index) const { return slices_.at(static_cast<size_t>(index)); }
@@ -76,16 +67,21 @@ class ShardOptimizer {
   // `gradient_scale` (loss scale and clipping folded into one factor).
   virtual void update(int64_t index, const at::Tensor& gradient, double gradient_scale) = 0;
 
-  // State tensors of a slice by name, for example {"exp_avg", t}, {"exp_avg_sq", t}; live references.
+  // State tensors of a slice by name, for example {"exp_avg", t}, {"exp_avg_sq", t}; live references. float32, or
+  // float64 for a float64 master.
   virtual NamedStates states(int64_t index) = 0;
   // Bytes of state per element of a slice: Adam in float32 has 8.
   virtual int64_t state_bytes_per_element() const = 0;
   virtual std::string name() const = 0;
+  // Whether beta1 and beta2 of the groups mean something to it (OneCycle drives them only then).
+  virtual bool uses_betas() const { return false; }
 
  protected:
   explicit ShardOptimizer(std::vector<GroupOptions> groups) : groups_(std::move(groups)) {}
   // Allocates the states of slices_[index].
   virtual void allocate_states(int64_t index) = 0;
+  // The slice, once update()'s arguments are checked. Throws UsageError.
+  Slice& slice_for_update(int64_t index, const at::Tensor& gradient);
 
   std::vector<GroupOptions> groups_;
   std::vector<Slice> slices_;

@@ -1,0 +1,58 @@
+#include "optim/adam.h"
+
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
+
+#include <limits>
+#include <utility>
+
+#include "optim/slice_update.h"
+
+namespace ds::optim {
+
+AdamStates allocate_adam_states(const at::Tensor& master, const AdamRule& rule) {
+  AdamStates states{.exp_avg = allocate_state(master), .exp_avg_sq = allocate_state(master), .max_exp_avg_sq = {}};
+  if (rule.amsgrad) states.max_exp_avg_sq = allocate_state(master);
+  return states;
+}
+
+NamedStates named_adam_states(const AdamStates& states) {
+  NamedStates named{{"exp_avg", states.exp_avg}, {"exp_avg_sq", states.exp_avg_sq}};
+  if (states.max_exp_avg_sq.defined()) named.emplace_back("max_exp_avg_sq", states.max_exp_avg_sq);
+  return named;
+}
+
+void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, double gradient_scale, int64_t step,
+                       const GroupOptions& group, const AdamRule& rule, AdamStates& states) {
+  // The kernels always correct the bias, by 1 - beta^step: at step infinity that is 1.
+  const double kernel_step = rule.bias_correction ? static_cast<double>(step) : std::numeric_limits<double>::infinity();
+  const at::Tensor state_step = fused_step(kernel_step, master.device());
+  const std::optional<at::Tensor> scale = fused_grad_scale(gradient_scale, master.device());
+  for_each_chunk(master, gradient, [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
+    const at::Tensor exp_avg = states.exp_avg.narrow(0, begin, m.numel());
+    const at::Tensor exp_avg_sq = states.exp_avg_sq.narrow(0, begin, m.numel());
+    const at::Tensor maximum = rule.amsgrad ? states.max_exp_avg_sq.narrow(0, begin, m.numel()) : at::Tensor();
+    const at::TensorList maxima = rule.amsgrad ? at::TensorList(maximum) : at::TensorList();
+    const auto kernel = rule.decoupled_weight_decay
+                            ? static_cast<decltype(&at::_ops::_fused_adamw_::call)>(&at::_ops::_fused_adamw_::call)
+                            : &at::_ops::_fused_adam_::call;
+    kernel(m, g, exp_avg, exp_avg_sq, maxima, state_step, group.lr, group.beta1, group.beta2, group.weight_decay,
+           group.eps, rule.amsgrad, /*maximize=*/false, scale, /*found_inf=*/std::nullopt);
+  });
+}
+
+Adam::Adam(std::vector<GroupOptions> groups, AdamRule rule) : ShardOptimizer(std::move(groups)), rule_(rule) {}
+
+void Adam::allocate_states(int64_t index) { states_.push_back(allocate_adam_states(slice(index).master, rule_)); }
+
+void Adam::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
+  const Slice& slice = slice_for_update(index, gradient);
+  update_adam_slice(slice.master, gradient, gradient_scale, step_count_, groups_[static_cast<size_t>(slice.group)],
+                    rule_, states_[static_cast<size_t>(index)]);
+}
+
+NamedStates Adam::states(int64_t index) { return named_adam_states(states_.at(static_cast<size_t>(index))); }
+
+int64_t Adam::state_bytes_per_element() const { return rule_.amsgrad ? 12 : 8; }
+
+}  // namespace ds::optim

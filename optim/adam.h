@@ -1,0 +1,46 @@
+// Adam (arXiv 1412.6980) and AdamW (arXiv 1711.05101) on flat slices, by LibTorch's fused kernels.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "optim/shard_optimizer.h"
+
+namespace ds::optim {
+
+struct AdamRule {
+  bool decoupled_weight_decay = true;  // AdamW
+  bool bias_correction = true;
+  bool amsgrad = false;
+};
+
+struct AdamStates {
+  at::Tensor exp_avg;         // running mean of the gradient
+  at::Tensor exp_avg_sq;      // running mean of its square
+  at::Tensor max_exp_avg_sq;  // amsgrad only
+};
+
+AdamStates allocate_adam_states(const at::Tensor& master, const AdamRule& rule);
+NamedStates named_adam_states(const AdamStates& states);
+// One step of a whole slice.
+void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, double gradient_scale, int64_t step,
+                       const GroupOptions& group, const AdamRule& rule, AdamStates& states);
+
+class Adam final : public ShardOptimizer {
+ public:
+  Adam(std::vector<GroupOptions> groups, AdamRule rule);
+  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
+  NamedStates states(int64_t index) override;
+  int64_t state_bytes_per_element() const override;
+  std::string name() const override { return rule_.decoupled_weight_decay ? "AdamW" : "Adam"; }
+  bool uses_betas() const override { return true; }
+
+ protected:
+  void allocate_states(int64_t index) override;
+
+ private:
+  AdamRule rule_;
+  std::vector<AdamStates> states_;
+};
+
+}  // namespace ds::optim

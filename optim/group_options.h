@@ -1,0 +1,17 @@
+// The hyper-parameters of one parameter group. Torch-free.
+#pragma once
+
+namespace ds::optim {
+
+// May change from step to step. Fields an optimizer does not know are ignored by it. LR schedules write lr (and the
+// betas for OneCycle).
+struct GroupOptions {
+  double lr = 1e-3;
+  double weight_decay = 0.0;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double momentum = 0.0;
+  double eps = 1e-8;
+};
+
+}  // namespace ds::optim

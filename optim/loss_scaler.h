@@ -1,0 +1,73 @@
+// Loss scaling for float16: the loss is multiplied by a scale so that small gradients survive, and the gradients are
+// divided by it before the update. Torch-free.
+//
+// The dynamic rule is DeepSpeed's DynamicLossScaler: an overflow first uses up hysteresis and then halves the scale;
+// loss_scale_window good steps in a row double it. One difference in use: the engine asks for scale() once per step and
+// unscales with the very value the loss was multiplied by, calling update() only afterwards (DeepSpeed updates first,
+// which halves the gradient of the step on which the scale doubles).
+#pragma once
+
+#include <cstdint>
+
+#include "core/check.h"
+
+namespace ds::optim {
+
+// The gradients overflow although the loss scale is at its minimum.
+class LossScaleError : public Error {
+ public:
+  using Error::Error;
+};
+
+struct LossScalerOptions {
+  double static_scale = 0.0;            // fp16.loss_scale: 0 = dynamic
+  double initial_scale = 65536.0;       // 2^fp16.initial_scale_power
+  int64_t window = 1000;                // fp16.loss_scale_window
+  int64_t hysteresis = 2;               // fp16.hysteresis: the overflow of this number halves the scale
+  bool consecutive_hysteresis = false;  // refill hysteresis at every good step
+  double minimum_scale = 1.0;           // fp16.min_loss_scale
+};
+
+// What a checkpoint keeps.
+struct LossScalerState {
+  double scale = 1.0;
+  int64_t iteration = 0;
+  int64_t last_overflow_iteration = -1;
+  int64_t remaining_hysteresis = 1;
+
+  bool operator==(const LossScalerState&) const = default;
+};
+
+// Not thread safe. Every rank holds one and feeds it the same overflow flag.
+class LossScaler {
+ public:
+  enum class Outcome {
+    kKept,        // a good step, scale unchanged
+    kDoubled,     // a good step that completed a window
+    kHysteresis,  // overflow, tolerated: scale unchanged
+    kReduced,     // overflow: the scale was halved, or set to the minimum
+    kStatic,      // overflow with a static scale
+  };
+
+  // Throws ConfigError for values out of range.
+  explicit LossScaler(const LossScalerOptions& options);
+
+  bool dynamic() const { return options_.static_scale == 0.0; }
+  // The factor of the loss of the current step.
+  double scale() const { return state_.scale; }
+  // Once per optimizer step, after the gradients were judged (and unscaled). Throws LossScaleError, leaving the state
+  // as it was, when the scale would have to fall below its minimum.
+  Outcome update(bool overflow);
+
+  const LossScalerState& state() const { return state_; }
+  void load(const LossScalerState& state) { state_ = state; }
+
+ private:
+  Outcome on_overflow();
+  Outcome on_good_step();
+
+  LossScalerOptions options_;
+  LossScalerState state_;
+};
+
+}  // namespace ds::optim

@@ -1,0 +1,56 @@
+#include "optim/optimizer_factory.h"
+
+#include <algorithm>
+#include <cctype>
+
+#include "core/check.h"
+#include "optim/adam.h"
+
+namespace ds::optim {
+namespace {
+
+enum class Type { kAdam, kAdamW, kSgd, kAdagrad, kLion, kLamb, kMuon };
+
+Type parse_type(const std::string& name) {
+  std::string lower = name;
+  std::transform(lower.begin(), lower.end(), lower.begin(), [](unsigned char c) { return std::tolower(c); });
+  constexpr std::pair<const char*, Type> kTypes[] = {
+      {"adam", Type::kAdam}, {"adamw", Type::kAdamW}, {"sgd", Type::kSgd},   {"adagrad", Type::kAdagrad},
+      {"lion", Type::kLion}, {"lamb", Type::kLamb},   {"muon", Type::kMuon},
+  };
+  for (const auto& [known, type] : kTypes) {
+    if (lower == known) return type;
+  }
+  throw ConfigError(
+      cat("optimizer.type: expected one of Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, found \"", name, "\""));
+}
+
+}  // namespace
+
+GroupOptions default_group_options(const std::string& type) {
+  switch (parse_type(type)) {
+    case Type::kAdagrad:
+      return {.lr = 1e-2, .eps = 1e-10};
+    case Type::kMuon:
+      return {.lr = 0.02, .beta2 = 0.95, .momentum = 0.95, .eps = 1e-10};
+    default:
+      return {};
+  }
+}
+
+std::unique_ptr<ShardOptimizer> make_optimizer(const OptimizerOptions& options) {
+  require<ConfigError>(!options.groups.empty(), "optimizer: expected at least one parameter group, found none");
+  const AdamRule adam{.decoupled_weight_decay = options.adam_w_mode,
+                      .bias_correction = options.bias_correction,
+                      .amsgrad = options.amsgrad};
+  switch (parse_type(options.type)) {
+    case Type::kAdam:
+      return std::make_unique<Adam>(options.groups, adam);
+    case Type::kAdamW:
+      return std::make_unique<Adam>(options.groups, AdamRule{true, adam.bias_correction, adam.amsgrad});
+    default:
+      throw ConfigError(cat("optimizer.type ", options.type, " is not built in"));
+  }
+}
+
+}  // namespace ds::optim

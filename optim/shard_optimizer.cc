@@ -1,0 +1,59 @@
+#include "optim/shard_optimizer.h"
+
+#include "core/check.h"
+#include "core/tensor_check.h"
+
+namespace ds::optim {
+namespace {
+
+void check_segments(const std::vector<Segment>& segments, int64_t length, const std::vector<ParameterInfo>& parameters,
+                    const char* what) {
+  for (const Segment& segment : segments) {
+    require(segment.parameter >= 0 && segment.parameter < static_cast<int64_t>(parameters.size()), what,
+            ": expected a parameter index below ", parameters.size(), ", found ", segment.parameter);
+    const ParameterInfo& parameter = parameters[static_cast<size_t>(segment.parameter)];
+    require(segment.length >= 0 && segment.parameter_offset >= 0 &&
+                segment.parameter_offset + segment.length <= parameter.numel,
+            what, ": expected a range inside the ", parameter.numel, " elements of ", parameter.name, ", found ",
+            segment.length, " elements from ", segment.parameter_offset);
+    require(segment.slice_offset >= 0 && segment.slice_offset + segment.length <= length, what,
+            ": expected a range inside ", length, " elements, found ", segment.length, " elements from ",
+            segment.slice_offset, " (", parameter.name, ")");
+  }
+}
+
+}  // namespace
+
+int64_t ShardOptimizer::add_slice(Slice slice) {
+  const at::Tensor& master = slice.master;
+  require(master.defined() && master.dim() == 1 && master.is_contiguous() && at::isFloatingType(master.scalar_type()),
+          "add_slice: expected a flat contiguous tensor of floating point, found ", describe(master));
+  require(slice.group >= 0 && slice.group < static_cast<int>(groups_.size()), "add_slice: expected a group below ",
+          groups_.size(), ", found ", slice.group);
+  require(slice.exchange != nullptr, "add_slice: expected an exchange (one of size 1 without peers), found none");
+  require(slice.parameters != nullptr || (slice.segments.empty() && slice.bucket_segments.empty()),
+          "add_slice: expected the list of parameters that the segments index, found none");
+  if (slice.parameters) {
+    check_segments(slice.segments, master.numel(), *slice.parameters, "add_slice: segment of the slice");
+    check_segments(slice.bucket_segments, master.numel() * slice.exchange->size(), *slice.parameters,
+                   "add_slice: segment of the bucket");
+  }
+  slices_.push_back(std::move(slice));
+  const int64_t index = slice_count() - 1;
+  allocate_states(index);
+  return index;
+}
+
+Slice& ShardOptimizer::slice_for_update(int64_t index, const at::Tensor& gradient) {
+  require(index >= 0 && index < slice_count(), "update: expected a slice index below ", slice_count(), ", found ",
+          index);
+  require(step_count_ > 0, "update: expected begin_step() before the updates of a step");
+  Slice& slice = slices_[static_cast<size_t>(index)];
+  require(gradient.defined() && gradient.dim() == 1 && gradient.is_contiguous() &&
+              gradient.numel() == slice.master.numel() && gradient.device() == slice.master.device() &&
+              at::isFloatingType(gradient.scalar_type()),
+          "update: expected a flat gradient like the master, ", describe(slice.master), ", found ", describe(gradient));
+  return slice;
+}
+
+}  // namespace ds::optim

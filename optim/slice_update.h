@@ -1,0 +1,29 @@
+// Running an element-wise optimizer kernel over a slice in bounded memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+
+namespace ds::optim {
+
+// The dtype that states, and the arithmetic, have for a master of dtype `master`: float32, or float64 for float64.
+at::ScalarType state_type(at::ScalarType master);
+// Zeros of the slice's length in state_type().
+at::Tensor allocate_state(const at::Tensor& master);
+
+// kernel(begin, master, gradient): both [length], in state_type(); `master` is updated in place, `gradient` may be.
+using SliceKernel = std::function<void(int64_t begin, const at::Tensor& master, const at::Tensor& gradient)>;
+
+// Runs `kernel` over the whole slice at once where master and gradient already have the state type, else in chunks,
+// converted to and fro, so that memory beside the slice stays bounded. No gradients are recorded.
+void for_each_chunk(const at::Tensor& master, const at::Tensor& gradient, const SliceKernel& kernel);
+
+// LibTorch's fused kernels divide the gradient by this; nothing for a factor of exactly 1.
+std::optional<at::Tensor> fused_grad_scale(double gradient_scale, at::Device device);
+// The step number in the form these kernels take.
+at::Tensor fused_step(double step, at::Device device);
+
+}  // namespace ds::optim
