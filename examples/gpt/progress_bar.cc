@@ -1,5 +1,9 @@
 #include "examples/gpt/progress_bar.h"
 
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 
@@ -10,7 +14,8 @@ namespace {
 
 constexpr auto kTerminalPeriod = std::chrono::milliseconds(100);
 constexpr auto kPlainPeriod = std::chrono::seconds(5);
-constexpr int kBarWidth = 24;
+constexpr int64_t kMinBarWidth = 5;
+constexpr int64_t kMaxBarWidth = 40;
 constexpr double kSmoothing = 0.1;  // share of the newest step in the moving averages
 
 // 83 -> "1:23", 3723 -> "1:02:03"
@@ -39,8 +44,7 @@ std::string grouped(double value) {
 
 }  // namespace
 
-ProgressBar::ProgressBar(int64_t total_steps, bool on_terminal)
-    : total_steps_(total_steps), on_terminal_(on_terminal) {}
+ProgressBar::ProgressBar(int64_t total_steps, int columns) : total_steps_(total_steps), columns_(columns) {}
 
 void ProgressBar::show(int64_t step, double loss, double step_seconds, int64_t tokens) {
   // The first step warms caches and threads up; it says nothing about those that follow.
@@ -49,13 +53,13 @@ void ProgressBar::show(int64_t step, double loss, double step_seconds, int64_t t
   tokens_per_second_ = static_cast<double>(tokens) / seconds_per_step_;
   const auto now = Clock::now();
   const auto period =
-      on_terminal_ ? std::chrono::duration_cast<Clock::duration>(kTerminalPeriod) : Clock::duration(kPlainPeriod);
+      columns_ > 0 ? std::chrono::duration_cast<Clock::duration>(kTerminalPeriod) : Clock::duration(kPlainPeriod);
   if (step > 1 && step < total_steps_ && now - last_shown_ < period) return;
   last_shown_ = now;
   // A redraw returns to the line's start and clears what the longer line before left.
-  std::fputs(ds::cat(on_terminal_ ? "\r" : "", text(step, loss), on_terminal_ ? "\x1b[K" : "\n").c_str(), stdout);
+  std::fputs(ds::cat(columns_ > 0 ? "\r" : "", text(step, loss), columns_ > 0 ? "\x1b[K" : "\n").c_str(), stdout);
   std::fflush(stdout);
-  line_open_ = on_terminal_;
+  line_open_ = columns_ > 0;
 }
 
 void ProgressBar::finish() {
@@ -65,15 +69,27 @@ void ProgressBar::finish() {
 }
 
 std::string ProgressBar::text(int64_t step, double loss) const {
-  std::string bar;
-  if (on_terminal_) {
-    const auto done = static_cast<size_t>(kBarWidth * step / total_steps_);
-    bar = ds::cat('[', std::string(done, '#'), std::string(kBarWidth - done, '.'), "]  ");
-  }
   char loss_text[32];
   std::snprintf(loss_text, sizeof loss_text, "%.3f", loss);
-  return ds::cat("step ", step, "/", total_steps_, "  ", bar, "loss ", loss_text, "  ", grouped(tokens_per_second_),
-                 " tokens/s  ", duration(static_cast<double>(total_steps_ - step) * seconds_per_step_), " left");
+  const std::string place = ds::cat("step ", step, "/", total_steps_, "  ");
+  const std::string figures = ds::cat("loss ", loss_text, "  ", grouped(tokens_per_second_), " tokens/s  ",
+                                      duration(static_cast<double>(total_steps_ - step) * seconds_per_step_), " left");
+  // The bar takes what the terminal leaves; a line that wraps could not be redrawn.
+  const int64_t width =
+      std::min<int64_t>(kMaxBarWidth, columns_ - 1 - static_cast<int64_t>(place.size() + figures.size()) - 4);
+  if (width < kMinBarWidth) {
+    const std::string line = place + figures;
+    return columns_ > 0 ? line.substr(0, static_cast<size_t>(columns_ - 1)) : line;
+  }
+  const auto done = static_cast<size_t>(width * step / total_steps_);
+  return ds::cat(place, '[', std::string(done, '#'), std::string(static_cast<size_t>(width) - done, '.'), "]  ",
+                 figures);
+}
+
+int terminal_columns() {
+  winsize size{};
+  if (isatty(STDOUT_FILENO) != 1) return 0;
+  return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
 }  // namespace gpt

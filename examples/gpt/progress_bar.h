@@ -11,7 +11,8 @@ namespace gpt {
 // step. Not thread safe.
 class ProgressBar {
  public:
-  ProgressBar(int64_t total_steps, bool on_terminal);
+  // `columns` of the terminal, which the line is made to fit; 0: no terminal.
+  ProgressBar(int64_t total_steps, int columns);
 
   // After step `step` (from 1); `tokens` in it over all ranks.
   void show(int64_t step, double loss, double step_seconds, int64_t tokens);
@@ -23,11 +24,14 @@ class ProgressBar {
 
   using Clock = std::chrono::steady_clock;
   int64_t total_steps_;
-  bool on_terminal_;
+  int columns_;
   bool line_open_ = false;
   double seconds_per_step_ = 0;  // moving average
   double tokens_per_second_ = 0;
   Clock::time_point last_shown_;
 };
+
+// Columns of the terminal that standard output is; 0 when it is none.
+int terminal_columns();
 
 }  // namespace gpt

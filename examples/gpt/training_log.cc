@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -39,7 +38,7 @@ TrainingLog::TrainingLog(ds::engine::Engine& engine, const GptOptions& options, 
       metrics_(metrics),
       steps_seen_(engine.global_steps()),
       lr_(engine.get_lr()) {
-  if (engine.global_rank() == 0) progress_.emplace(options.steps, isatty(STDOUT_FILENO) == 1);
+  if (engine.global_rank() == 0) progress_.emplace(options.steps, terminal_columns());
   engine.communicator().reset_counters();
   step_begin_ = Clock::now();
 }

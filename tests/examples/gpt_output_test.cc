@@ -1,8 +1,9 @@
 // What a run writes: the metrics file and the progress line.
-#include <cmath>
+#include <algorithm>
 #include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -75,16 +76,16 @@ TEST(MetricsFile, AFullDiskIsAnError) {
   EXPECT_THAT([&] { file.write(StepMetrics{}); }, ThrowsMessage<ds::IoError>(HasSubstr("/dev/full")));
 }
 
-std::string shown(bool on_terminal, int64_t steps) {
+std::string shown(int columns, int64_t steps) {
   testing::internal::CaptureStdout();
-  ProgressBar bar(steps, on_terminal);
+  ProgressBar bar(steps, columns);
   for (int64_t step = 1; step <= steps; ++step) bar.show(step, 5.0, 0.5, 12000);
   bar.finish();
   return testing::internal::GetCapturedStdout();
 }
 
 TEST(ProgressBar, PlainLinesWithoutATerminal) {
-  const std::string text = shown(false, 100);
+  const std::string text = shown(0, 100);
   EXPECT_THAT(text, HasSubstr("step 1/100  loss 5.000  24,000 tokens/s  0:50 left\n"));
   EXPECT_THAT(text, HasSubstr("step 100/100  loss 5.000  24,000 tokens/s  0:00 left\n"));
   EXPECT_THAT(text, Not(HasSubstr("\r")));
@@ -92,10 +93,21 @@ TEST(ProgressBar, PlainLinesWithoutATerminal) {
 }
 
 TEST(ProgressBar, OneLineRedrawnOnATerminal) {
-  const std::string text = shown(true, 100);
-  EXPECT_TRUE(text.starts_with("\rstep 1/100  [........................]  loss 5.000"));
-  EXPECT_THAT(text, HasSubstr("\rstep 100/100  [########################]  loss 5.000"));
+  const std::string text = shown(80, 100);
+  EXPECT_TRUE(text.starts_with("\rstep 1/100  [..")) << text;
+  EXPECT_THAT(text, HasSubstr("\rstep 100/100  [##"));
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << "finish() ends the line";
+}
+
+TEST(ProgressBar, ALineNeverWraps) {
+  for (const int columns : {50, 60, 80, 100, 200}) {
+    std::stringstream drawings(shown(columns, 1000));
+    std::string drawing;
+    std::getline(drawings, drawing, '\r');
+    while (std::getline(drawings, drawing, '\r')) {
+      EXPECT_LT(drawing.find("\x1b"), static_cast<size_t>(columns)) << drawing;
+    }
+  }
 }
 
 }  // namespace
