@@ -9,6 +9,23 @@
 #include "optim/slice_update.h"
 
 namespace ds::optim {
+namespace {
+
+void fused_adamw(at::TensorList master, at::TensorList gradient, at::TensorList exp_avg, at::TensorList exp_avg_sq,
+                 at::TensorList maximum, at::TensorList step, const GroupOptions& group, bool amsgrad,
+                 const std::optional<at::Tensor>& scale) {
+  at::_fused_adamw_(master, gradient, exp_avg, exp_avg_sq, maximum, step, group.lr, group.beta1, group.beta2,
+                    group.weight_decay, group.eps, amsgrad, /*maximize=*/false, scale);
+}
+
+void fused_adam(at::TensorList master, at::TensorList gradient, at::TensorList exp_avg, at::TensorList exp_avg_sq,
+                at::TensorList maximum, at::TensorList step, const GroupOptions& group, bool amsgrad,
+                const std::optional<at::Tensor>& scale) {
+  at::_fused_adam_(master, gradient, exp_avg, exp_avg_sq, maximum, step, group.lr, group.beta1, group.beta2,
+                   group.weight_decay, group.eps, amsgrad, /*maximize=*/false, scale);
+}
+
+}  // namespace
 
 AdamStates allocate_adam_states(const at::Tensor& master, const AdamRule& rule) {
   AdamStates states{.exp_avg = allocate_state(master), .exp_avg_sq = allocate_state(master), .max_exp_avg_sq = {}};
@@ -28,16 +45,13 @@ void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, dou
   const double kernel_step = rule.bias_correction ? static_cast<double>(step) : std::numeric_limits<double>::infinity();
   const at::Tensor state_step = fused_step(kernel_step, master.device());
   const std::optional<at::Tensor> scale = fused_grad_scale(gradient_scale, master.device());
-  for_each_chunk(master, gradient, [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
+  for_each_chunk(master, gradient, KernelMemory::kFused, [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
     const at::Tensor exp_avg = states.exp_avg.narrow(0, begin, m.numel());
     const at::Tensor exp_avg_sq = states.exp_avg_sq.narrow(0, begin, m.numel());
     const at::Tensor maximum = rule.amsgrad ? states.max_exp_avg_sq.narrow(0, begin, m.numel()) : at::Tensor();
     const at::TensorList maxima = rule.amsgrad ? at::TensorList(maximum) : at::TensorList();
-    const auto kernel = rule.decoupled_weight_decay
-                            ? static_cast<decltype(&at::_ops::_fused_adamw_::call)>(&at::_ops::_fused_adamw_::call)
-                            : &at::_ops::_fused_adam_::call;
-    kernel(m, g, exp_avg, exp_avg_sq, maxima, state_step, group.lr, group.beta1, group.beta2, group.weight_decay,
-           group.eps, rule.amsgrad, /*maximize=*/false, scale, /*found_inf=*/std::nullopt);
+    const auto kernel = rule.decoupled_weight_decay ? fused_adamw : fused_adam;
+    kernel(m, g, exp_avg, exp_avg_sq, maxima, state_step, group, rule.amsgrad, scale);
   });
 }
 

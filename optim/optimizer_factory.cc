@@ -4,7 +4,12 @@
 #include <cctype>
 
 #include "core/check.h"
+#include "optim/adagrad.h"
 #include "optim/adam.h"
+#include "optim/lamb.h"
+#include "optim/lion.h"
+#include "optim/muon.h"
+#include "optim/sgd.h"
 
 namespace ds::optim {
 namespace {
@@ -27,6 +32,8 @@ Type parse_type(const std::string& name) {
 
 }  // namespace
 
+GroupOptions default_aux_adam_options() { return {.lr = 3e-4, .beta2 = 0.95, .eps = 1e-10}; }
+
 GroupOptions default_group_options(const std::string& type) {
   switch (parse_type(type)) {
     case Type::kAdagrad:
@@ -48,9 +55,20 @@ std::unique_ptr<ShardOptimizer> make_optimizer(const OptimizerOptions& options) 
       return std::make_unique<Adam>(options.groups, adam);
     case Type::kAdamW:
       return std::make_unique<Adam>(options.groups, AdamRule{true, adam.bias_correction, adam.amsgrad});
-    default:
-      throw ConfigError(cat("optimizer.type ", options.type, " is not built in"));
+    case Type::kSgd:
+      return std::make_unique<Sgd>(options.groups, SgdRule{options.dampening, options.nesterov});
+    case Type::kAdagrad:
+      return std::make_unique<Adagrad>(options.groups,
+                                       AdagradRule{options.lr_decay, options.initial_accumulator_value});
+    case Type::kLion:
+      return std::make_unique<Lion>(options.groups);
+    case Type::kLamb:
+      return std::make_unique<Lamb>(options.groups, LambRule{options.bias_correction, options.eps_inside_sqrt,
+                                                             options.max_coeff, options.min_coeff});
+    case Type::kMuon:
+      return std::make_unique<Muon>(options.groups, options.ns_method, adam);
   }
+  throw InternalError("optimizer type without a maker");
 }
 
 }  // namespace ds::optim

@@ -34,6 +34,7 @@ struct OptimizerOptions {
 // What a group has when the config says nothing: lr 1e-3 (Adagrad 1e-2, Muon 0.02), betas, eps, momentum. Throws
 // ConfigError for an unknown type. Muon's groups for the other parameters: default_aux_adam_options().
 GroupOptions default_group_options(const std::string& type);
+GroupOptions default_aux_adam_options();
 
 // Throws ConfigError for an unknown type (naming the known ones) or values out of range.
 std::unique_ptr<ShardOptimizer> make_optimizer(const OptimizerOptions& options);

@@ -56,4 +56,12 @@ Slice& ShardOptimizer::slice_for_update(int64_t index, const at::Tensor& gradien
   return slice;
 }
 
+int64_t ShardOptimizer::state_bytes() {
+  int64_t bytes = 0;
+  for (int64_t i = 0; i < slice_count(); ++i) {
+    for (const auto& [name, state] : states(i)) bytes += static_cast<int64_t>(state.nbytes());
+  }
+  return bytes;
+}
+
 }  // namespace ds::optim

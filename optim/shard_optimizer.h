@@ -72,6 +72,8 @@ class ShardOptimizer {
   virtual NamedStates states(int64_t index) = 0;
   // Bytes of state per element of a slice: Adam in float32 has 8.
   virtual int64_t state_bytes_per_element() const = 0;
+  // Bytes of the states of all slices, counted from the tensors.
+  int64_t state_bytes();
   virtual std::string name() const = 0;
   // Whether beta1 and beta2 of the groups mean something to it (OneCycle drives them only then).
   virtual bool uses_betas() const { return false; }

@@ -22,14 +22,15 @@ at::Tensor allocate_state(const at::Tensor& master) {
   return at::zeros({master.numel()}, master.options().dtype(state_type(master.scalar_type())).requires_grad(false));
 }
 
-void for_each_chunk(const at::Tensor& master, const at::Tensor& gradient, const SliceKernel& kernel) {
+void for_each_chunk(const at::Tensor& master, const at::Tensor& gradient, KernelMemory memory,
+                    const SliceKernel& kernel) {
   const at::NoGradGuard no_grad;
   const at::ScalarType type = state_type(master.scalar_type());
   const bool converts_master = master.scalar_type() != type;
   const bool converts_gradient = gradient.scalar_type() != type;
   const int64_t total = master.numel();
   if (total == 0) return;
-  if (!converts_master && !converts_gradient) {
+  if (memory == KernelMemory::kFused && !converts_master && !converts_gradient) {
     kernel(0, master, gradient);
     return;
   }

@@ -17,9 +17,14 @@ at::Tensor allocate_state(const at::Tensor& master);
 // kernel(begin, master, gradient): both [length], in state_type(); `master` is updated in place, `gradient` may be.
 using SliceKernel = std::function<void(int64_t begin, const at::Tensor& master, const at::Tensor& gradient)>;
 
-// Runs `kernel` over the whole slice at once where master and gradient already have the state type, else in chunks,
-// converted to and fro, so that memory beside the slice stays bounded. No gradients are recorded.
-void for_each_chunk(const at::Tensor& master, const at::Tensor& gradient, const SliceKernel& kernel);
+// kFused: the kernel makes no temporaries, so it gets the whole slice at once where no dtype must be converted.
+// kTemporaries: it makes some, so it always gets chunks.
+enum class KernelMemory { kFused, kTemporaries };
+
+// Runs `kernel` over master and gradient (flat, equal length), in chunks, converted to and fro where their dtype is not
+// the state type: memory beside the slice stays bounded. No gradients are recorded.
+void for_each_chunk(const at::Tensor& master, const at::Tensor& gradient, KernelMemory memory,
+                    const SliceKernel& kernel);
 
 // LibTorch's fused kernels divide the gradient by this; nothing for a factor of exactly 1.
 std::optional<at::Tensor> fused_grad_scale(double gradient_scale, at::Device device);

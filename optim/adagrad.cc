@@ -1,0 +1,39 @@
+#include "optim/adagrad.h"
+
+#include <ATen/ops/_fused_adagrad.h>
+
+#include <utility>
+
+#include "core/check.h"
+#include "optim/slice_update.h"
+
+namespace ds::optim {
+
+Adagrad::Adagrad(std::vector<GroupOptions> groups, AdagradRule rule) : ShardOptimizer(std::move(groups)), rule_(rule) {
+  require<ConfigError>(rule.lr_decay >= 0, "optimizer.params.lr_decay: expected at least 0, found ", rule.lr_decay);
+  require<ConfigError>(rule.initial_accumulator_value >= 0,
+                       "optimizer.params.initial_accumulator_value: expected at least 0, found ",
+                       rule.initial_accumulator_value);
+}
+
+void Adagrad::allocate_states(int64_t index) {
+  sum_.push_back(allocate_state(slice(index).master));
+  if (rule_.initial_accumulator_value != 0.0) sum_.back().fill_(rule_.initial_accumulator_value);
+}
+
+void Adagrad::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
+  const Slice& slice = slice_for_update(index, gradient);
+  const GroupOptions& group = groups_[static_cast<size_t>(slice.group)];
+  const at::Tensor& sum = sum_[static_cast<size_t>(index)];
+  const at::Tensor step = fused_step(static_cast<double>(step_count_), slice.master.device());
+  const std::optional<at::Tensor> scale = fused_grad_scale(gradient_scale, slice.master.device());
+  for_each_chunk(slice.master, gradient, KernelMemory::kFused,
+                 [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
+                   at::_fused_adagrad_(m, g, sum.narrow(0, begin, m.numel()), step, group.lr, rule_.lr_decay,
+                                       group.weight_decay, group.eps, /*maximize=*/false, scale);
+                 });
+}
+
+NamedStates Adagrad::states(int64_t index) { return {{"sum", sum_.at(static_cast<size_t>(index))}}; }
+
+}  // namespace ds::optim

@@ -1,0 +1,33 @@
+// Adagrad (torch.optim.Adagrad) on flat slices, by LibTorch's fused kernel.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "optim/shard_optimizer.h"
+
+namespace ds::optim {
+
+struct AdagradRule {
+  double lr_decay = 0.0;
+  double initial_accumulator_value = 0.0;
+};
+
+class Adagrad final : public ShardOptimizer {
+ public:
+  // Throws ConfigError for negative values.
+  Adagrad(std::vector<GroupOptions> groups, AdagradRule rule);
+  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
+  NamedStates states(int64_t index) override;
+  int64_t state_bytes_per_element() const override { return 4; }
+  std::string name() const override { return "Adagrad"; }
+
+ protected:
+  void allocate_states(int64_t index) override;
+
+ private:
+  AdagradRule rule_;
+  std::vector<at::Tensor> sum_;
+};
+
+}  // namespace ds::optim

@@ -1,0 +1,30 @@
+// Lion (arXiv 2302.06675) on flat slices: the sign of an interpolated momentum.
+//
+// Where gradient and momentum are both zero the sign is 0, as in the paper (DeepSpeed's CUDA kernel moves such weights
+// by +lr).
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "optim/shard_optimizer.h"
+
+namespace ds::optim {
+
+class Lion final : public ShardOptimizer {
+ public:
+  explicit Lion(std::vector<GroupOptions> groups) : ShardOptimizer(std::move(groups)) {}
+  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
+  NamedStates states(int64_t index) override;
+  int64_t state_bytes_per_element() const override { return 4; }
+  std::string name() const override { return "Lion"; }
+  bool uses_betas() const override { return true; }
+
+ protected:
+  void allocate_states(int64_t index) override;
+
+ private:
+  std::vector<at::Tensor> exp_avg_;
+};
+
+}  // namespace ds::optim

@@ -1,0 +1,105 @@
+#include "optim/muon.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+
+#include <cmath>
+#include <utility>
+
+#include "core/check.h"
+#include "optim/slice_update.h"
+
+namespace ds::optim {
+namespace {
+
+at::Tensor join(const at::Tensor& bucket, const BucketParameter& parameter) {
+  std::vector<at::Tensor> runs;
+  for (const Segment& run : parameter.runs) runs.push_back(bucket.narrow(0, run.slice_offset, run.length));
+  return runs.size() == 1 ? runs[0] : at::cat(runs);
+}
+
+// The whole parameter's step from its whole momentum: flat.
+at::Tensor matrix_step(const at::Tensor& flat, const std::vector<int64_t>& sizes, NewtonSchulzMethod method) {
+  const at::Tensor matrix = sizes.size() == 4 ? flat.view({sizes[0], -1}) : flat.view(sizes);
+  const double rows = static_cast<double>(sizes[sizes.size() - 2]);
+  const double cols = static_cast<double>(sizes[sizes.size() - 1]);
+  at::Tensor step = orthogonalize(matrix, method);
+  if (rows > cols) step = step.mul(std::sqrt(rows / cols));
+  return step.reshape({-1});
+}
+
+}  // namespace
+
+bool uses_muon(const ParameterInfo& parameter) {
+  return parameter.sizes.size() >= 2 && parameter.name.find("embed") == std::string::npos &&
+         parameter.name.find("lm_head") == std::string::npos;
+}
+
+Muon::Muon(std::vector<GroupOptions> groups, NewtonSchulzMethod method, AdamRule aux)
+    : ShardOptimizer(std::move(groups)), method_(method), aux_(aux) {}
+
+void Muon::allocate_states(int64_t index) {
+  const Slice& own = slice(index);
+  State state;
+  const std::vector<BucketParameter> whole = bucket_parameters(own, "Muon");
+  const auto info = [&](const BucketParameter& p) { return (*own.parameters)[static_cast<size_t>(p.parameter)]; };
+  const bool by_muon = !whole.empty() && uses_muon(info(whole[0]));
+  for (const BucketParameter& parameter : whole) {
+    require(uses_muon(info(parameter)) == by_muon, "Muon: expected matrices and other parameters in different groups, ",
+            "found ", info(whole[0]).name, " and ", info(parameter).name, " in group ", own.group);
+  }
+  if (by_muon) {
+    state.momentum = allocate_state(own.master);
+    state.matrices = whole;
+  } else {
+    state.adam = allocate_adam_states(own.master, aux_);
+  }
+  states_.push_back(std::move(state));
+}
+
+void Muon::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
+  const at::NoGradGuard no_grad;
+  const Slice& slice = slice_for_update(index, gradient);
+  const GroupOptions& group = groups_[static_cast<size_t>(slice.group)];
+  State& state = states_[static_cast<size_t>(index)];
+  if (state.momentum.defined()) {
+    update_matrices(slice, group, state, gradient, gradient_scale);
+  } else {
+    update_adam_slice(slice.master, gradient, gradient_scale, step_count_, group, aux_, state.adam);
+  }
+}
+
+at::Tensor Muon::blend_momentum(const GroupOptions& group, const State& state, const at::Tensor& gradient,
+                                double gradient_scale) const {
+  const at::Tensor result = gradient.to(state.momentum.scalar_type());
+  if (gradient_scale != 1.0) result.mul_(gradient_scale);
+  state.momentum.lerp_(result, 1 - group.momentum);
+  return result.lerp_(state.momentum, group.momentum);
+}
+
+void Muon::update_matrices(const Slice& slice, const GroupOptions& group, const State& state,
+                           const at::Tensor& gradient, double gradient_scale) const {
+  const at::Tensor own = blend_momentum(group, state, gradient, gradient_scale);
+  const at::Tensor bucket = slice.exchange->size() > 1 ? slice.exchange->all_gather(own) : own;
+  for (const BucketParameter& matrix : state.matrices) {
+    at::Tensor step;  // made when the first segment of this slice needs it
+    for (const Segment& segment : slice.segments) {
+      if (segment.parameter != matrix.parameter || segment.length == 0) continue;
+      const std::vector<int64_t>& sizes = (*slice.parameters)[static_cast<size_t>(matrix.parameter)].sizes;
+      if (!step.defined()) step = matrix_step(join(bucket, matrix), sizes, method_);
+      for_each_chunk(slice.master.narrow(0, segment.slice_offset, segment.length),
+                     step.narrow(0, segment.parameter_offset, segment.length), KernelMemory::kFused,
+                     [&](int64_t /*begin*/, const at::Tensor& m, const at::Tensor& s) {
+                       if (group.weight_decay != 0.0) m.mul_(1 - group.lr * group.weight_decay);
+                       m.add_(s, -group.lr);
+                     });
+    }
+  }
+}
+
+NamedStates Muon::states(int64_t index) {
+  const State& state = states_.at(static_cast<size_t>(index));
+  return state.momentum.defined() ? NamedStates{{"momentum_buffer", state.momentum}} : named_adam_states(state.adam);
+}
+
+}  // namespace ds::optim

@@ -1,0 +1,59 @@
+// Muon (kellerjordan.github.io/posts/muon) for matrices, Adam for everything else, on flat slices. As DeepSpeed's
+// MuonWithAuxAdam:
+//
+//   m = lerp(m, g, 1 - momentum)     u = lerp(g, m, momentum)     u = orthogonalize(u) sqrt(max(1, rows / cols))
+//   w = w (1 - lr weight_decay) - lr u
+//
+// Parameters of the two kinds never share a bucket: the engine puts them into different groups, with their own lr. A
+// parameter with 4 dimensions is orthogonalised as [d0, d1 d2 d3], one with 3 or more than 4 as a batch of its last
+// two; rows and cols of the factor are its last two dimensions.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "optim/adam.h"
+#include "optim/bucket_parameters.h"
+#include "optim/newton_schulz.h"
+#include "optim/shard_optimizer.h"
+
+namespace ds::optim {
+
+// Two or more dimensions, and neither "embed" nor "lm_head" in the name.
+bool uses_muon(const ParameterInfo& parameter);
+
+class Muon final : public ShardOptimizer {
+ public:
+  // `aux`: how the other parameters are updated.
+  Muon(std::vector<GroupOptions> groups, NewtonSchulzMethod method, AdamRule aux);
+  // Collective over the slice's exchange when the slice's parameters use Muon. Beside the slice it holds the bucket's
+  // update in float32, and the products of one matrix at a time.
+  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
+  NamedStates states(int64_t index) override;
+  // Of matrices 4; of slices that Adam updates 8, which is the value given here.
+  int64_t state_bytes_per_element() const override { return 8; }
+  std::string name() const override { return "Muon"; }
+
+ protected:
+  // Throws UsageError for a bucket with parameters of both kinds, or with a part of a matrix.
+  void allocate_states(int64_t index) override;
+
+ private:
+  struct State {
+    at::Tensor momentum;  // of a Muon slice; undefined when Adam updates it
+    AdamStates adam;
+    std::vector<BucketParameter> matrices;
+  };
+
+  void update_matrices(const Slice& slice, const GroupOptions& group, const State& state, const at::Tensor& gradient,
+                       double gradient_scale) const;
+  // The slice's part of the bucket's update, before it is orthogonalised: [n] in the state type.
+  at::Tensor blend_momentum(const GroupOptions& group, const State& state, const at::Tensor& gradient,
+                            double gradient_scale) const;
+
+  NewtonSchulzMethod method_;
+  AdamRule aux_;
+  std::vector<State> states_;
+};
+
+}  // namespace ds::optim

@@ -1,0 +1,48 @@
+#include "optim/sgd.h"
+
+#include <ATen/ops/_fused_sgd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "optim/slice_update.h"
+
+namespace ds::optim {
+
+Sgd::Sgd(std::vector<GroupOptions> groups, SgdRule rule) : ShardOptimizer(std::move(groups)), rule_(rule) {
+  for (const GroupOptions& group : groups_) {
+    has_momentum_ = has_momentum_ || group.momentum != 0.0;
+    require<ConfigError>(!rule_.nesterov || (group.momentum > 0.0 && rule_.dampening == 0.0),
+                         "optimizer.params.nesterov: expected a momentum above 0 and dampening 0, found momentum ",
+                         group.momentum, " and dampening ", rule_.dampening);
+  }
+}
+
+void Sgd::allocate_states(int64_t index) {
+  momentum_.push_back(has_momentum_ ? allocate_state(slice(index).master) : at::Tensor());
+}
+
+void Sgd::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
+  const Slice& slice = slice_for_update(index, gradient);
+  const GroupOptions& group = groups_[static_cast<size_t>(slice.group)];
+  require(has_momentum_ || group.momentum == 0.0, "SGD: group ", slice.group, " was made without momentum, found ",
+          group.momentum, " (give the momentum when the optimizer is made)");
+  const at::Tensor& momentum = momentum_[static_cast<size_t>(index)];
+  const std::optional<at::Tensor> scale = fused_grad_scale(gradient_scale, slice.master.device());
+  const bool first = step_count_ == 1;
+  for_each_chunk(slice.master, gradient, KernelMemory::kFused,
+                 [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
+                   const at::Tensor own = group.momentum != 0.0 ? momentum.narrow(0, begin, m.numel()) : at::Tensor();
+                   at::_fused_sgd_(m, g, own.defined() ? at::TensorList(own) : at::TensorList(), group.weight_decay,
+                                   group.momentum, group.lr, rule_.dampening, rule_.nesterov, /*maximize=*/false,
+                                   /*is_first_step=*/first, scale);
+                 });
+}
+
+NamedStates Sgd::states(int64_t index) {
+  const at::Tensor& momentum = momentum_.at(static_cast<size_t>(index));
+  return momentum.defined() ? NamedStates{{"momentum_buffer", momentum}} : NamedStates{};
+}
+
+}  // namespace ds::optim
