@@ -22,6 +22,13 @@ LrScheduler::LrScheduler(std::shared_ptr<torch::optim::Optimizer> optimizer, Rul
   apply();
 }
 
+LrScheduler::Rule LrScheduler::of(std::shared_ptr<const optim::LrSchedule> schedule) {
+  require(schedule != nullptr, "learning-rate scheduler: expected a schedule, found none");
+  return [schedule = std::move(schedule)](int64_t t, std::vector<optim::GroupOptions>& groups) {
+    schedule->apply(t, groups);
+  };
+}
+
 LrScheduler::Rule LrScheduler::scaled_by(std::function<double(int64_t)> factor, std::vector<double> base_lr) {
   return
       [factor = std::move(factor), base_lr = std::move(base_lr)](int64_t t, std::vector<optim::GroupOptions>& groups) {

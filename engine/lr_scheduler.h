@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "optim/lr_schedule.h"
 #include "optim/shard_optimizer.h"
 
 namespace torch::optim {
@@ -28,6 +29,8 @@ class LrScheduler {
   // A client optimizer: only lr is read and written.
   LrScheduler(std::shared_ptr<torch::optim::Optimizer> optimizer, Rule rule);
 
+  // A schedule of the config.
+  static Rule of(std::shared_ptr<const optim::LrSchedule> schedule);
   // The rule "step number k runs with factor(k) times the group's lr", base_lr having one value per group.
   static Rule scaled_by(std::function<double(int64_t k)> factor, std::vector<double> base_lr);
 

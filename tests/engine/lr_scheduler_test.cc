@@ -46,6 +46,19 @@ TEST(LrScheduler, TheRuleIsAppliedAtConstructionAndAfterEachStep) {
   EXPECT_EQ(optimizer->groups()[1].beta1, 0.5);
 }
 
+TEST(LrScheduler, AScheduleOfTheConfigRunsInDeepSpeedsOrder) {
+  const auto optimizer = two_groups();
+  const optim::WarmupLrOptions options{.warmup_num_steps = 4, .warmup_type = optim::WarmupType::kLinear};
+  LrScheduler schedule(optimizer, LrScheduler::of(optim::make_lr_schedule(options, optimizer->groups(), true)));
+  EXPECT_THAT(schedule.get_last_lr(), ElementsAre(0.0, 0.0)) << "the first step runs with warmup_min_lr";
+  std::vector<double> seen;
+  for (int k = 1; k <= 6; ++k) {
+    schedule.step();
+    seen.push_back(schedule.get_last_lr()[1]);
+  }
+  EXPECT_THAT(seen, testing::Pointwise(testing::DoubleEq(), {0.0, 0.05, 0.1, 0.15, 0.2, 0.2}));
+}
+
 TEST(LrScheduler, AFactorScalesEveryGroupsOwnRate) {
   const auto optimizer = two_groups();
   LrScheduler schedule(optimizer,
