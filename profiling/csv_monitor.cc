@@ -1,0 +1,69 @@
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <utility>
+
+#include "profiling/monitor.h"
+#include "profiling/monitor_folder.h"
+
+namespace ds::profiling {
+namespace {
+
+constexpr const char* kSection = "csv_monitor";
+
+// The shortest text that reads back as the same number.
+std::string shortest(double value) {
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof text, value).ptr};
+}
+
+std::string file_name(std::string event) {
+  std::replace(event.begin(), event.end(), '/', '_');
+  std::replace(event.begin(), event.end(), ' ', '_');
+  return event + ".csv";
+}
+
+class CsvMonitor final : public Monitor {
+ public:
+  CsvMonitor(const std::string& output_path, const std::string& job_name)
+      : folder_(make_monitor_folder(output_path, job_name, kSection)) {}
+
+  void write_events(const std::vector<Event>& events) override {
+    for (const Event& event : events) {
+      File& file = file_of(event.name);
+      file.stream << event.step << ',' << shortest(event.value) << '\n';
+      if (!file.stream.flush()) fail_to_write(kSection, file.path);
+    }
+  }
+
+ private:
+  struct File {
+    std::string path;
+    std::ofstream stream;
+  };
+
+  File& file_of(const std::string& event) {
+    const auto found = files_.find(event);
+    if (found != files_.end()) return found->second;
+    File file{.path = (std::filesystem::path(folder_) / file_name(event)).string(), .stream = {}};
+    file.stream.open(file.path, std::ios::app);
+    if (!file.stream) fail_to_write(kSection, file.path);
+    // An appending stream stands at the end only after its first write.
+    file.stream.seekp(0, std::ios::end);
+    if (file.stream.tellp() == 0) file.stream << "step," << event.substr(event.rfind('/') + 1) << '\n';
+    return files_.emplace(event, std::move(file)).first->second;
+  }
+
+  std::string folder_;
+  std::map<std::string, File> files_;
+};
+
+}  // namespace
+
+std::unique_ptr<Monitor> make_csv_monitor(const std::string& output_path, const std::string& job_name) {
+  return std::make_unique<CsvMonitor>(output_path, job_name);
+}
+
+}  // namespace ds::profiling

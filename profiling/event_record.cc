@@ -1,0 +1,89 @@
+#include "profiling/event_record.h"
+
+#include <array>
+#include <bit>
+
+namespace ds::profiling {
+namespace {
+
+constexpr std::array<uint32_t, 256> make_crc_table() {
+  std::array<uint32_t, 256> table{};
+  for (uint32_t i = 0; i < 256; ++i) {
+    uint32_t value = i;
+    for (int bit = 0; bit < 8; ++bit) value = (value >> 1) ^ ((value & 1) != 0 ? 0x82f63b78U : 0U);
+    table[i] = value;
+  }
+  return table;
+}
+
+constexpr std::array<uint32_t, 256> kCrcTable = make_crc_table();
+
+template <class Unsigned>
+void append_little_endian(std::string& out, Unsigned value) {
+  for (size_t i = 0; i < sizeof(Unsigned); ++i) out.push_back(static_cast<char>((value >> (8 * i)) & 0xff));
+}
+
+void append_varint(std::string& out, uint64_t value) {
+  for (; value >= 0x80; value >>= 7) out.push_back(static_cast<char>((value & 0x7f) | 0x80));
+  out.push_back(static_cast<char>(value));
+}
+
+enum class Wire : uint64_t { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
+
+void append_key(std::string& out, uint64_t field, Wire wire) {
+  append_varint(out, (field << 3) | static_cast<uint64_t>(wire));
+}
+
+void append_bytes(std::string& out, uint64_t field, std::string_view bytes) {
+  append_key(out, field, Wire::kBytes);
+  append_varint(out, bytes.size());
+  out.append(bytes);
+}
+
+std::string event_at(double wall_time) {
+  std::string event;
+  append_key(event, 1, Wire::kFixed64);
+  append_little_endian(event, std::bit_cast<uint64_t>(wall_time));
+  return event;
+}
+
+}  // namespace
+
+uint32_t crc32c(std::string_view bytes) {
+  uint32_t crc = 0xffffffffU;
+  for (const char byte : bytes) crc = (crc >> 8) ^ kCrcTable[(crc ^ static_cast<uint8_t>(byte)) & 0xff];
+  return ~crc;
+}
+
+uint32_t masked_crc32c(std::string_view bytes) { return std::rotr(crc32c(bytes), 15) + 0xa282ead8U; }
+
+std::string frame_record(std::string_view bytes) {
+  std::string record;
+  append_little_endian(record, static_cast<uint64_t>(bytes.size()));
+  append_little_endian(record, masked_crc32c(record));
+  record.append(bytes);
+  append_little_endian(record, masked_crc32c(bytes));
+  return record;
+}
+
+std::string encode_file_version(double wall_time) {
+  std::string event = event_at(wall_time);
+  append_bytes(event, 3, "brain.Event:2");
+  return event;
+}
+
+std::string encode_scalar(double wall_time, int64_t step, std::string_view tag, float value) {
+  std::string scalar;
+  append_bytes(scalar, 1, tag);
+  append_key(scalar, 2, Wire::kFixed32);
+  append_little_endian(scalar, std::bit_cast<uint32_t>(value));
+  std::string summary;
+  append_bytes(summary, 1, scalar);
+  std::string event = event_at(wall_time);
+  append_key(event, 2, Wire::kVarint);
+  append_varint(event, static_cast<uint64_t>(step));
+  append_bytes(event, 5, summary);
+  return event;
+}
+
+}  // namespace ds::profiling
