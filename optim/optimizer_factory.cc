@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cmath>
 
 #include "core/check.h"
 #include "optim/adagrad.h"
@@ -30,6 +31,19 @@ Type parse_type(const std::string& name) {
       cat("optimizer.type: expected one of Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, found \"", name, "\""));
 }
 
+// As torch.optim refuses them.
+void check_group(const GroupOptions& group) {
+  const auto check = [](bool holds, const char* key, const char* rule, double found) {
+    require<ConfigError>(holds, "optimizer.params.", key, ": expected ", rule, ", found ", found);
+  };
+  check(std::isfinite(group.lr) && group.lr >= 0, "lr", "a number of at least 0", group.lr);
+  check(group.weight_decay >= 0, "weight_decay", "at least 0", group.weight_decay);
+  check(group.beta1 >= 0 && group.beta1 < 1, "betas[0]", "at least 0 and below 1", group.beta1);
+  check(group.beta2 >= 0 && group.beta2 < 1, "betas[1]", "at least 0 and below 1", group.beta2);
+  check(group.momentum >= 0, "momentum", "at least 0", group.momentum);
+  check(group.eps >= 0, "eps", "at least 0", group.eps);
+}
+
 }  // namespace
 
 GroupOptions default_aux_adam_options() { return {.lr = 3e-4, .beta2 = 0.95, .eps = 1e-10}; }
@@ -47,6 +61,7 @@ GroupOptions default_group_options(const std::string& type) {
 
 std::unique_ptr<ShardOptimizer> make_optimizer(const OptimizerOptions& options) {
   require<ConfigError>(!options.groups.empty(), "optimizer: expected at least one parameter group, found none");
+  for (const GroupOptions& group : options.groups) check_group(group);
   const AdamRule adam{.decoupled_weight_decay = options.adam_w_mode,
                       .bias_correction = options.bias_correction,
                       .amsgrad = options.amsgrad};
@@ -66,7 +81,8 @@ std::unique_ptr<ShardOptimizer> make_optimizer(const OptimizerOptions& options) 
       return std::make_unique<Lamb>(options.groups, LambRule{options.bias_correction, options.eps_inside_sqrt,
                                                              options.max_coeff, options.min_coeff});
     case Type::kMuon:
-      return std::make_unique<Muon>(options.groups, options.ns_method, adam);
+      return std::make_unique<Muon>(options.groups, options.ns_method,
+                                    AdamRule{.decoupled_weight_decay = options.adam_w_mode});
   }
   throw InternalError("optimizer type without a maker");
 }

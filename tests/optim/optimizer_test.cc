@@ -238,6 +238,9 @@ TEST(Errors, BadOptions) {
   using testing::HasSubstr;
   EXPECT_THAT(error_of<ConfigError>([] { make_optimizer({.type = "AdamX"}); }), HasSubstr("found \"AdamX\""));
   EXPECT_THAT(error_of<ConfigError>([] { make_optimizer({.groups = {}}); }), HasSubstr("parameter group"));
+  EXPECT_THAT(error_of<ConfigError>([] { make_optimizer({.groups = {{.lr = -1}}}); }),
+              HasSubstr("params.lr: expected"));
+  EXPECT_THAT(error_of<ConfigError>([] { make_optimizer({.groups = {{.beta2 = 1}}}); }), HasSubstr("betas[1]"));
   EXPECT_THAT(error_of<ConfigError>([] { make_optimizer({.type = "SGD", .nesterov = true}); }), HasSubstr("nesterov"));
   EXPECT_THAT(error_of<ConfigError>([] { make_optimizer({.type = "Lamb", .min_coeff = 20}); }), HasSubstr("min_coeff"));
 }

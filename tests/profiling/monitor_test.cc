@@ -38,6 +38,18 @@ TEST(CsvMonitor, ALaterRunAppendsWithoutASecondHeader) {
   EXPECT_EQ(read(folder.path() / "job/a_lr.csv"), "step,lr\n1,1\n2,2\n");
 }
 
+TEST(CsvMonitor, SaysThatTheDiskIsFull) {
+  const TemporaryFolder folder;
+  const auto monitor = make_csv_monitor(folder.path().string(), "job");
+  std::filesystem::create_symlink("/dev/full", folder.path() / "job/lr.csv");
+  try {
+    monitor->write_events({{"lr", 1, 1}});
+    FAIL() << "expected IoError";
+  } catch (const IoError& error) {
+    EXPECT_THAT(error.what(), testing::AllOf(testing::HasSubstr("job/lr.csv"), testing::HasSubstr("No space left")));
+  }
+}
+
 TEST(CsvMonitor, LeavesNothingBehindBeforeTheFirstEvent) {
   const TemporaryFolder folder;
   make_csv_monitor(folder.path().string(), "job");
