@@ -1,0 +1,34 @@
+#include "comm/device_mesh.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+
+namespace ds::comm {
+
+DeviceMesh::DeviceMesh(std::shared_ptr<Communicator> world, MeshLayout layout)
+    : world_(std::move(world)), layout_(std::move(layout)) {
+  require<ConfigError>(layout_.world_size() == world_->size(), "mesh: ", layout_.text(), " has ", layout_.world_size(),
+                       " ranks, but the job has ", world_->size(),
+                       ". Change the sizes of the axes or the number of ranks");
+}
+
+std::shared_ptr<Communicator> DeviceMesh::group(const std::vector<MeshAxis>& axes) {
+  const std::string name = layout_.group_name(axes);
+  const auto known = groups_.find(name);
+  if (known != groups_.end()) return known->second;
+  std::shared_ptr<Communicator> own;
+  const auto lists = layout_.groups(axes);
+  if (lists.size() == 1) {
+    own = world_;
+  } else {
+    for (const auto& ranks : lists) {
+      if (auto made = world_->new_group(ranks, name)) own = std::move(made);
+    }
+  }
+  ensure(own != nullptr, "every rank is in one group of each kind");
+  groups_.emplace(name, own);
+  return own;
+}
+
+}  // namespace ds::comm

@@ -1,0 +1,55 @@
+// How the ranks of a job find each other.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace ds::comm {
+
+// What every rank knows of another one after the rendezvous.
+struct RankPlace {
+  std::string host_name;
+  int64_t process = 0;  // process id
+  std::string domain;   // shared_memory_domain(): ranks with equal ones can share memory
+  std::string address;  // from which it reaches the meeting place; empty where there is none
+};
+
+struct Rendezvous {
+  c10::intrusive_ptr<c10d::Store> store;  // null in a world of one
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = 0;        // position among the ranks of this host
+  int local_world_size = 1;  // ranks on this host
+  std::vector<RankPlace> ranks;
+  std::chrono::milliseconds timeout{std::chrono::minutes(10)};
+
+  // Ranks grouped by host, hosts in the order of their lowest rank, ranks ascending.
+  std::vector<std::vector<int>> hosts() const;
+  // "host7, pid 4711" for each rank.
+  std::vector<std::string> descriptions() const;
+};
+
+struct RendezvousOptions {
+  std::string init_method = "env://";  // see rendezvous_address.h
+  // Time limit of the rendezvous, and of every wait of what is made from it.
+  std::chrono::milliseconds timeout{std::chrono::minutes(10)};
+};
+
+// Returns once all ranks have come. A world of one returns at once, without a socket. Throws
+//   ConfigError  the address or the environment is wrong (the variable or part is named);
+//   CommError    rank 0 cannot listen (port in use), the host is unknown or does not answer, ranks are missing at the
+//   time
+//                limit (they are listed, with the hosts of those that came), a rank was claimed twice (both are named),
+//                or the ranks disagree on the world size.
+Rendezvous rendezvous(const RendezvousOptions& options = {});
+
+// The same over a store that the caller made and every rank shares (tests, embedding).
+Rendezvous rendezvous(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                      std::chrono::milliseconds timeout);
+
+}  // namespace ds::comm
