@@ -42,7 +42,9 @@ void Muon::allocate_states(int64_t index) {
   const Slice& own = slice(index);
   State state;
   const std::vector<BucketParameter> whole = bucket_parameters(own, "Muon");
-  const auto info = [&](const BucketParameter& p) { return (*own.parameters)[static_cast<size_t>(p.parameter)]; };
+  const auto info = [&](const BucketParameter& p) -> const ParameterInfo& {
+    return (*own.parameters)[static_cast<size_t>(p.parameter)];
+  };
   const bool by_muon = !whole.empty() && uses_muon(info(whole[0]));
   for (const BucketParameter& parameter : whole) {
     require(uses_muon(info(parameter)) == by_muon, "Muon: expected matrices and other parameters in different groups, ",
