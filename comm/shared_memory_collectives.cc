@@ -117,6 +117,7 @@ void SharedMemoryCollectives::begin(OperationRecord record) {
   RankBlock& own = memory_.rank(rank_);
   own.operations[sequence_ % 2].store(record_);
   own.begun.store(sequence_, std::memory_order_relaxed);
+  peers_.require_none_failed(record_.text());
 }
 
 // Note [Slots of announcements]: a rank's record of operation s stays in its slot until the rank begins s + 2, before

@@ -93,22 +93,28 @@ std::string SharedMemoryPeers::missing(uint32_t step) const {
   return text;
 }
 
-void SharedMemoryPeers::require_hope(int peer, const std::string& operation) const {
-  const auto fail = [&](const std::string& reason) {
-    throw CommError(cat(group_, " rank ", rank_, ": ", operation, " cannot finish: ", reason));
-  };
-  for (int other = 0; other < memory_.size(); ++other) {
-    const RankBlock& block = memory_.rank(other);
-    if (other != rank_ && block.state.load() == RankState::kFailed) {
-      fail(cat("rank ", other, " failed before: ", block.failure.load().text));
+void SharedMemoryPeers::give_up(const std::string& operation, const std::string& reason) const {
+  throw CommError(cat(group_, " rank ", rank_, ": ", operation, " cannot finish: ", reason));
+}
+
+void SharedMemoryPeers::require_none_failed(const std::string& operation) const {
+  for (int peer = 0; peer < memory_.size(); ++peer) {
+    const RankBlock& block = memory_.rank(peer);
+    if (peer != rank_ && block.state.load() == RankState::kFailed) {
+      give_up(operation, cat("rank ", peer, " failed before: ", block.failure.load().text));
     }
   }
+}
+
+void SharedMemoryPeers::require_hope(int peer, const std::string& operation) const {
+  require_none_failed(operation);
   if (peer != rank_ && memory_.rank(peer).state.load() == RankState::kLeft) {
-    fail(cat("rank ", peer, " has destroyed its communicator; ", describe(peer)));
+    give_up(operation, cat("rank ", peer, " has destroyed its communicator; ", describe(peer)));
   }
-  if (dead(peer)) fail(describe(peer) + " has died");
+  if (dead(peer)) give_up(operation, describe(peer) + " has died");
   if (Clock::now().time_since_epoch().count() >= abandon_at_.load()) {
-    fail(cat("this rank's communicator was destroyed while the operation was under way; waiting for ", describe(peer)));
+    give_up(operation, cat("this rank's communicator was destroyed while the operation was under way; waiting for ",
+                           describe(peer)));
   }
 }
 

@@ -30,6 +30,9 @@ class SharedMemoryPeers {
   // failed, or this rank's communicator is being destroyed. `operation` is for the message.
   void require_hope(int peer, const std::string& operation) const;
 
+  // The part of require_hope that concerns no rank in particular: throws when one has failed.
+  void require_none_failed(const std::string& operation) const;
+
   // "rank 3 (process 4711, alive; last began all_reduce sum of 12 float32 'h.0' (#3))"
   std::string describe(int peer) const;
 
@@ -43,6 +46,7 @@ class SharedMemoryPeers {
   int spin_turns() const { return spin_turns_; }
 
  private:
+  [[noreturn]] void give_up(const std::string& operation, const std::string& reason) const;
   void sleep_until(int peer, uint32_t step, const OperationRecord& operation);
   std::string missing(uint32_t step) const;
   // Of a process that has ended; nothing is known of threads and of other process-id namespaces.
