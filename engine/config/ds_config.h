@@ -1,0 +1,176 @@
+// The ds_config: every section as a typed struct, checked and resolved. Torch-free.
+//
+// Keys, defaults and rules are those of DeepSpeed 0.19.8; sections it removed keep their spelling of 0.19.6. The keys
+// communication_backend, seed, deterministic, strict and gradient_clip_by_value are ours.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/config/config_source.h"
+#include "engine/config/data_sections.h"
+#include "engine/config/monitor_sections.h"
+#include "engine/config/optimizer_section.h"
+#include "engine/config/parallel_sections.h"
+#include "engine/config/precision_sections.h"
+#include "engine/config/python_sections.h"
+#include "engine/config/removed_sections.h"
+#include "engine/config/runtime_sections.h"
+#include "engine/config/scheduler_section.h"
+#include "engine/config/zero_section.h"
+
+namespace ds::config {
+
+// An "auto" of the file and what it became.
+struct ResolvedAuto {
+  std::string path;              // "optimizer.params.lr"
+  nlohmann::ordered_json value;  // null: the key is as if it were absent
+  std::string source;            // "the program", "default", "computed from hidden_size"
+};
+
+// What the program knows and the file may leave "auto". Empty: the default.
+struct AutoValues {
+  std::optional<int64_t> train_batch_size;
+  std::optional<int64_t> train_micro_batch_size_per_gpu;
+  std::optional<int64_t> gradient_accumulation_steps;
+  std::optional<double> gradient_clipping;
+  std::optional<double> lr;
+  std::optional<std::array<double, 2>> betas;
+  std::optional<double> eps;
+  std::optional<double> weight_decay;
+  std::optional<double> warmup_min_lr;
+  std::optional<double> warmup_max_lr;
+  std::optional<int64_t> warmup_num_steps;
+  std::optional<int64_t> total_num_steps;
+  std::optional<bool> fp16;
+  std::optional<bool> bf16;
+  std::optional<int64_t> hidden_size;  // of the model: sizes of stage 3
+};
+
+enum class GradientAllreduceOp { kMean, kSum };
+enum class CommunicationBackend { kAuto, kGloo, kShm, kNccl };
+
+const char* name_of(CommunicationBackend backend);
+
+struct DsConfig {
+  // Resolved: train = micro x accumulation x data-parallel size.
+  int64_t train_batch_size = 0;
+  int64_t train_micro_batch_size_per_gpu = 0;
+  int64_t gradient_accumulation_steps = 0;
+  bool managed_gradient_accumulation = true;
+  bool dataloader_drop_last = false;
+  std::optional<int64_t> sequence_parallel_size;
+  std::optional<int64_t> data_parallel_size;
+  bool use_data_before_expert_parallelism = false;
+
+  OptimizerSection optimizer;
+  SchedulerSection scheduler;
+  bool zero_allow_untested_optimizer = false;
+  bool zero_force_ds_cpu_optimizer = true;
+
+  Fp16Section fp16;
+  Bf16Section bf16;
+  TorchAutocastSection torch_autocast;
+  DataTypesSection data_types;
+
+  double gradient_clipping = 1.0;       // by global L2 norm; 0 = off
+  double gradient_clip_by_value = 0.0;  // ours: every element into [-v, v]; 0 = off
+  bool prescale_gradients = false;
+  double gradient_predivide_factor = 1.0;
+  GradientAllreduceOp gradient_allreduce_op = GradientAllreduceOp::kMean;
+  std::optional<DType> communication_data_type;  // empty: the model's
+  DType seq_parallel_communication_data_type = DType::kFloat32;
+  bool disable_allgather = false;
+  CommunicationBackend communication_backend = CommunicationBackend::kAuto;  // ours
+
+  ZeroSection zero_optimization;
+  ActivationCheckpointingSection activation_checkpointing;
+  AioSection aio;
+
+  std::optional<int64_t> steps_per_print;  // empty: never
+  bool wall_clock_breakdown = false;       // also true when flops_profiler is enabled
+  bool memory_breakdown = false;
+  bool dump_state = false;
+  std::optional<std::string> log_level;
+  std::optional<int64_t> vocabulary_size;
+  bool disable_python_gc = false;
+  TimersSection timers;
+  FlopsProfilerSection flops_profiler;
+  CommsLoggerSection comms_logger;
+  TensorboardSection tensorboard;
+  CsvMonitorSection csv_monitor;
+  WandbSection wandb;
+  CometSection comet;
+
+  CheckpointSection checkpoint;
+  PipelineSection pipeline;
+  TensorParallelSection tensor_parallel;
+  ExpertParallelSection expert_parallel;
+  DataEfficiencySection data_efficiency;
+  AutotuningSection autotuning;
+  CompileSection compile;
+  HybridEngineSection hybrid_engine;
+  std::optional<WeightQuantizationSection> weight_quantization;
+
+  // Removed from DeepSpeed in 0.19.8; the spelling of 0.19.6.
+  ProgressiveLayerDropSection progressive_layer_drop;
+  CurriculumLearningSection curriculum_learning;
+  ElasticitySection elasticity;
+  std::optional<SparseAttentionSection> sparse_attention;
+  EigenvalueSection eigenvalue;
+  CompressionTrainingSection compression_training;
+  NebulaSection nebula;
+  bool sparse_gradients = false;
+  bool graph_harvesting = false;
+  nlohmann::ordered_json amp;                // as written; null when absent
+  nlohmann::ordered_json quantize_training;  // as written; null when absent
+  nlohmann::ordered_json datastates_ckpt;    // as written; null when absent
+
+  int64_t seed = 1234;         // ours
+  bool deterministic = false;  // ours: same bits on every run
+  bool strict = false;         // ours: every unknown key is an error
+
+  // Not keys.
+  std::string source;                       // the file's name, for messages
+  nlohmann::ordered_json text;              // the file's content
+  int64_t dp_world_size = 1;                // what the batch sizes were resolved for
+  std::vector<ResolvedAuto> resolved_auto;  // in file order
+  std::vector<std::string> warnings;        // one line each, for rank 0 to log
+
+  // The dtype of parameters in forward and backward.
+  DType model_dtype() const {
+    return fp16.enabled ? DType::kFloat16 : bf16.enabled ? DType::kBFloat16 : DType::kFloat32;
+  }
+  bool given(const std::string& key) const { return text.is_object() && text.contains(key); }  // a top-level key
+};
+
+struct ParseOptions {
+  int64_t dp_world_size = 1;
+  bool strict = false;  // as the key of the same name
+  AutoValues auto_values;
+};
+
+// Reads, checks and resolves. Throws ConfigError with ALL mistakes of the file: json path, line, value, rule and fix.
+// A valid file may still ask for what this build cannot do: see unsupported_features().
+DsConfig parse(const ConfigSource& source, const ParseOptions& options = {});
+
+struct UnsupportedFeature {
+  std::string path;     // json path of the key that asks for it
+  std::string message;  // what is missing and what to use instead
+};
+
+// What the config enables and this build does not do. Empty: it runs.
+std::vector<UnsupportedFeature> unsupported_features(const DsConfig& config);
+// Throws ConfigError naming all of them.
+void require_supported(const DsConfig& config);
+
+// Every key with its resolved value, in the order of the structs.
+nlohmann::ordered_json to_json(const DsConfig& config);
+// Dotted paths of all keys ("zero_optimization.stage", "optimizer.params.lr"), sorted.
+std::vector<std::string> known_keys();
+
+}  // namespace ds::config

@@ -1,0 +1,116 @@
+// zero_optimization and its sub-sections. Field names and defaults are the keys and defaults of ds_config; sizes are in
+// elements unless said otherwise.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace ds::config {
+
+enum class OffloadDevice { kNone, kCpu, kNvme };  // "none", "cpu", "nvme"
+
+const char* name_of(OffloadDevice device);
+
+struct OffloadParamSection {
+  OffloadDevice device = OffloadDevice::kNone;
+  std::optional<std::string> nvme_path;
+  int64_t buffer_count = 5;
+  int64_t buffer_size = 100'000'000;
+  int64_t max_in_cpu = 1'000'000'000;
+  bool pin_memory = true;
+};
+
+struct OffloadOptimizerSection {
+  OffloadDevice device = OffloadDevice::kNone;
+  std::optional<std::string> nvme_path;
+  int64_t buffer_count = 4;
+  bool pin_memory = true;
+  bool pipeline_read = false;
+  bool pipeline_write = false;
+  bool fast_init = false;
+  double ratio = 1.0;
+  bool super_offload = false;
+  double cpuadam_cores_perc = 0.8;
+};
+
+struct ZenFlowSection {
+  double topk_ratio = 0.1;
+  std::string select_strategy = "auto";    // auto, step, epoch
+  std::optional<int64_t> select_interval;  // empty: "auto"
+  std::optional<int64_t> update_interval;  // empty: "auto"
+  bool overlap_step = false;
+  bool offload = false;
+  double auto_ratio = 0.99;
+  int64_t full_warm_up_rounds = 0;
+  double pt_reserved_cores_perc = 0.5;
+  std::optional<int64_t> steps_per_epoch;
+};
+
+// Modules gathered whole at stage 3.
+struct LeafModuleSection {
+  std::vector<std::string> classes;
+  std::vector<std::string> names;
+  std::vector<std::string> name_suffixes;
+};
+
+struct LocoParamSection {
+  double err_beta = 0.8;
+  int64_t reset_T = 1024;
+};
+
+struct ZeroSection {
+  int64_t stage = 0;
+  bool contiguous_gradients = true;
+  bool reduce_scatter = true;
+  int64_t reduce_bucket_size = 500'000'000;
+  bool use_multi_rank_bucket_allreduce = true;
+  bool allgather_partitions = true;
+  int64_t allgather_bucket_size = 500'000'000;
+  bool overlap_comm = false;        // default: true at stage 3
+  bool overlap_comm_given = false;  // not a key: whether the file says so
+  bool compute_grad_norm = true;
+  bool load_from_fp32_weights = true;
+  bool elastic_checkpoint = false;
+  std::optional<OffloadParamSection> offload_param;
+  std::optional<OffloadOptimizerSection> offload_optimizer;
+  std::optional<ZenFlowSection> zenflow;
+  int64_t sub_group_size = 1'000'000'000;
+  int64_t stage3_prefetch_bucket_size = 50'000'000;
+  int64_t stage3_param_persistence_threshold = 100'000;
+  int64_t stage3_model_persistence_threshold = std::numeric_limits<int64_t>::max();
+  int64_t stage3_max_live_parameters = 1'000'000'000;
+  int64_t stage3_max_reuse_distance = 1'000'000'000;
+  bool stage3_gather_16bit_weights_on_model_save = false;
+  int64_t stage3_module_granularity_threshold = 0;
+  bool stage3_use_all_reduce_for_fetch_params = false;
+  bool stage3_allgather_sequential = false;
+  bool ignore_unused_parameters = true;
+  bool legacy_stage1 = false;
+  bool round_robin_gradients = false;
+  bool parameter_alignment = false;
+  int64_t zero_hpz_partition_size = 1;
+  bool zero_quantized_weights = false;
+  bool zero_quantized_nontrainable_weights = false;
+  bool zero_quantized_gradients = false;
+  bool memory_efficient_linear = true;
+  bool pipeline_loading_checkpoint = false;
+  bool override_module_apply = true;
+  bool log_trace_cache_warnings = false;
+  bool enable_sanity_checks = false;
+  bool save_muon_momentum_buffer_in_memory = false;
+  LeafModuleSection leaf_module;
+  // Removed from DeepSpeed in 0.19.8; the spelling of 0.19.6.
+  int64_t mics_shard_size = -1;
+  bool mics_hierarchical_params_gather = false;
+  std::optional<LocoParamSection> zeropp_loco_param;
+
+  OffloadDevice optimizer_device() const {
+    return offload_optimizer ? offload_optimizer->device : OffloadDevice::kNone;
+  }
+  OffloadDevice param_device() const { return offload_param ? offload_param->device : OffloadDevice::kNone; }
+};
+
+}  // namespace ds::config

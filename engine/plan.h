@@ -1,0 +1,83 @@
+// What will run and why: a pure function of config and ranks, decided once, printed by rank 0. Torch-free.
+//
+// After it nothing asks for the ZeRO stage again: the engine reads the typed fields.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/config/ds_config.h"
+#include "zero/memory_model.h"
+
+namespace ds::engine {
+
+using config::DType;
+
+// Ranks along each axis; world = dp here, more axes come with their features.
+struct Topology {
+  int64_t world_size = 1;
+  int64_t dp = 1;
+};
+
+enum class GradientPolicy {
+  kAllReduce,                    // stage 0
+  kReduceScatterAtBoundary,      // stage 1: local accumulation, own slice in the last micro-batch
+  kReduceScatterEveryMicroBatch  // stage 2: own slice in every micro-batch
+};
+
+enum class LossScaling { kNone, kStatic, kDynamic };
+
+struct PlanRow {
+  std::string what;    // "gradients"
+  std::string choice;  // "reduce-scatter in every micro-batch, overlapped"
+  std::string reason;  // "zero_optimization.stage: 2"
+};
+
+struct Plan {
+  Topology topology;
+
+  DType model_dtype = DType::kFloat32;          // parameters in forward and backward
+  DType gradient_dtype = DType::kFloat32;       // gradient buckets and accumulated slices
+  DType communication_dtype = DType::kFloat32;  // on the wire when gradients are reduced
+  bool separate_master = false;                 // float32 master slices beside 16-bit parameters
+  std::optional<DType> autocast;                // torch_autocast around forward
+  std::optional<DType> buffer_dtype;            // cast the module's buffers
+  bool cast_inputs = false;                     // fp16.auto_cast
+
+  GradientPolicy gradient_policy = GradientPolicy::kAllReduce;
+  bool partition_optimizer = false;  // each rank updates its slice, then the parameters are all-gathered
+  bool overlap_reduction = true;     // collectives start inside backward
+  bool average_gradients = true;     // false: sum
+  bool prescale_gradients = false;
+  double predivide_factor = 1.0;
+  int64_t bucket_elements = 500'000'000;  // upper limit of a bucket, in elements
+  int64_t slice_alignment_bytes = 64;     // slices, and parameters in buckets when align_parameters
+  bool align_parameters = false;
+  bool round_robin_buckets = false;
+  bool require_all_gradients = false;  // a parameter without gradient is an error
+
+  bool compute_grad_norm = true;
+  double clip_norm = 1.0;   // 0 = off
+  double clip_value = 0.0;  // 0 = off
+  bool skip_on_overflow = false;
+  LossScaling loss_scaling = LossScaling::kNone;
+
+  std::string optimizer;  // "AdamW"; empty: the program brings its own
+  std::string schedule;   // "WarmupLR"; empty: constant, or the program's
+  config::CommunicationBackend backend = config::CommunicationBackend::kAuto;
+
+  std::vector<PlanRow> rows;
+  std::optional<int64_t> parameters;
+  std::optional<zero::ModelStateBytes> bytes;  // predicted per rank, when `parameters` is known
+};
+
+// Throws ConfigError, naming both keys, for combinations that exclude each other, and for features this build lacks.
+Plan make_plan(const config::DsConfig& config, const Topology& topology,
+               std::optional<int64_t> parameters = std::nullopt);
+
+// Aligned text, one line per row.
+std::string to_table(const Plan& plan);
+
+}  // namespace ds::engine
