@@ -21,13 +21,14 @@ struct GlooGroup {
   std::vector<std::string> peers;  // who each rank is, for messages ("host7, pid 4711"); may be empty
 };
 
-// Connects to all other ranks of the group; returns once every rank has called it. Throws CommError.
+// Connects to all other ranks of the group; returns once every rank has called it (a group of one: at once, without a
+// socket or a store). Throws CommError.
 //
 // Collectives run one after another on a thread of the communicator, as direct exchanges (gloo_exchange.h), with
 // results that depend on the inputs alone. send and recv go out at once and pass them. A CUDA tensor is copied to host
 // memory when the operation is issued (this waits for the current stream) and back in wait(). An operation that a peer
 // does not answer within options.timeout throws CommError, as does one whose peer has gone; the communicator cannot be
-// used afterwards. band, bor and bxor on floating point throw UsageError.
+// used afterwards. Tags are below 65536. band, bor and bxor on floating point throw UsageError.
 std::shared_ptr<Communicator> make_gloo_communicator(const GlooGroup& group);
 
 }  // namespace ds::comm

@@ -19,14 +19,13 @@ std::string first_line(const std::string& text) {
 
 }  // namespace
 
-GlooWire::GlooWire(c10::intrusive_ptr<c10d::Backend> backend, std::string group, std::vector<std::string> peers,
-                   std::chrono::milliseconds timeout)
+GlooWire::GlooWire(const GlooGroup& group, c10::intrusive_ptr<c10d::Backend> backend)
     : backend_(std::move(backend)),
-      group_(std::move(group)),
-      peers_(std::move(peers)),
-      timeout_(timeout),
-      rank_(backend_->getRank()),
-      size_(backend_->getSize()) {}
+      group_(group.name),
+      peers_(group.peers),
+      timeout_(group.options.timeout),
+      rank_(group.rank),
+      size_(group.size) {}
 
 GlooWire::Message GlooWire::post_send(const void* data, int64_t bytes, int peer, int tag) {
   return post(const_cast<void*>(data), bytes, peer, tag, true);  // NOLINT: at::from_blob takes no const

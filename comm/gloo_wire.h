@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/gloo_communicator.h"
+
 namespace ds::comm {
 
 // Posts and completes messages. Messages of one (sender, receiver, tag) keep their order; a message must be received
@@ -25,9 +27,8 @@ class GlooWire {
     bool sending = false;
   };
 
-  // `peers` says who each rank is ("host7, pid 4711") for messages; may be empty.
-  GlooWire(c10::intrusive_ptr<c10d::Backend> backend, std::string group, std::vector<std::string> peers,
-           std::chrono::milliseconds timeout);
+  // `backend` is that of the group; null for a group of one.
+  GlooWire(const GlooGroup& group, c10::intrusive_ptr<c10d::Backend> backend);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
