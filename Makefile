@@ -5,6 +5,8 @@
 # All set-up is done by scripts/setup, which installs only what is missing.
 PRESET ?= release
 BUILD := build/$(PRESET)
+# ccache has to be told that a precompiled header may be reused.
+export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 
 help:
 	@sed -n '1,5s/^# //p' Makefile
@@ -13,10 +15,10 @@ setup:
 	@scripts/setup
 
 $(BUILD)/build.ninja: | setup
-	@cmake --preset $(PRESET) $(CMAKE_ARGS)
+	@cmake --preset $(PRESET) -DCMAKE_CXX_COMPILER_LAUNCHER=ccache $(CMAKE_ARGS)
 
 build: setup $(BUILD)/build.ninja
-	@cmake --build --preset $(PRESET)
+	@cmake --build --preset $(PRESET) $(if $(TARGETS),--target $(TARGETS))
 
 train: build
 	@$(BUILD)/bin/ds-launch --num_procs 2 $(BUILD)/bin/gpt --deepspeed_config configs/zero2.json $(TRAIN_ARGS)

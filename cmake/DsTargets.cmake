@@ -38,6 +38,9 @@ function(ds_add_test name)
     target_link_libraries(${name} PRIVATE ds_flags GTest::gmock GTest::gtest GTest::gtest_main)
   endif()
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+  if(arg_LEVEL MATCHES "unit|threads")
+    set_property(GLOBAL APPEND PROPERTY DS_SANITIZED_TESTS ${name})
+  endif()
   gtest_discover_tests(
     ${name}
     TEST_PREFIX "${name}."

@@ -19,8 +19,9 @@ const fs::path kRoot = DS_SOURCE_DIR;
 
 // Folder -> level; a folder may include itself and folders of a lower level (docs/design.md, section 4).
 const std::map<std::string, int> kLevels = {
-    {"core", 0},     {"comm", 1},      {"optim", 1},      {"zero", 2},   {"offload", 2},  {"compression", 2}, {"pipeline", 2},
-    {"parallel", 2}, {"profiling", 2}, {"checkpoint", 3}, {"engine", 4}, {"examples", 5}, {"benchmarks", 5},  {"tests", 5},
+    {"core", 0},        {"comm", 1},     {"optim", 1},      {"zero", 2},      {"offload", 2},
+    {"compression", 2}, {"pipeline", 2}, {"parallel", 2},   {"profiling", 2}, {"checkpoint", 3},
+    {"engine", 4},      {"examples", 5}, {"benchmarks", 5}, {"tests", 5},
 };
 
 std::string read(const fs::path& path) {
@@ -93,7 +94,8 @@ TEST(SourceTree, EveryTestFileIsRegistered) {
 
 TEST(SourceTree, NoFolderForWhatHasNoName) {
   for (const char* name : {"utils", "util", "common", "misc", "helpers"}) {
-    for (const auto& [folder, level] : kLevels) EXPECT_FALSE(fs::exists(kRoot / folder / name)) << folder << "/" << name;
+    for (const auto& [folder, level] : kLevels)
+      EXPECT_FALSE(fs::exists(kRoot / folder / name)) << folder << "/" << name;
     EXPECT_FALSE(fs::exists(kRoot / name)) << name;
   }
 }

@@ -43,7 +43,9 @@ void fill(const std::vector<Parameter>& parameters) {
   }
 }
 
-at::Tensor input(int rank, int pass) { return torch::cos(torch::arange(21, torch::kFloat) + rank * 3 + pass).view({3, 7}); }
+at::Tensor input(int rank, int pass) {
+  return torch::cos(torch::arange(21, torch::kFloat) + rank * 3 + pass).view({3, 7});
+}
 
 struct Ranked {
   explicit Ranked(comm::Communicator& communicator, ReducerOptions options, int64_t max_bucket) {
@@ -51,7 +53,8 @@ struct Ranked {
     fill(parameters);
     std::vector<LayoutParameter> shapes;
     for (const Parameter& parameter : parameters) shapes.push_back({parameter.name, parameter.tensor.numel()});
-    for (BucketLayout& layout : lay_out(shapes, {.world_size = communicator.size(), .max_bucket_elements = max_bucket})) {
+    for (BucketLayout& layout :
+         lay_out(shapes, {.world_size = communicator.size(), .max_bucket_elements = max_bucket})) {
       const at::Tensor values = flatten(layout, parameters, at::kFloat);
       buckets.emplace_back(std::move(layout), parameters, values, at::kFloat);
     }
@@ -198,8 +201,8 @@ TEST_P(ReducerTest, ScalingVariants) {
 
 std::string name_of(const testing::TestParamInfo<Case>& info) {
   const char* policies[] = {"Stage0", "Stage1", "Stage2"};
-  return std::string(policies[static_cast<int>(info.param.policy)]) + "Ranks" + std::to_string(info.param.world) + "Bucket" +
-         std::to_string(info.param.max_bucket) + (info.param.overlap ? "Overlap" : "After");
+  return std::string(policies[static_cast<int>(info.param.policy)]) + "Ranks" + std::to_string(info.param.world) +
+         "Bucket" + std::to_string(info.param.max_bucket) + (info.param.overlap ? "Overlap" : "After");
 }
 
 std::vector<Case> cases() {
@@ -226,7 +229,8 @@ TEST(Reducer, OverlapChangesNoBit) {
         for (int pass = 0; pass < 2; ++pass) ranked.backward(communicator.rank(), pass, true, pass == 1, true);
         ranked.reducer->finish();
         if (communicator.rank() != 1) return;
-        for (size_t b = 0; b < ranked.buckets.size(); ++b) results[overlap].push_back(ranked.reducer->gradient(b).clone());
+        for (size_t b = 0; b < ranked.buckets.size(); ++b)
+          results[overlap].push_back(ranked.reducer->gradient(b).clone());
       });
     }
     ASSERT_EQ(results[0].size(), results[1].size());

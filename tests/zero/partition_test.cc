@@ -58,12 +58,14 @@ void expect_complete(const std::vector<LayoutParameter>& parameters, const Layou
     std::vector<int64_t> pieces(parameters.size(), 0);
     for (int rank = 0; rank < options.world_size; ++rank) {
       for (const Segment& piece : slice_segments(bucket, rank)) {
-        EXPECT_EQ(piece.parameter_offset, pieces[static_cast<size_t>(piece.parameter)]) << "pieces come in order, without gaps";
+        EXPECT_EQ(piece.parameter_offset, pieces[static_cast<size_t>(piece.parameter)])
+            << "pieces come in order, without gaps";
         pieces[static_cast<size_t>(piece.parameter)] += piece.length;
         EXPECT_LE(piece.slice_offset + piece.length, bucket.slice_numel);
       }
     }
-    for (const Segment& segment : bucket.segments) EXPECT_EQ(pieces[static_cast<size_t>(segment.parameter)], segment.length);
+    for (const Segment& segment : bucket.segments)
+      EXPECT_EQ(pieces[static_cast<size_t>(segment.parameter)], segment.length);
     int64_t padding = 0;
     for (const auto& gap : padding_of(bucket)) padding += gap.second;
     EXPECT_EQ(padding + std::accumulate(pieces.begin(), pieces.end(), int64_t{0}), bucket.numel);
@@ -109,8 +111,9 @@ TEST(Partition, NeverExceedsTheLimitButForASingleLargerParameter) {
     std::vector<LayoutParameter> parameters;
     const int count = 1 + static_cast<int>(random() % 40);
     for (int i = 0; i < count; ++i) {
-      parameters.push_back({"m" + std::to_string(i / 5) + ".p" + std::to_string(i), static_cast<int64_t>(random() % 3000),
-                            static_cast<int>(random() % 2), static_cast<int>(random() % 2)});
+      parameters.push_back({"m" + std::to_string(i / 5) + ".p" + std::to_string(i),
+                            static_cast<int64_t>(random() % 3000), static_cast<int>(random() % 2),
+                            static_cast<int>(random() % 2)});
     }
     const LayoutOptions options{.world_size = 1 + static_cast<int>(random() % 5),
                                 .max_bucket_elements = 1 + static_cast<int64_t>(random() % 5000),
@@ -125,8 +128,11 @@ TEST(Partition, NeverExceedsTheLimitButForASingleLargerParameter) {
 }
 
 TEST(Partition, GroupsAndDtypesNeverShareABucket) {
-  const std::vector<LayoutParameter> parameters = {{"a.weight", 100, 0, 0}, {"a.bias", 10, 1, 0}, {"b.weight", 100, 0, 0},
-                                                   {"b.bias", 10, 1, 0},    {"c.weight", 8, 0, 1}};
+  const std::vector<LayoutParameter> parameters = {{"a.weight", 100, 0, 0},
+                                                   {"a.bias", 10, 1, 0},
+                                                   {"b.weight", 100, 0, 0},
+                                                   {"b.bias", 10, 1, 0},
+                                                   {"c.weight", 8, 0, 1}};
   const LayoutOptions options{.world_size = 2};
   const auto buckets = lay_out(parameters, options);
   expect_complete(parameters, options, buckets);

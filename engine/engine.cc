@@ -1,0 +1,169 @@
+#include "engine/engine.h"
+
+#include <utility>
+
+#include "core/check.h"
+#include "core/tensor_check.h"
+#include "engine/engine_impl.h"
+
+namespace ds::engine {
+
+Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Engine::~Engine() = default;
+
+at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
+  require(loss.defined() && loss.numel() == 1, "backward: expected a scalar loss, found ", describe(loss),
+          "; reduce it first, for example with loss.mean()");
+  require(loss.requires_grad(),
+          "backward: the loss has no graph: expected a tensor computed from trainable parameters, found ",
+          describe(loss), " that does not require a gradient (computed under NoGradGuard, or all parameters frozen?)");
+  Impl& self = *impl_;
+  self.reporter->backward_begins();
+  self.publisher->wait_all();
+  const double accumulation = scale_wrt_gas ? static_cast<double>(self.config.gradient_accumulation_steps) : 1.0;
+  const at::Tensor averaged = accumulation == 1.0 ? loss : loss / accumulation;
+  const double scale = self.loss_scaler ? self.loss_scaler->scale() : 1.0;
+  const at::Tensor scaled = scale == 1.0 ? averaged : averaged.to(at::kFloat) * scale;
+  self.reducer->begin_backward(self.synchronize, self.at_boundary());
+  scaled.backward({}, retain_graph);
+  self.reducer->end_backward();
+  ++self.backwards_since_step;
+  self.reporter->backward_ends();
+  return averaged.detach();
+}
+
+void Engine::step() {
+  Impl& self = *impl_;
+  require(self.backwards_since_step > 0, "step() was called before backward(). Expected: loss = model->forward(...); ",
+          "engine->backward(loss); engine->step()");
+  require(self.synchronize, "step() was called inside no_sync(); end the no_sync scope first");
+  const bool boundary = self.at_boundary();
+  ++self.micro_steps;
+  self.backwards_since_step = 0;
+  self.step_applied = false;
+  if (!boundary) return;
+  self.reporter->step_begins();
+  self.update();
+  ++self.global_steps;
+  self.global_samples += self.config.train_batch_size;
+  if (self.step_applied) {
+    if (self.schedule) self.schedule->step();
+  } else {
+    ++self.skipped_steps;
+  }
+  self.reporter->step_ends(*this);
+}
+
+bool Engine::Impl::at_boundary() const {
+  if (boundary_override) return *boundary_override;
+  if (!config.managed_gradient_accumulation) return true;
+  return (micro_steps + 1) % config.gradient_accumulation_steps == 0;
+}
+
+bool Engine::is_gradient_accumulation_boundary() const { return impl_->at_boundary(); }
+
+void Engine::set_gradient_accumulation_boundary(bool is_boundary) { impl_->boundary_override = is_boundary; }
+
+Engine::NoSync Engine::no_sync() { return NoSync(*this); }
+
+Engine::NoSync::NoSync(Engine& engine) : engine_(engine) {
+  require(engine_.impl_->synchronize, "no_sync() inside no_sync(): expected one scope at a time");
+  engine_.impl_->synchronize = false;
+}
+
+Engine::NoSync::~NoSync() { engine_.impl_->synchronize = true; }
+
+void Engine::train() { impl_->module->train(); }
+
+void Engine::eval() { impl_->module->eval(); }
+
+void Engine::zero_grad() {
+  impl_->reducer->reset();
+  impl_->backwards_since_step = 0;
+}
+
+std::vector<double> Engine::get_lr() const {
+  std::vector<double> result;
+  if (impl_->client_optimizer) {
+    for (const auto& group : impl_->client_optimizer->param_groups()) result.push_back(group.options().get_lr());
+    return result;
+  }
+  for (const optim::GroupOptions& group : impl_->optimizer->groups()) result.push_back(group.lr);
+  return result;
+}
+
+std::vector<std::vector<double>> Engine::get_mom() const {
+  std::vector<std::vector<double>> result;
+  if (!impl_->optimizer) return result;
+  const bool has_betas = impl_->optimizer->uses_betas();
+  for (const optim::GroupOptions& group : impl_->optimizer->groups()) {
+    result.push_back(has_betas ? std::vector<double>{group.beta1, group.beta2}
+                               : std::vector<double>{group.momentum, 0.0});
+  }
+  return result;
+}
+
+std::string Engine::get_type() const { return impl_->optimizer ? impl_->optimizer->name() : "client optimizer"; }
+
+std::optional<double> Engine::get_global_grad_norm() const { return impl_->gradient_norm; }
+
+double Engine::loss_scale() const { return impl_->loss_scaler ? impl_->loss_scaler->scale() : 1.0; }
+
+bool Engine::dynamic_loss_scale() const { return impl_->loss_scaler && impl_->loss_scaler->dynamic(); }
+
+bool Engine::was_step_applied() const { return impl_->step_applied; }
+
+int64_t Engine::global_steps() const { return impl_->global_steps; }
+
+int64_t Engine::global_samples() const { return impl_->global_samples; }
+
+int64_t Engine::micro_steps() const { return impl_->micro_steps; }
+
+int64_t Engine::skipped_steps() const { return impl_->skipped_steps; }
+
+int64_t Engine::train_batch_size() const { return impl_->config.train_batch_size; }
+
+int64_t Engine::train_micro_batch_size_per_gpu() const { return impl_->config.train_micro_batch_size_per_gpu; }
+
+int64_t Engine::gradient_accumulation_steps() const { return impl_->config.gradient_accumulation_steps; }
+
+void Engine::set_train_batch_size(int64_t size) {
+  const int64_t unit = train_micro_batch_size_per_gpu() * dp_world_size();
+  require(size > 0 && size % unit == 0, "set_train_batch_size: expected a positive multiple of ", unit, " (",
+          train_micro_batch_size_per_gpu(), " per rank x ", dp_world_size(), " ranks), found ", size);
+  impl_->config.gradient_accumulation_steps = size / unit;
+  impl_->config.train_batch_size = size;
+}
+
+void Engine::set_train_micro_batch_size(int64_t size) {
+  require(size > 0, "set_train_micro_batch_size: expected a positive size, found ", size);
+  impl_->config.train_micro_batch_size_per_gpu = size;
+  impl_->config.train_batch_size = size * gradient_accumulation_steps() * dp_world_size();
+}
+
+int Engine::global_rank() const { return impl_->communicator->rank(); }
+
+int Engine::local_rank() const { return impl_->local_rank; }
+
+int Engine::world_size() const { return impl_->communicator->size(); }
+
+int Engine::dp_world_size() const { return impl_->communicator->size(); }
+
+int Engine::mp_world_size() const { return 1; }
+
+at::Device Engine::device() const { return impl_->device; }
+
+int Engine::zero_optimization_stage() const { return static_cast<int>(impl_->config.zero_optimization.stage); }
+
+const config::DsConfig& Engine::config() const { return impl_->config; }
+
+const Plan& Engine::plan() const { return impl_->plan; }
+
+const std::shared_ptr<torch::nn::Module>& Engine::module() const { return impl_->module; }
+
+comm::Communicator& Engine::communicator() const { return *impl_->communicator; }
+
+void Engine::synchronize_parameters() { impl_->publisher->wait_all(); }
+
+}  // namespace ds::engine

@@ -1,0 +1,74 @@
+// What an Engine is made of. Included by engine/*.cc only.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/factory.h"
+#include "engine/config/ds_config.h"
+#include "engine/engine.h"
+#include "engine/lr_scheduler.h"
+#include "engine/plan.h"
+#include "engine/reporter.h"
+#include "optim/loss_scaler.h"
+#include "optim/shard_optimizer.h"
+#include "zero/gradient_reducer.h"
+#include "zero/parameter_bucket.h"
+#include "zero/parameter_publisher.h"
+
+namespace ds::engine {
+
+// Order of members is order of construction; later ones refer to earlier ones.
+struct Engine::Impl {
+  std::shared_ptr<torch::nn::Module> module;
+  config::DsConfig config;
+  Plan plan;
+  std::shared_ptr<comm::Communicator> communicator;
+  int local_rank = 0;
+  at::Device device = at::kCPU;
+
+  std::vector<zero::Parameter> parameters;  // trainable, tied ones once, in module order
+  std::vector<ParameterInfo> parameter_infos;
+  std::vector<zero::Parameter> frozen;
+  std::vector<zero::ParameterBucket> buckets;
+  // Per bucket: what the optimizer updates. float32 models: views of the buckets; else float32 copies.
+  std::vector<at::Tensor> masters;
+  std::unique_ptr<zero::GradientReducer> reducer;
+  std::unique_ptr<zero::ParameterPublisher> publisher;
+
+  std::shared_ptr<optim::ShardOptimizer> optimizer;
+  std::shared_ptr<torch::optim::Optimizer> client_optimizer;
+  std::optional<optim::LossScaler> loss_scaler;
+  std::shared_ptr<LrScheduler> schedule;
+  std::unique_ptr<Reporter> reporter;
+
+  std::optional<bool> boundary_override;
+  bool synchronize = true;  // false inside no_sync()
+  int64_t backwards_since_step = 0;
+  int64_t micro_steps = 0;
+  int64_t global_steps = 0;
+  int64_t global_samples = 0;
+  int64_t skipped_steps = 0;
+  bool step_applied = false;
+  std::optional<double> gradient_norm;
+  int64_t gradient_bytes = 0;  // peak of the last step
+
+  bool at_boundary() const;
+  // One optimizer step; sets step_applied and gradient_norm.
+  void update();
+  double global_norm();
+  std::string name_non_finite();
+  void apply(double gradient_scale);
+  void clip_by_value(const at::Tensor& gradient) const;
+};
+
+}  // namespace ds::engine

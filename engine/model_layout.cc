@@ -1,0 +1,151 @@
+#include "engine/model_layout.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+
+#include <algorithm>
+#include <functional>
+#include <unordered_set>
+#include <utility>
+
+#include "core/check.h"
+#include "core/tensor_check.h"
+#include "zero/partition.h"
+
+namespace ds::engine {
+namespace {
+
+bool matches(const std::string& pattern, const std::string& name) {
+  if (pattern.ends_with('*')) return name.starts_with(pattern.substr(0, pattern.size() - 1));
+  if (pattern.starts_with('*')) return name.ends_with(pattern.substr(1));
+  return pattern == name;
+}
+
+// FNV-1a: the same on every platform, unlike std::hash.
+uint64_t hash_of(const std::string& text) {
+  uint64_t hash = 14695981039346656037ULL;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
+  return hash;
+}
+
+std::string signature(const zero::Parameter& parameter) {
+  return cat(parameter.name, ' ', parameter.tensor.scalar_type(), ' ', parameter.tensor.sizes(), '\n');
+}
+
+}  // namespace
+
+ModelParameters collect_parameters(const torch::nn::Module& module) {
+  ModelParameters result;
+  std::unordered_set<const void*> seen;
+  for (const auto& item : module.named_parameters()) {
+    const at::Tensor& tensor = item.value();
+    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+    require(tensor.is_floating_point() && tensor.layout() == at::kStrided, "parameter ", item.key(),
+            ": expected a dense floating point tensor, found ", describe(tensor));
+    if (tensor.requires_grad()) {
+      result.trainable.push_back({item.key(), tensor});
+      result.infos.push_back({item.key(), tensor.sizes().vec(), tensor.numel()});
+    } else {
+      result.frozen.push_back({item.key(), tensor});
+    }
+  }
+  for (const auto& item : module.named_buffers()) result.buffers.push_back({item.key(), item.value()});
+  require(!result.trainable.empty(), "model: expected at least one trainable parameter, found ", result.frozen.size(),
+          " frozen and none trainable; call set_requires_grad(true) on what is to be trained");
+  return result;
+}
+
+std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
+                               const std::vector<ParameterGroup>& groups) {
+  std::vector<int> result(parameters.size(), 0);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    for (const std::string& pattern : groups[g].parameters) {
+      bool found = false;
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        if (!matches(pattern, parameters[i].name)) continue;
+        found = true;
+        const int group = static_cast<int>(g) + 1;
+        require(result[i] == 0 || result[i] == group, "parameter_groups: parameter ", parameters[i].name,
+                " is in group ", result[i] - 1, " and, by \"", pattern, "\", in group ", g, "; expected one group");
+        result[i] = group;
+      }
+      require(found, "parameter_groups[", g, "]: \"", pattern, "\" matches no trainable parameter; names look like \"",
+              parameters.front().name, "\"");
+    }
+  }
+  return result;
+}
+
+void require_same_on_all_ranks(const ModelParameters& parameters, const std::string& config_text,
+                               comm::Communicator& communicator) {
+  if (communicator.size() == 1) return;
+  std::string text;
+  for (const zero::Parameter& parameter : parameters.trainable) text += signature(parameter);
+  text += "frozen\n";
+  for (const zero::Parameter& parameter : parameters.frozen) text += signature(parameter);
+  const at::Tensor own = at::tensor({static_cast<int64_t>(hash_of(config_text)), static_cast<int64_t>(hash_of(text)),
+                                     static_cast<int64_t>(parameters.trainable.size())},
+                                    at::kLong);
+  at::Tensor all = at::empty({3 * communicator.size()}, at::kLong);
+  communicator.all_gather(all, own, "hash of config and parameters").wait();
+  const auto* values = all.const_data_ptr<int64_t>();
+  for (int rank = 1; rank < communicator.size(); ++rank) {
+    require<CommError>(values[3 * rank] == values[0], "ranks disagree: the ds_config of rank ", rank,
+                       " differs from that of rank 0; start all ranks with the same file (this is rank ",
+                       communicator.rank(), ")");
+    require<CommError>(values[3 * rank + 1] == values[1],
+                       "ranks disagree: the parameters (names, shapes, dtypes) of rank ", rank,
+                       " differ from those of rank 0: ", values[3 * rank + 2], " trainable against ", values[2],
+                       "; build the same model on every rank (this is rank ", communicator.rank(), ")");
+  }
+}
+
+BucketedModel build_buckets(const ModelParameters& parameters, const std::vector<int>& groups,
+                            const BucketOptions& options, comm::Communicator& communicator) {
+  const at::NoGradGuard no_grad;
+  const auto target_dtype = [&](const std::string& name) {
+    const bool kept = std::any_of(options.keep_in_fp32.begin(), options.keep_in_fp32.end(),
+                                  [&](const std::string& part) { return name.find(part) != std::string::npos; });
+    return kept ? at::kFloat : options.dtype;
+  };
+  std::vector<zero::LayoutParameter> shapes;
+  for (size_t i = 0; i < parameters.trainable.size(); ++i) {
+    const zero::Parameter& parameter = parameters.trainable[i];
+    shapes.push_back(
+        {parameter.name, parameter.tensor.numel(), groups[i], static_cast<int>(target_dtype(parameter.name))});
+  }
+  const zero::LayoutOptions layout_options{.world_size = options.partition ? communicator.size() : 1,
+                                           .max_bucket_elements = options.max_bucket_elements};
+  BucketedModel model;
+  for (zero::BucketLayout& layout : zero::lay_out(shapes, layout_options)) {
+    const auto dtype = static_cast<at::ScalarType>(layout.dtype);
+    const at::Tensor values = zero::flatten(layout, parameters.trainable, at::kFloat);
+    if (communicator.size() > 1) communicator.broadcast(values, 0, "initial parameters").wait();
+    model.buckets.emplace_back(std::move(layout), parameters.trainable, values, dtype);
+    const zero::ParameterBucket& bucket = model.buckets.back();
+    const int rank = options.partition ? communicator.rank() : 0;
+    const int64_t length = bucket.layout().slice_numel;
+    // In float32 the slice of the bucket is the master; else the float32 values from before the cast are kept.
+    model.masters.push_back(dtype == at::kFloat ? bucket.slice(rank) : values.narrow(0, rank * length, length).clone());
+  }
+  for (const zero::Parameter& parameter : parameters.frozen) {
+    at::Tensor tensor = parameter.tensor;
+    if (communicator.size() > 1) {
+      const at::Tensor values = tensor.detach().contiguous();
+      communicator.broadcast(values, 0, parameter.name).wait();
+      tensor.set_data(values);
+    }
+    const at::ScalarType dtype = target_dtype(parameter.name);
+    if (tensor.scalar_type() != dtype) tensor.set_data(tensor.detach().to(dtype));
+  }
+  for (const zero::Parameter& buffer : parameters.buffers) {
+    if (communicator.size() == 1 || buffer.tensor.numel() == 0) continue;
+    const at::Tensor values = buffer.tensor.contiguous();
+    communicator.broadcast(values, 0, buffer.name).wait();
+    if (!values.is_alias_of(buffer.tensor)) at::Tensor(buffer.tensor).copy_(values);
+  }
+  return model;
+}
+
+}  // namespace ds::engine

@@ -1,0 +1,57 @@
+// From a module to buckets: which parameters there are, their groups and dtypes, and their common start on all ranks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/segment.h"
+#include "engine/initialize_options.h"
+#include "engine/plan.h"
+#include "zero/parameter_bucket.h"
+
+namespace ds::engine {
+
+// Parameters of a module in module order; a tied parameter counts once, under its first name.
+struct ModelParameters {
+  std::vector<zero::Parameter> trainable;
+  std::vector<ParameterInfo> infos;  // of trainable
+  std::vector<zero::Parameter> frozen;
+  std::vector<zero::Parameter> buffers;
+};
+
+// Throws UsageError for a module without parameters, or with parameters that are not floating point or not dense.
+ModelParameters collect_parameters(const torch::nn::Module& module);
+
+// The group of each trainable parameter: 0 = the config's values, i + 1 = groups[i]. A pattern is a dotted name, a
+// prefix ending in '*' or a suffix starting with '*'. Throws UsageError when a pattern matches nothing or two groups
+// claim a parameter.
+std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
+                               const std::vector<ParameterGroup>& groups);
+
+// Throws CommError naming the first rank whose parameters (names, shapes, dtypes) or config differ from rank 0's.
+void require_same_on_all_ranks(const ModelParameters& parameters, const std::string& config_text,
+                               comm::Communicator& communicator);
+
+struct BucketedModel {
+  std::vector<zero::ParameterBucket> buckets;
+  std::vector<at::Tensor> masters;  // per bucket, see Engine::Impl
+};
+
+struct BucketOptions {
+  int64_t max_bucket_elements = 500000000;
+  at::ScalarType dtype = at::kFloat;      // parameters are cast to it
+  std::vector<std::string> keep_in_fp32;  // name parts of parameters that are not cast
+  bool partition = false;                 // masters are the own slice, else whole buckets
+};
+
+// Lays the trainable parameters into buckets with rank 0's values on every rank, casts them, and broadcasts (and casts)
+// frozen parameters and buffers (not cast unless buffer_dtype). float32 master values are taken before the cast.
+BucketedModel build_buckets(const ModelParameters& parameters, const std::vector<int>& groups,
+                            const BucketOptions& options, comm::Communicator& communicator);
+
+}  // namespace ds::engine

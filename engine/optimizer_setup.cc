@@ -1,0 +1,94 @@
+#include "engine/optimizer_setup.h"
+
+#include <utility>
+
+#include "optim/muon.h"
+#include "optim/optimizer_factory.h"
+#include "zero/partition.h"
+#include "zero/slice_exchange.h"
+
+namespace ds::engine {
+namespace {
+
+optim::GroupOptions config_group(const config::OptimizerParams& params) {
+  return {.lr = params.lr,
+          .weight_decay = params.weight_decay,
+          .beta1 = params.betas[0],
+          .beta2 = params.betas[1],
+          .momentum = params.momentum,
+          .eps = params.eps};
+}
+
+optim::GroupOptions overridden(optim::GroupOptions base, const ParameterGroup& group) {
+  if (group.lr) base.lr = *group.lr;
+  if (group.weight_decay) base.weight_decay = *group.weight_decay;
+  return base;
+}
+
+}  // namespace
+
+OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,
+                            const std::vector<ParameterGroup>& groups) {
+  OptimizerGroups result;
+  result.group_of = assign_groups(parameters.trainable, groups);
+  optim::GroupOptions base = config_group(section.values);
+  const bool muon = section.type == "Muon";
+  if (muon && section.values.muon_lr) base.lr = *section.values.muon_lr;
+  result.options.push_back(base);
+  for (const ParameterGroup& group : groups) result.options.push_back(overridden(base, group));
+  if (!muon) return result;
+
+  // The second half of the groups belongs to the parameters that Muon leaves to AdamW.
+  const auto own_groups = static_cast<int>(result.options.size());
+  optim::GroupOptions aux = optim::default_aux_adam_options();
+  aux.weight_decay = section.values.weight_decay;
+  if (section.params.contains("lr")) aux.lr = section.values.lr;
+  if (section.values.adam_lr) aux.lr = *section.values.adam_lr;
+  result.options.push_back(aux);
+  for (const ParameterGroup& group : groups) result.options.push_back(overridden(aux, group));
+  for (size_t i = 0; i < parameters.infos.size(); ++i) {
+    if (!optim::uses_muon(parameters.infos[i])) result.group_of[i] += own_groups;
+  }
+  return result;
+}
+
+std::shared_ptr<optim::ShardOptimizer> build_optimizer(const config::OptimizerSection& section,
+                                                       const OptimizerGroups& groups,
+                                                       const std::vector<zero::ParameterBucket>& buckets,
+                                                       const std::vector<at::Tensor>& masters,
+                                                       const std::vector<ParameterInfo>& infos, bool partition,
+                                                       comm::Communicator& communicator) {
+  const config::OptimizerParams& values = section.values;
+  std::shared_ptr<optim::ShardOptimizer> optimizer = optim::make_optimizer({
+      .type = section.type == "Adam" && section.decoupled_weight_decay() ? "AdamW" : section.type,
+      .groups = groups.options,
+      .adam_w_mode = values.adam_w_mode,
+      .amsgrad = values.amsgrad,
+      .bias_correction = values.bias_correction,
+      .dampening = values.dampening,
+      .nesterov = values.nesterov,
+      .lr_decay = values.lr_decay,
+      .initial_accumulator_value = values.initial_accumulator_value,
+      .max_coeff = values.max_coeff,
+      .min_coeff = values.min_coeff,
+      .eps_inside_sqrt = values.eps_inside_sqrt,
+      .ns_method =
+          values.ns_method == "standard" ? optim::NewtonSchulzMethod::kStandard : optim::NewtonSchulzMethod::kGram,
+  });
+  const auto exchange =
+      partition && communicator.size() > 1 ? zero::make_slice_exchange(communicator) : zero::make_whole_exchange();
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    const zero::BucketLayout& layout = buckets[b].layout();
+    const int rank = partition ? communicator.rank() : 0;
+    optimizer->add_slice({.master = masters[b],
+                          .group = layout.group,
+                          .bucket_offset = rank * layout.slice_numel,
+                          .segments = zero::slice_segments(layout, rank),
+                          .bucket_segments = layout.segments,
+                          .parameters = &infos,
+                          .exchange = exchange});
+  }
+  return optimizer;
+}
+
+}  // namespace ds::engine

@@ -1,0 +1,45 @@
+// What a run tells: the steps_per_print line, wall_clock_breakdown, monitors.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "engine/config/ds_config.h"
+#include "profiling/monitor.h"
+#include "profiling/step_timers.h"
+#include "profiling/throughput_meter.h"
+
+namespace ds::engine {
+
+class Engine;
+
+// One per engine; writes on rank 0 only. Not thread safe.
+class Reporter {
+ public:
+  // Throws IoError when a monitor's folder cannot be written.
+  Reporter(const config::DsConfig& config, int rank);
+
+  void backward_begins();
+  void backward_ends();
+  void step_begins();
+  // After an optimizer step, applied or skipped.
+  void step_ends(const Engine& engine);
+
+ private:
+  void print_step(const Engine& engine) const;
+  void write_events(const Engine& engine);
+
+  const bool is_first_rank_;
+  const bool breakdown_;
+  const int64_t steps_per_print_;  // 0: never
+  std::vector<std::unique_ptr<profiling::Monitor>> monitors_;
+  profiling::StepTimers timers_;
+  profiling::ThroughputMeter throughput_;
+  double forward_begin_;  // end of the last step or backward
+  double backward_begin_ = 0;
+  double step_begin_ = 0;
+  double last_step_end_;
+};
+
+}  // namespace ds::engine

@@ -1,0 +1,105 @@
+// The boundary of an accumulation: finish the reductions, judge the gradients, update the slices, publish the
+// parameters.
+#include <ATen/core/grad_mode.h>
+
+#include <cmath>
+#include <limits>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "engine/engine_impl.h"
+#include "zero/gradient_norm.h"
+
+namespace ds::engine {
+namespace {
+
+constexpr double kClipEpsilon = 1e-6;
+
+}  // namespace
+
+void Engine::Impl::update() {
+  const at::NoGradGuard no_grad;
+  reducer->finish();
+  const double scale = loss_scaler ? loss_scaler->scale() : 1.0;
+  const double norm = global_norm() / scale;
+  const bool overflow = !std::isfinite(norm);
+  const bool skips = overflow && plan.skip_on_overflow;
+  gradient_norm = overflow && plan.skip_on_overflow ? std::numeric_limits<double>::infinity() : norm;
+  if (skips) {
+    log::warning("step ", global_steps + 1, " is skipped: the gradient is not finite", name_non_finite(),
+                 loss_scaler ? cat(", loss scale ", scale) : std::string());
+  } else {
+    double clip = 1.0;
+    // As torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6)).
+    if (config.gradient_clipping > 0) clip = std::min(1.0, config.gradient_clipping / (norm + kClipEpsilon));
+    apply(clip / scale);
+    step_applied = true;
+  }
+  if (loss_scaler) loss_scaler->update(overflow);
+  gradient_bytes = reducer->take_peak_bytes();
+  reducer->reset();
+}
+
+// L2 norm of the reduced gradient over the whole model, with loss scale still in it.
+double Engine::Impl::global_norm() {
+  double squares = 0;
+  for (size_t b = 0; b < buckets.size(); ++b) squares += zero::sum_of_squares(reducer->gradient(b));
+  if (plan.partition_optimizer && communicator->size() > 1) {
+    at::Tensor total = at::scalar_tensor(squares, at::TensorOptions().dtype(at::kDouble).device(device)).view({1});
+    communicator->all_reduce(total, comm::ReduceOp::kSum, "gradient norm").wait();
+    squares = total.item<double>();
+  }
+  return std::sqrt(squares);
+}
+
+// " (first in parameter h.0.mlp.fc.weight)", as far as this rank's slices tell.
+std::string Engine::Impl::name_non_finite() {
+  const int rank = plan.partition_optimizer ? communicator->rank() : 0;
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    const int64_t position = zero::first_non_finite(reducer->gradient(b));
+    if (position < 0) continue;
+    const auto segments =
+        plan.partition_optimizer ? zero::slice_segments(buckets[b].layout(), rank) : buckets[b].layout().segments;
+    for (const Segment& segment : segments) {
+      if (position >= segment.slice_offset && position < segment.slice_offset + segment.length) {
+        return cat(" (first in parameter ", parameters[static_cast<size_t>(segment.parameter)].name, ", element ",
+                   segment.parameter_offset + position - segment.slice_offset, ")");
+      }
+    }
+  }
+  return {};
+}
+
+void Engine::Impl::clip_by_value(const at::Tensor& gradient) const {
+  const double limit = config.gradient_clip_by_value;
+  if (limit > 0) gradient.clamp_(-limit, limit);
+}
+
+void Engine::Impl::apply(double gradient_scale) {
+  if (client_optimizer) {
+    for (size_t b = 0; b < buckets.size(); ++b) {
+      const at::Tensor gradient = reducer->gradient(b);
+      if (gradient_scale != 1.0) gradient.mul_(gradient_scale);
+      clip_by_value(gradient);
+    }
+    client_optimizer->step();
+    return;
+  }
+  optimizer->begin_step();
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    at::Tensor gradient = reducer->gradient(b);
+    double remaining = gradient_scale;
+    if (config.gradient_clip_by_value > 0) {
+      gradient.mul_(gradient_scale);
+      clip_by_value(gradient);
+      remaining = 1.0;
+    }
+    optimizer->update(static_cast<int64_t>(b), gradient, remaining);
+    const zero::ParameterBucket& bucket = buckets[b];
+    const at::Tensor own = plan.partition_optimizer ? bucket.slice(communicator->rank()) : bucket.flat();
+    if (!own.is_alias_of(masters[b])) own.copy_(masters[b]);
+    if (plan.partition_optimizer) publisher->publish(b);
+  }
+}
+
+}  // namespace ds::engine
