@@ -1,0 +1,53 @@
+// The characters of an hjson text: a cursor that skips white space and comments, reads strings and quoteless values,
+// and reports errors with line and column. Torch-free.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace ds {
+
+// `text` outlives it. Every method that reads throws ConfigError "NAME:LINE:COLUMN: ..." when it cannot.
+class HjsonText {
+ public:
+  HjsonText(std::string_view text, std::string name);
+
+  // 0 at the end of the text.
+  char peek(size_t ahead = 0) const { return position_ + ahead < text_.size() ? text_[position_ + ahead] : '\0'; }
+  bool at_end() const { return position_ >= text_.size(); }
+  void advance() { ++position_; }
+  bool starts_with(std::string_view token) const { return text_.substr(position_).starts_with(token); }
+  void skip_space_and_comments();
+
+  size_t position() const { return position_; }
+  int line_of(size_t position) const;
+  int line() const { return line_of(position_); }
+
+  // At the key's first character; leaves the cursor after it, before the colon.
+  std::string read_key();
+  // At ' or ".
+  std::string read_quoted();
+  // At '''.
+  std::string read_multiline();
+  // true, false, null, a number, or a string up to the end of the line.
+  nlohmann::ordered_json read_quoteless();
+
+  // "end of file", "'}'", ...
+  std::string found() const;
+  [[noreturn]] void fail(size_t position, const std::string& message) const;
+
+ private:
+  void check_utf8() const;
+  void append_escape(std::string& out);
+  uint32_t read_hex4(size_t escape);
+  void skip_indent(size_t columns);
+
+  std::string_view text_;
+  std::string name_;
+  size_t position_ = 0;
+  std::vector<size_t> line_starts_;
+};
+
+}  // namespace ds

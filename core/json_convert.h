@@ -1,0 +1,87 @@
+// From a JSON value to a C++ one, as leniently as pydantic (which checks DeepSpeed's configs) in its lax mode, and
+// back. Torch-free.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace ds {
+
+// Each sets `out` and returns true, or leaves it and returns false.
+// bool: true, false, 0, 1, "true", "yes", "on", "t", "y", "1" and their opposites in any case.
+bool convert(const nlohmann::ordered_json& value, bool& out);
+// Integer: 5, 5e8, 5.0, "5", true; not 1.5, "5e8", null.
+bool convert(const nlohmann::ordered_json& value, int64_t& out);
+// Finite: 0.1, 1, "0.1", true.
+bool convert(const nlohmann::ordered_json& value, double& out);
+bool convert(const nlohmann::ordered_json& value, std::string& out);
+bool convert(const nlohmann::ordered_json& value, nlohmann::ordered_json& out);
+
+template <class T>
+bool convert(const nlohmann::ordered_json& value, std::vector<T>& out) {
+  if (!value.is_array()) return false;
+  std::vector<T> items(value.size());
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (!convert(value[i], items[i])) return false;
+  }
+  out = std::move(items);
+  return true;
+}
+
+template <class T, size_t N>
+bool convert(const nlohmann::ordered_json& value, std::array<T, N>& out) {
+  std::vector<T> items;
+  if (!convert(value, items) || items.size() != N) return false;
+  std::copy(items.begin(), items.end(), out.begin());
+  return true;
+}
+
+// null empties it.
+template <class T>
+bool convert(const nlohmann::ordered_json& value, std::optional<T>& out) {
+  if (value.is_null()) {
+    out.reset();
+    return true;
+  }
+  T item{};
+  if (!convert(value, item)) return false;
+  out = std::move(item);
+  return true;
+}
+
+// What is expected, in words: "an integer".
+inline std::string wanted(const bool&) { return "true or false"; }
+inline std::string wanted(const int64_t&) { return "an integer"; }
+inline std::string wanted(const double&) { return "a number"; }
+inline std::string wanted(const std::string&) { return "a string"; }
+inline std::string wanted(const nlohmann::ordered_json&) { return "a value"; }
+template <class T>
+std::string wanted(const std::vector<T>&) {
+  return "a list, each item " + wanted(T{});
+}
+template <class T, size_t N>
+std::string wanted(const std::array<T, N>&) {
+  return "a list of " + std::to_string(N) + ", each " + wanted(T{});
+}
+template <class T>
+std::string wanted(const std::optional<T>&) {
+  return wanted(T{}) + " or null";
+}
+
+template <class T>
+nlohmann::ordered_json to_ordered_json(const T& value) {
+  return value;
+}
+template <class T>
+nlohmann::ordered_json to_ordered_json(const std::optional<T>& value) {
+  return value ? to_ordered_json(*value) : nlohmann::ordered_json(nullptr);
+}
+
+// The value as a message shows it: shortened when it is long.
+std::string shown(const nlohmann::ordered_json& value);
+
+}  // namespace ds
