@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <atomic>
 #include <random>
+#include <sstream>
 
+#include "comm/host_identity.h"
 #include "comm/local_reduce.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
@@ -40,12 +42,6 @@ uint64_t hash_of(const std::vector<int>& ranks) {
   uint64_t hash = 1469598103934665603ULL;
   for (const int member : ranks) hash = (hash ^ static_cast<uint64_t>(member)) * 1099511628211ULL;
   return hash;
-}
-
-std::string host_name() {
-  char name[256] = {};
-  gethostname(name, sizeof name - 1);
-  return name;
 }
 
 std::string new_region_name() {
@@ -183,11 +179,40 @@ std::shared_ptr<Communicator> SharedMemoryCommunicator::new_group(const std::vec
   return group;
 }
 
+namespace {
+
+// "NAME DOMAIN HOST", or "failed: REASON", as rank 0 has put it.
+std::string announcement(const SharedMemoryGroup& group, const std::string& key, const std::string& label) {
+  try {
+    group.store->wait({key}, group.timeout);
+    return group.store->get_to_str(key);
+  } catch (const std::exception& error) {
+    throw CommError(cat(label, " as rank ", group.rank, ": rank 0 did not announce the shared memory within ",
+                        group.timeout.count(), " ms: ", error.what()));
+  }
+}
+
+// The region's name, once it is certain that this process can see it.
+std::string announced_region(const SharedMemoryGroup& group, const std::string& key, const std::string& label) {
+  const std::string text = announcement(group, key, label);
+  require<CommError>(!text.starts_with("failed: "), label, " as rank ", group.rank, ": rank 0 ", text);
+  std::istringstream words(text);
+  std::string region_name, domain, host;
+  words >> region_name >> domain >> host;
+  require<CommError>(domain == shared_memory_domain(), label, " as rank ", group.rank, ": rank 0 (on ", host,
+                     ") and this rank (on ", host_name(),
+                     ") cannot share memory: they run on different hosts, or in containers with a /dev/shm or process "
+                     "ids of their own; use \"communication_backend\": \"gloo\"");
+  return region_name;
+}
+
+}  // namespace
+
 std::shared_ptr<Communicator> make_shared_memory_communicator(const SharedMemoryGroup& group) {
   const std::string key = "dsengine/shared_memory/" + group.name;
+  const std::string label = "joining group " + group.name;
   const size_t bytes = GroupMemory::bytes_for(group.size);
   const auto directory = std::make_shared<PosixRegionDirectory>();
-  const std::string label = "joining group " + group.name;
   const auto join = [&](std::shared_ptr<SharedRegion> region, const std::string& region_name) {
     auto communicator = std::make_shared<SharedMemoryCommunicator>(
         group.rank, group.size, group.name, std::move(region), directory, region_name, group.timeout);
@@ -195,20 +220,7 @@ std::shared_ptr<Communicator> make_shared_memory_communicator(const SharedMemory
     return communicator;
   };
   if (group.rank != 0) {
-    std::string answer;
-    try {
-      group.store->wait({key}, group.timeout);
-      answer = group.store->get_to_str(key);
-    } catch (const std::exception& error) {
-      throw CommError(cat(label, " as rank ", group.rank, ": rank 0 did not announce the shared memory within ",
-                          group.timeout.count(), " ms: ", error.what()));
-    }
-    const size_t space = answer.find(' ');
-    const std::string region_name = answer.substr(0, space);
-    require<CommError>(region_name != "failed", label, " as rank ", group.rank, ": rank 0 ", answer);
-    const std::string host = answer.substr(space + 1);
-    require<CommError>(host == host_name(), label, " as rank ", group.rank, ": rank 0 runs on host ", host,
-                       ", this rank on ", host_name(), "; shared memory joins ranks of one host");
+    const std::string region_name = announced_region(group, key, label);
     return join(directory->attach(region_name, bytes), region_name);
   }
   const std::string region_name = new_region_name();
@@ -216,12 +228,12 @@ std::shared_ptr<Communicator> make_shared_memory_communicator(const SharedMemory
   try {
     region = directory->create(region_name, bytes);
   } catch (const CommError& error) {
-    group.store->set(key, cat("failed: ", error.what()));
+    if (group.size > 1) group.store->set(key, cat("failed: ", error.what()));
     throw;
   }
   try {
     GroupMemory::initialize(*region, group.size);
-    group.store->set(key, cat(region_name, " ", host_name()));
+    if (group.size > 1) group.store->set(key, cat(region_name, " ", shared_memory_domain(), " ", host_name()));
     auto communicator = join(std::move(region), region_name);
     directory->seal(region_name);
     return communicator;
