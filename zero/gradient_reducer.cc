@@ -180,7 +180,7 @@ void GradientReducer::launch_ready(bool all) {
     if (!all && bucket.waiting > 0) return;
     ++next_;
     launch(bucket);
-    // Bounds the memory of stage 2: one bucket fills, two are on their way.
+    // Bounds the memory of stage 2: beside the buckets that fill, two are on their way.
     if (transient()) limit_in_flight(2);
   }
 }

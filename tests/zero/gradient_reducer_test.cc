@@ -238,9 +238,10 @@ TEST(Reducer, OverlapChangesNoBit) {
   }
 }
 
-TEST(Reducer, Stage2HoldsThreeBucketsAtMost) {
+TEST(Reducer, Stage2HoldsTheBucketsThatFillAndTwoOnTheirWay) {
   test::run_ranks(2, [&](comm::Communicator& communicator) {
     Ranked ranked(communicator, {.policy = ReductionPolicy::kReduceScatterEveryBackward}, 1);
+    // One parameter per bucket: autograd gives the two parameters of a layer in any order, so two may be filling.
     int64_t largest = 0;
     int64_t slices = 0;
     for (const ParameterBucket& bucket : ranked.buckets) {
@@ -249,7 +250,7 @@ TEST(Reducer, Stage2HoldsThreeBucketsAtMost) {
     }
     for (int pass = 0; pass < 4; ++pass) ranked.backward(communicator.rank(), pass, true, pass == 3, true);
     ranked.reducer->finish();
-    EXPECT_LE(ranked.reducer->take_peak_bytes(), (3 * largest + slices) * 4);
+    EXPECT_LE(ranked.reducer->take_peak_bytes(), (4 * largest + slices) * 4);
   });
 }
 

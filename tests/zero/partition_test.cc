@@ -18,7 +18,7 @@ using testing::Pair;
 std::vector<LayoutParameter> gpt(int layers, int64_t d) {
   std::vector<LayoutParameter> result = {{"wte.weight", 256 * d}, {"wpe.weight", 128 * d}};
   for (int i = 0; i < layers; ++i) {
-    const std::string block = "h." + std::to_string(i) + ".";
+    const std::string block = cat("h.", i, ".");
     result.push_back({block + "ln1.weight", d});
     result.push_back({block + "ln1.bias", d});
     result.push_back({block + "attn.qkv.weight", 3 * d * d});
@@ -111,9 +111,8 @@ TEST(Partition, NeverExceedsTheLimitButForASingleLargerParameter) {
     std::vector<LayoutParameter> parameters;
     const int count = 1 + static_cast<int>(random() % 40);
     for (int i = 0; i < count; ++i) {
-      parameters.push_back({"m" + std::to_string(i / 5) + ".p" + std::to_string(i),
-                            static_cast<int64_t>(random() % 3000), static_cast<int>(random() % 2),
-                            static_cast<int>(random() % 2)});
+      parameters.push_back({cat("m", i / 5, ".p", i), static_cast<int64_t>(random() % 3000),
+                            static_cast<int>(random() % 2), static_cast<int>(random() % 2)});
     }
     const LayoutOptions options{.world_size = 1 + static_cast<int>(random() % 5),
                                 .max_bucket_elements = 1 + static_cast<int64_t>(random() % 5000),
