@@ -238,19 +238,30 @@ TEST(Reducer, OverlapChangesNoBit) {
   }
 }
 
-TEST(Reducer, Stage2HoldsTheBucketsThatFillAndTwoOnTheirWay) {
+TEST(Reducer, Stage2HoldsTheBucketThatFillsAndTwoOnTheirWay) {
   test::run_ranks(2, [&](comm::Communicator& communicator) {
-    Ranked ranked(communicator, {.policy = ReductionPolicy::kReduceScatterEveryBackward}, 1);
-    // One parameter per bucket: autograd gives the two parameters of a layer in any order, so two may be filling.
-    int64_t largest = 0;
+    torch::nn::Sequential net;
+    for (int layer = 0; layer < 8; ++layer) net->push_back(torch::nn::Linear(16, 16));
+    const auto parameters = parameters_of(*net);
+    std::vector<LayoutParameter> shapes;
+    for (const Parameter& parameter : parameters) shapes.push_back({parameter.name, parameter.tensor.numel()});
+    std::vector<ParameterBucket> buckets;
     int64_t slices = 0;
-    for (const ParameterBucket& bucket : ranked.buckets) {
-      largest = std::max(largest, bucket.layout().numel);
-      slices += bucket.layout().slice_numel;
+    for (BucketLayout& layout : lay_out(shapes, {.world_size = 2, .max_bucket_elements = 272})) {
+      slices += layout.slice_numel;
+      const at::Tensor values = flatten(layout, parameters, at::kFloat);
+      buckets.emplace_back(std::move(layout), parameters, values, at::kFloat);
     }
-    for (int pass = 0; pass < 4; ++pass) ranked.backward(communicator.rank(), pass, true, pass == 3, true);
-    ranked.reducer->finish();
-    EXPECT_LE(ranked.reducer->take_peak_bytes(), (4 * largest + slices) * 4);
+    ASSERT_EQ(buckets.size(), 8U);
+    GradientReducer reducer(buckets, parameters, communicator,
+                            {.policy = ReductionPolicy::kReduceScatterEveryBackward});
+    for (int pass = 0; pass < 4; ++pass) {
+      reducer.begin_backward(true, pass == 3);
+      net->forward(torch::ones({2, 16})).sum().backward();
+      reducer.end_backward();
+    }
+    reducer.finish();
+    EXPECT_LE(reducer.take_peak_bytes(), (3 * buckets[0].layout().numel + slices) * 4);
   });
 }
 
