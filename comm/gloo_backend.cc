@@ -15,13 +15,13 @@ using c10d::ProcessGroupGloo;
 std::vector<std::shared_ptr<gloo::transport::Device>> open_devices(const GlooOptions& options) {
   const char* interfaces = std::getenv("GLOO_SOCKET_IFNAME");
   if (interfaces == nullptr || *interfaces == '\0') {
-    return {options.address.empty() ? ProcessGroupGloo::createDefaultDevice()
-                                    : ProcessGroupGloo::createDeviceForHostname(options.address)};
+    return {options.address.empty() ? ProcessGroupGloo::createDefaultDevice(options.lazy)
+                                    : ProcessGroupGloo::createDeviceForHostname(options.address, options.lazy)};
   }
   std::vector<std::shared_ptr<gloo::transport::Device>> devices;
   std::istringstream list(interfaces);
   for (std::string name; std::getline(list, name, ',');) {
-    devices.push_back(ProcessGroupGloo::createDeviceForInterface(name));
+    devices.push_back(ProcessGroupGloo::createDeviceForInterface(name, options.lazy));
   }
   return devices;
 }

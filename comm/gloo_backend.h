@@ -15,6 +15,8 @@ struct GlooOptions {
   // Address or host name of the network interface this rank listens on. Empty: $GLOO_SOCKET_IFNAME where set, else the
   // address this machine's host name resolves to. "127.0.0.1" where all ranks share a host.
   std::string address;
+  // Connect two ranks when they first talk to each other, not all of them at the start.
+  bool lazy = false;
 };
 
 // Connects this rank to all others (a full mesh of TCP connections, addresses exchanged through `store`), so it returns
