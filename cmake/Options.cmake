@@ -25,6 +25,10 @@ target_compile_options(ds_flags INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wno
 if(DS_WERROR)
   target_compile_options(ds_flags INTERFACE -Werror)
 endif()
+if(DS_SANITIZE)
+  # GCC cannot see initialisation through instrumented code (its manual says so of -Wmaybe-uninitialized).
+  target_compile_options(ds_flags INTERFACE -Wno-maybe-uninitialized)
+endif()
 if(DS_SANITIZE STREQUAL "address")
   target_compile_options(ds_flags INTERFACE -fsanitize=address,undefined -fno-omit-frame-pointer -fno-sanitize-recover=undefined)
   target_link_options(ds_flags INTERFACE -fsanitize=address,undefined)

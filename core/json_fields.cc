@@ -119,7 +119,7 @@ void JsonFields::report_unknown(const std::string& key, UnknownKeys unknown) {
     error(key, cat("unknown key; did you mean ", *meant, "?"));
   } else if (unknown == UnknownKeys::kRefuse || reading_->strict) {
     error(key, cat("unknown key", pointer_.empty() ? "" : cat(" in ", dotted_path(pointer_)),
-                   "; remove it or correct its name"));
+                   lists_known_keys_ ? cat("; known are ", joined(known_)) : "; remove it or correct its name"));
   } else if (unknown == UnknownKeys::kWarn) {
     warning(key, "unknown key, ignored");
   }

@@ -165,6 +165,8 @@ class JsonFields {
 
   void error(const std::string& key, const std::string& message) const;
   void warning(const std::string& key, const std::string& message) const;
+  // Messages on unknown keys then name the known ones.
+  void list_known_keys() { lists_known_keys_ = true; }
   // Deals with the keys that no call above has named.
   void finish(UnknownKeys unknown);
 
@@ -201,6 +203,7 @@ class JsonFields {
     for (const auto& entry : names) keys.push_back(entry.first);
     return keys;
   }
+  // "a", "b", "c"
   static std::string joined(const std::vector<std::string>& choices);
 
   void put(const std::string& key, nlohmann::ordered_json value);
@@ -219,6 +222,7 @@ class JsonFields {
   const nlohmann::ordered_json* object_ = nullptr;
   std::string pointer_;
   bool null_is_absent_ = false;
+  bool lists_known_keys_ = false;
   std::vector<std::string> known_;
 };
 

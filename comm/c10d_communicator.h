@@ -1,0 +1,39 @@
+// Communicator on the collectives of a c10d backend. Made for NCCL; runs on any backend that has the usual ones.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace ds::comm {
+
+struct C10dGroup {
+  c10::intrusive_ptr<c10d::Store> store;  // subgroups meet in it
+  int rank = 0;
+  int size = 1;
+  std::string name = "world";
+  c10::Device device{c10::kCPU};  // of all tensors
+  // Makes the backend of this group and of the groups made from it.
+  std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, int rank, int size)> connect;
+  // The backend averages floating point by itself (NCCL); else the sum is divided in wait().
+  bool averages = false;
+};
+
+// Copies travel as bytes, so every data type works. What the backend cannot reduce is composed: averages of integers
+// (sum, then a division towards zero), int16 (as int32), bool (as uint8), and band, bor and bxor on integers
+// (all_gather and local operations: W times the memory of the tensor).
+//
+// wait() orders the current stream after the operation and does not block the host; barrier() does. As in NCCL,
+// messages between two ranks match in the order in which they were issued: with several tags under way, both sides must
+// issue them in one order. Errors of the backend become CommError naming operation, label, group and rank.
+std::shared_ptr<Communicator> make_c10d_communicator(const C10dGroup& group);
+
+}  // namespace ds::comm

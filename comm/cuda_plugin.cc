@@ -1,0 +1,48 @@
+#include "comm/cuda_plugin.h"
+
+#include <dlfcn.h>
+
+#include <filesystem>
+
+#include "core/check.h"
+
+namespace ds::comm {
+namespace {
+
+constexpr const char* kLibrary = "libdsengine_cuda.so";
+
+std::string folder_of_this_library() {
+  Dl_info info{};
+  if (::dladdr(reinterpret_cast<const void*>(&cuda_plugin), &info) == 0 || info.dli_fname == nullptr) return {};
+  return std::filesystem::path(info.dli_fname).parent_path().string();
+}
+
+const CudaPlugin* load() {
+  std::string reasons;
+  void* library = nullptr;
+  for (const std::string& path : {folder_of_this_library() + "/" + kLibrary, std::string(kLibrary)}) {
+    library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library != nullptr) break;
+    reasons += cat(reasons.empty() ? "" : "; ", ::dlerror());
+  }
+  require<ConfigError>(
+      library != nullptr, "device cuda needs ", kLibrary, ", which cannot be loaded (", reasons,
+      "). Build it on a machine with a CUDA toolkit: cmake --preset cuda && cmake --build --preset cuda, ",
+      "with a LibTorch that holds libtorch_cuda.so; or run on the CPU");
+  using Entry = const CudaPlugin* (*)();
+  const auto entry = reinterpret_cast<Entry>(::dlsym(library, CudaPlugin::kSymbol));
+  const CudaPlugin* plugin = entry == nullptr ? nullptr : entry();
+  require<ConfigError>(plugin != nullptr && plugin->version == CudaPlugin::kVersion, kLibrary, ": expected version ",
+                       CudaPlugin::kVersion, ", found ", plugin == nullptr ? 0 : plugin->version,
+                       ". Build both libraries from one source tree");
+  return plugin;
+}
+
+}  // namespace
+
+const CudaPlugin& cuda_plugin() {
+  static const CudaPlugin* const kPlugin = load();
+  return *kPlugin;
+}
+
+}  // namespace ds::comm

@@ -1,0 +1,38 @@
+// Access to libdsengine_cuda: what needs CUDA libraries, opened when the device is cuda.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "comm/communicator.h"
+
+namespace ds::comm {
+
+struct NcclGroup {
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank = 0;
+  int size = 1;
+  std::string name = "world";
+  c10::Device device{c10::kCUDA, 0};  // one device per rank
+  std::chrono::milliseconds timeout{std::chrono::minutes(10)};
+};
+
+// What the library offers. Both sides are built from this header: `version` says whether it was the same one.
+struct CudaPlugin {
+  static constexpr int kVersion = 1;
+  static constexpr const char* kSymbol = "dsengine_cuda_plugin";  // extern "C" const CudaPlugin* dsengine_cuda_plugin()
+
+  int version = kVersion;
+  std::shared_ptr<Communicator> (*make_nccl_communicator)(const NcclGroup& group) = nullptr;
+};
+
+// Opens the library once: beside libdsengine, else where the system looks. Throws ConfigError that says how to build it
+// when it is not there, does not load (the loader's reason), or is of another version. Thread safe.
+const CudaPlugin& cuda_plugin();
+
+}  // namespace ds::comm

@@ -1,0 +1,77 @@
+#include "engine/config/config_source.h"
+
+#include <fstream>
+#include <optional>
+#include <sstream>
+#include <string_view>
+
+#include "core/check.h"
+
+namespace ds::config {
+namespace {
+
+constexpr size_t kShownCharacters = 60;
+
+// Url-safe base64 (RFC 4648, section 5), padding optional; nothing for other text.
+std::optional<std::string> decode_base64(std::string_view text) {
+  while (text.ends_with('=')) text.remove_suffix(1);
+  if (text.empty() || text.size() % 4 == 1) return std::nullopt;
+  static constexpr std::string_view kAlphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+  std::string out;
+  uint32_t bits = 0;
+  int count = 0;
+  for (const char c : text) {
+    const size_t value = kAlphabet.find(c == '+' ? '-' : c == '/' ? '_' : c);
+    if (value == std::string_view::npos) return std::nullopt;
+    bits = bits << 6 | static_cast<uint32_t>(value);
+    count += 6;
+    if (count >= 8) {
+      count -= 8;
+      out += static_cast<char>(bits >> count & 0xFF);
+    }
+  }
+  return out;
+}
+
+// What base64 text of an object begins with; a mistyped file name seldom decodes to it.
+bool looks_like_object(const std::string& text) {
+  const size_t first = text.find_first_not_of(" \t\r\n");
+  return first != std::string::npos && text[first] == '{';
+}
+
+std::string read_file(const std::filesystem::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::ostringstream text;
+  if (in) text << in.rdbuf();
+  require<ConfigError>(in && !in.bad(), path.string(), ": cannot be read; check its permissions");
+  return std::move(text).str();
+}
+
+}  // namespace
+
+std::string ConfigSource::name() const {
+  if (is_object_) return "JSON object";
+  if (text_.empty()) return "no config";
+  std::error_code error;
+  if (file_only_ || std::filesystem::exists(text_, error)) return text_;
+  return decode_base64(text_) ? "base64 text" : text_.substr(0, kShownCharacters);
+}
+
+HjsonDocument ConfigSource::read() const {
+  if (is_object_) return {object_, {}, {}};
+  require<ConfigError>(!text_.empty(), "no ds_config: expected a path, a JSON object or base64 text");
+  std::error_code error;
+  const std::filesystem::path path(text_);
+  if (std::filesystem::exists(path, error)) {
+    require<ConfigError>(!std::filesystem::is_directory(path, error), text_, ": expected a file, found a folder");
+    return parse_hjson(read_file(path), text_);
+  }
+  const auto decoded = file_only_ ? std::nullopt : decode_base64(text_);
+  const bool cut = text_.size() > kShownCharacters;
+  require<ConfigError>(decoded && looks_like_object(*decoded), "ds_config \"", text_.substr(0, kShownCharacters),
+                       cut ? "..." : "", "\": no such file",
+                       file_only_ ? "" : ", and not url-safe base64 of a JSON object either", "; check the path");
+  return parse_hjson(*decoded, "base64 text");
+}
+
+}  // namespace ds::config

@@ -1,0 +1,137 @@
+#include "engine/config/cross_checks.h"
+
+#include <array>
+#include <string_view>
+
+#include "core/check.h"
+
+namespace ds::config {
+namespace {
+
+constexpr int64_t kVocabularyMultiple = 8;
+
+void check_precision(const DsConfig& c, JsonProblems& problems) {
+  const int64_t stage = c.zero_optimization.stage;
+  if (c.fp16.enabled && c.bf16.enabled) {
+    problems.error("/fp16/enabled",
+                   cat("excludes ", problems.place("/bf16/enabled"), ", which is true too; turn one of them off"));
+  }
+  if (c.data_types.param_dtype && *c.data_types.param_dtype != c.model_dtype()) {
+    problems.error("/data_types/param_dtype",
+                   cat("expected ", name_of(c.model_dtype()), ", which fp16.enabled and bf16.enabled imply, found ",
+                       name_of(*c.data_types.param_dtype)));
+  }
+  if (c.fp16.fp16_master_weights_and_grads && stage == 0) {
+    problems.error("/fp16/fp16_master_weights_and_grads", "needs zero_optimization.stage 1, 2 or 3, found 0");
+  }
+  if (c.bf16.bf16_master_weights_and_grads && stage == 0) {
+    problems.error("/bf16/bf16_master_weights_and_grads", "needs zero_optimization.stage 1, 2 or 3, found 0");
+  }
+  if (c.fp16.fp16_master_weights_and_grads && c.bf16.bf16_master_weights_and_grads) {
+    problems.error("/fp16/fp16_master_weights_and_grads",
+                   "excludes bf16.bf16_master_weights_and_grads; set one of them");
+  }
+  if (c.bf16.bf16_optimizer_states && !c.bf16.bf16_master_weights_and_grads) {
+    problems.error("/bf16/bf16_optimizer_states", "needs bf16.bf16_master_weights_and_grads true, found false");
+  }
+  if (c.bf16.bf16_optimizer_states && stage == 0) {
+    problems.error("/bf16/bf16_optimizer_states", "needs zero_optimization.stage 1, 2 or 3, found 0");
+  }
+  if (c.torch_autocast.enabled && c.zero_optimization.zero_quantized_weights) {
+    problems.error("/torch_autocast/enabled",
+                   "excludes zero_optimization.zero_quantized_weights; turn one of them off");
+  }
+}
+
+bool tested_with_zero(const std::string& type) {
+  static constexpr std::array<std::string_view, 9> kTested = {"Adam",       "AdamW",      "Adagrad",     "Lion", "Muon",
+                                                              "OneBitAdam", "OneBitLamb", "ZeroOneAdam", ""};
+  for (const std::string_view tested : kTested) {
+    if (type == tested) return true;
+  }
+  return false;
+}
+
+void check_optimizer(const DsConfig& c, JsonProblems& problems) {
+  if (c.zero_optimization.stage > 0 && !tested_with_zero(c.optimizer.type) && !c.zero_allow_untested_optimizer) {
+    problems.error("/optimizer/type", cat(c.optimizer.type, " with zero_optimization.stage ", c.zero_optimization.stage,
+                                          " needs \"zero_allow_untested_optimizer\": true; add it, or use stage 0"));
+  }
+  if (c.optimizer.type == "Lamb" && c.fp16.enabled && c.fp16.loss_scale != 0) {
+    problems.error("/fp16/loss_scale", cat("expected 0 (dynamic) with the optimizer Lamb, found ", c.fp16.loss_scale));
+  }
+  if (c.optimizer.type == "Adagrad" && c.optimizer.params.contains("amsgrad")) {
+    problems.warning("/optimizer/params/amsgrad", "means nothing to Adagrad, ignored");
+  }
+}
+
+void check_gradients(const DsConfig& c, JsonProblems& problems) {
+  const ZeroSection& zero = c.zero_optimization;
+  if (c.gradient_allreduce_op == GradientAllreduceOp::kSum) {
+    const char* other = zero.stage == 3         ? "zero_optimization.stage 3"
+                        : zero.zenflow          ? "zero_optimization.zenflow"
+                        : c.compile.deepcompile ? "compile.deepcompile"
+                                                : nullptr;
+    if (other != nullptr) problems.error("/gradient_allreduce_op", cat("\"sum\" excludes ", other, "; use \"mean\""));
+  }
+  if (!zero.compute_grad_norm && c.gradient_clipping > 0) {
+    problems.error("/zero_optimization/compute_grad_norm",
+                   cat("false excludes gradient_clipping ", c.gradient_clipping,
+                       c.given("gradient_clipping") ? "" : " (its default)", "; set \"gradient_clipping\": 0"));
+  }
+  if (zero.legacy_stage1) {
+    problems.error("/zero_optimization/legacy_stage1", "expected false: this form of stage 1 is gone; remove the key");
+  }
+  if (!c.managed_gradient_accumulation && zero.stage < 2 && zero.overlap_comm_given && zero.overlap_comm) {
+    problems.error("/managed_gradient_accumulation",
+                   "false excludes zero_optimization.overlap_comm below stage 2; set overlap_comm to false");
+  }
+}
+
+void check_activations(const DsConfig& c, JsonProblems& problems) {
+  const ActivationCheckpointingSection& s = c.activation_checkpointing;
+  if (s.contiguous_memory_optimization && (!s.partition_activations || !s.number_checkpoints)) {
+    problems.error("/activation_checkpointing/contiguous_memory_optimization",
+                   "needs partition_activations true and number_checkpoints beside it; add them or turn it off");
+  }
+}
+
+void check_elasticity(const DsConfig& c, JsonProblems& problems) {
+  if (!c.elasticity.enabled || c.elasticity.ignore_non_elastic_batch_info) return;
+  for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
+    if (!c.given(key)) continue;
+    problems.error(cat("/", key),
+                   "excludes elasticity.enabled, which chooses the batch sizes; remove the key, or set "
+                   "elasticity.ignore_non_elastic_batch_info");
+  }
+}
+
+void warn_without_effect(const DsConfig& c, JsonProblems& problems) {
+  const auto python_only = [&problems](bool on, const char* pointer) {
+    if (on) problems.warning(pointer, "works in Python only, has no effect here");
+  };
+  python_only(c.wandb.enabled, "/wandb");
+  python_only(c.comet.enabled, "/comet");
+  python_only(c.given("compile"), "/compile");
+  python_only(c.hybrid_engine.enabled, "/hybrid_engine");
+  python_only(c.nebula.enabled, "/nebula");
+  python_only(c.disable_python_gc, "/disable_python_gc");
+  python_only(!c.datastates_ckpt.is_null() && c.datastates_ckpt != false, "/datastates_ckpt");
+  if (c.vocabulary_size && *c.vocabulary_size % kVocabularyMultiple != 0) {
+    problems.warning("/vocabulary_size", cat(*c.vocabulary_size, " is no multiple of ", kVocabularyMultiple,
+                                             ", which costs speed on GPUs"));
+  }
+}
+
+}  // namespace
+
+void check_across_sections(const DsConfig& config, JsonProblems& problems) {
+  check_precision(config, problems);
+  check_optimizer(config, problems);
+  check_gradients(config, problems);
+  check_activations(config, problems);
+  check_elasticity(config, problems);
+  warn_without_effect(config, problems);
+}
+
+}  // namespace ds::config

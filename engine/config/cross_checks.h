@@ -1,0 +1,12 @@
+// Rules that tie keys of different sections together.
+#pragma once
+
+#include "core/json_problems.h"
+#include "engine/config/ds_config.h"
+
+namespace ds::config {
+
+// Errors for settings that exclude each other (both keys are named), warnings for settings without effect here.
+void check_across_sections(const DsConfig& config, JsonProblems& problems);
+
+}  // namespace ds::config

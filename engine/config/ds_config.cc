@@ -1,0 +1,123 @@
+#include "engine/config/ds_config.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "core/json_fields.h"
+#include "engine/config/auto_values.h"
+#include "engine/config/batch_sizes.h"
+#include "engine/config/cross_checks.h"
+#include "engine/config/describe.h"
+
+namespace ds::config {
+namespace {
+
+using nlohmann::ordered_json;
+
+void report_duplicates(const HjsonDocument& document, JsonProblems& problems) {
+  for (const DuplicateKey& duplicate : document.duplicates) {
+    std::string lines;
+    for (const int line : duplicate.lines) lines += cat(lines.empty() ? "" : ", ", line);
+    problems.error(duplicate.pointer,
+                   cat("is given ", duplicate.lines.size(), " times, in lines ", lines, "; keep one"));
+  }
+}
+
+GivenBatchSizes read_batch_sizes(JsonFields& json) {
+  GivenBatchSizes given;
+  json.field("train_batch_size", given.train);
+  json.field("train_micro_batch_size_per_gpu", given.micro);
+  json.field("gradient_accumulation_steps", given.accumulation);
+  return given;
+}
+
+bool wrong_type_of_batch_size(const JsonProblems& problems) {
+  return std::any_of(problems.errors().begin(), problems.errors().end(), [](const std::string& line) {
+    return line.starts_with("train_batch_size") || line.starts_with("train_micro_batch_size_per_gpu") ||
+           line.starts_with("gradient_accumulation_steps");
+  });
+}
+
+// A key of a section written at the top level: says where it belongs.
+void report_misplaced(const DsConfig& config, JsonProblems& problems) {
+  static const std::vector<std::string> known = known_keys();
+  for (const auto& entry : config.text.items()) {
+    const std::string& key = entry.key();
+    for (const char* section : {"zero_optimization", "optimizer", "fp16", "bf16"}) {
+      const bool nested = std::binary_search(known.begin(), known.end(), cat(section, ".", key));
+      const bool own = std::binary_search(known.begin(), known.end(), key);
+      if (nested && !own) problems.warning("/" + key, cat("has no effect here; it belongs into \"", section, "\""));
+    }
+  }
+}
+
+void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions& options) {
+  JsonFields json(reading, "", config.text, true);
+  GivenBatchSizes given = read_batch_sizes(json);
+  const auto left_auto = [&config](const char* key, bool resolved) {
+    return config.text.contains(key) && config.text[key] == "auto" && !resolved;
+  };
+  given.left_auto = left_auto("train_batch_size", given.train.has_value()) ||
+                    left_auto("train_micro_batch_size_per_gpu", given.micro.has_value());
+  const bool readable = !wrong_type_of_batch_size(reading.problems);
+  describe_top_level(json, config);
+  json.finish(UnknownKeys::kWarn);
+  report_misplaced(config, reading.problems);
+  if (readable && !(config.elasticity.enabled && !given.train && !given.micro)) {
+    const BatchSizes sizes = resolve_batch_sizes(given, options.dp_world_size, reading.problems);
+    config.train_batch_size = sizes.train;
+    config.train_micro_batch_size_per_gpu = sizes.micro;
+    config.gradient_accumulation_steps = sizes.accumulation;
+  }
+  config.wall_clock_breakdown = config.wall_clock_breakdown || config.flops_profiler.enabled;
+}
+
+bool asks_for_strict(const ordered_json& root) {
+  bool strict = false;
+  return root.contains("strict") && convert(root["strict"], strict) && strict;
+}
+
+}  // namespace
+
+DsConfig parse(const ConfigSource& source, const ParseOptions& options) {
+  require<UsageError>(options.dp_world_size > 0, "parse: expected dp_world_size > 0, found ", options.dp_world_size);
+  const HjsonDocument document = source.read();
+  const std::string name = source.name();
+  require<ConfigError>(document.root.is_object(), name, ": expected an object {...}, found ", shown(document.root));
+
+  DsConfig config;
+  config.source = name;
+  config.text = document.root;
+  config.dp_world_size = options.dp_world_size;
+  JsonProblems problems(document);
+  const JsonReading reading{
+      .document = document,
+      .problems = problems,
+      .strict = options.strict || asks_for_strict(document.root),
+      .auto_value =
+          [&](const std::string& pointer) { return resolve_auto(pointer, options.auto_values, document.root); },
+      .on_auto =
+          [&](const std::string& pointer, const ordered_json& value, const std::string& from) {
+            config.resolved_auto.push_back({dotted_path(pointer), value, from});
+          }};
+  report_duplicates(document, problems);
+  read_into(config, reading, options);
+  check_across_sections(config, problems);
+  problems.throw_errors(name);
+  config.strict = reading.strict;
+  config.warnings = problems.warnings();
+  return config;
+}
+
+ordered_json to_json(const DsConfig& config) {
+  ordered_json out;
+  JsonFields json(out);
+  DsConfig copy = config;
+  json.field("train_batch_size", copy.train_batch_size);
+  json.field("train_micro_batch_size_per_gpu", copy.train_micro_batch_size_per_gpu);
+  json.field("gradient_accumulation_steps", copy.gradient_accumulation_steps);
+  describe_top_level(json, copy);
+  return out;
+}
+
+}  // namespace ds::config

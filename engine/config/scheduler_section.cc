@@ -1,0 +1,202 @@
+#include "engine/config/scheduler_section.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "core/near_miss.h"
+#include "engine/config/describe.h"
+
+namespace ds::config {
+
+// A number for all parameter groups, or a list with one for each.
+struct NumberOrList {
+  std::vector<double> values;
+};
+
+bool convert(const nlohmann::ordered_json& json, NumberOrList& out) {
+  double number = 0;
+  if (ds::convert(json, number)) {
+    out.values = {number};
+    return true;
+  }
+  return ds::convert(json, out.values) && !out.values.empty();
+}
+
+std::string wanted(const NumberOrList&) { return "a number, or a list with one for each parameter group"; }
+
+nlohmann::ordered_json to_ordered_json(const NumberOrList& value) {
+  if (value.values.size() == 1) return value.values[0];
+  return value.values;
+}
+
+namespace {
+
+using optim::PerGroup;
+
+void per_group(JsonFields& json, const char* key, PerGroup& out) {
+  NumberOrList value{out};
+  json.field(key, value);
+  out = value.values;
+}
+
+void per_group(JsonFields& json, const char* key, std::optional<PerGroup>& out) {
+  std::optional<NumberOrList> value;
+  if (out) value = NumberOrList{*out};
+  json.field(key, value);
+  out = value ? std::optional(value->values) : std::nullopt;
+}
+
+void warmup_type(JsonFields& json, optim::WarmupType& out) {
+  json.enumerator("warmup_type", out, {{"log", optim::WarmupType::kLog}, {"linear", optim::WarmupType::kLinear}});
+}
+
+void parameters(JsonFields& json, optim::WarmupLrOptions& s) {
+  per_group(json, "warmup_min_lr", s.warmup_min_lr);
+  per_group(json, "warmup_max_lr", s.warmup_max_lr);
+  json.field("warmup_num_steps", s.warmup_num_steps, above(0));
+  warmup_type(json, s.warmup_type);
+}
+
+void parameters(JsonFields& json, optim::WarmupDecayLrOptions& s) {
+  json.field("total_num_steps", s.total_num_steps, above(0));
+  per_group(json, "warmup_min_lr", s.warmup_min_lr);
+  per_group(json, "warmup_max_lr", s.warmup_max_lr);
+  json.field("warmup_num_steps", s.warmup_num_steps, above(0));
+  warmup_type(json, s.warmup_type);
+}
+
+void parameters(JsonFields& json, optim::WarmupCosineLrOptions& s) {
+  json.field("total_num_steps", s.total_num_steps, above(0));
+  json.field("warmup_min_ratio", s.warmup_min_ratio);
+  json.field("warmup_num_steps", s.warmup_num_steps, above(0));
+  json.field("cos_min_ratio", s.cos_min_ratio);
+  warmup_type(json, s.warmup_type);
+}
+
+void parameters(JsonFields& json, optim::LrRangeTestOptions& s) {
+  per_group(json, "lr_range_test_min_lr", s.lr_range_test_min_lr);
+  json.field("lr_range_test_step_size", s.lr_range_test_step_size, above(0));
+  json.field("lr_range_test_step_rate", s.lr_range_test_step_rate);
+  json.field("lr_range_test_staircase", s.lr_range_test_staircase);
+}
+
+void parameters(JsonFields& json, optim::OneCycleOptions& s) {
+  per_group(json, "cycle_min_lr", s.cycle_min_lr);
+  per_group(json, "cycle_max_lr", s.cycle_max_lr);
+  json.field("decay_lr_rate", s.decay_lr_rate);
+  json.field("cycle_first_step_size", s.cycle_first_step_size, above(0));
+  json.field("cycle_second_step_size", s.cycle_second_step_size, at_least(0));
+  json.field("cycle_first_stair_count", s.cycle_first_stair_count, at_least(0));
+  json.field("cycle_second_stair_count", s.cycle_second_stair_count, at_least(0));
+  json.field("decay_step_size", s.decay_step_size, at_least(0));
+  json.field("cycle_momentum", s.cycle_momentum);
+  per_group(json, "cycle_min_mom", s.cycle_min_mom);
+  per_group(json, "cycle_max_mom", s.cycle_max_mom);
+  json.field("decay_mom_rate", s.decay_mom_rate);
+}
+
+struct ScheduleType {
+  const char* name;
+  optim::LrScheduleOptions options;  // the defaults
+  std::vector<const char*> required;
+};
+
+const std::vector<ScheduleType>& schedule_types() {
+  static const std::vector<ScheduleType> types = {
+      {"WarmupLR", optim::WarmupLrOptions{}, {}},
+      {"WarmupDecayLR", optim::WarmupDecayLrOptions{}, {"total_num_steps"}},
+      {"WarmupCosineLR", optim::WarmupCosineLrOptions{}, {"total_num_steps"}},
+      {"LRRangeTest", optim::LrRangeTestOptions{}, {}},
+      {"OneCycle", optim::OneCycleOptions{}, {"cycle_min_lr", "cycle_max_lr"}}};
+  return types;
+}
+
+const ScheduleType* find_type(const std::string& name) {
+  for (const ScheduleType& type : schedule_types()) {
+    if (name == type.name) return &type;
+  }
+  return nullptr;
+}
+
+// Classes of torch.optim.lr_scheduler that DeepSpeed builds by name.
+const std::vector<std::string>& torch_types() {
+  static const std::vector<std::string> types = {
+      "LambdaLR", "MultiplicativeLR", "StepLR",           "MultiStepLR",       "ConstantLR",
+      "LinearLR", "ExponentialLR",    "PolynomialLR",     "CosineAnnealingLR", "CosineAnnealingWarmRestarts",
+      "CyclicLR", "OneCycleLR",       "ReduceLROnPlateau"};
+  return types;
+}
+
+void describe_params(JsonFields& json, SchedulerSection& s) {
+  std::visit([&json](auto& options) { parameters(json, options); }, *s.options);
+  json.list_known_keys();
+}
+
+void choose_type(JsonFields& json, SchedulerSection& s, const std::string& type) {
+  if (const ScheduleType* known = find_type(type)) {
+    s.type = type;
+    s.options = known->options;
+  } else if (std::find(torch_types().begin(), torch_types().end(), type) != torch_types().end()) {
+    s.type = type;
+  } else {
+    const auto meant = near_miss(type, scheduler_types());
+    json.error("type", cat("unknown scheduler \"", type, "\"; ",
+                           meant ? cat("did you mean ", *meant, "?")
+                                 : "expected WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest or OneCycle"));
+  }
+}
+
+// Parameters that have no default: whether the file or the program gives them. `written`: the file's object; `values`: every parameter as resolved.
+void check_required(JsonFields& json, const std::string& type, const nlohmann::ordered_json& written,
+                    const nlohmann::ordered_json& values) {
+  for (const char* key : find_type(type)->required) {
+    const bool absent = !written.contains(key);
+    const bool unresolved = !absent && written[key] == "auto" && (values[key] == 0 || values[key].empty());
+    if (!absent && !unresolved) continue;
+    json.error("params",
+               cat(type, " needs \"", key, "\", ",
+                   unresolved ? cat("which is \"auto\" and which the program does not give; write a number, or set "
+                                    "AutoValues")
+                              : cat("which is missing; add it")));
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> scheduler_types() {
+  std::vector<std::string> names;
+  for (const ScheduleType& type : schedule_types()) names.push_back(type.name);
+  return names;
+}
+
+std::vector<std::string> scheduler_parameters(const std::string& type) {
+  nlohmann::ordered_json values;
+  JsonFields writer(values);
+  SchedulerSection section;
+  section.options = find_type(type)->options;
+  describe_params(writer, section);
+  std::vector<std::string> names;
+  for (const auto& entry : values.items()) names.push_back(entry.key());
+  return names;
+}
+
+void describe(JsonFields& json, SchedulerSection& s) {
+  std::optional<std::string> type = s.given() ? std::optional(s.type) : std::nullopt;
+  json.field("type", type);
+  if (json.reading() && type) choose_type(json, s, *type);
+  if (!s.options) return json.field("params", s.params);
+  json.section("params", s, describe_params, UnknownKeys::kRefuse);
+  if (!json.reading()) return;
+  static const nlohmann::ordered_json kNothing = nlohmann::ordered_json::object();
+  const nlohmann::ordered_json* written = json.find("params");
+  s.params = written != nullptr && written->is_object() ? *written : kNothing;
+  nlohmann::ordered_json values;
+  JsonFields writer(values);
+  describe_params(writer, s);
+  check_required(json, s.type, s.params, values);
+  for (auto& [key, value] : s.params.items()) {
+    if (value == "auto" && values.contains(key)) value = values[key];
+  }
+}
+
+}  // namespace ds::config

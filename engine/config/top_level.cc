@@ -1,0 +1,132 @@
+#include "core/check.h"
+#include "engine/config/describe.h"
+
+namespace ds::config {
+namespace {
+
+const JsonFields::Names<CommunicationBackend>& backend_names() {
+  static const JsonFields::Names<CommunicationBackend> names = {{"auto", CommunicationBackend::kAuto},
+                                                                {"gloo", CommunicationBackend::kGloo},
+                                                                {"shm", CommunicationBackend::kShm},
+                                                                {"nccl", CommunicationBackend::kNccl}};
+  return names;
+}
+
+const JsonFields::Names<DType>& communication_dtype_names() {
+  static const JsonFields::Names<DType> names = {
+      {"fp16", DType::kFloat16}, {"bf16", DType::kBFloat16}, {"fp32", DType::kFloat32}};
+  return names;
+}
+
+void describe_run(JsonFields& json, DsConfig& c) {
+  json.field("managed_gradient_accumulation", c.managed_gradient_accumulation);
+  json.field("dataloader_drop_last", c.dataloader_drop_last);
+  json.field("sequence_parallel_size", c.sequence_parallel_size, above(0));
+  json.field("data_parallel_size", c.data_parallel_size, above(0));
+  json.field("use_data_before_expert_parallelism", c.use_data_before_expert_parallelism);
+  json.section("optimizer", c.optimizer, describe, UnknownKeys::kWarn);
+  json.section("scheduler", c.scheduler, describe, UnknownKeys::kWarn);
+  json.field("zero_allow_untested_optimizer", c.zero_allow_untested_optimizer);
+  json.field("zero_force_ds_cpu_optimizer", c.zero_force_ds_cpu_optimizer);
+}
+
+void describe_precision(JsonFields& json, DsConfig& c) {
+  json.section("fp16", c.fp16, describe, UnknownKeys::kRefuse);
+  if (json.has("bfloat16")) json.warning("bfloat16", "deprecated; use \"bf16\"");
+  const bool old_spelling = json.has("bfloat16") && !json.has("bf16");
+  if (old_spelling) {
+    json.section("bfloat16", c.bf16, describe, UnknownKeys::kRefuse);
+    json.ignore("bf16");
+  } else {
+    if (json.has("bfloat16"))
+      json.error("bfloat16", "is another name of \"bf16\", which is given too; remove one of them");
+    json.section("bf16", c.bf16, describe, UnknownKeys::kRefuse);
+    json.ignore("bfloat16");
+  }
+  json.section("torch_autocast", c.torch_autocast, describe, UnknownKeys::kWarn);
+  json.section("data_types", c.data_types, describe, UnknownKeys::kWarn);
+}
+
+void describe_gradients(JsonFields& json, DsConfig& c) {
+  json.field("gradient_clipping", c.gradient_clipping, at_least(0));
+  json.field("gradient_clip_by_value", c.gradient_clip_by_value, at_least(0));
+  json.field("prescale_gradients", c.prescale_gradients);
+  json.field("gradient_predivide_factor", c.gradient_predivide_factor, above(0));
+  json.enumerator("gradient_allreduce_op", c.gradient_allreduce_op,
+                  {{"mean", GradientAllreduceOp::kMean}, {"sum", GradientAllreduceOp::kSum}});
+  json.enumerator("communication_data_type", c.communication_data_type, communication_dtype_names());
+  json.enumerator("seq_parallel_communication_data_type", c.seq_parallel_communication_data_type,
+                  communication_dtype_names());
+  json.field("disable_allgather", c.disable_allgather);
+  json.enumerator("communication_backend", c.communication_backend, backend_names());
+}
+
+void describe_logging(JsonFields& json, DsConfig& c) {
+  json.field("steps_per_print", c.steps_per_print);
+  json.field("wall_clock_breakdown", c.wall_clock_breakdown);
+  json.field("memory_breakdown", c.memory_breakdown);
+  json.field("dump_state", c.dump_state);
+  json.choice("log_level", c.log_level, {"debug", "info", "warning", "error", "critical"});
+  json.field("vocabulary_size", c.vocabulary_size, above(0));
+  json.field("disable_python_gc", c.disable_python_gc);
+  json.section("timers", c.timers, describe, UnknownKeys::kWarn);
+  json.section("flops_profiler", c.flops_profiler, describe, UnknownKeys::kWarn);
+  json.section("comms_logger", c.comms_logger, describe, UnknownKeys::kRefuse);
+  json.section("tensorboard", c.tensorboard, describe, UnknownKeys::kRefuse);
+  json.section("csv_monitor", c.csv_monitor, describe, UnknownKeys::kRefuse);
+  json.section("wandb", c.wandb, describe, UnknownKeys::kRefuse);
+  json.section("comet", c.comet, describe, UnknownKeys::kRefuse);
+}
+
+void describe_features(JsonFields& json, DsConfig& c) {
+  json.section("activation_checkpointing", c.activation_checkpointing, describe, UnknownKeys::kWarn);
+  json.section("aio", c.aio, describe, UnknownKeys::kWarn);
+  json.section("checkpoint", c.checkpoint, describe, UnknownKeys::kWarn);
+  json.section("pipeline", c.pipeline, describe, UnknownKeys::kWarn);
+  json.section("tensor_parallel", c.tensor_parallel, describe, UnknownKeys::kRefuse);
+  json.section("expert_parallel", c.expert_parallel, describe, UnknownKeys::kWarn);
+  json.section("data_efficiency", c.data_efficiency, describe, UnknownKeys::kWarn);
+  json.section("autotuning", c.autotuning, describe, UnknownKeys::kWarn);
+  json.section("compile", c.compile, describe, UnknownKeys::kRefuse);
+  json.section("hybrid_engine", c.hybrid_engine, describe, UnknownKeys::kRefuse);
+  json.section("weight_quantization", c.weight_quantization, describe, UnknownKeys::kRefuse);
+}
+
+void describe_removed(JsonFields& json, DsConfig& c) {
+  json.section("progressive_layer_drop", c.progressive_layer_drop, describe, UnknownKeys::kWarn);
+  json.section("curriculum_learning", c.curriculum_learning, describe, UnknownKeys::kWarn);
+  json.section("elasticity", c.elasticity, describe, UnknownKeys::kWarn);
+  json.section("sparse_attention", c.sparse_attention, describe, UnknownKeys::kWarn);
+  json.section("eigenvalue", c.eigenvalue, describe, UnknownKeys::kWarn);
+  json.section("compression_training", c.compression_training, describe, UnknownKeys::kWarn);
+  json.section("nebula", c.nebula, describe, UnknownKeys::kWarn);
+  json.field("sparse_gradients", c.sparse_gradients);
+  json.field("graph_harvesting", c.graph_harvesting);
+  json.field("amp", c.amp);
+  json.field("quantize_training", c.quantize_training);
+  json.field("datastates_ckpt", c.datastates_ckpt);
+}
+
+}  // namespace
+
+const char* name_of(CommunicationBackend backend) {
+  for (const auto& [name, value] : backend_names()) {
+    if (value == backend) return name.c_str();
+  }
+  throw InternalError("unknown CommunicationBackend");
+}
+
+void describe_top_level(JsonFields& json, DsConfig& c) {
+  describe_run(json, c);
+  describe_precision(json, c);
+  describe_gradients(json, c);
+  describe_zero_optimization(json, c);
+  describe_logging(json, c);
+  describe_features(json, c);
+  describe_removed(json, c);
+  json.field("seed", c.seed, at_least(0));
+  json.field("deterministic", c.deterministic);
+  json.field("strict", c.strict);
+}
+
+}  // namespace ds::config

@@ -1,0 +1,142 @@
+#include <array>
+#include <string_view>
+
+#include "core/check.h"
+#include "core/json_convert.h"
+#include "engine/config/ds_config.h"
+
+namespace ds::config {
+namespace {
+
+class Collector {
+ public:
+  void add(bool enabled, const std::string& path, const std::string& message) {
+    if (enabled) features_.push_back({path, message});
+  }
+  // A feature that comes with a later version.
+  void later(bool enabled, const std::string& path, const std::string& instead) {
+    add(enabled, path, cat("not in this version; ", instead));
+  }
+  std::vector<UnsupportedFeature> take() { return std::move(features_); }
+
+ private:
+  std::vector<UnsupportedFeature> features_;
+};
+
+void collect_zero(const ZeroSection& s, Collector& out) {
+  const std::string z = "zero_optimization.";
+  out.later(s.stage == 3, z + "stage", "use stage 2");
+  out.later(s.optimizer_device() != OffloadDevice::kNone, z + "offload_optimizer.device", "use \"none\"");
+  out.later(s.param_device() != OffloadDevice::kNone, z + "offload_param.device", "use \"none\"");
+  out.later(s.zenflow.has_value(), z + "zenflow", "remove it");
+  out.later(s.zero_hpz_partition_size > 1, z + "zero_hpz_partition_size", "use 1");
+  out.later(s.zero_quantized_weights, z + "zero_quantized_weights", "use false");
+  out.later(s.zero_quantized_nontrainable_weights, z + "zero_quantized_nontrainable_weights", "use false");
+  out.later(s.zero_quantized_gradients, z + "zero_quantized_gradients", "use false");
+  out.later(s.mics_shard_size > 0, z + "mics_shard_size", "remove it");
+  out.later(s.zeropp_loco_param.has_value(), z + "zeropp_loco_param", "remove it");
+}
+
+bool built(const std::string& optimizer) {
+  static constexpr std::array<std::string_view, 8> kBuilt = {"",        "Adam", "AdamW", "Lamb",
+                                                             "Adagrad", "Lion", "Muon",  "SGD"};
+  for (const std::string_view name : kBuilt) {
+    if (optimizer == name) return true;
+  }
+  return false;
+}
+
+void collect_optimizer(const DsConfig& c, Collector& out) {
+  out.later(!built(c.optimizer.type), "optimizer.type",
+            cat(c.optimizer.type, " is not available; use Adam, AdamW, Lamb, Adagrad, Lion, Muon or SGD"));
+  out.later(c.optimizer.values.per_head_muon, "optimizer.params.per_head_muon", "use false");
+  out.later(!c.optimizer.values.fp32_optimizer_states, "optimizer.params.fp32_optimizer_states", "use true");
+  out.later(c.scheduler.given() && !c.scheduler.options, "scheduler.type",
+            cat(c.scheduler.type,
+                " is not available; use WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest or OneCycle, or "
+                "give the program's own schedule"));
+}
+
+void collect_precision(const DsConfig& c, Collector& out) {
+  out.later(c.fp16.fp16_master_weights_and_grads, "fp16.fp16_master_weights_and_grads", "use false");
+  out.later(c.bf16.bf16_master_weights_and_grads, "bf16.bf16_master_weights_and_grads", "use false");
+  out.later(c.data_types.keep_in_fp32_modules && !c.data_types.keep_in_fp32_modules->empty(),
+            "data_types.keep_in_fp32_modules", "use \"auto\"");
+  out.later(c.torch_autocast.enabled && c.torch_autocast.lower_precision_safe_modules,
+            "torch_autocast.lower_precision_safe_modules", "remove it");
+  bool amp = false;
+  if (c.amp.is_object() && c.amp.contains("enabled")) convert(c.amp["enabled"], amp);
+  out.add(amp, "amp", "NVIDIA Apex is a Python package; use fp16, bf16 or torch_autocast");
+}
+
+void collect_parallel(const DsConfig& c, Collector& out) {
+  const TensorParallelSection& tensor = c.tensor_parallel;
+  out.later(c.pipeline.stages.value_or(1) > 1, "pipeline.stages", "use 1");
+  out.later(tensor.autotp_size > 1, "tensor_parallel.autotp_size", "use 0");
+  out.later(tensor.tensor_parallel.tp_size > 1, "tensor_parallel.tensor_parallel.tp_size", "use 1");
+  out.later(c.expert_parallel.enabled, "expert_parallel", "turn it off");
+  out.later(c.sequence_parallel_size.value_or(1) > 1, "sequence_parallel_size", "use 1");
+}
+
+void collect_memory(const ActivationCheckpointingSection& s, Collector& out) {
+  const std::string a = "activation_checkpointing.";
+  out.later(s.partition_activations, a + "partition_activations", "use false");
+  out.later(s.cpu_checkpointing, a + "cpu_checkpointing", "use false");
+  out.later(s.contiguous_memory_optimization, a + "contiguous_memory_optimization", "use false");
+  out.later(s.synchronize_checkpoint_boundary, a + "synchronize_checkpoint_boundary", "use false");
+  out.later(s.profile, a + "profile", "use false");
+}
+
+void collect_compression(const CompressionTrainingSection& s, Collector& out) {
+  const std::string p = "compression_training.";
+  out.later(s.layer_reduction.enabled, p + "layer_reduction", "turn it off");
+  out.later(s.weight_quantization.enabled, p + "weight_quantization", "turn it off");
+  out.later(s.activation_quantization.enabled, p + "activation_quantization", "turn it off");
+  out.later(s.sparse_pruning.enabled, p + "sparse_pruning", "turn it off");
+  out.later(s.row_pruning.enabled, p + "row_pruning", "turn it off");
+  out.later(s.head_pruning.enabled, p + "head_pruning", "turn it off");
+  out.later(s.channel_pruning.enabled, p + "channel_pruning", "turn it off");
+}
+
+void collect_features(const DsConfig& c, Collector& out) {
+  out.later(c.flops_profiler.enabled, "flops_profiler", "turn it off");
+  out.later(c.comms_logger.enabled, "comms_logger", "turn it off");
+  out.later(c.data_efficiency.enabled, "data_efficiency", "turn it off");
+  out.later(c.autotuning.enabled, "autotuning", "turn it off");
+  out.later(c.weight_quantization && c.weight_quantization->enabled, "weight_quantization", "remove it");
+  out.later(c.checkpoint.load_universal, "checkpoint.load_universal", "use false");
+  out.later(c.checkpoint.writer.has_value(), "checkpoint.writer", "remove it");
+  out.later(c.progressive_layer_drop.enabled, "progressive_layer_drop", "turn it off");
+  out.later(c.curriculum_learning.enabled, "curriculum_learning", "turn it off");
+  out.later(c.elasticity.enabled, "elasticity", "turn it off and give the batch sizes");
+  out.later(c.sparse_attention.has_value(), "sparse_attention", "remove it");
+  out.later(c.eigenvalue.enabled, "eigenvalue", "turn it off");
+  out.later(c.quantize_training.is_object(), "quantize_training", "remove it");
+  out.later(c.sparse_gradients, "sparse_gradients", "use false");
+  out.later(c.graph_harvesting, "graph_harvesting", "use false");
+}
+
+}  // namespace
+
+std::vector<UnsupportedFeature> unsupported_features(const DsConfig& config) {
+  Collector out;
+  collect_zero(config.zero_optimization, out);
+  collect_optimizer(config, out);
+  collect_precision(config, out);
+  collect_parallel(config, out);
+  collect_memory(config.activation_checkpointing, out);
+  collect_compression(config.compression_training, out);
+  collect_features(config, out);
+  return out.take();
+}
+
+void require_supported(const DsConfig& config) {
+  const auto features = unsupported_features(config);
+  if (features.empty()) return;
+  std::string text = cat(config.source, ": valid, but asks for ", features.size(),
+                         features.size() == 1 ? " feature" : " features", " that this build lacks");
+  for (const UnsupportedFeature& feature : features) text += cat("\n  ", feature.path, ": ", feature.message);
+  throw ConfigError(text);
+}
+
+}  // namespace ds::config
