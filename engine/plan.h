@@ -53,9 +53,6 @@ struct Plan {
   bool prescale_gradients = false;
   double predivide_factor = 1.0;
   int64_t bucket_elements = 500'000'000;  // upper limit of a bucket, in elements
-  int64_t slice_alignment_bytes = 64;     // slices, and parameters in buckets when align_parameters
-  bool align_parameters = false;
-  bool round_robin_buckets = false;
   bool require_all_gradients = false;  // a parameter without gradient is an error
 
   bool compute_grad_norm = true;
@@ -74,8 +71,13 @@ struct Plan {
 };
 
 // Throws ConfigError, naming both keys, for combinations that exclude each other, and for features this build lacks.
+// `parameters`: trainable elements of the model; sets `bytes`.
 Plan make_plan(const config::DsConfig& config, const Topology& topology,
                std::optional<int64_t> parameters = std::nullopt);
+
+// The question that predicts the memory of `plan` for a model of so many trainable elements. Whoever knows the buckets
+// fills them in for an exact answer.
+zero::MemoryQuestion memory_question(const config::DsConfig& config, const Plan& plan, int64_t parameters);
 
 // Aligned text, one line per row.
 std::string to_table(const Plan& plan);

@@ -97,14 +97,18 @@ class BucketBuilder {
 
 }  // namespace
 
+int64_t default_target_elements(int64_t parameters) {
+  return std::max(kMinTargetElements, parameters / kBucketsPerModel);
+}
+
 std::vector<BucketLayout> lay_out(const std::vector<LayoutParameter>& parameters, const LayoutOptions& options) {
   require(options.world_size > 0, "lay_out: expected a positive world size, found ", options.world_size);
   require(options.max_bucket_elements > 0, "lay_out: expected a positive bucket size, found ",
           options.max_bucket_elements);
   int64_t total = 0;
   for (const LayoutParameter& parameter : parameters) total += parameter.numel;
-  const int64_t wanted = options.target_bucket_elements > 0 ? options.target_bucket_elements
-                                                            : std::max(kMinTargetElements, total / kBucketsPerModel);
+  const int64_t wanted =
+      options.target_bucket_elements > 0 ? options.target_bucket_elements : default_target_elements(total);
   const int64_t target = std::min(wanted, options.max_bucket_elements);
   // A module slightly larger than the target stays whole: its boundary is worth more than an even size.
   const int64_t unit_limit = std::min(2 * target, options.max_bucket_elements);

@@ -39,6 +39,9 @@ struct BucketLayout {
   int dtype = 0;
 };
 
+// The target for a model of so many elements when LayoutOptions names none.
+int64_t default_target_elements(int64_t parameters);
+
 // Lays `parameters` (in module order) into buckets, in the order of their first parameter. Every parameter is in
 // exactly one bucket. Throws UsageError for a non-positive limit or world size.
 std::vector<BucketLayout> lay_out(const std::vector<LayoutParameter>& parameters, const LayoutOptions& options);

@@ -1,0 +1,124 @@
+#include "zero/memory_model.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "zero/partition.h"
+
+namespace ds::zero {
+namespace {
+
+constexpr size_t kBucketsInFlight = 2;  // beside the one that fills, see GradientReducer
+
+int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+int64_t sum(const std::vector<int64_t>& values) {
+  int64_t total = 0;
+  for (const int64_t value : values) total += value;
+  return total;
+}
+
+void require_valid(const MemoryQuestion& question) {
+  require<UsageError>(question.stage >= 0 && question.stage <= 2, "memory model: expected stage 0, 1 or 2, found ",
+                      question.stage);
+  require<UsageError>(question.dp > 0, "memory model: expected dp > 0, found ", question.dp);
+  require<UsageError>(question.parameters >= 0 && question.bucket_limit > 0 && question.accumulation_steps > 0,
+                      "memory model: expected parameters >= 0, bucket_limit > 0 and accumulation_steps > 0, found ",
+                      question.parameters, ", ", question.bucket_limit, " and ", question.accumulation_steps);
+}
+
+// Bucket sizes: the given ones, or the cut a model without module boundaries would get.
+std::vector<int64_t> buckets_of(const MemoryQuestion& question) {
+  if (!question.buckets.empty() || question.parameters == 0) return question.buckets;
+  const int64_t size = std::min(default_target_elements(question.parameters), question.bucket_limit);
+  std::vector<int64_t> buckets;
+  for (int64_t left = question.parameters; left > 0; left -= size) buckets.push_back(std::min(size, left));
+  const int64_t multiple = (question.stage > 0 ? question.dp : 1) * kAlignment;
+  for (int64_t& bucket : buckets) bucket = round_up(bucket, multiple);
+  return buckets;
+}
+
+// What GradientReducer holds at stage 2: transient buckets are taken from a pool, the last bucket of the model first,
+// stay until two more have been launched, and are used again in the next step.
+class TransientBuckets {
+ public:
+  TransientBuckets(const std::vector<int64_t>& buckets, int64_t dp) : buckets_(buckets), dp_(dp) {}
+
+  // One step; returns the elements held at its peak.
+  int64_t step() {
+    int64_t slices = 0;
+    int64_t peak = 0;
+    const auto complete_oldest = [&] {
+      const auto [bucket, buffer] = in_flight_.front();
+      in_flight_.erase(in_flight_.begin());
+      slices += bucket / dp_;  // is there before the buffer goes back
+      peak = std::max(peak, buffers_ + slices);
+      pool_.insert(std::lower_bound(pool_.begin(), pool_.end(), buffer), buffer);
+    };
+    for (size_t b = buckets_.size(); b-- > 0;) {
+      in_flight_.emplace_back(buckets_[b], take(buckets_[b]));
+      peak = std::max(peak, buffers_ + slices);
+      if (in_flight_.size() > kBucketsInFlight) complete_oldest();
+    }
+    while (!in_flight_.empty()) complete_oldest();
+    return peak;
+  }
+
+ private:
+  int64_t take(int64_t numel) {
+    const auto fits = std::lower_bound(pool_.begin(), pool_.end(), numel);
+    if (fits != pool_.end()) {
+      const int64_t buffer = *fits;
+      pool_.erase(fits);
+      return buffer;
+    }
+    if (!pool_.empty()) {
+      buffers_ -= pool_.back();
+      pool_.pop_back();
+    }
+    buffers_ += numel;
+    return numel;
+  }
+
+  const std::vector<int64_t>& buckets_;
+  int64_t dp_;
+  std::vector<int64_t> pool_;                            // ascending
+  std::vector<std::pair<int64_t, int64_t>> in_flight_;  // bucket, its buffer; oldest first
+  int64_t buffers_ = 0;                                  // elements of all buffers, pooled or not
+};
+
+int64_t gradient_elements(const MemoryQuestion& question, const std::vector<int64_t>& buckets) {
+  if (question.stage < 2 || question.dp == 1) return sum(buckets);
+  TransientBuckets transient(buckets, question.dp);
+  transient.step();  // fills the pool
+  return transient.step();
+}
+
+}  // namespace
+
+ModelStateBytes predict_model_state(const MemoryQuestion& question) {
+  require_valid(question);
+  const std::vector<int64_t> buckets = buckets_of(question);
+  const int64_t elements = sum(buckets);
+  const int64_t owned = question.stage == 0 ? elements : elements / question.dp;
+  ModelStateBytes bytes;
+  bytes.parameters = (elements + question.frozen_parameters) * question.parameter_bytes;
+  bytes.gradients = gradient_elements(question, buckets) * question.gradient_bytes;
+  bytes.master = question.separate_master ? owned * 4 : 0;
+  bytes.optimizer = owned * question.optimizer_state_bytes;
+  bytes.buffers = question.buffer_bytes;
+  return bytes;
+}
+
+int64_t predict_sent_bytes(const MemoryQuestion& question) {
+  require_valid(question);
+  const int64_t elements = sum(buckets_of(question));
+  const int64_t others = elements / question.dp * (question.dp - 1);  // all slices but the own one
+  const int64_t gradients = others * question.communication_bytes;
+  if (question.stage == 0) return 2 * gradients;
+  const int64_t reductions = question.stage == 2 ? question.accumulation_steps : 1;
+  return reductions * gradients + others * question.parameter_bytes;
+}
+
+}  // namespace ds::zero
