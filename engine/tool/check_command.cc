@@ -1,0 +1,156 @@
+#include "engine/tool/check_command.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/json_convert.h"
+#include "engine/config/ds_config.h"
+#include "engine/plan.h"
+#include "zero/memory_model.h"
+
+namespace ds::tool {
+namespace {
+
+using config::DsConfig;
+using engine::Plan;
+using nlohmann::ordered_json;
+
+constexpr int kFine = 0;
+constexpr int kRefused = 2;
+
+struct Report {
+  DsConfig config;
+  Plan plan;
+  int64_t sent_bytes = 0;  // per rank and step; when the plan knows its bytes
+};
+
+Report examine(const CheckOptions& options) {
+  Report report;
+  report.config = config::parse(options.config, {.dp_world_size = options.world_size, .strict = options.strict});
+  const engine::Topology topology{.world_size = options.world_size, .dp = options.world_size};
+  report.plan = engine::make_plan(report.config, topology, options.parameters);
+  if (options.parameters) {
+    report.sent_bytes =
+        zero::predict_sent_bytes(engine::memory_question(report.config, report.plan, *options.parameters));
+  }
+  return report;
+}
+
+ordered_json bytes_to_json(const Report& report) {
+  if (!report.plan.bytes) return nullptr;
+  const zero::ModelStateBytes& bytes = *report.plan.bytes;
+  return {{"parameters", bytes.parameters},    {"gradients", bytes.gradients}, {"master", bytes.master},
+          {"optimizer", bytes.optimizer},      {"buffers", bytes.buffers},     {"total", bytes.total()},
+          {"sent_per_step", report.sent_bytes}};
+}
+
+ordered_json to_json(const Report& report) {
+  ordered_json plan = ordered_json::array();
+  for (const engine::PlanRow& row : report.plan.rows) {
+    plan.push_back({{"what", row.what}, {"choice", row.choice}, {"reason", row.reason}});
+  }
+  ordered_json chosen = ordered_json::array();
+  for (const config::ResolvedAuto& entry : report.config.resolved_auto) {
+    chosen.push_back({{"path", entry.path}, {"value", entry.value}, {"source", entry.source}});
+  }
+  return {{"ok", true},
+          {"source", report.config.source},
+          {"world_size", report.plan.topology.world_size},
+          {"config", config::to_json(report.config)},
+          {"auto", chosen},
+          {"warnings", report.config.warnings},
+          {"plan", plan},
+          {"bytes_per_rank", bytes_to_json(report)}};
+}
+
+using Columns = std::vector<std::pair<std::string, std::string>>;
+
+void print_columns(const Columns& rows, std::ostream& out) {
+  size_t width = 0;
+  for (const auto& [name, value] : rows) width = std::max(width, name.size());
+  for (const auto& [name, value] : rows) {
+    out << "  " << name << std::string(width - name.size() + 2, ' ') << value << '\n';
+  }
+}
+
+// What the file says, with the values it resolves to.
+void append_given(const std::string& prefix, const ordered_json& written, const ordered_json& resolved, Columns& rows) {
+  for (const auto& [key, value] : written.items()) {
+    if (!resolved.contains(key)) continue;
+    if (value.is_object() && resolved[key].is_object()) {
+      append_given(cat(prefix, key, "."), value, resolved[key], rows);
+    } else {
+      rows.emplace_back(cat(prefix, key), resolved[key].dump());
+    }
+  }
+}
+
+Columns resolved_values(const DsConfig& config) {
+  const ordered_json resolved = config::to_json(config);
+  Columns rows;
+  for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
+    rows.emplace_back(key, cat(resolved[key].dump(), config.given(key) ? "" : " (derived)"));
+  }
+  ordered_json rest = config.text;
+  for (const auto& [key, value] : rows) rest.erase(key);
+  append_given("", rest, resolved, rows);
+  return rows;
+}
+
+void print(const Report& report, std::ostream& out) {
+  out << report.config.source << ": fine for " << report.plan.topology.world_size
+      << (report.plan.topology.world_size == 1 ? " rank" : " ranks") << "\n\nValues (all of them: --json)\n";
+  print_columns(resolved_values(report.config), out);
+  if (!report.config.resolved_auto.empty()) {
+    Columns rows;
+    for (const config::ResolvedAuto& entry : report.config.resolved_auto) {
+      rows.emplace_back(entry.path, cat(shown(entry.value), " from ", entry.source));
+    }
+    out << "\n\"auto\" became\n";
+    print_columns(rows, out);
+  }
+  if (!report.config.warnings.empty()) out << "\nWarnings\n";
+  for (const std::string& warning : report.config.warnings) out << "  " << warning << '\n';
+  out << "\nPlan\n" << engine::to_table(report.plan) << '\n';
+  if (!report.plan.bytes) {
+    out << "\nGive --parameters N for the bytes of model state per rank.\n";
+    return;
+  }
+  const zero::ModelStateBytes& bytes = *report.plan.bytes;
+  out << "\nBytes per rank\n";
+  print_columns({{"parameters", cat(bytes.parameters)},
+                 {"gradients", cat(bytes.gradients)},
+                 {"master weights", cat(bytes.master)},
+                 {"optimizer states", cat(bytes.optimizer)},
+                 {"total", cat(bytes.total())},
+                 {"sent in a step", cat(report.sent_bytes)}},
+                out);
+}
+
+}  // namespace
+
+int check(const CheckOptions& options, std::ostream& out, std::ostream& err) {
+  try {
+    const Report report = examine(options);
+    if (options.json) {
+      out << to_json(report).dump(2, ' ', false, ordered_json::error_handler_t::replace) << '\n';
+    } else {
+      print(report, out);
+    }
+    out.flush();
+    require<IoError>(out.good(), "the report cannot be written; check the disk or the program that reads it");
+    return kFine;
+  } catch (const Error& error) {
+    err << error.what() << '\n';
+    if (options.json) {
+      const ordered_json refusal = {{"ok", false}, {"error", error.what()}};
+      out << refusal.dump(2, ' ', false, ordered_json::error_handler_t::replace) << std::endl;
+    }
+    return kRefused;
+  }
+}
+
+}  // namespace ds::tool

@@ -1,0 +1,24 @@
+// `ds-tool check`: what a ds_config resolves to, what it would run and what it costs, without starting anything.
+// Torch-free.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <ostream>
+#include <string>
+
+namespace ds::tool {
+
+struct CheckOptions {
+  std::string config;                 // a path, or url-safe base64 of JSON
+  int64_t world_size = 1;             // ranks, all data parallel
+  std::optional<int64_t> parameters;  // trainable elements; predicts bytes per rank
+  bool strict = false;                // unknown keys are errors
+  bool json = false;                  // one JSON object instead of text
+};
+
+// Prints to `out`, errors to `err`. Returns the exit code: 0 when the config runs, 2 when it is wrong or asks for what
+// this build lacks.
+int check(const CheckOptions& options, std::ostream& out, std::ostream& err);
+
+}  // namespace ds::tool

@@ -1,0 +1,51 @@
+// ds-tool check CONFIG [--world_size N] [--parameters N] [--strict] [--json]
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <exception>
+#include <iostream>
+
+#include "engine/tool/check_command.h"
+
+namespace {
+
+constexpr int kUsageError = 2;
+constexpr int64_t kMostRanks = 1 << 24;
+constexpr int64_t kMostParameters = int64_t{1} << 50;
+
+int run(int argc, char** argv) {
+  CLI::App app("Looks at ds_config files without starting a job.", "ds-tool");
+  app.set_version_flag("--version", DS_VERSION);
+  app.require_subcommand(1);
+  ds::tool::CheckOptions options;
+  CLI::App* check = app.add_subcommand(
+      "check", "Resolves a ds_config: values, plan and bytes per rank. Exit code 0: it runs; 2: it does not.");
+  check->add_option("config", options.config, "The ds_config: a file, or url-safe base64 of JSON")
+      ->required()
+      ->type_name("CONFIG");
+  check->add_option("--world_size", options.world_size, "Number of ranks")
+      ->check(CLI::Range(int64_t{1}, kMostRanks))
+      ->capture_default_str()
+      ->type_name("N");
+  check->add_option("--parameters", options.parameters, "Trainable elements of the model")
+      ->check(CLI::Range(int64_t{1}, kMostParameters))
+      ->type_name("N");
+  check->add_flag("--strict", options.strict, "Unknown keys are errors");
+  check->add_flag("--json", options.json, "Print one JSON object, every key with its value");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : kUsageError;
+  }
+  return ds::tool::check(options, std::cout, std::cerr);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const std::exception& error) {
+    std::cerr << "ds-tool: " << error.what() << '\n';
+    return kUsageError;
+  }
+}
