@@ -20,6 +20,7 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
           describe(loss), " that does not require a gradient (computed under NoGradGuard, or all parameters frozen?)");
   Impl& self = *impl_;
   self.reporter->backward_begins();
+  const Autocast::Pause pause(self.autocast.get());
   self.publisher->wait_all();
   const double accumulation = scale_wrt_gas ? static_cast<double>(self.config.gradient_accumulation_steps) : 1.0;
   const at::Tensor averaged = accumulation == 1.0 ? loss : loss / accumulation;
@@ -44,6 +45,7 @@ void Engine::step() {
   self.step_applied = false;
   if (!boundary) return;
   self.reporter->step_begins();
+  const Autocast::Pause pause(self.autocast.get());
   self.update();
   ++self.global_steps;
   self.global_samples += self.config.train_batch_size;
@@ -140,6 +142,7 @@ void Engine::set_train_micro_batch_size(int64_t size) {
   require(size > 0, "set_train_micro_batch_size: expected a positive size, found ", size);
   impl_->config.train_micro_batch_size_per_gpu = size;
   impl_->config.train_batch_size = size * gradient_accumulation_steps() * dp_world_size();
+  if (impl_->loader) impl_->loader->set_micro_batch_size(size);
 }
 
 int Engine::global_rank() const { return impl_->communicator->rank(); }

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "comm/factory.h"
+#include "engine/autocast.h"
 #include "engine/config/ds_config.h"
 #include "engine/engine.h"
 #include "engine/lr_scheduler.h"
@@ -50,6 +50,8 @@ struct Engine::Impl {
   std::optional<optim::LossScaler> loss_scaler;
   std::shared_ptr<LrScheduler> schedule;
   std::unique_ptr<Reporter> reporter;
+  std::unique_ptr<Autocast> autocast;
+  std::shared_ptr<DataLoader> loader;
 
   std::optional<bool> boundary_override;
   bool synchronize = true;  // false inside no_sync()
@@ -65,10 +67,10 @@ struct Engine::Impl {
   bool at_boundary() const;
   // One optimizer step; sets step_applied and gradient_norm.
   void update();
-  double global_norm();
+  double global_norm();  // with loss scale; also decides whether a step is skipped
   std::string name_non_finite();
   void apply(double gradient_scale);
-  void clip_by_value(const at::Tensor& gradient) const;
+  void require_gradients() const;
 };
 
 }  // namespace ds::engine

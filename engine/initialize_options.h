@@ -12,7 +12,8 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "engine/config/config_source.h"
+#include "comm/device_mesh.h"
+#include "engine/config/ds_config.h"
 #include "engine/data_loader.h"
 #include "engine/lr_scheduler.h"
 #include "optim/shard_optimizer.h"
@@ -40,14 +41,15 @@ struct InitializeOptions {
   std::function<double(int64_t)> lr_scheduler;
   // An existing group of ranks (tests, embedding); else the environment decides (see comm/rendezvous.h).
   std::shared_ptr<comm::Communicator> communicator;
-  // "cpu" or "cuda"; empty = cuda when the config's parts are built with it and a device is there, else cpu.
+  // Or a grid of ranks: the engine trains data parallel over its axis "data".
+  std::shared_ptr<comm::DeviceMesh> mesh;
+  // "cpu" (also when empty), "cuda" or "cuda:N". The model is moved there.
   std::string device;
   // Rendezvous: "env://" (default), "tcp://host:port", "file:///path".
   std::string init_method = "env://";
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   // What "auto" in the config may take its value from.
   config::AutoValues auto_values;
-  uint64_t seed = 1234;
 };
 
 }  // namespace ds::engine

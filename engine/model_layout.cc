@@ -104,16 +104,10 @@ void require_same_on_all_ranks(const ModelParameters& parameters, const std::str
 BucketedModel build_buckets(const ModelParameters& parameters, const std::vector<int>& groups,
                             const BucketOptions& options, comm::Communicator& communicator) {
   const at::NoGradGuard no_grad;
-  const auto target_dtype = [&](const std::string& name) {
-    const bool kept = std::any_of(options.keep_in_fp32.begin(), options.keep_in_fp32.end(),
-                                  [&](const std::string& part) { return name.find(part) != std::string::npos; });
-    return kept ? at::kFloat : options.dtype;
-  };
   std::vector<zero::LayoutParameter> shapes;
   for (size_t i = 0; i < parameters.trainable.size(); ++i) {
     const zero::Parameter& parameter = parameters.trainable[i];
-    shapes.push_back(
-        {parameter.name, parameter.tensor.numel(), groups[i], static_cast<int>(target_dtype(parameter.name))});
+    shapes.push_back({parameter.name, parameter.tensor.numel(), groups[i], static_cast<int>(options.dtype)});
   }
   const zero::LayoutOptions layout_options{.world_size = options.partition ? communicator.size() : 1,
                                            .max_bucket_elements = options.max_bucket_elements};
@@ -136,14 +130,16 @@ BucketedModel build_buckets(const ModelParameters& parameters, const std::vector
       communicator.broadcast(values, 0, parameter.name).wait();
       tensor.set_data(values);
     }
-    const at::ScalarType dtype = target_dtype(parameter.name);
-    if (tensor.scalar_type() != dtype) tensor.set_data(tensor.detach().to(dtype));
+    if (tensor.scalar_type() != options.dtype) tensor.set_data(tensor.detach().to(options.dtype));
   }
   for (const zero::Parameter& buffer : parameters.buffers) {
-    if (communicator.size() == 1 || buffer.tensor.numel() == 0) continue;
-    const at::Tensor values = buffer.tensor.contiguous();
-    communicator.broadcast(values, 0, buffer.name).wait();
-    if (!values.is_alias_of(buffer.tensor)) at::Tensor(buffer.tensor).copy_(values);
+    at::Tensor tensor = buffer.tensor;
+    if (communicator.size() > 1 && tensor.numel() > 0) {
+      const at::Tensor values = tensor.contiguous();
+      communicator.broadcast(values, 0, buffer.name).wait();
+      if (!values.is_alias_of(tensor)) tensor.copy_(values);
+    }
+    if (options.buffer_dtype && tensor.is_floating_point()) tensor.set_data(tensor.to(*options.buffer_dtype));
   }
   return model;
 }

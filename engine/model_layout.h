@@ -5,6 +5,7 @@
 #include <torch/nn/module.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,12 +46,12 @@ struct BucketedModel {
 struct BucketOptions {
   int64_t max_bucket_elements = 500000000;
   at::ScalarType dtype = at::kFloat;      // parameters are cast to it
-  std::vector<std::string> keep_in_fp32;  // name parts of parameters that are not cast
+  std::optional<at::ScalarType> buffer_dtype;  // floating-point buffers of the module are cast to it
   bool partition = false;                 // masters are the own slice, else whole buckets
 };
 
 // Lays the trainable parameters into buckets with rank 0's values on every rank, casts them, and broadcasts (and casts)
-// frozen parameters and buffers (not cast unless buffer_dtype). float32 master values are taken before the cast.
+// frozen parameters and buffers. float32 master values are taken before the cast.
 BucketedModel build_buckets(const ModelParameters& parameters, const std::vector<int>& groups,
                             const BucketOptions& options, comm::Communicator& communicator);
 

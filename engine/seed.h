@@ -7,7 +7,7 @@ namespace ds::engine {
 
 // Seeds every generator LibTorch has (CPU and each CUDA device) with `seed` + `rank`: dropout then differs between
 // ranks. What must agree between ranks does not depend on it: initial parameters are broadcast from rank 0, and the
-// data loader shuffles by the seed itself (InitializeOptions::seed) and the epoch.
+// data loader shuffles by the seed itself (the key "seed" of the config) and the epoch.
 void seed_everything(uint64_t seed, int rank = 0);
 
 // True: LibTorch uses deterministic algorithms, and throws for an operation that has none (warn_only: warns); cuDNN

@@ -1,7 +1,9 @@
 // The boundary of an accumulation: finish the reductions, judge the gradients, update the slices, publish the
 // parameters.
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/scalar_tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -19,19 +21,21 @@ constexpr double kClipEpsilon = 1e-6;
 
 void Engine::Impl::update() {
   const at::NoGradGuard no_grad;
+  if (plan.require_all_gradients) require_gradients();
   reducer->finish();
   const double scale = loss_scaler ? loss_scaler->scale() : 1.0;
-  const double norm = global_norm() / scale;
+  const double norm = plan.compute_grad_norm ? global_norm() / scale : 0.0;
   const bool overflow = !std::isfinite(norm);
   const bool skips = overflow && plan.skip_on_overflow;
-  gradient_norm = overflow && plan.skip_on_overflow ? std::numeric_limits<double>::infinity() : norm;
+  gradient_norm.reset();
+  if (plan.compute_grad_norm) gradient_norm = skips ? std::numeric_limits<double>::infinity() : norm;
   if (skips) {
     log::warning("step ", global_steps + 1, " is skipped: the gradient is not finite", name_non_finite(),
                  loss_scaler ? cat(", loss scale ", scale) : std::string());
   } else {
     double clip = 1.0;
     // As torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6)).
-    if (config.gradient_clipping > 0) clip = std::min(1.0, config.gradient_clipping / (norm + kClipEpsilon));
+    if (plan.clip_norm > 0) clip = std::min(1.0, plan.clip_norm / (norm + kClipEpsilon));
     apply(clip / scale);
     step_applied = true;
   }
@@ -70,9 +74,17 @@ std::string Engine::Impl::name_non_finite() {
   return {};
 }
 
-void Engine::Impl::clip_by_value(const at::Tensor& gradient) const {
-  const double limit = config.gradient_clip_by_value;
-  if (limit > 0) gradient.clamp_(-limit, limit);
+// zero_optimization.ignore_unused_parameters: false
+void Engine::Impl::require_gradients() const {
+  const std::vector<int64_t> missing = reducer->parameters_without_gradient();
+  if (missing.empty()) return;
+  std::string names;
+  for (const int64_t index : missing) {
+    names += cat(names.empty() ? "" : ", ", parameters[static_cast<size_t>(index)].name);
+  }
+  throw UsageError(cat("step(): ", missing.size(), " of ", parameters.size(), " trainable parameters got no gradient: ",
+                       names, ". Use them in forward, freeze them with set_requires_grad(false), or set ",
+                       "zero_optimization.ignore_unused_parameters to true"));
 }
 
 void Engine::Impl::apply(double gradient_scale) {
@@ -80,7 +92,7 @@ void Engine::Impl::apply(double gradient_scale) {
     for (size_t b = 0; b < buckets.size(); ++b) {
       const at::Tensor gradient = reducer->gradient(b);
       if (gradient_scale != 1.0) gradient.mul_(gradient_scale);
-      clip_by_value(gradient);
+      if (plan.clip_value > 0) gradient.clamp_(-plan.clip_value, plan.clip_value);
     }
     client_optimizer->step();
     return;
@@ -89,9 +101,8 @@ void Engine::Impl::apply(double gradient_scale) {
   for (size_t b = 0; b < buckets.size(); ++b) {
     at::Tensor gradient = reducer->gradient(b);
     double remaining = gradient_scale;
-    if (config.gradient_clip_by_value > 0) {
-      gradient.mul_(gradient_scale);
-      clip_by_value(gradient);
+    if (plan.clip_value > 0) {
+      gradient.mul_(gradient_scale).clamp_(-plan.clip_value, plan.clip_value);
       remaining = 1.0;
     }
     optimizer->update(static_cast<int64_t>(b), gradient, remaining);

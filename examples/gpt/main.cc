@@ -73,7 +73,7 @@ void train(const GptOptions& options) {
   options.init ? load_weights(*model, *options.init) : initialize_weights(*model, options.seed);
 
   auto [engine, optimizer, loader, schedule] = ds::engine::initialize(
-      {.model = model, .config = options.deepspeed_config, .device = options.device, .seed = options.seed});
+      {.model = model, .config = options.deepspeed_config, .device = options.device});
   TokenBatches batches(corpus, batch_options(options, *engine));
   print_start(*model, corpus, *engine);
 

@@ -1,0 +1,232 @@
+// engine::initialize: the one place that puts the parts together, in the order of docs/design.md, section 5.
+#include <torch/nn/module.h>
+
+#include <cmath>
+#include <utility>
+
+#include "comm/factory.h"
+#include "comm/rendezvous.h"
+#include "core/check.h"
+#include "core/host_memory.h"
+#include "core/log.h"
+#include "engine/autocast.h"
+#include "engine/engine.h"
+#include "engine/engine_impl.h"
+#include "engine/model_layout.h"
+#include "engine/optimizer_setup.h"
+#include "engine/seed.h"
+#include "optim/lr_schedule.h"
+
+namespace ds::engine {
+namespace {
+
+at::ScalarType scalar_type(config::DType dtype) {
+  switch (dtype) {
+    case config::DType::kBFloat16:
+      return at::kBFloat16;
+    case config::DType::kFloat16:
+      return at::kHalf;
+    case config::DType::kFloat32:
+      break;
+  }
+  return at::kFloat;
+}
+
+zero::ReducerOptions reducer_options(const Plan& plan) {
+  zero::ReducerOptions options;
+  switch (plan.gradient_policy) {
+    case GradientPolicy::kAllReduce:
+      options.policy = zero::ReductionPolicy::kAllReduce;
+      break;
+    case GradientPolicy::kReduceScatterAtBoundary:
+      options.policy = zero::ReductionPolicy::kReduceScatterAtBoundary;
+      break;
+    case GradientPolicy::kReduceScatterEveryMicroBatch:
+      options.policy = zero::ReductionPolicy::kReduceScatterEveryBackward;
+      break;
+  }
+  options.overlap = plan.overlap_reduction;
+  options.average = plan.average_gradients;
+  options.prescale = plan.prescale_gradients;
+  options.predivide_factor = plan.predivide_factor;
+  options.gradient_dtype = scalar_type(plan.gradient_dtype);
+  options.communication_dtype = scalar_type(plan.communication_dtype);
+  return options;
+}
+
+// The data-parallel group of ranks and what this rank knows of it.
+struct Ranks {
+  std::shared_ptr<comm::Communicator> data_parallel;
+  int local_rank = 0;
+  int world_size = 1;
+};
+
+config::DsConfig parse_config(const InitializeOptions& options, int dp_world_size) {
+  return config::parse(options.config, {.dp_world_size = dp_world_size, .auto_values = options.auto_values});
+}
+
+// The program's mesh or group, or the ranks of the environment. Reads the config once the number of ranks is known.
+Ranks join(const InitializeOptions& options, at::Device device, config::DsConfig& config) {
+  require(!(options.mesh && options.communicator), "initialize: expected .mesh or .communicator, found both; the mesh ",
+          "already holds the group of all ranks");
+  if (options.mesh || options.communicator) {
+    const auto group = options.mesh ? options.mesh->group(comm::MeshAxis::kData) : options.communicator;
+    config = parse_config(options, group->size());
+    return {group, group->rank(), options.mesh ? options.mesh->world()->size() : group->size()};
+  }
+  const comm::Rendezvous meeting = comm::rendezvous({.init_method = options.init_method, .timeout = options.timeout});
+  log::set_rank(meeting.rank, meeting.world_size);
+  config = parse_config(options, meeting.world_size);
+  const auto backend = comm::parse_backend(config::name_of(config.communication_backend));
+  return {comm::make_communicator(meeting, device, backend), meeting.local_rank, meeting.world_size};
+}
+
+void say_what_runs(const config::DsConfig& config, const Plan& plan) {
+  for (const std::string& warning : config.warnings) log::warning(warning);
+  for (const config::ResolvedAuto& choice : config.resolved_auto) {
+    log::info("auto: ", choice.path, " = ", choice.value.dump(), " (", choice.source, ")");
+  }
+  log::info("plan:\n", to_table(plan));
+}
+
+void require_compatible_client(const InitializeOptions& options, const Plan& plan, int64_t stage) {
+  if (!options.optimizer) return;
+  require<ConfigError>(!plan.partition_optimizer && !plan.separate_master,
+                       "initialize: a client optimizer works on whole float32 parameters: expected ",
+                       "zero_optimization.stage 0 without fp16 and bf16, found stage ", stage, " and ",
+                       name_of(plan.model_dtype),
+                       " parameters. Use the optimizer section of the config instead, or change these keys");
+  require<ConfigError>(options.parameter_groups.empty(),
+                       "initialize: .parameter_groups belong to the optimizer of the config; a client optimizer has its ",
+                       "own groups. Remove one of the two");
+}
+
+std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, const config::DsConfig& config,
+                                           const Engine::Impl& impl) {
+  if (impl.client_optimizer) {
+    if (!options.lr_scheduler) return nullptr;
+    std::vector<double> base;
+    for (const auto& group : impl.client_optimizer->param_groups()) base.push_back(group.options().get_lr());
+    return std::make_shared<LrScheduler>(impl.client_optimizer, LrScheduler::scaled_by(options.lr_scheduler, base));
+  }
+  if (options.lr_scheduler) {
+    std::vector<double> base;
+    for (const optim::GroupOptions& group : impl.optimizer->groups()) base.push_back(group.lr);
+    return std::make_shared<LrScheduler>(impl.optimizer, LrScheduler::scaled_by(options.lr_scheduler, base));
+  }
+  if (!config.scheduler.options) return nullptr;
+  return std::make_shared<LrScheduler>(
+      impl.optimizer, LrScheduler::of(optim::make_lr_schedule(*config.scheduler.options, impl.optimizer->groups(),
+                                                              impl.optimizer->uses_betas())));
+}
+
+optim::LossScalerOptions loss_scaler_options(const config::Fp16Section& fp16) {
+  return {.static_scale = fp16.loss_scale,
+          .initial_scale = std::ldexp(1.0, static_cast<int>(fp16.initial_scale_power)),
+          .window = fp16.loss_scale_window,
+          .hysteresis = fp16.hysteresis,
+          .consecutive_hysteresis = fp16.consecutive_hysteresis,
+          .minimum_scale = static_cast<double>(fp16.min_loss_scale)};
+}
+
+at::Device device_of(const std::string& name) {
+  if (name.empty() || name == "cpu") return at::kCPU;
+  require<ConfigError>(name.starts_with("cuda"), "initialize: .device: expected cpu, cuda or cuda:N, found \"", name,
+                       "\"");
+  return at::Device(name);
+}
+
+// Prediction for the buckets as they are, in place of the estimate from a number of elements.
+void predict_exactly(Engine::Impl& impl, int64_t trainable) {
+  zero::MemoryQuestion question = memory_question(impl.config, impl.plan, trainable);
+  for (const zero::ParameterBucket& bucket : impl.buckets) question.buckets.push_back(bucket.layout().numel);
+  for (const zero::Parameter& frozen : impl.frozen) question.frozen_parameters += frozen.tensor.numel();
+  impl.plan.bytes = zero::predict_model_state(question);
+  if (impl.optimizer) impl.plan.bytes->optimizer = impl.optimizer->state_bytes();
+}
+
+// Buckets, gradient reduction and publication of parameters, in the order in which they refer to one another.
+void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const std::vector<int>& group_of) {
+  impl.parameters = parameters.trainable;
+  impl.parameter_infos = parameters.infos;
+  impl.frozen = parameters.frozen;
+  BucketedModel model = build_buckets(
+      parameters, group_of,
+      {.max_bucket_elements = impl.plan.bucket_elements,
+       .dtype = scalar_type(impl.plan.model_dtype),
+       .buffer_dtype = impl.plan.buffer_dtype ? std::optional(scalar_type(*impl.plan.buffer_dtype)) : std::nullopt,
+       .partition = impl.plan.partition_optimizer},
+      *impl.communicator);
+  impl.buckets = std::move(model.buckets);
+  impl.masters = std::move(model.masters);
+  impl.reducer = std::make_unique<zero::GradientReducer>(impl.buckets, impl.parameters, *impl.communicator,
+                                                         reducer_options(impl.plan));
+  impl.publisher = std::make_unique<zero::ParameterPublisher>(impl.buckets, *impl.communicator);
+}
+
+std::shared_ptr<DataLoader> make_loader(const InitializeOptions& options, const Engine::Impl& impl) {
+  if (!options.training_data) return nullptr;
+  return std::make_shared<DataLoader>(
+      options.training_data, DataLoaderOptions{.micro_batch_size = impl.config.train_micro_batch_size_per_gpu,
+                                               .rank = impl.communicator->rank(),
+                                               .world_size = impl.communicator->size(),
+                                               .seed = static_cast<uint64_t>(impl.config.seed),
+                                               .drop_last = impl.config.dataloader_drop_last,
+                                               .device = impl.device});
+}
+
+}  // namespace
+
+Initialized initialize(InitializeOptions options) {
+  require(options.model != nullptr, "initialize: expected a model, found none; pass .model = model.ptr()");
+  require<ConfigError>(!options.config.empty(), "initialize: expected a ds_config, found none; pass ",
+                       ".config = \"ds_config.json\"");
+  keep_freed_host_memory();
+  auto impl = std::make_unique<Engine::Impl>();
+  impl->module = options.model;
+  impl->device = device_of(options.device);
+  const Ranks ranks = join(options, impl->device, impl->config);
+  impl->communicator = ranks.data_parallel;
+  impl->local_rank = ranks.local_rank;
+  const config::DsConfig& config = impl->config;
+  if (config.log_level) log::set_level(*config.log_level);
+  impl->plan = make_plan(config, {.world_size = ranks.world_size, .dp = impl->communicator->size()});
+  require_compatible_client(options, impl->plan, config.zero_optimization.stage);
+  require<ConfigError>(options.optimizer || config.optimizer.given(), "optimizer: expected this section in the ds_config ",
+                       "or a client optimizer in initialize, found neither; add ",
+                       "\"optimizer\": {\"type\": \"AdamW\", \"params\": {\"lr\": 1e-3}}");
+  seed_everything(static_cast<uint64_t>(config.seed), impl->communicator->rank());
+  if (config.deterministic) set_deterministic(true);
+  if (!impl->device.is_cpu()) options.model->to(impl->device);
+
+  const ModelParameters parameters = collect_parameters(*options.model);
+  require_same_on_all_ranks(parameters, config.text.dump(), *impl->communicator);
+  OptimizerGroups groups;
+  groups.group_of.assign(parameters.trainable.size(), 0);
+  if (!options.optimizer) groups = plan_groups(config.optimizer, parameters, options.parameter_groups);
+  lay_out_model(*impl, parameters, groups.group_of);
+  if (options.optimizer) {
+    impl->client_optimizer = options.optimizer;
+  } else {
+    impl->optimizer = build_optimizer(config.optimizer, groups, impl->buckets, impl->masters, impl->parameter_infos,
+                                      impl->plan.partition_optimizer, *impl->communicator);
+  }
+  impl->plan.parameters = 0;
+  for (const ParameterInfo& info : parameters.infos) *impl->plan.parameters += info.numel;
+  predict_exactly(*impl, *impl->plan.parameters);
+  if (impl->communicator->rank() == 0) say_what_runs(config, impl->plan);
+  impl->schedule = make_schedule(options, config, *impl);
+  if (impl->plan.loss_scaling != LossScaling::kNone) impl->loss_scaler.emplace(loss_scaler_options(config.fp16));
+  impl->reporter = std::make_unique<Reporter>(config, impl->communicator->rank());
+  if (impl->plan.autocast) {
+    impl->autocast = std::make_unique<Autocast>(impl->device.type(), scalar_type(*impl->plan.autocast));
+  }
+  impl->loader = make_loader(options, *impl);
+  impl->communicator->reset_counters();  // what counts is training
+
+  Initialized result{nullptr, impl->optimizer, impl->loader, impl->schedule};
+  result.engine = std::make_shared<Engine>(std::move(impl));
+  return result;
+}
+
+}  // namespace ds::engine
