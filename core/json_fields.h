@@ -89,7 +89,7 @@ class JsonFields {
   // int64_t, double, or an optional of them.
   template <class T>
   void field(const JsonKey& key, T& out, const JsonRange& range) {
-    field_if(key, out, wanted(out) + range.in_words(), [&range](const nlohmann::ordered_json& json, const T& value) {
+    field_if(key, out, wanted_within(out, range), [&range](const nlohmann::ordered_json& json, const T& value) {
       if (json.is_boolean() && !range.booleans) return false;
       if constexpr (requires { value.has_value(); }) {
         return !value.has_value() || range.accepts(static_cast<double>(*value));
@@ -97,6 +97,16 @@ class JsonFields {
         return range.accepts(static_cast<double>(value));
       }
     });
+  }
+  // An optional whose absence is written "auto".
+  template <class T>
+  void field_or_auto(const JsonKey& key, std::optional<T>& out, const JsonRange& range = {}) {
+    if (!reading() && !out) return put(key.name, "auto");
+    if constexpr (std::is_arithmetic_v<T>) {
+      field(key, out, range);
+    } else {
+      field(key, out);
+    }
   }
   // A string, or optional string, out of a few.
   template <class T>
@@ -185,6 +195,15 @@ class JsonFields {
     } else {
       wrong(key, value, rule);
     }
+  }
+  // "an integer > 0 or null"
+  template <class T>
+  static std::string wanted_within(const T& value, const JsonRange& range) {
+    return wanted(value) + range.in_words();
+  }
+  template <class T>
+  static std::string wanted_within(const std::optional<T>&, const JsonRange& range) {
+    return wanted(T{}) + range.in_words() + " or null";
   }
   template <class T>
   static bool null_allowed(const T&) {

@@ -6,6 +6,8 @@
 namespace ds {
 namespace {
 
+constexpr size_t kMostEdits = 2;
+
 std::string normalized(std::string_view word) {
   std::string out;
   for (const char c : word) {
@@ -36,14 +38,16 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 std::optional<std::string> near_miss(std::string_view word, std::span<const std::string> known) {
   const std::string target = normalized(word);
   std::optional<std::string> best;
-  size_t best_distance = 0;
+  size_t best_cost = 0;
   for (const std::string& name : known) {
     const std::string candidate = normalized(name);
-    const size_t allowed = std::min(target.size(), candidate.size()) / 4;
+    const size_t allowed = std::min(kMostEdits, std::min(target.size(), candidate.size()) / 4);
     const size_t distance = edit_distance(target, candidate);
-    if (distance <= allowed && (!best || distance < best_distance)) {
+    if (distance > allowed) continue;
+    const size_t cost = 2 * distance + (target.substr(0, 1) == candidate.substr(0, 1) ? 0 : 1);
+    if (!best || cost < best_cost) {
       best = name;
-      best_distance = distance;
+      best_cost = cost;
     }
   }
   return best;

@@ -91,8 +91,9 @@ void check_gradients(const DsConfig& c, JsonProblems& problems) {
 void check_activations(const DsConfig& c, JsonProblems& problems) {
   const ActivationCheckpointingSection& s = c.activation_checkpointing;
   if (s.contiguous_memory_optimization && (!s.partition_activations || !s.number_checkpoints)) {
-    problems.error("/activation_checkpointing/contiguous_memory_optimization",
-                   "needs partition_activations true and number_checkpoints beside it; add them or turn it off");
+    problems.warning("/activation_checkpointing/contiguous_memory_optimization",
+                     "needs partition_activations true and number_checkpoints beside it when layers are checkpointed; "
+                     "add them or turn it off");
   }
 }
 

@@ -40,15 +40,15 @@ void describe_routing(JsonFields& json, ExpertParallelSection& s) {
   json.field("num_expert_groups", s.num_expert_groups);
   json.field("num_limited_groups", s.num_limited_groups);
   json.choice("score_func", s.score_func, {"auto", "softmax", "sigmoid"});
-  json.field("top_k", s.top_k);
+  json.field_or_auto("top_k", s.top_k);
   json.field("load_balance_coeff", s.load_balance_coeff);
-  json.field("routed_scaling_factor", s.routed_scaling_factor);
+  json.field_or_auto("routed_scaling_factor", s.routed_scaling_factor);
 }
 
 }  // namespace
 
 void describe(JsonFields& json, PipelineSection& s) {
-  json.field("stages", s.stages, above(0));
+  json.field_or_auto("stages", s.stages, above(0));
   json.field("partition", s.partition);
   json.field("seed_layers", s.seed_layers);
   json.field("activation_checkpoint_interval", s.activation_checkpoint_interval, at_least(0));

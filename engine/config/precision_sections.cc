@@ -73,7 +73,7 @@ void describe(JsonFields& json, DataTypesSection& s) {
   json.enumerator("grad_accum_dtype", s.grad_accum_dtype, dtype_names());
   json.enumerator("param_dtype", s.param_dtype, dtype_names());
   json.enumerator("buffer_dtype", s.buffer_dtype, dtype_names());
-  json.field("keep_in_fp32_modules", s.keep_in_fp32_modules);
+  json.field_or_auto("keep_in_fp32_modules", s.keep_in_fp32_modules);
 }
 
 }  // namespace ds::config

@@ -37,8 +37,8 @@ void describe(JsonFields& json, OffloadOptimizerSection& s) {
 void describe(JsonFields& json, ZenFlowSection& s) {
   json.field("topk_ratio", s.topk_ratio, inside(0, 1));
   json.choice("select_strategy", s.select_strategy, {"auto", "step", "epoch"});
-  json.field("select_interval", s.select_interval, at_least(1));
-  json.field("update_interval", s.update_interval, at_least(1));
+  json.field_or_auto("select_interval", s.select_interval, at_least(1));
+  json.field_or_auto("update_interval", s.update_interval, at_least(1));
   json.field("overlap_step", s.overlap_step);
   json.field("offload", s.offload);
   json.field("auto_ratio", s.auto_ratio, between(0, 1));

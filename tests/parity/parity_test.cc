@@ -45,10 +45,10 @@ TEST_P(ParityTest, Float32AgreesWithTorch) {
 
 INSTANTIATE_TEST_SUITE_P(Grid, ParityTest,
                          testing::Combine(testing::Values(0, 1, 2), testing::Values(1, 2), testing::Values(1, 2, 3, 4)),
-                         [](const auto& info) {
-                           return "Stage" + std::to_string(std::get<0>(info.param)) + "Gas" +
-                                  std::to_string(std::get<1>(info.param)) + "Ranks" +
-                                  std::to_string(std::get<2>(info.param));
+                         [](const auto& variant) {
+                           return "Stage" + std::to_string(std::get<0>(variant.param)) + "Gas" +
+                                  std::to_string(std::get<1>(variant.param)) + "Ranks" +
+                                  std::to_string(std::get<2>(variant.param));
                          });
 
 TEST(Parity, TheFixtureJobOfSixteenSequences) {
