@@ -39,15 +39,32 @@ bool wrong_type_of_batch_size(const JsonProblems& problems) {
 }
 
 // A key of a section written at the top level: says where it belongs.
-void report_misplaced(const DsConfig& config, JsonProblems& problems) {
+void report_misplaced(const DsConfig& config, const JsonReading& reading, JsonFields& json) {
   static const std::vector<std::string> known = known_keys();
+  const auto is_known = [](const std::string& path) { return std::binary_search(known.begin(), known.end(), path); };
   for (const auto& entry : config.text.items()) {
     const std::string& key = entry.key();
-    for (const char* section : {"zero_optimization", "optimizer", "fp16", "bf16"}) {
-      const bool nested = std::binary_search(known.begin(), known.end(), cat(section, ".", key));
-      const bool own = std::binary_search(known.begin(), known.end(), key);
-      if (nested && !own) problems.warning("/" + key, cat("has no effect here; it belongs into \"", section, "\""));
+    if (is_known(key) || std::find(json.known().begin(), json.known().end(), key) != json.known().end()) continue;
+    for (const char* section : {"zero_optimization", "fp16", "bf16", "optimizer.params", "scheduler.params"}) {
+      if (!is_known(cat(section, ".", key))) continue;
+      const std::string message = cat("has no effect here; it belongs into \"", section, "\"");
+      reading.strict ? json.error(key, message) : json.warning(key, message);
+      json.ignore(key);
+      break;
     }
+  }
+}
+
+// An "auto" batch size that nobody gave follows from the other two.
+void tell_derived_batch_sizes(DsConfig& config) {
+  for (ResolvedAuto& entry : config.resolved_auto) {
+    const int64_t* size = entry.path == "train_batch_size"                 ? &config.train_batch_size
+                          : entry.path == "train_micro_batch_size_per_gpu" ? &config.train_micro_batch_size_per_gpu
+                          : entry.path == "gradient_accumulation_steps"    ? &config.gradient_accumulation_steps
+                                                                           : nullptr;
+    if (size == nullptr || !entry.value.is_null()) continue;
+    entry.value = *size;
+    entry.source = "the other batch sizes";
   }
 }
 
@@ -61,13 +78,14 @@ void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions&
                     left_auto("train_micro_batch_size_per_gpu", given.micro.has_value());
   const bool readable = !wrong_type_of_batch_size(reading.problems);
   describe_top_level(json, config);
+  report_misplaced(config, reading, json);
   json.finish(UnknownKeys::kWarn);
-  report_misplaced(config, reading.problems);
   if (readable && !(config.elasticity.enabled && !given.train && !given.micro)) {
     const BatchSizes sizes = resolve_batch_sizes(given, options.dp_world_size, reading.problems);
     config.train_batch_size = sizes.train;
     config.train_micro_batch_size_per_gpu = sizes.micro;
     config.gradient_accumulation_steps = sizes.accumulation;
+    tell_derived_batch_sizes(config);
   }
   config.wall_clock_breakdown = config.wall_clock_breakdown || config.flops_profiler.enabled;
 }

@@ -129,6 +129,7 @@ const std::vector<std::string>& torch_types() {
 
 void describe_params(JsonFields& json, SchedulerSection& s) {
   std::visit([&json](auto& options) { parameters(json, options); }, *s.options);
+  json.field("last_batch_iteration", s.last_batch_iteration, at_least(-1));
   json.list_known_keys();
 }
 
@@ -146,7 +147,8 @@ void choose_type(JsonFields& json, SchedulerSection& s, const std::string& type)
   }
 }
 
-// Parameters that have no default: whether the file or the program gives them. `written`: the file's object; `values`: every parameter as resolved.
+// Parameters that have no default: whether the file or the program gives them. `written`: the file's object; `values`:
+// every parameter as resolved.
 void check_required(JsonFields& json, const std::string& type, const nlohmann::ordered_json& written,
                     const nlohmann::ordered_json& values) {
   for (const char* key : find_type(type)->required) {
