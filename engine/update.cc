@@ -53,7 +53,8 @@ double Engine::Impl::global_norm() {
     communicator->all_reduce(total, comm::ReduceOp::kSum, "gradient norm").wait();
     squares = total.item<double>();
   }
-  return std::sqrt(squares);
+  // Sums over other buckets or slices differ in the last bits of a double; none of them reaches the update.
+  return static_cast<float>(std::sqrt(squares));
 }
 
 // " (first in parameter h.0.mlp.fc.weight)", as far as this rank's slices tell.

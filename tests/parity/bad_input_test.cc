@@ -62,7 +62,7 @@ TEST(BadInput, AFeatureThatDoesNotRunYetIsRefusedByName) {
 
 TEST(BadInput, MissingFiles) {
   const GptResult data =
-      expect_failure({.config = reference_config(0, 1, 1), .steps = 1, .arguments = {"--data", "/no/such/corpus"}});
+      expect_failure({.config = reference_config(0, 1, 1), .steps = 1, .data = "/no/such/corpus"});
   EXPECT_THAT(data.output, HasSubstr("/no/such/corpus"));
   const GptResult weights = expect_failure(
       {.config = reference_config(0, 1, 1), .steps = 1, .arguments = {"--init", "/no/such.safetensors"}});

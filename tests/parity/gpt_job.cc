@@ -54,7 +54,7 @@ GptResult try_gpt(const GptJob& job) {
   std::ofstream(config) << job.config.dump(1);
   std::string command = "OMP_NUM_THREADS=1 " + quoted(DS_LAUNCH) + " --num_procs " + std::to_string(job.ranks) + " " +
                         quoted(DS_GPT) + " --deepspeed_config " + quoted(config.string()) + " --data " +
-                        quoted(source_path("tests/parity/data/kjv_1m.bin").string()) +
+                        quoted(job.data.empty() ? source_path("tests/parity/data/kjv_1m.bin").string() : job.data) +
                         " --order sequential --generate 0 --steps " + std::to_string(job.steps) + " --metrics " +
                         quoted(metrics.string());
   for (const std::string& argument : job.arguments) command += " " + quoted(argument);

@@ -12,7 +12,8 @@ struct GptJob {
   nlohmann::json config;
   int ranks = 1;
   int steps = 50;
-  std::vector<std::string> arguments;  // further ones of gpt
+  std::string data = {};                    // empty: the reference text
+  std::vector<std::string> arguments = {};  // further ones of gpt
 };
 
 struct GptResult {
