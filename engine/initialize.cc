@@ -70,7 +70,7 @@ Ranks join(const InitializeOptions& options, at::Device device, config::DsConfig
   require(!(options.mesh && options.communicator), "initialize: expected .mesh or .communicator, found both; the mesh ",
           "already holds the group of all ranks");
   if (options.mesh || options.communicator) {
-    const auto group = options.mesh ? options.mesh->group(comm::MeshAxis::kData) : options.communicator;
+    const auto group = options.mesh ? options.mesh->group({comm::MeshAxis::kData, comm::MeshAxis::kExpert}) : options.communicator;
     config = parse_config(options, group->size());
     return {group, group->rank(), options.mesh ? options.mesh->world()->size() : group->size()};
   }

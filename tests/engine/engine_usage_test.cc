@@ -1,0 +1,277 @@
+// Counters, accessors, and what the engine says to wrong use.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "core/check.h"
+#include "tests/engine/small_run.h"
+#include "tests/support/thread_ranks.h"
+
+namespace ds::engine {
+namespace {
+
+using nlohmann::ordered_json;
+using test::run_ranks;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+TEST(EngineUsage, CountersFollowTheMicroBatches) {
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(1, 3), communicator).engine;
+    for (int64_t micro = 0; micro < 7; ++micro) {
+      EXPECT_EQ(engine->is_gradient_accumulation_boundary(), micro % 3 == 2);
+      engine->backward(model->loss(sample(micro, communicator.rank())));
+      engine->step();
+      EXPECT_EQ(engine->was_step_applied(), micro % 3 == 2);
+    }
+    EXPECT_EQ(engine->micro_steps(), 7);
+    EXPECT_EQ(engine->global_steps(), 2);
+    EXPECT_EQ(engine->global_samples(), 2 * 4 * 3 * 2);
+    EXPECT_EQ(engine->train_batch_size(), 4 * 3 * 2);
+    EXPECT_EQ(engine->world_size(), 2);
+    EXPECT_EQ(engine->dp_world_size(), 2);
+    EXPECT_EQ(engine->global_rank(), communicator.rank());
+    EXPECT_EQ(engine->zero_optimization_stage(), 1);
+    EXPECT_EQ(engine->get_type(), "AdamW");
+    EXPECT_EQ(engine->device(), at::Device(at::kCPU));
+  });
+}
+
+TEST(EngineUsage, BackwardReturnsTheLossOfTheMicroBatchOverTheAccumulation) {
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(0, 4), communicator).engine;
+    const at::Tensor loss = model->loss(sample(0, 0));
+    const at::Tensor returned = engine->backward(loss, /*retain_graph=*/true);
+    EXPECT_FLOAT_EQ(returned.item<float>(), loss.item<float>() / 4);
+    EXPECT_FALSE(returned.requires_grad());
+    EXPECT_FLOAT_EQ(engine->backward(loss, false, /*scale_wrt_gas=*/false).item<float>(), loss.item<float>());
+  });
+}
+
+TEST(EngineUsage, ADeclaredBoundaryOverridesTheCount) {
+  const State expected = TorchRun{.world = 2, .accumulation = 2, .steps = 1}.train_adamw();
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(1, 2), communicator).engine;
+    engine->set_gradient_accumulation_boundary(false);
+    engine->backward(model->loss(sample(0, communicator.rank())));
+    engine->step();
+    engine->set_gradient_accumulation_boundary(true);
+    engine->backward(model->loss(sample(1, communicator.rank())));
+    engine->step();
+    EXPECT_EQ(engine->global_steps(), 1);
+    EXPECT_LT(largest_difference(copy_of(engine->fp32_state_dict()), expected), 2e-6);
+  });
+}
+
+TEST(EngineUsage, ZeroGradDropsTheRunningAccumulation) {
+  const State expected = TorchRun{.world = 2, .steps = 1}.train_adamw();
+  for (const int stage : {0, 1, 2}) {
+    run_ranks(2, [&](comm::Communicator& communicator) {
+      SmallNet model;
+      const auto engine = start(model.ptr(), small_config(stage, 1), communicator).engine;
+      engine->backward(model->loss(sample(5, communicator.rank())));
+      engine->zero_grad();
+      engine->backward(model->loss(sample(0, communicator.rank())));
+      engine->step();
+      EXPECT_LT(largest_difference(copy_of(engine->fp32_state_dict()), expected), 2e-6) << "stage " << stage;
+    });
+  }
+}
+
+TEST(EngineUsage, BatchSizesCanChangeBetweenSteps) {
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(0, 1), communicator).engine;
+    engine->set_train_batch_size(24);
+    EXPECT_EQ(engine->gradient_accumulation_steps(), 3);
+    EXPECT_THAT([&] { engine->set_train_batch_size(20); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("multiple of 8"), HasSubstr("found 20"))));
+    engine->set_train_micro_batch_size(2);
+    EXPECT_EQ(engine->train_batch_size(), 12);
+  });
+}
+
+TEST(EngineUsage, LoaderScheduleAndOptimizerComeByStructuredBinding) {
+  struct Numbers {
+    torch::data::Example<> get(size_t index) const {
+      return {torch::full({6}, static_cast<double>(index) * 0.01), torch::tensor({0})};
+    }
+    size_t size() const { return 32; }
+  };
+  ordered_json config = small_config(2, 1);
+  config["scheduler"] = {{"type", "WarmupLR"}, {"params", {{"warmup_max_lr", 0.1}, {"warmup_num_steps", 4}}}};
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    auto [engine, optimizer, loader, schedule] = initialize({.model = model.ptr(),
+                                                             .config = config,
+                                                             .training_data = Numbers{},
+                                                             .communicator = borrowed(communicator)});
+    ASSERT_NE(loader, nullptr);
+    EXPECT_EQ(loader->size(), 4);
+    std::vector<double> rates;
+    for (Batch& batch : *loader) {
+      EXPECT_EQ(batch.data.sizes(), at::IntArrayRef({4, 6}));
+      rates.push_back(engine->get_lr().front());
+      engine->backward(model->loss(batch.data));
+      engine->step();
+    }
+    EXPECT_EQ(rates.size(), 4u);
+    EXPECT_LT(rates[1], rates[3]);
+    EXPECT_EQ(schedule->last_batch_iteration(), 3);
+    EXPECT_EQ(optimizer->name(), "AdamW");
+  });
+}
+
+TEST(EngineUsage, AProgramsOwnScheduleScalesTheRate) {
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = initialize({.model = model.ptr(),
+                                    .config = small_config(0, 1),
+                                    .lr_scheduler = [](int64_t k) { return 1.0 / static_cast<double>(k + 1); },
+                                    .communicator = borrowed(communicator)})
+                            .engine;
+    for (int64_t k = 0; k < 3; ++k) {
+      EXPECT_DOUBLE_EQ(engine->get_lr().front(), 0.02 / static_cast<double>(k + 1));
+      engine->backward(model->loss(sample(k, 0)));
+      engine->step();
+    }
+  });
+}
+
+TEST(EngineUsage, MonitorsWriteOneEventAStep) {
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / cat("ds_engine_monitor_", ::getpid());
+  ordered_json config = small_config(0, 1);
+  config["csv_monitor"] = {{"enabled", true}, {"output_path", folder.string()}, {"job_name", "job"}};
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), config, communicator).engine;
+    train(*engine, model, 3);
+  });
+  std::ifstream file(folder / "job" / "Train_Samples_lr.csv");
+  int lines = 0;
+  for (std::string line; std::getline(file, line);) ++lines;
+  EXPECT_EQ(lines, 4);  // a header and three steps, by rank 0 alone
+  std::filesystem::remove_all(folder);
+}
+
+TEST(EngineUsage, AMeshTrainsAlongItsDataAxis) {
+  const State expected = TorchRun{.world = 2, .steps = 3}.train_adamw();
+  run_ranks(4, [&](comm::Communicator& communicator) {
+    const auto mesh = std::make_shared<comm::DeviceMesh>(
+        borrowed(communicator), comm::MeshLayout(comm::MeshSizes{.data = 2, .tensor = 2}));
+    SmallNet model;
+    const auto engine =
+        initialize({.model = model.ptr(), .config = small_config(2, 1), .mesh = mesh}).engine;
+    EXPECT_EQ(engine->dp_world_size(), 2);
+    EXPECT_LT(largest_difference(train(*engine, model, 3), expected), 2e-6);
+  });
+}
+
+TEST(EngineUsage, CallsOutOfOrderNameTheExpectedOne) {
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(0, 1), communicator).engine;
+    EXPECT_THAT([&] { engine->step(); }, ThrowsMessage<UsageError>(HasSubstr("step() was called before backward()")));
+    EXPECT_THAT([&] { engine->backward(torch::ones({3})); }, ThrowsMessage<UsageError>(HasSubstr("scalar loss")));
+    EXPECT_THAT([&] { engine->backward(torch::ones({})); }, ThrowsMessage<UsageError>(HasSubstr("no graph")));
+    const auto guard = engine->no_sync();
+    EXPECT_THAT([&] { const auto second = engine->no_sync(); }, ThrowsMessage<UsageError>(HasSubstr("no_sync")));
+    engine->backward(model->loss(sample(0, 0)));
+    EXPECT_THAT([&] { engine->step(); }, ThrowsMessage<UsageError>(HasSubstr("inside no_sync()")));
+  });
+}
+
+TEST(EngineUsage, UnusedParametersAreNamedWhenTheConfigForbidsThem) {
+  ordered_json config = small_config(2, 1);
+  config["zero_optimization"]["ignore_unused_parameters"] = false;
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), config, communicator).engine;
+    engine->backward(model->first(sample(0, 0)).pow(2).mean());
+    EXPECT_THAT([&] { engine->step(); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("last.weight"), HasSubstr("norm.bias"),
+                                                HasSubstr("ignore_unused_parameters"))));
+  });
+}
+
+TEST(EngineUsage, InitializeRefusesWhatItCannotRun) {
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto begin = [&](const ordered_json& config) { start(model.ptr(), config, communicator); };
+    EXPECT_THAT([&] { initialize({.config = small_config(0, 1), .communicator = borrowed(communicator)}); },
+                ThrowsMessage<UsageError>(HasSubstr("expected a model")));
+    EXPECT_THAT([&] { initialize({.model = model.ptr(), .communicator = borrowed(communicator)}); },
+                ThrowsMessage<ConfigError>(HasSubstr("expected a ds_config")));
+    ordered_json config = small_config(0, 1);
+    config.erase("optimizer");
+    EXPECT_THAT([&] { begin(config); }, ThrowsMessage<ConfigError>(HasSubstr("client optimizer")));
+    config = small_config(3, 1);
+    EXPECT_THAT([&] { begin(config); }, ThrowsMessage<ConfigError>(HasSubstr("zero_optimization.stage")));
+    config = small_config(0, 1);
+    config["gradient_clip_by_value"] = 1.0;
+    config["gradient_clipping"] = 1.0;
+    EXPECT_THAT([&] { begin(config); },
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr("gradient_clip_by_value"), HasSubstr("gradient_clipping"))));
+    const auto sgd = std::make_shared<torch::optim::SGD>(model->parameters(), 0.1);
+    EXPECT_THAT(
+        [&] {
+          initialize({.model = model.ptr(),
+                      .config = small_config(1, 1),
+                      .optimizer = sgd,
+                      .communicator = borrowed(communicator)});
+        },
+        ThrowsMessage<ConfigError>(HasSubstr("stage 0")));
+    EXPECT_THAT(
+        [&] {
+          initialize({.model = model.ptr(),
+                      .config = small_config(1, 1),
+                      .parameter_groups = {{.parameters = {"lastt.*"}}},
+                      .communicator = borrowed(communicator)});
+        },
+        ThrowsMessage<UsageError>(HasSubstr("\"lastt.*\" matches no trainable parameter")));
+    EXPECT_THAT([&] { initialize({.model = model.ptr(), .config = small_config(0, 1),
+                                  .communicator = borrowed(communicator), .device = "tpu"}); },
+                ThrowsMessage<ConfigError>(HasSubstr("tpu")));
+  });
+}
+
+TEST(EngineUsage, RanksThatDifferAreNamed) {
+  const auto failure_of = [](auto&& body) {
+    try {
+      run_ranks(2, body);
+    } catch (const test::RankFailure& failure) {
+      return std::string(failure.what());
+    }
+    return std::string("no failure");
+  };
+  EXPECT_THAT(failure_of([&](comm::Communicator& communicator) {
+                SmallNet model;
+                start(model.ptr(), small_config(communicator.rank(), 1), communicator);
+              }),
+              HasSubstr("the ds_config of rank 1 differs"));
+  EXPECT_THAT(failure_of([&](comm::Communicator& communicator) {
+                torch::nn::Linear model(3 + communicator.rank(), 2);
+                start(model.ptr(), small_config(0, 1), communicator);
+              }),
+              HasSubstr("the parameters (names, shapes, dtypes) of rank 1 differ"));
+}
+
+TEST(EngineUsage, AGradientMadeOutsideOfTheEngineIsRefused) {
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(1, 1), communicator).engine;
+    EXPECT_THAT([&] { model->loss(sample(0, 0)).backward(); },
+                ThrowsMessage<UsageError>(HasSubstr("engine->backward(loss)")));
+  });
+}
+
+}  // namespace
+}  // namespace ds::engine
