@@ -113,7 +113,7 @@ void warn_without_effect(const DsConfig& c, JsonProblems& problems) {
   };
   python_only(c.wandb.enabled, "/wandb");
   python_only(c.comet.enabled, "/comet");
-  python_only(c.given("compile"), "/compile");
+  python_only(c.compile.deepcompile, "/compile");
   python_only(c.hybrid_engine.enabled, "/hybrid_engine");
   python_only(c.nebula.enabled, "/nebula");
   python_only(c.disable_python_gc, "/disable_python_gc");

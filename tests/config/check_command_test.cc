@@ -1,0 +1,94 @@
+// ds-tool check.
+#include "engine/tool/check_command.h"
+
+#include <gmock/gmock.h>
+
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "tests/config/scratch_file.h"
+
+namespace ds::tool {
+namespace {
+
+using config::ScratchFile;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+struct Outcome {
+  int code;
+  std::string out, err;
+};
+
+Outcome run(const CheckOptions& options) {
+  std::ostringstream out;
+  std::ostringstream err;
+  const int code = check(options, out, err);
+  return {code, out.str(), err.str()};
+}
+
+constexpr const char* kGood = R"({
+  "train_batch_size": 8, "my_notes": "x",
+  "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+  "zero_optimization": {"stage": 2}
+})";
+
+TEST(CheckCommand, PrintsValuesChoicesWarningsPlanAndBytes) {
+  const ScratchFile file(kGood);
+  const Outcome outcome = run({.config = file.path(), .world_size = 2, .parameters = 1000});
+  EXPECT_EQ(outcome.code, 0);
+  EXPECT_EQ(outcome.err, "");
+  EXPECT_THAT(outcome.out,
+              AllOf(HasSubstr("fine for 2 ranks"), HasSubstr("train_micro_batch_size_per_gpu  4 (derived)"),
+                    HasSubstr("optimizer.params.lr  0.001 from default"), HasSubstr("my_notes (line 2): unknown key"),
+                    HasSubstr("reduce-scatter in every micro-batch"), HasSubstr("optimizer states"),
+                    HasSubstr("sent in a step")));
+}
+
+TEST(CheckCommand, PrintsOneJsonObject) {
+  const ScratchFile file(kGood);
+  const Outcome outcome = run({.config = file.path(), .world_size = 2, .parameters = 1'000'000, .json = true});
+  ASSERT_EQ(outcome.code, 0);
+  const nlohmann::json report = nlohmann::json::parse(outcome.out);
+  EXPECT_EQ(report["ok"], true);
+  EXPECT_EQ(report["world_size"], 2);
+  EXPECT_EQ(report["config"]["train_micro_batch_size_per_gpu"], 4);
+  EXPECT_EQ(report["config"]["zero_optimization"]["reduce_bucket_size"], 500'000'000);
+  EXPECT_EQ(report["auto"][0]["path"], "optimizer.params.lr");
+  EXPECT_EQ(report["warnings"].size(), 1U);
+  EXPECT_FALSE(report["plan"].empty());
+  // Adam in float32 on two ranks: half of 8 bytes an element.
+  EXPECT_NEAR(report["bytes_per_rank"]["optimizer"].get<double>(), 4e6, 1e4);
+  EXPECT_NEAR(report["bytes_per_rank"]["sent_per_step"].get<double>(), 4e6, 1e4);
+}
+
+TEST(CheckCommand, AllMistakesGoToTheErrorStream) {
+  const ScratchFile file("{\n\"train_batch_size\": 3,\n\"fp16\": {\"enabled\": 7},\n\"gradient_clipp1ng\": 1\n}");
+  const Outcome outcome = run({.config = file.path(), .world_size = 2});
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_EQ(outcome.out, "");
+  EXPECT_THAT(outcome.err, AllOf(HasSubstr("3 mistakes"), HasSubstr("train_batch_size (line 2)"),
+                                 HasSubstr("fp16.enabled (line 3)"), HasSubstr("did you mean gradient_clipping?")));
+}
+
+TEST(CheckCommand, RefusesWhatThisVersionLacks) {
+  const ScratchFile file(R"({"train_batch_size": 2, "zero_optimization": {"stage": 3}})");
+  const Outcome outcome = run({.config = file.path(), .world_size = 2, .json = true});
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, HasSubstr("zero_optimization.stage"));
+  EXPECT_EQ(nlohmann::json::parse(outcome.out)["ok"], false);
+}
+
+TEST(CheckCommand, StrictRefusesUnknownKeys) {
+  const ScratchFile file(kGood);
+  EXPECT_EQ(run({.config = file.path(), .world_size = 2, .strict = true}).code, 2);
+}
+
+TEST(CheckCommand, AMissingFileIsNamed) {
+  const Outcome outcome = run({.config = "no/such/file.json"});
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, HasSubstr("no/such/file.json"));
+}
+
+}  // namespace
+}  // namespace ds::tool
