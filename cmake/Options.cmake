@@ -25,6 +25,9 @@ target_compile_options(ds_flags INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wno
 if(DS_WERROR)
   target_compile_options(ds_flags INTERFACE -Werror)
 endif()
+# The LibTorch wheel is built with NDEBUG, and classes of its headers have other members without it
+# (at::RecordFunction): every build type must agree. Our own invariants are checked by ds::ensure, not assert.
+target_compile_definitions(ds_flags INTERFACE $<$<NOT:$<CONFIG:Release,MinSizeRel>>:NDEBUG>)
 if(DS_SANITIZE)
   # GCC cannot see initialisation through instrumented code (its manual says so of -Wmaybe-uninitialized).
   target_compile_options(ds_flags INTERFACE -Wno-maybe-uninitialized)
