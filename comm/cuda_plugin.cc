@@ -17,10 +17,12 @@ std::string folder_of_this_library() {
   return std::filesystem::path(info.dli_fname).parent_path().string();
 }
 
-const CudaPlugin* load() {
+}  // namespace
+
+const CudaPlugin& open_cuda_plugin(const std::vector<std::string>& paths) {
   std::string reasons;
   void* library = nullptr;
-  for (const std::string& path : {folder_of_this_library() + "/" + kLibrary, std::string(kLibrary)}) {
+  for (const std::string& path : paths) {
     library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library != nullptr) break;
     reasons += cat(reasons.empty() ? "" : "; ", ::dlerror());
@@ -28,21 +30,19 @@ const CudaPlugin* load() {
   require<ConfigError>(
       library != nullptr, "device cuda needs ", kLibrary, ", which cannot be loaded (", reasons,
       "). Build it on a machine with a CUDA toolkit: cmake --preset cuda && cmake --build --preset cuda, ",
-      "with a LibTorch that holds libtorch_cuda.so; or run on the CPU");
+      "with a LibTorch that holds libtorch_cuda.so and the NVIDIA libraries it names; or run on the CPU");
   using Entry = const CudaPlugin* (*)();
   const auto entry = reinterpret_cast<Entry>(::dlsym(library, CudaPlugin::kSymbol));
   const CudaPlugin* plugin = entry == nullptr ? nullptr : entry();
   require<ConfigError>(plugin != nullptr && plugin->version == CudaPlugin::kVersion, kLibrary, ": expected version ",
                        CudaPlugin::kVersion, ", found ", plugin == nullptr ? 0 : plugin->version,
                        ". Build both libraries from one source tree");
-  return plugin;
+  return *plugin;
 }
 
-}  // namespace
-
 const CudaPlugin& cuda_plugin() {
-  static const CudaPlugin* const kPlugin = load();
-  return *kPlugin;
+  static const CudaPlugin& plugin = open_cuda_plugin({cat(folder_of_this_library(), "/", kLibrary), kLibrary});
+  return plugin;
 }
 
 }  // namespace ds::comm

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "comm/communicator.h"
 
@@ -31,8 +32,11 @@ struct CudaPlugin {
   std::shared_ptr<Communicator> (*make_nccl_communicator)(const NcclGroup& group) = nullptr;
 };
 
-// Opens the library once: beside libdsengine, else where the system looks. Throws ConfigError that says how to build it
-// when it is not there, does not load (the loader's reason), or is of another version. Thread safe.
+// Opens the first library of `paths` that the loader takes. Throws ConfigError that says how to build it when none can
+// be loaded (with the loader's reason for each), or when it is of another version.
+const CudaPlugin& open_cuda_plugin(const std::vector<std::string>& paths);
+
+// Opens the library once: beside libdsengine, else where the system looks. Throws as open_cuda_plugin. Thread safe.
 const CudaPlugin& cuda_plugin();
 
 }  // namespace ds::comm
