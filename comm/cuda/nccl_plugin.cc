@@ -1,0 +1,66 @@
+// The entry of libdsengine_cuda: communicators on NCCL, as c10d::ProcessGroupNCCL runs it.
+#include <c10/cuda/CUDAFunctions.h>
+#include <torch/csrc/cuda/nccl.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+#include "comm/c10d_communicator.h"
+#include "comm/cuda_plugin.h"
+#include "core/check.h"
+
+namespace ds::comm {
+namespace {
+
+// c10d's classes hold structures of nccl.h by value: they must be those that libtorch_cuda was built with.
+void check_nccl_version() {
+  const uint64_t code = torch::cuda::nccl::version();
+  const auto major = static_cast<int>(code >> 32);
+  const auto minor = static_cast<int>(code >> 16 & 0xffff);
+  require<ConfigError>(major == NCCL_MAJOR && minor == NCCL_MINOR, "libdsengine_cuda was built with NCCL ", NCCL_MAJOR,
+                       ".", NCCL_MINOR, ", found NCCL ", major, ".", minor,
+                       " at run time. Build it with the nccl.h of the LibTorch in use");
+}
+
+void check_device(const NcclGroup& group) {
+  const int devices = c10::cuda::device_count();
+  require<ConfigError>(
+      devices > 0, "nccl: rank ", group.rank, " needs ", group.device.str(),
+      ", but no usable GPU was found. Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES, or run on the CPU");
+  require<ConfigError>(group.device.is_cuda() && group.device.has_index() && group.device.index() < devices,
+                       "nccl: rank ", group.rank, " expects a device cuda:0 to cuda:", devices - 1, ", found ",
+                       group.device.str(), ". Start at most one rank per GPU on each host");
+}
+
+c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                               const NcclGroup& world) {
+  auto options = c10d::ProcessGroupNCCL::Options::create();
+  options->timeout = world.timeout;
+  options->group_name = world.name;
+  try {
+    return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, options);
+  } catch (const std::exception& error) {
+    throw CommError(cat("nccl: rank ", rank, " of ", size, " (rank ", world.rank, " of the job, ", world.device.str(),
+                        ") could not be set up: ", error.what()));
+  }
+}
+
+std::shared_ptr<Communicator> make_nccl_communicator(const NcclGroup& group) {
+  check_nccl_version();
+  check_device(group);
+  c10::cuda::set_device(group.device.index());
+  return make_c10d_communicator(
+      {.store = group.store,
+       .rank = group.rank,
+       .size = group.size,
+       .name = group.name,
+       .device = group.device,
+       .connect = [group](const auto& store, int rank, int size) { return connect_nccl(store, rank, size, group); },
+       .averages = true});
+}
+
+}  // namespace
+}  // namespace ds::comm
+
+extern "C" __attribute__((visibility("default"))) const ds::comm::CudaPlugin* dsengine_cuda_plugin() {
+  static constexpr ds::comm::CudaPlugin kPlugin{.make_nccl_communicator = ds::comm::make_nccl_communicator};
+  return &kPlugin;
+}
