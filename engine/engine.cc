@@ -12,6 +12,12 @@ Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Engine::~Engine() = default;
 
+at::Tensor Engine::prepared(const at::Tensor& input) const {
+  if (!input.defined()) return input;
+  const bool casts = impl_->plan.cast_inputs && input.is_floating_point();
+  return input.to(impl_->device, casts ? at::kHalf : input.scalar_type());
+}
+
 at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
   require(loss.defined() && loss.numel() == 1, "backward: expected a scalar loss, found ", describe(loss),
           "; reduce it first, for example with loss.mean()");

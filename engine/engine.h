@@ -17,6 +17,8 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "engine/config/ds_config.h"
@@ -32,6 +34,13 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // --- one training step -------------------------------------------------------------------------------------------
+  // Calls model->forward(inputs...), with floating-point tensors moved to the engine's device and, under
+  // fp16.auto_cast, cast to float16. Calling the model directly is as good where inputs are right already.
+  // `model`: a module holder or pointer, usually that of module().
+  template <class Model, class... Inputs>
+  decltype(auto) forward(Model& model, Inputs&&... inputs) {
+    return model->forward(prepared(std::forward<Inputs>(inputs))...);
+  }
   // Scales the scalar `loss` (by 1/gradient_accumulation_steps unless scale_wrt_gas is false, and by the loss scale),
   // runs autograd, and reduces gradients as they become ready. Returns the loss divided by gradient_accumulation_steps,
   // without loss scale, detached. Several calls before a step() add up. Throws UsageError for a loss that is not a
@@ -115,6 +124,12 @@ class Engine {
   Impl& impl() { return *impl_; }
 
  private:
+  template <class Input>
+  Input&& prepared(Input&& input) requires(!std::is_convertible_v<Input, at::Tensor>) {
+    return std::forward<Input>(input);
+  }
+  at::Tensor prepared(const at::Tensor& input) const;
+
   std::unique_ptr<Impl> impl_;
 };
 

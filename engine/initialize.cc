@@ -86,6 +86,7 @@ void say_what_runs(const config::DsConfig& config, const Plan& plan) {
   for (const config::ResolvedAuto& choice : config.resolved_auto) {
     log::info("auto: ", choice.path, " = ", choice.value.dump(), " (", choice.source, ")");
   }
+  if (config.dump_state) log::info("config:\n", config::to_json(config).dump(2));
   log::info("plan:\n", to_table(plan));
 }
 

@@ -2,6 +2,7 @@
 
 #include "core/log.h"
 #include "engine/engine.h"
+#include "profiling/process_memory.h"
 
 namespace ds::engine {
 namespace {
@@ -19,6 +20,7 @@ std::string list_of(const std::vector<double>& values) {
 Reporter::Reporter(const config::DsConfig& config, int rank)
     : is_first_rank_(rank == 0),
       breakdown_(config.wall_clock_breakdown),
+      memory_(config.memory_breakdown),
       steps_per_print_(config.steps_per_print.value_or(0)),
       forward_begin_(profiling::monotonic_seconds()),
       last_step_end_(forward_begin_) {
@@ -46,6 +48,8 @@ void Reporter::backward_ends() {
 
 void Reporter::step_begins() { step_begin_ = profiling::monotonic_seconds(); }
 
+void Reporter::reductions_end() { timers_.add(Phase::kBackwardReduce, profiling::monotonic_seconds() - step_begin_); }
+
 void Reporter::step_ends(const Engine& engine) {
   const double now = profiling::monotonic_seconds();
   timers_.add(Phase::kStep, now - step_begin_);
@@ -54,6 +58,7 @@ void Reporter::step_ends(const Engine& engine) {
   if (!is_first_rank_) return;
   if (!monitors_.empty()) write_events(engine);
   if (steps_per_print_ > 0 && engine.global_steps() % steps_per_print_ == 0) print_step(engine);
+  if (memory_) print_memory(engine);
   const std::string micro = timers_.finish_micro_step();
   const std::string step = timers_.finish_step();
   if (breakdown_) {
@@ -67,6 +72,16 @@ void Reporter::print_step(const Engine& engine) const {
   for (const std::vector<double>& group : engine.get_mom()) momenta += cat(momenta == "[" ? "" : ", ", list_of(group));
   log::info("step=", engine.global_steps(), ", skipped=", engine.skipped_steps(), ", lr=", list_of(engine.get_lr()),
             ", mom=", momenta, "], ", throughput_.summary());
+}
+
+void Reporter::print_memory(const Engine& engine) const {
+  constexpr double kMebibyte = 1024.0 * 1024.0;
+  const auto mebibytes = [](int64_t bytes) { return fixed(static_cast<double>(bytes) / kMebibyte, 1); };
+  const Engine::ModelStateBytes state = engine.model_state_bytes();
+  log::info("memory (MiB) after step ", engine.global_steps(), ": resident ", mebibytes(profiling::resident_bytes()),
+            ", peak ", mebibytes(profiling::peak_resident_bytes()), "; model state ", mebibytes(state.total()),
+            " = parameters ", mebibytes(state.parameters), " + gradients ", mebibytes(state.gradients), " + master ",
+            mebibytes(state.master), " + optimizer ", mebibytes(state.optimizer));
 }
 
 void Reporter::write_events(const Engine& engine) {

@@ -1,4 +1,4 @@
-// What a run tells: the steps_per_print line, wall_clock_breakdown, monitors.
+// What a run tells: the steps_per_print line, wall_clock_breakdown, memory_breakdown, monitors.
 #pragma once
 
 #include <cstdint>
@@ -23,15 +23,19 @@ class Reporter {
   void backward_begins();
   void backward_ends();
   void step_begins();
+  // The part of the step spent waiting for reductions that backward did not hide.
+  void reductions_end();
   // After an optimizer step, applied or skipped.
   void step_ends(const Engine& engine);
 
  private:
   void print_step(const Engine& engine) const;
+  void print_memory(const Engine& engine) const;
   void write_events(const Engine& engine);
 
   const bool is_first_rank_;
   const bool breakdown_;
+  const bool memory_;
   const int64_t steps_per_print_;  // 0: never
   std::vector<std::unique_ptr<profiling::Monitor>> monitors_;
   profiling::StepTimers timers_;

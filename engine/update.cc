@@ -23,6 +23,7 @@ void Engine::Impl::update() {
   const at::NoGradGuard no_grad;
   if (plan.require_all_gradients) require_gradients();
   reducer->finish();
+  reporter->reductions_end();
   const double scale = loss_scaler ? loss_scaler->scale() : 1.0;
   const double norm = plan.compute_grad_norm ? global_norm() / scale : 0.0;
   const bool overflow = !std::isfinite(norm);

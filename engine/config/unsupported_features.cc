@@ -101,8 +101,6 @@ void collect_compression(const CompressionTrainingSection& s, Collector& out) {
 }
 
 void collect_features(const DsConfig& c, Collector& out) {
-  out.later(c.memory_breakdown, "memory_breakdown", "use false; `ds-tool check --parameters N` predicts memory");
-  out.later(c.dump_state, "dump_state", "use false; `ds-tool check --json` prints every value");
   out.later(c.flops_profiler.enabled, "flops_profiler", "turn it off");
   out.later(c.comms_logger.enabled, "comms_logger", "turn it off");
   out.later(c.data_efficiency.enabled, "data_efficiency", "turn it off");

@@ -40,8 +40,6 @@ const Refused kRefused[] = {
     {"{activation_checkpointing: {partition_activations: true}}", "activation_checkpointing.partition_activations"},
     {"{compression_training: {sparse_pruning: {shared_parameters: {enabled: true}}}}",
      "compression_training.sparse_pruning"},
-    {"{memory_breakdown: true}", "memory_breakdown"},
-    {"{dump_state: true}", "dump_state"},
     {"{flops_profiler: {enabled: true}}", "flops_profiler"},
     {"{comms_logger: {enabled: true}}", "comms_logger"},
     {"{data_efficiency: {enabled: true}}", "data_efficiency"},

@@ -162,6 +162,24 @@ TEST(EngineUsage, MonitorsWriteOneEventAStep) {
   std::filesystem::remove_all(folder);
 }
 
+TEST(EngineUsage, ABreakdownAndADumpAreLoggedByRankZeroAlone) {
+  ordered_json config = small_config(1, 1);
+  config["memory_breakdown"] = true;
+  config["wall_clock_breakdown"] = true;
+  config["dump_state"] = true;
+  ::testing::internal::CaptureStderr();
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    train(*start(model.ptr(), config, communicator).engine, model, 1);
+  });
+  const std::string text = ::testing::internal::GetCapturedStderr();
+  EXPECT_THAT(text, HasSubstr("\"reduce_bucket_size\": 500000000"));
+  EXPECT_THAT(text, HasSubstr("fwd"));
+  const size_t first = text.find("memory (MiB) after step 1");
+  ASSERT_NE(first, std::string::npos) << text;
+  EXPECT_EQ(text.find("memory (MiB) after step 1", first + 1), std::string::npos);
+}
+
 TEST(EngineUsage, AMeshTrainsAlongItsDataAxis) {
   const State expected = TorchRun{.world = 2, .steps = 3}.train_adamw();
   run_ranks(4, [&](comm::Communicator& communicator) {

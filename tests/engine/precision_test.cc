@@ -112,6 +112,27 @@ TEST(Fp16, AGradientThatOverflowsAtTheSmallestScaleEndsTheRun) {
   });
 }
 
+TEST(Fp16, ForwardCastsInputsOnlyWhenAsked) {
+  for (const bool cast : {false, true}) {
+    ordered_json config = fp16_config(0);
+    config["fp16"]["auto_cast"] = cast;
+    run_ranks(1, [&](comm::Communicator& communicator) {
+      // Anything with forward(), here one that tells what it was given.
+      struct Seen : torch::nn::Module {
+        Seen() { weight = register_parameter("weight", torch::ones({2})); }
+        std::string forward(const at::Tensor& x, const at::Tensor& tokens, int64_t plain) const {
+          return cat(x.scalar_type(), ' ', tokens.scalar_type(), ' ', plain);
+        }
+        at::Tensor weight;
+      };
+      const auto model = std::make_shared<Seen>();
+      const auto engine = start(model, config, communicator).engine;
+      EXPECT_EQ(engine->forward(model, torch::ones({2}), torch::ones({2}, torch::kLong), int64_t{7}),
+                cast ? "Half Long 7" : "Float Long 7");
+    });
+  }
+}
+
 TEST(Bfloat16, StepsThatAreNotFiniteAreSkippedUnlessSwitchedOff) {
   for (const bool check : {true, false}) {
     ordered_json config = small_config(1, 1);
