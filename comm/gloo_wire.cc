@@ -2,6 +2,8 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include <cstring>
+
 #include "core/check.h"
 
 namespace ds::comm {
@@ -17,10 +19,29 @@ std::string first_line(const std::string& text) {
   return line;
 }
 
+// An entry of Note [The first loss].
+struct Loss {
+  int by = 0;
+  int lost = 0;
+};
+
+std::vector<uint8_t> bytes_of(const Loss& loss) {
+  std::vector<uint8_t> bytes(sizeof loss);
+  std::memcpy(bytes.data(), &loss, sizeof loss);
+  return bytes;
+}
+
+Loss loss_of(const std::vector<uint8_t>& bytes) {
+  Loss loss;
+  std::memcpy(&loss, bytes.data(), sizeof loss);
+  return loss;
+}
+
 }  // namespace
 
 GlooWire::GlooWire(const GlooGroup& group, c10::intrusive_ptr<c10d::Backend> backend)
-    : backend_(std::move(backend)),
+    : store_(group.store),
+      backend_(std::move(backend)),
       group_(group.name),
       peers_(group.peers),
       timeout_(group.options.timeout),
@@ -43,7 +64,8 @@ GlooWire::Message GlooWire::post(void* data, int64_t bytes, int peer, int tag, b
     return {sending ? backend_->send(view, peer, tag) : backend_->recv(view, peer, tag), peer, sending};
   } catch (const std::exception& error) {
     throw CommError(cat("group '", group_, "', rank ", rank_, ": no connection to ", describe_peer(peer), " (",
-                        first_line(error.what()), "). That rank has most likely ended: look at its log first."));
+                        first_line(error.what()), "). That rank has most likely ended: look at its log first.",
+                        report_loss(peer)));
   }
 }
 
@@ -59,7 +81,21 @@ void GlooWire::complete(const Message& message, const std::string& what) {
                         late
                             ? "Either that rank is stuck or slow, or it issued another operation (other order, size or "
                               "data type): compare what both ranks did last, or raise the communication time limit."
-                            : "That rank, or one it depends on, has most likely ended: look at its log first."));
+                            : "That rank, or one it depends on, has most likely ended: look at its log first.",
+                        report_loss(message.peer)));
+  }
+}
+
+std::string GlooWire::report_loss(int peer) {
+  try {
+    const std::vector<uint8_t> first = store_->compareSet(cat("first loss of ", group_), {}, bytes_of({rank_, peer}));
+    if (first.size() != sizeof(Loss)) return {};
+    const Loss loss = loss_of(first);
+    if (loss.lost == peer) return {};
+    if (loss.lost == rank_) return cat(" ", describe_peer(loss.by), " had given up on this rank before.");
+    return cat(" The first to go was ", describe_peer(loss.lost), ", as ", describe_peer(loss.by), " saw it.");
+  } catch (const std::exception&) {
+    return {};  // the store went with the rank that held it; the message tells what this rank has seen
   }
 }
 

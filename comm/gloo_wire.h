@@ -3,6 +3,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
 #include <cstdint>
@@ -16,6 +17,10 @@ namespace ds::comm {
 
 // Posts and completes messages. Messages of one (sender, receiver, tag) keep their order; a message must be received
 // with the length it was sent with. Thread safe: the worker of a communicator and its owner both post.
+//
+// Note [The first loss]: a rank that fails closes its connections, so that the others fail too, and those may see it go
+// before they see the rank that really died. So whoever loses a peer writes it into the group's store before it closes
+// anything; the first entry is the cause, and every message repeats it.
 //
 // gloo is a rendezvous protocol: bytes travel only once the receiver has posted its buffer, straight into that buffer.
 class GlooWire {
@@ -39,7 +44,7 @@ class GlooWire {
   Message post_recv(void* data, int64_t bytes, int peer, int tag);
 
   // Returns when the message has left or arrived. Throws CommError naming `what` (an operation and its label), this
-  // rank, the peer and what to look at: when the peer closed its connection or the time limit passed.
+  // rank, the peer, the first loss and what to look at: when the peer closed its connection or the time limit passed.
   void complete(const Message& message, const std::string& what);
 
   // After a failure: lets go of the connections, so that ranks that wait for this one learn of it, and makes every
@@ -49,8 +54,11 @@ class GlooWire {
  private:
   Message post(void* data, int64_t bytes, int peer, int tag, bool sending);
   std::string describe_peer(int peer) const;
+  // See Note [The first loss]. Empty when it is this very loss, or the store does not answer.
+  std::string report_loss(int peer);
 
   std::mutex mutex_;
+  c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::string group_;
   std::vector<std::string> peers_;
