@@ -95,7 +95,7 @@ std::string GlooWire::report_loss(int peer) {
     if (loss.lost == rank_) return cat(" ", describe_peer(loss.by), " had given up on this rank before.");
     return cat(" The first to go was ", describe_peer(loss.lost), ", as ", describe_peer(loss.by), " saw it.");
   } catch (const std::exception&) {
-    return {};  // the store went with the rank that held it; the message tells what this rank has seen
+    return " The store of the rendezvous does not answer either: over env:// and tcp:// it is rank 0 that holds it.";
   }
 }
 

@@ -54,7 +54,7 @@ class GlooWire {
  private:
   Message post(void* data, int64_t bytes, int peer, int tag, bool sending);
   std::string describe_peer(int peer) const;
-  // See Note [The first loss]. Empty when it is this very loss, or the store does not answer.
+  // See Note [The first loss]. Empty when it is this very loss.
   std::string report_loss(int peer);
 
   std::mutex mutex_;

@@ -6,6 +6,7 @@
 
 #include "comm/factory.h"
 #include "core/check.h"
+#include "tests/comm/launcher_environment.h"
 #include "tests/comm/reduction_reference.h"
 #include "tests/support/process_ranks.h"
 
@@ -51,6 +52,24 @@ DS_PROCESS_TEST(GlooKill, SurvivorsNameTheDeadRank, .world_size = 3, .killed = {
   }
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
   EXPECT_THROW(communicator->barrier(), CommError);
+}
+
+// Over TCP rank 0 holds the store: it is named when it dies with it, also where another rank was waited for.
+DS_PROCESS_TEST(GlooKill, RankZeroIsNamedWithTheStoreItHeld, .world_size = 3, .killed = {0}) {
+  set_launcher_environment(ranks.meet());
+  const auto communicator = comm::make_communicator(comm::rendezvous({.timeout = std::chrono::seconds(30)}),
+                                                    c10::Device(c10::kCPU), Backend::kGloo);
+  at::Tensor tensor = torch::ones({4000000});
+  communicator->all_reduce(tensor).wait();
+  const auto start = std::chrono::steady_clock::now();
+  if (ranks.rank() == 0) ProcessRank::kill_self();
+  try {
+    for (int i = 0; i < 3; ++i) communicator->all_reduce(tensor).wait();
+    ADD_FAILURE() << "did not throw";
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("all_reduce"), HasSubstr("rank 0")));
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
 }
 
 // A rank that lives and does not take part: the time limit ends the wait.
