@@ -16,6 +16,7 @@ foreach(_ds_folder core comm optim zero profiling engine)
     DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/dsengine
     FILES_MATCHING
     PATTERN "*.h"
+    PATTERN "cuda" EXCLUDE
     PATTERN "gloo_shim" EXCLUDE
     PATTERN "engine_impl.h" EXCLUDE
     PATTERN "tool" EXCLUDE)

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "comm/cuda_plugin.h"
 #include "comm/factory.h"
 #include "comm/rendezvous.h"
 #include "core/check.h"
@@ -134,6 +135,7 @@ at::Device device_of(const std::string& name) {
   if (name.empty() || name == "cpu") return at::kCPU;
   require<ConfigError>(name.starts_with("cuda"), "initialize: .device: expected cpu, cuda or cuda:N, found \"", name,
                        "\"");
+  comm::cuda_plugin();  // loads LibTorch's CUDA half, without which there is no CUDA tensor
   return at::Device(name);
 }
 
