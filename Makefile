@@ -7,6 +7,8 @@ PRESET ?= release
 BUILD := build/$(PRESET)
 # ccache has to be told that a precompiled header may be reused.
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
+# A miss costs no second run of the preprocessor.
+export CCACHE_DEPEND := 1
 
 help:
 	@sed -n '1,5s/^# //p' Makefile

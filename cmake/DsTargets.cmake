@@ -1,6 +1,16 @@
 # ds_add_part(NAME [TORCH] SOURCES ... [DEPENDS ...])
 # One OBJECT library for a folder (or the torch-free half of one). Without TORCH its sources cannot see LibTorch's
 # headers, which is what keeps ds-launch and ds-tool free of it.
+#
+# Parts with TORCH share one precompiled header: of the 17 s that a source of engine/ would take, 16 are LibTorch's headers.
+function(ds_add_precompiled_torch)
+  add_library(ds_precompiled_torch OBJECT ${PROJECT_SOURCE_DIR}/cmake/precompiled/torch.cc)
+  set_target_properties(ds_precompiled_torch PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  target_include_directories(ds_precompiled_torch PRIVATE ${PROJECT_SOURCE_DIR})
+  target_link_libraries(ds_precompiled_torch PRIVATE ds_flags LibTorch::cpu nlohmann_json::nlohmann_json)
+  target_precompile_headers(ds_precompiled_torch PRIVATE ${PROJECT_SOURCE_DIR}/cmake/precompiled/torch.h)
+endfunction()
+
 function(ds_add_part name)
   cmake_parse_arguments(arg "TORCH" "" "SOURCES;DEPENDS" ${ARGN})
   add_library(ds_${name} OBJECT ${arg_SOURCES})
@@ -9,6 +19,7 @@ function(ds_add_part name)
   target_link_libraries(ds_${name} PUBLIC ds_flags)
   if(arg_TORCH)
     target_link_libraries(ds_${name} PUBLIC LibTorch::cpu)
+    target_precompile_headers(ds_${name} REUSE_FROM ds_precompiled_torch)
   endif()
   foreach(dep IN LISTS arg_DEPENDS)
     target_include_directories(ds_${name} PUBLIC $<TARGET_PROPERTY:${dep},INTERFACE_INCLUDE_DIRECTORIES>)
