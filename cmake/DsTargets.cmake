@@ -42,6 +42,7 @@ function(ds_add_test name)
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE ${arg_LIBRARIES})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_compile_options(${name} PRIVATE -O0)  # what is tested is optimised; tests need not be
   if(arg_TORCH)
     target_link_libraries(${name} PRIVATE dsengine ds_test_main_torch GTest::gmock)
     target_precompile_headers(${name} REUSE_FROM ds_test_main_torch)

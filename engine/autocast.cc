@@ -18,14 +18,15 @@ Autocast::~Autocast() {
   at::autocast::set_autocast_enabled(device_, enabled_before_);
 }
 
-Autocast::Pause::Pause(Autocast* autocast) : autocast_(autocast) {
-  if (autocast_ != nullptr) at::autocast::set_autocast_enabled(autocast_->device_, false);
+Autocast::Pause::Pause(c10::DeviceType device)
+    : device_(device), enabled_before_(at::autocast::is_autocast_enabled(device)) {
+  if (enabled_before_) at::autocast::set_autocast_enabled(device_, false);
 }
 
 Autocast::Pause::~Pause() {
-  if (autocast_ == nullptr) return;
+  if (!enabled_before_) return;
   at::autocast::clear_cache();
-  at::autocast::set_autocast_enabled(autocast_->device_, true);
+  at::autocast::set_autocast_enabled(device_, true);
 }
 
 }  // namespace ds::engine

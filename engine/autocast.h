@@ -18,17 +18,17 @@ class Autocast {
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;
 
-  // Off while the guard lives.
+  // Off while the guard lives, whoever turned it on.
   class Pause {
    public:
-    // Null: nothing to pause.
-    explicit Pause(Autocast* autocast);
+    explicit Pause(c10::DeviceType device);
     ~Pause();
     Pause(const Pause&) = delete;
     Pause& operator=(const Pause&) = delete;
 
    private:
-    Autocast* autocast_;
+    c10::DeviceType device_;
+    bool enabled_before_;
   };
 
  private:

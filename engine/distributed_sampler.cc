@@ -52,9 +52,7 @@ DistributedSampler::DistributedSampler(const SamplerOptions& options) : options_
   require(options.batch_size > 0, "sampler: expected a positive batch size, found ", options.batch_size);
   require(options.world_size > 0 && options.rank >= 0 && options.rank < options.world_size,
           "sampler: expected 0 <= rank < world_size, found rank ", options.rank, " of ", options.world_size);
-  require(!options.drop_last || options.dataset_size >= global_batch(), "sampler: drop_last with ",
-          options.dataset_size, " samples leaves no batch of ", options.batch_size, " x ", options.world_size,
-          " ranks; use a smaller batch or set dataloader_drop_last to false");
+  require_a_batch(options.batch_size);
   state_.seed = options.seed;
 }
 
@@ -94,7 +92,14 @@ void DistributedSampler::set_epoch(int64_t epoch) {
 
 void DistributedSampler::set_batch_size(int64_t batch_size) {
   require(batch_size > 0, "sampler: expected a positive batch size, found ", batch_size);
+  require_a_batch(batch_size);
   options_.batch_size = batch_size;
+}
+
+void DistributedSampler::require_a_batch(int64_t batch_size) const {
+  require(!options_.drop_last || options_.dataset_size >= batch_size * options_.world_size, "sampler: drop_last with ",
+          options_.dataset_size, " samples leaves no batch of ", batch_size, " x ", options_.world_size,
+          " ranks; use a smaller batch or set dataloader_drop_last to false");
 }
 
 void DistributedSampler::load_state(const SamplerState& state) {

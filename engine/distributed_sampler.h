@@ -75,6 +75,8 @@ class DistributedSampler {
   void load_state(const SamplerState& state);
 
  private:
+  // UsageError when drop_last would drop everything.
+  void require_a_batch(int64_t batch_size) const;
   int64_t batches_after(int64_t position) const;
   int64_t global_batch() const { return options_.batch_size * options_.world_size; }
 

@@ -26,15 +26,20 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
           describe(loss), " that does not require a gradient (computed under NoGradGuard, or all parameters frozen?)");
   Impl& self = *impl_;
   self.reporter->backward_begins();
-  const Autocast::Pause pause(self.autocast.get());
+  const Autocast::Pause pause(self.device.type());
   self.publisher->wait_all();
   const double accumulation = scale_wrt_gas ? static_cast<double>(self.config.gradient_accumulation_steps) : 1.0;
   const at::Tensor averaged = accumulation == 1.0 ? loss : loss / accumulation;
   const double scale = self.loss_scaler ? self.loss_scaler->scale() : 1.0;
   const at::Tensor scaled = scale == 1.0 ? averaged : averaged.to(at::kFloat) * scale;
-  self.reducer->begin_backward(self.synchronize, self.at_boundary());
-  scaled.backward({}, retain_graph);
-  self.reducer->end_backward();
+  self.reducer->begin_backward(self.synchronize, self.boundary_is_known() && self.at_boundary());
+  try {
+    scaled.backward({}, retain_graph);
+    self.reducer->end_backward();
+  } catch (...) {
+    self.reducer->abandon_backward();
+    throw;
+  }
   ++self.backwards_since_step;
   self.reporter->backward_ends();
   return averaged.detach();
@@ -47,18 +52,20 @@ void Engine::step() {
   require(self.synchronize, "step() was called inside no_sync(); end the no_sync scope first");
   const bool boundary = self.at_boundary();
   ++self.micro_steps;
+  ++self.micro_steps_since_update;
   self.backwards_since_step = 0;
   self.step_applied = false;
   if (!boundary) return;
   self.reporter->step_begins();
-  const Autocast::Pause pause(self.autocast.get());
-  self.update();
+  const Autocast::Pause pause(self.device.type());
+  self.micro_steps_since_update = 0;
   ++self.global_steps;
   self.global_samples += self.config.train_batch_size;
+  ++self.skipped_steps;
+  self.update();
   if (self.step_applied) {
+    --self.skipped_steps;
     if (self.schedule) self.schedule->step();
-  } else {
-    ++self.skipped_steps;
   }
   self.reporter->step_ends(*this);
 }
@@ -66,12 +73,15 @@ void Engine::step() {
 bool Engine::Impl::at_boundary() const {
   if (boundary_override) return *boundary_override;
   if (!config.managed_gradient_accumulation) return true;
-  return (micro_steps + 1) % config.gradient_accumulation_steps == 0;
+  return micro_steps_since_update + 1 >= config.gradient_accumulation_steps;
 }
+
+// False: only step() tells, so that a backward() cannot yet reduce for the boundary.
+bool Engine::Impl::boundary_is_known() const { return boundary_override || config.managed_gradient_accumulation; }
 
 bool Engine::is_gradient_accumulation_boundary() const { return impl_->at_boundary(); }
 
-void Engine::set_gradient_accumulation_boundary(bool is_boundary) { impl_->boundary_override = is_boundary; }
+void Engine::set_gradient_accumulation_boundary(std::optional<bool> is_boundary) { impl_->boundary_override = is_boundary; }
 
 Engine::NoSync Engine::no_sync() { return NoSync(*this); }
 
@@ -140,15 +150,18 @@ void Engine::set_train_batch_size(int64_t size) {
   const int64_t unit = train_micro_batch_size_per_gpu() * dp_world_size();
   require(size > 0 && size % unit == 0, "set_train_batch_size: expected a positive multiple of ", unit, " (",
           train_micro_batch_size_per_gpu(), " per rank x ", dp_world_size(), " ranks), found ", size);
+  require(impl_->micro_steps_since_update == 0 && impl_->backwards_since_step == 0,
+          "set_train_batch_size: called inside an accumulation, after ", impl_->micro_steps_since_update, " of ",
+          gradient_accumulation_steps(), " micro-batches; call it between optimizer steps");
   impl_->config.gradient_accumulation_steps = size / unit;
   impl_->config.train_batch_size = size;
 }
 
 void Engine::set_train_micro_batch_size(int64_t size) {
   require(size > 0, "set_train_micro_batch_size: expected a positive size, found ", size);
+  if (impl_->loader) impl_->loader->set_micro_batch_size(size);
   impl_->config.train_micro_batch_size_per_gpu = size;
   impl_->config.train_batch_size = size * gradient_accumulation_steps() * dp_world_size();
-  if (impl_->loader) impl_->loader->set_micro_batch_size(size);
 }
 
 int Engine::global_rank() const { return impl_->communicator->rank(); }
@@ -172,6 +185,12 @@ const Plan& Engine::plan() const { return impl_->plan; }
 const std::shared_ptr<torch::nn::Module>& Engine::module() const { return impl_->module; }
 
 comm::Communicator& Engine::communicator() const { return *impl_->communicator; }
+
+const std::shared_ptr<optim::ShardOptimizer>& Engine::optimizer() const { return impl_->optimizer; }
+
+const std::shared_ptr<LrScheduler>& Engine::lr_scheduler() const { return impl_->schedule; }
+
+const std::shared_ptr<DataLoader>& Engine::training_dataloader() const { return impl_->loader; }
 
 void Engine::synchronize_parameters() { impl_->publisher->wait_all(); }
 

@@ -44,15 +44,15 @@ class Engine {
   // Scales the scalar `loss` (by 1/gradient_accumulation_steps unless scale_wrt_gas is false, and by the loss scale),
   // runs autograd, and reduces gradients as they become ready. Returns the loss divided by gradient_accumulation_steps,
   // without loss scale, detached. Several calls before a step() add up. Throws UsageError for a loss that is not a
-  // scalar or has no graph.
+  // scalar or has no graph. After any exception out of autograd call zero_grad(), then go on.
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
   // Counts one micro-batch; at the gradient accumulation boundary finishes the reductions, clips, updates the
   // parameters, zeroes the gradients and advances the schedule. Throws UsageError when no backward() came before.
   void step();
   bool is_gradient_accumulation_boundary() const;
-  // Overrides the counted boundary until it is set again (with managed_gradient_accumulation: false every step() is
-  // one).
-  void set_gradient_accumulation_boundary(bool is_boundary);
+  // Overrides the counted boundary until it is set again; nullopt counts as before (with managed_gradient_accumulation:
+  // false every step() is one).
+  void set_gradient_accumulation_boundary(std::optional<bool> is_boundary);
 
   // While the returned guard lives, backward() adds to local gradients without any communication, in every stage.
   class NoSync;
@@ -66,7 +66,7 @@ class Engine {
   // --- what happened -----------------------------------------------------------------------------------------------
   // One value per parameter group.
   std::vector<double> get_lr() const;
-  // {beta1, beta2} or {momentum, 0} per parameter group.
+  // {beta1, beta2} or {momentum, 0} per parameter group; empty with a client optimizer.
   std::vector<std::vector<double>> get_mom() const;
   std::string get_type() const;  // the optimizer's name
   // L2 norm over the whole model before clipping, without loss scale; +inf after an overflow, nullopt before the first
@@ -85,7 +85,8 @@ class Engine {
   int64_t train_batch_size() const;
   int64_t train_micro_batch_size_per_gpu() const;
   int64_t gradient_accumulation_steps() const;
-  // Changes gradient_accumulation_steps; throws UsageError unless divisible by micro batch x data-parallel size.
+  // Changes gradient_accumulation_steps; throws UsageError unless divisible by micro batch x data-parallel size, and
+  // inside an accumulation.
   void set_train_batch_size(int64_t size);
   void set_train_micro_batch_size(int64_t size);
 
@@ -101,13 +102,18 @@ class Engine {
   const Plan& plan() const;
   const std::shared_ptr<torch::nn::Module>& module() const;
   comm::Communicator& communicator() const;  // over the data-parallel group
+  // What initialize returned beside the engine; null where it returned null.
+  const std::shared_ptr<optim::ShardOptimizer>& optimizer() const;
+  const std::shared_ptr<LrScheduler>& lr_scheduler() const;
+  const std::shared_ptr<DataLoader>& training_dataloader() const;
 
   // Waits for parameters still on their way after a step (a forward does it by itself, operator by operator). Needed
   // only before reading parameters' memory directly or from another thread.
   void synchronize_parameters();
   // Whole parameters and buffers by name, on the host, in the model's dtype. Collective.
   std::vector<std::pair<std::string, at::Tensor>> module_state_dict();
-  // Whole float32 master weights by name, on the host. Collective.
+  // Whole float32 weights by name, on the host: masters of what is trained (a tied weight once, under its first name),
+  // and frozen parameters. Collective.
   std::vector<std::pair<std::string, at::Tensor>> fp32_state_dict();
 
   // Bytes of parameters, gradients, master weights and optimizer states this rank holds now, by kind, counted from the
@@ -144,6 +150,7 @@ class Engine::NoSync {
   Engine& engine_;
 };
 
+// The engine outlives the others: they refer to its buckets and its group of ranks.
 struct Initialized {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<optim::ShardOptimizer> optimizer;  // null with a client optimizer

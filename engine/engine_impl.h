@@ -57,6 +57,7 @@ struct Engine::Impl {
   bool synchronize = true;  // false inside no_sync()
   int64_t backwards_since_step = 0;
   int64_t micro_steps = 0;
+  int64_t micro_steps_since_update = 0;
   int64_t global_steps = 0;
   int64_t global_samples = 0;
   int64_t skipped_steps = 0;
@@ -65,12 +66,13 @@ struct Engine::Impl {
   int64_t gradient_bytes = 0;  // peak of the last step
 
   bool at_boundary() const;
+  bool boundary_is_known() const;
   // One optimizer step; sets step_applied and gradient_norm.
   void update();
   double global_norm();  // with loss scale; also decides whether a step is skipped
   std::string name_non_finite();
   void apply(double gradient_scale);
-  void require_gradients() const;
+  void require_gradients();
 };
 
 }  // namespace ds::engine

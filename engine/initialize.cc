@@ -66,16 +66,31 @@ config::DsConfig parse_config(const InitializeOptions& options, int dp_world_siz
   return config::parse(options.config, {.dp_world_size = dp_world_size, .auto_values = options.auto_values});
 }
 
+// Until the parts that split a model are here, every rank has to hold the whole of it.
+void require_data_parallel(const comm::DeviceMesh& mesh) {
+  for (const auto axis : {comm::MeshAxis::kPipe, comm::MeshAxis::kSequence, comm::MeshAxis::kTensor}) {
+    require<ConfigError>(mesh.size(axis) == 1, "initialize: .mesh: axis ", comm::name_of(axis), ": expected 1, found ",
+                         mesh.size(axis), "; this version trains data parallel only");
+  }
+}
+
 // The program's mesh or group, or the ranks of the environment. Reads the config once the number of ranks is known.
-Ranks join(const InitializeOptions& options, at::Device device, config::DsConfig& config) {
+// Gives a "cuda" without number the one of this rank on its host.
+Ranks join(const InitializeOptions& options, at::Device& device, config::DsConfig& config) {
   require(!(options.mesh && options.communicator), "initialize: expected .mesh or .communicator, found both; the mesh ",
           "already holds the group of all ranks");
+  const auto choose_device = [&device](int local_rank) {
+    if (device.is_cuda() && !device.has_index()) device.set_index(static_cast<at::DeviceIndex>(local_rank));
+  };
   if (options.mesh || options.communicator) {
-    const auto group = options.mesh ? options.mesh->group({comm::MeshAxis::kData, comm::MeshAxis::kExpert}) : options.communicator;
+    choose_device(0);
+    if (options.mesh) require_data_parallel(*options.mesh);
+    const auto group = options.mesh ? options.mesh->world() : options.communicator;
     config = parse_config(options, group->size());
-    return {group, group->rank(), options.mesh ? options.mesh->world()->size() : group->size()};
+    return {group, group->rank(), group->size()};
   }
   const comm::Rendezvous meeting = comm::rendezvous({.init_method = options.init_method, .timeout = options.timeout});
+  choose_device(meeting.local_rank);
   log::set_rank(meeting.rank, meeting.world_size);
   config = parse_config(options, meeting.world_size);
   const auto backend = comm::parse_backend(config::name_of(config.communication_backend));
@@ -98,6 +113,9 @@ void require_compatible_client(const InitializeOptions& options, const Plan& pla
                        "zero_optimization.stage 0 without fp16 and bf16, found stage ", stage, " and ",
                        name_of(plan.model_dtype),
                        " parameters. Use the optimizer section of the config instead, or change these keys");
+  require<ConfigError>(plan.gradient_dtype == plan.model_dtype, "data_types.grad_accum_dtype: expected ",
+                       name_of(plan.model_dtype), ", the model's, with a client optimizer, found ",
+                       name_of(plan.gradient_dtype), "; remove the key");
   require<ConfigError>(options.parameter_groups.empty(),
                        "initialize: .parameter_groups belong to the optimizer of the config; a client optimizer has its ",
                        "own groups. Remove one of the two");
@@ -105,21 +123,24 @@ void require_compatible_client(const InitializeOptions& options, const Plan& pla
 
 std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, const config::DsConfig& config,
                                            const Engine::Impl& impl) {
+  if (!options.lr_scheduler && !config.scheduler.options) return nullptr;
+  std::vector<optim::GroupOptions> groups;
   if (impl.client_optimizer) {
-    if (!options.lr_scheduler) return nullptr;
-    std::vector<double> base;
-    for (const auto& group : impl.client_optimizer->param_groups()) base.push_back(group.options().get_lr());
-    return std::make_shared<LrScheduler>(impl.client_optimizer, LrScheduler::scaled_by(options.lr_scheduler, base));
+    for (const auto& group : impl.client_optimizer->param_groups()) groups.push_back({.lr = group.options().get_lr()});
+  } else {
+    groups = impl.optimizer->groups();
   }
+  LrScheduler::Rule rule;
   if (options.lr_scheduler) {
     std::vector<double> base;
-    for (const optim::GroupOptions& group : impl.optimizer->groups()) base.push_back(group.lr);
-    return std::make_shared<LrScheduler>(impl.optimizer, LrScheduler::scaled_by(options.lr_scheduler, base));
+    for (const optim::GroupOptions& group : groups) base.push_back(group.lr);
+    rule = LrScheduler::scaled_by(options.lr_scheduler, base);
+  } else {
+    const bool betas = impl.optimizer && impl.optimizer->uses_betas();
+    rule = LrScheduler::of(optim::make_lr_schedule(*config.scheduler.options, groups, betas));
   }
-  if (!config.scheduler.options) return nullptr;
-  return std::make_shared<LrScheduler>(
-      impl.optimizer, LrScheduler::of(optim::make_lr_schedule(*config.scheduler.options, impl.optimizer->groups(),
-                                                              impl.optimizer->uses_betas())));
+  if (impl.client_optimizer) return std::make_shared<LrScheduler>(impl.client_optimizer, std::move(rule));
+  return std::make_shared<LrScheduler>(impl.optimizer, std::move(rule));
 }
 
 optim::LossScalerOptions loss_scaler_options(const config::Fp16Section& fp16) {
@@ -146,6 +167,15 @@ void predict_exactly(Engine::Impl& impl, int64_t trainable) {
   for (const zero::Parameter& frozen : impl.frozen) question.frozen_parameters += frozen.tensor.numel();
   impl.plan.bytes = zero::predict_model_state(question);
   if (impl.optimizer) impl.plan.bytes->optimizer = impl.optimizer->state_bytes();
+}
+
+// All that must be the same on every rank beside the model.
+std::string settings_text(const InitializeOptions& options, const config::DsConfig& config,
+                          const OptimizerGroups& groups) {
+  std::string text = cat(config.text.dump(), options.optimizer ? " client optimizer" : "");
+  for (const int group : groups.group_of) text += cat(' ', group);
+  for (const optim::GroupOptions& group : groups.options) text += cat(" lr ", group.lr, " decay ", group.weight_decay);
+  return text;
 }
 
 // Buckets, gradient reduction and publication of parameters, in the order in which they refer to one another.
@@ -193,7 +223,8 @@ Initialized initialize(InitializeOptions options) {
   impl->local_rank = ranks.local_rank;
   const config::DsConfig& config = impl->config;
   if (config.log_level) log::set_level(*config.log_level);
-  impl->plan = make_plan(config, {.world_size = ranks.world_size, .dp = impl->communicator->size()});
+  impl->plan = make_plan(config, {.world_size = ranks.world_size, .dp = impl->communicator->size()},
+                         {.client_optimizer = options.optimizer != nullptr});
   require_compatible_client(options, impl->plan, config.zero_optimization.stage);
   require<ConfigError>(options.optimizer || config.optimizer.given(), "optimizer: expected this section in the ds_config ",
                        "or a client optimizer in initialize, found neither; add ",
@@ -203,10 +234,10 @@ Initialized initialize(InitializeOptions options) {
   if (!impl->device.is_cpu()) options.model->to(impl->device);
 
   const ModelParameters parameters = collect_parameters(*options.model);
-  require_same_on_all_ranks(parameters, config.text.dump(), *impl->communicator);
   OptimizerGroups groups;
   groups.group_of.assign(parameters.trainable.size(), 0);
   if (!options.optimizer) groups = plan_groups(config.optimizer, parameters, options.parameter_groups);
+  require_same_on_all_ranks(parameters, settings_text(options, config, groups), impl->device, *impl->communicator);
   lay_out_model(*impl, parameters, groups.group_of);
   if (options.optimizer) {
     impl->client_optimizer = options.optimizer;

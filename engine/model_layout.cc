@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <functional>
@@ -41,8 +42,12 @@ ModelParameters collect_parameters(const torch::nn::Module& module) {
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& tensor = item.value();
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
-    require(tensor.is_floating_point() && tensor.layout() == at::kStrided, "parameter ", item.key(),
-            ": expected a dense floating point tensor, found ", describe(tensor));
+    const auto dtype = tensor.scalar_type();
+    require((dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) && tensor.layout() == at::kStrided,
+            "parameter ", item.key(), ": expected a dense float32, bfloat16 or float16 tensor, found ",
+            describe(tensor), "; convert the model first, for example with model->to(torch::kFloat)");
+    require(torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr, "parameter ", item.key(),
+            ": belongs to another engine; destroy that one before the next initialize");
     if (tensor.requires_grad()) {
       result.trainable.push_back({item.key(), tensor});
       result.infos.push_back({item.key(), tensor.sizes().vec(), tensor.numel()});
@@ -77,23 +82,25 @@ std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
   return result;
 }
 
-void require_same_on_all_ranks(const ModelParameters& parameters, const std::string& config_text,
+void require_same_on_all_ranks(const ModelParameters& parameters, const std::string& settings, at::Device device,
                                comm::Communicator& communicator) {
   if (communicator.size() == 1) return;
   std::string text;
   for (const zero::Parameter& parameter : parameters.trainable) text += signature(parameter);
   text += "frozen\n";
   for (const zero::Parameter& parameter : parameters.frozen) text += signature(parameter);
-  const at::Tensor own = at::tensor({static_cast<int64_t>(hash_of(config_text)), static_cast<int64_t>(hash_of(text)),
+  const at::Tensor own = at::tensor({static_cast<int64_t>(hash_of(settings)), static_cast<int64_t>(hash_of(text)),
                                      static_cast<int64_t>(parameters.trainable.size())},
-                                    at::kLong);
-  at::Tensor all = at::empty({3 * communicator.size()}, at::kLong);
+                                    at::kLong)
+                             .to(device);
+  at::Tensor all = at::empty({3 * communicator.size()}, own.options());
   communicator.all_gather(all, own, "hash of config and parameters").wait();
+  all = all.to(at::kCPU);
   const auto* values = all.const_data_ptr<int64_t>();
   for (int rank = 1; rank < communicator.size(); ++rank) {
     require<CommError>(values[3 * rank] == values[0], "ranks disagree: the ds_config of rank ", rank,
-                       " differs from that of rank 0; start all ranks with the same file (this is rank ",
-                       communicator.rank(), ")");
+                       " differs from that of rank 0, or its parameter groups do; start all ranks with the same file ",
+                       "and options (this is rank ", communicator.rank(), ")");
     require<CommError>(values[3 * rank + 1] == values[1],
                        "ranks disagree: the parameters (names, shapes, dtypes) of rank ", rank,
                        " differ from those of rank 0: ", values[3 * rank + 2], " trainable against ", values[2],

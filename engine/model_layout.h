@@ -25,7 +25,8 @@ struct ModelParameters {
   std::vector<zero::Parameter> buffers;
 };
 
-// Throws UsageError for a module without parameters, or with parameters that are not floating point or not dense.
+// Throws UsageError for a module without parameters, with parameters of another dtype than float32, bfloat16 and float16
+// or that are not dense, and for one that another engine trains.
 ModelParameters collect_parameters(const torch::nn::Module& module);
 
 // The group of each trainable parameter: 0 = the config's values, i + 1 = groups[i]. A pattern is a dotted name, a
@@ -34,8 +35,9 @@ ModelParameters collect_parameters(const torch::nn::Module& module);
 std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
                                const std::vector<ParameterGroup>& groups);
 
-// Throws CommError naming the first rank whose parameters (names, shapes, dtypes) or config differ from rank 0's.
-void require_same_on_all_ranks(const ModelParameters& parameters, const std::string& config_text,
+// Throws CommError naming the first rank whose parameters (names, shapes, dtypes) or settings (the config and what else
+// must agree, as text) differ from rank 0's.
+void require_same_on_all_ranks(const ModelParameters& parameters, const std::string& settings, at::Device device,
                                comm::Communicator& communicator);
 
 struct BucketedModel {

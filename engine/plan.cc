@@ -131,12 +131,14 @@ void add_optimizer_rows(const DsConfig& config, Plan& plan) {
                             : plan.partition_optimizer ? cat(", each rank 1/", plan.topology.dp,
                                                              " of it, then all-gather of the parameters")
                                                        : ", whole on every rank";
-  if (config.optimizer.given()) {
+  if (!plan.optimizer.empty()) {
     const bool decoupled = config.optimizer.type == "Adam" && config.optimizer.decoupled_weight_decay();
     plan.rows.push_back({"optimizer", cat(plan.optimizer, " lr ", config.optimizer.values.lr, where),
                          cat("optimizer.type: ", config.optimizer.type, decoupled ? " (adam_w_mode: AdamW)" : "")});
   } else {
-    plan.rows.push_back({"optimizer", cat("the program's own", where), "no optimizer section"});
+    plan.rows.push_back({"optimizer", cat("the program's own", where),
+                         config.optimizer.given() ? "initialize: .optimizer, in place of the config's"
+                                                  : "no optimizer section"});
   }
   plan.rows.push_back({"lr schedule", plan.schedule.empty() ? "constant, or the program's own" : plan.schedule,
                        config.scheduler.given() ? cat("scheduler.type: ", config.scheduler.type)
@@ -207,20 +209,21 @@ zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, i
           .accumulation_steps = config.gradient_accumulation_steps};
 }
 
-Plan make_plan(const DsConfig& config, const Topology& topology, std::optional<int64_t> parameters) {
+Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts& facts) {
   config::require_supported(config);
   require_consistent(config, topology);
   Plan plan;
   plan.topology = topology;
   choose_precision(config, plan);
   choose_gradients(config, plan);
-  plan.optimizer = config.optimizer.type == "Adam" && config.optimizer.decoupled_weight_decay()
-                       ? "AdamW"
-                       : config.optimizer.type;
+  if (!facts.client_optimizer) {
+    const bool decoupled = config.optimizer.type == "Adam" && config.optimizer.decoupled_weight_decay();
+    plan.optimizer = decoupled ? "AdamW" : config.optimizer.type;
+  }
   plan.schedule = config.scheduler.type;
   plan.backend = config.communication_backend;
-  plan.parameters = parameters;
-  if (parameters) plan.bytes = zero::predict_model_state(memory_question(config, plan, *parameters));
+  plan.parameters = facts.parameters;
+  if (plan.parameters) plan.bytes = zero::predict_model_state(memory_question(config, plan, *plan.parameters));
   add_rows(config, plan);
   return plan;
 }

@@ -70,10 +70,14 @@ struct Plan {
   std::optional<zero::ModelStateBytes> bytes;  // predicted per rank, when `parameters` is known
 };
 
+// What the program adds to the config.
+struct PlanFacts {
+  std::optional<int64_t> parameters;  // trainable elements of the model; sets Plan::bytes
+  bool client_optimizer = false;      // replaces the config's
+};
+
 // Throws ConfigError, naming both keys, for combinations that exclude each other, and for features this build lacks.
-// `parameters`: trainable elements of the model; sets `bytes`.
-Plan make_plan(const config::DsConfig& config, const Topology& topology,
-               std::optional<int64_t> parameters = std::nullopt);
+Plan make_plan(const config::DsConfig& config, const Topology& topology, const PlanFacts& facts = {});
 
 // The question that predicts the memory of `plan` for a model of so many trainable elements. Whoever knows the buckets
 // fills them in for an exact answer.

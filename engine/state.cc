@@ -41,6 +41,9 @@ std::vector<std::pair<std::string, at::Tensor>> Engine::fp32_state_dict() {
   }
   std::vector<std::pair<std::string, at::Tensor>> result;
   for (size_t i = 0; i < whole.size(); ++i) result.emplace_back(impl_->parameters[i].name, std::move(whole[i]));
+  for (const zero::Parameter& frozen : impl_->frozen) {
+    result.emplace_back(frozen.name, frozen.tensor.detach().to(at::kCPU, at::kFloat, false, /*copy=*/true));
+  }
   return result;
 }
 

@@ -21,9 +21,9 @@ constexpr double kClipEpsilon = 1e-6;
 
 void Engine::Impl::update() {
   const at::NoGradGuard no_grad;
-  if (plan.require_all_gradients) require_gradients();
   reducer->finish();
   reporter->reductions_end();
+  if (plan.require_all_gradients) require_gradients();
   const double scale = loss_scaler ? loss_scaler->scale() : 1.0;
   const double norm = plan.compute_grad_norm ? global_norm() / scale : 0.0;
   const bool overflow = !std::isfinite(norm);
@@ -40,9 +40,9 @@ void Engine::Impl::update() {
     apply(clip / scale);
     step_applied = true;
   }
-  if (loss_scaler) loss_scaler->update(overflow);
   gradient_bytes = reducer->take_peak_bytes();
   reducer->reset();
+  if (loss_scaler) loss_scaler->update(overflow);  // last: throws when the scale cannot fall any further
 }
 
 // L2 norm of the reduced gradient over the whole model, with loss scale still in it.
@@ -76,10 +76,19 @@ std::string Engine::Impl::name_non_finite() {
   return {};
 }
 
-// zero_optimization.ignore_unused_parameters: false
-void Engine::Impl::require_gradients() const {
+// zero_optimization.ignore_unused_parameters: false. All ranks throw when one has to.
+void Engine::Impl::require_gradients() {
   const std::vector<int64_t> missing = reducer->parameters_without_gradient();
-  if (missing.empty()) return;
+  auto largest = static_cast<int64_t>(missing.size());
+  if (communicator->size() > 1) {
+    const at::Tensor count = at::scalar_tensor(largest, at::TensorOptions().dtype(at::kLong).device(device)).view({1});
+    communicator->all_reduce(count, comm::ReduceOp::kMax, "unused parameters").wait();
+    largest = count.item<int64_t>();
+  }
+  if (largest == 0) return;
+  reducer->reset();
+  require(!missing.empty(), "step(): ", largest, " trainable parameters got no gradient on another rank, which names ",
+          "them, and zero_optimization.ignore_unused_parameters is false");
   std::string names;
   for (const int64_t index : missing) {
     names += cat(names.empty() ? "" : ", ", parameters[static_cast<size_t>(index)].name);
@@ -95,6 +104,11 @@ void Engine::Impl::apply(double gradient_scale) {
       const at::Tensor gradient = reducer->gradient(b);
       if (gradient_scale != 1.0) gradient.mul_(gradient_scale);
       if (plan.clip_value > 0) gradient.clamp_(-plan.clip_value, plan.clip_value);
+      // Also for parameters that this rank, or its last backward, did not use: all ranks update alike.
+      for (const Segment& segment : buckets[b].layout().segments) {
+        const at::Tensor& parameter = parameters[static_cast<size_t>(segment.parameter)].tensor;
+        parameter.mutable_grad() = zero::view_of(gradient, segment, parameter);
+      }
     }
     client_optimizer->step();
     return;
@@ -102,12 +116,13 @@ void Engine::Impl::apply(double gradient_scale) {
   optimizer->begin_step();
   for (size_t b = 0; b < buckets.size(); ++b) {
     at::Tensor gradient = reducer->gradient(b);
-    double remaining = gradient_scale;
     if (plan.clip_value > 0) {
-      gradient.mul_(gradient_scale).clamp_(-plan.clip_value, plan.clip_value);
-      remaining = 1.0;
+      // With the loss scale still in it: without it small values may be lost to float16.
+      const double bound = plan.clip_value / gradient_scale;
+      constexpr double kLargestHalf = 65504.0;
+      if (gradient.scalar_type() != at::kHalf || bound < kLargestHalf) gradient.clamp_(-bound, bound);
     }
-    optimizer->update(static_cast<int64_t>(b), gradient, remaining);
+    optimizer->update(static_cast<int64_t>(b), gradient, gradient_scale);
     const zero::ParameterBucket& bucket = buckets[b];
     const at::Tensor own = plan.partition_optimizer ? bucket.slice(communicator->rank()) : bucket.flat();
     if (!own.is_alias_of(masters[b])) own.copy_(masters[b]);

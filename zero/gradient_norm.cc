@@ -2,8 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/argmax.h>
-#include <ATen/ops/dot.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/linalg_vector_norm.h>
 
 #include <algorithm>
 #include <array>
@@ -43,9 +43,8 @@ double sum_of_squares(const at::Tensor& flat) {
     const int64_t length = std::min(kChunk, flat.numel() - begin);
     at::Tensor chunk = flat.narrow(0, begin, length);
     if (!flat.is_cpu()) {
-      // One pass on the device: no element-wise host traffic.
-      chunk = flat.to(at::kDouble);
-      return chunk.dot(chunk).item<double>();
+      const auto norm = at::linalg_vector_norm(flat, 2, std::nullopt, false, at::kDouble).item<double>();
+      return norm * norm;
     }
     chunk = chunk.to(at::kFloat);
     total += sum_of_squares_float(chunk.const_data_ptr<float>(), length);

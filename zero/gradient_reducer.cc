@@ -23,6 +23,8 @@ struct GradientReducer::Bucket {
   at::Tensor local;          // [numel] gradient dtype
   std::vector<char> filled;  // per parameter of the bucket: local holds a gradient
   std::vector<char> seen;    // per parameter: had a gradient since reset()
+  std::vector<char> fired;   // per parameter: had a gradient in this backward
+  bool reduced_in_this_backward = false;
   size_t waiting = 0;        // parameters that have not fired in this backward
   bool launched = false;     // the collective on `local` was started
   comm::Work work;
@@ -52,8 +54,9 @@ GradientReducer::GradientReducer(const std::vector<ParameterBucket>& buckets, co
     buckets_[b].filled.assign(segments.size(), 0);
     buckets_[b].seen.assign(segments.size(), 0);
     for (size_t i = 0; i < segments.size(); ++i) {
-      torch::autograd::impl::set_post_acc_grad_hooks(parameters_[static_cast<size_t>(segments[i].parameter)].tensor,
-                                                     std::make_unique<Hook>(*this, b, i));
+      const Parameter& parameter = parameters_[static_cast<size_t>(segments[i].parameter)];
+      parameter.tensor.mutable_grad().reset();
+      torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, std::make_unique<Hook>(*this, b, i));
     }
   }
 }
@@ -67,13 +70,16 @@ GradientReducer::~GradientReducer() {
 void GradientReducer::begin_backward(bool synchronize, bool boundary) {
   const std::lock_guard lock(mutex_);
   require(!in_backward_, "backward() was called while a backward pass is running");
-  in_backward_ = true;
+  require(!abandoned_, "backward() was called after one that failed; call zero_grad() first, which drops what it left");
   next_ = 0;
   reduce_in_this_backward_ = synchronize && (boundary || transient());
   for (Bucket& bucket : buckets_) {
     if (bucket.launched) set_aside_reduced(bucket);
     bucket.waiting = bucket.filled.size();
+    bucket.fired.assign(bucket.filled.size(), 0);
+    bucket.reduced_in_this_backward = false;
   }
+  in_backward_ = true;
 }
 
 void GradientReducer::end_backward() {
@@ -85,6 +91,12 @@ void GradientReducer::end_backward() {
   if (transient()) limit_in_flight(0);
 }
 
+void GradientReducer::abandon_backward() {
+  const std::lock_guard lock(mutex_);
+  in_backward_ = false;
+  abandoned_ = true;
+}
+
 void GradientReducer::on_gradient(size_t index, size_t position) {
   const std::lock_guard lock(mutex_);
   Bucket& bucket = buckets_[index];
@@ -92,13 +104,13 @@ void GradientReducer::on_gradient(size_t index, size_t position) {
           parameters_[static_cast<size_t>(bucket.parameters->layout().segments[position].parameter)].name,
           ": its gradient was made outside of engine->backward(). Expected engine->backward(loss) in place of "
           "loss.backward()");
-  require(!bucket.launched, "parameter ",
+  require(!bucket.reduced_in_this_backward, "parameter ",
           parameters_[static_cast<size_t>(bucket.parameters->layout().segments[position].parameter)].name,
           ": got a second gradient in one backward pass after its bucket was reduced; compute the gradient in one "
           "pass, or ",
           "set zero_optimization.overlap_comm to false");
   store_gradient(bucket, position);
-  if (bucket.waiting > 0) --bucket.waiting;
+  if (!std::exchange(bucket.fired[position], 1)) --bucket.waiting;
   if (reduce_in_this_backward_ && options_.overlap) launch_ready(/*all=*/false);
 }
 
@@ -161,6 +173,9 @@ void GradientReducer::give_back(at::Tensor buffer) {
   const int64_t whole = static_cast<int64_t>(buffer.storage().nbytes() / buffer.element_size());
   pool_.push_back(buffer.as_strided({whole}, {1}, 0));
   std::sort(pool_.begin(), pool_.end(), [](const at::Tensor& a, const at::Tensor& b) { return a.numel() < b.numel(); });
+  // A pass without reduction holds every bucket; buckets that are reduced in order never need more than these.
+  constexpr size_t kPooled = 3;
+  for (; pool_.size() > kPooled; pool_.erase(pool_.begin())) note_bytes(-static_cast<int64_t>(pool_.front().nbytes()));
 }
 
 void GradientReducer::fill_missing(Bucket& bucket) {
@@ -181,7 +196,19 @@ void GradientReducer::launch_ready(bool all) {
     ++next_;
     launch(bucket);
     // Bounds the memory of stage 2: beside the buckets that fill, two are on their way.
-    if (transient()) limit_in_flight(2);
+    if (transient()) {
+      limit_in_flight(2);
+    } else if (options_.communication_dtype != options_.gradient_dtype) {
+      limit_wires(2);
+    }
+  }
+}
+
+// Bounds the memory of copies in another dtype where buckets stay until finish().
+void GradientReducer::limit_wires(size_t allowed) {
+  while (in_flight_.size() > allowed) {
+    complete(buckets_[in_flight_.front()]);
+    in_flight_.erase(in_flight_.begin());
   }
 }
 
@@ -189,6 +216,7 @@ void GradientReducer::launch(Bucket& bucket) {
   const at::NoGradGuard no_grad;
   fill_missing(bucket);
   bucket.launched = true;
+  bucket.reduced_in_this_backward = true;
   const size_t index = static_cast<size_t>(&bucket - buckets_.data());
   in_flight_.push_back(index);
   const int world = communicator_.size();
@@ -262,6 +290,7 @@ void GradientReducer::set_aside_reduced(Bucket& bucket) {
 
 void GradientReducer::finish() {
   const std::lock_guard lock(mutex_);
+  require(!abandoned_, "step() was called after a backward() that failed; call zero_grad() and run backward() again");
   // `unreduced_` follows from the calls alone, never from which gradients a rank had: all ranks decide alike.
   for (size_t i = buckets_.size(); unreduced_ && i-- > 0;) {
     if (!buckets_[i].launched) launch(buckets_[i]);
@@ -293,7 +322,10 @@ void GradientReducer::reset() {
     for (const Segment& segment : bucket.parameters->layout().segments) {
       parameters_[static_cast<size_t>(segment.parameter)].tensor.mutable_grad().reset();
     }
-    // `local` stays allocated: the next backward fills it again.
+    // `local` stays allocated where buckets stay: the next backward fills it again.
+    if (transient() && bucket.local.defined()) {
+      give_back(std::exchange(bucket.local, at::Tensor()));
+    }
     std::fill(bucket.filled.begin(), bucket.filled.end(), 0);
     std::fill(bucket.seen.begin(), bucket.seen.end(), 0);
     if (bucket.reduced.defined()) note_bytes(-static_cast<int64_t>(bucket.reduced.nbytes()));
@@ -302,6 +334,7 @@ void GradientReducer::reset() {
   }
   in_flight_.clear();
   unreduced_ = false;
+  abandoned_ = false;
 }
 
 std::vector<int64_t> GradientReducer::parameters_without_gradient() const {

@@ -42,7 +42,8 @@ struct ReducerOptions {
 
 class GradientReducer {
  public:
-  // `buckets`, `parameters` and `communicator` outlive the reducer. Installs a hook on every parameter.
+  // `buckets`, `parameters` and `communicator` outlive the reducer. Installs a hook on every parameter and drops
+  // gradients it has. Throws UsageError for a parameter that has a hook of another reducer.
   GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
                   comm::Communicator& communicator, ReducerOptions options);
   ~GradientReducer();
@@ -50,8 +51,11 @@ class GradientReducer {
   GradientReducer& operator=(const GradientReducer&) = delete;
 
   // Around every backward pass. `synchronize`: this pass ends in a reduction if the policy asks for one at `boundary`.
+  // Throws UsageError while a pass runs, and after one that failed until reset().
   void begin_backward(bool synchronize, bool boundary);
   void end_backward();
+  // In place of end_backward() when the pass threw: what it left can only be dropped.
+  void abandon_backward();
 
   // Reduces what is still local (passes under no_sync, a boundary that was declared late) and waits for everything.
   void finish();
@@ -77,6 +81,7 @@ class GradientReducer {
   void launch(Bucket& bucket);
   void complete(Bucket& bucket);
   void limit_in_flight(size_t allowed);
+  void limit_wires(size_t allowed);
   void fill_missing(Bucket& bucket);
   at::Tensor take_buffer(const Bucket& bucket);
   void give_back(at::Tensor buffer);
@@ -94,6 +99,7 @@ class GradientReducer {
   bool in_backward_ = false;
   bool reduce_in_this_backward_ = false;
   bool unreduced_ = false;  // the last backward was not reduced
+  bool abandoned_ = false;  // the last backward threw
   int64_t bytes_ = 0;
   int64_t peak_bytes_ = 0;
   std::mutex mutex_;

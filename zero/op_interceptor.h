@@ -6,10 +6,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/record_function.h>
 
 #include <functional>
-#include <optional>
+#include <utility>
 
 namespace ds::zero {
 
@@ -22,17 +21,16 @@ class OpInterceptor {
   OpInterceptor(const OpInterceptor&) = delete;
   OpInterceptor& operator=(const OpInterceptor&) = delete;
 
-  // Idempotent; on the thread that runs the operators. One interceptor per thread can be enabled at a time
-  // (UsageError).
+  // Idempotent; on the thread that runs the operators. Several may be enabled on one thread (one for each engine).
   void enable();
   // From the same thread, and not from inside the callback.
   void disable();
-  bool enabled() const { return handle_.has_value(); }
+  bool enabled() const { return enabled_; }
 
  private:
   friend struct InterceptorCallback;
   BeforeRead before_read_;
-  std::optional<at::CallbackHandle> handle_;
+  bool enabled_ = false;
 };
 
 }  // namespace ds::zero

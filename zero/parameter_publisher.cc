@@ -1,6 +1,7 @@
 #include "zero/parameter_publisher.h"
 
 #include "core/check.h"
+#include "core/log.h"
 
 namespace ds::zero {
 
@@ -11,7 +12,13 @@ ParameterPublisher::ParameterPublisher(const std::vector<ParameterBucket>& bucke
       pending_(buckets.size(), false),
       interceptor_([this](const at::Tensor& tensor) { before_read(tensor); }) {}
 
-ParameterPublisher::~ParameterPublisher() { interceptor_.disable(); }
+ParameterPublisher::~ParameterPublisher() {
+  try {
+    wait_all();
+  } catch (const std::exception& error) {
+    log::warning("parameters are incomplete: ", error.what());
+  }
+}
 
 void ParameterPublisher::publish(size_t bucket) {
   if (communicator_.size() == 1) return;
@@ -27,23 +34,27 @@ void ParameterPublisher::publish(size_t bucket) {
 void ParameterPublisher::before_read(const at::Tensor& tensor) {
   if (pending_count_ == 0) return;
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    if (!pending_[bucket] || !buckets_[bucket].flat().is_alias_of(tensor)) continue;
-    pending_[bucket] = false;
-    --pending_count_;
-    works_[bucket].wait();
-    works_[bucket] = {};
+    if (pending_[bucket] && buckets_[bucket].flat().is_alias_of(tensor)) wait(bucket);
   }
+}
+
+void ParameterPublisher::wait(size_t bucket) {
+  pending_[bucket] = false;
+  --pending_count_;
+  try {
+    works_[bucket].wait();
+  } catch (...) {
+    if (!failure_) failure_ = std::current_exception();
+  }
+  works_[bucket] = {};
 }
 
 void ParameterPublisher::wait_all() {
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    if (!pending_[bucket]) continue;
-    pending_[bucket] = false;
-    --pending_count_;
-    works_[bucket].wait();
-    works_[bucket] = {};
+    if (pending_[bucket]) wait(bucket);
   }
   interceptor_.disable();
+  if (failure_) std::rethrow_exception(failure_);
 }
 
 }  // namespace ds::zero

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -17,23 +18,26 @@ namespace ds::zero {
 // All methods on the engine's thread, which is also the thread that runs forward.
 class ParameterPublisher {
  public:
-  // Both outlive the publisher. Does nothing with one rank.
+  // Both outlive the publisher. Does nothing with one rank. The destructor waits for what is on its way: the parameters
+  // outlive the engine.
   ParameterPublisher(const std::vector<ParameterBucket>& buckets, comm::Communicator& communicator);
   ~ParameterPublisher();
 
   // The own slice of `bucket` is final; the others' parts may not be read before a wait.
   void publish(size_t bucket);
-  // Throws CommError.
+  // Throws CommError, also one that an operator's wait met: LibTorch only logs what a callback throws.
   void wait_all();
 
  private:
   void before_read(const at::Tensor& tensor);
+  void wait(size_t bucket);
 
   const std::vector<ParameterBucket>& buckets_;
   comm::Communicator& communicator_;
   std::vector<comm::Work> works_;
   std::vector<bool> pending_;
   size_t pending_count_ = 0;
+  std::exception_ptr failure_;  // of a wait
   OpInterceptor interceptor_;
 };
 

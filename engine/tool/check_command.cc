@@ -31,7 +31,7 @@ Report examine(const CheckOptions& options) {
   Report report;
   report.config = config::parse(options.config, {.dp_world_size = options.world_size, .strict = options.strict});
   const engine::Topology topology{.world_size = options.world_size, .dp = options.world_size};
-  report.plan = engine::make_plan(report.config, topology, options.parameters);
+  report.plan = engine::make_plan(report.config, topology, {.parameters = options.parameters});
   if (options.parameters) {
     report.sent_bytes =
         zero::predict_sent_bytes(engine::memory_question(report.config, report.plan, *options.parameters));

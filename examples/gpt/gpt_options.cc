@@ -39,7 +39,7 @@ void add_run_options(CLI::App& app, GptOptions& options) {
   app.add_option("--generate", options.generate, "Print this many bytes of sampled text at the end")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--seed", options.seed, "Of initial weights, random order and sampling");
-  app.add_option("--device", options.device, "cpu or cuda; default: cuda where there is one")
+  app.add_option("--device", options.device, "cpu or cuda [cpu]")
       ->check(CLI::IsMember({"cpu", "cuda"}));
 }
 

@@ -21,7 +21,7 @@ struct GptOptions {
   std::optional<std::string> metrics;
   int64_t generate = 400;  // bytes of sampled text at the end
   uint64_t seed = 1234;
-  std::string device;  // "cpu", "cuda", or empty: the engine chooses
+  std::string device;  // "cpu", "cuda", or empty: cpu
 
   static constexpr int64_t kDefaultSteps = 1000;
 };

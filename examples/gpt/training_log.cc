@@ -6,22 +6,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <string>
 
 #include "core/check.h"
+#include "profiling/process_memory.h"
 
 namespace gpt {
 namespace {
-
-// The most memory this process ever had resident. (getrusage would count the launcher's from before the exec.)
-int64_t peak_resident_bytes() {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
-    if (line.starts_with("VmHWM:")) return std::stoll(line.substr(6)) * 1024;
-  }
-  return 0;
-}
 
 double median(std::vector<double> values) {
   if (values.empty()) return 0;
@@ -101,7 +92,7 @@ void TrainingLog::finish() {
 }
 
 RunSummary TrainingLog::summary() const {
-  const at::Tensor own = at::tensor({peak_resident_bytes(), engine_.model_state_bytes().total(),
+  const at::Tensor own = at::tensor({ds::profiling::peak_resident_bytes(), engine_.model_state_bytes().total(),
                                      engine_.communicator().counters().total_bytes_sent()},
                                     at::kLong)
                              .to(engine_.device());

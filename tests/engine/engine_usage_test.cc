@@ -85,6 +85,25 @@ TEST(EngineUsage, ZeroGradDropsTheRunningAccumulation) {
   }
 }
 
+TEST(EngineUsage, AChangedAccumulationCountsFromTheLastUpdate) {
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(1, 1), communicator).engine;
+    const auto micro_batch = [&](int64_t index) {
+      engine->backward(model->loss(sample(index, communicator.rank())));
+      engine->step();
+      return engine->was_step_applied();
+    };
+    EXPECT_TRUE(micro_batch(0));
+    engine->set_train_batch_size(24);
+    EXPECT_FALSE(micro_batch(1));
+    EXPECT_THAT([&] { engine->set_train_batch_size(8); },
+                ThrowsMessage<UsageError>(HasSubstr("after 1 of 3 micro-batches")));
+    EXPECT_FALSE(micro_batch(2));
+    EXPECT_TRUE(micro_batch(3));
+  });
+}
+
 TEST(EngineUsage, BatchSizesCanChangeBetweenSteps) {
   run_ranks(2, [&](comm::Communicator& communicator) {
     SmallNet model;
@@ -180,16 +199,25 @@ TEST(EngineUsage, ABreakdownAndADumpAreLoggedByRankZeroAlone) {
   EXPECT_EQ(text.find("memory (MiB) after step 1", first + 1), std::string::npos);
 }
 
-TEST(EngineUsage, AMeshTrainsAlongItsDataAxis) {
-  const State expected = TorchRun{.world = 2, .steps = 3}.train_adamw();
+TEST(EngineUsage, AMeshTrainsDataParallelAndRefusesOtherAxes) {
+  const State expected = TorchRun{.world = 4, .steps = 3}.train_adamw();
   run_ranks(4, [&](comm::Communicator& communicator) {
-    const auto mesh = std::make_shared<comm::DeviceMesh>(
-        borrowed(communicator), comm::MeshLayout(comm::MeshSizes{.data = 2, .tensor = 2}));
+    const auto mesh_of = [&](const comm::MeshSizes& sizes) {
+      return std::make_shared<comm::DeviceMesh>(borrowed(communicator), comm::MeshLayout(sizes));
+    };
     SmallNet model;
-    const auto engine =
-        initialize({.model = model.ptr(), .config = small_config(2, 1), .mesh = mesh}).engine;
-    EXPECT_EQ(engine->dp_world_size(), 2);
+    const auto engine = initialize({.model = model.ptr(),
+                                    .config = small_config(2, 1),
+                                    .mesh = mesh_of({.data = 2, .expert = 2})})
+                            .engine;
+    EXPECT_EQ(engine->dp_world_size(), 4);
     EXPECT_LT(largest_difference(train(*engine, model, 3), expected), 2e-6);
+    SmallNet other;
+    EXPECT_THAT(
+        [&] {
+          initialize({.model = other.ptr(), .config = small_config(2, 1), .mesh = mesh_of({.data = 2, .tensor = 2})});
+        },
+        ThrowsMessage<ConfigError>(AllOf(HasSubstr("tensor"), HasSubstr("found 2"))));
   });
 }
 

@@ -16,7 +16,8 @@ using ::testing::ThrowsMessage;
 
 Plan plan_of(ordered_json config, int64_t ranks = 4, std::optional<int64_t> parameters = std::nullopt) {
   config["train_micro_batch_size_per_gpu"] = 2;
-  return make_plan(config::parse(config, {.dp_world_size = ranks}), {.world_size = ranks, .dp = ranks}, parameters);
+  return make_plan(config::parse(config, {.dp_world_size = ranks}), {.world_size = ranks, .dp = ranks},
+                   {.parameters = parameters});
 }
 
 TEST(Plan, DefaultsAreFloat32StageZero) {
