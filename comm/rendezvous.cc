@@ -115,8 +115,10 @@ Rendezvous meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int worl
 
 c10::intrusive_ptr<c10d::Store> open_file_store(const RendezvousAddress& address) {
   const auto folder = std::filesystem::path(address.path).parent_path();
-  require<ConfigError>(::access(folder.c_str(), W_OK | X_OK) == 0, "init_method file://", address.path, ": the folder ",
-                       folder.string(), " cannot be written (", std::strerror(errno),
+  // The order in which arguments are evaluated is open: errno is read after the call.
+  const int error = ::access(folder.c_str(), W_OK | X_OK) == 0 ? 0 : errno;
+  require<ConfigError>(error == 0, "init_method file://", address.path, ": the folder ",
+                       folder.string(), " cannot be written (", std::strerror(error),
                        "). Name a file in a folder that exists and that every rank can write");
   return c10::make_intrusive<c10d::FileStore>(address.path, address.world_size);
 }
