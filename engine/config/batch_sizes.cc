@@ -61,7 +61,11 @@ BatchSizes derive(const GivenBatchSizes& given, int64_t dp) {
     }
   } else {
     sizes.accumulation = given.accumulation.value_or(1);
-    sizes.train = sizes.micro * sizes.accumulation * dp;
+    // A product that does not fit is reported by the caller.
+    int64_t product = 0;
+    const bool fits = !__builtin_mul_overflow(sizes.micro, sizes.accumulation, &product) &&
+                      !__builtin_mul_overflow(product, dp, &sizes.train);
+    if (!fits) sizes.train = 0;
   }
   return sizes;
 }
