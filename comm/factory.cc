@@ -1,7 +1,6 @@
 #include "comm/factory.h"
 
 #include <algorithm>
-#include <array>
 
 #include "comm/cuda_plugin.h"
 #include "comm/gloo_communicator.h"
@@ -11,8 +10,6 @@
 
 namespace ds::comm {
 namespace {
-
-constexpr std::array<const char*, 4> kBackendNames = {"auto", "gloo", "shm", "nccl"};
 
 std::string hosts_text(const std::vector<std::vector<int>>& hosts, const Rendezvous& rendezvous) {
   std::string text;
@@ -48,8 +45,6 @@ BackendChoice choose_for_cuda(Backend backend, const std::string& ranks) {
 }
 
 }  // namespace
-
-const char* name_of(Backend backend) { return kBackendNames[static_cast<size_t>(backend)]; }
 
 Backend parse_backend(const std::string& name) {
   const auto found = std::find(kBackendNames.begin(), kBackendNames.end(), name);

@@ -8,19 +8,12 @@
 #include <optional>
 #include <string>
 
+#include "comm/backend.h"
 #include "comm/communicator.h"
 #include "comm/rendezvous.h"
 
 namespace ds::comm {
 
-enum class Backend : uint8_t {
-  kAuto,  // by device and hosts: see choose_backend
-  kGloo,  // TCP; CPU tensors, and CUDA tensors by way of host memory
-  kShm,   // shared memory; CPU tensors of ranks on one host
-  kNccl,  // CUDA tensors, one device per rank
-};
-
-const char* name_of(Backend backend);
 // "auto", "gloo", "shm", "nccl"; ConfigError naming the key communication_backend for anything else.
 Backend parse_backend(const std::string& name);
 

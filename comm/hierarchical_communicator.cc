@@ -11,6 +11,7 @@
 
 #include "comm/gloo_communicator.h"
 #include "comm/local_reduce.h"
+#include "comm/queued_work.h"
 #include "comm/shared_memory_communicator.h"
 #include "comm/task_queue.h"
 #include "core/check.h"
@@ -35,16 +36,6 @@ std::vector<Position> positions_of(const std::vector<std::vector<int>>& hosts, i
 c10::intrusive_ptr<c10d::Store> prefixed(const std::string& prefix, const c10::intrusive_ptr<c10d::Store>& store) {
   return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
 }
-
-class QueuedWork : public WorkState {
- public:
-  explicit QueuedWork(std::shared_ptr<TaskQueue::Task> task) : task_(std::move(task)) {}
-  bool is_completed() override { return task_->done(); }
-  void wait() override { task_->wait(); }
-
- private:
-  std::shared_ptr<TaskQueue::Task> task_;
-};
 
 class HierarchicalCommunicator : public Communicator {
  public:

@@ -10,21 +10,12 @@
 
 #include "comm/host_identity.h"
 #include "comm/local_reduce.h"
+#include "comm/queued_work.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
 
 namespace ds::comm {
 namespace {
-
-class QueuedWork final : public WorkState {
- public:
-  explicit QueuedWork(std::shared_ptr<TaskQueue::Task> task) : task_(std::move(task)) {}
-  bool is_completed() override { return task_->done(); }
-  void wait() override { task_->wait(); }
-
- private:
-  std::shared_ptr<TaskQueue::Task> task_;
-};
 
 std::string what(const Collective& collective) {
   return collective.label.empty() ? name_of(collective.kind)

@@ -61,10 +61,9 @@ void Engine::step() {
   self.micro_steps_since_update = 0;
   ++self.global_steps;
   self.global_samples += self.config.train_batch_size;
-  ++self.skipped_steps;
   self.update();
   if (self.step_applied) {
-    --self.skipped_steps;
+    ++self.applied_steps;
     if (self.schedule) self.schedule->step();
   }
   self.reporter->step_ends(*this);
@@ -102,13 +101,7 @@ void Engine::zero_grad() {
 }
 
 std::vector<double> Engine::get_lr() const {
-  std::vector<double> result;
-  if (impl_->client_optimizer) {
-    for (const auto& group : impl_->client_optimizer->param_groups()) result.push_back(group.options().get_lr());
-    return result;
-  }
-  for (const optim::GroupOptions& group : impl_->optimizer->groups()) result.push_back(group.lr);
-  return result;
+  return impl_->client_optimizer ? learning_rates(*impl_->client_optimizer) : learning_rates(*impl_->optimizer);
 }
 
 std::vector<std::vector<double>> Engine::get_mom() const {
@@ -138,7 +131,7 @@ int64_t Engine::global_samples() const { return impl_->global_samples; }
 
 int64_t Engine::micro_steps() const { return impl_->micro_steps; }
 
-int64_t Engine::skipped_steps() const { return impl_->skipped_steps; }
+int64_t Engine::skipped_steps() const { return impl_->global_steps - impl_->applied_steps; }
 
 int64_t Engine::train_batch_size() const { return impl_->config.train_batch_size; }
 

@@ -5,7 +5,6 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -60,7 +59,7 @@ struct Engine::Impl {
   int64_t micro_steps_since_update = 0;
   int64_t global_steps = 0;
   int64_t global_samples = 0;
-  int64_t skipped_steps = 0;
+  int64_t applied_steps = 0;
   bool step_applied = false;
   std::optional<double> gradient_norm;
   int64_t gradient_bytes = 0;  // peak of the last step

@@ -35,17 +35,7 @@ at::ScalarType scalar_type(config::DType dtype) {
 
 zero::ReducerOptions reducer_options(const Plan& plan) {
   zero::ReducerOptions options;
-  switch (plan.gradient_policy) {
-    case GradientPolicy::kAllReduce:
-      options.policy = zero::ReductionPolicy::kAllReduce;
-      break;
-    case GradientPolicy::kReduceScatterAtBoundary:
-      options.policy = zero::ReductionPolicy::kReduceScatterAtBoundary;
-      break;
-    case GradientPolicy::kReduceScatterEveryMicroBatch:
-      options.policy = zero::ReductionPolicy::kReduceScatterEveryBackward;
-      break;
-  }
+  options.policy = plan.gradient_policy;
   options.overlap = plan.overlap_reduction;
   options.average = plan.average_gradients;
   options.prescale = plan.prescale_gradients;
@@ -59,7 +49,6 @@ zero::ReducerOptions reducer_options(const Plan& plan) {
 struct Ranks {
   std::shared_ptr<comm::Communicator> data_parallel;
   int local_rank = 0;
-  int world_size = 1;
 };
 
 config::DsConfig parse_config(const InitializeOptions& options, int dp_world_size) {
@@ -87,14 +76,13 @@ Ranks join(const InitializeOptions& options, at::Device& device, config::DsConfi
     if (options.mesh) require_data_parallel(*options.mesh);
     const auto group = options.mesh ? options.mesh->world() : options.communicator;
     config = parse_config(options, group->size());
-    return {group, group->rank(), group->size()};
+    return {group, group->rank()};
   }
   const comm::Rendezvous meeting = comm::rendezvous({.init_method = options.init_method, .timeout = options.timeout});
   choose_device(meeting.local_rank);
   log::set_rank(meeting.rank, meeting.world_size);
   config = parse_config(options, meeting.world_size);
-  const auto backend = comm::parse_backend(config::name_of(config.communication_backend));
-  return {comm::make_communicator(meeting, device, backend), meeting.local_rank, meeting.world_size};
+  return {comm::make_communicator(meeting, device, config.communication_backend), meeting.local_rank};
 }
 
 void say_what_runs(const config::DsConfig& config, const Plan& plan) {
@@ -126,15 +114,14 @@ std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, con
   if (!options.lr_scheduler && !config.scheduler.options) return nullptr;
   std::vector<optim::GroupOptions> groups;
   if (impl.client_optimizer) {
-    for (const auto& group : impl.client_optimizer->param_groups()) groups.push_back({.lr = group.options().get_lr()});
+    for (const double lr : learning_rates(*impl.client_optimizer)) groups.push_back({.lr = lr});
   } else {
     groups = impl.optimizer->groups();
   }
   LrScheduler::Rule rule;
   if (options.lr_scheduler) {
-    std::vector<double> base;
-    for (const optim::GroupOptions& group : groups) base.push_back(group.lr);
-    rule = LrScheduler::scaled_by(options.lr_scheduler, base);
+    const auto rates = impl.client_optimizer ? learning_rates(*impl.client_optimizer) : learning_rates(*impl.optimizer);
+    rule = LrScheduler::scaled_by(options.lr_scheduler, rates);
   } else {
     const bool betas = impl.optimizer && impl.optimizer->uses_betas();
     rule = LrScheduler::of(optim::make_lr_schedule(*config.scheduler.options, groups, betas));
@@ -166,7 +153,8 @@ void predict_exactly(Engine::Impl& impl, int64_t trainable) {
   for (const zero::ParameterBucket& bucket : impl.buckets) question.buckets.push_back(bucket.layout().numel);
   for (const zero::Parameter& frozen : impl.frozen) question.frozen_parameters += frozen.tensor.numel();
   impl.plan.bytes = zero::predict_model_state(question);
-  if (impl.optimizer) impl.plan.bytes->optimizer = impl.optimizer->state_bytes();
+  // How much of a model is matrices is known only now.
+  if (impl.plan.optimizer == "Muon") impl.plan.bytes->optimizer = impl.optimizer->state_bytes();
 }
 
 // All that must be the same on every rank beside the model.
@@ -223,7 +211,8 @@ Initialized initialize(InitializeOptions options) {
   impl->local_rank = ranks.local_rank;
   const config::DsConfig& config = impl->config;
   if (config.log_level) log::set_level(*config.log_level);
-  impl->plan = make_plan(config, {.world_size = ranks.world_size, .dp = impl->communicator->size()},
+  const int world_size = impl->communicator->size();
+  impl->plan = make_plan(config, {.world_size = world_size, .dp = world_size},
                          {.client_optimizer = options.optimizer != nullptr});
   require_compatible_client(options, impl->plan, config.zero_optimization.stage);
   require<ConfigError>(options.optimizer || config.optimizer.given(), "optimizer: expected this section in the ds_config ",

@@ -8,6 +8,18 @@
 
 namespace ds::engine {
 
+std::vector<double> learning_rates(const torch::optim::Optimizer& optimizer) {
+  std::vector<double> result;
+  for (const auto& group : optimizer.param_groups()) result.push_back(group.options().get_lr());
+  return result;
+}
+
+std::vector<double> learning_rates(const optim::ShardOptimizer& optimizer) {
+  std::vector<double> result;
+  for (const optim::GroupOptions& group : optimizer.groups()) result.push_back(group.lr);
+  return result;
+}
+
 LrScheduler::LrScheduler(std::shared_ptr<optim::ShardOptimizer> optimizer, Rule rule)
     : optimizer_(std::move(optimizer)), rule_(std::move(rule)) {
   require(optimizer_ != nullptr && rule_ != nullptr,
@@ -45,13 +57,7 @@ void LrScheduler::step() {
 }
 
 std::vector<double> LrScheduler::get_last_lr() const {
-  std::vector<double> result;
-  if (client_) {
-    for (const auto& group : client_->param_groups()) result.push_back(group.options().get_lr());
-  } else {
-    for (const optim::GroupOptions& group : optimizer_->groups()) result.push_back(group.lr);
-  }
-  return result;
+  return client_ ? learning_rates(*client_) : learning_rates(*optimizer_);
 }
 
 void LrScheduler::load_last_batch_iteration(int64_t last_batch_iteration) {
@@ -67,7 +73,7 @@ void LrScheduler::apply() {
     return;
   }
   std::vector<optim::GroupOptions> groups;
-  for (const auto& group : client_->param_groups()) groups.push_back({.lr = group.options().get_lr()});
+  for (const double lr : learning_rates(*client_)) groups.push_back({.lr = lr});
   rule_(last_batch_iteration_, groups);
   for (size_t i = 0; i < groups.size(); ++i) client_->param_groups()[i].options().set_lr(groups[i].lr);
 }

@@ -18,6 +18,10 @@ class Optimizer;
 
 namespace ds::engine {
 
+// The learning rate of each parameter group.
+std::vector<double> learning_rates(const torch::optim::Optimizer& optimizer);
+std::vector<double> learning_rates(const optim::ShardOptimizer& optimizer);
+
 // Not thread safe.
 class LrScheduler {
  public:

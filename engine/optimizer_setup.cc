@@ -60,7 +60,7 @@ std::shared_ptr<optim::ShardOptimizer> build_optimizer(const config::OptimizerSe
                                                        comm::Communicator& communicator) {
   const config::OptimizerParams& values = section.values;
   std::shared_ptr<optim::ShardOptimizer> optimizer = optim::make_optimizer({
-      .type = section.type == "Adam" && section.decoupled_weight_decay() ? "AdamW" : section.type,
+      .type = section.algorithm(),
       .groups = groups.options,
       .adam_w_mode = values.adam_w_mode,
       .amsgrad = values.amsgrad,

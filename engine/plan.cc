@@ -63,9 +63,9 @@ void choose_precision(const DsConfig& config, Plan& plan) {
 
 void choose_gradients(const DsConfig& config, Plan& plan) {
   const config::ZeroSection& zero = config.zero_optimization;
-  plan.gradient_policy = zero.stage == 0   ? GradientPolicy::kAllReduce
-                         : zero.stage == 1 ? GradientPolicy::kReduceScatterAtBoundary
-                                           : GradientPolicy::kReduceScatterEveryMicroBatch;
+  plan.gradient_policy = zero.stage == 0   ? zero::ReductionPolicy::kAllReduce
+                         : zero.stage == 1 ? zero::ReductionPolicy::kReduceScatterAtBoundary
+                                           : zero::ReductionPolicy::kReduceScatterEveryBackward;
   plan.partition_optimizer = zero.stage > 0;
   plan.overlap_reduction = !zero.overlap_comm_given || zero.overlap_comm;
   plan.average_gradients = config.gradient_allreduce_op == config::GradientAllreduceOp::kMean;
@@ -104,13 +104,13 @@ std::string gradients_text(const Plan& plan) {
   if (plan.topology.dp == 1) return cat("one rank, nothing to reduce; kept in ", name_of(plan.gradient_dtype));
   std::string text;
   switch (plan.gradient_policy) {
-    case GradientPolicy::kAllReduce:
+    case zero::ReductionPolicy::kAllReduce:
       text = "all-reduce at the accumulation boundary";
       break;
-    case GradientPolicy::kReduceScatterAtBoundary:
+    case zero::ReductionPolicy::kReduceScatterAtBoundary:
       text = "reduce-scatter at the accumulation boundary";
       break;
-    case GradientPolicy::kReduceScatterEveryMicroBatch:
+    case zero::ReductionPolicy::kReduceScatterEveryBackward:
       text = "reduce-scatter in every micro-batch, own slice kept";
       break;
   }
@@ -132,9 +132,9 @@ void add_optimizer_rows(const DsConfig& config, Plan& plan) {
                                                              " of it, then all-gather of the parameters")
                                                        : ", whole on every rank";
   if (!plan.optimizer.empty()) {
-    const bool decoupled = config.optimizer.type == "Adam" && config.optimizer.decoupled_weight_decay();
+    const bool renamed = plan.optimizer != config.optimizer.type;
     plan.rows.push_back({"optimizer", cat(plan.optimizer, " lr ", config.optimizer.values.lr, where),
-                         cat("optimizer.type: ", config.optimizer.type, decoupled ? " (adam_w_mode: AdamW)" : "")});
+                         cat("optimizer.type: ", config.optimizer.type, renamed ? " (adam_w_mode: AdamW)" : "")});
   } else {
     plan.rows.push_back({"optimizer", cat("the program's own", where),
                          config.optimizer.given() ? "initialize: .optimizer, in place of the config's"
@@ -184,13 +184,12 @@ void add_rows(const DsConfig& config, Plan& plan) {
 }
 
 // Bytes of optimizer state per trainable element. Muon: of a matrix; the rest of the model has AdamW's.
-int64_t optimizer_state_bytes(const config::OptimizerSection& optimizer) {
+int64_t optimizer_state_bytes(const std::string& type, const config::OptimizerParams& params) {
   constexpr int64_t kMoment = 4;  // float32
-  const std::string& type = optimizer.type;
-  if (type == "Adam" || type == "AdamW") return (optimizer.values.amsgrad ? 3 : 2) * kMoment;
+  if (type == "Adam" || type == "AdamW") return (params.amsgrad ? 3 : 2) * kMoment;
   if (type == "Lamb") return 2 * kMoment;
   if (type == "Adagrad" || type == "Lion" || type == "Muon") return kMoment;
-  if (type == "SGD") return optimizer.values.momentum != 0 ? kMoment : 0;
+  if (type == "SGD") return params.momentum != 0 ? kMoment : 0;
   return 0;
 }
 
@@ -205,7 +204,7 @@ zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, i
           .gradient_bytes = bytes_of(plan.gradient_dtype),
           .communication_bytes = bytes_of(plan.communication_dtype),
           .separate_master = plan.separate_master,
-          .optimizer_state_bytes = optimizer_state_bytes(config.optimizer),
+          .optimizer_state_bytes = optimizer_state_bytes(plan.optimizer, config.optimizer.values),
           .accumulation_steps = config.gradient_accumulation_steps};
 }
 
@@ -216,10 +215,7 @@ Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts
   plan.topology = topology;
   choose_precision(config, plan);
   choose_gradients(config, plan);
-  if (!facts.client_optimizer) {
-    const bool decoupled = config.optimizer.type == "Adam" && config.optimizer.decoupled_weight_decay();
-    plan.optimizer = decoupled ? "AdamW" : config.optimizer.type;
-  }
+  if (!facts.client_optimizer) plan.optimizer = config.optimizer.algorithm();
   plan.schedule = config.scheduler.type;
   plan.backend = config.communication_backend;
   plan.parameters = facts.parameters;

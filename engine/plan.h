@@ -10,6 +10,7 @@
 
 #include "engine/config/ds_config.h"
 #include "zero/memory_model.h"
+#include "zero/reduction_policy.h"
 
 namespace ds::engine {
 
@@ -19,12 +20,6 @@ using config::DType;
 struct Topology {
   int64_t world_size = 1;
   int64_t dp = 1;
-};
-
-enum class GradientPolicy {
-  kAllReduce,                    // stage 0
-  kReduceScatterAtBoundary,      // stage 1: local accumulation, own slice in the last micro-batch
-  kReduceScatterEveryMicroBatch  // stage 2: own slice in every micro-batch
 };
 
 enum class LossScaling { kNone, kStatic, kDynamic };
@@ -46,7 +41,7 @@ struct Plan {
   std::optional<DType> buffer_dtype;            // cast the module's buffers
   bool cast_inputs = false;                     // fp16.auto_cast
 
-  GradientPolicy gradient_policy = GradientPolicy::kAllReduce;
+  zero::ReductionPolicy gradient_policy = zero::ReductionPolicy::kAllReduce;
   bool partition_optimizer = false;  // each rank updates its slice, then the parameters are all-gathered
   bool overlap_reduction = true;     // collectives start inside backward
   bool average_gradients = true;     // false: sum
@@ -63,7 +58,7 @@ struct Plan {
 
   std::string optimizer;  // "AdamW"; empty: the program brings its own
   std::string schedule;   // "WarmupLR"; empty: constant, or the program's
-  config::CommunicationBackend backend = config::CommunicationBackend::kAuto;
+  comm::Backend backend = comm::Backend::kAuto;
 
   std::vector<PlanRow> rows;
   std::optional<int64_t> parameters;

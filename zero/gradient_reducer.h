@@ -21,14 +21,9 @@
 
 #include "comm/communicator.h"
 #include "zero/parameter_bucket.h"
+#include "zero/reduction_policy.h"
 
 namespace ds::zero {
-
-enum class ReductionPolicy {
-  kAllReduce,                  // stage 0: whole buckets, at the boundary
-  kReduceScatterAtBoundary,    // stage 1: local accumulation, own slice at the boundary
-  kReduceScatterEveryBackward  // stage 2: own slice after every backward, the bucket is released
-};
 
 struct ReducerOptions {
   ReductionPolicy policy = ReductionPolicy::kAllReduce;

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/backend.h"
 #include "engine/config/config_source.h"
 #include "engine/config/data_sections.h"
 #include "engine/config/monitor_sections.h"
@@ -52,9 +53,6 @@ struct AutoValues {
 };
 
 enum class GradientAllreduceOp { kMean, kSum };
-enum class CommunicationBackend { kAuto, kGloo, kShm, kNccl };
-
-const char* name_of(CommunicationBackend backend);
 
 struct DsConfig {
   // Resolved: train = micro x accumulation x data-parallel size.
@@ -85,7 +83,7 @@ struct DsConfig {
   std::optional<DType> communication_data_type;  // empty: the model's
   DType seq_parallel_communication_data_type = DType::kFloat32;
   bool disable_allgather = false;
-  CommunicationBackend communication_backend = CommunicationBackend::kAuto;  // ours
+  comm::Backend communication_backend = comm::Backend::kAuto;  // ours
 
   ZeroSection zero_optimization;
   ActivationCheckpointingSection activation_checkpointing;

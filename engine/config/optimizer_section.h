@@ -65,6 +65,8 @@ struct OptimizerSection {
   bool given() const { return !type.empty(); }
   // AdamW's decoupled weight decay: type AdamW, or Adam with adam_w_mode.
   bool decoupled_weight_decay() const { return type == "AdamW" || values.adam_w_mode; }
+  // What runs: `type`, but AdamW for Adam with decoupled weight decay.
+  std::string algorithm() const { return type == "Adam" && decoupled_weight_decay() ? "AdamW" : type; }
 };
 
 }  // namespace ds::config

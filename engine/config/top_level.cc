@@ -4,11 +4,14 @@
 namespace ds::config {
 namespace {
 
-const JsonFields::Names<CommunicationBackend>& backend_names() {
-  static const JsonFields::Names<CommunicationBackend> names = {{"auto", CommunicationBackend::kAuto},
-                                                                {"gloo", CommunicationBackend::kGloo},
-                                                                {"shm", CommunicationBackend::kShm},
-                                                                {"nccl", CommunicationBackend::kNccl}};
+const JsonFields::Names<comm::Backend>& backend_names() {
+  static const JsonFields::Names<comm::Backend> names = [] {
+    JsonFields::Names<comm::Backend> made;
+    for (size_t i = 0; i < comm::kBackendNames.size(); ++i) {
+      made.emplace_back(comm::kBackendNames[i], static_cast<comm::Backend>(i));
+    }
+    return made;
+  }();
   return names;
 }
 
@@ -108,13 +111,6 @@ void describe_removed(JsonFields& json, DsConfig& c) {
 }
 
 }  // namespace
-
-const char* name_of(CommunicationBackend backend) {
-  for (const auto& [name, value] : backend_names()) {
-    if (value == backend) return name.c_str();
-  }
-  throw InternalError("unknown CommunicationBackend");
-}
 
 void describe_top_level(JsonFields& json, DsConfig& c) {
   describe_run(json, c);

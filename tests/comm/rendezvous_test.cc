@@ -176,7 +176,8 @@ void expect_met(const Rendezvous& meeting, int rank, int world) {
 TEST(Rendezvous, OverTcp) {
   const int port = Port().release();
   ds::testing::on_store_threads(3, [&](const auto& together, int rank) {
-    expect_met(rendezvous({.init_method = tcp(port, rank, 3), .timeout = seconds(30)}), rank, 3);
+    const Rendezvous meeting = rendezvous({.init_method = tcp(port, rank, 3), .timeout = seconds(30)});
+    expect_met(meeting, rank, 3);
     // Rank 0 keeps the store open until the others have read from it.
     together->set(cat("done ", rank), std::string("yes"));
     if (rank == 0) together->wait({"done 1", "done 2"}, seconds(30));

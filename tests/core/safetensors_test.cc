@@ -10,6 +10,7 @@
 
 #include "core/atomic_file.h"
 #include "core/check.h"
+#include "tests/support/scratch_folder.h"
 
 namespace ds {
 namespace {
@@ -20,16 +21,7 @@ using testing::ThrowsMessage;
 
 class SafetensorsTest : public testing::Test {
  protected:
-  SafetensorsTest() {
-    std::string pattern = (fs::temp_directory_path() / "ds_safetensors_XXXXXX").string();
-    if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("cannot make a scratch folder");
-    folder_ = pattern;
-  }
-  ~SafetensorsTest() override {
-    std::error_code ignored;
-    fs::remove_all(folder_, ignored);
-  }
-  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+  std::string path(const std::string& name) const { return folder_ / name; }
   static std::string bytes_of(const std::string& path) {
     std::stringstream text;
     text << std::ifstream(path, std::ios::binary).rdbuf();
@@ -49,7 +41,7 @@ class SafetensorsTest : public testing::Test {
                 ThrowsMessage<IoError>(testing::AllOf(HasSubstr(file), HasSubstr(reason))))
         << header;
   }
-  fs::path folder_;
+  test::ScratchFolder folder_;
 };
 
 std::vector<std::pair<std::string, at::Tensor>> every_dtype() {
@@ -159,7 +151,7 @@ TEST_F(SafetensorsTest, AFailedWriteLeavesTheOldFile) {
       },
       ThrowsMessage<UsageError>(HasSubstr("twice")));
   EXPECT_EQ(bytes_of(path("w")), before);
-  EXPECT_EQ(std::distance(fs::directory_iterator(folder_), fs::directory_iterator()), 1) << "no temporary file stays";
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder_.path()), fs::directory_iterator()), 1) << "no temporary file stays";
   EXPECT_THAT([&] { write_safetensors(path("no/w"), {}); },
               ThrowsMessage<IoError>(HasSubstr("No such file or directory")));
 }
@@ -170,12 +162,12 @@ TEST_F(SafetensorsTest, AnAtomicFileAppearsWholeOrNotAtAll) {
     file.write("never", 5);
     EXPECT_FALSE(fs::exists(path("f")));
   }
-  EXPECT_TRUE(fs::is_empty(folder_));
+  EXPECT_TRUE(fs::is_empty(folder_.path()));
   AtomicFile file(path("f"));
   file.write("text", 4);
   file.commit();
   EXPECT_EQ(bytes_of(path("f")), "text");
-  EXPECT_THAT([&] { AtomicFile{folder_.string()}; }, ThrowsMessage<IoError>(HasSubstr("this is a folder")));
+  EXPECT_THAT([&] { AtomicFile{folder_.path().string()}; }, ThrowsMessage<IoError>(HasSubstr("this is a folder")));
 }
 
 }  // namespace

@@ -215,6 +215,7 @@ TEST(Recovery, AClientOptimizerFollowsTheScheduleOfTheConfig) {
         {.model = model.ptr(), .config = config, .optimizer = sgd, .communicator = borrowed(communicator)});
     ASSERT_NE(parts.schedule, nullptr);
     EXPECT_EQ(parts.engine->plan().optimizer, "");
+    EXPECT_EQ(parts.engine->plan().bytes->optimizer, 0);
     train(*parts.engine, model, 5);
     EXPECT_DOUBLE_EQ(parts.engine->get_lr().front(), 0.1);
     config["data_types"]["grad_accum_dtype"] = "bf16";

@@ -22,7 +22,7 @@ Plan plan_of(ordered_json config, int64_t ranks = 4, std::optional<int64_t> para
 
 TEST(Plan, DefaultsAreFloat32StageZero) {
   const Plan plan = plan_of(ordered_json::object());
-  EXPECT_EQ(plan.gradient_policy, GradientPolicy::kAllReduce);
+  EXPECT_EQ(plan.gradient_policy, zero::ReductionPolicy::kAllReduce);
   EXPECT_FALSE(plan.partition_optimizer);
   EXPECT_TRUE(plan.overlap_reduction);
   EXPECT_TRUE(plan.average_gradients);
@@ -33,9 +33,9 @@ TEST(Plan, DefaultsAreFloat32StageZero) {
 }
 
 TEST(Plan, StagesArePoliciesOnBuckets) {
-  EXPECT_EQ(plan_of({{"zero_optimization", {{"stage", 1}}}}).gradient_policy, GradientPolicy::kReduceScatterAtBoundary);
+  EXPECT_EQ(plan_of({{"zero_optimization", {{"stage", 1}}}}).gradient_policy, zero::ReductionPolicy::kReduceScatterAtBoundary);
   const Plan two = plan_of({{"zero_optimization", {{"stage", 2}, {"allgather_bucket_size", 1000}}}});
-  EXPECT_EQ(two.gradient_policy, GradientPolicy::kReduceScatterEveryMicroBatch);
+  EXPECT_EQ(two.gradient_policy, zero::ReductionPolicy::kReduceScatterEveryBackward);
   EXPECT_TRUE(two.partition_optimizer);
   EXPECT_EQ(two.bucket_elements, 1000);
   EXPECT_FALSE(plan_of({{"zero_optimization", {{"stage", 2}, {"overlap_comm", false}}}}).overlap_reduction);

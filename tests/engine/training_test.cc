@@ -164,6 +164,23 @@ TEST_P(StagesTest, PredictedBytesAreTheMeasuredOnes) {
   }
 }
 
+TEST_P(StagesTest, PredictedOptimizerStatesAreTheMeasuredOnes) {
+  const auto [stage, world, accumulation] = GetParam();
+  for (const char* type : {"Adam", "AdamW", "Lamb", "Adagrad", "Lion", "Muon", "SGD"}) {
+    ordered_json config = small_config(stage, accumulation);
+    config["zero_allow_untested_optimizer"] = true;
+    config["optimizer"] = {{"type", type}, {"params", {{"lr", 0.01}}}};
+    if (type == std::string("SGD")) config["optimizer"]["params"]["momentum"] = 0.9;
+    run_ranks(world, [&](comm::Communicator& communicator) {
+      SmallNet model;
+      const auto engine = start(model.ptr(), config, communicator).engine;
+      train(*engine, model, 1);
+      EXPECT_GT(engine->model_state_bytes().optimizer, 0) << type;
+      EXPECT_EQ(engine->model_state_bytes().optimizer, engine->plan().bytes->optimizer) << type;
+    });
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Grid, StagesTest,
                          ::testing::Values(Case{0, 1, 1}, Case{0, 2, 2}, Case{0, 3, 1}, Case{1, 1, 2}, Case{1, 2, 1},
                                            Case{1, 3, 2}, Case{2, 1, 1}, Case{2, 2, 2}, Case{2, 3, 1}),

@@ -10,7 +10,7 @@
 #include "examples/gpt/gpt_model.h"
 #include "examples/gpt/text_corpus.h"
 #include "examples/gpt/token_batches.h"
-#include "tests/examples/scratch_folder.h"
+#include "tests/support/scratch_folder.h"
 
 namespace gpt {
 namespace {
@@ -96,22 +96,22 @@ TEST(GptModel, SizesThatMakeNoModelAreRefused) {
 }
 
 TEST(GptInit, SavedWeightsLoadBitForBit) {
-  const ScratchFolder folder;
+  const ds::test::ScratchFolder folder;
   Gpt saved({.layers = 1, .hidden = 8, .heads = 2, .seq_len = 4});
   initialize_weights(saved, 5);
   std::vector<std::pair<std::string, at::Tensor>> tensors;
   for (const auto& item : saved.named_parameters()) tensors.emplace_back(item.key(), item.value());
-  ds::write_safetensors(folder.path("w.safetensors"), tensors);
+  ds::write_safetensors(folder / "w.safetensors", tensors);
   Gpt loaded(saved.config());
-  load_weights(loaded, folder.path("w.safetensors"));
+  load_weights(loaded, folder / "w.safetensors");
   for (const auto& item : loaded.named_parameters()) {
     EXPECT_TRUE(torch::equal(item.value(), saved.named_parameters()[item.key()])) << item.key();
   }
 }
 
 TEST(GptInit, WeightsOfAnotherModelAreRefusedByName) {
-  const ScratchFolder folder;
-  const std::string path = folder.path("w.safetensors");
+  const ds::test::ScratchFolder folder;
+  const std::string path = folder / "w.safetensors";
   Gpt one({.layers = 1, .hidden = 8, .heads = 2, .seq_len = 4});
   initialize_weights(one, 5);
   std::vector<std::pair<std::string, at::Tensor>> tensors;

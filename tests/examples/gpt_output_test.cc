@@ -10,7 +10,7 @@
 #include "core/check.h"
 #include "examples/gpt/metrics_file.h"
 #include "examples/gpt/progress_bar.h"
-#include "tests/examples/scratch_folder.h"
+#include "tests/support/scratch_folder.h"
 
 namespace gpt {
 namespace {
@@ -28,11 +28,11 @@ std::vector<nlohmann::json> lines_of(const std::string& path) {
 }
 
 TEST(MetricsFile, OneObjectALineWholeAfterEachWrite) {
-  const ScratchFolder folder;
-  MetricsFile file(folder.path("m.jsonl"));
+  const ds::test::ScratchFolder folder;
+  MetricsFile file(folder / "m.jsonl");
   file.write(StepMetrics{
       .step = 1, .loss = 5.5, .grad_norm = 2.25, .lr = 1e-3, .step_seconds = 0.5, .tokens_per_second = 2048});
-  ASSERT_EQ(lines_of(folder.path("m.jsonl")).size(), 1U);
+  ASSERT_EQ(lines_of(folder / "m.jsonl").size(), 1U);
   file.write(StepMetrics{.step = 2,
                          .loss = 0.1,
                          .grad_norm = std::numeric_limits<double>::infinity(),
@@ -44,7 +44,7 @@ TEST(MetricsFile, OneObjectALineWholeAfterEachWrite) {
                         .model_state_bytes = {3, 4},
                         .comm_bytes_sent = {5, 6},
                         .median_step_seconds = 0.25});
-  const auto lines = lines_of(folder.path("m.jsonl"));
+  const auto lines = lines_of(folder / "m.jsonl");
   ASSERT_EQ(lines.size(), 3U);
   EXPECT_EQ(lines[0], nlohmann::json({{"step", 1},
                                       {"loss", 5.5},

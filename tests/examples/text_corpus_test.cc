@@ -5,7 +5,7 @@
 #include <string>
 
 #include "core/check.h"
-#include "tests/examples/scratch_folder.h"
+#include "tests/support/scratch_folder.h"
 
 namespace gpt {
 namespace {
@@ -20,14 +20,14 @@ std::string read(TextCorpus& corpus, int64_t offset, int64_t count) {
 }
 
 TEST(TextCorpus, AFileIsItsBytes) {
-  const ScratchFolder folder;
+  const ds::test::ScratchFolder folder;
   TextCorpus corpus = TextCorpus::open(folder.write("text", std::string("ab\0\xff", 4)));
   EXPECT_EQ(corpus.size(), 4);
   EXPECT_EQ(read(corpus, 1, 3), std::string("b\0\xff", 3));
 }
 
 TEST(TextCorpus, AFolderIsItsFilesInTheOrderOfTheirPaths) {
-  const ScratchFolder folder;
+  const ds::test::ScratchFolder folder;
   folder.write("b.h", "second ");
   folder.write("a/z.h", "first ");
   folder.write("c/1.h", "third ");
@@ -49,7 +49,7 @@ TEST(TextCorpus, AFolderIsItsFilesInTheOrderOfTheirPaths) {
 }
 
 TEST(TextCorpus, AFolderIsCutAtTheLimit) {
-  const ScratchFolder folder;
+  const ds::test::ScratchFolder folder;
   folder.write("a", "12345");
   folder.write("b", "67890");
   folder.write("c", "never");
@@ -58,20 +58,20 @@ TEST(TextCorpus, AFolderIsCutAtTheLimit) {
 }
 
 TEST(TextCorpus, NothingToReadIsRefused) {
-  const ScratchFolder folder;
-  EXPECT_THAT([&] { TextCorpus::open(folder.path("missing")); },
+  const ds::test::ScratchFolder folder;
+  EXPECT_THAT([&] { TextCorpus::open(folder / "missing"); },
               ThrowsMessage<ds::IoError>(HasSubstr("missing: no such file")));
   EXPECT_THAT([&] { TextCorpus::open(folder.write("empty", "")); },
               ThrowsMessage<ds::IoError>(HasSubstr("an empty file")));
   EXPECT_THAT([] { TextCorpus::open("/dev/null"); },
               ThrowsMessage<ds::IoError>(HasSubstr("expected a file or a folder")));
-  std::filesystem::create_directory(folder.path("none"));
-  EXPECT_THAT([&] { TextCorpus::open(folder.path("none")); },
+  std::filesystem::create_directory(folder / "none");
+  EXPECT_THAT([&] { TextCorpus::open(folder / "none"); },
               ThrowsMessage<ds::IoError>(HasSubstr("no file with content")));
 }
 
 TEST(TextCorpus, AFileCutDuringTheRunIsAnErrorNotACrash) {
-  const ScratchFolder folder;
+  const ds::test::ScratchFolder folder;
   const std::string path = folder.write("text", "0123456789");
   TextCorpus corpus = TextCorpus::open(path);
   std::filesystem::resize_file(path, 3);
@@ -87,11 +87,11 @@ TEST(TextCorpus, TheDefaultIsTheHeadersOfLibTorch) {
 }
 
 TEST(TextCorpus, TheEnvironmentNamesAnotherDefault) {
-  const ScratchFolder folder;
+  const ds::test::ScratchFolder folder;
   const std::string path = folder.write("text", "hello");
   ASSERT_EQ(setenv("DS_GPT_DATA", path.c_str(), 1), 0);
   EXPECT_EQ(TextCorpus::open_or_default(std::nullopt).path(), path);
-  EXPECT_EQ(TextCorpus::open_or_default(folder.write("other", "x")).path(), folder.path("other"));
+  EXPECT_EQ(TextCorpus::open_or_default(folder.write("other", "x")).path(), folder / "other");
   ASSERT_EQ(setenv("DS_GPT_DATA", "/no/such/text", 1), 0);
   EXPECT_THAT([] { TextCorpus::open_or_default(std::nullopt); },
               ThrowsMessage<ds::IoError>(testing::AllOf(HasSubstr("DS_GPT_DATA"), HasSubstr("/no/such/text"))));

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "core/check.h"
-#include "tests/examples/scratch_folder.h"
+#include "tests/support/scratch_folder.h"
 
 namespace gpt {
 namespace {
@@ -20,7 +20,7 @@ class TokenBatchesTest : public testing::Test {
     for (int i = 0; i < 1000; ++i) text += static_cast<char>(i * 7 % 251);
     return text;
   }
-  ScratchFolder folder_;
+  ds::test::ScratchFolder folder_;
   TextCorpus corpus_ = TextCorpus::open(folder_.write("text", bytes()));
 };
 

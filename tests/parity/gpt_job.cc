@@ -10,32 +10,14 @@
 #include <memory>
 #include <stdexcept>
 
+#include "tests/support/scratch_folder.h"
+
 namespace ds::test {
 namespace {
 
 namespace fs = std::filesystem;
 
 std::string quoted(const std::string& word) { return "'" + word + "'"; }
-
-// A folder of its own for each job, removed with it.
-class ScratchFolder {
- public:
-  ScratchFolder() {
-    std::string pattern = (fs::temp_directory_path() / "ds_parity_XXXXXX").string();
-    if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("cannot make a scratch folder");
-    path_ = pattern;
-  }
-  ~ScratchFolder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  ScratchFolder(const ScratchFolder&) = delete;
-  ScratchFolder& operator=(const ScratchFolder&) = delete;
-  const fs::path& path() const { return path_; }
-
- private:
-  fs::path path_;
-};
 
 }  // namespace
 

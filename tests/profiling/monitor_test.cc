@@ -9,7 +9,7 @@
 
 #include "core/check.h"
 #include "profiling/event_record.h"
-#include "tests/profiling/temporary_folder.h"
+#include "tests/support/scratch_folder.h"
 
 namespace ds::profiling {
 namespace {
@@ -22,7 +22,7 @@ std::string read(const std::filesystem::path& path) {
 }
 
 TEST(CsvMonitor, WritesOneFileForEachName) {
-  const TemporaryFolder folder;
+  const test::ScratchFolder folder;
   const auto monitor = make_csv_monitor(folder.path().string(), "job");
   monitor->write_events({{"Train/Samples/lr", 0.001, 8}, {"Train/Samples/loss scale", 65536, 8}});
   monitor->write_events({{"Train/Samples/lr", 0.0001 / 3, 16}, {"plain", -1.5, 2}});
@@ -32,14 +32,14 @@ TEST(CsvMonitor, WritesOneFileForEachName) {
 }
 
 TEST(CsvMonitor, ALaterRunAppendsWithoutASecondHeader) {
-  const TemporaryFolder folder;
+  const test::ScratchFolder folder;
   make_csv_monitor(folder.path().string(), "job")->write_events({{"a/lr", 1, 1}});
   make_csv_monitor(folder.path().string(), "job")->write_events({{"a/lr", 2, 2}});
   EXPECT_EQ(read(folder.path() / "job/a_lr.csv"), "step,lr\n1,1\n2,2\n");
 }
 
 TEST(CsvMonitor, SaysThatTheDiskIsFull) {
-  const TemporaryFolder folder;
+  const test::ScratchFolder folder;
   const auto monitor = make_csv_monitor(folder.path().string(), "job");
   std::filesystem::create_symlink("/dev/full", folder.path() / "job/lr.csv");
   try {
@@ -51,7 +51,7 @@ TEST(CsvMonitor, SaysThatTheDiskIsFull) {
 }
 
 TEST(CsvMonitor, LeavesNothingBehindBeforeTheFirstEvent) {
-  const TemporaryFolder folder;
+  const test::ScratchFolder folder;
   make_csv_monitor(folder.path().string(), "job");
   EXPECT_TRUE(std::filesystem::is_empty(folder.path() / "job"));
 }
@@ -61,7 +61,7 @@ using Maker = std::unique_ptr<Monitor> (*)(const std::string&, const std::string
 class AnyMonitor : public testing::TestWithParam<std::pair<const char*, Maker>> {};
 
 TEST_P(AnyMonitor, SaysAtOnceThatItCannotWrite) {
-  const TemporaryFolder folder;
+  const test::ScratchFolder folder;
   const std::filesystem::path file = folder.path() / "a_file";
   std::ofstream(file) << "in the way";
   const auto [section, make] = GetParam();
@@ -99,7 +99,7 @@ std::vector<std::string> records_of(const std::string& bytes) {
 }
 
 TEST(TensorBoardMonitor, WritesAVersionAndThenScalars) {
-  const TemporaryFolder folder;
+  const test::ScratchFolder folder;
   const auto monitor = make_tensorboard_monitor(folder.path().string(), "job");
   monitor->write_events({{"Train/Samples/lr", 0.25, 300}, {"Train/Samples/loss_scale", 1024, 301}});
   const std::filesystem::directory_iterator files(folder.path() / "job");
@@ -115,7 +115,7 @@ TEST(TensorBoardMonitor, WritesAVersionAndThenScalars) {
 }
 
 TEST(TensorBoardMonitor, EachRunHasItsOwnFile) {
-  const TemporaryFolder folder;
+  const test::ScratchFolder folder;
   const auto first = make_tensorboard_monitor(folder.path().string(), "job");
   const auto second = make_tensorboard_monitor(folder.path().string(), "job");
   const std::filesystem::directory_iterator files(folder.path() / "job");

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "core/text.h"
+#include "tests/support/scratch_folder.h"
 
 extern char** environ;  // NOLINT
 
@@ -32,25 +33,6 @@ std::string read_file(const std::string& path) {
   text << std::ifstream(path).rdbuf();
   return text.str();
 }
-
-class Folder {
- public:
-  Folder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "dsengine-test-XXXXXX").string();
-    if (::mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("cannot make " + pattern);
-    path_ = pattern;
-  }
-  ~Folder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 enum class Fate { kRunning, kPassed, kFailed, kKilled, kHung };
 
@@ -165,9 +147,9 @@ void run_process_test(const ProcessTest& test, void (*body)(const ProcessRank&))
     body(ProcessRank(std::atoi(rank), test.world_size, std::getenv(kFolderVariable)));
     return;
   }
-  const Folder folder;
+  const test::ScratchFolder folder;
   std::vector<RankProcess> ranks;
-  for (int rank = 0; rank < test.world_size; ++rank) ranks.push_back(start(rank, folder.path()));
+  for (int rank = 0; rank < test.world_size; ++rank) ranks.push_back(start(rank, folder.path().string()));
   if (!await(ranks, Clock::now() + test.time_limit)) end_hung(ranks, test.time_limit);
   report(test, ranks);
 }

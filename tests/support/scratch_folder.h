@@ -7,13 +7,13 @@
 #include <stdexcept>
 #include <string>
 
-namespace gpt {
+namespace ds::test {
 
 class ScratchFolder {
  public:
   ScratchFolder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "ds_gpt_XXXXXX").string();
-    if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("cannot make a scratch folder");
+    std::string pattern = (std::filesystem::temp_directory_path() / "dsengine_test_XXXXXX").string();
+    if (::mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("cannot make the scratch folder " + pattern);
     path_ = pattern;
   }
   ~ScratchFolder() {
@@ -23,16 +23,18 @@ class ScratchFolder {
   ScratchFolder(const ScratchFolder&) = delete;
   ScratchFolder& operator=(const ScratchFolder&) = delete;
 
-  std::string path(const std::string& name = {}) const { return (path_ / name).string(); }
+  const std::filesystem::path& path() const { return path_; }
+  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
   // Makes folders on the way; returns the path.
   std::string write(const std::string& name, const std::string& content) const {
-    std::filesystem::create_directories((path_ / name).parent_path());
-    std::ofstream(path_ / name, std::ios::binary) << content;
-    return path(name);
+    const std::filesystem::path file = path_ / name;
+    std::filesystem::create_directories(file.parent_path());
+    std::ofstream(file, std::ios::binary) << content;
+    return file.string();
   }
 
  private:
   std::filesystem::path path_;
 };
 
-}  // namespace gpt
+}  // namespace ds::test

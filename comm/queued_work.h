@@ -1,0 +1,22 @@
+// A collective that runs as a task of a queue.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "comm/communicator.h"
+#include "comm/task_queue.h"
+
+namespace ds::comm {
+
+class QueuedWork final : public WorkState {
+ public:
+  explicit QueuedWork(std::shared_ptr<TaskQueue::Task> task) : task_(std::move(task)) {}
+  bool is_completed() override { return task_->done(); }
+  void wait() override { task_->wait(); }
+
+ private:
+  std::shared_ptr<TaskQueue::Task> task_;
+};
+
+}  // namespace ds::comm
