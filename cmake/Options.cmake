@@ -6,6 +6,10 @@ option(DS_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
 option(DS_BUILD_EXAMPLES "Build the examples" ${PROJECT_IS_TOP_LEVEL})
 option(DS_BUILD_BENCHMARKS "Build the benchmarks" ${PROJECT_IS_TOP_LEVEL})
 option(DS_WERROR "Warnings are errors" ${PROJECT_IS_TOP_LEVEL})
+# Every source with LibTorch's headers pays 5 s for instantiating their templates; sources compiled together pay once.
+option(DS_UNITY_BUILD "Compile several sources of a target together (halves a full build)" ON)
+set(CMAKE_UNITY_BUILD ${DS_UNITY_BUILD})
+set(CMAKE_UNITY_BUILD_BATCH_SIZE 8)
 
 if(NOT DS_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "DS_CUDA must be AUTO, ON or OFF, found '${DS_CUDA}'")

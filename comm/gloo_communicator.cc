@@ -20,7 +20,7 @@
 namespace ds::comm {
 namespace {
 
-std::byte* bytes_of(const at::Tensor& tensor) {
+std::byte* start_of(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<std::byte*>(tensor.data_ptr()) : nullptr;
 }
 
@@ -239,8 +239,8 @@ void GlooCommunicator::run(const Collective& collective, int tag) {
 }
 
 void GlooCommunicator::exchange(const Collective& c) {
-  std::byte* const in = bytes_of(c.input);
-  std::byte* const out = bytes_of(c.output);
+  std::byte* const in = start_of(c.input);
+  std::byte* const out = start_of(c.output);
   const auto in_bytes = c.input.defined() ? static_cast<int64_t>(c.input.nbytes()) : 0;
   const auto out_bytes = c.output.defined() ? static_cast<int64_t>(c.output.nbytes()) : 0;
   switch (c.kind) {

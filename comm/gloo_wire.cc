@@ -25,7 +25,7 @@ struct Loss {
   int lost = 0;
 };
 
-std::vector<uint8_t> bytes_of(const Loss& loss) {
+std::vector<uint8_t> encoded(const Loss& loss) {
   std::vector<uint8_t> bytes(sizeof loss);
   std::memcpy(bytes.data(), &loss, sizeof loss);
   return bytes;
@@ -88,7 +88,7 @@ void GlooWire::complete(const Message& message, const std::string& what) {
 
 std::string GlooWire::report_loss(int peer) {
   try {
-    const std::vector<uint8_t> first = store_->compareSet(cat("first loss of ", group_), {}, bytes_of({rank_, peer}));
+    const std::vector<uint8_t> first = store_->compareSet(cat("first loss of ", group_), {}, encoded({rank_, peer}));
     if (first.size() != sizeof(Loss)) return {};
     const Loss loss = loss_of(first);
     if (loss.lost == peer) return {};

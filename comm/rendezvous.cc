@@ -32,13 +32,13 @@ std::string arrival_text(const RankPlace& place, int world_size) {
       .dump();
 }
 
-std::string describe(const RankPlace& place) { return cat(place.host_name, ", pid ", place.process); }
+std::string text_of(const RankPlace& place) { return cat(place.host_name, ", pid ", place.process); }
 
 RankPlace read_arrival(const std::string& text, int rank, int world_size) {
   const auto json = nlohmann::json::parse(text);
   RankPlace place{json.at("host"), json.at("pid"), json.at("domain"), json.at("address")};
   const int theirs = json.at("world_size");
-  require<CommError>(theirs == world_size, "rendezvous: rank ", rank, " (", describe(place), ") expects a world of ",
+  require<CommError>(theirs == world_size, "rendezvous: rank ", rank, " (", text_of(place), ") expects a world of ",
                      theirs, " ranks, this rank one of ", world_size, ". Set WORLD_SIZE to the same value everywhere");
   return place;
 }
@@ -49,9 +49,9 @@ void arrive(c10d::Store& store, const RankPlace& place, int rank, int world_size
   if (claims > 1) {
     std::string first = "another process";
     if (store.check({arrival_key(rank)})) {
-      first = describe(read_arrival(store.get_to_str(arrival_key(rank)), rank, world_size));
+      first = text_of(read_arrival(store.get_to_str(arrival_key(rank)), rank, world_size));
     }
-    throw CommError(cat("rendezvous: rank ", rank, " was claimed twice: by ", first, " and by ", describe(place),
+    throw CommError(cat("rendezvous: rank ", rank, " was claimed twice: by ", first, " and by ", text_of(place),
                         ". Give every process its own RANK; a file of an earlier run must be deleted, and another job "
                         "needs another port"));
   }
@@ -64,7 +64,7 @@ std::string missing_ranks(c10d::Store& store, int world_size) {
   for (int r = 0; r < world_size; ++r) {
     if (store.check({arrival_key(r)})) {
       const RankPlace place = read_arrival(store.get_to_str(arrival_key(r)), r, world_size);
-      present += cat(present.empty() ? "" : "; ", r, " (", describe(place), ")");
+      present += cat(present.empty() ? "" : "; ", r, " (", text_of(place), ")");
     } else {
       missing += cat(missing.empty() ? "" : ", ", r);
     }
@@ -117,8 +117,8 @@ c10::intrusive_ptr<c10d::Store> open_file_store(const RendezvousAddress& address
   const auto folder = std::filesystem::path(address.path).parent_path();
   // The order in which arguments are evaluated is open: errno is read after the call.
   const int error = ::access(folder.c_str(), W_OK | X_OK) == 0 ? 0 : errno;
-  require<ConfigError>(error == 0, "init_method file://", address.path, ": the folder ",
-                       folder.string(), " cannot be written (", std::strerror(error),
+  require<ConfigError>(error == 0, "init_method file://", address.path, ": the folder ", folder.string(),
+                       " cannot be written (", std::strerror(error),
                        "). Name a file in a folder that exists and that every rank can write");
   return c10::make_intrusive<c10d::FileStore>(address.path, address.world_size);
 }
@@ -144,7 +144,7 @@ std::vector<std::vector<int>> Rendezvous::hosts() const {
 
 std::vector<std::string> Rendezvous::descriptions() const {
   std::vector<std::string> texts;
-  for (const RankPlace& place : ranks) texts.push_back(describe(place));
+  for (const RankPlace& place : ranks) texts.push_back(text_of(place));
   return texts;
 }
 

@@ -16,7 +16,7 @@ std::byte* data_of(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<std::byte*>(tensor.data_ptr()) : nullptr;
 }
 
-int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+int64_t nbytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
 void copy_bytes(std::byte* destination, const std::byte* source, int64_t bytes) {
   if (bytes > 0 && destination != source) std::memcpy(destination, source, static_cast<size_t>(bytes));
@@ -31,7 +31,7 @@ int64_t even_part(int64_t bytes, int64_t parts) { return ((bytes + parts - 1) / 
 
 // Bytes to (or from) each rank.
 std::vector<int64_t> split_bytes(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size) {
-  const int64_t total = bytes_of(tensor);
+  const int64_t total = nbytes_of(tensor);
   if (splits.empty()) return std::vector<int64_t>(static_cast<size_t>(size), total / size);
   const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
   std::vector<int64_t> bytes(splits);
@@ -87,18 +87,18 @@ void SharedMemoryCollectives::run(const Collective& collective, OperationRecord 
   switch (collective.kind) {
     case CollectiveKind::kAllReduce:
     case CollectiveKind::kReduce:
-      return bytes_of(collective.input) <= kSmallBytes
+      return nbytes_of(collective.input) <= kSmallBytes
                  ? all_reduce_small(output, record.count, dtype, record.op, record.root)
                  : all_reduce(output, record.count, dtype, record.op, record.root);
     case CollectiveKind::kReduceScatter:
       return reduce_scatter(output, input, record.count, dtype, record.op);
     case CollectiveKind::kBroadcast:
-      return broadcast(output, bytes_of(collective.output), record.root);
+      return broadcast(output, nbytes_of(collective.output), record.root);
     case CollectiveKind::kAllGather:
     case CollectiveKind::kGather:
-      return gather(output, input, bytes_of(collective.input), record.root);
+      return gather(output, input, nbytes_of(collective.input), record.root);
     case CollectiveKind::kScatter:
-      return scatter(output, input, bytes_of(collective.output), record.root);
+      return scatter(output, input, nbytes_of(collective.output), record.root);
     case CollectiveKind::kAllToAll:
       return all_to_all(collective);
     case CollectiveKind::kBarrier:

@@ -21,7 +21,7 @@ bool is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; 
 bool is_line_end(char c) { return c == '\n' || c == '\r' || c == '\0'; }
 bool is_punctuator(char c) { return c != '\0' && std::string_view("{}[],:").find(c) != std::string_view::npos; }
 
-std::string_view trim(std::string_view text) {
+std::string_view trim_space(std::string_view text) {
   while (!text.empty() && is_space(text.front())) text.remove_prefix(1);
   while (!text.empty() && is_space(text.back())) text.remove_suffix(1);
   return text;
@@ -247,7 +247,7 @@ nlohmann::ordered_json HjsonText::read_quoteless() {
   while (true) {
     const char c = peek();
     if (is_line_end(c) || c == ',' || c == '}' || c == ']' || c == '#' || starts_with("//") || starts_with("/*")) {
-      const std::string_view word = trim(text_.substr(begin, position_ - begin));
+      const std::string_view word = trim_space(text_.substr(begin, position_ - begin));
       if (word == "null") return nullptr;
       if (word == "true" || word == "false") return word == "true";
       if (const auto number = parse_number(word)) {

@@ -14,7 +14,7 @@ using nlohmann::ordered_json;
 constexpr double kInt64Limit = 9223372036854775808.0;  // 2^63
 constexpr size_t kShownCharacters = 80;
 
-std::string_view trim(std::string_view text) {
+std::string_view digits_of(std::string_view text) {
   while (!text.empty() && std::isspace(static_cast<unsigned char>(text.front())) != 0) text.remove_prefix(1);
   while (!text.empty() && std::isspace(static_cast<unsigned char>(text.back())) != 0) text.remove_suffix(1);
   if (text.starts_with('+')) text.remove_prefix(1);
@@ -68,7 +68,7 @@ bool convert(const ordered_json& value, int64_t& out) {
   if (value.is_number_float()) return whole_to_int(value.get<double>(), out);
   if (!value.is_string()) return false;
   const std::string text = value.get<std::string>();
-  std::string_view digits = trim(text);
+  std::string_view digits = digits_of(text);
   const size_t point = digits.find('.');
   if (point != std::string_view::npos && point > 0) {
     if (digits.find_first_not_of('0', point + 1) != std::string_view::npos) return false;
@@ -83,7 +83,7 @@ bool convert(const ordered_json& value, double& out) {
     number = value.get<bool>() ? 1 : 0;
   } else if (value.is_number()) {
     number = value.get<double>();
-  } else if (!value.is_string() || !parse_whole(trim(value.get_ref<const std::string&>()), number)) {
+  } else if (!value.is_string() || !parse_whole(digits_of(value.get_ref<const std::string&>()), number)) {
     return false;
   }
   if (!std::isfinite(number)) return false;

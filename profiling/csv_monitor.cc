@@ -11,7 +11,7 @@
 namespace ds::profiling {
 namespace {
 
-constexpr const char* kSection = "csv_monitor";
+constexpr const char* kCsvSection = "csv_monitor";
 
 // The shortest text that reads back as the same number.
 std::string shortest(double value) {
@@ -28,13 +28,13 @@ std::string file_name(std::string event) {
 class CsvMonitor final : public Monitor {
  public:
   CsvMonitor(const std::string& output_path, const std::string& job_name)
-      : folder_(make_monitor_folder(output_path, job_name, kSection)) {}
+      : folder_(make_monitor_folder(output_path, job_name, kCsvSection)) {}
 
   void write_events(const std::vector<Event>& events) override {
     for (const Event& event : events) {
       File& file = file_of(event.name);
       file.stream << event.step << ',' << shortest(event.value) << '\n';
-      if (!file.stream.flush()) fail_to_write(kSection, file.path);
+      if (!file.stream.flush()) fail_to_write(kCsvSection, file.path);
     }
   }
 
@@ -49,7 +49,7 @@ class CsvMonitor final : public Monitor {
     if (found != files_.end()) return found->second;
     File file{.path = (std::filesystem::path(folder_) / file_name(event)).string(), .stream = {}};
     file.stream.open(file.path, std::ios::app);
-    if (!file.stream) fail_to_write(kSection, file.path);
+    if (!file.stream) fail_to_write(kCsvSection, file.path);
     // An appending stream stands at the end only after its first write.
     file.stream.seekp(0, std::ios::end);
     if (file.stream.tellp() == 0) file.stream << "step," << event.substr(event.rfind('/') + 1) << '\n';

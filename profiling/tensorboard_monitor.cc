@@ -13,7 +13,7 @@
 namespace ds::profiling {
 namespace {
 
-constexpr const char* kSection = "tensorboard";
+constexpr const char* kTensorboardSection = "tensorboard";
 
 double wall_seconds() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
@@ -31,7 +31,8 @@ std::string file_name() {
 class TensorBoardMonitor final : public Monitor {
  public:
   TensorBoardMonitor(const std::string& output_path, const std::string& job_name)
-      : path_((std::filesystem::path(make_monitor_folder(output_path, job_name, kSection)) / file_name()).string()),
+      : path_((std::filesystem::path(make_monitor_folder(output_path, job_name, kTensorboardSection)) / file_name())
+                  .string()),
         file_(path_, std::ios::binary) {
     append(encode_file_version(wall_seconds()));
     flush();
@@ -50,7 +51,7 @@ class TensorBoardMonitor final : public Monitor {
     file_.write(record.data(), static_cast<std::streamsize>(record.size()));
   }
   void flush() {
-    if (!file_.flush()) fail_to_write(kSection, path_);
+    if (!file_.flush()) fail_to_write(kTensorboardSection, path_);
   }
 
   std::string path_;

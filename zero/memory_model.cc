@@ -4,14 +4,13 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/round_up.h"
 #include "zero/partition.h"
 
 namespace ds::zero {
 namespace {
 
 constexpr size_t kBucketsInFlight = 2;  // beside the one that fills, see GradientReducer
-
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 int64_t sum(const std::vector<int64_t>& values) {
   int64_t total = 0;
@@ -83,9 +82,9 @@ class TransientBuckets {
 
   const std::vector<int64_t>& buckets_;
   int64_t dp_;
-  std::vector<int64_t> pool_;                            // ascending
+  std::vector<int64_t> pool_;                           // ascending
   std::vector<std::pair<int64_t, int64_t>> in_flight_;  // bucket, its buffer; oldest first
-  int64_t buffers_ = 0;                                  // elements of all buffers, pooled or not
+  int64_t buffers_ = 0;                                 // elements of all buffers, pooled or not
 };
 
 int64_t gradient_elements(const MemoryQuestion& question, const std::vector<int64_t>& buckets) {

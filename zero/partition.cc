@@ -7,14 +7,13 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/round_up.h"
 
 namespace ds::zero {
 namespace {
 
 constexpr int64_t kMinTargetElements = 1 << 20;
 constexpr int64_t kBucketsPerModel = 8;
-
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // Neighbouring parameters of one module subtree that are kept together: [first, last).
 struct Unit {

@@ -67,7 +67,7 @@ void collect_precision(const DsConfig& c, Collector& out) {
   out.later(c.torch_autocast.enabled && c.torch_autocast.lower_precision_safe_modules,
             "torch_autocast.lower_precision_safe_modules", "remove it");
   bool amp = false;
-  if (c.amp.is_object() && c.amp.contains("enabled")) convert(c.amp["enabled"], amp);
+  if (c.amp.is_object() && c.amp.contains("enabled")) ds::convert(c.amp["enabled"], amp);
   out.add(amp, "amp", "NVIDIA Apex is a Python package; use fp16, bf16 or torch_autocast");
 }
 

@@ -5,7 +5,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <fstream>
+#include <thread>
 
 #include "core/text.h"
 #include "tests/launcher/launched.h"
@@ -27,8 +29,16 @@ class Listener {
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     socklen_t size = sizeof(address);
     auto* where = reinterpret_cast<sockaddr*>(&address);
-    if (bind(fd_, where, size) == 0 && listen(fd_, 1) == 0 && getsockname(fd_, where, &size) == 0) {
-      port_ = ntohs(address.sin_port);
+    // As the launcher asks: connections that linger from earlier tests do not count. A test beside this one may hold
+    // the port for a moment.
+    const int on = 1;
+    setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    for (int attempt = 0; attempt < 100 && port_ == 0; ++attempt) {
+      if (bind(fd_, where, size) == 0 && listen(fd_, 1) == 0 && getsockname(fd_, where, &size) == 0) {
+        port_ = ntohs(address.sin_port);
+      } else {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      }
     }
   }
   ~Listener() { close(fd_); }

@@ -13,7 +13,7 @@ namespace {
 using nlohmann::json;
 using Outcome = LossScaler::Outcome;
 
-LossScalerOptions options_of(const json& o) {
+LossScalerOptions scaler_options_of(const json& o) {
   return {.initial_scale = o["init_scale"],
           .window = o["scale_window"],
           .hysteresis = o["delayed_shift"],
@@ -26,7 +26,7 @@ TEST(LossScaler, FollowsDeepSpeedsScales) {
   const json cases = json::parse(file).at("scalers");
   for (const json& test : cases) {
     SCOPED_TRACE(test["options"].dump());
-    LossScaler scaler(options_of(test["options"]));
+    LossScaler scaler(scaler_options_of(test["options"]));
     const std::string overflows = test["overflows"];
     const size_t steps = test["after"].size();
     for (size_t i = 0; i < steps; ++i) {

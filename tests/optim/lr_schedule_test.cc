@@ -71,7 +71,7 @@ LrScheduleOptions one_cycle(const Fields& fields) {
   return o;
 }
 
-LrScheduleOptions options_of(const json& test) {
+LrScheduleOptions schedule_options_of(const json& test) {
   const Fields fields{test["params"]};
   const std::string type = test["type"];
   if (type == "WarmupLR") {
@@ -121,7 +121,7 @@ TEST(LrSchedule, RunsStepsWithDeepSpeedsValues) {
   for (const json& test : reference()) {
     std::vector<GroupOptions> groups;
     for (const double lr : test["group_lr"]) groups.push_back({.lr = lr});
-    const auto schedule = make_lr_schedule(options_of(test), groups, /*optimizer_uses_betas=*/true);
+    const auto schedule = make_lr_schedule(schedule_options_of(test), groups, /*optimizer_uses_betas=*/true);
     EXPECT_EQ(schedule->name(), test["type"]);
     for (const json& at : test["at"]) {
       const int64_t k = at[0];
