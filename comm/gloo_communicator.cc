@@ -50,6 +50,7 @@ int tag_of(const Collective& collective, uint64_t sequence) {
     hash = hash * 31 + static_cast<uint64_t>(tensor.scalar_type());
   }
   hash = (hash * 31 + static_cast<uint64_t>(collective.op)) * 31 + static_cast<uint64_t>(collective.peer);
+  for (const char c : collective.label) hash = hash * 31 + static_cast<unsigned char>(c);
   hash ^= hash >> 29;
   return static_cast<int>(hash & ((1U << 29) - 1));
 }

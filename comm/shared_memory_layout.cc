@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 #include <new>
 
 #include "core/check.h"
@@ -19,7 +20,8 @@ size_t page_aligned(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
 bool OperationRecord::agrees_with(const OperationRecord& other) const {
   return sequence == other.sequence && kind == other.kind && op == other.op && dtype == other.dtype &&
-         root == other.root && count == other.count && check == other.check;
+         root == other.root && count == other.count && check == other.check &&
+         std::strncmp(label, other.label, sizeof label) == 0;
 }
 
 std::string OperationRecord::text() const {

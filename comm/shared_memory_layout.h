@@ -46,7 +46,7 @@ class AtomicRecord {
   std::atomic<uint64_t> words_[kWords]{};
 };
 
-// A collective as its rank announces it. All fields but the label must agree on all ranks.
+// A collective as its rank announces it. All fields must agree on all ranks.
 struct OperationRecord {
   uint64_t sequence;  // from 1; 0 = none yet
   CollectiveKind kind;

@@ -27,17 +27,20 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
   Impl& self = *impl_;
   self.reporter->backward_begins();
   const Autocast::Pause pause(self.device.type());
-  self.publisher->wait_all();
+  const bool boundary = self.boundary_is_known() && self.at_boundary();
+  self.access->begin_backward(/*update_follows=*/boundary);
   const double accumulation = scale_wrt_gas ? static_cast<double>(self.config.gradient_accumulation_steps) : 1.0;
   const at::Tensor averaged = accumulation == 1.0 ? loss : loss / accumulation;
   const double scale = self.loss_scaler ? self.loss_scaler->scale() : 1.0;
   const at::Tensor scaled = scale == 1.0 ? averaged : averaged.to(at::kFloat) * scale;
-  self.reducer->begin_backward(self.synchronize, self.boundary_is_known() && self.at_boundary());
+  self.reducer->begin_backward(self.synchronize, boundary);
   try {
     scaled.backward({}, retain_graph);
     self.reducer->end_backward();
+    self.access->end_backward();
   } catch (...) {
     self.reducer->abandon_backward();
+    self.access->change_mode();
     throw;
   }
   ++self.backwards_since_step;
@@ -80,7 +83,9 @@ bool Engine::Impl::boundary_is_known() const { return boundary_override || confi
 
 bool Engine::is_gradient_accumulation_boundary() const { return impl_->at_boundary(); }
 
-void Engine::set_gradient_accumulation_boundary(std::optional<bool> is_boundary) { impl_->boundary_override = is_boundary; }
+void Engine::set_gradient_accumulation_boundary(std::optional<bool> is_boundary) {
+  impl_->boundary_override = is_boundary;
+}
 
 Engine::NoSync Engine::no_sync() { return NoSync(*this); }
 
@@ -91,9 +96,15 @@ Engine::NoSync::NoSync(Engine& engine) : engine_(engine) {
 
 Engine::NoSync::~NoSync() { engine_.impl_->synchronize = true; }
 
-void Engine::train() { impl_->module->train(); }
+void Engine::train() {
+  impl_->access->change_mode();
+  impl_->module->train();
+}
 
-void Engine::eval() { impl_->module->eval(); }
+void Engine::eval() {
+  impl_->access->change_mode();
+  impl_->module->eval();
+}
 
 void Engine::zero_grad() {
   impl_->reducer->reset();
@@ -179,12 +190,22 @@ const std::shared_ptr<torch::nn::Module>& Engine::module() const { return impl_-
 
 comm::Communicator& Engine::communicator() const { return *impl_->communicator; }
 
+int64_t Engine::comm_bytes_sent() const {
+  const int64_t gathered = impl_->gather_group ? impl_->gather_group->counters().total_bytes_sent() : 0;
+  return impl_->communicator->counters().total_bytes_sent() + gathered;
+}
+
+void Engine::reset_comm_counters() {
+  impl_->communicator->reset_counters();
+  if (impl_->gather_group) impl_->gather_group->reset_counters();
+}
+
 const std::shared_ptr<optim::ShardOptimizer>& Engine::optimizer() const { return impl_->optimizer; }
 
 const std::shared_ptr<LrScheduler>& Engine::lr_scheduler() const { return impl_->schedule; }
 
 const std::shared_ptr<DataLoader>& Engine::training_dataloader() const { return impl_->loader; }
 
-void Engine::synchronize_parameters() { impl_->publisher->wait_all(); }
+void Engine::synchronize_parameters() { impl_->access->wait_all(); }
 
 }  // namespace ds::engine

@@ -10,6 +10,9 @@
 //   }
 //
 // One Engine belongs to one rank; its methods are called from the thread that made it, in the same order on every rank.
+//
+// At stage 3 a parameter has memory only while operators of that thread read it: forward runs there, all ranks run it
+// together, and after the engine's end the parameters have no elements (take module_state_dict() before).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -102,6 +105,9 @@ class Engine {
   const Plan& plan() const;
   const std::shared_ptr<torch::nn::Module>& module() const;
   comm::Communicator& communicator() const;  // over the data-parallel group
+  // What this rank has handed to others since initialize or the last reset, by all groups of the engine.
+  int64_t comm_bytes_sent() const;
+  void reset_comm_counters();
   // What initialize returned beside the engine; null where it returned null.
   const std::shared_ptr<optim::ShardOptimizer>& optimizer() const;
   const std::shared_ptr<LrScheduler>& lr_scheduler() const;

@@ -6,6 +6,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,6 +23,7 @@
 #include "optim/shard_optimizer.h"
 #include "zero/gradient_reducer.h"
 #include "zero/parameter_bucket.h"
+#include "zero/parameter_gatherer.h"
 #include "zero/parameter_publisher.h"
 
 namespace ds::engine {
@@ -39,10 +41,13 @@ struct Engine::Impl {
   std::vector<ParameterInfo> parameter_infos;
   std::vector<zero::Parameter> frozen;
   std::vector<zero::ParameterBucket> buckets;
+  std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3
   // Per bucket: what the optimizer updates. float32 models: views of the buckets; else float32 copies.
   std::vector<at::Tensor> masters;
   std::unique_ptr<zero::GradientReducer> reducer;
-  std::unique_ptr<zero::ParameterPublisher> publisher;
+  std::shared_ptr<comm::Communicator> gather_group;  // stage 3: of the gatherer alone
+  std::unique_ptr<zero::ParameterAccess> access;
+  zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`
 
   std::shared_ptr<optim::ShardOptimizer> optimizer;
   std::shared_ptr<torch::optim::Optimizer> client_optimizer;
@@ -64,6 +69,9 @@ struct Engine::Impl {
   std::optional<double> gradient_norm;
   int64_t gradient_bytes = 0;  // peak of the last step
 
+  // Calls `use` for each bucket, trainable ones first, while its parameters are whole. Collective.
+  void for_each_whole_bucket(const std::function<void(const zero::ParameterBucket&)>& use);
+  int64_t frozen_elements() const;  // that this rank holds
   bool at_boundary() const;
   bool boundary_is_known() const;
   // One optimizer step; sets step_applied and gradient_norm.

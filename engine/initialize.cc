@@ -2,6 +2,7 @@
 #include <torch/nn/module.h>
 
 #include <cmath>
+#include <numeric>
 #include <utility>
 
 #include "comm/cuda_plugin.h"
@@ -104,9 +105,10 @@ void require_compatible_client(const InitializeOptions& options, const Plan& pla
   require<ConfigError>(plan.gradient_dtype == plan.model_dtype, "data_types.grad_accum_dtype: expected ",
                        name_of(plan.model_dtype), ", the model's, with a client optimizer, found ",
                        name_of(plan.gradient_dtype), "; remove the key");
-  require<ConfigError>(options.parameter_groups.empty(),
-                       "initialize: .parameter_groups belong to the optimizer of the config; a client optimizer has its ",
-                       "own groups. Remove one of the two");
+  require<ConfigError>(
+      options.parameter_groups.empty(),
+      "initialize: .parameter_groups belong to the optimizer of the config; a client optimizer has its ",
+      "own groups. Remove one of the two");
 }
 
 std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, const config::DsConfig& config,
@@ -150,8 +152,11 @@ at::Device device_of(const std::string& name) {
 // Prediction for the buckets as they are, in place of the estimate from a number of elements.
 void predict_exactly(Engine::Impl& impl, int64_t trainable) {
   zero::MemoryQuestion question = memory_question(impl.config, impl.plan, trainable);
-  for (const zero::ParameterBucket& bucket : impl.buckets) question.buckets.push_back(bucket.layout().numel);
-  for (const zero::Parameter& frozen : impl.frozen) question.frozen_parameters += frozen.tensor.numel();
+  for (const zero::ParameterBucket& bucket : impl.buckets) {
+    question.buckets.push_back(bucket.layout().numel);
+    if (bucket.layout().persistent) question.persistent_elements += bucket.layout().numel;
+  }
+  question.frozen_parameters = impl.frozen_elements();
   impl.plan.bytes = zero::predict_model_state(question);
   // How much of a model is matrices is known only now.
   if (impl.plan.optimizer == "Muon") impl.plan.bytes->optimizer = impl.optimizer->state_bytes();
@@ -176,24 +181,41 @@ void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const 
       {.max_bucket_elements = impl.plan.bucket_elements,
        .dtype = scalar_type(impl.plan.model_dtype),
        .buffer_dtype = impl.plan.buffer_dtype ? std::optional(scalar_type(*impl.plan.buffer_dtype)) : std::nullopt,
-       .partition = impl.plan.partition_optimizer},
+       .partition = impl.plan.partition_optimizer,
+       .shard = impl.plan.gather.has_value(),
+       .persistent_numel = impl.plan.persistent_numel,
+       .persistent_total = impl.plan.persistent_total},
       *impl.communicator);
   impl.buckets = std::move(model.buckets);
+  impl.frozen_buckets = std::move(model.frozen_buckets);
   impl.masters = std::move(model.masters);
   impl.reducer = std::make_unique<zero::GradientReducer>(impl.buckets, impl.parameters, *impl.communicator,
                                                          reducer_options(impl.plan));
-  impl.publisher = std::make_unique<zero::ParameterPublisher>(impl.buckets, *impl.communicator);
+  if (!impl.plan.gather) {
+    impl.access =
+        std::make_unique<zero::ParameterPublisher>(impl.buckets, *impl.communicator, impl.plan.partition_optimizer);
+    return;
+  }
+  std::vector<int> ranks(static_cast<size_t>(impl.communicator->size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  impl.gather_group = impl.communicator->new_group(ranks, "parameters");
+  std::vector<zero::ParameterBucket*> buckets;
+  for (zero::ParameterBucket& bucket : impl.buckets) buckets.push_back(&bucket);
+  for (zero::ParameterBucket& bucket : impl.frozen_buckets) buckets.push_back(&bucket);
+  auto gatherer = std::make_unique<zero::ParameterGatherer>(buckets, *impl.gather_group, *impl.plan.gather);
+  impl.gatherer = gatherer.get();
+  impl.access = std::move(gatherer);
 }
 
 std::shared_ptr<DataLoader> make_loader(const InitializeOptions& options, const Engine::Impl& impl) {
   if (!options.training_data) return nullptr;
-  return std::make_shared<DataLoader>(
-      options.training_data, DataLoaderOptions{.micro_batch_size = impl.config.train_micro_batch_size_per_gpu,
-                                               .rank = impl.communicator->rank(),
-                                               .world_size = impl.communicator->size(),
-                                               .seed = static_cast<uint64_t>(impl.config.seed),
-                                               .drop_last = impl.config.dataloader_drop_last,
-                                               .device = impl.device});
+  return std::make_shared<DataLoader>(options.training_data,
+                                      DataLoaderOptions{.micro_batch_size = impl.config.train_micro_batch_size_per_gpu,
+                                                        .rank = impl.communicator->rank(),
+                                                        .world_size = impl.communicator->size(),
+                                                        .seed = static_cast<uint64_t>(impl.config.seed),
+                                                        .drop_last = impl.config.dataloader_drop_last,
+                                                        .device = impl.device});
 }
 
 }  // namespace
@@ -215,7 +237,8 @@ Initialized initialize(InitializeOptions options) {
   impl->plan = make_plan(config, {.world_size = world_size, .dp = world_size},
                          {.client_optimizer = options.optimizer != nullptr});
   require_compatible_client(options, impl->plan, config.zero_optimization.stage);
-  require<ConfigError>(options.optimizer || config.optimizer.given(), "optimizer: expected this section in the ds_config ",
+  require<ConfigError>(options.optimizer || config.optimizer.given(),
+                       "optimizer: expected this section in the ds_config ",
                        "or a client optimizer in initialize, found neither; add ",
                        "\"optimizer\": {\"type\": \"AdamW\", \"params\": {\"lr\": 1e-3}}");
   seed_everything(static_cast<uint64_t>(config.seed), impl->communicator->rank());
@@ -245,10 +268,10 @@ Initialized initialize(InitializeOptions options) {
     impl->autocast = std::make_unique<Autocast>(impl->device.type(), scalar_type(*impl->plan.autocast));
   }
   impl->loader = make_loader(options, *impl);
-  impl->communicator->reset_counters();  // what counts is training
 
   Initialized result{nullptr, impl->optimizer, impl->loader, impl->schedule};
   result.engine = std::make_shared<Engine>(std::move(impl));
+  result.engine->reset_comm_counters();  // what counts is training
   return result;
 }
 

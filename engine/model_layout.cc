@@ -34,6 +34,41 @@ std::string signature(const zero::Parameter& parameter) {
   return cat(parameter.name, ' ', parameter.tensor.scalar_type(), ' ', parameter.tensor.sizes(), '\n');
 }
 
+// Chooses the parameters that stay whole at stage 3, in module order.
+class PersistenceBudget {
+ public:
+  explicit PersistenceBudget(const BucketOptions& options)
+      : largest_(options.shard ? options.persistent_numel : -1), left_(options.persistent_total) {}
+  bool takes(int64_t numel) {
+    if (numel > largest_ || numel > left_) return false;
+    left_ -= numel;
+    return true;
+  }
+
+ private:
+  int64_t largest_;
+  int64_t left_;
+};
+
+// Rank 0's float32 values of a whole bucket.
+at::Tensor start_values(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters,
+                        comm::Communicator& communicator) {
+  const at::Tensor values = zero::flatten(layout, parameters, at::kFloat);
+  if (communicator.size() > 1) communicator.broadcast(values, 0, "initial parameters").wait();
+  return values;
+}
+
+// A frozen parameter that every rank keeps whole.
+void share_whole(const zero::Parameter& parameter, at::ScalarType dtype, comm::Communicator& communicator) {
+  at::Tensor tensor = parameter.tensor;
+  if (communicator.size() > 1) {
+    const at::Tensor values = tensor.detach().contiguous();
+    communicator.broadcast(values, 0, parameter.name).wait();
+    tensor.set_data(values);
+  }
+  if (tensor.scalar_type() != dtype) tensor.set_data(tensor.detach().to(dtype));
+}
+
 }  // namespace
 
 ModelParameters collect_parameters(const torch::nn::Module& module) {
@@ -111,33 +146,36 @@ void require_same_on_all_ranks(const ModelParameters& parameters, const std::str
 BucketedModel build_buckets(const ModelParameters& parameters, const std::vector<int>& groups,
                             const BucketOptions& options, comm::Communicator& communicator) {
   const at::NoGradGuard no_grad;
-  std::vector<zero::LayoutParameter> shapes;
-  for (size_t i = 0; i < parameters.trainable.size(); ++i) {
-    const zero::Parameter& parameter = parameters.trainable[i];
-    shapes.push_back({parameter.name, parameter.tensor.numel(), groups[i], static_cast<int>(options.dtype)});
-  }
-  const zero::LayoutOptions layout_options{.world_size = options.partition ? communicator.size() : 1,
-                                           .max_bucket_elements = options.max_bucket_elements};
+  PersistenceBudget persistent(options);
   BucketedModel model;
-  for (zero::BucketLayout& layout : zero::lay_out(shapes, layout_options)) {
+  const auto layout_of = [&](const std::vector<zero::Parameter>& list, const std::vector<int>& group_of) {
+    std::vector<zero::LayoutParameter> shapes;
+    for (size_t i = 0; i < list.size(); ++i) {
+      const int64_t numel = list[i].tensor.numel();
+      shapes.push_back({list[i].name, numel, group_of[i], static_cast<int>(options.dtype), persistent.takes(numel)});
+    }
+    return zero::lay_out(shapes, {.world_size = options.partition ? communicator.size() : 1,
+                                  .max_bucket_elements = options.max_bucket_elements});
+  };
+  for (zero::BucketLayout& layout : layout_of(parameters.trainable, groups)) {
     const auto dtype = static_cast<at::ScalarType>(layout.dtype);
-    const at::Tensor values = zero::flatten(layout, parameters.trainable, at::kFloat);
-    if (communicator.size() > 1) communicator.broadcast(values, 0, "initial parameters").wait();
+    const at::Tensor values = start_values(layout, parameters.trainable, communicator);
     model.buckets.emplace_back(std::move(layout), parameters.trainable, values, dtype);
-    const zero::ParameterBucket& bucket = model.buckets.back();
+    zero::ParameterBucket& bucket = model.buckets.back();
     const int rank = options.partition ? communicator.rank() : 0;
+    if (options.shard && !bucket.layout().persistent) bucket.shard(rank);
     const int64_t length = bucket.layout().slice_numel;
     // In float32 the slice of the bucket is the master; else the float32 values from before the cast are kept.
     model.masters.push_back(dtype == at::kFloat ? bucket.slice(rank) : values.narrow(0, rank * length, length).clone());
   }
-  for (const zero::Parameter& parameter : parameters.frozen) {
-    at::Tensor tensor = parameter.tensor;
-    if (communicator.size() > 1) {
-      const at::Tensor values = tensor.detach().contiguous();
-      communicator.broadcast(values, 0, parameter.name).wait();
-      tensor.set_data(values);
+  if (options.shard) {
+    for (zero::BucketLayout& layout : layout_of(parameters.frozen, std::vector<int>(parameters.frozen.size(), 0))) {
+      const at::Tensor values = start_values(layout, parameters.frozen, communicator);
+      model.frozen_buckets.emplace_back(std::move(layout), parameters.frozen, values, options.dtype);
+      if (!model.frozen_buckets.back().layout().persistent) model.frozen_buckets.back().shard(communicator.rank());
     }
-    if (tensor.scalar_type() != options.dtype) tensor.set_data(tensor.detach().to(options.dtype));
+  } else {
+    for (const zero::Parameter& parameter : parameters.frozen) share_whole(parameter, options.dtype, communicator);
   }
   for (const zero::Parameter& buffer : parameters.buffers) {
     at::Tensor tensor = buffer.tensor;

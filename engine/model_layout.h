@@ -25,8 +25,8 @@ struct ModelParameters {
   std::vector<zero::Parameter> buffers;
 };
 
-// Throws UsageError for a module without parameters, with parameters of another dtype than float32, bfloat16 and float16
-// or that are not dense, and for one that another engine trains.
+// Throws UsageError for a module without parameters, with parameters of another dtype than float32, bfloat16 and
+// float16 or that are not dense, and for one that another engine trains.
 ModelParameters collect_parameters(const torch::nn::Module& module);
 
 // The group of each trainable parameter: 0 = the config's values, i + 1 = groups[i]. A pattern is a dotted name, a
@@ -42,18 +42,23 @@ void require_same_on_all_ranks(const ModelParameters& parameters, const std::str
 
 struct BucketedModel {
   std::vector<zero::ParameterBucket> buckets;
-  std::vector<at::Tensor> masters;  // per bucket, see Engine::Impl
+  std::vector<at::Tensor> masters;                    // per bucket, see Engine::Impl
+  std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3; else frozen parameters stay as they are
 };
 
 struct BucketOptions {
   int64_t max_bucket_elements = 500000000;
-  at::ScalarType dtype = at::kFloat;      // parameters are cast to it
+  at::ScalarType dtype = at::kFloat;           // parameters are cast to it
   std::optional<at::ScalarType> buffer_dtype;  // floating-point buffers of the module are cast to it
-  bool partition = false;                 // masters are the own slice, else whole buckets
+  bool partition = false;                      // masters are the own slice, else whole buckets
+  bool shard = false;                          // stage 3: parameters are kept as slices, but for persistent ones:
+  int64_t persistent_numel = 0;                // of at most so many elements,
+  int64_t persistent_total = 0;                // as long as they are not more than this together
 };
 
 // Lays the trainable parameters into buckets with rank 0's values on every rank, casts them, and broadcasts (and casts)
-// frozen parameters and buffers. float32 master values are taken before the cast.
+// frozen parameters and buffers. float32 master values are taken before the cast. With `shard` a parameter's memory is
+// released when it returns.
 BucketedModel build_buckets(const ModelParameters& parameters, const std::vector<int>& groups,
                             const BucketOptions& options, comm::Communicator& communicator);
 

@@ -40,11 +40,11 @@ void require_consistent(const DsConfig& config, const Topology& topology) {
                        "data_parallel_size: expected ", topology.dp, ", the ranks that run, found ",
                        config.data_parallel_size.value_or(0), "; remove the key or start ",
                        config.data_parallel_size.value_or(0), " ranks");
-  require<ConfigError>(config.gradient_clip_by_value == 0 || config.gradient_clipping == 0 ||
-                           !config.given("gradient_clipping"),
-                       "gradient_clip_by_value: ", config.gradient_clip_by_value,
-                       " excludes gradient_clipping: ", config.gradient_clipping,
-                       " (clipping by norm); keep one, or set the other to 0");
+  require<ConfigError>(
+      config.gradient_clip_by_value == 0 || config.gradient_clipping == 0 || !config.given("gradient_clipping"),
+      "gradient_clip_by_value: ", config.gradient_clip_by_value,
+      " excludes gradient_clipping: ", config.gradient_clipping,
+      " (clipping by norm); keep one, or set the other to 0");
 }
 
 void choose_precision(const DsConfig& config, Plan& plan) {
@@ -61,6 +61,20 @@ void choose_precision(const DsConfig& config, Plan& plan) {
   plan.skip_on_overflow = config.fp16.enabled || (config.bf16.enabled && config.bf16.check_grad_overflow);
 }
 
+void choose_gathering(const config::ZeroSection& zero, Plan& plan) {
+  plan.gather = zero::GatherLimits{.max_live = zero.stage3_max_live_parameters,
+                                   .max_reuse_distance = zero.stage3_max_reuse_distance,
+                                   .prefetch = zero.stage3_prefetch_bucket_size};
+  plan.persistent_numel = zero.stage3_param_persistence_threshold;
+  plan.persistent_total = zero.stage3_model_persistence_threshold / plan.topology.dp;
+  // One bucket in use and one on its way fit under the limit. A parameter that is larger has a bucket of its own.
+  plan.bucket_elements = std::clamp<int64_t>(zero.stage3_max_live_parameters / 2, 1, plan.bucket_elements);
+  if (zero.stage3_allgather_sequential) {
+    plan.bucket_elements = 1;
+    plan.gather->prefetch = 1;
+  }
+}
+
 void choose_gradients(const DsConfig& config, Plan& plan) {
   const config::ZeroSection& zero = config.zero_optimization;
   plan.gradient_policy = zero.stage == 0   ? zero::ReductionPolicy::kAllReduce
@@ -74,6 +88,7 @@ void choose_gradients(const DsConfig& config, Plan& plan) {
   const int64_t limit =
       zero.stage == 0 ? zero.reduce_bucket_size : std::min(zero.reduce_bucket_size, zero.allgather_bucket_size);
   plan.bucket_elements = std::max<int64_t>(limit, 1);  // 0: every parameter by itself
+  if (zero.stage == 3 && plan.topology.dp > 1) choose_gathering(zero, plan);
   plan.require_all_gradients = !zero.ignore_unused_parameters;
   plan.clip_value = config.gradient_clip_by_value;
   plan.clip_norm = plan.clip_value > 0 && !config.given("gradient_clipping") ? 0.0 : config.gradient_clipping;
@@ -127,22 +142,37 @@ std::string clipping_text(const Plan& plan) {
 }
 
 void add_optimizer_rows(const DsConfig& config, Plan& plan) {
-  const std::string where = plan.topology.dp == 1     ? ""
-                            : plan.partition_optimizer ? cat(", each rank 1/", plan.topology.dp,
-                                                             " of it, then all-gather of the parameters")
-                                                       : ", whole on every rank";
+  const std::string where = plan.topology.dp == 1 ? ""
+                            : plan.partition_optimizer
+                                ? cat(", each rank 1/", plan.topology.dp,
+                                      plan.gather ? " of it" : " of it, then all-gather of the parameters")
+                                : ", whole on every rank";
   if (!plan.optimizer.empty()) {
     const bool renamed = plan.optimizer != config.optimizer.type;
     plan.rows.push_back({"optimizer", cat(plan.optimizer, " lr ", config.optimizer.values.lr, where),
                          cat("optimizer.type: ", config.optimizer.type, renamed ? " (adam_w_mode: AdamW)" : "")});
   } else {
-    plan.rows.push_back({"optimizer", cat("the program's own", where),
-                         config.optimizer.given() ? "initialize: .optimizer, in place of the config's"
-                                                  : "no optimizer section"});
+    plan.rows.push_back(
+        {"optimizer", cat("the program's own", where),
+         config.optimizer.given() ? "initialize: .optimizer, in place of the config's" : "no optimizer section"});
   }
-  plan.rows.push_back({"lr schedule", plan.schedule.empty() ? "constant, or the program's own" : plan.schedule,
-                       config.scheduler.given() ? cat("scheduler.type: ", config.scheduler.type)
-                                                : "no scheduler section"});
+  plan.rows.push_back(
+      {"lr schedule", plan.schedule.empty() ? "constant, or the program's own" : plan.schedule,
+       config.scheduler.given() ? cat("scheduler.type: ", config.scheduler.type) : "no scheduler section"});
+}
+
+void add_gathering_rows(const DsConfig& config, Plan& plan) {
+  if (!plan.gather) return;
+  const zero::GatherLimits& gather = *plan.gather;
+  plan.rows.push_back(
+      {"parameters",
+       cat("each rank 1/", plan.topology.dp, " of them, gathered for the operators that use them; ", "of at most ",
+           plan.persistent_numel, " elements: whole"),
+       reason_of(config, "zero_optimization.stage3_param_persistence_threshold", cat(plan.persistent_numel))});
+  plan.rows.push_back({"gathered at once",
+                       cat("at most ", gather.max_live, " elements; kept when used again within ",
+                           gather.max_reuse_distance, "; ", gather.prefetch, " ahead"),
+                       "stage3_max_live_parameters, stage3_max_reuse_distance, stage3_prefetch_bucket_size"});
 }
 
 // Keys that change how DeepSpeed moves data and that this layout has no use for.
@@ -155,26 +185,32 @@ void add_rows_without_effect(const DsConfig& config, Plan& plan) {
   moot(zero.parameter_alignment, "parameter_alignment", "parameters start at multiples of 64 bytes already");
   moot(!zero.contiguous_gradients, "contiguous_gradients", "gradients are always views of their bucket");
   moot(zero.stage > 0 && !zero.reduce_scatter, "reduce_scatter", "each rank receives its slice only; same sums");
+  moot(zero.stage == 3 && zero.stage3_module_granularity_threshold > 0, "stage3_module_granularity_threshold",
+       "small modules share a bucket, which is gathered as one, already");
+  moot(zero.stage == 3 && zero.stage3_use_all_reduce_for_fetch_params, "stage3_use_all_reduce_for_fetch_params",
+       "slices are gathered in place; an all-reduce would send twice as much");
   moot(zero.stage > 0 && !zero.allgather_partitions, "allgather_partitions", "slices are always all-gathered");
 }
 
 void add_rows(const DsConfig& config, Plan& plan) {
-  plan.rows.push_back({"ranks", cat(plan.topology.world_size, " (data parallel ", plan.topology.dp, ")"), "the launch"});
   plan.rows.push_back(
-      {"batch", cat(config.train_batch_size, " = ", config.train_micro_batch_size_per_gpu, " per rank x ",
-                    config.gradient_accumulation_steps, " accumulation x ", plan.topology.dp, " ranks"),
-       "train_batch_size and its parts"});
+      {"ranks", cat(plan.topology.world_size, " (data parallel ", plan.topology.dp, ")"), "the launch"});
+  plan.rows.push_back({"batch",
+                       cat(config.train_batch_size, " = ", config.train_micro_batch_size_per_gpu, " per rank x ",
+                           config.gradient_accumulation_steps, " accumulation x ", plan.topology.dp, " ranks"),
+                       "train_batch_size and its parts"});
   plan.rows.push_back({"precision", precision_text(config, plan), precision_reason(config)});
   plan.rows.push_back({"gradients", gradients_text(plan), stage_reason(config)});
-  plan.rows.push_back({"buckets", cat("at most ", plan.bucket_elements, " elements"),
-                       reason_of(config, "zero_optimization.reduce_bucket_size",
-                                 cat(config.zero_optimization.reduce_bucket_size))});
+  plan.rows.push_back(
+      {"buckets", cat("at most ", plan.bucket_elements, " elements"),
+       reason_of(config, "zero_optimization.reduce_bucket_size", cat(config.zero_optimization.reduce_bucket_size))});
   plan.rows.push_back({"clipping", clipping_text(plan),
                        plan.clip_value > 0 ? reason_of(config, "gradient_clip_by_value", cat(plan.clip_value))
                                            : reason_of(config, "gradient_clipping", cat(config.gradient_clipping))});
   add_optimizer_rows(config, plan);
-  plan.rows.push_back({"communication", name_of(plan.backend),
-                       reason_of(config, "communication_backend", name_of(plan.backend))});
+  add_gathering_rows(config, plan);
+  plan.rows.push_back(
+      {"communication", name_of(plan.backend), reason_of(config, "communication_backend", name_of(plan.backend))});
   if (config.deterministic) plan.rows.push_back({"deterministic", "same bits on every run", "deterministic: true"});
   if (plan.require_all_gradients) {
     plan.rows.push_back({"unused parameters", "an error",

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/config/ds_config.h"
+#include "zero/gather_limits.h"
 #include "zero/memory_model.h"
 #include "zero/reduction_policy.h"
 
@@ -48,6 +49,10 @@ struct Plan {
   bool prescale_gradients = false;
   double predivide_factor = 1.0;
   int64_t bucket_elements = 500'000'000;  // upper limit of a bucket, in elements
+  // Stage 3 on several ranks: parameters are kept as slices and gathered for use.
+  std::optional<zero::GatherLimits> gather;
+  int64_t persistent_numel = 0;        // stage 3: parameters of at most so many elements stay whole,
+  int64_t persistent_total = 0;        // and not more than so many in all
   bool require_all_gradients = false;  // a parameter without gradient is an error
 
   bool compute_grad_norm = true;

@@ -126,8 +126,9 @@ void Engine::Impl::apply(double gradient_scale) {
     const zero::ParameterBucket& bucket = buckets[b];
     const at::Tensor own = plan.partition_optimizer ? bucket.slice(communicator->rank()) : bucket.flat();
     if (!own.is_alias_of(masters[b])) own.copy_(masters[b]);
-    if (plan.partition_optimizer) publisher->publish(b);
+    access->updated(b);
   }
+  access->end_update();
 }
 
 }  // namespace ds::engine

@@ -19,7 +19,7 @@ int64_t sum(const std::vector<int64_t>& values) {
 }
 
 void require_valid(const MemoryQuestion& question) {
-  require<UsageError>(question.stage >= 0 && question.stage <= 2, "memory model: expected stage 0, 1 or 2, found ",
+  require<UsageError>(question.stage >= 0 && question.stage <= 3, "memory model: expected a stage from 0 to 3, found ",
                       question.stage);
   require<UsageError>(question.dp > 0, "memory model: expected dp > 0, found ", question.dp);
   require<UsageError>(question.parameters >= 0 && question.bucket_limit > 0 && question.accumulation_steps > 0,
@@ -102,7 +102,10 @@ ModelStateBytes predict_model_state(const MemoryQuestion& question) {
   const int64_t elements = sum(buckets);
   const int64_t owned = question.stage == 0 ? elements : elements / question.dp;
   ModelStateBytes bytes;
-  bytes.parameters = (elements + question.frozen_parameters) * question.parameter_bytes;
+  int64_t held = elements;
+  if (question.stage == 3)
+    held = question.persistent_elements + (elements - question.persistent_elements) / question.dp;
+  bytes.parameters = (held + question.frozen_parameters) * question.parameter_bytes;
   bytes.gradients = gradient_elements(question, buckets) * question.gradient_bytes;
   bytes.master = question.separate_master ? owned * 4 : 0;
   bytes.optimizer = owned * question.optimizer_state_bytes;
@@ -116,8 +119,11 @@ int64_t predict_sent_bytes(const MemoryQuestion& question) {
   const int64_t others = elements / question.dp * (question.dp - 1);  // all slices but the own one
   const int64_t gradients = others * question.communication_bytes;
   if (question.stage == 0) return 2 * gradients;
-  const int64_t reductions = question.stage == 2 ? question.accumulation_steps : 1;
-  return reductions * gradients + others * question.parameter_bytes;
+  const int64_t reductions = question.stage >= 2 ? question.accumulation_steps : 1;
+  if (question.stage < 3) return reductions * gradients + others * question.parameter_bytes;
+  const int64_t persistent = question.persistent_elements / question.dp * (question.dp - 1);
+  const int64_t gathers = 2 * question.accumulation_steps * (others - persistent) + persistent;
+  return reductions * gradients + gathers * question.parameter_bytes;
 }
 
 }  // namespace ds::zero

@@ -11,7 +11,7 @@
 namespace ds::zero {
 
 struct MemoryQuestion {
-  int stage = 0;                       // 0, 1, 2
+  int stage = 0;                       // 0 to 3
   int64_t dp = 1;                      // ranks
   int64_t parameters = 0;              // trainable elements; ignored when `buckets` is given
   std::vector<int64_t> buckets;        // elements of each bucket, padding included when they are laid out already
@@ -22,8 +22,9 @@ struct MemoryQuestion {
   bool separate_master = false;        // float32 master slices
   int64_t optimizer_state_bytes = 8;   // per element: Adam in float32
   int64_t accumulation_steps = 1;
-  int64_t frozen_parameters = 0;  // elements without gradient
-  int64_t buffer_bytes = 0;       // of module buffers, whole on every rank
+  int64_t persistent_elements = 0;  // stage 3: in buckets that stay whole
+  int64_t frozen_parameters = 0;    // elements without gradient that a rank holds
+  int64_t buffer_bytes = 0;         // of module buffers, whole on every rank
 };
 
 struct ModelStateBytes {
@@ -37,10 +38,13 @@ struct ModelStateBytes {
   bool operator==(const ModelStateBytes&) const = default;
 };
 
-// Throws UsageError for a stage other than 0, 1, 2 or numbers out of range.
+// Between steps: at stage 3 without what is gathered for the operators of a pass, but gradients at their peak. Throws
+// UsageError for another stage or numbers out of range.
 ModelStateBytes predict_model_state(const MemoryQuestion& question);
 
-// Bytes this rank sends in one optimizer step: reductions of gradients and the gather of parameters.
+// Bytes this rank sends in one optimizer step: reductions of gradients and the gather of parameters. At stage 3
+// parameters that are not persistent are gathered twice in every micro-batch; less when stage3_max_reuse_distance keeps
+// some.
 int64_t predict_sent_bytes(const MemoryQuestion& question);
 
 }  // namespace ds::zero

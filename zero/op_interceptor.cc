@@ -11,6 +11,17 @@ namespace ds::zero {
 struct InterceptorCallback {
   static thread_local std::vector<OpInterceptor*> active;
   static thread_local at::CallbackHandle handle;
+  static thread_local int depth;  // operators under way, each called by the one before
+  static thread_local uint64_t outermost;
+  static thread_local bool visiting;
+
+  // Lives as long as the operator.
+  struct Running : at::ObserverContext {
+    Running() {
+      if (depth++ == 0) ++outermost;
+    }
+    ~Running() override { --depth; }
+  };
 
   static void visit(const c10::IValue& value) {
     if (value.isTensor()) {
@@ -23,14 +34,22 @@ struct InterceptorCallback {
   }
 
   static std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& function) {
-    if (active.empty()) return nullptr;
+    if (active.empty() || visiting) return nullptr;
+    auto running = std::make_unique<Running>();
+    visiting = true;
     for (const c10::IValue& input : function.inputs()) visit(input);
-    return nullptr;
+    visiting = false;
+    return running;
   }
 };
 
 thread_local std::vector<OpInterceptor*> InterceptorCallback::active;
 thread_local at::CallbackHandle InterceptorCallback::handle = 0;
+thread_local int InterceptorCallback::depth = 0;
+thread_local uint64_t InterceptorCallback::outermost = 0;
+thread_local bool InterceptorCallback::visiting = false;
+
+uint64_t OpInterceptor::outermost_operator() { return InterceptorCallback::outermost; }
 
 OpInterceptor::~OpInterceptor() { disable(); }
 

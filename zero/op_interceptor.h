@@ -2,11 +2,13 @@
 //
 // LibTorch modules have no forward hooks; what every operator call does pass is at::RecordFunction. While an
 // interceptor is enabled, its callback gets each input tensor of each operator that the enabling thread calls
-// (composite operators and the ones they call alike). Per thread, so that ranks may be threads of one process.
+// (composite operators and the ones they call alike). Operators that a callback runs itself are not intercepted. Per
+// thread, so that ranks may be threads of one process.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <functional>
 #include <utility>
 
@@ -26,6 +28,9 @@ class OpInterceptor {
   // From the same thread, and not from inside the callback.
   void disable();
   bool enabled() const { return enabled_; }
+  // Counts the outermost operators that this thread has begun while interceptors were enabled: inside the callback, the
+  // number of the one that is running, whatever operators it calls.
+  static uint64_t outermost_operator();
 
  private:
   friend struct InterceptorCallback;

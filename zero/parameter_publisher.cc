@@ -5,9 +5,11 @@
 
 namespace ds::zero {
 
-ParameterPublisher::ParameterPublisher(const std::vector<ParameterBucket>& buckets, comm::Communicator& communicator)
+ParameterPublisher::ParameterPublisher(const std::vector<ParameterBucket>& buckets, comm::Communicator& communicator,
+                                       bool partitioned)
     : buckets_(buckets),
       communicator_(communicator),
+      partitioned_(partitioned && communicator.size() > 1),
       works_(buckets.size()),
       pending_(buckets.size(), false),
       interceptor_([this](const at::Tensor& tensor) { before_read(tensor); }) {}
@@ -20,8 +22,8 @@ ParameterPublisher::~ParameterPublisher() {
   }
 }
 
-void ParameterPublisher::publish(size_t bucket) {
-  if (communicator_.size() == 1) return;
+void ParameterPublisher::updated(size_t bucket) {
+  if (!partitioned_) return;
   ensure(!pending_.at(bucket), "a bucket is published once per step");
   const ParameterBucket& parameters = buckets_.at(bucket);
   works_[bucket] = communicator_.all_gather(parameters.flat(), parameters.slice(communicator_.rank()),

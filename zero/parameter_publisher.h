@@ -1,6 +1,7 @@
-// Brings updated slices back to all ranks (stages 1 and 2).
+// Brings updated slices back to all ranks (stages 1 and 2); at stage 0, where every rank updates whole buckets,
+// nothing.
 //
-// After the optimizer has updated this rank's slice of a bucket, publish() starts an all_gather of the bucket in place.
+// After the optimizer has updated this rank's slice of a bucket, an all_gather of the bucket in place starts.
 // The next forward does not wait for all of them: an operator that reads a parameter waits for that parameter's bucket
 // only.
 #pragma once
@@ -11,22 +12,27 @@
 
 #include "comm/communicator.h"
 #include "zero/op_interceptor.h"
+#include "zero/parameter_access.h"
 #include "zero/parameter_bucket.h"
 
 namespace ds::zero {
 
 // All methods on the engine's thread, which is also the thread that runs forward.
-class ParameterPublisher {
+class ParameterPublisher : public ParameterAccess {
  public:
-  // Both outlive the publisher. Does nothing with one rank. The destructor waits for what is on its way: the parameters
-  // outlive the engine.
-  ParameterPublisher(const std::vector<ParameterBucket>& buckets, comm::Communicator& communicator);
-  ~ParameterPublisher();
+  // Both outlive the publisher. `partitioned`: ranks update slices. Does nothing with one rank. The destructor waits
+  // for what is on its way: the parameters outlive the engine.
+  ParameterPublisher(const std::vector<ParameterBucket>& buckets, comm::Communicator& communicator, bool partitioned);
+  ~ParameterPublisher() override;
 
-  // The own slice of `bucket` is final; the others' parts may not be read before a wait.
-  void publish(size_t bucket);
-  // Throws CommError, also one that an operator's wait met: LibTorch only logs what a callback throws.
-  void wait_all();
+  // All parameters are whole before gradients are made from them.
+  void begin_backward(bool /*update_follows*/) override { wait_all(); }
+  void end_backward() override {}
+  // The others' parts of the bucket may not be read before an operator's wait.
+  void updated(size_t bucket) override;
+  void end_update() override {}
+  void change_mode() override {}
+  void wait_all() override;
 
  private:
   void before_read(const at::Tensor& tensor);
@@ -34,6 +40,7 @@ class ParameterPublisher {
 
   const std::vector<ParameterBucket>& buckets_;
   comm::Communicator& communicator_;
+  bool partitioned_;
   std::vector<comm::Work> works_;
   std::vector<bool> pending_;
   size_t pending_count_ = 0;

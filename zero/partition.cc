@@ -47,19 +47,24 @@ void split_into_units(const std::vector<LayoutParameter>& parameters, Unit range
   }
 }
 
-// Buckets that still grow, one for each (group, dtype).
+// What parameters of one bucket have in common: group, dtype, persistence.
+using BucketKey = std::tuple<int, int, bool>;
+
+BucketKey key_of(const LayoutParameter& parameter) { return {parameter.group, parameter.dtype, parameter.persistent}; }
+
+// Buckets that still grow, one for each key.
 class BucketBuilder {
  public:
   BucketBuilder(int world_size, int64_t target, int64_t max) : world_size_(world_size), target_(target), max_(max) {}
 
   // Opens a new bucket where `unit_numel` more elements would make the open one larger than the target.
   void reserve(const LayoutParameter& parameter, int64_t unit_numel) {
-    auto found = open_.find(key(parameter));
+    auto found = open_.find(key_of(parameter));
     if (found != open_.end() && buckets_[found->second].numel + unit_numel > target_) open_.erase(found);
   }
 
   void add(const LayoutParameter& parameter, size_t index) {
-    auto found = open_.find(key(parameter));
+    auto found = open_.find(key_of(parameter));
     if (found != open_.end() && buckets_[found->second].numel + parameter.numel > max_) {
       open_.erase(found);
       found = open_.end();
@@ -68,8 +73,9 @@ class BucketBuilder {
       BucketLayout fresh;
       fresh.group = parameter.group;
       fresh.dtype = parameter.dtype;
+      fresh.persistent = parameter.persistent;
       buckets_.push_back(fresh);
-      found = open_.emplace(key(parameter), buckets_.size() - 1).first;
+      found = open_.emplace(key_of(parameter), buckets_.size() - 1).first;
     }
     BucketLayout& bucket = buckets_[found->second];
     bucket.segments.push_back({static_cast<int64_t>(index), 0, bucket.numel, parameter.numel});
@@ -85,13 +91,11 @@ class BucketBuilder {
   }
 
  private:
-  static std::pair<int, int> key(const LayoutParameter& parameter) { return {parameter.group, parameter.dtype}; }
-
   int64_t world_size_;
   int64_t target_;
   int64_t max_;
   std::vector<BucketLayout> buckets_;
-  std::map<std::pair<int, int>, size_t> open_;
+  std::map<BucketKey, size_t> open_;
 };
 
 }  // namespace
@@ -116,11 +120,10 @@ std::vector<BucketLayout> lay_out(const std::vector<LayoutParameter>& parameters
   if (!parameters.empty()) split_into_units(parameters, {0, parameters.size()}, 0, unit_limit, units);
   BucketBuilder builder(options.world_size, target, options.max_bucket_elements);
   for (const Unit& unit : units) {
-    std::map<std::pair<int, int>, int64_t> numel;
-    for (size_t i = unit.first; i < unit.last; ++i)
-      numel[{parameters[i].group, parameters[i].dtype}] += parameters[i].numel;
+    std::map<BucketKey, int64_t> numel;
+    for (size_t i = unit.first; i < unit.last; ++i) numel[key_of(parameters[i])] += parameters[i].numel;
     for (size_t i = unit.first; i < unit.last; ++i) {
-      auto planned = numel.find({parameters[i].group, parameters[i].dtype});
+      auto planned = numel.find(key_of(parameters[i]));
       if (planned != numel.end()) {
         builder.reserve(parameters[i], planned->second);
         numel.erase(planned);

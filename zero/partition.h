@@ -19,8 +19,9 @@ inline constexpr int64_t kAlignment = 16;
 struct LayoutParameter {
   std::string name;  // dotted; the dots are the module tree
   int64_t numel = 0;
-  int group = 0;  // hyper-parameter group; groups never share a bucket
-  int dtype = 0;  // opaque; dtypes never share a bucket
+  int group = 0;            // hyper-parameter group; groups never share a bucket
+  int dtype = 0;            // opaque; dtypes never share a bucket
+  bool persistent = false;  // stays whole at stage 3; does not share a bucket with those that do not
 };
 
 struct LayoutOptions {
@@ -37,6 +38,7 @@ struct BucketLayout {
   int64_t slice_numel = 0;        // numel / world_size
   int group = 0;
   int dtype = 0;
+  bool persistent = false;
 };
 
 // The target for a model of so many elements when LayoutOptions names none.

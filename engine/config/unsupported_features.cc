@@ -25,7 +25,6 @@ class Collector {
 
 void collect_zero(const ZeroSection& s, Collector& out) {
   const std::string z = "zero_optimization.";
-  out.later(s.stage == 3, z + "stage", "use stage 2");
   out.later(s.optimizer_device() != OffloadDevice::kNone, z + "offload_optimizer.device", "use \"none\"");
   out.later(s.param_device() != OffloadDevice::kNone, z + "offload_param.device", "use \"none\"");
   out.later(s.zenflow.has_value(), z + "zenflow", "remove it");

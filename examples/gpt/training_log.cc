@@ -30,7 +30,7 @@ TrainingLog::TrainingLog(ds::engine::Engine& engine, const GptOptions& options, 
       steps_seen_(engine.global_steps()),
       lr_(engine.get_lr()) {
   if (engine.global_rank() == 0) progress_.emplace(options.steps, terminal_columns());
-  engine.communicator().reset_counters();
+  engine.reset_comm_counters();
   step_begin_ = Clock::now();
 }
 
@@ -92,10 +92,10 @@ void TrainingLog::finish() {
 }
 
 RunSummary TrainingLog::summary() const {
-  const at::Tensor own = at::tensor({ds::profiling::peak_resident_bytes(), engine_.model_state_bytes().total(),
-                                     engine_.communicator().counters().total_bytes_sent()},
-                                    at::kLong)
-                             .to(engine_.device());
+  const at::Tensor own =
+      at::tensor({ds::profiling::peak_resident_bytes(), engine_.model_state_bytes().total(), engine_.comm_bytes_sent()},
+                 at::kLong)
+          .to(engine_.device());
   at::Tensor all = at::empty({3 * engine_.world_size()}, own.options());
   engine_.communicator().all_gather(all, own, "summary").wait();
   all = all.to(at::kCPU);

@@ -36,7 +36,7 @@ void expect_mismatch(const std::function<void(Communicator&)>& first, const std:
   });
 }
 
-TEST(SharedMemoryMismatch, KindSizeTypeOperationAndRootAreCompared) {
+TEST(SharedMemoryMismatch, KindSizeTypeOperationRootAndLabelAreCompared) {
   const auto all_reduce = [](Communicator& communicator) {
     communicator.all_reduce(torch::ones({12}), ReduceOp::kSum, "h.0.weight").wait();
   };
@@ -54,6 +54,10 @@ TEST(SharedMemoryMismatch, KindSizeTypeOperationAndRootAreCompared) {
       "all_reduce max");
   expect_mismatch([](Communicator& c) { c.broadcast(torch::ones({1}), 0).wait(); },
                   [](Communicator& c) { c.broadcast(torch::ones({1}), 1).wait(); }, "root 0", "root 1");
+  // The same sizes, but not the same tensor.
+  expect_mismatch(
+      all_reduce, [](Communicator& c) { c.all_reduce(torch::ones({12}), ReduceOp::kSum, "h.1.weight").wait(); },
+      "'h.0.weight'", "'h.1.weight'");
   // Different numbers of chunks.
   expect_mismatch([](Communicator& c) { c.all_reduce(torch::ones({1})).wait(); },
                   [](Communicator& c) { c.all_reduce(torch::ones({10000000})).wait(); }, "of 1 Float",

@@ -15,7 +15,6 @@ struct Refused {
 };
 
 const Refused kRefused[] = {
-    {"{zero_optimization: {stage: 3}}", "zero_optimization.stage"},
     {"{zero_optimization: {stage: 2, offload_optimizer: {device: 'cpu'}}}",
      "zero_optimization.offload_optimizer.device"},
     {"{zero_optimization: {offload_param: {device: 'cpu'}}}", "zero_optimization.offload_param.device"},
@@ -80,11 +79,12 @@ TEST(UnsupportedFeatures, TurnedOffTheyAreFine) {
 
 TEST(UnsupportedFeatures, AllAreNamedTogether) {
   try {
-    require_supported(parse_text("{zero_optimization: {stage: 3}, autotuning: {enabled: true}}"));
+    require_supported(parse_text("{zero_optimization: {mics_shard_size: 2}, autotuning: {enabled: true}}"));
     FAIL() << "accepted";
   } catch (const ConfigError& error) {
-    EXPECT_THAT(error.what(), AllOf(HasSubstr("asks for 2 features"), HasSubstr("zero_optimization.stage: not in this"),
-                                    HasSubstr("use stage 2"), HasSubstr("autotuning")));
+    EXPECT_THAT(error.what(),
+                AllOf(HasSubstr("asks for 2 features"), HasSubstr("zero_optimization.mics_shard_size: not in this"),
+                      HasSubstr("remove it"), HasSubstr("autotuning")));
   }
 }
 

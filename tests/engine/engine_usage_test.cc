@@ -72,7 +72,7 @@ TEST(EngineUsage, ADeclaredBoundaryOverridesTheCount) {
 
 TEST(EngineUsage, ZeroGradDropsTheRunningAccumulation) {
   const State expected = TorchRun{.world = 2, .steps = 1}.train_adamw();
-  for (const int stage : {0, 1, 2}) {
+  for (const int stage : {0, 1, 2, 3}) {
     run_ranks(2, [&](comm::Communicator& communicator) {
       SmallNet model;
       const auto engine = start(model.ptr(), small_config(stage, 1), communicator).engine;
@@ -128,10 +128,8 @@ TEST(EngineUsage, LoaderScheduleAndOptimizerComeByStructuredBinding) {
   config["scheduler"] = {{"type", "WarmupLR"}, {"params", {{"warmup_max_lr", 0.1}, {"warmup_num_steps", 4}}}};
   run_ranks(2, [&](comm::Communicator& communicator) {
     SmallNet model;
-    auto [engine, optimizer, loader, schedule] = initialize({.model = model.ptr(),
-                                                             .config = config,
-                                                             .training_data = Numbers{},
-                                                             .communicator = borrowed(communicator)});
+    auto [engine, optimizer, loader, schedule] = initialize(
+        {.model = model.ptr(), .config = config, .training_data = Numbers{}, .communicator = borrowed(communicator)});
     ASSERT_NE(loader, nullptr);
     EXPECT_EQ(loader->size(), 4);
     std::vector<double> rates;
@@ -165,8 +163,7 @@ TEST(EngineUsage, AProgramsOwnScheduleScalesTheRate) {
 }
 
 TEST(EngineUsage, MonitorsWriteOneEventAStep) {
-  const std::filesystem::path folder =
-      std::filesystem::temp_directory_path() / cat("ds_engine_monitor_", ::getpid());
+  const std::filesystem::path folder = std::filesystem::temp_directory_path() / cat("ds_engine_monitor_", ::getpid());
   ordered_json config = small_config(0, 1);
   config["csv_monitor"] = {{"enabled", true}, {"output_path", folder.string()}, {"job_name", "job"}};
   run_ranks(2, [&](comm::Communicator& communicator) {
@@ -206,10 +203,9 @@ TEST(EngineUsage, AMeshTrainsDataParallelAndRefusesOtherAxes) {
       return std::make_shared<comm::DeviceMesh>(borrowed(communicator), comm::MeshLayout(sizes));
     };
     SmallNet model;
-    const auto engine = initialize({.model = model.ptr(),
-                                    .config = small_config(2, 1),
-                                    .mesh = mesh_of({.data = 2, .expert = 2})})
-                            .engine;
+    const auto engine =
+        initialize({.model = model.ptr(), .config = small_config(2, 1), .mesh = mesh_of({.data = 2, .expert = 2})})
+            .engine;
     EXPECT_EQ(engine->dp_world_size(), 4);
     EXPECT_LT(largest_difference(train(*engine, model, 3), expected), 2e-6);
     SmallNet other;
@@ -243,8 +239,8 @@ TEST(EngineUsage, UnusedParametersAreNamedWhenTheConfigForbidsThem) {
     const auto engine = start(model.ptr(), config, communicator).engine;
     engine->backward(model->first(sample(0, 0)).pow(2).mean());
     EXPECT_THAT([&] { engine->step(); },
-                ThrowsMessage<UsageError>(AllOf(HasSubstr("last.weight"), HasSubstr("norm.bias"),
-                                                HasSubstr("ignore_unused_parameters"))));
+                ThrowsMessage<UsageError>(
+                    AllOf(HasSubstr("last.weight"), HasSubstr("norm.bias"), HasSubstr("ignore_unused_parameters"))));
   });
 }
 
@@ -260,7 +256,9 @@ TEST(EngineUsage, InitializeRefusesWhatItCannotRun) {
     config.erase("optimizer");
     EXPECT_THAT([&] { begin(config); }, ThrowsMessage<ConfigError>(HasSubstr("client optimizer")));
     config = small_config(3, 1);
-    EXPECT_THAT([&] { begin(config); }, ThrowsMessage<ConfigError>(HasSubstr("zero_optimization.stage")));
+    config["zero_optimization"]["zero_quantized_weights"] = true;
+    EXPECT_THAT([&] { begin(config); },
+                ThrowsMessage<ConfigError>(HasSubstr("zero_optimization.zero_quantized_weights")));
     config = small_config(0, 1);
     config["gradient_clip_by_value"] = 1.0;
     config["gradient_clipping"] = 1.0;
@@ -283,9 +281,14 @@ TEST(EngineUsage, InitializeRefusesWhatItCannotRun) {
                       .communicator = borrowed(communicator)});
         },
         ThrowsMessage<UsageError>(HasSubstr("\"lastt.*\" matches no trainable parameter")));
-    EXPECT_THAT([&] { initialize({.model = model.ptr(), .config = small_config(0, 1),
-                                  .communicator = borrowed(communicator), .device = "tpu"}); },
-                ThrowsMessage<ConfigError>(HasSubstr("tpu")));
+    EXPECT_THAT(
+        [&] {
+          initialize({.model = model.ptr(),
+                      .config = small_config(0, 1),
+                      .communicator = borrowed(communicator),
+                      .device = "tpu"});
+        },
+        ThrowsMessage<ConfigError>(HasSubstr("tpu")));
   });
 }
 

@@ -33,7 +33,8 @@ TEST(Plan, DefaultsAreFloat32StageZero) {
 }
 
 TEST(Plan, StagesArePoliciesOnBuckets) {
-  EXPECT_EQ(plan_of({{"zero_optimization", {{"stage", 1}}}}).gradient_policy, zero::ReductionPolicy::kReduceScatterAtBoundary);
+  EXPECT_EQ(plan_of({{"zero_optimization", {{"stage", 1}}}}).gradient_policy,
+            zero::ReductionPolicy::kReduceScatterAtBoundary);
   const Plan two = plan_of({{"zero_optimization", {{"stage", 2}, {"allgather_bucket_size", 1000}}}});
   EXPECT_EQ(two.gradient_policy, zero::ReductionPolicy::kReduceScatterEveryBackward);
   EXPECT_TRUE(two.partition_optimizer);
@@ -89,13 +90,41 @@ TEST(Plan, PredictsWhatTheZeroPaperSays) {
   EXPECT_EQ(bytes(2).gradients, 2 * psi / 4 + 2 * psi * 3 / 8);
 }
 
+TEST(Plan, StageThreeGathersWithinItsLimits) {
+  const Plan plan = plan_of({{"zero_optimization",
+                              {{"stage", 3},
+                               {"stage3_max_live_parameters", 1000},
+                               {"stage3_max_reuse_distance", 70},
+                               {"stage3_prefetch_bucket_size", 50},
+                               {"stage3_param_persistence_threshold", 9},
+                               {"stage3_model_persistence_threshold", 400}}}});
+  EXPECT_EQ(plan.gather, (zero::GatherLimits{.max_live = 1000, .max_reuse_distance = 70, .prefetch = 50}));
+  EXPECT_EQ(plan.persistent_numel, 9);
+  EXPECT_EQ(plan.persistent_total, 100);  // DeepSpeed divides it by the ranks
+  EXPECT_EQ(plan.bucket_elements, 500);   // one in use, one on its way
+  EXPECT_TRUE(plan.partition_optimizer);
+  const Plan sequential = plan_of({{"zero_optimization", {{"stage", 3}, {"stage3_allgather_sequential", true}}}});
+  EXPECT_EQ(sequential.bucket_elements, 1);
+  EXPECT_EQ(sequential.gather->prefetch, 1);
+  EXPECT_FALSE(plan_of({{"zero_optimization", {{"stage", 2}}}}).gather);
+}
+
 TEST(Plan, RefusalsNameBothKeys) {
-  EXPECT_THAT([] { plan_of({{"gradient_clip_by_value", 1.0}, {"gradient_clipping", 1.0}}); },
-              ThrowsMessage<ConfigError>(AllOf(HasSubstr("gradient_clip_by_value"), HasSubstr("gradient_clipping"))));
-  EXPECT_THAT([] { plan_of({{"data_parallel_size", 3}}); },
-              ThrowsMessage<ConfigError>(AllOf(HasSubstr("data_parallel_size"), HasSubstr("expected 4"))));
-  EXPECT_THAT([] { plan_of({{"zero_optimization", {{"stage", 3}}}}); },
-              ThrowsMessage<ConfigError>(HasSubstr("zero_optimization.stage")));
+  EXPECT_THAT(
+      [] {
+        plan_of({{"gradient_clip_by_value", 1.0}, {"gradient_clipping", 1.0}});
+      },
+      ThrowsMessage<ConfigError>(AllOf(HasSubstr("gradient_clip_by_value"), HasSubstr("gradient_clipping"))));
+  EXPECT_THAT(
+      [] {
+        plan_of({{"data_parallel_size", 3}});
+      },
+      ThrowsMessage<ConfigError>(AllOf(HasSubstr("data_parallel_size"), HasSubstr("expected 4"))));
+  EXPECT_THAT(
+      [] {
+        plan_of({{"zero_optimization", {{"zero_hpz_partition_size", 2}}}});
+      },
+      ThrowsMessage<ConfigError>(HasSubstr("zero_optimization.zero_hpz_partition_size")));
   EXPECT_EQ(plan_of({{"gradient_clip_by_value", 1.0}}).clip_norm, 0.0);  // the default norm gives way
 }
 

@@ -18,7 +18,8 @@ using test::run_ranks;
 ordered_json fp16_config(int stage) {
   ordered_json config = small_config(stage, 1);
   config["fp16"] = {{"enabled", true}, {"initial_scale_power", 8}, {"loss_scale_window", 3}, {"hysteresis", 1}};
-  config["scheduler"] = {{"type", "WarmupLR"}, {"params", {{"warmup_min_lr", 0.01}, {"warmup_max_lr", 0.02}, {"warmup_num_steps", 10}}}};
+  config["scheduler"] = {{"type", "WarmupLR"},
+                         {"params", {{"warmup_min_lr", 0.01}, {"warmup_max_lr", 0.02}, {"warmup_num_steps", 10}}}};
   return config;
 }
 
@@ -61,7 +62,8 @@ TEST_P(Fp16Test, TheScaleDoublesAfterAWindowAndNeverChangesTheGradient) {
     SmallNet model;
     const auto engine = start(model.ptr(), fp16_config(GetParam()), communicator).engine;
     SmallNet reference;
-    for (at::Tensor& parameter : reference->parameters()) parameter.set_data(parameter.to(torch::kHalf).to(torch::kFloat));
+    for (at::Tensor& parameter : reference->parameters())
+      parameter.set_data(parameter.to(torch::kHalf).to(torch::kFloat));
     double largest_scale = 0;
     for (int64_t micro = 0; micro < 8; ++micro) {
       engine->backward(model->loss(sample(micro, communicator.rank())));
@@ -73,7 +75,8 @@ TEST_P(Fp16Test, TheScaleDoublesAfterAWindowAndNeverChangesTheGradient) {
       largest_scale = std::max(largest_scale, engine->loss_scale());
       if (micro > 0) continue;
       double squares = 0;
-      for (const at::Tensor& parameter : reference->parameters()) squares += parameter.grad().pow(2).sum().item<double>();
+      for (const at::Tensor& parameter : reference->parameters())
+        squares += parameter.grad().pow(2).sum().item<double>();
       EXPECT_NEAR(engine->get_global_grad_norm().value(), std::sqrt(squares), 0.01 * std::sqrt(squares));
     }
     EXPECT_GE(largest_scale, 1024);
@@ -98,7 +101,7 @@ TEST_P(Fp16Test, TrainingStaysNearFloat32) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Stages, Fp16Test, ::testing::Values(0, 1, 2),
+INSTANTIATE_TEST_SUITE_P(Stages, Fp16Test, ::testing::Values(0, 1, 2, 3),
                          [](const auto& variant) { return cat("Stage", variant.param); });
 
 TEST(Fp16, AGradientThatOverflowsAtTheSmallestScaleEndsTheRun) {

@@ -70,7 +70,8 @@ inline double largest_difference(const State& a, const State& b) {
   for (const auto& [name, tensor] : a) {
     const auto other = b.find(name);
     if (other == b.end()) return 1e9;
-    largest = std::max(largest, (tensor.to(torch::kDouble) - other->second.to(torch::kDouble)).abs().max().item<double>());
+    largest =
+        std::max(largest, (tensor.to(torch::kDouble) - other->second.to(torch::kDouble)).abs().max().item<double>());
   }
   return largest;
 }
@@ -80,12 +81,19 @@ inline std::shared_ptr<comm::Communicator> borrowed(comm::Communicator& communic
   return {std::shared_ptr<void>(), &communicator};
 }
 
+// Stage 3: a bucket for every parameter, and none stays.
 inline nlohmann::ordered_json small_config(int stage, int accumulation) {
+  nlohmann::ordered_json zero = {{"stage", stage}};
+  if (stage == 3) {
+    zero["stage3_param_persistence_threshold"] = 0;
+    zero["stage3_max_reuse_distance"] = 0;
+    zero["reduce_bucket_size"] = 40;
+  }
   return {{"train_micro_batch_size_per_gpu", 4},
           {"gradient_accumulation_steps", accumulation},
           {"gradient_clipping", 0.0},
           {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 0.02}, {"weight_decay", 0.1}}}}},
-          {"zero_optimization", {{"stage", stage}}}};
+          {"zero_optimization", zero}};
 }
 
 inline Initialized start(const std::shared_ptr<torch::nn::Module>& model, const nlohmann::ordered_json& config,

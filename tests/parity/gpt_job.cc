@@ -22,11 +22,18 @@ std::string quoted(const std::string& word) { return "'" + word + "'"; }
 }  // namespace
 
 nlohmann::json reference_config(int stage, int micro_batch, int accumulation) {
+  nlohmann::json zero = {{"stage", stage}};
+  // Small enough for this model: a bucket for every block, each gathered for forward and again for backward.
+  if (stage == 3) {
+    zero["stage3_param_persistence_threshold"] = 1000;
+    zero["stage3_max_live_parameters"] = 450000;
+    zero["stage3_max_reuse_distance"] = 0;
+  }
   return {{"train_micro_batch_size_per_gpu", micro_batch},
           {"gradient_accumulation_steps", accumulation},
           {"gradient_clipping", 1.0},
           {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}, {"weight_decay", 0.01}}}}},
-          {"zero_optimization", {{"stage", stage}}}};
+          {"zero_optimization", zero}};
 }
 
 GptResult try_gpt(const GptJob& job) {

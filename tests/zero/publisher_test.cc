@@ -41,12 +41,12 @@ TEST(ParameterPublisher, AForwardReadsWhatAllRanksPublished) {
         const at::Tensor values = flatten(layout, parameters, at::kFloat);
         buckets.emplace_back(std::move(layout), parameters, values, at::kFloat);
       }
-      ParameterPublisher publisher(buckets, communicator);
+      ParameterPublisher publisher(buckets, communicator, /*partitioned=*/true);
       for (int step = 1; step <= 3; ++step) {
         for (size_t b = 0; b < buckets.size(); ++b) {
           torch::NoGradGuard no_grad;
           buckets[b].slice(communicator.rank()).fill_(0.1 * step);
-          publisher.publish(b);
+          publisher.updated(b);
         }
         const at::Tensor y = net->forward(torch::ones({1, 8}));
         const double hidden = std::tanh(0.1 * step * 9);

@@ -1,0 +1,279 @@
+#include "zero/parameter_gatherer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "core/log.h"
+
+namespace ds::zero {
+namespace {
+
+std::vector<int64_t> elements_of(const std::vector<ParameterBucket*>& buckets) {
+  std::vector<int64_t> elements;
+  for (const ParameterBucket* bucket : buckets) elements.push_back(bucket->layout().numel);
+  return elements;
+}
+
+// Without an order to go by, what was used this many uses ago is taken to be done with.
+constexpr uint64_t kRecentUses = 2;
+
+}  // namespace
+
+ParameterGatherer::ParameterGatherer(const std::vector<ParameterBucket*>& buckets, comm::Communicator& communicator,
+                                     GatherLimits limits)
+    : communicator_(communicator),
+      limits_(limits),
+      trace_(elements_of(buckets)),
+      current_(buckets.size()),
+      meeting_(at::zeros({1}, buckets.at(0)->flat().options())),
+      interceptor_([this](const at::Tensor& tensor) { before_read(tensor); }) {
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    Entry entry;
+    entry.bucket = buckets[b];
+    entry.label = "parameters of bucket " + buckets[b]->describe(b);
+    entry.state = buckets[b]->sharded() ? State::kReleased : State::kWhole;
+    bucket_of_storage_.emplace(buckets[b]->flat().storage().unsafeGetStorageImpl(), b);
+    if (buckets[b]->sharded()) sharded_ += buckets[b]->layout().numel;
+    entries_.push_back(std::move(entry));
+  }
+  if (communicator_.size() > 1) interceptor_.enable();
+}
+
+ParameterGatherer::~ParameterGatherer() {
+  try {
+    wait_all();
+  } catch (const std::exception& error) {
+    log::warning("gathering parameters failed: ", error.what());
+  }
+  const at::NoGradGuard no_grad;
+  for (const Entry& entry : entries_) {
+    if (!entry.bucket->sharded()) continue;
+    // Without memory a read would be a fault; without elements it is an error of shapes.
+    for (const Parameter& parameter : entry.bucket->parameters()) {
+      at::Tensor tensor = parameter.tensor;
+      tensor.set_data(at::empty({0}, tensor.options().requires_grad(false)));
+    }
+  }
+}
+
+void ParameterGatherer::before_read(const at::Tensor& tensor) {
+  const auto found = bucket_of_storage_.find(tensor.storage().unsafeGetStorageImpl());
+  if (found == bucket_of_storage_.end()) return;
+  const size_t bucket = found->second;
+  Entry& entry = entries_[bucket];
+  if (entry.state == State::kWhole && (!entry.bucket->sharded() || held_ > 0)) return;
+  if (operator_ != OpInterceptor::outermost_operator()) {
+    operator_ = OpInterceptor::outermost_operator();
+    for (const size_t used : in_use_) entries_[used].in_use = false;
+    in_use_.clear();
+  }
+  if (!entry.in_use) {
+    entry.in_use = true;
+    in_use_.push_back(bucket);
+  }
+  if (bucket != current_ || entry.state != State::kWhole) use(bucket);
+}
+
+void ParameterGatherer::use(size_t bucket) {
+  Entry& entry = entries_[bucket];
+  if (entry.bucket->sharded()) {
+    current_ = bucket;
+    entry.last_use = ++uses_;
+    trace_.use(bucket);
+    if (!trace_.following() && coming_ > 0) {  // prefetched for an order that does not hold
+      for (size_t b = 0; b < entries_.size(); ++b) wait(b);
+    }
+    release_done();
+    if (entry.state == State::kReleased) {
+      make_room(entry.bucket->layout().numel);
+      fetch(bucket);
+    }
+  }
+  wait(bucket);
+  prefetch();
+}
+
+void ParameterGatherer::fetch(size_t bucket) {
+  Entry& entry = entries_[bucket];
+  const int64_t elements = entry.bucket->layout().numel;
+  entry.state = State::kComing;
+  live_ += elements;
+  coming_ += elements;
+  peak_ = std::max(peak_, live_);
+  entry.bucket->allocate();
+  try {
+    entry.work = communicator_.all_gather(entry.bucket->flat(), entry.bucket->slice(communicator_.rank()), entry.label);
+  } catch (...) {
+    fail(bucket);
+  }
+}
+
+void ParameterGatherer::wait(size_t bucket) {
+  Entry& entry = entries_[bucket];
+  if (entry.state != State::kComing) return;
+  entry.state = State::kWhole;
+  if (entry.bucket->sharded()) coming_ -= entry.bucket->layout().numel;
+  try {
+    entry.work.wait();
+  } catch (...) {
+    fail(bucket);
+  }
+  entry.work = {};
+  if (!entry.bucket->sharded()) return;
+  entry.versions.clear();
+  for (const Parameter& parameter : entry.bucket->parameters()) entry.versions.push_back(parameter.tensor._version());
+}
+
+void ParameterGatherer::fail(size_t bucket) {
+  if (!failure_) failure_ = std::current_exception();
+  if (!entries_[bucket].bucket->sharded()) return;
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
+  entries_[bucket].bucket->flat().zero_();
+}
+
+void ParameterGatherer::require_unchanged(const Entry& entry) {
+  for (size_t i = 0; i < entry.versions.size(); ++i) {
+    const Parameter& parameter = entry.bucket->parameters()[i];
+    if (parameter.tensor._version() == entry.versions[i] || failure_) continue;
+    failure_ = std::make_exception_ptr(
+        UsageError(cat("parameter ", parameter.name, " was changed in place while it was gathered for an operator; ",
+                       "at stage 3 the change is lost. Change parameters before initialize, or use stage 2")));
+  }
+}
+
+void ParameterGatherer::release(size_t bucket) {
+  Entry& entry = entries_[bucket];
+  ensure(entry.state == State::kWhole && entry.bucket->sharded(), "only a whole, sharded bucket is released");
+  require_unchanged(entry);
+  entry.state = State::kReleased;
+  live_ -= entry.bucket->layout().numel;
+  entry.bucket->release();
+}
+
+// Gives back what the pass has done with.
+void ParameterGatherer::release_done() {
+  for (size_t b = 0; b < entries_.size(); ++b) {
+    const Entry& entry = entries_[b];
+    if (entry.state != State::kWhole || !entry.bucket->sharded() || entry.in_use) continue;
+    const bool stays = trace_.following() ? trace_.distance(b, parameters_stay_) <= limits_.max_reuse_distance
+                                          : entry.last_use + kRecentUses > uses_;
+    if (!stays) release(b);
+  }
+}
+
+void ParameterGatherer::release_all() {
+  for (size_t b = 0; b < entries_.size(); ++b) {
+    wait(b);
+    if (entries_[b].bucket->sharded() && entries_[b].state == State::kWhole) release(b);
+  }
+}
+
+// Gives back what is used last of all, or was used longest ago, until `elements` fit under the limit.
+void ParameterGatherer::make_room(int64_t elements) {
+  while (live_ + elements > limits_.max_live) {
+    size_t victim = entries_.size();
+    int64_t furthest = -1;
+    for (size_t b = 0; b < entries_.size(); ++b) {
+      const Entry& entry = entries_[b];
+      if (entry.state != State::kWhole || !entry.bucket->sharded() || entry.in_use) continue;
+      const int64_t distance =
+          trace_.following() ? trace_.distance(b, parameters_stay_) : static_cast<int64_t>(uses_ - entry.last_use);
+      if (distance <= furthest) continue;
+      furthest = distance;
+      victim = b;
+    }
+    if (victim == entries_.size()) return;  // the operator's own: it cannot run with less
+    release(victim);
+  }
+}
+
+void ParameterGatherer::prefetch() {
+  if (live_ == sharded_) return;
+  for (const size_t bucket : trace_.upcoming()) {
+    if (coming_ >= limits_.prefetch) return;
+    const Entry& entry = entries_[bucket];
+    if (entry.state != State::kReleased) continue;
+    if (live_ + entry.bucket->layout().numel > limits_.max_live) return;
+    fetch(bucket);
+  }
+}
+
+void ParameterGatherer::rethrow() {
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+}
+
+// Takes this rank's place in the order of gathers: others that want a bucket now learn that this rank wants none.
+void ParameterGatherer::meet(const char* where) {
+  rethrow();
+  if (communicator_.size() == 1) return;
+  met_.wait();
+  met_ = communicator_.all_reduce(meeting_, comm::ReduceOp::kSum, where);
+}
+
+void ParameterGatherer::begin_backward(bool update_follows) {
+  parameters_stay_ = !update_follows;
+  meet("start of backward");
+  met_.wait();
+}
+
+void ParameterGatherer::end_backward() {
+  trace_.end_pass();
+  parameters_stay_ = true;
+  current_ = entries_.size();
+  meet("end of backward");
+}
+
+void ParameterGatherer::updated(size_t bucket) {
+  Entry& entry = entries_[bucket];
+  wait(bucket);
+  if (entry.bucket->sharded()) {
+    if (entry.state == State::kWhole) release(bucket);
+    return;
+  }
+  if (communicator_.size() == 1) return;
+  entry.state = State::kComing;
+  try {
+    entry.work = communicator_.all_gather(entry.bucket->flat(), entry.bucket->slice(communicator_.rank()), entry.label);
+  } catch (...) {
+    entry.state = State::kWhole;
+    throw;
+  }
+}
+
+void ParameterGatherer::end_update() {
+  release_all();
+  rethrow();
+}
+
+void ParameterGatherer::change_mode() { trace_.restart(); }
+
+void ParameterGatherer::wait_all() {
+  for (size_t b = 0; b < entries_.size(); ++b) wait(b);
+  met_.wait();
+  rethrow();
+}
+
+void ParameterGatherer::gather(size_t bucket) {
+  ++held_;
+  if (entries_[bucket].state == State::kReleased) fetch(bucket);
+  wait(bucket);
+  rethrow();
+}
+
+void ParameterGatherer::drop(size_t bucket) {
+  const Entry& entry = entries_[bucket];
+  --held_;
+  if (entry.bucket->sharded() && entry.state == State::kWhole) release(bucket);
+  rethrow();
+}
+
+int64_t ParameterGatherer::take_peak_elements() { return std::exchange(peak_, live_); }
+
+}  // namespace ds::zero

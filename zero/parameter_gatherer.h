@@ -1,0 +1,103 @@
+// ZeRO-3: parameters are whole only while operators read them.
+//
+// Every rank keeps its slice of each bucket. Before an operator reads a parameter whose bucket is released, the
+// bucket's memory is taken and filled by an all_gather; it is given back once the pass has moved on. The order of use
+// is recorded in one pass and prefetched in the next (Rajbhandari et al., ZeRO-Infinity, arXiv:2104.07857,
+// section 6.2), as DeepSpeed does per module: here an operator is what uses a parameter, so modules need no hooks and
+// no declarations.
+//
+// A bucket that is not sharded (persistent parameters) stays whole: gathered after an update, waited for at first use.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "zero/gather_limits.h"
+#include "zero/op_interceptor.h"
+#include "zero/parameter_access.h"
+#include "zero/parameter_bucket.h"
+#include "zero/use_trace.h"
+
+namespace ds::zero {
+
+// Collectives start on the communicator in an order that follows from the operators alone: ranks that run different
+// ones meet in different all_gathers, and communicators that compare labels name the parameters each wanted.
+//
+// Passes end together: a rank that runs fewer operators than others is found at the start of backward or at its end.
+//
+// The memory of a failed gather holds zeros, and the next call from the engine throws what happened.
+class ParameterGatherer : public ParameterAccess {
+ public:
+  // Trainable and frozen ones. All outlive the gatherer; the communicator serves nobody else, so that gathers and
+  // reductions need no common order.
+  ParameterGatherer(const std::vector<ParameterBucket*>& buckets, comm::Communicator& communicator,
+                    GatherLimits limits);
+  // Waits for what is on its way. Sharded parameters lose their elements: read them before.
+  ~ParameterGatherer() override;
+
+  void begin_backward(bool update_follows) override;
+  void end_backward() override;
+  void updated(size_t bucket) override;
+  void end_update() override;
+  void change_mode() override;
+  void wait_all() override;
+
+  // Makes a bucket whole until drop(), beside any pass. Collective; throws CommError.
+  void gather(size_t bucket);
+  void drop(size_t bucket);
+
+  // Most elements that were gathered at once since the last call.
+  int64_t take_peak_elements();
+
+ private:
+  enum class State : uint8_t { kReleased, kComing, kWhole };
+  struct Entry {
+    ParameterBucket* bucket = nullptr;
+    std::string label;
+    State state = State::kReleased;
+    comm::Work work;
+    uint64_t last_use = 0;
+    std::vector<int64_t> versions;  // of the parameters when they were gathered
+    bool in_use = false;            // by the outermost operator under way
+  };
+
+  void before_read(const at::Tensor& tensor);
+  void use(size_t bucket);
+  void fetch(size_t bucket);
+  void wait(size_t bucket);
+  void release(size_t bucket);
+  void release_done();
+  void release_all();
+  void make_room(int64_t elements);
+  void prefetch();
+  void fail(size_t bucket);
+  void require_unchanged(const Entry& entry);
+  void meet(const char* where);
+  void rethrow();
+
+  std::vector<Entry> entries_;
+  std::unordered_map<const void*, size_t> bucket_of_storage_;
+  comm::Communicator& communicator_;
+  GatherLimits limits_;
+  UseTrace trace_;
+  std::vector<size_t> in_use_;  // entries with in_use
+  size_t current_ = 0;          // used last
+  uint64_t operator_ = 0;       // outermost operator that in_use_ belongs to
+  uint64_t uses_ = 0;
+  int held_ = 0;         // gather() without drop()
+  int64_t sharded_ = 0;  // elements of all sharded buckets
+  int64_t live_ = 0;     // elements of sharded buckets that are coming or whole
+  int64_t coming_ = 0;   // of these, coming
+  int64_t peak_ = 0;
+  bool parameters_stay_ = true;  // the running pass is not followed by an update, as far as is known
+  at::Tensor meeting_;           // what meet() sends
+  comm::Work met_;
+  std::exception_ptr failure_;
+  OpInterceptor interceptor_;
+};
+
+}  // namespace ds::zero
