@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
+#include <mutex>
 
 #include "comm/local_reduce.h"
 #include "comm/self_messages.h"
@@ -150,6 +151,11 @@ Work C10dCommunicator::launch(Collective collective) {
   }
   const std::string where = cat(what, " on group '", name(), "', rank ", rank(), " of ", size());
   try {
+    // c10d's flight recorder, which all groups of a process share, enters new groups without a lock. (NCCL is left
+    // alone: a group's first operation blocks until all its ranks issue it.)
+    static std::mutex recorder;
+    std::unique_lock<std::mutex> lock(recorder, std::defer_lock);
+    if (group_.device.is_cpu()) lock.lock();
     Issued issued = issue(collective);
     return Work(std::make_shared<BackendState>(std::move(issued.work), std::move(issued.finish), where));
   } catch (const Error&) {

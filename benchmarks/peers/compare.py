@@ -1,4 +1,4 @@
-"""dsengine against torch DDP and DeepSpeed: the same GPT, weights, batches and optimizer, in turn on this machine.
+"""dsengine against torch DDP, FSDP2 and DeepSpeed: the same GPT, weights, batches and optimizer, in turn on this machine.
 
   scripts/compare_peers [--rounds 3] [--steps 10] [--ranks 2] [--size small] [--build build/release]
 
@@ -22,7 +22,7 @@ ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
 TEXT = os.path.join(ROOT, "tests", "parity", "data", "kjv_1m.bin")
 WARM = 3
 SIZES = {"tiny": dict(layers=4, hidden=128, heads=4, seq_len=128), "small": dict(layers=6, hidden=512, heads=8, seq_len=256)}
-CASES = ["ddp", "ds0", "ds1", "ds2", "ours0", "ours1", "ours2"]
+CASES = ["ddp", "fsdp2", "ds0", "ds1", "ds2", "ds3", "ours0", "ours1", "ours2", "ours3"]
 
 
 def free_port():

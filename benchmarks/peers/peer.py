@@ -1,6 +1,6 @@
-"""One rank of the benchmark job in Python: torch DDP or DeepSpeed, CPU, gloo. Started by compare.py.
+"""One rank of the benchmark job in Python: torch DDP, FSDP2 or DeepSpeed, CPU, gloo. Started by compare.py.
 
-  peer.py KIND SIZE STEPS WARM LR OUT       KIND: ddp, ds0, ds1, ds2; writes OUT.<rank> as JSON
+  peer.py KIND SIZE STEPS WARM LR OUT       KIND: ddp, fsdp2, ds0 to ds3; writes OUT.<rank> as JSON
 """
 import json
 import os
@@ -21,7 +21,7 @@ def deepspeed_step(kind, model, lr):
     import deepspeed
     deepspeed.init_distributed("gloo")
     zero = {"stage": int(kind[2:])}
-    if zero["stage"] > 0:
+    if zero["stage"] in (1, 2):
         zero.update(reduce_bucket_size=50000000, allgather_bucket_size=50000000, overlap_comm=False)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
         "train_micro_batch_size_per_gpu": MICRO_BATCH, "gradient_clipping": 1.0, "steps_per_print": 1000000,
@@ -52,6 +52,27 @@ def ddp_step(model, lr):
     return step
 
 
+def fsdp2_step(model, lr):
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for block in model.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, fused=True)
+
+    def step(x, y):
+        loss = model(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+    return step
+
+
 def main():
     kind, size, steps, warm, lr, out = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]), sys.argv[6]
     import torch
@@ -59,7 +80,8 @@ def main():
     from gpt import batch, build, cfg_of, tokens
     config, text = cfg_of(size), tokens()
     model = build(config)
-    step = ddp_step(model, lr) if kind == "ddp" else deepspeed_step(kind, model, lr)
+    makers = {"ddp": ddp_step, "fsdp2": fsdp2_step}
+    step = makers[kind](model, lr) if kind in makers else deepspeed_step(kind, model, lr)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     seconds, losses, first = [], [], None
     for s in range(warm + steps):
