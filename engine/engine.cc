@@ -58,13 +58,17 @@ void Engine::step() {
   ++self.micro_steps_since_update;
   self.backwards_since_step = 0;
   self.step_applied = false;
-  if (!boundary) return;
+  if (!boundary) {
+    self.access->end_pass();
+    return;
+  }
   self.reporter->step_begins();
   const Autocast::Pause pause(self.device.type());
   self.micro_steps_since_update = 0;
   ++self.global_steps;
   self.global_samples += self.config.train_batch_size;
   self.update();
+  self.access->end_pass();
   if (self.step_applied) {
     ++self.applied_steps;
     if (self.schedule) self.schedule->step();

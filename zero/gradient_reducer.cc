@@ -25,8 +25,8 @@ struct GradientReducer::Bucket {
   std::vector<char> seen;    // per parameter: had a gradient since reset()
   std::vector<char> fired;   // per parameter: had a gradient in this backward
   bool reduced_in_this_backward = false;
-  size_t waiting = 0;        // parameters that have not fired in this backward
-  bool launched = false;     // the collective on `local` was started
+  size_t waiting = 0;     // parameters that have not fired in this backward
+  bool launched = false;  // the collective on `local` was started
   comm::Work work;
   at::Tensor wire;     // what the collective runs on, when its dtype differs
   at::Tensor reduced;  // sum of earlier reductions: whole at stage 0, else the own slice

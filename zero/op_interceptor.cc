@@ -2,72 +2,101 @@
 
 #include <ATen/record_function.h>
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 namespace ds::zero {
 
-// The enabled interceptors of this thread, and the one callback that serves them.
+// Note [Threads of autograd]
+// The interceptors of a thread see the operators of that thread. A backward pass on a GPU runs them on a thread of
+// autograd instead, while the one that called backward() waits; LibTorch carries thread-local callbacks there, but not
+// what this file keeps per thread. So such a thread serves the only thread of the process that has interceptors: ranks
+// are processes then. (Ranks that are threads train on the CPU, where backward runs on the thread that called it.)
 struct InterceptorCallback {
-  static thread_local std::vector<OpInterceptor*> active;
-  static thread_local at::CallbackHandle handle;
-  static thread_local int depth;  // operators under way, each called by the one before
-  static thread_local uint64_t outermost;
-  static thread_local bool visiting;
+  struct Thread {
+    std::vector<OpInterceptor*> active;
+    at::CallbackHandle handle = 0;
+    int depth = 0;           // operators under way, each called by the one before
+    uint64_t outermost = 0;  // begun so far
+    bool visiting = false;
+  };
+  static thread_local Thread own;
+  static std::mutex mutex;              // of `threads`
+  static std::vector<Thread*> threads;  // that have interceptors
+  static std::atomic<Thread*> only;     // the one of them, if it is one
+
+  static Thread* serving() { return own.active.empty() ? only.load(std::memory_order_acquire) : &own; }
+
+  static void enlist(bool enters) {
+    const std::lock_guard lock(mutex);
+    enters ? threads.push_back(&own) : static_cast<void>(std::erase(threads, &own));
+    only.store(threads.size() == 1 ? threads.front() : nullptr, std::memory_order_release);
+  }
 
   // Lives as long as the operator.
   struct Running : at::ObserverContext {
-    Running() {
-      if (depth++ == 0) ++outermost;
+    explicit Running(Thread& of) : thread(of) {
+      if (thread.depth++ == 0) ++thread.outermost;
     }
-    ~Running() override { --depth; }
+    ~Running() override { --thread.depth; }
+    Thread& thread;
   };
 
-  static void visit(const c10::IValue& value) {
+  static void visit(const Thread& thread, const c10::IValue& value) {
     if (value.isTensor()) {
       const at::Tensor& tensor = value.toTensor();
       if (!tensor.defined() || !tensor.has_storage()) return;
-      for (OpInterceptor* interceptor : active) interceptor->before_read_(tensor);
+      for (OpInterceptor* interceptor : thread.active) interceptor->before_read_(tensor);
     } else if (value.isList()) {
-      for (const c10::IValue& element : value.toListRef()) visit(element);
+      for (const c10::IValue& element : value.toListRef()) visit(thread, element);
     }
   }
 
   static std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& function) {
-    if (active.empty() || visiting) return nullptr;
-    auto running = std::make_unique<Running>();
-    visiting = true;
-    for (const c10::IValue& input : function.inputs()) visit(input);
-    visiting = false;
+    Thread* const thread = serving();
+    if (thread == nullptr || thread->visiting) return nullptr;
+    auto running = std::make_unique<Running>(*thread);
+    thread->visiting = true;
+    for (const c10::IValue& input : function.inputs()) visit(*thread, input);
+    thread->visiting = false;
     return running;
   }
 };
 
-thread_local std::vector<OpInterceptor*> InterceptorCallback::active;
-thread_local at::CallbackHandle InterceptorCallback::handle = 0;
-thread_local int InterceptorCallback::depth = 0;
-thread_local uint64_t InterceptorCallback::outermost = 0;
-thread_local bool InterceptorCallback::visiting = false;
+thread_local InterceptorCallback::Thread InterceptorCallback::own;
+std::mutex InterceptorCallback::mutex;
+std::vector<InterceptorCallback::Thread*> InterceptorCallback::threads;
+std::atomic<InterceptorCallback::Thread*> InterceptorCallback::only = nullptr;
 
-uint64_t OpInterceptor::outermost_operator() { return InterceptorCallback::outermost; }
+uint64_t OpInterceptor::outermost_operator() {
+  const InterceptorCallback::Thread* const thread = InterceptorCallback::serving();
+  return thread == nullptr ? 0 : thread->outermost;
+}
 
 OpInterceptor::~OpInterceptor() { disable(); }
 
 void OpInterceptor::enable() {
   if (enabled_) return;
   enabled_ = true;
-  InterceptorCallback::active.push_back(this);
-  if (InterceptorCallback::active.size() > 1) return;
-  InterceptorCallback::handle = at::addThreadLocalCallback(at::RecordFunctionCallback(&InterceptorCallback::on_operator)
-                                                               .needsInputs(true)
-                                                               .scopes({at::RecordScope::FUNCTION}));
+  InterceptorCallback::Thread& thread = InterceptorCallback::own;
+  thread.active.push_back(this);
+  if (thread.active.size() > 1) return;
+  InterceptorCallback::enlist(/*enters=*/true);
+  thread.handle = at::addThreadLocalCallback(at::RecordFunctionCallback(&InterceptorCallback::on_operator)
+                                                 .needsInputs(true)
+                                                 .scopes({at::RecordScope::FUNCTION}));
 }
 
 void OpInterceptor::disable() {
   if (!enabled_) return;
   enabled_ = false;
-  std::erase(InterceptorCallback::active, this);
-  if (InterceptorCallback::active.empty()) at::removeCallback(InterceptorCallback::handle);
+  InterceptorCallback::Thread& thread = InterceptorCallback::own;
+  std::erase(thread.active, this);
+  if (!thread.active.empty()) return;
+  at::removeCallback(thread.handle);
+  InterceptorCallback::enlist(/*enters=*/false);
 }
 
 }  // namespace ds::zero

@@ -3,7 +3,7 @@
 // LibTorch modules have no forward hooks; what every operator call does pass is at::RecordFunction. While an
 // interceptor is enabled, its callback gets each input tensor of each operator that the enabling thread calls
 // (composite operators and the ones they call alike). Operators that a callback runs itself are not intercepted. Per
-// thread, so that ranks may be threads of one process.
+// thread, so that ranks may be threads of one process; with the threads on which autograd runs a thread's backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -13,6 +13,8 @@ class ParameterAccess {
   // Around every backward pass. `update_follows`: the parameters change before they are used again.
   virtual void begin_backward(bool update_follows) = 0;
   virtual void end_backward() = 0;
+  // The micro-batch is over: what it used is what the next one will use.
+  virtual void end_pass() = 0;
   // In an update: this rank's slice of `bucket` has its new values.
   virtual void updated(size_t bucket) = 0;
   virtual void end_update() = 0;

@@ -6,6 +6,7 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "core/check.h"
@@ -42,7 +43,11 @@ ParameterGatherer::ParameterGatherer(const std::vector<ParameterBucket*>& bucket
     if (buckets[b]->sharded()) sharded_ += buckets[b]->layout().numel;
     entries_.push_back(std::move(entry));
   }
-  if (communicator_.size() > 1) interceptor_.enable();
+  if (communicator_.size() == 1) return;
+  require(at::isRecordFunctionEnabled(),
+          "stage 3 sees operators through at::RecordFunction, which is disabled on this ",
+          "thread; call at::enableRecordFunction(true) before initialize");
+  interceptor_.enable();
 }
 
 ParameterGatherer::~ParameterGatherer() {
@@ -106,11 +111,30 @@ void ParameterGatherer::fetch(size_t bucket) {
   live_ += elements;
   coming_ += elements;
   peak_ = std::max(peak_, live_);
-  entry.bucket->allocate();
+  allocate(bucket);
   try {
     entry.work = communicator_.all_gather(entry.bucket->flat(), entry.bucket->slice(communicator_.rank()), entry.label);
   } catch (...) {
     fail(bucket);
+  }
+}
+
+// An operator cannot be told that its parameters are not there (LibTorch swallows what a callback throws).
+void ParameterGatherer::allocate(size_t bucket) {
+  ParameterBucket& memory = *entries_[bucket].bucket;
+  try {
+    memory.allocate();
+    return;
+  } catch (const std::exception&) {
+    make_room(limits_.max_live);  // everything but what the operator uses
+  }
+  try {
+    memory.allocate();
+  } catch (const std::exception& error) {
+    log::error("no memory for ", entries_[bucket].label, ", ", memory.layout().numel, " elements, with ", live_,
+               " elements gathered: ", error.what(), ". Reduce zero_optimization.stage3_max_live_parameters (",
+               limits_.max_live, ") or the batch");
+    std::terminate();
   }
 }
 
@@ -223,11 +247,12 @@ void ParameterGatherer::begin_backward(bool update_follows) {
   met_.wait();
 }
 
-void ParameterGatherer::end_backward() {
+void ParameterGatherer::end_backward() { meet("end of backward"); }
+
+void ParameterGatherer::end_pass() {
   trace_.end_pass();
   parameters_stay_ = true;
   current_ = entries_.size();
-  meet("end of backward");
 }
 
 void ParameterGatherer::updated(size_t bucket) {

@@ -41,6 +41,7 @@ class ParameterGatherer : public ParameterAccess {
 
   void begin_backward(bool update_follows) override;
   void end_backward() override;
+  void end_pass() override;
   void updated(size_t bucket) override;
   void end_update() override;
   void change_mode() override;
@@ -68,6 +69,7 @@ class ParameterGatherer : public ParameterAccess {
   void before_read(const at::Tensor& tensor);
   void use(size_t bucket);
   void fetch(size_t bucket);
+  void allocate(size_t bucket);
   void wait(size_t bucket);
   void release(size_t bucket);
   void release_done();

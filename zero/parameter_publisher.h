@@ -28,6 +28,7 @@ class ParameterPublisher : public ParameterAccess {
   // All parameters are whole before gradients are made from them.
   void begin_backward(bool /*update_follows*/) override { wait_all(); }
   void end_backward() override {}
+  void end_pass() override {}
   // The others' parts of the bucket may not be read before an operator's wait.
   void updated(size_t bucket) override;
   void end_update() override {}

@@ -58,6 +58,7 @@ class ShardedLayers {
     gatherer->begin_backward(/*update_follows=*/false);
     found.backward();
     gatherer->end_backward();
+    gatherer->end_pass();
     for (size_t i = 0; i < whole.size(); ++i) {
       EXPECT_EQ(weights[i].grad().defined(), whole[i].grad().defined());
       if (whole[i].grad().defined()) EXPECT_TRUE(weights[i].grad().equal(whole[i].grad())) << "layer " << i;
@@ -109,8 +110,8 @@ TEST(ParameterGatherer, WithoutReuseAPassGathersForForwardAndForBackward) {
     layers.gatherer->end_update();
     const int64_t before = layers.gathers();
     layers.expect_pass(kForward);
-    // Layer 4 ends forward and begins backward, layer 3 is what comes next, and backward ends with layer 1: the input of
-    // layer 0 wants no gradient.
+    // Layer 4 ends forward and begins backward, layer 3 is what comes next, and backward ends with layer 1: the input
+    // of layer 0 wants no gradient.
     EXPECT_EQ(layers.gathers() - before, 5 + 2);
   });
 }

@@ -1,5 +1,8 @@
+#include <ATen/ThreadLocalState.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+
+#include <thread>
 
 #include "tests/support/thread_ranks.h"
 #include "zero/op_interceptor.h"
@@ -24,6 +27,21 @@ TEST(OpInterceptor, SeesTheInputsOfEveryOperatorOnItsThread) {
   const int after = reads;
   linear->forward(torch::ones({1, 3}));
   EXPECT_EQ(reads, after);
+}
+
+TEST(OpInterceptor, SeesWhatAnotherThreadRunsInItsPlace) {
+  const at::Tensor weight = torch::ones({2, 2});
+  int reads = 0;
+  OpInterceptor interceptor([&](const at::Tensor& tensor) { reads += tensor.is_alias_of(weight); });
+  interceptor.enable();
+  const at::ThreadLocalState state;  // what autograd carries to its threads
+  std::thread([&] {
+    at::matmul(weight, weight);
+    EXPECT_EQ(reads, 0) << "an operator of its own";
+    const at::ThreadLocalStateGuard guard(state);
+    at::matmul(weight, weight);
+    EXPECT_GT(reads, 0);
+  }).join();
 }
 
 TEST(ParameterPublisher, AForwardReadsWhatAllRanksPublished) {
