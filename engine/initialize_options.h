@@ -41,8 +41,8 @@ struct InitializeOptions {
   std::function<double(int64_t)> lr_scheduler;
   // An existing group of ranks (tests, embedding); else the environment decides (see comm/rendezvous.h).
   std::shared_ptr<comm::Communicator> communicator;
-  // Or a grid of ranks: the engine trains data parallel over all of it. Axes "pipe", "sequence" and "tensor" longer than
-  // one are refused.
+  // Or a grid of ranks: the engine trains data parallel over all of it. Axes "pipe", "sequence" and "tensor" longer
+  // than one are refused.
   std::shared_ptr<comm::DeviceMesh> mesh;
   // "cpu" (also when empty), "cuda" or "cuda:N". The model is moved there.
   std::string device;

@@ -286,10 +286,10 @@ void ParameterGatherer::wait_all() {
 }
 
 void ParameterGatherer::gather(size_t bucket) {
-  ++held_;
   if (entries_[bucket].state == State::kReleased) fetch(bucket);
   wait(bucket);
   rethrow();
+  ++held_;
 }
 
 void ParameterGatherer::drop(size_t bucket) {
