@@ -69,8 +69,9 @@ struct Engine::Impl {
   std::optional<double> gradient_norm;
   int64_t gradient_bytes = 0;  // peak of the last step
 
-  // Calls `use` for each bucket, trainable ones first, while its parameters are whole. Collective.
-  void for_each_whole_bucket(const std::function<void(const zero::ParameterBucket&)>& use);
+  // Stage 3: calls `use` for each bucket from `first` on (trainable ones, then frozen ones) while its parameters are
+  // whole. Collective.
+  void for_each_whole_bucket(size_t first, const std::function<void(const zero::ParameterBucket&)>& use);
   int64_t frozen_elements() const;  // that this rank holds
   bool at_boundary() const;
   bool boundary_is_known() const;

@@ -14,8 +14,8 @@ at::Tensor copy_on_host(const at::Tensor& tensor) { return tensor.to(at::kCPU, /
 
 }  // namespace
 
-void Engine::Impl::for_each_whole_bucket(const std::function<void(const zero::ParameterBucket&)>& use) {
-  for (size_t b = 0; b < buckets.size() + frozen_buckets.size(); ++b) {
+void Engine::Impl::for_each_whole_bucket(size_t first, const std::function<void(const zero::ParameterBucket&)>& use) {
+  for (size_t b = first; b < buckets.size() + frozen_buckets.size(); ++b) {
     gatherer->gather(b);
     use(b < buckets.size() ? buckets[b] : frozen_buckets[b - buckets.size()]);
     gatherer->drop(b);
@@ -39,7 +39,7 @@ std::vector<std::pair<std::string, at::Tensor>> Engine::module_state_dict() {
   synchronize_parameters();
   std::unordered_map<const void*, at::Tensor> gathered;  // by identity; empty below stage 3
   if (impl_->gatherer) {
-    impl_->for_each_whole_bucket([&](const zero::ParameterBucket& bucket) {
+    impl_->for_each_whole_bucket(0, [&](const zero::ParameterBucket& bucket) {
       for (const zero::Parameter& parameter : bucket.parameters()) {
         gathered[parameter.tensor.unsafeGetTensorImpl()] = copy_on_host(parameter.tensor.detach());
       }
@@ -72,7 +72,7 @@ std::vector<std::pair<std::string, at::Tensor>> Engine::fp32_state_dict() {
     }
     for (const Segment& segment : layout.segments) {
       const auto index = static_cast<size_t>(segment.parameter);
-      whole[index] = zero::view_of(flat, segment, impl_->parameters[index].tensor).to(at::kCPU, false, /*copy=*/true);
+      whole[index] = copy_on_host(zero::view_of(flat, segment, impl_->parameters[index].tensor));
     }
   }
   std::vector<std::pair<std::string, at::Tensor>> result;
@@ -83,13 +83,11 @@ std::vector<std::pair<std::string, at::Tensor>> Engine::fp32_state_dict() {
     }
     return result;
   }
-  for (size_t b = 0; b < impl_->frozen_buckets.size(); ++b) {
-    impl_->gatherer->gather(impl_->buckets.size() + b);
-    for (const zero::Parameter& frozen : impl_->frozen_buckets[b].parameters()) {
+  impl_->for_each_whole_bucket(impl_->buckets.size(), [&](const zero::ParameterBucket& bucket) {
+    for (const zero::Parameter& frozen : bucket.parameters()) {
       result.emplace_back(frozen.name, copy_on_host(frozen.tensor.detach().to(at::kFloat)));
     }
-    impl_->gatherer->drop(impl_->buckets.size() + b);
-  }
+  });
   return result;
 }
 

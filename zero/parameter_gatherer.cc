@@ -73,15 +73,7 @@ void ParameterGatherer::before_read(const at::Tensor& tensor) {
   const size_t bucket = found->second;
   Entry& entry = entries_[bucket];
   if (entry.state == State::kWhole && (!entry.bucket->sharded() || held_ > 0)) return;
-  if (operator_ != OpInterceptor::outermost_operator()) {
-    operator_ = OpInterceptor::outermost_operator();
-    for (const size_t used : in_use_) entries_[used].in_use = false;
-    in_use_.clear();
-  }
-  if (!entry.in_use) {
-    entry.in_use = true;
-    in_use_.push_back(bucket);
-  }
+  entry.used_by = OpInterceptor::outermost_operator();
   if (bucket != current_ || entry.state != State::kWhole) use(bucket);
 }
 
@@ -104,6 +96,16 @@ void ParameterGatherer::use(size_t bucket) {
   prefetch();
 }
 
+// Whole, and not of the operator under way, which may read it again in operators that it calls.
+bool ParameterGatherer::can_be_released(const Entry& entry) const {
+  return entry.state == State::kWhole && entry.bucket->sharded() &&
+         entry.used_by != OpInterceptor::outermost_operator();
+}
+
+void ParameterGatherer::start_gather(Entry& entry) {
+  entry.work = communicator_.all_gather(entry.bucket->flat(), entry.bucket->slice(communicator_.rank()), entry.label);
+}
+
 void ParameterGatherer::fetch(size_t bucket) {
   Entry& entry = entries_[bucket];
   const int64_t elements = entry.bucket->layout().numel;
@@ -113,7 +115,7 @@ void ParameterGatherer::fetch(size_t bucket) {
   peak_ = std::max(peak_, live_);
   allocate(bucket);
   try {
-    entry.work = communicator_.all_gather(entry.bucket->flat(), entry.bucket->slice(communicator_.rank()), entry.label);
+    start_gather(entry);
   } catch (...) {
     fail(bucket);
   }
@@ -185,7 +187,7 @@ void ParameterGatherer::release(size_t bucket) {
 void ParameterGatherer::release_done() {
   for (size_t b = 0; b < entries_.size(); ++b) {
     const Entry& entry = entries_[b];
-    if (entry.state != State::kWhole || !entry.bucket->sharded() || entry.in_use) continue;
+    if (!can_be_released(entry)) continue;
     const bool stays = trace_.following() ? trace_.distance(b, parameters_stay_) <= limits_.max_reuse_distance
                                           : entry.last_use + kRecentUses > uses_;
     if (!stays) release(b);
@@ -206,7 +208,7 @@ void ParameterGatherer::make_room(int64_t elements) {
     int64_t furthest = -1;
     for (size_t b = 0; b < entries_.size(); ++b) {
       const Entry& entry = entries_[b];
-      if (entry.state != State::kWhole || !entry.bucket->sharded() || entry.in_use) continue;
+      if (!can_be_released(entry)) continue;
       const int64_t distance =
           trace_.following() ? trace_.distance(b, parameters_stay_) : static_cast<int64_t>(uses_ - entry.last_use);
       if (distance <= furthest) continue;
@@ -265,7 +267,7 @@ void ParameterGatherer::updated(size_t bucket) {
   if (communicator_.size() == 1) return;
   entry.state = State::kComing;
   try {
-    entry.work = communicator_.all_gather(entry.bucket->flat(), entry.bucket->slice(communicator_.rank()), entry.label);
+    start_gather(entry);
   } catch (...) {
     entry.state = State::kWhole;
     throw;

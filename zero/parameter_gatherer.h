@@ -63,11 +63,13 @@ class ParameterGatherer : public ParameterAccess {
     comm::Work work;
     uint64_t last_use = 0;
     std::vector<int64_t> versions;  // of the parameters when they were gathered
-    bool in_use = false;            // by the outermost operator under way
+    uint64_t used_by = 0;           // outermost operator that read it last
   };
 
   void before_read(const at::Tensor& tensor);
   void use(size_t bucket);
+  bool can_be_released(const Entry& entry) const;
+  void start_gather(Entry& entry);
   void fetch(size_t bucket);
   void allocate(size_t bucket);
   void wait(size_t bucket);
@@ -86,9 +88,7 @@ class ParameterGatherer : public ParameterAccess {
   comm::Communicator& communicator_;
   GatherLimits limits_;
   UseTrace trace_;
-  std::vector<size_t> in_use_;  // entries with in_use
-  size_t current_ = 0;          // used last
-  uint64_t operator_ = 0;       // outermost operator that in_use_ belongs to
+  size_t current_ = 0;  // used last
   uint64_t uses_ = 0;
   int held_ = 0;         // gather() without drop()
   int64_t sharded_ = 0;  // elements of all sharded buckets

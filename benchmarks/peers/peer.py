@@ -36,10 +36,8 @@ def deepspeed_step(kind, model, lr):
     return step
 
 
-def ddp_step(model, lr):
+def torch_step(net, lr):
     import torch
-    torch.distributed.init_process_group("gloo")
-    net = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=0.01, fused=True)
 
     def step(x, y):
@@ -52,6 +50,12 @@ def ddp_step(model, lr):
     return step
 
 
+def ddp_step(model, lr):
+    import torch
+    torch.distributed.init_process_group("gloo")
+    return torch_step(torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), lr)
+
+
 def fsdp2_step(model, lr):
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -61,16 +65,7 @@ def fsdp2_step(model, lr):
     for block in model.h:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, fused=True)
-
-    def step(x, y):
-        loss = model(x, y)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-    return step
+    return torch_step(model, lr)
 
 
 def main():
