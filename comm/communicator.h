@@ -75,7 +75,7 @@ struct Collective {
   int tag = 0;                         // send and recv only
   std::vector<int64_t> input_splits;   // all_to_all with uneven splits along dimension 0; empty = even
   std::vector<int64_t> output_splits;  // likewise
-  std::string label;                   // parameter, bucket or module it belongs to, the same on all ranks; shown in errors
+  std::string label;                   // parameter or bucket it belongs to, the same on all ranks; in errors
 };
 
 // Bytes this rank has handed to others, and calls, by kind of operation: what a bandwidth-optimal algorithm must send
