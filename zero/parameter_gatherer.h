@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "core/op_interceptor.h"
 #include "zero/gather_limits.h"
-#include "zero/op_interceptor.h"
 #include "zero/parameter_access.h"
 #include "zero/parameter_bucket.h"
 #include "zero/use_trace.h"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "zero/op_interceptor.h"
+#include "core/op_interceptor.h"
 #include "zero/parameter_access.h"
 #include "zero/parameter_bucket.h"
 

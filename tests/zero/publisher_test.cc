@@ -4,8 +4,8 @@
 
 #include <thread>
 
+#include "core/op_interceptor.h"
 #include "tests/support/thread_ranks.h"
-#include "zero/op_interceptor.h"
 #include "zero/parameter_publisher.h"
 
 namespace ds::zero {

@@ -1,4 +1,4 @@
-#include "zero/op_interceptor.h"
+#include "core/op_interceptor.h"
 
 #include <ATen/record_function.h>
 
@@ -7,7 +7,7 @@
 #include <mutex>
 #include <vector>
 
-namespace ds::zero {
+namespace ds {
 
 // Note [Threads of autograd]
 // The interceptors of a thread see the operators of that thread. A backward pass on a GPU runs them on a thread of
@@ -99,4 +99,4 @@ void OpInterceptor::disable() {
   InterceptorCallback::enlist(/*enters=*/false);
 }
 
-}  // namespace ds::zero
+}  // namespace ds

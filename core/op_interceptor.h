@@ -12,7 +12,7 @@
 #include <functional>
 #include <utility>
 
-namespace ds::zero {
+namespace ds {
 
 class OpInterceptor {
  public:
@@ -38,4 +38,4 @@ class OpInterceptor {
   bool enabled_ = false;
 };
 
-}  // namespace ds::zero
+}  // namespace ds
