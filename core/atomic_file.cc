@@ -38,6 +38,20 @@ void AtomicFile::write(const void* data, size_t bytes) {
   }
 }
 
+void AtomicFile::write_at(size_t position, const void* data, size_t bytes) {
+  const auto* next = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t written = pwrite(descriptor_, next, bytes, static_cast<off_t>(position));
+    if (written < 0) {
+      if (errno == EINTR) continue;
+      fail("cannot write", errno);
+    }
+    next += written;
+    position += static_cast<size_t>(written);
+    bytes -= static_cast<size_t>(written);
+  }
+}
+
 void AtomicFile::commit() {
   if (fsync(descriptor_) != 0) fail("cannot write", errno);
   if (rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot rename the finished file into place", errno);

@@ -18,6 +18,8 @@ class AtomicFile {
 
   // Appends. Throws IoError, for example when the disk is full.
   void write(const void* data, size_t bytes);
+  // At a position from the start of the file, in any order; does not move where write() appends.
+  void write_at(size_t position, const void* data, size_t bytes);
   void commit();
 
  private:

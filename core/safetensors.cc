@@ -12,7 +12,6 @@
 #include <set>
 #include <string_view>
 
-#include "core/atomic_file.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
 
@@ -48,11 +47,11 @@ std::optional<at::ScalarType> dtype_of(const std::string& name) {
 }
 
 // Position in kDtypes.
-size_t rank_of(const std::string& tensor_name, const at::Tensor& tensor) {
+size_t rank_of(const std::string& tensor_name, at::ScalarType dtype) {
   for (size_t i = 0; i < kDtypes.size(); ++i) {
-    if (tensor.defined() && tensor.scalar_type() == kDtypes[i].dtype) return i;
+    if (dtype == kDtypes[i].dtype) return i;
   }
-  throw UsageError(cat("safetensors: tensor \"", tensor_name, "\" is ", describe(tensor),
+  throw UsageError(cat("safetensors: tensor \"", tensor_name, "\" is ", dtype,
                        ", which the format does not hold; convert it to float32, float64, float16, bfloat16, int8 to "
                        "int64, uint8 or bool"));
 }
@@ -190,44 +189,66 @@ at::Tensor SafetensorsFile::tensor(const std::string& name) const {
       data, entry.sizes, [file = file_](void*) {}, entry.dtype);
 }
 
-void write_safetensors(const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors,
-                       const std::map<std::string, std::string>& metadata) {
-  struct Item {
-    size_t dtype;
-    const std::string* name;
-    const at::Tensor* tensor;
-  };
-  std::vector<Item> items;
-  std::set<std::string_view> names;
-  for (const auto& [name, tensor] : tensors) {
-    require(name != kMetadataKey && names.insert(name).second, "safetensors: the name \"", name,
+SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<Header>& headers,
+                                     const std::map<std::string, std::string>& metadata)
+    : file_(path) {
+  std::vector<std::pair<size_t, const Header*>> items;  // with the rank of the dtype
+  for (const Header& header : headers) {
+    items.emplace_back(rank_of(header.name, header.dtype), &header);
+    const bool is_new = places_.emplace(header.name, Place{header.dtype, header.sizes}).second;
+    require(header.name != kMetadataKey && is_new, "safetensors: the name \"", header.name,
             "\" is given twice or reserved");
-    items.push_back({rank_of(name, tensor), &name, &tensor});
   }
-  std::sort(items.begin(), items.end(),
-            [](const Item& a, const Item& b) { return a.dtype != b.dtype ? a.dtype > b.dtype : *a.name < *b.name; });
-  std::string header = "{";
-  if (!metadata.empty()) header += cat("\"", kMetadataKey, "\":", json(metadata).dump());
+  std::sort(items.begin(), items.end(), [](const auto& a, const auto& b) {
+    return a.first != b.first ? a.first > b.first : a.second->name < b.second->name;
+  });
+  std::string text = "{";
+  if (!metadata.empty()) text += cat("\"", kMetadataKey, "\":", json(metadata).dump());
   size_t position = 0;
-  for (const Item& item : items) {
-    const size_t end = position + item.tensor->nbytes();
-    header +=
-        cat(header.size() > 1 ? "," : "", json(*item.name).dump(), ":{\"dtype\":\"", kDtypes[item.dtype].name,
-            "\",\"shape\":", json(item.tensor->sizes().vec()).dump(), ",\"data_offsets\":[", position, ",", end, "]}");
+  for (const auto& [dtype, header] : items) {
+    const size_t end = position + bytes_of(header->sizes, header->dtype).value_or(0);
+    text += cat(text.size() > 1 ? "," : "", json(header->name).dump(), ":{\"dtype\":\"", kDtypes[dtype].name,
+                "\",\"shape\":", json(header->sizes).dump(), ",\"data_offsets\":[", position, ",", end, "]}");
+    places_.at(header->name).begin = position;
     position = end;
   }
-  header += '}';
-  header.append((kLengthBytes - header.size() % kLengthBytes) % kLengthBytes, ' ');
+  text += '}';
+  text.append((kLengthBytes - text.size() % kLengthBytes) % kLengthBytes, ' ');
+  const uint64_t header_bytes = text.size();
+  file_.write(&header_bytes, sizeof header_bytes);
+  file_.write(text.data(), text.size());
+  for (auto& [name, place] : places_) place.begin += kLengthBytes + text.size();
+}
 
-  AtomicFile file(path);
-  const uint64_t header_bytes = header.size();
-  file.write(&header_bytes, sizeof header_bytes);
-  file.write(header.data(), header.size());
-  for (const Item& item : items) {
-    const at::Tensor contiguous = item.tensor->detach().to(at::kCPU).contiguous();
-    file.write(contiguous.const_data_ptr(), contiguous.nbytes());
+void SafetensorsWriter::write(const std::string& name, const at::Tensor& tensor) {
+  const auto found = places_.find(name);
+  require(found != places_.end() && !found->second.written, "safetensors: tensor \"", name,
+          "\" was not announced or is written twice");
+  Place& place = found->second;
+  require(tensor.defined() && tensor.scalar_type() == place.dtype && tensor.sizes() == at::IntArrayRef(place.sizes),
+          "safetensors: tensor \"", name, "\": expected ", place.dtype, " ", at::IntArrayRef(place.sizes), ", found ",
+          describe(tensor));
+  const at::Tensor contiguous = tensor.detach().to(at::kCPU).contiguous();
+  file_.write_at(place.begin, contiguous.const_data_ptr(), contiguous.nbytes());
+  place.written = true;
+}
+
+void SafetensorsWriter::commit() {
+  for (const auto& [name, place] : places_)
+    require(place.written, "safetensors: tensor \"", name, "\" was not written");
+  file_.commit();
+}
+
+void write_safetensors(const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+                       const std::map<std::string, std::string>& metadata) {
+  std::vector<SafetensorsWriter::Header> headers;
+  for (const auto& [name, tensor] : tensors) {
+    require(tensor.defined(), "safetensors: tensor \"", name, "\" is undefined");
+    headers.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
   }
-  file.commit();
+  SafetensorsWriter writer(path, headers, metadata);
+  for (const auto& [name, tensor] : tensors) writer.write(name, tensor);
+  writer.commit();
 }
 
 }  // namespace ds

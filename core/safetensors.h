@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/atomic_file.h"
 #include "core/mapped_file.h"
 
 namespace ds {
@@ -54,8 +55,38 @@ class SafetensorsFile {
   std::map<std::string, std::string> metadata_;
 };
 
-// Writes all tensors, or leaves `path` untouched. Order in the file is that of the Python package: larger element types
-// first, then by name. Throws IoError (file) and UsageError (dtype that the format lacks, name given twice).
+// Writes a file whose tensors come one after the other, in any order, so that they need not be in memory together.
+// Order in the file is that of the Python package: larger element types first, then by name. Not thread safe.
+class SafetensorsWriter {
+ public:
+  struct Header {
+    std::string name;
+    at::ScalarType dtype;
+    std::vector<int64_t> sizes;
+  };
+
+  // Throws IoError (the file cannot be created) and UsageError (dtype that the format lacks, name given twice). `path`
+  // is left untouched until commit(), and altogether without it.
+  SafetensorsWriter(const std::string& path, const std::vector<Header>& headers,
+                    const std::map<std::string, std::string>& metadata = {});
+
+  // Of any device. Throws UsageError for a tensor that is not as announced or was written before, IoError.
+  void write(const std::string& name, const at::Tensor& tensor);
+  // Throws UsageError naming a tensor that was not written, IoError.
+  void commit();
+
+ private:
+  struct Place {
+    at::ScalarType dtype;
+    std::vector<int64_t> sizes;
+    size_t begin = 0;  // in the file
+    bool written = false;
+  };
+  AtomicFile file_;
+  std::map<std::string, Place> places_;
+};
+
+// Writes all tensors, or leaves `path` untouched. Throws as SafetensorsWriter.
 void write_safetensors(const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors,
                        const std::map<std::string, std::string>& metadata = {});
 
