@@ -12,6 +12,7 @@
 #include <string>
 
 #include "core/check.h"
+#include "offload/activation_checkpoint.h"
 
 namespace gpt {
 namespace {
@@ -104,7 +105,10 @@ Gpt::Gpt(const GptConfig& config) : config_(config) {
 at::Tensor Gpt::logits(const at::Tensor& tokens) const {
   const at::Tensor positions = at::arange(tokens.size(1), tokens.options());
   at::Tensor x = wte_->forward(tokens) + wpe_->forward(positions);
-  for (const auto& block : blocks_) x = block->forward(x);
+  for (const auto& block : blocks_) {
+    const auto forward = [block](const at::Tensor& input) { return block->forward(input); };
+    x = config_.activation_checkpointing ? ds::offload::checkpoint(forward, x) : forward(x);
+  }
   x = ln_f_->forward(x);
   return head_ ? head_->forward(x) : at::linear(x, wte_->weight);
 }

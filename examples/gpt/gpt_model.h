@@ -1,4 +1,4 @@
-// A decoder-only GPT as a plain LibTorch module: nothing in it knows of dsengine.
+// A decoder-only GPT as a plain LibTorch module: nothing in it knows of the engine.
 //
 // Pre-LayerNorm (eps 1e-5), learned positions, causal scaled-dot-product attention, exact (erf) GELU, no dropout,
 // biases on every linear layer but the head. Parameters: wte.weight, wpe.weight, per block h.<i>.{ln1, attn.qkv,
@@ -22,6 +22,7 @@ struct GptConfig {
   int64_t seq_len = 128;  // the longest context
   int64_t vocab = 256;
   bool tie_embeddings = false;
+  bool activation_checkpointing = false;  // blocks keep their input only and are computed again in backward
 };
 
 // The layers below hold what torch::nn's hold, under the same names, but leave their parameters unset: gpt_init.h fills

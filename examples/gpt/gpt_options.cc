@@ -18,6 +18,9 @@ void add_model_options(CLI::App& app, GptConfig& model) {
       ->check(CLI::PositiveNumber)
       ->group("Model");
   app.add_flag("--tie_embeddings", model.tie_embeddings, "The head uses the token embedding's weight")->group("Model");
+  app.add_flag("--activation_checkpointing", model.activation_checkpointing,
+               "Blocks keep their input only and are computed again in backward: less memory, more time")
+      ->group("Model");
 }
 
 void add_run_options(CLI::App& app, GptOptions& options) {
@@ -39,8 +42,7 @@ void add_run_options(CLI::App& app, GptOptions& options) {
   app.add_option("--generate", options.generate, "Print this many bytes of sampled text at the end")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--seed", options.seed, "Of initial weights, random order and sampling");
-  app.add_option("--device", options.device, "cpu or cuda [cpu]")
-      ->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_option("--device", options.device, "cpu or cuda [cpu]")->check(CLI::IsMember({"cpu", "cuda"}));
 }
 
 }  // namespace

@@ -77,6 +77,21 @@ TEST_P(GptModelTest, LossesAndGradientsAreThoseOfTorch) {
 INSTANTIATE_TEST_SUITE_P(Heads, GptModelTest, testing::Bool(),
                          [](const auto& variant) { return variant.param ? "Tied" : "Untied"; });
 
+TEST(GptModel, CheckpointedBlocksChangeNoBit) {
+  std::vector<at::Tensor> gradients[2];
+  for (const bool checkpointed : {false, true}) {
+    Gpt model({.layers = 3, .hidden = 16, .heads = 2, .seq_len = 8, .activation_checkpointing = checkpointed});
+    initialize_weights(model, 7);
+    const at::Tensor tokens = torch::arange(16, torch::kLong).view({2, 8});
+    const at::Tensor loss = model.forward(tokens, tokens + 1);
+    loss.backward();
+    gradients[checkpointed].push_back(loss.detach());
+    for (const at::Tensor& parameter : model.parameters()) gradients[checkpointed].push_back(parameter.grad());
+  }
+  ASSERT_EQ(gradients[0].size(), gradients[1].size());
+  for (size_t i = 0; i < gradients[0].size(); ++i) EXPECT_TRUE(torch::equal(gradients[0][i], gradients[1][i])) << i;
+}
+
 TEST(GptModel, LaterTokensDoNotChangeEarlierScores) {
   Gpt model({.layers = 2, .hidden = 16, .heads = 2, .seq_len = 8});
   initialize_weights(model, 7);

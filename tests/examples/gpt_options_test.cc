@@ -25,6 +25,7 @@ TEST(GptOptions, Defaults) {
   EXPECT_EQ(options.model.seq_len, 128);
   EXPECT_EQ(options.model.vocab, 256);
   EXPECT_FALSE(options.model.tie_embeddings);
+  EXPECT_FALSE(options.model.activation_checkpointing);
   EXPECT_EQ(options.order, Order::kRandom);
   EXPECT_EQ(options.seed, 1234U);
   EXPECT_EQ(options.device, "");
@@ -45,6 +46,7 @@ TEST(GptOptions, EveryFlag) {
                                     "--vocab",
                                     "300",
                                     "--tie_embeddings",
+                                    "--activation_checkpointing",
                                     "--steps",
                                     "7",
                                     "--init",
@@ -69,6 +71,7 @@ TEST(GptOptions, EveryFlag) {
   EXPECT_EQ(options.model.seq_len, 32);
   EXPECT_EQ(options.model.vocab, 300);
   EXPECT_TRUE(options.model.tie_embeddings);
+  EXPECT_TRUE(options.model.activation_checkpointing);
   EXPECT_EQ(options.steps, 7);
   EXPECT_EQ(options.init, "i");
   EXPECT_EQ(options.save, "s");

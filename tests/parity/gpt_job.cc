@@ -46,6 +46,7 @@ GptResult try_gpt(const GptJob& job) {
                         quoted(job.data.empty() ? source_path("tests/parity/data/kjv_1m.bin").string() : job.data) +
                         " --order sequential --generate 0 --steps " + std::to_string(job.steps) + " --metrics " +
                         quoted(metrics.string());
+  if (job.activation_checkpointing) command += " --activation_checkpointing";
   for (const std::string& argument : job.arguments) command += " " + quoted(argument);
   command += " 2>&1";
   GptResult result;

@@ -14,6 +14,7 @@ struct GptJob {
   int steps = 50;
   std::string data = {};                    // empty: the reference text
   std::vector<std::string> arguments = {};  // further ones of gpt
+  bool activation_checkpointing = false;
 };
 
 struct GptResult {
