@@ -2,13 +2,17 @@
 //
 // glibc returns every block above 128 KiB to the kernel when it is freed. A training step frees and allocates the same
 // activations again and again, and each time the kernel clears and maps their pages anew.
+//
+// Both are process-wide, the last call counts, and do nothing when the user has set one of glibc's own variables
+// (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES) or preloads another allocator (LD_PRELOAD).
 #pragma once
 
 namespace ds {
 
-// Keeps freed blocks of up to 32 MiB in the process for the next allocation. Process-wide; the first call counts. Does nothing
-// when the user has set one of glibc's own variables (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES) or
-// preloads another allocator (LD_PRELOAD).
+// Keeps freed blocks of up to 32 MiB in the process for the next allocation.
 void keep_freed_host_memory();
+// Blocks from 256 KiB on have pages of their own, which go back to the kernel when they are freed. For a model that is
+// sliced while it is built: whole parameters between slices that stay would leave holes that fit nothing.
+void return_freed_host_memory();
 
 }  // namespace ds

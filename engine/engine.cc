@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "core/check.h"
@@ -53,6 +54,8 @@ void Engine::step() {
   require(self.backwards_since_step > 0, "step() was called before backward(). Expected: loss = model->forward(...); ",
           "engine->backward(loss); engine->step()");
   require(self.synchronize, "step() was called inside no_sync(); end the no_sync scope first");
+  require(self.gathered_scopes == 0, "step() was called while ", self.gathered_scopes,
+          " scopes of gathered_parameters() are open; end them first");
   const bool boundary = self.at_boundary();
   ++self.micro_steps;
   ++self.micro_steps_since_update;
@@ -194,14 +197,25 @@ const std::shared_ptr<torch::nn::Module>& Engine::module() const { return impl_-
 
 comm::Communicator& Engine::communicator() const { return *impl_->communicator; }
 
+std::vector<comm::Communicator*> Engine::Impl::all_groups() const {
+  std::vector<comm::Communicator*> all = {communicator.get()};
+  if (groups.shards != communicator) all.push_back(groups.shards.get());
+  std::vector<std::shared_ptr<comm::Communicator>> others = {groups.replicas, groups.parameters, groups.node};
+  if (groups.quantized) others.insert(others.end(), {groups.quantized->inside(), groups.quantized->across()});
+  for (const auto& group : others) {
+    if (group && std::find(all.begin(), all.end(), group.get()) == all.end()) all.push_back(group.get());
+  }
+  return all;
+}
+
 int64_t Engine::comm_bytes_sent() const {
-  const int64_t gathered = impl_->gather_group ? impl_->gather_group->counters().total_bytes_sent() : 0;
-  return impl_->communicator->counters().total_bytes_sent() + gathered;
+  int64_t bytes = 0;
+  for (const comm::Communicator* group : impl_->all_groups()) bytes += group->counters().total_bytes_sent();
+  return bytes;
 }
 
 void Engine::reset_comm_counters() {
-  impl_->communicator->reset_counters();
-  if (impl_->gather_group) impl_->gather_group->reset_counters();
+  for (comm::Communicator* group : impl_->all_groups()) group->reset_counters();
 }
 
 const std::shared_ptr<optim::ShardOptimizer>& Engine::optimizer() const { return impl_->optimizer; }

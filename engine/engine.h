@@ -27,6 +27,7 @@
 #include "engine/config/ds_config.h"
 #include "engine/initialize_options.h"
 #include "engine/plan.h"
+#include "zero/gathered_parameters.h"
 
 namespace ds::engine {
 
@@ -116,8 +117,22 @@ class Engine {
   // Waits for parameters still on their way after a step (a forward does it by itself, operator by operator). Needed
   // only before reading parameters' memory directly or from another thread.
   void synchronize_parameters();
+  // Makes these parameters of the model (stage 3: their buckets) whole until the returned scope ends. With
+  // `modifier_rank` they may be changed in it: every rank, and the optimizer, goes on from that rank's values.
+  // Collective at both ends; throws UsageError for a tensor that is no parameter of the model. See
+  // zero/gathered_parameters.h.
+  //
+  //   { auto whole = engine->gathered_parameters({model->wte->weight}, /*modifier_rank=*/0); ... }
+  [[nodiscard]] zero::GatheredParameters gathered_parameters(const std::vector<at::Tensor>& parameters,
+                                                             std::optional<int> modifier_rank = std::nullopt);
   // Whole parameters and buffers by name, on the host, in the model's dtype. Collective.
   std::vector<std::pair<std::string, at::Tensor>> module_state_dict();
+  // Writes parameters (under all their names) and buffers in the model's dtype to folder/filename, a safetensors file,
+  // one parameter at a time, by rank 0; the folder is made when it is missing. Returns the path. Collective; when the
+  // file cannot be written, every rank throws IoError and an older file is left as it was. At stage 3 throws UsageError
+  // unless zero_optimization.stage3_gather_16bit_weights_on_model_save is true, as DeepSpeed.
+  std::string save_16bit_model(const std::string& folder, const std::string& filename = "model.safetensors",
+                               bool exclude_frozen_parameters = false);
   // Whole float32 weights by name, on the host: masters of what is trained (a tied weight once, under its first name),
   // and frozen parameters. Collective.
   std::vector<std::pair<std::string, at::Tensor>> fp32_state_dict();

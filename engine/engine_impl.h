@@ -18,6 +18,7 @@
 #include "engine/engine.h"
 #include "engine/lr_scheduler.h"
 #include "engine/plan.h"
+#include "engine/rank_groups.h"
 #include "engine/reporter.h"
 #include "optim/loss_scaler.h"
 #include "optim/shard_optimizer.h"
@@ -33,7 +34,8 @@ struct Engine::Impl {
   std::shared_ptr<torch::nn::Module> module;
   config::DsConfig config;
   Plan plan;
-  std::shared_ptr<comm::Communicator> communicator;
+  std::shared_ptr<comm::Communicator> communicator;  // all data-parallel ranks
+  RankGroups groups;
   int local_rank = 0;
   at::Device device = at::kCPU;
 
@@ -45,7 +47,6 @@ struct Engine::Impl {
   // Per bucket: what the optimizer updates. float32 models: views of the buckets; else float32 copies.
   std::vector<at::Tensor> masters;
   std::unique_ptr<zero::GradientReducer> reducer;
-  std::shared_ptr<comm::Communicator> gather_group;  // stage 3: of the gatherer alone
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`
 
@@ -68,11 +69,15 @@ struct Engine::Impl {
   bool step_applied = false;
   std::optional<double> gradient_norm;
   int64_t gradient_bytes = 0;  // peak of the last step
+  int gathered_scopes = 0;     // of gathered_parameters() that are open
 
   // Stage 3: calls `use` for each bucket from `first` on (trainable ones, then frozen ones) while its parameters are
   // whole. Collective.
   void for_each_whole_bucket(size_t first, const std::function<void(const zero::ParameterBucket&)>& use);
-  int64_t frozen_elements() const;  // that this rank holds
+  int64_t frozen_bytes() const;  // that this rank holds now
+  std::vector<comm::Communicator*> all_groups() const;
+  // The parameters of a bucket were changed by the program: the optimizer goes on from them.
+  void take_over_changes(size_t bucket);
   bool at_boundary() const;
   bool boundary_is_known() const;
   // One optimizer step; sets step_applied and gradient_norm.

@@ -1,11 +1,10 @@
 // engine::initialize: the one place that puts the parts together, in the order of docs/design.md, section 5.
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <utility>
 
-#include "comm/cuda_plugin.h"
 #include "comm/factory.h"
 #include "comm/rendezvous.h"
 #include "core/check.h"
@@ -14,9 +13,11 @@
 #include "engine/autocast.h"
 #include "engine/engine.h"
 #include "engine/engine_impl.h"
+#include "engine/init_distributed.h"
 #include "engine/model_layout.h"
 #include "engine/optimizer_setup.h"
 #include "engine/seed.h"
+#include "offload/activation_checkpoint.h"
 #include "optim/lr_schedule.h"
 
 namespace ds::engine {
@@ -46,11 +47,39 @@ zero::ReducerOptions reducer_options(const Plan& plan) {
   return options;
 }
 
+// For offload::checkpoint() on this thread. Without the section the program's own settings stay.
+void configure_activation_checkpoints(const config::DsConfig& config) {
+  if (!config.given("activation_checkpointing")) return;
+  const config::ActivationCheckpointingSection& section = config.activation_checkpointing;
+  require<ConfigError>(section.number_checkpoints.value_or(1) > 0,
+                       "activation_checkpointing.number_checkpoints: expected a positive number, found ",
+                       section.number_checkpoints.value_or(0), "; it is the number of regions of one forward pass");
+  offload::configure_checkpointing({.cpu_checkpointing = section.cpu_checkpointing,
+                                    .partition_activations = section.partition_activations,
+                                    .contiguous_memory_optimization = section.contiguous_memory_optimization,
+                                    .number_checkpoints = section.number_checkpoints,
+                                    .synchronize_checkpoint_boundary = section.synchronize_checkpoint_boundary,
+                                    .profile = section.profile});
+}
+
 // The data-parallel group of ranks and what this rank knows of it.
 struct Ranks {
   std::shared_ptr<comm::Communicator> data_parallel;
   int local_rank = 0;
+  int ranks_per_host = 1;  // where all hosts have as many, consecutive ones
 };
+
+int ranks_per_host(const comm::Rendezvous& meeting) {
+  const auto size = static_cast<size_t>(meeting.local_world_size);
+  int next = 0;
+  for (const std::vector<int>& host : meeting.hosts()) {
+    if (host.size() != size) return 1;
+    for (const int rank : host) {
+      if (rank != next++) return 1;
+    }
+  }
+  return meeting.local_world_size;
+}
 
 config::DsConfig parse_config(const InitializeOptions& options, int dp_world_size) {
   return config::parse(options.config, {.dp_world_size = dp_world_size, .auto_values = options.auto_values});
@@ -67,23 +96,26 @@ void require_data_parallel(const comm::DeviceMesh& mesh) {
 // The program's mesh or group, or the ranks of the environment. Reads the config once the number of ranks is known.
 // Gives a "cuda" without number the one of this rank on its host.
 Ranks join(const InitializeOptions& options, at::Device& device, config::DsConfig& config) {
-  require(!(options.mesh && options.communicator), "initialize: expected .mesh or .communicator, found both; the mesh ",
-          "already holds the group of all ranks");
-  const auto choose_device = [&device](int local_rank) {
-    if (device.is_cuda() && !device.has_index()) device.set_index(static_cast<at::DeviceIndex>(local_rank));
-  };
-  if (options.mesh || options.communicator) {
-    choose_device(0);
+  const int given = (options.mesh ? 1 : 0) + (options.communicator ? 1 : 0) + (options.init ? 1 : 0);
+  require(given <= 1, "initialize: expected one of .mesh, .communicator and .init, found ", given,
+          "; each of them names the ranks");
+  if (given == 1) {
+    device = parse_device(options.device);
+    if (device.is_cuda() && !device.has_index()) device.set_index(0);
     if (options.mesh) require_data_parallel(*options.mesh);
-    const auto group = options.mesh ? options.mesh->world() : options.communicator;
+    const auto group = options.mesh   ? options.mesh->world()
+                       : options.init ? options.init->ranks()
+                                      : options.communicator;
     config = parse_config(options, group->size());
     return {group, group->rank()};
   }
+  // The backend is a key of the config, which may need the number of ranks to be read.
   const comm::Rendezvous meeting = comm::rendezvous({.init_method = options.init_method, .timeout = options.timeout});
-  choose_device(meeting.local_rank);
+  device = device_of_rank(options.device, meeting.local_rank);
   log::set_rank(meeting.rank, meeting.world_size);
   config = parse_config(options, meeting.world_size);
-  return {comm::make_communicator(meeting, device, config.communication_backend), meeting.local_rank};
+  return {comm::make_communicator(meeting, device, config.communication_backend), meeting.local_rank,
+          ranks_per_host(meeting)};
 }
 
 void say_what_runs(const config::DsConfig& config, const Plan& plan) {
@@ -141,12 +173,12 @@ optim::LossScalerOptions loss_scaler_options(const config::Fp16Section& fp16) {
           .minimum_scale = static_cast<double>(fp16.min_loss_scale)};
 }
 
-at::Device device_of(const std::string& name) {
-  if (name.empty() || name == "cpu") return at::kCPU;
-  require<ConfigError>(name.starts_with("cuda"), "initialize: .device: expected cpu, cuda or cuda:N, found \"", name,
-                       "\"");
-  comm::cuda_plugin();  // loads LibTorch's CUDA half, without which there is no CUDA tensor
-  return at::Device(name);
+bool has_meta_tensors(const torch::nn::Module& module) {
+  const auto is_meta = [](const at::Tensor& tensor) { return tensor.is_meta(); };
+  const auto parameters = module.parameters();
+  const auto buffers = module.buffers();
+  return std::any_of(parameters.begin(), parameters.end(), is_meta) ||
+         std::any_of(buffers.begin(), buffers.end(), is_meta);
 }
 
 // Prediction for the buckets as they are, in place of the estimate from a number of elements.
@@ -156,7 +188,7 @@ void predict_exactly(Engine::Impl& impl, int64_t trainable) {
     question.buckets.push_back(bucket.layout().numel);
     if (bucket.layout().persistent) question.persistent_elements += bucket.layout().numel;
   }
-  question.frozen_parameters = impl.frozen_elements();
+  question.frozen_bytes = impl.frozen_bytes();
   impl.plan.bytes = zero::predict_model_state(question);
   // How much of a model is matrices is known only now.
   if (impl.plan.optimizer == "Muon") impl.plan.bytes->optimizer = impl.optimizer->state_bytes();
@@ -172,7 +204,8 @@ std::string settings_text(const InitializeOptions& options, const config::DsConf
 }
 
 // Buckets, gradient reduction and publication of parameters, in the order in which they refer to one another.
-void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const std::vector<int>& group_of) {
+void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const std::vector<int>& group_of,
+                   StartValues& values) {
   impl.parameters = parameters.trainable;
   impl.parameter_infos = parameters.infos;
   impl.frozen = parameters.frozen;
@@ -184,25 +217,27 @@ void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const 
        .partition = impl.plan.partition_optimizer,
        .shard = impl.plan.gather.has_value(),
        .persistent_numel = impl.plan.persistent_numel,
-       .persistent_total = impl.plan.persistent_total},
-      *impl.communicator);
+       .persistent_total = impl.plan.persistent_total,
+       .frozen_bits = impl.plan.frozen_bits},
+      values, *impl.groups.shards);
   impl.buckets = std::move(model.buckets);
   impl.frozen_buckets = std::move(model.frozen_buckets);
   impl.masters = std::move(model.masters);
-  impl.reducer = std::make_unique<zero::GradientReducer>(impl.buckets, impl.parameters, *impl.communicator,
-                                                         reducer_options(impl.plan));
+  impl.reducer = std::make_unique<zero::GradientReducer>(
+      impl.buckets, impl.parameters,
+      zero::ReduceRoutes{*impl.groups.shards, impl.groups.replicas.get(), impl.groups.quantized.get()},
+      reducer_options(impl.plan));
   if (!impl.plan.gather) {
     impl.access =
-        std::make_unique<zero::ParameterPublisher>(impl.buckets, *impl.communicator, impl.plan.partition_optimizer);
+        std::make_unique<zero::ParameterPublisher>(impl.buckets, *impl.groups.shards, impl.plan.partition_optimizer);
     return;
   }
-  std::vector<int> ranks(static_cast<size_t>(impl.communicator->size()));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  impl.gather_group = impl.communicator->new_group(ranks, "parameters");
   std::vector<zero::ParameterBucket*> buckets;
   for (zero::ParameterBucket& bucket : impl.buckets) buckets.push_back(&bucket);
   for (zero::ParameterBucket& bucket : impl.frozen_buckets) buckets.push_back(&bucket);
-  auto gatherer = std::make_unique<zero::ParameterGatherer>(buckets, *impl.gather_group, *impl.plan.gather);
+  auto gatherer = std::make_unique<zero::ParameterGatherer>(
+      buckets, zero::GatherRoutes{*impl.groups.parameters, impl.groups.node.get(), impl.plan.weight_bits},
+      *impl.plan.gather);
   impl.gatherer = gatherer.get();
   impl.access = std::move(gatherer);
 }
@@ -224,17 +259,15 @@ Initialized initialize(InitializeOptions options) {
   require(options.model != nullptr, "initialize: expected a model, found none; pass .model = model.ptr()");
   require<ConfigError>(!options.config.empty(), "initialize: expected a ds_config, found none; pass ",
                        ".config = \"ds_config.json\"");
-  keep_freed_host_memory();
   auto impl = std::make_unique<Engine::Impl>();
   impl->module = options.model;
-  impl->device = device_of(options.device);
   const Ranks ranks = join(options, impl->device, impl->config);
   impl->communicator = ranks.data_parallel;
   impl->local_rank = ranks.local_rank;
   const config::DsConfig& config = impl->config;
   if (config.log_level) log::set_level(*config.log_level);
   const int world_size = impl->communicator->size();
-  impl->plan = make_plan(config, {.world_size = world_size, .dp = world_size},
+  impl->plan = make_plan(config, {.world_size = world_size, .dp = world_size, .ranks_per_host = ranks.ranks_per_host},
                          {.client_optimizer = options.optimizer != nullptr});
   require_compatible_client(options, impl->plan, config.zero_optimization.stage);
   require<ConfigError>(options.optimizer || config.optimizer.given(),
@@ -243,19 +276,25 @@ Initialized initialize(InitializeOptions options) {
                        "\"optimizer\": {\"type\": \"AdamW\", \"params\": {\"lr\": 1e-3}}");
   seed_everything(static_cast<uint64_t>(config.seed), impl->communicator->rank());
   if (config.deterministic) set_deterministic(true);
-  if (!impl->device.is_cpu()) options.model->to(impl->device);
+  configure_activation_checkpoints(config);
+  const bool placed_later = options.init || has_meta_tensors(*options.model);  // bucket by bucket
+  if (!impl->device.is_cpu() && !placed_later) options.model->to(impl->device);
 
   const ModelParameters parameters = collect_parameters(*options.model);
   OptimizerGroups groups;
   groups.group_of.assign(parameters.trainable.size(), 0);
   if (!options.optimizer) groups = plan_groups(config.optimizer, parameters, options.parameter_groups);
   require_same_on_all_ranks(parameters, settings_text(options, config, groups), impl->device, *impl->communicator);
-  lay_out_model(*impl, parameters, groups.group_of);
+  impl->groups = make_rank_groups(impl->plan, impl->communicator);
+  StartValues values(*options.model, options.weights, options.init, impl->device, *impl->communicator);
+  lay_out_model(*impl, parameters, groups.group_of, values);
+  if (options.init) options.init->end();
+  keep_freed_host_memory();
   if (options.optimizer) {
     impl->client_optimizer = options.optimizer;
   } else {
     impl->optimizer = build_optimizer(config.optimizer, groups, impl->buckets, impl->masters, impl->parameter_infos,
-                                      impl->plan.partition_optimizer, *impl->communicator);
+                                      impl->plan.partition_optimizer, *impl->groups.shards);
   }
   impl->plan.parameters = 0;
   for (const ParameterInfo& info : parameters.infos) *impl->plan.parameters += info.numel;

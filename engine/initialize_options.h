@@ -17,6 +17,7 @@
 #include "engine/data_loader.h"
 #include "engine/lr_scheduler.h"
 #include "optim/shard_optimizer.h"
+#include "zero/init.h"
 
 namespace ds::engine {
 
@@ -39,7 +40,13 @@ struct InitializeOptions {
   TrainingData training_data;
   // Overrides the config's scheduler: step number k = 0, 1, ... -> factor on the group's lr.
   std::function<double(int64_t)> lr_scheduler;
-  // An existing group of ranks (tests, embedding); else the environment decides (see comm/rendezvous.h).
+  // Under which the model was built; its group of ranks is used. Outlives initialize().
+  zero::Init* init = nullptr;
+  // A safetensors file with the parameters' first values, by name, read by rank 0 alone; empty: the module has them. A
+  // model whose tensors are on the meta device needs it.
+  std::string weights;
+  // An existing group of ranks (engine::init_distributed, tests, embedding); else the environment decides (see
+  // comm/rendezvous.h).
   std::shared_ptr<comm::Communicator> communicator;
   // Or a grid of ranks: the engine trains data parallel over all of it. Axes "pipe", "sequence" and "tensor" longer
   // than one are refused.

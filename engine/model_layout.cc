@@ -50,25 +50,6 @@ class PersistenceBudget {
   int64_t left_;
 };
 
-// Rank 0's float32 values of a whole bucket.
-at::Tensor start_values(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters,
-                        comm::Communicator& communicator) {
-  const at::Tensor values = zero::flatten(layout, parameters, at::kFloat);
-  if (communicator.size() > 1) communicator.broadcast(values, 0, "initial parameters").wait();
-  return values;
-}
-
-// A frozen parameter that every rank keeps whole.
-void share_whole(const zero::Parameter& parameter, at::ScalarType dtype, comm::Communicator& communicator) {
-  at::Tensor tensor = parameter.tensor;
-  if (communicator.size() > 1) {
-    const at::Tensor values = tensor.detach().contiguous();
-    communicator.broadcast(values, 0, parameter.name).wait();
-    tensor.set_data(values);
-  }
-  if (tensor.scalar_type() != dtype) tensor.set_data(tensor.detach().to(dtype));
-}
-
 }  // namespace
 
 ModelParameters collect_parameters(const torch::nn::Module& module) {
@@ -81,7 +62,8 @@ ModelParameters collect_parameters(const torch::nn::Module& module) {
     require((dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) && tensor.layout() == at::kStrided,
             "parameter ", item.key(), ": expected a dense float32, bfloat16 or float16 tensor, found ",
             describe(tensor), "; convert the model first, for example with model->to(torch::kFloat)");
-    require(torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr, "parameter ", item.key(),
+    const bool may_have_hooks = tensor.requires_grad();  // else it may even lack what holds them
+    require(!may_have_hooks || torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr, "parameter ", item.key(),
             ": belongs to another engine; destroy that one before the next initialize");
     if (tensor.requires_grad()) {
       result.trainable.push_back({item.key(), tensor});
@@ -144,7 +126,7 @@ void require_same_on_all_ranks(const ModelParameters& parameters, const std::str
 }
 
 BucketedModel build_buckets(const ModelParameters& parameters, const std::vector<int>& groups,
-                            const BucketOptions& options, comm::Communicator& communicator) {
+                            const BucketOptions& options, StartValues& start, comm::Communicator& shards) {
   const at::NoGradGuard no_grad;
   PersistenceBudget persistent(options);
   BucketedModel model;
@@ -154,15 +136,15 @@ BucketedModel build_buckets(const ModelParameters& parameters, const std::vector
       const int64_t numel = list[i].tensor.numel();
       shapes.push_back({list[i].name, numel, group_of[i], static_cast<int>(options.dtype), persistent.takes(numel)});
     }
-    return zero::lay_out(shapes, {.world_size = options.partition ? communicator.size() : 1,
+    return zero::lay_out(shapes, {.world_size = options.partition ? shards.size() : 1,
                                   .max_bucket_elements = options.max_bucket_elements});
   };
   for (zero::BucketLayout& layout : layout_of(parameters.trainable, groups)) {
     const auto dtype = static_cast<at::ScalarType>(layout.dtype);
-    const at::Tensor values = start_values(layout, parameters.trainable, communicator);
+    const at::Tensor values = start.of_bucket(layout, parameters.trainable);
     model.buckets.emplace_back(std::move(layout), parameters.trainable, values, dtype);
     zero::ParameterBucket& bucket = model.buckets.back();
-    const int rank = options.partition ? communicator.rank() : 0;
+    const int rank = options.partition ? shards.rank() : 0;
     if (options.shard && !bucket.layout().persistent) bucket.shard(rank);
     const int64_t length = bucket.layout().slice_numel;
     // In float32 the slice of the bucket is the master; else the float32 values from before the cast are kept.
@@ -170,19 +152,23 @@ BucketedModel build_buckets(const ModelParameters& parameters, const std::vector
   }
   if (options.shard) {
     for (zero::BucketLayout& layout : layout_of(parameters.frozen, std::vector<int>(parameters.frozen.size(), 0))) {
-      const at::Tensor values = start_values(layout, parameters.frozen, communicator);
+      const at::Tensor values = start.of_bucket(layout, parameters.frozen);
       model.frozen_buckets.emplace_back(std::move(layout), parameters.frozen, values, options.dtype);
-      if (!model.frozen_buckets.back().layout().persistent) model.frozen_buckets.back().shard(communicator.rank());
+      if (!model.frozen_buckets.back().layout().persistent)
+        model.frozen_buckets.back().shard(shards.rank(), options.frozen_bits);
     }
   } else {
-    for (const zero::Parameter& parameter : parameters.frozen) share_whole(parameter, options.dtype, communicator);
+    for (const zero::Parameter& parameter : parameters.frozen) {
+      zero::point_to(parameter.tensor, start.of(parameter).to(options.dtype));
+    }
   }
   for (const zero::Parameter& buffer : parameters.buffers) {
     at::Tensor tensor = buffer.tensor;
-    if (communicator.size() > 1 && tensor.numel() > 0) {
-      const at::Tensor values = tensor.contiguous();
-      communicator.broadcast(values, 0, buffer.name).wait();
-      if (!values.is_alias_of(tensor)) tensor.copy_(values);
+    const at::Tensor values = start.of(buffer);
+    if (tensor.device() == values.device()) {
+      tensor.copy_(values);
+    } else {
+      zero::point_to(tensor, values);
     }
     if (options.buffer_dtype && tensor.is_floating_point()) tensor.set_data(tensor.to(*options.buffer_dtype));
   }

@@ -13,6 +13,7 @@
 #include "core/segment.h"
 #include "engine/initialize_options.h"
 #include "engine/plan.h"
+#include "engine/start_values.h"
 #include "zero/parameter_bucket.h"
 
 namespace ds::engine {
@@ -54,12 +55,13 @@ struct BucketOptions {
   bool shard = false;                          // stage 3: parameters are kept as slices, but for persistent ones:
   int64_t persistent_numel = 0;                // of at most so many elements,
   int64_t persistent_total = 0;                // as long as they are not more than this together
+  int frozen_bits = 0;                         // 8: slices of frozen parameters are encoded
 };
 
-// Lays the trainable parameters into buckets with rank 0's values on every rank, casts them, and broadcasts (and casts)
-// frozen parameters and buffers. float32 master values are taken before the cast. With `shard` a parameter's memory is
-// released when it returns.
+// Lays the trainable parameters into buckets with the start values, casts them, and gives frozen parameters and buffers
+// theirs (cast too). float32 master values are taken before the cast. With `shard` a parameter's memory is
+// released as soon as its bucket is there. Slices are those of `shards`.
 BucketedModel build_buckets(const ModelParameters& parameters, const std::vector<int>& groups,
-                            const BucketOptions& options, comm::Communicator& communicator);
+                            const BucketOptions& options, StartValues& values, comm::Communicator& shards);
 
 }  // namespace ds::engine

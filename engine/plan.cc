@@ -61,18 +61,52 @@ void choose_precision(const DsConfig& config, Plan& plan) {
   plan.skip_on_overflow = config.fp16.enabled || (config.bf16.enabled && config.bf16.check_grad_overflow);
 }
 
+// mics_shard_size: copies of the model state on groups of so many ranks each.
+void choose_shards(const config::ZeroSection& zero, Plan& plan) {
+  const int64_t dp = plan.topology.dp;
+  plan.shard_ranks = dp;
+  if (zero.stage == 0 || zero.mics_shard_size <= 0) return;
+  require<ConfigError>(dp % zero.mics_shard_size == 0, "zero_optimization.mics_shard_size: expected a divisor of ", dp,
+                       ", the data-parallel ranks, found ", zero.mics_shard_size);
+  require<ConfigError>(zero.zero_hpz_partition_size <= 1, "zero_optimization.mics_shard_size: ", zero.mics_shard_size,
+                       " excludes zero_hpz_partition_size: ", zero.zero_hpz_partition_size,
+                       "; both keep copies of parameters close. Keep one of them");
+  plan.shard_ranks = zero.mics_shard_size;
+}
+
+// zero_hpz_partition_size: ranks of a node. A node of all ranks is the plain case.
+void choose_node(const config::ZeroSection& zero, Plan& plan) {
+  const int64_t node = zero.zero_hpz_partition_size;
+  if (node <= 1 || node == plan.shard_ranks) return;
+  require<ConfigError>(plan.shard_ranks % node == 0,
+                       "zero_optimization.zero_hpz_partition_size: expected a divisor of ", plan.shard_ranks,
+                       ", the ranks that share the parameters, found ", node, "; it is the number of ranks on a node");
+  plan.node_ranks = node;
+}
+
 void choose_gathering(const config::ZeroSection& zero, Plan& plan) {
+  choose_node(zero, plan);
   plan.gather = zero::GatherLimits{.max_live = zero.stage3_max_live_parameters,
                                    .max_reuse_distance = zero.stage3_max_reuse_distance,
                                    .prefetch = zero.stage3_prefetch_bucket_size};
   plan.persistent_numel = zero.stage3_param_persistence_threshold;
-  plan.persistent_total = zero.stage3_model_persistence_threshold / plan.topology.dp;
+  plan.persistent_total = zero.stage3_model_persistence_threshold / plan.shard_ranks;
   // One bucket in use and one on its way fit under the limit. A parameter that is larger has a bucket of its own.
   plan.bucket_elements = std::clamp<int64_t>(zero.stage3_max_live_parameters / 2, 1, plan.bucket_elements);
   if (zero.stage3_allgather_sequential) {
     plan.bucket_elements = 1;
     plan.gather->prefetch = 1;
   }
+  if (zero.zero_quantized_weights) plan.weight_bits = 8;
+  if (zero.zero_quantized_nontrainable_weights) plan.frozen_bits = 8;
+}
+
+// zero_quantized_gradients: a node is what zero_hpz_partition_size says, else a host.
+void choose_gradient_quantization(const config::ZeroSection& zero, Plan& plan) {
+  if (!zero.zero_quantized_gradients || !plan.partition_optimizer || plan.shard_ranks == 1) return;
+  plan.gradient_bits = 4;
+  const int64_t node = plan.node_ranks > 1 ? plan.node_ranks : plan.topology.ranks_per_host;
+  if (plan.shard_ranks % node == 0) plan.gradient_node_ranks = node;
 }
 
 void choose_gradients(const DsConfig& config, Plan& plan) {
@@ -88,7 +122,9 @@ void choose_gradients(const DsConfig& config, Plan& plan) {
   const int64_t limit =
       zero.stage == 0 ? zero.reduce_bucket_size : std::min(zero.reduce_bucket_size, zero.allgather_bucket_size);
   plan.bucket_elements = std::max<int64_t>(limit, 1);  // 0: every parameter by itself
-  if (zero.stage == 3 && plan.topology.dp > 1) choose_gathering(zero, plan);
+  choose_shards(zero, plan);
+  if (zero.stage == 3 && plan.shard_ranks > 1) choose_gathering(zero, plan);
+  choose_gradient_quantization(zero, plan);
   plan.require_all_gradients = !zero.ignore_unused_parameters;
   plan.clip_value = config.gradient_clip_by_value;
   plan.clip_norm = plan.clip_value > 0 && !config.given("gradient_clipping") ? 0.0 : config.gradient_clipping;
@@ -144,7 +180,7 @@ std::string clipping_text(const Plan& plan) {
 void add_optimizer_rows(const DsConfig& config, Plan& plan) {
   const std::string where = plan.topology.dp == 1 ? ""
                             : plan.partition_optimizer
-                                ? cat(", each rank 1/", plan.topology.dp,
+                                ? cat(", each rank 1/", plan.shard_ranks,
                                       plan.gather ? " of it" : " of it, then all-gather of the parameters")
                                 : ", whole on every rank";
   if (!plan.optimizer.empty()) {
@@ -166,13 +202,67 @@ void add_gathering_rows(const DsConfig& config, Plan& plan) {
   const zero::GatherLimits& gather = *plan.gather;
   plan.rows.push_back(
       {"parameters",
-       cat("each rank 1/", plan.topology.dp, " of them, gathered for the operators that use them; ", "of at most ",
+       cat("each rank 1/", plan.shard_ranks, " of them, gathered for the operators that use them; ", "of at most ",
            plan.persistent_numel, " elements: whole"),
        reason_of(config, "zero_optimization.stage3_param_persistence_threshold", cat(plan.persistent_numel))});
   plan.rows.push_back({"gathered at once",
                        cat("at most ", gather.max_live, " elements; kept when used again within ",
                            gather.max_reuse_distance, "; ", gather.prefetch, " ahead"),
                        "stage3_max_live_parameters, stage3_max_reuse_distance, stage3_prefetch_bucket_size"});
+  if (plan.node_ranks > 1) {
+    plan.rows.push_back({"secondary slices",
+                         cat("1/", plan.node_ranks, " of what was gathered, from which the ", plan.node_ranks,
+                             " ranks of a node gather it again until the next update"),
+                         cat("zero_optimization.zero_hpz_partition_size: ", plan.node_ranks)});
+  }
+}
+
+void add_quantization_rows(Plan& plan) {
+  if (plan.weight_bits > 0) {
+    plan.rows.push_back({"gathers", "8-bit integers, one scale for 512 values; operators see values of that precision",
+                         "zero_optimization.zero_quantized_weights: true"});
+  }
+  if (plan.frozen_bits > 0) {
+    plan.rows.push_back({"frozen parameters", "kept and gathered as 8-bit integers",
+                         "zero_optimization.zero_quantized_nontrainable_weights: true"});
+  }
+  if (plan.gradient_bits > 0) {
+    plan.rows.push_back(
+        {"reductions",
+         cat("4-bit integers, one scale for 512 values",
+             plan.gradient_node_ranks > 1 ? cat("; added on the ", plan.gradient_node_ranks, " ranks of a node first")
+                                          : ""),
+         "zero_optimization.zero_quantized_gradients: true"});
+  }
+}
+
+void add_sharding_row(Plan& plan) {
+  if (plan.shard_ranks == plan.topology.dp) return;
+  plan.rows.push_back({"copies",
+                       cat(plan.topology.dp / plan.shard_ranks, " of the model state, each on ", plan.shard_ranks,
+                           " consecutive ranks; gradients are joined at the accumulation boundary"),
+                       cat("zero_optimization.mics_shard_size: ", plan.shard_ranks)});
+}
+
+// What the section does to regions that the program runs through offload::checkpoint().
+void add_activation_rows(const DsConfig& config, Plan& plan) {
+  const config::ActivationCheckpointingSection& section = config.activation_checkpointing;
+  const auto add = [&](bool asked, const char* key, const char* choice, const char* why) {
+    if (asked) plan.rows.push_back({key, choice, why});
+  };
+  add(section.cpu_checkpointing, "cpu_checkpointing", "inputs of checkpointed regions are kept on the host",
+      "activation_checkpointing.cpu_checkpointing: true; no effect where the device is the CPU");
+  add(section.partition_activations, "partition_activations", "no effect",
+      "no ranks share a layer, so none has the same activations as another");
+  add(section.contiguous_memory_optimization && !section.cpu_checkpointing, "contiguous_memory_optimization",
+      "no effect", "it packs the copies of partition_activations and cpu_checkpointing; without them there are none");
+  add(section.contiguous_memory_optimization && section.cpu_checkpointing, "contiguous_memory_optimization",
+      "host copies of inputs in preallocated slots", "activation_checkpointing.number_checkpoints of each input");
+  add(section.synchronize_checkpoint_boundary, "synchronize_checkpoint_boundary",
+      "waits for the device where a checkpointed region begins and ends",
+      "activation_checkpointing.synchronize_checkpoint_boundary: true");
+  add(section.profile, "checkpoint profile", "counts and times of checkpointed regions, every steps_per_print steps",
+      "activation_checkpointing.profile: true");
 }
 
 // Keys that change how DeepSpeed moves data and that this layout has no use for.
@@ -190,6 +280,17 @@ void add_rows_without_effect(const DsConfig& config, Plan& plan) {
   moot(zero.stage == 3 && zero.stage3_use_all_reduce_for_fetch_params, "stage3_use_all_reduce_for_fetch_params",
        "slices are gathered in place; an all-reduce would send twice as much");
   moot(zero.stage > 0 && !zero.allgather_partitions, "allgather_partitions", "slices are always all-gathered");
+  moot(zero.stage == 0 && zero.mics_shard_size > 0, "mics_shard_size", "stage 0 partitions nothing");
+  moot(zero.zero_hpz_partition_size > 1 && !plan.gather, "zero_hpz_partition_size", "parameters are whole already");
+  moot(zero.zero_hpz_partition_size > 1 && plan.gather && plan.node_ranks == 1, "zero_hpz_partition_size",
+       "a node holds all ranks that share the parameters");
+  moot(zero.zero_quantized_weights && !plan.gather, "zero_quantized_weights", "parameters are whole already");
+  moot(zero.zero_quantized_nontrainable_weights && !plan.gather, "zero_quantized_nontrainable_weights",
+       "parameters are whole already");
+  moot(zero.zero_quantized_gradients && plan.gradient_bits == 0, "zero_quantized_gradients",
+       plan.partition_optimizer ? "one rank has nothing to reduce" : "stage 0 reduces whole buckets by all-reduce");
+  moot(zero.mics_hierarchical_params_gather, "mics_hierarchical_params_gather",
+       "collectives go through shared memory inside a host and between hosts once already");
 }
 
 void add_rows(const DsConfig& config, Plan& plan) {
@@ -209,6 +310,8 @@ void add_rows(const DsConfig& config, Plan& plan) {
                                            : reason_of(config, "gradient_clipping", cat(config.gradient_clipping))});
   add_optimizer_rows(config, plan);
   add_gathering_rows(config, plan);
+  add_quantization_rows(plan);
+  add_sharding_row(plan);
   plan.rows.push_back(
       {"communication", name_of(plan.backend), reason_of(config, "communication_backend", name_of(plan.backend))});
   if (config.deterministic) plan.rows.push_back({"deterministic", "same bits on every run", "deterministic: true"});
@@ -216,6 +319,7 @@ void add_rows(const DsConfig& config, Plan& plan) {
     plan.rows.push_back({"unused parameters", "an error",
                          cat("zero_optimization.ignore_unused_parameters: ", yes_no(!plan.require_all_gradients))});
   }
+  add_activation_rows(config, plan);
   add_rows_without_effect(config, plan);
 }
 
@@ -233,7 +337,9 @@ int64_t optimizer_state_bytes(const std::string& type, const config::OptimizerPa
 
 zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, int64_t parameters) {
   return {.stage = static_cast<int>(config.zero_optimization.stage),
-          .dp = plan.topology.dp,
+          .dp = plan.shard_ranks,
+          .copies = plan.topology.dp / plan.shard_ranks,
+          .node_ranks = plan.node_ranks,
           .parameters = parameters,
           .bucket_limit = plan.bucket_elements,
           .parameter_bytes = bytes_of(plan.model_dtype),
@@ -241,6 +347,9 @@ zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, i
           .communication_bytes = bytes_of(plan.communication_dtype),
           .separate_master = plan.separate_master,
           .optimizer_state_bytes = optimizer_state_bytes(plan.optimizer, config.optimizer.values),
+          .weight_bits = plan.weight_bits,
+          .gradient_bits = plan.gradient_bits,
+          .gradient_node_ranks = plan.gradient_node_ranks,
           .accumulation_steps = config.gradient_accumulation_steps};
 }
 

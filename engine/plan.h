@@ -21,6 +21,7 @@ using config::DType;
 struct Topology {
   int64_t world_size = 1;
   int64_t dp = 1;
+  int64_t ranks_per_host = 1;  // where every host has as many, consecutive ones; else 1
 };
 
 enum class LossScaling { kNone, kStatic, kDynamic };
@@ -44,6 +45,7 @@ struct Plan {
 
   zero::ReductionPolicy gradient_policy = zero::ReductionPolicy::kAllReduce;
   bool partition_optimizer = false;  // each rank updates its slice, then the parameters are all-gathered
+  int64_t shard_ranks = 1;           // ranks that share one copy of what is partitioned; more than these hold copies
   bool overlap_reduction = true;     // collectives start inside backward
   bool average_gradients = true;     // false: sum
   bool prescale_gradients = false;
@@ -51,6 +53,11 @@ struct Plan {
   int64_t bucket_elements = 500'000'000;  // upper limit of a bucket, in elements
   // Stage 3 on several ranks: parameters are kept as slices and gathered for use.
   std::optional<zero::GatherLimits> gather;
+  int64_t node_ranks = 1;              // above 1: ranks that hold a secondary copy of gathered parameters (hpZ)
+  int weight_bits = 0;                 // 8: parameters are gathered as 8-bit integers (qwZ); 0: as they are
+  int frozen_bits = 0;                 // 8: slices of frozen parameters are kept as 8-bit integers
+  int gradient_bits = 0;               // 4: gradients are reduced as 4-bit integers (qgZ); 0: as they are
+  int64_t gradient_node_ranks = 1;     // then: ranks whose gradients are added before they leave a node
   int64_t persistent_numel = 0;        // stage 3: parameters of at most so many elements stay whole,
   int64_t persistent_total = 0;        // and not more than so many in all
   bool require_all_gradients = false;  // a parameter without gradient is an error

@@ -2,6 +2,7 @@
 
 #include "core/log.h"
 #include "engine/engine.h"
+#include "offload/activation_checkpoint.h"
 #include "profiling/process_memory.h"
 
 namespace ds::engine {
@@ -21,6 +22,7 @@ Reporter::Reporter(const config::DsConfig& config, int rank)
     : is_first_rank_(rank == 0),
       breakdown_(config.wall_clock_breakdown),
       memory_(config.memory_breakdown),
+      checkpoints_(config.activation_checkpointing.profile),
       steps_per_print_(config.steps_per_print.value_or(0)),
       forward_begin_(profiling::monotonic_seconds()),
       last_step_end_(forward_begin_) {
@@ -57,7 +59,10 @@ void Reporter::step_ends(const Engine& engine) {
   last_step_end_ = forward_begin_ = now;
   if (!is_first_rank_) return;
   if (!monitors_.empty()) write_events(engine);
-  if (steps_per_print_ > 0 && engine.global_steps() % steps_per_print_ == 0) print_step(engine);
+  if (steps_per_print_ > 0 && engine.global_steps() % steps_per_print_ == 0) {
+    print_step(engine);
+    if (checkpoints_) print_checkpoints();
+  }
   if (memory_) print_memory(engine);
   const std::string micro = timers_.finish_micro_step();
   const std::string step = timers_.finish_step();
@@ -82,6 +87,15 @@ void Reporter::print_memory(const Engine& engine) const {
             ", peak ", mebibytes(profiling::peak_resident_bytes()), "; model state ", mebibytes(state.total()),
             " = parameters ", mebibytes(state.parameters), " + gradients ", mebibytes(state.gradients), " + master ",
             mebibytes(state.master), " + optimizer ", mebibytes(state.optimizer));
+}
+
+void Reporter::print_checkpoints() {
+  constexpr double kMebibyte = 1024.0 * 1024.0;
+  const offload::CheckpointStatistics sum = offload::take_checkpoint_statistics();
+  log::info("activation checkpoints: ", sum.regions, " regions, ", sum.recomputations, " recomputations, ",
+            fixed(static_cast<double>(sum.bytes_kept) / kMebibyte, 1),
+            " MiB of inputs kept; time (ms) | forward: ", fixed(sum.forward_seconds * 1e3, 2),
+            " | recomputation: ", fixed(sum.recomputation_seconds * 1e3, 2));
 }
 
 void Reporter::write_events(const Engine& engine) {

@@ -1,4 +1,5 @@
-// What a run tells: the steps_per_print line, wall_clock_breakdown, memory_breakdown, monitors.
+// What a run tells: the steps_per_print line, the profile of activation checkpoints, wall_clock_breakdown,
+// memory_breakdown, monitors.
 #pragma once
 
 #include <cstdint>
@@ -31,11 +32,14 @@ class Reporter {
  private:
   void print_step(const Engine& engine) const;
   void print_memory(const Engine& engine) const;
+  // Of the regions that this thread began since the last line.
+  static void print_checkpoints();
   void write_events(const Engine& engine);
 
   const bool is_first_rank_;
   const bool breakdown_;
   const bool memory_;
+  const bool checkpoints_;
   const int64_t steps_per_print_;  // 0: never
   std::vector<std::unique_ptr<profiling::Monitor>> monitors_;
   profiling::StepTimers timers_;

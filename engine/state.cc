@@ -1,10 +1,15 @@
 // Reading the engine's state: whole parameters, masters, bytes.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 
+#include <algorithm>
+#include <iterator>
+#include <set>
 #include <unordered_map>
 #include <utility>
 
+#include "core/check.h"
 #include "engine/engine_impl.h"
 
 namespace ds::engine {
@@ -22,16 +27,56 @@ void Engine::Impl::for_each_whole_bucket(size_t first, const std::function<void(
   }
 }
 
-int64_t Engine::Impl::frozen_elements() const {
-  int64_t elements = 0;
-  if (gatherer) {
-    for (const zero::ParameterBucket& bucket : frozen_buckets) {
-      elements += bucket.sharded() ? bucket.layout().slice_numel : bucket.layout().numel;
+void Engine::Impl::take_over_changes(size_t bucket) {
+  if (bucket >= buckets.size()) return;  // frozen
+  const at::NoGradGuard no_grad;
+  const at::Tensor own =
+      plan.partition_optimizer ? buckets[bucket].slice(groups.shards->rank()) : buckets[bucket].flat();
+  at::Tensor& master = masters[bucket];
+  if (own.is_alias_of(master)) return;
+  // What was not changed keeps the precision that only the master has.
+  master.copy_(at::where(master.to(own.scalar_type()) == own, master, own.to(master.scalar_type())));
+}
+
+zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tensor>& parameters,
+                                                     std::optional<int> modifier_rank) {
+  Impl& self = *impl_;
+  require(!modifier_rank || (*modifier_rank >= 0 && *modifier_rank < self.communicator->size()),
+          "gathered_parameters: modifier_rank: expected a rank from 0 to ", self.communicator->size() - 1, ", found ",
+          modifier_rank.value_or(0));
+  self.access->wait_all();
+  std::set<const void*> wanted;
+  for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
+  const auto take = [&](const zero::Parameter& parameter) {
+    return wanted.erase(parameter.tensor.unsafeGetTensorImpl()) > 0;
+  };
+  zero::GatheredParameters::Scope scope;
+  const auto add_buckets = [&](std::vector<zero::ParameterBucket>& from, size_t first) {
+    for (size_t b = 0; b < from.size(); ++b) {
+      const auto& in_bucket = from[b].parameters();
+      if (std::count_if(in_bucket.begin(), in_bucket.end(), take) > 0) scope.buckets.emplace_back(first + b, &from[b]);
     }
-    return elements;
-  }
-  for (const zero::Parameter& parameter : frozen) elements += parameter.tensor.numel();
-  return elements;
+  };
+  add_buckets(self.buckets, 0);
+  add_buckets(self.frozen_buckets, self.buckets.size());
+  if (!self.gatherer) std::copy_if(self.frozen.begin(), self.frozen.end(), std::back_inserter(scope.others), take);
+  require(wanted.empty(), "gathered_parameters: ", wanted.size(), " of ", parameters.size(),
+          " tensors are no parameters of the engine's model; expected tensors as model->parameters() has them");
+  scope.gatherer = self.gatherer;
+  scope.world = self.communicator.get();
+  scope.modifier_rank = modifier_rank;
+  scope.changed = [&self](size_t bucket) { self.take_over_changes(bucket); };
+  scope.closed = [&self] { --self.gathered_scopes; };
+  ++self.gathered_scopes;
+  return zero::GatheredParameters(std::move(scope));
+}
+
+int64_t Engine::Impl::frozen_bytes() const {
+  int64_t bytes = 0;
+  for (const zero::ParameterBucket& bucket : frozen_buckets) bytes += bucket.held_bytes();
+  if (gatherer) return bytes;
+  for (const zero::Parameter& parameter : frozen) bytes += static_cast<int64_t>(parameter.tensor.nbytes());
+  return bytes;
 }
 
 std::vector<std::pair<std::string, at::Tensor>> Engine::module_state_dict() {
@@ -66,9 +111,9 @@ std::vector<std::pair<std::string, at::Tensor>> Engine::fp32_state_dict() {
     const bool whole_masters = impl_->buckets[b].flat().scalar_type() == at::kFloat && !impl_->buckets[b].sharded();
     if (whole_masters) {
       flat = impl_->buckets[b].flat();
-    } else if (impl_->plan.partition_optimizer && impl_->communicator->size() > 1) {
+    } else if (impl_->plan.partition_optimizer && impl_->groups.shards->size() > 1) {
       flat = at::empty({layout.numel}, impl_->masters[b].options());
-      impl_->communicator->all_gather(flat, impl_->masters[b], cat("master weights of bucket ", b)).wait();
+      impl_->groups.shards->all_gather(flat, impl_->masters[b], cat("master weights of bucket ", b)).wait();
     }
     for (const Segment& segment : layout.segments) {
       const auto index = static_cast<size_t>(segment.parameter);
@@ -94,14 +139,10 @@ std::vector<std::pair<std::string, at::Tensor>> Engine::fp32_state_dict() {
 Engine::ModelStateBytes Engine::model_state_bytes() const {
   ModelStateBytes bytes;
   for (const zero::ParameterBucket& bucket : impl_->buckets) bytes.parameters += bucket.held_bytes();
-  for (const zero::ParameterBucket& bucket : impl_->frozen_buckets) bytes.parameters += bucket.held_bytes();
-  if (!impl_->gatherer) {
-    for (const zero::Parameter& parameter : impl_->frozen)
-      bytes.parameters += static_cast<int64_t>(parameter.tensor.nbytes());
-  }
+  bytes.parameters += impl_->frozen_bytes();
   for (size_t b = 0; b < impl_->buckets.size(); ++b) {
     const zero::ParameterBucket& bucket = impl_->buckets[b];
-    const at::Tensor kept = bucket.sharded() ? bucket.slice(impl_->communicator->rank()) : bucket.flat();
+    const at::Tensor kept = bucket.sharded() ? bucket.slice(impl_->groups.shards->rank()) : bucket.flat();
     if (!impl_->masters[b].is_alias_of(kept)) bytes.master += static_cast<int64_t>(impl_->masters[b].nbytes());
   }
   bytes.gradients = impl_->gradient_bytes;

@@ -49,9 +49,9 @@ void Engine::Impl::update() {
 double Engine::Impl::global_norm() {
   double squares = 0;
   for (size_t b = 0; b < buckets.size(); ++b) squares += zero::sum_of_squares(reducer->gradient(b));
-  if (plan.partition_optimizer && communicator->size() > 1) {
+  if (plan.partition_optimizer && groups.shards->size() > 1) {
     at::Tensor total = at::scalar_tensor(squares, at::TensorOptions().dtype(at::kDouble).device(device)).view({1});
-    communicator->all_reduce(total, comm::ReduceOp::kSum, "gradient norm").wait();
+    groups.shards->all_reduce(total, comm::ReduceOp::kSum, "gradient norm").wait();
     squares = total.item<double>();
   }
   // Sums over other buckets or slices differ in the last bits of a double; none of them reaches the update.
@@ -60,7 +60,7 @@ double Engine::Impl::global_norm() {
 
 // " (first in parameter h.0.mlp.fc.weight)", as far as this rank's slices tell.
 std::string Engine::Impl::name_non_finite() {
-  const int rank = plan.partition_optimizer ? communicator->rank() : 0;
+  const int rank = plan.partition_optimizer ? groups.shards->rank() : 0;
   for (size_t b = 0; b < buckets.size(); ++b) {
     const int64_t position = zero::first_non_finite(reducer->gradient(b));
     if (position < 0) continue;
@@ -124,7 +124,7 @@ void Engine::Impl::apply(double gradient_scale) {
     }
     optimizer->update(static_cast<int64_t>(b), gradient, gradient_scale);
     const zero::ParameterBucket& bucket = buckets[b];
-    const at::Tensor own = plan.partition_optimizer ? bucket.slice(communicator->rank()) : bucket.flat();
+    const at::Tensor own = plan.partition_optimizer ? bucket.slice(groups.shards->rank()) : bucket.flat();
     if (!own.is_alias_of(masters[b])) own.copy_(masters[b]);
     access->updated(b);
   }

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -30,6 +31,7 @@ struct GradientReducer::Bucket {
   comm::Work work;
   at::Tensor wire;     // what the collective runs on, when its dtype differs
   at::Tensor reduced;  // sum of earlier reductions: whole at stage 0, else the own slice
+  at::Tensor slice;    // memory of `reduced` as a slice, kept from step to step
 };
 
 class GradientReducer::Hook : public torch::autograd::PostAccumulateGradHook {
@@ -45,8 +47,14 @@ class GradientReducer::Hook : public torch::autograd::PostAccumulateGradHook {
 };
 
 GradientReducer::GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
-                                 comm::Communicator& communicator, ReducerOptions options)
-    : parameters_(parameters), communicator_(communicator), options_(options) {
+                                 ReduceRoutes routes, ReducerOptions options)
+    : parameters_(parameters),
+      communicator_(routes.slices),
+      replicas_(routes.replicas),
+      quantized_(routes.quantized),
+      options_(options) {
+  // One rank owns all slices: nothing is gained by reducing early, and gradients add up in place.
+  if (communicator_.size() == 1 && transient()) options_.policy = ReductionPolicy::kReduceScatterAtBoundary;
   buckets_.resize(buckets.size());
   for (size_t b = 0; b < buckets.size(); ++b) {
     const auto& segments = buckets[b].layout().segments;
@@ -235,6 +243,8 @@ void GradientReducer::launch(Bucket& bucket) {
   const std::string label = cat("gradients of bucket ", index);
   if (options_.policy == ReductionPolicy::kAllReduce) {
     bucket.work = communicator_.all_reduce(bucket.wire, op, label);
+  } else if (quantized_) {
+    bucket.work = quantized_->reduce_scatter(own_part(bucket, bucket.wire), bucket.wire, op, label);
   } else {
     bucket.work = communicator_.reduce_scatter(own_part(bucket, bucket.wire), bucket.wire, op, label);
   }
@@ -276,9 +286,7 @@ void GradientReducer::set_aside_reduced(Bucket& bucket) {
   if (bucket.reduced.defined()) {
     bucket.reduced.add_(own);
   } else {
-    const bool whole = own.is_same(bucket.local);
-    bucket.reduced = whole ? bucket.local : own.clone();
-    if (!whole) note_bytes(static_cast<int64_t>(bucket.reduced.nbytes()));
+    bucket.reduced = own.is_same(bucket.local) ? bucket.local : kept_slice(bucket, own);
   }
   for (const Segment& segment : bucket.parameters->layout().segments) {
     parameters_[static_cast<size_t>(segment.parameter)].tensor.mutable_grad().reset();
@@ -286,6 +294,22 @@ void GradientReducer::set_aside_reduced(Bucket& bucket) {
   if (!bucket.reduced.is_same(bucket.local)) give_back(bucket.local);
   bucket.local.reset();
   bucket.launched = false;
+}
+
+// Slices would leave holes among the larger buffers if they were freed and made in every step.
+at::Tensor GradientReducer::kept_slice(Bucket& bucket, const at::Tensor& own) {
+  if (!bucket.slice.defined()) {
+    bucket.slice = at::empty_like(own);
+    note_bytes(static_cast<int64_t>(bucket.slice.nbytes()));
+  }
+  return bucket.slice.copy_(own);
+}
+
+void GradientReducer::drop_reduced(Bucket& bucket) {
+  if (bucket.reduced.defined() && !bucket.reduced.is_same(bucket.slice)) {
+    note_bytes(-static_cast<int64_t>(bucket.reduced.nbytes()));
+  }
+  bucket.reduced.reset();
 }
 
 void GradientReducer::finish() {
@@ -303,10 +327,27 @@ void GradientReducer::finish() {
     if (!bucket.reduced.defined()) continue;
     // Both parts are reduced: join them in `local`, which the parameters' gradients are views of.
     own_part(bucket, bucket.local).add_(bucket.reduced);
-    note_bytes(-static_cast<int64_t>(bucket.reduced.nbytes()));
-    bucket.reduced.reset();
+    drop_reduced(bucket);
   }
   in_flight_.clear();
+  join_replicas();
+}
+
+void GradientReducer::join_replicas() {
+  if (replicas_ == nullptr || std::exchange(joined_, true)) return;
+  const auto op = options_.average ? comm::ReduceOp::kAvg : comm::ReduceOp::kSum;
+  std::vector<std::pair<at::Tensor, at::Tensor>> wires;  // gradient, what the collective runs on
+  std::vector<comm::Work> works;
+  for (size_t i = buckets_.size(); i-- > 0;) {
+    const at::Tensor own = gradient(i);
+    if (!own.defined()) continue;  // before any backward, on every rank
+    wires.emplace_back(own, own.to(options_.communication_dtype));
+    works.push_back(replicas_->all_reduce(wires.back().second, op, cat("gradients of bucket ", i)));
+  }
+  for (size_t i = 0; i < works.size(); ++i) {
+    works[i].wait();
+    if (!wires[i].second.is_same(wires[i].first)) wires[i].first.copy_(wires[i].second);
+  }
 }
 
 at::Tensor GradientReducer::gradient(size_t index) const {
@@ -328,13 +369,13 @@ void GradientReducer::reset() {
     }
     std::fill(bucket.filled.begin(), bucket.filled.end(), 0);
     std::fill(bucket.seen.begin(), bucket.seen.end(), 0);
-    if (bucket.reduced.defined()) note_bytes(-static_cast<int64_t>(bucket.reduced.nbytes()));
-    bucket.reduced.reset();
+    drop_reduced(bucket);
     bucket.launched = false;
   }
   in_flight_.clear();
   unreduced_ = false;
   abandoned_ = false;
+  joined_ = false;
 }
 
 std::vector<int64_t> GradientReducer::parameters_without_gradient() const {

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/quantized_collectives.h"
 #include "zero/parameter_bucket.h"
 #include "zero/reduction_policy.h"
 
@@ -35,12 +36,23 @@ struct ReducerOptions {
   at::ScalarType communication_dtype = at::kFloat;
 };
 
+// Where reduced gradients go.
+struct ReduceRoutes {
+  comm::Communicator& slices;  // its ranks own the slices of a bucket
+  // Ranks that own equal slices in other such groups (MiCS, Zhang et al., arXiv:2205.00119, section 3.3: their sums are
+  // joined once, at the boundary of an accumulation); null where `slices` is all there is.
+  comm::Communicator* replicas = nullptr;
+  // Over the ranks of `slices`: sends gradients as 4-bit integers (qgZ of ZeRO++, Wang et al., arXiv:2306.10209) in
+  // place of a reduce-scatter; null: as they are.
+  const comm::QuantizedReducer* quantized = nullptr;
+};
+
 class GradientReducer {
  public:
-  // `buckets`, `parameters` and `communicator` outlive the reducer. Installs a hook on every parameter and drops
+  // `buckets`, `parameters` and the groups outlive the reducer. Installs a hook on every parameter and drops
   // gradients it has. Throws UsageError for a parameter that has a hook of another reducer.
   GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
-                  comm::Communicator& communicator, ReducerOptions options);
+                  ReduceRoutes routes, ReducerOptions options);
   ~GradientReducer();
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
@@ -75,9 +87,12 @@ class GradientReducer {
   void launch_ready(bool all);
   void launch(Bucket& bucket);
   void complete(Bucket& bucket);
+  void join_replicas();
   void limit_in_flight(size_t allowed);
   void limit_wires(size_t allowed);
   void fill_missing(Bucket& bucket);
+  at::Tensor kept_slice(Bucket& bucket, const at::Tensor& own);
+  void drop_reduced(Bucket& bucket);
   at::Tensor take_buffer(const Bucket& bucket);
   void give_back(at::Tensor buffer);
   at::Tensor own_part(const Bucket& bucket, const at::Tensor& flat) const;
@@ -85,7 +100,9 @@ class GradientReducer {
   void note_bytes(int64_t change);
 
   const std::vector<Parameter>& parameters_;
-  comm::Communicator& communicator_;
+  comm::Communicator& communicator_;  // of slices
+  comm::Communicator* replicas_;
+  const comm::QuantizedReducer* quantized_;
   ReducerOptions options_;
   std::vector<Bucket> buckets_;
   std::vector<at::Tensor> pool_;   // free transient buffers, stage 2
@@ -94,6 +111,7 @@ class GradientReducer {
   bool in_backward_ = false;
   bool reduce_in_this_backward_ = false;
   bool unreduced_ = false;  // the last backward was not reduced
+  bool joined_ = false;     // replicas have joined the gradients
   bool abandoned_ = false;  // the last backward threw
   int64_t bytes_ = 0;
   int64_t peak_bytes_ = 0;

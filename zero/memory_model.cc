@@ -38,26 +38,23 @@ std::vector<int64_t> buckets_of(const MemoryQuestion& question) {
   return buckets;
 }
 
-// What GradientReducer holds at stage 2: transient buckets are taken from a pool, the last bucket of the model first,
-// stay until two more have been launched, and are used again in the next step.
+// What GradientReducer holds at stage 2 beside its slices: transient buckets are taken from a pool, the last bucket of
+// the model first, stay until two more have been launched, and are used again in the next step.
 class TransientBuckets {
  public:
-  TransientBuckets(const std::vector<int64_t>& buckets, int64_t dp) : buckets_(buckets), dp_(dp) {}
+  explicit TransientBuckets(const std::vector<int64_t>& buckets) : buckets_(buckets) {}
 
   // One step; returns the elements held at its peak.
   int64_t step() {
-    int64_t slices = 0;
     int64_t peak = 0;
     const auto complete_oldest = [&] {
-      const auto [bucket, buffer] = in_flight_.front();
+      const int64_t buffer = in_flight_.front();
       in_flight_.erase(in_flight_.begin());
-      slices += bucket / dp_;  // is there before the buffer goes back
-      peak = std::max(peak, buffers_ + slices);
       pool_.insert(std::lower_bound(pool_.begin(), pool_.end(), buffer), buffer);
     };
     for (size_t b = buckets_.size(); b-- > 0;) {
-      in_flight_.emplace_back(buckets_[b], take(buckets_[b]));
-      peak = std::max(peak, buffers_ + slices);
+      in_flight_.push_back(take(buckets_[b]));
+      peak = std::max(peak, buffers_);
       if (in_flight_.size() > kBucketsInFlight) complete_oldest();
     }
     while (!in_flight_.empty()) complete_oldest();
@@ -81,17 +78,31 @@ class TransientBuckets {
   }
 
   const std::vector<int64_t>& buckets_;
-  int64_t dp_;
-  std::vector<int64_t> pool_;                           // ascending
-  std::vector<std::pair<int64_t, int64_t>> in_flight_;  // bucket, its buffer; oldest first
-  int64_t buffers_ = 0;                                 // elements of all buffers, pooled or not
+  std::vector<int64_t> pool_;       // ascending
+  std::vector<int64_t> in_flight_;  // buffers, oldest first
+  int64_t buffers_ = 0;             // elements of all buffers, pooled or not
 };
 
 int64_t gradient_elements(const MemoryQuestion& question, const std::vector<int64_t>& buckets) {
   if (question.stage < 2 || question.dp == 1) return sum(buckets);
-  TransientBuckets transient(buckets, question.dp);
+  TransientBuckets transient(buckets);
   transient.step();  // fills the pool
-  return transient.step();
+  return transient.step() + sum(buckets) / question.dp;
+}
+
+// Integers, and a float32 scale for 512 of them: core/block_codec.h, but for short blocks.
+int64_t encoded_bytes(int64_t elements, int bits) { return elements * bits / 8 + elements / 512 * 4; }
+
+// Of one reduction of all buckets.
+int64_t reduced_bytes(const MemoryQuestion& question, const std::vector<int64_t>& buckets) {
+  const int64_t elements = sum(buckets);
+  const int64_t others = elements / question.dp * (question.dp - 1);
+  if (question.gradient_bits == 0) return others * question.communication_bytes;
+  const int64_t inside = question.gradient_node_ranks;
+  const int64_t nodes = question.dp / inside;
+  const int64_t to_places = elements / inside * (inside - 1);
+  const int64_t to_nodes = elements / inside / nodes * (nodes - 1);
+  return encoded_bytes(to_places + to_nodes, question.gradient_bits);
 }
 
 }  // namespace
@@ -105,7 +116,7 @@ ModelStateBytes predict_model_state(const MemoryQuestion& question) {
   int64_t held = elements;
   if (question.stage == 3)
     held = question.persistent_elements + (elements - question.persistent_elements) / question.dp;
-  bytes.parameters = (held + question.frozen_parameters) * question.parameter_bytes;
+  bytes.parameters = held * question.parameter_bytes + question.frozen_bytes;
   bytes.gradients = gradient_elements(question, buckets) * question.gradient_bytes;
   bytes.master = question.separate_master ? owned * 4 : 0;
   bytes.optimizer = owned * question.optimizer_state_bytes;
@@ -115,15 +126,21 @@ ModelStateBytes predict_model_state(const MemoryQuestion& question) {
 
 int64_t predict_sent_bytes(const MemoryQuestion& question) {
   require_valid(question);
-  const int64_t elements = sum(buckets_of(question));
-  const int64_t others = elements / question.dp * (question.dp - 1);  // all slices but the own one
-  const int64_t gradients = others * question.communication_bytes;
-  if (question.stage == 0) return 2 * gradients;
+  const std::vector<int64_t> buckets = buckets_of(question);
+  const int64_t elements = sum(buckets);
+  const int64_t slice = elements / question.dp;
+  const int64_t others = slice * (question.dp - 1);  // all slices but the own one
+  const int64_t joins = 2 * slice * (question.copies - 1) / question.copies * question.communication_bytes;
+  if (question.stage == 0) return 2 * others * question.communication_bytes;
   const int64_t reductions = question.stage >= 2 ? question.accumulation_steps : 1;
-  if (question.stage < 3) return reductions * gradients + others * question.parameter_bytes;
+  const int64_t reduced = reductions * reduced_bytes(question, buckets) + joins;
+  if (question.stage < 3) return reduced + others * question.parameter_bytes;
   const int64_t persistent = question.persistent_elements / question.dp * (question.dp - 1);
-  const int64_t gathers = 2 * question.accumulation_steps * (others - persistent) + persistent;
-  return reductions * gradients + gathers * question.parameter_bytes;
+  int64_t first = (others - persistent) * question.parameter_bytes;
+  if (question.weight_bits > 0) first = encoded_bytes(others - persistent, question.weight_bits);
+  const int64_t node = (elements - question.persistent_elements) / question.node_ranks * (question.node_ranks - 1);
+  const int64_t again = question.node_ranks > 1 ? node * question.parameter_bytes : first;
+  return reduced + first + (2 * question.accumulation_steps - 1) * again + persistent * question.parameter_bytes;
 }
 
 }  // namespace ds::zero

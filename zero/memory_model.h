@@ -12,7 +12,9 @@ namespace ds::zero {
 
 struct MemoryQuestion {
   int stage = 0;                       // 0 to 3
-  int64_t dp = 1;                      // ranks
+  int64_t dp = 1;                      // ranks that share one copy of what is partitioned
+  int64_t copies = 1;                  // groups of such ranks
+  int64_t node_ranks = 1;              // stage 3, above 1: ranks with a secondary copy of gathered parameters (hpZ)
   int64_t parameters = 0;              // trainable elements; ignored when `buckets` is given
   std::vector<int64_t> buckets;        // elements of each bucket, padding included when they are laid out already
   int64_t bucket_limit = 500'000'000;  // elements; cuts `parameters` when `buckets` is empty
@@ -21,9 +23,12 @@ struct MemoryQuestion {
   int64_t communication_bytes = 4;     // per gradient element on the wire
   bool separate_master = false;        // float32 master slices
   int64_t optimizer_state_bytes = 8;   // per element: Adam in float32
+  int weight_bits = 0;                 // stage 3: bits of a gathered element; 0 = parameter_bytes
+  int gradient_bits = 0;               // bits of a reduced element; 0 = communication_bytes
+  int64_t gradient_node_ranks = 1;     // with gradient_bits: ranks that add before a node sends
   int64_t accumulation_steps = 1;
   int64_t persistent_elements = 0;  // stage 3: in buckets that stay whole
-  int64_t frozen_parameters = 0;    // elements without gradient that a rank holds
+  int64_t frozen_bytes = 0;         // of parameters without gradient that a rank holds
   int64_t buffer_bytes = 0;         // of module buffers, whole on every rank
 };
 
@@ -38,13 +43,15 @@ struct ModelStateBytes {
   bool operator==(const ModelStateBytes&) const = default;
 };
 
-// Between steps: at stage 3 without what is gathered for the operators of a pass, but gradients at their peak. Throws
+// Between steps: at stage 3 without what is gathered for the operators of a pass, but gradients at their peak, where
+// they arrive bucket by bucket (a bucket that cuts a module in two may fill together with its neighbour). Throws
 // UsageError for another stage or numbers out of range.
 ModelStateBytes predict_model_state(const MemoryQuestion& question);
 
 // Bytes this rank sends in one optimizer step: reductions of gradients and the gather of parameters. At stage 3
-// parameters that are not persistent are gathered twice in every micro-batch; less when stage3_max_reuse_distance keeps
-// some.
+// parameters that are not persistent are gathered twice in every micro-batch, all but the first time inside the node
+// where there are secondary slices; less when stage3_max_reuse_distance keeps some. Between copies an all-reduce of the
+// own slices.
 int64_t predict_sent_bytes(const MemoryQuestion& question);
 
 }  // namespace ds::zero

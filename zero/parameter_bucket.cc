@@ -6,12 +6,25 @@
 
 #include <utility>
 
+#include "core/block_codec.h"
 #include "core/check.h"
 
 namespace ds::zero {
 
 at::Tensor view_of(const at::Tensor& flat, const Segment& segment, const at::Tensor& like) {
   return flat.narrow(0, segment.slice_offset, segment.length).view(like.sizes());
+}
+
+void point_to(at::Tensor tensor, const at::Tensor& values) {
+  if (!tensor.is_meta()) {
+    tensor.set_data(values);
+    return;
+  }
+  // set_data() refuses another kind of device.
+  c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  impl->_change_backend_component_keys(values.device());
+  impl->set_storage_and_dtype(values.storage(), values.dtype());
+  impl->set_sizes_and_strides(values.sizes(), values.strides(), values.storage_offset());
 }
 
 at::Tensor flatten(const BucketLayout& layout, const std::vector<Parameter>& parameters, at::ScalarType dtype) {
@@ -32,8 +45,8 @@ ParameterBucket::ParameterBucket(BucketLayout layout, const std::vector<Paramete
   const at::NoGradGuard no_grad;
   for (const Segment& segment : layout_.segments) {
     parameters_.push_back(parameters[static_cast<size_t>(segment.parameter)]);
-    at::Tensor parameter = parameters_.back().tensor;
-    parameter.set_data(view_of(flat_, segment, parameter));
+    const at::Tensor& parameter = parameters_.back().tensor;
+    point_to(parameter, view_of(flat_, segment, parameter));
   }
 }
 
@@ -43,32 +56,62 @@ std::string ParameterBucket::describe(size_t index) const {
 }
 
 at::Tensor ParameterBucket::slice(int rank) const {
+  ensure(bits_ == 0, "an encoded slice has no elements to show");
   return sharded() ? own_ : flat_.narrow(0, rank * layout_.slice_numel, layout_.slice_numel);
 }
 
-void ParameterBucket::shard(int rank) {
+void ParameterBucket::shard(int rank, int bits) {
   ensure(!sharded(), "a bucket is sharded once");
-  own_ = slice(rank).clone();
-  release();
-}
-
-void ParameterBucket::allocate() {
-  ensure(sharded() && !allocated(), "only a released bucket takes memory");
-  c10::StorageImpl* storage = flat_.storage().unsafeGetStorageImpl();
-  const size_t bytes = static_cast<size_t>(layout_.numel) * flat_.element_size();
-  storage->set_data_ptr_noswap(storage->allocator()->allocate(bytes));
-  storage->set_nbytes(bytes);
-}
-
-void ParameterBucket::release() {
-  ensure(sharded(), "only a sharded bucket gives its memory back");
+  const at::NoGradGuard no_grad;
+  bits_ = bits;
+  const at::Tensor part = flat_.narrow(0, rank * layout_.slice_numel, layout_.slice_numel);
+  own_ = bits == 0 ? part.clone() : encoded(part);
   c10::StorageImpl* storage = flat_.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, flat_.device()));
   storage->set_nbytes(0);
 }
 
+at::Tensor ParameterBucket::encoded(const at::Tensor& part) const {
+  const BlockCodec codec(bits_);
+  at::Tensor bytes = at::empty({codec.encoded_bytes(part.numel())}, part.options().dtype(at::kByte));
+  codec.encode(part, bytes);
+  return bytes;
+}
+
+void ParameterBucket::allocate(GatherMemory& memory) {
+  ensure(sharded() && !allocated(), "only a released bucket takes memory");
+  c10::StorageImpl* storage = flat_.storage().unsafeGetStorageImpl();
+  const size_t bytes = static_cast<size_t>(layout_.numel) * flat_.element_size();
+  storage->set_data_ptr_noswap(memory.take(bytes, flat_.device()));
+  storage->set_nbytes(bytes);
+}
+
+void ParameterBucket::release(GatherMemory& memory) {
+  ensure(sharded() && allocated(), "only a sharded bucket that is whole gives its memory back");
+  c10::StorageImpl* storage = flat_.storage().unsafeGetStorageImpl();
+  const size_t bytes = storage->nbytes();
+  memory.give_back(storage->set_data_ptr(c10::DataPtr(nullptr, flat_.device())), bytes);
+  storage->set_nbytes(0);
+}
+
+void ParameterBucket::keep_changes(int rank) {
+  const at::NoGradGuard no_grad;
+  ensure(sharded() && allocated(), "only a sharded bucket that is whole keeps changes");
+  const at::Tensor part = flat_.narrow(0, rank * layout_.slice_numel, layout_.slice_numel);
+  own_.copy_(bits_ == 0 ? part : encoded(part));
+}
+
+void ParameterBucket::keep_secondary(int rank, int ranks) {
+  const at::NoGradGuard no_grad;
+  ensure(sharded() && allocated() && layout_.numel % ranks == 0, "a secondary slice is an even part of a whole bucket");
+  secondary_ = flat_.narrow(0, layout_.numel / ranks * rank, layout_.numel / ranks).clone();
+}
+
 int64_t ParameterBucket::held_bytes() const {
-  return static_cast<int64_t>(flat_.storage().nbytes()) + (sharded() ? static_cast<int64_t>(own_.nbytes()) : 0);
+  int64_t bytes = static_cast<int64_t>(flat_.storage().nbytes());
+  if (sharded()) bytes += static_cast<int64_t>(own_.nbytes());
+  if (secondary_.defined()) bytes += static_cast<int64_t>(secondary_.nbytes());
+  return bytes;
 }
 
 }  // namespace ds::zero

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "zero/gather_memory.h"
 #include "zero/partition.h"
 
 namespace ds::zero {
@@ -19,8 +20,9 @@ struct Parameter {
 
 // Owns `flat` ([layout.numel], the model's dtype and device). Padding holds zeros. Not thread safe.
 //
-// A sharded bucket (stage 3) owns its rank's slice, and the memory of `flat` comes and goes: all views of it, those
-// that autograd saved too, share one storage, so that they are whole again as soon as the storage is.
+// A sharded bucket (stage 3) owns its rank's slice, as it is or encoded (core/block_codec.h), and the memory of `flat`
+// comes and goes: all views of it, those that autograd saved too, share one storage, so that they are whole again as
+// soon as the storage is.
 class ParameterBucket {
  public:
   // `values` are the float32 (or original dtype) values of the whole bucket, as made by `flatten`; the bucket is
@@ -36,27 +38,45 @@ class ParameterBucket {
   // Has no memory while a sharded bucket is released.
   const at::Tensor& flat() const { return flat_; }
   // The part that rank `rank` owns: a view of flat() or, of a sharded bucket, what it keeps (`rank` is this one then).
+  // Not of an encoded one.
   at::Tensor slice(int rank) const;
 
-  // Keeps a copy of slice `rank` and releases the rest.
-  void shard(int rank);
+  // Keeps a copy of slice `rank` and releases the rest. `bits` 8: the copy is encoded, and so loses precision.
+  void shard(int rank, int bits = 0);
+  // Bits of an encoded slice, else 0; the slice.
+  int bits() const { return bits_; }
+  const at::Tensor& encoded_slice() const { return own_; }
   bool sharded() const { return own_.defined(); }
   // Of a sharded bucket: takes memory for flat(), with unspecified contents; gives it back.
-  void allocate();
-  void release();
+  void allocate(GatherMemory& memory);
+  void release(GatherMemory& memory);
   bool allocated() const { return flat_.storage().nbytes() > 0; }
+  // Of a sharded, allocated bucket: the own slice becomes what flat() holds.
+  void keep_changes(int rank);
+  // Of a sharded, allocated bucket: keeps a copy of part `rank` of `ranks` equal ones, until it is dropped.
+  void keep_secondary(int rank, int ranks);
+  void drop_secondary() { secondary_.reset(); }
+  const at::Tensor& secondary() const { return secondary_; }
   // Bytes this rank holds now.
   int64_t held_bytes() const;
 
  private:
+  at::Tensor encoded(const at::Tensor& part) const;
+
   BucketLayout layout_;
   std::vector<Parameter> parameters_;
   at::Tensor flat_;
-  at::Tensor own_;  // of a sharded bucket
+  at::Tensor own_;        // of a sharded bucket
+  int bits_ = 0;          // own_ is encoded in so many
+  at::Tensor secondary_;  // of a sharded bucket, a copy for the ranks of a node
 };
 
 // Joins the current values of a bucket's parameters in one new flat tensor of `dtype`; padding is zero.
 at::Tensor flatten(const BucketLayout& layout, const std::vector<Parameter>& parameters, at::ScalarType dtype);
+
+// Points `tensor` at the memory of `values`, which has its shape; the identity by which modules know it stays. A tensor
+// on the meta device moves to the device of `values`.
+void point_to(at::Tensor tensor, const at::Tensor& values);
 
 // A view of `flat` with the shape of `like`, at a segment that covers a whole parameter.
 at::Tensor view_of(const at::Tensor& flat, const Segment& segment, const at::Tensor& like);

@@ -9,6 +9,7 @@
 #include <exception>
 #include <utility>
 
+#include "comm/quantized_collectives.h"
 #include "core/check.h"
 #include "core/log.h"
 
@@ -26,9 +27,11 @@ constexpr uint64_t kRecentUses = 2;
 
 }  // namespace
 
-ParameterGatherer::ParameterGatherer(const std::vector<ParameterBucket*>& buckets, comm::Communicator& communicator,
+ParameterGatherer::ParameterGatherer(const std::vector<ParameterBucket*>& buckets, GatherRoutes routes,
                                      GatherLimits limits)
-    : communicator_(communicator),
+    : communicator_(routes.slices),
+      node_(routes.node),
+      bits_(routes.bits),
       limits_(limits),
       trace_(elements_of(buckets)),
       current_(buckets.size()),
@@ -72,7 +75,7 @@ void ParameterGatherer::before_read(const at::Tensor& tensor) {
   if (found == bucket_of_storage_.end()) return;
   const size_t bucket = found->second;
   Entry& entry = entries_[bucket];
-  if (entry.state == State::kWhole && (!entry.bucket->sharded() || held_ > 0)) return;
+  if (entry.state == State::kWhole && (!entry.bucket->sharded() || entry.held > 0)) return;
   entry.used_by = OpInterceptor::outermost_operator();
   if (bucket != current_ || entry.state != State::kWhole) use(bucket);
 }
@@ -98,15 +101,27 @@ void ParameterGatherer::use(size_t bucket) {
 
 // Whole, and not of the operator under way, which may read it again in operators that it calls.
 bool ParameterGatherer::can_be_released(const Entry& entry) const {
-  return entry.state == State::kWhole && entry.bucket->sharded() &&
+  return entry.state == State::kWhole && entry.bucket->sharded() && entry.held == 0 &&
          entry.used_by != OpInterceptor::outermost_operator();
 }
 
-void ParameterGatherer::start_gather(Entry& entry) {
-  entry.work = communicator_.all_gather(entry.bucket->flat(), entry.bucket->slice(communicator_.rank()), entry.label);
+void ParameterGatherer::start_gather(Entry& entry, bool exact) {
+  const ParameterBucket& bucket = *entry.bucket;
+  entry.exact = exact || bits_ == 0 || !bucket.sharded();
+  if (bucket.secondary().defined() && !exact) {
+    entry.work = node_->all_gather(bucket.flat(), bucket.secondary(), entry.label);
+  } else if (bucket.bits() > 0) {
+    entry.work =
+        comm::encoded_all_gather(bucket.flat(), bucket.encoded_slice(), bucket.bits(), communicator_, entry.label);
+  } else if (entry.exact) {
+    entry.work = communicator_.all_gather(bucket.flat(), bucket.slice(communicator_.rank()), entry.label);
+  } else {
+    entry.work = comm::quantized_all_gather(bucket.flat(), bucket.slice(communicator_.rank()), bits_, communicator_,
+                                            entry.label);
+  }
 }
 
-void ParameterGatherer::fetch(size_t bucket) {
+void ParameterGatherer::fetch(size_t bucket, bool exact) {
   Entry& entry = entries_[bucket];
   const int64_t elements = entry.bucket->layout().numel;
   entry.state = State::kComing;
@@ -115,7 +130,7 @@ void ParameterGatherer::fetch(size_t bucket) {
   peak_ = std::max(peak_, live_);
   allocate(bucket);
   try {
-    start_gather(entry);
+    start_gather(entry, exact);
   } catch (...) {
     fail(bucket);
   }
@@ -125,13 +140,14 @@ void ParameterGatherer::fetch(size_t bucket) {
 void ParameterGatherer::allocate(size_t bucket) {
   ParameterBucket& memory = *entries_[bucket].bucket;
   try {
-    memory.allocate();
+    memory.allocate(memory_);
     return;
   } catch (const std::exception&) {
     make_room(limits_.max_live);  // everything but what the operator uses
+    memory_.clear();
   }
   try {
-    memory.allocate();
+    memory.allocate(memory_);
   } catch (const std::exception& error) {
     log::error("no memory for ", entries_[bucket].label, ", ", memory.layout().numel, " elements, with ", live_,
                " elements gathered: ", error.what(), ". Reduce zero_optimization.stage3_max_live_parameters (",
@@ -145,6 +161,7 @@ void ParameterGatherer::wait(size_t bucket) {
   if (entry.state != State::kComing) return;
   entry.state = State::kWhole;
   if (entry.bucket->sharded()) coming_ -= entry.bucket->layout().numel;
+  const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   try {
     entry.work.wait();
   } catch (...) {
@@ -152,6 +169,13 @@ void ParameterGatherer::wait(size_t bucket) {
   }
   entry.work = {};
   if (!entry.bucket->sharded()) return;
+  if (node_ && !entry.bucket->secondary().defined() && !failure_) {
+    entry.bucket->keep_secondary(node_->rank(), node_->size());
+  }
+  note_versions(entry);
+}
+
+void ParameterGatherer::note_versions(Entry& entry) {
   entry.versions.clear();
   for (const Parameter& parameter : entry.bucket->parameters()) entry.versions.push_back(parameter.tensor._version());
 }
@@ -170,7 +194,8 @@ void ParameterGatherer::require_unchanged(const Entry& entry) {
     if (parameter.tensor._version() == entry.versions[i] || failure_) continue;
     failure_ = std::make_exception_ptr(
         UsageError(cat("parameter ", parameter.name, " was changed in place while it was gathered for an operator; ",
-                       "at stage 3 the change is lost. Change parameters before initialize, or use stage 2")));
+                       "at stage 3 the change is lost. Change parameters in a scope of ",
+                       "engine->gathered_parameters(..., modifier_rank)")));
   }
 }
 
@@ -180,7 +205,7 @@ void ParameterGatherer::release(size_t bucket) {
   require_unchanged(entry);
   entry.state = State::kReleased;
   live_ -= entry.bucket->layout().numel;
-  entry.bucket->release();
+  entry.bucket->release(memory_);
 }
 
 // Gives back what the pass has done with.
@@ -197,7 +222,8 @@ void ParameterGatherer::release_done() {
 void ParameterGatherer::release_all() {
   for (size_t b = 0; b < entries_.size(); ++b) {
     wait(b);
-    if (entries_[b].bucket->sharded() && entries_[b].state == State::kWhole) release(b);
+    const Entry& entry = entries_[b];
+    if (entry.bucket->sharded() && entry.state == State::kWhole && entry.held == 0) release(b);
   }
 }
 
@@ -261,7 +287,9 @@ void ParameterGatherer::updated(size_t bucket) {
   Entry& entry = entries_[bucket];
   wait(bucket);
   if (entry.bucket->sharded()) {
+    ensure(entry.held == 0, "parameters are not updated while a scope holds them");
     if (entry.state == State::kWhole) release(bucket);
+    entry.bucket->drop_secondary();
     return;
   }
   if (communicator_.size() == 1) return;
@@ -276,6 +304,7 @@ void ParameterGatherer::updated(size_t bucket) {
 
 void ParameterGatherer::end_update() {
   release_all();
+  memory_.lend_to_kernel();
   rethrow();
 }
 
@@ -288,17 +317,31 @@ void ParameterGatherer::wait_all() {
 }
 
 void ParameterGatherer::gather(size_t bucket) {
-  if (entries_[bucket].state == State::kReleased) fetch(bucket);
+  Entry& entry = entries_[bucket];
+  wait(bucket);
+  if (entry.state == State::kWhole && !entry.exact) release(bucket);
+  if (entry.state == State::kReleased) fetch(bucket, /*exact=*/true);
   wait(bucket);
   rethrow();
-  ++held_;
+  ++entry.held;
 }
 
 void ParameterGatherer::drop(size_t bucket) {
-  const Entry& entry = entries_[bucket];
-  --held_;
+  Entry& entry = entries_[bucket];
+  ensure(entry.held > 0, "a bucket is dropped as often as it was gathered");
+  if (--entry.held > 0) return;
   if (entry.bucket->sharded() && entry.state == State::kWhole) release(bucket);
   rethrow();
+}
+
+void ParameterGatherer::keep_changes(size_t bucket) {
+  Entry& entry = entries_[bucket];
+  ensure(entry.held > 0 && entry.state == State::kWhole, "only a gathered bucket keeps changes");
+  if (!entry.bucket->sharded()) return;
+  const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
+  entry.bucket->keep_changes(communicator_.rank());
+  entry.bucket->drop_secondary();
+  note_versions(entry);
 }
 
 int64_t ParameterGatherer::take_peak_elements() { return std::exchange(peak_, live_); }

@@ -24,7 +24,20 @@
 
 namespace ds::zero {
 
-// Collectives start on the communicator in an order that follows from the operators alone: ranks that run different
+// Where the elements of a bucket come from.
+struct GatherRoutes {
+  // Holds a slice of each bucket on every rank. Serves the gatherer alone, so that gathers and reductions need no
+  // common order.
+  comm::Communicator& slices;
+  // hpZ (Wang et al., ZeRO++, arXiv:2306.10209): ranks of one node, consecutive ones of `slices` in their order. What
+  // was gathered once after an update is gathered from their secondary slices until the next one. May be null.
+  comm::Communicator* node = nullptr;
+  // qwZ, same paper: 8 = slices are sent as 8-bit integers, and operators see values of that precision; 0 = as they
+  // are.
+  int bits = 0;
+};
+
+// Collectives start on a communicator in an order that follows from the operators alone: ranks that run different
 // ones meet in different all_gathers, and communicators that compare labels name the parameters each wanted.
 //
 // Passes end together: a rank that runs fewer operators than others is found at the start of backward or at its end.
@@ -32,10 +45,8 @@ namespace ds::zero {
 // The memory of a failed gather holds zeros, and the next call from the engine throws what happened.
 class ParameterGatherer : public ParameterAccess {
  public:
-  // Trainable and frozen ones. All outlive the gatherer; the communicator serves nobody else, so that gathers and
-  // reductions need no common order.
-  ParameterGatherer(const std::vector<ParameterBucket*>& buckets, comm::Communicator& communicator,
-                    GatherLimits limits);
+  // Trainable and frozen ones. All outlive the gatherer.
+  ParameterGatherer(const std::vector<ParameterBucket*>& buckets, GatherRoutes routes, GatherLimits limits);
   // Waits for what is on its way. Sharded parameters lose their elements: read them before.
   ~ParameterGatherer() override;
 
@@ -47,9 +58,12 @@ class ParameterGatherer : public ParameterAccess {
   void change_mode() override;
   void wait_all() override;
 
-  // Makes a bucket whole until drop(), beside any pass. Collective; throws CommError.
+  // Makes a bucket whole until as many calls of drop(), beside any pass, with exact values (but for those of an encoded
+  // bucket). gather() is collective and throws CommError.
   void gather(size_t bucket);
   void drop(size_t bucket);
+  // Of a gathered bucket: the parameters were changed, on every rank alike.
+  void keep_changes(size_t bucket);
 
   // Most elements that were gathered at once since the last call.
   int64_t take_peak_elements();
@@ -64,13 +78,15 @@ class ParameterGatherer : public ParameterAccess {
     uint64_t last_use = 0;
     std::vector<int64_t> versions;  // of the parameters when they were gathered
     uint64_t used_by = 0;           // outermost operator that read it last
+    int held = 0;                   // gather() without drop()
+    bool exact = true;              // was gathered without loss
   };
 
   void before_read(const at::Tensor& tensor);
   void use(size_t bucket);
   bool can_be_released(const Entry& entry) const;
-  void start_gather(Entry& entry);
-  void fetch(size_t bucket);
+  void start_gather(Entry& entry, bool exact = false);
+  void fetch(size_t bucket, bool exact = false);
   void allocate(size_t bucket);
   void wait(size_t bucket);
   void release(size_t bucket);
@@ -79,18 +95,21 @@ class ParameterGatherer : public ParameterAccess {
   void make_room(int64_t elements);
   void prefetch();
   void fail(size_t bucket);
+  void note_versions(Entry& entry);
   void require_unchanged(const Entry& entry);
   void meet(const char* where);
   void rethrow();
 
   std::vector<Entry> entries_;
   std::unordered_map<const void*, size_t> bucket_of_storage_;
-  comm::Communicator& communicator_;
+  comm::Communicator& communicator_;  // of slices
+  comm::Communicator* node_;
+  int bits_;
   GatherLimits limits_;
   UseTrace trace_;
+  GatherMemory memory_;
   size_t current_ = 0;  // used last
   uint64_t uses_ = 0;
-  int held_ = 0;         // gather() without drop()
   int64_t sharded_ = 0;  // elements of all sharded buckets
   int64_t live_ = 0;     // elements of sharded buckets that are coming or whole
   int64_t coming_ = 0;   // of these, coming

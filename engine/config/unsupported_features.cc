@@ -28,11 +28,6 @@ void collect_zero(const ZeroSection& s, Collector& out) {
   out.later(s.optimizer_device() != OffloadDevice::kNone, z + "offload_optimizer.device", "use \"none\"");
   out.later(s.param_device() != OffloadDevice::kNone, z + "offload_param.device", "use \"none\"");
   out.later(s.zenflow.has_value(), z + "zenflow", "remove it");
-  out.later(s.zero_hpz_partition_size > 1, z + "zero_hpz_partition_size", "use 1");
-  out.later(s.zero_quantized_weights, z + "zero_quantized_weights", "use false");
-  out.later(s.zero_quantized_nontrainable_weights, z + "zero_quantized_nontrainable_weights", "use false");
-  out.later(s.zero_quantized_gradients, z + "zero_quantized_gradients", "use false");
-  out.later(s.mics_shard_size > 0, z + "mics_shard_size", "remove it");
   out.later(s.zeropp_loco_param.has_value(), z + "zeropp_loco_param", "remove it");
 }
 
@@ -79,15 +74,6 @@ void collect_parallel(const DsConfig& c, Collector& out) {
   out.later(c.sequence_parallel_size.value_or(1) > 1, "sequence_parallel_size", "use 1");
 }
 
-void collect_memory(const ActivationCheckpointingSection& s, Collector& out) {
-  const std::string a = "activation_checkpointing.";
-  out.later(s.partition_activations, a + "partition_activations", "use false");
-  out.later(s.cpu_checkpointing, a + "cpu_checkpointing", "use false");
-  out.later(s.contiguous_memory_optimization, a + "contiguous_memory_optimization", "use false");
-  out.later(s.synchronize_checkpoint_boundary, a + "synchronize_checkpoint_boundary", "use false");
-  out.later(s.profile, a + "profile", "use false");
-}
-
 void collect_compression(const CompressionTrainingSection& s, Collector& out) {
   const std::string p = "compression_training.";
   out.later(s.layer_reduction.enabled, p + "layer_reduction", "turn it off");
@@ -125,7 +111,6 @@ std::vector<UnsupportedFeature> unsupported_features(const DsConfig& config) {
   collect_optimizer(config, out);
   collect_precision(config, out);
   collect_parallel(config, out);
-  collect_memory(config.activation_checkpointing, out);
   collect_compression(config.compression_training, out);
   collect_features(config, out);
   return out.take();

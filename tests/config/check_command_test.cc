@@ -72,10 +72,10 @@ TEST(CheckCommand, AllMistakesGoToTheErrorStream) {
 }
 
 TEST(CheckCommand, RefusesWhatThisVersionLacks) {
-  const ScratchFile file(R"({"train_batch_size": 2, "zero_optimization": {"zero_hpz_partition_size": 2}})");
+  const ScratchFile file(R"({"train_batch_size": 2, "zero_optimization": {"zeropp_loco_param": {}}})");
   const Outcome outcome = run({.config = file.path(), .world_size = 2, .json = true});
   EXPECT_EQ(outcome.code, 2);
-  EXPECT_THAT(outcome.err, HasSubstr("zero_optimization.zero_hpz_partition_size"));
+  EXPECT_THAT(outcome.err, HasSubstr("zero_optimization.zeropp_loco_param"));
   EXPECT_EQ(nlohmann::json::parse(outcome.out)["ok"], false);
 }
 

@@ -256,9 +256,9 @@ TEST(EngineUsage, InitializeRefusesWhatItCannotRun) {
     config.erase("optimizer");
     EXPECT_THAT([&] { begin(config); }, ThrowsMessage<ConfigError>(HasSubstr("client optimizer")));
     config = small_config(3, 1);
-    config["zero_optimization"]["zero_quantized_weights"] = true;
+    config["zero_optimization"]["zeropp_loco_param"] = nlohmann::json::object();
     EXPECT_THAT([&] { begin(config); },
-                ThrowsMessage<ConfigError>(HasSubstr("zero_optimization.zero_quantized_weights")));
+                ThrowsMessage<ConfigError>(HasSubstr("zero_optimization.zeropp_loco_param")));
     config = small_config(0, 1);
     config["gradient_clip_by_value"] = 1.0;
     config["gradient_clipping"] = 1.0;

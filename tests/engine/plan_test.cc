@@ -122,7 +122,7 @@ TEST(Plan, RefusalsNameBothKeys) {
       ThrowsMessage<ConfigError>(AllOf(HasSubstr("data_parallel_size"), HasSubstr("expected 4"))));
   EXPECT_THAT(
       [] {
-        plan_of({{"zero_optimization", {{"zero_hpz_partition_size", 2}}}});
+        plan_of({{"zero_optimization", {{"stage", 3}, {"zero_hpz_partition_size", 3}}}});
       },
       ThrowsMessage<ConfigError>(HasSubstr("zero_optimization.zero_hpz_partition_size")));
   EXPECT_EQ(plan_of({{"gradient_clip_by_value", 1.0}}).clip_norm, 0.0);  // the default norm gives way

@@ -58,7 +58,7 @@ struct Ranked {
       const at::Tensor values = flatten(layout, parameters, at::kFloat);
       buckets.emplace_back(std::move(layout), parameters, values, at::kFloat);
     }
-    reducer = std::make_unique<GradientReducer>(buckets, parameters, communicator, options);
+    reducer = std::make_unique<GradientReducer>(buckets, parameters, ReduceRoutes{communicator}, options);
   }
 
   void backward(int rank, int pass, bool synchronize, bool boundary, bool go_left) {
@@ -253,7 +253,7 @@ TEST(Reducer, Stage2HoldsTheBucketThatFillsAndTwoOnTheirWay) {
       buckets.emplace_back(std::move(layout), parameters, values, at::kFloat);
     }
     ASSERT_EQ(buckets.size(), 8U);
-    GradientReducer reducer(buckets, parameters, communicator,
+    GradientReducer reducer(buckets, parameters, ReduceRoutes{communicator},
                             {.policy = ReductionPolicy::kReduceScatterEveryBackward});
     for (int pass = 0; pass < 4; ++pass) {
       reducer.begin_backward(true, pass == 3);

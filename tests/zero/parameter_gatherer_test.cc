@@ -39,7 +39,7 @@ class ShardedLayers {
       bucket.shard(communicator.rank());
       all.push_back(&bucket);
     }
-    gatherer = std::make_unique<ParameterGatherer>(all, *group_, limits);
+    gatherer = std::make_unique<ParameterGatherer>(all, GatherRoutes{*group_}, limits);
   }
 
   // Layers in the given order, and a loss.

@@ -1,0 +1,37 @@
+// Joining the ranks of a job before there is an engine: deepspeed.init_distributed.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "comm/backend.h"
+#include "comm/communicator.h"
+
+namespace ds::engine {
+
+struct InitDistributedOptions {
+  std::string device;                  // "cpu" (also when empty), "cuda" (the one of this rank on its host) or "cuda:N"
+  std::string init_method = "env://";  // "tcp://host:port", "file:///path"
+  comm::Backend backend = comm::Backend::kAuto;
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+};
+
+struct Distributed {
+  std::shared_ptr<comm::Communicator> ranks;  // all of the job
+  int local_rank = 0;                         // position among those of this host
+  c10::Device device = c10::kCPU;
+};
+
+// Only needed where ranks talk before engine::initialize (zero::Init, a program's own collectives), which takes the
+// result as .communicator. Throws as comm::rendezvous and comm::make_communicator.
+Distributed init_distributed(const InitDistributedOptions& options = {});
+
+// "cpu", "cuda" or "cuda:N"; ConfigError naming the option for anything else. Loads LibTorch's CUDA half for CUDA.
+c10::Device parse_device(const std::string& name);
+// The same; "cuda" is cuda:`local_rank`.
+c10::Device device_of_rank(const std::string& name, int local_rank);
+
+}  // namespace ds::engine

@@ -1,0 +1,112 @@
+#include "engine/start_values.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+
+#include <exception>
+#include <set>
+
+#include "core/check.h"
+#include "core/log.h"
+
+namespace ds::engine {
+
+StartValues::StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init,
+                         at::Device device, comm::Communicator& world)
+    : from_file_(!weights.empty()), init_(init), device_(device), world_(world) {
+  for (const auto& item : module.named_parameters()) names_[item.value().unsafeGetTensorImpl()].push_back(item.key());
+  for (const auto& item : module.named_buffers()) names_[item.value().unsafeGetTensorImpl()].push_back(item.key());
+  if (!from_file_) return;
+  // Rank 0's verdict is shared before anybody waits for values.
+  std::exception_ptr failure;
+  if (world_.rank() == 0) {
+    try {
+      check_file(module, weights);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  at::Tensor failed = at::scalar_tensor(failure ? 1 : 0, at::TensorOptions().dtype(at::kLong)).view({1}).to(device_);
+  if (world_.size() > 1) world_.broadcast(failed, 0, "weight file").wait();
+  if (failure) std::rethrow_exception(failure);
+  require<IoError>(failed.item<int64_t>() == 0, "initialize: .weights: rank 0 could not use ", weights,
+                   ", its message says why");
+}
+
+void StartValues::check_file(const torch::nn::Module& module, const std::string& weights) {
+  file_.emplace(weights);
+  std::set<std::string> used;
+  const auto check = [&](const std::string& first, const at::Tensor& tensor, bool needed) {
+    const std::string name = name_in_file(tensor);
+    require(!name.empty() || !needed, "initialize: .weights: ", weights, " has no tensor \"", first, "\"; it has ",
+            file_->entries().size(), " tensors, the first is \"",
+            file_->entries().empty() ? "" : file_->entries().front().name, "\"");
+    if (name.empty()) return;
+    used.insert(names_.at(tensor.unsafeGetTensorImpl()).begin(), names_.at(tensor.unsafeGetTensorImpl()).end());
+    for (const SafetensorsFile::Entry& entry : file_->entries()) {
+      if (entry.name != name) continue;
+      require(at::IntArrayRef(entry.sizes) == tensor.sizes(), "initialize: .weights: ", weights, ": tensor \"", name,
+              "\": expected shape ", tensor.sizes(), ", found ", at::IntArrayRef(entry.sizes));
+    }
+  };
+  for (const auto& item : module.named_parameters()) check(item.key(), item.value(), /*needed=*/true);
+  for (const auto& item : module.named_buffers()) check(item.key(), item.value(), item.value().is_meta());
+  for (const SafetensorsFile::Entry& entry : file_->entries()) {
+    if (!used.contains(entry.name)) log::warning(weights, ": tensor \"", entry.name, "\" is not in the model");
+  }
+}
+
+std::string StartValues::name_in_file(const at::Tensor& tensor) const {
+  for (const std::string& name : names_.at(tensor.unsafeGetTensorImpl())) {
+    if (file_->contains(name)) return name;
+  }
+  return {};
+}
+
+// What to copy from; undefined where rank 0's values come over anyway.
+at::Tensor StartValues::source(const zero::Parameter& tensor) const {
+  if (!from_file_) {
+    require(!tensor.tensor.is_meta(), "initialize: ", tensor.name, " is on the meta device and has no values; pass ",
+            ".weights = \"model.safetensors\"");
+    return tensor.tensor.detach();
+  }
+  if (world_.rank() != 0) return {};
+  const std::string name = name_in_file(tensor.tensor);
+  return name.empty() ? tensor.tensor.detach() : file_->tensor(name);
+}
+
+at::Tensor StartValues::of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters) {
+  const at::NoGradGuard no_grad;
+  at::Tensor flat = at::empty({layout.numel}, at::TensorOptions().dtype(at::kFloat).device(device_));
+  for (const auto& [offset, length] : zero::padding_of(layout)) flat.narrow(0, offset, length).zero_();
+  for (const Segment& segment : layout.segments) {
+    const zero::Parameter& parameter = parameters[static_cast<size_t>(segment.parameter)];
+    const at::Tensor from = source(parameter);
+    if (from.defined()) zero::view_of(flat, segment, parameter.tensor).copy_(from);
+  }
+  if (init_) {
+    init_->rethrow();
+    for (const Segment& segment : layout.segments) {
+      init_->forget(parameters[static_cast<size_t>(segment.parameter)].tensor);
+    }
+  }
+  if (world_.size() > 1) world_.broadcast(flat, 0, "initial parameters").wait();
+  return flat;
+}
+
+at::Tensor StartValues::of(const zero::Parameter& tensor) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor values =
+      at::empty(tensor.tensor.sizes(), tensor.tensor.options().device(device_).requires_grad(false));
+  const at::Tensor from = source(tensor);
+  if (from.defined()) values.copy_(from);
+  if (init_) {
+    init_->rethrow();
+    init_->forget(tensor.tensor);
+  }
+  if (world_.size() > 1 && values.numel() > 0) world_.broadcast(values, 0, tensor.name).wait();
+  return values;
+}
+
+}  // namespace ds::engine

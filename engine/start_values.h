@@ -1,0 +1,48 @@
+// Where the parameters of a model get their first values from: the module itself or a weight file, rank 0's in any
+// case.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/safetensors.h"
+#include "zero/init.h"
+#include "zero/parameter_bucket.h"
+
+namespace ds::engine {
+
+// Collective on `world` throughout: all ranks ask for the same things in the same order.
+class StartValues {
+ public:
+  // `weights`: a safetensors file, read by rank 0 alone; empty: the module's own values. `init`: has sliced parameters
+  // of the module, or null. Values are made on `device`. Throws IoError and UsageError on every rank when the file
+  // cannot be read, lacks a parameter under all its names, or has one of another shape; UsageError for a tensor on the
+  // meta device that the file does not give.
+  StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init, at::Device device,
+              comm::Communicator& world);
+
+  // Values of a whole bucket, float32 [layout.numel]; padding is zero. The parameters may get other memory afterwards.
+  at::Tensor of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters);
+  // Values of one tensor in its own dtype.
+  at::Tensor of(const zero::Parameter& tensor);
+
+ private:
+  void check_file(const torch::nn::Module& module, const std::string& weights);
+  std::string name_in_file(const at::Tensor& tensor) const;
+  at::Tensor source(const zero::Parameter& tensor) const;
+
+  std::optional<SafetensorsFile> file_;                    // rank 0
+  std::map<const void*, std::vector<std::string>> names_;  // of parameters and buffers, by identity
+  bool from_file_ = false;
+  zero::Init* init_;
+  at::Device device_;
+  comm::Communicator& world_;
+};
+
+}  // namespace ds::engine

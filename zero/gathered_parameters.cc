@@ -1,0 +1,107 @@
+#include "zero/gathered_parameters.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <exception>
+#include <utility>
+
+#include "core/check.h"
+#include "core/log.h"
+
+namespace ds::zero {
+
+GatheredParameters::GatheredParameters(Scope scope)
+    : scope_(std::move(scope)), exceptions_(std::uncaught_exceptions()) {
+  try {
+    for (const auto& [index, bucket] : scope_.buckets) {
+      if (scope_.gatherer) scope_.gatherer->gather(index);
+      ++gathered_;
+    }
+    for (const Parameter* parameter : parameters()) versions_.push_back(parameter->tensor._version());
+  } catch (...) {
+    give_back();
+    throw;
+  }
+}
+
+GatheredParameters::~GatheredParameters() {
+  if (!open_) return;
+  try {
+    if (std::uncaught_exceptions() > exceptions_) {
+      give_back();
+    } else {
+      close();
+    }
+  } catch (const std::exception& error) {
+    log::error("gathered parameters: ", error.what());
+  }
+}
+
+void GatheredParameters::close() {
+  require(open_, "gathered parameters: close() was called twice");
+  try {
+    if (scope_.modifier_rank) {
+      share_changes();
+    } else {
+      require_unchanged();
+    }
+  } catch (...) {
+    try {
+      give_back();
+    } catch (const std::exception&) {  // follows from the first failure
+    }
+    throw;
+  }
+  give_back();
+}
+
+std::vector<const Parameter*> GatheredParameters::parameters() const {
+  std::vector<const Parameter*> all;
+  for (const auto& [index, bucket] : scope_.buckets) {
+    for (const Parameter& parameter : bucket->parameters()) all.push_back(&parameter);
+  }
+  for (const Parameter& parameter : scope_.others) all.push_back(&parameter);
+  return all;
+}
+
+void GatheredParameters::require_unchanged() const {
+  const std::vector<const Parameter*> all = parameters();
+  for (size_t i = 0; i < all.size(); ++i) {
+    require(all[i]->tensor._version() == versions_[i], "gathered parameters: parameter ", all[i]->name,
+            " was changed in a scope without a modifier rank, so that ranks may differ now. Expected ",
+            "engine->gathered_parameters(parameters, /*modifier_rank=*/0) around changes");
+  }
+}
+
+void GatheredParameters::share_changes() {
+  const at::NoGradGuard no_grad;
+  for (const auto& [index, bucket] : scope_.buckets) {
+    if (scope_.world->size() > 1) {
+      scope_.world->broadcast(bucket->flat(), *scope_.modifier_rank, "changed parameters").wait();
+    }
+    if (scope_.gatherer) scope_.gatherer->keep_changes(index);
+    scope_.changed(index);
+  }
+  for (const Parameter& parameter : scope_.others) {
+    const at::Tensor values = parameter.tensor.detach().contiguous();
+    if (scope_.world->size() > 1) scope_.world->broadcast(values, *scope_.modifier_rank, parameter.name).wait();
+    if (!values.is_alias_of(parameter.tensor)) parameter.tensor.detach().copy_(values);
+  }
+}
+
+void GatheredParameters::give_back() {
+  open_ = false;
+  std::exception_ptr failure;
+  for (size_t i = 0; i < gathered_ && scope_.gatherer; ++i) {
+    try {
+      scope_.gatherer->drop(scope_.buckets[i].first);
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  gathered_ = 0;
+  if (scope_.closed) std::exchange(scope_.closed, nullptr)();
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace ds::zero
