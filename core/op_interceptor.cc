@@ -44,6 +44,13 @@ struct InterceptorCallback {
     Thread& thread;
   };
 
+  // Ends with what a callback throws too, which LibTorch only logs.
+  struct Visit {
+    explicit Visit(Thread& of) : thread(of) { thread.visiting = true; }
+    ~Visit() { thread.visiting = false; }
+    Thread& thread;
+  };
+
   static void visit(const Thread& thread, const c10::IValue& value) {
     if (value.isTensor()) {
       const at::Tensor& tensor = value.toTensor();
@@ -58,9 +65,8 @@ struct InterceptorCallback {
     Thread* const thread = serving();
     if (thread == nullptr || thread->visiting) return nullptr;
     auto running = std::make_unique<Running>(*thread);
-    thread->visiting = true;
+    const Visit guard(*thread);
     for (const c10::IValue& input : function.inputs()) visit(*thread, input);
-    thread->visiting = false;
     return running;
   }
 };

@@ -129,8 +129,9 @@ class Engine {
   std::vector<std::pair<std::string, at::Tensor>> module_state_dict();
   // Writes parameters (under all their names) and buffers in the model's dtype to folder/filename, a safetensors file,
   // one parameter at a time, by rank 0; the folder is made when it is missing. Returns the path. Collective; when the
-  // file cannot be written, every rank throws IoError and an older file is left as it was. At stage 3 throws UsageError
-  // unless zero_optimization.stage3_gather_16bit_weights_on_model_save is true, as DeepSpeed.
+  // file cannot be written, every rank throws (rank 0 the cause, the others IoError) and an older file is left as it
+  // was. At stage 3 throws UsageError unless zero_optimization.stage3_gather_16bit_weights_on_model_save is true, as
+  // DeepSpeed.
   std::string save_16bit_model(const std::string& folder, const std::string& filename = "model.safetensors",
                                bool exclude_frozen_parameters = false);
   // Whole float32 weights by name, on the host: masters of what is trained (a tied weight once, under its first name),
@@ -141,9 +142,12 @@ class Engine {
   // tensors themselves.
   struct ModelStateBytes {
     int64_t parameters = 0, gradients = 0, master = 0, optimizer = 0;
+    int64_t gathered = 0;   // stage 3: parameters that were whole for operators, at once, at most in the last step
+    int64_t secondary = 0;  // zero_hpz_partition_size: slices for the ranks of a node, as long as they are valid
     int64_t total() const { return parameters + gradients + master + optimizer; }
   };
-  // Gradients are counted at their peak during the last step.
+  // Gradients are counted at their peak during the last step. `gathered` and `secondary` come on top of total() during
+  // a step.
   ModelStateBytes model_state_bytes() const;
 
   struct Impl;

@@ -69,7 +69,9 @@ struct Engine::Impl {
   bool step_applied = false;
   std::optional<double> gradient_norm;
   int64_t gradient_bytes = 0;  // peak of the last step
+  int64_t gathered_bytes = 0;  // likewise
   int gathered_scopes = 0;     // of gathered_parameters() that are open
+  int read_only_scopes = 0;    // those of them without a modifier rank
 
   // Stage 3: calls `use` for each bucket from `first` on (trainable ones, then frozen ones) while its parameters are
   // whole. Collective.

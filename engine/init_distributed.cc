@@ -2,7 +2,6 @@
 
 #include "comm/cuda_plugin.h"
 #include "comm/factory.h"
-#include "comm/rendezvous.h"
 #include "core/check.h"
 #include "core/log.h"
 
@@ -21,10 +20,23 @@ c10::Device device_of_rank(const std::string& name, int local_rank) {
   return device;
 }
 
+int ranks_per_host(const comm::Rendezvous& meeting) {
+  const auto size = static_cast<size_t>(meeting.local_world_size);
+  int next = 0;
+  for (const std::vector<int>& host : meeting.hosts()) {
+    if (host.size() != size) return 1;
+    for (const int rank : host) {
+      if (rank != next++) return 1;
+    }
+  }
+  return meeting.local_world_size;
+}
+
 Distributed init_distributed(const InitDistributedOptions& options) {
   Distributed result;
   const comm::Rendezvous meeting = comm::rendezvous({.init_method = options.init_method, .timeout = options.timeout});
   result.local_rank = meeting.local_rank;
+  result.ranks_per_host = ranks_per_host(meeting);
   result.device = device_of_rank(options.device, meeting.local_rank);
   log::set_rank(meeting.rank, meeting.world_size);
   result.ranks = comm::make_communicator(meeting, result.device, options.backend);

@@ -9,6 +9,7 @@
 
 #include "comm/backend.h"
 #include "comm/communicator.h"
+#include "comm/rendezvous.h"
 
 namespace ds::engine {
 
@@ -22,16 +23,18 @@ struct InitDistributedOptions {
 struct Distributed {
   std::shared_ptr<comm::Communicator> ranks;  // all of the job
   int local_rank = 0;                         // position among those of this host
+  int ranks_per_host = 1;                     // where all hosts have as many, consecutive ones; else 1
   c10::Device device = c10::kCPU;
 };
 
 // Only needed where ranks talk before engine::initialize (zero::Init, a program's own collectives), which takes the
-// result as .communicator. Throws as comm::rendezvous and comm::make_communicator.
+// result as .distributed. Throws as comm::rendezvous and comm::make_communicator.
 Distributed init_distributed(const InitDistributedOptions& options = {});
 
 // "cpu", "cuda" or "cuda:N"; ConfigError naming the option for anything else. Loads LibTorch's CUDA half for CUDA.
 c10::Device parse_device(const std::string& name);
-// The same; "cuda" is cuda:`local_rank`.
+int ranks_per_host(const comm::Rendezvous& meeting);  // as in Distributed
+// As parse_device; "cuda" is cuda:`local_rank`.
 c10::Device device_of_rank(const std::string& name, int local_rank);
 
 }  // namespace ds::engine

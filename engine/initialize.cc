@@ -54,12 +54,14 @@ void configure_activation_checkpoints(const config::DsConfig& config) {
   require<ConfigError>(section.number_checkpoints.value_or(1) > 0,
                        "activation_checkpointing.number_checkpoints: expected a positive number, found ",
                        section.number_checkpoints.value_or(0), "; it is the number of regions of one forward pass");
-  offload::configure_checkpointing({.cpu_checkpointing = section.cpu_checkpointing,
-                                    .partition_activations = section.partition_activations,
-                                    .contiguous_memory_optimization = section.contiguous_memory_optimization,
-                                    .number_checkpoints = section.number_checkpoints,
-                                    .synchronize_checkpoint_boundary = section.synchronize_checkpoint_boundary,
-                                    .profile = section.profile});
+  offload::CheckpointOptions options = offload::checkpoint_options();  // what has no key is the program's
+  options.cpu_checkpointing = section.cpu_checkpointing;
+  options.partition_activations = section.partition_activations;
+  options.contiguous_memory_optimization = section.contiguous_memory_optimization;
+  options.number_checkpoints = section.number_checkpoints;
+  options.synchronize_checkpoint_boundary = section.synchronize_checkpoint_boundary;
+  options.profile = section.profile;
+  offload::configure_checkpointing(options);
 }
 
 // The data-parallel group of ranks and what this rank knows of it.
@@ -68,18 +70,6 @@ struct Ranks {
   int local_rank = 0;
   int ranks_per_host = 1;  // where all hosts have as many, consecutive ones
 };
-
-int ranks_per_host(const comm::Rendezvous& meeting) {
-  const auto size = static_cast<size_t>(meeting.local_world_size);
-  int next = 0;
-  for (const std::vector<int>& host : meeting.hosts()) {
-    if (host.size() != size) return 1;
-    for (const int rank : host) {
-      if (rank != next++) return 1;
-    }
-  }
-  return meeting.local_world_size;
-}
 
 config::DsConfig parse_config(const InitializeOptions& options, int dp_world_size) {
   return config::parse(options.config, {.dp_world_size = dp_world_size, .auto_values = options.auto_values});
@@ -93,21 +83,38 @@ void require_data_parallel(const comm::DeviceMesh& mesh) {
   }
 }
 
+// The group that the program gives, and the device on it.
+Ranks given_ranks(const InitializeOptions& options, at::Device& device) {
+  if (options.distributed) {
+    const Distributed& job = *options.distributed;
+    device = options.device.empty() ? job.device : device_of_rank(options.device, job.local_rank);
+    return {job.ranks, job.local_rank, job.ranks_per_host};
+  }
+  const auto group = options.mesh           ? options.mesh->world()
+                     : options.communicator ? options.communicator
+                                            : options.init->ranks();
+  device = parse_device(options.device);
+  if (device.is_cuda() && !device.has_index()) {
+    require<ConfigError>(group->size() == 1, "initialize: .device: expected cuda:N with a group of ", group->size(),
+                         " ranks, found cuda; name the device of this rank, or pass .distributed");
+    device.set_index(0);
+  }
+  if (options.mesh) require_data_parallel(*options.mesh);
+  return {group, group->rank()};
+}
+
 // The program's mesh or group, or the ranks of the environment. Reads the config once the number of ranks is known.
 // Gives a "cuda" without number the one of this rank on its host.
 Ranks join(const InitializeOptions& options, at::Device& device, config::DsConfig& config) {
-  const int given = (options.mesh ? 1 : 0) + (options.communicator ? 1 : 0) + (options.init ? 1 : 0);
-  require(given <= 1, "initialize: expected one of .mesh, .communicator and .init, found ", given,
+  const int given = (options.mesh ? 1 : 0) + (options.communicator ? 1 : 0) + (options.distributed ? 1 : 0);
+  require(given <= 1, "initialize: expected one of .mesh, .communicator and .distributed, found ", given,
           "; each of them names the ranks");
-  if (given == 1) {
-    device = parse_device(options.device);
-    if (device.is_cuda() && !device.has_index()) device.set_index(0);
-    if (options.mesh) require_data_parallel(*options.mesh);
-    const auto group = options.mesh   ? options.mesh->world()
-                       : options.init ? options.init->ranks()
-                                      : options.communicator;
-    config = parse_config(options, group->size());
-    return {group, group->rank()};
+  if (given == 1 || options.init) {
+    Ranks ranks = given_ranks(options, device);
+    require(!options.init || options.init->ranks() == ranks.data_parallel, "initialize: .init was made over another ",
+            "group than the one given; expected zero::Init init(group) and the same group here");
+    config = parse_config(options, ranks.data_parallel->size());
+    return ranks;
   }
   // The backend is a key of the config, which may need the number of ranks to be read.
   const comm::Rendezvous meeting = comm::rendezvous({.init_method = options.init_method, .timeout = options.timeout});
@@ -189,7 +196,13 @@ void predict_exactly(Engine::Impl& impl, int64_t trainable) {
     if (bucket.layout().persistent) question.persistent_elements += bucket.layout().numel;
   }
   question.frozen_bytes = impl.frozen_bytes();
+  for (const zero::ParameterBucket& bucket : impl.frozen_buckets) {
+    if (!bucket.sharded()) continue;
+    question.frozen_elements += bucket.layout().numel;
+    question.largest_frozen_bucket = std::max(question.largest_frozen_bucket, bucket.layout().numel);
+  }
   impl.plan.bytes = zero::predict_model_state(question);
+  impl.plan.step_bytes = zero::predict_step(question);
   // How much of a model is matrices is known only now.
   if (impl.plan.optimizer == "Muon") impl.plan.bytes->optimizer = impl.optimizer->state_bytes();
 }
@@ -197,7 +210,8 @@ void predict_exactly(Engine::Impl& impl, int64_t trainable) {
 // All that must be the same on every rank beside the model.
 std::string settings_text(const InitializeOptions& options, const config::DsConfig& config,
                           const OptimizerGroups& groups) {
-  std::string text = cat(config.text.dump(), options.optimizer ? " client optimizer" : "");
+  std::string text = cat(config.text.dump(), options.optimizer ? " client optimizer" : "",
+                         options.weights.empty() ? "" : " weights", options.init ? " init" : "");
   for (const int group : groups.group_of) text += cat(' ', group);
   for (const optim::GroupOptions& group : groups.options) text += cat(" lr ", group.lr, " decay ", group.weight_decay);
   return text;

@@ -15,6 +15,7 @@
 #include "comm/device_mesh.h"
 #include "engine/config/ds_config.h"
 #include "engine/data_loader.h"
+#include "engine/init_distributed.h"
 #include "engine/lr_scheduler.h"
 #include "optim/shard_optimizer.h"
 #include "zero/init.h"
@@ -40,13 +41,15 @@ struct InitializeOptions {
   TrainingData training_data;
   // Overrides the config's scheduler: step number k = 0, 1, ... -> factor on the group's lr.
   std::function<double(int64_t)> lr_scheduler;
-  // Under which the model was built; its group of ranks is used. Outlives initialize().
+  // Under which the model was built, on every rank. Its group of ranks is used, if none is given. Outlives
+  // initialize().
   zero::Init* init = nullptr;
-  // A safetensors file with the parameters' first values, by name, read by rank 0 alone; empty: the module has them. A
-  // model whose tensors are on the meta device needs it.
+  // A safetensors file with the parameters' first values, by name; empty: the module has them. A model whose tensors
+  // are on the meta device needs it. Given on every rank, opened by rank 0 alone.
   std::string weights;
-  // An existing group of ranks (engine::init_distributed, tests, embedding); else the environment decides (see
-  // comm/rendezvous.h).
+  // What engine::init_distributed returned; else the environment decides (see comm/rendezvous.h).
+  std::optional<Distributed> distributed;
+  // Or an existing group of ranks (tests, embedding).
   std::shared_ptr<comm::Communicator> communicator;
   // Or a grid of ranks: the engine trains data parallel over all of it. Axes "pipe", "sequence" and "tensor" longer
   // than one are refused.

@@ -164,11 +164,14 @@ BucketedModel build_buckets(const ModelParameters& parameters, const std::vector
   }
   for (const zero::Parameter& buffer : parameters.buffers) {
     at::Tensor tensor = buffer.tensor;
-    const at::Tensor values = start.of(buffer);
-    if (tensor.device() == values.device()) {
-      tensor.copy_(values);
-    } else {
-      zero::point_to(tensor, values);
+    if (!start.keeps(tensor)) {
+      const at::Tensor values = start.of(buffer);
+      // Other tensors may share a buffer's memory, unless it is spread over fewer elements than it shows.
+      if (tensor.device() == values.device() && tensor.is_non_overlapping_and_dense()) {
+        tensor.copy_(values);
+      } else {
+        zero::point_to(tensor, values);
+      }
     }
     if (options.buffer_dtype && tensor.is_floating_point()) tensor.set_data(tensor.to(*options.buffer_dtype));
   }

@@ -252,8 +252,8 @@ void add_activation_rows(const DsConfig& config, Plan& plan) {
   };
   add(section.cpu_checkpointing, "cpu_checkpointing", "inputs of checkpointed regions are kept on the host",
       "activation_checkpointing.cpu_checkpointing: true; no effect where the device is the CPU");
-  add(section.partition_activations, "partition_activations", "no effect",
-      "no ranks share a layer, so none has the same activations as another");
+  add(section.partition_activations, "partition_activations", "no effect by itself",
+      "needs offload::CheckpointOptions::tensor_parallel_group, which the program sets");
   add(section.contiguous_memory_optimization && !section.cpu_checkpointing, "contiguous_memory_optimization",
       "no effect", "it packs the copies of partition_activations and cpu_checkpointing; without them there are none");
   add(section.contiguous_memory_optimization && section.cpu_checkpointing, "contiguous_memory_optimization",
@@ -288,7 +288,8 @@ void add_rows_without_effect(const DsConfig& config, Plan& plan) {
   moot(zero.zero_quantized_nontrainable_weights && !plan.gather, "zero_quantized_nontrainable_weights",
        "parameters are whole already");
   moot(zero.zero_quantized_gradients && plan.gradient_bits == 0, "zero_quantized_gradients",
-       plan.partition_optimizer ? "one rank has nothing to reduce" : "stage 0 reduces whole buckets by all-reduce");
+       plan.partition_optimizer ? "no ranks share slices; copies are joined as they are"
+                                : "stage 0 reduces whole buckets by all-reduce");
   moot(zero.mics_hierarchical_params_gather, "mics_hierarchical_params_gather",
        "collectives go through shared memory inside a host and between hosts once already");
 }
@@ -350,7 +351,8 @@ zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, i
           .weight_bits = plan.weight_bits,
           .gradient_bits = plan.gradient_bits,
           .gradient_node_ranks = plan.gradient_node_ranks,
-          .accumulation_steps = config.gradient_accumulation_steps};
+          .accumulation_steps = config.gradient_accumulation_steps,
+          .gather = plan.gather};
 }
 
 Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts& facts) {
@@ -364,7 +366,12 @@ Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts
   plan.schedule = config.scheduler.type;
   plan.backend = config.communication_backend;
   plan.parameters = facts.parameters;
-  if (plan.parameters) plan.bytes = zero::predict_model_state(memory_question(config, plan, *plan.parameters));
+  plan.activation_bytes = facts.activation_bytes;
+  if (plan.parameters) {
+    const zero::MemoryQuestion question = memory_question(config, plan, *plan.parameters);
+    plan.bytes = zero::predict_model_state(question);
+    plan.step_bytes = zero::predict_step(question);
+  }
   add_rows(config, plan);
   return plan;
 }
@@ -379,6 +386,15 @@ std::string to_table(const Plan& plan) {
                         ", gradients ", mebibytes(bytes.gradients), ", master ", mebibytes(bytes.master),
                         ", optimizer ", mebibytes(bytes.optimizer)),
                     cat("predicted for ", plan.parameters.value_or(0), " trainable elements")});
+    const int64_t most = bytes.total() + plan.step_bytes.gathered + plan.step_bytes.secondary + plan.activation_bytes;
+    if (most > bytes.total()) {
+      rows.push_back(
+          {"in a step",
+           cat("about ", mebibytes(most), " MiB per rank: gathered parameters at most ", mebibytes(plan.step_bytes.gathered),
+               plan.step_bytes.secondary > 0 ? cat(", secondary slices ", mebibytes(plan.step_bytes.secondary)) : "",
+               plan.activation_bytes > 0 ? cat(", activations ", mebibytes(plan.activation_bytes)) : "", " on top"),
+           plan.activation_bytes > 0 ? "predicted" : "predicted, without activations"});
+    }
   }
   size_t what_width = 0;
   size_t choice_width = 0;

@@ -75,12 +75,15 @@ struct Plan {
   std::vector<PlanRow> rows;
   std::optional<int64_t> parameters;
   std::optional<zero::ModelStateBytes> bytes;  // predicted per rank, when `parameters` is known
+  zero::StepBytes step_bytes;                  // likewise, on top during a step
+  int64_t activation_bytes = 0;                // likewise: what PlanFacts says
 };
 
 // What the program adds to the config.
 struct PlanFacts {
   std::optional<int64_t> parameters;  // trainable elements of the model; sets Plan::bytes
   bool client_optimizer = false;      // replaces the config's
+  int64_t activation_bytes = 0;       // of a micro-batch on one rank, as memory_breakdown reports them
 };
 
 // Throws ConfigError, naming both keys, for combinations that exclude each other, and for features this build lacks.

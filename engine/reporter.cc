@@ -1,5 +1,7 @@
 #include "engine/reporter.h"
 
+#include <algorithm>
+
 #include "core/log.h"
 #include "engine/engine.h"
 #include "offload/activation_checkpoint.h"
@@ -27,6 +29,7 @@ Reporter::Reporter(const config::DsConfig& config, int rank)
       forward_begin_(profiling::monotonic_seconds()),
       last_step_end_(forward_begin_) {
   if (!is_first_rank_) return;
+  if (memory_) tensors_.emplace();
   if (config.csv_monitor.enabled) {
     monitors_.push_back(profiling::make_csv_monitor(config.csv_monitor.output_path, config.csv_monitor.job_name));
   }
@@ -38,12 +41,14 @@ Reporter::Reporter(const config::DsConfig& config, int rank)
 
 void Reporter::backward_begins() {
   backward_begin_ = profiling::monotonic_seconds();
+  if (tensors_) activation_bytes_ = std::max(activation_bytes_, tensors_->live_bytes() - before_forward_);
   // What lies between two calls of the engine is the program's forward.
   timers_.add(Phase::kForward, backward_begin_ - forward_begin_);
 }
 
 void Reporter::backward_ends() {
   forward_begin_ = profiling::monotonic_seconds();
+  if (tensors_) before_forward_ = tensors_->live_bytes();
   timers_.add(Phase::kBackward, forward_begin_ - backward_begin_);
   timers_.add(Phase::kBackwardInner, forward_begin_ - backward_begin_);
 }
@@ -57,6 +62,7 @@ void Reporter::step_ends(const Engine& engine) {
   timers_.add(Phase::kStep, now - step_begin_);
   throughput_.add_step(now - last_step_end_, engine.train_batch_size());
   last_step_end_ = forward_begin_ = now;
+  if (tensors_) before_forward_ = tensors_->live_bytes();
   if (!is_first_rank_) return;
   if (!monitors_.empty()) write_events(engine);
   if (steps_per_print_ > 0 && engine.global_steps() % steps_per_print_ == 0) {
@@ -79,14 +85,17 @@ void Reporter::print_step(const Engine& engine) const {
             ", mom=", momenta, "], ", throughput_.summary());
 }
 
-void Reporter::print_memory(const Engine& engine) const {
+void Reporter::print_memory(const Engine& engine) {
   constexpr double kMebibyte = 1024.0 * 1024.0;
   const auto mebibytes = [](int64_t bytes) { return fixed(static_cast<double>(bytes) / kMebibyte, 1); };
   const Engine::ModelStateBytes state = engine.model_state_bytes();
   log::info("memory (MiB) after step ", engine.global_steps(), ": resident ", mebibytes(profiling::resident_bytes()),
             ", peak ", mebibytes(profiling::peak_resident_bytes()), "; model state ", mebibytes(state.total()),
             " = parameters ", mebibytes(state.parameters), " + gradients ", mebibytes(state.gradients), " + master ",
-            mebibytes(state.master), " + optimizer ", mebibytes(state.optimizer));
+            mebibytes(state.master), " + optimizer ", mebibytes(state.optimizer), "; gathered at most ",
+            mebibytes(state.gathered), "; activations ", mebibytes(activation_bytes_), " (", activation_bytes_,
+            " bytes, for ds-tool check --activation_bytes)");
+  activation_bytes_ = 0;
 }
 
 void Reporter::print_checkpoints() {

@@ -4,11 +4,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/config/ds_config.h"
 #include "profiling/monitor.h"
 #include "profiling/step_timers.h"
+#include "profiling/tensor_memory.h"
 #include "profiling/throughput_meter.h"
 
 namespace ds::engine {
@@ -31,7 +33,7 @@ class Reporter {
 
  private:
   void print_step(const Engine& engine) const;
-  void print_memory(const Engine& engine) const;
+  void print_memory(const Engine& engine);
   // Of the regions that this thread began since the last line.
   static void print_checkpoints();
   void write_events(const Engine& engine);
@@ -44,7 +46,10 @@ class Reporter {
   std::vector<std::unique_ptr<profiling::Monitor>> monitors_;
   profiling::StepTimers timers_;
   profiling::ThroughputMeter throughput_;
-  double forward_begin_;  // end of the last step or backward
+  std::optional<profiling::TensorMemory> tensors_;  // memory_breakdown
+  int64_t before_forward_ = 0;                      // bytes of tensors when forward began
+  int64_t activation_bytes_ = 0;                    // most that a forward left for its backward since the last line
+  double forward_begin_;                            // end of the last step or backward
   double backward_begin_ = 0;
   double step_begin_ = 0;
   double last_step_end_;

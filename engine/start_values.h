@@ -29,6 +29,8 @@ class StartValues {
 
   // Values of a whole bucket, float32 [layout.numel]; padding is zero. The parameters may get other memory afterwards.
   at::Tensor of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters);
+  // The module's own values stay where they are: one rank, no file, the right device.
+  bool keeps(const at::Tensor& tensor) const { return !from_file_ && world_.size() == 1 && tensor.device() == device_; }
   // Values of one tensor in its own dtype.
   at::Tensor of(const zero::Parameter& tensor);
 

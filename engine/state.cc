@@ -22,7 +22,12 @@ at::Tensor copy_on_host(const at::Tensor& tensor) { return tensor.to(at::kCPU, /
 void Engine::Impl::for_each_whole_bucket(size_t first, const std::function<void(const zero::ParameterBucket&)>& use) {
   for (size_t b = first; b < buckets.size() + frozen_buckets.size(); ++b) {
     gatherer->gather(b);
-    use(b < buckets.size() ? buckets[b] : frozen_buckets[b - buckets.size()]);
+    try {
+      use(b < buckets.size() ? buckets[b] : frozen_buckets[b - buckets.size()]);
+    } catch (...) {
+      gatherer->drop(b);
+      throw;
+    }
     gatherer->drop(b);
   }
 }
@@ -44,6 +49,8 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
   require(!modifier_rank || (*modifier_rank >= 0 && *modifier_rank < self.communicator->size()),
           "gathered_parameters: modifier_rank: expected a rank from 0 to ", self.communicator->size() - 1, ", found ",
           modifier_rank.value_or(0));
+  require(!modifier_rank || self.read_only_scopes == 0, "gathered_parameters: a scope with a modifier rank cannot be ",
+          "opened inside one without; close the outer one first, or give it a modifier rank too");
   self.access->wait_all();
   std::set<const void*> wanted;
   for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
@@ -66,8 +73,13 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
   scope.world = self.communicator.get();
   scope.modifier_rank = modifier_rank;
   scope.changed = [&self](size_t bucket) { self.take_over_changes(bucket); };
-  scope.closed = [&self] { --self.gathered_scopes; };
+  const int read_only = modifier_rank ? 0 : 1;
+  scope.closed = [&self, read_only] {
+    --self.gathered_scopes;
+    self.read_only_scopes -= read_only;
+  };
   ++self.gathered_scopes;
+  self.read_only_scopes += read_only;
   return zero::GatheredParameters(std::move(scope));
 }
 
@@ -146,6 +158,9 @@ Engine::ModelStateBytes Engine::model_state_bytes() const {
     if (!impl_->masters[b].is_alias_of(kept)) bytes.master += static_cast<int64_t>(impl_->masters[b].nbytes());
   }
   bytes.gradients = impl_->gradient_bytes;
+  bytes.gathered = impl_->gathered_bytes;
+  for (const zero::ParameterBucket& bucket : impl_->buckets) bytes.secondary += bucket.secondary_bytes();
+  for (const zero::ParameterBucket& bucket : impl_->frozen_buckets) bytes.secondary += bucket.secondary_bytes();
   if (impl_->optimizer) bytes.optimizer = impl_->optimizer->state_bytes();
   return bytes;
 }

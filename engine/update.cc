@@ -41,6 +41,9 @@ void Engine::Impl::update() {
     step_applied = true;
   }
   gradient_bytes = reducer->take_peak_bytes();
+  if (gatherer) {
+    gathered_bytes = gatherer->take_peak_elements() * static_cast<int64_t>(buckets.front().flat().element_size());
+  }
   reducer->reset();
   if (loss_scaler) loss_scaler->update(overflow);  // last: throws when the scale cannot fall any further
 }

@@ -1,5 +1,6 @@
 #include "zero/gather_memory.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -41,6 +42,7 @@ c10::DataPtr GatherMemory::take(size_t bytes, c10::Device device) {
       free_bytes_ -= free_.front().first;
       free_.erase(free_.begin());
     }
+    const c10::DeviceGuard guard(device);
     block = device.is_cpu() ? map_pages(bytes) : c10::GetAllocator(device.type())->allocate(bytes);
   }
   taken_bytes_ += bytes;
@@ -55,6 +57,12 @@ void GatherMemory::give_back(c10::DataPtr block, size_t bytes) {
 }
 
 void GatherMemory::lend_to_kernel() {
+  // What was needed at most since the last time is what is kept.
+  while (!free_.empty() && free_bytes_ + taken_bytes_ > most_taken_bytes_) {
+    free_bytes_ -= free_.front().first;
+    free_.erase(free_.begin());
+  }
+  most_taken_bytes_ = taken_bytes_;
   for (auto& [bytes, block] : free_) madvise(block.get(), bytes, MADV_FREE);
 }
 

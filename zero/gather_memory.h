@@ -20,8 +20,10 @@ class GatherMemory {
   // With unspecified contents. Throws std::bad_alloc or what LibTorch's allocator throws when there is none.
   c10::DataPtr take(size_t bytes, c10::Device device);
   void give_back(c10::DataPtr block, size_t bytes);
-  // The kernel may take the pages of free blocks where it needs memory; until it does, taking them again costs nothing.
+  // At the end of a step: frees what was not needed since the last call. The kernel may take the pages of the other
+  // free blocks where it needs memory; until it does, taking them again costs nothing.
   void lend_to_kernel();
+  size_t free_bytes() const { return free_bytes_; }
   // Frees what no bucket has.
   void clear();
 
@@ -29,7 +31,7 @@ class GatherMemory {
   std::vector<std::pair<size_t, c10::DataPtr>> free_;  // the one given back last at the end
   size_t free_bytes_ = 0;
   size_t taken_bytes_ = 0;
-  size_t most_taken_bytes_ = 0;  // free ones and taken ones are never more
+  size_t most_taken_bytes_ = 0;  // since lend_to_kernel()
 };
 
 }  // namespace ds::zero

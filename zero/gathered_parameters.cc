@@ -18,6 +18,14 @@ GatheredParameters::GatheredParameters(Scope scope)
       ++gathered_;
     }
     for (const Parameter* parameter : parameters()) versions_.push_back(parameter->tensor._version());
+    if (!scope_.modifier_rank) return;
+    const at::NoGradGuard no_grad;
+    for (const auto& [index, bucket] : scope_.buckets) {
+      if (!bucket->sharded()) before_.emplace_back(bucket->flat(), bucket->flat().clone());
+    }
+    for (const Parameter& other : scope_.others) {
+      before_.emplace_back(other.tensor.detach(), other.tensor.detach().clone());
+    }
   } catch (...) {
     give_back();
     throw;
@@ -28,6 +36,7 @@ GatheredParameters::~GatheredParameters() {
   if (!open_) return;
   try {
     if (std::uncaught_exceptions() > exceptions_) {
+      restore();
       give_back();
     } else {
       close();
@@ -86,6 +95,14 @@ void GatheredParameters::share_changes() {
     const at::Tensor values = parameter.tensor.detach().contiguous();
     if (scope_.world->size() > 1) scope_.world->broadcast(values, *scope_.modifier_rank, parameter.name).wait();
     if (!values.is_alias_of(parameter.tensor)) parameter.tensor.detach().copy_(values);
+  }
+}
+
+void GatheredParameters::restore() {
+  const at::NoGradGuard no_grad;
+  for (const auto& [tensor, values] : before_) tensor.copy_(values);
+  for (const auto& [index, bucket] : scope_.buckets) {
+    if (scope_.gatherer && bucket->sharded()) scope_.gatherer->forget_changes(index);
   }
 }
 

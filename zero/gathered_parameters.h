@@ -35,8 +35,8 @@ class GatheredParameters {
 
   // Collective. Everything in `scope` outlives this object. Throws CommError.
   explicit GatheredParameters(Scope scope);
-  // close(), but what it throws is logged. While an exception unwinds, only this rank's memory is given back: the other
-  // ranks may never come to the exchange, and changes are lost.
+  // close(), but what it throws is logged. While an exception unwinds, parameters get the values back that they had:
+  // the other ranks may never come to the exchange.
   ~GatheredParameters();
   GatheredParameters(const GatheredParameters&) = delete;
   GatheredParameters& operator=(const GatheredParameters&) = delete;
@@ -49,11 +49,14 @@ class GatheredParameters {
   std::vector<const Parameter*> parameters() const;
   void require_unchanged() const;
   void share_changes();
+  void restore();
   void give_back();
 
   Scope scope_;
   std::vector<int64_t> versions_;  // of parameters() when the scope opened
-  size_t gathered_ = 0;            // buckets so far
+  // With a modifier rank: the values that nothing else holds, of whole buckets and of others.
+  std::vector<std::pair<at::Tensor, at::Tensor>> before_;
+  size_t gathered_ = 0;  // buckets so far
   bool open_ = true;
   int exceptions_;  // under way when the scope opened
 };

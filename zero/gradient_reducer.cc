@@ -79,6 +79,8 @@ void GradientReducer::begin_backward(bool synchronize, bool boundary) {
   const std::lock_guard lock(mutex_);
   require(!in_backward_, "backward() was called while a backward pass is running");
   require(!abandoned_, "backward() was called after one that failed; call zero_grad() first, which drops what it left");
+  require(!joined_,
+          "backward() was called after a step() that failed; call zero_grad() first, which drops what it left");
   next_ = 0;
   reduce_in_this_backward_ = synchronize && (boundary || transient());
   for (Bucket& bucket : buckets_) {

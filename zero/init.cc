@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <utility>
@@ -27,9 +29,10 @@ bool can_be_sliced(const at::Tensor& tensor) {
 // The operator that is about to read cannot be told that there is none (LibTorch swallows what a callback throws).
 void take_memory(const at::Tensor& parameter) {
   c10::StorageImpl* storage = parameter.storage().unsafeGetStorageImpl();
+  const c10::DeviceGuard guard(parameter.device());
   const size_t bytes = parameter.nbytes();
   try {
-    storage->set_data_ptr_noswap(storage->allocator()->allocate(bytes));
+    storage->set_data_ptr_noswap(c10::GetAllocator(parameter.device().type())->allocate(bytes));
   } catch (const std::exception& error) {
     log::error("zero::Init: no memory for a parameter of ", bytes, " bytes that an operator reads: ", error.what(),
                ". Reduce InitOptions::max_live, or use more ranks");
@@ -44,11 +47,11 @@ void give_memory_back(const at::Tensor& parameter) {
   storage->set_nbytes(0);
 }
 
-// Flat, with zeros up to an even part for every rank; a copy where that needs one.
-at::Tensor padded(const at::Tensor& parameter, int64_t numel) {
+// Flat on `device`, with zeros up to an even part for every rank; a copy where that needs one.
+at::Tensor padded(const at::Tensor& parameter, int64_t numel, at::Device device) {
   const at::Tensor flat = parameter.detach().view({-1});
-  if (flat.numel() == numel) return flat;
-  at::Tensor copy = at::empty({numel}, flat.options());
+  if (flat.numel() == numel) return flat.to(device);
+  at::Tensor copy = at::empty({numel}, flat.options().device(device));
   copy.narrow(0, 0, flat.numel()).copy_(flat);
   copy.narrow(0, flat.numel(), numel - flat.numel()).zero_();
   return copy;
@@ -60,18 +63,43 @@ Init::Init(std::shared_ptr<comm::Communicator> ranks, InitOptions options)
     : ranks_(std::move(ranks)),
       options_(options),
       interceptor_([this](const at::Tensor& tensor) { guarded([&] { before_read(tensor); }); }) {
-  require(ranks_ != nullptr, "zero::Init: expected a group of ranks, found none; pass engine::init_distributed()");
+  require(ranks_ != nullptr,
+          "zero::Init: expected a group of ranks, found none; pass engine::init_distributed().ranks");
   require(building == nullptr, "zero::Init: one is alive on this thread already; expected one at a time");
   require(options_.max_live >= 0 && options_.smallest >= 0, "zero::Init: expected max_live and smallest >= 0, found ",
           options_.max_live, " and ", options_.smallest);
   if (ranks_->size() == 1) return;
   require(at::isRecordFunctionEnabled(), "zero::Init sees operators through at::RecordFunction, which is disabled on ",
           "this thread; call at::enableRecordFunction(true) before it");
+  require_same_options();
   return_freed_host_memory();
   building = this;
   interceptor_.enable();
   made_handle_ = at::addThreadLocalCallback(
       at::RecordFunctionCallback(nullptr, &Init::on_made).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
+}
+
+void Init::require_same_options() {
+  const at::Tensor own = at::tensor({options_.max_live, options_.smallest}, at::kLong).to(options_.device);
+  at::Tensor all = at::empty({2 * ranks_->size()}, own.options());
+  ranks_->all_gather(all, own, "options of zero::Init").wait();
+  all = all.to(at::kCPU);
+  const auto* values = all.const_data_ptr<int64_t>();
+  for (int rank = 1; rank < ranks_->size(); ++rank) {
+    require(values[2 * rank] == values[0] && values[2 * rank + 1] == values[1], "zero::Init: expected the options of ",
+            "rank 0 on every rank, max_live ", values[0], " and smallest ", values[1], ", found ", values[2 * rank],
+            " and ", values[2 * rank + 1], " on rank ", rank);
+  }
+}
+
+Init::~Init() {
+  stop_watching();
+  const at::NoGradGuard no_grad;
+  for (const auto& entry : entries_) {
+    // Without memory a read would be a fault; without elements it is an error of shapes.
+    if (entry->whole() || entry->parameter.storage().nbytes() > 0) continue;
+    entry->parameter.set_data(at::empty({0}, entry->parameter.options().requires_grad(false)));
+  }
 }
 
 void Init::stop_watching() {
@@ -82,19 +110,12 @@ void Init::stop_watching() {
 }
 
 void Init::end() {
-  for (const auto& [storage, entry] : entries_) {
-    if (!entry.whole) return;
+  adopts_ = false;
+  candidates_.clear();
+  for (size_t i = entries_.size(); i-- > 0;) {
+    if (entries_[i]->parameter.use_count() == 1) drop(i);  // the program has dropped it
   }
-  stop_watching();
-}
-
-Init::~Init() {
-  stop_watching();
-  const at::NoGradGuard no_grad;
-  for (auto& [storage, entry] : entries_) {
-    // Without memory a read would be a fault; without elements it is an error of shapes.
-    if (!entry.whole) entry.parameter.set_data(at::empty({0}, entry.parameter.options().requires_grad(false)));
-  }
+  if (std::all_of(entries_.begin(), entries_.end(), [](const auto& entry) { return entry->whole(); })) stop_watching();
 }
 
 void Init::rethrow() {
@@ -103,8 +124,8 @@ void Init::rethrow() {
 
 int64_t Init::held_bytes() const {
   int64_t bytes = 0;
-  for (const auto& [storage, entry] : entries_) {
-    if (entry.slice.defined()) bytes += static_cast<int64_t>(entry.slice.nbytes());
+  for (const auto& entry : entries_) {
+    if (!entry->whole()) bytes += static_cast<int64_t>(entry->slice.nbytes());
   }
   return bytes;
 }
@@ -118,95 +139,111 @@ void Init::guarded(const Action& action) {
   const at::NoGradGuard no_grad;
   try {
     action();
-  } catch (...) {
+  } catch (const std::exception& error) {
+    if (!failed_) log::error("zero::Init: parameters are not sliced any more: ", error.what());
     if (!failure_) failure_ = std::current_exception();
+    failed_ = true;
   }
   busy_ = false;
 }
 
 void Init::on_made(const at::RecordFunction& function, at::ObserverContext* /*context*/) {
   Init* const init = building;
-  if (init == nullptr || init->busy_) return;
+  if (init == nullptr || init->busy_ || !init->adopts_) return;
   init->guarded([&] { init->adopt_parameters(); });
   for (const c10::IValue& output : function.outputs()) {
-    if (output.isTensor() && output.toTensor().defined() && output.toTensor().has_storage())
+    if (output.isTensor() && output.toTensor().defined() && output.toTensor().has_storage()) {
       init->made(output.toTensor());
+    }
   }
 }
 
 void Init::made(const at::Tensor& tensor) {
-  if (tensor.numel() < options_.smallest || !can_be_sliced(tensor) || entries_.contains(storage_of(tensor))) return;
+  if (tensor.numel() < options_.smallest || !can_be_sliced(tensor)) return;
   const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
-  const auto same = [&](const Weak& known) { return known._unsafe_get_target() == impl && !known.expired(); };
+  const auto known = [&](const auto& entry) { return entry->parameter.unsafeGetTensorImpl() == impl; };
+  if (std::any_of(entries_.begin(), entries_.end(), known)) return;
+  const auto same = [&](const WeakTensor& one) { return one._unsafe_get_target() == impl && !one.expired(); };
   if (std::none_of(candidates_.begin(), candidates_.end(), same)) candidates_.emplace_back(tensor.getIntrusivePtr());
 }
 
 // What requires a gradient without a graph is a parameter: module code says so after the operator that made it.
 void Init::adopt_parameters() {
-  std::vector<Weak> left;
-  for (Weak& candidate : std::exchange(candidates_, {})) {
+  std::vector<at::Tensor> parameters;
+  std::vector<WeakTensor> left;
+  for (WeakTensor& candidate : candidates_) {
     const auto alive = candidate.lock();
     if (!alive) continue;
     const at::Tensor tensor = at::Tensor(alive);
-    if (!tensor.requires_grad() || tensor.grad_fn()) {
+    if (tensor.requires_grad() && !tensor.grad_fn()) {
+      parameters.push_back(tensor);
+    } else {
       left.push_back(std::move(candidate));
-      continue;
     }
-    if (!can_be_sliced(tensor) || entries_.contains(storage_of(tensor))) continue;
-    make_room(tensor.numel());
-    Entry& entry = entries_[storage_of(tensor)];
-    entry.parameter = tensor;
-    entry.place = order_.insert(order_.end(), storage_of(tensor));
-    live_ += tensor.numel();
-    peak_ = std::max(peak_, live_);
   }
   candidates_ = std::move(left);
+  for (const at::Tensor& parameter : parameters) adopt(parameter);
+}
+
+void Init::adopt(const at::Tensor& parameter) {
+  if (!can_be_sliced(parameter) || by_storage_.contains(storage_of(parameter))) return;
+  make_room(parameter.numel());
+  entries_.push_back(
+      std::make_unique<Entry>(parameter, cat("parameter ", adopted_++, " under construction, ", parameter.sizes())));
+  Entry& entry = *entries_.back();
+  entry.last_use = ++uses_;
+  by_storage_[storage_of(parameter)] = &entry;
+  live_ += parameter.numel();
+  peak_ = std::max(peak_, live_);
+}
+
+// Module::to() and set_data() give a parameter other memory without an operator.
+void Init::find_moved() {
+  for (const auto& entry : entries_) {
+    const void* const before = entry->storage._unsafe_get_target();
+    if (storage_of(entry->parameter) == before) continue;
+    by_storage_.erase(before);
+    entry->storage = entry->parameter.storage().getWeakStorageImpl();
+    by_storage_[storage_of(entry->parameter)] = entry.get();
+    if (entry->whole()) continue;
+    entry->slice.reset();  // of values that are gone
+    live_ += entry->parameter.numel();
+    peak_ = std::max(peak_, live_);
+  }
 }
 
 void Init::before_read(const at::Tensor& tensor) {
-  adopt_parameters();
-  const auto found = entries_.find(storage_of(tensor));
-  if (found == entries_.end()) return;
-  if (found->second.whole) {
-    touch(found_again(found->first));
-  } else {
-    touch(found->second);
-  }
+  if (adopts_) adopt_parameters();
+  find_moved();
+  const auto found = by_storage_.find(storage_of(tensor));
+  if (found != by_storage_.end()) touch(*found->second);
 }
 
 void Init::touch(Entry& entry) {
   entry.used_by = OpInterceptor::outermost_operator();
-  if (entry.whole) {
-    order_.splice(order_.end(), order_, entry.place);
-    return;
-  }
+  entry.last_use = ++uses_;
+  if (entry.whole()) return;
   make_room(entry.parameter.numel());
   gather(entry);
 }
 
-// The entry of a whole parameter, under the storage that it has now: Module::to() gives it another one.
-Init::Entry& Init::found_again(const void* storage) {
-  Entry& entry = entries_.at(storage);
-  const void* const now = storage_of(entry.parameter);
-  if (now == storage) return entry;
-  auto node = entries_.extract(storage);
-  node.key() = now;
-  Entry& moved = entries_.insert(std::move(node)).position->second;
-  *moved.place = now;
-  moved.slice.reset();
-  return moved;
-}
-
 // Slices what was read longest ago, and not by the operator under way.
 void Init::make_room(int64_t elements) {
-  for (auto it = order_.begin(); it != order_.end() && live_ + elements > options_.max_live;) {
-    const auto place = it++;
-    Entry& entry = found_again(*place);
-    if (entry.used_by == OpInterceptor::outermost_operator()) continue;
-    if (entry.parameter.use_count() == 1) {  // the module has dropped it
-      forget(at::Tensor(entry.parameter));
-    } else if (can_be_sliced(entry.parameter)) {
-      slice(entry);
+  find_moved();
+  while (live_ + elements > options_.max_live && !failed_) {
+    size_t oldest = entries_.size();
+    for (size_t i = 0; i < entries_.size(); ++i) {
+      const Entry& entry = *entries_[i];
+      if (!entry.whole() || entry.used_by == OpInterceptor::outermost_operator() || !can_be_sliced(entry.parameter)) {
+        continue;
+      }
+      if (oldest == entries_.size() || entry.last_use < entries_[oldest]->last_use) oldest = i;
+    }
+    if (oldest == entries_.size()) return;
+    if (entries_[oldest]->parameter.use_count() == 1) {
+      drop(oldest);  // the program has dropped it
+    } else {
+      slice(*entries_[oldest]);
     }
   }
 }
@@ -214,46 +251,46 @@ void Init::make_room(int64_t elements) {
 void Init::slice(Entry& entry) {
   const at::Tensor& parameter = entry.parameter;
   const int64_t length = (parameter.numel() + ranks_->size() - 1) / ranks_->size();
-  if (!entry.slice.defined() || entry.version != parameter._version()) {
-    if (!entry.slice.defined()) entry.slice = at::empty({length}, parameter.options().requires_grad(false));
-    const at::Tensor whole = ranks_->rank() == 0 ? padded(parameter, length * ranks_->size()) : at::Tensor();
-    ranks_->scatter(entry.slice, whole, 0, "parameters under construction").wait();
-  }
+  const at::Tensor part = at::empty({length}, parameter.options().device(options_.device).requires_grad(false));
+  at::Tensor whole;  // what rank 0 has counts
+  if (ranks_->rank() == 0) whole = padded(parameter, length * ranks_->size(), options_.device);
+  ranks_->scatter(part, whole, 0, entry.label).wait();
+  entry.slice = part;
   give_memory_back(parameter);
-  entry.whole = false;
-  order_.erase(entry.place);
   live_ -= parameter.numel();
 }
 
 void Init::gather(Entry& entry) {
   const at::Tensor& parameter = entry.parameter;
   take_memory(parameter);
-  entry.whole = true;
-  entry.place = order_.insert(order_.end(), storage_of(parameter));
   live_ += parameter.numel();
   peak_ = std::max(peak_, live_);
   const at::Tensor flat = parameter.detach().view({-1});
+  const at::Tensor part = std::exchange(entry.slice, at::Tensor());
   try {
-    const int64_t numel = entry.slice.numel() * ranks_->size();
-    const at::Tensor all = numel == flat.numel() ? flat : at::empty({numel}, flat.options());
-    ranks_->all_gather(all, entry.slice, "parameters under construction").wait();
-    if (!all.is_same(flat)) flat.copy_(all.narrow(0, 0, flat.numel()));
+    require<CommError>(!failed_, "zero::Init: ", entry.label, " cannot be gathered after the failure before");
+    const int64_t numel = part.numel() * ranks_->size();
+    const bool in_place = numel == flat.numel() && part.device() == flat.device();
+    const at::Tensor all = in_place ? flat : at::empty({numel}, part.options());
+    ranks_->all_gather(all, part, entry.label).wait();
+    if (!in_place) flat.copy_(all.narrow(0, 0, flat.numel()));
   } catch (...) {
     flat.zero_();
     throw;
   }
-  entry.version = static_cast<uint32_t>(parameter._version());
+}
+
+void Init::drop(size_t index) {
+  const Entry& entry = *entries_[index];
+  if (entry.whole()) live_ -= entry.parameter.numel();
+  by_storage_.erase(entry.storage._unsafe_get_target());
+  entries_.erase(entries_.begin() + static_cast<std::ptrdiff_t>(index));
 }
 
 void Init::forget(const at::Tensor& parameter) {
-  for (auto it = entries_.begin(); it != entries_.end(); ++it) {
-    Entry& entry = it->second;
-    if (!entry.parameter.is_same(parameter)) continue;
-    if (entry.whole) {
-      order_.erase(entry.place);
-      live_ -= entry.parameter.numel();
-    }
-    entries_.erase(it);
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (!entries_[i]->parameter.is_same(parameter)) continue;
+    drop(i);
     return;
   }
 }

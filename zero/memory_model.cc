@@ -124,6 +124,27 @@ ModelStateBytes predict_model_state(const MemoryQuestion& question) {
   return bytes;
 }
 
+StepBytes predict_step(const MemoryQuestion& question) {
+  require_valid(question);
+  if (!question.gather) return {};
+  const GatherLimits& limits = *question.gather;
+  const std::vector<int64_t> buckets = buckets_of(question);
+  const int64_t trainable = sum(buckets) - question.persistent_elements;
+  int64_t largest = question.largest_frozen_bucket;
+  for (const int64_t bucket : buckets) largest = std::max(largest, bucket);
+  const int64_t all = trainable + question.frozen_elements;
+  // Limits may be as large as an int64: no sum of them.
+  const auto bounded = [&](int64_t limit, int64_t beside) {
+    return limit >= all ? all : std::min(all, limit + beside);
+  };
+  const int64_t by_use = bounded(limits.max_reuse_distance, bounded(limits.prefetch, 3 * largest));
+  const int64_t by_limit = bounded(std::max(limits.max_live, 2 * largest), 0);
+  StepBytes bytes;
+  bytes.gathered = std::min(by_use, by_limit) * question.parameter_bytes;
+  if (question.node_ranks > 1) bytes.secondary = all / question.node_ranks * question.parameter_bytes;
+  return bytes;
+}
+
 int64_t predict_sent_bytes(const MemoryQuestion& question) {
   require_valid(question);
   const std::vector<int64_t> buckets = buckets_of(question);

@@ -6,7 +6,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
+
+#include "zero/gather_limits.h"
 
 namespace ds::zero {
 
@@ -27,9 +30,12 @@ struct MemoryQuestion {
   int gradient_bits = 0;               // bits of a reduced element; 0 = communication_bytes
   int64_t gradient_node_ranks = 1;     // with gradient_bits: ranks that add before a node sends
   int64_t accumulation_steps = 1;
-  int64_t persistent_elements = 0;  // stage 3: in buckets that stay whole
-  int64_t frozen_bytes = 0;         // of parameters without gradient that a rank holds
-  int64_t buffer_bytes = 0;         // of module buffers, whole on every rank
+  int64_t persistent_elements = 0;     // stage 3: in buckets that stay whole
+  int64_t frozen_bytes = 0;            // of parameters without gradient that a rank holds
+  int64_t buffer_bytes = 0;            // of module buffers, whole on every rank
+  std::optional<GatherLimits> gather;  // stage 3 on several ranks
+  int64_t frozen_elements = 0;         // stage 3: in buckets that are gathered as well
+  int64_t largest_frozen_bucket = 0;   // elements
 };
 
 struct ModelStateBytes {
@@ -47,6 +53,19 @@ struct ModelStateBytes {
 // they arrive bucket by bucket (a bucket that cuts a module in two may fill together with its neighbour). Throws
 // UsageError for another stage or numbers out of range.
 ModelStateBytes predict_model_state(const MemoryQuestion& question);
+
+// What comes on top during a step, at most.
+struct StepBytes {
+  int64_t gathered = 0;   // parameters that are whole for operators, at once
+  int64_t secondary = 0;  // slices for the ranks of a node
+
+  bool operator==(const StepBytes&) const = default;
+};
+
+// Nothing without `gather`. Gathered parameters are bounded by the limits: what is used again within
+// max_reuse_distance, what the prefetch brings, and the buckets of the operator under way, but no more than max_live
+// where an operator does not need more. A gather of integers holds these beside for as long as it is on its way.
+StepBytes predict_step(const MemoryQuestion& question);
 
 // Bytes this rank sends in one optimizer step: reductions of gradients and the gather of parameters. At stage 3
 // parameters that are not persistent are gathered twice in every micro-batch, all but the first time inside the node

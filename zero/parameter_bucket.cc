@@ -20,7 +20,7 @@ void point_to(at::Tensor tensor, const at::Tensor& values) {
     tensor.set_data(values);
     return;
   }
-  // set_data() refuses another kind of device.
+  // set_data() does not leave the meta device.
   c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   impl->_change_backend_component_keys(values.device());
   impl->set_storage_and_dtype(values.storage(), values.dtype());
@@ -110,7 +110,6 @@ void ParameterBucket::keep_secondary(int rank, int ranks) {
 int64_t ParameterBucket::held_bytes() const {
   int64_t bytes = static_cast<int64_t>(flat_.storage().nbytes());
   if (sharded()) bytes += static_cast<int64_t>(own_.nbytes());
-  if (secondary_.defined()) bytes += static_cast<int64_t>(secondary_.nbytes());
   return bytes;
 }
 

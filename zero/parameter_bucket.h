@@ -57,8 +57,9 @@ class ParameterBucket {
   void keep_secondary(int rank, int ranks);
   void drop_secondary() { secondary_.reset(); }
   const at::Tensor& secondary() const { return secondary_; }
-  // Bytes this rank holds now.
+  // Bytes this rank holds now, but for those of the secondary slice.
   int64_t held_bytes() const;
+  int64_t secondary_bytes() const { return secondary_.defined() ? static_cast<int64_t>(secondary_.nbytes()) : 0; }
 
  private:
   at::Tensor encoded(const at::Tensor& part) const;

@@ -143,7 +143,9 @@ void ParameterGatherer::allocate(size_t bucket) {
     memory.allocate(memory_);
     return;
   } catch (const std::exception&) {
-    make_room(limits_.max_live);  // everything but what the operator uses
+    for (size_t b = 0; b < entries_.size(); ++b) {
+      if (can_be_released(entries_[b])) release(b);
+    }
     memory_.clear();
   }
   try {
@@ -164,15 +166,15 @@ void ParameterGatherer::wait(size_t bucket) {
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   try {
     entry.work.wait();
+    // On every rank of the node alike: a gather that failed here fails there.
+    if (node_ && entry.bucket->sharded() && !entry.bucket->secondary().defined()) {
+      entry.bucket->keep_secondary(node_->rank(), node_->size());
+    }
   } catch (...) {
     fail(bucket);
   }
   entry.work = {};
-  if (!entry.bucket->sharded()) return;
-  if (node_ && !entry.bucket->secondary().defined() && !failure_) {
-    entry.bucket->keep_secondary(node_->rank(), node_->size());
-  }
-  note_versions(entry);
+  if (entry.bucket->sharded()) note_versions(entry);
 }
 
 void ParameterGatherer::note_versions(Entry& entry) {
@@ -265,6 +267,7 @@ void ParameterGatherer::rethrow() {
 void ParameterGatherer::meet(const char* where) {
   rethrow();
   if (communicator_.size() == 1) return;
+  if (node_) node_->all_reduce(meeting_, comm::ReduceOp::kSum, where).wait();  // gathers may be under way there
   met_.wait();
   met_ = communicator_.all_reduce(meeting_, comm::ReduceOp::kSum, where);
 }
@@ -308,7 +311,10 @@ void ParameterGatherer::end_update() {
   rethrow();
 }
 
-void ParameterGatherer::change_mode() { trace_.restart(); }
+void ParameterGatherer::change_mode() {
+  trace_.restart();
+  memory_.lend_to_kernel();
+}
 
 void ParameterGatherer::wait_all() {
   for (size_t b = 0; b < entries_.size(); ++b) wait(b);
@@ -322,6 +328,7 @@ void ParameterGatherer::gather(size_t bucket) {
   if (entry.state == State::kWhole && !entry.exact) release(bucket);
   if (entry.state == State::kReleased) fetch(bucket, /*exact=*/true);
   wait(bucket);
+  if (failure_ && entry.bucket->sharded() && entry.state == State::kWhole && entry.held == 0) release(bucket);
   rethrow();
   ++entry.held;
 }

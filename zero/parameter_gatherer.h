@@ -64,6 +64,8 @@ class ParameterGatherer : public ParameterAccess {
   void drop(size_t bucket);
   // Of a gathered bucket: the parameters were changed, on every rank alike.
   void keep_changes(size_t bucket);
+  // Of a gathered bucket: what was changed is lost with the next drop().
+  void forget_changes(size_t bucket) { note_versions(entries_[bucket]); }
 
   // Most elements that were gathered at once since the last call.
   int64_t take_peak_elements();

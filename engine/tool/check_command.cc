@@ -31,7 +31,8 @@ Report examine(const CheckOptions& options) {
   Report report;
   report.config = config::parse(options.config, {.dp_world_size = options.world_size, .strict = options.strict});
   const engine::Topology topology{.world_size = options.world_size, .dp = options.world_size};
-  report.plan = engine::make_plan(report.config, topology, {.parameters = options.parameters});
+  report.plan = engine::make_plan(report.config, topology,
+                                  {.parameters = options.parameters, .activation_bytes = options.activation_bytes});
   if (options.parameters) {
     report.sent_bytes =
         zero::predict_sent_bytes(engine::memory_question(report.config, report.plan, *options.parameters));
@@ -42,8 +43,15 @@ Report examine(const CheckOptions& options) {
 ordered_json bytes_to_json(const Report& report) {
   if (!report.plan.bytes) return nullptr;
   const zero::ModelStateBytes& bytes = *report.plan.bytes;
-  return {{"parameters", bytes.parameters},    {"gradients", bytes.gradients}, {"master", bytes.master},
-          {"optimizer", bytes.optimizer},      {"buffers", bytes.buffers},     {"total", bytes.total()},
+  return {{"parameters", bytes.parameters},
+          {"gradients", bytes.gradients},
+          {"master", bytes.master},
+          {"optimizer", bytes.optimizer},
+          {"buffers", bytes.buffers},
+          {"total", bytes.total()},
+          {"gathered_in_step", report.plan.step_bytes.gathered},
+          {"secondary_in_step", report.plan.step_bytes.secondary},
+          {"activations_in_step", report.plan.activation_bytes},
           {"sent_per_step", report.sent_bytes}};
 }
 
@@ -126,6 +134,10 @@ void print(const Report& report, std::ostream& out) {
                  {"master weights", cat(bytes.master)},
                  {"optimizer states", cat(bytes.optimizer)},
                  {"total", cat(bytes.total())},
+                 {"gathered parameters, in a step", cat(report.plan.step_bytes.gathered)},
+                 {"secondary slices, in a step", cat(report.plan.step_bytes.secondary)},
+                 {"activations, in a step", report.plan.activation_bytes > 0 ? cat(report.plan.activation_bytes)
+                                                                             : "unknown: --activation_bytes N"},
                  {"sent in a step", cat(report.sent_bytes)}},
                 out);
 }

@@ -29,6 +29,11 @@ int run(int argc, char** argv) {
   check->add_option("--parameters", options.parameters, "Trainable elements of the model")
       ->check(CLI::Range(int64_t{1}, kMostParameters))
       ->type_name("N");
+  check
+      ->add_option("--activation_bytes", options.activation_bytes,
+                   "Bytes of activations of a micro-batch on one rank, as a run with memory_breakdown reports them")
+      ->check(CLI::Range(int64_t{0}, kMostParameters))
+      ->type_name("N");
   check->add_flag("--strict", options.strict, "Unknown keys are errors");
   check->add_flag("--json", options.json, "Print one JSON object, every key with its value");
   try {

@@ -100,6 +100,10 @@ Gpt::Gpt(const GptConfig& config) : config_(config) {
   if (!config.tie_embeddings) {
     head_ = register_module("head", std::make_shared<Linear>(config.hidden, config.vocab, false));
   }
+  if (config.freeze_embeddings) {
+    wte_->weight.set_requires_grad(false);
+    wpe_->weight.set_requires_grad(false);
+  }
 }
 
 at::Tensor Gpt::logits(const at::Tensor& tokens) const {

@@ -22,6 +22,7 @@ struct GptConfig {
   int64_t seq_len = 128;  // the longest context
   int64_t vocab = 256;
   bool tie_embeddings = false;
+  bool freeze_embeddings = false;         // wte and wpe are not trained, and with them a tied head
   bool activation_checkpointing = false;  // blocks keep their input only and are computed again in backward
 };
 

@@ -18,6 +18,9 @@ void add_model_options(CLI::App& app, GptConfig& model) {
       ->check(CLI::PositiveNumber)
       ->group("Model");
   app.add_flag("--tie_embeddings", model.tie_embeddings, "The head uses the token embedding's weight")->group("Model");
+  app.add_flag("--freeze_embeddings", model.freeze_embeddings,
+               "Do not train the token and position embeddings, nor a head tied to them")
+      ->group("Model");
   app.add_flag("--activation_checkpointing", model.activation_checkpointing,
                "Blocks keep their input only and are computed again in backward: less memory, more time")
       ->group("Model");

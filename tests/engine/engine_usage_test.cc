@@ -257,8 +257,7 @@ TEST(EngineUsage, InitializeRefusesWhatItCannotRun) {
     EXPECT_THAT([&] { begin(config); }, ThrowsMessage<ConfigError>(HasSubstr("client optimizer")));
     config = small_config(3, 1);
     config["zero_optimization"]["zeropp_loco_param"] = nlohmann::json::object();
-    EXPECT_THAT([&] { begin(config); },
-                ThrowsMessage<ConfigError>(HasSubstr("zero_optimization.zeropp_loco_param")));
+    EXPECT_THAT([&] { begin(config); }, ThrowsMessage<ConfigError>(HasSubstr("zero_optimization.zeropp_loco_param")));
     config = small_config(0, 1);
     config["gradient_clip_by_value"] = 1.0;
     config["gradient_clipping"] = 1.0;

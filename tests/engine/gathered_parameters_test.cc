@@ -130,10 +130,20 @@ TEST_P(GatheredParametersTest, AnExceptionOnAllRanksLeavesTheEngineUsable) {
   run(small_config(GetParam(), 1), [&](Engine& engine, SmallNet& model, int) {
     try {
       const auto whole = engine.gathered_parameters({model->first->weight}, /*modifier_rank=*/0);
+      const torch::NoGradGuard no_grad;
+      model->first->weight.fill_(5.0);
       throw std::runtime_error("of the program");
     } catch (const std::runtime_error&) {
     }
     EXPECT_LT(largest_difference(train(engine, model, 2), expected), 2e-5);
+  });
+}
+
+TEST_P(GatheredParametersTest, AModifierInsideAReadOnlyScopeIsAnErrorOnEveryRank) {
+  run(small_config(GetParam(), 1), [&](Engine& engine, SmallNet& model, int) {
+    const auto outer = engine.gathered_parameters({model->first->weight});
+    EXPECT_THAT([&] { auto inner = engine.gathered_parameters({model->first->weight}, 0); },
+                ThrowsMessage<UsageError>(HasSubstr("cannot be opened inside one without")));
   });
 }
 

@@ -116,6 +116,30 @@ TEST(HybridShards, SecondarySlicesAgreeWithTorchAndKeepTrafficInTheNode) {
   }
 }
 
+TEST(HybridShards, ThePredictionOfAStepBoundsWhatIsGathered) {
+  for (const int64_t reuse : {0, 60, 1000000}) {
+    for (const int64_t prefetch : {0, 40, 1000000}) {
+      for (const int64_t live : {90, 130, 1000000}) {
+        ordered_json config = small_config(3, 1);
+        ordered_json& zero = config["zero_optimization"];
+        zero["stage3_max_reuse_distance"] = reuse;
+        zero["stage3_prefetch_bucket_size"] = prefetch;
+        zero["stage3_max_live_parameters"] = live;
+        test::run_ranks(2, [&](comm::Communicator& communicator) {
+          SmallNet model;
+          const auto engine = start(model.ptr(), config, communicator).engine;
+          train(*engine, model, 3);
+          const int64_t measured = engine->model_state_bytes().gathered;
+          const int64_t predicted = engine->plan().step_bytes.gathered;
+          EXPECT_LE(measured, predicted) << config["zero_optimization"].dump();
+          EXPECT_LE(measured, std::max<int64_t>(live, 2 * 96) * 4);
+          EXPECT_GT(measured, 0);
+        });
+      }
+    }
+  }
+}
+
 TEST(HybridShards, FrozenParametersLiveInCopiesToo) {
   for (const char* key : {"mics_shard_size", "zero_hpz_partition_size"}) {
     ordered_json config = small_config(3, 1);

@@ -130,6 +130,86 @@ TEST(ModelInit, AModelCanBeConvertedWhileItIsBuilt) {
   });
 }
 
+// The same values whether the model is built whole or sliced.
+void expect_same_model(const std::function<void(DeepNetImpl&)>& change) {
+  DeepNet reference;
+  change(*reference);
+  const State expected = parameters_of(*reference);
+  test::run_ranks(kInitRanks, [&](comm::Communicator& communicator) {
+    for (const int64_t max_live : {int64_t{0}, kFewLayers, int64_t{1} << 30}) {
+      zero::Init init(borrowed(communicator), {.max_live = max_live, .smallest = 32});
+      DeepNet model;
+      change(*model);
+      const auto engine = initialize({.model = model.ptr(), .config = deep_config(3), .init = &init}).engine;
+      const State found = copy_of(engine->module_state_dict());
+      for (const auto& [name, tensor] : expected) {
+        EXPECT_TRUE(found.at(name).equal(tensor.to(torch::kFloat))) << name << " max_live " << max_live;
+      }
+    }
+  });
+}
+
+TEST(ModelInit, ConvertedParametersThatAreChangedInPlace) {
+  expect_same_model([](DeepNetImpl& model) {
+    const torch::NoGradGuard no_grad;
+    model.to(torch::kBFloat16);
+    for (at::Tensor& parameter : model.parameters()) parameter.mul_(0.5);
+    model.to(torch::kFloat);
+    for (at::Tensor& parameter : model.parameters()) parameter.add_(0.25);
+  });
+}
+
+TEST(ModelInit, ChangesThroughDataCount) {
+  expect_same_model([](DeepNetImpl& model) {
+    for (int pass = 0; pass < 2; ++pass) {
+      for (at::Tensor& parameter : model.parameters()) parameter.data().mul_(0.5);
+    }
+  });
+}
+
+TEST(ModelInit, MemoryOfAnotherTensorIsTakenOver) {
+  expect_same_model([](DeepNetImpl& model) {
+    std::vector<float> foreign(kLayerElements, 0.125F);
+    const at::Tensor borrowed_memory = torch::from_blob(foreign.data(), {kWide, kWide}).clone();
+    model.layers[3]->weight.set_data(borrowed_memory);
+    model.layers[5]->weight.set_data(torch::full({kWide, kWide}, 0.5));
+    const torch::NoGradGuard no_grad;
+    model.layers[5]->weight.add_(model.layers[3]->weight);
+  });
+}
+
+TEST(ModelInit, ALoadedModel) {
+  const test::ScratchFolder folder;
+  const DeepNet saved(3.0F);
+  torch::save(saved, folder / "model.pt");
+  expect_same_model([&](DeepNetImpl& model) {
+    torch::serialize::InputArchive archive;
+    archive.load_from(folder / "model.pt");
+    model.load(archive);
+  });
+}
+
+TEST(ModelInit, ParametersThatWereReplacedAreForgotten) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    zero::Init init(borrowed(communicator), {.max_live = 0, .smallest = 32});
+    { const DeepNet dropped; }
+    DeepNet model;
+    const auto engine = initialize({.model = model.ptr(), .config = deep_config(3), .init = &init}).engine;
+    EXPECT_EQ(init.held_bytes(), 0);
+    EXPECT_EQ(init.live_elements(), 0);
+    const at::Tensor later = torch::ones({kWide, kWide}).set_requires_grad(true);
+    EXPECT_TRUE((later * 1.0).equal(torch::ones({kWide, kWide})));
+    EXPECT_EQ(init.live_elements(), 0);
+  });
+}
+
+TEST(ModelInit, DifferentOptionsAreAnError) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    EXPECT_THAT([&] { zero::Init init(borrowed(communicator), {.max_live = 100 + communicator.rank()}); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("max_live 100"), HasSubstr("found 101"))));
+  });
+}
+
 TEST(ModelInit, OneAtATime) {
   test::run_ranks(2, [](comm::Communicator& communicator) {
     const zero::Init init(borrowed(communicator));

@@ -100,7 +100,18 @@ TEST(QuantizedZero, AllTogetherWithSecondarySlices) {
   expect_near_curve(run_quantized(config, kQuantizedSteps), exact, 0.05);
 }
 
-TEST(QuantizedZero, Bfloat16AndAccumulation) {
+TEST(QuantizedZero, Accumulation) {
+  for (const int stage : {1, 2, 3}) {
+    ordered_json config = quantized_config(stage, {});
+    config["gradient_accumulation_steps"] = 2;
+    const QuantizedRun exact = run_quantized(config, kQuantizedSteps);
+    config["zero_optimization"]["zero_quantized_gradients"] = true;
+    config["zero_optimization"]["zero_quantized_weights"] = true;
+    expect_near_curve(run_quantized(config, kQuantizedSteps), exact, 0.05);
+  }
+}
+
+TEST(QuantizedZero, Bfloat16) {
   ordered_json config = quantized_config(3, {});
   config["bf16"]["enabled"] = true;
   const QuantizedRun exact = run_quantized(config, kQuantizedSteps);

@@ -157,6 +157,8 @@ TEST_P(StagesTest, PredictedBytesAreTheMeasuredOnes) {
       EXPECT_EQ(measured.parameters, predicted.parameters);
       EXPECT_EQ(measured.gradients, predicted.gradients) << config.dump() << " world " << communicator.size();
       EXPECT_EQ(measured.master, predicted.master);
+      EXPECT_LE(measured.gathered, engine->plan().step_bytes.gathered);
+      EXPECT_EQ(measured.gathered > 0, stage == 3 && world > 1);
       EXPECT_EQ(measured.optimizer, predicted.optimizer);
     });
   }

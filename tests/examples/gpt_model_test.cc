@@ -77,6 +77,19 @@ TEST_P(GptModelTest, LossesAndGradientsAreThoseOfTorch) {
 INSTANTIATE_TEST_SUITE_P(Heads, GptModelTest, testing::Bool(),
                          [](const auto& variant) { return variant.param ? "Tied" : "Untied"; });
 
+TEST(GptModel, FrozenEmbeddingsAreTheOnlyParametersWithoutGradient) {
+  for (const bool tied : {false, true}) {
+    Gpt model({.layers = 1, .hidden = 8, .heads = 2, .seq_len = 4, .tie_embeddings = tied, .freeze_embeddings = true});
+    initialize_weights(model, 5);
+    const at::Tensor tokens = torch::arange(4, torch::kLong).view({1, 4});
+    model.forward(tokens, tokens + 1).backward();
+    for (const auto& item : model.named_parameters()) {
+      const bool frozen = item.key() == "wte.weight" || item.key() == "wpe.weight";
+      EXPECT_EQ(item.value().grad().defined(), !frozen) << item.key();
+    }
+  }
+}
+
 TEST(GptModel, CheckpointedBlocksChangeNoBit) {
   std::vector<at::Tensor> gradients[2];
   for (const bool checkpointed : {false, true}) {

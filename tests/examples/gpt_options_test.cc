@@ -25,6 +25,7 @@ TEST(GptOptions, Defaults) {
   EXPECT_EQ(options.model.seq_len, 128);
   EXPECT_EQ(options.model.vocab, 256);
   EXPECT_FALSE(options.model.tie_embeddings);
+  EXPECT_FALSE(options.model.freeze_embeddings);
   EXPECT_FALSE(options.model.activation_checkpointing);
   EXPECT_EQ(options.order, Order::kRandom);
   EXPECT_EQ(options.seed, 1234U);
@@ -46,6 +47,7 @@ TEST(GptOptions, EveryFlag) {
                                     "--vocab",
                                     "300",
                                     "--tie_embeddings",
+                                    "--freeze_embeddings",
                                     "--activation_checkpointing",
                                     "--steps",
                                     "7",
@@ -71,6 +73,7 @@ TEST(GptOptions, EveryFlag) {
   EXPECT_EQ(options.model.seq_len, 32);
   EXPECT_EQ(options.model.vocab, 300);
   EXPECT_TRUE(options.model.tie_embeddings);
+  EXPECT_TRUE(options.model.freeze_embeddings);
   EXPECT_TRUE(options.model.activation_checkpointing);
   EXPECT_EQ(options.steps, 7);
   EXPECT_EQ(options.init, "i");

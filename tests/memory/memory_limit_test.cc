@@ -99,6 +99,8 @@ DS_PROCESS_TEST(MemoryLimit, Stage3TrainsAModelOfThreeGigabytes, kRanks, std::ch
   // Between steps: 16 bytes a parameter, less gradients that are not there, over the ranks.
   const Engine::ModelStateBytes bytes = engine->model_state_bytes();
   const double states = static_cast<double>(bytes.parameters + bytes.optimizer);
+  EXPECT_LE(bytes.gathered, kLive * 4);
+  EXPECT_GT(bytes.gathered, 0);
   EXPECT_NEAR(states / (12.0 * kParameters / kRanks), 1.0, 0.02);
 }
 

@@ -65,6 +65,40 @@ TEST(Parity, TiedEmbeddings) {
   }
 }
 
+TEST(Parity, FrozenEmbeddings) {
+  for (int stage : {0, 3}) {
+    for (bool tied : {false, true}) {
+      SCOPED_TRACE("stage " + std::to_string(stage) + (tied ? ", tied" : ", untied"));
+      GptJob job{.config = reference_config(stage, 1, 2), .ranks = 2, .arguments = {"--freeze_embeddings"}};
+      if (tied) job.arguments.push_back("--tie_embeddings");
+      expect_curve(run_gpt(job), tied ? "fp32_tied_frozen_batch4" : "fp32_frozen_batch4", kLossTolerance,
+                   kNormTolerance);
+    }
+  }
+  // The input of the first block requires no gradient.
+  const GptResult checkpointed = run_gpt({.config = reference_config(3, 1, 2),
+                                          .ranks = 2,
+                                          .arguments = {"--freeze_embeddings"},
+                                          .activation_checkpointing = true});
+  expect_curve(checkpointed, "fp32_frozen_batch4", kLossTolerance, kNormTolerance);
+}
+
+class ShardGroupTest : public testing::TestWithParam<std::pair<const char*, int>> {};
+
+TEST_P(ShardGroupTest, TwoGroupsOfTwoRanksAgreeWithTorch) {
+  const auto [key, stage] = GetParam();
+  nlohmann::json config = reference_config(stage, 1, 1);
+  config["zero_optimization"][key] = 2;
+  expect_curve(run_gpt({.config = config, .ranks = 4}), "fp32_batch4", kLossTolerance, kNormTolerance);
+}
+
+INSTANTIATE_TEST_SUITE_P(Grid, ShardGroupTest,
+                         testing::Values(std::pair{"mics_shard_size", 1}, std::pair{"mics_shard_size", 2},
+                                         std::pair{"mics_shard_size", 3}, std::pair{"zero_hpz_partition_size", 3}),
+                         [](const auto& variant) {
+                           return std::string(variant.param.first) + "_stage" + std::to_string(variant.param.second);
+                         });
+
 TEST(Parity, Bfloat16StaysWithinItsRounding) {
   for (int stage : {0, 1, 2, 3}) {
     nlohmann::json config = reference_config(stage, 1, 2);
@@ -120,8 +154,8 @@ TEST(Parity, StageThreeSendsWhatThePaperSays) {
   for (int ranks : {2, 4}) {
     const GptResult run = run_gpt({.config = reference_config(3, 1, 2), .ranks = ranks, .steps = steps});
     const double parameters = run.summary["parameters"];
-    // Every micro-batch gathers for forward and for backward, and reduces: 3 Psi (N-1)/N. The two buckets at the turn are
-    // used again at once, and stay.
+    // Every micro-batch gathers for forward and for backward, and reduces: 3 Psi (N-1)/N. The two buckets at the turn
+    // are used again at once, and stay.
     const double wanted = 3.0 * parameters * (ranks - 1) / ranks * 4.0 * 2 * steps;
     for (const nlohmann::json& bytes : run.summary["comm_bytes_sent"]) {
       EXPECT_GE(bytes.get<double>(), wanted * 0.85) << ranks << " ranks";
@@ -136,6 +170,29 @@ TEST(Parity, PrefetchChangesNoBit) {
   config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0;
   EXPECT_EQ(losses_of(run_gpt({.config = config, .ranks = 2, .steps = 12})), base);
 }
+
+// Stage, and whether the head is tied.
+class CheckpointingTest : public testing::TestWithParam<std::pair<int, bool>> {};
+
+TEST_P(CheckpointingTest, AgreesWithTorchAndChangesNoBit) {
+  const auto [stage, tied] = GetParam();
+  GptJob job{.config = reference_config(stage, 1, 2), .ranks = 2, .activation_checkpointing = true};
+  if (tied) job.arguments = {"--tie_embeddings"};
+  GptResult checkpointed = run_gpt(job);
+  expect_curve(checkpointed, tied ? "fp32_tied_batch4" : "fp32_batch4", kLossTolerance, kNormTolerance);
+  job.activation_checkpointing = false;
+  job.steps = 12;
+  checkpointed.steps.resize(12);
+  EXPECT_EQ(losses_of(checkpointed), losses_of(run_gpt(job)));
+}
+
+INSTANTIATE_TEST_SUITE_P(Grid, CheckpointingTest,
+                         testing::Values(std::pair{0, false}, std::pair{2, false}, std::pair{3, false},
+                                         std::pair{3, true}),
+                         [](const auto& variant) {
+                           return "Stage" + std::to_string(variant.param.first) +
+                                  (variant.param.second ? "Tied" : "Untied");
+                         });
 
 TEST(Parity, InitialWeightsFromAFileAreTheSameWeights) {
   const std::string file =

@@ -18,9 +18,12 @@ STEPS, LR, BETAS, EPS, DECAY, CLIP = 50, 1e-3, (0.9, 0.999), 1e-8, 0.01, 1.0
 GLOBAL_BATCHES = [1, 2, 3, 4, 6, 8, 16]
 
 
-def curve(global_batch, bf16=False, tied=False):
+def curve(global_batch, bf16=False, tied=False, frozen=False):
     config = cfg_of("tiny", tied)
     model, text = build(config), tokens()
+    if frozen:  # both embeddings, and with them a tied head
+        model.wte.requires_grad_(False)
+        model.wpe.requires_grad_(False)
     names = [name for name, _ in model.named_parameters()]
     master = list(model.parameters())
     if bf16:  # bf16 model and activations; float32 master weights, moments and gradient
@@ -63,6 +66,9 @@ def main():
     for size in (2, 4, 16):
         out["curves"][f"bf16_batch{size}"] = curve(size, bf16=True)
     out["curves"]["fp32_tied_batch2"] = curve(2, tied=True)
+    out["curves"]["fp32_tied_batch4"] = curve(4, tied=True)
+    out["curves"]["fp32_frozen_batch4"] = curve(4, frozen=True)
+    out["curves"]["fp32_tied_frozen_batch4"] = curve(4, tied=True, frozen=True)
     with open(os.path.join(HERE, "reference.json"), "w") as f:
         json.dump(out, f, indent=0, allow_nan=False)
         f.write("\n")
