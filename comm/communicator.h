@@ -46,6 +46,8 @@ class WorkState {
  public:
   virtual ~WorkState() = default;
   virtual bool is_completed() = 0;
+  // wait() would not wait for other ranks (but may have work to do). May itself begin what follows.
+  virtual bool is_ready() { return is_completed(); }
   // Returns when the operation has finished (CUDA: when the current stream is ordered after it). Throws CommError.
   virtual void wait() = 0;
 };
@@ -57,6 +59,7 @@ class Work {
   Work() = default;
   explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
   bool is_completed() const { return !state_ || state_->is_completed(); }
+  bool is_ready() const { return !state_ || state_->is_ready(); }
   void wait() const {
     if (state_) state_->wait();
   }

@@ -48,6 +48,7 @@ class QuantizedGather final : public WorkState {
   }
 
   bool is_completed() override { return !encoded_.defined(); }
+  bool is_ready() override { return is_completed() || arrived_.is_ready(); }
 
   void wait() override {
     if (is_completed()) return;
@@ -112,17 +113,23 @@ class QuantizedReduction final : public WorkState {
 
   bool is_completed() override { return !output_.defined(); }
 
+  bool is_ready() override {
+    if (is_completed()) return true;
+    if (!exchange_.work.is_ready()) return false;
+    if (!has_second()) return true;
+    try {
+      start_second();
+    } catch (const std::exception&) {
+      return true;  // wait() throws it
+    }
+    return exchange_.work.is_ready();
+  }
+
   void wait() override {
     if (is_completed()) return;
     const at::NoGradGuard no_grad;
+    if (has_second()) start_second();
     exchange_.work.wait();
-    if (levels_.inside && levels_.across) {
-      Exchange next = between_nodes();
-      next.start(*levels_.across, label_);
-      exchange_ = std::move(next);
-      levels_.inside = nullptr;  // where what follows throws, the next wait() comes here
-      exchange_.work.wait();
-    }
     const int64_t sources = levels_.across ? levels_.nodes : levels_.places;
     codec_.decode_sum(received_parts(sources, 0, 1), output_, divisor_);
     exchange_ = {};
@@ -137,8 +144,19 @@ class QuantizedReduction final : public WorkState {
     return parts;
   }
 
+  bool has_second() const { return levels_.inside && levels_.across; }
+
+  // Where it throws, the next call comes to the same end.
+  void start_second() {
+    const at::NoGradGuard no_grad;
+    exchange_.work.wait();
+    Exchange next = between_nodes();
+    next.start(*levels_.across, label_);
+    exchange_ = std::move(next);
+    levels_.inside = nullptr;
+  }
+
   Exchange between_nodes() {
-    exchange_.sent.reset();
     Exchange next{.sent = empty_bytes(part_bytes_ * levels_.nodes, exchange_.received)};
     const at::Tensor sum = at::empty({output_.numel()}, output_.options().dtype(at::kFloat));
     for (int64_t node = 0; node < levels_.nodes; ++node) {

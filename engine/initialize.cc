@@ -2,6 +2,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <utility>
 
@@ -44,6 +45,7 @@ zero::ReducerOptions reducer_options(const Plan& plan) {
   options.predivide_factor = plan.predivide_factor;
   options.gradient_dtype = scalar_type(plan.gradient_dtype);
   options.communication_dtype = scalar_type(plan.communication_dtype);
+  if (plan.gather) options.patience = std::chrono::milliseconds(200);
   return options;
 }
 

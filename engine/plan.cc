@@ -275,6 +275,9 @@ void add_rows_without_effect(const DsConfig& config, Plan& plan) {
   moot(zero.parameter_alignment, "parameter_alignment", "parameters start at multiples of 64 bytes already");
   moot(!zero.contiguous_gradients, "contiguous_gradients", "gradients are always views of their bucket");
   moot(zero.stage > 0 && !zero.reduce_scatter, "reduce_scatter", "each rank receives its slice only; same sums");
+  const auto& section = config.text.contains("zero_optimization") ? config.text["zero_optimization"] : config.text;
+  moot(zero.stage == 3 && section.is_object() && section.contains("sub_group_size"), "sub_group_size",
+       "the optimizer goes bucket by bucket already");
   moot(zero.stage == 3 && zero.stage3_module_granularity_threshold > 0, "stage3_module_granularity_threshold",
        "small modules share a bucket, which is gathered as one, already");
   moot(zero.stage == 3 && zero.stage3_use_all_reduce_for_fetch_params, "stage3_use_all_reduce_for_fetch_params",
@@ -390,7 +393,8 @@ std::string to_table(const Plan& plan) {
     if (most > bytes.total()) {
       rows.push_back(
           {"in a step",
-           cat("about ", mebibytes(most), " MiB per rank: gathered parameters at most ", mebibytes(plan.step_bytes.gathered),
+           cat("about ", mebibytes(most), " MiB per rank: gathered parameters at most ",
+               mebibytes(plan.step_bytes.gathered),
                plan.step_bytes.secondary > 0 ? cat(", secondary slices ", mebibytes(plan.step_bytes.secondary)) : "",
                plan.activation_bytes > 0 ? cat(", activations ", mebibytes(plan.activation_bytes)) : "", " on top"),
            plan.activation_bytes > 0 ? "predicted" : "predicted, without activations"});

@@ -7,9 +7,11 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "core/check.h"
+#include "core/log.h"
 #include "core/tensor_check.h"
 
 namespace ds::zero {
@@ -207,7 +209,7 @@ void GradientReducer::launch_ready(bool all) {
     launch(bucket);
     // Bounds the memory of stage 2: beside the buckets that fill, two are on their way.
     if (transient()) {
-      limit_in_flight(2);
+      limit_in_flight(2, /*inside_backward=*/!all);
     } else if (options_.communication_dtype != options_.gradient_dtype) {
       limit_wires(2);
     }
@@ -272,9 +274,30 @@ void GradientReducer::complete(Bucket& bucket) {
   bucket.wire.reset();
 }
 
-void GradientReducer::limit_in_flight(size_t allowed) {
+// Note [Hooks that wait at stage 3]
+// A hook that waits for a reduction keeps this rank from its next gather. Ranks that have no gradient for a parameter
+// start the reduction of its bucket at the end of their backward only, which they do not reach without that gather.
+bool GradientReducer::ready_in_time(const Bucket& bucket) {
+  if (!options_.patience) return true;
+  const auto until = std::chrono::steady_clock::now() + *options_.patience;
+  while (!bucket.work.is_ready()) {
+    if (!impatient_ && std::chrono::steady_clock::now() < until) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      continue;
+    }
+    if (!std::exchange(impatient_, true)) {
+      log::warning("the reduction of gradients of bucket ", in_flight_.front(), " is late: another rank may have no ",
+                   "gradient for a parameter in it. Buckets stay in memory for longer from now on");
+    }
+    return false;
+  }
+  return true;
+}
+
+void GradientReducer::limit_in_flight(size_t allowed, bool inside_backward) {
   while (in_flight_.size() > allowed) {
     Bucket& bucket = buckets_[in_flight_.front()];
+    if (inside_backward && !ready_in_time(bucket)) return;
     set_aside_reduced(bucket);
   }
 }

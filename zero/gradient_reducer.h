@@ -14,9 +14,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -34,6 +36,9 @@ struct ReducerOptions {
   double predivide_factor = 1.0;  // f: times 1/f before, f/W after
   at::ScalarType gradient_dtype = at::kFloat;  // of buckets and accumulated slices
   at::ScalarType communication_dtype = at::kFloat;
+  // Stage 3: how long a gradient's hook may wait for other ranks. One that waits for this rank's next gather cannot
+  // reduce, where it has no gradient for a parameter that has one here; the buckets that would be given back stay then.
+  std::optional<std::chrono::milliseconds> patience;
 };
 
 // Where reduced gradients go.
@@ -88,7 +93,8 @@ class GradientReducer {
   void launch(Bucket& bucket);
   void complete(Bucket& bucket);
   void join_replicas();
-  void limit_in_flight(size_t allowed);
+  void limit_in_flight(size_t allowed, bool inside_backward = false);
+  bool ready_in_time(const Bucket& bucket);
   void limit_wires(size_t allowed);
   void fill_missing(Bucket& bucket);
   at::Tensor kept_slice(Bucket& bucket, const at::Tensor& own);
@@ -112,6 +118,7 @@ class GradientReducer {
   bool reduce_in_this_backward_ = false;
   bool unreduced_ = false;  // the last backward was not reduced
   bool joined_ = false;     // replicas have joined the gradients
+  bool impatient_ = false;  // a reduction was late once
   bool abandoned_ = false;  // the last backward threw
   int64_t bytes_ = 0;
   int64_t peak_bytes_ = 0;

@@ -1,7 +1,7 @@
 // Building a model whose parameters do not fit in one rank's memory: what deepspeed.zero.Init is.
 //
 //   const auto job = engine::init_distributed();
-//   zero::Init init(job.ranks);
+//   zero::Init init(job.ranks, {.device = job.device});
 //   Gpt model(config);                            // any constructor; parameters are sliced while it runs
 //   auto [engine, ...] = engine::initialize({.model = model.ptr(), .config = ..., .init = &init, .distributed = job});
 //

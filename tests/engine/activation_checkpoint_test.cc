@@ -143,7 +143,7 @@ TEST(EngineActivationCheckpoint, ThePlanSaysWhatTheKeysDo) {
                      {"number_checkpoints", 4},
                      {"synchronize_checkpoint_boundary", true},
                      {"profile", true}}),
-              AllOf(HasSubstr("partition_activations"), HasSubstr("no ranks share a layer"), HasSubstr("no effect"),
+              AllOf(HasSubstr("partition_activations"), HasSubstr("tensor_parallel_group"), HasSubstr("no effect"),
                     HasSubstr("contiguous_memory_optimization"), HasSubstr("synchronize_checkpoint_boundary"),
                     HasSubstr("checkpoint profile")));
   EXPECT_THAT(table({{"cpu_checkpointing", true}}), HasSubstr("no effect where the device is the CPU"));

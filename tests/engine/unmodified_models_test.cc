@@ -162,6 +162,23 @@ struct OutsideItsModule : Model {
   at::Tensor scale;
 };
 
+// The last layers' weights get a gradient on some ranks only, though all read them.
+struct DetachedByData : Model {
+  DetachedByData() {
+    for (int64_t i = 0; i < 8; ++i) layers.push_back(register_parameter(cat("layer", i), torch::ones({6, 6})));
+  }
+  std::vector<at::Tensor> losses(const at::Tensor& x, int64_t) override {
+    const bool detached = x[0][0].item<double>() < 0.3;
+    at::Tensor hidden = x;
+    for (size_t i = 0; i < layers.size(); ++i) {
+      hidden = torch::tanh(torch::linear(hidden, i >= 6 && detached ? layers[i].detach() : layers[i]));
+    }
+    return {hidden.pow(2).mean()};
+  }
+  std::vector<at::Tensor> layers;
+};
+
+TEST(UnmodifiedModels, AGradientOnSomeRanksOnly) { expect_torch_at_stage_3(filled<DetachedByData>); }
 TEST(UnmodifiedModels, SharedSubmodules) { expect_torch_at_stage_3(filled<SharedSubmodule>); }
 TEST(UnmodifiedModels, RecurrentNetworks) { expect_torch_at_stage_3(filled<Recurrent>); }
 TEST(UnmodifiedModels, ModulesChosenByData) { expect_torch_at_stage_3(filled<ChosenByData>); }

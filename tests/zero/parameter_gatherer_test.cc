@@ -20,7 +20,8 @@ constexpr int64_t kMatrix = kWidth * kWidth;  // elements of one layer's bucket,
 // Layers without bias, the same values on every rank; each layer has a bucket of its own.
 class ShardedLayers {
  public:
-  ShardedLayers(comm::Communicator& communicator, int layers, GatherLimits limits) : group_(all_of(communicator)) {
+  ShardedLayers(comm::Communicator& communicator, int layers, GatherLimits limits, bool with_node = false)
+      : group_(all_of(communicator)), node_(with_node ? all_of(communicator) : nullptr) {
     torch::NoGradGuard no_grad;
     std::vector<LayoutParameter> shapes;
     for (int i = 0; i < layers; ++i) {
@@ -39,7 +40,7 @@ class ShardedLayers {
       bucket.shard(communicator.rank());
       all.push_back(&bucket);
     }
-    gatherer = std::make_unique<ParameterGatherer>(all, GatherRoutes{*group_}, limits);
+    gatherer = std::make_unique<ParameterGatherer>(all, GatherRoutes{*group_, node_.get()}, limits);
   }
 
   // Layers in the given order, and a loss.
@@ -82,6 +83,7 @@ class ShardedLayers {
     return communicator.new_group(ranks, "parameters");
   }
   std::shared_ptr<comm::Communicator> group_;
+  std::shared_ptr<comm::Communicator> node_;
   std::vector<Parameter> parameters_;
   std::vector<ParameterBucket> buckets_;
 
@@ -176,6 +178,23 @@ TEST(ParameterGatherer, RanksThatWantDifferentParametersAreToldWhich) {
           layers.gatherer->begin_backward(false);
         },
         ThrowsMessage<CommError>(AllOf(HasSubstr("bucket 1 (layer1)"), HasSubstr("bucket 3 (layer3)"))));
+  });
+}
+
+TEST(ParameterGatherer, ARankThatWantsNothingFromItsNodeIsFoundToo) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    ShardedLayers layers(communicator, 5, {.max_reuse_distance = 0}, /*with_node=*/true);
+    layers.expect_pass(kForward);
+    EXPECT_GT(layers.gathers(), 0);
+    const int64_t before = layers.gathers();
+    layers.expect_pass(kForward);
+    EXPECT_EQ(layers.gathers(), before);  // all of them in the node
+    EXPECT_THAT(
+        [&] {
+          if (communicator.rank() == 0) torch::linear(torch::ones({1, kWidth}), layers.weights[3]);
+          layers.gatherer->begin_backward(false);
+        },
+        ThrowsMessage<CommError>(AllOf(HasSubstr("bucket 3 (layer3)"), HasSubstr("start of backward"))));
   });
 }
 
