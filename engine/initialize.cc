@@ -36,7 +36,7 @@ at::ScalarType scalar_type(config::DType dtype) {
   return at::kFloat;
 }
 
-zero::ReducerOptions reducer_options(const Plan& plan) {
+zero::ReducerOptions reducer_options(const Plan& plan, at::Device device) {
   zero::ReducerOptions options;
   options.policy = plan.gradient_policy;
   options.overlap = plan.overlap_reduction;
@@ -45,7 +45,8 @@ zero::ReducerOptions reducer_options(const Plan& plan) {
   options.predivide_factor = plan.predivide_factor;
   options.gradient_dtype = scalar_type(plan.gradient_dtype);
   options.communication_dtype = scalar_type(plan.communication_dtype);
-  if (plan.gather) options.patience = std::chrono::milliseconds(200);
+  // Elsewhere a hook waits for its turn on a stream, not for other ranks.
+  if (plan.gather && device.is_cpu()) options.patience = std::chrono::milliseconds(200);
   return options;
 }
 
@@ -242,7 +243,7 @@ void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const 
   impl.reducer = std::make_unique<zero::GradientReducer>(
       impl.buckets, impl.parameters,
       zero::ReduceRoutes{*impl.groups.shards, impl.groups.replicas.get(), impl.groups.quantized.get()},
-      reducer_options(impl.plan));
+      reducer_options(impl.plan, impl.device));
   if (!impl.plan.gather) {
     impl.access =
         std::make_unique<zero::ParameterPublisher>(impl.buckets, *impl.groups.shards, impl.plan.partition_optimizer);

@@ -27,7 +27,7 @@ GatheredParameters::GatheredParameters(Scope scope)
       before_.emplace_back(other.tensor.detach(), other.tensor.detach().clone());
     }
   } catch (...) {
-    give_back();
+    give_back_after_failure();
     throw;
   }
 }
@@ -55,13 +55,17 @@ void GatheredParameters::close() {
       require_unchanged();
     }
   } catch (...) {
-    try {
-      give_back();
-    } catch (const std::exception&) {  // follows from the first failure
-    }
+    give_back_after_failure();
     throw;
   }
   give_back();
+}
+
+void GatheredParameters::give_back_after_failure() {
+  try {
+    give_back();
+  } catch (const std::exception&) {  // follows from the failure that is thrown
+  }
 }
 
 std::vector<const Parameter*> GatheredParameters::parameters() const {

@@ -51,6 +51,7 @@ class GatheredParameters {
   void share_changes();
   void restore();
   void give_back();
+  void give_back_after_failure();
 
   Scope scope_;
   std::vector<int64_t> versions_;  // of parameters() when the scope opened

@@ -1,0 +1,269 @@
+#include "engine/plan_rows.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+
+namespace ds::engine {
+namespace {
+
+using config::DsConfig;
+
+constexpr double kMebibyte = 1024.0 * 1024.0;
+
+// "zero_optimization.stage: 2", with "(default)" where the file does not say it.
+std::string reason_of(const DsConfig& config, const char* key, const std::string& value) {
+  const std::string dotted(key);
+  const size_t dot = dotted.find('.');
+  const std::string section = dotted.substr(0, dot);
+  bool given = config.given(section);
+  if (given && dot != std::string::npos) {
+    given = config.text[section].is_object() && config.text[section].contains(dotted.substr(dot + 1));
+  }
+  return cat(key, ": ", value, given ? "" : " (default)");
+}
+
+std::string stage_reason(const DsConfig& config) {
+  return reason_of(config, "zero_optimization.stage", cat(config.zero_optimization.stage));
+}
+
+const char* yes_no(bool value) { return value ? "true" : "false"; }
+
+std::string precision_text(const DsConfig& config, const Plan& plan) {
+  std::string text = name_of(plan.model_dtype);
+  if (plan.separate_master) text += " parameters, fp32 master weights";
+  if (plan.autocast) text += cat(", autocast to ", name_of(*plan.autocast));
+  if (plan.buffer_dtype) text += cat(", buffers in ", name_of(*plan.buffer_dtype));
+  if (plan.loss_scaling == LossScaling::kStatic) text += cat(", loss scale ", config.fp16.loss_scale);
+  if (plan.loss_scaling == LossScaling::kDynamic) {
+    text += cat(", dynamic loss scale from 2^", config.fp16.initial_scale_power);
+  }
+  return text;
+}
+
+std::string precision_reason(const DsConfig& config) {
+  if (config.fp16.enabled) return reason_of(config, "fp16.enabled", "true");
+  if (config.bf16.enabled) return reason_of(config, "bf16.enabled", "true");
+  if (config.torch_autocast.enabled) return reason_of(config, "torch_autocast.enabled", "true");
+  return "neither fp16 nor bf16 enabled";
+}
+
+std::string gradients_text(const Plan& plan) {
+  if (plan.topology.dp == 1) return cat("one rank, nothing to reduce; kept in ", name_of(plan.gradient_dtype));
+  std::string text;
+  switch (plan.gradient_policy) {
+    case zero::ReductionPolicy::kAllReduce:
+      text = "all-reduce at the accumulation boundary";
+      break;
+    case zero::ReductionPolicy::kReduceScatterAtBoundary:
+      text = "reduce-scatter at the accumulation boundary";
+      break;
+    case zero::ReductionPolicy::kReduceScatterEveryBackward:
+      text = "reduce-scatter in every micro-batch, own slice kept";
+      break;
+  }
+  text += plan.overlap_reduction ? ", overlapped with backward" : ", after backward";
+  text += cat("; ", plan.average_gradients ? "mean" : "sum", " in ", name_of(plan.communication_dtype));
+  if (plan.gradient_dtype != plan.communication_dtype) text += cat(", accumulated in ", name_of(plan.gradient_dtype));
+  return text;
+}
+
+std::string clipping_text(const Plan& plan) {
+  if (plan.clip_value > 0) return cat("every element into [-", plan.clip_value, ", ", plan.clip_value, "]");
+  if (plan.clip_norm > 0) return cat("global L2 norm to ", plan.clip_norm);
+  return "off";
+}
+
+void add_optimizer_rows(const DsConfig& config, Plan& plan) {
+  const std::string where = plan.topology.dp == 1 ? ""
+                            : plan.partition_optimizer
+                                ? cat(", each rank 1/", plan.shard_ranks,
+                                      plan.gather ? " of it" : " of it, then all-gather of the parameters")
+                                : ", whole on every rank";
+  if (!plan.optimizer.empty()) {
+    const bool renamed = plan.optimizer != config.optimizer.type;
+    plan.rows.push_back({"optimizer", cat(plan.optimizer, " lr ", config.optimizer.values.lr, where),
+                         cat("optimizer.type: ", config.optimizer.type, renamed ? " (adam_w_mode: AdamW)" : "")});
+  } else {
+    plan.rows.push_back(
+        {"optimizer", cat("the program's own", where),
+         config.optimizer.given() ? "initialize: .optimizer, in place of the config's" : "no optimizer section"});
+  }
+  plan.rows.push_back(
+      {"lr schedule", plan.schedule.empty() ? "constant, or the program's own" : plan.schedule,
+       config.scheduler.given() ? cat("scheduler.type: ", config.scheduler.type) : "no scheduler section"});
+}
+
+void add_gathering_rows(const DsConfig& config, Plan& plan) {
+  if (!plan.gather) return;
+  const zero::GatherLimits& gather = *plan.gather;
+  plan.rows.push_back(
+      {"parameters",
+       cat("each rank 1/", plan.shard_ranks, " of them, gathered for the operators that use them; ", "of at most ",
+           plan.persistent_numel, " elements: whole"),
+       reason_of(config, "zero_optimization.stage3_param_persistence_threshold", cat(plan.persistent_numel))});
+  plan.rows.push_back({"gathered at once",
+                       cat("at most ", gather.max_live, " elements; kept when used again within ",
+                           gather.max_reuse_distance, "; ", gather.prefetch, " ahead"),
+                       "stage3_max_live_parameters, stage3_max_reuse_distance, stage3_prefetch_bucket_size"});
+  if (plan.node_ranks > 1) {
+    plan.rows.push_back({"secondary slices",
+                         cat("1/", plan.node_ranks, " of what was gathered, from which the ", plan.node_ranks,
+                             " ranks of a node gather it again until the next update"),
+                         cat("zero_optimization.zero_hpz_partition_size: ", plan.node_ranks)});
+  }
+}
+
+void add_quantization_rows(Plan& plan) {
+  if (plan.weight_bits > 0) {
+    plan.rows.push_back({"gathers", "8-bit integers, one scale for 512 values; operators see values of that precision",
+                         "zero_optimization.zero_quantized_weights: true"});
+  }
+  if (plan.frozen_bits > 0) {
+    plan.rows.push_back({"frozen parameters", "kept and gathered as 8-bit integers",
+                         "zero_optimization.zero_quantized_nontrainable_weights: true"});
+  }
+  if (plan.gradient_bits > 0) {
+    plan.rows.push_back(
+        {"reductions",
+         cat("4-bit integers, one scale for 512 values",
+             plan.gradient_node_ranks > 1 ? cat("; added on the ", plan.gradient_node_ranks, " ranks of a node first")
+                                          : ""),
+         "zero_optimization.zero_quantized_gradients: true"});
+  }
+}
+
+void add_sharding_row(Plan& plan) {
+  if (plan.shard_ranks == plan.topology.dp) return;
+  plan.rows.push_back({"copies",
+                       cat(plan.topology.dp / plan.shard_ranks, " of the model state, each on ", plan.shard_ranks,
+                           " consecutive ranks; gradients are joined at the accumulation boundary"),
+                       cat("zero_optimization.mics_shard_size: ", plan.shard_ranks)});
+}
+
+// What the section does to regions that the program runs through offload::checkpoint().
+void add_activation_rows(const DsConfig& config, Plan& plan) {
+  const config::ActivationCheckpointingSection& section = config.activation_checkpointing;
+  const auto add = [&](bool asked, const char* key, const char* choice, const char* why) {
+    if (asked) plan.rows.push_back({key, choice, why});
+  };
+  add(section.cpu_checkpointing, "cpu_checkpointing", "inputs of checkpointed regions are kept on the host",
+      "activation_checkpointing.cpu_checkpointing: true; no effect where the device is the CPU");
+  add(section.partition_activations, "partition_activations", "no effect by itself",
+      "needs offload::CheckpointOptions::tensor_parallel_group, which the program sets");
+  add(section.contiguous_memory_optimization && !section.cpu_checkpointing, "contiguous_memory_optimization",
+      "no effect", "it packs the copies of partition_activations and cpu_checkpointing; without them there are none");
+  add(section.contiguous_memory_optimization && section.cpu_checkpointing, "contiguous_memory_optimization",
+      "host copies of inputs in preallocated slots", "activation_checkpointing.number_checkpoints of each input");
+  add(section.synchronize_checkpoint_boundary, "synchronize_checkpoint_boundary",
+      "waits for the device where a checkpointed region begins and ends",
+      "activation_checkpointing.synchronize_checkpoint_boundary: true");
+  add(section.profile, "checkpoint profile", "counts and times of checkpointed regions, every steps_per_print steps",
+      "activation_checkpointing.profile: true");
+}
+
+// Keys that change how DeepSpeed moves data and that this layout has no use for.
+void add_rows_without_effect(const DsConfig& config, Plan& plan) {
+  const config::ZeroSection& zero = config.zero_optimization;
+  const auto moot = [&](bool asked, const char* key, const char* why) {
+    if (asked) plan.rows.push_back({key, "no effect", why});
+  };
+  moot(zero.round_robin_gradients, "round_robin_gradients", "every bucket is divided evenly among the ranks already");
+  moot(zero.parameter_alignment, "parameter_alignment", "parameters start at multiples of 64 bytes already");
+  moot(!zero.contiguous_gradients, "contiguous_gradients", "gradients are always views of their bucket");
+  moot(zero.stage > 0 && !zero.reduce_scatter, "reduce_scatter", "each rank receives its slice only; same sums");
+  const auto& section = config.text.contains("zero_optimization") ? config.text["zero_optimization"] : config.text;
+  moot(zero.stage == 3 && section.is_object() && section.contains("sub_group_size"), "sub_group_size",
+       "the optimizer goes bucket by bucket already");
+  moot(zero.stage == 3 && zero.stage3_module_granularity_threshold > 0, "stage3_module_granularity_threshold",
+       "small modules share a bucket, which is gathered as one, already");
+  moot(zero.stage == 3 && zero.stage3_use_all_reduce_for_fetch_params, "stage3_use_all_reduce_for_fetch_params",
+       "slices are gathered in place; an all-reduce would send twice as much");
+  moot(zero.stage > 0 && !zero.allgather_partitions, "allgather_partitions", "slices are always all-gathered");
+  moot(zero.stage == 0 && zero.mics_shard_size > 0, "mics_shard_size", "stage 0 partitions nothing");
+  moot(zero.zero_hpz_partition_size > 1 && !plan.gather, "zero_hpz_partition_size", "parameters are whole already");
+  moot(zero.zero_hpz_partition_size > 1 && plan.gather && plan.node_ranks == 1, "zero_hpz_partition_size",
+       "a node holds all ranks that share the parameters");
+  moot(zero.zero_quantized_weights && !plan.gather, "zero_quantized_weights", "parameters are whole already");
+  moot(zero.zero_quantized_nontrainable_weights && !plan.gather, "zero_quantized_nontrainable_weights",
+       "parameters are whole already");
+  moot(zero.zero_quantized_gradients && plan.gradient_bits == 0, "zero_quantized_gradients",
+       plan.partition_optimizer ? "no ranks share slices; copies are joined as they are"
+                                : "stage 0 reduces whole buckets by all-reduce");
+  moot(zero.mics_hierarchical_params_gather, "mics_hierarchical_params_gather",
+       "collectives go through shared memory inside a host and between hosts once already");
+}
+
+}  // namespace
+
+void add_rows(const DsConfig& config, Plan& plan) {
+  plan.rows.push_back(
+      {"ranks", cat(plan.topology.world_size, " (data parallel ", plan.topology.dp, ")"), "the launch"});
+  plan.rows.push_back({"batch",
+                       cat(config.train_batch_size, " = ", config.train_micro_batch_size_per_gpu, " per rank x ",
+                           config.gradient_accumulation_steps, " accumulation x ", plan.topology.dp, " ranks"),
+                       "train_batch_size and its parts"});
+  plan.rows.push_back({"precision", precision_text(config, plan), precision_reason(config)});
+  plan.rows.push_back({"gradients", gradients_text(plan), stage_reason(config)});
+  plan.rows.push_back(
+      {"buckets", cat("at most ", plan.bucket_elements, " elements"),
+       reason_of(config, "zero_optimization.reduce_bucket_size", cat(config.zero_optimization.reduce_bucket_size))});
+  plan.rows.push_back({"clipping", clipping_text(plan),
+                       plan.clip_value > 0 ? reason_of(config, "gradient_clip_by_value", cat(plan.clip_value))
+                                           : reason_of(config, "gradient_clipping", cat(config.gradient_clipping))});
+  add_optimizer_rows(config, plan);
+  add_gathering_rows(config, plan);
+  add_quantization_rows(plan);
+  add_sharding_row(plan);
+  plan.rows.push_back(
+      {"communication", name_of(plan.backend), reason_of(config, "communication_backend", name_of(plan.backend))});
+  if (config.deterministic) plan.rows.push_back({"deterministic", "same bits on every run", "deterministic: true"});
+  if (plan.require_all_gradients) {
+    plan.rows.push_back({"unused parameters", "an error",
+                         cat("zero_optimization.ignore_unused_parameters: ", yes_no(!plan.require_all_gradients))});
+  }
+  add_activation_rows(config, plan);
+  add_rows_without_effect(config, plan);
+}
+
+std::string to_table(const Plan& plan) {
+  std::vector<PlanRow> rows = plan.rows;
+  if (plan.bytes) {
+    const zero::ModelStateBytes& bytes = *plan.bytes;
+    const auto mebibytes = [](int64_t value) { return fixed(static_cast<double>(value) / kMebibyte, 1); };
+    rows.push_back({"model state",
+                    cat(mebibytes(bytes.total()), " MiB per rank: parameters ", mebibytes(bytes.parameters),
+                        ", gradients ", mebibytes(bytes.gradients), ", master ", mebibytes(bytes.master),
+                        ", optimizer ", mebibytes(bytes.optimizer)),
+                    cat("predicted for ", plan.parameters.value_or(0), " trainable elements")});
+    const int64_t most = bytes.total() + plan.step_bytes.gathered + plan.step_bytes.secondary + plan.activation_bytes;
+    if (most > bytes.total()) {
+      rows.push_back(
+          {"in a step",
+           cat("about ", mebibytes(most), " MiB per rank: gathered parameters at most ",
+               mebibytes(plan.step_bytes.gathered),
+               plan.step_bytes.secondary > 0 ? cat(", secondary slices ", mebibytes(plan.step_bytes.secondary)) : "",
+               plan.activation_bytes > 0 ? cat(", activations ", mebibytes(plan.activation_bytes)) : "", " on top"),
+           plan.activation_bytes > 0 ? "predicted" : "predicted, without activations"});
+    }
+  }
+  size_t what_width = 0;
+  size_t choice_width = 0;
+  for (const PlanRow& row : rows) {
+    what_width = std::max(what_width, row.what.size());
+    choice_width = std::max(choice_width, row.choice.size());
+  }
+  constexpr size_t kWidestChoice = 84;  // longer ones push their reason out of the column
+  choice_width = std::min(choice_width, kWidestChoice);
+  std::string table;
+  for (const PlanRow& row : rows) {
+    const size_t gap = choice_width > row.choice.size() ? choice_width - row.choice.size() : 0;
+    table += cat(table.empty() ? "" : "\n", "  ", row.what, std::string(what_width - row.what.size() + 2, ' '),
+                 row.choice, std::string(gap + 2, ' '), row.reason);
+  }
+  return table;
+}
+
+}  // namespace ds::engine
