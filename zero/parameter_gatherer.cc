@@ -267,8 +267,8 @@ void ParameterGatherer::rethrow() {
 void ParameterGatherer::meet(const char* where) {
   rethrow();
   if (communicator_.size() == 1) return;
-  if (node_) node_->all_reduce(meeting_, comm::ReduceOp::kSum, where).wait();  // gathers may be under way there
   met_.wait();
+  if (node_) node_->all_reduce(meeting_, comm::ReduceOp::kSum, where).wait();  // gathers may be under way there
   met_ = communicator_.all_reduce(meeting_, comm::ReduceOp::kSum, where);
 }
 

@@ -219,13 +219,14 @@ INSTANTIATE_TEST_SUITE_P(Layouts, QuantizedReduce,
                          reduce_name);
 
 TEST(QuantizedCollectives, SendAQuarterAndAnEighthOfTheBytesOfFloat32) {
-  on_threads(4, [](const auto& communicator) {
-    const int64_t n = 1 << 16;
+  constexpr int64_t n = 1 << 16;
+  const at::Tensor values = torch::randn({4 * n});  // the generator is shared by all threads
+  on_threads(4, [&](const auto& communicator) {
     for (const int bits : {8, 4}) {
       const int64_t bytes = BlockCodec(bits).encoded_bytes(n);
       EXPECT_NEAR(static_cast<double>(bytes) / (4.0 * n), bits / 32.0, 0.002);
-      at::Tensor whole = torch::randn({4 * n});
-      at::Tensor part = torch::randn({n});
+      at::Tensor whole = values.clone();
+      at::Tensor part = values.narrow(0, 0, n).clone();
       communicator->reset_counters();
       comm::quantized_all_gather(whole, part, bits, *communicator, "weights").wait();
       EXPECT_EQ(communicator->counters().total_bytes_sent(), 3 * bytes);
