@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "comm/subgroups.h"
 #include "core/check.h"
 
 namespace ds::comm {
@@ -17,15 +18,8 @@ std::shared_ptr<Communicator> DeviceMesh::group(const std::vector<MeshAxis>& axe
   const std::string name = layout_.group_name(axes);
   const auto known = groups_.find(name);
   if (known != groups_.end()) return known->second;
-  std::shared_ptr<Communicator> own;
   const auto lists = layout_.groups(axes);
-  if (lists.size() == 1) {
-    own = world_;
-  } else {
-    for (const auto& ranks : lists) {
-      if (auto made = world_->new_group(ranks, name)) own = std::move(made);
-    }
-  }
+  const auto own = lists.size() == 1 ? world_ : own_group(*world_, lists, name);
   ensure(own != nullptr, "every rank is in one group of each kind");
   groups_.emplace(name, own);
   return own;

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/subgroups.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
 
@@ -245,21 +246,9 @@ QuantizedReducer make_quantized_reducer(const std::shared_ptr<Communicator>& wor
   require(ranks_per_node > 0 && world->size() % ranks_per_node == 0,
           "make_quantized_reducer: expected ranks per node that divide the ", world->size(), " ranks of group ",
           world->name(), ", found ", ranks_per_node);
-  const int nodes = world->size() / ranks_per_node;
-  if (ranks_per_node == 1 || nodes == 1) return QuantizedReducer(nullptr, world, bits);
-  std::shared_ptr<Communicator> inside, across;
-  for (int node = 0; node < nodes; ++node) {
-    std::vector<int> ranks;
-    for (int place = 0; place < ranks_per_node; ++place) ranks.push_back(node * ranks_per_node + place);
-    const auto group = world->new_group(ranks, cat(world->name(), ".node", node));
-    if (group) inside = group;
-  }
-  for (int place = 0; place < ranks_per_node; ++place) {
-    std::vector<int> ranks;
-    for (int node = 0; node < nodes; ++node) ranks.push_back(node * ranks_per_node + place);
-    const auto group = world->new_group(ranks, cat(world->name(), ".place", place));
-    if (group) across = group;
-  }
+  if (ranks_per_node == 1 || ranks_per_node == world->size()) return QuantizedReducer(nullptr, world, bits);
+  auto inside = own_group(*world, consecutive_ranks(world->size(), ranks_per_node), cat(world->name(), ".node"));
+  auto across = own_group(*world, ranks_of_one_place(world->size(), ranks_per_node), cat(world->name(), ".place"));
   return QuantizedReducer(std::move(inside), std::move(across), bits);
 }
 

@@ -26,16 +26,8 @@ AtomicFile::~AtomicFile() {
 }
 
 void AtomicFile::write(const void* data, size_t bytes) {
-  const auto* next = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t written = ::write(descriptor_, next, bytes);
-    if (written < 0) {
-      if (errno == EINTR) continue;
-      fail("cannot write", errno);
-    }
-    next += written;
-    bytes -= static_cast<size_t>(written);
-  }
+  write_at(end_, data, bytes);
+  end_ += bytes;
 }
 
 void AtomicFile::write_at(size_t position, const void* data, size_t bytes) {

@@ -28,6 +28,7 @@ class AtomicFile {
   std::string path_;
   std::string temporary_;
   int descriptor_ = -1;
+  size_t end_ = 0;  // where write() appends
 };
 
 }  // namespace ds

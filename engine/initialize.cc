@@ -67,13 +67,6 @@ void configure_activation_checkpoints(const config::DsConfig& config) {
   offload::configure_checkpointing(options);
 }
 
-// The data-parallel group of ranks and what this rank knows of it.
-struct Ranks {
-  std::shared_ptr<comm::Communicator> data_parallel;
-  int local_rank = 0;
-  int ranks_per_host = 1;  // where all hosts have as many, consecutive ones
-};
-
 config::DsConfig parse_config(const InitializeOptions& options, int dp_world_size) {
   return config::parse(options.config, {.dp_world_size = dp_world_size, .auto_values = options.auto_values});
 }
@@ -87,45 +80,47 @@ void require_data_parallel(const comm::DeviceMesh& mesh) {
 }
 
 // The group that the program gives, and the device on it.
-Ranks given_ranks(const InitializeOptions& options, at::Device& device) {
+Distributed given_ranks(const InitializeOptions& options) {
   if (options.distributed) {
-    const Distributed& job = *options.distributed;
-    device = options.device.empty() ? job.device : device_of_rank(options.device, job.local_rank);
-    return {job.ranks, job.local_rank, job.ranks_per_host};
+    Distributed job = *options.distributed;
+    if (!options.device.empty()) job.device = device_of_rank(options.device, job.local_rank);
+    return job;
   }
   const auto group = options.mesh           ? options.mesh->world()
                      : options.communicator ? options.communicator
                                             : options.init->ranks();
-  device = parse_device(options.device);
+  at::Device device = parse_device(options.device);
   if (device.is_cuda() && !device.has_index()) {
     require<ConfigError>(group->size() == 1, "initialize: .device: expected cuda:N with a group of ", group->size(),
                          " ranks, found cuda; name the device of this rank, or pass .distributed");
     device.set_index(0);
   }
   if (options.mesh) require_data_parallel(*options.mesh);
-  return {group, group->rank()};
+  return {.ranks = group, .local_rank = group->rank(), .device = device};
 }
 
 // The program's mesh or group, or the ranks of the environment. Reads the config once the number of ranks is known.
 // Gives a "cuda" without number the one of this rank on its host.
-Ranks join(const InitializeOptions& options, at::Device& device, config::DsConfig& config) {
+Distributed join(const InitializeOptions& options, config::DsConfig& config) {
   const int given = (options.mesh ? 1 : 0) + (options.communicator ? 1 : 0) + (options.distributed ? 1 : 0);
   require(given <= 1, "initialize: expected one of .mesh, .communicator and .distributed, found ", given,
           "; each of them names the ranks");
   if (given == 1 || options.init) {
-    Ranks ranks = given_ranks(options, device);
-    require(!options.init || options.init->ranks() == ranks.data_parallel, "initialize: .init was made over another ",
+    Distributed job = given_ranks(options);
+    require(!options.init || options.init->ranks() == job.ranks, "initialize: .init was made over another ",
             "group than the one given; expected zero::Init init(group) and the same group here");
-    config = parse_config(options, ranks.data_parallel->size());
-    return ranks;
+    config = parse_config(options, job.ranks->size());
+    return job;
   }
   // The backend is a key of the config, which may need the number of ranks to be read.
   const comm::Rendezvous meeting = comm::rendezvous({.init_method = options.init_method, .timeout = options.timeout});
-  device = device_of_rank(options.device, meeting.local_rank);
+  const at::Device device = device_of_rank(options.device, meeting.local_rank);
   log::set_rank(meeting.rank, meeting.world_size);
   config = parse_config(options, meeting.world_size);
-  return {comm::make_communicator(meeting, device, config.communication_backend), meeting.local_rank,
-          ranks_per_host(meeting)};
+  return {.ranks = comm::make_communicator(meeting, device, config.communication_backend),
+          .local_rank = meeting.local_rank,
+          .ranks_per_host = ranks_per_host(meeting),
+          .device = device};
 }
 
 void say_what_runs(const config::DsConfig& config, const Plan& plan) {
@@ -278,13 +273,14 @@ Initialized initialize(InitializeOptions options) {
                        ".config = \"ds_config.json\"");
   auto impl = std::make_unique<Engine::Impl>();
   impl->module = options.model;
-  const Ranks ranks = join(options, impl->device, impl->config);
-  impl->communicator = ranks.data_parallel;
-  impl->local_rank = ranks.local_rank;
+  const Distributed job = join(options, impl->config);
+  impl->communicator = job.ranks;
+  impl->local_rank = job.local_rank;
+  impl->device = job.device;
   const config::DsConfig& config = impl->config;
   if (config.log_level) log::set_level(*config.log_level);
   const int world_size = impl->communicator->size();
-  impl->plan = make_plan(config, {.world_size = world_size, .dp = world_size, .ranks_per_host = ranks.ranks_per_host},
+  impl->plan = make_plan(config, {.world_size = world_size, .dp = world_size, .ranks_per_host = job.ranks_per_host},
                          {.client_optimizer = options.optimizer != nullptr});
   require_compatible_client(options, impl->plan, config.zero_optimization.stage);
   require<ConfigError>(options.optimizer || config.optimizer.given(),

@@ -13,16 +13,17 @@ using config::DsConfig;
 
 constexpr double kMebibyte = 1024.0 * 1024.0;
 
+// The file has this key, "gradient_clipping" or "zero_optimization.stage".
+bool is_given(const DsConfig& config, const std::string& key) {
+  const size_t dot = key.find('.');
+  const std::string section = key.substr(0, dot);
+  if (!config.given(section) || dot == std::string::npos) return config.given(section);
+  return config.text[section].is_object() && config.text[section].contains(key.substr(dot + 1));
+}
+
 // "zero_optimization.stage: 2", with "(default)" where the file does not say it.
 std::string reason_of(const DsConfig& config, const char* key, const std::string& value) {
-  const std::string dotted(key);
-  const size_t dot = dotted.find('.');
-  const std::string section = dotted.substr(0, dot);
-  bool given = config.given(section);
-  if (given && dot != std::string::npos) {
-    given = config.text[section].is_object() && config.text[section].contains(dotted.substr(dot + 1));
-  }
-  return cat(key, ": ", value, given ? "" : " (default)");
+  return cat(key, ": ", value, is_given(config, key) ? "" : " (default)");
 }
 
 std::string stage_reason(const DsConfig& config) {
@@ -174,8 +175,7 @@ void add_rows_without_effect(const DsConfig& config, Plan& plan) {
   moot(zero.parameter_alignment, "parameter_alignment", "parameters start at multiples of 64 bytes already");
   moot(!zero.contiguous_gradients, "contiguous_gradients", "gradients are always views of their bucket");
   moot(zero.stage > 0 && !zero.reduce_scatter, "reduce_scatter", "each rank receives its slice only; same sums");
-  const auto& section = config.text.contains("zero_optimization") ? config.text["zero_optimization"] : config.text;
-  moot(zero.stage == 3 && section.is_object() && section.contains("sub_group_size"), "sub_group_size",
+  moot(zero.stage == 3 && is_given(config, "zero_optimization.sub_group_size"), "sub_group_size",
        "the optimizer goes bucket by bucket already");
   moot(zero.stage == 3 && zero.stage3_module_granularity_threshold > 0, "stage3_module_granularity_threshold",
        "small modules share a bucket, which is gathered as one, already");

@@ -1,17 +1,16 @@
 // Writing the model's weights to one file, parameter by parameter.
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/scalar_tensor.h>
 
 #include <exception>
 #include <filesystem>
 #include <map>
 #include <optional>
-#include <set>
 #include <utility>
 
 #include "core/check.h"
 #include "core/safetensors.h"
 #include "engine/engine_impl.h"
+#include "engine/failure_of_rank_zero.h"
 
 namespace ds::engine {
 namespace {
@@ -78,7 +77,6 @@ std::string Engine::save_16bit_model(const std::string& folder, const std::strin
   const std::string path = (std::filesystem::path(folder) / filename).string();
   std::optional<WeightFile> file;
   if (self.communicator->rank() == 0) file.emplace(path, *self.module, !exclude_frozen_parameters);
-  std::set<const void*> written;
   if (self.gatherer) {
     self.for_each_whole_bucket(0, [&](const zero::ParameterBucket& bucket) {
       for (const zero::Parameter& parameter : bucket.parameters()) {
@@ -86,21 +84,17 @@ std::string Engine::save_16bit_model(const std::string& folder, const std::strin
       }
     });
   } else if (file) {
-    for (const auto& item : self.module->named_parameters()) {
-      if (written.insert(item.value().unsafeGetTensorImpl()).second) file->write(item.value());
+    for (const auto* list : {&self.parameters, &self.frozen}) {
+      for (const zero::Parameter& parameter : *list) file->write(parameter.tensor);
     }
   }
   if (file) {
     for (const auto& item : self.module->named_buffers()) file->write(item.key(), item.value());
     file->commit();
   }
-  at::Tensor failed =
-      at::scalar_tensor(file && file->failure() ? 1 : 0, at::TensorOptions().dtype(at::kLong)).view({1});
-  failed = failed.to(self.device);
-  if (self.communicator->size() > 1) self.communicator->broadcast(failed, 0, "saved model").wait();
-  if (file && file->failure()) std::rethrow_exception(file->failure());
-  require<IoError>(failed.item<int64_t>() == 0, "save_16bit_model: rank 0 could not write ", path,
-                   ", its message says why");
+  share_failure_of_rank_zero(file ? file->failure() : nullptr,
+                             cat("save_16bit_model: rank 0 could not write ", path, ", its message says why"),
+                             self.device, *self.communicator);
   return path;
 }
 

@@ -2,13 +2,13 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/scalar_tensor.h>
 
 #include <exception>
 #include <set>
 
 #include "core/check.h"
 #include "core/log.h"
+#include "engine/failure_of_rank_zero.h"
 
 namespace ds::engine {
 
@@ -27,11 +27,8 @@ StartValues::StartValues(const torch::nn::Module& module, const std::string& wei
       failure = std::current_exception();
     }
   }
-  at::Tensor failed = at::scalar_tensor(failure ? 1 : 0, at::TensorOptions().dtype(at::kLong)).view({1}).to(device_);
-  if (world_.size() > 1) world_.broadcast(failed, 0, "weight file").wait();
-  if (failure) std::rethrow_exception(failure);
-  require<IoError>(failed.item<int64_t>() == 0, "initialize: .weights: rank 0 could not use ", weights,
-                   ", its message says why");
+  share_failure_of_rank_zero(
+      failure, cat("initialize: .weights: rank 0 could not use ", weights, ", its message says why"), device_, world_);
 }
 
 void StartValues::check_file(const torch::nn::Module& module, const std::string& weights) {
@@ -44,11 +41,9 @@ void StartValues::check_file(const torch::nn::Module& module, const std::string&
             file_->entries().empty() ? "" : file_->entries().front().name, "\"");
     if (name.empty()) return;
     used.insert(names_.at(tensor.unsafeGetTensorImpl()).begin(), names_.at(tensor.unsafeGetTensorImpl()).end());
-    for (const SafetensorsFile::Entry& entry : file_->entries()) {
-      if (entry.name != name) continue;
-      require(at::IntArrayRef(entry.sizes) == tensor.sizes(), "initialize: .weights: ", weights, ": tensor \"", name,
-              "\": expected shape ", tensor.sizes(), ", found ", at::IntArrayRef(entry.sizes));
-    }
+    const at::Tensor found = file_->tensor(name);
+    require(found.sizes() == tensor.sizes(), "initialize: .weights: ", weights, ": tensor \"", name,
+            "\": expected shape ", tensor.sizes(), ", found ", found.sizes());
   };
   for (const auto& item : module.named_parameters()) check(item.key(), item.value(), /*needed=*/true);
   for (const auto& item : module.named_buffers()) check(item.key(), item.value(), item.value().is_meta());
@@ -78,13 +73,8 @@ at::Tensor StartValues::source(const zero::Parameter& tensor) const {
 
 at::Tensor StartValues::of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters) {
   const at::NoGradGuard no_grad;
-  at::Tensor flat = at::empty({layout.numel}, at::TensorOptions().dtype(at::kFloat).device(device_));
-  for (const auto& [offset, length] : zero::padding_of(layout)) flat.narrow(0, offset, length).zero_();
-  for (const Segment& segment : layout.segments) {
-    const zero::Parameter& parameter = parameters[static_cast<size_t>(segment.parameter)];
-    const at::Tensor from = source(parameter);
-    if (from.defined()) zero::view_of(flat, segment, parameter.tensor).copy_(from);
-  }
+  const at::Tensor flat = zero::flatten(layout, parameters, at::TensorOptions().dtype(at::kFloat).device(device_),
+                                        [this](const zero::Parameter& parameter) { return source(parameter); });
   if (init_) {
     init_->rethrow();
     for (const Segment& segment : layout.segments) {

@@ -11,6 +11,7 @@
 #include "core/check.h"
 #include "core/host_memory.h"
 #include "core/log.h"
+#include "zero/storage_memory.h"
 
 namespace ds::zero {
 namespace {
@@ -28,23 +29,15 @@ bool can_be_sliced(const at::Tensor& tensor) {
 
 // The operator that is about to read cannot be told that there is none (LibTorch swallows what a callback throws).
 void take_memory(const at::Tensor& parameter) {
-  c10::StorageImpl* storage = parameter.storage().unsafeGetStorageImpl();
   const c10::DeviceGuard guard(parameter.device());
   const size_t bytes = parameter.nbytes();
   try {
-    storage->set_data_ptr_noswap(c10::GetAllocator(parameter.device().type())->allocate(bytes));
+    give_storage(parameter, c10::GetAllocator(parameter.device().type())->allocate(bytes), bytes);
   } catch (const std::exception& error) {
     log::error("zero::Init: no memory for a parameter of ", bytes, " bytes that an operator reads: ", error.what(),
                ". Reduce InitOptions::max_live, or use more ranks");
     std::terminate();
   }
-  storage->set_nbytes(bytes);
-}
-
-void give_memory_back(const at::Tensor& parameter) {
-  c10::StorageImpl* storage = parameter.storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, parameter.device()));
-  storage->set_nbytes(0);
 }
 
 // Flat on `device`, with zeros up to an even part for every rank; a copy where that needs one.
@@ -256,7 +249,7 @@ void Init::slice(Entry& entry) {
   if (ranks_->rank() == 0) whole = padded(parameter, length * ranks_->size(), options_.device);
   ranks_->scatter(part, whole, 0, entry.label).wait();
   entry.slice = part;
-  give_memory_back(parameter);
+  take_storage(parameter);
   live_ -= parameter.numel();
 }
 

@@ -2,12 +2,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/StorageImpl.h>
 
 #include <utility>
 
 #include "core/block_codec.h"
 #include "core/check.h"
+#include "zero/storage_memory.h"
 
 namespace ds::zero {
 
@@ -27,14 +27,15 @@ void point_to(at::Tensor tensor, const at::Tensor& values) {
   impl->set_sizes_and_strides(values.sizes(), values.strides(), values.storage_offset());
 }
 
-at::Tensor flatten(const BucketLayout& layout, const std::vector<Parameter>& parameters, at::ScalarType dtype) {
+at::Tensor flatten(const BucketLayout& layout, const std::vector<Parameter>& parameters,
+                   const at::TensorOptions& options, const std::function<at::Tensor(const Parameter&)>& value) {
   const at::NoGradGuard no_grad;
-  const at::Tensor& first = parameters.at(static_cast<size_t>(layout.segments.front().parameter)).tensor;
-  at::Tensor flat = at::empty({layout.numel}, first.options().dtype(dtype).requires_grad(false));
+  at::Tensor flat = at::empty({layout.numel}, options);
   for (const auto& [offset, length] : padding_of(layout)) flat.narrow(0, offset, length).zero_();
   for (const Segment& segment : layout.segments) {
-    const at::Tensor& parameter = parameters[static_cast<size_t>(segment.parameter)].tensor;
-    view_of(flat, segment, parameter).copy_(parameter.detach());
+    const Parameter& parameter = parameters[static_cast<size_t>(segment.parameter)];
+    const at::Tensor from = value(parameter);
+    if (from.defined()) view_of(flat, segment, parameter.tensor).copy_(from);
   }
   return flat;
 }
@@ -57,48 +58,42 @@ std::string ParameterBucket::describe(size_t index) const {
 
 at::Tensor ParameterBucket::slice(int rank) const {
   ensure(bits_ == 0, "an encoded slice has no elements to show");
-  return sharded() ? own_ : flat_.narrow(0, rank * layout_.slice_numel, layout_.slice_numel);
+  return sharded() ? own_ : part(rank);
+}
+
+at::Tensor ParameterBucket::part(int rank) const {
+  return flat_.narrow(0, rank * layout_.slice_numel, layout_.slice_numel);
 }
 
 void ParameterBucket::shard(int rank, int bits) {
   ensure(!sharded(), "a bucket is sharded once");
   const at::NoGradGuard no_grad;
   bits_ = bits;
-  const at::Tensor part = flat_.narrow(0, rank * layout_.slice_numel, layout_.slice_numel);
-  own_ = bits == 0 ? part.clone() : encoded(part);
-  c10::StorageImpl* storage = flat_.storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, flat_.device()));
-  storage->set_nbytes(0);
+  own_ = bits == 0 ? part(rank).clone() : encoded(part(rank));
+  take_storage(flat_);
 }
 
-at::Tensor ParameterBucket::encoded(const at::Tensor& part) const {
+at::Tensor ParameterBucket::encoded(const at::Tensor& values) const {
   const BlockCodec codec(bits_);
-  at::Tensor bytes = at::empty({codec.encoded_bytes(part.numel())}, part.options().dtype(at::kByte));
-  codec.encode(part, bytes);
+  at::Tensor bytes = at::empty({codec.encoded_bytes(values.numel())}, values.options().dtype(at::kByte));
+  codec.encode(values, bytes);
   return bytes;
 }
 
 void ParameterBucket::allocate(GatherMemory& memory) {
   ensure(sharded() && !allocated(), "only a released bucket takes memory");
-  c10::StorageImpl* storage = flat_.storage().unsafeGetStorageImpl();
-  const size_t bytes = static_cast<size_t>(layout_.numel) * flat_.element_size();
-  storage->set_data_ptr_noswap(memory.take(bytes, flat_.device()));
-  storage->set_nbytes(bytes);
+  give_storage(flat_, memory.take(flat_.nbytes(), flat_.device()), flat_.nbytes());
 }
 
 void ParameterBucket::release(GatherMemory& memory) {
   ensure(sharded() && allocated(), "only a sharded bucket that is whole gives its memory back");
-  c10::StorageImpl* storage = flat_.storage().unsafeGetStorageImpl();
-  const size_t bytes = storage->nbytes();
-  memory.give_back(storage->set_data_ptr(c10::DataPtr(nullptr, flat_.device())), bytes);
-  storage->set_nbytes(0);
+  memory.give_back(take_storage(flat_), flat_.nbytes());
 }
 
 void ParameterBucket::keep_changes(int rank) {
   const at::NoGradGuard no_grad;
   ensure(sharded() && allocated(), "only a sharded bucket that is whole keeps changes");
-  const at::Tensor part = flat_.narrow(0, rank * layout_.slice_numel, layout_.slice_numel);
-  own_.copy_(bits_ == 0 ? part : encoded(part));
+  own_.copy_(bits_ == 0 ? part(rank) : encoded(part(rank)));
 }
 
 void ParameterBucket::keep_secondary(int rank, int ranks) {

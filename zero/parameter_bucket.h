@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -62,7 +63,8 @@ class ParameterBucket {
   int64_t secondary_bytes() const { return secondary_.defined() ? static_cast<int64_t>(secondary_.nbytes()) : 0; }
 
  private:
-  at::Tensor encoded(const at::Tensor& part) const;
+  at::Tensor part(int rank) const;  // of flat()
+  at::Tensor encoded(const at::Tensor& values) const;
 
   BucketLayout layout_;
   std::vector<Parameter> parameters_;
@@ -72,8 +74,11 @@ class ParameterBucket {
   at::Tensor secondary_;  // of a sharded bucket, a copy for the ranks of a node
 };
 
-// Joins the current values of a bucket's parameters in one new flat tensor of `dtype`; padding is zero.
-at::Tensor flatten(const BucketLayout& layout, const std::vector<Parameter>& parameters, at::ScalarType dtype);
+// Joins values of a bucket's parameters, by default their current ones, in one new flat tensor; padding is zero. Where
+// `value` is undefined the contents are unspecified.
+at::Tensor flatten(
+    const BucketLayout& layout, const std::vector<Parameter>& parameters, const at::TensorOptions& options,
+    const std::function<at::Tensor(const Parameter&)>& value = [](const Parameter& p) { return p.tensor.detach(); });
 
 // Points `tensor` at the memory of `values`, which has its shape; the identity by which modules know it stays. A tensor
 // on the meta device moves to the device of `values`.
