@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <vector>
@@ -25,11 +26,14 @@ struct NcclGroup {
 
 // What the library offers. Both sides are built from this header: `version` says whether it was the same one.
 struct CudaPlugin {
-  static constexpr int kVersion = 1;
+  static constexpr int kVersion = 2;
   static constexpr const char* kSymbol = "dsengine_cuda_plugin";  // extern "C" const CudaPlugin* dsengine_cuda_plugin()
 
   int version = kVersion;
   std::shared_ptr<Communicator> (*make_nccl_communicator)(const NcclGroup& group) = nullptr;
+  // Pins pages of the host for copies of all devices, from the current device. Returns why not, or nothing.
+  std::string (*register_host_memory)(void* data, size_t bytes) = nullptr;
+  void (*unregister_host_memory)(void* data) = nullptr;  // never throws: called by destructors
 };
 
 // Opens the first library of `paths` that the loader takes. Throws ConfigError that says how to build it when none can

@@ -138,8 +138,8 @@ class Engine {
   // and frozen parameters. Collective.
   std::vector<std::pair<std::string, at::Tensor>> fp32_state_dict();
 
-  // Bytes of parameters, gradients, master weights and optimizer states this rank holds now, by kind, counted from the
-  // tensors themselves.
+  // Bytes of parameters, gradients, master weights and optimizer states this rank holds on the device now, by kind,
+  // counted from the tensors themselves.
   struct ModelStateBytes {
     int64_t parameters = 0, gradients = 0, master = 0, optimizer = 0;
     int64_t gathered = 0;   // stage 3: parameters that were whole for operators, at once, at most in the last step
@@ -149,6 +149,8 @@ class Engine {
   // Gradients are counted at their peak during the last step. `gathered` and `secondary` come on top of total() during
   // a step.
   ModelStateBytes model_state_bytes() const;
+  // What offload_optimizer and offload_param keep in host memory and files; not part of the above.
+  zero::OffloadedBytes offloaded_state_bytes() const;
 
   struct Impl;
   explicit Engine(std::unique_ptr<Impl> impl);

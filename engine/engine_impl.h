@@ -17,6 +17,7 @@
 #include "engine/config/ds_config.h"
 #include "engine/engine.h"
 #include "engine/lr_scheduler.h"
+#include "engine/offloaded_state.h"
 #include "engine/plan.h"
 #include "engine/rank_groups.h"
 #include "engine/reporter.h"
@@ -39,7 +40,8 @@ struct Engine::Impl {
   int local_rank = 0;
   at::Device device = at::kCPU;
 
-  std::vector<zero::Parameter> parameters;  // trainable, tied ones once, in module order
+  std::unique_ptr<OffloadedState> offloaded;  // null: all stays on the device
+  std::vector<zero::Parameter> parameters;    // trainable, tied ones once, in module order
   std::vector<ParameterInfo> parameter_infos;
   std::vector<zero::Parameter> frozen;
   std::vector<zero::ParameterBucket> buckets;
@@ -76,10 +78,14 @@ struct Engine::Impl {
   // Stage 3: calls `use` for each bucket from `first` on (trainable ones, then frozen ones) while its parameters are
   // whole. Collective.
   void for_each_whole_bucket(size_t first, const std::function<void(const zero::ParameterBucket&)>& use);
-  int64_t frozen_bytes() const;  // that this rank holds now
+  int64_t frozen_bytes() const;        // that this rank holds now
+  int64_t device_state_bytes() const;  // of the optimizer
   std::vector<comm::Communicator*> all_groups() const;
   // The parameters of a bucket were changed by the program: the optimizer goes on from them.
   void take_over_changes(size_t bucket);
+  at::Tensor whole_master(size_t bucket);
+  // Calls `use` with the master of a bucket while it is in memory. `changes`: it writes there.
+  void use_master(size_t bucket, bool changes, const std::function<void(const at::Tensor&)>& use);
   bool at_boundary() const;
   bool boundary_is_known() const;
   // One optimizer step; sets step_applied and gradient_norm.
@@ -87,6 +93,7 @@ struct Engine::Impl {
   double global_norm();  // with loss scale; also decides whether a step is skipped
   std::string name_non_finite();
   void apply(double gradient_scale);
+  void update_slice(size_t bucket, const at::Tensor& gradient, double gradient_scale);
   void require_gradients();
 };
 

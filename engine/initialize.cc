@@ -186,6 +186,11 @@ bool has_meta_tensors(const torch::nn::Module& module) {
          std::any_of(buffers.begin(), buffers.end(), is_meta);
 }
 
+zero::StoredSlice stored_slice(const zero::ParameterBucket& bucket) {
+  const int64_t bytes = bucket.stored_bytes();
+  return {bucket.bits() > 0 ? bytes : bucket.layout().slice_numel, bytes};
+}
+
 // Prediction for the buckets as they are, in place of the estimate from a number of elements.
 void predict_exactly(Engine::Impl& impl, int64_t trainable) {
   zero::MemoryQuestion question = memory_question(impl.config, impl.plan, trainable);
@@ -195,14 +200,20 @@ void predict_exactly(Engine::Impl& impl, int64_t trainable) {
   }
   question.frozen_bytes = impl.frozen_bytes();
   for (const zero::ParameterBucket& bucket : impl.frozen_buckets) {
+    if (bucket.stored_bytes() > 0) question.frozen_slices.push_back(stored_slice(bucket));
+  }
+  for (const zero::ParameterBucket& bucket : impl.frozen_buckets) {
     if (!bucket.sharded()) continue;
     question.frozen_elements += bucket.layout().numel;
     question.largest_frozen_bucket = std::max(question.largest_frozen_bucket, bucket.layout().numel);
   }
   impl.plan.bytes = zero::predict_model_state(question);
   impl.plan.step_bytes = zero::predict_step(question);
+  impl.plan.offloaded_bytes = zero::predict_offloaded(question);
   // How much of a model is matrices is known only now.
-  if (impl.plan.optimizer == "Muon") impl.plan.bytes->optimizer = impl.optimizer->state_bytes();
+  if (impl.plan.optimizer != "Muon") return;
+  impl.plan.bytes->optimizer = impl.device_state_bytes();
+  if (impl.offloaded) impl.plan.offloaded_bytes = impl.offloaded->bytes();
 }
 
 // All that must be the same on every rank beside the model.
@@ -215,29 +226,50 @@ std::string settings_text(const InitializeOptions& options, const config::DsConf
   return text;
 }
 
+// Null where all stays on the device.
+std::unique_ptr<OffloadedState> offload_state(const Engine::Impl& impl, const ModelLayout& layout, int ranks_on_host) {
+  const zero::Offload& offload = impl.plan.offload;
+  if (offload.optimizer == zero::Home::kDevice && offload.parameters == zero::Home::kDevice) return nullptr;
+  OffloadedLayout offloaded = {.buckets = layout.buckets,
+                               .frozen = layout.frozen,
+                               .states = {},
+                               .parameter_dtype = scalar_type(impl.plan.model_dtype),
+                               .gradient_dtype = scalar_type(impl.plan.gradient_dtype),
+                               .device = impl.device,
+                               .rank = impl.communicator->rank(),
+                               .ranks_on_host = ranks_on_host};
+  for (const zero::BucketLayout& bucket : layout.buckets) {
+    offloaded.states.push_back(state_tensors(impl.config.optimizer, bucket, impl.parameter_infos));
+  }
+  return std::make_unique<OffloadedState>(impl.plan, impl.config, offloaded);
+}
+
 // Buckets, gradient reduction and publication of parameters, in the order in which they refer to one another.
 void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const std::vector<int>& group_of,
-                   StartValues& values) {
+                   StartValues& values, int ranks_on_host) {
   impl.parameters = parameters.trainable;
   impl.parameter_infos = parameters.infos;
   impl.frozen = parameters.frozen;
-  BucketedModel model = build_buckets(
-      parameters, group_of,
-      {.max_bucket_elements = impl.plan.bucket_elements,
-       .dtype = scalar_type(impl.plan.model_dtype),
-       .buffer_dtype = impl.plan.buffer_dtype ? std::optional(scalar_type(*impl.plan.buffer_dtype)) : std::nullopt,
-       .partition = impl.plan.partition_optimizer,
-       .shard = impl.plan.gather.has_value(),
-       .persistent_numel = impl.plan.persistent_numel,
-       .persistent_total = impl.plan.persistent_total,
-       .frozen_bits = impl.plan.frozen_bits},
-      values, *impl.groups.shards);
+  const BucketOptions options = {
+      .max_bucket_elements = impl.plan.bucket_elements,
+      .dtype = scalar_type(impl.plan.model_dtype),
+      .buffer_dtype = impl.plan.buffer_dtype ? std::optional(scalar_type(*impl.plan.buffer_dtype)) : std::nullopt,
+      .partition = impl.plan.partition_optimizer,
+      .shard = impl.plan.gather.has_value(),
+      .persistent_numel = impl.plan.persistent_numel,
+      .persistent_total = impl.plan.persistent_total,
+      .frozen_bits = impl.plan.frozen_bits};
+  ModelLayout layout = lay_out(parameters, group_of, options, impl.groups.shards->size());
+  impl.offloaded = offload_state(impl, layout, ranks_on_host);
+  BucketedModel model =
+      build_buckets(parameters, std::move(layout), options, values, impl.offloaded.get(), *impl.groups.shards);
   impl.buckets = std::move(model.buckets);
   impl.frozen_buckets = std::move(model.frozen_buckets);
   impl.masters = std::move(model.masters);
   impl.reducer = std::make_unique<zero::GradientReducer>(
       impl.buckets, impl.parameters,
-      zero::ReduceRoutes{*impl.groups.shards, impl.groups.replicas.get(), impl.groups.quantized.get()},
+      zero::ReduceRoutes{*impl.groups.shards, impl.groups.replicas.get(), impl.groups.quantized.get(),
+                         impl.offloaded ? impl.offloaded->gradients() : nullptr},
       reducer_options(impl.plan, impl.device));
   if (!impl.plan.gather) {
     impl.access =
@@ -300,14 +332,14 @@ Initialized initialize(InitializeOptions options) {
   require_same_on_all_ranks(parameters, settings_text(options, config, groups), impl->device, *impl->communicator);
   impl->groups = make_rank_groups(impl->plan, impl->communicator);
   StartValues values(*options.model, options.weights, options.init, impl->device, *impl->communicator);
-  lay_out_model(*impl, parameters, groups.group_of, values);
+  lay_out_model(*impl, parameters, groups.group_of, values, static_cast<int>(job.ranks_per_host));
   if (options.init) options.init->end();
   keep_freed_host_memory();
   if (options.optimizer) {
     impl->client_optimizer = options.optimizer;
   } else {
     impl->optimizer = build_optimizer(config.optimizer, groups, impl->buckets, impl->masters, impl->parameter_infos,
-                                      impl->plan.partition_optimizer, *impl->groups.shards);
+                                      impl->plan.partition_optimizer, *impl->groups.shards, impl->offloaded.get());
   }
   impl->plan.parameters = 0;
   for (const ParameterInfo& info : parameters.infos) *impl->plan.parameters += info.numel;

@@ -125,37 +125,53 @@ void require_same_on_all_ranks(const ModelParameters& parameters, const std::str
   }
 }
 
-BucketedModel build_buckets(const ModelParameters& parameters, const std::vector<int>& groups,
-                            const BucketOptions& options, StartValues& start, comm::Communicator& shards) {
-  const at::NoGradGuard no_grad;
+ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& groups, const BucketOptions& options,
+                    int ranks) {
   PersistenceBudget persistent(options);
-  BucketedModel model;
   const auto layout_of = [&](const std::vector<zero::Parameter>& list, const std::vector<int>& group_of) {
     std::vector<zero::LayoutParameter> shapes;
     for (size_t i = 0; i < list.size(); ++i) {
       const int64_t numel = list[i].tensor.numel();
       shapes.push_back({list[i].name, numel, group_of[i], static_cast<int>(options.dtype), persistent.takes(numel)});
     }
-    return zero::lay_out(shapes, {.world_size = options.partition ? shards.size() : 1,
-                                  .max_bucket_elements = options.max_bucket_elements});
+    return zero::lay_out(
+        shapes, {.world_size = options.partition ? ranks : 1, .max_bucket_elements = options.max_bucket_elements});
   };
-  for (zero::BucketLayout& layout : layout_of(parameters.trainable, groups)) {
+  ModelLayout layout;
+  layout.buckets = layout_of(parameters.trainable, groups);
+  if (options.shard) layout.frozen = layout_of(parameters.frozen, std::vector<int>(parameters.frozen.size(), 0));
+  return layout;
+}
+
+BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layouts, const BucketOptions& options,
+                            StartValues& start, OffloadedState* offloaded, comm::Communicator& shards) {
+  const at::NoGradGuard no_grad;
+  BucketedModel model;
+  const std::shared_ptr<SliceStore> store = offloaded ? offloaded->parameter_slices() : nullptr;
+  for (zero::BucketLayout& layout : layouts.buckets) {
     const auto dtype = static_cast<at::ScalarType>(layout.dtype);
     const at::Tensor values = start.of_bucket(layout, parameters.trainable);
     model.buckets.emplace_back(std::move(layout), parameters.trainable, values, dtype);
     zero::ParameterBucket& bucket = model.buckets.back();
     const int rank = options.partition ? shards.rank() : 0;
-    if (options.shard && !bucket.layout().persistent) bucket.shard(rank);
-    const int64_t length = bucket.layout().slice_numel;
-    // In float32 the slice of the bucket is the master; else the float32 values from before the cast are kept.
-    model.masters.push_back(dtype == at::kFloat ? bucket.slice(rank) : values.narrow(0, rank * length, length).clone());
+    const bool sharded = options.shard && !bucket.layout().persistent;
+    // The values from before the cast, except where in float32 the slice itself is the master.
+    const at::Tensor own = values.narrow(0, rank * bucket.layout().slice_numel, bucket.layout().slice_numel);
+    at::Tensor master;
+    if (offloaded && offloaded->updates(model.masters.size())) {
+      master = offloaded->master_of(model.masters.size(), own, sharded);
+    } else if (dtype != at::kFloat || (sharded && store)) {
+      master = own.clone();
+    }
+    if (sharded) bucket.shard(rank, 0, store);
+    model.masters.push_back(master.defined() ? master : bucket.slice(rank));
   }
   if (options.shard) {
-    for (zero::BucketLayout& layout : layout_of(parameters.frozen, std::vector<int>(parameters.frozen.size(), 0))) {
+    for (zero::BucketLayout& layout : layouts.frozen) {
       const at::Tensor values = start.of_bucket(layout, parameters.frozen);
       model.frozen_buckets.emplace_back(std::move(layout), parameters.frozen, values, options.dtype);
       if (!model.frozen_buckets.back().layout().persistent)
-        model.frozen_buckets.back().shard(shards.rank(), options.frozen_bits);
+        model.frozen_buckets.back().shard(shards.rank(), options.frozen_bits, store);
     }
   } else {
     for (const zero::Parameter& parameter : parameters.frozen) {

@@ -12,6 +12,7 @@
 #include "comm/communicator.h"
 #include "core/segment.h"
 #include "engine/initialize_options.h"
+#include "engine/offloaded_state.h"
 #include "engine/plan.h"
 #include "engine/start_values.h"
 #include "zero/parameter_bucket.h"
@@ -41,6 +42,12 @@ std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
 void require_same_on_all_ranks(const ModelParameters& parameters, const std::string& settings, at::Device device,
                                comm::Communicator& communicator);
 
+// Buckets of a model before they have memory.
+struct ModelLayout {
+  std::vector<zero::BucketLayout> buckets;
+  std::vector<zero::BucketLayout> frozen;  // stage 3
+};
+
 struct BucketedModel {
   std::vector<zero::ParameterBucket> buckets;
   std::vector<at::Tensor> masters;                    // per bucket, see Engine::Impl
@@ -58,10 +65,14 @@ struct BucketOptions {
   int frozen_bits = 0;                         // 8: slices of frozen parameters are encoded
 };
 
+// How the parameters lie in buckets of `ranks` slices.
+ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& groups, const BucketOptions& options,
+                    int ranks);
+
 // Lays the trainable parameters into buckets with the start values, casts them, and gives frozen parameters and buffers
 // theirs (cast too). float32 master values are taken before the cast. With `shard` a parameter's memory is
-// released as soon as its bucket is there. Slices are those of `shards`.
-BucketedModel build_buckets(const ModelParameters& parameters, const std::vector<int>& groups,
-                            const BucketOptions& options, StartValues& values, comm::Communicator& shards);
+// released as soon as its bucket is there. Slices are those of `shards`; some live in `offloaded` (may be null).
+BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layout, const BucketOptions& options,
+                            StartValues& values, OffloadedState* offloaded, comm::Communicator& shards);
 
 }  // namespace ds::engine

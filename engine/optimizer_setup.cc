@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "engine/plan.h"
 #include "optim/muon.h"
 #include "optim/optimizer_factory.h"
 #include "zero/partition.h"
@@ -52,12 +53,20 @@ OptimizerGroups plan_groups(const config::OptimizerSection& section, const Model
   return result;
 }
 
+int64_t state_tensors(const config::OptimizerSection& section, const zero::BucketLayout& bucket,
+                      const std::vector<ParameterInfo>& infos) {
+  if (section.type == "Muon") {
+    return optim::uses_muon(infos[static_cast<size_t>(bucket.segments.front().parameter)]) ? 1 : 2;
+  }
+  return optimizer_state_bytes(section.algorithm(), section.values) / 4;
+}
+
 std::shared_ptr<optim::ShardOptimizer> build_optimizer(const config::OptimizerSection& section,
                                                        const OptimizerGroups& groups,
                                                        const std::vector<zero::ParameterBucket>& buckets,
                                                        const std::vector<at::Tensor>& masters,
                                                        const std::vector<ParameterInfo>& infos, bool partition,
-                                                       comm::Communicator& communicator) {
+                                                       comm::Communicator& communicator, OffloadedState* offloaded) {
   const config::OptimizerParams& values = section.values;
   std::shared_ptr<optim::ShardOptimizer> optimizer = optim::make_optimizer({
       .type = section.algorithm(),
@@ -75,18 +84,28 @@ std::shared_ptr<optim::ShardOptimizer> build_optimizer(const config::OptimizerSe
       .ns_method =
           values.ns_method == "standard" ? optim::NewtonSchulzMethod::kStandard : optim::NewtonSchulzMethod::kGram,
   });
+  if (offloaded) optimizer->set_state_memory(offloaded->state_memory());
   const auto exchange =
       partition && communicator.size() > 1 ? zero::make_slice_exchange(communicator) : zero::make_whole_exchange();
   for (size_t b = 0; b < buckets.size(); ++b) {
     const zero::BucketLayout& layout = buckets[b].layout();
     const int rank = partition ? communicator.rank() : 0;
-    optimizer->add_slice({.master = masters[b],
-                          .group = layout.group,
-                          .bucket_offset = rank * layout.slice_numel,
-                          .segments = zero::slice_segments(layout, rank),
-                          .bucket_segments = layout.segments,
-                          .parameters = &infos,
-                          .exchange = exchange});
+    const auto add = [&] {
+      optimizer->add_slice({.master = masters[b],
+                            .group = layout.group,
+                            .bucket_offset = rank * layout.slice_numel,
+                            .segments = zero::slice_segments(layout, rank),
+                            .bucket_segments = layout.segments,
+                            .parameters = &infos,
+                            .exchange = exchange});
+    };
+    // Only one that begins with other states than zeros touches them.
+    const bool writes = values.initial_accumulator_value != 0;
+    if (offloaded && writes) {
+      offloaded->use(b, /*changes=*/true, add);
+    } else {
+      add();
+    }
   }
   return optimizer;
 }

@@ -8,6 +8,7 @@
 #include "engine/config/ds_config.h"
 #include "engine/initialize_options.h"
 #include "engine/model_layout.h"
+#include "engine/offloaded_state.h"
 #include "optim/shard_optimizer.h"
 
 namespace ds::engine {
@@ -24,12 +25,17 @@ struct OptimizerGroups {
 OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,
                             const std::vector<ParameterGroup>& groups);
 
-// The optimizer with one slice per bucket. `infos` outlives it.
+// float32 tensors of optimizer state that a bucket has.
+int64_t state_tensors(const config::OptimizerSection& section, const zero::BucketLayout& bucket,
+                      const std::vector<ParameterInfo>& infos);
+
+// The optimizer with one slice per bucket. `infos` outlives it. Some of its states live in `offloaded`
+// (may be null).
 std::shared_ptr<optim::ShardOptimizer> build_optimizer(const config::OptimizerSection& section,
                                                        const OptimizerGroups& groups,
                                                        const std::vector<zero::ParameterBucket>& buckets,
                                                        const std::vector<at::Tensor>& masters,
                                                        const std::vector<ParameterInfo>& infos, bool partition,
-                                                       comm::Communicator& communicator);
+                                                       comm::Communicator& communicator, OffloadedState* offloaded);
 
 }  // namespace ds::engine

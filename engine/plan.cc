@@ -82,6 +82,37 @@ void choose_gathering(const config::ZeroSection& zero, Plan& plan) {
   if (zero.zero_quantized_nontrainable_weights) plan.frozen_bits = 8;
 }
 
+zero::Home home_of(config::OffloadDevice device) {
+  switch (device) {
+    case config::OffloadDevice::kCpu:
+      return zero::Home::kHost;
+    case config::OffloadDevice::kNvme:
+      return zero::Home::kFile;
+    case config::OffloadDevice::kNone:
+      break;
+  }
+  return zero::Home::kDevice;
+}
+
+void choose_offload(const DsConfig& config, Plan& plan) {
+  const config::ZeroSection& zero = config.zero_optimization;
+  if (zero.stage > 0 && zero.offload_optimizer) {
+    plan.offload.optimizer = home_of(zero.offload_optimizer->device);
+    plan.offload.ratio = zero.offload_optimizer->ratio;
+    // buffer_count counts tensors, as DeepSpeed's does: master, gradient and states of a slice.
+    const int64_t tensors = 2 + optimizer_state_bytes(config.optimizer.algorithm(), config.optimizer.values) / 4;
+    const int64_t overlapping =
+        1 + (zero.offload_optimizer->pipeline_read ? 1 : 0) + (zero.offload_optimizer->pipeline_write ? 1 : 0);
+    plan.offload.optimizer_buffers = std::max(overlapping, zero.offload_optimizer->buffer_count / tensors);
+  }
+  if (zero.stage == 3 && zero.offload_param) {
+    constexpr int64_t kFewestBuffers = 2;  // one is read while the other is written
+    plan.offload.parameters = home_of(zero.param_device());
+    plan.offload.parameter_buffers = std::max(kFewestBuffers, zero.offload_param->buffer_count);
+    plan.offload.kept_parameters = zero.offload_param->max_in_cpu;
+  }
+}
+
 // zero_quantized_gradients: a node is what zero_hpz_partition_size says, else a host.
 void choose_gradient_quantization(const config::ZeroSection& zero, Plan& plan) {
   if (!zero.zero_quantized_gradients || !plan.partition_optimizer || plan.shard_ranks == 1) return;
@@ -104,7 +135,10 @@ void choose_gradients(const DsConfig& config, Plan& plan) {
       zero.stage == 0 ? zero.reduce_bucket_size : std::min(zero.reduce_bucket_size, zero.allgather_bucket_size);
   plan.bucket_elements = std::max<int64_t>(limit, 1);  // 0: every parameter by itself
   choose_shards(zero, plan);
-  if (zero.stage == 3 && plan.shard_ranks > 1) choose_gathering(zero, plan);
+  choose_offload(config, plan);
+  if (zero.stage == 3 && (plan.shard_ranks > 1 || plan.offload.parameters != zero::Home::kDevice)) {
+    choose_gathering(zero, plan);
+  }
   choose_gradient_quantization(zero, plan);
   plan.require_all_gradients = !zero.ignore_unused_parameters;
   plan.clip_value = config.gradient_clip_by_value;
@@ -113,7 +147,8 @@ void choose_gradients(const DsConfig& config, Plan& plan) {
   plan.compute_grad_norm = zero.compute_grad_norm || plan.skip_on_overflow;
 }
 
-// Bytes of optimizer state per trainable element. Muon: of a matrix; the rest of the model has AdamW's.
+}  // namespace
+
 int64_t optimizer_state_bytes(const std::string& type, const config::OptimizerParams& params) {
   constexpr int64_t kMoment = 4;  // float32
   if (type == "Adam" || type == "AdamW") return (params.amsgrad ? 3 : 2) * kMoment;
@@ -122,8 +157,6 @@ int64_t optimizer_state_bytes(const std::string& type, const config::OptimizerPa
   if (type == "SGD") return params.momentum != 0 ? kMoment : 0;
   return 0;
 }
-
-}  // namespace
 
 zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, int64_t parameters) {
   return {.stage = static_cast<int>(config.zero_optimization.stage),
@@ -141,7 +174,8 @@ zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, i
           .gradient_bits = plan.gradient_bits,
           .gradient_node_ranks = plan.gradient_node_ranks,
           .accumulation_steps = config.gradient_accumulation_steps,
-          .gather = plan.gather};
+          .gather = plan.gather,
+          .offload = plan.offload};
 }
 
 Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts& facts) {
@@ -160,6 +194,7 @@ Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts
     const zero::MemoryQuestion question = memory_question(config, plan, *plan.parameters);
     plan.bytes = zero::predict_model_state(question);
     plan.step_bytes = zero::predict_step(question);
+    plan.offloaded_bytes = zero::predict_offloaded(question);
   }
   add_rows(config, plan);
   return plan;

@@ -62,6 +62,8 @@ struct Plan {
   int64_t persistent_total = 0;        // and not more than so many in all
   bool require_all_gradients = false;  // a parameter without gradient is an error
 
+  zero::Offload offload;  // offload_optimizer and offload_param
+
   bool compute_grad_norm = true;
   double clip_norm = 1.0;   // 0 = off
   double clip_value = 0.0;  // 0 = off
@@ -76,6 +78,7 @@ struct Plan {
   std::optional<int64_t> parameters;
   std::optional<zero::ModelStateBytes> bytes;  // predicted per rank, when `parameters` is known
   zero::StepBytes step_bytes;                  // likewise, on top during a step
+  zero::OffloadedBytes offloaded_bytes;        // likewise, beside the device
   int64_t activation_bytes = 0;                // likewise: what PlanFacts says
 };
 
@@ -85,6 +88,10 @@ struct PlanFacts {
   bool client_optimizer = false;      // replaces the config's
   int64_t activation_bytes = 0;       // of a micro-batch on one rank, as memory_breakdown reports them
 };
+
+// Bytes of optimizer state per trainable element; 0 for a type that is not known. Muon: of a matrix; the rest of the
+// model has AdamW's.
+int64_t optimizer_state_bytes(const std::string& type, const config::OptimizerParams& params);
 
 // Throws ConfigError, naming both keys, for combinations that exclude each other, and for features this build lacks.
 Plan make_plan(const config::DsConfig& config, const Topology& topology, const PlanFacts& facts = {});

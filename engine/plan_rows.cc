@@ -136,6 +136,26 @@ void add_quantization_rows(Plan& plan) {
   }
 }
 
+const char* place_of(zero::Home home, const char* file) { return home == zero::Home::kFile ? file : "host memory"; }
+
+void add_offload_rows(const DsConfig& config, Plan& plan) {
+  const config::ZeroSection& zero = config.zero_optimization;
+  const zero::Offload& offload = plan.offload;
+  if (offload.optimizer != zero::Home::kDevice) {
+    const std::string share = offload.ratio < 1 ? cat("of ", fixed(offload.ratio * 100, 0), " % of the model: ") : "";
+    plan.rows.push_back({"offloaded optimizer",
+                         cat(share, "master weights and states in ",
+                             place_of(offload.optimizer, "a file, read and written around each update"),
+                             ", reduced gradients in host memory; the host updates"),
+                         cat("zero_optimization.offload_optimizer.device: ", name_of(zero.optimizer_device()))});
+  }
+  if (offload.parameters != zero::Home::kDevice) {
+    plan.rows.push_back({"offloaded parameters",
+                         cat("slices in ", place_of(offload.parameters, "a file"), ", gathered from there"),
+                         cat("zero_optimization.offload_param.device: ", name_of(zero.param_device()))});
+  }
+}
+
 void add_sharding_row(Plan& plan) {
   if (plan.shard_ranks == plan.topology.dp) return;
   plan.rows.push_back({"copies",
@@ -182,6 +202,10 @@ void add_rows_without_effect(const DsConfig& config, Plan& plan) {
   moot(zero.stage == 3 && zero.stage3_use_all_reduce_for_fetch_params, "stage3_use_all_reduce_for_fetch_params",
        "slices are gathered in place; an all-reduce would send twice as much");
   moot(zero.stage > 0 && !zero.allgather_partitions, "allgather_partitions", "slices are always all-gathered");
+  moot(zero.stage == 0 && zero.optimizer_device() != config::OffloadDevice::kNone, "offload_optimizer",
+       "stage 0 keeps everything on the device");
+  moot(zero.stage < 3 && zero.param_device() != config::OffloadDevice::kNone, "offload_param",
+       "parameters are whole on the device below stage 3");
   moot(zero.stage == 0 && zero.mics_shard_size > 0, "mics_shard_size", "stage 0 partitions nothing");
   moot(zero.zero_hpz_partition_size > 1 && !plan.gather, "zero_hpz_partition_size", "parameters are whole already");
   moot(zero.zero_hpz_partition_size > 1 && plan.gather && plan.node_ranks == 1, "zero_hpz_partition_size",
@@ -216,6 +240,7 @@ void add_rows(const DsConfig& config, Plan& plan) {
   add_optimizer_rows(config, plan);
   add_gathering_rows(config, plan);
   add_quantization_rows(plan);
+  add_offload_rows(config, plan);
   add_sharding_row(plan);
   plan.rows.push_back(
       {"communication", name_of(plan.backend), reason_of(config, "communication_backend", name_of(plan.backend))});
@@ -238,6 +263,18 @@ std::string to_table(const Plan& plan) {
                         ", gradients ", mebibytes(bytes.gradients), ", master ", mebibytes(bytes.master),
                         ", optimizer ", mebibytes(bytes.optimizer)),
                     cat("predicted for ", plan.parameters.value_or(0), " trainable elements")});
+    const zero::OffloadedBytes& beside = plan.offloaded_bytes;
+    if (beside.host_total() > 0) {
+      rows.push_back(
+          {"host memory",
+           cat(mebibytes(beside.host_total()), " MiB per rank: parameters ", mebibytes(beside.host.parameters),
+               ", gradients ", mebibytes(beside.host.gradients), ", master ", mebibytes(beside.host.master),
+               ", optimizer ", mebibytes(beside.host.optimizer), ", buffers ", mebibytes(beside.staging)),
+           "predicted, for what is offloaded"});
+    }
+    if (beside.file > 0) {
+      rows.push_back({"files", cat(mebibytes(beside.file), " MiB per rank"), "predicted, for what is offloaded"});
+    }
     const int64_t most = bytes.total() + plan.step_bytes.gathered + plan.step_bytes.secondary + plan.activation_bytes;
     if (most > bytes.total()) {
       rows.push_back(

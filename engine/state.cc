@@ -35,12 +35,34 @@ void Engine::Impl::for_each_whole_bucket(size_t first, const std::function<void(
 void Engine::Impl::take_over_changes(size_t bucket) {
   if (bucket >= buckets.size()) return;  // frozen
   const at::NoGradGuard no_grad;
-  const at::Tensor own =
-      plan.partition_optimizer ? buckets[bucket].slice(groups.shards->rank()) : buckets[bucket].flat();
-  at::Tensor& master = masters[bucket];
-  if (own.is_alias_of(master)) return;
-  // What was not changed keeps the precision that only the master has.
-  master.copy_(at::where(master.to(own.scalar_type()) == own, master, own.to(master.scalar_type())));
+  at::Tensor own = plan.partition_optimizer ? buckets[bucket].slice(groups.shards->rank()) : buckets[bucket].flat();
+  if (own.is_alias_of(masters[bucket])) return;
+  buckets[bucket].load_slice();
+  use_master(bucket, /*changes=*/true, [&](const at::Tensor& master) {
+    own = own.to(master.device());
+    // What was not changed keeps the precision that only the master has.
+    at::Tensor(master).copy_(at::where(master.to(own.scalar_type()) == own, master, own.to(master.scalar_type())));
+  });
+  buckets[bucket].unload_slice(/*changed=*/false);
+}
+
+// All ranks' masters of a bucket, float32 [layout.numel].
+at::Tensor Engine::Impl::whole_master(size_t bucket) {
+  const zero::ParameterBucket& parameters_of = buckets[bucket];
+  if (parameters_of.flat().scalar_type() == at::kFloat && !parameters_of.sharded()) return parameters_of.flat();
+  at::Tensor flat;
+  use_master(bucket, /*changes=*/false, [&](const at::Tensor& master) {
+    const bool joins = plan.partition_optimizer && groups.shards->size() > 1;
+    const at::Tensor own = master.to(device);
+    flat = joins ? at::empty({parameters_of.layout().numel}, own.options()) : own.clone();
+    if (joins) groups.shards->all_gather(flat, own, cat("master weights of bucket ", bucket)).wait();
+  });
+  return flat;
+}
+
+void Engine::Impl::use_master(size_t bucket, bool changes, const std::function<void(const at::Tensor&)>& use) {
+  if (!offloaded) return use(masters[bucket]);
+  offloaded->use(bucket, changes, [&] { use(masters[bucket]); });
 }
 
 zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tensor>& parameters,
@@ -91,6 +113,17 @@ int64_t Engine::Impl::frozen_bytes() const {
   return bytes;
 }
 
+int64_t Engine::Impl::device_state_bytes() const {
+  int64_t bytes = 0;
+  for (size_t b = 0; optimizer && b < buckets.size(); ++b) {
+    if (offloaded && offloaded->updates(b)) continue;
+    for (const auto& [name, state] : optimizer->states(static_cast<int64_t>(b))) {
+      bytes += static_cast<int64_t>(state.nbytes());
+    }
+  }
+  return bytes;
+}
+
 std::vector<std::pair<std::string, at::Tensor>> Engine::module_state_dict() {
   const at::NoGradGuard no_grad;
   synchronize_parameters();
@@ -119,14 +152,7 @@ std::vector<std::pair<std::string, at::Tensor>> Engine::fp32_state_dict() {
   std::vector<at::Tensor> whole(impl_->parameters.size());
   for (size_t b = 0; b < impl_->buckets.size(); ++b) {
     const zero::BucketLayout& layout = impl_->buckets[b].layout();
-    at::Tensor flat = impl_->masters[b];
-    const bool whole_masters = impl_->buckets[b].flat().scalar_type() == at::kFloat && !impl_->buckets[b].sharded();
-    if (whole_masters) {
-      flat = impl_->buckets[b].flat();
-    } else if (impl_->plan.partition_optimizer && impl_->groups.shards->size() > 1) {
-      flat = at::empty({layout.numel}, impl_->masters[b].options());
-      impl_->groups.shards->all_gather(flat, impl_->masters[b], cat("master weights of bucket ", b)).wait();
-    }
+    const at::Tensor flat = impl_->whole_master(b);
     for (const Segment& segment : layout.segments) {
       const auto index = static_cast<size_t>(segment.parameter);
       whole[index] = copy_on_host(zero::view_of(flat, segment, impl_->parameters[index].tensor));
@@ -153,16 +179,21 @@ Engine::ModelStateBytes Engine::model_state_bytes() const {
   for (const zero::ParameterBucket& bucket : impl_->buckets) bytes.parameters += bucket.held_bytes();
   bytes.parameters += impl_->frozen_bytes();
   for (size_t b = 0; b < impl_->buckets.size(); ++b) {
+    if (impl_->offloaded && impl_->offloaded->updates(b)) continue;
     const zero::ParameterBucket& bucket = impl_->buckets[b];
     const at::Tensor kept = bucket.sharded() ? bucket.slice(impl_->groups.shards->rank()) : bucket.flat();
     if (!impl_->masters[b].is_alias_of(kept)) bytes.master += static_cast<int64_t>(impl_->masters[b].nbytes());
   }
+  bytes.optimizer = impl_->device_state_bytes();
   bytes.gradients = impl_->gradient_bytes;
   bytes.gathered = impl_->gathered_bytes;
   for (const zero::ParameterBucket& bucket : impl_->buckets) bytes.secondary += bucket.secondary_bytes();
   for (const zero::ParameterBucket& bucket : impl_->frozen_buckets) bytes.secondary += bucket.secondary_bytes();
-  if (impl_->optimizer) bytes.optimizer = impl_->optimizer->state_bytes();
   return bytes;
+}
+
+zero::OffloadedBytes Engine::offloaded_state_bytes() const {
+  return impl_->offloaded ? impl_->offloaded->bytes() : zero::OffloadedBytes();
 }
 
 }  // namespace ds::engine

@@ -117,7 +117,7 @@ void Engine::Impl::apply(double gradient_scale) {
     return;
   }
   optimizer->begin_step();
-  for (size_t b = 0; b < buckets.size(); ++b) {
+  const auto update_bucket = [&](size_t b) {
     at::Tensor gradient = reducer->gradient(b);
     if (plan.clip_value > 0) {
       // With the loss scale still in it: without it small values may be lost to float16.
@@ -125,13 +125,31 @@ void Engine::Impl::apply(double gradient_scale) {
       constexpr double kLargestHalf = 65504.0;
       if (gradient.scalar_type() != at::kHalf || bound < kLargestHalf) gradient.clamp_(-bound, bound);
     }
-    optimizer->update(static_cast<int64_t>(b), gradient, gradient_scale);
-    const zero::ParameterBucket& bucket = buckets[b];
-    const at::Tensor own = plan.partition_optimizer ? bucket.slice(groups.shards->rank()) : bucket.flat();
-    if (!own.is_alias_of(masters[b])) own.copy_(masters[b]);
+    update_slice(b, gradient, gradient_scale);
     access->updated(b);
+  };
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    if (!offloaded || !offloaded->updates(b)) update_bucket(b);
   }
+  if (offloaded) offloaded->for_each(update_bucket);
   access->end_update();
+}
+
+// The optimizer's step on this rank's part of a bucket, and what operators will read of it.
+void Engine::Impl::update_slice(size_t b, const at::Tensor& gradient, double gradient_scale) {
+  const zero::ParameterBucket& bucket = buckets[b];
+  const at::Tensor own = plan.partition_optimizer ? bucket.slice(groups.shards->rank()) : bucket.flat();
+  if (own.is_alias_of(masters[b])) {
+    optimizer->update(static_cast<int64_t>(b), gradient, gradient_scale);
+    return;
+  }
+  bucket.load_slice();
+  if (offloaded && offloaded->updates(b)) {
+    offloaded->update(*optimizer, b, gradient, gradient_scale, own);
+  } else {
+    optimizer->update_into(static_cast<int64_t>(b), gradient, gradient_scale, own);
+  }
+  bucket.unload_slice(/*changed=*/true);
 }
 
 }  // namespace ds::engine

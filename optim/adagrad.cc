@@ -5,7 +5,9 @@
 #include <utility>
 
 #include "core/check.h"
+#include "optim/kernels/adagrad_kernel.h"
 #include "optim/slice_update.h"
+#include "optim/vector_update.h"
 
 namespace ds::optim {
 
@@ -17,21 +19,31 @@ Adagrad::Adagrad(std::vector<GroupOptions> groups, AdagradRule rule) : ShardOpti
 }
 
 void Adagrad::allocate_states(int64_t index) {
-  sum_.push_back(allocate_state(slice(index).master));
+  sum_.push_back(new_state(index));
   if (rule_.initial_accumulator_value != 0.0) sum_.back().fill_(rule_.initial_accumulator_value);
 }
 
-void Adagrad::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
+void Adagrad::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
   const Slice& slice = slice_for_update(index, gradient);
   const GroupOptions& group = groups_[static_cast<size_t>(slice.group)];
   const at::Tensor& sum = sum_[static_cast<size_t>(index)];
-  const at::Tensor step = fused_step(static_cast<double>(step_count_), slice.master.device());
-  const std::optional<at::Tensor> scale = fused_grad_scale(gradient_scale, slice.master.device());
-  for_each_chunk(slice.master, gradient, KernelMemory::kFused,
-                 [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
-                   at::_fused_adagrad_(m, g, sum.narrow(0, begin, m.numel()), step, group.lr, rule_.lr_decay,
-                                       group.weight_decay, group.eps, /*maximize=*/false, scale);
-                 });
+  const double step = static_cast<double>(step_count_);
+  const AdagradCoefficients coefficients{.l2 = static_cast<float>(group.weight_decay),
+                                         .step_size = static_cast<float>(group.lr / (1 + (step - 1) * rule_.lr_decay)),
+                                         .eps = static_cast<float>(group.eps)};
+  const auto by_libtorch = [&] {
+    const at::Tensor state_step = fused_step(step, slice.master.device());
+    const std::optional<at::Tensor> scale = fused_grad_scale(gradient_scale, slice.master.device());
+    for_each_chunk(slice.master, gradient, KernelMemory::kFused,
+                   [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
+                     at::_fused_adagrad_(m, g, sum.narrow(0, begin, m.numel()), state_step, group.lr, rule_.lr_decay,
+                                         group.weight_decay, group.eps, /*maximize=*/false, scale);
+                   });
+  };
+  update_slice(
+      {slice.master, {sum}, gradient, gradient_scale, copy},
+      [&](const SliceArrays& arrays, int64_t begin, int64_t end) { adagrad_kernel(coefficients, arrays, begin, end); },
+      by_libtorch);
 }
 
 NamedStates Adagrad::states(int64_t index) { return {{"sum", sum_.at(static_cast<size_t>(index))}}; }

@@ -1,4 +1,5 @@
-// Adagrad (torch.optim.Adagrad) on flat slices, by LibTorch's fused kernel.
+// Adagrad (torch.optim.Adagrad) on flat slices: on the CPU by kernels/adagrad_kernel, elsewhere and in float64 by
+// LibTorch's fused kernel.
 #pragma once
 
 #include <string>
@@ -17,7 +18,10 @@ class Adagrad final : public ShardOptimizer {
  public:
   // Throws ConfigError for negative values.
   Adagrad(std::vector<GroupOptions> groups, AdagradRule rule);
-  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
+  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
+    update_into(index, gradient, gradient_scale, /*copy=*/{});
+  }
+  void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   NamedStates states(int64_t index) override;
   int64_t state_bytes_per_element() const override { return 4; }
   std::string name() const override { return "Adagrad"; }

@@ -3,10 +3,13 @@
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 
+#include <cmath>
 #include <limits>
 #include <utility>
 
+#include "optim/kernels/adam_kernel.h"
 #include "optim/slice_update.h"
+#include "optim/vector_update.h"
 
 namespace ds::optim {
 namespace {
@@ -25,22 +28,27 @@ void fused_adam(at::TensorList master, at::TensorList gradient, at::TensorList e
                    group.weight_decay, group.eps, amsgrad, /*maximize=*/false, scale);
 }
 
-}  // namespace
-
-AdamStates allocate_adam_states(const at::Tensor& master, const AdamRule& rule) {
-  AdamStates states{.exp_avg = allocate_state(master), .exp_avg_sq = allocate_state(master), .max_exp_avg_sq = {}};
-  if (rule.amsgrad) states.max_exp_avg_sq = allocate_state(master);
-  return states;
+AdamCoefficients coefficients_of(int64_t step, const GroupOptions& group, const AdamRule& rule) {
+  const double bias1 = rule.bias_correction ? 1 - std::pow(group.beta1, step) : 1.0;
+  const double bias2_sqrt = rule.bias_correction ? std::sqrt(1 - std::pow(group.beta2, step)) : 1.0;
+  AdamCoefficients c;
+  if (rule.decoupled_weight_decay) {
+    c.master_decay = static_cast<float>(1 - group.lr * group.weight_decay);
+  } else {
+    c.l2 = static_cast<float>(group.weight_decay);
+  }
+  c.beta2 = static_cast<float>(group.beta2);
+  c.gradient_share = static_cast<float>(1 - group.beta1);
+  c.square_share = static_cast<float>(1 - group.beta2);
+  c.step_size = static_cast<float>(group.lr * bias2_sqrt / bias1);
+  c.eps = static_cast<float>(group.eps * bias2_sqrt);
+  c.amsgrad = rule.amsgrad;
+  return c;
 }
 
-NamedStates named_adam_states(const AdamStates& states) {
-  NamedStates named{{"exp_avg", states.exp_avg}, {"exp_avg_sq", states.exp_avg_sq}};
-  if (states.max_exp_avg_sq.defined()) named.emplace_back("max_exp_avg_sq", states.max_exp_avg_sq);
-  return named;
-}
-
-void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, double gradient_scale, int64_t step,
-                       const GroupOptions& group, const AdamRule& rule, AdamStates& states) {
+// For masters that the vector kernel does not take.
+void update_by_libtorch(const at::Tensor& master, const at::Tensor& gradient, double gradient_scale, int64_t step,
+                        const GroupOptions& group, const AdamRule& rule, const AdamStates& states) {
   // The kernels always correct the bias, by 1 - beta^step: at step infinity that is 1.
   const double kernel_step = rule.bias_correction ? static_cast<double>(step) : std::numeric_limits<double>::infinity();
   const at::Tensor state_step = fused_step(kernel_step, master.device());
@@ -55,14 +63,40 @@ void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, dou
   });
 }
 
+}  // namespace
+
+AdamStates allocate_adam_states(const std::function<at::Tensor()>& new_state, const AdamRule& rule) {
+  AdamStates states{.exp_avg = new_state(), .exp_avg_sq = new_state(), .max_exp_avg_sq = {}};
+  if (rule.amsgrad) states.max_exp_avg_sq = new_state();
+  return states;
+}
+
+NamedStates named_adam_states(const AdamStates& states) {
+  NamedStates named{{"exp_avg", states.exp_avg}, {"exp_avg_sq", states.exp_avg_sq}};
+  if (states.max_exp_avg_sq.defined()) named.emplace_back("max_exp_avg_sq", states.max_exp_avg_sq);
+  return named;
+}
+
+void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, double gradient_scale, int64_t step,
+                       const GroupOptions& group, const AdamRule& rule, const AdamStates& states,
+                       const at::Tensor& copy) {
+  const AdamCoefficients coefficients = coefficients_of(step, group, rule);
+  update_slice(
+      {master, {states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq}, gradient, gradient_scale, copy},
+      [&](const SliceArrays& arrays, int64_t begin, int64_t end) { adam_kernel(coefficients, arrays, begin, end); },
+      [&] { update_by_libtorch(master, gradient, gradient_scale, step, group, rule, states); });
+}
+
 Adam::Adam(std::vector<GroupOptions> groups, AdamRule rule) : ShardOptimizer(std::move(groups)), rule_(rule) {}
 
-void Adam::allocate_states(int64_t index) { states_.push_back(allocate_adam_states(slice(index).master, rule_)); }
+void Adam::allocate_states(int64_t index) {
+  states_.push_back(allocate_adam_states([&] { return new_state(index); }, rule_));
+}
 
-void Adam::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
+void Adam::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
   const Slice& slice = slice_for_update(index, gradient);
   update_adam_slice(slice.master, gradient, gradient_scale, step_count_, groups_[static_cast<size_t>(slice.group)],
-                    rule_, states_[static_cast<size_t>(index)]);
+                    rule_, states_[static_cast<size_t>(index)], copy);
 }
 
 NamedStates Adam::states(int64_t index) { return named_adam_states(states_.at(static_cast<size_t>(index))); }

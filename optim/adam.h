@@ -1,6 +1,8 @@
-// Adam (arXiv 1412.6980) and AdamW (arXiv 1711.05101) on flat slices, by LibTorch's fused kernels.
+// Adam (arXiv 1412.6980) and AdamW (arXiv 1711.05101) on flat slices: on the CPU by kernels/adam_kernel, elsewhere and
+// in float64 by LibTorch's fused kernels.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -20,16 +22,20 @@ struct AdamStates {
   at::Tensor max_exp_avg_sq;  // amsgrad only
 };
 
-AdamStates allocate_adam_states(const at::Tensor& master, const AdamRule& rule);
+AdamStates allocate_adam_states(const std::function<at::Tensor()>& new_state, const AdamRule& rule);
 NamedStates named_adam_states(const AdamStates& states);
-// One step of a whole slice.
+// One step of a whole slice; the new weights are in `copy` too, if it is defined.
 void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, double gradient_scale, int64_t step,
-                       const GroupOptions& group, const AdamRule& rule, AdamStates& states);
+                       const GroupOptions& group, const AdamRule& rule, const AdamStates& states,
+                       const at::Tensor& copy);
 
 class Adam final : public ShardOptimizer {
  public:
   Adam(std::vector<GroupOptions> groups, AdamRule rule);
-  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
+  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
+    update_into(index, gradient, gradient_scale, /*copy=*/{});
+  }
+  void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   NamedStates states(int64_t index) override;
   int64_t state_bytes_per_element() const override;
   std::string name() const override { return rule_.decoupled_weight_decay ? "AdamW" : "Adam"; }

@@ -35,7 +35,7 @@ Lamb::Lamb(std::vector<GroupOptions> groups, LambRule rule) : ShardOptimizer(std
 
 void Lamb::allocate_states(int64_t index) {
   const Slice& own = slice(index);
-  State state{.exp_avg = allocate_state(own.master), .exp_avg_sq = allocate_state(own.master), .position = {}};
+  State state{.exp_avg = new_state(index), .exp_avg_sq = new_state(index), .position = {}};
   const std::vector<BucketParameter> whole = bucket_parameters(own, "Lamb");
   state.bucket_parameters = static_cast<int64_t>(whole.size());
   for (const Segment& segment : own.segments) {

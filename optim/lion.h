@@ -1,4 +1,5 @@
-// Lion (arXiv 2302.06675) on flat slices: the sign of an interpolated momentum.
+// Lion (arXiv 2302.06675) on flat slices: the sign of an interpolated momentum. On the CPU by kernels/lion_kernel,
+// elsewhere and in float64 by LibTorch's operators.
 //
 // Where gradient and momentum are both zero the sign is 0, as in the paper (DeepSpeed's CUDA kernel moves such weights
 // by +lr).
@@ -14,7 +15,10 @@ namespace ds::optim {
 class Lion final : public ShardOptimizer {
  public:
   explicit Lion(std::vector<GroupOptions> groups) : ShardOptimizer(std::move(groups)) {}
-  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
+  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
+    update_into(index, gradient, gradient_scale, /*copy=*/{});
+  }
+  void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   NamedStates states(int64_t index) override;
   int64_t state_bytes_per_element() const override { return 4; }
   std::string name() const override { return "Lion"; }

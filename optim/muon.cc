@@ -51,23 +51,24 @@ void Muon::allocate_states(int64_t index) {
             "found ", info(whole[0]).name, " and ", info(parameter).name, " in group ", own.group);
   }
   if (by_muon) {
-    state.momentum = allocate_state(own.master);
+    state.momentum = new_state(index);
     state.matrices = whole;
   } else {
-    state.adam = allocate_adam_states(own.master, aux_);
+    state.adam = allocate_adam_states([&] { return new_state(index); }, aux_);
   }
   states_.push_back(std::move(state));
 }
 
-void Muon::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
+void Muon::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
   const at::NoGradGuard no_grad;
   const Slice& slice = slice_for_update(index, gradient);
   const GroupOptions& group = groups_[static_cast<size_t>(slice.group)];
   State& state = states_[static_cast<size_t>(index)];
   if (state.momentum.defined()) {
     update_matrices(slice, group, state, gradient, gradient_scale);
+    if (copy.defined()) copy.copy_(slice.master);
   } else {
-    update_adam_slice(slice.master, gradient, gradient_scale, step_count_, group, aux_, state.adam);
+    update_adam_slice(slice.master, gradient, gradient_scale, step_count_, group, aux_, state.adam, copy);
   }
 }
 

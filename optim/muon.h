@@ -28,7 +28,10 @@ class Muon final : public ShardOptimizer {
   Muon(std::vector<GroupOptions> groups, NewtonSchulzMethod method, AdamRule aux);
   // Collective over the slice's exchange when the slice's parameters use Muon. Beside the slice it holds the bucket's
   // update in float32, and the products of one matrix at a time.
-  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
+  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
+    update_into(index, gradient, gradient_scale, /*copy=*/{});
+  }
+  void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   NamedStates states(int64_t index) override;
   // Of matrices 4; of slices that Adam updates 8, which is the value given here.
   int64_t state_bytes_per_element() const override { return 8; }

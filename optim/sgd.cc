@@ -19,9 +19,7 @@ Sgd::Sgd(std::vector<GroupOptions> groups, SgdRule rule) : ShardOptimizer(std::m
   }
 }
 
-void Sgd::allocate_states(int64_t index) {
-  momentum_.push_back(has_momentum_ ? allocate_state(slice(index).master) : at::Tensor());
-}
+void Sgd::allocate_states(int64_t index) { momentum_.push_back(has_momentum_ ? new_state(index) : at::Tensor()); }
 
 void Sgd::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
   const Slice& slice = slice_for_update(index, gradient);

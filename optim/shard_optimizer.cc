@@ -1,7 +1,11 @@
 #include "optim/shard_optimizer.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "optim/slice_update.h"
 
 namespace ds::optim {
 namespace {
@@ -54,6 +58,21 @@ Slice& ShardOptimizer::slice_for_update(int64_t index, const at::Tensor& gradien
               at::isFloatingType(gradient.scalar_type()),
           "update: expected a flat gradient like the master, ", describe(slice.master), ", found ", describe(gradient));
   return slice;
+}
+
+at::Tensor ShardOptimizer::new_state(int64_t index) const {
+  const at::Tensor& master = slice(index).master;
+  const at::ScalarType type = state_type(master.scalar_type());
+  at::Tensor given = state_memory_ ? state_memory_(index, master.numel(), type) : at::Tensor();
+  if (given.defined()) return given;
+  return at::zeros({master.numel()}, master.options().dtype(type).requires_grad(false));
+}
+
+void ShardOptimizer::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale,
+                                 const at::Tensor& copy) {
+  update(index, gradient, gradient_scale);
+  const at::NoGradGuard no_grad;
+  at::Tensor(copy).copy_(slice(index).master);
 }
 
 int64_t ShardOptimizer::state_bytes() {

@@ -43,6 +43,9 @@ struct Slice {
   std::shared_ptr<SliceExchange> exchange;                 // never null
 };
 
+// Gives memory for a state of slice `index`: [numel] zeros of `dtype`, or an undefined tensor for the default.
+using StateMemory = std::function<at::Tensor(int64_t index, int64_t numel, at::ScalarType dtype)>;
+
 using NamedStates = std::vector<std::pair<std::string, at::Tensor>>;
 
 class ShardOptimizer {
@@ -55,6 +58,8 @@ class ShardOptimizer {
   int64_t step_count() const { return step_count_; }
   void set_step_count(int64_t count) { step_count_ = count; }
 
+  // Where states live that are allocated from now on; by default beside their master.
+  void set_state_memory(StateMemory memory) { state_memory_ = std::move(memory); }
   // Takes a slice and allocates its states, zeroed; returns its index. Throws UsageError for a slice that is not flat,
   // contiguous and floating point, or whose group, segments or exchange do not fit.
   int64_t add_slice(Slice slice);
@@ -66,6 +71,8 @@ class ShardOptimizer {
   // Updates slice `index` with `gradient` ([n], any floating dtype; its contents may be overwritten) times
   // `gradient_scale` (loss scale and clipping folded into one factor).
   virtual void update(int64_t index, const at::Tensor& gradient, double gradient_scale) = 0;
+  // update(), and the new weights in `copy` ([n], any floating dtype), which may be on another device than the master.
+  virtual void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy);
 
   // State tensors of a slice by name, for example {"exp_avg", t}, {"exp_avg_sq", t}; live references. float32, or
   // float64 for a float64 master.
@@ -82,12 +89,15 @@ class ShardOptimizer {
   explicit ShardOptimizer(std::vector<GroupOptions> groups) : groups_(std::move(groups)) {}
   // Allocates the states of slices_[index].
   virtual void allocate_states(int64_t index) = 0;
+  // Zeros of the slice's length in state_type(), from the state memory.
+  at::Tensor new_state(int64_t index) const;
   // The slice, once update()'s arguments are checked. Throws UsageError.
   Slice& slice_for_update(int64_t index, const at::Tensor& gradient);
 
   std::vector<GroupOptions> groups_;
   std::vector<Slice> slices_;
   int64_t step_count_ = 0;
+  StateMemory state_memory_;
 };
 
 }  // namespace ds::optim

@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
@@ -17,10 +16,6 @@ constexpr int64_t kDeviceChunk = int64_t{1} << 24;
 }  // namespace
 
 at::ScalarType state_type(at::ScalarType master) { return master == at::kDouble ? at::kDouble : at::kFloat; }
-
-at::Tensor allocate_state(const at::Tensor& master) {
-  return at::zeros({master.numel()}, master.options().dtype(state_type(master.scalar_type())).requires_grad(false));
-}
 
 void for_each_chunk(const at::Tensor& master, const at::Tensor& gradient, KernelMemory memory,
                     const SliceKernel& kernel) {

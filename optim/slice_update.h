@@ -11,8 +11,6 @@ namespace ds::optim {
 
 // The dtype that states, and the arithmetic, have for a master of dtype `master`: float32, or float64 for float64.
 at::ScalarType state_type(at::ScalarType master);
-// Zeros of the slice's length in state_type().
-at::Tensor allocate_state(const at::Tensor& master);
 
 // kernel(begin, master, gradient): both [length], in state_type(); `master` is updated in place, `gradient` may be.
 using SliceKernel = std::function<void(int64_t begin, const at::Tensor& master, const at::Tensor& gradient)>;

@@ -6,50 +6,41 @@
 #include <ATen/ops/linalg_vector_norm.h>
 
 #include <algorithm>
-#include <array>
+#include <numeric>
+#include <vector>
+
+#include "optim/host_threads.h"
+#include "optim/kernels/square_sum.h"
+#include "optim/vector_update.h"
 
 namespace ds::zero {
 namespace {
 
 constexpr int64_t kChunk = 1 << 16;
+constexpr int64_t kGrain = 4 * kChunk;
 
-// Sixteen independent sums let the compiler use vectors without reordering a sum.
-#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-__attribute__((target_clones("avx512f", "avx2", "default")))
-#endif
-double
-sum_of_squares_float(const float* values, int64_t count) {
-  constexpr int64_t kLanes = 16;
-  std::array<double, kLanes> sums{};
-  const int64_t whole = count / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const double value = values[i + lane];
-      sums[static_cast<size_t>(lane)] += value * value;
+// Sums of whole chunks, added in order: the threads that made them do not matter.
+double sum_of_squares_on_cpu(const at::Tensor& flat, optim::ValueType type) {
+  std::vector<double> sums(static_cast<size_t>((flat.numel() + kChunk - 1) / kChunk));
+  const auto* values = static_cast<const char*>(flat.const_data_ptr());
+  const auto bytes = static_cast<int64_t>(flat.element_size());
+  optim::for_each_range(flat, kChunk, kGrain, [&](int64_t begin, int64_t end) {
+    for (; begin < end; begin += kChunk) {
+      sums[static_cast<size_t>(begin / kChunk)] =
+          optim::square_sum(values + begin * bytes, type, std::min(kChunk, end - begin));
     }
-  }
-  for (int64_t i = whole; i < count; ++i) sums[static_cast<size_t>(i - whole)] += double{values[i]} * values[i];
-  double total = 0;
-  for (const double sum : sums) total += sum;
-  return total;
+  });
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
 }
 
 }  // namespace
 
 double sum_of_squares(const at::Tensor& flat) {
   const at::NoGradGuard no_grad;
-  double total = 0;
-  for (int64_t begin = 0; begin < flat.numel(); begin += kChunk) {
-    const int64_t length = std::min(kChunk, flat.numel() - begin);
-    at::Tensor chunk = flat.narrow(0, begin, length);
-    if (!flat.is_cpu()) {
-      const auto norm = at::linalg_vector_norm(flat, 2, std::nullopt, false, at::kDouble).item<double>();
-      return norm * norm;
-    }
-    chunk = chunk.to(at::kFloat);
-    total += sum_of_squares_float(chunk.const_data_ptr<float>(), length);
-  }
-  return total;
+  const std::optional<optim::ValueType> type = optim::value_type(flat.scalar_type());
+  if (flat.is_cpu() && flat.is_contiguous() && type) return sum_of_squares_on_cpu(flat, *type);
+  const auto norm = at::linalg_vector_norm(flat, 2, std::nullopt, false, at::kDouble).item<double>();
+  return norm * norm;
 }
 
 int64_t first_non_finite(const at::Tensor& flat) {

@@ -54,9 +54,11 @@ GradientReducer::GradientReducer(const std::vector<ParameterBucket>& buckets, co
       communicator_(routes.slices),
       replicas_(routes.replicas),
       quantized_(routes.quantized),
+      elsewhere_(routes.elsewhere),
       options_(options) {
   // One rank owns all slices: nothing is gained by reducing early, and gradients add up in place.
-  if (communicator_.size() == 1 && transient()) options_.policy = ReductionPolicy::kReduceScatterAtBoundary;
+  if (communicator_.size() == 1 && transient() && !elsewhere_)
+    options_.policy = ReductionPolicy::kReduceScatterAtBoundary;
   buckets_.resize(buckets.size());
   for (size_t b = 0; b < buckets.size(); ++b) {
     const auto& segments = buckets[b].layout().segments;
@@ -229,7 +231,7 @@ void GradientReducer::launch(Bucket& bucket) {
   fill_missing(bucket);
   bucket.launched = true;
   bucket.reduced_in_this_backward = true;
-  const size_t index = static_cast<size_t>(&bucket - buckets_.data());
+  const size_t index = index_of(bucket);
   in_flight_.push_back(index);
   const int world = communicator_.size();
   if (world == 1) return;
@@ -306,18 +308,36 @@ void GradientReducer::limit_in_flight(size_t allowed, bool inside_backward) {
 void GradientReducer::set_aside_reduced(Bucket& bucket) {
   const at::NoGradGuard no_grad;
   complete(bucket);
-  std::erase(in_flight_, static_cast<size_t>(&bucket - buckets_.data()));
+  std::erase(in_flight_, index_of(bucket));
   at::Tensor own = own_part(bucket, bucket.local);
-  if (bucket.reduced.defined()) {
+  if (is_elsewhere(bucket)) {
+    elsewhere_->add(index_of(bucket), own);
+  } else if (bucket.reduced.defined()) {
     bucket.reduced.add_(own);
   } else {
-    bucket.reduced = own.is_same(bucket.local) ? bucket.local : kept_slice(bucket, own);
+    bucket.reduced = own.is_same(bucket.local) && !transient() ? bucket.local : kept_slice(bucket, own);
   }
   for (const Segment& segment : bucket.parameters->layout().segments) {
     parameters_[static_cast<size_t>(segment.parameter)].tensor.mutable_grad().reset();
   }
   if (!bucket.reduced.is_same(bucket.local)) give_back(bucket.local);
   bucket.local.reset();
+  bucket.launched = false;
+}
+
+size_t GradientReducer::index_of(const Bucket& bucket) const { return static_cast<size_t>(&bucket - buckets_.data()); }
+
+bool GradientReducer::is_elsewhere(const Bucket& bucket) const {
+  return elsewhere_ && elsewhere_->takes(index_of(bucket));
+}
+
+// At the boundary: `local` stays allocated, empty, for the next backward.
+void GradientReducer::move_elsewhere(Bucket& bucket) {
+  elsewhere_->add(index_of(bucket), own_part(bucket, bucket.local));
+  for (const Segment& segment : bucket.parameters->layout().segments) {
+    parameters_[static_cast<size_t>(segment.parameter)].tensor.mutable_grad().reset();
+  }
+  std::fill(bucket.filled.begin(), bucket.filled.end(), 0);
   bucket.launched = false;
 }
 
@@ -349,6 +369,7 @@ void GradientReducer::finish() {
   for (Bucket& bucket : buckets_) {
     if (!bucket.launched) continue;
     complete(bucket);
+    if (is_elsewhere(bucket)) move_elsewhere(bucket);
     if (!bucket.reduced.defined()) continue;
     // Both parts are reduced: join them in `local`, which the parameters' gradients are views of.
     own_part(bucket, bucket.local).add_(bucket.reduced);
@@ -377,6 +398,7 @@ void GradientReducer::join_replicas() {
 
 at::Tensor GradientReducer::gradient(size_t index) const {
   const Bucket& bucket = buckets_.at(index);
+  if (is_elsewhere(bucket)) return elsewhere_->gradient(index);
   if (bucket.launched) return own_part(bucket, bucket.local);
   return bucket.reduced;
 }
@@ -397,6 +419,7 @@ void GradientReducer::reset() {
     drop_reduced(bucket);
     bucket.launched = false;
   }
+  if (elsewhere_) elsewhere_->clear();
   in_flight_.clear();
   unreduced_ = false;
   abandoned_ = false;

@@ -23,6 +23,7 @@
 
 #include "comm/communicator.h"
 #include "comm/quantized_collectives.h"
+#include "core/reduced_gradients.h"
 #include "zero/parameter_bucket.h"
 #include "zero/reduction_policy.h"
 
@@ -50,6 +51,9 @@ struct ReduceRoutes {
   // Over the ranks of `slices`: sends gradients as 4-bit integers (qgZ of ZeRO++, Wang et al., arXiv:2306.10209) in
   // place of a reduce-scatter; null: as they are.
   const comm::QuantizedReducer* quantized = nullptr;
+  // Keeps the reduced slices of the buckets it takes, which a step then reads there; null: all stay on the device.
+  // With it, gradients leave their buckets one by one also where one rank owns all slices.
+  ReducedGradients* elsewhere = nullptr;
 };
 
 class GradientReducer {
@@ -98,6 +102,9 @@ class GradientReducer {
   void limit_wires(size_t allowed);
   void fill_missing(Bucket& bucket);
   at::Tensor kept_slice(Bucket& bucket, const at::Tensor& own);
+  void move_elsewhere(Bucket& bucket);
+  bool is_elsewhere(const Bucket& bucket) const;
+  size_t index_of(const Bucket& bucket) const;
   void drop_reduced(Bucket& bucket);
   at::Tensor take_buffer(const Bucket& bucket);
   void give_back(at::Tensor buffer);
@@ -109,6 +116,7 @@ class GradientReducer {
   comm::Communicator& communicator_;  // of slices
   comm::Communicator* replicas_;
   const comm::QuantizedReducer* quantized_;
+  ReducedGradients* elsewhere_;
   ReducerOptions options_;
   std::vector<Bucket> buckets_;
   std::vector<at::Tensor> pool_;   // free transient buffers, stage 2

@@ -1,6 +1,7 @@
 #include "zero/memory_model.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "core/check.h"
@@ -83,11 +84,28 @@ class TransientBuckets {
   int64_t buffers_ = 0;             // elements of all buffers, pooled or not
 };
 
+// Elements of the buckets that the optimizer updates elsewhere.
+int64_t offloaded_elements(const MemoryQuestion& question, const std::vector<int64_t>& buckets) {
+  const std::vector<char> chosen = offloaded_buckets(buckets, question.offload);
+  int64_t elements = 0;
+  for (size_t b = 0; b < buckets.size(); ++b) elements += chosen[b] ? buckets[b] : 0;
+  return elements;
+}
+
 int64_t gradient_elements(const MemoryQuestion& question, const std::vector<int64_t>& buckets) {
-  if (question.stage < 2 || question.dp == 1) return sum(buckets);
+  const bool offloads = question.offload.optimizer != Home::kDevice;
+  if (question.stage < 2 || (question.dp == 1 && !offloads)) return sum(buckets);
   TransientBuckets transient(buckets);
   transient.step();  // fills the pool
-  return transient.step() + sum(buckets) / question.dp;
+  return transient.step() + (sum(buckets) - offloaded_elements(question, buckets)) / question.dp;
+}
+
+int64_t in_pages(int64_t bytes) { return round_up(bytes, int64_t{4096}); }
+
+// In float32 the slice of a parameter is its own master where both are in host memory.
+bool shares_master(const MemoryQuestion& question) {
+  return !question.separate_master && question.offload.parameters == Home::kHost &&
+         question.offload.optimizer == Home::kHost;
 }
 
 // Integers, and a float32 scale for 512 of them: core/block_codec.h, but for short blocks.
@@ -113,14 +131,90 @@ ModelStateBytes predict_model_state(const MemoryQuestion& question) {
   const int64_t elements = sum(buckets);
   const int64_t owned = question.stage == 0 ? elements : elements / question.dp;
   ModelStateBytes bytes;
+  const int64_t sharded = elements - question.persistent_elements;
+  const bool parameters_leave = question.offload.parameters != Home::kDevice;
   int64_t held = elements;
-  if (question.stage == 3)
-    held = question.persistent_elements + (elements - question.persistent_elements) / question.dp;
+  if (question.stage == 3) held = question.persistent_elements + (parameters_leave ? 0 : sharded / question.dp);
   bytes.parameters = held * question.parameter_bytes + question.frozen_bytes;
   bytes.gradients = gradient_elements(question, buckets) * question.gradient_bytes;
-  bytes.master = question.separate_master ? owned * 4 : 0;
-  bytes.optimizer = owned * question.optimizer_state_bytes;
+  const int64_t updated_here = owned - offloaded_elements(question, buckets) / question.dp;
+  int64_t masters = question.separate_master ? updated_here : 0;
+  if (!question.separate_master && parameters_leave) masters = std::min(updated_here, sharded / question.dp);
+  bytes.master = masters * 4;
+  bytes.optimizer = updated_here * question.optimizer_state_bytes;
   bytes.buffers = question.buffer_bytes;
+  return bytes;
+}
+
+std::vector<char> offloaded_buckets(const std::vector<int64_t>& buckets, const Offload& offload) {
+  std::vector<char> chosen(buckets.size(), 0);
+  if (offload.optimizer == Home::kDevice) return chosen;
+  const double stays = (1.0 - offload.ratio) * static_cast<double>(sum(buckets));
+  int64_t before = 0;
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    before += buckets[b];
+    chosen[b] = static_cast<double>(before) > stays * (1 + 1e-9);
+  }
+  return chosen;
+}
+
+OffloadedBytes place_parameters(const std::vector<StoredSlice>& slices, const Offload& offload) {
+  OffloadedBytes bytes;
+  int64_t kept = offload.parameters == Home::kHost ? std::numeric_limits<int64_t>::max() : offload.kept_parameters;
+  int64_t largest = 0;
+  for (const StoredSlice& slice : slices) {
+    kept = slice.numel <= kept ? kept - slice.numel : -1;
+    if (kept >= 0) {
+      bytes.host.parameters += in_pages(slice.bytes);
+      continue;
+    }
+    bytes.file += in_pages(slice.bytes);
+    largest = std::max(largest, in_pages(slice.bytes));
+  }
+  bytes.staging = largest * offload.parameter_buffers;
+  return bytes;
+}
+
+OffloadedBytes predict_offloaded(const MemoryQuestion& question) {
+  require_valid(question);
+  const Offload& offload = question.offload;
+  OffloadedBytes bytes;
+  const std::vector<int64_t> buckets = buckets_of(question);
+  if (offload.parameters != Home::kDevice && question.stage == 3) {
+    std::vector<StoredSlice> slices;
+    int64_t persistent = question.persistent_elements;
+    for (const int64_t bucket : buckets) {
+      if (persistent >= bucket) {
+        persistent -= bucket;
+        continue;
+      }
+      const int64_t numel = bucket / question.dp;
+      slices.push_back({numel, numel * question.parameter_bytes});
+    }
+    slices.insert(slices.end(), question.frozen_slices.begin(), question.frozen_slices.end());
+    bytes = place_parameters(slices, offload);
+  }
+  const std::vector<char> chosen = offloaded_buckets(buckets, offload);
+  int64_t masters = 0;
+  int64_t states = 0;
+  int64_t largest = 0;
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    if (!chosen[b]) continue;
+    const int64_t owned = buckets[b] / question.dp;
+    bytes.host.gradients += in_pages(owned * question.gradient_bytes) * (offload.second_gradients ? 2 : 1);
+    const int64_t moments = question.optimizer_state_bytes / 4;
+    masters += in_pages(owned * 4);
+    states += in_pages(owned * 4) * moments;
+    largest = std::max(largest, in_pages(owned * 4) * (1 + moments));
+  }
+  if (shares_master(question)) masters = 0;
+  if (offload.optimizer == Home::kFile) {
+    bytes.file += masters + states;
+    bytes.staging += largest * offload.optimizer_buffers;
+  } else {
+    bytes.host.master = masters;
+    bytes.host.optimizer = states;
+  }
   return bytes;
 }
 

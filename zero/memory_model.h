@@ -1,5 +1,7 @@
 // Predicted bytes of model state and of communication, per rank. Pure arithmetic; torch-free.
 //
+// Of the device; what offload_optimizer and offload_param keep elsewhere is counted apart.
+//
 // The arithmetic of the ZeRO paper (arXiv 1910.02054, section 3) for the layout of this project: parameters lie in
 // buckets, every bucket is cut into dp equal slices (padded), and in float32 the slice of the parameter bucket is
 // itself the master copy.
@@ -12,6 +14,25 @@
 #include "zero/gather_limits.h"
 
 namespace ds::zero {
+
+enum class Home { kDevice, kHost, kFile };
+
+// What does not stay on the device. Host memory comes in whole pages.
+struct Offload {
+  Home optimizer = Home::kDevice;   // master weights and optimizer states; reduced gradients are on the host then
+  double ratio = 1.0;               // share of the trainable elements that `optimizer` means
+  Home parameters = Home::kDevice;  // stage 3: slices of parameters
+  int64_t optimizer_buffers = 0;    // kFile: slices of the optimizer, the largest, for which there is host memory
+  int64_t parameter_buffers = 0;    // likewise of parameters
+  int64_t kept_parameters = 0;      // kFile: elements of the first slices of a rank that stay in host memory
+  bool second_gradients = false;    // an update runs while the next gradients arrive
+};
+
+// Elements as they are kept (bytes, where they are encoded) and the bytes of all.
+struct StoredSlice {
+  int64_t numel = 0;
+  int64_t bytes = 0;
+};
 
 struct MemoryQuestion {
   int stage = 0;                       // 0 to 3
@@ -30,12 +51,14 @@ struct MemoryQuestion {
   int gradient_bits = 0;               // bits of a reduced element; 0 = communication_bytes
   int64_t gradient_node_ranks = 1;     // with gradient_bits: ranks that add before a node sends
   int64_t accumulation_steps = 1;
-  int64_t persistent_elements = 0;     // stage 3: in buckets that stay whole
-  int64_t frozen_bytes = 0;            // of parameters without gradient that a rank holds
-  int64_t buffer_bytes = 0;            // of module buffers, whole on every rank
-  std::optional<GatherLimits> gather;  // stage 3 on several ranks
-  int64_t frozen_elements = 0;         // stage 3: in buckets that are gathered as well
-  int64_t largest_frozen_bucket = 0;   // elements
+  int64_t persistent_elements = 0;         // stage 3: in buckets that stay whole
+  int64_t frozen_bytes = 0;                // of parameters without gradient that a rank holds
+  int64_t buffer_bytes = 0;                // of module buffers, whole on every rank
+  std::optional<GatherLimits> gather;      // stage 3 on several ranks
+  int64_t frozen_elements = 0;             // stage 3: in buckets that are gathered as well
+  int64_t largest_frozen_bucket = 0;       // elements
+  std::vector<StoredSlice> frozen_slices;  // stage 3: of a rank, where offload.parameters is not kDevice
+  Offload offload;
 };
 
 struct ModelStateBytes {
@@ -53,6 +76,23 @@ struct ModelStateBytes {
 // they arrive bucket by bucket (a bucket that cuts a module in two may fill together with its neighbour). Throws
 // UsageError for another stage or numbers out of range.
 ModelStateBytes predict_model_state(const MemoryQuestion& question);
+
+// Which buckets (elements of each, in their order) offload.ratio means: the last ones, as many as their share asks for.
+// Those that operators need first are updated where they are.
+std::vector<char> offloaded_buckets(const std::vector<int64_t>& buckets, const Offload& offload);
+
+// What a rank keeps beside the device.
+struct OffloadedBytes {
+  ModelStateBytes host;
+  int64_t staging = 0;  // host memory through which files are read and written
+  int64_t file = 0;
+  int64_t host_total() const { return host.total() + staging; }
+
+  bool operator==(const OffloadedBytes&) const = default;
+};
+OffloadedBytes predict_offloaded(const MemoryQuestion& question);
+// The bytes of slices of parameters, in the order in which they are made, by where they live.
+OffloadedBytes place_parameters(const std::vector<StoredSlice>& slices, const Offload& offload);
 
 // What comes on top during a step, at most.
 struct StepBytes {

@@ -7,7 +7,7 @@
 
 #include "core/block_codec.h"
 #include "core/check.h"
-#include "zero/storage_memory.h"
+#include "core/storage_memory.h"
 
 namespace ds::zero {
 
@@ -65,12 +65,29 @@ at::Tensor ParameterBucket::part(int rank) const {
   return flat_.narrow(0, rank * layout_.slice_numel, layout_.slice_numel);
 }
 
-void ParameterBucket::shard(int rank, int bits) {
+void ParameterBucket::shard(int rank, int bits, std::shared_ptr<SliceStore> store) {
   ensure(!sharded(), "a bucket is sharded once");
   const at::NoGradGuard no_grad;
   bits_ = bits;
-  own_ = bits == 0 ? part(rank).clone() : encoded(part(rank));
+  in_store_ = store != nullptr;
+  store_ = store ? std::move(store) : std::make_shared<SliceStore>(flat_.device());
+  const at::Tensor values = bits == 0 ? part(rank) : encoded(part(rank));
+  own_ = store_->allocate(values.numel(), values.scalar_type());
+  own_.copy_(values);
+  store_->unload(own_, /*changed=*/true);
   take_storage(flat_);
+}
+
+void ParameterBucket::load_slice() const {
+  if (store_) store_->load(own_);
+}
+
+void ParameterBucket::unload_slice(bool changed) const {
+  if (store_) store_->unload(own_, changed);
+}
+
+void ParameterBucket::prefetch_slice() const {
+  if (store_) store_->prefetch(own_);
 }
 
 at::Tensor ParameterBucket::encoded(const at::Tensor& values) const {
@@ -93,7 +110,9 @@ void ParameterBucket::release(GatherMemory& memory) {
 void ParameterBucket::keep_changes(int rank) {
   const at::NoGradGuard no_grad;
   ensure(sharded() && allocated(), "only a sharded bucket that is whole keeps changes");
+  load_slice();
   own_.copy_(bits_ == 0 ? part(rank) : encoded(part(rank)));
+  unload_slice(/*changed=*/true);
 }
 
 void ParameterBucket::keep_secondary(int rank, int ranks) {
@@ -104,7 +123,7 @@ void ParameterBucket::keep_secondary(int rank, int ranks) {
 
 int64_t ParameterBucket::held_bytes() const {
   int64_t bytes = static_cast<int64_t>(flat_.storage().nbytes());
-  if (sharded()) bytes += static_cast<int64_t>(own_.nbytes());
+  if (sharded() && !in_store_) bytes += static_cast<int64_t>(own_.nbytes());
   return bytes;
 }
 

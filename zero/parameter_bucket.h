@@ -5,9 +5,11 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "core/slice_store.h"
 #include "zero/gather_memory.h"
 #include "zero/partition.h"
 
@@ -42,8 +44,14 @@ class ParameterBucket {
   // Not of an encoded one.
   at::Tensor slice(int rank) const;
 
-  // Keeps a copy of slice `rank` and releases the rest. `bits` 8: the copy is encoded, and so loses precision.
-  void shard(int rank, int bits = 0);
+  // Keeps a copy of slice `rank` in `store` (null: beside flat()) and releases the rest. `bits` 8: the copy is encoded,
+  // and so loses precision.
+  void shard(int rank, int bits = 0, std::shared_ptr<SliceStore> store = nullptr);
+  // Around uses of slice() and encoded_slice() of a sharded bucket, see core/slice_store.h.
+  void load_slice() const;
+  void unload_slice(bool changed) const;
+  void prefetch_slice() const;
+  bool slice_has_room() const { return !store_ || store_->has_room(); }
   // Bits of an encoded slice, else 0; the slice.
   int bits() const { return bits_; }
   const at::Tensor& encoded_slice() const { return own_; }
@@ -58,8 +66,10 @@ class ParameterBucket {
   void keep_secondary(int rank, int ranks);
   void drop_secondary() { secondary_.reset(); }
   const at::Tensor& secondary() const { return secondary_; }
-  // Bytes this rank holds now, but for those of the secondary slice.
+  // Bytes this rank holds now, but for those of the secondary slice and of a slice that a given store has.
   int64_t held_bytes() const;
+  // Of a slice that a given store has.
+  int64_t stored_bytes() const { return in_store_ ? static_cast<int64_t>(own_.nbytes()) : 0; }
   int64_t secondary_bytes() const { return secondary_.defined() ? static_cast<int64_t>(secondary_.nbytes()) : 0; }
 
  private:
@@ -69,9 +79,11 @@ class ParameterBucket {
   BucketLayout layout_;
   std::vector<Parameter> parameters_;
   at::Tensor flat_;
-  at::Tensor own_;        // of a sharded bucket
-  int bits_ = 0;          // own_ is encoded in so many
-  at::Tensor secondary_;  // of a sharded bucket, a copy for the ranks of a node
+  at::Tensor own_;                     // of a sharded bucket
+  std::shared_ptr<SliceStore> store_;  // of own_
+  bool in_store_ = false;              // that shard() was given
+  int bits_ = 0;                       // own_ is encoded in so many
+  at::Tensor secondary_;               // of a sharded bucket, a copy for the ranks of a node
 };
 
 // Joins values of a bucket's parameters, by default their current ones, in one new flat tensor; padding is zero. Where

@@ -46,7 +46,7 @@ ParameterGatherer::ParameterGatherer(const std::vector<ParameterBucket*>& bucket
     if (buckets[b]->sharded()) sharded_ += buckets[b]->layout().numel;
     entries_.push_back(std::move(entry));
   }
-  if (communicator_.size() == 1) return;
+  if (communicator_.size() == 1 && sharded_ == 0) return;
   require(at::isRecordFunctionEnabled(),
           "stage 3 sees operators through at::RecordFunction, which is disabled on this ",
           "thread; call at::enableRecordFunction(true) before initialize");
@@ -92,6 +92,8 @@ void ParameterGatherer::use(size_t bucket) {
     release_done();
     if (entry.state == State::kReleased) {
       make_room(entry.bucket->layout().numel);
+      // Gathers that are under way hold the memory in which slices are read.
+      for (size_t b = 0; b < entries_.size() && !entry.bucket->slice_has_room(); ++b) wait(b);
       fetch(bucket);
     }
   }
@@ -106,19 +108,28 @@ bool ParameterGatherer::can_be_released(const Entry& entry) const {
 }
 
 void ParameterGatherer::start_gather(Entry& entry, bool exact) {
+  const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   const ParameterBucket& bucket = *entry.bucket;
   entry.exact = exact || bits_ == 0 || !bucket.sharded();
   if (bucket.secondary().defined() && !exact) {
     entry.work = node_->all_gather(bucket.flat(), bucket.secondary(), entry.label);
-  } else if (bucket.bits() > 0) {
-    entry.work =
-        comm::encoded_all_gather(bucket.flat(), bucket.encoded_slice(), bucket.bits(), communicator_, entry.label);
-  } else if (entry.exact) {
-    entry.work = communicator_.all_gather(bucket.flat(), bucket.slice(communicator_.rank()), entry.label);
-  } else {
-    entry.work = comm::quantized_all_gather(bucket.flat(), bucket.slice(communicator_.rank()), bits_, communicator_,
-                                            entry.label);
+    return;
   }
+  bucket.load_slice();
+  entry.reads_slice = true;
+  if (bucket.bits() > 0) {
+    entry.work = comm::encoded_all_gather(bucket.flat(), own_slice(bucket), bucket.bits(), communicator_, entry.label);
+  } else if (entry.exact) {
+    entry.work = communicator_.all_gather(bucket.flat(), own_slice(bucket), entry.label);
+  } else {
+    entry.work = comm::quantized_all_gather(bucket.flat(), own_slice(bucket), bits_, communicator_, entry.label);
+  }
+}
+
+// Where collectives take it: on the device.
+at::Tensor ParameterGatherer::own_slice(const ParameterBucket& bucket) const {
+  const at::Tensor slice = bucket.bits() > 0 ? bucket.encoded_slice() : bucket.slice(communicator_.rank());
+  return slice.to(bucket.flat().device(), slice.scalar_type(), /*non_blocking=*/true);
 }
 
 void ParameterGatherer::fetch(size_t bucket, bool exact) {
@@ -164,6 +175,7 @@ void ParameterGatherer::wait(size_t bucket) {
   entry.state = State::kWhole;
   if (entry.bucket->sharded()) coming_ -= entry.bucket->layout().numel;
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
+  const bool read_slice = std::exchange(entry.reads_slice, false);
   try {
     entry.work.wait();
     // On every rank of the node alike: a gather that failed here fails there.
@@ -173,6 +185,7 @@ void ParameterGatherer::wait(size_t bucket) {
   } catch (...) {
     fail(bucket);
   }
+  if (read_slice) entry.bucket->unload_slice(/*changed=*/false);
   entry.work = {};
   if (entry.bucket->sharded()) note_versions(entry);
 }
@@ -251,11 +264,22 @@ void ParameterGatherer::make_room(int64_t elements) {
 void ParameterGatherer::prefetch() {
   if (live_ == sharded_) return;
   for (const size_t bucket : trace_.upcoming()) {
-    if (coming_ >= limits_.prefetch) return;
+    if (coming_ >= limits_.prefetch) break;
     const Entry& entry = entries_[bucket];
     if (entry.state != State::kReleased) continue;
-    if (live_ + entry.bucket->layout().numel > limits_.max_live) return;
+    if (live_ + entry.bucket->layout().numel > limits_.max_live || !entry.bucket->slice_has_room()) break;
     fetch(bucket);
+  }
+  prefetch_slices();
+}
+
+// One gather further: slices that are not in memory are on their way when it starts.
+void ParameterGatherer::prefetch_slices() {
+  for (const size_t bucket : trace_.upcoming()) {
+    const Entry& entry = entries_[bucket];
+    if (entry.state != State::kReleased) continue;
+    if (!entry.bucket->secondary().defined()) entry.bucket->prefetch_slice();
+    return;
   }
 }
 

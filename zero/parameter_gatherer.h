@@ -82,12 +82,15 @@ class ParameterGatherer : public ParameterAccess {
     uint64_t used_by = 0;           // outermost operator that read it last
     int held = 0;                   // gather() without drop()
     bool exact = true;              // was gathered without loss
+    bool reads_slice = false;       // the gather under way reads the own slice
   };
 
   void before_read(const at::Tensor& tensor);
   void use(size_t bucket);
   bool can_be_released(const Entry& entry) const;
   void start_gather(Entry& entry, bool exact = false);
+  at::Tensor own_slice(const ParameterBucket& bucket) const;
+  void prefetch_slices();
   void fetch(size_t bucket, bool exact = false);
   void allocate(size_t bucket);
   void wait(size_t bucket);

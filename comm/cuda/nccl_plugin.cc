@@ -1,9 +1,10 @@
-// The entry of libdsengine_cuda: communicators on NCCL, as c10d::ProcessGroupNCCL runs it.
+// The entry of libdsengine_cuda, and its communicators on NCCL, as c10d::ProcessGroupNCCL runs it.
 #include <c10/cuda/CUDAFunctions.h>
 #include <torch/csrc/cuda/nccl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "comm/c10d_communicator.h"
+#include "comm/cuda/host_registration.h"
 #include "comm/cuda_plugin.h"
 #include "core/check.h"
 
@@ -61,6 +62,8 @@ std::shared_ptr<Communicator> make_nccl_communicator(const NcclGroup& group) {
 }  // namespace ds::comm
 
 extern "C" __attribute__((visibility("default"))) const ds::comm::CudaPlugin* dsengine_cuda_plugin() {
-  static constexpr ds::comm::CudaPlugin kPlugin{.make_nccl_communicator = ds::comm::make_nccl_communicator};
+  static constexpr ds::comm::CudaPlugin kPlugin{.make_nccl_communicator = ds::comm::make_nccl_communicator,
+                                                .register_host_memory = ds::comm::register_host_memory,
+                                                .unregister_host_memory = ds::comm::unregister_host_memory};
   return &kPlugin;
 }

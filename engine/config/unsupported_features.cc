@@ -25,8 +25,8 @@ class Collector {
 
 void collect_zero(const ZeroSection& s, Collector& out) {
   const std::string z = "zero_optimization.";
-  out.later(s.optimizer_device() != OffloadDevice::kNone, z + "offload_optimizer.device", "use \"none\"");
-  out.later(s.param_device() != OffloadDevice::kNone, z + "offload_param.device", "use \"none\"");
+  out.later(s.offload_optimizer && s.offload_optimizer->super_offload, z + "offload_optimizer.super_offload",
+            "use false");
   out.later(s.zenflow.has_value(), z + "zenflow", "remove it");
   out.later(s.zeropp_loco_param.has_value(), z + "zeropp_loco_param", "remove it");
 }

@@ -149,10 +149,13 @@ void check(JsonFields& json, const ZeroSection& s) {
   if (!s.compute_grad_norm && s.stage != 1 && s.stage != 2) {
     json.error("compute_grad_norm", cat("false needs stage 1 or 2, found stage ", s.stage, "; remove it or set stage"));
   }
-  if (s.offload_optimizer && s.offload_optimizer->ratio < 1 && s.stage != 3) {
-    json.error("offload_optimizer", cat("ratio < 1 (partial offload) needs stage 3, found ratio ",
-                                        s.offload_optimizer->ratio, " and stage ", s.stage));
-  }
+  const auto needs_path = [&](const char* key, OffloadDevice device, const std::optional<std::string>& path) {
+    if (device == OffloadDevice::kNvme && path.value_or("").empty()) {
+      json.error(key, "device \"nvme\" needs nvme_path, a folder on a local disk; add it, or use \"cpu\"");
+    }
+  };
+  if (s.offload_optimizer) needs_path("offload_optimizer", s.optimizer_device(), s.offload_optimizer->nvme_path);
+  if (s.offload_param) needs_path("offload_param", s.param_device(), s.offload_param->nvme_path);
 }
 
 }  // namespace

@@ -55,8 +55,10 @@ TEST(ZeroSection, LenientNumbersAndStrictRules) {
   EXPECT_THAT(refusal_of("{zero_optimization: {reduce_bucket_size: 1.5}}"), HasSubstr("found 1.5"));
   EXPECT_THAT(refusal_of("{zero_optimization: {offload_optimizer: {device: 'disk'}}}"),
               HasSubstr("expected one of \"none\", \"cpu\", \"nvme\", found \"disk\""));
-  EXPECT_THAT(refusal_of("{zero_optimization: {stage: 2, offload_optimizer: {device: 'cpu', ratio: 0.5}}}"),
-              HasSubstr("needs stage 3"));
+  EXPECT_THAT(refusal_of("{zero_optimization: {stage: 2, offload_optimizer: {device: 'nvme'}}}"),
+              HasSubstr("needs nvme_path"));
+  EXPECT_THAT(refusal_of("{zero_optimization: {stage: 3, offload_param: {device: 'nvme'}}}"),
+              HasSubstr("needs nvme_path"));
   EXPECT_THAT(refusal_of("{zero_optimization: {zenflow: {topk_ratio: 1}}}"), HasSubstr("> 0 and < 1"));
   EXPECT_THAT(refusal_of("{zero_optimization: {legacy_stage1: true}}"), HasSubstr("legacy_stage1"));
   EXPECT_THAT(refusal_of("{zero_optimization: 3}"), HasSubstr("expected an object"));

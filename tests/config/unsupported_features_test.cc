@@ -15,9 +15,8 @@ struct Refused {
 };
 
 const Refused kRefused[] = {
-    {"{zero_optimization: {stage: 2, offload_optimizer: {device: 'cpu'}}}",
-     "zero_optimization.offload_optimizer.device"},
-    {"{zero_optimization: {offload_param: {device: 'cpu'}}}", "zero_optimization.offload_param.device"},
+    {"{zero_optimization: {stage: 2, offload_optimizer: {device: 'cpu', super_offload: true}}}",
+     "zero_optimization.offload_optimizer.super_offload"},
     {"{zero_optimization: {zenflow: {}}}", "zero_optimization.zenflow"},
     {"{zero_optimization: {zeropp_loco_param: {}}}", "zero_optimization.zeropp_loco_param"},
     {"{optimizer: {type: 'OneBitAdam'}}", "optimizer.type"},

@@ -55,9 +55,9 @@ TEST(BadInput, BatchThatDoesNotDivideNamesTheNumbers) {
 
 TEST(BadInput, AFeatureThatDoesNotRunYetIsRefusedByName) {
   nlohmann::json config = reference_config(2, 1, 1);
-  config["zero_optimization"]["offload_optimizer"] = {{"device", "cpu"}};
+  config["zero_optimization"]["zenflow"] = {{"topk_ratio", 0.1}};
   const GptResult run = expect_failure({.config = config, .ranks = 2, .steps = 1});
-  EXPECT_THAT(run.output, HasSubstr("offload_optimizer"));
+  EXPECT_THAT(run.output, HasSubstr("zenflow"));
 }
 
 TEST(BadInput, MissingFiles) {

@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <utility>
 
-namespace ds::zero {
+namespace ds {
 
 inline void give_storage(const at::Tensor& tensor, c10::DataPtr memory, size_t bytes) {
   c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
@@ -23,4 +23,4 @@ inline c10::DataPtr take_storage(const at::Tensor& tensor) {
   return storage->set_data_ptr(c10::DataPtr(nullptr, tensor.device()));
 }
 
-}  // namespace ds::zero
+}  // namespace ds

@@ -1,0 +1,254 @@
+#include "engine/offloaded_state.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/block_codec.h"
+#include "core/check.h"
+#include "offload/arena_slices.h"
+#include "offload/file_slices.h"
+#include "offload/host_budget.h"
+
+namespace ds::engine {
+namespace {
+
+using offload::PinnedArena;
+
+constexpr int kWriteBackBuffers = 2;  // one is filled while the other is sent
+constexpr int kArrivals = 2;          // one gradient arrives while another is added
+
+constexpr const char* kOptimizerPath = "zero_optimization.offload_optimizer.nvme_path";
+constexpr const char* kParameterPath = "zero_optimization.offload_param.nvme_path";
+
+int64_t arena_bytes(int64_t numel, at::ScalarType dtype) {
+  return static_cast<int64_t>(PinnedArena::bytes_of(numel, dtype));
+}
+
+std::vector<int64_t> elements_of(const std::vector<zero::BucketLayout>& buckets) {
+  std::vector<int64_t> elements;
+  for (const zero::BucketLayout& bucket : buckets) elements.push_back(bucket.numel);
+  return elements;
+}
+
+// Slices of parameters in the order in which buckets are built.
+std::vector<zero::StoredSlice> parameter_slices_of(const Plan& plan, const OffloadedLayout& layout) {
+  const auto element_bytes = static_cast<int64_t>(at::elementSize(layout.parameter_dtype));
+  std::vector<zero::StoredSlice> slices;
+  for (const zero::BucketLayout& bucket : layout.buckets) {
+    if (!bucket.persistent) slices.push_back({bucket.slice_numel, bucket.slice_numel * element_bytes});
+  }
+  for (const zero::BucketLayout& bucket : layout.frozen) {
+    if (bucket.persistent) continue;
+    if (plan.frozen_bits == 0) {
+      slices.push_back({bucket.slice_numel, bucket.slice_numel * element_bytes});
+    } else {
+      const int64_t bytes = BlockCodec(plan.frozen_bits).encoded_bytes(bucket.slice_numel);
+      slices.push_back({bytes, bytes});
+    }
+  }
+  return slices;
+}
+
+int64_t longest_slice(const OffloadedLayout& layout, const std::vector<char>& updates) {
+  int64_t longest = 0;
+  for (size_t b = 0; b < layout.buckets.size(); ++b) {
+    if (updates[b]) longest = std::max(longest, layout.buckets[b].slice_numel);
+  }
+  return longest;
+}
+
+// Bytes of the tensors of each slice that the optimizer has in a file: master, then states.
+std::vector<std::vector<int64_t>> swapped_sizes(const OffloadedLayout& layout, const std::vector<char>& updates) {
+  std::vector<std::vector<int64_t>> sizes;
+  for (size_t b = 0; b < layout.buckets.size(); ++b) {
+    if (updates[b]) sizes.emplace_back(1 + layout.states[b], layout.buckets[b].slice_numel * 4);
+  }
+  return sizes;
+}
+
+offload::AioOptions aio_options(const config::AioSection& section) {
+  require<ConfigError>(!section.use_gds, "aio.use_gds: expected false, found true; GPUDirect Storage is not in this ",
+                       "version, files are read into host memory");
+  return {.block_size = section.block_size,
+          .queue_depth = section.queue_depth,
+          .intra_op_parallelism = section.intra_op_parallelism,
+          .single_submit = section.single_submit,
+          .overlap_events = section.overlap_events};
+}
+
+std::string file_name(const char* what, int rank) { return cat("dsengine-", what, "-rank", rank); }
+
+}  // namespace
+
+OffloadedState::OffloadedState(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout)
+    : device_(layout.device),
+      updates_(zero::offloaded_buckets(elements_of(layout.buckets), plan.offload)),
+      states_(layout.states),
+      swapped_(layout.buckets.size(), -1),
+      fresh_(layout.buckets.size()) {
+  const zero::Offload& offload = plan.offload;
+  shares_master_ = layout.parameter_dtype == at::kFloat && offload.parameters == zero::Home::kHost &&
+                   offload.optimizer == zero::Home::kHost;
+  if (offload.parameters != zero::Home::kDevice) {
+    bytes_ = zero::place_parameters(parameter_slices_of(plan, layout), offload);
+  }
+  const bool in_file = offload.optimizer == zero::Home::kFile;
+  for (size_t b = 0; b < layout.buckets.size(); ++b) {
+    if (!updates_[b]) continue;
+    const zero::BucketLayout& bucket = layout.buckets[b];
+    bytes_.host.gradients += arena_bytes(bucket.slice_numel, layout.gradient_dtype);
+    if (in_file) continue;
+    const int64_t tensor = arena_bytes(bucket.slice_numel, at::kFloat);
+    if (!shares_master_ || bucket.persistent) bytes_.host.master += tensor;
+    bytes_.host.optimizer += tensor * layout.states[b];
+  }
+  const int64_t longest = longest_slice(layout, updates_);
+  if (in_file) {
+    const auto sizes = offload::SliceSwapper::sizes(swapped_sizes(layout, updates_), offload.optimizer_buffers);
+    bytes_.file += sizes.file_bytes;
+    bytes_.staging += sizes.buffer_bytes;
+  }
+  if (!device_.is_cpu() && longest > 0) {
+    bytes_.staging += kWriteBackBuffers * arena_bytes(longest, layout.parameter_dtype) +
+                      kArrivals * arena_bytes(longest, layout.gradient_dtype);
+  }
+  offload::require_host_memory(bytes_.host_total(), layout.ranks_on_host,
+                               "model state (zero_optimization.offload_optimizer, zero_optimization.offload_param)");
+  if (offload.parameters != zero::Home::kDevice) keep_parameters(plan, config, layout);
+  if (longest == 0) return;
+  if (in_file) {
+    swap_optimizer(plan, config, layout);
+  } else {
+    // Never copied to a device.
+    optimizer_ = arena("master weights and optimizer states", bytes_.host.master + bytes_.host.optimizer, false);
+  }
+  keep_gradients(config, layout, longest);
+}
+
+std::shared_ptr<PinnedArena> OffloadedState::arena(const char* purpose, int64_t bytes, bool pin) const {
+  return std::make_shared<PinnedArena>(purpose, static_cast<size_t>(bytes),
+                                       offload::ArenaOptions{.pin = pin, .device = device_});
+}
+
+void OffloadedState::keep_parameters(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout) {
+  const config::OffloadParamSection& section = *config.zero_optimization.offload_param;
+  std::shared_ptr<PinnedArena> kept;
+  if (bytes_.host.parameters > 0) kept = arena("parameter slices", bytes_.host.parameters, section.pin_memory);
+  if (plan.offload.parameters == zero::Home::kHost) {
+    if (kept) parameter_slices_ = std::make_shared<offload::ArenaSlices>(std::move(kept));
+    return;
+  }
+  std::vector<int64_t> sizes;
+  int64_t left = plan.offload.kept_parameters;
+  for (const zero::StoredSlice& slice : parameter_slices_of(plan, layout)) {
+    left = slice.numel <= left ? left - slice.numel : -1;
+    if (left < 0) sizes.push_back(slice.bytes);
+  }
+  if (sizes.empty()) {
+    if (kept) parameter_slices_ = std::make_shared<offload::ArenaSlices>(std::move(kept));
+    return;
+  }
+  const int64_t buffer = offload::FileSlices::buffer_bytes(sizes);
+  const auto buffers_arena =
+      arena("buffers of parameter slices", buffer * plan.offload.parameter_buffers, section.pin_memory);
+  std::vector<at::Tensor> buffers;
+  for (int64_t i = 0; i < plan.offload.parameter_buffers; ++i)
+    buffers.push_back(buffers_arena->take(buffer, at::kByte));
+  auto file = std::make_unique<offload::AioFile>(*section.nvme_path, file_name("parameters", layout.rank),
+                                                 offload::FileSlices::file_bytes(sizes), aio_options(config.aio),
+                                                 kParameterPath);
+  parameter_slices_ = std::make_shared<offload::FileSlices>(std::move(file), sizes, std::move(buffers), std::move(kept),
+                                                            plan.offload.kept_parameters);
+}
+
+void OffloadedState::swap_optimizer(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout) {
+  const config::OffloadOptimizerSection& section = *config.zero_optimization.offload_optimizer;
+  const int64_t count = plan.offload.optimizer_buffers;
+  const auto sizes = offload::SliceSwapper::sizes(swapped_sizes(layout, updates_), count);
+  auto file = std::make_unique<offload::AioFile>(*section.nvme_path, file_name("optimizer", layout.rank),
+                                                 sizes.file_bytes, aio_options(config.aio), kOptimizerPath);
+  const at::Tensor buffers =
+      arena("buffers of optimizer states", sizes.buffer_bytes, false)->take(sizes.buffer_bytes, at::kByte);
+  swapper_ = std::make_unique<offload::SliceSwapper>(std::move(file), buffers, count);
+  pass_ = {.read_ahead = section.pipeline_read, .write_behind = section.pipeline_write};
+}
+
+void OffloadedState::keep_gradients(const config::DsConfig& config, const OffloadedLayout& layout, int64_t longest) {
+  const bool pin = config.zero_optimization.offload_optimizer->pin_memory;
+  const auto slices_arena = arena("gradients", bytes_.host.gradients, pin);
+  std::vector<at::Tensor> slices(layout.buckets.size());
+  for (size_t b = 0; b < layout.buckets.size(); ++b) {
+    if (updates_[b]) slices[b] = slices_arena->take(layout.buckets[b].slice_numel, layout.gradient_dtype);
+  }
+  std::vector<at::Tensor> arrivals;
+  std::vector<at::Tensor> buffers;
+  if (!device_.is_cpu()) {
+    const int64_t bytes = kWriteBackBuffers * arena_bytes(longest, layout.parameter_dtype) +
+                          kArrivals * arena_bytes(longest, layout.gradient_dtype);
+    const auto staged = arena("what is on its way from and to the device", bytes, pin);
+    for (int i = 0; i < kArrivals; ++i) arrivals.push_back(staged->take(longest, layout.gradient_dtype));
+    for (int i = 0; i < kWriteBackBuffers; ++i) buffers.push_back(staged->take(longest, layout.parameter_dtype));
+    write_back_ = std::make_unique<offload::WriteBack>(device_, std::move(buffers));
+  }
+  gradients_ = std::make_unique<offload::HostGradients>(std::move(slices), device_, std::move(arrivals));
+}
+
+at::Tensor OffloadedState::master_of(size_t bucket, const at::Tensor& values, bool sharded) {
+  if (shares_master_ && sharded) return {};
+  const at::NoGradGuard no_grad;
+  if (!swapper_) return optimizer_->take(values.numel(), at::kFloat).copy_(values);
+  const at::Tensor master = values.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+  for (int64_t i = 0; i < states_[bucket]; ++i) {
+    fresh_[bucket].push_back(offload::tensor_without_memory(values.numel(), at::kFloat));
+  }
+  std::vector<at::Tensor> tensors = {master};
+  tensors.insert(tensors.end(), fresh_[bucket].begin(), fresh_[bucket].end());
+  swapped_[bucket] = swapper_->add(std::move(tensors));
+  return master;
+}
+
+optim::StateMemory OffloadedState::state_memory() {
+  return [this](int64_t index, int64_t numel, at::ScalarType dtype) {
+    const auto bucket = static_cast<size_t>(index);
+    if (!updates(bucket)) return at::Tensor();
+    if (!swapper_) return optimizer_->take(numel, dtype);
+    ensure(!fresh_[bucket].empty(), "an optimizer has as many states as were foreseen");
+    at::Tensor state = std::move(fresh_[bucket].front());
+    fresh_[bucket].erase(fresh_[bucket].begin());
+    return state;
+  };
+}
+
+void OffloadedState::use(size_t bucket, bool changes, const std::function<void()>& use) {
+  if (!swapper_ || !updates(bucket)) return use();
+  swapper_->with(swapped_[bucket], changes, [&](int64_t) { use(); });
+}
+
+void OffloadedState::for_each(const std::function<void(size_t bucket)>& update) {
+  std::vector<int64_t> order;
+  std::vector<size_t> bucket_of;
+  for (size_t b = 0; b < updates_.size(); ++b) {
+    if (!updates_[b]) continue;
+    if (!swapper_) {
+      update(b);
+      continue;
+    }
+    order.push_back(swapped_[b]);
+    bucket_of.push_back(b);  // slices were added in this order
+  }
+  if (swapper_)
+    swapper_->for_each(
+        order, [&](int64_t slice) { update(bucket_of[static_cast<size_t>(slice)]); }, pass_);
+}
+
+void OffloadedState::update(optim::ShardOptimizer& optimizer, size_t bucket, const at::Tensor& gradient,
+                            double gradient_scale, const at::Tensor& own) {
+  const auto index = static_cast<int64_t>(bucket);
+  if (own.is_cpu()) return optimizer.update_into(index, gradient, gradient_scale, own);
+  write_back_->send(own,
+                    [&](const at::Tensor& buffer) { optimizer.update_into(index, gradient, gradient_scale, buffer); });
+}
+
+}  // namespace ds::engine

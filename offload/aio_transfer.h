@@ -1,0 +1,56 @@
+// One read or write of a file, cut into requests: what to ask for next, and what the answers mean. Torch-free, no IO.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace ds::offload {
+
+// Not thread safe.
+class AioTransfer {
+ public:
+  // A part of the transfer, in bytes from its start.
+  struct Piece {
+    int64_t begin = 0;
+    int64_t bytes = 0;
+    bool operator==(const Piece&) const = default;
+  };
+  enum class State { kUnderWay, kDone, kFailed };  // kDone, kFailed: nothing is in flight any more
+
+  // Pieces of `block_size` (> 0) bytes, the last one shorter.
+  AioTransfer(int64_t bytes, int64_t block_size) : bytes_(bytes), block_size_(block_size) {}
+
+  // What to ask for next: first what is left of pieces that came back short or not at all. Nothing once all is asked
+  // for, or the transfer has failed.
+  std::optional<Piece> next();
+  // How many pieces next() would give now.
+  int64_t remaining() const;
+  // The kernel's answer to a piece of next(): bytes moved, or -errno. A piece that moved in part is continued; one that
+  // was interrupted (EINTR), put off (EAGAIN) or cancelled with a broken chain (ECANCELED) is asked for again. Any
+  // other error, no progress at all, or kMostRetries put-offs in a row, fail the transfer.
+  void answered(const Piece& piece, int result);
+
+  State state() const;
+  int64_t in_flight() const { return in_flight_; }
+  // Of a failed transfer: errno, 0 when the kernel moved nothing without an error (the end of the file), and where.
+  int error() const { return error_; }
+  const Piece& failed_piece() const { return failed_piece_; }
+
+  static constexpr int kMostRetries = 1000;
+
+ private:
+  void fail(const Piece& piece, int error);
+
+  int64_t bytes_;
+  int64_t block_size_;
+  int64_t asked_ = 0;  // bytes from the start that were handed out once
+  int64_t in_flight_ = 0;
+  int retries_ = 0;
+  std::vector<Piece> again_;  // last one first
+  bool failed_ = false;
+  int error_ = 0;
+  Piece failed_piece_;
+};
+
+}  // namespace ds::offload

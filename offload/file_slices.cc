@@ -1,0 +1,140 @@
+#include "offload/file_slices.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "core/storage_memory.h"
+#include "offload/slice_swapper.h"
+
+namespace ds::offload {
+
+int64_t FileSlices::buffer_bytes(const std::vector<int64_t>& sizes) {
+  int64_t largest = 0;
+  for (const int64_t size : sizes) largest = std::max(largest, TensorFile::memory_bytes(size));
+  return largest;
+}
+
+FileSlices::FileSlices(std::unique_ptr<AioFile> file, const std::vector<int64_t>& sizes,
+                       std::vector<at::Tensor> buffers, std::shared_ptr<PinnedArena> kept, int64_t max_kept)
+    : file_(std::move(file), sizes), kept_(std::move(kept)), kept_left_(kept_ ? max_kept : 0) {
+  ensure(!buffers.empty(), "slices are read into at least one buffer");
+  for (at::Tensor& buffer : buffers) buffers_.push_back({.memory = std::move(buffer)});
+}
+
+FileSlices::~FileSlices() {
+  for (Buffer& buffer : buffers_) {
+    try {
+      settle(buffer);
+    } catch (const std::exception& error) {
+      log::warning("slices of parameters: ", error.what());
+    }
+  }
+}
+
+// What the buffer holds of its slice, as that slice's tensor would show it.
+at::Tensor FileSlices::contents(const Buffer& buffer) const {
+  const at::Tensor& slice = slices_[static_cast<size_t>(buffer.slice)];
+  return buffer.memory.view(slice.scalar_type()).narrow(0, 0, slice.numel());
+}
+
+at::Tensor FileSlices::allocate(int64_t numel, at::ScalarType dtype) {
+  if (numel <= kept_left_) {
+    kept_left_ -= numel;
+    return kept_->take(numel, dtype);
+  }
+  kept_left_ = 0;
+  at::Tensor slice = tensor_without_memory(numel, dtype);
+  const auto index = static_cast<int64_t>(slices_.size());
+  slices_.push_back(slice);
+  index_.emplace(slice.storage().unsafeGetStorageImpl(), index);
+  Buffer& buffer = take_buffer(index);
+  buffer.loads = 1;
+  give_storage(slice, c10::DataPtr(buffer.memory.data_ptr(), at::kCPU), slice.numel() * slice.element_size());
+  return slice;
+}
+
+int64_t FileSlices::index_of(const at::Tensor& slice) const {
+  const auto found = index_.find(slice.storage().unsafeGetStorageImpl());
+  return found == index_.end() ? -1 : found->second;
+}
+
+FileSlices::Buffer* FileSlices::holder(int64_t slice) {
+  for (Buffer& buffer : buffers_) {
+    if (buffer.slice == slice) return &buffer;
+  }
+  return nullptr;
+}
+
+// The one that was used longest ago of those that nobody has loaded.
+FileSlices::Buffer* FileSlices::oldest_free() {
+  Buffer* oldest = nullptr;
+  for (Buffer& buffer : buffers_) {
+    if (buffer.loads == 0 && (!oldest || buffer.last_use < oldest->last_use)) oldest = &buffer;
+  }
+  return oldest;
+}
+
+bool FileSlices::has_room() const {
+  return std::any_of(buffers_.begin(), buffers_.end(), [](const Buffer& buffer) { return buffer.loads == 0; });
+}
+
+FileSlices::Buffer& FileSlices::take_buffer(int64_t slice) {
+  Buffer* const buffer = oldest_free();
+  ensure(buffer != nullptr, "slices are loaded as long as there are buffers");
+  settle(*buffer);
+  buffer->slice = slice;
+  buffer->last_use = ++uses_;
+  return *buffer;
+}
+
+void FileSlices::settle(Buffer& buffer) {
+  if (!std::exchange(buffer.under_way, false)) return;
+  try {
+    file_.wait(buffer.ticket);
+  } catch (...) {
+    buffer.slice = -1;  // what it holds is nobody's
+    throw;
+  }
+}
+
+void FileSlices::prefetch(const at::Tensor& slice) {
+  const int64_t index = index_of(slice);
+  // One buffer stays for a load that nobody foresaw.
+  const auto is_free = [](const Buffer& buffer) { return buffer.loads == 0; };
+  if (index < 0 || holder(index) || std::count_if(buffers_.begin(), buffers_.end(), is_free) < 2) return;
+  Buffer& buffer = take_buffer(index);
+  buffer.ticket = file_.start_read(index, contents(buffer));
+  buffer.under_way = true;
+}
+
+void FileSlices::load(const at::Tensor& slice) {
+  const int64_t index = index_of(slice);
+  if (index < 0) return;
+  Buffer* buffer = holder(index);
+  if (!buffer) {
+    buffer = &take_buffer(index);
+    buffer->ticket = file_.start_read(index, contents(*buffer));
+    buffer->under_way = true;
+  }
+  settle(*buffer);  // also a write: what it writes must not change
+  buffer->last_use = ++uses_;
+  if (buffer->loads++ > 0) return;
+  give_storage(slice, c10::DataPtr(buffer->memory.data_ptr(), at::kCPU), slice.numel() * slice.element_size());
+}
+
+void FileSlices::unload(const at::Tensor& slice, bool changed) {
+  const int64_t index = index_of(slice);
+  if (index < 0) return;
+  Buffer* const buffer = holder(index);
+  ensure(buffer != nullptr && buffer->loads > 0, "a slice is unloaded as often as it was loaded");
+  if (changed) {
+    settle(*buffer);
+    buffer->ticket = file_.start_write(index, contents(*buffer));
+    buffer->under_way = true;
+  }
+  if (--buffer->loads == 0) take_storage(slice);
+}
+
+}  // namespace ds::offload

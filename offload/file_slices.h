@@ -1,0 +1,68 @@
+// Slices of parameters in a file (offload_param: nvme), read into host memory when they are gathered (ZeRO-Infinity,
+// Rajbhandari et al., arXiv:2104.07857, section 6.1). Part of them may stay in host memory for good (max_in_cpu).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/slice_store.h"
+#include "offload/pinned_arena.h"
+#include "offload/tensor_file.h"
+
+namespace ds::offload {
+
+// A slice that is not loaded has no memory: its tensor gets that of a buffer with load(), and what a buffer holds is
+// read again only when another slice has used it since. Writes go on behind the caller. Throws IoError; after a failed
+// write the slice is lost.
+class FileSlices final : public SliceStore {
+ public:
+  // Bytes of the file for slices of these sizes (in bytes), and of one buffer for all of them.
+  static int64_t file_bytes(const std::vector<int64_t>& sizes) { return TensorFile::file_bytes(sizes); }
+  static int64_t buffer_bytes(const std::vector<int64_t>& sizes);
+
+  // `sizes`: of the slices that go to the file, in the order in which they are allocated. `buffers`: at least one, flat
+  // bytes in host memory, each buffer_bytes(sizes) long. `kept`: memory of the slices that stay in host memory, the
+  // first ones as long as they have at most `max_kept` elements together; may be null.
+  FileSlices(std::unique_ptr<AioFile> file, const std::vector<int64_t>& sizes, std::vector<at::Tensor> buffers,
+             std::shared_ptr<PinnedArena> kept, int64_t max_kept);
+  // Waits for what is in flight.
+  ~FileSlices() override;
+
+  at::Tensor allocate(int64_t numel, at::ScalarType dtype) override;
+  void load(const at::Tensor& slice) override;
+  void unload(const at::Tensor& slice, bool changed) override;
+  void prefetch(const at::Tensor& slice) override;
+  bool has_room() const override;
+
+ private:
+  struct Buffer {
+    at::Tensor memory;
+    int64_t slice = -1;  // whose elements it holds, or will hold
+    int loads = 0;       // without unload()
+    bool under_way = false;
+    AioFile::Ticket ticket = 0;
+    uint64_t last_use = 0;
+  };
+
+  int64_t index_of(const at::Tensor& slice) const;  // -1: stays in host memory
+  Buffer* holder(int64_t slice);
+  Buffer* oldest_free();
+  Buffer& take_buffer(int64_t slice);
+  void settle(Buffer& buffer);
+  at::Tensor contents(const Buffer& buffer) const;
+
+  TensorFile file_;
+  std::vector<Buffer> buffers_;
+  std::vector<at::Tensor> slices_;
+  std::unordered_map<const void*, int64_t> index_;  // by storage
+  std::shared_ptr<PinnedArena> kept_;
+  int64_t kept_left_;  // elements
+  uint64_t uses_ = 0;
+};
+
+}  // namespace ds::offload

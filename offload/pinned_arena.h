@@ -1,0 +1,55 @@
+// Host memory for what is offloaded: one region of exact size for one purpose, cut into tensors.
+//
+// LibTorch's allocator of pinned memory rounds every block to a power of two, and its plain one comes from malloc. A
+// region is mapped for itself, to the page. Its pages are touched by the thread that makes it: they exist before
+// training begins, and lie on the memory node of that thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace ds::offload {
+
+struct ArenaOptions {
+  bool pin = true;               // register with CUDA where `device` is a CUDA device; means nothing on the CPU
+  bool huge_pages = true;        // ask for transparent huge pages
+  at::Device device = at::kCPU;  // whose copies come and go
+};
+
+// Not thread safe; its tensors are as any others.
+class PinnedArena {
+ public:
+  static constexpr size_t kAlignment = 4096;  // of every tensor: direct IO and vector stores need it
+
+  // Bytes that take(numel, dtype) uses.
+  static size_t bytes_of(int64_t numel, at::ScalarType dtype);
+
+  // Logs what it takes, then takes it. Throws ConfigError when this process cannot have so much (see host_budget.h).
+  // `purpose` goes into logs and errors: "optimizer states". Memory that cannot be pinned stays pageable, with a
+  // warning that says why.
+  PinnedArena(std::string purpose, size_t bytes, ArenaOptions options);
+
+  // Zeros, flat, in a storage of its own, so that its memory can be exchanged (core/storage_memory.h). The region lives
+  // as long as the arena or any of its tensors; a part is never handed out twice.
+  at::Tensor take(int64_t numel, at::ScalarType dtype);
+
+  size_t size() const;  // whole pages
+  size_t used() const { return used_; }
+  bool pinned() const;
+  bool huge_pages() const;  // asked for, and offered by the kernel
+  const std::string& purpose() const { return purpose_; }
+
+ private:
+  class Region;
+  std::string purpose_;
+  std::shared_ptr<Region> region_;
+  size_t used_ = 0;
+};
+
+}  // namespace ds::offload

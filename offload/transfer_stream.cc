@@ -1,0 +1,67 @@
+#include "offload/transfer_stream.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "core/check.h"
+#include "core/log.h"
+
+namespace ds::offload {
+namespace {
+
+void check_ends(const at::Tensor& to, const at::Tensor& from) {
+  ensure(to.sizes() == from.sizes(), "both ends of a transfer have the same sizes");
+  ensure(to.is_contiguous() && from.is_contiguous(), "both ends of a transfer are contiguous");
+}
+
+}  // namespace
+
+TransferStream::TransferStream(at::Device device) : device_(device) {
+  if (device_.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl impl(device_.type());
+  if (!device_.has_index()) device_ = impl.getDevice();
+  stream_ = impl.getStreamFromGlobalPool(device_, /*isHighPriority=*/false);
+}
+
+TransferStream::~TransferStream() {
+  if (!stream_) return;
+  try {
+    stream_->synchronize();
+  } catch (const std::exception& error) {
+    log::warning("offload: copies on ", device_.str(), " did not end well: ", error.what());
+  }
+}
+
+TransferStream::Mark TransferStream::copy(const at::Tensor& to, const at::Tensor& from) {
+  check_ends(to, from);
+  const at::NoGradGuard no_grad;
+  if (!stream_) {
+    to.copy_(from);
+    return {};
+  }
+  const c10::impl::VirtualGuardImpl impl(device_.type());
+  c10::Event given(device_.type());
+  given.record(impl.getStream(device_));
+  given.block(*stream_);
+  for (const at::Tensor* tensor : {&to, &from}) {
+    if (tensor->device() == device_) impl.recordDataPtrOnStream(tensor->storage().data_ptr(), *stream_);
+  }
+  const c10::StreamGuard guard(*stream_);
+  to.copy_(from, /*non_blocking=*/true);
+  Mark mark;
+  mark.event_ = std::make_shared<c10::Event>(device_.type());
+  mark.event_->record(*stream_);
+  return mark;
+}
+
+void TransferStream::wait_on_host(Mark& mark) {
+  if (mark.event_) mark.event_->synchronize();
+  mark = {};
+}
+
+void TransferStream::wait_on_device(const Mark& mark) {
+  if (mark.event_) mark.event_->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+}
+
+}  // namespace ds::offload

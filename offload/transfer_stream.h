@@ -1,0 +1,51 @@
+// Copies between a device and the host, in order, beside what the device computes.
+//
+// Written against c10's virtual device interface: no CUDA header, and the same code whatever the device. On the CPU the
+// calling thread copies at once and every wait is over.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <optional>
+
+namespace ds::offload {
+
+// One caller at a time. "The current stream" is that of the calling thread on this device. Device memory may be freed
+// right after a call, LibTorch's allocator waits for the copies; host memory has to stay until the copy is done, and is
+// read or written beside the device only if it is pinned (offload/pinned_arena.h).
+class TransferStream {
+ public:
+  // A point in the stream's order; default constructed: passed already.
+  class Mark {
+   public:
+    Mark() = default;
+
+   private:
+    friend class TransferStream;
+    std::shared_ptr<c10::Event> event_;
+  };
+
+  explicit TransferStream(at::Device device);
+  // Waits for all copies.
+  ~TransferStream();
+  TransferStream(const TransferStream&) = delete;
+  TransferStream& operator=(const TransferStream&) = delete;
+
+  // Copies, after everything that the current stream was given before. Equal sizes, both contiguous; dtypes may differ,
+  // they are converted on the device.
+  Mark copy(const at::Tensor& to, const at::Tensor& from);
+  // Returns when the copies up to the mark are done.
+  void wait_on_host(Mark& mark);
+  // What the current stream is given from now on runs after the copies up to the mark; the host does not wait.
+  void wait_on_device(const Mark& mark);
+
+ private:
+  at::Device device_;
+  std::optional<c10::Stream> stream_;  // none on the CPU
+};
+
+}  // namespace ds::offload

@@ -1,0 +1,17 @@
+// Work on arrays in the host's memory, spread over LibTorch's threads.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+
+namespace ds::optim {
+
+// body(begin, end) on ranges that cover [0, flat.numel()), each a multiple of `unit` long but the last; one range on
+// the calling thread when there are fewer than `grain` elements. `flat`: contiguous on the CPU. The ranges depend on
+// the number of threads, so a result that must not has to be one of elements, or of whole units.
+void for_each_range(const at::Tensor& flat, int64_t unit, int64_t grain,
+                    const std::function<void(int64_t begin, int64_t end)>& body);
+
+}  // namespace ds::optim

@@ -1,0 +1,27 @@
+// What the vector kernels work on: plain arrays in the host's memory. Torch-free.
+//
+// The kernels are written with Google Highway and compiled for several instruction sets; the best that the machine has
+// is chosen at run time. A kernel makes one pass over the memory and has no temporaries. Arrays need no alignment
+// beyond that of their elements. Each element's result depends on that element alone, not on where it lies: any cut of
+// a slice into ranges, by any number of threads, gives the same bits.
+#pragma once
+
+#include <cstdint>
+
+namespace ds::optim {
+
+// Types a kernel reads and writes; arithmetic is in float32. Writing rounds to nearest even, a NaN stays one.
+enum class ValueType : uint8_t { kFloat32, kBFloat16, kFloat16 };
+
+// Of one slice, all of the same length. Arrays do not overlap.
+struct SliceArrays {
+  float* master = nullptr;  // weights, updated in place
+  float* states[3] = {};    // as the kernel says; those it does not know are null
+  const void* gradient = nullptr;
+  ValueType gradient_type = ValueType::kFloat32;
+  float gradient_scale = 1.0F;  // the gradient is multiplied by it
+  void* copy = nullptr;         // also gets the new weights; null: not wanted
+  ValueType copy_type = ValueType::kFloat32;
+};
+
+}  // namespace ds::optim

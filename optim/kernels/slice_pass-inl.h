@@ -1,0 +1,120 @@
+// One pass over a slice: reads the gradient, applies an optimizer's rule, writes the new weights and their copy.
+// Compiled once per instruction set.
+//
+// A rule is called as rule(d, master, gradient, states, i) -> new master, on vectors; it loads states[..] + i and
+// stores them itself. The gradient is multiplied by its scale already.
+#include <hwy/cache_control.h>
+#include <hwy/highway.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "optim/kernels/float_formats-inl.h"
+#include "optim/kernels/slice_arrays.h"
+
+#if defined(DS_OPTIM_KERNELS_SLICE_PASS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef DS_OPTIM_KERNELS_SLICE_PASS_INL_H_
+#undef DS_OPTIM_KERNELS_SLICE_PASS_INL_H_
+#else
+#define DS_OPTIM_KERNELS_SLICE_PASS_INL_H_
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace ds::optim::HWY_NAMESPACE {
+
+struct NoCopy {
+  using Raw = uint8_t;
+  static constexpr bool kWrites = false;
+};
+template <class Format>
+struct CopyAs : Format {
+  static constexpr bool kWrites = true;
+};
+
+template <class Gradient, class Copy>
+struct Cursor {
+  float* master;
+  float* states[3];
+  const typename Gradient::Raw* gradient;
+  float gradient_scale;
+  typename Copy::Raw* copy;
+
+  template <class Rule>
+  HWY_INLINE void step(const Rule& rule, size_t i) const {
+    const hn::ScalableTag<float> d;
+    const auto g = hn::Mul(Gradient::load(d, gradient + i), hn::Set(d, gradient_scale));
+    const auto w = rule(d, hn::LoadU(d, master + i), g, states, i);
+    hn::StoreU(w, d, master + i);
+    if constexpr (Copy::kWrites) {
+      hn::StoreU(Copy::encode(d, w), hn::Rebind<typename Copy::Raw, decltype(d)>(), copy + i);
+    }
+  }
+};
+
+// The last elements, fewer than a vector: the same step on a vector padded with zeros.
+template <class Gradient, class Copy, class Rule>
+HWY_INLINE void short_step(const Cursor<Gradient, Copy>& all, const Rule& rule, size_t begin, size_t count) {
+  constexpr size_t kMost = HWY_MAX_BYTES / sizeof(float);
+  HWY_ALIGN float master[kMost] = {};
+  HWY_ALIGN float states[3][kMost] = {};
+  HWY_ALIGN typename Gradient::Raw gradient[kMost] = {};
+  HWY_ALIGN typename Copy::Raw copy[kMost] = {};
+  std::memcpy(master, all.master + begin, count * sizeof(float));
+  std::memcpy(gradient, all.gradient + begin, count * sizeof(gradient[0]));
+  for (size_t s = 0; s < 3; ++s) {
+    if (all.states[s] != nullptr) std::memcpy(states[s], all.states[s] + begin, count * sizeof(float));
+  }
+  const Cursor<Gradient, Copy> padded{master, {states[0], states[1], states[2]}, gradient, all.gradient_scale, copy};
+  padded.step(rule, 0);
+  std::memcpy(all.master + begin, master, count * sizeof(float));
+  for (size_t s = 0; s < 3; ++s) {
+    if (all.states[s] != nullptr) std::memcpy(all.states[s] + begin, states[s], count * sizeof(float));
+  }
+  if constexpr (Copy::kWrites) std::memcpy(all.copy + begin, copy, count * sizeof(copy[0]));
+}
+
+template <class Gradient, class Copy, class Rule>
+void pass_with(const Rule& shared_rule, const SliceArrays& arrays, size_t begin, size_t end) {
+  const Rule rule = shared_rule;  // own, so that its values stay in registers
+  const Cursor<Gradient, Copy> cursor{arrays.master,
+                                      {arrays.states[0], arrays.states[1], arrays.states[2]},
+                                      static_cast<const typename Gradient::Raw*>(arrays.gradient),
+                                      arrays.gradient_scale,
+                                      static_cast<typename Copy::Raw*>(arrays.copy)};
+  const size_t lanes = hn::Lanes(hn::ScalableTag<float>());
+  size_t i = begin;
+  for (; i + lanes <= end; i += lanes) cursor.step(rule, i);
+  if (i < end) short_step(cursor, rule, i, end - i);
+}
+
+template <class Gradient, class Rule>
+void pass_with_gradient(const Rule& rule, const SliceArrays& arrays, size_t begin, size_t end) {
+  if (arrays.copy == nullptr) return pass_with<Gradient, NoCopy>(rule, arrays, begin, end);
+  switch (arrays.copy_type) {
+    case ValueType::kFloat32:
+      return pass_with<Gradient, CopyAs<Float32>>(rule, arrays, begin, end);
+    case ValueType::kBFloat16:
+      return pass_with<Gradient, CopyAs<BFloat16>>(rule, arrays, begin, end);
+    case ValueType::kFloat16:
+      return pass_with<Gradient, CopyAs<Float16>>(rule, arrays, begin, end);
+  }
+}
+
+// Elements `begin` to `end` - 1.
+template <class Rule>
+void slice_pass(const Rule& rule, const SliceArrays& arrays, size_t begin, size_t end) {
+  switch (arrays.gradient_type) {
+    case ValueType::kFloat32:
+      return pass_with_gradient<Float32>(rule, arrays, begin, end);
+    case ValueType::kBFloat16:
+      return pass_with_gradient<BFloat16>(rule, arrays, begin, end);
+    case ValueType::kFloat16:
+      return pass_with_gradient<Float16>(rule, arrays, begin, end);
+  }
+}
+
+}  // namespace ds::optim::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // guard per target

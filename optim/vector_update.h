@@ -1,0 +1,35 @@
+// Chooses between the vector kernels (optim/kernels) and LibTorch's for the update of a slice.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "optim/kernels/slice_arrays.h"
+
+namespace ds::optim {
+
+// As the kernels call it, if they know it.
+std::optional<ValueType> value_type(at::ScalarType type);
+
+// Flat, of equal length. `copy` gets the new weights; undefined: not wanted.
+struct SliceTensors {
+  at::Tensor master;
+  std::vector<at::Tensor> states;  // as the vector kernel says, at most three; an undefined one is left out
+  at::Tensor gradient;
+  double gradient_scale = 1.0;
+  at::Tensor copy;
+};
+
+// Updates elements `begin` to `end` - 1 of arrays.
+using VectorKernel = std::function<void(const SliceArrays& arrays, int64_t begin, int64_t end)>;
+
+// Runs `kernel` on LibTorch's threads where it can: master and states are float32 on the CPU, the gradient is float32,
+// bfloat16 or float16 there, everything is contiguous. It writes the copy too, if that is such a tensor as well.
+// Otherwise runs `libtorch`, which updates master and states itself. No gradients are recorded.
+void update_slice(const SliceTensors& slice, const VectorKernel& kernel, const std::function<void()>& libtorch);
+
+}  // namespace ds::optim
