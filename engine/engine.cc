@@ -26,6 +26,7 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
           "backward: the loss has no graph: expected a tensor computed from trainable parameters, found ",
           describe(loss), " that does not require a gradient (computed under NoGradGuard, or all parameters frozen?)");
   Impl& self = *impl_;
+  self.require_states_here("backward()");
   self.reporter->backward_begins();
   const Autocast::Pause pause(self.device.type());
   const bool boundary = self.boundary_is_known() && self.at_boundary();
@@ -114,6 +115,7 @@ void Engine::eval() {
 }
 
 void Engine::zero_grad() {
+  impl_->require_states_here("zero_grad()");
   impl_->reducer->reset();
   impl_->backwards_since_step = 0;
 }
@@ -224,6 +226,9 @@ const std::shared_ptr<LrScheduler>& Engine::lr_scheduler() const { return impl_-
 
 const std::shared_ptr<DataLoader>& Engine::training_dataloader() const { return impl_->loader; }
 
-void Engine::synchronize_parameters() { impl_->access->wait_all(); }
+void Engine::synchronize_parameters() {
+  impl_->require_states_here("synchronize_parameters()");
+  impl_->access->wait_all();
+}
 
 }  // namespace ds::engine

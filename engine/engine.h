@@ -31,6 +31,15 @@
 
 namespace ds::engine {
 
+// What Engine::offload_states moves.
+struct OffloadStates {
+  bool optim_states = true;  // of the optimizer
+  bool hp_params = true;     // float32 masters, where they are not the parameters themselves
+  bool lp_params = true;     // parameters, trainable and frozen
+  bool lp_grads = true;      // memory of gradients and their buckets; it is given up, there is nothing in it
+  bool pin_memory = true;
+};
+
 class Engine {
  public:
   ~Engine();
@@ -137,6 +146,15 @@ class Engine {
   // Whole float32 weights by name, on the host: masters of what is trained (a tied weight once, under its first name),
   // and frozen parameters. Collective.
   std::vector<std::pair<std::string, at::Tensor>> fp32_state_dict();
+
+  // Moves state from the device to host memory, so that something else can use the device (another model, generation):
+  // between two optimizer steps, until reload_states(). In between parameters have no elements, and every call that
+  // needs them throws UsageError. What offload_optimizer and offload_param keep elsewhere stays there. Throws
+  // ConfigError when the host has no room. Names are DeepSpeed's.
+  void offload_states(OffloadStates states = {});
+  void reload_states();
+  // Bytes that offload_states() has moved.
+  int64_t moved_bytes() const;
 
   // Bytes of parameters, gradients, master weights and optimizer states this rank holds on the device now, by kind,
   // counted from the tensors themselves.

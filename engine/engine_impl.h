@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -21,6 +22,7 @@
 #include "engine/plan.h"
 #include "engine/rank_groups.h"
 #include "engine/reporter.h"
+#include "offload/moved_storage.h"
 #include "optim/loss_scaler.h"
 #include "optim/shard_optimizer.h"
 #include "zero/gradient_reducer.h"
@@ -74,6 +76,15 @@ struct Engine::Impl {
   int64_t gathered_bytes = 0;  // likewise
   int gathered_scopes = 0;     // of gathered_parameters() that are open
   int read_only_scopes = 0;    // those of them without a modifier rank
+
+  // Between offload_states() and reload_states().
+  struct MovedStates {
+    std::optional<offload::MovedStorage> memory;
+    std::vector<std::pair<at::Tensor, at::Tensor>> hidden;  // a parameter, and what it shows otherwise
+  };
+  std::unique_ptr<MovedStates> moved_states;
+  void require_states_here(const char* call) const;
+  std::vector<at::Tensor> tensors_of(const OffloadStates& states) const;  // that this rank holds on the device
 
   // Stage 3: calls `use` for each bucket from `first` on (trainable ones, then frozen ones) while its parameters are
   // whole. Collective.

@@ -68,6 +68,7 @@ void Engine::Impl::use_master(size_t bucket, bool changes, const std::function<v
 zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tensor>& parameters,
                                                      std::optional<int> modifier_rank) {
   Impl& self = *impl_;
+  self.require_states_here("gathered_parameters()");
   require(!modifier_rank || (*modifier_rank >= 0 && *modifier_rank < self.communicator->size()),
           "gathered_parameters: modifier_rank: expected a rank from 0 to ", self.communicator->size() - 1, ", found ",
           modifier_rank.value_or(0));
@@ -175,6 +176,7 @@ std::vector<std::pair<std::string, at::Tensor>> Engine::fp32_state_dict() {
 }
 
 Engine::ModelStateBytes Engine::model_state_bytes() const {
+  impl_->require_states_here("model_state_bytes()");
   ModelStateBytes bytes;
   for (const zero::ParameterBucket& bucket : impl_->buckets) bytes.parameters += bucket.held_bytes();
   bytes.parameters += impl_->frozen_bytes();

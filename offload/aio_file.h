@@ -25,9 +25,10 @@ struct AioOptions {
 // queue_depth chains of linked requests, each of which starts the next. With single_submit, or without overlap_events,
 // they move only inside calls of this class.
 //
-// The thread that started a transfer must live until it is waited for (the kernel continues a chain in its name). Calls
-// must not overlap; they may come from several threads, one after the other. Memory belongs to the caller and must stay
-// until the transfer is waited for. Transfers of overlapping parts of the file have no order between them.
+// The kernel continues a chain in the name of the thread that started it; what is left when that thread ends is started
+// again by wait(). Calls must not overlap; they may come from several threads, one after the other. Memory belongs to
+// the caller and must stay until the transfer is waited for. Transfers of overlapping parts of the file have no order
+// between them.
 class AioFile {
  public:
   using Ticket = int64_t;

@@ -38,7 +38,7 @@ void AioTransfer::answered(const Piece& piece, int result) {
     again_.push_back(piece);
     return;
   }
-  const bool retry = (result == -EAGAIN || result == -EINTR) && ++retries_ <= kMostRetries;
+  const bool retry = (result == -EAGAIN || result == -EINTR || result == -EFAULT) && ++retries_ <= kMostRetries;
   if (!retry) return fail(piece, -result);
   again_.push_back(piece);
 }

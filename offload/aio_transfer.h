@@ -27,8 +27,9 @@ class AioTransfer {
   // How many pieces next() would give now.
   int64_t remaining() const;
   // The kernel's answer to a piece of next(): bytes moved, or -errno. A piece that moved in part is continued; one that
-  // was interrupted (EINTR), put off (EAGAIN) or cancelled with a broken chain (ECANCELED) is asked for again. Any
-  // other error, no progress at all, or kMostRetries put-offs in a row, fail the transfer.
+  // was interrupted (EINTR), put off (EAGAIN), cancelled with a broken chain (ECANCELED), or whose turn came after the
+  // end of the thread that asked for it (EFAULT), is asked for again. Any other error, no progress at all, or more than
+  // kMostRetries of these in a row (ECANCELED aside), fail the transfer.
   void answered(const Piece& piece, int result);
 
   State state() const;

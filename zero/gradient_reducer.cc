@@ -426,6 +426,17 @@ void GradientReducer::reset() {
   joined_ = false;
 }
 
+void GradientReducer::release_buffers() {
+  reset();
+  const std::lock_guard lock(mutex_);
+  for (Bucket& bucket : buckets_) {
+    bucket.local.reset();
+    bucket.slice.reset();
+  }
+  pool_.clear();
+  bytes_ = 0;
+}
+
 std::vector<int64_t> GradientReducer::parameters_without_gradient() const {
   std::vector<int64_t> result;
   for (const Bucket& bucket : buckets_) {

@@ -80,6 +80,8 @@ class GradientReducer {
   at::Tensor gradient(size_t bucket) const;
   // Drops all gradients, reduced or not.
   void reset();
+  // Gives up the memory that is kept from step to step. Between steps: all gradients are dropped.
+  void release_buffers();
   // Parameters that took part in no backward since the last reset.
   std::vector<int64_t> parameters_without_gradient() const;
   // Largest number of bytes held in gradient tensors since the last call.

@@ -375,6 +375,12 @@ void ParameterGatherer::keep_changes(size_t bucket) {
   note_versions(entry);
 }
 
+void ParameterGatherer::release_memory() {
+  release_all();
+  memory_.clear();
+  rethrow();
+}
+
 int64_t ParameterGatherer::take_peak_elements() { return std::exchange(peak_, live_); }
 
 }  // namespace ds::zero

@@ -67,6 +67,8 @@ class ParameterGatherer : public ParameterAccess {
   // Of a gathered bucket: what was changed is lost with the next drop().
   void forget_changes(size_t bucket) { note_versions(entries_[bucket]); }
 
+  // Between steps: gives back the memory that is kept from one gather to the next.
+  void release_memory();
   // Most elements that were gathered at once since the last call.
   int64_t take_peak_elements();
 

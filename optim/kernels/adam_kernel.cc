@@ -14,18 +14,16 @@ namespace ds::optim::HWY_NAMESPACE {
 template <bool kAmsgrad>
 class AdamUpdate {
  public:
-  // The running mean is taken from its nearer end, as LibTorch's lerp does: exact for shares 0 and 1.
   explicit AdamUpdate(const AdamCoefficients& c)
-      : c_(c),
-        has_l2_(c.l2 != 0.0F),
-        from_gradient_(c.gradient_share >= 0.5F),
-        blend_(from_gradient_ ? c.gradient_share - 1.0F : c.gradient_share) {}
+      : c_(c), has_l2_(c.l2 != 0.0F), blend_(c.gradient_share < 0.5F ? c.gradient_share : c.gradient_share - 1.0F) {}
 
   template <class D>
   HWY_INLINE hn::Vec<D> operator()(D d, hn::Vec<D> w, hn::Vec<D> g, float* const* states, size_t i) const {
     if (has_l2_) g = hn::MulAdd(hn::Set(d, c_.l2), w, g);
+    // The mean is taken from its nearer end, as LibTorch's lerp does: exact for shares 0 and 1.
     const auto mean = hn::LoadU(d, states[0] + i);
-    const auto m = hn::MulAdd(hn::Set(d, blend_), hn::Sub(g, mean), from_gradient_ ? g : mean);
+    const auto near_gradient = hn::Ge(hn::Set(d, c_.gradient_share), hn::Set(d, 0.5F));
+    const auto m = hn::MulAdd(hn::Set(d, blend_), hn::Sub(g, mean), hn::IfThenElse(near_gradient, g, mean));
     auto v = hn::Mul(hn::LoadU(d, states[1] + i), hn::Set(d, c_.beta2));
     v = hn::MulAdd(hn::Mul(hn::Set(d, c_.square_share), g), g, v);
     hn::StoreU(m, d, states[0] + i);
@@ -43,7 +41,6 @@ class AdamUpdate {
  private:
   AdamCoefficients c_;
   bool has_l2_;
-  bool from_gradient_;
   float blend_;
 };
 

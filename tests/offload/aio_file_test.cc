@@ -129,6 +129,19 @@ TEST(AioFile, TransfersMoveWithoutFurtherCalls) {
   file.wait(ticket);
 }
 
+TEST(AioFile, ATransferOutlivesTheThreadThatStartedIt) {
+  const test::ScratchFolder folder;
+  AioFile file = small_file(folder, 512 * kBlock, {.block_size = kBlock, .queue_depth = 2});
+  const at::Tensor written = random_bytes(file.bytes());
+  const at::Tensor read = aligned_bytes(file.bytes()).zero_();
+  AioFile::Ticket ticket = 0;
+  std::thread([&] { ticket = file.write(0, written.data_ptr(), written.numel()); }).join();
+  file.wait(ticket);
+  std::thread([&] { ticket = file.read(0, read.data_ptr(), read.numel()); }).join();
+  file.wait(ticket);
+  EXPECT_TRUE(read.equal(written));
+}
+
 TEST(AioFile, BeginsAsZerosOfWholeBlocks) {
   const test::ScratchFolder folder;
   AioFile file = small_file(folder, 5 * kBlock + 1);

@@ -48,7 +48,7 @@ TEST(AioTransfer, ContinuesWhatCameBackShort) {
 }
 
 TEST(AioTransfer, AsksAgainForWhatWasInterruptedPutOffOrCancelled) {
-  for (const int error : {EINTR, EAGAIN, ECANCELED}) {
+  for (const int error : {EINTR, EAGAIN, ECANCELED, EFAULT}) {
     AioTransfer transfer(1000, 1000);
     all_of(transfer);
     transfer.answered({0, 1000}, -error);

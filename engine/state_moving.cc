@@ -1,0 +1,87 @@
+// offload_states() and reload_states(): the device's memory for something else between two steps.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "engine/engine_impl.h"
+
+namespace ds::engine {
+
+void Engine::Impl::require_states_here(const char* call) const {
+  require(!moved_states, call, " was called while states are offloaded; call reload_states() first");
+}
+
+std::vector<at::Tensor> Engine::Impl::tensors_of(const OffloadStates& states) const {
+  std::vector<at::Tensor> tensors;
+  const int rank = plan.partition_optimizer ? groups.shards->rank() : 0;
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    const zero::ParameterBucket& bucket = buckets[b];
+    const bool keeps_slice = bucket.sharded() && bucket.stored_bytes() == 0;
+    if (states.lp_params) tensors.push_back(keeps_slice ? bucket.slice(rank) : bucket.flat());
+    if (offloaded && offloaded->updates(b)) continue;
+    // A master that is a part of the parameters goes with them.
+    const bool own_master =
+        !masters[b].is_alias_of(bucket.flat()) && !(bucket.sharded() && masters[b].is_alias_of(bucket.slice(rank)));
+    if (states.hp_params && own_master) tensors.push_back(masters[b]);
+    if (!states.optim_states || !optimizer) continue;
+    for (const auto& [name, state] : optimizer->states(static_cast<int64_t>(b))) tensors.push_back(state);
+  }
+  if (!states.lp_params) return tensors;
+  for (const zero::ParameterBucket& bucket : frozen_buckets) {
+    if (bucket.stored_bytes() > 0) continue;
+    tensors.push_back(!bucket.sharded()   ? bucket.flat()
+                      : bucket.bits() > 0 ? bucket.encoded_slice()
+                                          : bucket.slice(rank));
+  }
+  if (!gatherer) {
+    for (const zero::Parameter& parameter : frozen) tensors.push_back(parameter.tensor.detach());
+  }
+  tensors.erase(std::remove_if(tensors.begin(), tensors.end(), [](const at::Tensor& t) { return !t.defined(); }),
+                tensors.end());
+  return tensors;
+}
+
+void Engine::offload_states(OffloadStates states) {
+  Impl& self = *impl_;
+  self.require_states_here("offload_states()");
+  require(self.backwards_since_step == 0 && self.micro_steps_since_update == 0,
+          "offload_states() was called inside an accumulation, after ", self.micro_steps_since_update, " of ",
+          self.config.gradient_accumulation_steps, " micro-batches; call it after step() at the boundary");
+  require(self.gathered_scopes == 0, "offload_states() was called while ", self.gathered_scopes,
+          " scopes of gathered_parameters() are open; end them first");
+  const at::NoGradGuard no_grad;
+  self.access->wait_all();
+  if (self.gatherer) self.gatherer->release_memory();
+  if (states.lp_grads) self.reducer->release_buffers();
+  const at::RecordFunctionGuard not_gathered(/*is_enabled=*/false);  // for what is done with parameters here
+  auto moved = std::make_unique<Impl::MovedStates>();
+  moved->memory.emplace(self.tensors_of(states), "states that are offloaded until reload_states()",
+                        offload::ArenaOptions{.pin = states.pin_memory, .device = self.device});
+  if (states.lp_params) {
+    // Without memory a read would be a fault; without elements it is an error of shapes.
+    const auto hide = [&](const zero::Parameter& parameter) {
+      moved->hidden.emplace_back(parameter.tensor, parameter.tensor.detach());
+      at::Tensor(parameter.tensor).set_data(at::empty({0}, parameter.tensor.options().requires_grad(false)));
+    };
+    std::for_each(self.parameters.begin(), self.parameters.end(), hide);
+    std::for_each(self.frozen.begin(), self.frozen.end(), hide);
+  }
+  self.moved_states = std::move(moved);
+}
+
+void Engine::reload_states() {
+  Impl& self = *impl_;
+  require(self.moved_states != nullptr, "reload_states() was called, but no states are offloaded; call ",
+          "offload_states() first");
+  const at::RecordFunctionGuard not_gathered(/*is_enabled=*/false);
+  self.moved_states->memory->restore();
+  for (auto& [parameter, values] : self.moved_states->hidden) parameter.set_data(values);
+  self.moved_states.reset();
+}
+
+int64_t Engine::moved_bytes() const { return impl_->moved_states ? impl_->moved_states->memory->bytes() : 0; }
+
+}  // namespace ds::engine
