@@ -11,7 +11,9 @@ namespace ds::engine {
 
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-Engine::~Engine() = default;
+Engine::~Engine() {
+  if (impl_->offloaded) impl_->offloaded->abandon_update();  // it uses the optimizer
+}
 
 at::Tensor Engine::prepared(const at::Tensor& input) const {
   if (!input.defined()) return input;
@@ -228,6 +230,7 @@ const std::shared_ptr<DataLoader>& Engine::training_dataloader() const { return 
 
 void Engine::synchronize_parameters() {
   impl_->require_states_here("synchronize_parameters()");
+  impl_->finish_delayed_update();
   impl_->access->wait_all();
 }
 

@@ -124,7 +124,8 @@ class Engine {
   const std::shared_ptr<DataLoader>& training_dataloader() const;
 
   // Waits for parameters still on their way after a step (a forward does it by itself, operator by operator). Needed
-  // only before reading parameters' memory directly or from another thread.
+  // only before reading parameters' memory directly or from another thread. Collective with delayed_update: waits for
+  // the update that runs and publishes it.
   void synchronize_parameters();
   // Makes these parameters of the model (stage 3: their buckets) whole until the returned scope ends. With
   // `modifier_rank` they may be changed in it: every rank, and the optimizer, goes on from that rank's values.

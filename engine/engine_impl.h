@@ -104,6 +104,8 @@ struct Engine::Impl {
   double global_norm();  // with loss scale; also decides whether a step is skipped
   std::string name_non_finite();
   void apply(double gradient_scale);
+  bool delays_update() const;
+  void finish_delayed_update();  // collective
   void update_slice(size_t bucket, const at::Tensor& gradient, double gradient_scale);
   void require_gradients();
 };

@@ -7,6 +7,7 @@
 
 #include "core/block_codec.h"
 #include "core/check.h"
+#include "core/log.h"
 #include "offload/arena_slices.h"
 #include "offload/file_slices.h"
 #include "offload/host_budget.h"
@@ -90,7 +91,7 @@ OffloadedState::OffloadedState(const Plan& plan, const config::DsConfig& config,
       fresh_(layout.buckets.size()) {
   const zero::Offload& offload = plan.offload;
   shares_master_ = layout.parameter_dtype == at::kFloat && offload.parameters == zero::Home::kHost &&
-                   offload.optimizer == zero::Home::kHost;
+                   offload.optimizer == zero::Home::kHost && !offload.delayed;
   if (offload.parameters != zero::Home::kDevice) {
     bytes_ = zero::place_parameters(parameter_slices_of(plan, layout), offload);
   }
@@ -98,7 +99,8 @@ OffloadedState::OffloadedState(const Plan& plan, const config::DsConfig& config,
   for (size_t b = 0; b < layout.buckets.size(); ++b) {
     if (!updates_[b]) continue;
     const zero::BucketLayout& bucket = layout.buckets[b];
-    bytes_.host.gradients += arena_bytes(bucket.slice_numel, layout.gradient_dtype);
+    bytes_.host.gradients += arena_bytes(bucket.slice_numel, layout.gradient_dtype) * (offload.delayed ? 2 : 1);
+    if (offload.delayed) bytes_.staging += arena_bytes(bucket.slice_numel, layout.parameter_dtype);
     if (in_file) continue;
     const int64_t tensor = arena_bytes(bucket.slice_numel, at::kFloat);
     if (!shares_master_ || bucket.persistent) bytes_.host.master += tensor;
@@ -125,6 +127,7 @@ OffloadedState::OffloadedState(const Plan& plan, const config::DsConfig& config,
     optimizer_ = arena("master weights and optimizer states", bytes_.host.master + bytes_.host.optimizer, false);
   }
   keep_gradients(config, layout, longest);
+  if (offload.delayed) prepare_delay(config, layout);
 }
 
 std::shared_ptr<PinnedArena> OffloadedState::arena(const char* purpose, int64_t bytes, bool pin) const {
@@ -177,11 +180,7 @@ void OffloadedState::swap_optimizer(const Plan& plan, const config::DsConfig& co
 
 void OffloadedState::keep_gradients(const config::DsConfig& config, const OffloadedLayout& layout, int64_t longest) {
   const bool pin = config.zero_optimization.offload_optimizer->pin_memory;
-  const auto slices_arena = arena("gradients", bytes_.host.gradients, pin);
-  std::vector<at::Tensor> slices(layout.buckets.size());
-  for (size_t b = 0; b < layout.buckets.size(); ++b) {
-    if (updates_[b]) slices[b] = slices_arena->take(layout.buckets[b].slice_numel, layout.gradient_dtype);
-  }
+  std::vector<at::Tensor> slices = slices_of("gradients", layout, layout.gradient_dtype, pin);
   std::vector<at::Tensor> arrivals;
   std::vector<at::Tensor> buffers;
   if (!device_.is_cpu()) {
@@ -193,6 +192,27 @@ void OffloadedState::keep_gradients(const config::DsConfig& config, const Offloa
     write_back_ = std::make_unique<offload::WriteBack>(device_, std::move(buffers));
   }
   gradients_ = std::make_unique<offload::HostGradients>(std::move(slices), device_, std::move(arrivals));
+}
+
+// An arena with a tensor for each bucket that is updated here.
+std::vector<at::Tensor> OffloadedState::slices_of(const char* purpose, const OffloadedLayout& layout,
+                                                  at::ScalarType dtype, bool pin) const {
+  int64_t bytes = 0;
+  for (size_t b = 0; b < layout.buckets.size(); ++b) {
+    if (updates_[b]) bytes += arena_bytes(layout.buckets[b].slice_numel, dtype);
+  }
+  const auto memory = arena(purpose, bytes, pin);
+  std::vector<at::Tensor> slices(layout.buckets.size());
+  for (size_t b = 0; b < layout.buckets.size(); ++b) {
+    if (updates_[b]) slices[b] = memory->take(layout.buckets[b].slice_numel, dtype);
+  }
+  return slices;
+}
+
+void OffloadedState::prepare_delay(const config::DsConfig& config, const OffloadedLayout& layout) {
+  const bool pin = config.zero_optimization.offload_optimizer->pin_memory;
+  other_gradients_ = slices_of("gradients of a delayed update", layout, layout.gradient_dtype, pin);
+  weights_ = slices_of("weights of a delayed update", layout, layout.parameter_dtype, pin);
 }
 
 at::Tensor OffloadedState::master_of(size_t bucket, const at::Tensor& values, bool sharded) {
@@ -249,6 +269,38 @@ void OffloadedState::update(optim::ShardOptimizer& optimizer, size_t bucket, con
   if (own.is_cpu()) return optimizer.update_into(index, gradient, gradient_scale, own);
   write_back_->send(own,
                     [&](const at::Tensor& buffer) { optimizer.update_into(index, gradient, gradient_scale, buffer); });
+}
+
+void OffloadedState::start_update(optim::ShardOptimizer& optimizer, double gradient_scale,
+                                  const std::function<void(const at::Tensor& gradient)>& prepare) {
+  ensure(!update_runs(), "one delayed update runs at a time");
+  taken_ = gradients_->exchange(std::move(other_gradients_));
+  running_ = worker_.push([this, &optimizer, gradient_scale, prepare] {
+    const at::NoGradGuard no_grad;
+    for_each([&](size_t bucket) {
+      prepare(taken_[bucket]);
+      optimizer.update_into(static_cast<int64_t>(bucket), taken_[bucket], gradient_scale, weights_[bucket]);
+    });
+  });
+}
+
+void OffloadedState::abandon_update() noexcept {
+  if (!running_) return;
+  try {
+    running_->wait();
+  } catch (const std::exception& error) {
+    log::warning("the last delayed update failed: ", error.what());
+  }
+  running_.reset();
+}
+
+void OffloadedState::finish_update(const std::function<void(size_t bucket, const at::Tensor& weights)>& publish) {
+  const auto running = std::exchange(running_, nullptr);
+  running->wait();
+  other_gradients_ = std::move(taken_);
+  for (size_t b = 0; b < updates_.size(); ++b) {
+    if (updates_[b]) publish(b, weights_[b]);
+  }
 }
 
 }  // namespace ds::engine

@@ -13,6 +13,7 @@
 #include <memory>
 #include <vector>
 
+#include "comm/task_queue.h"
 #include "core/reduced_gradients.h"
 #include "core/slice_store.h"
 #include "engine/config/ds_config.h"
@@ -67,10 +68,25 @@ class OffloadedState {
   void update(optim::ShardOptimizer& optimizer, size_t bucket, const at::Tensor& gradient, double gradient_scale,
               const at::Tensor& own);
 
+  // The update of a step beside the next forward and backward (delayed parameter update, ZeRO-Offload, Ren et al.,
+  // arXiv:2101.06840, section 5.2). start_update() takes the gradients that were reduced; until finish_update() the
+  // optimizer belongs to the update. `prepare` sees each gradient before it is used, on the update's thread.
+  void start_update(optim::ShardOptimizer& optimizer, double gradient_scale,
+                    const std::function<void(const at::Tensor& gradient)>& prepare);
+  bool update_runs() const { return running_ != nullptr; }
+  // Returns when no update runs; what the last one made or threw is lost.
+  void abandon_update() noexcept;
+  // Returns when the update is done; then calls `publish` for each bucket with its new weights, on the host. Throws
+  // what the update threw.
+  void finish_update(const std::function<void(size_t bucket, const at::Tensor& weights)>& publish);
+
  private:
   void keep_parameters(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout);
   void swap_optimizer(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout);
   void keep_gradients(const config::DsConfig& config, const OffloadedLayout& layout, int64_t longest);
+  void prepare_delay(const config::DsConfig& config, const OffloadedLayout& layout);
+  std::vector<at::Tensor> slices_of(const char* purpose, const OffloadedLayout& layout, at::ScalarType dtype,
+                                    bool pin) const;
   std::shared_ptr<offload::PinnedArena> arena(const char* purpose, int64_t bytes, bool pin) const;
 
   at::Device device_;
@@ -86,6 +102,13 @@ class OffloadedState {
   std::vector<std::vector<at::Tensor>> fresh_;  // per bucket: states in a file that no optimizer has yet
   std::unique_ptr<offload::HostGradients> gradients_;
   std::unique_ptr<offload::WriteBack> write_back_;
+
+  // Of delayed updates, per bucket.
+  std::vector<at::Tensor> other_gradients_;  // those that do not arrive now
+  std::vector<at::Tensor> taken_;            // gradients that the update uses
+  std::vector<at::Tensor> weights_;          // in the parameters' dtype
+  std::shared_ptr<comm::TaskQueue::Task> running_;
+  comm::TaskQueue worker_;  // last: ends before what it uses
 };
 
 }  // namespace ds::engine

@@ -94,11 +94,19 @@ zero::Home home_of(config::OffloadDevice device) {
   return zero::Home::kDevice;
 }
 
+bool updates_elementwise(const std::string& optimizer) { return optimizer != "Lamb" && optimizer != "Muon"; }
+
 void choose_offload(const DsConfig& config, Plan& plan) {
   const config::ZeroSection& zero = config.zero_optimization;
   if (zero.stage > 0 && zero.offload_optimizer) {
     plan.offload.optimizer = home_of(zero.offload_optimizer->device);
     plan.offload.ratio = zero.offload_optimizer->ratio;
+    plan.offload.delayed = plan.offload.optimizer != zero::Home::kDevice && zero.offload_optimizer->delayed_update;
+    plan.delayed_update_start = zero.offload_optimizer->delayed_update_start;
+    require<ConfigError>(!plan.offload.delayed || updates_elementwise(config.optimizer.type),
+                         "zero_optimization.offload_optimizer.delayed_update: expected false with the optimizer ",
+                         config.optimizer.type, ", whose update talks to other ranks while these reduce gradients; ",
+                         "use Adam, AdamW, Adagrad, Lion or SGD, or turn it off");
     // buffer_count counts tensors, as DeepSpeed's does: master, gradient and states of a slice.
     const int64_t tensors = 2 + optimizer_state_bytes(config.optimizer.algorithm(), config.optimizer.values) / 4;
     const int64_t overlapping =

@@ -62,7 +62,8 @@ struct Plan {
   int64_t persistent_total = 0;        // and not more than so many in all
   bool require_all_gradients = false;  // a parameter without gradient is an error
 
-  zero::Offload offload;  // offload_optimizer and offload_param
+  zero::Offload offload;             // offload_optimizer and offload_param
+  int64_t delayed_update_start = 0;  // with offload.delayed: the first optimizer step, from 1, that is delayed
 
   bool compute_grad_norm = true;
   double clip_norm = 1.0;   // 0 = off

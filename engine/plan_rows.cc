@@ -149,6 +149,12 @@ void add_offload_rows(const DsConfig& config, Plan& plan) {
                              ", reduced gradients in host memory; the host updates"),
                          cat("zero_optimization.offload_optimizer.device: ", name_of(zero.optimizer_device()))});
   }
+  if (offload.delayed) {
+    plan.rows.push_back({"delayed update",
+                         cat("from step ", plan.delayed_update_start,
+                             " on it runs beside the next forward and backward, which read the weights before it"),
+                         "zero_optimization.offload_optimizer.delayed_update: true"});
+  }
   if (offload.parameters != zero::Home::kDevice) {
     plan.rows.push_back({"offloaded parameters",
                          cat("slices in ", place_of(offload.parameters, "a file"), ", gathered from there"),

@@ -74,7 +74,7 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
           modifier_rank.value_or(0));
   require(!modifier_rank || self.read_only_scopes == 0, "gathered_parameters: a scope with a modifier rank cannot be ",
           "opened inside one without; close the outer one first, or give it a modifier rank too");
-  self.access->wait_all();
+  synchronize_parameters();
   std::set<const void*> wanted;
   for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
   const auto take = [&](const zero::Parameter& parameter) {

@@ -53,7 +53,7 @@ void Engine::offload_states(OffloadStates states) {
   require(self.gathered_scopes == 0, "offload_states() was called while ", self.gathered_scopes,
           " scopes of gathered_parameters() are open; end them first");
   const at::NoGradGuard no_grad;
-  self.access->wait_all();
+  synchronize_parameters();
   if (self.gatherer) self.gatherer->release_memory();
   if (states.lp_grads) self.reducer->release_buffers();
   const at::RecordFunctionGuard not_gathered(/*is_enabled=*/false);  // for what is done with parameters here

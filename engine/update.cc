@@ -21,6 +21,7 @@ constexpr double kClipEpsilon = 1e-6;
 
 void Engine::Impl::update() {
   const at::NoGradGuard no_grad;
+  finish_delayed_update();
   reducer->finish();
   reporter->reductions_end();
   if (plan.require_all_gradients) require_gradients();
@@ -117,21 +118,46 @@ void Engine::Impl::apply(double gradient_scale) {
     return;
   }
   optimizer->begin_step();
+  const auto clip_values = [clip = plan.clip_value, gradient_scale](const at::Tensor& gradient) {
+    if (clip <= 0) return;
+    // With the loss scale still in it: without it small values may be lost to float16.
+    const double bound = clip / gradient_scale;
+    constexpr double kLargestHalf = 65504.0;
+    if (gradient.scalar_type() != at::kHalf || bound < kLargestHalf) gradient.clamp_(-bound, bound);
+  };
   const auto update_bucket = [&](size_t b) {
-    at::Tensor gradient = reducer->gradient(b);
-    if (plan.clip_value > 0) {
-      // With the loss scale still in it: without it small values may be lost to float16.
-      const double bound = plan.clip_value / gradient_scale;
-      constexpr double kLargestHalf = 65504.0;
-      if (gradient.scalar_type() != at::kHalf || bound < kLargestHalf) gradient.clamp_(-bound, bound);
-    }
+    const at::Tensor gradient = reducer->gradient(b);
+    clip_values(gradient);
     update_slice(b, gradient, gradient_scale);
     access->updated(b);
   };
   for (size_t b = 0; b < buckets.size(); ++b) {
     if (!offloaded || !offloaded->updates(b)) update_bucket(b);
   }
-  if (offloaded) offloaded->for_each(update_bucket);
+  if (offloaded && delays_update()) {
+    offloaded->start_update(*optimizer, gradient_scale, clip_values);
+  } else if (offloaded) {
+    offloaded->for_each(update_bucket);
+  }
+  access->end_update();
+}
+
+bool Engine::Impl::delays_update() const {
+  return plan.offload.delayed && optimizer->step_count() >= plan.delayed_update_start;
+}
+
+// Publishes what the update of the last step has made.
+void Engine::Impl::finish_delayed_update() {
+  if (!offloaded || !offloaded->update_runs()) return;
+  const at::NoGradGuard no_grad;
+  access->wait_all();
+  offloaded->finish_update([&](size_t b, const at::Tensor& weights) {
+    const zero::ParameterBucket& bucket = buckets[b];
+    bucket.load_slice();
+    at::Tensor(bucket.slice(groups.shards->rank())).copy_(weights);
+    bucket.unload_slice(/*changed=*/true);
+    access->updated(b);
+  });
   access->end_update();
 }
 

@@ -85,6 +85,17 @@ at::Tensor HostGradients::gradient(size_t index) {
   return bucket.slice;
 }
 
+std::vector<at::Tensor> HostGradients::exchange(std::vector<at::Tensor> slices) {
+  ensure(slices.size() == buckets_.size(), "slices are exchanged for as many");
+  std::vector<at::Tensor> present;
+  for (size_t index = 0; index < buckets_.size(); ++index) {
+    present.push_back(gradient(index));
+    buckets_[index].slice = std::move(slices[index]);
+  }
+  clear();
+  return present;
+}
+
 void HostGradients::clear() {
   for (Bucket& bucket : buckets_) bucket.filled = false;
   for (Lane& lane : lanes_) lane.adds_to.reset();

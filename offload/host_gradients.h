@@ -33,6 +33,9 @@ class HostGradients final : public ReducedGradients {
   // The slice itself.
   at::Tensor gradient(size_t bucket) override;
   void clear() override;
+  // Waits for all that arrives, and goes on with `slices` in place of the present ones, which it returns: undefined
+  // where nothing was added.
+  std::vector<at::Tensor> exchange(std::vector<at::Tensor> slices);
 
  private:
   struct Bucket {

@@ -25,7 +25,7 @@ void Adagrad::allocate_states(int64_t index) {
 
 void Adagrad::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
   const Slice& slice = slice_for_update(index, gradient);
-  const GroupOptions& group = groups_[static_cast<size_t>(slice.group)];
+  const GroupOptions& group = step_group(slice);
   const at::Tensor& sum = sum_[static_cast<size_t>(index)];
   const double step = static_cast<double>(step_count_);
   const AdagradCoefficients coefficients{.l2 = static_cast<float>(group.weight_decay),

@@ -50,7 +50,7 @@ void Lamb::allocate_states(int64_t index) {
 void Lamb::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
   const at::NoGradGuard no_grad;
   const Slice& slice = slice_for_update(index, gradient);
-  const GroupOptions& group = groups_[static_cast<size_t>(slice.group)];
+  const GroupOptions& group = step_group(slice);
   const State& state = states_[static_cast<size_t>(index)];
   const at::Tensor coefficient = coefficients(advance(slice, state, group, gradient, gradient_scale));
   double step_size = group.lr;

@@ -10,7 +10,7 @@ void Lion::allocate_states(int64_t index) { exp_avg_.push_back(new_state(index))
 
 void Lion::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
   const Slice& slice = slice_for_update(index, gradient);
-  const GroupOptions& group = groups_[static_cast<size_t>(slice.group)];
+  const GroupOptions& group = step_group(slice);
   const at::Tensor& exp_avg = exp_avg_[static_cast<size_t>(index)];
   const double decay = 1 - group.lr * group.weight_decay;
   const LionCoefficients coefficients{.master_decay = static_cast<float>(decay),

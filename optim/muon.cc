@@ -62,7 +62,7 @@ void Muon::allocate_states(int64_t index) {
 void Muon::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
   const at::NoGradGuard no_grad;
   const Slice& slice = slice_for_update(index, gradient);
-  const GroupOptions& group = groups_[static_cast<size_t>(slice.group)];
+  const GroupOptions& group = step_group(slice);
   State& state = states_[static_cast<size_t>(index)];
   if (state.momentum.defined()) {
     update_matrices(slice, group, state, gradient, gradient_scale);

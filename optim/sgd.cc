@@ -23,7 +23,7 @@ void Sgd::allocate_states(int64_t index) { momentum_.push_back(has_momentum_ ? n
 
 void Sgd::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
   const Slice& slice = slice_for_update(index, gradient);
-  const GroupOptions& group = groups_[static_cast<size_t>(slice.group)];
+  const GroupOptions& group = step_group(slice);
   require(has_momentum_ || group.momentum == 0.0, "SGD: group ", slice.group, " was made without momentum, found ",
           group.momentum, " (give the momentum when the optimizer is made)");
   const at::Tensor& momentum = momentum_[static_cast<size_t>(index)];

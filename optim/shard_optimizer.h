@@ -66,8 +66,11 @@ class ShardOptimizer {
   int64_t slice_count() const { return static_cast<int64_t>(slices_.size()); }
   const Slice& slice(int64_t index) const { return slices_.at(static_cast<size_t>(index)); }
 
-  // Once per optimizer step, before the updates of all slices.
-  void begin_step() { ++step_count_; }
+  // Once per optimizer step, before the updates of all slices, which use the groups as they are now.
+  void begin_step() {
+    ++step_count_;
+    step_groups_ = groups_;
+  }
   // Updates slice `index` with `gradient` ([n], any floating dtype; its contents may be overwritten) times
   // `gradient_scale` (loss scale and clipping folded into one factor).
   virtual void update(int64_t index, const at::Tensor& gradient, double gradient_scale) = 0;
@@ -91,10 +94,12 @@ class ShardOptimizer {
   virtual void allocate_states(int64_t index) = 0;
   // Zeros of the slice's length in state_type(), from the state memory.
   at::Tensor new_state(int64_t index) const;
+  const GroupOptions& step_group(const Slice& slice) const { return step_groups_[static_cast<size_t>(slice.group)]; }
   // The slice, once update()'s arguments are checked. Throws UsageError.
   Slice& slice_for_update(int64_t index, const at::Tensor& gradient);
 
   std::vector<GroupOptions> groups_;
+  std::vector<GroupOptions> step_groups_;  // of the running step
   std::vector<Slice> slices_;
   int64_t step_count_ = 0;
   StateMemory state_memory_;

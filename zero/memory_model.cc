@@ -105,7 +105,7 @@ int64_t in_pages(int64_t bytes) { return round_up(bytes, int64_t{4096}); }
 // In float32 the slice of a parameter is its own master where both are in host memory.
 bool shares_master(const MemoryQuestion& question) {
   return !question.separate_master && question.offload.parameters == Home::kHost &&
-         question.offload.optimizer == Home::kHost;
+         question.offload.optimizer == Home::kHost && !question.offload.delayed;
 }
 
 // Integers, and a float32 scale for 512 of them: core/block_codec.h, but for short blocks.
@@ -201,7 +201,8 @@ OffloadedBytes predict_offloaded(const MemoryQuestion& question) {
   for (size_t b = 0; b < buckets.size(); ++b) {
     if (!chosen[b]) continue;
     const int64_t owned = buckets[b] / question.dp;
-    bytes.host.gradients += in_pages(owned * question.gradient_bytes) * (offload.second_gradients ? 2 : 1);
+    bytes.host.gradients += in_pages(owned * question.gradient_bytes) * (offload.delayed ? 2 : 1);
+    if (offload.delayed) bytes.staging += in_pages(owned * question.parameter_bytes);
     const int64_t moments = question.optimizer_state_bytes / 4;
     masters += in_pages(owned * 4);
     states += in_pages(owned * 4) * moments;

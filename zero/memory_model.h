@@ -25,7 +25,7 @@ struct Offload {
   int64_t optimizer_buffers = 0;    // kFile: slices of the optimizer, the largest, for which there is host memory
   int64_t parameter_buffers = 0;    // likewise of parameters
   int64_t kept_parameters = 0;      // kFile: elements of the first slices of a rank that stay in host memory
-  bool second_gradients = false;    // an update runs while the next gradients arrive
+  bool delayed = false;             // an update runs while the next gradients arrive: both have memory, and new weights
 };
 
 // Elements as they are kept (bytes, where they are encoded) and the bytes of all.

@@ -32,6 +32,8 @@ void describe(JsonFields& json, OffloadOptimizerSection& s) {
   json.field("ratio", s.ratio, between(0, 1));
   json.field("super_offload", s.super_offload);
   json.field("cpuadam_cores_perc", s.cpuadam_cores_perc, between(0, 1));
+  json.field("delayed_update", s.delayed_update);
+  json.field("delayed_update_start", s.delayed_update_start, at_least(1));
 }
 
 void describe(JsonFields& json, ZenFlowSection& s) {

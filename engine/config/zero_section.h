@@ -34,6 +34,8 @@ struct OffloadOptimizerSection {
   double ratio = 1.0;
   bool super_offload = false;
   double cpuadam_cores_perc = 0.8;
+  bool delayed_update = false;        // own key: the update of a step runs beside the next forward and backward
+  int64_t delayed_update_start = 40;  // own key: with the first optimizer step, counted from 1, that is delayed
 };
 
 struct ZenFlowSection {

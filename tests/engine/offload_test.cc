@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/check.h"
 #include "core/text.h"
 #include "engine/engine.h"
 #include "profiling/tensor_memory.h"
@@ -222,6 +223,83 @@ TEST(OffloadEngine, TheDeviceHoldsNothingOfWhatIsOffloaded) {
     train(*engine, model, 2);
     const Engine::ModelStateBytes held = engine->model_state_bytes();
     EXPECT_EQ(held.parameters + held.master + held.optimizer, 0);
+  });
+}
+
+// What a delayed update means: the gradient of step t is of the weights before update t - 1, and changes those after
+// it.
+State delayed_by_torch(int world, int steps, int64_t first_delayed) {
+  SmallNet visible;
+  SmallNet master;
+  torch::optim::AdamW optimizer(master->parameters(), torch::optim::AdamWOptions(0.02).weight_decay(0.1));
+  const auto copy_weights = [](SmallNet& from, SmallNet& to) {
+    const torch::NoGradGuard no_grad;
+    for (size_t i = 0; i < from->parameters().size(); ++i) to->parameters()[i].copy_(from->parameters()[i]);
+  };
+  for (int64_t step = 0; step < steps; ++step) {
+    visible->zero_grad();
+    for (int rank = 0; rank < world; ++rank)
+      (visible->loss(sample(step, rank)) / static_cast<double>(world)).backward();
+    copy_weights(master, visible);  // the update of the last step is published
+    for (size_t i = 0; i < master->parameters().size(); ++i) {
+      master->parameters()[i].mutable_grad() = visible->parameters()[i].grad().clone();
+    }
+    optimizer.step();
+    if (step + 1 < first_delayed) copy_weights(master, visible);
+  }
+  return parameters_of(*master);
+}
+
+TEST(OffloadEngine, ADelayedUpdateIsOneStepLate) {
+  for (const int stage : {1, 2, 3}) {
+    for (const char* more : {"", R"(, "offload_param": {"device": "cpu"})"}) {
+      if (stage < 3 && *more != '\0') continue;
+      for (const int64_t first : {1, 4}) {
+        test::run_ranks(2, [&](comm::Communicator& communicator) {
+          const std::string keys =
+              cat(R"({"offload_optimizer": {"device": "cpu", "delayed_update": true, "delayed_update_start": )", first,
+                  "}", more, "}");
+          SmallNet model;
+          const auto engine = start(model.ptr(), offloading(small_config(stage, 1), keys), communicator).engine;
+          const State weights = train(*engine, model, 8);
+          EXPECT_LT(largest_difference(weights, delayed_by_torch(2, 8, first)), 2e-6) << keys;
+          EXPECT_EQ(engine->offloaded_state_bytes(), engine->plan().offloaded_bytes) << keys;
+        });
+      }
+    }
+  }
+}
+
+TEST(OffloadEngine, ADelayedUpdateFromAFileIsTheSame) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    const auto run = [&](const std::string& section) {
+      ordered_json config = offloading(small_config(2, 2), cat("{", section, "}"));
+      config["zero_optimization"]["offload_optimizer"]["delayed_update"] = true;
+      config["zero_optimization"]["offload_optimizer"]["delayed_update_start"] = 2;
+      config["bf16"]["enabled"] = true;
+      SmallNet model;
+      const auto engine = start(model.ptr(), config, communicator).engine;
+      return train(*engine, model, 6);
+    };
+    const State host = run(R"("offload_optimizer": {"device": "cpu"})");
+    EXPECT_EQ(largest_difference(run(in_file("offload_optimizer")), host), 0.0);
+    EXPECT_EQ(largest_difference(run(in_file("offload_optimizer", R"(, "pipeline_read": true)")), host), 0.0);
+  });
+}
+
+TEST(OffloadEngine, ADelayedUpdateIsRefusedForOptimizersThatTalk) {
+  test::run_ranks(1, [&](comm::Communicator& communicator) {
+    ordered_json config =
+        offloading(small_config(2, 1), R"({"offload_optimizer": {"device": "cpu", "delayed_update": true}})");
+    config["optimizer"]["type"] = "Lamb";
+    config["zero_allow_untested_optimizer"] = true;
+    SmallNet model;
+    try {
+      start(model.ptr(), config, communicator);
+      FAIL() << "expected a ConfigError";
+    } catch (const ConfigError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("delayed_update: expected false with the optimizer Lamb"));
+    }
   });
 }
 

@@ -10,7 +10,6 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
-#include <thread>
 
 #include "tests/parity/gpt_job.h"
 
@@ -61,8 +60,7 @@ TEST(BadInput, AFeatureThatDoesNotRunYetIsRefusedByName) {
 }
 
 TEST(BadInput, MissingFiles) {
-  const GptResult data =
-      expect_failure({.config = reference_config(0, 1, 1), .steps = 1, .data = "/no/such/corpus"});
+  const GptResult data = expect_failure({.config = reference_config(0, 1, 1), .steps = 1, .data = "/no/such/corpus"});
   EXPECT_THAT(data.output, HasSubstr("/no/such/corpus"));
   const GptResult weights = expect_failure(
       {.config = reference_config(0, 1, 1), .steps = 1, .arguments = {"--init", "/no/such.safetensors"}});
@@ -81,15 +79,6 @@ TEST(BadInput, ALossThatIsNotFiniteEndsTheRunWithItsStep) {
   const GptResult run = expect_failure({.config = config, .ranks = 2, .steps = 1000});
   EXPECT_THAT(run.output, HasSubstr("step "));
   EXPECT_THAT(run.output, testing::ContainsRegex("nan|NaN|not finite|inf"));
-}
-
-// Runs ds-launch with `launch_arguments` directly; gives its exit code and output.
-std::pair<int, std::string> launch(const std::string& launch_arguments) {
-  FILE* pipe = popen((std::string("'") + DS_LAUNCH + "' " + launch_arguments + " 2>&1").c_str(), "r");
-  std::string output;
-  for (int c = fgetc(pipe); c != EOF; c = fgetc(pipe)) output += static_cast<char>(c);
-  const int status = pclose(pipe);
-  return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), output};
 }
 
 TEST(BadInput, MissingConfigAndBrokenJson) {
@@ -122,27 +111,13 @@ TEST(BadInput, PortInUse) {
 }
 
 TEST(BadInput, ARankThatIsKilledIsNamedAndTheOthersEnd) {
-  const auto folder = std::filesystem::temp_directory_path() / ("killed_" + std::to_string(getpid()));
-  std::filesystem::create_directory(folder);
-  std::ofstream(folder / "config.json") << reference_config(2, 1, 1).dump();
-  // The watcher waits for the first line of the metrics, then kills the rank whose environment says RANK=1.
-  std::ofstream(folder / "watch.sh") << R"(#!/bin/bash
-for i in $(seq 1 600); do [ -s "$1/metrics.jsonl" ] && break; sleep 0.05; done
-for pid in $(pgrep -x gpt); do
-  if tr '\0' '\n' < /proc/$pid/cmdline | grep -q "^$1/metrics.jsonl$" && tr '\0' '\n' < /proc/$pid/environ | grep -q '^RANK=1$'; then kill -9 $pid; fi
-done
-)";
-  std::thread watcher(
-      [&] { EXPECT_EQ(system(("bash " + (folder / "watch.sh").string() + " " + folder.string()).c_str()), 0); });
-  auto [code, output] =
-      launch("--num_procs 2 '" + std::string(DS_GPT) + "' --deepspeed_config " + (folder / "config.json").string() +
-             " --data '" + source_path("tests/parity/data/kjv_1m.bin").string() +
-             "' --steps 1000000 --generate 0 --metrics " + (folder / "metrics.jsonl").string());
-  watcher.join();
-  std::filesystem::remove_all(folder);
-  EXPECT_EQ(code, 128 + SIGKILL) << output;
-  EXPECT_THAT(output, HasSubstr("rank 1"));
-  EXPECT_THAT(output, HasSubstr("SIGKILL"));
+  const GptResult run = expect_failure(
+      {.config = reference_config(2, 1, 1), .ranks = 2, .steps = 1000000, .during = [](const auto& metrics) {
+         kill(process_of_rank(metrics, 1), SIGKILL);
+       }});
+  EXPECT_EQ(run.exit_code, 128 + SIGKILL) << run.output;
+  EXPECT_THAT(run.output, HasSubstr("rank 1"));
+  EXPECT_THAT(run.output, HasSubstr("SIGKILL"));
 }
 
 }  // namespace

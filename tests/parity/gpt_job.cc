@@ -1,14 +1,20 @@
 #include "tests/parity/gpt_job.h"
 
+#include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
-#include <memory>
 #include <stdexcept>
+#include <thread>
+#include <tuple>
 
 #include "tests/support/scratch_folder.h"
 
@@ -18,6 +24,36 @@ namespace {
 namespace fs = std::filesystem;
 
 std::string quoted(const std::string& word) { return "'" + word + "'"; }
+
+std::pair<int, std::string> run_shell(const std::string& command) {
+  FILE* pipe = popen((command + " 2>&1").c_str(), "r");
+  if (pipe == nullptr) throw std::runtime_error("cannot start: " + command);
+  std::string output;
+  std::array<char, 4096> buffer{};
+  while (const size_t count = fread(buffer.data(), 1, buffer.size(), pipe)) output.append(buffer.data(), count);
+  const int status = pclose(pipe);
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), output};
+}
+
+// Words that end with a zero byte each, as the kernel shows arguments and environment.
+bool has_word(const fs::path& file, const std::string& word) {
+  std::ifstream in(file);
+  for (std::string found; std::getline(in, found, '\0');) {
+    if (found == word) return true;
+  }
+  return false;
+}
+
+// Calls `action` once the file has something in it, unless `over` comes first.
+void when_written(const fs::path& file, const std::atomic<bool>& over,
+                  const std::function<void(const fs::path&)>& action) {
+  std::error_code none;
+  while (fs::file_size(file, none) == 0 || none) {
+    if (over) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  action(file);
+}
 
 }  // namespace
 
@@ -41,21 +77,21 @@ GptResult try_gpt(const GptJob& job) {
   const fs::path config = scratch.path() / "ds_config.json";
   const fs::path metrics = scratch.path() / "metrics.jsonl";
   std::ofstream(config) << job.config.dump(1);
-  std::string command = "OMP_NUM_THREADS=1 " + quoted(DS_LAUNCH) + " --num_procs " + std::to_string(job.ranks) + " " +
-                        quoted(DS_GPT) + " --deepspeed_config " + quoted(config.string()) + " --data " +
-                        quoted(job.data.empty() ? source_path("tests/parity/data/kjv_1m.bin").string() : job.data) +
-                        " --order sequential --generate 0 --steps " + std::to_string(job.steps) + " --metrics " +
-                        quoted(metrics.string());
+  std::string command = "OMP_NUM_THREADS=1 " + quoted(DS_LAUNCH) + " --num_procs " + std::to_string(job.ranks);
+  if (!job.limits.empty()) command += " bash -c " + quoted(job.limits + R"(; exec "$0" "$@")");
+  command += " " + quoted(DS_GPT) + " --deepspeed_config " + quoted(config.string()) + " --data " +
+             quoted(job.data.empty() ? source_path("tests/parity/data/kjv_1m.bin").string() : job.data) +
+             " --order sequential --generate 0 --steps " + std::to_string(job.steps) + " --metrics " +
+             quoted(metrics.string());
   if (job.activation_checkpointing) command += " --activation_checkpointing";
   for (const std::string& argument : job.arguments) command += " " + quoted(argument);
-  command += " 2>&1";
+  std::atomic<bool> over = false;
+  std::thread beside;
+  if (job.during) beside = std::thread([&] { when_written(metrics, over, job.during); });
   GptResult result;
-  FILE* pipe = popen(command.c_str(), "r");
-  if (pipe == nullptr) throw std::runtime_error("cannot start: " + command);
-  std::array<char, 4096> buffer{};
-  while (const size_t count = fread(buffer.data(), 1, buffer.size(), pipe)) result.output.append(buffer.data(), count);
-  const int status = pclose(pipe);
-  result.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  std::tie(result.exit_code, result.output) = run_shell(command);
+  over = true;
+  if (beside.joinable()) beside.join();
   std::ifstream lines(metrics);
   for (std::string line; std::getline(lines, line);) {
     nlohmann::json entry = nlohmann::json::parse(line);
@@ -76,10 +112,63 @@ GptResult run_gpt(const GptJob& job) {
   return result;
 }
 
+std::pair<int, std::string> launch(const std::string& arguments) {
+  return run_shell(quoted(DS_LAUNCH) + " " + arguments);
+}
+
+pid_t process_of_rank(const fs::path& metrics, int rank) {
+  std::error_code none;  // processes come and go
+  for (const auto& entry : fs::directory_iterator("/proc", none)) {
+    const std::string name = entry.path().filename();
+    if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+    if (!has_word(entry.path() / "environ", "RANK=" + std::to_string(rank))) continue;
+    if (has_word(entry.path() / "cmdline", metrics.string())) return std::stoi(name);
+  }
+  return 0;
+}
+
 const nlohmann::json& reference() {
   static const nlohmann::json instance =
       nlohmann::json::parse(std::ifstream(source_path("tests/parity/reference.json")));
   return instance;
+}
+
+void expect_curve(const GptResult& run, const std::string& curve, double loss_tolerance, double norm_tolerance) {
+  const nlohmann::json& wanted = reference()["curves"][curve];
+  ASSERT_EQ(run.steps.size(), wanted["loss"].size());
+  double worst_loss = 0;
+  double worst_norm = 0;
+  for (size_t step = 0; step < run.steps.size(); ++step) {
+    const double loss = wanted["loss"][step];
+    const double norm = wanted["grad_norm"][step];
+    ASSERT_FALSE(run.steps[step]["skipped"].get<bool>());
+    worst_loss = std::max(worst_loss, std::abs(run.steps[step]["loss"].get<double>() - loss));
+    worst_norm = std::max(worst_norm, std::abs(run.steps[step]["grad_norm"].get<double>() - norm) / norm);
+  }
+  EXPECT_LE(worst_loss, loss_tolerance);
+  EXPECT_LE(worst_norm, norm_tolerance);
+  testing::Test::RecordProperty("worst_loss_difference", std::to_string(worst_loss));
+  testing::Test::RecordProperty("worst_relative_norm_difference", std::to_string(worst_norm));
+}
+
+std::vector<double> losses_of(const GptResult& run) {
+  std::vector<double> result;
+  for (const nlohmann::json& step : run.steps) {
+    result.push_back(step["loss"]);
+    result.push_back(step["grad_norm"]);
+  }
+  return result;
+}
+
+DiskFolder::DiskFolder() {
+  std::string pattern = fs::read_symlink("/proc/self/exe").parent_path() / "nvme_XXXXXX";
+  if (::mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("cannot make the folder " + pattern);
+  path_ = pattern;
+}
+
+DiskFolder::~DiskFolder() {
+  std::error_code ignored;
+  fs::remove_all(path_, ignored);
 }
 
 fs::path source_path(const std::string& relative) { return fs::path(DS_SOURCE_DIR) / relative; }

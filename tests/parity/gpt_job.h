@@ -1,9 +1,13 @@
 // Runs examples/gpt under ds-launch as a user would, and reads its metrics.
 #pragma once
 
+#include <sys/types.h>
+
 #include <filesystem>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace ds::test {
@@ -15,6 +19,9 @@ struct GptJob {
   std::string data = {};                    // empty: the reference text
   std::vector<std::string> arguments = {};  // further ones of gpt
   bool activation_checkpointing = false;
+  std::string limits = {};  // shell command that each rank begins with: "ulimit -d 400000"
+  // Called on a thread of its own when the first step is done, with the file of the metrics.
+  std::function<void(const std::filesystem::path& metrics)> during = {};
 };
 
 struct GptResult {
@@ -32,8 +39,37 @@ GptResult run_gpt(const GptJob& job);
 // As run_gpt, whatever the exit code.
 GptResult try_gpt(const GptJob& job);
 
+// Runs ds-launch with these arguments, as a shell reads them; gives its exit code and output.
+std::pair<int, std::string> launch(const std::string& arguments);
+
+// The process of a rank of the job that writes this file of metrics; 0: there is none.
+pid_t process_of_rank(const std::filesystem::path& metrics, int rank);
+
 // tests/parity/reference.json
 const nlohmann::json& reference();
+
+// Losses within 5e-6 and gradient norms within a relative 2e-5, or what is given, of a curve of the reference.
+constexpr double kLossTolerance = 5e-6;
+constexpr double kNormTolerance = 2e-5;
+constexpr double kHalfTolerance = 5e-3;  // of losses in 16 bits
+void expect_curve(const GptResult& run, const std::string& curve, double loss_tolerance = kLossTolerance,
+                  double norm_tolerance = kNormTolerance);
+
+// Loss and norm of every step.
+std::vector<double> losses_of(const GptResult& run);
+
+// A folder for files of offloaded state: on the disk of the build, since /tmp may be memory.
+class DiskFolder {
+ public:
+  DiskFolder();
+  ~DiskFolder();
+  DiskFolder(const DiskFolder&) = delete;
+  DiskFolder& operator=(const DiskFolder&) = delete;
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
 
 std::filesystem::path source_path(const std::string& relative);
 

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <cmath>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -13,34 +12,12 @@
 namespace ds::test {
 namespace {
 
-constexpr double kLossTolerance = 5e-6;
-constexpr double kNormTolerance = 2e-5;  // relative
-constexpr double kHalfTolerance = 5e-3;
-
-void expect_curve(const GptResult& run, const std::string& curve, double loss_tolerance, double norm_tolerance) {
-  const nlohmann::json& wanted = reference()["curves"][curve];
-  ASSERT_EQ(run.steps.size(), wanted["loss"].size());
-  double worst_loss = 0;
-  double worst_norm = 0;
-  for (size_t step = 0; step < run.steps.size(); ++step) {
-    const double loss = wanted["loss"][step];
-    const double norm = wanted["grad_norm"][step];
-    ASSERT_FALSE(run.steps[step]["skipped"].get<bool>());
-    worst_loss = std::max(worst_loss, std::abs(run.steps[step]["loss"].get<double>() - loss));
-    worst_norm = std::max(worst_norm, std::abs(run.steps[step]["grad_norm"].get<double>() - norm) / norm);
-  }
-  EXPECT_LE(worst_loss, loss_tolerance);
-  EXPECT_LE(worst_norm, norm_tolerance);
-  testing::Test::RecordProperty("worst_loss_difference", std::to_string(worst_loss));
-  testing::Test::RecordProperty("worst_relative_norm_difference", std::to_string(worst_norm));
-}
-
 class ParityTest : public testing::TestWithParam<std::tuple<int, int, int>> {};
 
 TEST_P(ParityTest, Float32AgreesWithTorch) {
   const auto [stage, accumulation, ranks] = GetParam();
   const GptResult run = run_gpt({.config = reference_config(stage, 1, accumulation), .ranks = ranks});
-  expect_curve(run, "fp32_batch" + std::to_string(accumulation * ranks), kLossTolerance, kNormTolerance);
+  expect_curve(run, "fp32_batch" + std::to_string(accumulation * ranks));
 }
 
 INSTANTIATE_TEST_SUITE_P(Grid, ParityTest,
@@ -54,14 +31,14 @@ INSTANTIATE_TEST_SUITE_P(Grid, ParityTest,
 
 TEST(Parity, TheFixtureJobOfSixteenSequences) {
   const GptResult run = run_gpt({.config = reference_config(2, 4, 2), .ranks = 2});
-  expect_curve(run, "fp32_batch16", kLossTolerance, kNormTolerance);
+  expect_curve(run, "fp32_batch16");
 }
 
 TEST(Parity, TiedEmbeddings) {
   for (int stage : {0, 1, 2, 3}) {
     const GptResult run =
         run_gpt({.config = reference_config(stage, 1, 1), .ranks = 2, .arguments = {"--tie_embeddings"}});
-    expect_curve(run, "fp32_tied_batch2", kLossTolerance, kNormTolerance);
+    expect_curve(run, "fp32_tied_batch2");
   }
 }
 
@@ -71,8 +48,7 @@ TEST(Parity, FrozenEmbeddings) {
       SCOPED_TRACE("stage " + std::to_string(stage) + (tied ? ", tied" : ", untied"));
       GptJob job{.config = reference_config(stage, 1, 2), .ranks = 2, .arguments = {"--freeze_embeddings"}};
       if (tied) job.arguments.push_back("--tie_embeddings");
-      expect_curve(run_gpt(job), tied ? "fp32_tied_frozen_batch4" : "fp32_frozen_batch4", kLossTolerance,
-                   kNormTolerance);
+      expect_curve(run_gpt(job), tied ? "fp32_tied_frozen_batch4" : "fp32_frozen_batch4");
     }
   }
   // The input of the first block requires no gradient.
@@ -80,7 +56,7 @@ TEST(Parity, FrozenEmbeddings) {
                                           .ranks = 2,
                                           .arguments = {"--freeze_embeddings"},
                                           .activation_checkpointing = true});
-  expect_curve(checkpointed, "fp32_frozen_batch4", kLossTolerance, kNormTolerance);
+  expect_curve(checkpointed, "fp32_frozen_batch4");
 }
 
 class ShardGroupTest : public testing::TestWithParam<std::pair<const char*, int>> {};
@@ -89,7 +65,7 @@ TEST_P(ShardGroupTest, TwoGroupsOfTwoRanksAgreeWithTorch) {
   const auto [key, stage] = GetParam();
   nlohmann::json config = reference_config(stage, 1, 1);
   config["zero_optimization"][key] = 2;
-  expect_curve(run_gpt({.config = config, .ranks = 4}), "fp32_batch4", kLossTolerance, kNormTolerance);
+  expect_curve(run_gpt({.config = config, .ranks = 4}), "fp32_batch4");
 }
 
 INSTANTIATE_TEST_SUITE_P(Grid, ShardGroupTest,
@@ -107,15 +83,6 @@ TEST(Parity, Bfloat16StaysWithinItsRounding) {
     // The norm of a bf16 gradient depends on where it is rounded: 4 % is what DeepSpeed's bf16 stages show.
     expect_curve(run, "bf16_batch4", kHalfTolerance, 4e-2);
   }
-}
-
-std::vector<double> losses_of(const GptResult& run) {
-  std::vector<double> result;
-  for (const nlohmann::json& step : run.steps) {
-    result.push_back(step["loss"]);
-    result.push_back(step["grad_norm"]);
-  }
-  return result;
 }
 
 TEST(Parity, OverlapAndBucketSizeChangeNoBitOnTwoRanks) {
@@ -179,7 +146,7 @@ TEST_P(CheckpointingTest, AgreesWithTorchAndChangesNoBit) {
   GptJob job{.config = reference_config(stage, 1, 2), .ranks = 2, .activation_checkpointing = true};
   if (tied) job.arguments = {"--tie_embeddings"};
   GptResult checkpointed = run_gpt(job);
-  expect_curve(checkpointed, tied ? "fp32_tied_batch4" : "fp32_batch4", kLossTolerance, kNormTolerance);
+  expect_curve(checkpointed, tied ? "fp32_tied_batch4" : "fp32_batch4");
   job.activation_checkpointing = false;
   job.steps = 12;
   checkpointed.steps.resize(12);
@@ -201,7 +168,7 @@ TEST(Parity, InitialWeightsFromAFileAreTheSameWeights) {
   const GptResult run =
       run_gpt({.config = reference_config(2, 1, 1), .ranks = 2, .arguments = {"--init", file, "--seed", "99"}});
   std::filesystem::remove(file);
-  expect_curve(run, "fp32_batch2", kLossTolerance, kNormTolerance);
+  expect_curve(run, "fp32_batch2");
 }
 
 }  // namespace

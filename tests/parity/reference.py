@@ -18,7 +18,7 @@ STEPS, LR, BETAS, EPS, DECAY, CLIP = 50, 1e-3, (0.9, 0.999), 1e-8, 0.01, 1.0
 GLOBAL_BATCHES = [1, 2, 3, 4, 6, 8, 16]
 
 
-def curve(global_batch, bf16=False, tied=False, frozen=False):
+def curve(global_batch, half=None, loss_scale=1.0, tied=False, frozen=False):
     config = cfg_of("tiny", tied)
     model, text = build(config), tokens()
     if frozen:  # both embeddings, and with them a tied head
@@ -26,24 +26,24 @@ def curve(global_batch, bf16=False, tied=False, frozen=False):
         model.wpe.requires_grad_(False)
     names = [name for name, _ in model.named_parameters()]
     master = list(model.parameters())
-    if bf16:  # bf16 model and activations; float32 master weights, moments and gradient
+    if half:  # model and activations in 16 bits; float32 master weights, moments and gradient
         master = [torch.nn.Parameter(p.detach().clone()) for p in master]
-        model = model.bfloat16()
+        model = model.to(half)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(master, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     losses, norms = [], []
     for step in range(STEPS):
         loss = model(*batch(text, step, 0, 1, global_batch, config.T))
-        loss.backward()
-        if bf16:
+        (loss * loss_scale).backward()
+        if half:
             for q, p in zip(master, parameters):
-                q.grad = p.grad.float()
+                q.grad = p.grad.float() / loss_scale
                 p.grad = None
         norms.append(torch.nn.utils.clip_grad_norm_(master, CLIP).item())
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-        if bf16:
+        if half:
             with torch.no_grad():
                 for q, p in zip(master, parameters):
                     p.copy_(q)
@@ -64,7 +64,8 @@ def main():
         out["curves"][f"fp32_batch{size}"] = curve(size)
         print(size, out["curves"][f"fp32_batch{size}"]["loss"][-1], flush=True)
     for size in (2, 4, 16):
-        out["curves"][f"bf16_batch{size}"] = curve(size, bf16=True)
+        out["curves"][f"bf16_batch{size}"] = curve(size, half=torch.bfloat16)
+    out["curves"]["fp16_batch2"] = curve(2, half=torch.float16, loss_scale=256.0)
     out["curves"]["fp32_tied_batch2"] = curve(2, tied=True)
     out["curves"]["fp32_tied_batch4"] = curve(4, tied=True)
     out["curves"]["fp32_frozen_batch4"] = curve(4, frozen=True)
