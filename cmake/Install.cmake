@@ -18,6 +18,7 @@ foreach(_ds_folder core comm optim zero offload profiling engine)
     PATTERN "*.h"
     PATTERN "cuda" EXCLUDE
     PATTERN "gloo_shim" EXCLUDE
+    PATTERN "*-inl.h" EXCLUDE
     PATTERN "engine_impl.h" EXCLUDE
     PATTERN "tool" EXCLUDE)
 endforeach()

@@ -125,7 +125,8 @@ class Engine {
 
   // Waits for parameters still on their way after a step (a forward does it by itself, operator by operator). Needed
   // only before reading parameters' memory directly or from another thread. Collective with delayed_update: waits for
-  // the update that runs and publishes it.
+  // the update that runs and publishes it, in place, so not between a forward and its backward. So do all calls that
+  // read the state. An engine that ends before drops that update, with a warning.
   void synchronize_parameters();
   // Makes these parameters of the model (stage 3: their buckets) whole until the returned scope ends. With
   // `modifier_rank` they may be changed in it: every rank, and the optimizer, goes on from that rank's values.

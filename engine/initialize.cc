@@ -196,7 +196,7 @@ void predict_exactly(Engine::Impl& impl, int64_t trainable) {
   zero::MemoryQuestion question = memory_question(impl.config, impl.plan, trainable);
   for (const zero::ParameterBucket& bucket : impl.buckets) {
     question.buckets.push_back(bucket.layout().numel);
-    if (bucket.layout().persistent) question.persistent_elements += bucket.layout().numel;
+    question.persistent.push_back(bucket.layout().persistent ? 1 : 0);
   }
   question.frozen_bytes = impl.frozen_bytes();
   for (const zero::ParameterBucket& bucket : impl.frozen_buckets) {
@@ -241,7 +241,7 @@ std::unique_ptr<OffloadedState> offload_state(const Engine::Impl& impl, const Mo
   for (const zero::BucketLayout& bucket : layout.buckets) {
     offloaded.states.push_back(state_tensors(impl.config.optimizer, bucket, impl.parameter_infos));
   }
-  return std::make_unique<OffloadedState>(impl.plan, impl.config, offloaded);
+  return std::make_unique<OffloadedState>(impl.plan, impl.config, offloaded, *impl.communicator);
 }
 
 // Buckets, gradient reduction and publication of parameters, in the order in which they refer to one another.
@@ -313,7 +313,7 @@ Initialized initialize(InitializeOptions options) {
   if (config.log_level) log::set_level(*config.log_level);
   const int world_size = impl->communicator->size();
   impl->plan = make_plan(config, {.world_size = world_size, .dp = world_size, .ranks_per_host = job.ranks_per_host},
-                         {.client_optimizer = options.optimizer != nullptr});
+                         {.client_optimizer = options.optimizer != nullptr, .accelerator = !impl->device.is_cpu()});
   require_compatible_client(options, impl->plan, config.zero_optimization.stage);
   require<ConfigError>(options.optimizer || config.optimizer.given(),
                        "optimizer: expected this section in the ds_config ",
@@ -331,6 +331,7 @@ Initialized initialize(InitializeOptions options) {
   if (!options.optimizer) groups = plan_groups(config.optimizer, parameters, options.parameter_groups);
   require_same_on_all_ranks(parameters, settings_text(options, config, groups), impl->device, *impl->communicator);
   impl->groups = make_rank_groups(impl->plan, impl->communicator);
+  return_freed_host_memory();  // start values of a bucket, between slices that stay, would leave holes
   StartValues values(*options.model, options.weights, options.init, impl->device, *impl->communicator);
   lay_out_model(*impl, parameters, groups.group_of, values, static_cast<int>(job.ranks_per_host));
   if (options.init) options.init->end();

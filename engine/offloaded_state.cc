@@ -1,8 +1,10 @@
 #include "engine/offloaded_state.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "core/block_codec.h"
@@ -16,9 +18,6 @@ namespace ds::engine {
 namespace {
 
 using offload::PinnedArena;
-
-constexpr int kWriteBackBuffers = 2;  // one is filled while the other is sent
-constexpr int kArrivals = 2;          // one gradient arrives while another is added
 
 constexpr const char* kOptimizerPath = "zero_optimization.offload_optimizer.nvme_path";
 constexpr const char* kParameterPath = "zero_optimization.offload_param.nvme_path";
@@ -70,8 +69,6 @@ std::vector<std::vector<int64_t>> swapped_sizes(const OffloadedLayout& layout, c
 }
 
 offload::AioOptions aio_options(const config::AioSection& section) {
-  require<ConfigError>(!section.use_gds, "aio.use_gds: expected false, found true; GPUDirect Storage is not in this ",
-                       "version, files are read into host memory");
   return {.block_size = section.block_size,
           .queue_depth = section.queue_depth,
           .intra_op_parallelism = section.intra_op_parallelism,
@@ -79,16 +76,47 @@ offload::AioOptions aio_options(const config::AioSection& section) {
           .overlap_events = section.overlap_events};
 }
 
+// Calls `action` on every rank; when it throws on one, all throw.
+void on_all_ranks(comm::Communicator& world, at::Device device, const std::function<void()>& action) {
+  std::exception_ptr failure;
+  try {
+    action();
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  int64_t failed = failure ? world.rank() + 1 : 0;
+  if (world.size() > 1) {
+    const at::Tensor largest = at::scalar_tensor(failed, at::TensorOptions(at::kLong).device(device)).view({1});
+    world.all_reduce(largest, comm::ReduceOp::kMax, "room for what is offloaded").wait();
+    failed = largest.item<int64_t>();
+  }
+  if (failure) std::rethrow_exception(failure);
+  require<ConfigError>(failed == 0, "zero_optimization.offload_optimizer, zero_optimization.offload_param: rank ",
+                       failed - 1, " could not take memory or files for what is offloaded; its message says why (this ",
+                       "is rank ", world.rank(), ")");
+}
+
 std::string file_name(const char* what, int rank) { return cat("dsengine-", what, "-rank", rank); }
 
 }  // namespace
 
-OffloadedState::OffloadedState(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout)
+OffloadedState::OffloadedState(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout,
+                               comm::Communicator& world)
     : device_(layout.device),
       updates_(zero::offloaded_buckets(elements_of(layout.buckets), plan.offload)),
       states_(layout.states),
       swapped_(layout.buckets.size(), -1),
       fresh_(layout.buckets.size()) {
+  const int64_t longest = longest_slice(layout, updates_);
+  count_bytes(plan, layout, longest);
+  on_all_ranks(world, device_, [&] {
+    offload::require_host_memory(bytes_.host_total(), layout.ranks_on_host,
+                                 "model state (zero_optimization.offload_optimizer, zero_optimization.offload_param)");
+  });
+  on_all_ranks(world, device_, [&] { take_memory(plan, config, layout, longest); });
+}
+
+void OffloadedState::count_bytes(const Plan& plan, const OffloadedLayout& layout, int64_t longest) {
   const zero::Offload& offload = plan.offload;
   shares_master_ = layout.parameter_dtype == at::kFloat && offload.parameters == zero::Home::kHost &&
                    offload.optimizer == zero::Home::kHost && !offload.delayed;
@@ -106,21 +134,23 @@ OffloadedState::OffloadedState(const Plan& plan, const config::DsConfig& config,
     if (!shares_master_ || bucket.persistent) bytes_.host.master += tensor;
     bytes_.host.optimizer += tensor * layout.states[b];
   }
-  const int64_t longest = longest_slice(layout, updates_);
   if (in_file) {
     const auto sizes = offload::SliceSwapper::sizes(swapped_sizes(layout, updates_), offload.optimizer_buffers);
     bytes_.file += sizes.file_bytes;
     bytes_.staging += sizes.buffer_bytes;
   }
-  if (!device_.is_cpu() && longest > 0) {
-    bytes_.staging += kWriteBackBuffers * arena_bytes(longest, layout.parameter_dtype) +
-                      kArrivals * arena_bytes(longest, layout.gradient_dtype);
+  if (!device_.is_cpu()) {
+    bytes_.staging += zero::kWriteBackBuffers * arena_bytes(longest, layout.parameter_dtype) +
+                      zero::kArrivals * arena_bytes(longest, layout.gradient_dtype);
   }
-  offload::require_host_memory(bytes_.host_total(), layout.ranks_on_host,
-                               "model state (zero_optimization.offload_optimizer, zero_optimization.offload_param)");
+}
+
+void OffloadedState::take_memory(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout,
+                                 int64_t longest) {
+  const zero::Offload& offload = plan.offload;
   if (offload.parameters != zero::Home::kDevice) keep_parameters(plan, config, layout);
   if (longest == 0) return;
-  if (in_file) {
+  if (offload.optimizer == zero::Home::kFile) {
     swap_optimizer(plan, config, layout);
   } else {
     // Never copied to a device.
@@ -163,7 +193,7 @@ void OffloadedState::keep_parameters(const Plan& plan, const config::DsConfig& c
                                                  offload::FileSlices::file_bytes(sizes), aio_options(config.aio),
                                                  kParameterPath);
   parameter_slices_ = std::make_shared<offload::FileSlices>(std::move(file), sizes, std::move(buffers), std::move(kept),
-                                                            plan.offload.kept_parameters);
+                                                            plan.offload.kept_parameters, device_);
 }
 
 void OffloadedState::swap_optimizer(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout) {
@@ -184,11 +214,11 @@ void OffloadedState::keep_gradients(const config::DsConfig& config, const Offloa
   std::vector<at::Tensor> arrivals;
   std::vector<at::Tensor> buffers;
   if (!device_.is_cpu()) {
-    const int64_t bytes = kWriteBackBuffers * arena_bytes(longest, layout.parameter_dtype) +
-                          kArrivals * arena_bytes(longest, layout.gradient_dtype);
+    const int64_t bytes = zero::kWriteBackBuffers * arena_bytes(longest, layout.parameter_dtype) +
+                          zero::kArrivals * arena_bytes(longest, layout.gradient_dtype);
     const auto staged = arena("what is on its way from and to the device", bytes, pin);
-    for (int i = 0; i < kArrivals; ++i) arrivals.push_back(staged->take(longest, layout.gradient_dtype));
-    for (int i = 0; i < kWriteBackBuffers; ++i) buffers.push_back(staged->take(longest, layout.parameter_dtype));
+    for (int i = 0; i < zero::kArrivals; ++i) arrivals.push_back(staged->take(longest, layout.gradient_dtype));
+    for (int i = 0; i < zero::kWriteBackBuffers; ++i) buffers.push_back(staged->take(longest, layout.parameter_dtype));
     write_back_ = std::make_unique<offload::WriteBack>(device_, std::move(buffers));
   }
   gradients_ = std::make_unique<offload::HostGradients>(std::move(slices), device_, std::move(arrivals));
@@ -288,6 +318,8 @@ void OffloadedState::abandon_update() noexcept {
   if (!running_) return;
   try {
     running_->wait();
+    log::warning("the parameters of the model lack the last update, which was delayed; call ",
+                 "engine->synchronize_parameters() before the engine ends");
   } catch (const std::exception& error) {
     log::warning("the last delayed update failed: ", error.what());
   }
@@ -296,8 +328,14 @@ void OffloadedState::abandon_update() noexcept {
 
 void OffloadedState::finish_update(const std::function<void(size_t bucket, const at::Tensor& weights)>& publish) {
   const auto running = std::exchange(running_, nullptr);
-  running->wait();
+  std::exception_ptr failure;
+  try {
+    running->wait();
+  } catch (...) {
+    failure = std::current_exception();
+  }
   other_gradients_ = std::move(taken_);
+  if (failure) std::rethrow_exception(failure);
   for (size_t b = 0; b < updates_.size(); ++b) {
     if (updates_[b]) publish(b, weights_[b]);
   }

@@ -13,6 +13,7 @@
 #include <memory>
 #include <vector>
 
+#include "comm/communicator.h"
 #include "comm/task_queue.h"
 #include "core/reduced_gradients.h"
 #include "core/slice_store.h"
@@ -42,8 +43,10 @@ struct OffloadedLayout {
 // Not thread safe, but for gradients().
 class OffloadedState {
  public:
-  // Takes memory and files. Throws ConfigError when the host or the disk cannot hold them.
-  OffloadedState(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout);
+  // Takes memory and files. Collective over `world`: all ranks ask for room before any takes it. Throws ConfigError or
+  // IoError, on every rank, when the host or the disk of one cannot hold them.
+  OffloadedState(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout,
+                 comm::Communicator& world);
 
   // Whether the optimizer of this trainable bucket works here.
   bool updates(size_t bucket) const { return updates_.at(bucket); }
@@ -77,10 +80,12 @@ class OffloadedState {
   // Returns when no update runs; what the last one made or threw is lost.
   void abandon_update() noexcept;
   // Returns when the update is done; then calls `publish` for each bucket with its new weights, on the host. Throws
-  // what the update threw.
+  // what the update threw; its gradients are dropped then, and another update may follow.
   void finish_update(const std::function<void(size_t bucket, const at::Tensor& weights)>& publish);
 
  private:
+  void count_bytes(const Plan& plan, const OffloadedLayout& layout, int64_t longest);
+  void take_memory(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout, int64_t longest);
   void keep_parameters(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout);
   void swap_optimizer(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout);
   void keep_gradients(const config::DsConfig& config, const OffloadedLayout& layout, int64_t longest);

@@ -107,6 +107,7 @@ std::shared_ptr<optim::ShardOptimizer> build_optimizer(const config::OptimizerSe
       add();
     }
   }
+  optimizer->set_state_memory({});  // it may live longer than `offloaded`
   return optimizer;
 }
 

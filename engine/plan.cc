@@ -58,7 +58,7 @@ void choose_shards(const config::ZeroSection& zero, Plan& plan) {
 // zero_hpz_partition_size: ranks of a node. A node of all ranks is the plain case.
 void choose_node(const config::ZeroSection& zero, Plan& plan) {
   const int64_t node = zero.zero_hpz_partition_size;
-  if (node <= 1 || node == plan.shard_ranks) return;
+  if (node <= 1 || node == plan.shard_ranks || plan.shard_ranks == 1) return;
   require<ConfigError>(plan.shard_ranks % node == 0,
                        "zero_optimization.zero_hpz_partition_size: expected a divisor of ", plan.shard_ranks,
                        ", the ranks that share the parameters, found ", node, "; it is the number of ranks on a node");
@@ -78,7 +78,7 @@ void choose_gathering(const config::ZeroSection& zero, Plan& plan) {
     plan.bucket_elements = 1;
     plan.gather->prefetch = 1;
   }
-  if (zero.zero_quantized_weights) plan.weight_bits = 8;
+  if (zero.zero_quantized_weights && plan.shard_ranks > 1) plan.weight_bits = 8;
   if (zero.zero_quantized_nontrainable_weights) plan.frozen_bits = 8;
 }
 
@@ -96,8 +96,9 @@ zero::Home home_of(config::OffloadDevice device) {
 
 bool updates_elementwise(const std::string& optimizer) { return optimizer != "Lamb" && optimizer != "Muon"; }
 
-void choose_offload(const DsConfig& config, Plan& plan) {
+void choose_offload(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const config::ZeroSection& zero = config.zero_optimization;
+  plan.offload.staged = facts.accelerator;
   if (zero.stage > 0 && zero.offload_optimizer) {
     plan.offload.optimizer = home_of(zero.offload_optimizer->device);
     plan.offload.ratio = zero.offload_optimizer->ratio;
@@ -107,6 +108,14 @@ void choose_offload(const DsConfig& config, Plan& plan) {
                          "zero_optimization.offload_optimizer.delayed_update: expected false with the optimizer ",
                          config.optimizer.type, ", whose update talks to other ranks while these reduce gradients; ",
                          "use Adam, AdamW, Adagrad, Lion or SGD, or turn it off");
+    // What such an optimizer sends is where its states are, and the ranks of accelerators talk between devices.
+    require<ConfigError>(
+        !facts.accelerator || plan.offload.optimizer == zero::Home::kDevice || plan.shard_ranks == 1 ||
+            updates_elementwise(config.optimizer.type),
+        "zero_optimization.offload_optimizer.device: expected \"none\" with the optimizer ", config.optimizer.type,
+        " on ", plan.shard_ranks, " ranks with accelerators, found \"", name_of(zero.optimizer_device()),
+        "\": its update talks to other ranks about tensors that ",
+        "would be in host memory; use Adam, AdamW, Adagrad, Lion or SGD, or turn offload_optimizer off");
     // buffer_count counts tensors, as DeepSpeed's does: master, gradient and states of a slice.
     const int64_t tensors = 2 + optimizer_state_bytes(config.optimizer.algorithm(), config.optimizer.values) / 4;
     const int64_t overlapping =
@@ -129,7 +138,7 @@ void choose_gradient_quantization(const config::ZeroSection& zero, Plan& plan) {
   if (plan.shard_ranks % node == 0) plan.gradient_node_ranks = node;
 }
 
-void choose_gradients(const DsConfig& config, Plan& plan) {
+void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const config::ZeroSection& zero = config.zero_optimization;
   plan.gradient_policy = zero.stage == 0   ? zero::ReductionPolicy::kAllReduce
                          : zero.stage == 1 ? zero::ReductionPolicy::kReduceScatterAtBoundary
@@ -143,7 +152,7 @@ void choose_gradients(const DsConfig& config, Plan& plan) {
       zero.stage == 0 ? zero.reduce_bucket_size : std::min(zero.reduce_bucket_size, zero.allgather_bucket_size);
   plan.bucket_elements = std::max<int64_t>(limit, 1);  // 0: every parameter by itself
   choose_shards(zero, plan);
-  choose_offload(config, plan);
+  choose_offload(config, facts, plan);
   if (zero.stage == 3 && (plan.shard_ranks > 1 || plan.offload.parameters != zero::Home::kDevice)) {
     choose_gathering(zero, plan);
   }
@@ -192,7 +201,7 @@ Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts
   Plan plan;
   plan.topology = topology;
   choose_precision(config, plan);
-  choose_gradients(config, plan);
+  choose_gradients(config, facts, plan);
   if (!facts.client_optimizer) plan.optimizer = config.optimizer.algorithm();
   plan.schedule = config.scheduler.type;
   plan.backend = config.communication_backend;

@@ -88,6 +88,7 @@ struct PlanFacts {
   std::optional<int64_t> parameters;  // trainable elements of the model; sets Plan::bytes
   bool client_optimizer = false;      // replaces the config's
   int64_t activation_bytes = 0;       // of a micro-batch on one rank, as memory_breakdown reports them
+  bool accelerator = false;           // the device is not the CPU
 };
 
 // Bytes of optimizer state per trainable element; 0 for a type that is not known. Muon: of a matrix; the rest of the

@@ -157,7 +157,10 @@ void add_offload_rows(const DsConfig& config, Plan& plan) {
   }
   if (offload.parameters != zero::Home::kDevice) {
     plan.rows.push_back({"offloaded parameters",
-                         cat("slices in ", place_of(offload.parameters, "a file"), ", gathered from there"),
+                         cat("slices in ", place_of(offload.parameters, "a file"), ", gathered from there",
+                             plan.separate_master || offload.optimizer != zero::Home::kDevice
+                                 ? ""
+                                 : "; float32 masters are on the device: offload_optimizer moves them too"),
                          cat("zero_optimization.offload_param.device: ", name_of(zero.param_device()))});
   }
 }
@@ -216,7 +219,8 @@ void add_rows_without_effect(const DsConfig& config, Plan& plan) {
   moot(zero.zero_hpz_partition_size > 1 && !plan.gather, "zero_hpz_partition_size", "parameters are whole already");
   moot(zero.zero_hpz_partition_size > 1 && plan.gather && plan.node_ranks == 1, "zero_hpz_partition_size",
        "a node holds all ranks that share the parameters");
-  moot(zero.zero_quantized_weights && !plan.gather, "zero_quantized_weights", "parameters are whole already");
+  moot(zero.zero_quantized_weights && plan.weight_bits == 0, "zero_quantized_weights",
+       plan.gather ? "no ranks share parameters, nothing is sent" : "parameters are whole already");
   moot(zero.zero_quantized_nontrainable_weights && !plan.gather, "zero_quantized_nontrainable_weights",
        "parameters are whole already");
   moot(zero.zero_quantized_gradients && plan.gradient_bits == 0, "zero_quantized_gradients",

@@ -37,13 +37,13 @@ void Engine::Impl::take_over_changes(size_t bucket) {
   const at::NoGradGuard no_grad;
   at::Tensor own = plan.partition_optimizer ? buckets[bucket].slice(groups.shards->rank()) : buckets[bucket].flat();
   if (own.is_alias_of(masters[bucket])) return;
-  buckets[bucket].load_slice();
-  use_master(bucket, /*changes=*/true, [&](const at::Tensor& master) {
-    own = own.to(master.device());
-    // What was not changed keeps the precision that only the master has.
-    at::Tensor(master).copy_(at::where(master.to(own.scalar_type()) == own, master, own.to(master.scalar_type())));
+  buckets[bucket].use_slice(/*changes=*/false, [&] {
+    use_master(bucket, /*changes=*/true, [&](const at::Tensor& master) {
+      own = own.to(master.device());
+      // What was not changed keeps the precision that only the master has.
+      at::Tensor(master).copy_(at::where(master.to(own.scalar_type()) == own, master, own.to(master.scalar_type())));
+    });
   });
-  buckets[bucket].unload_slice(/*changed=*/false);
 }
 
 // All ranks' masters of a bucket, float32 [layout.numel].

@@ -2,6 +2,7 @@
 // parameters.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cmath>
@@ -21,6 +22,7 @@ constexpr double kClipEpsilon = 1e-6;
 
 void Engine::Impl::update() {
   const at::NoGradGuard no_grad;
+  access->wait_all();  // what was gathered ahead and is not used reads slices, and holds the memory they are read into
   finish_delayed_update();
   reducer->finish();
   reporter->reductions_end();
@@ -143,7 +145,7 @@ void Engine::Impl::apply(double gradient_scale) {
 }
 
 bool Engine::Impl::delays_update() const {
-  return plan.offload.delayed && optimizer->step_count() >= plan.delayed_update_start;
+  return plan.offload.delayed && offloaded->gradients() && optimizer->step_count() >= plan.delayed_update_start;
 }
 
 // Publishes what the update of the last step has made.
@@ -151,11 +153,11 @@ void Engine::Impl::finish_delayed_update() {
   if (!offloaded || !offloaded->update_runs()) return;
   const at::NoGradGuard no_grad;
   access->wait_all();
+  // The backward that was just given to a device may still have to copy the slices that are now to change on the host.
+  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
   offloaded->finish_update([&](size_t b, const at::Tensor& weights) {
     const zero::ParameterBucket& bucket = buckets[b];
-    bucket.load_slice();
-    at::Tensor(bucket.slice(groups.shards->rank())).copy_(weights);
-    bucket.unload_slice(/*changed=*/true);
+    bucket.use_slice(/*changes=*/true, [&] { at::Tensor(bucket.slice(groups.shards->rank())).copy_(weights); });
     access->updated(b);
   });
   access->end_update();
@@ -169,13 +171,13 @@ void Engine::Impl::update_slice(size_t b, const at::Tensor& gradient, double gra
     optimizer->update(static_cast<int64_t>(b), gradient, gradient_scale);
     return;
   }
-  bucket.load_slice();
-  if (offloaded && offloaded->updates(b)) {
-    offloaded->update(*optimizer, b, gradient, gradient_scale, own);
-  } else {
-    optimizer->update_into(static_cast<int64_t>(b), gradient, gradient_scale, own);
-  }
-  bucket.unload_slice(/*changed=*/true);
+  bucket.use_slice(/*changes=*/true, [&] {
+    if (offloaded && offloaded->updates(b)) {
+      offloaded->update(*optimizer, b, gradient, gradient_scale, own);
+    } else {
+      optimizer->update_into(static_cast<int64_t>(b), gradient, gradient_scale, own);
+    }
+  });
 }
 
 }  // namespace ds::engine

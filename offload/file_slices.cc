@@ -1,5 +1,7 @@
 #include "offload/file_slices.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -17,8 +19,9 @@ int64_t FileSlices::buffer_bytes(const std::vector<int64_t>& sizes) {
 }
 
 FileSlices::FileSlices(std::unique_ptr<AioFile> file, const std::vector<int64_t>& sizes,
-                       std::vector<at::Tensor> buffers, std::shared_ptr<PinnedArena> kept, int64_t max_kept)
-    : file_(std::move(file), sizes), kept_(std::move(kept)), kept_left_(kept_ ? max_kept : 0) {
+                       std::vector<at::Tensor> buffers, std::shared_ptr<PinnedArena> kept, int64_t max_kept,
+                       at::Device device)
+    : file_(std::move(file), sizes), kept_(std::move(kept)), kept_left_(kept_ ? max_kept : 0), device_(device) {
   ensure(!buffers.empty(), "slices are read into at least one buffer");
   for (at::Tensor& buffer : buffers) buffers_.push_back({.memory = std::move(buffer)});
 }
@@ -84,39 +87,69 @@ FileSlices::Buffer& FileSlices::take_buffer(int64_t slice) {
   Buffer* const buffer = oldest_free();
   ensure(buffer != nullptr, "slices are loaded as long as there are buffers");
   settle(*buffer);
+  if (buffer->copied) std::exchange(buffer->copied, nullptr)->synchronize();
   buffer->slice = slice;
   buffer->last_use = ++uses_;
   return *buffer;
+}
+
+// Reads the buffer's slice, or writes it.
+void FileSlices::start(Buffer& buffer, bool writes) {
+  buffer.writes = writes;
+  try {
+    buffer.ticket =
+        writes ? file_.start_write(buffer.slice, contents(buffer)) : file_.start_read(buffer.slice, contents(buffer));
+  } catch (const IoError& error) {
+    fail(buffer, error);
+  }
+  buffer.under_way = true;
 }
 
 void FileSlices::settle(Buffer& buffer) {
   if (!std::exchange(buffer.under_way, false)) return;
   try {
     file_.wait(buffer.ticket);
-  } catch (...) {
-    buffer.slice = -1;  // what it holds is nobody's
-    throw;
+  } catch (const IoError& error) {
+    fail(buffer, error);
   }
 }
 
+void FileSlices::fail(Buffer& buffer, const IoError& error) {
+  const int64_t slice = buffer.slice;
+  if (buffer.loads == 0) buffer.slice = -1;  // what it holds is nobody's
+  if (buffer.writes && failure_.empty()) {
+    failure_ = cat("slice ", slice, " of the parameters could not be written: ", error.what(),
+                   ". What the last update made of it is lost; checkpoints saved earlier are not affected: start again "
+                   "from the last one");
+  }
+  throw IoError(buffer.writes ? failure_
+                              : cat("slice ", slice, " of the parameters could not be read: ", error.what()));
+}
+
+// Copies to the device only read the buffer: they do not keep the host waiting before another slice needs it.
+void FileSlices::note_copies(Buffer& buffer) {
+  if (device_.is_cpu()) return;
+  buffer.copied = std::make_shared<c10::Event>(device_.type());
+  buffer.copied->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+}
+
 void FileSlices::prefetch(const at::Tensor& slice) {
+  if (!failure_.empty()) return;  // load() says it
   const int64_t index = index_of(slice);
   // One buffer stays for a load that nobody foresaw.
   const auto is_free = [](const Buffer& buffer) { return buffer.loads == 0; };
   if (index < 0 || holder(index) || std::count_if(buffers_.begin(), buffers_.end(), is_free) < 2) return;
-  Buffer& buffer = take_buffer(index);
-  buffer.ticket = file_.start_read(index, contents(buffer));
-  buffer.under_way = true;
+  start(take_buffer(index), /*writes=*/false);
 }
 
 void FileSlices::load(const at::Tensor& slice) {
   const int64_t index = index_of(slice);
   if (index < 0) return;
+  require<IoError>(failure_.empty(), failure_);
   Buffer* buffer = holder(index);
   if (!buffer) {
     buffer = &take_buffer(index);
-    buffer->ticket = file_.start_read(index, contents(*buffer));
-    buffer->under_way = true;
+    start(*buffer, /*writes=*/false);
   }
   settle(*buffer);  // also a write: what it writes must not change
   buffer->last_use = ++uses_;
@@ -129,12 +162,11 @@ void FileSlices::unload(const at::Tensor& slice, bool changed) {
   if (index < 0) return;
   Buffer* const buffer = holder(index);
   ensure(buffer != nullptr && buffer->loads > 0, "a slice is unloaded as often as it was loaded");
-  if (changed) {
-    settle(*buffer);
-    buffer->ticket = file_.start_write(index, contents(*buffer));
-    buffer->under_way = true;
-  }
   if (--buffer->loads == 0) take_storage(slice);
+  note_copies(*buffer);
+  if (!changed) return;
+  settle(*buffer);
+  start(*buffer, /*writes=*/true);
 }
 
 }  // namespace ds::offload

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
 
 #include <cstdint>
 #include <memory>
@@ -10,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/check.h"
 #include "core/slice_store.h"
 #include "offload/pinned_arena.h"
 #include "offload/tensor_file.h"
@@ -17,8 +20,8 @@
 namespace ds::offload {
 
 // A slice that is not loaded has no memory: its tensor gets that of a buffer with load(), and what a buffer holds is
-// read again only when another slice has used it since. Writes go on behind the caller. Throws IoError; after a failed
-// write the slice is lost.
+// read again only when another slice has used it since. Writes go on behind the caller. Throws IoError. What a failed
+// write was to keep is lost: from then on every load() throws IoError with the reason.
 class FileSlices final : public SliceStore {
  public:
   // Bytes of the file for slices of these sizes (in bytes), and of one buffer for all of them.
@@ -28,8 +31,10 @@ class FileSlices final : public SliceStore {
   // `sizes`: of the slices that go to the file, in the order in which they are allocated. `buffers`: at least one, flat
   // bytes in host memory, each buffer_bytes(sizes) long. `kept`: memory of the slices that stay in host memory, the
   // first ones as long as they have at most `max_kept` elements together; may be null.
+  // `device`: whose current stream is given copies of loaded slices, before unload(). A buffer waits for them before
+  // another slice gets it.
   FileSlices(std::unique_ptr<AioFile> file, const std::vector<int64_t>& sizes, std::vector<at::Tensor> buffers,
-             std::shared_ptr<PinnedArena> kept, int64_t max_kept);
+             std::shared_ptr<PinnedArena> kept, int64_t max_kept, at::Device device = at::kCPU);
   // Waits for what is in flight.
   ~FileSlices() override;
 
@@ -45,15 +50,20 @@ class FileSlices final : public SliceStore {
     int64_t slice = -1;  // whose elements it holds, or will hold
     int loads = 0;       // without unload()
     bool under_way = false;
+    bool writes = false;  // what is under way
     AioFile::Ticket ticket = 0;
     uint64_t last_use = 0;
+    std::shared_ptr<c10::Event> copied;  // by the device, at the last unload()
   };
 
   int64_t index_of(const at::Tensor& slice) const;  // -1: stays in host memory
   Buffer* holder(int64_t slice);
   Buffer* oldest_free();
   Buffer& take_buffer(int64_t slice);
+  void start(Buffer& buffer, bool writes);
   void settle(Buffer& buffer);
+  [[noreturn]] void fail(Buffer& buffer, const IoError& error);
+  void note_copies(Buffer& buffer);
   at::Tensor contents(const Buffer& buffer) const;
 
   TensorFile file_;
@@ -62,7 +72,9 @@ class FileSlices final : public SliceStore {
   std::unordered_map<const void*, int64_t> index_;  // by storage
   std::shared_ptr<PinnedArena> kept_;
   int64_t kept_left_;  // elements
+  at::Device device_;
   uint64_t uses_ = 0;
+  std::string failure_;  // of a write
 };
 
 }  // namespace ds::offload

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/vfs.h>
@@ -78,6 +79,15 @@ void require_alignment(int descriptor, const std::string& folder, int64_t alignm
 #endif
 }
 
+// Asked before: by default the kernel ends a process that goes beyond it (SIGXFSZ).
+void require_file_size(const std::string& folder, int64_t bytes, const std::string& what) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
+  require<ConfigError>(static_cast<rlim_t>(bytes) <= limit.rlim_cur, what, ": a file of ", gigabytes(bytes),
+                       " is too large for \"", folder, "\": this process may write ", limit.rlim_cur,
+                       " bytes (RLIMIT_FSIZE); raise `ulimit -f`, or use more ranks");
+}
+
 void reserve(int descriptor, const std::string& folder, int64_t bytes, const std::string& what) {
   struct statvfs space {};
   require<ConfigError>(::fstatvfs(descriptor, &space) == 0, what, ": cannot look at \"", folder,
@@ -110,6 +120,7 @@ UnnamedFile::UnnamedFile(const std::string& folder, const std::string& name, int
   descriptor_ = make_without_name(path_, folder, what);
   try {
     require_alignment(descriptor_, folder, alignment, what);
+    require_file_size(folder, bytes, what);
     if (bytes > 0) reserve(descriptor_, folder, bytes, what);
   } catch (...) {
     ::close(descriptor_);

@@ -13,7 +13,7 @@ class UnnamedFile {
   // and reserves `bytes`, which read as zeros without being written. `what` names the setting that `folder` comes from,
   // for example "zero_optimization.offload_optimizer.nvme_path". Throws ConfigError when the folder does not exist, is
   // no folder, cannot be written, is memory (tmpfs, ramfs), has no direct IO (O_DIRECT) in blocks of `alignment` bytes,
-  // cannot reserve space, or has too little of it.
+  // cannot reserve space, or has too little of it; when RLIMIT_FSIZE forbids such a file.
   UnnamedFile(const std::string& folder, const std::string& name, int64_t bytes, int64_t alignment,
               const std::string& what);
   ~UnnamedFile();

@@ -27,9 +27,9 @@ class WriteBack {
     TransferStream::Mark sent;
   };
 
-  TransferStream stream_;
   std::vector<Buffer> buffers_;
   size_t next_ = 0;
+  TransferStream stream_;  // last: its destructor waits for copies out of the buffers
 };
 
 }  // namespace ds::offload

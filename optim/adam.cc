@@ -95,8 +95,8 @@ void Adam::allocate_states(int64_t index) {
 
 void Adam::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
   const Slice& slice = slice_for_update(index, gradient);
-  update_adam_slice(slice.master, gradient, gradient_scale, step_count_, step_group(slice),
-                    rule_, states_[static_cast<size_t>(index)], copy);
+  update_adam_slice(slice.master, gradient, gradient_scale, step_count_, step_group(slice), rule_,
+                    states_[static_cast<size_t>(index)], copy);
 }
 
 NamedStates Adam::states(int64_t index) { return named_adam_states(states_.at(static_cast<size_t>(index))); }

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <deque>
 #include <thread>
 #include <utility>
 
@@ -382,18 +383,27 @@ void GradientReducer::finish() {
 void GradientReducer::join_replicas() {
   if (replicas_ == nullptr || std::exchange(joined_, true)) return;
   const auto op = options_.average ? comm::ReduceOp::kAvg : comm::ReduceOp::kSum;
-  std::vector<std::pair<at::Tensor, at::Tensor>> wires;  // gradient, what the collective runs on
-  std::vector<comm::Work> works;
+  struct Join {
+    at::Tensor gradient;
+    at::Tensor wire;  // what the collective runs on: on the device, also where the gradient is not
+    comm::Work work;
+  };
+  std::deque<Join> joins;
+  const auto finish_oldest = [&] {
+    Join& join = joins.front();
+    join.work.wait();
+    if (!join.wire.is_same(join.gradient)) join.gradient.copy_(join.wire);
+    joins.pop_front();
+  };
+  constexpr size_t kMostWires = 2;  // bounds the memory of copies
   for (size_t i = buckets_.size(); i-- > 0;) {
     const at::Tensor own = gradient(i);
     if (!own.defined()) continue;  // before any backward, on every rank
-    wires.emplace_back(own, own.to(options_.communication_dtype));
-    works.push_back(replicas_->all_reduce(wires.back().second, op, cat("gradients of bucket ", i)));
+    joins.push_back({own, own.to(buckets_[i].parameters->flat().device(), options_.communication_dtype), {}});
+    joins.back().work = replicas_->all_reduce(joins.back().wire, op, cat("gradients of bucket ", i));
+    if (joins.size() > kMostWires) finish_oldest();
   }
-  for (size_t i = 0; i < works.size(); ++i) {
-    works[i].wait();
-    if (!wires[i].second.is_same(wires[i].first)) wires[i].first.copy_(wires[i].second);
-  }
+  while (!joins.empty()) finish_oldest();
 }
 
 at::Tensor GradientReducer::gradient(size_t index) const {

@@ -39,6 +39,16 @@ std::vector<int64_t> buckets_of(const MemoryQuestion& question) {
   return buckets;
 }
 
+bool is_persistent(const MemoryQuestion& question, size_t bucket) {
+  return bucket < question.persistent.size() && question.persistent[bucket] != 0;
+}
+
+int64_t persistent_elements(const MemoryQuestion& question, const std::vector<int64_t>& buckets) {
+  int64_t elements = 0;
+  for (size_t b = 0; b < buckets.size(); ++b) elements += is_persistent(question, b) ? buckets[b] : 0;
+  return elements;
+}
+
 // What GradientReducer holds at stage 2 beside its slices: transient buckets are taken from a pool, the last bucket of
 // the model first, stay until two more have been launched, and are used again in the next step.
 class TransientBuckets {
@@ -93,11 +103,11 @@ int64_t offloaded_elements(const MemoryQuestion& question, const std::vector<int
 }
 
 int64_t gradient_elements(const MemoryQuestion& question, const std::vector<int64_t>& buckets) {
-  const bool offloads = question.offload.optimizer != Home::kDevice;
-  if (question.stage < 2 || (question.dp == 1 && !offloads)) return sum(buckets);
+  const int64_t offloaded = offloaded_elements(question, buckets);
+  if (question.stage < 2 || (question.dp == 1 && offloaded == 0)) return sum(buckets);
   TransientBuckets transient(buckets);
   transient.step();  // fills the pool
-  return transient.step() + (sum(buckets) - offloaded_elements(question, buckets)) / question.dp;
+  return transient.step() + (sum(buckets) - offloaded) / question.dp;
 }
 
 int64_t in_pages(int64_t bytes) { return round_up(bytes, int64_t{4096}); }
@@ -131,15 +141,20 @@ ModelStateBytes predict_model_state(const MemoryQuestion& question) {
   const int64_t elements = sum(buckets);
   const int64_t owned = question.stage == 0 ? elements : elements / question.dp;
   ModelStateBytes bytes;
-  const int64_t sharded = elements - question.persistent_elements;
-  const bool parameters_leave = question.offload.parameters != Home::kDevice;
+  const int64_t persistent = persistent_elements(question, buckets);
+  const bool parameters_leave = question.stage == 3 && question.offload.parameters != Home::kDevice;
   int64_t held = elements;
-  if (question.stage == 3) held = question.persistent_elements + (parameters_leave ? 0 : sharded / question.dp);
+  if (question.stage == 3) held = persistent + (parameters_leave ? 0 : (elements - persistent) / question.dp);
   bytes.parameters = held * question.parameter_bytes + question.frozen_bytes;
   bytes.gradients = gradient_elements(question, buckets) * question.gradient_bytes;
   const int64_t updated_here = owned - offloaded_elements(question, buckets) / question.dp;
   int64_t masters = question.separate_master ? updated_here : 0;
-  if (!question.separate_master && parameters_leave) masters = std::min(updated_here, sharded / question.dp);
+  if (!question.separate_master && parameters_leave) {
+    const std::vector<char> elsewhere = offloaded_buckets(buckets, question.offload);
+    for (size_t b = 0; b < buckets.size(); ++b) {
+      if (!elsewhere[b] && !is_persistent(question, b)) masters += buckets[b] / question.dp;
+    }
+  }
   bytes.master = masters * 4;
   bytes.optimizer = updated_here * question.optimizer_state_bytes;
   bytes.buffers = question.buffer_bytes;
@@ -182,36 +197,34 @@ OffloadedBytes predict_offloaded(const MemoryQuestion& question) {
   const std::vector<int64_t> buckets = buckets_of(question);
   if (offload.parameters != Home::kDevice && question.stage == 3) {
     std::vector<StoredSlice> slices;
-    int64_t persistent = question.persistent_elements;
-    for (const int64_t bucket : buckets) {
-      if (persistent >= bucket) {
-        persistent -= bucket;
-        continue;
-      }
-      const int64_t numel = bucket / question.dp;
-      slices.push_back({numel, numel * question.parameter_bytes});
+    for (size_t b = 0; b < buckets.size(); ++b) {
+      const int64_t numel = buckets[b] / question.dp;
+      if (!is_persistent(question, b)) slices.push_back({numel, numel * question.parameter_bytes});
     }
     slices.insert(slices.end(), question.frozen_slices.begin(), question.frozen_slices.end());
     bytes = place_parameters(slices, offload);
   }
   const std::vector<char> chosen = offloaded_buckets(buckets, offload);
+  const int64_t moments = question.optimizer_state_bytes / 4;
   int64_t masters = 0;
   int64_t states = 0;
-  int64_t largest = 0;
+  int64_t longest = 0;
   for (size_t b = 0; b < buckets.size(); ++b) {
     if (!chosen[b]) continue;
     const int64_t owned = buckets[b] / question.dp;
+    longest = std::max(longest, owned);
     bytes.host.gradients += in_pages(owned * question.gradient_bytes) * (offload.delayed ? 2 : 1);
     if (offload.delayed) bytes.staging += in_pages(owned * question.parameter_bytes);
-    const int64_t moments = question.optimizer_state_bytes / 4;
-    masters += in_pages(owned * 4);
+    if (!shares_master(question) || is_persistent(question, b)) masters += in_pages(owned * 4);
     states += in_pages(owned * 4) * moments;
-    largest = std::max(largest, in_pages(owned * 4) * (1 + moments));
   }
-  if (shares_master(question)) masters = 0;
+  if (offload.staged) {
+    bytes.staging += kWriteBackBuffers * in_pages(longest * question.parameter_bytes) +
+                     kArrivals * in_pages(longest * question.gradient_bytes);
+  }
   if (offload.optimizer == Home::kFile) {
     bytes.file += masters + states;
-    bytes.staging += largest * offload.optimizer_buffers;
+    bytes.staging += in_pages(longest * 4) * (1 + moments) * offload.optimizer_buffers;
   } else {
     bytes.host.master = masters;
     bytes.host.optimizer = states;
@@ -224,7 +237,7 @@ StepBytes predict_step(const MemoryQuestion& question) {
   if (!question.gather) return {};
   const GatherLimits& limits = *question.gather;
   const std::vector<int64_t> buckets = buckets_of(question);
-  const int64_t trainable = sum(buckets) - question.persistent_elements;
+  const int64_t trainable = sum(buckets) - persistent_elements(question, buckets);
   int64_t largest = question.largest_frozen_bucket;
   for (const int64_t bucket : buckets) largest = std::max(largest, bucket);
   const int64_t all = trainable + question.frozen_elements;
@@ -251,10 +264,11 @@ int64_t predict_sent_bytes(const MemoryQuestion& question) {
   const int64_t reductions = question.stage >= 2 ? question.accumulation_steps : 1;
   const int64_t reduced = reductions * reduced_bytes(question, buckets) + joins;
   if (question.stage < 3) return reduced + others * question.parameter_bytes;
-  const int64_t persistent = question.persistent_elements / question.dp * (question.dp - 1);
+  const int64_t whole = persistent_elements(question, buckets);
+  const int64_t persistent = whole / question.dp * (question.dp - 1);
   int64_t first = (others - persistent) * question.parameter_bytes;
   if (question.weight_bits > 0) first = encoded_bytes(others - persistent, question.weight_bits);
-  const int64_t node = (elements - question.persistent_elements) / question.node_ranks * (question.node_ranks - 1);
+  const int64_t node = (elements - whole) / question.node_ranks * (question.node_ranks - 1);
   const int64_t again = question.node_ranks > 1 ? node * question.parameter_bytes : first;
   return reduced + first + (2 * question.accumulation_steps - 1) * again + persistent * question.parameter_bytes;
 }

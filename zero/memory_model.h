@@ -26,7 +26,12 @@ struct Offload {
   int64_t parameter_buffers = 0;    // likewise of parameters
   int64_t kept_parameters = 0;      // kFile: elements of the first slices of a rank that stay in host memory
   bool delayed = false;             // an update runs while the next gradients arrive: both have memory, and new weights
+  bool staged = false;              // the device is not the host: gradients and weights pass through buffers
 };
+
+// Slices, the largest, in host memory on the way to a device and from it.
+inline constexpr int kWriteBackBuffers = 2;  // one is filled while the other is sent
+inline constexpr int kArrivals = 2;          // one gradient arrives while another is added
 
 // Elements as they are kept (bytes, where they are encoded) and the bytes of all.
 struct StoredSlice {
@@ -41,6 +46,7 @@ struct MemoryQuestion {
   int64_t node_ranks = 1;              // stage 3, above 1: ranks with a secondary copy of gathered parameters (hpZ)
   int64_t parameters = 0;              // trainable elements; ignored when `buckets` is given
   std::vector<int64_t> buckets;        // elements of each bucket, padding included when they are laid out already
+  std::vector<char> persistent;        // stage 3, of each of `buckets`: it stays whole; empty: none does
   int64_t bucket_limit = 500'000'000;  // elements; cuts `parameters` when `buckets` is empty
   int64_t parameter_bytes = 4;         // per element
   int64_t gradient_bytes = 4;          // per element of gradient buckets and slices
@@ -51,7 +57,6 @@ struct MemoryQuestion {
   int gradient_bits = 0;               // bits of a reduced element; 0 = communication_bytes
   int64_t gradient_node_ranks = 1;     // with gradient_bits: ranks that add before a node sends
   int64_t accumulation_steps = 1;
-  int64_t persistent_elements = 0;         // stage 3: in buckets that stay whole
   int64_t frozen_bytes = 0;                // of parameters without gradient that a rank holds
   int64_t buffer_bytes = 0;                // of module buffers, whole on every rank
   std::optional<GatherLimits> gather;      // stage 3 on several ranks
@@ -84,7 +89,7 @@ std::vector<char> offloaded_buckets(const std::vector<int64_t>& buckets, const O
 // What a rank keeps beside the device.
 struct OffloadedBytes {
   ModelStateBytes host;
-  int64_t staging = 0;  // host memory through which files are read and written
+  int64_t staging = 0;  // host memory through which files and devices are read and written
   int64_t file = 0;
   int64_t host_total() const { return host.total() + staging; }
 

@@ -78,6 +78,20 @@ void ParameterBucket::shard(int rank, int bits, std::shared_ptr<SliceStore> stor
   take_storage(flat_);
 }
 
+void ParameterBucket::use_slice(bool changes, const std::function<void()>& use) const {
+  load_slice();
+  try {
+    use();
+  } catch (...) {
+    try {
+      unload_slice(changes);
+    } catch (const Error&) {  // the failure that led here is the one to report
+    }
+    throw;
+  }
+  unload_slice(changes);
+}
+
 void ParameterBucket::load_slice() const {
   if (store_) store_->load(own_);
 }
@@ -110,9 +124,7 @@ void ParameterBucket::release(GatherMemory& memory) {
 void ParameterBucket::keep_changes(int rank) {
   const at::NoGradGuard no_grad;
   ensure(sharded() && allocated(), "only a sharded bucket that is whole keeps changes");
-  load_slice();
-  own_.copy_(bits_ == 0 ? part(rank) : encoded(part(rank)));
-  unload_slice(/*changed=*/true);
+  use_slice(/*changes=*/true, [&] { own_.copy_(bits_ == 0 ? part(rank) : encoded(part(rank))); });
 }
 
 void ParameterBucket::keep_secondary(int rank, int ranks) {

@@ -47,7 +47,9 @@ class ParameterBucket {
   // Keeps a copy of slice `rank` in `store` (null: beside flat()) and releases the rest. `bits` 8: the copy is encoded,
   // and so loses precision.
   void shard(int rank, int bits = 0, std::shared_ptr<SliceStore> store = nullptr);
-  // Around uses of slice() and encoded_slice() of a sharded bucket, see core/slice_store.h.
+  // Calls `use` while slice() and encoded_slice() of a sharded bucket have memory. `changes`: what it writes is kept.
+  void use_slice(bool changes, const std::function<void()>& use) const;
+  // The two ends of that, see core/slice_store.h.
   void load_slice() const;
   void unload_slice(bool changed) const;
   void prefetch_slice() const;

@@ -60,6 +60,7 @@ ParameterGatherer::~ParameterGatherer() {
     log::warning("gathering parameters failed: ", error.what());
   }
   const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   for (const Entry& entry : entries_) {
     if (!entry.bucket->sharded()) continue;
     // Without memory a read would be a fault; without elements it is an error of shapes.

@@ -23,6 +23,18 @@ TEXT = os.path.join(ROOT, "tests", "parity", "data", "kjv_1m.bin")
 WARM = 3
 SIZES = {"tiny": dict(layers=4, hidden=128, heads=4, seq_len=128), "small": dict(layers=6, hidden=512, heads=8, seq_len=256)}
 CASES = ["ddp", "fsdp2", "ds0", "ds1", "ds2", "ds3", "ours0", "ours1", "ours2", "ours3"]
+MORE = ["ds2offload", "ours2offload", "ds3offload", "ours3offload"]  # run when --only names them
+
+
+def zero_section(case):
+    """Of a case "ds3" or "ours3offload": offload moves the optimizer to the host, at stage 3 the parameters too."""
+    name = case.removeprefix("ours").removeprefix("ds")
+    section = {"stage": int(name[0])}
+    if name.endswith("offload"):
+        section["offload_optimizer"] = {"device": "cpu"}
+        if section["stage"] == 3:
+            section["offload_param"] = {"device": "cpu"}
+    return section
 
 
 def free_port():
@@ -61,7 +73,7 @@ def run_ours(case, a, size, steps, folder):
     with open(config, "w") as f:
         json.dump({"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0,
                    "optimizer": {"type": "AdamW", "params": {"lr": a.lr, "weight_decay": 0.01}},
-                   "zero_optimization": {"stage": int(case[4:])}}, f)
+                   "zero_optimization": zero_section(case)}, f)
     shape = [word for key, value in SIZES[size].items() for word in (f"--{key}", str(value))]
     if os.path.exists(metrics):
         os.remove(metrics)
@@ -89,11 +101,12 @@ def main():
     p.add_argument("--size", choices=SIZES, default="small")
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--build", default=os.path.join(ROOT, "build", "release"))
-    p.add_argument("--only", default=",".join(CASES), help="cases, comma separated (ddp is always run)")
+    p.add_argument("--only", default=",".join(CASES),
+                   help=f"cases, comma separated (ddp is always run); besides the default {','.join(MORE)}")
     p.add_argument("--json", help="also write the figures to this file")
     a = p.parse_args()
     a.build = os.path.abspath(a.build)
-    cases = [c for c in CASES if c == "ddp" or c in a.only.split(",")]
+    cases = [c for c in CASES + MORE if c == "ddp" or c in a.only.split(",")]
     runs, starts = {c: [] for c in cases}, {c: [] for c in cases}
     with tempfile.TemporaryDirectory() as folder:
         for c in cases:  # once uncounted: page cache, DeepSpeed's compiled ops
@@ -109,11 +122,11 @@ def main():
                       "start_seconds": statistics.median(starts[c]),
                       "loss_difference_to_ddp": max(abs(x - y) for x, y in zip(runs[c][0]["loss"], runs["ddp"][0]["loss"]))}
     print(f"{a.size} GPT, {a.ranks} ranks x 1 thread, {a.rounds} rounds of {a.steps} steps; medians, and ratios to the peer in the same run")
-    print(f"{'case':8s} {'s/step':>8s} {'GiB/rank':>9s} {'start s':>8s}   speed vs ddp   speed / memory / start vs DeepSpeed, same stage")
+    print(f"{'case':12s} {'s/step':>8s} {'GiB/rank':>9s} {'start s':>8s}   speed vs ddp   speed / memory / start vs DeepSpeed, same stage")
     wrong = []
     for c in cases:
         f = figures[c]
-        line = f"{c:8s} {f['step_seconds']:8.3f} {f['peak_gib']:9.3f} {f['start_seconds']:8.2f}   {figures['ddp']['step_seconds'] / f['step_seconds']:8.3f} x"
+        line = f"{c:12s} {f['step_seconds']:8.3f} {f['peak_gib']:9.3f} {f['start_seconds']:8.2f}   {figures['ddp']['step_seconds'] / f['step_seconds']:8.3f} x"
         peer = figures.get("ds" + c[4:]) if c.startswith("ours") else None
         if peer:
             line += (f"     {peer['step_seconds'] / f['step_seconds']:.3f} x / {f['peak_gib'] / peer['peak_gib']:.3f}"

@@ -1,6 +1,6 @@
 """One rank of the benchmark job in Python: torch DDP, FSDP2 or DeepSpeed, CPU, gloo. Started by compare.py.
 
-  peer.py KIND SIZE STEPS WARM LR OUT       KIND: ddp, fsdp2, ds0 to ds3; writes OUT.<rank> as JSON
+  peer.py KIND SIZE STEPS WARM LR OUT       KIND: ddp, fsdp2, ds0 to ds3, ds2offload, ds3offload; writes OUT.<rank> as JSON
 """
 import json
 import os
@@ -19,13 +19,17 @@ def status(key):
 
 def deepspeed_step(kind, model, lr):
     import deepspeed
+    from compare import zero_section
     deepspeed.init_distributed("gloo")
-    zero = {"stage": int(kind[2:])}
+    zero = zero_section(kind)
     if zero["stage"] in (1, 2):
         zero.update(reduce_bucket_size=50000000, allgather_bucket_size=50000000, overlap_comm=False)
+    params = {"lr": lr, "weight_decay": 0.01}
+    if not kind.endswith("offload"):  # there DeepSpeedCPUAdam
+        params.update(torch_adam=True, fused=True)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
         "train_micro_batch_size_per_gpu": MICRO_BATCH, "gradient_clipping": 1.0, "steps_per_print": 1000000,
-        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01, "torch_adam": True, "fused": True}},
+        "optimizer": {"type": "AdamW", "params": params},
         "zero_optimization": zero})
 
     def step(x, y):

@@ -62,6 +62,11 @@ void describe(JsonFields& json, AioSection& s) {
   json.field("single_submit", s.single_submit);
   json.field("overlap_events", s.overlap_events);
   json.field("use_gds", s.use_gds);
+  constexpr int64_t kDiskBlock = 4096;
+  if (json.reading() && s.block_size % kDiskBlock != 0) {
+    json.error("block_size",
+               cat("expected a multiple of ", kDiskBlock, ", the blocks of direct IO, found ", s.block_size));
+  }
 }
 
 void describe(JsonFields& json, FlopsProfilerSection& s) {

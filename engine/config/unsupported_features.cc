@@ -86,6 +86,7 @@ void collect_compression(const CompressionTrainingSection& s, Collector& out) {
 }
 
 void collect_features(const DsConfig& c, Collector& out) {
+  out.later(c.aio.use_gds, "aio.use_gds", "use false; files are read into host memory");
   out.later(c.flops_profiler.enabled, "flops_profiler", "turn it off");
   out.later(c.comms_logger.enabled, "comms_logger", "turn it off");
   out.later(c.data_efficiency.enabled, "data_efficiency", "turn it off");

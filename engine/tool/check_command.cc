@@ -49,6 +49,8 @@ ordered_json bytes_to_json(const Report& report) {
           {"optimizer", bytes.optimizer},
           {"buffers", bytes.buffers},
           {"total", bytes.total()},
+          {"host", report.plan.offloaded_bytes.host_total()},
+          {"files", report.plan.offloaded_bytes.file},
           {"gathered_in_step", report.plan.step_bytes.gathered},
           {"secondary_in_step", report.plan.step_bytes.secondary},
           {"activations_in_step", report.plan.activation_bytes},
@@ -134,6 +136,8 @@ void print(const Report& report, std::ostream& out) {
                  {"master weights", cat(bytes.master)},
                  {"optimizer states", cat(bytes.optimizer)},
                  {"total", cat(bytes.total())},
+                 {"offloaded, in host memory", cat(report.plan.offloaded_bytes.host_total())},
+                 {"offloaded, in files", cat(report.plan.offloaded_bytes.file)},
                  {"gathered parameters, in a step", cat(report.plan.step_bytes.gathered)},
                  {"secondary slices, in a step", cat(report.plan.step_bytes.secondary)},
                  {"activations, in a step", report.plan.activation_bytes > 0 ? cat(report.plan.activation_bytes)

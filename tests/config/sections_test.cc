@@ -57,6 +57,7 @@ TEST(ZeroSection, LenientNumbersAndStrictRules) {
               HasSubstr("expected one of \"none\", \"cpu\", \"nvme\", found \"disk\""));
   EXPECT_THAT(refusal_of("{zero_optimization: {stage: 2, offload_optimizer: {device: 'nvme'}}}"),
               HasSubstr("needs nvme_path"));
+  EXPECT_THAT(refusal_of("{aio: {block_size: 1000}}"), HasSubstr("multiple of 4096"));
   EXPECT_THAT(refusal_of("{zero_optimization: {stage: 3, offload_param: {device: 'nvme'}}}"),
               HasSubstr("needs nvme_path"));
   EXPECT_THAT(refusal_of("{zero_optimization: {zenflow: {topk_ratio: 1}}}"), HasSubstr("> 0 and < 1"));

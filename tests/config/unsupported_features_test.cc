@@ -17,6 +17,7 @@ struct Refused {
 const Refused kRefused[] = {
     {"{zero_optimization: {stage: 2, offload_optimizer: {device: 'cpu', super_offload: true}}}",
      "zero_optimization.offload_optimizer.super_offload"},
+    {"{aio: {use_gds: true}}", "aio.use_gds"},
     {"{zero_optimization: {zenflow: {}}}", "zero_optimization.zenflow"},
     {"{zero_optimization: {zeropp_loco_param: {}}}", "zero_optimization.zeropp_loco_param"},
     {"{optimizer: {type: 'OneBitAdam'}}", "optimizer.type"},

@@ -1,15 +1,13 @@
 // A model whose float32 states take 3 GB trains on four ranks of which each may hold what its slices and the gathered
 // parameters need, and nothing near the whole: the kernel refuses more (RLIMIT_DATA).
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 
-#include <fstream>
 #include <nlohmann/json.hpp>
-#include <string>
+#include <vector>
 
 #include "comm/factory.h"
-#include "core/text.h"
 #include "engine/engine.h"
+#include "tests/memory/large_net.h"
 #include "tests/support/process_ranks.h"
 
 namespace ds::engine {
@@ -25,21 +23,6 @@ constexpr int64_t kLive = 2 * kWidth * kWidth;  // stage3_max_live_parameters
 // Activations, the gradient that autograd has just made and its copy, transport, holes in malloc's heap.
 constexpr int64_t kAllowance = int64_t{128} << 20;
 
-struct LargeNetImpl : torch::nn::Module {
-  LargeNetImpl() {
-    for (int64_t i = 0; i < kDepth; ++i) {
-      layers.push_back(
-          register_module(cat("layer", i), torch::nn::Linear(torch::nn::LinearOptions(kWidth, kWidth).bias(false))));
-    }
-  }
-  at::Tensor loss(at::Tensor x) {
-    for (auto& layer : layers) x = x + torch::tanh(layer(x));
-    return (x - 1.0).pow(2).mean();
-  }
-  std::vector<torch::nn::Linear> layers;
-};
-TORCH_MODULE(LargeNet);
-
 nlohmann::ordered_json large_config(int stage) {
   return {{"train_micro_batch_size_per_gpu", 2},
           {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-5}}}}},
@@ -48,15 +31,6 @@ nlohmann::ordered_json large_config(int stage) {
             {"stage3_max_live_parameters", kLive},
             {"stage3_max_reuse_distance", kLive},
             {"stage3_prefetch_bucket_size", kWidth * kWidth}}}};
-}
-
-// Bytes of private writable memory, in KiB lines of /proc.
-int64_t data_bytes() {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
-    if (line.starts_with("VmData:")) return std::stoll(line.substr(7)) * 1024;
-  }
-  throw std::runtime_error("/proc/self/status has no VmData");
 }
 
 // What a rank of stage 3 is predicted to hold, in all and without the slack.
@@ -71,16 +45,14 @@ std::shared_ptr<comm::Communicator> join_limited(const ProcessRank& ranks) {
   at::set_num_threads(1);
   const auto communicator = comm::make_communicator(ranks.meet(), at::kCPU);
   at::mm(at::ones({64, 64}), at::ones({64, 64}));  // libraries set themselves up
-  const auto limit = static_cast<rlim_t>(data_bytes() + predicted_bytes() + kAllowance);
-  const rlimit bounds = {limit, limit};
-  if (setrlimit(RLIMIT_DATA, &bounds) != 0) throw std::runtime_error("setrlimit(RLIMIT_DATA) failed");
+  limit_further_memory(predicted_bytes() + kAllowance);
   return communicator;
 }
 
 // The step is small beside the 3072 terms of each sum: the loss falls on every rank, whatever the start values are.
 std::vector<double> losses_of_large_net(Engine& engine, LargeNet& model, int rank) {
   std::vector<double> losses;
-  const at::Tensor x = torch::sin(torch::arange(2 * kWidth) * 0.01 + rank).view({2, kWidth});
+  const at::Tensor x = large_input(kWidth, rank);
   for (int step = 0; step < 3; ++step) {
     losses.push_back(engine.backward(model->loss(x)).item<double>());
     engine.step();
@@ -93,7 +65,7 @@ DS_PROCESS_TEST(MemoryLimit, Stage3TrainsAModelOfThreeGigabytes, kRanks, std::ch
   EXPECT_LT(predicted_bytes() + kAllowance, kParameters * 16 / 2);  // nothing near the whole
   const auto communicator = join_limited(ranks);
   zero::Init init(communicator, {.max_live = kWidth * kWidth});
-  LargeNet model;
+  LargeNet model(kWidth, kDepth);
   const auto engine = initialize({.model = model.ptr(), .config = large_config(3), .init = &init}).engine;
   const std::vector<double> losses = losses_of_large_net(*engine, model, ranks.rank());
   EXPECT_LT(losses.back(), losses.front());
@@ -109,7 +81,7 @@ DS_PROCESS_TEST(MemoryLimit, Stage0DoesNotFitUnderTheSameLimit, kRanks, std::chr
   const auto communicator = join_limited(ranks);
   EXPECT_THROW(
       {
-        LargeNet model;
+        LargeNet model(kWidth, kDepth);
         const auto engine =
             initialize({.model = model.ptr(), .config = large_config(0), .communicator = communicator}).engine;
         losses_of_large_net(*engine, model, ranks.rank());

@@ -137,6 +137,22 @@ DS_PROCESS_TEST(AioProcess, AFailedWriteEndsTheSwapper, 1) {
   }
 }
 
+DS_PROCESS_TEST(AioProcess, AFailedWriteIsNotHiddenByAnExceptionOfUse, 1) {
+  const auto swapper = swapper_in(ranks.folder(), 3, 16'384);
+  limit_file_size(65'536 + 8192);
+  EXPECT_THAT(
+      [&] {
+        swapper->for_each({0, 1, 2},
+                          [](int64_t index) {
+                            if (index == 2) throw std::runtime_error("no");
+                          },
+                          {.read_ahead = false, .write_behind = true});
+      },
+      ThrowsMessage<std::runtime_error>("no"));
+  EXPECT_THAT([&] { swapper->with(0, false, [](int64_t) {}); },
+              ThrowsMessage<IoError>(HasSubstr("slice 1 could not be written")));
+}
+
 DS_PROCESS_TEST(AioProcess, NothingIsLeftWhenKilledWhileSwapping, 2, std::chrono::seconds(60), {0}) {
   const std::string folder = ranks.folder() + "/swap";
   const std::string note = ranks.folder() + "/process";

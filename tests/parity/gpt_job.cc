@@ -109,6 +109,10 @@ GptResult run_gpt(const GptJob& job) {
   if (result.exit_code != 0) {
     throw std::runtime_error("gpt ended with exit code " + std::to_string(result.exit_code) + ":\n" + result.output);
   }
+  if (static_cast<int>(result.steps.size()) != job.steps) {
+    throw std::runtime_error("gpt wrote metrics of " + std::to_string(result.steps.size()) + " steps, expected " +
+                             std::to_string(job.steps));
+  }
   return result;
 }
 
@@ -135,7 +139,7 @@ const nlohmann::json& reference() {
 
 void expect_curve(const GptResult& run, const std::string& curve, double loss_tolerance, double norm_tolerance) {
   const nlohmann::json& wanted = reference()["curves"][curve];
-  ASSERT_EQ(run.steps.size(), wanted["loss"].size());
+  ASSERT_LE(run.steps.size(), wanted["loss"].size());
   double worst_loss = 0;
   double worst_norm = 0;
   for (size_t step = 0; step < run.steps.size(); ++step) {

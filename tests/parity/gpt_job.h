@@ -34,7 +34,7 @@ struct GptResult {
 // A fp32 AdamW job of the reference: lr 1e-3, weight decay 0.01, clipping 1.0.
 nlohmann::json reference_config(int stage, int micro_batch, int accumulation);
 
-// Throws std::runtime_error with the program's output when it does not exit with 0.
+// Throws std::runtime_error with the program's output when it does not exit with 0 or does not make its steps.
 GptResult run_gpt(const GptJob& job);
 // As run_gpt, whatever the exit code.
 GptResult try_gpt(const GptJob& job);
@@ -48,7 +48,7 @@ pid_t process_of_rank(const std::filesystem::path& metrics, int rank);
 // tests/parity/reference.json
 const nlohmann::json& reference();
 
-// Losses within 5e-6 and gradient norms within a relative 2e-5, or what is given, of a curve of the reference.
+// The steps that were run, against those of a curve of the reference: losses, and gradient norms (relative).
 constexpr double kLossTolerance = 5e-6;
 constexpr double kNormTolerance = 2e-5;
 constexpr double kHalfTolerance = 5e-3;  // of losses in 16 bits

@@ -48,7 +48,8 @@ TEST_P(OffloadParity, AgreesWithTorch) {
   if (!job.parameters.is_null()) zero["offload_param"] = in_files(folder, job.parameters);
   if (precision != "fp32") config[precision] = {{"enabled", true}};
   if (precision == "fp16") config["fp16"]["loss_scale"] = 256;
-  const GptResult run = run_gpt({.config = config, .ranks = job.ranks});
+  // 16 bits are slow on a CPU that does not compute in them.
+  const GptResult run = run_gpt({.config = config, .ranks = job.ranks, .steps = precision == "fp32" ? 50 : 12});
   const std::string curve = precision + "_batch" + std::to_string(job.ranks * job.accumulation);
   if (precision == "fp32") {
     expect_curve(run, curve);
@@ -61,12 +62,12 @@ TEST_P(OffloadParity, AgreesWithTorch) {
 INSTANTIATE_TEST_SUITE_P(Jobs, OffloadParity,
                          testing::Values(OffloadJob{"Stage1HostRanks1", 1, 1, 2, kHost, {}},
                                          OffloadJob{"Stage1FilePipelinedRanks2", 1, 2, 2, kStatesPipelined, {}},
-                                         OffloadJob{"Stage2HalfOnHostRanks3", 2, 3, 2, kHalfOnHost, {}},
+                                         OffloadJob{"Stage2HalfOnHostRanks3", 2, 3, 1, kHalfOnHost, {}},
                                          OffloadJob{"Stage2HalfInFileRanks2", 2, 2, 1, kHalfOfStates, {}},
-                                         OffloadJob{"Stage3HostRanks2", 3, 2, 2, kHost, kHost},
+                                         OffloadJob{"Stage3HostRanks2", 3, 2, 1, kHost, kHost},
                                          OffloadJob{"Stage3HalfOnHostParametersInFileRanks2", 3, 2, 1, kHalfOnHost,
                                                     kHalfInFile},
-                                         OffloadJob{"Stage3ParametersInFileRanks1", 3, 1, 2, {}, kFile},
+                                         OffloadJob{"Stage3ParametersInFileRanks1", 3, 1, 1, {}, kFile},
                                          OffloadJob{"Stage3AllInFilesRanks2", 3, 2, 2, kStatesPipelined, kFile},
                                          OffloadJob{"Stage1Bfloat16FileRanks2", 1, 2, 1, kStates, {}, "bf16"},
                                          OffloadJob{"Stage3Bfloat16AllInFilesRanks2", 3, 2, 1, kStates, kFile, "bf16"},
