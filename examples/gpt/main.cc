@@ -86,6 +86,7 @@ void train(const GptOptions& options) {
     log.after_micro_batch(loss);
   }
   log.finish();
+  engine->synchronize_parameters();  // a delayed update may be under way
 
   if (options.save) save_weights(*engine, *options.save);
   if (options.generate > 0) print_sample(*engine, *model, options);
