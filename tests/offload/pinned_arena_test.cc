@@ -24,7 +24,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 constexpr size_t kPage = 4096;
-constexpr int64_t kNoise = 256 << 10;  // what the test itself may map meanwhile
+constexpr int64_t kNoise = 1 << 20;  // what else a process maps meanwhile, a sanitizer too
 
 // Bytes that this process has mapped, and those of them that are in memory.
 struct Usage {
