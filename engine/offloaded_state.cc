@@ -1,7 +1,6 @@
 #include "engine/offloaded_state.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
 #include <exception>
@@ -10,6 +9,7 @@
 #include "core/block_codec.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "engine/shared_failure.h"
 #include "offload/arena_slices.h"
 #include "offload/file_slices.h"
 #include "offload/host_budget.h"
@@ -84,16 +84,16 @@ void on_all_ranks(comm::Communicator& world, at::Device device, const std::funct
   } catch (...) {
     failure = std::current_exception();
   }
-  int64_t failed = failure ? world.rank() + 1 : 0;
-  if (world.size() > 1) {
-    const at::Tensor largest = at::scalar_tensor(failed, at::TensorOptions(at::kLong).device(device)).view({1});
-    world.all_reduce(largest, comm::ReduceOp::kMax, "room for what is offloaded").wait();
-    failed = largest.item<int64_t>();
-  }
-  if (failure) std::rethrow_exception(failure);
-  require<ConfigError>(failed == 0, "zero_optimization.offload_optimizer, zero_optimization.offload_param: rank ",
-                       failed - 1, " could not take memory or files for what is offloaded; its message says why (this ",
+  const int failed = failed_rank(failure, device, world);
+  require<ConfigError>(failed < 0, "zero_optimization.offload_optimizer, zero_optimization.offload_param: rank ",
+                       failed, " could not take memory or files for what is offloaded; its message says why (this ",
                        "is rank ", world.rank(), ")");
+}
+
+// Of the buffers through which slices of at most `longest` elements travel from and to a device that is not the host.
+int64_t travel_bytes(const OffloadedLayout& layout, int64_t longest) {
+  return zero::kWriteBackBuffers * arena_bytes(longest, layout.parameter_dtype) +
+         zero::kArrivals * arena_bytes(longest, layout.gradient_dtype);
 }
 
 std::string file_name(const char* what, int rank) { return cat("dsengine-", what, "-rank", rank); }
@@ -118,8 +118,7 @@ OffloadedState::OffloadedState(const Plan& plan, const config::DsConfig& config,
 
 void OffloadedState::count_bytes(const Plan& plan, const OffloadedLayout& layout, int64_t longest) {
   const zero::Offload& offload = plan.offload;
-  shares_master_ = layout.parameter_dtype == at::kFloat && offload.parameters == zero::Home::kHost &&
-                   offload.optimizer == zero::Home::kHost && !offload.delayed;
+  shares_master_ = zero::shares_master(offload, /*separate_master=*/layout.parameter_dtype != at::kFloat);
   if (offload.parameters != zero::Home::kDevice) {
     bytes_ = zero::place_parameters(parameter_slices_of(plan, layout), offload);
   }
@@ -139,10 +138,7 @@ void OffloadedState::count_bytes(const Plan& plan, const OffloadedLayout& layout
     bytes_.file += sizes.file_bytes;
     bytes_.staging += sizes.buffer_bytes;
   }
-  if (!device_.is_cpu()) {
-    bytes_.staging += zero::kWriteBackBuffers * arena_bytes(longest, layout.parameter_dtype) +
-                      zero::kArrivals * arena_bytes(longest, layout.gradient_dtype);
-  }
+  if (!device_.is_cpu()) bytes_.staging += travel_bytes(layout, longest);
 }
 
 void OffloadedState::take_memory(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout,
@@ -167,22 +163,16 @@ std::shared_ptr<PinnedArena> OffloadedState::arena(const char* purpose, int64_t 
 
 void OffloadedState::keep_parameters(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout) {
   const config::OffloadParamSection& section = *config.zero_optimization.offload_param;
+  const std::vector<zero::StoredSlice> slices = parameter_slices_of(plan, layout);
+  const size_t kept_slices = zero::kept_slices(slices, plan.offload);
   std::shared_ptr<PinnedArena> kept;
   if (bytes_.host.parameters > 0) kept = arena("parameter slices", bytes_.host.parameters, section.pin_memory);
-  if (plan.offload.parameters == zero::Home::kHost) {
+  if (kept_slices == slices.size()) {
     if (kept) parameter_slices_ = std::make_shared<offload::ArenaSlices>(std::move(kept));
     return;
   }
   std::vector<int64_t> sizes;
-  int64_t left = plan.offload.kept_parameters;
-  for (const zero::StoredSlice& slice : parameter_slices_of(plan, layout)) {
-    left = slice.numel <= left ? left - slice.numel : -1;
-    if (left < 0) sizes.push_back(slice.bytes);
-  }
-  if (sizes.empty()) {
-    if (kept) parameter_slices_ = std::make_shared<offload::ArenaSlices>(std::move(kept));
-    return;
-  }
+  for (size_t i = kept_slices; i < slices.size(); ++i) sizes.push_back(slices[i].bytes);
   const int64_t buffer = offload::FileSlices::buffer_bytes(sizes);
   const auto buffers_arena =
       arena("buffers of parameter slices", buffer * plan.offload.parameter_buffers, section.pin_memory);
@@ -193,7 +183,7 @@ void OffloadedState::keep_parameters(const Plan& plan, const config::DsConfig& c
                                                  offload::FileSlices::file_bytes(sizes), aio_options(config.aio),
                                                  kParameterPath);
   parameter_slices_ = std::make_shared<offload::FileSlices>(std::move(file), sizes, std::move(buffers), std::move(kept),
-                                                            plan.offload.kept_parameters, device_);
+                                                            kept_slices, device_);
 }
 
 void OffloadedState::swap_optimizer(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout) {
@@ -214,9 +204,7 @@ void OffloadedState::keep_gradients(const config::DsConfig& config, const Offloa
   std::vector<at::Tensor> arrivals;
   std::vector<at::Tensor> buffers;
   if (!device_.is_cpu()) {
-    const int64_t bytes = zero::kWriteBackBuffers * arena_bytes(longest, layout.parameter_dtype) +
-                          zero::kArrivals * arena_bytes(longest, layout.gradient_dtype);
-    const auto staged = arena("what is on its way from and to the device", bytes, pin);
+    const auto staged = arena("what is on its way from and to the device", travel_bytes(layout, longest), pin);
     for (int i = 0; i < zero::kArrivals; ++i) arrivals.push_back(staged->take(longest, layout.gradient_dtype));
     for (int i = 0; i < zero::kWriteBackBuffers; ++i) buffers.push_back(staged->take(longest, layout.parameter_dtype));
     write_back_ = std::make_unique<offload::WriteBack>(device_, std::move(buffers));

@@ -10,7 +10,7 @@
 #include "core/check.h"
 #include "core/safetensors.h"
 #include "engine/engine_impl.h"
-#include "engine/failure_of_rank_zero.h"
+#include "engine/shared_failure.h"
 
 namespace ds::engine {
 namespace {
@@ -92,9 +92,8 @@ std::string Engine::save_16bit_model(const std::string& folder, const std::strin
     for (const auto& item : self.module->named_buffers()) file->write(item.key(), item.value());
     file->commit();
   }
-  share_failure_of_rank_zero(file ? file->failure() : nullptr,
-                             cat("save_16bit_model: rank 0 could not write ", path, ", its message says why"),
-                             self.device, *self.communicator);
+  require<IoError>(failed_rank(file ? file->failure() : nullptr, self.device, *self.communicator) < 0,
+                   "save_16bit_model: rank 0 could not write ", path, ", its message says why");
   return path;
 }
 

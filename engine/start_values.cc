@@ -8,7 +8,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
-#include "engine/failure_of_rank_zero.h"
+#include "engine/shared_failure.h"
 
 namespace ds::engine {
 
@@ -27,8 +27,8 @@ StartValues::StartValues(const torch::nn::Module& module, const std::string& wei
       failure = std::current_exception();
     }
   }
-  share_failure_of_rank_zero(
-      failure, cat("initialize: .weights: rank 0 could not use ", weights, ", its message says why"), device_, world_);
+  require<IoError>(failed_rank(failure, device_, world_) < 0, "initialize: .weights: rank 0 could not use ", weights,
+                   ", its message says why");
 }
 
 void StartValues::check_file(const torch::nn::Module& module, const std::string& weights) {

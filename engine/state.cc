@@ -183,8 +183,7 @@ Engine::ModelStateBytes Engine::model_state_bytes() const {
   for (size_t b = 0; b < impl_->buckets.size(); ++b) {
     if (impl_->offloaded && impl_->offloaded->updates(b)) continue;
     const zero::ParameterBucket& bucket = impl_->buckets[b];
-    const at::Tensor kept = bucket.sharded() ? bucket.slice(impl_->groups.shards->rank()) : bucket.flat();
-    if (!impl_->masters[b].is_alias_of(kept)) bytes.master += static_cast<int64_t>(impl_->masters[b].nbytes());
+    if (!impl_->masters[b].is_alias_of(bucket.kept())) bytes.master += static_cast<int64_t>(impl_->masters[b].nbytes());
   }
   bytes.optimizer = impl_->device_state_bytes();
   bytes.gradients = impl_->gradient_bytes;

@@ -16,25 +16,18 @@ void Engine::Impl::require_states_here(const char* call) const {
 
 std::vector<at::Tensor> Engine::Impl::tensors_of(const OffloadStates& states) const {
   std::vector<at::Tensor> tensors;
-  const int rank = plan.partition_optimizer ? groups.shards->rank() : 0;
   for (size_t b = 0; b < buckets.size(); ++b) {
     const zero::ParameterBucket& bucket = buckets[b];
-    const bool keeps_slice = bucket.sharded() && bucket.stored_bytes() == 0;
-    if (states.lp_params) tensors.push_back(keeps_slice ? bucket.slice(rank) : bucket.flat());
+    if (states.lp_params && bucket.stored_bytes() == 0) tensors.push_back(bucket.kept());
     if (offloaded && offloaded->updates(b)) continue;
     // A master that is a part of the parameters goes with them.
-    const bool own_master =
-        !masters[b].is_alias_of(bucket.flat()) && !(bucket.sharded() && masters[b].is_alias_of(bucket.slice(rank)));
-    if (states.hp_params && own_master) tensors.push_back(masters[b]);
+    if (states.hp_params && !masters[b].is_alias_of(bucket.kept())) tensors.push_back(masters[b]);
     if (!states.optim_states || !optimizer) continue;
     for (const auto& [name, state] : optimizer->states(static_cast<int64_t>(b))) tensors.push_back(state);
   }
   if (!states.lp_params) return tensors;
   for (const zero::ParameterBucket& bucket : frozen_buckets) {
-    if (bucket.stored_bytes() > 0) continue;
-    tensors.push_back(!bucket.sharded()   ? bucket.flat()
-                      : bucket.bits() > 0 ? bucket.encoded_slice()
-                                          : bucket.slice(rank));
+    if (bucket.stored_bytes() == 0) tensors.push_back(bucket.kept());
   }
   if (!gatherer) {
     for (const zero::Parameter& parameter : frozen) tensors.push_back(parameter.tensor.detach());

@@ -1,5 +1,6 @@
 #include "offload/file_slices.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -19,9 +20,9 @@ int64_t FileSlices::buffer_bytes(const std::vector<int64_t>& sizes) {
 }
 
 FileSlices::FileSlices(std::unique_ptr<AioFile> file, const std::vector<int64_t>& sizes,
-                       std::vector<at::Tensor> buffers, std::shared_ptr<PinnedArena> kept, int64_t max_kept,
+                       std::vector<at::Tensor> buffers, std::shared_ptr<PinnedArena> kept, size_t kept_count,
                        at::Device device)
-    : file_(std::move(file), sizes), kept_(std::move(kept)), kept_left_(kept_ ? max_kept : 0), device_(device) {
+    : file_(std::move(file), sizes), kept_(std::move(kept)), kept_left_(kept_count), device_(device) {
   ensure(!buffers.empty(), "slices are read into at least one buffer");
   for (at::Tensor& buffer : buffers) buffers_.push_back({.memory = std::move(buffer)});
 }
@@ -43,11 +44,10 @@ at::Tensor FileSlices::contents(const Buffer& buffer) const {
 }
 
 at::Tensor FileSlices::allocate(int64_t numel, at::ScalarType dtype) {
-  if (numel <= kept_left_) {
-    kept_left_ -= numel;
-    return kept_->take(numel, dtype);
+  if (kept_left_ > 0) {
+    --kept_left_;
+    return kept_ ? kept_->take(numel, dtype) : at::empty({numel}, dtype);
   }
-  kept_left_ = 0;
   at::Tensor slice = tensor_without_memory(numel, dtype);
   const auto index = static_cast<int64_t>(slices_.size());
   slices_.push_back(slice);

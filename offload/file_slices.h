@@ -30,11 +30,11 @@ class FileSlices final : public SliceStore {
 
   // `sizes`: of the slices that go to the file, in the order in which they are allocated. `buffers`: at least one, flat
   // bytes in host memory, each buffer_bytes(sizes) long. `kept`: memory of the slices that stay in host memory, the
-  // first ones as long as they have at most `max_kept` elements together; may be null.
+  // first `kept_count` that are allocated; may be null when these have no elements.
   // `device`: whose current stream is given copies of loaded slices, before unload(). A buffer waits for them before
   // another slice gets it.
   FileSlices(std::unique_ptr<AioFile> file, const std::vector<int64_t>& sizes, std::vector<at::Tensor> buffers,
-             std::shared_ptr<PinnedArena> kept, int64_t max_kept, at::Device device = at::kCPU);
+             std::shared_ptr<PinnedArena> kept, size_t kept_count, at::Device device = at::kCPU);
   // Waits for what is in flight.
   ~FileSlices() override;
 
@@ -71,7 +71,7 @@ class FileSlices final : public SliceStore {
   std::vector<at::Tensor> slices_;
   std::unordered_map<const void*, int64_t> index_;  // by storage
   std::shared_ptr<PinnedArena> kept_;
-  int64_t kept_left_;  // elements
+  size_t kept_left_;  // slices to be allocated there
   at::Device device_;
   uint64_t uses_ = 0;
   std::string failure_;  // of a write

@@ -1,7 +1,6 @@
 #include "zero/memory_model.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "core/check.h"
@@ -112,12 +111,6 @@ int64_t gradient_elements(const MemoryQuestion& question, const std::vector<int6
 
 int64_t in_pages(int64_t bytes) { return round_up(bytes, int64_t{4096}); }
 
-// In float32 the slice of a parameter is its own master where both are in host memory.
-bool shares_master(const MemoryQuestion& question) {
-  return !question.separate_master && question.offload.parameters == Home::kHost &&
-         question.offload.optimizer == Home::kHost && !question.offload.delayed;
-}
-
 // Integers, and a float32 scale for 512 of them: core/block_codec.h, but for short blocks.
 int64_t encoded_bytes(int64_t elements, int bits) { return elements * bits / 8 + elements / 512 * 4; }
 
@@ -173,18 +166,26 @@ std::vector<char> offloaded_buckets(const std::vector<int64_t>& buckets, const O
   return chosen;
 }
 
+bool shares_master(const Offload& offload, bool separate_master) {
+  return !separate_master && offload.parameters == Home::kHost && offload.optimizer == Home::kHost && !offload.delayed;
+}
+
+size_t kept_slices(const std::vector<StoredSlice>& slices, const Offload& offload) {
+  if (offload.parameters == Home::kHost) return slices.size();
+  size_t kept = 0;
+  int64_t left = offload.kept_parameters;
+  while (kept < slices.size() && slices[kept].numel <= left) left -= slices[kept++].numel;
+  return kept;
+}
+
 OffloadedBytes place_parameters(const std::vector<StoredSlice>& slices, const Offload& offload) {
   OffloadedBytes bytes;
-  int64_t kept = offload.parameters == Home::kHost ? std::numeric_limits<int64_t>::max() : offload.kept_parameters;
+  const size_t kept = kept_slices(slices, offload);
   int64_t largest = 0;
-  for (const StoredSlice& slice : slices) {
-    kept = slice.numel <= kept ? kept - slice.numel : -1;
-    if (kept >= 0) {
-      bytes.host.parameters += in_pages(slice.bytes);
-      continue;
-    }
-    bytes.file += in_pages(slice.bytes);
-    largest = std::max(largest, in_pages(slice.bytes));
+  for (size_t i = 0; i < slices.size(); ++i) {
+    const int64_t pages = in_pages(slices[i].bytes);
+    (i < kept ? bytes.host.parameters : bytes.file) += pages;
+    if (i >= kept) largest = std::max(largest, pages);
   }
   bytes.staging = largest * offload.parameter_buffers;
   return bytes;
@@ -215,7 +216,7 @@ OffloadedBytes predict_offloaded(const MemoryQuestion& question) {
     longest = std::max(longest, owned);
     bytes.host.gradients += in_pages(owned * question.gradient_bytes) * (offload.delayed ? 2 : 1);
     if (offload.delayed) bytes.staging += in_pages(owned * question.parameter_bytes);
-    if (!shares_master(question) || is_persistent(question, b)) masters += in_pages(owned * 4);
+    if (!shares_master(offload, question.separate_master) || is_persistent(question, b)) masters += in_pages(owned * 4);
     states += in_pages(owned * 4) * moments;
   }
   if (offload.staged) {

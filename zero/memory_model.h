@@ -96,6 +96,11 @@ struct OffloadedBytes {
   bool operator==(const OffloadedBytes&) const = default;
 };
 OffloadedBytes predict_offloaded(const MemoryQuestion& question);
+// In float32 the slice of a parameter is its own master where both are in host memory, and no update changes one while
+// the other is read.
+bool shares_master(const Offload& offload, bool separate_master);
+// How many of these slices of parameters, the first ones, stay in host memory.
+size_t kept_slices(const std::vector<StoredSlice>& slices, const Offload& offload);
 // The bytes of slices of parameters, in the order in which they are made, by where they live.
 OffloadedBytes place_parameters(const std::vector<StoredSlice>& slices, const Offload& offload);
 

@@ -57,6 +57,8 @@ class ParameterBucket {
   // Bits of an encoded slice, else 0; the slice.
   int bits() const { return bits_; }
   const at::Tensor& encoded_slice() const { return own_; }
+  // What this rank holds from step to step: of a sharded bucket its slice, encoded or not, else flat().
+  const at::Tensor& kept() const { return sharded() ? own_ : flat_; }
   bool sharded() const { return own_.defined(); }
   // Of a sharded bucket: takes memory for flat(), with unspecified contents; gives it back.
   void allocate(GatherMemory& memory);
