@@ -2,7 +2,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <filesystem>
 #include <limits>
 #include <string>
 #include <utility>
@@ -12,6 +11,7 @@
 #include "core/text.h"
 #include "engine/engine.h"
 #include "profiling/tensor_memory.h"
+#include "tests/engine/offload_run.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 
@@ -28,8 +28,7 @@ struct OffloadCase {
   int first_stage = 1;
 };
 
-// Files need a real disk: the folder of the test's binary, not /tmp, which may be memory.
-std::string disk() { return std::filesystem::read_symlink("/proc/self/exe").parent_path(); }
+std::string disk() { return on_disk()["nvme_path"]; }
 
 std::string in_file(const char* section, const char* more = "") {
   return cat("\"", section, R"(": {"device": "nvme", "nvme_path": ")", disk(), "\"", more, "}");
