@@ -1,5 +1,5 @@
-# cmake --install: the library, its headers under include/dsengine, ds-launch and ds-tool, the ready-made configs, and a
-# package for find_package(dsengine).
+# cmake --install: the library, its headers under include/dsengine, ds-launch, ds-tool and its ds-tool-checkpoint, the
+# ready-made configs, and a package for find_package(dsengine).
 include(CMakePackageConfigHelpers)
 
 set(_ds_package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/dsengine)
@@ -8,9 +8,9 @@ install(TARGETS dsengine EXPORT dsengine-targets LIBRARY DESTINATION ${CMAKE_INS
 if(TARGET dsengine_cuda)
   install(TARGETS dsengine_cuda LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 endif()
-install(TARGETS ds-launch ds-tool RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(TARGETS ds-launch ds-tool ds-tool-checkpoint RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(EXPORT dsengine-targets NAMESPACE dsengine:: DESTINATION ${_ds_package_dir})
-foreach(_ds_folder core comm optim zero offload profiling engine)
+foreach(_ds_folder core comm optim zero offload profiling checkpoint engine)
   install(
     DIRECTORY ${PROJECT_SOURCE_DIR}/${_ds_folder}
     DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/dsengine

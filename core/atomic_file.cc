@@ -44,16 +44,24 @@ void AtomicFile::write_at(size_t position, const void* data, size_t bytes) {
   }
 }
 
-void AtomicFile::commit() {
-  if (fsync(descriptor_) != 0) fail("cannot write", errno);
-  if (rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot rename the finished file into place", errno);
-  close(std::exchange(descriptor_, -1));
+void AtomicFile::commit(bool durable) {
+  if (durable && fsync(descriptor_) != 0) fail("cannot write", errno);
+  // Over a network file system this is where a full disk shows.
+  if (close(std::exchange(descriptor_, -1)) != 0) fail_closed("cannot write");
+  if (rename(temporary_.c_str(), path_.c_str()) != 0) fail_closed("cannot rename the finished file into place");
+  if (!durable) return;
   // The rename itself is durable once the folder is.
   const std::string folder = std::filesystem::absolute(path_).parent_path().string();
   const int folder_descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (folder_descriptor < 0) return;
   fsync(folder_descriptor);
   close(folder_descriptor);
+}
+
+void AtomicFile::fail_closed(const char* what) const {
+  const int error = errno;
+  unlink(temporary_.c_str());
+  fail(what, error);
 }
 
 void AtomicFile::fail(const char* what, int error) const {

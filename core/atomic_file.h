@@ -6,8 +6,8 @@
 
 namespace ds {
 
-// Writes beside `path` under a temporary name; commit() makes it durable (fsync) and renames it to `path`. Destroyed
-// without commit(), it leaves nothing behind and `path` as it was. Not thread safe.
+// Writes beside `path` under a temporary name; commit() makes it durable (fsync), if asked to, and renames it to
+// `path`. Destroyed without commit(), it leaves nothing behind and `path` as it was. Not thread safe.
 class AtomicFile {
  public:
   // Throws IoError when the file cannot be created: also a way to find out early whether `path` can be written.
@@ -20,9 +20,11 @@ class AtomicFile {
   void write(const void* data, size_t bytes);
   // At a position from the start of the file, in any order; does not move where write() appends.
   void write_at(size_t position, const void* data, size_t bytes);
-  void commit();
+  // Without `durable` a crash of the machine, unlike one of the program, may lose the contents.
+  void commit(bool durable = true);
 
  private:
+  [[noreturn]] void fail_closed(const char* what) const;  // with errno; the temporary file goes
   [[noreturn]] void fail(const char* what, int error) const;
 
   std::string path_;

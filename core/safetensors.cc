@@ -39,13 +39,6 @@ constexpr std::array kDtypes = {
     DtypeName{"I64", at::kLong},
 };
 
-std::optional<at::ScalarType> dtype_of(const std::string& name) {
-  for (const DtypeName& entry : kDtypes) {
-    if (name == entry.name) return entry.dtype;
-  }
-  return std::nullopt;
-}
-
 // Position in kDtypes.
 size_t rank_of(const std::string& tensor_name, at::ScalarType dtype) {
   for (size_t i = 0; i < kDtypes.size(); ++i) {
@@ -95,7 +88,7 @@ SafetensorsFile::Entry parse_entry(const std::string& where, const std::string& 
                        value.contains("data_offsets"),
                    where, "expected {dtype, shape, data_offsets}, found ", value.dump());
   require<IoError>(value["dtype"].is_string(), where, "expected dtype to be a string, found ", value["dtype"].dump());
-  const auto dtype = dtype_of(value["dtype"]);
+  const auto dtype = safetensors_dtype(value["dtype"]);
   require<IoError>(dtype.has_value(), where, "dtype ", value["dtype"].dump(),
                    " is not one of F64, F32, F16, BF16, I64, I32, I16, I8, U8, BOOL");
   require<IoError>(is_list_of_naturals(value["shape"]), where, "expected shape to be a list of integers >= 0, found ",
@@ -113,6 +106,20 @@ SafetensorsFile::Entry parse_entry(const std::string& where, const std::string& 
 }
 
 }  // namespace
+
+const char* safetensors_name(at::ScalarType dtype) {
+  for (const DtypeName& entry : kDtypes) {
+    if (dtype == entry.dtype) return entry.name;
+  }
+  throw UsageError(cat("safetensors: the format does not hold ", dtype));
+}
+
+std::optional<at::ScalarType> safetensors_dtype(const std::string& name) {
+  for (const DtypeName& entry : kDtypes) {
+    if (name == entry.name) return entry.dtype;
+  }
+  return std::nullopt;
+}
 
 SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path), file_(std::make_shared<MappedFile>(path)) {
   const std::span<const uint8_t> bytes = file_->bytes();
@@ -195,7 +202,7 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<
   std::vector<std::pair<size_t, const Header*>> items;  // with the rank of the dtype
   for (const Header& header : headers) {
     items.emplace_back(rank_of(header.name, header.dtype), &header);
-    const bool is_new = places_.emplace(header.name, Place{header.dtype, header.sizes}).second;
+    const bool is_new = places_.emplace(header.name, Place{.dtype = header.dtype, .sizes = header.sizes}).second;
     require(header.name != kMetadataKey && is_new, "safetensors: the name \"", header.name,
             "\" is given twice or reserved");
   }
@@ -209,21 +216,30 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<
     const size_t end = position + bytes_of(header->sizes, header->dtype).value_or(0);
     text += cat(text.size() > 1 ? "," : "", json(header->name).dump(), ":{\"dtype\":\"", kDtypes[dtype].name,
                 "\",\"shape\":", json(header->sizes).dump(), ",\"data_offsets\":[", position, ",", end, "]}");
-    places_.at(header->name).begin = position;
+    Place& place = places_.at(header->name);
+    place.begin = position;
+    place.end = end;
+    place.missing = end - position;
+    place.written = place.missing == 0;
     position = end;
   }
   text += '}';
   text.append((kLengthBytes - text.size() % kLengthBytes) % kLengthBytes, ' ');
   const uint64_t header_bytes = text.size();
-  file_.write(&header_bytes, sizeof header_bytes);
-  file_.write(text.data(), text.size());
-  for (auto& [name, place] : places_) place.begin += kLengthBytes + text.size();
+  header_.assign(reinterpret_cast<const char*>(&header_bytes), kLengthBytes);
+  header_ += text;
+  file_.write(header_.data(), header_.size());
+  bytes_ = header_.size() + position;
+  for (auto& [name, place] : places_) {
+    place.begin += header_.size();
+    place.end += header_.size();
+  }
 }
 
 void SafetensorsWriter::write(const std::string& name, const at::Tensor& tensor) {
   const auto found = places_.find(name);
-  require(found != places_.end() && !found->second.written, "safetensors: tensor \"", name,
-          "\" was not announced or is written twice");
+  require(found != places_.end() && (!found->second.written || found->second.begin == found->second.end),
+          "safetensors: tensor \"", name, "\" was not announced or is written twice");
   Place& place = found->second;
   require(tensor.defined() && tensor.scalar_type() == place.dtype && tensor.sizes() == at::IntArrayRef(place.sizes),
           "safetensors: tensor \"", name, "\": expected ", place.dtype, " ", at::IntArrayRef(place.sizes), ", found ",
@@ -233,10 +249,28 @@ void SafetensorsWriter::write(const std::string& name, const at::Tensor& tensor)
   place.written = true;
 }
 
-void SafetensorsWriter::commit() {
+void SafetensorsWriter::write_bytes(const std::string& name, size_t position, const void* data, size_t bytes) {
+  const auto found = places_.find(name);
+  require(found != places_.end(), "safetensors: tensor \"", name, "\" was not announced");
+  Place& place = found->second;
+  require(position <= place.end - place.begin && bytes <= place.end - place.begin - position && bytes <= place.missing,
+          "safetensors: tensor \"", name, "\" of ", place.end - place.begin, " bytes: ", bytes, " bytes at ", position,
+          " lie outside or were written before");
+  file_.write_at(place.begin + position, data, bytes);
+  place.missing -= bytes;
+  place.written = place.missing == 0;
+}
+
+size_t SafetensorsWriter::position(const std::string& name) const {
+  const auto found = places_.find(name);
+  require(found != places_.end(), "safetensors: tensor \"", name, "\" was not announced");
+  return found->second.begin;
+}
+
+void SafetensorsWriter::commit(bool durable) {
   for (const auto& [name, place] : places_)
     require(place.written, "safetensors: tensor \"", name, "\" was not written");
-  file_.commit();
+  file_.commit(durable);
 }
 
 void write_safetensors(const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors,

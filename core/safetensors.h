@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,10 @@
 #include "core/mapped_file.h"
 
 namespace ds {
+
+// The format's name of a dtype ("BF16") and back. Throws UsageError / returns nothing for one that it lacks.
+const char* safetensors_name(at::ScalarType dtype);
+std::optional<at::ScalarType> safetensors_dtype(const std::string& name);
 
 // An open file. Nothing is read before a tensor is touched. Safe for concurrent readers.
 class SafetensorsFile {
@@ -72,18 +77,31 @@ class SafetensorsWriter {
 
   // Of any device. Throws UsageError for a tensor that is not as announced or was written before, IoError.
   void write(const std::string& name, const at::Tensor& tensor);
-  // Throws UsageError naming a tensor that was not written, IoError.
-  void commit();
+  // Part of a tensor's data, from `position` bytes into it. Once all its bytes are given, in any order, without
+  // overlap, it is written. Throws UsageError for what lies outside, IoError.
+  void write_bytes(const std::string& name, size_t position, const void* data, size_t bytes);
+  // Where a tensor's data begins in the file, in bytes.
+  size_t position(const std::string& name) const;
+  // Of the whole file.
+  size_t bytes() const { return bytes_; }
+  // The file's first bytes: length, JSON, padding.
+  const std::string& header() const { return header_; }
+  // Throws UsageError naming a tensor that was not written, IoError. `durable`: see core/atomic_file.h.
+  void commit(bool durable = true);
 
  private:
   struct Place {
     at::ScalarType dtype;
     std::vector<int64_t> sizes;
     size_t begin = 0;  // in the file
+    size_t end = 0;
+    size_t missing = 0;  // bytes
     bool written = false;
   };
   AtomicFile file_;
   std::map<std::string, Place> places_;
+  std::string header_;
+  size_t bytes_ = 0;
 };
 
 // Writes all tensors, or leaves `path` untouched. Throws as SafetensorsWriter.

@@ -12,7 +12,11 @@ namespace ds::engine {
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Engine::~Engine() {
-  if (impl_->offloaded) impl_->offloaded->abandon_update();  // it uses the optimizer
+  impl_->end_save();
+  if (!impl_->offloaded) return;
+  impl_->offloaded->abandon_update();  // it uses the optimizer
+  impl_->roll_back_speculation();      // likewise
+  impl_->report_speculation();
 }
 
 at::Tensor Engine::prepared(const at::Tensor& input) const {
@@ -29,6 +33,8 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
           describe(loss), " that does not require a gradient (computed under NoGradGuard, or all parameters frozen?)");
   Impl& self = *impl_;
   self.require_states_here("backward()");
+  self.require_whole_state("backward()");
+  self.roll_back_speculation();  // gradients add up: those it has used are not the last ones
   self.reporter->backward_begins();
   const Autocast::Pause pause(self.device.type());
   const bool boundary = self.boundary_is_known() && self.at_boundary();
@@ -39,11 +45,14 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
   const at::Tensor scaled = scale == 1.0 ? averaged : averaged.to(at::kFloat) * scale;
   self.reducer->begin_backward(self.synchronize, boundary);
   try {
+    self.begin_speculation(boundary);
     scaled.backward({}, retain_graph);
     self.reducer->end_backward();
+    self.end_arrivals();
     self.access->end_backward();
   } catch (...) {
     self.reducer->abandon_backward();
+    self.roll_back_speculation();
     self.access->change_mode();
     throw;
   }
@@ -147,6 +156,11 @@ bool Engine::dynamic_loss_scale() const { return impl_->loss_scaler && impl_->lo
 
 bool Engine::was_step_applied() const { return impl_->step_applied; }
 
+Engine::Speculation Engine::speculation() const {
+  const SpeculationGate& gate = impl_->speculation_gate;
+  return {.stood = gate.stood(), .rolled_back = gate.rolled_back(), .without = gate.steps_without()};
+}
+
 int64_t Engine::global_steps() const { return impl_->global_steps; }
 
 int64_t Engine::global_samples() const { return impl_->global_samples; }
@@ -231,6 +245,7 @@ const std::shared_ptr<DataLoader>& Engine::training_dataloader() const { return 
 void Engine::synchronize_parameters() {
   impl_->require_states_here("synchronize_parameters()");
   impl_->finish_delayed_update();
+  impl_->roll_back_speculation();
   impl_->access->wait_all();
 }
 

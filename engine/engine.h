@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/checkpoint_options.h"
 #include "engine/config/ds_config.h"
 #include "engine/initialize_options.h"
 #include "engine/plan.h"
@@ -88,6 +89,12 @@ class Engine {
   double loss_scale() const;
   bool dynamic_loss_scale() const;
   bool was_step_applied() const;
+  // With offload_optimizer.super_offload, of the optimizer steps so far: those whose update on the host began before
+  // the gradient was judged, and stood, or had to be undone and done again or skipped; and those that did without.
+  struct Speculation {
+    int64_t stood = 0, rolled_back = 0, without = 0;
+  };
+  Speculation speculation() const;
 
   int64_t global_steps() const;
   int64_t global_samples() const;
@@ -125,8 +132,9 @@ class Engine {
 
   // Waits for parameters still on their way after a step (a forward does it by itself, operator by operator). Needed
   // only before reading parameters' memory directly or from another thread. Collective with delayed_update: waits for
-  // the update that runs and publishes it, in place, so not between a forward and its backward. So do all calls that
-  // read the state. An engine that ends before drops that update, with a warning.
+  // the update that runs and publishes it, in place, so not between a forward and its backward. With super_offload it
+  // undoes what the host has updated since backward, and step() does that again. So do all calls that read the state.
+  // An engine that ends before drops a delayed update, with a warning.
   void synchronize_parameters();
   // Makes these parameters of the model (stage 3: their buckets) whole until the returned scope ends. With
   // `modifier_rank` they may be changed in it: every rank, and the optimizer, goes on from that rank's values.
@@ -148,6 +156,28 @@ class Engine {
   // Whole float32 weights by name, on the host: masters of what is trained (a tied weight once, under its first name),
   // and frozen parameters. Collective.
   std::vector<std::pair<std::string, at::Tensor>> fp32_state_dict();
+
+  // --- checkpoints: docs/checkpoints.md ----------------------------------------------------------------------------
+  // Writes all state to <save_dir>/<tag> (default: "global_step<N>"), each rank its part, in one piece or not at all: a
+  // folder under that name is complete and on the disk. Returns its path. Collective, between optimizer steps; save_dir
+  // must be seen by all hosts. When a rank cannot write, all throw (that rank the cause, the others IoError) and what
+  // was in save_dir before is untouched.
+  // Asynchronous: returns at once; the state is copied beside the next forward and backward (the next update waits for
+  // the copy, which takes as much host memory as the rank's part) and written by a thread. Until the next update,
+  // change trained parameters in scopes of gathered_parameters() only: these wait. One save is in
+  // flight at a time. A failure is logged by the next save and thrown by wait_for_checkpoint().
+  std::string save_checkpoint(const std::string& save_dir, const std::string& tag = "",
+                              const SaveOptions& options = {});
+  // Returns when the save in flight is published. Throws IoError on all ranks when it failed. Collective.
+  void wait_for_checkpoint();
+  // Goes on from <load_dir>/<tag>, written by any number of ranks at any stage, precision and offload, or by DeepSpeed.
+  // Without a tag: the one that `latest` names or, if that cannot be read, the whole one with the latest step, with an
+  // error in the log. Without any, nothing is loaded and the result is empty. Collective, between optimizer steps.
+  // Throws UsageError where the checkpoint does not fit the model or the optimizer, before anything is changed. Throws
+  // IoError, naming file and tensor, where it is damaged; if that is found when part was loaded, the engine refuses to
+  // go on until a load succeeds.
+  LoadedCheckpoint load_checkpoint(const std::string& load_dir, const std::string& tag = "",
+                                   const LoadOptions& options = {});
 
   // Moves state from the device to host memory, so that something else can use the device (another model, generation):
   // between two optimizer steps, until reload_states(). In between parameters have no elements, and every call that

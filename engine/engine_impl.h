@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint/background_save.h"
+#include "checkpoint/save_job.h"
 #include "comm/communicator.h"
 #include "engine/autocast.h"
 #include "engine/config/ds_config.h"
@@ -22,6 +24,7 @@
 #include "engine/plan.h"
 #include "engine/rank_groups.h"
 #include "engine/reporter.h"
+#include "engine/speculation_gate.h"
 #include "offload/moved_storage.h"
 #include "optim/loss_scaler.h"
 #include "optim/shard_optimizer.h"
@@ -77,6 +80,17 @@ struct Engine::Impl {
   int gathered_scopes = 0;     // of gathered_parameters() that are open
   int read_only_scopes = 0;    // those of them without a modifier rank
 
+  // super_offload, engine/speculation.cc: updates on the host that begin in backward.
+  SpeculationGate speculation_gate;
+  SpeculationOutcome speculation = SpeculationOutcome::kNone;  // of the running step; kRolledBack until it stands
+  void begin_speculation(bool boundary);
+  void end_arrivals();
+  void roll_back_speculation() noexcept;
+  bool speculation_fits(double gradient_scale);  // false: it is rolled back, if there was one
+  bool publish_speculation();
+  void judge_speculation();  // once a step, when it is over
+  void report_speculation() const;
+
   // Between offload_states() and reload_states().
   struct MovedStates {
     std::optional<offload::MovedStorage> memory;
@@ -85,6 +99,16 @@ struct Engine::Impl {
   std::unique_ptr<MovedStates> moved_states;
   void require_states_here(const char* call) const;
   std::vector<at::Tensor> tensors_of(const OffloadStates& states) const;  // that this rank holds on the device
+
+  // Checkpoints.
+  bool half_loaded = false;                       // a load failed part of the way
+  bool half_loaded_states = false;                // likewise, and it was one with optimizer states
+  std::shared_ptr<checkpoint::SaveJob> save_job;  // of the last asynchronous save, until finish_save()
+  checkpoint::BackgroundSave saving;
+  void require_whole_state(const char* call) const;
+  // Returns when no save is in flight, with the message of the last one's failure, if any. Collective.
+  std::string finish_save();
+  void end_save() noexcept;  // likewise when the engine ends: not collective, the message goes to the log
 
   // Stage 3: calls `use` for each bucket from `first` on (trainable ones, then frozen ones) while its parameters are
   // whole. Collective.
@@ -106,6 +130,10 @@ struct Engine::Impl {
   void apply(double gradient_scale);
   bool delays_update() const;
   void finish_delayed_update();  // collective
+  // gradient_clip_by_value, on a gradient that the update will multiply by `gradient_scale`.
+  void clip_by_value(const at::Tensor& gradient, double gradient_scale) const;
+  // New weights, on the host, of a bucket whose master is updated.
+  void publish(size_t bucket, const at::Tensor& weights);
   void update_slice(size_t bucket, const at::Tensor& gradient, double gradient_scale);
   void require_gradients();
 };

@@ -46,6 +46,7 @@ zero::ReducerOptions reducer_options(const Plan& plan, at::Device device) {
   options.gradient_dtype = scalar_type(plan.gradient_dtype);
   options.communication_dtype = scalar_type(plan.communication_dtype);
   // Elsewhere a hook waits for its turn on a stream, not for other ranks.
+  options.leave_in_backward = plan.offload.speculative;
   if (plan.gather && device.is_cpu()) options.patience = std::chrono::milliseconds(200);
   return options;
 }

@@ -127,12 +127,15 @@ void OffloadedState::count_bytes(const Plan& plan, const OffloadedLayout& layout
     if (!updates_[b]) continue;
     const zero::BucketLayout& bucket = layout.buckets[b];
     bytes_.host.gradients += arena_bytes(bucket.slice_numel, layout.gradient_dtype) * (offload.delayed ? 2 : 1);
-    if (offload.delayed) bytes_.staging += arena_bytes(bucket.slice_numel, layout.parameter_dtype);
+    if (offload.delayed || offload.speculative)
+      bytes_.staging += arena_bytes(bucket.slice_numel, layout.parameter_dtype);
     if (in_file) continue;
     const int64_t tensor = arena_bytes(bucket.slice_numel, at::kFloat);
     if (!shares_master_ || bucket.persistent) bytes_.host.master += tensor;
     bytes_.host.optimizer += tensor * layout.states[b];
+    if (offload.speculative) bytes_.staging += tensor * (1 + layout.states[b]);
   }
+  if (offload.speculation_copies_gradient) bytes_.staging += arena_bytes(longest, layout.gradient_dtype);
   if (in_file) {
     const auto sizes = offload::SliceSwapper::sizes(swapped_sizes(layout, updates_), offload.optimizer_buffers);
     bytes_.file += sizes.file_bytes;
@@ -154,6 +157,7 @@ void OffloadedState::take_memory(const Plan& plan, const config::DsConfig& confi
   }
   keep_gradients(config, layout, longest);
   if (offload.delayed) prepare_delay(config, layout);
+  if (offload.speculative) prepare_speculation(plan, config, layout, longest);
 }
 
 std::shared_ptr<PinnedArena> OffloadedState::arena(const char* purpose, int64_t bytes, bool pin) const {
@@ -231,6 +235,34 @@ void OffloadedState::prepare_delay(const config::DsConfig& config, const Offload
   const bool pin = config.zero_optimization.offload_optimizer->pin_memory;
   other_gradients_ = slices_of("gradients of a delayed update", layout, layout.gradient_dtype, pin);
   weights_ = slices_of("weights of a delayed update", layout, layout.parameter_dtype, pin);
+}
+
+void OffloadedState::prepare_speculation(const Plan& plan, const config::DsConfig& config,
+                                         const OffloadedLayout& layout, int64_t longest) {
+  const bool pin = config.zero_optimization.offload_optimizer->pin_memory;
+  int64_t bytes = 0;
+  for (size_t b = 0; b < layout.buckets.size(); ++b) {
+    if (updates_[b]) bytes += arena_bytes(layout.buckets[b].slice_numel, at::kFloat) * (1 + layout.states[b]);
+  }
+  const auto before = arena("master weights and optimizer states before a speculative update", bytes, false);
+  SpeculationMemory memory = {
+      .undo = std::vector<std::vector<at::Tensor>>(layout.buckets.size()),
+      .weights = slices_of("weights of a speculative update", layout, layout.parameter_dtype, pin),
+      .gradient = {}};
+  for (size_t b = 0; b < layout.buckets.size(); ++b) {
+    for (int64_t i = 0; updates_[b] && i < 1 + layout.states[b]; ++i)
+      memory.undo[b].push_back(before->take(layout.buckets[b].slice_numel, at::kFloat));
+  }
+  if (plan.offload.speculation_copies_gradient) {
+    memory.gradient = arena("a gradient of a speculative update", arena_bytes(longest, layout.gradient_dtype), false)
+                          ->take(longest, layout.gradient_dtype);
+  }
+  speculation_ = std::make_unique<SpeculativeUpdate>(*gradients_, std::move(memory));
+}
+
+ReducedGradients* OffloadedState::gradients() {
+  if (speculation_) return speculation_.get();
+  return gradients_.get();
 }
 
 at::Tensor OffloadedState::master_of(size_t bucket, const at::Tensor& values, bool sharded) {

@@ -19,6 +19,7 @@
 #include "core/slice_store.h"
 #include "engine/config/ds_config.h"
 #include "engine/plan.h"
+#include "engine/speculative_update.h"
 #include "offload/host_gradients.h"
 #include "offload/pinned_arena.h"
 #include "offload/slice_swapper.h"
@@ -55,7 +56,9 @@ class OffloadedState {
   // Of sharded buckets, trainable and frozen. Null: beside their buckets.
   const std::shared_ptr<SliceStore>& parameter_slices() const { return parameter_slices_; }
   // Where the reducer leaves gradients of these buckets. Null: none is here.
-  ReducedGradients* gradients() { return gradients_.get(); }
+  ReducedGradients* gradients();
+  // With super_offload: between the reducer and gradients. Else null.
+  SpeculativeUpdate* speculation() { return speculation_.get(); }
 
   // The master of a bucket that is updated here: a copy of `values` ([slice], float32), or undefined where the slice of
   // the bucket will be the master (float32 in host memory already).
@@ -90,6 +93,8 @@ class OffloadedState {
   void swap_optimizer(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout);
   void keep_gradients(const config::DsConfig& config, const OffloadedLayout& layout, int64_t longest);
   void prepare_delay(const config::DsConfig& config, const OffloadedLayout& layout);
+  void prepare_speculation(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout,
+                           int64_t longest);
   std::vector<at::Tensor> slices_of(const char* purpose, const OffloadedLayout& layout, at::ScalarType dtype,
                                     bool pin) const;
   std::shared_ptr<offload::PinnedArena> arena(const char* purpose, int64_t bytes, bool pin) const;
@@ -106,6 +111,7 @@ class OffloadedState {
   std::vector<int64_t> swapped_;                // per bucket: its slice of swapper_
   std::vector<std::vector<at::Tensor>> fresh_;  // per bucket: states in a file that no optimizer has yet
   std::unique_ptr<offload::HostGradients> gradients_;
+  std::unique_ptr<SpeculativeUpdate> speculation_;
   std::unique_ptr<offload::WriteBack> write_back_;
 
   // Of delayed updates, per bucket.

@@ -96,6 +96,32 @@ zero::Home home_of(config::OffloadDevice device) {
 
 bool updates_elementwise(const std::string& optimizer) { return optimizer != "Lamb" && optimizer != "Muon"; }
 
+// offload_optimizer.super_offload. The boundary of an accumulation has to find the gradient that the host has used.
+void choose_speculation(const DsConfig& config, Plan& plan) {
+  const config::ZeroSection& zero = config.zero_optimization;
+  if (!zero.offload_optimizer || !zero.offload_optimizer->super_offload) return;
+  constexpr const char* kKey = "zero_optimization.offload_optimizer.super_offload: true needs ";
+  require<ConfigError>(zero.stage > 0, kKey, "zero_optimization.stage 1, 2 or 3, found ", zero.stage,
+                       ", where the optimizer is not offloaded; raise the stage, or remove the key");
+  require<ConfigError>(plan.offload.optimizer == zero::Home::kHost, kKey,
+                       "zero_optimization.offload_optimizer.device \"cpu\", found \"", name_of(zero.optimizer_device()),
+                       "\": it updates in host memory, and keeps a copy there to go back to; set it to \"cpu\", or ",
+                       "remove super_offload");
+  require<ConfigError>(!zero.offload_optimizer->delayed_update, kKey,
+                       "zero_optimization.offload_optimizer.delayed_update false, found true: one begins the update ",
+                       "before backward ends, the other after the step; keep one of them");
+  require<ConfigError>(updates_elementwise(config.optimizer.type), kKey, "an optimizer that updates each element by ",
+                       "itself, found optimizer.type ", config.optimizer.type, ", whose update talks to other ranks ",
+                       "while these reduce gradients; use Adam, AdamW, Adagrad, Lion or SGD, or remove the key");
+  require<ConfigError>(plan.shard_ranks == plan.topology.dp, kKey, "gradients that are complete when they arrive on ",
+                       "the host, found zero_optimization.mics_shard_size: ", plan.shard_ranks, " of ",
+                       plan.topology.dp, " ranks, where copies of the model join theirs after backward; remove one of ",
+                       "the two keys");
+  plan.offload.speculative = true;
+  // The others' kernels for the host read the gradient only.
+  plan.offload.speculation_copies_gradient = plan.clip_value > 0 || config.optimizer.algorithm() == "SGD";
+}
+
 void choose_offload(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const config::ZeroSection& zero = config.zero_optimization;
   plan.offload.staged = facts.accelerator;
@@ -159,6 +185,7 @@ void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan
   choose_gradient_quantization(zero, plan);
   plan.require_all_gradients = !zero.ignore_unused_parameters;
   plan.clip_value = config.gradient_clip_by_value;
+  choose_speculation(config, plan);
   plan.clip_norm = plan.clip_value > 0 && !config.given("gradient_clipping") ? 0.0 : config.gradient_clipping;
   // A skipped step is decided by the norm.
   plan.compute_grad_norm = zero.compute_grad_norm || plan.skip_on_overflow;

@@ -155,6 +155,12 @@ void add_offload_rows(const DsConfig& config, Plan& plan) {
                              " on it runs beside the next forward and backward, which read the weights before it"),
                          "zero_optimization.offload_optimizer.delayed_update: true"});
   }
+  if (offload.speculative) {
+    plan.rows.push_back({"speculative update",
+                         cat("the host updates a bucket when its gradient arrives in the last backward, and goes ",
+                             "back if the step is then ", plan.clip_norm > 0 ? "clipped or skipped" : "skipped"),
+                         "zero_optimization.offload_optimizer.super_offload: true"});
+  }
   if (offload.parameters != zero::Home::kDevice) {
     plan.rows.push_back({"offloaded parameters",
                          cat("slices in ", place_of(offload.parameters, "a file"), ", gathered from there",

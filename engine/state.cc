@@ -1,4 +1,5 @@
 // Reading the engine's state: whole parameters, masters, bytes.
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
@@ -33,6 +34,7 @@ void Engine::Impl::for_each_whole_bucket(size_t first, const std::function<void(
 }
 
 void Engine::Impl::take_over_changes(size_t bucket) {
+  at::autocast::clear_cache();           // of this thread: casted copies of the weights before
   if (bucket >= buckets.size()) return;  // frozen
   const at::NoGradGuard no_grad;
   at::Tensor own = plan.partition_optimizer ? buckets[bucket].slice(groups.shards->rank()) : buckets[bucket].flat();
@@ -62,6 +64,7 @@ at::Tensor Engine::Impl::whole_master(size_t bucket) {
 
 void Engine::Impl::use_master(size_t bucket, bool changes, const std::function<void(const at::Tensor&)>& use) {
   if (!offloaded) return use(masters[bucket]);
+  roll_back_speculation();
   offloaded->use(bucket, changes, [&] { use(masters[bucket]); });
 }
 
@@ -75,6 +78,7 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
   require(!modifier_rank || self.read_only_scopes == 0, "gathered_parameters: a scope with a modifier rank cannot be ",
           "opened inside one without; close the outer one first, or give it a modifier rank too");
   synchronize_parameters();
+  if (modifier_rank) self.saving.wait_copied();
   std::set<const void*> wanted;
   for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
   const auto take = [&](const zero::Parameter& parameter) {
@@ -127,6 +131,7 @@ int64_t Engine::Impl::device_state_bytes() const {
 
 std::vector<std::pair<std::string, at::Tensor>> Engine::module_state_dict() {
   const at::NoGradGuard no_grad;
+  impl_->require_whole_state("module_state_dict()");
   synchronize_parameters();
   std::unordered_map<const void*, at::Tensor> gathered;  // by identity; empty below stage 3
   if (impl_->gatherer) {
@@ -149,6 +154,7 @@ std::vector<std::pair<std::string, at::Tensor>> Engine::module_state_dict() {
 
 std::vector<std::pair<std::string, at::Tensor>> Engine::fp32_state_dict() {
   const at::NoGradGuard no_grad;
+  impl_->require_whole_state("fp32_state_dict()");
   synchronize_parameters();
   std::vector<at::Tensor> whole(impl_->parameters.size());
   for (size_t b = 0; b < impl_->buckets.size(); ++b) {

@@ -47,6 +47,7 @@ void Engine::offload_states(OffloadStates states) {
           " scopes of gathered_parameters() are open; end them first");
   const at::NoGradGuard no_grad;
   synchronize_parameters();
+  self.saving.wait_copied();
   if (self.gatherer) self.gatherer->release_memory();
   if (states.lp_grads) self.reducer->release_buffers();
   const at::RecordFunctionGuard not_gathered(/*is_enabled=*/false);  // for what is done with parameters here

@@ -22,6 +22,7 @@ constexpr double kClipEpsilon = 1e-6;
 
 void Engine::Impl::update() {
   const at::NoGradGuard no_grad;
+  saving.wait_copied();
   access->wait_all();  // what was gathered ahead and is not used reads slices, and holds the memory they are read into
   finish_delayed_update();
   reducer->finish();
@@ -34,6 +35,7 @@ void Engine::Impl::update() {
   gradient_norm.reset();
   if (plan.compute_grad_norm) gradient_norm = skips ? std::numeric_limits<double>::infinity() : norm;
   if (skips) {
+    roll_back_speculation();
     log::warning("step ", global_steps + 1, " is skipped: the gradient is not finite", name_non_finite(),
                  loss_scaler ? cat(", loss scale ", scale) : std::string());
   } else {
@@ -48,6 +50,7 @@ void Engine::Impl::update() {
     gathered_bytes = gatherer->take_peak_elements() * static_cast<int64_t>(buckets.front().flat().element_size());
   }
   reducer->reset();
+  judge_speculation();
   if (loss_scaler) loss_scaler->update(overflow);  // last: throws when the scale cannot fall any further
 }
 
@@ -119,13 +122,10 @@ void Engine::Impl::apply(double gradient_scale) {
     client_optimizer->step();
     return;
   }
-  optimizer->begin_step();
-  const auto clip_values = [clip = plan.clip_value, gradient_scale](const at::Tensor& gradient) {
-    if (clip <= 0) return;
-    // With the loss scale still in it: without it small values may be lost to float16.
-    const double bound = clip / gradient_scale;
-    constexpr double kLargestHalf = 65504.0;
-    if (gradient.scalar_type() != at::kHalf || bound < kLargestHalf) gradient.clamp_(-bound, bound);
+  const bool speculated = speculation_fits(gradient_scale);
+  if (!speculated) optimizer->begin_step();
+  const auto clip_values = [this, gradient_scale](const at::Tensor& gradient) {
+    clip_by_value(gradient, gradient_scale);
   };
   const auto update_bucket = [&](size_t b) {
     const at::Tensor gradient = reducer->gradient(b);
@@ -138,10 +138,24 @@ void Engine::Impl::apply(double gradient_scale) {
   }
   if (offloaded && delays_update()) {
     offloaded->start_update(*optimizer, gradient_scale, clip_values);
-  } else if (offloaded) {
+  } else if (offloaded && !(speculated && publish_speculation())) {
     offloaded->for_each(update_bucket);
   }
   access->end_update();
+}
+
+void Engine::Impl::clip_by_value(const at::Tensor& gradient, double gradient_scale) const {
+  if (plan.clip_value <= 0) return;
+  // With the loss scale still in it: without it small values may be lost to float16.
+  const double bound = plan.clip_value / gradient_scale;
+  constexpr double kLargestHalf = 65504.0;
+  if (gradient.scalar_type() != at::kHalf || bound < kLargestHalf) gradient.clamp_(-bound, bound);
+}
+
+void Engine::Impl::publish(size_t b, const at::Tensor& weights) {
+  const zero::ParameterBucket& bucket = buckets[b];
+  bucket.use_slice(/*changes=*/true, [&] { at::Tensor(bucket.slice(groups.shards->rank())).copy_(weights); });
+  access->updated(b);
 }
 
 bool Engine::Impl::delays_update() const {
@@ -155,11 +169,7 @@ void Engine::Impl::finish_delayed_update() {
   access->wait_all();
   // The backward that was just given to a device may still have to copy the slices that are now to change on the host.
   if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
-  offloaded->finish_update([&](size_t b, const at::Tensor& weights) {
-    const zero::ParameterBucket& bucket = buckets[b];
-    bucket.use_slice(/*changes=*/true, [&] { at::Tensor(bucket.slice(groups.shards->rank())).copy_(weights); });
-    access->updated(b);
-  });
+  offloaded->finish_update([&](size_t b, const at::Tensor& weights) { publish(b, weights); });
   access->end_update();
 }
 

@@ -12,6 +12,8 @@ struct GroupOptions {
   double beta2 = 0.999;
   double momentum = 0.0;
   double eps = 1e-8;
+
+  bool operator==(const GroupOptions&) const = default;
 };
 
 }  // namespace ds::optim

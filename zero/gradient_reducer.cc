@@ -104,6 +104,7 @@ void GradientReducer::end_backward() {
   if (unreduced_) return;
   launch_ready(/*all=*/true);
   if (transient()) limit_in_flight(0);
+  if (leaves_in_backward()) leave_in_order(0);
 }
 
 void GradientReducer::abandon_backward() {
@@ -213,6 +214,8 @@ void GradientReducer::launch_ready(bool all) {
     // Bounds the memory of stage 2: beside the buckets that fill, two are on their way.
     if (transient()) {
       limit_in_flight(2, /*inside_backward=*/!all);
+    } else if (leaves_in_backward()) {
+      leave_in_order(2);
     } else if (options_.communication_dtype != options_.gradient_dtype) {
       limit_wires(2);
     }
@@ -332,7 +335,7 @@ bool GradientReducer::is_elsewhere(const Bucket& bucket) const {
   return elsewhere_ && elsewhere_->takes(index_of(bucket));
 }
 
-// At the boundary: `local` stays allocated, empty, for the next backward.
+// Where buckets stay: `local` stays allocated, empty, for the next backward.
 void GradientReducer::move_elsewhere(Bucket& bucket) {
   elsewhere_->add(index_of(bucket), own_part(bucket, bucket.local));
   for (const Segment& segment : bucket.parameters->layout().segments) {
@@ -340,6 +343,16 @@ void GradientReducer::move_elsewhere(Bucket& bucket) {
   }
   std::fill(bucket.filled.begin(), bucket.filled.end(), 0);
   bucket.launched = false;
+}
+
+// Completes the oldest reductions until so many are under way.
+void GradientReducer::leave_in_order(size_t staying) {
+  while (in_flight_.size() > staying) {
+    Bucket& bucket = buckets_[in_flight_.front()];
+    complete(bucket);
+    if (is_elsewhere(bucket)) move_elsewhere(bucket);
+    in_flight_.erase(in_flight_.begin());
+  }
 }
 
 // Slices would leave holes among the larger buffers if they were freed and made in every step.

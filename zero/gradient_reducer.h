@@ -40,6 +40,8 @@ struct ReducerOptions {
   // Stage 3: how long a gradient's hook may wait for other ranks. One that waits for this rank's next gather cannot
   // reduce, where it has no gradient for a parameter that has one here; the buckets that would be given back stay then.
   std::optional<std::chrono::milliseconds> patience;
+  // Where buckets stay until finish(): reduced gradients that leave them all the same leave inside backward.
+  bool leave_in_backward = false;
 };
 
 // Where reduced gradients go.
@@ -105,12 +107,14 @@ class GradientReducer {
   void fill_missing(Bucket& bucket);
   at::Tensor kept_slice(Bucket& bucket, const at::Tensor& own);
   void move_elsewhere(Bucket& bucket);
+  void leave_in_order(size_t staying);
   bool is_elsewhere(const Bucket& bucket) const;
   size_t index_of(const Bucket& bucket) const;
   void drop_reduced(Bucket& bucket);
   at::Tensor take_buffer(const Bucket& bucket);
   void give_back(at::Tensor buffer);
   at::Tensor own_part(const Bucket& bucket, const at::Tensor& flat) const;
+  bool leaves_in_backward() const { return elsewhere_ && options_.leave_in_backward; }
   bool transient() const { return options_.policy == ReductionPolicy::kReduceScatterEveryBackward; }
   void note_bytes(int64_t change);
 

@@ -167,7 +167,8 @@ std::vector<char> offloaded_buckets(const std::vector<int64_t>& buckets, const O
 }
 
 bool shares_master(const Offload& offload, bool separate_master) {
-  return !separate_master && offload.parameters == Home::kHost && offload.optimizer == Home::kHost && !offload.delayed;
+  return !separate_master && offload.parameters == Home::kHost && offload.optimizer == Home::kHost &&
+         !offload.delayed && !offload.speculative;
 }
 
 size_t kept_slices(const std::vector<StoredSlice>& slices, const Offload& offload) {
@@ -215,10 +216,12 @@ OffloadedBytes predict_offloaded(const MemoryQuestion& question) {
     const int64_t owned = buckets[b] / question.dp;
     longest = std::max(longest, owned);
     bytes.host.gradients += in_pages(owned * question.gradient_bytes) * (offload.delayed ? 2 : 1);
-    if (offload.delayed) bytes.staging += in_pages(owned * question.parameter_bytes);
+    if (offload.delayed || offload.speculative) bytes.staging += in_pages(owned * question.parameter_bytes);
+    if (offload.speculative) bytes.staging += in_pages(owned * 4) * (1 + moments);
     if (!shares_master(offload, question.separate_master) || is_persistent(question, b)) masters += in_pages(owned * 4);
     states += in_pages(owned * 4) * moments;
   }
+  if (offload.speculation_copies_gradient) bytes.staging += in_pages(longest * question.gradient_bytes);
   if (offload.staged) {
     bytes.staging += kWriteBackBuffers * in_pages(longest * question.parameter_bytes) +
                      kArrivals * in_pages(longest * question.gradient_bytes);

@@ -26,7 +26,9 @@ struct Offload {
   int64_t parameter_buffers = 0;    // likewise of parameters
   int64_t kept_parameters = 0;      // kFile: elements of the first slices of a rank that stay in host memory
   bool delayed = false;             // an update runs while the next gradients arrive: both have memory, and new weights
-  bool staged = false;              // the device is not the host: gradients and weights pass through buffers
+  bool speculative = false;         // kHost: an update may be undone: master and states are kept twice, and new weights
+  bool speculation_copies_gradient = false;  // likewise: it changes the gradient it gets
+  bool staged = false;                       // the device is not the host: gradients and weights pass through buffers
 };
 
 // Slices, the largest, in host memory on the way to a device and from it.
@@ -89,7 +91,7 @@ std::vector<char> offloaded_buckets(const std::vector<int64_t>& buckets, const O
 // What a rank keeps beside the device.
 struct OffloadedBytes {
   ModelStateBytes host;
-  int64_t staging = 0;  // host memory through which files and devices are read and written
+  int64_t staging = 0;  // host memory through which files and devices are read and written, or to undo updates
   int64_t file = 0;
   int64_t host_total() const { return host.total() + staging; }
 
@@ -97,7 +99,7 @@ struct OffloadedBytes {
 };
 OffloadedBytes predict_offloaded(const MemoryQuestion& question);
 // In float32 the slice of a parameter is its own master where both are in host memory, and no update changes one while
-// the other is read.
+// the other is read or has to be undone.
 bool shares_master(const Offload& offload, bool separate_master);
 // How many of these slices of parameters, the first ones, stay in host memory.
 size_t kept_slices(const std::vector<StoredSlice>& slices, const Offload& offload);

@@ -101,6 +101,8 @@ void describe(JsonFields& json, CheckpointSection& s) {
   json.section("parallel_write", s.parallel_write, describe, UnknownKeys::kWarn);
   json.field("checkpoint_serialization", s.checkpoint_serialization);
   json.section("writer", s.writer, describe, UnknownKeys::kWarn);
+  json.field("keep_last", s.keep_last, at_least(0));
+  json.field("durable", s.durable);
 }
 
 }  // namespace ds::config

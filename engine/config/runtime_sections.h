@@ -77,6 +77,8 @@ struct CheckpointSection {
   ParallelWriteSection parallel_write;
   bool checkpoint_serialization = true;
   std::optional<CheckpointWriterSection> writer;
+  int64_t keep_last = 0;  // own key: whole checkpoints that stay in the folder, 0 = all
+  bool durable = true;    // own key: on the disk before they are published
 };
 
 }  // namespace ds::config

@@ -25,9 +25,9 @@ class Collector {
 
 void collect_zero(const ZeroSection& s, Collector& out) {
   const std::string z = "zero_optimization.";
-  out.later(s.offload_optimizer && s.offload_optimizer->super_offload, z + "offload_optimizer.super_offload",
-            "use false");
-  out.later(s.zenflow.has_value(), z + "zenflow", "remove it");
+  out.later(s.zenflow.has_value(), z + "zenflow",
+            "remove it; offload_optimizer.super_offload updates on the host beside backward with the same results, "
+            "offload_optimizer.delayed_update beside the next step with gradients one update old");
   out.later(s.zeropp_loco_param.has_value(), z + "zeropp_loco_param", "remove it");
 }
 
@@ -92,8 +92,10 @@ void collect_features(const DsConfig& c, Collector& out) {
   out.later(c.data_efficiency.enabled, "data_efficiency", "turn it off");
   out.later(c.autotuning.enabled, "autotuning", "turn it off");
   out.later(c.weight_quantization && c.weight_quantization->enabled, "weight_quantization", "remove it");
-  out.later(c.checkpoint.load_universal, "checkpoint.load_universal", "use false");
-  out.later(c.checkpoint.writer.has_value(), "checkpoint.writer", "remove it");
+  out.later(c.checkpoint.use_node_local_storage, "checkpoint.use_node_local_storage",
+            "use false; rank 0 joins the parts of all ranks, so that they lie on a file system all hosts share");
+  out.later(c.checkpoint.writer && c.checkpoint.writer->type == "MOCK", "checkpoint.writer.type",
+            "use FAST; MOCK writes nothing");
   out.later(c.progressive_layer_drop.enabled, "progressive_layer_drop", "turn it off");
   out.later(c.curriculum_learning.enabled, "curriculum_learning", "turn it off");
   out.later(c.elasticity.enabled, "elasticity", "turn it off and give the batch sizes");

@@ -1,9 +1,17 @@
 // ds-tool check CONFIG [--world_size N] [--parameters N] [--strict] [--json]
-#include <CLI/CLI.hpp>
-#include <cstdint>
-#include <exception>
-#include <iostream>
+// ds-tool checkpoint inspect|verify|diff|convert ...   runs ds-tool-checkpoint, which loads LibTorch; this one does not
+#include <unistd.h>
 
+#include <CLI/CLI.hpp>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <filesystem>
+#include <iostream>
+#include <string>
+
+#include "core/check.h"
 #include "engine/tool/check_command.h"
 
 namespace {
@@ -12,8 +20,19 @@ constexpr int kUsageError = 2;
 constexpr int64_t kMostRanks = 1 << 24;
 constexpr int64_t kMostParameters = int64_t{1} << 50;
 
+// Becomes ds-tool-checkpoint, which lies beside this program, with the arguments after "checkpoint".
+[[noreturn]] void run_checkpoint_tool(char** arguments) {
+  const std::filesystem::path own = std::filesystem::read_symlink("/proc/self/exe");
+  const std::string program = (own.parent_path() / "ds-tool-checkpoint").string();
+  execv(program.c_str(), arguments);
+  throw ds::IoError(
+      ds::cat(program, ": cannot be run: ", std::strerror(errno),
+              "; `ds-tool checkpoint` needs it beside ds-tool, where the build and the installation put it"));
+}
+
 int run(int argc, char** argv) {
-  CLI::App app("Looks at ds_config files without starting a job.", "ds-tool");
+  if (argc > 1 && std::string(argv[1]) == "checkpoint") run_checkpoint_tool(argv + 1);
+  CLI::App app("Looks at ds_config files and checkpoints without starting a job.", "ds-tool");
   app.set_version_flag("--version", DS_VERSION);
   app.require_subcommand(1);
   ds::tool::CheckOptions options;
@@ -36,11 +55,14 @@ int run(int argc, char** argv) {
       ->type_name("N");
   check->add_flag("--strict", options.strict, "Unknown keys are errors");
   check->add_flag("--json", options.json, "Print one JSON object, every key with its value");
+  // For the help; it has been dealt with above.
+  app.add_subcommand("checkpoint", "Looks at checkpoints and converts them: inspect, verify, diff, convert");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : kUsageError;
   }
+  ds::require(!app.got_subcommand("checkpoint"), "expected `checkpoint` to be the first argument");
   return ds::tool::check(options, std::cout, std::cerr);
 }
 

@@ -72,10 +72,11 @@ at::Tensor Attention::forward(const at::Tensor& x) const {
 }
 
 Mlp::Mlp(const GptConfig& config)
-    : fc(register_module("fc", std::make_shared<Linear>(config.hidden, kMlpExpansion * config.hidden, true))),
+    : approximate(config.tanh_gelu ? "tanh" : "none"),
+      fc(register_module("fc", std::make_shared<Linear>(config.hidden, kMlpExpansion * config.hidden, true))),
       proj(register_module("proj", std::make_shared<Linear>(kMlpExpansion * config.hidden, config.hidden, true))) {}
 
-at::Tensor Mlp::forward(const at::Tensor& x) const { return proj->forward(at::gelu(fc->forward(x))); }
+at::Tensor Mlp::forward(const at::Tensor& x) const { return proj->forward(at::gelu(fc->forward(x), approximate)); }
 
 Block::Block(const GptConfig& config)
     : ln1(register_module("ln1", std::make_shared<LayerNorm>(config.hidden))),

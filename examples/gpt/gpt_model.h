@@ -1,6 +1,6 @@
 // A decoder-only GPT as a plain LibTorch module: nothing in it knows of the engine.
 //
-// Pre-LayerNorm (eps 1e-5), learned positions, causal scaled-dot-product attention, exact (erf) GELU, no dropout,
+// Pre-LayerNorm (eps 1e-5), learned positions, causal scaled-dot-product attention, GELU, no dropout,
 // biases on every linear layer but the head. Parameters: wte.weight, wpe.weight, per block h.<i>.{ln1, attn.qkv,
 // attn.proj, ln2, mlp.fc, mlp.proj}
 // .{weight, bias}, ln_f.{weight, bias}, head.weight (absent when the head is tied to wte).
@@ -23,6 +23,7 @@ struct GptConfig {
   int64_t vocab = 256;
   bool tie_embeddings = false;
   bool freeze_embeddings = false;         // wte and wpe are not trained, and with them a tied head
+  bool tanh_gelu = false;                 // GELU's tanh approximation, as GPT-2's; otherwise exact (erf)
   bool activation_checkpointing = false;  // blocks keep their input only and are computed again in backward
 };
 
@@ -57,6 +58,7 @@ struct Attention : torch::nn::Module {
 struct Mlp : torch::nn::Module {
   explicit Mlp(const GptConfig& config);
   at::Tensor forward(const at::Tensor& x) const;
+  const char* approximate;  // of at::gelu
   std::shared_ptr<Linear> fc, proj;
 };
 

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "core/check.h"
+#include "examples/gpt/gpt2_names.h"
 
 namespace gpt {
 namespace {
@@ -18,6 +19,8 @@ void add_model_options(CLI::App& app, GptConfig& model) {
       ->check(CLI::PositiveNumber)
       ->group("Model");
   app.add_flag("--tie_embeddings", model.tie_embeddings, "The head uses the token embedding's weight")->group("Model");
+  app.add_flag("--tanh_gelu", model.tanh_gelu, "GELU's tanh approximation, as GPT-2's; otherwise exact")
+      ->group("Model");
   app.add_flag("--freeze_embeddings", model.freeze_embeddings,
                "Do not train the token and position embeddings, nor a head tied to them")
       ->group("Model");
@@ -34,9 +37,14 @@ void add_run_options(CLI::App& app, GptOptions& options) {
                  "A text file, or a folder of them (its first 32 MiB); default: the environment variable DS_GPT_DATA, "
                  "else the C++ "
                  "headers of LibTorch");
-  app.add_option("--steps", options.steps, "Optimizer steps")->check(CLI::NonNegativeNumber);
+  app.add_option("--steps", options.steps, "Optimizer steps in all, those before a loaded checkpoint included")
+      ->check(CLI::NonNegativeNumber);
   app.add_option("--init", options.init, "Start from these weights (safetensors) instead of the seed's");
   app.add_option("--save", options.save, "Write the float32 weights to this safetensors file at the end");
+  app.add_option(
+      "--export_hf", options.export_hf,
+      "Write the float32 weights and a config.json at the end to this folder, as a GPT-2 that Hugging Face's "
+      "transformers loads");
   app.add_option("--order", options.order, "Where sequences start in the text: random or sequential")
       ->transform(CLI::CheckedTransformer(orders))
       ->option_text("random|sequential [random]");
@@ -46,6 +54,51 @@ void add_run_options(CLI::App& app, GptOptions& options) {
       ->check(CLI::NonNegativeNumber);
   app.add_option("--seed", options.seed, "Of initial weights, random order and sampling");
   app.add_option("--device", options.device, "cpu or cuda [cpu]")->check(CLI::IsMember({"cpu", "cuda"}));
+}
+
+void add_checkpoint_options(CLI::App& app, GptOptions& options) {
+  CLI::Option* save = app.add_option("--save_checkpoint", options.save_checkpoint,
+                                     "Save all state of the run to this folder, after the last step at least")
+                          ->group("Checkpoints");
+  app.add_option("--save_interval", options.save_interval, "Save after every so many steps; 0: only after the last")
+      ->check(CLI::NonNegativeNumber)
+      ->needs(save)
+      ->group("Checkpoints");
+  app.add_option("--keep_checkpoints", options.keep_checkpoints,
+                 "Keep the latest so many, remove older ones; 0: all [checkpoint.keep_last of the ds_config]")
+      ->check(CLI::NonNegativeNumber)
+      ->needs(save)
+      ->group("Checkpoints");
+  app.add_option(
+         "--load_checkpoint", options.load_checkpoint,
+         "Go on from the latest checkpoint in this folder, with any number of ranks and ZeRO stage; starts anew "
+         "where there is none")
+      ->group("Checkpoints");
+}
+
+// --load_hf and what it decides.
+void add_hf_option(CLI::App& app, GptOptions& options) {
+  CLI::Option* load = app.add_option("--load_hf", options.load_hf,
+                                     "Start from the GPT-2 in this folder (config.json and safetensors weights, as "
+                                     "Hugging Face keeps them), which decides the model; --seq_len may be shorter")
+                          ->group("Model");
+  for (const char* decided :
+       {"--layers", "--hidden", "--heads", "--vocab", "--tie_embeddings", "--tanh_gelu", "--init"}) {
+    load->excludes(app.get_option(decided));
+  }
+}
+
+// What follows from the flags together.
+void complete(GptOptions& options, bool seq_len_given) {
+  options.seq_len = options.model.seq_len;
+  if (!options.load_hf) return;
+  GptConfig model = read_gpt2_config(*options.load_hf);
+  if (!seq_len_given) options.seq_len = model.seq_len;
+  ds::require<ds::ConfigError>(options.seq_len <= model.seq_len, "--seq_len ", options.seq_len, " is beyond the ",
+                               model.seq_len, " positions of ", *options.load_hf);
+  model.freeze_embeddings = options.model.freeze_embeddings;
+  model.activation_checkpointing = options.model.activation_checkpointing;
+  options.model = model;
 }
 
 }  // namespace
@@ -58,6 +111,8 @@ std::optional<GptOptions> parse_options(int argc, const char* const* argv) {
   app.option_defaults()->always_capture_default();
   add_run_options(app, options);
   add_model_options(app, options.model);
+  add_hf_option(app, options);
+  add_checkpoint_options(app, options);
   app.add_option("--local_rank,--local-rank", ignored_rank, "Taken and ignored: the environment says it")->group("");
   app.add_flag("--deepspeed", ignored_flag, "Taken and ignored")->group("");
   try {
@@ -68,6 +123,7 @@ std::optional<GptOptions> parse_options(int argc, const char* const* argv) {
   } catch (const CLI::ParseError& error) {
     throw ds::ConfigError(ds::cat(error.what(), "; --help lists the options"));
   }
+  complete(options, app.count("--seq_len") > 0);
   return options;
 }
 

@@ -14,9 +14,16 @@ struct GptOptions {
   std::string deepspeed_config;
   std::optional<std::string> data;
   GptConfig model;
-  int64_t steps = kDefaultSteps;  // optimizer steps; 0: only load, save, generate
+  int64_t seq_len = 128;               // tokens of a training sequence: the model's context, or less with load_hf
+  std::optional<std::string> load_hf;  // a folder with a GPT-2; `model` is what its config.json says
+  int64_t steps = kDefaultSteps;       // optimizer steps; 0: only load, save, generate
   std::optional<std::string> init;
   std::optional<std::string> save;
+  std::optional<std::string> export_hf;
+  std::optional<std::string> save_checkpoint;
+  int64_t save_interval = 0;                // steps; 0: only after the last
+  std::optional<int64_t> keep_checkpoints;  // 0: all; not given: as the ds_config says
+  std::optional<std::string> load_checkpoint;
   Order order = Order::kRandom;
   std::optional<std::string> metrics;
   int64_t generate = 400;  // bytes of sampled text at the end
@@ -26,8 +33,9 @@ struct GptOptions {
   static constexpr int64_t kDefaultSteps = 1000;
 };
 
-// Nothing when the user asked for help, which has been printed then. Throws ds::ConfigError for arguments that are
-// wrong, with the parser's explanation. Also takes, and ignores, what DeepSpeed's launcher hands to programs:
+// Nothing when the user asked for help, which has been printed then. Reads the config.json of --load_hf. Throws
+// ds::ConfigError for arguments that are wrong, with the parser's explanation; and as read_gpt2_config(). Also takes,
+// and ignores, what DeepSpeed's launcher hands to programs:
 // --local_rank N, --deepspeed.
 std::optional<GptOptions> parse_options(int argc, const char* const* argv);
 

@@ -3,6 +3,7 @@
 //   ds-launch --num_procs 2 gpt --deepspeed_config configs/zero2.json
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
 #include <iostream>
 #include <memory>
 #include <string>
@@ -10,10 +11,12 @@
 #include "core/atomic_file.h"
 #include "core/safetensors.h"
 #include "engine/engine.h"
+#include "examples/gpt/gpt2_names.h"
 #include "examples/gpt/gpt_init.h"
 #include "examples/gpt/gpt_model.h"
 #include "examples/gpt/gpt_options.h"
 #include "examples/gpt/metrics_file.h"
+#include "examples/gpt/run_checkpoints.h"
 #include "examples/gpt/text_corpus.h"
 #include "examples/gpt/text_sampler.h"
 #include "examples/gpt/token_batches.h"
@@ -28,17 +31,39 @@ bool is_first_rank() {
   return rank == nullptr || std::string(rank) == "0";
 }
 
+// Throws ds::IoError when `file` cannot be written there.
+void probe(const std::string& folder, const char* file) {
+  std::error_code failure;  // what it means for the file is said next
+  std::filesystem::create_directories(folder, failure);
+  ds::AtomicFile probed((std::filesystem::path(folder) / file).string());
+}
+
 // Opens the metrics, and finds out whether the weights can be saved, before hours of training rather than after.
 std::unique_ptr<MetricsFile> open_outputs(const GptOptions& options) {
   if (!is_first_rank()) return nullptr;
-  if (options.save) ds::AtomicFile probe(*options.save);
-  return options.metrics ? std::make_unique<MetricsFile>(*options.metrics) : nullptr;
+  if (options.save) ds::AtomicFile probed(*options.save);
+  if (options.export_hf) probe(*options.export_hf, "config.json");
+  if (options.save_checkpoint) probe(*options.save_checkpoint, "latest");
+  if (!options.metrics) return nullptr;
+  return std::make_unique<MetricsFile>(*options.metrics, /*append=*/options.load_checkpoint.has_value());
+}
+
+std::shared_ptr<Gpt> make_model(const GptOptions& options) {
+  auto model = std::make_shared<Gpt>(options.model);
+  if (options.load_hf) {
+    load_gpt2_weights(*model, *options.load_hf);
+  } else if (options.init) {
+    load_weights(*model, *options.init);
+  } else {
+    initialize_weights(*model, options.seed);
+  }
+  return model;
 }
 
 BatchOptions batch_options(const GptOptions& options, const ds::engine::Engine& engine) {
   return {.order = options.order,
           .batch_size = engine.train_micro_batch_size_per_gpu(),
-          .seq_len = options.model.seq_len,
+          .seq_len = options.seq_len,
           .vocab = options.model.vocab,
           .rank = engine.global_rank(),
           .world_size = engine.dp_world_size(),
@@ -54,9 +79,12 @@ void print_start(const Gpt& model, const TextCorpus& corpus, const ds::engine::E
             << " files, " << corpus.size() << " bytes)" << std::endl;
 }
 
-void save_weights(ds::engine::Engine& engine, const std::string& path) {
+void save_weights(ds::engine::Engine& engine, const GptOptions& options) {
+  if (!options.save && !options.export_hf) return;
   const auto weights = engine.fp32_state_dict();
-  if (engine.global_rank() == 0) ds::write_safetensors(path, weights);
+  if (engine.global_rank() != 0) return;
+  if (options.save) ds::write_safetensors(*options.save, weights);
+  if (options.export_hf) export_gpt2(options.model, weights, *options.export_hf);
 }
 
 void print_sample(ds::engine::Engine& engine, const Gpt& model, const GptOptions& options) {
@@ -66,29 +94,42 @@ void print_sample(ds::engine::Engine& engine, const Gpt& model, const GptOptions
   if (engine.global_rank() == 0) std::cout << "--- a sample of what it learned ---" << printable(text) << std::endl;
 }
 
+// Up to --steps in all.
+void train_steps(ds::engine::Engine& engine, Gpt& model, const GptOptions& options, TokenBatches& batches,
+                 RunCheckpoints& checkpoints, MetricsFile* metrics) {
+  TrainingLog log(engine, options, metrics);
+  const int64_t micro_batch = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size();
+  int64_t accumulated = 0;  // sequences of the running accumulation, over all ranks
+  while (engine.global_steps() < options.steps) {
+    const TokenBatch batch = batches.get(engine.global_samples() + accumulated);
+    const at::Tensor loss = model.forward(batch.data, batch.target);
+    engine.backward(loss);
+    engine.step();
+    accumulated += micro_batch;
+    if (!log.after_micro_batch(loss)) continue;
+    accumulated = 0;
+    if (checkpoints.after_step()) log.begin_step();
+  }
+  log.finish();
+}
+
 void train(const GptOptions& options) {
   const std::unique_ptr<MetricsFile> metrics = open_outputs(options);
   TextCorpus corpus = TextCorpus::open_or_default(options.data);
-  auto model = std::make_shared<Gpt>(options.model);
-  options.init ? load_weights(*model, *options.init) : initialize_weights(*model, options.seed);
+  const std::shared_ptr<Gpt> model = make_model(options);
 
-  auto [engine, optimizer, loader, schedule] = ds::engine::initialize(
-      {.model = model, .config = options.deepspeed_config, .device = options.device});
+  auto [engine, optimizer, loader, schedule] =
+      ds::engine::initialize({.model = model, .config = options.deepspeed_config, .device = options.device});
   TokenBatches batches(corpus, batch_options(options, *engine));
   print_start(*model, corpus, *engine);
 
-  TrainingLog log(*engine, options, metrics.get());
-  while (engine->global_steps() < options.steps) {
-    const TokenBatch batch = batches.get(engine->micro_steps());
-    const at::Tensor loss = model->forward(batch.data, batch.target);
-    engine->backward(loss);
-    engine->step();
-    log.after_micro_batch(loss);
-  }
-  log.finish();
+  RunCheckpoints checkpoints(*engine, options, corpus.size());
+  checkpoints.load();
+  train_steps(*engine, *model, options, batches, checkpoints, metrics.get());
   engine->synchronize_parameters();  // a delayed update may be under way
+  checkpoints.finish();
 
-  if (options.save) save_weights(*engine, *options.save);
+  save_weights(*engine, options);
   if (options.generate > 0) print_sample(*engine, *model, options);
 }
 

@@ -10,7 +10,8 @@ namespace gpt {
 
 using nlohmann::ordered_json;
 
-MetricsFile::MetricsFile(const std::string& path) : path_(path), out_(path, std::ios::trunc) {
+MetricsFile::MetricsFile(const std::string& path, bool append)
+    : path_(path), out_(path, append ? std::ios::app : std::ios::trunc) {
   ds::require<ds::IoError>(out_.is_open(), path, ": cannot write metrics: ", std::generic_category().message(errno),
                            "; check --metrics");
 }

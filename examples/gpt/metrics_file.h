@@ -34,8 +34,9 @@ struct RunSummary {
 // Each line is flushed as it is written, so a run can be watched and a killed run leaves whole lines. Not thread safe.
 class MetricsFile {
  public:
-  // Replaces the file. Throws ds::IoError when it cannot be written.
-  explicit MetricsFile(const std::string& path);
+  // Replaces the file, or appends to it: of a step that is there twice, the later line counts. Throws ds::IoError when
+  // it cannot be written.
+  explicit MetricsFile(const std::string& path, bool append = false);
   // Throw ds::IoError, for example when the disk is full.
   void write(const StepMetrics& metrics);
   void write(const RunSummary& summary);

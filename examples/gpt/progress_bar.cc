@@ -48,13 +48,13 @@ ProgressBar::ProgressBar(int64_t total_steps, int columns) : total_steps_(total_
 
 void ProgressBar::show(int64_t step, double loss, double step_seconds, int64_t tokens) {
   // The first step warms caches and threads up; it says nothing about those that follow.
-  const double share = step <= 2 ? 1.0 : kSmoothing;
+  const double share = ++steps_shown_ <= 2 ? 1.0 : kSmoothing;
   seconds_per_step_ += share * (step_seconds - seconds_per_step_);
   tokens_per_second_ = static_cast<double>(tokens) / seconds_per_step_;
   const auto now = Clock::now();
   const auto period =
       columns_ > 0 ? std::chrono::duration_cast<Clock::duration>(kTerminalPeriod) : Clock::duration(kPlainPeriod);
-  if (step > 1 && step < total_steps_ && now - last_shown_ < period) return;
+  if (steps_shown_ > 1 && step < total_steps_ && now - last_shown_ < period) return;
   last_shown_ = now;
   // A redraw returns to the line's start and clears what the longer line before left.
   std::fputs(ds::cat(columns_ > 0 ? "\r" : "", text(step, loss), columns_ > 0 ? "\x1b[K" : "\n").c_str(), stdout);

@@ -26,6 +26,7 @@ class ProgressBar {
   int64_t total_steps_;
   int columns_;
   bool line_open_ = false;
+  int64_t steps_shown_ = 0;
   double seconds_per_step_ = 0;  // moving average
   double tokens_per_second_ = 0;
   Clock::time_point last_shown_;

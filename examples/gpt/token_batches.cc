@@ -13,22 +13,22 @@ TokenBatches::TokenBatches(TextCorpus& corpus, const BatchOptions& options)
                                " needs a text of ", options.seq_len + 2, " bytes at least, found ", corpus.size());
 }
 
-int64_t TokenBatches::offset(int64_t s, int64_t b) const {
-  const int64_t number = (s * options_.world_size + options_.rank) * options_.batch_size + b;
+int64_t TokenBatches::offset(int64_t first, int64_t b) const {
+  const int64_t number = first + options_.rank * options_.batch_size + b;
   const int64_t length = corpus_.size();
   if (options_.order == Order::kSequential) return number * options_.seq_len % (length - options_.seq_len - 1);
   const uint64_t draw = splitmix64(splitmix64(options_.seed) + static_cast<uint64_t>(number));
   return static_cast<int64_t>(draw % static_cast<uint64_t>(length - options_.seq_len));
 }
 
-TokenBatch TokenBatches::get(int64_t s) {
+TokenBatch TokenBatches::get(int64_t first) {
   const int64_t time = options_.seq_len;
   TokenBatch batch{at::empty({options_.batch_size, time}, at::kLong),
                    at::empty({options_.batch_size, time}, at::kLong)};
   auto* data = batch.data.mutable_data_ptr<int64_t>();
   auto* target = batch.target.mutable_data_ptr<int64_t>();
   for (int64_t b = 0; b < options_.batch_size; ++b) {
-    const int64_t start = offset(s, b);
+    const int64_t start = offset(first, b);
     corpus_.read(start, bytes_);
     for (int64_t i = 0; i <= time; ++i) {
       const int64_t token = bytes_[static_cast<size_t>(i)];

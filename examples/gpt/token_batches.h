@@ -33,18 +33,20 @@ struct TokenBatch {
   at::Tensor target;  // the same, one token later
 };
 
-// Sequence b of micro-batch s of rank r is number n = (s * W + r) * B + b of the run, so ranks never share one, and a
-// run with more ranks or a larger micro-batch sees the same sequences in fewer steps. It starts at (n * T) mod (length
-// - T - 1) in sequential order, at splitmix64(splitmix64(seed) + n) mod (length - T) in random order.
+// Sequences of a run are numbered over all ranks: sequence b of rank r in the micro-batch that begins with number n0 is
+// n = n0 + r * B + b. In a run that keeps its ranks W and micro-batch B, micro-batch s begins with n0 = s * W * B, so n
+// = (s * W + r) * B + b. Ranks never share a sequence; a run with more ranks or a larger micro-batch sees the same ones
+// in fewer steps, and a run that goes on with other ranks sees those that come next. A sequence starts at (n * T) mod
+// (length - T - 1) in sequential order, at splitmix64(splitmix64(seed) + n) mod (length - T) in random order.
 class TokenBatches {
  public:
   // Throws ds::ConfigError when the text is too short for one sequence. `corpus` outlives this.
   TokenBatches(TextCorpus& corpus, const BatchOptions& options);
 
-  // Micro-batch number s = 0, 1, ... of this rank; no state: any s, in any order.
-  TokenBatch get(int64_t s);
-  // Where sequence b of micro-batch s starts in the text.
-  int64_t offset(int64_t s, int64_t b) const;
+  // This rank's part of the micro-batch that begins with sequence number `first`; no state: any one, in any order.
+  TokenBatch get(int64_t first);
+  // Where sequence b of it starts in the text.
+  int64_t offset(int64_t first, int64_t b) const;
 
  private:
   TextCorpus& corpus_;

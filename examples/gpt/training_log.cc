@@ -25,7 +25,7 @@ double median(std::vector<double> values) {
 
 TrainingLog::TrainingLog(ds::engine::Engine& engine, const GptOptions& options, MetricsFile* metrics)
     : engine_(engine),
-      seq_len_(options.model.seq_len),
+      seq_len_(options.seq_len),
       metrics_(metrics),
       steps_seen_(engine.global_steps()),
       lr_(engine.get_lr()) {
@@ -34,17 +34,18 @@ TrainingLog::TrainingLog(ds::engine::Engine& engine, const GptOptions& options, 
   step_begin_ = Clock::now();
 }
 
-void TrainingLog::after_micro_batch(const at::Tensor& loss) {
+bool TrainingLog::after_micro_batch(const at::Tensor& loss) {
   const at::Tensor value = loss.detach().to(at::kDouble);
   loss_sum_ = loss_sum_.defined() ? loss_sum_ + value : value;
   ++micro_batches_;
-  if (engine_.global_steps() == steps_seen_) return;
+  if (engine_.global_steps() == steps_seen_) return false;
   steps_seen_ = engine_.global_steps();
   after_step();
   loss_sum_ = at::Tensor();
   micro_batches_ = 0;
   lr_ = engine_.get_lr();
-  step_begin_ = Clock::now();
+  begin_step();
+  return true;
 }
 
 void TrainingLog::after_step() {

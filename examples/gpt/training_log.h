@@ -18,13 +18,15 @@ namespace gpt {
 // One per rank. Its collectives are one small all_gather per optimizer step and one at the end. Not thread safe.
 class TrainingLog {
  public:
-  // Timing of the first step starts here. `metrics` is null without --metrics and on ranks other than 0. `engine`
-  // outlives this.
+  // Timing of the first step starts here, after a checkpoint was loaded. `metrics` is null without --metrics and on
+  // ranks other than 0. `engine` outlives this.
   TrainingLog(ds::engine::Engine& engine, const GptOptions& options, MetricsFile* metrics);
 
   // After engine.step() of each micro-batch, with its loss. Throws ds::Error naming step and rank when a loss is not
-  // finite, on every rank alike.
-  void after_micro_batch(const at::Tensor& loss);
+  // finite, on every rank alike. Returns whether it ended an optimizer step.
+  bool after_micro_batch(const at::Tensor& loss);
+  // Starts the clock of the next step anew, after work between steps that is none of it.
+  void begin_step() { step_begin_ = Clock::now(); }
   // Ends the progress line and writes the summary.
   void finish();
 

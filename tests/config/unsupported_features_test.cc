@@ -15,8 +15,6 @@ struct Refused {
 };
 
 const Refused kRefused[] = {
-    {"{zero_optimization: {stage: 2, offload_optimizer: {device: 'cpu', super_offload: true}}}",
-     "zero_optimization.offload_optimizer.super_offload"},
     {"{aio: {use_gds: true}}", "aio.use_gds"},
     {"{zero_optimization: {zenflow: {}}}", "zero_optimization.zenflow"},
     {"{zero_optimization: {zeropp_loco_param: {}}}", "zero_optimization.zeropp_loco_param"},
@@ -39,8 +37,8 @@ const Refused kRefused[] = {
     {"{data_efficiency: {enabled: true}}", "data_efficiency"},
     {"{autotuning: {enabled: true}}", "autotuning"},
     {"{weight_quantization: {}}", "weight_quantization"},
-    {"{checkpoint: {load_universal: true}}", "checkpoint.load_universal"},
-    {"{checkpoint: {writer: {}}}", "checkpoint.writer"},
+    {"{checkpoint: {use_node_local_storage: true}}", "checkpoint.use_node_local_storage"},
+    {"{checkpoint: {writer: {type: 'MOCK'}}}", "checkpoint.writer.type"},
     {"{progressive_layer_drop: {enabled: true}}", "progressive_layer_drop"},
     {"{curriculum_learning: {enabled: true}}", "curriculum_learning"},
     {"{elasticity: {enabled: true, max_train_batch_size: 8, micro_batch_sizes: [1], ignore_non_elastic_batch_info: "

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "core/check.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 

@@ -59,7 +59,7 @@ TEST_P(GptModelTest, LossesAndGradientsAreThoseOfTorch) {
   TokenBatches batches(text, {.order = Order::kSequential, .batch_size = 16});
   torch::optim::AdamW optimizer(model.parameters(), torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
   for (size_t step = 0; step < wanted["losses"].size(); ++step) {
-    const TokenBatch batch = batches.get(static_cast<int64_t>(step));
+    const TokenBatch batch = batches.get(static_cast<int64_t>(step) * 16);
     const at::Tensor loss = model.forward(batch.data, batch.target);
     optimizer.zero_grad();
     loss.backward();

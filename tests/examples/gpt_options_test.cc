@@ -24,7 +24,15 @@ TEST(GptOptions, Defaults) {
   EXPECT_EQ(options.model.heads, 4);
   EXPECT_EQ(options.model.seq_len, 128);
   EXPECT_EQ(options.model.vocab, 256);
+  EXPECT_EQ(options.seq_len, 128);
   EXPECT_FALSE(options.model.tie_embeddings);
+  EXPECT_FALSE(options.model.tanh_gelu);
+  EXPECT_EQ(options.save_checkpoint, std::nullopt);
+  EXPECT_EQ(options.save_interval, 0);
+  EXPECT_EQ(options.keep_checkpoints, std::nullopt);
+  EXPECT_EQ(options.load_checkpoint, std::nullopt);
+  EXPECT_EQ(options.load_hf, std::nullopt);
+  EXPECT_EQ(options.export_hf, std::nullopt);
   EXPECT_FALSE(options.model.freeze_embeddings);
   EXPECT_FALSE(options.model.activation_checkpointing);
   EXPECT_EQ(options.order, Order::kRandom);
@@ -47,6 +55,7 @@ TEST(GptOptions, EveryFlag) {
                                     "--vocab",
                                     "300",
                                     "--tie_embeddings",
+                                    "--tanh_gelu",
                                     "--freeze_embeddings",
                                     "--activation_checkpointing",
                                     "--steps",
@@ -55,6 +64,16 @@ TEST(GptOptions, EveryFlag) {
                                     "i",
                                     "--save",
                                     "s",
+                                    "--export_hf",
+                                    "e",
+                                    "--save_checkpoint",
+                                    "c",
+                                    "--save_interval",
+                                    "5",
+                                    "--keep_checkpoints",
+                                    "2",
+                                    "--load_checkpoint",
+                                    "l",
                                     "--order",
                                     "sequential",
                                     "--metrics",
@@ -71,13 +90,20 @@ TEST(GptOptions, EveryFlag) {
   EXPECT_EQ(options.model.hidden, 64);
   EXPECT_EQ(options.model.heads, 8);
   EXPECT_EQ(options.model.seq_len, 32);
+  EXPECT_EQ(options.seq_len, 32);
   EXPECT_EQ(options.model.vocab, 300);
   EXPECT_TRUE(options.model.tie_embeddings);
+  EXPECT_TRUE(options.model.tanh_gelu);
   EXPECT_TRUE(options.model.freeze_embeddings);
   EXPECT_TRUE(options.model.activation_checkpointing);
   EXPECT_EQ(options.steps, 7);
   EXPECT_EQ(options.init, "i");
   EXPECT_EQ(options.save, "s");
+  EXPECT_EQ(options.export_hf, "e");
+  EXPECT_EQ(options.save_checkpoint, "c");
+  EXPECT_EQ(options.save_interval, 5);
+  EXPECT_EQ(options.keep_checkpoints, 2);
+  EXPECT_EQ(options.load_checkpoint, "l");
   EXPECT_EQ(options.order, Order::kSequential);
   EXPECT_EQ(options.metrics, "m");
   EXPECT_EQ(options.generate, 0);
@@ -120,6 +146,11 @@ TEST(GptOptions, WrongArgumentsAreNamed) {
         parse({"--deepspeed_config", "c", "--order", "sorted"});
       },
       ThrowsMessage<ds::ConfigError>(HasSubstr("sorted")));
+  EXPECT_THAT(
+      [] {
+        parse({"--deepspeed_config", "c", "--save_interval", "5"});
+      },
+      ThrowsMessage<ds::ConfigError>(HasSubstr("--save_checkpoint")));
   EXPECT_THAT(
       [] {
         parse({"--deepspeed_config", "c", "--device", "tpu"});

@@ -27,6 +27,15 @@ std::vector<nlohmann::json> lines_of(const std::string& path) {
   return result;
 }
 
+TEST(MetricsFile, AppendsForARunThatGoesOn) {
+  const ds::test::ScratchFolder folder;
+  for (const bool append : {false, true})
+    MetricsFile(folder / "m.jsonl", append).write(StepMetrics{.step = append + 1});
+  EXPECT_EQ(lines_of(folder / "m.jsonl").size(), 2U);
+  MetricsFile anew(folder / "m.jsonl");
+  EXPECT_EQ(lines_of(folder / "m.jsonl").size(), 0U);
+}
+
 TEST(MetricsFile, OneObjectALineWholeAfterEachWrite) {
   const ds::test::ScratchFolder folder;
   MetricsFile file(folder / "m.jsonl");

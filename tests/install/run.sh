@@ -7,3 +7,4 @@ cmake --install "$build" --prefix "$scratch/prefix" >"$scratch/install.log"
 cmake -S "$source/foreign_project" -B "$scratch/foreign" -DCMAKE_PREFIX_PATH="$scratch/prefix" -DCMAKE_BUILD_TYPE=Release
 cmake --build "$scratch/foreign"
 "$scratch/foreign/train_one_step"
+"$scratch/prefix/bin/ds-tool" checkpoint --help >"$scratch/tool.log"

@@ -1,0 +1,40 @@
+// The three parts of a save on a thread of their own: copy what is live, write the copies, publish.
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <memory>
+
+#include "comm/task_queue.h"
+
+namespace ds::checkpoint {
+
+// One save at a time. Methods from one thread.
+class BackgroundSave {
+ public:
+  // Any part may be empty. When one throws, the later ones do not run, and `failed` is called on the thread.
+  struct Parts {
+    std::function<void()> copy;
+    std::function<void()> write;
+    std::function<void()> publish;
+    std::function<void()> failed;
+  };
+
+  void start(Parts parts);
+  bool runs() const { return publish_ && !publish_->done(); }
+  // Returns when `copy` is over: what it read may change. At once when no save runs.
+  void wait_copied() noexcept;
+  // Each returns what this part or an earlier one of the last save threw, null when it went well. That of
+  // wait_published() is told once.
+  std::exception_ptr wait_written() noexcept;
+  std::exception_ptr wait_published() noexcept;
+
+ private:
+  using Task = std::shared_ptr<comm::TaskQueue::Task>;
+  static std::exception_ptr wait(const Task& task) noexcept;
+
+  Task copy_, write_, publish_;
+  comm::TaskQueue thread_;  // last: ends before what it uses
+};
+
+}  // namespace ds::checkpoint

@@ -1,0 +1,48 @@
+// The weights of a checkpoint as files in Hugging Face's layout.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "checkpoint/source.h"
+
+namespace ds::checkpoint {
+
+struct ExportOptions {
+  // Of floating-point tensors; none: as stored. Float16 refuses finite values that become infinite in it.
+  std::optional<at::ScalarType> dtype;
+  int64_t max_shard_bytes = 5'000'000'000;  // of data; a larger tensor gets a file of its own
+  // Name in the module -> name in the file; an empty one leaves the tensor out. None: unchanged.
+  std::function<std::string(const std::string&)> rename;
+  bool exclude_frozen = false;  // leave out weights that were not trained
+  bool buffers = true;          // write buffers too
+  // Write a tied parameter under each of its names, for loaders that want all of them. Otherwise once, under its first
+  // name; the others are noted in the file's metadata, as by safetensors' save_model().
+  bool keep_aliases = false;
+};
+
+struct ExportedFiles {
+  std::vector<std::string> files;  // names in the folder, the index among them
+  int64_t tensors = 0;
+  int64_t bytes = 0;  // of data
+};
+
+// Writes weights and buffers to `folder` (made when missing): model.safetensors if all fits max_shard_bytes, else
+// model-00001-of-0000N.safetensors and model.safetensors.index.json, tensors in the order of their names. Memory: parts
+// of 16 MiB of one tensor at a time.
+//
+// All data is written to temporary files first; a failure until then (a damaged source, a full disk) leaves the folder
+// as it was. Then an older index is removed, the files take their names, the new index follows, and what an older
+// export left (model.safetensors, shards) is removed. A crash in between leaves the old single file, the new
+// one, or shards without index, which no loader takes.
+//
+// Throws IoError (source, disk, a value beyond float16), UsageError (two tensors of one name after renaming, nothing to
+// write).
+ExportedFiles export_weights(Source& source, const std::string& folder, const ExportOptions& options = {});
+
+}  // namespace ds::checkpoint

@@ -1,0 +1,62 @@
+// The index of a checkpoint: which logical tensors it holds, and in which files their pieces lie.
+//
+// A folder <save_dir>/<tag>/ holds index.json and safetensors files. index.json: {"format", "version", "checksum" of
+// "content" as JSON text without spaces, "content": {"state", "aliases", "tensors", "files"}}. It is written last and
+// names every file with its size, so a folder with a whole index is a whole checkpoint.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "checkpoint/source.h"
+#include "checkpoint/training_state.h"
+
+namespace ds::checkpoint {
+
+// A run of elements of a logical tensor, as one tensor of a file: under the tensor's name and shape if it is whole, as
+// a flat one "NAME@OFFSET" otherwise.
+struct Piece {
+  std::string path;    // of the logical tensor
+  std::string key;     // of the tensor in the file
+  int64_t offset = 0;  // first element, in the flattened logical tensor
+  int64_t length = 0;  // elements
+  uint64_t begin = 0;  // of its data in the file, in bytes
+  std::vector<uint64_t> checksums;
+};
+
+struct FileRecord {
+  uint64_t bytes = 0;
+  uint64_t header_bytes = 0;
+  uint64_t header_checksum = 0;
+  std::vector<Piece> pieces;
+};
+
+struct Index {
+  TrainingState state;
+  std::map<std::string, std::string> aliases;
+  std::map<std::string, TensorInfo> tensors;
+  std::map<std::string, FileRecord> files;  // by name in the folder
+};
+
+inline constexpr const char* kIndexName = "index.json";
+
+// The part of the index that one rank contributes: tensors and files.
+nlohmann::json table_to_json(const Index& index);
+// Adds such a part. Throws IoError that begins with `where`: what is missing or wrong, a tensor that two ranks describe
+// differently, a file given twice.
+void add_table(Index& index, const nlohmann::json& table, const std::string& where);
+
+// The text of index.json.
+std::string to_text(const Index& index);
+// Throws IoError that begins with `where`: no JSON, another format or version, a checksum that differs, pieces that do
+// not cover their tensor exactly once.
+Index index_from(const std::string& text, const std::string& where);
+
+// {"checksum", "content"} around a JSON value, and back; for index.json and the tables of ranks.
+std::string sealed(const nlohmann::json& content);
+nlohmann::json unsealed(const std::string& text, const std::string& where);
+
+}  // namespace ds::checkpoint

@@ -1,0 +1,89 @@
+#include "checkpoint/open.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <vector>
+
+#include "checkpoint/deepspeed/deepspeed_source.h"
+#include "checkpoint/deepspeed/saved_files.h"
+#include "checkpoint/folder_source.h"
+#include "checkpoint/index.h"
+#include "checkpoint/weight_files.h"
+#include "core/check.h"
+
+namespace ds::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+enum class FolderKind { kUnknown, kDsengine, kDeepspeed, kWeights };
+
+FolderKind kind_of(const fs::path& folder) {
+  if (fs::exists(folder / kIndexName)) return FolderKind::kDsengine;
+  if (holds_deepspeed_files(folder.string())) return FolderKind::kDeepspeed;
+  if (fs::exists(folder / kWeightFile) || fs::exists(folder / kWeightIndex)) return FolderKind::kWeights;
+  return FolderKind::kUnknown;
+}
+
+// Sorted names.
+std::vector<std::string> names_in(const fs::path& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(folder)) names.push_back(entry.path().filename().string());
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+std::string listed(const std::vector<std::string>& names) {
+  constexpr size_t kMost = 10;
+  std::string text;
+  for (size_t i = 0; i < std::min(names.size(), kMost); ++i) text += cat(i == 0 ? "" : ", ", names[i]);
+  return names.size() > kMost ? cat(text, " and ", names.size() - kMost, " more") : text;
+}
+
+// Where a save_dir was given in place of one of its tags: which to name. Empty when it is none.
+std::string advice_on_tags(const fs::path& folder) {
+  std::vector<std::string> tags;
+  for (const std::string& name : names_in(folder)) {
+    if (fs::is_directory(folder / name) && !name.starts_with(".") && kind_of(folder / name) != FolderKind::kUnknown) {
+      tags.push_back(name);
+    }
+  }
+  std::string latest;
+  std::ifstream(folder / "latest") >> latest;
+  if (tags.empty() && latest.empty()) return {};
+  if (latest.empty()) return cat(": a folder of checkpoints; name one of its tags: ", listed(tags));
+  return cat(": a folder of checkpoints; name one of its tags, the latest is ", (folder / latest).string(),
+             tags.empty() ? ", which holds none" : cat(" of ", listed(tags)));
+}
+
+}  // namespace
+
+std::unique_ptr<Source> open(const std::string& folder) {
+  const fs::path path = folder;
+  std::error_code error;
+  const fs::file_status status = fs::status(path, error);
+  require<IoError>(fs::exists(status), folder, ": no such file or folder");
+  if (!fs::is_directory(status)) {
+    require<IoError>(path.extension() == ".safetensors", folder,
+                     ": expected the folder of a checkpoint or a .safetensors file");
+    return open_weights(folder);
+  }
+  switch (kind_of(path)) {
+    case FolderKind::kDsengine:
+      return open_folder(folder);
+    case FolderKind::kDeepspeed:
+      return open_deepspeed(folder);
+    case FolderKind::kWeights:
+      return open_weights(folder);
+    case FolderKind::kUnknown:
+      break;
+  }
+  if (const std::string advice = advice_on_tags(path); !advice.empty()) throw IoError(cat(folder, advice));
+  const std::vector<std::string> names = names_in(path);
+  throw IoError(cat(folder, ": no checkpoint; looked for ", kIndexName, " (dsengine), *_model_states.pt (DeepSpeed), ",
+                    kWeightFile, " and ", kWeightIndex, " (Hugging Face), found ",
+                    names.empty() ? "nothing" : listed(names)));
+}
+
+}  // namespace ds::checkpoint

@@ -1,0 +1,58 @@
+// The files that one rank contributes to a checkpoint: weights, optimizer states, and what is the rank's own, each in a
+// safetensors file.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "checkpoint/index.h"
+#include "core/safetensors.h"
+
+namespace ds::checkpoint {
+
+// What a rank will write.
+struct PlannedPiece {
+  std::string path;
+  TensorInfo tensor;   // the logical one
+  int64_t offset = 0;  // of the piece
+  int64_t length = 0;
+
+  int64_t bytes() const { return length * static_cast<int64_t>(c10::elementSize(tensor.dtype)); }
+};
+
+// Files are named KIND-RANK-of-RANKS.safetensors, KIND being the first folder of the paths: weights (with buffers),
+// optimizer, ranks. Not thread safe.
+class RankFiles {
+ public:
+  // Creates the files in `folder`. Throws IoError.
+  RankFiles(const std::string& folder, int rank, int ranks, const std::vector<PlannedPiece>& pieces);
+
+  // The elements of piece number `index`: contiguous, on the CPU, of its dtype. Throws IoError.
+  void write(size_t index, const at::Tensor& values);
+  // Completes the files, `durable` as core/atomic_file.h says. Throws IoError, and UsageError when a piece was not
+  // written. Returns tensors and files.
+  Index finish(bool durable = true);
+
+ private:
+  struct File {
+    File(const std::string& folder, std::string name, const std::vector<SafetensorsWriter::Header>& headers);
+    std::string name;
+    SafetensorsWriter writer;
+    FileRecord record;
+  };
+  struct Place {
+    File* file = nullptr;
+    size_t piece = 0;  // of its record
+    size_t bytes = 0;
+  };
+  Index index_;
+  std::deque<File> files_;
+  std::vector<Place> places_;
+};
+
+}  // namespace ds::checkpoint

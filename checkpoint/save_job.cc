@@ -1,0 +1,108 @@
+#include "checkpoint/save_job.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "checkpoint/stored_file.h"
+#include "checkpoint/tag_folder.h"
+#include "core/atomic_file.h"
+#include "core/check.h"
+#include "core/log.h"
+
+namespace ds::checkpoint {
+namespace {
+
+std::string rank_file(const SaveTarget& target, int rank, const char* ending) {
+  char name[64];
+  std::snprintf(name, sizeof name, "rank-%05d.%s", rank, ending);
+  return (std::filesystem::path(incomplete_path(target.save_dir, target.tag)) / name).string();
+}
+
+void write_file(const std::string& path, const std::string& text, bool durable) {
+  AtomicFile file(path);
+  file.write(text.data(), text.size());
+  file.commit(durable);
+}
+
+}  // namespace
+
+void SaveJob::open(const std::vector<PlannedPiece>& pieces) {
+  files_ =
+      std::make_unique<RankFiles>(incomplete_path(target_.save_dir, target_.tag), target_.rank, target_.ranks, pieces);
+}
+
+void SaveJob::finish() {
+  const Index part = files_->finish(target_.durable);
+  files_.reset();
+  write_file(rank_file(target_, target_.rank, "json"), sealed(table_to_json(part)), target_.durable);
+}
+
+void SaveJob::give_up() noexcept {
+  try {
+    files_.reset();
+    std::ofstream(rank_file(target_, target_.rank, "failed")).put('\n');
+  } catch (...) {  // rank 0 learns of it by its patience
+  }
+}
+
+void SaveJob::join_tables(Index& index, std::chrono::milliseconds patience) {
+  const auto limit = std::chrono::steady_clock::now() + patience;
+  std::chrono::milliseconds pause(1);
+  for (int rank = 0; rank < target_.ranks; ++rank) {
+    const std::string path = rank_file(target_, rank, "json");
+    while (!std::filesystem::exists(path)) {
+      require<IoError>(!std::filesystem::exists(rank_file(target_, rank, "failed")), "checkpoint \"", target_.tag,
+                       "\" in ", target_.save_dir, ": rank ", rank, " could not write its part, its message says why");
+      require<IoError>(!cancelled_, "checkpoint \"", target_.tag, "\" in ", target_.save_dir, ": given up before rank ",
+                       rank, " had written its part");
+      require<IoError>(std::chrono::steady_clock::now() < limit, "checkpoint \"", target_.tag, "\": no file ", path,
+                       " from rank ", rank, " after ", std::chrono::duration<double>(patience).count(),
+                       " s. Either this rank is gone or late, or its host does not see the same folder: save_dir has ",
+                       "to be on a file system that all hosts share");
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, std::chrono::milliseconds(100));
+    }
+    add_table(index, unsealed(read_text(path), path), path);
+  }
+}
+
+// What was saved stands, whatever becomes of the old ones.
+void SaveJob::remove_old_tags() const {
+  try {
+    keep_last_tags(target_.save_dir, target_.keep_last, target_.tag);
+  } catch (const std::exception& error) {
+    log::warning("checkpoint \"", target_.tag, "\" is saved, but older ones could not be removed: ", error.what());
+  }
+}
+
+void SaveJob::publish(TrainingState state, std::map<std::string, std::string> aliases,
+                      std::chrono::milliseconds patience) {
+  try {
+    Index index;
+    index.state = std::move(state);
+    index.aliases = std::move(aliases);
+    join_tables(index, patience);
+    const std::string text = to_text(index);
+    const std::string path =
+        (std::filesystem::path(incomplete_path(target_.save_dir, target_.tag)) / kIndexName).string();
+    index_from(text, path);  // that it can be read again, before it takes the place of an older one
+    for (int rank = 0; rank < target_.ranks; ++rank) std::filesystem::remove(rank_file(target_, rank, "json"));
+    write_file(path, text, target_.durable);
+    publish_tag(target_.save_dir, target_.tag, target_.durable);
+    if (target_.save_latest) write_latest(target_.save_dir, target_.tag, target_.durable);
+    if (target_.keep_last > 0) remove_old_tags();
+  } catch (const std::filesystem::filesystem_error& error) {
+    abandon_tag(target_.save_dir, target_.tag);
+    throw IoError(error.what());
+  } catch (...) {
+    abandon_tag(target_.save_dir, target_.tag);
+    throw;
+  }
+}
+
+}  // namespace ds::checkpoint

@@ -1,0 +1,61 @@
+// One save, seen from one rank: its files, its table, and on rank 0 the publication.
+//
+// Ranks meet in the file system, not over the network, so that a save can end beside training: each leaves
+// rank-NNNNN.json (its part of the index) in the incomplete folder when its files are durable, or rank-NNNNN.failed.
+// Rank 0 joins the tables into index.json and renames the folder.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/index.h"
+#include "checkpoint/rank_files.h"
+#include "checkpoint/training_state.h"
+
+namespace ds::checkpoint {
+
+struct SaveTarget {
+  std::string save_dir;
+  std::string tag;
+  int rank = 0;
+  int ranks = 1;
+  bool save_latest = true;
+  int64_t keep_last = 0;  // whole tags that stay; 0: all
+  bool durable = true;    // on the disk when it is published; else a crash of the machine may damage it
+};
+
+// begin_tag() comes before any rank makes one. Methods in this order, from one thread at a time, cancel() from any.
+class SaveJob {
+ public:
+  explicit SaveJob(SaveTarget target) : target_(std::move(target)) {}
+  const SaveTarget& target() const { return target_; }
+
+  // Creates the files. Throws IoError.
+  void open(const std::vector<PlannedPiece>& pieces);
+  void write(size_t piece, const at::Tensor& values) { files_->write(piece, values); }
+  // Completes files and table. Throws IoError.
+  void finish();
+  // In place of finish(), after a failure.
+  void give_up() noexcept;
+
+  // Rank 0: waits for the tables of all ranks, then publishes. Throws IoError, naming the rank, when one gave up, when
+  // `patience` is over, or cancel() was called; nothing of the save is left then.
+  void publish(TrainingState state, std::map<std::string, std::string> aliases, std::chrono::milliseconds patience);
+  void cancel() { cancelled_ = true; }
+
+ private:
+  void remove_old_tags() const;
+  void join_tables(Index& index, std::chrono::milliseconds patience);
+
+  SaveTarget target_;
+  std::unique_ptr<RankFiles> files_;
+  std::atomic<bool> cancelled_ = false;
+};
+
+}  // namespace ds::checkpoint

@@ -1,0 +1,35 @@
+// A file that is read in parts at given positions. Torch-free.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace ds::checkpoint {
+
+// Opened with the first read. Safe to move; reads by one thread at a time.
+class StoredFile {
+ public:
+  // Throws IoError when there is no such file.
+  explicit StoredFile(std::string path);
+  ~StoredFile();
+  StoredFile(StoredFile&& other) noexcept;
+  StoredFile& operator=(StoredFile&&) = delete;
+
+  const std::string& path() const { return path_; }
+  uint64_t bytes() const { return bytes_; }
+  // Throws IoError when the file ends before.
+  void read(uint64_t position, void* to, size_t bytes);
+  // Until the next read: a checkpoint may have more files than a process may open.
+  void close() noexcept;
+
+ private:
+  std::string path_;
+  uint64_t bytes_ = 0;
+  int descriptor_ = -1;
+};
+
+// All of a small file. Throws IoError.
+std::string read_text(const std::string& path);
+
+}  // namespace ds::checkpoint

@@ -1,0 +1,54 @@
+// The container of torch.save: a zip file (also zip64) whose records are stored as they are. Torch-free.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+
+#include "core/mapped_file.h"
+
+namespace ds::checkpoint {
+
+// Maps the file; only its directory is read. Safe for concurrent readers.
+class StoredZip {
+ public:
+  // Throws IoError naming the path: no zip file, truncated, damaged, compressed or encrypted records, a record outside
+  // the file, a name twice.
+  explicit StoredZip(const std::string& path);
+
+  const std::string& path() const { return path_; }
+  bool contains(const std::string& name) const { return records_.contains(name); }
+  // Valid while the object lives. Throws IoError for an unknown name.
+  std::span<const uint8_t> record(const std::string& name) const { return find(name).bytes; }
+  // Throws IoError when the record is not what was written. Without effect where the writer left out checksums
+  // (torch.serialization.set_crc32_options(False)).
+  void check_sum(const std::string& name) const;
+  // The first name that ends so, or empty.
+  std::string name_ending(const std::string& end) const;
+
+ private:
+  struct Record {
+    std::span<const uint8_t> bytes;
+    uint32_t checksum = 0;
+  };
+  struct Directory {
+    uint64_t begin = 0;
+    uint64_t bytes = 0;
+  };
+  const Record& find(const std::string& name) const;
+  [[noreturn]] void fail(const std::string& what) const;
+  std::span<const uint8_t> part(uint64_t begin, uint64_t count, const char* what) const;
+  Directory find_directory() const;
+  Directory wide_directory(uint64_t end_record) const;
+  void read_directory(const Directory& directory);
+  // Adds the record that begins at `at` of the directory; returns where the next one begins.
+  uint64_t read_entry(uint64_t at);
+  std::span<const uint8_t> data_of(const std::string& name, uint64_t header, uint64_t count) const;
+
+  std::string path_;
+  MappedFile file_;
+  std::map<std::string, Record> records_;
+};
+
+}  // namespace ds::checkpoint

@@ -1,0 +1,220 @@
+#include "checkpoint/tag_folder.h"
+
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <stdio.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <system_error>
+#include <thread>
+
+#include "checkpoint/index.h"
+#include "checkpoint/stored_file.h"
+#include "core/atomic_file.h"
+#include "core/check.h"
+
+namespace ds::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kLatest = "latest";
+constexpr const char* kIncomplete = ".incomplete";
+constexpr const char* kReplaced = ".replaced";
+
+std::string reason(int error) { return std::generic_category().message(error); }
+
+std::string replaced_path(const std::string& save_dir, const std::string& tag) {
+  return (fs::path(save_dir) / cat(".", tag, kReplaced)).string();
+}
+
+// False where it cannot be looked at.
+bool there(const fs::path& path) {
+  std::error_code error;
+  return fs::exists(path, error);
+}
+
+// What happened to names in a folder is durable from then on.
+void sync_folder(const std::string& folder) {
+  const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  require<IoError>(descriptor >= 0, folder, ": cannot open: ", reason(errno));
+  const int result = fsync(descriptor);
+  const int error = errno;
+  close(descriptor);
+  require<IoError>(result == 0 || error == EINVAL, folder, ": cannot make durable: ", reason(error));
+}
+
+void rename_folder(const std::string& from, const std::string& to) {
+  require<IoError>(rename(from.c_str(), to.c_str()) == 0, "cannot rename ", from, " to ", to, ": ", reason(errno));
+}
+
+// False where the file system cannot.
+bool exchange(const std::string& one, const std::string& other) {
+  return syscall(SYS_renameat2, AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) == 0;
+}
+
+// Names "<.><tag><ending>" in a folder, as tags.
+std::vector<std::string> hidden_tags(const std::string& save_dir, const std::string& ending) {
+  std::vector<std::string> tags;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(save_dir, error)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with('.') && name.ends_with(ending) && name.size() > 1 + ending.size()) {
+      tags.push_back(name.substr(1, name.size() - 1 - ending.size()));
+    }
+  }
+  return tags;
+}
+
+// Where folders cannot be exchanged.
+void replace_in_two_steps(const std::string& from, const std::string& to, const std::string& older,
+                          const std::function<void(const std::string&)>& make_durable) {
+  constexpr int kTurns = 5;
+  const std::string save_dir = fs::path(to).parent_path().string();
+  std::error_code ignored;
+  for (int turn = 1;; ++turn) {
+    fs::remove_all(older, ignored);  // which a job left that died after the second rename
+    rename_folder(to, older);
+    make_durable(save_dir);
+    if (rename(from.c_str(), to.c_str()) == 0) break;
+    const int error = errno;
+    if (there(to) && turn < kTurns) continue;  // a reader took it for one that was cut off, and put it back
+    rename(older.c_str(), to.c_str());
+    throw IoError(cat("cannot rename ", from, " to ", to, ": ", reason(error)));
+  }
+  make_durable(save_dir);
+  fs::remove_all(older, ignored);
+}
+
+}  // namespace
+
+void require_tag(const std::string& tag) {
+  require(!tag.empty() && tag.find('/') == std::string::npos && tag.find('\n') == std::string::npos && tag[0] != '.' &&
+              tag != kLatest,
+          "checkpoint: tag \"", tag, "\": expected the name of a folder without '/', not beginning with '.', and not ",
+          "\"latest\"");
+}
+
+std::string tag_path(const std::string& save_dir, const std::string& tag) {
+  return (fs::path(save_dir) / tag).string();
+}
+
+std::string incomplete_path(const std::string& save_dir, const std::string& tag) {
+  return (fs::path(save_dir) / cat(".", tag, kIncomplete)).string();
+}
+
+void begin_tag(const std::string& save_dir, const std::string& tag) {
+  require_tag(tag);
+  std::error_code error;
+  const bool is_new = fs::create_directories(save_dir, error);
+  require<IoError>(!error, save_dir, ": cannot make this folder for checkpoints: ", error.message());
+  if (is_new) sync_folder((fs::canonical(save_dir) / "..").string());
+  const fs::path older = tag_path(save_dir, tag);
+  require<IoError>(
+      !there(older) || there(older / kIndexName) || fs::is_empty(older, error), older.string(),
+      ": is there and is no checkpoint of dsengine, so it will not be replaced; give another tag or save_dir");
+  const std::string path = incomplete_path(save_dir, tag);
+  fs::remove_all(path, error);
+  require<IoError>(!error, path, ": cannot remove what an earlier save left: ", error.message());
+  fs::create_directory(path, error);
+  require<IoError>(!error, path, ": cannot make this folder: ", error.message(), "; check that ", save_dir,
+                   " may be written and has space");
+}
+
+void publish_tag(const std::string& save_dir, const std::string& tag, bool durable) {
+  const auto make_durable = [durable](const std::string& folder) {
+    if (durable) sync_folder(folder);
+  };
+  const std::string from = incomplete_path(save_dir, tag);
+  const std::string to = tag_path(save_dir, tag);
+  make_durable(from);
+  if (!there(to)) {
+    rename_folder(from, to);
+  } else if (exchange(from, to)) {
+    make_durable(save_dir);
+    abandon_tag(save_dir, tag);  // the older one is there now
+  } else {
+    replace_in_two_steps(from, to, replaced_path(save_dir, tag), make_durable);
+  }
+  make_durable(save_dir);
+}
+
+void abandon_tag(const std::string& save_dir, const std::string& tag) noexcept {
+  constexpr int kTurns = 20;
+  const fs::path path = incomplete_path(save_dir, tag);
+  // A rank that removes its own files at the same time makes remove_all() fail.
+  for (int turn = 0; turn < kTurns && there(path); ++turn) {
+    if (turn > 0) std::this_thread::sleep_for(std::chrono::milliseconds(turn));
+    std::error_code ignored;
+    fs::remove_all(path, ignored);
+  }
+}
+
+std::optional<std::string> read_latest(const std::string& save_dir) {
+  const std::string path = tag_path(save_dir, kLatest);
+  if (!there(path)) return std::nullopt;
+  std::string tag = read_text(path);
+  while (!tag.empty() && (tag.back() == '\n' || tag.back() == '\r')) tag.pop_back();
+  return tag;
+}
+
+void write_latest(const std::string& save_dir, const std::string& tag, bool durable) {
+  AtomicFile file(tag_path(save_dir, kLatest));
+  file.write(tag.data(), tag.size());
+  file.commit(durable);
+}
+
+void put_back_replaced(const std::string& save_dir) {
+  for (const std::string& tag : hidden_tags(save_dir, kReplaced)) {
+    // Fails where this job may not write, or another one came first.
+    if (!there(tag_path(save_dir, tag))) rename(replaced_path(save_dir, tag).c_str(), tag_path(save_dir, tag).c_str());
+  }
+}
+
+std::vector<TagInfo> whole_tags(const std::string& save_dir) {
+  put_back_replaced(save_dir);
+  std::vector<TagInfo> tags;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(save_dir, error)) {
+    const std::string name = entry.path().filename().string();
+    const fs::path index = entry.path() / kIndexName;
+    if (name.starts_with('.') || !there(index)) continue;
+    try {
+      tags.push_back({name, index_from(read_text(index.string()), index.string()).state.global_steps});
+    } catch (const IoError&) {  // not whole
+    }
+  }
+  std::sort(tags.begin(), tags.end(), [](const TagInfo& a, const TagInfo& b) {
+    return a.global_steps != b.global_steps ? a.global_steps > b.global_steps : a.tag < b.tag;
+  });
+  return tags;
+}
+
+void keep_last_tags(const std::string& save_dir, int64_t count, const std::string& kept) {
+  for (const std::string& tag : hidden_tags(save_dir, kIncomplete)) abandon_tag(save_dir, tag);
+  const std::vector<TagInfo> tags = whole_tags(save_dir);
+  for (const std::string& tag : hidden_tags(save_dir, kReplaced)) {
+    std::error_code ignored;
+    if (there(tag_path(save_dir, tag))) fs::remove_all(replaced_path(save_dir, tag), ignored);
+  }
+  const std::optional<std::string> latest = read_latest(save_dir);
+  int64_t staying = 0;
+  for (const TagInfo& tag : tags) {
+    if (tag.tag == kept || staying < count - 1) {
+      staying += tag.tag == kept ? 0 : 1;
+      continue;
+    }
+    if (tag.tag == latest) continue;
+    // First hidden, so that a crash leaves no part of it under its name.
+    rename_folder(tag_path(save_dir, tag.tag), incomplete_path(save_dir, tag.tag));
+    abandon_tag(save_dir, tag.tag);
+  }
+}
+
+}  // namespace ds::checkpoint

@@ -1,0 +1,30 @@
+// What a path given to ds-tool checkpoint stands for.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace ds::checkpoint::tool {
+
+enum class Format : uint8_t {
+  kDsengine,     // index.json and safetensors files of ranks
+  kHuggingFace,  // safetensors weights
+  kDeepSpeed,    // *_model_states.pt and *_optim_states.pt
+  kUnknown,
+};
+
+const char* name_of(Format format);
+
+struct Location {
+  std::string folder;  // one tag, a folder of weights, or a .safetensors file
+  Format format = Format::kUnknown;
+  std::string latest;             // tag named by the save_dir's `latest`; empty when the path was no save_dir
+  std::vector<std::string> tags;  // of that save_dir, in the order of their steps
+};
+
+// `path`: a save_dir (a folder with a file `latest`), which stands for the tag named there, or what Location::folder
+// is. Throws IoError: no such path, a `latest` that names no folder; a save_dir without `latest`, with its tags.
+Location locate(const std::string& path);
+
+}  // namespace ds::checkpoint::tool

@@ -1,0 +1,19 @@
+// Text in columns, and sizes as people write them.
+#pragma once
+
+#include <cstdint>
+#include <ostream>
+#include <string>
+#include <vector>
+
+namespace ds::checkpoint::tool {
+
+// Rows of cells, indented by two, columns as wide as their widest cell.
+void print_columns(const std::vector<std::vector<std::string>>& rows, std::ostream& out);
+
+// 1234567 -> "1.2 MB" (powers of 1000).
+std::string shown_bytes(int64_t bytes);
+// "5GB" -> 5e9; units B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB; none is bytes. Throws ConfigError.
+int64_t parsed_bytes(const std::string& text);
+
+}  // namespace ds::checkpoint::tool

@@ -1,0 +1,32 @@
+// What a checkpoint keeps of one rank alone: random generators, buffers that differ from rank 0's, a client optimizer.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/source.h"
+#include "engine/engine_impl.h"
+
+namespace ds::engine {
+
+// A buffer of the module under its path in the checkpoint: "buffers/NAME", or "ranks/R/buffers/NAME".
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+// Copies on the host of all that this rank contributes beside its part of the model state, by path. Collective.
+NamedTensors rank_tensors(const Engine::Impl& impl);
+
+// Its class, as torch names it, and the learning rates of its groups; all else of it is in rank_tensors().
+checkpoint::OptimizerState client_optimizer_state(const torch::optim::Optimizer& optimizer);
+
+// The path of a buffer of the module in a checkpoint; empty: it has none.
+std::string buffer_for(const checkpoint::Source& source, int rank, bool same_ranks, const std::string& name);
+// Generators and client optimizer. `same_ranks`: the checkpoint was written by as many ranks; else generators stay.
+void load_generators(const Engine::Impl& impl, checkpoint::Source& source, bool same_ranks);
+// Throws UsageError when the checkpoint has no state of a client optimizer.
+void require_client_optimizer(const Engine::Impl& impl, const checkpoint::Source& source);
+void load_client_optimizer(const Engine::Impl& impl, checkpoint::Source& source);
+
+}  // namespace ds::engine

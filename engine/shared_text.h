@@ -1,0 +1,17 @@
+// A text that all ranks are to know.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <string>
+
+#include "comm/communicator.h"
+
+namespace ds::engine {
+
+// Rank 0's text, on every rank. Collective.
+std::string text_of_first_rank(const std::string& text, c10::Device device, comm::Communicator& world);
+// Whether all ranks have the same text. Collective.
+bool same_text_on_all_ranks(const std::string& text, c10::Device device, comm::Communicator& world);
+
+}  // namespace ds::engine

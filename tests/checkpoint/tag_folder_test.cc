@@ -1,0 +1,240 @@
+// How checkpoints appear and disappear in a save_dir, and what is left where a job died on the way.
+#include "checkpoint/tag_folder.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "checkpoint/folder_source.h"
+#include "checkpoint/index.h"
+#include "checkpoint/rewrite.h"
+#include "core/check.h"
+#include "tests/checkpoint/memory_source.h"
+#include "tests/support/scratch_folder.h"
+
+namespace ds::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::ThrowsMessage;
+using testing::UnorderedElementsAre;
+
+class TagFolder : public testing::Test {
+ protected:
+  // A whole checkpoint of one step, which holds that number.
+  void make(const std::string& tag, int64_t step) {
+    MemorySource source;
+    source.add("weights/step", torch::tensor(step, torch::kLong));
+    source.mutable_state().global_steps = step;
+    rewrite(source, tag_path(dir_, tag));
+  }
+  int64_t step_of(const std::string& tag) {
+    return open_folder(tag_path(dir_, tag))->tensor("weights/step").item<int64_t>();
+  }
+  // A complete folder that is not published.
+  void make_incomplete(const std::string& tag, int64_t step) {
+    make("made", step);
+    begin_tag(dir_, tag);
+    for (const auto& entry : fs::directory_iterator(tag_path(dir_, "made"))) {
+      fs::copy(entry.path(), fs::path(incomplete_path(dir_, tag)) / entry.path().filename());
+    }
+    fs::remove_all(tag_path(dir_, "made"));
+  }
+  std::vector<std::string> names() const {
+    std::vector<std::string> all;
+    for (const auto& entry : fs::directory_iterator(dir_)) all.push_back(entry.path().filename());
+    return all;
+  }
+  std::vector<std::string> whole() const {
+    std::vector<std::string> tags;
+    for (const TagInfo& tag : whole_tags(dir_)) tags.push_back(tag.tag);
+    return tags;
+  }
+  void put(const std::string& name, const std::string& text) const { std::ofstream(fs::path(dir_) / name) << text; }
+
+  test::ScratchFolder folder_;
+  std::string dir_ = folder_ / "checkpoints";
+};
+
+TEST_F(TagFolder, NamesThatAreNoTags) {
+  for (const char* tag : {"", ".", "..", ".hidden", "a/b", "/abs", "latest", "two\nlines"}) {
+    EXPECT_THAT([&] { require_tag(tag); }, ThrowsMessage<UsageError>(HasSubstr(cat('"', tag, '"')))) << tag;
+    EXPECT_THROW(begin_tag(dir_, tag), UsageError);
+  }
+  EXPECT_FALSE(fs::exists(dir_));
+  for (const char* tag : {"a", "global_step10", "with space", "trailing ", "ümläut", "a.incomplete", "index.json",
+                          "latest2", "*", "-rf", "%s%n"}) {
+    make(tag, 4);
+    EXPECT_EQ(step_of(tag), 4) << tag;
+    EXPECT_EQ(read_latest(dir_), tag);
+    EXPECT_THAT(whole(), testing::Contains(std::string(tag)));
+  }
+  EXPECT_THROW(make(std::string(300, 'x'), 1), IoError);
+}
+
+TEST_F(TagFolder, AnOlderTagStaysUntilTheNewOneIsWhole) {
+  make("tag", 1);
+  begin_tag(dir_, "tag");
+  EXPECT_EQ(step_of("tag"), 1);
+  abandon_tag(dir_, "tag");
+  EXPECT_EQ(step_of("tag"), 1);
+  make_incomplete("tag", 2);
+  EXPECT_EQ(step_of("tag"), 1);
+  EXPECT_THAT(whole(), ElementsAre("tag"));
+  publish_tag(dir_, "tag");
+  EXPECT_EQ(step_of("tag"), 2);
+  EXPECT_THAT(names(), UnorderedElementsAre("tag", "latest"));
+  abandon_tag(dir_, "tag");  // nothing to remove
+  EXPECT_EQ(step_of("tag"), 2);
+}
+
+TEST_F(TagFolder, PublishingWithoutBeginning) {
+  make("tag", 1);
+  EXPECT_THROW(publish_tag(dir_, "tag"), IoError);
+  EXPECT_EQ(step_of("tag"), 1);
+  EXPECT_THROW(publish_tag(dir_, "other"), IoError);
+}
+
+// A job that died while it wrote, with any part of the files.
+TEST_F(TagFolder, WhatADeadJobLeftIsNoCheckpointAndInNobodysWay) {
+  make("old", 1);
+  make_incomplete("dead", 7);
+  fs::create_directory(incomplete_path(dir_, "empty"));
+  EXPECT_THAT(whole(), ElementsAre("old"));
+  begin_tag(dir_, "dead");
+  EXPECT_TRUE(fs::is_empty(incomplete_path(dir_, "dead")));
+  // Also where there is no folder but a file.
+  put(".file.incomplete", "x");
+  begin_tag(dir_, "file");
+  EXPECT_TRUE(fs::is_directory(incomplete_path(dir_, "file")));
+  make("new", 2);
+  keep_last_tags(dir_, 5, "new");
+  EXPECT_THAT(names(), UnorderedElementsAre("old", "new", "latest"));
+}
+
+// Where two folders cannot be exchanged, the older one has another name for a moment.
+TEST_F(TagFolder, ADeathBetweenTheTwoRenames) {
+  make("tag", 1);
+  make_incomplete("tag", 2);
+  fs::rename(tag_path(dir_, "tag"), fs::path(dir_) / ".tag.replaced");
+  EXPECT_THAT(whole(), ElementsAre("tag"));  // put back
+  EXPECT_EQ(step_of("tag"), 1);
+  EXPECT_FALSE(fs::exists(fs::path(dir_) / ".tag.replaced"));
+  make("tag", 3);
+  EXPECT_EQ(step_of("tag"), 3);
+}
+
+TEST_F(TagFolder, ADeathAfterTheSecondRename) {
+  make("tag", 1);
+  fs::rename(tag_path(dir_, "tag"), fs::path(dir_) / ".tag.replaced");
+  make_incomplete("tag", 2);
+  fs::rename(incomplete_path(dir_, "tag"), tag_path(dir_, "tag"));
+  EXPECT_THAT(whole(), ElementsAre("tag"));
+  EXPECT_EQ(step_of("tag"), 2);
+  keep_last_tags(dir_, 1, "tag");
+  EXPECT_THAT(names(), UnorderedElementsAre("tag", "latest"));  // nothing stays for ever
+}
+
+// The exchange was done, the older one not yet removed.
+TEST_F(TagFolder, ADeathAfterTheExchange) {
+  make("tag", 2);
+  make_incomplete("other", 1);
+  fs::rename(incomplete_path(dir_, "other"), incomplete_path(dir_, "tag"));
+  EXPECT_THAT(whole(), ElementsAre("tag"));
+  EXPECT_EQ(step_of("tag"), 2);
+  make("tag", 3);
+  EXPECT_EQ(step_of("tag"), 3);
+  EXPECT_THAT(names(), UnorderedElementsAre("tag", "latest"));
+}
+
+TEST_F(TagFolder, ADamagedIndexIsNotWhole) {
+  make("one", 1);
+  make("two", 2);
+  make("three", 3);
+  fs::resize_file(fs::path(tag_path(dir_, "two")) / kIndexName, 100);
+  fs::remove(fs::path(tag_path(dir_, "three")) / kIndexName);
+  fs::create_directory(fs::path(tag_path(dir_, "three")) / kIndexName);
+  fs::create_directory_symlink("around", fs::path(dir_) / "around");  // a circle
+  put("notes.txt", "mine");
+  fs::create_directory(fs::path(dir_) / "runs");
+  EXPECT_THAT(whole(), ElementsAre("one"));
+}
+
+TEST_F(TagFolder, LatestStepFirst) {
+  make("b", 10);
+  make("a", 9);
+  make("c", 100);
+  make("d", 10);
+  EXPECT_THAT(whole(), ElementsAre("c", "b", "d", "a"));
+  EXPECT_THAT(whole_tags(folder_ / "nowhere"), IsEmpty());
+}
+
+TEST_F(TagFolder, KeepLast) {
+  for (int64_t step = 1; step <= 6; ++step) make(cat("step", step), step);
+  put("notes.txt", "mine");
+  fs::create_directory(fs::path(dir_) / "runs");
+  keep_last_tags(dir_, 3, "step6");
+  EXPECT_THAT(whole(), ElementsAre("step6", "step5", "step4"));
+  // The one just written stays though it is older than others, and so does the one that `latest` names.
+  make("again", 2);
+  write_latest(dir_, "step4");
+  keep_last_tags(dir_, 2, "again");
+  EXPECT_THAT(whole(), ElementsAre("step6", "step4", "again"));
+  keep_last_tags(dir_, 1, "again");
+  EXPECT_THAT(whole(), ElementsAre("step4", "again"));
+  EXPECT_THAT(names(), UnorderedElementsAre("step4", "again", "latest", "notes.txt", "runs"));
+  keep_last_tags(dir_, 100, "again");
+  EXPECT_THAT(whole(), ElementsAre("step4", "again"));
+}
+
+TEST_F(TagFolder, Latest) {
+  EXPECT_EQ(read_latest(dir_), std::nullopt);
+  fs::create_directories(dir_);
+  EXPECT_EQ(read_latest(dir_), std::nullopt);
+  write_latest(dir_, "tag");
+  EXPECT_EQ(read_latest(dir_), "tag");
+  write_latest(dir_, "other");
+  EXPECT_EQ(read_latest(dir_), "other");
+  for (const char* text : {"by hand\n", "by hand\r\n", "by hand"}) {
+    put("latest", text);
+    EXPECT_EQ(read_latest(dir_), "by hand");
+  }
+  put("latest", "");
+  EXPECT_EQ(read_latest(dir_), "");
+}
+
+// A folder of the user's own under that name would be lost.
+TEST_F(TagFolder, WhatIsNoCheckpointIsNotReplaced) {
+  fs::create_directories(fs::path(dir_) / "src");
+  put("src/main.cc", "int main() {}");
+  put("notes", "mine");
+  for (const char* tag : {"src", "notes"}) {
+    EXPECT_THAT([&] { make(tag, 1); },
+                ThrowsMessage<IoError>(AllOf(HasSubstr(tag), HasSubstr("no checkpoint"), HasSubstr("another tag"))));
+  }
+  EXPECT_TRUE(fs::exists(fs::path(dir_) / "src/main.cc"));
+  EXPECT_TRUE(fs::is_regular_file(fs::path(dir_) / "notes"));
+  fs::create_directory(fs::path(dir_) / "empty");
+  make("empty", 1);
+  EXPECT_EQ(step_of("empty"), 1);
+  // A checkpoint that is damaged may be.
+  fs::resize_file(fs::path(tag_path(dir_, "empty")) / kIndexName, 10);
+  make("empty", 2);
+  EXPECT_EQ(step_of("empty"), 2);
+}
+
+TEST_F(TagFolder, FoldersThatCannotBeMade) {
+  std::ofstream(dir_) << "a file";
+  EXPECT_THAT([&] { begin_tag(dir_, "tag"); }, ThrowsMessage<IoError>(HasSubstr(dir_)));
+  EXPECT_THAT([&] { begin_tag(dir_ + "/deeper", "tag"); }, ThrowsMessage<IoError>(HasSubstr(dir_)));
+  EXPECT_THAT(whole_tags(dir_), IsEmpty());
+}
+
+}  // namespace
+}  // namespace ds::checkpoint

@@ -1,0 +1,467 @@
+// Jobs that are killed while they save, disks that are full or may not be written: what is in the folder of checkpoints
+// is whole, and is what training had at that step. DS_CRASH_KILLS sets how many jobs are killed (default 30).
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <spawn.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <random>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "checkpoint/block_checksum.h"
+#include "checkpoint/tag_folder.h"
+#include "checkpoint/verify.h"
+#include "core/check.h"
+#include "core/text.h"
+#include "engine/engine.h"
+#include "tests/engine/checkpoint_run.h"
+#include "tests/support/process_ranks.h"
+#include "tests/support/scratch_folder.h"
+#include "tests/support/small_disk.h"
+#include "tests/support/thread_ranks.h"
+
+extern char** environ;  // NOLINT
+
+namespace ds::engine {
+namespace {
+
+namespace fs = std::filesystem;
+using test::run_ranks;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+
+constexpr int kJobRanks = 2;
+constexpr int64_t kMostSteps = 3000;
+constexpr const char* kRank = "DS_CRASH_RANK";
+constexpr const char* kMode = "DS_CRASH_MODE";
+constexpr const char* kFolder = "DS_CRASH_FOLDER";
+constexpr const char* kMeeting = "DS_CRASH_MEETING";
+
+// How a job saves.
+struct SaveMode {
+  bool asynchronous = false;
+  int64_t keep_last = 2;
+  bool one_tag = false;
+  int stage = 1;
+};
+
+// Half of them beside training; keeping two, keeping more, and always under the same name.
+SaveMode mode_number(int number) {
+  const int kind = number / 2 % 3;
+  return {.asynchronous = number % 2 == 1, .keep_last = kind == 1 ? 6 : 2, .one_tag = kind == 2, .stage = kind + 1};
+}
+constexpr int kModes = 6;
+
+// Every step changes the weights.
+nlohmann::ordered_json job_config(int stage) {
+  nlohmann::ordered_json config = carried_config(stage, kJobRanks);
+  config.erase("scheduler");
+  return config;
+}
+
+std::string environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? std::string() : value;
+}
+
+// --- the job that is killed ------------------------------------------------------------------------------------------
+
+// Goes on from the last checkpoint and saves after every step, until somebody ends it.
+void train_until_killed() {
+  const int rank = std::stoi(environment(kRank));
+  const SaveMode mode = mode_number(std::stoi(environment(kMode)));
+  const std::string folder = environment(kFolder);
+  const std::string save_dir = folder + "/checkpoints";
+  CarriedNet model;
+  const auto engine =
+      initialize({.model = model.ptr(),
+                  .config = job_config(mode.stage),
+                  .init_method = cat("file://", environment(kMeeting), "?rank=", rank, "&world_size=", kJobRanks),
+                  .timeout = std::chrono::seconds(20)})
+          .engine;
+  engine->load_checkpoint(save_dir);
+  std::ofstream(cat(environment(kMeeting), ".ready", rank)) << "ready\n";
+  std::ofstream reported(cat(folder, "/reported"), std::ios::app);
+  while (engine->global_steps() < kMostSteps) {
+    train_until(*engine, model, engine->global_steps() + 1);
+    engine->save_checkpoint(save_dir, mode.one_tag ? "always" : "",
+                            {.asynchronous = mode.asynchronous, .keep_last = mode.keep_last});
+    if (rank == 0 && !mode.asynchronous) reported << engine->global_steps() << std::endl;
+  }
+  engine->wait_for_checkpoint();
+  pause();
+}
+
+// --- starting and killing it -----------------------------------------------------------------------------------------
+
+class CrashingJob {
+ public:
+  CrashingJob(const std::string& test, const std::string& folder, int mode, int number)
+      : meeting_(cat(folder, "/meeting", number)) {
+    for (int rank = 0; rank < kJobRanks; ++rank) start(test, folder, mode, rank);
+  }
+  ~CrashingJob() {
+    for (int rank = 0; rank < kJobRanks; ++rank) end(rank);
+  }
+  CrashingJob(const CrashingJob&) = delete;
+  CrashingJob& operator=(const CrashingJob&) = delete;
+
+  // False: it ended by itself, or did not come so far in time.
+  bool await_ready() {
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(40);
+    for (int rank = 0; rank < kJobRanks; ++rank) {
+      while (!fs::exists(cat(meeting_, ".ready", rank))) {
+        if (std::chrono::steady_clock::now() > limit || ended(rank)) return false;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+    return true;
+  }
+  bool ended(int rank) {
+    pid_t& process = processes_.at(static_cast<size_t>(rank));
+    if (process != 0 && waitpid(process, nullptr, WNOHANG) == process) process = 0;
+    return process == 0;
+  }
+  void send_kill(int rank) {
+    if (!ended(rank)) kill(processes_.at(static_cast<size_t>(rank)), SIGKILL);
+  }
+  void end(int rank) {
+    pid_t& process = processes_.at(static_cast<size_t>(rank));
+    if (process == 0) return;
+    kill(process, SIGKILL);
+    waitpid(process, nullptr, 0);
+    process = 0;
+  }
+  std::string output() const {
+    std::string text;
+    for (int rank = 0; rank < kJobRanks; ++rank) {
+      std::ifstream in(cat(meeting_, ".log", rank));
+      text += cat("rank ", rank, ":\n", std::string(std::istreambuf_iterator<char>(in), {}));
+    }
+    return text;
+  }
+
+ private:
+  void start(const std::string& test, const std::string& folder, int mode, int rank) {
+    std::vector<std::string> variables{cat(kRank, "=", rank), cat(kMode, "=", mode), cat(kFolder, "=", folder),
+                                       cat(kMeeting, "=", meeting_), "OMP_NUM_THREADS=1"};
+    for (char** entry = environ; *entry != nullptr; ++entry) {
+      const std::string text = *entry;
+      if (!text.starts_with("OMP_NUM_THREADS=") && !text.starts_with("GTEST_")) variables.push_back(text);
+    }
+    std::vector<std::string> words{fs::read_symlink("/proc/self/exe").string(), "--gtest_filter=" + test};
+    std::vector<char*> argv;
+    std::vector<char*> envp;
+    for (std::string& word : words) argv.push_back(word.data());
+    for (std::string& variable : variables) envp.push_back(variable.data());
+    argv.push_back(nullptr);
+    envp.push_back(nullptr);
+    posix_spawn_file_actions_t files;
+    posix_spawn_file_actions_init(&files);
+    posix_spawn_file_actions_addopen(&files, STDOUT_FILENO, cat(meeting_, ".log", rank).c_str(),
+                                     O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    posix_spawn_file_actions_adddup2(&files, STDOUT_FILENO, STDERR_FILENO);
+    pid_t process = 0;
+    const int error = posix_spawn(&process, argv[0], &files, nullptr, argv.data(), envp.data());
+    posix_spawn_file_actions_destroy(&files);
+    if (error != 0) throw std::runtime_error(cat("cannot start a rank: ", error));
+    processes_.push_back(process);
+  }
+
+  std::string meeting_;
+  std::vector<pid_t> processes_;
+};
+
+// --- what must be there afterwards -----------------------------------------------------------------------------------
+
+uint64_t checksum_of(const State& weights) {
+  uint64_t sum = 0;
+  for (const auto& [name, values] : weights) {
+    const at::Tensor whole = values.contiguous();
+    sum = sum * 1099511628211ULL + checkpoint::checksum(whole.const_data_ptr(), whole.nbytes());
+  }
+  return sum;
+}
+
+// Of the weights after each step of training without a break.
+std::vector<uint64_t> uninterrupted() {
+  std::vector<uint64_t> sums;
+  run_ranks(kJobRanks, [&](comm::Communicator& communicator) {
+    CarriedNet model;
+    const auto engine = start(model.ptr(), job_config(1), communicator).engine;
+    for (int64_t step = 0; step <= kMostSteps + 1; ++step) {
+      const uint64_t sum = checksum_of(train_until(*engine, model, step));
+      if (communicator.rank() == 0) sums.push_back(sum);
+    }
+  });
+  return sums;
+}
+
+int64_t last_reported(const std::string& folder) {
+  std::ifstream in(folder + "/reported");
+  int64_t last = 0;
+  for (int64_t step = 0; in >> step;) last = step;
+  return last;
+}
+
+// Loads without a tag, as the next job would; returns the step, 0 for nothing.
+int64_t loaded_step(const std::string& save_dir, int stage, const std::vector<uint64_t>& sums) {
+  int64_t loaded = 0;
+  run_ranks(kJobRanks, [&](comm::Communicator& communicator) {
+    CarriedNet model;
+    {
+      const torch::NoGradGuard no_grad;
+      for (at::Tensor& parameter : model->parameters()) parameter.fill_(0.125);
+    }
+    const auto engine = start(model.ptr(), job_config(stage), communicator).engine;
+    if (!engine->load_checkpoint(save_dir)) return;
+    const int64_t step = engine->global_steps();
+    EXPECT_GT(step, 0);
+    const uint64_t found = checksum_of(copy_of(engine->fp32_state_dict()));
+    // The states of the optimizer show in the next step.
+    const uint64_t next = checksum_of(train_until(*engine, model, step + 1));
+    if (communicator.rank() != 0) return;
+    EXPECT_EQ(found, sums.at(static_cast<size_t>(step))) << "step " << step;
+    EXPECT_EQ(next, sums.at(static_cast<size_t>(step + 1))) << "the step after " << step;
+    loaded = step;
+  });
+  return loaded;
+}
+
+struct Found {
+  int64_t step = 0;
+  int visible = 0;
+  int incomplete = 0;
+};
+
+Found expect_whole(const std::string& folder, const SaveMode& mode, int stage, const std::vector<uint64_t>& sums,
+                   const Found& before) {
+  const std::string save_dir = folder + "/checkpoints";
+  Found found;
+  if (!fs::exists(save_dir)) return found;
+  int visible = 0;
+  for (const auto& entry : fs::directory_iterator(save_dir)) {
+    const std::string name = entry.path().filename();
+    found.incomplete += name.starts_with('.') ? 1 : 0;
+    if (name.starts_with('.') || name == "latest" || name.ends_with(".tmp")) continue;
+    ++visible;
+    for (const checkpoint::Damage& damage : checkpoint::verify(entry.path().string())) {
+      ADD_FAILURE() << entry.path() << ": " << damage.file << ": " << damage.tensor << ": " << damage.what;
+    }
+  }
+  EXPECT_EQ(checkpoint::whole_tags(save_dir).size(), static_cast<size_t>(visible));
+  // A job that ended between publishing and removing leaves one more than it found, or than are kept and named.
+  EXPECT_LE(visible, mode.one_tag ? 1 : std::max(before.visible, static_cast<int>(mode.keep_last) + 1) + 1);
+  found.visible = visible;
+  found.step = loaded_step(save_dir, stage, sums);
+  EXPECT_EQ(found.step > 0, visible > 0);
+  return found;
+}
+
+TEST(CheckpointCrash, KilledAtAnyMoment) {
+  if (!environment(kRank).empty()) return train_until_killed();
+  const std::string asked = environment("DS_CRASH_KILLS");
+  const int kills = asked.empty() ? 30 : std::stoi(asked);
+  const std::vector<uint64_t> sums = uninterrupted();
+  ASSERT_EQ(std::set<uint64_t>(sums.begin(), sums.end()).size(), sums.size());
+  std::mt19937 random(20240229);
+  const auto up_to = [&](int most) { return std::uniform_int_distribution<int>(0, most)(random); };
+  const test::ScratchFolder scratch;
+  std::vector<Found> last(kModes);
+  int one_rank = 0, in_a_save = 0, before_the_first = 0;
+  for (int number = 0; number < kills && !HasFailure(); ++number) {
+    const int kind = number % kModes;
+    const SaveMode mode = mode_number(kind);
+    const std::string folder = scratch / cat("mode", kind);
+    fs::create_directories(folder);
+    SCOPED_TRACE(cat("kill ", number, ", mode ", kind));
+    CrashingJob job("CheckpointCrash.KilledAtAnyMoment", folder, kind, number);
+    ASSERT_TRUE(job.await_ready()) << job.output();
+    std::this_thread::sleep_for(std::chrono::microseconds(up_to(150000)));
+    const int victim = up_to(1);
+    job.send_kill(victim);
+    if (up_to(2) == 0) {  // the other one is ended a while later, as a launcher does
+      std::this_thread::sleep_for(std::chrono::milliseconds(30 + up_to(100)));
+      ++one_rank;
+    }
+    job.send_kill(1 - victim);
+    job.end(0);
+    job.end(1);
+    Found& before = last[static_cast<size_t>(kind)];
+    const Found found = expect_whole(folder, mode, 1 + up_to(2), sums, before);
+    EXPECT_GE(found.step, before.step) << "a checkpoint that was there is gone";
+    EXPECT_GE(found.step, last_reported(folder)) << "a save that had returned is gone";
+    before = found;
+    in_a_save += found.incomplete > 0 ? 1 : 0;
+    before_the_first += found.step == 0 ? 1 : 0;
+    if (found.step > kMostSteps - 200) {  // begin again
+      fs::remove_all(folder);
+      before = {};
+    }
+  }
+  std::cout << kills << " jobs killed, " << one_rank << " of them one rank first; " << in_a_save
+            << " left an incomplete folder, " << before_the_first << " had no checkpoint yet; steps reached:";
+  for (const Found& found : last) std::cout << " " << found.step;
+  std::cout << '\n';
+}
+
+// --- disks -----------------------------------------------------------------------------------------------------------
+
+// 12 MB of weights and states.
+struct MegaNetImpl : torch::nn::Module {
+  MegaNetImpl() { weight = register_parameter("weight", torch::full({1 << 20}, 0.5)); }
+  at::Tensor loss() { return (weight * 1.5).sum() * 1e-3; }
+  at::Tensor weight;
+};
+TORCH_MODULE(MegaNet);
+
+State mega_step(Engine& engine, MegaNet& model) {
+  engine.backward(model->loss());
+  engine.step();
+  return copy_of(engine.fp32_state_dict());
+}
+
+// Saves, waits, and returns the message of the failure.
+std::string failure_of(Engine& engine, const std::string& dir, const std::string& tag, bool asynchronous) {
+  try {
+    engine.save_checkpoint(dir, tag, {.asynchronous = asynchronous});
+    engine.wait_for_checkpoint();
+  } catch (const IoError& error) {
+    return error.what();
+  }
+  return {};
+}
+
+TEST(CheckpointDisk, AFullOne) {
+  const test::SmallDisk disk(32);
+  if (!disk.mounted()) {
+    std::cout << "this user may not mount file systems; AFileThatMayNotGrow has the limit that it may set\n";
+    return;
+  }
+  const std::string dir = disk.path() + "/checkpoints";
+  for (const bool asynchronous : {false, true}) {
+    run_ranks(kJobRanks, [&](comm::Communicator& communicator) {
+      MegaNet model;
+      const auto engine = start(model.ptr(), small_config(2, 1), communicator).engine;
+      mega_step(*engine, model);
+      const State saved = copy_of(engine->fp32_state_dict());
+      ASSERT_EQ(failure_of(*engine, dir, "good", asynchronous), "");
+      mega_step(*engine, model);
+      ASSERT_EQ(failure_of(*engine, dir, "second", asynchronous), "");
+      for (int turn = 0; turn < 2; ++turn) {
+        mega_step(*engine, model);
+        EXPECT_THAT(failure_of(*engine, dir, "third", asynchronous),
+                    AnyOf(HasSubstr("No space left"), HasSubstr("its message says why")));
+        // Nor is there room for another under a name that is there.
+        EXPECT_NE(failure_of(*engine, dir, "good", asynchronous), "");
+      }
+      communicator.barrier();
+      EXPECT_FALSE(fs::exists(checkpoint::tag_path(dir, "third")));
+      EXPECT_FALSE(fs::exists(checkpoint::incomplete_path(dir, "third")));
+      EXPECT_EQ(checkpoint::read_latest(dir), "second");
+      const State end = mega_step(*engine, model);
+      EXPECT_GT(largest_difference(end, saved), 0.0);
+      engine->load_checkpoint(dir, "good");
+      EXPECT_EQ(largest_difference(copy_of(engine->fp32_state_dict()), saved), 0.0);
+      communicator.barrier();
+      if (communicator.rank() == 0) fs::remove_all(checkpoint::tag_path(dir, "second"));
+      communicator.barrier();
+      EXPECT_EQ(failure_of(*engine, dir, "third", asynchronous), "");
+    });
+    EXPECT_TRUE(checkpoint::verify(dir + "/good").empty());
+    EXPECT_TRUE(checkpoint::verify(dir + "/third").empty());
+    fs::remove_all(dir);
+  }
+}
+
+TEST(CheckpointDisk, OneThatMayNotBeWritten) {
+  const test::SmallDisk disk(64);
+  if (!disk.mounted()) {
+    std::cout << "this user may not mount file systems: saves into a read-only folder are not tested\n";
+    return;
+  }
+  const std::string dir = disk.path() + "/checkpoints";
+  for (const bool read_only : {false, true}) {
+    if (read_only) ASSERT_TRUE(disk.make_read_only(true));
+    run_ranks(kJobRanks, [&](comm::Communicator& communicator) {
+      MegaNet model;
+      const auto engine = start(model.ptr(), small_config(3, 1), communicator).engine;
+      mega_step(*engine, model);
+      if (!read_only) {
+        engine->save_checkpoint(dir, "good");
+        return;
+      }
+      for (const bool asynchronous : {false, true}) {
+        for (const char* tag : {"good", "new"}) {
+          EXPECT_THAT(failure_of(*engine, dir, tag, asynchronous),
+                      AnyOf(HasSubstr("Read-only file system"), HasSubstr("its message says why")));
+        }
+      }
+      const State now = copy_of(engine->fp32_state_dict());
+      mega_step(*engine, model);
+      EXPECT_EQ(engine->load_checkpoint(dir).tag, "good");
+      EXPECT_EQ(largest_difference(copy_of(engine->fp32_state_dict()), now), 0.0);
+    });
+  }
+  EXPECT_TRUE(disk.make_read_only(false));
+  EXPECT_TRUE(checkpoint::verify(dir + "/good").empty());
+}
+
+void set_file_limit(rlim_t bytes) {
+  std::signal(SIGXFSZ, SIG_IGN);
+  rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &limit), 0);
+  limit.rlim_cur = bytes;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+}
+
+// On one rank alone, first or last.
+DS_PROCESS_TEST(CheckpointDisk, AFileThatMayNotGrow, 2) {
+  MegaNet model;
+  const auto engine =
+      initialize({.model = model.ptr(),
+                  .config = small_config(1, 1),
+                  .init_method = cat("file://", ranks.folder(), "/meeting?rank=", ranks.rank(), "&world_size=2"),
+                  .timeout = std::chrono::seconds(30)})
+          .engine;
+  const std::string dir = ranks.folder() + "/checkpoints";
+  mega_step(*engine, model);
+  const State saved = copy_of(engine->fp32_state_dict());
+  ASSERT_EQ(failure_of(*engine, dir, "good", false), "");
+  for (const int bad : {0, 1}) {
+    for (const bool asynchronous : {false, true}) {
+      mega_step(*engine, model);
+      if (ranks.rank() == bad) set_file_limit(1 << 20);
+      const std::string message = failure_of(*engine, dir, "good", asynchronous);
+      if (ranks.rank() == bad) set_file_limit(RLIM_INFINITY);
+      EXPECT_THAT(message, HasSubstr(ranks.rank() == bad ? "File too large" : cat("rank ", bad)));
+      engine->communicator().barrier();
+      EXPECT_FALSE(fs::exists(checkpoint::incomplete_path(dir, "good")));
+      EXPECT_TRUE(checkpoint::verify(dir + "/good").empty());
+    }
+  }
+  engine->load_checkpoint(dir);
+  EXPECT_EQ(largest_difference(copy_of(engine->fp32_state_dict()), saved), 0.0);
+  mega_step(*engine, model);
+  EXPECT_EQ(failure_of(*engine, dir, "next", true), "");
+}
+
+}  // namespace
+}  // namespace ds::engine
