@@ -39,7 +39,8 @@ void SaveJob::open(const std::vector<PlannedPiece>& pieces) {
 void SaveJob::finish() {
   const Index part = files_->finish(target_.durable);
   files_.reset();
-  write_file(rank_file(target_, target_.rank, "json"), sealed(table_to_json(part)), target_.durable);
+  // Rank 0 reads it now, and removes it before anything is published.
+  write_file(rank_file(target_, target_.rank, "json"), sealed(table_to_json(part)), /*durable=*/false);
 }
 
 void SaveJob::give_up() noexcept {

@@ -42,7 +42,8 @@ def run_ours(a, stage, folder, ranks=2, load_only=False):
     config = os.path.join(folder, "config.json")
     with open(config, "w") as f:
         json.dump({"train_micro_batch_size_per_gpu": a.rows, "log_level": "warning",
-                   "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zero_optimization": {"stage": stage}}, f)
+                   "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zero_optimization": {"stage": stage},
+                   "checkpoint": {"durable": not a.not_durable}}, f)
     binary = os.path.join(a.build, "bin")
     return run([os.path.join(binary, "ds-launch"), "--num_procs", str(ranks), "--master_port", str(free_port()),
                 os.path.join(binary, "checkpoint_bench"), "--config", config, "--folder", os.path.join(folder, "saved"), "--layers",
@@ -67,6 +68,7 @@ def main():
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--folder", help="where to write; a real disk")
     p.add_argument("--build", default=os.path.join(ROOT, "build", "release"))
+    p.add_argument("--not_durable", action="store_true", help="dsengine without fsync, as the others' calls return; its durable column is void then")
     p.add_argument("--only", default=",".join(CASES))
     p.add_argument("--json", help="also write the figures to this file")
     a = p.parse_args()
