@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -29,12 +30,22 @@ def free_port():
         return s.getsockname()[1]
 
 
-def run(command):
+class Unfinished(Exception):
+    pass
+
+
+def run(command, limit):
     env = dict(os.environ, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, text=True)
-    lines = [line for line in done.stdout.splitlines() if "RESULT {" in line]
-    if done.returncode or not lines:
-        sys.exit(f"failed with exit code {done.returncode}: {' '.join(command)}\n{done.stdout[-4000:]}")
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, text=True, start_new_session=True)
+    try:
+        output, _ = job.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
+        raise Unfinished(f"not finished after {limit} s") from None
+    lines = [line for line in output.splitlines() if "RESULT {" in line]
+    if job.returncode or not lines:
+        sys.exit(f"failed with exit code {job.returncode}: {' '.join(command)}\n{output[-4000:]}")
     return json.loads(lines[0].split("RESULT ", 1)[1])
 
 
@@ -48,7 +59,7 @@ def run_ours(a, stage, folder, ranks=2, load_only=False):
     return run([os.path.join(binary, "ds-launch"), "--num_procs", str(ranks), "--master_port", str(free_port()),
                 os.path.join(binary, "checkpoint_bench"), "--config", config, "--folder", os.path.join(folder, "saved"), "--layers",
                 str(a.layers), "--width", str(a.width), "--rows", str(a.rows), "--rounds", str(a.rounds)]
-               + (["--load_only"] if load_only else []))
+               + (["--load_only"] if load_only else []), a.limit)
 
 
 def run_case(a, case, folder):
@@ -57,7 +68,7 @@ def run_case(a, case, folder):
     os.makedirs(os.path.join(folder, "saved"), exist_ok=True)
     return run([sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2", "--master_addr=127.0.0.1",
                 f"--master_port={free_port()}", os.path.join(HERE, "peer.py"), case, os.path.join(folder, "saved"), str(a.layers),
-                str(a.width), str(a.rows), str(a.rounds)])
+                str(a.width), str(a.rows), str(a.rounds)], a.limit)
 
 
 def main():
@@ -68,6 +79,7 @@ def main():
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--folder", help="where to write; a real disk")
     p.add_argument("--build", default=os.path.join(ROOT, "build", "release"))
+    p.add_argument("--limit", type=float, default=300, help="seconds that a case may take")
     p.add_argument("--not_durable", action="store_true", help="dsengine without fsync, as the others' calls return; its durable column is void then")
     p.add_argument("--only", default=",".join(CASES))
     p.add_argument("--json", help="also write the figures to this file")
@@ -78,6 +90,9 @@ def main():
         folder = tempfile.mkdtemp(dir=a.folder or a.build)
         try:
             result = run_case(a, case, folder)
+        except Unfinished as reason:
+            print(f"{case}: {reason}")
+            continue
         finally:
             shutil.rmtree(folder)
         result.setdefault("durable", result["save"])
