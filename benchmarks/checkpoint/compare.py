@@ -36,13 +36,16 @@ class Unfinished(Exception):
 
 def run(command, limit):
     env = dict(os.environ, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, text=True, start_new_session=True)
-    try:
-        output, _ = job.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.communicate()
-        raise Unfinished(f"not finished after {limit} s") from None
+    with tempfile.TemporaryFile("w+") as log:
+        job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, text=True)
+        try:
+            job.wait(limit)
+        except subprocess.TimeoutExpired:
+            job.send_signal(signal.SIGTERM)  # the launcher ends its ranks
+            job.wait()
+            raise Unfinished(f"not finished after {limit} s") from None
+        log.seek(0)
+        output = log.read()
     lines = [line for line in output.splitlines() if "RESULT {" in line]
     if job.returncode or not lines:
         sys.exit(f"failed with exit code {job.returncode}: {' '.join(command)}\n{output[-4000:]}")
