@@ -12,6 +12,7 @@
 #include <system_error>
 #include <utility>
 
+#include "checkpoint/tensor_parts.h"
 #include "checkpoint/weight_files.h"
 #include "core/atomic_file.h"
 #include "core/check.h"
@@ -21,8 +22,6 @@ namespace ds::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr int64_t kPartBytes = 16 << 20;
 
 struct ExportItem {
   std::string path;  // in the source
@@ -109,19 +108,13 @@ at::Tensor converted(const Source& source, const ExportItem& item, const at::Ten
 }
 
 void write_item(Source& source, const ExportItem& item, SafetensorsWriter& writer) {
-  const at::ScalarType stored = source.info(item.path).dtype;
-  const int64_t total = source.info(item.path).numel();
-  const int64_t step = kPartBytes / static_cast<int64_t>(c10::elementSize(stored));
-  if (total == 0) writer.write(item.name, at::empty(item.sizes, item.dtype));
-  const at::Tensor memory = at::empty({std::min(step, total)}, stored);
+  if (source.info(item.path).numel() == 0) writer.write(item.name, at::empty(item.sizes, item.dtype));
   size_t position = 0;
-  for (int64_t offset = 0; offset < total; offset += step) {
-    const at::Tensor part = memory.narrow(0, 0, std::min(step, total - offset));
-    source.read(item.path, offset, part);
+  for_each_part(source, item.path, [&](const at::Tensor& part) {
     const at::Tensor values = converted(source, item, part);
     writer.write_bytes(item.name, position, values.const_data_ptr(), values.nbytes());
     position += values.nbytes();
-  }
+  });
 }
 
 SafetensorsWriter& begin_shard(std::deque<SafetensorsWriter>& writers, const std::string& path, const Shard& shard,

@@ -40,14 +40,9 @@ bool there(const fs::path& path) {
   return fs::exists(path, error);
 }
 
-// What happened to names in a folder is durable from then on.
-void sync_folder(const std::string& folder) {
-  const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  require<IoError>(descriptor >= 0, folder, ": cannot open: ", reason(errno));
-  const int result = fsync(descriptor);
-  const int error = errno;
-  close(descriptor);
-  require<IoError>(result == 0 || error == EINVAL, folder, ": cannot make durable: ", reason(error));
+void make_folder_durable(const std::string& folder) {
+  const int error = sync_folder(folder);
+  require<IoError>(error == 0, folder, ": cannot make durable: ", reason(error));
 }
 
 void rename_folder(const std::string& from, const std::string& to) {
@@ -114,7 +109,7 @@ void begin_tag(const std::string& save_dir, const std::string& tag) {
   std::error_code error;
   const bool is_new = fs::create_directories(save_dir, error);
   require<IoError>(!error, save_dir, ": cannot make this folder for checkpoints: ", error.message());
-  if (is_new) sync_folder((fs::canonical(save_dir) / "..").string());
+  if (is_new) make_folder_durable((fs::canonical(save_dir) / "..").string());
   const fs::path older = tag_path(save_dir, tag);
   require<IoError>(
       !there(older) || there(older / kIndexName) || fs::is_empty(older, error), older.string(),
@@ -129,7 +124,7 @@ void begin_tag(const std::string& save_dir, const std::string& tag) {
 
 void publish_tag(const std::string& save_dir, const std::string& tag, bool durable) {
   const auto make_durable = [durable](const std::string& folder) {
-    if (durable) sync_folder(folder);
+    if (durable) make_folder_durable(folder);
   };
   const std::string from = incomplete_path(save_dir, tag);
   const std::string to = tag_path(save_dir, tag);

@@ -51,11 +51,15 @@ void AtomicFile::commit(bool durable) {
   if (rename(temporary_.c_str(), path_.c_str()) != 0) fail_closed("cannot rename the finished file into place");
   if (!durable) return;
   // The rename itself is durable once the folder is.
-  const std::string folder = std::filesystem::absolute(path_).parent_path().string();
-  const int folder_descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (folder_descriptor < 0) return;
-  fsync(folder_descriptor);
-  close(folder_descriptor);
+  sync_folder(std::filesystem::absolute(path_).parent_path().string());
+}
+
+int sync_folder(const std::string& folder) noexcept {
+  const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) return errno;
+  const int error = fsync(descriptor) == 0 ? 0 : errno;
+  close(descriptor);
+  return error == EINVAL ? 0 : error;  // a file system that needs none
 }
 
 void AtomicFile::fail_closed(const char* what) const {

@@ -33,4 +33,7 @@ class AtomicFile {
   size_t end_ = 0;  // where write() appends
 };
 
+// Makes durable what happened to names in a folder. Returns 0, or the system's error number.
+int sync_folder(const std::string& folder) noexcept;
+
 }  // namespace ds

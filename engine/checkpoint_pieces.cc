@@ -78,13 +78,8 @@ void add_frozen_bucket(const Engine::Impl& impl, size_t f, PieceList& pieces) {
   } else if (partitioned) {
     flat = bucket.slice(impl.groups.shards->rank());
   }
-  size_t index = 0;
-  std::map<int64_t, const zero::Parameter*> by_segment;
-  for (const Segment& segment : bucket.layout().segments) {
-    by_segment[segment.slice_offset] = &bucket.parameters()[index++];
-  }
   for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
-    const zero::Parameter& parameter = *std::prev(by_segment.upper_bound(range.first + position))->second;
+    const zero::Parameter& parameter = impl.frozen[static_cast<size_t>(run.parameter)];
     pieces.add(checkpoint::weight_path(parameter.name),
                {.dtype = flat.scalar_type(), .sizes = parameter.tensor.sizes().vec(), .frozen = true}, run, flat,
                position, impl.buckets.size() + f);

@@ -9,7 +9,6 @@
 #include <cstddef>
 #include <functional>
 #include <limits>
-#include <map>
 #include <string>
 #include <vector>
 

@@ -1,7 +1,6 @@
 // Engine::load_checkpoint: every rank reads the parts of logical tensors that its own layout has.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -19,6 +18,7 @@
 #include "engine/checkpoint_pieces.h"
 #include "engine/engine_impl.h"
 #include "engine/rank_state.h"
+#include "engine/shared_failure.h"
 #include "engine/shared_text.h"
 
 namespace ds::engine {
@@ -28,14 +28,6 @@ using checkpoint::Source;
 
 // What a rank met, worst last.
 enum class Outcome : int64_t { kGood, kDamaged, kUnfit };
-
-Outcome worst_of_all(const Engine::Impl& impl, Outcome own) {
-  if (impl.communicator->size() == 1) return own;
-  const at::Tensor worst =
-      at::scalar_tensor(static_cast<int64_t>(own), at::TensorOptions().dtype(at::kLong)).view({1}).to(impl.device);
-  impl.communicator->all_reduce(worst, comm::ReduceOp::kMax, "outcome of reading a checkpoint").wait();
-  return static_cast<Outcome>(worst.item<int64_t>());
-}
 
 void read_flat(Source& source, const std::string& path, int64_t offset, const at::Tensor& flat) {
   if (flat.is_cpu()) return source.read(path, offset, flat);
@@ -235,13 +227,9 @@ class Loading {
     const zero::ParameterBucket& bucket = impl_.frozen_buckets[f];
     const BucketRange range = held_range(impl_, bucket.layout(), bucket.sharded());
     const at::Tensor flat = bucket.sharded() ? bucket.slice(impl_.groups.shards->rank()) : bucket.flat();
-    std::map<int64_t, std::string> names;  // by the first element in the bucket
-    for (size_t i = 0; i < bucket.layout().segments.size(); ++i) {
-      names[bucket.layout().segments[i].slice_offset] = bucket.parameters()[i].name;
-    }
     bucket.use_slice(/*changes=*/true, [&] {
       for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
-        const std::string& path = weights_.at(std::prev(names.upper_bound(run.slice_offset))->second);
+        const std::string& path = weights_.at(impl_.frozen[static_cast<size_t>(run.parameter)].name);
         if (!path.empty()) read_flat(source_, path, run.parameter_offset, flat.narrow(0, position, run.length));
       });
     });
@@ -314,21 +302,13 @@ Outcome on_all_ranks(const Engine::Impl& impl, std::exception_ptr& failure, cons
     own = Outcome::kUnfit;
     failure = std::current_exception();
   }
-  return worst_of_all(impl, own);
+  return static_cast<Outcome>(
+      largest_of_ranks(static_cast<int64_t>(own), impl.device, *impl.communicator, "outcome of reading a checkpoint"));
 }
 
 [[noreturn]] void throw_failure(const std::exception_ptr& failure, const std::string& path) {
   if (failure) std::rethrow_exception(failure);
   throw IoError(cat("load_checkpoint: ", path, ": another rank could not load it, its message says why"));
-}
-
-std::string message_of(const std::exception_ptr& failure) {
-  if (!failure) return "another rank could not read it, its message says why";
-  try {
-    std::rethrow_exception(failure);
-  } catch (const std::exception& error) {
-    return error.what();
-  }
 }
 
 // Rank 0: tags to try, the preferred one first.
@@ -422,8 +402,9 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
     }
     if (outcome == Outcome::kUnfit || i + 1 == tags.size()) throw_failure(failure, path);
     if (first) {
-      log::error("load_checkpoint: ", path, " cannot be used: ", message_of(failure), ". Falling back to ",
-                 tags[i + 1]);
+      log::error("load_checkpoint: ", path, " cannot be used: ",
+                 failure ? message_of(failure) : std::string("another rank could not read it, its message says why"),
+                 ". Falling back to ", tags[i + 1]);
     }
   }
   throw InternalError("load_checkpoint: no outcome");

@@ -29,16 +29,6 @@ using checkpoint::SaveJob;
 constexpr std::chrono::minutes kPatience(10);
 constexpr std::chrono::seconds kVisible(60);
 
-std::string text_of(const std::exception_ptr& failure) {
-  try {
-    std::rethrow_exception(failure);
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "an exception of unknown type";
-  }
-}
-
 // The number of a rank that failed, or -1; this rank's failure is not thrown. Collective.
 int which_failed(const Engine::Impl& impl, const std::exception_ptr& failure) {
   try {
@@ -175,14 +165,11 @@ class DeviceOrder {
   std::shared_ptr<c10::Event> event_;
 };
 
-void copy_pieces(std::vector<StatePiece>& pieces,
-                 const std::function<void(const std::function<void(size_t)>&)>& visit) {
-  visit([&](size_t i) {
-    const at::Tensor values = pieces[i].values();
-    pieces[i].flat = at::empty(values.sizes(), values.options().device(at::kCPU));
-    pieces[i].flat.copy_(values);
-    pieces[i].position = 0;
-  });
+void copy_piece(StatePiece& piece) {
+  const at::Tensor values = piece.values();
+  piece.flat = at::empty(values.sizes(), values.options().device(at::kCPU));
+  piece.flat.copy_(values);
+  piece.position = 0;
 }
 
 }  // namespace
@@ -205,7 +192,7 @@ std::string Engine::Impl::finish_save() {
   if (failed < 0) return {};
   if (target.rank == 0) checkpoint::abandon_tag(target.save_dir, target.tag);
   return cat("checkpoint \"", target.tag, "\" was not written: ",
-             failure ? text_of(failure) : cat("rank ", failed, " failed, its message says why"));
+             failure ? message_of(failure) : cat("rank ", failed, " failed, its message says why"));
 }
 
 void Engine::Impl::end_save() noexcept {
@@ -214,7 +201,7 @@ void Engine::Impl::end_save() noexcept {
   const checkpoint::SaveTarget target = save_job->target();
   save_job.reset();
   if (!failure) return;
-  log::error("checkpoint \"", target.tag, "\" was not written: ", text_of(failure));
+  log::error("checkpoint \"", target.tag, "\" was not written: ", message_of(failure));
   if (target.rank == 0) checkpoint::abandon_tag(target.save_dir, target.tag);
 }
 
@@ -290,29 +277,25 @@ std::string Engine::save_checkpoint(const std::string& save_dir, const std::stri
     agree(attempt([&] { publish(kVisible); }), "publish it");
     return path;
   }
-  // What lies in files has memory only within for_each_piece(), which is for this thread.
-  const bool copies_now = self.offloaded && self.offloaded->bytes().file > 0;
+  // What lies in files has memory only within for_each_piece(), which is for this thread. Frozen parameters below stage
+  // 3 are the module's own tensors: a program may change them (moving averages).
+  const bool in_files = self.offloaded && self.offloaded->bytes().file > 0;
+  const auto copied_now = [in_files](const StatePiece& piece) {
+    return in_files || piece.bucket == StatePiece::kNoBucket;
+  };
   agree(attempt([&] {
-          copy_pieces(state->pieces, [&](const auto& use) {
-            if (copies_now) return for_each_piece(self, state->pieces, use);
-            // Frozen parameters below stage 3 are the module's own tensors: a program may change them (moving
-            // averages).
-            for (size_t i = 0; i < state->pieces.size(); ++i) {
-              if (state->pieces[i].bucket == StatePiece::kNoBucket) use(i);
-            }
+          for_each_piece(self, state->pieces, [&](size_t i) {
+            if (copied_now(state->pieces[i])) copy_piece(state->pieces[i]);
           });
         }),
         "copy its part");
   checkpoint::BackgroundSave::Parts parts;
-  parts.copy = [state, copies_now, order = std::make_shared<DeviceOrder>(self.device)] {
-    if (copies_now) return;
+  parts.copy = [state, copied_now, order = std::make_shared<DeviceOrder>(self.device)] {
     const at::NoGradGuard no_grad_here;
     order->run_after([&] {
-      copy_pieces(state->pieces, [&](const auto& use) {
-        for (size_t i = 0; i < state->pieces.size(); ++i) {
-          if (state->pieces[i].bucket != StatePiece::kNoBucket) use(i);
-        }
-      });
+      for (StatePiece& piece : state->pieces) {
+        if (!copied_now(piece)) copy_piece(piece);
+      }
     });
   };
   parts.write = [state, job] {

@@ -5,6 +5,8 @@
 
 #include <cstring>
 
+#include "engine/shared_failure.h"
+
 namespace ds::engine {
 
 std::string text_of_first_rank(const std::string& text, c10::Device device, comm::Communicator& world) {
@@ -24,12 +26,8 @@ std::string text_of_first_rank(const std::string& text, c10::Device device, comm
 }
 
 bool same_text_on_all_ranks(const std::string& text, c10::Device device, comm::Communicator& world) {
-  const std::string first = text_of_first_rank(text, device, world);
-  if (world.size() == 1) return true;
-  const at::Tensor differs =
-      at::scalar_tensor(static_cast<int64_t>(first != text), at::TensorOptions().dtype(at::kLong)).view({1}).to(device);
-  world.all_reduce(differs, comm::ReduceOp::kMax, "a text that differs").wait();
-  return differs.item<int64_t>() == 0;
+  const bool differs = text_of_first_rank(text, device, world) != text;
+  return largest_of_ranks(differs ? 1 : 0, device, world, "a text that differs") == 0;
 }
 
 }  // namespace ds::engine

@@ -11,6 +11,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "engine/engine_impl.h"
+#include "engine/shared_failure.h"
 #include "zero/gradient_norm.h"
 
 namespace ds::engine {
@@ -88,12 +89,8 @@ std::string Engine::Impl::name_non_finite() {
 // zero_optimization.ignore_unused_parameters: false. All ranks throw when one has to.
 void Engine::Impl::require_gradients() {
   const std::vector<int64_t> missing = reducer->parameters_without_gradient();
-  auto largest = static_cast<int64_t>(missing.size());
-  if (communicator->size() > 1) {
-    const at::Tensor count = at::scalar_tensor(largest, at::TensorOptions().dtype(at::kLong).device(device)).view({1});
-    communicator->all_reduce(count, comm::ReduceOp::kMax, "unused parameters").wait();
-    largest = count.item<int64_t>();
-  }
+  const int64_t largest =
+      largest_of_ranks(static_cast<int64_t>(missing.size()), device, *communicator, "unused parameters");
   if (largest == 0) return;
   reducer->reset();
   require(!missing.empty(), "step(): ", largest, " trainable parameters got no gradient on another rank, which names ",

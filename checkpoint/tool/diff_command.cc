@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/tool/tensor_parts.h"
+#include "checkpoint/tensor_parts.h"
 #include "checkpoint/tool/text_columns.h"
 #include "core/check.h"
 

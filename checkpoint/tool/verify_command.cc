@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "checkpoint/open.h"
-#include "checkpoint/tool/tensor_parts.h"
+#include "checkpoint/tensor_parts.h"
 #include "checkpoint/verify.h"
 #include "core/check.h"
 

@@ -6,6 +6,7 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "checkpoint/module_weights.h"
 #include "checkpoint/open.h"
@@ -39,16 +40,27 @@ TEST(CheckpointReload, ForwardUnderAutocastSeesTheLoadedWeights) {
   });
 }
 
+std::shared_ptr<Engine> start_with(const CarriedNet& model, std::shared_ptr<torch::optim::Optimizer> optimizer,
+                                   comm::Communicator& communicator) {
+  nlohmann::ordered_json config = carried_config(0, 1);
+  config.erase("optimizer");
+  config.erase("scheduler");
+  return initialize({.model = model.ptr(),
+                     .config = config,
+                     .optimizer = std::move(optimizer),
+                     .communicator = borrowed(communicator)})
+      .engine;
+}
+
+std::shared_ptr<torch::optim::Optimizer> adam_of(const CarriedNet& model) {
+  return std::make_shared<torch::optim::Adam>(model->parameters(), torch::optim::AdamOptions(0.02));
+}
+
 TEST(CheckpointReload, AClientOptimizerForgetsWhatItHad) {
   test::run_ranks(1, [](comm::Communicator& communicator) {
     const test::ScratchFolder folder;
-    nlohmann::ordered_json config = carried_config(0, 1);
-    config.erase("optimizer");
-    config.erase("scheduler");
     CarriedNet model;
-    const auto adam = std::make_shared<torch::optim::Adam>(model->parameters(), torch::optim::AdamOptions(0.02));
-    auto [engine, optimizer, loader, schedule] =
-        initialize({.model = model.ptr(), .config = config, .optimizer = adam, .communicator = borrowed(communicator)});
+    const auto engine = start_with(model, adam_of(model), communicator);
     engine->save_checkpoint(folder.path().string(), "first");  // no states yet
     const State once = train_until(*engine, model, 4);
     engine->load_checkpoint(folder.path().string(), "first");
@@ -60,25 +72,16 @@ TEST(CheckpointReload, AClientOptimizerForgetsWhatItHad) {
 TEST(CheckpointReload, AnotherClientOptimizerIsRefusedBeforeAnythingChanges) {
   test::run_ranks(1, [](comm::Communicator& communicator) {
     const test::ScratchFolder folder;
-    nlohmann::ordered_json config = carried_config(0, 1);
-    config.erase("optimizer");
-    config.erase("scheduler");
     {
       CarriedNet model;
-      const auto adam = std::make_shared<torch::optim::Adam>(model->parameters(), torch::optim::AdamOptions(0.02));
-      const auto engine =
-          initialize(
-              {.model = model.ptr(), .config = config, .optimizer = adam, .communicator = borrowed(communicator)})
-              .engine;
+      const auto engine = start_with(model, adam_of(model), communicator);
       train_until(*engine, model, 2);
       engine->save_checkpoint(folder.path().string(), "adam");
     }
     CarriedNet model;
     const auto sgd =
         std::make_shared<torch::optim::SGD>(model->parameters(), torch::optim::SGDOptions(0.02).momentum(0.9));
-    const auto engine =
-        initialize({.model = model.ptr(), .config = config, .optimizer = sgd, .communicator = borrowed(communicator)})
-            .engine;
+    const auto engine = start_with(model, sgd, communicator);
     const State before = train_until(*engine, model, 3);
     const auto load = [&] { engine->load_checkpoint(folder.path().string(), "adam"); };
     EXPECT_THAT(load, ThrowsMessage<UsageError>(HasSubstr("load_optimizer_states = false")));

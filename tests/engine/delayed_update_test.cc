@@ -11,11 +11,9 @@
 #include "core/text.h"
 #include "engine/engine.h"
 #include "engine/offloaded_state.h"
-#include "optim/optimizer_factory.h"
 #include "tests/engine/offload_run.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
-#include "zero/slice_exchange.h"
 
 namespace ds::engine {
 namespace {
@@ -33,21 +31,11 @@ ordered_json delayed(const ordered_json& device) {
 
 TEST(DelayedUpdate, OneThatThrowsIsReportedOnceAndForgotten) {
   test::run_ranks(1, [&](comm::Communicator& communicator) {
-    const auto config = config::parse(with_offload(small_config(2, 1), delayed(on_host())), {.dp_world_size = 1});
-    const Plan plan = make_plan(config, {});
-    const std::vector<zero::BucketLayout> buckets =
-        zero::lay_out({{"a", 64, 0, 0, false}, {"b", 32, 0, 0, false}}, {.max_bucket_elements = 64});
-    const OffloadedLayout layout = {
-        .buckets = buckets, .frozen = {}, .states = std::vector<int64_t>(buckets.size(), 2)};
-    OffloadedState state(plan, config, layout, communicator);
-    const auto optimizer = optim::make_optimizer({.type = "AdamW"});
-    optimizer->set_state_memory(state.state_memory());
-    for (size_t b = 0; b < buckets.size(); ++b) {
-      optimizer->add_slice({.master = state.master_of(b, torch::ones({buckets[b].slice_numel}), false),
-                            .exchange = zero::make_whole_exchange()});
-    }
+    TwoBuckets two(with_offload(small_config(2, 1), delayed(on_host())), communicator);
+    OffloadedState& state = two.state;
+    const auto& optimizer = two.optimizer;
     const auto begin = [&](const std::function<void(const at::Tensor&)>& prepare) {
-      for (size_t b = 0; b < buckets.size(); ++b) state.gradients()->add(b, torch::ones({buckets[b].slice_numel}));
+      for (size_t b = 0; b < two.buckets.size(); ++b) state.gradients()->add(b, two.ones(b));
       optimizer->begin_step();
       state.start_update(*optimizer, 1.0, prepare);
     };
@@ -63,7 +51,7 @@ TEST(DelayedUpdate, OneThatThrowsIsReportedOnceAndForgotten) {
       EXPECT_LT(weights.max().item<double>(), 1.0);
       ++published;
     });
-    EXPECT_EQ(published, buckets.size());
+    EXPECT_EQ(published, two.buckets.size());
   });
 }
 

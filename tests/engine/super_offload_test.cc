@@ -17,11 +17,9 @@
 #include "engine/offloaded_state.h"
 #include "engine/speculation_gate.h"
 #include "offload/undo_copy.h"
-#include "optim/optimizer_factory.h"
 #include "tests/engine/offload_run.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
-#include "zero/slice_exchange.h"
 
 namespace ds::engine {
 namespace {
@@ -636,28 +634,18 @@ TEST(SuperOffloadGate, AnEngineThatClipsEveryStepStopsForAWhile) {
 
 TEST(SuperOffloadParts, AnUpdateThatThrowsIsUndone) {
   test::run_ranks(1, [&](comm::Communicator& communicator) {
-    const auto config =
-        config::parse(with_speculation(with_offload(small_config(2, 1), on_host())), {.dp_world_size = 1});
-    const Plan plan = make_plan(config, {});
-    const std::vector<zero::BucketLayout> buckets =
-        zero::lay_out({{"a", 64, 0, 0, false}, {"b", 32, 0, 0, false}}, {.max_bucket_elements = 64});
-    const OffloadedLayout layout = {
-        .buckets = buckets, .frozen = {}, .states = std::vector<int64_t>(buckets.size(), 2)};
-    OffloadedState state(plan, config, layout, communicator);
-    const auto optimizer = optim::make_optimizer({.type = "AdamW"});
-    optimizer->set_state_memory(state.state_memory());
-    for (size_t b = 0; b < buckets.size(); ++b) {
-      optimizer->add_slice({.master = state.master_of(b, torch::ones({buckets[b].slice_numel}), false),
-                            .exchange = zero::make_whole_exchange()});
-    }
+    TwoBuckets two(with_speculation(with_offload(small_config(2, 1), on_host())), communicator);
+    const std::vector<zero::BucketLayout>& buckets = two.buckets;
+    OffloadedState& state = two.state;
+    const auto& optimizer = two.optimizer;
     SpeculativeUpdate& speculation = *state.speculation();
     const auto arrive = [&](size_t last) {
-      for (size_t b = buckets.size(); b-- > last;) state.gradients()->add(b, torch::ones({buckets[b].slice_numel}));
+      for (size_t b = buckets.size(); b-- > last;) state.gradients()->add(b, two.ones(b));
     };
     const auto expect_start = [&] {
       for (size_t b = 0; b < buckets.size(); ++b) {
         const auto index = static_cast<int64_t>(b);
-        EXPECT_TRUE(optimizer->slice(index).master.equal(torch::ones({buckets[b].slice_numel}))) << b;
+        EXPECT_TRUE(optimizer->slice(index).master.equal(two.ones(b))) << b;
         EXPECT_EQ(optimizer->states(index)[0].second.count_nonzero().item<int64_t>(), 0) << b;
       }
     };

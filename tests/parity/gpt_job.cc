@@ -16,8 +16,6 @@
 #include <thread>
 #include <tuple>
 
-#include "tests/support/scratch_folder.h"
-
 namespace ds::test {
 namespace {
 
@@ -164,16 +162,7 @@ std::vector<double> losses_of(const GptResult& run) {
   return result;
 }
 
-DiskFolder::DiskFolder() {
-  std::string pattern = fs::read_symlink("/proc/self/exe").parent_path() / "nvme_XXXXXX";
-  if (::mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("cannot make the folder " + pattern);
-  path_ = pattern;
-}
-
-DiskFolder::~DiskFolder() {
-  std::error_code ignored;
-  fs::remove_all(path_, ignored);
-}
+fs::path build_disk() { return fs::read_symlink("/proc/self/exe").parent_path(); }
 
 fs::path source_path(const std::string& relative) { return fs::path(DS_SOURCE_DIR) / relative; }
 

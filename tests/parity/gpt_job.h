@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "tests/support/scratch_folder.h"
+
 namespace ds::test {
 
 struct GptJob {
@@ -59,16 +61,10 @@ void expect_curve(const GptResult& run, const std::string& curve, double loss_to
 std::vector<double> losses_of(const GptResult& run);
 
 // A folder for files of offloaded state: on the disk of the build, since /tmp may be memory.
-class DiskFolder {
+std::filesystem::path build_disk();
+class DiskFolder : public ScratchFolder {
  public:
-  DiskFolder();
-  ~DiskFolder();
-  DiskFolder(const DiskFolder&) = delete;
-  DiskFolder& operator=(const DiskFolder&) = delete;
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
+  DiskFolder() : ScratchFolder(build_disk()) {}
 };
 
 std::filesystem::path source_path(const std::string& relative);

@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "tests/parity/gpt_job.h"
+#include "tests/support/small_disk.h"
 
 namespace ds::test {
 namespace {
@@ -73,39 +74,6 @@ int64_t written_bytes(pid_t process) {
   return 0;
 }
 
-// A file system of its own, of so many MiB, in a file.
-class SmallDisk {
- public:
-  explicit SmallDisk(int mebibytes) {
-    const std::string image = (folder_.path() / "image").string();
-    fs::create_directory(path());
-    std::ofstream(image).close();
-    fs::resize_file(image, static_cast<uintmax_t>(mebibytes) << 20);
-    mounted_ = system(("{ mkfs.ext4 -q -m 0 " + image + " && mount -o loop " + image + " " + path().string() +
-                       "; } > /dev/null 2>&1")
-                          .c_str()) == 0;
-  }
-  ~SmallDisk() {
-    if (mounted_ && system(("umount " + path().string()).c_str()) != 0) ADD_FAILURE() << "cannot unmount " << path();
-  }
-  SmallDisk(const SmallDisk&) = delete;
-  SmallDisk& operator=(const SmallDisk&) = delete;
-
-  fs::path path() const { return folder_.path() / "disk"; }
-  bool mounted() const { return mounted_; }  // false: this user may not
-  // Writes until nothing more fits.
-  void fill() const {
-    std::ofstream out(path() / "filler", std::ios::binary | std::ios::app);
-    const std::string block(4096, 'x');
-    while (out.write(block.data(), static_cast<std::streamsize>(block.size())).flush()) {
-    }
-  }
-
- private:
-  DiskFolder folder_;
-  bool mounted_ = false;
-};
-
 TEST(OffloadFaults, AFolderThatDoesNotExist) {
   EXPECT_THAT(error_of({.config = optimizer_in("/no/such/folder"), .ranks = 2, .steps = 1}),
               AllOf(HasSubstr(kOptimizerPath), HasSubstr("/no/such/folder"), HasSubstr("make the folder")));
@@ -137,22 +105,23 @@ TEST(OffloadFaults, AFileThatMayNotGrowSoFar) {
 }
 
 TEST(OffloadFaults, AFullDisk) {
-  const SmallDisk disk(32);
+  const SmallDisk disk(32, build_disk());
+  const fs::path folder = disk.path();
   if (!disk.mounted()) {
     std::cout << "this user may not mount file systems; AFileThatMayNotGrowSoFar has the limit that it may set\n";
     return;
   }
-  const GptJob job = {.config = optimizer_in(disk.path()), .ranks = 2, .steps = 10};
+  const GptJob job = {.config = optimizer_in(folder), .ranks = 2, .steps = 10};
   const std::vector<double> losses = losses_of(run_gpt(job));
   // What the files need is theirs from the start: others may fill the rest.
   GptJob filled = job;
   filled.during = [&](const fs::path&) { disk.fill(); };
   EXPECT_EQ(losses_of(run_gpt(filled)), losses);
-  EXPECT_GT(fs::file_size(disk.path() / "filler"), 1 << 20);
+  EXPECT_GT(fs::file_size(folder / "filler"), 1 << 20);
   disk.fill();
   EXPECT_THAT(error_of(job), AllOf(HasSubstr(kOptimizerPath), HasSubstr("too little space"), HasSubstr("needed"),
-                                   HasSubstr("free"), HasSubstr(disk.path().string())));
-  fs::remove(disk.path() / "filler");
+                                   HasSubstr("free"), HasSubstr(disk.path())));
+  fs::remove(folder / "filler");
   EXPECT_EQ(losses_of(run_gpt(job)), losses);
 }
 

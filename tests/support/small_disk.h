@@ -1,4 +1,4 @@
-// A file system of a test's own, of so many MiB, in a file.
+// A file system of a test's own, of so many MiB, in a file below `parent`.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -15,7 +15,8 @@ namespace ds::test {
 
 class SmallDisk {
  public:
-  explicit SmallDisk(int mebibytes) {
+  explicit SmallDisk(int mebibytes, const std::filesystem::path& parent = std::filesystem::temp_directory_path())
+      : folder_(parent) {
     const std::string image = folder_ / "image";
     std::filesystem::create_directory(path());
     std::ofstream(image).close();
@@ -30,6 +31,13 @@ class SmallDisk {
 
   std::string path() const { return folder_ / "disk"; }
   bool mounted() const { return mounted_; }  // false: this user may not
+  // Writes until nothing more fits.
+  void fill() const {
+    std::ofstream out(path() + "/filler", std::ios::binary | std::ios::app);
+    const std::string block(4096, 'x');
+    while (out.write(block.data(), static_cast<std::streamsize>(block.size())).flush()) {
+    }
+  }
   // False when it could not be done.
   bool make_read_only(bool read_only) const {
     return shell(std::string("mount -o remount,") + (read_only ? "ro " : "rw ") + path());
