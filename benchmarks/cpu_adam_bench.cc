@@ -19,7 +19,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <functional>
@@ -28,26 +27,23 @@
 #include <string>
 #include <vector>
 
+#include "benchmarks/memory_stream.h"
+#include "benchmarks/paired_timing.h"
 #include "core/check.h"
 #include "optim/host_threads.h"
 #include "optim/optimizer_factory.h"
 #include "zero/gradient_norm.h"
 
-#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-#define DS_STREAM_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define DS_STREAM_CLONES
-#endif
-
 namespace {
+
+using ds::benchmarks::paired_times;
+using ds::benchmarks::PairedTimes;
+using ds::benchmarks::quantile;
+using ds::benchmarks::seconds;
 
 constexpr double kLossScale = 1024.0;
 constexpr double kClip = 1.0;
 constexpr double kLr = 1e-3, kBeta1 = 0.9, kBeta2 = 0.999, kEps = 1e-8, kWeightDecay = 0.01;
-
-DS_STREAM_CLONES void triad(float* __restrict a, const float* __restrict b, const float* __restrict c, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) a[i] = b[i] + 3.0F * c[i];
-}
 
 DS_STREAM_CLONES void adam_shape(float* __restrict p, float* __restrict m, float* __restrict v,
                                  const float* __restrict g, int64_t count) {
@@ -87,7 +83,9 @@ class Streams {
         copy_(at::zeros_like(g16_)) {}
 
   void run_triad() {
-    on_threads([&](int64_t begin, int64_t count) { triad(at(p_, begin), at(m_, begin), at(v_, begin), count); });
+    on_threads([&](int64_t begin, int64_t count) {
+      ds::benchmarks::triad(at(p_, begin), at(m_, begin), at(v_, begin), count);
+    });
   }
   void run_update() {
     on_threads([&](int64_t begin, int64_t count) {
@@ -201,18 +199,6 @@ void check_results() {
   }
 }
 
-double seconds(const std::function<void()>& body) {
-  const auto start = std::chrono::steady_clock::now();
-  body();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-double quantile(std::vector<double> values, double share) {
-  const auto place = values.begin() + std::lround(share * static_cast<double>(values.size() - 1));
-  std::nth_element(values.begin(), place, values.end());
-  return *place;
-}
-
 struct Settings {
   int64_t parameters = 40000000;
   int threads = 1;
@@ -278,25 +264,16 @@ class Bench {
 
   void measure(const std::string& name, double bytes, const std::function<void()>& body,
                const std::function<void()>& stream) {
-    body();
-    stream();
-    std::vector<double> times;
-    std::vector<double> streams{seconds(stream)};
-    std::vector<double> paired;
-    for (int64_t round = 0; round < settings_.rounds; ++round) {
-      times.push_back(seconds(body));
-      streams.push_back(seconds(stream));
-      paired.push_back((streams.end()[-2] + streams.back()) / 2 / times.back());
-    }
-    const double time = quantile(times, 0.5);
+    const PairedTimes times = paired_times(settings_.rounds, body, stream);
+    const double time = quantile(times.body, 0.5);
     const double ns = time / static_cast<double>(settings_.parameters) * 1e9;
     if (!settings_.json) {
       std::printf("%-18s %10.3f %8.1f %12.1f  %.3f [%.3f %.3f]\n", name.c_str(), ns, gb_s(bytes, time),
-                  gb_s(bytes, quantile(streams, 0.5)), quantile(paired, 0.5), quantile(paired, 0.1),
-                  quantile(paired, 0.9));
+                  gb_s(bytes, quantile(times.stream, 0.5)), quantile(times.paired, 0.5), quantile(times.paired, 0.1),
+                  quantile(times.paired, 0.9));
       std::fflush(stdout);
     }
-    cases_[name] = {{"ns_per_parameter", ns}, {"gb_s", gb_s(bytes, time)}, {"paired", paired}};
+    cases_[name] = {{"ns_per_parameter", ns}, {"gb_s", gb_s(bytes, time)}, {"paired", times.paired}};
   }
 
   Settings settings_;

@@ -43,6 +43,7 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
   const at::Tensor averaged = accumulation == 1.0 ? loss : loss / accumulation;
   const double scale = self.loss_scaler ? self.loss_scaler->scale() : 1.0;
   const at::Tensor scaled = scale == 1.0 ? averaged : averaged.to(at::kFloat) * scale;
+  if (self.reduction) self.reduction->begin_pass(self.global_steps, scale);
   self.reducer->begin_backward(self.synchronize, boundary);
   try {
     self.begin_speculation(boundary);
@@ -220,6 +221,7 @@ std::vector<comm::Communicator*> Engine::Impl::all_groups() const {
   if (groups.shards != communicator) all.push_back(groups.shards.get());
   std::vector<std::shared_ptr<comm::Communicator>> others = {groups.replicas, groups.parameters, groups.node};
   if (groups.quantized) others.insert(others.end(), {groups.quantized->inside(), groups.quantized->across()});
+  for (auto& group : groups.compression.all()) others.push_back(std::move(group));
   for (const auto& group : others) {
     if (group && std::find(all.begin(), all.end(), group.get()) == all.end()) all.push_back(group.get());
   }

@@ -15,6 +15,7 @@
 
 #include "checkpoint/background_save.h"
 #include "checkpoint/save_job.h"
+#include "comm/bucket_reduction.h"
 #include "comm/communicator.h"
 #include "engine/autocast.h"
 #include "engine/config/ds_config.h"
@@ -53,6 +54,7 @@ struct Engine::Impl {
   std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3
   // Per bucket: what the optimizer updates. float32 models: views of the buckets; else float32 copies.
   std::vector<at::Tensor> masters;
+  std::unique_ptr<comm::BucketReduction> reduction;  // null: gradients are sent as they are
   std::unique_ptr<zero::GradientReducer> reducer;
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`

@@ -14,6 +14,7 @@
 #include "engine/autocast.h"
 #include "engine/engine.h"
 #include "engine/engine_impl.h"
+#include "engine/gradient_compression.h"
 #include "engine/init_distributed.h"
 #include "engine/model_layout.h"
 #include "engine/optimizer_setup.h"
@@ -211,8 +212,9 @@ void predict_exactly(Engine::Impl& impl, int64_t trainable) {
   impl.plan.bytes = zero::predict_model_state(question);
   impl.plan.step_bytes = zero::predict_step(question);
   impl.plan.offloaded_bytes = zero::predict_offloaded(question);
+  if (impl.reduction) impl.plan.compression_bytes = impl.reduction->memory_bytes();
   // How much of a model is matrices is known only now.
-  if (impl.plan.optimizer != "Muon") return;
+  if (impl.plan.optimizer != "Muon" && !impl.plan.error_feedback) return;
   impl.plan.bytes->optimizer = impl.device_state_bytes();
   if (impl.offloaded) impl.plan.offloaded_bytes = impl.offloaded->bytes();
 }
@@ -255,6 +257,7 @@ void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const 
       .max_bucket_elements = impl.plan.bucket_elements,
       .dtype = scalar_type(impl.plan.model_dtype),
       .buffer_dtype = impl.plan.buffer_dtype ? std::optional(scalar_type(*impl.plan.buffer_dtype)) : std::nullopt,
+      .separate_master = impl.plan.separate_master,
       .partition = impl.plan.partition_optimizer,
       .shard = impl.plan.gather.has_value(),
       .persistent_numel = impl.plan.persistent_numel,
@@ -267,9 +270,10 @@ void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const 
   impl.buckets = std::move(model.buckets);
   impl.frozen_buckets = std::move(model.frozen_buckets);
   impl.masters = std::move(model.masters);
+  impl.reduction = make_gradient_reduction(impl.plan, impl.groups, impl.buckets, impl.parameter_infos, impl.device);
   impl.reducer = std::make_unique<zero::GradientReducer>(
       impl.buckets, impl.parameters,
-      zero::ReduceRoutes{*impl.groups.shards, impl.groups.replicas.get(), impl.groups.quantized.get(),
+      zero::ReduceRoutes{*impl.groups.shards, impl.groups.replicas.get(), impl.reduction.get(),
                          impl.offloaded ? impl.offloaded->gradients() : nullptr},
       reducer_options(impl.plan, impl.device));
   if (!impl.plan.gather) {
@@ -342,6 +346,7 @@ Initialized initialize(InitializeOptions options) {
   } else {
     impl->optimizer = build_optimizer(config.optimizer, groups, impl->buckets, impl->masters, impl->parameter_infos,
                                       impl->plan.partition_optimizer, *impl->groups.shards, impl->offloaded.get());
+    impl->reducer->keep_local(impl->optimizer->wants_local_gradients());
   }
   impl->plan.parameters = 0;
   for (const ParameterInfo& info : parameters.infos) *impl->plan.parameters += info.numel;

@@ -28,6 +28,11 @@ struct ParameterGroup {
   std::vector<std::string> parameters;  // dotted names; a name may end in '*' or start with '*' (any prefix / suffix)
   std::optional<double> lr;
   std::optional<double> weight_decay;
+  bool non_freeze = false;  // OneBitAdam: reduced as it is, not compressed, after the freeze too
+  // OneBitAdam, OneBitLamb, ZeroOneAdam: 0 or false where the momentum shall stay 0 after the freeze (rows of a
+  // position embedding that no sequence reaches: 1 bit has no zero). Of a shape that broadcasts to that of each
+  // parameter of the group; undefined: nowhere.
+  at::Tensor exp_avg_mask;
 };
 
 struct InitializeOptions {

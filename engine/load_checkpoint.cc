@@ -64,6 +64,8 @@ class Loading {
     }
     if (options_.load_module_only) return;
     if (with_optimizer_ && impl_.client_optimizer) load_client_optimizer(impl_, source_);
+    if (with_optimizer_ && impl_.optimizer) read_optimizer_memory();
+    if (impl_.reduction) read_compression_memory();
     load_generators(impl_, source_, same_ranks_);
   }
 
@@ -93,6 +95,50 @@ class Loading {
     return failure;
   }
 
+  // Of the optimizer, beside the states of elements. What only other ranks, or another layout, have begins anew.
+  void read_optimizer_memory() {
+    const auto read = [&](int rank, const std::string& name, const at::Tensor& values) {
+      const std::string path = optimizer_memory_path(rank, name);
+      if (!source_.contains(path) || source_.info(path).sizes != values.sizes()) return false;
+      read_flat(source_, path, 0, values.view({-1}));
+      return true;
+    };
+    for (const auto& [name, values] : impl_.optimizer->shared_states()) {
+      if (!read(0, name, values))
+        log::warning("load_checkpoint: ", source_.location(), ": no ", name, " of ", impl_.optimizer->name(),
+                     " that fits, it stays as it is");
+    }
+    const int rank = impl_.communicator->rank();
+    has_rank_states_ = same_ranks_;
+    for (const auto& [name, values] : impl_.optimizer->rank_states()) {
+      has_rank_states_ = has_rank_states_ && read(rank, name, values);
+    }
+    if (!has_rank_states_ && !impl_.optimizer->rank_states().empty() && rank == 0) {
+      log::warning("load_checkpoint: ", source_.location(),
+                   ": errors of the compression are of other ranks or another ", "layout; they begin at 0");
+    }
+  }
+
+  // All of what gradient_compression remembers, or it begins anew: on every rank alike.
+  void read_compression_memory() {
+    const int rank = impl_.communicator->rank();
+    const auto memory = impl_.reduction->memory();
+    const bool fits =
+        with_optimizer_ && same_ranks_ && std::all_of(memory.begin(), memory.end(), [&](const auto& entry) {
+          const std::string path = compression_memory_path(rank, entry.first);
+          return source_.contains(path) && source_.info(path).sizes == entry.second.sizes();
+        });
+    if (fits) {
+      for (const auto& [name, values] : memory) read_flat(source_, compression_memory_path(rank, name), 0, values);
+      return;
+    }
+    impl_.reduction->forget();
+    if (rank == 0 && !memory.empty()) {
+      log::info("load_checkpoint: ", source_.location(), ": gradient_compression begins without what it remembered: ",
+                "the checkpoint has none for these ranks and buckets");
+    }
+  }
+
   // New parameters for operators. Collective.
   void publish() {
     for (size_t b = 0; b < impl_.buckets.size(); ++b) impl_.access->updated(b);
@@ -117,7 +163,10 @@ class Loading {
     if (impl_.loss_scaler && impl_.loss_scaler->dynamic() && state.loss_scaler) {
       impl_.loss_scaler->load(*state.loss_scaler);
     }
-    if (with_optimizer_ && impl_.optimizer && state.optimizer) take_groups(*state.optimizer);
+    if (with_optimizer_ && impl_.optimizer && state.optimizer) {
+      take_groups(*state.optimizer);
+      take_over_states();
+    }
     if (impl_.schedule) {  // also where it stays: its values are those of the groups, not the checkpoint's
       const int64_t own = impl_.schedule->last_batch_iteration();
       impl_.schedule->load_last_batch_iteration(options_.load_lr_scheduler_states ? state.lr_iteration.value_or(own)
@@ -258,6 +307,17 @@ class Loading {
     }
   }
 
+  void take_over_states() {
+    impl_.optimizer->states_changed(has_rank_states_);
+    if (!impl_.plan.error_feedback) return;
+    const at::NoGradGuard no_grad;
+    for (size_t b = 0; b < impl_.buckets.size(); ++b) {  // where ranks step by themselves
+      const at::Tensor weights = impl_.optimizer->weights(static_cast<int64_t>(b));
+      if (weights.is_same(impl_.masters[b])) continue;
+      at::Tensor(impl_.buckets[b].flat()).copy_(weights);
+    }
+  }
+
   void take_groups(const checkpoint::OptimizerState& saved) {
     impl_.optimizer->set_step_count(saved.step_count);
     std::vector<optim::GroupOptions>& groups = impl_.optimizer->groups();
@@ -274,7 +334,9 @@ class Loading {
         log::info("load_checkpoint: parameter group ", i, ": lr ", saved.groups[i].lr,
                   " from the checkpoint, in place ", "of ", groups[i].lr);
       }
+      const bool non_freeze = groups[i].non_freeze;  // the program's
       groups[i] = saved.groups[i];
+      groups[i].non_freeze = non_freeze;
     }
   }
 
@@ -283,6 +345,7 @@ class Loading {
   const LoadOptions& options_;
   bool with_optimizer_;
   bool same_ranks_;
+  bool has_rank_states_ = false;                // of the optimizer
   std::map<std::string, std::string> weights_;  // by parameter name: its path in the source, or empty
 };
 
@@ -398,6 +461,7 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
       self.half_loaded = false;
       self.half_loaded_states = false;
       self.reducer->reset();
+      if (self.optimizer) self.reducer->keep_local(self.optimizer->wants_local_gradients());
       return {.path = path, .tag = tags[i], .client_state = source->state().client_state};
     }
     if (outcome == Outcome::kUnfit || i + 1 == tags.size()) throw_failure(failure, path);

@@ -160,7 +160,7 @@ BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layou
     at::Tensor master;
     if (offloaded && offloaded->updates(model.masters.size())) {
       master = offloaded->master_of(model.masters.size(), own, sharded);
-    } else if (dtype != at::kFloat || (sharded && store)) {
+    } else if (dtype != at::kFloat || options.separate_master || (sharded && store)) {
       master = own.clone();
     }
     if (sharded) bucket.shard(rank, 0, store);

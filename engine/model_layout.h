@@ -58,6 +58,7 @@ struct BucketOptions {
   int64_t max_bucket_elements = 500000000;
   at::ScalarType dtype = at::kFloat;           // parameters are cast to it
   std::optional<at::ScalarType> buffer_dtype;  // floating-point buffers of the module are cast to it
+  bool separate_master = false;                // masters are no views of the buckets in float32 either
   bool partition = false;                      // masters are the own slice, else whole buckets
   bool shard = false;                          // stage 3: parameters are kept as slices, but for persistent ones:
   int64_t persistent_numel = 0;                // of at most so many elements,

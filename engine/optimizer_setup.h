@@ -16,7 +16,8 @@ namespace ds::engine {
 // Hyper-parameter groups of an optimizer and the group of every trainable parameter.
 struct OptimizerGroups {
   std::vector<optim::GroupOptions> options;
-  std::vector<int> group_of;  // by parameter
+  std::vector<int> group_of;      // by parameter
+  std::vector<at::Tensor> masks;  // by group, exp_avg_mask; undefined: none
 };
 
 // Group 0 has the config's values, group i + 1 those of `groups[i]` where set. For Muon every group is split in two:

@@ -164,6 +164,52 @@ void choose_gradient_quantization(const config::ZeroSection& zero, Plan& plan) {
   if (plan.shard_ranks % node == 0) plan.gradient_node_ranks = node;
 }
 
+// gradient_compression. A node is what it is to zero_quantized_gradients.
+void choose_gradient_compression(const config::GradientCompressionSection& section, Plan& plan) {
+  if (section.method == config::CompressionMethod::kFloat16) plan.communication_dtype = DType::kFloat16;
+  if (section.method == config::CompressionMethod::kBFloat16) plan.communication_dtype = DType::kBFloat16;
+  if (!section.compresses() || plan.shard_ranks == 1) return;
+  const int64_t node = plan.node_ranks > 1 ? plan.node_ranks : plan.topology.ranks_per_host;
+  if (section.between_nodes_only) {
+    if (node >= plan.shard_ranks) return;  // nothing goes between nodes
+    require<ConfigError>(plan.shard_ranks % node == 0, "gradient_compression.between_nodes_only: expected nodes that ",
+                         "divide the ", plan.shard_ranks, " ranks that share gradients, found ", node,
+                         " ranks in a node; set it to false, or change zero_optimization.zero_hpz_partition_size or ",
+                         "mics_shard_size");
+    plan.compression_node_ranks = node;
+  }
+  plan.compression = section;
+  plan.communication_dtype = plan.gradient_dtype;  // of what is compressed
+}
+
+// What error feedback keeps of so many elements; warm starts are small beside it.
+int64_t compression_memory(const Plan& plan, int64_t parameters) {
+  constexpr int64_t kError = 4;  // float32
+  if (!plan.compression.compresses() || !plan.compression.error_feedback) return 0;
+  return parameters * kError / plan.compression_node_ranks;
+}
+
+// OneBitAdam, OneBitLamb, ZeroOneAdam: ranks exchange what the optimizer makes of their own whole gradients.
+void choose_compressed_optimizer(const DsConfig& config, Plan& plan) {
+  const std::string& type = config.optimizer.type;
+  if (!config.optimizer.compresses()) return;
+  const config::ZeroSection& zero = config.zero_optimization;
+  const bool whole = type == "ZeroOneAdam";
+  require<ConfigError>(zero.stage <= (whole ? 0 : 2), "optimizer.type: ", type, " needs zero_optimization.stage ",
+                       whole ? "0, because ranks step on whole parameters by themselves" : "0, 1 or 2", ", found ",
+                       zero.stage);
+  require<ConfigError>(plan.offload.optimizer == zero::Home::kDevice, "optimizer.type: ", type, " excludes ",
+                       "zero_optimization.offload_optimizer; remove one of them");
+  require<ConfigError>(!zero.zero_quantized_gradients, "optimizer.type: ", type, " excludes ",
+                       "zero_optimization.zero_quantized_gradients; it compresses what it sends itself");
+  require<ConfigError>(plan.shard_ranks == plan.topology.dp, "optimizer.type: ", type, " excludes ",
+                       "zero_optimization.mics_shard_size; remove one of them");
+  plan.error_feedback = true;
+  plan.separate_master = plan.separate_master || whole;
+  // Local gradients need whole buckets.
+  if (zero.stage == 2) plan.gradient_policy = zero::ReductionPolicy::kReduceScatterAtBoundary;
+}
+
 void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const config::ZeroSection& zero = config.zero_optimization;
   plan.gradient_policy = zero.stage == 0   ? zero::ReductionPolicy::kAllReduce
@@ -183,6 +229,8 @@ void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan
     choose_gathering(zero, plan);
   }
   choose_gradient_quantization(zero, plan);
+  choose_gradient_compression(config.gradient_compression, plan);
+  choose_compressed_optimizer(config, plan);
   plan.require_all_gradients = !zero.ignore_unused_parameters;
   plan.clip_value = config.gradient_clip_by_value;
   choose_speculation(config, plan);
@@ -196,14 +244,17 @@ void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan
 int64_t optimizer_state_bytes(const std::string& type, const config::OptimizerParams& params) {
   constexpr int64_t kMoment = 4;  // float32
   if (type == "Adam" || type == "AdamW") return (params.amsgrad ? 3 : 2) * kMoment;
-  if (type == "Lamb") return 2 * kMoment;
+  if (type == "Lamb" || type == "OneBitAdam") return 2 * kMoment;
+  if (type == "OneBitLamb" || type == "ZeroOneAdam") return 3 * kMoment;
   if (type == "Adagrad" || type == "Lion" || type == "Muon") return kMoment;
   if (type == "SGD") return params.momentum != 0 ? kMoment : 0;
   return 0;
 }
 
 zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, int64_t parameters) {
-  return {.stage = static_cast<int>(config.zero_optimization.stage),
+  const bool whole_gradients = plan.gradient_policy != zero::ReductionPolicy::kReduceScatterEveryBackward;
+  const auto stage = static_cast<int>(config.zero_optimization.stage);
+  return {.stage = whole_gradients ? std::min(stage, 1) : stage,
           .dp = plan.shard_ranks,
           .copies = plan.topology.dp / plan.shard_ranks,
           .node_ranks = plan.node_ranks,
@@ -214,6 +265,7 @@ zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, i
           .communication_bytes = bytes_of(plan.communication_dtype),
           .separate_master = plan.separate_master,
           .optimizer_state_bytes = optimizer_state_bytes(plan.optimizer, config.optimizer.values),
+          .error_feedback = plan.error_feedback,
           .weight_bits = plan.weight_bits,
           .gradient_bits = plan.gradient_bits,
           .gradient_node_ranks = plan.gradient_node_ranks,
@@ -239,6 +291,7 @@ Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts
     plan.bytes = zero::predict_model_state(question);
     plan.step_bytes = zero::predict_step(question);
     plan.offloaded_bytes = zero::predict_offloaded(question);
+    plan.compression_bytes = compression_memory(plan, *plan.parameters);
   }
   add_rows(config, plan);
   return plan;

@@ -38,7 +38,7 @@ struct Plan {
   DType model_dtype = DType::kFloat32;          // parameters in forward and backward
   DType gradient_dtype = DType::kFloat32;       // gradient buckets and accumulated slices
   DType communication_dtype = DType::kFloat32;  // on the wire when gradients are reduced
-  bool separate_master = false;                 // float32 master slices beside 16-bit parameters
+  bool separate_master = false;                 // float32 masters beside the parameters
   std::optional<DType> autocast;                // torch_autocast around forward
   std::optional<DType> buffer_dtype;            // cast the module's buffers
   bool cast_inputs = false;                     // fp16.auto_cast
@@ -46,6 +46,7 @@ struct Plan {
   zero::ReductionPolicy gradient_policy = zero::ReductionPolicy::kAllReduce;
   bool partition_optimizer = false;  // each rank updates its slice, then the parameters are all-gathered
   int64_t shard_ranks = 1;           // ranks that share one copy of what is partitioned; more than these hold copies
+  bool error_feedback = false;       // the optimizer compresses what ranks exchange; gradients stay local then
   bool overlap_reduction = true;     // collectives start inside backward
   bool average_gradients = true;     // false: sum
   bool prescale_gradients = false;
@@ -53,11 +54,14 @@ struct Plan {
   int64_t bucket_elements = 500'000'000;  // upper limit of a bucket, in elements
   // Stage 3 on several ranks: parameters are kept as slices and gathered for use.
   std::optional<zero::GatherLimits> gather;
-  int64_t node_ranks = 1;              // above 1: ranks that hold a secondary copy of gathered parameters (hpZ)
-  int weight_bits = 0;                 // 8: parameters are gathered as 8-bit integers (qwZ); 0: as they are
-  int frozen_bits = 0;                 // 8: slices of frozen parameters are kept as 8-bit integers
-  int gradient_bits = 0;               // 4: gradients are reduced as 4-bit integers (qgZ); 0: as they are
-  int64_t gradient_node_ranks = 1;     // then: ranks whose gradients are added before they leave a node
+  int64_t node_ranks = 1;           // above 1: ranks that hold a secondary copy of gathered parameters (hpZ)
+  int weight_bits = 0;              // 8: parameters are gathered as 8-bit integers (qwZ); 0: as they are
+  int frozen_bits = 0;              // 8: slices of frozen parameters are kept as 8-bit integers
+  int gradient_bits = 0;            // 4: gradients are reduced as 4-bit integers (qgZ); 0: as they are
+  int64_t gradient_node_ranks = 1;  // then: ranks whose gradients are added before they leave a node
+  // gradient_compression of reductions; method kNone: gradients are sent as they are, in communication_dtype.
+  config::GradientCompressionSection compression;
+  int64_t compression_node_ranks = 1;  // then: ranks that add gradients as they are before a node sends
   int64_t persistent_numel = 0;        // stage 3: parameters of at most so many elements stay whole,
   int64_t persistent_total = 0;        // and not more than so many in all
   bool require_all_gradients = false;  // a parameter without gradient is an error
@@ -81,6 +85,7 @@ struct Plan {
   zero::StepBytes step_bytes;                  // likewise, on top during a step
   zero::OffloadedBytes offloaded_bytes;        // likewise, beside the device
   int64_t activation_bytes = 0;                // likewise: what PlanFacts says
+  int64_t compression_bytes = 0;               // likewise: what gradient_compression remembers, on the device
 };
 
 // What the program adds to the config.

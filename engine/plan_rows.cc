@@ -77,6 +77,63 @@ std::string clipping_text(const Plan& plan) {
   return "off";
 }
 
+void add_compression_row(const DsConfig& config, Plan& plan) {
+  if (!plan.error_feedback) return;
+  const config::OptimizerParams& values = config.optimizer.values;
+  const bool zero_one = plan.optimizer == "ZeroOneAdam";
+  const int64_t freeze = zero_one ? values.var_freeze_step : values.freeze_step;
+  std::string text = zero_one ? cat("1 bit an element between variance steps; after step ", freeze,
+                                    " ranks step alone and meet every 1 to ", values.local_step_clipper, " steps")
+                              : cat("dense until step ", freeze, ", then momenta of 1 bit an element");
+  if (plan.partition_optimizer) text += "; weights are gathered as they are";
+  plan.rows.push_back(
+      {"compression", text, cat("optimizer.params.", zero_one ? "var_freeze_step" : "freeze_step", ": ", freeze)});
+}
+
+std::string reductions_text(const Plan& plan) {
+  const config::GradientCompressionSection& section = plan.compression;
+  const bool all = plan.gradient_policy == zero::ReductionPolicy::kAllReduce;
+  std::string text;
+  switch (section.method) {
+    case config::CompressionMethod::kInt8:
+      text = "8-bit integers, one scale for 512 values";
+      break;
+    case config::CompressionMethod::kTopK:
+      text = cat("the largest ", 100 * section.top_k, " % of the elements of ", all ? "a bucket" : "a slice",
+                 ", with their positions");
+      break;
+    case config::CompressionMethod::kPowerSgd:
+      text = cat("factors of rank ", section.rank, " of each matrix, the rest dense");
+      break;
+    case config::CompressionMethod::kSign:
+      text = "1 bit an element, one scale for a parameter";
+      break;
+    case config::CompressionMethod::kNone:
+    case config::CompressionMethod::kFloat16:
+    case config::CompressionMethod::kBFloat16:
+      break;
+  }
+  if (plan.compression_node_ranks > 1) {
+    text += cat("; added as they are on the ", plan.compression_node_ranks, " ranks of a node first");
+  }
+  if (section.start_step > 0) text += cat("; dense before step ", section.start_step);
+  return text +
+         (section.error_feedback ? "; what is not sent is added to the next gradient" : "; what is not sent is lost");
+}
+
+void add_gradient_compression_row(const DsConfig& config, Plan& plan) {
+  const config::GradientCompressionSection& section = config.gradient_compression;
+  if (!section.compresses()) return;
+  if (plan.compression.compresses()) {
+    plan.rows.push_back(
+        {"reductions", reductions_text(plan), cat("gradient_compression.method: ", name_of(section.method))});
+  } else {
+    plan.rows.push_back({"gradient_compression", "no effect",
+                         plan.shard_ranks == 1 ? "no ranks share slices, or gradients"
+                                               : "between_nodes_only, and one node holds all ranks"});
+  }
+}
+
 void add_optimizer_rows(const DsConfig& config, Plan& plan) {
   const std::string where = plan.topology.dp == 1 ? ""
                             : plan.partition_optimizer
@@ -92,6 +149,7 @@ void add_optimizer_rows(const DsConfig& config, Plan& plan) {
         {"optimizer", cat("the program's own", where),
          config.optimizer.given() ? "initialize: .optimizer, in place of the config's" : "no optimizer section"});
   }
+  add_compression_row(config, plan);
   plan.rows.push_back(
       {"lr schedule", plan.schedule.empty() ? "constant, or the program's own" : plan.schedule,
        config.scheduler.given() ? cat("scheduler.type: ", config.scheduler.type) : "no scheduler section"});
@@ -247,6 +305,7 @@ void add_rows(const DsConfig& config, Plan& plan) {
                        "train_batch_size and its parts"});
   plan.rows.push_back({"precision", precision_text(config, plan), precision_reason(config)});
   plan.rows.push_back({"gradients", gradients_text(plan), stage_reason(config)});
+  add_gradient_compression_row(config, plan);
   plan.rows.push_back(
       {"buckets", cat("at most ", plan.bucket_elements, " elements"),
        reason_of(config, "zero_optimization.reduce_bucket_size", cat(config.zero_optimization.reduce_bucket_size))});
@@ -288,11 +347,17 @@ std::string to_table(const Plan& plan) {
                ", optimizer ", mebibytes(beside.host.optimizer), ", buffers ", mebibytes(beside.staging)),
            "predicted, for what is offloaded"});
     }
+    if (plan.compression_bytes > 0) {
+      rows.push_back({"gradient compression",
+                      cat(mebibytes(plan.compression_bytes), " MiB per rank, remembered from step to step"),
+                      cat("gradient_compression.error_feedback: ", yes_no(plan.compression.error_feedback))});
+    }
     if (beside.file > 0) {
       rows.push_back({"files", cat(mebibytes(beside.file), " MiB per rank"), "predicted, for what is offloaded"});
     }
-    const int64_t most = bytes.total() + plan.step_bytes.gathered + plan.step_bytes.secondary + plan.activation_bytes;
-    if (most > bytes.total()) {
+    const int64_t state = bytes.total() + plan.compression_bytes;
+    const int64_t most = state + plan.step_bytes.gathered + plan.step_bytes.secondary + plan.activation_bytes;
+    if (most > state) {
       rows.push_back(
           {"in a step",
            cat("about ", mebibytes(most), " MiB per rank: gathered parameters at most ",

@@ -15,6 +15,7 @@ RankGroups make_rank_groups(const Plan& plan, const std::shared_ptr<comm::Commun
     groups.quantized = std::make_shared<comm::QuantizedReducer>(
         comm::make_quantized_reducer(groups.shards, static_cast<int>(plan.gradient_node_ranks), plan.gradient_bits));
   }
+  groups.compression = make_compression_groups(plan, groups.shards);
   if (!plan.gather) return groups;
   const int size = groups.shards->size();
   groups.parameters = comm::own_group(*groups.shards, comm::consecutive_ranks(size, size), "parameters");

@@ -5,6 +5,7 @@
 
 #include "comm/communicator.h"
 #include "comm/quantized_collectives.h"
+#include "engine/gradient_compression.h"
 #include "engine/plan.h"
 
 namespace ds::engine {
@@ -21,6 +22,8 @@ struct RankGroups {
   std::shared_ptr<comm::Communicator> node;
   // zero_quantized_gradients: over the ranks of `shards`; else null.
   std::shared_ptr<comm::QuantizedReducer> quantized;
+  // gradient_compression: over the ranks of `shards`; else without communicators.
+  CompressionGroups compression;
 };
 
 // Collective over `world`, the data-parallel ranks.

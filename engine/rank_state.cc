@@ -89,6 +89,14 @@ void add_buffers(const Engine::Impl& impl, NamedTensors& tensors) {
 
 }  // namespace
 
+std::string optimizer_memory_path(int rank, const std::string& name) {
+  return checkpoint::rank_path(rank, cat("optimizer.", name));
+}
+
+std::string compression_memory_path(int rank, const std::string& name) {
+  return checkpoint::rank_path(rank, cat("gradient_compression.", name));
+}
+
 checkpoint::OptimizerState client_optimizer_state(const torch::optim::Optimizer& optimizer) {
   checkpoint::OptimizerState state{.type = c10::demangle(typeid(optimizer).name()), .step_count = 0, .groups = {}};
   for (const double lr : learning_rates(optimizer)) state.groups.push_back({.lr = lr});

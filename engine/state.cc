@@ -42,8 +42,9 @@ void Engine::Impl::take_over_changes(size_t bucket) {
   buckets[bucket].use_slice(/*changes=*/false, [&] {
     use_master(bucket, /*changes=*/true, [&](const at::Tensor& master) {
       own = own.to(master.device());
-      // What was not changed keeps the precision that only the master has.
-      at::Tensor(master).copy_(at::where(master.to(own.scalar_type()) == own, master, own.to(master.scalar_type())));
+      // What was not changed keeps the precision that only the master has, and what ranks have stepped by themselves.
+      const at::Tensor before = optimizer ? optimizer->weights(static_cast<int64_t>(bucket)) : master;
+      at::Tensor(master).copy_(at::where(before.to(own.scalar_type()) == own, master, own.to(master.scalar_type())));
     });
   });
 }
@@ -51,7 +52,7 @@ void Engine::Impl::take_over_changes(size_t bucket) {
 // All ranks' masters of a bucket, float32 [layout.numel].
 at::Tensor Engine::Impl::whole_master(size_t bucket) {
   const zero::ParameterBucket& parameters_of = buckets[bucket];
-  if (parameters_of.flat().scalar_type() == at::kFloat && !parameters_of.sharded()) return parameters_of.flat();
+  if (!plan.separate_master && !parameters_of.sharded()) return parameters_of.flat();
   at::Tensor flat;
   use_master(bucket, /*changes=*/false, [&](const at::Tensor& master) {
     const bool joins = plan.partition_optimizer && groups.shards->size() > 1;
@@ -119,6 +120,7 @@ int64_t Engine::Impl::frozen_bytes() const {
 }
 
 int64_t Engine::Impl::device_state_bytes() const {
+  if (plan.error_feedback) return optimizer->state_bytes();  // nothing of it is elsewhere
   int64_t bytes = 0;
   for (size_t b = 0; optimizer && b < buckets.size(); ++b) {
     if (offloaded && offloaded->updates(b)) continue;

@@ -51,6 +51,7 @@ void Engine::Impl::update() {
     gathered_bytes = gatherer->take_peak_elements() * static_cast<int64_t>(buckets.front().flat().element_size());
   }
   reducer->reset();
+  if (optimizer) reducer->keep_local(optimizer->wants_local_gradients());
   judge_speculation();
   if (loss_scaler) loss_scaler->update(overflow);  // last: throws when the scale cannot fall any further
 }
@@ -59,10 +60,14 @@ void Engine::Impl::update() {
 double Engine::Impl::global_norm() {
   double squares = 0;
   for (size_t b = 0; b < buckets.size(); ++b) squares += zero::sum_of_squares(reducer->gradient(b));
-  if (plan.partition_optimizer && groups.shards->size() > 1) {
+  const bool local = reducer->keeps_local();
+  if ((plan.partition_optimizer || local) && groups.shards->size() > 1) {
     at::Tensor total = at::scalar_tensor(squares, at::TensorOptions().dtype(at::kDouble).device(device)).view({1});
     groups.shards->all_reduce(total, comm::ReduceOp::kSum, "gradient norm").wait();
     squares = total.item<double>();
+    // Nobody has the mean of local gradients. Its norm is at most the root mean square of theirs, which clips all ranks
+    // by one factor.
+    if (local) squares *= plan.average_gradients ? 1.0 / groups.shards->size() : groups.shards->size();
   }
   // Sums over other buckets or slices differ in the last bits of a double; none of them reaches the update.
   return static_cast<float>(std::sqrt(squares));
@@ -70,12 +75,12 @@ double Engine::Impl::global_norm() {
 
 // " (first in parameter h.0.mlp.fc.weight)", as far as this rank's slices tell.
 std::string Engine::Impl::name_non_finite() {
-  const int rank = plan.partition_optimizer ? groups.shards->rank() : 0;
+  const bool sliced = plan.partition_optimizer && !reducer->keeps_local();
+  const int rank = sliced ? groups.shards->rank() : 0;
   for (size_t b = 0; b < buckets.size(); ++b) {
     const int64_t position = zero::first_non_finite(reducer->gradient(b));
     if (position < 0) continue;
-    const auto segments =
-        plan.partition_optimizer ? zero::slice_segments(buckets[b].layout(), rank) : buckets[b].layout().segments;
+    const auto segments = sliced ? zero::slice_segments(buckets[b].layout(), rank) : buckets[b].layout().segments;
     for (const Segment& segment : segments) {
       if (position >= segment.slice_offset && position < segment.slice_offset + segment.length) {
         return cat(" (first in parameter ", parameters[static_cast<size_t>(segment.parameter)].name, ", element ",
@@ -119,6 +124,8 @@ void Engine::Impl::apply(double gradient_scale) {
     client_optimizer->step();
     return;
   }
+  // The sum over ranks of what compressed exchanges take the mean of.
+  if (reducer->keeps_local() && !plan.average_gradients) gradient_scale *= groups.shards->size();
   const bool speculated = speculation_fits(gradient_scale);
   if (!speculated) optimizer->begin_step();
   const auto clip_values = [this, gradient_scale](const at::Tensor& gradient) {

@@ -12,6 +12,7 @@ struct GroupOptions {
   double beta2 = 0.999;
   double momentum = 0.0;
   double eps = 1e-8;
+  bool non_freeze = false;  // OneBitAdam: stays AdamW on mean gradients
 
   bool operator==(const GroupOptions&) const = default;
 };

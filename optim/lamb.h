@@ -12,16 +12,10 @@
 #include <string>
 #include <vector>
 
+#include "optim/lamb_rule.h"
 #include "optim/shard_optimizer.h"
 
 namespace ds::optim {
-
-struct LambRule {
-  bool bias_correction = true;
-  bool eps_inside_sqrt = false;
-  double max_coeff = 10.0;
-  double min_coeff = 0.01;
-};
 
 class Lamb final : public ShardOptimizer {
  public:
@@ -38,22 +32,8 @@ class Lamb final : public ShardOptimizer {
   void allocate_states(int64_t index) override;
 
  private:
-  struct State {
-    at::Tensor exp_avg, exp_avg_sq;
-    int64_t bucket_parameters = 0;
-    std::vector<int64_t> position;  // of each segment's parameter among the bucket's
-  };
-
-  // Moves the running means, and returns [2, parameters of the bucket]: sums of squares of w and of u, over all ranks.
-  at::Tensor advance(const Slice& slice, const State& state, const GroupOptions& group, const at::Tensor& gradient,
-                     double gradient_scale) const;
-  // One trust coefficient per parameter of the bucket.
-  at::Tensor coefficients(const at::Tensor& squares) const;
-  // u of the elements from `begin` on; `master` is the weights of the same elements.
-  at::Tensor direction(const State& state, const GroupOptions& group, int64_t begin, const at::Tensor& master) const;
-
   LambRule rule_;
-  std::vector<State> states_;
+  std::vector<LambState> states_;
 };
 
 }  // namespace ds::optim

@@ -59,9 +59,13 @@ GroupOptions default_group_options(const std::string& type) {
   }
 }
 
+void require_groups(const std::vector<GroupOptions>& groups) {
+  require<ConfigError>(!groups.empty(), "optimizer: expected at least one parameter group, found none");
+  for (const GroupOptions& group : groups) check_group(group);
+}
+
 std::unique_ptr<ShardOptimizer> make_optimizer(const OptimizerOptions& options) {
-  require<ConfigError>(!options.groups.empty(), "optimizer: expected at least one parameter group, found none");
-  for (const GroupOptions& group : options.groups) check_group(group);
+  require_groups(options.groups);
   const AdamRule adam{.decoupled_weight_decay = options.adam_w_mode,
                       .bias_correction = options.bias_correction,
                       .amsgrad = options.amsgrad};

@@ -36,6 +36,9 @@ struct OptimizerOptions {
 GroupOptions default_group_options(const std::string& type);
 GroupOptions default_aux_adam_options();
 
+// Throws ConfigError for no group, or values that torch.optim refuses.
+void require_groups(const std::vector<GroupOptions>& groups);
+
 // Throws ConfigError for an unknown type (naming the known ones) or values out of range.
 std::unique_ptr<ShardOptimizer> make_optimizer(const OptimizerOptions& options);
 

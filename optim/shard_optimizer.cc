@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
+#include <set>
+
 #include "core/check.h"
 #include "core/tensor_check.h"
 #include "optim/slice_update.h"
@@ -77,9 +79,15 @@ void ShardOptimizer::update_into(int64_t index, const at::Tensor& gradient, doub
 
 int64_t ShardOptimizer::state_bytes() {
   int64_t bytes = 0;
-  for (int64_t i = 0; i < slice_count(); ++i) {
-    for (const auto& [name, state] : states(i)) bytes += static_cast<int64_t>(state.nbytes());
-  }
+  std::set<const void*> counted;  // one tensor may have several names
+  const auto count = [&](const NamedStates& named) {
+    for (const auto& [name, state] : named) {
+      if (counted.insert(state.unsafeGetTensorImpl()).second) bytes += static_cast<int64_t>(state.nbytes());
+    }
+  };
+  for (int64_t i = 0; i < slice_count(); ++i) count(states(i));
+  count(rank_states());
+  count(shared_states());
   return bytes;
 }
 

@@ -71,18 +71,30 @@ class ShardOptimizer {
     ++step_count_;
     step_groups_ = groups_;
   }
+  // Whether the step that comes next takes this rank's own gradient of the whole bucket, which nobody has reduced, in
+  // place of the slice of the mean over ranks.
+  virtual bool wants_local_gradients() const { return false; }
   // Updates slice `index` with `gradient` ([n], any floating dtype; its contents may be overwritten) times
   // `gradient_scale` (loss scale and clipping folded into one factor).
   virtual void update(int64_t index, const at::Tensor& gradient, double gradient_scale) = 0;
   // update(), and the new weights in `copy` ([n], any floating dtype), which may be on another device than the master.
   virtual void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy);
 
+  // What the model has of a slice after an update: the master, but for optimizers whose ranks step by themselves.
+  virtual at::Tensor weights(int64_t index) { return slice(index).master; }
   // State tensors of a slice by name, for example {"exp_avg", t}, {"exp_avg_sq", t}; live references. float32, or
   // float64 for a float64 master.
   virtual NamedStates states(int64_t index) = 0;
+  // What else a checkpoint has to keep, by names that are not those of states(); live references. Of this rank alone,
+  // of any length; and equal on all ranks, of a shape that does not depend on their number.
+  virtual NamedStates rank_states() { return {}; }
+  virtual NamedStates shared_states() { return {}; }
+  // To be called when states and the step count were changed from outside. Without `rank_states` those are of another
+  // run, and begin anew.
+  virtual void states_changed(bool /*rank_states*/) {}
   // Bytes of state per element of a slice: Adam in float32 has 8.
   virtual int64_t state_bytes_per_element() const = 0;
-  // Bytes of the states of all slices, counted from the tensors.
+  // Bytes of all states, counted from the tensors.
   int64_t state_bytes();
   virtual std::string name() const = 0;
   // Whether beta1 and beta2 of the groups mean something to it (OneCycle drives them only then).

@@ -54,7 +54,7 @@ GradientReducer::GradientReducer(const std::vector<ParameterBucket>& buckets, co
     : parameters_(parameters),
       communicator_(routes.slices),
       replicas_(routes.replicas),
-      quantized_(routes.quantized),
+      reduction_(routes.reduction),
       elsewhere_(routes.elsewhere),
       options_(options) {
   // One rank owns all slices: nothing is gained by reducing early, and gradients add up in place.
@@ -78,6 +78,18 @@ GradientReducer::~GradientReducer() {
   for (const Parameter& parameter : parameters_) {
     torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, nullptr);
   }
+}
+
+void GradientReducer::keep_local(bool local) {
+  const std::lock_guard lock(mutex_);
+  if (local == local_) return;
+  require(!transient() && !elsewhere_ && !replicas_, "gradients can stay local where whole buckets stay on the device ",
+          "only: expected the reduction policy of stage 0 or 1");
+  for (const Bucket& bucket : buckets_) {
+    require(!bucket.launched && !bucket.reduced.defined(),
+            "expected no gradient when it changes whether gradients are reduced; call zero_grad() first");
+  }
+  local_ = local;
 }
 
 void GradientReducer::begin_backward(bool synchronize, bool boundary) {
@@ -161,9 +173,13 @@ void GradientReducer::store_gradient(Bucket& bucket, size_t position) {
 
 void GradientReducer::open_local(Bucket& bucket) {
   bucket.local = take_buffer(bucket);
+  zero_padding(bucket);
+  std::fill(bucket.filled.begin(), bucket.filled.end(), 0);
+}
+
+void GradientReducer::zero_padding(Bucket& bucket) {
   for (const auto& [offset, length] : padding_of(bucket.parameters->layout()))
     bucket.local.narrow(0, offset, length).zero_();
-  std::fill(bucket.filled.begin(), bucket.filled.end(), 0);
 }
 
 at::Tensor GradientReducer::take_buffer(const Bucket& bucket) {
@@ -216,13 +232,14 @@ void GradientReducer::launch_ready(bool all) {
       limit_in_flight(2, /*inside_backward=*/!all);
     } else if (leaves_in_backward()) {
       leave_in_order(2);
-    } else if (options_.communication_dtype != options_.gradient_dtype) {
+    } else if (reduction_ || options_.communication_dtype != options_.gradient_dtype) {
       limit_wires(2);
     }
   }
 }
 
-// Bounds the memory of copies in another dtype where buckets stay until finish().
+// Bounds the memory of copies in another dtype, or compressed, where buckets stay until finish(). Of a reduction in
+// several exchanges, it begins the later ones.
 void GradientReducer::limit_wires(size_t allowed) {
   while (in_flight_.size() > allowed) {
     complete(buckets_[in_flight_.front()]);
@@ -233,12 +250,13 @@ void GradientReducer::limit_wires(size_t allowed) {
 void GradientReducer::launch(Bucket& bucket) {
   const at::NoGradGuard no_grad;
   fill_missing(bucket);
+  if (reduction_) zero_padding(bucket);  // an overflow that is compressed spreads to its neighbours
   bucket.launched = true;
   bucket.reduced_in_this_backward = true;
   const size_t index = index_of(bucket);
   in_flight_.push_back(index);
   const int world = communicator_.size();
-  if (world == 1) return;
+  if (world == 1 || local_) return;
   bucket.wire = options_.communication_dtype == bucket.local.scalar_type()
                     ? bucket.local
                     : bucket.local.to(options_.communication_dtype);
@@ -251,17 +269,17 @@ void GradientReducer::launch(Bucket& bucket) {
     op = comm::ReduceOp::kAvg;
   }
   const std::string label = cat("gradients of bucket ", index);
-  if (options_.policy == ReductionPolicy::kAllReduce) {
+  if (reduction_) {
+    bucket.work = reduction_->start(index, own_part(bucket, bucket.wire), bucket.wire, op, label);
+  } else if (options_.policy == ReductionPolicy::kAllReduce) {
     bucket.work = communicator_.all_reduce(bucket.wire, op, label);
-  } else if (quantized_) {
-    bucket.work = quantized_->reduce_scatter(own_part(bucket, bucket.wire), bucket.wire, op, label);
   } else {
     bucket.work = communicator_.reduce_scatter(own_part(bucket, bucket.wire), bucket.wire, op, label);
   }
 }
 
 at::Tensor GradientReducer::own_part(const Bucket& bucket, const at::Tensor& flat) const {
-  if (options_.policy == ReductionPolicy::kAllReduce || communicator_.size() == 1) return flat;
+  if (options_.policy == ReductionPolicy::kAllReduce || communicator_.size() == 1 || local_) return flat;
   const int64_t length = bucket.parameters->layout().slice_numel;
   return flat.narrow(0, communicator_.rank() * length, length);
 }

@@ -21,8 +21,8 @@
 #include <optional>
 #include <vector>
 
+#include "comm/bucket_reduction.h"
 #include "comm/communicator.h"
-#include "comm/quantized_collectives.h"
 #include "core/reduced_gradients.h"
 #include "zero/parameter_bucket.h"
 #include "zero/reduction_policy.h"
@@ -50,9 +50,9 @@ struct ReduceRoutes {
   // Ranks that own equal slices in other such groups (MiCS, Zhang et al., arXiv:2205.00119, section 3.3: their sums are
   // joined once, at the boundary of an accumulation); null where `slices` is all there is.
   comm::Communicator* replicas = nullptr;
-  // Over the ranks of `slices`: sends gradients as 4-bit integers (qgZ of ZeRO++, Wang et al., arXiv:2306.10209) in
-  // place of a reduce-scatter; null: as they are.
-  const comm::QuantizedReducer* quantized = nullptr;
+  // Over the ranks of `slices`: compresses gradients, in place of their all-reduce or reduce-scatter; null: they are
+  // sent as they are.
+  comm::BucketReduction* reduction = nullptr;
   // Keeps the reduced slices of the buckets it takes, which a step then reads there; null: all stay on the device.
   // With it, gradients leave their buckets one by one also where one rank owns all slices.
   ReducedGradients* elsewhere = nullptr;
@@ -68,6 +68,11 @@ class GradientReducer {
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
 
+  // From now on gradients stay those of this rank, whole buckets, and nothing is sent; or are reduced again. For
+  // optimizers that exchange something else than gradients. Between steps: no gradient may be held. With the policy
+  // kReduceScatterEveryBackward, and with gradients elsewhere, it throws UsageError.
+  void keep_local(bool local);
+  bool keeps_local() const { return local_; }
   // Around every backward pass. `synchronize`: this pass ends in a reduction if the policy asks for one at `boundary`.
   // Throws UsageError while a pass runs, and after one that failed until reset().
   void begin_backward(bool synchronize, bool boundary);
@@ -96,6 +101,7 @@ class GradientReducer {
   void on_gradient(size_t bucket, size_t position);
   void store_gradient(Bucket& bucket, size_t position);
   void open_local(Bucket& bucket);
+  void zero_padding(Bucket& bucket);
   void set_aside_reduced(Bucket& bucket);
   void launch_ready(bool all);
   void launch(Bucket& bucket);
@@ -121,7 +127,7 @@ class GradientReducer {
   const std::vector<Parameter>& parameters_;
   comm::Communicator& communicator_;  // of slices
   comm::Communicator* replicas_;
-  const comm::QuantizedReducer* quantized_;
+  comm::BucketReduction* reduction_;
   ReducedGradients* elsewhere_;
   ReducerOptions options_;
   std::vector<Bucket> buckets_;
@@ -132,6 +138,7 @@ class GradientReducer {
   bool reduce_in_this_backward_ = false;
   bool unreduced_ = false;  // the last backward was not reduced
   bool joined_ = false;     // replicas have joined the gradients
+  bool local_ = false;      // keep_local()
   bool impatient_ = false;  // a reduction was late once
   bool abandoned_ = false;  // the last backward threw
   int64_t bytes_ = 0;

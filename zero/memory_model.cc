@@ -150,6 +150,7 @@ ModelStateBytes predict_model_state(const MemoryQuestion& question) {
   }
   bytes.master = masters * 4;
   bytes.optimizer = updated_here * question.optimizer_state_bytes;
+  if (question.error_feedback && question.dp > 1) bytes.optimizer += (elements + elements / question.dp) * 4;
   bytes.buffers = question.buffer_bytes;
   return bytes;
 }

@@ -55,6 +55,7 @@ struct MemoryQuestion {
   int64_t communication_bytes = 4;     // per gradient element on the wire
   bool separate_master = false;        // float32 master slices
   int64_t optimizer_state_bytes = 8;   // per element: Adam in float32
+  bool error_feedback = false;         // what ranks exchange is compressed: an error of all elements and one of a part
   int weight_bits = 0;                 // stage 3: bits of a gathered element; 0 = parameter_bytes
   int gradient_bits = 0;               // bits of a reduced element; 0 = communication_bytes
   int64_t gradient_node_ranks = 1;     // with gradient_bits: ranks that add before a node sends

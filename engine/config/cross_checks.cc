@@ -88,6 +88,38 @@ void check_gradients(const DsConfig& c, JsonProblems& problems) {
   }
 }
 
+// A key of gradient_compression that its method does not read.
+void warn_of_unused_compression_keys(const DsConfig& c, JsonProblems& problems) {
+  const GradientCompressionSection& s = c.gradient_compression;
+  const auto unused = [&](const char* key, bool used) {
+    if (used || !c.text["gradient_compression"].contains(key)) return;
+    problems.warning(cat("/gradient_compression/", key), cat("means nothing to method \"", name_of(s.method), "\""));
+  };
+  unused("top_k", s.method == CompressionMethod::kTopK);
+  unused("rank", s.method == CompressionMethod::kPowerSgd);
+  for (const char* key : {"start_step", "error_feedback", "between_nodes_only"}) unused(key, s.compresses());
+}
+
+void check_compression(const DsConfig& c, JsonProblems& problems) {
+  const GradientCompressionSection& s = c.gradient_compression;
+  if (s.method == CompressionMethod::kNone) return;
+  constexpr const char* kMethod = "/gradient_compression/method";
+  const std::string found = cat("\"", name_of(s.method), "\" excludes ");
+  if (c.zero_optimization.zero_quantized_gradients) {
+    problems.error(kMethod,
+                   cat(found, "zero_optimization.zero_quantized_gradients; both compress gradients, keep one"));
+  }
+  if (c.optimizer.compresses()) {
+    problems.error(kMethod, cat(found, "optimizer.type ", c.optimizer.type,
+                                ", which compresses what ranks exchange itself; keep one of them"));
+  }
+  if (c.communication_data_type) {
+    problems.error(kMethod, cat(found, problems.place("/communication_data_type"),
+                                ": the method decides what is sent; remove one of them"));
+  }
+  warn_of_unused_compression_keys(c, problems);
+}
+
 void check_activations(const DsConfig& c, JsonProblems& problems) {
   const ActivationCheckpointingSection& s = c.activation_checkpointing;
   if (s.contiguous_memory_optimization && (!s.partition_activations || !s.number_checkpoints)) {
@@ -130,6 +162,7 @@ void check_across_sections(const DsConfig& config, JsonProblems& problems) {
   check_precision(config, problems);
   check_optimizer(config, problems);
   check_gradients(config, problems);
+  check_compression(config, problems);
   check_activations(config, problems);
   check_elasticity(config, problems);
   warn_without_effect(config, problems);

@@ -12,6 +12,7 @@ void describe(JsonFields& json, Fp16Section& section);
 void describe(JsonFields& json, Bf16Section& section);
 void describe(JsonFields& json, TorchAutocastSection& section);
 void describe(JsonFields& json, DataTypesSection& section);
+void describe(JsonFields& json, GradientCompressionSection& section);
 void describe(JsonFields& json, ZeroSection& section);
 void describe(JsonFields& json, OptimizerSection& section);
 void describe(JsonFields& json, SchedulerSection& section);

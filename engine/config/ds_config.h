@@ -1,7 +1,7 @@
 // The ds_config: every section as a typed struct, checked and resolved. Torch-free.
 //
 // Keys, defaults and rules are those of DeepSpeed 0.19.8; sections it removed keep their spelling of 0.19.6. The keys
-// communication_backend, seed, deterministic, strict and gradient_clip_by_value are ours.
+// communication_backend, seed, deterministic, strict, gradient_clip_by_value and gradient_compression are ours.
 #pragma once
 
 #include <array>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "comm/backend.h"
+#include "engine/config/compression_section.h"
 #include "engine/config/config_source.h"
 #include "engine/config/data_sections.h"
 #include "engine/config/monitor_sections.h"
@@ -80,7 +81,8 @@ struct DsConfig {
   bool prescale_gradients = false;
   double gradient_predivide_factor = 1.0;
   GradientAllreduceOp gradient_allreduce_op = GradientAllreduceOp::kMean;
-  std::optional<DType> communication_data_type;  // empty: the model's
+  std::optional<DType> communication_data_type;     // empty: the model's
+  GradientCompressionSection gradient_compression;  // ours
   DType seq_parallel_communication_data_type = DType::kFloat32;
   bool disable_allgather = false;
   comm::Backend communication_backend = comm::Backend::kAuto;  // ours

@@ -96,16 +96,26 @@ void one_bit_parameters(JsonFields& json, OptimizerParams& p) {
   lamb_parameters(json, p);
   json.field("cuda_aware", p.cuda_aware);
   json.choice("comm_backend_name", p.comm_backend_name, {"nccl", "mpi", "hccl", "compressed", "gloo"});
+  json.field("deepspeed_semantics", p.deepspeed_semantics);
   json.ignore("max_grad_norm");
+}
+
+// After the freeze these divide by sqrt(v) + eps alone.
+void eps_outside_sqrt(JsonFields& json, const OptimizerParams& p) {
+  if (json.reading() && p.eps_inside_sqrt) {
+    json.error("eps_inside_sqrt", "expected false: only Lamb and OneBitLamb have this form");
+  }
 }
 
 void one_bit_adam_parameters(JsonFields& json, OptimizerParams& p) {
   one_bit_parameters(json, p);
+  eps_outside_sqrt(json, p);
   json.field("freeze_step", p.freeze_step, at_least(0));
 }
 
 void one_bit_lamb_parameters(JsonFields& json, OptimizerParams& p) {
-  one_bit_adam_parameters(json, p);
+  one_bit_parameters(json, p);
+  json.field("freeze_step", p.freeze_step, at_least(0));
   json.field("coeff_beta", p.coeff_beta, kBelowOne);
   json.field("factor_max", p.factor_max, above(0));
   json.field("factor_min", p.factor_min, at_least(0));
@@ -114,6 +124,7 @@ void one_bit_lamb_parameters(JsonFields& json, OptimizerParams& p) {
 
 void zero_one_adam_parameters(JsonFields& json, OptimizerParams& p) {
   one_bit_parameters(json, p);
+  eps_outside_sqrt(json, p);
   json.field("var_freeze_step", p.var_freeze_step, at_least(0));
   json.field("var_update_scaler", p.var_update_scaler, above(0));
   json.field("local_step_scaler", p.local_step_scaler, above(0));

@@ -58,6 +58,7 @@ void describe_gradients(JsonFields& json, DsConfig& c) {
   json.enumerator("gradient_allreduce_op", c.gradient_allreduce_op,
                   {{"mean", GradientAllreduceOp::kMean}, {"sum", GradientAllreduceOp::kSum}});
   json.enumerator("communication_data_type", c.communication_data_type, communication_dtype_names());
+  json.section("gradient_compression", c.gradient_compression, describe, UnknownKeys::kRefuse);
   json.enumerator("seq_parallel_communication_data_type", c.seq_parallel_communication_data_type,
                   communication_dtype_names());
   json.field("disable_allgather", c.disable_allgather);

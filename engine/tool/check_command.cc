@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -24,7 +25,8 @@ constexpr int kRefused = 2;
 struct Report {
   DsConfig config;
   Plan plan;
-  int64_t sent_bytes = 0;  // per rank and step; when the plan knows its bytes
+  // Per rank and step, when the plan knows its bytes. With gradient_compression it depends on the model's shapes.
+  std::optional<int64_t> sent_bytes;
 };
 
 Report examine(const CheckOptions& options) {
@@ -33,7 +35,7 @@ Report examine(const CheckOptions& options) {
   const engine::Topology topology{.world_size = options.world_size, .dp = options.world_size};
   report.plan = engine::make_plan(report.config, topology,
                                   {.parameters = options.parameters, .activation_bytes = options.activation_bytes});
-  if (options.parameters) {
+  if (options.parameters && !report.plan.compression.compresses() && !report.plan.error_feedback) {
     report.sent_bytes =
         zero::predict_sent_bytes(engine::memory_question(report.config, report.plan, *options.parameters));
   }
@@ -54,7 +56,8 @@ ordered_json bytes_to_json(const Report& report) {
           {"gathered_in_step", report.plan.step_bytes.gathered},
           {"secondary_in_step", report.plan.step_bytes.secondary},
           {"activations_in_step", report.plan.activation_bytes},
-          {"sent_per_step", report.sent_bytes}};
+          {"gradient_compression", report.plan.compression_bytes},
+          {"sent_per_step", report.sent_bytes ? ordered_json(*report.sent_bytes) : ordered_json()}};
 }
 
 ordered_json to_json(const Report& report) {
@@ -142,7 +145,8 @@ void print(const Report& report, std::ostream& out) {
                  {"secondary slices, in a step", cat(report.plan.step_bytes.secondary)},
                  {"activations, in a step", report.plan.activation_bytes > 0 ? cat(report.plan.activation_bytes)
                                                                              : "unknown: --activation_bytes N"},
-                 {"sent in a step", cat(report.sent_bytes)}},
+                 {"gradient compression", cat(report.plan.compression_bytes)},
+                 {"sent in a step", report.sent_bytes ? cat(*report.sent_bytes) : "depends on gradient_compression"}},
                 out);
 }
 

@@ -60,6 +60,7 @@ TEST(CheckCommand, PrintsOneJsonObject) {
   // Adam in float32 on two ranks: half of 8 bytes an element.
   EXPECT_NEAR(report["bytes_per_rank"]["optimizer"].get<double>(), 4e6, 1e4);
   EXPECT_NEAR(report["bytes_per_rank"]["sent_per_step"].get<double>(), 4e6, 1e4);
+  EXPECT_EQ(report["bytes_per_rank"]["gradient_compression"], 0);
 }
 
 TEST(CheckCommand, AllMistakesGoToTheErrorStream) {

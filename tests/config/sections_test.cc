@@ -139,5 +139,49 @@ TEST(Sections, PythonOnlyOnesGetOneWarning) {
   EXPECT_TRUE(unsupported_features(config).empty());
 }
 
+TEST(GradientCompression, HasDefaultsAndRanges) {
+  const GradientCompressionSection none = parse_text("{}").gradient_compression;
+  EXPECT_EQ(none.method, CompressionMethod::kNone);
+  EXPECT_FALSE(none.compresses());
+  const GradientCompressionSection found =
+      parse_text(
+          "{gradient_compression: {method: 'power_sgd', rank: 2, start_step: 10, error_feedback: false,"
+          " between_nodes_only: true}}")
+          .gradient_compression;
+  EXPECT_EQ(found.method, CompressionMethod::kPowerSgd);
+  EXPECT_EQ(found.rank, 2);
+  EXPECT_EQ(found.start_step, 10);
+  EXPECT_FALSE(found.error_feedback);
+  EXPECT_TRUE(found.between_nodes_only);
+  EXPECT_TRUE(found.compresses());
+  EXPECT_FALSE(parse_text("{gradient_compression: {method: 'bf16'}}").gradient_compression.compresses());
+  EXPECT_THAT(refusal_of("{gradient_compression: {method: 'zip'}}"),
+              AllOf(HasSubstr("\"power_sgd\""), HasSubstr("found \"zip\"")));
+  EXPECT_THAT(refusal_of("{gradient_compression: {method: 'top_k', top_k: 2}}"),
+              HasSubstr("gradient_compression.top_k: expected a number > 0 and <= 1, found 2"));
+  EXPECT_THAT(refusal_of("{gradient_compression: {method: 'top_k', top_k: 0}}"), HasSubstr("found 0"));
+  EXPECT_THAT(refusal_of("{gradient_compression: {rank: 0}}"), HasSubstr("gradient_compression.rank"));
+  EXPECT_THAT(refusal_of("{gradient_compression: {methd: 'int8'}}"), HasSubstr("method"));
+}
+
+TEST(GradientCompression, ExcludesWhatCompressesTheSame) {
+  EXPECT_THAT(refusal_of("{gradient_compression: {method: 'int8'}, zero_optimization: {stage: 2,"
+                         " zero_quantized_gradients: true}}"),
+              AllOf(HasSubstr("gradient_compression.method"), HasSubstr("zero_quantized_gradients")));
+  EXPECT_THAT(refusal_of("{gradient_compression: {method: 'int8'}, optimizer: {type: 'OneBitAdam'}}"),
+              AllOf(HasSubstr("gradient_compression.method"), HasSubstr("OneBitAdam")));
+  EXPECT_THAT(refusal_of("{gradient_compression: {method: 'bf16'}, communication_data_type: 'fp16'}"),
+              AllOf(HasSubstr("gradient_compression.method"), HasSubstr("communication_data_type")));
+  EXPECT_EQ(refusal_of("{gradient_compression: {method: 'none'}, communication_data_type: 'fp16'}"), "");
+}
+
+TEST(GradientCompression, TellsOfKeysThatAMethodDoesNotRead) {
+  EXPECT_THAT(warnings_of("{gradient_compression: {method: 'int8', top_k: 0.1}}"),
+              HasSubstr("gradient_compression.top_k"));
+  EXPECT_THAT(warnings_of("{gradient_compression: {method: 'fp16', start_step: 3}}"),
+              HasSubstr("means nothing to method \"fp16\""));
+  EXPECT_EQ(warnings_of("{gradient_compression: {method: 'power_sgd', rank: 1, start_step: 3}}"), "");
+}
+
 }  // namespace
 }  // namespace ds::config

@@ -18,7 +18,6 @@ const Refused kRefused[] = {
     {"{aio: {use_gds: true}}", "aio.use_gds"},
     {"{zero_optimization: {zenflow: {}}}", "zero_optimization.zenflow"},
     {"{zero_optimization: {zeropp_loco_param: {}}}", "zero_optimization.zeropp_loco_param"},
-    {"{optimizer: {type: 'OneBitAdam'}}", "optimizer.type"},
     {"{optimizer: {type: 'RMSprop'}}", "optimizer.type"},
     {"{scheduler: {type: 'StepLR'}}", "scheduler.type"},
     {"{amp: {enabled: true}}", "amp"},

@@ -1,0 +1,51 @@
+// Error feedback: what compression did not send of a gradient is added to the next one (Seide et al., Interspeech 2014;
+// Karimireddy et al., arXiv:1901.09847).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace ds::compression {
+
+// Of all elements: neither Inf nor NaN. Waits for the device.
+bool all_finite(const at::Tensor& values);
+
+// What one start() of a reduction sends, and where the rest of it stays.
+struct Corrected {
+  at::Tensor values;  // [n]: the gradient as it is or, in float32, with what was remembered
+  at::Tensor error;   // float32 [n], `values` itself; subtract what is sent. Undefined: nothing is remembered
+  double scale = 1.0;
+};
+
+// The error of every bucket, float32, without the loss scale, so that a scale that changes does no harm. Not thread
+// safe.
+class ErrorMemory {
+ public:
+  // `numels`: elements of the buckets, 0 for one that never comes. Without `feedback` it has no memory.
+  ErrorMemory(std::vector<int64_t> numels, at::Device device, bool feedback);
+
+  void set_scale(double scale) { scale_ = scale; }
+  // A gradient with Inf or NaN is sent alone, so that it arrives as such, and the memory stays.
+  Corrected open(size_t bucket, const at::Tensor& gradient) const;
+  // When what is sent has been subtracted.
+  static void close(const Corrected& corrected);
+  // In place of close(), before anything has been subtracted: as if the gradient had never come.
+  static void give_up(const Corrected& corrected, const at::Tensor& gradient);
+  // After close(): an error found later, part of the bucket from `begin` on. Not where it has Inf or NaN.
+  static void add(const Corrected& corrected, int64_t begin, const at::Tensor& error);
+
+  // "error.BUCKET"
+  std::vector<std::pair<std::string, at::Tensor>> memory() const;
+  void forget();
+
+ private:
+  std::vector<at::Tensor> errors_;  // undefined: nothing to remember
+  double scale_ = 1.0;
+};
+
+}  // namespace ds::compression

@@ -1,0 +1,65 @@
+// 0/1 Adam (Lu et al., arXiv:2202.06009): Adam whose variance is updated ever more rarely, whose gradients travel as
+// signs with error feedback in between, and whose ranks, once the variance is frozen, step by themselves and meet every
+// few steps. Which step does what: zero_one_schedule.h.
+//
+//   variance step   g = mean gradient;              v = beta2 v + (1 - beta2) g^2;   m = beta1 m + (1 - beta1) g; step
+//   other step      g = compressed(own gradient);   m likewise; step frozen          g = own gradient;               m
+//   likewise;   B -= rate m / D;   rates += rate
+//     and meeting   c = compressed(B D);            w += c / D;   m = -c / rates;    B = 0;   rates = 0
+//
+// with step: w = (1 - lr decay) w - rate m / D, rate = lr / (1 - beta1^t), D = sqrt(v / (1 - beta2^n)) + eps after n
+// variance steps. Errors are forgotten at the freeze: they are of gradients before, of steps after. Elements with
+// variance 0 are held, as in OneBitAdam.
+//
+// The master holds w, on which all ranks agree bit by bit; update_into() gives the model w + B, this rank's own.
+// (DeepSpeed steps the weights themselves and takes B off again, so rounding drives its ranks apart; it counts decay
+// into B, here it goes into w.) So a slice's master must not be the model's memory, and slices are whole buckets:
+// every rank needs all of v and B for its own steps.
+//
+// `deepspeed_semantics`: no bias correction, the first step changes nothing, the freeze is a step later, nothing is
+// held.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "compression/compressed_optimizer.h"
+#include "compression/zero_one_schedule.h"
+
+namespace ds::compression {
+
+class ZeroOneAdam final : public CompressedOptimizer {
+ public:
+  ZeroOneAdam(std::vector<optim::GroupOptions> groups, ZeroOneRule rule, comm::Communicator& communicator);
+  // exp_avg is this rank's own between meetings.
+  optim::NamedStates states(int64_t index) override;
+  optim::NamedStates rank_states() override;
+  optim::NamedStates shared_states() override;  // rates: float64 [slices]
+  void states_changed(bool rank_states) override;
+  at::Tensor weights(int64_t index) override;
+  int64_t state_bytes_per_element() const override { return 12; }
+  std::string name() const override { return "ZeroOneAdam"; }
+
+ protected:
+  bool is_local(int64_t step) const override { return !schedule_.at(step).updates_variance; }
+  void advance(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
+  void allocate_slice_states(int64_t index) override;
+
+ private:
+  struct State {
+    at::Tensor exp_avg, exp_avg_sq;
+    at::Tensor stepped;  // B
+  };
+  void advance_together(int64_t index, const at::Tensor& gradient, double gradient_scale, const ZeroOneStep& step);
+  void advance_alone(int64_t index, const at::Tensor& gradient, double gradient_scale, const ZeroOneStep& step);
+  void meet(int64_t index, double variance_correction);
+  bool corrects_bias() const { return rule_.bias_correction && !rule_.deepspeed_semantics; }
+
+  ZeroOneRule rule_;
+  mutable ZeroOneSchedule schedule_;  // a cursor on a pure function
+  std::vector<State> states_;
+  at::Tensor rates_;  // float64 [slices] on the host, since the last meeting
+};
+
+}  // namespace ds::compression
