@@ -79,7 +79,7 @@ TEST(Parity, Bfloat16StaysWithinItsRounding) {
   for (int stage : {0, 1, 2, 3}) {
     nlohmann::json config = reference_config(stage, 1, 2);
     config["bf16"] = {{"enabled", true}};
-    const GptResult run = run_gpt({.config = config, .ranks = 2});
+    const GptResult run = run_gpt({.config = config, .ranks = 2, .steps = stage == 2 ? 50 : 20});
     // The norm of a bf16 gradient depends on where it is rounded: 4 % is what DeepSpeed's bf16 stages show.
     expect_curve(run, "bf16_batch4", kHalfTolerance, 4e-2);
   }
