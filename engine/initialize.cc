@@ -6,6 +6,7 @@
 #include <cmath>
 #include <utility>
 
+#include "checkpoint/block_checksum.h"
 #include "comm/factory.h"
 #include "comm/rendezvous.h"
 #include "core/check.h"
@@ -225,7 +226,14 @@ std::string settings_text(const InitializeOptions& options, const config::DsConf
   std::string text = cat(config.text.dump(), options.optimizer ? " client optimizer" : "",
                          options.weights.empty() ? "" : " weights", options.init ? " init" : "");
   for (const int group : groups.group_of) text += cat(' ', group);
-  for (const optim::GroupOptions& group : groups.options) text += cat(" lr ", group.lr, " decay ", group.weight_decay);
+  for (const optim::GroupOptions& group : groups.options) {
+    text += cat(" lr ", group.lr, " decay ", group.weight_decay, group.non_freeze ? " dense" : "");
+  }
+  for (const at::Tensor& mask : groups.masks) {
+    if (!mask.defined()) continue;
+    const at::Tensor moves = mask.ne(0).to(at::kCPU).contiguous();
+    text += cat(" mask ", moves.sizes(), ' ', checkpoint::checksum(moves.const_data_ptr(), moves.nbytes()));
+  }
   return text;
 }
 

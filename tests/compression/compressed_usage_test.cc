@@ -177,6 +177,16 @@ TEST(CompressedTraining, AMaskHoldsTheMomentumOfItsElements) {
   });
 }
 
+TEST(CompressedTraining, RanksWithOtherMasksAreRefused) {
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    ParameterGroup masked;
+    masked.parameters = {"table"};
+    masked.exp_avg_mask = torch::ones({8, 1});
+    masked.exp_avg_mask[communicator.rank()] = 0;
+    EXPECT_THROW(train_lookup(config_of("OneBitAdam"), {masked}, communicator), CommError);
+  });
+}
+
 TEST(CompressedTraining, AGroupThatIsNotFrozenStaysAdamW) {
   run_ranks(2, [&](comm::Communicator& communicator) {
     for (const int stage : {0, 1}) {
