@@ -22,7 +22,8 @@ $(BUILD)/build.ninja: | setup
 build: setup $(BUILD)/build.ninja
 	@cmake --build --preset $(PRESET) $(if $(TARGETS),--target $(TARGETS))
 
-train: build
+train:
+	@$(MAKE) --no-print-directory build TARGETS="gpt ds-launch"
 	@$(BUILD)/bin/ds-launch --num_procs 2 $(BUILD)/bin/gpt --deepspeed_config configs/zero2.json $(TRAIN_ARGS)
 
 test: build
