@@ -104,15 +104,25 @@ at::Tensor CompressedAllReduce::run(const at::Tensor& worker, const at::Tensor& 
   return received;
 }
 
+void CompressedAllReduce::decode_part(const at::Tensor& messages, int rank, const at::Tensor& result) const {
+  const Part& part = parts_[static_cast<size_t>(rank)];
+  const at::Tensor message = messages[rank];
+  part.codec.decode(bits_in(message, part), scales_in(message, part), result);
+}
+
 void CompressedAllReduce::decode(const at::Tensor& messages, const at::Tensor& result) const {
   const at::NoGradGuard no_grad;
   require_values("compressed all-reduce: result", result, numel());
-  for (size_t rank = 0; rank < parts_.size(); ++rank) {
-    const Part& part = parts_[rank];
-    const at::Tensor message = messages[static_cast<int64_t>(rank)];
-    part.codec.decode(bits_in(message, part), scales_in(message, part),
-                      result.narrow(0, part.begin, part.codec.numel()));
+  for (int rank = 0; rank < communicator_.size(); ++rank) {
+    const Part& part = parts_[static_cast<size_t>(rank)];
+    decode_part(messages, rank, result.narrow(0, part.begin, part.codec.numel()));
   }
+}
+
+void CompressedAllReduce::decode_own(const at::Tensor& messages, const at::Tensor& result) const {
+  const at::NoGradGuard no_grad;
+  require_values("compressed all-reduce: own part of the result", result, own_numel());
+  decode_part(messages, communicator_.rank(), result);
 }
 
 }  // namespace ds::compression

@@ -46,6 +46,8 @@ class CompressedAllReduce {
   at::Tensor run(const at::Tensor& worker, const at::Tensor& server, const std::string& label) const;
   // result [numel]
   void decode(const at::Tensor& messages, const at::Tensor& result) const;
+  // This rank's part of it, result [own_numel]
+  void decode_own(const at::Tensor& messages, const at::Tensor& result) const;
 
  private:
   struct Part {
@@ -55,6 +57,7 @@ class CompressedAllReduce {
     int64_t pieces() const { return codec.range_count(); }
   };
 
+  void decode_part(const at::Tensor& messages, int rank, const at::Tensor& result) const;
   at::Tensor scales_in(const at::Tensor& message, const Part& part) const;
   at::Tensor bits_in(const at::Tensor& message, const Part& part) const;
 

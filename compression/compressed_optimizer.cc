@@ -7,28 +7,13 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/segment_gaps.h"
 #include "core/tensor_check.h"
 #include "optim/slice_update.h"
 
 namespace ds::compression {
 
 using optim::KernelMemory;
-
-namespace {
-
-// Runs of [0, numel) that no segment covers.
-std::vector<std::pair<int64_t, int64_t>> gaps(const std::vector<Segment>& segments, int64_t numel) {
-  std::vector<std::pair<int64_t, int64_t>> result;
-  int64_t end = 0;
-  for (const Segment& segment : segments) {
-    if (segment.slice_offset > end) result.emplace_back(end, segment.slice_offset);
-    end = segment.slice_offset + segment.length;
-  }
-  if (end < numel) result.emplace_back(end, numel);
-  return result;
-}
-
-}  // namespace
 
 CompressedOptimizer::CompressedOptimizer(std::vector<optim::GroupOptions> groups, comm::Communicator& communicator)
     : ShardOptimizer(std::move(groups)), communicator_(communicator) {}
@@ -119,8 +104,8 @@ void CompressedOptimizer::hold_without_variance(int64_t index, const at::Tensor&
   own.moving_known = true;
   own.moving = slice(index).exchange->all_gather(variance.ne(0));
   if (own.mask.defined()) own.moving.logical_and_(own.mask);
-  for (const auto& [begin, end] : gaps(slice(index).bucket_segments, own.moving.numel())) {
-    own.moving.slice(0, begin, end).fill_(true);  // nothing arrives there
+  for (const auto& [offset, length] : gaps_between(slice(index).bucket_segments, own.moving.numel())) {
+    own.moving.narrow(0, offset, length).fill_(true);  // nothing arrives there
   }
   if (own.moving.all().item<bool>()) own.moving.reset();
 }
@@ -143,8 +128,8 @@ void CompressedOptimizer::exchange_average(int64_t index, const at::Tensor& aver
   const at::Tensor agreed = own.all_reduce->run(own.worker_error, own.server_error, label("momentum", index));
   if (is_part(index)) {
     own.agreed = agreed;
-    decode(index, agreed, whole);
-    at::Tensor(average).copy_(own_part(index, whole));
+    own.all_reduce->decode_own(agreed, average);
+    if (const at::Tensor& moving = moving_of(own); moving.defined()) at::Tensor(average).mul_(own_part(index, moving));
   } else {
     decode(index, agreed, average);
   }
@@ -160,6 +145,12 @@ void CompressedOptimizer::exchange_values(int64_t index, const at::Tensor& value
 at::Tensor CompressedOptimizer::reduced(int64_t index, const at::Tensor& gradient) const {
   if (!alone()) communicator_.all_reduce(gradient, comm::ReduceOp::kAvg, label("gradients", index)).wait();
   return own_part(index, gradient);
+}
+
+void CompressedOptimizer::require_freeze_step(int64_t freeze_step, bool deepspeed_semantics) {
+  const int64_t fewest = deepspeed_semantics ? 2 : 1;  // their first one moves nothing
+  require<ConfigError>(freeze_step >= fewest, "optimizer.params.freeze_step: expected at least ", fewest, ", found ",
+                       freeze_step, "; the variance that is frozen comes from the steps before");
 }
 
 void CompressedOptimizer::forget_errors(int64_t index) {

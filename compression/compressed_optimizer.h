@@ -50,6 +50,9 @@ class CompressedOptimizer : public optim::ShardOptimizer {
 
   // Whether step `step`, from 1, takes local gradients.
   virtual bool is_local(int64_t step) const = 0;
+  // Throws ConfigError where no step comes before the freeze that moves the variance.
+  static void require_freeze_step(int64_t freeze_step, bool deepspeed_semantics);
+
   // One update. `gradient` is what is_local() asked for.
   virtual void advance(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) = 0;
   // States of the slice beside its Exchange.

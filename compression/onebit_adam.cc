@@ -4,16 +4,13 @@
 #include <utility>
 
 #include "compression/frozen_variance.h"
-#include "core/check.h"
 #include "optim/adam.h"
 
 namespace ds::compression {
 
 OneBitAdam::OneBitAdam(std::vector<optim::GroupOptions> groups, OneBitAdamRule rule, comm::Communicator& communicator)
     : CompressedOptimizer(std::move(groups), communicator), rule_(rule) {
-  const int64_t fewest = rule.deepspeed_semantics ? 2 : 1;
-  require<ConfigError>(rule.freeze_step >= fewest, "optimizer.params.freeze_step: expected at least ", fewest,
-                       ", found ", rule.freeze_step, "; the variance that is frozen comes from the steps before");
+  require_freeze_step(rule.freeze_step, rule.deepspeed_semantics);
 }
 
 void OneBitAdam::allocate_slice_states(int64_t index) { states_.push_back({new_state(index), new_state(index)}); }

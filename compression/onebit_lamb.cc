@@ -24,9 +24,7 @@ OneBitLamb::OneBitLamb(std::vector<optim::GroupOptions> groups, OneBitLambRule r
     : CompressedOptimizer(std::move(groups), communicator), rule_(rule) {
   if (rule.deepspeed_semantics) rule_.lamb.bias_correction = false;
   optim::require_lamb_rule(rule_.lamb);
-  const int64_t fewest = rule.deepspeed_semantics ? 2 : 1;
-  require<ConfigError>(rule.freeze_step >= fewest, "optimizer.params.freeze_step: expected at least ", fewest,
-                       ", found ", rule.freeze_step, "; the variance that is frozen comes from the steps before");
+  require_freeze_step(rule.freeze_step, rule.deepspeed_semantics);
   require<ConfigError>(rule.factor_min > 0 && rule.factor_min <= rule.factor_max,
                        "optimizer.params.factor_min: expected above 0 and at most factor_max (", rule.factor_max,
                        "), found ", rule.factor_min);

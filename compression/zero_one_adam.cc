@@ -71,8 +71,7 @@ void ZeroOneAdam::advance_alone(int64_t index, const at::Tensor& gradient, doubl
   const optim::Slice& own = slice(index);
   const optim::GroupOptions& group = step_group(own);
   const State& state = states_[static_cast<size_t>(index)];
-  if (!schedule_.at(step_count_ - 1).frozen) forget_errors(index);
-  schedule_.at(step_count_);
+  if (step.first_frozen) forget_errors(index);
   if (!rule_.deepspeed_semantics) hold_without_variance(index, state.exp_avg_sq);
   const double rate = group.lr / (corrects_bias() ? 1 - std::pow(group.beta1, step_count_) : 1.0);
   const double correction = corrects_bias() ? 1 - std::pow(group.beta2, step.variance_updates) : 1.0;

@@ -29,6 +29,7 @@ void ZeroOneSchedule::advance() {
   before_ = now_;
   ++step_;
   now_.frozen = step_ >= first_frozen_;
+  now_.first_frozen = step_ == first_frozen_;
   // DeepSpeed's first step makes its buffers only.
   const bool idle = rule_.deepspeed_semantics && step_ == 1;
   now_.updates_variance = !now_.frozen && !idle && step_ % variance_interval_ == 0;

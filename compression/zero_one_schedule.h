@@ -23,8 +23,9 @@ struct ZeroOneRule {
 struct ZeroOneStep {
   bool updates_variance = false;  // from a dense mean of gradients
   bool frozen = false;            // the variance; ranks step by themselves
-  bool meets = false;             // frozen: ranks exchange what they have stepped
-  int64_t variance_updates = 0;   // up to and including this step
+  bool first_frozen = false;
+  bool meets = false;            // frozen: ranks exchange what they have stepped
+  int64_t variance_updates = 0;  // up to and including this step
 };
 
 // Remembers where it is: steps in order, and the one before, cost constant time.

@@ -107,26 +107,10 @@ void add_frozen_parameters(const Engine::Impl& impl, PieceList& pieces) {
   }
 }
 
-// What the optimizer remembers beside states of elements: of this rank alone, and (rank 0 writes it) of all.
-void add_optimizer_memory(const Engine::Impl& impl, PieceList& pieces) {
-  if (!impl.optimizer) return;
-  const int rank = impl.communicator->rank();
-  optim::NamedStates states = impl.optimizer->rank_states();
-  if (rank == 0) {
-    for (auto& shared : impl.optimizer->shared_states()) states.push_back(std::move(shared));
-  }
-  for (const auto& [name, values] : states) {
-    pieces.add(optimizer_memory_path(rank, name), {.dtype = values.scalar_type(), .sizes = values.sizes().vec()},
-               {.length = values.numel()}, values.view({-1}), 0, StatePiece::kNoBucket);
-  }
-}
-
-void add_compression_memory(const Engine::Impl& impl, PieceList& pieces) {
-  if (!impl.reduction) return;
-  for (const auto& [name, values] : impl.reduction->memory()) {
-    pieces.add(compression_memory_path(impl.communicator->rank(), name),
-               {.dtype = values.scalar_type(), .sizes = values.sizes().vec()}, {.length = values.numel()}, values, 0,
-               StatePiece::kNoBucket);
+void add_memory(const NamedTensors& memory, PieceList& pieces) {
+  for (const auto& [path, values] : memory) {
+    pieces.add(path, {.dtype = values.scalar_type(), .sizes = values.sizes().vec()}, {.length = values.numel()}, values,
+               0, StatePiece::kNoBucket);
   }
 }
 
@@ -155,8 +139,9 @@ void for_each_run(const zero::BucketLayout& layout, const BucketRange& range,
 std::vector<StatePiece> state_pieces(Engine::Impl& impl, bool with_frozen) {
   PieceList pieces;
   for (size_t b = 0; b < impl.buckets.size(); ++b) add_trained(impl, b, pieces);
-  add_optimizer_memory(impl, pieces);
-  add_compression_memory(impl, pieces);
+  add_memory(optimizer_memory(impl), pieces);
+  if (impl.communicator->rank() == 0) add_memory(shared_optimizer_memory(impl), pieces);
+  add_memory(compression_memory(impl), pieces);
   if (!with_frozen) return pieces.take();
   for (size_t f = 0; f < impl.frozen_buckets.size(); ++f) add_frozen_bucket(impl, f, pieces);
   if (!impl.gatherer) add_frozen_parameters(impl, pieces);

@@ -95,45 +95,35 @@ class Loading {
     return failure;
   }
 
-  // Of the optimizer, beside the states of elements. What only other ranks, or another layout, have begins anew.
+  // All of it, or nothing where the checkpoint lacks a part or has one of another shape.
+  bool read_memory(const NamedTensors& memory) {
+    const bool fits = std::all_of(memory.begin(), memory.end(), [&](const auto& entry) {
+      return source_.contains(entry.first) && source_.info(entry.first).sizes == entry.second.sizes();
+    });
+    if (!fits) return false;
+    for (const auto& [path, values] : memory) read_flat(source_, path, 0, values);
+    return true;
+  }
+
+  // What only other ranks, or another layout, have begins anew.
   void read_optimizer_memory() {
-    const auto read = [&](int rank, const std::string& name, const at::Tensor& values) {
-      const std::string path = optimizer_memory_path(rank, name);
-      if (!source_.contains(path) || source_.info(path).sizes != values.sizes()) return false;
-      read_flat(source_, path, 0, values.view({-1}));
-      return true;
-    };
-    for (const auto& [name, values] : impl_.optimizer->shared_states()) {
-      if (!read(0, name, values))
-        log::warning("load_checkpoint: ", source_.location(), ": no ", name, " of ", impl_.optimizer->name(),
-                     " that fits, it stays as it is");
+    if (!read_memory(shared_optimizer_memory(impl_))) {
+      log::warning("load_checkpoint: ", source_.location(), ": has not what ", impl_.optimizer->name(),
+                   " keeps for all ranks, that stays as it is");
     }
-    const int rank = impl_.communicator->rank();
-    has_rank_states_ = same_ranks_;
-    for (const auto& [name, values] : impl_.optimizer->rank_states()) {
-      has_rank_states_ = has_rank_states_ && read(rank, name, values);
-    }
-    if (!has_rank_states_ && !impl_.optimizer->rank_states().empty() && rank == 0) {
+    const NamedTensors memory = optimizer_memory(impl_);
+    has_rank_states_ = same_ranks_ && read_memory(memory);
+    if (!has_rank_states_ && !memory.empty() && impl_.communicator->rank() == 0) {
       log::warning("load_checkpoint: ", source_.location(),
-                   ": errors of the compression are of other ranks or another ", "layout; they begin at 0");
+                   ": errors of the compression are of other ranks or another layout; they begin at 0");
     }
   }
 
-  // All of what gradient_compression remembers, or it begins anew: on every rank alike.
   void read_compression_memory() {
-    const int rank = impl_.communicator->rank();
-    const auto memory = impl_.reduction->memory();
-    const bool fits =
-        with_optimizer_ && same_ranks_ && std::all_of(memory.begin(), memory.end(), [&](const auto& entry) {
-          const std::string path = compression_memory_path(rank, entry.first);
-          return source_.contains(path) && source_.info(path).sizes == entry.second.sizes();
-        });
-    if (fits) {
-      for (const auto& [name, values] : memory) read_flat(source_, compression_memory_path(rank, name), 0, values);
-      return;
-    }
+    const NamedTensors memory = compression_memory(impl_);
+    if (with_optimizer_ && same_ranks_ && read_memory(memory)) return;
     impl_.reduction->forget();
-    if (rank == 0 && !memory.empty()) {
+    if (impl_.communicator->rank() == 0 && !memory.empty()) {
       log::info("load_checkpoint: ", source_.location(), ": gradient_compression begins without what it remembered: ",
                 "the checkpoint has none for these ranks and buckets");
     }

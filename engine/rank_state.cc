@@ -87,14 +87,30 @@ void add_buffers(const Engine::Impl& impl, NamedTensors& tensors) {
   }
 }
 
-}  // namespace
-
-std::string optimizer_memory_path(int rank, const std::string& name) {
-  return checkpoint::rank_path(rank, cat("optimizer.", name));
+// Flat, by their paths in a checkpoint.
+NamedTensors at_paths(int rank, const char* folder, const NamedTensors& memory) {
+  NamedTensors result;
+  for (const auto& [name, values] : memory) {
+    result.emplace_back(checkpoint::rank_path(rank, cat(folder, name)), values.view({-1}));
+  }
+  return result;
 }
 
-std::string compression_memory_path(int rank, const std::string& name) {
-  return checkpoint::rank_path(rank, cat("gradient_compression.", name));
+}  // namespace
+
+NamedTensors optimizer_memory(const Engine::Impl& impl) {
+  if (!impl.optimizer) return {};
+  return at_paths(impl.communicator->rank(), "optimizer.", impl.optimizer->rank_states());
+}
+
+NamedTensors shared_optimizer_memory(const Engine::Impl& impl) {
+  if (!impl.optimizer) return {};
+  return at_paths(0, "optimizer.", impl.optimizer->shared_states());
+}
+
+NamedTensors compression_memory(const Engine::Impl& impl) {
+  if (!impl.reduction) return {};
+  return at_paths(impl.communicator->rank(), "gradient_compression.", impl.reduction->memory());
 }
 
 checkpoint::OptimizerState client_optimizer_state(const torch::optim::Optimizer& optimizer) {

@@ -18,10 +18,11 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 // Copies on the host of all that this rank contributes beside its part of the model state, by path. Collective.
 NamedTensors rank_tensors(const Engine::Impl& impl);
 
-// Where a state of the optimizer is kept that is no part of a logical tensor.
-std::string optimizer_memory_path(int rank, const std::string& name);
-// Likewise of what gradient_compression remembers.
-std::string compression_memory_path(int rank, const std::string& name);
+// What the optimizer remembers beside states of elements, and gradient_compression, under its paths in a checkpoint:
+// live references. Of this rank alone, and what is the same on all ranks, which rank 0 writes.
+NamedTensors optimizer_memory(const Engine::Impl& impl);
+NamedTensors shared_optimizer_memory(const Engine::Impl& impl);
+NamedTensors compression_memory(const Engine::Impl& impl);
 
 // Its class, as torch names it, and the learning rates of its groups; all else of it is in rank_tensors().
 checkpoint::OptimizerState client_optimizer_state(const torch::optim::Optimizer& optimizer);

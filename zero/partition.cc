@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "core/round_up.h"
+#include "core/segment_gaps.h"
 
 namespace ds::zero {
 namespace {
@@ -149,14 +150,7 @@ std::vector<Segment> slice_segments(const BucketLayout& bucket, int rank) {
 }
 
 std::vector<std::pair<int64_t, int64_t>> padding_of(const BucketLayout& bucket) {
-  std::vector<std::pair<int64_t, int64_t>> gaps;
-  int64_t position = 0;
-  for (const Segment& segment : bucket.segments) {
-    if (segment.slice_offset > position) gaps.emplace_back(position, segment.slice_offset - position);
-    position = segment.slice_offset + segment.length;
-  }
-  if (position < bucket.numel) gaps.emplace_back(position, bucket.numel - position);
-  return gaps;
+  return gaps_between(bucket.segments, bucket.numel);
 }
 
 }  // namespace ds::zero
