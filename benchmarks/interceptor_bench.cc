@@ -206,7 +206,7 @@ class Job {
     return {quantile(plain, 0.5), quantile(watched, 0.5), quantile(ratio, 0.25), quantile(ratio, 0.75)};
   }
 
-  int64_t parameters() const { return gpt::parameter_count(model_); }
+  int64_t parameters() const { return gpt::parameter_count(model_.config()); }
   size_t buckets() const { return buckets_.size(); }
 
  private:

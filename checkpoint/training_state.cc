@@ -36,6 +36,7 @@ json to_json(const TrainingState& state) {
                  {"world_size", state.world_size},     {"zero_stage", state.zero_stage},
                  {"precision", state.precision},       {"config", state.config},
                  {"client_state", state.client_state}};
+  if (state.pipeline_stages > 1) result["pipeline_stages"] = state.pipeline_stages;
   if (state.optimizer) {
     json groups = json::array();
     for (const optim::GroupOptions& group : state.optimizer->groups) groups.push_back(group_to_json(group));
@@ -64,6 +65,7 @@ TrainingState training_state_from(const json& value, const std::string& where) {
     state.micro_steps = value.at("micro_steps").get<int64_t>();
     state.skipped_steps = value.at("skipped_steps").get<int64_t>();
     state.world_size = value.at("world_size").get<int>();
+    state.pipeline_stages = value.value("pipeline_stages", 1);
     state.zero_stage = value.at("zero_stage").get<int64_t>();
     state.precision = value.at("precision").get<std::string>();
     state.config = value.at("config");

@@ -32,7 +32,8 @@ struct TrainingState {
   int64_t global_samples = 0;
   int64_t micro_steps = 0;
   int64_t skipped_steps = 0;
-  int world_size = 1;  // data-parallel ranks that wrote it
+  int world_size = 1;       // ranks that wrote it
+  int pipeline_stages = 1;  // of them, ranks of a pipeline
   int64_t zero_stage = 0;
   std::string precision;                    // dtype of the model's parameters: "float32", "bfloat16", "float16"
   std::optional<OptimizerState> optimizer;  // none: weights only

@@ -10,7 +10,7 @@ if(TARGET dsengine_cuda)
 endif()
 install(TARGETS ds-launch ds-tool ds-tool-checkpoint RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(EXPORT dsengine-targets NAMESPACE dsengine:: DESTINATION ${_ds_package_dir})
-foreach(_ds_folder core comm optim zero offload compression profiling checkpoint engine)
+foreach(_ds_folder core comm optim zero offload compression pipeline profiling checkpoint engine)
   install(
     DIRECTORY ${PROJECT_SOURCE_DIR}/${_ds_folder}
     DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/dsengine

@@ -81,6 +81,7 @@ void add_frozen_bucket(const Engine::Impl& impl, size_t f, PieceList& pieces) {
   }
   for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
     const zero::Parameter& parameter = impl.frozen[static_cast<size_t>(run.parameter)];
+    if (impl.pipeline && impl.pipeline->is_copy(parameter.name)) return;
     pieces.add(checkpoint::weight_path(parameter.name),
                {.dtype = flat.scalar_type(), .sizes = parameter.tensor.sizes().vec(), .frozen = true}, run, flat,
                position, impl.buckets.size() + f);
@@ -100,6 +101,7 @@ void add_frozen_parameters(const Engine::Impl& impl, PieceList& pieces) {
     first += numel;
     const bool empty = numel == 0 && impl.communicator->rank() == 0;
     if (from == to && !empty) continue;
+    if (impl.pipeline && impl.pipeline->is_copy(parameter.name)) continue;
     pieces.add(checkpoint::weight_path(parameter.name),
                {.dtype = parameter.tensor.scalar_type(), .sizes = parameter.tensor.sizes().vec(), .frozen = true},
                {.parameter_offset = from, .length = to - from}, parameter.tensor.detach().contiguous().view({-1}), from,
@@ -138,7 +140,9 @@ void for_each_run(const zero::BucketLayout& layout, const BucketRange& range,
 
 std::vector<StatePiece> state_pieces(Engine::Impl& impl, bool with_frozen) {
   PieceList pieces;
-  for (size_t b = 0; b < impl.buckets.size(); ++b) add_trained(impl, b, pieces);
+  for (size_t b = 0; b < impl.buckets.size(); ++b) {
+    if (!impl.pipeline || impl.pipeline->counts(b)) add_trained(impl, b, pieces);
+  }
   add_memory(optimizer_memory(impl), pieces);
   if (impl.communicator->rank() == 0) add_memory(shared_optimizer_memory(impl), pieces);
   add_memory(compression_memory(impl), pieces);

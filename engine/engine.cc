@@ -25,38 +25,52 @@ at::Tensor Engine::prepared(const at::Tensor& input) const {
   return input.to(impl_->device, casts ? at::kHalf : input.scalar_type());
 }
 
+at::Tensor Engine::Impl::averaged(const at::Tensor& loss) const {
+  return config.gradient_accumulation_steps == 1 ? loss
+                                                 : loss / static_cast<double>(config.gradient_accumulation_steps);
+}
+
+at::Tensor Engine::Impl::scaled(const at::Tensor& averaged) const {
+  const double scale = loss_scaler ? loss_scaler->scale() : 1.0;
+  return scale == 1.0 ? averaged : averaged.to(at::kFloat) * scale;
+}
+
+void Engine::Impl::accumulate(bool boundary, const std::function<void()>& pass, std::vector<char> in_pass) {
+  access->begin_backward(/*update_follows=*/boundary);
+  if (reduction) reduction->begin_pass(global_steps, loss_scaler ? loss_scaler->scale() : 1.0);
+  reducer->begin_backward(synchronize, boundary, std::move(in_pass));
+  try {
+    begin_speculation(boundary);
+    pass();
+    reducer->end_backward();
+    end_arrivals();
+    access->end_backward();
+  } catch (...) {
+    reducer->abandon_backward();
+    roll_back_speculation();
+    access->change_mode();
+    throw;
+  }
+}
+
 at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
+  Impl& self = *impl_;
+  require(!self.pipeline, "backward(): the model is a pipeline, whose forward and backward belong together; expected ",
+          "engine->train_batch()");
   require(loss.defined() && loss.numel() == 1, "backward: expected a scalar loss, found ", describe(loss),
           "; reduce it first, for example with loss.mean()");
   require(loss.requires_grad(),
           "backward: the loss has no graph: expected a tensor computed from trainable parameters, found ",
           describe(loss), " that does not require a gradient (computed under NoGradGuard, or all parameters frozen?)");
-  Impl& self = *impl_;
   self.require_states_here("backward()");
   self.require_whole_state("backward()");
   self.roll_back_speculation();  // gradients add up: those it has used are not the last ones
   self.reporter->backward_begins();
   const Autocast::Pause pause(self.device.type());
   const bool boundary = self.boundary_is_known() && self.at_boundary();
-  self.access->begin_backward(/*update_follows=*/boundary);
-  const double accumulation = scale_wrt_gas ? static_cast<double>(self.config.gradient_accumulation_steps) : 1.0;
-  const at::Tensor averaged = accumulation == 1.0 ? loss : loss / accumulation;
-  const double scale = self.loss_scaler ? self.loss_scaler->scale() : 1.0;
-  const at::Tensor scaled = scale == 1.0 ? averaged : averaged.to(at::kFloat) * scale;
-  if (self.reduction) self.reduction->begin_pass(self.global_steps, scale);
-  self.reducer->begin_backward(self.synchronize, boundary);
-  try {
-    self.begin_speculation(boundary);
-    scaled.backward({}, retain_graph);
-    self.reducer->end_backward();
-    self.end_arrivals();
-    self.access->end_backward();
-  } catch (...) {
-    self.reducer->abandon_backward();
-    self.roll_back_speculation();
-    self.access->change_mode();
-    throw;
-  }
+  const at::Tensor averaged = scale_wrt_gas ? self.averaged(loss) : loss;
+  const at::Tensor scaled = self.scaled(averaged);
+  self.accumulate(boundary, [&] { scaled.backward({}, retain_graph); });
   ++self.backwards_since_step;
   self.reporter->backward_ends();
   return averaged.detach();
@@ -64,6 +78,7 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
 
 void Engine::step() {
   Impl& self = *impl_;
+  require(!self.pipeline, "step(): the model is a pipeline; expected engine->train_batch(), which is a whole step");
   require(self.backwards_since_step > 0, "step() was called before backward(). Expected: loss = model->forward(...); ",
           "engine->backward(loss); engine->step()");
   require(self.synchronize, "step() was called inside no_sync(); end the no_sync scope first");
@@ -78,18 +93,22 @@ void Engine::step() {
     self.access->end_pass();
     return;
   }
-  self.reporter->step_begins();
-  const Autocast::Pause pause(self.device.type());
-  self.micro_steps_since_update = 0;
-  ++self.global_steps;
-  self.global_samples += self.config.train_batch_size;
-  self.update();
-  self.access->end_pass();
-  if (self.step_applied) {
-    ++self.applied_steps;
-    if (self.schedule) self.schedule->step();
+  self.complete_step(*this);
+}
+
+void Engine::Impl::complete_step(const Engine& engine) {
+  reporter->step_begins();
+  const Autocast::Pause pause(device.type());
+  micro_steps_since_update = 0;
+  ++global_steps;
+  global_samples += config.train_batch_size;
+  update();
+  access->end_pass();
+  if (step_applied) {
+    ++applied_steps;
+    if (schedule) schedule->step();
   }
-  self.reporter->step_ends(*this);
+  reporter->step_ends(engine);
 }
 
 bool Engine::Impl::at_boundary() const {
@@ -194,11 +213,11 @@ void Engine::set_train_micro_batch_size(int64_t size) {
   impl_->config.train_batch_size = size * gradient_accumulation_steps() * dp_world_size();
 }
 
-int Engine::global_rank() const { return impl_->communicator->rank(); }
+int Engine::global_rank() const { return impl_->world->rank(); }
 
 int Engine::local_rank() const { return impl_->local_rank; }
 
-int Engine::world_size() const { return impl_->communicator->size(); }
+int Engine::world_size() const { return impl_->world->size(); }
 
 int Engine::dp_world_size() const { return impl_->communicator->size(); }
 
@@ -216,10 +235,17 @@ const std::shared_ptr<torch::nn::Module>& Engine::module() const { return impl_-
 
 comm::Communicator& Engine::communicator() const { return *impl_->communicator; }
 
+comm::Communicator& Engine::world() const { return *impl_->world; }
+
 std::vector<comm::Communicator*> Engine::Impl::all_groups() const {
-  std::vector<comm::Communicator*> all = {communicator.get()};
-  if (groups.shards != communicator) all.push_back(groups.shards.get());
-  std::vector<std::shared_ptr<comm::Communicator>> others = {groups.replicas, groups.parameters, groups.node};
+  std::vector<comm::Communicator*> all = {world.get()};
+  std::vector<std::shared_ptr<comm::Communicator>> others = {communicator, groups.shards, groups.replicas,
+                                                             groups.parameters, groups.node};
+  if (pipeline) {
+    others.push_back(pipeline->ranks);
+    for (const TiedWeights& tied : pipeline->tied) others.push_back(tied.ranks);
+    for (auto& group : pipeline->runner->messages().groups()) others.push_back(std::move(group));
+  }
   if (groups.quantized) others.insert(others.end(), {groups.quantized->inside(), groups.quantized->across()});
   for (auto& group : groups.compression.all()) others.push_back(std::move(group));
   for (const auto& group : others) {

@@ -28,6 +28,7 @@
 #include "engine/config/ds_config.h"
 #include "engine/initialize_options.h"
 #include "engine/plan.h"
+#include "pipeline/micro_batch.h"
 #include "zero/gathered_parameters.h"
 
 namespace ds::engine {
@@ -39,6 +40,18 @@ struct OffloadStates {
   bool lp_params = true;     // parameters, trainable and frozen
   bool lp_grads = true;      // memory of gradients and their buckets; it is given up, there is nothing in it
   bool pin_memory = true;
+};
+
+// Of Engine::eval_batch.
+struct EvalOptions {
+  std::optional<int64_t> num_micro_batches;  // default: as in training
+  bool compute_loss = true;
+  bool return_logits = false;
+  bool broadcast_logits = false;  // with return_logits: to all ranks of the pipeline
+};
+struct Evaluation {
+  at::Tensor loss;                              // as of train_batch; undefined without compute_loss
+  std::vector<std::vector<at::Tensor>> logits;  // return_logits: of each micro-batch, on the rank of the last stage
 };
 
 class Engine {
@@ -67,6 +80,32 @@ class Engine {
   // Overrides the counted boundary until it is set again; nullopt counts as before (with managed_gradient_accumulation:
   // false every step() is one).
   void set_gradient_accumulation_boundary(std::optional<bool> is_boundary);
+
+  // --- pipelines: a model that is a pipeline::PipelineModule (docs/pipeline.md) ------------------------------------
+  // One whole step: gradient_accumulation_steps micro-batches through the stages in the order of pipeline.schedule,
+  // then the update. Returns the mean loss over micro-batches and data-parallel ranks, a float32 scalar, on every rank.
+  // Collective. Without a source: from set_dataloader(), set_dataiterator() or the training data of initialize, epoch
+  // after epoch. backward() and step() throw UsageError. An error of one rank leaves the others waiting for its
+  // messages until their time limit or the launcher ends them.
+  at::Tensor train_batch();
+  at::Tensor train_batch(const pipeline::BatchSource& next);
+  // Forwards only, in evaluation mode. Collective.
+  Evaluation eval_batch(const pipeline::BatchSource& next, const EvalOptions& options = {});
+  void set_dataloader(std::shared_ptr<DataLoader> loader);
+  void set_dataiterator(pipeline::BatchSource next);
+  // Whether this rank has the first stage, and so its inputs; the last one, and so its labels. True without a pipeline.
+  bool is_first_stage() const;
+  bool is_last_stage() const;
+  bool is_pipe_parallel() const { return pipe_parallel_size() > 1; }
+  int pipe_parallel_size() const;
+  int pipe_parallel_rank() const;
+  // What stages send has other shapes from the next batch on.
+  void reset_activation_shape();
+  // Records when each action of the next batches begins and ends (on an accelerator each then ends with a wait for it);
+  // then writes those of the last batch of all ranks to `path`, by rank 0, in Chrome's trace event format, which
+  // `ds-tool schedule --measured` draws over the plan. Collective.
+  void trace_pipeline(bool on);
+  void write_pipeline_trace(const std::string& path);
 
   // While the returned guard lives, backward() adds to local gradients without any communication, in every stage.
   class NoSync;
@@ -121,7 +160,8 @@ class Engine {
   const config::DsConfig& config() const;
   const Plan& plan() const;
   const std::shared_ptr<torch::nn::Module>& module() const;
-  comm::Communicator& communicator() const;  // over the data-parallel group
+  comm::Communicator& communicator() const;  // over the data-parallel group: ranks with the same part of the model
+  comm::Communicator& world() const;         // over all ranks
   // What this rank has handed to others since initialize or the last reset, by all groups of the engine.
   int64_t comm_bytes_sent() const;
   void reset_comm_counters();

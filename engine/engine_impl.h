@@ -17,11 +17,13 @@
 #include "checkpoint/save_job.h"
 #include "comm/bucket_reduction.h"
 #include "comm/communicator.h"
+#include "comm/device_mesh.h"
 #include "engine/autocast.h"
 #include "engine/config/ds_config.h"
 #include "engine/engine.h"
 #include "engine/lr_scheduler.h"
 #include "engine/offloaded_state.h"
+#include "engine/pipeline_parts.h"
 #include "engine/plan.h"
 #include "engine/rank_groups.h"
 #include "engine/reporter.h"
@@ -41,7 +43,10 @@ struct Engine::Impl {
   std::shared_ptr<torch::nn::Module> module;
   config::DsConfig config;
   Plan plan;
-  std::shared_ptr<comm::Communicator> communicator;  // all data-parallel ranks
+  std::shared_ptr<comm::Communicator> world;         // all ranks
+  std::shared_ptr<comm::Communicator> communicator;  // those with the same part of the model: data-parallel ranks
+  std::shared_ptr<comm::DeviceMesh> mesh;            // of a pipeline; keeps its groups
+  std::unique_ptr<PipelineParts> pipeline;           // null: the model is no PipelineModule
   RankGroups groups;
   int local_rank = 0;
   at::Device device = at::kCPU;
@@ -123,8 +128,19 @@ struct Engine::Impl {
   at::Tensor whole_master(size_t bucket);
   // Calls `use` with the master of a bucket while it is in memory. `changes`: it writes there.
   void use_master(size_t bucket, bool changes, const std::function<void(const at::Tensor&)>& use);
+  // The lowest of the ranks with the same part of the model.
+  int first_of_part() const { return world->rank() - communicator->rank(); }
   bool at_boundary() const;
   bool boundary_is_known() const;
+  // Runs `pass`, a backward pass or a part of one that adds to gradients, and begins the reductions that follow from
+  // it. `in_pass` as of GradientReducer::begin_backward.
+  void accumulate(bool boundary, const std::function<void()>& pass, std::vector<char> in_pass = {});
+  // The boundary of an accumulation: update, schedule, report.
+  void complete_step(const Engine& engine);
+  void reduce_tied();
+  // What backward starts from: over the accumulation's micro-batches, with loss scale.
+  at::Tensor averaged(const at::Tensor& loss) const;
+  at::Tensor scaled(const at::Tensor& averaged) const;
   // One optimizer step; sets step_applied and gradient_norm.
   void update();
   double global_norm();  // with loss scale; also decides whether a step is skipped

@@ -70,15 +70,35 @@ void configure_activation_checkpoints(const config::DsConfig& config) {
   offload::configure_checkpointing(options);
 }
 
-config::DsConfig parse_config(const InitializeOptions& options, int dp_world_size) {
-  return config::parse(options.config, {.dp_world_size = dp_world_size, .auto_values = options.auto_values});
+std::shared_ptr<pipeline::PipelineModule> pipeline_of(const InitializeOptions& options) {
+  return std::dynamic_pointer_cast<pipeline::PipelineModule>(options.model);
 }
 
-// Until the parts that split a model are here, every rank has to hold the whole of it.
-void require_data_parallel(const comm::DeviceMesh& mesh) {
-  for (const auto axis : {comm::MeshAxis::kPipe, comm::MeshAxis::kSequence, comm::MeshAxis::kTensor}) {
+config::DsConfig parse_config(const InitializeOptions& options, int world_size) {
+  const auto module = pipeline_of(options);
+  const std::optional<int> stages = module ? module->options().stages : std::nullopt;
+  config::DsConfig config =
+      config::parse(options.config, {.world_size = world_size,
+                                     .pipeline_stages = stages ? std::optional<int64_t>(*stages) : std::nullopt,
+                                     .auto_values = options.auto_values});
+  if (!module) return config;
+  const pipeline::PipelineOptions& given = module->options();
+  config::PipelineSection& section = config.pipeline;
+  if (given.schedule) section.schedule = *given.schedule;
+  if (given.chunks) section.chunks = *given.chunks;
+  if (given.partition) section.partition = *given.partition;
+  if (given.seed_layers) section.seed_layers = *given.seed_layers;
+  if (given.activation_checkpoint_interval) {
+    section.activation_checkpoint_interval = *given.activation_checkpoint_interval;
+  }
+  return config;
+}
+
+// Until the parts that split layers are here.
+void require_whole_layers(const comm::DeviceMesh& mesh) {
+  for (const auto axis : {comm::MeshAxis::kSequence, comm::MeshAxis::kTensor}) {
     require<ConfigError>(mesh.size(axis) == 1, "initialize: .mesh: axis ", comm::name_of(axis), ": expected 1, found ",
-                         mesh.size(axis), "; this version trains data parallel only");
+                         mesh.size(axis), "; this version has data and pipeline parallelism only");
   }
 }
 
@@ -98,7 +118,7 @@ Distributed given_ranks(const InitializeOptions& options) {
                          " ranks, found cuda; name the device of this rank, or pass .distributed");
     device.set_index(0);
   }
-  if (options.mesh) require_data_parallel(*options.mesh);
+  if (options.mesh) require_whole_layers(*options.mesh);
   return {.ranks = group, .local_rank = group->rank(), .device = device};
 }
 
@@ -124,6 +144,24 @@ Distributed join(const InitializeOptions& options, config::DsConfig& config) {
           .local_rank = meeting.local_rank,
           .ranks_per_host = ranks_per_host(meeting),
           .device = device};
+}
+
+// The program's grid of ranks, or pipelines of pipeline.stages ranks, with data-parallel ranks side by side.
+std::shared_ptr<comm::DeviceMesh> mesh_of(const InitializeOptions& options, const Engine::Impl& impl) {
+  const auto stages = static_cast<int>(impl.config.pipeline.stages.value_or(1));
+  if (!options.mesh) {
+    const comm::MeshLayout layout = comm::MeshLayout::fill_data({.pipe = stages}, impl.world->size());
+    return std::make_shared<comm::DeviceMesh>(impl.world, layout);
+  }
+  require<ConfigError>(options.mesh->size(comm::MeshAxis::kPipe) == stages, "initialize: .mesh: axis pipe: expected ",
+                       stages, ", which pipeline.stages says, found ", options.mesh->size(comm::MeshAxis::kPipe));
+  return options.mesh;
+}
+
+// Ranks of a host among those that share a part of the model.
+int64_t data_ranks_per_host(int64_t ranks_per_host, int64_t dp) {
+  if (ranks_per_host >= dp) return dp;
+  return dp % ranks_per_host == 0 ? ranks_per_host : 1;
 }
 
 void say_what_runs(const config::DsConfig& config, const Plan& plan) {
@@ -247,12 +285,12 @@ std::unique_ptr<OffloadedState> offload_state(const Engine::Impl& impl, const Mo
                                .parameter_dtype = scalar_type(impl.plan.model_dtype),
                                .gradient_dtype = scalar_type(impl.plan.gradient_dtype),
                                .device = impl.device,
-                               .rank = impl.communicator->rank(),
+                               .rank = impl.world->rank(),
                                .ranks_on_host = ranks_on_host};
   for (const zero::BucketLayout& bucket : layout.buckets) {
     offloaded.states.push_back(state_tensors(impl.config.optimizer, bucket, impl.parameter_infos));
   }
-  return std::make_unique<OffloadedState>(impl.plan, impl.config, offloaded, *impl.communicator);
+  return std::make_unique<OffloadedState>(impl.plan, impl.config, offloaded, *impl.world);
 }
 
 // Buckets, gradient reduction and publication of parameters, in the order in which they refer to one another.
@@ -261,7 +299,7 @@ void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const 
   impl.parameters = parameters.trainable;
   impl.parameter_infos = parameters.infos;
   impl.frozen = parameters.frozen;
-  const BucketOptions options = {
+  BucketOptions options = {
       .max_bucket_elements = impl.plan.bucket_elements,
       .dtype = scalar_type(impl.plan.model_dtype),
       .buffer_dtype = impl.plan.buffer_dtype ? std::optional(scalar_type(*impl.plan.buffer_dtype)) : std::nullopt,
@@ -271,6 +309,7 @@ void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const 
       .persistent_numel = impl.plan.persistent_numel,
       .persistent_total = impl.plan.persistent_total,
       .frozen_bits = impl.plan.frozen_bits};
+  if (impl.pipeline) choose_parts(*impl.pipeline, parameters, options);
   ModelLayout layout = lay_out(parameters, group_of, options, impl.groups.shards->size());
   impl.offloaded = offload_state(impl, layout, ranks_on_host);
   BucketedModel model =
@@ -278,6 +317,7 @@ void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const 
   impl.buckets = std::move(model.buckets);
   impl.frozen_buckets = std::move(model.frozen_buckets);
   impl.masters = std::move(model.masters);
+  if (impl.pipeline) note_buckets(*impl.pipeline, impl.buckets);
   impl.reduction = make_gradient_reduction(impl.plan, impl.groups, impl.buckets, impl.parameter_infos, impl.device);
   impl.reducer = std::make_unique<zero::GradientReducer>(
       impl.buckets, impl.parameters,
@@ -318,30 +358,50 @@ Initialized initialize(InitializeOptions options) {
                        ".config = \"ds_config.json\"");
   auto impl = std::make_unique<Engine::Impl>();
   impl->module = options.model;
+  const auto layers = pipeline_of(options);
   const Distributed job = join(options, impl->config);
-  impl->communicator = job.ranks;
+  impl->world = job.ranks;
   impl->local_rank = job.local_rank;
   impl->device = job.device;
   const config::DsConfig& config = impl->config;
   if (config.log_level) log::set_level(*config.log_level);
-  const int world_size = impl->communicator->size();
-  impl->plan = make_plan(config, {.world_size = world_size, .dp = world_size, .ranks_per_host = job.ranks_per_host},
-                         {.client_optimizer = options.optimizer != nullptr, .accelerator = !impl->device.is_cpu()});
+  impl->mesh = mesh_of(options, *impl);
+  impl->communicator = impl->mesh->group({comm::MeshAxis::kData, comm::MeshAxis::kExpert});
+  const int64_t dp = impl->communicator->size();
+  impl->plan = make_plan(config,
+                         {.world_size = impl->world->size(),
+                          .dp = dp,
+                          .pipe = impl->mesh->size(comm::MeshAxis::kPipe),
+                          .ranks_per_host = data_ranks_per_host(job.ranks_per_host, dp)},
+                         {.client_optimizer = options.optimizer != nullptr,
+                          .accelerator = !impl->device.is_cpu(),
+                          .pipeline_module = layers != nullptr});
   require_compatible_client(options, impl->plan, config.zero_optimization.stage);
   require<ConfigError>(options.optimizer || config.optimizer.given(),
                        "optimizer: expected this section in the ds_config ",
                        "or a client optimizer in initialize, found neither; add ",
                        "\"optimizer\": {\"type\": \"AdamW\", \"params\": {\"lr\": 1e-3}}");
-  seed_everything(static_cast<uint64_t>(config.seed), impl->communicator->rank());
+  seed_everything(static_cast<uint64_t>(config.seed), impl->world->rank());
   if (config.deterministic) set_deterministic(true);
   configure_activation_checkpoints(config);
+  if (layers) {
+    require(!options.init, "initialize: .init: expected none with a pipeline::PipelineModule, which builds its layers ",
+            "on the ranks that have them; remove it");
+    impl->pipeline = build_pipeline(layers, impl->mesh->group(comm::MeshAxis::kPipe), config, impl->plan);
+  }
   const bool placed_later = options.init || has_meta_tensors(*options.model);  // bucket by bucket
   if (!impl->device.is_cpu() && !placed_later) options.model->to(impl->device);
 
+  if (impl->pipeline) share_start_values(*impl->pipeline);
   const ModelParameters parameters = collect_parameters(*options.model);
   OptimizerGroups groups;
   groups.group_of.assign(parameters.trainable.size(), 0);
-  if (!options.optimizer) groups = plan_groups(config.optimizer, parameters, options.parameter_groups);
+  if (!options.optimizer) {
+    groups = plan_groups(config.optimizer, parameters, options.parameter_groups, impl->plan.topology.pipe > 1);
+  }
+  if (impl->plan.topology.pipe > 1) {
+    require_same_on_all_ranks({}, config.text.dump(), impl->device, *impl->world);
+  }
   require_same_on_all_ranks(parameters, settings_text(options, config, groups), impl->device, *impl->communicator);
   impl->groups = make_rank_groups(impl->plan, impl->communicator);
   return_freed_host_memory();  // start values of a bucket, between slices that stay, would leave holes
@@ -359,14 +419,20 @@ Initialized initialize(InitializeOptions options) {
   impl->plan.parameters = 0;
   for (const ParameterInfo& info : parameters.infos) *impl->plan.parameters += info.numel;
   predict_exactly(*impl, *impl->plan.parameters);
-  if (impl->communicator->rank() == 0) say_what_runs(config, impl->plan);
+  if (impl->world->rank() == 0) say_what_runs(config, impl->plan);
   impl->schedule = make_schedule(options, config, *impl);
   if (impl->plan.loss_scaling != LossScaling::kNone) impl->loss_scaler.emplace(loss_scaler_options(config.fp16));
-  impl->reporter = std::make_unique<Reporter>(config, impl->communicator->rank());
+  impl->reporter = std::make_unique<Reporter>(config, impl->world->rank());
   if (impl->plan.autocast) {
     impl->autocast = std::make_unique<Autocast>(impl->device.type(), scalar_type(*impl->plan.autocast));
   }
   impl->loader = make_loader(options, *impl);
+  if (impl->pipeline) {
+    impl->pipeline->runner = std::make_unique<pipeline::StageRunner>(
+        *impl->pipeline->module, *impl->pipeline->ranks,
+        pipeline::MessageOptions{.device = impl->device, .dynamic_shape = layers->options().dynamic_shape});
+    training_schedule(*impl->pipeline, impl->plan, static_cast<int>(config.gradient_accumulation_steps));
+  }
 
   Initialized result{nullptr, impl->optimizer, impl->loader, impl->schedule};
   result.engine = std::make_shared<Engine>(std::move(impl));

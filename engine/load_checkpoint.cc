@@ -45,7 +45,8 @@ class Loading {
         source_(source),
         options_(options),
         with_optimizer_(!options.load_module_only && options.load_optimizer_states),
-        same_ranks_(source.state().world_size == impl.communicator->size()) {
+        same_ranks_(source.state().world_size == impl.world->size() &&
+                    source.state().pipeline_stages == (impl.pipeline ? impl.pipeline->ranks->size() : 1)) {
     find_weights();
     if (with_optimizer_ && impl.optimizer) require_states();
     if (with_optimizer_ && impl.client_optimizer) require_client_optimizer(impl, source);
@@ -59,7 +60,7 @@ class Loading {
     }
     if (!impl_.gatherer) read_frozen_parameters();
     for (const auto& item : impl_.module->named_buffers()) {
-      const std::string path = buffer_for(source_, impl_.communicator->rank(), same_ranks_, item.key());
+      const std::string path = buffer_for(source_, impl_.world->rank(), same_ranks_, item.key());
       if (!path.empty()) at::Tensor(item.value().detach()).copy_(source_.tensor(path));
     }
     if (options_.load_module_only) return;
@@ -113,7 +114,7 @@ class Loading {
     }
     const NamedTensors memory = optimizer_memory(impl_);
     has_rank_states_ = same_ranks_ && read_memory(memory);
-    if (!has_rank_states_ && !memory.empty() && impl_.communicator->rank() == 0) {
+    if (!has_rank_states_ && !memory.empty() && impl_.world->rank() == 0) {
       log::warning("load_checkpoint: ", source_.location(),
                    ": errors of the compression are of other ranks or another layout; they begin at 0");
     }
@@ -123,7 +124,7 @@ class Loading {
     const NamedTensors memory = compression_memory(impl_);
     if (with_optimizer_ && same_ranks_ && read_memory(memory)) return;
     impl_.reduction->forget();
-    if (impl_.communicator->rank() == 0 && !memory.empty()) {
+    if (impl_.world->rank() == 0 && !memory.empty()) {
       log::info("load_checkpoint: ", source_.location(), ": gradient_compression begins without what it remembered: ",
                 "the checkpoint has none for these ranks and buckets");
     }
@@ -185,18 +186,30 @@ class Loading {
     for (size_t i = 0; i < impl_.parameters.size(); ++i) add(impl_.parameters[i], impl_.parameter_infos[i].sizes);
     for (const zero::Parameter& parameter : impl_.frozen) add(parameter, parameter.tensor.sizes().vec());
     for (const auto& item : impl_.module->named_buffers()) {
-      const std::string path = buffer_for(source_, impl_.communicator->rank(), same_ranks_, item.key());
+      const std::string path = buffer_for(source_, impl_.world->rank(), same_ranks_, item.key());
       wanted[path.empty() ? checkpoint::buffer_path(item.key()) : path] = item.value().sizes().vec();
       // Its own one stands for the common one.
       if (path.starts_with("ranks/")) wanted[checkpoint::buffer_path(item.key())] = item.value().sizes().vec();
     }
+    add_other_stages(wanted);
     checkpoint::require_shapes(source_, wanted);
     const std::string differs = checkpoint::difference(source_, wanted);
     require(!options_.load_module_strict || differs.empty(), source_.location(),
             ": load_checkpoint: the checkpoint does not fit the model: ", differs,
             ". Pass load_module_strict = false to take what both have");
-    if (!differs.empty() && impl_.communicator->rank() == 0) {
+    if (!differs.empty() && impl_.world->rank() == 0) {
       log::warning("load_checkpoint: ", source_.location(), ": ", differs, " (load_module_strict is false)");
+    }
+  }
+
+  // What ranks of other stages look for.
+  void add_other_stages(std::map<std::string, std::vector<int64_t>>& wanted) const {
+    if (!impl_.pipeline) return;
+    for (const auto& [path, tensor] : source_.tensors()) {
+      for (const char* kind : {"weights/", "buffers/"}) {
+        const std::string name = checkpoint::name_in(kind, path);
+        if (!name.empty() && impl_.pipeline->module->is_elsewhere(name)) wanted.emplace(path, tensor.sizes);
+      }
     }
   }
 
@@ -204,7 +217,7 @@ class Loading {
     require(source_.state().optimizer.has_value(), source_.location(), ": load_checkpoint: the checkpoint has no ",
             "optimizer states; pass load_optimizer_states = false to begin with fresh ones");
     const std::string& writer = source_.state().optimizer->type;
-    if (writer != impl_.optimizer->name() && impl_.communicator->rank() == 0) {
+    if (writer != impl_.optimizer->name() && impl_.world->rank() == 0) {
       log::warning("load_checkpoint: ", source_.location(), ": written by ", writer, ", goes on with ",
                    impl_.optimizer->name());
     }
@@ -311,7 +324,7 @@ class Loading {
   void take_groups(const checkpoint::OptimizerState& saved) {
     impl_.optimizer->set_step_count(saved.step_count);
     std::vector<optim::GroupOptions>& groups = impl_.optimizer->groups();
-    const bool says = impl_.communicator->rank() == 0;
+    const bool says = impl_.world->rank() == 0;
     if (saved.groups.size() != groups.size()) {
       if (says) {
         log::warning("load_checkpoint: the checkpoint has ", saved.groups.size(), " parameter groups, the engine ",
@@ -356,7 +369,7 @@ Outcome on_all_ranks(const Engine::Impl& impl, std::exception_ptr& failure, cons
     failure = std::current_exception();
   }
   return static_cast<Outcome>(
-      largest_of_ranks(static_cast<int64_t>(own), impl.device, *impl.communicator, "outcome of reading a checkpoint"));
+      largest_of_ranks(static_cast<int64_t>(own), impl.device, *impl.world, "outcome of reading a checkpoint"));
 }
 
 [[noreturn]] void throw_failure(const std::exception_ptr& failure, const std::string& path) {
@@ -409,8 +422,8 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
           "with them had failed part of the way: the optimizer's are a mixture; load them too");
   if (const std::string failure = self.finish_save(); !failure.empty()) log::error(failure);
   synchronize_parameters();
-  const bool first = self.communicator->rank() == 0;
-  const std::string folder = text_of_first_rank(load_dir, self.device, *self.communicator);
+  const bool first = self.world->rank() == 0;
+  const std::string folder = text_of_first_rank(load_dir, self.device, *self.world);
   std::string joined;
   std::exception_ptr failure;
   const Outcome listed = on_all_ranks(self, failure, [&] {
@@ -418,7 +431,7 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
     for (const std::string& candidate : tags_to_try(folder, tag)) joined += candidate + '\n';
   });
   if (listed != Outcome::kGood) throw_failure(failure, folder);
-  const std::vector<std::string> tags = lines_of(text_of_first_rank(joined, self.device, *self.communicator));
+  const std::vector<std::string> tags = lines_of(text_of_first_rank(joined, self.device, *self.world));
   if (tags.empty()) {
     if (first)
       log::warning("load_checkpoint: no checkpoint in ", folder, ": no file `latest` and no whole tag; ",

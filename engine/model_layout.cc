@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 #include <unordered_set>
 #include <utility>
 
@@ -79,7 +80,7 @@ ModelParameters collect_parameters(const torch::nn::Module& module) {
 }
 
 std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
-                               const std::vector<ParameterGroup>& groups) {
+                               const std::vector<ParameterGroup>& groups, bool part_of_model) {
   std::vector<int> result(parameters.size(), 0);
   for (size_t g = 0; g < groups.size(); ++g) {
     for (const std::string& pattern : groups[g].parameters) {
@@ -92,8 +93,8 @@ std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
                 " is in group ", result[i] - 1, " and, by \"", pattern, "\", in group ", g, "; expected one group");
         result[i] = group;
       }
-      require(found, "parameter_groups[", g, "]: \"", pattern, "\" matches no trainable parameter; names look like \"",
-              parameters.front().name, "\"");
+      require(found || part_of_model, "parameter_groups[", g, "]: \"", pattern,
+              "\" matches no trainable parameter; names look like \"", parameters.front().name, "\"");
     }
   }
   return result;
@@ -127,19 +128,48 @@ void require_same_on_all_ranks(const ModelParameters& parameters, const std::str
 
 ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& groups, const BucketOptions& options,
                     int ranks) {
-  PersistenceBudget persistent(options);
-  const auto layout_of = [&](const std::vector<zero::Parameter>& list, const std::vector<int>& group_of) {
+  PersistenceBudget persistent_budget(options);
+  // Of the parameters `chosen` of a list, in the numbers of the list.
+  const auto layout_of = [&](const std::vector<zero::Parameter>& list, const std::vector<int>& group_of,
+                             const std::vector<size_t>& chosen, bool shared) {
     std::vector<zero::LayoutParameter> shapes;
-    for (size_t i = 0; i < list.size(); ++i) {
+    for (const size_t i : chosen) {
       const int64_t numel = list[i].tensor.numel();
-      shapes.push_back({list[i].name, numel, group_of[i], static_cast<int>(options.dtype), persistent.takes(numel)});
+      const bool persistent = !shared && persistent_budget.takes(numel);
+      shapes.push_back({list[i].name, numel, group_of[i], static_cast<int>(options.dtype), persistent});
     }
-    return zero::lay_out(
-        shapes, {.world_size = options.partition ? ranks : 1, .max_bucket_elements = options.max_bucket_elements});
+    std::vector<zero::BucketLayout> buckets =
+        zero::lay_out(shapes, {.world_size = options.partition ? ranks : 1,
+                               .max_bucket_elements = options.max_bucket_elements,
+                               .target_bucket_elements = shared ? options.max_bucket_elements : 0});
+    for (zero::BucketLayout& bucket : buckets) {
+      for (Segment& segment : bucket.segments) {
+        segment.parameter = static_cast<int64_t>(chosen[static_cast<size_t>(segment.parameter)]);
+      }
+    }
+    return buckets;
   };
+  std::vector<std::pair<int, std::vector<size_t>>> parts;  // in the order of their first parameters
+  for (size_t i = 0; i < parameters.trainable.size(); ++i) {
+    const int part = options.parts.empty() ? 0 : options.parts[i];
+    auto found = std::find_if(parts.begin(), parts.end(), [&](const auto& entry) { return entry.first == part; });
+    if (found == parts.end()) found = parts.insert(parts.end(), {part, {}});
+    found->second.push_back(i);
+  }
   ModelLayout layout;
-  layout.buckets = layout_of(parameters.trainable, groups);
-  if (options.shard) layout.frozen = layout_of(parameters.frozen, std::vector<int>(parameters.frozen.size(), 0));
+  for (const auto& [part, chosen] : parts) {
+    const bool shared =
+        std::find(options.shared_parts.begin(), options.shared_parts.end(), part) != options.shared_parts.end();
+    for (zero::BucketLayout& bucket : layout_of(parameters.trainable, groups, chosen, shared)) {
+      layout.buckets.push_back(std::move(bucket));
+      layout.part_of.push_back(part);
+    }
+  }
+  if (options.shard) {
+    std::vector<size_t> all(parameters.frozen.size());
+    std::iota(all.begin(), all.end(), 0);
+    layout.frozen = layout_of(parameters.frozen, std::vector<int>(parameters.frozen.size(), 0), all, false);
+  }
   return layout;
 }
 

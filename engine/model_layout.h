@@ -33,9 +33,9 @@ ModelParameters collect_parameters(const torch::nn::Module& module);
 
 // The group of each trainable parameter: 0 = the config's values, i + 1 = groups[i]. A pattern is a dotted name, a
 // prefix ending in '*' or a suffix starting with '*'. Throws UsageError when a pattern matches nothing or two groups
-// claim a parameter.
+// claim a parameter. `part_of_model`: other ranks have other parameters, so a pattern may match none here.
 std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
-                               const std::vector<ParameterGroup>& groups);
+                               const std::vector<ParameterGroup>& groups, bool part_of_model);
 
 // Throws CommError naming the first rank whose parameters (names, shapes, dtypes) or settings (the config and what else
 // must agree, as text) differ from rank 0's.
@@ -45,6 +45,7 @@ void require_same_on_all_ranks(const ModelParameters& parameters, const std::str
 // Buckets of a model before they have memory.
 struct ModelLayout {
   std::vector<zero::BucketLayout> buckets;
+  std::vector<int> part_of;                // of each bucket
   std::vector<zero::BucketLayout> frozen;  // stage 3
 };
 
@@ -64,6 +65,10 @@ struct BucketOptions {
   int64_t persistent_numel = 0;                // of at most so many elements,
   int64_t persistent_total = 0;                // as long as they are not more than this together
   int frozen_bits = 0;                         // 8: slices of frozen parameters are encoded
+  // Of each trainable parameter: parameters of unlike parts share no bucket, and a part lies in its buckets as it would
+  // alone. Empty: one part.
+  std::vector<int> parts;
+  std::vector<int> shared_parts;  // those that lie in other models, too: one bucket a group, never persistent
 };
 
 // How the parameters lie in buckets of `ranks` slices.

@@ -55,9 +55,9 @@ void set_average_masks(compression::CompressedOptimizer& optimizer, const std::v
 }  // namespace
 
 OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,
-                            const std::vector<ParameterGroup>& groups) {
+                            const std::vector<ParameterGroup>& groups, bool part_of_model) {
   OptimizerGroups result;
-  result.group_of = assign_groups(parameters.trainable, groups);
+  result.group_of = assign_groups(parameters.trainable, groups, part_of_model);
   optim::GroupOptions base = config_group(section.values);
   const bool muon = section.type == "Muon";
   if (muon && section.values.muon_lr) base.lr = *section.values.muon_lr;

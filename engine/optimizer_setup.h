@@ -24,7 +24,7 @@ struct OptimizerGroups {
 // matrices that Muon updates, and the rest with AdamW's values (see optim::uses_muon). Groups without parameters are
 // kept, so that indices stay those of the program. Throws UsageError as assign_groups.
 OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,
-                            const std::vector<ParameterGroup>& groups);
+                            const std::vector<ParameterGroup>& groups, bool part_of_model);
 
 // float32 tensors of optimizer state that a bucket has.
 int64_t state_tensors(const config::OptimizerSection& section, const zero::BucketLayout& bucket,

@@ -4,6 +4,8 @@
 
 #include "core/check.h"
 #include "engine/plan_rows.h"
+#include "pipeline/schedule.h"
+#include "pipeline/schedule_file.h"
 
 namespace ds::engine {
 namespace {
@@ -15,6 +17,9 @@ void require_consistent(const DsConfig& config, const Topology& topology) {
   require<UsageError>(topology.dp > 0 && topology.dp <= topology.world_size,
                       "make_plan: expected 0 < dp <= world_size, found dp ", topology.dp, " and world_size ",
                       topology.world_size);
+  require<UsageError>(topology.pipe * topology.dp == topology.world_size,
+                      "make_plan: expected pipe x dp = world_size, ", "found ", topology.pipe, " x ", topology.dp,
+                      " and ", topology.world_size);
   require<ConfigError>(config.dp_world_size == topology.dp, "train_batch_size was resolved for ", config.dp_world_size,
                        " data-parallel ranks, found ", topology.dp, "; parse the config for the ranks that run");
   require<ConfigError>(!config.data_parallel_size || *config.data_parallel_size == topology.dp,
@@ -210,6 +215,43 @@ void choose_compressed_optimizer(const DsConfig& config, Plan& plan) {
   if (zero.stage == 2) plan.gradient_policy = zero::ReductionPolicy::kReduceScatterAtBoundary;
 }
 
+// Stages, chunks and schedule; what a pipeline excludes.
+void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
+  const int64_t ranks = plan.topology.pipe;
+  require<ConfigError>(facts.pipeline_module || ranks == 1, "pipeline.stages: expected 1 for a model that is no ",
+                       "pipeline::PipelineModule, found ", ranks,
+                       "; give the model as a list of layers, or remove the ", "key");
+  if (!facts.pipeline_module) return;
+  const std::string& schedule = config.pipeline.schedule;
+  plan.pipeline = {.schedule = schedule, .chunks = config.pipeline.chunks.value_or(1)};
+  if (pipeline::is_schedule_file(schedule)) {
+    const pipeline::Schedule own = pipeline::read_schedule(schedule);
+    require<ConfigError>(own.shape.ranks == ranks, "pipeline.schedule: ", schedule, ": expected actions of ", ranks,
+                         " ranks, which pipeline.stages says, found ", own.shape.ranks);
+    require<ConfigError>(own.shape.micro_batches == config.gradient_accumulation_steps, "pipeline.schedule: ", schedule,
+                         ": expected ", config.gradient_accumulation_steps, " micro-batches, which ",
+                         "gradient_accumulation_steps says, found ", own.shape.micro_batches);
+    plan.pipeline->chunks = own.shape.chunks;
+  } else {
+    const pipeline::ScheduleKind kind = pipeline::parse_schedule_kind(schedule);
+    require<ConfigError>(kind != pipeline::ScheduleKind::kInference, "pipeline.schedule: expected one that trains, ",
+                         "found ", schedule);
+    if (!config.pipeline.chunks) plan.pipeline->chunks = pipeline::default_chunks(kind);
+    plan.pipeline->schedule = pipeline::name_of(kind);
+    // Throws where they do not fit.
+    pipeline::make_schedule(kind, {.ranks = static_cast<int>(ranks),
+                                   .chunks = static_cast<int>(plan.pipeline->chunks),
+                                   .micro_batches = static_cast<int>(config.gradient_accumulation_steps)});
+  }
+  require<ConfigError>(!facts.client_optimizer || ranks == 1, "pipeline.stages: expected 1 with a client optimizer, ",
+                       "found ", ranks, ": no rank has all parameters; use the optimizer section of the config");
+  require<ConfigError>(
+      !plan.offload.speculative, "zero_optimization.offload_optimizer.super_offload: expected false ",
+      "with a pipeline, found true: its last backward of a batch is known to one rank only; remove it");
+  require<ConfigError>(config.managed_gradient_accumulation, "managed_gradient_accumulation: expected true with a ",
+                       "pipeline, found false: train_batch() is one step; remove the key");
+}
+
 void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const config::ZeroSection& zero = config.zero_optimization;
   plan.gradient_policy = zero.stage == 0   ? zero::ReductionPolicy::kAllReduce
@@ -281,6 +323,7 @@ Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts
   plan.topology = topology;
   choose_precision(config, plan);
   choose_gradients(config, facts, plan);
+  choose_pipeline(config, facts, plan);
   if (!facts.client_optimizer) plan.optimizer = config.optimizer.algorithm();
   plan.schedule = config.scheduler.type;
   plan.backend = config.communication_backend;

@@ -17,10 +17,11 @@ namespace ds::engine {
 
 using config::DType;
 
-// Ranks along each axis; world = dp here, more axes come with their features.
+// Ranks along each axis: world_size = pipe x dp, data-parallel ranks side by side.
 struct Topology {
   int64_t world_size = 1;
   int64_t dp = 1;
+  int64_t pipe = 1;            // ranks of a pipeline
   int64_t ranks_per_host = 1;  // where every host has as many, consecutive ones; else 1
 };
 
@@ -75,6 +76,13 @@ struct Plan {
   bool skip_on_overflow = false;
   LossScaling loss_scaling = LossScaling::kNone;
 
+  // The model is a pipeline of stages, of one too.
+  struct Pipeline {
+    std::string schedule;  // "1f1b", or the file of a program's own
+    int64_t chunks = 1;    // stages a rank
+  };
+  std::optional<Pipeline> pipeline;
+
   std::string optimizer;  // "AdamW"; empty: the program brings its own
   std::string schedule;   // "WarmupLR"; empty: constant, or the program's
   comm::Backend backend = comm::Backend::kAuto;
@@ -94,6 +102,7 @@ struct PlanFacts {
   bool client_optimizer = false;      // replaces the config's
   int64_t activation_bytes = 0;       // of a micro-batch on one rank, as memory_breakdown reports them
   bool accelerator = false;           // the device is not the CPU
+  bool pipeline_module = false;       // the model is a pipeline::PipelineModule
 };
 
 // Bytes of optimizer state per trainable element; 0 for a type that is not known. Muon: of a matrix; the rest of the

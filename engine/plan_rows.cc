@@ -1,10 +1,14 @@
 #include "engine/plan_rows.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 
 #include "core/check.h"
+#include "pipeline/schedule.h"
+#include "pipeline/schedule_file.h"
+#include "pipeline/schedule_timing.h"
 
 namespace ds::engine {
 namespace {
@@ -75,6 +79,25 @@ std::string clipping_text(const Plan& plan) {
   if (plan.clip_value > 0) return cat("every element into [-", plan.clip_value, ", ", plan.clip_value, "]");
   if (plan.clip_norm > 0) return cat("global L2 norm to ", plan.clip_norm);
   return "off";
+}
+
+void add_pipeline_row(const DsConfig& config, Plan& plan) {
+  if (!plan.pipeline || plan.topology.pipe == 1) return;
+  const int64_t chunks = plan.pipeline->chunks;
+  std::string text = cat(plan.topology.pipe, " ranks");
+  if (chunks > 1) text += cat(" x ", chunks, " stages");
+  text += cat(", ", plan.pipeline->schedule, ", ", config.gradient_accumulation_steps, " micro-batches");
+  if (!pipeline::is_schedule_file(plan.pipeline->schedule)) {
+    const pipeline::Schedule schedule =
+        pipeline::make_schedule(pipeline::parse_schedule_kind(plan.pipeline->schedule),
+                                {.ranks = static_cast<int>(plan.topology.pipe),
+                                 .chunks = static_cast<int>(chunks),
+                                 .micro_batches = static_cast<int>(config.gradient_accumulation_steps)});
+    const double idle = pipeline::simulate(schedule, {pipeline::StageTimes()}).idle();
+    text +=
+        cat("; ", static_cast<int64_t>(std::lround(100 * idle)), " % of the time idle, if stages take equally long");
+  }
+  plan.rows.push_back({"pipeline", text, reason_of(config, "pipeline.stages", cat(plan.topology.pipe))});
 }
 
 void add_compression_row(const DsConfig& config, Plan& plan) {
@@ -298,7 +321,10 @@ void add_rows_without_effect(const DsConfig& config, Plan& plan) {
 
 void add_rows(const DsConfig& config, Plan& plan) {
   plan.rows.push_back(
-      {"ranks", cat(plan.topology.world_size, " (data parallel ", plan.topology.dp, ")"), "the launch"});
+      {"ranks",
+       cat(plan.topology.world_size, " (", plan.topology.pipe > 1 ? cat("pipeline ", plan.topology.pipe, " x ") : "",
+           "data parallel ", plan.topology.dp, ")"),
+       "the launch"});
   plan.rows.push_back({"batch",
                        cat(config.train_batch_size, " = ", config.train_micro_batch_size_per_gpu, " per rank x ",
                            config.gradient_accumulation_steps, " accumulation x ", plan.topology.dp, " ranks"),
@@ -312,6 +338,7 @@ void add_rows(const DsConfig& config, Plan& plan) {
   plan.rows.push_back({"clipping", clipping_text(plan),
                        plan.clip_value > 0 ? reason_of(config, "gradient_clip_by_value", cat(plan.clip_value))
                                            : reason_of(config, "gradient_clipping", cat(config.gradient_clipping))});
+  add_pipeline_row(config, plan);
   add_optimizer_rows(config, plan);
   add_gathering_rows(config, plan);
   add_quantization_rows(plan);

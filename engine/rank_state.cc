@@ -64,11 +64,12 @@ at::Tensor checksums_of(const NamedTensors& buffers) {
   return sums;
 }
 
-// Rank 0's are everybody's; another rank adds those that differ, such as running statistics of its own batches.
+// Those of the first rank with this part of the model are everybody's; another rank adds those that differ, such as
+// running statistics of its own batches.
 void add_buffers(const Engine::Impl& impl, NamedTensors& tensors) {
-  const int rank = impl.communicator->rank();
   NamedTensors buffers;
   for (const auto& item : impl.module->named_buffers()) {
+    if (impl.pipeline && impl.pipeline->is_copy(item.key())) continue;
     buffers.emplace_back(item.key(),
                          item.value().detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true).contiguous());
   }
@@ -79,10 +80,10 @@ void add_buffers(const Engine::Impl& impl, NamedTensors& tensors) {
   first = first.to(at::kCPU);
   for (size_t i = 0; i < buffers.size(); ++i) {
     const auto& [name, values] = buffers[i];
-    if (rank == 0) {
+    if (impl.communicator->rank() == 0) {
       tensors.emplace_back(checkpoint::buffer_path(name), values);
     } else if (first.const_data_ptr<int64_t>()[i] != own.const_data_ptr<int64_t>()[i]) {
-      tensors.emplace_back(checkpoint::rank_path(rank, checkpoint::buffer_path(name)), values);
+      tensors.emplace_back(checkpoint::rank_path(impl.world->rank(), checkpoint::buffer_path(name)), values);
     }
   }
 }
@@ -100,17 +101,17 @@ NamedTensors at_paths(int rank, const char* folder, const NamedTensors& memory) 
 
 NamedTensors optimizer_memory(const Engine::Impl& impl) {
   if (!impl.optimizer) return {};
-  return at_paths(impl.communicator->rank(), "optimizer.", impl.optimizer->rank_states());
+  return at_paths(impl.world->rank(), "optimizer.", impl.optimizer->rank_states());
 }
 
 NamedTensors shared_optimizer_memory(const Engine::Impl& impl) {
   if (!impl.optimizer) return {};
-  return at_paths(0, "optimizer.", impl.optimizer->shared_states());
+  return at_paths(impl.first_of_part(), "optimizer.", impl.optimizer->shared_states());
 }
 
 NamedTensors compression_memory(const Engine::Impl& impl) {
   if (!impl.reduction) return {};
-  return at_paths(impl.communicator->rank(), "gradient_compression.", impl.reduction->memory());
+  return at_paths(impl.world->rank(), "gradient_compression.", impl.reduction->memory());
 }
 
 checkpoint::OptimizerState client_optimizer_state(const torch::optim::Optimizer& optimizer) {
@@ -120,7 +121,7 @@ checkpoint::OptimizerState client_optimizer_state(const torch::optim::Optimizer&
 }
 
 NamedTensors rank_tensors(const Engine::Impl& impl) {
-  const int rank = impl.communicator->rank();
+  const int rank = impl.world->rank();
   NamedTensors tensors;
   add_buffers(impl, tensors);
   tensors.emplace_back(checkpoint::rank_path(rank, kHostGenerator),
@@ -145,7 +146,7 @@ std::string buffer_for(const checkpoint::Source& source, int rank, bool same_ran
 
 void load_generators(const Engine::Impl& impl, checkpoint::Source& source, bool same_ranks) {
   if (!same_ranks) return;
-  const int rank = impl.communicator->rank();
+  const int rank = impl.world->rank();
   const std::string host = checkpoint::rank_path(rank, kHostGenerator);
   if (source.contains(host)) set_generator_state(at::detail::getDefaultCPUGenerator(), source.tensor(host));
   const std::string device = checkpoint::rank_path(rank, kDeviceGenerator);

@@ -32,10 +32,10 @@ constexpr std::chrono::seconds kVisible(60);
 // The number of a rank that failed, or -1; this rank's failure is not thrown. Collective.
 int which_failed(const Engine::Impl& impl, const std::exception_ptr& failure) {
   try {
-    return failed_rank(failure, impl.device, *impl.communicator);
+    return failed_rank(failure, impl.device, *impl.world);
   } catch (...) {
     if (!failure) throw;  // of the collective
-    return impl.communicator->rank();
+    return impl.world->rank();
   }
 }
 
@@ -68,7 +68,8 @@ checkpoint::TrainingState training_state(const Engine& engine, const Engine::Imp
   state.global_samples = impl.global_samples;
   state.micro_steps = impl.micro_steps;
   state.skipped_steps = engine.skipped_steps();
-  state.world_size = impl.communicator->size();
+  state.world_size = impl.world->size();
+  state.pipeline_stages = impl.pipeline ? impl.pipeline->ranks->size() : 1;
   state.zero_stage = engine.zero_optimization_stage();
   state.precision = precision_of(impl);
   if (impl.optimizer) {
@@ -225,7 +226,7 @@ std::string Engine::save_checkpoint(const std::string& save_dir, const std::stri
   if (const std::string failure = self.finish_save(); !failure.empty()) log::error(failure);
   synchronize_parameters();
 
-  comm::Communicator& world = *self.communicator;
+  comm::Communicator& world = *self.world;
   const std::string wanted = given_tag.empty() ? cat("global_step", self.global_steps) : given_tag;
   if (self.config.checkpoint.tag_validation != config::TagValidation::kIgnore &&
       !same_text_on_all_ranks(wanted, self.device, world)) {

@@ -73,6 +73,8 @@ std::string Engine::save_16bit_model(const std::string& folder, const std::strin
   require(!self.gatherer || self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
           "save_16bit_model: at stage 3 the weights are gathered for it; expected ",
           "zero_optimization.stage3_gather_16bit_weights_on_model_save: true, found false");
+  require(!self.pipeline || self.pipeline->ranks->size() == 1, "save_16bit_model: no rank of a pipeline has the whole ",
+          "model; expected save_checkpoint() and then `ds-tool checkpoint convert`");
   self.require_whole_state("save_16bit_model()");
   synchronize_parameters();
   const std::string path = (std::filesystem::path(folder) / filename).string();

@@ -61,7 +61,7 @@ void Engine::Impl::judge_speculation() {
 
 void Engine::Impl::report_speculation() const {
   const int64_t begun = speculation_gate.stood() + speculation_gate.rolled_back();
-  if (begun == 0 || communicator->rank() != 0) return;
+  if (begun == 0 || world->rank() != 0) return;
   log::info("super_offload: ", speculation_gate.stood(), " of ", begun, " updates that began before the gradient was ",
             "judged stood; ", speculation_gate.steps_without(), " steps went without");
 }

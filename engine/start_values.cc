@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "engine/shared_failure.h"
+#include "pipeline/pipeline_module.h"
 
 namespace ds::engine {
 
@@ -47,8 +48,10 @@ void StartValues::check_file(const torch::nn::Module& module, const std::string&
   };
   for (const auto& item : module.named_parameters()) check(item.key(), item.value(), /*needed=*/true);
   for (const auto& item : module.named_buffers()) check(item.key(), item.value(), item.value().is_meta());
+  const auto* stages = dynamic_cast<const pipeline::PipelineModule*>(&module);
   for (const SafetensorsFile::Entry& entry : file_->entries()) {
-    if (!used.contains(entry.name)) log::warning(weights, ": tensor \"", entry.name, "\" is not in the model");
+    const bool known = used.contains(entry.name) || (stages && stages->is_elsewhere(entry.name));
+    if (!known) log::warning(weights, ": tensor \"", entry.name, "\" is not in the model");
   }
 }
 

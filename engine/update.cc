@@ -27,6 +27,7 @@ void Engine::Impl::update() {
   access->wait_all();  // what was gathered ahead and is not used reads slices, and holds the memory they are read into
   finish_delayed_update();
   reducer->finish();
+  reduce_tied();
   reporter->reductions_end();
   if (plan.require_all_gradients) require_gradients();
   const double scale = loss_scaler ? loss_scaler->scale() : 1.0;
@@ -56,19 +57,39 @@ void Engine::Impl::update() {
   if (loss_scaler) loss_scaler->update(overflow);  // last: throws when the scale cannot fall any further
 }
 
+// Weights that several stages use have the gradients of all of them. Each rank has the same slice of them.
+void Engine::Impl::reduce_tied() {
+  if (!pipeline) return;
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    const int index = pipeline->tied_of_bucket[b];
+    if (index < 0) continue;
+    const at::Tensor gradient = reducer->gradient(b);
+    const at::Tensor wire = gradient.to(device);
+    pipeline->tied[static_cast<size_t>(index)].ranks->all_reduce(wire, comm::ReduceOp::kSum, "tied gradients").wait();
+    if (!wire.is_same(gradient)) at::Tensor(gradient).copy_(wire);
+  }
+}
+
 // L2 norm of the reduced gradient over the whole model, with loss scale still in it.
 double Engine::Impl::global_norm() {
   double squares = 0;
-  for (size_t b = 0; b < buckets.size(); ++b) squares += zero::sum_of_squares(reducer->gradient(b));
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    if (!pipeline || pipeline->counts(b)) squares += zero::sum_of_squares(reducer->gradient(b));
+  }
   const bool local = reducer->keeps_local();
-  if ((plan.partition_optimizer || local) && groups.shards->size() > 1) {
+  const auto over = [&](comm::Communicator& ranks) {
+    if (ranks.size() == 1) return;
     at::Tensor total = at::scalar_tensor(squares, at::TensorOptions().dtype(at::kDouble).device(device)).view({1});
-    groups.shards->all_reduce(total, comm::ReduceOp::kSum, "gradient norm").wait();
+    ranks.all_reduce(total, comm::ReduceOp::kSum, "gradient norm").wait();
     squares = total.item<double>();
+  };
+  if ((plan.partition_optimizer || local) && groups.shards->size() > 1) {
+    over(*groups.shards);
     // Nobody has the mean of local gradients. Its norm is at most the root mean square of theirs, which clips all ranks
     // by one factor.
     if (local) squares *= plan.average_gradients ? 1.0 / groups.shards->size() : groups.shards->size();
   }
+  if (pipeline) over(*pipeline->ranks);
   // Sums over other buckets or slices differ in the last bits of a double; none of them reaches the update.
   return static_cast<float>(std::sqrt(squares));
 }
@@ -94,8 +115,7 @@ std::string Engine::Impl::name_non_finite() {
 // zero_optimization.ignore_unused_parameters: false. All ranks throw when one has to.
 void Engine::Impl::require_gradients() {
   const std::vector<int64_t> missing = reducer->parameters_without_gradient();
-  const int64_t largest =
-      largest_of_ranks(static_cast<int64_t>(missing.size()), device, *communicator, "unused parameters");
+  const int64_t largest = largest_of_ranks(static_cast<int64_t>(missing.size()), device, *world, "unused parameters");
   if (largest == 0) return;
   reducer->reset();
   require(!missing.empty(), "step(): ", largest, " trainable parameters got no gradient on another rank, which names ",

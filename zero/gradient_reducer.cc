@@ -92,7 +92,7 @@ void GradientReducer::keep_local(bool local) {
   local_ = local;
 }
 
-void GradientReducer::begin_backward(bool synchronize, bool boundary) {
+void GradientReducer::begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass) {
   const std::lock_guard lock(mutex_);
   require(!in_backward_, "backward() was called while a backward pass is running");
   require(!abandoned_, "backward() was called after one that failed; call zero_grad() first, which drops what it left");
@@ -100,6 +100,8 @@ void GradientReducer::begin_backward(bool synchronize, bool boundary) {
           "backward() was called after a step() that failed; call zero_grad() first, which drops what it left");
   next_ = 0;
   reduce_in_this_backward_ = synchronize && (boundary || transient());
+  // Elsewhere the pass that reduces does so for all before it.
+  in_pass_ = transient() ? std::move(in_pass) : std::vector<char>();
   for (Bucket& bucket : buckets_) {
     if (bucket.launched) set_aside_reduced(bucket);
     bucket.waiting = bucket.filled.size();
@@ -132,6 +134,7 @@ void GradientReducer::on_gradient(size_t index, size_t position) {
           parameters_[static_cast<size_t>(bucket.parameters->layout().segments[position].parameter)].name,
           ": its gradient was made outside of engine->backward(). Expected engine->backward(loss) in place of "
           "loss.backward()");
+  ensure(is_in_pass(index), "a pass gives gradients to the buckets it is said to");
   require(!bucket.reduced_in_this_backward, "parameter ",
           parameters_[static_cast<size_t>(bucket.parameters->layout().segments[position].parameter)].name,
           ": got a second gradient in one backward pass after its bucket was reduced; compute the gradient in one "
@@ -223,7 +226,12 @@ void GradientReducer::fill_missing(Bucket& bucket) {
 // Launches, in the fixed order, the buckets whose gradients are all there (or all buckets that hold something).
 void GradientReducer::launch_ready(bool all) {
   while (next_ < buckets_.size()) {
-    Bucket& bucket = buckets_[buckets_.size() - 1 - next_];
+    const size_t index = buckets_.size() - 1 - next_;
+    Bucket& bucket = buckets_[index];
+    if (!is_in_pass(index)) {
+      ++next_;
+      continue;
+    }
     if (!all && bucket.waiting > 0) return;
     ++next_;
     launch(bucket);

@@ -74,8 +74,10 @@ class GradientReducer {
   void keep_local(bool local);
   bool keeps_local() const { return local_; }
   // Around every backward pass. `synchronize`: this pass ends in a reduction if the policy asks for one at `boundary`.
-  // Throws UsageError while a pass runs, and after one that failed until reset().
-  void begin_backward(bool synchronize, bool boundary);
+  // `in_pass`, of each bucket: whether the pass may give it gradients, the same on all ranks; where the policy reduces
+  // in every pass, the others are left alone. Empty: all. Throws UsageError while a pass runs, and after one that
+  // failed until reset().
+  void begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass = {});
   void end_backward();
   // In place of end_backward() when the pass threw: what it left can only be dropped.
   void abandon_backward();
@@ -121,6 +123,7 @@ class GradientReducer {
   void give_back(at::Tensor buffer);
   at::Tensor own_part(const Bucket& bucket, const at::Tensor& flat) const;
   bool leaves_in_backward() const { return elsewhere_ && options_.leave_in_backward; }
+  bool is_in_pass(size_t bucket) const { return in_pass_.empty() || in_pass_[bucket]; }
   bool transient() const { return options_.policy == ReductionPolicy::kReduceScatterEveryBackward; }
   void note_bytes(int64_t change);
 
@@ -134,6 +137,7 @@ class GradientReducer {
   std::vector<at::Tensor> pool_;   // free transient buffers, stage 2
   std::vector<size_t> in_flight_;  // buckets with a collective under way, oldest first
   size_t next_ = 0;                // buckets_[size - 1 - next_] is the next to be launched in this backward
+  std::vector<char> in_pass_;      // of each bucket; empty: all
   bool in_backward_ = false;
   bool reduce_in_this_backward_ = false;
   bool unreduced_ = false;  // the last backward was not reduced

@@ -68,6 +68,24 @@ void tell_derived_batch_sizes(DsConfig& config) {
   }
 }
 
+// What ranks of a pipeline leave for data parallelism.
+void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, JsonProblems& problems) {
+  constexpr const char* kStages = "/pipeline/stages";
+  const std::optional<int64_t> given = config.pipeline.stages;
+  if (options.pipeline_stages && given && *given != *options.pipeline_stages) {
+    problems.error(kStages, cat("expected ", *options.pipeline_stages, ", which the program's PipelineOptions.stages ",
+                                "says, found ", *given, "; remove one of them"));
+  }
+  const int64_t stages = options.pipeline_stages.value_or(given.value_or(1));
+  if (options.pipeline_stages) config.pipeline.stages = stages;
+  if (!options.world_size || stages < 1) return;
+  if (*options.world_size % stages != 0) {
+    problems.error(kStages, cat("expected a divisor of the ", *options.world_size, " ranks, found ", stages,
+                                "; start a multiple of ", stages, " ranks, or change the stages"));
+  }
+  config.dp_world_size = std::max<int64_t>(1, *options.world_size / stages);
+}
+
 void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions& options) {
   JsonFields json(reading, "", config.text, true);
   GivenBatchSizes given = read_batch_sizes(json);
@@ -80,8 +98,9 @@ void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions&
   describe_top_level(json, config);
   report_misplaced(config, reading, json);
   json.finish(UnknownKeys::kWarn);
+  choose_data_parallel_size(config, options, reading.problems);
   if (readable && !(config.elasticity.enabled && !given.train && !given.micro)) {
-    const BatchSizes sizes = resolve_batch_sizes(given, options.dp_world_size, reading.problems);
+    const BatchSizes sizes = resolve_batch_sizes(given, config.dp_world_size, reading.problems);
     config.train_batch_size = sizes.train;
     config.train_micro_batch_size_per_gpu = sizes.micro;
     config.gradient_accumulation_steps = sizes.accumulation;

@@ -50,6 +50,8 @@ void describe_routing(JsonFields& json, ExpertParallelSection& s) {
 void describe(JsonFields& json, PipelineSection& s) {
   json.field_or_auto("stages", s.stages, above(0));
   json.field("partition", s.partition);
+  json.field("schedule", s.schedule);
+  json.field_or_auto("chunks", s.chunks, above(0));
   json.field("seed_layers", s.seed_layers);
   json.field("activation_checkpoint_interval", s.activation_checkpoint_interval, at_least(0));
   json.field("pipe_partitioned", s.pipe_partitioned);

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string_view>
 
@@ -29,23 +30,39 @@ void fill_uniform(const at::Tensor& weight, uint64_t first_counter, double std) 
 
 }  // namespace
 
-void initialize_weights(Gpt& model, uint64_t seed) {
+std::vector<std::string> parameter_names(const GptConfig& config) {
+  std::vector<std::string> names = {"wte.weight", "wpe.weight"};
+  for (int64_t i = 0; i < config.layers; ++i) {
+    for (const char* layer : {"ln1", "attn.qkv", "attn.proj", "ln2", "mlp.fc", "mlp.proj"}) {
+      for (const char* parameter : {"weight", "bias"}) names.push_back(ds::cat("h.", i, ".", layer, ".", parameter));
+    }
+  }
+  names.insert(names.end(), {"ln_f.weight", "ln_f.bias"});
+  if (!config.tie_embeddings) names.emplace_back("head.weight");
+  return names;
+}
+
+void initialize_part(torch::nn::Module& part, const std::string& name, const GptConfig& config, uint64_t seed) {
   const at::NoGradGuard no_grad;
-  const double projection_std = kStd / std::sqrt(2.0 * static_cast<double>(model.config().layers));
-  uint64_t index = 0;
-  for (const auto& item : model.named_parameters()) {
-    const std::string& name = item.key();
+  const double projection_std = kStd / std::sqrt(2.0 * static_cast<double>(config.layers));
+  const std::vector<std::string> names = parameter_names(config);
+  for (const auto& item : part.named_parameters()) {
+    const std::string full = name.empty() ? item.key() : name + "." + item.key();
+    const auto found = std::find(names.begin(), names.end(), full);
+    ds::ensure(found != names.end(), "a GPT has parameters of known names");
+    const auto index = static_cast<uint64_t>(found - names.begin());
     const at::Tensor& parameter = item.value();
-    if (name.ends_with("bias")) {
+    if (full.ends_with("bias")) {
       parameter.zero_();
-    } else if (is_layer_norm(name)) {
+    } else if (is_layer_norm(full)) {
       parameter.fill_(1.0);
     } else {
-      fill_uniform(parameter, (seed << 48) + (index << 32), name.ends_with("proj.weight") ? projection_std : kStd);
+      fill_uniform(parameter, (seed << 48) + (index << 32), full.ends_with("proj.weight") ? projection_std : kStd);
     }
-    ++index;
   }
 }
+
+void initialize_weights(Gpt& model, uint64_t seed) { initialize_part(model, "", model.config(), seed); }
 
 void load_weights(Gpt& model, const std::string& path) {
   const at::NoGradGuard no_grad;
@@ -68,10 +85,11 @@ void load_weights(Gpt& model, const std::string& path) {
   }
 }
 
-int64_t parameter_count(const Gpt& model) {
-  int64_t count = 0;
-  for (const at::Tensor& parameter : model.parameters()) count += parameter.numel();
-  return count;
+int64_t parameter_count(const GptConfig& config) {
+  const int64_t width = config.hidden;
+  const int64_t block = 12 * width * width + 13 * width;
+  const int64_t head = config.tie_embeddings ? 0 : config.vocab * width;
+  return (config.vocab + config.seq_len) * width + config.layers * block + 2 * width + head;
 }
 
 }  // namespace gpt

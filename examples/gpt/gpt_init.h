@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "examples/gpt/gpt_model.h"
 
@@ -13,11 +14,15 @@ namespace gpt {
 // 0.02 / sqrt(2 layers). Element j (row-major) of parameter number i (module order):
 //   u = splitmix64(seed * 2^48 + i * 2^32 + j) >> 40,  w = (float(2u - 2^24) * 2^-24) * float(sqrt(3) * std)
 void initialize_weights(Gpt& model, uint64_t seed);
+// Of one part of it, whose parameters bear `name` and a dot before their names.
+void initialize_part(torch::nn::Module& part, const std::string& name, const GptConfig& config, uint64_t seed);
+// Of the whole model, in module order.
+std::vector<std::string> parameter_names(const GptConfig& config);
 
 // Fills all parameters from a safetensors file. Throws ds::IoError naming what is missing, too much, or of another
 // shape.
 void load_weights(Gpt& model, const std::string& path);
 
-int64_t parameter_count(const Gpt& model);
+int64_t parameter_count(const GptConfig& config);
 
 }  // namespace gpt

@@ -20,7 +20,9 @@ namespace {
 constexpr double kLayerNormEps = 1e-5;
 constexpr int64_t kMlpExpansion = 4;
 
-void check(const GptConfig& config) {
+}  // namespace
+
+void require_valid(const GptConfig& config) {
   for (const auto& [flag, value] :
        {std::pair{"--layers", config.layers}, std::pair{"--hidden", config.hidden}, std::pair{"--heads", config.heads},
         std::pair{"--seq_len", config.seq_len}, std::pair{"--vocab", config.vocab}}) {
@@ -30,8 +32,6 @@ void check(const GptConfig& config) {
                                " does not divide by --heads ", config.heads,
                                "; every head takes hidden / heads channels");
 }
-
-}  // namespace
 
 Linear::Linear(int64_t inputs, int64_t outputs, bool with_bias)
     : weight(register_parameter("weight", at::empty({outputs, inputs}))) {
@@ -90,7 +90,7 @@ at::Tensor Block::forward(const at::Tensor& x) const {
 }
 
 Gpt::Gpt(const GptConfig& config) : config_(config) {
-  check(config);
+  require_valid(config);
   wte_ = register_module("wte", std::make_shared<Embedding>(config.vocab, config.hidden));
   wpe_ = register_module("wpe", std::make_shared<Embedding>(config.seq_len, config.hidden));
   const auto list = register_module("h", std::make_shared<torch::nn::Module>());

@@ -27,6 +27,9 @@ struct GptConfig {
   bool activation_checkpointing = false;  // blocks keep their input only and are computed again in backward
 };
 
+// Throws ds::ConfigError for sizes that make no model.
+void require_valid(const GptConfig& config);
+
 // The layers below hold what torch::nn's hold, under the same names, but leave their parameters unset: gpt_init.h fills
 // them, so that no time goes into random numbers that are thrown away.
 
@@ -73,7 +76,7 @@ struct Block : torch::nn::Module {
 
 class Gpt : public torch::nn::Module {
  public:
-  // Parameters are allocated, not initialized. Throws ds::ConfigError for sizes that make no model.
+  // Parameters are allocated, not initialized. Throws as require_valid().
   explicit Gpt(const GptConfig& config);
 
   // int64 [batch, time] -> [batch, time, vocab].

@@ -76,14 +76,36 @@ void add_checkpoint_options(CLI::App& app, GptOptions& options) {
       ->group("Checkpoints");
 }
 
+void add_pipeline_options(CLI::App& app, GptOptions& options) {
+  CLI::Option* stages =
+      app.add_option(
+             "--pipeline_stages", options.pipeline_stages,
+             "Cut the model into stages on so many ranks each; micro-batches are the gradient accumulation steps")
+          ->check(CLI::PositiveNumber)
+          ->group("Pipeline");
+  app.add_option(
+         "--pipeline_schedule", options.pipeline_schedule,
+         "gpipe, 1f1b, interleaved, zb_h1, zb_h2, zbv, dualpipev or a .csv file of actions [pipeline.schedule of "
+         "the ds_config]")
+      ->needs(stages)
+      ->group("Pipeline");
+  app.add_option(
+         "--pipeline_trace", options.pipeline_trace,
+         "Write when each action of the last step began and ended to this file, for ds-tool schedule --measured")
+      ->needs(stages)
+      ->group("Pipeline");
+  // What needs all weights on one rank.
+  for (const char* whole : {"--save", "--export_hf"}) stages->excludes(app.get_option(whole));
+}
+
 // --load_hf and what it decides.
 void add_hf_option(CLI::App& app, GptOptions& options) {
   CLI::Option* load = app.add_option("--load_hf", options.load_hf,
                                      "Start from the GPT-2 in this folder (config.json and safetensors weights, as "
                                      "Hugging Face keeps them), which decides the model; --seq_len may be shorter")
                           ->group("Model");
-  for (const char* decided :
-       {"--layers", "--hidden", "--heads", "--vocab", "--tie_embeddings", "--tanh_gelu", "--init"}) {
+  for (const char* decided : {"--layers", "--hidden", "--heads", "--vocab", "--tie_embeddings", "--tanh_gelu", "--init",
+                              "--pipeline_stages"}) {
     load->excludes(app.get_option(decided));
   }
 }
@@ -111,8 +133,9 @@ std::optional<GptOptions> parse_options(int argc, const char* const* argv) {
   app.option_defaults()->always_capture_default();
   add_run_options(app, options);
   add_model_options(app, options.model);
-  add_hf_option(app, options);
   add_checkpoint_options(app, options);
+  add_pipeline_options(app, options);
+  add_hf_option(app, options);
   app.add_option("--local_rank,--local-rank", ignored_rank, "Taken and ignored: the environment says it")->group("");
   app.add_flag("--deepspeed", ignored_flag, "Taken and ignored")->group("");
   try {

@@ -28,6 +28,10 @@ struct GptOptions {
   std::optional<std::string> metrics;
   int64_t generate = 400;  // bytes of sampled text at the end
   uint64_t seed = 1234;
+  // Of a pipeline; none of them given: one model on every rank.
+  std::optional<int> pipeline_stages;
+  std::optional<std::string> pipeline_schedule;
+  std::optional<std::string> pipeline_trace;
   std::string device;  // "cpu", "cuda", or empty: cpu
 
   static constexpr int64_t kDefaultSteps = 1000;

@@ -9,14 +9,17 @@
 #include <string>
 
 #include "core/atomic_file.h"
+#include "core/check.h"
 #include "core/safetensors.h"
 #include "engine/engine.h"
 #include "examples/gpt/gpt2_names.h"
 #include "examples/gpt/gpt_init.h"
+#include "examples/gpt/gpt_layers.h"
 #include "examples/gpt/gpt_model.h"
 #include "examples/gpt/gpt_options.h"
 #include "examples/gpt/metrics_file.h"
 #include "examples/gpt/run_checkpoints.h"
+#include "examples/gpt/run_pipeline.h"
 #include "examples/gpt/text_corpus.h"
 #include "examples/gpt/text_sampler.h"
 #include "examples/gpt/token_batches.h"
@@ -65,18 +68,20 @@ BatchOptions batch_options(const GptOptions& options, const ds::engine::Engine& 
           .batch_size = engine.train_micro_batch_size_per_gpu(),
           .seq_len = options.seq_len,
           .vocab = options.model.vocab,
-          .rank = engine.global_rank(),
+          .rank = engine.communicator().rank(),
           .world_size = engine.dp_world_size(),
           .seed = options.seed,
           .device = engine.device()};
 }
 
-void print_start(const Gpt& model, const TextCorpus& corpus, const ds::engine::Engine& engine) {
+void print_start(const GptConfig& model, const TextCorpus& corpus, const ds::engine::Engine& engine) {
   if (engine.global_rank() != 0) return;
   std::cout << "GPT of " << parameter_count(model) << " parameters on " << engine.world_size() << " x "
-            << engine.device() << ", ZeRO stage " << engine.zero_optimization_stage() << ", "
-            << engine.train_batch_size() << " sequences a step; text: " << corpus.path() << " (" << corpus.file_count()
-            << " files, " << corpus.size() << " bytes)" << std::endl;
+            << engine.device()
+            << (engine.is_pipe_parallel() ? ds::cat(", ", engine.pipe_parallel_size(), " stages") : "")
+            << ", ZeRO stage " << engine.zero_optimization_stage() << ", " << engine.train_batch_size()
+            << " sequences a step; text: " << corpus.path() << " (" << corpus.file_count() << " files, "
+            << corpus.size() << " bytes)" << std::endl;
 }
 
 void save_weights(ds::engine::Engine& engine, const GptOptions& options) {
@@ -87,10 +92,10 @@ void save_weights(ds::engine::Engine& engine, const GptOptions& options) {
   if (options.export_hf) export_gpt2(options.model, weights, *options.export_hf);
 }
 
-void print_sample(ds::engine::Engine& engine, const Gpt& model, const GptOptions& options) {
+void print_sample(ds::engine::Engine& engine, const Logits& logits, const GptOptions& options) {
   engine.eval();
   const std::string text =
-      sample_text(model, engine.device(), "\n", {.length = options.generate, .seed = options.seed});
+      sample_text(logits, options.model, engine.device(), "\n", {.length = options.generate, .seed = options.seed});
   if (engine.global_rank() == 0) std::cout << "--- a sample of what it learned ---" << printable(text) << std::endl;
 }
 
@@ -116,21 +121,36 @@ void train_steps(ds::engine::Engine& engine, Gpt& model, const GptOptions& optio
 void train(const GptOptions& options) {
   const std::unique_ptr<MetricsFile> metrics = open_outputs(options);
   TextCorpus corpus = TextCorpus::open_or_default(options.data);
-  const std::shared_ptr<Gpt> model = make_model(options);
+  const bool pipelined = options.pipeline_stages.has_value();
+  const std::shared_ptr<Gpt> model = pipelined ? nullptr : make_model(options);
+  std::shared_ptr<ds::pipeline::PipelineModule> layers;
+  if (pipelined) layers = make_layers(options.model, options.seed, options.pipeline_stages, options.pipeline_schedule);
 
   auto [engine, optimizer, loader, schedule] =
-      ds::engine::initialize({.model = model, .config = options.deepspeed_config, .device = options.device});
+      ds::engine::initialize({.model = pipelined ? std::shared_ptr<torch::nn::Module>(layers) : model,
+                              .config = options.deepspeed_config,
+                              .weights = pipelined ? options.init.value_or("") : "",
+                              .device = options.device});
   TokenBatches batches(corpus, batch_options(options, *engine));
-  print_start(*model, corpus, *engine);
+  print_start(options.model, corpus, *engine);
 
   RunCheckpoints checkpoints(*engine, options, corpus.size());
   checkpoints.load();
-  train_steps(*engine, *model, options, batches, checkpoints, metrics.get());
+  if (pipelined) {
+    train_pipeline(*engine, options, batches, checkpoints, metrics.get());
+  } else {
+    train_steps(*engine, *model, options, batches, checkpoints, metrics.get());
+  }
   engine->synchronize_parameters();  // a delayed update may be under way
   checkpoints.finish();
 
   save_weights(*engine, options);
-  if (options.generate > 0) print_sample(*engine, *model, options);
+  if (options.generate == 0) return;
+  print_sample(
+      *engine,
+      pipelined ? pipeline_logits(*engine)
+                : [&model = *model](const at::Tensor& tokens) { return model.logits(tokens); },
+      options);
 }
 
 }  // namespace

@@ -57,17 +57,17 @@ size_t character_length(const std::string& text, size_t i) {
 
 }  // namespace
 
-std::string sample_text(const Gpt& model, at::Device device, const std::string& prompt, const SamplerOptions& options) {
+std::string sample_text(const Logits& logits, const GptConfig& model, at::Device device, const std::string& prompt,
+                        const SamplerOptions& options) {
   ds::require(!prompt.empty() && options.temperature > 0,
               "sample_text: expected a prompt and a temperature above 0, found \"", prompt, "\" and ",
               options.temperature);
   const at::NoGradGuard no_grad;
-  const int64_t choices = std::min(kBytes, model.config().vocab);
+  const int64_t choices = std::min(kBytes, model.vocab);
   std::string text = prompt;
   for (int64_t i = 0; i < options.length; ++i) {
-    const at::Tensor tokens = last_tokens(text, model.config().seq_len).to(device);
-    const at::Tensor scores =
-        model.logits(tokens).select(1, -1).view({-1}).narrow(0, 0, choices).to(at::kCPU, at::kDouble);
+    const at::Tensor tokens = last_tokens(text, model.seq_len).to(device);
+    const at::Tensor scores = logits(tokens).select(1, -1).view({-1}).narrow(0, 0, choices).to(at::kCPU, at::kDouble);
     const auto* values = scores.const_data_ptr<double>();
     const double uniform =
         static_cast<double>(splitmix64(splitmix64(options.seed) + static_cast<uint64_t>(i)) >> 11) * 0x1p-53;

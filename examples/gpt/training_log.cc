@@ -9,6 +9,7 @@
 #include <string>
 
 #include "core/check.h"
+#include "examples/gpt/gpt_init.h"
 #include "profiling/process_memory.h"
 
 namespace gpt {
@@ -26,6 +27,7 @@ double median(std::vector<double> values) {
 TrainingLog::TrainingLog(ds::engine::Engine& engine, const GptOptions& options, MetricsFile* metrics)
     : engine_(engine),
       seq_len_(options.seq_len),
+      model_(options.model),
       metrics_(metrics),
       steps_seen_(engine.global_steps()),
       lr_(engine.get_lr()) {
@@ -68,12 +70,13 @@ void TrainingLog::after_step() {
 
 double TrainingLog::mean_loss() {
   const at::Tensor own = (loss_sum_ / static_cast<double>(micro_batches_)).view({1});
-  at::Tensor losses = at::empty({engine_.world_size()}, own.options());
+  const int ranks = engine_.dp_world_size();
+  at::Tensor losses = at::empty({ranks}, own.options());
   engine_.communicator().all_gather(losses, own, "loss").wait();
   losses = losses.to(at::kCPU);
   const auto* values = losses.const_data_ptr<double>();
   double sum = 0;
-  for (int rank = 0; rank < engine_.world_size(); ++rank) {
+  for (int rank = 0; rank < ranks; ++rank) {
     if (!std::isfinite(values[rank])) {
       if (progress_) progress_->finish();
       throw ds::Error(ds::cat(
@@ -83,7 +86,7 @@ double TrainingLog::mean_loss() {
     }
     sum += values[rank];
   }
-  return sum / engine_.world_size();
+  return sum / ranks;
 }
 
 void TrainingLog::finish() {
@@ -98,7 +101,7 @@ RunSummary TrainingLog::summary() const {
                  at::kLong)
           .to(engine_.device());
   at::Tensor all = at::empty({3 * engine_.world_size()}, own.options());
-  engine_.communicator().all_gather(all, own, "summary").wait();
+  engine_.world().all_gather(all, own, "summary").wait();
   all = all.to(at::kCPU);
   const auto* values = all.const_data_ptr<int64_t>();
   RunSummary result{.world_size = engine_.world_size(), .median_step_seconds = median(step_seconds_)};
@@ -107,7 +110,7 @@ RunSummary TrainingLog::summary() const {
     result.model_state_bytes.push_back(values[3 * rank + 1]);
     result.comm_bytes_sent.push_back(values[3 * rank + 2]);
   }
-  for (const at::Tensor& parameter : engine_.module()->parameters()) result.parameters += parameter.numel();
+  result.parameters = parameter_count(model_);
   return result;
 }
 

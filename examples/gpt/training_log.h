@@ -22,8 +22,8 @@ class TrainingLog {
   // ranks other than 0. `engine` outlives this.
   TrainingLog(ds::engine::Engine& engine, const GptOptions& options, MetricsFile* metrics);
 
-  // After engine.step() of each micro-batch, with its loss. Throws ds::Error naming step and rank when a loss is not
-  // finite, on every rank alike. Returns whether it ended an optimizer step.
+  // After engine.step() of each micro-batch, with its loss, or after train_batch(), with the step's. Throws ds::Error
+  // naming step and rank when a loss is not finite, on every rank alike. Returns whether it ended an optimizer step.
   bool after_micro_batch(const at::Tensor& loss);
   // Starts the clock of the next step anew, after work between steps that is none of it.
   void begin_step() { step_begin_ = Clock::now(); }
@@ -38,6 +38,7 @@ class TrainingLog {
   using Clock = std::chrono::steady_clock;
   ds::engine::Engine& engine_;
   int64_t seq_len_;
+  GptConfig model_;
   MetricsFile* metrics_;
   std::optional<ProgressBar> progress_;  // rank 0
   at::Tensor loss_sum_;                  // over the micro-batches of this step; stays on the device

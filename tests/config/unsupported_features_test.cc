@@ -24,7 +24,6 @@ const Refused kRefused[] = {
     {"{torch_autocast: {enabled: true, lower_precision_safe_modules: ['a']}}",
      "torch_autocast.lower_precision_safe_modules"},
     {"{data_types: {keep_in_fp32_modules: ['norm']}}", "data_types.keep_in_fp32_modules"},
-    {"{pipeline: {stages: 2}}", "pipeline.stages"},
     {"{tensor_parallel: {autotp_size: 2}}", "tensor_parallel.autotp_size"},
     {"{tensor_parallel: {tp: {tp_size: 2}}}", "tensor_parallel.tensor_parallel.tp_size"},
     {"{expert_parallel: {enabled: true}}", "expert_parallel"},

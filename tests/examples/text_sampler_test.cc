@@ -10,6 +10,10 @@ namespace gpt {
 namespace {
 
 // Knows one thing: after byte b comes b + 1.
+Logits logits_of(const Gpt& model) {
+  return [&model](const at::Tensor& tokens) { return model.logits(tokens); };
+}
+
 std::unique_ptr<Gpt> counting_model() {
   auto model = std::make_unique<Gpt>(GptConfig{.layers = 1, .hidden = 256, .heads = 1, .seq_len = 4});
   initialize_weights(*model, 1);
@@ -24,13 +28,16 @@ std::unique_ptr<Gpt> counting_model() {
 }
 
 TEST(TextSampler, FollowsTheModelBeyondItsContext) {
-  EXPECT_EQ(sample_text(*counting_model(), at::kCPU, "a", {.length = 12}), "abcdefghijklm");
+  const auto model = counting_model();
+  EXPECT_EQ(sample_text(logits_of(*model), model->config(), at::kCPU, "a", {.length = 12}), "abcdefghijklm");
 }
 
 TEST(TextSampler, SameSeedSameText) {
   Gpt model({.layers = 1, .hidden = 16, .heads = 2, .seq_len = 8});
   initialize_weights(model, 3);
-  const auto sample = [&](uint64_t seed) { return sample_text(model, at::kCPU, "x", {.length = 40, .seed = seed}); };
+  const auto sample = [&](uint64_t seed) {
+    return sample_text(logits_of(model), model.config(), at::kCPU, "x", {.length = 40, .seed = seed});
+  };
   EXPECT_EQ(sample(1).size(), 41U);
   EXPECT_EQ(sample(1), sample(1));
   EXPECT_NE(sample(1), sample(2));
@@ -40,7 +47,8 @@ TEST(TextSampler, AnUntrainedModelDrawsManyBytesAColdOneFew) {
   Gpt model({.layers = 1, .hidden = 16, .heads = 2, .seq_len = 8});
   initialize_weights(model, 3);
   const auto kinds = [&](double temperature) {
-    std::string text = sample_text(model, at::kCPU, "x", {.length = 100, .temperature = temperature});
+    std::string text =
+        sample_text(logits_of(model), model.config(), at::kCPU, "x", {.length = 100, .temperature = temperature});
     std::sort(text.begin(), text.end());
     return std::unique(text.begin(), text.end()) - text.begin();
   };
@@ -50,8 +58,8 @@ TEST(TextSampler, AnUntrainedModelDrawsManyBytesAColdOneFew) {
 
 TEST(TextSampler, APromptAndATemperatureAreNeeded) {
   Gpt model({.layers = 1, .hidden = 16, .heads = 2, .seq_len = 8});
-  EXPECT_THROW(sample_text(model, at::kCPU, "", {}), ds::UsageError);
-  EXPECT_THROW(sample_text(model, at::kCPU, "x", {.temperature = 0}), ds::UsageError);
+  EXPECT_THROW(sample_text(logits_of(model), model.config(), at::kCPU, "", {}), ds::UsageError);
+  EXPECT_THROW(sample_text(logits_of(model), model.config(), at::kCPU, "x", {.temperature = 0}), ds::UsageError);
 }
 
 TEST(TextSampler, PrintableKeepsTextAndReplacesControlBytes) {

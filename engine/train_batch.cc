@@ -1,0 +1,226 @@
+// Engine::train_batch and what belongs to pipelines.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include <cstring>
+#include <exception>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "core/atomic_file.h"
+#include "core/check.h"
+#include "engine/engine.h"
+#include "engine/engine_impl.h"
+#include "engine/shared_failure.h"
+
+namespace ds::engine {
+namespace {
+
+PipelineParts& pipeline_of(Engine::Impl& impl, const char* call) {
+  require(impl.pipeline != nullptr, call, " needs a pipeline: expected a model that is a pipeline::PipelineModule; ",
+          "without one call backward() and step()");
+  return *impl.pipeline;
+}
+
+// Batches of a loader, epoch after epoch.
+pipeline::BatchSource source_of(std::shared_ptr<DataLoader> loader) {
+  return [loader = std::move(loader)]() -> pipeline::MicroBatch {
+    auto next = loader->begin();
+    if (next == loader->end()) next = loader->begin();
+    require(next != loader->end(), "train_batch: the training data has no batches");
+    pipeline::MicroBatch batch{.inputs = {next->data}, .labels = {}};
+    if (next->target.defined()) batch.labels.push_back(next->target);
+    return batch;
+  };
+}
+
+// Of micro-batches on the ranks of the last stage, as a float32 scalar on all ranks.
+at::Tensor mean_of_all(const Engine::Impl& impl, const std::vector<at::Tensor>& losses) {
+  at::Tensor mean = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(impl.device));
+  if (!losses.empty()) {
+    std::vector<at::Tensor> scalars;
+    for (const at::Tensor& loss : losses) scalars.push_back(loss.to(at::kFloat).reshape({}));
+    mean.copy_(at::stack(scalars).mean() / impl.communicator->size());
+  }
+  if (impl.world->size() > 1) impl.world->all_reduce(mean, comm::ReduceOp::kSum, "loss").wait();
+  return mean.reshape({});
+}
+
+}  // namespace
+
+at::Tensor Engine::train_batch() {
+  const PipelineParts& parts = pipeline_of(*impl_, "train_batch()");
+  if (parts.source) return train_batch(parts.source);
+  require(impl_->loader != nullptr, "train_batch(): expected training data, found none; pass .training_data to ",
+          "initialize, call set_dataloader() or set_dataiterator(), or call train_batch(source)");
+  return train_batch(source_of(impl_->loader));
+}
+
+at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
+  Impl& self = *impl_;
+  PipelineParts& parts = pipeline_of(self, "train_batch()");
+  self.require_states_here("train_batch()");
+  self.require_whole_state("train_batch()");
+  require(self.synchronize, "train_batch() was called inside no_sync(); end the no_sync scope first");
+  require(self.gathered_scopes == 0, "train_batch() was called while ", self.gathered_scopes,
+          " scopes of gathered_parameters() are open; end them first");
+  const auto micro_batches = static_cast<int>(self.config.gradient_accumulation_steps);
+  const pipeline::Schedule& schedule = training_schedule(parts, self.plan, micro_batches);
+  self.step_applied = false;
+  const pipeline::StageCallbacks callbacks = {
+      .next =
+          [&] {
+            pipeline::MicroBatch batch = next();
+            for (at::Tensor& input : batch.inputs) input = prepared(input);
+            for (at::Tensor& label : batch.labels) label = label.to(self.device);
+            return batch;
+          },
+      .root =
+          [&](const at::Tensor& loss) {
+            const Autocast::Pause pause(self.device.type());
+            return self.scaled(self.averaged(loss));
+          },
+      .accumulate =
+          [&](int stage, bool last, const std::function<void()>& pass) {
+            const Autocast::Pause pause(self.device.type());
+            self.accumulate(last, pass, parts.bucket_in_pass.at(static_cast<size_t>(stage)));
+          },
+      .boundary = {}};
+  self.reporter->backward_begins();
+  pipeline::StageRunner::Result result;
+  try {
+    result = parts.runner->run(schedule, callbacks);
+  } catch (...) {
+    self.access->change_mode();
+    throw;
+  }
+  self.reporter->backward_ends();
+  const at::Tensor loss = mean_of_all(self, result.losses);
+  self.micro_steps += micro_batches;
+  self.complete_step(*this);
+  return loss;
+}
+
+Evaluation Engine::eval_batch(const pipeline::BatchSource& next, const EvalOptions& options) {
+  Impl& self = *impl_;
+  PipelineParts& parts = pipeline_of(self, "eval_batch()");
+  self.require_states_here("eval_batch()");
+  self.require_whole_state("eval_batch()");
+  const auto micro_batches =
+      static_cast<int>(options.num_micro_batches.value_or(self.config.gradient_accumulation_steps));
+  require(micro_batches > 0, "eval_batch: num_micro_batches: expected a positive number, found ", micro_batches);
+  const pipeline::Schedule& schedule = evaluation_schedule(parts, micro_batches);
+  const bool trains = self.module->is_training();
+  eval();
+  const pipeline::StageCallbacks callbacks = {.next =
+                                                  [&] {
+                                                    pipeline::MicroBatch batch = next();
+                                                    for (at::Tensor& input : batch.inputs) input = prepared(input);
+                                                    for (at::Tensor& label : batch.labels) {
+                                                      label = label.to(self.device);
+                                                    }
+                                                    return batch;
+                                                  },
+                                              .root = {},
+                                              .accumulate = {},
+                                              .boundary = {}};
+  pipeline::StageRunner::Result result =
+      parts.runner->run(schedule, callbacks, options.compute_loss, options.return_logits);
+  if (trains) train();
+  Evaluation evaluation;
+  if (options.compute_loss) evaluation.loss = mean_of_all(self, result.losses);
+  evaluation.logits = std::move(result.outputs);
+  if (options.return_logits && options.broadcast_logits && parts.ranks->size() > 1) {
+    evaluation.logits.resize(static_cast<size_t>(micro_batches));
+    for (std::vector<at::Tensor>& outputs : evaluation.logits) {
+      outputs = parts.runner->messages().broadcast(outputs, parts.module->placement().back());
+    }
+  }
+  return evaluation;
+}
+
+void Engine::set_dataloader(std::shared_ptr<DataLoader> loader) {
+  require(loader != nullptr, "set_dataloader: expected a loader, found none");
+  pipeline_of(*impl_, "set_dataloader()").source = source_of(std::move(loader));
+}
+
+void Engine::set_dataiterator(pipeline::BatchSource next) {
+  require(static_cast<bool>(next), "set_dataiterator: expected a function, found none");
+  pipeline_of(*impl_, "set_dataiterator()").source = std::move(next);
+}
+
+bool Engine::is_first_stage() const {
+  return !impl_->pipeline || impl_->pipeline->module->placement().front() == impl_->pipeline->ranks->rank();
+}
+
+bool Engine::is_last_stage() const {
+  return !impl_->pipeline || impl_->pipeline->module->placement().back() == impl_->pipeline->ranks->rank();
+}
+
+int Engine::pipe_parallel_size() const { return impl_->pipeline ? impl_->pipeline->ranks->size() : 1; }
+
+int Engine::pipe_parallel_rank() const { return impl_->pipeline ? impl_->pipeline->ranks->rank() : 0; }
+
+void Engine::reset_activation_shape() {
+  pipeline_of(*impl_, "reset_activation_shape()").runner->messages().reset_shapes();
+}
+
+void Engine::trace_pipeline(bool on) { pipeline_of(*impl_, "trace_pipeline()").runner->trace(on); }
+
+// Clocks of hosts differ; the first rank's pipeline is what is drawn, so its ranks' events are gathered.
+void Engine::write_pipeline_trace(const std::string& path) {
+  Impl& self = *impl_;
+  PipelineParts& parts = pipeline_of(self, "write_pipeline_trace()");
+  nlohmann::json events = nlohmann::json::array();
+  for (const pipeline::TracedAction& traced : parts.runner->traced()) {
+    events.push_back({{"name", pipeline::to_text(traced.action)},
+                      {"ph", "X"},
+                      {"pid", 0},
+                      {"tid", parts.ranks->rank()},
+                      {"ts", traced.start * 1e6},
+                      {"dur", (traced.end - traced.start) * 1e6}});
+  }
+  const std::string own = events.dump();
+  std::vector<std::string> texts = {own};
+  for (int rank = 1; rank < parts.ranks->size(); ++rank) {
+    const bool mine = parts.ranks->rank() == rank;
+    if (!mine && parts.ranks->rank() != 0) continue;
+    at::Tensor length = at::zeros({1}, at::kLong);
+    if (mine) length.fill_(static_cast<int64_t>(own.size()));
+    length = length.to(self.device);
+    at::Tensor bytes;
+    if (mine) {
+      parts.ranks->send(length, 0);
+      bytes = at::empty({static_cast<int64_t>(own.size())}, at::kByte);
+      std::memcpy(bytes.data_ptr(), own.data(), own.size());
+      parts.ranks->send(bytes.to(self.device), 0);
+    } else {
+      parts.ranks->recv(length, rank);
+      bytes = at::empty({length.item<int64_t>()}, at::TensorOptions().dtype(at::kByte).device(self.device));
+      parts.ranks->recv(bytes, rank);
+      bytes = bytes.cpu();
+      texts.emplace_back(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
+    }
+  }
+  std::exception_ptr failure;
+  try {
+    if (self.world->rank() == 0) {
+      nlohmann::json all = nlohmann::json::array();
+      for (const std::string& text : texts) {
+        for (nlohmann::json& event : nlohmann::json::parse(text)) all.push_back(std::move(event));
+      }
+      const std::string text = nlohmann::json{{"traceEvents", std::move(all)}}.dump();
+      AtomicFile file(path);
+      file.write(text.data(), text.size());
+      file.commit(/*durable=*/false);
+    }
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  const int failed = failed_rank(failure, self.device, *self.world);
+  require<IoError>(failed < 0, "write_pipeline_trace: rank 0 could not write ", path, ", its message says why");
+}
+
+}  // namespace ds::engine

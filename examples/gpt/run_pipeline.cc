@@ -1,0 +1,35 @@
+#include "examples/gpt/run_pipeline.h"
+
+#include "examples/gpt/training_log.h"
+
+namespace gpt {
+
+void train_pipeline(ds::engine::Engine& engine, const GptOptions& options, TokenBatches& batches,
+                    RunCheckpoints& checkpoints, MetricsFile* metrics) {
+  TrainingLog log(engine, options, metrics);
+  const int64_t micro_batch = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size();
+  engine.trace_pipeline(options.pipeline_trace.has_value());
+  while (engine.global_steps() < options.steps) {
+    int64_t next = engine.global_samples();  // of the ranks of the first and of the last stage, which read the text
+    const at::Tensor loss = engine.train_batch([&] {
+      const TokenBatch batch = batches.get(next);
+      next += micro_batch;
+      return ds::pipeline::MicroBatch{.inputs = {batch.data}, .labels = {batch.target}};
+    });
+    log.after_micro_batch(loss);
+    if (checkpoints.after_step()) log.begin_step();
+  }
+  log.finish();
+  if (options.pipeline_trace) engine.write_pipeline_trace(*options.pipeline_trace);
+}
+
+Logits pipeline_logits(ds::engine::Engine& engine) {
+  return [&engine](const at::Tensor& tokens) {
+    const ds::engine::Evaluation evaluation = engine.eval_batch(
+        [&] { return ds::pipeline::MicroBatch{.inputs = {tokens}, .labels = {}}; },
+        {.num_micro_batches = 1, .compute_loss = false, .return_logits = true, .broadcast_logits = true});
+    return evaluation.logits.at(0).at(0);
+  };
+}
+
+}  // namespace gpt

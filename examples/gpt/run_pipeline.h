@@ -1,0 +1,20 @@
+// Training and sampling where the model is a pipeline.
+#pragma once
+
+#include "engine/engine.h"
+#include "examples/gpt/gpt_options.h"
+#include "examples/gpt/metrics_file.h"
+#include "examples/gpt/run_checkpoints.h"
+#include "examples/gpt/text_sampler.h"
+#include "examples/gpt/token_batches.h"
+
+namespace gpt {
+
+// Up to --steps in all. On every rank.
+void train_pipeline(ds::engine::Engine& engine, const GptOptions& options, TokenBatches& batches,
+                    RunCheckpoints& checkpoints, MetricsFile* metrics);
+
+// Of the whole pipeline, on every rank of it. `engine` outlives it.
+Logits pipeline_logits(ds::engine::Engine& engine);
+
+}  // namespace gpt

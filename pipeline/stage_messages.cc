@@ -1,0 +1,253 @@
+#include "pipeline/stage_messages.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <iterator>
+#include <numeric>
+
+#include "core/check.h"
+#include "core/tensor_check.h"
+
+namespace ds::pipeline {
+namespace {
+
+// Shapes travel as int64 [kShapeNumbers]: count, then dtype, requires_grad, dimensions and sizes of each tensor.
+constexpr int64_t kMostTensors = 16;
+constexpr int64_t kMostDimensions = 8;
+constexpr int64_t kNumbersOfTensor = 3 + kMostDimensions;
+constexpr int64_t kShapeNumbers = 1 + kMostTensors * kNumbersOfTensor;
+
+std::shared_ptr<comm::Communicator> over_all(comm::Communicator& ranks, const char* name) {
+  std::vector<int> all(static_cast<size_t>(ranks.size()));
+  std::iota(all.begin(), all.end(), 0);
+  return ranks.new_group(all, name);
+}
+
+}  // namespace
+
+StageMessages::StageMessages(comm::Communicator& ranks, MessageOptions options)
+    : ranks_(ranks),
+      options_(options),
+      up_(over_all(ranks, "pipeline, to later ranks")),
+      down_(over_all(ranks, "pipeline, to earlier ranks")) {}
+
+StageMessages::Shapes StageMessages::shapes_of(const Tensors& tensors) {
+  Shapes shapes;
+  for (const at::Tensor& tensor : tensors) {
+    shapes.push_back({tensor.scalar_type(), tensor.requires_grad(), tensor.sizes().vec()});
+  }
+  return shapes;
+}
+
+std::string StageMessages::text_of(const Shapes& shapes) {
+  std::string text;
+  for (const Shape& shape : shapes) {
+    text += cat(text.empty() ? "" : ", ", c10::toString(shape.dtype), ' ', at::IntArrayRef(shape.sizes),
+                shape.requires_grad ? " with gradient" : "");
+  }
+  return text;
+}
+
+std::string StageMessages::label(Content content, const Route& route) {
+  return cat(content == Content::kActivation ? "activation" : "gradient", " of stage ", route.stage, ", micro-batch ",
+             route.micro_batch);
+}
+
+comm::Communicator& StageMessages::towards(int peer) const { return peer > ranks_.rank() ? *up_ : *down_; }
+
+comm::Communicator& StageMessages::from(int peer) const { return peer > ranks_.rank() ? *down_ : *up_; }
+
+void StageMessages::send(const at::Tensor& tensor, int peer, const std::string& label) {
+  forget_sent();
+  const at::Tensor whole = tensor.contiguous();
+  outgoing_.push_back({whole, towards(peer).isend(whole, peer, 0, label)});
+}
+
+void StageMessages::forget_sent() {
+  while (!outgoing_.empty() && outgoing_.front().work.is_completed()) {
+    outgoing_.front().work.wait();
+    outgoing_.pop_front();
+  }
+}
+
+void StageMessages::finish() {
+  for (; !outgoing_.empty(); outgoing_.pop_front()) outgoing_.front().work.wait();
+}
+
+at::Tensor StageMessages::to_numbers(const Shapes& shapes, const std::string& label) const {
+  require(static_cast<int64_t>(shapes.size()) <= kMostTensors, label, ": expected at most ", kMostTensors,
+          " tensors between two stages, found ", shapes.size());
+  at::Tensor numbers = at::zeros({kShapeNumbers}, at::kLong);
+  auto* out = numbers.data_ptr<int64_t>();
+  *out++ = static_cast<int64_t>(shapes.size());
+  for (const Shape& shape : shapes) {
+    require(static_cast<int64_t>(shape.sizes.size()) <= kMostDimensions, label, ": expected at most ", kMostDimensions,
+            " dimensions, found ", shape.sizes.size());
+    out[0] = static_cast<int64_t>(shape.dtype);
+    out[1] = shape.requires_grad ? 1 : 0;
+    out[2] = static_cast<int64_t>(shape.sizes.size());
+    std::copy(shape.sizes.begin(), shape.sizes.end(), out + 3);
+    out += kNumbersOfTensor;
+  }
+  return numbers.to(options_.device);
+}
+
+void StageMessages::send_shapes(const Shapes& shapes, int peer, const std::string& label) {
+  send(to_numbers(shapes, label), peer, cat("shapes of ", label));
+}
+
+StageMessages::Shapes StageMessages::receive_shapes(int peer, const std::string& label) {
+  at::Tensor numbers = at::empty({kShapeNumbers}, at::TensorOptions().dtype(at::kLong).device(options_.device));
+  from(peer).irecv(numbers, peer, 0, cat("shapes of ", label)).wait();
+  return from_numbers(numbers);
+}
+
+StageMessages::Shapes StageMessages::from_numbers(const at::Tensor& tensor) {
+  const at::Tensor numbers = tensor.cpu();
+  const auto* in = numbers.const_data_ptr<int64_t>();
+  Shapes shapes(static_cast<size_t>(*in++));
+  for (Shape& shape : shapes) {
+    shape = {static_cast<at::ScalarType>(in[0]), in[1] != 0, {in + 3, in + 3 + in[2]}};
+    in += kNumbersOfTensor;
+  }
+  return shapes;
+}
+
+Tensors StageMessages::broadcast(const Tensors& tensors, int root) {
+  const bool mine = ranks_.rank() == root;
+  const at::Tensor numbers =
+      mine ? to_numbers(shapes_of(tensors), "broadcast")
+           : at::empty({kShapeNumbers}, at::TensorOptions().dtype(at::kLong).device(options_.device));
+  ranks_.broadcast(numbers, root, "shapes of a broadcast").wait();
+  Tensors result;
+  for (const Shape& shape : from_numbers(numbers)) {
+    const auto options = at::TensorOptions().dtype(shape.dtype).device(options_.device);
+    result.push_back(mine ? tensors[result.size()].contiguous() : at::empty(shape.sizes, options));
+    ranks_.broadcast(result.back(), root, "broadcast").wait();
+  }
+  return result;
+}
+
+void StageMessages::send_activation(const Route& route, const Tensors& tensors, const std::string& layers) {
+  const std::string what = label(Content::kActivation, route);
+  const Shapes shapes = shapes_of(tensors);
+  const auto [known, first] = shapes_.try_emplace({route.stage, at::GradMode::is_enabled(), true}, shapes);
+  if (first || options_.dynamic_shape) {
+    send_shapes(shapes, route.peer, what);
+  } else {
+    require(known->second == shapes, what, ", made by ", layers, ": expected (", text_of(known->second),
+            ") as in the first micro-batch, found (", text_of(shapes), "). Give all micro-batches one shape (",
+            "\"dataloader_drop_last\": true), or set PipelineOptions.dynamic_shape");
+  }
+  for (const at::Tensor& tensor : tensors) send(tensor.detach(), route.peer, what);
+  if (!at::GradMode::is_enabled()) return;
+  Shapes& back = sent_[{route.stage, route.micro_batch}];
+  std::copy_if(shapes.begin(), shapes.end(), std::back_inserter(back), [](const Shape& s) { return s.requires_grad; });
+}
+
+void StageMessages::begin_activation(const Route& route) { begin(Content::kActivation, route); }
+
+Tensors StageMessages::activation(const Route& route) { return take(Content::kActivation, route); }
+
+void StageMessages::send_gradient(const Route& route, const Tensors& of_inputs, const Tensors& gradients) {
+  const std::string what = label(Content::kGradient, route);
+  for (size_t i = 0; i < of_inputs.size(); ++i) {
+    if (!of_inputs[i].requires_grad()) continue;
+    send(gradients[i].defined() ? gradients[i] : at::zeros_like(of_inputs[i]), route.peer, what);
+  }
+}
+
+void StageMessages::begin_gradient(const Route& route) { begin(Content::kGradient, route); }
+
+Tensors StageMessages::gradient(const Route& route) { return take(Content::kGradient, route); }
+
+// Whatever is begun behind a message that has not started waits with it: order is what the sender goes by.
+void StageMessages::begin(Content content, const Route& route) {
+  const MessageKey key = {content, {route.stage, route.micro_batch}};
+  const auto [found, inserted] =
+      incoming_.emplace(key, Incoming{.content = content, .route = route, .shapes = {}, .tensors = {}, .works = {}});
+  ensure(inserted, "a message is received once");
+  if (waiting_[route.peer].empty() && knows_shapes(found->second)) {
+    start(found->second);
+  } else {
+    waiting_[route.peer].push_back(key);
+  }
+}
+
+bool StageMessages::knows_shapes(const Incoming& message) const {
+  if (message.content == Content::kGradient) return sent_.contains({message.route.stage, message.route.micro_batch});
+  return !options_.dynamic_shape && shapes_.contains({message.route.stage, at::GradMode::is_enabled(), false});
+}
+
+void StageMessages::start(Incoming& message) {
+  const std::string what = label(message.content, message.route);
+  const int peer = message.route.peer;
+  if (message.content == Content::kActivation) {
+    const ShapesKey key = {message.route.stage, at::GradMode::is_enabled(), false};
+    if (!knows_shapes(message)) shapes_[key] = receive_shapes(peer, what);
+    message.shapes = shapes_.at(key);
+  } else {
+    const auto sent = sent_.find({message.route.stage, message.route.micro_batch});
+    ensure(sent != sent_.end(), "a gradient follows its activation");
+    message.shapes = std::move(sent->second);
+    sent_.erase(sent);
+  }
+  for (const Shape& shape : message.shapes) {
+    message.tensors.push_back(buffer(shape));
+    message.works.push_back(from(peer).irecv(message.tensors.back(), peer, 0, what));
+  }
+  message.started = true;
+}
+
+void StageMessages::start_until(const MessageKey& key) {
+  std::deque<MessageKey>& queue = waiting_[incoming_.at(key).route.peer];
+  while (!incoming_.at(key).started) {
+    ensure(!queue.empty(), "a message that has not started waits");
+    start(incoming_.at(queue.front()));
+    queue.pop_front();
+  }
+}
+
+Tensors StageMessages::take(Content content, const Route& route) {
+  const MessageKey key = {content, {route.stage, route.micro_batch}};
+  ensure(incoming_.contains(key), "a message is begun before it is used");
+  start_until(key);
+  Incoming message = std::move(incoming_.at(key));
+  incoming_.erase(key);
+  for (const comm::Work& work : message.works) work.wait();
+  Tensors tensors;
+  for (size_t i = 0; i < message.tensors.size(); ++i) {
+    tensors.push_back(message.tensors[i].detach());
+    if (content == Content::kActivation && message.shapes[i].requires_grad) tensors.back().set_requires_grad(true);
+  }
+  return tensors;
+}
+
+// Memory that nothing else refers to any more, or new one.
+at::Tensor StageMessages::buffer(const Shape& shape) {
+  const auto options = at::TensorOptions().dtype(shape.dtype).device(options_.device);
+  if (options_.dynamic_shape) return at::empty(shape.sizes, options);  // few would ever fit again
+  for (const at::Tensor& free : buffers_) {
+    if (free.scalar_type() == shape.dtype && free.sizes() == shape.sizes && free.storage().use_count() == 1) {
+      return free.detach();
+    }
+  }
+  buffers_.push_back(at::empty(shape.sizes, options));
+  return buffers_.back().detach();
+}
+
+void StageMessages::reset_evaluation_shapes() {
+  std::erase_if(shapes_, [](const auto& entry) { return !entry.first.grad; });
+}
+
+int64_t StageMessages::buffer_bytes() const {
+  int64_t bytes = 0;
+  for (const at::Tensor& tensor : buffers_) bytes += static_cast<int64_t>(tensor.nbytes());
+  return bytes;
+}
+
+}  // namespace ds::pipeline

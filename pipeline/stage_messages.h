@@ -1,0 +1,130 @@
+// What the stages of a pipeline send one another: activations forward, their gradients back, as tuples of tensors.
+//
+// Nothing waits here but the use of what has not arrived. Shapes and dtypes are agreed once, with the first
+// micro-batch, and then checked by the sender; with dynamic shapes they travel ahead of every message. Between two
+// ranks, messages of one direction travel in the order of the schedule, on communicators of their own, so that a
+// transport with one queue a pair of ranks (NCCL) never holds up the other direction.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <compare>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "pipeline/layer_spec.h"
+
+namespace ds::pipeline {
+
+struct MessageOptions {
+  at::Device device = at::kCPU;
+  bool dynamic_shape = false;
+};
+
+// Of one rank. Methods in the order of the schedule's actions, from one thread.
+class StageMessages {
+ public:
+  // Collective over `ranks`, which are those of the pipeline.
+  StageMessages(comm::Communicator& ranks, MessageOptions options);
+  // Does not wait: an exception may be on its way.
+  ~StageMessages() = default;
+
+  struct Route {
+    int stage = 0;  // whose output it is, or the gradient of it
+    int micro_batch = 0;
+    int peer = 0;  // rank
+  };
+  // The tensors may not be changed until finish(). `from`: the layers that made them, for messages. Throws UsageError
+  // when they differ from those of the first micro-batch.
+  void send_activation(const Route& route, const Tensors& tensors, const std::string& from);
+  void begin_activation(const Route& route);
+  // The tensors that begin_activation() has begun to receive; those that require a gradient are marked so.
+  Tensors activation(const Route& route);
+
+  // Gradients of those inputs that require one, in order; undefined ones are sent as zeros.
+  void send_gradient(const Route& route, const Tensors& of_inputs, const Tensors& gradients);
+  // Of the activation that was, or will have been, sent.
+  void begin_gradient(const Route& route);
+  Tensors gradient(const Route& route);
+
+  // Copies of `tensors`, which `root` alone has, on all ranks. Collective.
+  Tensors broadcast(const Tensors& tensors, int root);
+
+  // Returns when all that was sent has left. Throws CommError.
+  void finish();
+  // Shapes may be others from the next batch on (reset_activation_shape of DeepSpeed).
+  void reset_shapes() { shapes_.clear(); }
+  // Those of passes without gradients alone.
+  void reset_evaluation_shapes();
+  // What it talks over, beside `ranks`.
+  std::vector<std::shared_ptr<comm::Communicator>> groups() const { return {up_, down_}; }
+  // Bytes of receive buffers, which are used again as soon as nothing refers to them.
+  int64_t buffer_bytes() const;
+
+ private:
+  struct Shape {
+    at::ScalarType dtype = at::kFloat;
+    bool requires_grad = false;
+    std::vector<int64_t> sizes;
+    bool operator==(const Shape&) const = default;
+  };
+  using Shapes = std::vector<Shape>;
+  enum class Content : uint8_t { kActivation, kGradient };
+  struct Incoming {
+    Content content = Content::kActivation;
+    Route route;
+    Shapes shapes;  // once it has started
+    bool started = false;
+    Tensors tensors;
+    std::vector<comm::Work> works;
+  };
+  struct Outgoing {
+    at::Tensor tensor;
+    comm::Work work;
+  };
+  using MessageKey = std::pair<Content, std::pair<int, int>>;  // stage, micro-batch
+
+  static Shapes shapes_of(const Tensors& tensors);
+  static std::string text_of(const Shapes& shapes);
+  static std::string label(Content content, const Route& route);
+  comm::Communicator& towards(int peer) const;
+  comm::Communicator& from(int peer) const;
+  void send(const at::Tensor& tensor, int peer, const std::string& label);
+  at::Tensor to_numbers(const Shapes& shapes, const std::string& label) const;
+  static Shapes from_numbers(const at::Tensor& numbers);
+  void send_shapes(const Shapes& shapes, int peer, const std::string& label);
+  Shapes receive_shapes(int peer, const std::string& label);
+  void begin(Content content, const Route& route);
+  bool knows_shapes(const Incoming& message) const;
+  void start(Incoming& message);
+  void start_until(const MessageKey& key);
+  Tensors take(Content content, const Route& route);
+  at::Tensor buffer(const Shape& shape);
+  void forget_sent();
+
+  comm::Communicator& ranks_;
+  MessageOptions options_;
+  std::shared_ptr<comm::Communicator> up_;    // to higher ranks
+  std::shared_ptr<comm::Communicator> down_;  // to lower ranks
+  // Of a stage's outputs: with gradients or without (evaluation), sent or received.
+  struct ShapesKey {
+    int stage = 0;
+    bool grad = false;
+    bool sent = false;
+    auto operator<=>(const ShapesKey&) const = default;
+  };
+  std::map<ShapesKey, Shapes> shapes_;
+  std::map<std::pair<int, int>, Shapes> sent_;  // of what a gradient will come back: by stage and micro-batch
+  std::map<MessageKey, Incoming> incoming_;
+  std::map<int, std::deque<MessageKey>> waiting_;  // of each peer: begun, not started, in order
+  std::deque<Outgoing> outgoing_;
+  std::vector<at::Tensor> buffers_;
+};
+
+}  // namespace ds::pipeline

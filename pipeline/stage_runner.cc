@@ -1,0 +1,241 @@
+#include "pipeline/stage_runner.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "core/tensor_check.h"
+
+namespace ds::pipeline {
+
+// State of one batch.
+struct StageRunner::Run {
+  const Schedule& schedule;
+  const StageCallbacks& callbacks;
+  bool with_loss = true;
+  bool keep_outputs = false;
+  std::map<Key, Passing> passing;
+  std::map<int, MicroBatch> loaded;  // of the first and the last stage, until both have used it
+  std::map<int, int> uses;           // of each loaded one, still to come
+  int next_load = 0;
+  int passes_left = 0;                            // that add to gradients of weights
+  std::chrono::steady_clock::time_point arrived;  // when what the running action computes from was there
+  Result result;
+};
+
+StageRunner::StageRunner(const PipelineModule& module, comm::Communicator& ranks, MessageOptions options)
+    : module_(module), ranks_(ranks), device_(options.device), messages_(ranks, options) {}
+
+StageRunner::Result StageRunner::run(const Schedule& schedule, const StageCallbacks& callbacks, bool with_loss,
+                                     bool keep_outputs) {
+  const at::AutoGradMode gradients(schedule.training);
+  Run run{.schedule = schedule,
+          .callbacks = callbacks,
+          .with_loss = with_loss,
+          .keep_outputs = keep_outputs,
+          .passing = {},
+          .loaded = {},
+          .uses = {},
+          .arrived = {},
+          .result = {}};
+  const std::vector<Action>& actions = schedule.actions.at(static_cast<size_t>(ranks_.rank()));
+  for (const Action& action : actions) {
+    if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardInput) ++run.passes_left;
+  }
+  const auto micro_batches = static_cast<size_t>(schedule.shape.micro_batches);
+  if (here(run, schedule.stages() - 1)) {
+    if (with_loss) run.result.losses.resize(micro_batches);
+    if (keep_outputs) run.result.outputs.resize(micro_batches);
+  }
+  if (!schedule.training) messages_.reset_evaluation_shapes();  // each evaluation has its own
+  if (traces_) traced_.clear();
+  for (const Action& action : actions) do_action(run, action);
+  messages_.finish();
+  ensure(run.passing.empty(), "every micro-batch leaves its stage");
+  return std::move(run.result);
+}
+
+bool StageRunner::here(const Run& run, int stage) const {
+  return run.schedule.rank_of.at(static_cast<size_t>(stage)) == ranks_.rank();
+}
+
+// Of a message about the output of stage `made_by`, to or from the rank of stage `neighbour`.
+StageMessages::Route StageRunner::route(const Run& run, const Action& action, int made_by, int neighbour) const {
+  return {made_by, action.micro_batch, run.schedule.rank_of.at(static_cast<size_t>(neighbour))};
+}
+
+void StageRunner::do_action(Run& run, const Action& action) {
+  const int stage = action.stage;
+  run.arrived = std::chrono::steady_clock::now();
+  const auto passing = [&]() -> Passing& { return run.passing.at({stage, action.micro_batch}); };
+  switch (action.kind) {
+    case ActionKind::kForward:
+      forward(run, action);
+      break;
+    case ActionKind::kBackward:
+    case ActionKind::kBackwardInput:
+      backward(run, action);
+      break;
+    case ActionKind::kBackwardWeight:
+      backward_weight(run, action);
+      break;
+    case ActionKind::kSendActivation:
+      messages_.send_activation(route(run, action, stage, stage + 1), passing().outputs, module_.describe(stage));
+      if (run.schedule.training) {
+        passing().outputs.clear();
+      } else {
+        run.passing.erase({stage, action.micro_batch});
+      }
+      return;
+    case ActionKind::kRecvActivation:
+      return messages_.begin_activation(route(run, action, stage - 1, stage - 1));
+    case ActionKind::kSendGradient: {
+      Passing& own = passing();
+      messages_.send_gradient(route(run, action, stage - 1, stage - 1), own.inputs, own.gradients);
+      own.gradients.clear();
+      own.inputs.clear();
+      if (!own.backward) run.passing.erase({stage, action.micro_batch});
+      return;
+    }
+    case ActionKind::kRecvGradient:
+      return messages_.begin_gradient(route(run, action, stage, stage + 1));
+    case ActionKind::kReduceTied:
+    case ActionKind::kReduce:
+    case ActionKind::kStep:
+      if (run.callbacks.boundary) run.callbacks.boundary(action.kind);
+      return;
+  }
+  if (traces_) record(action, run.arrived);
+}
+
+const MicroBatch& StageRunner::micro_batch(Run& run, int index) {
+  // Batches come in order; the schedule may want them in another.
+  for (; run.next_load <= index; ++run.next_load) {
+    run.loaded[run.next_load] = run.callbacks.next();
+    run.uses[run.next_load] = (here(run, 0) ? 1 : 0) + (run.with_loss && here(run, run.schedule.stages() - 1) ? 1 : 0);
+  }
+  return run.loaded.at(index);
+}
+
+void StageRunner::forward(Run& run, const Action& action) {
+  const int stage = action.stage;
+  const int last = run.schedule.stages() - 1;
+  Passing& own = run.passing[{stage, action.micro_batch}];
+  const auto use_up = [&] {
+    if (--run.uses.at(action.micro_batch) == 0) run.loaded.erase(action.micro_batch);
+  };
+  if (stage == 0) {
+    for (const at::Tensor& input : micro_batch(run, action.micro_batch).inputs) own.inputs.push_back(input.detach());
+    use_up();
+  } else if (here(run, stage - 1)) {
+    const Key before = {stage - 1, action.micro_batch};
+    for (const at::Tensor& output : run.passing.at(before).outputs) {
+      own.inputs.push_back(output.detach());
+      if (output.requires_grad()) own.inputs.back().set_requires_grad(true);
+    }
+    if (!run.schedule.training) run.passing.erase(before);
+  } else {
+    own.inputs = messages_.activation(route(run, action, stage - 1, stage - 1));
+    run.arrived = std::chrono::steady_clock::now();
+  }
+  try {
+    own.outputs = module_.forward_stage(stage, own.inputs);
+  } catch (const UsageError& error) {
+    throw UsageError(cat("micro-batch ", action.micro_batch, ", ", error.what()));
+  }
+  if (stage == last) {
+    const auto index = static_cast<size_t>(action.micro_batch);
+    if (run.keep_outputs) run.result.outputs[index] = own.outputs;
+    if (run.with_loss) {
+      own.outputs = {loss(action.micro_batch, own.outputs, micro_batch(run, action.micro_batch).labels)};
+      run.result.losses[index] = own.outputs[0].detach();
+      use_up();
+    }
+  }
+  if (!run.schedule.training) {
+    own.inputs.clear();
+    if (stage == last) run.passing.erase({stage, action.micro_batch});
+    return;
+  }
+  if (stage == last) {
+    require(own.outputs[0].requires_grad(),
+            "pipeline: the loss has no graph: expected a tensor computed from trainable ", "parameters, found ",
+            describe(own.outputs[0]));
+    own.outputs = {run.callbacks.root(own.outputs[0])};
+  }
+  Tensors starts;
+  std::copy_if(own.outputs.begin(), own.outputs.end(), std::back_inserter(starts),
+               [](const at::Tensor& output) { return output.requires_grad(); });
+  own.backward = std::make_unique<StageBackward>(starts, own.inputs);
+}
+
+at::Tensor StageRunner::loss(int micro_batch, const Tensors& outputs, const Tensors& labels) const {
+  at::Tensor loss;
+  try {
+    loss = module_.options().loss(outputs, labels);
+  } catch (const c10::Error& error) {
+    throw UsageError(cat("micro-batch ", micro_batch, ", loss: ", error.what_without_backtrace()));
+  } catch (const std::exception& error) {
+    throw UsageError(cat("micro-batch ", micro_batch, ", loss: ", error.what()));
+  }
+  require(loss.defined() && loss.numel() == 1, "micro-batch ", micro_batch, ": expected a scalar loss, found ",
+          describe(loss), "; reduce it, for example with loss.mean()");
+  return loss;
+}
+
+void StageRunner::backward(Run& run, const Action& action) {
+  const int stage = action.stage;
+  const int last = run.schedule.stages() - 1;
+  Passing& own = run.passing.at({stage, action.micro_batch});
+  Tensors gradients;
+  if (stage == last) {
+    gradients = {at::ones_like(own.outputs[0])};
+  } else if (here(run, stage + 1)) {
+    Passing& next = run.passing.at({stage + 1, action.micro_batch});
+    for (size_t i = 0; i < own.outputs.size(); ++i) {
+      if (!own.outputs[i].requires_grad()) continue;
+      gradients.push_back(next.gradients[i].defined() ? next.gradients[i] : at::zeros_like(own.outputs[i]));
+    }
+    next.gradients.clear();
+    next.inputs.clear();
+    if (!next.backward) run.passing.erase({stage + 1, action.micro_batch});
+  } else {
+    gradients = messages_.gradient(route(run, action, stage, stage + 1));
+    run.arrived = std::chrono::steady_clock::now();
+  }
+  own.outputs.clear();
+  --run.passes_left;
+  if (action.kind == ActionKind::kBackwardInput && own.backward->can_split()) {
+    ++run.passes_left;  // its weights are still to come
+    own.gradients = own.backward->inputs_only(gradients);
+    return;
+  }
+  run.callbacks.accumulate(stage, run.passes_left == 0, [&] { own.gradients = own.backward->whole(gradients); });
+  own.backward.reset();
+  if (stage == 0) run.passing.erase({stage, action.micro_batch});
+}
+
+void StageRunner::backward_weight(Run& run, const Action& action) {
+  const auto found = run.passing.find({action.stage, action.micro_batch});
+  // Nothing is left where the first pass had to do all of it.
+  if (found == run.passing.end() || !found->second.backward) return;
+  Passing& own = found->second;
+  --run.passes_left;
+  run.callbacks.accumulate(action.stage, run.passes_left == 0, [&] { own.backward->weights(); });
+  own.backward.reset();
+  if (own.inputs.empty()) run.passing.erase(found);
+}
+
+void StageRunner::record(const Action& action, std::chrono::steady_clock::time_point start) {
+  if (!device_.is_cpu()) c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
+  const auto seconds = [](std::chrono::steady_clock::time_point at) {
+    return std::chrono::duration<double>(at.time_since_epoch()).count();
+  };
+  traced_.push_back({action, seconds(start), seconds(std::chrono::steady_clock::now())});
+}
+
+}  // namespace ds::pipeline

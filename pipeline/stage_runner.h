@@ -1,0 +1,94 @@
+// Executes one rank's list of actions (schedule.h) on the stages of a PipelineModule.
+//
+// Sends and receives run beside the computation; what a stage waits for is the arrival of its own input. A micro-batch
+// keeps the graph of its stage from forward to the end of its backward, not the stage's outputs.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "pipeline/micro_batch.h"
+#include "pipeline/pipeline_module.h"
+#include "pipeline/schedule.h"
+#include "pipeline/stage_backward.h"
+#include "pipeline/stage_messages.h"
+
+namespace ds::pipeline {
+
+// What the runner does not know of training.
+struct StageCallbacks {
+  // Called once for each micro-batch, also where first and last stage are on one rank.
+  BatchSource next;
+  // What backward starts from: the loss, scaled.
+  std::function<at::Tensor(const at::Tensor& loss)> root;
+  // Runs `pass`, which adds to gradients of weights of `stage`; `last`: none of this rank follows in this batch.
+  std::function<void(int stage, bool last, const std::function<void()>& pass)> accumulate;
+  // REDUCE_TIED, REDUCE, STEP. May be empty.
+  std::function<void(ActionKind)> boundary;
+};
+
+struct TracedAction {
+  Action action;
+  double start = 0;  // seconds on the host's steady clock
+  double end = 0;
+};
+
+class StageRunner {
+ public:
+  // All outlive the runner. Collective over `ranks`.
+  StageRunner(const PipelineModule& module, comm::Communicator& ranks, MessageOptions options);
+
+  struct Result {
+    // Of each micro-batch, in order, on the rank of the last stage; else empty. Detached scalars.
+    Tensors losses;
+    // Inference with `keep_outputs`: the last stage's outputs of each micro-batch.
+    std::vector<Tensors> outputs;
+  };
+  // `schedule` is sound. A schedule of inference runs without gradients; `with_loss`: its losses are computed. After an
+  // exception the pipeline cannot be used again: messages of the batch may be under way.
+  Result run(const Schedule& schedule, const StageCallbacks& callbacks, bool with_loss = true,
+             bool keep_outputs = false);
+
+  // From now on the compute actions of each batch are recorded, in place of those of the batch before. On an
+  // accelerator each then ends with a wait for the device.
+  void trace(bool on) { traces_ = on; }
+  const std::vector<TracedAction>& traced() const { return traced_; }
+  StageMessages& messages() { return messages_; }
+
+ private:
+  using Key = std::pair<int, int>;  // stage, micro-batch
+  // One micro-batch on its way through one stage.
+  struct Passing {
+    Tensors inputs;
+    Tensors outputs;  // of which backward needs the shapes, and the next stage on this rank the values
+    std::unique_ptr<StageBackward> backward;
+    Tensors gradients;  // of the inputs
+  };
+  struct Run;
+
+  void do_action(Run& run, const Action& action);
+  void forward(Run& run, const Action& action);
+  void backward(Run& run, const Action& action);
+  void backward_weight(Run& run, const Action& action);
+  const MicroBatch& micro_batch(Run& run, int index);
+  at::Tensor loss(int micro_batch, const Tensors& outputs, const Tensors& labels) const;
+  StageMessages::Route route(const Run& run, const Action& action, int made_by, int neighbour) const;
+  bool here(const Run& run, int stage) const;
+  void record(const Action& action, std::chrono::steady_clock::time_point start);
+
+  const PipelineModule& module_;
+  comm::Communicator& ranks_;
+  at::Device device_;
+  StageMessages messages_;
+  bool traces_ = false;
+  std::vector<TracedAction> traced_;
+};
+
+}  // namespace ds::pipeline
