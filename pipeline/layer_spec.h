@@ -34,6 +34,8 @@ namespace internal {
 std::string type_name(const std::type_info& type);
 [[noreturn]] void throw_arity(size_t found);
 
+template <class First, class Second>
+void append(Tensors& out, const std::pair<First, Second>& parts);
 inline void append(Tensors& out, const at::Tensor& tensor) { out.push_back(tensor); }
 inline void append(Tensors& out, const Tensors& tensors) { out.insert(out.end(), tensors.begin(), tensors.end()); }
 template <class... Parts>

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "core/text.h"
 
@@ -34,6 +35,20 @@ double shortest_action(const Timetable& timetable) {
     }
   }
   return shortest;
+}
+
+double column_time(const Timetable& timetable) {
+  std::vector<double> durations;
+  for (const std::vector<TimedAction>& list : timetable.ranks) {
+    for (const TimedAction& timed : list) {
+      if (timed.end > timed.start) durations.push_back(timed.end - timed.start);
+    }
+  }
+  if (durations.empty()) return 0;
+  const auto middle = durations.begin() + static_cast<std::ptrdiff_t>(durations.size() / 2);
+  std::nth_element(durations.begin(), middle, durations.end());
+  const double shortest = shortest_action(timetable);
+  return shortest < *middle / 4 ? *middle / 2 : shortest;
 }
 
 double round_step(double least) {

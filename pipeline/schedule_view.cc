@@ -57,7 +57,7 @@ class TerminalDrawing {
         timetable_(timetable),
         color_(color),
         chunks_(chunk_of_stages(schedule)),
-        unit_(std::max(shortest_action(timetable), timetable.makespan / kMostColumns)),
+        unit_(std::max(column_time(timetable), timetable.makespan / kMostColumns)),
         columns_(unit_ > 0 ? static_cast<int>(std::lround(timetable.makespan / unit_)) : 0) {
     for (const std::vector<TimedAction>& list : timetable.ranks) {
       for (const TimedAction& timed : list) column_width_ = std::max(column_width_, label(timed.action).size());

@@ -22,7 +22,10 @@ TEST(ShippedConfigs, ParseAndRunOnTwoRanks) {
     const DsConfig config = parse(entry.path(), {.dp_world_size = 2, .strict = true});
     EXPECT_TRUE(config.warnings.empty()) << entry.path() << ": " << config.warnings.front();
     EXPECT_TRUE(unsupported_features(config).empty()) << entry.path();
-    EXPECT_NO_THROW(engine::make_plan(config, {.world_size = 2, .dp = 2})) << entry.path();
+    const int64_t stages = config.pipeline.stages.value_or(1);
+    EXPECT_NO_THROW(
+        engine::make_plan(config, {.world_size = 2 * stages, .dp = 2, .pipe = stages}, {.pipeline_module = stages > 1}))
+        << entry.path();
     const std::string name = entry.path().filename().string();
     EXPECT_EQ(config.optimizer.type, name == "onebit_adam.json"     ? "OneBitAdam"
                                      : name == "zero_one_adam.json" ? "ZeroOneAdam"

@@ -1,0 +1,173 @@
+#include "pipeline/pipeline_module.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <thread>
+
+#include "core/check.h"
+#include "tests/support/thread_ranks.h"
+
+namespace ds::pipeline {
+namespace {
+
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::ThrowsMessage;
+
+at::Tensor error_of(const at::Tensor& output, const at::Tensor& label) { return (output - label).pow(2).mean(); }
+
+LayerSpec linear(int64_t in, int64_t out) { return LayerSpec::of<torch::nn::Linear>(in, out); }
+
+std::vector<std::string> names_of(const torch::nn::Module& module) {
+  std::vector<std::string> names;
+  for (const auto& item : module.named_parameters()) names.push_back(item.key());
+  return names;
+}
+
+std::unique_ptr<PipelineModule> built(std::vector<LayerSpec> layers, const StagePlacement& placement,
+                                      PipelineOptions options = {.loss = error_of}) {
+  auto module = std::make_unique<PipelineModule>(std::move(layers), std::move(options));
+  module->build(placement);
+  return module;
+}
+
+TEST(PipelineModule, BuildsTheOwnStageOnly) {
+  int made = 0;
+  const auto counted = [&made](int64_t width) {
+    return LayerSpec::made_by([&made, width] {
+      ++made;
+      return std::make_shared<torch::nn::LinearImpl>(width, width);
+    });
+  };
+  const auto module =
+      built({counted(3), counted(4), counted(5), counted(6)}, {.rank = 1, .rank_of = {0, 1}, .partition = "uniform"});
+  EXPECT_EQ(made, 2);
+  EXPECT_THAT(module->bounds(), ElementsAre(0, 2, 4));
+  EXPECT_THAT(names_of(*module), ElementsAre("2.weight", "2.bias", "3.weight", "3.bias"));
+  EXPECT_EQ(module->describe(1), "layers 2 (torch::nn::Linear) to 3 (torch::nn::Linear)");
+  EXPECT_TRUE(module->is_elsewhere("0.weight"));
+  EXPECT_FALSE(module->is_elsewhere("3.weight"));
+}
+
+TEST(PipelineModule, NamesMayBePathsOfSubmodules) {
+  const auto module =
+      built({linear(2, 3).named("h.0.mlp"), linear(3, 3).named("h.0.out"), linear(3, 2).named("head")}, {});
+  EXPECT_THAT(names_of(*module), ElementsAre("h.0.mlp.weight", "h.0.mlp.bias", "h.0.out.weight", "h.0.out.bias",
+                                             "head.weight", "head.bias"));
+}
+
+TEST(PipelineModule, ARankOfSeveralStagesHasThemAll) {
+  const auto module = built({linear(2, 2), linear(2, 2), linear(2, 2), linear(2, 2)},
+                            {.rank = 0, .rank_of = {0, 1, 1, 0}, .partition = "uniform"});
+  EXPECT_THAT(names_of(*module), ElementsAre("0.weight", "0.bias", "3.weight", "3.bias"));
+  EXPECT_EQ(module->parameters_of(3).size(), 2U);
+  EXPECT_THAT(module->parameters_of(1), IsEmpty());
+}
+
+TEST(PipelineModule, LayersOfOneKeyOnARankAreOneModule) {
+  const auto tied = [] { return LayerSpec::tied<torch::nn::Linear>("shared", 2, 2); };
+  const auto module = built({tied(), linear(2, 2), tied()}, {});
+  EXPECT_THAT(names_of(*module), ElementsAre("shared.weight", "shared.bias", "1.weight", "1.bias"));
+  EXPECT_THAT(module->tied(), IsEmpty()) << "on one rank there is nothing to add";
+  const auto parted = built({tied(), linear(2, 2), tied()}, {.rank = 1, .rank_of = {0, 1}, .partition = "uniform"});
+  EXPECT_THAT(names_of(*parted), ElementsAre("shared.weight", "shared.bias"));
+  ASSERT_EQ(parted->tied().size(), 1U);
+  EXPECT_EQ(parted->tied()[0].key, "shared");
+  EXPECT_THAT(parted->tied()[0].ranks, ElementsAre(0, 1));
+  EXPECT_EQ(parted->tied_parameters("shared").size(), 2U);
+}
+
+TEST(PipelineModule, SeededLayersDoNotDependOnTheStages) {
+  const auto layers = [] { return std::vector<LayerSpec>{linear(3, 3), linear(3, 3), linear(3, 3)}; };
+  const auto whole = built(layers(), {.seed_layers = true});
+  const auto last = built(layers(), {.rank = 1, .rank_of = {0, 1}, .partition = "uniform", .seed_layers = true});
+  EXPECT_TRUE(torch::equal(whole->named_parameters()["2.weight"], last->named_parameters()["2.weight"]));
+  EXPECT_FALSE(torch::equal(whole->named_parameters()["0.weight"], whole->named_parameters()["2.weight"]));
+}
+
+TEST(PipelineModule, PartitionsAreTheSameOnAllRanks) {
+  const auto layers = [] {
+    return std::vector<LayerSpec>{linear(2, 40), linear(40, 2), linear(2, 2), linear(2, 2),
+                                  LayerSpec::function([](const at::Tensor& x) { return x.sigmoid(); })};
+  };
+  for (const std::string method : {"parameters", "type:linear", "profile"}) {
+    std::vector<StageBounds> bounds(2);
+    test::run_ranks(2, [&](comm::Communicator& ranks) {
+      const at::Tensor before = at::detail::getDefaultCPUGenerator().get_state();
+      PipelineOptions options{.loss = error_of, .profile_inputs = {torch::ones({4, 2})}};
+      PipelineModule module(layers(), std::move(options));
+      module.build({.rank = ranks.rank(), .rank_of = {0, 1}, .ranks = &ranks, .partition = method});
+      bounds[static_cast<size_t>(ranks.rank())] = module.bounds();
+    });
+    EXPECT_EQ(bounds[0], bounds[1]) << method;
+    if (method == "parameters") {
+      EXPECT_THAT(bounds[0], ElementsAre(0, 1, 5));  // 120 against 82 + 6 + 6
+    }
+    if (method == "type:linear") {
+      EXPECT_THAT(bounds[0], ElementsAre(0, 2, 5));
+    }
+  }
+}
+
+TEST(PipelineModule, LayersTakeAndGiveTuples) {
+  const auto pair = [](const at::Tensor& x) { return std::make_tuple(x, std::make_pair(x * 2, Tensors{x * 3})); };
+  const auto sum = [](const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) { return a + b + c; };
+  const auto module = built({linear(2, 2), LayerSpec::function(pair), LayerSpec::function(sum)}, {});
+  const at::Tensor x = torch::ones({1, 2});
+  const at::Tensor once = module->named_children()["0"]->as<torch::nn::Linear>()->forward(x);
+  EXPECT_TRUE(torch::allclose(module->forward(x), once * 6));
+}
+
+TEST(PipelineModule, ModulesThatAreThereAlready) {
+  torch::nn::Linear made(2, 3);
+  const auto module = built({LayerSpec::module(made), LayerSpec::module(torch::nn::Linear(3, 2).ptr())}, {});
+  EXPECT_TRUE(module->parameters()[0].is_same(made->weight));
+  EXPECT_EQ(module->forward(torch::ones({1, 2})).size(1), 2);
+}
+
+TEST(PipelineModule, MistakesAreNamed) {
+  const auto make = [](std::vector<LayerSpec> layers, LossFunction loss) {
+    return [layers = std::move(layers), loss] { PipelineModule(layers, {.loss = loss}); };
+  };
+  EXPECT_THAT(make({}, error_of), ThrowsMessage<UsageError>(HasSubstr("expected layers")));
+  EXPECT_THAT(make({linear(1, 1)}, {}), ThrowsMessage<UsageError>(HasSubstr("expected a loss")));
+  EXPECT_THAT(make({linear(1, 1).named("a"), linear(1, 1).named("a")}, error_of),
+              ThrowsMessage<UsageError>(AllOf(HasSubstr("layers 0 and 1"), HasSubstr("named a"))));
+  EXPECT_THAT(make({LayerSpec::tied<torch::nn::Linear>("k", 1, 1),
+                    LayerSpec::tied<torch::nn::LayerNorm>("k", torch::nn::LayerNormOptions({1}))},
+                   error_of),
+              ThrowsMessage<UsageError>(AllOf(HasSubstr("torch::nn::Linear"), HasSubstr("torch::nn::LayerNorm"))));
+  EXPECT_THAT(make({LayerSpec::tied<torch::nn::Linear>("k", 1, 1),
+                    LayerSpec::tied<torch::nn::Linear>("k", 1, 1).named("other")},
+                   error_of),
+              ThrowsMessage<UsageError>(AllOf(HasSubstr("key k"), HasSubstr("other"))));
+  const auto two = [](const at::Tensor& a, const at::Tensor& b) { return a + b; };
+  const auto module = built({linear(2, 2), LayerSpec::function(two)}, {});
+  EXPECT_THAT(
+      [&] {
+        module->forward(torch::ones({1, 2}));
+      },
+      ThrowsMessage<UsageError>(
+          AllOf(HasSubstr("stage 0, layer 1 "), HasSubstr("another number of tensors than the 1"))));
+  EXPECT_THAT([&] { module->build({}); }, ThrowsMessage<UsageError>(HasSubstr("belongs to an engine already")));
+  const auto part = built({linear(2, 2), linear(2, 2)}, {.rank = 1, .rank_of = {0, 1}, .partition = "uniform"});
+  EXPECT_THAT(
+      [&] {
+        part->forward(torch::ones({1, 2}));
+      },
+      ThrowsMessage<UsageError>(AllOf(HasSubstr("layer 0 is on another rank"), HasSubstr("eval_batch"))));
+  PipelineModule unbuilt({linear(2, 2), linear(2, 2)}, {.loss = error_of});
+  EXPECT_THAT([&] { unbuilt.forward(torch::ones({1, 2})); }, ThrowsMessage<UsageError>(HasSubstr("initialize")));
+  EXPECT_THAT(
+      [&] {
+        unbuilt.build({.rank_of = {0, 1}, .partition = "evenly"});
+      },
+      ThrowsMessage<ConfigError>(AllOf(HasSubstr("evenly"), HasSubstr("type:REGEX"))));
+}
+
+}  // namespace
+}  // namespace ds::pipeline
