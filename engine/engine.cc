@@ -96,7 +96,7 @@ void Engine::step() {
   self.complete_step(*this);
 }
 
-void Engine::Impl::complete_step(const Engine& engine) {
+void Engine::Impl::complete_step(const Engine& engine, const at::Tensor& loss) {
   reporter->step_begins();
   const Autocast::Pause pause(device.type());
   micro_steps_since_update = 0;
@@ -108,7 +108,7 @@ void Engine::Impl::complete_step(const Engine& engine) {
     ++applied_steps;
     if (schedule) schedule->step();
   }
-  reporter->step_ends(engine);
+  reporter->step_ends(engine, loss);
 }
 
 bool Engine::Impl::at_boundary() const {

@@ -252,6 +252,7 @@ class Engine {
     return std::forward<Input>(input);
   }
   at::Tensor prepared(const at::Tensor& input) const;
+  pipeline::MicroBatch on_device(pipeline::MicroBatch batch) const;
 
   std::unique_ptr<Impl> impl_;
 };

@@ -135,8 +135,8 @@ struct Engine::Impl {
   // Runs `pass`, a backward pass or a part of one that adds to gradients, and begins the reductions that follow from
   // it. `in_pass` as of GradientReducer::begin_backward.
   void accumulate(bool boundary, const std::function<void()>& pass, std::vector<char> in_pass = {});
-  // The boundary of an accumulation: update, schedule, report.
-  void complete_step(const Engine& engine);
+  // The boundary of an accumulation: update, schedule, report. `loss` may be undefined.
+  void complete_step(const Engine& engine, const at::Tensor& loss = {});
   void reduce_tied();
   // What backward starts from: over the accumulation's micro-batches, with loss scale.
   at::Tensor averaged(const at::Tensor& loss) const;

@@ -400,7 +400,7 @@ Initialized initialize(InitializeOptions options) {
     groups = plan_groups(config.optimizer, parameters, options.parameter_groups, impl->plan.topology.pipe > 1);
   }
   if (impl->plan.topology.pipe > 1) {
-    require_same_on_all_ranks({}, config.text.dump(), impl->device, *impl->world);
+    require_same_on_all_ranks({}, cat(config.text.dump(), layers_text(*impl->pipeline)), impl->device, *impl->world);
   }
   require_same_on_all_ranks(parameters, settings_text(options, config, groups), impl->device, *impl->communicator);
   impl->groups = make_rank_groups(impl->plan, impl->communicator);

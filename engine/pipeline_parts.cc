@@ -44,6 +44,11 @@ std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::Pi
                  .activation_checkpoint_interval = section.activation_checkpoint_interval,
                  .seed_layers = section.seed_layers},
                 recomputed);
+  const std::vector<at::Tensor> own = module->parameters();
+  const bool trains = std::any_of(own.begin(), own.end(), [](const at::Tensor& t) { return t.requires_grad(); });
+  require(trains, "pipeline: rank ", ranks->rank(),
+          " of the pipeline has nothing to train: its stages have no trainable ",
+          "parameter. Use fewer pipeline.stages, or another pipeline.partition than \"", section.partition, "\"");
   auto parts = std::make_unique<PipelineParts>();
   parts->module = module;
   parts->ranks = ranks;
@@ -55,6 +60,16 @@ std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::Pi
     parts->tied.push_back(std::move(weights));
   }
   return parts;
+}
+
+std::string layers_text(const PipelineParts& parts) {
+  std::string text;
+  for (const pipeline::LayerSpec& layer : parts.module->layers()) {
+    text += cat(' ', layer.name, ' ', layer.type, ' ', layer.key, ';');
+  }
+  for (const int bound : parts.module->bounds()) text += cat(' ', bound);
+  for (const int rank : parts.module->placement()) text += cat(" @", rank);
+  return text;
 }
 
 bool PipelineParts::is_copy(const std::string& name) const {

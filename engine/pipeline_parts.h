@@ -50,6 +50,9 @@ std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::Pi
                                               const std::shared_ptr<comm::Communicator>& ranks,
                                               const config::DsConfig& config, const Plan& plan);
 
+// What has to be the same on all ranks: layers, and where they are.
+std::string layers_text(const PipelineParts& parts);
+
 // Ranks that share weights go on from the first one's values. Collective, likewise.
 void share_start_values(PipelineParts& parts);
 

@@ -57,7 +57,7 @@ void Reporter::step_begins() { step_begin_ = profiling::monotonic_seconds(); }
 
 void Reporter::reductions_end() { timers_.add(Phase::kBackwardReduce, profiling::monotonic_seconds() - step_begin_); }
 
-void Reporter::step_ends(const Engine& engine) {
+void Reporter::step_ends(const Engine& engine, const at::Tensor& loss) {
   const double now = profiling::monotonic_seconds();
   timers_.add(Phase::kStep, now - step_begin_);
   throughput_.add_step(now - last_step_end_, engine.train_batch_size());
@@ -66,7 +66,7 @@ void Reporter::step_ends(const Engine& engine) {
   if (!is_first_rank_) return;
   if (!monitors_.empty()) write_events(engine);
   if (steps_per_print_ > 0 && engine.global_steps() % steps_per_print_ == 0) {
-    print_step(engine);
+    print_step(engine, loss);
     if (checkpoints_) print_checkpoints();
   }
   if (memory_) print_memory(engine);
@@ -78,11 +78,12 @@ void Reporter::step_ends(const Engine& engine) {
   }
 }
 
-void Reporter::print_step(const Engine& engine) const {
+void Reporter::print_step(const Engine& engine, const at::Tensor& loss) const {
   std::string momenta = "[";
   for (const std::vector<double>& group : engine.get_mom()) momenta += cat(momenta == "[" ? "" : ", ", list_of(group));
-  log::info("step=", engine.global_steps(), ", skipped=", engine.skipped_steps(), ", lr=", list_of(engine.get_lr()),
-            ", mom=", momenta, "], ", throughput_.summary());
+  const std::string loss_text = loss.defined() ? cat(", loss=", loss.item<double>()) : "";
+  log::info("step=", engine.global_steps(), loss_text, ", skipped=", engine.skipped_steps(),
+            ", lr=", list_of(engine.get_lr()), ", mom=", momenta, "], ", throughput_.summary());
 }
 
 void Reporter::print_memory(const Engine& engine) {

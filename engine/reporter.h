@@ -2,6 +2,8 @@
 // memory_breakdown, monitors.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -28,11 +30,11 @@ class Reporter {
   void step_begins();
   // The part of the step spent waiting for reductions that backward did not hide.
   void reductions_end();
-  // After an optimizer step, applied or skipped.
-  void step_ends(const Engine& engine);
+  // After an optimizer step, applied or skipped. `loss` is undefined where the engine does not know it.
+  void step_ends(const Engine& engine, const at::Tensor& loss);
 
  private:
-  void print_step(const Engine& engine) const;
+  void print_step(const Engine& engine, const at::Tensor& loss) const;
   void print_memory(const Engine& engine);
   // Of the regions that this thread began since the last line.
   static void print_checkpoints();

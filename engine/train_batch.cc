@@ -58,6 +58,12 @@ at::Tensor Engine::train_batch() {
   return train_batch(source_of(impl_->loader));
 }
 
+pipeline::MicroBatch Engine::on_device(pipeline::MicroBatch batch) const {
+  for (at::Tensor& input : batch.inputs) input = prepared(input);
+  for (at::Tensor& label : batch.labels) label = label.to(impl_->device);
+  return batch;
+}
+
 at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   Impl& self = *impl_;
   PipelineParts& parts = pipeline_of(self, "train_batch()");
@@ -70,13 +76,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   const pipeline::Schedule& schedule = training_schedule(parts, self.plan, micro_batches);
   self.step_applied = false;
   const pipeline::StageCallbacks callbacks = {
-      .next =
-          [&] {
-            pipeline::MicroBatch batch = next();
-            for (at::Tensor& input : batch.inputs) input = prepared(input);
-            for (at::Tensor& label : batch.labels) label = label.to(self.device);
-            return batch;
-          },
+      .next = [&] { return on_device(next()); },
       .root =
           [&](const at::Tensor& loss) {
             const Autocast::Pause pause(self.device.type());
@@ -86,8 +86,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
           [&](int stage, bool last, const std::function<void()>& pass) {
             const Autocast::Pause pause(self.device.type());
             self.accumulate(last, pass, parts.bucket_in_pass.at(static_cast<size_t>(stage)));
-          },
-      .boundary = {}};
+          }};
   self.reporter->backward_begins();
   pipeline::StageRunner::Result result;
   try {
@@ -99,7 +98,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   self.reporter->backward_ends();
   const at::Tensor loss = mean_of_all(self, result.losses);
   self.micro_steps += micro_batches;
-  self.complete_step(*this);
+  self.complete_step(*this, loss);
   return loss;
 }
 
@@ -114,18 +113,7 @@ Evaluation Engine::eval_batch(const pipeline::BatchSource& next, const EvalOptio
   const pipeline::Schedule& schedule = evaluation_schedule(parts, micro_batches);
   const bool trains = self.module->is_training();
   eval();
-  const pipeline::StageCallbacks callbacks = {.next =
-                                                  [&] {
-                                                    pipeline::MicroBatch batch = next();
-                                                    for (at::Tensor& input : batch.inputs) input = prepared(input);
-                                                    for (at::Tensor& label : batch.labels) {
-                                                      label = label.to(self.device);
-                                                    }
-                                                    return batch;
-                                                  },
-                                              .root = {},
-                                              .accumulate = {},
-                                              .boundary = {}};
+  const pipeline::StageCallbacks callbacks = {.next = [&] { return on_device(next()); }, .root = {}, .accumulate = {}};
   pipeline::StageRunner::Result result =
       parts.runner->run(schedule, callbacks, options.compute_loss, options.return_logits);
   if (trains) train();

@@ -85,7 +85,7 @@ Action parse_action(const std::string& text) {
   }
   throw ConfigError(
       cat("schedule: expected a stage, one of F, B, I, W, SF, RF, SB, RB and a micro-batch, as in \"0F3\", or "
-          "REDUCE_TIED, REDUCE or STEP, found \"",
+          "REDUCE, REDUCE_TIED or STEP, found \"",
           text, "\""));
 }
 

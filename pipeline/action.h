@@ -18,12 +18,12 @@ enum class ActionKind : uint8_t {
   kRecvActivation,  // starts to receive the input of `stage` from stage - 1
   kSendGradient,    // starts to send the gradient of the input of `stage` to stage - 1
   kRecvGradient,    // starts to receive the gradient of what `stage` has computed from stage + 1
-  kReduceTied,      // gradients of weights that several stages share are added, over the stages
   kReduce,          // gradients are reduced over the data-parallel ranks, as far as backward has not done it
+  kReduceTied,      // then, those of weights that several stages share are added, over the stages
   kStep,            // one norm over all ranks, then the optimizer
 };
 
-// Kinds that take a stage and a micro-batch; kReduceTied, kReduce and kStep are of the whole rank.
+// Kinds that take a stage and a micro-batch; kReduce, kReduceTied and kStep are of the whole rank, and end its list.
 bool is_compute(ActionKind kind);
 bool is_send(ActionKind kind);
 bool is_recv(ActionKind kind);
@@ -37,7 +37,7 @@ struct Action {
 
 // As torch.distributed.pipelining writes its compute actions: stage, letter, micro-batch. "0F3" forward, "0B3"
 // backward, "0I3" backward of the input, "0W3" of the weights; "0SF3", "0RF3" an activation is sent, received, "0SB3",
-// "0RB3" a gradient; "REDUCE_TIED", "REDUCE", "STEP".
+// "0RB3" a gradient; "REDUCE", "REDUCE_TIED", "STEP".
 std::string to_text(const Action& action);
 // Throws ConfigError naming the text for anything else.
 Action parse_action(const std::string& text);

@@ -110,7 +110,7 @@ Schedule with_messages(std::string name, const ScheduleShape& shape, std::vector
   for (const std::vector<Action>& order : compute) {
     std::vector<Action> list = messages.list_of(order);
     if (schedule.training) {
-      for (const ActionKind kind : {ActionKind::kReduceTied, ActionKind::kReduce, ActionKind::kStep}) {
+      for (const ActionKind kind : {ActionKind::kReduce, ActionKind::kReduceTied, ActionKind::kStep}) {
         list.push_back({.kind = kind});
       }
     }

@@ -55,7 +55,7 @@ std::vector<int> place_stages(ScheduleKind kind, const ScheduleShape& shape);
 Schedule make_schedule(ScheduleKind kind, const ScheduleShape& shape);
 
 // A complete schedule from the compute actions of each rank alone (F, B, I, W): adds sends after what they send,
-// receives, and at the end of a training schedule REDUCE_TIED, REDUCE and STEP. A receive starts one compute action
+// receives, and at the end of a training schedule REDUCE, REDUCE_TIED and STEP. A receive starts one compute action
 // before the one that needs it, and the receives of a rank from one other start in the order in which that one sends,
 // so that transports with one queue a pair of ranks (NCCL) never wait for each other. Between stages of one rank
 // nothing is sent.

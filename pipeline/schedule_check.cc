@@ -16,7 +16,7 @@ namespace {
 using enum ActionKind;
 
 constexpr size_t kMostProblems = 100;
-constexpr std::array<ActionKind, 3> kEnd = {kReduceTied, kReduce, kStep};
+constexpr std::array<ActionKind, 3> kEnd = {kReduce, kReduceTied, kStep};
 
 class Problems {
  public:
@@ -116,7 +116,7 @@ class Checker {
     const std::vector<Action>& list = schedule_.actions[rank];
     for (size_t position = 0; position < list.size(); ++position) {
       const Action& action = list[position];
-      if (action.kind >= kReduceTied) continue;
+      if (action.kind >= kReduce) continue;
       if (action.stage < 0 || action.stage >= schedule_.stages() || action.micro_batch < 0 ||
           action.micro_batch >= schedule_.shape.micro_batches) {
         problems_.add(at(rank, position, action), ": expected a stage in [0, ", schedule_.stages(),
@@ -221,11 +221,11 @@ class Checker {
     const size_t end = schedule_.training ? kEnd.size() : 0;
     for (size_t position = 0; position < list.size(); ++position) {
       const Action& action = list[position];
-      if (action.kind < kReduceTied) continue;
+      if (action.kind < kReduce) continue;
       if (!schedule_.training) {
         problems_.add(at(rank, position, action), ": this schedule has forwards only");
       } else if (position + end < list.size() || action.kind != kEnd[position + end - list.size()]) {
-        problems_.add(at(rank, position, action), ": expected REDUCE_TIED, REDUCE and STEP once, at the end");
+        problems_.add(at(rank, position, action), ": expected REDUCE, REDUCE_TIED and STEP once, at the end");
       }
     }
     for (size_t k = 0; k < end; ++k) {
@@ -233,7 +233,7 @@ class Checker {
           std::any_of(list.begin(), list.end(), [&](const Action& action) { return action.kind == kEnd[k]; });
       if (!there) {
         problems_.add("rank ", rank, ", position ", list.size(), ", ", to_text({.kind = kEnd[k]}),
-                      ": missing, expected REDUCE_TIED, REDUCE and STEP at the end");
+                      ": missing, expected REDUCE, REDUCE_TIED and STEP at the end");
       }
     }
   }

@@ -16,7 +16,7 @@ namespace ds::pipeline {
 //   used, and between stages of one rank there is none;
 // - between two ranks, in each direction, messages are received in the order in which they are sent;
 // - the ranks never wait for one another in a circle (sends do not wait for their receivers); a circle is printed;
-// - REDUCE_TIED, REDUCE and STEP come once, in this order, at the end, on every rank alike; never in inference.
+// - REDUCE, REDUCE_TIED and STEP come once, in this order, at the end, on every rank alike; never in inference.
 // Of more than a hundred, the first ones and how many more there are. A circle is looked for once all else is right.
 std::vector<std::string> schedule_problems(const Schedule& schedule);
 

@@ -106,8 +106,7 @@ void StageRunner::do_action(Run& run, const Action& action) {
     case ActionKind::kReduceTied:
     case ActionKind::kReduce:
     case ActionKind::kStep:
-      if (run.callbacks.boundary) run.callbacks.boundary(action.kind);
-      return;
+      return;  // the caller's
   }
   if (traces_) record(action, run.arrived);
 }

@@ -30,8 +30,6 @@ struct StageCallbacks {
   std::function<at::Tensor(const at::Tensor& loss)> root;
   // Runs `pass`, which adds to gradients of weights of `stage`; `last`: none of this rank follows in this batch.
   std::function<void(int stage, bool last, const std::function<void()>& pass)> accumulate;
-  // REDUCE_TIED, REDUCE, STEP. May be empty.
-  std::function<void(ActionKind)> boundary;
 };
 
 struct TracedAction {
@@ -51,8 +49,9 @@ class StageRunner {
     // Inference with `keep_outputs`: the last stage's outputs of each micro-batch.
     std::vector<Tensors> outputs;
   };
-  // `schedule` is sound. A schedule of inference runs without gradients; `with_loss`: its losses are computed. After an
-  // exception the pipeline cannot be used again: messages of the batch may be under way.
+  // `schedule` is sound. Its last actions, REDUCE, REDUCE_TIED and STEP, are for the caller to do then. A schedule of
+  // inference runs without gradients; `with_loss`: its losses are computed. After an exception the pipeline cannot be
+  // used again: messages of the batch may be under way.
   Result run(const Schedule& schedule, const StageCallbacks& callbacks, bool with_loss = true,
              bool keep_outputs = false);
 

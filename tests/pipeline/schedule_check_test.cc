@@ -115,7 +115,7 @@ std::string drop_compute(Schedule& schedule, Random& random) {
 }
 
 std::string drop_end(Schedule& schedule, Random& random) {
-  return drop(schedule, random, [](const Action& action) { return action.kind >= kReduceTied; });
+  return drop(schedule, random, [](const Action& action) { return action.kind >= kReduce; });
 }
 
 std::string duplicate(Schedule& schedule, Random& random) {
@@ -128,7 +128,7 @@ std::string duplicate(Schedule& schedule, Random& random) {
 
 std::string move_to_another_rank(Schedule& schedule, Random& random) {
   const auto [rank, i] =
-      random.one_of(spots_of(schedule, [](const Action& action) { return action.kind < kReduceTied; }));
+      random.one_of(spots_of(schedule, [](const Action& action) { return action.kind < kReduce; }));
   std::vector<Action>& list = schedule.actions[rank];
   const Action action = list[i];
   list.erase(list.begin() + static_cast<std::ptrdiff_t>(i));
@@ -265,7 +265,7 @@ TEST(ScheduleCheck, MessagesNameRankPositionAndAction) {
                           "rank 1, position 0, 1F0: needs 1RF0, which is missing"));
   list.pop_back();
   EXPECT_THAT(schedule_problems(schedule),
-              Contains("rank 1, position 5, STEP: missing, expected REDUCE_TIED, REDUCE and STEP at the end"));
+              Contains("rank 1, position 5, STEP: missing, expected REDUCE, REDUCE_TIED and STEP at the end"));
 }
 
 TEST(ScheduleCheck, TheEndComesOnceAndInItsOrder) {
@@ -274,7 +274,7 @@ TEST(ScheduleCheck, TheEndComesOnceAndInItsOrder) {
   std::swap(schedule.actions[0][count - 1], schedule.actions[0][count - 2]);
   std::rotate(schedule.actions[1].begin(), schedule.actions[1].end() - 1, schedule.actions[1].end());
   const std::vector<std::string> problems = schedule_problems(schedule);
-  EXPECT_THAT(problems, Contains(HasSubstr("rank 0, position 5, STEP: expected REDUCE_TIED, REDUCE and STEP once")));
+  EXPECT_THAT(problems, Contains(HasSubstr("rank 0, position 5, STEP: expected REDUCE, REDUCE_TIED and STEP once")));
   EXPECT_THAT(problems, Contains(HasSubstr("rank 1, position 0, STEP: expected")));
 
   Schedule inference = make_schedule(kInference, {.ranks = 2});

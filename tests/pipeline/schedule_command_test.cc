@@ -60,7 +60,7 @@ TEST(ScheduleCommand, KindsWithSeveralChunksHaveTwo) {
 TEST(ScheduleCommand, ListsActions) {
   ScheduleOptions options = {.kind = "gpipe", .stages = 2, .micro_batches = 1};
   options.list = true;
-  EXPECT_THAT(run(options).out, HasSubstr("\nrank 0: 0RB0 0F0 0SF0 0B0 REDUCE_TIED REDUCE STEP\n"));
+  EXPECT_THAT(run(options).out, HasSubstr("\nrank 0: 0RB0 0F0 0SF0 0B0 REDUCE REDUCE_TIED STEP\n"));
 }
 
 TEST(ScheduleCommand, PrintsOneJsonObject) {

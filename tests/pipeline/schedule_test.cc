@@ -85,8 +85,8 @@ TEST(Schedule, OrdersOfFourMicroBatchesOnThreeRanks) {
 
 TEST(Schedule, ReceivesStartOneActionAhead) {
   const Schedule schedule = make_schedule(k1F1B, {.ranks = 2, .chunks = 1, .micro_batches = 2});
-  EXPECT_EQ(list_of(schedule, 0), "0F0 0SF0 0RB0 0F1 0SF1 0RB1 0B0 0B1 REDUCE_TIED REDUCE STEP");
-  EXPECT_EQ(list_of(schedule, 1), "1RF0 1F0 1RF1 1B0 1SB0 1F1 1B1 1SB1 REDUCE_TIED REDUCE STEP");
+  EXPECT_EQ(list_of(schedule, 0), "0F0 0SF0 0RB0 0F1 0SF1 0RB1 0B0 0B1 REDUCE REDUCE_TIED STEP");
+  EXPECT_EQ(list_of(schedule, 1), "1RF0 1F0 1RF1 1B0 1SB0 1F1 1B1 1SB1 REDUCE REDUCE_TIED STEP");
 }
 
 // Rank 0 sends the gradient 3SB0 before the activation 0SF1; rank 1, which needs them in the other order, starts to
@@ -97,12 +97,12 @@ TEST(Schedule, ReceivesFromARankStartInTheOrderOfItsSends) {
       "1F0,2F0,1F1,2F1,2B0,2B1,1B0,1B1\n",
       "mine");
   EXPECT_EQ(list_of(schedule, 1),
-            "1RF0 1F0 2RB0 1RF1 2F0 2SF0 1F1 2F1 2SF1 2RB1 2B0 2B1 1B0 1SB0 1B1 1SB1 REDUCE_TIED REDUCE STEP");
+            "1RF0 1F0 2RB0 1RF1 2F0 2SF0 1F1 2F1 2SF1 2RB1 2B0 2B1 1B0 1SB0 1B1 1SB1 REDUCE REDUCE_TIED STEP");
 }
 
 TEST(Schedule, OneRankSendsNothing) {
   EXPECT_EQ(list_of(make_schedule(kZbV, {.ranks = 1, .chunks = 2, .micro_batches = 1}), 0),
-            "0F0 1F0 1I0 1W0 0I0 0W0 REDUCE_TIED REDUCE STEP");
+            "0F0 1F0 1I0 1W0 0I0 0W0 REDUCE REDUCE_TIED STEP");
 }
 
 TEST(Schedule, InferenceHasNoStep) {
