@@ -387,7 +387,7 @@ Initialized initialize(InitializeOptions options) {
   if (layers) {
     require(!options.init, "initialize: .init: expected none with a pipeline::PipelineModule, which builds its layers ",
             "on the ranks that have them; remove it");
-    impl->pipeline = build_pipeline(layers, impl->mesh->group(comm::MeshAxis::kPipe), config, impl->plan);
+    impl->pipeline = build_pipeline(layers, impl->mesh->group(comm::MeshAxis::kPipe), config, impl->plan, impl->device);
   }
   const bool placed_later = options.init || has_meta_tensors(*options.model);  // bucket by bucket
   if (!impl->device.is_cpu() && !placed_later) options.model->to(impl->device);

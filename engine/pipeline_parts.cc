@@ -31,7 +31,7 @@ std::vector<int> placement_of(const Plan& plan) {
 
 std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::PipelineModule>& module,
                                               const std::shared_ptr<comm::Communicator>& ranks,
-                                              const config::DsConfig& config, const Plan& plan) {
+                                              const config::DsConfig& config, const Plan& plan, at::Device device) {
   const config::PipelineSection& section = config.pipeline;
   const auto recomputed = [](const std::function<pipeline::Tensors(const pipeline::Tensors&)>& region,
                              const pipeline::Tensors& inputs) {
@@ -40,6 +40,7 @@ std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::Pi
   module->build({.rank = ranks->rank(),
                  .rank_of = placement_of(plan),
                  .ranks = ranks.get(),
+                 .device = device,
                  .partition = section.partition == "best" ? "parameters" : section.partition,
                  .activation_checkpoint_interval = section.activation_checkpoint_interval,
                  .seed_layers = section.seed_layers},

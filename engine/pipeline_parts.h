@@ -48,7 +48,7 @@ struct PipelineParts {
 // Builds the layers of this rank. Collective over `ranks`, the pipeline's.
 std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::PipelineModule>& module,
                                               const std::shared_ptr<comm::Communicator>& ranks,
-                                              const config::DsConfig& config, const Plan& plan);
+                                              const config::DsConfig& config, const Plan& plan, at::Device device);
 
 // What has to be the same on all ranks: layers, and where they are.
 std::string layers_text(const PipelineParts& parts);

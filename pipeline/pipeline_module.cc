@@ -153,8 +153,9 @@ std::vector<double> PipelineModule::weights_of_layers(const StagePlacement& plac
                        "\"uniform\", \"type:REGEX\" or \"profile\", found \"", method, "\"");
   std::vector<double> weights = method == "parameters" ? count_parameters(placement) : measure(placement);
   if (!placement.ranks || placement.ranks->size() == 1) return weights;
-  const at::Tensor shared = at::tensor(weights, at::kDouble);
+  at::Tensor shared = at::tensor(weights, at::kDouble).to(placement.device);
   placement.ranks->all_reduce(shared, comm::ReduceOp::kSum, "weights of layers").wait();
+  shared = shared.cpu();
   const auto* values = shared.const_data_ptr<double>();
   return {values, values + weights.size()};
 }

@@ -74,6 +74,7 @@ struct StagePlacement {
   int rank = 0;
   std::vector<int> rank_of = {0};       // of each stage
   comm::Communicator* ranks = nullptr;  // of the pipeline; null: one
+  at::Device device = at::kCPU;         // on which they talk
   std::string partition = "parameters";
   int64_t activation_checkpoint_interval = 0;
   bool seed_layers = false;

@@ -169,6 +169,7 @@ std::vector<at::Tensor> StageBackward::scattered(std::vector<at::Tensor> of_edge
 
 std::vector<at::Tensor> StageBackward::whole(const std::vector<at::Tensor>& gradients) {
   split_.reset();
+  if (roots_.empty()) return std::vector<at::Tensor>(input_count_);  // nothing of the stage is trained
   // Into the inputs' own .grad as into any weight's: one pass for both.
   execute(roots_, gradients, /*keep_graph=*/false, /*accumulate=*/true, {});
   roots_.clear();

@@ -1,14 +1,11 @@
 #include "tests/parity/gpt_job.h"
 
-#include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -127,30 +124,6 @@ pid_t process_of_rank(const fs::path& metrics, int rank) {
     if (has_word(entry.path() / "cmdline", metrics.string())) return std::stoi(name);
   }
   return 0;
-}
-
-const nlohmann::json& reference() {
-  static const nlohmann::json instance =
-      nlohmann::json::parse(std::ifstream(source_path("tests/parity/reference.json")));
-  return instance;
-}
-
-void expect_curve(const GptResult& run, const std::string& curve, double loss_tolerance, double norm_tolerance) {
-  const nlohmann::json& wanted = reference()["curves"][curve];
-  ASSERT_LE(run.steps.size(), wanted["loss"].size());
-  double worst_loss = 0;
-  double worst_norm = 0;
-  for (size_t step = 0; step < run.steps.size(); ++step) {
-    const double loss = wanted["loss"][step];
-    const double norm = wanted["grad_norm"][step];
-    ASSERT_FALSE(run.steps[step]["skipped"].get<bool>());
-    worst_loss = std::max(worst_loss, std::abs(run.steps[step]["loss"].get<double>() - loss));
-    worst_norm = std::max(worst_norm, std::abs(run.steps[step]["grad_norm"].get<double>() - norm) / norm);
-  }
-  EXPECT_LE(worst_loss, loss_tolerance);
-  EXPECT_LE(worst_norm, norm_tolerance);
-  testing::Test::RecordProperty("worst_loss_difference", std::to_string(worst_loss));
-  testing::Test::RecordProperty("worst_relative_norm_difference", std::to_string(worst_norm));
 }
 
 std::vector<double> losses_of(const GptResult& run) {

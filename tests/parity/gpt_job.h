@@ -47,16 +47,6 @@ std::pair<int, std::string> launch(const std::string& arguments);
 // The process of a rank of the job that writes this file of metrics; 0: there is none.
 pid_t process_of_rank(const std::filesystem::path& metrics, int rank);
 
-// tests/parity/reference.json
-const nlohmann::json& reference();
-
-// The steps that were run, against those of a curve of the reference: losses, and gradient norms (relative).
-constexpr double kLossTolerance = 5e-6;
-constexpr double kNormTolerance = 2e-5;
-constexpr double kHalfTolerance = 5e-3;  // of losses in 16 bits
-void expect_curve(const GptResult& run, const std::string& curve, double loss_tolerance = kLossTolerance,
-                  double norm_tolerance = kNormTolerance);
-
 // Loss and norm of every step.
 std::vector<double> losses_of(const GptResult& run);
 

@@ -6,6 +6,9 @@ A job of W ranks with micro-batch B and gradient accumulation G reads, in step s
 (s*W*B*G + i)*T: the reference depends on the product alone. Every case is 50 steps of AdamW (torch.optim.AdamW, not fused)
 on the tiny GPT with the initial weights of gpt.py; `loss` is the mean over the global batch before the step and `grad_norm`
 the norm before clipping to 1.0.
+
+torch_curve.cc is the same loop in C++, and is compared with these curves; jobs of gpt are compared with torch_curve.cc on
+their own machine, because kernels of another CPU round otherwise.
 """
 import json
 import os

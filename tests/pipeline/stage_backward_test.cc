@@ -189,6 +189,14 @@ TEST(StageBackward, GradientsAddUpOverMicroBatches) {
   EXPECT_FALSE(leaf.grad().defined()) << "what goes back to the stage before is no gradient of a weight";
 }
 
+TEST(StageBackward, AStageWithoutGradientsHasNothingToDo) {
+  StageBackward backward({}, {torch::ones({2})});
+  EXPECT_FALSE(backward.can_split());
+  const Tensors inputs = backward.whole({});
+  ASSERT_EQ(inputs.size(), 1U);
+  EXPECT_FALSE(inputs[0].defined());
+}
+
 TEST(StageBackward, TheFirstPassGivesBackWhatTheSecondDoesNotNeed) {
   const at::Tensor w = weight_of({4, 4}, 1);
   at::Tensor leaf = weight_of({2, 4}, 2);

@@ -1,0 +1,93 @@
+// Pipelines as a user runs them: the GPT under ds-launch, stages as processes.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <chrono>
+#include <string>
+
+#include "tests/parity/gpt_job.h"
+
+namespace ds::test {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr int kSteps = 12;
+
+nlohmann::json config_of(int zero_stage, int micro_batches) { return reference_config(zero_stage, 2, micro_batches); }
+
+GptJob pipeline(int stages, int data_ranks, const std::string& schedule, int zero_stage, bool tied) {
+  GptJob job{.config = config_of(zero_stage, 4 / data_ranks), .ranks = stages * data_ranks, .steps = kSteps};
+  job.arguments = {"--pipeline_stages", std::to_string(stages), "--pipeline_schedule", schedule};
+  if (tied) job.arguments.emplace_back("--tie_embeddings");
+  return job;
+}
+
+void expect_near(const GptResult& found, const GptResult& wanted) {
+  const std::vector<double> a = losses_of(found);
+  const std::vector<double> b = losses_of(wanted);
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < b.size(); i += 2) {  // loss, norm
+    EXPECT_NEAR(a[i], b[i], 5e-6) << "step " << i / 2;
+    EXPECT_NEAR(a[i + 1], b[i + 1], 2e-5 * b[i + 1]) << "step " << i / 2;
+  }
+}
+
+TEST(GptPipeline, TrainsAsOneProcess) {
+  for (const bool tied : {false, true}) {
+    GptJob alone{.config = config_of(0, 4), .steps = kSteps};
+    if (tied) alone.arguments = {"--tie_embeddings"};
+    const GptResult wanted = run_gpt(alone);
+    expect_near(run_gpt(pipeline(2, 1, "1f1b", 1, tied)), wanted);
+    expect_near(run_gpt(pipeline(2, 2, "zb_h1", 2, tied)), wanted);
+    expect_near(run_gpt(pipeline(3, 1, "zbv", 0, tied)), wanted);
+    expect_near(run_gpt(pipeline(4, 1, "interleaved", 3, tied)), wanted);  // 8 stages of 8 layers
+  }
+}
+
+TEST(GptPipeline, CheckpointsGoOnAsOneModuleAndBack) {
+  const ScratchFolder folder;
+  const auto save = std::vector<std::string>{"--save_checkpoint", folder.path().string()};
+  const auto load = std::vector<std::string>{"--load_checkpoint", folder.path().string()};
+  GptJob first = pipeline(2, 1, "1f1b", 1, true);
+  first.steps = 5;
+  first.arguments.insert(first.arguments.end(), save.begin(), save.end());
+  run_gpt(first);
+  GptJob alone{.config = config_of(0, 4), .steps = 10, .arguments = {"--tie_embeddings"}};
+  const GptResult wanted = run_gpt(alone);
+  const auto expect_last_steps = [&](GptJob job) {
+    job.steps = 10;
+    job.arguments.insert(job.arguments.end(), load.begin(), load.end());
+    const GptResult found = try_gpt(job);
+    ASSERT_EQ(found.exit_code, 0) << found.output;
+    ASSERT_EQ(found.steps.size(), 5U);
+    for (size_t i = 0; i < 5; ++i) {
+      EXPECT_NEAR(found.steps[i]["loss"].get<double>(), wanted.steps[5 + i]["loss"].get<double>(), 5e-6);
+    }
+  };
+  expect_last_steps(alone);
+  expect_last_steps(pipeline(2, 2, "zbv", 3, true));
+}
+
+TEST(GptPipeline, AStageThatIsKilledIsNamedAndTheOthersEnd) {
+  GptJob job = pipeline(3, 1, "zb_h1", 1, false);
+  job.steps = 1000000;
+  job.during = [](const auto& metrics) { kill(process_of_rank(metrics, 1), SIGKILL); };
+  const auto begin = std::chrono::steady_clock::now();
+  const GptResult run = try_gpt(job);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30)) << "a failure must not hang";
+  EXPECT_EQ(run.exit_code, 128 + SIGKILL) << run.output;
+  EXPECT_THAT(run.output, HasSubstr("rank 1"));
+}
+
+TEST(GptPipeline, WhatNeedsAllWeightsOnOneRankIsRefused) {
+  GptJob job = pipeline(2, 1, "1f1b", 1, false);
+  job.arguments.insert(job.arguments.end(), {"--save", "weights.safetensors"});
+  const GptResult run = try_gpt(job);
+  EXPECT_NE(run.exit_code, 0);
+  EXPECT_THAT(run.output, HasSubstr("--pipeline_stages"));
+}
+
+}  // namespace
+}  // namespace ds::test
