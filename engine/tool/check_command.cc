@@ -25,19 +25,23 @@ constexpr int kRefused = 2;
 struct Report {
   DsConfig config;
   Plan plan;
+  std::optional<int64_t> parameters;  // of a rank; where ranks of a pipeline differ, of the mean one
   // Per rank and step, when the plan knows its bytes. With gradient_compression it depends on the model's shapes.
   std::optional<int64_t> sent_bytes;
 };
 
 Report examine(const CheckOptions& options) {
   Report report;
-  report.config = config::parse(options.config, {.dp_world_size = options.world_size, .strict = options.strict});
-  const engine::Topology topology{.world_size = options.world_size, .dp = options.world_size};
-  report.plan = engine::make_plan(report.config, topology,
-                                  {.parameters = options.parameters, .activation_bytes = options.activation_bytes});
-  if (options.parameters && !report.plan.compression.compresses() && !report.plan.error_feedback) {
+  report.config = config::parse(options.config, {.world_size = options.world_size, .strict = options.strict});
+  const int64_t stages = report.config.pipeline.stages.value_or(1);
+  if (options.parameters) report.parameters = (*options.parameters + stages - 1) / stages;
+  const engine::Topology topology{.world_size = options.world_size, .dp = report.config.dp_world_size, .pipe = stages};
+  report.plan = engine::make_plan(
+      report.config, topology,
+      {.parameters = report.parameters, .activation_bytes = options.activation_bytes, .pipeline_module = stages > 1});
+  if (report.parameters && !report.plan.compression.compresses() && !report.plan.error_feedback) {
     report.sent_bytes =
-        zero::predict_sent_bytes(engine::memory_question(report.config, report.plan, *options.parameters));
+        zero::predict_sent_bytes(engine::memory_question(report.config, report.plan, *report.parameters));
   }
   return report;
 }
@@ -45,7 +49,8 @@ Report examine(const CheckOptions& options) {
 ordered_json bytes_to_json(const Report& report) {
   if (!report.plan.bytes) return nullptr;
   const zero::ModelStateBytes& bytes = *report.plan.bytes;
-  return {{"parameters", bytes.parameters},
+  return {{"elements", *report.parameters},
+          {"parameters", bytes.parameters},
           {"gradients", bytes.gradients},
           {"master", bytes.master},
           {"optimizer", bytes.optimizer},
@@ -133,7 +138,13 @@ void print(const Report& report, std::ostream& out) {
     return;
   }
   const zero::ModelStateBytes& bytes = *report.plan.bytes;
-  out << "\nBytes per rank\n";
+  const int64_t stages = report.plan.topology.pipe;
+  out << "\nBytes per rank";
+  if (stages > 1) {
+    out << ", for " << *report.parameters << " elements, 1/" << stages
+        << " of the model (stages differ: ds-tool simulate --per_rank)";
+  }
+  out << '\n';
   print_columns({{"parameters", cat(bytes.parameters)},
                  {"gradients", cat(bytes.gradients)},
                  {"master weights", cat(bytes.master)},
@@ -146,7 +157,8 @@ void print(const Report& report, std::ostream& out) {
                  {"activations, in a step", report.plan.activation_bytes > 0 ? cat(report.plan.activation_bytes)
                                                                              : "unknown: --activation_bytes N"},
                  {"gradient compression", cat(report.plan.compression_bytes)},
-                 {"sent in a step", report.sent_bytes ? cat(*report.sent_bytes) : "depends on gradient_compression"}},
+                 {stages > 1 ? "sent in a step, but to other stages" : "sent in a step",
+                  report.sent_bytes ? cat(*report.sent_bytes) : "depends on gradient_compression"}},
                 out);
 }
 

@@ -11,8 +11,8 @@ namespace ds::tool {
 
 struct CheckOptions {
   std::string config;                 // a path, or url-safe base64 of JSON
-  int64_t world_size = 1;             // ranks, all data parallel
-  std::optional<int64_t> parameters;  // trainable elements; predicts bytes per rank
+  int64_t world_size = 1;             // ranks; a pipeline's are pipeline.stages of them
+  std::optional<int64_t> parameters;  // trainable elements of the model; predicts bytes per rank
   int64_t activation_bytes = 0;       // of a micro-batch on one rank; added to what a step needs
   bool strict = false;                // unknown keys are errors
   bool json = false;                  // one JSON object instead of text

@@ -63,6 +63,39 @@ TEST(CheckCommand, PrintsOneJsonObject) {
   EXPECT_EQ(report["bytes_per_rank"]["gradient_compression"], 0);
 }
 
+constexpr const char* kPipeline = R"({
+  "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8,
+  "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}, "pipeline": {"stages": 4, "schedule": "zb_h1"}
+})";
+
+TEST(CheckCommand, RanksOfAPipelineShareTheModel) {
+  const ScratchFile file(kPipeline);
+  const Outcome outcome = run({.config = file.path(), .world_size = 8, .parameters = 4'000'001});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, AllOf(HasSubstr("8 (pipeline 4 x data parallel 2)"), HasSubstr("32 = 2 per rank x 8"),
+                                 HasSubstr("4 ranks, zb_h1, 8 micro-batches"),
+                                 HasSubstr("Bytes per rank, for 1000001 elements, 1/4 of the model")));
+}
+
+TEST(CheckCommand, PipelinesInJson) {
+  const ScratchFile file(kPipeline);
+  const Outcome outcome = run({.config = file.path(), .world_size = 8, .parameters = 4'000'000, .json = true});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const nlohmann::json report = nlohmann::json::parse(outcome.out);
+  EXPECT_EQ(report["world_size"], 8);
+  EXPECT_EQ(report["config"]["train_batch_size"], 32);
+  EXPECT_EQ(report["bytes_per_rank"]["elements"], 1'000'000);
+  // 8 bytes an element of a quarter of the model, on two ranks.
+  EXPECT_NEAR(report["bytes_per_rank"]["optimizer"].get<double>(), 4e6, 1e4);
+}
+
+TEST(CheckCommand, PipelinesNeedRanks) {
+  const ScratchFile file(kPipeline);
+  const Outcome outcome = run({.config = file.path(), .world_size = 6});
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, AllOf(HasSubstr("pipeline.stages"), HasSubstr("a divisor of the 6 ranks, found 4")));
+}
+
 TEST(CheckCommand, AllMistakesGoToTheErrorStream) {
   const ScratchFile file("{\n\"train_batch_size\": 3,\n\"fp16\": {\"enabled\": 7},\n\"gradient_clipp1ng\": 1\n}");
   const Outcome outcome = run({.config = file.path(), .world_size = 2});

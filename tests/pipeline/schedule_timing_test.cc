@@ -97,6 +97,12 @@ TEST(ScheduleTiming, ActivationsAtOnce) {
   EXPECT_THAT(peak_activations(make_schedule(k1F1B, {.ranks = 6, .micro_batches = 2})), ElementsAre(2, 2, 2, 2, 2, 1));
 }
 
+TEST(ScheduleTiming, ActivationsOfUnequalStages) {
+  const Schedule schedule = make_schedule(kZbV, {.ranks = 2, .chunks = 2, .micro_batches = 1});
+  EXPECT_THAT(peak_activations(schedule, {1, 10, 100, 1000}), ElementsAre(1001, 110));
+  EXPECT_THROW(peak_activations(schedule, std::vector<double>(3, 1.0)), UsageError);
+}
+
 // Narayanan et al., section 2.2, for the first rank: 1 + (p-1)/(pv) times the p whole activations of 1f1b.
 TEST(ScheduleTiming, ActivationsOfInterleaved) {
   for (int p = 2; p <= 8; ++p) {
@@ -144,6 +150,38 @@ TEST(ScheduleTiming, StagesAndMessagesTakeTheirTime) {
   EXPECT_EQ(table.span(1), 60);
   EXPECT_NEAR(table.bubble(), 1 - share(6, 266), kRounding);
   EXPECT_NEAR(table.idle(), 1 - share(66, 532), kRounding);
+}
+
+TEST(ScheduleTiming, MessagesOfEachBoundaryWaitForOneAnother) {
+  const Schedule schedule = make_schedule(kGPipe, {.ranks = 3, .micro_batches = 2});
+  const Timetable table =
+      simulate(schedule, {{1, 1, 1}}, {{.transfer = 10, .latency = 3}, {.transfer = 0, .latency = 5}});
+  EXPECT_EQ(table.ranks[1][0].start, 1 + 10 + 3);
+  EXPECT_EQ(table.ranks[1][1].start, 1 + 20 + 3);  // computed at 2, on its way once the first has left
+  EXPECT_EQ(table.ranks[2][0].start, 15 + 5);
+  EXPECT_EQ(table.ranks[2][1].start, 25 + 5);
+  EXPECT_THAT([&] { simulate(schedule, {{}}, std::vector<MessageTimes>(3)); },
+              ThrowsMessage<ConfigError>(HasSubstr("each of 2 boundaries of stages, found 3")));
+  EXPECT_THAT(
+      [&] {
+        simulate(schedule, {{}}, {{.transfer = -1}, {}});
+      },
+      ThrowsMessage<ConfigError>(HasSubstr("found -1")));
+}
+
+// Ways are of ranks: of two chunks in turns, messages of either go from the first rank to the second.
+TEST(ScheduleTiming, ChunksShareTheWayBetweenTheirRanks) {
+  const Schedule schedule = with_messages("two chunks", {.ranks = 2, .chunks = 2, .micro_batches = 1}, {0, 1, 0, 1},
+                                          {{{ActionKind::kForward, 0, 0},
+                                            {ActionKind::kForward, 2, 0},
+                                            {ActionKind::kBackward, 2, 0},
+                                            {ActionKind::kBackward, 0, 0}},
+                                           {{ActionKind::kForward, 1, 0},
+                                            {ActionKind::kForward, 3, 0},
+                                            {ActionKind::kBackward, 3, 0},
+                                            {ActionKind::kBackward, 1, 0}}});
+  const Timetable table = simulate(schedule, {{1, 1, 1}}, {{.transfer = 4}});
+  EXPECT_EQ(table.makespan, 4 * 3 + 6 * 4);
 }
 
 TEST(ScheduleTiming, NothingTakesNoTime) {

@@ -1,0 +1,51 @@
+// Ranks on nodes, and how fast bytes go between them. Pure arithmetic, torch-free.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace ds::tool {
+
+struct Machine {
+  int64_t ranks = 1;
+  int64_t ranks_per_node = 8;  // consecutive ones
+  double flops = 0;            // a second, of a rank, as they are achieved
+  double node_rate = 0;        // bytes a second that a rank sends inside its node
+  double link_rate = 0;        // that a node sends to all others; its ranks share it, one of them has all of it
+  double latency = 0;          // seconds of a message of no length
+
+  int64_t node_of(int64_t rank) const { return rank / ranks_per_node; }
+  int64_t nodes() const { return (ranks + ranks_per_node - 1) / ranks_per_node; }
+};
+
+// Each rank sends to the next, the last one to the first.
+struct Ring {
+  int64_t first = 0;
+  int64_t members = 1;
+  int64_t stride = 1;  // from a member to the next
+
+  int64_t rank(int64_t member) const { return first + member % members * stride; }
+};
+
+// Who sends at the same time: ranks of one node that send to other nodes share its link. The machine outlives it.
+class Traffic {
+ public:
+  explicit Traffic(const Machine& machine)
+      : machine_(machine), leaving_(static_cast<size_t>(machine.nodes())), bytes_(leaving_) {}
+
+  void add(int64_t from, int64_t to, int64_t bytes = 0);
+  void add(const Ring& ring, int64_t bytes_of_member = 0);
+  // Bytes a second, once all are added.
+  double rate(int64_t from, int64_t to) const;
+  double rate(const Ring& ring) const;  // of its slowest member
+  // Bytes that leave each node.
+  const std::vector<int64_t>& bytes() const { return bytes_; }
+
+ private:
+  const Machine& machine_;
+  std::vector<int64_t> leaving_;  // of each node: senders
+  std::vector<int64_t> bytes_;
+};
+
+}  // namespace ds::tool
