@@ -37,6 +37,18 @@ GpuList visible_gpus(const std::optional<std::string>& cuda_visible_devices, int
   return gpus;
 }
 
+GpuList gpus_of_slots(const GpuList& gpus, const std::vector<int>& slots) {
+  GpuList chosen;
+  for (int slot : slots) {
+    if (gpus.empty()) break;
+    require<ConfigError>(slot < static_cast<int>(gpus.size()), "slot ", slot, " has no GPU: ", gpus.size(),
+                         " visible here (CUDA_VISIBLE_DEVICES and /dev/nvidia*), slots 0 to ", gpus.size() - 1,
+                         "; correct slots= in the hostfile, or name other slots");
+    chosen.push_back(gpus[static_cast<size_t>(slot)]);
+  }
+  return chosen;
+}
+
 RankCount choose_rank_count(const std::optional<int>& asked, bool asked_as_gpus, const GpuList& gpus) {
   const int visible = static_cast<int>(gpus.size());
   if (!asked) {

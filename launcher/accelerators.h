@@ -18,6 +18,9 @@ int count_gpu_devices(const std::filesystem::path& dev = "/dev");
 // else 0 ... devices-1. A machine without devices has none, whatever the variable says.
 GpuList visible_gpus(const std::optional<std::string>& cuda_visible_devices, int devices);
 
+// The GPUs of these slots; none where there are none. Throws ConfigError naming a slot without a GPU.
+GpuList gpus_of_slots(const GpuList& gpus, const std::vector<int>& slots);
+
 // How many ranks to start, and a note for the user when that is not obvious.
 struct RankCount {
   int ranks = 1;

@@ -106,6 +106,11 @@ void Console::line(int stream, std::string_view text) {
   to.queue.write_some();
 }
 
+void Console::put(std::string_view bytes) {
+  outputs_[kOut].queue.add(bytes);
+  outputs_[kOut].queue.write_some();
+}
+
 bool Console::backed_up() const {
   return outputs_[kOut].queue.size() > kMostQueued || outputs_[kErr].queue.size() > kMostQueued;
 }

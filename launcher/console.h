@@ -52,12 +52,15 @@ class Console {
   static constexpr int kOut = 0, kErr = 1;
 
   Console(int out_fd, int err_fd);
+  Console(const Console&) = delete;
+  Console& operator=(const Console&) = delete;
+  virtual ~Console() = default;
 
   // Bytes of rank 0, passed on as they are.
-  void raw(int stream, std::string_view bytes);
+  virtual void raw(int stream, std::string_view bytes);
   // A line of its own, without its end: put before an unfinished line of rank 0, which is then drawn again (on a
   // terminal) or ended first (elsewhere).
-  void line(int stream, std::string_view text);
+  virtual void line(int stream, std::string_view text);
 
   bool is_terminal(int stream) const { return outputs_[stream].terminal; }
   bool same_device() const { return same_device_; }
@@ -67,6 +70,9 @@ class Console {
   void append_waits(std::vector<pollfd>& waits) const;
   void write_some();
   void finish(double seconds);  // waits until all is written, at most that long
+
+ protected:
+  void put(std::string_view bytes);  // on standard output, as they are
 
  private:
   struct Output {

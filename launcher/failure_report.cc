@@ -27,8 +27,9 @@ std::string killer(const Failure& failure) {
 }  // namespace
 
 std::string cause_line(const Failure& failure) {
-  return cat("rank ", failure.rank, " (pid ", failure.pid, ") failed: ", exit_words(failure.status), killer(failure),
-             "; peak memory ", bytes_text(failure.peak_rss_bytes));
+  return cat("rank ", failure.rank, failure.host.empty() ? "" : cat(" on ", failure.host), " (pid ", failure.pid,
+             ") failed: ", exit_words(failure.status), killer(failure), "; peak memory ",
+             bytes_text(failure.peak_rss_bytes));
 }
 
 std::vector<std::string> last_lines_report(const Failure& failure, const LastLines& lines) {

@@ -13,7 +13,8 @@
 namespace ds::launcher {
 
 struct Failure {
-  int rank = 0;
+  int rank = 0;      // among all ranks
+  std::string host;  // empty: this machine is the only one
   pid_t pid = 0;
   int status = 0;  // as wait4() gives it
   int64_t peak_rss_bytes = 0;

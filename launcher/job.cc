@@ -14,6 +14,8 @@
 #include <cstring>
 
 #include "launcher/exit_cause.h"
+#include "launcher/handled_signals.h"
+#include "launcher/node_protocol.h"
 #include "launcher/system_call.h"
 
 namespace ds::launcher {
@@ -26,22 +28,6 @@ Clock::duration seconds(double count) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(count));
 }
 
-UniqueFd open_signals(bool hangup_ignored) {
-  sigset_t set;
-  sigemptyset(&set);
-  for (int number : {SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2, SIGWINCH, SIGTSTP, SIGCHLD}) sigaddset(&set, number);
-  if (!hangup_ignored) sigaddset(&set, SIGHUP);
-  sigprocmask(SIG_SETMASK, &set, nullptr);
-  UniqueFd fd(signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK));
-  require_system(fd.valid(), "signalfd");
-  return fd;
-}
-
-bool is_hangup_ignored() {
-  struct sigaction now {};
-  return sigaction(SIGHUP, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
-}
-
 // Rank 0 may read a file or a pipe given to ds-launch; a terminal it may not, because only one process group can.
 bool stdin_is_for_rank_zero() { return fcntl(STDIN_FILENO, F_GETFD) >= 0 && !isatty(STDIN_FILENO); }
 
@@ -52,7 +38,7 @@ Job::Job(JobPlan plan, Console& console, Notices& notices)
       console_(console),
       notices_(notices),
       guard_(std::make_unique<OrphanGuard>(plan_.launch_id)),
-      relay_(console, static_cast<int>(plan_.environments.size()), plan_.rank_log_dir),
+      relay_(console, static_cast<int>(plan_.environments.size()), plan_.rank_log_dir, plan_.first_rank, plan_.host),
       hangup_ignored_(is_hangup_ignored()),
       ranks_(plan_.environments.size()),
       oom_before_(read_oom_counters()) {
@@ -86,7 +72,8 @@ void Job::start_ranks() {
 
 void Job::start_rank_of(int rank, int null_fd) {
   const OutputRelay::RankEnds ends = relay_.connect(rank);
-  const UniqueFd input(fcntl(rank == 0 && stdin_is_for_rank_zero() ? STDIN_FILENO : null_fd, F_DUPFD_CLOEXEC, 3));
+  const bool reads_input = rank + plan_.first_rank == 0 && plan_.link == nullptr && stdin_is_for_rank_zero();
+  const UniqueFd input(fcntl(reads_input ? STDIN_FILENO : null_fd, F_DUPFD_CLOEXEC, 3));
   const size_t index = static_cast<size_t>(rank);
   Rank& started = ranks_[index];
   started.pid = start_rank({.file = plan_.file,
@@ -100,7 +87,7 @@ void Job::start_rank_of(int rank, int null_fd) {
   started.running = true;
   ++running_;
   guard_->watch(started.pid);
-  notices_.debug("rank ", rank, " runs as pid ", started.pid);
+  notices_.debug("rank ", rank + plan_.first_rank, " runs as pid ", started.pid);
   started.pidfd = UniqueFd(static_cast<int>(syscall(SYS_pidfd_open, started.pid, 0)));
   require_system(started.pidfd.valid(), "pidfd_open (Linux 5.3 or later is needed)");
   epoll_event event{.events = EPOLLIN | EPOLLONESHOT, .data = {.u32 = static_cast<uint32_t>(rank)}};
@@ -109,13 +96,16 @@ void Job::start_rank_of(int rank, int null_fd) {
 
 void Job::wait_for_something() {
   std::vector<pollfd> waits = {{.fd = signals_.get(), .events = POLLIN, .revents = 0},
-                               {.fd = exits_.get(), .events = POLLIN, .revents = 0}};
+                               {.fd = exits_.get(), .events = POLLIN, .revents = 0},
+                               {.fd = plan_.link ? plan_.link->fd() : -1, .events = POLLIN, .revents = 0}};
   const size_t first_output = waits.size();
   console_.append_waits(waits);
   const size_t first_source = waits.size();
   relay_.append_waits(waits);
-  if (poll(waits.data(), waits.size(), poll_timeout_ms()) <= 0) return;
-  if (waits[1].revents != 0) handle_exits();
+  const bool woken = poll(waits.data(), waits.size(), poll_timeout_ms()) > 0;
+  if (woken && waits[1].revents != 0) handle_exits();  // first: what failed before an order came is a failure
+  if (plan_.link != nullptr) handle_orders();
+  if (!woken) return;
   if (waits[0].revents != 0) handle_signals();
   if (first_output != first_source) console_.write_some();
   for (size_t i = first_source; i < waits.size(); ++i) relay_.handle(waits[i]);
@@ -127,8 +117,10 @@ void Job::wait_for_something() {
 }
 
 int Job::poll_timeout_ms() const {
-  if (!deadline_) return -1;
-  const double left = std::chrono::duration<double, std::milli>(*deadline_ - Clock::now()).count();
+  std::optional<Clock::time_point> next = plan_.link ? plan_.link->silence_deadline() : std::nullopt;
+  if (deadline_) next = next ? std::min(*next, *deadline_) : *deadline_;
+  if (!next) return -1;
+  const double left = std::chrono::duration<double, std::milli>(*next - Clock::now()).count();
   return static_cast<int>(std::ceil(std::clamp(left, 0.0, 3.6e6)));
 }
 
@@ -151,8 +143,11 @@ void Job::handle_signal(int number) {
     case SIGUSR2:
       return signal_ranks(number);
     default:
-      break;
+      return pass_on(number);
   }
+}
+
+void Job::pass_on(int number) {
   if (number == SIGINT && interrupted_once_) return kill_ranks("second SIGINT");
   if (number == SIGINT) interrupted_once_ = true;
   signal_ranks(number);
@@ -162,13 +157,39 @@ void Job::handle_signal(int number) {
   if (plan_.signal_grace_seconds > 0) deadline_ = Clock::now() + seconds(plan_.signal_grace_seconds);
   const std::string limit =
       deadline_ ? cat("they have ", plan_.signal_grace_seconds, " s to end") : std::string("waiting for them to end");
-  notices_.info("SIG", sigabbrev_np(number), " passed on to all ranks; ", limit, ", a second SIGINT kills them");
+  notices_.say(plan_.link ? Verbosity::kDebug : Verbosity::kInfo, "SIG", sigabbrev_np(number),
+               " passed on to all ranks; ", limit, ", a second SIGINT kills them");
 }
 
 void Job::stop_and_continue() {
   signal_ranks(SIGSTOP);
   kill(getpid(), SIGSTOP);
   signal_ranks(SIGCONT);  // here ds-launch goes on
+}
+
+void Job::handle_orders() {
+  plan_.link->check_silence();
+  for (const Message& order : plan_.link->read()) {
+    if (order.kind == MessageKind::kSignal) {
+      const int number = static_cast<int>(number_field(order, 0));
+      number == SIGSTOP || number == SIGCONT ? signal_ranks(number) : handle_signal(number);
+    }
+    if (order.kind == MessageKind::kEnd) end_for_others("a rank of another host failed");
+    if (order.kind == MessageKind::kKill && running_ > 0 && !killed_) kill_ranks(order.fields.at(0));
+  }
+  if (plan_.link->lost() && !std::exchange(link_loss_said_, true)) {
+    end_for_others("the connection to the first ds-launch is gone");
+  }
+}
+
+// As after a failure of one's own, but nothing that the ranks do now counts as one.
+void Job::end_for_others(const std::string& why) {
+  notices_.debug(why);
+  if (ending_ == Ending::kNot) ending_ = Ending::kElsewhere;
+  const Clock::time_point limit = Clock::now() + seconds(plan_.failure_grace_seconds);
+  if (!killed_) deadline_ = deadline_ ? std::min(*deadline_, limit) : limit;
+  signal_ranks(SIGTERM);
+  signal_ranks(SIGCONT);
 }
 
 void Job::handle_exits() {
@@ -204,22 +225,24 @@ void Job::on_exit(int rank, int status, long peak_rss_kib) {
   ended.pidfd.reset();
   --running_;
   relay_.drain(rank);
-  notices_.debug("rank ", rank, " ended: ", exit_words(status));
+  notices_.debug("rank ", rank + plan_.first_rank, " ended: ", exit_words(status));
   if (status != 0 && ending_ == Ending::kNot) on_failure(rank, status, peak_rss_kib);
   if (kill(-ended.pid, 0) != 0) guard_->forget(ended.pid);
 }
 
 void Job::on_failure(int rank, int status, long peak_rss_kib) {
-  failure_ = Failure{.rank = rank,
+  failure_ = Failure{.rank = rank + plan_.first_rank,
+                     .host = plan_.host,
                      .pid = ranks_[static_cast<size_t>(rank)].pid,
                      .status = status,
                      .peak_rss_bytes = int64_t{peak_rss_kib} * 1024,
                      .before = oom_before_,
                      .after = read_oom_counters()};
+  if (plan_.link != nullptr) tell_failure();
   ending_ = Ending::kFailure;
   deadline_ = Clock::now() + seconds(plan_.failure_grace_seconds);
   if (running_ > 0) {
-    notices_.info("rank ", rank, " failed (",
+    notices_.info("rank ", rank + plan_.first_rank, " failed (",
                   WIFSIGNALED(status) ? cat("SIG", sigabbrev_np(WTERMSIG(status))) : exit_words(status), "): ending ",
                   rank_list_text(running_ranks()));
   }
@@ -227,9 +250,18 @@ void Job::on_failure(int rank, int status, long peak_rss_kib) {
   signal_ranks(SIGCONT);  // one that is stopped could not end
 }
 
+void Job::tell_failure() {
+  FailureMessage message{
+      .exit_code = exit_code_of(failure_->status), .when = steady_nanoseconds(), .lines = {cause_line(*failure_)}};
+  for (std::string& line : last_lines_report(*failure_, relay_.last_lines(failure_->rank - plan_.first_rank))) {
+    message.lines.push_back(std::move(line));
+  }
+  plan_.link->send(to_message(message));
+}
+
 void Job::enforce_deadline() {
   if (running_ == 0 || killed_ || !deadline_ || Clock::now() < *deadline_) return;
-  const double grace = ending_ == Ending::kFailure ? plan_.failure_grace_seconds : plan_.signal_grace_seconds;
+  const double grace = ending_ == Ending::kSignal ? plan_.signal_grace_seconds : plan_.failure_grace_seconds;
   kill_ranks(cat("not ended within ", grace, " s"));
 }
 
@@ -250,7 +282,7 @@ void Job::signal_ranks(int number) const {
 std::vector<int> Job::running_ranks() const {
   std::vector<int> running;
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-    if (ranks_[rank].running) running.push_back(static_cast<int>(rank));
+    if (ranks_[rank].running) running.push_back(static_cast<int>(rank) + plan_.first_rank);
   }
   return running;
 }
@@ -277,14 +309,17 @@ void Job::clean_up() {
 int Job::report() {
   int result = 0;
   if (failure_) {
-    notices_.error(cause_line(*failure_));
-    for (const std::string& line : last_lines_report(*failure_, relay_.last_lines(failure_->rank)))
-      notices_.error(line);
+    const auto lines = last_lines_report(*failure_, relay_.last_lines(failure_->rank - plan_.first_rank));
+    if (plan_.link == nullptr) {
+      notices_.error(cause_line(*failure_));
+      for (const std::string& line : lines) notices_.error(line);
+    }
     result = exit_code_of(failure_->status);
   } else if (ending_ == Ending::kSignal) {
     const bool all_well = std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.status == 0; });
     result = all_well ? 0 : 128 + ending_signal_;
-    notices_.info("ended by SIG", sigabbrev_np(ending_signal_), all_well ? "; every rank ended well" : "");
+    notices_.say(plan_.link ? Verbosity::kDebug : Verbosity::kInfo, "ended by SIG", sigabbrev_np(ending_signal_),
+                 all_well ? "; every rank ended well" : "");
   }
   return result;
 }

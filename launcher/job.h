@@ -1,5 +1,7 @@
 // The ranks of one launch, from the first fork to the exit code. One thread, one poll loop.
 //
+// With a link to the first ds-launch of many, orders come from there as well, and failures are told there.
+//
 // Note [Who failed first]
 // When a rank dies, the others soon fail too, because their peer is gone. Several deaths may wait when the loop wakes
 // up, and waitpid() gives them in no useful order. So each rank has a pidfd in an epoll set, which hands events out in
@@ -15,6 +17,7 @@
 
 #include "launcher/console.h"
 #include "launcher/failure_report.h"
+#include "launcher/node_link.h"
 #include "launcher/notices.h"
 #include "launcher/orphan_guard.h"
 #include "launcher/output_relay.h"
@@ -31,6 +34,9 @@ struct JobPlan {
   std::string rank_log_dir;
   double failure_grace_seconds = 5;
   double signal_grace_seconds = 30;  // 0: no limit
+  int first_rank = 0;                // of these ranks among all
+  std::string host;                  // what messages call this machine; empty: it is the only one
+  NodeLink* link = nullptr;          // to the first ds-launch, when this is not the first; outlives the job
 };
 
 class Job {
@@ -53,7 +59,7 @@ class Job {
     bool running = false;
     int status = 0;
   };
-  enum class Ending { kNot, kFailure, kSignal };
+  enum class Ending { kNot, kFailure, kSignal, kElsewhere };
 
   void start_ranks();
   void start_rank_of(int rank, int null_fd);
@@ -61,10 +67,14 @@ class Job {
   int poll_timeout_ms() const;
   void handle_signals();
   void handle_signal(int number);
+  void pass_on(int number);
   void stop_and_continue();
+  void handle_orders();
+  void end_for_others(const std::string& why);
   void handle_exits();
   void reap_others();
   void on_exit(int rank, int status, long peak_rss_kib);
+  void tell_failure();
   void on_failure(int rank, int status, long peak_rss_kib);
   void enforce_deadline();
   void kill_ranks(const std::string& why);
@@ -90,6 +100,7 @@ class Job {
   bool interrupted_once_ = false;
   bool killed_ = false;
   bool output_loss_said_ = false;
+  bool link_loss_said_ = false;
   std::optional<std::chrono::steady_clock::time_point> deadline_;
 };
 

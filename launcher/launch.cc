@@ -2,21 +2,19 @@
 
 #include <unistd.h>
 
-#include <algorithm>
-#include <chrono>
 #include <csignal>
-#include <cstdio>
 
 #include "core/check.h"
-#include "launcher/accelerators.h"
+#include "launcher/cluster.h"
 #include "launcher/console.h"
-#include "launcher/core_binding.h"
-#include "launcher/core_list.h"
+#include "launcher/host_choice.h"
 #include "launcher/job.h"
+#include "launcher/job_plan.h"
+#include "launcher/node.h"
 #include "launcher/notices.h"
 #include "launcher/options.h"
+#include "launcher/pid_file.h"
 #include "launcher/program_path.h"
-#include "launcher/rank_environment.h"
 #include "launcher/rendezvous_port.h"
 
 namespace ds::launcher {
@@ -25,74 +23,37 @@ namespace {
 constexpr int kWrongSetting = 2;
 constexpr double kLastWriteSeconds = 5;  // for a reader that is slow to take the report
 
-std::string new_launch_id() { return cat(getpid(), '.', std::chrono::system_clock::now().time_since_epoch().count()); }
-
-std::vector<std::vector<int>> bind_cores(const Options& options, const std::vector<Core>& cores, int ranks) {
-  if (!options.bind_cores) return {};
-  return options.bind_core_list.empty() ? split_cores(cores, ranks)
-                                        : split_core_list(options.bind_core_list, cores, ranks);
-}
-
-// Cores that threads can really use: physical ones, no more than the control group's quota of CPU time.
-int usable_cores(const std::vector<Core>& cores) {
-  const int physical = static_cast<int>(physical_cores(cores).size());
-  const int quota = cpu_quota();
-  return quota > 0 ? std::min(physical, quota) : physical;
-}
-
-JobEnvironment job_environment(const Options& options, const GpuList& gpus, int ranks, Notices& notices) {
-  const std::string address = options.master_addr.empty() ? "127.0.0.1" : options.master_addr;
-  if (!options.master_addr.empty()) require_own_address(address);
-  const MasterPort port = choose_master_port(options.master_port);
-  if (port.replaced_default) {
-    notices.info("port ", kDefaultMasterPort, " is in use: rank 0 listens on the free port ", port.port,
-                 " instead (--master_port chooses one)");
-  }
-  return {.master_addr = address,
-          .master_port = port.port,
-          .cuda_visible_devices = devices_of_ranks(gpus, ranks),
-          .launch_id = new_launch_id()};
-}
-
-JobPlan make_plan(const Options& options, const std::vector<std::string>& environment, Notices& notices) {
-  JobPlan plan;
-  plan.file =
-      find_program(options.program, environment_value(environment, "PATH").value_or("/usr/local/bin:/usr/bin:/bin"));
-  plan.words = options.arguments;
-  plan.words.insert(plan.words.begin(), options.program);
-
-  const GpuList gpus = visible_gpus(environment_value(environment, "CUDA_VISIBLE_DEVICES"), count_gpu_devices());
-  const auto [ranks, note] = choose_rank_count(options.num_procs, options.count_is_gpus, gpus);
-  if (!note.empty()) notices.info(note);
-
-  const std::vector<Core> cores = allowed_cores();
-  plan.cpus = bind_cores(options, cores, ranks);
-  const JobEnvironment job = job_environment(options, gpus, ranks, notices);
-  const int bound = plan.cpus.empty() ? 0 : static_cast<int>(plan.cpus.front().size());
-  const std::optional<int> threads = omp_threads(environment, usable_cores(cores), ranks, bound);
-  for (int rank = 0; rank < ranks; ++rank) {
-    const RankPlace place{.rank = rank, .world_size = ranks, .local_rank = rank, .local_size = ranks};
-    plan.environments.push_back(rank_environment(environment, job, place, threads));
-    if (!plan.cpus.empty()) {
-      notices.info("rank ", rank, " is bound to cores ", core_list_text(plan.cpus[static_cast<size_t>(rank)]));
-    }
-  }
-  plan.launch_id = job.launch_id;
-  plan.rank_log_dir = options.rank_log_dir;
-  plan.failure_grace_seconds = options.failure_grace_seconds;
-  plan.signal_grace_seconds = options.signal_grace_seconds;
-  notices.info(ranks, ranks == 1 ? " rank of " : " ranks of ", options.program, ", ", job.master_addr, ':',
-               job.master_port, ", ",
-               threads ? cat("OMP_NUM_THREADS=", *threads) : std::string("OMP_NUM_THREADS as given"),
-               job.cuda_visible_devices ? cat(", CUDA_VISIBLE_DEVICES=", *job.cuda_visible_devices) : std::string());
-  return plan;
+// The job of this machine as one of many hosts that are started by hand.
+NodePlace place_by_hand(const Options& options, const HostChoice& choice) {
+  NodePlace place{.host = choice.hosts[static_cast<size_t>(choice.node)].name,
+                  .node = choice.node,
+                  .nodes = static_cast<int>(choice.hosts.size()),
+                  .first_rank = count_slots({choice.hosts.begin(), choice.hosts.begin() + choice.node}),
+                  .world_size = count_slots(choice.hosts),
+                  .master_addr = options.master_addr.empty() ? "127.0.0.1" : options.master_addr,
+                  .master_port = options.master_port.value_or(kDefaultMasterPort)};
+  if (choice.node > 0) return place;
+  require_own_address(place.master_addr);
+  choose_master_port(place.master_port);  // throws when it is in use: the others could not learn of another one
+  return place;
 }
 
 int run_job(const Options& options, const std::vector<std::string>& environment, Console& console) {
   Notices notices(console, options.verbosity);
   try {
-    Job job(make_plan(options, environment, notices), console, notices);
-    return job.run();
+    const bool chosen_by_slot = !options.include.empty() || !options.exclude.empty();
+    const HostChoice choice = choose_where(options, chosen_by_slot ? count_local_slots(environment) : 0);
+    if (choice.mode == HostChoice::Mode::kSsh) {
+      return Cluster(choice.hosts, options, environment, console, notices).run();
+    }
+    std::optional<std::vector<int>> slots = choice.slots;
+    std::optional<NodePlace> place;
+    if (choice.mode == HostChoice::Mode::kByHand) {
+      slots = choice.hosts[static_cast<size_t>(choice.node)].slots;
+      place = place_by_hand(options, choice);
+    }
+    const PidFile pid_file(options.save_pid ? pid_file_path() : "");
+    return Job(plan_job(options, environment, slots, place, notices), console, notices).run();
   } catch (const ProgramError& error) {
     notices.error(error.what());
     return error.exit_code();
@@ -106,6 +67,7 @@ int run_job(const Options& options, const std::vector<std::string>& environment,
 
 int launch(const std::vector<std::string>& words, const std::vector<std::string>& environment) {
   signal(SIGPIPE, SIG_IGN);  // a reader that is gone must not end the training; ranks get the default back
+  if (words == std::vector<std::string>{std::string(kNodeFlag)}) return serve_node(environment);
   Console console(STDOUT_FILENO, STDERR_FILENO);
   int result = 0;
   try {

@@ -9,11 +9,15 @@ namespace ds::launcher {
 
 class Notices {
  public:
-  Notices(Console& console, Verbosity verbosity) : console_(console), verbosity_(verbosity) {}
+  // `host`: where this ds-launch runs, when it is one of many.
+  Notices(Console& console, Verbosity verbosity, const std::string& host = "")
+      : console_(console),
+        verbosity_(verbosity),
+        speaker_(host.empty() ? "ds-launch: " : cat("ds-launch on ", host, ": ")) {}
 
   template <class... Parts>
   void say(Verbosity level, const Parts&... parts) {
-    if (level <= verbosity_) console_.line(Console::kErr, cat("ds-launch: ", parts...));
+    if (level <= verbosity_) console_.line(Console::kErr, cat(speaker_, parts...));
   }
   template <class... Parts>
   void error(const Parts&... parts) {
@@ -37,6 +41,7 @@ class Notices {
  private:
   Console& console_;
   Verbosity verbosity_;
+  std::string speaker_;
 };
 
 }  // namespace ds::launcher

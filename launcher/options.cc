@@ -10,6 +10,7 @@
 
 #include "core/check.h"
 #include "launcher/core_list.h"
+#include "launcher/host_list.h"
 
 namespace ds::launcher {
 namespace {
@@ -19,32 +20,14 @@ struct RefusedFlag {
   std::string_view reason;
 };
 
-constexpr std::string_view kManyMachines =
-    "launching on many machines is not in this version of ds-launch, which starts ranks on this machine only; start "
-    "the ranks of each machine yourself with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set";
 constexpr std::string_view kPythonOnly =
     "ds-launch runs programs, not Python modules or environments; leave the flag out";
 constexpr std::string_view kElastic = "elastic training is not in this version of ds-launch; leave the flag out";
 
 // Flags of DeepSpeed's launcher (0.19.8, elastic ones of 0.19.6) that this one does not offer.
 constexpr std::array kRefusedFlags = {
-    RefusedFlag{"-H", kManyMachines},
-    RefusedFlag{"--hostfile", kManyMachines},
-    RefusedFlag{"-i", kManyMachines},
-    RefusedFlag{"--include", kManyMachines},
-    RefusedFlag{"-e", kManyMachines},
-    RefusedFlag{"--exclude", kManyMachines},
-    RefusedFlag{"--num_nodes", kManyMachines},
-    RefusedFlag{"--node_rank", kManyMachines},
-    RefusedFlag{"--launcher", kManyMachines},
-    RefusedFlag{"--launcher_args", kManyMachines},
-    RefusedFlag{"--force_multi", kManyMachines},
-    RefusedFlag{"--no_ssh", kManyMachines},
-    RefusedFlag{"--no_ssh_check", kManyMachines},
-    RefusedFlag{"--ssh_port", kManyMachines},
     RefusedFlag{"--module", kPythonOnly},
     RefusedFlag{"--venv_script", kPythonOnly},
-    RefusedFlag{"--save_pid", "ds-launch writes no pid file; its pid is known to the shell as $!"},
     RefusedFlag{"--autotuning", "autotuning is not in this version of ds-launch; leave the flag out"},
     RefusedFlag{"--elastic_training", kElastic},
     RefusedFlag{"--min_elastic_nodes", kElastic},
@@ -121,9 +104,9 @@ void take_program(const CLI::App& app, Options& options) {
 
 // Values that need a second look after parsing.
 struct RawFlags {
-  int procs = 0, gpus = 0, port = 0;
-  std::string core_list;
-  bool quiet = false, without_python = false, without_local_rank = false;
+  int procs = 0, gpus = 0, port = 0, ssh_port = 0, node_rank = 0;
+  std::string core_list, launcher, nodes, endpoint;
+  bool quiet = false, without_python = false, without_local_rank = false, without_check = false, without_ssh = false;
 };
 
 const std::map<std::string, Verbosity>& levels() {
@@ -134,18 +117,106 @@ const std::map<std::string, Verbosity>& levels() {
 }
 
 void declare_rank_flags(CLI::App& app, RawFlags& raw, Options& options) {
-  auto* procs = app.add_option("--num_procs", raw.procs, "ranks to start (default: one for each visible GPU, else 1)");
+  auto* procs =
+      app.add_option("--num_procs,--nproc_per_node", raw.procs,
+                     "ranks to start on each host (default: its slots; here: one for each visible GPU, else 1)");
   procs->check(CLI::Range(1, 1 << 16));
   app.add_option("--num_gpus,--num_accelerators", raw.gpus, "the same, at most the visible GPUs")
       ->check(CLI::Range(1, 1 << 16))
       ->excludes(procs);
-  app.add_option("--master_addr", options.master_addr, "address of this machine where rank 0 listens (127.0.0.1)");
+  app.add_option("--master_addr", options.master_addr,
+                 "address of the first host where rank 0 listens (127.0.0.1; with many hosts: found out there)");
   app.add_option("--master_port", raw.port, "port where rank 0 listens (29500, or a free one)")
       ->check(CLI::Range(1, 65535));
   app.add_flag("--bind_cores_to_rank", options.bind_cores, "give each rank its own cores; sets OMP_NUM_THREADS");
   app.add_option("--bind_core_list", raw.core_list, "cores to share out, for instance 0-3,8");
   app.add_flag("--no_local_rank", raw.without_local_rank, "accepted; --local_rank is never added, LOCAL_RANK is set");
   app.add_flag("--no_python", raw.without_python, "accepted; ds-launch always runs the program itself");
+}
+
+void declare_host_flags(CLI::App& app, RawFlags& raw, Options& options) {
+  app.add_option("-H,--hostfile", options.hostfile,
+                 cat("lines 'host slots=N' (", kDefaultHostfile, " when there is one)"));
+  auto* include = app.add_option("-i,--include", options.include, "run there only: NAME[:SLOT[,SLOT]][@NAME...]");
+  auto* exclude = app.add_option("-e,--exclude", options.exclude, "do not run there: NAME[:SLOT[,SLOT]][@NAME...]");
+  auto* nodes = app.add_option("--num_nodes,--nnodes", raw.nodes, "run on the first so many hosts only");
+  include->excludes(exclude);
+  for (CLI::Option* choice : {include, exclude}) {
+    choice->excludes(nodes);
+    for (const char* count : {"--num_procs", "--num_gpus"}) choice->excludes(app.get_option(count));
+  }
+  app.add_option("--node_rank", raw.node_rank, "number of this host, when each is started by hand (implies --no_ssh)")
+      ->check(CLI::Range(0, 1 << 16));
+  app.add_flag("--no_ssh", raw.without_ssh, "start the ranks of this host only; needs --node_rank");
+  auto* endpoint = app.add_option("--rdzv_endpoint", raw.endpoint, "HOST:PORT: --master_addr and --master_port in one");
+  endpoint->excludes(app.get_option("--master_addr"))->excludes(app.get_option("--master_port"));
+  auto* standalone = app.add_flag("--standalone", options.standalone, "this machine only, whatever hostfile there is");
+  for (const char* other : {"--hostfile", "--node_rank", "--no_ssh", "--rdzv_endpoint"}) {
+    standalone->excludes(app.get_option(other));
+  }
+  auto* force = app.add_flag("--force_multi", options.force_multi, "use ssh even when the hosts are this machine only");
+  force->excludes(standalone);
+  app.add_option("--launcher", raw.launcher, "ssh, the only one (ssh)");
+  app.add_option("--launcher_args", options.launcher_args, "more words for ssh, before its own; quotes as in a shell");
+  app.add_option("--ssh_port", raw.ssh_port, "port of sshd on the hosts (ssh's own choice)")
+      ->check(CLI::Range(1, 65535));
+  app.add_option("--connect_timeout", options.connect_timeout_seconds, "seconds for ssh to reach a host (5)")
+      ->check(CLI::Validator(CLI::PositiveNumber).description(""));
+  app.add_option("--check_timeout", options.check_timeout_seconds, "seconds for a host to say whether it is ready (30)")
+      ->check(CLI::Validator(CLI::PositiveNumber).description(""));
+  app.add_option("--link_timeout", options.link_timeout_seconds,
+                 "seconds of silence after which a host counts as lost, and its ranks end (30; 0: no limit)")
+      ->check(CLI::Validator(CLI::NonNegativeNumber).description(""));
+  app.add_flag("--no_ssh_check", raw.without_check, "accepted; looking at the hosts costs no connection of its own");
+  app.add_flag("--save_pid", options.save_pid, "on each host, write the pid of its ds-launch to /tmp/PID.deepspeed");
+}
+
+void take_launcher(const std::string& name) {
+  if (name.empty() || name == "ssh") return;
+  constexpr std::string_view kOthers[] = {"pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich"};
+  const bool known = std::find(std::begin(kOthers), std::end(kOthers), name) != std::end(kOthers);
+  throw ConfigError(cat("--launcher ", name, ": ",
+                        known ? "ds-launch starts ranks through ssh only, without that program; leave the flag out"
+                              : "expected ssh, the only launcher of ds-launch",
+                        known && name == "slurm"
+                            ? ", or run one ds-launch on each node with srun: --no_ssh "
+                              "--node_rank $SLURM_NODEID --num_nodes $SLURM_NNODES --master_addr ..."
+                            : ""));
+}
+
+void take_node_count(const std::string& text, Options& options) {
+  require<ConfigError>(text.find(':') == std::string::npos, "--nnodes ", text,
+                       ": a range of nodes is elastic training, which is not in this version of ds-launch; give one "
+                       "number");
+  const bool good = !text.empty() && text.size() < 6 && text.find_first_not_of("0123456789") == std::string::npos;
+  require<ConfigError>(good && std::stoi(text) > 0, "--num_nodes: expected a number of at least 1, found '", text, "'");
+  options.num_nodes = std::stoi(text);
+}
+
+void take_endpoint(const std::string& text, Options& options) {
+  const size_t colon = text.rfind(':');
+  const std::string port = colon == std::string::npos ? "" : text.substr(colon + 1);
+  const bool good = !port.empty() && port.size() < 6 && port.find_first_not_of("0123456789") == std::string::npos &&
+                    std::stoi(port) > 0 && std::stoi(port) < 65536 && colon > 0;
+  require<ConfigError>(good, "--rdzv_endpoint: expected HOST:PORT, found '", text, "'");
+  options.master_addr = text.substr(0, colon);
+  if (options.master_addr.front() == '[' && options.master_addr.back() == ']') {  // IPv6
+    options.master_addr = options.master_addr.substr(1, options.master_addr.size() - 2);
+  }
+  options.master_port = std::stoi(port);
+}
+
+// Flags for many hosts, and which of them go together.
+void take_hosts(const CLI::App& app, const RawFlags& raw, Options& options) {
+  take_launcher(raw.launcher);
+  if (app.count("--num_nodes") > 0) take_node_count(raw.nodes, options);
+  if (app.count("--rdzv_endpoint") > 0) take_endpoint(raw.endpoint, options);
+  if (app.count("--ssh_port") > 0) options.ssh_port = raw.ssh_port;
+  if (app.count("--node_rank") > 0) options.node_rank = raw.node_rank;
+  require<ConfigError>(!raw.without_ssh || options.node_rank, "--no_ssh needs --node_rank: the number of this host, ",
+                       "from 0, in the order of the hostfile");
+  require<ConfigError>(!options.standalone || options.num_nodes.value_or(1) == 1, "--standalone is for one host, but ",
+                       "--nnodes is ", raw.nodes, "; leave one of them out");
 }
 
 void declare_job_flags(CLI::App& app, RawFlags& raw, Options& options) {
@@ -167,10 +238,11 @@ void declare_job_flags(CLI::App& app, RawFlags& raw, Options& options) {
 Options parse_options(const std::vector<std::string>& words) {
   Options options;
   RawFlags raw;
-  CLI::App app("Starts the ranks of a training program on this machine and ends them together.", "ds-launch");
+  CLI::App app("Starts the ranks of a training program, here or on many hosts, and ends them together.", "ds-launch");
   app.formatter(std::make_shared<HelpFormatter>());
   app.prefix_command();
   declare_rank_flags(app, raw, options);
+  declare_host_flags(app, raw, options);
   declare_job_flags(app, raw, options);
   try {
     app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
@@ -186,12 +258,14 @@ Options parse_options(const std::vector<std::string>& words) {
   if (app.count("--num_procs") > 0) options.num_procs = raw.procs;
   options.count_is_gpus = app.count("--num_gpus") > 0;
   if (options.count_is_gpus) options.num_procs = raw.gpus;
+  if (options.count_is_gpus) options.count_flag = "--num_gpus";
   if (app.count("--master_port") > 0) options.master_port = raw.port;
   if (app.count("--bind_core_list") > 0) {
     options.bind_core_list = parse_core_list(raw.core_list);
     options.bind_cores = true;
   }
   if (raw.quiet) options.verbosity = Verbosity::kError;
+  take_hosts(app, raw, options);
   take_program(app, options);
   return options;
 }

@@ -64,15 +64,20 @@ std::string log_prefix(const std::string& folder) {
 
 }  // namespace
 
-OutputRelay::OutputRelay(Console& console, int ranks, const std::string& log_folder)
-    : console_(console), last_lines_(static_cast<size_t>(ranks)), buffer_(kReadSize, '\0') {
+OutputRelay::OutputRelay(Console& console, int ranks, const std::string& log_folder, int first_rank,
+                         const std::string& host)
+    : console_(console),
+      first_rank_(first_rank),
+      host_(host),
+      last_lines_(static_cast<size_t>(ranks)),
+      buffer_(kReadSize, '\0') {
   if (log_folder.empty()) return;
   std::error_code error;
   std::filesystem::create_directories(log_folder, error);
   require<IoError>(!error, "--enable_each_rank_log ", log_folder, ": the folder cannot be made: ", error.message());
   const std::string prefix = log_prefix(log_folder);
   for (int rank = 0; rank < ranks; ++rank) {
-    const std::string path = cat(prefix, "_rank", rank, ".log");
+    const std::string path = cat(prefix, "_rank", first_rank + rank, ".log");
     Log log{UniqueFd(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)), path};
     require_system<IoError>(log.fd.valid(), "--enable_each_rank_log: cannot write ", path);
     logs_.push_back(std::move(log));
@@ -82,13 +87,13 @@ OutputRelay::OutputRelay(Console& console, int ranks, const std::string& log_fol
 OutputRelay::RankEnds OutputRelay::connect(int rank) {
   RankEnds ends;
   ends.out = add_source(rank, Console::kOut);
-  const bool shared = rank == 0 && console_.same_device() && console_.is_terminal(Console::kOut);
+  const bool shared = rank + first_rank_ == 0 && console_.same_device() && console_.is_terminal(Console::kOut);
   ends.err = shared ? UniqueFd(fcntl(ends.out.get(), F_DUPFD_CLOEXEC, 3)) : add_source(rank, Console::kErr);
   return ends;
 }
 
 UniqueFd OutputRelay::add_source(int rank, int stream) {
-  const bool terminal = rank == 0 && console_.is_terminal(stream);
+  const bool terminal = rank + first_rank_ == 0 && console_.is_terminal(stream);
   Ends ends = terminal ? open_terminal(stream == Console::kOut ? STDOUT_FILENO : STDERR_FILENO) : open_pipe();
   sources_.push_back({rank, stream, terminal, std::move(ends.reader), {}, {}});
   return std::move(ends.writer);
@@ -124,12 +129,16 @@ bool OutputRelay::read_once(Source& source) {
 
 void OutputRelay::take(Source& source, std::string_view bytes) {
   write_log(source.rank, bytes);
-  const bool shown_as_lines = source.rank > 0;
+  const bool shown_as_lines = !is_rank_zero(source);
   source.lines.feed(bytes, [&](std::string_view line) {
     last_lines_[static_cast<size_t>(source.rank)].add(line);
-    if (shown_as_lines) console_.line(source.stream, cat("[rank ", source.rank, "] ", line));
+    if (shown_as_lines) console_.line(source.stream, with_prefix(source, line));
   });
   if (!shown_as_lines) show_rank_zero(source, bytes);
+}
+
+std::string OutputRelay::with_prefix(const Source& source, std::string_view line) const {
+  return cat('[', host_, host_.empty() ? "" : " ", "rank ", first_rank_ + source.rank, "] ", line);
 }
 
 void OutputRelay::show_rank_zero(Source& source, std::string_view bytes) {
@@ -175,7 +184,7 @@ void OutputRelay::finish() {
     source.fd.reset();
     source.lines.finish([&](std::string_view line) {
       last_lines_[static_cast<size_t>(source.rank)].add(line);
-      if (source.rank > 0) console_.line(source.stream, cat("[rank ", source.rank, "] ", line));
+      if (!is_rank_zero(source)) console_.line(source.stream, with_prefix(source, line));
     });
     if (!source.held.empty()) console_.raw(source.stream, source.held);
     source.held.clear();

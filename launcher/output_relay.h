@@ -21,7 +21,9 @@ class OutputRelay {
  public:
   // With a folder, YYYYmmddHHMMSS_rankN.log is opened there for each rank (the folder is made when absent): IoError
   // when that fails.
-  OutputRelay(Console& console, int ranks, const std::string& log_folder);
+  // `first_rank`: of this machine's ranks, which are counted from 0 here, among all; `host`: shown beside the rank.
+  OutputRelay(Console& console, int ranks, const std::string& log_folder, int first_rank = 0,
+              const std::string& host = "");
 
   // The ends that a new rank writes to; kept open by the caller until the rank runs.
   struct RankEnds {
@@ -55,12 +57,16 @@ class OutputRelay {
   };
 
   UniqueFd add_source(int rank, int stream);
+  bool is_rank_zero(const Source& source) const { return first_rank_ + source.rank == 0; }
+  std::string with_prefix(const Source& source, std::string_view line) const;
   bool read_once(Source& source);
   void take(Source& source, std::string_view bytes);
   void show_rank_zero(Source& source, std::string_view bytes);
   void write_log(int rank, std::string_view bytes);
 
   Console& console_;
+  int first_rank_;
+  std::string host_;
   std::vector<Source> sources_;
   std::vector<LastLines> last_lines_;
   std::vector<Log> logs_;

@@ -1,5 +1,7 @@
 #include "launcher/rendezvous_port.h"
 
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -7,8 +9,10 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <sstream>
 
 #include "core/check.h"
+#include "launcher/rank_environment.h"
 #include "launcher/system_call.h"
 #include "launcher/unique_fd.h"
 
@@ -42,6 +46,23 @@ int try_listen(int family, int port) {
   return listen(socket.get(), 1) == 0 ? 0 : errno;
 }
 
+bool is_loopback(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
+
+// Empty when this machine has the address, else why not.
+std::string resolve_own_address(const std::string& address) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const int error = getaddrinfo(address.c_str(), nullptr, &hints, &found);
+  if (error != 0) return gai_strerror(error);
+  std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, freeaddrinfo);
+  for (const addrinfo* entry = found; entry != nullptr; entry = entry->ai_next) {
+    UniqueFd socket(::socket(entry->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (socket.valid() && bind(socket.get(), entry->ai_addr, entry->ai_addrlen) == 0) return "";
+  }
+  return "it is not an address of this machine";
+}
+
 int find_free_port() {
   for (int attempt = 0; attempt < 16; ++attempt) {
     UniqueFd socket = open_tcp_socket(AF_INET);
@@ -70,19 +91,32 @@ bool port_in_use(int port) {
   return false;
 }
 
+bool is_own_address(const std::string& address) { return resolve_own_address(address).empty(); }
+
 void require_own_address(const std::string& address) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  const int error = getaddrinfo(address.c_str(), nullptr, &hints, &found);
-  require<UsageError>(error == 0, "--master_addr ", address, ": ", gai_strerror(error));
-  std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, freeaddrinfo);
-  for (const addrinfo* entry = found; entry != nullptr; entry = entry->ai_next) {
-    UniqueFd socket(::socket(entry->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (socket.valid() && bind(socket.get(), entry->ai_addr, entry->ai_addrlen) == 0) return;
+  const std::string trouble = resolve_own_address(address);
+  require<UsageError>(trouble.empty(), "--master_addr ", address, ": ", trouble,
+                      ", where rank 0 is to listen; leave the flag out, or name an address that `ip address` lists");
+}
+
+std::string outward_address(const std::vector<std::string>& environment) {
+  std::istringstream connection(environment_value(environment, "SSH_CONNECTION").value_or(""));
+  std::string client, client_port, server;
+  if (connection >> client >> client_port >> server && !is_loopback(server)) return server;
+  ifaddrs* all = nullptr;
+  if (getifaddrs(&all) != 0) return "";
+  const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(all, freeifaddrs);
+  for (int family : {AF_INET, AF_INET6}) {
+    for (const ifaddrs* entry = all; entry != nullptr; entry = entry->ifa_next) {
+      const bool usable = entry->ifa_addr != nullptr && entry->ifa_addr->sa_family == family &&
+                          (entry->ifa_flags & IFF_UP) != 0 && (entry->ifa_flags & IFF_LOOPBACK) == 0;
+      char text[NI_MAXHOST] = "";
+      const socklen_t size = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+      if (!usable || getnameinfo(entry->ifa_addr, size, text, sizeof(text), nullptr, 0, NI_NUMERICHOST) != 0) continue;
+      if (std::strchr(text, '%') == nullptr) return text;  // not an address that means something on one link only
+    }
   }
-  throw UsageError(cat("--master_addr ", address, " is not an address of this machine, and launching on many machines ",
-                       "is not in this version of ds-launch; leave the flag out"));
+  return "";
 }
 
 MasterPort choose_master_port(const std::optional<int>& asked) {

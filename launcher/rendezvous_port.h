@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace ds::launcher {
 
@@ -13,6 +14,13 @@ bool port_in_use(int port);
 
 // Throws UsageError when `address` is a name that does not resolve, or an address that this machine does not have.
 void require_own_address(const std::string& address);
+
+// Can a socket of this machine be bound to it?
+bool is_own_address(const std::string& address);
+
+// An address of this machine that others can reach: the one to which ssh came (SSH_CONNECTION in `environment`), unless
+// that is a loopback, else the first that is none, IPv4 before IPv6. Empty when there is none.
+std::string outward_address(const std::vector<std::string>& environment);
 
 struct MasterPort {
   int port = 0;

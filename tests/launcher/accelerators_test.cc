@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "core/check.h"
+#include "tests/launcher/error_text.h"
 
 namespace ds::launcher {
 namespace {
@@ -49,6 +50,15 @@ TEST(Accelerators, RanksSeeTheFirstDevices) {
   EXPECT_EQ(devices_of_ranks({"5", "3", "1"}, 2), "5,3");
   EXPECT_EQ(devices_of_ranks({"5"}, 4), "5");
   EXPECT_EQ(devices_of_ranks({}, 4), std::nullopt);
+}
+
+TEST(Accelerators, GpusOfSlots) {
+  EXPECT_THAT(gpus_of_slots({"4", "5", "6"}, {0, 2}), ElementsAre("4", "6"));
+  EXPECT_THAT(gpus_of_slots({}, {0, 7}), IsEmpty());
+  EXPECT_THAT(testing::error_text([] {
+                gpus_of_slots({"4", "5"}, {1, 2});
+              }),
+              HasSubstr("slot 2 has no GPU: 2 visible"));
 }
 
 }  // namespace

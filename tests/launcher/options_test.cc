@@ -62,21 +62,61 @@ TEST(Options, DeepSpeedsSpelling) {
   EXPECT_EQ(parse_options({"-q", "p"}).verbosity, Verbosity::kError);
 }
 
-TEST(Options, RefusesManyMachinesByName) {
-  for (const char* flag : {"-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--num_nodes", "--node_rank",
-                           "--launcher", "--launcher_args", "--force_multi", "--no_ssh", "--ssh_port"}) {
-    EXPECT_THAT(error_of({"--num_procs", "2", flag, "x", "p"}),
-                AllOf(HasSubstr(std::string(flag) + ": "), HasSubstr("many machines is not in this version")));
+TEST(Options, FlagsForManyHosts) {
+  const Options options =
+      parse_options({"-H", "hosts", "--num_nodes", "2", "--num_gpus", "4", "--launcher", "ssh", "--launcher_args",
+                     "-i key", "--ssh_port", "2222", "--force_multi", "--save_pid", "--no_ssh_check", "p"});
+  EXPECT_EQ(options.hostfile, "hosts");
+  EXPECT_EQ(options.num_nodes, 2);
+  EXPECT_EQ(options.num_procs, 4);
+  EXPECT_EQ(options.count_flag, "--num_gpus");
+  EXPECT_EQ(options.launcher_args, "-i key");
+  EXPECT_EQ(options.ssh_port, 2222);
+  EXPECT_TRUE(options.force_multi);
+  EXPECT_TRUE(options.save_pid);
+  EXPECT_EQ(parse_options({"-i", "a@b:1", "p"}).include, "a@b:1");
+  EXPECT_EQ(parse_options({"-e", "a", "p"}).exclude, "a");
+  EXPECT_EQ(parse_options({"--no_ssh", "--node_rank", "1", "p"}).node_rank, 1);
+}
+
+TEST(Options, NamesOfTorchrun) {
+  const Options options =
+      parse_options({"--nnodes", "2", "--nproc_per_node=4", "--rdzv_endpoint", "[::1]:1234", "--node_rank=0", "p"});
+  EXPECT_EQ(options.num_nodes, 2);
+  EXPECT_EQ(options.num_procs, 4);
+  EXPECT_EQ(options.master_addr, "::1");
+  EXPECT_EQ(options.master_port, 1234);
+  EXPECT_TRUE(parse_options({"--standalone", "--nnodes=1", "p"}).standalone);
+  EXPECT_THAT(error_of({"--nnodes=1:4", "p"}), HasSubstr("elastic training"));
+  EXPECT_THAT(error_of({"--rdzv_endpoint", "host", "p"}), HasSubstr("expected HOST:PORT, found 'host'"));
+  EXPECT_THAT(error_of({"--rdzv_endpoint", "h:1", "--master_port", "2", "p"}), HasSubstr("--master_port"));
+  EXPECT_THAT(error_of({"--standalone", "--nnodes", "2", "p"}), HasSubstr("--standalone is for one host"));
+  EXPECT_THAT(error_of({"--standalone", "--hostfile", "h", "p"}), HasSubstr("--hostfile"));
+}
+
+TEST(Options, RefusesFlagsThatDoNotGoTogether) {
+  for (const char* flag : {"--include", "--exclude"}) {
+    EXPECT_THAT(error_of({flag, "a", "--num_nodes", "1", "p"}), HasSubstr("--num_nodes"));
+    EXPECT_THAT(error_of({flag, "a", "--num_procs", "1", "p"}), HasSubstr("--num_procs"));
+    EXPECT_THAT(error_of({flag, "a", "--num_gpus", "1", "p"}), HasSubstr("--num_gpus"));
   }
-  EXPECT_THAT(error_of({"--hostfile=hosts", "p"}), HasSubstr("--hostfile: launching on many machines"));
-  EXPECT_THAT(error_of({"--num-nodes=2", "p"}), HasSubstr("--num-nodes: launching on many machines"));
+  EXPECT_THAT(error_of({"--include", "a", "--exclude", "b", "p"}), HasSubstr("--exclude"));
+  EXPECT_THAT(error_of({"--no_ssh", "p"}), HasSubstr("--no_ssh needs --node_rank"));
+  EXPECT_THAT(error_of({"--num_nodes", "0", "p"}), HasSubstr("--num_nodes: expected a number of at least 1"));
+}
+
+TEST(Options, RefusesOtherLaunchersByName) {
+  for (const char* name : {"pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich", "PDSH"}) {
+    EXPECT_THAT(error_of({"--launcher", name, "p"}),
+                AllOf(HasSubstr(std::string("--launcher ") + name), HasSubstr("ssh")));
+  }
+  EXPECT_THAT(error_of({"--launcher", "slurm", "p"}), HasSubstr("--node_rank $SLURM_NODEID"));
 }
 
 TEST(Options, RefusesOtherFlagsOfDeepSpeedByName) {
   EXPECT_THAT(error_of({"--module", "p"}), HasSubstr("not Python modules"));
   EXPECT_THAT(error_of({"--autotuning", "run", "p"}), HasSubstr("autotuning is not in this version"));
   EXPECT_THAT(error_of({"--elastic_training", "p"}), HasSubstr("elastic training"));
-  EXPECT_THAT(error_of({"--save_pid", "p"}), HasSubstr("no pid file"));
 }
 
 TEST(Options, SuggestsTheNearestFlag) {
@@ -101,10 +141,37 @@ TEST(Options, RefusesWrongValues) {
 // The surface of the command line: a change here is a change for users.
 TEST(Options, HelpNamesEveryFlag) {
   const std::string help = parse_options({"--help"}).answer.value_or("");
-  for (const char* flag :
-       {"--num_procs", "--num_gpus,--num_accelerators", "--master_addr", "--master_port", "--bind_cores_to_rank",
-        "--bind_core_list", "--enable_each_rank_log", "--log_level", "-q,--quiet", "--failure_grace", "--signal_grace",
-        "--no_local_rank", "--no_python", "--version"}) {
+  for (const char* flag : {"--num_procs,--nproc_per_node",
+                           "--num_gpus,--num_accelerators",
+                           "-H,--hostfile",
+                           "-i,--include",
+                           "-e,--exclude",
+                           "--num_nodes,--nnodes",
+                           "--node_rank",
+                           "--no_ssh",
+                           "--rdzv_endpoint",
+                           "--standalone",
+                           "--force_multi",
+                           "--launcher",
+                           "--launcher_args",
+                           "--ssh_port",
+                           "--connect_timeout",
+                           "--check_timeout",
+                           "--link_timeout",
+                           "--no_ssh_check",
+                           "--save_pid",
+                           "--master_addr",
+                           "--master_port",
+                           "--bind_cores_to_rank",
+                           "--bind_core_list",
+                           "--enable_each_rank_log",
+                           "--log_level",
+                           "-q,--quiet",
+                           "--failure_grace",
+                           "--signal_grace",
+                           "--no_local_rank",
+                           "--no_python",
+                           "--version"}) {
     EXPECT_THAT(help, HasSubstr(flag));
   }
   EXPECT_THAT(parse_options({"--version"}).answer.value_or(""), HasSubstr("ds-launch of dsengine"));

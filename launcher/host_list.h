@@ -1,0 +1,42 @@
+// Which hosts run ranks, and on which of their slots: hostfiles and DeepSpeed's --include and --exclude. Pure, but for
+// read_hostfile().
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace ds::launcher {
+
+inline constexpr std::string_view kDefaultHostfile = "/job/hostfile";
+
+struct Host {
+  std::string name;        // as ssh takes it
+  std::vector<int> slots;  // a rank for each; the number of a GPU where the host has some
+
+  bool operator==(const Host&) const = default;
+};
+
+// Lines "host slots=N"; "#" starts a comment. Order is kept. Throws ConfigError naming `file` and the line for anything
+// else, a host that comes twice, and a file without hosts.
+std::vector<Host> parse_hostfile(std::string_view text, const std::string& file);
+
+// The same from a file. Throws IoError when it cannot be read.
+std::vector<Host> read_hostfile(const std::string& file);
+
+// What --include or --exclude says: NAME[:SLOT[,SLOT]...][@NAME...].
+enum class Choice { kInclude, kExclude };
+
+// `hosts` with only the chosen hosts and slots, or without them, in the order of `hosts`; hosts that have no slot left
+// are gone. Throws ConfigError naming a host or slot that is not in `hosts`, or when nothing is left.
+std::vector<Host> choose_hosts(const std::vector<Host>& hosts, Choice choice, const std::string& text);
+
+// The first `nodes` hosts, and the first `slots` slots of each. Throws ConfigError when there are fewer; `slots_flag`
+// is what the user typed.
+std::vector<Host> limit_hosts(std::vector<Host> hosts, const std::optional<int>& nodes, const std::optional<int>& slots,
+                              const std::string& slots_flag);
+
+int count_slots(const std::vector<Host>& hosts);
+
+}  // namespace ds::launcher
