@@ -56,34 +56,47 @@ def run(command, log):
         sys.exit(f"failed with exit code {code}: {' '.join(command)}\n{open(log, errors='replace').read()[-3000:]}")
 
 
-def run_peer(case, a, size, steps, folder):
+def run_python(script, ranks, arguments, folder, name):
+    """Figures of each rank of a job in Python, which writes OUT.<rank> as JSON; OUT is the last argument it is given."""
     out = os.path.join(folder, "peer")
+    run([sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc_per_node={ranks}", "--master_addr=127.0.0.1",
+         f"--master_port={free_port()}", script, *arguments, out], os.path.join(folder, name + ".log"))
+    return [json.load(open(f"{out}.{r}")) for r in range(ranks)]
+
+
+def run_gpt(build, ranks, config, flags, folder, name, launcher_flags=()):
+    """Rows of the steps and summary of a job of the example, on the text that the peers read and in their order."""
+    config_file, metrics = os.path.join(folder, "config.json"), os.path.join(folder, "metrics.jsonl")
+    with open(config_file, "w") as f:
+        json.dump(config, f)
+    if os.path.exists(metrics):
+        os.remove(metrics)
+    run([os.path.join(build, "bin", "ds-launch"), "--num_procs", str(ranks), "--master_port", str(free_port()), *launcher_flags,
+         os.path.join(build, "bin", "gpt"), "--deepspeed_config", config_file, "--data", TEXT, *flags, "--order", "sequential",
+         "--metrics", metrics, "--generate", "0"], os.path.join(folder, name + ".log"))
+    lines = [json.loads(line) for line in open(metrics)]
+    return lines[:-1], lines[-1]["summary"]
+
+
+def optimizer_section(lr):
+    return {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01}}
+
+
+def run_peer(case, a, size, steps, folder):
     begin = time.time()
-    run([sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc_per_node={a.ranks}", "--master_addr=127.0.0.1",
-         f"--master_port={free_port()}", os.path.join(HERE, "peer.py"), case, size, str(steps), str(WARM), str(a.lr), out],
-        os.path.join(folder, case + ".log"))
-    ranks = [json.load(open(f"{out}.{r}")) for r in range(a.ranks)]
+    ranks = run_python(os.path.join(HERE, "peer.py"), a.ranks, [case, size, str(steps), str(WARM), str(a.lr)], folder, case)
     return {"step_seconds": ranks[0]["step_seconds"], "peak": [r["peak_rss_bytes"] for r in ranks],
             "loss": [statistics.mean(v) for v in zip(*(r["loss"] for r in ranks))],
             "start": max(r["first_step_at"] for r in ranks) - begin}
 
 
 def run_ours(case, a, size, steps, folder):
-    config, metrics = os.path.join(folder, "config.json"), os.path.join(folder, "metrics.jsonl")
-    with open(config, "w") as f:
-        json.dump({"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0,
-                   "optimizer": {"type": "AdamW", "params": {"lr": a.lr, "weight_decay": 0.01}},
-                   "zero_optimization": zero_section(case)}, f)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "optimizer": optimizer_section(a.lr),
+              "zero_optimization": zero_section(case)}
     shape = [word for key, value in SIZES[size].items() for word in (f"--{key}", str(value))]
-    if os.path.exists(metrics):
-        os.remove(metrics)
     begin = time.time()
-    run([os.path.join(a.build, "bin", "ds-launch"), "--num_procs", str(a.ranks), os.path.join(a.build, "bin", "gpt"),
-         "--deepspeed_config", config, "--data", TEXT, *shape, "--steps", str(steps + WARM), "--order", "sequential", "--metrics",
-         metrics, "--generate", "0"], os.path.join(folder, case + ".log"))
+    rows, summary = run_gpt(a.build, a.ranks, config, [*shape, "--steps", str(steps + WARM)], folder, case)
     whole = time.time() - begin
-    lines = [json.loads(line) for line in open(metrics)]
-    summary, rows = lines[-1]["summary"], lines[:-1]
     # The first step ends before the remaining ones: launch to exit less the later steps is an upper bound of the start-up.
     return {"step_seconds": [r["step_seconds"] for r in rows[WARM:]], "peak": summary["peak_rss_bytes"],
             "loss": [r["loss"] for r in rows], "start": whole - sum(r["step_seconds"] for r in rows[1:])}

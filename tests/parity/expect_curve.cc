@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <future>
-#include <string>
 
 namespace ds::test {
 namespace {
@@ -23,8 +22,6 @@ void compare(const std::vector<nlohmann::json>& steps, const CurveValues& wanted
   }
   EXPECT_LE(worst_loss, loss_tolerance);
   EXPECT_LE(worst_norm, norm_tolerance);
-  testing::Test::RecordProperty("worst_loss_difference", std::to_string(worst_loss));
-  testing::Test::RecordProperty("worst_relative_norm_difference", std::to_string(worst_norm));
 }
 
 }  // namespace
