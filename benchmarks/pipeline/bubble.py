@@ -66,7 +66,8 @@ def main():
                 runs[kind].append(measure(a, kind, folder))
     print(f"{a.stages} stages, {a.micro_batches} micro-batches, layers that sleep {a.times} ms, {LAYERS_PER_RANK} a rank, "
           f"{a.rounds} rounds; bubble in %")
-    print(f"{'schedule':12s} {'asked':>7s} {'planned':>8s} {'measured':>9s} {'difference':>11s}   measured in each round      step ms: planned, measured")
+    print(f"{'schedule':12s} {'asked':>7s} {'planned':>8s} {'measured':>9s} {'difference':>11s}   "
+          "measured in each round      step ms: planned, measured")
     figures, beyond = {}, []
     for kind in kinds:
         planned, measured = ([100 * run[which]["bubble"] for run in runs[kind]] for which in ("planned", "measured"))

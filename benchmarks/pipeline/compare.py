@@ -8,13 +8,13 @@ its own. A case is ours-SCHEDULE, ds-SCHEDULE or torch-SCHEDULE; ours-1f1b-shm t
 host in place of gloo; ours-single and ours-data are the same work without a pipeline, on one rank and data parallel. --only
 names cases or schedules.
 
-Every round launches each case once. Step time: the median over the steps of all rounds, apart from the first two of each run,
-and the fastest of them, which other programs disturb less.
-Memory: the median over rounds of the fullest rank's peak resident bytes; "added" is what it has beyond a run of a tiny model,
-so without program, libraries and interpreter. "others" is the share of the machine's CPU time that other programs took during
-the runs: above a few percent, times are worth little. Ratios: the median over rounds of peer / ours, same schedule, same round, and
-between which values the rounds lie: above 1, ours is faster or smaller. Checked: every loss of every case is within 1e-4 of the
-first case's, and every case has the same number of parameters on each rank.
+Every round launches each case once. Step time: the median over the steps of all rounds, apart from the first two of each run;
+beside it the fastest of them, which other programs disturb less. "others" is the share of the machine's CPU time that other
+programs took during the runs: above a few percent, times are worth little. Memory: the median over rounds of the fullest rank's
+peak resident bytes; "added" is what it has beyond a run of a tiny model, so without program, libraries and interpreter. Ratios:
+the median over rounds of peer / ours, same schedule, same round, and between which values the rounds lie: above 1, ours is
+faster or smaller. Exit code 1 where losses of two cases are more than 1e-4 apart at any step, or where a peer's ranks have other
+numbers of parameters than ours of the same schedule.
 """
 import argparse
 import json
@@ -102,9 +102,11 @@ def summarize(runs, tiny):
 
 def print_table(figures, settings, tiny):
     tokens = settings["micro_batches"] * settings["micro_batch"] * settings["seq_len"]
-    print(f"{'case':18s} {'s/step':>7s} {'fastest':>8s} {'tokens/s':>9s} {'others':>6s} {'MiB':>6s} {'added':>6s}   peer / ours: {'step time':24s} {'memory':24s} memory added")
+    print(f"{'case':18s} {'s/step':>7s} {'fastest':>8s} {'tokens/s':>9s} {'others':>6s} {'MiB':>6s} {'added':>6s}   "
+          f"peer / ours: {'step time':24s} {'memory':24s} memory added")
     for case, f in figures.items():
-        line = f"{case:18s} {f['step_seconds']:7.3f} {f['fastest']:8.3f} {tokens / f['step_seconds']:9.0f} {f['others']:6.0%} {f['peak_mib']:6.0f} {f['added_mib']:6.0f}"
+        line = (f"{case:18s} {f['step_seconds']:7.3f} {f['fastest']:8.3f} {tokens / f['step_seconds']:9.0f} {f['others']:6.0%} "
+                f"{f['peak_mib']:6.0f} {f['added_mib']:6.0f}")
         ours = "ours-" + case.split("-", 1)[1]
         if ours != case and ours in figures:
             line += "                {:24s} {:24s} {}".format(*ratios(f, figures[ours], (tiny[case], tiny[ours])))
@@ -120,6 +122,9 @@ def check(figures):
               f"{', '.join(f'{n:.0f}' for n in f['parameters'])}" + (f"; stages begin at layers {f['bounds'][:-1]}" if f["bounds"] else ""))
         if not apart < 1e-4:
             wrong.append(f"the losses of {case} differ from those of {first} by {apart}")
+        ours = figures.get("ours-" + case.split("-", 1)[1], f)
+        if f["parameters"] != ours["parameters"]:
+            wrong.append(f"the stages of {case} are cut in another way than ours")
     return wrong
 
 
