@@ -6,16 +6,10 @@
 
 namespace ds::test {
 
-// Of losses, and of gradient norms (relative).
-constexpr double kLossTolerance = 5e-6;
-constexpr double kNormTolerance = 2e-5;
-// The same in 16 bits. The norm of a bf16 gradient depends on where it is rounded: 4 % is what DeepSpeed's bf16 stages
-// show.
-constexpr double kHalfTolerance = 5e-3;
-constexpr double kHalfNormTolerance = 4e-2;
-
-// Runs the job as run_gpt() does, and compares its steps with those of torch_curve(), which is computed meanwhile.
-GptResult expect_curve(const GptJob& job, const Curve& curve, double loss_tolerance = kLossTolerance,
-                       double norm_tolerance = kNormTolerance);
+// Runs the job as run_gpt() does, and compares its steps with those of torch_curve(), which is computed meanwhile. In
+// float32 every loss may differ by 5e-6, every gradient norm by 2e-5 of itself. In 16 bits norms may differ by 4 %:
+// they depend on where gradients are rounded, and that is what DeepSpeed's bf16 stages show. Losses may by 2e-3 in the
+// mean of the steps, but 1.5e-2 in one: the sixth is steep, and shows up to ten times as much as those around it.
+GptResult expect_curve(const GptJob& job, const Curve& curve);
 
 }  // namespace ds::test
