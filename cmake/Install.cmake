@@ -1,4 +1,4 @@
-# cmake --install: the library, its headers under include/dsengine, ds-launch, ds-tool and its ds-tool-checkpoint, the
+# cmake --install: the library, its headers under include/dsengine, ds-launch, ds-tool and its ds-tool-*, the
 # ready-made configs, and a package for find_package(dsengine).
 include(CMakePackageConfigHelpers)
 
@@ -8,7 +8,7 @@ install(TARGETS dsengine EXPORT dsengine-targets LIBRARY DESTINATION ${CMAKE_INS
 if(TARGET dsengine_cuda)
   install(TARGETS dsengine_cuda LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 endif()
-install(TARGETS ds-launch ds-tool ds-tool-checkpoint RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(TARGETS ds-launch ds-tool ds-tool-bench ds-tool-checkpoint ds-tool-libraries RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(EXPORT dsengine-targets NAMESPACE dsengine:: DESTINATION ${_ds_package_dir})
 foreach(_ds_folder core comm optim zero offload compression pipeline profiling checkpoint engine)
   install(

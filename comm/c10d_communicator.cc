@@ -97,10 +97,10 @@ class C10dCommunicator : public Communicator {
         group_(group),
         backend_(group.size > 1 ? group.connect(group.store, group.rank, group.size) : nullptr) {}
 
-  std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks, const std::string& name) override;
 
  protected:
   Work launch(Collective collective) override;
+  std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) override;
 
  private:
   // What the backend was asked for, and what is left to do afterwards.
@@ -122,7 +122,7 @@ class C10dCommunicator : public Communicator {
   int groups_made_ = 0;
 };
 
-std::shared_ptr<Communicator> C10dCommunicator::new_group(const std::vector<int>& ranks, const std::string& name) {
+std::shared_ptr<Communicator> C10dCommunicator::make_group(const std::vector<int>& ranks, const std::string& name) {
   require(!ranks.empty() && std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>()) && ranks.front() >= 0 &&
               ranks.back() < size(),
           "new_group '", name, "': expected ascending ranks of group '", this->name(), "' in [0, ", size(), ")");

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "comm/flight_recorder.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
 
@@ -77,7 +78,37 @@ Work Communicator::copy_alone(const at::Tensor& output, const at::Tensor& input)
   return {};
 }
 
+std::shared_ptr<Communicator> Communicator::new_group(const std::vector<int>& ranks, const std::string& name) {
+  std::shared_ptr<Communicator> group = make_group(ranks, name);
+  if (!group || !recorder_) return group;
+  for (const int rank : ranks) group->world_ranks_.push_back(world_ranks_[static_cast<size_t>(rank)]);
+  group->recorder_ = recorder_;
+  group->recorded_group_ = recorder_->add_group(name, group->world_ranks_, group->rank());
+  return group;
+}
+
+void Communicator::record_with(std::shared_ptr<FlightRecorder> recorder) {
+  recorder_ = std::move(recorder);
+  world_ranks_.resize(static_cast<size_t>(size_));
+  std::iota(world_ranks_.begin(), world_ranks_.end(), 0);
+  recorded_group_ = recorder_->add_group(name_, world_ranks_, rank_);
+}
+
+void Communicator::keep_watch(std::shared_ptr<FlightWatch> watch) { watch_ = std::move(watch); }
+
 Work Communicator::checked_launch(Collective collective) {
+  count(collective);
+  if (!recorder_) return launch(std::move(collective));
+  const FlightRecorder::Ticket ticket = recorder_->begin(recorded_group_, collective);
+  try {
+    return recorder_->follow(ticket, launch(std::move(collective)));
+  } catch (...) {
+    recorder_->failed(ticket);
+    throw;
+  }
+}
+
+void Communicator::count(const Collective& collective) {
   const auto kind = static_cast<size_t>(collective.kind);
   ++counters_.calls[kind];
   const int64_t others = size_ - 1;
@@ -119,7 +150,6 @@ Work Communicator::checked_launch(Collective collective) {
     case CollectiveKind::kBarrier:
       break;
   }
-  return launch(std::move(collective));
 }
 
 Work Communicator::all_reduce(const at::Tensor& tensor, ReduceOp op, std::string label) {

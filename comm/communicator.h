@@ -13,73 +13,17 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "comm/collective.h"
+
 namespace ds::comm {
 
-enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
-
-enum class CollectiveKind : uint8_t {
-  kBroadcast,
-  kAllReduce,
-  kReduce,
-  kAllGather,
-  kGather,
-  kScatter,
-  kReduceScatter,
-  kAllToAll,
-  kSend,
-  kRecv,
-  kBarrier,
-};
-inline constexpr int kCollectiveKinds = 11;
-
-const char* name_of(CollectiveKind kind);
-const char* name_of(ReduceOp op);
-
-// What an implementation tracks of one operation under way.
-class WorkState {
- public:
-  virtual ~WorkState() = default;
-  virtual bool is_completed() = 0;
-  // wait() would not wait for other ranks (but may have work to do). May itself begin what follows.
-  virtual bool is_ready() { return is_completed(); }
-  // Returns when the operation has finished (CUDA: when the current stream is ordered after it). Throws CommError.
-  virtual void wait() = 0;
-};
-
-// A handle on an operation under way; copyable; a default-constructed Work is a finished one. Destroying it does not
-// wait.
-class Work {
- public:
-  Work() = default;
-  explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
-  bool is_completed() const { return !state_ || state_->is_completed(); }
-  bool is_ready() const { return !state_ || state_->is_ready(); }
-  void wait() const {
-    if (state_) state_->wait();
-  }
-
- private:
-  std::shared_ptr<WorkState> state_;
-};
-
-// One operation, as implementations, counters and recorders see it.
-struct Collective {
-  CollectiveKind kind = CollectiveKind::kBarrier;
-  ReduceOp op = ReduceOp::kSum;
-  at::Tensor input;                    // undefined where a rank gives nothing (scatter on non-roots, recv, barrier)
-  at::Tensor output;                   // undefined where a rank receives nothing (gather on non-roots, send, barrier)
-  int peer = 0;                        // root, destination or source: a rank of this group
-  int tag = 0;                         // send and recv only
-  std::vector<int64_t> input_splits;   // all_to_all with uneven splits along dimension 0; empty = even
-  std::vector<int64_t> output_splits;  // likewise
-  std::string label;                   // parameter or bucket it belongs to, the same on all ranks; in errors
-};
+class FlightRecorder;
+class FlightWatch;
 
 // Bytes this rank has handed to others, and calls, by kind of operation: what a bandwidth-optimal algorithm must send
 // (n = bytes of the whole tensor, W = ranks): all_reduce 2n(W-1)/W, reduce_scatter and all_gather n(W-1)/W, broadcast
@@ -134,15 +78,27 @@ class Communicator {
 
   // A communicator over `ranks` (ascending, ranks of this group). Called by every rank of this group, also by those not
   // in `ranks`, which get nullptr.
-  virtual std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks, const std::string& name) = 0;
+  std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks, const std::string& name);
+
+  // Operations from now on, and those of groups made from now on, are written down there. This group is the world of
+  // the recorder. Call before the first operation.
+  void record_with(std::shared_ptr<FlightRecorder> recorder);
+  // Null: none.
+  const std::shared_ptr<FlightRecorder>& recorder() const { return recorder_; }
+  // Keeps what watches the ranks of this group, until it ends itself.
+  void keep_watch(std::shared_ptr<FlightWatch> watch);
+  // Null: nobody watches.
+  const std::shared_ptr<FlightWatch>& watch() const { return watch_; }
 
  protected:
   Communicator(int rank, int size, std::string name);
   // Starts a validated operation. Never called with size() == 1 except for barrier and self send/recv.
   virtual Work launch(Collective collective) = 0;
+  virtual std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) = 0;
 
  private:
   Work checked_launch(Collective collective);
+  void count(const Collective& collective);
   Work copy_alone(const at::Tensor& output, const at::Tensor& input) const;
   void require_peer(const char* what, const std::string& label, int peer) const;
   void require_splits(const std::string& label, const char* role, const at::Tensor& tensor,
@@ -152,6 +108,10 @@ class Communicator {
   int size_;
   std::string name_;
   CommCounters counters_;
+  std::shared_ptr<FlightRecorder> recorder_;  // null: none
+  std::shared_ptr<FlightWatch> watch_;
+  int recorded_group_ = 0;
+  std::vector<int> world_ranks_;  // of this group, in the recorder's world
 };
 
 }  // namespace ds::comm

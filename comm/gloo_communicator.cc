@@ -151,10 +151,10 @@ class GlooCommunicator : public Communicator {
             group, group.size == 1 ? nullptr : connect_gloo(group.store, group.rank, group.size, group.options))),
         exchange_(*wire_) {}
 
-  std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks, const std::string& name) override;
 
  protected:
   Work launch(Collective collective) override;
+  std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) override;
 
  private:
   Work launch_message(const Collective& collective);
@@ -170,7 +170,7 @@ class GlooCommunicator : public Communicator {
   TaskQueue queue_;  // last: its thread ends before the rest goes
 };
 
-std::shared_ptr<Communicator> GlooCommunicator::new_group(const std::vector<int>& ranks, const std::string& name) {
+std::shared_ptr<Communicator> GlooCommunicator::make_group(const std::vector<int>& ranks, const std::string& name) {
   const std::string prefix = cat(name, "#", groups_made_++);
   const auto own = std::find(ranks.begin(), ranks.end(), rank());
   require(std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>()) && !ranks.empty() && ranks.front() >= 0 &&

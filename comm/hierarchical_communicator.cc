@@ -41,10 +41,10 @@ class HierarchicalCommunicator : public Communicator {
  public:
   explicit HierarchicalCommunicator(const PlacedGroup& group);
 
-  std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks, const std::string& name) override;
 
  protected:
   Work launch(Collective collective) override;
+  std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) override;
 
  private:
   using Issue = std::function<Work()>;
@@ -120,7 +120,7 @@ void HierarchicalCommunicator::join_levels() {
   outer_ = make_gloo_communicator(line);
 }
 
-std::shared_ptr<Communicator> HierarchicalCommunicator::new_group(const std::vector<int>& ranks,
+std::shared_ptr<Communicator> HierarchicalCommunicator::make_group(const std::vector<int>& ranks,
                                                                   const std::string& name) {
   const std::string prefix = cat("group/", name, "#", groups_made_++, "/", ranks.empty() ? -1 : ranks.front());
   require(!ranks.empty() && std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>()) && ranks.front() >= 0 &&

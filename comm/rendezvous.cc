@@ -52,8 +52,8 @@ void arrive(c10d::Store& store, const RankPlace& place, int rank, int world_size
       first = text_of(read_arrival(store.get_to_str(arrival_key(rank)), rank, world_size));
     }
     throw CommError(cat("rendezvous: rank ", rank, " was claimed twice: by ", first, " and by ", text_of(place),
-                        ". Give every process its own RANK; a file of an earlier run must be deleted, and another job "
-                        "needs another port"));
+                        ". Give every process its own RANK; a file of an earlier run must be deleted, another job "
+                        "needs another port, and a job of torchrun that takes hosts in or out a new start"));
   }
   store.set(arrival_key(rank), arrival_text(place, world_size));
 }

@@ -1,33 +1,19 @@
 #include "comm/rendezvous_address.h"
 
-#include <charconv>
-#include <cstdlib>
+#include <algorithm>
 #include <map>
 #include <vector>
 
+#include "comm/started_place.h"
 #include "core/check.h"
 
 namespace ds::comm {
 namespace {
 
-int parse_integer(const std::string& text, const std::string& where) {
-  int value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  require<ConfigError>(error == std::errc() && end == text.data() + text.size(), where,
-                       ": expected an integer, found '", text, "'");
-  return value;
-}
-
 int parse_port(const std::string& text, const std::string& where) {
   const int port = parse_integer(text, where);
   require<ConfigError>(port > 0 && port < 65536, where, ": expected a port in [1, 65535], found ", port);
   return port;
-}
-
-std::optional<int> integer_variable(const EnvironmentReader& environment, const char* name) {
-  const auto text = environment(name);
-  if (!text) return std::nullopt;
-  return parse_integer(*text, cat("environment variable ", name));
 }
 
 std::map<std::string, int> parse_query(const std::string& query, const std::string& init_method) {
@@ -68,7 +54,7 @@ void require_all_set(const EnvironmentReader& environment, const std::vector<con
   }
   require<ConfigError>(
       missing.empty(), "init_method ", init_method, ": ", present.empty() ? "nothing is set" : present, ", but ",
-      missing, " is missing. Start the program with ds-launch or torchrun, set all of ",
+      missing, " is missing. Start the program with ds-launch, torchrun, srun or mpirun, set all of ",
       "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or unset RANK, WORLD_SIZE and LOCAL_RANK to run ",
       "one process alone");
 }
@@ -86,35 +72,77 @@ void check_ranks(const RendezvousAddress& address, const std::string& where) {
                        "), found ", local_rank);
 }
 
+// Fills in what is not set; what is set to something else contradicts.
+void take_from_starter(std::optional<int>& value, const char* variable, const std::optional<int>& started,
+                       const StartedPlace& place) {
+  require<ConfigError>(!value || !started || *value == *started, "environment: ", variable, "=", value.value_or(0),
+                       ", but ", place.starter, " says ", started.value_or(0), " (rank ", place.rank, " of ",
+                       place.world_size, ", from ", place.rank_variables, "). Unset ", variable,
+                       ", or set both RANK and WORLD_SIZE, which win");
+  if (!value) value = started;
+}
+
+// Who this process is. RANK and WORLD_SIZE together win over what started it.
+struct Identity {
+  std::optional<int> rank, world_size, local_rank, local_world_size;
+  std::optional<StartedPlace> started;  // absent where RANK and WORLD_SIZE are set
+};
+
+Identity find_identity(const EnvironmentReader& environment) {
+  Identity found{.rank = integer_variable(environment, "RANK"),
+                 .world_size = integer_variable(environment, "WORLD_SIZE"),
+                 .local_rank = integer_variable(environment, "LOCAL_RANK"),
+                 .local_world_size = integer_variable(environment, "LOCAL_WORLD_SIZE"),
+                 .started = std::nullopt};
+  if (found.rank && found.world_size) return found;
+  found.started = started_place(environment);
+  if (!found.started) return found;
+  take_from_starter(found.rank, "RANK", found.started->rank, *found.started);
+  take_from_starter(found.world_size, "WORLD_SIZE", found.started->world_size, *found.started);
+  take_from_starter(found.local_rank, "LOCAL_RANK", found.started->local_rank, *found.started);
+  take_from_starter(found.local_world_size, "LOCAL_WORLD_SIZE", found.started->local_world_size, *found.started);
+  return found;
+}
+
+// Workers of torchrun meet in the store of its agent, under a name for each of its restarts.
+void find_agent(const EnvironmentReader& environment, RendezvousAddress& address) {
+  if (environment("TORCHELASTIC_USE_AGENT_STORE") != "True") return;
+  address.rank_zero_listens = false;
+  address.prefix = cat("/worker/attempt_", environment("TORCHELASTIC_RESTART_COUNT").value_or("0"));
+}
+
+void find_master(const EnvironmentReader& environment, const std::optional<StartedPlace>& started,
+                 RendezvousAddress& address) {
+  if (!started) require_all_set(environment, {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}, "env://");
+  const auto host = environment("MASTER_ADDR");
+  require<ConfigError>(host || !started->host.empty(), "init_method env://: MASTER_ADDR is missing for rank ",
+                       address.rank, " of ", address.world_size, ", which ", started ? started->starter : "",
+                       " started: ", started ? started->why_no_host : "");
+  address.place = MeetingPlace::kTcp;
+  address.host = host ? *host : started->host;
+  const auto port = environment("MASTER_PORT");
+  address.port = port ? parse_port(*port, "environment variable MASTER_PORT") : started->port;
+}
+
 RendezvousAddress parse_environment(const EnvironmentReader& environment) {
   RendezvousAddress address;
-  address.local_rank = integer_variable(environment, "LOCAL_RANK");
-  address.local_world_size = integer_variable(environment, "LOCAL_WORLD_SIZE");
-  const auto rank = integer_variable(environment, "RANK");
-  const auto world_size = integer_variable(environment, "WORLD_SIZE");
-  if (!rank && !world_size && !address.local_rank) {
-    address.local_world_size.reset();
-    return address;
-  }
-  require_all_set(environment, {"RANK", "WORLD_SIZE"}, "env://");
-  address.rank = *rank;
-  address.world_size = *world_size;
-  check_ranks(address, "environment");
+  const Identity identity = find_identity(environment);
+  if (!identity.rank && !identity.world_size && !identity.local_rank) return address;
+  if (!identity.started) require_all_set(environment, {"RANK", "WORLD_SIZE"}, "env://");
+  address.rank = *identity.rank;
+  address.world_size = *identity.world_size;
+  address.local_rank = identity.local_rank;
+  address.local_world_size = identity.local_world_size;
+  check_ranks(address, identity.started ? cat("environment (", identity.started->starter, ": ",
+                                              identity.started->rank_variables, ")")
+                                        : "environment");
   if (address.world_size == 1) return address;
-  require_all_set(environment, {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}, "env://");
-  address.place = MeetingPlace::kTcp;
-  address.host = *environment("MASTER_ADDR");
-  address.port = parse_port(*environment("MASTER_PORT"), "environment variable MASTER_PORT");
+  find_master(environment, identity.started, address);
+  if (!identity.started) find_agent(environment, address);
   return address;
 }
 
 }  // namespace
-
-std::optional<std::string> process_environment(const char* name) {
-  const char* value = std::getenv(name);
-  if (value == nullptr || *value == '\0') return std::nullopt;
-  return value;
-}
 
 RendezvousAddress parse_rendezvous(const std::string& init_method, const EnvironmentReader& environment) {
   if (init_method == "env://") return parse_environment(environment);
@@ -125,19 +153,20 @@ RendezvousAddress parse_rendezvous(const std::string& init_method, const Environ
   const std::string rest = init_method.substr(tcp ? 6 : 7);
   const size_t mark = std::min(rest.find('?'), rest.size());
   const auto query = parse_query(mark < rest.size() ? rest.substr(mark + 1) : "", init_method);
-  const auto choose = [&](const char* key, const char* variable) {
+  const bool complete = query.contains("rank") && query.contains("world_size");
+  const Identity identity = complete ? Identity{} : find_identity(environment);
+  const auto choose = [&](const char* key, const char* variable, const std::optional<int>& otherwise) {
     const auto in_query = query.find(key);
-    const auto value =
-        in_query != query.end() ? std::optional(in_query->second) : integer_variable(environment, variable);
+    const auto value = in_query != query.end() ? std::optional(in_query->second) : otherwise;
     require<ConfigError>(value.has_value(), "init_method '", init_method, "': expected ?", key, "= or the environment ",
                          "variable ", variable, ", found neither");
     return *value;
   };
   RendezvousAddress address;
-  address.rank = choose("rank", "RANK");
-  address.world_size = choose("world_size", "WORLD_SIZE");
-  address.local_rank = integer_variable(environment, "LOCAL_RANK");
-  address.local_world_size = integer_variable(environment, "LOCAL_WORLD_SIZE");
+  address.rank = choose("rank", "RANK", identity.rank);
+  address.world_size = choose("world_size", "WORLD_SIZE", identity.world_size);
+  address.local_rank = complete ? integer_variable(environment, "LOCAL_RANK") : identity.local_rank;
+  address.local_world_size = complete ? integer_variable(environment, "LOCAL_WORLD_SIZE") : identity.local_world_size;
   check_ranks(address, cat("init_method '", init_method, "'"));
   if (tcp) {
     address.place = MeetingPlace::kTcp;

@@ -1,9 +1,10 @@
 // What an init_method and the environment say about this rank and the meeting place. Torch-free.
 #pragma once
 
-#include <functional>
 #include <optional>
 #include <string>
+
+#include "comm/environment_reader.h"
 
 namespace ds::comm {
 
@@ -22,17 +23,16 @@ struct RendezvousAddress {
   std::string host;                     // kTcp
   int port = 0;                         // kTcp
   std::string path;                     // kFile
+  bool rank_zero_listens = true;        // kTcp; else the launcher does (torchrun's agent) and rank 0 connects too
+  std::string prefix;  // kTcp: of all keys in the store, so that they are not the launcher's; may be empty
 };
 
-// How a variable reads: nullopt where it is not set or empty.
-using EnvironmentReader = std::function<std::optional<std::string>(const char* name)>;
-std::optional<std::string> process_environment(const char* name);
-
 // `init_method`:
-//   env://                                     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-//   MASTER_PORT.
-//                                              None of RANK, WORLD_SIZE, LOCAL_RANK set: a world of one.
-//   tcp://host:port[?rank=R&world_size=W]      what is not in the query comes from RANK and WORLD_SIZE
+//   env://                                     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+//                                              MASTER_PORT, as ds-launch and torchrun set them. What is not set comes
+//                                              from srun or mpirun (started_place.h). None of them: a world of one.
+//   tcp://host:port[?rank=R&world_size=W]      what is not in the query comes from RANK and WORLD_SIZE,
+//                                              or from srun or mpirun
 //   file:///path[?rank=R&world_size=W]         likewise; the file must not exist before the first rank
 // Throws ConfigError naming the variable or the part of the address, what was expected and what was found.
 RendezvousAddress parse_rendezvous(const std::string& init_method, const EnvironmentReader& environment);

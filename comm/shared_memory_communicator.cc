@@ -139,7 +139,7 @@ std::shared_ptr<SharedRegion> SharedMemoryCommunicator::agree_on_region(const st
   return region || !member ? region : directory_->attach(region_name, bytes);
 }
 
-std::shared_ptr<Communicator> SharedMemoryCommunicator::new_group(const std::vector<int>& ranks,
+std::shared_ptr<Communicator> SharedMemoryCommunicator::make_group(const std::vector<int>& ranks,
                                                                   const std::string& name) {
   std::string list;
   for (const int member : ranks) list += cat(list.empty() ? "" : ",", member);

@@ -46,10 +46,10 @@ class SharedMemoryCommunicator final : public Communicator {
                            std::chrono::milliseconds timeout);
   ~SharedMemoryCommunicator() override;
 
-  std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks, const std::string& name) override;
 
  protected:
   Work launch(Collective collective) override;
+  std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) override;
 
  private:
   friend std::shared_ptr<Communicator> make_shared_memory_communicator(const SharedMemoryGroup& group);

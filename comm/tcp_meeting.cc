@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
@@ -75,9 +76,10 @@ void await_listener(const RendezvousAddress& address, Clock::time_point deadline
       if (error == 0) return;
     }
     require<CommError>(Clock::now() < deadline, "rendezvous: rank ", address.rank, " of ", address.world_size,
-                       " waited ", timeout.count(), " ms for rank 0, which is missing: nobody listens on ",
-                       address.host, ":", address.port, " (", std::strerror(error),
-                       "). Look whether rank 0 was started, whether ",
+                       " waited ", timeout.count(), " ms for ", address.rank_zero_listens ? "rank 0" : "torchrun",
+                       ", which is missing: nobody listens on ", address.host, ":", address.port, " (",
+                       std::strerror(error), "). Look whether ",
+                       address.rank_zero_listens ? "rank 0 was started" : "torchrun still runs", ", whether ",
                        "MASTER_ADDR and MASTER_PORT are those of its machine, and whether a firewall is in between");
     std::this_thread::sleep_for(kKnockInterval);
   }
@@ -89,7 +91,7 @@ c10::intrusive_ptr<c10d::Store> open_tcp_store(const RendezvousAddress& address,
   const auto deadline = Clock::now() + timeout;
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(address.port);
-  options.isServer = address.rank == 0;
+  options.isServer = address.rank == 0 && address.rank_zero_listens;
   options.numWorkers = static_cast<size_t>(address.world_size);
   options.waitWorkers = false;
   options.timeout = timeout;
@@ -99,7 +101,9 @@ c10::intrusive_ptr<c10d::Store> open_tcp_store(const RendezvousAddress& address,
     resolve(address.host, address.port);
   }
   try {
-    return c10::make_intrusive<c10d::TCPStore>(address.host, options);
+    c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::TCPStore>(address.host, options);
+    if (address.prefix.empty()) return store;
+    return c10::make_intrusive<c10d::PrefixStore>(address.prefix, store);
   } catch (const std::exception& error) {
     const std::string text = error.what();
     const bool in_use = text.find("EADDRINUSE") != std::string::npos || text.find("in use") != std::string::npos;

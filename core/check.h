@@ -1,8 +1,8 @@
 // Error types and checks. Torch-free.
 //
-// Two kinds of error: those a caller can act on (ConfigError, CommError, UsageError) and a broken invariant of ours
-// (InternalError). Every message says what was expected, what was found, where, and what to change. The library never
-// prints or exits by itself.
+// Two kinds of error: those a caller can act on (ConfigError, CommError, UsageError, NonFiniteError) and a broken
+// invariant of ours (InternalError). Every message says what was expected, what was found, where, and what to change.
+// The library never prints or exits by itself.
 #pragma once
 
 #include <source_location>
@@ -32,6 +32,13 @@ class CommError : public Error {
 
 // The API was used in a way it does not offer (calls out of order, wrong tensor); the text names the expected call.
 class UsageError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A gradient is infinite or NaN and the update was not done; the text names the step, the first parameter, and the rank
+// and micro-batch it came from. The same on every rank.
+class NonFiniteError : public Error {
  public:
   using Error::Error;
 };

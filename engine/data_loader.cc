@@ -2,6 +2,7 @@
 
 #include <ATen/ops/stack.h>
 
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -44,7 +45,7 @@ DataLoader::DataLoader(TrainingData data, const DataLoaderOptions& options)
     : data_(std::move(data)), device_(options.device), sampler_(sampler_options(data_, options)) {}
 
 bool DataLoader::advance() {
-  const std::vector<int64_t> indices = sampler_.next_batch();
+  std::vector<int64_t> indices = sampler_.next_batch();
   if (indices.empty()) {
     batch_ = {};
     return false;
@@ -60,6 +61,8 @@ bool DataLoader::advance() {
           " samples of a batch have a target; expected all or none");
   batch_.data = stack(data, indices, "data").to(device_);
   batch_.target = targets.empty() ? at::Tensor() : stack(targets, indices, "target").to(device_);
+  indices_ = std::move(indices);
+  ++delivered_;
   return true;
 }
 

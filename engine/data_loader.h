@@ -15,6 +15,7 @@
 #include <memory>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "engine/distributed_sampler.h"
 
@@ -130,6 +131,11 @@ class DataLoader {
   void set_epoch(int64_t epoch) { sampler_.set_epoch(epoch); }
   void set_micro_batch_size(int64_t size) { sampler_.set_batch_size(size); }
 
+  // Of the batch that was delivered last: the numbers of its samples in the dataset. Empty before the first.
+  const std::vector<int64_t>& indices() const { return indices_; }
+  // Batches so far.
+  int64_t delivered() const { return delivered_; }
+
   // The position after the batch that was delivered last. A run may be resumed with another number of ranks.
   SamplerState state() const { return sampler_.state(); }
   void load_state(const SamplerState& state) { sampler_.load_state(state); }
@@ -142,6 +148,8 @@ class DataLoader {
   at::Device device_;
   DistributedSampler sampler_;
   Batch batch_;
+  std::vector<int64_t> indices_;  // of batch_
+  int64_t delivered_ = 0;
 };
 
 }  // namespace ds::engine

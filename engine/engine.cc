@@ -9,7 +9,11 @@
 
 namespace ds::engine {
 
-Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {
+  if (!impl_->plan.locate_non_finite) return;
+  impl_->gradient_check = std::make_unique<zero::GradientCheck>(impl_->device, /*lazy=*/!impl_->device.is_cpu());
+  impl_->reducer->check_with(*impl_->gradient_check);
+}
 
 Engine::~Engine() {
   impl_->end_save();
@@ -53,6 +57,16 @@ void Engine::Impl::accumulate(bool boundary, const std::function<void()>& pass, 
   }
 }
 
+void Engine::Impl::begin_micro_batch(int64_t micro_batch) {
+  if (gradient_check) gradient_check->begin_pass(micro_batch);
+}
+
+void Engine::name_batch(std::string name) { impl_->batches.name_next(std::move(name)); }
+
+void Engine::Impl::note_phase(const char* phase) {
+  if (flight) flight->recorder().phase(phase, global_steps + 1, micro_steps_since_update);
+}
+
 at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
   Impl& self = *impl_;
   require(!self.pipeline, "backward(): the model is a pipeline, whose forward and backward belong together; expected ",
@@ -65,11 +79,15 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
   self.require_states_here("backward()");
   self.require_whole_state("backward()");
   self.roll_back_speculation();  // gradients add up: those it has used are not the last ones
+  const Impl::Phase phase(self, "backward");
   self.reporter->backward_begins();
   const Autocast::Pause pause(self.device.type());
   const bool boundary = self.boundary_is_known() && self.at_boundary();
   const at::Tensor averaged = scale_wrt_gas ? self.averaged(loss) : loss;
   const at::Tensor scaled = self.scaled(averaged);
+  self.batches.begin(self.micro_steps_since_update, self.loader.get());
+  self.batches.keep_loss(self.micro_steps_since_update, loss.detach());
+  self.begin_micro_batch(self.micro_steps_since_update);
   self.accumulate(boundary, [&] { scaled.backward({}, retain_graph); });
   ++self.backwards_since_step;
   self.reporter->backward_ends();
@@ -97,12 +115,22 @@ void Engine::step() {
 }
 
 void Engine::Impl::complete_step(const Engine& engine, const at::Tensor& loss) {
+  const Phase phase(*this, "step");
   reporter->step_begins();
   const Autocast::Pause pause(device.type());
-  micro_steps_since_update = 0;
+  const int64_t micro_batches = std::exchange(micro_steps_since_update, 0);
   ++global_steps;
   global_samples += config.train_batch_size;
-  update();
+  try {
+    update();
+  } catch (const NonFiniteError&) {
+    // As if the accumulation had not been.
+    micro_steps -= micro_batches;
+    --global_steps;
+    global_samples -= config.train_batch_size;
+    access->end_pass();
+    throw;
+  }
   access->end_pass();
   if (step_applied) {
     ++applied_steps;
@@ -147,7 +175,7 @@ void Engine::eval() {
 
 void Engine::zero_grad() {
   impl_->require_states_here("zero_grad()");
-  impl_->reducer->reset();
+  impl_->drop_gradients(/*unused=*/true);
   impl_->backwards_since_step = 0;
 }
 

@@ -74,8 +74,13 @@ class Engine {
   // scalar or has no graph. After any exception out of autograd call zero_grad(), then go on.
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
   // Counts one micro-batch; at the gradient accumulation boundary finishes the reductions, clips, updates the
-  // parameters, zeroes the gradients and advances the schedule. Throws UsageError when no backward() came before.
+  // parameters, zeroes the gradients and advances the schedule. Throws UsageError when no backward() came before, and
+  // NonFiniteError, on all ranks, where a gradient is infinite or NaN and non_finite_gradients makes that an error: the
+  // state is then that before the accumulation, and training can go on (docs/non_finite.md).
   void step();
+  // What reports call the next micro-batch, in place of samples of the engine's loader. For pipelines in the function
+  // that gives micro-batches.
+  void name_batch(std::string name);
   bool is_gradient_accumulation_boundary() const;
   // Overrides the counted boundary until it is set again; nullopt counts as before (with managed_gradient_accumulation:
   // false every step() is one).

@@ -18,7 +18,9 @@
 #include "comm/bucket_reduction.h"
 #include "comm/communicator.h"
 #include "comm/device_mesh.h"
+#include "comm/flight_watch.h"
 #include "engine/autocast.h"
+#include "engine/batch_notes.h"
 #include "engine/config/ds_config.h"
 #include "engine/engine.h"
 #include "engine/lr_scheduler.h"
@@ -31,6 +33,7 @@
 #include "offload/moved_storage.h"
 #include "optim/loss_scaler.h"
 #include "optim/shard_optimizer.h"
+#include "zero/gradient_check.h"
 #include "zero/gradient_reducer.h"
 #include "zero/parameter_bucket.h"
 #include "zero/parameter_gatherer.h"
@@ -40,6 +43,7 @@ namespace ds::engine {
 
 // Order of members is order of construction; later ones refer to earlier ones.
 struct Engine::Impl {
+  std::shared_ptr<comm::FlightWatch> flight;  // first, so that it ends last; null: nobody watches
   std::shared_ptr<torch::nn::Module> module;
   config::DsConfig config;
   Plan plan;
@@ -59,7 +63,8 @@ struct Engine::Impl {
   std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3
   // Per bucket: what the optimizer updates. float32 models: views of the buckets; else float32 copies.
   std::vector<at::Tensor> masters;
-  std::unique_ptr<comm::BucketReduction> reduction;  // null: gradients are sent as they are
+  std::unique_ptr<comm::BucketReduction> reduction;     // null: gradients are sent as they are
+  std::unique_ptr<zero::GradientCheck> gradient_check;  // null: without locate_non_finite
   std::unique_ptr<zero::GradientReducer> reducer;
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`
@@ -82,6 +87,8 @@ struct Engine::Impl {
   int64_t applied_steps = 0;
   bool step_applied = false;
   std::optional<double> gradient_norm;
+  BatchNotes batches;  // of the running accumulation
+  int64_t bad_steps_in_a_row = 0;
   int64_t gradient_bytes = 0;  // peak of the last step
   int64_t gathered_bytes = 0;  // likewise
   int gathered_scopes = 0;     // of gathered_parameters() that are open
@@ -105,6 +112,20 @@ struct Engine::Impl {
   };
   std::unique_ptr<MovedStates> moved_states;
   void require_states_here(const char* call) const;
+  // What a report of a stall says that this rank is doing.
+  void note_phase(const char* phase);
+  // Says so from its construction on, and afterwards that the program has the word.
+  class Phase {
+   public:
+    Phase(Impl& impl, const char* phase) : impl_(impl) { impl_.note_phase(phase); }
+    ~Phase() { impl_.note_phase(kBetweenCalls); }
+    Phase(const Phase&) = delete;
+    Phase& operator=(const Phase&) = delete;
+    static constexpr const char* kBetweenCalls = "the program (data, forward)";
+
+   private:
+    Impl& impl_;
+  };
   std::vector<at::Tensor> tensors_of(const OffloadStates& states) const;  // that this rank holds on the device
 
   // Checkpoints.
@@ -135,6 +156,8 @@ struct Engine::Impl {
   // Runs `pass`, a backward pass or a part of one that adds to gradients, and begins the reductions that follow from
   // it. `in_pass` as of GradientReducer::begin_backward.
   void accumulate(bool boundary, const std::function<void()>& pass, std::vector<char> in_pass = {});
+  // Of the micro-batch that the next pass belongs to, from 0; -1: nobody knows.
+  void begin_micro_batch(int64_t micro_batch);
   // The boundary of an accumulation: update, schedule, report. `loss` may be undefined.
   void complete_step(const Engine& engine, const at::Tensor& loss = {});
   void reduce_tied();
@@ -144,7 +167,11 @@ struct Engine::Impl {
   // One optimizer step; sets step_applied and gradient_norm.
   void update();
   double global_norm();  // with loss scale; also decides whether a step is skipped
-  std::string name_non_finite();
+  std::string judge(double norm);
+  std::string explain_non_finite(double norm);  // collective
+  // Of the running accumulation. `unused`: the program starts it anew.
+  void drop_gradients(bool unused = false);
+  bool dynamic_loss_scale() const { return loss_scaler && loss_scaler->dynamic(); }
   void apply(double gradient_scale);
   bool delays_update() const;
   void finish_delayed_update();  // collective

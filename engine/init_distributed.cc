@@ -40,6 +40,7 @@ Distributed init_distributed(const InitDistributedOptions& options) {
   result.device = device_of_rank(options.device, meeting.local_rank);
   log::set_rank(meeting.rank, meeting.world_size);
   result.ranks = comm::make_communicator(meeting, result.device, options.backend);
+  comm::watch_flight(meeting, *result.ranks, options.flight);
   return result;
 }
 

@@ -9,6 +9,7 @@
 
 #include "comm/backend.h"
 #include "comm/communicator.h"
+#include "comm/flight_watch.h"
 #include "comm/rendezvous.h"
 
 namespace ds::engine {
@@ -18,6 +19,7 @@ struct InitDistributedOptions {
   std::string init_method = "env://";  // "tcp://host:port", "file:///path"
   comm::Backend backend = comm::Backend::kAuto;
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  comm::FlightWatchOptions flight;  // its stall_limit until engine::initialize sets that of the config
 };
 
 struct Distributed {

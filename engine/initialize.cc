@@ -24,6 +24,7 @@
 #include "optim/lr_schedule.h"
 
 namespace ds::engine {
+
 namespace {
 
 at::ScalarType scalar_type(config::DType dtype) {
@@ -122,6 +123,17 @@ Distributed given_ranks(const InitializeOptions& options) {
   return {.ranks = group, .local_rank = group->rank(), .device = device};
 }
 
+std::chrono::milliseconds stall_limit(const config::DsConfig& config) {
+  return std::chrono::milliseconds(std::llround(config.flight_recorder.stall_limit * 1e3));
+}
+
+// The ranks met before the config was read.
+void configure_watch(comm::Communicator& ranks, const config::DsConfig& config) {
+  if (!ranks.watch()) return;
+  if (!config.flight_recorder.enabled) return ranks.watch()->stop();
+  ranks.watch()->set_stall_limit(stall_limit(config));
+}
+
 // The program's mesh or group, or the ranks of the environment. Reads the config once the number of ranks is known.
 // Gives a "cuda" without number the one of this rank on its host.
 Distributed join(const InitializeOptions& options, config::DsConfig& config) {
@@ -133,6 +145,7 @@ Distributed join(const InitializeOptions& options, config::DsConfig& config) {
     require(!options.init || options.init->ranks() == job.ranks, "initialize: .init was made over another ",
             "group than the one given; expected zero::Init init(group) and the same group here");
     config = parse_config(options, job.ranks->size());
+    configure_watch(*job.ranks, config);
     return job;
   }
   // The backend is a key of the config, which may need the number of ranks to be read.
@@ -140,10 +153,17 @@ Distributed join(const InitializeOptions& options, config::DsConfig& config) {
   const at::Device device = device_of_rank(options.device, meeting.local_rank);
   log::set_rank(meeting.rank, meeting.world_size);
   config = parse_config(options, meeting.world_size);
-  return {.ranks = comm::make_communicator(meeting, device, config.communication_backend),
-          .local_rank = meeting.local_rank,
-          .ranks_per_host = ranks_per_host(meeting),
-          .device = device};
+  Distributed job{.ranks = comm::make_communicator(meeting, device, config.communication_backend),
+                  .local_rank = meeting.local_rank,
+                  .ranks_per_host = ranks_per_host(meeting),
+                  .device = device};
+  if (config.flight_recorder.enabled) {
+    comm::watch_flight(meeting, *job.ranks,
+                       {.stall_limit = stall_limit(config),
+                        .entries = static_cast<uint32_t>(config.flight_recorder.entries),
+                        .folder = config.flight_recorder.folder});
+  }
+  return job;
 }
 
 // The program's grid of ranks, or pipelines of pipeline.stages ranks, with data-parallel ranks side by side.
@@ -361,6 +381,8 @@ Initialized initialize(InitializeOptions options) {
   const auto layers = pipeline_of(options);
   const Distributed job = join(options, impl->config);
   impl->world = job.ranks;
+  impl->flight = job.ranks->watch();
+  impl->note_phase("initialize");
   impl->local_rank = job.local_rank;
   impl->device = job.device;
   const config::DsConfig& config = impl->config;
@@ -434,6 +456,7 @@ Initialized initialize(InitializeOptions options) {
     training_schedule(*impl->pipeline, impl->plan, static_cast<int>(config.gradient_accumulation_steps));
   }
 
+  impl->note_phase(Engine::Impl::Phase::kBetweenCalls);
   Initialized result{nullptr, impl->optimizer, impl->loader, impl->schedule};
   result.engine = std::make_shared<Engine>(std::move(impl));
   result.engine->reset_comm_counters();  // what counts is training

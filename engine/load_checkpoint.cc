@@ -420,6 +420,7 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   const bool with_states = !options.load_module_only && options.load_optimizer_states;
   require(!self.half_loaded_states || with_states, "load_checkpoint() without optimizer states was called after one ",
           "with them had failed part of the way: the optimizer's are a mixture; load them too");
+  const Impl::Phase phase(self, "load_checkpoint");
   if (const std::string failure = self.finish_save(); !failure.empty()) log::error(failure);
   synchronize_parameters();
   const bool first = self.world->rank() == 0;

@@ -44,7 +44,33 @@ void choose_precision(const DsConfig& config, Plan& plan) {
   if (config.fp16.enabled) {
     plan.loss_scaling = config.fp16.loss_scale == 0 ? LossScaling::kDynamic : LossScaling::kStatic;
   }
-  plan.skip_on_overflow = config.fp16.enabled || (config.bf16.enabled && config.bf16.check_grad_overflow);
+}
+
+// non_finite_gradients. What is judged is the norm.
+void choose_non_finite(const DsConfig& config, Plan& plan) {
+  using config::NonFiniteGradients;
+  constexpr const char* kKey = "non_finite_gradients: ";
+  const bool skips = config.fp16.enabled || (config.bf16.enabled && config.bf16.check_grad_overflow);
+  const bool norm = config.zero_optimization.compute_grad_norm;
+  plan.non_finite = config.non_finite_gradients;
+  if (plan.non_finite == NonFiniteGradients::kAuto) {
+    plan.non_finite = skips                          ? NonFiniteGradients::kSkip
+                      : config.bf16.enabled || !norm ? NonFiniteGradients::kContinue
+                                                     : NonFiniteGradients::kError;
+  }
+  const bool is_continue = plan.non_finite == NonFiniteGradients::kContinue;
+  const char* name = is_continue                                    ? "\"continue\""
+                     : plan.non_finite == NonFiniteGradients::kSkip ? "\"skip\""
+                                                                    : "\"error\"";
+  require<ConfigError>(plan.loss_scaling != LossScaling::kDynamic || plan.non_finite == NonFiniteGradients::kSkip, kKey,
+                       name, " excludes a dynamic loss scale, which finds its size by overflows; remove the key, or ",
+                       "set fp16.loss_scale to a number");
+  require<ConfigError>(is_continue || norm || skips, kKey, name, " needs the gradient norm, found ",
+                       "zero_optimization.compute_grad_norm: false; remove one of them");
+  plan.compute_grad_norm = norm || !is_continue;
+  plan.locate_non_finite = config.locate_non_finite;
+  require<ConfigError>(!plan.locate_non_finite || plan.compute_grad_norm, "locate_non_finite: true needs the gradient ",
+                       "norm, found zero_optimization.compute_grad_norm: false; remove one of them");
 }
 
 // mics_shard_size: copies of the model state on groups of so many ranks each.
@@ -277,8 +303,7 @@ void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan
   plan.clip_value = config.gradient_clip_by_value;
   choose_speculation(config, plan);
   plan.clip_norm = plan.clip_value > 0 && !config.given("gradient_clipping") ? 0.0 : config.gradient_clipping;
-  // A skipped step is decided by the norm.
-  plan.compute_grad_norm = zero.compute_grad_norm || plan.skip_on_overflow;
+  choose_non_finite(config, plan);
 }
 
 }  // namespace

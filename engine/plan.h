@@ -73,7 +73,9 @@ struct Plan {
   bool compute_grad_norm = true;
   double clip_norm = 1.0;   // 0 = off
   double clip_value = 0.0;  // 0 = off
-  bool skip_on_overflow = false;
+  // Of a step whose norm is infinite or NaN; never kAuto. Without compute_grad_norm no step is judged: kContinue.
+  config::NonFiniteGradients non_finite = config::NonFiniteGradients::kContinue;
+  bool locate_non_finite = false;  // each rank looks at its gradients before they are added and reduced
   LossScaling loss_scaling = LossScaling::kNone;
 
   // The model is a pipeline of stages, of one too.

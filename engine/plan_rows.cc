@@ -81,6 +81,29 @@ std::string clipping_text(const Plan& plan) {
   return "off";
 }
 
+std::string non_finite_text(const Plan& plan) {
+  if (!plan.compute_grad_norm) return "not looked for";
+  switch (plan.non_finite) {
+    case config::NonFiniteGradients::kSkip:
+      return "the step is skipped";
+    case config::NonFiniteGradients::kError:
+      return "an error before the update";
+    case config::NonFiniteGradients::kAuto:
+    case config::NonFiniteGradients::kContinue:
+      break;
+  }
+  return "a warning";
+}
+
+// What decides it, where the key does not.
+std::string non_finite_reason(const DsConfig& config, const Plan& plan) {
+  if (!plan.compute_grad_norm) return "zero_optimization.compute_grad_norm: false";
+  if (config.non_finite_gradients != config::NonFiniteGradients::kAuto) return "non_finite_gradients";
+  if (config.fp16.enabled) return "fp16.enabled: true";
+  if (config.bf16.enabled) return cat("bf16.check_grad_overflow: ", yes_no(config.bf16.check_grad_overflow));
+  return reason_of(config, "non_finite_gradients", "auto");
+}
+
 void add_pipeline_row(const DsConfig& config, Plan& plan) {
   if (!plan.pipeline || plan.topology.pipe == 1) return;
   const int64_t chunks = plan.pipeline->chunks;
@@ -328,7 +351,7 @@ void add_rows(const DsConfig& config, Plan& plan) {
   plan.rows.push_back({"batch",
                        cat(config.train_batch_size, " = ", config.train_micro_batch_size_per_gpu, " per rank x ",
                            config.gradient_accumulation_steps, " accumulation x ", plan.topology.dp, " ranks"),
-                       "train_batch_size and its parts"});
+                       config.elastic ? "elasticity" : "train_batch_size and its parts"});
   plan.rows.push_back({"precision", precision_text(config, plan), precision_reason(config)});
   plan.rows.push_back({"gradients", gradients_text(plan), stage_reason(config)});
   add_gradient_compression_row(config, plan);
@@ -338,6 +361,10 @@ void add_rows(const DsConfig& config, Plan& plan) {
   plan.rows.push_back({"clipping", clipping_text(plan),
                        plan.clip_value > 0 ? reason_of(config, "gradient_clip_by_value", cat(plan.clip_value))
                                            : reason_of(config, "gradient_clipping", cat(config.gradient_clipping))});
+  plan.rows.push_back({"infinite or NaN", non_finite_text(plan), non_finite_reason(config, plan)});
+  if (plan.locate_non_finite) {
+    plan.rows.push_back({"local gradients", "looked at before they are added", "locate_non_finite: true"});
+  }
   add_pipeline_row(config, plan);
   add_optimizer_rows(config, plan);
   add_gathering_rows(config, plan);

@@ -223,6 +223,7 @@ std::string Engine::save_checkpoint(const std::string& save_dir, const std::stri
           "step() at the boundary");
   require(self.gathered_scopes == 0, "save_checkpoint() was called while ", self.gathered_scopes,
           " scopes of gathered_parameters() are open; end them first");
+  const Impl::Phase phase(self, "save_checkpoint");
   if (const std::string failure = self.finish_save(); !failure.empty()) log::error(failure);
   synchronize_parameters();
 

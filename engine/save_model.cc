@@ -76,6 +76,7 @@ std::string Engine::save_16bit_model(const std::string& folder, const std::strin
   require(!self.pipeline || self.pipeline->ranks->size() == 1, "save_16bit_model: no rank of a pipeline has the whole ",
           "model; expected save_checkpoint() and then `ds-tool checkpoint convert`");
   self.require_whole_state("save_16bit_model()");
+  const Impl::Phase phase(self, "save_16bit_model");
   synchronize_parameters();
   const std::string path = (std::filesystem::path(folder) / filename).string();
   std::optional<WeightFile> file;

@@ -4,8 +4,10 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -24,16 +26,33 @@ PipelineParts& pipeline_of(Engine::Impl& impl, const char* call) {
   return *impl.pipeline;
 }
 
-// Batches of a loader, epoch after epoch.
-pipeline::BatchSource source_of(std::shared_ptr<DataLoader> loader) {
-  return [loader = std::move(loader)]() -> pipeline::MicroBatch {
+// Batches of a loader, epoch after epoch. `impl` outlives the result.
+pipeline::BatchSource source_of(Engine::Impl& impl, std::shared_ptr<DataLoader> loader) {
+  return [&impl, loader = std::move(loader)]() -> pipeline::MicroBatch {
     auto next = loader->begin();
     if (next == loader->end()) next = loader->begin();
     require(next != loader->end(), "train_batch: the training data has no batches");
     pipeline::MicroBatch batch{.inputs = {next->data}, .labels = {}};
     if (next->target.defined()) batch.labels.push_back(next->target);
+    impl.batches.name_next(name_of_samples(loader->indices()));
     return batch;
   };
+}
+
+// The micro-batches of the passes of a stage, in order; -1 where its first and its second passes come in different
+// ones, so that it depends on the graph which of them adds to gradients.
+std::vector<int> micro_batches_of(const pipeline::Schedule& schedule, int stage) {
+  const auto rank = static_cast<size_t>(schedule.rank_of.at(static_cast<size_t>(stage)));
+  std::vector<int> first;
+  std::vector<int> second;
+  for (const pipeline::Action& action : schedule.actions.at(rank)) {
+    if (action.stage != stage) continue;
+    using enum pipeline::ActionKind;
+    if (action.kind == kBackward || action.kind == kBackwardInput) first.push_back(action.micro_batch);
+    if (action.kind == kBackwardWeight) second.push_back(action.micro_batch);
+  }
+  if (!second.empty() && second != first) std::fill(first.begin(), first.end(), -1);
+  return first;
 }
 
 // Of micro-batches on the ranks of the last stage, as a float32 scalar on all ranks.
@@ -55,7 +74,7 @@ at::Tensor Engine::train_batch() {
   if (parts.source) return train_batch(parts.source);
   require(impl_->loader != nullptr, "train_batch(): expected training data, found none; pass .training_data to ",
           "initialize, call set_dataloader() or set_dataiterator(), or call train_batch(source)");
-  return train_batch(source_of(impl_->loader));
+  return train_batch(source_of(*impl_, impl_->loader));
 }
 
 pipeline::MicroBatch Engine::on_device(pipeline::MicroBatch batch) const {
@@ -75,8 +94,16 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   const auto micro_batches = static_cast<int>(self.config.gradient_accumulation_steps);
   const pipeline::Schedule& schedule = training_schedule(parts, self.plan, micro_batches);
   self.step_applied = false;
+  int64_t given = 0;
+  std::map<int, std::vector<int>> order;  // of each stage, until its passes have been
+  std::map<int, size_t> passes;
   const pipeline::StageCallbacks callbacks = {
-      .next = [&] { return on_device(next()); },
+      .next =
+          [&] {
+            pipeline::MicroBatch batch = on_device(next());
+            self.batches.begin(given++, self.loader.get());
+            return batch;
+          },
       .root =
           [&](const at::Tensor& loss) {
             const Autocast::Pause pause(self.device.type());
@@ -85,8 +112,11 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
       .accumulate =
           [&](int stage, bool last, const std::function<void()>& pass) {
             const Autocast::Pause pause(self.device.type());
+            if (order[stage].empty()) order[stage] = micro_batches_of(schedule, stage);
+            self.begin_micro_batch(order[stage].at(passes[stage]++));
             self.accumulate(last, pass, parts.bucket_in_pass.at(static_cast<size_t>(stage)));
           }};
+  const Engine::Impl::Phase phase(self, "train_batch");
   self.reporter->backward_begins();
   pipeline::StageRunner::Result result;
   try {
@@ -96,8 +126,12 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
     throw;
   }
   self.reporter->backward_ends();
+  for (size_t i = 0; i < result.losses.size(); ++i) {
+    self.batches.keep_loss(static_cast<int64_t>(i), result.losses[i]);
+  }
   const at::Tensor loss = mean_of_all(self, result.losses);
   self.micro_steps += micro_batches;
+  self.micro_steps_since_update = micro_batches;
   self.complete_step(*this, loss);
   return loss;
 }
@@ -111,6 +145,7 @@ Evaluation Engine::eval_batch(const pipeline::BatchSource& next, const EvalOptio
       static_cast<int>(options.num_micro_batches.value_or(self.config.gradient_accumulation_steps));
   require(micro_batches > 0, "eval_batch: num_micro_batches: expected a positive number, found ", micro_batches);
   const pipeline::Schedule& schedule = evaluation_schedule(parts, micro_batches);
+  const Engine::Impl::Phase phase(self, "eval_batch");
   const bool trains = self.module->is_training();
   eval();
   const pipeline::StageCallbacks callbacks = {.next = [&] { return on_device(next()); }, .root = {}, .accumulate = {}};
@@ -131,7 +166,7 @@ Evaluation Engine::eval_batch(const pipeline::BatchSource& next, const EvalOptio
 
 void Engine::set_dataloader(std::shared_ptr<DataLoader> loader) {
   require(loader != nullptr, "set_dataloader: expected a loader, found none");
-  pipeline_of(*impl_, "set_dataloader()").source = source_of(std::move(loader));
+  pipeline_of(*impl_, "set_dataloader()").source = source_of(*impl_, std::move(loader));
 }
 
 void Engine::set_dataiterator(pipeline::BatchSource next) {

@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -33,14 +34,12 @@ void Engine::Impl::update() {
   const double scale = loss_scaler ? loss_scaler->scale() : 1.0;
   const double norm = plan.compute_grad_norm ? global_norm() / scale : 0.0;
   const bool overflow = !std::isfinite(norm);
-  const bool skips = overflow && plan.skip_on_overflow;
+  const bool drops = overflow && plan.non_finite != config::NonFiniteGradients::kContinue;
   gradient_norm.reset();
-  if (plan.compute_grad_norm) gradient_norm = skips ? std::numeric_limits<double>::infinity() : norm;
-  if (skips) {
-    roll_back_speculation();
-    log::warning("step ", global_steps + 1, " is skipped: the gradient is not finite", name_non_finite(),
-                 loss_scaler ? cat(", loss scale ", scale) : std::string());
-  } else {
+  if (plan.compute_grad_norm) gradient_norm = drops ? std::numeric_limits<double>::infinity() : norm;
+  if (drops) roll_back_speculation();
+  const std::string report = judge(norm);
+  if (!drops) {
     double clip = 1.0;
     // As torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6)).
     if (plan.clip_norm > 0) clip = std::min(1.0, plan.clip_norm / (norm + kClipEpsilon));
@@ -51,10 +50,33 @@ void Engine::Impl::update() {
   if (gatherer) {
     gathered_bytes = gatherer->take_peak_elements() * static_cast<int64_t>(buckets.front().flat().element_size());
   }
-  reducer->reset();
+  drop_gradients();
   if (optimizer) reducer->keep_local(optimizer->wants_local_gradients());
   judge_speculation();
+  require<NonFiniteError>(!drops || plan.non_finite != config::NonFiniteGradients::kError, report);
   if (loss_scaler) loss_scaler->update(overflow);  // last: throws when the scale cannot fall any further
+}
+
+// Of a norm that is not finite: what all ranks then know of it; all but an error is logged.
+std::string Engine::Impl::judge(double norm) {
+  if (std::isfinite(norm)) {
+    bad_steps_in_a_row = 0;
+    return {};
+  }
+  const bool applied = plan.non_finite == config::NonFiniteGradients::kContinue;
+  // Weights that have become NaN make every later step one of these.
+  const auto row = static_cast<uint64_t>(++bad_steps_in_a_row);
+  if (applied && !std::has_single_bit(row)) return {};
+  const std::string report = explain_non_finite(norm);
+  if (plan.non_finite == config::NonFiniteGradients::kError || world->rank() != 0) return report;
+  log::warning(report, applied && row > 1 ? cat(" (", row, " steps in a row)") : std::string());
+  return report;
+}
+
+void Engine::Impl::drop_gradients(bool unused) {
+  reducer->reset();
+  batches.forget(unused);
+  if (gradient_check) gradient_check->reset();
 }
 
 // Weights that several stages use have the gradients of all of them. Each rank has the same slice of them.
@@ -94,30 +116,12 @@ double Engine::Impl::global_norm() {
   return static_cast<float>(std::sqrt(squares));
 }
 
-// " (first in parameter h.0.mlp.fc.weight)", as far as this rank's slices tell.
-std::string Engine::Impl::name_non_finite() {
-  const bool sliced = plan.partition_optimizer && !reducer->keeps_local();
-  const int rank = sliced ? groups.shards->rank() : 0;
-  for (size_t b = 0; b < buckets.size(); ++b) {
-    const int64_t position = zero::first_non_finite(reducer->gradient(b));
-    if (position < 0) continue;
-    const auto segments = sliced ? zero::slice_segments(buckets[b].layout(), rank) : buckets[b].layout().segments;
-    for (const Segment& segment : segments) {
-      if (position >= segment.slice_offset && position < segment.slice_offset + segment.length) {
-        return cat(" (first in parameter ", parameters[static_cast<size_t>(segment.parameter)].name, ", element ",
-                   segment.parameter_offset + position - segment.slice_offset, ")");
-      }
-    }
-  }
-  return {};
-}
-
 // zero_optimization.ignore_unused_parameters: false. All ranks throw when one has to.
 void Engine::Impl::require_gradients() {
   const std::vector<int64_t> missing = reducer->parameters_without_gradient();
   const int64_t largest = largest_of_ranks(static_cast<int64_t>(missing.size()), device, *world, "unused parameters");
   if (largest == 0) return;
-  reducer->reset();
+  drop_gradients();
   require(!missing.empty(), "step(): ", largest, " trainable parameters got no gradient on another rank, which names ",
           "them, and zero_optimization.ignore_unused_parameters is false");
   std::string names;

@@ -6,16 +6,17 @@
 #include <iterator>
 
 #include "core/check.h"
+#include "core/restart_request.h"
 #include "launcher/rank_environment.h"
 
 namespace ds::launcher {
 namespace {
 
-constexpr std::array<std::string_view, 9> kPrefixes = {"NCCL", "GLOO", "UCX",  "FI_",  "MLFLOW",
-                                                       "OMP_", "MKL_", "KMP_", "GOMP_"};
+constexpr std::array<std::string_view, 10> kPrefixes = {"NCCL", "GLOO", "UCX",  "FI_",   "MLFLOW",
+                                                        "OMP_", "MKL_", "KMP_", "GOMP_", "TORCHELASTIC_"};
 constexpr std::array<std::string_view, 2> kNames = {"PATH", "LD_LIBRARY_PATH"};
 constexpr std::string_view kOwnPrefix = "DS_";
-constexpr std::array<std::string_view, 2> kNever = {kLaunchIdVariable, "DS_ENV_FILE"};
+constexpr std::array<std::string_view, 3> kNever = {kLaunchIdVariable, "DS_ENV_FILE", kRestartFileVariable};
 
 std::string_view name_of(std::string_view entry) { return entry.substr(0, entry.find('=')); }
 

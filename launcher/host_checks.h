@@ -19,6 +19,10 @@ struct HostAnswer {
 // of this ds-launch. A program that differs is told for the hosts that are not with the most, ties going to the first.
 std::vector<std::string> compare_answers(const std::vector<HostAnswer>& answers, const std::string& launcher);
 
+// The same, apart for each host and without its name.
+std::vector<std::vector<std::string>> troubles_of_hosts(const std::vector<HostAnswer>& answers,
+                                                        const std::string& launcher);
+
 // For ds-launch: that of the first host that could not run the program, else 2.
 int exit_code_of(const std::vector<HostAnswer>& answers);
 

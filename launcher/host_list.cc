@@ -60,6 +60,23 @@ std::string names_of(const std::vector<Host>& hosts) {
   return names;
 }
 
+bool has_host(const std::vector<Host>& hosts, const std::string& name) {
+  return std::any_of(hosts.begin(), hosts.end(), [&](const Host& host) { return host.name == name; });
+}
+
+// The parts between '@', but "user@host" stays whole where a host is called so.
+std::vector<std::string> parts_of_choice(const std::string& text, const std::vector<Host>& hosts) {
+  std::vector<std::string> parts;
+  for (const std::string& piece : split(text, "@", true)) {
+    if (!parts.empty() && has_host(hosts, cat(parts.back(), '@', piece.substr(0, piece.find(':'))))) {
+      parts.back() += "@" + piece;
+    } else {
+      parts.push_back(piece);
+    }
+  }
+  return parts;
+}
+
 // The slots that one part names; all of the host when it names none.
 Host parse_choice(const std::string& part, const std::vector<Host>& hosts, const std::string& flag) {
   const size_t colon = part.find(':');
@@ -113,7 +130,7 @@ std::vector<Host> read_hostfile(const std::string& file) {
 std::vector<Host> choose_hosts(const std::vector<Host>& hosts, Choice choice, const std::string& text) {
   const std::string flag = choice == Choice::kInclude ? "--include" : "--exclude";
   std::vector<Host> chosen;
-  for (const std::string& part : split(text, "@", true)) {
+  for (const std::string& part : parts_of_choice(text, hosts)) {
     Host found = parse_choice(part, hosts, flag);
     require<ConfigError>(
         std::none_of(chosen.begin(), chosen.end(), [&](const Host& host) { return host.name == found.name; }), flag,

@@ -25,7 +25,7 @@ std::vector<Host> parse_hostfile(std::string_view text, const std::string& file)
 // The same from a file. Throws IoError when it cannot be read.
 std::vector<Host> read_hostfile(const std::string& file);
 
-// What --include or --exclude says: NAME[:SLOT[,SLOT]...][@NAME...].
+// What --include or --exclude says: NAME[:SLOT[,SLOT]...][@NAME...]. A NAME may be user@host, as in the hostfile.
 enum class Choice { kInclude, kExclude };
 
 // `hosts` with only the chosen hosts and slots, or without them, in the order of `hosts`; hosts that have no slot left

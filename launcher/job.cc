@@ -13,7 +13,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/restart_request.h"
 #include "launcher/exit_cause.h"
+#include "launcher/flight_line.h"
 #include "launcher/handled_signals.h"
 #include "launcher/node_protocol.h"
 #include "launcher/system_call.h"
@@ -150,6 +152,7 @@ void Job::handle_signal(int number) {
 void Job::pass_on(int number) {
   if (number == SIGINT && interrupted_once_) return kill_ranks("second SIGINT");
   if (number == SIGINT) interrupted_once_ = true;
+  asked_to_end_ = true;
   signal_ranks(number);
   if (ending_ != Ending::kNot) return;
   ending_ = Ending::kSignal;
@@ -175,11 +178,19 @@ void Job::handle_orders() {
       number == SIGSTOP || number == SIGCONT ? signal_ranks(number) : handle_signal(number);
     }
     if (order.kind == MessageKind::kEnd) end_for_others("a rank of another host failed");
+    if (order.kind == MessageKind::kRestart) ask_program_to_end();
     if (order.kind == MessageKind::kKill && running_ > 0 && !killed_) kill_ranks(order.fields.at(0));
   }
   if (plan_.link->lost() && !std::exchange(link_loss_said_, true)) {
     end_for_others("the connection to the first ds-launch is gone");
   }
+}
+
+// Where the file cannot be made, hosts are taken in at the next failure.
+void Job::ask_program_to_end() {
+  const UniqueFd file(open(plan_.restart_file.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644));
+  restart_asked_ = file.valid();
+  if (!restart_asked_) notices_.warning("cannot make ", plan_.restart_file, ": ", std::strerror(errno));
 }
 
 // As after a failure of one's own, but nothing that the ranks do now counts as one.
@@ -226,6 +237,11 @@ void Job::on_exit(int rank, int status, long peak_rss_kib) {
   --running_;
   relay_.drain(rank);
   notices_.debug("rank ", rank + plan_.first_rank, " ended: ", exit_words(status));
+  const bool for_restart = restart_asked_ && WIFEXITED(status) && WEXITSTATUS(status) == kRestartExitCode;
+  if (for_restart && ending_ == Ending::kNot) {
+    ending_ = Ending::kRestart;  // the others do the same
+    deadline_ = Clock::now() + seconds(plan_.failure_grace_seconds);
+  }
   if (status != 0 && ending_ == Ending::kNot) on_failure(rank, status, peak_rss_kib);
   if (kill(-ended.pid, 0) != 0) guard_->forget(ended.pid);
 }
@@ -251,12 +267,18 @@ void Job::on_failure(int rank, int status, long peak_rss_kib) {
 }
 
 void Job::tell_failure() {
-  FailureMessage message{
-      .exit_code = exit_code_of(failure_->status), .when = steady_nanoseconds(), .lines = {cause_line(*failure_)}};
-  for (std::string& line : last_lines_report(*failure_, relay_.last_lines(failure_->rank - plan_.first_rank))) {
-    message.lines.push_back(std::move(line));
-  }
-  plan_.link->send(to_message(message));
+  plan_.link->send(to_message(FailureMessage{
+      .exit_code = exit_code_of(failure_->status), .when = steady_nanoseconds(), .lines = failure_lines()}));
+}
+
+std::vector<std::string> Job::failure_lines() const {
+  std::vector<std::string> lines = {cause_line(*failure_)};
+  const auto append = [&](const std::vector<std::string>& more) {
+    lines.insert(lines.end(), more.begin(), more.end());
+  };
+  append(last_lines_report(*failure_, relay_.last_lines(failure_->rank - plan_.first_rank)));
+  append(flight_lines(plan_.flight_folder, plan_.host));
+  return lines;
 }
 
 void Job::enforce_deadline() {
@@ -296,6 +318,7 @@ std::vector<pid_t> Job::groups() const {
 }
 
 void Job::clean_up() {
+  if (restart_asked_) unlink(plan_.restart_file.c_str());
   const std::vector<std::string> left = guard_->sweep(groups(), killed_ ? 0 : kSweepGraceSeconds);
   if (!left.empty()) {
     std::string names = left.front();
@@ -309,12 +332,12 @@ void Job::clean_up() {
 int Job::report() {
   int result = 0;
   if (failure_) {
-    const auto lines = last_lines_report(*failure_, relay_.last_lines(failure_->rank - plan_.first_rank));
     if (plan_.link == nullptr) {
-      notices_.error(cause_line(*failure_));
-      for (const std::string& line : lines) notices_.error(line);
+      for (const std::string& line : failure_lines()) notices_.error(line);
     }
     result = exit_code_of(failure_->status);
+  } else if (ending_ == Ending::kRestart) {
+    result = kRestartExitCode;
   } else if (ending_ == Ending::kSignal) {
     const bool all_well = std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.status == 0; });
     result = all_well ? 0 : 128 + ending_signal_;

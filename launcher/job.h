@@ -31,12 +31,14 @@ struct JobPlan {
   std::vector<std::vector<std::string>> environments;  // one for each rank
   std::vector<std::vector<int>> cpus;                  // one for each rank, or empty: not bound
   std::string launch_id;
+  std::string flight_folder;  // of the ranks' flight records, see flight_line.h
   std::string rank_log_dir;
   double failure_grace_seconds = 5;
   double signal_grace_seconds = 30;  // 0: no limit
   int first_rank = 0;                // of these ranks among all
   std::string host;                  // what messages call this machine; empty: it is the only one
   NodeLink* link = nullptr;          // to the first ds-launch, when this is not the first; outlives the job
+  std::string restart_file;          // see core/restart_request.h; empty: none
 };
 
 class Job {
@@ -52,6 +54,9 @@ class Job {
   // start; those started before it are ended.
   int run();
 
+  // Whether a rank failed that nobody had asked to end: the job may start again.
+  bool failed_by_itself() const { return failure_ && !asked_to_end_; }
+
  private:
   struct Rank {
     pid_t pid = 0;
@@ -59,7 +64,7 @@ class Job {
     bool running = false;
     int status = 0;
   };
-  enum class Ending { kNot, kFailure, kSignal, kElsewhere };
+  enum class Ending { kNot, kFailure, kSignal, kElsewhere, kRestart };
 
   void start_ranks();
   void start_rank_of(int rank, int null_fd);
@@ -71,10 +76,12 @@ class Job {
   void stop_and_continue();
   void handle_orders();
   void end_for_others(const std::string& why);
+  void ask_program_to_end();
   void handle_exits();
   void reap_others();
   void on_exit(int rank, int status, long peak_rss_kib);
   void tell_failure();
+  std::vector<std::string> failure_lines() const;
   void on_failure(int rank, int status, long peak_rss_kib);
   void enforce_deadline();
   void kill_ranks(const std::string& why);
@@ -98,7 +105,9 @@ class Job {
   std::optional<Failure> failure_;
   int ending_signal_ = 0;
   bool interrupted_once_ = false;
+  bool asked_to_end_ = false;  // by a signal
   bool killed_ = false;
+  bool restart_asked_ = false;
   bool output_loss_said_ = false;
   bool link_loss_said_ = false;
   std::optional<std::chrono::steady_clock::time_point> deadline_;

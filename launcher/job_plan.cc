@@ -1,22 +1,19 @@
 #include "launcher/job_plan.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <chrono>
 
 #include "core/check.h"
 #include "launcher/accelerators.h"
 #include "launcher/core_binding.h"
 #include "launcher/core_list.h"
+#include "launcher/flight_line.h"
+#include "launcher/orphan_guard.h"
 #include "launcher/program_path.h"
 #include "launcher/rank_environment.h"
 #include "launcher/rendezvous_port.h"
 
 namespace ds::launcher {
 namespace {
-
-std::string new_launch_id() { return cat(getpid(), '.', std::chrono::system_clock::now().time_since_epoch().count()); }
 
 std::vector<std::vector<int>> bind_cores(const Options& options, const std::vector<Core>& cores, int ranks) {
   if (!options.bind_cores) return {};
@@ -36,7 +33,9 @@ GpuList gpus_here(const std::vector<std::string>& environment) {
 }
 
 JobEnvironment job_environment(const Options& options, const std::optional<NodePlace>& place, Notices& notices) {
-  JobEnvironment job{.master_addr = {}, .master_port = 0, .cuda_visible_devices = {}, .launch_id = new_launch_id()};
+  JobEnvironment job{
+      .master_addr = {}, .master_port = 0, .cuda_visible_devices = {}, .launch_id = new_launch_id(), .flight_job = {}};
+  job.flight_job = place && !place->flight_job.empty() ? place->flight_job : job.launch_id;
   if (place) {
     job.master_addr = place->master_addr;
     job.master_port = place->master_port;
@@ -114,6 +113,7 @@ JobPlan plan_job(const Options& options, const std::vector<std::string>& environ
     }
   }
   plan.launch_id = job.launch_id;
+  plan.flight_folder = flight_folder(plan.environments.front());
   plan.rank_log_dir = options.rank_log_dir;
   plan.failure_grace_seconds = options.failure_grace_seconds;
   plan.signal_grace_seconds = options.signal_grace_seconds;

@@ -18,6 +18,7 @@ struct NodePlace {
   int first_rank = 0, world_size = 1;
   std::string master_addr;
   int master_port = 0;
+  std::string flight_job;  // empty: the launch id
 };
 
 // `slots`: one rank for each, on the GPU of that number where there are GPUs; absent: what the options and the GPUs

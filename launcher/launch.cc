@@ -5,8 +5,9 @@
 #include <csignal>
 
 #include "core/check.h"
-#include "launcher/cluster.h"
 #include "launcher/console.h"
+#include "launcher/forwarded_environment.h"
+#include "launcher/host_changes.h"
 #include "launcher/host_choice.h"
 #include "launcher/job.h"
 #include "launcher/job_plan.h"
@@ -16,6 +17,8 @@
 #include "launcher/pid_file.h"
 #include "launcher/program_path.h"
 #include "launcher/rendezvous_port.h"
+#include "launcher/restarts.h"
+#include "launcher/tool_run.h"
 
 namespace ds::launcher {
 namespace {
@@ -31,7 +34,8 @@ NodePlace place_by_hand(const Options& options, const HostChoice& choice) {
                   .first_rank = count_slots({choice.hosts.begin(), choice.hosts.begin() + choice.node}),
                   .world_size = count_slots(choice.hosts),
                   .master_addr = options.master_addr.empty() ? "127.0.0.1" : options.master_addr,
-                  .master_port = options.master_port.value_or(kDefaultMasterPort)};
+                  .master_port = options.master_port.value_or(kDefaultMasterPort),
+                  .flight_job = {}};
   if (choice.node > 0) return place;
   require_own_address(place.master_addr);
   choose_master_port(place.master_port);  // throws when it is in use: the others could not learn of another one
@@ -41,10 +45,15 @@ NodePlace place_by_hand(const Options& options, const HostChoice& choice) {
 int run_job(const Options& options, const std::vector<std::string>& environment, Console& console) {
   Notices notices(console, options.verbosity);
   try {
+    if (options.launcher != Launcher::kSsh) return run_with_tool(options, environment, notices);
     const bool chosen_by_slot = !options.include.empty() || !options.exclude.empty();
     const HostChoice choice = choose_where(options, chosen_by_slot ? count_local_slots(environment) : 0);
+    const int host_count = choice.mode == HostChoice::Mode::kSsh ? static_cast<int>(choice.hosts.size()) : 1;
+    require<ConfigError>(options.min_nodes.value_or(1) <= host_count, "--min_nodes ", options.min_nodes.value_or(1),
+                         ": there ", host_count == 1 ? "is 1 host" : cat("are ", host_count, " hosts"),
+                         "; name more in a --hostfile");
     if (choice.mode == HostChoice::Mode::kSsh) {
-      return Cluster(choice.hosts, options, environment, console, notices).run();
+      return run_on_hosts(choice.hosts, options, environment, console, notices);
     }
     std::optional<std::vector<int>> slots = choice.slots;
     std::optional<NodePlace> place;
@@ -53,7 +62,12 @@ int run_job(const Options& options, const std::vector<std::string>& environment,
       place = place_by_hand(options, choice);
     }
     const PidFile pid_file(options.save_pid ? pid_file_path() : "");
-    return Job(plan_job(options, environment, slots, place, notices), console, notices).run();
+    for (Restarts restarts(options.max_restarts);;) {
+      const std::vector<std::string> of_start = with_entries(environment, restarts.entries());
+      Job job(plan_job(options, of_start, slots, place, notices), console, notices);
+      const int code = job.run();
+      if (!job.failed_by_itself() || !restarts.after_failure(notices)) return code;
+    }
   } catch (const ProgramError& error) {
     notices.error(error.what());
     return error.exit_code();

@@ -16,13 +16,14 @@ inline constexpr std::string_view kGreeting = "\nds-launch-node 1\n";
 
 enum class MessageKind : uint8_t {
   // to a host
-  kCheck,   // see node_protocol.h
-  kClock,   // answered at once with the same field and the host's time
-  kStart,   // see node_protocol.h
-  kSignal,  // number: pass it on to the ranks
-  kEnd,     // another host's rank failed: end the ranks, a failure is none any more
-  kKill,    // reason: kill the ranks
-  kAlive,   // the first ds-launch still runs
+  kCheck,    // see node_protocol.h
+  kClock,    // answered at once with the same field and the host's time
+  kStart,    // see node_protocol.h
+  kSignal,   // number: pass it on to the ranks
+  kEnd,      // another host's rank failed: end the ranks, a failure is none any more
+  kKill,     // reason: kill the ranks
+  kAlive,    // the first ds-launch still runs
+  kRestart,  // hosts are to be taken in: tell the program, which then ends with kRestartExitCode
   // from a host
   kChecked,
   kClockAnswer,

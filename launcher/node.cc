@@ -5,6 +5,8 @@
 #include <filesystem>
 
 #include "core/check.h"
+#include "core/flight_job.h"
+#include "core/restart_request.h"
 #include "launcher/file_hash.h"
 #include "launcher/forwarded_environment.h"
 #include "launcher/job.h"
@@ -13,8 +15,10 @@
 #include "launcher/node_protocol.h"
 #include "launcher/notices.h"
 #include "launcher/options.h"
+#include "launcher/own_program.h"
 #include "launcher/pid_file.h"
 #include "launcher/program_path.h"
+#include "launcher/rank_environment.h"
 #include "launcher/rendezvous_port.h"
 #include "launcher/system_call.h"
 
@@ -60,7 +64,7 @@ void find_meeting_place(const CheckRequest& request, const Options& options,
 CheckReply check_host(const CheckRequest& request, const Options& options,
                       const std::vector<std::string>& environment) {
   CheckReply reply;
-  check_step(reply, [&] { reply.launcher_hash = file_hash(own_program()); });
+  check_step(reply, [&] { reply.launcher_hash = find_own_program().hash; });
   check_step(reply, [&] {
     enter_folder(request.folder);
     reply.program = std::filesystem::absolute(find_program_in(options, environment)).lexically_normal();
@@ -88,11 +92,18 @@ int run_ranks(const CheckRequest& request, const StartRequest& start, const Opti
                         .first_rank = start.first_rank,
                         .world_size = start.world_size,
                         .master_addr = start.master_addr,
-                        .master_port = start.master_port};
+                        .master_port = start.master_port,
+                        .flight_job = environment_value(environment, kFlightJobVariable).value_or("")};
   try {
     const PidFile pid_file(request.pid_file);
     JobPlan plan = plan_job(options, environment, request.slots, place, notices);
     plan.link = &link;
+    std::error_code none;  // a TMPDIR that does not exist
+    const std::filesystem::path temporary = std::filesystem::temp_directory_path(none);
+    plan.restart_file = (none ? "/tmp" : temporary) / cat("ds-launch.", plan.launch_id, ".restart");
+    for (std::vector<std::string>& of_rank : plan.environments) {
+      of_rank = with_entries(std::move(of_rank), {cat(kRestartFileVariable, '=', plan.restart_file)});
+    }
     Job job(std::move(plan), console, notices);
     link.limit_silence(request.link_timeout);
     return job.run();
@@ -121,13 +132,6 @@ int serve(const std::vector<std::string>& inherited, NodeConsole& console, NodeL
 }
 
 }  // namespace
-
-std::string own_program() {
-  std::error_code error;
-  const std::filesystem::path path = std::filesystem::read_symlink("/proc/self/exe", error);
-  require<IoError>(!error, "reading /proc/self/exe: ", error.message());
-  return path;
-}
 
 int serve_node(const std::vector<std::string>& environment) {
   NodeConsole console;

@@ -12,7 +12,4 @@ namespace ds::launcher {
 // `environment`: the inherited one. Returns the exit code, which nobody but a shell reads.
 int serve_node(const std::vector<std::string>& environment);
 
-// The file of this program. Throws IoError.
-std::string own_program();
-
 }  // namespace ds::launcher

@@ -11,6 +11,7 @@
 #include "core/check.h"
 #include "launcher/core_list.h"
 #include "launcher/host_list.h"
+#include "launcher/restart_options.h"
 
 namespace ds::launcher {
 namespace {
@@ -22,16 +23,12 @@ struct RefusedFlag {
 
 constexpr std::string_view kPythonOnly =
     "ds-launch runs programs, not Python modules or environments; leave the flag out";
-constexpr std::string_view kElastic = "elastic training is not in this version of ds-launch; leave the flag out";
 
-// Flags of DeepSpeed's launcher (0.19.8, elastic ones of 0.19.6) that this one does not offer.
+// Flags of DeepSpeed's launcher that this one does not offer.
 constexpr std::array kRefusedFlags = {
     RefusedFlag{"--module", kPythonOnly},
     RefusedFlag{"--venv_script", kPythonOnly},
     RefusedFlag{"--autotuning", "autotuning is not in this version of ds-launch; leave the flag out"},
-    RefusedFlag{"--elastic_training", kElastic},
-    RefusedFlag{"--min_elastic_nodes", kElastic},
-    RefusedFlag{"--max_elastic_nodes", kElastic},
 };
 
 class HelpFormatter : public CLI::Formatter {
@@ -156,8 +153,10 @@ void declare_host_flags(CLI::App& app, RawFlags& raw, Options& options) {
   }
   auto* force = app.add_flag("--force_multi", options.force_multi, "use ssh even when the hosts are this machine only");
   force->excludes(standalone);
-  app.add_option("--launcher", raw.launcher, "ssh, the only one (ssh)");
-  app.add_option("--launcher_args", options.launcher_args, "more words for ssh, before its own; quotes as in a shell");
+  app.add_option("--launcher", raw.launcher,
+                 "what starts the ranks on the hosts: ssh, pdsh, openmpi, mpich, impi or slurm (ssh)");
+  app.add_option("--launcher_args", options.launcher_args,
+                 "more words for ssh (before its own) or for what --launcher names; quotes as in a shell");
   app.add_option("--ssh_port", raw.ssh_port, "port of sshd on the hosts (ssh's own choice)")
       ->check(CLI::Range(1, 65535));
   app.add_option("--connect_timeout", options.connect_timeout_seconds, "seconds for ssh to reach a host (5)")
@@ -171,23 +170,17 @@ void declare_host_flags(CLI::App& app, RawFlags& raw, Options& options) {
   app.add_flag("--save_pid", options.save_pid, "on each host, write the pid of its ds-launch to /tmp/PID.deepspeed");
 }
 
-void take_launcher(const std::string& name) {
-  if (name.empty() || name == "ssh") return;
-  constexpr std::string_view kOthers[] = {"pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich"};
-  const bool known = std::find(std::begin(kOthers), std::end(kOthers), name) != std::end(kOthers);
-  throw ConfigError(cat("--launcher ", name, ": ",
-                        known ? "ds-launch starts ranks through ssh only, without that program; leave the flag out"
-                              : "expected ssh, the only launcher of ds-launch",
-                        known && name == "slurm"
-                            ? ", or run one ds-launch on each node with srun: --no_ssh "
-                              "--node_rank $SLURM_NODEID --num_nodes $SLURM_NNODES --master_addr ..."
-                            : ""));
+void take_launcher(const CLI::App& app, const std::string& name, Options& options) {
+  if (!name.empty()) options.launcher = launcher_of_name(name);
+  for (const CLI::Option* option : app.get_options()) {
+    const std::string flag = cat("--", option->get_lnames().empty() ? "" : option->get_lnames().front());
+    const std::string reason = option->count() > 0 ? why_not_with(options.launcher, flag) : "";
+    require<ConfigError>(reason.empty(), flag, " does not go with --launcher ", name, ": ", reason);
+  }
 }
 
 void take_node_count(const std::string& text, Options& options) {
-  require<ConfigError>(text.find(':') == std::string::npos, "--nnodes ", text,
-                       ": a range of nodes is elastic training, which is not in this version of ds-launch; give one "
-                       "number");
+  if (take_node_range(text, options)) return;
   const bool good = !text.empty() && text.size() < 6 && text.find_first_not_of("0123456789") == std::string::npos;
   require<ConfigError>(good && std::stoi(text) > 0, "--num_nodes: expected a number of at least 1, found '", text, "'");
   options.num_nodes = std::stoi(text);
@@ -208,7 +201,7 @@ void take_endpoint(const std::string& text, Options& options) {
 
 // Flags for many hosts, and which of them go together.
 void take_hosts(const CLI::App& app, const RawFlags& raw, Options& options) {
-  take_launcher(raw.launcher);
+  take_launcher(app, raw.launcher, options);
   if (app.count("--num_nodes") > 0) take_node_count(raw.nodes, options);
   if (app.count("--rdzv_endpoint") > 0) take_endpoint(raw.endpoint, options);
   if (app.count("--ssh_port") > 0) options.ssh_port = raw.ssh_port;
@@ -238,12 +231,14 @@ void declare_job_flags(CLI::App& app, RawFlags& raw, Options& options) {
 Options parse_options(const std::vector<std::string>& words) {
   Options options;
   RawFlags raw;
+  RestartFlags restarts;
   CLI::App app("Starts the ranks of a training program, here or on many hosts, and ends them together.", "ds-launch");
   app.formatter(std::make_shared<HelpFormatter>());
   app.prefix_command();
   declare_rank_flags(app, raw, options);
   declare_host_flags(app, raw, options);
   declare_job_flags(app, raw, options);
+  declare_restart_flags(app, restarts, options);
   try {
     app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
   } catch (const CLI::CallForHelp&) {
@@ -266,6 +261,7 @@ Options parse_options(const std::vector<std::string>& words) {
   }
   if (raw.quiet) options.verbosity = Verbosity::kError;
   take_hosts(app, raw, options);
+  take_restarts(app, restarts, options);
   take_program(app, options);
   return options;
 }

@@ -12,6 +12,8 @@
 #include <string_view>
 #include <vector>
 
+#include "launcher/launcher_choice.h"
+
 namespace ds::launcher {
 
 enum class Verbosity { kError, kWarning, kInfo, kDebug };
@@ -36,11 +38,17 @@ struct Options {
   bool standalone = false;             // this machine only, whatever hostfile there is
   bool force_multi = false;            // ssh even for a hostfile with this machine only
   bool save_pid = false;               // write /tmp/PID.deepspeed on each host
+  Launcher launcher = Launcher::kSsh;  // what starts the ranks on many hosts
   std::optional<int> ssh_port;         // absent: ssh's own choice
-  std::string launcher_args;           // more words for ssh, split as a shell does
+  std::string launcher_args;           // more words for ssh, or for what --launcher names, split as a shell does
   double connect_timeout_seconds = 5;  // for ssh to reach a host
   double check_timeout_seconds = 30;   // for a host to answer whether it can run the ranks
   double link_timeout_seconds = 30;    // of silence, until a connection to a host counts as lost; 0: no limit
+
+  int max_restarts = 0;               // after failures
+  std::optional<int> min_nodes;       // set: elastic, hosts may be lost and come back as long as so many are left
+  std::optional<int> max_nodes;       // hosts to use of those that are ready; absent: all
+  double join_timeout_seconds = 600;  // at a restart, until enough hosts are ready
 
   std::string program;                 // as typed
   std::vector<std::string> arguments;  // of the program

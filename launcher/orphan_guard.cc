@@ -105,6 +105,8 @@ bool carries_launch_id(std::string_view environment, std::string_view id) {
   return false;
 }
 
+std::string new_launch_id() { return cat(getpid(), '.', std::chrono::system_clock::now().time_since_epoch().count()); }
+
 OrphanGuard::OrphanGuard(const std::string& launch_id) {
   require_system(prctl(PR_SET_CHILD_SUBREAPER, 1) == 0, "prctl(PR_SET_CHILD_SUBREAPER)");
   int ends[2];

@@ -23,6 +23,9 @@ namespace ds::launcher {
 // Has this environment ("A=b\0C=d\0", as in /proc/PID/environ) the id among its launch ids? Pure.
 bool carries_launch_id(std::string_view environment, std::string_view id);
 
+// An id that no other launch of this machine has.
+std::string new_launch_id();
+
 class OrphanGuard {
  public:
   // Makes this process a subreaper and starts the guard. To be called before other descriptors are open.

@@ -78,7 +78,7 @@ OutputRelay::OutputRelay(Console& console, int ranks, const std::string& log_fol
   const std::string prefix = log_prefix(log_folder);
   for (int rank = 0; rank < ranks; ++rank) {
     const std::string path = cat(prefix, "_rank", first_rank + rank, ".log");
-    Log log{UniqueFd(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)), path};
+    Log log{UniqueFd(open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666)), path};
     require_system<IoError>(log.fd.valid(), "--enable_each_rank_log: cannot write ", path);
     logs_.push_back(std::move(log));
   }

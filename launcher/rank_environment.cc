@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/flight_job.h"
+#include "core/restart_request.h"
 #include "core/text.h"
 
 namespace ds::launcher {
@@ -34,6 +36,11 @@ std::optional<int> omp_threads(const std::vector<std::string>& inherited, int co
 std::vector<std::string> rank_environment(std::vector<std::string> inherited, const JobEnvironment& job,
                                           const RankPlace& place, const std::optional<int>& threads) {
   std::vector<std::string>& environment = inherited;
+  // The ranks of a ds-launch inside a torchrun do not meet in the store of torchrun's agent, and those of one inside a
+  // ds-launch do not end when the outer one would like to start again.
+  std::erase_if(environment, [](const std::string& entry) {
+    return names(entry, "TORCHELASTIC_USE_AGENT_STORE") || names(entry, kRestartFileVariable);
+  });
   set(environment, "RANK", cat(place.rank));
   set(environment, "WORLD_SIZE", cat(place.world_size));
   set(environment, "LOCAL_RANK", cat(place.local_rank));
@@ -47,6 +54,7 @@ std::vector<std::string> rank_environment(std::vector<std::string> inherited, co
   if (job.cuda_visible_devices) set(environment, "CUDA_VISIBLE_DEVICES", *job.cuda_visible_devices);
   const std::string above = environment_value(environment, kLaunchIdVariable).value_or("");
   set(environment, kLaunchIdVariable, above.empty() ? job.launch_id : cat(above, ',', job.launch_id));
+  set(environment, kFlightJobVariable, job.flight_job);
   return inherited;
 }
 

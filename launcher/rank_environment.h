@@ -21,6 +21,7 @@ struct JobEnvironment {
   int master_port = 0;
   std::optional<std::string> cuda_visible_devices;  // absent: leave the inherited one
   std::string launch_id;                            // marks every process of this job, see orphan_guard.h
+  std::string flight_job;                           // the same on all hosts: names the folder of flight records
 };
 
 // The variable that holds launch ids, one for each ds-launch above the process, joined with commas.
@@ -34,7 +35,8 @@ std::optional<std::string> environment_value(const std::vector<std::string>& env
 std::optional<int> omp_threads(const std::vector<std::string>& inherited, int cores, int ranks, int bound_cores);
 
 // `inherited` with the variables of the rank set: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, LOCAL_WORLD_SIZE,
-// CROSS_RANK, CROSS_SIZE, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES where given.
+// CROSS_RANK, CROSS_SIZE, MASTER_ADDR, MASTER_PORT, DS_LAUNCH_ID, DS_FLIGHT_JOB, and OMP_NUM_THREADS and
+// CUDA_VISIBLE_DEVICES where given; without what an outer launcher has set for its own ranks.
 std::vector<std::string> rank_environment(std::vector<std::string> inherited, const JobEnvironment& job,
                                           const RankPlace& place, const std::optional<int>& threads);
 

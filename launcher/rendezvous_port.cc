@@ -5,11 +5,16 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <sstream>
+#include <string>
+#include <utility>
 
 #include "core/check.h"
 #include "launcher/rank_environment.h"
@@ -63,6 +68,25 @@ std::string resolve_own_address(const std::string& address) {
   return "it is not an address of this machine";
 }
 
+// Takes a name that only one process of the network namespace can have, and that the kernel frees with it.
+bool reserve(int port) {
+  static std::map<int, UniqueFd> reserved;  // by this process
+  if (reserved.contains(port)) return true;
+  UniqueFd name(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  const std::string text = cat("dsengine/rendezvous-port/", port);
+  sockaddr_un address{};  // with a zero byte first: a name without a file
+  address.sun_family = AF_UNIX;
+  text.copy(address.sun_path + 1, sizeof(address.sun_path) - 1);
+  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
+  require_system(name.valid(), "a socket to reserve port ", port);
+  if (bind(name.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0) {
+    require_system(errno == EADDRINUSE, "reserving port ", port);
+    return false;
+  }
+  reserved.emplace(port, std::move(name));
+  return true;
+}
+
 int find_free_port() {
   for (int attempt = 0; attempt < 16; ++attempt) {
     UniqueFd socket = open_tcp_socket(AF_INET);
@@ -74,7 +98,7 @@ int find_free_port() {
     require_system(bound, "no free port for rank 0");
     socket.reset();
     const int port = ntohs(any.sin_port);
-    if (!port_in_use(port)) return port;
+    if (!port_in_use(port) && reserve(port)) return port;
   }
   throw UsageError("no port is free on both IPv4 and IPv6; name one with --master_port");
 }
@@ -124,9 +148,10 @@ MasterPort choose_master_port(const std::optional<int>& asked) {
     require<UsageError>(!port_in_use(*asked), "--master_port ", *asked,
                         " is in use by another process (see: ss -ltnp 'sport = :", *asked,
                         "'); name another, or leave the flag out and a free port is chosen");
+    reserve(*asked);  // where another ds-launch has it, its ranks may never listen (a shell that starts this one)
     return {.port = *asked};
   }
-  if (!port_in_use(kDefaultMasterPort)) return {.port = kDefaultMasterPort};
+  if (!port_in_use(kDefaultMasterPort) && reserve(kDefaultMasterPort)) return {.port = kDefaultMasterPort};
   return {.port = find_free_port(), .replaced_default = true};
 }
 

@@ -27,7 +27,8 @@ struct MasterPort {
   bool replaced_default = false;  // 29500 was in use, `port` is a free one
 };
 
-// `asked`: from the command line; in use: UsageError. Not asked: 29500, or a free port.
+// `asked`: from the command line; in use: UsageError. Not asked: 29500, or a free port. Until this process ends no
+// other ds-launch of this machine (network namespace) gets the same one unasked, though rank 0 does not listen yet.
 MasterPort choose_master_port(const std::optional<int>& asked);
 
 }  // namespace ds::launcher

@@ -6,6 +6,7 @@
 #include <ATen/ops/linalg_vector_norm.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <vector>
 
@@ -18,6 +19,7 @@ namespace {
 
 constexpr int64_t kChunk = 1 << 16;
 constexpr int64_t kGrain = 4 * kChunk;
+constexpr int64_t kDeviceChunk = 1 << 24;
 
 // Sums of whole chunks, added in order: the threads that made them do not matter.
 double sum_of_squares_on_cpu(const at::Tensor& flat, optim::ValueType type) {
@@ -45,8 +47,11 @@ double sum_of_squares(const at::Tensor& flat) {
 
 int64_t first_non_finite(const at::Tensor& flat) {
   const at::NoGradGuard no_grad;
-  for (int64_t begin = 0; begin < flat.numel(); begin += kChunk) {
-    const int64_t length = std::min(kChunk, flat.numel() - begin);
+  if (std::isfinite(sum_of_squares(flat))) return -1;
+  // An accelerator is asked seldom.
+  const int64_t chunk = flat.is_cpu() ? kChunk : kDeviceChunk;
+  for (int64_t begin = 0; begin < flat.numel(); begin += chunk) {
+    const int64_t length = std::min(chunk, flat.numel() - begin);
     const at::Tensor bad = at::isfinite(flat.narrow(0, begin, length)).logical_not();
     if (bad.any().item<bool>()) return begin + bad.to(at::kInt).argmax().item<int64_t>();
   }

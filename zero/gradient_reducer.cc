@@ -151,12 +151,12 @@ void GradientReducer::store_gradient(Bucket& bucket, size_t position) {
   const at::Tensor& parameter = parameters_[static_cast<size_t>(segment.parameter)].tensor;
   at::Tensor gradient = parameter.grad();
   ensure(gradient.defined(), "a gradient hook runs after its gradient is set");
+  if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();
+  if (check_) check_->see(segment.parameter, gradient);
   if (!bucket.local.defined()) open_local(bucket);
   const at::Tensor view = view_of(bucket.local, segment, parameter);
-  const bool same_memory = gradient.layout() == at::kStrided && gradient.data_ptr() == view.data_ptr() &&
-                           gradient.scalar_type() == view.scalar_type();
+  const bool same_memory = gradient.data_ptr() == view.data_ptr() && gradient.scalar_type() == view.scalar_type();
   if (!same_memory) {
-    if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();
     if (bucket.filled[position]) {
       view.add_(gradient);
     } else {

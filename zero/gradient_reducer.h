@@ -24,6 +24,7 @@
 #include "comm/bucket_reduction.h"
 #include "comm/communicator.h"
 #include "core/reduced_gradients.h"
+#include "zero/gradient_check.h"
 #include "zero/parameter_bucket.h"
 #include "zero/reduction_policy.h"
 
@@ -73,6 +74,8 @@ class GradientReducer {
   // kReduceScatterEveryBackward, and with gradients elsewhere, it throws UsageError.
   void keep_local(bool local);
   bool keeps_local() const { return local_; }
+  // Shows it each gradient that autograd makes from now on, before it is added to others. It outlives the reducer.
+  void check_with(GradientCheck& check) { check_ = &check; }
   // Around every backward pass. `synchronize`: this pass ends in a reduction if the policy asks for one at `boundary`.
   // `in_pass`, of each bucket: whether the pass may give it gradients, the same on all ranks; where the policy reduces
   // in every pass, the others are left alone. Empty: all. Throws UsageError while a pass runs, and after one that
@@ -132,6 +135,7 @@ class GradientReducer {
   comm::Communicator* replicas_;
   comm::BucketReduction* reduction_;
   ReducedGradients* elsewhere_;
+  GradientCheck* check_ = nullptr;
   ReducerOptions options_;
   std::vector<Bucket> buckets_;
   std::vector<at::Tensor> pool_;   // free transient buffers, stage 2

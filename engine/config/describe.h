@@ -20,6 +20,7 @@ void describe(JsonFields& json, ActivationCheckpointingSection& section);
 void describe(JsonFields& json, AioSection& section);
 void describe(JsonFields& json, FlopsProfilerSection& section);
 void describe(JsonFields& json, CommsLoggerSection& section);
+void describe(JsonFields& json, FlightRecorderSection& section);
 void describe(JsonFields& json, TimersSection& section);
 void describe(JsonFields& json, CheckpointSection& section);
 void describe(JsonFields& json, TensorboardSection& section);

@@ -1,6 +1,7 @@
 #include "engine/config/ds_config.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "core/check.h"
 #include "core/json_fields.h"
@@ -8,6 +9,7 @@
 #include "engine/config/batch_sizes.h"
 #include "engine/config/cross_checks.h"
 #include "engine/config/describe.h"
+#include "engine/config/elastic_section.h"
 
 namespace ds::config {
 namespace {
@@ -62,9 +64,9 @@ void tell_derived_batch_sizes(DsConfig& config) {
                           : entry.path == "train_micro_batch_size_per_gpu" ? &config.train_micro_batch_size_per_gpu
                           : entry.path == "gradient_accumulation_steps"    ? &config.gradient_accumulation_steps
                                                                            : nullptr;
-    if (size == nullptr || !entry.value.is_null()) continue;
+    if (size == nullptr || !(entry.value.is_null() || config.elastic)) continue;
     entry.value = *size;
-    entry.source = "the other batch sizes";
+    entry.source = config.elastic ? "elasticity" : "the other batch sizes";
   }
 }
 
@@ -99,7 +101,10 @@ void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions&
   report_misplaced(config, reading, json);
   json.finish(UnknownKeys::kWarn);
   choose_data_parallel_size(config, options, reading.problems);
-  if (readable && !(config.elasticity.enabled && !given.train && !given.micro)) {
+  if (config.elasticity.enabled) {
+    resolve_elastic_batch(config, std::getenv("DEEPSPEED_ELASTICITY_CONFIG"), reading.problems);
+    tell_derived_batch_sizes(config);
+  } else if (readable) {
     const BatchSizes sizes = resolve_batch_sizes(given, config.dp_world_size, reading.problems);
     config.train_batch_size = sizes.train;
     config.train_micro_batch_size_per_gpu = sizes.micro;

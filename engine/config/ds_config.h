@@ -1,7 +1,8 @@
 // The ds_config: every section as a typed struct, checked and resolved. Torch-free.
 //
 // Keys, defaults and rules are those of DeepSpeed 0.19.8; sections it removed keep their spelling of 0.19.6. The keys
-// communication_backend, seed, deterministic, strict, gradient_clip_by_value and gradient_compression are ours.
+// communication_backend, flight_recorder, seed, deterministic, strict, gradient_clip_by_value, gradient_compression,
+// non_finite_gradients and locate_non_finite are ours.
 #pragma once
 
 #include <array>
@@ -15,6 +16,7 @@
 #include "engine/config/compression_section.h"
 #include "engine/config/config_source.h"
 #include "engine/config/data_sections.h"
+#include "engine/config/elastic_batch.h"
 #include "engine/config/monitor_sections.h"
 #include "engine/config/optimizer_section.h"
 #include "engine/config/parallel_sections.h"
@@ -55,6 +57,10 @@ struct AutoValues {
 
 enum class GradientAllreduceOp { kMean, kSum };
 
+// What becomes of a step whose gradient is infinite or NaN. kAuto: skipped with fp16 and with bf16.check_grad_overflow,
+// applied with bf16 without it, else an error.
+enum class NonFiniteGradients { kAuto, kSkip, kError, kContinue };
+
 struct DsConfig {
   // Resolved: train = micro x accumulation x data-parallel size.
   int64_t train_batch_size = 0;
@@ -81,8 +87,10 @@ struct DsConfig {
   bool prescale_gradients = false;
   double gradient_predivide_factor = 1.0;
   GradientAllreduceOp gradient_allreduce_op = GradientAllreduceOp::kMean;
-  std::optional<DType> communication_data_type;     // empty: the model's
-  GradientCompressionSection gradient_compression;  // ours
+  std::optional<DType> communication_data_type;                         // empty: the model's
+  GradientCompressionSection gradient_compression;                      // ours
+  NonFiniteGradients non_finite_gradients = NonFiniteGradients::kAuto;  // ours
+  bool locate_non_finite = false;  // ours: look at every gradient before it is added to others
   DType seq_parallel_communication_data_type = DType::kFloat32;
   bool disable_allgather = false;
   comm::Backend communication_backend = comm::Backend::kAuto;  // ours
@@ -99,6 +107,7 @@ struct DsConfig {
   std::optional<int64_t> vocabulary_size;
   bool disable_python_gc = false;
   TimersSection timers;
+  FlightRecorderSection flight_recorder;  // ours
   FlopsProfilerSection flops_profiler;
   CommsLoggerSection comms_logger;
   TensorboardSection tensorboard;
@@ -138,6 +147,7 @@ struct DsConfig {
   std::string source;                       // the file's name, for messages
   nlohmann::ordered_json text;              // the file's content
   int64_t dp_world_size = 1;                // what the batch sizes were resolved for
+  std::optional<ElasticBatch> elastic;      // set when elasticity is enabled
   std::vector<ResolvedAuto> resolved_auto;  // in file order
   std::vector<std::string> warnings;        // one line each, for rank 0 to log
 
@@ -153,7 +163,7 @@ struct ParseOptions {
   // All ranks of the job: dp_world_size is then these over pipeline.stages, and what is given for it means nothing.
   std::optional<int64_t> world_size;
   std::optional<int64_t> pipeline_stages;  // the program's; the file's are to agree. What "auto" means
-  bool strict = false;  // as the key of the same name
+  bool strict = false;                     // as the key of the same name
   AutoValues auto_values;
 };
 

@@ -87,6 +87,13 @@ void describe(JsonFields& json, CommsLoggerSection& s) {
   json.field("debug", s.debug);
 }
 
+void describe(JsonFields& json, FlightRecorderSection& s) {
+  json.field("enabled", s.enabled);
+  json.field("entries", s.entries, between(1, 65536));
+  json.field("stall_limit", s.stall_limit, at_least(0));
+  json.field("folder", s.folder);
+}
+
 void describe(JsonFields& json, TimersSection& s) {
   json.section("throughput", s.throughput, describe, UnknownKeys::kRefuse);
 }

@@ -50,6 +50,14 @@ struct ThroughputTimerSection {
   bool synchronized = true;
 };
 
+// Ours: comm/flight_watch.h.
+struct FlightRecorderSection {
+  bool enabled = true;
+  int64_t entries = 512;    // collectives that each rank remembers
+  double stall_limit = 60;  // seconds of waiting in one collective until a report; 0: none
+  std::string folder;       // empty: $DS_FLIGHT_FOLDER, else dsengine-UID in the temporary folder
+};
+
 struct TimersSection {
   ThroughputTimerSection throughput;
 };

@@ -59,6 +59,12 @@ void describe_gradients(JsonFields& json, DsConfig& c) {
                   {{"mean", GradientAllreduceOp::kMean}, {"sum", GradientAllreduceOp::kSum}});
   json.enumerator("communication_data_type", c.communication_data_type, communication_dtype_names());
   json.section("gradient_compression", c.gradient_compression, describe, UnknownKeys::kRefuse);
+  json.enumerator("non_finite_gradients", c.non_finite_gradients,
+                  {{"auto", NonFiniteGradients::kAuto},
+                   {"skip", NonFiniteGradients::kSkip},
+                   {"error", NonFiniteGradients::kError},
+                   {"continue", NonFiniteGradients::kContinue}});
+  json.field("locate_non_finite", c.locate_non_finite);
   json.enumerator("seq_parallel_communication_data_type", c.seq_parallel_communication_data_type,
                   communication_dtype_names());
   json.field("disable_allgather", c.disable_allgather);
@@ -74,6 +80,7 @@ void describe_logging(JsonFields& json, DsConfig& c) {
   json.field("vocabulary_size", c.vocabulary_size, above(0));
   json.field("disable_python_gc", c.disable_python_gc);
   json.section("timers", c.timers, describe, UnknownKeys::kWarn);
+  json.section("flight_recorder", c.flight_recorder, describe, UnknownKeys::kRefuse);
   json.section("flops_profiler", c.flops_profiler, describe, UnknownKeys::kWarn);
   json.section("comms_logger", c.comms_logger, describe, UnknownKeys::kRefuse);
   json.section("tensorboard", c.tensorboard, describe, UnknownKeys::kRefuse);

@@ -99,7 +99,6 @@ void collect_features(const DsConfig& c, Collector& out) {
             "use FAST; MOCK writes nothing");
   out.later(c.progressive_layer_drop.enabled, "progressive_layer_drop", "turn it off");
   out.later(c.curriculum_learning.enabled, "curriculum_learning", "turn it off");
-  out.later(c.elasticity.enabled, "elasticity", "turn it off and give the batch sizes");
   out.later(c.sparse_attention.has_value(), "sparse_attention", "remove it");
   out.later(c.eigenvalue.enabled, "eigenvalue", "turn it off");
   out.later(c.quantize_training.is_object(), "quantize_training", "remove it");

@@ -65,6 +65,22 @@ ordered_json bytes_to_json(const Report& report) {
           {"sent_per_step", report.sent_bytes ? ordered_json(*report.sent_bytes) : ordered_json()}};
 }
 
+// World sizes that share a global batch; null without elasticity.
+ordered_json elastic_to_json(const Report& report) {
+  if (!report.config.elastic) return nullptr;
+  ordered_json sizes = ordered_json::array();
+  for (const int64_t size : report.config.elastic->valid) sizes.push_back(size * report.plan.topology.pipe);
+  return {{"train_batch_size", report.config.elastic->train_of_valid}, {"valid_world_sizes", sizes}};
+}
+
+std::string elastic_in_words(const Report& report) {
+  const std::vector<int64_t>& valid = report.config.elastic->valid;
+  const int64_t stages = report.plan.topology.pipe;
+  std::string text = cat("a batch of ", report.config.elastic->train_of_valid, " on ");
+  for (size_t i = 0; i < valid.size(); ++i) text += cat(i > 0 ? ", " : "", valid[i] * stages);
+  return text + " ranks";
+}
+
 ordered_json to_json(const Report& report) {
   ordered_json plan = ordered_json::array();
   for (const engine::PlanRow& row : report.plan.rows) {
@@ -81,6 +97,7 @@ ordered_json to_json(const Report& report) {
           {"auto", chosen},
           {"warnings", report.config.warnings},
           {"plan", plan},
+          {"elasticity", elastic_to_json(report)},
           {"bytes_per_rank", bytes_to_json(report)}};
 }
 
@@ -122,6 +139,7 @@ void print(const Report& report, std::ostream& out) {
   out << report.config.source << ": fine for " << report.plan.topology.world_size
       << (report.plan.topology.world_size == 1 ? " rank" : " ranks") << "\n\nValues (all of them: --json)\n";
   print_columns(resolved_values(report.config), out);
+  if (report.config.elastic) out << "\nElasticity\n  " << elastic_in_words(report) << '\n';
   if (!report.config.resolved_auto.empty()) {
     Columns rows;
     for (const config::ResolvedAuto& entry : report.config.resolved_auto) {

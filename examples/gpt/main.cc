@@ -8,8 +8,10 @@
 #include <memory>
 #include <string>
 
+#include "comm/rendezvous_address.h"
 #include "core/atomic_file.h"
 #include "core/check.h"
+#include "core/restart_request.h"
 #include "core/safetensors.h"
 #include "engine/engine.h"
 #include "examples/gpt/gpt2_names.h"
@@ -28,11 +30,8 @@
 namespace gpt {
 namespace {
 
-// Before the engine knows the ranks, the launcher's environment does.
-bool is_first_rank() {
-  const char* rank = std::getenv("RANK");
-  return rank == nullptr || std::string(rank) == "0";
-}
+// Before the engine knows the ranks, the environment of ds-launch, mpirun or srun does.
+bool is_first_rank() { return ds::comm::parse_rendezvous("env://", ds::comm::process_environment).rank == 0; }
 
 // Throws ds::IoError when `file` cannot be written there.
 void probe(const std::string& folder, const char* file) {
@@ -99,26 +98,33 @@ void print_sample(ds::engine::Engine& engine, const Logits& logits, const GptOpt
   if (engine.global_rank() == 0) std::cout << "--- a sample of what it learned ---" << printable(text) << std::endl;
 }
 
-// Up to --steps in all.
-void train_steps(ds::engine::Engine& engine, Gpt& model, const GptOptions& options, TokenBatches& batches,
+// Up to --steps in all; false when it ends before, to be started again.
+bool train_steps(ds::engine::Engine& engine, Gpt& model, const GptOptions& options, TokenBatches& batches,
                  RunCheckpoints& checkpoints, MetricsFile* metrics) {
   TrainingLog log(engine, options, metrics);
   const int64_t micro_batch = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size();
   int64_t accumulated = 0;  // sequences of the running accumulation, over all ranks
-  while (engine.global_steps() < options.steps) {
-    const TokenBatch batch = batches.get(engine.global_samples() + accumulated);
+  bool restarts = false;
+  while (engine.global_steps() < options.steps && !restarts) {
+    const int64_t first = engine.global_samples() + accumulated;
+    const TokenBatch batch = batches.get(first);
+    engine.name_batch(batches.name(first));
     const at::Tensor loss = model.forward(batch.data, batch.target);
     engine.backward(loss);
     engine.step();
     accumulated += micro_batch;
     if (!log.after_micro_batch(loss)) continue;
     accumulated = 0;
-    if (checkpoints.after_step()) log.begin_step();
+    if (!checkpoints.after_step()) continue;
+    restarts = checkpoints.restart_wanted();
+    log.begin_step();
   }
   log.finish();
+  return !restarts;
 }
 
-void train(const GptOptions& options) {
+// Returns the exit code.
+int train(const GptOptions& options) {
   const std::unique_ptr<MetricsFile> metrics = open_outputs(options);
   TextCorpus corpus = TextCorpus::open_or_default(options.data);
   const bool pipelined = options.pipeline_stages.has_value();
@@ -136,21 +142,20 @@ void train(const GptOptions& options) {
 
   RunCheckpoints checkpoints(*engine, options, corpus.size());
   checkpoints.load();
-  if (pipelined) {
-    train_pipeline(*engine, options, batches, checkpoints, metrics.get());
-  } else {
-    train_steps(*engine, *model, options, batches, checkpoints, metrics.get());
-  }
+  const bool finished = pipelined ? train_pipeline(*engine, options, batches, checkpoints, metrics.get())
+                                  : train_steps(*engine, *model, options, batches, checkpoints, metrics.get());
+  if (!finished) return ds::kRestartExitCode;
   engine->synchronize_parameters();  // a delayed update may be under way
   checkpoints.finish();
 
   save_weights(*engine, options);
-  if (options.generate == 0) return;
+  if (options.generate == 0) return EXIT_SUCCESS;
   print_sample(
       *engine,
       pipelined ? pipeline_logits(*engine)
                 : [&model = *model](const at::Tensor& tokens) { return model.logits(tokens); },
       options);
+  return EXIT_SUCCESS;
 }
 
 }  // namespace
@@ -159,8 +164,7 @@ void train(const GptOptions& options) {
 int main(int argc, char** argv) {
   try {
     const auto options = gpt::parse_options(argc, argv);
-    if (options) gpt::train(*options);
-    return EXIT_SUCCESS;
+    return options ? gpt::train(*options) : EXIT_SUCCESS;
   } catch (const std::exception& error) {
     std::cerr << "gpt: error: " << error.what() << std::endl;
     return EXIT_FAILURE;

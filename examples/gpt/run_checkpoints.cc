@@ -3,6 +3,7 @@
 #include <iostream>
 
 #include "core/check.h"
+#include "engine/restart.h"
 
 namespace gpt {
 
@@ -38,6 +39,12 @@ bool RunCheckpoints::after_step() {
       options_.save_checkpoint && options_.save_interval > 0 && engine_.global_steps() % options_.save_interval == 0;
   if (due) save();
   return due;
+}
+
+bool RunCheckpoints::restart_wanted() {
+  if (!options_.load_checkpoint || !ds::engine::restart_wanted(engine_)) return false;
+  engine_.wait_for_checkpoint();
+  return true;
 }
 
 void RunCheckpoints::finish() {

@@ -21,6 +21,9 @@ class RunCheckpoints {
   void load();
   // --save_checkpoint: after an optimizer step, every --save_interval steps. Returns whether it saved.
   bool after_step();
+  // After a save: whether ds-launch wants the run to end here with ds::kRestartExitCode and to be started again; if so,
+  // all is on the disk. Without --load_checkpoint never, because that run would begin anew.
+  bool restart_wanted();
   // After the last step: saves it, if that is not done already, and returns when all is on the disk.
   void finish();
 

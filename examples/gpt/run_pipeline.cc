@@ -4,23 +4,28 @@
 
 namespace gpt {
 
-void train_pipeline(ds::engine::Engine& engine, const GptOptions& options, TokenBatches& batches,
+bool train_pipeline(ds::engine::Engine& engine, const GptOptions& options, TokenBatches& batches,
                     RunCheckpoints& checkpoints, MetricsFile* metrics) {
   TrainingLog log(engine, options, metrics);
   const int64_t micro_batch = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size();
   engine.trace_pipeline(options.pipeline_trace.has_value());
-  while (engine.global_steps() < options.steps) {
+  bool restarts = false;
+  while (engine.global_steps() < options.steps && !restarts) {
     int64_t next = engine.global_samples();  // of the ranks of the first and of the last stage, which read the text
     const at::Tensor loss = engine.train_batch([&] {
       const TokenBatch batch = batches.get(next);
+      engine.name_batch(batches.name(next));
       next += micro_batch;
       return ds::pipeline::MicroBatch{.inputs = {batch.data}, .labels = {batch.target}};
     });
     log.after_micro_batch(loss);
-    if (checkpoints.after_step()) log.begin_step();
+    if (!checkpoints.after_step()) continue;
+    restarts = checkpoints.restart_wanted();
+    log.begin_step();
   }
   log.finish();
   if (options.pipeline_trace) engine.write_pipeline_trace(*options.pipeline_trace);
+  return !restarts;
 }
 
 Logits pipeline_logits(ds::engine::Engine& engine) {

@@ -10,8 +10,8 @@
 
 namespace gpt {
 
-// Up to --steps in all. On every rank.
-void train_pipeline(ds::engine::Engine& engine, const GptOptions& options, TokenBatches& batches,
+// Up to --steps in all; false when it ends before, to be started again. On every rank.
+bool train_pipeline(ds::engine::Engine& engine, const GptOptions& options, TokenBatches& batches,
                     RunCheckpoints& checkpoints, MetricsFile* metrics);
 
 // Of the whole pipeline, on every rank of it. `engine` outlives it.

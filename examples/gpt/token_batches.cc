@@ -21,6 +21,12 @@ int64_t TokenBatches::offset(int64_t first, int64_t b) const {
   return static_cast<int64_t>(draw % static_cast<uint64_t>(length - options_.seq_len));
 }
 
+std::string TokenBatches::name(int64_t first) const {
+  std::string text = "text from bytes ";
+  for (int64_t b = 0; b < options_.batch_size; ++b) text += ds::cat(b == 0 ? "" : ", ", offset(first, b));
+  return text;
+}
+
 TokenBatch TokenBatches::get(int64_t first) {
   const int64_t time = options_.seq_len;
   TokenBatch batch{at::empty({options_.batch_size, time}, at::kLong),

@@ -47,6 +47,8 @@ class TokenBatches {
   TokenBatch get(int64_t first);
   // Where sequence b of it starts in the text.
   int64_t offset(int64_t first, int64_t b) const;
+  // What reports call it: "text from bytes 17, 4711".
+  std::string name(int64_t first) const;
 
  private:
   TextCorpus& corpus_;

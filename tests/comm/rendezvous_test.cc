@@ -5,12 +5,14 @@
 #include <gmock/gmock.h>
 #include <sys/socket.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <atomic>
 #include <filesystem>
 #include <map>
 
 #include "comm/rendezvous_address.h"
+#include "comm/tcp_meeting.h"
 #include "core/check.h"
 #include "tests/support/store_threads.h"
 
@@ -246,6 +248,22 @@ TEST(Rendezvous, APortInUseIsNamed) {
       error_of<CommError>([&] { rendezvous({.init_method = tcp(port.number(), 0, 2), .timeout = milliseconds(500)}); }),
       AllOf(HasSubstr(cat("rank 0 cannot listen on port ", port.number())), HasSubstr("in use"),
             HasSubstr("--master_port")));
+}
+
+TEST(Rendezvous, InTheStoreOfTorchrunsAgent) {
+  c10d::TCPStoreOptions options;
+  options.isServer = true;
+  options.port = 0;
+  const auto agent = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  const RendezvousAddress address{.place = MeetingPlace::kTcp,
+                                  .rank = 0,
+                                  .world_size = 2,
+                                  .host = "127.0.0.1",
+                                  .port = agent->getPort(),
+                                  .rank_zero_listens = false,
+                                  .prefix = "/worker/attempt_0"};
+  open_tcp_store(address, seconds(30))->set("key", std::string("value"));
+  EXPECT_EQ(agent->get_to_str("/worker/attempt_0/key"), "value");
 }
 
 TEST(Rendezvous, AnUnknownHostIsNamed) {

@@ -96,6 +96,23 @@ TEST(CheckCommand, PipelinesNeedRanks) {
   EXPECT_THAT(outcome.err, AllOf(HasSubstr("pipeline.stages"), HasSubstr("a divisor of the 6 ranks, found 4")));
 }
 
+constexpr const char* kElastic = R"({
+  "elasticity": {"enabled": true, "max_train_batch_size": 50, "micro_batch_sizes": [2, 3], "version": 0.1},
+  "optimizer": {"type": "AdamW"}, "pipeline": {"stages": 2}
+})";
+
+TEST(CheckCommand, ShowsValidWorldSizes) {
+  const ScratchFile file(kElastic);
+  EXPECT_THAT(run({.config = file.path(), .world_size = 4}).out,
+              AllOf(HasSubstr("train_batch_size                 48 (derived)"),
+                    HasSubstr("a batch of 48 on 2, 4, 6, 8, 12, 16, 24, 32, 48 ranks")));
+  const nlohmann::json report = nlohmann::json::parse(run({.config = file.path(), .world_size = 4, .json = true}).out);
+  EXPECT_EQ(report["elasticity"]["valid_world_sizes"].size(), 9U);
+  const Outcome refused = run({.config = file.path(), .world_size = 10});
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("nearest valid: 4 or 6"));
+}
+
 TEST(CheckCommand, AllMistakesGoToTheErrorStream) {
   const ScratchFile file("{\n\"train_batch_size\": 3,\n\"fp16\": {\"enabled\": 7},\n\"gradient_clipp1ng\": 1\n}");
   const Outcome outcome = run({.config = file.path(), .world_size = 2});

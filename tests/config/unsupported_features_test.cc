@@ -39,9 +39,6 @@ const Refused kRefused[] = {
     {"{checkpoint: {writer: {type: 'MOCK'}}}", "checkpoint.writer.type"},
     {"{progressive_layer_drop: {enabled: true}}", "progressive_layer_drop"},
     {"{curriculum_learning: {enabled: true}}", "curriculum_learning"},
-    {"{elasticity: {enabled: true, max_train_batch_size: 8, micro_batch_sizes: [1], ignore_non_elastic_batch_info: "
-     "true}}",
-     "elasticity"},
     {"{sparse_attention: {}}", "sparse_attention"},
     {"{eigenvalue: {enabled: true}}", "eigenvalue"},
     {"{quantize_training: {}}", "quantize_training"},

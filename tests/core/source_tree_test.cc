@@ -19,9 +19,9 @@ const fs::path kRoot = DS_SOURCE_DIR;
 
 // Folder -> level; a folder may include itself and folders of a lower level (docs/design.md, section 4).
 const std::map<std::string, int> kLevels = {
-    {"core", 0},        {"comm", 1},     {"optim", 1},      {"zero", 2},      {"offload", 2},
-    {"compression", 2}, {"pipeline", 2}, {"parallel", 2},   {"profiling", 2}, {"checkpoint", 3},
-    {"engine", 4},      {"examples", 5}, {"benchmarks", 5}, {"tests", 5},
+    {"core", 0},       {"launcher", 1},    {"comm", 1},     {"optim", 1},      {"zero", 2},
+    {"offload", 2},    {"compression", 2}, {"pipeline", 2}, {"parallel", 2},   {"profiling", 2},
+    {"checkpoint", 3}, {"engine", 4},      {"examples", 5}, {"benchmarks", 5}, {"tests", 5},
 };
 
 std::string read(const fs::path& path) {

@@ -28,8 +28,49 @@ TEST(Plan, DefaultsAreFloat32StageZero) {
   EXPECT_TRUE(plan.average_gradients);
   EXPECT_EQ(plan.model_dtype, DType::kFloat32);
   EXPECT_FALSE(plan.separate_master);
-  EXPECT_FALSE(plan.skip_on_overflow);
+  EXPECT_EQ(plan.non_finite, config::NonFiniteGradients::kError);
   EXPECT_EQ(plan.loss_scaling, LossScaling::kNone);
+}
+
+TEST(Plan, WhatIsNotFiniteIsAnErrorUnlessSomethingElseIsSaid) {
+  using enum config::NonFiniteGradients;
+  const ordered_json no_norm = {{"gradient_clipping", 0.0},
+                                {"zero_optimization", {{"stage", 1}, {"compute_grad_norm", false}}}};
+  const auto with = [](ordered_json config, const ordered_json& more) {
+    config.update(more);
+    return config;
+  };
+  EXPECT_EQ(plan_of({{"bf16", {{"enabled", true}}}}).non_finite, kSkip);
+  EXPECT_EQ(plan_of({{"bf16", {{"enabled", true}, {"check_grad_overflow", false}}}}).non_finite, kContinue);
+  EXPECT_EQ(plan_of({{"bf16", {{"enabled", true}}}, {"non_finite_gradients", "error"}}).non_finite, kError);
+  EXPECT_EQ(plan_of({{"torch_autocast", {{"enabled", true}}}}).non_finite, kError);
+  EXPECT_EQ(plan_of({{"non_finite_gradients", "skip"}}).non_finite, kSkip);
+  EXPECT_EQ(plan_of({{"non_finite_gradients", "auto"}}).non_finite, kError);
+  EXPECT_EQ(plan_of(no_norm).non_finite, kContinue);
+  EXPECT_FALSE(plan_of(no_norm).compute_grad_norm);
+  EXPECT_FALSE(plan_of(with(no_norm, {{"non_finite_gradients", "continue"}})).compute_grad_norm);
+  EXPECT_TRUE(plan_of(with(no_norm, {{"fp16", {{"enabled", true}}}})).compute_grad_norm);
+  EXPECT_TRUE(plan_of({{"locate_non_finite", true}}).locate_non_finite);
+  for (const char* policy : {"skip", "error"}) {
+    EXPECT_THAT(
+        [&] {
+          plan_of(with(no_norm, {{"non_finite_gradients", policy}}));
+        },
+        ThrowsMessage<ConfigError>(AllOf(HasSubstr(policy), HasSubstr("compute_grad_norm"))));
+  }
+  EXPECT_THAT(
+      [&] {
+        plan_of(with(no_norm, {{"locate_non_finite", true}}));
+      },
+      ThrowsMessage<ConfigError>(HasSubstr("compute_grad_norm")));
+  for (const char* policy : {"continue", "error"}) {
+    EXPECT_THAT(
+        [&] {
+          plan_of({{"fp16", {{"enabled", true}}}, {"non_finite_gradients", policy}});
+        },
+        ThrowsMessage<ConfigError>(AllOf(HasSubstr(policy), HasSubstr("dynamic loss scale"))));
+    plan_of({{"fp16", {{"enabled", true}, {"loss_scale", 8}}}, {"non_finite_gradients", policy}});
+  }
 }
 
 TEST(Plan, StagesArePoliciesOnBuckets) {
@@ -45,7 +86,7 @@ TEST(Plan, StagesArePoliciesOnBuckets) {
 TEST(Plan, PrecisionDecidesMasterWireAndSkipping) {
   const Plan half = plan_of({{"fp16", {{"enabled", true}}}});
   EXPECT_TRUE(half.separate_master);
-  EXPECT_TRUE(half.skip_on_overflow);
+  EXPECT_EQ(half.non_finite, config::NonFiniteGradients::kSkip);
   EXPECT_EQ(half.loss_scaling, LossScaling::kDynamic);
   EXPECT_EQ(half.communication_dtype, DType::kFloat16);
   const Plan fixed_scale = plan_of({{"fp16", {{"enabled", true}, {"loss_scale", 128}}}});

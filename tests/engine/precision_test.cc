@@ -154,7 +154,9 @@ TEST(Bfloat16, StepsThatAreNotFiniteAreSkippedUnlessSwitchedOff) {
 TEST(Float32, ANormThatIsNotFiniteIsReported) {
   run_ranks(2, [&](comm::Communicator& communicator) {
     SmallNet model;
-    const auto engine = start(model.ptr(), small_config(2, 1), communicator).engine;
+    ordered_json config = small_config(2, 1);
+    config["non_finite_gradients"] = "continue";
+    const auto engine = start(model.ptr(), config, communicator).engine;
     engine->backward(poisoned(model, sample(0, communicator.rank()), communicator.rank() == 1));
     engine->step();
     EXPECT_FALSE(std::isfinite(engine->get_global_grad_norm().value()));

@@ -39,6 +39,12 @@ TEST_F(TokenBatchesTest, SequentialOrderFollowsTheFormula) {
   }
 }
 
+TEST_F(TokenBatchesTest, ABatchIsNamedByItsPlacesInTheText) {
+  const TokenBatches batches(corpus_,
+                             {.order = Order::kSequential, .batch_size = 3, .seq_len = 16, .rank = 1, .world_size = 2});
+  EXPECT_EQ(batches.name(12), "text from bytes 240, 256, 272");
+}
+
 TEST_F(TokenBatchesTest, TargetsAreTheNextTokens) {
   const std::string text = bytes();
   for (const Order order : {Order::kSequential, Order::kRandom}) {

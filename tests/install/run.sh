@@ -8,3 +8,6 @@ cmake -S "$source/foreign_project" -B "$scratch/foreign" -DCMAKE_PREFIX_PATH="$s
 cmake --build "$scratch/foreign"
 "$scratch/foreign/train_one_step"
 "$scratch/prefix/bin/ds-tool" checkpoint --help >"$scratch/tool.log"
+"$scratch/prefix/bin/ds-tool" bench --max 4K >>"$scratch/tool.log"
+"$scratch/prefix/bin/ds-tool" report >"$scratch/report.log"
+grep -q '^  libtorch  *[0-9]' "$scratch/report.log"

@@ -14,11 +14,11 @@ using ::testing::IsEmpty;
 
 TEST(ForwardedEnvironment, IsThatOfCommunicationAndThreads) {
   for (const char* name : {"NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "UCX_TLS", "FI_PROVIDER", "MLFLOW_TRACKING_URI",
-                           "OMP_NUM_THREADS", "DS_LOG_LEVEL", "PATH", "LD_LIBRARY_PATH"}) {
+                           "OMP_NUM_THREADS", "DS_LOG_LEVEL", "TORCHELASTIC_MAX_RESTARTS", "PATH", "LD_LIBRARY_PATH"}) {
     EXPECT_TRUE(is_forwarded(name)) << name;
   }
-  for (const char* name : {"CUDA_VISIBLE_DEVICES", "DS_LAUNCH_ID", "DS_ENV_FILE", "HOME", "RANK", "LD_PRELOAD",
-                           "SSH_AUTH_SOCK", "PATHS"}) {
+  for (const char* name : {"CUDA_VISIBLE_DEVICES", "DS_LAUNCH_ID", "DS_RESTART_FILE", "DS_ENV_FILE", "HOME", "RANK",
+                           "LD_PRELOAD", "SSH_AUTH_SOCK", "PATHS"}) {
     EXPECT_FALSE(is_forwarded(name)) << name;
   }
 }

@@ -46,6 +46,7 @@ TEST(HostChecks, AllTroubleIsToldTogether) {
   const std::vector<HostAnswer> answers = {answer("a", "P", "M"), silent, lacking};
   EXPECT_THAT(compare_answers(answers, "L"), ElementsAre(HasSubstr("a: its ds-launch is another file"),
                                                          "b: ssh cannot reach it", "c: no program", "c: no slot"));
+  EXPECT_THAT(troubles_of_hosts(answers, "L")[2], ElementsAre("no program", "no slot"));
   EXPECT_EQ(exit_code_of(answers), 127);
   EXPECT_EQ(exit_code_of(std::vector<HostAnswer>{silent}), 2);
 }

@@ -48,6 +48,17 @@ TEST(HostList, Includes) {
               ElementsAre(Host{.name = "a", .slots = {0, 3}}, Host{.name = "c", .slots = {0}}));
 }
 
+TEST(HostList, ChoosesAmongNamesWithUsers) {
+  const std::vector<Host> hosts = parse_hostfile("me@a slots=2\nb slots=2\nyou@a slots=2\nme slots=1\n", "hosts");
+  EXPECT_THAT(choose_hosts(hosts, Choice::kInclude, "me@a:1@b:0"),
+              ElementsAre(Host{.name = "me@a", .slots = {1}}, Host{.name = "b", .slots = {0}}));
+  EXPECT_THAT(choose_hosts(hosts, Choice::kInclude, "b@you@a@me"), ElementsAre(hosts[1], hosts[2], hosts[3]));
+  EXPECT_THAT(choose_hosts(hosts, Choice::kExclude, "you@a:0@me@a@b"),
+              ElementsAre(Host{.name = "you@a", .slots = {1}}, hosts[3]));
+  EXPECT_THAT(testing::error_text([&] { choose_hosts(hosts, Choice::kInclude, "they@a"); }),
+              HasSubstr("there is no host 'they'; the hosts are me@a"));
+}
+
 TEST(HostList, Excludes) {
   EXPECT_THAT(choose_hosts(kHosts, Choice::kExclude, "b@a:1,2"),
               ElementsAre(Host{.name = "a", .slots = {0, 3}}, Host{.name = "c", .slots = {0}}));

@@ -83,6 +83,26 @@ TEST(LaunchFailure, ShowsTheLastTwentyLines) {
                          Not(HasSubstr("  | line 10.\n"))));
 }
 
+TEST(LaunchFailure, TellsHowToReadFlightRecords) {
+  TemporaryFolder folder;
+  const std::string records = folder / "it's here";
+  std::filesystem::create_directory(records);
+  const auto error_of = [&](const char* script) {
+    Launched launched({.flags = {"--num_procs", "1"},
+                       .program = {"/bin/sh", "-c", script},
+                       .environment = {"DS_FLIGHT_FOLDER=" + records, "DS_FLIGHT_JOB=outer"}});
+    EXPECT_EQ(launched.wait(), 3);
+    return launched.err();
+  };
+  EXPECT_THAT(error_of("exit 3"), Not(HasSubstr("ds-tool")));
+  const std::string error =
+      error_of("cd \"$DS_FLIGHT_FOLDER\" && mkdir $DS_FLIGHT_JOB && >$DS_FLIGHT_JOB/rank0.flight; exit 3");
+  const std::filesystem::directory_iterator made(records);
+  EXPECT_NE(made->path().filename(), "outer");
+  EXPECT_THAT(error, HasSubstr("what the ranks did last: ds-tool explain '" + (folder / "it'\\''s here/") +
+                               made->path().filename().string() + "'\n"));
+}
+
 TEST(LaunchFailure, TellsThePeakMemory) {
   Launched launched({.flags = {"--num_procs", "1"}, .actions = {"allocate", "200", "exit", "1"}});
   EXPECT_EQ(launched.wait(), 1);

@@ -113,12 +113,40 @@ TEST(LaunchStart, RefusesAGivenPortThatIsInUse) {
   EXPECT_FALSE(exists(folder / "started.0"));
 }
 
+// As of a ds-launch that has started a shell, in which this one is started.
+TEST(LaunchStart, TakesAGivenPortThatAnotherHasButDoesNotUse) {
+  Launched outer({.flags = {"--num_procs", "1"}, .actions = {"env", "MASTER_PORT", "pause"}});
+  ASSERT_TRUE(wait_until([&] { return outer.out().ends_with("\n"); }));
+  const std::string line = outer.out();
+  const std::string port = line.substr(line.find('=') + 1, line.size() - line.find('=') - 2);
+  Launched inner({.flags = {"--num_procs", "1", "--master_port", port}, .actions = {"env", "MASTER_PORT"}});
+  EXPECT_EQ(inner.wait(), 0) << inner.err();
+  EXPECT_EQ(inner.out(), line);
+}
+
 TEST(LaunchStart, TakesAFreePortWhenTheDefaultIsInUse) {
   const Listener listener(29500);  // when something else has it already, it is in use as well
   Launched launched({.flags = {"--num_procs", "1"}, .actions = {"env", "MASTER_PORT"}});
   ASSERT_EQ(launched.wait(), 0) << launched.err();
   EXPECT_THAT(launched.out(), Not(HasSubstr("MASTER_PORT=29500\n")));
   EXPECT_THAT(launched.err(), HasSubstr("port 29500 is in use"));
+}
+
+// Neither of them listens: no rank does.
+TEST(LaunchStart, TwoThatStartTogetherGetTwoPorts) {
+  TemporaryFolder folder;
+  const auto settings = [&](const std::string& name) {
+    return Launched::Settings{.flags = {"--num_procs", "1"},
+                              .actions = {"env", "MASTER_PORT", "touch", folder / name, "until", folder / "end"}};
+  };
+  Launched first(settings("first"));
+  Launched second(settings("second"));
+  ASSERT_TRUE(wait_until([&] { return exists(folder / "first") && exists(folder / "second"); }));
+  std::ofstream(folder / "end") << "now";
+  EXPECT_EQ(first.wait(), 0);
+  EXPECT_EQ(second.wait(), 0);
+  EXPECT_THAT(first.out(), HasSubstr("MASTER_PORT="));
+  EXPECT_NE(first.out(), second.out());
 }
 
 TEST(LaunchStart, RefusesAMasterThatIsAnotherMachine) {

@@ -1,169 +1,29 @@
 #!/usr/bin/env python3
 """usage: many_hosts.py BUILD SCRATCH SOURCE
 
-ds-launch over three hosts, which are network namespaces of this machine (scripts/slow_network), each with a name, process
-ids, mounts and an sshd of its own. The first host starts jobs on all of them and looks what is left there afterwards.
-Fails where namespaces or sshd are missing; needs root, for sshd, or sudo without a password.
+ds-launch over three hosts. The first host starts jobs on all of them and looks what is left there afterwards.
 """
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 
-BUILD, SCRATCH, SOURCE = (os.path.abspath(path) for path in sys.argv[1:4])
-LAUNCH = f"{BUILD}/bin/ds-launch"
-RANK = f"{BUILD}/tests/launcher_rank_program"
+import hosts
+from hosts import LAUNCH, PORT, RANK, SCRATCH, SSH, SSH_CONFIG, expect, on, wait_until, write
+
+HOSTS = hosts.names_of(3)
 OTHER_RANK = f"{SCRATCH}/other_program"
-GPT = f"{BUILD}/bin/gpt"
-HOSTS = ["node0", "node1", "node2"]
-PORT = "2222"
-SSH_CONFIG = f"{SCRATCH}/ssh_config"
 HOSTFILE = f"{SCRATCH}/hostfile"
+ALL = ["--hostfile", HOSTFILE, *SSH]
 
 
-# ---- before the hosts are there ---------------------------------------------------------------------------------------
-
-def write(name, text, mode=0o600):
-    path = os.path.join(SCRATCH, name)
-    with open(path, "w") as file:
-        file.write(text)
-    os.chmod(path, mode)
-    return path
-
-
-def outside():
-    sshd = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:" + os.environ["PATH"])
-    if not sshd:
-        sys.exit("FAILED: no sshd: install the Debian package openssh-server")
-    if os.geteuid() != 0:
-        if not shutil.which("sudo") or subprocess.run(["sudo", "-n", "true"], stderr=subprocess.DEVNULL).returncode != 0:
-            sys.exit("FAILED: sshd needs root to let someone in; run as root, or let sudo ask for no password")
-        os.execvp("sudo", ["sudo", "-n", "env", f"PATH={os.environ['PATH']}", "OMP_NUM_THREADS=1", sys.executable, *sys.argv])
-    shutil.rmtree(SCRATCH, ignore_errors=True)
-    os.makedirs(SCRATCH)
-    os.makedirs("/run/sshd", exist_ok=True)
-    for name in ("host_key", "user_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{SCRATCH}/{name}"], check=True)
-    shutil.copy(f"{SCRATCH}/user_key.pub", f"{SCRATCH}/authorized_keys")
-    write("sshd_config", f"""Port {PORT}
-HostKey {SCRATCH}/host_key
-AuthorizedKeysFile {SCRATCH}/authorized_keys
-PidFile none
-StrictModes no
-UsePAM no
-UseDNS no
-PermitRootLogin prohibit-password
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-""")
-    write("ssh_config", f"""Host *
-  IdentityFile {SCRATCH}/user_key
-  IdentitiesOnly yes
-  UserKnownHostsFile {SCRATCH}/known_hosts
-  StrictHostKeyChecking accept-new
-  LogLevel ERROR
-""")
-    write("hostfile", "# the first one starts the others\n" + "".join(f"{host} slots=2\n" for host in HOSTS))
-    write("other_program", "#!/bin/sh\nexit 0\n", 0o755)
-    status = subprocess.run([f"{SOURCE}/scripts/slow_network", "--nodes", str(len(HOSTS)), "--ds_launch", LAUNCH, "--",
-                             sys.executable, __file__, BUILD, SCRATCH, SOURCE]).returncode
-    if "SUDO_UID" in os.environ:
-        shutil.rmtree(SCRATCH)  # else the user could not remove it
-    sys.exit(status)
-
-
-# ---- on a host --------------------------------------------------------------------------------------------------------
-
-def start_sshd():
-    sshd = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:" + os.environ["PATH"])
-    return subprocess.Popen([sshd, "-D", "-f", f"{SCRATCH}/sshd_config", "-E", f"{SCRATCH}/sshd.{os.uname().nodename}.log"])
-
-
-def wait_until(what, condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            fail(f"waited {seconds} s in vain: {what}")
-        time.sleep(0.02)
-
-
-def other_host():
-    sshd = start_sshd()
-    while not os.path.exists(f"{SCRATCH}/done"):
-        time.sleep(0.1)
-    sshd.kill()
-
-
-# ---- on the first host ------------------------------------------------------------------------------------------------
-
-def fail(text):
-    print(f"FAILED: {text}", file=sys.stderr)
-    for job in Job.all:
-        print(f"---- {job.name}: {' '.join(job.words)}\n{job.out()}{job.err()}", file=sys.stderr)
-    sys.exit(1)
-
-
-def expect(condition, text):
-    if not condition:
-        fail(text)
-
-
-def on(host, command):
-    done = subprocess.run(["ssh", "-F", SSH_CONFIG, "-p", PORT, host, command], stdin=subprocess.DEVNULL,
-                          capture_output=True, text=True)
-    return done.returncode, done.stdout
-
-
-class Job:
-    all = []
+class Job(hosts.Job):
+    """A ds-launch."""
 
     def __init__(self, name, flags, actions, program=RANK, environment=None):
-        self.name = name
-        self.words = [LAUNCH, *flags, "--", program, *actions]
-        clean = {key: value for key, value in os.environ.items()
-                 if not re.fullmatch(r".*RANK|.*_SIZE|MASTER_.*|DS_LAUNCH_ID|OMP_NUM_THREADS", key)}
-        with open(f"{SCRATCH}/{name}.out", "w") as out, open(f"{SCRATCH}/{name}.err", "w") as err:
-            self.process = subprocess.Popen(self.words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=SCRATCH,
-                                            env={**clean, **(environment or {})})
-        Job.all = [self]
-
-    def read(self, kind):
-        with open(f"{SCRATCH}/{self.name}.{kind}") as file:
-            return file.read()
-
-    def out(self):
-        return self.read("out")
-
-    def err(self):
-        return self.read("err")
-
-    def wait(self, seconds=60):
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            fail(f"{self.name} did not end within {seconds} s")
-
-    def ends_with(self, code):
-        found = self.wait()
-        expect(found == code, f"{self.name}: expected exit code {code}, found {found}")
-
-    def says(self, *texts):
-        for text in texts:
-            expect(text in self.out() + self.err(), f"{self.name}: does not say {text!r}")
-
-    def started(self, ranks):
-        for rank in range(ranks):
-            wait_until(f"rank {rank} of {self.name}", lambda: os.path.exists(f"{SCRATCH}/{self.name}.pid.{rank}")
-                       or self.process.poll() is not None)
-            expect(self.process.poll() is None, f"{self.name} ended early")
-
-
-SSH = ["--ssh_port", PORT, "--launcher_args", f"-F '{SSH_CONFIG}'"]
-ALL = ["--hostfile", HOSTFILE, *SSH]
+        super().__init__(name, [LAUNCH, *flags, "--", program, *actions], environment)
 
 
 def pausing(name):
@@ -172,14 +32,7 @@ def pausing(name):
 
 
 def expect_nobody_left(job):
-    looks = [subprocess.Popen(["ssh", "-F", SSH_CONFIG, "-p", PORT, host,
-                               "for i in $(seq 200); do pgrep -fl '[l]auncher_rank_program|[s]erve_node' || exit 0; "
-                               "sleep 0.1; done; exit 1"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.DEVNULL, text=True)
-             for host in HOSTS]
-    for host, look in zip(HOSTS, looks):
-        seen = look.communicate()[0].splitlines()
-        expect(look.returncode == 0, f"{job.name}: processes are left on {host}: {seen[-3:]}")
+    hosts.expect_nobody_left(job, HOSTS)
 
 
 def test_ranks_of_all_hosts():
@@ -213,6 +66,20 @@ def test_an_exit_code():
     job = Job("code", ALL, ["print", "bye %", "on", "4", "exit", "7", "pause"])
     job.ends_with(7)
     job.says("ds-launch: rank 4 on node2 (pid ", "failed: exit code 7", "  | bye 4")
+    expect_nobody_left(job)
+
+
+def test_flight_records():
+    """All hosts call the folder of the records alike; the report names the one of the rank that failed."""
+    records = f"{SCRATCH}/records"
+    record = "folder=$DS_FLIGHT_FOLDER/$DS_FLIGHT_JOB; mkdir -p $folder; touch $folder/rank$RANK.flight"
+    job = Job("records", ALL, ["-c", f"{record}; until [ -e $folder/rank4.flight ]; do sleep 0.1; done; "
+                                     "[ $RANK = 4 ] && exit 7; exec sleep 60"],
+              program="/bin/sh", environment={"DS_FLIGHT_FOLDER": records, "DS_FLIGHT_JOB": "of_another"})
+    job.ends_with(7)
+    folders = os.listdir(records)
+    expect(len(folders) == 1 and folders != ["of_another"], f"the records lie in {folders}")
+    job.says(f"what the ranks on node2 did last: ds-tool explain '{records}/{folders[0]}'")
     expect_nobody_left(job)
 
 
@@ -314,10 +181,10 @@ def test_a_lost_network():
 
 
 def test_hosts_that_are_not_ready():
-    hosts = write("bad_hostfile", "node0 slots=1\n10.77.0.77 slots=1\nnode1 slots=1\nno-such-host.invalid slots=1\n")
+    bad = write("bad_hostfile", "node0 slots=1\n10.77.0.77 slots=1\nnode1 slots=1\nno-such-host.invalid slots=1\n")
     started = f"{SCRATCH}/not_ready"
     on("node1", f"mount --bind {OTHER_RANK} {RANK}")
-    job = Job("not_ready", ["--hostfile", hosts, *SSH, "--connect_timeout", "2"], ["touch", started])
+    job = Job("not_ready", ["--hostfile", bad, *SSH, "--connect_timeout", "2"], ["touch", started])
     job.ends_with(2)
     job.says("not all of the 4 hosts are ready", "  10.77.0.77: ssh cannot reach it", "  no-such-host.invalid: ssh ",
              "the name is unknown here", f"  node1: {RANK} is another file than on node0")
@@ -377,41 +244,10 @@ def test_by_hand():
                and "MASTER_PORT=29511" in out, f"node {node}: {other.returncode}, {out}")
 
 
-def test_training():
-    if not os.path.exists(GPT):
-        print("no example gpt is built: training over the hosts is not looked at")
-        return
-    for name, flags in (("gpt", [*ALL, "--num_nodes", "2", "--num_procs", "1"]), ("gpt_here", ["--num_procs", "2"])):
-        job = Job(name, flags, ["--deepspeed_config", f"{SOURCE}/configs/zero2.json", "--data",
-                                f"{SOURCE}/tests/parity/data/kjv_1m.bin", "--layers", "1", "--hidden", "32",
-                                "--seq_len", "32", "--steps", "3", "--generate", "0", "--metrics",
-                                f"{SCRATCH}/{name}.jsonl"], program=GPT, environment={"OMP_NUM_THREADS": "1"})
-        job.ends_with(0)
-        if name == "gpt":
-            job.says("2 ranks on 2 hosts")
-    losses = [re.findall(r'"loss": ?([0-9.]+)', open(f"{SCRATCH}/{name}.jsonl").read()) for name in ("gpt", "gpt_here")]
-    expect(len(losses[0]) >= 3 and [l[:6] for l in losses[0]] == [l[:6] for l in losses[1]], f"losses {losses}")
-
-
-def first_host():
+def prepare():
+    write("hostfile", "# the first one starts the others\n" + "".join(f"{host} slots=2\n" for host in HOSTS))
+    write("other_program", "#!/bin/sh\nexit 0\n", 0o755)
     write(".deepspeed_env", "FROM_FILE=1=2\n")
-    sshd = start_sshd()
-    for host in HOSTS:
-        wait_until(f"sshd of {host}", lambda: on(host, "true")[0] == 0)
-    for name, test in list(globals().items()):
-        if name.startswith("test_"):
-            start = time.monotonic()
-            test()
-            print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
-    sshd.kill()
 
 
-if "CROSS_RANK" not in os.environ or "DS_LAUNCH_ID" not in os.environ:
-    outside()
-elif os.environ["CROSS_RANK"] == "0":
-    try:
-        first_host()
-    finally:
-        open(f"{SCRATCH}/done", "w").close()
-else:
-    other_host()
+hosts.run(len(HOSTS), prepare, globals())

@@ -87,11 +87,37 @@ TEST(Options, NamesOfTorchrun) {
   EXPECT_EQ(options.master_addr, "::1");
   EXPECT_EQ(options.master_port, 1234);
   EXPECT_TRUE(parse_options({"--standalone", "--nnodes=1", "p"}).standalone);
-  EXPECT_THAT(error_of({"--nnodes=1:4", "p"}), HasSubstr("elastic training"));
   EXPECT_THAT(error_of({"--rdzv_endpoint", "host", "p"}), HasSubstr("expected HOST:PORT, found 'host'"));
   EXPECT_THAT(error_of({"--rdzv_endpoint", "h:1", "--master_port", "2", "p"}), HasSubstr("--master_port"));
   EXPECT_THAT(error_of({"--standalone", "--nnodes", "2", "p"}), HasSubstr("--standalone is for one host"));
   EXPECT_THAT(error_of({"--standalone", "--hostfile", "h", "p"}), HasSubstr("--hostfile"));
+}
+
+TEST(Options, RestartsAndElasticTraining) {
+  EXPECT_EQ(parse_options({"p"}).max_restarts, 0);
+  EXPECT_FALSE(parse_options({"--max_restarts", "4", "p"}).min_nodes);
+  EXPECT_EQ(parse_options({"--max-restarts=4", "p"}).max_restarts, 4);
+  const Options of_deepspeed =
+      parse_options({"--elastic_training", "--min_elastic_nodes", "2", "--max_elastic_nodes", "3", "p"});
+  EXPECT_EQ(of_deepspeed.min_nodes, 2);
+  EXPECT_EQ(of_deepspeed.max_nodes, 3);
+  EXPECT_EQ(of_deepspeed.max_restarts, 3);
+  const Options of_torchrun = parse_options({"--nnodes", "1:4", "--max_restarts", "0", "p"});
+  EXPECT_EQ(of_torchrun.min_nodes, 1);
+  EXPECT_EQ(of_torchrun.max_nodes, 4);
+  EXPECT_FALSE(of_torchrun.num_nodes);
+  EXPECT_EQ(of_torchrun.max_restarts, 0);
+  EXPECT_EQ(parse_options({"--elastic_training", "p"}).min_nodes, 1);
+  EXPECT_EQ(parse_options({"--max_nodes", "2", "p"}).min_nodes, 1);
+}
+
+TEST(Options, RefusesRestartsThatDoNotMakeSense) {
+  EXPECT_THAT(error_of({"--nnodes=1:x", "p"}), HasSubstr("--nnodes: expected N or MIN:MAX, found '1:x'"));
+  EXPECT_THAT(error_of({"--nnodes=3:2", "p"}), HasSubstr("--min_nodes 3 is above --max_nodes 2"));
+  EXPECT_THAT(error_of({"--nnodes=2", "--min_nodes", "1", "p"}), HasSubstr("--min_nodes excludes --num_nodes"));
+  EXPECT_THAT(error_of({"--nnodes=2", "--elastic_training", "p"}), HasSubstr("excludes a fixed --num_nodes"));
+  EXPECT_THAT(error_of({"--nnodes=1:2", "--launcher", "pdsh", "p"}), HasSubstr("--launcher pdsh excludes elastic"));
+  EXPECT_THAT(error_of({"--node_rank=0", "--max_restarts", "1", "p"}), HasSubstr("--node_rank excludes"));
 }
 
 TEST(Options, RefusesFlagsThatDoNotGoTogether) {
@@ -105,18 +131,40 @@ TEST(Options, RefusesFlagsThatDoNotGoTogether) {
   EXPECT_THAT(error_of({"--num_nodes", "0", "p"}), HasSubstr("--num_nodes: expected a number of at least 1"));
 }
 
-TEST(Options, RefusesOtherLaunchersByName) {
-  for (const char* name : {"pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich", "PDSH"}) {
-    EXPECT_THAT(error_of({"--launcher", name, "p"}),
-                AllOf(HasSubstr(std::string("--launcher ") + name), HasSubstr("ssh")));
+TEST(Options, Launchers) {
+  EXPECT_EQ(parse_options({"p"}).launcher, Launcher::kSsh);
+  EXPECT_EQ(parse_options({"--launcher", "ssh", "p"}).launcher, Launcher::kSsh);
+  EXPECT_EQ(parse_options({"--launcher", "pdsh", "p"}).launcher, Launcher::kPdsh);
+  EXPECT_EQ(parse_options({"--launcher=openmpi", "p"}).launcher, Launcher::kOpenMpi);
+  EXPECT_EQ(parse_options({"--launcher", "mpich", "p"}).launcher, Launcher::kMpich);
+  EXPECT_EQ(parse_options({"--launcher", "impi", "p"}).launcher, Launcher::kIntelMpi);
+  EXPECT_EQ(parse_options({"--launcher", "slurm", "--launcher_args", "-p gpu", "p"}).launcher, Launcher::kSlurm);
+  EXPECT_THAT(error_of({"--launcher", "mvapich", "p"}), HasSubstr("MVAPICH is not supported"));
+  EXPECT_THAT(error_of({"--launcher", "PDSH", "p"}),
+              AllOf(HasSubstr("--launcher PDSH"), HasSubstr("ssh, pdsh, openmpi, mpich, impi, slurm")));
+}
+
+TEST(Options, RefusesFlagsThatALauncherCannotFollow) {
+  for (const char* name : {"pdsh", "openmpi", "mpich", "impi", "slurm"}) {
+    for (const auto& [flag, value] :
+         {std::pair{"--check_timeout", "3"}, {"--link_timeout", "3"}, {"--max_restarts", "3"}, {"--node_rank", "0"}}) {
+      EXPECT_THAT(error_of({"--launcher", name, flag, value, "p"}),
+                  HasSubstr(std::string(flag) + " does not go with --launcher " + name));
+    }
+    EXPECT_THAT(error_of({"--launcher", name, "--standalone", "p"}), HasSubstr("--standalone does not go with"));
   }
-  EXPECT_THAT(error_of({"--launcher", "slurm", "p"}), HasSubstr("--node_rank $SLURM_NODEID"));
+  for (const char* name : {"openmpi", "mpich", "impi", "slurm"}) {
+    EXPECT_THAT(error_of({"--launcher", name, "--bind_cores_to_rank", "p"}), HasSubstr("--launcher_args"));
+    EXPECT_THAT(error_of({"--launcher", name, "--enable_each_rank_log", "d", "p"}), HasSubstr("does not go with"));
+  }
+  EXPECT_THAT(error_of({"--launcher", "mpich", "--ssh_port", "3", "p"}), HasSubstr("~/.ssh/config"));
+  EXPECT_EQ(parse_options({"--launcher", "openmpi", "--ssh_port", "3", "p"}).ssh_port, 3);
+  EXPECT_TRUE(parse_options({"--launcher", "pdsh", "--bind_cores_to_rank", "p"}).bind_cores);
 }
 
 TEST(Options, RefusesOtherFlagsOfDeepSpeedByName) {
   EXPECT_THAT(error_of({"--module", "p"}), HasSubstr("not Python modules"));
   EXPECT_THAT(error_of({"--autotuning", "run", "p"}), HasSubstr("autotuning is not in this version"));
-  EXPECT_THAT(error_of({"--elastic_training", "p"}), HasSubstr("elastic training"));
 }
 
 TEST(Options, SuggestsTheNearestFlag) {

@@ -16,6 +16,8 @@
 //   child FILE, daemon FILE    starts a process that pauses, in the same or in a new session; its pid is in FILE
 //   allocate MIB               touches that much memory
 //   on RANK, not-on RANK       the next action is for that rank, or for all others, only
+//   start N                    the next action is for that start of the job only (DS_RESTART_COUNT). Such conditions
+//                              may follow each other
 // A '%' in a TEXT or FILE stands for the rank.
 #include <fcntl.h>
 #include <sched.h>
@@ -37,6 +39,11 @@ namespace {
 
 std::string rank() {
   const char* value = std::getenv("RANK");
+  return value == nullptr ? "none" : value;
+}
+
+std::string start() {
+  const char* value = std::getenv("DS_RESTART_COUNT");
   return value == nullptr ? "none" : value;
 }
 
@@ -118,9 +125,10 @@ void print_lines(int count, int length) {
 
 int run(const std::vector<std::string>& words) {
   const std::map<std::string, size_t> parameters = {
-      {"print", 1}, {"error", 1}, {"part", 1},  {"lines", 2},  {"env", 1},      {"tty", 0},   {"cpus", 0},
-      {"copy", 0},  {"exit", 1},  {"raise", 1}, {"pause", 0},  {"ignore", 1},   {"catch", 2}, {"touch", 1},
-      {"until", 1}, {"gone", 1},  {"child", 1}, {"daemon", 1}, {"allocate", 1}, {"on", 1},    {"not-on", 1}};
+      {"print", 1},    {"error", 1}, {"part", 1},   {"lines", 2}, {"env", 1},   {"tty", 0},
+      {"cpus", 0},     {"copy", 0},  {"exit", 1},   {"raise", 1}, {"pause", 0}, {"ignore", 1},
+      {"catch", 2},    {"touch", 1}, {"until", 1},  {"gone", 1},  {"child", 1}, {"daemon", 1},
+      {"allocate", 1}, {"on", 1},    {"not-on", 1}, {"start", 1}};
   bool skip = false;
   for (size_t at = 0; at < words.size();) {
     const std::string& action = words[at];
@@ -132,7 +140,10 @@ int run(const std::vector<std::string>& words) {
     const std::string a = known->second > 0 ? filled(words[at + 1]) : "";
     const std::string b = known->second > 1 ? filled(words[at + 2]) : "";
     at += 1 + known->second;
-    if (std::exchange(skip, false)) continue;
+    if (skip) {
+      skip = action == "on" || action == "not-on" || action == "start";
+      continue;
+    }
     if (action == "print") std::printf("%s\n", a.c_str());
     if (action == "error") std::fprintf(stderr, "%s\n", a.c_str());
     if (action == "part") std::printf("%s", a.c_str());
@@ -162,6 +173,7 @@ int run(const std::vector<std::string>& words) {
     }
     if (action == "on") skip = a != rank();
     if (action == "not-on") skip = a == rank();
+    if (action == "start") skip = a != start();
   }
   return 0;
 }

@@ -1,0 +1,139 @@
+// What a flight recorder holds: the last collectives of a rank, where it is in each of its groups, and what it is
+// doing. Plain memory of fixed layout, so that it can lie in a mapped file, which outlives the process. Torch-free.
+//
+// Follows the idea of PyTorch's NCCL flight recorder: the rank that hangs is found by what the others have that it has
+// not.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace ds::comm {
+
+// Text of limited length; longer ones are cut.
+template <size_t N>
+struct FixedText {
+  std::array<char, N> bytes;
+
+  void assign(const std::string& text) {
+    bytes.fill('\0');
+    text.copy(bytes.data(), N - 1);
+  }
+  static constexpr size_t limit() { return N - 1; }
+  std::string text() const { return {bytes.data(), size()}; }
+  size_t size() const {
+    size_t length = 0;
+    while (length < N && bytes[length] != '\0') ++length;
+    return length;
+  }
+};
+
+enum class FlightState : uint8_t {
+  kIssued,    // begun; nobody has waited for it yet
+  kWaiting,   // a thread waits
+  kFinished,  // waited for; CUDA: done on the device
+  kReleased,  // nobody will wait: its Work is gone
+  kFailed,
+};
+
+const char* name_of(FlightState state);
+
+// One operation. Collectives of a group are counted from 1, in the order of issue; so are messages, for each direction,
+// peer and tag of a group.
+struct FlightEntry {
+  uint64_t sequence;   // among all operations of this rank, from 1; 0: no entry
+  uint64_t position;   // in its group, as above
+  uint64_t contract;   // of the group's collectives up to and with this one, see contract.h; messages: 0
+  uint64_t signature;  // of this one alone
+  int64_t issued_ns, waited_ns, ended_ns;  // of the rank's clock, see FlightHeader::now_ns; 0: not yet
+  int64_t elements;                        // of the larger of input and output
+  int32_t peer;                            // root, destination or source: a rank of the group; -1: none
+  int32_t tag;
+  uint16_t group;
+  FlightState state;
+  bool message;    // send or recv
+  bool on_device;  // its tensors
+  FixedText<16> operation;
+  FixedText<8> reduction;
+  FixedText<12> dtype;
+  FixedText<96> label;
+};
+
+// The contract of a group after so many collectives.
+struct ContractMark {
+  uint64_t position;  // 0: none yet
+  uint64_t contract;
+};
+
+inline constexpr std::array<int, 6> kMarkShifts = {0, 3, 6, 10, 14, 20};
+
+struct FlightGroup {
+  FixedText<48> name;
+  FixedText<192> ranks;  // of the world, in the order of the group, as rank_list_text() writes them
+  int32_t own;           // this rank's place in it; -1: several groups that are not told apart
+  int32_t size;
+  uint64_t position;  // collectives issued
+  uint64_t contract;
+  // For each of kMarkShifts the last two positions that its power of two divides: any two ranks that are not too far
+  // apart have a position in common.
+  std::array<std::array<ContractMark, 2>, kMarkShifts.size()> marks;
+};
+
+struct FlightHeader {
+  std::array<char, 8> magic;
+  uint32_t version;
+  uint32_t groups;   // in use
+  uint32_t entries;  // of the ring
+  int32_t rank, world_size;
+  uint32_t left;  // 1: the rank has ended in good order
+  int64_t process;
+  int64_t now_ns;  // of a clock of this rank's host, when this was last brought up to date: the heartbeat
+  uint64_t next_sequence;
+  int64_t step, micro_step;  // of the engine, as of phase
+  int64_t phase_ns;
+  FixedText<64> host;
+  FixedText<48> phase;  // "between steps", "backward", "step", ...
+};
+
+inline constexpr uint32_t kFlightGroups = 64;
+inline constexpr uint32_t kMostFlightEntries = 65536;
+
+// A copy of a recorder's memory, and what was found out beside it.
+struct FlightLog {
+  FlightHeader header{};
+  std::vector<FlightGroup> groups;
+  std::vector<FlightEntry> entries;  // in the order of issue; none where only a board was read
+  std::vector<std::string> stack;    // of the thread that issues collectives, innermost first; may be empty
+  std::map<int, char> neighbours;    // rank of the same host -> state of its process (proc(5)); '-': gone
+  double dead_after_seconds = 0;     // of silence, as the watch has it; 0: not said
+  double silent_seconds = 0;         // since its last heartbeat, when this was put together
+
+  // The oldest operation that a thread waits for, or null.
+  const FlightEntry* waiting() const;
+  // The newest operation, or null.
+  const FlightEntry* last() const;
+};
+
+// Bytes of a recorder with so many entries: header, kFlightGroups groups, ring.
+size_t flight_bytes(uint32_t entries);
+// Marks the header of a recorder's memory.
+void set_magic(FlightHeader& header);
+
+// Everything, and the header with the groups in use and the entries that waiting() and last() need.
+std::string to_bytes(const FlightLog& log);
+std::string to_board(const FlightLog& log);
+// Of to_bytes() or to_board(). Throws ConfigError naming `source`.
+FlightLog log_from_bytes(const std::string& bytes, const std::string& source);
+// Of a recorder's memory, which may be written meanwhile: entries that are half written are left out.
+FlightLog log_from_memory(const void* memory, size_t size, const std::string& source);
+// A file: a recorder's own (mapped), or what to_bytes() gave. Throws IoError or ConfigError naming it.
+FlightLog read_flight_file(const std::string& path);
+
+// "all_reduce 'bucket 3' (float32[1000], sum, number 17 of group data)".
+std::string operation_text(const FlightEntry& entry, const FlightGroup& group);
+
+}  // namespace ds::comm

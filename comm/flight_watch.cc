@@ -1,0 +1,316 @@
+#include "comm/flight_watch.h"
+
+#include <pthread.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <cstdlib>
+#include <ctime>
+#include <exception>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "comm/flight_folder.h"
+#include "comm/flight_watch_state.h"
+#include "core/check.h"
+#include "core/flight_job.h"
+#include "core/log.h"
+
+namespace ds::comm {
+
+using namespace flight;
+
+namespace {
+
+constexpr int kReconnections = 3;
+
+// A file would grow with every heartbeat.
+bool carries_heartbeats(const c10::intrusive_ptr<c10d::Store>& store) {
+  c10d::Store* bare = store.get();
+  while (auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(bare)) {
+    bare = prefixed->getUnderlyingNonPrefixStore().get();
+  }
+  return dynamic_cast<c10d::TCPStore*>(bare) != nullptr || dynamic_cast<c10d::HashStore*>(bare) != nullptr;
+}
+
+c10::intrusive_ptr<c10d::Store> connect(const c10::intrusive_ptr<c10d::Store>& meeting) {
+  return c10::make_intrusive<c10d::PrefixStore>("flight", meeting->clone());
+}
+
+// The state letter of a process of this host; '-': there is none.
+char state_of_process(int64_t process) {
+  std::ifstream file(cat("/proc/", process, "/stat"));
+  std::string line;
+  if (!std::getline(file, line)) return '-';
+  const size_t name_end = line.rfind(')');
+  return name_end == std::string::npos || name_end + 2 >= line.size() ? '?' : line[name_end + 2];
+}
+
+}  // namespace
+
+bool FlightWatch::State::pause(std::chrono::milliseconds time) {
+  std::unique_lock lock(mutex);
+  changed.wait_for(lock, time, [this] { return stopping; });
+  return !stopping;
+}
+
+void FlightWatch::State::talk() {
+  bool again = true;
+  while (again) {
+    try {
+      do {
+        asked_ns = Clock::now().time_since_epoch().count();
+        exchange();
+        asked_ns = 0;
+      } while (!ending && !lost && pause(interval()));
+      if (!ending && !lost) say_goodbye();
+      again = false;
+    } catch (const std::exception& error) {
+      asked_ns = 0;
+      again = reconnect(error.what());
+    }
+  }
+}
+
+// Whether to go on, on a new connection. Where there is none, the process with the store has most likely ended.
+bool FlightWatch::State::reconnect(const std::string& why) {
+  log::debug("flight watch: ", why);
+  for (int attempt = 0; attempt < kReconnections && pause(interval()); ++attempt) {
+    try {
+      asked_ns = Clock::now().time_since_epoch().count();
+      store = connect(meeting);
+      asked_ns = 0;
+      if (++reconnections <= kReconnections) return true;
+      log::warning("stalls are not reported any more: the store of the rendezvous fails again and again: ", why);
+      deaf = true;
+      return false;
+    } catch (const std::exception&) {
+      asked_ns = 0;
+    }
+  }
+  lost = true;
+  return false;
+}
+
+// The store may be in rank 0's process: it waits a little, so that nobody finds it closed.
+void FlightWatch::State::say_goodbye() {
+  show_board();
+  store->set(gone_key(rank), to_value("1"));
+  if (rank != 0 || recorder->log().header.left == 0) return;
+  store->set(kClosing, to_value("1"));
+  std::vector<std::string> keys;
+  for (size_t other = 1; other < ranks.size(); ++other) keys.push_back(gone_key(static_cast<int>(other)));
+  const auto end = Clock::now() + interval() + kStackLimit;
+  while (!store->check(keys) && Clock::now() < end) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+}
+
+void FlightWatch::State::show_board() {
+  recorder->beat();
+  store->set(board_key(rank), to_value(to_board(recorder->log())));
+}
+
+void FlightWatch::State::exchange() {
+  const auto now = Clock::now();
+  if (now - last_turn > 5 * interval() + std::chrono::seconds(1)) {
+    quiet_until = now + std::chrono::milliseconds(limit_ms.load());
+    for (Peer& peer : peers) peer.heard = now;
+  }
+  last_turn = now;
+  show_board();
+  if (rank == 0) {
+    read_boards();
+    judge();
+  } else {
+    if (store->check({kClosing})) {
+      store->set(gone_key(rank), to_value("1"));
+      lost = true;
+      return;
+    }
+    listen_to_first(recorder->log());
+    while (store->check({alarm_key(alarms_seen + 1)})) answer(++alarms_seen);
+    if (store->check({kVerdict})) end(to_text(store->get(kVerdict)));
+  }
+}
+
+void FlightWatch::State::listen_to_first(const FlightLog& own) {
+  const auto now = Clock::now();
+  if (waiting_seconds(own) < limit() / 4 || !store->check({board_key(0)})) {
+    first_heard = now;
+    return;
+  }
+  const int64_t beat = log_from_bytes(to_text(store->get(board_key(0))), board_key(0)).header.now_ns;
+  if (beat != first_beat) first_heard = now;
+  first_beat = beat;
+  first_silent = Seconds(now - first_heard).count() > dead_after();
+}
+
+// The stack of a rank that waits in a collective says nothing new.
+FlightLog FlightWatch::State::full_log() {
+  recorder->beat();
+  FlightLog log = recorder->log();
+  if (log.waiting() == nullptr) log.stack = stack.frames(kStackLimit);
+  for (size_t other = 0; other < ranks.size(); ++other) {
+    if (static_cast<int>(other) != rank && near(static_cast<int>(other))) {
+      log.neighbours[static_cast<int>(other)] = state_of_process(ranks[other].process);
+    }
+  }
+  return log;
+}
+
+void FlightWatch::State::answer(int alarm) {
+  recorder->keep();
+  store->set(record_key(alarm, rank), to_value(to_bytes(full_log())));
+}
+
+// Without the store.
+void FlightWatch::State::judge_alone() {
+  const int64_t asked = asked_ns;
+  const double unanswered = asked == 0 ? 0 : Seconds(Clock::now().time_since_epoch() - Clock::duration(asked)).count();
+  if (rank == 0 || deaf || (!lost && !first_silent && unanswered < std::max(dead_after(), kShortestSilence / 2)))
+    return;
+  recorder->beat();
+  const FlightLog own = recorder->log();
+  const double waited = waiting_seconds(own);
+  if (limit_ms == 0 || waited < limit()) return;
+  const FlightEntry& entry = *own.waiting();
+  const RankPlace& first = ranks[0];
+  const std::string state = !near(0)                                 ? ""
+                            : state_of_process(first.process) == 'T' ? cat(": it is stopped by a signal (SIGSTOP, or a "
+                                                                           "debugger); `kill -CONT ",
+                                                                           first.process, "` lets it go on")
+                            : state_of_process(first.process) == '-' ? ": its process is gone"
+                                                                     : "";
+  const std::string text =
+      cat("stalled for ", fixed(waited, 1), " s: rank ", rank, " waits in ",
+          operation_text(entry, own.groups[entry.group]), "; rank 0 (", first.host_name, ", pid ", first.process, ") ",
+          lost           ? "has closed the store of the rendezvous"
+          : first_silent ? "gives no sign of life"
+                         : cat("has not answered for ", fixed(unanswered, 1), " s"),
+          state, folder.empty() ? "" : cat(". Records of this host: `ds-tool explain ", folder, "`"));
+  bool speaks = true;  // one rank of each host
+  for (int other = 1; other < rank; ++other) speaks = speaks && !near(other);
+  if (speaks) log::error(text);
+  end(text);
+}
+
+void FlightWatch::State::guard() {
+  while (pause(interval() / 2)) {
+    try {
+      if (!ending) judge_alone();
+    } catch (const std::exception& error) {
+      log::warning("flight watch: ", error.what());
+    }
+    if (!ending) continue;
+    if (!pause(kGrace)) return;
+    log::error("this rank does not end by itself, so it is ended, with exit code ", kExitCode);
+    _exit(kExitCode);
+  }
+}
+
+void FlightWatch::State::end(const std::string& text) {
+  recorder->keep();
+  recorder->doom(text);
+  ending = true;
+}
+
+namespace {
+
+std::string job_name(const RankPlace& first) {
+  const char* const given = std::getenv(kFlightJobVariable);
+  if (given != nullptr && *given != '\0') return given;
+  return cat(first.host_name, "-", first.process, "-", std::time(nullptr));
+}
+
+std::shared_ptr<FlightRecorder> make_recorder(FlightRecorderOptions options, const std::string& folder) {
+  try {
+    return std::make_shared<FlightRecorder>(options);
+  } catch (const IoError&) {  // a rank that has ended may have taken the empty folder away
+    std::error_code error;
+    std::filesystem::create_directories(folder, error);
+  }
+  try {
+    return std::make_shared<FlightRecorder>(options);
+  } catch (const IoError& error) {
+    log::warning("the flight record stays in memory: ", error.what());
+    options.file.clear();
+    return std::make_shared<FlightRecorder>(options);
+  }
+}
+
+}  // namespace
+
+FlightWatch::FlightWatch(const Rendezvous& meeting, Communicator& world, const FlightWatchOptions& options)
+    : meeting_(meeting.store) {
+  const bool watches = carries_heartbeats(meeting.store);
+  const c10::intrusive_ptr<c10d::Store> store = connect(meeting.store);
+  const RankPlace& own = meeting.ranks[static_cast<size_t>(meeting.rank)];
+  if (meeting.rank == 0) store->set(kJob, to_value(job_name(own)));
+  folder_ = make_flight_folder(options.folder, to_text(store->get(kJob)));
+  recorder_ = make_recorder({.rank = meeting.rank,
+                             .world_size = meeting.world_size,
+                             .host = own.host_name,
+                             .entries = options.entries,
+                             .file = folder_.empty() ? "" : flight_file(folder_, meeting.rank)},
+                            folder_);
+  world.record_with(recorder_);
+  if (!watches) {
+    log::info("stalls are not reported: ranks that meet in a file have no side channel. Meet by env:// or tcp://");
+    return;
+  }
+  state_ = std::make_shared<State>();
+  state_->meeting = meeting.store;
+  state_->store = store;
+  state_->recorder = recorder_;
+  state_->ranks = meeting.ranks;
+  state_->rank = meeting.rank;
+  state_->folder = folder_;
+  state_->limit_ms = options.stall_limit.count();
+  if (meeting.rank == 0) state_->peers.resize(meeting.ranks.size());
+  state_->running = 2;
+  for (void (State::*const body)() : {&State::talk, &State::guard}) {
+    std::thread([state = state_, body] {
+      pthread_setname_np(pthread_self(), "ds-watch");
+      (*state.*body)();
+      const std::lock_guard lock(state->mutex);
+      --state->running;
+      state->changed.notify_all();
+    }).detach();
+  }
+}
+
+FlightWatch::~FlightWatch() {
+  if (std::uncaught_exceptions() == 0) {
+    stop();
+    return;
+  }
+  recorder_->keep();
+  if (!state_) return;
+  const std::lock_guard lock(state_->mutex);
+  state_->stopping = true;  // others are to see at once that this rank ends
+  state_->changed.notify_all();
+}
+
+void FlightWatch::stop() {
+  if (state_ && state_->stopping) return;
+  recorder_->leave();
+  recorder_->stop();
+  if (!state_) return;
+  std::unique_lock lock(state_->mutex);
+  state_->stopping = true;
+  state_->changed.notify_all();
+  const bool ended = state_->changed.wait_for(lock, std::chrono::seconds(2), [this] { return state_->running == 0; });
+  if (ended) state_->recorder.reset();  // its file goes with the last who has it
+}
+
+void FlightWatch::set_stall_limit(std::chrono::milliseconds limit) {
+  if (state_) state_->limit_ms = limit.count();
+}
+
+void watch_flight(const Rendezvous& meeting, Communicator& world, const FlightWatchOptions& options) {
+  if (meeting.world_size > 1) world.keep_watch(std::make_shared<FlightWatch>(meeting, world, options));
+}
+
+}  // namespace ds::comm

@@ -1,0 +1,33 @@
+// Batch sizes of elastic training: one global batch that many world sizes can share, after DeepSpeed 0.19.6
+// (elasticity/elasticity.py, versions 0.1 and 0.2). Pure.
+//
+// Each micro-batch size, and their least common multiple, times the largest highly composite number that stays within
+// max_train_batch_size is a candidate; the one with the most valid world sizes wins, and among equals the larger or the
+// smaller. Version 0.2 counts in whole nodes, and runs a world size that is not among them too, with another batch.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/config/removed_sections.h"
+
+namespace ds::config {
+
+// Sizes count data-parallel ranks.
+struct ElasticBatch {
+  int64_t train = 0;           // global batch, the same for all valid sizes
+  std::vector<int64_t> valid;  // sizes, ascending; may be empty
+  int64_t micro = 0;           // of the asked size
+  int64_t accumulation = 0;    // of the asked size
+  int64_t train_of_valid = 0;  // what `valid` share; not `train` when the asked size is not among them (0.2)
+};
+
+// With version 0.2, data-parallel ranks times model_parallel_size are GPUs. Throws ConfigError: what is wrong with the
+// section, without the name of the file; or that `data_parallel_size` is not valid, with the nearest sizes that are.
+ElasticBatch elastic_batch(const ElasticitySection& section, int64_t data_parallel_size);
+
+// Sizes next to `size`: "4 or 6".
+std::string nearest_sizes(const std::vector<int64_t>& valid, int64_t size);
+
+}  // namespace ds::config

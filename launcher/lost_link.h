@@ -1,0 +1,17 @@
+// Why the connection to a host has ended, in words.
+#pragma once
+
+#include <string>
+
+#include "launcher/host_member.h"
+#include "launcher/options.h"
+#include "launcher/own_program.h"
+
+namespace ds::launcher {
+
+inline constexpr int kHostLost = 255;  // what ssh itself ends with, and ds-launch for a host that it lost
+
+// What its ssh said, and what to do. `member.link` is over.
+std::string why_over(const HostMember& member, const Options& options, const OwnProgram& own);
+
+}  // namespace ds::launcher

@@ -1,0 +1,134 @@
+// A small training job for the fault drills, with one fault in it.
+//
+//   drill_program BACKEND STALL_LIMIT FAULT RANK
+//
+// Every step has a collective of the program's own ("metrics") beside those of the engine. At its third step, rank RANK
+//   none     does what the others do
+//   sleep    sleeps for five times the stall limit
+//   hang     sleeps for an hour
+//   stop     stops itself (SIGSTOP)
+//   kill     kills itself (SIGKILL)
+//   leave    ends training in good order
+//   skip     skips the program's collective
+//   size     has other elements in it
+//   dtype    has another data type in it
+//   label    names it otherwise: the same bytes, of something else
+//   receive  and the rank before it wait for a message of one another first
+//   nan      has a NaN among its inputs
+//   throw    throws
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "comm/factory.h"
+#include "core/text.h"
+#include "engine/engine.h"
+#include "engine/init_distributed.h"
+
+namespace drill {
+
+// What the stack of a late rank has to name.
+void load_slowly(double seconds);
+void load_slowly(double seconds) {
+  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+  std::puts("awake");
+}
+
+}  // namespace drill
+
+namespace {
+
+using drill::load_slowly;
+
+constexpr int kSteps = 30;
+constexpr int kFaultyStep = 3;
+
+struct Drill {
+  std::string backend;
+  double stall_limit;
+  std::string fault;
+  int rank;
+};
+
+std::string config_of(const Drill& drill) {
+  return ds::cat(R"({"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 2}, "communication_backend": ")",
+                 drill.backend, R"(", "flight_recorder": {"stall_limit": )", drill.stall_limit, "}}");
+}
+
+void sleep_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+
+void wait_for_each_other(ds::comm::Communicator& ranks, int partner) {
+  const at::Tensor box = torch::zeros({3});
+  ranks.recv(box, partner);
+}
+
+bool be_faulty(const Drill& drill, ds::comm::Communicator& ranks, at::Tensor& input) {
+  const std::string& fault = drill.fault;
+  if (fault == "sleep") load_slowly(5 * drill.stall_limit);
+  if (fault == "hang") load_slowly(3600);
+  if (fault == "stop") raise(SIGSTOP);
+  if (fault == "kill") raise(SIGKILL);
+  if (fault == "leave") return false;
+  if (fault == "receive") wait_for_each_other(ranks, drill.rank - 1);
+  if (fault == "nan") input[1][2] = NAN;
+  if (fault == "throw") throw std::runtime_error("the drill throws");
+  return true;
+}
+
+void reduce_metrics(const Drill& drill, ds::comm::Communicator& ranks, bool faulty) {
+  if (faulty && drill.fault == "skip") return;
+  const bool longer = faulty && drill.fault == "size";
+  const bool wider = faulty && drill.fault == "dtype";
+  const at::Tensor metrics = torch::zeros({longer ? 6 : 5}, wider ? at::kInt : at::kFloat);
+  ranks.all_reduce(metrics, ds::comm::ReduceOp::kSum, faulty && drill.fault == "label" ? "other metrics" : "metrics")
+      .wait();
+}
+
+int train(const Drill& drill) {
+  torch::manual_seed(1);
+  torch::nn::Sequential model(torch::nn::Linear(8, 16), torch::nn::Linear(16, 1));
+  const auto job = ds::engine::init_distributed(
+      {.backend = ds::comm::parse_backend(drill.backend),
+       .timeout = std::chrono::seconds(60),
+       .flight = {.stall_limit = std::chrono::milliseconds(static_cast<int>(drill.stall_limit * 1e3))}});
+  auto [engine, optimizer, loader, schedule] = ds::engine::initialize(
+      {.model = model.ptr(), .config = nlohmann::json::parse(config_of(drill)), .distributed = job});
+  for (int step = 1; step <= kSteps; ++step) {
+    const bool faulty = step == kFaultyStep && job.ranks->rank() == drill.rank;
+    at::Tensor input = torch::randn({4, 8});
+    if (step == kFaultyStep && drill.fault == "receive" && job.ranks->rank() == drill.rank - 1) {
+      wait_for_each_other(*job.ranks, drill.rank);
+    }
+    if (faulty && !be_faulty(drill, *job.ranks, input)) return 0;
+    reduce_metrics(drill, *job.ranks, faulty);
+    engine->backward(model->forward(input).square().mean());
+    engine->step();
+    sleep_for(0.05);
+  }
+  std::puts("trained");
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 5) {
+    std::fputs("usage: drill_program BACKEND STALL_LIMIT FAULT RANK\n", stderr);
+    return 2;
+  }
+  try {
+    return train({argv[1], std::stod(argv[2]), argv[3], std::stoi(argv[4])});
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+}

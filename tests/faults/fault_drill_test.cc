@@ -1,0 +1,158 @@
+// Ranks that do what they should not: how it ends, and what is said.
+#include <gmock/gmock.h>
+#include <signal.h>
+
+#include <chrono>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "tests/launcher/launched.h"
+
+namespace ds::launcher::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::MatchesRegex;
+using ::testing::Not;
+
+constexpr double kLimit = 1;  // seconds
+constexpr int kEndedByWatch = 124;
+
+struct Outcome {
+  int exit_code;
+  std::string text;  // all that ds-launch and the ranks wrote
+};
+
+// A job of three ranks, the faulty one with this number.
+class Drill {
+ public:
+  Outcome run(const std::string& backend, const std::string& fault, int rank = 1) {
+    Launched launched({.flags = {"--num_procs", "3", "--failure_grace", "1"},
+                       .program = {DS_DRILL_PROGRAM, backend, std::to_string(kLimit), fault, std::to_string(rank)},
+                       .environment = {"OMP_NUM_THREADS=1", "DS_FLIGHT_FOLDER=" + (folder_ / "flight")}});
+    const int exit_code = launched.wait();
+    return {exit_code, launched.err() + launched.out()};
+  }
+
+  // What `ds-tool explain` says of the records that are left.
+  nlohmann::json explained() const {
+    FILE* const pipe = popen((std::string(DS_TOOL) + " explain --json " + (folder_ / "flight")).c_str(), "r");
+    std::string text;
+    for (int c = fgetc(pipe); c != EOF; c = fgetc(pipe)) text.push_back(static_cast<char>(c));
+    return pclose(pipe) == 0 ? nlohmann::json::parse(text) : nlohmann::json();
+  }
+  bool left_records() const {
+    const std::filesystem::path folder = folder_ / "flight";
+    return std::filesystem::exists(folder) && !std::filesystem::is_empty(folder);
+  }
+
+ private:
+  TemporaryFolder folder_;
+};
+
+class FaultDrill : public ::testing::TestWithParam<std::string> {
+ protected:
+  Outcome run(const std::string& fault, int rank = 1) { return drill_.run(GetParam(), fault, rank); }
+  bool shared_memory() const { return GetParam() == "shm"; }
+
+  Drill drill_;
+};
+
+const std::string kMetrics = "all_reduce 'metrics' (Float[5], sum, number 11 of group world)";
+
+TEST_P(FaultDrill, NoneLeavesNothingBehind) {
+  const Outcome outcome = run("none");
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.text;
+  EXPECT_THAT(outcome.text, AllOf(HasSubstr("trained\n"), HasSubstr("[rank 2] trained\n"), Not(HasSubstr("warning"))));
+  EXPECT_FALSE(drill_.left_records());
+}
+
+TEST_P(FaultDrill, ASlowRankIsNamedAndWaitedFor) {
+  const Outcome outcome = run("sleep");
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.text;
+  EXPECT_THAT(outcome.text, AllOf(HasSubstr("s: ranks 0 and 2 wait in " + kMetrics + "; rank 1 ("),
+                                  HasSubstr("has not entered it: it is alive, for "),
+                                  HasSubstr(" s in the program (data, forward), "), HasSubstr("step 3"),
+                                  HasSubstr(" < drill::load_slowly; the last it entered is "),
+                                  HasSubstr("the stall is over: all ranks go on"), HasSubstr("trained\n")));
+  const nlohmann::json explained = drill_.explained();
+  ASSERT_TRUE(explained.is_object());
+  EXPECT_EQ(explained["cause"], "late");
+  EXPECT_EQ(explained["guilty"], nlohmann::json({1}));
+  EXPECT_EQ(explained["ranks"].size(), 3);
+}
+
+TEST_P(FaultDrill, AStoppedRankEndsTheJob) {
+  const Outcome outcome = run("stop");
+  EXPECT_EQ(outcome.exit_code, kEndedByWatch) << outcome.text;
+  EXPECT_THAT(outcome.text, AllOf(HasSubstr("ranks 0 and 2 wait in " + kMetrics + "; rank 1 ("),
+                                  HasSubstr("it is stopped by a signal (SIGSTOP, or a debugger)"),
+                                  HasSubstr("` lets it go on"), Not(HasSubstr("trained"))));
+  EXPECT_EQ(drill_.explained()["cause"], "dead");
+}
+
+// Whose store the others talk through.
+TEST_P(FaultDrill, AStoppedFirstRankEndsTheJob) {
+  const Outcome outcome = run("stop", 0);
+  EXPECT_EQ(outcome.exit_code, kEndedByWatch) << outcome.text;
+  EXPECT_THAT(outcome.text, AllOf(HasSubstr("rank 1 waits in " + kMetrics + "; rank 0 ("),
+                                  HasSubstr("it is stopped by a signal (SIGSTOP, or a debugger)")));
+}
+
+TEST_P(FaultDrill, AKilledRankIsTheOneThatFailed) {
+  const Outcome outcome = run("kill");
+  EXPECT_EQ(outcome.exit_code, 128 + SIGKILL) << outcome.text;
+  EXPECT_THAT(outcome.text, HasSubstr("rank 1 (pid "));
+  EXPECT_TRUE(drill_.left_records());
+}
+
+TEST_P(FaultDrill, TheRankThatThrewIsTheOneThatFailed) {
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    const Outcome outcome = run("throw");
+    EXPECT_EQ(outcome.exit_code, 1) << outcome.text;
+    EXPECT_THAT(outcome.text, AllOf(HasSubstr("ds-launch: rank 1 (pid "), HasSubstr("  | the drill throws")));
+  }
+}
+
+TEST_P(FaultDrill, ARankThatLeavesIsMissed) {
+  const Outcome outcome = run("leave");
+  EXPECT_NE(outcome.exit_code, 0) << outcome.text;
+  EXPECT_THAT(outcome.text, ::testing::ContainsRegex("'metrics'.*rank 1"));
+}
+
+// Shared memory sees it at once, by itself; over the network the contract tells.
+TEST_P(FaultDrill, DifferentCollectivesAreToldWithBothSides) {
+  const std::vector<std::pair<std::string, std::string>> faults = {
+      {"skip", "reduce_scatter 'gradients of bucket 0' (Float[192], avg, number 11 of group world)"},
+      {"size", "all_reduce 'metrics' (Float[6], sum, number 11 of group world)"},
+      {"dtype", "all_reduce 'metrics' (Int[5], sum, number 11 of group world)"},
+      {"label", "all_reduce 'other metrics' (Float[5], sum, number 11 of group world)"}};
+  for (const auto& [fault, theirs] : faults) {
+    const Outcome outcome = run(fault);
+    EXPECT_THAT(outcome.text, HasSubstr("ranks issued different collectives: ")) << fault;
+    EXPECT_THAT(outcome.text, Not(HasSubstr("trained"))) << fault;
+    if (shared_memory()) {
+      EXPECT_EQ(outcome.exit_code, 1) << fault;
+      continue;
+    }
+    EXPECT_NE(outcome.exit_code, 0) << fault;
+    EXPECT_THAT(outcome.text, HasSubstr("ranks 0 and 2 issued " + kMetrics + ", rank 1 " + theirs)) << fault;
+    EXPECT_EQ(drill_.explained()["cause"], "difference") << fault;
+  }
+}
+
+TEST_P(FaultDrill, RanksThatWaitForEachOtherAreTold) {
+  const Outcome outcome = run("receive");
+  EXPECT_EQ(outcome.exit_code, kEndedByWatch) << outcome.text;
+  EXPECT_THAT(
+      outcome.text,
+      HasSubstr("rank 0 waits in recv (Float[3], from rank 1, message 1 of group world) for rank 1, rank 1 waits "
+                "in recv (Float[3], from rank 0, message 1 of group world) for rank 0"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, FaultDrill, ::testing::Values("shm", "gloo"),
+                         [](const auto& backend) { return backend.param; });
+
+}  // namespace
+}  // namespace ds::launcher::testing

@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""usage: lost_hosts.py BUILD SCRATCH SOURCE
+
+A host whose network goes while its ranks are waited for, in a job that nobody supervises: three hosts, one rank on each,
+started by hand. The ranks that are left say who is gone, and end.
+"""
+import os
+import subprocess
+import sys
+
+sys.path.insert(0, os.path.join(os.path.abspath(sys.argv[3]), "tests", "launcher"))
+import hosts  # noqa: E402
+from hosts import LAUNCH, SCRATCH, Job, expect, on, wait_until  # noqa: E402
+
+DRILL = f"{hosts.BUILD}/tests/drill_program"
+LIMIT = "2"  # seconds
+ENDED_BY_WATCH = 124
+
+
+def command(name, node, rank_that_hangs, master):
+    flags = ["--no_ssh", "--num_nodes", "3", "--num_procs", "1", "--node_rank", str(node), "--master_addr", master,
+             "--master_port", "29611", "--failure_grace", "1"]
+    return ["env", "OMP_NUM_THREADS=1", f"DS_FLIGHT_FOLDER={SCRATCH}/{name}.flight", LAUNCH, *flags, DRILL, "auto", LIMIT,
+            "hang", str(rank_that_hangs)]
+
+
+def lose(name, lost):
+    """The job of three hosts, one of which hangs and then loses its network. Returns what each of the others said."""
+    master = "10.77.0.1"
+    others = []
+    for node in (1, 2):
+        words = " ".join(command(name, node, lost, master))
+        others.append(subprocess.Popen(hosts.ssh_words(f"node{node}", f"cd {SCRATCH}; {words} >{name}.{node} 2>&1"),
+                                       stdin=subprocess.DEVNULL))
+    job = Job(name, command(name, 0, lost, master))
+    wait_until("training begins", lambda: "plan:" in job.out() + job.err() or job.process.poll() is not None)
+    down = f"PATH=$PATH:/sbin; (sleep 0.7; ip link set net0 down; until [ -e {SCRATCH}/{name}.up ]; do sleep 0.1; done; " \
+           "ip link set net0 up) >/dev/null 2>&1 </dev/null &"
+    if lost == 0:
+        subprocess.run(["sh", "-c", down], check=True)
+    else:
+        expect(on(f"node{lost}", down)[0] == 0, f"the network of node{lost} stays up")
+    return job, others
+
+
+def said(name, node):
+    with open(f"{SCRATCH}/{name}.{node}") as file:
+        return file.read()
+
+
+def bring_back(name, job, others):
+    open(f"{SCRATCH}/{name}.up", "w").close()
+    job.process.terminate()
+    job.wait()
+    for other in others:
+        other.kill()
+    for node in (1, 2):
+        on(f"node{node}", "pkill -9 drill_program")
+
+
+def test_a_lost_host():
+    job, others = lose("lost", 2)
+    code = job.wait(30)
+    expect(code == ENDED_BY_WATCH, f"rank 0 should end with {ENDED_BY_WATCH}, found {code}")
+    job.says("wait in all_reduce 'metrics' (Float[5], sum, number 11 of group world); rank 2 (node2, pid ",
+             "has not entered it: it gives no sign of life for ", "its host or its network may be gone")
+    bring_back("lost", job, others)
+
+
+def test_a_lost_first_host():
+    """With it goes the store; each of the others speaks for itself."""
+    job, others = lose("first", 0)
+    for node in (1, 2):
+        wait_until(f"node{node} ends", lambda: "rank 0 (node0, pid " in said("first", node))
+        text = said("first", node)
+        expect(f"rank {node} waits in all_reduce 'metrics'" in text, f"node{node}: {text}")
+        expect("has not answered for " in text or "gives no sign of life" in text, f"node{node}: {text}")
+        wait_until(f"ds-launch of node{node} ends", lambda: f"exit code {ENDED_BY_WATCH}" in said("first", node))
+    bring_back("first", job, others)
+
+
+if __name__ == "__main__":
+    hosts.run(3, lambda: None, globals())
