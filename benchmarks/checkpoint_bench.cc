@@ -1,19 +1,22 @@
-// How long a checkpoint takes to write and to read, and how much of a step an asynchronous one takes.
+// How long a checkpoint takes to write and to read, or what training loses to one that is saved beside it.
 //
 //   ds-launch --num_procs 2 checkpoint_bench --config CONFIG --folder DIR [--layers 40] [--width 1024] [--rows 256]
-//                                            [--rounds 3] [--load_only]
+//                                            [--rounds 3] [--load_only | --beside STEPS]
 //
 // The model: linear layers of width x width with tanh between them; the batch: `rows` per rank. Prints one line of JSON
-// on rank 0: seconds of each save (until the checkpoint is published and on the disk), of each load, of plain steps,
-// and of what an asynchronous save adds to the call and the steps beside it. --load_only: loads what another run left.
+// on rank 0, all in seconds. Without more: each save (until the checkpoint is published and, unless the config says
+// otherwise, on the disk) and each load. --load_only: loads what another run left. --beside: blocks of so many steps,
+// by turns plain, after a synchronous save and after an asynchronous one; a list for each block: the call, then the
+// steps.
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <iostream>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -33,13 +36,16 @@ struct Options {
   int64_t rows = 256;
   int rounds = 3;
   bool load_only = false;
+  int beside = 0;
 };
 
 struct Stack : torch::nn::Module {
   explicit Stack(const Options& options) {
+    // As torch.nn.Linear begins: numbers so small that they are denormal would slow the steps down.
+    at::manual_seed(1);
+    const double bound = 1 / std::sqrt(static_cast<double>(options.width));
     for (int64_t i = 0; i < options.layers; ++i) {
-      const at::Tensor steps = at::arange(options.width * options.width) + i;
-      const at::Tensor values = at::sin(steps.to(at::kFloat)).mul_(0.05).view({options.width, options.width});
+      const at::Tensor values = at::empty({options.width, options.width}).uniform_(-bound, bound);
       weights.push_back(register_parameter("weight" + std::to_string(i), values));
     }
   }
@@ -63,6 +69,51 @@ double seconds_of(Engine& engine, const Action& action) {
   return now() - begin;
 }
 
+nlohmann::json time_loads(Engine& engine, const Options& options) {
+  std::vector<double> loads;
+  for (int i = 0; i < options.rounds + 1; ++i) {
+    loads.push_back(seconds_of(engine, [&] { engine.load_checkpoint(options.folder); }));
+  }
+  loads.erase(loads.begin());  // warms the page cache
+  return {{"load", loads}};
+}
+
+nlohmann::json time_saves(Engine& engine, const Options& options) {
+  std::vector<double> saves, loads;
+  for (int i = 0; i < options.rounds + 1; ++i) {
+    const std::string tag = "sync" + std::to_string(i);
+    saves.push_back(seconds_of(engine, [&] { engine.save_checkpoint(options.folder, tag, {.keep_last = 1}); }));
+    loads.push_back(seconds_of(engine, [&] { engine.load_checkpoint(options.folder, tag); }));
+  }
+  // The first of each warms the allocator.
+  saves.erase(saves.begin());
+  loads.erase(loads.begin());
+  return {{"save", saves}, {"load", loads}};
+}
+
+template <class Step>
+nlohmann::json time_beside(Engine& engine, const Options& options, const Step& step) {
+  const char* const kinds[] = {"plain", "sync", "async"};
+  std::map<std::string, std::vector<std::vector<double>>> blocks;
+  std::vector<double> ends;  // what an asynchronous save took beyond its block
+  for (int i = 0; i < options.rounds + 1; ++i) {
+    for (int k = 0; k < 3; ++k) {
+      const std::string kind = kinds[(i + k) % 3];
+      std::vector<double> block = {seconds_of(engine, [&] {
+        if (kind == "plain") return;
+        engine.save_checkpoint(options.folder, kind + std::to_string(i),
+                               {.asynchronous = kind == "async", .keep_last = 1});
+      })};
+      for (int s = 0; s < options.beside; ++s) block.push_back(seconds_of(engine, step));
+      const double end = seconds_of(engine, [&] { engine.wait_for_checkpoint(); });
+      if (i == 0) continue;  // warms the allocator
+      blocks[kind].push_back(block);
+      if (kind == "async") ends.push_back(end);
+    }
+  }
+  return {{"plain", blocks["plain"]}, {"sync", blocks["sync"]}, {"async", blocks["async"]}, {"end", ends}};
+}
+
 void run(const Options& options) {
   auto model = std::make_shared<Stack>(options);
   auto [engine, optimizer, loader, schedule] = ds::engine::initialize({.model = model, .config = options.config});
@@ -71,41 +122,15 @@ void run(const Options& options) {
     engine->backward(model->forward(x));
     engine->step();
   };
-  nlohmann::json result = {{"parameters", options.layers * options.width * options.width}};
-  std::vector<double> saves, loads, steps, stalls;
+  if (!options.load_only) step();
+  nlohmann::json result;
   if (options.load_only) {
-    for (int i = 0; i < options.rounds + 1; ++i) {
-      loads.push_back(seconds_of(*engine, [&] { engine->load_checkpoint(options.folder); }));
-    }
+    result = time_loads(*engine, options);
+  } else if (options.beside > 0) {
+    result = time_beside(*engine, options, step);
   } else {
-    step();
-    for (int i = 0; i < options.rounds + 1; ++i) {
-      const std::string tag = "sync" + std::to_string(i);
-      saves.push_back(seconds_of(*engine, [&] { engine->save_checkpoint(options.folder, tag, {.keep_last = 1}); }));
-      loads.push_back(seconds_of(*engine, [&] { engine->load_checkpoint(options.folder, tag); }));
-    }
-    constexpr int kBeside = 3;  // steps
-    for (int i = 0; i < options.rounds + 1; ++i) {
-      const double plain = seconds_of(*engine, [&] {
-        for (int s = 0; s < kBeside; ++s) step();
-      });
-      const double beside = seconds_of(*engine, [&] {
-        engine->save_checkpoint(options.folder, "async" + std::to_string(i), {.asynchronous = true, .keep_last = 1});
-        for (int s = 0; s < kBeside; ++s) step();
-      });
-      engine->wait_for_checkpoint();
-      steps.push_back(plain / kBeside);
-      stalls.push_back(beside - plain);
-    }
+    result = time_saves(*engine, options);
   }
-  // The first of each warms the page cache and the allocator.
-  for (auto* list : {&saves, &loads, &steps, &stalls}) {
-    if (!list->empty()) list->erase(list->begin());
-  }
-  result["save"] = saves;
-  result["load"] = loads;
-  result["step"] = steps;
-  result["stall"] = stalls;
   if (engine->global_rank() == 0) std::cout << "RESULT " << result.dump() << std::endl;
 }
 
@@ -121,7 +146,8 @@ int main(int argc, char** argv) {
     app.add_option("--width", options.width)->capture_default_str();
     app.add_option("--rows", options.rows)->capture_default_str();
     app.add_option("--rounds", options.rounds)->capture_default_str();
-    app.add_flag("--load_only", options.load_only);
+    auto* load_only = app.add_flag("--load_only", options.load_only);
+    app.add_option("--beside", options.beside)->excludes(load_only);
     app.add_option("--local_rank")->group("");
     CLI11_PARSE(app, argc, argv);
     run(options);

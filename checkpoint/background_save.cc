@@ -6,33 +6,30 @@ namespace ds::checkpoint {
 
 void BackgroundSave::start(Parts parts) {
   struct Progress {
-    Parts parts;
+    std::function<void()> failed;
     std::exception_ptr failure;  // of an earlier part; used on the thread only
   };
-  const auto progress = std::make_shared<Progress>();
-  progress->parts = std::move(parts);
-  const auto step = [progress](std::function<void()> Parts::*part) {
-    return [progress, part] {
+  const auto progress = std::make_shared<Progress>(Progress{.failed = std::move(parts.failed), .failure = nullptr});
+  // What a part holds (copies, files) goes with it.
+  const auto push = [&](std::function<void()> part) {
+    return thread_.push([progress, part = std::move(part)] {
       if (progress->failure) std::rethrow_exception(progress->failure);
       try {
-        if (progress->parts.*part) (progress->parts.*part)();
+        if (part) part();
       } catch (...) {
         progress->failure = std::current_exception();
-        if (progress->parts.failed) progress->parts.failed();
+        if (progress->failed) progress->failed();
         throw;
       }
-    };
+    });
   };
-  copy_ = thread_.push(step(&Parts::copy));
-  write_ = thread_.push(step(&Parts::write));
-  publish_ = thread_.push([run = step(&Parts::publish), progress] {
-    // What the parts hold (copies, files) goes with the last of them.
-    struct Release {
-      std::shared_ptr<Progress> progress;
-      ~Release() { progress->parts = {}; }
-    } release{progress};
-    run();
+  begin_ = Clock::now();
+  wanted_ = std::make_shared<std::atomic<bool>>(false);
+  copy_ = push([copy = std::move(parts.copy), enough = *begin_ + spare_ / 2, wanted = wanted_] {
+    if (copy) copy([&] { return *wanted || Clock::now() >= enough; });
   });
+  write_ = push(std::move(parts.write));
+  publish_ = push(std::move(parts.publish));
 }
 
 std::exception_ptr BackgroundSave::wait(const Task& task) noexcept {
@@ -46,7 +43,11 @@ std::exception_ptr BackgroundSave::wait(const Task& task) noexcept {
 }
 
 void BackgroundSave::wait_copied() noexcept {
-  if (copy_) wait(copy_);
+  if (begin_) spare_ = Clock::now() - *begin_;
+  begin_.reset();
+  if (!copy_) return;
+  *wanted_ = true;
+  wait(copy_);
 }
 
 std::exception_ptr BackgroundSave::wait_written() noexcept { return wait(write_); }

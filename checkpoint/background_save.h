@@ -1,9 +1,12 @@
-// The three parts of a save on a thread of their own: copy what is live, write the copies, publish.
+// The three parts of a save on a thread of their own: copy (or write) what is live, write the copies, publish.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "comm/task_queue.h"
 
@@ -14,7 +17,9 @@ class BackgroundSave {
  public:
   // Any part may be empty. When one throws, the later ones do not run, and `failed` is called on the thread.
   struct Parts {
-    std::function<void()> copy;
+    // hurry(): whether somebody waits for it or soon may, so that it had better be quick. So it is once half of the
+    // time is over that passed between the last save's start and the first wait_copied(), and always at the first save.
+    std::function<void(const std::function<bool()>& hurry)> copy;
     std::function<void()> write;
     std::function<void()> publish;
     std::function<void()> failed;
@@ -30,10 +35,14 @@ class BackgroundSave {
   std::exception_ptr wait_published() noexcept;
 
  private:
+  using Clock = std::chrono::steady_clock;
   using Task = std::shared_ptr<comm::TaskQueue::Task>;
   static std::exception_ptr wait(const Task& task) noexcept;
 
   Task copy_, write_, publish_;
+  std::optional<Clock::time_point> begin_;  // of the last save, until the first wait_copied()
+  Clock::duration spare_{};                 // of the save before
+  std::shared_ptr<std::atomic<bool>> wanted_;
   comm::TaskQueue thread_;  // last: ends before what it uses
 };
 

@@ -22,9 +22,9 @@ class FolderSource final : public Source {
     const std::filesystem::path path(folder);
     index_ = index_from(read_text((path / kIndexName).string()), (path / kIndexName).string());
     for (const auto& [name, record] : index_.files) {
-      StoredFile& file = files_.emplace(name, StoredFile((path / name).string())).first->second;
-      require_as_written(file, record);
-      file.close();
+      File& file = files_.emplace(name, File{StoredFile((path / name).string()), &record}).first->second;
+      require<IoError>(file.stored.bytes() == record.bytes, file.stored.path(), ": expected ", record.bytes,
+                       " bytes, found ", file.stored.bytes(), file.stored.bytes() < record.bytes ? ": truncated" : "");
       for (const Piece& piece : record.pieces) {
         if (piece.length > 0) pieces_[piece.path].push_back({&file, &piece});
       }
@@ -60,24 +60,32 @@ class FolderSource final : public Source {
   }
 
  private:
+  // Where everything lies is in the index, so a file is not opened before something in it is wanted: of a checkpoint of
+  // many ranks each rank needs few.
+  struct File {
+    StoredFile stored;
+    const FileRecord* record = nullptr;
+    bool header_read = false;
+  };
   struct Stored {
-    StoredFile* file = nullptr;
+    File* file = nullptr;
     const Piece* piece = nullptr;
   };
 
-  static void require_as_written(StoredFile& file, const FileRecord& record) {
-    require<IoError>(file.bytes() == record.bytes, file.path(), ": expected ", record.bytes, " bytes, found ",
-                     file.bytes(), file.bytes() < record.bytes ? ": truncated" : "");
-    std::string header(record.header_bytes, '\0');
-    file.read(0, header.data(), header.size());
-    require<IoError>(checksum(header.data(), header.size()) == record.header_checksum, file.path(), ": its first ",
-                     record.header_bytes, " bytes are not those that were written: damaged");
+  static void require_header(File& file) {
+    if (file.header_read) return;
+    std::string header(file.record->header_bytes, '\0');
+    file.stored.read(0, header.data(), header.size());
+    require<IoError>(checksum(header.data(), header.size()) == file.record->header_checksum, file.stored.path(),
+                     ": its first ", header.size(), " bytes are not those that were written: damaged");
+    file.header_read = true;
   }
 
   // Elements of a piece from `first` on.
   void read_piece(const Stored& stored, at::ScalarType dtype, int64_t first, const at::Tensor& destination) {
-    if (open_ && open_ != stored.file) open_->close();
+    if (open_ && open_ != stored.file) open_->stored.close();
     open_ = stored.file;
+    require_header(*stored.file);
     const size_t element = c10::elementSize(dtype);
     const size_t total = static_cast<size_t>(stored.piece->length) * element;
     size_t begin = static_cast<size_t>(first) * element;
@@ -104,8 +112,8 @@ class FolderSource final : public Source {
   }
 
   static void read_block(const Stored& stored, size_t block, size_t position, void* to, size_t bytes) {
-    stored.file->read(stored.piece->begin + position, to, bytes);
-    require<IoError>(checksum(to, bytes) == stored.piece->checksums[block], stored.file->path(), ": tensor \"",
+    stored.file->stored.read(stored.piece->begin + position, to, bytes);
+    require<IoError>(checksum(to, bytes) == stored.piece->checksums[block], stored.file->stored.path(), ": tensor \"",
                      stored.piece->path, "\": bytes ", stored.piece->begin + position, " to ",
                      stored.piece->begin + position + bytes, " are not those that were written: the file is damaged; ",
                      "load another checkpoint");
@@ -113,9 +121,9 @@ class FolderSource final : public Source {
 
   std::string folder_;
   Index index_;
-  std::map<std::string, StoredFile> files_;
+  std::map<std::string, File> files_;
   std::map<std::string, std::vector<Stored>> pieces_;  // by path, ascending
-  StoredFile* open_ = nullptr;                         // of the last read
+  File* open_ = nullptr;                               // of the last read
   std::vector<char> block_;
 };
 

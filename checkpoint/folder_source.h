@@ -9,9 +9,9 @@
 
 namespace ds::checkpoint {
 
-// `folder`: <save_dir>/<tag>. Reads the index and looks at the files' sizes and headers; tensors are read when they are
-// asked for, without mapping whole files. Throws IoError naming the file: missing, shorter or longer than the index
-// says, damaged.
+// `folder`: <save_dir>/<tag>. Reads the index and compares the files' sizes with it; a file is opened, and its header
+// compared, when a tensor in it is asked for; whole files are never mapped. Throws IoError naming the file: missing,
+// shorter or longer than the index says, damaged. So do reads.
 std::unique_ptr<Source> open_folder(const std::string& folder);
 
 }  // namespace ds::checkpoint

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "checkpoint/deepspeed/deepspeed_source.h"
-#include "checkpoint/deepspeed/saved_files.h"
 #include "checkpoint/folder_source.h"
+#include "checkpoint/format.h"
 #include "checkpoint/index.h"
 #include "checkpoint/weight_files.h"
 #include "core/check.h"
@@ -16,15 +16,6 @@ namespace ds::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
-
-enum class FolderKind { kUnknown, kDsengine, kDeepspeed, kWeights };
-
-FolderKind kind_of(const fs::path& folder) {
-  if (fs::exists(folder / kIndexName)) return FolderKind::kDsengine;
-  if (holds_deepspeed_files(folder.string())) return FolderKind::kDeepspeed;
-  if (fs::exists(folder / kWeightFile) || fs::exists(folder / kWeightIndex)) return FolderKind::kWeights;
-  return FolderKind::kUnknown;
-}
 
 // Sorted names.
 std::vector<std::string> names_in(const fs::path& folder) {
@@ -45,7 +36,8 @@ std::string listed(const std::vector<std::string>& names) {
 std::string advice_on_tags(const fs::path& folder) {
   std::vector<std::string> tags;
   for (const std::string& name : names_in(folder)) {
-    if (fs::is_directory(folder / name) && !name.starts_with(".") && kind_of(folder / name) != FolderKind::kUnknown) {
+    if (fs::is_directory(folder / name) && !name.starts_with(".") &&
+        format_of((folder / name).string()) != Format::kUnknown) {
       tags.push_back(name);
     }
   }
@@ -69,14 +61,14 @@ std::unique_ptr<Source> open(const std::string& folder) {
                      ": expected the folder of a checkpoint or a .safetensors file");
     return open_weights(folder);
   }
-  switch (kind_of(path)) {
-    case FolderKind::kDsengine:
+  switch (format_of(folder)) {
+    case Format::kDsengine:
       return open_folder(folder);
-    case FolderKind::kDeepspeed:
+    case Format::kDeepSpeed:
       return open_deepspeed(folder);
-    case FolderKind::kWeights:
+    case Format::kHuggingFace:
       return open_weights(folder);
-    case FolderKind::kUnknown:
+    case Format::kUnknown:
       break;
   }
   if (const std::string advice = advice_on_tags(path); !advice.empty()) throw IoError(cat(folder, advice));

@@ -28,6 +28,11 @@ std::string key_of(const PlannedPiece& piece) {
 
 }  // namespace
 
+bool is_rank_file_name(const std::string& file) {
+  return file.ends_with(".safetensors") && file.find("-of-") != std::string::npos &&
+         (file.starts_with("weights-") || file.starts_with("optimizer-") || file.starts_with("ranks-"));
+}
+
 RankFiles::File::File(const std::string& folder, std::string file_name,
                       const std::vector<SafetensorsWriter::Header>& headers)
     : name(std::move(file_name)), writer((std::filesystem::path(folder) / name).string(), headers, {{"format", "pt"}}) {

@@ -25,6 +25,9 @@ struct PlannedPiece {
   int64_t bytes() const { return length * static_cast<int64_t>(c10::elementSize(tensor.dtype)); }
 };
 
+// Whether `file` is the name of one of a rank's files, below.
+bool is_rank_file_name(const std::string& file);
+
 // Files are named KIND-RANK-of-RANKS.safetensors, KIND being the first folder of the paths: weights (with buffers),
 // optimizer, ranks. Not thread safe.
 class RankFiles {

@@ -292,17 +292,25 @@ std::string Engine::save_checkpoint(const std::string& save_dir, const std::stri
         }),
         "copy its part");
   checkpoint::BackgroundSave::Parts parts;
-  parts.copy = [state, copied_now, order = std::make_shared<DeviceOrder>(self.device)] {
+  parts.copy = [state, job, copied_now, order = std::make_shared<DeviceOrder>(self.device)](const auto& hurry) {
     const at::NoGradGuard no_grad_here;
+    job->open(state->plan());
     order->run_after([&] {
-      for (StatePiece& piece : state->pieces) {
-        if (!copied_now(piece)) copy_piece(piece);
+      for (size_t i = 0; i < state->pieces.size(); ++i) {
+        StatePiece& piece = state->pieces[i];
+        if (copied_now(piece)) continue;
+        if (!piece.flat.is_cpu() || hurry()) {
+          copy_piece(piece);
+        } else {  // from its place, which saves memory and time of a copy
+          job->write(i, piece.values());
+          piece.flat.reset();
+        }
       }
     });
   };
   parts.write = [state, job] {
-    job->open(state->plan());
     for (size_t i = 0; i < state->pieces.size(); ++i) {
+      if (!state->pieces[i].flat.defined()) continue;  // written from its place
       job->write(i, state->pieces[i].values());
       state->pieces[i].flat.reset();  // its memory
     }

@@ -1,20 +1,12 @@
 // What a path given to ds-tool checkpoint stands for.
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <vector>
 
+#include "checkpoint/format.h"
+
 namespace ds::checkpoint::tool {
-
-enum class Format : uint8_t {
-  kDsengine,     // index.json and safetensors files of ranks
-  kHuggingFace,  // safetensors weights
-  kDeepSpeed,    // *_model_states.pt and *_optim_states.pt
-  kUnknown,
-};
-
-const char* name_of(Format format);
 
 struct Location {
   std::string folder;  // one tag, a folder of weights, or a .safetensors file

@@ -244,6 +244,21 @@ TEST_F(FolderDamage, AFileIsMissing) {
   }
 }
 
+// A rank reads few of many ranks' files: the others are not opened.
+TEST_F(FolderDamage, WhatIsNotReadIsNotOpened) {
+  const fs::path second = tag_ / "weights-00001-of-00002.safetensors";
+  const std::string whole = read_file(second);
+  write_file(second, std::string(whole.size(), '\0'));
+  const auto found = open_folder(tag_.string());
+  const at::Tensor first = torch::empty({2});
+  found->read("weights/a", 0, first);
+  EXPECT_TRUE(torch::equal(first, source_.tensor("weights/a").view({-1}).narrow(0, 0, 2)));
+  EXPECT_THAT([&] { found->tensor("weights/a"); },
+              ThrowsMessage<IoError>(AllOf(HasSubstr("weights-00001"), HasSubstr("its first"))));
+  write_file(second, whole);
+  EXPECT_TRUE(torch::equal(found->tensor("weights/a"), source_.tensor("weights/a")));
+}
+
 // A file of the same size, from another checkpoint of the same model.
 TEST_F(FolderDamage, AFileOfAnotherCheckpoint) {
   SmallSource other;

@@ -1,0 +1,55 @@
+#include "checkpoint/format.h"
+
+#include <filesystem>
+#include <system_error>
+
+#include "checkpoint/deepspeed/saved_files.h"
+#include "checkpoint/index.h"
+#include "checkpoint/rank_files.h"
+#include "checkpoint/weight_files.h"
+#include "core/check.h"
+
+namespace ds::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+template <class Predicate>
+bool has_file(const fs::path& folder, const Predicate& is_wanted) {
+  std::error_code error;
+  fs::directory_iterator entry(folder, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    if (is_wanted(entry->path().filename().string())) return true;
+  }
+  require<IoError>(!error, folder.string(), ": cannot list the folder: ", error.message());
+  return false;
+}
+
+}  // namespace
+
+const char* name_of(Format format) {
+  switch (format) {
+    case Format::kDsengine:
+      return "dsengine";
+    case Format::kDeepSpeed:
+      return "deepspeed";
+    case Format::kHuggingFace:
+      return "huggingface";
+    case Format::kUnknown:
+      break;
+  }
+  return "unknown";
+}
+
+Format format_of(const std::string& path) {
+  const fs::path place(path);
+  if (!fs::is_directory(place)) {
+    return fs::exists(place) && place.extension() == ".safetensors" ? Format::kHuggingFace : Format::kUnknown;
+  }
+  if (fs::exists(place / kIndexName) || has_file(place, is_rank_file_name)) return Format::kDsengine;
+  if (holds_deepspeed_files(path)) return Format::kDeepSpeed;
+  const bool weights = fs::exists(place / kWeightFile) || fs::exists(place / kWeightIndex);
+  return weights || has_file(place, is_shard_name) ? Format::kHuggingFace : Format::kUnknown;
+}
+
+}  // namespace ds::checkpoint
