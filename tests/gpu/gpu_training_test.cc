@@ -1,0 +1,112 @@
+// The engine on a GPU against the same training on the CPU.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <string>
+#include <vector>
+
+#include "comm/thread_group.h"
+#include "tests/gpu/device_run.h"
+
+namespace ds::engine {
+namespace {
+
+using nlohmann::ordered_json;
+
+struct DeviceCell {
+  std::string name;
+  int stage;
+  std::string precision;
+  ordered_json optimizer = {};   // offload_optimizer
+  ordered_json parameters = {};  // offload_param
+};
+
+std::vector<DeviceCell> device_cells() {
+  std::vector<DeviceCell> cells;
+  for (const char* precision : {"fp32", "bf16", "fp16"}) {
+    for (const int stage : {0, 1, 2, 3}) cells.push_back({cat("Stage", stage, precision), stage, precision});
+    for (const int stage : {1, 2, 3}) {
+      cells.push_back({cat("OptimizerOnTheHostStage", stage, precision), stage, precision, on_host()});
+    }
+    const ordered_json early = on_host({{"super_offload", true}});
+    cells.push_back({cat("UpdatedInBackwardStage2", precision), 2, precision, early});
+    const ordered_json half = on_host({{"ratio", 0.5}});
+    cells.push_back({cat("HalfOnTheHostStage2", precision), 2, precision, half});
+    cells.push_back({cat("AllOnTheHostStage3", precision), 3, precision, on_host(), on_host()});
+    const ordered_json piped = on_disk({{"pipeline_read", true}, {"pipeline_write", true}});
+    cells.push_back({cat("OptimizerInAFileStage2", precision), 2, precision, piped});
+    const ordered_json in_file = on_disk({{"max_in_cpu", 0}});
+    cells.push_back({cat("AllInFilesStage3", precision), 3, precision, on_disk(), in_file});
+  }
+  return cells;
+}
+
+class GpuTraining : public ::testing::TestWithParam<DeviceCell> {
+ protected:
+  std::shared_ptr<comm::Communicator> ranks_ = comm::ThreadGroup(1).communicator(0);
+};
+
+INSTANTIATE_TEST_SUITE_P(Grid, GpuTraining, ::testing::ValuesIn(device_cells()),
+                         [](const auto& cell) { return cell.param.name; });
+
+TEST_P(GpuTraining, DoesWhatTheCpuDoes) {
+  const DeviceCell& cell = GetParam();
+  const ordered_json plain = device_config(cell.stage, cell.precision);
+  const ordered_json config = with_offload(plain, cell.optimizer, cell.parameters);
+  const DeviceRun expected = train_on(at::kCPU, plain, *ranks_);
+  const DeviceRun found = train_on(test::tested_device(), config, *ranks_);
+  expect_same_losses(found.losses, expected.losses, tolerance_of(cell.precision));
+  expect_changed_weights(found);
+}
+
+class GpuStates : public GpuTraining {};
+
+INSTANTIATE_TEST_SUITE_P(Stages, GpuStates,
+                         ::testing::ValuesIn(std::vector<DeviceCell>{
+                             {"Stage0", 0, "fp32"},
+                             {"Stage2", 2, "bf16"},
+                             {"Stage3", 3, "bf16"},
+                             {"OptimizerOnTheHost", 2, "bf16", on_host()},
+                         }),
+                         [](const auto& cell) { return cell.param.name; });
+
+TEST_P(GpuStates, LeaveTheDeviceAndReturn) {
+  const DeviceCell& cell = GetParam();
+  const ordered_json config = with_offload(device_config(cell.stage, cell.precision), cell.optimizer);
+  const DeviceRun plain = train_on(test::tested_device(), config, *ranks_);
+  const DeviceRun moved = train_on(test::tested_device(), config, *ranks_, [](Engine& engine) {
+    engine.offload_states();
+    EXPECT_GT(engine.moved_bytes(), 0);
+    engine.reload_states();
+  });
+  expect_same_losses(moved.losses, plain.losses, tolerance_of("fp32"));
+  EXPECT_LT(largest_difference(moved.weights, plain.weights), 1e-4);
+}
+
+TEST(GpuOverflow, SkipsTheStep) {
+  const auto ranks = comm::ThreadGroup(1).communicator(0);
+  for (const ordered_json& offload : {ordered_json(), on_host()}) {
+    SmallNet model;
+    const auto engine = initialize({.model = model.ptr(),
+                                    .config = with_offload(device_config(2, "fp16"), offload),
+                                    .communicator = borrowed(*ranks),
+                                    .device = test::tested_device().str()})
+                            .engine;
+    const auto step_with = [&](double factor) {
+      for (int64_t micro = 0; micro < 2; ++micro) {
+        engine->backward(model->loss(sample(micro, 0).to(engine->device())) * factor);
+        engine->step();
+      }
+    };
+    const State before = copy_of(engine->fp32_state_dict());
+    step_with(std::numeric_limits<float>::infinity());
+    EXPECT_FALSE(engine->was_step_applied());
+    EXPECT_EQ(largest_difference(copy_of(engine->fp32_state_dict()), before), 0.0);
+    step_with(1.0);
+    EXPECT_TRUE(engine->was_step_applied());
+    EXPECT_GT(largest_difference(copy_of(engine->fp32_state_dict()), before), 0.0);
+  }
+}
+
+}  // namespace
+}  // namespace ds::engine
