@@ -142,6 +142,14 @@ TEST_P(FaultDrill, DifferentCollectivesAreToldWithBothSides) {
   }
 }
 
+TEST_P(FaultDrill, ANotANumberIsTracedToItsRank) {
+  const Outcome outcome = run("nan");
+  EXPECT_EQ(outcome.exit_code, 1) << outcome.text;
+  EXPECT_THAT(outcome.text,
+              AllOf(HasSubstr("step 3: the gradient is not finite: first in parameter 0.weight, element 0"),
+                    HasSubstr("rank 1's loss of micro-batch 0 is nan"), Not(HasSubstr("trained"))));
+}
+
 TEST_P(FaultDrill, RanksThatWaitForEachOtherAreTold) {
   const Outcome outcome = run("receive");
   EXPECT_EQ(outcome.exit_code, kEndedByWatch) << outcome.text;
