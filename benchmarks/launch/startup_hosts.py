@@ -17,7 +17,7 @@ import time
 SOURCE = os.path.abspath(sys.argv[3])
 sys.path[:0] = [os.path.join(SOURCE, "tests", "launcher"), os.path.join(SOURCE, "benchmarks", "peers")]
 import hosts  # noqa: E402
-from compare import SIZES, optimizer_section, zero_section  # noqa: E402
+from compare import SIZES, TEXT, optimizer_section, zero_section  # noqa: E402
 
 COUNT = 4
 ROUNDS = 3
@@ -32,7 +32,8 @@ def run_ours():
     shape = [word for key, value in SIZES[SIZE].items() for word in (f"--{key}", str(value))]
     begin = time.time()
     job = hosts.Job("ours", [hosts.LAUNCH, "--hostfile", f"{hosts.SCRATCH}/hostfile", *hosts.SSH, hosts.GPT,
-                             "--deepspeed_config", f"{hosts.SCRATCH}/config.json", *shape, "--steps", "1"],
+                             "--deepspeed_config", f"{hosts.SCRATCH}/config.json", *shape, "--steps", "1", "--data", TEXT,
+                             "--order", "sequential", "--generate", "0"],
                     {"OMP_NUM_THREADS": "1"})
     job.ends_with(0)
     return time.time() - begin
