@@ -57,6 +57,13 @@ bool FlightWatch::State::pause(std::chrono::milliseconds time) {
   return !stopping;
 }
 
+bool FlightWatch::State::was_stopped(Clock::time_point& last) const {
+  const auto now = Clock::now();
+  const bool stopped = now - last > 5 * interval() + std::chrono::seconds(1);
+  last = now;
+  return stopped;
+}
+
 void FlightWatch::State::talk() {
   bool again = true;
   while (again) {
@@ -113,12 +120,11 @@ void FlightWatch::State::show_board() {
 }
 
 void FlightWatch::State::exchange() {
-  const auto now = Clock::now();
-  if (now - last_turn > 5 * interval() + std::chrono::seconds(1)) {
-    quiet_until = now + std::chrono::milliseconds(limit_ms.load());
-    for (Peer& peer : peers) peer.heard = now;
+  if (was_stopped(last_turn)) {
+    quiet_until = last_turn + std::chrono::milliseconds(limit_ms.load());
+    first_heard = last_turn;
+    for (Peer& peer : peers) peer.heard = last_turn;
   }
-  last_turn = now;
   show_board();
   if (rank == 0) {
     read_boards();
@@ -167,6 +173,8 @@ void FlightWatch::State::answer(int alarm) {
 
 // Without the store.
 void FlightWatch::State::judge_alone() {
+  if (was_stopped(last_look)) trusts_from = last_look + std::chrono::milliseconds(limit_ms.load());
+  if (last_look < trusts_from) return;
   const int64_t asked = asked_ns;
   const double unanswered = asked == 0 ? 0 : Seconds(Clock::now().time_since_epoch() - Clock::duration(asked)).count();
   if (rank == 0 || deaf || (!lost && !first_silent && unanswered < std::max(dead_after(), kShortestSilence / 2)))
@@ -245,10 +253,18 @@ std::shared_ptr<FlightRecorder> make_recorder(FlightRecorderOptions options, con
 FlightWatch::FlightWatch(const Rendezvous& meeting, Communicator& world, const FlightWatchOptions& options)
     : meeting_(meeting.store) {
   const bool watches = carries_heartbeats(meeting.store);
-  const c10::intrusive_ptr<c10d::Store> store = connect(meeting.store);
   const RankPlace& own = meeting.ranks[static_cast<size_t>(meeting.rank)];
-  if (meeting.rank == 0) store->set(kJob, to_value(job_name(own)));
-  folder_ = make_flight_folder(options.folder, to_text(store->get(kJob)));
+  c10::intrusive_ptr<c10d::Store> store;
+  std::string job;
+  try {
+    store = connect(meeting.store);
+    if (meeting.rank == 0) store->set(kJob, to_value(job_name(own)));
+    job = to_text(store->get(kJob));
+  } catch (const std::exception& error) {
+    throw CommError(cat("flight recorder: the store of the rendezvous does not answer: ", error.what(),
+                        ". A rank has most likely ended: look at the logs of the other ranks first"));
+  }
+  folder_ = make_flight_folder(options.folder, job);
   recorder_ = make_recorder({.rank = meeting.rank,
                              .world_size = meeting.world_size,
                              .host = own.host_name,

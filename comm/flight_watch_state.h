@@ -79,6 +79,10 @@ struct FlightWatch::State {
   flight::Clock::time_point first_heard = flight::Clock::now();
   flight::Clock::time_point quiet_until{};  // after this process was stopped for a while, others may have been as well
 
+  // Of the thread that guards.
+  flight::Clock::time_point last_look = flight::Clock::now();
+  flight::Clock::time_point trusts_from{};  // as quiet_until
+
   // Of rank 0's.
   struct Peer {
     std::optional<FlightLog> board;
@@ -101,6 +105,8 @@ struct FlightWatch::State {
     return ranks[static_cast<size_t>(other)].domain == ranks[static_cast<size_t>(rank)].domain;
   }
 
+  // Whether this process was stopped (SIGSTOP, Ctrl-Z) since `last`, which becomes now.
+  bool was_stopped(flight::Clock::time_point& last) const;
   void talk();
   bool reconnect(const std::string& why);
   void show_board();

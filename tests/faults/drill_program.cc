@@ -4,6 +4,7 @@
 //
 // Every step has a collective of the program's own ("metrics") beside those of the engine. At its third step, rank RANK
 //   none     does what the others do
+//   config   has another learning rate, from the start
 //   sleep    sleeps for five times the stall limit
 //   hang     sleeps for an hour
 //   stop     stops itself (SIGSTOP)
@@ -58,8 +59,10 @@ struct Drill {
   int rank;
 };
 
-std::string config_of(const Drill& drill) {
-  return ds::cat(R"({"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+std::string config_of(const Drill& drill, int rank) {
+  const bool other = drill.fault == "config" && rank == drill.rank;
+  return ds::cat(R"({"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": )",
+                 other ? "2e-3" : "1e-3", R"(}},
     "zero_optimization": {"stage": 2}, "communication_backend": ")",
                  drill.backend, R"(", "flight_recorder": {"stall_limit": )", drill.stall_limit, "}}");
 }
@@ -101,7 +104,7 @@ int train(const Drill& drill) {
        .timeout = std::chrono::seconds(60),
        .flight = {.stall_limit = std::chrono::milliseconds(static_cast<int>(drill.stall_limit * 1e3))}});
   auto [engine, optimizer, loader, schedule] = ds::engine::initialize(
-      {.model = model.ptr(), .config = nlohmann::json::parse(config_of(drill)), .distributed = job});
+      {.model = model.ptr(), .config = nlohmann::json::parse(config_of(drill, job.ranks->rank())), .distributed = job});
   for (int step = 1; step <= kSteps; ++step) {
     const bool faulty = step == kFaultyStep && job.ranks->rank() == drill.rank;
     at::Tensor input = torch::randn({4, 8});

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "tests/launcher/launched.h"
 
@@ -27,10 +28,13 @@ struct Outcome {
 // A job of three ranks, the faulty one with this number.
 class Drill {
  public:
-  Outcome run(const std::string& backend, const std::string& fault, int rank = 1) {
-    Launched launched({.flags = {"--num_procs", "3", "--failure_grace", "1"},
-                       .program = {DS_DRILL_PROGRAM, backend, std::to_string(kLimit), fault, std::to_string(rank)},
-                       .environment = {"OMP_NUM_THREADS=1", "DS_FLIGHT_FOLDER=" + (folder_ / "flight")}});
+  Launched::Settings settings(const std::string& backend, const std::string& fault, int rank) const {
+    return {.flags = {"--num_procs", "3", "--failure_grace", "1"},
+            .program = {DS_DRILL_PROGRAM, backend, std::to_string(kLimit), fault, std::to_string(rank)},
+            .environment = {"OMP_NUM_THREADS=1", "DS_FLIGHT_FOLDER=" + (folder_ / "flight")}};
+  }
+  Outcome run(const std::string& backend, const std::string& fault, int rank = 1) const {
+    Launched launched(settings(backend, fault, rank));
     const int exit_code = launched.wait();
     return {exit_code, launched.err() + launched.out()};
   }
@@ -81,6 +85,18 @@ TEST_P(FaultDrill, ASlowRankIsNamedAndWaitedFor) {
   EXPECT_EQ(explained["cause"], "late");
   EXPECT_EQ(explained["guilty"], nlohmann::json({1}));
   EXPECT_EQ(explained["ranks"].size(), 3);
+}
+
+// Ctrl-Z, and fg after more than the limit: all were stopped.
+TEST_P(FaultDrill, AJobThatIsStoppedGoesOn) {
+  Launched launched(drill_.settings(GetParam(), "none", 1));
+  ASSERT_TRUE(wait_until([&] { return launched.err().find("plan:") != std::string::npos; }));
+  launched.send(SIGTSTP);
+  std::this_thread::sleep_for(std::chrono::duration<double>(4 * kLimit));
+  launched.send(SIGCONT);
+  EXPECT_EQ(launched.wait(), 0) << launched.err();
+  EXPECT_THAT(launched.out(), HasSubstr("trained\n"));
+  EXPECT_THAT(launched.err(), Not(HasSubstr("stalled")));
 }
 
 TEST_P(FaultDrill, AStoppedRankEndsTheJob) {
@@ -140,6 +156,13 @@ TEST_P(FaultDrill, DifferentCollectivesAreToldWithBothSides) {
     EXPECT_THAT(outcome.text, HasSubstr("ranks 0 and 2 issued " + kMetrics + ", rank 1 " + theirs)) << fault;
     EXPECT_EQ(drill_.explained()["cause"], "difference") << fault;
   }
+}
+
+TEST_P(FaultDrill, AnotherConfigIsRefused) {
+  const Outcome outcome = run("config");
+  EXPECT_EQ(outcome.exit_code, 1) << outcome.text;
+  EXPECT_THAT(outcome.text,
+              AllOf(HasSubstr("the ds_config of rank 1 differs from that of rank 0"), Not(HasSubstr("trained"))));
 }
 
 TEST_P(FaultDrill, ANotANumberIsTracedToItsRank) {
