@@ -63,3 +63,12 @@ function(ds_add_test name)
     set_tests_properties(${name} PROPERTIES ${properties})
   endif()
 endfunction()
+
+# ds_add_script_test(NAME SCRIPT PROPERTIES...)
+# A script of the current folder, run as SCRIPT build-folder scratch-folder source-folder, with the level processes.
+function(ds_add_script_test name script)
+  cmake_path(GET script STEM stem)
+  add_test(NAME ${name} COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/${script} ${PROJECT_BINARY_DIR}
+                                ${CMAKE_CURRENT_BINARY_DIR}/${stem} ${PROJECT_SOURCE_DIR})
+  set_tests_properties(${name} PROPERTIES LABELS processes ${ARGN})
+endfunction()

@@ -6,6 +6,7 @@
 
 #include "comm/rank_list.h"
 #include "core/text.h"
+#include "core/text_hash.h"
 
 namespace ds::comm {
 namespace {
@@ -98,11 +99,7 @@ uint64_t finalized(uint64_t value) {  // of SplitMix64
 
 uint64_t mix(uint64_t hash, uint64_t value) { return finalized(hash * 0x9e3779b97f4a7c15ULL + value + 1); }
 
-uint64_t mix(uint64_t hash, const std::string& text) {
-  uint64_t fnv = 0xcbf29ce484222325ULL;
-  for (const char c : text) fnv = (fnv ^ static_cast<uint8_t>(c)) * 0x100000001b3ULL;
-  return mix(hash, fnv);
-}
+uint64_t mix(uint64_t hash, const std::string& text) { return mix(hash, fnv1a(text)); }
 
 void extend_contract(FlightGroup& group, uint64_t signature) {
   ++group.position;

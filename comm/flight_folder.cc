@@ -1,12 +1,10 @@
 #include "comm/flight_folder.h"
 
-#include <unistd.h>
-
 #include <chrono>
-#include <cstdlib>
 #include <filesystem>
 #include <vector>
 
+#include "comm/environment_reader.h"
 #include "core/flight_job.h"
 #include "core/log.h"
 
@@ -67,16 +65,8 @@ void remove_old(const fs::path& base) {
 
 }  // namespace
 
-std::string flight_base(const std::string& base) {
-  if (!base.empty()) return base;
-  if (const char* const given = std::getenv(kFlightFolderVariable); given != nullptr && *given != '\0') return given;
-  std::error_code error;
-  const fs::path temporary = fs::temp_directory_path(error);
-  return (error ? fs::path("/tmp") : temporary) / cat(kFlightFolderPrefix, getuid());
-}
-
 std::string make_flight_folder(const std::string& base, const std::string& job) {
-  const fs::path folder = fs::path(flight_base(base)) / job;
+  const fs::path folder = fs::path(base.empty() ? flight_base(process_environment) : base) / job;
   std::error_code error;
   fs::create_directories(folder, error);
   if (!error) fs::permissions(folder, fs::perms::owner_all, error);

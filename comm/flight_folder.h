@@ -5,12 +5,8 @@
 
 namespace ds::comm {
 
-// `base`, or where that is empty $DS_FLIGHT_FOLDER, or dsengine-UID in the system's temporary folder.
-std::string flight_base(const std::string& base);
-
-// Makes BASE/JOB for this user alone, and removes folders of other jobs that hold nothing but records older than a
-// week. Returns it, or an
-// empty text after a warning when it cannot be made.
+// Makes BASE/JOB (`base` empty: that of core/flight_job.h) for this user alone, and removes folders of other jobs that
+// hold nothing but records older than a week. Returns it, or an empty text after a warning when it cannot be made.
 std::string make_flight_folder(const std::string& base, const std::string& job);
 
 std::string flight_file(const std::string& folder, int rank);

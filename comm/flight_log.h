@@ -45,18 +45,16 @@ const char* name_of(FlightState state);
 // One operation. Collectives of a group are counted from 1, in the order of issue; so are messages, for each direction,
 // peer and tag of a group.
 struct FlightEntry {
-  uint64_t sequence;   // among all operations of this rank, from 1; 0: no entry
-  uint64_t position;   // in its group, as above
-  uint64_t contract;   // of the group's collectives up to and with this one, see contract.h; messages: 0
-  uint64_t signature;  // of this one alone
+  uint64_t sequence;                       // among all operations of this rank, from 1; 0: no entry
+  uint64_t position;                       // in its group, as above
+  uint64_t signature;                      // of this one alone
   int64_t issued_ns, waited_ns, ended_ns;  // of the rank's clock, see FlightHeader::now_ns; 0: not yet
   int64_t elements;                        // of the larger of input and output
   int32_t peer;                            // root, destination or source: a rank of the group; -1: none
   int32_t tag;
   uint16_t group;
   FlightState state;
-  bool message;    // send or recv
-  bool on_device;  // its tensors
+  bool message;  // send or recv
   FixedText<16> operation;
   FixedText<8> reduction;
   FixedText<12> dtype;
@@ -75,8 +73,7 @@ struct FlightGroup {
   FixedText<48> name;
   FixedText<192> ranks;  // of the world, in the order of the group, as rank_list_text() writes them
   int32_t own;           // this rank's place in it; -1: several groups that are not told apart
-  int32_t size;
-  uint64_t position;  // collectives issued
+  uint64_t position;     // collectives issued
   uint64_t contract;
   // For each of kMarkShifts the last two positions that its power of two divides: any two ranks that are not too far
   // apart have a position in common.

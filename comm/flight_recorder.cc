@@ -20,34 +20,16 @@
 namespace ds::comm {
 namespace {
 
+constexpr std::chrono::milliseconds kHeadStart{300};
+constexpr size_t kMostOnDevice = 64;
+constexpr size_t kRoomForNumber = 4;  // "#12", behind names of groups
+constexpr uint32_t kSharedGroup = kFlightGroups - 1;
+
 // Equal for all processes of a host, and goes on while they are stopped.
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
-
-void* map_memory(const std::string& file, size_t size) {
-  int fd = -1;
-  if (!file.empty()) {
-    fd = open(file.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-    require<IoError>(fd >= 0, file, ": cannot be made: ", std::strerror(errno));
-    if (const int error = posix_fallocate(fd, 0, static_cast<off_t>(size)); error != 0) {
-      close(fd);
-      unlink(file.c_str());
-      throw IoError(cat(file, ": no room for the ", size, " bytes of a flight record: ", std::strerror(error)));
-    }
-  }
-  void* const memory =
-      mmap(nullptr, size, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
-  const int error = errno;
-  if (fd >= 0) close(fd);
-  require<IoError>(memory != MAP_FAILED, file, ": cannot be mapped: ", std::strerror(error));
-  return memory;
-}
-
-constexpr std::chrono::milliseconds kHeadStart{300};
-constexpr size_t kMostOnDevice = 64;
-constexpr size_t kRoomForNumber = 4;  // "#12", behind names of groups
 
 bool has_root(CollectiveKind kind) {
   return kind == CollectiveKind::kBroadcast || kind == CollectiveKind::kReduce || kind == CollectiveKind::kGather ||
@@ -127,10 +109,9 @@ class FlightRecorder::FollowedWork final : public WorkState {
 };
 
 FlightRecorder::FlightRecorder(const FlightRecorderOptions& options)
-    : options_(options), size_(flight_bytes(options.entries)) {
+    : memory_(options.file, flight_bytes(options.entries)) {
   require(options.entries >= 1 && options.entries <= kMostFlightEntries, "flight recorder: entries: expected a number ",
           "from 1 to ", kMostFlightEntries, ", found ", options.entries);
-  memory_ = map_memory(options.file, size_);
   set_magic(header());
   header().entries = options.entries;
   header().rank = options.rank;
@@ -143,24 +124,15 @@ FlightRecorder::FlightRecorder(const FlightRecorderOptions& options)
   header().host.assign(options.host);
 }
 
-FlightRecorder::~FlightRecorder() {
-  munmap(memory_, size_);
-  if (options_.file.empty() || keep_) return;
-  unlink(options_.file.c_str());
-  std::error_code others_are_there;
-  std::filesystem::remove(std::filesystem::path(options_.file).parent_path(), others_are_there);
-}
-
 FlightGroup* FlightRecorder::groups() const {
-  return reinterpret_cast<FlightGroup*>(static_cast<char*>(memory_) + sizeof(FlightHeader));
+  return reinterpret_cast<FlightGroup*>(static_cast<char*>(memory_.data()) + sizeof(FlightHeader));
 }
 
 FlightEntry* FlightRecorder::entries() const { return reinterpret_cast<FlightEntry*>(groups() + kFlightGroups); }
 
 int FlightRecorder::add_group(const std::string& name, const std::vector<int>& ranks, int own) {
   const std::lock_guard lock(mutex_);
-  constexpr uint32_t kLast = kFlightGroups - 1;
-  if (header().groups >= kLast) return add_to_others();
+  if (header().groups >= kSharedGroup) return add_to_others();
   FlightGroup& group = groups()[header().groups];
   const std::string list = whole_part(rank_list_text(ranks), group.ranks.limit());
   const std::string start = name.substr(0, group.name.limit() - kRoomForNumber);
@@ -169,22 +141,20 @@ int FlightRecorder::add_group(const std::string& name, const std::vector<int>& r
   group.name.assign(same == 1 ? name : start + number);
   group.ranks.assign(list);
   group.own = own;
-  group.size = static_cast<int32_t>(ranks.size());
   return static_cast<int>(header().groups++);
 }
 
 // Their operations are recorded; they count for nothing.
 int FlightRecorder::add_to_others() {
-  constexpr uint32_t kLast = kFlightGroups - 1;
-  FlightGroup& others = groups()[kLast];
-  if (header().groups == kLast) {
-    log::warning("flight record: there are more than ", kLast, " groups of ranks; the collectives of later ones are ",
-                 "not compared between ranks");
+  FlightGroup& others = groups()[kSharedGroup];
+  if (header().groups == kSharedGroup) {
+    log::warning("flight record: there are more than ", kSharedGroup,
+                 " groups of ranks; the collectives of later ones are ", "not compared between ranks");
     others.name.assign("of other ranks");
     others.own = -1;
     ++header().groups;
   }
-  return kLast;
+  return kSharedGroup;
 }
 
 FlightRecorder::Ticket FlightRecorder::begin(int group, const Collective& c) {
@@ -202,14 +172,11 @@ FlightRecorder::Ticket FlightRecorder::begin(int group, const Collective& c) {
   entry.signature = signature_of(c, tensor);
   if (message) {
     entry.position = ++messages_[{group, c.kind, c.peer, c.tag}];
-    entry.contract = 0;
   } else if (groups()[group].own < 0) {
     entry.position = 0;
-    entry.contract = 0;
   } else {
     extend_contract(groups()[group], entry.signature);
     entry.position = groups()[group].position;
-    entry.contract = groups()[group].contract;
   }
   entry.issued_ns = now_ns();
   entry.waited_ns = entry.issued_ns;  // until it is launched, which may wait for others
@@ -217,7 +184,6 @@ FlightRecorder::Ticket FlightRecorder::begin(int group, const Collective& c) {
   entry.elements = shared_elements(c);
   entry.peer = message || has_root(c.kind) ? c.peer : -1;
   entry.tag = c.tag;
-  entry.on_device = tensor.defined() && !tensor.is_cpu();
   entry.state = FlightState::kWaiting;
   entry.operation.assign(comm::name_of(c.kind));
   entry.reduction.assign(reduces(c.kind) ? comm::name_of(c.op) : "");
@@ -225,7 +191,7 @@ FlightRecorder::Ticket FlightRecorder::begin(int group, const Collective& c) {
   entry.label.assign(c.label);
   entry.sequence = sequence;
   header().next_sequence = sequence + 1;
-  return {slot, sequence};
+  return {.slot = slot, .sequence = sequence, .on_device = tensor.defined() && !tensor.is_cpu()};
 }
 
 FlightEntry* FlightRecorder::find(const Ticket& ticket) const {
@@ -248,23 +214,16 @@ void FlightRecorder::ended(const Ticket& ticket, FlightState state) {
   if (entry == nullptr || entry->ended_ns != 0) return;
   entry->state = state;
   entry->ended_ns = now_ns();
-  if (state == FlightState::kFailed) keep_ = true;
+  if (state == FlightState::kFailed) memory_.keep();
 }
 
-// On a device the operation may have been put in order only.
 void FlightRecorder::waited(const Ticket& ticket, const Work& work) {
-  if (!on_device(ticket)) return ended(ticket, FlightState::kFinished);
+  if (!ticket.on_device) return ended(ticket, FlightState::kFinished);
   end_those_on_device();
   if (is_over(work)) return ended(ticket, FlightState::kFinished);
   const std::lock_guard lock(mutex_);
   on_device_.emplace_back(ticket, work);
   if (on_device_.size() > kMostOnDevice) on_device_.pop_front();  // they hold memory of the device
-}
-
-bool FlightRecorder::on_device(const Ticket& ticket) const {
-  const std::lock_guard lock(mutex_);
-  const FlightEntry* const entry = find(ticket);
-  return entry != nullptr && entry->on_device;
 }
 
 void FlightRecorder::end_those_on_device() {
@@ -321,7 +280,7 @@ void FlightRecorder::stop() {
   recording_ = false;
 }
 
-void FlightRecorder::keep() { keep_ = true; }
+void FlightRecorder::keep() { memory_.keep(); }
 
 void FlightRecorder::doom(const std::string& text) {
   const std::lock_guard lock(mutex_);
@@ -330,7 +289,7 @@ void FlightRecorder::doom(const std::string& text) {
 
 FlightLog FlightRecorder::log() const {
   const std::lock_guard lock(mutex_);
-  return log_from_memory(memory_, size_, "flight recorder");
+  return log_from_memory(memory_.data(), memory_.size(), "flight recorder");
 }
 
 }  // namespace ds::comm

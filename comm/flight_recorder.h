@@ -1,8 +1,7 @@
 // Keeps the last collectives of this rank: what, of which group, how far. Always on.
 //
 // Communicators that record_with() a recorder, and all groups made from them, write to it. Recording one costs about a
-// microsecond. The memory may be a mapped file, which others can read while this process is stopped, and after it is
-// gone. Any thread may call anything.
+// microsecond. Any thread may call anything.
 #pragma once
 
 #include <atomic>
@@ -18,6 +17,7 @@
 
 #include "comm/collective.h"
 #include "comm/flight_log.h"
+#include "comm/flight_memory.h"
 
 namespace ds::comm {
 
@@ -26,8 +26,7 @@ struct FlightRecorderOptions {
   int world_size = 1;
   std::string host;
   uint32_t entries = 512;  // 1 to kMostFlightEntries
-  std::string file;        // empty: memory of this process alone. Goes with the recorder, and its folder when it is
-                           // empty then, unless keep() was called
+  std::string file;        // empty: memory of this process alone. Goes with the recorder unless keep() was called
 };
 
 class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
@@ -35,12 +34,12 @@ class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
   // One entry: where in the ring, and which of those that have been there.
   struct Ticket {
     size_t slot = 0;
-    uint64_t sequence = 0;
+    uint64_t sequence = 0;   // 0: nothing was recorded
+    bool on_device = false;  // the tensors: a wait may put the operation in order only
   };
 
-  // Throws IoError when the file cannot be made, UsageError for a wrong number of entries.
+  // Throws IoError as FlightMemory, UsageError for a wrong number of entries.
   explicit FlightRecorder(const FlightRecorderOptions& options);
-  ~FlightRecorder();
   FlightRecorder(const FlightRecorder&) = delete;
   FlightRecorder& operator=(const FlightRecorder&) = delete;
 
@@ -67,32 +66,27 @@ class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
   void doom(const std::string& text);
 
   FlightLog log() const;
-  const FlightRecorderOptions& options() const { return options_; }
 
  private:
   class FollowedWork;
 
-  FlightHeader& header() const { return *static_cast<FlightHeader*>(memory_); }
+  FlightHeader& header() const { return *static_cast<FlightHeader*>(memory_.data()); }
   FlightGroup* groups() const;
   FlightEntry* entries() const;
   void waiting(const Ticket& ticket);
   void ended(const Ticket& ticket, FlightState state);
   void waited(const Ticket& ticket, const Work& work);
-  bool on_device(const Ticket& ticket) const;
   void end_those_on_device();
   int add_to_others();
   FlightEntry* find(const Ticket& ticket) const;  // null: overwritten since
 
-  FlightRecorderOptions options_;
-  size_t size_;
-  void* memory_ = nullptr;
+  FlightMemory memory_;
   mutable std::mutex mutex_;
   std::map<std::tuple<int, CollectiveKind, int, int>, uint64_t> messages_;  // (group, kind, peer, tag) -> how many
   std::map<std::pair<std::string, std::string>, int> names_;                // (name, ranks) of groups -> how many
   bool recording_ = true;
   std::list<std::pair<Ticket, Work>> on_device_;  // waited for by a stream, not by the host
   std::string doom_;
-  std::atomic<bool> keep_{false};
   std::atomic<bool> failed_{false};
 };
 

@@ -10,11 +10,11 @@
 #include <ctime>
 #include <exception>
 #include <filesystem>
-#include <fstream>
 #include <thread>
 
 #include "comm/flight_folder.h"
 #include "comm/flight_watch_state.h"
+#include "comm/process_state.h"
 #include "core/check.h"
 #include "core/flight_job.h"
 #include "core/log.h"
@@ -38,15 +38,6 @@ bool carries_heartbeats(const c10::intrusive_ptr<c10d::Store>& store) {
 
 c10::intrusive_ptr<c10d::Store> connect(const c10::intrusive_ptr<c10d::Store>& meeting) {
   return c10::make_intrusive<c10d::PrefixStore>("flight", meeting->clone());
-}
-
-// The state letter of a process of this host; '-': there is none.
-char state_of_process(int64_t process) {
-  std::ifstream file(cat("/proc/", process, "/stat"));
-  std::string line;
-  if (!std::getline(file, line)) return '-';
-  const size_t name_end = line.rfind(')');
-  return name_end == std::string::npos || name_end + 2 >= line.size() ? '?' : line[name_end + 2];
 }
 
 }  // namespace
@@ -114,9 +105,11 @@ void FlightWatch::State::say_goodbye() {
   while (!store->check(keys) && Clock::now() < end) std::this_thread::sleep_for(std::chrono::milliseconds(5));
 }
 
-void FlightWatch::State::show_board() {
+FlightLog FlightWatch::State::show_board() {
   recorder->beat();
-  store->set(board_key(rank), to_value(to_board(recorder->log())));
+  FlightLog own = recorder->log();
+  store->set(board_key(rank), to_value(to_board(own)));
+  return own;
 }
 
 void FlightWatch::State::exchange() {
@@ -125,7 +118,7 @@ void FlightWatch::State::exchange() {
     first_heard = last_turn;
     for (Peer& peer : peers) peer.heard = last_turn;
   }
-  show_board();
+  const FlightLog own = show_board();
   if (rank == 0) {
     read_boards();
     judge();
@@ -135,7 +128,7 @@ void FlightWatch::State::exchange() {
       lost = true;
       return;
     }
-    listen_to_first(recorder->log());
+    listen_to_first(own);
     while (store->check({alarm_key(alarms_seen + 1)})) answer(++alarms_seen);
     if (store->check({kVerdict})) end(to_text(store->get(kVerdict)));
   }
@@ -185,12 +178,12 @@ void FlightWatch::State::judge_alone() {
   if (limit_ms == 0 || waited < limit()) return;
   const FlightEntry& entry = *own.waiting();
   const RankPlace& first = ranks[0];
-  const std::string state = !near(0)                                 ? ""
-                            : state_of_process(first.process) == 'T' ? cat(": it is stopped by a signal (SIGSTOP, or a "
-                                                                           "debugger); `kill -CONT ",
-                                                                           first.process, "` lets it go on")
-                            : state_of_process(first.process) == '-' ? ": its process is gone"
-                                                                     : "";
+  const char letter = near(0) ? state_of_process(first.process) : '?';
+  const std::string state = letter == 'T'   ? cat(": it is stopped by a signal (SIGSTOP, or a "
+                                                    "debugger); `kill -CONT ",
+                                                  first.process, "` lets it go on")
+                            : letter == '-' ? ": its process is gone"
+                                            : "";
   const std::string text =
       cat("stalled for ", fixed(waited, 1), " s: rank ", rank, " waits in ",
           operation_text(entry, own.groups[entry.group]), "; rank 0 (", first.host_name, ", pid ", first.process, ") ",
@@ -232,19 +225,55 @@ std::string job_name(const RankPlace& first) {
   return cat(first.host_name, "-", first.process, "-", std::time(nullptr));
 }
 
-std::shared_ptr<FlightRecorder> make_recorder(FlightRecorderOptions options, const std::string& folder) {
-  try {
-    return std::make_shared<FlightRecorder>(options);
-  } catch (const IoError&) {  // a rank that has ended may have taken the empty folder away
-    std::error_code error;
-    std::filesystem::create_directories(folder, error);
+struct JobRecord {
+  std::string job;
+  std::string folder;  // empty: none, the record is in memory
+  std::shared_ptr<FlightRecorder> recorder;
+};
+
+JobRecord record_in_memory(FlightRecorderOptions options, const std::string& job, const char* why) {
+  log::warning("the flight record stays in memory: ", why);
+  options.file.clear();
+  return {.job = job, .recorder = std::make_shared<FlightRecorder>(options)};
+}
+
+// Throws FlightFileInUse.
+JobRecord record_in_folder(FlightRecorderOptions options, const std::string& base, const std::string& job) {
+  constexpr int kAttempts = 3;  // a rank that ends takes the folder away when it is empty
+  for (int attempt = 1;; ++attempt) {
+    const std::string folder = make_flight_folder(base, job);
+    if (!folder.empty()) options.file = flight_file(folder, options.rank);
+    try {
+      return {.job = job, .folder = folder, .recorder = std::make_shared<FlightRecorder>(options)};
+    } catch (const FlightFileInUse&) {
+      throw;
+    } catch (const IoError& error) {
+      if (attempt == kAttempts) return record_in_memory(options, job, error.what());
+    }
   }
+}
+
+// Rank 0 names the job, as the environment says. Where a program starts several jobs, all inherit that name, and the
+// first has it.
+JobRecord record_of_first(const FlightRecorderOptions& options, const std::string& base, const RankPlace& own) {
+  constexpr int kNames = 100;
+  const std::string given = job_name(own);
+  std::string job = given;
+  for (int number = 2;; ++number) {
+    try {
+      return record_in_folder(options, base, job);
+    } catch (const FlightFileInUse& error) {
+      if (number > kNames) return record_in_memory(options, job, error.what());
+    }
+    job = cat(given, "-", own.host_name, "-", own.process, "-", number);
+  }
+}
+
+JobRecord record_of_other(const FlightRecorderOptions& options, const std::string& base, const std::string& job) {
   try {
-    return std::make_shared<FlightRecorder>(options);
-  } catch (const IoError& error) {
-    log::warning("the flight record stays in memory: ", error.what());
-    options.file.clear();
-    return std::make_shared<FlightRecorder>(options);
+    return record_in_folder(options, base, job);
+  } catch (const FlightFileInUse& error) {
+    return record_in_memory(options, job, error.what());
   }
 }
 
@@ -254,23 +283,25 @@ FlightWatch::FlightWatch(const Rendezvous& meeting, Communicator& world, const F
     : meeting_(meeting.store) {
   const bool watches = carries_heartbeats(meeting.store);
   const RankPlace& own = meeting.ranks[static_cast<size_t>(meeting.rank)];
+  const FlightRecorderOptions recording{
+      .rank = meeting.rank, .world_size = meeting.world_size, .host = own.host_name, .entries = options.entries};
   c10::intrusive_ptr<c10d::Store> store;
-  std::string job;
+  JobRecord record;
   try {
     store = connect(meeting.store);
-    if (meeting.rank == 0) store->set(kJob, to_value(job_name(own)));
-    job = to_text(store->get(kJob));
+    if (meeting.rank == 0) {
+      record = record_of_first(recording, options.folder, own);
+      store->set(kJob, to_value(record.job));
+    } else {
+      record = record_of_other(recording, options.folder, to_text(store->get(kJob)));
+    }
+  } catch (const Error&) {
+    throw;
   } catch (const std::exception& error) {
     throw CommError(cat("flight recorder: the store of the rendezvous does not answer: ", error.what(),
                         ". A rank has most likely ended: look at the logs of the other ranks first"));
   }
-  folder_ = make_flight_folder(options.folder, job);
-  recorder_ = make_recorder({.rank = meeting.rank,
-                             .world_size = meeting.world_size,
-                             .host = own.host_name,
-                             .entries = options.entries,
-                             .file = folder_.empty() ? "" : flight_file(folder_, meeting.rank)},
-                            folder_);
+  recorder_ = record.recorder;
   world.record_with(recorder_);
   if (!watches) {
     log::info("stalls are not reported: ranks that meet in a file have no side channel. Meet by env:// or tcp://");
@@ -282,7 +313,7 @@ FlightWatch::FlightWatch(const Rendezvous& meeting, Communicator& world, const F
   state_->recorder = recorder_;
   state_->ranks = meeting.ranks;
   state_->rank = meeting.rank;
-  state_->folder = folder_;
+  state_->folder = record.folder;
   state_->limit_ms = options.stall_limit.count();
   if (meeting.rank == 0) state_->peers.resize(meeting.ranks.size());
   state_->running = 2;

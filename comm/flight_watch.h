@@ -45,13 +45,10 @@ class FlightWatch {
   // Nothing is recorded, compared or reported from now on; on all ranks. Waits two seconds at most.
   void stop();
   void set_stall_limit(std::chrono::milliseconds limit);
-  // Of this job, on this host; empty: records are in memory only.
-  const std::string& folder() const { return folder_; }
 
  private:
   struct State;
   c10::intrusive_ptr<c10d::Store> meeting_;  // rank 0's serves the others
-  std::string folder_;
   std::shared_ptr<FlightRecorder> recorder_;
   std::shared_ptr<State> state_;  // null: nobody watches
 };

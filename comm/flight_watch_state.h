@@ -109,7 +109,7 @@ struct FlightWatch::State {
   bool was_stopped(flight::Clock::time_point& last) const;
   void talk();
   bool reconnect(const std::string& why);
-  void show_board();
+  FlightLog show_board();  // returns what it shows
   void guard();
   bool pause(std::chrono::milliseconds time);  // false: it is time to stop
   void exchange();

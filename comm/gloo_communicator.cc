@@ -34,7 +34,7 @@ at::Tensor host_space_for(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
 }
 
-std::string describe(const Collective& collective) {
+std::string operation_text(const Collective& collective) {
   const at::Tensor& tensor = collective.input.defined() ? collective.input : collective.output;
   return cat(name_of(collective.kind), collective.label.empty() ? "" : cat(" '", collective.label, "'"),
              tensor.defined() ? cat(" (", ds::describe(tensor), ")") : "");
@@ -151,7 +151,6 @@ class GlooCommunicator : public Communicator {
             group, group.size == 1 ? nullptr : connect_gloo(group.store, group.rank, group.size, group.options))),
         exchange_(*wire_) {}
 
-
  protected:
   Work launch(Collective collective) override;
   std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) override;
@@ -193,7 +192,7 @@ Work GlooCommunicator::launch(Collective collective) {
   }
   const bool reduces = collective.kind == CollectiveKind::kAllReduce || collective.kind == CollectiveKind::kReduce ||
                        collective.kind == CollectiveKind::kReduceScatter;
-  if (reduces) require_reducible(collective.input.scalar_type(), collective.op, describe(collective));
+  if (reduces) require_reducible(collective.input.scalar_type(), collective.op, operation_text(collective));
   at::Tensor device_output;
   const bool same = collective.input.is_same(collective.output);
   if (collective.output.defined() && !collective.output.is_cpu()) device_output = collective.output;
@@ -207,27 +206,28 @@ Work GlooCommunicator::launch(Collective collective) {
 
 Work GlooCommunicator::launch_message(const Collective& collective) {
   const bool sending = collective.kind == CollectiveKind::kSend;
-  require(collective.tag >= 0 && collective.tag < (1 << 16), describe(collective),
+  require(collective.tag >= 0 && collective.tag < (1 << 16), operation_text(collective),
           ": expected a tag in [0, 65536), found ", collective.tag);
   if (collective.peer == rank()) {
-    return sending ? self_.send(collective.input, collective.tag, describe(collective))
-                   : self_.recv(collective.output, collective.tag, describe(collective));
+    return sending ? self_.send(collective.input, collective.tag, operation_text(collective))
+                   : self_.recv(collective.output, collective.tag, operation_text(collective));
   }
   const at::Tensor host = sending ? on_host(collective.input) : host_space_for(collective.output);
   const at::Tensor device_output = !sending && !collective.output.is_cpu() ? collective.output : at::Tensor();
   const auto bytes = static_cast<int64_t>(host.nbytes());
+  const std::string what = operation_text(collective);
   std::optional<GlooWire::Message> message;
   if (bytes > 0) {
     const int tag = message_tag(collective.tag, bytes);
-    message = sending ? wire_->post_send(host.data_ptr(), bytes, collective.peer, tag)
-                      : wire_->post_recv(host.data_ptr(), bytes, collective.peer, tag);
+    message = sending ? wire_->post_send(host.data_ptr(), bytes, collective.peer, tag, what)
+                      : wire_->post_recv(host.data_ptr(), bytes, collective.peer, tag, what);
   }
-  return Work(std::make_shared<GlooMessageWork>(wire_, std::move(message), describe(collective), device_output, host));
+  return Work(std::make_shared<GlooMessageWork>(wire_, std::move(message), what, device_output, host));
 }
 
 void GlooCommunicator::run(const Collective& collective, int tag) {
   try {
-    exchange_.begin(describe(collective), tag);
+    exchange_.begin(operation_text(collective), tag);
     exchange(collective);
   } catch (const CommError& error) {
     exchange_.abandon();

@@ -29,11 +29,11 @@ void GlooExchange::begin(std::string what, int tag) {
 }
 
 void GlooExchange::send(const std::byte* data, int64_t bytes, int peer, int phase) {
-  if (bytes > 0) posted_.push_back(wire_.post_send(data, bytes, peer, tag_ | phase));
+  if (bytes > 0) posted_.push_back(wire_.post_send(data, bytes, peer, tag_ | phase, what_));
 }
 
 void GlooExchange::recv(std::byte* data, int64_t bytes, int peer, int phase) {
-  if (bytes > 0) posted_.push_back(wire_.post_recv(data, bytes, peer, tag_ | phase));
+  if (bytes > 0) posted_.push_back(wire_.post_recv(data, bytes, peer, tag_ | phase, what_));
 }
 
 void GlooExchange::complete_all() {
@@ -120,7 +120,7 @@ void GlooExchange::broadcast(std::byte* data, int64_t bytes, int root) {
     }
   } else {
     recv(data + slices[root].begin, slices[root].length, root, 1);
-    wire_.complete(wire_.post_recv(data + slices[own].begin, slices[own].length, root, tag_), what_);
+    wire_.complete(wire_.post_recv(data + slices[own].begin, slices[own].length, root, tag_, what_), what_);
     for (int r = 0; r < wire_.size(); ++r) {
       if (r != own && r != root) send(data + slices[own].begin, slices[own].length, r, 1);
     }
@@ -239,7 +239,7 @@ void GlooExchange::reduce_slices(const Reduction& reduction) {
     for (int peer = 0; peer < size; ++peer) {
       if (peer == own) continue;
       if (const Slice piece = part(mine, c); piece.length > 0) {
-        expected.push_back(wire_.post_recv(staged_chunk(c, peer), piece.length, peer, tag_));
+        expected.push_back(wire_.post_recv(staged_chunk(c, peer), piece.length, peer, tag_, what_));
       }
       const Slice theirs = part(reduction.slices[peer], c);
       send(reduction.input + theirs.begin, theirs.length, peer, 0);

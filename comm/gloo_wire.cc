@@ -48,23 +48,23 @@ GlooWire::GlooWire(const GlooGroup& group, c10::intrusive_ptr<c10d::Backend> bac
       rank_(group.rank),
       size_(group.size) {}
 
-GlooWire::Message GlooWire::post_send(const void* data, int64_t bytes, int peer, int tag) {
-  return post(const_cast<void*>(data), bytes, peer, tag, true);  // NOLINT: at::from_blob takes no const
+GlooWire::Message GlooWire::post_send(const void* data, int64_t bytes, int peer, int tag, const std::string& what) {
+  return post(const_cast<void*>(data), bytes, peer, tag, true, what);  // NOLINT: at::from_blob takes no const
 }
 
-GlooWire::Message GlooWire::post_recv(void* data, int64_t bytes, int peer, int tag) {
-  return post(data, bytes, peer, tag, false);
+GlooWire::Message GlooWire::post_recv(void* data, int64_t bytes, int peer, int tag, const std::string& what) {
+  return post(data, bytes, peer, tag, false, what);
 }
 
-GlooWire::Message GlooWire::post(void* data, int64_t bytes, int peer, int tag, bool sending) {
+GlooWire::Message GlooWire::post(void* data, int64_t bytes, int peer, int tag, bool sending, const std::string& what) {
   std::vector<at::Tensor> view{at::from_blob(data, {bytes}, at::TensorOptions().dtype(at::kByte))};
   std::lock_guard lock(mutex_);
   require<CommError>(backend_ != nullptr, closed_because_);
   try {
     return {sending ? backend_->send(view, peer, tag) : backend_->recv(view, peer, tag), peer, sending};
   } catch (const std::exception& error) {
-    throw CommError(cat("group '", group_, "', rank ", rank_, ": no connection to ", describe_peer(peer), " (",
-                        first_line(error.what()), "). That rank has most likely ended: look at its log first.",
+    throw CommError(cat(what, " on group '", group_, "': rank ", rank_, " has no connection to ", describe_peer(peer),
+                        " (", first_line(error.what()), "). That rank has most likely ended: look at its log first.",
                         report_loss(peer)));
   }
 }

@@ -39,9 +39,9 @@ class GlooWire {
   int size() const { return size_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
-  // bytes > 0; tag in [0, 2^31). Throws CommError when the connection is known to be gone.
-  Message post_send(const void* data, int64_t bytes, int peer, int tag);
-  Message post_recv(void* data, int64_t bytes, int peer, int tag);
+  // bytes > 0; tag in [0, 2^31). Throws CommError as complete() when the connection is known to be gone.
+  Message post_send(const void* data, int64_t bytes, int peer, int tag, const std::string& what);
+  Message post_recv(void* data, int64_t bytes, int peer, int tag, const std::string& what);
 
   // Returns when the message has left or arrived. Throws CommError naming `what` (an operation and its label), this
   // rank, the peer, the first loss and what to look at: when the peer closed its connection or the time limit passed.
@@ -52,7 +52,7 @@ class GlooWire {
   void close(const std::string& reason);
 
  private:
-  Message post(void* data, int64_t bytes, int peer, int tag, bool sending);
+  Message post(void* data, int64_t bytes, int peer, int tag, bool sending, const std::string& what);
   std::string describe_peer(int peer) const;
   // See Note [The first loss]. Empty when it is this very loss.
   std::string report_loss(int peer);

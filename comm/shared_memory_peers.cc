@@ -6,29 +6,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <fstream>
-#include <sstream>
 
+#include "comm/process_state.h"
 #include "core/check.h"
 
 namespace ds::comm {
 namespace {
-
-// Field 22 of /proc/PID/stat; 0 when the process is gone, or a zombie.
-uint64_t start_of(int64_t process) {
-  std::ifstream file(cat("/proc/", process, "/stat"));
-  std::string text;
-  if (!std::getline(file, text)) return 0;
-  const size_t name_end = text.rfind(')');  // the program's name may hold spaces
-  if (name_end == std::string::npos) return 0;
-  std::istringstream fields(text.substr(name_end + 1));
-  std::string field;
-  for (int number = 3; fields >> field; ++number) {
-    if (number == 3 && (field == "Z" || field == "X")) return 0;
-    if (number == 22) return std::stoull(field);
-  }
-  return 0;
-}
 
 uint64_t own_process_namespace() {
   struct stat info {};
@@ -49,7 +32,7 @@ SharedMemoryPeers::SharedMemoryPeers(GroupMemory& memory, int rank, std::string 
       abandon_at_(Clock::time_point::max().time_since_epoch().count()) {
   RankBlock& own = memory_.rank(rank_);
   own.process.store(getpid());
-  own.process_start.store(start_of(getpid()));
+  own.process_start.store(start_of_process(getpid()));
   own.process_namespace.store(own_process_namespace());
   own.state.store(RankState::kPresent);
 }
@@ -124,7 +107,7 @@ bool SharedMemoryPeers::dead(int peer) const {
   if (peer == rank_ || process == 0 || process == memory_.rank(rank_).process.load()) return false;
   if (block.process_namespace.load() != memory_.rank(rank_).process_namespace.load()) return false;
   if (kill(static_cast<pid_t>(process), 0) != 0 && errno == ESRCH) return true;
-  return block.process_start.load() != 0 && start_of(process) != block.process_start.load();
+  return block.process_start.load() != 0 && start_of_process(process) != block.process_start.load();
 }
 
 std::string SharedMemoryPeers::describe(int peer) const {

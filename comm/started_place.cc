@@ -7,6 +7,7 @@
 
 #include "comm/slurm_lists.h"
 #include "core/check.h"
+#include "core/text_hash.h"
 
 namespace ds::comm {
 namespace {
@@ -19,12 +20,6 @@ constexpr uint64_t kPorts = 12000;
 constexpr uint64_t kStepsApart = 16;  // steps of a job that run at once get different ports, up to so many
 
 int port_of(uint64_t job) { return static_cast<int>(kFirstPort + job % kPorts); }
-
-uint64_t fnv1a(std::string_view text) {
-  uint64_t hash = 14695981039346656037U;
-  for (const unsigned char c : text) hash = (hash ^ c) * 1099511628211U;
-  return hash;
-}
 
 // The leading digits of a number that may not fit an int (step 4294967290 is an interactive shell).
 uint64_t digits(const std::optional<std::string>& text) {

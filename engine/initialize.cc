@@ -24,7 +24,6 @@
 #include "optim/lr_schedule.h"
 
 namespace ds::engine {
-
 namespace {
 
 at::ScalarType scalar_type(config::DType dtype) {

@@ -13,6 +13,7 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "core/text_hash.h"
 #include "zero/partition.h"
 
 namespace ds::engine {
@@ -22,13 +23,6 @@ bool matches(const std::string& pattern, const std::string& name) {
   if (pattern.ends_with('*')) return name.starts_with(pattern.substr(0, pattern.size() - 1));
   if (pattern.starts_with('*')) return name.ends_with(pattern.substr(1));
   return pattern == name;
-}
-
-// FNV-1a: the same on every platform, unlike std::hash.
-uint64_t hash_of(const std::string& text) {
-  uint64_t hash = 14695981039346656037ULL;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
-  return hash;
 }
 
 std::string signature(const zero::Parameter& parameter) {
@@ -107,7 +101,7 @@ void require_same_on_all_ranks(const ModelParameters& parameters, const std::str
   for (const zero::Parameter& parameter : parameters.trainable) text += signature(parameter);
   text += "frozen\n";
   for (const zero::Parameter& parameter : parameters.frozen) text += signature(parameter);
-  const at::Tensor own = at::tensor({static_cast<int64_t>(hash_of(settings)), static_cast<int64_t>(hash_of(text)),
+  const at::Tensor own = at::tensor({static_cast<int64_t>(fnv1a(settings)), static_cast<int64_t>(fnv1a(text)),
                                      static_cast<int64_t>(parameters.trainable.size())},
                                     at::kLong)
                              .to(device);

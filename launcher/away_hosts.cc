@@ -4,16 +4,9 @@
 
 #include "core/check.h"
 #include "launcher/host_start.h"
+#include "launcher/seconds.h"
 
 namespace ds::launcher {
-namespace {
-
-std::chrono::steady_clock::time_point seconds_from_now(double seconds) {
-  return std::chrono::steady_clock::now() +
-         std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
-}
-
-}  // namespace
 
 AwayHosts::AwayHosts(const Options& options, const std::vector<std::string>& environment, const OwnProgram& own,
                      AskIntervals& intervals, Notices& notices)
@@ -75,7 +68,7 @@ void AwayHosts::ask(Asked& asked) {
   host.over = false;
   try {
     ask_hosts(asked.host, options_, environment_, own_, notices_);
-    asked.next = seconds_from_now(options_.connect_timeout_seconds + options_.check_timeout_seconds);
+    asked.next = Clock::now() + in_seconds(options_.connect_timeout_seconds + options_.check_timeout_seconds);
   } catch (const Error& error) {  // the ranks that run are not to suffer
     notices_.debug("host ", host.host.name, ": ", error.what());
     ask_later(asked);

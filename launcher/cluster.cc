@@ -14,16 +14,13 @@
 #include "launcher/host_start.h"
 #include "launcher/lost_link.h"
 #include "launcher/node_link.h"
+#include "launcher/seconds.h"
 
 namespace ds::launcher {
 namespace {
 
 constexpr double kEndSeconds = 5;  // for a host to say that its ranks have ended
 constexpr double kAlivesInTimeout = 6;
-
-std::chrono::steady_clock::duration in_seconds(double count) {
-  return std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(count));
-}
 
 }  // namespace
 

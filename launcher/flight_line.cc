@@ -1,7 +1,5 @@
 #include "launcher/flight_line.h"
 
-#include <unistd.h>
-
 #include <filesystem>
 
 #include "core/flight_job.h"
@@ -10,23 +8,11 @@
 #include "launcher/ssh_command.h"
 
 namespace ds::launcher {
-namespace {
-
 namespace fs = std::filesystem;
 
-fs::path temporary_folder(const std::vector<std::string>& environment) {
-  for (const char* name : {"TMPDIR", "TMP", "TEMP", "TEMPDIR"}) {  // as std::filesystem::temp_directory_path()
-    if (const auto folder = environment_value(environment, name)) return *folder;
-  }
-  return "/tmp";
-}
-
-}  // namespace
-
 std::string flight_folder(const std::vector<std::string>& environment) {
-  fs::path base = environment_value(environment, kFlightFolderVariable).value_or("");
-  if (base.empty()) base = temporary_folder(environment) / cat(kFlightFolderPrefix, getuid());
-  return base / environment_value(environment, kFlightJobVariable).value_or("");
+  const auto variable = [&](const char* name) { return environment_value(environment, name); };
+  return fs::path(flight_base(variable)) / variable(kFlightJobVariable).value_or("");
 }
 
 std::vector<std::string> flight_lines(const std::string& folder, const std::string& host) {

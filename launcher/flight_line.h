@@ -6,7 +6,8 @@
 
 namespace ds::launcher {
 
-// The folder of the flight records of ranks with this environment; see core/flight_job.h. Pure, but for the user's id.
+// The folder of the flight records of ranks with this environment; see core/flight_job.h. Pure, but for the user's id
+// and whether the temporary folder is there.
 std::string flight_folder(const std::vector<std::string>& environment);
 
 // Empty where ranks have left no records in `folder`. `host`: what messages call this machine; empty: the only one.

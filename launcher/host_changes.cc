@@ -12,6 +12,7 @@
 #include "launcher/orphan_guard.h"
 #include "launcher/own_program.h"
 #include "launcher/restarts.h"
+#include "launcher/seconds.h"
 
 namespace ds::launcher {
 namespace {
@@ -33,8 +34,6 @@ std::vector<Host> with_names(const std::vector<Host>& hosts, const std::set<std:
 int run_on_hosts(const std::vector<Host>& hosts, const Options& options, const std::vector<std::string>& environment,
                  Console& console, Notices& notices) {
   const size_t least = options.min_nodes ? static_cast<size_t>(*options.min_nodes) : hosts.size();
-  const auto wait =
-      std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options.join_timeout_seconds));
   const OwnProgram own = find_own_program();
   AskIntervals intervals;
   Restarts restarts(options.max_restarts);
@@ -85,7 +84,7 @@ int run_on_hosts(const std::vector<Host>& hosts, const Options& options, const s
         break;
     }
     if (!enough || !options.min_nodes) away.clear();
-    join_limit = Clock::now() + wait;
+    join_limit = Clock::now() + in_seconds(options.join_timeout_seconds);
     trouble_level = Verbosity::kWarning;
   }
 }

@@ -24,7 +24,7 @@ std::vector<std::string> words_for_host(const Options& options) {
 
 std::string find_ssh(const std::vector<std::string>& environment) {
   try {
-    return find_program("ssh", environment_value(environment, "PATH").value_or("/usr/local/bin:/usr/bin:/bin"));
+    return find_program("ssh", search_path(environment));
   } catch (const ProgramError&) {
     throw UsageError("many hosts need the program ssh, which is not in PATH: install it (Debian: openssh-client)");
   }

@@ -18,6 +18,7 @@
 #include "launcher/flight_line.h"
 #include "launcher/handled_signals.h"
 #include "launcher/node_protocol.h"
+#include "launcher/seconds.h"
 #include "launcher/system_call.h"
 
 namespace ds::launcher {
@@ -25,10 +26,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr double kSweepGraceSeconds = 1;
-
-Clock::duration seconds(double count) {
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(count));
-}
 
 // Rank 0 may read a file or a pipe given to ds-launch; a terminal it may not, because only one process group can.
 bool stdin_is_for_rank_zero() { return fcntl(STDIN_FILENO, F_GETFD) >= 0 && !isatty(STDIN_FILENO); }
@@ -157,7 +154,7 @@ void Job::pass_on(int number) {
   if (ending_ != Ending::kNot) return;
   ending_ = Ending::kSignal;
   ending_signal_ = number;
-  if (plan_.signal_grace_seconds > 0) deadline_ = Clock::now() + seconds(plan_.signal_grace_seconds);
+  if (plan_.signal_grace_seconds > 0) deadline_ = Clock::now() + in_seconds(plan_.signal_grace_seconds);
   const std::string limit =
       deadline_ ? cat("they have ", plan_.signal_grace_seconds, " s to end") : std::string("waiting for them to end");
   notices_.say(plan_.link ? Verbosity::kDebug : Verbosity::kInfo, "SIG", sigabbrev_np(number),
@@ -197,7 +194,7 @@ void Job::ask_program_to_end() {
 void Job::end_for_others(const std::string& why) {
   notices_.debug(why);
   if (ending_ == Ending::kNot) ending_ = Ending::kElsewhere;
-  const Clock::time_point limit = Clock::now() + seconds(plan_.failure_grace_seconds);
+  const Clock::time_point limit = Clock::now() + in_seconds(plan_.failure_grace_seconds);
   if (!killed_) deadline_ = deadline_ ? std::min(*deadline_, limit) : limit;
   signal_ranks(SIGTERM);
   signal_ranks(SIGCONT);
@@ -240,7 +237,7 @@ void Job::on_exit(int rank, int status, long peak_rss_kib) {
   const bool for_restart = restart_asked_ && WIFEXITED(status) && WEXITSTATUS(status) == kRestartExitCode;
   if (for_restart && ending_ == Ending::kNot) {
     ending_ = Ending::kRestart;  // the others do the same
-    deadline_ = Clock::now() + seconds(plan_.failure_grace_seconds);
+    deadline_ = Clock::now() + in_seconds(plan_.failure_grace_seconds);
   }
   if (status != 0 && ending_ == Ending::kNot) on_failure(rank, status, peak_rss_kib);
   if (kill(-ended.pid, 0) != 0) guard_->forget(ended.pid);
@@ -256,7 +253,7 @@ void Job::on_failure(int rank, int status, long peak_rss_kib) {
                      .after = read_oom_counters()};
   if (plan_.link != nullptr) tell_failure();
   ending_ = Ending::kFailure;
-  deadline_ = Clock::now() + seconds(plan_.failure_grace_seconds);
+  deadline_ = Clock::now() + in_seconds(plan_.failure_grace_seconds);
   if (running_ > 0) {
     notices_.info("rank ", rank + plan_.first_rank, " failed (",
                   WIFSIGNALED(status) ? cat("SIG", sigabbrev_np(WTERMSIG(status))) : exit_words(status), "): ending ",

@@ -63,7 +63,7 @@ int choose_ranks(const Options& options, const GpuList& gpus, const std::optiona
 }  // namespace
 
 std::string find_program_in(const Options& options, const std::vector<std::string>& environment) {
-  return find_program(options.program, environment_value(environment, "PATH").value_or("/usr/local/bin:/usr/bin:/bin"));
+  return find_program(options.program, search_path(environment));
 }
 
 int count_local_slots(const std::vector<std::string>& environment) {

@@ -9,6 +9,7 @@
 
 #include "core/check.h"
 #include "launcher/node_protocol.h"
+#include "launcher/seconds.h"
 
 namespace ds::launcher {
 
@@ -80,8 +81,7 @@ void NodeLink::limit_silence(double seconds) {
 
 std::optional<std::chrono::steady_clock::time_point> NodeLink::silence_deadline() const {
   if (lost_ || paused_ || silence_limit_ <= 0) return std::nullopt;
-  return last_word_ +
-         std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(silence_limit_));
+  return last_word_ + in_seconds(silence_limit_);
 }
 
 void NodeLink::check_silence() {

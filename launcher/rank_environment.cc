@@ -27,6 +27,15 @@ std::optional<std::string> environment_value(const std::vector<std::string>& env
   return std::nullopt;
 }
 
+std::string search_path(const std::vector<std::string>& environment) {
+  return environment_value(environment, "PATH").value_or("/usr/local/bin:/usr/bin:/bin");
+}
+
+std::string launch_ids(const std::vector<std::string>& environment, const std::string& own) {
+  const std::string above = environment_value(environment, kLaunchIdVariable).value_or("");
+  return above.empty() ? own : cat(above, ',', own);
+}
+
 std::optional<int> omp_threads(const std::vector<std::string>& inherited, int cores, int ranks, int bound_cores) {
   if (bound_cores > 0) return bound_cores;
   if (environment_value(inherited, "OMP_NUM_THREADS").value_or("") != "") return std::nullopt;
@@ -52,8 +61,7 @@ std::vector<std::string> rank_environment(std::vector<std::string> inherited, co
   set(environment, "MASTER_PORT", cat(job.master_port));
   if (threads) set(environment, "OMP_NUM_THREADS", cat(*threads));
   if (job.cuda_visible_devices) set(environment, "CUDA_VISIBLE_DEVICES", *job.cuda_visible_devices);
-  const std::string above = environment_value(environment, kLaunchIdVariable).value_or("");
-  set(environment, kLaunchIdVariable, above.empty() ? job.launch_id : cat(above, ',', job.launch_id));
+  set(environment, kLaunchIdVariable, launch_ids(environment, job.launch_id));
   set(environment, kFlightJobVariable, job.flight_job);
   return inherited;
 }

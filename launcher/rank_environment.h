@@ -29,6 +29,10 @@ inline constexpr std::string_view kLaunchIdVariable = "DS_LAUNCH_ID";
 
 // The value of `name` in an environment of "NAME=value" entries.
 std::optional<std::string> environment_value(const std::vector<std::string>& environment, std::string_view name);
+// PATH, or where that is not set the usual folders.
+std::string search_path(const std::vector<std::string>& environment);
+// The value of DS_LAUNCH_ID for what a ds-launch with this environment and id starts.
+std::string launch_ids(const std::vector<std::string>& environment, const std::string& own);
 
 // OMP_NUM_THREADS for a rank: cores / ranks, at least 1; absent when the user has set it. With bound cores it is always
 // their number, as DeepSpeed does.

@@ -61,7 +61,7 @@ bool is_version_of(Launcher launcher, const std::string& text) {
 
 std::string find_tool(Launcher launcher, const std::vector<std::string>& environment) {
   const ToolProgram program = program_of(launcher);
-  const std::string path = environment_value(environment, "PATH").value_or("/usr/local/bin:/usr/bin:/bin");
+  const std::string path = search_path(environment);
   const bool asks_version = program.names.size() > 1;
   std::string others;  // that are of another MPI
   for (const std::string& name : program.names) {

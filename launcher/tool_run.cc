@@ -24,6 +24,7 @@
 #include "launcher/pid_file.h"
 #include "launcher/rank_environment.h"
 #include "launcher/rank_process.h"
+#include "launcher/seconds.h"
 #include "launcher/system_call.h"
 #include "launcher/tool_program.h"
 
@@ -106,8 +107,7 @@ class ToolRun {
     ending_signal_ = number;
     notices_.info("SIG", sigabbrev_np(number), " passed on");
     if (signal_grace_ <= 0) return;
-    deadline_ =
-        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(signal_grace_));
+    deadline_ = Clock::now() + in_seconds(signal_grace_);
   }
 
   OrphanGuard guard_;  // first: it wants no other descriptors
@@ -119,11 +119,6 @@ class ToolRun {
   int ending_signal_ = 0;
   std::optional<Clock::time_point> deadline_;
 };
-
-std::vector<std::string> with_launch_id(const std::vector<std::string>& environment, const std::string& id) {
-  const std::string above = environment_value(environment, kLaunchIdVariable).value_or("");
-  return with_entries(environment, {cat(kLaunchIdVariable, '=', above, above.empty() ? "" : ",", id)});
-}
 
 void say_what_is_unknown(const Options& options, const ToolCommand& command, Notices& notices) {
   if (options.launcher == Launcher::kPdsh || environment_value(command.environment, "OMP_NUM_THREADS")) return;
@@ -143,7 +138,8 @@ int run_with_tool(const Options& options, const std::vector<std::string>& enviro
   ToolCommand command = tool_command(options, setting);
   const std::string file = find_tool(options.launcher, environment);
   const std::string launch_id = new_launch_id();
-  command.environment = with_launch_id(command.environment, launch_id);
+  command.environment =
+      with_entries(command.environment, {cat(kLaunchIdVariable, '=', launch_ids(command.environment, launch_id))});
   const PidFile pid_file(options.save_pid ? pid_file_path() : "");
   say_what_is_unknown(options, command, notices);
   std::string line = file;

@@ -10,11 +10,9 @@ by both. peer.py says what the kinds of dcp are. One thread a rank, so that with
 """
 import argparse
 import json
-import shutil
 import statistics
-import tempfile
 
-from cases import Unfinished, add_options, megabytes, run_ours, run_peer
+from cases import add_options, megabytes, run_cases
 
 CASES = ["ours0", "ours3", "dcp-thread", "dcp-staged", "dcp-process"]
 
@@ -32,22 +30,7 @@ def main():
     p.add_argument("--steps", type=int, default=2)
     p.add_argument("--only", default=",".join(CASES))
     a = p.parse_args()
-    samples = {}
-    for _ in range(a.repeats):
-        for case in [c for c in CASES if c in a.only.split(",")]:
-            folder = tempfile.mkdtemp(dir=a.folder or a.build)
-            try:
-                if case.startswith("ours"):
-                    result = run_ours(a, int(case[4]), folder, "--beside", str(a.steps), ranks=a.ranks)
-                else:
-                    result = run_peer(a, case, folder, "--beside", str(a.steps), ranks=a.ranks)
-            except Unfinished as reason:
-                print(f"{case}: {reason}")
-                continue
-            finally:
-                shutil.rmtree(folder)
-            for key, values in result.items():
-                samples.setdefault(case, {}).setdefault(key, []).extend(values)
+    samples = run_cases(a, CASES, "--beside", str(a.steps), ranks=a.ranks)
     print(f"{megabytes(a)}, {a.ranks} ranks of one thread, {a.rows} rows each; medians of {a.rounds * a.repeats} blocks")
     print(f"{'case':12s} {'step s':>7s} {'sync: lost':>11s} {'async: lost':>12s} {'from':>7s} {'to':>7s} {'call':>7s}")
     for case, s in samples.items():

@@ -1,6 +1,7 @@
 """Starts one case of the checkpoint benchmarks: dsengine's checkpoint_bench or peer.py, in processes of its own."""
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -69,6 +70,27 @@ def run_peer(a, kind, folder, *further, ranks=2, durable=True):
     return run([sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc_per_node={ranks}", "--master_addr=127.0.0.1",
                 f"--master_port={free_port()}", os.path.join(HERE, "peer.py"), kind, os.path.join(folder, "saved"), str(a.layers),
                 str(a.width), str(a.rows), str(a.rounds), *(() if durable else ("--not_durable",)), *further], a.limit)
+
+
+def run_cases(a, cases, *further, **settings):
+    """What the cases that --only leaves print, {case: {key: values}}, each a.repeats times in a folder of its own, by turns."""
+    samples = {}
+    for _ in range(a.repeats):
+        for case in [c for c in cases if c in a.only.split(",")]:
+            folder = tempfile.mkdtemp(dir=a.folder or a.build)
+            try:
+                if case.startswith("ours"):
+                    result = run_ours(a, int(case[4]), folder, *further, **settings)
+                else:
+                    result = run_peer(a, case, folder, *further, **settings)
+            except Unfinished as reason:
+                print(f"{case}: {reason}")
+                continue
+            finally:
+                shutil.rmtree(folder)
+            for key, values in result.items():
+                samples.setdefault(case, {}).setdefault(key, []).extend(values)
+    return samples
 
 
 def megabytes(a):

@@ -14,29 +14,14 @@ import shutil
 import statistics
 import tempfile
 
-from cases import Unfinished, add_options, megabytes, run_ours, run_peer
+from cases import add_options, megabytes, run_cases, run_ours
 
 CASES = ["torch", "ours0", "ds0", "ours1", "ds1", "ours2", "ds2", "dcp", "ours3", "ds3"]
 
 
 def compare(a):
     durable = not a.not_durable
-    samples = {}
-    for _ in range(a.repeats):
-        for case in [c for c in CASES if c in a.only.split(",")]:
-            folder = tempfile.mkdtemp(dir=a.folder or a.build)
-            try:
-                if case.startswith("ours"):
-                    result = run_ours(a, int(case[4]), folder, durable=durable)
-                else:
-                    result = run_peer(a, case, folder, durable=durable)
-            except Unfinished as reason:
-                print(f"{case}: {reason}")
-                continue
-            finally:
-                shutil.rmtree(folder)
-            for key, values in result.items():
-                samples.setdefault(case, {}).setdefault(key, []).extend(values)
+    samples = run_cases(a, CASES, durable=durable)
     print(f"{megabytes(a)}, 2 ranks; medians of {a.rounds * a.repeats}; {'fsync by all' if durable else 'fsync by none'}")
     print(f"{'case':8s} {'save s':>8s} {'load s':>8s}   over dsengine: save, load")
     figures = {case: {key: statistics.median(values) for key, values in lists.items()} for case, lists in samples.items()}

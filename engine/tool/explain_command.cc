@@ -1,19 +1,19 @@
 #include "engine/tool/explain_command.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <array>
-#include <climits>
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "comm/environment_reader.h"
 #include "comm/flight_folder.h"
 #include "comm/flight_log.h"
+#include "comm/host_identity.h"
+#include "comm/process_state.h"
 #include "comm/stall_explanation.h"
 #include "core/check.h"
+#include "core/flight_job.h"
 
 namespace ds::tool {
 namespace {
@@ -47,7 +47,7 @@ fs::path newest_folder(const fs::path& in) {
 
 // Of a job: its last stall, else the records themselves. Of all jobs: the newest of them.
 fs::path folder_with_records(const std::string& given) {
-  fs::path folder = given.empty() ? comm::flight_base("") : given;
+  fs::path folder = given.empty() ? flight_base(comm::process_environment) : given;
   for (int depth = 0; depth < 3; ++depth) {
     std::error_code error;
     require<IoError>(fs::is_directory(folder, error), folder.string(), ": expected a folder of flight records, found ",
@@ -74,17 +74,11 @@ void note_silence(std::vector<FlightLog>& logs) {
   }
 }
 
-std::string own_host() {
-  std::array<char, HOST_NAME_MAX + 1> name{};
-  return gethostname(name.data(), HOST_NAME_MAX) == 0 ? name.data() : "";
-}
-
 // In a record that a process has left behind, what it waited for when it ended.
 void note_ends(std::vector<FlightLog>& logs) {
   for (FlightLog& log : logs) {
-    std::error_code error;
-    const bool here = log.header.host.text() == own_host();
-    if (!here || log.header.left != 0 || fs::exists(cat("/proc/", log.header.process), error)) continue;
+    const bool here = log.header.host.text() == comm::host_name();
+    if (!here || log.header.left != 0 || comm::state_of_process(log.header.process) != '-') continue;
     log.neighbours[log.header.rank] = '-';
     for (FlightEntry& entry : log.entries) {
       if (entry.state == comm::FlightState::kWaiting) entry.state = comm::FlightState::kIssued;

@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <thread>
 
 #include "comm/factory.h"
 #include "core/check.h"
@@ -63,6 +64,7 @@ DS_PROCESS_TEST(GlooKill, RankZeroIsNamedWithTheStoreItHeld, .world_size = 3, .k
   communicator->all_reduce(tensor).wait();
   const auto start = std::chrono::steady_clock::now();
   if (ranks.rank() == 0) ProcessRank::kill_self();
+  if (ranks.rank() == 2) std::this_thread::sleep_for(std::chrono::milliseconds(200));  // finds the connection closed
   try {
     for (int i = 0; i < 3; ++i) communicator->all_reduce(tensor).wait();
     ADD_FAILURE() << "did not throw";

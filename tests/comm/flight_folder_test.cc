@@ -39,9 +39,9 @@ TEST(FlightFolder, RemovesOldRecordsAndNothingElse) {
   fs::create_directory_symlink(base / "young", base / "link");
   EXPECT_EQ(make_flight_folder(base, "new"), (base / "new").string());
   EXPECT_FALSE(fs::exists(base / "old"));
-  for (const char* kept : {"young/rank0.flight", "in_use/rank0.flight", "global_step100/weights.safetensors",
-                           "mixed/rank0.flight", "mixed/notes.txt", "deep/rank0.flight",
-                           "deep/stall1/kept/rank0.flight", "file", "empty", "link", "new"}) {
+  for (const char* kept :
+       {"young/rank0.flight", "in_use/rank0.flight", "global_step100/weights.safetensors", "mixed/rank0.flight",
+        "mixed/notes.txt", "deep/rank0.flight", "deep/stall1/kept/rank0.flight", "file", "empty", "link", "new"}) {
     EXPECT_TRUE(fs::exists(base / kept)) << kept;
   }
 }

@@ -114,6 +114,21 @@ TEST(FlightRecorder, LiesInAFile) {
   EXPECT_THROW(FlightRecorder({.file = (folder / "none" / "rank0.flight").string()}), IoError);
 }
 
+// A file cut off under a mapping is a bus error at the next record.
+TEST(FlightRecorder, AFileHasOneWriter) {
+  const test::ScratchFolder folder;
+  const FlightRecorderOptions options{.file = folder / "rank0.flight"};
+  auto first = std::make_shared<FlightRecorder>(options);
+  first->add_group("world", {0}, 0);
+  EXPECT_THROW(FlightRecorder{options}, FlightFileInUse);
+  first->follow(first->begin(0, all_reduce_of(9, "goes on")), Work()).wait();
+  EXPECT_EQ(read_flight_file(options.file).last()->label.text(), "goes on");
+  first->keep();
+  first.reset();
+  const FlightRecorder second(options);
+  EXPECT_EQ(read_flight_file(options.file).last(), nullptr) << "what was left of the first is not the second's";
+}
+
 TEST(FlightRecorder, NoCollectiveBeginsAfterTheVerdict) {
   LoggedRank rank(0, 2);
   rank.recorder().doom("rank 1 is to blame");

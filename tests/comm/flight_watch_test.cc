@@ -3,13 +3,17 @@
 
 #include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <chrono>
+#include <cstdlib>
 #include <filesystem>
 #include <thread>
+#include <vector>
 
 #include "comm/factory.h"
 #include "core/check.h"
+#include "core/flight_job.h"
 #include "tests/comm/flight_logs.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/store_threads.h"
@@ -18,7 +22,9 @@ namespace ds::comm::testing {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAre;
 
 constexpr std::chrono::milliseconds kLimit{500};
 
@@ -70,6 +76,28 @@ TEST(FlightWatch, NothingIsLeftOfAGoodRun) {
     const Watched job(store, rank, 3, folder / "flight");
     job.reduce("loss");
   });
+  EXPECT_TRUE(std::filesystem::is_empty(folder / "flight"));
+}
+
+// As steps of SLURM that a rank of ds-launch starts: all inherit DS_FLIGHT_JOB.
+TEST(FlightWatch, JobsThatInheritOneNameKeepApart) {
+  const test::ScratchFolder folder;
+  ASSERT_EQ(setenv(kFlightJobVariable, "inherited", 1), 0);
+  ds::testing::on_store_threads(2, [&](const auto& store, int rank) {
+    std::vector<Watched> jobs;
+    for (const char* name : {"first", "second", "third"}) {
+      jobs.emplace_back(c10::make_intrusive<c10d::PrefixStore>(name, store), rank, 2, folder / "flight");
+    }
+    for (const Watched& job : jobs) job.reduce("loss");
+    if (rank != 0) return;
+    std::vector<std::string> names;
+    for (const auto& job : std::filesystem::directory_iterator(folder / "flight")) {
+      names.push_back(job.path().filename());
+      EXPECT_TRUE(has_file(job.path(), "rank0.flight"));
+    }
+    EXPECT_THAT(names, UnorderedElementsAre("inherited", EndsWith("-2"), EndsWith("-3")));
+  });
+  ASSERT_EQ(unsetenv(kFlightJobVariable), 0);
   EXPECT_TRUE(std::filesystem::is_empty(folder / "flight"));
 }
 

@@ -13,6 +13,7 @@ import time
 
 import hosts
 from hosts import GPT, LAUNCH, RANK, SCRATCH, SOURCE, SSH, expect, fail, find_program, on, wait_until, write
+from metrics_file import losses_of
 
 HOSTFILE = f"{SCRATCH}/hostfile"
 ALL = ["--hostfile", HOSTFILE, *SSH]
@@ -135,14 +136,7 @@ def gpt_arguments(name, steps):
 
 
 def losses(name):
-    """Of each step; of one that was made again, the later."""
-    found = {}
-    if os.path.exists(f"{SCRATCH}/{name}.jsonl"):
-        with open(f"{SCRATCH}/{name}.jsonl") as file:
-            for line in file:
-                if line.endswith("\n") and "step" in (entry := json.loads(line)):
-                    found[entry["step"]] = entry["loss"]
-    return found
+    return losses_of(f"{SCRATCH}/{name}.jsonl")
 
 
 def test_a_host_that_goes_and_comes_back():

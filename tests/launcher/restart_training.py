@@ -4,7 +4,6 @@
 Trains the GPT on two ranks, one of which is killed twice. ds-launch starts the ranks again, they go on from the latest
 checkpoint, and every loss has the bits of a run without interruption.
 """
-import json
 import os
 import re
 import shutil
@@ -12,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+
+from metrics_file import losses_of
 
 BUILD, SCRATCH, SOURCE = (os.path.abspath(path) for path in sys.argv[1:4])
 STEPS = 60
@@ -27,14 +28,7 @@ def command(name, flags, arguments):
 
 
 def losses(name):
-    """As written in the file: of each step, the last one."""
-    found = {}
-    if os.path.exists(f"{SCRATCH}/{name}.jsonl"):
-        with open(f"{SCRATCH}/{name}.jsonl") as file:
-            for line in file:
-                if line.endswith("\n") and "step" in (entry := json.loads(line)):
-                    found[entry["step"]] = entry["loss"]
-    return found
+    return losses_of(f"{SCRATCH}/{name}.jsonl")
 
 
 def fail(text, log=""):

@@ -1,7 +1,6 @@
 """The GPT of examples/gpt, small, for tests that start it in many ways: its words, and whether it has learned the same."""
-import re
-
 from hosts import GPT, SCRATCH, SOURCE, expect
+from metrics_file import losses_of
 
 STEPS = 3
 
@@ -13,8 +12,7 @@ def gpt(name):
 
 
 def losses(name):
-    with open(f"{SCRATCH}/{name}.jsonl") as file:
-        found = [float(loss) for loss in re.findall(r'"loss": ?([0-9.]+)', file.read())]
+    found = list(losses_of(f"{SCRATCH}/{name}.jsonl").values())
     expect(len(found) == STEPS, f"{name}: expected the losses of {STEPS} steps, found {found}")
     return found
 

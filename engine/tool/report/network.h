@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/environment_reader.h"
 #include "engine/tool/report/section.h"
 
 namespace ds::tool::report {
@@ -32,7 +33,7 @@ struct Choice {
 };
 
 // Value of an environment variable; absent or empty: not set.
-using Variables = std::function<std::optional<std::string>(const char* name)>;
+using Variables = comm::EnvironmentReader;
 
 // As comm/factory.cc and comm/gloo_backend.cc choose between hosts. `own_address`: the address from which this host
 // reaches the one that is given; "" where it cannot be told. Pure.

@@ -1,11 +1,11 @@
 #include "engine/tool/report/report_command.h"
 
-#include <cstdlib>
 #include <ctime>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "comm/environment_reader.h"
 #include "comm/host_identity.h"
 #include "core/check.h"
 #include "engine/tool/report/environment.h"
@@ -27,12 +27,6 @@ using nlohmann::ordered_json;
 constexpr int kFine = 0;
 constexpr int kFailed = 2;
 
-std::optional<std::string> variable(const char* name) {
-  const char* value = std::getenv(name);
-  if (value == nullptr || *value == '\0') return std::nullopt;
-  return value;
-}
-
 Machine look() {
   const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe");
   Machine machine{.processor = read_processor(),
@@ -40,9 +34,9 @@ Machine look() {
                   .interfaces = read_interfaces(),
                   .libraries = ask_libraries(program.parent_path()),
                   .devices = ask_devices(program, {"report", "--devices_only"}),
-                  .variables = variable};
-  machine.gloo = gloo_choice(machine.interfaces, variable, comm::address_towards);
-  machine.nccl = nccl_choice(machine.interfaces, variable);
+                  .variables = comm::process_environment};
+  machine.gloo = gloo_choice(machine.interfaces, comm::process_environment, comm::address_towards);
+  machine.nccl = nccl_choice(machine.interfaces, comm::process_environment);
   return machine;
 }
 

@@ -1,0 +1,43 @@
+// The memory of a flight recorder: a mapped file, which others can read while this process is stopped and after it is
+// gone, or memory of this process alone. Torch-free.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <string>
+
+#include "core/check.h"
+
+namespace ds::comm {
+
+// Another recorder, of this or of another process, writes to the file.
+class FlightFileInUse : public IoError {
+ public:
+  using IoError::IoError;
+};
+
+// A mapped file that somebody else cuts off ends this process with SIGBUS, so whoever writes to one holds a lock
+// (flock) on it, and takes over only the file of a process that is gone. Where the file system has no locks, nobody is
+// checked.
+class FlightMemory {
+ public:
+  // All zero. `file` empty: no file. Throws FlightFileInUse, and IoError when the file cannot be made.
+  FlightMemory(std::string file, size_t size);
+  // The file goes too, and its folder when it is empty then, unless keep() was called.
+  ~FlightMemory();
+  FlightMemory(const FlightMemory&) = delete;
+  FlightMemory& operator=(const FlightMemory&) = delete;
+
+  void* data() const { return data_; }
+  size_t size() const { return size_; }
+  void keep() { keep_ = true; }
+
+ private:
+  const std::string file_;
+  const size_t size_;
+  int descriptor_ = -1;  // holds the lock
+  void* data_ = nullptr;
+  std::atomic<bool> keep_{false};
+};
+
+}  // namespace ds::comm
