@@ -15,6 +15,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <iostream>
 #include <map>
 #include <memory>
@@ -69,6 +70,11 @@ double seconds_of(Engine& engine, const Action& action) {
   return now() - begin;
 }
 
+// Outside of what is timed, as for the peers.
+void remove_tag(Engine& engine, const Options& options, const std::string& tag) {
+  if (engine.global_rank() == 0) std::filesystem::remove_all(std::filesystem::path(options.folder) / tag);
+}
+
 nlohmann::json time_loads(Engine& engine, const Options& options) {
   std::vector<double> loads;
   for (int i = 0; i < options.rounds + 1; ++i) {
@@ -81,8 +87,9 @@ nlohmann::json time_loads(Engine& engine, const Options& options) {
 nlohmann::json time_saves(Engine& engine, const Options& options) {
   std::vector<double> saves, loads;
   for (int i = 0; i < options.rounds + 1; ++i) {
+    if (i > 0) remove_tag(engine, options, "sync" + std::to_string(i - 1));  // the last one is for --load_only
     const std::string tag = "sync" + std::to_string(i);
-    saves.push_back(seconds_of(engine, [&] { engine.save_checkpoint(options.folder, tag, {.keep_last = 1}); }));
+    saves.push_back(seconds_of(engine, [&] { engine.save_checkpoint(options.folder, tag); }));
     loads.push_back(seconds_of(engine, [&] { engine.load_checkpoint(options.folder, tag); }));
   }
   // The first of each warms the allocator.
@@ -99,13 +106,13 @@ nlohmann::json time_beside(Engine& engine, const Options& options, const Step& s
   for (int i = 0; i < options.rounds + 1; ++i) {
     for (int k = 0; k < 3; ++k) {
       const std::string kind = kinds[(i + k) % 3];
+      const std::string tag = kind + std::to_string(i);
       std::vector<double> block = {seconds_of(engine, [&] {
-        if (kind == "plain") return;
-        engine.save_checkpoint(options.folder, kind + std::to_string(i),
-                               {.asynchronous = kind == "async", .keep_last = 1});
+        if (kind != "plain") engine.save_checkpoint(options.folder, tag, {.asynchronous = kind == "async"});
       })};
       for (int s = 0; s < options.beside; ++s) block.push_back(seconds_of(engine, step));
       const double end = seconds_of(engine, [&] { engine.wait_for_checkpoint(); });
+      remove_tag(engine, options, tag);
       if (i == 0) continue;  // warms the allocator
       blocks[kind].push_back(block);
       if (kind == "async") ends.push_back(end);
