@@ -6,6 +6,7 @@
 
 #include "checkpoint/block_checksum.h"
 #include "core/check.h"
+#include "core/json_depth.h"
 #include "core/safetensors.h"
 
 namespace ds::checkpoint {
@@ -129,10 +130,12 @@ std::string sealed(const json& content) {
 }
 
 json unsealed(const std::string& text, const std::string& where) {
-  json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
-  require<IoError>(value.is_object() && value.value("format", json()) == kFormat && value.contains("content"), where,
-                   ": expected JSON of a ", kFormat, ", found ", text.size(), " bytes of something else; the file is ",
-                   "damaged, was not written to its end, or is no checkpoint of dsengine");
+  JsonDepth depth;
+  json value = json::parse(text, std::ref(depth), /*allow_exceptions=*/false);
+  require<IoError>(
+      !depth.exceeded() && value.is_object() && value.value("format", json()) == kFormat && value.contains("content"),
+      where, ": expected JSON of a ", kFormat, ", found ", text.size(), " bytes of something else; the file is ",
+      "damaged, was not written to its end, or is no checkpoint of dsengine");
   require<IoError>(value.value("version", json()) == kVersion, where, ": expected version ", kVersion, ", found ",
                    value.value("version", json()).dump(), "; read it with the dsengine that wrote it");
   const json& content = value["content"];

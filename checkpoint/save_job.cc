@@ -61,8 +61,9 @@ void SaveJob::join_tables(Index& index, std::chrono::milliseconds patience) {
                        "\" in ", target_.save_dir, ": rank ", rank, " could not write its part, its message says why");
       require<IoError>(!cancelled_, "checkpoint \"", target_.tag, "\" in ", target_.save_dir, ": given up before rank ",
                        rank, " had written its part");
-      require<IoError>(std::chrono::steady_clock::now() < limit, "checkpoint \"", target_.tag, "\": no file ", path,
-                       " from rank ", rank, " after ", std::chrono::duration<double>(patience).count(),
+      require<IoError>(std::chrono::steady_clock::now() < std::min(limit, latest_end_.load()), "checkpoint \"",
+                       target_.tag, "\": no file ", path, " from rank ", rank, " after ",
+                       std::chrono::duration<double>(patience).count(),
                        " s. Either this rank is gone or late, or its host does not see the same folder: save_dir has ",
                        "to be on a file system that all hosts share");
       std::this_thread::sleep_for(pause);
@@ -95,14 +96,20 @@ void SaveJob::publish(TrainingState state, std::map<std::string, std::string> al
     for (int rank = 0; rank < target_.ranks; ++rank) std::filesystem::remove(rank_file(target_, rank, "json"));
     write_file(path, text, target_.durable);
     publish_tag(target_.save_dir, target_.tag, target_.durable);
-    if (target_.save_latest) write_latest(target_.save_dir, target_.tag, target_.durable);
-    if (target_.keep_last > 0) remove_old_tags();
   } catch (const std::filesystem::filesystem_error& error) {
     abandon_tag(target_.save_dir, target_.tag);
     throw IoError(error.what());
   } catch (...) {
     abandon_tag(target_.save_dir, target_.tag);
     throw;
+  }
+  if (target_.keep_last > 0) remove_old_tags();
+  if (!target_.save_latest) return;
+  try {
+    write_latest(target_.save_dir, target_.tag, target_.durable);
+  } catch (const IoError& error) {
+    throw IoError(
+        cat("it is saved, but `latest` could not be changed, so a load without a tag takes another: ", error.what()));
   }
 }
 

@@ -48,6 +48,8 @@ class SaveJob {
   // `patience` is over, or cancel() was called; nothing of the save is left then.
   void publish(TrainingState state, std::map<std::string, std::string> aliases, std::chrono::milliseconds patience);
   void cancel() { cancelled_ = true; }
+  // From any thread: publish() waits for others so long at most, from now on.
+  void hurry(std::chrono::milliseconds patience) { latest_end_ = std::chrono::steady_clock::now() + patience; }
 
  private:
   void remove_old_tags() const;
@@ -56,6 +58,7 @@ class SaveJob {
   SaveTarget target_;
   std::unique_ptr<RankFiles> files_;
   std::atomic<bool> cancelled_ = false;
+  std::atomic<std::chrono::steady_clock::time_point> latest_end_ = std::chrono::steady_clock::time_point::max();
 };
 
 }  // namespace ds::checkpoint

@@ -132,7 +132,12 @@ void publish_tag(const std::string& save_dir, const std::string& tag, bool durab
   if (!there(to)) {
     rename_folder(from, to);
   } else if (exchange(from, to)) {
-    make_durable(save_dir);
+    try {
+      make_durable(save_dir);
+    } catch (...) {
+      exchange(from, to);
+      throw;
+    }
     abandon_tag(save_dir, tag);  // the older one is there now
   } else {
     replace_in_two_steps(from, to, replaced_path(save_dir, tag), make_durable);

@@ -28,6 +28,7 @@ using PythonList = c10::impl::GenericList;
 
 constexpr const char* kDeepSpeedVersion = "0.19.8";  // whose layout this is; its loader wants a version
 constexpr const char* kLatestUniversal = "latest_universal";
+constexpr const char* kOptimizerState = "optimizer_state.pt";
 
 PythonDict python_dict() { return PythonDict(c10::StringType::get(), c10::AnyType::get()); }
 PythonList python_list() { return PythonList(c10::AnyType::get()); }
@@ -143,6 +144,9 @@ std::vector<std::string> trained(const Source& source) {
     require(!other, where, "found \"", path, "\" of ", source.state().optimizer->type);
     const std::string name = name_in("weights/", path);
     if (name.empty() || info.frozen) continue;
+    // Each becomes a folder: a name from elsewhere must not reach outside of the export.
+    require(name.find('/') == std::string::npos && name != "." && name != ".." && name != kOptimizerState, where,
+            "the parameter \"", name, "\" cannot be the name of a folder there");
     for (const char* state : {"exp_avg", "exp_avg_sq"}) {
       require(source.contains(state_path(state, name)), where, "expected \"", state_path(state, name), "\" of ",
               source.state().optimizer->type, ", found none");
@@ -163,7 +167,7 @@ void export_universal(Source& source, const std::string& folder) {
   try {
     const fs::path incomplete = incomplete_path(save_dir, tag);
     for (const std::string& name : names) save_parameter(source, name, incomplete / "zero" / name);
-    save(incomplete / "zero" / "optimizer_state.pt", optimizer_state(source.state()));
+    save(incomplete / "zero" / kOptimizerState, optimizer_state(source.state()));
     const IValue states = model_states(source);
     for (const char* file : {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"}) {
       save(incomplete / file, states);

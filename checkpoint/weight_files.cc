@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/json_depth.h"
 #include "core/safetensors.h"
 
 namespace ds::checkpoint {
@@ -68,13 +69,15 @@ class WeightFiles : public Source {
 std::map<std::string, std::string> read_weight_map(const std::string& path) {
   std::ifstream in(path);
   require<IoError>(in.good(), path, ": cannot be read");
+  JsonDepth depth;
   nlohmann::json index;
   try {
-    index = nlohmann::json::parse(in);
+    index = nlohmann::json::parse(in, std::ref(depth));
   } catch (const nlohmann::json::exception& error) {
     throw IoError(cat(path, ": not JSON: ", error.what()));
   }
-  const bool has_map = index.is_object() && index.contains("weight_map") && index["weight_map"].is_object();
+  const bool has_map =
+      !depth.exceeded() && index.is_object() && index.contains("weight_map") && index["weight_map"].is_object();
   require<IoError>(has_map, path, ": expected an object with \"weight_map\": {tensor: file}");
   std::map<std::string, std::string> result;
   for (const auto& [name, file] : index["weight_map"].items()) {

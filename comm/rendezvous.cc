@@ -72,11 +72,13 @@ std::string missing_ranks(c10d::Store& store, int world_size) {
   return cat("missing: rank ", missing, "; present: ", present);
 }
 
-std::vector<RankPlace> await_all(c10d::Store& store, int world_size, std::chrono::milliseconds timeout) {
+// `left`: what is left of `timeout`.
+std::vector<RankPlace> await_all(c10d::Store& store, int world_size, std::chrono::milliseconds left,
+                                 std::chrono::milliseconds timeout) {
   std::vector<std::string> keys;
   for (int r = 0; r < world_size; ++r) keys.push_back(arrival_key(r));
   try {
-    store.wait(keys, timeout);
+    store.wait(keys, left);
   } catch (const std::exception&) {
     std::string who;
     try {
@@ -103,7 +105,7 @@ Rendezvous meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int worl
   const auto spent = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start);
   const auto left = std::max(timeout - spent, std::chrono::milliseconds(1));
   Rendezvous result{.store = store, .rank = rank, .world_size = world_size, .timeout = timeout};
-  result.ranks = await_all(*meeting, world_size, left);
+  result.ranks = await_all(*meeting, world_size, left, timeout);
   for (const auto& host : result.hosts()) {
     const auto own = std::find(host.begin(), host.end(), rank);
     if (own == host.end()) continue;

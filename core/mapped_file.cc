@@ -29,7 +29,8 @@ MappedFile::MappedFile(const std::string& path) {
     throw IoError(cat(path, ": expected a regular file"));
   }
   size_ = static_cast<size_t>(status.st_size);
-  void* mapped = size_ == 0 ? nullptr : mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE, descriptor, 0);
+  void* mapped =
+      size_ == 0 ? nullptr : mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, descriptor, 0);
   const int error = errno;
   close(descriptor);
   if (mapped == MAP_FAILED) fail(path, "cannot map", error);

@@ -63,6 +63,7 @@ class Loading {
       const std::string path = buffer_for(source_, impl_.world->rank(), same_ranks_, item.key());
       if (!path.empty()) at::Tensor(item.value().detach()).copy_(source_.tensor(path));
     }
+    if (!with_optimizer_) forget_own_steps();
     if (options_.load_module_only) return;
     if (with_optimizer_ && impl_.client_optimizer) load_client_optimizer(impl_, source_);
     if (with_optimizer_ && impl_.optimizer) read_optimizer_memory();
@@ -118,6 +119,12 @@ class Loading {
       log::warning("load_checkpoint: ", source_.location(),
                    ": errors of the compression are of other ranks or another layout; they begin at 0");
     }
+  }
+
+  // What ranks remember of steps of their own and of compression belongs to the weights that have gone.
+  void forget_own_steps() {
+    if (impl_.optimizer) impl_.optimizer->states_changed(/*rank_states=*/false);
+    if (impl_.reduction) impl_.reduction->forget();
   }
 
   void read_compression_memory() {

@@ -64,30 +64,6 @@ at::Tensor checksums_of(const NamedTensors& buffers) {
   return sums;
 }
 
-// Those of the first rank with this part of the model are everybody's; another rank adds those that differ, such as
-// running statistics of its own batches.
-void add_buffers(const Engine::Impl& impl, NamedTensors& tensors) {
-  NamedTensors buffers;
-  for (const auto& item : impl.module->named_buffers()) {
-    if (impl.pipeline && impl.pipeline->is_copy(item.key())) continue;
-    buffers.emplace_back(item.key(),
-                         item.value().detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true).contiguous());
-  }
-  if (buffers.empty()) return;
-  const at::Tensor own = checksums_of(buffers);
-  at::Tensor first = own.clone().to(impl.device);
-  if (impl.communicator->size() > 1) impl.communicator->broadcast(first, 0, "checksums of buffers").wait();
-  first = first.to(at::kCPU);
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    const auto& [name, values] = buffers[i];
-    if (impl.communicator->rank() == 0) {
-      tensors.emplace_back(checkpoint::buffer_path(name), values);
-    } else if (first.const_data_ptr<int64_t>()[i] != own.const_data_ptr<int64_t>()[i]) {
-      tensors.emplace_back(checkpoint::rank_path(impl.world->rank(), checkpoint::buffer_path(name)), values);
-    }
-  }
-}
-
 // Flat, by their paths in a checkpoint.
 NamedTensors at_paths(int rank, const char* folder, const NamedTensors& memory) {
   NamedTensors result;
@@ -120,10 +96,36 @@ checkpoint::OptimizerState client_optimizer_state(const torch::optim::Optimizer&
   return state;
 }
 
+BufferCopies copy_buffers(const Engine::Impl& impl) {
+  BufferCopies copies;
+  for (const auto& item : impl.module->named_buffers()) {
+    if (impl.pipeline && impl.pipeline->is_copy(item.key())) continue;
+    copies.values.emplace_back(item.key(),
+                               item.value().detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true).contiguous());
+  }
+  copies.checksums = checksums_of(copies.values);
+  return copies;
+}
+
+void add_buffers(const Engine::Impl& impl, const BufferCopies& copies, NamedTensors& tensors) {
+  if (copies.values.empty()) return;
+  const at::Tensor& own = copies.checksums;
+  at::Tensor first = own.clone().to(impl.device);
+  if (impl.communicator->size() > 1) impl.communicator->broadcast(first, 0, "checksums of buffers").wait();
+  first = first.to(at::kCPU);
+  for (size_t i = 0; i < copies.values.size(); ++i) {
+    const auto& [name, values] = copies.values[i];
+    if (impl.communicator->rank() == 0) {
+      tensors.emplace_back(checkpoint::buffer_path(name), values);
+    } else if (first.const_data_ptr<int64_t>()[i] != own.const_data_ptr<int64_t>()[i]) {
+      tensors.emplace_back(checkpoint::rank_path(impl.world->rank(), checkpoint::buffer_path(name)), values);
+    }
+  }
+}
+
 NamedTensors rank_tensors(const Engine::Impl& impl) {
   const int rank = impl.world->rank();
   NamedTensors tensors;
-  add_buffers(impl, tensors);
   tensors.emplace_back(checkpoint::rank_path(rank, kHostGenerator),
                        generator_state(at::detail::getDefaultCPUGenerator()));
   if (!impl.device.is_cpu()) {

@@ -15,8 +15,19 @@ namespace ds::engine {
 // A buffer of the module under its path in the checkpoint: "buffers/NAME", or "ranks/R/buffers/NAME".
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
-// Copies on the host of all that this rank contributes beside its part of the model state, by path. Collective.
+// Copies on the host of what is this rank's own beside its part of the model state, by path: generators, a client
+// optimizer.
 NamedTensors rank_tensors(const Engine::Impl& impl);
+
+// Copies of the module's buffers on the host, under the model's names, with checksums as bit patterns.
+struct BufferCopies {
+  NamedTensors values;
+  at::Tensor checksums;
+};
+BufferCopies copy_buffers(const Engine::Impl& impl);
+// By path: those of the first rank with this part of the model are everybody's; another rank adds those that differ,
+// such as running statistics of its own batches. Collective.
+void add_buffers(const Engine::Impl& impl, const BufferCopies& copies, NamedTensors& tensors);
 
 // What the optimizer remembers beside states of elements, and gradient_compression, under its paths in a checkpoint:
 // live references. Of this rank alone, and what is the same on all ranks, which rank 0 writes.

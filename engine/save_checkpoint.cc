@@ -5,6 +5,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <exception>
 #include <filesystem>
 #include <map>
 #include <utility>
@@ -102,6 +103,7 @@ std::map<std::string, std::string> aliases_of(const torch::nn::Module& module) {
 // Own pieces: those of the model state, then copies of what is the rank's own.
 struct SavedState {
   std::vector<StatePiece> pieces;
+  std::vector<bool> copied;  // of the pieces, before an asynchronous save returns
   NamedTensors own;
 
   std::vector<checkpoint::PlannedPiece> plan() const {
@@ -198,6 +200,7 @@ std::string Engine::Impl::finish_save() {
 
 void Engine::Impl::end_save() noexcept {
   if (!save_job) return;
+  if (std::uncaught_exceptions() > 0) save_job->hurry(kVisible);  // another rank may be gone
   const std::exception_ptr failure = saving.wait_published();
   const checkpoint::SaveTarget target = save_job->target();
   save_job.reset();
@@ -255,7 +258,13 @@ std::string Engine::save_checkpoint(const std::string& save_dir, const std::stri
   };
 
   auto state = std::make_shared<SavedState>();
-  agree(attempt([&] { state->own = rank_tensors(self); }), "copy what is its own");
+  BufferCopies buffers;
+  agree(attempt([&] {
+          state->own = rank_tensors(self);
+          buffers = copy_buffers(self);
+        }),
+        "copy what is its own");
+  add_buffers(self, buffers, state->own);
   checkpoint::TrainingState training = training_state(*this, self, options.client_state);
   agree(attempt([&] {
           if (world.rank() != 0) return;
@@ -279,26 +288,30 @@ std::string Engine::save_checkpoint(const std::string& save_dir, const std::stri
     agree(attempt([&] { publish(kVisible); }), "publish it");
     return path;
   }
-  // What lies in files has memory only within for_each_piece(), which is for this thread. Frozen parameters below stage
-  // 3 are the module's own tensors: a program may change them (moving averages).
+  // What lies in files has memory only within for_each_piece(), which is for this thread. Frozen parameters that are
+  // not divided are the module's own tensors: a program may change them (moving averages).
   const bool in_files = self.offloaded && self.offloaded->bytes().file > 0;
-  const auto copied_now = [in_files](const StatePiece& piece) {
-    return in_files || piece.bucket == StatePiece::kNoBucket;
+  const auto copied_now = [&self, in_files](const StatePiece& piece) {
+    const size_t trained = self.buckets.size();
+    return in_files || piece.bucket == StatePiece::kNoBucket ||
+           (piece.bucket >= trained && !self.frozen_buckets[piece.bucket - trained].sharded());
   };
   agree(attempt([&] {
+          state->copied.resize(state->pieces.size());
           for_each_piece(self, state->pieces, [&](size_t i) {
-            if (copied_now(state->pieces[i])) copy_piece(state->pieces[i]);
+            state->copied[i] = copied_now(state->pieces[i]);
+            if (state->copied[i]) copy_piece(state->pieces[i]);
           });
         }),
         "copy its part");
   checkpoint::BackgroundSave::Parts parts;
-  parts.copy = [state, job, copied_now, order = std::make_shared<DeviceOrder>(self.device)](const auto& hurry) {
+  parts.copy = [state, job, order = std::make_shared<DeviceOrder>(self.device)](const auto& hurry) {
     const at::NoGradGuard no_grad_here;
     job->open(state->plan());
     order->run_after([&] {
       for (size_t i = 0; i < state->pieces.size(); ++i) {
         StatePiece& piece = state->pieces[i];
-        if (copied_now(piece)) continue;
+        if (state->copied[i]) continue;
         if (!piece.flat.is_cpu() || hurry()) {
           copy_piece(piece);
         } else {  // from its place, which saves memory and time of a copy

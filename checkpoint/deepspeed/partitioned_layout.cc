@@ -136,10 +136,13 @@ class PartitionedLayout {
   std::vector<int64_t> paddings_of(size_t group, size_t count) const {
     const auto field = saved_.optim().find("param_alignment_paddings");
     if (!field) return std::vector<int64_t>(count, 0);
-    std::vector<int64_t> paddings = field->item(group).sizes();
-    if (paddings.size() != count) field->item(group).fail(cat("expected ", count, " paddings"));
-    for (const int64_t padding : paddings) {
-      if (padding > kLongestAlignment) field->item(group).fail(cat("a padding of ", padding, " elements"));
+    const PickleField list = field->item(group);
+    if (list.size() != count) list.fail(cat("expected ", count, " paddings"));
+    std::vector<int64_t> paddings;
+    for (size_t i = 0; i < count; ++i) {
+      const int64_t padding = list.item(i).integer();
+      if (padding < 0 || padding > kLongestAlignment) list.item(i).fail(cat("a padding of ", padding, " elements"));
+      paddings.push_back(padding);
     }
     return paddings;
   }

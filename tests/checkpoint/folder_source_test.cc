@@ -337,6 +337,34 @@ TEST(SaveJob, WaitsForAllTables) {
   EXPECT_EQ(read_latest(save_dir), "tag");
 }
 
+// What is saved stays, what `latest` names too, and the others go as ever.
+TEST(SaveJob, LatestThatCannotBeWrittenIsTold) {
+  const test::ScratchFolder folder;
+  const std::string save_dir = folder / "checkpoints";
+  const at::Tensor values = numbers({4}, at::kFloat);
+  for (const int64_t step : {1, 2, 3}) {
+    const std::string tag = cat("step", step);
+    begin_tag(save_dir, tag);
+    SaveJob job({.save_dir = save_dir, .tag = tag, .rank = 0, .ranks = 1, .keep_last = 1});
+    job.open({{"weights/w", {.dtype = at::kFloat, .sizes = {4}}, 0, 4}});
+    job.write(0, values);
+    job.finish();
+    TrainingState state;
+    state.global_steps = step;
+    if (step == 1) {
+      job.publish(state, {}, std::chrono::seconds(30));
+      std::filesystem::create_directory(cat(save_dir, "/latest.", ::getpid(), ".tmp"));  // in the way of a new one
+      continue;
+    }
+    EXPECT_THAT([&] { job.publish(state, {}, std::chrono::seconds(30)); },
+                ThrowsMessage<IoError>(AllOf(HasSubstr("it is saved, but"), HasSubstr("latest"))));
+  }
+  EXPECT_EQ(read_latest(save_dir), "step1");
+  EXPECT_TRUE(verify(save_dir + "/step1").empty());
+  EXPECT_FALSE(std::filesystem::exists(save_dir + "/step2"));
+  EXPECT_TRUE(verify(save_dir + "/step3").empty());
+}
+
 TEST(SaveJob, FailuresLeaveNothing) {
   const test::ScratchFolder folder;
   const std::string save_dir = folder / "checkpoints";

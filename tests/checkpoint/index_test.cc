@@ -125,6 +125,11 @@ TEST(Index, OtherFormatsAndVersionsAreNamed) {
   for (const char* other : {"", "{}", "[]", "null", "7", "{\"format\":\"dsengine checkpoint\"}", "\xff\xfe"}) {
     EXPECT_THAT([&] { index_from(other, "here"); }, ThrowsMessage<IoError>(HasSubstr("here"))) << other;
   }
+  const std::string deep(3'000'000, '[');
+  EXPECT_THROW(index_from(R"({"format":"dsengine checkpoint","version":1,"checksum":"","content":)" + deep +
+                              std::string(deep.size(), ']') + "}",
+                          "here"),
+               IoError);
 }
 
 // --- contents with a checksum that fits ------------------------------------------------------------------------------

@@ -96,6 +96,20 @@ TEST_F(UniversalExportTest, OtherOptimizersAreRefused) {
   EXPECT_FALSE(std::filesystem::exists(folder_ / "run"));
 }
 
+// A name is a folder there.
+TEST_F(UniversalExportTest, ANameReachesNoOtherFolder) {
+  for (const std::string name : {"../../outside", "..", "optimizer_state.pt"}) {
+    MemorySource source;
+    source.mutable_state().optimizer = OptimizerState{.type = "AdamW"};
+    for (const std::string folder : {"weights/", "optimizer/exp_avg/", "optimizer/exp_avg_sq/"}) {
+      source.add(folder + name, torch::ones({2}));
+    }
+    EXPECT_THAT([&] { export_universal(source, tag()); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("\"" + name + "\""), HasSubstr("folder"))));
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "run"));
+}
+
 TEST_F(UniversalExportTest, AFailureLeavesNothing) {
   source_.damage("optimizer/exp_avg_sq/a.weight");
   EXPECT_THROW(export_universal(source_, tag()), IoError);

@@ -108,6 +108,9 @@ TEST_F(WeightFilesTest, WhatIsNoWeightFileIsRefused) {
   EXPECT_THAT([&] { open_weights(path()); }, ThrowsMessage<IoError>(HasSubstr("model.safetensors.index.json")));
   folder_.write("model.safetensors.index.json", "{\"weight_map\": [");
   EXPECT_THAT([&] { open_weights(path()); }, ThrowsMessage<IoError>(HasSubstr("not JSON")));
+  folder_.write("model.safetensors.index.json",
+                "{\"weight_map\": {\"a\": " + std::string(3'000'000, '[') + std::string(3'000'000, ']') + "}}");
+  EXPECT_THAT([&] { open_weights(path()); }, ThrowsMessage<IoError>(HasSubstr("weight_map")));
   folder_.write("model.safetensors.index.json", "{}");
   EXPECT_THAT([&] { open_weights(path()); }, ThrowsMessage<IoError>(HasSubstr("weight_map")));
 }

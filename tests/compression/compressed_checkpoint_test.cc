@@ -1,6 +1,7 @@
 // Checkpoints of compressed optimizers keep their errors, and what ranks have stepped by themselves.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -107,6 +108,32 @@ INSTANTIATE_TEST_SUITE_P(Runs, CompressedCheckpoint,
                                            SavedJob{"ZeroOneAdam", 0, 2}, SavedJob{"ZeroOneAdam", 0, 3},
                                            SavedJob{"ZeroOneAdam", 0, 2, true}),
                          name_of_saved);
+
+// Weights alone: what ranks have stepped by themselves since they last met was on top of the weights that have gone.
+TEST(CompressedCheckpoint, WeightsAloneLeaveNothingOfOwnSteps) {
+  const test::ScratchFolder folder;
+  const std::string dir = folder.path().string();
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    CarriedNet model;
+    const auto engine = start(model.ptr(), SavedJob{"ZeroOneAdam", 0, 2}.config(2), communicator).engine;
+    engine->save_checkpoint(dir, "start");
+    train_until(*engine, model, kSaved);
+    engine->save_checkpoint(dir, "middle");
+    engine->load_checkpoint(dir, "start", {.load_module_only = true});
+    engine->save_checkpoint(dir, "again");
+  });
+  const auto largest_step = [&](const char* tag) {
+    const auto source = checkpoint::open_folder(dir + "/" + tag);
+    double largest = -1;
+    for (const auto& [path, info] : source->tensors()) {
+      if (path.find("stepped") == std::string::npos || info.numel() == 0) continue;
+      largest = std::max(largest, source->tensor(path).abs().max().item<double>());
+    }
+    return largest;
+  };
+  EXPECT_GT(largest_step("middle"), 0);
+  EXPECT_EQ(largest_step("again"), 0);
+}
 
 TEST(CompressedCheckpoint, AdamsStatesGoOnInOneBitAdam) {
   const test::ScratchFolder folder;

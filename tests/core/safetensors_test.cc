@@ -126,6 +126,8 @@ TEST_F(SafetensorsTest, BrokenFilesAreRefusedWithAReason) {
       8, "overlaps \"a\"");
   expect_refused(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 8, "bytes after the last tensor");
   expect_refused(R"({"__metadata__":{"x":1}})", 0, "__metadata__");
+  const std::string deep(3'000'000, '[');
+  expect_refused(R"({"a":)" + deep + std::string(deep.size(), ']') + "}", 0, "nested");
 }
 
 TEST_F(SafetensorsTest, WrongLengthsAreRefused) {
@@ -151,7 +153,8 @@ TEST_F(SafetensorsTest, AFailedWriteLeavesTheOldFile) {
       },
       ThrowsMessage<UsageError>(HasSubstr("twice")));
   EXPECT_EQ(bytes_of(path("w")), before);
-  EXPECT_EQ(std::distance(fs::directory_iterator(folder_.path()), fs::directory_iterator()), 1) << "no temporary file stays";
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder_.path()), fs::directory_iterator()), 1)
+      << "no temporary file stays";
   EXPECT_THAT([&] { write_safetensors(path("no/w"), {}); },
               ThrowsMessage<IoError>(HasSubstr("No such file or directory")));
 }

@@ -194,6 +194,33 @@ TEST(AsyncSaveBesides, OtherChangesWaitToo) {
   }
 }
 
+// A frozen parameter that is not divided is the module's own: the program may change it as soon as the call returns.
+TEST(AsyncSaveBesides, FrozenParametersMayChangeAtOnce) {
+  const test::ScratchFolder folder;
+  const std::string dir = folder.path().string();
+  for (const int stage : {1, 3}) {
+    run_ranks(2, [&](comm::Communicator& communicator) {
+      CarriedNet model;
+      const at::Tensor average = model->register_parameter("average", torch::full({1 << 18}, 0.25), false);
+      ordered_json config = carried_config(stage, 2);
+      config["zero_optimization"]["stage3_param_persistence_threshold"] = 1 << 20;
+      const auto engine = start(model.ptr(), config, communicator).engine;
+      const torch::NoGradGuard no_grad;
+      for (int save = 0; save < 4; ++save) {  // the first copies, later ones may write from the state
+        average.fill_(save);
+        engine->save_checkpoint(dir, cat("tag", save), kAsynchronous);
+        average.fill_(-1);
+        engine->wait_for_checkpoint();
+      }
+    });
+    for (int save = 0; save < 4; ++save) {
+      const auto saved = checkpoint::open_folder((fs::path(dir) / cat("tag", save)).string());
+      EXPECT_TRUE(torch::equal(saved->tensor("weights/average"), torch::full({1 << 18}, static_cast<float>(save))))
+          << "stage " << stage << ", save " << save;
+    }
+  }
+}
+
 TEST(AsyncSaveBesides, ThePathAndTheConfig) {
   const test::ScratchFolder folder;
   const std::string dir = folder.path().string();

@@ -1,13 +1,16 @@
 // A model with everything a checkpoint has to carry, trained on the same global batches whatever the number of ranks.
 #pragma once
 
+#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "checkpoint/folder_source.h"
 #include "comm/communicator.h"
 #include "engine/engine.h"
 #include "tests/engine/small_run.h"
@@ -65,6 +68,51 @@ inline State train_until(Engine& engine, CarriedNet& model, int64_t steps) {
     engine.step();
   }
   return copy_of(engine.fp32_state_dict());
+}
+
+// So that what is there after a load has come from the checkpoint.
+inline void forget(torch::nn::Module& module) {
+  const torch::NoGradGuard no_grad;
+  for (at::Tensor& parameter : module.parameters()) parameter.fill_(0.125);
+}
+
+// In float16 `overflow` makes it a step that is skipped.
+inline void one_step(Engine& engine, CarriedNet& model, bool overflow = false) {
+  const int64_t step = engine.global_steps();
+  for (int64_t micro = 0; micro < engine.gradient_accumulation_steps(); ++micro) {
+    at::Tensor loss = model->loss(rows_of(step * 8 + micro, engine.global_rank(), engine.world_size()));
+    if (overflow && engine.global_rank() == engine.world_size() - 1) {
+      loss = loss * std::numeric_limits<float>::infinity();
+    }
+    engine.backward(loss);
+    engine.step();
+  }
+}
+
+// Weights and states.
+inline void expect_same_state(const std::string& one, const std::string& other, bool frozen_too = true) {
+  const auto a = checkpoint::open_folder(one);
+  const auto b = checkpoint::open_folder(other);
+  int compared = 0;
+  for (const auto& [path, info] : a->tensors()) {
+    if (path.starts_with("ranks/") || (info.frozen && !frozen_too)) continue;
+    ASSERT_TRUE(b->contains(path)) << path;
+    EXPECT_EQ(info, b->info(path)) << path;
+    EXPECT_TRUE(torch::equal(a->tensor(path), b->tensor(path))) << path;
+    ++compared;
+  }
+  EXPECT_GT(compared, 4);
+  for (const auto& [path, info] : b->tensors()) EXPECT_TRUE(path.starts_with("ranks/") || a->contains(path)) << path;
+  EXPECT_EQ(a->aliases(), b->aliases());
+  const checkpoint::TrainingState& s = a->state();
+  const checkpoint::TrainingState& t = b->state();
+  EXPECT_EQ(s.global_steps, t.global_steps);
+  EXPECT_EQ(s.global_samples, t.global_samples);
+  EXPECT_EQ(s.skipped_steps, t.skipped_steps);
+  EXPECT_EQ(s.optimizer->step_count, t.optimizer->step_count);
+  EXPECT_EQ(s.optimizer->groups, t.optimizer->groups);
+  EXPECT_EQ(s.lr_iteration, t.lr_iteration);
+  if (s.loss_scaler && t.loss_scaler) EXPECT_EQ(*s.loss_scaler, *t.loss_scaler);
 }
 
 }  // namespace ds::engine

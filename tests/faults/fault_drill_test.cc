@@ -39,9 +39,13 @@ class Drill {
     return {exit_code, launched.err() + launched.out()};
   }
 
-  // What `ds-tool explain` says of the records that are left.
+  // What `ds-tool explain` says of the first stall. A busy machine may make more of them.
   nlohmann::json explained() const {
-    FILE* const pipe = popen((std::string(DS_TOOL) + " explain --json " + (folder_ / "flight")).c_str(), "r");
+    std::string first;
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(folder_ / "flight")) {
+      if (entry.path().filename() == "stall1") first = entry.path();
+    }
+    FILE* const pipe = popen((std::string(DS_TOOL) + " explain --json " + first).c_str(), "r");
     std::string text;
     for (int c = fgetc(pipe); c != EOF; c = fgetc(pipe)) text.push_back(static_cast<char>(c));
     return pclose(pipe) == 0 ? nlohmann::json::parse(text) : nlohmann::json();
