@@ -38,7 +38,7 @@ at::ScalarType scalar_type(config::DType dtype) {
   return at::kFloat;
 }
 
-zero::ReducerOptions reducer_options(const Plan& plan, at::Device device) {
+zero::ReducerOptions reducer_options(const Plan& plan) {
   zero::ReducerOptions options;
   options.policy = plan.gradient_policy;
   options.overlap = plan.overlap_reduction;
@@ -47,9 +47,8 @@ zero::ReducerOptions reducer_options(const Plan& plan, at::Device device) {
   options.predivide_factor = plan.predivide_factor;
   options.gradient_dtype = scalar_type(plan.gradient_dtype);
   options.communication_dtype = scalar_type(plan.communication_dtype);
-  // Elsewhere a hook waits for its turn on a stream, not for other ranks.
   options.leave_in_backward = plan.offload.speculative;
-  if (plan.gather && device.is_cpu()) options.patience = std::chrono::milliseconds(200);
+  if (plan.gather) options.patience = std::chrono::milliseconds(200);
   return options;
 }
 
@@ -342,7 +341,7 @@ void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const 
       impl.buckets, impl.parameters,
       zero::ReduceRoutes{*impl.groups.shards, impl.groups.replicas.get(), impl.reduction.get(),
                          impl.offloaded ? impl.offloaded->gradients() : nullptr},
-      reducer_options(impl.plan, impl.device));
+      reducer_options(impl.plan));
   if (!impl.plan.gather) {
     impl.access =
         std::make_unique<zero::ParameterPublisher>(impl.buckets, *impl.groups.shards, impl.plan.partition_optimizer);

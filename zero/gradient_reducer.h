@@ -38,8 +38,9 @@ struct ReducerOptions {
   double predivide_factor = 1.0;  // f: times 1/f before, f/W after
   at::ScalarType gradient_dtype = at::kFloat;  // of buckets and accumulated slices
   at::ScalarType communication_dtype = at::kFloat;
-  // Stage 3: how long a gradient's hook may wait for other ranks. One that waits for this rank's next gather cannot
-  // reduce, where it has no gradient for a parameter that has one here; the buckets that would be given back stay then.
+  // Stage 3: how long a gradient's hook may wait for other ranks, also on a device, where a gather behind a reduction
+  // that waits would never begin. One that waits for this rank's next gather cannot reduce, where it has no gradient
+  // for a parameter that has one here; the buckets that would be given back stay then.
   std::optional<std::chrono::milliseconds> patience;
   // Where buckets stay until finish(): reduced gradients that leave them all the same leave inside backward.
   bool leave_in_backward = false;

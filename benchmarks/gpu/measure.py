@@ -104,7 +104,7 @@ class Measurements:
         return found["cases"]["ours step bf16"]["ns_per_parameter"] * 1e-9 * parameters
 
     def largest(self):
-        """Models that memory should hold by the table of docs/offload.md: trained two steps, or not."""
+        """Models that memory should hold by the table of docs/offload.md: trained two steps, or why not."""
         device, host = DEVICE_SHARE * self.gpu_bytes, HOST_SHARE * self.host_bytes
         both = (device + host) / (HOST_BYTES + DEVICE_BYTES)
         cases = [("device alone", device / (HOST_BYTES + DEVICE_BYTES), None),
@@ -116,6 +116,5 @@ class Measurements:
             run = self.train(f"{layers * 12 * LARGE_HIDDEN ** 2 / 1e9:.1f}B parameters, {name}", ds_config(offload, batch=1),
                              ["--layers", str(layers), "--hidden", str(LARGE_HIDDEN), "--heads", "32", "--seq_len", "1024",
                               "--batch", "1", "--steps", "1", "--warmup", "1", "--bf16_start",
-                              "--activation_checkpointing"], 120)
-            found.append({"where": name, "layers": layers, "offload_optimizer": offload, "trains": run is not None,
-                          "run": run})
+                              "--activation_checkpointing"], 200)
+            found.append({"where": name, "layers": layers, "offload_optimizer": offload, "status": self.log.steps[-1]["status"], "run": run})

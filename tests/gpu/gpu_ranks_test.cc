@@ -89,7 +89,7 @@ DS_PROCESS_TEST(GpuGloo, RanksOnOneGpuTrainAsOnTheCpu, .world_size = 2, .time_li
   }
 }
 
-// Sets up what NCCL needs; a group of one rank exchanges nothing, so that NCCL's own operations need a second GPU.
+// Loads NCCL. A group of one rank exchanges nothing, so that NCCL's own set-up and operations need a second GPU.
 TEST(GpuNccl, OneRankTrains) {
   if (tested_device().is_cpu()) GTEST_SKIP() << "NCCL has no CPU tensors";
   const auto group = comm::cuda_plugin().make_nccl_communicator(
