@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "core/check.h"
 #include "core/restart_request.h"
@@ -19,7 +20,7 @@
 namespace ds::launcher {
 namespace {
 
-constexpr double kEndSeconds = 5;  // for a host to say that its ranks have ended
+constexpr double kEndSeconds = 5;  // for a host to say that its ranks have ended, or that it is there
 constexpr double kAlivesInTimeout = 6;
 
 }  // namespace
@@ -127,13 +128,15 @@ void Cluster::handle_signal(int number) {
   if (number == SIGTSTP) return stop_and_continue();
   if (number == SIGINT && interrupted_once_) {
     notices_.warning("second SIGINT: killing the ranks on ", names([](const HostMember& m) { return !m.over; }));
-    kill_sent_ = true;
-    deadline_ = Clock::now() + in_seconds(kEndSeconds);
-    return send_all({.kind = MessageKind::kKill, .fields = {"second SIGINT"}});
+    return kill_ranks("second SIGINT");
   }
   send_all({.kind = MessageKind::kSignal, .fields = {cat(number)}});
   if (number == SIGUSR1 || number == SIGUSR2) return;
   if (number == SIGINT) interrupted_once_ = true;
+  const bool asked_before = std::exchange(asked_to_end_, true);
+  if (failed_ && !asked_before) {
+    notices_.info("SIG", sigabbrev_np(number), " passed on to the ranks that are left; they are not started again");
+  }
   if (ending_signal_ != 0 || failed_) return;
   ending_signal_ = number;
   if (!started_) return;
@@ -176,6 +179,7 @@ void Cluster::take(HostMember& member, const Message& message) {
       break;
     case MessageKind::kClockAnswer:
       member.clock.take(number_field(message, 0), number_field(message, 1), steady_nanoseconds());
+      member.answers_since_kill = kill_sent_.has_value();
       break;
     case MessageKind::kBytes:
       console_.raw(number_field(message, 0) == Console::kErr ? Console::kErr : Console::kOut, message.fields.at(1));
@@ -244,31 +248,46 @@ void Cluster::on_failure(HostMember& failed) {
   }
 }
 
-// A host that does not end: first its ranks are killed, then the connection is closed.
+// Hosts that do not end: first their ranks are killed, then the connections are closed.
 void Cluster::enforce_deadline() {
   if (!deadline_ || Clock::now() < *deadline_ || all_over()) return;
-  const std::string left = names([](const HostMember& m) { return !m.over; });
-  if (!std::exchange(kill_sent_, true)) {
-    notices_.warning("not ended in time: killing the ranks on ", left);
-    send_all({.kind = MessageKind::kKill, .fields = {"not ended in time"}});
-    deadline_ = Clock::now() + in_seconds(kEndSeconds);
-    return;
+  if (kill_sent_) return close_links();
+  notices_.warning("not ended in time: killing the ranks on ", names([](const HostMember& m) { return !m.over; }));
+  kill_ranks("not ended in time");
+}
+
+void Cluster::kill_ranks(const std::string& why) {
+  send_all({.kind = MessageKind::kKill, .fields = {why}});
+  send_all({.kind = MessageKind::kClock, .fields = {cat(steady_nanoseconds())}});
+  kill_sent_ = Clock::now();
+  deadline_ = *kill_sent_ + in_seconds(kEndSeconds);
+}
+
+// See Note [Ranks that die slowly]. Where no ranks start again, nobody has to wait for the old ones.
+void Cluster::close_links() {
+  const double most = std::max(options_.link_timeout_seconds, kEndSeconds);
+  const Clock::time_point limit = *kill_sent_ + in_seconds(most);
+  const bool last = asked_to_end_ || Clock::now() >= limit;
+  const auto is_slow = [](const HostMember& m) { return !m.over && m.answers_since_kill; };
+  const auto is_silent = [](const HostMember& m) { return !m.over && !m.answers_since_kill; };
+  if (const std::string silent = names(is_silent); !silent.empty()) {
+    notices_.warning("no answer from ", silent,
+                     ": closing the connection; ds-launch there ends the ranks when it notices",
+                     options_.link_timeout_seconds > 0 ? cat(", within ", options_.link_timeout_seconds, " s") : "");
   }
-  notices_.warning("no answer from ", left, ": closing the connection; ds-launch there ends the ranks when it notices",
-                   options_.link_timeout_seconds > 0 ? cat(", within ", options_.link_timeout_seconds, " s") : "");
-  forget_all();
-  deadline_.reset();
+  if (const std::string slow = names(is_slow); !slow.empty()) {
+    notices_.warning("killed ranks on ", slow, " have not died yet: ",
+                     last ? "closing the connection" : cat("waiting for them, ", most, " s in all"));
+  }
+  for (HostMember& member : members_) {
+    if (is_silent(member) || (last && is_slow(member))) member.link->kill();
+  }
+  deadline_ = last ? std::nullopt : std::optional(limit);
 }
 
 void Cluster::send_all(const Message& message) {
   for (HostMember& member : members_) {
     if (!member.over) member.link->send(message);
-  }
-}
-
-void Cluster::forget_all() {
-  for (HostMember& member : members_) {
-    if (!member.over) member.link->kill();
   }
 }
 
@@ -290,7 +309,7 @@ const HostMember* Cluster::first_failure() const {
 }
 
 Cluster::Outcome Cluster::outcome() const {
-  if (ending_signal_ != 0 || interrupted_once_) return Outcome::kEnded;
+  if (asked_to_end_) return Outcome::kEnded;
   if (!started_) return Outcome::kNotReady;
   const bool lost = std::any_of(members_.begin(), members_.end(), [](const HostMember& m) { return !m.exit_code; });
   if (first_failure() != nullptr) return lost ? Outcome::kHostLost : Outcome::kRankFailed;

@@ -4,6 +4,11 @@
 // Note [Who failed first, among hosts]
 // When a rank dies, ranks of other hosts soon fail too, and their reports may arrive before its own. So each host says
 // by its own steady clock when its first rank failed, and the difference of the clocks is known to half a round trip.
+//
+// Note [Ranks that die slowly]
+// A rank with much memory may take longer to die from SIGKILL than a host that hangs is given to answer. To start the
+// ranks again beside the old ones would fail for lack of memory or devices, so each host is asked whether it is still
+// there (kClock), and one that is gets more time.
 #pragma once
 
 #include <chrono>
@@ -73,11 +78,12 @@ class Cluster {
   void on_over(HostMember& member);
   void on_failure(HostMember& failed);
   void enforce_deadline();
+  void kill_ranks(const std::string& why);
+  void close_links();
   bool lacks_hosts() const;
   void look_for_returned_hosts();
   bool ended_for_restart(HostMember& member, int code);
   void send_all(const Message& message);
-  void forget_all();
   std::string names(bool (*which)(const HostMember&)) const;
   const HostMember* first_failure() const;
   int report() const;
@@ -97,7 +103,8 @@ class Cluster {
   bool failed_ = false;
   int ending_signal_ = 0;
   bool interrupted_once_ = false;
-  bool kill_sent_ = false;
+  bool asked_to_end_ = false;  // by a signal, which may come too late to be the cause of the end
+  std::optional<Clock::time_point> kill_sent_;
   bool restart_asked_ = false, restart_begun_ = false;  // for hosts that have come back; by the program
   std::optional<Clock::time_point> deadline_;           // to end what is left by stronger means
   Clock::time_point next_alive_;

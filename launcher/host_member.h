@@ -21,7 +21,8 @@ struct HostMember {
   ClockDifference clock;
   std::optional<FailureMessage> failure;
   std::optional<int> exit_code;
-  bool over = false;  // its ssh has ended
+  bool answers_since_kill = false;  // its ds-launch waits for ranks that were killed
+  bool over = false;                // its ssh has ended
 };
 
 using HostMembers = std::vector<HostMember>;

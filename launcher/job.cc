@@ -17,6 +17,7 @@
 #include "launcher/exit_cause.h"
 #include "launcher/flight_line.h"
 #include "launcher/handled_signals.h"
+#include "launcher/lost_link.h"
 #include "launcher/node_protocol.h"
 #include "launcher/seconds.h"
 #include "launcher/system_call.h"
@@ -55,6 +56,7 @@ Job::~Job() {
 
 int Job::run() {
   start_ranks();
+  if (plan_.link != nullptr) plan_.link->limit_silence(plan_.link_timeout_seconds);
   while (running_ > 0) {
     wait_for_something();
     enforce_deadline();
@@ -168,18 +170,17 @@ void Job::stop_and_continue() {
 }
 
 void Job::handle_orders() {
-  plan_.link->check_silence();
   for (const Message& order : plan_.link->read()) {
     if (order.kind == MessageKind::kSignal) {
       const int number = static_cast<int>(number_field(order, 0));
       number == SIGSTOP || number == SIGCONT ? signal_ranks(number) : handle_signal(number);
     }
-    if (order.kind == MessageKind::kEnd) end_for_others("a rank of another host failed");
+    if (order.kind == MessageKind::kEnd) end_for_others("a rank of another host failed", Ending::kElsewhere);
     if (order.kind == MessageKind::kRestart) ask_program_to_end();
     if (order.kind == MessageKind::kKill && running_ > 0 && !killed_) kill_ranks(order.fields.at(0));
   }
-  if (plan_.link->lost() && !std::exchange(link_loss_said_, true)) {
-    end_for_others("the connection to the first ds-launch is gone");
+  if (plan_.link->lost() && running_ > 0 && !std::exchange(link_loss_said_, true)) {
+    end_for_others("the connection to the first ds-launch is gone, or silent", Ending::kLinkLost);
   }
 }
 
@@ -191,9 +192,9 @@ void Job::ask_program_to_end() {
 }
 
 // As after a failure of one's own, but nothing that the ranks do now counts as one.
-void Job::end_for_others(const std::string& why) {
+void Job::end_for_others(const std::string& why, Ending ending) {
   notices_.debug(why);
-  if (ending_ == Ending::kNot) ending_ = Ending::kElsewhere;
+  if (ending_ == Ending::kNot) ending_ = ending;
   const Clock::time_point limit = Clock::now() + in_seconds(plan_.failure_grace_seconds);
   if (!killed_) deadline_ = deadline_ ? std::min(*deadline_, limit) : limit;
   signal_ranks(SIGTERM);
@@ -335,6 +336,8 @@ int Job::report() {
     result = exit_code_of(failure_->status);
   } else if (ending_ == Ending::kRestart) {
     result = kRestartExitCode;
+  } else if (ending_ == Ending::kLinkLost) {
+    result = kLinkLost;
   } else if (ending_ == Ending::kSignal) {
     const bool all_well = std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.status == 0; });
     result = all_well ? 0 : 128 + ending_signal_;

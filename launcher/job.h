@@ -38,6 +38,7 @@ struct JobPlan {
   int first_rank = 0;                // of these ranks among all
   std::string host;                  // what messages call this machine; empty: it is the only one
   NodeLink* link = nullptr;          // to the first ds-launch, when this is not the first; outlives the job
+  double link_timeout_seconds = 0;   // of silence on it, once the ranks have started; 0: no limit
   std::string restart_file;          // see core/restart_request.h; empty: none
 };
 
@@ -56,6 +57,8 @@ class Job {
 
   // Whether a rank failed that nobody had asked to end: the job may start again.
   bool failed_by_itself() const { return failure_ && !asked_to_end_; }
+  // Whether the ranks were ended for nothing but the loss of the link: run() has returned kLinkLost.
+  bool ended_for_lost_link() const { return ending_ == Ending::kLinkLost; }
 
  private:
   struct Rank {
@@ -64,7 +67,7 @@ class Job {
     bool running = false;
     int status = 0;
   };
-  enum class Ending { kNot, kFailure, kSignal, kElsewhere, kRestart };
+  enum class Ending { kNot, kFailure, kSignal, kElsewhere, kLinkLost, kRestart };
 
   void start_ranks();
   void start_rank_of(int rank, int null_fd);
@@ -75,7 +78,7 @@ class Job {
   void pass_on(int number);
   void stop_and_continue();
   void handle_orders();
-  void end_for_others(const std::string& why);
+  void end_for_others(const std::string& why, Ending ending);
   void ask_program_to_end();
   void handle_exits();
   void reap_others();

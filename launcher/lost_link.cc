@@ -26,6 +26,12 @@ std::string why_over(const HostMember& member, const Options& options, const Own
   const int code = exit_code_of(member.link->status());
   const std::string try_it =
       cat("ssh ", options.ssh_port ? cat("-p ", *options.ssh_port, ' ') : "", member.host.name, " true");
+  if (member.link->greeted() && code == kLinkLost) {
+    return cat(
+        "ds-launch there heard nothing from this one",
+        options.link_timeout_seconds > 0 ? cat(" for ", options.link_timeout_seconds, " s (--link_timeout)") : "",
+        " and has ended its ranks: was this one stopped, or the network away?", words);
+  }
   if (member.link->greeted() || WIFSIGNALED(member.link->status())) {
     const bool by_ssh = WIFSIGNALED(member.link->status()) || code == kHostLost;
     return cat(by_ssh ? "ssh: " : "ds-launch there: ", exit_words(member.link->status()), words,

@@ -11,6 +11,7 @@
 #include "launcher/forwarded_environment.h"
 #include "launcher/job.h"
 #include "launcher/job_plan.h"
+#include "launcher/lost_link.h"
 #include "launcher/node_link.h"
 #include "launcher/node_protocol.h"
 #include "launcher/notices.h"
@@ -83,8 +84,9 @@ void tell_error(NodeLink& link, const std::string& host, const Error& error, int
                                       .lines = {cat("ranks on ", host, " did not start: ", error.what())}}));
 }
 
-int run_ranks(const CheckRequest& request, const StartRequest& start, const Options& options,
-              const std::vector<std::string>& environment, NodeConsole& console, NodeLink& link) {
+// The exit code; none when the ranks were ended because the first ds-launch was lost.
+std::optional<int> run_ranks(const CheckRequest& request, const StartRequest& start, const Options& options,
+                             const std::vector<std::string>& environment, NodeConsole& console, NodeLink& link) {
   Notices notices(console, options.verbosity, request.host);
   const NodePlace place{.host = request.host,
                         .node = start.node,
@@ -98,6 +100,7 @@ int run_ranks(const CheckRequest& request, const StartRequest& start, const Opti
     const PidFile pid_file(request.pid_file);
     JobPlan plan = plan_job(options, environment, request.slots, place, notices);
     plan.link = &link;
+    plan.link_timeout_seconds = request.link_timeout;
     std::error_code none;  // a TMPDIR that does not exist
     const std::filesystem::path temporary = std::filesystem::temp_directory_path(none);
     plan.restart_file = (none ? "/tmp" : temporary) / cat("ds-launch.", plan.launch_id, ".restart");
@@ -105,8 +108,8 @@ int run_ranks(const CheckRequest& request, const StartRequest& start, const Opti
       of_rank = with_entries(std::move(of_rank), {cat(kRestartFileVariable, '=', plan.restart_file)});
     }
     Job job(std::move(plan), console, notices);
-    link.limit_silence(request.link_timeout);
-    return job.run();
+    const int code = job.run();
+    return job.ended_for_lost_link() ? std::nullopt : std::optional(code);
   } catch (const ProgramError& error) {
     tell_error(link, request.host, error, error.exit_code());
     return error.exit_code();
@@ -126,9 +129,11 @@ int serve(const std::vector<std::string>& inherited, NodeConsole& console, NodeL
   link.send(to_message(check_host(request, options, environment)));
   const std::optional<Message> order = link.wait();
   if (!order || order->kind != MessageKind::kStart) return 0;  // another host is not ready, or Ctrl-C
-  const int result = run_ranks(request, start_request(*order), options, environment, console, link);
-  link.send({.kind = MessageKind::kEnded, .fields = {cat(result)}});
-  return result;
+  const std::optional<int> result = run_ranks(request, start_request(*order), options, environment, console, link);
+  // Without kEnded the first ds-launch, should it still be there, counts this host as lost.
+  if (!result) return kLinkLost;
+  link.send({.kind = MessageKind::kEnded, .fields = {cat(*result)}});
+  return *result;
 }
 
 }  // namespace

@@ -6,12 +6,18 @@
 
 #include <cerrno>
 #include <csignal>
+#include <utility>
 
 #include "core/check.h"
 #include "launcher/node_protocol.h"
 #include "launcher/seconds.h"
 
 namespace ds::launcher {
+namespace {
+
+constexpr std::chrono::seconds kAway(2);  // for which a loop that works is never late
+
+}  // namespace
 
 int64_t steady_nanoseconds() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -38,25 +44,27 @@ std::optional<Message> NodeLink::wait() {
     console_.append_waits(waits);
     poll(waits.data(), waits.size(), -1);
     console_.write_some();
-    if (waits[0].revents != 0) take_bytes();
+    if (waits[0].revents != 0) take_bytes(Clock::now());
   }
 }
 
-std::vector<Message> NodeLink::read() {
-  if (!lost_) take_bytes();
+std::vector<Message> NodeLink::read(Clock::time_point now) {
+  if (!lost_) take_bytes(now);
   std::vector<Message> messages;
   while (std::optional<Message> message = next()) messages.push_back(std::move(*message));
+  check_silence(now);  // after reading: what came while this thread was away is no silence
   return messages;
 }
 
-void NodeLink::take_bytes() {
+void NodeLink::take_bytes(Clock::time_point now) {
   char buffer[65536];
   pollfd ready{.fd = fd_, .events = POLLIN, .revents = 0};
   while (poll(&ready, 1, 0) > 0) {
     const ssize_t got = ::read(fd_, buffer, sizeof(buffer));
     if (got > 0) {
       reader_.feed({buffer, static_cast<size_t>(got)});
-      last_word_ = std::chrono::steady_clock::now();
+      last_word_ = now;
+      was_away_ = false;
     } else if (got == 0 || (errno != EINTR && errno != EAGAIN)) {
       lost_ = true;
       return;
@@ -74,19 +82,27 @@ std::optional<Message> NodeLink::next() {
   return std::nullopt;
 }
 
-void NodeLink::limit_silence(double seconds) {
+void NodeLink::limit_silence(double seconds, Clock::time_point now) {
   silence_limit_ = seconds;
-  last_word_ = std::chrono::steady_clock::now();
+  last_word_ = now;
+  was_away_ = false;
 }
 
-std::optional<std::chrono::steady_clock::time_point> NodeLink::silence_deadline() const {
+std::optional<NodeLink::Clock::time_point> NodeLink::silence_deadline() const {
   if (lost_ || paused_ || silence_limit_ <= 0) return std::nullopt;
   return last_word_ + in_seconds(silence_limit_);
 }
 
-void NodeLink::check_silence() {
+// Who looks long after the deadline was away (stopped, or held up by a slow disk), and sshd beside it may have been
+// too: the other side gets the whole time again, but once only.
+void NodeLink::check_silence(Clock::time_point now) {
   const auto deadline = silence_deadline();
-  if (deadline && std::chrono::steady_clock::now() >= *deadline) lost_ = true;
+  if (!deadline || now < *deadline) return;
+  if (now - *deadline > kAway && !std::exchange(was_away_, true)) {
+    last_word_ = now;
+  } else {
+    lost_ = true;
+  }
 }
 
 }  // namespace ds::launcher

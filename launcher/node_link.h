@@ -26,13 +26,16 @@ class NodeConsole : public Console {
 
 class NodeLink {
  public:
+  using Clock = std::chrono::steady_clock;
+
   // Reads from `fd`, which the caller owns; answers clock messages on `console`.
   NodeLink(int fd, NodeConsole& console) : fd_(fd), console_(console) {}
 
   // Waits for the next order; none when the connection is gone.
   std::optional<Message> wait();
-  // The orders that have come, without waiting. Sets lost() at the end of the stream.
-  std::vector<Message> read();
+  // The orders that have come by `now`, without waiting. Sets lost() at the end of the stream, and when the silence has
+  // lasted for too long.
+  std::vector<Message> read(Clock::time_point now = Clock::now());
   void send(const Message& message) { console_.send(message); }
 
   int fd() const { return lost_ ? -1 : fd_; }
@@ -40,12 +43,12 @@ class NodeLink {
 
   // From now on so many seconds of silence count as a lost connection; 0: no limit. An order to stop the ranks
   // (SIGSTOP) suspends the limit until the next message.
-  void limit_silence(double seconds);
-  std::optional<std::chrono::steady_clock::time_point> silence_deadline() const;
-  void check_silence();
+  void limit_silence(double seconds, Clock::time_point now = Clock::now());
+  std::optional<Clock::time_point> silence_deadline() const;  // to call read() at
 
  private:
-  void take_bytes();
+  void take_bytes(Clock::time_point now);
+  void check_silence(Clock::time_point now);
   std::optional<Message> next();
 
   int fd_;
@@ -53,7 +56,8 @@ class NodeLink {
   MessageReader reader_{true};
   bool lost_ = false, paused_ = false;
   double silence_limit_ = 0;
-  std::chrono::steady_clock::time_point last_word_;
+  Clock::time_point last_word_;
+  bool was_away_ = false;  // since the last word, for too long to say who was silent
 };
 
 }  // namespace ds::launcher

@@ -124,6 +124,37 @@ def test_stop_and_continue():
     job.ends_with(0)
 
 
+def test_a_frozen_launcher():
+    """Ranks that end because the first ds-launch was silent have not ended well, and it says so when it goes on."""
+    job = Job("frozen", [*ALL, "--link_timeout", "1", "--failure_grace", "1"],
+              ["catch", str(int(signal.SIGTERM)), f"{SCRATCH}/frozen.ended.%", "touch", f"{SCRATCH}/frozen.pid.%",
+               "pause"])
+    job.started(6)
+    job.process.send_signal(signal.SIGSTOP)
+    for rank in range(6):
+        wait_until(f"rank {rank} is ended", lambda: os.path.exists(f"{SCRATCH}/frozen.ended.{rank}"))
+    job.process.send_signal(signal.SIGCONT)
+    job.ends_with(255)
+    job.says("the connection to it is gone: ds-launch there heard nothing from this one for 1 s (--link_timeout)")
+    expect_nobody_left(job)
+
+
+def test_a_signal_after_a_failure():
+    """The ranks that a failure ends are not started again when someone wants the job to end."""
+    go = f"{SCRATCH}/late.go"
+    job = Job("late", [*ALL, "--max_restarts", "1", "--failure_grace", "60"],
+              ["on", "4", "ignore", str(int(signal.SIGTERM)), "touch", f"{SCRATCH}/late.pid.%", "on", "2", "exit", "7",
+               "on", "4", "until", go, "not-on", "4", "pause"])
+    wait_until("rank 4 has started", lambda: os.path.exists(f"{SCRATCH}/late.pid.4"))
+    wait_until("rank 2 has failed", lambda: "failed: ending the ranks on" in job.err())
+    job.process.send_signal(signal.SIGTERM)
+    wait_until("it has the signal", lambda: "they are not started again" in job.err())
+    open(go, "w").close()
+    job.ends_with(7)
+    expect("restart 1 of 1" not in job.err(), "it has started again")
+    expect_nobody_left(job)
+
+
 def test_much_output():
     job = Job("output", ALL, ["lines", "20000", "100"])
     job.ends_with(0)
