@@ -1,5 +1,11 @@
 #include "comm/flight_folder.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <filesystem>
 #include <vector>
@@ -32,7 +38,16 @@ bool is_record(const fs::path& file) {
   return name == kSummary || (name.starts_with(kRank) && name.ends_with(kEnding));
 }
 
-// All files of a job's folder, when it holds nothing but records, of which none is young; else empty.
+// Whether a recorder writes to it (comm/flight_memory.h): a file that is written through a mapping may look old.
+bool is_in_use(const fs::path& file) {
+  const int descriptor = open(file.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  if (descriptor < 0) return errno != ENOENT;
+  const bool locked = flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  close(descriptor);
+  return locked;
+}
+
+// All files of a job's folder, when it holds nothing but records, of which none is young or in use; else empty.
 std::vector<fs::path> old_records(const fs::path& folder) {
   std::vector<fs::path> files;
   for (const fs::directory_entry& entry : entries_of(folder)) {
@@ -46,7 +61,7 @@ std::vector<fs::path> old_records(const fs::path& folder) {
     }
     const auto written = entry.last_write_time(error);
     const bool old = !error && fs::file_time_type::clock::now() - written > kKept;
-    if (!old || !entry.is_regular_file(error) || !is_record(entry.path())) return {};
+    if (!old || !entry.is_regular_file(error) || !is_record(entry.path()) || is_in_use(entry.path())) return {};
     files.push_back(entry.path());
   }
   return files;
@@ -77,6 +92,13 @@ std::string make_flight_folder(const std::string& base, const std::string& job) 
   }
   remove_old(folder.parent_path());
   return folder;
+}
+
+bool holds_records(const std::string& folder) {
+  const std::vector<fs::directory_entry> entries = entries_of(folder);
+  return std::any_of(entries.begin(), entries.end(), [](const fs::directory_entry& entry) {
+    return is_record(entry.path()) || is_stall_folder(entry.path());
+  });
 }
 
 bool is_stall_folder(const std::string& folder) { return fs::path(folder).filename().string().starts_with(kStall); }

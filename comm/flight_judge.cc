@@ -28,11 +28,14 @@ void FlightWatch::State::read_boards() {
     FlightLog board = log_from_bytes(to_text(values[i]), keys[i]);
     if (!peer.board || board.header.now_ns != peer.board->header.now_ns) peer.heard = Clock::now();
     peer.board = std::move(board);
+    const int other = static_cast<int>(of[i]);
+    if (!peer.deaf && silence(other) > 0) peer.deaf = store->check({deaf_key(other)});
   }
 }
 
-// Seconds since a rank's last heartbeat, where that is longer than usual.
+// Seconds since a rank's last heartbeat, where that is longer than usual. Of one that is deaf nobody can tell.
 double FlightWatch::State::silence(int other) const {
+  if (peers[static_cast<size_t>(other)].deaf) return 0;
   const double seconds = Seconds(Clock::now() - peers[static_cast<size_t>(other)].heard).count();
   return seconds > std::max(kShortestSilence, 3 * Seconds(interval()).count()) || seconds > dead_after() ? seconds : 0;
 }
@@ -43,7 +46,7 @@ void FlightWatch::State::judge() {
   std::vector<FlightLog> boards;
   for (const Peer& peer : peers) {
     if (!peer.board) continue;
-    if (peer.board->header.left == 0) {
+    if (peer.board->header.left == 0 && !peer.deaf) {
       longest = std::max(longest, waiting_seconds(*peer.board) + silence(peer.board->header.rank));
     }
     boards.push_back(*peer.board);
@@ -58,18 +61,32 @@ void FlightWatch::State::judge() {
   raise_alarm();
 }
 
+// Whether it is the record of this start of the job; the number of a process may come back on another host.
+bool FlightWatch::State::is_of(const FlightLog& log, int other) const {
+  const RankPlace& place = ranks[static_cast<size_t>(other)];
+  decltype(FlightHeader::host) host{};
+  host.assign(place.host_name);
+  return log.header.rank == other && log.header.process == place.process && log.header.host.bytes == host.bytes;
+}
+
 // What is known of a rank that does not answer.
 FlightLog FlightWatch::State::unheard(int other) const {
   FlightLog log;
   if (!folder.empty() && near(other)) {
     try {
-      log = read_flight_file(flight_file(folder, other));
+      FlightLog file = read_flight_file(flight_file(folder, other));
+      if (is_of(file, other)) log = std::move(file);
     } catch (const Error&) {  // it has ended, and removed the file
     }
   }
   if (log.header.now_ns == 0) log = *peers[static_cast<size_t>(other)].board;
   log.silent_seconds = silence(other);
   return log;
+}
+
+bool FlightWatch::State::answers(int other) const {
+  const Peer& peer = peers[static_cast<size_t>(other)];
+  return other != rank && peer.board && peer.board->header.left == 0 && !peer.deaf && silence(other) == 0;
 }
 
 std::vector<FlightLog> FlightWatch::State::collect(int alarm) {
@@ -83,9 +100,7 @@ std::vector<FlightLog> FlightWatch::State::collect(int alarm) {
   const auto outstanding = [&] {
     std::vector<int> left;
     for (int other = 1; other < static_cast<int>(peers.size()); ++other) {
-      const Peer& peer = peers[static_cast<size_t>(other)];
-      if (peer.board && peer.board->header.left == 0 && silence(other) == 0 && !logs.contains(other))
-        left.push_back(other);
+      if (answers(other) && !logs.contains(other)) left.push_back(other);
     }
     return left;
   };
@@ -127,6 +142,17 @@ std::string FlightWatch::State::write_records(const std::vector<FlightLog>& logs
   return cat(". Records: `ds-tool explain ", to, "`");
 }
 
+// The store may be in this process, which may end at once.
+void FlightWatch::State::await_readers() {
+  std::vector<std::string> keys;
+  for (int other = 1; other < static_cast<int>(peers.size()); ++other) {
+    if (answers(other)) keys.push_back(read_key(other));
+  }
+  const auto end = Clock::now() + interval() + kStackLimit;
+  while (!keys.empty() && !store->check(keys) && Clock::now() < end && pause(std::chrono::milliseconds(20))) {
+  }
+}
+
 void FlightWatch::State::raise_alarm() {
   const int alarm = ++alarms_seen;
   recorder->keep();
@@ -142,6 +168,7 @@ void FlightWatch::State::raise_alarm() {
   next_report = std::max(limit(), 2 * stall.seconds);
   if (!stall.hopeless()) return;
   store->set(kVerdict, to_value(text));
+  await_readers();
   end(text);
 }
 

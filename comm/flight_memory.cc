@@ -51,7 +51,10 @@ FlightMemory::FlightMemory(std::string file, size_t size) : file_(std::move(file
                descriptor_, 0);
   if (data_ != MAP_FAILED) return;
   const int error = errno;
-  if (descriptor_ >= 0) close(descriptor_);
+  if (descriptor_ >= 0) {
+    unlink(file_.c_str());
+    close(descriptor_);
+  }
   throw IoError(cat(file_, ": cannot be mapped: ", std::strerror(error)));
 }
 

@@ -223,7 +223,12 @@ void FlightRecorder::waited(const Ticket& ticket, const Work& work) {
   if (is_over(work)) return ended(ticket, FlightState::kFinished);
   const std::lock_guard lock(mutex_);
   on_device_.emplace_back(ticket, work);
-  if (on_device_.size() > kMostOnDevice) on_device_.pop_front();  // they hold memory of the device
+  if (on_device_.size() <= kMostOnDevice) return;
+  if (FlightEntry* const oldest = find(on_device_.front().first); oldest != nullptr && oldest->ended_ns == 0) {
+    oldest->state = FlightState::kReleased;  // nobody looks any more when it is done
+    oldest->ended_ns = now_ns();
+  }
+  on_device_.pop_front();  // they hold memory of the device
 }
 
 void FlightRecorder::end_those_on_device() {

@@ -63,8 +63,9 @@ void FlightWatch::State::talk() {
         asked_ns = Clock::now().time_since_epoch().count();
         exchange();
         asked_ns = 0;
-      } while (!ending && !lost && pause(interval()));
-      if (!ending && !lost) say_goodbye();
+        exchanged = Clock::now();
+      } while (!ending && !closed && pause(interval()));
+      if (!ending && !closed) say_goodbye();
       again = false;
     } catch (const std::exception& error) {
       asked_ns = 0;
@@ -76,14 +77,15 @@ void FlightWatch::State::talk() {
 // Whether to go on, on a new connection. Where there is none, the process with the store has most likely ended.
 bool FlightWatch::State::reconnect(const std::string& why) {
   log::debug("flight watch: ", why);
+  if (exchanged - connected > kSteady) reconnections = 0;
   for (int attempt = 0; attempt < kReconnections && pause(interval()); ++attempt) {
     try {
       asked_ns = Clock::now().time_since_epoch().count();
       store = connect(meeting);
       asked_ns = 0;
+      connected = Clock::now();
       if (++reconnections <= kReconnections) return true;
-      log::warning("stalls are not reported any more: the store of the rendezvous fails again and again: ", why);
-      deaf = true;
+      give_up(why);
       return false;
     } catch (const std::exception&) {
       asked_ns = 0;
@@ -91,6 +93,17 @@ bool FlightWatch::State::reconnect(const std::string& why) {
   }
   lost = true;
   return false;
+}
+
+// So that rank 0 does not take this rank for dead.
+void FlightWatch::State::give_up(const std::string& why) {
+  log::warning("stalls are not reported any more: the store of the rendezvous fails again and again: ", why);
+  deaf = true;
+  try {
+    store->set(deaf_key(rank), to_value("1"));
+  } catch (const std::exception& error) {
+    log::debug("flight watch: ", error.what());
+  }
 }
 
 // The store may be in rank 0's process: it waits a little, so that nobody finds it closed.
@@ -125,25 +138,13 @@ void FlightWatch::State::exchange() {
   } else {
     if (store->check({kClosing})) {
       store->set(gone_key(rank), to_value("1"));
-      lost = true;
+      closed = true;
       return;
     }
     listen_to_first(own);
     while (store->check({alarm_key(alarms_seen + 1)})) answer(++alarms_seen);
-    if (store->check({kVerdict})) end(to_text(store->get(kVerdict)));
+    if (store->check({kVerdict})) obey(to_text(store->get(kVerdict)));
   }
-}
-
-void FlightWatch::State::listen_to_first(const FlightLog& own) {
-  const auto now = Clock::now();
-  if (waiting_seconds(own) < limit() / 4 || !store->check({board_key(0)})) {
-    first_heard = now;
-    return;
-  }
-  const int64_t beat = log_from_bytes(to_text(store->get(board_key(0))), board_key(0)).header.now_ns;
-  if (beat != first_beat) first_heard = now;
-  first_beat = beat;
-  first_silent = Seconds(now - first_heard).count() > dead_after();
 }
 
 // The stack of a rank that waits in a collective says nothing new.
@@ -164,37 +165,13 @@ void FlightWatch::State::answer(int alarm) {
   store->set(record_key(alarm, rank), to_value(to_bytes(full_log())));
 }
 
-// Without the store.
-void FlightWatch::State::judge_alone() {
-  if (was_stopped(last_look)) trusts_from = last_look + std::chrono::milliseconds(limit_ms.load());
-  if (last_look < trusts_from) return;
-  const int64_t asked = asked_ns;
-  const double unanswered = asked == 0 ? 0 : Seconds(Clock::now().time_since_epoch() - Clock::duration(asked)).count();
-  if (rank == 0 || deaf || (!lost && !first_silent && unanswered < std::max(dead_after(), kShortestSilence / 2)))
-    return;
-  recorder->beat();
-  const FlightLog own = recorder->log();
-  const double waited = waiting_seconds(own);
-  if (limit_ms == 0 || waited < limit()) return;
-  const FlightEntry& entry = *own.waiting();
-  const RankPlace& first = ranks[0];
-  const char letter = near(0) ? state_of_process(first.process) : '?';
-  const std::string state = letter == 'T'   ? cat(": it is stopped by a signal (SIGSTOP, or a "
-                                                    "debugger); `kill -CONT ",
-                                                  first.process, "` lets it go on")
-                            : letter == '-' ? ": its process is gone"
-                                            : "";
-  const std::string text =
-      cat("stalled for ", fixed(waited, 1), " s: rank ", rank, " waits in ",
-          operation_text(entry, own.groups[entry.group]), "; rank 0 (", first.host_name, ", pid ", first.process, ") ",
-          lost           ? "has closed the store of the rendezvous"
-          : first_silent ? "gives no sign of life"
-                         : cat("has not answered for ", fixed(unanswered, 1), " s"),
-          state, folder.empty() ? "" : cat(". Records of this host: `ds-tool explain ", folder, "`"));
-  bool speaks = true;  // one rank of each host
-  for (int other = 1; other < rank; ++other) speaks = speaks && !near(other);
-  if (speaks) log::error(text);
-  end(text);
+void FlightWatch::State::obey(const std::string& verdict) {
+  try {
+    store->set(read_key(rank), to_value("1"));
+  } catch (const std::exception& error) {  // rank 0 has not waited
+    log::debug("flight watch: ", error.what());
+  }
+  end(verdict);
 }
 
 void FlightWatch::State::guard() {
@@ -205,7 +182,8 @@ void FlightWatch::State::guard() {
       log::warning("flight watch: ", error.what());
     }
     if (!ending) continue;
-    if (!pause(kGrace)) return;
+    const auto more = rank == 0 ? interval() : std::chrono::milliseconds(0);  // others read the verdict in its store
+    if (!pause(kGrace + more)) return;
     log::error("this rank does not end by itself, so it is ended, with exit code ", kExitCode);
     _exit(kExitCode);
   }
@@ -243,6 +221,9 @@ JobRecord record_in_folder(FlightRecorderOptions options, const std::string& bas
   for (int attempt = 1;; ++attempt) {
     const std::string folder = make_flight_folder(base, job);
     if (!folder.empty()) options.file = flight_file(folder, options.rank);
+    // No other rank of this job has made its file yet.
+    require<FlightFileInUse>(options.rank != 0 || folder.empty() || !holds_records(folder), folder,
+                             ": holds flight records of another start of a job");
     try {
       return {.job = job, .folder = folder, .recorder = std::make_shared<FlightRecorder>(options)};
     } catch (const FlightFileInUse&) {
@@ -254,7 +235,7 @@ JobRecord record_in_folder(FlightRecorderOptions options, const std::string& bas
 }
 
 // Rank 0 names the job, as the environment says. Where a program starts several jobs, all inherit that name, and the
-// first has it.
+// first has it; nor is the folder of a start that failed taken over.
 JobRecord record_of_first(const FlightRecorderOptions& options, const std::string& base, const RankPlace& own) {
   constexpr int kNames = 100;
   const std::string given = job_name(own);

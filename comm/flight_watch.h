@@ -9,7 +9,8 @@
 // that sentence, and a process that still hangs kGrace later ends with kExitCode. A rank that is merely late is waited
 // for, until the time limit of the operation itself.
 //
-// Where rank 0 itself, and with it the store, does not answer, the first other rank of each host says so.
+// Where rank 0 itself, and with it the store, does not answer, the first other rank of each host says so. Once rank 0
+// has ended in good order, only ranks that wait for rank 0 end; others warn.
 #pragma once
 
 #include <chrono>

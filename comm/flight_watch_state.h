@@ -1,4 +1,4 @@
-// What the threads of a FlightWatch share. Included by flight_watch.cc and flight_judge.cc only.
+// What the threads of a FlightWatch share. Included by flight_watch.cc and flight_judge*.cc only.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -28,11 +28,14 @@ constexpr std::chrono::milliseconds kLongestInterval{1000};
 constexpr std::chrono::milliseconds kStackLimit{300};
 constexpr int kRanksPerSecond = 512;  // boards that rank 0 reads
 constexpr double kShortestSilence = 3;
+constexpr std::chrono::seconds kSteady{60};  // of a connection that has proved good
 
 // Keys of the store.
 inline std::string board_key(int rank) { return cat("board/", rank); }
 inline std::string alarm_key(int alarm) { return cat("alarm/", alarm); }
 inline std::string gone_key(int rank) { return cat("gone/", rank); }
+inline std::string deaf_key(int rank) { return cat("deaf/", rank); }
+inline std::string read_key(int rank) { return cat("read/", rank); }  // it has the verdict
 inline std::string record_key(int alarm, int rank) { return cat("record/", alarm, "/", rank); }
 constexpr const char* kVerdict = "verdict";
 constexpr const char* kJob = "job";
@@ -53,8 +56,8 @@ inline double waiting_seconds(const FlightLog& log) {
 struct FlightWatch::State {
   c10::intrusive_ptr<c10d::Store> meeting;
   c10::intrusive_ptr<c10d::Store> store;  // a connection of the watch's own
-  int reconnections = 0;
-  std::atomic<bool> deaf{false};  // the thread that talks has given up
+  int reconnections = 0;                  // since the last connection that proved good
+  std::atomic<bool> deaf{false};          // the thread that talks has given up
   std::shared_ptr<FlightRecorder> recorder;
   std::vector<RankPlace> ranks;
   int rank = 0;
@@ -68,6 +71,7 @@ struct FlightWatch::State {
   int running = 0;  // threads
 
   std::atomic<bool> lost{false};          // the store has ended
+  std::atomic<bool> closed{false};        // in good order, and rank 0 with it
   std::atomic<int64_t> asked_ns{0};       // since when the store has not answered; 0: it has
   std::atomic<bool> first_silent{false};  // rank 0 gives no sign of life, though the store does (torchrun keeps it)
   std::atomic<bool> ending{false};
@@ -75,6 +79,8 @@ struct FlightWatch::State {
   // Of the thread that talks.
   int alarms_seen = 0;
   flight::Clock::time_point last_turn = flight::Clock::now();
+  flight::Clock::time_point connected = flight::Clock::now();
+  flight::Clock::time_point exchanged = flight::Clock::now();
   int64_t first_beat = 0;  // of rank 0, when this rank waits for long
   flight::Clock::time_point first_heard = flight::Clock::now();
   flight::Clock::time_point quiet_until{};  // after this process was stopped for a while, others may have been as well
@@ -82,11 +88,13 @@ struct FlightWatch::State {
   // Of the thread that guards.
   flight::Clock::time_point last_look = flight::Clock::now();
   flight::Clock::time_point trusts_from{};  // as quiet_until
+  bool told = false;                        // that nobody judges stalls any more
 
   // Of rank 0's.
   struct Peer {
     std::optional<FlightLog> board;
     flight::Clock::time_point heard = flight::Clock::now();
+    bool deaf = false;  // it lives, but its connection does not
   };
   std::vector<Peer> peers;
   flight::Clock::time_point next_comparison{};
@@ -109,6 +117,7 @@ struct FlightWatch::State {
   bool was_stopped(flight::Clock::time_point& last) const;
   void talk();
   bool reconnect(const std::string& why);
+  void give_up(const std::string& why);
   FlightLog show_board();  // returns what it shows
   void guard();
   bool pause(std::chrono::milliseconds time);  // false: it is time to stop
@@ -120,9 +129,13 @@ struct FlightWatch::State {
   void judge();
   void raise_alarm();
   std::vector<FlightLog> collect(int alarm);
+  bool answers(int other) const;
+  bool is_of(const FlightLog& log, int other) const;
   FlightLog unheard(int other) const;
+  void await_readers();
   std::string write_records(const std::vector<FlightLog>& logs, const StallExplanation& stall, int alarm);
   void say_goodbye();
+  void obey(const std::string& verdict);
   void judge_alone();
   void end(const std::string& text);
   double silence(int other) const;

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <vector>
 
 #include "comm/environment_reader.h"
@@ -45,7 +46,46 @@ fs::path newest_folder(const fs::path& in) {
   return newest;
 }
 
-// Of a job: its last stall, else the records themselves. Of all jobs: the newest of them.
+std::vector<FlightLog> records_in(const fs::path& folder) {
+  std::vector<FlightLog> logs;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (is_record(entry.path())) logs.push_back(comm::read_flight_file(entry.path()));
+  }
+  std::sort(logs.begin(), logs.end(),
+            [](const FlightLog& a, const FlightLog& b) { return a.header.rank < b.header.rank; });
+  return logs;
+}
+
+double dead_after(const ExplainOptions& options, const std::vector<FlightLog>& logs) {
+  double of_job = 0;
+  for (const FlightLog& log : logs) of_job = std::max(of_job, log.dead_after_seconds);
+  return options.dead_after.value_or(of_job > 0 ? of_job : kDeadAfter);
+}
+
+// A rank's own record; none where it is taken away or made at this moment.
+std::optional<FlightLog> live_record(const fs::path& file) {
+  try {
+    return comm::read_flight_file(file);
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+// Whether a rank went on after this stall, and did not end in good order: what came later is the news. A hopeless stall
+// ends the job, though ranks may issue a little more before they hear of it.
+bool went_on(const fs::path& job, const fs::path& stall) {
+  const std::vector<FlightLog> stalled = records_in(stall);
+  const bool last = explain_stall(stalled, stalled.front().header.world_size, dead_after({}, stalled)).hopeless();
+  return std::any_of(stalled.begin(), stalled.end(), [&](const FlightLog& then) {
+    const std::optional<FlightLog> now = live_record(comm::flight_file(job, then.header.rank));
+    if (!now || now->header.left != 0) return false;
+    const bool same_start =
+        now->header.process == then.header.process && now->header.host.text() == then.header.host.text();
+    return !same_start || (!last && now->header.next_sequence > then.header.next_sequence);
+  });
+}
+
+// Of a job: its last stall, or the records themselves where it went on. Of all jobs: the newest of them.
 fs::path folder_with_records(const std::string& given) {
   fs::path folder = given.empty() ? flight_base(comm::process_environment) : given;
   for (int depth = 0; depth < 3; ++depth) {
@@ -53,7 +93,7 @@ fs::path folder_with_records(const std::string& given) {
     require<IoError>(fs::is_directory(folder, error), folder.string(), ": expected a folder of flight records, found ",
                      fs::exists(folder, error) ? "a file" : "nothing");
     const fs::path inner = newest_folder(folder);
-    if (has_records(folder) && (inner.empty() || !has_records(inner))) return folder;
+    if (has_records(folder) && (inner.empty() || !has_records(inner) || went_on(folder, inner))) return folder;
     require<IoError>(!inner.empty(), folder.string(), ": expected flight records (rankN.flight), found none; a rank ",
                      "that ends in good order removes its own");
     folder = inner;
@@ -87,21 +127,10 @@ void note_ends(std::vector<FlightLog>& logs) {
 }
 
 std::vector<FlightLog> read_records(const fs::path& folder) {
-  std::vector<FlightLog> logs;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    if (is_record(entry.path())) logs.push_back(comm::read_flight_file(entry.path()));
-  }
-  std::sort(logs.begin(), logs.end(),
-            [](const FlightLog& a, const FlightLog& b) { return a.header.rank < b.header.rank; });
+  std::vector<FlightLog> logs = records_in(folder);
   note_silence(logs);
   if (!comm::is_stall_folder(folder)) note_ends(logs);
   return logs;
-}
-
-double dead_after(const ExplainOptions& options, const std::vector<FlightLog>& logs) {
-  double of_job = 0;
-  for (const FlightLog& log : logs) of_job = std::max(of_job, log.dead_after_seconds);
-  return options.dead_after.value_or(of_job > 0 ? of_job : kDeadAfter);
 }
 
 const char* name_of(comm::StallCause cause) {

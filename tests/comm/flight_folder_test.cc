@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "comm/flight_memory.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::comm::testing {
@@ -44,6 +45,35 @@ TEST(FlightFolder, RemovesOldRecordsAndNothingElse) {
         "mixed/notes.txt", "deep/rank0.flight", "deep/stall1/kept/rank0.flight", "file", "empty", "link", "new"}) {
     EXPECT_TRUE(fs::exists(base / kept)) << kept;
   }
+}
+
+// What is written through a mapping may leave the time of the file as it is.
+TEST(FlightFolder, RecordsThatAreWrittenToAreKeptHoweverOld) {
+  const test::ScratchFolder scratch;
+  const fs::path base = scratch / "base";
+  make_file(base / "runs" / "rank0.flight", 8);
+  make_file(base / "runs" / "rank1.flight", 8);
+  {
+    FlightMemory memory((base / "runs" / "rank1.flight").string(), 100);
+    memory.keep();
+    fs::last_write_time(base / "runs" / "rank1.flight", fs::file_time_type::clock::now() - std::chrono::hours(24 * 8));
+    make_flight_folder(base, "new");
+    EXPECT_TRUE(fs::exists(base / "runs" / "rank0.flight"));
+    EXPECT_TRUE(fs::exists(base / "runs" / "rank1.flight"));
+  }
+  make_flight_folder(base, "new");
+  EXPECT_FALSE(fs::exists(base / "runs"));
+}
+
+TEST(FlightFolder, TellsWhetherItHoldsRecords) {
+  const test::ScratchFolder scratch;
+  EXPECT_FALSE(holds_records(scratch / "none"));
+  make_file(fs::path(scratch / "notes.txt"), 0);
+  EXPECT_FALSE(holds_records(scratch.path()));
+  make_file(fs::path(scratch / "a/rank7.flight"), 0);
+  EXPECT_TRUE(holds_records(scratch / "a"));
+  fs::create_directories(scratch.path() / "b" / "stall1");
+  EXPECT_TRUE(holds_records(scratch / "b"));
 }
 
 TEST(FlightFolder, OneThatCannotBeMadeIsNoError) {

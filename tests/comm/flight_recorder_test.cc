@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <set>
@@ -127,6 +128,34 @@ TEST(FlightRecorder, AFileHasOneWriter) {
   first.reset();
   const FlightRecorder second(options);
   EXPECT_EQ(read_flight_file(options.file).last(), nullptr) << "what was left of the first is not the second's";
+}
+
+// Of a device that never gets there.
+class NeverDone final : public WorkState {
+ public:
+  bool is_completed() override { return false; }
+  void wait() override {}  // a stream waits
+};
+
+TEST(FlightRecorder, OperationsOfADeviceThatNobodyLooksAfterDoNotWait) {
+  LoggedRank rank(0, 2, 256);
+  Collective collective = all_reduce_of(4, "bucket");
+  collective.input = collective.output = at::empty({4}, at::TensorOptions().device(at::kMeta));
+  constexpr size_t kMany = 100;
+  for (size_t i = 0; i < kMany; ++i) {
+    FlightRecorder& recorder = rank.recorder();
+    recorder.follow(recorder.begin(0, collective), Work(std::make_shared<NeverDone>())).wait();
+  }
+  const FlightLog log = rank.log();
+  ASSERT_EQ(log.entries.size(), kMany);
+  const auto waiting = std::count_if(log.entries.begin(), log.entries.end(),
+                                     [](const FlightEntry& entry) { return entry.state == FlightState::kWaiting; });
+  EXPECT_LT(waiting, kMany);
+  EXPECT_EQ(log.waiting()->position, kMany - static_cast<size_t>(waiting) + 1) << "the newest still wait";
+  for (const FlightEntry& entry : log.entries) {
+    EXPECT_EQ(entry.ended_ns == 0, entry.state == FlightState::kWaiting);
+    EXPECT_TRUE(entry.state == FlightState::kWaiting || entry.state == FlightState::kReleased);
+  }
 }
 
 TEST(FlightRecorder, NoCollectiveBeginsAfterTheVerdict) {

@@ -101,6 +101,35 @@ TEST(FlightWatch, JobsThatInheritOneNameKeepApart) {
   EXPECT_TRUE(std::filesystem::is_empty(folder / "flight"));
 }
 
+// Of an earlier start that failed, with more ranks than this one.
+TEST(FlightWatch, RecordsOfAnEarlierStartAreLeftAlone) {
+  const test::ScratchFolder folder;
+  folder.write("flight/named/rank5.flight", "left over");
+  ASSERT_EQ(setenv(kFlightJobVariable, "named", 1), 0);
+  ds::testing::on_store_threads(2, [&](const auto& store, int rank) {
+    const Watched job(store, rank, 2, folder / "flight");
+    job.reduce("loss");
+    if (rank == 0) EXPECT_FALSE(has_file(folder / "flight/named", "rank0.flight"));
+  });
+  ASSERT_EQ(unsetenv(kFlightJobVariable), 0);
+  EXPECT_TRUE(has_file(folder / "flight/named", "rank5.flight"));
+}
+
+// The ranks that stay do not wait for it.
+TEST(FlightWatch, AFirstRankThatEndedInGoodOrderIsNotToBlame) {
+  const test::ScratchFolder folder;
+  ds::testing::on_store_threads(3, [&](const auto& store, int rank) {
+    const Watched job(store, rank, 3, folder / "flight");
+    const auto pair = job.world->new_group({1, 2}, "pair");
+    job.reduce("loss");
+    if (rank == 0) return;
+    for (int step = 0; step < 2; ++step) {
+      if (step == 0 && rank == 2) std::this_thread::sleep_for(4 * kLimit);
+      pair->all_reduce(at::ones({4}), ReduceOp::kSum, "export").wait();
+    }
+  });
+}
+
 // Nothing hangs: every sum is of two different things, as it would be over NCCL.
 TEST(FlightWatch, AnotherSequenceEndsAllRanks) {
   const test::ScratchFolder folder;
