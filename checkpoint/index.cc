@@ -1,6 +1,7 @@
 #include "checkpoint/index.h"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <utility>
 

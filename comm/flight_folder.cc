@@ -1,16 +1,12 @@
 #include "comm/flight_folder.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <filesystem>
 #include <vector>
 
 #include "comm/environment_reader.h"
+#include "comm/flight_memory.h"
 #include "core/flight_job.h"
 #include "core/log.h"
 
@@ -38,15 +34,6 @@ bool is_record(const fs::path& file) {
   return name == kSummary || (name.starts_with(kRank) && name.ends_with(kEnding));
 }
 
-// Whether a recorder writes to it (comm/flight_memory.h): a file that is written through a mapping may look old.
-bool is_in_use(const fs::path& file) {
-  const int descriptor = open(file.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-  if (descriptor < 0) return errno != ENOENT;
-  const bool locked = flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
-  close(descriptor);
-  return locked;
-}
-
 // All files of a job's folder, when it holds nothing but records, of which none is young or in use; else empty.
 std::vector<fs::path> old_records(const fs::path& folder) {
   std::vector<fs::path> files;
@@ -61,7 +48,8 @@ std::vector<fs::path> old_records(const fs::path& folder) {
     }
     const auto written = entry.last_write_time(error);
     const bool old = !error && fs::file_time_type::clock::now() - written > kKept;
-    if (!old || !entry.is_regular_file(error) || !is_record(entry.path()) || is_in_use(entry.path())) return {};
+    if (!old || !entry.is_regular_file(error) || !is_record(entry.path())) return {};
+    if (FlightMemory::is_in_use(entry.path())) return {};  // written through a mapping, it may look old
     files.push_back(entry.path());
   }
   return files;

@@ -23,11 +23,14 @@ bool leads_to(const std::string& file, int descriptor) {
          named.st_ino == opened.st_ino;
 }
 
+// False: somebody else has it.
+bool lock(int descriptor) { return flock(descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK; }
+
 int open_locked(const std::string& file) {
   for (;;) {
     const int descriptor = open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     require<IoError>(descriptor >= 0, file, ": cannot be made: ", std::strerror(errno));
-    const bool in_use = flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+    const bool in_use = !lock(descriptor);
     if (!in_use && leads_to(file, descriptor)) return descriptor;
     close(descriptor);
     require<FlightFileInUse>(!in_use, file, ": is the flight record of a job that still runs");
@@ -36,26 +39,31 @@ int open_locked(const std::string& file) {
 
 }  // namespace
 
+bool FlightMemory::is_in_use(const std::string& file) {
+  const int descriptor = open(file.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  if (descriptor < 0) return errno != ENOENT;
+  const bool in_use = !lock(descriptor);
+  close(descriptor);
+  return in_use;
+}
+
 FlightMemory::FlightMemory(std::string file, size_t size) : file_(std::move(file)), size_(size) {
+  const auto fail = [this](const std::string& what, int error) {
+    if (descriptor_ >= 0) {
+      unlink(file_.c_str());
+      close(descriptor_);
+    }
+    throw IoError(cat(file_, ": ", what, ": ", std::strerror(error)));
+  };
   if (!file_.empty()) {
     descriptor_ = open_locked(file_);
     int error = ftruncate(descriptor_, 0) == 0 ? 0 : errno;
     if (error == 0) error = posix_fallocate(descriptor_, 0, static_cast<off_t>(size));
-    if (error != 0) {
-      unlink(file_.c_str());
-      close(descriptor_);
-      throw IoError(cat(file_, ": no room for the ", size, " bytes of a flight record: ", std::strerror(error)));
-    }
+    if (error != 0) fail(cat("no room for the ", size, " bytes of a flight record"), error);
   }
   data_ = mmap(nullptr, size, PROT_READ | PROT_WRITE, descriptor_ < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED,
                descriptor_, 0);
-  if (data_ != MAP_FAILED) return;
-  const int error = errno;
-  if (descriptor_ >= 0) {
-    unlink(file_.c_str());
-    close(descriptor_);
-  }
-  throw IoError(cat(file_, ": cannot be mapped: ", std::strerror(error)));
+  if (data_ == MAP_FAILED) fail("cannot be mapped", errno);
 }
 
 FlightMemory::~FlightMemory() {

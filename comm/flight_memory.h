@@ -21,6 +21,9 @@ class FlightFileInUse : public IoError {
 // checked.
 class FlightMemory {
  public:
+  // Whether somebody writes to the file, as above. One that cannot be looked at counts as in use.
+  static bool is_in_use(const std::string& file);
+
   // All zero. `file` empty: no file. Throws FlightFileInUse, and IoError when the file cannot be made.
   FlightMemory(std::string file, size_t size);
   // The file goes too, and its folder when it is empty then, unless keep() was called.

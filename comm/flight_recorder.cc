@@ -1,14 +1,9 @@
 #include "comm/flight_recorder.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
-#include <cstring>
-#include <filesystem>
 #include <thread>
 
 #include "comm/communicator.h"

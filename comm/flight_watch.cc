@@ -9,7 +9,6 @@
 #include <cstdlib>
 #include <ctime>
 #include <exception>
-#include <filesystem>
 #include <thread>
 
 #include "comm/flight_folder.h"

@@ -206,16 +206,16 @@ Work GlooCommunicator::launch(Collective collective) {
 
 Work GlooCommunicator::launch_message(const Collective& collective) {
   const bool sending = collective.kind == CollectiveKind::kSend;
-  require(collective.tag >= 0 && collective.tag < (1 << 16), operation_text(collective),
-          ": expected a tag in [0, 65536), found ", collective.tag);
+  const std::string what = operation_text(collective);
+  require(collective.tag >= 0 && collective.tag < (1 << 16), what, ": expected a tag in [0, 65536), found ",
+          collective.tag);
   if (collective.peer == rank()) {
-    return sending ? self_.send(collective.input, collective.tag, operation_text(collective))
-                   : self_.recv(collective.output, collective.tag, operation_text(collective));
+    return sending ? self_.send(collective.input, collective.tag, what)
+                   : self_.recv(collective.output, collective.tag, what);
   }
   const at::Tensor host = sending ? on_host(collective.input) : host_space_for(collective.output);
   const at::Tensor device_output = !sending && !collective.output.is_cpu() ? collective.output : at::Tensor();
   const auto bytes = static_cast<int64_t>(host.nbytes());
-  const std::string what = operation_text(collective);
   std::optional<GlooWire::Message> message;
   if (bytes > 0) {
     const int tag = message_tag(collective.tag, bytes);
