@@ -53,6 +53,7 @@ void SaveJob::give_up() noexcept {
 
 void SaveJob::join_tables(Index& index, std::chrono::milliseconds patience) {
   const auto begin = std::chrono::steady_clock::now();
+  const auto limit = begin + patience;
   std::chrono::milliseconds pause(1);
   for (int rank = 0; rank < target_.ranks; ++rank) {
     const std::string path = rank_file(target_, rank, "json");
@@ -62,9 +63,9 @@ void SaveJob::join_tables(Index& index, std::chrono::milliseconds patience) {
       require<IoError>(!cancelled_, "checkpoint \"", target_.tag, "\" in ", target_.save_dir, ": given up before rank ",
                        rank, " had written its part");
       const auto now = std::chrono::steady_clock::now();
-      require<IoError>(now < std::min(begin + patience, latest_end_.load()), "checkpoint \"", target_.tag,
-                       "\": no file ", path, " from rank ", rank, " after ",
-                       std::chrono::duration<double>(now - begin).count(),
+      require<IoError>(now < std::min(limit, latest_end_.load()), "checkpoint \"", target_.tag, "\": no file ", path,
+                       " from rank ", rank, " after ",
+                       std::chrono::duration<double>(std::min(now - begin, limit - begin)).count(),
                        " s. Either this rank is gone or late, or its host does not see the same folder: save_dir has ",
                        "to be on a file system that all hosts share");
       std::this_thread::sleep_for(pause);
