@@ -30,8 +30,8 @@ void rewrite(Source& source, const std::string& folder, int ranks) {
   require(ranks > 0, "checkpoint: rewrite: expected a positive number of ranks, found ", ranks);
   std::filesystem::path path = std::filesystem::absolute(folder).lexically_normal();
   if (!path.has_filename()) path = path.parent_path();  // "tag/"
-  SaveTarget target{.save_dir = path.parent_path().string(), .tag = path.filename().string(), .ranks = ranks};
-  begin_tag(target.save_dir, target.tag);
+  SaveTarget target{.save = new_save(path.parent_path().string(), path.filename().string()), .ranks = ranks};
+  begin_tag(target.save);
   try {
     for (target.rank = ranks - 1; target.rank >= 0; --target.rank) {
       SaveJob job(target);
@@ -46,7 +46,7 @@ void rewrite(Source& source, const std::string& folder, int ranks) {
       if (target.rank == 0) job.publish(source.state(), source.aliases(), std::chrono::milliseconds(0));
     }
   } catch (...) {
-    abandon_tag(target.save_dir, target.tag);
+    abandon_tag(target.save);
     throw;
   }
 }

@@ -1,5 +1,8 @@
 #include "checkpoint/save_job.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -20,7 +23,7 @@ namespace {
 std::string rank_file(const SaveTarget& target, int rank, const char* ending) {
   char name[64];
   std::snprintf(name, sizeof name, "rank-%05d.%s", rank, ending);
-  return (std::filesystem::path(incomplete_path(target.save_dir, target.tag)) / name).string();
+  return (std::filesystem::path(target.save.incomplete) / name).string();
 }
 
 void write_file(const std::string& path, const std::string& text, bool durable) {
@@ -29,11 +32,17 @@ void write_file(const std::string& path, const std::string& text, bool durable) 
   file.commit(durable);
 }
 
+// Over NFS a name that was not there stays away for the life of the cache of attributes, 30 s and more. Opening the
+// folder asks the server (close-to-open consistency).
+void ask_again(const std::string& folder) {
+  const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor >= 0) close(descriptor);
+}
+
 }  // namespace
 
 void SaveJob::open(const std::vector<PlannedPiece>& pieces) {
-  files_ =
-      std::make_unique<RankFiles>(incomplete_path(target_.save_dir, target_.tag), target_.rank, target_.ranks, pieces);
+  files_ = std::make_unique<RankFiles>(target_.save.incomplete, target_.rank, target_.ranks, pieces);
 }
 
 void SaveJob::finish() {
@@ -58,18 +67,20 @@ void SaveJob::join_tables(Index& index, std::chrono::milliseconds patience) {
   for (int rank = 0; rank < target_.ranks; ++rank) {
     const std::string path = rank_file(target_, rank, "json");
     while (!std::filesystem::exists(path)) {
-      require<IoError>(!std::filesystem::exists(rank_file(target_, rank, "failed")), "checkpoint \"", target_.tag,
-                       "\" in ", target_.save_dir, ": rank ", rank, " could not write its part, its message says why");
-      require<IoError>(!cancelled_, "checkpoint \"", target_.tag, "\" in ", target_.save_dir, ": given up before rank ",
-                       rank, " had written its part");
+      require<IoError>(!std::filesystem::exists(rank_file(target_, rank, "failed")), "checkpoint \"", target_.save.tag,
+                       "\" in ", target_.save.save_dir, ": rank ", rank,
+                       " could not write its part, its message says why");
+      require<IoError>(!cancelled_, "checkpoint \"", target_.save.tag, "\" in ", target_.save.save_dir,
+                       ": given up before rank ", rank, " had written its part");
       const auto now = std::chrono::steady_clock::now();
-      require<IoError>(now < std::min(limit, latest_end_.load()), "checkpoint \"", target_.tag, "\": no file ", path,
-                       " from rank ", rank, " after ",
+      require<IoError>(now < std::min(limit, latest_end_.load()), "checkpoint \"", target_.save.tag, "\": no file ",
+                       path, " from rank ", rank, " after ",
                        std::chrono::duration<double>(std::min(now - begin, limit - begin)).count(),
                        " s. Either this rank is gone or late, or its host does not see the same folder: save_dir has ",
                        "to be on a file system that all hosts share");
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, std::chrono::milliseconds(100));
+      ask_again(target_.save.incomplete);
     }
     add_table(index, unsealed(read_text(path), path), path);
   }
@@ -78,9 +89,9 @@ void SaveJob::join_tables(Index& index, std::chrono::milliseconds patience) {
 // What was saved stands, whatever becomes of the old ones.
 void SaveJob::remove_old_tags() const {
   try {
-    keep_last_tags(target_.save_dir, target_.keep_last, target_.tag);
+    keep_last_tags(target_.save.save_dir, target_.keep_last, target_.save.tag);
   } catch (const std::exception& error) {
-    log::warning("checkpoint \"", target_.tag, "\" is saved, but older ones could not be removed: ", error.what());
+    log::warning("checkpoint \"", target_.save.tag, "\" is saved, but older ones could not be removed: ", error.what());
   }
 }
 
@@ -92,23 +103,22 @@ void SaveJob::publish(TrainingState state, std::map<std::string, std::string> al
     index.aliases = std::move(aliases);
     join_tables(index, patience);
     const std::string text = to_text(index);
-    const std::string path =
-        (std::filesystem::path(incomplete_path(target_.save_dir, target_.tag)) / kIndexName).string();
+    const std::string path = (std::filesystem::path(target_.save.incomplete) / kIndexName).string();
     index_from(text, path);  // that it can be read again, before it takes the place of an older one
     for (int rank = 0; rank < target_.ranks; ++rank) std::filesystem::remove(rank_file(target_, rank, "json"));
     write_file(path, text, target_.durable);
-    publish_tag(target_.save_dir, target_.tag, target_.durable);
+    publish_tag(target_.save, target_.durable);
   } catch (const std::filesystem::filesystem_error& error) {
-    abandon_tag(target_.save_dir, target_.tag);
+    abandon_tag(target_.save);
     throw IoError(error.what());
   } catch (...) {
-    abandon_tag(target_.save_dir, target_.tag);
+    abandon_tag(target_.save);
     throw;
   }
   if (target_.keep_last > 0) remove_old_tags();
   if (!target_.save_latest) return;
   try {
-    write_latest(target_.save_dir, target_.tag, target_.durable);
+    write_latest(target_.save.save_dir, target_.save.tag, target_.durable);
   } catch (const IoError& error) {
     throw IoError(
         cat("it is saved, but `latest` could not be changed, so a load without a tag takes another: ", error.what()));

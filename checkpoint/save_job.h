@@ -16,13 +16,13 @@
 
 #include "checkpoint/index.h"
 #include "checkpoint/rank_files.h"
+#include "checkpoint/tag_folder.h"
 #include "checkpoint/training_state.h"
 
 namespace ds::checkpoint {
 
 struct SaveTarget {
-  std::string save_dir;
-  std::string tag;
+  TagSave save;
   int rank = 0;
   int ranks = 1;
   bool save_latest = true;

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <filesystem>
 #include <functional>
+#include <random>
 #include <system_error>
 #include <thread>
 
@@ -54,17 +55,35 @@ bool exchange(const std::string& one, const std::string& other) {
   return syscall(SYS_renameat2, AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) == 0;
 }
 
-// Names "<.><tag><ending>" in a folder, as tags.
-std::vector<std::string> hidden_tags(const std::string& save_dir, const std::string& ending) {
-  std::vector<std::string> tags;
+// What is between in names ".<...><ending>" in a folder.
+std::vector<std::string> hidden_names(const std::string& save_dir, const std::string& ending) {
+  std::vector<std::string> names;
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(save_dir, error)) {
     const std::string name = entry.path().filename().string();
     if (name.starts_with('.') && name.ends_with(ending) && name.size() > 1 + ending.size()) {
-      tags.push_back(name.substr(1, name.size() - 1 - ending.size()));
+      names.push_back(name.substr(1, name.size() - 1 - ending.size()));
     }
   }
-  return tags;
+  return names;
+}
+
+// Whether new_save() may have given this name, without dot and ending, for the tag.
+bool is_save_of(const std::string& tag, const std::string& name) {
+  constexpr size_t kDigits = 16;
+  return name.size() == tag.size() + 1 + kDigits && name.starts_with(tag + ".") &&
+         name.find_first_not_of("0123456789abcdef", tag.size() + 1) == std::string::npos;
+}
+
+// If it is there.
+void remove_folder(const fs::path& path) noexcept {
+  constexpr int kTurns = 20;
+  // A rank that removes its own files at the same time makes remove_all() fail.
+  for (int turn = 0; turn < kTurns && there(path); ++turn) {
+    if (turn > 0) std::this_thread::sleep_for(std::chrono::milliseconds(turn));
+    std::error_code ignored;
+    fs::remove_all(path, ignored);
+  }
 }
 
 // Where folders cannot be exchanged.
@@ -100,11 +119,23 @@ std::string tag_path(const std::string& save_dir, const std::string& tag) {
   return (fs::path(save_dir) / tag).string();
 }
 
-std::string incomplete_path(const std::string& save_dir, const std::string& tag) {
-  return (fs::path(save_dir) / cat(".", tag, kIncomplete)).string();
+TagSave new_save(const std::string& save_dir, const std::string& tag) {
+  std::random_device random;
+  char number[17];
+  std::snprintf(number, sizeof number, "%08x%08x", random(), random());
+  return {save_dir, tag, (fs::path(save_dir) / cat(".", tag, ".", number, kIncomplete)).string()};
 }
 
-void begin_tag(const std::string& save_dir, const std::string& tag) {
+std::vector<std::string> incomplete_paths(const std::string& save_dir, const std::string& tag) {
+  std::vector<std::string> paths;
+  for (const std::string& name : hidden_names(save_dir, kIncomplete)) {
+    if (is_save_of(tag, name)) paths.push_back((fs::path(save_dir) / cat(".", name, kIncomplete)).string());
+  }
+  return paths;
+}
+
+void begin_tag(const TagSave& save) {
+  const auto& [save_dir, tag, path] = save;
   require_tag(tag);
   std::error_code error;
   const bool is_new = fs::create_directories(save_dir, error);
@@ -114,19 +145,20 @@ void begin_tag(const std::string& save_dir, const std::string& tag) {
   require<IoError>(
       !there(older) || there(older / kIndexName) || fs::is_empty(older, error), older.string(),
       ": is there and is no checkpoint of dsengine, so it will not be replaced; give another tag or save_dir");
-  const std::string path = incomplete_path(save_dir, tag);
-  fs::remove_all(path, error);
-  require<IoError>(!error, path, ": cannot remove what an earlier save left: ", error.message());
+  for (const std::string& left : incomplete_paths(save_dir, tag)) {
+    fs::remove_all(left, error);
+    require<IoError>(!error, left, ": cannot remove what an earlier save left: ", error.message());
+  }
   fs::create_directory(path, error);
   require<IoError>(!error, path, ": cannot make this folder: ", error.message(), "; check that ", save_dir,
                    " may be written and has space");
 }
 
-void publish_tag(const std::string& save_dir, const std::string& tag, bool durable) {
+void publish_tag(const TagSave& save, bool durable) {
+  const auto& [save_dir, tag, from] = save;
   const auto make_durable = [durable](const std::string& folder) {
     if (durable) make_folder_durable(folder);
   };
-  const std::string from = incomplete_path(save_dir, tag);
   const std::string to = tag_path(save_dir, tag);
   make_durable(from);
   if (!there(to)) {
@@ -138,23 +170,14 @@ void publish_tag(const std::string& save_dir, const std::string& tag, bool durab
       exchange(from, to);
       throw;
     }
-    abandon_tag(save_dir, tag);  // the older one is there now
+    remove_folder(from);  // the older one is there now
   } else {
     replace_in_two_steps(from, to, replaced_path(save_dir, tag), make_durable);
   }
   make_durable(save_dir);
 }
 
-void abandon_tag(const std::string& save_dir, const std::string& tag) noexcept {
-  constexpr int kTurns = 20;
-  const fs::path path = incomplete_path(save_dir, tag);
-  // A rank that removes its own files at the same time makes remove_all() fail.
-  for (int turn = 0; turn < kTurns && there(path); ++turn) {
-    if (turn > 0) std::this_thread::sleep_for(std::chrono::milliseconds(turn));
-    std::error_code ignored;
-    fs::remove_all(path, ignored);
-  }
-}
+void abandon_tag(const TagSave& save) noexcept { remove_folder(save.incomplete); }
 
 std::optional<std::string> read_latest(const std::string& save_dir) {
   const std::string path = tag_path(save_dir, kLatest);
@@ -171,7 +194,7 @@ void write_latest(const std::string& save_dir, const std::string& tag, bool dura
 }
 
 void put_back_replaced(const std::string& save_dir) {
-  for (const std::string& tag : hidden_tags(save_dir, kReplaced)) {
+  for (const std::string& tag : hidden_names(save_dir, kReplaced)) {
     // Fails where this job may not write, or another one came first.
     if (!there(tag_path(save_dir, tag))) rename(replaced_path(save_dir, tag).c_str(), tag_path(save_dir, tag).c_str());
   }
@@ -197,9 +220,11 @@ std::vector<TagInfo> whole_tags(const std::string& save_dir) {
 }
 
 void keep_last_tags(const std::string& save_dir, int64_t count, const std::string& kept) {
-  for (const std::string& tag : hidden_tags(save_dir, kIncomplete)) abandon_tag(save_dir, tag);
+  for (const std::string& name : hidden_names(save_dir, kIncomplete)) {
+    remove_folder(fs::path(save_dir) / cat(".", name, kIncomplete));
+  }
   const std::vector<TagInfo> tags = whole_tags(save_dir);
-  for (const std::string& tag : hidden_tags(save_dir, kReplaced)) {
+  for (const std::string& tag : hidden_names(save_dir, kReplaced)) {
     std::error_code ignored;
     if (there(tag_path(save_dir, tag))) fs::remove_all(replaced_path(save_dir, tag), ignored);
   }
@@ -212,8 +237,9 @@ void keep_last_tags(const std::string& save_dir, int64_t count, const std::strin
     }
     if (tag.tag == latest) continue;
     // First hidden, so that a crash leaves no part of it under its name.
-    rename_folder(tag_path(save_dir, tag.tag), incomplete_path(save_dir, tag.tag));
-    abandon_tag(save_dir, tag.tag);
+    const TagSave hidden = new_save(save_dir, tag.tag);
+    rename_folder(tag_path(save_dir, tag.tag), hidden.incomplete);
+    abandon_tag(hidden);
   }
 }
 

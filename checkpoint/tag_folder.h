@@ -2,7 +2,8 @@
 // renamed. One job writes into a save_dir at a time; any number may read. Torch-free.
 //
 //   <save_dir>/<tag>/              a whole checkpoint
-//   <save_dir>/.<tag>.incomplete/  one being written, or what a job left that died then
+//   <save_dir>/.<tag>.<16 hex digits>.incomplete/
+//                                  one being written, or what a job left that died then
 //   <save_dir>/.<tag>.replaced/    where folders cannot be exchanged: the older one, while the new one is renamed
 //   <save_dir>/latest              the tag to go on from, as text
 #pragma once
@@ -18,16 +19,27 @@ namespace ds::checkpoint {
 void require_tag(const std::string& tag);
 
 std::string tag_path(const std::string& save_dir, const std::string& tag);
-std::string incomplete_path(const std::string& save_dir, const std::string& tag);
 
-// Makes an empty incomplete_path(), in place of one that a dead job left. Throws IoError, also when tag_path() is there
-// and holds something else than a checkpoint of dsengine: that would be lost.
-void begin_tag(const std::string& save_dir, const std::string& tag);
-// Renames incomplete_path() to tag_path(), in place of an older one, durably if asked to. Throws IoError; then the
-// older one stays.
-void publish_tag(const std::string& save_dir, const std::string& tag, bool durable = true);
-// Removes incomplete_path(), if it is there.
-void abandon_tag(const std::string& save_dir, const std::string& tag) noexcept;
+// One save of a tag, and the folder that is its own until it is whole. No two saves have the same: a host that has an
+// earlier one's in its cache (NFS), or a rank of a dead job that still writes, would write into another's.
+struct TagSave {
+  std::string save_dir;
+  std::string tag;
+  std::string incomplete;  // path
+};
+// With a folder of a new name, which is not made yet.
+TagSave new_save(const std::string& save_dir, const std::string& tag);
+// Paths of the folders of all saves of this tag that are not over, or that dead jobs left.
+std::vector<std::string> incomplete_paths(const std::string& save_dir, const std::string& tag);
+
+// Makes the folder, and removes those that dead jobs left. Throws IoError, also when tag_path() is there and holds
+// something else than a checkpoint of dsengine: that would be lost.
+void begin_tag(const TagSave& save);
+// Renames the folder to tag_path(), in place of an older one, durably if asked to. Throws IoError; then the older one
+// stays.
+void publish_tag(const TagSave& save, bool durable = true);
+// Removes the folder, if it is there.
+void abandon_tag(const TagSave& save) noexcept;
 
 // What the file `latest` says; nothing when there is none.
 std::optional<std::string> read_latest(const std::string& save_dir);

@@ -163,18 +163,19 @@ void export_universal(Source& source, const std::string& folder) {
   const fs::path path = fs::absolute(folder).lexically_normal();
   const std::string save_dir = path.parent_path().string();
   const std::string tag = path.filename().string();
-  begin_tag(save_dir, tag);
+  const TagSave target = new_save(save_dir, tag);
+  begin_tag(target);
   try {
-    const fs::path incomplete = incomplete_path(save_dir, tag);
+    const fs::path incomplete = target.incomplete;
     for (const std::string& name : names) save_parameter(source, name, incomplete / "zero" / name);
     save(incomplete / "zero" / kOptimizerState, optimizer_state(source.state()));
     const IValue states = model_states(source);
     for (const char* file : {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"}) {
       save(incomplete / file, states);
     }
-    publish_tag(save_dir, tag);
+    publish_tag(target);
   } catch (...) {
-    abandon_tag(save_dir, tag);
+    abandon_tag(target);
     throw;
   }
   AtomicFile latest((fs::path(save_dir) / kLatestUniversal).string());

@@ -193,8 +193,8 @@ std::string Engine::Impl::finish_save() {
   const checkpoint::SaveTarget target = save_job->target();
   save_job.reset();
   if (failed < 0) return {};
-  if (target.rank == 0) checkpoint::abandon_tag(target.save_dir, target.tag);
-  return cat("checkpoint \"", target.tag, "\" was not written: ",
+  if (target.rank == 0) checkpoint::abandon_tag(target.save);
+  return cat("checkpoint \"", target.save.tag, "\" was not written: ",
              failure ? message_of(failure) : cat("rank ", failed, " failed, its message says why"));
 }
 
@@ -205,8 +205,8 @@ void Engine::Impl::end_save() noexcept {
   const checkpoint::SaveTarget target = save_job->target();
   save_job.reset();
   if (!failure) return;
-  log::error("checkpoint \"", target.tag, "\" was not written: ", message_of(failure));
-  if (target.rank == 0) checkpoint::abandon_tag(target.save_dir, target.tag);
+  log::error("checkpoint \"", target.save.tag, "\" was not written: ", message_of(failure));
+  if (target.rank == 0) checkpoint::abandon_tag(target.save);
 }
 
 void Engine::wait_for_checkpoint() {
@@ -239,22 +239,25 @@ std::string Engine::save_checkpoint(const std::string& save_dir, const std::stri
                          wanted, "\"; expected the same on every rank");
     log::warning(text, "; all use rank 0's");
   }
-  auto job = std::make_shared<SaveJob>(checkpoint::SaveTarget{
-      .save_dir = text_of_first_rank(std::filesystem::absolute(save_dir).string(), self.device, world),
-      .tag = text_of_first_rank(wanted, self.device, world),
-      .rank = world.rank(),
-      .ranks = world.size(),
-      .save_latest = options.save_latest,
-      .keep_last = options.keep_last.value_or(self.config.checkpoint.keep_last),
-      .durable = self.config.checkpoint.durable});
+  checkpoint::TagSave save = checkpoint::new_save(std::filesystem::absolute(save_dir).string(), wanted);
+  for (std::string* text : {&save.save_dir, &save.tag, &save.incomplete}) {
+    *text = text_of_first_rank(*text, self.device, world);
+  }
+  auto job = std::make_shared<SaveJob>(
+      checkpoint::SaveTarget{.save = std::move(save),
+                             .rank = world.rank(),
+                             .ranks = world.size(),
+                             .save_latest = options.save_latest,
+                             .keep_last = options.keep_last.value_or(self.config.checkpoint.keep_last),
+                             .durable = self.config.checkpoint.durable});
   const checkpoint::SaveTarget& target = job->target();
   const auto agree = [&](const std::exception_ptr& failure, const char* doing) {
     const int failed = which_failed(self, failure);
     if (failed < 0) return;
-    if (world.rank() == 0) checkpoint::abandon_tag(target.save_dir, target.tag);
+    if (world.rank() == 0) checkpoint::abandon_tag(target.save);
     if (failure) std::rethrow_exception(failure);
-    throw IoError(cat("save_checkpoint: \"", target.tag, "\" in ", target.save_dir, ": rank ", failed, " could not ",
-                      doing, ", its message says why"));
+    throw IoError(cat("save_checkpoint: \"", target.save.tag, "\" in ", target.save.save_dir, ": rank ", failed,
+                      " could not ", doing, ", its message says why"));
   };
 
   auto state = std::make_shared<SavedState>();
@@ -275,14 +278,14 @@ std::string Engine::save_checkpoint(const std::string& save_dir, const std::stri
           } catch (const nlohmann::json::exception& error) {
             throw UsageError(cat("save_checkpoint: client_state or the ds_config is no JSON text: ", error.what()));
           }
-          checkpoint::begin_tag(target.save_dir, target.tag);
+          checkpoint::begin_tag(target.save);
         }),
         "begin it");
   auto publish = [job, training = std::move(training), aliases = aliases_of(*self.module)](auto patience) {
     if (job->target().rank == 0) job->publish(training, aliases, patience);
   };
   agree(attempt([&] { state->pieces = state_pieces(self, !options.exclude_frozen_parameters); }), "list its part");
-  const std::string path = checkpoint::tag_path(target.save_dir, target.tag);
+  const std::string path = checkpoint::tag_path(target.save.save_dir, target.save.tag);
   if (!options.asynchronous.value_or(self.config.checkpoint.writer && self.config.checkpoint.writer->decoupled)) {
     agree(attempt([&] { write_live(self, *job, *state); }), "write its part");
     agree(attempt([&] { publish(kVisible); }), "publish it");

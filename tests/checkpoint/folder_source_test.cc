@@ -313,10 +313,11 @@ TEST_F(FolderDamage, AllDamagedBlocksAreListed) {
 TEST(SaveJob, WaitsForAllTables) {
   const test::ScratchFolder folder;
   const std::string save_dir = folder / "checkpoints";
-  begin_tag(save_dir, "tag");
+  const TagSave save = new_save(save_dir, "tag");
+  begin_tag(save);
   const at::Tensor values = numbers({11}, at::kFloat);
   const auto rank_writes = [&](int rank) {
-    SaveJob job({.save_dir = save_dir, .tag = "tag", .rank = rank, .ranks = 3});
+    SaveJob job({.save = save, .rank = rank, .ranks = 3});
     const int64_t begin = rank * 4;
     const int64_t length = std::min<int64_t>(4, 11 - begin);
     job.open({{"weights/w", {.dtype = at::kFloat, .sizes = {11}}, begin, length}});
@@ -329,7 +330,7 @@ TEST(SaveJob, WaitsForAllTables) {
   });
   rank_writes(2);
   rank_writes(0);
-  SaveJob first({.save_dir = save_dir, .tag = "tag", .rank = 0, .ranks = 3});
+  SaveJob first({.save = save, .rank = 0, .ranks = 3});
   first.publish({}, {}, std::chrono::seconds(30));
   late.join();
   EXPECT_TRUE(torch::equal(open_folder(save_dir + "/tag")->tensor("weights/w"), values));
@@ -344,8 +345,9 @@ TEST(SaveJob, LatestThatCannotBeWrittenIsTold) {
   const at::Tensor values = numbers({4}, at::kFloat);
   for (const int64_t step : {1, 2, 3}) {
     const std::string tag = cat("step", step);
-    begin_tag(save_dir, tag);
-    SaveJob job({.save_dir = save_dir, .tag = tag, .rank = 0, .ranks = 1, .keep_last = 1});
+    const TagSave save = new_save(save_dir, tag);
+    begin_tag(save);
+    SaveJob job({.save = save, .rank = 0, .ranks = 1, .keep_last = 1});
     job.open({{"weights/w", {.dtype = at::kFloat, .sizes = {4}}, 0, 4}});
     job.write(0, values);
     job.finish();
@@ -369,8 +371,13 @@ TEST(SaveJob, FailuresLeaveNothing) {
   const test::ScratchFolder folder;
   const std::string save_dir = folder / "checkpoints";
   const at::Tensor values = numbers({4}, at::kFloat);
+  TagSave save;
+  const auto begin = [&] {
+    save = new_save(save_dir, "tag");
+    begin_tag(save);
+  };
   const auto rank_zero = [&](int ranks) {
-    auto job = std::make_unique<SaveJob>(SaveTarget{.save_dir = save_dir, .tag = "tag", .rank = 0, .ranks = ranks});
+    auto job = std::make_unique<SaveJob>(SaveTarget{.save = save, .rank = 0, .ranks = ranks});
     job->open({{"weights/w", {.dtype = at::kFloat, .sizes = {4}}, 0, 4}});
     job->write(0, values);
     job->finish();
@@ -378,28 +385,28 @@ TEST(SaveJob, FailuresLeaveNothing) {
   };
   const auto gone = [&] {
     EXPECT_FALSE(fs::exists(tag_path(save_dir, "tag")));
-    EXPECT_FALSE(fs::exists(incomplete_path(save_dir, "tag")));
+    EXPECT_TRUE(fs::is_empty(save_dir));
     EXPECT_EQ(read_latest(save_dir), std::nullopt);
   };
-  begin_tag(save_dir, "tag");
+  begin();
   EXPECT_THAT([&] { rank_zero(2)->publish({}, {}, std::chrono::milliseconds(20)); },
               ThrowsMessage<IoError>(AllOf(HasSubstr("rank 1"), HasSubstr("0.02 s"), HasSubstr("share"))));
   gone();
-  begin_tag(save_dir, "tag");
-  SaveJob({.save_dir = save_dir, .tag = "tag", .rank = 1, .ranks = 2}).give_up();
+  begin();
+  SaveJob({.save = save, .rank = 1, .ranks = 2}).give_up();
   EXPECT_THAT([&] { rank_zero(2)->publish({}, {}, std::chrono::seconds(30)); },
               ThrowsMessage<IoError>(AllOf(HasSubstr("rank 1"), HasSubstr("could not write its part"))));
   gone();
-  begin_tag(save_dir, "tag");
+  begin();
   auto cancelled = rank_zero(2);
   cancelled->cancel();
   EXPECT_THAT([&] { cancelled->publish({}, {}, std::chrono::seconds(30)); },
               ThrowsMessage<IoError>(HasSubstr("given up")));
   gone();
   // Ranks that leave a hole, and ranks that write the same.
-  begin_tag(save_dir, "tag");
+  begin();
   {
-    SaveJob other({.save_dir = save_dir, .tag = "tag", .rank = 1, .ranks = 2});
+    SaveJob other({.save = save, .rank = 1, .ranks = 2});
     other.open({{"weights/w", {.dtype = at::kFloat, .sizes = {4}}, 2, 2}});
     other.write(0, values.narrow(0, 2, 2));
     other.finish();
@@ -408,7 +415,7 @@ TEST(SaveJob, FailuresLeaveNothing) {
               ThrowsMessage<IoError>(AllOf(HasSubstr("weights/w"), HasSubstr("twice"))));
   gone();
   // A state that cannot be read back.
-  begin_tag(save_dir, "tag");
+  begin();
   TrainingState state;
   state.optimizer = OptimizerState{.type = "AdamW", .step_count = 0, .groups = {{.lr = std::nan("")}}};
   EXPECT_THROW(rank_zero(1)->publish(state, {}, std::chrono::seconds(30)), IoError);

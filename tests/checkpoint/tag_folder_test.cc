@@ -38,13 +38,19 @@ class TagFolder : public testing::Test {
     return open_folder(tag_path(dir_, tag))->tensor("weights/step").item<int64_t>();
   }
   // A complete folder that is not published.
-  void make_incomplete(const std::string& tag, int64_t step) {
+  TagSave make_incomplete(const std::string& tag, int64_t step) {
     make("made", step);
-    begin_tag(dir_, tag);
+    const TagSave save = begin(tag);
     for (const auto& entry : fs::directory_iterator(tag_path(dir_, "made"))) {
-      fs::copy(entry.path(), fs::path(incomplete_path(dir_, tag)) / entry.path().filename());
+      fs::copy(entry.path(), fs::path(save.incomplete) / entry.path().filename());
     }
     fs::remove_all(tag_path(dir_, "made"));
+    return save;
+  }
+  TagSave begin(const std::string& tag) const {
+    TagSave save = new_save(dir_, tag);
+    begin_tag(save);
+    return save;
   }
   std::vector<std::string> names() const {
     std::vector<std::string> all;
@@ -65,7 +71,7 @@ class TagFolder : public testing::Test {
 TEST_F(TagFolder, NamesThatAreNoTags) {
   for (const char* tag : {"", ".", "..", ".hidden", "a/b", "/abs", "latest", "two\nlines"}) {
     EXPECT_THAT([&] { require_tag(tag); }, ThrowsMessage<UsageError>(HasSubstr(cat('"', tag, '"')))) << tag;
-    EXPECT_THROW(begin_tag(dir_, tag), UsageError);
+    EXPECT_THROW(begin(tag), UsageError);
   }
   EXPECT_FALSE(fs::exists(dir_));
   for (const char* tag : {"a", "global_step10", "with space", "trailing ", "ümläut", "a.incomplete", "index.json",
@@ -80,42 +86,59 @@ TEST_F(TagFolder, NamesThatAreNoTags) {
 
 TEST_F(TagFolder, AnOlderTagStaysUntilTheNewOneIsWhole) {
   make("tag", 1);
-  begin_tag(dir_, "tag");
+  abandon_tag(begin("tag"));
+  EXPECT_THAT(names(), UnorderedElementsAre("tag", "latest"));
   EXPECT_EQ(step_of("tag"), 1);
-  abandon_tag(dir_, "tag");
-  EXPECT_EQ(step_of("tag"), 1);
-  make_incomplete("tag", 2);
+  const TagSave save = make_incomplete("tag", 2);
   EXPECT_EQ(step_of("tag"), 1);
   EXPECT_THAT(whole(), ElementsAre("tag"));
-  publish_tag(dir_, "tag");
+  publish_tag(save);
   EXPECT_EQ(step_of("tag"), 2);
   EXPECT_THAT(names(), UnorderedElementsAre("tag", "latest"));
-  abandon_tag(dir_, "tag");  // nothing to remove
+  abandon_tag(save);  // nothing to remove
   EXPECT_EQ(step_of("tag"), 2);
 }
 
 TEST_F(TagFolder, PublishingWithoutBeginning) {
   make("tag", 1);
-  EXPECT_THROW(publish_tag(dir_, "tag"), IoError);
+  EXPECT_THROW(publish_tag(new_save(dir_, "tag")), IoError);
   EXPECT_EQ(step_of("tag"), 1);
-  EXPECT_THROW(publish_tag(dir_, "other"), IoError);
+  EXPECT_THROW(publish_tag(new_save(dir_, "other")), IoError);
 }
 
 // A job that died while it wrote, with any part of the files.
 TEST_F(TagFolder, WhatADeadJobLeftIsNoCheckpointAndInNobodysWay) {
   make("old", 1);
   make_incomplete("dead", 7);
-  fs::create_directory(incomplete_path(dir_, "empty"));
+  begin("empty");
   EXPECT_THAT(whole(), ElementsAre("old"));
-  begin_tag(dir_, "dead");
-  EXPECT_TRUE(fs::is_empty(incomplete_path(dir_, "dead")));
+  const TagSave again = begin("dead");
+  EXPECT_TRUE(fs::is_empty(again.incomplete));
+  EXPECT_THAT(incomplete_paths(dir_, "dead"), ElementsAre(again.incomplete));
   // Also where there is no folder but a file.
-  put(".file.incomplete", "x");
-  begin_tag(dir_, "file");
-  EXPECT_TRUE(fs::is_directory(incomplete_path(dir_, "file")));
+  std::ofstream(new_save(dir_, "file").incomplete) << "x";
+  const TagSave file = begin("file");
+  EXPECT_THAT(incomplete_paths(dir_, "file"), ElementsAre(file.incomplete));
   make("new", 2);
   keep_last_tags(dir_, 5, "new");
   EXPECT_THAT(names(), UnorderedElementsAre("old", "new", "latest"));
+}
+
+// What still writes under the name of an earlier save, or has it in a cache, comes into nobody's way.
+TEST_F(TagFolder, EachSaveHasAFolderOfItsOwn) {
+  const TagSave first = make_incomplete("tag", 1);
+  publish_tag(first);
+  const TagSave second = begin("tag");
+  EXPECT_NE(first.incomplete, second.incomplete);
+  EXPECT_FALSE(fs::exists(first.incomplete));
+  // Those of tags with similar names are others.
+  const std::vector<std::string> others = {"ta", "tag.0123456789abcdef", "tag.", "tagg", "ag"};
+  for (const std::string& tag : others) begin(tag);
+  EXPECT_THAT(incomplete_paths(dir_, "tag"), ElementsAre(second.incomplete));
+  const TagSave third = begin("tag");
+  EXPECT_FALSE(fs::exists(second.incomplete));
+  EXPECT_THAT(incomplete_paths(dir_, "tag"), ElementsAre(third.incomplete));
+  for (const std::string& tag : others) EXPECT_EQ(incomplete_paths(dir_, tag).size(), 1U) << tag;
 }
 
 // Where two folders cannot be exchanged, the older one has another name for a moment.
@@ -133,8 +156,7 @@ TEST_F(TagFolder, ADeathBetweenTheTwoRenames) {
 TEST_F(TagFolder, ADeathAfterTheSecondRename) {
   make("tag", 1);
   fs::rename(tag_path(dir_, "tag"), fs::path(dir_) / ".tag.replaced");
-  make_incomplete("tag", 2);
-  fs::rename(incomplete_path(dir_, "tag"), tag_path(dir_, "tag"));
+  fs::rename(make_incomplete("tag", 2).incomplete, tag_path(dir_, "tag"));
   EXPECT_THAT(whole(), ElementsAre("tag"));
   EXPECT_EQ(step_of("tag"), 2);
   keep_last_tags(dir_, 1, "tag");
@@ -144,8 +166,7 @@ TEST_F(TagFolder, ADeathAfterTheSecondRename) {
 // The exchange was done, the older one not yet removed.
 TEST_F(TagFolder, ADeathAfterTheExchange) {
   make("tag", 2);
-  make_incomplete("other", 1);
-  fs::rename(incomplete_path(dir_, "other"), incomplete_path(dir_, "tag"));
+  fs::rename(make_incomplete("other", 1).incomplete, new_save(dir_, "tag").incomplete);
   EXPECT_THAT(whole(), ElementsAre("tag"));
   EXPECT_EQ(step_of("tag"), 2);
   make("tag", 3);
@@ -231,8 +252,8 @@ TEST_F(TagFolder, WhatIsNoCheckpointIsNotReplaced) {
 
 TEST_F(TagFolder, FoldersThatCannotBeMade) {
   std::ofstream(dir_) << "a file";
-  EXPECT_THAT([&] { begin_tag(dir_, "tag"); }, ThrowsMessage<IoError>(HasSubstr(dir_)));
-  EXPECT_THAT([&] { begin_tag(dir_ + "/deeper", "tag"); }, ThrowsMessage<IoError>(HasSubstr(dir_)));
+  EXPECT_THAT([&] { begin_tag(new_save(dir_, "tag")); }, ThrowsMessage<IoError>(HasSubstr(dir_)));
+  EXPECT_THAT([&] { begin_tag(new_save(dir_ + "/deeper", "tag")); }, ThrowsMessage<IoError>(HasSubstr(dir_)));
   EXPECT_THAT(whole_tags(dir_), IsEmpty());
 }
 

@@ -131,7 +131,7 @@ TEST_P(CheckpointRecovery, OneRanksFileOfEachKind) {
 }
 
 TEST_P(CheckpointRecovery, WhatAKilledJobLeft) {
-  fs::rename(tag(3), checkpoint::incomplete_path(dir(), "global_step3"));
+  fs::rename(tag(3), checkpoint::new_save(dir(), "global_step3").incomplete);
   EXPECT_EQ(loaded_step(), 2);
   fs::rename(tag(2), folder_.path() / ".global_step2.replaced");
   EXPECT_EQ(loaded_step(), 2);  // put back

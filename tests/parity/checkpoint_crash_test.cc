@@ -374,7 +374,7 @@ TEST(CheckpointDisk, AFullOne) {
       }
       communicator.barrier();
       EXPECT_FALSE(fs::exists(checkpoint::tag_path(dir, "third")));
-      EXPECT_FALSE(fs::exists(checkpoint::incomplete_path(dir, "third")));
+      EXPECT_TRUE(checkpoint::incomplete_paths(dir, "third").empty());
       EXPECT_EQ(checkpoint::read_latest(dir), "second");
       const State end = mega_step(*engine, model);
       EXPECT_GT(largest_difference(end, saved), 0.0);
@@ -453,7 +453,7 @@ DS_PROCESS_TEST(CheckpointDisk, AFileThatMayNotGrow, 2) {
       if (ranks.rank() == bad) set_file_limit(RLIM_INFINITY);
       EXPECT_THAT(message, HasSubstr(ranks.rank() == bad ? "File too large" : cat("rank ", bad)));
       engine->communicator().barrier();
-      EXPECT_FALSE(fs::exists(checkpoint::incomplete_path(dir, "good")));
+      EXPECT_TRUE(checkpoint::incomplete_paths(dir, "good").empty());
       EXPECT_TRUE(checkpoint::verify(dir + "/good").empty());
     }
   }
