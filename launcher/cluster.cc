@@ -22,6 +22,7 @@ namespace {
 
 constexpr double kEndSeconds = 5;  // for a host to say that its ranks have ended, or that it is there
 constexpr double kAlivesInTimeout = 6;
+constexpr double kQuietSeconds = 4;  // before the start, until hosts that have not answered are named
 
 }  // namespace
 
@@ -45,7 +46,14 @@ int Cluster::run() {
   ask_hosts(members_, options_, environment_, own_, notices_);
   const Clock::time_point limit =
       Clock::now() + in_seconds(options_.connect_timeout_seconds + options_.check_timeout_seconds);
-  while (!all_answered() && ending_signal_ == 0 && Clock::now() < limit) wait_for_something(limit);
+  const Clock::time_point quiet_until = std::min(Clock::now() + in_seconds(kQuietSeconds), limit);
+  bool named = false;
+  while (!all_answered() && ending_signal_ == 0 && Clock::now() < limit) {
+    wait_for_something(named ? limit : quiet_until);
+    if (named || all_answered() || Clock::now() < quiet_until) continue;
+    named = true;
+    report_unanswered(members_, options_, notices_);
+  }
   if (ending_signal_ != 0) {
     notices_.info("ended by SIG", sigabbrev_np(ending_signal_), " before a rank had started");
     return 128 + ending_signal_;  // the links end with this object

@@ -65,6 +65,24 @@ void ask_hosts(HostMembers& members, const Options& options, const std::vector<s
   }
 }
 
+void report_unanswered(const HostMembers& members, const Options& options, Notices& notices) {
+  std::string unreached, reading;
+  for (const HostMember& member : members) {
+    if (member.reply || member.over) continue;
+    std::string& names = member.link->greeted() ? reading : unreached;
+    names += cat(names.empty() ? "" : ", ", member.host.name);
+  }
+  const double limit = options.connect_timeout_seconds + options.check_timeout_seconds;
+  if (!unreached.empty()) {
+    notices.warning("no answer yet from ", unreached, ": ssh has not got in; waiting, ", limit,
+                    " s in all (--connect_timeout, --check_timeout)");
+  }
+  if (!reading.empty()) {
+    notices.warning("no answer yet from ", reading, ": ds-launch there still reads the program; waiting, ", limit,
+                    " s in all (--connect_timeout, --check_timeout)");
+  }
+}
+
 std::vector<HostAnswer> answers_of(const HostMembers& members, const Options& options) {
   std::vector<HostAnswer> answers;
   for (const HostMember& member : members) {

@@ -20,6 +20,9 @@ CheckRequest request_for_host(const HostMembers& members, size_t index, const Op
 void ask_hosts(HostMembers& members, const Options& options, const std::vector<std::string>& environment,
                const OwnProgram& own, Notices& notices);
 
+// Names the hosts that have not answered yet, while the others are waited for.
+void report_unanswered(const HostMembers& members, const Options& options, Notices& notices);
+
 // What each host has answered; for those that have not, why.
 std::vector<HostAnswer> answers_of(const HostMembers& members, const Options& options);
 

@@ -246,6 +246,17 @@ def test_hosts_that_are_not_ready():
     expect(not os.path.exists(started), "a rank has started")
 
 
+def test_a_slow_host():
+    freeze = f"pid=$(pgrep -o -f '[s]shd.*-D') && kill -STOP $pid || exit 1; (until [ -e {SCRATCH}/slow.go ]; do sleep 0.1; done; " \
+             "kill -CONT $pid) >/dev/null 2>&1 </dev/null &"
+    expect(on("node2", freeze)[0] == 0, "the sshd of node2 is not found")
+    job = Job("slow", [*ALL, "--connect_timeout", "40"], ["print", "%"])
+    wait_until("node2 is named", lambda: "no answer yet from node2: ssh has not got in" in job.err())
+    open(f"{SCRATCH}/slow.go", "w").close()
+    job.ends_with(0)
+    expect("no answer yet from node0" not in job.err(), "a host that has answered is named")
+
+
 def test_chosen_hosts():
     job = Job("include", [*ALL, "--include", "node2@node1:1"], ["print", "%", "env", "CROSS_RANK"])
     job.ends_with(0)
