@@ -28,6 +28,7 @@ Corrected ErrorMemory::open(size_t bucket, const at::Tensor& gradient) const {
   if (!error.defined() || !all_finite(gradient)) return {.values = gradient, .error = {}, .scale = scale_};
   require(error.numel() == gradient.numel(), "ErrorMemory: bucket ", bucket, ": expected ", error.numel(),
           " elements, found ", describe(gradient));
+  error.nan_to_num_(/*nan=*/0.0, /*posinf=*/0.0, /*neginf=*/0.0);
   if (scale_ != 1.0) error.mul_(scale_);
   error.add_(gradient);
   return {.values = error, .error = error, .scale = scale_};

@@ -30,7 +30,9 @@ class ErrorMemory {
   ErrorMemory(std::vector<int64_t> numels, at::Device device, bool feedback);
 
   void set_scale(double scale) { scale_ = scale; }
-  // A gradient with Inf or NaN is sent alone, so that it arrives as such, and the memory stays.
+  // A gradient with Inf or NaN is sent alone, so that it arrives as such, and the memory stays. Inf or NaN in the
+  // memory itself (of a checkpoint, or of float32 that overflows) counts as 0: it would be sent in every step from then
+  // on.
   Corrected open(size_t bucket, const at::Tensor& gradient) const;
   // When what is sent has been subtracted.
   static void close(const Corrected& corrected);

@@ -6,6 +6,7 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -45,6 +46,7 @@ void OneBitLamb::allocate_slice_states(int64_t index) {
   const auto options = own.master.options().dtype(at::kDouble).requires_grad(false);
   coefficient_ = at::zeros({static_cast<int64_t>(own.parameters->size())}, options);
   factor_ = at::ones({static_cast<int64_t>(own.parameters->size())}, options);
+  for (const ParameterInfo& parameter : *own.parameters) names_.push_back(parameter.name);
 }
 
 void OneBitLamb::advance(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
@@ -117,7 +119,9 @@ at::Tensor OneBitLamb::factors(int64_t index, const at::Tensor& previous) {
     if (group.weight_decay != 0.0) own.exchange->sum(squares);
   }
   if (group.weight_decay == 0.0) return largest;
-  const at::Tensor share = at::clamp((squares[0] / squares[1]).sqrt_(), std::nullopt, 1.0);
+  // A parameter that is 0 and has no momentum: 0 / 0, and nothing moves.
+  const at::Tensor ratio = at::where(squares[1] > 0, squares[0] / squares[1], at::ones_like(squares[1]));
+  const at::Tensor share = at::clamp(ratio.sqrt(), std::nullopt, 1.0);
   return largest * share + (1 - share);
 }
 
@@ -138,8 +142,12 @@ optim::NamedStates OneBitLamb::states(int64_t index) {
 }
 
 optim::NamedStates OneBitLamb::shared_states() {
-  if (!coefficient_.defined()) return {};
-  return {{"lamb_coefficient", coefficient_}, {"lamb_factor", factor_}};
+  optim::NamedStates states;
+  for (size_t i = 0; i < names_.size(); ++i) {
+    states.emplace_back(cat("lamb_coefficient/", names_[i]), coefficient_.narrow(0, static_cast<int64_t>(i), 1));
+    states.emplace_back(cat("lamb_factor/", names_[i]), factor_.narrow(0, static_cast<int64_t>(i), 1));
+  }
+  return states;
 }
 
 }  // namespace ds::compression

@@ -5,7 +5,7 @@
 //   m' = compressed(beta1 m + (1 - beta1) g)             g: this rank's own gradient
 //   v' = beta2 v' + (1 - beta2) ((m' - beta1 m) / (1 - beta1))^2
 //   u  = m' / (sqrt(v) + eps);   U = u + decay w;   f = max over the parameter of (sqrt(v) + eps) / (sqrt(v') + eps)
-//   with decay:  q = min(1, |u| / |U|);  f = f q + 1 - q
+//   with decay:  q = min(1, |u| / |U|), 1 where |U| is 0;  f = f q + 1 - q
 //   f clamped to [factor_min, factor_max], then to the last f (1 +- factor_threshold)
 //   w -= lr sqrt(1 - beta2^freeze_step) / (1 - beta1^t) c f U
 //
@@ -42,7 +42,7 @@ class OneBitLamb final : public CompressedOptimizer {
  public:
   OneBitLamb(std::vector<optim::GroupOptions> groups, OneBitLambRule rule, comm::Communicator& communicator);
   optim::NamedStates states(int64_t index) override;
-  // lamb_coefficient and lamb_factor: float64 [parameters of the model], c and the last f.
+  // "lamb_coefficient/PARAMETER" and "lamb_factor/PARAMETER": float64 [1], its c and last f.
   optim::NamedStates shared_states() override;
   int64_t state_bytes_per_element() const override { return 12; }
   std::string name() const override { return "OneBitLamb"; }
@@ -67,8 +67,9 @@ class OneBitLamb final : public CompressedOptimizer {
 
   OneBitLambRule rule_;
   std::vector<State> states_;
-  at::Tensor coefficient_;  // float64 [parameters of the model]
-  at::Tensor factor_;       // likewise
+  at::Tensor coefficient_;          // float64 [parameters of the model]
+  at::Tensor factor_;               // likewise
+  std::vector<std::string> names_;  // of these parameters
 };
 
 }  // namespace ds::compression

@@ -19,6 +19,8 @@
 namespace ds::compression {
 namespace {
 
+constexpr double kLargestHalf = 65504;
+
 // Positions, then values; a multiple of four bytes, so that messages may follow one another.
 int64_t sparse_message_bytes(int64_t count, int64_t value_bytes) {
   constexpr int64_t kAligned = 4;
@@ -73,7 +75,10 @@ void TopKReduction::pack(const Corrected& corrected, Part range, at::ScalarType 
   }
   const at::Tensor positions = largest_elements(values, count);
   positions_in(message, count).copy_(positions);
-  sent.copy_(values.index_select(0, positions));
+  at::Tensor picked = values.index_select(0, positions);
+  // What is remembered may have grown beyond float16, whose Inf would stay in the memory for good.
+  if (dtype == at::kHalf && corrected.error.defined()) picked.clamp_(-kLargestHalf, kLargestHalf);
+  sent.copy_(picked);
   if (corrected.error.defined()) values.index_add_(0, positions, sent.to(at::kFloat), -1);
 }
 

@@ -6,7 +6,8 @@
 //   reduce-scatter  the k / W largest of each rank's part go to that rank (all-to-all)
 //
 // An element costs an int32 position and a value of the gradient's type, 8 or 6 bytes. What arrives is added in
-// float32, in rank order: every rank gets the same bits. Of elements of equal magnitude the first ones are sent.
+// float32, in rank order: every rank gets the same bits. Of elements of equal magnitude the first ones are sent. Of one
+// that has grown beyond the largest float16 that much is sent, and the rest later.
 #pragma once
 
 #include <cstdint>

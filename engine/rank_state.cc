@@ -8,7 +8,10 @@
 #include <torch/serialize.h>
 
 #include <cstring>
+#include <map>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <sstream>
 #include <typeinfo>
 
@@ -64,6 +67,43 @@ at::Tensor checksums_of(const NamedTensors& buffers) {
   return sums;
 }
 
+// Of what is equal on all ranks with this part of the model.
+std::string part_path(const Engine::Impl& impl, const std::string& name) {
+  return checkpoint::rank_path(impl.first_of_part(), cat("optimizer.", name));
+}
+
+// Where a value lies in a checkpoint.
+struct Place {
+  std::string path;
+  int64_t offset = 0;
+  std::optional<int64_t> of = {};  // elements of what lies there, if it is more
+};
+
+// Of checkpoints that have a state of parameters as one array for each part of the model, in the order of its
+// parameters: only ranks that have the same parts can read it.
+std::optional<Place> place_by_part(const Engine::Impl& impl, const checkpoint::Source& source, const std::string& state,
+                                   int64_t number) {
+  const int stages = impl.pipeline ? impl.pipeline->ranks->size() : 1;
+  const bool same_parts =
+      source.state().pipeline_stages == stages && (stages == 1 || source.state().world_size == impl.world->size());
+  const std::string path = part_path(impl, state);
+  const auto all = static_cast<int64_t>(impl.parameter_infos.size());
+  if (!same_parts || !source.contains(path) || source.info(path).numel() != all) return std::nullopt;
+  return Place{.path = path, .offset = number, .of = all};
+}
+
+// Parameters that another stage has too, and writes.
+std::set<std::string> copies_of_tied(const Engine::Impl& impl) {
+  std::set<std::string> names;
+  for (size_t b = 0; impl.pipeline && b < impl.buckets.size(); ++b) {
+    if (impl.pipeline->counts(b)) continue;
+    for (const Segment& segment : impl.buckets[b].layout().segments) {
+      names.insert(impl.parameter_infos[static_cast<size_t>(segment.parameter)].name);
+    }
+  }
+  return names;
+}
+
 // Flat, by their paths in a checkpoint.
 NamedTensors at_paths(int rank, const char* folder, const NamedTensors& memory) {
   NamedTensors result;
@@ -80,9 +120,57 @@ NamedTensors optimizer_memory(const Engine::Impl& impl) {
   return at_paths(impl.world->rank(), "optimizer.", impl.optimizer->rank_states());
 }
 
+std::string state_of_parameter(const std::string& shared_state) {
+  const size_t slash = shared_state.find('/');
+  return slash == std::string::npos ? std::string() : shared_state.substr(0, slash);
+}
+
 NamedTensors shared_optimizer_memory(const Engine::Impl& impl) {
   if (!impl.optimizer) return {};
-  return at_paths(impl.first_of_part(), "optimizer.", impl.optimizer->shared_states());
+  const std::set<std::string> copies = copies_of_tied(impl);
+  NamedTensors result;
+  for (const auto& [name, values] : impl.optimizer->shared_states()) {
+    const std::string state = state_of_parameter(name);
+    if (state.empty()) {
+      result.emplace_back(part_path(impl, name), values.view({-1}));
+    } else if (const std::string parameter = name.substr(state.size() + 1); !copies.contains(parameter)) {
+      result.emplace_back(checkpoint::state_path(state, parameter), values.view({-1}));
+    }
+  }
+  return result;
+}
+
+std::string load_shared_optimizer_memory(const Engine::Impl& impl, checkpoint::Source& source,
+                                         const std::function<std::string(const std::string&)>& stored) {
+  std::vector<std::string> missing;
+  bool by_rank = false;                   // some of it, in a form or layout that does not fit
+  std::map<std::string, int64_t> counts;  // of the parameters that have this state, so far
+  for (const auto& [name, values] : impl.optimizer->shared_states()) {
+    const std::string state = state_of_parameter(name);
+    Place place{.path = part_path(impl, name)};
+    if (!state.empty()) {
+      const int64_t number = counts[state]++;
+      const std::string parameter = stored(name.substr(state.size() + 1));
+      if (parameter.empty()) continue;
+      place.path = checkpoint::state_path(state, parameter);
+      if (!source.contains(place.path)) {
+        by_rank |= source.contains(checkpoint::rank_path(0, cat("optimizer.", state)));
+        place = place_by_part(impl, source, state, number).value_or(place);
+      }
+    }
+    if (!source.contains(place.path) || source.info(place.path).numel() != place.of.value_or(values.numel())) {
+      missing.push_back(place.path);
+      continue;
+    }
+    const at::Tensor saved = at::empty({values.numel()}, values.options().device(at::kCPU));
+    source.read(place.path, place.offset, saved);
+    at::Tensor(values).view({-1}).copy_(saved);
+  }
+  if (missing.empty()) return {};
+  return cat("\"", missing.front(), "\"", missing.size() > 1 ? cat(" and ", missing.size() - 1, " more") : "",
+             by_rank ? cat(" (it has them by rank: load it into the ", source.state().world_size, " ranks and ",
+                           source.state().pipeline_stages, " pipeline stages that wrote it, and save it again)")
+                     : "");
 }
 
 NamedTensors compression_memory(const Engine::Impl& impl) {

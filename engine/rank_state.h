@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,10 +31,19 @@ BufferCopies copy_buffers(const Engine::Impl& impl);
 void add_buffers(const Engine::Impl& impl, const BufferCopies& copies, NamedTensors& tensors);
 
 // What the optimizer remembers beside states of elements, and gradient_compression, under its paths in a checkpoint:
-// live references. Of this rank alone, and what is the same on all ranks, which rank 0 writes.
+// live references. Of this rank alone, and what is the same on all ranks, which the first one with this part of the
+// model writes: shared states named "STATE/PARAMETER" are of one parameter and lie with its other states, so that any
+// layout finds them; tied weights are the first stage's.
 NamedTensors optimizer_memory(const Engine::Impl& impl);
 NamedTensors shared_optimizer_memory(const Engine::Impl& impl);
 NamedTensors compression_memory(const Engine::Impl& impl);
+
+// STATE of a shared state "STATE/PARAMETER"; empty: it is of no parameter.
+std::string state_of_parameter(const std::string& shared_state);
+// Reads shared states into the optimizer. `stored`: the name that the checkpoint has for a parameter of the model,
+// empty where it has none, whose values stay as they are. Returns what else is missing, and stays; empty: nothing.
+std::string load_shared_optimizer_memory(const Engine::Impl& impl, checkpoint::Source& source,
+                                         const std::function<std::string(const std::string&)>& stored);
 
 // Its class, as torch names it, and the learning rates of its groups; all else of it is in rank_tensors().
 checkpoint::OptimizerState client_optimizer_state(const torch::optim::Optimizer& optimizer);

@@ -31,11 +31,10 @@ Reporter::Reporter(const config::DsConfig& config, int rank)
   if (!is_first_rank_) return;
   if (memory_) tensors_.emplace();
   if (config.csv_monitor.enabled) {
-    monitors_.push_back(profiling::make_csv_monitor(config.csv_monitor.output_path, config.csv_monitor.job_name));
+    monitors_.add(profiling::make_csv_monitor(config.csv_monitor.output_path, config.csv_monitor.job_name));
   }
   if (config.tensorboard.enabled) {
-    monitors_.push_back(
-        profiling::make_tensorboard_monitor(config.tensorboard.output_path, config.tensorboard.job_name));
+    monitors_.add(profiling::make_tensorboard_monitor(config.tensorboard.output_path, config.tensorboard.job_name));
   }
 }
 
@@ -118,7 +117,7 @@ void Reporter::write_events(const Engine& engine) {
       events.push_back({cat("Train/Samples/elapsed_time_ms_", name), timers_.step_seconds(phase) * 1e3, samples});
     }
   }
-  for (const auto& monitor : monitors_) monitor->write_events(events);
+  monitors_.write_events(events);
 }
 
 }  // namespace ds::engine

@@ -5,12 +5,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <memory>
 #include <optional>
-#include <vector>
 
 #include "engine/config/ds_config.h"
-#include "profiling/monitor.h"
+#include "profiling/monitor_list.h"
 #include "profiling/step_timers.h"
 #include "profiling/tensor_memory.h"
 #include "profiling/throughput_meter.h"
@@ -22,7 +20,8 @@ class Engine;
 // One per engine; writes on rank 0 only. Not thread safe.
 class Reporter {
  public:
-  // Throws IoError when a monitor's folder cannot be written.
+  // Throws IoError when a monitor's folder cannot be written. One that fails later is dropped with an error in the log:
+  // the step it would report is applied.
   Reporter(const config::DsConfig& config, int rank);
 
   void backward_begins();
@@ -45,7 +44,7 @@ class Reporter {
   const bool memory_;
   const bool checkpoints_;
   const int64_t steps_per_print_;  // 0: never
-  std::vector<std::unique_ptr<profiling::Monitor>> monitors_;
+  profiling::MonitorList monitors_;
   profiling::StepTimers timers_;
   profiling::ThroughputMeter throughput_;
   std::optional<profiling::TensorMemory> tensors_;  // memory_breakdown

@@ -86,7 +86,8 @@ class ShardOptimizer {
   // float64 for a float64 master.
   virtual NamedStates states(int64_t index) = 0;
   // What else a checkpoint has to keep, by names that are not those of states(); live references. Of this rank alone,
-  // of any length; and equal on all ranks, of a shape that does not depend on their number.
+  // of any length; and equal on all ranks, of a shape that does not depend on their number. A shared state named
+  // "STATE/PARAMETER" is of one parameter, and is stored with its other states; other names have no '/'.
   virtual NamedStates rank_states() { return {}; }
   virtual NamedStates shared_states() { return {}; }
   // To be called when states and the step count were changed from outside. Without `rank_states` those are of another

@@ -159,6 +159,35 @@ TEST(CompressedTraining, RowsWithoutGradientStayAsTheyAre) {
   }
 }
 
+// Beside SmallNet's, a bias of zeros that forward does not read.
+struct SpareNetImpl : SmallNetImpl {
+  SpareNetImpl() { spare = register_parameter("spare", torch::zeros({5})); }
+  at::Tensor spare;
+};
+TORCH_MODULE(SpareNet);
+
+TEST(CompressedTraining, AParameterOfZerosThatNothingUsesStaysZero) {
+  for (const std::string type : {"OneBitAdam", "OneBitLamb", "ZeroOneAdam"}) {
+    for (const int stage : {0, 1, 2}) {
+      if (type == "ZeroOneAdam" && stage > 0) continue;
+      ordered_json config = config_of(type, stage);
+      config["optimizer"]["params"]["weight_decay"] = 0.1;
+      run_ranks(2, [&](comm::Communicator& communicator) {
+        SpareNet model;
+        const auto engine = start(model.ptr(), config, communicator).engine;
+        for (int64_t step = 0; step < 12; ++step) {
+          engine->backward(model->loss(sample(step, communicator.rank())));
+          engine->step();
+        }
+        for (const auto& [name, values] : engine->fp32_state_dict()) {
+          EXPECT_TRUE(values.isfinite().all().item<bool>()) << type << " stage " << stage << " " << name;
+          if (name == "spare") EXPECT_EQ(values.abs().max().item<double>(), 0.0) << type << " stage " << stage;
+        }
+      });
+    }
+  }
+}
+
 TEST(CompressedTraining, AMaskHoldsTheMomentumOfItsElements) {
   run_ranks(2, [&](comm::Communicator& communicator) {
     ordered_json config = config_of("OneBitAdam", 0);

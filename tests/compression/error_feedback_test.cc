@@ -149,6 +149,26 @@ TEST_P(ErrorFeedback, OverflowPasses) {
   });
 }
 
+// Gradients near the end of float16, which add up to more in the memory. Sums that overflow arrive as such; what is
+// remembered stays finite, and it passes.
+TEST_P(ErrorFeedback, WhatIsRememberedStaysFiniteInFloat16) {
+  const auto [method, world, scatter, dtype] = GetParam();
+  if (dtype != at::kFloat) return;
+  run_ranks(world, [method = method, scatter = scatter](Communicator& communicator) {
+    const auto reduction = make_method(method, exchange_groups(lent(communicator)), kFeedbackNumel);
+    for (int64_t step = 0; step < 24; ++step) {
+      reduction->begin_pass(step, 1 << 16);
+      at::Tensor gradient = gradient_of(kFeedbackNumel, communicator.rank(), 0);
+      if (step < 8) gradient *= 60000 / gradient.abs().max().item<double>();
+      const at::Tensor found = reduce(*reduction, communicator, gradient.to(at::kHalf), scatter, ReduceOp::kAvg);
+      EXPECT_TRUE(step < 16 || found.isfinite().all().item<bool>()) << "step " << step;
+      for (const auto& [name, tensor] : reduction->memory()) {
+        ASSERT_TRUE(tensor.isfinite().all().item<bool>()) << name << " step " << step;
+      }
+    }
+  });
+}
+
 class NodeFeedback : public ::testing::TestWithParam<std::tuple<Method, int, bool>> {};
 
 TEST_P(NodeFeedback, LosesNothing) {

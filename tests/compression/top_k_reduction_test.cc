@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -118,6 +119,58 @@ TEST(TopKReduction, NanArrivesOnAllRanksAndIsForgotten) {
         const at::Tensor next = reduce(reduction, communicator, gradient_of(kNumel, communicator.rank(), 1), scatter);
         EXPECT_TRUE(torch::isfinite(next).all().item<bool>());
       }
+    }
+  });
+}
+
+// Two elements of one sign and size that both are larger than half of float16's range: what one waits grows past it.
+TEST(TopKReduction, WhatHasGrownBeyondFloat16StaysFiniteAndIsSentLater) {
+  constexpr int64_t kNumel = 48;
+  constexpr int kOverflowSteps = 12;
+  run_ranks(2, [](Communicator& communicator) {
+    for (const bool scatter : {false, true}) {
+      TopKReduction reduction(lent(communicator), ErrorMemory({kNumel}, at::kCPU, true), 0.02);
+      at::Tensor given = torch::zeros({kNumel}, torch::kDouble);
+      at::Tensor arrived = torch::zeros({kNumel}, torch::kDouble);
+      double largest = 0;
+      for (int64_t step = 0; step < kOverflowSteps; ++step) {
+        reduction.begin_pass(step, 1024.0);
+        at::Tensor gradient = torch::zeros({kNumel}, torch::kHalf);
+        if (step < 4) gradient.narrow(0, 1, 2).fill_(60000);
+        given += gradient.to(torch::kDouble);
+        const at::Tensor found = reduce(reduction, communicator, gradient, scatter, ReduceOp::kAvg);
+        EXPECT_TRUE(found.isfinite().all().item<bool>()) << "step " << step;
+        arrived += found.to(torch::kDouble);
+        const at::Tensor error = error_of(reduction);
+        ASSERT_TRUE(error.isfinite().all().item<bool>()) << "step " << step;
+        largest = std::max(largest, error.max().item<double>() * 1024.0);
+        EXPECT_TRUE(torch::equal(arrived + error.to(torch::kDouble) * 1024.0, given)) << "step " << step;
+      }
+      EXPECT_GT(largest, 65504.0);
+      EXPECT_TRUE(torch::equal(arrived, given));
+    }
+  });
+}
+
+// Of a checkpoint that an overflow had spoilt.
+TEST(TopKReduction, WhatIsNotFiniteInTheMemoryCountsAsNothing) {
+  constexpr int64_t kNumel = 240;
+  run_ranks(3, [](Communicator& communicator) {
+    for (const bool scatter : {false, true}) {
+      TopKReduction clean(lent(communicator), ErrorMemory({kNumel}, at::kCPU, true), 0.1);
+      TopKReduction spoilt(lent(communicator), ErrorMemory({kNumel}, at::kCPU, true), 0.1);
+      at::Tensor error = error_of(spoilt);
+      if (communicator.rank() == 1) {
+        error[3] = std::numeric_limits<float>::quiet_NaN();
+        error[100] = -std::numeric_limits<float>::infinity();
+        error[200] = std::numeric_limits<float>::infinity();
+      }
+      for (int64_t step = 0; step < 3; ++step) {
+        const at::Tensor gradient = gradient_of(kNumel, communicator.rank(), step);
+        const at::Tensor found = reduce(spoilt, communicator, gradient, scatter);
+        EXPECT_TRUE(torch::equal(found, reduce(clean, communicator, gradient, scatter))) << "step " << step;
+      }
+      EXPECT_TRUE(torch::equal(error_of(spoilt), error_of(clean)));
     }
   });
 }
