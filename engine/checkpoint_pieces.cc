@@ -74,7 +74,7 @@ void add_frozen_bucket(const Engine::Impl& impl, size_t f, PieceList& pieces) {
   const BucketRange range = written_range(impl, bucket.layout(), partitioned);
   at::Tensor flat = partitioned ? at::Tensor() : bucket.flat();
   if (partitioned && bucket.bits() > 0) {
-    flat = at::empty({bucket.layout().slice_numel}, bucket.flat().options());
+    flat = at::empty({bucket.layout().slice_numel}, bucket.flat().options().device(bucket.encoded_slice().device()));
     bucket.use_slice(/*changes=*/false, [&] { BlockCodec(bucket.bits()).decode(bucket.encoded_slice(), flat); });
   } else if (partitioned) {
     flat = bucket.slice(impl.groups.shards->rank());

@@ -9,10 +9,10 @@
 #include "core/block_codec.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "engine/host_room.h"
 #include "engine/shared_failure.h"
 #include "offload/arena_slices.h"
 #include "offload/file_slices.h"
-#include "offload/host_budget.h"
 
 namespace ds::engine {
 namespace {
@@ -109,10 +109,9 @@ OffloadedState::OffloadedState(const Plan& plan, const config::DsConfig& config,
       fresh_(layout.buckets.size()) {
   const int64_t longest = longest_slice(layout, updates_);
   count_bytes(plan, layout, longest);
-  on_all_ranks(world, device_, [&] {
-    offload::require_host_memory(bytes_.host_total(), layout.ranks_on_host,
-                                 "model state (zero_optimization.offload_optimizer, zero_optimization.offload_param)");
-  });
+  require_room_on_hosts(bytes_.host_total(),
+                        "model state (zero_optimization.offload_optimizer, zero_optimization.offload_param)", device_,
+                        world);
   on_all_ranks(world, device_, [&] { take_memory(plan, config, layout, longest); });
 }
 

@@ -38,7 +38,6 @@ struct OffloadedLayout {
   at::ScalarType gradient_dtype = at::kFloat;
   at::Device device = at::kCPU;
   int rank = 0;
-  int ranks_on_host = 1;
 };
 
 // Not thread safe, but for gradients().

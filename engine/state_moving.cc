@@ -2,13 +2,30 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
+#include <exception>
 
 #include "core/check.h"
 #include "engine/engine_impl.h"
+#include "engine/host_room.h"
+#include "engine/shared_failure.h"
 
 namespace ds::engine {
+namespace {
+
+constexpr const char* kMovedPurpose = "states that are offloaded until reload_states()";
+
+// What was freed goes back to the device: LibTorch keeps it for this process otherwise.
+void release_freed_memory(at::Device device) {
+  if (device.is_cpu()) return;
+  const c10::DeviceGuard guard(device);
+  c10::getDeviceAllocator(device.type())->emptyCache();
+}
+
+}  // namespace
 
 void Engine::Impl::require_states_here(const char* call) const {
   require(!moved_states, call, " was called while states are offloaded; call reload_states() first");
@@ -51,9 +68,22 @@ void Engine::offload_states(OffloadStates states) {
   if (self.gatherer) self.gatherer->release_memory();
   if (states.lp_grads) self.reducer->release_buffers();
   const at::RecordFunctionGuard not_gathered(/*is_enabled=*/false);  // for what is done with parameters here
+  const std::vector<at::Tensor> tensors = self.tensors_of(states);
+  require_room_on_hosts(offload::MovedStorage::arena_bytes(tensors), kMovedPurpose, self.device, *self.world);
   auto moved = std::make_unique<Impl::MovedStates>();
-  moved->memory.emplace(self.tensors_of(states), "states that are offloaded until reload_states()",
-                        offload::ArenaOptions{.pin = states.pin_memory, .device = self.device});
+  std::exception_ptr failure;
+  try {
+    moved->memory.emplace(tensors, kMovedPurpose,
+                          offload::ArenaOptions{.pin = states.pin_memory, .device = self.device});
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  if (const int failed = failed_rank(failure, self.device, *self.world); failed >= 0) {
+    moved->memory->restore();
+    throw ConfigError(cat("offload_states(): rank ", failed,
+                          " could not take host memory; its message says why. Nothing was moved (this is rank ",
+                          self.world->rank(), ")"));
+  }
   if (states.lp_params) {
     // Without memory a read would be a fault; without elements it is an error of shapes.
     const auto hide = [&](const zero::Parameter& parameter) {
@@ -64,6 +94,7 @@ void Engine::offload_states(OffloadStates states) {
     std::for_each(self.frozen.begin(), self.frozen.end(), hide);
   }
   self.moved_states = std::move(moved);
+  release_freed_memory(self.device);
 }
 
 void Engine::reload_states() {

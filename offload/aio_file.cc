@@ -72,7 +72,29 @@ struct AioFile::Impl {
     for (uint32_t id = kMostRequests; id-- > 0;) idle.push_back(id);
   }
 
+  void require_intact() const { require<IoError>(broken.empty(), broken); }
+
+  // What was prepared for a transfer that is given up would be handed over with a later one, and move into memory that
+  // holds something else by then. So nothing is handed over any more, and what is in flight is waited for here: after
+  // this no memory is touched.
+  [[noreturn]] void give_up(const std::string& reason) {
+    broken = cat(file.path(), ": ", reason,
+                 "; this file is given up, with what it holds: start again from the last checkpoint");
+    ring.settle();
+    operations.clear();
+    throw IoError(broken);
+  }
+
+  bool submit(unsigned answers) {
+    try {
+      return ring.submit(answers);
+    } catch (const IoError& error) {
+      give_up(error.what());
+    }
+  }
+
   Operation& operation(Ticket ticket) {
+    require_intact();
     const auto found = operations.find(ticket);
     require(found != operations.end(), file.path(),
             ": expected the ticket of a transfer that nobody has waited for, found ", ticket,
@@ -81,6 +103,7 @@ struct AioFile::Impl {
   }
 
   Ticket start(bool writes, int64_t offset, void* memory, int64_t length) {
+    require_intact();
     const char* const verb = writes ? "write" : "read";
     require(offset % alignment() == 0 && length % alignment() == 0 &&
                 reinterpret_cast<uintptr_t>(memory) % alignment() == 0,
@@ -118,7 +141,7 @@ struct AioFile::Impl {
     if (!options.overlap_events && of.transfer.in_flight() > 0) return;
     while (of.transfer.in_flight() < depth && of.transfer.remaining() > 0 && !idle.empty()) {
       prepare(ticket, of, *of.transfer.next(), false);
-      if (options.single_submit) ring.submit(0);
+      if (options.single_submit) submit(0);
     }
   }
 
@@ -142,7 +165,7 @@ struct AioFile::Impl {
         start_single(ticket, of);
       }
     }
-    return ring.submit(0);
+    return submit(0);
   }
 
   // Returns when the transfer is no longer under way.
@@ -153,13 +176,14 @@ struct AioFile::Impl {
     for (;;) {
       bool taken = move_on();
       if (transfer.state() != AioTransfer::State::kUnderWay) return;
-      taken = taken && ring.submit(1);
+      taken = taken && submit(1);
       if (taken) {
         moved = Clock::now();
-      } else {
-        require<IoError>(Clock::now() - moved < kPatience, file.path(), ": the kernel has taken no requests for ",
-                         kPatience.count(), " s: ", error_text(EAGAIN), "; is this machine out of memory?");
+      } else if (Clock::now() - moved < kPatience) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      } else {
+        give_up(cat("the kernel has taken no requests for ", kPatience.count(), " s (", error_text(EAGAIN),
+                    "; is this machine out of memory?)"));
       }
     }
   }
@@ -184,6 +208,7 @@ struct AioFile::Impl {
   std::vector<Request> requests;           // by id
   std::vector<uint32_t> idle;              // ids
   Ticket last = 0;
+  std::string broken;  // why nothing moves any more; empty: all is well
 };
 
 AioFile::AioFile(const std::string& folder, const std::string& name, int64_t bytes, const AioOptions& options,
@@ -200,7 +225,7 @@ AioFile::~AioFile() {
       impl_->operations.erase(impl_->operations.begin());
     }
   } catch (const Error&) {
-    // The kernel holds on to the memory of what is in flight.
+    // Given up: nothing is in flight.
   }
 }
 
@@ -217,6 +242,7 @@ AioFile::Ticket AioFile::write(int64_t offset, const void* memory, int64_t bytes
 }
 
 bool AioFile::done(Ticket ticket) {
+  impl_->require_intact();
   impl_->move_on();
   return impl_->operation(ticket).transfer.state() != AioTransfer::State::kUnderWay;
 }

@@ -29,6 +29,9 @@ struct AioOptions {
 // again by wait(). Calls must not overlap; they may come from several threads, one after the other. Memory belongs to
 // the caller and must stay until the transfer is waited for. Transfers of overlapping parts of the file have no order
 // between them.
+//
+// When the kernel refuses requests, or takes none for 30 s, the file is given up: that call and every later one throws
+// IoError with the reason. Nothing is in flight any more then, and no memory is touched.
 class AioFile {
  public:
   using Ticket = int64_t;
@@ -50,13 +53,13 @@ class AioFile {
   int64_t bytes() const;
   const std::string& path() const;
 
-  // Start a transfer. Throw UsageError for what is not aligned, or not within the file.
+  // Start a transfer. Throw UsageError for what is not aligned, or not within the file, IoError when it is given up.
   Ticket read(int64_t offset, void* memory, int64_t bytes);
   Ticket write(int64_t offset, const void* memory, int64_t bytes);
   // Whether wait() would return, or throw, at once. Moves transfers on.
   bool done(Ticket ticket);
   // Returns when all bytes have moved. Throws IoError naming file, offset, length and the system's reason; then some of
-  // the bytes may have moved and the file can be used on. A ticket is good for one wait().
+  // the bytes may have moved and the file can be used on, unless it is given up. A ticket is good for one wait().
   void wait(Ticket ticket);
 
  private:

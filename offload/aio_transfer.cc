@@ -30,7 +30,7 @@ void AioTransfer::answered(const Piece& piece, int result) {
   --in_flight_;
   if (failed_) return;
   if (result > 0) {
-    retries_ = 0;
+    moved_ += result;
     if (result < piece.bytes) again_.push_back({piece.begin + result, piece.bytes - result});
     return;
   }
@@ -38,9 +38,12 @@ void AioTransfer::answered(const Piece& piece, int result) {
     again_.push_back(piece);
     return;
   }
-  const bool retry = (result == -EAGAIN || result == -EINTR || result == -EFAULT) && ++retries_ <= kMostRetries;
+  Piece again = piece;
+  if (again.bytes_before != moved_) again.retries = 0;
+  again.bytes_before = moved_;
+  const bool retry = (result == -EAGAIN || result == -EINTR || result == -EFAULT) && ++again.retries <= kMostRetries;
   if (!retry) return fail(piece, -result);
-  again_.push_back(piece);
+  again_.push_back(again);
 }
 
 void AioTransfer::fail(const Piece& piece, int error) {

@@ -14,7 +14,9 @@ class AioTransfer {
   struct Piece {
     int64_t begin = 0;
     int64_t bytes = 0;
-    bool operator==(const Piece&) const = default;
+    int retries = 0;           // in a row
+    int64_t bytes_before = 0;  // that the transfer had moved at the last of them
+    bool operator==(const Piece& other) const { return begin == other.begin && bytes == other.bytes; }
   };
   enum class State { kUnderWay, kDone, kFailed };  // kDone, kFailed: nothing is in flight any more
 
@@ -29,7 +31,7 @@ class AioTransfer {
   // The kernel's answer to a piece of next(): bytes moved, or -errno. A piece that moved in part is continued; one that
   // was interrupted (EINTR), put off (EAGAIN), cancelled with a broken chain (ECANCELED), or whose turn came after the
   // end of the thread that asked for it (EFAULT), is asked for again. Any other error, no progress at all, or more than
-  // kMostRetries of these in a row (ECANCELED aside), fail the transfer.
+  // kMostRetries of these for one piece while no piece moves (ECANCELED aside), fail the transfer.
   void answered(const Piece& piece, int result);
 
   State state() const;
@@ -47,7 +49,7 @@ class AioTransfer {
   int64_t block_size_;
   int64_t asked_ = 0;  // bytes from the start that were handed out once
   int64_t in_flight_ = 0;
-  int retries_ = 0;
+  int64_t moved_ = 0;         // bytes
   std::vector<Piece> again_;  // last one first
   bool failed_ = false;
   int error_ = 0;

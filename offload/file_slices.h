@@ -21,7 +21,8 @@ namespace ds::offload {
 
 // A slice that is not loaded has no memory: its tensor gets that of a buffer with load(), and what a buffer holds is
 // read again only when another slice has used it since. Writes go on behind the caller. Throws IoError. What a failed
-// write was to keep is lost: from then on every load() throws IoError with the reason.
+// write was to keep is lost: from then on every load() throws IoError with the reason, as it does for what has to be
+// read from a file that is given up (offload/aio_file.h).
 class FileSlices final : public SliceStore {
  public:
   // Bytes of the file for slices of these sizes (in bytes), and of one buffer for all of them.

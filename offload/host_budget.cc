@@ -79,25 +79,40 @@ void add_meminfo(const fs::path& root, std::vector<MemoryRoom>& rooms) {
 
 // The file names of one version of the memory controller.
 struct ControllerFiles {
-  const char* limit;
+  std::vector<std::string> limits;
   const char* used;
   std::vector<std::string> droppable;  // fields of memory.stat
 };
 
-const ControllerFiles kVersion2{"memory.max", "memory.current", {"inactive_file", "active_file"}};
+const ControllerFiles kVersion2{{"memory.max", "memory.high"}, "memory.current", {"inactive_file", "active_file"}};
 const ControllerFiles kVersion1{
-    "memory.limit_in_bytes", "memory.usage_in_bytes", {"total_inactive_file", "total_active_file"}};
+    {"memory.limit_in_bytes"}, "memory.usage_in_bytes", {"total_inactive_file", "total_active_file"}};
+
+struct GroupLimit {
+  int64_t bytes = kNoLimit;
+  std::string file;
+};
+
+GroupLimit smallest_limit(const fs::path& folder, const ControllerFiles& files) {
+  GroupLimit smallest;
+  for (const std::string& file : files.limits) {
+    const auto bytes = number_in(text_of(folder / file));
+    if (bytes && *bytes < smallest.bytes) smallest = {*bytes, file};
+  }
+  return smallest;
+}
 
 void add_group(const fs::path& root, const fs::path& group, const ControllerFiles& files,
                std::vector<MemoryRoom>& rooms) {
   const fs::path folder = root / group.relative_path();
-  const auto limit = number_in(text_of(folder / files.limit));
+  const GroupLimit limit = smallest_limit(folder, files);
   const auto used = number_in(text_of(folder / files.used));
-  if (!limit || *limit >= kNoLimit || !used) return;
+  if (limit.file.empty() || !used) return;
   const std::string stat = text_of(folder / "memory.stat");
   int64_t droppable = 0;
   for (const std::string& name : files.droppable) droppable += field_of(stat, name).value_or(0);
-  add_room(rooms, *limit - kept_free(*limit) - std::max<int64_t>(*used - droppable, 0), (group / files.limit).string());
+  add_room(rooms, limit.bytes - kept_free(limit.bytes) - std::max<int64_t>(*used - droppable, 0),
+           (group / limit.file).string());
 }
 
 struct ControllerMount {
@@ -185,24 +200,23 @@ HostMemoryRoom host_memory_room(const fs::path& root) {
   return room;
 }
 
-void require_host_memory(int64_t bytes_per_rank, int ranks_on_this_host, const std::string& purpose_and_key,
-                         const HostMemoryRoom& room) {
-  ensure(bytes_per_rank >= 0 && ranks_on_this_host > 0, "host memory is asked for by at least one rank");
-  const int64_t total = bytes_per_rank * ranks_on_this_host;
-  if (const MemoryRoom* host = tightest(room.of_host); host != nullptr && total > host->bytes) {
-    throw ConfigError(cat("host memory for ", purpose_and_key, ": needs ", size_text(bytes_per_rank), " per rank x ",
-                          ranks_on_this_host, " ranks on this host = ", size_text(total), ", available are ",
-                          size_text(host->bytes), " (", host->limit, "). ", kAdvice));
+void require_host_memory(const HostMemoryNeed& need, const std::string& purpose_and_key, const HostMemoryRoom& room) {
+  ensure(need.of_process >= 0 && need.of_host >= need.of_process && need.ranks > 0,
+         "the ranks of a host need what each of them needs");
+  if (const MemoryRoom* host = tightest(room.of_host); host != nullptr && need.of_host > host->bytes) {
+    throw ConfigError(cat("host memory for ", purpose_and_key, ": needs ", size_text(need.of_process),
+                          " on this rank, ", size_text(need.of_host), " on all ranks of this host (", need.ranks,
+                          "), available are ", size_text(host->bytes), " (", host->limit, "). ", kAdvice));
   }
-  if (const MemoryRoom* process = tightest(room.of_process); process != nullptr && bytes_per_rank > process->bytes) {
-    throw ConfigError(cat("host memory for ", purpose_and_key, ": needs ", size_text(bytes_per_rank),
+  if (const MemoryRoom* process = tightest(room.of_process); process != nullptr && need.of_process > process->bytes) {
+    throw ConfigError(cat("host memory for ", purpose_and_key, ": needs ", size_text(need.of_process),
                           " in this process, available are ", size_text(process->bytes), " (", process->limit, "). ",
                           kAdvice));
   }
 }
 
-void require_host_memory(int64_t bytes_per_rank, int ranks_on_this_host, const std::string& purpose_and_key) {
-  require_host_memory(bytes_per_rank, ranks_on_this_host, purpose_and_key, host_memory_room());
+void require_host_memory(int64_t bytes, const std::string& purpose_and_key) {
+  require_host_memory({.of_process = bytes, .of_host = bytes}, purpose_and_key, host_memory_room());
 }
 
 std::string size_text(int64_t bytes) {

@@ -2,10 +2,11 @@
 // reporting. Torch-free.
 //
 // Limits that all ranks of a host share: MemAvailable of /proc/meminfo, CommitLimit where overcommit is off, and the
-// memory controllers of cgroup v2 and v1 of this process and of all groups above it. A group's file pages count as
-// free, the kernel drops them before it kills. 1/64 of each, at most 512 MiB, stays free for what else a step needs.
-// Limits of a process: RLIMIT_AS and RLIMIT_DATA. RLIMIT_MEMLOCK is not among them: neither plain pages nor those that
-// the CUDA driver pins count against it. Swap is not counted, a step that swaps is no step.
+// memory controllers of cgroup v2 and v1 of this process and of all groups above it (of v2 the smaller of memory.max
+// and memory.high, beyond which processes are held up). A group's file pages count as free, the kernel drops them
+// before it kills. 1/64 of each, at most 512 MiB, stays free for what else a step needs. Limits of a process: RLIMIT_AS
+// and RLIMIT_DATA. RLIMIT_MEMLOCK is not among them: neither plain pages nor those that the CUDA driver pins count
+// against it. Swap is not counted, a step that swaps is no step.
 #pragma once
 
 #include <cstdint>
@@ -30,12 +31,19 @@ struct HostMemoryRoom {
 // there, not readable or unlimited is left out.
 HostMemoryRoom host_memory_room(const std::filesystem::path& root = "/");
 
-// Throws ConfigError when the ranks of this host cannot take so many bytes each. The text names the bytes, the limit
-// that says so and what to change. `purpose_and_key` is what they are for, as "optimizer states
-// (zero_optimization.offload_optimizer)". To be asked on every rank before any rank takes its part.
-void require_host_memory(int64_t bytes_per_rank, int ranks_on_this_host, const std::string& purpose_and_key);
-void require_host_memory(int64_t bytes_per_rank, int ranks_on_this_host, const std::string& purpose_and_key,
-                         const HostMemoryRoom& room);
+// What is about to be taken.
+struct HostMemoryNeed {
+  int64_t of_process = 0;  // bytes of this rank
+  int64_t of_host = 0;     // bytes of all ranks on this host
+  int ranks = 1;           // so many
+};
+
+// Throws ConfigError when there is no room. The text names the bytes, the limit that says so and what to change.
+// `purpose_and_key` is what they are for, as "optimizer states (zero_optimization.offload_optimizer)". To be asked on
+// every rank before any rank takes its part.
+void require_host_memory(const HostMemoryNeed& need, const std::string& purpose_and_key, const HostMemoryRoom& room);
+// Of this process alone.
+void require_host_memory(int64_t bytes, const std::string& purpose_and_key);
 
 // "3.1 GiB", "12.0 MiB", "4.0 KiB".
 std::string size_text(int64_t bytes);

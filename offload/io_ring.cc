@@ -3,7 +3,9 @@
 #include <liburing.h>
 
 #include <cerrno>
+#include <chrono>
 #include <system_error>
+#include <thread>
 
 #include "core/check.h"
 
@@ -50,6 +52,7 @@ void IoRing::prepare(bool writes, void* memory, int64_t bytes, int64_t offset, u
   }
   io_uring_sqe_set_flags(request, linked ? IOSQE_IO_LINK : 0U);
   io_uring_sqe_set_data64(request, id);
+  ++prepared_;
 }
 
 bool IoRing::submit(unsigned answers) {
@@ -68,7 +71,21 @@ bool IoRing::take(uint64_t& id, int& result) {
   id = io_uring_cqe_get_data64(answer);
   result = answer->res;
   io_uring_cqe_seen(ring_.get(), answer);
+  ++taken_;
   return true;
+}
+
+void IoRing::settle() noexcept {
+  // What the kernel has not taken is the end of the queue.
+  const uint64_t handed_over = prepared_ - io_uring_sq_ready(ring_.get());
+  uint64_t id = 0;
+  int result = 0;
+  while (taken_ < handed_over) {
+    if (take(id, result)) continue;
+    io_uring_cqe* answer = nullptr;
+    // Unlike a submission this hands nothing over. Where it is refused, answers arrive all the same.
+    if (io_uring_wait_cqe(ring_.get(), &answer) != 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 }  // namespace ds::offload

@@ -9,7 +9,7 @@ struct io_uring;
 
 namespace ds::offload {
 
-// Not thread safe. What is in flight when it is destroyed may still move.
+// Not thread safe. What is in flight when it is destroyed may still move: see settle().
 class IoRing {
  public:
   // For at most so many requests at once. `what`: the setting that asks for it. Throws ConfigError when io_uring is not
@@ -27,9 +27,14 @@ class IoRing {
   bool submit(unsigned answers);
   // The next answer, if there is one: the request's id, and bytes moved or -errno.
   bool take(uint64_t& id, int& result);
+  // Returns when nothing that was handed over is in flight any more; what is only prepared stays with this ring. Their
+  // answers are lost. Nothing but destruction may follow: a submit() would hand over what was prepared long ago.
+  void settle() noexcept;
 
  private:
   std::unique_ptr<io_uring> ring_;
+  uint64_t prepared_ = 0;  // requests since the start
+  uint64_t taken_ = 0;     // answers
   int descriptor_;
 };
 

@@ -21,22 +21,34 @@ at::Tensor bytes_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-MovedStorage::MovedStorage(const std::vector<at::Tensor>& tensors, const std::string& purpose,
-                           const ArenaOptions& options) {
-  const at::NoGradGuard no_grad;
+// Each storage that has memory, once.
+std::vector<MovedStorage::Part> MovedStorage::parts_of(const std::vector<at::Tensor>& tensors) {
   std::set<const void*> seen;
-  size_t total = 0;
+  std::vector<Part> parts;
   for (const at::Tensor& tensor : tensors) {
-    const size_t length = tensor.storage().nbytes();
-    if (length == 0 || !seen.insert(tensor.storage().unsafeGetStorageImpl()).second) continue;
-    parts_.push_back({tensor, {}});
-    total += PinnedArena::bytes_of(static_cast<int64_t>(length), at::kByte);
-    bytes_ += static_cast<int64_t>(length);
+    const at::Storage& storage = tensor.storage();
+    if (storage.nbytes() > 0 && seen.insert(storage.unsafeGetStorageImpl()).second) parts.push_back({tensor, {}});
   }
-  PinnedArena arena(purpose, total, options);
+  return parts;
+}
+
+int64_t MovedStorage::arena_bytes(const std::vector<at::Tensor>& tensors) {
+  size_t total = 0;
+  for (const Part& part : parts_of(tensors)) {
+    total += PinnedArena::bytes_of(static_cast<int64_t>(part.tensor.storage().nbytes()), at::kByte);
+  }
+  return static_cast<int64_t>(total);
+}
+
+MovedStorage::MovedStorage(const std::vector<at::Tensor>& tensors, const std::string& purpose,
+                           const ArenaOptions& options)
+    : parts_(parts_of(tensors)) {
+  const at::NoGradGuard no_grad;
+  PinnedArena arena(purpose, static_cast<size_t>(arena_bytes(tensors)), options);
   for (Part& part : parts_) {
     const at::Tensor bytes = bytes_of(part.tensor);
     part.copy = arena.take(bytes.numel(), at::kByte).copy_(bytes);
+    bytes_ += bytes.numel();
   }
   for (const Part& part : parts_) take_storage(part.tensor);
 }

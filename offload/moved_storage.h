@@ -15,6 +15,9 @@ namespace ds::offload {
 // What tensors share is moved once. Not thread safe; nothing may read the tensors between the two ends.
 class MovedStorage {
  public:
+  // Bytes of the arena for these.
+  static int64_t arena_bytes(const std::vector<at::Tensor>& tensors);
+
   // Copies the whole storages of `tensors` (those that have memory) to an arena and frees them. Throws ConfigError when
   // the host has no room; then nothing was moved.
   MovedStorage(const std::vector<at::Tensor>& tensors, const std::string& purpose, const ArenaOptions& options);
@@ -28,6 +31,8 @@ class MovedStorage {
     at::Tensor tensor;  // one that has the storage
     at::Tensor copy;    // [bytes], in the arena
   };
+
+  static std::vector<Part> parts_of(const std::vector<at::Tensor>& tensors);
 
   std::vector<Part> parts_;
   int64_t bytes_ = 0;

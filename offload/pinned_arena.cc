@@ -109,7 +109,7 @@ PinnedArena::Region::Region(const std::string& purpose, size_t bytes, const Aren
   if (size_ == 0) return;
   const bool pin = options.pin && options.device.is_cuda();
   huge_pages_ = options.huge_pages && size_ >= kHugePage && kernel_offers_huge_pages();
-  require_host_memory(static_cast<int64_t>(size_), 1, purpose);
+  require_host_memory(static_cast<int64_t>(size_), purpose);
   log::info("host memory: ", size_text(static_cast<int64_t>(size_)), " for ", purpose, pin ? ", pinned" : "",
             huge_pages_ ? ", huge pages" : "");
   map(purpose);

@@ -37,8 +37,8 @@ at::Tensor tensor_without_memory(int64_t numel, at::ScalarType dtype);
 // time, from a thread that lives until the call returns; `use` must not call the swapper.
 //
 // What a failure leaves on the disk: a slice that `use` was not called for, or threw for, is as before, also when a
-// read failed. Slices used before it have their new contents. When a write fails, the contents of its slice are lost:
-// from then on every call throws IoError with the reason.
+// read failed. Slices used before it have their new contents. When a write fails, the contents of its slice are lost;
+// when the file is given up (offload/aio_file.h), those of all: from then on every call throws IoError with the reason.
 class SliceSwapper {
  public:
   using Use = std::function<void(int64_t index)>;

@@ -1,5 +1,7 @@
 #include "optim/lion.h"
 
+#include <ATen/ops/where.h>
+
 #include "optim/kernels/lion_kernel.h"
 #include "optim/slice_update.h"
 #include "optim/vector_update.h"
@@ -24,7 +26,9 @@ void Lion::update_into(int64_t index, const at::Tensor& gradient, double gradien
                    [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
                      if (gradient_scale != 1.0) g.mul_(gradient_scale);
                      const at::Tensor momentum = exp_avg.narrow(0, begin, m.numel());
-                     const at::Tensor direction = momentum.mul(group.beta1).add_(g, 1 - group.beta1).sign_();
+                     const at::Tensor blend = momentum.mul(group.beta1).add_(g, 1 - group.beta1);
+                     // LibTorch's sign of a NaN is 0, and the weight would not show that the step is none.
+                     const at::Tensor direction = at::where(blend.isnan(), blend, blend.sign());
                      if (group.weight_decay != 0.0) m.mul_(decay);
                      m.add_(direction, -group.lr);
                      momentum.mul_(group.beta2).add_(g, 1 - group.beta2);

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
@@ -79,6 +80,10 @@ void ParameterBucket::shard(int rank, int bits, std::shared_ptr<SliceStore> stor
 }
 
 void ParameterBucket::use_slice(bool changes, const std::function<void()>& use) const {
+  // Gathers that were given to the device may still have to copy the slice that is now to change on the host.
+  const at::Device device = flat_.device();
+  if (changes && own_.defined() && own_.device() != device)
+    c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
   load_slice();
   try {
     use();

@@ -16,6 +16,7 @@ namespace {
 
 using nlohmann::ordered_json;
 using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 
 struct MovingCell {
   int stage;
@@ -132,6 +133,29 @@ TEST(StateMovingEngine, InsideAnAccumulationItIsRefused) {
     engine->step();
     engine->offload_states();
     engine->reload_states();
+  });
+}
+
+TEST(StateMovingEngine, AHostWithoutRoomLeavesEverythingWhereItIs) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    const auto run = [&](bool fails) {
+      SmallNet model;
+      model->first->weight.set_requires_grad(false);
+      const auto engine = start(model.ptr(), small_config(2, 1), communicator).engine;
+      train(*engine, model, 1);
+      if (fails) {
+        // One rank needs more than there is: it says that its storage is longer.
+        at::Storage storage = model->first->weight.storage();
+        const size_t bytes = storage.nbytes();
+        if (communicator.rank() == 1) storage.set_nbytes(size_t{1} << 50);
+        EXPECT_THAT([&] { engine->offload_states(); },
+                    ThrowsMessage<ConfigError>(HasSubstr("on all ranks of this host (2)")));
+        storage.set_nbytes(bytes);
+        EXPECT_EQ(engine->moved_bytes(), 0);
+      }
+      return train(*engine, model, 1);
+    };
+    EXPECT_EQ(largest_difference(run(true), run(false)), 0.0);
   });
 }
 

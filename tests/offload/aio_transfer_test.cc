@@ -70,6 +70,31 @@ TEST(AioTransfer, GivesUpAfterTooManyPutOffsInARow) {
   EXPECT_EQ(transfer.error(), EAGAIN);
 }
 
+TEST(AioTransfer, ManyPiecesThatArePutOffOnceEachAreNoFailure) {
+  constexpr int kPieces = 2 * AioTransfer::kMostRetries;
+  AioTransfer transfer(kPieces, 1);
+  for (int round = 0; round < 3; ++round) {
+    const std::vector<Piece> pieces = all_of(transfer);
+    ASSERT_EQ(pieces.size(), kPieces) << round;
+    for (const Piece& piece : pieces) transfer.answered(piece, -EFAULT);
+    EXPECT_EQ(transfer.state(), State::kUnderWay) << round;
+  }
+}
+
+TEST(AioTransfer, APieceIsNotGivenUpWhileOthersMove) {
+  constexpr int kPieces = 2 * AioTransfer::kMostRetries;
+  AioTransfer transfer(kPieces + 1, 1);
+  Piece waits = *transfer.next();
+  for (int i = 0; i < kPieces; ++i) {
+    transfer.answered(waits, -EAGAIN);
+    waits = *transfer.next();
+    transfer.answered(*transfer.next(), 1);
+  }
+  EXPECT_EQ(waits, (Piece{0, 1}));
+  transfer.answered(waits, 1);
+  EXPECT_EQ(transfer.state(), State::kDone);
+}
+
 TEST(AioTransfer, FailsWithTheFirstErrorOnceNothingIsInFlight) {
   AioTransfer transfer(4000, 1000);
   transfer.next();

@@ -78,6 +78,25 @@ TEST(HostBudget, EveryGroupAboveLimits) {
                   Pair("/sys/fs/cgroup/user.slice/job/memory.max", 4 * kGiB - 64 * kMiB - kGiB)));
 }
 
+TEST(HostBudget, OfVersionTwoTheSmallerOfMaxAndHighCounts) {
+  const test::ScratchFolder host;
+  host.write("proc/self/mountinfo", "35 24 0:30 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n");
+  host.write("proc/self/cgroup", "0::/\n");
+  host.write("sys/fs/cgroup/memory.current", "0\n");
+  const std::string one = "1073741824\n";
+  const std::string two = "2147483648\n";
+  const auto limits = [&](const std::string& max, const std::string& high) {
+    host.write("sys/fs/cgroup/memory.max", max);
+    host.write("sys/fs/cgroup/memory.high", high);
+    return of_host(host);
+  };
+  EXPECT_THAT(limits(two, one), ElementsAre(Pair("/sys/fs/cgroup/memory.high", kGiB - 16 * kMiB)));
+  EXPECT_THAT(limits("max\n", one), ElementsAre(Pair("/sys/fs/cgroup/memory.high", kGiB - 16 * kMiB)));
+  EXPECT_THAT(limits(one, two), ElementsAre(Pair("/sys/fs/cgroup/memory.max", kGiB - 16 * kMiB)));
+  EXPECT_THAT(limits(one, "max\n"), ElementsAre(Pair("/sys/fs/cgroup/memory.max", kGiB - 16 * kMiB)));
+  EXPECT_THAT(limits("max\n", "max\n"), IsEmpty());
+}
+
 TEST(HostBudget, AContainerSeesItsOwnGroupAsTheTop) {
   const test::ScratchFolder host;
   host.write("proc/self/mountinfo", "35 24 0:30 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n");
@@ -125,13 +144,13 @@ TEST(HostBudget, ThisHostSaysSomething) {
   const HostMemoryRoom room = host_memory_room();
   ASSERT_THAT(room.of_host, Not(IsEmpty()));
   for (const MemoryRoom& of : room.of_host) EXPECT_GT(of.bytes, 0) << of.limit;
-  EXPECT_NO_THROW(require_host_memory(4096, 1, "a page"));
-  EXPECT_THROW(require_host_memory(int64_t{1} << 50, 1, "a petabyte"), ConfigError);
+  EXPECT_NO_THROW(require_host_memory(4096, "a page"));
+  EXPECT_THROW(require_host_memory(int64_t{1} << 50, "a petabyte"), ConfigError);
 }
 
-std::string refusal(int64_t bytes, int ranks, const HostMemoryRoom& room) {
+std::string refusal(const HostMemoryNeed& need, const HostMemoryRoom& room) {
   try {
-    require_host_memory(bytes, ranks, "optimizer states (zero_optimization.offload_optimizer)", room);
+    require_host_memory(need, "optimizer states (zero_optimization.offload_optimizer)", room);
   } catch (const ConfigError& error) {
     return error.what();
   }
@@ -141,16 +160,16 @@ std::string refusal(int64_t bytes, int ranks, const HostMemoryRoom& room) {
 TEST(HostBudget, RanksOfAHostShareItsLimitsAndHaveTheirOwn) {
   const HostMemoryRoom room{.of_host = {{64 * kGiB, "MemAvailable"}, {40 * kGiB, "memory.max"}},
                             .of_process = {{12 * kGiB, "RLIMIT_DATA"}, {11 * kGiB, "RLIMIT_AS"}}};
-  EXPECT_EQ(refusal(10 * kGiB, 4, room), "") << "exactly what there is";
-  EXPECT_THAT(refusal(10 * kGiB + 1, 4, room),
+  EXPECT_EQ(refusal({10 * kGiB, 40 * kGiB, 4}, room), "") << "exactly what there is";
+  EXPECT_THAT(refusal({10 * kGiB, 40 * kGiB + 1, 4}, room),
               AllOf(HasSubstr("optimizer states (zero_optimization.offload_optimizer)"),
-                    HasSubstr("10.0 GiB per rank x 4 ranks on this host = 40.0 GiB"),
+                    HasSubstr("needs 10.0 GiB on this rank, 40.0 GiB on all ranks of this host (4)"),
                     HasSubstr("available are 40.0 GiB (memory.max)"), HasSubstr("nvme"), HasSubstr("fewer elements"),
                     HasSubstr("more ranks")));
-  EXPECT_EQ(refusal(11 * kGiB, 1, room), "");
-  EXPECT_THAT(refusal(23 * kGiB / 2, 1, room),
+  EXPECT_EQ(refusal({11 * kGiB, 11 * kGiB, 1}, room), "");
+  EXPECT_THAT(refusal({23 * kGiB / 2, 23 * kGiB / 2, 1}, room),
               AllOf(HasSubstr("11.5 GiB in this process"), HasSubstr("11.0 GiB (RLIMIT_AS)")));
-  EXPECT_EQ(refusal(1 << 30, 64, {}), "") << "nothing is known of this host";
+  EXPECT_EQ(refusal({1 << 30, int64_t{64} << 30, 64}, {}), "") << "nothing is known of this host";
 }
 
 TEST(HostBudget, Sizes) {

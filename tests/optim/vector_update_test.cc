@@ -236,14 +236,16 @@ TEST(VectorUpdate, CopiesOfOtherKinds) {
 
 TEST(VectorUpdate, ANotANumberReachesTheWeight) {
   for (const Rule& rule : rules()) {
-    const auto optimizer = optimizer_of(rule, uniform(7, 20));
-    at::Tensor gradient = gradient_at(1, 20, at::kFloat);
-    gradient[3] = std::numeric_limits<float>::quiet_NaN();
-    optimizer->begin_step();
-    optimizer->update(0, gradient, 1.0);
-    const at::Tensor nan = optimizer->slice(0).master.isnan();
-    EXPECT_TRUE(nan[3].item<bool>()) << rule.name;
-    EXPECT_EQ(nan.sum().item<int64_t>(), 1) << rule.name;
+    for (const at::ScalarType type : {at::kFloat, at::kDouble}) {  // double: LibTorch's operators
+      const auto optimizer = optimizer_of(rule, uniform(7, 20).to(type));
+      at::Tensor gradient = gradient_at(1, 20, type);
+      gradient[3] = std::numeric_limits<double>::quiet_NaN();
+      optimizer->begin_step();
+      optimizer->update(0, gradient, 1.0);
+      const at::Tensor nan = optimizer->slice(0).master.isnan();
+      EXPECT_TRUE(nan[3].item<bool>()) << rule.name << type;
+      EXPECT_EQ(nan.sum().item<int64_t>(), 1) << rule.name << type;
+    }
   }
 }
 
