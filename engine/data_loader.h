@@ -127,6 +127,8 @@ class DataLoader {
 
   // Batches of a whole epoch, the same on every rank.
   int64_t size() const { return sampler_.batches_per_epoch(); }
+  // Whether they all have as many samples; else the last one has less.
+  bool has_equal_batches() const { return sampler_.has_equal_batches(); }
   int64_t epoch() const { return sampler_.state().epoch; }
   void set_epoch(int64_t epoch) { sampler_.set_epoch(epoch); }
   void set_micro_batch_size(int64_t size) { sampler_.set_batch_size(size); }

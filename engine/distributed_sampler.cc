@@ -84,6 +84,12 @@ int64_t DistributedSampler::batches_left() const { return batches_after(state_.n
 
 int64_t DistributedSampler::batches_per_epoch() const { return batches_after(0); }
 
+bool DistributedSampler::has_equal_batches() const {
+  const int64_t rest = options_.dataset_size % global_batch();
+  const int64_t last = (rest + options_.world_size - 1) / options_.world_size;
+  return options_.drop_last || batches_per_epoch() == 1 || last % options_.batch_size == 0;
+}
+
 void DistributedSampler::set_epoch(int64_t epoch) {
   require(epoch >= 0, "sampler: expected an epoch from 0 up, found ", epoch);
   state_.epoch = epoch;

@@ -64,6 +64,8 @@ class DistributedSampler {
   int64_t batches_left() const;
   // Batches of a whole epoch.
   int64_t batches_per_epoch() const;
+  // Whether all batches of a whole epoch have as many samples; the last one may have less.
+  bool has_equal_batches() const;
 
   // Takes effect at the next batch, which is the first of `epoch`. Epochs advance by themselves; this is for jumping.
   void set_epoch(int64_t epoch);

@@ -31,7 +31,8 @@ std::vector<int> placement_of(const Plan& plan) {
 
 std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::PipelineModule>& module,
                                               const std::shared_ptr<comm::Communicator>& ranks,
-                                              const config::DsConfig& config, const Plan& plan, at::Device device) {
+                                              const config::DsConfig& config, const Plan& plan, at::Device device,
+                                              comm::Communicator& world) {
   const config::PipelineSection& section = config.pipeline;
   const auto recomputed = [](const std::function<pipeline::Tensors(const pipeline::Tensors&)>& region,
                              const pipeline::Tensors& inputs) {
@@ -40,6 +41,7 @@ std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::Pi
   module->build({.rank = ranks->rank(),
                  .rank_of = placement_of(plan),
                  .ranks = ranks.get(),
+                 .world = &world,
                  .device = device,
                  .partition = section.partition == "best" ? "parameters" : section.partition,
                  .activation_checkpoint_interval = section.activation_checkpoint_interval,
@@ -61,6 +63,15 @@ std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::Pi
     parts->tied.push_back(std::move(weights));
   }
   return parts;
+}
+
+void require_equal_batches(const PipelineParts& parts, const DataLoader& loader, const char* what) {
+  require<ConfigError>(parts.ranks->size() == 1 || parts.module->options().dynamic_shape || loader.has_equal_batches(),
+                       what,
+                       ": expected micro-batches of one size, for stages agree on one shape; found that the last ",
+                       "of the ", loader.size(), " of an epoch is shorter. Set \"dataloader_drop_last\": true ",
+                       "(DataLoaderOptions.drop_last), use a multiple of micro-batch size x data-parallel ranks of ",
+                       "samples, or set PipelineOptions.dynamic_shape");
 }
 
 std::string layers_text(const PipelineParts& parts) {

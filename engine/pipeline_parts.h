@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "engine/data_loader.h"
 #include "engine/model_layout.h"
 #include "pipeline/micro_batch.h"
 #include "pipeline/pipeline_module.h"
@@ -45,10 +46,15 @@ struct PipelineParts {
   bool is_copy(const std::string& name) const;
 };
 
-// Builds the layers of this rank. Collective over `ranks`, the pipeline's.
+// Builds the layers of this rank. Collective over `ranks`, the pipeline's, and over `world`, all pipelines.
 std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::PipelineModule>& module,
                                               const std::shared_ptr<comm::Communicator>& ranks,
-                                              const config::DsConfig& config, const Plan& plan, at::Device device);
+                                              const config::DsConfig& config, const Plan& plan, at::Device device,
+                                              comm::Communicator& world);
+
+// Throws ConfigError for a loader whose last batch of an epoch is shorter than the others, where stages agree on one
+// shape: the rank that has it would throw at the end of the epoch, and the others wait for it. `what`: for the message.
+void require_equal_batches(const PipelineParts& parts, const DataLoader& loader, const char* what);
 
 // What has to be the same on all ranks: layers, and where they are.
 std::string layers_text(const PipelineParts& parts);

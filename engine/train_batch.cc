@@ -67,6 +67,39 @@ at::Tensor mean_of_all(const Engine::Impl& impl, const std::vector<at::Tensor>& 
   return mean.reshape({});
 }
 
+// Evaluation mode while it lives; then every module has the mode it had. `impl` outlives it.
+class EvaluationMode {
+ public:
+  explicit EvaluationMode(Engine::Impl& impl) : impl_(impl) {
+    for (auto& module : impl.module->modules()) modes_.emplace_back(std::move(module), false);
+    for (auto& [module, trains] : modes_) trains = module->is_training();
+    impl.access->change_mode();
+    impl.module->eval();
+  }
+  ~EvaluationMode() {
+    impl_.access->change_mode();
+    for (auto& [module, trains] : modes_) module->train(trains);  // submodules, which it also sets, come after it
+  }
+  EvaluationMode(const EvaluationMode&) = delete;
+  EvaluationMode& operator=(const EvaluationMode&) = delete;
+
+ private:
+  Engine::Impl& impl_;
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;
+};
+
+// After a batch that threw `failure`: gradients of the micro-batches that were finished belong to no update. With
+// several stages there is none any more, and reductions that are under way may wait for ranks that wait for this one.
+void drop_batch(Engine::Impl& impl, const std::exception_ptr& failure) {
+  impl.access->change_mode();
+  if (impl.pipeline->ranks->size() > 1) return;
+  try {
+    impl.drop_gradients(/*unused=*/true);
+  } catch (const std::exception& error) {
+    throw CommError(cat(message_of(failure), "; the gradients of the batch could not be dropped: ", error.what()));
+  }
+}
+
 }  // namespace
 
 at::Tensor Engine::train_batch() {
@@ -94,6 +127,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   const auto micro_batches = static_cast<int>(self.config.gradient_accumulation_steps);
   const pipeline::Schedule& schedule = training_schedule(parts, self.plan, micro_batches);
   self.step_applied = false;
+  if (!self.module->is_training()) train();
   int64_t given = 0;
   std::map<int, std::vector<int>> order;  // of each stage, until its passes have been
   std::map<int, size_t> passes;
@@ -115,6 +149,11 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
             if (order[stage].empty()) order[stage] = micro_batches_of(schedule, stage);
             self.begin_micro_batch(order[stage].at(passes[stage]++));
             self.accumulate(last, pass, parts.bucket_in_pass.at(static_cast<size_t>(stage)));
+          },
+      .inputs_only =
+          [&](const std::function<void()>& pass) {
+            const Autocast::Pause pause(self.device.type());
+            pass();
           }};
   const Engine::Impl::Phase phase(self, "train_batch");
   self.reporter->backward_begins();
@@ -122,7 +161,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   try {
     result = parts.runner->run(schedule, callbacks);
   } catch (...) {
-    self.access->change_mode();
+    drop_batch(self, std::current_exception());
     throw;
   }
   self.reporter->backward_ends();
@@ -146,12 +185,13 @@ Evaluation Engine::eval_batch(const pipeline::BatchSource& next, const EvalOptio
   require(micro_batches > 0, "eval_batch: num_micro_batches: expected a positive number, found ", micro_batches);
   const pipeline::Schedule& schedule = evaluation_schedule(parts, micro_batches);
   const Engine::Impl::Phase phase(self, "eval_batch");
-  const bool trains = self.module->is_training();
-  eval();
-  const pipeline::StageCallbacks callbacks = {.next = [&] { return on_device(next()); }, .root = {}, .accumulate = {}};
-  pipeline::StageRunner::Result result =
-      parts.runner->run(schedule, callbacks, options.compute_loss, options.return_logits);
-  if (trains) train();
+  const pipeline::StageCallbacks callbacks = {
+      .next = [&] { return on_device(next()); }, .root = {}, .accumulate = {}, .inputs_only = {}};
+  pipeline::StageRunner::Result result;
+  {
+    const EvaluationMode mode(self);
+    result = parts.runner->run(schedule, callbacks, options.compute_loss, options.return_logits);
+  }
   Evaluation evaluation;
   if (options.compute_loss) evaluation.loss = mean_of_all(self, result.losses);
   evaluation.logits = std::move(result.outputs);
@@ -166,7 +206,9 @@ Evaluation Engine::eval_batch(const pipeline::BatchSource& next, const EvalOptio
 
 void Engine::set_dataloader(std::shared_ptr<DataLoader> loader) {
   require(loader != nullptr, "set_dataloader: expected a loader, found none");
-  pipeline_of(*impl_, "set_dataloader()").source = source_of(*impl_, std::move(loader));
+  PipelineParts& parts = pipeline_of(*impl_, "set_dataloader()");
+  require_equal_batches(parts, *loader, "set_dataloader()");
+  parts.source = source_of(*impl_, std::move(loader));
 }
 
 void Engine::set_dataiterator(pipeline::BatchSource next) {

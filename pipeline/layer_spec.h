@@ -149,15 +149,18 @@ class LayerSpec {
     spec.call = call_function<Impl>(std::move(forward));
     return spec;
   }
-  // A module that is there already, on every rank; only its stage uses it. A holder or a shared pointer.
+  // A module that is there already, on every rank; only its stage uses it. A holder or a shared pointer. Layers of one
+  // module, or of modules that share weights, are tied: give them one key (tied_by).
   template <class Module>
   static LayerSpec module(const Module& holder) {
     if constexpr (requires { typename Module::ContainedType; }) {
       return module(holder.ptr());
     } else {
       using Impl = typename Module::element_type;
-      return LayerSpec(
+      LayerSpec spec(
           internal::type_name(typeid(Impl)), [holder] { return holder; }, &call_forward<Impl>);
+      spec.given = holder;
+      return spec;
     }
   }
   // A module that `factory` builds, on the ranks of its stage only; called by its forward, or by `function`
@@ -196,7 +199,8 @@ class LayerSpec {
   std::string name;                                           // empty: the layer's number
   std::string type;                                           // for partition "type:REGEX" and messages
   std::string key;                                            // of tied layers; else empty
-  std::function<std::shared_ptr<torch::nn::Module>()> build;  // null for functions
+  std::shared_ptr<torch::nn::Module> given;                   // module(): what build returns; else null
+  std::function<std::shared_ptr<torch::nn::Module>()> build;  // returns null for functions
   std::function<Tensors(torch::nn::Module*, const Tensors&)> call;
 
  private:

@@ -1,5 +1,8 @@
 #include "pipeline/message_route.h"
 
+#include <algorithm>
+#include <set>
+
 namespace ds::pipeline {
 namespace {
 
@@ -40,6 +43,15 @@ std::optional<Message> MessageRoutes::between(bool gradient, int from, int to, i
   if (!exists(from) || !exists(to)) return std::nullopt;
   if (rank_of_[static_cast<size_t>(from)] == rank_of_[static_cast<size_t>(to)]) return std::nullopt;
   return Message{gradient, from, to, micro_batch};
+}
+
+std::vector<std::pair<int, int>> neighbouring_ranks(const std::vector<int>& rank_of) {
+  std::set<std::pair<int, int>> pairs;
+  for (size_t stage = 1; stage < rank_of.size(); ++stage) {
+    const auto pair = std::minmax(rank_of[stage - 1], rank_of[stage]);
+    if (pair.first != pair.second) pairs.insert(pair);
+  }
+  return {pairs.begin(), pairs.end()};
 }
 
 }  // namespace ds::pipeline

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "pipeline/action.h"
@@ -51,5 +52,8 @@ class MessageRoutes {
   const std::vector<int>& rank_of_;
   size_t micro_batches_;
 };
+
+// Pairs of ranks, the lower one first, that have neighbouring stages and so send one another messages. Ascending.
+std::vector<std::pair<int, int>> neighbouring_ranks(const std::vector<int>& rank_of);
 
 }  // namespace ds::pipeline

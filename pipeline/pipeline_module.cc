@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
 #include <map>
 #include <set>
 
@@ -83,6 +84,36 @@ PipelineModule::PipelineModule(std::vector<LayerSpec> layers, PipelineOptions op
     require(layers_[i].type == other.type, "PipelineModule: layers ", found->second, " and ", i, " are tied by key ",
             layers_[i].key, ", but one is a ", other.type, " and one a ", layers_[i].type, "; expected one class");
   }
+  require_own_weights();
+}
+
+// Each stage would train a copy of what layers share without a key. With one stage it is the same mistake.
+void PipelineModule::require_own_weights() const {
+  std::map<const void*, size_t> first;  // layer of each module that is there already, and of each of its weights
+  const auto note = [&](const void* shared, size_t i) {
+    const size_t other = first.emplace(shared, i).first->second;
+    const std::string& key = layers_[i].key;
+    const std::string& key_of_other = layers_[other].key;
+    if (other == i || (!key.empty() && key == key_of_other)) return;
+    const bool same = layers_[i].given == layers_[other].given;
+    const std::string wanted = !key_of_other.empty() ? key_of_other
+                               : !key.empty()        ? key
+                                                     : cat("shared_", name_of_layer(other));
+    throw UsageError(
+        cat("PipelineModule: layers ", text_of_layer(other), " and ", text_of_layer(i), " share ",
+            same ? "one module" : "weights", " without a common key: stages would train copies apart. ",
+            same ? "Give both layers" : "Make what they share a layer of its own and give it, wherever it is used,",
+            " .tied_by(\"", wanted, "\")"));
+  };
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const auto& given = layers_[i].given;
+    if (!given) continue;
+    const std::vector<at::Tensor> weights = given->parameters();
+    if (!weights.empty() || !given->buffers().empty()) note(given.get(), i);
+    for (const at::Tensor& weight : weights) {
+      if (weight.requires_grad()) note(weight.unsafeGetTensorImpl(), i);
+    }
+  }
 }
 
 std::string PipelineModule::name_of_layer(size_t index) const {
@@ -124,19 +155,23 @@ std::vector<double> PipelineModule::count_parameters(const StagePlacement& place
   return counts;
 }
 
-std::vector<double> PipelineModule::measure(const StagePlacement& placement) const {
-  require(!options_.profile_inputs.empty(), "pipeline.partition: profile: expected PipelineOptions.profile_inputs, a ",
-          "micro-batch for the first layer, found none");
+std::vector<double> PipelineModule::measure() const {
   std::vector<double> seconds(layers_.size());
-  if (placement.ranks && placement.ranks->rank() != 0) return seconds;
   const KeptGenerator kept;
   const at::AutoGradMode with_grad(true);
   Tensors inputs = options_.profile_inputs;
   for (size_t i = 0; i < layers_.size(); ++i) {
-    const auto module = build_layer(i, /*seeded=*/false);
-    Tensors warm = inputs;
-    time_layer(layers_[i], module.get(), warm);
-    seconds[i] = time_layer(layers_[i], module.get(), inputs);
+    const auto where = [&] { return cat("pipeline.partition: profile: layer ", text_of_layer(i), ": "); };
+    try {
+      const auto module = build_layer(i, /*seeded=*/false);
+      Tensors warm = inputs;
+      time_layer(layers_[i], module.get(), warm);
+      seconds[i] = time_layer(layers_[i], module.get(), inputs);
+    } catch (const c10::Error& error) {
+      throw UsageError(cat(where(), error.what_without_backtrace()));
+    } catch (const std::exception& error) {
+      throw UsageError(cat(where(), error.what()));
+    }
   }
   return seconds;
 }
@@ -151,13 +186,31 @@ std::vector<double> PipelineModule::weights_of_layers(const StagePlacement& plac
   }
   require<ConfigError>(method == "parameters" || method == "profile", "pipeline.partition: expected \"parameters\", ",
                        "\"uniform\", \"type:REGEX\" or \"profile\", found \"", method, "\"");
-  std::vector<double> weights = method == "parameters" ? count_parameters(placement) : measure(placement);
-  if (!placement.ranks || placement.ranks->size() == 1) return weights;
-  at::Tensor shared = at::tensor(weights, at::kDouble).to(placement.device);
-  placement.ranks->all_reduce(shared, comm::ReduceOp::kSum, "weights of layers").wait();
-  shared = shared.cpu();
-  const auto* values = shared.const_data_ptr<double>();
-  return {values, values + weights.size()};
+  const bool profiles = method == "profile";
+  require(!profiles || !options_.profile_inputs.empty(), "pipeline.partition: profile: expected ",
+          "PipelineOptions.profile_inputs, a micro-batch for the first layer, found none");
+  // All pipelines take one rank's seconds: two that measure by themselves may cut the layers at other places.
+  comm::Communicator* const ranks = profiles && placement.world ? placement.world : placement.ranks;
+  std::vector<double> weights(layers_.size());
+  std::exception_ptr failure;
+  try {
+    if (!profiles) weights = count_parameters(placement);
+    if (profiles && (!ranks || ranks->rank() == 0)) weights = measure();
+  } catch (...) {
+    failure = std::current_exception();  // the others wait for this rank
+  }
+  if (ranks && ranks->size() > 1) {
+    weights.push_back(failure ? 1 : 0);
+    at::Tensor shared = at::tensor(weights, at::kDouble).to(placement.device);
+    ranks->all_reduce(shared, comm::ReduceOp::kSum, "weights of layers").wait();
+    shared = shared.cpu();
+    const auto* values = shared.const_data_ptr<double>();
+    weights.assign(values, values + layers_.size());
+    require(failure || values[layers_.size()] == 0, "pipeline.partition: ", method,
+            ": a layer could not be built or run on another rank, whose message says which one and why");
+  }
+  if (failure) std::rethrow_exception(failure);
+  return weights;
 }
 
 void PipelineModule::build(const StagePlacement& placement, Region checkpoint) {

@@ -74,7 +74,9 @@ struct StagePlacement {
   int rank = 0;
   std::vector<int> rank_of = {0};       // of each stage
   comm::Communicator* ranks = nullptr;  // of the pipeline; null: one
-  at::Device device = at::kCPU;         // on which they talk
+  // Of all pipelines of the job, whose first rank measures for all ("profile"); null: there is one pipeline.
+  comm::Communicator* world = nullptr;
+  at::Device device = at::kCPU;  // on which they talk
   std::string partition = "parameters";
   int64_t activation_checkpoint_interval = 0;
   bool seed_layers = false;
@@ -123,9 +125,10 @@ class PipelineModule : public torch::nn::Module {
   bool is_elsewhere(const std::string& name) const;
 
  private:
+  void require_own_weights() const;
   std::vector<double> weights_of_layers(const StagePlacement& placement) const;
   std::vector<double> count_parameters(const StagePlacement& placement) const;
-  std::vector<double> measure(const StagePlacement& placement) const;
+  std::vector<double> measure() const;
   std::shared_ptr<torch::nn::Module> build_layer(size_t index, bool seeded) const;
   void build_own(const StagePlacement& placement);
   void adopt(size_t index, const std::shared_ptr<torch::nn::Module>& module);

@@ -11,6 +11,7 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "pipeline/open_pairs.h"
 
 namespace ds::pipeline {
 namespace {
@@ -34,6 +35,8 @@ StageMessages::StageMessages(comm::Communicator& ranks, MessageOptions options)
       options_(options),
       up_(over_all(ranks, "pipeline, to later ranks")),
       down_(over_all(ranks, "pipeline, to earlier ranks")) {}
+
+void StageMessages::open(const std::vector<int>& rank_of) { open_pairs(rank_of, *up_, *down_, options_.device); }
 
 StageMessages::Shapes StageMessages::shapes_of(const Tensors& tensors) {
   Shapes shapes;
@@ -141,7 +144,8 @@ void StageMessages::send_activation(const Route& route, const Tensors& tensors, 
   } else {
     require(known->second == shapes, what, ", made by ", layers, ": expected (", text_of(known->second),
             ") as in the first micro-batch, found (", text_of(shapes), "). Give all micro-batches one shape (",
-            "\"dataloader_drop_last\": true), or set PipelineOptions.dynamic_shape");
+            "\"dataloader_drop_last\": true), or set PipelineOptions.dynamic_shape; where all of them have another ",
+            "shape from a batch on, call reset_activation_shape() on all ranks before it");
   }
   for (const at::Tensor& tensor : tensors) send(tensor.detach(), route.peer, what);
   if (!at::GradMode::is_enabled()) return;
@@ -240,8 +244,26 @@ at::Tensor StageMessages::buffer(const Shape& shape) {
   return buffers_.back().detach();
 }
 
+void StageMessages::reset_shapes() {
+  shapes_.clear();
+  drop_buffers();
+}
+
 void StageMessages::reset_evaluation_shapes() {
   std::erase_if(shapes_, [](const auto& entry) { return !entry.first.grad; });
+  drop_buffers();
+}
+
+// Those that nothing refers to, and that fit none of the shapes that are agreed.
+void StageMessages::drop_buffers() {
+  std::erase_if(buffers_, [this](const at::Tensor& free) {
+    if (free.storage().use_count() > 1) return false;
+    return std::none_of(shapes_.begin(), shapes_.end(), [&free](const auto& entry) {
+      return std::any_of(entry.second.begin(), entry.second.end(), [&free](const Shape& shape) {
+        return free.scalar_type() == shape.dtype && free.sizes() == shape.sizes;
+      });
+    });
+  });
 }
 
 int64_t StageMessages::buffer_bytes() const {

@@ -35,6 +35,10 @@ class StageMessages {
   // Does not wait: an exception may be on its way.
   ~StageMessages() = default;
 
+  // Exchanges a first message with the ranks of neighbouring stages (open_pairs.h). `rank_of`: of each stage.
+  // Collective. Before the first batch, where the transport needs it.
+  void open(const std::vector<int>& rank_of);
+
   struct Route {
     int stage = 0;  // whose output it is, or the gradient of it
     int micro_batch = 0;
@@ -58,9 +62,10 @@ class StageMessages {
 
   // Returns when all that was sent has left. Throws CommError.
   void finish();
-  // Shapes may be others from the next batch on (reset_activation_shape of DeepSpeed).
-  void reset_shapes() { shapes_.clear(); }
-  // Those of passes without gradients alone.
+  // Shapes may be others from the next batch on (reset_activation_shape of DeepSpeed). Free buffers of the old ones are
+  // given back.
+  void reset_shapes();
+  // Likewise, those of passes without gradients alone.
   void reset_evaluation_shapes();
   // What it talks over, beside `ranks`.
   std::vector<std::shared_ptr<comm::Communicator>> groups() const { return {up_, down_}; }
@@ -106,6 +111,7 @@ class StageMessages {
   void start_until(const MessageKey& key);
   Tensors take(Content content, const Route& route);
   at::Tensor buffer(const Shape& shape);
+  void drop_buffers();
   void forget_sent();
 
   comm::Communicator& ranks_;

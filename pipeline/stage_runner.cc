@@ -28,10 +28,15 @@ struct StageRunner::Run {
 };
 
 StageRunner::StageRunner(const PipelineModule& module, comm::Communicator& ranks, MessageOptions options)
-    : module_(module), ranks_(ranks), device_(options.device), messages_(ranks, options) {}
+    : module_(module), ranks_(ranks), device_(options.device), messages_(ranks, options) {
+  if (!device_.is_cpu()) messages_.open(module.placement());
+}
 
 StageRunner::Result StageRunner::run(const Schedule& schedule, const StageCallbacks& callbacks, bool with_loss,
                                      bool keep_outputs) {
+  require(failure_.empty(), "this pipeline of ", ranks_.size(), " ranks cannot go on, for a batch has failed on this ",
+          "one: messages of it may be under way, or missing, between the stages. Expected: the job ends on all ranks ",
+          "and goes on from its last checkpoint. What the batch said: ", failure_);
   const at::AutoGradMode gradients(schedule.training);
   Run run{.schedule = schedule,
           .callbacks = callbacks,
@@ -42,19 +47,33 @@ StageRunner::Result StageRunner::run(const Schedule& schedule, const StageCallba
           .uses = {},
           .arrived = {},
           .result = {}};
+  if (ranks_.size() == 1) return run_batch(run);
+  try {
+    return run_batch(run);
+  } catch (const std::exception& error) {
+    failure_ = error.what();
+    throw;
+  } catch (...) {
+    failure_ = "an exception of unknown type";
+    throw;
+  }
+}
+
+StageRunner::Result StageRunner::run_batch(Run& run) {
+  const Schedule& schedule = run.schedule;
   const std::vector<Action>& actions = schedule.actions.at(static_cast<size_t>(ranks_.rank()));
   for (const Action& action : actions) {
     if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardInput) ++run.passes_left;
   }
   const auto micro_batches = static_cast<size_t>(schedule.shape.micro_batches);
   if (here(run, schedule.stages() - 1)) {
-    if (with_loss) run.result.losses.resize(micro_batches);
-    if (keep_outputs) run.result.outputs.resize(micro_batches);
+    if (run.with_loss) run.result.losses.resize(micro_batches);
+    if (run.keep_outputs) run.result.outputs.resize(micro_batches);
   }
-  if (!schedule.training) messages_.reset_evaluation_shapes();  // each evaluation has its own
   if (traces_) traced_.clear();
   for (const Action& action : actions) do_action(run, action);
   messages_.finish();
+  if (!schedule.training) messages_.reset_evaluation_shapes();  // each evaluation has its own
   ensure(run.passing.empty(), "every micro-batch leaves its stage");
   return std::move(run.result);
 }
@@ -115,7 +134,7 @@ const MicroBatch& StageRunner::micro_batch(Run& run, int index) {
   // Batches come in order; the schedule may want them in another.
   for (; run.next_load <= index; ++run.next_load) {
     run.loaded[run.next_load] = run.callbacks.next();
-    run.uses[run.next_load] = (here(run, 0) ? 1 : 0) + (run.with_loss && here(run, run.schedule.stages() - 1) ? 1 : 0);
+    run.uses[run.next_load] = (here(run, 0) ? 1 : 0) + (here(run, run.schedule.stages() - 1) ? 1 : 0);
   }
   return run.loaded.at(index);
 }
@@ -149,11 +168,13 @@ void StageRunner::forward(Run& run, const Action& action) {
   if (stage == last) {
     const auto index = static_cast<size_t>(action.micro_batch);
     if (run.keep_outputs) run.result.outputs[index] = own.outputs;
+    // Asked for also where there is no loss: sources of all calls are then at the same place.
+    const MicroBatch& batch = micro_batch(run, action.micro_batch);
     if (run.with_loss) {
-      own.outputs = {loss(action.micro_batch, own.outputs, micro_batch(run, action.micro_batch).labels)};
+      own.outputs = {loss(action.micro_batch, own.outputs, batch.labels)};
       run.result.losses[index] = own.outputs[0].detach();
-      use_up();
     }
+    use_up();
   }
   if (!run.schedule.training) {
     own.inputs.clear();
@@ -210,7 +231,7 @@ void StageRunner::backward(Run& run, const Action& action) {
   --run.passes_left;
   if (action.kind == ActionKind::kBackwardInput && own.backward->can_split()) {
     ++run.passes_left;  // its weights are still to come
-    own.gradients = own.backward->inputs_only(gradients);
+    run.callbacks.inputs_only([&] { own.gradients = own.backward->inputs_only(gradients); });
     return;
   }
   run.callbacks.accumulate(stage, run.passes_left == 0, [&] { own.gradients = own.backward->whole(gradients); });

@@ -30,6 +30,8 @@ struct StageCallbacks {
   std::function<at::Tensor(const at::Tensor& loss)> root;
   // Runs `pass`, which adds to gradients of weights of `stage`; `last`: none of this rank follows in this batch.
   std::function<void(int stage, bool last, const std::function<void()>& pass)> accumulate;
+  // Runs `pass`, a backward pass that makes gradients of a stage's inputs alone.
+  std::function<void(const std::function<void()>& pass)> inputs_only;
 };
 
 struct TracedAction {
@@ -40,7 +42,7 @@ struct TracedAction {
 
 class StageRunner {
  public:
-  // All outlive the runner. Collective over `ranks`.
+  // All outlive the runner. `module` is built. Collective over `ranks`.
   StageRunner(const PipelineModule& module, comm::Communicator& ranks, MessageOptions options);
 
   struct Result {
@@ -50,8 +52,8 @@ class StageRunner {
     std::vector<Tensors> outputs;
   };
   // `schedule` is sound. Its last actions, REDUCE, REDUCE_TIED and STEP, are for the caller to do then. A schedule of
-  // inference runs without gradients; `with_loss`: its losses are computed. After an exception the pipeline cannot be
-  // used again: messages of the batch may be under way.
+  // inference runs without gradients; `with_loss`: its losses are computed. After an exception a pipeline of several
+  // ranks cannot be used again, for messages of the batch may be under way: then it throws UsageError.
   Result run(const Schedule& schedule, const StageCallbacks& callbacks, bool with_loss = true,
              bool keep_outputs = false);
 
@@ -72,6 +74,7 @@ class StageRunner {
   };
   struct Run;
 
+  Result run_batch(Run& run);
   void do_action(Run& run, const Action& action);
   void forward(Run& run, const Action& action);
   void backward(Run& run, const Action& action);
@@ -86,6 +89,7 @@ class StageRunner {
   comm::Communicator& ranks_;
   at::Device device_;
   StageMessages messages_;
+  std::string failure_;  // what the batch said that ended in an exception; empty: none did
   bool traces_ = false;
   std::vector<TracedAction> traced_;
 };

@@ -160,5 +160,25 @@ TEST(DistributedSampler, ImpossibleOptionsAndStatesAreRefused) {
   EXPECT_THAT([&] { sampler.load_state({.next_sample = 5}); }, ThrowsMessage<UsageError>(HasSubstr("sample 5")));
 }
 
+TEST(DistributedSampler, KnowsWhetherAllBatchesHaveOneSize) {
+  for (int64_t size = 1; size <= 40; ++size) {
+    for (const int64_t batch : {1, 2, 3, 4}) {
+      for (const int world : {1, 2, 3}) {
+        for (const bool drop_last : {false, true}) {
+          if (drop_last && size < batch * world) continue;
+          DistributedSampler sampler(
+              {.dataset_size = size, .batch_size = batch, .world_size = world, .drop_last = drop_last});
+          std::set<size_t> sizes;
+          for (auto indices = sampler.next_batch(); !indices.empty(); indices = sampler.next_batch()) {
+            sizes.insert(indices.size());
+          }
+          EXPECT_EQ(sampler.has_equal_batches(), sizes.size() == 1)
+              << size << " samples, " << batch << " x " << world << (drop_last ? ", drop_last" : "");
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ds::engine

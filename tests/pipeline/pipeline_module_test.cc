@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <thread>
 
 #include "core/check.h"
@@ -113,6 +114,61 @@ TEST(PipelineModule, PartitionsAreTheSameOnAllRanks) {
   }
 }
 
+// Two pipelines of two ranks, where each would find another layer slow.
+TEST(PipelineModule, AllPipelinesTakeOneRanksMeasurements) {
+  std::vector<StageBounds> bounds(4);
+  std::vector<int> made(4);
+  test::run_ranks(4, [&](comm::Communicator& world) {
+    const auto place = static_cast<size_t>(world.rank());
+    const int replica = world.rank() % 2;
+    const auto even = world.new_group({0, 2}, "pipeline 0");
+    const auto odd = world.new_group({1, 3}, "pipeline 1");
+    comm::Communicator& ranks = replica == 0 ? *even : *odd;
+    std::vector<LayerSpec> layers;
+    for (int i = 0; i < 6; ++i) {
+      layers.push_back(LayerSpec::made_by(
+          [&made, place] {
+            ++made[place];
+            return std::make_shared<torch::nn::LinearImpl>(2, 2);
+          },
+          [slow = i == 5 * replica](torch::nn::LinearImpl& linear, const at::Tensor& x) {
+            if (slow) std::this_thread::sleep_for(std::chrono::milliseconds(30));
+            return linear.forward(x);
+          }));
+    }
+    PipelineModule module(layers, {.loss = error_of, .profile_inputs = {torch::ones({4, 2})}});
+    module.build({.rank = ranks.rank(), .rank_of = {0, 1}, .ranks = &ranks, .world = &world, .partition = "profile"});
+    bounds[place] = module.bounds();
+    const auto stage = static_cast<size_t>(ranks.rank());
+    made[place] -= module.bounds()[stage + 1] - module.bounds()[stage];
+  });
+  for (const StageBounds& of_rank : bounds) EXPECT_EQ(of_rank, bounds[0]);
+  EXPECT_THAT(made, ElementsAre(6, 0, 0, 0)) << "beside their own layers";
+}
+
+TEST(PipelineModule, ALayerThatCannotBeWeighedIsAnErrorOfAllRanks) {
+  for (const std::string method : {"profile", "parameters"}) {
+    test::run_ranks(3, [&](comm::Communicator& ranks) {
+      std::vector<LayerSpec> layers = {linear(2, 2), linear(2, 2), linear(2, 2), linear(2, 2)};
+      layers.insert(layers.begin() + 3, LayerSpec::made_by([rank = ranks.rank()] {
+                      require(rank != 0, "no such file");
+                      return std::make_shared<torch::nn::LinearImpl>(2, 2);
+                    }));
+      PipelineModule module(layers, {.loss = error_of, .profile_inputs = {torch::ones({4, 2})}});
+      const auto build = [&] {
+        module.build({.rank = ranks.rank(), .rank_of = {0, 1, 2}, .ranks = &ranks, .partition = method});
+      };
+      if (ranks.rank() != 0) {
+        EXPECT_THAT(build, ThrowsMessage<UsageError>(AllOf(HasSubstr(method), HasSubstr("on another rank"))));
+      } else if (method == "profile") {
+        EXPECT_THAT(build, ThrowsMessage<UsageError>(AllOf(HasSubstr("layer 3 "), HasSubstr("no such file"))));
+      } else {
+        EXPECT_THAT(build, ThrowsMessage<UsageError>(HasSubstr("no such file")));
+      }
+    });
+  }
+}
+
 TEST(PipelineModule, LayersTakeAndGiveTuples) {
   const auto pair = [](const at::Tensor& x) { return std::make_tuple(x, std::make_pair(x * 2, Tensors{x * 3})); };
   const auto sum = [](const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) { return a + b + c; };
@@ -127,6 +183,32 @@ TEST(PipelineModule, ModulesThatAreThereAlready) {
   const auto module = built({LayerSpec::module(made), LayerSpec::module(torch::nn::Linear(3, 2).ptr())}, {});
   EXPECT_TRUE(module->parameters()[0].is_same(made->weight));
   EXPECT_EQ(module->forward(torch::ones({1, 2})).size(1), 2);
+}
+
+TEST(PipelineModule, LayersOfOneModuleNeedAKey) {
+  const torch::nn::Linear shared(2, 2);
+  const auto make = [](std::vector<LayerSpec> layers) {
+    return [layers = std::move(layers)] { PipelineModule(layers, {.loss = error_of}); };
+  };
+  const auto of = [&] { return LayerSpec::module(shared); };
+  EXPECT_THAT(make({of(), linear(2, 2), of().named("again")}),
+              ThrowsMessage<UsageError>(AllOf(HasSubstr("layers 0 (torch"), HasSubstr("and 2 (again, "),
+                                              HasSubstr("one module"), HasSubstr(".tied_by(\"shared_0\")"))));
+  EXPECT_THAT(make({of(), linear(2, 2), of().tied_by("k")}),
+              ThrowsMessage<UsageError>(HasSubstr("Give both layers .tied_by(\"k\")")));
+  EXPECT_THAT(make({of().tied_by("j"), of().tied_by("k")}), ThrowsMessage<UsageError>(HasSubstr(".tied_by(\"j\")")));
+  struct Around : torch::nn::Module {
+    explicit Around(torch::nn::Linear linear) { inner = register_module("inner", std::move(linear)); }
+    at::Tensor forward(const at::Tensor& x) { return inner(x); }
+    torch::nn::Linear inner{nullptr};
+  };
+  EXPECT_THAT(make({of(), LayerSpec::module(std::make_shared<Around>(shared))}),
+              ThrowsMessage<UsageError>(AllOf(HasSubstr("share weights"), HasSubstr("layer of its own"))));
+  // With a key, and where there is nothing to train.
+  const auto tied = built({of().tied_by("k"), linear(2, 2), of().tied_by("k")}, {});
+  EXPECT_THAT(names_of(*tied), ElementsAre("k.weight", "k.bias", "1.weight", "1.bias"));
+  const torch::nn::ReLU relu;
+  built({linear(2, 2), LayerSpec::module(relu), linear(2, 2), LayerSpec::module(relu)}, {});
 }
 
 TEST(PipelineModule, MistakesAreNamed) {
