@@ -84,6 +84,7 @@ class Watcher {
 
   int64_t tensors = 0;
   int64_t of_parameters = 0;
+  int64_t changes = 0;
   OpInterceptor interceptor;
 
  private:
@@ -99,6 +100,7 @@ class Watcher {
     ++of_parameters;
     Entry& entry = entries_[found->second];
     entry.used_by = OpInterceptor::outermost_operator();
+    changes += OpInterceptor::changes_tensor();
     if (found->second == current_) return;
     current_ = found->second;
     entry.last_use = ++uses_;
@@ -164,6 +166,8 @@ class Job {
     run(/*watched=*/false);
     run(/*watched=*/true);
     ds::require<ds::InternalError>(watcher_->saw_every_bucket(), "expected reads of every bucket, found none of some");
+    ds::require<ds::InternalError>(watcher_->changes == 0, "expected that no operator changes a parameter, found ",
+                                   watcher_->changes);
   }
 
   // Seconds of one step.

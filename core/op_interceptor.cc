@@ -1,13 +1,50 @@
 #include "core/op_interceptor.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <string_view>
+#include <unordered_map>
 #include <vector>
 
 namespace ds {
+namespace {
+
+// A bit for each argument that an operator changes elements of.
+uint64_t find_changed_arguments(const at::RecordFunction& function) {
+  const auto name = function.operator_name();
+  const auto handle = name ? c10::Dispatcher::singleton().findSchema(*name) : std::nullopt;
+  if (!handle || handle->hasTag(at::Tag::inplace_view)) return 0;
+  constexpr std::array<std::string_view, 3> kKeepElements = {"aten::record_stream", "aten::retain_grad",
+                                                             "aten::set_data"};
+  for (const std::string_view kept : kKeepElements) {
+    if (name->name == kept) return 0;
+  }
+  uint64_t changed = 0;
+  const std::vector<c10::Argument>& arguments = handle->schema().arguments();
+  for (size_t i = 0; i < arguments.size() && i < 64; ++i) {
+    const c10::AliasInfo* const alias = arguments[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) changed |= uint64_t{1} << i;
+  }
+  return changed;
+}
+
+uint64_t changed_arguments(const at::RecordFunction& function) {
+  // By the name in the schema, of which each operator has one that stays. What is no operator has a name of its own
+  // memory, and none of it is kept.
+  thread_local std::unordered_map<const char*, uint64_t> known;
+  const auto found = known.find(function.name());
+  if (found != known.end()) return found->second;
+  const uint64_t changed = find_changed_arguments(function);
+  if (function.operator_name()) known.emplace(function.name(), changed);
+  return changed;
+}
+
+}  // namespace
 
 // Note [Threads of autograd]
 // The interceptors of a thread see the operators of that thread. A backward pass on a GPU runs them on a thread of
@@ -21,6 +58,8 @@ struct InterceptorCallback {
     int depth = 0;           // operators under way, each called by the one before
     uint64_t outermost = 0;  // begun so far
     bool visiting = false;
+    const at::RecordFunction* function = nullptr;  // while visiting
+    size_t argument = 0;                           // likewise: its place
   };
   static thread_local Thread own;
   static std::mutex mutex;              // of `threads`
@@ -46,7 +85,10 @@ struct InterceptorCallback {
 
   // Ends with what a callback throws too, which LibTorch only logs.
   struct Visit {
-    explicit Visit(Thread& of) : thread(of) { thread.visiting = true; }
+    Visit(Thread& of, const at::RecordFunction& function) : thread(of) {
+      thread.visiting = true;
+      thread.function = &function;
+    }
     ~Visit() { thread.visiting = false; }
     Thread& thread;
   };
@@ -65,8 +107,12 @@ struct InterceptorCallback {
     Thread* const thread = serving();
     if (thread == nullptr || thread->visiting) return nullptr;
     auto running = std::make_unique<Running>(*thread);
-    const Visit guard(*thread);
-    for (const c10::IValue& input : function.inputs()) visit(*thread, input);
+    const Visit guard(*thread, function);
+    thread->argument = 0;
+    for (const c10::IValue& input : function.inputs()) {
+      visit(*thread, input);
+      ++thread->argument;
+    }
     return running;
   }
 };
@@ -79,6 +125,12 @@ std::atomic<InterceptorCallback::Thread*> InterceptorCallback::only = nullptr;
 uint64_t OpInterceptor::outermost_operator() {
   const InterceptorCallback::Thread* const thread = InterceptorCallback::serving();
   return thread == nullptr ? 0 : thread->outermost;
+}
+
+bool OpInterceptor::changes_tensor() {
+  const InterceptorCallback::Thread* const thread = InterceptorCallback::serving();
+  if (thread == nullptr || !thread->visiting || thread->argument >= 64) return false;
+  return (changed_arguments(*thread->function) >> thread->argument & 1) != 0;
 }
 
 OpInterceptor::~OpInterceptor() { disable(); }

@@ -3,22 +3,31 @@
 // Autocast is a state of the calling thread. The engine turns it on for the thread that made it, so that the program
 // calls its model as always, off while it runs backward and the optimizer, and drops the casted weights after each
 // backward: they belong to the old parameters.
+//
+// Engines of one thread share that state: what the one made last has is in force until it ends, in whatever order
+// engines end. When they differ in it, a warning says so at the first backward or step of one of them, not before: one
+// that is assigned over another lives beside it for a moment.
 #pragma once
 
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 
+#include <memory>
+#include <optional>
+
 namespace ds::engine {
 
-// On while it lives. Made and destroyed by one thread, the one that runs forward.
+// In force while it lives, then what was before. Made by the thread that runs forward. Destroyed on another one, it
+// stays in force until an engine of its thread is made, ends, or runs backward or step there, and a warning says so.
 class Autocast {
  public:
-  Autocast(c10::DeviceType device, c10::ScalarType dtype);
+  // Without `dtype`: off if another engine has turned it on; what the program has turned on by itself stays on.
+  Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype);
   ~Autocast();
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;
 
-  // Off while the guard lives, whoever turned it on.
+  // Off while the guard lives, whoever turned it on; then without the casted weights of before.
   class Pause {
    public:
     explicit Pause(c10::DeviceType device);
@@ -32,9 +41,8 @@ class Autocast {
   };
 
  private:
-  c10::DeviceType device_;
-  c10::ScalarType dtype_before_;
-  bool enabled_before_;
+  struct Thread;
+  std::shared_ptr<Thread> thread_;  // that made it
 };
 
 }  // namespace ds::engine

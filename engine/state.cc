@@ -16,6 +16,24 @@
 namespace ds::engine {
 namespace {
 
+// Copies of a weight on other stages would keep the old values for good.
+void require_on_one_stage(const PipelineParts& parts, const torch::nn::Module& module,
+                          const std::set<const void*>& wanted) {
+  for (const auto& item : module.named_parameters()) {
+    const void* const parameter = item.value().unsafeGetTensorImpl();
+    if (!wanted.contains(parameter)) continue;
+    for (const TiedWeights& tied : parts.tied) {
+      const bool is_tied = std::any_of(tied.parameters.begin(), tied.parameters.end(), [&](const at::Tensor& tensor) {
+        return tensor.unsafeGetTensorImpl() == parameter;
+      });
+      require(
+          !is_tied || !tied.ranks || tied.ranks->size() == 1, "gathered_parameters: expected no modifier rank with ",
+          item.key(), ", which is tied: other ranks of the pipeline have copies, which would keep the old values. ",
+          "Read it without a modifier rank; change it before initialize(), or load a checkpoint with the new values");
+    }
+  }
+}
+
 at::Tensor copy_on_host(const at::Tensor& tensor) { return tensor.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true); }
 
 }  // namespace
@@ -82,6 +100,7 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
   if (modifier_rank) self.saving.wait_copied();
   std::set<const void*> wanted;
   for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
+  if (modifier_rank && self.pipeline) require_on_one_stage(*self.pipeline, *self.module, wanted);
   const auto take = [&](const zero::Parameter& parameter) {
     return wanted.erase(parameter.tensor.unsafeGetTensorImpl()) > 0;
   };
@@ -103,6 +122,7 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
   scope.changed = [&self](size_t bucket) { self.take_over_changes(bucket); };
   const int read_only = modifier_rank ? 0 : 1;
   scope.closed = [&self, read_only] {
+    if (read_only == 0) at::autocast::clear_cache();  // casted in the scope, perhaps before its end or an exception
     --self.gathered_scopes;
     self.read_only_scopes -= read_only;
   };

@@ -11,14 +11,19 @@
 namespace ds::zero {
 
 GatheredParameters::GatheredParameters(Scope scope)
-    : scope_(std::move(scope)), exceptions_(std::uncaught_exceptions()) {
+    : scope_(std::move(scope)),
+      watch_([this](const at::Tensor& tensor) { note_change(tensor); }),
+      exceptions_(std::uncaught_exceptions()) {
   try {
     for (const auto& [index, bucket] : scope_.buckets) {
       if (scope_.gatherer) scope_.gatherer->gather(index);
       ++gathered_;
     }
     for (const Parameter* parameter : parameters()) versions_.push_back(parameter->tensor._version());
-    if (!scope_.modifier_rank) return;
+    if (!scope_.modifier_rank) {
+      watch();
+      return;
+    }
     const at::NoGradGuard no_grad;
     for (const auto& [index, bucket] : scope_.buckets) {
       if (!bucket->sharded()) before_.emplace_back(bucket->flat(), bucket->flat().clone());
@@ -77,13 +82,32 @@ std::vector<const Parameter*> GatheredParameters::parameters() const {
   return all;
 }
 
-void GatheredParameters::require_unchanged() const {
-  const std::vector<const Parameter*> all = parameters();
-  for (size_t i = 0; i < all.size(); ++i) {
-    require(all[i]->tensor._version() == versions_[i], "gathered parameters: parameter ", all[i]->name,
-            " was changed in a scope without a modifier rank, so that ranks may differ now. Expected ",
-            "engine->gathered_parameters(parameters, /*modifier_rank=*/0) around changes");
+void GatheredParameters::watch() {
+  for (const Parameter* parameter : parameters()) {
+    storages_.insert(parameter->tensor.storage().unsafeGetStorageImpl());
   }
+  watch_.enable();
+}
+
+void GatheredParameters::note_change(const at::Tensor& tensor) {
+  if (changed_ || !storages_.contains(tensor.storage().unsafeGetStorageImpl())) return;
+  if (!OpInterceptor::changes_tensor()) return;
+  for (const Parameter* parameter : parameters()) {
+    if (!is_part_of(tensor, *parameter)) continue;
+    changed_ = parameter->name;
+    return;
+  }
+}
+
+void GatheredParameters::require_unchanged() const {
+  std::optional<std::string> changed = changed_;
+  const std::vector<const Parameter*> all = parameters();
+  for (size_t i = 0; i < all.size() && !changed; ++i) {
+    if (all[i]->tensor._version() != versions_[i]) changed = all[i]->name;
+  }
+  require(!changed, "gathered parameters: parameter ", changed.value_or(""),
+          " was changed in a scope without a modifier rank, so that ranks may differ now. Expected ",
+          "engine->gathered_parameters(parameters, /*modifier_rank=*/0) around changes");
 }
 
 void GatheredParameters::share_changes() {
@@ -112,6 +136,7 @@ void GatheredParameters::restore() {
 
 void GatheredParameters::give_back() {
   open_ = false;
+  watch_.disable();
   std::exception_ptr failure;
   for (size_t i = 0; i < gathered_ && scope_.gatherer; ++i) {
     try {

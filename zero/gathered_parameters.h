@@ -6,9 +6,13 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "core/op_interceptor.h"
 #include "zero/parameter_bucket.h"
 #include "zero/parameter_gatherer.h"
 
@@ -16,8 +20,8 @@ namespace ds::zero {
 
 // Made by Engine::gathered_parameters. All ranks open and close the same scopes in the same order; forward passes may
 // run inside, engine->step() may not. Without a modifier rank the parameters are to be read only: a change is an error
-// when the scope closes. With one, every rank has that rank's values afterwards, and the optimizer goes on from them;
-// what other ranks changed is lost.
+// when the scope closes, also one through .data(). With one, every rank has that rank's values afterwards, and the
+// optimizer goes on from them; what other ranks changed is lost.
 //
 // Other parameters of the same buckets are whole as well.
 class GatheredParameters {
@@ -47,6 +51,8 @@ class GatheredParameters {
 
  private:
   std::vector<const Parameter*> parameters() const;
+  void watch();
+  void note_change(const at::Tensor& tensor);
   void require_unchanged() const;
   void share_changes();
   void restore();
@@ -55,6 +61,11 @@ class GatheredParameters {
 
   Scope scope_;
   std::vector<int64_t> versions_;  // of parameters() when the scope opened
+  // Without a modifier rank: the storages of parameters(), and the first of these that an operator was seen to change,
+  // also where its version does not tell (.data()).
+  std::unordered_set<const void*> storages_;
+  std::optional<std::string> changed_;
+  OpInterceptor watch_;
   // With a modifier rank: the values that nothing else holds, of whole buckets and of others.
   std::vector<std::pair<at::Tensor, at::Tensor>> before_;
   size_t gathered_ = 0;  // buckets so far

@@ -1,5 +1,7 @@
 #include "zero/parameter_gatherer.h"
 
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -25,7 +27,20 @@ std::vector<int64_t> elements_of(const std::vector<ParameterBucket*>& buckets) {
 // Without an order to go by, what was used this many uses ago is taken to be done with.
 constexpr uint64_t kRecentUses = 2;
 
+std::exception_ptr lost_change(const std::string& name) {
+  return std::make_exception_ptr(
+      UsageError(cat("parameter ", name, " was changed in place while it was gathered for an operator; ",
+                     "at stage 3 the change is lost. Change parameters in a scope of ",
+                     "engine->gathered_parameters(..., modifier_rank)")));
+}
+
 }  // namespace
+
+bool is_part_of(const at::Tensor& tensor, const Parameter& parameter) {
+  if (!tensor.is_alias_of(parameter.tensor)) return false;
+  const int64_t offset = tensor.storage_offset() - parameter.tensor.storage_offset();
+  return offset >= 0 && offset < parameter.tensor.numel();
+}
 
 ParameterGatherer::ParameterGatherer(const std::vector<ParameterBucket*>& buckets, GatherRoutes routes,
                                      GatherLimits limits)
@@ -54,6 +69,7 @@ ParameterGatherer::ParameterGatherer(const std::vector<ParameterBucket*>& bucket
 }
 
 ParameterGatherer::~ParameterGatherer() {
+  choose_cast_cache(true);
   try {
     wait_all();
   } catch (const std::exception& error) {
@@ -76,9 +92,28 @@ void ParameterGatherer::before_read(const at::Tensor& tensor) {
   if (found == bucket_of_storage_.end()) return;
   const size_t bucket = found->second;
   Entry& entry = entries_[bucket];
+  if (entry.bucket->sharded() && !in_backward_) choose_cast_cache(at::GradMode::is_enabled());
   if (entry.state == State::kWhole && (!entry.bucket->sharded() || entry.held > 0)) return;
   entry.used_by = OpInterceptor::outermost_operator();
   if (bucket != current_ || entry.state != State::kWhole) use(bucket);
+  if (entry.bucket->sharded() && entry.held == 0 && OpInterceptor::changes_tensor()) refuse_change(entry, tensor);
+}
+
+// Of this thread. It is left alone where somebody else has turned it off.
+void ParameterGatherer::choose_cast_cache(bool on) {
+  const bool stays = on ? !cast_cache_off_ : !at::autocast::is_autocast_cache_enabled();
+  if (stays) return;
+  at::autocast::set_autocast_cache_enabled(on);
+  cast_cache_off_ = !on;
+}
+
+void ParameterGatherer::refuse_change(Entry& entry, const at::Tensor& tensor) {
+  entry.refused = true;
+  if (failure_) return;
+  const std::vector<Parameter>& parameters = entry.bucket->parameters();
+  const auto changed = std::find_if(parameters.begin(), parameters.end(),
+                                    [&](const Parameter& parameter) { return is_part_of(tensor, parameter); });
+  failure_ = lost_change(changed == parameters.end() ? "of bucket " + entry.label : changed->name);
 }
 
 void ParameterGatherer::use(size_t bucket) {
@@ -154,13 +189,13 @@ void ParameterGatherer::allocate(size_t bucket) {
   try {
     memory.allocate(memory_);
     return;
-  } catch (const std::exception&) {
-    for (size_t b = 0; b < entries_.size(); ++b) {
-      if (can_be_released(entries_[b])) release(b);
-    }
-    memory_.clear();
+  } catch (const std::exception&) {  // once more, below
   }
   try {
+    // With what is free on this rank. No bucket is released for it: other ranks know nothing of this one's memory, and
+    // would not take part in the gather that brings the bucket back.
+    memory_.clear();
+    if (!memory.flat().is_cpu()) at::accelerator::emptyCache();
     memory.allocate(memory_);
   } catch (const std::exception& error) {
     log::error("no memory for ", entries_[bucket].label, ", ", memory.layout().numel, " elements, with ", live_,
@@ -192,6 +227,7 @@ void ParameterGatherer::wait(size_t bucket) {
 }
 
 void ParameterGatherer::note_versions(Entry& entry) {
+  entry.refused = false;
   entry.versions.clear();
   for (const Parameter& parameter : entry.bucket->parameters()) entry.versions.push_back(parameter.tensor._version());
 }
@@ -205,13 +241,11 @@ void ParameterGatherer::fail(size_t bucket) {
 }
 
 void ParameterGatherer::require_unchanged(const Entry& entry) {
+  if (entry.refused) return;  // it has been, or will be thrown
   for (size_t i = 0; i < entry.versions.size(); ++i) {
     const Parameter& parameter = entry.bucket->parameters()[i];
     if (parameter.tensor._version() == entry.versions[i] || failure_) continue;
-    failure_ = std::make_exception_ptr(
-        UsageError(cat("parameter ", parameter.name, " was changed in place while it was gathered for an operator; ",
-                       "at stage 3 the change is lost. Change parameters in a scope of ",
-                       "engine->gathered_parameters(..., modifier_rank)")));
+    failure_ = lost_change(parameter.name);
   }
 }
 
@@ -299,13 +333,19 @@ void ParameterGatherer::meet(const char* where) {
 
 void ParameterGatherer::begin_backward(bool update_follows) {
   parameters_stay_ = !update_follows;
+  choose_cast_cache(true);
   meet("start of backward");
   met_.wait();
+  in_backward_ = true;
 }
 
-void ParameterGatherer::end_backward() { meet("end of backward"); }
+void ParameterGatherer::end_backward() {
+  in_backward_ = false;
+  meet("end of backward");
+}
 
 void ParameterGatherer::end_pass() {
+  in_backward_ = false;
   trace_.end_pass();
   parameters_stay_ = true;
   current_ = entries_.size();
@@ -337,6 +377,8 @@ void ParameterGatherer::end_update() {
 }
 
 void ParameterGatherer::change_mode() {
+  in_backward_ = false;
+  choose_cast_cache(true);
   trace_.restart();
   memory_.lend_to_kernel();
 }

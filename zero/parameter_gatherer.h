@@ -42,7 +42,13 @@ struct GatherRoutes {
 //
 // Passes end together: a rank that runs fewer operators than others is found at the start of backward or at its end.
 //
-// The memory of a failed gather holds zeros, and the next call from the engine throws what happened.
+// The memory of a failed gather holds zeros, and the next call from the engine throws what happened. An operator that
+// changes a sliced parameter outside of a scope is such a failure, a UsageError with the parameter's name: the change
+// is lost. It is known from the operator's schema, and so also of .data(), which has a version counter of its own; from
+// version counters, where an operator is not seen.
+//
+// Autocast keeps a cast copy of each weight until the next backward. Without a graph that needs it, it would collect
+// the whole model: its cache is off for operators that read sliced parameters while gradients are.
 class ParameterGatherer : public ParameterAccess {
  public:
   // Trainable and frozen ones. All outlive the gatherer.
@@ -81,6 +87,7 @@ class ParameterGatherer : public ParameterAccess {
     comm::Work work;
     uint64_t last_use = 0;
     std::vector<int64_t> versions;  // of the parameters when they were gathered
+    bool refused = false;           // an operator changed a parameter since
     uint64_t used_by = 0;           // outermost operator that read it last
     int held = 0;                   // gather() without drop()
     bool exact = true;              // was gathered without loss
@@ -88,6 +95,8 @@ class ParameterGatherer : public ParameterAccess {
   };
 
   void before_read(const at::Tensor& tensor);
+  void choose_cast_cache(bool on);
+  void refuse_change(Entry& entry, const at::Tensor& tensor);
   void use(size_t bucket);
   bool can_be_released(const Entry& entry) const;
   void start_gather(Entry& entry, bool exact = false);
@@ -122,10 +131,15 @@ class ParameterGatherer : public ParameterAccess {
   int64_t coming_ = 0;   // of these, coming
   int64_t peak_ = 0;
   bool parameters_stay_ = true;  // the running pass is not followed by an update, as far as is known
+  bool in_backward_ = false;
+  bool cast_cache_off_ = false;  // turned off here
   at::Tensor meeting_;           // what meet() sends
   comm::Work met_;
   std::exception_ptr failure_;
   OpInterceptor interceptor_;
 };
+
+// Whether a tensor shows a parameter or begins inside of it.
+bool is_part_of(const at::Tensor& tensor, const Parameter& parameter);
 
 }  // namespace ds::zero

@@ -96,6 +96,43 @@ TEST_P(GatheredParametersTest, AChangeWithoutModifierRankIsAnError) {
   });
 }
 
+// .data() has a version counter of its own.
+TEST_P(GatheredParametersTest, AChangeThroughDataWithoutModifierRankIsAnErrorToo) {
+  run(small_config(GetParam(), 1), [](Engine& engine, SmallNet& model, int) {
+    auto whole = engine.gathered_parameters({model->first->weight, model->last->weight});
+    model->last->weight.data().clone().zero_();
+    model->last->weight.data().slice(0, 1).clamp_(-0.1, 0.1);
+    EXPECT_THAT([&] { whole.close(); }, ThrowsMessage<UsageError>(AllOf(HasSubstr("parameter last.weight was changed"),
+                                                                        HasSubstr("modifier_rank"))));
+  });
+}
+
+TEST_P(GatheredParametersTest, AChangeThroughDataByTheModifierRankIsKept) {
+  run(small_config(GetParam(), 1), [](Engine& engine, SmallNet& model, int rank) {
+    const at::Tensor expected = copy_of(engine.fp32_state_dict()).at("last.weight").clamp(-0.1, 0.1);
+    {
+      const auto whole = engine.gathered_parameters({model->last->weight}, /*modifier_rank=*/1);
+      if (rank == 1) model->last->weight.data().clamp_(-0.1, 0.1);
+    }
+    EXPECT_TRUE(copy_of(engine.fp32_state_dict()).at("last.weight").equal(expected));
+    EXPECT_TRUE(copy_of(engine.module_state_dict()).at("last.weight").equal(expected));
+  });
+}
+
+TEST(GatheredParameters, AtStage3AChangeThroughDataOutsideOfAScopeIsAnErrorWithItsName) {
+  test::run_ranks(kGatheringRanks, [](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(3, 1), communicator).engine;
+    train(*engine, model, 1);
+    const State before = copy_of(engine->fp32_state_dict());
+    for (const at::Tensor& parameter : model->parameters()) parameter.data().clamp_(-0.1, 0.1);
+    EXPECT_THAT([&] { engine->backward(model->loss(sample(1, communicator.rank()))); },
+                ThrowsMessage<UsageError>(
+                    AllOf(HasSubstr("parameter first.weight was changed in place"), HasSubstr("gathered_parameters"))));
+    EXPECT_EQ(largest_difference(copy_of(engine->fp32_state_dict()), before), 0.0);
+  });
+}
+
 TEST_P(GatheredParametersTest, FrozenParametersCanBeChanged) {
   test::run_ranks(kGatheringRanks, [&](comm::Communicator& communicator) {
     SmallNet model;

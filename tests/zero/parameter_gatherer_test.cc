@@ -4,6 +4,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
+#include <memory>
+#include <vector>
+
 #include "core/check.h"
 #include "tests/support/thread_ranks.h"
 
@@ -211,6 +215,50 @@ TEST(ParameterGatherer, AChangeThatWouldBeLostIsAnError) {
           layers.gatherer->wait_all();
         },
         ThrowsMessage<UsageError>(AllOf(HasSubstr("layer2"), HasSubstr("changed in place"))));
+  });
+}
+
+// .data() has a version counter of its own; operators that change a list or their output are seen as well.
+TEST(ParameterGatherer, AChangeThroughDataIsAnErrorOnceWithTheNameOfTheParameter) {
+  const std::vector<std::function<void(const at::Tensor&)>> changes = {
+      [](const at::Tensor& weight) { weight.data().clamp_(-0.1, 0.1); },
+      [](const at::Tensor& weight) { weight.data().select(0, 3).zero_(); },
+      [](const at::Tensor& weight) { at::Tensor(weight.data()).index_put_({0}, 1.0); },
+      [](const at::Tensor& weight) { at::_foreach_mul_({weight.data()}, 0.5); },
+      [](const at::Tensor& weight) {
+        at::Tensor out = weight.data();
+        at::add_out(out, at::ones_like(out), 1.0);
+      },
+      [](const at::Tensor& weight) {
+        const torch::NoGradGuard no_grad;
+        weight.mul_(0.5);  // whose version tells too
+      }};
+  for (size_t i = 0; i < changes.size(); ++i) {
+    test::run_ranks(2, [&](comm::Communicator& communicator) {
+      ShardedLayers layers(communicator, 5, {});
+      changes[i](layers.weights[2]);
+      EXPECT_THAT([&] { layers.gatherer->begin_backward(false); },
+                  ThrowsMessage<UsageError>(AllOf(HasSubstr("parameter layer2"), HasSubstr("changed in place"))))
+          << "change " << i;
+      layers.gatherer->end_update();
+      layers.expect_pass(kForward);
+    });
+  }
+}
+
+TEST(ParameterGatherer, WhatChangesNoElementIsNoError) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    ShardedLayers layers(communicator, 5, {});
+    for (at::Tensor& weight : layers.weights) {
+      weight.data().unsqueeze_(0);
+      weight.data().t_();
+      at::Tensor copy = weight.data() * 2.0;
+      copy.add_(weight.data());
+      torch::zeros_like(weight).copy_(weight.detach());
+      weight.set_requires_grad(false);
+      weight.set_requires_grad(true);
+    }
+    layers.expect_pass(kForward);
   });
 }
 
