@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/log.h"
 #include "core/tensor_check.h"
 #include "engine/engine_impl.h"
 
@@ -119,16 +120,18 @@ void Engine::Impl::complete_step(const Engine& engine, const at::Tensor& loss) {
   reporter->step_begins();
   const Autocast::Pause pause(device.type());
   const int64_t micro_batches = std::exchange(micro_steps_since_update, 0);
+  const int64_t optimizer_steps = optimizer ? optimizer->step_count() : 0;
   ++global_steps;
   global_samples += config.train_batch_size;
   try {
     update();
-  } catch (const NonFiniteError&) {
-    // As if the accumulation had not been.
-    micro_steps -= micro_batches;
-    --global_steps;
-    global_samples -= config.train_batch_size;
+  } catch (const optim::LossScaleError&) {  // this step is over, and has been skipped
     access->end_pass();
+    throw;
+  } catch (const CommError&) {  // so is the job: nothing is left to wait for
+    throw;
+  } catch (...) {
+    undo_accumulation(micro_batches, optimizer_steps);
     throw;
   }
   access->end_pass();
@@ -137,6 +140,20 @@ void Engine::Impl::complete_step(const Engine& engine, const at::Tensor& loss) {
     if (schedule) schedule->step();
   }
   reporter->step_ends(engine, loss);
+}
+
+void Engine::Impl::undo_accumulation(int64_t micro_batches, int64_t optimizer_steps) noexcept {
+  micro_steps -= micro_batches;
+  --global_steps;
+  global_samples -= config.train_batch_size;
+  try {
+    roll_back_speculation();
+    if (optimizer && optimizer->step_count() > optimizer_steps) optimizer->set_step_count(optimizer_steps);
+    drop_gradients();
+    access->end_pass();
+  } catch (const std::exception& error) {  // what is thrown is the first failure
+    log::error("after a step() that failed: ", error.what());
+  }
 }
 
 bool Engine::Impl::at_boundary() const {
@@ -174,9 +191,19 @@ void Engine::eval() {
 }
 
 void Engine::zero_grad() {
-  impl_->require_states_here("zero_grad()");
-  impl_->drop_gradients(/*unused=*/true);
-  impl_->backwards_since_step = 0;
+  Impl& self = *impl_;
+  self.require_states_here("zero_grad()");
+  // A program that does so in each micro-batch, as with torch's optimizers, would never come to a step.
+  if (self.micro_steps_since_update > 0 && !self.reducer->failed() && self.world->rank() == 0 &&
+      !std::exchange(self.warned_of_zero_grad, true)) {
+    log::warning(
+        "zero_grad() drops ", self.micro_steps_since_update, " of ", self.config.gradient_accumulation_steps,
+        " micro-batches: the accumulation starts anew. step() clears the gradients itself; remove the call if ",
+        "this is not what you want (said once)");
+  }
+  self.drop_gradients(/*unused=*/true);
+  self.backwards_since_step = 0;
+  self.micro_steps -= std::exchange(self.micro_steps_since_update, 0);
 }
 
 std::vector<double> Engine::get_lr() const {
@@ -237,6 +264,7 @@ void Engine::set_train_batch_size(int64_t size) {
 void Engine::set_train_micro_batch_size(int64_t size) {
   require(size > 0, "set_train_micro_batch_size: expected a positive size, found ", size);
   if (impl_->loader) impl_->loader->set_micro_batch_size(size);
+  if (impl_->pipeline) impl_->pipeline->runner->messages().reset_shapes();
   impl_->config.train_micro_batch_size_per_gpu = size;
   impl_->config.train_batch_size = size * gradient_accumulation_steps() * dp_world_size();
 }

@@ -71,12 +71,15 @@ class Engine {
   // Scales the scalar `loss` (by 1/gradient_accumulation_steps unless scale_wrt_gas is false, and by the loss scale),
   // runs autograd, and reduces gradients as they become ready. Returns the loss divided by gradient_accumulation_steps,
   // without loss scale, detached. Several calls before a step() add up. Throws UsageError for a loss that is not a
-  // scalar or has no graph. After any exception out of autograd call zero_grad(), then go on.
+  // scalar or has no graph. After an exception out of autograd that all ranks have had, call zero_grad() and begin the
+  // accumulation anew; after one of this rank alone end the program, because the others have begun other collectives.
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
   // Counts one micro-batch; at the gradient accumulation boundary finishes the reductions, clips, updates the
   // parameters, zeroes the gradients and advances the schedule. Throws UsageError when no backward() came before, and
   // NonFiniteError, on all ranks, where a gradient is infinite or NaN and non_finite_gradients makes that an error: the
-  // state is then that before the accumulation, and training can go on (docs/non_finite.md).
+  // state is then that before the accumulation, and training can go on (docs/non_finite.md). So it is after other
+  // exceptions that came before the update; after one that came in the middle of it (a client optimizer that throws, a
+  // file that cannot be read) calls throw UsageError until a checkpoint with optimizer states is loaded.
   void step();
   // What reports call the next micro-batch, in place of samples of the engine's loader. For pipelines in the function
   // that gives micro-batches.
@@ -90,12 +93,14 @@ class Engine {
   // One whole step: gradient_accumulation_steps micro-batches through the stages in the order of pipeline.schedule,
   // then the update. Returns the mean loss over micro-batches and data-parallel ranks, a float32 scalar, on every rank.
   // Collective. Without a source: from set_dataloader(), set_dataiterator() or the training data of initialize, epoch
-  // after epoch. backward() and step() throw UsageError. An error of one rank leaves the others waiting for its
-  // messages until their time limit or the launcher ends them.
+  // after epoch. backward() and step() throw UsageError. Calls train() where the module is in evaluation mode. An error
+  // of one rank leaves the others waiting for its messages until their time limit or the launcher ends them; on one
+  // stage the batch is dropped, on several ones later calls throw UsageError.
   at::Tensor train_batch();
   at::Tensor train_batch(const pipeline::BatchSource& next);
-  // Forwards only, in evaluation mode. Collective.
+  // Forwards only, in evaluation mode; then every module has the mode it had. Collective.
   Evaluation eval_batch(const pipeline::BatchSource& next, const EvalOptions& options = {});
+  // Throws ConfigError for one whose last batch of an epoch is shorter, where stages agree on one shape.
   void set_dataloader(std::shared_ptr<DataLoader> loader);
   void set_dataiterator(pipeline::BatchSource next);
   // Whether this rank has the first stage, and so its inputs; the last one, and so its labels. True without a pipeline.
@@ -118,7 +123,8 @@ class Engine {
 
   void train();
   void eval();
-  // Drops accumulated gradients, reduced or not, of the running accumulation.
+  // Drops the running accumulation: gradients, reduced or not, and the count of its micro-batches. step() does so by
+  // itself after an update.
   void zero_grad();
 
   // --- what happened -----------------------------------------------------------------------------------------------
@@ -152,6 +158,7 @@ class Engine {
   // Changes gradient_accumulation_steps; throws UsageError unless divisible by micro batch x data-parallel size, and
   // inside an accumulation.
   void set_train_batch_size(int64_t size);
+  // Of the engine's loader; stages of a pipeline agree on new shapes with the next batch.
   void set_train_micro_batch_size(int64_t size);
 
   // --- ranks and parts ---------------------------------------------------------------------------------------------
@@ -226,8 +233,9 @@ class Engine {
 
   // Moves state from the device to host memory, so that something else can use the device (another model, generation):
   // between two optimizer steps, until reload_states(). In between parameters have no elements, and every call that
-  // needs them throws UsageError. What offload_optimizer and offload_param keep elsewhere stays there. Throws
-  // ConfigError when the host has no room. Names are DeepSpeed's.
+  // needs them throws UsageError. What offload_optimizer and offload_param keep elsewhere stays there.
+  // Collective. Throws ConfigError on all ranks, and moves nothing, when a host has no room for what its ranks move
+  // together. Names are DeepSpeed's.
   void offload_states(OffloadStates states = {});
   void reload_states();
   // Bytes that offload_states() has moved.

@@ -89,6 +89,7 @@ struct Engine::Impl {
   std::optional<double> gradient_norm;
   BatchNotes batches;  // of the running accumulation
   int64_t bad_steps_in_a_row = 0;
+  bool warned_of_zero_grad = false;
   int64_t gradient_bytes = 0;  // peak of the last step
   int64_t gathered_bytes = 0;  // likewise
   int gathered_scopes = 0;     // of gathered_parameters() that are open
@@ -129,6 +130,7 @@ struct Engine::Impl {
   std::vector<at::Tensor> tensors_of(const OffloadStates& states) const;  // that this rank holds on the device
 
   // Checkpoints.
+  bool half_stepped = false;                      // some slices have an update that others do not have
   bool half_loaded = false;                       // a load failed part of the way
   bool half_loaded_states = false;                // likewise, and it was one with optimizer states
   std::shared_ptr<checkpoint::SaveJob> save_job;  // of the last asynchronous save, until finish_save()
@@ -171,6 +173,9 @@ struct Engine::Impl {
   std::string explain_non_finite(double norm);  // collective
   // Of the running accumulation. `unused`: the program starts it anew.
   void drop_gradients(bool unused = false);
+  // After an update that threw: as if the accumulation of so many micro-batches had not been, before which the
+  // optimizer had made so many steps.
+  void undo_accumulation(int64_t micro_batches, int64_t optimizer_steps) noexcept;
   bool dynamic_loss_scale() const { return loss_scaler && loss_scaler->dynamic(); }
   void apply(double gradient_scale);
   bool delays_update() const;

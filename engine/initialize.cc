@@ -19,6 +19,7 @@
 #include "engine/init_distributed.h"
 #include "engine/model_layout.h"
 #include "engine/optimizer_setup.h"
+#include "engine/same_inputs.h"
 #include "engine/seed.h"
 #include "offload/activation_checkpoint.h"
 #include "optim/lr_schedule.h"
@@ -294,7 +295,7 @@ std::string settings_text(const InitializeOptions& options, const config::DsConf
 }
 
 // Null where all stays on the device.
-std::unique_ptr<OffloadedState> offload_state(const Engine::Impl& impl, const ModelLayout& layout, int ranks_on_host) {
+std::unique_ptr<OffloadedState> offload_state(const Engine::Impl& impl, const ModelLayout& layout) {
   const zero::Offload& offload = impl.plan.offload;
   if (offload.optimizer == zero::Home::kDevice && offload.parameters == zero::Home::kDevice) return nullptr;
   OffloadedLayout offloaded = {.buckets = layout.buckets,
@@ -303,8 +304,7 @@ std::unique_ptr<OffloadedState> offload_state(const Engine::Impl& impl, const Mo
                                .parameter_dtype = scalar_type(impl.plan.model_dtype),
                                .gradient_dtype = scalar_type(impl.plan.gradient_dtype),
                                .device = impl.device,
-                               .rank = impl.world->rank(),
-                               .ranks_on_host = ranks_on_host};
+                               .rank = impl.world->rank()};
   for (const zero::BucketLayout& bucket : layout.buckets) {
     offloaded.states.push_back(state_tensors(impl.config.optimizer, bucket, impl.parameter_infos));
   }
@@ -313,7 +313,7 @@ std::unique_ptr<OffloadedState> offload_state(const Engine::Impl& impl, const Mo
 
 // Buckets, gradient reduction and publication of parameters, in the order in which they refer to one another.
 void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const std::vector<int>& group_of,
-                   StartValues& values, int ranks_on_host) {
+                   StartValues& values) {
   impl.parameters = parameters.trainable;
   impl.parameter_infos = parameters.infos;
   impl.frozen = parameters.frozen;
@@ -329,7 +329,7 @@ void lay_out_model(Engine::Impl& impl, const ModelParameters& parameters, const 
       .frozen_bits = impl.plan.frozen_bits};
   if (impl.pipeline) choose_parts(*impl.pipeline, parameters, options);
   ModelLayout layout = lay_out(parameters, group_of, options, impl.groups.shards->size());
-  impl.offloaded = offload_state(impl, layout, ranks_on_host);
+  impl.offloaded = offload_state(impl, layout);
   BucketedModel model =
       build_buckets(parameters, std::move(layout), options, values, impl.offloaded.get(), *impl.groups.shards);
   impl.buckets = std::move(model.buckets);
@@ -407,7 +407,8 @@ Initialized initialize(InitializeOptions options) {
   if (layers) {
     require(!options.init, "initialize: .init: expected none with a pipeline::PipelineModule, which builds its layers ",
             "on the ranks that have them; remove it");
-    impl->pipeline = build_pipeline(layers, impl->mesh->group(comm::MeshAxis::kPipe), config, impl->plan, impl->device);
+    impl->pipeline = build_pipeline(layers, impl->mesh->group(comm::MeshAxis::kPipe), config, impl->plan, impl->device,
+                                    *impl->world);
   }
   const bool placed_later = options.init || has_meta_tensors(*options.model);  // bucket by bucket
   if (!impl->device.is_cpu() && !placed_later) options.model->to(impl->device);
@@ -423,10 +424,13 @@ Initialized initialize(InitializeOptions options) {
     require_same_on_all_ranks({}, cat(config.text.dump(), layers_text(*impl->pipeline)), impl->device, *impl->world);
   }
   require_same_on_all_ranks(parameters, settings_text(options, config, groups), impl->device, *impl->communicator);
+  require_same_inputs({.samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt,
+                       .has_schedule = options.lr_scheduler != nullptr},
+                      impl->device, *impl->communicator);
   impl->groups = make_rank_groups(impl->plan, impl->communicator);
   return_freed_host_memory();  // start values of a bucket, between slices that stay, would leave holes
   StartValues values(*options.model, options.weights, options.init, impl->device, *impl->communicator);
-  lay_out_model(*impl, parameters, groups.group_of, values, static_cast<int>(job.ranks_per_host));
+  lay_out_model(*impl, parameters, groups.group_of, values);
   if (options.init) options.init->end();
   keep_freed_host_memory();
   if (options.optimizer) {
@@ -443,14 +447,14 @@ Initialized initialize(InitializeOptions options) {
   impl->schedule = make_schedule(options, config, *impl);
   if (impl->plan.loss_scaling != LossScaling::kNone) impl->loss_scaler.emplace(loss_scaler_options(config.fp16));
   impl->reporter = std::make_unique<Reporter>(config, impl->world->rank());
-  if (impl->plan.autocast) {
-    impl->autocast = std::make_unique<Autocast>(impl->device.type(), scalar_type(*impl->plan.autocast));
-  }
+  impl->autocast = std::make_unique<Autocast>(
+      impl->device.type(), impl->plan.autocast ? std::optional(scalar_type(*impl->plan.autocast)) : std::nullopt);
   impl->loader = make_loader(options, *impl);
   if (impl->pipeline) {
     impl->pipeline->runner = std::make_unique<pipeline::StageRunner>(
         *impl->pipeline->module, *impl->pipeline->ranks,
         pipeline::MessageOptions{.device = impl->device, .dynamic_shape = layers->options().dynamic_shape});
+    if (impl->loader) require_equal_batches(*impl->pipeline, *impl->loader, "initialize: .training_data");
     training_schedule(*impl->pipeline, impl->plan, static_cast<int>(config.gradient_accumulation_steps));
   }
 

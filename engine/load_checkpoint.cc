@@ -109,9 +109,13 @@ class Loading {
 
   // What only other ranks, or another layout, have begins anew.
   void read_optimizer_memory() {
-    if (!read_memory(shared_optimizer_memory(impl_))) {
-      log::warning("load_checkpoint: ", source_.location(), ": has not what ", impl_.optimizer->name(),
-                   " keeps for all ranks, that stays as it is");
+    const std::string missing = load_shared_optimizer_memory(impl_, source_, [&](const std::string& name) {
+      const auto found = weights_.find(name);
+      return found == weights_.end() ? std::string() : checkpoint::name_in("weights/", found->second);
+    });
+    if (!missing.empty() && impl_.communicator->rank() == 0) {
+      log::warning("load_checkpoint: ", source_.location(), ": has no ", missing, ", which ", impl_.optimizer->name(),
+                   " keeps for all ranks; what it has stays as it is");
     }
     const NamedTensors memory = optimizer_memory(impl_);
     has_rank_states_ = same_ranks_ && read_memory(memory);
@@ -186,9 +190,10 @@ class Loading {
       weights_[parameter.name] = path;
       wanted[path.empty() ? checkpoint::weight_path(parameter.name) : path] = sizes;
       checkpoint::add_stored_names(source_, all, sizes, wanted);
-      require(!path.empty() || !impl_.half_loaded, source_.location(), ": load_checkpoint: \"", parameter.name,
-              "\" is missing, and what the model has is of a load that failed part of the way; load a checkpoint that ",
-              "has all weights");
+      require(!path.empty() || !(impl_.half_loaded || impl_.half_stepped), source_.location(), ": load_checkpoint: \"",
+              parameter.name,
+              "\" is missing, and what the model has is of a load or a step that failed part of the way; ",
+              "load a checkpoint that has all weights");
     };
     for (size_t i = 0; i < impl_.parameters.size(); ++i) add(impl_.parameters[i], impl_.parameter_infos[i].sizes);
     for (const zero::Parameter& parameter : impl_.frozen) add(parameter, parameter.tensor.sizes().vec());
@@ -229,6 +234,7 @@ class Loading {
                    impl_.optimizer->name());
     }
     std::set<std::string> own;
+    for (const auto& [name, values] : impl_.optimizer->shared_states()) own.insert(state_of_parameter(name));
     for (size_t b = 0; b < impl_.buckets.size(); ++b) {
       for (const auto& [state, values] : impl_.optimizer->states(static_cast<int64_t>(b))) {
         own.insert(state);
@@ -425,8 +431,9 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   require(self.gathered_scopes == 0, "load_checkpoint() was called while ", self.gathered_scopes,
           " scopes of gathered_parameters() are open; end them first");
   const bool with_states = !options.load_module_only && options.load_optimizer_states;
-  require(!self.half_loaded_states || with_states, "load_checkpoint() without optimizer states was called after one ",
-          "with them had failed part of the way: the optimizer's are a mixture; load them too");
+  require(!(self.half_loaded_states || self.half_stepped) || with_states, "load_checkpoint() without optimizer states ",
+          "was called after ", self.half_stepped ? "a step()" : "one with them", " had failed part of the way: the ",
+          "optimizer's are a mixture; load them too");
   const Impl::Phase phase(self, "load_checkpoint");
   if (const std::string failure = self.finish_save(); !failure.empty()) log::error(failure);
   synchronize_parameters();
@@ -471,6 +478,7 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
       loading->take_counters();
       self.half_loaded = false;
       self.half_loaded_states = false;
+      self.half_stepped = false;
       self.reducer->reset();
       if (self.optimizer) self.reducer->keep_local(self.optimizer->wants_local_gradients());
       return {.path = path, .tag = tags[i], .client_state = source->state().client_state};

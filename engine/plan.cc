@@ -159,7 +159,12 @@ void choose_offload(const DsConfig& config, const PlanFacts& facts, Plan& plan) 
   if (zero.stage > 0 && zero.offload_optimizer) {
     plan.offload.optimizer = home_of(zero.offload_optimizer->device);
     plan.offload.ratio = zero.offload_optimizer->ratio;
-    plan.offload.delayed = plan.offload.optimizer != zero::Home::kDevice && zero.offload_optimizer->delayed_update;
+    plan.offload.delayed = zero.offload_optimizer->delayed_update;
+    require<ConfigError>(
+        !plan.offload.delayed || plan.offload.optimizer != zero::Home::kDevice,
+        "zero_optimization.offload_optimizer.delayed_update: true needs ",
+        "zero_optimization.offload_optimizer.device \"cpu\" or \"nvme\", found \"none\": it delays the ",
+        "update on the host; set the device, or remove delayed_update");
     plan.delayed_update_start = zero.offload_optimizer->delayed_update_start;
     require<ConfigError>(!plan.offload.delayed || updates_elementwise(config.optimizer.type),
                          "zero_optimization.offload_optimizer.delayed_update: expected false with the optimizer ",
@@ -221,9 +226,9 @@ int64_t compression_memory(const Plan& plan, int64_t parameters) {
 }
 
 // OneBitAdam, OneBitLamb, ZeroOneAdam: ranks exchange what the optimizer makes of their own whole gradients.
-void choose_compressed_optimizer(const DsConfig& config, Plan& plan) {
+void choose_compressed_optimizer(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const std::string& type = config.optimizer.type;
-  if (!config.optimizer.compresses()) return;
+  if (facts.client_optimizer || !config.optimizer.compresses()) return;
   const config::ZeroSection& zero = config.zero_optimization;
   const bool whole = type == "ZeroOneAdam";
   require<ConfigError>(zero.stage <= (whole ? 0 : 2), "optimizer.type: ", type, " needs zero_optimization.stage ",
@@ -298,7 +303,7 @@ void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan
   }
   choose_gradient_quantization(zero, plan);
   choose_gradient_compression(config.gradient_compression, plan);
-  choose_compressed_optimizer(config, plan);
+  choose_compressed_optimizer(config, facts, plan);
   plan.require_all_gradients = !zero.ignore_unused_parameters;
   plan.clip_value = config.gradient_clip_by_value;
   choose_speculation(config, plan);

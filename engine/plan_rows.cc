@@ -283,6 +283,19 @@ void add_sharding_row(Plan& plan) {
                        cat("zero_optimization.mics_shard_size: ", plan.shard_ranks)});
 }
 
+void add_averaging_row(const DsConfig& config, Plan& plan) {
+  if (!plan.average_gradients) return;
+  if (plan.prescale_gradients) {
+    plan.rows.push_back(
+        {"averaging", "gradients are divided by the ranks before they are summed", cat("prescale_gradients: true")});
+  } else if (plan.predivide_factor != 1.0) {
+    plan.rows.push_back(
+        {"averaging",
+         cat("gradients are divided by ", plan.predivide_factor, " before they are summed, by the rest after it"),
+         cat("gradient_predivide_factor: ", plan.predivide_factor)});
+  }
+}
+
 // What the section does to regions that the program runs through offload::checkpoint().
 void add_activation_rows(const DsConfig& config, Plan& plan) {
   const config::ActivationCheckpointingSection& section = config.activation_checkpointing;
@@ -321,6 +334,17 @@ void add_rows_without_effect(const DsConfig& config, Plan& plan) {
   moot(zero.stage == 3 && zero.stage3_use_all_reduce_for_fetch_params, "stage3_use_all_reduce_for_fetch_params",
        "slices are gathered in place; an all-reduce would send twice as much");
   moot(zero.stage > 0 && !zero.allgather_partitions, "allgather_partitions", "slices are always all-gathered");
+  moot(!plan.average_gradients && config.prescale_gradients, "prescale_gradients",
+       "gradient_allreduce_op: sum divides by nothing");
+  moot(!plan.average_gradients && config.gradient_predivide_factor != 1.0, "gradient_predivide_factor",
+       "gradient_allreduce_op: sum divides by nothing");
+  if (zero.offload_optimizer && plan.offload.optimizer == zero::Home::kDevice) {
+    constexpr const char* kOnDevice = "the optimizer is not offloaded";
+    moot(zero.offload_optimizer->delayed_update, "delayed_update", kOnDevice);
+    moot(zero.offload_optimizer->ratio != 1.0, "ratio", kOnDevice);
+    moot(zero.offload_optimizer->pipeline_read, "pipeline_read", kOnDevice);
+    moot(zero.offload_optimizer->pipeline_write, "pipeline_write", kOnDevice);
+  }
   moot(zero.stage == 0 && zero.optimizer_device() != config::OffloadDevice::kNone, "offload_optimizer",
        "stage 0 keeps everything on the device");
   moot(zero.stage < 3 && zero.param_device() != config::OffloadDevice::kNone, "offload_param",
@@ -354,6 +378,7 @@ void add_rows(const DsConfig& config, Plan& plan) {
                        config.elastic ? "elasticity" : "train_batch_size and its parts"});
   plan.rows.push_back({"precision", precision_text(config, plan), precision_reason(config)});
   plan.rows.push_back({"gradients", gradients_text(plan), stage_reason(config)});
+  add_averaging_row(config, plan);
   add_gradient_compression_row(config, plan);
   plan.rows.push_back(
       {"buckets", cat("at most ", plan.bucket_elements, " elements"),

@@ -178,8 +178,10 @@ void copy_piece(StatePiece& piece) {
 }  // namespace
 
 void Engine::Impl::require_whole_state(const char* call) const {
-  require(!half_loaded, call, " was called after load_checkpoint() had failed part of the way: weights and optimizer ",
-          "states are a mixture; load a checkpoint that is whole first");
+  constexpr const char* kMixture =
+      " had failed part of the way: weights and optimizer states are a mixture; load a checkpoint that is whole first";
+  require(!half_loaded, call, " was called after load_checkpoint()", kMixture);
+  require(!half_stepped, call, " was called after a step()", kMixture);
 }
 
 std::string Engine::Impl::finish_save() {

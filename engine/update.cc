@@ -1,5 +1,6 @@
 // The boundary of an accumulation: finish the reductions, judge the gradients, update the slices, publish the
 // parameters.
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -44,6 +45,7 @@ void Engine::Impl::update() {
     // As torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6)).
     if (plan.clip_norm > 0) clip = std::min(1.0, plan.clip_norm / (norm + kClipEpsilon));
     apply(clip / scale);
+    half_stepped = false;
     step_applied = true;
   }
   gradient_bytes = reducer->take_peak_bytes();
@@ -79,16 +81,18 @@ void Engine::Impl::drop_gradients(bool unused) {
   if (gradient_check) gradient_check->reset();
 }
 
-// Weights that several stages use have the gradients of all of them. Each rank has the same slice of them.
+// Weights that several stages use have the gradients of all of them. Each rank has the same slice of them. In the order
+// of the list, which all stages have: that of the buckets is another one where a stage uses them in another order.
 void Engine::Impl::reduce_tied() {
   if (!pipeline) return;
-  for (size_t b = 0; b < buckets.size(); ++b) {
-    const int index = pipeline->tied_of_bucket[b];
-    if (index < 0) continue;
-    const at::Tensor gradient = reducer->gradient(b);
-    const at::Tensor wire = gradient.to(device);
-    pipeline->tied[static_cast<size_t>(index)].ranks->all_reduce(wire, comm::ReduceOp::kSum, "tied gradients").wait();
-    if (!wire.is_same(gradient)) at::Tensor(gradient).copy_(wire);
+  for (size_t k = 0; k < pipeline->tied.size(); ++k) {
+    for (size_t b = 0; b < buckets.size(); ++b) {
+      if (pipeline->tied_of_bucket[b] != static_cast<int>(k)) continue;
+      const at::Tensor gradient = reducer->gradient(b);
+      const at::Tensor wire = gradient.to(device);
+      pipeline->tied[k].ranks->all_reduce(wire, comm::ReduceOp::kSum, "tied gradients").wait();
+      if (!wire.is_same(gradient)) at::Tensor(gradient).copy_(wire);
+    }
   }
 }
 
@@ -145,6 +149,7 @@ void Engine::Impl::apply(double gradient_scale) {
         parameter.mutable_grad() = zero::view_of(gradient, segment, parameter);
       }
     }
+    half_stepped = true;
     client_optimizer->step();
     return;
   }
@@ -182,6 +187,7 @@ void Engine::Impl::clip_by_value(const at::Tensor& gradient, double gradient_sca
 
 void Engine::Impl::publish(size_t b, const at::Tensor& weights) {
   const zero::ParameterBucket& bucket = buckets[b];
+  half_stepped = true;
   bucket.use_slice(/*changes=*/true, [&] { at::Tensor(bucket.slice(groups.shards->rank())).copy_(weights); });
   access->updated(b);
 }
@@ -198,7 +204,9 @@ void Engine::Impl::finish_delayed_update() {
   // The backward that was just given to a device may still have to copy the slices that are now to change on the host.
   if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
   offloaded->finish_update([&](size_t b, const at::Tensor& weights) { publish(b, weights); });
+  at::autocast::clear_cache();  // copies of the weights before
   access->end_update();
+  half_stepped = false;
 }
 
 // The optimizer's step on this rank's part of a bucket, and what operators will read of it.
@@ -207,6 +215,7 @@ void Engine::Impl::update_slice(size_t b, const at::Tensor& gradient, double gra
   const at::Tensor own = plan.partition_optimizer ? bucket.slice(groups.shards->rank()) : bucket.flat();
   if (own.is_alias_of(masters[b])) {
     optimizer->update(static_cast<int64_t>(b), gradient, gradient_scale);
+    half_stepped = true;
     return;
   }
   bucket.use_slice(/*changes=*/true, [&] {
@@ -215,6 +224,7 @@ void Engine::Impl::update_slice(size_t b, const at::Tensor& gradient, double gra
     } else {
       optimizer->update_into(static_cast<int64_t>(b), gradient, gradient_scale, own);
     }
+    half_stepped = true;
   });
 }
 

@@ -99,6 +99,7 @@ void GradientReducer::begin_backward(bool synchronize, bool boundary, std::vecto
   require(!joined_,
           "backward() was called after a step() that failed; call zero_grad() first, which drops what it left");
   next_ = 0;
+  late_in_this_backward_ = false;
   reduce_in_this_backward_ = synchronize && (boundary || transient());
   // Elsewhere the pass that reduces does so for all before it.
   in_pass_ = transient() ? std::move(in_pass) : std::vector<char>();
@@ -298,28 +299,37 @@ void GradientReducer::complete(Bucket& bucket) {
   bucket.work.wait();
   bucket.work = {};
   if (!bucket.wire.defined()) return;
-  const at::Tensor own = own_part(bucket, bucket.local);
-  if (!bucket.wire.is_same(bucket.local)) own.copy_(own_part(bucket, bucket.wire));
+  const at::Tensor sent = own_part(bucket, bucket.wire);
+  // Before the copy: the sum may be beyond what a narrower gradient_dtype holds.
   if (options_.average && !options_.prescale && options_.predivide_factor != 1.0) {
-    own.mul_(options_.predivide_factor / communicator_.size());
+    at::Tensor(sent).mul_(options_.predivide_factor / communicator_.size());
   }
+  if (!bucket.wire.is_same(bucket.local)) own_part(bucket, bucket.local).copy_(sent);
   bucket.wire.reset();
 }
 
 // Note [Hooks that wait at stage 3]
 // A hook that waits for a reduction keeps this rank from its next gather. Ranks that have no gradient for a parameter
-// start the reduction of its bucket at the end of their backward only, which they do not reach without that gather.
+// start the reduction of its bucket at the end of their backward only, which they do not reach without that gather. So
+// does a network that is slow look like from here: each pass that finds a reduction late lets the next ones wait for
+// twice as long, and after kMostLatePasses of them no hook waits any more.
 bool GradientReducer::ready_in_time(const Bucket& bucket) {
+  constexpr int kMostLatePasses = 4;
   if (!options_.patience) return true;
-  const auto until = std::chrono::steady_clock::now() + *options_.patience;
+  const auto begin = std::chrono::steady_clock::now();
+  const auto until = begin + *options_.patience * (1 << late_passes_);
   while (!bucket.work.is_ready()) {
-    if (!impatient_ && std::chrono::steady_clock::now() < until) {
+    if (late_in_this_backward_ || late_passes_ == kMostLatePasses) return false;
+    if (std::chrono::steady_clock::now() < until) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
       continue;
     }
-    if (!std::exchange(impatient_, true)) {
-      log::warning("the reduction of gradients of bucket ", in_flight_.front(), " is late: another rank may have no ",
-                   "gradient for a parameter in it. Buckets stay in memory for longer from now on");
+    late_in_this_backward_ = true;
+    if (++late_passes_ == kMostLatePasses) {
+      log::warning("the reduction of gradients of bucket ", in_flight_.front(), " is late, as others were in ",
+                   kMostLatePasses - 1, " backward passes before: another rank has no gradient for a parameter in it, ",
+                   "or the network is slower than ", std::chrono::duration<double>(until - begin).count(),
+                   " s for a bucket. Gradients stay in memory until backward ends from now on");
     }
     return false;
   }

@@ -38,9 +38,9 @@ struct ReducerOptions {
   double predivide_factor = 1.0;  // f: times 1/f before, f/W after
   at::ScalarType gradient_dtype = at::kFloat;  // of buckets and accumulated slices
   at::ScalarType communication_dtype = at::kFloat;
-  // Stage 3: how long a gradient's hook may wait for other ranks, also on a device, where a gather behind a reduction
-  // that waits would never begin. One that waits for this rank's next gather cannot reduce, where it has no gradient
-  // for a parameter that has one here; the buckets that would be given back stay then.
+  // Stage 3: how long a gradient's hook may wait for other ranks at first, also on a device, where a gather behind a
+  // reduction that waits would never begin. One that waits for this rank's next gather cannot reduce, where it has no
+  // gradient for a parameter that has one here; the buckets that would be given back stay then.
   std::optional<std::chrono::milliseconds> patience;
   // Where buckets stay until finish(): reduced gradients that leave them all the same leave inside backward.
   bool leave_in_backward = false;
@@ -85,6 +85,7 @@ class GradientReducer {
   void end_backward();
   // In place of end_backward() when the pass threw: what it left can only be dropped.
   void abandon_backward();
+  bool failed() const { return abandoned_; }  // did the last pass throw?
 
   // Reduces what is still local (passes under no_sync, a boundary that was declared late) and waits for everything.
   void finish();
@@ -148,7 +149,8 @@ class GradientReducer {
   bool unreduced_ = false;  // the last backward was not reduced
   bool joined_ = false;     // replicas have joined the gradients
   bool local_ = false;      // keep_local()
-  bool impatient_ = false;  // a reduction was late once
+  int late_passes_ = 0;     // backward passes in which a reduction was late
+  bool late_in_this_backward_ = false;
   bool abandoned_ = false;  // the last backward threw
   int64_t bytes_ = 0;
   int64_t peak_bytes_ = 0;

@@ -7,6 +7,7 @@
 #include "core/check.h"
 #include "optim/loss_scaler.h"
 #include "tests/engine/small_run.h"
+#include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {
@@ -99,6 +100,31 @@ TEST_P(RecoveryTest, AParameterThatOneRankLeftOutEndsTheStepOfAllRanks) {
   });
 }
 
+// As if the step had not been asked for.
+TEST_P(RecoveryTest, AStepThatIsRefusedCountsForNothing) {
+  const State expected = TorchRun{.world = 2, .accumulation = 2, .steps = 2}.train_adamw();
+  ordered_json config = small_config(GetParam(), 2);
+  config["zero_optimization"]["ignore_unused_parameters"] = false;
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), config, communicator).engine;
+    const auto refused = [&] {
+      engine->backward(model->first(sample(9, communicator.rank())).pow(2).mean());
+      engine->step();
+      engine->backward(model->first(sample(8, communicator.rank())).pow(2).mean());
+      EXPECT_THAT([&] { engine->step(); }, ThrowsMessage<UsageError>(HasSubstr("last.weight")));
+    };
+    refused();
+    EXPECT_EQ(engine->global_steps(), 0);
+    EXPECT_EQ(engine->global_samples(), 0);
+    EXPECT_EQ(engine->micro_steps(), 0);
+    EXPECT_LT(largest_difference(train(*engine, model, 2), expected), kTolerance);
+    refused();
+    EXPECT_EQ(engine->global_steps(), 2);
+    EXPECT_EQ(engine->skipped_steps(), 0);
+  });
+}
+
 TEST_P(RecoveryTest, APassWithoutReductionLeavesNoMemoryBehind) {
   ordered_json config = small_config(GetParam(), 1);
   config["zero_optimization"]["reduce_bucket_size"] = 20;
@@ -184,6 +210,46 @@ TEST(Recovery, SmallGradientsSurviveClippingByValueInFloat16) {
     engine->step();
     const at::Tensor weight = engine->fp32_state_dict().front().second;
     EXPECT_NEAR(weight.mean().item<double>(), -1e-2, 1e-4);
+  });
+}
+
+// Some weights may have the step by then, others not.
+TEST(Recovery, AnUpdateThatFailsHalfWayIsNotGoneOnFrom) {
+  struct Failing : torch::optim::SGD {
+    using SGD::SGD;
+    at::Tensor step(LossClosure closure = nullptr) override {
+      if (fails) throw IoError("no more pages");
+      return SGD::step(std::move(closure));
+    }
+    bool fails = false;
+  };
+  const test::ScratchFolder folder;
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto optimizer = std::make_shared<Failing>(model->parameters(), 0.1);
+    const auto engine = initialize({.model = model.ptr(),
+                                    .config = small_config(0, 1),
+                                    .optimizer = optimizer,
+                                    .communicator = borrowed(communicator)})
+                            .engine;
+    train(*engine, model, 1);
+    engine->save_checkpoint(folder.path().string());
+    const State saved = copy_of(engine->fp32_state_dict());
+    engine->backward(model->loss(sample(1, 0)));
+    optimizer->fails = true;
+    EXPECT_THAT([&] { engine->step(); }, ThrowsMessage<IoError>(HasSubstr("no more pages")));
+    optimizer->fails = false;
+    EXPECT_EQ(engine->global_steps(), 1);
+    const auto refused = ThrowsMessage<UsageError>(AllOf(HasSubstr("step() had failed"), HasSubstr("load")));
+    EXPECT_THAT([&] { engine->backward(model->loss(sample(1, 0))); }, refused);
+    EXPECT_THAT([&] { engine->save_checkpoint(folder.path().string()); }, refused);
+    EXPECT_THAT([&] { engine->load_checkpoint(folder.path().string(), "", {.load_optimizer_states = false}); },
+                ThrowsMessage<UsageError>(HasSubstr("load them too")));
+    engine->load_checkpoint(folder.path().string());
+    EXPECT_EQ(largest_difference(copy_of(engine->fp32_state_dict()), saved), 0.0);
+    engine->backward(model->loss(sample(1, 0)));
+    engine->step();
+    EXPECT_EQ(engine->global_steps(), 2);
   });
 }
 

@@ -85,6 +85,71 @@ TEST(EngineUsage, ZeroGradDropsTheRunningAccumulation) {
   }
 }
 
+TEST(EngineUsage, AnAccumulationThatZeroGradDropsStartsAnew) {
+  const State expected = TorchRun{.world = 2, .accumulation = 3, .steps = 1}.train_adamw();
+  for (const int stage : {0, 1, 2, 3}) {
+    run_ranks(2, [&](comm::Communicator& communicator) {
+      SmallNet model;
+      const auto engine = start(model.ptr(), small_config(stage, 3), communicator).engine;
+      for (int64_t micro : {7, 8}) {
+        engine->backward(model->loss(sample(micro, communicator.rank())));
+        engine->step();
+      }
+      engine->zero_grad();
+      EXPECT_EQ(engine->micro_steps(), 0);
+      EXPECT_LT(largest_difference(train(*engine, model, 1), expected), 2e-6) << "stage " << stage;
+      EXPECT_EQ(engine->global_steps(), 1);
+      EXPECT_EQ(engine->micro_steps(), 3);
+    });
+  }
+}
+
+TEST(EngineUsage, WhatRanksAreGivenHasToBeTheSame) {
+  struct Numbers {
+    int64_t length;
+    size_t size() const { return static_cast<size_t>(length); }
+    torch::data::Example<> get(size_t /*index*/) { return {torch::zeros({6}), torch::zeros({1})}; }
+  };
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    const auto begin = [&](int64_t samples, bool schedule) {
+      SmallNet model;
+      InitializeOptions options{.model = model.ptr(), .config = small_config(1, 1)};
+      options.communicator = borrowed(communicator);
+      if (samples > 0) options.training_data = Numbers{samples};
+      if (schedule) options.lr_scheduler = [](int64_t) { return 0.5; };
+      return initialize(std::move(options)).engine;
+    };
+    const bool first = communicator.rank() == 0;
+    EXPECT_THAT([&] { begin(first ? 16 : 24, false); },
+                ThrowsMessage<CommError>(AllOf(HasSubstr(".training_data"), HasSubstr("16 samples on rank 0"),
+                                               HasSubstr("24 samples on rank 1"))));
+    EXPECT_THAT([&] { begin(first ? 16 : 0, false); },
+                ThrowsMessage<CommError>(AllOf(HasSubstr(".training_data"), HasSubstr("none on rank 1"))));
+    EXPECT_THAT([&] { begin(16, first); },
+                ThrowsMessage<CommError>(AllOf(HasSubstr(".lr_scheduler"), HasSubstr("none on rank 1"))));
+    EXPECT_EQ(begin(16, true)->get_lr(), std::vector<double>{0.5 * 0.02});
+  });
+}
+
+// "overrides the config's"
+TEST(EngineUsage, AClientOptimizerTakesThePlaceOfOneThatCompresses) {
+  for (const char* type : {"OneBitAdam", "OneBitLamb", "ZeroOneAdam"}) {
+    run_ranks(2, [&](comm::Communicator& communicator) {
+      SmallNet model;
+      const auto sgd = std::make_shared<torch::optim::SGD>(model->parameters(), 0.1);
+      ordered_json config = small_config(0, 1);
+      config["optimizer"] = {{"type", type}, {"params", {{"lr", 0.02}}}};
+      const auto engine =
+          initialize({.model = model.ptr(), .config = config, .optimizer = sgd, .communicator = borrowed(communicator)})
+              .engine;
+      SmallNet plain;
+      torch::optim::SGD optimizer(plain->parameters(), 0.1);
+      const State expected = TorchRun{.world = 2, .steps = 2}.train(plain, optimizer);
+      EXPECT_LT(largest_difference(train(*engine, model, 2), expected), 2e-6) << type;
+    });
+  }
+}
+
 TEST(EngineUsage, AChangedAccumulationCountsFromTheLastUpdate) {
   run_ranks(2, [&](comm::Communicator& communicator) {
     SmallNet model;

@@ -4,7 +4,6 @@
 #include <sys/resource.h>
 
 #include <csignal>
-#include <limits>
 #include <string>
 #include <vector>
 
@@ -19,6 +18,8 @@ namespace ds::engine {
 namespace {
 
 using nlohmann::ordered_json;
+using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
@@ -241,17 +242,18 @@ TEST(OffloadRecovery, ParametersWithoutElementsHaveAPlace) {
   });
 }
 
-TEST(OffloadRecovery, AHostWithoutRoomForOneRankEndsTheStartOfAll) {
+TEST(OffloadRecovery, WhatOtherRanksOfTheHostNeedCounts) {
   test::run_ranks(2, [&](comm::Communicator& communicator) {
-    SmallNet model;
-    const Distributed job = {.ranks = borrowed(communicator),
-                             .local_rank = communicator.rank(),
-                             .ranks_per_host = communicator.rank() == 1 ? std::numeric_limits<int>::max() : 1};
+    const auto config = config::parse(with_offload(small_config(2, 1), on_host()), {.dp_world_size = 1});
+    const int64_t elements = communicator.rank() == 1 ? int64_t{1} << 50 : 64;  // as stages of a pipeline differ
+    const auto buckets = zero::lay_out({{"a", elements, 0, 0, false}}, {.max_bucket_elements = elements});
     const auto begin = [&] {
-      initialize({.model = model.ptr(), .config = with_offload(small_config(2, 1), on_host()), .distributed = job});
+      OffloadedState(make_plan(config, {}), config, {.buckets = buckets, .frozen = {}, .states = {2}}, communicator);
     };
-    EXPECT_THAT(begin, ThrowsMessage<ConfigError>(HasSubstr(
-                           communicator.rank() == 1 ? "zero_optimization.offload_optimizer, " : "rank 1 could not")));
+    EXPECT_THAT(begin, ThrowsMessage<ConfigError>(
+                           AllOf(HasSubstr("zero_optimization.offload_optimizer, "),
+                                 HasSubstr(communicator.rank() == 1 ? "GiB on this rank" : "KiB on this rank"),
+                                 HasSubstr("on all ranks of this host (2)"))));
   });
 }
 
@@ -356,7 +358,8 @@ TEST(OffloadRecovery, WeightsThatWereNotWrittenAreNeverUsed) {
     // The disk is well again, but the weights of the last update are gone.
     for (int attempt = 0; attempt < 3; ++attempt) {
       engine->zero_grad();
-      EXPECT_THAT(step, ThrowsMessage<IoError>(HasSubstr("could not be written"))) << attempt;
+      EXPECT_THAT(step, ThrowsMessage<Error>(AnyOf(HasSubstr("could not be written"), HasSubstr("step() had failed"))))
+          << attempt;
     }
     EXPECT_THAT([&] { engine->fp32_state_dict(); }, ::testing::Not(::testing::Throws<InternalError>()));
   });

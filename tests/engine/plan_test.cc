@@ -12,6 +12,7 @@ namespace {
 using nlohmann::ordered_json;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::ThrowsMessage;
 
 Plan plan_of(ordered_json config, int64_t ranks = 4, std::optional<int64_t> parameters = std::nullopt) {
@@ -30,6 +31,27 @@ TEST(Plan, DefaultsAreFloat32StageZero) {
   EXPECT_FALSE(plan.separate_master);
   EXPECT_EQ(plan.non_finite, config::NonFiniteGradients::kError);
   EXPECT_EQ(plan.loss_scaling, LossScaling::kNone);
+}
+
+TEST(Plan, SaysHowGradientsAreAveraged) {
+  EXPECT_THAT(to_table(plan_of({{"prescale_gradients", true}})), HasSubstr("divided by the ranks before"));
+  EXPECT_THAT(to_table(plan_of({{"gradient_predivide_factor", 2.0}})), HasSubstr("divided by 2 before"));
+  EXPECT_THAT(to_table(plan_of(ordered_json::object())), Not(HasSubstr("averaging")));
+  const std::string sum = to_table(plan_of({{"gradient_allreduce_op", "sum"}, {"gradient_predivide_factor", 2.0}}));
+  EXPECT_THAT(sum, AllOf(HasSubstr("gradient_predivide_factor"), HasSubstr("sum divides by nothing")));
+}
+
+TEST(Plan, KeysOfAnOffloadThatIsNone) {
+  const auto with = [](const ordered_json& keys, int stage) {
+    return ordered_json{{"zero_optimization", {{"stage", stage}, {"offload_optimizer", keys}}}};
+  };
+  EXPECT_THAT(
+      [&] {
+        plan_of(with({{"delayed_update", true}}, 2));
+      },
+      ThrowsMessage<ConfigError>(AllOf(HasSubstr("delayed_update"), HasSubstr("set the device"))));
+  EXPECT_THAT(to_table(plan_of(with({{"ratio", 0.5}, {"pipeline_read", true}}, 2))),
+              AllOf(HasSubstr("ratio"), HasSubstr("pipeline_read"), HasSubstr("the optimizer is not offloaded")));
 }
 
 TEST(Plan, WhatIsNotFiniteIsAnErrorUnlessSomethingElseIsSaid) {

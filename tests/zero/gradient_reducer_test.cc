@@ -93,7 +93,8 @@ std::map<std::string, at::Tensor> expected(int world, const std::vector<std::pai
   return result;
 }
 
-void expect_gradients(const Ranked& ranked, int rank, const std::map<std::string, at::Tensor>& wanted, bool whole) {
+void expect_gradients(const Ranked& ranked, int rank, const std::map<std::string, at::Tensor>& wanted, bool whole,
+                      double tolerance = 1e-6) {
   for (size_t b = 0; b < ranked.buckets.size(); ++b) {
     const at::Tensor got = ranked.reducer->gradient(b);
     const BucketLayout& layout = ranked.buckets[b].layout();
@@ -103,8 +104,9 @@ void expect_gradients(const Ranked& ranked, int rank, const std::map<std::string
       const at::Tensor want = wanted.at(ranked.parameters[static_cast<size_t>(segment.parameter)].name)
                                   .reshape(-1)
                                   .narrow(0, segment.parameter_offset, segment.length);
-      const at::Tensor have = got.narrow(0, segment.slice_offset, segment.length);
-      EXPECT_TRUE(torch::allclose(have, want, 1e-5, 1e-6)) << "bucket " << b << " parameter " << segment.parameter;
+      const at::Tensor have = got.narrow(0, segment.slice_offset, segment.length).to(at::kFloat);
+      EXPECT_TRUE(torch::allclose(have, want, tolerance, tolerance))
+          << "bucket " << b << " parameter " << segment.parameter;
     }
   }
 }
@@ -196,6 +198,20 @@ TEST_P(ReducerTest, ScalingVariants) {
       ranked.reducer->finish();
       expect_gradients(ranked, communicator.rank(), variant == 2 ? sum : average, whole());
     }
+  });
+}
+
+// The sum of ranks is beyond float16, their mean is not.
+TEST_P(ReducerTest, PredivisionIsUndoneBeforeTheGradientNarrows) {
+  const auto wanted = expected(GetParam().world, {{0, false}}, true);
+  test::run_ranks(GetParam().world, [&](comm::Communicator& communicator) {
+    ReducerOptions changed = options();
+    changed.gradient_dtype = at::kHalf;
+    changed.predivide_factor = 1.0 / 65536;
+    Ranked ranked(communicator, changed, GetParam().max_bucket);
+    ranked.backward(communicator.rank(), 0, true, true, true);
+    ranked.reducer->finish();
+    expect_gradients(ranked, communicator.rank(), wanted, whole(), 4e-3);
   });
 }
 
