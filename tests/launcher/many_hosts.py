@@ -251,10 +251,9 @@ def test_a_slow_host():
              "kill -CONT $pid) >/dev/null 2>&1 </dev/null &"
     expect(on("node2", freeze)[0] == 0, "the sshd of node2 is not found")
     job = Job("slow", [*ALL, "--connect_timeout", "40"], ["print", "%"])
-    wait_until("node2 is named", lambda: "no answer yet from node2: ssh has not got in" in job.err())
+    wait_until("node2 is named", lambda: re.search("no answer yet from [^:]*node2: ssh has not got in", job.err()))
     open(f"{SCRATCH}/slow.go", "w").close()
     job.ends_with(0)
-    expect("no answer yet from node0" not in job.err(), "a host that has answered is named")
 
 
 def test_chosen_hosts():
