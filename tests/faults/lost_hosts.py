@@ -7,6 +7,7 @@ started by hand. The ranks that are left say who is gone, and end.
 import os
 import subprocess
 import sys
+import time
 
 sys.path.insert(0, os.path.join(os.path.abspath(sys.argv[3]), "tests", "launcher"))
 import hosts  # noqa: E402
@@ -34,12 +35,8 @@ def lose(name, lost):
                                        stdin=subprocess.DEVNULL))
     job = Job(name, command(name, 0, lost, master))
     wait_until("training begins", lambda: "plan:" in job.out() + job.err() or job.process.poll() is not None)
-    down = f"PATH=$PATH:/sbin; (sleep 0.7; ip link set net0 down; until [ -e {SCRATCH}/{name}.up ]; do sleep 0.1; done; " \
-           "ip link set net0 up) >/dev/null 2>&1 </dev/null &"
-    if lost == 0:
-        subprocess.run(["sh", "-c", down], check=True)
-    else:
-        expect(on(f"node{lost}", down)[0] == 0, f"the network of node{lost} stays up")
+    time.sleep(0.7)  # it is in the step in which it hangs by then
+    hosts.lose_network(f"node{lost}", name)
     return job, others
 
 

@@ -155,8 +155,7 @@ def test_a_host_that_goes_and_comes_back():
         expect(job.process.poll() is None, "the training has ended")
 
     reaches(SAVE_INTERVAL + 1)
-    expect(on("node2", f"PATH=$PATH:/sbin; (ip link set net0 down; until [ -e {SCRATCH}/up ]; do sleep 0.1; done; "
-                       "ip link set net0 up) >/dev/null 2>&1 </dev/null &")[0] == 0, "the network of node2 stays up")
+    hosts.lose_network("node2", "elastic")
     lost = time.monotonic()
     job.waits_for("starting all ranks again, without the hosts that are lost")
     job.waits_for("GPT of ", count=2)
@@ -167,7 +166,7 @@ def test_a_host_that_goes_and_comes_back():
     expect(len(re.findall("^goes on from ", job.text(), re.MULTILINE)) == 1, "it did not go on from a checkpoint")
     reaches(at_loss + 2 * SAVE_INTERVAL)
     os.replace(shutil.copy(LAUNCH, f"{SCRATCH}/ds-launch.new"), launch)  # as an installation does
-    open(f"{SCRATCH}/up", "w").close()
+    open(f"{SCRATCH}/elastic.up", "w").close()
     returned = time.monotonic()
     job.waits_for("host node2 is ready")
     job.waits_for("starting all ranks again, to take in hosts")

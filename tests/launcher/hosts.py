@@ -125,6 +125,16 @@ def on(host, command):
     return done.returncode, done.stdout
 
 
+def lose_network(host, name):
+    """Takes its link down, until SCRATCH/NAME.up is there; not before the ssh that asks for it has returned."""
+    wait = lambda file: f"until [ -e {SCRATCH}/{name}.{file} ]; do sleep 0.05; done"  # noqa: E731
+    done = on(host, f"PATH=$PATH:/sbin; ({wait('down')}; ip link set net0 down; touch {SCRATCH}/{name}.is_down; {wait('up')}; "
+                    "ip link set net0 up) >/dev/null 2>&1 </dev/null &")
+    expect(done[0] == 0, f"the network of {host} stays up")
+    open(f"{SCRATCH}/{name}.down", "w").close()
+    wait_until(f"the network of {host} is down", lambda: os.path.exists(f"{SCRATCH}/{name}.is_down"))
+
+
 class Job:
     """A command on the first host, as from a shell that no launcher has started."""
     all = []  # for messages: the last one

@@ -200,9 +200,7 @@ def test_a_lost_network():
               ["catch", str(int(signal.SIGTERM)), f"{SCRATCH}/network.ended.%", "touch", f"{SCRATCH}/network.pid.%",
                "pause"])
     job.started(6)
-    down = f"PATH=$PATH:/sbin; (sleep 0.3; ip link set net0 down; until [ -e {SCRATCH}/network.up ]; do sleep 0.1; done; " \
-           "ip link set net0 up) >/dev/null 2>&1 </dev/null &"
-    expect(on("node2", down)[0] == 0, "the network of node2 stays up")
+    hosts.lose_network("node2", "network")
     job.ends_with(255)
     job.says("ds-launch: host node2: the connection to it is gone")
     for rank in range(6):
