@@ -75,7 +75,7 @@ void SaveJob::join_tables(Index& index, std::chrono::milliseconds patience) {
       const auto now = std::chrono::steady_clock::now();
       require<IoError>(now < std::min(limit, latest_end_.load()), "checkpoint \"", target_.save.tag, "\": no file ",
                        path, " from rank ", rank, " after ",
-                       std::chrono::duration<double>(std::min(now - begin, limit - begin)).count(),
+                       std::chrono::duration<double>(std::min(now, limit) - begin).count(),
                        " s. Either this rank is gone or late, or its host does not see the same folder: save_dir has ",
                        "to be on a file system that all hosts share");
       std::this_thread::sleep_for(pause);

@@ -31,8 +31,12 @@ constexpr const char* kReplaced = ".replaced";
 
 std::string reason(int error) { return std::generic_category().message(error); }
 
+std::string hidden_path(const std::string& save_dir, const std::string& name, const char* ending) {
+  return (fs::path(save_dir) / cat(".", name, ending)).string();
+}
+
 std::string replaced_path(const std::string& save_dir, const std::string& tag) {
-  return (fs::path(save_dir) / cat(".", tag, kReplaced)).string();
+  return hidden_path(save_dir, tag, kReplaced);
 }
 
 // False where it cannot be looked at.
@@ -55,7 +59,7 @@ bool exchange(const std::string& one, const std::string& other) {
   return syscall(SYS_renameat2, AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) == 0;
 }
 
-// What is between in names ".<...><ending>" in a folder.
+// What is between in names of hidden_path() in a folder.
 std::vector<std::string> hidden_names(const std::string& save_dir, const std::string& ending) {
   std::vector<std::string> names;
   std::error_code error;
@@ -123,13 +127,13 @@ TagSave new_save(const std::string& save_dir, const std::string& tag) {
   std::random_device random;
   char number[17];
   std::snprintf(number, sizeof number, "%08x%08x", random(), random());
-  return {save_dir, tag, (fs::path(save_dir) / cat(".", tag, ".", number, kIncomplete)).string()};
+  return {save_dir, tag, hidden_path(save_dir, cat(tag, ".", number), kIncomplete)};
 }
 
 std::vector<std::string> incomplete_paths(const std::string& save_dir, const std::string& tag) {
   std::vector<std::string> paths;
   for (const std::string& name : hidden_names(save_dir, kIncomplete)) {
-    if (is_save_of(tag, name)) paths.push_back((fs::path(save_dir) / cat(".", name, kIncomplete)).string());
+    if (is_save_of(tag, name)) paths.push_back(hidden_path(save_dir, name, kIncomplete));
   }
   return paths;
 }
@@ -221,7 +225,7 @@ std::vector<TagInfo> whole_tags(const std::string& save_dir) {
 
 void keep_last_tags(const std::string& save_dir, int64_t count, const std::string& kept) {
   for (const std::string& name : hidden_names(save_dir, kIncomplete)) {
-    remove_folder(fs::path(save_dir) / cat(".", name, kIncomplete));
+    remove_folder(hidden_path(save_dir, name, kIncomplete));
   }
   const std::vector<TagInfo> tags = whole_tags(save_dir);
   for (const std::string& tag : hidden_names(save_dir, kReplaced)) {

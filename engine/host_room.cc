@@ -2,16 +2,14 @@
 
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
 #include <array>
 #include <cstring>
 #include <exception>
-#include <functional>
-#include <string_view>
 #include <vector>
 
 #include "comm/host_identity.h"
 #include "core/check.h"
+#include "core/text_hash.h"
 #include "engine/shared_failure.h"
 
 namespace ds::engine {
@@ -44,7 +42,7 @@ RankHost host_of_this_rank() { return {comm::shared_memory_domain(), comm::host_
 
 void require_room_on_hosts(int64_t bytes, const std::string& purpose_and_key, c10::Device device,
                            comm::Communicator& world, const RankHost& host) {
-  RankNeed own{.domain = std::hash<std::string_view>()(host.domain), .bytes = bytes};
+  RankNeed own{.domain = fnv1a(host.domain), .bytes = bytes};
   host.name.copy(own.host_name.data(), own.host_name.size() - 1);
   const std::vector<RankNeed> needs = needs_of_ranks(own, device, world);
   offload::HostMemoryNeed here{.of_process = bytes, .of_host = 0, .ranks = 0};

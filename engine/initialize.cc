@@ -19,7 +19,7 @@
 #include "engine/init_distributed.h"
 #include "engine/model_layout.h"
 #include "engine/optimizer_setup.h"
-#include "engine/same_inputs.h"
+#include "engine/same_on_all_ranks.h"
 #include "engine/seed.h"
 #include "offload/activation_checkpoint.h"
 #include "optim/lr_schedule.h"
@@ -421,12 +421,14 @@ Initialized initialize(InitializeOptions options) {
     groups = plan_groups(config.optimizer, parameters, options.parameter_groups, impl->plan.topology.pipe > 1);
   }
   if (impl->plan.topology.pipe > 1) {
-    require_same_on_all_ranks({}, cat(config.text.dump(), layers_text(*impl->pipeline)), impl->device, *impl->world);
+    require_same_on_all_ranks({}, cat(config.text.dump(), layers_text(*impl->pipeline)), {}, impl->device,
+                              *impl->world);
   }
-  require_same_on_all_ranks(parameters, settings_text(options, config, groups), impl->device, *impl->communicator);
-  require_same_inputs({.samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt,
-                       .has_schedule = options.lr_scheduler != nullptr},
-                      impl->device, *impl->communicator);
+  require_same_on_all_ranks(
+      parameters, settings_text(options, config, groups),
+      {.samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt,
+       .has_schedule = options.lr_scheduler != nullptr},
+      impl->device, *impl->communicator);
   impl->groups = make_rank_groups(impl->plan, impl->communicator);
   return_freed_host_memory();  // start values of a bucket, between slices that stay, would leave holes
   StartValues values(*options.model, options.weights, options.init, impl->device, *impl->communicator);

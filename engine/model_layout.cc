@@ -1,8 +1,6 @@
 #include "engine/model_layout.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/tensor.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -13,7 +11,6 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
-#include "core/text_hash.h"
 #include "zero/partition.h"
 
 namespace ds::engine {
@@ -23,10 +20,6 @@ bool matches(const std::string& pattern, const std::string& name) {
   if (pattern.ends_with('*')) return name.starts_with(pattern.substr(0, pattern.size() - 1));
   if (pattern.starts_with('*')) return name.ends_with(pattern.substr(1));
   return pattern == name;
-}
-
-std::string signature(const zero::Parameter& parameter) {
-  return cat(parameter.name, ' ', parameter.tensor.scalar_type(), ' ', parameter.tensor.sizes(), '\n');
 }
 
 // Chooses the parameters that stay whole at stage 3, in module order.
@@ -92,32 +85,6 @@ std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
     }
   }
   return result;
-}
-
-void require_same_on_all_ranks(const ModelParameters& parameters, const std::string& settings, at::Device device,
-                               comm::Communicator& communicator) {
-  if (communicator.size() == 1) return;
-  std::string text;
-  for (const zero::Parameter& parameter : parameters.trainable) text += signature(parameter);
-  text += "frozen\n";
-  for (const zero::Parameter& parameter : parameters.frozen) text += signature(parameter);
-  const at::Tensor own = at::tensor({static_cast<int64_t>(fnv1a(settings)), static_cast<int64_t>(fnv1a(text)),
-                                     static_cast<int64_t>(parameters.trainable.size())},
-                                    at::kLong)
-                             .to(device);
-  at::Tensor all = at::empty({3 * communicator.size()}, own.options());
-  communicator.all_gather(all, own, "hash of config and parameters").wait();
-  all = all.to(at::kCPU);
-  const auto* values = all.const_data_ptr<int64_t>();
-  for (int rank = 1; rank < communicator.size(); ++rank) {
-    require<CommError>(values[3 * rank] == values[0], "ranks disagree: the ds_config of rank ", rank,
-                       " differs from that of rank 0, or its parameter groups do; start all ranks with the same file ",
-                       "and options (this is rank ", communicator.rank(), ")");
-    require<CommError>(values[3 * rank + 1] == values[1],
-                       "ranks disagree: the parameters (names, shapes, dtypes) of rank ", rank,
-                       " differ from those of rank 0: ", values[3 * rank + 2], " trainable against ", values[2],
-                       "; build the same model on every rank (this is rank ", communicator.rank(), ")");
-  }
 }
 
 ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& groups, const BucketOptions& options,

@@ -37,11 +37,6 @@ ModelParameters collect_parameters(const torch::nn::Module& module);
 std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
                                const std::vector<ParameterGroup>& groups, bool part_of_model);
 
-// Throws CommError naming the first rank whose parameters (names, shapes, dtypes) or settings (the config and what else
-// must agree, as text) differ from rank 0's.
-void require_same_on_all_ranks(const ModelParameters& parameters, const std::string& settings, at::Device device,
-                               comm::Communicator& communicator);
-
 // Buckets of a model before they have memory.
 struct ModelLayout {
   std::vector<zero::BucketLayout> buckets;

@@ -287,7 +287,7 @@ void add_averaging_row(const DsConfig& config, Plan& plan) {
   if (!plan.average_gradients) return;
   if (plan.prescale_gradients) {
     plan.rows.push_back(
-        {"averaging", "gradients are divided by the ranks before they are summed", cat("prescale_gradients: true")});
+        {"averaging", "gradients are divided by the ranks before they are summed", "prescale_gradients: true"});
   } else if (plan.predivide_factor != 1.0) {
     plan.rows.push_back(
         {"averaging",

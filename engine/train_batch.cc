@@ -71,8 +71,7 @@ at::Tensor mean_of_all(const Engine::Impl& impl, const std::vector<at::Tensor>& 
 class EvaluationMode {
  public:
   explicit EvaluationMode(Engine::Impl& impl) : impl_(impl) {
-    for (auto& module : impl.module->modules()) modes_.emplace_back(std::move(module), false);
-    for (auto& [module, trains] : modes_) trains = module->is_training();
+    for (const auto& module : impl.module->modules()) modes_.emplace_back(module, module->is_training());
     impl.access->change_mode();
     impl.module->eval();
   }

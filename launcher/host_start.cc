@@ -72,15 +72,14 @@ void report_unanswered(const HostMembers& members, const Options& options, Notic
     std::string& names = member.link->greeted() ? reading : unreached;
     names += cat(names.empty() ? "" : ", ", member.host.name);
   }
-  const double limit = options.connect_timeout_seconds + options.check_timeout_seconds;
-  if (!unreached.empty()) {
-    notices.warning("no answer yet from ", unreached, ": ssh has not got in; waiting, ", limit,
+  const auto warn = [&](const std::string& names, const char* why) {
+    if (names.empty()) return;
+    notices.warning("no answer yet from ", names, ": ", why, "; waiting, ",
+                    options.connect_timeout_seconds + options.check_timeout_seconds,
                     " s in all (--connect_timeout, --check_timeout)");
-  }
-  if (!reading.empty()) {
-    notices.warning("no answer yet from ", reading, ": ds-launch there still reads the program; waiting, ", limit,
-                    " s in all (--connect_timeout, --check_timeout)");
-  }
+  };
+  warn(unreached, "ssh has not got in");
+  warn(reading, "ds-launch there still reads the program");
 }
 
 std::vector<HostAnswer> answers_of(const HostMembers& members, const Options& options) {

@@ -310,8 +310,8 @@ void GradientReducer::complete(Bucket& bucket) {
 
 // Note [Hooks that wait at stage 3]
 // A hook that waits for a reduction keeps this rank from its next gather. Ranks that have no gradient for a parameter
-// start the reduction of its bucket at the end of their backward only, which they do not reach without that gather. So
-// does a network that is slow look like from here: each pass that finds a reduction late lets the next ones wait for
+// start the reduction of its bucket at the end of their backward only, which they do not reach without that gather. A
+// slow network looks like that from here: each pass that finds a reduction late lets the next ones wait for
 // twice as long, and after kMostLatePasses of them no hook waits any more.
 bool GradientReducer::ready_in_time(const Bucket& bucket) {
   constexpr int kMostLatePasses = 4;

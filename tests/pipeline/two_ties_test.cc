@@ -6,8 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/pipeline/layered_model.h"
-#include "tests/support/thread_ranks.h"
+#include "tests/pipeline/pipeline_job.h"
 
 namespace ds::pipeline {
 namespace {
@@ -25,30 +24,22 @@ TORCH_MODULE(Square);
 at::Tensor backwards(SquareImpl& square, const at::Tensor& x) { return torch::matmul(x, square.weight.t()); }
 
 std::map<std::string, at::Tensor> trained(int stages, int zero_stage) {
-  std::map<std::string, at::Tensor> weights;
-  test::run_ranks(stages, [&](comm::Communicator& world) {
-    torch::set_num_threads(1);
-    const std::vector<LayerSpec> layers = {
+  Job job{.ranks = stages, .config = config_of(stages, "1f1b", zero_stage)};
+  job.config["optimizer"]["params"]["lr"] = 1e-2;
+  job.config["pipeline"]["partition"] = "uniform";
+  job.layers = [] {
+    return std::vector<LayerSpec>{
         LayerSpec::tied<TokenEmbedding>("embed", "embed"),
         LayerSpec::tied<Square>("square", "square"),
         LayerSpec::tied_with<Square>("square", backwards, "square"),
         LayerSpec::tied_with<TokenEmbedding>("embed", project, "embed"),
     };
-    const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 2},
-                                   {"gradient_accumulation_steps", 4},
-                                   {"log_level", "error"},
-                                   {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-2}}}}},
-                                   {"zero_optimization", {{"stage", zero_stage}}},
-                                   {"pipeline", {{"stages", stages}, {"partition", "uniform"}}}};
-    const auto model = std::make_shared<PipelineModule>(layers, PipelineOptions{.loss = cross_entropy});
-    const std::shared_ptr<comm::Communicator> ranks(&world, [](comm::Communicator*) {});
-    const auto engine = engine::initialize({.model = model, .config = config, .communicator = ranks}).engine;
-    for (int64_t step = 0; step < 3; ++step) {
-      int64_t next = step * 4;
-      engine->train_batch([&] { return tokens_of(next++, 0); });
-    }
-    const auto own = engine->fp32_state_dict();
-    if (world.rank() == 0) weights = {own.begin(), own.end()};
+  };
+  std::map<std::string, at::Tensor> weights;
+  run(job, [&](Rank& rank) {
+    for (int step = 0; step < 3; ++step) rank.train_step(step);
+    const auto own = rank.engine.fp32_state_dict();
+    if (rank.world_rank == 0) weights = {own.begin(), own.end()};
   });
   return weights;
 }
