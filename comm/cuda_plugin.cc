@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <filesystem>
 
 #include "core/check.h"
@@ -10,11 +11,18 @@ namespace ds::comm {
 namespace {
 
 constexpr const char* kLibrary = "libdsengine_cuda.so";
+constexpr const char* kLibraryVariable = "DS_CUDA_LIBRARY";
 
 std::string folder_of_this_library() {
   Dl_info info{};
   if (::dladdr(reinterpret_cast<const void*>(&cuda_plugin), &info) == 0 || info.dli_fname == nullptr) return {};
   return std::filesystem::path(info.dli_fname).parent_path().string();
+}
+
+std::vector<std::string> places() {
+  const char* const given = std::getenv(kLibraryVariable);
+  if (given != nullptr && *given != '\0') return {given};
+  return {cat(folder_of_this_library(), "/", kLibrary), kLibrary};
 }
 
 }  // namespace
@@ -41,7 +49,7 @@ const CudaPlugin& open_cuda_plugin(const std::vector<std::string>& paths) {
 }
 
 const CudaPlugin& cuda_plugin() {
-  static const CudaPlugin& plugin = open_cuda_plugin({cat(folder_of_this_library(), "/", kLibrary), kLibrary});
+  static const CudaPlugin& plugin = open_cuda_plugin(places());
   return plugin;
 }
 

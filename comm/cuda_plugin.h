@@ -40,7 +40,8 @@ struct CudaPlugin {
 // be loaded (with the loader's reason for each), or when it is of another version.
 const CudaPlugin& open_cuda_plugin(const std::vector<std::string>& paths);
 
-// Opens the library once: beside libdsengine, else where the system looks. Throws as open_cuda_plugin. Thread safe.
+// Opens the library once: the one that the environment variable DS_CUDA_LIBRARY names, else that beside libdsengine, else
+// where the system looks. Throws as open_cuda_plugin. Thread safe.
 const CudaPlugin& cuda_plugin();
 
 }  // namespace ds::comm

@@ -3,13 +3,17 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <memory>
 #include <mutex>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
+
+#include "core/check.h"
 
 namespace ds {
 namespace {
@@ -48,30 +52,45 @@ uint64_t changed_arguments(const at::RecordFunction& function) {
 
 // Note [Threads of autograd]
 // The interceptors of a thread see the operators of that thread. A backward pass on a GPU runs them on a thread of
-// autograd instead, while the one that called backward() waits; LibTorch carries thread-local callbacks there, but not
-// what this file keeps per thread. So such a thread serves the only thread of the process that has interceptors: ranks
-// are processes then. (Ranks that are threads train on the CPU, where backward runs on the thread that called it.)
+// autograd instead, which serves several of ours by turns, while the one that called backward() waits. LibTorch carries
+// thread-local callbacks there, and nothing else of a thread that we could use: so each thread with interceptors has a
+// callback of its own, a place in a table, by which it is found.
 struct InterceptorCallback {
   struct Thread {
     std::vector<OpInterceptor*> active;
     at::CallbackHandle handle = 0;
+    size_t place = 0;
     int depth = 0;           // operators under way, each called by the one before
     uint64_t outermost = 0;  // begun so far
     bool visiting = false;
     const at::RecordFunction* function = nullptr;  // while visiting
     size_t argument = 0;                           // likewise: its place
   };
+  static constexpr size_t kPlaces = 128;
   static thread_local Thread own;
-  static std::mutex mutex;              // of `threads`
-  static std::vector<Thread*> threads;  // that have interceptors
-  static std::atomic<Thread*> only;     // the one of them, if it is one
+  static thread_local size_t last;  // the place that the last operator of this thread was for; kPlaces: none
+  static std::mutex mutex;          // who takes and leaves places
+  static std::array<std::atomic<Thread*>, kPlaces> threads;
 
-  static Thread* serving() { return own.active.empty() ? only.load(std::memory_order_acquire) : &own; }
+  static Thread* serving() {
+    if (!own.active.empty()) return &own;
+    return last == kPlaces ? nullptr : threads[last].load(std::memory_order_acquire);
+  }
 
-  static void enlist(bool enters) {
+  static void enter() {
     const std::lock_guard lock(mutex);
-    enters ? threads.push_back(&own) : static_cast<void>(std::erase(threads, &own));
-    only.store(threads.size() == 1 ? threads.front() : nullptr, std::memory_order_release);
+    const auto free =
+        std::find_if(threads.begin(), threads.end(), [](const auto& thread) { return thread == nullptr; });
+    require(free != threads.end(), "expected at most ", kPlaces,
+            " threads of a process to have an engine of ZeRO stage 3 ",
+            "or parameters under zero::Init, found one more. Start ranks as processes");
+    own.place = static_cast<size_t>(free - threads.begin());
+    free->store(&own, std::memory_order_release);
+  }
+
+  static void leave() {
+    const std::lock_guard lock(mutex);
+    threads[own.place].store(nullptr, std::memory_order_release);
   }
 
   // Lives as long as the operator.
@@ -103,24 +122,40 @@ struct InterceptorCallback {
     }
   }
 
+  template <size_t kPlace>
   static std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& function) {
-    Thread* const thread = serving();
+    Thread* const thread = threads[kPlace].load(std::memory_order_acquire);
     if (thread == nullptr || thread->visiting) return nullptr;
-    auto running = std::make_unique<Running>(*thread);
-    const Visit guard(*thread, function);
-    thread->argument = 0;
+    last = kPlace;
+    return visit_operator(*thread, function);
+  }
+
+  static std::unique_ptr<at::ObserverContext> visit_operator(Thread& thread, const at::RecordFunction& function) {
+    auto running = std::make_unique<Running>(thread);
+    const Visit guard(thread, function);
+    thread.argument = 0;
     for (const c10::IValue& input : function.inputs()) {
-      visit(*thread, input);
-      ++thread->argument;
+      visit(thread, input);
+      ++thread.argument;
     }
     return running;
+  }
+
+  using Callback = std::unique_ptr<at::ObserverContext> (*)(const at::RecordFunction&);
+  template <size_t... kPlace>
+  static constexpr std::array<Callback, sizeof...(kPlace)> make_callbacks(std::index_sequence<kPlace...>) {
+    return {&on_operator<kPlace>...};
+  }
+  static Callback own_callback() {
+    static constexpr auto kCallbacks = make_callbacks(std::make_index_sequence<kPlaces>());
+    return kCallbacks[own.place];
   }
 };
 
 thread_local InterceptorCallback::Thread InterceptorCallback::own;
+thread_local size_t InterceptorCallback::last = InterceptorCallback::kPlaces;
 std::mutex InterceptorCallback::mutex;
-std::vector<InterceptorCallback::Thread*> InterceptorCallback::threads;
-std::atomic<InterceptorCallback::Thread*> InterceptorCallback::only = nullptr;
+std::array<std::atomic<InterceptorCallback::Thread*>, InterceptorCallback::kPlaces> InterceptorCallback::threads{};
 
 uint64_t OpInterceptor::outermost_operator() {
   const InterceptorCallback::Thread* const thread = InterceptorCallback::serving();
@@ -137,12 +172,12 @@ OpInterceptor::~OpInterceptor() { disable(); }
 
 void OpInterceptor::enable() {
   if (enabled_) return;
-  enabled_ = true;
   InterceptorCallback::Thread& thread = InterceptorCallback::own;
+  if (thread.active.empty()) InterceptorCallback::enter();
+  enabled_ = true;
   thread.active.push_back(this);
   if (thread.active.size() > 1) return;
-  InterceptorCallback::enlist(/*enters=*/true);
-  thread.handle = at::addThreadLocalCallback(at::RecordFunctionCallback(&InterceptorCallback::on_operator)
+  thread.handle = at::addThreadLocalCallback(at::RecordFunctionCallback(InterceptorCallback::own_callback())
                                                  .needsInputs(true)
                                                  .scopes({at::RecordScope::FUNCTION}));
 }
@@ -154,7 +189,7 @@ void OpInterceptor::disable() {
   std::erase(thread.active, this);
   if (!thread.active.empty()) return;
   at::removeCallback(thread.handle);
-  InterceptorCallback::enlist(/*enters=*/false);
+  InterceptorCallback::leave();
 }
 
 }  // namespace ds

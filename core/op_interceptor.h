@@ -23,7 +23,8 @@ class OpInterceptor {
   OpInterceptor(const OpInterceptor&) = delete;
   OpInterceptor& operator=(const OpInterceptor&) = delete;
 
-  // Idempotent; on the thread that runs the operators. Several may be enabled on one thread (one for each engine).
+  // Idempotent; on the thread that runs the operators. Several may be enabled on one thread (one for each engine), on up
+  // to 128 threads; throws on the next.
   void enable();
   // From the same thread, and not from inside the callback.
   void disable();

@@ -29,7 +29,11 @@ void SpeculativeUpdate::add(size_t bucket, const at::Tensor& own) {
 }
 
 at::Tensor SpeculativeUpdate::gradient(size_t bucket) {
-  const std::lock_guard lock(gradients_mutex_);
+  std::unique_lock lock(gradients_mutex_);
+  TransferStream::Mark arrival = gradients_.arrival(bucket);
+  lock.unlock();  // backward adds others meanwhile
+  TransferStream::wait_on_host(arrival);
+  lock.lock();
   return gradients_.gradient(bucket);
 }
 

@@ -3,7 +3,6 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <bit>
@@ -98,10 +97,11 @@ void Engine::Impl::reduce_tied() {
 
 // L2 norm of the reduced gradient over the whole model, with loss scale still in it.
 double Engine::Impl::global_norm() {
-  double squares = 0;
+  zero::SquareSum sum;
   for (size_t b = 0; b < buckets.size(); ++b) {
-    if (!pipeline || pipeline->counts(b)) squares += zero::sum_of_squares(reducer->gradient(b));
+    if (!pipeline || pipeline->counts(b)) sum.add(reducer->gradient(b));
   }
+  double squares = sum.total();
   const bool local = reducer->keeps_local();
   const auto over = [&](comm::Communicator& ranks) {
     if (ranks.size() == 1) return;
@@ -201,8 +201,6 @@ void Engine::Impl::finish_delayed_update() {
   if (!offloaded || !offloaded->update_runs()) return;
   const at::NoGradGuard no_grad;
   access->wait_all();
-  // The backward that was just given to a device may still have to copy the slices that are now to change on the host.
-  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
   offloaded->finish_update([&](size_t b, const at::Tensor& weights) { publish(b, weights); });
   at::autocast::clear_cache();  // copies of the weights before
   access->end_update();

@@ -73,6 +73,15 @@ at::Tensor HostGradients::keep(Lane& lane, const at::Tensor& own) {
   return copy;
 }
 
+TransferStream::Mark HostGradients::arrival(size_t index) const {
+  TransferStream::Mark latest = buckets_.at(index).arrived;
+  for (size_t turn = 0; turn < lanes_.size(); ++turn) {
+    const Lane& lane = lanes_[(oldest_ + turn) % lanes_.size()];
+    if (lane.adds_to == index) latest = lane.arrived;  // copies arrive in the order in which they left
+  }
+  return latest;
+}
+
 at::Tensor HostGradients::gradient(size_t index) {
   Bucket& bucket = buckets_.at(index);
   if (!bucket.filled) return {};

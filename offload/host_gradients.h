@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "core/reduced_gradients.h"
-#include "offload/transfer_stream.h"
+#include "core/transfer_stream.h"
 
 namespace ds::offload {
 
@@ -30,6 +30,8 @@ class HostGradients final : public ReducedGradients {
   bool takes(size_t bucket) const override { return buckets_.at(bucket).slice.defined(); }
   // own: as long as the bucket's slice.
   void add(size_t bucket, const at::Tensor& own) override;
+  // All gradients of the bucket so far have arrived on the host at this mark.
+  TransferStream::Mark arrival(size_t bucket) const;
   // The slice itself.
   at::Tensor gradient(size_t bucket) override;
   void clear() override;

@@ -7,7 +7,7 @@
 #include <functional>
 #include <vector>
 
-#include "offload/transfer_stream.h"
+#include "core/transfer_stream.h"
 
 namespace ds::offload {
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/argmax.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
 
 #include <algorithm>
 #include <cmath>
@@ -21,6 +22,10 @@ constexpr int64_t kChunk = 1 << 16;
 constexpr int64_t kGrain = 4 * kChunk;
 constexpr int64_t kDeviceChunk = 1 << 24;
 
+bool is_summed_on_cpu(const at::Tensor& flat) {
+  return flat.is_cpu() && flat.is_contiguous() && optim::value_type(flat.scalar_type());
+}
+
 // Sums of whole chunks, added in order: the threads that made them do not matter.
 double sum_of_squares_on_cpu(const at::Tensor& flat, optim::ValueType type) {
   std::vector<double> sums(static_cast<size_t>((flat.numel() + kChunk - 1) / kChunk));
@@ -35,14 +40,48 @@ double sum_of_squares_on_cpu(const at::Tensor& flat, optim::ValueType type) {
   return std::accumulate(sums.begin(), sums.end(), 0.0);
 }
 
+// float64 [rows]. A norm in float64 would begin with a copy of all elements in float64.
+at::Tensor squares_of_rows(const at::Tensor& rows) {
+  return at::linalg_vector_norm(rows, 2, {1}, false, at::kFloat).to(at::kDouble).square();
+}
+
+at::Tensor sum_on_device(const at::Tensor& flat) {
+  const int64_t rows = flat.numel() / kChunk;
+  at::Tensor sum = squares_of_rows(flat.narrow(0, 0, rows * kChunk).view({rows, kChunk})).sum();
+  const int64_t rest = flat.numel() - rows * kChunk;
+  if (rest > 0) sum += squares_of_rows(flat.narrow(0, rows * kChunk, rest).view({1, rest})).sum();
+  return sum;
+}
+
 }  // namespace
 
 double sum_of_squares(const at::Tensor& flat) {
   const at::NoGradGuard no_grad;
-  const std::optional<optim::ValueType> type = optim::value_type(flat.scalar_type());
-  if (flat.is_cpu() && flat.is_contiguous() && type) return sum_of_squares_on_cpu(flat, *type);
+  if (is_summed_on_cpu(flat)) return sum_of_squares_on_cpu(flat, *optim::value_type(flat.scalar_type()));
   const auto norm = at::linalg_vector_norm(flat, 2, std::nullopt, false, at::kDouble).item<double>();
   return norm * norm;
+}
+
+void SquareSum::add(const at::Tensor& flat) {
+  if (flat.is_cpu() || !flat.is_contiguous()) {
+    on_host_ += sum_of_squares(flat);
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  on_device_.push_back(flat);
+  sums_.push_back(sum_on_device(flat));
+}
+
+double SquareSum::total() const {
+  if (sums_.empty()) return on_host_;
+  const at::NoGradGuard no_grad;
+  const at::Tensor sums = at::stack(sums_).cpu();
+  double total = on_host_;
+  for (size_t i = 0; i < sums_.size(); ++i) {
+    const double sum = sums.const_data_ptr<double>()[i];
+    total += std::isfinite(sum) ? sum : sum_of_squares(on_device_[i]);
+  }
+  return total;
 }
 
 int64_t first_non_finite(const at::Tensor& flat) {

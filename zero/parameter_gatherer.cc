@@ -50,6 +50,7 @@ ParameterGatherer::ParameterGatherer(const std::vector<ParameterBucket*>& bucket
       limits_(limits),
       trace_(elements_of(buckets)),
       current_(buckets.size()),
+      copies_(buckets.at(0)->flat().device()),
       meeting_(at::zeros({1}, buckets.at(0)->flat().options())),
       interceptor_([this](const at::Tensor& tensor) { before_read(tensor); }) {
   for (size_t b = 0; b < buckets.size(); ++b) {
@@ -155,11 +156,26 @@ void ParameterGatherer::start_gather(Entry& entry, bool exact) {
   entry.reads_slice = true;
   if (bucket.bits() > 0) {
     entry.work = comm::encoded_all_gather(bucket.flat(), own_slice(bucket), bucket.bits(), communicator_, entry.label);
+  } else if (entry.exact && bucket.slice(communicator_.rank()).device() != bucket.flat().device()) {
+    gather_from_host(entry, bucket.slice(communicator_.rank()));
   } else if (entry.exact) {
     entry.work = communicator_.all_gather(bucket.flat(), own_slice(bucket), entry.label);
   } else {
     entry.work = comm::quantized_all_gather(bucket.flat(), own_slice(bucket), bits_, communicator_, entry.label);
   }
+}
+
+// The slice travels beside what the device computes, which waits for the whole bucket only where it is used.
+void ParameterGatherer::gather_from_host(Entry& entry, const at::Tensor& slice) {
+  const at::Tensor& whole = entry.bucket->flat();
+  if (communicator_.size() == 1) {
+    entry.arrived = copies_.copy(whole, slice);
+    return;
+  }
+  const at::Tensor own = at::empty(slice.sizes(), whole.options());
+  entry.arrived = copies_.copy(own, slice);
+  const c10::OptionalStreamGuard after_copy = copies_.as_current();
+  entry.work = communicator_.all_gather(whole, own, entry.label);
 }
 
 // Where collectives take it: on the device.
@@ -212,6 +228,7 @@ void ParameterGatherer::wait(size_t bucket) {
   if (entry.bucket->sharded()) coming_ -= entry.bucket->layout().numel;
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   const bool read_slice = std::exchange(entry.reads_slice, false);
+  copies_.wait_on_device(std::exchange(entry.arrived, {}));
   try {
     entry.work.wait();
     // On every rank of the node alike: a gather that failed here fails there.

@@ -17,6 +17,7 @@
 
 #include "comm/communicator.h"
 #include "core/op_interceptor.h"
+#include "core/transfer_stream.h"
 #include "zero/gather_limits.h"
 #include "zero/parameter_access.h"
 #include "zero/parameter_bucket.h"
@@ -92,6 +93,7 @@ class ParameterGatherer : public ParameterAccess {
     int held = 0;                   // gather() without drop()
     bool exact = true;              // was gathered without loss
     bool reads_slice = false;       // the gather under way reads the own slice
+    TransferStream::Mark arrived;   // of the own slice, where it comes from the host
   };
 
   void before_read(const at::Tensor& tensor);
@@ -100,6 +102,7 @@ class ParameterGatherer : public ParameterAccess {
   void use(size_t bucket);
   bool can_be_released(const Entry& entry) const;
   void start_gather(Entry& entry, bool exact = false);
+  void gather_from_host(Entry& entry, const at::Tensor& slice);
   at::Tensor own_slice(const ParameterBucket& bucket) const;
   void prefetch_slices();
   void fetch(size_t bucket, bool exact = false);
@@ -133,6 +136,7 @@ class ParameterGatherer : public ParameterAccess {
   bool parameters_stay_ = true;  // the running pass is not followed by an update, as far as is known
   bool in_backward_ = false;
   bool cast_cache_off_ = false;  // turned off here
+  TransferStream copies_;        // of slices on the host
   at::Tensor meeting_;           // what meet() sends
   comm::Work met_;
   std::exception_ptr failure_;

@@ -1,4 +1,5 @@
-// Signs as bits on a GPU: the kernels of libdsengine_cuda against the CPU's, bit by bit. Fails where there is no GPU.
+// Signs as bits on a GPU, or a simulated one: the kernels of libdsengine_cuda against the CPU's, bit by bit. Fails
+// where there is no GPU.
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
@@ -12,6 +13,7 @@
 #include "comm/cuda_plugin.h"
 #include "compression/sign_codec.h"
 #include "compression/sign_device_kernels.h"
+#include "tests/gpu/tested_device.h"
 
 namespace ds::compression {
 namespace {
@@ -250,7 +252,8 @@ TEST_F(SignCodecCuda, WorksOnTheCurrentStream) {
     const c10::Stream stream = impl.getStreamFromGlobalPool(kGpu, /*isHighPriority=*/false);
     const c10::StreamGuard guard(stream);
     const at::Tensor start_there = start.to(kGpu), scale_there = scale.to(kGpu);
-    at::Tensor matrix = torch::rand({4096, 4096}, kGpu) / 4096;
+    const int64_t side = test::device_is_simulated() ? 64 : 4096;
+    at::Tensor matrix = torch::rand({side, side}, kGpu) / side;
     const at::Tensor rest_there = torch::zeros({kNumel}, kGpu), bits_there = unwritten(bits.numel(), at::kByte, kGpu);
     stream.synchronize();
     for (int i = 0; i < 20; ++i) matrix = matrix.matmul(matrix);
@@ -263,6 +266,7 @@ TEST_F(SignCodecCuda, WorksOnTheCurrentStream) {
 
 // 9 GiB on the GPU.
 TEST_F(SignCodecCuda, CountsBeyond32Bits) {
+  if (test::device_is_simulated()) GTEST_SKIP() << "the kernels of a GPU count, and the memory here is the host's";
   constexpr int64_t kNumel = (int64_t{1} << 31) + 4099;
   constexpr int64_t kSecond = (int64_t{1} << 31) + 8;
   const SignCodec codec({{0, kSecond - 8}, {kSecond, kNumel - kSecond}}, kNumel);

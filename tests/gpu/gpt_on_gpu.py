@@ -4,7 +4,8 @@ on the CPU.
 
     gpt_on_gpu.py BUILD_FOLDER SCRATCH_FOLDER
 
-Ends with 77 (skipped) where the driver finds no GPU. DS_TEST_DEVICE=cpu compares the CPU with itself.
+Ends with 77 (skipped) where the driver finds no GPU. With DS_TEST_DEVICE=simulated the GPU is the simulated one that
+DS_CUDA_LIBRARY names; DS_TEST_DEVICE=cpu compares the CPU with itself.
 """
 
 import ctypes
@@ -82,6 +83,8 @@ def main():
     if device == "cuda" and gpu_count() == 0:
         print("skipped, this test needs a GPU: the NVIDIA driver finds none")
         sys.exit(77)
+    if device == "simulated":
+        device = "cuda"
     shutil.rmtree(scratch, ignore_errors=True)
     runs = Runs(build, scratch)
     on_cpu = {}

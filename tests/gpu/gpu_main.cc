@@ -3,12 +3,15 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <exception>
 #include <iostream>
+#include <stdexcept>
 #include <string>
 
 #include "comm/cuda_plugin.h"
 #include "tests/gpu/tested_device.h"
+#include "tests/simulated_gpu/reports.h"
 
 namespace {
 
@@ -25,7 +28,28 @@ std::string why_no_gpu() {
   const int error = init(0);
   if (error != 0) return "the NVIDIA driver offers no GPU: cuInit returns " + std::to_string(error);
   if (count(&devices) != 0 || devices == 0) return "the NVIDIA driver finds no GPU";
+  if (devices < DS_GPUS) return "they need " + std::to_string(DS_GPUS) + ", found " + std::to_string(devices);
   return {};
+}
+
+// What a simulated GPU saw of a test that its results do not show.
+class Reports : public testing::EmptyTestEventListener {
+ public:
+  explicit Reports(decltype(&ds_simulated_gpu_reports) reports) : reports_(reports) {}
+
+  void OnTestEnd(const testing::TestInfo&) override {
+    reports_([](const char* report) { ADD_FAILURE() << "simulated GPU: " << report; });
+  }
+
+ private:
+  decltype(&ds_simulated_gpu_reports) reports_;
+};
+
+void listen_to_simulation() {
+  const auto reports = reinterpret_cast<decltype(&ds_simulated_gpu_reports)>(
+      ::dlsym(::dlopen(std::getenv("DS_CUDA_LIBRARY"), RTLD_NOW), "ds_simulated_gpu_reports"));
+  if (reports == nullptr) throw std::runtime_error("DS_CUDA_LIBRARY names no simulated GPU");
+  testing::UnitTest::GetInstance()->listeners().Append(new Reports(reports));
 }
 
 }  // namespace
@@ -33,14 +57,15 @@ std::string why_no_gpu() {
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   if (ds::test::tested_device().is_cpu()) return RUN_ALL_TESTS();
-  const std::string reason = why_no_gpu();
+  const std::string reason = ds::test::device_is_simulated() ? "" : why_no_gpu();
   if (!reason.empty()) {
-    std::cout << "skipped, these tests need a GPU: " << reason << std::endl;
+    std::cout << "skipped, these tests need GPUs: " << reason << std::endl;
     return kSkipped;
   }
   try {
     // LibTorch looks once for what its CUDA library offers: that has to be loaded before anything asks.
     ds::comm::cuda_plugin();
+    if (ds::test::device_is_simulated()) listen_to_simulation();
   } catch (const std::exception& error) {
     std::cerr << "there is a GPU, but: " << error.what() << std::endl;
     return 1;

@@ -7,69 +7,24 @@
 
 #include "comm/cuda_plugin.h"
 #include "comm/factory.h"
-#include "tests/comm/reduction_reference.h"
+#include "tests/gpu/collective_checks.h"
 #include "tests/gpu/device_run.h"
 #include "tests/support/process_ranks.h"
 
 namespace ds::engine {
 namespace {
 
-using comm::ReduceOp;
 using ds::testing::ProcessRank;
 using nlohmann::ordered_json;
-using test::rank_values;
-using test::reduced_values;
 using test::tested_device;
 
 std::shared_ptr<comm::Communicator> gloo_ranks(const ProcessRank& ranks) {
   return comm::make_communicator(ranks.meet(std::chrono::seconds(60)), tested_device(), comm::Backend::kGloo);
 }
 
-at::Tensor there(const at::Tensor& tensor) { return tensor.to(tested_device()); }
-
-// Every operation on tensors of the device against the reference on the CPU.
-void expect_every_collective(comm::Communicator& ranks) {
-  const int world = ranks.size();
-  const int rank = ranks.rank();
-  for (const int64_t n : {int64_t{1}, int64_t{1000}, int64_t{150001}}) {
-    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kInt}) {
-      SCOPED_TRACE(::testing::Message() << n << " elements " << dtype);
-      const at::Tensor own = rank_values(n * world, dtype, rank);
-      const at::Tensor sum = reduced_values(world, n * world, dtype, ReduceOp::kSum);
-
-      at::Tensor tensor = there(own).clone();
-      ranks.all_reduce(tensor).wait();
-      EXPECT_EQ(tensor.device(), tested_device());
-      EXPECT_TRUE(at::equal(tensor.cpu(), sum));
-
-      at::Tensor part = torch::zeros({n}, tensor.options());
-      ranks.reduce_scatter(part, there(own)).wait();
-      EXPECT_TRUE(at::equal(part.cpu(), sum.narrow(0, n * rank, n)));
-
-      tensor.zero_();
-      ranks.all_gather(tensor, part).wait();
-      EXPECT_TRUE(at::equal(tensor.cpu(), sum));
-
-      part = there(rank_values(n, dtype, rank)).clone();
-      ranks.broadcast(part, world - 1).wait();
-      EXPECT_TRUE(at::equal(part.cpu(), rank_values(n, dtype, world - 1)));
-    }
-  }
-  at::Tensor output = there(torch::zeros({world * 3}, at::kLong));
-  ranks.all_to_all(output, there(torch::full({world * 3}, rank, at::kLong))).wait();
-  EXPECT_TRUE(at::equal(output.cpu(), torch::arange(world).repeat_interleave(3)));
-
-  at::Tensor got = there(torch::zeros({1001}));
-  const comm::Work sent = ranks.isend(there(rank_values(1001, at::kFloat, rank)), (rank + 1) % world);
-  ranks.recv(got, (rank + world - 1) % world);
-  sent.wait();
-  EXPECT_TRUE(at::equal(got.cpu(), rank_values(1001, at::kFloat, (rank + world - 1) % world)));
-  ranks.barrier();
-}
-
 DS_PROCESS_TEST(GpuGloo, CarriesTensorsOfOneGpu, .world_size = 3, .time_limit = std::chrono::seconds(100)) {
   const auto group = gloo_ranks(ranks);
-  expect_every_collective(*group);
+  test::expect_every_collective(*group, tested_device());
 }
 
 DS_PROCESS_TEST(GpuGloo, RanksOnOneGpuTrainAsOnTheCpu, .world_size = 2, .time_limit = std::chrono::seconds(100)) {
@@ -94,7 +49,7 @@ TEST(GpuNccl, OneRankTrains) {
   if (tested_device().is_cpu()) GTEST_SKIP() << "NCCL has no CPU tensors";
   const auto group = comm::cuda_plugin().make_nccl_communicator(
       {.store = c10::make_intrusive<c10d::HashStore>(), .device = tested_device()});
-  expect_every_collective(*group);
+  test::expect_every_collective(*group, tested_device());
   const ordered_json config = device_config(2, "fp32");
   const DeviceRun expected = train_on(at::kCPU, config, *group);
   expect_same_losses(train_on(tested_device(), config, *group).losses, expected.losses, tolerance_of("fp32"));

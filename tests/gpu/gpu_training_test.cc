@@ -39,6 +39,8 @@ std::vector<DeviceCell> device_cells() {
     cells.push_back({cat("OptimizerInAFileStage2", precision), 2, precision, piped});
     const ordered_json in_file = on_disk({{"max_in_cpu", 0}});
     cells.push_back({cat("AllInFilesStage3", precision), 3, precision, on_disk(), in_file});
+    const ordered_json few_buffers = on_disk({{"max_in_cpu", 0}, {"buffer_count", 2}});
+    cells.push_back({cat("FewBuffersStage3", precision), 3, precision, on_disk(), few_buffers});
   }
   return cells;
 }
@@ -77,16 +79,18 @@ TEST_P(GpuTraining, DoesWhatTheCpuDoes) {
 // Each gradient is one update old, on both.
 TEST(GpuDelayedUpdate, DoesWhatTheCpuDoes) {
   const auto ranks = comm::ThreadGroup(1).communicator(0);
+  const ordered_json late = on_host({{"delayed_update", true}, {"delayed_update_start", 1}});
+  const auto compare = [&](int stage, const std::string& precision, const ordered_json& parameters) {
+    SCOPED_TRACE(cat("stage ", stage, ", ", precision, ", parameters ", parameters.dump()));
+    const ordered_json config = with_offload(device_config(stage, precision), late, parameters);
+    const DeviceRun expected = train_on(at::kCPU, config, *ranks);
+    const DeviceRun found = train_on(test::tested_device(), config, *ranks);
+    expect_same_losses(found.losses, expected.losses, tolerance_of(precision));
+    expect_changed_weights(found);
+  };
   for (const char* precision : {"fp32", "bf16"}) {
-    for (const int stage : {2, 3}) {
-      SCOPED_TRACE(cat("stage ", stage, ", ", precision));
-      const ordered_json config = with_offload(device_config(stage, precision),
-                                               on_host({{"delayed_update", true}, {"delayed_update_start", 1}}));
-      const DeviceRun expected = train_on(at::kCPU, config, *ranks);
-      const DeviceRun found = train_on(test::tested_device(), config, *ranks);
-      expect_same_losses(found.losses, expected.losses, tolerance_of(precision));
-      expect_changed_weights(found);
-    }
+    for (const int stage : {2, 3}) compare(stage, precision, {});
+    compare(3, precision, on_host());
   }
 }
 

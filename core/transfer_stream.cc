@@ -1,4 +1,4 @@
-#include "offload/transfer_stream.h"
+#include "core/transfer_stream.h"
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/StreamGuard.h>
@@ -7,7 +7,7 @@
 #include "core/check.h"
 #include "core/log.h"
 
-namespace ds::offload {
+namespace ds {
 namespace {
 
 void check_ends(const at::Tensor& to, const at::Tensor& from) {
@@ -64,4 +64,8 @@ void TransferStream::wait_on_device(const Mark& mark) {
   if (mark.event_) mark.event_->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
-}  // namespace ds::offload
+c10::OptionalStreamGuard TransferStream::as_current() const {
+  return stream_ ? c10::OptionalStreamGuard(*stream_) : c10::OptionalStreamGuard();
+}
+
+}  // namespace ds

@@ -8,11 +8,12 @@
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
 
 #include <memory>
 #include <optional>
 
-namespace ds::offload {
+namespace ds {
 
 // One caller at a time. "The current stream" is that of the calling thread on this device. Device memory may be freed
 // right after a call, LibTorch's allocator waits for the copies; host memory has to stay until the copy is done, and is
@@ -39,13 +40,16 @@ class TransferStream {
   // they are converted on the device.
   Mark copy(const at::Tensor& to, const at::Tensor& from);
   // Returns when the copies up to the mark are done.
-  void wait_on_host(Mark& mark);
+  static void wait_on_host(Mark& mark);
   // What the current stream is given from now on runs after the copies up to the mark; the host does not wait.
   void wait_on_device(const Mark& mark);
+  // While the result lives, this stream is the calling thread's current one: what it is given comes after the copies,
+  // and what the stream of before is given does not wait for it. Memory that is taken meanwhile belongs to this stream.
+  c10::OptionalStreamGuard as_current() const;
 
  private:
   at::Device device_;
   std::optional<c10::Stream> stream_;  // none on the CPU
 };
 
-}  // namespace ds::offload
+}  // namespace ds

@@ -1,0 +1,107 @@
+// Several ranks, each on a GPU of its own, joined by NCCL, against the same training on the CPU.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <string>
+#include <vector>
+
+#include "tests/gpu/collective_checks.h"
+#include "tests/gpu/device_run.h"
+#include "tests/gpu/nccl_ranks.h"
+#include "tests/support/thread_ranks.h"
+
+namespace ds::engine {
+namespace {
+
+using nlohmann::ordered_json;
+using test::on_gpus;
+
+TEST(NcclRanks, CarryEveryCollective) {
+  for (const int world : {2, 3}) {
+    on_gpus(world, [](comm::Communicator& ranks, at::Device device) { test::expect_every_collective(ranks, device); });
+  }
+}
+
+struct NcclCell {
+  std::string name;
+  ordered_json config;
+  int world = 2;
+  double tolerance = 1e-4;
+};
+
+ordered_json with_zero(ordered_json config, const std::string& key, const ordered_json& value) {
+  config["zero_optimization"][key] = value;
+  return config;
+}
+
+void add_precisions(std::vector<NcclCell>& cells) {
+  for (const char* precision : {"fp32", "bf16", "fp16"}) {
+    for (const int stage : {0, 1, 2, 3}) {
+      const ordered_json plain = device_config(stage, precision);
+      const double tolerance = tolerance_of(precision);
+      cells.push_back({cat("Stage", stage, precision), plain, 2, tolerance});
+      if (stage == 0) continue;
+      cells.push_back({cat("OptimizerOnTheHostStage", stage, precision), with_offload(plain, on_host()), 2, tolerance});
+    }
+  }
+}
+
+void add_offloads(std::vector<NcclCell>& cells) {
+  for (const int stage : {1, 2, 3}) {
+    const ordered_json plain = device_config(stage, "bf16");
+    cells.push_back(
+        {cat("UpdatedInBackwardStage", stage), with_offload(plain, on_host({{"super_offload", true}})), 2, 0.05});
+    cells.push_back({cat("HalfOnTheHostStage", stage), with_offload(plain, on_host({{"ratio", 0.5}})), 2, 0.05});
+  }
+  const ordered_json stage3 = device_config(3, "bf16");
+  cells.push_back({"AllOnTheHost", with_offload(stage3, on_host(), on_host()), 3, 0.05});
+  const ordered_json in_files = on_disk({{"max_in_cpu", 0}, {"buffer_count", 2}});
+  cells.push_back({"AllInFiles", with_offload(stage3, on_disk(), in_files), 2, 0.05});
+}
+
+void add_groups(std::vector<NcclCell>& cells) {
+  const ordered_json stage3 = device_config(3, "fp32");
+  cells.push_back({"ThreeRanksStage2", device_config(2, "fp32"), 3});
+  cells.push_back({"ThreeRanksStage3", stage3, 3});
+  cells.push_back({"Mics", with_zero(stage3, "mics_shard_size", 2), 4});
+  cells.push_back({"SecondaryShards", with_zero(stage3, "zero_hpz_partition_size", 2), 4});
+  cells.push_back({"QuantizedWeights", with_zero(stage3, "zero_quantized_weights", true), 2, 0.05});
+  cells.push_back({"QuantizedGradients", with_zero(stage3, "zero_quantized_gradients", true), 2, 0.2});
+  for (const char* method : {"fp16", "bf16", "int8", "top_k", "power_sgd"}) {
+    ordered_json config = device_config(2, "fp32");
+    config["gradient_compression"] = {{"method", method}};
+    cells.push_back({cat("Compressed_", method), config, 2, 0.05});
+  }
+}
+
+std::vector<NcclCell> nccl_cells() {
+  std::vector<NcclCell> cells;
+  add_precisions(cells);
+  add_offloads(cells);
+  add_groups(cells);
+  return cells;
+}
+
+class NcclTraining : public ::testing::TestWithParam<NcclCell> {};
+
+INSTANTIATE_TEST_SUITE_P(Grid, NcclTraining, ::testing::ValuesIn(nccl_cells()),
+                         [](const auto& cell) { return cell.param.name; });
+
+TEST_P(NcclTraining, DoesWhatTheCpuDoes) {
+  const NcclCell& cell = GetParam();
+  ordered_json plain = cell.config;
+  plain["zero_optimization"].erase("offload_optimizer");
+  plain["zero_optimization"].erase("offload_param");
+  std::vector<DeviceRun> expected(static_cast<size_t>(cell.world));
+  test::run_ranks(cell.world, [&](comm::Communicator& ranks) {
+    expected[static_cast<size_t>(ranks.rank())] = train_on(at::kCPU, plain, ranks);
+  });
+  on_gpus(cell.world, [&](comm::Communicator& ranks, at::Device device) {
+    const DeviceRun found = train_on(device, cell.config, ranks);
+    expect_same_losses(found.losses, expected[static_cast<size_t>(ranks.rank())].losses, cell.tolerance);
+    expect_changed_weights(found);
+  });
+}
+
+}  // namespace
+}  // namespace ds::engine

@@ -1,0 +1,97 @@
+#include "tests/simulated_gpu/memory.h"
+
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "tests/simulated_gpu/streams.h"
+
+namespace ds::simulated_gpu {
+namespace {
+
+constexpr size_t kAlignment = 512;  // as LibTorch's on CUDA
+constexpr int kNan = 0xff;          // every byte of a NaN, in every floating dtype
+
+uintptr_t address_of(const void* data) { return reinterpret_cast<uintptr_t>(data); }
+
+struct Block {
+  void* data;
+  size_t bytes;
+};
+
+void* take(size_t bytes) {
+  const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  void* const data = std::aligned_alloc(kAlignment, rounded);
+  if (data == nullptr) throw std::bad_alloc();
+  std::memset(data, kNan, bytes);
+  return data;
+}
+
+void give_back(void* context) {
+  const Block block = *static_cast<Block*>(context);
+  delete static_cast<Block*>(context);
+  Timeline::instance().free_memory(address_of(block.data), [block] {
+    std::memset(block.data, kNan, block.bytes);
+    std::free(block.data);
+  });
+}
+
+c10::DataPtr make(size_t bytes, Where where, c10::Device device, size_t stream) {
+  if (bytes == 0) return {nullptr, device};
+  void* const data = take(bytes);
+  Timeline::instance().add_memory(address_of(data), bytes, where, stream);
+  return {data, new Block{data, bytes}, &give_back, device};
+}
+
+class DeviceMemory : public c10::DeviceAllocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    const c10::Device device = current_device();
+    return make(bytes, Where::kDevice, device, current_number(device));
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override { use_on(memory, number_of(stream)); }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {}
+};
+
+// LibTorch's allocator of pinned memory waits by itself for the streams that copy.
+class PinnedMemory : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override { return make(bytes, Where::kAllocatedHost, c10::kCPU, 0); }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+
+}  // namespace
+
+c10::Allocator* device_allocator() {
+  static auto* const allocator = new DeviceMemory;
+  return allocator;
+}
+
+c10::Allocator* pinned_allocator() {
+  static auto* const allocator = new PinnedMemory;
+  return allocator;
+}
+
+void use_on(const c10::DataPtr& memory, size_t stream) {
+  Timeline::instance().add_user(address_of(memory.get()), stream);
+}
+
+std::string register_host_memory(void* data, size_t bytes) {
+  Timeline::instance().add_memory(address_of(data), bytes, Where::kRegisteredHost, 0);
+  return {};
+}
+
+void unregister_host_memory(void* data) {
+  Timeline::instance().free_memory(address_of(data), [] {});
+  Timeline::instance().wait_for_all();
+}
+
+}  // namespace ds::simulated_gpu

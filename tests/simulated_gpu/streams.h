@@ -1,0 +1,27 @@
+// The current device and streams of a thread.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+
+#include "tests/simulated_gpu/timeline.h"
+
+namespace ds::simulated_gpu {
+
+inline constexpr c10::DeviceIndex kDevices = 8;
+
+c10::Device current_device();
+void set_device(c10::Device device);
+// `device` may have no index: the current one.
+c10::Stream current_stream(c10::Device device);
+c10::Stream set_stream(c10::Stream stream);  // returns the one before
+
+size_t number_of(const c10::Stream& stream);
+size_t current_number(c10::Device device);
+// Streams for who takes a pointer, as CUDA's cudaStream_t is one.
+void* handle_of(const c10::Stream& stream);
+size_t number_of_handle(void* handle);
+
+}  // namespace ds::simulated_gpu
