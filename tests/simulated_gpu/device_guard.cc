@@ -14,7 +14,7 @@ constexpr c10::StreamId kPool = 32;  // streams of a device, given out in turn, 
 
 struct RecordedEvent {
   Point point;
-  bool asked = false;
+  std::atomic<bool> asked = false;
 };
 
 RecordedEvent* event_of(void* event) { return static_cast<RecordedEvent*>(event); }
@@ -53,7 +53,8 @@ class DeviceGuard : public c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = new RecordedEvent;
-    *event_of(*event) = {Timeline::instance().now(number_of(stream)), false};
+    event_of(*event)->point = Timeline::instance().now(number_of(stream));
+    event_of(*event)->asked = false;
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) Timeline::instance().block(number_of(stream), event_of(event)->point);
@@ -61,7 +62,7 @@ class DeviceGuard : public c10::impl::DeviceGuardImplInterface {
   // What runs as late as it may is not done when it is asked for; who asks again gets it.
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
-    if (std::exchange(event_of(event)->asked, true)) Timeline::instance().wait(event_of(event)->point);
+    if (event_of(event)->asked.exchange(true)) Timeline::instance().wait(event_of(event)->point);
     return Timeline::instance().reached(event_of(event)->point);
   }
   void synchronizeEvent(void* event) const override {

@@ -135,7 +135,9 @@ void Timeline::wait(const Point& point) {
 
 bool Timeline::reached(const Point& point) {
   const Lock lock(mutex_);
-  return streams_[point.stream].done >= point.position;
+  const bool reached = streams_[point.stream].done >= point.position;
+  if (reached) join(host_, point.clock);  // who asks knows it now
+  return reached;
 }
 
 void Timeline::wait_for_all() {
