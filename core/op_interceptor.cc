@@ -68,11 +68,13 @@ struct InterceptorCallback {
   };
   static constexpr size_t kPlaces = 128;
   static thread_local Thread own;
-  static thread_local size_t last;  // the place that the last operator of this thread was for; kPlaces: none
-  static std::mutex mutex;          // who takes and leaves places
+  static thread_local Thread* visited;  // whose operator this thread looks at
+  static thread_local size_t last;      // the place that the last operator of this thread was for; kPlaces: none
+  static std::mutex mutex;              // who takes and leaves places
   static std::array<std::atomic<Thread*>, kPlaces> threads;
 
   static Thread* serving() {
+    if (visited != nullptr) return visited;
     if (!own.active.empty()) return &own;
     return last == kPlaces ? nullptr : threads[last].load(std::memory_order_acquire);
   }
@@ -107,8 +109,12 @@ struct InterceptorCallback {
     Visit(Thread& of, const at::RecordFunction& function) : thread(of) {
       thread.visiting = true;
       thread.function = &function;
+      visited = &thread;
     }
-    ~Visit() { thread.visiting = false; }
+    ~Visit() {
+      thread.visiting = false;
+      visited = nullptr;
+    }
     Thread& thread;
   };
 
@@ -153,6 +159,7 @@ struct InterceptorCallback {
 };
 
 thread_local InterceptorCallback::Thread InterceptorCallback::own;
+thread_local InterceptorCallback::Thread* InterceptorCallback::visited = nullptr;
 thread_local size_t InterceptorCallback::last = InterceptorCallback::kPlaces;
 std::mutex InterceptorCallback::mutex;
 std::array<std::atomic<InterceptorCallback::Thread*>, InterceptorCallback::kPlaces> InterceptorCallback::threads{};

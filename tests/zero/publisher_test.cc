@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <array>
+#include <barrier>
 #include <thread>
 
 #include "core/op_interceptor.h"
@@ -42,6 +44,36 @@ TEST(OpInterceptor, SeesWhatAnotherThreadRunsInItsPlace) {
     at::matmul(weight, weight);
     EXPECT_GT(reads, 0);
   }).join();
+}
+
+// Ranks that are threads, each with a device: a thread of autograd serves one after the other.
+TEST(OpInterceptor, SeesItsOwnThreadsOperatorsOnAThreadThatServesSeveral) {
+  const at::Tensor weight = torch::ones({2, 2});
+  constexpr int kThreads = 3;
+  std::array<int, kThreads> reads{};
+  std::array<at::ThreadLocalState, kThreads> states;
+  std::barrier<> step(kThreads + 1);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      OpInterceptor interceptor([&, t](const at::Tensor& tensor) {
+        reads[t] += tensor.is_alias_of(weight);
+        EXPECT_GT(OpInterceptor::outermost_operator(), 0U);
+      });
+      interceptor.enable();
+      states[t] = at::ThreadLocalState();
+      step.arrive_and_wait();  // enabled
+      step.arrive_and_wait();  // served
+    });
+  }
+  step.arrive_and_wait();
+  for (int t = 0; t < kThreads; ++t) {
+    const at::ThreadLocalStateGuard guard(states[t]);
+    at::matmul(weight, weight);
+    for (int other = 0; other < kThreads; ++other) EXPECT_EQ(reads[other] > 0, other <= t) << other << " after " << t;
+  }
+  step.arrive_and_wait();
+  for (std::thread& thread : threads) thread.join();
 }
 
 TEST(ParameterPublisher, AForwardReadsWhatAllRanksPublished) {
