@@ -57,11 +57,18 @@ uint64_t changed_arguments(const at::RecordFunction& function) {
 // callback of its own, a place in a table, by which it is found.
 struct InterceptorCallback {
   struct Thread {
+    Thread() = default;
+    ~Thread() { end(*this); }
+    Thread(const Thread&) = delete;
+    Thread& operator=(const Thread&) = delete;
+
     std::vector<OpInterceptor*> active;
     at::CallbackHandle handle = 0;
+    bool listed = false;  // has a place and a callback
     size_t place = 0;
-    int depth = 0;           // operators under way, each called by the one before
-    uint64_t outermost = 0;  // begun so far
+    std::atomic<int> depth = 0;           // operators under way, each called by the one before
+    std::atomic<uint64_t> outermost = 0;  // begun so far
+    std::mutex visit;                     // this thread and one of autograd may run operators at once
     bool visiting = false;
     const at::RecordFunction* function = nullptr;  // while visiting
     size_t argument = 0;                           // likewise: its place
@@ -84,15 +91,22 @@ struct InterceptorCallback {
     const auto free =
         std::find_if(threads.begin(), threads.end(), [](const auto& thread) { return thread == nullptr; });
     require(free != threads.end(), "expected at most ", kPlaces,
-            " threads of a process to have an engine of ZeRO stage 3 ",
-            "or parameters under zero::Init, found one more. Start ranks as processes");
+            " threads of a process to watch operators (ZeRO stages 1 to 3, zero::Init, gathered parameters), ",
+            "found one more. Start ranks as processes");
     own.place = static_cast<size_t>(free - threads.begin());
     free->store(&own, std::memory_order_release);
+    own.listed = true;
   }
 
-  static void leave() {
+  static void leave(Thread& thread) {
     const std::lock_guard lock(mutex);
-    threads[own.place].store(nullptr, std::memory_order_release);
+    threads[thread.place].store(nullptr, std::memory_order_release);
+    thread.listed = false;
+  }
+
+  static void end(Thread& thread) {
+    for (OpInterceptor* interceptor : thread.active) interceptor->enabled_on_ = nullptr;
+    if (thread.listed) leave(thread);
   }
 
   // Lives as long as the operator.
@@ -131,13 +145,14 @@ struct InterceptorCallback {
   template <size_t kPlace>
   static std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& function) {
     Thread* const thread = threads[kPlace].load(std::memory_order_acquire);
-    if (thread == nullptr || thread->visiting) return nullptr;
+    if (thread == nullptr || visited != nullptr) return nullptr;
     last = kPlace;
     return visit_operator(*thread, function);
   }
 
   static std::unique_ptr<at::ObserverContext> visit_operator(Thread& thread, const at::RecordFunction& function) {
     auto running = std::make_unique<Running>(thread);
+    const std::lock_guard one(thread.visit);
     const Visit guard(thread, function);
     thread.argument = 0;
     for (const c10::IValue& input : function.inputs()) {
@@ -166,7 +181,7 @@ std::array<std::atomic<InterceptorCallback::Thread*>, InterceptorCallback::kPlac
 
 uint64_t OpInterceptor::outermost_operator() {
   const InterceptorCallback::Thread* const thread = InterceptorCallback::serving();
-  return thread == nullptr ? 0 : thread->outermost;
+  return thread == nullptr ? 0 : thread->outermost.load(std::memory_order_relaxed);
 }
 
 bool OpInterceptor::changes_tensor() {
@@ -178,25 +193,26 @@ bool OpInterceptor::changes_tensor() {
 OpInterceptor::~OpInterceptor() { disable(); }
 
 void OpInterceptor::enable() {
-  if (enabled_) return;
+  if (enabled()) return;
   InterceptorCallback::Thread& thread = InterceptorCallback::own;
-  if (thread.active.empty()) InterceptorCallback::enter();
-  enabled_ = true;
+  if (!thread.listed) {
+    InterceptorCallback::enter();
+    thread.handle = at::addThreadLocalCallback(at::RecordFunctionCallback(InterceptorCallback::own_callback())
+                                                   .needsInputs(true)
+                                                   .scopes({at::RecordScope::FUNCTION}));
+  }
+  enabled_on_ = &thread;
   thread.active.push_back(this);
-  if (thread.active.size() > 1) return;
-  thread.handle = at::addThreadLocalCallback(at::RecordFunctionCallback(InterceptorCallback::own_callback())
-                                                 .needsInputs(true)
-                                                 .scopes({at::RecordScope::FUNCTION}));
 }
 
 void OpInterceptor::disable() {
-  if (!enabled_) return;
-  enabled_ = false;
-  InterceptorCallback::Thread& thread = InterceptorCallback::own;
+  if (!enabled()) return;
+  auto& thread = *static_cast<InterceptorCallback::Thread*>(std::exchange(enabled_on_, nullptr));
   std::erase(thread.active, this);
-  if (!thread.active.empty()) return;
+  // Only a thread itself can take its callback away: until it does, it keeps its place.
+  if (!thread.active.empty() || &thread != &InterceptorCallback::own) return;
   at::removeCallback(thread.handle);
-  InterceptorCallback::leave();
+  InterceptorCallback::leave(thread);
 }
 
 }  // namespace ds

@@ -23,12 +23,12 @@ class OpInterceptor {
   OpInterceptor(const OpInterceptor&) = delete;
   OpInterceptor& operator=(const OpInterceptor&) = delete;
 
-  // Idempotent; on the thread that runs the operators. Several may be enabled on one thread (one for each engine), on up
-  // to 128 threads; throws on the next.
+  // Idempotent; on the thread that runs the operators. Several may be enabled on one thread (one for each engine), on
+  // up to 128 threads; throws on the next.
   void enable();
-  // From the same thread, and not from inside the callback.
+  // Not from inside the callback. From another thread only while the one that enabled it runs no operators.
   void disable();
-  bool enabled() const { return enabled_; }
+  bool enabled() const { return enabled_on_ != nullptr; }
   // Counts the outermost operators that this thread has begun while interceptors were enabled: inside the callback, the
   // number of the one that is running, whatever operators it calls.
   static uint64_t outermost_operator();
@@ -38,7 +38,7 @@ class OpInterceptor {
  private:
   friend struct InterceptorCallback;
   BeforeRead before_read_;
-  bool enabled_ = false;
+  void* enabled_on_ = nullptr;  // what is kept of the thread
 };
 
 }  // namespace ds

@@ -34,6 +34,14 @@ TransferStream::~TransferStream() {
 }
 
 TransferStream::Mark TransferStream::copy(const at::Tensor& to, const at::Tensor& from) {
+  return start(to, from, /*kept=*/false);
+}
+
+TransferStream::Mark TransferStream::copy_of_kept(const at::Tensor& to, const at::Tensor& from) {
+  return start(to, from, /*kept=*/true);
+}
+
+TransferStream::Mark TransferStream::start(const at::Tensor& to, const at::Tensor& from, bool kept) {
   check_ends(to, from);
   const at::NoGradGuard no_grad;
   if (!stream_) {
@@ -45,7 +53,7 @@ TransferStream::Mark TransferStream::copy(const at::Tensor& to, const at::Tensor
   given.record(impl.getStream(device_));
   given.block(*stream_);
   for (const at::Tensor* tensor : {&to, &from}) {
-    if (tensor->device() == device_) impl.recordDataPtrOnStream(tensor->storage().data_ptr(), *stream_);
+    if (!kept && tensor->device() == device_) impl.recordDataPtrOnStream(tensor->storage().data_ptr(), *stream_);
   }
   const c10::StreamGuard guard(*stream_);
   to.copy_(from, /*non_blocking=*/true);

@@ -39,6 +39,9 @@ class TransferStream {
   // Copies, after everything that the current stream was given before. Equal sizes, both contiguous; dtypes may differ,
   // they are converted on the device.
   Mark copy(const at::Tensor& to, const at::Tensor& from);
+  // The same of device memory that the caller keeps until wait_on_device() of the mark: LibTorch's allocator need not
+  // know of the copy, and gives the memory out again at once when it is freed then.
+  Mark copy_of_kept(const at::Tensor& to, const at::Tensor& from);
   // Returns when the copies up to the mark are done.
   static void wait_on_host(Mark& mark);
   // What the current stream is given from now on runs after the copies up to the mark; the host does not wait.
@@ -48,6 +51,8 @@ class TransferStream {
   c10::OptionalStreamGuard as_current() const;
 
  private:
+  Mark start(const at::Tensor& to, const at::Tensor& from, bool kept);
+
   at::Device device_;
   std::optional<c10::Stream> stream_;  // none on the CPU
 };

@@ -212,7 +212,7 @@ void Engine::Impl::update_slice(size_t b, const at::Tensor& gradient, double gra
   const zero::ParameterBucket& bucket = buckets[b];
   const at::Tensor own = plan.partition_optimizer ? bucket.slice(groups.shards->rank()) : bucket.flat();
   if (own.is_alias_of(masters[b])) {
-    optimizer->update(static_cast<int64_t>(b), gradient, gradient_scale);
+    bucket.use_slice(/*changes=*/true, [&] { optimizer->update(static_cast<int64_t>(b), gradient, gradient_scale); });
     half_stepped = true;
     return;
   }

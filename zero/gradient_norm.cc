@@ -63,7 +63,7 @@ double sum_of_squares(const at::Tensor& flat) {
 }
 
 void SquareSum::add(const at::Tensor& flat) {
-  if (flat.is_cpu() || !flat.is_contiguous()) {
+  if (flat.is_cpu() || !flat.is_contiguous() || flat.scalar_type() == at::kDouble) {
     on_host_ += sum_of_squares(flat);
     return;
   }

@@ -169,13 +169,13 @@ void ParameterGatherer::start_gather(Entry& entry, bool exact) {
 void ParameterGatherer::gather_from_host(Entry& entry, const at::Tensor& slice) {
   const at::Tensor& whole = entry.bucket->flat();
   if (communicator_.size() == 1) {
-    entry.arrived = copies_.copy(whole, slice);
+    entry.arrived = copies_.copy_of_kept(whole, slice);
     return;
   }
-  const at::Tensor own = at::empty(slice.sizes(), whole.options());
-  entry.arrived = copies_.copy(own, slice);
+  entry.own = at::empty(slice.sizes(), whole.options());
+  entry.arrived = copies_.copy_of_kept(entry.own, slice);
   const c10::OptionalStreamGuard after_copy = copies_.as_current();
-  entry.work = communicator_.all_gather(whole, own, entry.label);
+  entry.work = communicator_.all_gather(whole, entry.own, entry.label);
 }
 
 // Where collectives take it: on the device.
@@ -228,8 +228,8 @@ void ParameterGatherer::wait(size_t bucket) {
   if (entry.bucket->sharded()) coming_ -= entry.bucket->layout().numel;
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   const bool read_slice = std::exchange(entry.reads_slice, false);
-  copies_.wait_on_device(std::exchange(entry.arrived, {}));
   try {
+    copies_.wait_on_device(std::exchange(entry.arrived, {}));
     entry.work.wait();
     // On every rank of the node alike: a gather that failed here fails there.
     if (node_ && entry.bucket->sharded() && !entry.bucket->secondary().defined()) {
@@ -240,6 +240,7 @@ void ParameterGatherer::wait(size_t bucket) {
   }
   if (read_slice) entry.bucket->unload_slice(/*changed=*/false);
   entry.work = {};
+  entry.own.reset();
   if (entry.bucket->sharded()) note_versions(entry);
 }
 

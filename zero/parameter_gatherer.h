@@ -93,7 +93,8 @@ class ParameterGatherer : public ParameterAccess {
     int held = 0;                   // gather() without drop()
     bool exact = true;              // was gathered without loss
     bool reads_slice = false;       // the gather under way reads the own slice
-    TransferStream::Mark arrived;   // of the own slice, where it comes from the host
+    TransferStream::Mark arrived;   // of the own slice, where it comes from the host,
+    at::Tensor own;                 // to here, where others have slices too
   };
 
   void before_read(const at::Tensor& tensor);

@@ -49,7 +49,7 @@ class DeviceGuard : public c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override {
     Timeline::instance().wait(Timeline::instance().now(number_of(stream)));
   }
-  void synchronizeDevice(c10::DeviceIndex) const override { Timeline::instance().wait_for_all(); }
+  void synchronizeDevice(c10::DeviceIndex device) const override { Timeline::instance().wait_for_device(device); }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = new RecordedEvent;

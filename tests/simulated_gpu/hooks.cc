@@ -62,7 +62,7 @@ class SimulatedHooks : public at::CUDAHooksInterface {
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   at::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
-  void deviceSynchronize(c10::DeviceIndex) const override { Timeline::instance().wait_for_all(); }
+  void deviceSynchronize(c10::DeviceIndex device) const override { Timeline::instance().wait_for_device(device); }
 };
 
 using at::CUDAHooksRegistry;

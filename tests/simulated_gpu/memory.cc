@@ -90,8 +90,8 @@ std::string register_host_memory(void* data, size_t bytes) {
 }
 
 void unregister_host_memory(void* data) {
-  Timeline::instance().free_memory(address_of(data), [] {});
-  Timeline::instance().wait_for_all();
+  const size_t bytes = Timeline::instance().free_memory(address_of(data), [] {});
+  Timeline::instance().run_all_on(address_of(data), bytes);  // the pages go now
 }
 
 }  // namespace ds::simulated_gpu

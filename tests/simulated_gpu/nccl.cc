@@ -75,7 +75,12 @@ class Lane {
       const Point point = std::move(points_.front());
       points_.pop_front();
       lock.unlock();
-      Timeline::instance().run_until(point);
+      try {
+        Timeline::instance().run_until(point);
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "simulated NCCL: what it waits for failed: %s\n", error.what());
+        std::_Exit(6);
+      }
       lock.lock();
     }
   }

@@ -32,6 +32,7 @@ size_t Timeline::stream(int device, int64_t id) {
   const auto [found, fresh] = numbers_.emplace(std::pair(device, id), streams_.size());
   if (fresh) {
     streams_.emplace_back();
+    streams_.back().device = device;
     streams_.back().name =
         id == 0 ? cat("the default stream of cuda:", device) : cat("stream ", id, " of cuda:", device);
   }
@@ -149,6 +150,35 @@ void Timeline::wait_for_all() {
   for (size_t i = 0; i < count; ++i) wait(now(i));
 }
 
+void Timeline::wait_for_device(int device) {
+  std::vector<size_t> found;
+  {
+    const Lock lock(mutex_);
+    for (size_t i = 0; i < streams_.size(); ++i) {
+      if (streams_[i].device == device) found.push_back(i);
+    }
+  }
+  for (const size_t stream : found) wait(now(stream));
+}
+
+void Timeline::run_all_on(uintptr_t begin, size_t bytes) {
+  const Access place{begin, begin + bytes, false};
+  Lock lock(mutex_);
+  for (size_t i = 0; i < streams_.size(); ++i) {
+    const std::deque<Task>& tasks = streams_[i].tasks;
+    size_t last = 0;  // counted from 1
+    for (size_t t = 0; t < tasks.size(); ++t) {
+      const bool reads = std::any_of(tasks[t].reads.begin(), tasks[t].reads.end(), [&](const auto& read) {
+        return overlap({read.begin, read.end, false}, place);
+      });
+      const bool writes = std::any_of(tasks[t].writes.begin(), tasks[t].writes.end(),
+                                      [&](const Access& write) { return overlap(write, place); });
+      if (reads || writes) last = t + 1;
+    }
+    if (last > 0) run_until(lock, i, streams_[i].given - tasks.size() + last);
+  }
+}
+
 void Timeline::add_memory(uintptr_t begin, size_t bytes, Where where, size_t stream) {
   const Lock lock(mutex_);
   Memory memory{.bytes = bytes, .where = where, .stream = stream, .users = {}, .past = {}};
@@ -208,10 +238,10 @@ void Timeline::report(std::string text) {
   if (reports_.size() < kMost) reports_.push_back(std::move(text));
 }
 
-void Timeline::free_memory(uintptr_t begin, std::function<void()> release) {
+size_t Timeline::free_memory(uintptr_t begin, std::function<void()> release) {
   Lock lock(mutex_);
   const auto found = memory_.find(begin);
-  if (found == memory_.end()) return;
+  if (found == memory_.end()) return 0;
   const Memory memory = std::move(found->second);
   memory_.erase(found);
   end_reads([&](const auto& read) { return read.begin >= begin && read.end <= begin + memory.bytes; });
@@ -230,6 +260,7 @@ void Timeline::free_memory(uintptr_t begin, std::function<void()> release) {
   }
   freed_.push_back(std::move(freed));
   release_freed(lock);
+  return memory.bytes;
 }
 
 void Timeline::release_freed(Lock& lock) {
@@ -254,6 +285,7 @@ bool Timeline::is_pinned(uintptr_t address) {
 
 std::vector<std::string> Timeline::take_reports() {
   const Lock lock(mutex_);
+  end_reads([](const auto&) { return true; });
   return std::exchange(reports_, {});
 }
 

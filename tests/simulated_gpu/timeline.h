@@ -63,15 +63,19 @@ class Timeline {
   void wait(const Point& point);
   bool reached(const Point& point);
   void wait_for_all();
+  void wait_for_device(int device);
+  // Runs the tasks so far that use pinned memory in these bytes.
+  void run_all_on(uintptr_t begin, size_t bytes);
 
   // Memory that streams may use. Freed memory is given to `release` once nothing can use it; what is not ordered before
   // is reported, the streams of `add_user` aside.
   void add_memory(uintptr_t begin, size_t bytes, Where where, size_t stream);
   void add_user(uintptr_t address, size_t stream);
-  void free_memory(uintptr_t begin, std::function<void()> release);
+  // Returns how many bytes it had; 0: it is not known.
+  size_t free_memory(uintptr_t begin, std::function<void()> release);
   bool is_pinned(uintptr_t address);
 
-  // What was found since the last call, a line each.
+  // What was found since the last call, a line each. Reads that the host never waited for are over.
   std::vector<std::string> take_reports();
 
  private:
@@ -83,6 +87,7 @@ class Timeline {
   };
   struct Stream {
     std::string name;
+    int device = 0;
     Clock clock;
     std::deque<Task> tasks;
     uint64_t given = 0;
