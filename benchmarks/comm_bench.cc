@@ -23,9 +23,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/gloo_backend.h"
-#include "comm/gloo_communicator.h"
-#include "comm/shared_memory_communicator.h"
+#include "comm/gloo/gloo_backend.h"
+#include "comm/gloo/gloo_communicator.h"
+#include "comm/shared_memory/shared_memory_communicator.h"
 #include "core/check.h"
 
 extern char** environ;

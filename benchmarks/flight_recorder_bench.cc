@@ -2,7 +2,7 @@
 #include <ATen/ops/empty.h>
 #include <benchmark/benchmark.h>
 
-#include "comm/flight_recorder.h"
+#include "comm/flight/flight_recorder.h"
 
 namespace ds::comm {
 namespace {

@@ -8,7 +8,7 @@
 #include <memory>
 #include <optional>
 
-#include "comm/task_queue.h"
+#include "core/task_queue.h"
 
 namespace ds::checkpoint {
 
@@ -36,14 +36,14 @@ class BackgroundSave {
 
  private:
   using Clock = std::chrono::steady_clock;
-  using Task = std::shared_ptr<comm::TaskQueue::Task>;
+  using Task = std::shared_ptr<TaskQueue::Task>;
   static std::exception_ptr wait(const Task& task) noexcept;
 
   Task copy_, write_, publish_;
   std::optional<Clock::time_point> begin_;  // of the last save, until the first wait_copied()
   Clock::duration spare_{};                 // of the save before
   std::shared_ptr<std::atomic<bool>> wanted_;
-  comm::TaskQueue thread_;  // last: ends before what it uses
+  TaskQueue thread_;  // last: ends before what it uses
 };
 
 }  // namespace ds::checkpoint

@@ -12,7 +12,7 @@
 #include <system_error>
 #include <utility>
 
-#include "checkpoint/tensor_parts.h"
+#include "checkpoint/source/tensor_parts.h"
 #include "checkpoint/weight_files.h"
 #include "core/atomic_file.h"
 #include "core/check.h"

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/source.h"
+#include "checkpoint/source/source.h"
 
 namespace ds::checkpoint {
 

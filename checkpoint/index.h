@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/source.h"
-#include "checkpoint/training_state.h"
+#include "checkpoint/source/source.h"
+#include "checkpoint/source/training_state.h"
 
 namespace ds::checkpoint {
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "checkpoint/source.h"
+#include "checkpoint/source/source.h"
 
 namespace ds::checkpoint {
 

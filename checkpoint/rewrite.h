@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "checkpoint/source.h"
+#include "checkpoint/source/source.h"
 
 namespace ds::checkpoint {
 

@@ -16,8 +16,8 @@
 
 #include "checkpoint/index.h"
 #include "checkpoint/rank_files.h"
+#include "checkpoint/source/training_state.h"
 #include "checkpoint/tag_folder.h"
-#include "checkpoint/training_state.h"
 
 namespace ds::checkpoint {
 

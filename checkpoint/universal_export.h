@@ -11,7 +11,7 @@
 
 #include <string>
 
-#include "checkpoint/source.h"
+#include "checkpoint/source/source.h"
 
 namespace ds::checkpoint {
 

@@ -10,7 +10,7 @@ if(TARGET dsengine_cuda)
 endif()
 install(TARGETS ds-launch ds-tool ds-tool-bench ds-tool-checkpoint ds-tool-libraries RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(EXPORT dsengine-targets NAMESPACE dsengine:: DESTINATION ${_ds_package_dir})
-foreach(_ds_folder core comm optim zero offload compression pipeline profiling checkpoint engine)
+foreach(_ds_folder core comm optim zero offload recompute compression pipeline profiling checkpoint engine)
   install(
     DIRECTORY ${PROJECT_SOURCE_DIR}/${_ds_folder}
     DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/dsengine
@@ -19,8 +19,7 @@ foreach(_ds_folder core comm optim zero offload compression pipeline profiling c
     PATTERN "cuda" EXCLUDE
     PATTERN "gloo_shim" EXCLUDE
     PATTERN "*-inl.h" EXCLUDE
-    PATTERN "engine_impl.h" EXCLUDE
-    PATTERN "tool" EXCLUDE)
+    PATTERN "engine_impl.h" EXCLUDE)
 endforeach()
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/configs DESTINATION ${CMAKE_INSTALL_DATADIR}/dsengine)
 

@@ -5,7 +5,7 @@
 #include <numeric>
 #include <utility>
 
-#include "comm/flight_recorder.h"
+#include "comm/flight/flight_recorder.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
 

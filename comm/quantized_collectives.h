@@ -6,8 +6,8 @@
 //
 // Operations are asynchronous: the input has been read when the call returns (CUDA: in the order of the current
 // stream), the output is written by wait() of the returned Work. wait() decodes, so it has to be called, on the thread
-// that uses the communicators, and is_completed() is true after it; is_ready() begins the exchange between nodes. With CUDA, call both on one stream. Where wait()
-// throws, the output's contents are unspecified.
+// that uses the communicators, and is_completed() is true after it; is_ready() begins the exchange between nodes. With
+// CUDA, call both on one stream. Where wait() throws, the output's contents are unspecified.
 #pragma once
 
 #include <ATen/core/Tensor.h>

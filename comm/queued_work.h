@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "comm/communicator.h"
-#include "comm/task_queue.h"
+#include "core/task_queue.h"
 
 namespace ds::comm {
 

@@ -9,7 +9,7 @@
 
 #include <utility>
 
-#include "comm/cuda_plugin.h"
+#include "comm/backends/cuda_plugin.h"
 #include "compression/sign_codec.h"
 #include "core/check.h"
 

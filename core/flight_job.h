@@ -1,6 +1,6 @@
-// What ds-launch and the ranks agree on about flight records (comm/flight_folder.h): those of a job lie in the folder
-// $DS_FLIGHT_FOLDER/$DS_FLIGHT_JOB, without DS_FLIGHT_FOLDER in dsengine-UID/$DS_FLIGHT_JOB of the temporary folder.
-// Torch-free.
+// What ds-launch and the ranks agree on about flight records (comm/flight/flight_folder.h): those of a job lie in the
+// folder $DS_FLIGHT_FOLDER/$DS_FLIGHT_JOB, without DS_FLIGHT_FOLDER in dsengine-UID/$DS_FLIGHT_JOB of the temporary
+// folder. Torch-free.
 #pragma once
 
 #include <unistd.h>

@@ -24,10 +24,10 @@
 #include <utility>
 #include <vector>
 
-#include "engine/checkpoint_options.h"
+#include "engine/checkpoint/checkpoint_options.h"
 #include "engine/config/ds_config.h"
-#include "engine/initialize_options.h"
-#include "engine/plan.h"
+#include "engine/plan/plan.h"
+#include "engine/setup/initialize_options.h"
 #include "pipeline/micro_batch.h"
 #include "zero/gathered_parameters.h"
 

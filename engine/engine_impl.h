@@ -18,18 +18,18 @@
 #include "comm/bucket_reduction.h"
 #include "comm/communicator.h"
 #include "comm/device_mesh.h"
-#include "comm/flight_watch.h"
-#include "engine/autocast.h"
-#include "engine/batch_notes.h"
+#include "comm/flight/flight_watch.h"
 #include "engine/config/ds_config.h"
 #include "engine/engine.h"
 #include "engine/lr_scheduler.h"
-#include "engine/offloaded_state.h"
-#include "engine/pipeline_parts.h"
-#include "engine/plan.h"
-#include "engine/rank_groups.h"
-#include "engine/reporter.h"
-#include "engine/speculation_gate.h"
+#include "engine/offloaded/offloaded_state.h"
+#include "engine/offloaded/speculation_gate.h"
+#include "engine/plan/plan.h"
+#include "engine/report/batch_notes.h"
+#include "engine/report/reporter.h"
+#include "engine/setup/pipeline_parts.h"
+#include "engine/state/autocast.h"
+#include "engine/state/rank_groups.h"
 #include "offload/moved_storage.h"
 #include "optim/loss_scaler.h"
 #include "optim/shard_optimizer.h"
@@ -95,7 +95,7 @@ struct Engine::Impl {
   int gathered_scopes = 0;     // of gathered_parameters() that are open
   int read_only_scopes = 0;    // those of them without a modifier rank
 
-  // super_offload, engine/speculation.cc: updates on the host that begin in backward.
+  // super_offload, engine/update/speculation.cc: updates on the host that begin in backward.
   SpeculationGate speculation_gate;
   SpeculationOutcome speculation = SpeculationOutcome::kNone;  // of the running step; kRolledBack until it stands
   void begin_speculation(bool boundary);

@@ -4,7 +4,7 @@
 
 #include <cstdlib>
 
-#include "engine/shared_failure.h"
+#include "engine/agreement/shared_failure.h"
 
 namespace ds::engine {
 

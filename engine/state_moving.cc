@@ -9,9 +9,9 @@
 #include <exception>
 
 #include "core/check.h"
+#include "engine/agreement/host_room.h"
+#include "engine/agreement/shared_failure.h"
 #include "engine/engine_impl.h"
-#include "engine/host_room.h"
-#include "engine/shared_failure.h"
 
 namespace ds::engine {
 namespace {

@@ -13,9 +13,9 @@
 
 #include "core/atomic_file.h"
 #include "core/check.h"
+#include "engine/agreement/shared_failure.h"
 #include "engine/engine.h"
 #include "engine/engine_impl.h"
-#include "engine/shared_failure.h"
 
 namespace ds::engine {
 namespace {

@@ -12,7 +12,7 @@
 #include <system_error>
 #include <utility>
 
-#include "comm/cuda_plugin.h"
+#include "comm/backends/cuda_plugin.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "core/round_up.h"

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "core/check.h"
-#include "pipeline/message_route.h"
+#include "pipeline/schedule/message_route.h"
 
 namespace ds::pipeline {
 namespace {

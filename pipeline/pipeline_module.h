@@ -24,7 +24,7 @@
 
 #include "comm/communicator.h"
 #include "pipeline/layer_spec.h"
-#include "pipeline/stage_partition.h"
+#include "pipeline/schedule/stage_partition.h"
 
 namespace ds::pipeline {
 

@@ -16,7 +16,7 @@
 
 #include "pipeline/micro_batch.h"
 #include "pipeline/pipeline_module.h"
-#include "pipeline/schedule.h"
+#include "pipeline/schedule/schedule.h"
 #include "pipeline/stage_backward.h"
 #include "pipeline/stage_messages.h"
 

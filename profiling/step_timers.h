@@ -9,8 +9,8 @@
 
 namespace ds::profiling {
 
-// kBackward is the whole of it, kBackwardInner its autograd part; kBackwardReduce is the wait for reductions that backward
-// did not hide, and part of kStep.
+// kBackward is the whole of it, kBackwardInner its autograd part; kBackwardReduce is the wait for reductions that
+// backward did not hide, and part of kStep.
 enum class Phase { kForward, kBackward, kBackwardInner, kBackwardReduce, kStep };
 inline constexpr size_t kPhaseCount = 5;
 

@@ -26,7 +26,7 @@
 
 #include "core/check.h"
 #include "engine/engine.h"
-#include "engine/init_distributed.h"
+#include "engine/setup/init_distributed.h"
 #include "examples/gpt/gpt_init.h"
 #include "examples/gpt/gpt_model.h"
 #include "offload/pinned_arena.h"

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "checkpoint/deepspeed/saved_files.h"
-#include "checkpoint/pickle_field.h"
-#include "checkpoint/torch_archive.h"
+#include "checkpoint/pickle/pickle_field.h"
+#include "checkpoint/pickle/torch_archive.h"
 
 namespace ds::checkpoint {
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/pickle_field.h"
+#include "checkpoint/pickle/pickle_field.h"
 
 namespace ds::checkpoint {
 

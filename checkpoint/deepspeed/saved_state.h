@@ -2,7 +2,7 @@
 #pragma once
 
 #include "checkpoint/deepspeed/saved_checkpoint.h"
-#include "checkpoint/training_state.h"
+#include "checkpoint/source/training_state.h"
 
 namespace ds::checkpoint {
 

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/source.h"
-#include "checkpoint/torch_archive.h"
+#include "checkpoint/pickle/torch_archive.h"
+#include "checkpoint/source/source.h"
 
 namespace ds::checkpoint {
 

@@ -1,4 +1,4 @@
-// Pinning of host memory that is mapped already. Both as comm/cuda_plugin.h says.
+// Pinning of host memory that is mapped already. Both as comm/backends/cuda_plugin.h says.
 #pragma once
 
 #include <cstddef>

@@ -3,9 +3,9 @@
 #include <torch/csrc/cuda/nccl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include "comm/c10d_communicator.h"
+#include "comm/backends/c10d_communicator.h"
+#include "comm/backends/cuda_plugin.h"
 #include "comm/cuda/host_registration.h"
-#include "comm/cuda_plugin.h"
 #include "core/check.h"
 
 namespace ds::comm {

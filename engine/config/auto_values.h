@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-#include "core/json_fields.h"
+#include "core/json/json_fields.h"
 #include "engine/config/ds_config.h"
 
 namespace ds::config {

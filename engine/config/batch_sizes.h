@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "core/json_problems.h"
+#include "core/json/json_problems.h"
 
 namespace ds::config {
 

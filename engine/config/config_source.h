@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "core/hjson.h"
+#include "core/json/hjson.h"
 
 namespace ds::config {
 

@@ -1,7 +1,7 @@
 // Rules that tie keys of different sections together.
 #pragma once
 
-#include "core/json_problems.h"
+#include "core/json/json_problems.h"
 #include "engine/config/ds_config.h"
 
 namespace ds::config {

@@ -1,7 +1,7 @@
 // The JSON fields of every section: names, rules, aliases. Used to read a ds_config and to write a resolved one.
 #pragma once
 
-#include "core/json_fields.h"
+#include "core/json/json_fields.h"
 #include "engine/config/ds_config.h"
 
 namespace ds::config {

@@ -4,7 +4,7 @@
 #include <cstdlib>
 
 #include "core/check.h"
-#include "core/json_fields.h"
+#include "core/json/json_fields.h"
 #include "engine/config/auto_values.h"
 #include "engine/config/batch_sizes.h"
 #include "engine/config/cross_checks.h"

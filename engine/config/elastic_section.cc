@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/check.h"
-#include "core/json_convert.h"
+#include "core/json/json_convert.h"
 
 namespace ds::config {
 namespace {

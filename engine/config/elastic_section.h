@@ -1,7 +1,7 @@
 // `elasticity` turned into the batch sizes of a config.
 #pragma once
 
-#include "core/json_problems.h"
+#include "core/json/json_problems.h"
 #include "engine/config/ds_config.h"
 
 namespace ds::config {

@@ -5,7 +5,7 @@
 #include <map>
 
 #include "core/check.h"
-#include "core/near_miss.h"
+#include "core/json/near_miss.h"
 #include "engine/config/describe.h"
 
 namespace ds::config {

@@ -50,7 +50,7 @@ struct ThroughputTimerSection {
   bool synchronized = true;
 };
 
-// Ours: comm/flight_watch.h.
+// Ours: comm/flight/flight_watch.h.
 struct FlightRecorderSection {
   bool enabled = true;
   int64_t entries = 512;    // collectives that each rank remembers

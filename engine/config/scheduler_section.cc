@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/check.h"
-#include "core/near_miss.h"
+#include "core/json/near_miss.h"
 #include "engine/config/describe.h"
 
 namespace ds::config {

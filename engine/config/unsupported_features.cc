@@ -2,7 +2,7 @@
 #include <string_view>
 
 #include "core/check.h"
-#include "core/json_convert.h"
+#include "core/json/json_convert.h"
 #include "engine/config/ds_config.h"
 
 namespace ds::config {

@@ -12,7 +12,7 @@
 #include <string>
 
 #include "core/check.h"
-#include "offload/activation_checkpoint.h"
+#include "recompute/activation_checkpoint.h"
 
 namespace gpt {
 namespace {
@@ -112,7 +112,7 @@ at::Tensor Gpt::logits(const at::Tensor& tokens) const {
   at::Tensor x = wte_->forward(tokens) + wpe_->forward(positions);
   for (const auto& block : blocks_) {
     const auto forward = [block](const at::Tensor& input) { return block->forward(input); };
-    x = config_.activation_checkpointing ? ds::offload::checkpoint(forward, x) : forward(x);
+    x = config_.activation_checkpointing ? ds::recompute::checkpoint(forward, x) : forward(x);
   }
   x = ln_f_->forward(x);
   return head_ ? head_->forward(x) : at::linear(x, wte_->weight);

@@ -8,7 +8,7 @@
 #include <memory>
 #include <string>
 
-#include "comm/rendezvous_address.h"
+#include "comm/meeting/rendezvous_address.h"
 #include "core/atomic_file.h"
 #include "core/check.h"
 #include "core/restart_request.h"

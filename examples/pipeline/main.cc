@@ -1,4 +1,5 @@
-// A classifier of points on three spiral arms as a pipeline: the model is a list of layers, the rest is in the ds_config.
+// A classifier of points on three spiral arms as a pipeline: the model is a list of layers, the rest is in the
+// ds_config.
 //
 //   ds-launch --num_procs 4 spirals --deepspeed_config configs/pipeline.json
 #include <torch/nn/functional/loss.h>

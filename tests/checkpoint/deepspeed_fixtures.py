@@ -4,7 +4,7 @@
 
 values/ is for the reader of torch.save's files. For each case a job of gloo ranks trains the tiny net below for 4
 steps, saves a checkpoint and trains for 10 more. <case>/saved/ is what DeepSpeed wrote; <case>/expected.safetensors has
-the whole tensors as DeepSpeed's own API gives them, under the paths of checkpoint/source.h; <case>/expected.json the
+the whole tensors as DeepSpeed's own API gives them, under the paths of checkpoint/source/source.h; <case>/expected.json the
 counters, and `loss`, the mean over the global batch before each of the 10 steps.
 
 The batch of step s (from 0) is a formula: sequence i of 6 has the tokens (3 s + 5 i + t (t + i)) mod 11, t = 0..5, of
@@ -117,7 +117,7 @@ def step(engine, number, rank, ranks):
 
 
 def expected_tensors(engine, case, save_dir):
-    """By the paths of checkpoint/source.h."""
+    """By the paths of checkpoint/source/source.h."""
     _, stage, precision, _, more = CASES[case]
     net, tensors = engine.module, {}
     if stage in (1, 2) and hasattr(engine.optimizer, "_hp_optimizer_states_linked"):

@@ -10,7 +10,7 @@
 #include "checkpoint/weight_files.h"
 #include "core/check.h"
 #include "core/safetensors.h"
-#include "tests/checkpoint/memory_source.h"
+#include "tests/checkpoint/source/memory_source.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::checkpoint {

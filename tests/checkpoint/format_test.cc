@@ -2,9 +2,9 @@
 #include "checkpoint/format.h"
 
 #include "checkpoint/open.h"
-#include "checkpoint/tool/location.h"
 #include "core/check.h"
 #include "tests/support/scratch_folder.h"
+#include "tools/checkpoint/location.h"
 
 namespace ds::checkpoint {
 namespace {

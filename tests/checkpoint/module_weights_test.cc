@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "tests/checkpoint/memory_source.h"
+#include "tests/checkpoint/source/memory_source.h"
 
 namespace ds::checkpoint {
 namespace {

@@ -11,7 +11,7 @@
 #include "checkpoint/index.h"
 #include "checkpoint/rewrite.h"
 #include "core/check.h"
-#include "tests/checkpoint/memory_source.h"
+#include "tests/checkpoint/source/memory_source.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::checkpoint {

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "core/check.h"
-#include "tests/checkpoint/memory_source.h"
+#include "tests/checkpoint/source/memory_source.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::checkpoint {

@@ -10,7 +10,7 @@
 #include <limits>
 #include <vector>
 
-#include "comm/cuda_plugin.h"
+#include "comm/backends/cuda_plugin.h"
 #include "compression/sign_codec.h"
 #include "compression/sign_device_kernels.h"
 #include "tests/gpu/tested_device.h"

@@ -1,5 +1,5 @@
 // Checkpointed regions under the engine: the same training as without them, in every stage.
-#include "offload/activation_checkpoint.h"
+#include "recompute/activation_checkpoint.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "engine/plan.h"
+#include "engine/plan/plan.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 
@@ -36,12 +36,12 @@ struct RegionNet : torch::nn::Module {
   at::Tensor block(const at::Tensor& x, size_t i) {
     const auto inner = [layer = layers[i]](const at::Tensor& t) { return torch::tanh(layer->forward(t)); };
     const at::Tensor normed = norms[i]->forward(x);
-    return x + (regions && i == 1 ? offload::checkpoint(inner, normed) : inner(normed));
+    return x + (regions && i == 1 ? recompute::checkpoint(inner, normed) : inner(normed));
   }
   at::Tensor loss(const at::Tensor& input) {
     at::Tensor x = input;
     for (size_t i = 0; i < kRegionLayers; ++i) {
-      x = regions ? offload::checkpoint([this, i](const at::Tensor& t) { return block(t, i); }, x) : block(x, i);
+      x = regions ? recompute::checkpoint([this, i](const at::Tensor& t) { return block(t, i); }, x) : block(x, i);
     }
     return torch::linear(x, layers[0]->weight).to(torch::kFloat).pow(2).mean();
   }
@@ -117,11 +117,11 @@ TEST(EngineActivationCheckpoint, TheSectionConfiguresTheThread) {
   config["activation_checkpointing"] = {{"profile", true}, {"cpu_checkpointing", true}, {"number_checkpoints", 8}};
   run_ranks(2, [&](comm::Communicator& communicator) {
     train_regions(config, communicator, true);
-    EXPECT_TRUE(offload::checkpoint_options().profile);
-    EXPECT_TRUE(offload::checkpoint_options().cpu_checkpointing);
-    EXPECT_EQ(offload::checkpoint_options().number_checkpoints, 8);
+    EXPECT_TRUE(recompute::checkpoint_options().profile);
+    EXPECT_TRUE(recompute::checkpoint_options().cpu_checkpointing);
+    EXPECT_EQ(recompute::checkpoint_options().number_checkpoints, 8);
     // Rank 0 has printed, and so taken, them in its last step. The inner region counts where it builds a graph.
-    const offload::CheckpointStatistics left = offload::take_checkpoint_statistics();
+    const recompute::CheckpointStatistics left = recompute::take_checkpoint_statistics();
     EXPECT_EQ(left.regions, communicator.rank() == 0 ? 0 : 4 * (kRegionLayers + 1));
     EXPECT_EQ(left.recomputations, communicator.rank() == 0 ? 0 : 4 * (kRegionLayers + 1));
   });

@@ -4,7 +4,7 @@
 
 #include "core/check.h"
 #include "engine/engine.h"
-#include "tests/engine/checkpoint_run.h"
+#include "tests/engine/checkpoint/checkpoint_run.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"

@@ -29,10 +29,10 @@
 #include <string>
 #include <thread>
 
-#include "comm/factory.h"
+#include "comm/backends/factory.h"
 #include "core/text.h"
 #include "engine/engine.h"
-#include "engine/init_distributed.h"
+#include "engine/setup/init_distributed.h"
 
 namespace drill {
 

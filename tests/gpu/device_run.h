@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/engine/offload_run.h"
+#include "tests/engine/offloaded/offload_run.h"
 #include "tests/engine/small_run.h"
 #include "tests/gpu/tested_device.h"
 

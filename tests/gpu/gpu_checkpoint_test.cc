@@ -6,8 +6,8 @@
 #include <tuple>
 #include <vector>
 
-#include "comm/thread_group.h"
-#include "tests/engine/checkpoint_run.h"
+#include "comm/shared_memory/thread_group.h"
+#include "tests/engine/checkpoint/checkpoint_run.h"
 #include "tests/gpu/device_run.h"
 #include "tests/support/scratch_folder.h"
 

@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "comm/cuda_plugin.h"
+#include "comm/backends/cuda_plugin.h"
 #include "tests/gpu/tested_device.h"
 #include "tests/simulated_gpu/reports.h"
 

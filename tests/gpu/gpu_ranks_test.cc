@@ -5,8 +5,8 @@
 
 #include <vector>
 
-#include "comm/cuda_plugin.h"
-#include "comm/factory.h"
+#include "comm/backends/cuda_plugin.h"
+#include "comm/backends/factory.h"
 #include "tests/gpu/collective_checks.h"
 #include "tests/gpu/device_run.h"
 #include "tests/support/process_ranks.h"

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/thread_group.h"
+#include "comm/shared_memory/thread_group.h"
 #include "core/check.h"
 #include "offload/aio_file.h"
 #include "tests/gpu/device_run.h"

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "comm/cuda_plugin.h"
+#include "comm/backends/cuda_plugin.h"
 #include "tests/support/store_threads.h"
 
 namespace ds::test {

@@ -4,10 +4,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "launcher/lost_link.h"
-#include "launcher/node_protocol.h"
-#include "launcher/options.h"
-#include "launcher/unique_fd.h"
+#include "core/unique_fd.h"
+#include "launcher/command_line/options.h"
+#include "launcher/protocol/node_protocol.h"
+#include "launcher/ranks/lost_link.h"
 #include "tests/launcher/launched.h"
 
 namespace ds::launcher::testing {

@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "comm/factory.h"
+#include "comm/backends/factory.h"
 #include "core/host_memory.h"
 #include "engine/engine.h"
 #include "tests/memory/large_net.h"

@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "comm/factory.h"
+#include "comm/backends/factory.h"
 #include "engine/engine.h"
 #include "tests/memory/large_net.h"
 #include "tests/support/process_ranks.h"

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/factory.h"
+#include "comm/backends/factory.h"
 #include "core/host_memory.h"
 #include "core/safetensors.h"
 #include "engine/engine.h"

@@ -131,8 +131,7 @@ class ShardedModel {
   at::Tensor flat(size_t bucket, const Values& values) const {
     at::Tensor result = at::zeros({buckets_[bucket].slice_numel}, at::kFloat);
     for (const Segment& s : buckets_[bucket].slice_segments(exchange_->rank())) {
-      result.narrow(0, s.slice_offset, s.length)
-          .copy_(values(s.parameter).narrow(0, s.parameter_offset, s.length));
+      result.narrow(0, s.slice_offset, s.length).copy_(values(s.parameter).narrow(0, s.parameter_offset, s.length));
     }
     return result;
   }

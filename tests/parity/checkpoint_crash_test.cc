@@ -31,7 +31,7 @@
 #include "core/check.h"
 #include "core/text.h"
 #include "engine/engine.h"
-#include "tests/engine/checkpoint_run.h"
+#include "tests/engine/checkpoint/checkpoint_run.h"
 #include "tests/support/process_ranks.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/small_disk.h"

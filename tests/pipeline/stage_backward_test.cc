@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "offload/activation_checkpoint.h"
 #include "pipeline/layer_spec.h"
 #include "pipeline/stage_backward.h"
+#include "recompute/activation_checkpoint.h"
 
 namespace ds::pipeline {
 namespace {
@@ -121,7 +121,7 @@ std::vector<Case> cases() {
                  [=](const Tensors& in) -> Tensors {
                    const at::Tensor s = torch::tanh(w);
                    const auto region = [s](const Tensors& given) -> Tensors { return {torch::matmul(given[0], s)}; };
-                   return {torch::matmul(offload::checkpoint_tensors({}, region, in)[0], torch::matmul(s, v))};
+                   return {torch::matmul(recompute::checkpoint_tensors({}, region, in)[0], torch::matmul(s, v))};
                  },
                  {x},
                  false});
@@ -146,13 +146,13 @@ std::vector<Case> cases() {
   all.push_back({"WithoutWeights", {}, [](const Tensors& in) -> Tensors { return {torch::tanh(in[0])}; }, {x}, false});
   all.push_back({"AnActivationCheckpoint",
                  {w, v, b, g},
-                 [=](const Tensors& in) -> Tensors { return offload::checkpoint_tensors({}, chain, in); },
+                 [=](const Tensors& in) -> Tensors { return recompute::checkpoint_tensors({}, chain, in); },
                  {x},
                  false});
   all.push_back({"AnActivationCheckpointBesideALayer",
                  {w, v, b, g},
                  [=, last = weight_of({4, 4}, 6)](const Tensors& in) -> Tensors {
-                   return {torch::matmul(offload::checkpoint_tensors({}, chain, in)[0], last)};
+                   return {torch::matmul(recompute::checkpoint_tensors({}, chain, in)[0], last)};
                  },
                  {x}});
   return all;

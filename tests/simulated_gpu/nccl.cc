@@ -15,7 +15,7 @@
 #include <thread>
 #include <utility>
 
-#include "comm/gloo_backend.h"
+#include "comm/gloo/gloo_backend.h"
 #include "core/check.h"
 #include "tests/simulated_gpu/streams.h"
 #include "tests/simulated_gpu/tensors.h"

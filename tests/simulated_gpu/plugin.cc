@@ -1,10 +1,10 @@
-// The simulated GPU in the place of libdsengine_cuda (comm/cuda_plugin.h): DS_CUDA_LIBRARY names this library.
-#include "comm/cuda_plugin.h"
+// The simulated GPU in the place of libdsengine_cuda (comm/backends/cuda_plugin.h): DS_CUDA_LIBRARY names this library.
+#include "comm/backends/cuda_plugin.h"
 
 #include <cstdio>
 #include <cstdlib>
 
-#include "comm/c10d_communicator.h"
+#include "comm/backends/c10d_communicator.h"
 #include "tests/simulated_gpu/memory.h"
 #include "tests/simulated_gpu/nccl.h"
 #include "tests/simulated_gpu/reports.h"

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <functional>
 
-#include "comm/gloo_communicator.h"
+#include "comm/gloo/gloo_communicator.h"
 #include "tests/support/store_threads.h"
 
 namespace ds::testing {

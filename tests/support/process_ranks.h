@@ -15,7 +15,7 @@
 #include <set>
 #include <string>
 
-#include "comm/rendezvous.h"
+#include "comm/meeting/rendezvous.h"
 
 namespace ds::testing {
 

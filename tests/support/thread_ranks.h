@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/thread_group.h"
+#include "comm/shared_memory/thread_group.h"
 
 namespace ds::test {
 

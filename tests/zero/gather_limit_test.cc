@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/factory.h"
+#include "comm/backends/factory.h"
 #include "core/check.h"
 #include "tests/support/process_ranks.h"
 #include "zero/parameter_gatherer.h"

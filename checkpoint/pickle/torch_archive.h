@@ -1,0 +1,45 @@
+// A file written by torch.save (torch 1.6 or newer): values at once, tensors when asked for. Nothing in it is run.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "checkpoint/pickle/pickle_reader.h"
+#include "checkpoint/pickle/stored_zip.h"
+
+namespace ds::checkpoint {
+
+// Maps the file. Safe for concurrent readers.
+class TorchArchive {
+ public:
+  // Throws IoError naming the path: not such a file, truncated, damaged, big-endian, TorchScript.
+  explicit TorchArchive(const std::string& path);
+
+  const std::string& path() const { return zip_.path(); }
+  // What was saved. Throws UsageError after forget().
+  const PickleValue& root() const;
+  // Frees the values; references to tensors stay good.
+  void forget() { pickle_.reset(); }
+
+  // Elements [offset, offset + destination.numel()) of the flattened tensor into `destination`: contiguous, on the CPU,
+  // of any dtype (values are converted). Throws IoError naming file and record, UsageError for a range outside.
+  void read(const TensorReference& tensor, int64_t offset, const at::Tensor& destination) const;
+  // The whole tensor, a copy.
+  at::Tensor tensor(const TensorReference& tensor) const;
+  // Throws IoError unless the file has the elements of `tensor`, of a type that can be read.
+  void check(const TensorReference& tensor) const;
+
+ private:
+  std::string record_name(const TensorReference& tensor) const;
+  // Elements of the storage from `offset` on: a view of the mapping, or a copy where the file has them unaligned.
+  at::Tensor stored(const TensorReference& tensor, int64_t offset, int64_t numel) const;
+
+  StoredZip zip_;
+  std::string folder_;  // of its records: "archive/"
+  std::unique_ptr<Pickle> pickle_;
+};
+
+}  // namespace ds::checkpoint

@@ -1,0 +1,95 @@
+#include "checkpoint/source/training_state.h"
+
+#include "core/check.h"
+
+namespace ds::checkpoint {
+namespace {
+
+using nlohmann::json;
+
+json group_to_json(const optim::GroupOptions& group) {
+  return {{"lr", group.lr},       {"weight_decay", group.weight_decay}, {"beta1", group.beta1},
+          {"beta2", group.beta2}, {"momentum", group.momentum},         {"eps", group.eps}};
+}
+
+optim::GroupOptions group_from(const json& group) {
+  return {.lr = group.at("lr").get<double>(),
+          .weight_decay = group.at("weight_decay").get<double>(),
+          .beta1 = group.at("beta1").get<double>(),
+          .beta2 = group.at("beta2").get<double>(),
+          .momentum = group.at("momentum").get<double>(),
+          .eps = group.at("eps").get<double>()};
+}
+
+OptimizerState optimizer_from(const json& value) {
+  OptimizerState optimizer{
+      .type = value.at("type").get<std::string>(), .step_count = value.at("step_count").get<int64_t>(), .groups = {}};
+  for (const json& group : value.at("groups")) optimizer.groups.push_back(group_from(group));
+  return optimizer;
+}
+
+}  // namespace
+
+json to_json(const TrainingState& state) {
+  json result = {{"global_steps", state.global_steps}, {"global_samples", state.global_samples},
+                 {"micro_steps", state.micro_steps},   {"skipped_steps", state.skipped_steps},
+                 {"world_size", state.world_size},     {"zero_stage", state.zero_stage},
+                 {"precision", state.precision},       {"config", state.config},
+                 {"client_state", state.client_state}};
+  if (state.pipeline_stages > 1) result["pipeline_stages"] = state.pipeline_stages;
+  if (state.optimizer) {
+    json groups = json::array();
+    for (const optim::GroupOptions& group : state.optimizer->groups) groups.push_back(group_to_json(group));
+    result["optimizer"] = {
+        {"type", state.optimizer->type}, {"step_count", state.optimizer->step_count}, {"groups", groups}};
+  }
+  if (state.loss_scaler) {
+    result["loss_scaler"] = {{"scale", state.loss_scaler->scale},
+                             {"iteration", state.loss_scaler->iteration},
+                             {"last_overflow_iteration", state.loss_scaler->last_overflow_iteration},
+                             {"remaining_hysteresis", state.loss_scaler->remaining_hysteresis}};
+  }
+  if (state.lr_iteration) result["lr_iteration"] = *state.lr_iteration;
+  if (state.data) {
+    result["data"] = {
+        {"epoch", state.data->epoch}, {"next_sample", state.data->next_sample}, {"seed", state.data->seed}};
+  }
+  return result;
+}
+
+TrainingState training_state_from(const json& value, const std::string& where) {
+  TrainingState state;
+  try {
+    state.global_steps = value.at("global_steps").get<int64_t>();
+    state.global_samples = value.at("global_samples").get<int64_t>();
+    state.micro_steps = value.at("micro_steps").get<int64_t>();
+    state.skipped_steps = value.at("skipped_steps").get<int64_t>();
+    state.world_size = value.at("world_size").get<int>();
+    state.pipeline_stages = value.value("pipeline_stages", 1);
+    state.zero_stage = value.at("zero_stage").get<int64_t>();
+    state.precision = value.at("precision").get<std::string>();
+    state.config = value.at("config");
+    state.client_state = value.at("client_state");
+    if (value.contains("optimizer")) state.optimizer = optimizer_from(value["optimizer"]);
+    if (value.contains("loss_scaler")) {
+      const json& scaler = value["loss_scaler"];
+      state.loss_scaler =
+          optim::LossScalerState{.scale = scaler.at("scale").get<double>(),
+                                 .iteration = scaler.at("iteration").get<int64_t>(),
+                                 .last_overflow_iteration = scaler.at("last_overflow_iteration").get<int64_t>(),
+                                 .remaining_hysteresis = scaler.at("remaining_hysteresis").get<int64_t>()};
+    }
+    if (value.contains("lr_iteration")) state.lr_iteration = value["lr_iteration"].get<int64_t>();
+    if (value.contains("data")) {
+      const json& data = value["data"];
+      state.data = DataPosition{.epoch = data.at("epoch").get<int64_t>(),
+                                .next_sample = data.at("next_sample").get<int64_t>(),
+                                .seed = data.at("seed").get<uint64_t>()};
+    }
+  } catch (const json::exception& error) {
+    throw IoError(cat(where, ": training state: ", error.what()));
+  }
+  return state;
+}
+
+}  // namespace ds::checkpoint

@@ -1,0 +1,51 @@
+// What a checkpoint keeps beside tensors: counters, optimizer settings, schedules, where the data stood.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "optim/group_options.h"
+#include "optim/loss_scaler.h"
+
+namespace ds::checkpoint {
+
+struct OptimizerState {
+  std::string type;                         // ShardOptimizer::name()
+  int64_t step_count = 0;                   // updates applied; bias correction uses it
+  std::vector<optim::GroupOptions> groups;  // as they were at the save
+};
+
+// Where a sampler stands (engine/data/distributed_sampler.h): a position counted over all ranks.
+struct DataPosition {
+  int64_t epoch = 0;
+  int64_t next_sample = 0;
+  uint64_t seed = 0;
+
+  bool operator==(const DataPosition&) const = default;
+};
+
+struct TrainingState {
+  int64_t global_steps = 0;
+  int64_t global_samples = 0;
+  int64_t micro_steps = 0;
+  int64_t skipped_steps = 0;
+  int world_size = 1;       // ranks that wrote it
+  int pipeline_stages = 1;  // of them, ranks of a pipeline
+  int64_t zero_stage = 0;
+  std::string precision;                    // dtype of the model's parameters: "float32", "bfloat16", "float16"
+  std::optional<OptimizerState> optimizer;  // none: weights only
+  std::optional<optim::LossScalerState> loss_scaler;
+  std::optional<int64_t> lr_iteration;  // LrScheduler::last_batch_iteration()
+  std::optional<DataPosition> data;
+  nlohmann::json config = nlohmann::json::object();        // the ds_config as it was given
+  nlohmann::json client_state = nlohmann::json::object();  // the program's own
+};
+
+nlohmann::json to_json(const TrainingState& state);
+// Throws IoError that begins with `where` and names the key: missing, or of another type.
+TrainingState training_state_from(const nlohmann::json& json, const std::string& where);
+
+}  // namespace ds::checkpoint

@@ -1,0 +1,294 @@
+#include "comm/backends/c10d_communicator.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <mutex>
+
+#include "comm/local_reduce.h"
+#include "comm/self_messages.h"
+#include "core/check.h"
+#include "core/tensor_check.h"
+
+namespace ds::comm {
+namespace {
+
+using BackendWork = c10::intrusive_ptr<c10d::Work>;
+
+at::Tensor as_bytes(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.detach().view(-1).view(at::kByte) : tensor;
+}
+
+std::string text_of(const Collective& c) {
+  const at::Tensor& tensor = c.input.defined() ? c.input : c.output;
+  return cat(name_of(c.kind), c.label.empty() ? "" : cat(" '", c.label, "'"),
+             tensor.defined() ? cat(" (", describe(tensor), ")") : "");
+}
+
+c10d::ReduceOp c10d_op(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::kAvg:
+      return c10d::ReduceOp::AVG;
+    case ReduceOp::kProduct:
+      return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::kMin:
+    case ReduceOp::kBand:  // on bool
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::kMax:
+    case ReduceOp::kBor:  // on bool
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::kBxor:
+      break;
+  }
+  ensure(false, "bitwise operations are composed");
+  return c10d::ReduceOp::SUM;
+}
+
+bool is_bitwise(ReduceOp op) { return op == ReduceOp::kBand || op == ReduceOp::kBor || op == ReduceOp::kBxor; }
+
+void combine_bitwise(const at::Tensor& into, const at::Tensor& next, ReduceOp op) {
+  if (op == ReduceOp::kBand) {
+    into.bitwise_and_(next);
+  } else if (op == ReduceOp::kBor) {
+    into.bitwise_or_(next);
+  } else {
+    into.bitwise_xor_(next);
+  }
+}
+
+// An operation of the backend, and what remains to be done once it has finished.
+class BackendState : public WorkState {
+ public:
+  BackendState(BackendWork work, std::function<void()> finish, std::string what)
+      : work_(std::move(work)), finish_(std::move(finish)), what_(std::move(what)) {}
+
+  bool is_completed() override { return work_->isCompleted(); }
+
+  void wait() override {
+    try {
+      work_->wait();
+    } catch (const std::exception& error) {
+      throw CommError(cat(what_, ": ", error.what(),
+                          ". A rank has most likely ended or issued another operation: look at ",
+                          "the logs of the other ranks first"));
+    }
+    if (!finish_) return;
+    const at::NoGradGuard no_grad;
+    finish_();
+    finish_ = nullptr;
+  }
+
+ private:
+  BackendWork work_;
+  std::function<void()> finish_;
+  std::string what_;
+};
+
+class C10dCommunicator : public Communicator {
+ public:
+  explicit C10dCommunicator(const C10dGroup& group)
+      : Communicator(group.rank, group.size, group.name),
+        group_(group),
+        backend_(group.size > 1 ? group.connect(group.store, group.rank, group.size) : nullptr) {}
+
+ protected:
+  Work launch(Collective collective) override;
+  std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) override;
+
+ private:
+  // What the backend was asked for, and what is left to do afterwards.
+  struct Issued {
+    BackendWork work;
+    std::function<void()> finish;
+  };
+  Issued issue(const Collective& c);
+  Issued issue_reduction(const Collective& c);
+  Issued issue_bitwise(const Collective& c);
+  Issued issue_barrier();
+  BackendWork issue_copy(const Collective& c);
+  BackendWork issue_on(CollectiveKind kind, at::Tensor output, at::Tensor input, ReduceOp op, int root);
+  std::vector<at::Tensor> parts_of(const at::Tensor& bytes) const;
+
+  C10dGroup group_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  SelfMessages self_;
+  int groups_made_ = 0;
+};
+
+std::shared_ptr<Communicator> C10dCommunicator::make_group(const std::vector<int>& ranks, const std::string& name) {
+  require(!ranks.empty() && std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>()) && ranks.front() >= 0 &&
+              ranks.back() < size(),
+          "new_group '", name, "': expected ascending ranks of group '", this->name(), "' in [0, ", size(), ")");
+  const std::string prefix = cat(name, "#", groups_made_++, "/", ranks.front());
+  const auto own = std::find(ranks.begin(), ranks.end(), rank());
+  if (own == ranks.end()) return nullptr;
+  C10dGroup sub = group_;
+  sub.store = c10::make_intrusive<c10d::PrefixStore>(prefix, group_.store);
+  sub.rank = static_cast<int>(own - ranks.begin());
+  sub.size = static_cast<int>(ranks.size());
+  sub.name = name;
+  return make_c10d_communicator(sub);
+}
+
+Work C10dCommunicator::launch(Collective collective) {
+  const at::NoGradGuard no_grad;
+  const std::string what = text_of(collective);
+  for (const at::Tensor& tensor : {collective.input, collective.output}) {
+    require(!tensor.defined() || tensor.device() == group_.device, what, ": expected a tensor on ", group_.device.str(),
+            ", found ", describe(tensor));
+  }
+  const bool sending = collective.kind == CollectiveKind::kSend;
+  if ((sending || collective.kind == CollectiveKind::kRecv) && collective.peer == rank()) {
+    return sending ? self_.send(collective.input, collective.tag, what)
+                   : self_.recv(collective.output, collective.tag, what);
+  }
+  const std::string where = cat(what, " on group '", name(), "', rank ", rank(), " of ", size());
+  try {
+    // c10d's flight recorder, which all groups of a process share, enters new groups without a lock. (NCCL is left
+    // alone: a group's first operation blocks until all its ranks issue it.)
+    static std::mutex recorder;
+    std::unique_lock<std::mutex> lock(recorder, std::defer_lock);
+    if (group_.device.is_cpu()) lock.lock();
+    Issued issued = issue(collective);
+    return Work(std::make_shared<BackendState>(std::move(issued.work), std::move(issued.finish), where));
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw CommError(cat(where, ": ", error.what()));
+  }
+}
+
+C10dCommunicator::Issued C10dCommunicator::issue(const Collective& c) {
+  switch (c.kind) {
+    case CollectiveKind::kAllReduce:
+    case CollectiveKind::kReduce:
+    case CollectiveKind::kReduceScatter:
+      require_reducible(c.input.scalar_type(), c.op, text_of(c));
+      if (is_bitwise(c.op) && c.input.scalar_type() != at::kBool) return issue_bitwise(c);
+      return issue_reduction(c);
+    case CollectiveKind::kBarrier:
+      return issue_barrier();
+    default:
+      return {issue_copy(c), nullptr};
+  }
+}
+
+// The current stream waits, and then the host for it.
+C10dCommunicator::Issued C10dCommunicator::issue_barrier() {
+  const at::Tensor token = at::zeros({1}, at::TensorOptions(group_.device).dtype(at::kInt));
+  return {issue_on(CollectiveKind::kAllReduce, token, token, ReduceOp::kMax, 0), [token] { token.item(); }};
+}
+
+C10dCommunicator::Issued C10dCommunicator::issue_reduction(const Collective& c) {
+  const auto dtype = c.input.scalar_type();
+  const bool integer = at::isIntegralType(dtype, true);
+  at::Tensor input = c.input.detach();
+  at::Tensor output = c.output.detach();
+  const bool same = c.input.is_same(c.output);
+  const bool converted = dtype == at::kShort;
+  if (dtype == at::kBool) {
+    input = input.view(at::kByte);
+    output = output.view(at::kByte);
+  } else if (converted) {
+    input = input.to(at::kInt);
+    output = same ? input : at::empty(output.sizes(), input.options());
+  }
+  const bool divide = c.op == ReduceOp::kAvg && (integer || !group_.averages);
+  const auto work = issue_on(c.kind, output, same ? output : input, divide ? ReduceOp::kSum : c.op, c.peer);
+  if (!divide && !converted) return {work, nullptr};
+  // The results of reduce are on root only: elsewhere the contents do not matter.
+  const int64_t ranks = divide ? size() : 1;
+  return {work, [target = c.output.detach(), output, input, ranks, integer] {
+            if (ranks > 1 && integer) output.div_(ranks, "trunc");
+            if (ranks > 1 && !integer) output.div_(ranks);
+            if (!output.is_same(target) && output.data_ptr() != target.data_ptr()) target.copy_(output);
+          }};
+}
+
+C10dCommunicator::Issued C10dCommunicator::issue_bitwise(const Collective& c) {
+  const at::Tensor input = c.input.detach().view(-1);
+  const at::Tensor all = at::empty({size(), input.numel()}, input.options());
+  auto work = issue_on(CollectiveKind::kAllGather, as_bytes(all), as_bytes(input), c.op, 0);
+  const int64_t count = c.output.numel();
+  const int64_t begin = c.kind == CollectiveKind::kReduceScatter ? rank() * count : 0;
+  return {std::move(work), [all, target = c.output.detach().view(-1), begin, count, op = c.op] {
+            const at::Tensor result = all[0].narrow(0, begin, count);
+            for (int64_t r = 1; r < all.size(0); ++r) combine_bitwise(result, all[r].narrow(0, begin, count), op);
+            target.copy_(result);
+          }};
+}
+
+BackendWork C10dCommunicator::issue_copy(const Collective& c) {
+  const at::Tensor input = as_bytes(c.input);
+  const at::Tensor output = as_bytes(c.output);
+  if (c.kind != CollectiveKind::kAllToAll) return issue_on(c.kind, output, input, c.op, c.peer);
+  const auto row_bytes = [](const at::Tensor& tensor) {
+    const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+    return rows == 0 ? 0 : static_cast<int64_t>(tensor.nbytes()) / rows;
+  };
+  auto to = c.input_splits;
+  auto from = c.output_splits;
+  if (to.empty() != from.empty()) {
+    auto& even = to.empty() ? to : from;
+    const at::Tensor& tensor = to.empty() ? c.input : c.output;
+    even.assign(size(), (tensor.dim() == 0 ? 1 : tensor.size(0)) / size());
+  }
+  for (int64_t& rows : to) rows *= row_bytes(c.input);
+  for (int64_t& rows : from) rows *= row_bytes(c.output);
+  at::Tensor out = output;
+  at::Tensor in = input;
+  return backend_->alltoall_base(out, in, from, to);
+}
+
+std::vector<at::Tensor> C10dCommunicator::parts_of(const at::Tensor& bytes) const {
+  if (!bytes.defined()) return {};
+  return bytes.chunk(size());
+}
+
+BackendWork C10dCommunicator::issue_on(CollectiveKind kind, at::Tensor output, at::Tensor input, ReduceOp op,
+                                       int root) {
+  std::vector<at::Tensor> tensors{output};
+  std::vector<at::Tensor> inputs{input};
+  std::vector<std::vector<at::Tensor>> lists;
+  switch (kind) {
+    case CollectiveKind::kAllReduce:
+      return backend_->allreduce(tensors, {.reduceOp = c10d_op(op)});
+    case CollectiveKind::kReduce:
+      return backend_->reduce(tensors, {.reduceOp = c10d_op(op), .rootRank = root});
+    case CollectiveKind::kReduceScatter:
+      return backend_->_reduce_scatter_base(output, input, {.reduceOp = c10d_op(op)});
+    case CollectiveKind::kBroadcast:
+      return backend_->broadcast(tensors, {.rootRank = root});
+    case CollectiveKind::kAllGather:
+      return backend_->_allgather_base(output, input);
+    case CollectiveKind::kGather:
+      if (output.defined()) lists.push_back(parts_of(output));
+      return backend_->gather(lists, inputs, {.rootRank = root});
+    case CollectiveKind::kScatter:
+      if (input.defined()) lists.push_back(parts_of(input));
+      return backend_->scatter(tensors, lists, {.rootRank = root});
+    case CollectiveKind::kSend:
+      return backend_->send(inputs, root, 0);
+    case CollectiveKind::kRecv:
+      return backend_->recv(tensors, root, 0);
+    case CollectiveKind::kAllToAll:
+    case CollectiveKind::kBarrier:
+      break;
+  }
+  ensure(false, "all_to_all and barrier are issued elsewhere");
+  return {};
+}
+
+}  // namespace
+
+std::shared_ptr<Communicator> make_c10d_communicator(const C10dGroup& group) {
+  return std::make_shared<C10dCommunicator>(group);
+}
+
+}  // namespace ds::comm

@@ -1,0 +1,56 @@
+#include "comm/backends/cuda_plugin.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <filesystem>
+
+#include "core/check.h"
+
+namespace ds::comm {
+namespace {
+
+constexpr const char* kLibrary = "libdsengine_cuda.so";
+constexpr const char* kLibraryVariable = "DS_CUDA_LIBRARY";
+
+std::string folder_of_this_library() {
+  Dl_info info{};
+  if (::dladdr(reinterpret_cast<const void*>(&cuda_plugin), &info) == 0 || info.dli_fname == nullptr) return {};
+  return std::filesystem::path(info.dli_fname).parent_path().string();
+}
+
+std::vector<std::string> places() {
+  const char* const given = std::getenv(kLibraryVariable);
+  if (given != nullptr && *given != '\0') return {given};
+  return {cat(folder_of_this_library(), "/", kLibrary), kLibrary};
+}
+
+}  // namespace
+
+const CudaPlugin& open_cuda_plugin(const std::vector<std::string>& paths) {
+  std::string reasons;
+  void* library = nullptr;
+  for (const std::string& path : paths) {
+    library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library != nullptr) break;
+    reasons += cat(reasons.empty() ? "" : "; ", ::dlerror());
+  }
+  require<ConfigError>(
+      library != nullptr, "device cuda needs ", kLibrary, ", which cannot be loaded (", reasons,
+      "). Build it on a machine with a CUDA toolkit: cmake --preset cuda && cmake --build --preset cuda, ",
+      "with a LibTorch that holds libtorch_cuda.so and the NVIDIA libraries it names; or run on the CPU");
+  using Entry = const CudaPlugin* (*)();
+  const auto entry = reinterpret_cast<Entry>(::dlsym(library, CudaPlugin::kSymbol));
+  const CudaPlugin* plugin = entry == nullptr ? nullptr : entry();
+  require<ConfigError>(plugin != nullptr && plugin->version == CudaPlugin::kVersion, kLibrary, ": expected version ",
+                       CudaPlugin::kVersion, ", found ", plugin == nullptr ? 0 : plugin->version,
+                       ". Build both libraries from one source tree");
+  return *plugin;
+}
+
+const CudaPlugin& cuda_plugin() {
+  static const CudaPlugin& plugin = open_cuda_plugin(places());
+  return plugin;
+}
+
+}  // namespace ds::comm

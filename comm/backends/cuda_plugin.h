@@ -1,0 +1,47 @@
+// Access to libdsengine_cuda: what needs CUDA libraries, opened when the device is cuda.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace ds::comm {
+
+struct NcclGroup {
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank = 0;
+  int size = 1;
+  std::string name = "world";
+  c10::Device device{c10::kCUDA, 0};  // one device per rank
+  std::chrono::milliseconds timeout{std::chrono::minutes(10)};
+};
+
+// What the library offers. Both sides are built from this header: `version` says whether it was the same one.
+struct CudaPlugin {
+  static constexpr int kVersion = 2;
+  static constexpr const char* kSymbol = "dsengine_cuda_plugin";  // extern "C" const CudaPlugin* dsengine_cuda_plugin()
+
+  int version = kVersion;
+  std::shared_ptr<Communicator> (*make_nccl_communicator)(const NcclGroup& group) = nullptr;
+  // Pins pages of the host for copies of all devices, from the current device. Returns why not, or nothing.
+  std::string (*register_host_memory)(void* data, size_t bytes) = nullptr;
+  void (*unregister_host_memory)(void* data) = nullptr;  // never throws: called by destructors
+};
+
+// Opens the first library of `paths` that the loader takes. Throws ConfigError that says how to build it when none can
+// be loaded (with the loader's reason for each), or when it is of another version.
+const CudaPlugin& open_cuda_plugin(const std::vector<std::string>& paths);
+
+// Opens the library once: the one that the environment variable DS_CUDA_LIBRARY names, else that beside libdsengine,
+// else where the system looks. Throws as open_cuda_plugin. Thread safe.
+const CudaPlugin& cuda_plugin();
+
+}  // namespace ds::comm

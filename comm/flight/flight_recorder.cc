@@ -1,0 +1,295 @@
+#include "comm/flight/flight_recorder.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "comm/communicator.h"
+#include "comm/flight/contract.h"
+#include "comm/flight/rank_list.h"
+#include "core/check.h"
+#include "core/log.h"
+
+namespace ds::comm {
+namespace {
+
+constexpr std::chrono::milliseconds kHeadStart{300};
+constexpr size_t kMostOnDevice = 64;
+constexpr size_t kRoomForNumber = 4;  // "#12", behind names of groups
+constexpr uint32_t kSharedGroup = kFlightGroups - 1;
+
+// Equal for all processes of a host, and goes on while they are stopped.
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+bool has_root(CollectiveKind kind) {
+  return kind == CollectiveKind::kBroadcast || kind == CollectiveKind::kReduce || kind == CollectiveKind::kGather ||
+         kind == CollectiveKind::kScatter;
+}
+
+bool reduces(CollectiveKind kind) {
+  return kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduce ||
+         kind == CollectiveKind::kReduceScatter;
+}
+
+// The same on all ranks that issue the same collective.
+int64_t shared_elements(const Collective& c) {
+  const int64_t in = c.input.defined() ? c.input.numel() : 0;
+  const int64_t out = c.output.defined() ? c.output.numel() : 0;
+  if (c.kind == CollectiveKind::kGather) return in;
+  if (c.kind == CollectiveKind::kScatter) return out;
+  return std::max(in, out);
+}
+
+// Up to a comma, where it is too long.
+std::string whole_part(const std::string& list, size_t limit) {
+  return list.size() <= limit ? list : list.substr(0, list.rfind(',', limit - 1)) + ",...";
+}
+
+// An operation that failed tells whoever waits for it, not whoever looks.
+bool is_over(const Work& work) {
+  try {
+    return work.is_completed();
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+uint64_t signature_of(const Collective& c, const at::Tensor& tensor) {
+  uint64_t hash = mix(0, static_cast<uint64_t>(c.kind));
+  if (reduces(c.kind)) hash = mix(hash, static_cast<uint64_t>(c.op));
+  if (has_root(c.kind)) hash = mix(hash, static_cast<uint64_t>(c.peer));
+  // What goes from one to another may differ; even splits may be given or left out.
+  if (c.kind != CollectiveKind::kAllToAll) hash = mix(hash, static_cast<uint64_t>(shared_elements(c)));
+  if (tensor.defined()) hash = mix(hash, static_cast<uint64_t>(tensor.scalar_type()));
+  return mix(hash, c.label);
+}
+
+}  // namespace
+
+// A Work whose waits are recorded.
+class FlightRecorder::FollowedWork final : public WorkState {
+ public:
+  FollowedWork(std::shared_ptr<FlightRecorder> recorder, const Ticket& ticket, Work work)
+      : recorder_(std::move(recorder)), ticket_(ticket), work_(std::move(work)) {}
+  FollowedWork(const FollowedWork&) = delete;
+  FollowedWork& operator=(const FollowedWork&) = delete;
+  ~FollowedWork() override {
+    if (!waited_) recorder_->ended(ticket_, FlightState::kReleased);
+  }
+
+  bool is_completed() override { return work_.is_completed(); }
+  bool is_ready() override { return work_.is_ready(); }
+  void wait() override {
+    waited_ = true;
+    recorder_->waiting(ticket_);
+    try {
+      work_.wait();
+    } catch (...) {
+      recorder_->failed(ticket_);
+      throw;
+    }
+    recorder_->waited(ticket_, work_);
+  }
+
+ private:
+  std::shared_ptr<FlightRecorder> recorder_;
+  Ticket ticket_;
+  Work work_;
+  std::atomic<bool> waited_{false};
+};
+
+FlightRecorder::FlightRecorder(const FlightRecorderOptions& options)
+    : memory_(options.file, flight_bytes(options.entries)) {
+  require(options.entries >= 1 && options.entries <= kMostFlightEntries, "flight recorder: entries: expected a number ",
+          "from 1 to ", kMostFlightEntries, ", found ", options.entries);
+  set_magic(header());
+  header().entries = options.entries;
+  header().rank = options.rank;
+  header().world_size = options.world_size;
+  header().process = getpid();
+  header().now_ns = now_ns();
+  header().next_sequence = 1;
+  header().micro_step = -1;
+  header().phase_ns = header().now_ns;
+  header().host.assign(options.host);
+}
+
+FlightGroup* FlightRecorder::groups() const {
+  return reinterpret_cast<FlightGroup*>(static_cast<char*>(memory_.data()) + sizeof(FlightHeader));
+}
+
+FlightEntry* FlightRecorder::entries() const { return reinterpret_cast<FlightEntry*>(groups() + kFlightGroups); }
+
+int FlightRecorder::add_group(const std::string& name, const std::vector<int>& ranks, int own) {
+  const std::lock_guard lock(mutex_);
+  if (header().groups >= kSharedGroup) return add_to_others();
+  FlightGroup& group = groups()[header().groups];
+  const std::string list = whole_part(rank_list_text(ranks), group.ranks.limit());
+  const std::string start = name.substr(0, group.name.limit() - kRoomForNumber);
+  const int same = ++names_[{start, list}];
+  const std::string number = same == 1 ? "" : cat("#", same);
+  group.name.assign(same == 1 ? name : start + number);
+  group.ranks.assign(list);
+  group.own = own;
+  return static_cast<int>(header().groups++);
+}
+
+// Their operations are recorded; they count for nothing.
+int FlightRecorder::add_to_others() {
+  FlightGroup& others = groups()[kSharedGroup];
+  if (header().groups == kSharedGroup) {
+    log::warning("flight record: there are more than ", kSharedGroup,
+                 " groups of ranks; the collectives of later ones are ", "not compared between ranks");
+    others.name.assign("of other ranks");
+    others.own = -1;
+    ++header().groups;
+  }
+  return kSharedGroup;
+}
+
+FlightRecorder::Ticket FlightRecorder::begin(int group, const Collective& c) {
+  const std::lock_guard lock(mutex_);
+  require<CommError>(doom_.empty(), doom_);
+  if (!recording_) return {};
+  const at::Tensor& tensor = c.input.defined() ? c.input : c.output;
+  const bool message = c.kind == CollectiveKind::kSend || c.kind == CollectiveKind::kRecv;
+  const uint64_t sequence = header().next_sequence;
+  const size_t slot = (sequence - 1) % header().entries;
+  FlightEntry& entry = entries()[slot];
+  entry.sequence = 0;  // whoever reads meanwhile leaves it out
+  entry.group = static_cast<uint16_t>(group);
+  entry.message = message;
+  entry.signature = signature_of(c, tensor);
+  if (message) {
+    entry.position = ++messages_[{group, c.kind, c.peer, c.tag}];
+  } else if (groups()[group].own < 0) {
+    entry.position = 0;
+  } else {
+    extend_contract(groups()[group], entry.signature);
+    entry.position = groups()[group].position;
+  }
+  entry.issued_ns = now_ns();
+  entry.waited_ns = entry.issued_ns;  // until it is launched, which may wait for others
+  entry.ended_ns = 0;
+  entry.elements = shared_elements(c);
+  entry.peer = message || has_root(c.kind) ? c.peer : -1;
+  entry.tag = c.tag;
+  entry.state = FlightState::kWaiting;
+  entry.operation.assign(comm::name_of(c.kind));
+  entry.reduction.assign(reduces(c.kind) ? comm::name_of(c.op) : "");
+  entry.dtype.assign(tensor.defined() ? c10::toString(tensor.scalar_type()) : "");
+  entry.label.assign(c.label);
+  entry.sequence = sequence;
+  header().next_sequence = sequence + 1;
+  return {.slot = slot, .sequence = sequence, .on_device = tensor.defined() && !tensor.is_cpu()};
+}
+
+FlightEntry* FlightRecorder::find(const Ticket& ticket) const {
+  if (ticket.sequence == 0) return nullptr;
+  FlightEntry& entry = entries()[ticket.slot];
+  return entry.sequence == ticket.sequence ? &entry : nullptr;
+}
+
+void FlightRecorder::waiting(const Ticket& ticket) {
+  const std::lock_guard lock(mutex_);
+  FlightEntry* const entry = find(ticket);
+  if (entry == nullptr || entry->state != FlightState::kIssued) return;
+  entry->state = FlightState::kWaiting;
+  entry->waited_ns = now_ns();
+}
+
+void FlightRecorder::ended(const Ticket& ticket, FlightState state) {
+  const std::lock_guard lock(mutex_);
+  FlightEntry* const entry = find(ticket);
+  if (entry == nullptr || entry->ended_ns != 0) return;
+  entry->state = state;
+  entry->ended_ns = now_ns();
+  if (state == FlightState::kFailed) memory_.keep();
+}
+
+void FlightRecorder::waited(const Ticket& ticket, const Work& work) {
+  if (!ticket.on_device) return ended(ticket, FlightState::kFinished);
+  end_those_on_device();
+  if (is_over(work)) return ended(ticket, FlightState::kFinished);
+  const std::lock_guard lock(mutex_);
+  on_device_.emplace_back(ticket, work);
+  if (on_device_.size() <= kMostOnDevice) return;
+  if (FlightEntry* const oldest = find(on_device_.front().first); oldest != nullptr && oldest->ended_ns == 0) {
+    oldest->state = FlightState::kReleased;  // nobody looks any more when it is done
+    oldest->ended_ns = now_ns();
+  }
+  on_device_.pop_front();  // they hold memory of the device
+}
+
+void FlightRecorder::end_those_on_device() {
+  std::list<std::pair<Ticket, Work>> done;
+  {
+    const std::lock_guard lock(mutex_);
+    while (!on_device_.empty() && is_over(on_device_.front().second)) {
+      done.splice(done.end(), on_device_, on_device_.begin());
+    }
+  }
+  for (const auto& [ticket, work] : done) ended(ticket, FlightState::kFinished);
+}
+
+// Most often because another rank has gone: whoever started the ranks is to see the end of that one first.
+void FlightRecorder::failed(const Ticket& ticket) {
+  ended(ticket, FlightState::kFailed);
+  if (!failed_.exchange(true)) std::this_thread::sleep_for(kHeadStart);
+}
+
+Work FlightRecorder::follow(const Ticket& ticket, Work work) {
+  if (ticket.sequence == 0) return work;
+  {
+    const std::lock_guard lock(mutex_);
+    if (FlightEntry* const entry = find(ticket)) {
+      entry->state = FlightState::kIssued;
+      entry->waited_ns = 0;
+    }
+  }
+  return Work(std::make_shared<FollowedWork>(shared_from_this(), ticket, std::move(work)));
+}
+
+void FlightRecorder::phase(const char* name, int64_t step, int64_t micro_step) {
+  const std::lock_guard lock(mutex_);
+  header().phase.assign(name);
+  header().step = step;
+  header().micro_step = micro_step;
+  header().phase_ns = now_ns();
+}
+
+void FlightRecorder::beat() {
+  end_those_on_device();
+  const std::lock_guard lock(mutex_);
+  header().now_ns = now_ns();
+}
+
+void FlightRecorder::leave() {
+  const std::lock_guard lock(mutex_);
+  header().left = 1;
+  header().now_ns = now_ns();
+}
+
+void FlightRecorder::stop() {
+  const std::lock_guard lock(mutex_);
+  recording_ = false;
+}
+
+void FlightRecorder::keep() { memory_.keep(); }
+
+void FlightRecorder::doom(const std::string& text) {
+  const std::lock_guard lock(mutex_);
+  if (doom_.empty()) doom_ = text;
+}
+
+FlightLog FlightRecorder::log() const {
+  const std::lock_guard lock(mutex_);
+  return log_from_memory(memory_.data(), memory_.size(), "flight recorder");
+}
+
+}  // namespace ds::comm

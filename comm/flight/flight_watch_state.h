@@ -1,0 +1,144 @@
+// What the threads of a FlightWatch share. Included by flight_watch.cc and flight_judge*.cc only.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/flight/flight_watch.h"
+#include "comm/flight/host_stack.h"
+#include "comm/flight/stall_explanation.h"
+#include "core/text.h"
+
+namespace ds::comm {
+namespace flight {
+
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+constexpr std::chrono::milliseconds kShortestInterval{50};
+constexpr std::chrono::milliseconds kLongestInterval{1000};
+constexpr std::chrono::milliseconds kStackLimit{300};
+constexpr int kRanksPerSecond = 512;  // boards that rank 0 reads
+constexpr double kShortestSilence = 3;
+constexpr std::chrono::seconds kSteady{60};  // of a connection that has proved good
+
+// Keys of the store.
+inline std::string board_key(int rank) { return cat("board/", rank); }
+inline std::string alarm_key(int alarm) { return cat("alarm/", alarm); }
+inline std::string gone_key(int rank) { return cat("gone/", rank); }
+inline std::string deaf_key(int rank) { return cat("deaf/", rank); }
+inline std::string read_key(int rank) { return cat("read/", rank); }  // it has the verdict
+inline std::string record_key(int alarm, int rank) { return cat("record/", alarm, "/", rank); }
+constexpr const char* kVerdict = "verdict";
+constexpr const char* kJob = "job";
+constexpr const char* kClosing = "closing";  // rank 0 ends, and the store with it
+
+inline std::vector<uint8_t> to_value(const std::string& text) { return {text.begin(), text.end()}; }
+inline std::string to_text(const std::vector<uint8_t>& value) { return {value.begin(), value.end()}; }
+
+// How long its oldest wait has lasted, at its last heartbeat.
+inline double waiting_seconds(const FlightLog& log) {
+  const FlightEntry* const entry = log.waiting();
+  return entry == nullptr ? 0 : static_cast<double>(log.header.now_ns - entry->waited_ns) * 1e-9;
+}
+
+}  // namespace flight
+
+// What the threads share with their owner; outlives it where a store does not answer.
+struct FlightWatch::State {
+  c10::intrusive_ptr<c10d::Store> meeting;
+  c10::intrusive_ptr<c10d::Store> store;  // a connection of the watch's own
+  int reconnections = 0;                  // since the last connection that proved good
+  std::atomic<bool> deaf{false};          // the thread that talks has given up
+  std::shared_ptr<FlightRecorder> recorder;
+  std::vector<RankPlace> ranks;
+  int rank = 0;
+  std::string folder;
+  HostStack stack;
+  std::atomic<int64_t> limit_ms{0};
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool stopping = false;
+  int running = 0;  // threads
+
+  std::atomic<bool> lost{false};          // the store has ended
+  std::atomic<bool> closed{false};        // in good order, and rank 0 with it
+  std::atomic<int64_t> asked_ns{0};       // since when the store has not answered; 0: it has
+  std::atomic<bool> first_silent{false};  // rank 0 gives no sign of life, though the store does (torchrun keeps it)
+  std::atomic<bool> ending{false};
+
+  // Of the thread that talks.
+  int alarms_seen = 0;
+  flight::Clock::time_point last_turn = flight::Clock::now();
+  flight::Clock::time_point connected = flight::Clock::now();
+  flight::Clock::time_point exchanged = flight::Clock::now();
+  int64_t first_beat = 0;  // of rank 0, when this rank waits for long
+  flight::Clock::time_point first_heard = flight::Clock::now();
+  flight::Clock::time_point quiet_until{};  // after this process was stopped for a while, others may have been as well
+
+  // Of the thread that guards.
+  flight::Clock::time_point last_look = flight::Clock::now();
+  flight::Clock::time_point trusts_from{};  // as quiet_until
+  bool told = false;                        // that nobody judges stalls any more
+
+  // Of rank 0's.
+  struct Peer {
+    std::optional<FlightLog> board;
+    flight::Clock::time_point heard = flight::Clock::now();
+    bool deaf = false;  // it lives, but its connection does not
+  };
+  std::vector<Peer> peers;
+  flight::Clock::time_point next_comparison{};
+  double next_report = 0;  // seconds of the running stall at which to say more; 0: none runs
+
+  double limit() const { return static_cast<double>(limit_ms.load()) * 1e-3; }
+  std::chrono::milliseconds interval() const {
+    const auto size = static_cast<int64_t>(ranks.size());
+    const int64_t eighth = limit_ms > 0 ? limit_ms / 8 : flight::kLongestInterval.count();
+    const std::chrono::milliseconds base(
+        std::clamp(eighth, int64_t{flight::kShortestInterval.count()}, int64_t{flight::kLongestInterval.count()}));
+    return std::max(base, std::chrono::milliseconds(1000 * size / flight::kRanksPerSecond));
+  }
+  double dead_after() const { return std::max(limit() / 2, 3 * flight::Seconds(interval()).count()); }
+  bool near(int other) const {
+    return ranks[static_cast<size_t>(other)].domain == ranks[static_cast<size_t>(rank)].domain;
+  }
+
+  // Whether this process was stopped (SIGSTOP, Ctrl-Z) since `last`, which becomes now.
+  bool was_stopped(flight::Clock::time_point& last) const;
+  void talk();
+  bool reconnect(const std::string& why);
+  void give_up(const std::string& why);
+  FlightLog show_board();  // returns what it shows
+  void guard();
+  bool pause(std::chrono::milliseconds time);  // false: it is time to stop
+  void exchange();
+  void answer(int alarm);
+  FlightLog full_log();
+  void listen_to_first(const FlightLog& own);
+  void read_boards();
+  void judge();
+  void raise_alarm();
+  std::vector<FlightLog> collect(int alarm);
+  bool answers(int other) const;
+  bool is_of(const FlightLog& log, int other) const;
+  FlightLog unheard(int other) const;
+  void await_readers();
+  std::string write_records(const std::vector<FlightLog>& logs, const StallExplanation& stall, int alarm);
+  void say_goodbye();
+  void obey(const std::string& verdict);
+  void judge_alone();
+  void end(const std::string& text);
+  double silence(int other) const;
+};
+
+}  // namespace ds::comm

@@ -1,0 +1,79 @@
+#include "comm/flight/rank_list.h"
+
+#include <algorithm>
+#include <charconv>
+
+#include "core/text.h"
+
+namespace ds::comm {
+namespace {
+
+constexpr size_t kShortestRun = 3;
+
+// One past the last of the run of equal distance that begins at `begin`.
+size_t end_of_run(const std::vector<int>& ranks, size_t begin) {
+  if (begin + 1 >= ranks.size()) return ranks.size();
+  const int distance = ranks[begin + 1] - ranks[begin];
+  size_t end = begin + 2;
+  while (distance > 0 && end < ranks.size() && ranks[end] - ranks[end - 1] == distance) ++end;
+  return end - begin < kShortestRun ? begin + 1 : end;
+}
+
+bool read_number(const char*& at, const char* end, int& value) {
+  const auto [next, error] = std::from_chars(at, end, value);
+  if (error != std::errc()) return false;
+  at = next;
+  return true;
+}
+
+}  // namespace
+
+std::string rank_list_text(const std::vector<int>& ranks) {
+  std::string text;
+  for (size_t begin = 0; begin < ranks.size();) {
+    const size_t end = end_of_run(ranks, begin);
+    text += cat(text.empty() ? "" : ",", ranks[begin]);
+    if (end - begin >= kShortestRun) {
+      const int distance = ranks[begin + 1] - ranks[begin];
+      text += cat("-", ranks[end - 1], distance == 1 ? "" : cat("/", distance));
+    }
+    begin = end;
+  }
+  return text;
+}
+
+std::vector<int> parse_rank_list(const std::string& text) {
+  std::vector<int> ranks;
+  const char* at = text.data();
+  const char* const end = text.data() + text.size();
+  while (at < end) {
+    int first = 0;
+    int last = 0;
+    int distance = 1;
+    if (!read_number(at, end, first)) break;
+    last = first;
+    if (at < end && *at == '-') {
+      ++at;
+      if (!read_number(at, end, last)) break;
+      if (at < end && *at == '/') {
+        ++at;
+        if (!read_number(at, end, distance) || distance < 1) break;
+      }
+    }
+    for (int rank = first; rank <= last; rank += distance) ranks.push_back(rank);
+    if (at < end && *at++ != ',') break;
+  }
+  return ranks;
+}
+
+std::string ranks_in_words(std::vector<int> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  std::string text = rank_list_text(ranks);
+  if (ranks.size() == 1) return "rank " + text;
+  if (const size_t comma = text.rfind(','); comma != std::string::npos) text.replace(comma, 1, " and ");
+  for (size_t at = text.find(','); at != std::string::npos; at = text.find(',', at + 2)) text.replace(at, 1, ", ");
+  return "ranks " + text;
+}
+
+}  // namespace ds::comm

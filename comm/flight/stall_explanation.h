@@ -1,0 +1,39 @@
+// Why ranks wait for each other: from what each of them recorded to one sentence. Pure, torch-free.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "comm/flight/flight_log.h"
+
+namespace ds::comm {
+
+enum class StallCause : uint8_t {
+  kNone,        // nobody waits
+  kLate,        // a rank that lives has not come; it may yet
+  kDead,        // a rank that has not come gives no sign of life, or has ended
+  kCircle,      // ranks wait for each other
+  kDifference,  // ranks issued different collectives
+  kTransport,   // all have come, and still wait
+};
+
+struct StallExplanation {
+  StallCause cause = StallCause::kNone;
+  std::string sentence;     // for people; empty for kNone
+  std::vector<int> guilty;  // ranks that the others wait for; empty where none stands out
+  double seconds = 0;       // since when the first rank waits
+
+  // Whether waiting longer cannot help.
+  bool hopeless() const {
+    return cause == StallCause::kDead || cause == StallCause::kCircle || cause == StallCause::kDifference;
+  }
+};
+
+// `logs`: of all ranks of which anything is known, at most one a rank; `world_size` of them make the job. A rank whose
+// heartbeat is older than `dead_after_seconds` counts as dead.
+StallExplanation explain_stall(const std::vector<FlightLog>& logs, int world_size, double dead_after_seconds);
+
+// What a rank did last and does now: a few lines for a report of all ranks.
+std::string rank_report(const FlightLog& log, size_t entries);
+
+}  // namespace ds::comm

@@ -1,0 +1,119 @@
+#include "comm/meeting/tcp_meeting.h"
+
+#include <fcntl.h>
+#include <netdb.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "core/check.h"
+
+namespace ds::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kKnockInterval{3};
+constexpr milliseconds kKnockLimit{2000};  // for one address to answer
+
+class Socket {
+ public:
+  explicit Socket(const addrinfo& address)
+      : descriptor_(::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)) {}
+  ~Socket() {
+    if (descriptor_ >= 0) ::close(descriptor_);
+  }
+  Socket(const Socket&) = delete;
+  Socket& operator=(const Socket&) = delete;
+  int get() const { return descriptor_; }
+
+ private:
+  int descriptor_;
+};
+
+using AddressList = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
+
+AddressList resolve(const std::string& host, int port) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const int error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
+  require<CommError>(error == 0, "rendezvous: the host '", host, "' cannot be resolved (", ::gai_strerror(error),
+                     "). Set MASTER_ADDR to the name or address of the machine that runs rank 0");
+  return {found, ::freeaddrinfo};
+}
+
+// 0 when somebody listens there, else the reason.
+int knock(const addrinfo& address, milliseconds limit) {
+  const Socket socket(address);
+  if (socket.get() < 0) return errno;
+  if (::connect(socket.get(), address.ai_addr, address.ai_addrlen) == 0) return 0;
+  if (errno != EINPROGRESS) return errno;
+  pollfd waiting{socket.get(), POLLOUT, 0};
+  if (::poll(&waiting, 1, static_cast<int>(limit.count())) <= 0) return ETIMEDOUT;
+  int error = 0;
+  socklen_t length = sizeof error;
+  ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+  return error;
+}
+
+void await_listener(const RendezvousAddress& address, Clock::time_point deadline, milliseconds timeout) {
+  const AddressList list = resolve(address.host, address.port);
+  for (;;) {
+    int error = 0;
+    for (const addrinfo* candidate = list.get(); candidate != nullptr; candidate = candidate->ai_next) {
+      const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
+      error = knock(*candidate, std::clamp(left, milliseconds(1), kKnockLimit));
+      if (error == 0) return;
+    }
+    require<CommError>(Clock::now() < deadline, "rendezvous: rank ", address.rank, " of ", address.world_size,
+                       " waited ", timeout.count(), " ms for ", address.rank_zero_listens ? "rank 0" : "torchrun",
+                       ", which is missing: nobody listens on ", address.host, ":", address.port, " (",
+                       std::strerror(error), "). Look whether ",
+                       address.rank_zero_listens ? "rank 0 was started" : "torchrun still runs", ", whether ",
+                       "MASTER_ADDR and MASTER_PORT are those of its machine, and whether a firewall is in between");
+    std::this_thread::sleep_for(kKnockInterval);
+  }
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Store> open_tcp_store(const RendezvousAddress& address, milliseconds timeout) {
+  const auto deadline = Clock::now() + timeout;
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(address.port);
+  options.isServer = address.rank == 0 && address.rank_zero_listens;
+  options.numWorkers = static_cast<size_t>(address.world_size);
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  if (!options.isServer) {
+    await_listener(address, deadline, timeout);
+  } else {
+    resolve(address.host, address.port);
+  }
+  try {
+    c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::TCPStore>(address.host, options);
+    if (address.prefix.empty()) return store;
+    return c10::make_intrusive<c10d::PrefixStore>(address.prefix, store);
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    const bool in_use = text.find("EADDRINUSE") != std::string::npos || text.find("in use") != std::string::npos;
+    require<CommError>(
+        !in_use, "rendezvous: rank 0 cannot listen on port ", address.port,
+        ", which is in use (another job, or one that has just ended). Choose another with --master_port ",
+        "or MASTER_PORT; `ss -ltnp | grep ", address.port, "` names the process");
+    throw CommError(cat("rendezvous: rank ", address.rank, " could not open the store at ", address.host, ":",
+                        address.port, ": ", text.substr(0, text.find('\n'))));
+  }
+}
+
+}  // namespace ds::comm

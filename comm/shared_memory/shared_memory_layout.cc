@@ -1,0 +1,94 @@
+#include "comm/shared_memory/shared_memory_layout.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <new>
+
+#include "core/check.h"
+
+namespace ds::comm {
+namespace {
+
+// Three of them per rank stay in the last-level cache together with the tensors' current chunks.
+constexpr size_t kSlotBytes = size_t{256} << 10;
+constexpr size_t kAllRingsBytes = size_t{32} << 20;
+
+size_t page_aligned(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
+
+}  // namespace
+
+bool OperationRecord::agrees_with(const OperationRecord& other) const {
+  return sequence == other.sequence && kind == other.kind && op == other.op && dtype == other.dtype &&
+         root == other.root && count == other.count && check == other.check &&
+         std::strncmp(label, other.label, sizeof label) == 0;
+}
+
+std::string OperationRecord::text() const {
+  if (sequence == 0) return "nothing yet";
+  std::string text = name_of(kind);
+  const bool reduces =
+      kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduce || kind == CollectiveKind::kReduceScatter;
+  if (reduces) text += cat(" ", name_of(op));
+  if (kind != CollectiveKind::kBarrier) text += cat(" of ", count, " ", c10::toString(at::ScalarType{dtype}));
+  if (root >= 0) text += cat(", root ", root);
+  if (label[0] != '\0') text += cat(" '", label, "'");
+  return text + cat(" (#", sequence, ")");
+}
+
+size_t GroupMemory::ring_bytes_for(int size) {
+  const auto pairs = static_cast<size_t>(size) * static_cast<size_t>(size);
+  return std::clamp(std::bit_floor(kAllRingsBytes / pairs), size_t{4} << 10, size_t{1} << 20);
+}
+
+GroupMemory::Offsets GroupMemory::offsets_for(int size) {
+  const auto ranks = static_cast<size_t>(size);
+  Offsets offsets{};
+  offsets.rows = page_aligned(ranks * sizeof(RankBlock));
+  offsets.ring_ends = page_aligned(offsets.rows + ranks * 2 * ranks * sizeof(int64_t));
+  offsets.stages = page_aligned(offsets.ring_ends + ranks * ranks * sizeof(RingEnds));
+  offsets.rings = offsets.stages + ranks * kSlots * kSlotBytes;
+  offsets.end = offsets.rings + ranks * ranks * ring_bytes_for(size);
+  return offsets;
+}
+
+size_t GroupMemory::bytes_for(int size) { return offsets_for(size).end; }
+
+void GroupMemory::initialize(SharedRegion& region, int size) {
+  const Offsets offsets = offsets_for(size);
+  const auto ranks = static_cast<size_t>(size);
+  for (size_t r = 0; r < ranks; ++r) new (region.data() + r * sizeof(RankBlock)) RankBlock;
+  for (size_t p = 0; p < ranks * ranks; ++p) new (region.data() + offsets.ring_ends + p * sizeof(RingEnds)) RingEnds;
+}
+
+GroupMemory::GroupMemory(std::shared_ptr<SharedRegion> region, int size)
+    : region_(std::move(region)), size_(size), ring_bytes_(ring_bytes_for(size)), offsets_(offsets_for(size)) {
+  ensure(region_->bytes() == offsets_.end, "a group's region has the size that its ranks need");
+}
+
+size_t GroupMemory::slot_bytes() const { return kSlotBytes; }
+
+RankBlock& GroupMemory::rank(int rank) const {
+  return *std::launder(reinterpret_cast<RankBlock*>(region_->data() + static_cast<size_t>(rank) * sizeof(RankBlock)));
+}
+
+int64_t* GroupMemory::row(int rank, uint64_t sequence) const {
+  const auto index = (static_cast<size_t>(rank) * 2 + sequence % 2) * static_cast<size_t>(size_);
+  return reinterpret_cast<int64_t*>(region_->data() + offsets_.rows) + index;
+}
+
+std::byte* GroupMemory::stage(int rank, uint64_t chunk) const {
+  return region_->data() + offsets_.stages + (static_cast<size_t>(rank) * kSlots + chunk % kSlots) * kSlotBytes;
+}
+
+RingEnds& GroupMemory::ring_ends(int source, int destination) const {
+  const auto pair = static_cast<size_t>(source) * static_cast<size_t>(size_) + static_cast<size_t>(destination);
+  return *std::launder(reinterpret_cast<RingEnds*>(region_->data() + offsets_.ring_ends + pair * sizeof(RingEnds)));
+}
+
+std::byte* GroupMemory::ring(int source, int destination) const {
+  const auto pair = static_cast<size_t>(source) * static_cast<size_t>(size_) + static_cast<size_t>(destination);
+  return region_->data() + offsets_.rings + pair * ring_bytes_;
+}
+
+}  // namespace ds::comm

@@ -1,0 +1,124 @@
+#include "comm/shared_memory/shared_region.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "core/check.h"
+
+namespace ds::comm {
+namespace {
+
+class Descriptor {
+ public:
+  explicit Descriptor(int value) : value_(value) {}
+  ~Descriptor() {
+    if (value_ >= 0) close(value_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int get() const { return value_; }
+
+ private:
+  int value_;
+};
+
+std::string reason(int error) { return std::strerror(error); }
+
+std::string free_shared_memory() {
+  struct statvfs info {};
+  if (statvfs("/dev/shm", &info) != 0) return "unknown";
+  return std::to_string(static_cast<uint64_t>(info.f_bavail) * info.f_frsize);
+}
+
+int reserve(int descriptor, size_t bytes) {
+  int error = 0;
+  do {
+    error = posix_fallocate(descriptor, 0, static_cast<off_t>(bytes));
+  } while (error == EINTR);
+  return error;
+}
+
+}  // namespace
+
+std::shared_ptr<SharedRegion> SharedRegion::anonymous(size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  require<CommError>(data != MAP_FAILED, "cannot map ", bytes, " bytes for ranks as threads: ", reason(errno));
+  return std::shared_ptr<SharedRegion>(new SharedRegion(static_cast<std::byte*>(data), bytes, false));
+}
+
+std::shared_ptr<SharedRegion> SharedRegion::map(int descriptor, size_t bytes, const std::string& name) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  require<CommError>(data != MAP_FAILED, "cannot map ", bytes, " bytes of shared memory ", name, ": ", reason(errno));
+  return std::shared_ptr<SharedRegion>(new SharedRegion(static_cast<std::byte*>(data), bytes, true));
+}
+
+std::shared_ptr<SharedRegion> SharedRegion::create(const std::string& name, size_t bytes) {
+  const Descriptor file(shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+  require<CommError>(file.get() >= 0, "cannot create shared memory ", name, ": ", reason(errno));
+  try {
+    require<CommError>(ftruncate(file.get(), static_cast<off_t>(bytes)) == 0, "cannot size shared memory ", name,
+                       " to ", bytes, " bytes: ", reason(errno));
+    const int error = reserve(file.get(), bytes);
+    require<CommError>(error == 0, "shared memory between the ranks of this host needs ", bytes,
+                       " bytes in /dev/shm, free are ", free_shared_memory(), " (", reason(error),
+                       "); enlarge /dev/shm (docker: --shm-size or --ipc=host) or set \"communication_backend\": "
+                       "\"gloo\"");
+    return map(file.get(), bytes, name);
+  } catch (...) {
+    remove_name(name);
+    throw;
+  }
+}
+
+std::shared_ptr<SharedRegion> SharedRegion::attach(const std::string& name, size_t bytes) {
+  const Descriptor file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
+  require<CommError>(file.get() >= 0, "cannot open shared memory ", name, ": ", reason(errno),
+                     "; all ranks must run on one host, as one user, and see the same /dev/shm");
+  struct stat info {};
+  require<CommError>(fstat(file.get(), &info) == 0, "cannot examine shared memory ", name, ": ", reason(errno));
+  require<CommError>(static_cast<size_t>(info.st_size) == bytes, "shared memory ", name, ": expected ", bytes,
+                     " bytes, found ", info.st_size, "; all ranks must run the same version of dsengine");
+  return map(file.get(), bytes, name);
+}
+
+void SharedRegion::remove_name(const std::string& name) noexcept { shm_unlink(name.c_str()); }
+
+SharedRegion::~SharedRegion() { munmap(data_, bytes_); }
+
+std::shared_ptr<SharedRegion> PosixRegionDirectory::create(const std::string& name, size_t bytes) {
+  return SharedRegion::create(name, bytes);
+}
+
+std::shared_ptr<SharedRegion> PosixRegionDirectory::attach(const std::string& name, size_t bytes) {
+  return SharedRegion::attach(name, bytes);
+}
+
+void PosixRegionDirectory::seal(const std::string& name) noexcept { SharedRegion::remove_name(name); }
+
+std::shared_ptr<SharedRegion> ThreadRegionDirectory::create(const std::string& name, size_t bytes) {
+  auto region = SharedRegion::anonymous(bytes);
+  const std::lock_guard lock(mutex_);
+  require<CommError>(regions_.emplace(name, region).second, "the region ", name, " exists already");
+  return region;
+}
+
+std::shared_ptr<SharedRegion> ThreadRegionDirectory::attach(const std::string& name, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const auto found = regions_.find(name);
+  require<CommError>(found != regions_.end() && found->second->bytes() == bytes, "no region ", name, " of ", bytes,
+                     " bytes");
+  return found->second;
+}
+
+void ThreadRegionDirectory::seal(const std::string& name) noexcept {
+  const std::lock_guard lock(mutex_);
+  regions_.erase(name);
+}
+
+}  // namespace ds::comm

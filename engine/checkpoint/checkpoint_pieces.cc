@@ -1,0 +1,163 @@
+#include "engine/checkpoint/checkpoint_pieces.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/block_codec.h"
+#include "core/check.h"
+#include "core/round_up.h"
+#include "engine/checkpoint/rank_state.h"
+
+namespace ds::engine {
+namespace {
+
+// Part `index` of `count` of [begin, end), cut at aligned elements.
+std::pair<int64_t, int64_t> part_of(int64_t begin, int64_t end, int64_t index, int64_t count) {
+  const int64_t part = round_up((end - begin + count - 1) / count, zero::kAlignment);
+  return {std::min(end, begin + index * part), std::min(end, begin + (index + 1) * part)};
+}
+
+// Which of the ranks that hold the same slices this one is, and how many they are.
+std::pair<int, int> copy_of(const Engine::Impl& impl, bool partitioned) {
+  if (!partitioned) return {impl.communicator->rank(), impl.communicator->size()};
+  if (!impl.groups.replicas) return {0, 1};
+  return {impl.groups.replicas->rank(), impl.groups.replicas->size()};
+}
+
+// Of what this rank holds, the part that it writes.
+BucketRange written_range(const Engine::Impl& impl, const zero::BucketLayout& layout, bool partitioned) {
+  BucketRange range = held_range(impl, layout, partitioned);
+  const auto [index, count] = copy_of(impl, partitioned);
+  std::tie(range.begin, range.end) = part_of(range.begin, range.end, index, count);
+  return range;
+}
+
+class PieceList {
+ public:
+  void add(const std::string& path, checkpoint::TensorInfo tensor, const Segment& run, at::Tensor flat,
+           int64_t position, size_t bucket) {
+    pieces_.push_back({.plan = {path, std::move(tensor), run.parameter_offset, run.length},
+                       .flat = std::move(flat),
+                       .position = position,
+                       .bucket = bucket});
+  }
+  std::vector<StatePiece> take() { return std::move(pieces_); }
+
+ private:
+  std::vector<StatePiece> pieces_;
+};
+
+void add_trained(Engine::Impl& impl, size_t b, PieceList& pieces) {
+  const zero::BucketLayout& layout = impl.buckets[b].layout();
+  const bool partitioned = impl.plan.partition_optimizer;
+  const BucketRange range = written_range(impl, layout, partitioned);
+  const auto add = [&](const at::Tensor& flat, const auto& path_of) {
+    for_each_run(layout, range, [&](const Segment& run, int64_t position) {
+      const ParameterInfo& info = impl.parameter_infos[static_cast<size_t>(run.parameter)];
+      pieces.add(path_of(info.name), {.dtype = flat.scalar_type(), .sizes = info.sizes}, run, flat, position, b);
+    });
+  };
+  add(impl.masters[b], checkpoint::weight_path);
+  if (!impl.optimizer) return;
+  for (const auto& [state, values] : impl.optimizer->states(static_cast<int64_t>(b))) {
+    ensure(values.dim() == 1 && values.numel() == impl.masters[b].numel(), "a state has an element for each weight");
+    add(values, [&state = state](const std::string& name) { return checkpoint::state_path(state, name); });
+  }
+}
+
+// Stage 3.
+void add_frozen_bucket(const Engine::Impl& impl, size_t f, PieceList& pieces) {
+  const zero::ParameterBucket& bucket = impl.frozen_buckets[f];
+  const bool partitioned = bucket.sharded();
+  const BucketRange range = written_range(impl, bucket.layout(), partitioned);
+  at::Tensor flat = partitioned ? at::Tensor() : bucket.flat();
+  if (partitioned && bucket.bits() > 0) {
+    flat = at::empty({bucket.layout().slice_numel}, bucket.flat().options().device(bucket.encoded_slice().device()));
+    bucket.use_slice(/*changes=*/false, [&] { BlockCodec(bucket.bits()).decode(bucket.encoded_slice(), flat); });
+  } else if (partitioned) {
+    flat = bucket.slice(impl.groups.shards->rank());
+  }
+  for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
+    const zero::Parameter& parameter = impl.frozen[static_cast<size_t>(run.parameter)];
+    if (impl.pipeline && impl.pipeline->is_copy(parameter.name)) return;
+    pieces.add(checkpoint::weight_path(parameter.name),
+               {.dtype = flat.scalar_type(), .sizes = parameter.tensor.sizes().vec(), .frozen = true}, run, flat,
+               position, impl.buckets.size() + f);
+  });
+}
+
+// Below stage 3 every rank has them whole.
+void add_frozen_parameters(const Engine::Impl& impl, PieceList& pieces) {
+  int64_t total = 0;
+  for (const zero::Parameter& parameter : impl.frozen) total += parameter.tensor.numel();
+  const auto [begin, end] = part_of(0, total, impl.communicator->rank(), impl.communicator->size());
+  int64_t first = 0;
+  for (const zero::Parameter& parameter : impl.frozen) {
+    const int64_t numel = parameter.tensor.numel();
+    const int64_t from = std::clamp<int64_t>(begin - first, 0, numel);
+    const int64_t to = std::clamp<int64_t>(end - first, 0, numel);
+    first += numel;
+    const bool empty = numel == 0 && impl.communicator->rank() == 0;
+    if (from == to && !empty) continue;
+    if (impl.pipeline && impl.pipeline->is_copy(parameter.name)) continue;
+    pieces.add(checkpoint::weight_path(parameter.name),
+               {.dtype = parameter.tensor.scalar_type(), .sizes = parameter.tensor.sizes().vec(), .frozen = true},
+               {.parameter_offset = from, .length = to - from}, parameter.tensor.detach().contiguous().view({-1}), from,
+               StatePiece::kNoBucket);
+  }
+}
+
+void add_memory(const NamedTensors& memory, PieceList& pieces) {
+  for (const auto& [path, values] : memory) {
+    pieces.add(path, {.dtype = values.scalar_type(), .sizes = values.sizes().vec()}, {.length = values.numel()}, values,
+               0, StatePiece::kNoBucket);
+  }
+}
+
+}  // namespace
+
+BucketRange held_range(const Engine::Impl& impl, const zero::BucketLayout& layout, bool partitioned) {
+  if (!partitioned) return {0, 0, layout.numel};
+  const int64_t begin = layout.slice_numel * impl.groups.shards->rank();
+  return {begin, begin, begin + layout.slice_numel};
+}
+
+void for_each_run(const zero::BucketLayout& layout, const BucketRange& range,
+                  const std::function<void(const Segment& run, int64_t position)>& use) {
+  for (const Segment& segment : layout.segments) {
+    const int64_t begin = std::max(segment.slice_offset, range.begin);
+    const int64_t end = std::min(segment.slice_offset + segment.length, range.end);
+    if (begin >= end) continue;
+    const Segment run = {.parameter = segment.parameter,
+                         .parameter_offset = segment.parameter_offset + begin - segment.slice_offset,
+                         .slice_offset = begin,
+                         .length = end - begin};
+    use(run, begin - range.first);
+  }
+}
+
+std::vector<StatePiece> state_pieces(Engine::Impl& impl, bool with_frozen) {
+  PieceList pieces;
+  for (size_t b = 0; b < impl.buckets.size(); ++b) {
+    if (!impl.pipeline || impl.pipeline->counts(b)) add_trained(impl, b, pieces);
+  }
+  add_memory(optimizer_memory(impl), pieces);
+  if (impl.communicator->rank() == 0) add_memory(shared_optimizer_memory(impl), pieces);
+  add_memory(compression_memory(impl), pieces);
+  if (!with_frozen) return pieces.take();
+  for (size_t f = 0; f < impl.frozen_buckets.size(); ++f) add_frozen_bucket(impl, f, pieces);
+  if (!impl.gatherer) add_frozen_parameters(impl, pieces);
+  return pieces.take();
+}
+
+void use_bucket(Engine::Impl& impl, size_t bucket, bool changes, const std::function<void()>& use) {
+  if (bucket == StatePiece::kNoBucket) return use();
+  if (bucket >= impl.buckets.size()) {
+    return impl.frozen_buckets[bucket - impl.buckets.size()].use_slice(changes, use);
+  }
+  impl.buckets[bucket].use_slice(changes, [&] { impl.use_master(bucket, changes, [&](const at::Tensor&) { use(); }); });
+}
+
+}  // namespace ds::engine

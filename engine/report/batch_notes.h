@@ -1,0 +1,59 @@
+// What a rank keeps of the micro-batches of the running accumulation, to tell later where a NaN came from.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/data/data_loader.h"
+
+namespace ds::engine {
+
+// Micro-batches count from 0. Nothing here waits for an accelerator, but first_bad_loss(). Not thread safe.
+class BatchNotes {
+ public:
+  // What the next micro-batch is called.
+  void name_next(std::string name) { next_name_ = std::move(name); }
+  // Begins or goes on with a micro-batch. One without a name is called by the samples of the batch that `loader` (may
+  // be null) has given since the last call, if that was one: which of several it is, nobody knows.
+  void begin(int64_t micro_batch, const DataLoader* loader);
+  // A scalar without graph; several of one micro-batch are all kept.
+  void keep_loss(int64_t micro_batch, const at::Tensor& loss);
+  // The accumulation is over, or dropped: then the loader may have given batches that were not used.
+  void forget(bool dropped = false);
+
+  // "samples 17, 99 of the training data"; empty: it is not known.
+  std::string name_of(int64_t micro_batch) const;
+  struct BadLoss {
+    int64_t micro_batch = 0;
+    double loss = 0;
+    int64_t others = 0;  // losses after it that are not finite either
+  };
+  // Nothing: all are finite.
+  std::optional<BadLoss> first_bad_loss() const;
+
+ private:
+  struct Named {
+    int64_t micro_batch = 0;
+    std::string name;
+    std::vector<int64_t> samples;  // where there is no name
+  };
+  struct Kept {
+    int64_t micro_batch = 0;
+    at::Tensor loss;
+  };
+
+  std::optional<std::string> next_name_;
+  int64_t delivered_ = 0;  // batches of the loader at the last begin()
+  bool dropped_ = false;
+  std::vector<Named> named_;
+  std::vector<Kept> losses_;
+};
+
+// As name_of() says it.
+std::string name_of_samples(const std::vector<int64_t>& samples);
+
+}  // namespace ds::engine

@@ -1,0 +1,123 @@
+#include "engine/report/reporter.h"
+
+#include <algorithm>
+
+#include "core/log.h"
+#include "engine/engine.h"
+#include "profiling/process_memory.h"
+#include "recompute/activation_checkpoint.h"
+
+namespace ds::engine {
+namespace {
+
+using profiling::Phase;
+
+std::string list_of(const std::vector<double>& values) {
+  std::string text = "[";
+  for (size_t i = 0; i < values.size(); ++i) text += cat(i == 0 ? "" : ", ", values[i]);
+  return text + "]";
+}
+
+}  // namespace
+
+Reporter::Reporter(const config::DsConfig& config, int rank)
+    : is_first_rank_(rank == 0),
+      breakdown_(config.wall_clock_breakdown),
+      memory_(config.memory_breakdown),
+      checkpoints_(config.activation_checkpointing.profile),
+      steps_per_print_(config.steps_per_print.value_or(0)),
+      forward_begin_(profiling::monotonic_seconds()),
+      last_step_end_(forward_begin_) {
+  if (!is_first_rank_) return;
+  if (memory_) tensors_.emplace();
+  if (config.csv_monitor.enabled) {
+    monitors_.add(profiling::make_csv_monitor(config.csv_monitor.output_path, config.csv_monitor.job_name));
+  }
+  if (config.tensorboard.enabled) {
+    monitors_.add(profiling::make_tensorboard_monitor(config.tensorboard.output_path, config.tensorboard.job_name));
+  }
+}
+
+void Reporter::backward_begins() {
+  backward_begin_ = profiling::monotonic_seconds();
+  if (tensors_) activation_bytes_ = std::max(activation_bytes_, tensors_->live_bytes() - before_forward_);
+  // What lies between two calls of the engine is the program's forward.
+  timers_.add(Phase::kForward, backward_begin_ - forward_begin_);
+}
+
+void Reporter::backward_ends() {
+  forward_begin_ = profiling::monotonic_seconds();
+  if (tensors_) before_forward_ = tensors_->live_bytes();
+  timers_.add(Phase::kBackward, forward_begin_ - backward_begin_);
+  timers_.add(Phase::kBackwardInner, forward_begin_ - backward_begin_);
+}
+
+void Reporter::step_begins() { step_begin_ = profiling::monotonic_seconds(); }
+
+void Reporter::reductions_end() { timers_.add(Phase::kBackwardReduce, profiling::monotonic_seconds() - step_begin_); }
+
+void Reporter::step_ends(const Engine& engine, const at::Tensor& loss) {
+  const double now = profiling::monotonic_seconds();
+  timers_.add(Phase::kStep, now - step_begin_);
+  throughput_.add_step(now - last_step_end_, engine.train_batch_size());
+  last_step_end_ = forward_begin_ = now;
+  if (tensors_) before_forward_ = tensors_->live_bytes();
+  if (!is_first_rank_) return;
+  if (!monitors_.empty()) write_events(engine);
+  if (steps_per_print_ > 0 && engine.global_steps() % steps_per_print_ == 0) {
+    print_step(engine, loss);
+    if (checkpoints_) print_checkpoints();
+  }
+  if (memory_) print_memory(engine);
+  const std::string micro = timers_.finish_micro_step();
+  const std::string step = timers_.finish_step();
+  if (breakdown_) {
+    log::info(micro);
+    log::info(step);
+  }
+}
+
+void Reporter::print_step(const Engine& engine, const at::Tensor& loss) const {
+  std::string momenta = "[";
+  for (const std::vector<double>& group : engine.get_mom()) momenta += cat(momenta == "[" ? "" : ", ", list_of(group));
+  const std::string loss_text = loss.defined() ? cat(", loss=", loss.item<double>()) : "";
+  log::info("step=", engine.global_steps(), loss_text, ", skipped=", engine.skipped_steps(),
+            ", lr=", list_of(engine.get_lr()), ", mom=", momenta, "], ", throughput_.summary());
+}
+
+void Reporter::print_memory(const Engine& engine) {
+  constexpr double kMebibyte = 1024.0 * 1024.0;
+  const auto mebibytes = [](int64_t bytes) { return fixed(static_cast<double>(bytes) / kMebibyte, 1); };
+  const Engine::ModelStateBytes state = engine.model_state_bytes();
+  log::info("memory (MiB) after step ", engine.global_steps(), ": resident ", mebibytes(profiling::resident_bytes()),
+            ", peak ", mebibytes(profiling::peak_resident_bytes()), "; model state ", mebibytes(state.total()),
+            " = parameters ", mebibytes(state.parameters), " + gradients ", mebibytes(state.gradients), " + master ",
+            mebibytes(state.master), " + optimizer ", mebibytes(state.optimizer), "; gathered at most ",
+            mebibytes(state.gathered), "; activations ", mebibytes(activation_bytes_), " (", activation_bytes_,
+            " bytes, for ds-tool check --activation_bytes)");
+  activation_bytes_ = 0;
+}
+
+void Reporter::print_checkpoints() {
+  constexpr double kMebibyte = 1024.0 * 1024.0;
+  const recompute::CheckpointStatistics sum = recompute::take_checkpoint_statistics();
+  log::info("activation checkpoints: ", sum.regions, " regions, ", sum.recomputations, " recomputations, ",
+            fixed(static_cast<double>(sum.bytes_kept) / kMebibyte, 1),
+            " MiB of inputs kept; time (ms) | forward: ", fixed(sum.forward_seconds * 1e3, 2),
+            " | recomputation: ", fixed(sum.recomputation_seconds * 1e3, 2));
+}
+
+void Reporter::write_events(const Engine& engine) {
+  const int64_t samples = engine.global_samples();
+  std::vector<profiling::Event> events = {{"Train/Samples/lr", engine.get_lr().front(), samples}};
+  if (engine.config().fp16.enabled) events.push_back({"Train/Samples/loss_scale", engine.loss_scale(), samples});
+  if (breakdown_) {
+    for (const auto& [name, phase] : {std::pair{"forward", Phase::kForward}, std::pair{"backward", Phase::kBackward},
+                                      std::pair{"step", Phase::kStep}}) {
+      events.push_back({cat("Train/Samples/elapsed_time_ms_", name), timers_.step_seconds(phase) * 1e3, samples});
+    }
+  }
+  monitors_.write_events(events);
+}
+
+}  // namespace ds::engine

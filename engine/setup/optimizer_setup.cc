@@ -1,0 +1,168 @@
+#include "engine/setup/optimizer_setup.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/ones.h>
+
+#include <utility>
+
+#include "compression/compressed_factory.h"
+#include "engine/plan/plan.h"
+#include "optim/muon.h"
+#include "optim/optimizer_factory.h"
+#include "zero/partition.h"
+#include "zero/slice_exchange.h"
+
+namespace ds::engine {
+namespace {
+
+optim::GroupOptions config_group(const config::OptimizerParams& params) {
+  return {.lr = params.lr,
+          .weight_decay = params.weight_decay,
+          .beta1 = params.betas[0],
+          .beta2 = params.betas[1],
+          .momentum = params.momentum,
+          .eps = params.eps};
+}
+
+optim::GroupOptions overridden(optim::GroupOptions base, const ParameterGroup& group) {
+  if (group.lr) base.lr = *group.lr;
+  if (group.weight_decay) base.weight_decay = *group.weight_decay;
+  base.non_freeze = group.non_freeze;
+  return base;
+}
+
+// The masks of a group as flat masks of its buckets.
+void set_average_masks(compression::CompressedOptimizer& optimizer, const std::vector<at::Tensor>& masks,
+                       const std::vector<zero::ParameterBucket>& buckets, const std::vector<ParameterInfo>& infos) {
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    const zero::BucketLayout& layout = buckets[b].layout();
+    const at::Tensor& mask = masks[static_cast<size_t>(layout.group)];
+    if (!mask.defined()) continue;
+    const at::Tensor flat = at::ones({layout.numel}, buckets[b].flat().options().dtype(at::kBool));
+    for (const Segment& segment : layout.segments) {
+      const ParameterInfo& info = infos[static_cast<size_t>(segment.parameter)];
+      require(at::is_expandable_to(mask.sizes(), info.sizes), "initialize: .parameter_groups: exp_avg_mask of shape ",
+              mask.sizes(), " does not broadcast to ", info.name, " of shape ", c10::IntArrayRef(info.sizes),
+              "; give that parameter a group of its own");
+      const at::Tensor whole = mask.ne(0).expand(info.sizes).reshape({-1});
+      flat.narrow(0, segment.slice_offset, segment.length)
+          .copy_(whole.narrow(0, segment.parameter_offset, segment.length));
+    }
+    optimizer.set_average_mask(static_cast<int64_t>(b), flat);
+  }
+}
+
+}  // namespace
+
+OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,
+                            const std::vector<ParameterGroup>& groups, bool part_of_model) {
+  OptimizerGroups result;
+  result.group_of = assign_groups(parameters.trainable, groups, part_of_model);
+  optim::GroupOptions base = config_group(section.values);
+  const bool muon = section.type == "Muon";
+  if (muon && section.values.muon_lr) base.lr = *section.values.muon_lr;
+  result.options.push_back(base);
+  for (const ParameterGroup& group : groups) result.options.push_back(overridden(base, group));
+  result.masks.resize(1);
+  for (const ParameterGroup& group : groups) {
+    require(section.compresses() || (!group.non_freeze && !group.exp_avg_mask.defined()),
+            "initialize: .parameter_groups: ",
+            "non_freeze and exp_avg_mask are for OneBitAdam, OneBitLamb and ZeroOneAdam, found optimizer.type ",
+            section.type);
+    require(!group.non_freeze || section.type == "OneBitAdam", "initialize: .parameter_groups: non_freeze is for ",
+            "OneBitAdam, found optimizer.type ", section.type);
+    result.masks.push_back(group.exp_avg_mask);
+  }
+  if (!muon) return result;
+
+  // The second half of the groups belongs to the parameters that Muon leaves to AdamW.
+  const auto own_groups = static_cast<int>(result.options.size());
+  optim::GroupOptions aux = optim::default_aux_adam_options();
+  aux.weight_decay = section.values.weight_decay;
+  if (section.params.contains("lr")) aux.lr = section.values.lr;
+  if (section.values.adam_lr) aux.lr = *section.values.adam_lr;
+  result.options.push_back(aux);
+  for (const ParameterGroup& group : groups) result.options.push_back(overridden(aux, group));
+  for (size_t i = 0; i < parameters.infos.size(); ++i) {
+    if (!optim::uses_muon(parameters.infos[i])) result.group_of[i] += own_groups;
+  }
+  return result;
+}
+
+int64_t state_tensors(const config::OptimizerSection& section, const zero::BucketLayout& bucket,
+                      const std::vector<ParameterInfo>& infos) {
+  if (section.type == "Muon") {
+    return optim::uses_muon(infos[static_cast<size_t>(bucket.segments.front().parameter)]) ? 1 : 2;
+  }
+  return optimizer_state_bytes(section.algorithm(), section.values) / 4;
+}
+
+std::shared_ptr<optim::ShardOptimizer> build_optimizer(const config::OptimizerSection& section,
+                                                       const OptimizerGroups& groups,
+                                                       const std::vector<zero::ParameterBucket>& buckets,
+                                                       const std::vector<at::Tensor>& masters,
+                                                       const std::vector<ParameterInfo>& infos, bool partition,
+                                                       comm::Communicator& communicator, OffloadedState* offloaded) {
+  const config::OptimizerParams& values = section.values;
+  const optim::OptimizerOptions options = {
+      .type = section.algorithm(),
+      .groups = groups.options,
+      .adam_w_mode = values.adam_w_mode,
+      .amsgrad = values.amsgrad,
+      .bias_correction = values.bias_correction,
+      .dampening = values.dampening,
+      .nesterov = values.nesterov,
+      .lr_decay = values.lr_decay,
+      .initial_accumulator_value = values.initial_accumulator_value,
+      .max_coeff = values.max_coeff,
+      .min_coeff = values.min_coeff,
+      .eps_inside_sqrt = values.eps_inside_sqrt,
+      .ns_method =
+          values.ns_method == "standard" ? optim::NewtonSchulzMethod::kStandard : optim::NewtonSchulzMethod::kGram,
+  };
+  std::shared_ptr<compression::CompressedOptimizer> compressed;
+  if (section.compresses()) {
+    compressed = compression::make_compressed_optimizer(options,
+                                                        {.freeze_step = values.freeze_step,
+                                                         .coeff_beta = values.coeff_beta,
+                                                         .factor_max = values.factor_max,
+                                                         .factor_min = values.factor_min,
+                                                         .factor_threshold = values.factor_threshold,
+                                                         .var_freeze_step = values.var_freeze_step,
+                                                         .var_update_scaler = values.var_update_scaler,
+                                                         .local_step_scaler = values.local_step_scaler,
+                                                         .local_step_clipper = values.local_step_clipper,
+                                                         .deepspeed_semantics = values.deepspeed_semantics},
+                                                        communicator);
+  }
+  std::shared_ptr<optim::ShardOptimizer> optimizer = compressed;
+  if (!optimizer) optimizer = optim::make_optimizer(options);
+  if (offloaded) optimizer->set_state_memory(offloaded->state_memory());
+  const auto exchange =
+      partition && communicator.size() > 1 ? zero::make_slice_exchange(communicator) : zero::make_whole_exchange();
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    const zero::BucketLayout& layout = buckets[b].layout();
+    const int rank = partition ? communicator.rank() : 0;
+    const auto add = [&] {
+      optimizer->add_slice({.master = masters[b],
+                            .group = layout.group,
+                            .bucket_offset = rank * layout.slice_numel,
+                            .segments = zero::slice_segments(layout, rank),
+                            .bucket_segments = layout.segments,
+                            .parameters = &infos,
+                            .exchange = exchange});
+    };
+    // Only one that begins with other states than zeros touches them.
+    const bool writes = values.initial_accumulator_value != 0;
+    if (offloaded && writes) {
+      offloaded->use(b, /*changes=*/true, add);
+    } else {
+      add();
+    }
+  }
+  if (compressed) set_average_masks(*compressed, groups.masks, buckets, infos);
+  optimizer->set_state_memory({});  // it may live longer than `offloaded`
+  return optimizer;
+}
+
+}  // namespace ds::engine

@@ -1,0 +1,27 @@
+// What data-parallel ranks have to bring to initialize() alike.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "comm/communicator.h"
+#include "engine/state/model_layout.h"
+
+namespace ds::engine {
+
+// Beside the model and the config.
+struct GivenInputs {
+  std::optional<int64_t> samples;  // of .training_data; none: it was not given
+  bool has_schedule = false;       // .lr_scheduler
+};
+
+// Throws CommError, on all ranks of the group, naming the first rank whose parameters (names, shapes, dtypes), settings
+// (the config and what else must agree, as text) or inputs differ from rank 0's: training would hang at the latest at
+// the end of an epoch, or step with other learning rates. Collective.
+void require_same_on_all_ranks(const ModelParameters& parameters, const std::string& settings,
+                               const GivenInputs& inputs, c10::Device device, comm::Communicator& ranks);
+
+}  // namespace ds::engine

@@ -1,0 +1,188 @@
+#include "engine/state/model_layout.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <unordered_set>
+#include <utility>
+
+#include "core/check.h"
+#include "core/tensor_check.h"
+#include "zero/partition.h"
+
+namespace ds::engine {
+namespace {
+
+bool matches(const std::string& pattern, const std::string& name) {
+  if (pattern.ends_with('*')) return name.starts_with(pattern.substr(0, pattern.size() - 1));
+  if (pattern.starts_with('*')) return name.ends_with(pattern.substr(1));
+  return pattern == name;
+}
+
+// Chooses the parameters that stay whole at stage 3, in module order.
+class PersistenceBudget {
+ public:
+  explicit PersistenceBudget(const BucketOptions& options)
+      : largest_(options.shard ? options.persistent_numel : -1), left_(options.persistent_total) {}
+  bool takes(int64_t numel) {
+    if (numel > largest_ || numel > left_) return false;
+    left_ -= numel;
+    return true;
+  }
+
+ private:
+  int64_t largest_;
+  int64_t left_;
+};
+
+}  // namespace
+
+ModelParameters collect_parameters(const torch::nn::Module& module) {
+  ModelParameters result;
+  std::unordered_set<const void*> seen;
+  for (const auto& item : module.named_parameters()) {
+    const at::Tensor& tensor = item.value();
+    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+    const auto dtype = tensor.scalar_type();
+    require((dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) && tensor.layout() == at::kStrided,
+            "parameter ", item.key(), ": expected a dense float32, bfloat16 or float16 tensor, found ",
+            describe(tensor), "; convert the model first, for example with model->to(torch::kFloat)");
+    const bool may_have_hooks = tensor.requires_grad();  // else it may even lack what holds them
+    require(!may_have_hooks || torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr, "parameter ", item.key(),
+            ": belongs to another engine; destroy that one before the next initialize");
+    if (tensor.requires_grad()) {
+      result.trainable.push_back({item.key(), tensor});
+      result.infos.push_back({item.key(), tensor.sizes().vec(), tensor.numel()});
+    } else {
+      result.frozen.push_back({item.key(), tensor});
+    }
+  }
+  for (const auto& item : module.named_buffers()) result.buffers.push_back({item.key(), item.value()});
+  require(!result.trainable.empty(), "model: expected at least one trainable parameter, found ", result.frozen.size(),
+          " frozen and none trainable; call set_requires_grad(true) on what is to be trained");
+  return result;
+}
+
+std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
+                               const std::vector<ParameterGroup>& groups, bool part_of_model) {
+  std::vector<int> result(parameters.size(), 0);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    for (const std::string& pattern : groups[g].parameters) {
+      bool found = false;
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        if (!matches(pattern, parameters[i].name)) continue;
+        found = true;
+        const int group = static_cast<int>(g) + 1;
+        require(result[i] == 0 || result[i] == group, "parameter_groups: parameter ", parameters[i].name,
+                " is in group ", result[i] - 1, " and, by \"", pattern, "\", in group ", g, "; expected one group");
+        result[i] = group;
+      }
+      require(found || part_of_model, "parameter_groups[", g, "]: \"", pattern,
+              "\" matches no trainable parameter; names look like \"", parameters.front().name, "\"");
+    }
+  }
+  return result;
+}
+
+ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& groups, const BucketOptions& options,
+                    int ranks) {
+  PersistenceBudget persistent_budget(options);
+  // Of the parameters `chosen` of a list, in the numbers of the list.
+  const auto layout_of = [&](const std::vector<zero::Parameter>& list, const std::vector<int>& group_of,
+                             const std::vector<size_t>& chosen, bool shared) {
+    std::vector<zero::LayoutParameter> shapes;
+    for (const size_t i : chosen) {
+      const int64_t numel = list[i].tensor.numel();
+      const bool persistent = !shared && persistent_budget.takes(numel);
+      shapes.push_back({list[i].name, numel, group_of[i], static_cast<int>(options.dtype), persistent});
+    }
+    std::vector<zero::BucketLayout> buckets =
+        zero::lay_out(shapes, {.world_size = options.partition ? ranks : 1,
+                               .max_bucket_elements = options.max_bucket_elements,
+                               .target_bucket_elements = shared ? options.max_bucket_elements : 0});
+    for (zero::BucketLayout& bucket : buckets) {
+      for (Segment& segment : bucket.segments) {
+        segment.parameter = static_cast<int64_t>(chosen[static_cast<size_t>(segment.parameter)]);
+      }
+    }
+    return buckets;
+  };
+  std::vector<std::pair<int, std::vector<size_t>>> parts;  // in the order of their first parameters
+  for (size_t i = 0; i < parameters.trainable.size(); ++i) {
+    const int part = options.parts.empty() ? 0 : options.parts[i];
+    auto found = std::find_if(parts.begin(), parts.end(), [&](const auto& entry) { return entry.first == part; });
+    if (found == parts.end()) found = parts.insert(parts.end(), {part, {}});
+    found->second.push_back(i);
+  }
+  ModelLayout layout;
+  for (const auto& [part, chosen] : parts) {
+    const bool shared =
+        std::find(options.shared_parts.begin(), options.shared_parts.end(), part) != options.shared_parts.end();
+    for (zero::BucketLayout& bucket : layout_of(parameters.trainable, groups, chosen, shared)) {
+      layout.buckets.push_back(std::move(bucket));
+      layout.part_of.push_back(part);
+    }
+  }
+  if (options.shard) {
+    std::vector<size_t> all(parameters.frozen.size());
+    std::iota(all.begin(), all.end(), 0);
+    layout.frozen = layout_of(parameters.frozen, std::vector<int>(parameters.frozen.size(), 0), all, false);
+  }
+  return layout;
+}
+
+BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layouts, const BucketOptions& options,
+                            StartValues& start, OffloadedState* offloaded, comm::Communicator& shards) {
+  const at::NoGradGuard no_grad;
+  BucketedModel model;
+  const std::shared_ptr<SliceStore> store = offloaded ? offloaded->parameter_slices() : nullptr;
+  for (zero::BucketLayout& layout : layouts.buckets) {
+    const auto dtype = static_cast<at::ScalarType>(layout.dtype);
+    const at::Tensor values = start.of_bucket(layout, parameters.trainable);
+    model.buckets.emplace_back(std::move(layout), parameters.trainable, values, dtype);
+    zero::ParameterBucket& bucket = model.buckets.back();
+    const int rank = options.partition ? shards.rank() : 0;
+    const bool sharded = options.shard && !bucket.layout().persistent;
+    // The values from before the cast, except where in float32 the slice itself is the master.
+    const at::Tensor own = values.narrow(0, rank * bucket.layout().slice_numel, bucket.layout().slice_numel);
+    at::Tensor master;
+    if (offloaded && offloaded->updates(model.masters.size())) {
+      master = offloaded->master_of(model.masters.size(), own, sharded);
+    } else if (dtype != at::kFloat || options.separate_master || (sharded && store)) {
+      master = own.clone();
+    }
+    if (sharded) bucket.shard(rank, 0, store);
+    model.masters.push_back(master.defined() ? master : bucket.slice(rank));
+  }
+  if (options.shard) {
+    for (zero::BucketLayout& layout : layouts.frozen) {
+      const at::Tensor values = start.of_bucket(layout, parameters.frozen);
+      model.frozen_buckets.emplace_back(std::move(layout), parameters.frozen, values, options.dtype);
+      if (!model.frozen_buckets.back().layout().persistent)
+        model.frozen_buckets.back().shard(shards.rank(), options.frozen_bits, store);
+    }
+  } else {
+    for (const zero::Parameter& parameter : parameters.frozen) {
+      zero::point_to(parameter.tensor, start.of(parameter).to(options.dtype));
+    }
+  }
+  for (const zero::Parameter& buffer : parameters.buffers) {
+    at::Tensor tensor = buffer.tensor;
+    if (!start.keeps(tensor)) {
+      const at::Tensor values = start.of(buffer);
+      // Other tensors may share a buffer's memory, unless it is spread over fewer elements than it shows.
+      if (tensor.device() == values.device() && tensor.is_non_overlapping_and_dense()) {
+        tensor.copy_(values);
+      } else {
+        zero::point_to(tensor, values);
+      }
+    }
+    if (options.buffer_dtype && tensor.is_floating_point()) tensor.set_data(tensor.to(*options.buffer_dtype));
+  }
+  return model;
+}
+
+}  // namespace ds::engine

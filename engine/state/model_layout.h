@@ -1,0 +1,79 @@
+// From a module to buckets: which parameters there are, their groups and dtypes, and their common start on all ranks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/segment.h"
+#include "engine/offloaded/offloaded_state.h"
+#include "engine/plan/plan.h"
+#include "engine/setup/initialize_options.h"
+#include "engine/state/start_values.h"
+#include "zero/parameter_bucket.h"
+
+namespace ds::engine {
+
+// Parameters of a module in module order; a tied parameter counts once, under its first name.
+struct ModelParameters {
+  std::vector<zero::Parameter> trainable;
+  std::vector<ParameterInfo> infos;  // of trainable
+  std::vector<zero::Parameter> frozen;
+  std::vector<zero::Parameter> buffers;
+};
+
+// Throws UsageError for a module without parameters, with parameters of another dtype than float32, bfloat16 and
+// float16 or that are not dense, and for one that another engine trains.
+ModelParameters collect_parameters(const torch::nn::Module& module);
+
+// The group of each trainable parameter: 0 = the config's values, i + 1 = groups[i]. A pattern is a dotted name, a
+// prefix ending in '*' or a suffix starting with '*'. Throws UsageError when a pattern matches nothing or two groups
+// claim a parameter. `part_of_model`: other ranks have other parameters, so a pattern may match none here.
+std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
+                               const std::vector<ParameterGroup>& groups, bool part_of_model);
+
+// Buckets of a model before they have memory.
+struct ModelLayout {
+  std::vector<zero::BucketLayout> buckets;
+  std::vector<int> part_of;                // of each bucket
+  std::vector<zero::BucketLayout> frozen;  // stage 3
+};
+
+struct BucketedModel {
+  std::vector<zero::ParameterBucket> buckets;
+  std::vector<at::Tensor> masters;                    // per bucket, see Engine::Impl
+  std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3; else frozen parameters stay as they are
+};
+
+struct BucketOptions {
+  int64_t max_bucket_elements = 500000000;
+  at::ScalarType dtype = at::kFloat;           // parameters are cast to it
+  std::optional<at::ScalarType> buffer_dtype;  // floating-point buffers of the module are cast to it
+  bool separate_master = false;                // masters are no views of the buckets in float32 either
+  bool partition = false;                      // masters are the own slice, else whole buckets
+  bool shard = false;                          // stage 3: parameters are kept as slices, but for persistent ones:
+  int64_t persistent_numel = 0;                // of at most so many elements,
+  int64_t persistent_total = 0;                // as long as they are not more than this together
+  int frozen_bits = 0;                         // 8: slices of frozen parameters are encoded
+  // Of each trainable parameter: parameters of unlike parts share no bucket, and a part lies in its buckets as it would
+  // alone. Empty: one part.
+  std::vector<int> parts;
+  std::vector<int> shared_parts;  // those that lie in other models, too: one bucket a group, never persistent
+};
+
+// How the parameters lie in buckets of `ranks` slices.
+ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& groups, const BucketOptions& options,
+                    int ranks);
+
+// Lays the trainable parameters into buckets with the start values, casts them, and gives frozen parameters and buffers
+// theirs (cast too). float32 master values are taken before the cast. With `shard` a parameter's memory is
+// released as soon as its bucket is there. Slices are those of `shards`; some live in `offloaded` (may be null).
+BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layout, const BucketOptions& options,
+                            StartValues& values, OffloadedState* offloaded, comm::Communicator& shards);
+
+}  // namespace ds::engine

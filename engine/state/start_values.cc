@@ -1,0 +1,105 @@
+#include "engine/state/start_values.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <exception>
+#include <set>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "engine/agreement/shared_failure.h"
+#include "pipeline/pipeline_module.h"
+
+namespace ds::engine {
+
+StartValues::StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init,
+                         at::Device device, comm::Communicator& world)
+    : from_file_(!weights.empty()), init_(init), device_(device), world_(world) {
+  for (const auto& item : module.named_parameters()) names_[item.value().unsafeGetTensorImpl()].push_back(item.key());
+  for (const auto& item : module.named_buffers()) names_[item.value().unsafeGetTensorImpl()].push_back(item.key());
+  if (!from_file_) return;
+  // Rank 0's verdict is shared before anybody waits for values.
+  std::exception_ptr failure;
+  if (world_.rank() == 0) {
+    try {
+      check_file(module, weights);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  require<IoError>(failed_rank(failure, device_, world_) < 0, "initialize: .weights: rank 0 could not use ", weights,
+                   ", its message says why");
+}
+
+void StartValues::check_file(const torch::nn::Module& module, const std::string& weights) {
+  file_.emplace(weights);
+  std::set<std::string> used;
+  const auto check = [&](const std::string& first, const at::Tensor& tensor, bool needed) {
+    const std::string name = name_in_file(tensor);
+    require(!name.empty() || !needed, "initialize: .weights: ", weights, " has no tensor \"", first, "\"; it has ",
+            file_->entries().size(), " tensors, the first is \"",
+            file_->entries().empty() ? "" : file_->entries().front().name, "\"");
+    if (name.empty()) return;
+    used.insert(names_.at(tensor.unsafeGetTensorImpl()).begin(), names_.at(tensor.unsafeGetTensorImpl()).end());
+    const at::Tensor found = file_->tensor(name);
+    require(found.sizes() == tensor.sizes(), "initialize: .weights: ", weights, ": tensor \"", name,
+            "\": expected shape ", tensor.sizes(), ", found ", found.sizes());
+  };
+  for (const auto& item : module.named_parameters()) check(item.key(), item.value(), /*needed=*/true);
+  for (const auto& item : module.named_buffers()) check(item.key(), item.value(), item.value().is_meta());
+  const auto* stages = dynamic_cast<const pipeline::PipelineModule*>(&module);
+  for (const SafetensorsFile::Entry& entry : file_->entries()) {
+    const bool known = used.contains(entry.name) || (stages && stages->is_elsewhere(entry.name));
+    if (!known) log::warning(weights, ": tensor \"", entry.name, "\" is not in the model");
+  }
+}
+
+std::string StartValues::name_in_file(const at::Tensor& tensor) const {
+  for (const std::string& name : names_.at(tensor.unsafeGetTensorImpl())) {
+    if (file_->contains(name)) return name;
+  }
+  return {};
+}
+
+// What to copy from; undefined where rank 0's values come over anyway.
+at::Tensor StartValues::source(const zero::Parameter& tensor) const {
+  if (!from_file_) {
+    require(!tensor.tensor.is_meta(), "initialize: ", tensor.name, " is on the meta device and has no values; pass ",
+            ".weights = \"model.safetensors\"");
+    return tensor.tensor.detach();
+  }
+  if (world_.rank() != 0) return {};
+  const std::string name = name_in_file(tensor.tensor);
+  return name.empty() ? tensor.tensor.detach() : file_->tensor(name);
+}
+
+at::Tensor StartValues::of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor flat = zero::flatten(layout, parameters, at::TensorOptions().dtype(at::kFloat).device(device_),
+                                        [this](const zero::Parameter& parameter) { return source(parameter); });
+  if (init_) {
+    init_->rethrow();
+    for (const Segment& segment : layout.segments) {
+      init_->forget(parameters[static_cast<size_t>(segment.parameter)].tensor);
+    }
+  }
+  if (world_.size() > 1) world_.broadcast(flat, 0, "initial parameters").wait();
+  return flat;
+}
+
+at::Tensor StartValues::of(const zero::Parameter& tensor) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor values =
+      at::empty(tensor.tensor.sizes(), tensor.tensor.options().device(device_).requires_grad(false));
+  const at::Tensor from = source(tensor);
+  if (from.defined()) values.copy_(from);
+  if (init_) {
+    init_->rethrow();
+    init_->forget(tensor.tensor);
+  }
+  if (world_.size() > 1 && values.numel() > 0) world_.broadcast(values, 0, tensor.name).wait();
+  return values;
+}
+
+}  // namespace ds::engine

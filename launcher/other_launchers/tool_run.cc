@@ -1,0 +1,157 @@
+#include "launcher/other_launchers/tool_run.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/signalfd.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+
+#include "core/system_call.h"
+#include "launcher/command_line/host_list.h"
+#include "launcher/command_line/pid_file.h"
+#include "launcher/command_line/seconds.h"
+#include "launcher/other_launchers/launch_tool.h"
+#include "launcher/other_launchers/tool_program.h"
+#include "launcher/program/forwarded_environment.h"
+#include "launcher/program/own_program.h"
+#include "launcher/program/rank_environment.h"
+#include "launcher/ranks/exit_cause.h"
+#include "launcher/ranks/handled_signals.h"
+#include "launcher/ranks/orphan_guard.h"
+#include "launcher/ranks/rank_process.h"
+
+namespace ds::launcher {
+namespace {
+
+constexpr double kLeftBehindSeconds = 1;  // from SIGTERM to SIGKILL for what the tool leaves behind
+
+// A file or a pipe is for rank 0; a terminal can have one process group only, and that is not the tool's.
+UniqueFd input_of_tool() {
+  const bool usable = fcntl(STDIN_FILENO, F_GETFD) >= 0 && !isatty(STDIN_FILENO);
+  const UniqueFd null(usable ? -1 : open("/dev/null", O_RDONLY | O_CLOEXEC));
+  return UniqueFd(fcntl(usable ? STDIN_FILENO : null.get(), F_DUPFD_CLOEXEC, 3));
+}
+
+class ToolRun {
+ public:
+  ToolRun(const std::string& launch_id, double signal_grace, Notices& notices)
+      : guard_(launch_id),
+        hangup_ignored_(is_hangup_ignored()),
+        signals_(open_signals(hangup_ignored_)),
+        signal_grace_(signal_grace),
+        notices_(notices) {}
+
+  void start(const std::string& file, const ToolCommand& command) {
+    const UniqueFd in = input_of_tool();
+    const UniqueFd out(fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 3));
+    const UniqueFd err(fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 3));
+    require_system(in.valid() && out.valid() && err.valid(), "the streams of ", file);
+    tool_ = start_rank({.file = file,
+                        .words = command.words,
+                        .environment = command.environment,
+                        .stdin_fd = in.get(),
+                        .stdout_fd = out.get(),
+                        .stderr_fd = err.get(),
+                        .cpus = {},
+                        .hangup_ignored = hangup_ignored_});
+    guard_.watch(tool_);
+  }
+
+  // The status of the tool, as wait4() gives it.
+  int wait() {
+    for (;;) {
+      int status = 0;
+      for (pid_t ended; (ended = waitpid(-1, &status, WNOHANG)) > 0;) {  // others are what ranks have left behind
+        if (ended != tool_) continue;
+        guard_.sweep({tool_}, kLeftBehindSeconds);
+        return status;
+      }
+      wait_for_signal();
+    }
+  }
+
+  int ending_signal() const { return ending_signal_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void wait_for_signal() {
+    pollfd signals{.fd = signals_.get(), .events = POLLIN, .revents = 0};
+    const double left = deadline_ ? std::chrono::duration<double, std::milli>(*deadline_ - Clock::now()).count() : -1.0;
+    poll(&signals, 1, deadline_ ? static_cast<int>(std::ceil(std::clamp(left, 0.0, 3.6e6))) : -1);
+    signalfd_siginfo info{};
+    while (read(signals_.get(), &info, sizeof(info)) == sizeof(info)) handle(static_cast<int>(info.ssi_signo));
+    if (!deadline_ || Clock::now() < *deadline_) return;
+    notices_.warning("not ended within ", signal_grace_, " s: killing it");
+    kill(tool_, SIGKILL);
+    deadline_.reset();
+  }
+
+  void handle(int number) {
+    if (number == SIGCHLD || number == SIGWINCH) return;
+    kill(tool_, number);
+    if (number == SIGTSTP) {
+      kill(getpid(), SIGSTOP);
+      kill(tool_, SIGCONT);  // here ds-launch goes on
+      return;
+    }
+    if (number == SIGUSR1 || number == SIGUSR2 || ending_signal_ != 0) return;
+    ending_signal_ = number;
+    notices_.info("SIG", sigabbrev_np(number), " passed on");
+    if (signal_grace_ <= 0) return;
+    deadline_ = Clock::now() + in_seconds(signal_grace_);
+  }
+
+  OrphanGuard guard_;  // first: it wants no other descriptors
+  bool hangup_ignored_;
+  UniqueFd signals_;
+  double signal_grace_;
+  Notices& notices_;
+  pid_t tool_ = 0;
+  int ending_signal_ = 0;
+  std::optional<Clock::time_point> deadline_;
+};
+
+void say_what_is_unknown(const Options& options, const ToolCommand& command, Notices& notices) {
+  if (options.launcher == Launcher::kPdsh || environment_value(command.environment, "OMP_NUM_THREADS")) return;
+  notices.info("OMP_NUM_THREADS is not set: each rank takes the cores that ", command.words.front(), " leaves it");
+}
+
+}  // namespace
+
+int run_with_tool(const Options& options, const std::vector<std::string>& environment, Notices& notices) {
+  const std::string folder = std::filesystem::current_path().string();
+  const std::string home = environment_value(environment, "HOME").value_or("/");
+  const ToolSetting setting{.hosts = choose_tool_hosts(options, std::string(kDefaultHostfile)),
+                            .folder = folder,
+                            .ds_launch = find_own_program().path,
+                            .environment = environment,
+                            .forwarded = forwarded_environment(environment, home, folder)};
+  ToolCommand command = tool_command(options, setting);
+  const std::string file = find_tool(options.launcher, environment);
+  const std::string launch_id = new_launch_id();
+  command.environment =
+      with_entries(command.environment, {cat(kLaunchIdVariable, '=', launch_ids(command.environment, launch_id))});
+  const PidFile pid_file(options.save_pid ? pid_file_path() : "");
+  say_what_is_unknown(options, command, notices);
+  std::string line = file;
+  for (size_t i = 1; i < command.words.size(); ++i) line += " " + command.words[i];
+  notices.debug(line);
+
+  ToolRun run(launch_id, options.signal_grace_seconds, notices);
+  run.start(file, command);
+  const int status = run.wait();
+  if (run.ending_signal() != 0) return 128 + run.ending_signal();  // no tool tells whether all ranks ended well
+  if (status != 0) notices.error(command.words.front(), " ended with ", exit_words(status));
+  return exit_code_of(status);
+}
+
+}  // namespace ds::launcher

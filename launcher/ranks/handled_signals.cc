@@ -1,0 +1,27 @@
+#include "launcher/ranks/handled_signals.h"
+
+#include <sys/signalfd.h>
+
+#include <csignal>
+
+#include "core/system_call.h"
+
+namespace ds::launcher {
+
+bool is_hangup_ignored() {
+  struct sigaction now {};
+  return sigaction(SIGHUP, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
+}
+
+UniqueFd open_signals(bool hangup_ignored) {
+  sigset_t set;
+  sigemptyset(&set);
+  for (int number : {SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2, SIGWINCH, SIGTSTP, SIGCHLD}) sigaddset(&set, number);
+  if (!hangup_ignored) sigaddset(&set, SIGHUP);
+  sigprocmask(SIG_SETMASK, &set, nullptr);
+  UniqueFd fd(signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK));
+  require_system(fd.valid(), "signalfd");
+  return fd;
+}
+
+}  // namespace ds::launcher

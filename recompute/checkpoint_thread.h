@@ -1,0 +1,50 @@
+// What a thread knows of its regions: settings, buffers, statistics. Carried to the thread of autograd that computes a
+// region again.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "recompute/activation_checkpoint.h"
+#include "recompute/slot_pool.h"
+
+namespace ds::recompute {
+
+// Thread safe.
+class StatisticsSum {
+ public:
+  void add(const CheckpointStatistics& more);
+  CheckpointStatistics take();
+
+ private:
+  std::mutex mutex_;
+  CheckpointStatistics sum_;
+};
+
+struct CheckpointThread {
+  CheckpointOptions options;
+  std::shared_ptr<SlotPool> slots = std::make_shared<SlotPool>();
+  std::shared_ptr<StatisticsSum> statistics = std::make_shared<StatisticsSum>();
+
+  static CheckpointThread& current();
+
+  // Another thread's in place of this one's, while it lives.
+  class Scope {
+   public:
+    explicit Scope(const CheckpointThread& other);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    std::unique_ptr<CheckpointThread> before_;
+  };
+};
+
+// Where a region begins and where it ends: waits for the devices if asked.
+void checkpoint_boundary(const CheckpointOptions& options, const std::vector<at::Device>& devices);
+
+}  // namespace ds::recompute

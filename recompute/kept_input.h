@@ -1,0 +1,44 @@
+// How a region keeps one of its inputs between forward and backward.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "recompute/activation_checkpoint.h"
+#include "recompute/slot_pool.h"
+
+namespace ds::recompute {
+
+// The tensor itself, with the count of its changes; or a copy: on the host, or this rank's part of it.
+class KeptInput {
+ public:
+  KeptInput(const at::Tensor& input, size_t position, const CheckpointOptions& options, SlotPool& pool);
+
+  // A tensor without graph, of the same values, shape, strides and device. Collective over the tensor-parallel group
+  // where the input was divided. Throws UsageError when the input was changed in place since.
+  at::Tensor restore() const;
+  bool requires_grad() const { return requires_grad_; }
+  int64_t bytes() const;
+
+ private:
+  at::Tensor gathered() const;
+
+  const size_t position_;
+  const bool requires_grad_;
+  at::Tensor kept_;                            // undefined: so was the input
+  std::optional<int64_t> version_;             // of the tensor itself
+  at::Device device_ = at::kCPU;               // of a copy: where it came from
+  std::vector<int64_t> sizes_;                 // of a divided input
+  std::vector<int64_t> strides_;               // likewise
+  std::shared_ptr<comm::Communicator> group_;  // set: kept_ is this rank's part
+  std::shared_ptr<void> lease_;                // of kept_ in the pool
+};
+
+// A tensor on the same memory, with the same count of changes, without graph.
+at::Tensor alias_of(const at::Tensor& tensor);
+
+}  // namespace ds::recompute

@@ -1,0 +1,135 @@
+// Files that torch.save wrote: tests/checkpoint/deepspeed_fixtures.py, values.
+#include "checkpoint/pickle/torch_archive.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "checkpoint/pickle/pickle_field.h"
+#include "core/check.h"
+#include "core/safetensors.h"
+#include "tests/support/scratch_folder.h"
+
+namespace ds::checkpoint {
+namespace {
+
+using ::testing::HasSubstr;
+
+const std::string kValues = std::string(DS_SOURCE_DIR) + "/tests/checkpoint/deepspeed_fixtures/values/";
+
+std::string content_of(const std::string& path) {
+  std::ostringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  return text.str();
+}
+
+PickleField values_of(const TorchArchive& archive) { return {archive.root(), archive.path()}; }
+
+TEST(TorchArchive, TensorsAreThoseThatWereSaved) {
+  const TorchArchive archive(kValues + "values.pt");
+  const SafetensorsFile expected(kValues + "expected.safetensors");
+  const PickleField tensors = values_of(archive).at("tensors");
+  ASSERT_EQ(tensors.entries().size(), expected.entries().size());
+  for (const auto& [name, field] : tensors.entries()) {
+    const at::Tensor found = archive.tensor(field.tensor());
+    const at::Tensor wanted = expected.tensor(name);
+    EXPECT_EQ(found.scalar_type(), wanted.scalar_type()) << name;
+    EXPECT_TRUE(at::equal(found, wanted)) << name;
+    for (int64_t offset = 0; offset < wanted.numel(); ++offset) {  // in parts, converted
+      const int64_t numel = std::min<int64_t>(3, wanted.numel() - offset);
+      const at::Tensor part = at::empty({numel}, at::kDouble);
+      archive.read(field.tensor(), offset, part);
+      EXPECT_TRUE(at::equal(part, wanted.reshape({-1}).narrow(0, offset, numel).to(at::kDouble))) << name << offset;
+    }
+    EXPECT_THROW(archive.read(field.tensor(), wanted.numel(), at::empty({1})), UsageError);
+  }
+}
+
+TEST(TorchArchive, ValuesAreThoseThatWereSaved) {
+  const TorchArchive archive(kValues + "values.pt");
+  const PickleField values = values_of(archive);
+  EXPECT_TRUE(values.at("none").is_none());
+  EXPECT_FALSE(values.find("none"));
+  EXPECT_TRUE(values.at("true").boolean());
+  EXPECT_EQ(values.at("negative").integer(), -3);
+  EXPECT_EQ(values.at("large").integer(), int64_t{1} << 40);
+  EXPECT_TRUE(values.at("huge").is(PickleKind::kBigInt));
+  EXPECT_EQ(values.at("pi").number(), 3.25);
+  EXPECT_EQ(values.at("text").text(), "gr\xc3\xbcn");
+  EXPECT_EQ(values.at("bytes").value().text, std::string("\0\xff", 2));
+  EXPECT_EQ(plain_json(values.at("tuple").value()), nlohmann::json::parse("[1, [2, 3], []]"));
+  EXPECT_EQ(values.at("set").value().items.at(0)->integer, 5);
+  EXPECT_EQ(values.at("size").sizes(), (std::vector<int64_t>{2, 3}));
+  EXPECT_EQ(values.at("dtype").value().text, "torch.bfloat16");
+  EXPECT_EQ(values.at("ordered").entries()[0].first, "b");
+  EXPECT_EQ(plain_json(values.at("numbered").value()), nlohmann::json::parse(R"({"1": "one"})"));
+  EXPECT_EQ(values.at("loop").item(1).value().items.size(), 2);
+  EXPECT_EQ(values.at("namespace").value().attribute("lr")->number, 0.5);
+  EXPECT_EQ(values.at("fraction").value().text, "fractions.Fraction");
+}
+
+TEST(TorchArchive, SaysWhatItCannotRead) {
+  const TorchArchive archive(kValues + "values.pt");
+  const PickleField values = values_of(archive);
+  const auto message = [](const auto& call) -> std::string {
+    try {
+      call();
+    } catch (const IoError& error) {
+      return error.what();
+    }
+    return "no error";
+  };
+  EXPECT_THAT(message([&] { archive.tensor(values.at("complex").tensor()); }), HasSubstr("torch.ComplexFloatStorage"));
+  EXPECT_THAT(message([&] { values.at("missing"); }), HasSubstr("values.pt: no key \"missing\""));
+  EXPECT_THAT(message([&] { values.at("text").integer(); }), HasSubstr("text: expected an int, found a string"));
+  EXPECT_THAT(message([&] { values.at("tuple").item(1).item(2); }), HasSubstr("tuple[1]: expected more than 2 items"));
+  EXPECT_THAT(message([] { TorchArchive(kValues + "old_format.pt"); }), HasSubstr("before torch 1.6"));
+  EXPECT_THAT(message([] { TorchArchive(kValues + "expected.safetensors"); }),
+              HasSubstr("expected a file of torch.save"));
+  EXPECT_THAT(message([] { TorchArchive(kValues + "absent.pt"); }), HasSubstr("absent.pt"));
+}
+
+// Reads all there is. Whatever the bytes are, the answer is values or an IoError.
+void read_all(const std::string& path) {
+  try {
+    const TorchArchive archive(path);
+    plain_json(archive.root());
+    for (const auto& [name, field] : values_of(archive).at("tensors").entries()) archive.tensor(field.tensor());
+  } catch (const IoError& error) {
+    EXPECT_THAT(error.what(), HasSubstr(path));
+  }
+}
+
+TEST(TorchArchive, SurvivesTruncation) {
+  const test::ScratchFolder folder;
+  const std::string whole = content_of(kValues + "values.pt");
+  for (size_t bytes = 0; bytes < whole.size(); bytes += 23) {
+    const std::string path = folder.write("cut.pt", whole.substr(0, bytes));
+    EXPECT_THROW(TorchArchive{path}, IoError) << bytes;
+  }
+}
+
+TEST(TorchArchive, SurvivesFlippedBytes) {
+  const test::ScratchFolder folder;
+  const std::string whole = content_of(kValues + "values.pt");
+  for (size_t at = 0; at < whole.size(); at += 2) {
+    std::string damaged = whole;
+    damaged[at] = static_cast<char>(damaged[at] ^ (at % 3 == 0 ? 0xff : 1 << at / 2 % 8));
+    read_all(folder.write("flipped.pt", damaged));
+  }
+}
+
+TEST(TorchArchive, ChecksTheSumOfThePickle) {
+  const test::ScratchFolder folder;
+  std::string damaged = content_of(kValues + "values.pt");
+  damaged[damaged.find("namespace")] = 'N';
+  const std::string path = folder.write("sum.pt", damaged);
+  EXPECT_THROW(TorchArchive{path}, IoError);
+}
+
+}  // namespace
+}  // namespace ds::checkpoint

@@ -1,0 +1,86 @@
+#include "comm/flight/flight_folder.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+
+#include "comm/flight/flight_memory.h"
+#include "tests/support/scratch_folder.h"
+
+namespace ds::comm::testing {
+namespace {
+
+namespace fs = std::filesystem;
+
+void make_file(const fs::path& path, int days_old) {
+  fs::create_directories(path.parent_path());
+  std::ofstream(path) << "x";
+  fs::last_write_time(path, fs::file_time_type::clock::now() - std::chrono::hours(24 * days_old));
+}
+
+// The base may be any folder of the user's.
+TEST(FlightFolder, RemovesOldRecordsAndNothingElse) {
+  const test::ScratchFolder scratch;
+  const fs::path base = scratch / "base";
+  make_file(base / "old" / "rank0.flight", 8);
+  make_file(base / "old" / "stall1" / "rank3.flight", 8);
+  make_file(base / "old" / "stall1" / "summary.txt", 8);
+  make_file(base / "young" / "rank0.flight", 6);
+  make_file(base / "in_use" / "rank0.flight", 8);
+  make_file(base / "in_use" / "rank1.flight", 0);
+  make_file(base / "global_step100" / "weights.safetensors", 100);
+  make_file(base / "mixed" / "rank0.flight", 8);
+  make_file(base / "mixed" / "notes.txt", 8);
+  make_file(base / "deep" / "rank0.flight", 8);
+  make_file(base / "deep" / "stall1" / "kept" / "rank0.flight", 8);
+  make_file(base / "file", 100);
+  fs::create_directory(base / "empty");
+  fs::create_directory_symlink(base / "young", base / "link");
+  EXPECT_EQ(make_flight_folder(base, "new"), (base / "new").string());
+  EXPECT_FALSE(fs::exists(base / "old"));
+  for (const char* kept :
+       {"young/rank0.flight", "in_use/rank0.flight", "global_step100/weights.safetensors", "mixed/rank0.flight",
+        "mixed/notes.txt", "deep/rank0.flight", "deep/stall1/kept/rank0.flight", "file", "empty", "link", "new"}) {
+    EXPECT_TRUE(fs::exists(base / kept)) << kept;
+  }
+}
+
+// What is written through a mapping may leave the time of the file as it is.
+TEST(FlightFolder, RecordsThatAreWrittenToAreKeptHoweverOld) {
+  const test::ScratchFolder scratch;
+  const fs::path base = scratch / "base";
+  make_file(base / "runs" / "rank0.flight", 8);
+  make_file(base / "runs" / "rank1.flight", 8);
+  {
+    FlightMemory memory((base / "runs" / "rank1.flight").string(), 100);
+    memory.keep();
+    fs::last_write_time(base / "runs" / "rank1.flight", fs::file_time_type::clock::now() - std::chrono::hours(24 * 8));
+    make_flight_folder(base, "new");
+    EXPECT_TRUE(fs::exists(base / "runs" / "rank0.flight"));
+    EXPECT_TRUE(fs::exists(base / "runs" / "rank1.flight"));
+  }
+  make_flight_folder(base, "new");
+  EXPECT_FALSE(fs::exists(base / "runs"));
+}
+
+TEST(FlightFolder, TellsWhetherItHoldsRecords) {
+  const test::ScratchFolder scratch;
+  EXPECT_FALSE(holds_records(scratch / "none"));
+  make_file(fs::path(scratch / "notes.txt"), 0);
+  EXPECT_FALSE(holds_records(scratch.path()));
+  make_file(fs::path(scratch / "a/rank7.flight"), 0);
+  EXPECT_TRUE(holds_records(scratch / "a"));
+  fs::create_directories(scratch.path() / "b" / "stall1");
+  EXPECT_TRUE(holds_records(scratch / "b"));
+}
+
+TEST(FlightFolder, OneThatCannotBeMadeIsNoError) {
+  const test::ScratchFolder scratch;
+  make_file(fs::path(scratch / "file"), 0);
+  EXPECT_EQ(make_flight_folder(scratch / "file", "job"), "");
+}
+
+}  // namespace
+}  // namespace ds::comm::testing

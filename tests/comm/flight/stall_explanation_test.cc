@@ -1,0 +1,161 @@
+#include "comm/flight/stall_explanation.h"
+
+#include <gmock/gmock.h>
+
+#include "tests/comm/flight/flight_logs.h"
+
+namespace ds::comm::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::StartsWith;
+
+constexpr double kDeadAfter = 5;
+
+StallExplanation explain(const std::vector<FlightLog>& logs) {
+  return explain_stall(logs, logs.front().header.world_size, kDeadAfter);
+}
+
+TEST(StallExplanation, NobodyWaits) {
+  auto ranks = logged_ranks(3);
+  for (auto& rank : ranks) rank->issue(all_reduce_of(4, "loss"));
+  const StallExplanation stall = explain(logs_of(ranks));
+  EXPECT_EQ(stall.cause, StallCause::kNone);
+  EXPECT_THAT(stall.sentence, IsEmpty());
+  EXPECT_FALSE(stall.hopeless());
+}
+
+TEST(StallExplanation, ALateRankIsNamedWithWhatItDoes) {
+  auto ranks = logged_ranks(4);
+  for (auto& rank : ranks) rank->issue(all_reduce_of(4, "loss"));
+  for (const int r : {0, 1, 3}) ranks[static_cast<size_t>(r)]->wait_in(all_reduce_of(1000, "bucket 3"));
+  ranks[2]->recorder().phase("backward", 12, 1);
+  auto logs = logs_of(ranks, 31);
+  logs[2].stack = {"read", "load_sample", "main"};
+  const StallExplanation stall = explain(logs);
+  EXPECT_EQ(stall.cause, StallCause::kLate);
+  EXPECT_THAT(stall.guilty, ElementsAre(2));
+  EXPECT_NEAR(stall.seconds, 31, 0.5);
+  EXPECT_FALSE(stall.hopeless());
+  EXPECT_THAT(stall.sentence,
+              AllOf(StartsWith("stalled for 31 s: ranks 0, 1 and 3 wait in all_reduce 'bucket 3' (Float[1000], sum, "
+                               "number 2 of group world); rank 2 (host, pid "),
+                    HasSubstr("has not entered it: it is alive, for 0.0 s in backward, step 12, micro-batch 1, at read "
+                              "< load_sample < main; the last it entered is all_reduce 'loss' (Float[4], sum, number 1 "
+                              "of group world)")));
+}
+
+TEST(StallExplanation, ASilentRankIsDead) {
+  auto ranks = logged_ranks(2);
+  ranks[0]->wait_in(all_reduce_of(4, "loss"));
+  auto logs = logs_of(ranks, 10);
+  logs[1].silent_seconds = 9;
+  EXPECT_THAT(explain(logs).sentence, HasSubstr("it gives no sign of life for 9.0 s: its host or its network may be "
+                                                "gone; it has issued no collective yet"));
+  logs[0].neighbours[1] = 'T';
+  EXPECT_THAT(explain(logs).sentence, HasSubstr("it is stopped by a signal (SIGSTOP, or a debugger) for 9.0 s; `kill "
+                                                "-CONT "));
+  logs[0].neighbours[1] = '-';
+  EXPECT_THAT(explain(logs).sentence, HasSubstr("its process is gone"));
+  EXPECT_EQ(explain(logs).cause, StallCause::kDead);
+  EXPECT_TRUE(explain(logs).hopeless());
+}
+
+TEST(StallExplanation, ARankThatHasEndedIsNamed) {
+  auto ranks = logged_ranks(2);
+  ranks[0]->wait_in(all_reduce_of(4, "loss"));
+  ranks[1]->recorder().leave();
+  const StallExplanation stall = explain(logs_of(ranks, 10));
+  EXPECT_EQ(stall.cause, StallCause::kDead);
+  EXPECT_THAT(stall.sentence, HasSubstr("has ended in good order"));
+}
+
+TEST(StallExplanation, ARankOfWhichNothingIsKnown) {
+  auto ranks = logged_ranks(3);
+  ranks[0]->wait_in(all_reduce_of(4, "loss"));
+  ranks[1]->wait_in(all_reduce_of(4, "loss"));
+  auto logs = logs_of(ranks, 10);
+  logs.pop_back();
+  const StallExplanation stall = explain(logs);
+  EXPECT_EQ(stall.cause, StallCause::kLate);
+  EXPECT_THAT(stall.sentence, HasSubstr("nothing is known of rank 2"));
+}
+
+// Ranks 0 and 1 wait for 2, which waits for 3: that one is to blame.
+TEST(StallExplanation, BlameGoesToTheEndOfTheChain) {
+  auto ranks = logged_ranks(4);
+  for (const int r : {2, 3}) ranks[static_cast<size_t>(r)]->recorder().add_group("pair", {2, 3}, r - 2);
+  ranks[0]->wait_in(all_reduce_of(4, "loss"));
+  ranks[1]->wait_in(all_reduce_of(4, "loss"));
+  ranks[2]->wait_in(all_reduce_of(8, "expert"), 1);
+  ranks[3]->issue(all_reduce_of(4, "loss"));
+  const StallExplanation stall = explain(logs_of(ranks, 10));
+  EXPECT_EQ(stall.cause, StallCause::kLate);
+  EXPECT_THAT(stall.guilty, ElementsAre(3));
+}
+
+TEST(StallExplanation, ACircleIsTold) {
+  auto ranks = logged_ranks(3);
+  ranks[0]->wait_in(message_of(CollectiveKind::kRecv, 1));
+  ranks[1]->wait_in(message_of(CollectiveKind::kRecv, 2));
+  ranks[2]->wait_in(message_of(CollectiveKind::kRecv, 0));
+  const StallExplanation stall = explain(logs_of(ranks, 10));
+  EXPECT_EQ(stall.cause, StallCause::kCircle);
+  EXPECT_TRUE(stall.hopeless());
+  EXPECT_THAT(stall.sentence, AllOf(HasSubstr("rank 0 waits in recv (Float[3], from rank 1, message 1 of group world) "
+                                              "for rank 1"),
+                                    HasSubstr("rank 2 waits in recv"), HasSubstr("for rank 0")));
+}
+
+TEST(StallExplanation, AMessageThatWasSentIsNoFaultOfTheSender) {
+  auto ranks = logged_ranks(2);
+  ranks[0]->wait_in(message_of(CollectiveKind::kRecv, 1));
+  ranks[1]->issue(message_of(CollectiveKind::kSend, 0));
+  EXPECT_EQ(explain(logs_of(ranks, 10)).cause, StallCause::kTransport);
+  auto later = logged_ranks(2);
+  later[0]->issue(message_of(CollectiveKind::kRecv, 1));
+  later[0]->wait_in(message_of(CollectiveKind::kRecv, 1));
+  later[1]->issue(message_of(CollectiveKind::kSend, 0));
+  const StallExplanation stall = explain(logs_of(later, 10));
+  EXPECT_EQ(stall.cause, StallCause::kLate);
+  EXPECT_THAT(stall.guilty, ElementsAre(1));
+}
+
+TEST(StallExplanation, AllHaveCome) {
+  auto ranks = logged_ranks(2);
+  for (auto& rank : ranks) rank->wait_in(all_reduce_of(4, "loss"));
+  const StallExplanation stall = explain(logs_of(ranks, 10));
+  EXPECT_EQ(stall.cause, StallCause::kTransport);
+  EXPECT_FALSE(stall.hopeless());
+  EXPECT_THAT(stall.sentence, HasSubstr("all ranks have entered it, and the data does not arrive"));
+}
+
+TEST(StallExplanation, DifferentCollectivesComeFirst) {
+  auto ranks = logged_ranks(3);
+  for (auto& rank : ranks) rank->issue(all_reduce_of(4, "loss"));
+  ranks[0]->wait_in(all_reduce_of(4, "a"));
+  ranks[1]->wait_in(all_reduce_of(4, "b"));
+  ranks[2]->wait_in(all_reduce_of(4, "a"));
+  const StallExplanation stall = explain(logs_of(ranks, 10));
+  EXPECT_EQ(stall.cause, StallCause::kDifference);
+  EXPECT_TRUE(stall.hopeless());
+  EXPECT_EQ(stall.sentence,
+            "ranks issued different collectives: ranks 0 and 2 issued all_reduce 'a' (Float[4], sum, number 2 of group "
+            "world), rank 1 all_reduce 'b' (Float[4], sum, number 2 of group world)");
+}
+
+TEST(StallExplanation, ReportsEachRank) {
+  auto ranks = logged_ranks(2);
+  ranks[1]->issue(all_reduce_of(4, "loss"));
+  ranks[1]->wait_in(all_reduce_of(8, "bucket 0"));
+  EXPECT_THAT(rank_report(ranks[1]->log(7), 1),
+              AllOf(StartsWith("rank 1 (host, pid "), HasSubstr("group world (ranks 0,1): 2 collectives\n"),
+                    HasSubstr("all_reduce 'bucket 0' (Float[8], sum, number 2 of group world): waiting, issued "),
+                    HasSubstr(", waits for 7.0 s\n"), ::testing::Not(HasSubstr("'loss'"))));
+}
+
+}  // namespace
+}  // namespace ds::comm::testing

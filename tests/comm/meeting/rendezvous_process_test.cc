@@ -1,0 +1,47 @@
+// env:// between processes, as a launcher starts them.
+#include <gmock/gmock.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "comm/meeting/rendezvous.h"
+#include "core/check.h"
+#include "tests/comm/meeting/launcher_environment.h"
+#include "tests/support/process_ranks.h"
+
+namespace ds::test {
+namespace {
+
+using ds::testing::ProcessRank;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+DS_PROCESS_TEST(RendezvousProcesses, MeetByTheEnvironment, 3) {
+  const comm::Rendezvous file = ranks.meet();
+  set_launcher_environment(file);
+  const comm::Rendezvous meeting = comm::rendezvous({.timeout = std::chrono::seconds(30)});
+  EXPECT_EQ(meeting.rank, ranks.rank());
+  EXPECT_EQ(meeting.local_rank, ranks.rank());
+  EXPECT_EQ(meeting.local_world_size, 3);
+  ASSERT_EQ(meeting.ranks.size(), 3U);
+  for (int r = 0; r < 3; ++r) EXPECT_EQ(meeting.ranks[r].process, file.ranks[r].process);
+  meeting.store->set(cat("from ", ranks.rank()), std::string("here"));
+  meeting.store->wait({"from 0", "from 1", "from 2"}, std::chrono::seconds(30));
+  // Rank 0's process holds the store, so it ends last.
+  file.store->set(cat("read ", ranks.rank()), std::string("yes"));
+  if (ranks.rank() == 0) file.store->wait({"read 1", "read 2"}, std::chrono::seconds(30));
+}
+
+DS_PROCESS_TEST(RendezvousProcesses, ARankThatDiedBeforeTheMeetingIsNamed, .world_size = 3, .killed = {2}) {
+  const comm::Rendezvous file = ranks.meet();
+  if (ranks.rank() == 2) ProcessRank::kill_self();
+  set_launcher_environment(file);
+  try {
+    comm::rendezvous({.timeout = std::chrono::milliseconds(ranks.rank() == 0 ? 3000 : 1000)});
+    ADD_FAILURE() << "did not throw";
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(),
+                AllOf(HasSubstr("not all of 3 ranks came within"), HasSubstr("missing: rank 2; present: ")));
+  }
+}
+
+}  // namespace
+}  // namespace ds::test

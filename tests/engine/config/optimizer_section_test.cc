@@ -1,0 +1,122 @@
+// optimizer and scheduler.
+#include <gmock/gmock.h>
+
+#include "tests/engine/config/parse_text.h"
+
+namespace ds::config {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+OptimizerSection optimizer(const std::string& section) { return parse_text("{optimizer: " + section + "}").optimizer; }
+
+TEST(OptimizerSection, TypesInAnyCase) {
+  EXPECT_EQ(optimizer("{type: 'adamw'}").type, "AdamW");
+  EXPECT_EQ(optimizer("{type: 'ADAM'}").type, "Adam");
+  EXPECT_EQ(optimizer("{type: 'lion'}").type, "Lion");
+  EXPECT_EQ(optimizer("{type: 'SGD'}").type, "SGD");
+}
+
+TEST(OptimizerSection, AdamMeansAdamWUnlessToldOtherwise) {
+  EXPECT_TRUE(optimizer("{type: 'Adam'}").decoupled_weight_decay());
+  EXPECT_FALSE(optimizer("{type: 'Adam', params: {adam_w_mode: false}}").decoupled_weight_decay());
+  EXPECT_TRUE(optimizer("{type: 'AdamW', params: {adam_w_mode: false}}").decoupled_weight_decay());
+}
+
+TEST(OptimizerSection, EachTypeHasItsDefaults) {
+  EXPECT_EQ(optimizer("{type: 'AdamW'}").values.lr, 1e-3);
+  EXPECT_EQ(optimizer("{type: 'AdamW'}").values.eps, 1e-8);
+  EXPECT_EQ(optimizer("{type: 'AdamW'}").values.weight_decay, 0);
+  EXPECT_EQ(optimizer("{type: 'Adagrad'}").values.lr, 1e-2);
+  EXPECT_EQ(optimizer("{type: 'Adagrad'}").values.eps, 1e-10);
+  const OptimizerParams muon = optimizer("{type: 'Muon'}").values;
+  EXPECT_EQ(muon.momentum, 0.95);
+  EXPECT_EQ(muon.ns_method, "gram");
+  EXPECT_THAT(muon.betas, ElementsAre(0.9, 0.95));
+  EXPECT_EQ(muon.muon_lr, std::nullopt);
+  EXPECT_EQ(optimizer("{type: 'Lamb'}").values.max_coeff, 10);
+  EXPECT_EQ(optimizer("{type: 'Lamb'}").values.min_coeff, 0.01);
+  EXPECT_EQ(optimizer("{type: 'ZeroOneAdam'}").values.local_step_scaler, 32678);
+}
+
+TEST(OptimizerSection, ReadsItsParameters) {
+  const OptimizerSection section =
+      optimizer("{type: 'AdamW', params: {lr: '3e-4', betas: [0.8, 0.999], eps: 1e-7, weight_decay: 3e-7}}");
+  EXPECT_EQ(section.values.lr, 3e-4);
+  EXPECT_THAT(section.values.betas, ElementsAre(0.8, 0.999));
+  EXPECT_EQ(section.values.weight_decay, 3e-7);
+  EXPECT_EQ(section.params["eps"], 1e-7);
+}
+
+TEST(OptimizerSection, RefusesWhatTheTypeDoesNotKnow) {
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'AdamW', params: {learning: 1}}}"),
+              AllOf(HasSubstr("optimizer.params.learning"), HasSubstr("known are \"lr\"")));
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'Adam', params: {weight_decy: 1}}}"),
+              HasSubstr("did you mean weight_decay?"));
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'Adam', params: {max_grad_norm: 1}}}"),
+              HasSubstr("use the top-level key \"gradient_clipping\""));
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'AdanW'}}"), HasSubstr("did you mean AdamW?"));
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'my.own.Optimizer'}}"), HasSubstr("expected one of"));
+}
+
+TEST(OptimizerSection, ChecksRanges) {
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'Adam', params: {lr: -1}}}"), HasSubstr("expected a number >= 0"));
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'Adam', params: {betas: [0.9, 1]}}}"), HasSubstr("< 1, found 1"));
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'Adam', params: {betas: 0.9}}}"), HasSubstr("a list of 2"));
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'SGD', params: {nesterov: true}}}"), HasSubstr("momentum > 0"));
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'Muon', params: {ns_method: 'other'}}}"), HasSubstr("\"standard\""));
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'Lamb', params: {amsgrad: true}}}"), HasSubstr("expected false"));
+}
+
+TEST(OptimizerSection, ZeroNeedsPermissionForUntestedOnes) {
+  const std::string text = "optimizer: {type: 'SGD', params: {lr: 0.1}}, zero_optimization: {stage: 1}}";
+  EXPECT_THAT(refusal_of("{" + text), HasSubstr("zero_allow_untested_optimizer"));
+  EXPECT_EQ(refusal_of("{zero_allow_untested_optimizer: true, " + text), "");
+}
+
+TEST(OptimizerSection, LambNeedsADynamicLossScale) {
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'Lamb'}, fp16: {enabled: true, loss_scale: 128}}"),
+              HasSubstr("expected 0 (dynamic)"));
+}
+
+TEST(SchedulerSection, ReadsTheFiveTypes) {
+  const auto options = [](const std::string& section) {
+    return *parse_text("{scheduler: " + section + "}").scheduler.options;
+  };
+  const auto warmup = std::get<optim::WarmupLrOptions>(
+      options("{type: 'WarmupLR', params: {warmup_max_lr: 3e-4, warmup_num_steps: 10, warmup_type: 'linear'}}"));
+  EXPECT_THAT(*warmup.warmup_max_lr, ElementsAre(3e-4));
+  EXPECT_EQ(warmup.warmup_num_steps, 10);
+  EXPECT_EQ(warmup.warmup_type, optim::WarmupType::kLinear);
+  EXPECT_EQ(std::get<optim::WarmupDecayLrOptions>(options("{type: 'WarmupDecayLR', params: {total_num_steps: 50}}"))
+                .total_num_steps,
+            50);
+  EXPECT_EQ(std::get<optim::WarmupCosineLrOptions>(options("{type: 'WarmupCosineLR', params: {total_num_steps: 50}}"))
+                .cos_min_ratio,
+            0.0001);
+  EXPECT_EQ(std::get<optim::LrRangeTestOptions>(options("{type: 'LRRangeTest'}")).lr_range_test_step_size, 2000);
+  EXPECT_THAT(std::get<optim::OneCycleOptions>(
+                  options("{type: 'OneCycle', params: {cycle_min_lr: [1e-5, 1e-6], cycle_max_lr: 1e-3}}"))
+                  .cycle_min_lr,
+              ElementsAre(1e-5, 1e-6));
+}
+
+TEST(SchedulerSection, RefusesMistakes) {
+  EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupDecayLR'}}"), HasSubstr("needs \"total_num_steps\""));
+  EXPECT_THAT(refusal_of("{scheduler: {type: 'OneCycle', params: {cycle_min_lr: 1}}}"), HasSubstr("cycle_max_lr"));
+  EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLr2'}}"), HasSubstr("did you mean WarmupLR?"));
+  EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLR', params: {warmup_num_steps: 0}}}"), HasSubstr("> 0"));
+  EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLR', params: {total_num_steps: 9}}}"),
+              AllOf(HasSubstr("unknown key"), HasSubstr("\"warmup_max_lr\"")));
+}
+
+TEST(SchedulerSection, StartsAtItsBeginning) {
+  const std::string start = "{scheduler: {type: 'WarmupLR', params: {last_batch_iteration: ";
+  EXPECT_TRUE(unsupported_features(parse_text(start + "-1}}}")).empty());
+  EXPECT_EQ(unsupported_features(parse_text(start + "5}}}")).at(0).path, "scheduler.params.last_batch_iteration");
+}
+
+}  // namespace
+}  // namespace ds::config

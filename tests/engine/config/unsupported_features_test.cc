@@ -1,0 +1,80 @@
+// What is parsed and not done by this version is refused by name, never ignored.
+#include <gmock/gmock.h>
+
+#include "tests/engine/config/parse_text.h"
+
+namespace ds::config {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+struct Refused {
+  const char* text;
+  const char* path;
+};
+
+const Refused kRefused[] = {
+    {"{aio: {use_gds: true}}", "aio.use_gds"},
+    {"{zero_optimization: {zenflow: {}}}", "zero_optimization.zenflow"},
+    {"{zero_optimization: {zeropp_loco_param: {}}}", "zero_optimization.zeropp_loco_param"},
+    {"{optimizer: {type: 'RMSprop'}}", "optimizer.type"},
+    {"{scheduler: {type: 'StepLR'}}", "scheduler.type"},
+    {"{amp: {enabled: true}}", "amp"},
+    {"{torch_autocast: {enabled: true, lower_precision_safe_modules: ['a']}}",
+     "torch_autocast.lower_precision_safe_modules"},
+    {"{data_types: {keep_in_fp32_modules: ['norm']}}", "data_types.keep_in_fp32_modules"},
+    {"{tensor_parallel: {autotp_size: 2}}", "tensor_parallel.autotp_size"},
+    {"{tensor_parallel: {tp: {tp_size: 2}}}", "tensor_parallel.tensor_parallel.tp_size"},
+    {"{expert_parallel: {enabled: true}}", "expert_parallel"},
+    {"{sequence_parallel_size: 2}", "sequence_parallel_size"},
+    {"{compression_training: {sparse_pruning: {shared_parameters: {enabled: true}}}}",
+     "compression_training.sparse_pruning"},
+    {"{flops_profiler: {enabled: true}}", "flops_profiler"},
+    {"{comms_logger: {enabled: true}}", "comms_logger"},
+    {"{data_efficiency: {enabled: true}}", "data_efficiency"},
+    {"{autotuning: {enabled: true}}", "autotuning"},
+    {"{weight_quantization: {}}", "weight_quantization"},
+    {"{checkpoint: {use_node_local_storage: true}}", "checkpoint.use_node_local_storage"},
+    {"{checkpoint: {writer: {type: 'MOCK'}}}", "checkpoint.writer.type"},
+    {"{progressive_layer_drop: {enabled: true}}", "progressive_layer_drop"},
+    {"{curriculum_learning: {enabled: true}}", "curriculum_learning"},
+    {"{sparse_attention: {}}", "sparse_attention"},
+    {"{eigenvalue: {enabled: true}}", "eigenvalue"},
+    {"{quantize_training: {}}", "quantize_training"},
+    {"{sparse_gradients: true}", "sparse_gradients"},
+    {"{graph_harvesting: true}", "graph_harvesting"},
+};
+
+class UnsupportedFeature : public ::testing::TestWithParam<Refused> {};
+
+TEST_P(UnsupportedFeature, IsRefusedByName) {
+  const DsConfig config = parse_text(GetParam().text);
+  const auto features = unsupported_features(config);
+  ASSERT_EQ(features.size(), 1U) << GetParam().text;
+  EXPECT_EQ(features[0].path, GetParam().path);
+  EXPECT_FALSE(features[0].message.empty());
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, UnsupportedFeature, ::testing::ValuesIn(kRefused));
+
+TEST(UnsupportedFeatures, TurnedOffTheyAreFine) {
+  EXPECT_TRUE(unsupported_features(
+                  parse_text("{zero_optimization: {stage: 2, offload_optimizer: {device: 'none'}}, amp: {enabled: "
+                             "false}, flops_profiler: {enabled: false}, pipeline: {stages: 1}, autotuning: {}}"))
+                  .empty());
+}
+
+TEST(UnsupportedFeatures, AllAreNamedTogether) {
+  try {
+    require_supported(parse_text("{zero_optimization: {zeropp_loco_param: {}}, autotuning: {enabled: true}}"));
+    FAIL() << "accepted";
+  } catch (const ConfigError& error) {
+    EXPECT_THAT(error.what(),
+                AllOf(HasSubstr("asks for 2 features"), HasSubstr("zero_optimization.zeropp_loco_param: not in this"),
+                      HasSubstr("remove it"), HasSubstr("autotuning")));
+  }
+}
+
+}  // namespace
+}  // namespace ds::config

@@ -1,0 +1,39 @@
+#include "engine/setup/seed.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+namespace ds::engine {
+namespace {
+
+TEST(Seed, SameSeedAndRankSameNumbersOtherRanksOthers) {
+  const auto draw = [](uint64_t seed, int rank) {
+    seed_everything(seed, rank);
+    return torch::rand({8});
+  };
+  EXPECT_TRUE(torch::equal(draw(3, 0), draw(3, 0)));
+  EXPECT_TRUE(torch::equal(draw(3, 2), draw(3, 2)));
+  EXPECT_FALSE(torch::equal(draw(3, 0), draw(3, 1)));
+  EXPECT_FALSE(torch::equal(draw(3, 0), draw(4, 0)));
+}
+
+TEST(Seed, DeterministicModeRefusesOperationsWithoutADeterministicAlgorithm) {
+  // One that torch lists as non-deterministic on every device.
+  const auto run = [] {
+    const at::Tensor target = torch::zeros({4});
+    return target.put_(torch::tensor({1, 1}), torch::ones({2}), false);
+  };
+  EXPECT_NO_THROW(run());
+  set_deterministic(true);
+  EXPECT_TRUE(at::globalContext().deterministicAlgorithms());
+  EXPECT_FALSE(at::globalContext().benchmarkCuDNN());
+  EXPECT_THROW(run(), c10::Error);
+  set_deterministic(true, true);
+  EXPECT_NO_THROW(run());
+  set_deterministic(false);
+  EXPECT_FALSE(at::globalContext().deterministicAlgorithms());
+  EXPECT_NO_THROW(run());
+}
+
+}  // namespace
+}  // namespace ds::engine

@@ -1,0 +1,229 @@
+#include "launcher/command_line/options.h"
+
+#include <gmock/gmock.h>
+
+#include "core/check.h"
+
+namespace ds::launcher {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+std::string error_of(const std::vector<std::string>& words) {
+  try {
+    parse_options(words);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(Options, EverythingFromTheProgramOnIsTheProgramsOwn) {
+  const Options options = parse_options({"--num_procs", "2", "./train", "--num_procs", "9", "-q", "--", "x", "--help"});
+  EXPECT_EQ(options.num_procs, 2);
+  EXPECT_EQ(options.program, "./train");
+  EXPECT_THAT(options.arguments, ElementsAre("--num_procs", "9", "-q", "--", "x", "--help"));
+  EXPECT_EQ(options.verbosity, Verbosity::kInfo);
+}
+
+TEST(Options, ADoubleDashEndsTheFlags) {
+  const Options options = parse_options({"--", "-odd-name", "a"});
+  EXPECT_EQ(options.program, "-odd-name");
+  EXPECT_THAT(options.arguments, ElementsAre("a"));
+}
+
+TEST(Options, Defaults) {
+  const Options options = parse_options({"p"});
+  EXPECT_EQ(options.num_procs, std::nullopt);
+  EXPECT_EQ(options.master_port, std::nullopt);
+  EXPECT_EQ(options.master_addr, "");
+  EXPECT_FALSE(options.bind_cores);
+  EXPECT_EQ(options.failure_grace_seconds, 5);
+  EXPECT_EQ(options.signal_grace_seconds, 30);
+  EXPECT_THAT(options.arguments, IsEmpty());
+}
+
+TEST(Options, DeepSpeedsSpelling) {
+  for (const char* flag : {"--num_gpus", "--num_accelerators"}) {
+    const Options options = parse_options({flag, "4", "p"});
+    EXPECT_EQ(options.num_procs, 4);
+    EXPECT_TRUE(options.count_is_gpus);
+  }
+  const Options options = parse_options({"--master_port=1234", "--master_addr", "127.0.0.1", "--bind_cores_to_rank",
+                                         "--bind_core_list", "0-1,3", "--enable_each_rank_log", "logs", "--log_level",
+                                         "warning", "--no_local_rank", "--no_python", "p"});
+  EXPECT_EQ(options.master_port, 1234);
+  EXPECT_THAT(options.bind_core_list, ElementsAre(0, 1, 3));
+  EXPECT_EQ(options.rank_log_dir, "logs");
+  EXPECT_EQ(options.verbosity, Verbosity::kWarning);
+  EXPECT_EQ(parse_options({"-q", "p"}).verbosity, Verbosity::kError);
+}
+
+TEST(Options, FlagsForManyHosts) {
+  const Options options =
+      parse_options({"-H", "hosts", "--num_nodes", "2", "--num_gpus", "4", "--launcher", "ssh", "--launcher_args",
+                     "-i key", "--ssh_port", "2222", "--force_multi", "--save_pid", "--no_ssh_check", "p"});
+  EXPECT_EQ(options.hostfile, "hosts");
+  EXPECT_EQ(options.num_nodes, 2);
+  EXPECT_EQ(options.num_procs, 4);
+  EXPECT_EQ(options.count_flag, "--num_gpus");
+  EXPECT_EQ(options.launcher_args, "-i key");
+  EXPECT_EQ(options.ssh_port, 2222);
+  EXPECT_TRUE(options.force_multi);
+  EXPECT_TRUE(options.save_pid);
+  EXPECT_EQ(parse_options({"-i", "a@b:1", "p"}).include, "a@b:1");
+  EXPECT_EQ(parse_options({"-e", "a", "p"}).exclude, "a");
+  EXPECT_EQ(parse_options({"--no_ssh", "--node_rank", "1", "p"}).node_rank, 1);
+}
+
+TEST(Options, NamesOfTorchrun) {
+  const Options options =
+      parse_options({"--nnodes", "2", "--nproc_per_node=4", "--rdzv_endpoint", "[::1]:1234", "--node_rank=0", "p"});
+  EXPECT_EQ(options.num_nodes, 2);
+  EXPECT_EQ(options.num_procs, 4);
+  EXPECT_EQ(options.master_addr, "::1");
+  EXPECT_EQ(options.master_port, 1234);
+  EXPECT_TRUE(parse_options({"--standalone", "--nnodes=1", "p"}).standalone);
+  EXPECT_THAT(error_of({"--rdzv_endpoint", "host", "p"}), HasSubstr("expected HOST:PORT, found 'host'"));
+  EXPECT_THAT(error_of({"--rdzv_endpoint", "h:1", "--master_port", "2", "p"}), HasSubstr("--master_port"));
+  EXPECT_THAT(error_of({"--standalone", "--nnodes", "2", "p"}), HasSubstr("--standalone is for one host"));
+  EXPECT_THAT(error_of({"--standalone", "--hostfile", "h", "p"}), HasSubstr("--hostfile"));
+}
+
+TEST(Options, RestartsAndElasticTraining) {
+  EXPECT_EQ(parse_options({"p"}).max_restarts, 0);
+  EXPECT_FALSE(parse_options({"--max_restarts", "4", "p"}).min_nodes);
+  EXPECT_EQ(parse_options({"--max-restarts=4", "p"}).max_restarts, 4);
+  const Options of_deepspeed =
+      parse_options({"--elastic_training", "--min_elastic_nodes", "2", "--max_elastic_nodes", "3", "p"});
+  EXPECT_EQ(of_deepspeed.min_nodes, 2);
+  EXPECT_EQ(of_deepspeed.max_nodes, 3);
+  EXPECT_EQ(of_deepspeed.max_restarts, 3);
+  const Options of_torchrun = parse_options({"--nnodes", "1:4", "--max_restarts", "0", "p"});
+  EXPECT_EQ(of_torchrun.min_nodes, 1);
+  EXPECT_EQ(of_torchrun.max_nodes, 4);
+  EXPECT_FALSE(of_torchrun.num_nodes);
+  EXPECT_EQ(of_torchrun.max_restarts, 0);
+  EXPECT_EQ(parse_options({"--elastic_training", "p"}).min_nodes, 1);
+  EXPECT_EQ(parse_options({"--max_nodes", "2", "p"}).min_nodes, 1);
+}
+
+TEST(Options, RefusesRestartsThatDoNotMakeSense) {
+  EXPECT_THAT(error_of({"--nnodes=1:x", "p"}), HasSubstr("--nnodes: expected N or MIN:MAX, found '1:x'"));
+  EXPECT_THAT(error_of({"--nnodes=3:2", "p"}), HasSubstr("--min_nodes 3 is above --max_nodes 2"));
+  EXPECT_THAT(error_of({"--nnodes=2", "--min_nodes", "1", "p"}), HasSubstr("--min_nodes excludes --num_nodes"));
+  EXPECT_THAT(error_of({"--nnodes=2", "--elastic_training", "p"}), HasSubstr("excludes a fixed --num_nodes"));
+  EXPECT_THAT(error_of({"--nnodes=1:2", "--launcher", "pdsh", "p"}), HasSubstr("--launcher pdsh excludes elastic"));
+  EXPECT_THAT(error_of({"--node_rank=0", "--max_restarts", "1", "p"}), HasSubstr("--node_rank excludes"));
+}
+
+TEST(Options, RefusesFlagsThatDoNotGoTogether) {
+  for (const char* flag : {"--include", "--exclude"}) {
+    EXPECT_THAT(error_of({flag, "a", "--num_nodes", "1", "p"}), HasSubstr("--num_nodes"));
+    EXPECT_THAT(error_of({flag, "a", "--num_procs", "1", "p"}), HasSubstr("--num_procs"));
+    EXPECT_THAT(error_of({flag, "a", "--num_gpus", "1", "p"}), HasSubstr("--num_gpus"));
+  }
+  EXPECT_THAT(error_of({"--include", "a", "--exclude", "b", "p"}), HasSubstr("--exclude"));
+  EXPECT_THAT(error_of({"--no_ssh", "p"}), HasSubstr("--no_ssh needs --node_rank"));
+  EXPECT_THAT(error_of({"--num_nodes", "0", "p"}), HasSubstr("--num_nodes: expected a number of at least 1"));
+}
+
+TEST(Options, Launchers) {
+  EXPECT_EQ(parse_options({"p"}).launcher, Launcher::kSsh);
+  EXPECT_EQ(parse_options({"--launcher", "ssh", "p"}).launcher, Launcher::kSsh);
+  EXPECT_EQ(parse_options({"--launcher", "pdsh", "p"}).launcher, Launcher::kPdsh);
+  EXPECT_EQ(parse_options({"--launcher=openmpi", "p"}).launcher, Launcher::kOpenMpi);
+  EXPECT_EQ(parse_options({"--launcher", "mpich", "p"}).launcher, Launcher::kMpich);
+  EXPECT_EQ(parse_options({"--launcher", "impi", "p"}).launcher, Launcher::kIntelMpi);
+  EXPECT_EQ(parse_options({"--launcher", "slurm", "--launcher_args", "-p gpu", "p"}).launcher, Launcher::kSlurm);
+  EXPECT_THAT(error_of({"--launcher", "mvapich", "p"}), HasSubstr("MVAPICH is not supported"));
+  EXPECT_THAT(error_of({"--launcher", "PDSH", "p"}),
+              AllOf(HasSubstr("--launcher PDSH"), HasSubstr("ssh, pdsh, openmpi, mpich, impi, slurm")));
+}
+
+TEST(Options, RefusesFlagsThatALauncherCannotFollow) {
+  for (const char* name : {"pdsh", "openmpi", "mpich", "impi", "slurm"}) {
+    for (const auto& [flag, value] :
+         {std::pair{"--check_timeout", "3"}, {"--link_timeout", "3"}, {"--max_restarts", "3"}, {"--node_rank", "0"}}) {
+      EXPECT_THAT(error_of({"--launcher", name, flag, value, "p"}),
+                  HasSubstr(std::string(flag) + " does not go with --launcher " + name));
+    }
+    EXPECT_THAT(error_of({"--launcher", name, "--standalone", "p"}), HasSubstr("--standalone does not go with"));
+  }
+  for (const char* name : {"openmpi", "mpich", "impi", "slurm"}) {
+    EXPECT_THAT(error_of({"--launcher", name, "--bind_cores_to_rank", "p"}), HasSubstr("--launcher_args"));
+    EXPECT_THAT(error_of({"--launcher", name, "--enable_each_rank_log", "d", "p"}), HasSubstr("does not go with"));
+  }
+  EXPECT_THAT(error_of({"--launcher", "mpich", "--ssh_port", "3", "p"}), HasSubstr("~/.ssh/config"));
+  EXPECT_EQ(parse_options({"--launcher", "openmpi", "--ssh_port", "3", "p"}).ssh_port, 3);
+  EXPECT_TRUE(parse_options({"--launcher", "pdsh", "--bind_cores_to_rank", "p"}).bind_cores);
+}
+
+TEST(Options, RefusesOtherFlagsOfDeepSpeedByName) {
+  EXPECT_THAT(error_of({"--module", "p"}), HasSubstr("not Python modules"));
+  EXPECT_THAT(error_of({"--autotuning", "run", "p"}), HasSubstr("autotuning is not in this version"));
+}
+
+TEST(Options, SuggestsTheNearestFlag) {
+  EXPECT_THAT(error_of({"--num_proc", "2", "p"}), HasSubstr("unknown flag --num_proc: did you mean --num_procs?"));
+  EXPECT_THAT(error_of({"--master-port", "2", "p"}), HasSubstr("did you mean --master_port?"));
+  EXPECT_THAT(error_of({"--bind_cores", "p"}), HasSubstr("did you mean --bind_cores_to_rank?"));
+  EXPECT_THAT(error_of({"--frobnicate", "p"}), AllOf(HasSubstr("unknown flag --frobnicate"), HasSubstr("--help")));
+}
+
+TEST(Options, RefusesWrongValues) {
+  EXPECT_THAT(error_of({"--num_procs", "0", "p"}), HasSubstr("--num_procs"));
+  EXPECT_THAT(error_of({"--num_procs", "two", "p"}), HasSubstr("--num_procs"));
+  EXPECT_THAT(error_of({"--num_procs", "2", "--num_gpus", "2", "p"}), HasSubstr("--num_gpus"));
+  EXPECT_THAT(error_of({"--master_port", "70000", "p"}), HasSubstr("--master_port"));
+  EXPECT_THAT(error_of({"--log_level", "loud", "p"}), HasSubstr("loud"));
+  EXPECT_THAT(error_of({"--bind_core_list", "0-", "p"}), HasSubstr("core list"));
+  EXPECT_THAT(error_of({"--failure_grace", "-1", "p"}), HasSubstr("--failure_grace"));
+  EXPECT_THAT(error_of({"--num_procs", "2"}), HasSubstr("no program given"));
+  EXPECT_THAT(error_of({"--num_procs"}), HasSubstr("--num_procs"));
+}
+
+// The surface of the command line: a change here is a change for users.
+TEST(Options, HelpNamesEveryFlag) {
+  const std::string help = parse_options({"--help"}).answer.value_or("");
+  for (const char* flag : {"--num_procs,--nproc_per_node",
+                           "--num_gpus,--num_accelerators",
+                           "-H,--hostfile",
+                           "-i,--include",
+                           "-e,--exclude",
+                           "--num_nodes,--nnodes",
+                           "--node_rank",
+                           "--no_ssh",
+                           "--rdzv_endpoint",
+                           "--standalone",
+                           "--force_multi",
+                           "--launcher",
+                           "--launcher_args",
+                           "--ssh_port",
+                           "--connect_timeout",
+                           "--check_timeout",
+                           "--link_timeout",
+                           "--no_ssh_check",
+                           "--save_pid",
+                           "--master_addr",
+                           "--master_port",
+                           "--bind_cores_to_rank",
+                           "--bind_core_list",
+                           "--enable_each_rank_log",
+                           "--log_level",
+                           "-q,--quiet",
+                           "--failure_grace",
+                           "--signal_grace",
+                           "--no_local_rank",
+                           "--no_python",
+                           "--version"}) {
+    EXPECT_THAT(help, HasSubstr(flag));
+  }
+  EXPECT_THAT(parse_options({"--version"}).answer.value_or(""), HasSubstr("ds-launch of dsengine"));
+}
+
+}  // namespace
+}  // namespace ds::launcher

@@ -1,0 +1,422 @@
+// Gradients of checkpointed functions against plain autograd, bit for bit.
+#include "recompute/activation_checkpoint.h"
+
+#include <ATen/autocast_mode.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+namespace ds::recompute {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+at::Tensor waves(at::IntArrayRef sizes, double start) {
+  return torch::sin(torch::arange(c10::multiply_integers(sizes), torch::kDouble) * 0.7 + start)
+      .to(torch::kFloat)
+      .view(sizes);
+}
+
+at::Tensor leaf(at::IntArrayRef sizes, double start) { return waves(sizes, start).requires_grad_(true); }
+
+// Runs a function or runs it as a region.
+using Around = std::function<Tensors(RegionFunction, const Tensors&)>;
+
+Tensors plainly(const RegionFunction& function, const Tensors& inputs) { return function(inputs); }
+Tensors as_region(RegionFunction function, const Tensors& inputs) {
+  return checkpoint_tensors(checkpoint_options(), std::move(function), inputs);
+}
+
+void expect_equal(const Tensors& found, const Tensors& expected) {
+  ASSERT_EQ(found.size(), expected.size());
+  for (size_t i = 0; i < found.size(); ++i) {
+    ASSERT_EQ(found[i].defined(), expected[i].defined()) << "tensor " << i;
+    if (found[i].defined()) EXPECT_TRUE(torch::equal(found[i], expected[i])) << "tensor " << i;
+  }
+}
+
+// `train` computes a loss with the given way of calling; the gradients of `leaves` and the loss must be the same.
+void expect_same_gradients(const std::function<at::Tensor(const Around&)>& train, const Tensors& leaves) {
+  const auto run = [&](const Around& around) {
+    for (const at::Tensor& each : leaves) each.mutable_grad().reset();
+    torch::manual_seed(7);
+    Tensors result = {train(around)};
+    result[0].backward();
+    result[0] = result[0].detach();
+    for (const at::Tensor& each : leaves) result.push_back(each.grad());
+    result.push_back(torch::rand({3}));  // where the generator stands
+    return result;
+  };
+  const Tensors expected = run(plainly);
+  expect_equal(run(as_region), expected);
+}
+
+TEST(ActivationCheckpoint, GradientsOfInputsAndParameters) {
+  torch::nn::Sequential net(torch::nn::Linear(5, 8), torch::nn::LayerNorm(torch::nn::LayerNormOptions({8})),
+                            torch::nn::GELU(), torch::nn::Linear(8, 3));
+  const at::Tensor x = leaf({4, 5}, 0.3);
+  Tensors leaves = net->parameters();
+  leaves.push_back(x);
+  expect_same_gradients(
+      [&](const Around& around) {
+        return around([net](const Tensors& in) mutable { return Tensors{net->forward(in[0])}; }, {x.sin()})[0]
+            .pow(2)
+            .sum();
+      },
+      leaves);
+}
+
+TEST(ActivationCheckpoint, InputsThatNeedNoGradient) {
+  const at::Tensor weight = leaf({5, 5}, 0.1);
+  const at::Tensor x = waves({4, 5}, 0.3);
+  const at::Tensor index = torch::tensor({0, 2, 1}, torch::kLong);
+  expect_same_gradients(
+      [&](const Around& around) {
+        return around(
+                   [weight](const Tensors& in) { return Tensors{in[0].matmul(weight).index_select(0, in[1]).tanh()}; },
+                   {x, index})[0]
+            .sum();
+      },
+      {weight});
+}
+
+TEST(ActivationCheckpoint, DropoutDrawsTheSameNumbers) {
+  const at::Tensor x = leaf({40, 5}, 0.3);
+  expect_same_gradients(
+      [&](const Around& around) {
+        const at::Tensor hidden =
+            around([](const Tensors& in) { return Tensors{torch::dropout(in[0], 0.4, true).exp()}; }, {x})[0];
+        return torch::dropout(hidden, 0.2, true).sum();
+      },
+      {x});
+}
+
+TEST(ActivationCheckpoint, WithoutTheGeneratorsStateOtherNumbersAreDrawn) {
+  const at::Tensor x = leaf({400}, 0.3);
+  const auto drop = [](const at::Tensor& t) { return torch::dropout(t, 0.5, true); };
+  const at::Tensor out = checkpoint_with({.preserve_rng_state = false}, drop, x);
+  out.sum().backward();
+  EXPECT_FALSE(torch::equal(x.grad() * x, out));
+  x.mutable_grad().reset();
+  const at::Tensor again = checkpoint(drop, x);
+  again.sum().backward();
+  EXPECT_TRUE(torch::equal(x.grad() * x, again));
+}
+
+TEST(ActivationCheckpoint, CapturedTensorsOneMadeFromTheOther) {
+  const at::Tensor weight = leaf({6}, 0.1);
+  const at::Tensor x = leaf({6}, 0.2);
+  expect_same_gradients(
+      [&](const Around& around) {
+        const at::Tensor ancestor = weight.exp();
+        const at::Tensor descendant = ancestor.sin();
+        const at::Tensor out = around(
+            [ancestor, descendant, weight](const Tensors& in) {
+              return Tensors{in[0] * descendant + ancestor.cos() * descendant - weight.tanh()};
+            },
+            {x})[0];
+        return out.sum();
+      },
+      {weight, x});
+}
+
+TEST(ActivationCheckpoint, CapturedViews) {
+  const at::Tensor weight = leaf({2, 6}, 0.1);
+  const at::Tensor x = leaf({6}, 0.2);
+  expect_same_gradients(
+      [&](const Around& around) {
+        const at::Tensor hidden = weight.exp();
+        const at::Tensor row = hidden[1];
+        return around([row](const Tensors& in) { return Tensors{in[0] * row}; }, {x})[0].sum() + row.pow(3).sum();
+      },
+      {weight, x});
+}
+
+TEST(ActivationCheckpoint, AWeightAndASubmoduleUsedInTwoRegionsAndOutside) {
+  const auto shared = std::make_shared<torch::nn::LinearImpl>(6, 6);
+  const at::Tensor x = leaf({3, 6}, 0.2);
+  Tensors leaves = shared->parameters();
+  leaves.push_back(x);
+  std::vector<int> fired(leaves.size(), 0);
+  for (size_t i = 0; i < leaves.size(); ++i) leaves[i].register_hook([&fired, i](at::Tensor) { ++fired[i]; });
+  const auto train = [&](const Around& around) {
+    const RegionFunction block = [shared](const Tensors& in) { return Tensors{shared->forward(in[0]).tanh()}; };
+    const at::Tensor first = around(block, {x})[0];
+    const at::Tensor second = around(block, {shared->forward(first)})[0];
+    return torch::linear(second, shared->weight).pow(2).sum();
+  };
+  train(plainly).backward();
+  EXPECT_EQ(fired, std::vector<int>(leaves.size(), 1));
+  Tensors expected;
+  for (at::Tensor& each : leaves) expected.push_back(std::exchange(each.mutable_grad(), at::Tensor()));
+  train(as_region).backward();
+  EXPECT_EQ(fired, std::vector<int>(leaves.size(), 2)) << "a hook runs once in a backward pass";
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    EXPECT_TRUE(torch::allclose(leaves[i].grad(), expected[i], 1e-6, 1e-7)) << i;  // sums in another order
+  }
+}
+
+TEST(ActivationCheckpoint, HooksOfCapturedAndInputTensorsRunOnce) {
+  const at::Tensor weight = leaf({6}, 0.1);
+  const at::Tensor captured = weight.exp();
+  const at::Tensor input = weight.sin();
+  int captured_hook = 0;
+  int input_hook = 0;
+  captured.register_hook([&](at::Tensor) { ++captured_hook; });
+  input.register_hook([&](at::Tensor) { ++input_hook; });
+  const at::Tensor out = checkpoint([captured](const at::Tensor& x) { return x * captured * captured; }, input);
+  int output_hook = 0;
+  out.register_hook([&](at::Tensor) { ++output_hook; });
+  out.sum().backward();
+  EXPECT_EQ(captured_hook, 1);
+  EXPECT_EQ(input_hook, 1);
+  EXPECT_EQ(output_hook, 1);
+}
+
+TEST(ActivationCheckpoint, SeveralOutputsOfWhichSomeGetNoGradient) {
+  const at::Tensor x = leaf({6}, 0.2);
+  const at::Tensor y = leaf({6}, 0.9);
+  expect_same_gradients(
+      [&](const Around& around) {
+        const Tensors out = around(
+            [](const Tensors& in) {
+              return Tensors{in[0] * in[1], at::Tensor(), in[0].exp(), in[1].argmax(), in[1].detach() * 2};
+            },
+            {x, y});
+        EXPECT_FALSE(out[1].defined());
+        EXPECT_FALSE(out[3].requires_grad());
+        EXPECT_EQ(out[3].scalar_type(), torch::kLong);
+        return out[0].sum() * (out[3] + 1) + out[4].sum();
+      },
+      {x, y});
+}
+
+TEST(ActivationCheckpoint, UndefinedInputs) {
+  const at::Tensor x = leaf({6}, 0.2);
+  const auto add = [](const at::Tensor& a, const at::Tensor& b) { return b.defined() ? a + b : a * 2; };
+  checkpoint(add, x, at::Tensor()).sum().backward();
+  EXPECT_TRUE(torch::equal(x.grad(), torch::full({6}, 2.0)));
+}
+
+TEST(ActivationCheckpoint, NestedResultsAndOtherArguments) {
+  torch::nn::LSTM lstm(torch::nn::LSTMOptions(5, 4).num_layers(2));
+  const at::Tensor x = leaf({3, 2, 5}, 0.2);
+  const std::tuple<at::Tensor, at::Tensor> state = {leaf({2, 2, 4}, 0.4), leaf({2, 2, 4}, 0.6)};
+  Tensors leaves = lstm->parameters();
+  leaves.insert(leaves.end(), {x, std::get<0>(state), std::get<1>(state)});
+  const auto forward = [lstm](const at::Tensor& sequence,
+                              const std::optional<std::tuple<at::Tensor, at::Tensor>>& begin, double scale) mutable {
+    auto [out, end] = lstm->forward(sequence * scale, begin);
+    return std::make_tuple(out, end, scale);
+  };
+  const auto gradients = [&](bool region) {
+    for (const at::Tensor& each : leaves) each.mutable_grad().reset();
+    const std::optional<std::tuple<at::Tensor, at::Tensor>> begin = state;
+    const std::tuple<at::Tensor, std::tuple<at::Tensor, at::Tensor>, double> result =
+        region ? checkpoint(forward, x, begin, 1.5) : std::decay_t<decltype(forward)>(forward)(x, begin, 1.5);
+    EXPECT_EQ(std::get<2>(result), 1.5);
+    const auto& [hidden, cell] = std::get<1>(result);
+    (std::get<0>(result).pow(2).sum() + hidden.sum() * cell.exp().sum()).backward();
+    Tensors all;
+    for (const at::Tensor& each : leaves) all.push_back(each.grad());
+    return all;
+  };
+  const Tensors expected = gradients(false);
+  const Tensors found = gradients(true);
+  for (size_t i = 0; i < leaves.size(); ++i) EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-5, 1e-6)) << i;
+}
+
+TEST(ActivationCheckpoint, PairsAndVectors) {
+  const at::Tensor x = leaf({6}, 0.2);
+  const auto split = [](const std::vector<at::Tensor>& in) { return std::make_pair(in[0].sin(), in[0] + in[1]); };
+  const std::pair<at::Tensor, at::Tensor> out = checkpoint(split, std::vector<at::Tensor>{x, x});
+  (out.first + out.second).sum().backward();
+  EXPECT_TRUE(torch::equal(x.grad(), x.cos() + 2));
+}
+
+TEST(ActivationCheckpoint, NestedRegions) {
+  torch::nn::Linear outer(6, 6);
+  torch::nn::Linear inner(6, 6);
+  const at::Tensor x = leaf({3, 6}, 0.2);
+  int runs = 0;
+  const auto deep = [&runs, inner = inner.ptr()](const at::Tensor& t) {
+    ++runs;
+    return torch::dropout(inner->forward(t).tanh(), 0.3, true);
+  };
+  const auto network = [outer = outer.ptr(), deep](const at::Tensor& t, bool regions) {
+    const at::Tensor hidden = outer->forward(t).sin();
+    const at::Tensor first = regions ? checkpoint(deep, hidden) : deep(hidden);
+    return (regions ? checkpoint(deep, first) : deep(first)) + outer->weight.sum();
+  };
+  Tensors leaves = {outer->weight, outer->bias, inner->weight, inner->bias, x};
+  const auto gradients = [&](bool regions) {
+    for (const at::Tensor& each : leaves) each.mutable_grad().reset();
+    torch::manual_seed(11);
+    const at::Tensor out = regions ? checkpoint(network, x, true) : network(x, false);
+    out.pow(2).sum().backward();
+    Tensors all = {out.detach()};
+    for (const at::Tensor& each : leaves) all.push_back(each.grad());
+    return all;
+  };
+  const Tensors expected = gradients(false);
+  EXPECT_EQ(runs, 2);
+  const Tensors found = gradients(true);
+  EXPECT_EQ(runs, 2 + 2 + 2 + 2) << "forward, the outer recomputation, the inner ones";
+  ASSERT_EQ(found.size(), expected.size());
+  for (size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-6, 1e-7)) << i;
+}
+
+TEST(ActivationCheckpoint, AutocastIsRestoredAndItsCacheIsNotUsed) {
+  torch::nn::Linear layer(8, 8);
+  const at::Tensor x = leaf({4, 8}, 0.2);
+  Tensors leaves = {layer->weight, layer->bias, x};
+  const auto gradients = [&](bool region) {
+    for (const at::Tensor& each : leaves) each.mutable_grad().reset();
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    const auto block = [layer = layer.ptr()](const at::Tensor& t) { return layer->forward(t).relu(); };
+    const at::Tensor first = region ? checkpoint(block, x) : block(x);
+    const at::Tensor second = layer->forward(first);  // would find the region's cast weight
+    at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    EXPECT_EQ(first.scalar_type(), at::kBFloat16);
+    second.to(at::kFloat).pow(2).sum().backward();
+    EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+    EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
+    Tensors all = {second.detach()};
+    for (const at::Tensor& each : leaves) all.push_back(each.grad());
+    return all;
+  };
+  const Tensors expected = gradients(false);
+  const Tensors found = gradients(true);
+  for (size_t i = 0; i < found.size(); ++i) {
+    // A cached weight sums its gradients in bfloat16, two casts sum them in float32.
+    EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-2, 1e-2)) << i;
+  }
+  EXPECT_TRUE(torch::equal(found[0], expected[0]));
+}
+
+TEST(ActivationCheckpoint, WithoutGradientsItIsThePlainCall) {
+  const at::Tensor weight = leaf({6}, 0.1);
+  int runs = 0;
+  const auto count = [&](const at::Tensor& t) {
+    ++runs;
+    return t * weight.detach();
+  };
+  checkpoint(count, waves({6}, 0.2));
+  const torch::NoGradGuard no_grad;
+  const at::Tensor out = checkpoint([&](const at::Tensor& t) { return t * weight; }, weight);
+  EXPECT_FALSE(out.requires_grad());
+  EXPECT_TRUE(torch::equal(out, weight * weight));
+  EXPECT_EQ(runs, 1);
+}
+
+TEST(ActivationCheckpoint, NothingThatRequiresAGradient) {
+  at::Tensor out = checkpoint([](const at::Tensor& t) { return (t * 2).view({2, 3}); }, waves({6}, 0.2));
+  EXPECT_FALSE(out.requires_grad());
+  const at::Tensor weight = leaf({3}, 0.1);
+  out.mul_(weight);  // no view of what was made without graph
+  out.sum().backward();
+  EXPECT_TRUE(weight.grad().defined());
+}
+
+TEST(ActivationCheckpoint, GradOfSomeInputsOnly) {
+  const at::Tensor x = leaf({6}, 0.2);
+  const at::Tensor weight = leaf({6}, 0.4);
+  const at::Tensor out = checkpoint([weight](const at::Tensor& t) { return t * weight; }, x);
+  const auto gradients = torch::autograd::grad({out.sum()}, {x});
+  EXPECT_TRUE(torch::equal(gradients[0], weight));
+  EXPECT_FALSE(weight.grad().defined());
+  EXPECT_FALSE(x.grad().defined());
+}
+
+TEST(ActivationCheckpoint, RetainedGraphsAreComputedAgain) {
+  const at::Tensor x = leaf({6}, 0.2);
+  int runs = 0;
+  const auto count = [&runs](const at::Tensor& t) {
+    ++runs;
+    return t.exp();
+  };
+  const at::Tensor out = checkpoint(count, x).sum();
+  out.backward({}, /*retain_graph=*/true);
+  const at::Tensor once = x.grad().clone();
+  out.backward();
+  EXPECT_EQ(runs, 3);
+  EXPECT_TRUE(torch::equal(x.grad(), once * 2));
+  EXPECT_THROW(out.backward(), c10::Error);
+}
+
+TEST(ActivationCheckpoint, FreshOutputsMayBeChangedInPlace) {
+  const at::Tensor x = leaf({2, 6}, 0.2);
+  expect_same_gradients(
+      [&](const Around& around) {
+        const at::Tensor out = around([](const Tensors& in) { return Tensors{in[0].sin().view({12})}; }, {x})[0];
+        out.mul_(3);
+        out.narrow(0, 2, 4).add_(out.narrow(0, 6, 4));
+        return out.sin().sum();
+      },
+      {x});
+}
+
+TEST(ActivationCheckpoint, OutputsThatAreInputsOrCapturedTensors) {
+  const at::Tensor x = leaf({6}, 0.2);
+  const at::Tensor weight = leaf({6}, 0.4);
+  expect_same_gradients(
+      [&](const Around& around) {
+        const Tensors out = around(
+            [weight](const Tensors& in) {
+              return Tensors{in[0], weight, in[0].view({2, 3})};
+            },
+            {x});
+        return (out[0] * out[1]).sum() + out[2].pow(2).sum();
+      },
+      {x, weight});
+  const auto identity = [](const at::Tensor& t) { return t.view({2, 3}); };
+  EXPECT_THROW(checkpoint(identity, x.exp()).add_(1), c10::Error);
+  EXPECT_THROW(checkpoint([weight](const at::Tensor&) { return weight; }, x).add_(1), c10::Error);
+  const auto halves = [](const at::Tensor& t) {
+    const at::Tensor made = t.exp();
+    return std::make_pair(made, made.narrow(0, 0, 3));
+  };
+  EXPECT_THROW(checkpoint(halves, x).second.add_(1), c10::Error);
+  // Without a graph it is seen by the count of changes.
+  const at::Tensor hidden = x.exp();
+  const at::Tensor same = checkpoint(identity, hidden);
+  {
+    const torch::NoGradGuard no_grad;
+    same.detach().add_(1);
+  }
+  EXPECT_ANY_THROW(same.sum().backward());
+}
+
+TEST(ActivationCheckpoint, ComplexAndDoubleInputs) {
+  const at::Tensor x = waves({6}, 0.2).to(torch::kComplexDouble).requires_grad_(true);
+  expect_same_gradients(
+      [&](const Around& around) {
+        return torch::abs(around([](const Tensors& in) { return Tensors{in[0] * in[0]}; }, {x})[0]).sum();
+      },
+      {x});
+}
+
+TEST(ActivationCheckpoint, StatisticsCountRegionsAndRecomputations) {
+  take_checkpoint_statistics();
+  const CheckpointOptions options{.profile = true};
+  const at::Tensor x = leaf({6, 4}, 0.2);
+  const auto exp = [](const at::Tensor& t) { return t.exp(); };
+  const at::Tensor out = checkpoint_with(options, exp, checkpoint_with(options, exp, x)).sum();
+  out.backward();
+  const CheckpointStatistics statistics = take_checkpoint_statistics();
+  EXPECT_EQ(statistics.regions, 2);
+  EXPECT_EQ(statistics.recomputations, 2);
+  EXPECT_EQ(statistics.bytes_kept, 2 * 24 * 4);
+  EXPECT_GT(statistics.forward_seconds, 0);
+  EXPECT_GT(statistics.recomputation_seconds, 0);
+  EXPECT_EQ(take_checkpoint_statistics().regions, 0);
+}
+
+}  // namespace
+}  // namespace ds::recompute

@@ -1,0 +1,145 @@
+// ds-tool check.
+#include "tools/check_command.h"
+
+#include <gmock/gmock.h>
+
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "tests/engine/config/scratch_file.h"
+
+namespace ds::tool {
+namespace {
+
+using config::ScratchFile;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+struct Outcome {
+  int code;
+  std::string out, err;
+};
+
+Outcome run(const CheckOptions& options) {
+  std::ostringstream out;
+  std::ostringstream err;
+  const int code = check(options, out, err);
+  return {code, out.str(), err.str()};
+}
+
+constexpr const char* kGood = R"({
+  "train_batch_size": 8, "my_notes": "x",
+  "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+  "zero_optimization": {"stage": 2}
+})";
+
+TEST(CheckCommand, PrintsValuesChoicesWarningsPlanAndBytes) {
+  const ScratchFile file(kGood);
+  const Outcome outcome = run({.config = file.path(), .world_size = 2, .parameters = 1000});
+  EXPECT_EQ(outcome.code, 0);
+  EXPECT_EQ(outcome.err, "");
+  EXPECT_THAT(outcome.out,
+              AllOf(HasSubstr("fine for 2 ranks"), HasSubstr("train_micro_batch_size_per_gpu  4 (derived)"),
+                    HasSubstr("optimizer.params.lr  0.001 from default"), HasSubstr("my_notes (line 2): unknown key"),
+                    HasSubstr("reduce-scatter in every micro-batch"), HasSubstr("optimizer states"),
+                    HasSubstr("sent in a step")));
+}
+
+TEST(CheckCommand, PrintsOneJsonObject) {
+  const ScratchFile file(kGood);
+  const Outcome outcome = run({.config = file.path(), .world_size = 2, .parameters = 1'000'000, .json = true});
+  ASSERT_EQ(outcome.code, 0);
+  const nlohmann::json report = nlohmann::json::parse(outcome.out);
+  EXPECT_EQ(report["ok"], true);
+  EXPECT_EQ(report["world_size"], 2);
+  EXPECT_EQ(report["config"]["train_micro_batch_size_per_gpu"], 4);
+  EXPECT_EQ(report["config"]["zero_optimization"]["reduce_bucket_size"], 500'000'000);
+  EXPECT_EQ(report["auto"][0]["path"], "optimizer.params.lr");
+  EXPECT_EQ(report["warnings"].size(), 1U);
+  EXPECT_FALSE(report["plan"].empty());
+  // Adam in float32 on two ranks: half of 8 bytes an element.
+  EXPECT_NEAR(report["bytes_per_rank"]["optimizer"].get<double>(), 4e6, 1e4);
+  EXPECT_NEAR(report["bytes_per_rank"]["sent_per_step"].get<double>(), 4e6, 1e4);
+  EXPECT_EQ(report["bytes_per_rank"]["gradient_compression"], 0);
+}
+
+constexpr const char* kPipeline = R"({
+  "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8,
+  "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}, "pipeline": {"stages": 4, "schedule": "zb_h1"}
+})";
+
+TEST(CheckCommand, RanksOfAPipelineShareTheModel) {
+  const ScratchFile file(kPipeline);
+  const Outcome outcome = run({.config = file.path(), .world_size = 8, .parameters = 4'000'001});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, AllOf(HasSubstr("8 (pipeline 4 x data parallel 2)"), HasSubstr("32 = 2 per rank x 8"),
+                                 HasSubstr("4 ranks, zb_h1, 8 micro-batches"),
+                                 HasSubstr("Bytes per rank, for 1000001 elements, 1/4 of the model")));
+}
+
+TEST(CheckCommand, PipelinesInJson) {
+  const ScratchFile file(kPipeline);
+  const Outcome outcome = run({.config = file.path(), .world_size = 8, .parameters = 4'000'000, .json = true});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const nlohmann::json report = nlohmann::json::parse(outcome.out);
+  EXPECT_EQ(report["world_size"], 8);
+  EXPECT_EQ(report["config"]["train_batch_size"], 32);
+  EXPECT_EQ(report["bytes_per_rank"]["elements"], 1'000'000);
+  // 8 bytes an element of a quarter of the model, on two ranks.
+  EXPECT_NEAR(report["bytes_per_rank"]["optimizer"].get<double>(), 4e6, 1e4);
+}
+
+TEST(CheckCommand, PipelinesNeedRanks) {
+  const ScratchFile file(kPipeline);
+  const Outcome outcome = run({.config = file.path(), .world_size = 6});
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, AllOf(HasSubstr("pipeline.stages"), HasSubstr("a divisor of the 6 ranks, found 4")));
+}
+
+constexpr const char* kElastic = R"({
+  "elasticity": {"enabled": true, "max_train_batch_size": 50, "micro_batch_sizes": [2, 3], "version": 0.1},
+  "optimizer": {"type": "AdamW"}, "pipeline": {"stages": 2}
+})";
+
+TEST(CheckCommand, ShowsValidWorldSizes) {
+  const ScratchFile file(kElastic);
+  EXPECT_THAT(run({.config = file.path(), .world_size = 4}).out,
+              AllOf(HasSubstr("train_batch_size                 48 (derived)"),
+                    HasSubstr("a batch of 48 on 2, 4, 6, 8, 12, 16, 24, 32, 48 ranks")));
+  const nlohmann::json report = nlohmann::json::parse(run({.config = file.path(), .world_size = 4, .json = true}).out);
+  EXPECT_EQ(report["elasticity"]["valid_world_sizes"].size(), 9U);
+  const Outcome refused = run({.config = file.path(), .world_size = 10});
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("nearest valid: 4 or 6"));
+}
+
+TEST(CheckCommand, AllMistakesGoToTheErrorStream) {
+  const ScratchFile file("{\n\"train_batch_size\": 3,\n\"fp16\": {\"enabled\": 7},\n\"gradient_clipp1ng\": 1\n}");
+  const Outcome outcome = run({.config = file.path(), .world_size = 2});
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_EQ(outcome.out, "");
+  EXPECT_THAT(outcome.err, AllOf(HasSubstr("3 mistakes"), HasSubstr("train_batch_size (line 2)"),
+                                 HasSubstr("fp16.enabled (line 3)"), HasSubstr("did you mean gradient_clipping?")));
+}
+
+TEST(CheckCommand, RefusesWhatThisVersionLacks) {
+  const ScratchFile file(R"({"train_batch_size": 2, "zero_optimization": {"zeropp_loco_param": {}}})");
+  const Outcome outcome = run({.config = file.path(), .world_size = 2, .json = true});
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, HasSubstr("zero_optimization.zeropp_loco_param"));
+  EXPECT_EQ(nlohmann::json::parse(outcome.out)["ok"], false);
+}
+
+TEST(CheckCommand, StrictRefusesUnknownKeys) {
+  const ScratchFile file(kGood);
+  EXPECT_EQ(run({.config = file.path(), .world_size = 2, .strict = true}).code, 2);
+}
+
+TEST(CheckCommand, AMissingFileIsNamed) {
+  const Outcome outcome = run({.config = "no/such/file.json"});
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, HasSubstr("no/such/file.json"));
+}
+
+}  // namespace
+}  // namespace ds::tool

@@ -1,0 +1,206 @@
+#include "tools/check_command.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/json/json_convert.h"
+#include "engine/config/ds_config.h"
+#include "engine/plan/plan.h"
+#include "zero/memory_model.h"
+
+namespace ds::tool {
+namespace {
+
+using config::DsConfig;
+using engine::Plan;
+using nlohmann::ordered_json;
+
+constexpr int kFine = 0;
+constexpr int kRefused = 2;
+
+struct Report {
+  DsConfig config;
+  Plan plan;
+  std::optional<int64_t> parameters;  // of a rank; where ranks of a pipeline differ, of the mean one
+  // Per rank and step, when the plan knows its bytes. With gradient_compression it depends on the model's shapes.
+  std::optional<int64_t> sent_bytes;
+};
+
+Report examine(const CheckOptions& options) {
+  Report report;
+  report.config = config::parse(options.config, {.world_size = options.world_size, .strict = options.strict});
+  const int64_t stages = report.config.pipeline.stages.value_or(1);
+  if (options.parameters) report.parameters = (*options.parameters + stages - 1) / stages;
+  const engine::Topology topology{.world_size = options.world_size, .dp = report.config.dp_world_size, .pipe = stages};
+  report.plan = engine::make_plan(
+      report.config, topology,
+      {.parameters = report.parameters, .activation_bytes = options.activation_bytes, .pipeline_module = stages > 1});
+  if (report.parameters && !report.plan.compression.compresses() && !report.plan.error_feedback) {
+    report.sent_bytes =
+        zero::predict_sent_bytes(engine::memory_question(report.config, report.plan, *report.parameters));
+  }
+  return report;
+}
+
+ordered_json bytes_to_json(const Report& report) {
+  if (!report.plan.bytes) return nullptr;
+  const zero::ModelStateBytes& bytes = *report.plan.bytes;
+  return {{"elements", *report.parameters},
+          {"parameters", bytes.parameters},
+          {"gradients", bytes.gradients},
+          {"master", bytes.master},
+          {"optimizer", bytes.optimizer},
+          {"buffers", bytes.buffers},
+          {"total", bytes.total()},
+          {"host", report.plan.offloaded_bytes.host_total()},
+          {"files", report.plan.offloaded_bytes.file},
+          {"gathered_in_step", report.plan.step_bytes.gathered},
+          {"secondary_in_step", report.plan.step_bytes.secondary},
+          {"activations_in_step", report.plan.activation_bytes},
+          {"gradient_compression", report.plan.compression_bytes},
+          {"sent_per_step", report.sent_bytes ? ordered_json(*report.sent_bytes) : ordered_json()}};
+}
+
+// World sizes that share a global batch; null without elasticity.
+ordered_json elastic_to_json(const Report& report) {
+  if (!report.config.elastic) return nullptr;
+  ordered_json sizes = ordered_json::array();
+  for (const int64_t size : report.config.elastic->valid) sizes.push_back(size * report.plan.topology.pipe);
+  return {{"train_batch_size", report.config.elastic->train_of_valid}, {"valid_world_sizes", sizes}};
+}
+
+std::string elastic_in_words(const Report& report) {
+  const std::vector<int64_t>& valid = report.config.elastic->valid;
+  const int64_t stages = report.plan.topology.pipe;
+  std::string text = cat("a batch of ", report.config.elastic->train_of_valid, " on ");
+  for (size_t i = 0; i < valid.size(); ++i) text += cat(i > 0 ? ", " : "", valid[i] * stages);
+  return text + " ranks";
+}
+
+ordered_json to_json(const Report& report) {
+  ordered_json plan = ordered_json::array();
+  for (const engine::PlanRow& row : report.plan.rows) {
+    plan.push_back({{"what", row.what}, {"choice", row.choice}, {"reason", row.reason}});
+  }
+  ordered_json chosen = ordered_json::array();
+  for (const config::ResolvedAuto& entry : report.config.resolved_auto) {
+    chosen.push_back({{"path", entry.path}, {"value", entry.value}, {"source", entry.source}});
+  }
+  return {{"ok", true},
+          {"source", report.config.source},
+          {"world_size", report.plan.topology.world_size},
+          {"config", config::to_json(report.config)},
+          {"auto", chosen},
+          {"warnings", report.config.warnings},
+          {"plan", plan},
+          {"elasticity", elastic_to_json(report)},
+          {"bytes_per_rank", bytes_to_json(report)}};
+}
+
+using Columns = std::vector<std::pair<std::string, std::string>>;
+
+void print_columns(const Columns& rows, std::ostream& out) {
+  size_t width = 0;
+  for (const auto& [name, value] : rows) width = std::max(width, name.size());
+  for (const auto& [name, value] : rows) {
+    out << "  " << name << std::string(width - name.size() + 2, ' ') << value << '\n';
+  }
+}
+
+// What the file says, with the values it resolves to.
+void append_given(const std::string& prefix, const ordered_json& written, const ordered_json& resolved, Columns& rows) {
+  for (const auto& [key, value] : written.items()) {
+    if (!resolved.contains(key)) continue;
+    if (value.is_object() && resolved[key].is_object()) {
+      append_given(cat(prefix, key, "."), value, resolved[key], rows);
+    } else {
+      rows.emplace_back(cat(prefix, key), resolved[key].dump());
+    }
+  }
+}
+
+Columns resolved_values(const DsConfig& config) {
+  const ordered_json resolved = config::to_json(config);
+  Columns rows;
+  for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
+    rows.emplace_back(key, cat(resolved[key].dump(), config.given(key) ? "" : " (derived)"));
+  }
+  ordered_json rest = config.text;
+  for (const auto& [key, value] : rows) rest.erase(key);
+  append_given("", rest, resolved, rows);
+  return rows;
+}
+
+void print(const Report& report, std::ostream& out) {
+  out << report.config.source << ": fine for " << report.plan.topology.world_size
+      << (report.plan.topology.world_size == 1 ? " rank" : " ranks") << "\n\nValues (all of them: --json)\n";
+  print_columns(resolved_values(report.config), out);
+  if (report.config.elastic) out << "\nElasticity\n  " << elastic_in_words(report) << '\n';
+  if (!report.config.resolved_auto.empty()) {
+    Columns rows;
+    for (const config::ResolvedAuto& entry : report.config.resolved_auto) {
+      rows.emplace_back(entry.path, cat(shown(entry.value), " from ", entry.source));
+    }
+    out << "\n\"auto\" became\n";
+    print_columns(rows, out);
+  }
+  if (!report.config.warnings.empty()) out << "\nWarnings\n";
+  for (const std::string& warning : report.config.warnings) out << "  " << warning << '\n';
+  out << "\nPlan\n" << engine::to_table(report.plan) << '\n';
+  if (!report.plan.bytes) {
+    out << "\nGive --parameters N for the bytes of model state per rank.\n";
+    return;
+  }
+  const zero::ModelStateBytes& bytes = *report.plan.bytes;
+  const int64_t stages = report.plan.topology.pipe;
+  out << "\nBytes per rank";
+  if (stages > 1) {
+    out << ", for " << *report.parameters << " elements, 1/" << stages
+        << " of the model (stages differ: ds-tool simulate --per_rank)";
+  }
+  out << '\n';
+  print_columns({{"parameters", cat(bytes.parameters)},
+                 {"gradients", cat(bytes.gradients)},
+                 {"master weights", cat(bytes.master)},
+                 {"optimizer states", cat(bytes.optimizer)},
+                 {"total", cat(bytes.total())},
+                 {"offloaded, in host memory", cat(report.plan.offloaded_bytes.host_total())},
+                 {"offloaded, in files", cat(report.plan.offloaded_bytes.file)},
+                 {"gathered parameters, in a step", cat(report.plan.step_bytes.gathered)},
+                 {"secondary slices, in a step", cat(report.plan.step_bytes.secondary)},
+                 {"activations, in a step", report.plan.activation_bytes > 0 ? cat(report.plan.activation_bytes)
+                                                                             : "unknown: --activation_bytes N"},
+                 {"gradient compression", cat(report.plan.compression_bytes)},
+                 {stages > 1 ? "sent in a step, but to other stages" : "sent in a step",
+                  report.sent_bytes ? cat(*report.sent_bytes) : "depends on gradient_compression"}},
+                out);
+}
+
+}  // namespace
+
+int check(const CheckOptions& options, std::ostream& out, std::ostream& err) {
+  try {
+    const Report report = examine(options);
+    if (options.json) {
+      out << to_json(report).dump(2, ' ', false, ordered_json::error_handler_t::replace) << '\n';
+    } else {
+      print(report, out);
+    }
+    out.flush();
+    require<IoError>(out.good(), "the report cannot be written; check the disk or the program that reads it");
+    return kFine;
+  } catch (const Error& error) {
+    err << error.what() << '\n';
+    if (options.json) {
+      const ordered_json refusal = {{"ok", false}, {"error", error.what()}};
+      out << refusal.dump(2, ' ', false, ordered_json::error_handler_t::replace) << std::endl;
+    }
+    return kRefused;
+  }
+}
+
+}  // namespace ds::tool

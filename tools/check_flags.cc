@@ -1,0 +1,35 @@
+#include <cstdint>
+#include <iostream>
+#include <memory>
+
+#include "tools/check_command.h"
+#include "tools/commands.h"
+#include "tools/flag_limits.h"
+
+namespace ds::tool {
+
+void add_check(CLI::App& app, Command& chosen) {
+  const auto options = std::make_shared<CheckOptions>();
+  CLI::App* flags = app.add_subcommand(
+      "check", "Resolves a ds_config: values, plan and bytes per rank. Exit code 0: it runs; 2: it does not.");
+  flags->add_option("config", options->config, "The ds_config: a file, or url-safe base64 of JSON")
+      ->required()
+      ->type_name("CONFIG");
+  flags->add_option("--world_size", options->world_size, "Number of ranks")
+      ->check(CLI::Range(int64_t{1}, kMostRanks))
+      ->capture_default_str()
+      ->type_name("N");
+  flags->add_option("--parameters", options->parameters, "Trainable elements of the model")
+      ->check(CLI::Range(int64_t{1}, kMostParameters))
+      ->type_name("N");
+  flags
+      ->add_option("--activation_bytes", options->activation_bytes,
+                   "Bytes of activations of a micro-batch on one rank, as a run with memory_breakdown reports them")
+      ->check(CLI::Range(int64_t{0}, kMostParameters))
+      ->type_name("N");
+  flags->add_flag("--strict", options->strict, "Unknown keys are errors");
+  flags->add_flag("--json", options->json, "Print one JSON object, every key with its value");
+  flags->callback([options, &chosen] { chosen = [options] { return check(*options, std::cout, std::cerr); }; });
+}
+
+}  // namespace ds::tool

@@ -1,0 +1,37 @@
+// What `ds-tool simulate` prints: a simulation and what it is of. Torch-free.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <ostream>
+
+#include "engine/config/ds_config.h"
+#include "tools/machine.h"
+#include "tools/simulation.h"
+
+namespace ds::tool {
+
+inline constexpr double kGibibyte = 1024.0 * 1024.0 * 1024.0;
+
+struct Forecast {
+  config::DsConfig config;
+  Machine machine;
+  int64_t parameters = 0;  // of the model
+  size_t layers = 0;
+  Simulation simulation;
+  std::optional<double> limit;             // bytes of a rank
+  std::optional<double> tokens_of_sample;  // empty: not known
+  bool update_known = false;
+
+  double samples_per_second() const;
+  bool fits(const PipeRank& rank) const;
+  bool fits() const;  // all of them
+};
+
+// `per_rank`: every rank of a pipeline, not the fullest alone.
+nlohmann::ordered_json to_json(const Forecast& forecast, bool per_rank);
+void print(const Forecast& forecast, bool per_rank, std::ostream& out);
+
+}  // namespace ds::tool

@@ -1,0 +1,32 @@
+#include "tools/machine.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace ds::tool {
+
+void Traffic::add(int64_t from, int64_t to, int64_t bytes) {
+  const int64_t node = machine_.node_of(from);
+  if (node == machine_.node_of(to)) return;
+  ++leaving_[static_cast<size_t>(node)];
+  bytes_[static_cast<size_t>(node)] += bytes;
+}
+
+void Traffic::add(const Ring& ring, int64_t bytes_of_member) {
+  for (int64_t i = 0; i < ring.members; ++i) add(ring.rank(i), ring.rank(i + 1), bytes_of_member);
+}
+
+double Traffic::rate(int64_t from, int64_t to) const {
+  const int64_t node = machine_.node_of(from);
+  if (node == machine_.node_of(to)) return machine_.node_rate;
+  const auto share = machine_.link_rate / static_cast<double>(leaving_[static_cast<size_t>(node)]);
+  return std::min(machine_.node_rate, share);
+}
+
+double Traffic::rate(const Ring& ring) const {
+  double slowest = std::numeric_limits<double>::infinity();
+  for (int64_t i = 0; i < ring.members; ++i) slowest = std::min(slowest, rate(ring.rank(i), ring.rank(i + 1)));
+  return slowest;
+}
+
+}  // namespace ds::tool

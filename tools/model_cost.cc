@@ -1,0 +1,107 @@
+#include "tools/model_cost.h"
+
+#include <set>
+#include <utility>
+
+#include "core/check.h"
+
+namespace ds::tool {
+namespace {
+
+constexpr const char* kTiedKey = "wte";
+
+void require_model(const GptShape& shape, int64_t micro_batch) {
+  for (const auto& [flag, value] :
+       {std::pair{"--layers", shape.layers}, std::pair{"--hidden", shape.hidden}, std::pair{"--heads", shape.heads},
+        std::pair{"--seq_len", shape.seq_len}, std::pair{"--vocab", shape.vocab}}) {
+    require<ConfigError>(value > 0, flag, ": expected a positive number, found ", value);
+  }
+  require<ConfigError>(shape.hidden % shape.heads == 0, "--hidden ", shape.hidden, " does not divide by --heads ",
+                       shape.heads, "; every head takes hidden / heads channels");
+  require(micro_batch > 0, "gpt_layers: expected a positive micro-batch, found ", micro_batch);
+}
+
+// See gpt_layers(). At 16 bits 34 and 5.
+double kept_by_block(const GptShape& shape, double tokens, double element_bytes) {
+  const double of_tokens = (16 * element_bytes + 2) * tokens * static_cast<double>(shape.hidden);
+  const double scores = tokens * static_cast<double>(shape.heads * shape.seq_len);
+  return of_tokens + (shape.flash_attention ? 0 : (2 * element_bytes + 1) * scores);
+}
+
+}  // namespace
+
+std::vector<LayerCost> gpt_layers(const GptShape& shape, int64_t micro_batch, int64_t element_bytes) {
+  require_model(shape, micro_batch);
+  constexpr double kScoreBytes = 4;  // float32
+  const auto tokens = static_cast<double>(micro_batch * shape.seq_len);
+  const auto bytes = static_cast<double>(element_bytes);
+  const auto hidden = static_cast<double>(shape.hidden);
+  const double stream = tokens * hidden * bytes;  // between layers
+  const auto multiplied = [&](int64_t parameters) { return 2 * static_cast<double>(parameters) * tokens; };
+  const int64_t embedding = shape.vocab * shape.hidden;
+  const int64_t block = 12 * shape.hidden * shape.hidden + 13 * shape.hidden;
+
+  std::vector<LayerCost> layers;
+  layers.push_back({.name = "wte",
+                    .type = "gpt::Embedding",
+                    .parameters = embedding,
+                    .output_bytes = stream,
+                    .tied = shape.tied ? kTiedKey : ""});
+  layers.push_back({.name = "wpe",
+                    .type = "gpt::Embedding",
+                    .parameters = shape.seq_len * shape.hidden,
+                    .output_bytes = stream,
+                    .tied = ""});
+  for (int64_t i = 0; i < shape.layers; ++i) {
+    layers.push_back({.name = cat("h.", i),
+                      .type = "gpt::Block",
+                      .parameters = block,
+                      .forward_flops = multiplied(block) + 4 * static_cast<double>(shape.seq_len) * hidden * tokens,
+                      .kept_bytes = kept_by_block(shape, tokens, bytes),
+                      .output_bytes = stream,
+                      .tied = ""});
+  }
+  layers.push_back({.name = "ln_f",
+                    .type = "gpt::LayerNorm",
+                    .parameters = 2 * shape.hidden,
+                    .forward_flops = multiplied(2 * shape.hidden),
+                    .kept_bytes = stream,
+                    .output_bytes = stream,
+                    .tied = ""});
+  const double scores = tokens * static_cast<double>(shape.vocab);
+  layers.push_back({.name = shape.tied ? "wte" : "head",
+                    .type = shape.tied ? "gpt::Embedding" : "gpt::Linear",
+                    .parameters = embedding,
+                    .forward_flops = multiplied(embedding),
+                    .kept_bytes = stream + kScoreBytes * scores,
+                    .output_bytes = scores * bytes,
+                    .tied = shape.tied ? kTiedKey : ""});
+  return layers;
+}
+
+std::vector<LayerCost> equal_layers(const PlainModel& model) {
+  require<ConfigError>(model.layers > 0, "--layers: expected a positive number, found ", model.layers);
+  const auto count = static_cast<double>(model.layers);
+  std::vector<LayerCost> layers;
+  for (int64_t i = 0; i < model.layers; ++i) {
+    layers.push_back({.name = cat(i),
+                      .type = "layer",
+                      .parameters = model.parameters / model.layers + (i < model.parameters % model.layers ? 1 : 0),
+                      .forward_flops = model.flops / count,
+                      .kept_bytes = model.activation_bytes / count,
+                      .output_bytes = model.output_bytes,
+                      .tied = ""});
+  }
+  return layers;
+}
+
+int64_t count_parameters(const std::vector<LayerCost>& layers) {
+  std::set<std::string> keys;
+  int64_t sum = 0;
+  for (const LayerCost& layer : layers) {
+    if (layer.tied.empty() || keys.insert(layer.tied).second) sum += layer.parameters;
+  }
+  return sum;
+}
+
+}  // namespace ds::tool

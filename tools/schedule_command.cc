@@ -1,0 +1,177 @@
+#include "tools/schedule_command.h"
+
+#include <charconv>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "core/atomic_file.h"
+#include "core/check.h"
+#include "pipeline/schedule/schedule.h"
+#include "pipeline/schedule/schedule_check.h"
+#include "pipeline/schedule/schedule_file.h"
+#include "pipeline/schedule/schedule_timing.h"
+#include "pipeline/schedule/schedule_trace.h"
+#include "pipeline/schedule/schedule_view.h"
+
+namespace ds::tool {
+namespace {
+
+using nlohmann::ordered_json;
+using pipeline::Action;
+using pipeline::Schedule;
+using pipeline::ScheduleKind;
+using pipeline::StageTimes;
+using pipeline::Timetable;
+
+struct ScheduleReport {
+  Schedule schedule;
+  Timetable plan;
+  std::optional<Timetable> measured;
+  std::vector<double> peaks;
+  size_t messages = 0;
+};
+
+bool has_several_chunks(ScheduleKind kind) {
+  return kind == ScheduleKind::kInterleaved || kind == ScheduleKind::kZbV || kind == ScheduleKind::kDualPipeV;
+}
+
+Schedule chosen_schedule(const ScheduleOptions& options) {
+  const bool by_numbers = options.kind || options.stages || options.micro_batches || options.chunks;
+  if (!options.file.empty()) {
+    require<ConfigError>(!by_numbers, "ds-tool schedule: --file ", options.file,
+                         " says everything itself; leave out --kind, --stages, --micro_batches and --chunks");
+    return pipeline::read_schedule(options.file);
+  }
+  require<ConfigError>(options.kind && options.stages && options.micro_batches,
+                       "ds-tool schedule: expected --kind, --stages and --micro_batches, or --file");
+  const ScheduleKind kind = pipeline::parse_schedule_kind(*options.kind);
+  return pipeline::make_schedule(kind, {.ranks = *options.stages,
+                                        .chunks = options.chunks.value_or(has_several_chunks(kind) ? 2 : 1),
+                                        .micro_batches = *options.micro_batches});
+}
+
+// "1,1,1": times of F, I and W.
+StageTimes parse_times(const std::string& text) {
+  std::vector<double> numbers;
+  const char* next = text.data();
+  const char* const end = next + text.size();
+  bool complete = false;
+  for (;;) {
+    double number = 0;
+    const auto [after, error] = std::from_chars(next, end, number);
+    if (error != std::errc()) break;
+    numbers.push_back(number);
+    next = after;
+    if (next == end) complete = true;
+    if (next == end || *next != ',') break;
+    ++next;
+  }
+  require<ConfigError>(complete && numbers.size() == 3, "--times: expected three numbers, of F, I and W, as in ",
+                       "\"1,1,1\", found \"", text, "\"");
+  return {numbers[0], numbers[1], numbers[2]};
+}
+
+ScheduleReport examine(const ScheduleOptions& options) {
+  ScheduleReport report;
+  report.schedule = chosen_schedule(options);
+  if (!options.measured.empty()) report.measured = pipeline::read_trace(options.measured, report.schedule);
+  std::vector<StageTimes> times = {StageTimes()};
+  if (!options.times.empty()) {
+    times = {parse_times(options.times)};
+  } else if (report.measured) {
+    times = pipeline::typical_times(report.schedule, *report.measured);
+  }
+  report.plan = pipeline::simulate(report.schedule, times, options.message);
+  report.peaks = pipeline::peak_activations(report.schedule);
+  for (const std::vector<Action>& list : report.schedule.actions) {
+    for (const Action& action : list) report.messages += pipeline::is_send(action.kind) ? 1 : 0;
+  }
+  return report;
+}
+
+void write_file(const std::string& path, const std::string& text) {
+  if (path.empty()) return;
+  AtomicFile file(path);
+  file.write(text.data(), text.size());
+  file.commit(/*durable=*/false);
+}
+
+void write_files(const ScheduleOptions& options, const ScheduleReport& report) {
+  if (!options.csv.empty()) write_file(options.csv, pipeline::to_csv(report.schedule));
+  if (!options.svg.empty()) {
+    write_file(options.svg,
+               pipeline::to_svg(report.schedule, report.plan, report.measured ? &*report.measured : nullptr));
+  }
+}
+
+ordered_json to_json(const Timetable& table) {
+  return {{"bubble", table.bubble()}, {"idle", table.idle()}, {"makespan", table.makespan}};
+}
+
+ordered_json to_json(const ScheduleReport& report, bool with_list) {
+  const pipeline::ScheduleShape& shape = report.schedule.shape;
+  ordered_json json = {{"ok", true},
+                       {"schedule", report.schedule.name},
+                       {"ranks", shape.ranks},
+                       {"chunks", shape.chunks},
+                       {"micro_batches", shape.micro_batches},
+                       {"rank_of_stages", report.schedule.rank_of},
+                       {"planned", to_json(report.plan)},
+                       {"measured", report.measured ? to_json(*report.measured) : ordered_json()},
+                       {"peak_activations", report.peaks},
+                       {"messages", report.messages}};
+  if (!with_list) return json;
+  ordered_json lists = ordered_json::array();
+  for (const std::vector<Action>& list : report.schedule.actions) {
+    ordered_json texts = ordered_json::array();
+    for (const Action& action : list) texts.push_back(pipeline::to_text(action));
+    lists.push_back(std::move(texts));
+  }
+  json["actions"] = std::move(lists);
+  return json;
+}
+
+std::string shares(const Timetable& table) {
+  return cat("bubble ", fixed(100 * table.bubble(), 1), "%; idle ", fixed(100 * table.idle(), 1),
+             "% where all ranks meet at the step; ", table.makespan, " in all");
+}
+
+void print(const ScheduleReport& report, const ScheduleOptions& options, std::ostream& out) {
+  out << pipeline::headline(report.schedule) << ", " << report.messages
+      << (report.messages == 1 ? " message\n" : " messages\n");
+  out << (report.measured ? "planned:  " : "") << shares(report.plan) << '\n';
+  if (report.measured) out << "measured: " << shares(*report.measured) << ", microseconds\n";
+  out << '\n' << pipeline::to_terminal(report.schedule, report.plan, options.width, options.color);
+  if (!options.list) return;
+  for (size_t rank = 0; rank < report.schedule.actions.size(); ++rank) {
+    out << "\nrank " << rank << ':';
+    for (const Action& action : report.schedule.actions[rank]) out << ' ' << pipeline::to_text(action);
+    out << '\n';
+  }
+}
+
+}  // namespace
+
+int schedule(const ScheduleOptions& options, std::ostream& out, std::ostream& err) {
+  try {
+    const ScheduleReport report = examine(options);
+    write_files(options, report);
+    if (options.json) {
+      out << to_json(report, options.list).dump(2, ' ', false, ordered_json::error_handler_t::replace) << '\n';
+    } else {
+      print(report, options, out);
+    }
+    out.flush();
+    require<IoError>(out.good(), "the timetable cannot be written; check the disk or the program that reads it");
+    return 0;
+  } catch (const Error& error) {
+    err << error.what() << '\n';
+    if (options.json) {
+      const ordered_json refusal = {{"ok", false}, {"error", error.what()}};
+      out << refusal.dump(2, ' ', false, ordered_json::error_handler_t::replace) << std::endl;
+    }
+    return 2;
+  }
+}
+
+}  // namespace ds::tool

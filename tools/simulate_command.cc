@@ -1,0 +1,183 @@
+#include "tools/simulate_command.h"
+
+#include <charconv>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "engine/config/ds_config.h"
+#include "tools/forecast.h"
+#include "tools/simulation.h"
+
+namespace ds::tool {
+namespace {
+
+using nlohmann::ordered_json;
+using pipeline::StageTimes;
+
+constexpr int kSimulated = 0;
+constexpr int kDoesNotFit = 1;
+constexpr int kWrong = 2;
+
+constexpr double kMillisecond = 1e-3;
+
+void require_positive(const std::optional<double>& value, const char* flag) {
+  require<ConfigError>(!value || (std::isfinite(*value) && *value > 0), flag, ": expected a positive number, found ",
+                       value.value_or(0));
+}
+
+void require_not_negative(double value, const char* flag) {
+  require<ConfigError>(std::isfinite(value) && value >= 0, flag, ": expected a number of at least 0, found ", value);
+}
+
+// "1.5,2"
+std::vector<double> parse_list(const std::string& text, const char* flag) {
+  std::vector<double> numbers;
+  const char* next = text.data();
+  const char* const end = next + text.size();
+  for (;;) {
+    double number = 0;
+    const auto [after, error] = std::from_chars(next, end, number);
+    const bool separated = after == end || (*after == ',' && after + 1 != end);
+    require<ConfigError>(error == std::errc() && separated, flag, ": expected numbers, as in \"1.5,2\", found \"", text,
+                         "\"");
+    require_not_negative(number, flag);
+    numbers.push_back(number);
+    if (after == end) return numbers;
+    next = after + 1;
+  }
+}
+
+std::vector<StageTimes> measured_times(const SimulateOptions& options) {
+  const bool any =
+      !(options.forward_ms.empty() && options.backward_input_ms.empty() && options.backward_weight_ms.empty());
+  if (!any) return {};
+  require<ConfigError>(
+      !options.forward_ms.empty() && !options.backward_input_ms.empty() && !options.backward_weight_ms.empty(),
+      "ds-tool simulate: --forward_ms, --backward_input_ms and --backward_weight_ms belong together; give all three ",
+      "(of a backward in one pass, half to each)");
+  const std::vector<double> forward = parse_list(options.forward_ms, "--forward_ms");
+  const std::vector<double> input = parse_list(options.backward_input_ms, "--backward_input_ms");
+  const std::vector<double> weight = parse_list(options.backward_weight_ms, "--backward_weight_ms");
+  require<ConfigError>(forward.size() == input.size() && forward.size() == weight.size(),
+                       "ds-tool simulate: expected as many numbers for --forward_ms, --backward_input_ms and ",
+                       "--backward_weight_ms, found ", forward.size(), ", ", input.size(), " and ", weight.size());
+  std::vector<StageTimes> times;
+  for (size_t s = 0; s < forward.size(); ++s) {
+    times.push_back({forward[s] * kMillisecond, input[s] * kMillisecond, weight[s] * kMillisecond});
+  }
+  return times;
+}
+
+std::vector<LayerCost> model_of(const SimulateOptions& options, const config::DsConfig& config) {
+  const bool sums = options.parameters || options.flops || options.activation_bytes || options.message_bytes;
+  const bool gpt = options.hidden || options.heads || options.vocab;
+  require<ConfigError>(sums != gpt, "ds-tool simulate: expected a GPT (--layers, --hidden, --heads, --seq_len and ",
+                       "--vocab) or the sums of a model (--parameters, --flops, --activation_bytes and ",
+                       "--message_bytes), found ", gpt ? "both" : "neither");
+  const int64_t stages = config.pipeline.stages.value_or(1);
+  if (sums) {
+    require<ConfigError>(options.parameters.has_value() && *options.parameters > 0,
+                         "ds-tool simulate: expected --parameters, a positive number");
+    const bool timed = !options.forward_ms.empty();
+    require<ConfigError>(timed || options.flops, "ds-tool simulate: expected --flops, the operations of forward for a ",
+                         "micro-batch, or measured times (--forward_ms ...)");
+    const int64_t by_default = stages * config.pipeline.chunks.value_or(1);
+    require_not_negative(options.flops.value_or(0), "--flops");
+    require_not_negative(options.activation_bytes.value_or(0), "--activation_bytes");
+    require_not_negative(options.message_bytes.value_or(0), "--message_bytes");
+    return equal_layers({.layers = options.layers.value_or(by_default),
+                         .parameters = *options.parameters,
+                         .flops = options.flops.value_or(0),
+                         .activation_bytes = options.activation_bytes.value_or(0),
+                         .output_bytes = options.message_bytes.value_or(0)});
+  }
+  require<ConfigError>(options.layers && options.hidden && options.heads && options.seq_len && options.vocab,
+                       "ds-tool simulate: a GPT needs all of --layers, --hidden, --heads, --seq_len and --vocab");
+  return gpt_layers({.layers = *options.layers,
+                     .hidden = *options.hidden,
+                     .heads = *options.heads,
+                     .seq_len = *options.seq_len,
+                     .vocab = *options.vocab,
+                     .tied = options.tied,
+                     .flash_attention = options.flash_attention},
+                    config.train_micro_batch_size_per_gpu, bytes_of(config.model_dtype()));
+}
+
+Machine machine_of(const SimulateOptions& options) {
+  constexpr double kTera = 1e12;
+  constexpr double kBytesPerGigabit = 1e9 / 8;
+  require<ConfigError>(options.ranks > 0, "--ranks: expected a positive number, found ", options.ranks);
+  require<ConfigError>(options.ranks_per_node > 0, "--ranks_per_node: expected a positive number, found ",
+                       options.ranks_per_node);
+  require_positive(options.tflops, "--tflops");
+  require_positive(options.link_gbps, "--link_gbps");
+  require_positive(options.node_gbps, "--node_gbps");
+  require_positive(options.memory_gib, "--memory_gib");
+  require_not_negative(options.latency_us, "--latency_us");
+  require<ConfigError>(options.tflops || !options.forward_ms.empty(), "ds-tool simulate: expected --tflops, the 10^12 ",
+                       "operations that a rank achieves in a second, or measured times (--forward_ms ...)");
+  const std::optional<double> link = options.link_gbps ? options.link_gbps : options.node_gbps;
+  const std::optional<double> node = options.node_gbps ? options.node_gbps : options.link_gbps;
+  require<ConfigError>(options.ranks == 1 || link, "ds-tool simulate: expected --link_gbps, the 10^9 bits that a node ",
+                       "sends to others in a second, --node_gbps, that a rank sends inside a node, or both");
+  return {.ranks = options.ranks,
+          .ranks_per_node = options.ranks_per_node,
+          .flops = options.tflops.value_or(1) * kTera,
+          .node_rate = node.value_or(1) * kBytesPerGigabit,
+          .link_rate = link.value_or(1) * kBytesPerGigabit,
+          .latency = options.latency_us * 1e-6};
+}
+
+Forecast examine(const SimulateOptions& options) {
+  Forecast forecast;
+  SimulationQuestion question;
+  question.machine = machine_of(options);
+  question.config = config::parse(options.config, {.world_size = options.ranks, .strict = options.strict});
+  question.layers = model_of(options, question.config);
+  question.activation_checkpoint_interval =
+      options.activation_checkpointing ? 1 : question.config.pipeline.activation_checkpoint_interval;
+  question.stage_times = measured_times(options);
+  if (options.message_ms) {
+    require_not_negative(*options.message_ms, "--message_ms");
+    question.message = pipeline::MessageTimes{.transfer = *options.message_ms * kMillisecond};
+  }
+  require_not_negative(options.update_ms, "--update_ms");
+  question.update_seconds = options.update_ms * kMillisecond;
+  forecast.simulation = simulate_step(question);
+  forecast.machine = question.machine;
+  forecast.parameters = count_parameters(question.layers);
+  forecast.layers = question.layers.size();
+  if (options.memory_gib) forecast.limit = *options.memory_gib * kGibibyte;
+  if (options.seq_len) forecast.tokens_of_sample = static_cast<double>(*options.seq_len);
+  forecast.update_known = options.update_ms > 0;
+  forecast.config = std::move(question.config);
+  return forecast;
+}
+
+}  // namespace
+
+int simulate(const SimulateOptions& options, std::ostream& out, std::ostream& err) {
+  try {
+    const Forecast forecast = examine(options);
+    if (options.json) {
+      out << to_json(forecast, options.per_rank).dump(2, ' ', false, ordered_json::error_handler_t::replace) << '\n';
+    } else {
+      print(forecast, options.per_rank, out);
+    }
+    out.flush();
+    require<IoError>(out.good(), "the forecast cannot be written; check the disk or the program that reads it");
+    return forecast.fits() ? kSimulated : kDoesNotFit;
+  } catch (const Error& error) {
+    err << error.what() << '\n';
+    if (options.json) {
+      const ordered_json refusal = {{"ok", false}, {"error", error.what()}};
+      out << refusal.dump(2, ' ', false, ordered_json::error_handler_t::replace) << std::endl;
+    }
+    return kWrong;
+  }
+}
+
+}  // namespace ds::tool

@@ -1,0 +1,96 @@
+// A training step of many ranks, predicted: from the ranks' lists of actions, which are those that a run executes, and
+// from what layers, messages and collectives take. Pure arithmetic, torch-free; time grows with the actions of one
+// pipeline, not with its copies.
+//
+// What is modelled
+// - Ranks: rank = pipe_rank x data_parallel + data_rank, so that neighbours in a pipeline are data_parallel ranks
+// apart.
+//   Layers are dealt to stages as pipeline::PipelineModule deals them.
+// - Computing: a stage takes its operations over the machine's, or what was measured; every micro-batch alike. Backward
+//   takes twice as long as forward, each half as long; what is checkpointed is computed again with the gradients of the
+//   inputs, and then those of the weights are made with them.
+// - Messages between stages: bytes over the rate of the worst of the pipelines, and latency. They run beside the
+//   computation; one waits for the one before it from the same rank to the same rank.
+// - Data parallelism: rings, whose slowest member decides; ranks of a node share its link. Bytes are those of
+//   zero::predict_sent_bytes. Reductions at the end of a step (stages 0 and 1) run beside the last backward of their
+//   rank where overlap_comm is on and a rank has one stage; those of stages 2 and 3 beside each backward. Parameters
+//   are gathered beside the first forward (stages 1 and 2) or beside every pass (stage 3). Gradients of tied weights
+//   and joins of copies (MiCS) wait for the reductions, and nothing runs beside them.
+// - Memory: the model state of zero::predict_model_state for the rank's own parameters, what is gathered in a step, the
+//   activations that its schedule holds at once, the largest region that is computed again, and messages that arrive.
+//
+// What is not: kernels of different speed for different layers, other users of links and nodes, stragglers, reading the
+// data, the norm and the update (but as a number that is given), copies and updates of offloaded state, the two levels
+// of quantized gradients (timed as one ring), stage3_max_reuse_distance, workspaces and the holes of an allocator.
+// Compressed gradients are refused, for what they send is not known here.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/config/ds_config.h"
+#include "engine/plan/plan.h"
+#include "pipeline/schedule/schedule_timing.h"
+#include "tools/machine.h"
+#include "tools/model_cost.h"
+
+namespace ds::tool {
+
+struct SimulationQuestion {
+  config::DsConfig config;  // parsed for all ranks
+  Machine machine;
+  std::vector<LayerCost> layers;
+  int64_t activation_checkpoint_interval = 0;     // so many layers are computed again together; 0: none
+  std::vector<pipeline::StageTimes> stage_times;  // seconds, of each stage or one for all; empty: from operations.
+                                                  // With all communication inside the passes: none is added to them
+  std::optional<pipeline::MessageTimes> message;  // in place of bytes over rates
+  double update_seconds = 0;                      // norm and optimizer
+};
+
+// Of every rank with this place in its pipeline.
+struct PipeRank {
+  int64_t first_rank = 0;   // and the data-parallel ranks after it
+  std::vector<int> stages;  // of its pipeline
+  std::string layers;       // "h.0 to h.3, head"
+  int64_t parameters = 0;
+  double busy_seconds = 0;  // it computes
+  int64_t state_bytes = 0;  // model state and what gradient compression remembers
+  int64_t gathered_bytes = 0;
+  int64_t activation_bytes = 0;  // with what is computed again
+  int64_t message_bytes = 0;     // buffers of messages that arrive
+  int64_t host_bytes = 0;        // of offloaded state; not part of memory()
+  int64_t pipeline_sent = 0;     // bytes in a step
+  int64_t data_parallel_sent = 0;
+
+  int64_t memory() const { return state_bytes + gathered_bytes + activation_bytes + message_bytes; }
+};
+
+// Seconds; their sum is the step.
+struct StepSeconds {
+  double compute = 0;        // of a rank, in the mean
+  double bubble = 0;         // ranks wait for one another, were communication to take no time
+  double messages = 0;       // what messages between stages add to that
+  double data_parallel = 0;  // what collectives add to that
+  double update = 0;
+  double total() const { return compute + bubble + messages + data_parallel + update; }
+};
+
+struct Simulation {
+  engine::Plan plan;     // of the rank with most parameters
+  std::string schedule;  // "1f1b"
+  int64_t chunks = 1;    // stages a rank
+  StepSeconds step;
+  double makespan = 0;  // of the passes, with messages
+  double idle = 0;      // share of it in which ranks do not compute
+  std::vector<PipeRank> pipe_ranks;
+  int64_t node_sent = 0;  // bytes in a step from the node that sends most to others; 0: all is on one node
+
+  const PipeRank& fullest() const;
+};
+
+// Throws ConfigError for what the plan, the schedule or the partition refuses, and for what is not modelled.
+Simulation simulate_step(const SimulationQuestion& question);
+
+}  // namespace ds::tool
