@@ -9,16 +9,16 @@
 #include "launcher/command_line/notices.h"
 #include "launcher/command_line/options.h"
 #include "launcher/command_line/pid_file.h"
-#include "launcher/hosts/host_changes.h"
+#include "launcher/hosts/run_on_hosts.h"
 #include "launcher/hosts/host_choice.h"
 #include "launcher/hosts/node.h"
-#include "launcher/hosts/restarts.h"
+#include "launcher/ranks/restarts.h"
 #include "launcher/other_launchers/tool_run.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/program_path.h"
 #include "launcher/ranks/job.h"
 #include "launcher/ranks/job_plan.h"
-#include "launcher/ranks/rendezvous_port.h"
+#include "launcher/machine/rendezvous_port.h"
 
 namespace ds::launcher {
 namespace {

@@ -11,11 +11,11 @@
 #include "core/check.h"
 #include "core/restart_request.h"
 #include "launcher/command_line/seconds.h"
-#include "launcher/hosts/host_selection.h"
 #include "launcher/hosts/host_start.h"
+#include "launcher/hosts/lost_link.h"
+#include "launcher/hosts/ready_hosts.h"
+#include "launcher/processes/handled_signals.h"
 #include "launcher/protocol/node_link.h"
-#include "launcher/ranks/handled_signals.h"
-#include "launcher/ranks/lost_link.h"
 
 namespace ds::launcher {
 namespace {

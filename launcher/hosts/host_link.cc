@@ -8,7 +8,7 @@
 #include <csignal>
 
 #include "core/system_call.h"
-#include "launcher/ranks/rank_process.h"
+#include "launcher/processes/rank_process.h"
 
 namespace ds::launcher {
 namespace {

@@ -11,6 +11,8 @@
 #include "launcher/command_line/notices.h"
 #include "launcher/command_line/options.h"
 #include "launcher/command_line/pid_file.h"
+#include "launcher/hosts/lost_link.h"
+#include "launcher/machine/rendezvous_port.h"
 #include "launcher/program/file_hash.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/own_program.h"
@@ -20,8 +22,6 @@
 #include "launcher/protocol/node_protocol.h"
 #include "launcher/ranks/job.h"
 #include "launcher/ranks/job_plan.h"
-#include "launcher/ranks/lost_link.h"
-#include "launcher/ranks/rendezvous_port.h"
 
 namespace ds::launcher {
 namespace {

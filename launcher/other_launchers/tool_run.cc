@@ -18,15 +18,15 @@
 #include "launcher/command_line/host_list.h"
 #include "launcher/command_line/pid_file.h"
 #include "launcher/command_line/seconds.h"
-#include "launcher/other_launchers/launch_tool.h"
+#include "launcher/other_launchers/tool_command.h"
 #include "launcher/other_launchers/tool_program.h"
+#include "launcher/processes/exit_cause.h"
+#include "launcher/processes/handled_signals.h"
+#include "launcher/processes/orphan_guard.h"
+#include "launcher/processes/rank_process.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/own_program.h"
 #include "launcher/program/rank_environment.h"
-#include "launcher/ranks/exit_cause.h"
-#include "launcher/ranks/handled_signals.h"
-#include "launcher/ranks/orphan_guard.h"
-#include "launcher/ranks/rank_process.h"
 
 namespace ds::launcher {
 namespace {

@@ -16,11 +16,11 @@
 #include "core/restart_request.h"
 #include "core/system_call.h"
 #include "launcher/command_line/seconds.h"
+#include "launcher/hosts/lost_link.h"
+#include "launcher/processes/exit_cause.h"
+#include "launcher/processes/handled_signals.h"
 #include "launcher/protocol/node_protocol.h"
-#include "launcher/ranks/exit_cause.h"
 #include "launcher/ranks/flight_line.h"
-#include "launcher/ranks/handled_signals.h"
-#include "launcher/ranks/lost_link.h"
 
 namespace ds::launcher {
 namespace {

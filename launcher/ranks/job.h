@@ -17,11 +17,11 @@
 
 #include "launcher/command_line/console.h"
 #include "launcher/command_line/notices.h"
+#include "launcher/processes/orphan_guard.h"
+#include "launcher/processes/rank_process.h"
 #include "launcher/protocol/node_link.h"
 #include "launcher/ranks/failure_report.h"
-#include "launcher/ranks/orphan_guard.h"
 #include "launcher/ranks/output_relay.h"
-#include "launcher/ranks/rank_process.h"
 
 namespace ds::launcher {
 

@@ -7,7 +7,7 @@
 #include "core/unique_fd.h"
 #include "launcher/command_line/options.h"
 #include "launcher/protocol/node_protocol.h"
-#include "launcher/ranks/lost_link.h"
+#include "launcher/hosts/lost_link.h"
 #include "tests/launcher/launched.h"
 
 namespace ds::launcher::testing {

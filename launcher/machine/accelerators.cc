@@ -1,4 +1,4 @@
-#include "launcher/ranks/accelerators.h"
+#include "launcher/machine/accelerators.h"
 
 #include <algorithm>
 

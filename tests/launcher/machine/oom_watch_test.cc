@@ -1,4 +1,4 @@
-#include "launcher/ranks/oom_watch.h"
+#include "launcher/machine/oom_watch.h"
 
 #include <gmock/gmock.h>
 

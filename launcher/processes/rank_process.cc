@@ -1,4 +1,4 @@
-#include "launcher/ranks/rank_process.h"
+#include "launcher/processes/rank_process.h"
 
 #include <fcntl.h>
 #include <sched.h>

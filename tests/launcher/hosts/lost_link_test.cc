@@ -1,4 +1,4 @@
-#include "launcher/ranks/lost_link.h"
+#include "launcher/hosts/lost_link.h"
 
 #include <gmock/gmock.h>
 

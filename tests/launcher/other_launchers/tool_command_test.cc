@@ -1,4 +1,4 @@
-#include "launcher/other_launchers/launch_tool.h"
+#include "launcher/other_launchers/tool_command.h"
 
 #include <gmock/gmock.h>
 #include <unistd.h>

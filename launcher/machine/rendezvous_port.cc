@@ -1,4 +1,4 @@
-#include "launcher/ranks/rendezvous_port.h"
+#include "launcher/machine/rendezvous_port.h"
 
 #include <ifaddrs.h>
 #include <net/if.h>

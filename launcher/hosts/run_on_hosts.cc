@@ -1,4 +1,4 @@
-#include "launcher/hosts/host_changes.h"
+#include "launcher/hosts/run_on_hosts.h"
 
 #include <algorithm>
 #include <chrono>
@@ -9,10 +9,10 @@
 #include "launcher/command_line/seconds.h"
 #include "launcher/hosts/ask_intervals.h"
 #include "launcher/hosts/cluster.h"
-#include "launcher/hosts/restarts.h"
+#include "launcher/processes/orphan_guard.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/own_program.h"
-#include "launcher/ranks/orphan_guard.h"
+#include "launcher/ranks/restarts.h"
 
 namespace ds::launcher {
 namespace {

@@ -1,4 +1,4 @@
-#include "launcher/hosts/host_selection.h"
+#include "launcher/hosts/ready_hosts.h"
 
 #include <algorithm>
 

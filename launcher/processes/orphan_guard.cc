@@ -1,4 +1,4 @@
-#include "launcher/ranks/orphan_guard.h"
+#include "launcher/processes/orphan_guard.h"
 
 #include <dirent.h>
 #include <fcntl.h>

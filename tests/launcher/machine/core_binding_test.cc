@@ -1,4 +1,4 @@
-#include "launcher/ranks/core_binding.h"
+#include "launcher/machine/core_binding.h"
 
 #include <gmock/gmock.h>
 #include <sched.h>
@@ -8,7 +8,7 @@
 
 #include "core/check.h"
 #include "launcher/command_line/core_list.h"
-#include "launcher/ranks/cgroup.h"
+#include "launcher/machine/cgroup.h"
 
 namespace ds::launcher {
 namespace {

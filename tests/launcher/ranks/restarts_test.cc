@@ -1,5 +1,5 @@
 // How restarts are counted.
-#include "launcher/hosts/restarts.h"
+#include "launcher/ranks/restarts.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-#include "launcher/ranks/exit_cause.h"
+#include "launcher/processes/exit_cause.h"
 
 #include <sys/wait.h>
 

@@ -4,8 +4,8 @@
 #include <string>
 
 #include "launcher/command_line/options.h"
+#include "launcher/hosts/host_member.h"
 #include "launcher/program/own_program.h"
-#include "launcher/protocol/host_member.h"
 
 namespace ds::launcher {
 

@@ -1,4 +1,4 @@
-#include "launcher/other_launchers/launch_tool.h"
+#include "launcher/other_launchers/tool_command.h"
 
 #include <algorithm>
 #include <array>
@@ -10,11 +10,11 @@
 #include "core/check.h"
 #include "core/flight_job.h"
 #include "core/restart_request.h"
+#include "launcher/command_line/shell_words.h"
 #include "launcher/hosts/host_choice.h"
 #include "launcher/other_launchers/pdsh_command.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/rank_environment.h"
-#include "launcher/protocol/ssh_command.h"
 
 namespace ds::launcher {
 namespace {

@@ -1,4 +1,4 @@
-#include "launcher/ranks/handled_signals.h"
+#include "launcher/processes/handled_signals.h"
 
 #include <sys/signalfd.h>
 

@@ -1,4 +1,4 @@
-#include "launcher/ranks/oom_watch.h"
+#include "launcher/machine/oom_watch.h"
 
 #include <charconv>
 #include <cstdio>
@@ -6,7 +6,7 @@
 #include <iterator>
 
 #include "core/text.h"
-#include "launcher/ranks/cgroup.h"
+#include "launcher/machine/cgroup.h"
 
 namespace ds::launcher {
 namespace {

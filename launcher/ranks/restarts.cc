@@ -1,4 +1,4 @@
-#include "launcher/hosts/restarts.h"
+#include "launcher/ranks/restarts.h"
 
 namespace ds::launcher {
 

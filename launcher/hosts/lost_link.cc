@@ -1,12 +1,12 @@
-#include "launcher/ranks/lost_link.h"
+#include "launcher/hosts/lost_link.h"
 
 #include <sys/wait.h>
 
 #include <vector>
 
 #include "core/text.h"
-#include "launcher/protocol/ssh_command.h"
-#include "launcher/ranks/exit_cause.h"
+#include "launcher/hosts/ssh_command.h"
+#include "launcher/processes/exit_cause.h"
 
 namespace ds::launcher {
 namespace {

@@ -1,4 +1,4 @@
-#include "launcher/ranks/cgroup.h"
+#include "launcher/machine/cgroup.h"
 
 #include <algorithm>
 #include <fstream>

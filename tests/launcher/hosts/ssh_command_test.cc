@@ -1,8 +1,6 @@
-#include "launcher/protocol/ssh_command.h"
+#include "launcher/hosts/ssh_command.h"
 
 #include <gmock/gmock.h>
-
-#include "tests/launcher/error_text.h"
 
 namespace ds::launcher {
 namespace {
@@ -10,7 +8,6 @@ namespace {
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 using ::testing::Not;
 
 TEST(SshCommand, NeverAsksAndHasLimits) {
@@ -21,18 +18,6 @@ TEST(SshCommand, NeverAsksAndHasLimits) {
                           "--", "node1", "exec x"));
   EXPECT_THAT(ssh_command({.port = {}, .more_words = "", .connect_timeout = 5, .link_timeout = 0}, "node1", "exec x"),
               Not(Contains(HasSubstr("ServerAlive"))));
-}
-
-TEST(SshCommand, QuotesForAShell) {
-  EXPECT_EQ(shell_word("/a b/$x"), "'/a b/$x'");
-  EXPECT_EQ(shell_word("it's"), "'it'\\''s'");
-}
-
-TEST(SshCommand, SplitsWordsAsAShell) {
-  EXPECT_THAT(split_words(R"( -o "A B"  -F '/x y'/z a\ b "\"" '' )"),
-              ElementsAre("-o", "A B", "-F", "/x y/z", "a b", "\"", ""));
-  EXPECT_THAT(split_words(" "), IsEmpty());
-  EXPECT_THAT(testing::error_text([] { split_words("-o 'x"); }), HasSubstr("without end"));
 }
 
 TEST(SshCommand, SaysWhatToDo) {
