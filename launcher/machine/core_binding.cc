@@ -93,9 +93,10 @@ std::vector<Core> physical_cores(std::vector<Core> cores) {
 }
 
 std::vector<std::vector<int>> split_cores(const std::vector<Core>& cores, int ranks) {
+  const std::vector<int> numbers = cpu_numbers(cores);
   require<ConfigError>(cores.size() >= static_cast<size_t>(ranks), "--bind_cores_to_rank: ", ranks,
                        " ranks need a core each, and this process may use only ", cores.size(), " (",
-                       core_list_text(cpu_numbers(cores)), "); start fewer ranks or leave the flag out");
+                       CoreRanges{numbers}, "); start fewer ranks or leave the flag out");
   std::vector<Core> usable = physical_cores(cores);
   if (usable.size() < static_cast<size_t>(ranks)) {
     usable = cores;
@@ -109,10 +110,10 @@ std::vector<std::vector<int>> split_core_list(const std::vector<int>& list, cons
   const std::vector<int> usable = cpu_numbers(allowed);
   for (int cpu : list) {
     require<ConfigError>(std::find(usable.begin(), usable.end(), cpu) != usable.end(), "--bind_core_list: core ", cpu,
-                         " is not among the cores that this process may use (", core_list_text(usable), ")");
+                         " is not among the cores that this process may use (", CoreRanges{usable}, ")");
   }
   require<ConfigError>(list.size() >= static_cast<size_t>(ranks), "--bind_core_list: ", ranks,
-                       " ranks need a core each, and the list has ", list.size(), " (", core_list_text(list),
+                       " ranks need a core each, and the list has ", list.size(), " (", CoreRanges{list},
                        "); name more cores or start fewer ranks");
   return even_runs(list, ranks);
 }

@@ -46,11 +46,12 @@ std::string host_names(const std::vector<Host>& hosts) {
 }
 
 // With another user than one's own: what takes names of hosts only would look for a host of that name.
-void require_plain_names(const std::vector<Host>& hosts, const std::string& launcher) {
+void require_plain_names(const std::vector<Host>& hosts, std::string_view launcher) {
   for (const Host& host : hosts) {
     const size_t at = host.name.find('@');
     require<ConfigError>(at == std::string::npos, "--launcher ", launcher, " takes no user names, found '", host.name,
-                         "'; write '", host.name.substr(at + 1), "' in the hostfile, and the user into ~/.ssh/config ",
+                         "'; write '", std::string_view(host.name).substr(at + 1),
+                         "' in the hostfile, and the user into ~/.ssh/config ",
                          "if ssh is what reaches it, or use --launcher ssh or pdsh");
   }
 }
@@ -66,7 +67,7 @@ int allocated_nodes(const std::vector<std::string>& environment) {
   return nodes;
 }
 
-void require_first_slots(const std::vector<Host>& hosts, const std::string& launcher) {
+void require_first_slots(const std::vector<Host>& hosts, std::string_view launcher) {
   for (const Host& host : hosts) {
     std::vector<int> first(host.slots.size());
     std::iota(first.begin(), first.end(), 0);
@@ -76,7 +77,7 @@ void require_first_slots(const std::vector<Host>& hosts, const std::string& laun
   }
 }
 
-int slots_of_each(const std::vector<Host>& hosts, const std::string& launcher) {
+int slots_of_each(const std::vector<Host>& hosts, std::string_view launcher) {
   const size_t slots = hosts.front().slots.size();
   for (const Host& host : hosts) {
     require<ConfigError>(host.slots.size() == slots, "--launcher ", launcher, " needs hosts with the same number of ",
@@ -168,8 +169,10 @@ std::string master_of(const Options& options, const std::vector<Host>& hosts) {
 }
 
 std::vector<Host> choose_tool_hosts(const Options& options, const std::string& default_hostfile) {
-  require<ConfigError>(!options.min_nodes, "--nnodes MIN:MAX does not go with --launcher ", name_of(options.launcher),
-                       ": ", why_not_with(options.launcher, "--min_nodes"));
+  if (options.min_nodes) {
+    throw ConfigError(cat("--nnodes MIN:MAX does not go with --launcher ", name_of(options.launcher), ": ",
+                          why_not_with(options.launcher, "--min_nodes")));
+  }
   Options through_tool = options;
   through_tool.force_multi = true;
   if (!options.hostfile.empty() || std::filesystem::exists(default_hostfile)) {

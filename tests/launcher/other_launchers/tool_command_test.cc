@@ -151,9 +151,10 @@ TEST(LaunchTool, WhatAToolCannotDo) {
   unequal.hosts[1].slots = {0};
   for (const Launcher launcher : {Launcher::kMpich, Launcher::kIntelMpi, Launcher::kSlurm}) {
     EXPECT_THAT(tool_refusal(options_for(launcher), unequal),
-                AllOf(HasSubstr("--launcher " + name_of(launcher)), HasSubstr("a has 2, b 1")));
-    EXPECT_THAT(tool_refusal(options_for(launcher), two_hosts()),
-                AllOf(HasSubstr("--launcher " + name_of(launcher)), HasSubstr("'me@a'"), HasSubstr("--launcher ssh")));
+                AllOf(HasSubstr(cat("--launcher ", name_of(launcher))), HasSubstr("a has 2, b 1")));
+    EXPECT_THAT(
+        tool_refusal(options_for(launcher), two_hosts()),
+        AllOf(HasSubstr(cat("--launcher ", name_of(launcher))), HasSubstr("'me@a'"), HasSubstr("--launcher ssh")));
   }
   ToolSetting chosen = plain_hosts();
   chosen.hosts[1].slots = {0, 2};
@@ -219,7 +220,7 @@ TEST(LaunchTool, AToolThatIsMissingIsNamedWithItsPackage) {
         std::pair{Launcher::kMpich, "mpich"}, std::pair{Launcher::kIntelMpi, "oneAPI"},
         std::pair{Launcher::kSlurm, "slurm-client"}}) {
     EXPECT_THAT(testing::error_text([&] { find_tool(launcher, {"PATH=/no/such/folder"}); }),
-                AllOf(HasSubstr("--launcher " + name_of(launcher)), HasSubstr(package)));
+                AllOf(HasSubstr(cat("--launcher ", name_of(launcher))), HasSubstr(package)));
   }
 }
 
