@@ -13,9 +13,12 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <memory>
+#include <utility>
 
 #include "core/check.h"
 #include "core/system_call.h"
+#include "launcher/processes/pipe.h"
 #include "launcher/program/rank_environment.h"
 
 namespace ds::launcher {
@@ -32,12 +35,11 @@ std::string read_proc(pid_t pid, const char* name) {
 
 std::vector<pid_t> all_processes() {
   std::vector<pid_t> pids;
-  DIR* folder = opendir("/proc");
-  if (folder == nullptr) return pids;
-  while (const dirent* entry = readdir(folder)) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/proc"), closedir);
+  if (!folder) return pids;
+  while (const dirent* entry = readdir(folder.get())) {
     if (const pid_t pid = static_cast<pid_t>(std::atoi(entry->d_name)); pid > 0) pids.push_back(pid);
   }
-  closedir(folder);
   return pids;
 }
 
@@ -65,9 +67,8 @@ void kill_marked(const std::string& launch_id) {
 [[noreturn]] void guard(int pipe, const std::string& launch_id) {
   prctl(PR_SET_NAME, "ds-launch-guard");
   setsid();
-  const int null = open("/dev/null", O_RDWR);
-  for (int fd = 0; fd < 3; ++fd) dup2(null, fd);  // whoever reads our output must see its end when ds-launch is gone
-  if (null > 2) close(null);
+  const UniqueFd null(open("/dev/null", O_RDWR));       // open as long as the guard lives
+  for (int fd = 0; fd < 3; ++fd) dup2(null.get(), fd);  // whoever reads our output must see its end with ds-launch
   std::vector<pid_t> groups;
   for (;;) {
     pid_t message = 0;
@@ -109,15 +110,14 @@ std::string new_launch_id() { return cat(getpid(), '.', std::chrono::system_cloc
 
 OrphanGuard::OrphanGuard(const std::string& launch_id) {
   require_system(prctl(PR_SET_CHILD_SUBREAPER, 1) == 0, "prctl(PR_SET_CHILD_SUBREAPER)");
-  int ends[2];
-  require_system(pipe2(ends, O_CLOEXEC) == 0, "starting the orphan guard: pipe");
-  UniqueFd reader(ends[0]);
-  pipe_ = UniqueFd(ends[1]);
+  Pipe pipe = open_pipe();
+  require_system(pipe.valid(), "starting the orphan guard: pipe");
+  pipe_ = std::move(pipe.writer);
   guard_ = fork();
   require_system(guard_ >= 0, "starting the orphan guard: fork");
   if (guard_ == 0) {
     pipe_.reset();
-    guard(reader.get(), launch_id);
+    guard(pipe.reader.get(), launch_id);
   }
 }
 

@@ -13,8 +13,8 @@
 #include <memory>
 
 #include "core/system_call.h"
-#include "core/unique_fd.h"
 #include "launcher/command_line/core_list.h"
+#include "launcher/processes/pipe.h"
 #include "launcher/program/program_path.h"
 
 namespace ds::launcher {
@@ -91,9 +91,8 @@ void await_exec(pid_t pid, int report_fd, const RankCommand& command) {
 }  // namespace
 
 pid_t start_rank(const RankCommand& command) {
-  int report[2];
-  require_system(pipe2(report, O_CLOEXEC) == 0, "starting a rank: pipe");
-  UniqueFd reader(report[0]), writer(report[1]);
+  Pipe report = open_pipe();
+  require_system(report.valid(), "starting a rank: pipe");
 
   const int size = command.cpus.empty() ? 0 : *std::max_element(command.cpus.begin(), command.cpus.end()) + 1;
   std::unique_ptr<cpu_set_t, void (*)(cpu_set_t*)> cpus(size == 0 ? nullptr : CPU_ALLOC(size),
@@ -110,13 +109,13 @@ pid_t start_rank(const RankCommand& command) {
                           .cpus_bytes = cpus_bytes,
                           .hangup_ignored = command.hangup_ignored,
                           .parent = getpid(),
-                          .report_fd = writer.get()};
+                          .report_fd = report.writer.get()};
   const pid_t pid = fork();
   require_system(pid >= 0, "starting a rank: fork (the limits are ulimit -u and pids.max of the control group)");
   if (pid == 0) become_program(prepared);
   setpgid(pid, pid);  // here too: whoever runs first, the group exists
-  writer.reset();
-  await_exec(pid, reader.get(), command);
+  report.writer.reset();
+  await_exec(pid, report.reader.get(), command);
   return pid;
 }
 
