@@ -1,6 +1,7 @@
 #include "launcher/processes/handled_signals.h"
 
 #include <sys/signalfd.h>
+#include <unistd.h>
 
 #include <csignal>
 
@@ -22,6 +23,18 @@ UniqueFd open_signals(bool hangup_ignored) {
   UniqueFd fd(signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK));
   require_system(fd.valid(), "signalfd");
   return fd;
+}
+
+std::optional<int> next_signal(const UniqueFd& signals) {
+  signalfd_siginfo info{};
+  if (read(signals.get(), &info, sizeof(info)) != sizeof(info)) return std::nullopt;
+  return static_cast<int>(info.ssi_signo);
+}
+
+void stop_together(int stop_signal, const std::function<void(int number)>& send) {
+  send(stop_signal);
+  kill(getpid(), SIGSTOP);
+  send(SIGCONT);  // here ds-launch goes on
 }
 
 }  // namespace ds::launcher
