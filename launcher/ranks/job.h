@@ -55,7 +55,8 @@ class Job {
 
   // Whether a rank failed that nobody had asked to end: the job may start again.
   bool failed_by_itself() const { return failure_ && !signal_policy_.asked_to_end(); }
-  // Whether the ranks were ended for nothing but the loss of the first ds-launch.
+  // Whether the ranks were ended for nothing but the loss of the first ds-launch; run() has returned 0, for want of a
+  // better code.
   bool ended_without_first() const { return ending_ == Ending::kFirstLost; }
 
  private:
