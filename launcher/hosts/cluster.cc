@@ -216,7 +216,7 @@ void Cluster::on_over(HostMember& member) {
     member.reply.reset();
     return;
   }
-  const int code = member.exit_code.value_or(kHostLost);
+  const int code = member.exit_code.value_or(kHostLostCode);
   const bool expected = failed_ || restart_begun_ || ending_signal_ != 0;
   if (member.failure || (member.exit_code && (code == 0 || expected))) return;
   if (kill_sent_) return;

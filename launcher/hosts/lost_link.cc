@@ -26,14 +26,14 @@ std::string why_over(const HostMember& member, const Options& options, const Own
   const int code = exit_code_of(member.link->status());
   const std::string try_it =
       cat("ssh ", options.ssh_port ? cat("-p ", *options.ssh_port, ' ') : "", member.host.name, " true");
-  if (member.link->greeted() && code == kLinkLost) {
+  if (member.link->greeted() && code == kLinkLostCode) {
     return cat(
         "ds-launch there heard nothing from this one",
         options.link_timeout_seconds > 0 ? cat(" for ", options.link_timeout_seconds, " s (--link_timeout)") : "",
         " and has ended its ranks: was this one stopped, or the network away?", words);
   }
   if (member.link->greeted() || WIFSIGNALED(member.link->status())) {
-    const bool by_ssh = WIFSIGNALED(member.link->status()) || code == kHostLost;
+    const bool by_ssh = WIFSIGNALED(member.link->status()) || code == kHostLostCode;
     return cat(by_ssh ? "ssh: " : "ds-launch there: ", exit_words(member.link->status()), words,
                by_ssh ? "" : "; see whether someone ended it");
   }
@@ -41,7 +41,7 @@ std::string why_over(const HostMember& member, const Options& options, const Own
     return cat("ds-launch does not run there as ", own.path, " (exit code ", code, words,
                "); every host needs it, with the same path, for instance through a shared file system");
   }
-  if (code == kHostLost) return cat("ssh cannot reach it", words, "; ", ssh_advice(said, try_it));
+  if (code == kHostLostCode) return cat("ssh cannot reach it", words, "; ", ssh_advice(said, try_it));
   return cat("ds-launch did not answer, exit code ", code, words, "; is it the same version?");
 }
 

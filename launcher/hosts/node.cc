@@ -132,7 +132,7 @@ int serve(const std::vector<std::string>& inherited, NodeConsole& console, NodeL
   if (!order || order->kind != MessageKind::kStart) return 0;  // another host is not ready, or Ctrl-C
   const std::optional<int> result = run_ranks(request, start_request(*order), options, environment, console, link);
   // Without kEnded the first ds-launch, should it still be there, counts this host as lost.
-  if (!result) return kLinkLost;
+  if (!result) return kLinkLostCode;
   link.send({.kind = MessageKind::kEnded, .fields = {cat(*result)}});
   return *result;
 }
