@@ -9,16 +9,16 @@
 #include "launcher/command_line/notices.h"
 #include "launcher/command_line/options.h"
 #include "launcher/command_line/pid_file.h"
-#include "launcher/hosts/host_changes.h"
 #include "launcher/hosts/host_choice.h"
 #include "launcher/hosts/node.h"
-#include "launcher/hosts/restarts.h"
+#include "launcher/hosts/run_on_hosts.h"
+#include "launcher/machine/rendezvous_port.h"
 #include "launcher/other_launchers/tool_run.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/program_path.h"
 #include "launcher/ranks/job.h"
 #include "launcher/ranks/job_plan.h"
-#include "launcher/ranks/rendezvous_port.h"
+#include "launcher/ranks/restarts.h"
 
 namespace ds::launcher {
 namespace {
@@ -50,7 +50,7 @@ int run_job(const Options& options, const std::vector<std::string>& environment,
     const HostChoice choice = choose_where(options, chosen_by_slot ? count_local_slots(environment) : 0);
     const int host_count = choice.mode == HostChoice::Mode::kSsh ? static_cast<int>(choice.hosts.size()) : 1;
     require<ConfigError>(options.min_nodes.value_or(1) <= host_count, "--min_nodes ", options.min_nodes.value_or(1),
-                         ": there ", host_count == 1 ? "is 1 host" : cat("are ", host_count, " hosts"),
+                         ": there ", host_count == 1 ? "is " : "are ", host_count, host_count == 1 ? " host" : " hosts",
                          "; name more in a --hostfile");
     if (choice.mode == HostChoice::Mode::kSsh) {
       return run_on_hosts(choice.hosts, options, environment, console, notices);

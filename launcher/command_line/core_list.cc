@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <ostream>
 
 #include "core/check.h"
 
@@ -40,16 +41,18 @@ std::vector<int> parse_core_list(std::string_view text) {
   return cores;
 }
 
-std::string core_list_text(const std::vector<int>& cores) {
-  std::string text;
-  for (size_t i = 0; i < cores.size();) {
-    size_t last = i;
+std::ostream& operator<<(std::ostream& out, const CoreRanges& ranges) {
+  const std::vector<int>& cores = ranges.cores;
+  for (size_t first = 0; first < cores.size();) {
+    size_t last = first;
     while (last + 1 < cores.size() && cores[last + 1] == cores[last] + 1) ++last;
-    if (!text.empty()) text += ',';
-    text += last == i ? cat(cores[i]) : cat(cores[i], '-', cores[last]);
-    i = last + 1;
+    out << (first == 0 ? "" : ",") << cores[first];
+    if (last > first) out << '-' << cores[last];
+    first = last + 1;
   }
-  return text;
+  return out;
 }
+
+std::string core_list_text(const std::vector<int>& cores) { return cat(CoreRanges{cores}); }
 
 }  // namespace ds::launcher

@@ -1,6 +1,7 @@
 // Lists of CPU numbers as the kernel and numactl write them: "0-3,8". Pure.
 #pragma once
 
+#include <iosfwd>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -11,7 +12,13 @@ namespace ds::launcher {
 // anything that is not a number.
 std::vector<int> parse_core_list(std::string_view text);
 
-// {0, 1, 2, 5} -> "0-2,5".
+// Prints {0, 1, 2, 5} as "0-2,5".
+struct CoreRanges {
+  const std::vector<int>& cores;
+};
+std::ostream& operator<<(std::ostream& out, const CoreRanges& ranges);
+
+// The same as text.
 std::string core_list_text(const std::vector<int>& cores);
 
 }  // namespace ds::launcher

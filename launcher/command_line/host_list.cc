@@ -1,14 +1,14 @@
 #include "launcher/command_line/host_list.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <charconv>
-#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <numeric>
+#include <ostream>
+#include <utility>
 
-#include "core/check.h"
+#include "core/system_call.h"
 
 namespace ds::launcher {
 namespace {
@@ -54,10 +54,14 @@ Host parse_host_line(const std::vector<std::string>& words, const std::string& w
   return {.name = words[0], .slots = first_slots(*slots)};
 }
 
-std::string names_of(const std::vector<Host>& hosts) {
-  std::string names;
-  for (const Host& host : hosts) names += (names.empty() ? "" : ", ") + host.name;
-  return names;
+// Prints as "a, b, c".
+struct Names {
+  const std::vector<Host>& hosts;
+};
+std::ostream& operator<<(std::ostream& out, const Names& names) {
+  const char* between = "";
+  for (const Host& host : names.hosts) out << std::exchange(between, ", ") << host.name;
+  return out;
 }
 
 bool has_host(const std::vector<Host>& hosts, const std::string& name) {
@@ -82,7 +86,7 @@ Host parse_choice(const std::string& part, const std::vector<Host>& hosts, const
   const size_t colon = part.find(':');
   const std::string name = part.substr(0, colon);
   const auto host = std::find_if(hosts.begin(), hosts.end(), [&](const Host& h) { return h.name == name; });
-  require<ConfigError>(host != hosts.end(), flag, ": there is no host '", name, "'; the hosts are ", names_of(hosts));
+  require<ConfigError>(host != hosts.end(), flag, ": there is no host '", name, "'; the hosts are ", Names{hosts});
   if (colon == std::string::npos) return *host;
   Host chosen{.name = name, .slots = {}};
   for (const std::string& text : split(part.substr(colon + 1), ",", true)) {
@@ -123,7 +127,7 @@ std::vector<Host> parse_hostfile(std::string_view text, const std::string& file)
 std::vector<Host> read_hostfile(const std::string& file) {
   std::ifstream in(file, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(in), {}};
-  require<IoError>(in.good(), "--hostfile ", file, " cannot be read: ", std::strerror(errno));
+  require_system<IoError>(in.good(), "--hostfile ", file, " cannot be read");
   return parse_hostfile(text, file);
 }
 
@@ -147,7 +151,7 @@ std::vector<Host> choose_hosts(const std::vector<Host>& hosts, Choice choice, co
     }
     if (!kept.slots.empty()) left.push_back(std::move(kept));
   }
-  require<ConfigError>(!left.empty(), flag, " ", text, ": no slot is left on any host (", names_of(hosts), ")");
+  require<ConfigError>(!left.empty(), flag, " ", text, ": no slot is left on any host (", Names{hosts}, ")");
   return left;
 }
 
@@ -155,7 +159,7 @@ std::vector<Host> limit_hosts(std::vector<Host> hosts, const std::optional<int>&
                               const std::string& slots_flag) {
   if (nodes) {
     require<ConfigError>(*nodes <= static_cast<int>(hosts.size()), "--num_nodes ", *nodes, ": there are only ",
-                         hosts.size(), " hosts (", names_of(hosts), ")");
+                         hosts.size(), " hosts (", Names{hosts}, ")");
     hosts.resize(static_cast<size_t>(*nodes));
   }
   for (Host& host : hosts) {

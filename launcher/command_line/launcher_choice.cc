@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <string_view>
 #include <utility>
 
 #include "core/check.h"
@@ -49,9 +48,9 @@ Launcher launcher_of_name(const std::string& name) {
   throw ConfigError(cat("--launcher ", name, ": expected one of ", names));
 }
 
-std::string name_of(Launcher launcher) {
+std::string_view name_of(Launcher launcher) {
   for (const auto& [name, known] : kLaunchers) {
-    if (launcher == known) return std::string(name);
+    if (launcher == known) return name;
   }
   return "";
 }

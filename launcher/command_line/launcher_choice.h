@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 namespace ds::launcher {
 
@@ -16,7 +17,7 @@ enum class Launcher {
 
 // Throws ConfigError for other names.
 Launcher launcher_of_name(const std::string& name);
-std::string name_of(Launcher launcher);
+std::string_view name_of(Launcher launcher);
 
 // Why a flag means nothing with this launcher, and what to do; empty: it goes with it. `flag` with its dashes.
 std::string why_not_with(Launcher launcher, const std::string& flag);

@@ -1,21 +1,18 @@
 #include "launcher/hosts/cluster.h"
 
-#include <sys/signalfd.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cmath>
+#include <csignal>
 #include <cstring>
 #include <utility>
 
 #include "core/check.h"
 #include "core/restart_request.h"
 #include "launcher/command_line/seconds.h"
-#include "launcher/hosts/host_selection.h"
 #include "launcher/hosts/host_start.h"
+#include "launcher/hosts/lost_link.h"
+#include "launcher/hosts/ready_hosts.h"
+#include "launcher/processes/handled_signals.h"
 #include "launcher/protocol/node_link.h"
-#include "launcher/ranks/handled_signals.h"
-#include "launcher/ranks/lost_link.h"
 
 namespace ds::launcher {
 namespace {
@@ -44,13 +41,12 @@ Cluster::Cluster(StartHosts hosts, const Options& options, std::vector<std::stri
 
 int Cluster::run() {
   ask_hosts(members_, options_, environment_, own_, notices_);
-  const Clock::time_point limit =
-      Clock::now() + in_seconds(options_.connect_timeout_seconds + options_.check_timeout_seconds);
-  const Clock::time_point quiet_until = std::min(Clock::now() + in_seconds(kQuietSeconds), limit);
+  const Deadline limit = Deadline::in(options_.connect_timeout_seconds + options_.check_timeout_seconds);
+  const Deadline quiet_until = Deadline::in(kQuietSeconds).or_sooner(limit);
   bool named = false;
-  while (!all_answered() && ending_signal_ == 0 && Clock::now() < limit) {
+  while (!all_answered() && ending_signal_ == 0 && !limit.passed()) {
     wait_for_something(named ? limit : quiet_until);
-    if (named || all_answered() || Clock::now() < quiet_until) continue;
+    if (named || all_answered() || !quiet_until.passed()) continue;
     named = true;
     report_unanswered(members_, options_, notices_);
   }
@@ -64,7 +60,7 @@ int Cluster::run() {
   started_ = true;
   next_alive_ = Clock::now();
   while (!all_over()) {
-    wait_for_something(std::nullopt);
+    wait_for_something({});
     enforce_deadline();
   }
   return report();
@@ -85,14 +81,11 @@ bool Cluster::all_over() const {
   return std::all_of(members_.begin(), members_.end(), [](const HostMember& m) { return m.over; });
 }
 
-void Cluster::wait_for_something(const std::optional<Clock::time_point>& limit) {
+void Cluster::wait_for_something(const Deadline& limit) {
   keep_alive();
-  std::optional<Clock::time_point> next = limit;
-  const auto sooner = [&](const Clock::time_point& time) { next = next ? std::min(*next, time) : time; };
-  if (deadline_) sooner(*deadline_);
-  if (started_ && options_.link_timeout_seconds > 0) sooner(next_alive_);
-  if (const auto time = away_.next_time(); time && lacks_hosts()) sooner(*time);
-  const double left = next ? std::chrono::duration<double, std::milli>(*next - Clock::now()).count() : -1;
+  Deadline next = limit.or_sooner(deadline_);
+  if (started_ && options_.link_timeout_seconds > 0) next = next.or_sooner(next_alive_);
+  if (lacks_hosts()) next = next.or_sooner(away_.next_time());
 
   std::vector<pollfd> waits = {{.fd = signals_.get(), .events = POLLIN, .revents = 0}};
   console_.append_waits(waits);
@@ -100,9 +93,10 @@ void Cluster::wait_for_something(const std::optional<Clock::time_point>& limit) 
     if (!member.over) member.link->append_waits(waits, !console_.backed_up());
   }
   if (lacks_hosts()) away_.append_waits(waits);
-  poll(waits.data(), waits.size(), next ? static_cast<int>(std::ceil(std::clamp(left, 0.0, 3.6e6))) : -1);
+  poll(waits.data(), waits.size(), next.poll_timeout_ms());
   console_.write_some();
-  handle_signals();  // before looking which ssh has ended: one that ends later wakes the next poll
+  // Before looking which ssh has ended: one that ends later wakes the next poll.
+  while (const std::optional<int> number = next_signal(signals_)) handle_signal(*number);
   for (HostMember& member : members_) {
     if (member.over) continue;
     member.link->write_some();
@@ -126,39 +120,35 @@ void Cluster::look_for_returned_hosts() {
   if (!std::exchange(restart_asked_, true)) send_all({.kind = MessageKind::kRestart, .fields = {}});
 }
 
-void Cluster::handle_signals() {
-  signalfd_siginfo info{};
-  while (read(signals_.get(), &info, sizeof(info)) == sizeof(info)) handle_signal(static_cast<int>(info.ssi_signo));
+void Cluster::handle_signal(int number) {
+  switch (signal_policy_.take(number)) {
+    case SignalMeaning::kNone:
+      return;
+    case SignalMeaning::kStop:
+      return stop_together(SIGSTOP, [&](int sent) { pass_on(sent); });
+    case SignalMeaning::kPassOn:
+      return pass_on(number);
+    case SignalMeaning::kEnd:
+      return begin_to_end(number);
+    case SignalMeaning::kKill:
+      notices_.warning("second SIGINT: killing the ranks on ", names([](const HostMember& m) { return !m.over; }));
+      return kill_ranks("second SIGINT");
+  }
 }
 
-void Cluster::handle_signal(int number) {
-  if (number == SIGCHLD || number == SIGWINCH) return;
-  if (number == SIGTSTP) return stop_and_continue();
-  if (number == SIGINT && interrupted_once_) {
-    notices_.warning("second SIGINT: killing the ranks on ", names([](const HostMember& m) { return !m.over; }));
-    return kill_ranks("second SIGINT");
-  }
-  send_all({.kind = MessageKind::kSignal, .fields = {cat(number)}});
-  if (number == SIGUSR1 || number == SIGUSR2) return;
-  if (number == SIGINT) interrupted_once_ = true;
-  const bool asked_before = std::exchange(asked_to_end_, true);
-  if (failed_ && !asked_before) {
+void Cluster::pass_on(int number) { send_all({.kind = MessageKind::kSignal, .fields = {cat(number)}}); }
+
+void Cluster::begin_to_end(int number) {
+  pass_on(number);
+  if (failed_) {
     notices_.info("SIG", sigabbrev_np(number), " passed on to the ranks that are left; they are not started again");
+    return;
   }
-  if (ending_signal_ != 0 || failed_) return;
   ending_signal_ = number;
   if (!started_) return;
   const double grace = options_.signal_grace_seconds;
-  if (grace > 0) deadline_ = Clock::now() + in_seconds(grace + kEndSeconds);
-  notices_.info("SIG", sigabbrev_np(number), " passed on to all ranks; ",
-                grace > 0 ? cat("they have ", grace, " s to end") : std::string("waiting for them to end"),
-                ", a second SIGINT kills them");
-}
-
-void Cluster::stop_and_continue() {
-  send_all({.kind = MessageKind::kSignal, .fields = {cat(SIGSTOP)}});
-  kill(getpid(), SIGSTOP);
-  send_all({.kind = MessageKind::kSignal, .fields = {cat(SIGCONT)}});  // here ds-launch goes on
+  if (grace > 0) deadline_ = Deadline::in(grace + kEndSeconds);
+  notices_.info(passed_on_text(number, "all ranks", grace));
 }
 
 void Cluster::keep_alive() {
@@ -214,7 +204,7 @@ bool Cluster::ended_for_restart(HostMember& member, int code) {
   if (!restart_asked_ || code != kRestartExitCode || failed_) return false;
   if (!std::exchange(restart_begun_, true)) {
     notices_.debug("host ", member.host.name, ": the program has ended for a restart");
-    deadline_ = Clock::now() + in_seconds(options_.failure_grace_seconds + kEndSeconds);
+    deadline_ = Deadline::in(options_.failure_grace_seconds + kEndSeconds);
   }
   return true;
 }
@@ -226,7 +216,7 @@ void Cluster::on_over(HostMember& member) {
     member.reply.reset();
     return;
   }
-  const int code = member.exit_code.value_or(kHostLost);
+  const int code = member.exit_code.value_or(kHostLostCode);
   const bool expected = failed_ || restart_begun_ || ending_signal_ != 0;
   if (member.failure || (member.exit_code && (code == 0 || expected))) return;
   if (kill_sent_) return;
@@ -246,7 +236,7 @@ void Cluster::on_over(HostMember& member) {
 void Cluster::on_failure(HostMember& failed) {
   if (failed_ || ending_signal_ != 0) return;
   failed_ = true;
-  deadline_ = Clock::now() + in_seconds(options_.failure_grace_seconds + kEndSeconds);
+  deadline_ = Deadline::in(options_.failure_grace_seconds + kEndSeconds);
   const auto others = [](const HostMember& m) { return !m.over && !m.failure; };
   if (const std::string left = names(others); !left.empty()) {
     notices_.info("host ", failed.host.name, " failed: ending the ranks on ", left);
@@ -258,7 +248,7 @@ void Cluster::on_failure(HostMember& failed) {
 
 // Hosts that do not end: first their ranks are killed, then the connections are closed.
 void Cluster::enforce_deadline() {
-  if (!deadline_ || Clock::now() < *deadline_ || all_over()) return;
+  if (!deadline_.passed() || all_over()) return;
   if (kill_sent_) return close_links();
   notices_.warning("not ended in time: killing the ranks on ", names([](const HostMember& m) { return !m.over; }));
   kill_ranks("not ended in time");
@@ -268,14 +258,14 @@ void Cluster::kill_ranks(const std::string& why) {
   send_all({.kind = MessageKind::kKill, .fields = {why}});
   send_all({.kind = MessageKind::kClock, .fields = {cat(steady_nanoseconds())}});
   kill_sent_ = Clock::now();
-  deadline_ = *kill_sent_ + in_seconds(kEndSeconds);
+  deadline_ = Deadline::in(kEndSeconds, *kill_sent_);
 }
 
 // See Note [Ranks that die slowly]. Where no ranks start again, nobody has to wait for the old ones.
 void Cluster::close_links() {
   const double most = std::max(options_.link_timeout_seconds, kEndSeconds);
   const Clock::time_point limit = *kill_sent_ + in_seconds(most);
-  const bool last = asked_to_end_ || Clock::now() >= limit;
+  const bool last = signal_policy_.asked_to_end() || Clock::now() >= limit;
   const auto is_slow = [](const HostMember& m) { return !m.over && m.answers_since_kill; };
   const auto is_silent = [](const HostMember& m) { return !m.over && !m.answers_since_kill; };
   if (const std::string silent = names(is_silent); !silent.empty()) {
@@ -290,7 +280,7 @@ void Cluster::close_links() {
   for (HostMember& member : members_) {
     if (is_silent(member) || (last && is_slow(member))) member.link->kill();
   }
-  deadline_ = last ? std::nullopt : std::optional(limit);
+  deadline_ = last ? Deadline() : Deadline(limit);
 }
 
 void Cluster::send_all(const Message& message) {
@@ -317,7 +307,7 @@ const HostMember* Cluster::first_failure() const {
 }
 
 Cluster::Outcome Cluster::outcome() const {
-  if (asked_to_end_) return Outcome::kEnded;
+  if (signal_policy_.asked_to_end()) return Outcome::kEnded;
   if (!started_) return Outcome::kNotReady;
   const bool lost = std::any_of(members_.begin(), members_.end(), [](const HostMember& m) { return !m.exit_code; });
   if (first_failure() != nullptr) return lost ? Outcome::kHostLost : Outcome::kRankFailed;

@@ -11,8 +11,6 @@
 // there (kClock), and one that is gets more time.
 #pragma once
 
-#include <chrono>
-#include <csignal>
 #include <optional>
 #include <set>
 #include <string>
@@ -24,8 +22,10 @@
 #include "launcher/command_line/notices.h"
 #include "launcher/command_line/options.h"
 #include "launcher/hosts/away_hosts.h"
+#include "launcher/hosts/host_member.h"
+#include "launcher/processes/deadline.h"
+#include "launcher/processes/signal_policy.h"
 #include "launcher/program/own_program.h"
-#include "launcher/protocol/host_member.h"
 #include "launcher/protocol/message.h"
 
 namespace ds::launcher {
@@ -63,15 +63,15 @@ class Cluster {
   std::set<std::string> away() const;  // hosts that were not ready or are lost, and have not come back
 
  private:
-  using Clock = std::chrono::steady_clock;
+  using Clock = Deadline::Clock;
 
   bool ready_to_start();
   bool all_answered() const;
   bool all_over() const;
-  void wait_for_something(const std::optional<Clock::time_point>& limit);
-  void handle_signals();
+  void wait_for_something(const Deadline& limit);
   void handle_signal(int number);
-  void stop_and_continue();
+  void pass_on(int number);
+  void begin_to_end(int number);
   void keep_alive();
   void read_from(HostMember& member);
   void take(HostMember& member, const Message& message);
@@ -101,12 +101,11 @@ class Cluster {
   AwayHosts away_;
   bool started_ = false;
   bool failed_ = false;
-  int ending_signal_ = 0;
-  bool interrupted_once_ = false;
-  bool asked_to_end_ = false;  // by a signal, which may come too late to be the cause of the end
+  SignalPolicy signal_policy_;
+  int ending_signal_ = 0;  // that caused the end; 0: none, also when one came after a failure
   std::optional<Clock::time_point> kill_sent_;
   bool restart_asked_ = false, restart_begun_ = false;  // for hosts that have come back; by the program
-  std::optional<Clock::time_point> deadline_;           // to end what is left by stronger means
+  Deadline deadline_;                                   // to end what is left by stronger means
   Clock::time_point next_alive_;
 };
 

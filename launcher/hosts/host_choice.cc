@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "core/check.h"
-#include "launcher/ranks/rendezvous_port.h"
+#include "launcher/machine/rendezvous_port.h"
 
 namespace ds::launcher {
 namespace {

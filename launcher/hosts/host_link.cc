@@ -8,24 +8,16 @@
 #include <csignal>
 
 #include "core/system_call.h"
-#include "launcher/ranks/rank_process.h"
+#include "launcher/processes/pipe.h"
+#include "launcher/processes/rank_process.h"
 
 namespace ds::launcher {
 namespace {
 
-struct Pipe {
-  UniqueFd reader, writer;
-};
-
-Pipe open_link_pipe() {
-  int ends[2];
-  require_system(pipe2(ends, O_CLOEXEC) == 0, "connecting ssh: pipe");
-  return {UniqueFd(ends[0]), UniqueFd(ends[1])};
-}
-
 pid_t start_link(const std::string& file, const std::vector<std::string>& words,
                  const std::vector<std::string>& environment, UniqueFd& in, UniqueFd& out, UniqueFd& err) {
-  Pipe input = open_link_pipe(), output = open_link_pipe(), errors = open_link_pipe();
+  Pipe input = open_pipe(), output = open_pipe(), errors = open_pipe();
+  require_system(input.valid() && output.valid() && errors.valid(), "connecting ssh: pipe");
   for (const Pipe* pipe : {&output, &errors}) fcntl(pipe->reader.get(), F_SETFL, O_NONBLOCK);
   const pid_t pid = start_rank({.file = file,
                                 .words = words,

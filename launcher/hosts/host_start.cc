@@ -4,14 +4,15 @@
 
 #include "core/check.h"
 #include "launcher/command_line/pid_file.h"
+#include "launcher/command_line/shell_words.h"
 #include "launcher/hosts/host_checks.h"
 #include "launcher/hosts/node.h"
+#include "launcher/hosts/ssh_command.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/forwarded_options.h"
 #include "launcher/program/program_path.h"
 #include "launcher/program/rank_environment.h"
 #include "launcher/protocol/node_link.h"
-#include "launcher/protocol/ssh_command.h"
 
 namespace ds::launcher {
 namespace {

@@ -7,8 +7,8 @@
 #include "launcher/command_line/notices.h"
 #include "launcher/command_line/options.h"
 #include "launcher/hosts/host_checks.h"
+#include "launcher/hosts/host_member.h"
 #include "launcher/program/own_program.h"
-#include "launcher/protocol/host_member.h"
 
 namespace ds::launcher {
 

@@ -11,6 +11,9 @@
 #include "launcher/command_line/notices.h"
 #include "launcher/command_line/options.h"
 #include "launcher/command_line/pid_file.h"
+#include "launcher/hosts/lost_link.h"
+#include "launcher/hosts/node_orders.h"
+#include "launcher/machine/rendezvous_port.h"
 #include "launcher/program/file_hash.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/own_program.h"
@@ -20,8 +23,6 @@
 #include "launcher/protocol/node_protocol.h"
 #include "launcher/ranks/job.h"
 #include "launcher/ranks/job_plan.h"
-#include "launcher/ranks/lost_link.h"
-#include "launcher/ranks/rendezvous_port.h"
 
 namespace ds::launcher {
 namespace {
@@ -99,8 +100,8 @@ std::optional<int> run_ranks(const CheckRequest& request, const StartRequest& st
   try {
     const PidFile pid_file(request.pid_file);
     JobPlan plan = plan_job(options, environment, request.slots, place, notices);
-    plan.link = &link;
-    plan.link_timeout_seconds = request.link_timeout;
+    NodeOrders orders(link, request.link_timeout);
+    plan.first = &orders;
     std::error_code none;  // a TMPDIR that does not exist
     const std::filesystem::path temporary = std::filesystem::temp_directory_path(none);
     plan.restart_file = (none ? "/tmp" : temporary) / cat("ds-launch.", plan.launch_id, ".restart");
@@ -109,7 +110,7 @@ std::optional<int> run_ranks(const CheckRequest& request, const StartRequest& st
     }
     Job job(std::move(plan), console, notices);
     const int code = job.run();
-    return job.ended_for_lost_link() ? std::nullopt : std::optional(code);
+    return job.ended_without_first() ? std::nullopt : std::optional(code);
   } catch (const ProgramError& error) {
     tell_error(link, request.host, error, error.exit_code());
     return error.exit_code();
@@ -131,7 +132,7 @@ int serve(const std::vector<std::string>& inherited, NodeConsole& console, NodeL
   if (!order || order->kind != MessageKind::kStart) return 0;  // another host is not ready, or Ctrl-C
   const std::optional<int> result = run_ranks(request, start_request(*order), options, environment, console, link);
   // Without kEnded the first ds-launch, should it still be there, counts this host as lost.
-  if (!result) return kLinkLost;
+  if (!result) return kLinkLostCode;
   link.send({.kind = MessageKind::kEnded, .fields = {cat(*result)}});
   return *result;
 }

@@ -4,10 +4,10 @@
 #include <cmath>
 
 #include "core/check.h"
+#include "launcher/command_line/shell_words.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/forwarded_options.h"
 #include "launcher/program/rank_environment.h"
-#include "launcher/protocol/ssh_command.h"
 
 namespace ds::launcher {
 namespace {

@@ -1,7 +1,7 @@
 // The command line of pdsh that starts a ds-launch on each host. Pure.
 #pragma once
 
-#include "launcher/other_launchers/launch_tool.h"
+#include "launcher/other_launchers/tool_command.h"
 
 namespace ds::launcher {
 

@@ -5,9 +5,9 @@
 #include <memory>
 
 #include "core/check.h"
+#include "launcher/command_line/shell_words.h"
 #include "launcher/program/program_path.h"
 #include "launcher/program/rank_environment.h"
-#include "launcher/protocol/ssh_command.h"
 
 namespace ds::launcher {
 namespace {

@@ -2,36 +2,34 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/signalfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <chrono>
-#include <cmath>
 #include <csignal>
-#include <cstring>
 #include <filesystem>
 #include <optional>
+#include <utility>
 
 #include "core/system_call.h"
 #include "launcher/command_line/host_list.h"
 #include "launcher/command_line/pid_file.h"
-#include "launcher/command_line/seconds.h"
-#include "launcher/other_launchers/launch_tool.h"
+#include "launcher/other_launchers/tool_command.h"
 #include "launcher/other_launchers/tool_program.h"
+#include "launcher/processes/deadline.h"
+#include "launcher/processes/exit_cause.h"
+#include "launcher/processes/handled_signals.h"
+#include "launcher/processes/orphan_guard.h"
+#include "launcher/processes/rank_process.h"
+#include "launcher/processes/signal_policy.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/own_program.h"
 #include "launcher/program/rank_environment.h"
-#include "launcher/ranks/exit_cause.h"
-#include "launcher/ranks/handled_signals.h"
-#include "launcher/ranks/orphan_guard.h"
-#include "launcher/ranks/rank_process.h"
 
 namespace ds::launcher {
 namespace {
 
 constexpr double kLeftBehindSeconds = 1;  // from SIGTERM to SIGKILL for what the tool leaves behind
+constexpr double kKillSeconds = 1;        // for the tool to kill the ranks of all hosts at the second SIGINT
 
 // A file or a pipe is for rank 0; a terminal can have one process group only, and that is not the tool's.
 UniqueFd input_of_tool() {
@@ -54,6 +52,7 @@ class ToolRun {
     const UniqueFd out(fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 3));
     const UniqueFd err(fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 3));
     require_system(in.valid() && out.valid() && err.valid(), "the streams of ", file);
+    name_ = command.words.front();
     tool_ = start_rank({.file = file,
                         .words = command.words,
                         .environment = command.environment,
@@ -78,36 +77,40 @@ class ToolRun {
     }
   }
 
-  int ending_signal() const { return ending_signal_; }
+  int ending_signal() const { return signal_policy_.ending_signal(); }
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   void wait_for_signal() {
     pollfd signals{.fd = signals_.get(), .events = POLLIN, .revents = 0};
-    const double left = deadline_ ? std::chrono::duration<double, std::milli>(*deadline_ - Clock::now()).count() : -1.0;
-    poll(&signals, 1, deadline_ ? static_cast<int>(std::ceil(std::clamp(left, 0.0, 3.6e6))) : -1);
-    signalfd_siginfo info{};
-    while (read(signals_.get(), &info, sizeof(info)) == sizeof(info)) handle(static_cast<int>(info.ssi_signo));
-    if (!deadline_ || Clock::now() < *deadline_) return;
-    notices_.warning("not ended within ", signal_grace_, " s: killing it");
+    poll(&signals, 1, deadline_.poll_timeout_ms());
+    while (const std::optional<int> number = next_signal(signals_)) handle(*number);
+    if (!deadline_.passed()) return;
+    notices_.warning(kill_asked_ ? "second SIGINT" : cat("not ended within ", signal_grace_, " s"), ": killing ",
+                     name_);
     kill(tool_, SIGKILL);
-    deadline_.reset();
+    deadline_ = {};
   }
 
   void handle(int number) {
-    if (number == SIGCHLD || number == SIGWINCH) return;
-    kill(tool_, number);
-    if (number == SIGTSTP) {
-      kill(getpid(), SIGSTOP);
-      kill(tool_, SIGCONT);  // here ds-launch goes on
-      return;
+    switch (signal_policy_.take(number)) {
+      case SignalMeaning::kNone:
+        return;
+      case SignalMeaning::kStop:
+        stop_together(SIGTSTP, [&](int sent) { kill(tool_, sent); });  // that signal, for it to stop the ranks too
+        return;
+      case SignalMeaning::kPassOn:
+        kill(tool_, number);
+        return;
+      case SignalMeaning::kEnd:
+        kill(tool_, number);
+        if (signal_grace_ > 0) deadline_ = Deadline::in(signal_grace_);
+        notices_.info(passed_on_text(number, cat(name_, " for all ranks"), signal_grace_));
+        return;
+      case SignalMeaning::kKill:
+        kill(tool_, number);  // which ends the ranks of other hosts, where a SIGKILL could not
+        if (!std::exchange(kill_asked_, true)) deadline_ = deadline_.or_sooner(Deadline::in(kKillSeconds));
+        return;
     }
-    if (number == SIGUSR1 || number == SIGUSR2 || ending_signal_ != 0) return;
-    ending_signal_ = number;
-    notices_.info("SIG", sigabbrev_np(number), " passed on");
-    if (signal_grace_ <= 0) return;
-    deadline_ = Clock::now() + in_seconds(signal_grace_);
   }
 
   OrphanGuard guard_;  // first: it wants no other descriptors
@@ -115,9 +118,11 @@ class ToolRun {
   UniqueFd signals_;
   double signal_grace_;
   Notices& notices_;
+  std::string name_;
   pid_t tool_ = 0;
-  int ending_signal_ = 0;
-  std::optional<Clock::time_point> deadline_;
+  SignalPolicy signal_policy_;
+  Deadline deadline_;  // to kill the tool
+  bool kill_asked_ = false;
 };
 
 void say_what_is_unknown(const Options& options, const ToolCommand& command, Notices& notices) {

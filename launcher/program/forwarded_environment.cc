@@ -68,8 +68,8 @@ std::vector<std::string> forwarded_environment(const std::vector<std::string>& e
     const std::string text{std::istreambuf_iterator<char>(in), {}};
     for (std::string& entry : parse_environment_file(text, file.string())) entries.push_back(std::move(entry));
   }
-  require<IoError>(found || asked.empty(), "DS_ENV_FILE=", asked, ": there is no such file in ", home.string(), " or ",
-                   here.string());
+  require<IoError>(found || asked.empty(), "DS_ENV_FILE=", asked, ": there is no such file in ", home.native(), " or ",
+                   here.native());
   return entries;
 }
 

@@ -11,7 +11,7 @@ OwnProgram find_own_program() {
   constexpr const char* kLink = "/proc/self/exe";
   std::error_code error;
   const std::filesystem::path path = std::filesystem::read_symlink(kLink, error);
-  require<IoError>(!error, "reading ", kLink, ": ", error.message());
+  if (error) throw IoError(cat("reading ", kLink, ": ", error.message()));
   return {.path = path, .hash = file_hash(kLink)};  // of what runs, whatever has that name by now
 }
 

@@ -6,7 +6,7 @@
 
 #include "core/text.h"
 #include "launcher/command_line/core_list.h"
-#include "launcher/ranks/exit_cause.h"
+#include "launcher/processes/exit_cause.h"
 
 namespace ds::launcher {
 namespace {

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "launcher/machine/oom_watch.h"
 #include "launcher/ranks/line_reader.h"
-#include "launcher/ranks/oom_watch.h"
 
 namespace ds::launcher {
 

@@ -4,8 +4,8 @@
 
 #include "core/flight_job.h"
 #include "core/text.h"
+#include "launcher/command_line/shell_words.h"
 #include "launcher/program/rank_environment.h"
-#include "launcher/protocol/ssh_command.h"
 
 namespace ds::launcher {
 namespace fs = std::filesystem;

@@ -3,29 +3,25 @@
 #include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/resource.h>
-#include <sys/signalfd.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cmath>
+#include <csignal>
 #include <cstring>
 
 #include "core/restart_request.h"
 #include "core/system_call.h"
-#include "launcher/command_line/seconds.h"
-#include "launcher/protocol/node_protocol.h"
-#include "launcher/ranks/exit_cause.h"
+#include "launcher/processes/exit_cause.h"
+#include "launcher/processes/handled_signals.h"
+#include "launcher/processes/rank_process.h"
 #include "launcher/ranks/flight_line.h"
-#include "launcher/ranks/handled_signals.h"
-#include "launcher/ranks/lost_link.h"
 
 namespace ds::launcher {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 constexpr double kSweepGraceSeconds = 1;
 
 // Rank 0 may read a file or a pipe given to ds-launch; a terminal it may not, because only one process group can.
@@ -56,7 +52,7 @@ Job::~Job() {
 
 int Job::run() {
   start_ranks();
-  if (plan_.link != nullptr) plan_.link->limit_silence(plan_.link_timeout_seconds);
+  if (plan_.first != nullptr) plan_.first->on_ranks_started();
   while (running_ > 0) {
     wait_for_something();
     enforce_deadline();
@@ -73,7 +69,7 @@ void Job::start_ranks() {
 
 void Job::start_rank_of(int rank, int null_fd) {
   const OutputRelay::RankEnds ends = relay_.connect(rank);
-  const bool reads_input = rank + plan_.first_rank == 0 && plan_.link == nullptr && stdin_is_for_rank_zero();
+  const bool reads_input = rank + plan_.first_rank == 0 && plan_.first == nullptr && stdin_is_for_rank_zero();
   const UniqueFd input(fcntl(reads_input ? STDIN_FILENO : null_fd, F_DUPFD_CLOEXEC, 3));
   const size_t index = static_cast<size_t>(rank);
   Rank& started = ranks_[index];
@@ -96,18 +92,23 @@ void Job::start_rank_of(int rank, int null_fd) {
 }
 
 void Job::wait_for_something() {
+  const FirstLauncher::Wait orders = plan_.first ? plan_.first->next_orders() : FirstLauncher::Wait{};
   std::vector<pollfd> waits = {{.fd = signals_.get(), .events = POLLIN, .revents = 0},
                                {.fd = exits_.get(), .events = POLLIN, .revents = 0},
-                               {.fd = plan_.link ? plan_.link->fd() : -1, .events = POLLIN, .revents = 0}};
+                               {.fd = orders.fd, .events = POLLIN, .revents = 0}};
   const size_t first_output = waits.size();
   console_.append_waits(waits);
   const size_t first_source = waits.size();
   relay_.append_waits(waits);
-  const bool woken = poll(waits.data(), waits.size(), poll_timeout_ms()) > 0;
+  const bool woken = poll(waits.data(), waits.size(), deadline_.or_sooner(orders.until).poll_timeout_ms()) > 0;
   if (woken && waits[1].revents != 0) handle_exits();  // first: what failed before an order came is a failure
-  if (plan_.link != nullptr) handle_orders();
+  if (plan_.first != nullptr) {
+    for (const JobOrder& order : plan_.first->take_orders()) take_order(order);
+  }
   if (!woken) return;
-  if (waits[0].revents != 0) handle_signals();
+  if (waits[0].revents != 0) {
+    while (const std::optional<int> number = next_signal(signals_)) handle_signal(*number);
+  }
   if (first_output != first_source) console_.write_some();
   for (size_t i = first_source; i < waits.size(); ++i) relay_.handle(waits[i]);
   if (const std::string trouble = relay_.take_trouble(); !trouble.empty()) notices_.warning(trouble);
@@ -117,70 +118,53 @@ void Job::wait_for_something() {
   }
 }
 
-int Job::poll_timeout_ms() const {
-  std::optional<Clock::time_point> next = plan_.link ? plan_.link->silence_deadline() : std::nullopt;
-  if (deadline_) next = next ? std::min(*next, *deadline_) : *deadline_;
-  if (!next) return -1;
-  const double left = std::chrono::duration<double, std::milli>(*next - Clock::now()).count();
-  return static_cast<int>(std::ceil(std::clamp(left, 0.0, 3.6e6)));
-}
-
-void Job::handle_signals() {
-  signalfd_siginfo info{};
-  while (read(signals_.get(), &info, sizeof(info)) == sizeof(info)) handle_signal(static_cast<int>(info.ssi_signo));
-}
-
 void Job::handle_signal(int number) {
-  switch (number) {
-    case SIGCHLD:
-      return reap_others();
-    case SIGWINCH:
-      relay_.resize_terminals();
-      if (ranks_[0].running) kill(-ranks_[0].pid, SIGWINCH);
+  if (number == SIGCHLD) return reap_others();
+  if (number == SIGWINCH) {
+    relay_.resize_terminals();
+    if (ranks_[0].running) kill(-ranks_[0].pid, SIGWINCH);
+    return;
+  }
+  switch (signal_policy_.take(number)) {
+    case SignalMeaning::kNone:
       return;
-    case SIGTSTP:
-      return stop_and_continue();
-    case SIGUSR1:
-    case SIGUSR2:
+    case SignalMeaning::kStop:
+      return stop_together(SIGSTOP, [&](int sent) { signal_ranks(sent); });
+    case SignalMeaning::kPassOn:
       return signal_ranks(number);
-    default:
-      return pass_on(number);
+    case SignalMeaning::kEnd:
+      return begin_to_end(number);
+    case SignalMeaning::kKill:
+      return kill_ranks("second SIGINT");
   }
 }
 
-void Job::pass_on(int number) {
-  if (number == SIGINT && interrupted_once_) return kill_ranks("second SIGINT");
-  if (number == SIGINT) interrupted_once_ = true;
-  asked_to_end_ = true;
+void Job::begin_to_end(int number) {
   signal_ranks(number);
   if (ending_ != Ending::kNot) return;
   ending_ = Ending::kSignal;
-  ending_signal_ = number;
-  if (plan_.signal_grace_seconds > 0) deadline_ = Clock::now() + in_seconds(plan_.signal_grace_seconds);
-  const std::string limit =
-      deadline_ ? cat("they have ", plan_.signal_grace_seconds, " s to end") : std::string("waiting for them to end");
-  notices_.say(plan_.link ? Verbosity::kDebug : Verbosity::kInfo, "SIG", sigabbrev_np(number),
-               " passed on to all ranks; ", limit, ", a second SIGINT kills them");
+  const double grace = plan_.signal_grace_seconds;
+  if (grace > 0) deadline_ = Deadline::in(grace);
+  notices_.say(own_level(), passed_on_text(number, "all ranks", grace));
 }
 
-void Job::stop_and_continue() {
-  signal_ranks(SIGSTOP);
-  kill(getpid(), SIGSTOP);
-  signal_ranks(SIGCONT);  // here ds-launch goes on
-}
+// The first ds-launch says for all hosts what the user should know.
+Verbosity Job::own_level() const { return plan_.first ? Verbosity::kDebug : Verbosity::kInfo; }
 
-void Job::handle_orders() {
-  for (const Message& order : plan_.link->read()) {
-    if (order.kind == MessageKind::kSignal) {
-      const int number = static_cast<int>(number_field(order, 0));
-      number == SIGSTOP || number == SIGCONT ? signal_ranks(number) : handle_signal(number);
-    }
-    if (order.kind == MessageKind::kEnd) end_for_others("a rank of another host failed", Ending::kElsewhere);
-    if (order.kind == MessageKind::kRestart) ask_program_to_end();
-    if (order.kind == MessageKind::kKill && running_ > 0 && !killed_) kill_ranks(order.fields.at(0));
-  }
-  if (plan_.link->lost() && running_ > 0 && !std::exchange(link_loss_said_, true)) {
-    end_for_others("the connection to the first ds-launch is gone, or silent", Ending::kLinkLost);
+void Job::take_order(const JobOrder& order) {
+  switch (order.kind) {
+    case JobOrder::Kind::kSignal:
+      return handle_signal(order.signal);
+    case JobOrder::Kind::kEnd:
+      return end_for_others("a rank of another host failed", Ending::kElsewhere);
+    case JobOrder::Kind::kRestart:
+      return ask_program_to_end();
+    case JobOrder::Kind::kKill:
+      if (running_ > 0 && !killed_) kill_ranks(order.why);
+      return;
+    case JobOrder::Kind::kLost:
+      if (running_ > 0) end_for_others("the connection to the first ds-launch is gone, or silent", Ending::kFirstLost);
+      return;
   }
 }
 
@@ -195,8 +179,7 @@ void Job::ask_program_to_end() {
 void Job::end_for_others(const std::string& why, Ending ending) {
   notices_.debug(why);
   if (ending_ == Ending::kNot) ending_ = ending;
-  const Clock::time_point limit = Clock::now() + in_seconds(plan_.failure_grace_seconds);
-  if (!killed_) deadline_ = deadline_ ? std::min(*deadline_, limit) : limit;
+  if (!killed_) deadline_ = deadline_.or_sooner(Deadline::in(plan_.failure_grace_seconds));
   signal_ranks(SIGTERM);
   signal_ranks(SIGCONT);
 }
@@ -238,7 +221,7 @@ void Job::on_exit(int rank, int status, long peak_rss_kib) {
   const bool for_restart = restart_asked_ && WIFEXITED(status) && WEXITSTATUS(status) == kRestartExitCode;
   if (for_restart && ending_ == Ending::kNot) {
     ending_ = Ending::kRestart;  // the others do the same
-    deadline_ = Clock::now() + in_seconds(plan_.failure_grace_seconds);
+    deadline_ = Deadline::in(plan_.failure_grace_seconds);
   }
   if (status != 0 && ending_ == Ending::kNot) on_failure(rank, status, peak_rss_kib);
   if (kill(-ended.pid, 0) != 0) guard_->forget(ended.pid);
@@ -252,9 +235,9 @@ void Job::on_failure(int rank, int status, long peak_rss_kib) {
                      .peak_rss_bytes = int64_t{peak_rss_kib} * 1024,
                      .before = oom_before_,
                      .after = read_oom_counters()};
-  if (plan_.link != nullptr) tell_failure();
+  if (plan_.first != nullptr) plan_.first->tell_failure(exit_code_of(status), failure_lines());
   ending_ = Ending::kFailure;
-  deadline_ = Clock::now() + in_seconds(plan_.failure_grace_seconds);
+  deadline_ = Deadline::in(plan_.failure_grace_seconds);
   if (running_ > 0) {
     notices_.info("rank ", rank + plan_.first_rank, " failed (",
                   WIFSIGNALED(status) ? cat("SIG", sigabbrev_np(WTERMSIG(status))) : exit_words(status), "): ending ",
@@ -262,11 +245,6 @@ void Job::on_failure(int rank, int status, long peak_rss_kib) {
   }
   signal_ranks(SIGTERM);
   signal_ranks(SIGCONT);  // one that is stopped could not end
-}
-
-void Job::tell_failure() {
-  plan_.link->send(to_message(FailureMessage{
-      .exit_code = exit_code_of(failure_->status), .when = steady_nanoseconds(), .lines = failure_lines()}));
 }
 
 std::vector<std::string> Job::failure_lines() const {
@@ -280,7 +258,7 @@ std::vector<std::string> Job::failure_lines() const {
 }
 
 void Job::enforce_deadline() {
-  if (running_ == 0 || killed_ || !deadline_ || Clock::now() < *deadline_) return;
+  if (running_ == 0 || killed_ || !deadline_.passed()) return;
   const double grace = ending_ == Ending::kSignal ? plan_.signal_grace_seconds : plan_.failure_grace_seconds;
   kill_ranks(cat("not ended within ", grace, " s"));
 }
@@ -288,7 +266,7 @@ void Job::enforce_deadline() {
 void Job::kill_ranks(const std::string& why) {
   if (ending_ == Ending::kNot) ending_ = Ending::kSignal;
   killed_ = true;
-  deadline_.reset();
+  deadline_ = {};
   notices_.warning(why, ": killing ", rank_list_text(running_ranks()));
   signal_ranks(SIGKILL);
 }
@@ -330,19 +308,19 @@ void Job::clean_up() {
 int Job::report() {
   int result = 0;
   if (failure_) {
-    if (plan_.link == nullptr) {
+    if (plan_.first == nullptr) {
       for (const std::string& line : failure_lines()) notices_.error(line);
     }
     result = exit_code_of(failure_->status);
   } else if (ending_ == Ending::kRestart) {
     result = kRestartExitCode;
-  } else if (ending_ == Ending::kLinkLost) {
-    result = kLinkLost;
   } else if (ending_ == Ending::kSignal) {
     const bool all_well = std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.status == 0; });
-    result = all_well ? 0 : 128 + ending_signal_;
-    notices_.say(plan_.link ? Verbosity::kDebug : Verbosity::kInfo, "ended by SIG", sigabbrev_np(ending_signal_),
-                 all_well ? "; every rank ended well" : "");
+    const int number = signal_policy_.ending_signal();
+    result = all_well ? 0 : 128 + number;
+    if (number != 0) {  // else the first ds-launch had the ranks killed
+      notices_.say(own_level(), "ended by SIG", sigabbrev_np(number), all_well ? "; every rank ended well" : "");
+    }
   }
   return result;
 }

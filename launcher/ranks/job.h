@@ -1,6 +1,6 @@
 // The ranks of one launch, from the first fork to the exit code. One thread, one poll loop.
 //
-// With a link to the first ds-launch of many, orders come from there as well, and failures are told there.
+// With a FirstLauncher, the first ds-launch of many, orders come from there as well, and failures are told there.
 //
 // Note [Who failed first]
 // When a rank dies, the others soon fail too, because their peer is gone. Several deaths may wait when the loop wakes
@@ -8,8 +8,6 @@
 // the order in which they happened.
 #pragma once
 
-#include <chrono>
-#include <csignal>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,11 +15,12 @@
 
 #include "launcher/command_line/console.h"
 #include "launcher/command_line/notices.h"
-#include "launcher/protocol/node_link.h"
+#include "launcher/processes/deadline.h"
+#include "launcher/processes/orphan_guard.h"
+#include "launcher/processes/signal_policy.h"
 #include "launcher/ranks/failure_report.h"
-#include "launcher/ranks/orphan_guard.h"
+#include "launcher/ranks/first_launcher.h"
 #include "launcher/ranks/output_relay.h"
-#include "launcher/ranks/rank_process.h"
 
 namespace ds::launcher {
 
@@ -37,8 +36,7 @@ struct JobPlan {
   double signal_grace_seconds = 30;  // 0: no limit
   int first_rank = 0;                // of these ranks among all
   std::string host;                  // what messages call this machine; empty: it is the only one
-  NodeLink* link = nullptr;          // to the first ds-launch, when this is not the first; outlives the job
-  double link_timeout_seconds = 0;   // of silence on it, once the ranks have started; 0: no limit
+  FirstLauncher* first = nullptr;    // when it is another one than this; outlives the job
   std::string restart_file;          // see core/restart_request.h; empty: none
 };
 
@@ -56,9 +54,10 @@ class Job {
   int run();
 
   // Whether a rank failed that nobody had asked to end: the job may start again.
-  bool failed_by_itself() const { return failure_ && !asked_to_end_; }
-  // Whether the ranks were ended for nothing but the loss of the link: run() has returned kLinkLost.
-  bool ended_for_lost_link() const { return ending_ == Ending::kLinkLost; }
+  bool failed_by_itself() const { return failure_ && !signal_policy_.asked_to_end(); }
+  // Whether the ranks were ended for nothing but the loss of the first ds-launch; run() has returned 0, for want of a
+  // better code.
+  bool ended_without_first() const { return ending_ == Ending::kFirstLost; }
 
  private:
   struct Rank {
@@ -67,23 +66,19 @@ class Job {
     bool running = false;
     int status = 0;
   };
-  enum class Ending { kNot, kFailure, kSignal, kElsewhere, kLinkLost, kRestart };
+  enum class Ending { kNot, kFailure, kSignal, kElsewhere, kFirstLost, kRestart };
 
   void start_ranks();
   void start_rank_of(int rank, int null_fd);
   void wait_for_something();
-  int poll_timeout_ms() const;
-  void handle_signals();
   void handle_signal(int number);
-  void pass_on(int number);
-  void stop_and_continue();
-  void handle_orders();
+  void begin_to_end(int number);
+  void take_order(const JobOrder& order);
   void end_for_others(const std::string& why, Ending ending);
   void ask_program_to_end();
   void handle_exits();
   void reap_others();
   void on_exit(int rank, int status, long peak_rss_kib);
-  void tell_failure();
   std::vector<std::string> failure_lines() const;
   void on_failure(int rank, int status, long peak_rss_kib);
   void enforce_deadline();
@@ -91,6 +86,7 @@ class Job {
   void signal_ranks(int number) const;
   std::vector<int> running_ranks() const;
   std::vector<pid_t> groups() const;
+  Verbosity own_level() const;
   void clean_up();
   int report();
 
@@ -106,14 +102,11 @@ class Job {
   OomCounters oom_before_;
   Ending ending_ = Ending::kNot;
   std::optional<Failure> failure_;
-  int ending_signal_ = 0;
-  bool interrupted_once_ = false;
-  bool asked_to_end_ = false;  // by a signal
+  SignalPolicy signal_policy_;
   bool killed_ = false;
   bool restart_asked_ = false;
   bool output_loss_said_ = false;
-  bool link_loss_said_ = false;
-  std::optional<std::chrono::steady_clock::time_point> deadline_;
+  Deadline deadline_;  // to kill what is left
 };
 
 }  // namespace ds::launcher

@@ -4,13 +4,13 @@
 
 #include "core/check.h"
 #include "launcher/command_line/core_list.h"
+#include "launcher/machine/accelerators.h"
+#include "launcher/machine/core_binding.h"
+#include "launcher/machine/rendezvous_port.h"
+#include "launcher/processes/orphan_guard.h"
 #include "launcher/program/program_path.h"
 #include "launcher/program/rank_environment.h"
-#include "launcher/ranks/accelerators.h"
-#include "launcher/ranks/core_binding.h"
 #include "launcher/ranks/flight_line.h"
-#include "launcher/ranks/orphan_guard.h"
-#include "launcher/ranks/rendezvous_port.h"
 
 namespace ds::launcher {
 namespace {

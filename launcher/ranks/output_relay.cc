@@ -13,6 +13,7 @@
 
 #include "core/check.h"
 #include "core/system_call.h"
+#include "launcher/processes/pipe.h"
 
 namespace ds::launcher {
 namespace {
@@ -20,15 +21,11 @@ namespace {
 constexpr size_t kReadSize = 64 << 10;
 constexpr int kMostReadsPerDrain = 64;  // a pipe holds one; more only comes when a survivor keeps writing
 
-struct Ends {
-  UniqueFd reader, writer;
-};
-
-Ends open_pipe() {
-  int ends[2];
-  require_system(pipe2(ends, O_CLOEXEC) == 0, "connecting a rank's output: pipe");
-  fcntl(ends[0], F_SETFL, O_NONBLOCK);
-  return {UniqueFd(ends[0]), UniqueFd(ends[1])};
+Pipe open_output_pipe() {
+  Pipe ends = open_pipe();
+  require_system(ends.valid(), "connecting a rank's output: pipe");
+  fcntl(ends.reader.get(), F_SETFL, O_NONBLOCK);
+  return ends;
 }
 
 void copy_terminal_size(int from, int to) {
@@ -37,8 +34,8 @@ void copy_terminal_size(int from, int to) {
 }
 
 // A pseudo-terminal that changes no byte: the real terminal does what is to be done.
-Ends open_terminal(int like) {
-  Ends ends{UniqueFd(posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC | O_NONBLOCK)), UniqueFd()};
+Pipe open_terminal(int like) {
+  Pipe ends{UniqueFd(posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC | O_NONBLOCK)), UniqueFd()};
   char name[64];
   const bool ready = ends.reader.valid() && grantpt(ends.reader.get()) == 0 && unlockpt(ends.reader.get()) == 0 &&
                      ptsname_r(ends.reader.get(), name, sizeof(name)) == 0;
@@ -74,7 +71,9 @@ OutputRelay::OutputRelay(Console& console, int ranks, const std::string& log_fol
   if (log_folder.empty()) return;
   std::error_code error;
   std::filesystem::create_directories(log_folder, error);
-  require<IoError>(!error, "--enable_each_rank_log ", log_folder, ": the folder cannot be made: ", error.message());
+  if (error) {
+    throw IoError(cat("--enable_each_rank_log ", log_folder, ": the folder cannot be made: ", error.message()));
+  }
   const std::string prefix = log_prefix(log_folder);
   for (int rank = 0; rank < ranks; ++rank) {
     const std::string path = cat(prefix, "_rank", first_rank + rank, ".log");
@@ -94,7 +93,7 @@ OutputRelay::RankEnds OutputRelay::connect(int rank) {
 
 UniqueFd OutputRelay::add_source(int rank, int stream) {
   const bool terminal = rank + first_rank_ == 0 && console_.is_terminal(stream);
-  Ends ends = terminal ? open_terminal(stream == Console::kOut ? STDOUT_FILENO : STDERR_FILENO) : open_pipe();
+  Pipe ends = terminal ? open_terminal(stream == Console::kOut ? STDOUT_FILENO : STDERR_FILENO) : open_output_pipe();
   sources_.push_back({rank, stream, terminal, std::move(ends.reader), {}, {}});
   return std::move(ends.writer);
 }

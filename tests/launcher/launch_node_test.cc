@@ -6,8 +6,8 @@
 
 #include "core/unique_fd.h"
 #include "launcher/command_line/options.h"
+#include "launcher/hosts/lost_link.h"
 #include "launcher/protocol/node_protocol.h"
-#include "launcher/ranks/lost_link.h"
 #include "tests/launcher/launched.h"
 
 namespace ds::launcher::testing {
@@ -50,7 +50,7 @@ TEST_F(LaunchNode, TellsTheExitCodeOfItsRanks) {
 }
 
 TEST_F(LaunchNode, DoesNotEndWellWhenItHearsNothing) {
-  EXPECT_EQ(ends_with(0.2, {"touch", folder_ / "pid", "pause"}), kLinkLost);
+  EXPECT_EQ(ends_with(0.2, {"touch", folder_ / "pid", "pause"}), kLinkLostCode);
   EXPECT_THAT(said_, Contains(::testing::Field(&Message::kind, MessageKind::kChecked)));
   EXPECT_THAT(said_, Not(Contains(::testing::Field(&Message::kind, MessageKind::kEnded))));
 }

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 
 #include <csignal>
+#include <filesystem>
 #include <fstream>
 
 #include "tests/launcher/launched.h"
@@ -81,6 +82,54 @@ TEST(LaunchSignal, UnderNohupAHangupEndsNothing) {
   kill(pid_in(folder / "pid.1"), SIGHUP);
   std::ofstream(folder / "go");
   EXPECT_EQ(launched.wait(), 0);
+}
+
+// In place of srun, which is looked for in PATH and is asked for no version.
+class AnotherLauncher : public ::testing::Test {
+ protected:
+  std::string pid_file() const { return folder_ / "pid"; }
+  Launched::Settings started_by(const std::string& script, const std::string& grace) const {
+    const std::string program = folder_.write("srun", script);
+    std::filesystem::permissions(program, std::filesystem::perms::owner_all);
+    return {.flags = {"--launcher", "slurm", "--num_procs", "1", "--signal_grace", grace},
+            .environment = {"PATH=" + folder_.path().string() + ":/usr/bin:/bin"}};
+  }
+  std::string that_ignores(int number) const {
+    return "#!/bin/sh\nexec " DS_RANK_PROGRAM " ignore " + std::to_string(number) + " touch " + pid_file() + " pause\n";
+  }
+
+  TemporaryFolder folder_;
+};
+
+TEST_F(AnotherLauncher, IsKilledSoonAfterASecondInterrupt) {
+  Launched launched(started_by(that_ignores(SIGINT), "30"));
+  ASSERT_TRUE(wait_until([&] { return exists(pid_file()); }));
+  launched.send(SIGINT);
+  ASSERT_TRUE(wait_until([&] { return launched.err().find("SIGINT passed on to srun") != std::string::npos; }));
+  launched.send(SIGINT);
+  EXPECT_EQ(launched.wait(), 128 + SIGINT);
+  EXPECT_THAT(launched.err(), HasSubstr("second SIGINT: killing srun"));
+  EXPECT_TRUE(process_gone(pid_in(pid_file())));
+}
+
+TEST_F(AnotherLauncher, MayEndByItselfAtTheSecondInterrupt) {
+  Launched launched(started_by("#!/bin/sh\ntrap '[ $interrupted ] && exit 0; interrupted=1' INT\necho $$ >" +
+                                   pid_file() + "\nwhile :; do sleep 0.01; done\n",
+                               "30"));
+  ASSERT_TRUE(wait_until([&] { return exists(pid_file()); }));
+  launched.send(SIGINT);
+  ASSERT_TRUE(wait_until([&] { return launched.err().find("SIGINT passed on to srun") != std::string::npos; }));
+  launched.send(SIGINT);
+  EXPECT_EQ(launched.wait(), 128 + SIGINT);
+  EXPECT_THAT(launched.err(), Not(HasSubstr("killing")));
+}
+
+TEST_F(AnotherLauncher, HasALimitedTimeToEnd) {
+  Launched launched(started_by(that_ignores(SIGTERM), "0.2"));
+  ASSERT_TRUE(wait_until([&] { return exists(pid_file()); }));
+  launched.send(SIGTERM);
+  EXPECT_EQ(launched.wait(), 128 + SIGTERM);
+  EXPECT_THAT(launched.err(), HasSubstr("not ended within 0.2 s: killing srun"));
 }
 
 }  // namespace

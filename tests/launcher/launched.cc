@@ -67,8 +67,8 @@ Launched::Launched(const Settings& settings) {
   words.insert(words.end(), settings.flags.begin(), settings.flags.end());
   words.insert(words.end(), settings.program.begin(), settings.program.end());
   words.insert(words.end(), settings.actions.begin(), settings.actions.end());
-  std::vector<std::string> environment = clean_environment();
-  environment.insert(environment.end(), settings.environment.begin(), settings.environment.end());
+  std::vector<std::string> environment = settings.environment;  // first, so that they are found
+  for (std::string& entry : clean_environment()) environment.push_back(std::move(entry));
   const std::vector<char*> argv = pointers(words), envp = pointers(environment);
   const std::string out = folder_ / "out", err = folder_ / "err";
   pid_ = fork();

@@ -52,13 +52,14 @@ Location locate(const std::string& path) {
   location.tags = tags_in(place);
   const std::optional<std::string> latest = read_latest(place.string());
   if (!latest) {
-    require<IoError>(location.tags.empty(), path,
-                     ": no file `latest` names one of its tags; name one of them: ", joined(location.tags));
-    return location;
+    if (location.tags.empty()) return location;
+    throw IoError(cat(path, ": no file `latest` names one of its tags; name one of them: ", joined(location.tags)));
   }
   location.latest = *latest;
-  require<IoError>(fs::is_directory(place / location.latest), (place / "latest").string(), ": names \"",
-                   location.latest, "\", which is no folder here; tags: ", joined(location.tags));
+  if (!fs::is_directory(place / location.latest)) {
+    throw IoError(cat((place / "latest").string(), ": names \"", location.latest,
+                      "\", which is no folder here; tags: ", joined(location.tags)));
+  }
   location.folder = (place / location.latest).string();
   location.format = format_of(location.folder);
   return location;

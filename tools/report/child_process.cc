@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "core/text.h"
+#include "launcher/processes/pipe.h"
 
 extern char** environ;
 
@@ -20,23 +21,7 @@ namespace ds::tool::report {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-struct Pipe {
-  std::array<int, 2> ends{-1, -1};  // read, write
-  Pipe() {
-    if (::pipe2(ends.data(), O_CLOEXEC) != 0) ends = {-1, -1};
-  }
-  Pipe(const Pipe&) = delete;
-  Pipe& operator=(const Pipe&) = delete;
-  ~Pipe() {
-    close_end(0);
-    close_end(1);
-  }
-  void close_end(size_t end) {
-    if (ends.at(end) >= 0) ::close(ends.at(end));
-    ends.at(end) = -1;
-  }
-};
+using launcher::Pipe;
 
 pid_t start(const std::vector<std::string>& words, const Pipe& out, const Pipe& err, int& error) {
   std::vector<char*> arguments;
@@ -45,8 +30,8 @@ pid_t start(const std::vector<std::string>& words, const Pipe& out, const Pipe& 
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
-  posix_spawn_file_actions_adddup2(&actions, out.ends[1], STDOUT_FILENO);
-  posix_spawn_file_actions_adddup2(&actions, err.ends[1], STDERR_FILENO);
+  posix_spawn_file_actions_adddup2(&actions, out.writer.get(), STDOUT_FILENO);
+  posix_spawn_file_actions_adddup2(&actions, err.writer.get(), STDERR_FILENO);
   pid_t child = -1;
   error = ::posix_spawn(&child, words[0].c_str(), &actions, nullptr, arguments.data(), environ);
   posix_spawn_file_actions_destroy(&actions);
@@ -54,8 +39,8 @@ pid_t start(const std::vector<std::string>& words, const Pipe& out, const Pipe& 
 }
 
 // False at the time limit.
-bool read_until_closed(Pipe& out, Pipe& err, Finished& result, Clock::time_point end) {
-  std::array<pollfd, 2> open{{{out.ends[0], POLLIN, 0}, {err.ends[0], POLLIN, 0}}};
+bool read_until_closed(const Pipe& out, const Pipe& err, Finished& result, Clock::time_point end) {
+  std::array<pollfd, 2> open{{{out.reader.get(), POLLIN, 0}, {err.reader.get(), POLLIN, 0}}};
   while (open[0].fd >= 0 || open[1].fd >= 0) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()).count();
     if (left <= 0) return false;
@@ -90,16 +75,15 @@ std::string ending_of(int status) {
 
 Finished run_child(const std::vector<std::string>& words, std::chrono::milliseconds limit) {
   Finished result;
-  Pipe out;
-  Pipe err;
-  if (out.ends[0] < 0 || err.ends[0] < 0) {
+  Pipe out = launcher::open_pipe(), err = launcher::open_pipe();
+  if (!out.valid() || !err.valid()) {
     result.ending = cat("cannot be started: ", std::strerror(errno));
     return result;
   }
   int error = 0;
   const pid_t child = start(words, out, err, error);
-  out.close_end(1);
-  err.close_end(1);
+  out.writer.reset();
+  err.writer.reset();
   if (child < 0) {
     result.ending = cat("cannot be started: ", std::strerror(error));
     return result;

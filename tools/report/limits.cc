@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "launcher/ranks/cgroup.h"
+#include "launcher/machine/cgroup.h"
 #include "offload/host_budget.h"
 #include "offload/io_ring.h"
 #include "tools/report/kernel_text.h"

@@ -8,7 +8,7 @@
 
 #include "core/check.h"
 #include "launcher/command_line/core_list.h"
-#include "launcher/ranks/core_binding.h"
+#include "launcher/machine/core_binding.h"
 #include "offload/host_budget.h"
 #include "tools/report/kernel_text.h"
 #include "tools/report/vector_target.h"

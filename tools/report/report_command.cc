@@ -8,7 +8,7 @@
 #include "comm/meeting/environment_reader.h"
 #include "comm/meeting/host_identity.h"
 #include "core/check.h"
-#include "launcher/ranks/accelerators.h"
+#include "launcher/machine/accelerators.h"
 #include "tools/report/environment.h"
 #include "tools/report/libraries.h"
 #include "tools/report/limits.h"

@@ -1,0 +1,51 @@
+#include "launcher/ranks/failure_report.h"
+
+#include <gmock/gmock.h>
+#include <sys/wait.h>
+
+#include <csignal>
+
+namespace ds::launcher {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+int ended_with(int code) { return W_EXITCODE(code, 0); }
+int killed_by(int signal) { return W_EXITCODE(0, signal); }
+
+TEST(FailureReport, NamesRankCauseAndMemory) {
+  const Failure failure{.rank = 3, .pid = 4711, .status = ended_with(1), .peak_rss_bytes = 3LL << 29};
+  EXPECT_EQ(cause_line(failure), "rank 3 (pid 4711) failed: exit code 1; peak memory 1.5 GiB");
+}
+
+TEST(FailureReport, RecognisesAnOutOfMemoryKill) {
+  Failure failure{.rank = 0, .pid = 1, .status = killed_by(SIGKILL)};
+  failure.before.group_kills = 2;
+  failure.after = {.group_kills = 3, .host_kills = {}, .group_limit = 512 << 20};
+  EXPECT_THAT(cause_line(failure),
+              HasSubstr("by the kernel's out-of-memory killer, because the control group reached its "
+                        "memory limit of 512 MiB"));
+  failure.status = ended_with(137);  // a shell whose last command was killed
+  EXPECT_THAT(cause_line(failure), HasSubstr("out-of-memory killer"));
+  failure.after.group_kills = 2;
+  failure.status = killed_by(SIGKILL);
+  EXPECT_THAT(cause_line(failure), HasSubstr("by another process"));
+  failure.before = failure.after = {};
+  EXPECT_THAT(cause_line(failure), HasSubstr("the kernel does not tell"));
+}
+
+TEST(FailureReport, ShowsTheLastLines) {
+  LastLines lines;
+  EXPECT_THAT(last_lines_report({.rank = 1}, lines), ElementsAre("rank 1 had written nothing"));
+  lines.add("hello");
+  EXPECT_THAT(last_lines_report({.rank = 1}, lines), ElementsAre("last lines of rank 1:", "  | hello"));
+}
+
+TEST(FailureReport, WritesListsOfRanks) {
+  EXPECT_EQ(rank_list_text({4}), "rank 4");
+  EXPECT_EQ(rank_list_text({0, 1, 2, 5}), "ranks 0-2, 5");
+}
+
+}  // namespace
+}  // namespace ds::launcher
