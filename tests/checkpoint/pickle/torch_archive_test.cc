@@ -7,12 +7,11 @@
 
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
 
 #include "checkpoint/pickle/pickle_field.h"
 #include "core/check.h"
 #include "core/safetensors.h"
+#include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::checkpoint {
@@ -22,12 +21,6 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 const std::string kValues = std::string(DS_SOURCE_DIR) + "/tests/checkpoint/deepspeed_fixtures/values/";
-
-std::string content_of(const std::string& path) {
-  std::ostringstream text;
-  text << std::ifstream(path, std::ios::binary).rdbuf();
-  return text.str();
-}
 
 template <class Call>
 std::string error_of(const Call& call) {
@@ -113,7 +106,7 @@ void read_all(const std::string& path) {
 
 TEST(TorchArchive, SurvivesTruncation) {
   const test::ScratchFolder folder;
-  const std::string whole = content_of(kValues + "values.pt");
+  const std::string whole = test::file_text(kValues + "values.pt");
   for (size_t bytes = 0; bytes < whole.size(); bytes += 23) {
     const std::string path = folder.write("cut.pt", whole.substr(0, bytes));
     EXPECT_THROW(TorchArchive{path}, IoError) << bytes;
@@ -122,7 +115,7 @@ TEST(TorchArchive, SurvivesTruncation) {
 
 TEST(TorchArchive, SurvivesFlippedBytes) {
   const test::ScratchFolder folder;
-  const std::string whole = content_of(kValues + "values.pt");
+  const std::string whole = test::file_text(kValues + "values.pt");
   for (size_t at = 0; at < whole.size(); at += 2) {
     std::string damaged = whole;
     damaged[at] = static_cast<char>(damaged[at] ^ (at % 3 == 0 ? 0xff : 1 << at / 2 % 8));
@@ -136,7 +129,7 @@ size_t entry_of(const std::string& archive, const std::string& record) { return 
 // Each would give tensors without an error to a reader that trusts the directory.
 TEST(TorchArchive, RefusesRecordsThatTorchSaveNeverWrites) {
   const test::ScratchFolder folder;
-  const std::string whole = content_of(kValues + "values.pt");
+  const std::string whole = test::file_text(kValues + "values.pt");
   const size_t entry = entry_of(whole, "values/data/3");
   std::string changed = whole;
   changed[entry + 10] = 8;  // method: deflated
@@ -155,7 +148,7 @@ TEST(TorchArchive, RefusesRecordsThatTorchSaveNeverWrites) {
 
 TEST(TorchArchive, NamesOfRecordsDifferInCase) {
   const test::ScratchFolder folder;
-  std::string changed = content_of(kValues + "values.pt");
+  std::string changed = test::file_text(kValues + "values.pt");
   changed.replace(changed.rfind("values/data/9"), std::strlen("values/data/9"), "values/DATA/0");
   const TorchArchive archive(folder.write("changed.pt", changed));
   const SafetensorsFile expected(kValues + "expected.safetensors");
@@ -176,7 +169,7 @@ TEST(TorchArchive, NamesOfRecordsDifferInCase) {
 
 TEST(TorchArchive, ChecksTheSumOfThePickle) {
   const test::ScratchFolder folder;
-  std::string damaged = content_of(kValues + "values.pt");
+  std::string damaged = test::file_text(kValues + "values.pt");
   damaged[damaged.find("namespace")] = 'N';
   const std::string path = folder.write("sum.pt", damaged);
   EXPECT_THROW(TorchArchive{path}, IoError);
