@@ -24,7 +24,7 @@ struct Piece {
   int64_t offset = 0;               // first element, in the flattened logical tensor
   int64_t length = 0;               // elements
   uint64_t begin = 0;               // where its data begins in the file, in bytes
-  std::vector<uint64_t> checksums;  // of its blocks: checkpoint/block_checksum.h
+  std::vector<uint64_t> checksums;  // one for each of its blocks (checkpoint/block_checksum.h)
 };
 
 struct FileRecord {
