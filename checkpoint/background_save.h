@@ -40,8 +40,8 @@ class BackgroundSave {
   static std::exception_ptr wait(const Task& task) noexcept;
 
   Task copy_, write_, publish_;
-  std::optional<Clock::time_point> begin_;  // of the last save, until the first wait_copied()
-  Clock::duration spare_{};                 // of the save before
+  std::optional<Clock::time_point> begin_;  // when the last save started; empty after its first wait_copied()
+  Clock::duration spare_{};  // how long the last save had until its first wait_copied(); 0 before the first save
   std::shared_ptr<std::atomic<bool>> wanted_;
   TaskQueue thread_;  // last: ends before what it uses
 };

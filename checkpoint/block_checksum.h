@@ -12,7 +12,7 @@ namespace ds::checkpoint {
 inline constexpr size_t kChecksumBlock = size_t{1} << 20;  // bytes; the last block of a run is shorter
 
 uint64_t checksum(const void* data, size_t bytes);
-// Of each block of a run.
+// The checksums of the kChecksumBlock-sized blocks of a run of data, in order.
 std::vector<uint64_t> block_checksums(const void* data, size_t bytes);
 // 16 hexadecimal digits and back. from_hex throws IoError that begins with `where`.
 std::string to_hex(uint64_t value);

@@ -14,9 +14,10 @@
 namespace ds::checkpoint {
 
 struct ExportOptions {
-  // Of floating-point tensors; none: as stored. Float16 refuses finite values that become infinite in it.
+  // The type in which floating-point tensors are written; none: as they are stored. Float16 refuses finite values that
+  // become infinite in it.
   std::optional<at::ScalarType> dtype;
-  int64_t max_shard_bytes = 5'000'000'000;  // of data; a larger tensor gets a file of its own
+  int64_t max_shard_bytes = 5'000'000'000;  // data in one file; a larger tensor gets a file of its own
   // Name in the module -> name in the file; an empty one leaves the tensor out. None: unchanged.
   std::function<std::string(const std::string&)> rename;
   bool exclude_frozen = false;  // leave out weights that were not trained
@@ -29,7 +30,7 @@ struct ExportOptions {
 struct ExportedFiles {
   std::vector<std::string> files;  // names in the folder, the index among them
   int64_t tensors = 0;
-  int64_t bytes = 0;  // of data
+  int64_t bytes = 0;  // data in all files, without their headers
 };
 
 // Writes weights and buffers to `folder` (made when missing): model.safetensors if all fits max_shard_bytes, else

@@ -19,12 +19,12 @@ namespace ds::checkpoint {
 // A run of elements of a logical tensor, as one tensor of a file: under the tensor's name and shape if it is whole, as
 // a flat one "NAME@OFFSET" otherwise.
 struct Piece {
-  std::string path;    // of the logical tensor
-  std::string key;     // of the tensor in the file
-  int64_t offset = 0;  // first element, in the flattened logical tensor
-  int64_t length = 0;  // elements
-  uint64_t begin = 0;  // of its data in the file, in bytes
-  std::vector<uint64_t> checksums;
+  std::string path;                 // the logical tensor's, as in checkpoint/source/source.h
+  std::string key;                  // the name under which the file has it
+  int64_t offset = 0;               // first element, in the flattened logical tensor
+  int64_t length = 0;               // elements
+  uint64_t begin = 0;               // where its data begins in the file, in bytes
+  std::vector<uint64_t> checksums;  // one for each of its blocks (checkpoint/block_checksum.h)
 };
 
 struct FileRecord {
@@ -38,7 +38,7 @@ struct Index {
   TrainingState state;
   std::map<std::string, std::string> aliases;
   std::map<std::string, TensorInfo> tensors;
-  std::map<std::string, FileRecord> files;  // by name in the folder
+  std::map<std::string, FileRecord> files;  // by their names in the folder
 };
 
 inline constexpr const char* kIndexName = "index.json";

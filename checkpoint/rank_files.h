@@ -19,8 +19,8 @@ namespace ds::checkpoint {
 struct PlannedPiece {
   std::string path;
   TensorInfo tensor;   // the logical one
-  int64_t offset = 0;  // of the piece
-  int64_t length = 0;
+  int64_t offset = 0;  // the piece's first element in the flattened tensor
+  int64_t length = 0;  // elements
 
   int64_t bytes() const { return length * static_cast<int64_t>(c10::elementSize(tensor.dtype)); }
 };
@@ -50,7 +50,7 @@ class RankFiles {
   };
   struct Place {
     File* file = nullptr;
-    size_t piece = 0;  // of its record
+    size_t piece = 0;  // index in the file's record
     size_t bytes = 0;
   };
   Index index_;

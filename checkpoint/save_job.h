@@ -41,7 +41,7 @@ class SaveJob {
   void write(size_t piece, const at::Tensor& values) { files_->write(piece, values); }
   // Completes files and table. Throws IoError.
   void finish();
-  // In place of finish(), after a failure.
+  // To be called in place of finish(), after a failure.
   void give_up() noexcept;
 
   // Rank 0: waits for the tables of all ranks, then publishes. Throws IoError, naming the rank, when one gave up, when

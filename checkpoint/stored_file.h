@@ -20,7 +20,7 @@ class StoredFile {
   uint64_t bytes() const { return bytes_; }
   // Throws IoError when the file ends before.
   void read(uint64_t position, void* to, size_t bytes);
-  // Until the next read: a checkpoint may have more files than a process may open.
+  // Closes the file until the next read: a checkpoint may have more files than a process may open.
   void close() noexcept;
 
  private:

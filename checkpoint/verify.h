@@ -12,7 +12,8 @@ struct Damage {
   std::string what;    // expected and found
 };
 
-// Empty: complete and whole. Only of folders in dsengine's own format. Throws IoError when there is no such folder.
+// What is damaged; empty: the checkpoint is complete and whole. Only for folders in dsengine's own format. Throws
+// IoError when there is no such folder.
 std::vector<Damage> verify(const std::string& folder);
 
 }  // namespace ds::checkpoint

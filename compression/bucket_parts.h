@@ -15,9 +15,9 @@ namespace ds::compression {
 // it, and op kSum or kAvg.
 void require_reduction(const char* what, const std::string& label, const at::Tensor& output, const at::Tensor& gradient,
                        comm::ReduceOp op, int ranks);
-// An all-reduce.
+// Whether the reduction is an all-reduce.
 inline bool takes_all(const at::Tensor& output, const at::Tensor& gradient) { return output.is_same(gradient); }
-// What a rank alone does.
+// What a rank without peers does: its gradient is the result.
 comm::Work keep_alone(const at::Tensor& output, const at::Tensor& gradient);
 inline int divisor_of(comm::ReduceOp op, int ranks) { return op == comm::ReduceOp::kAvg ? ranks : 1; }
 
@@ -25,7 +25,7 @@ struct Part {
   int64_t begin = 0;
   int64_t length = 0;
 };
-// Equal parts; where `ranks` does not divide numel, the last ones are shorter, or empty.
+// The bucket cut into equal parts; where `ranks` does not divide numel, the last ones are shorter, or empty.
 std::vector<Part> parts_of(int64_t numel, int ranks);
 
 }  // namespace ds::compression

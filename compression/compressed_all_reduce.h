@@ -1,9 +1,11 @@
 // All-reduce of signs with error feedback on both sides, the exchange of 1-bit Adam (Tang et al., arXiv:2102.02888,
 // section 4; DeepSpeed's compressed_allreduce):
 //
-//   worker  x = values + e_w;   s_w = |x|_2 / sqrt(n) per range;   e_w = x - s_w sgn(x);   part r of the signs to rank
-//   r server  y = e_s + sum over ranks of (s_w / W) sgn, in rank order;   s_s, e_s likewise;   signs of y to all result
-//   s_s sgn(y): the same bits on every rank
+//   worker    x = values + e_w;   s_w = |x|_2 / sqrt(n) per range;   e_w = x - s_w sgn(x)
+//             part r of the signs goes to rank r
+//   server r  y = e_s + sum over ranks of (s_w / W) sgn, in rank order;   s_s = |y|_2 / sqrt(n);   e_s = y - s_s sgn(y)
+//             the signs of y go to all ranks
+//   result    s_s sgn(y): the same bits on every rank
 //
 // W ranks, any number; rank r is the server of part r of the elements. Each side sends 1 bit for an element and a
 // float32 for a range, so a rank hands (W-1)/W n/4 bytes to others where a float32 all-reduce hands 8 n (W-1)/W: 1/32.
@@ -29,8 +31,9 @@ namespace ds::compression {
 
 class CompressedAllReduce {
  public:
-  // Of `numel` elements on `device`; `ranges` as SignCodec takes them. `communicator` outlives it. Parts are equal, a
-  // multiple of 8 elements; where numel is no multiple of 8 W the last ones are shorter, or empty. Throws UsageError.
+  // Exchanges `numel` elements on `device`; `ranges` as SignCodec takes them. `communicator` outlives it. Parts are
+  // equal, a multiple of 8 elements; where numel is no multiple of 8 W the last ones are shorter, or empty. Throws
+  // UsageError.
   CompressedAllReduce(comm::Communicator& communicator, std::vector<ScaleRange> ranges, int64_t numel,
                       at::Device device = at::kCPU);
 
@@ -44,9 +47,9 @@ class CompressedAllReduce {
   // server's error, replaced by the new one. Returns the result as the bytes that all ranks have got,
   // uint8 [W, bytes of a message], for decode(). Elements of `worker` between the ranges stay as they are.
   at::Tensor run(const at::Tensor& worker, const at::Tensor& server, const std::string& label) const;
-  // result [numel]
+  // Writes the whole result into `result` [numel].
   void decode(const at::Tensor& messages, const at::Tensor& result) const;
-  // This rank's part of it, result [own_numel]
+  // Writes this rank's part of it into `result` [own_numel].
   void decode_own(const at::Tensor& messages, const at::Tensor& result) const;
 
  private:
@@ -65,7 +68,7 @@ class CompressedAllReduce {
   SignCodec worker_;
   std::vector<Part> parts_;
   at::Tensor range_of_piece_;  // int64 [pieces of all parts], on the device
-  int64_t part_bytes_;         // of the signs in a message
+  int64_t part_bytes_;         // what the signs take in a message
   int64_t message_bytes_;      // scales, then signs; a multiple of 4
 };
 

@@ -12,7 +12,7 @@
 
 namespace ds::compression {
 
-// Of all elements: neither Inf nor NaN. Waits for the device.
+// Whether no element is Inf or NaN. Waits for the device.
 bool all_finite(const at::Tensor& values);
 
 // What one start() of a reduction sends, and where the rest of it stays.
@@ -41,7 +41,7 @@ class ErrorMemory {
   // After close(): an error found later, part of the bucket from `begin` on. Not where it has Inf or NaN.
   static void add(const Corrected& corrected, int64_t begin, const at::Tensor& error);
 
-  // "error.BUCKET"
+  // The errors by name, "error.BUCKET"; live references.
   std::vector<std::pair<std::string, at::Tensor>> memory() const;
   void forget();
 

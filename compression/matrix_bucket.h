@@ -9,10 +9,10 @@
 namespace ds::compression {
 
 struct BucketMatrix {
-  int64_t offset = 0;  // of its first element in the bucket; row-major
+  int64_t offset = 0;  // the first element's place in the bucket; elements are row-major
   int64_t rows = 0;
   int64_t columns = 0;
-  int64_t rank = 0;  // of its factors
+  int64_t rank = 0;  // columns of its factors
 
   int64_t numel() const { return rows * columns; }
   int64_t left_numel() const { return rows * rank; }
@@ -29,8 +29,9 @@ struct MatrixBucket {
   std::vector<BucketMatrix> matrices;
   std::vector<DenseRange> dense;  // the other parameters; adjacent ones are one range
 
-  int64_t left_numel() const;   // of the left factors of all matrices
-  int64_t right_numel() const;  // likewise
+  // Elements of the left, and of the right, factors of all matrices.
+  int64_t left_numel() const;
+  int64_t right_numel() const;
   int64_t dense_numel() const;
 };
 

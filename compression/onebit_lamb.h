@@ -62,14 +62,15 @@ class OneBitLamb final : public CompressedOptimizer {
   void advance_frozen(int64_t index, const at::Tensor& gradient, double gradient_scale);
   // f of the bucket's parameters, before it is clamped. Collective where the slice is a part. `previous`: m
   at::Tensor factors(int64_t index, const at::Tensor& previous);
-  // clamped, and remembered as the last ones
+  // The factors clamped; they are remembered as the last ones.
   at::Tensor limited(const State& state, const at::Tensor& factors);
 
   OneBitLambRule rule_;
   std::vector<State> states_;
-  at::Tensor coefficient_;          // float64 [parameters of the model]
-  at::Tensor factor_;               // likewise
-  std::vector<std::string> names_;  // of these parameters
+  // For each parameter of the model: its c and its last f, float64, and its name.
+  at::Tensor coefficient_;
+  at::Tensor factor_;
+  std::vector<std::string> names_;
 };
 
 }  // namespace ds::compression

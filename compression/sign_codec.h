@@ -46,7 +46,7 @@ class SignCodec {
   int64_t numel() const { return numel_; }
   int64_t range_count() const { return static_cast<int64_t>(ranges_.size()); }
   const std::vector<ScaleRange>& ranges() const { return ranges_; }
-  int64_t bytes() const { return (numel_ + 7) / 8; }  // of bits
+  int64_t bytes() const { return (numel_ + 7) / 8; }  // the length of `bits`
 
   // scales[r] = root mean square of range r: summed in float64, rounded to float32 once. The order of the additions
   // depends on the machine's vector length and on the ranges, not on threads; operators have another order, kernels of
@@ -71,13 +71,14 @@ class SignCodec {
   // body(first element, length, range) on the parts of ranges in elements [begin, end), in order.
   template <class Body>
   void for_each_part(int64_t begin, int64_t end, const Body& body) const;
-  // Of the elements from `begin` on that operators take at a time.
+  // The elements from `begin` on that operators take at a time.
   struct OperatorBlock;
   OperatorBlock operator_block(int64_t begin, const at::Tensor& values, const at::Tensor& scales,
                                const at::Tensor& bits) const;
 
   std::vector<ScaleRange> ranges_;
-  std::vector<int64_t> first_sums_;  // of each range, of the sums of squares that are made by blocks; then their number
+  // Sums of squares are made by blocks: where those of each range begin, then how many there are.
+  std::vector<int64_t> first_sums_;
   int64_t numel_;
   std::shared_ptr<SignDeviceCodec> on_devices_;
 };

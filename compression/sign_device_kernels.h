@@ -18,7 +18,7 @@ struct SignDeviceRanges {
   const int64_t* first_ranges = nullptr;  // [tiles + 1], tiles from element 0, the last is shorter: the first range
                                           // that ends behind a tile's first element, `count` where none does
   int64_t count = 0;
-  int64_t parts = 0;  // of all ranges
+  int64_t parts = 0;  // in all ranges together
   int64_t numel = 0;
 };
 

@@ -3,13 +3,13 @@
 // few steps. Which step does what: zero_one_schedule.h.
 //
 //   variance step   g = mean gradient;              v = beta2 v + (1 - beta2) g^2;   m = beta1 m + (1 - beta1) g; step
-//   other step      g = compressed(own gradient);   m likewise; step frozen          g = own gradient;               m
-//   likewise;   B -= rate m / D;   rates += rate
+//   other step      g = compressed(own gradient);   m as above;   step
+//   frozen          g = own gradient;               m as above;   B -= rate m / D;   rates += rate
 //     and meeting   c = compressed(B D);            w += c / D;   m = -c / rates;    B = 0;   rates = 0
 //
 // with step: w = (1 - lr decay) w - rate m / D, rate = lr / (1 - beta1^t), D = sqrt(v / (1 - beta2^n)) + eps after n
-// variance steps. Errors are forgotten at the freeze: they are of gradients before, of steps after. Elements with
-// variance 0 are held, as in OneBitAdam.
+// variance steps. Errors are forgotten at the freeze: those before it belong to gradients, those after it to steps.
+// Elements with variance 0 are held, as in OneBitAdam.
 //
 // The master holds w, on which all ranks agree bit by bit; update_into() gives the model w + B, this rank's own.
 // (DeepSpeed steps the weights themselves and takes B off again, so rounding drives its ranks apart; it counts decay

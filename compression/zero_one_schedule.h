@@ -41,7 +41,7 @@ class ZeroOneSchedule {
 
   ZeroOneRule rule_;
   int64_t first_frozen_;
-  // Of step `step_`, and what holds after it.
+  // What step `step_` does and the step before it did, and the intervals and counters that hold after it.
   int64_t step_ = 0;
   ZeroOneStep now_;
   ZeroOneStep before_;

@@ -16,7 +16,7 @@ class ReducedGradients {
   // `own`: flat, on the device. Becomes the bucket's gradient, or is added to it. Its memory may be used for other
   // things by what the current stream is given next.
   virtual void add(size_t bucket, const at::Tensor& own) = 0;
-  // Complete, when it returns. Undefined when nothing was added since clear().
+  // The bucket's gradient, complete when this returns; undefined when nothing was added since clear().
   virtual at::Tensor gradient(size_t bucket) = 0;
   virtual void clear() = 0;
 };

@@ -75,14 +75,15 @@ class SafetensorsWriter {
   SafetensorsWriter(const std::string& path, const std::vector<Header>& headers,
                     const std::map<std::string, std::string>& metadata = {});
 
-  // Of any device. Throws UsageError for a tensor that is not as announced or was written before, IoError.
+  // Writes a tensor, which may be on any device. Throws UsageError when it is not as announced or was written before,
+  // IoError.
   void write(const std::string& name, const at::Tensor& tensor);
   // Part of a tensor's data, from `position` bytes into it. Once all its bytes are given, in any order, without
   // overlap, it is written. Throws UsageError for what lies outside, IoError.
   void write_bytes(const std::string& name, size_t position, const void* data, size_t bytes);
   // Where a tensor's data begins in the file, in bytes.
   size_t position(const std::string& name) const;
-  // Of the whole file.
+  // The length of the whole file.
   size_t bytes() const { return bytes_; }
   // The file's first bytes: length, JSON, padding.
   const std::string& header() const { return header_; }

@@ -24,7 +24,7 @@ class SliceStore {
   // of one slice may nest.
   virtual void load(const at::Tensor& /*slice*/) {}
   virtual void unload(const at::Tensor& /*slice*/, bool /*changed*/) {}
-  // It will be loaded soon.
+  // Says that the slice will be loaded soon.
   virtual void prefetch(const at::Tensor& /*slice*/) {}
   // Whether another slice can be loaded now, beside those that are.
   virtual bool has_room() const { return true; }

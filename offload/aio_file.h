@@ -46,8 +46,8 @@ class AioFile {
   AioFile(const AioFile&) = delete;
   AioFile& operator=(const AioFile&) = delete;
 
-  // Of offsets, lengths and memory addresses, in bytes. Enough for every disk with blocks of up to so many bytes;
-  // others are refused.
+  // Bytes that offsets, lengths and memory addresses are multiples of. Enough for every disk whose blocks are no
+  // larger; others are refused.
   static constexpr int64_t alignment() { return 4096; }
 
   int64_t bytes() const;

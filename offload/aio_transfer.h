@@ -36,7 +36,7 @@ class AioTransfer {
 
   State state() const;
   int64_t in_flight() const { return in_flight_; }
-  // Of a failed transfer: errno, 0 when the kernel moved nothing without an error (the end of the file), and where.
+  // Why a transfer failed: errno, or 0 when the kernel moved nothing without an error (the end of the file); and where.
   int error() const { return error_; }
   const Piece& failed_piece() const { return failed_piece_; }
 

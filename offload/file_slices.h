@@ -29,11 +29,10 @@ class FileSlices final : public SliceStore {
   static int64_t file_bytes(const std::vector<int64_t>& sizes) { return TensorFile::file_bytes(sizes); }
   static int64_t buffer_bytes(const std::vector<int64_t>& sizes);
 
-  // `sizes`: of the slices that go to the file, in the order in which they are allocated. `buffers`: at least one, flat
-  // bytes in host memory, each buffer_bytes(sizes) long. `kept`: memory of the slices that stay in host memory, the
-  // first `kept_count` that are allocated; may be null when these have no elements.
-  // `device`: whose current stream is given copies of loaded slices, before unload(). A buffer waits for them before
-  // another slice gets it.
+  // `sizes`: bytes of the slices that go to the file, in the order in which they are allocated. `buffers`: at least
+  // one, flat bytes in host memory, each buffer_bytes(sizes) long. `kept`: memory of the slices that stay in host
+  // memory, the first `kept_count` that are allocated; may be null when these have no elements. `device`: whose current
+  // stream is given copies of loaded slices, before unload(). A buffer waits for them before another slice gets it.
   FileSlices(std::unique_ptr<AioFile> file, const std::vector<int64_t>& sizes, std::vector<at::Tensor> buffers,
              std::shared_ptr<PinnedArena> kept, size_t kept_count, at::Device device = at::kCPU);
   // Waits for what is in flight.
@@ -75,7 +74,7 @@ class FileSlices final : public SliceStore {
   size_t kept_left_;  // slices to be allocated there
   at::Device device_;
   uint64_t uses_ = 0;
-  std::string failure_;  // of a write
+  std::string failure_;  // why a write failed; empty: none has
 };
 
 }  // namespace ds::offload

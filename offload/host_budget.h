@@ -42,7 +42,7 @@ struct HostMemoryNeed {
 // `purpose_and_key` is what they are for, as "optimizer states (zero_optimization.offload_optimizer)". To be asked on
 // every rank before any rank takes its part.
 void require_host_memory(const HostMemoryNeed& need, const std::string& purpose_and_key, const HostMemoryRoom& room);
-// Of this process alone.
+// The same where this process alone takes memory on its host.
 void require_host_memory(int64_t bytes, const std::string& purpose_and_key);
 
 // "3.1 GiB", "12.0 MiB", "4.0 KiB".

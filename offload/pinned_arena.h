@@ -19,13 +19,13 @@ namespace ds::offload {
 struct ArenaOptions {
   bool pin = true;               // register with CUDA where `device` is a CUDA device; means nothing on the CPU
   bool huge_pages = true;        // ask for transparent huge pages
-  at::Device device = at::kCPU;  // whose copies come and go
+  at::Device device = at::kCPU;  // the device that the memory is copied from and to
 };
 
 // Not thread safe; its tensors are as any others.
 class PinnedArena {
  public:
-  static constexpr size_t kAlignment = 4096;  // of every tensor: direct IO and vector stores need it
+  static constexpr size_t kAlignment = 4096;  // bytes, of every tensor's address: direct IO and vector stores need it
 
   // Bytes that take(numel, dtype) uses.
   static size_t bytes_of(int64_t numel, at::ScalarType dtype);
@@ -42,7 +42,7 @@ class PinnedArena {
   size_t size() const;  // whole pages
   size_t used() const { return used_; }
   bool pinned() const;
-  bool huge_pages() const;  // asked for, and offered by the kernel
+  bool huge_pages() const;  // whether they were asked for and the kernel offers them
   const std::string& purpose() const { return purpose_; }
 
  private:

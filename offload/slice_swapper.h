@@ -62,7 +62,7 @@ class SliceSwapper {
   // Calls `use` for the slices of `order` (each at most once), one after the other. Within the call the tensors of that
   // slice have memory; what they then hold is written. All is written on return.
   void for_each(const std::vector<int64_t>& order, const Use& use, const PassOptions& options = {});
-  // For a single slice, whose contents are written only if `changed`.
+  // Calls `use` for a single slice, whose contents are written afterwards only if `changed`.
   void with(int64_t index, bool changed, const Use& use);
   // Waits until all writes have arrived.
   void flush();
@@ -100,12 +100,12 @@ class SliceSwapper {
   void abandon() noexcept;
 
   at::Tensor memory_;
-  int64_t buffer_bytes_ = 0;  // of each
+  int64_t buffer_bytes_ = 0;  // the length of each buffer
   std::vector<Buffer> buffers_;
   std::vector<Slice> slices_;
-  int64_t end_ = 0;  // of the slices, in the file
+  int64_t end_ = 0;  // where the slices end in the file, in bytes
   bool busy_ = false;
-  std::string failure_;            // of a write
+  std::string failure_;            // why a write failed; empty: none has
   std::unique_ptr<AioFile> file_;  // destroyed first: waits for what is in flight
 };
 

@@ -22,8 +22,8 @@ void require_lamb_rule(const LambRule& rule);
 
 struct LambState {
   at::Tensor exp_avg, exp_avg_sq;
-  std::vector<int64_t> parameters;  // of the bucket, in order, by their index in the list of all
-  std::vector<int64_t> position;    // of each segment's parameter among the bucket's
+  std::vector<int64_t> parameters;  // the bucket's parameters in order, by their index in Slice::parameters
+  std::vector<int64_t> position;    // for each segment, its parameter's index in `parameters`
 };
 
 // Throws UsageError naming `optimizer` when the bucket does not hold the whole of a parameter.
@@ -31,7 +31,7 @@ LambState make_lamb_state(const Slice& slice, at::Tensor exp_avg, at::Tensor exp
 
 // Elements of a flat tensor that belong to a segment.
 at::Tensor segment_part(const at::Tensor& flat, const Segment& segment);
-// Scalar, float64.
+// The sum of the squares of a tensor, a float64 scalar.
 at::Tensor sum_of_squares(const at::Tensor& values);
 
 // sqrt(variance) + eps, or sqrt(variance + eps). New memory.

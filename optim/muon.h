@@ -33,7 +33,7 @@ class Muon final : public ShardOptimizer {
   }
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   NamedStates states(int64_t index) override;
-  // Of matrices 4; of slices that Adam updates 8, which is the value given here.
+  // Slices of matrices have 4 bytes, those that Adam updates 8, which is the value given here.
   int64_t state_bytes_per_element() const override { return 8; }
   std::string name() const override { return "Muon"; }
 
@@ -43,7 +43,7 @@ class Muon final : public ShardOptimizer {
 
  private:
   struct State {
-    at::Tensor momentum;  // of a Muon slice; undefined when Adam updates it
+    at::Tensor momentum;  // [n], where Muon updates the slice; undefined when Adam does
     AdamStates adam;
     std::vector<BucketParameter> matrices;
   };

@@ -10,8 +10,8 @@ namespace ds::optim {
 // (fewer operations on rectangular matrices; square ones take the standard form). On the CPU both run in float32.
 enum class NewtonSchulzMethod { kStandard, kGram };
 
-// Of a float32 matrix [rows, cols]: the matrix with the same singular vectors and singular values near 1 (0.7 to 1.2),
-// float32. Five steps with (a, b, c) = (3.4445, -4.7750, 2.0315).
+// For a float32 matrix [rows, cols], the float32 matrix with the same singular vectors and with singular values near 1
+// (0.7 to 1.2). Five steps with (a, b, c) = (3.4445, -4.7750, 2.0315).
 at::Tensor orthogonalize(const at::Tensor& matrix, NewtonSchulzMethod method);
 
 }  // namespace ds::optim

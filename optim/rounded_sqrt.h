@@ -5,8 +5,8 @@
 
 namespace ds::optim {
 
-// New memory. On a CPU, of float32: correctly rounded (kernels/square_root.h). Ranks that make the same weights from
-// the same averages, each by itself, must not depend on the CPUs they run on.
+// The square roots, in new memory. Those of float32 on a CPU are correctly rounded (kernels/square_root.h). Ranks that
+// make the same weights from the same averages, each by itself, must not depend on the CPUs they run on.
 at::Tensor rounded_sqrt(const at::Tensor& values);
 
 }  // namespace ds::optim

@@ -28,7 +28,7 @@ class SliceExchange {
   virtual int size() const = 0;
   // In place sum over the ranks that hold the bucket's slices. Blocking.
   virtual void sum(const at::Tensor& values) = 0;
-  // [n] slices of all ranks, joined to [size * n]. Blocking.
+  // Joins the slices [n] of all ranks to [size * n]. Blocking.
   virtual at::Tensor all_gather(const at::Tensor& slice) = 0;
 };
 
@@ -37,8 +37,8 @@ struct Slice {
   at::Tensor master;                     // [n] float32 (or the parameters' dtype), updated in place
   int group = 0;                         // index into groups()
   int64_t bucket_offset = 0;             // first element of the slice inside its bucket
-  std::vector<Segment> segments;         // of this slice
-  std::vector<Segment> bucket_segments;  // of the whole bucket (slice_offset = offset inside the bucket)
+  std::vector<Segment> segments;         // the pieces of parameters in this slice
+  std::vector<Segment> bucket_segments;  // those in the whole bucket (slice_offset: inside the bucket)
   const std::vector<ParameterInfo>* parameters = nullptr;  // outlives the optimizer
   std::shared_ptr<SliceExchange> exchange;                 // never null
 };
@@ -85,9 +85,10 @@ class ShardOptimizer {
   // State tensors of a slice by name, for example {"exp_avg", t}, {"exp_avg_sq", t}; live references. float32, or
   // float64 for a float64 master.
   virtual NamedStates states(int64_t index) = 0;
-  // What else a checkpoint has to keep, by names that are not those of states(); live references. Of this rank alone,
-  // of any length; and equal on all ranks, of a shape that does not depend on their number. A shared state named
-  // "STATE/PARAMETER" is of one parameter, and is stored with its other states; other names have no '/'.
+  // What else a checkpoint has to keep, by names that are not those of states(); live references. rank_states()
+  // belong to this rank alone and may have any length. shared_states() are equal on all ranks, and their shape does not
+  // depend on the number of ranks; one named "STATE/PARAMETER" belongs to one parameter and is stored with its other
+  // states, other names have no '/'.
   virtual NamedStates rank_states() { return {}; }
   virtual NamedStates shared_states() { return {}; }
   // To be called when states and the step count were changed from outside. Without `rank_states` those are of another
@@ -112,7 +113,7 @@ class ShardOptimizer {
   Slice& slice_for_update(int64_t index, const at::Tensor& gradient);
 
   std::vector<GroupOptions> groups_;
-  std::vector<GroupOptions> step_groups_;  // of the running step
+  std::vector<GroupOptions> step_groups_;  // the groups as the running step uses them
   std::vector<Slice> slices_;
   int64_t step_count_ = 0;
   StateMemory state_memory_;

@@ -12,10 +12,10 @@
 
 namespace ds::optim {
 
-// As the kernels call it, if they know it.
+// The kernels' name of a dtype; nothing where they do not know it.
 std::optional<ValueType> value_type(at::ScalarType type);
 
-// Flat, of equal length. `copy` gets the new weights; undefined: not wanted.
+// The tensors of one slice, flat and of equal length. `copy` gets the new weights; undefined: not wanted.
 struct SliceTensors {
   at::Tensor master;
   std::vector<at::Tensor> states;  // as the vector kernel says, at most three; an undefined one is left out

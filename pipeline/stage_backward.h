@@ -51,8 +51,8 @@ class StageBackward {
   std::vector<at::Tensor> scattered(std::vector<at::Tensor> of_edges) const;
 
   Edges roots_;
-  Edges inputs_;                         // of inputs that require a gradient
-  std::vector<size_t> input_positions_;  // their positions
+  Edges inputs_;                         // the edges of inputs that require a gradient
+  std::vector<size_t> input_positions_;  // positions of these inputs among all
   size_t input_count_ = 0;
   std::shared_ptr<Split> split_;  // null: not looked at yet
 };

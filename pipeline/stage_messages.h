@@ -27,7 +27,7 @@ struct MessageOptions {
   bool dynamic_shape = false;
 };
 
-// Of one rank. Methods in the order of the schedule's actions, from one thread.
+// The messages of one rank. Its methods are called in the order of the schedule's actions, from one thread.
 class StageMessages {
  public:
   // Collective over `ranks`, which are those of the pipeline.
@@ -53,7 +53,7 @@ class StageMessages {
 
   // Gradients of those inputs that require one, in order; undefined ones are sent as zeros.
   void send_gradient(const Route& route, const Tensors& of_inputs, const Tensors& gradients);
-  // Of the activation that was, or will have been, sent.
+  // The gradient of the activation that was, or will have been, sent.
   void begin_gradient(const Route& route);
   Tensors gradient(const Route& route);
 
@@ -65,7 +65,7 @@ class StageMessages {
   // Shapes may be others from the next batch on (reset_activation_shape of DeepSpeed). Free buffers of the old ones are
   // given back.
   void reset_shapes();
-  // Likewise, those of passes without gradients alone.
+  // The same for the shapes of passes without gradients alone.
   void reset_evaluation_shapes();
   // What it talks over, beside `ranks`.
   std::vector<std::shared_ptr<comm::Communicator>> groups() const { return {up_, down_}; }
@@ -118,7 +118,7 @@ class StageMessages {
   MessageOptions options_;
   std::shared_ptr<comm::Communicator> up_;    // to higher ranks
   std::shared_ptr<comm::Communicator> down_;  // to lower ranks
-  // Of a stage's outputs: with gradients or without (evaluation), sent or received.
+  // Which shapes: those of a stage's outputs, with gradients or without (evaluation), sent or received.
   struct ShapesKey {
     int stage = 0;
     bool grad = false;
@@ -126,9 +126,9 @@ class StageMessages {
     auto operator<=>(const ShapesKey&) const = default;
   };
   std::map<ShapesKey, Shapes> shapes_;
-  std::map<std::pair<int, int>, Shapes> sent_;  // of what a gradient will come back: by stage and micro-batch
+  std::map<std::pair<int, int>, Shapes> sent_;  // by stage and micro-batch, until the gradient comes
   std::map<MessageKey, Incoming> incoming_;
-  std::map<int, std::deque<MessageKey>> waiting_;  // of each peer: begun, not started, in order
+  std::map<int, std::deque<MessageKey>> waiting_;  // for each peer: begun, not started, in order
   std::deque<Outgoing> outgoing_;
   std::vector<at::Tensor> buffers_;
 };

@@ -46,7 +46,7 @@ class StageRunner {
   StageRunner(const PipelineModule& module, comm::Communicator& ranks, MessageOptions options);
 
   struct Result {
-    // Of each micro-batch, in order, on the rank of the last stage; else empty. Detached scalars.
+    // The loss of each micro-batch, in order, on the rank of the last stage; else empty. Detached scalars.
     Tensors losses;
     // Inference with `keep_outputs`: the last stage's outputs of each micro-batch.
     std::vector<Tensors> outputs;
@@ -68,9 +68,9 @@ class StageRunner {
   // One micro-batch on its way through one stage.
   struct Passing {
     Tensors inputs;
-    Tensors outputs;  // of which backward needs the shapes, and the next stage on this rank the values
+    Tensors outputs;  // backward needs their shapes, and the next stage on this rank their values
     std::unique_ptr<StageBackward> backward;
-    Tensors gradients;  // of the inputs
+    Tensors gradients;  // the inputs' gradients
   };
   struct Run;
 

@@ -1,22 +1,11 @@
 #include "profiling/event_record.h"
 
-#include <array>
 #include <bit>
+
+#include "core/crc32.h"
 
 namespace ds::profiling {
 namespace {
-
-constexpr std::array<uint32_t, 256> make_crc_table() {
-  std::array<uint32_t, 256> table{};
-  for (uint32_t i = 0; i < 256; ++i) {
-    uint32_t value = i;
-    for (int bit = 0; bit < 8; ++bit) value = (value >> 1) ^ ((value & 1) != 0 ? 0x82f63b78U : 0U);
-    table[i] = value;
-  }
-  return table;
-}
-
-constexpr std::array<uint32_t, 256> kCrcTable = make_crc_table();
 
 template <class Unsigned>
 void append_little_endian(std::string& out, Unsigned value) {
@@ -50,9 +39,7 @@ std::string event_at(double wall_time) {
 }  // namespace
 
 uint32_t crc32c(std::string_view bytes) {
-  uint32_t crc = 0xffffffffU;
-  for (const char byte : bytes) crc = (crc >> 8) ^ kCrcTable[(crc ^ static_cast<uint8_t>(byte)) & 0xff];
-  return ~crc;
+  return crc32<Crc32Polynomial::kCastagnoli>({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
 }
 
 uint32_t masked_crc32c(std::string_view bytes) { return std::rotr(crc32c(bytes), 15) + 0xa282ead8U; }

@@ -18,7 +18,8 @@ class TensorMemory {
   TensorMemory(const TensorMemory&) = delete;
   TensorMemory& operator=(const TensorMemory&) = delete;
 
-  // Of tensors made since this object was, less what was freed since: negative when older ones were.
+  // Bytes of the tensors that were made since this object was, less the bytes that were freed since: negative when
+  // older tensors were freed.
   int64_t live_bytes() const;
   // The largest live_bytes() since this object was made or the last call.
   int64_t take_peak_bytes();

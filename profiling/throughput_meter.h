@@ -14,10 +14,10 @@ class ThroughputMeter {
   // One optimizer step has ended, over all ranks.
   void add_step(double seconds, int64_t samples, int64_t tokens = 0);
 
-  // Over all counted steps; 0 before the first of them.
+  // The rates over all counted steps; 0 before the first of them.
   double samples_per_second() const { return rate(static_cast<double>(samples_), seconds_); }
   double tokens_per_second() const { return rate(static_cast<double>(tokens_), seconds_); }
-  // Of the last step; 0 before the first counted one.
+  // The last step's rate; 0 before the first counted step.
   double current_samples_per_second() const { return current_samples_per_second_; }
   int64_t counted_steps() const { return steps_ > kSkippedSteps ? steps_ - kSkippedSteps : 0; }
 

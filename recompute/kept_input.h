@@ -30,12 +30,12 @@ class KeptInput {
   const size_t position_;
   const bool requires_grad_;
   at::Tensor kept_;                            // undefined: so was the input
-  std::optional<int64_t> version_;             // of the tensor itself
-  at::Device device_ = at::kCPU;               // of a copy: where it came from
-  std::vector<int64_t> sizes_;                 // of a divided input
-  std::vector<int64_t> strides_;               // likewise
+  std::optional<int64_t> version_;             // the tensor's own, where no copy is kept
+  at::Device device_ = at::kCPU;               // where a copy came from
+  std::vector<int64_t> sizes_;                 // a divided input's sizes
+  std::vector<int64_t> strides_;               // and its strides
   std::shared_ptr<comm::Communicator> group_;  // set: kept_ is this rank's part
-  std::shared_ptr<void> lease_;                // of kept_ in the pool
+  std::shared_ptr<void> lease_;                // holds kept_'s place in the pool
 };
 
 // A tensor on the same memory, with the same count of changes, without graph.

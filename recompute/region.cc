@@ -78,6 +78,46 @@ class GraphCheck {
   std::unordered_set<const autograd::Node*> ends_;
 };
 
+// Where the inner backward pass begins: at the recomputed outputs for which a gradient came.
+struct Roots {
+  autograd::edge_list edges;
+  autograd::variable_list gradients;
+};
+
+Roots roots_of(const std::vector<OutputShape>& shapes, const std::vector<at::Tensor>& outputs,
+               autograd::variable_list gradients) {
+  Roots roots;
+  size_t next = 0;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (!shapes[i].differentiable) continue;
+    at::Tensor gradient = std::move(gradients[next++]);
+    if (!gradient.defined() || !outputs[i].requires_grad()) continue;
+    roots.edges.push_back(autograd::impl::gradient_edge(outputs[i]));
+    roots.gradients.push_back(std::move(gradient));
+  }
+  return roots;
+}
+
+// Runs the inner backward pass. Returns a gradient for each of `captures`: undefined where it is not wanted or none
+// arrives. Edges that are not wanted are released before the pass.
+autograd::variable_list gradients_at(autograd::edge_list captures, const std::vector<bool>& wanted,
+                                     const Roots& roots) {
+  autograd::variable_list result(captures.size());
+  autograd::edge_list needed;
+  for (size_t i = 0; i < captures.size(); ++i) {
+    if (wanted[i]) needed.push_back(captures[i]);
+  }
+  if (roots.edges.empty() || needed.empty()) return result;
+  captures.clear();
+  autograd::variable_list found = autograd::Engine::get_default_engine().execute(
+      roots.edges, roots.gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/false, needed);
+  size_t taken = 0;
+  for (size_t i = 0; i < result.size(); ++i) {
+    if (wanted[i]) result[i] = std::move(found[taken++]);
+  }
+  return result;
+}
+
 }  // namespace
 
 std::vector<OutputShape> shapes_of(const std::vector<at::Tensor>& outputs) {
@@ -130,37 +170,14 @@ autograd::variable_list Region::backward(autograd::variable_list gradients, cons
   for (uint32_t i = 0; i < outside.size(); ++i) captures.emplace_back(cut.node(), i);
   check.may_end_at(cut.node().get());
 
-  autograd::edge_list roots;
-  autograd::variable_list root_gradients;
-  size_t next = 0;
-  for (size_t i = 0; i < found.size(); ++i) {
-    if (!outputs[i].differentiable) continue;
-    at::Tensor gradient = std::move(gradients[next++]);
-    if (!gradient.defined() || !found[i].requires_grad()) continue;
-    roots.push_back(autograd::impl::gradient_edge(found[i]));
-    root_gradients.push_back(std::move(gradient));
-  }
+  const Roots roots = roots_of(outputs, found, std::move(gradients));
   found.clear();
-  check.run(roots);
+  check.run(roots.edges);
   if (options.profile) {
     const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - begin;
     thread.statistics->add({.recomputations = 1, .recomputation_seconds = spent.count()});
   }
-
-  autograd::edge_list needed;
-  for (size_t i = 0; i < captures.size(); ++i) {
-    if (wanted[i]) needed.push_back(captures[i]);
-  }
-  autograd::variable_list result(captures.size());
-  if (!roots.empty() && !needed.empty()) {
-    captures.clear();
-    autograd::variable_list found_gradients = autograd::Engine::get_default_engine().execute(
-        roots, root_gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/false, needed);
-    size_t taken = 0;
-    for (size_t i = 0; i < result.size(); ++i) {
-      if (wanted[i]) result[i] = std::move(found_gradients[taken++]);
-    }
-  }
+  autograd::variable_list result = gradients_at(std::move(captures), wanted, roots);
   checkpoint_boundary(options, devices);
   return result;
 }

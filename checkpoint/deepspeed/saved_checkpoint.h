@@ -14,8 +14,8 @@ namespace ds::checkpoint {
 
 struct SavedCheckpoint {
   SavedFiles files;
-  std::vector<std::shared_ptr<TorchArchive>> models;  // of files.model_states
-  std::vector<std::shared_ptr<TorchArchive>> optims;  // of files.optim_states
+  std::vector<std::shared_ptr<TorchArchive>> models;  // the opened files.model_states, by rank
+  std::vector<std::shared_ptr<TorchArchive>> optims;  // the opened files.optim_states, by rank
   int64_t stage = 0;
   int64_t ranks = 1;  // data-parallel ranks that wrote it
 
@@ -23,12 +23,12 @@ struct SavedCheckpoint {
   PickleField model(size_t rank = 0) const;
   // The optimizer_state_dict of a rank's optim_states file.
   PickleField optim(size_t rank = 0) const;
-  // The state dict of torch's optimizer: of one rank's partition, or with stage 0 of all parameters. A dict.
+  // The state dict of torch's optimizer, a dict: it describes one rank's partition, or with stage 0 all parameters.
   PickleField torch_optimizer(size_t rank = 0) const;
   bool has_optimizer() const;
 };
 
-// Throws IoError naming the file: missing, damaged, left from another save, or of what cannot be read.
+// Throws IoError naming a file that is missing, damaged, left from another save, or of a kind that cannot be read.
 SavedCheckpoint open_saved_checkpoint(const std::string& folder);
 
 }  // namespace ds::checkpoint

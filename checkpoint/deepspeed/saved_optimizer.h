@@ -10,7 +10,7 @@
 
 namespace ds::checkpoint {
 
-// Of Adam and AdamW. Refers to values of a TorchArchive.
+// The state of an Adam or AdamW. Refers to values of a TorchArchive, which outlives it.
 class SavedOptimizer {
  public:
   // Throws IoError for states that Adam does not have, and for indexes without group or twice.
@@ -25,7 +25,7 @@ class SavedOptimizer {
   const std::vector<std::string>& state_names() const { return state_names_; }
   // Whether parameter `index` was ever updated.
   bool has_state(int64_t index) const { return states_.contains(index); }
-  // The state `name` of a parameter that was.
+  // The state `name` of a parameter that has_state().
   const TensorReference& state(int64_t index, const std::string& name) const;
   // The parameter's own number of updates; null where the optimizer counts in its groups.
   const PickleField* step(int64_t index) const;

@@ -43,11 +43,11 @@ class StoredTensors {
 
   // A tensor at `path`, from ranges in order; `location` is for the IoError of a path that is there already.
   void define(const std::string& location, const std::string& path, TensorInfo info, std::vector<StoredRange> ranges);
-  // Of a whole stored tensor.
+  // A tensor at `path` that is one whole stored tensor.
   void define_whole(const std::string& location, const std::string& path, int64_t stored, bool frozen = false);
 
   const std::map<std::string, TensorInfo>& tensors() const { return infos_; }
-  // As Source::read, of a path that is there and a range inside it.
+  // Reads as Source::read does. The path must be defined, and the range lie inside its tensor.
   void read(const std::string& path, int64_t offset, const at::Tensor& destination) const;
 
  private:

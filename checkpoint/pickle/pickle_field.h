@@ -22,12 +22,12 @@ class PickleField {
   bool is_none() const { return is(PickleKind::kNone); }
   bool is_list() const { return is(PickleKind::kList) || is(PickleKind::kTuple); }
 
-  // Of a dict.
+  // The value under a key of a dict.
   PickleField at(const std::string& key) const;
-  // Of a dict; nothing: no such key, or None.
+  // The value under a key of a dict; nothing where there is no such key, or None is its value.
   std::optional<PickleField> find(const std::string& key) const;
   std::vector<std::pair<std::string, PickleField>> entries() const;
-  // Of a list or tuple.
+  // The number of items of a list or tuple, and one of them.
   size_t size() const;
   PickleField item(size_t index) const;
 

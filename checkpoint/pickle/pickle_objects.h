@@ -27,7 +27,7 @@ class PickleObjects {
   // What a class makes of a tuple of arguments by __new__.
   PickleValue* made_new(const PickleValue& type, const PickleValue& arguments);
   PickleValue* object(const std::string& type, PickleItems arguments);
-  // Of the persistent id ("storage", class, key, location, numel).
+  // The storage that a persistent id ("storage", class, key, location, numel) stands for.
   PickleValue* storage(const PickleValue& id);
 
  private:
@@ -38,7 +38,7 @@ class PickleObjects {
   PickleValue* plain_container(const std::string& type, const PickleItems& arguments);
   PickleValue* dict_of_pairs(const PickleItems& arguments);
   PickleValue* latin1_bytes(const PickleValue& text);
-  // Of storage, offset, sizes, strides, and what does not matter.
+  // The tensor made of storage, offset, sizes and strides, which further parts follow that do not matter here.
   PickleValue* tensor(const PickleItems& parts);
   std::vector<int64_t> numbers(const PickleValue& tuple) const;
 

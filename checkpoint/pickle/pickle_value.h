@@ -21,7 +21,7 @@ struct TensorReference {
   at::ScalarType dtype = at::ScalarType::Undefined;  // Undefined: a type that cannot be read
   std::string storage_type;                          // "torch.FloatStorage"
   int64_t storage_numel = 0;
-  int64_t offset = 0;  // of the first element
+  int64_t offset = 0;  // the first element's place in the storage
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;  // never negative; the tensor lies inside its storage
 
@@ -47,7 +47,7 @@ struct PickleValue {
     kTensor,  // also Parameter
     kStorage,
     kClass,   // a class or function by name, also torch.float32
-    kObject,  // of any class; nothing of it was run
+    kObject,  // an object of any other class; nothing of it was run
   };
   using Entry = std::pair<const PickleValue*, const PickleValue*>;
 
@@ -61,9 +61,9 @@ struct PickleValue {
   std::unique_ptr<TensorReference> tensor;  // kTensor; kStorage
 
   bool is(Kind wanted) const { return kind == wanted; }
-  // Of a kDict, under a string; null when there is none.
+  // The value that a kDict has under a string; null when there is none.
   const PickleValue* find(std::string_view key) const;
-  // Of a kObject, from its state; null when there is none.
+  // The attribute of a kObject, taken from its state; null when there is none.
   const PickleValue* attribute(std::string_view name) const;
   // "an int", "an object of class a.B": for messages.
   std::string in_words() const;

@@ -4,6 +4,7 @@
 #include <array>
 
 #include "core/check.h"
+#include "core/crc32.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -16,27 +17,12 @@ constexpr uint64_t kWideEnd = 0x06064b50, kWideEndBytes = 56;
 constexpr uint64_t kWideLocator = 0x07064b50, kWideLocatorBytes = 20;
 constexpr uint64_t kWideField = 1, kInWideField = 0xffffffff;
 
+constexpr const char* kDamaged = ": the file is damaged; copy it again, or load another checkpoint";
+
 uint64_t number_at(std::span<const uint8_t> bytes, size_t at, size_t count) {
   uint64_t number = 0;
   for (size_t i = count; i-- > 0;) number = number << 8 | bytes[at + i];
   return number;
-}
-
-std::array<uint32_t, 256> crc_table() {
-  std::array<uint32_t, 256> table{};
-  for (uint32_t byte = 0; byte < 256; ++byte) {
-    uint32_t sum = byte;
-    for (int bit = 0; bit < 8; ++bit) sum = sum >> 1 ^ ((sum & 1) != 0 ? 0xedb88320u : 0);
-    table[byte] = sum;
-  }
-  return table;
-}
-
-uint32_t crc32_of(std::span<const uint8_t> bytes) {
-  static const std::array<uint32_t, 256> kTable = crc_table();
-  uint32_t sum = 0xffffffff;
-  for (const uint8_t byte : bytes) sum = sum >> 8 ^ kTable[(sum ^ byte) & 0xff];
-  return ~sum;
 }
 
 }  // namespace
@@ -48,7 +34,7 @@ void StoredZip::fail(const std::string& what) const { throw IoError(cat(path_, "
 std::span<const uint8_t> StoredZip::part(uint64_t begin, uint64_t count, const char* what) const {
   const auto bytes = file_.bytes();
   if (begin > bytes.size() || count > bytes.size() - begin) {
-    fail(cat(what, " of ", count, " bytes at ", begin, " in a file of ", bytes.size(), " bytes: truncated or damaged"));
+    fail(cat(what, " of ", count, " bytes at ", begin, " in a file of ", bytes.size(), " bytes", kDamaged));
   }
   return bytes.subspan(begin, count);
 }
@@ -67,15 +53,16 @@ StoredZip::Directory StoredZip::find_directory() const {
     fail("written by torch.save in the format before torch 1.6; load it in Python and save it again");
   }
   fail(cat("no end of a zip directory in its ", bytes.size(),
-           " bytes; expected a file of torch.save: truncated, damaged or something else"));
+           " bytes; expected a file of torch.save: it is truncated, damaged or something else; copy it again, or name "
+           "another"));
 }
 
 StoredZip::Directory StoredZip::wide_directory(uint64_t end_record) const {
-  if (end_record < kWideLocatorBytes) fail("no zip64 directory: damaged");
+  if (end_record < kWideLocatorBytes) fail(cat("no zip64 directory", kDamaged));
   const auto locator = part(end_record - kWideLocatorBytes, kWideLocatorBytes, "zip64 locator");
-  if (number_at(locator, 0, 4) != kWideLocator) fail("no zip64 directory: damaged");
+  if (number_at(locator, 0, 4) != kWideLocator) fail(cat("no zip64 directory", kDamaged));
   const auto end = part(number_at(locator, 8, 8), kWideEndBytes, "zip64 directory end");
-  if (number_at(end, 0, 4) != kWideEnd) fail("no zip64 directory: damaged");
+  if (number_at(end, 0, 4) != kWideEnd) fail(cat("no zip64 directory", kDamaged));
   return {.begin = number_at(end, 48, 8), .bytes = number_at(end, 40, 8)};
 }
 
@@ -84,12 +71,12 @@ void StoredZip::read_directory(const Directory& directory) {
   const uint64_t end = directory.begin + directory.bytes;
   uint64_t at = directory.begin;
   while (at < end) at = read_entry(at);
-  if (at != end) fail("its zip directory ends inside an entry: damaged");
+  if (at != end) fail(cat("its zip directory ends inside an entry", kDamaged));
 }
 
 uint64_t StoredZip::read_entry(uint64_t at) {
   const auto entry = part(at, kEntryBytes, "zip directory entry");
-  if (number_at(entry, 0, 4) != kEntry) fail(cat("no zip directory entry at byte ", at, ": damaged"));
+  if (number_at(entry, 0, 4) != kEntry) fail(cat("no zip directory entry at byte ", at, kDamaged));
   const uint64_t name_bytes = number_at(entry, 28, 2);
   const uint64_t extra_bytes = number_at(entry, 30, 2);
   const auto name_part = part(at + kEntryBytes, name_bytes, "name of a record");
@@ -108,18 +95,19 @@ uint64_t StoredZip::read_entry(uint64_t at) {
   }
   const auto& [bytes, stored_bytes, header] = numbers;
   if (number_at(entry, 10, 2) != 0 || (number_at(entry, 8, 2) & 1) != 0 || bytes != stored_bytes) {
-    fail(cat("record \"", name, "\" is compressed or encrypted, which torch.save never does"));
+    fail(cat("record \"", name,
+             "\" is compressed or encrypted, which torch.save never does; load it in Python and save it again"));
   }
   const Record record{.bytes = data_of(name, header, bytes),
                       .checksum = static_cast<uint32_t>(number_at(entry, 16, 4))};
-  if (!records_.emplace(name, record).second) fail(cat("record \"", name, "\" is there twice: damaged"));
+  if (!records_.emplace(name, record).second) fail(cat("record \"", name, "\" is there twice", kDamaged));
   return at + kEntryBytes + name_bytes + extra_bytes + number_at(entry, 32, 2);
 }
 
 std::span<const uint8_t> StoredZip::data_of(const std::string& name, uint64_t header, uint64_t count) const {
   const auto local = part(header, kLocalHeaderBytes, "header of a record");
   if (number_at(local, 0, 4) != kLocalHeader)
-    fail(cat("no header of record \"", name, "\" at byte ", header, ": damaged"));
+    fail(cat("no header of record \"", name, "\" at byte ", header, kDamaged));
   const uint64_t begin = header + kLocalHeaderBytes + number_at(local, 26, 2) + number_at(local, 28, 2);
   return part(begin, count, "record");
 }
@@ -132,8 +120,8 @@ const StoredZip::Record& StoredZip::find(const std::string& name) const {
 
 void StoredZip::check_sum(const std::string& name) const {
   const Record& record = find(name);
-  if (record.checksum != 0 && crc32_of(record.bytes) != record.checksum) {
-    fail(cat("record \"", name, "\" does not have its checksum: damaged"));
+  if (record.checksum != 0 && crc32<Crc32Polynomial::kIeee>(record.bytes) != record.checksum) {
+    fail(cat("record \"", name, "\" does not have its checksum", kDamaged));
   }
 }
 

@@ -1,4 +1,7 @@
 // The container of torch.save: a zip file (also zip64) whose records are stored as they are. Torch-free.
+//
+// LibTorch's PyTorchStreamReader is not used: it checks no sums, takes compressed records for stored ones, finds names
+// whatever their case, and gives offsets that may lie outside the file.
 #pragma once
 
 #include <cstdint>

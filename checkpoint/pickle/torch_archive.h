@@ -24,8 +24,9 @@ class TorchArchive {
   // Frees the values; references to tensors stay good.
   void forget() { pickle_.reset(); }
 
-  // Elements [offset, offset + destination.numel()) of the flattened tensor into `destination`: contiguous, on the CPU,
-  // of any dtype (values are converted). Throws IoError naming file and record, UsageError for a range outside.
+  // Reads elements [offset, offset + destination.numel()) of the flattened tensor into `destination`, which is
+  // contiguous, on the CPU and may have any dtype (values are converted). Throws IoError naming file and record,
+  // UsageError for a range outside.
   void read(const TensorReference& tensor, int64_t offset, const at::Tensor& destination) const;
   // The whole tensor, a copy.
   at::Tensor tensor(const TensorReference& tensor) const;
@@ -38,7 +39,7 @@ class TorchArchive {
   at::Tensor stored(const TensorReference& tensor, int64_t offset, int64_t numel) const;
 
   StoredZip zip_;
-  std::string folder_;  // of its records: "archive/"
+  std::string folder_;  // the folder that its records are in: "archive/"
   std::unique_ptr<Pickle> pickle_;
 };
 

@@ -32,8 +32,8 @@ struct TrainingState {
   int64_t global_samples = 0;
   int64_t micro_steps = 0;
   int64_t skipped_steps = 0;
-  int world_size = 1;       // ranks that wrote it
-  int pipeline_stages = 1;  // of them, ranks of a pipeline
+  int world_size = 1;       // number of ranks that wrote it
+  int pipeline_stages = 1;  // ranks that make up one pipeline; a divisor of world_size
   int64_t zero_stage = 0;
   std::string precision;                    // dtype of the model's parameters: "float32", "bfloat16", "float16"
   std::optional<OptimizerState> optimizer;  // none: weights only
@@ -41,7 +41,7 @@ struct TrainingState {
   std::optional<int64_t> lr_iteration;  // LrScheduler::last_batch_iteration()
   std::optional<DataPosition> data;
   nlohmann::json config = nlohmann::json::object();        // the ds_config as it was given
-  nlohmann::json client_state = nlohmann::json::object();  // the program's own
+  nlohmann::json client_state = nlohmann::json::object();  // what the program gave to be kept
 };
 
 nlohmann::json to_json(const TrainingState& state);

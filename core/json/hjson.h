@@ -16,11 +16,11 @@ namespace ds {
 // A key that an object has more than once.
 struct DuplicateKey {
   std::string pointer;     // JSON pointer of the key: "/zero_optimization/stage"
-  std::vector<int> lines;  // of all its occurrences, from 1; 0 = unknown
+  std::vector<int> lines;  // where it stands, each time; counted from 1; 0: unknown
 };
 
 struct HjsonDocument {
-  nlohmann::ordered_json root;       // of equal keys the last value
+  nlohmann::ordered_json root;       // where a key is there more than once, its last value
   std::map<std::string, int> lines;  // JSON pointer -> line of its key (of the element in a list), from 1
   std::vector<DuplicateKey> duplicates;
 

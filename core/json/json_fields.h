@@ -10,67 +10,17 @@
 // default. Writing puts every field with its value.
 #pragma once
 
-#include <functional>
-#include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "core/check.h"
 #include "core/json/json_convert.h"
-#include "core/json/json_problems.h"
+#include "core/json/json_reading.h"
+#include "core/json/json_rules.h"
 
 namespace ds {
-
-struct JsonKey {
-  JsonKey(const char* key) : name(key) {}
-  JsonKey(std::string key) : name(std::move(key)) {}
-  JsonKey(const char* key, const char* other_spelling) : name(key), alias(other_spelling) {}
-  std::string name;
-  std::string alias;  // empty: none
-};
-
-// Numbers within limits.
-struct JsonRange {
-  std::optional<double> minimum, maximum;
-  bool open_minimum = false, open_maximum = false;
-  bool booleans = true;  // whether true and false pass for 1 and 0
-
-  bool accepts(double value) const;
-  std::string in_words() const;
-};
-inline JsonRange at_least(double minimum) { return {.minimum = minimum}; }
-inline JsonRange above(double minimum) { return {.minimum = minimum, .open_minimum = true}; }
-inline JsonRange between(double minimum, double maximum) { return {.minimum = minimum, .maximum = maximum}; }
-inline JsonRange inside(double minimum, double maximum) {
-  return {.minimum = minimum, .maximum = maximum, .open_minimum = true, .open_maximum = true};
-}
-
-// What an unknown key is.
-enum class UnknownKeys {
-  kRefuse,       // an error
-  kWarn,         // a warning; an error when it is nearly a known key
-  kRefuseNearly  // only nearly known keys are errors; nothing else is said
-};
-
-// What a document is read with.
-struct JsonReading {
-  struct AutoValue {
-    nlohmann::ordered_json value;
-    std::string source;
-  };
-  const HjsonDocument& document;
-  JsonProblems& problems;
-  bool strict = false;  // every unknown key is an error
-  // The value of an "auto" at a JSON pointer; nothing: the default.
-  std::function<std::optional<AutoValue>(const std::string& pointer)> auto_value;
-  // Told what became of each "auto".
-  std::function<void(const std::string& pointer, const nlohmann::ordered_json& value, const std::string& source)>
-      on_auto;
-};
 
 class JsonFields {
  public:

@@ -13,7 +13,7 @@ namespace ds::optim {
 // Types a kernel reads and writes; arithmetic is in float32. Writing rounds to nearest even, a NaN stays one.
 enum class ValueType : uint8_t { kFloat32, kBFloat16, kFloat16 };
 
-// Of one slice, all of the same length. Arrays do not overlap.
+// The arrays of one slice, all of the same length. They do not overlap, and belong to the caller.
 struct SliceArrays {
   float* master = nullptr;  // weights, updated in place
   float* states[3] = {};    // as the kernel says; those it does not know are null

@@ -7,8 +7,8 @@
 
 namespace ds::optim {
 
-// Of `count` values of `type`. Not finite if and only if a value is not. The order of the additions depends on the
-// machine's vector length, on nothing else.
+// The sum of the squares of `count` values of `type`. Not finite if and only if a value is not. The order of the
+// additions depends on the machine's vector length, on nothing else.
 double square_sum(const void* values, ValueType type, int64_t count);
 
 }  // namespace ds::optim

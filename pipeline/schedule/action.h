@@ -10,10 +10,10 @@
 namespace ds::pipeline {
 
 enum class ActionKind : uint8_t {
-  kForward,         // of one micro-batch through one stage
+  kForward,         // one micro-batch through one stage
   kBackward,        // gradients of the stage's input and weights, in one pass
-  kBackwardInput,   // of its input only ("B" of zero-bubble schedules, Qi et al., arXiv:2401.10241)
-  kBackwardWeight,  // then, of its weights ("W")
+  kBackwardInput,   // gradient of the stage's input only ("B" of zero-bubble schedules, Qi et al., arXiv:2401.10241)
+  kBackwardWeight,  // afterwards, gradients of the stage's weights ("W")
   kSendActivation,  // starts to send what `stage` has computed to stage + 1, on another rank
   kRecvActivation,  // starts to receive the input of `stage` from stage - 1
   kSendGradient,    // starts to send the gradient of the input of `stage` to stage - 1

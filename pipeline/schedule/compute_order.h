@@ -9,7 +9,7 @@
 
 namespace ds::pipeline {
 
-using ComputeOrder = std::vector<Action>;  // of one rank
+using ComputeOrder = std::vector<Action>;  // what one rank computes, in order
 
 ComputeOrder gpipe_order(const ScheduleShape& shape, int rank);
 ComputeOrder one_f_one_b_order(const ScheduleShape& shape, int rank);

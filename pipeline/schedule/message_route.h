@@ -33,10 +33,11 @@ class MessageRoutes {
   int sender(const Message& message) const { return rank_of_[static_cast<size_t>(message.from)]; }
   int receiver(const Message& message) const { return rank_of_[static_cast<size_t>(message.to)]; }
 
-  // Of an action that computes; none for W, at the ends of the model, and between stages of one rank.
+  // The message that an action which computes makes, and the one it needs; none for W, at the ends of the model, and
+  // between stages of one rank.
   std::optional<Message> made_by(const Action& compute) const;
   std::optional<Message> needed_by(const Action& compute) const;
-  // Of an action that sends or receives; none when no message can go there.
+  // The message that an action sends or receives; none when no message can go there.
   std::optional<Message> moved_by(const Action& transfer) const;
 
   // Messages numbered from 0, with gaps where none can go.

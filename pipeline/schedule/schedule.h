@@ -30,7 +30,7 @@ ScheduleKind parse_schedule_kind(const std::string& name);
 int default_chunks(ScheduleKind kind);
 
 struct ScheduleShape {
-  int ranks = 1;          // of the pipeline
+  int ranks = 1;          // ranks of the pipeline
   int chunks = 1;         // stages a rank; 2 for zbv and dualpipev, 1 for gpipe, 1f1b, zb_h1 and zb_h2
   int micro_batches = 1;  // at least 1; no kind demands a multiple of anything
 };
@@ -39,8 +39,8 @@ struct Schedule {
   std::string name;
   ScheduleShape shape;
   bool training = true;                      // false: forwards only
-  std::vector<int> rank_of;                  // of each stage
-  std::vector<std::vector<Action>> actions;  // of each rank, in order
+  std::vector<int> rank_of;                  // for each stage, the rank that runs it
+  std::vector<std::vector<Action>> actions;  // for each rank, what it does, in order
 
   int stages() const { return shape.ranks * shape.chunks; }
   // Stages of a rank, ascending.

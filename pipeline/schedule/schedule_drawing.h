@@ -25,7 +25,7 @@ inline constexpr std::array<LegendEntry, 4> kLegend = {{
 // Entries of the kinds that a timetable has.
 std::vector<LegendEntry> legend_of(const Timetable& timetable);
 
-// Of each stage: 0 for the first on its rank, 1 for the next, and so on.
+// For each stage its chunk: 0 for the first stage of its rank, 1 for the next, and so on.
 std::vector<int> chunk_of_stages(const Schedule& schedule);
 
 // The shortest time above 0 that an action takes; 0 when none takes any.

@@ -8,7 +8,7 @@
 
 namespace ds::pipeline {
 
-// Of one stage and one micro-batch, in any one unit of time. A whole backward takes the sum of both parts.
+// How long one stage takes for one micro-batch, in any one unit of time. A whole backward takes the sum of both parts.
 struct StageTimes {
   double forward = 1;
   double backward_input = 1;
@@ -34,7 +34,7 @@ struct Timetable {
   double idle() const;
 };
 
-// Of one message between a stage and the next, in either direction.
+// How long one message between a stage and the next takes, in either direction and the same unit.
 struct MessageTimes {
   double transfer = 0;  // keeps the way from one rank to another busy, and the next message waiting
   double latency = 0;   // on top of it, of each by itself
@@ -43,14 +43,15 @@ struct MessageTimes {
 // `times` of each stage; one entry: of all of them. `message`: from the end of an action to when another rank can use
 // what it sent. Throws ConfigError for a schedule that is not sound.
 Timetable simulate(const Schedule& schedule, const std::vector<StageTimes>& times, double message = 0);
-// Likewise; `messages` between each stage and the next, one fewer than stages; one entry: between all of them.
+// The same with `messages`: times between each stage and the next, one entry fewer than stages, or one entry for all of
+// them.
 Timetable simulate(const Schedule& schedule, const std::vector<StageTimes>& times,
                    const std::vector<MessageTimes>& messages);
 
 // Most activations that a rank holds at once, in micro-batches of one stage: from the start of F to the end of B or, of
 // its part `weight_share` that W still needs, from the end of I to the end of W. In inference to the end of F.
 std::vector<double> peak_activations(const Schedule& schedule, double weight_share = 1.0);
-// Likewise where a micro-batch of each stage takes `sizes`, in any one unit.
+// The same where a micro-batch takes sizes[stage] of memory in a stage, in any one unit.
 std::vector<double> peak_activations(const Schedule& schedule, const std::vector<double>& sizes,
                                      double weight_share = 1.0);
 

@@ -5,25 +5,20 @@
 #include <sys/resource.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "checkpoint/block_checksum.h"
 #include "checkpoint/index.h"
 #include "checkpoint/rewrite.h"
-#include "checkpoint/save_job.h"
-#include "checkpoint/tag_folder.h"
 #include "checkpoint/verify.h"
 #include "core/check.h"
 #include "tests/checkpoint/source/memory_source.h"
+#include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::checkpoint {
@@ -64,11 +59,6 @@ void expect_same(Source& found, Source& wanted) {
   for (const auto& [path, info] : wanted.tensors()) {
     EXPECT_TRUE(torch::equal(found.tensor(path), wanted.tensor(path))) << path;
   }
-}
-
-std::string read_file(const fs::path& file) {
-  std::ifstream in(file, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
 }
 
 void write_file(const fs::path& file, const std::string& content) {
@@ -199,7 +189,7 @@ class FolderDamage : public testing::Test {
 TEST_F(FolderDamage, EveryByteOfEveryFile) {
   EXPECT_EQ(files().size(), 7U);  // index; weights, optimizer and ranks of two
   for (const fs::path& file : files()) {
-    const std::string whole = read_file(file);
+    const std::string whole = test::file_text(file);
     for (size_t at = 0; at < whole.size(); ++at) {
       std::string damaged = whole;
       damaged[at] = static_cast<char>(damaged[at] ^ (1 << (at % 8)));
@@ -215,7 +205,7 @@ TEST_F(FolderDamage, EveryByteOfEveryFile) {
 
 TEST_F(FolderDamage, EveryLengthOfEveryFile) {
   for (const fs::path& file : files()) {
-    const std::string whole = read_file(file);
+    const std::string whole = test::file_text(file);
     for (size_t bytes = 0; bytes < whole.size(); ++bytes) {
       write_file(file, whole.substr(0, bytes));
       expect_found_or_harmless(file, cat(file.string(), ": ", bytes, " of ", whole.size(), " bytes"));
@@ -247,7 +237,7 @@ TEST_F(FolderDamage, AFileIsMissing) {
 // A rank reads few of many ranks' files: the others are not opened.
 TEST_F(FolderDamage, WhatIsNotReadIsNotOpened) {
   const fs::path second = tag_ / "weights-00001-of-00002.safetensors";
-  const std::string whole = read_file(second);
+  const std::string whole = test::file_text(second);
   write_file(second, std::string(whole.size(), '\0'));
   const auto found = open_folder(tag_.string());
   const at::Tensor first = torch::empty({2});
@@ -292,7 +282,7 @@ TEST_F(FolderDamage, AllDamagedBlocksAreListed) {
   rewrite(large, tag.string());
   const fs::path file = tag / "weights-00000-of-00001.safetensors";
   const auto found = open_folder(tag.string());
-  std::string bytes = read_file(file);
+  std::string bytes = test::file_text(file);
   bytes[bytes.size() - 40] ^= 1;                       // large, last block
   bytes[bytes.size() - 40 - 2 * kChecksumBlock] ^= 1;  // first block
   write_file(file, bytes);
@@ -306,120 +296,6 @@ TEST_F(FolderDamage, AllDamagedBlocksAreListed) {
   EXPECT_TRUE(torch::equal(middle, torch::arange(block, 2 * block, torch::kInt).to(torch::kFloat)));
   EXPECT_TRUE(torch::equal(found->tensor("weights/small"), torch::ones({8})));
   EXPECT_THROW(found->tensor("weights/large"), IoError);
-}
-
-// --- saves by several ranks ------------------------------------------------------------------------------------------
-
-TEST(SaveJob, WaitsForAllTables) {
-  const test::ScratchFolder folder;
-  const std::string save_dir = folder / "checkpoints";
-  const TagSave save = new_save(save_dir, "tag");
-  begin_tag(save);
-  const at::Tensor values = numbers({11}, at::kFloat);
-  const auto rank_writes = [&](int rank) {
-    SaveJob job({.save = save, .rank = rank, .ranks = 3});
-    const int64_t begin = rank * 4;
-    const int64_t length = std::min<int64_t>(4, 11 - begin);
-    job.open({{"weights/w", {.dtype = at::kFloat, .sizes = {11}}, begin, length}});
-    job.write(0, values.narrow(0, begin, length));
-    job.finish();
-  };
-  std::thread late([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(60));
-    rank_writes(1);
-  });
-  rank_writes(2);
-  rank_writes(0);
-  SaveJob first({.save = save, .rank = 0, .ranks = 3});
-  first.publish({}, {}, std::chrono::seconds(30));
-  late.join();
-  EXPECT_TRUE(torch::equal(open_folder(save_dir + "/tag")->tensor("weights/w"), values));
-  EXPECT_TRUE(verify(save_dir + "/tag").empty());
-  EXPECT_EQ(read_latest(save_dir), "tag");
-}
-
-// What is saved stays, what `latest` names too, and the others go as ever.
-TEST(SaveJob, LatestThatCannotBeWrittenIsTold) {
-  const test::ScratchFolder folder;
-  const std::string save_dir = folder / "checkpoints";
-  const at::Tensor values = numbers({4}, at::kFloat);
-  for (const int64_t step : {1, 2, 3}) {
-    const std::string tag = cat("step", step);
-    const TagSave save = new_save(save_dir, tag);
-    begin_tag(save);
-    SaveJob job({.save = save, .rank = 0, .ranks = 1, .keep_last = 1});
-    job.open({{"weights/w", {.dtype = at::kFloat, .sizes = {4}}, 0, 4}});
-    job.write(0, values);
-    job.finish();
-    TrainingState state;
-    state.global_steps = step;
-    if (step == 1) {
-      job.publish(state, {}, std::chrono::seconds(30));
-      std::filesystem::create_directory(cat(save_dir, "/latest.", ::getpid(), ".tmp"));  // in the way of a new one
-      continue;
-    }
-    EXPECT_THAT([&] { job.publish(state, {}, std::chrono::seconds(30)); },
-                ThrowsMessage<IoError>(AllOf(HasSubstr("it is saved, but"), HasSubstr("latest"))));
-  }
-  EXPECT_EQ(read_latest(save_dir), "step1");
-  EXPECT_TRUE(verify(save_dir + "/step1").empty());
-  EXPECT_FALSE(std::filesystem::exists(save_dir + "/step2"));
-  EXPECT_TRUE(verify(save_dir + "/step3").empty());
-}
-
-TEST(SaveJob, FailuresLeaveNothing) {
-  const test::ScratchFolder folder;
-  const std::string save_dir = folder / "checkpoints";
-  const at::Tensor values = numbers({4}, at::kFloat);
-  TagSave save;
-  const auto begin = [&] {
-    save = new_save(save_dir, "tag");
-    begin_tag(save);
-  };
-  const auto rank_zero = [&](int ranks) {
-    auto job = std::make_unique<SaveJob>(SaveTarget{.save = save, .rank = 0, .ranks = ranks});
-    job->open({{"weights/w", {.dtype = at::kFloat, .sizes = {4}}, 0, 4}});
-    job->write(0, values);
-    job->finish();
-    return job;
-  };
-  const auto gone = [&] {
-    EXPECT_FALSE(fs::exists(tag_path(save_dir, "tag")));
-    EXPECT_TRUE(fs::is_empty(save_dir));
-    EXPECT_EQ(read_latest(save_dir), std::nullopt);
-  };
-  begin();
-  EXPECT_THAT([&] { rank_zero(2)->publish({}, {}, std::chrono::milliseconds(20)); },
-              ThrowsMessage<IoError>(AllOf(HasSubstr("rank 1"), HasSubstr("0.02 s"), HasSubstr("share"))));
-  gone();
-  begin();
-  SaveJob({.save = save, .rank = 1, .ranks = 2}).give_up();
-  EXPECT_THAT([&] { rank_zero(2)->publish({}, {}, std::chrono::seconds(30)); },
-              ThrowsMessage<IoError>(AllOf(HasSubstr("rank 1"), HasSubstr("could not write its part"))));
-  gone();
-  begin();
-  auto cancelled = rank_zero(2);
-  cancelled->cancel();
-  EXPECT_THAT([&] { cancelled->publish({}, {}, std::chrono::seconds(30)); },
-              ThrowsMessage<IoError>(HasSubstr("given up")));
-  gone();
-  // Ranks that leave a hole, and ranks that write the same.
-  begin();
-  {
-    SaveJob other({.save = save, .rank = 1, .ranks = 2});
-    other.open({{"weights/w", {.dtype = at::kFloat, .sizes = {4}}, 2, 2}});
-    other.write(0, values.narrow(0, 2, 2));
-    other.finish();
-  }
-  EXPECT_THAT([&] { rank_zero(2)->publish({}, {}, std::chrono::seconds(30)); },
-              ThrowsMessage<IoError>(AllOf(HasSubstr("weights/w"), HasSubstr("twice"))));
-  gone();
-  // A state that cannot be read back.
-  begin();
-  TrainingState state;
-  state.optimizer = OptimizerState{.type = "AdamW", .step_count = 0, .groups = {{.lr = std::nan("")}}};
-  EXPECT_THROW(rank_zero(1)->publish(state, {}, std::chrono::seconds(30)), IoError);
-  gone();
 }
 
 }  // namespace

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "tests/compression/compressed_reference.h"
+#include "tests/compression/exchange_reference.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::compression {

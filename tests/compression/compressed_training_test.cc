@@ -7,7 +7,9 @@
 
 #include "optim/adam.h"
 #include "optim/lamb_rule.h"
-#include "tests/compression/compressed_reference.h"
+#include "tests/compression/exchange_reference.h"
+#include "tests/compression/frozen_reference.h"
+#include "tests/compression/zero_one_reference.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 #include "zero/slice_exchange.h"

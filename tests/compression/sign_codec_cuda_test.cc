@@ -5,22 +5,17 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "comm/backends/cuda_plugin.h"
 #include "compression/sign_codec.h"
 #include "compression/sign_device_kernels.h"
+#include "tests/compression/sign_codec_checks.h"
 #include "tests/gpu/tested_device.h"
 
 namespace ds::compression {
 namespace {
-
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-constexpr float kDenormal = 3e-42F;
 
 class SignCodecCuda : public testing::Test {
  protected:
@@ -34,38 +29,6 @@ class SignCodecCuda : public testing::Test {
 
 const at::Device kGpu(at::kCUDA, 0);
 
-struct Layout {
-  std::vector<ScaleRange> ranges;
-  int64_t numel = 0;
-};
-
-// No range; one; one that ends before the tensor does; gaps before, between and after; side by side; many small ones,
-// some of them empty.
-std::vector<Layout> layouts_of(int64_t numel) {
-  std::vector<Layout> layouts{{{}, numel}, {{{0, numel}}, numel}};
-  if (numel > 3) layouts.push_back({{{0, numel - 3}}, numel});
-  const int64_t third = numel / 24 * 8;
-  if (third > 0) {
-    layouts.push_back({{{third, third - 5}, {2 * third, numel - 2 * third - 1}}, numel});
-    layouts.push_back({{{0, third}, {third, third}, {2 * third, numel - 2 * third}}, numel});
-    Layout many{{}, numel};
-    for (int64_t begin = 8; begin < numel; begin += 72) {
-      many.ranges.push_back({begin, std::min(numel - begin, begin % 65)});
-    }
-    layouts.push_back(many);
-  }
-  return layouts;
-}
-
-// Ordinary values with zeros of both signs, denormal numbers and what is not finite among them.
-at::Tensor values_of(int64_t numel) {
-  const at::Tensor values = torch::randn({numel});
-  const std::vector<float> special = {0.0F, -0.0F, kDenormal, -kDenormal, 3e38F, -3e38F, kInf, -kInf, kNaN, -kNaN};
-  auto* data = values.data_ptr<float>();
-  for (int64_t i = 0; i < numel; i += 7) data[i] = special[static_cast<size_t>(i / 7) % special.size()];
-  return values;
-}
-
 at::Tensor scales_for(const Layout& layout) {
   const auto count = static_cast<int64_t>(layout.ranges.size());
   at::Tensor scales = torch::rand({count});
@@ -74,26 +37,10 @@ at::Tensor scales_for(const Layout& layout) {
   return scales;
 }
 
-// What is not written would show.
-at::Tensor unwritten(int64_t numel, at::ScalarType type, at::Device device = at::kCPU) {
-  return torch::full({numel}, 0xA5, torch::dtype(type).device(device));
-}
-
-// Equal to the sign of a zero; one NaN is as another.
-testing::AssertionResult same(const at::Tensor& on_gpu, const at::Tensor& expected) {
-  const at::Tensor found = on_gpu.cpu();
-  if (at::equal(at::nan_to_num(found, 0, kInf, -kInf).view(at::kInt),
-                at::nan_to_num(expected, 0, kInf, -kInf).view(at::kInt)) &&
-      at::equal(found.isnan(), expected.isnan())) {
-    return testing::AssertionSuccess();
-  }
-  return testing::AssertionFailure() << "found " << found.slice(0, 0, 64) << "expected " << expected.slice(0, 0, 64);
-}
-
 void expect_what_the_cpu_does(const Layout& layout) {
   SCOPED_TRACE(testing::Message() << layout.numel << " elements in " << layout.ranges.size() << " ranges");
   const SignCodec codec(layout.ranges, layout.numel);
-  const at::Tensor start = values_of(layout.numel);
+  const at::Tensor start = values_of(layout.numel, true);
   const at::Tensor scales = scales_for(layout);
   const at::Tensor scales_there = scales.to(kGpu);
 
@@ -153,7 +100,7 @@ TEST_F(SignCodecCuda, NeedsNoAlignment) {
   const at::Tensor scales = torch::rand({3}).narrow(0, 1, 2);
   const at::Tensor scales_there = torch::cat({torch::ones({1}), scales}).to(kGpu).narrow(0, 1, 2);
   for (const int64_t offset : {1, 2, 3, 5}) {
-    const at::Tensor start = values_of(kNumel + offset + 1);
+    const at::Tensor start = values_of(kNumel + offset + 1, true);
     const at::Tensor whole = start.to(kGpu);
     const at::Tensor rest = start.narrow(0, offset, kNumel).clone(), rest_there = whole.narrow(0, offset, kNumel);
     const at::Tensor around = unwritten(codec.bytes() + offset + 1, at::kByte, kGpu);
@@ -219,24 +166,7 @@ TEST_F(SignCodecCuda, ShowsOverflow) {
 
 TEST_F(SignCodecCuda, DoesWhatOperatorsDoOnTheGpu) {
   torch::manual_seed(25);
-  constexpr int64_t kNumel = (1 << 22) + (1 << 20) + 5;
-  const SignCodec codec({{8, 1 << 20}, {(1 << 20) + 16, kNumel - (1 << 20) - 16}}, kNumel);
-  const at::Tensor start = torch::randn({kNumel}).to(kGpu);
-  const at::Tensor scales = unwritten(2, at::kFloat, kGpu);
-  codec.scales(start, scales);
-  const at::Tensor values = start.clone(), by_operators = start.clone();
-  const at::Tensor bits = unwritten(codec.bytes(), at::kByte, kGpu), bits_by_operators = bits.clone();
-  codec.encode(values, scales, bits);
-  codec.encode_by_operators(by_operators, scales, bits_by_operators);
-  EXPECT_TRUE(at::equal(bits, bits_by_operators));
-  EXPECT_TRUE(at::equal(values, by_operators));
-  codec.add(bits, scales, values);
-  codec.add_by_operators(bits, scales, by_operators);
-  EXPECT_TRUE(at::equal(values, by_operators));
-  EXPECT_TRUE(at::allclose(values, start, 0, 1e-6)) << "what the bits carry and what they leave is all of it";
-  codec.decode(bits, scales, values);
-  codec.decode_by_operators(bits, scales, by_operators);
-  EXPECT_TRUE(at::equal(values, by_operators));
+  expect_kernels_like_operators(kGpu);
 }
 
 // Each round's work waits behind a long one on a stream of its own; the codec ends before the work does.

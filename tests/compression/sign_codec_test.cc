@@ -11,16 +11,13 @@
 #include <vector>
 
 #include "core/check.h"
+#include "tests/compression/sign_codec_checks.h"
 #include "tests/optim/vector_targets.h"
 
 namespace ds::compression {
 namespace {
 
 using optim::WithTarget;
-
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-constexpr float kDenormal = 3e-42F;
 
 // Comparisons with plain tensor code are many small operators, which only wait for a second thread.
 class WithThreads {
@@ -33,48 +30,6 @@ class WithThreads {
  private:
   const int before_ = at::get_num_threads();
 };
-
-struct Layout {
-  std::vector<ScaleRange> ranges;
-  int64_t numel = 0;
-};
-
-// One range; one that ends before the tensor does; gaps before, between and after; ranges side by side; many small
-// ones.
-std::vector<Layout> layouts_of(int64_t numel) {
-  std::vector<Layout> layouts{{{{0, numel}}, numel}};
-  if (numel > 3) layouts.push_back({{{0, numel - 3}}, numel});
-  const int64_t third = numel / 24 * 8;
-  if (third > 0) {
-    layouts.push_back({{{third, third - 5}, {2 * third, numel - 2 * third - 1}}, numel});
-    layouts.push_back({{{0, third}, {third, third}, {2 * third, numel - 2 * third}}, numel});
-    Layout many{{}, numel};
-    for (int64_t begin = 8; begin < numel; begin += 72)
-      many.ranges.push_back({begin, std::min(numel - begin, begin % 65)});
-    layouts.push_back(many);
-  }
-  return layouts;
-}
-
-// Ordinary values with zeros of both signs and denormal numbers among them; `extremes` adds what is not finite.
-at::Tensor values_of(int64_t numel, bool extremes) {
-  const at::Tensor values = torch::randn({numel});
-  std::vector<float> special = {0.0F, -0.0F, kDenormal, -kDenormal, 3e38F, -3e38F};
-  if (extremes) special.insert(special.end(), {kInf, -kInf, kNaN, -kNaN});
-  auto* data = values.data_ptr<float>();
-  for (int64_t i = 0; i < numel; i += 7) data[i] = special[static_cast<size_t>(i / 7) % special.size()];
-  return values;
-}
-
-// Equal to the sign of a zero; one NaN is as another.
-testing::AssertionResult same(const at::Tensor& found, const at::Tensor& expected) {
-  if (at::equal(at::nan_to_num(found, 0, kInf, -kInf).view(at::kInt),
-                at::nan_to_num(expected, 0, kInf, -kInf).view(at::kInt)) &&
-      at::equal(found.isnan(), expected.isnan())) {
-    return testing::AssertionSuccess();
-  }
-  return testing::AssertionFailure() << "found " << found.slice(0, 0, 64) << "expected " << expected.slice(0, 0, 64);
-}
 
 struct Encoded {
   at::Tensor bits, values;
@@ -125,9 +80,6 @@ at::Tensor plain_decode(const Layout& layout, const at::Tensor& bits, const at::
   return values.masked_fill_(gaps, 0.0);
 }
 
-// What is not written would show.
-at::Tensor unwritten(at::IntArrayRef sizes, at::ScalarType type) { return torch::full(sizes, 0xA5, type); }
-
 at::Tensor scales_for(const Layout& layout, bool extremes) {
   const auto count = static_cast<int64_t>(layout.ranges.size());
   at::Tensor scales = torch::rand({count});
@@ -147,12 +99,12 @@ void expect_plain_results(const Layout& layout, bool extremes, bool operators) {
   const Encoded expected = plain_encode(layout, start, scales);
 
   const at::Tensor values = start.clone();
-  const at::Tensor bits = unwritten({codec.bytes()}, at::kByte);
+  const at::Tensor bits = unwritten(codec.bytes(), at::kByte);
   operators ? codec.encode_by_operators(values, scales, bits) : codec.encode(values, scales, bits);
   ASSERT_TRUE(at::equal(bits, expected.bits));
   ASSERT_TRUE(same(values, expected.values));
 
-  const at::Tensor decoded = unwritten({layout.numel}, at::kFloat);
+  const at::Tensor decoded = unwritten(layout.numel, at::kFloat);
   operators ? codec.decode_by_operators(bits, scales, decoded) : codec.decode(bits, scales, decoded);
   ASSERT_TRUE(same(decoded, plain_decode(layout, bits, scales)));
 
@@ -192,7 +144,7 @@ TEST_P(SignCodecVectors, NeedNoAlignment) {
   const at::Tensor scales = torch::rand({3}).narrow(0, 1, 2);
   for (const int64_t offset : {1, 2, 3, 5}) {
     const at::Tensor values = values_of(kNumel + offset, true).narrow(0, offset, kNumel);
-    const at::Tensor around = unwritten({codec.bytes() + offset + 1}, at::kByte);
+    const at::Tensor around = unwritten(codec.bytes() + offset + 1, at::kByte);
     const at::Tensor bits = around.narrow(0, offset, codec.bytes());
     const Encoded expected = plain_encode(layout, values, scales);
     codec.encode(values, scales, bits);
@@ -211,9 +163,9 @@ TEST_P(SignCodecVectors, EncodeWhatTheyDecoded) {
     const at::Tensor bits = torch::randint(256, {codec.bytes()}, at::kByte);
     if (numel % 8 != 0) bits[-1].bitwise_and_((1 << (numel % 8)) - 1);
     const at::Tensor scale = torch::full({1}, 0.25F);
-    const at::Tensor values = unwritten({numel}, at::kFloat);
+    const at::Tensor values = unwritten(numel, at::kFloat);
     codec.decode(bits, scale, values);
-    const at::Tensor again = unwritten({codec.bytes()}, at::kByte);
+    const at::Tensor again = unwritten(codec.bytes(), at::kByte);
     codec.encode(values, scale, again);
     EXPECT_TRUE(at::equal(again, bits)) << numel;
     EXPECT_EQ(values.count_nonzero().item<int64_t>(), 0) << "bits that carry all leave nothing";
@@ -226,8 +178,8 @@ TEST_P(SignCodecVectors, ScalesAreRootMeanSquares) {
       const SignCodec codec(layout.ranges, numel);
       for (const double size : {1e-30, 1.0, 1e30}) {  // squares that float32 cannot hold
         const at::Tensor values = torch::randn({numel}) * size;
-        const at::Tensor scales = unwritten({codec.range_count()}, at::kFloat);
-        const at::Tensor by_operators = unwritten({codec.range_count()}, at::kFloat);
+        const at::Tensor scales = unwritten(codec.range_count(), at::kFloat);
+        const at::Tensor by_operators = unwritten(codec.range_count(), at::kFloat);
         codec.scales(values, scales);
         codec.scales_by_operators(values, by_operators);
         for_each_range_of(layout, [&](int64_t r, int64_t begin, int64_t length) {
@@ -254,24 +206,7 @@ TEST(SignCodec, OperatorsDoWhatPlainTensorCodeDoes) {
 // More than operators take at a time.
 TEST(SignCodec, KernelsAndOperatorsGiveTheSameBits) {
   torch::manual_seed(12);
-  constexpr int64_t kNumel = (1 << 22) + (1 << 20) + 5;
-  const SignCodec codec({{8, 1 << 20}, {(1 << 20) + 16, kNumel - (1 << 20) - 16}}, kNumel);
-  const at::Tensor start = torch::randn({kNumel});
-  const at::Tensor scales = unwritten({2}, at::kFloat);
-  codec.scales(start, scales);
-  const at::Tensor values = start.clone(), values_by_operators = start.clone();
-  const at::Tensor bits = unwritten({codec.bytes()}, at::kByte), bits_by_operators = bits.clone();
-  codec.encode(values, scales, bits);
-  codec.encode_by_operators(values_by_operators, scales, bits_by_operators);
-  EXPECT_TRUE(at::equal(bits, bits_by_operators));
-  EXPECT_TRUE(at::equal(values, values_by_operators));
-  codec.add(bits, scales, values);
-  codec.add_by_operators(bits, scales, values_by_operators);
-  EXPECT_TRUE(at::equal(values, values_by_operators));
-  EXPECT_TRUE(at::allclose(values, start, 0, 1e-6)) << "what the bits carry and what they leave is all of it";
-  codec.decode(bits, scales, values);
-  codec.decode_by_operators(bits, scales, values_by_operators);
-  EXPECT_TRUE(at::equal(values, values_by_operators));
+  expect_kernels_like_operators(at::kCPU);
 }
 
 TEST(SignCodec, ThreadsDoNotChangeABit) {
@@ -288,8 +223,8 @@ TEST(SignCodec, ThreadsDoNotChangeABit) {
   };
   const auto results_on = [&](int count) {
     const WithThreads threads(count);
-    Results all{unwritten({codec.range_count()}, at::kFloat), unwritten({codec.bytes()}, at::kByte), start.clone(),
-                unwritten({kNumel}, at::kFloat), start.clone()};
+    Results all{unwritten(codec.range_count(), at::kFloat), unwritten(codec.bytes(), at::kByte), start.clone(),
+                unwritten(kNumel, at::kFloat), start.clone()};
     codec.scales(start, all.scales);
     codec.encode(all.rest, all.scales, all.bits);
     codec.decode(all.bits, all.scales, all.decoded);
@@ -332,8 +267,8 @@ TEST(SignCodec, TakesNothing) {
     for (const bool operators : {false, true}) {
       const at::Tensor start = torch::randn({layout.numel});
       const at::Tensor values = start.clone();
-      const at::Tensor scales = unwritten({codec.range_count()}, at::kFloat);
-      const at::Tensor bits = unwritten({codec.bytes()}, at::kByte);
+      const at::Tensor scales = unwritten(codec.range_count(), at::kFloat);
+      const at::Tensor bits = unwritten(codec.bytes(), at::kByte);
       operators ? codec.scales_by_operators(values, scales) : codec.scales(values, scales);
       EXPECT_EQ(scales.count_nonzero().item<int64_t>(), 0);
       operators ? codec.encode_by_operators(values, scales, bits) : codec.encode(values, scales, bits);

@@ -5,11 +5,11 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
-#include <sstream>
 #include <string>
 
 #include "core/atomic_file.h"
 #include "core/check.h"
+#include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds {
@@ -22,11 +22,6 @@ using testing::ThrowsMessage;
 class SafetensorsTest : public testing::Test {
  protected:
   std::string path(const std::string& name) const { return folder_ / name; }
-  static std::string bytes_of(const std::string& path) {
-    std::stringstream text;
-    text << std::ifstream(path, std::ios::binary).rdbuf();
-    return text.str();
-  }
   // A file with this header and `data_bytes` zero bytes.
   std::string broken(const std::string& header, size_t data_bytes, int64_t announced = -1) const {
     const auto length = static_cast<uint64_t>(announced < 0 ? static_cast<int64_t>(header.size()) : announced);
@@ -79,7 +74,7 @@ TEST_F(SafetensorsTest, SameBytesAsThePythonPackage) {
   EXPECT_TRUE(torch::equal(file.tensor("i64"), torch::tensor({-1L, 1L << 40})));
   EXPECT_TRUE(torch::equal(file.tensor("bool"), torch::tensor({true, false, true})));
   write_safetensors(path("ours"), tensors, file.metadata());
-  EXPECT_EQ(bytes_of(path("ours")), bytes_of(python));
+  EXPECT_EQ(test::file_text(path("ours")), test::file_text(python));
 }
 
 TEST_F(SafetensorsTest, StridedTensorsAreWrittenRowMajor) {
@@ -90,7 +85,7 @@ TEST_F(SafetensorsTest, StridedTensorsAreWrittenRowMajor) {
 
 TEST_F(SafetensorsTest, AViewOutlivesTheFileObjectAndNeverChangesTheFile) {
   write_safetensors(path("v"), {{"v", torch::ones({4})}});
-  const std::string before = bytes_of(path("v"));
+  const std::string before = test::file_text(path("v"));
   at::Tensor view;
   {
     const SafetensorsFile file(path("v"));
@@ -98,7 +93,7 @@ TEST_F(SafetensorsTest, AViewOutlivesTheFileObjectAndNeverChangesTheFile) {
   }
   view.add_(1);
   EXPECT_TRUE(torch::equal(view, torch::full({4}, 2.0F)));
-  EXPECT_EQ(bytes_of(path("v")), before);
+  EXPECT_EQ(test::file_text(path("v")), before);
 }
 
 TEST_F(SafetensorsTest, DataThatAForeignWriterLeftUnalignedIsRead) {
@@ -141,7 +136,7 @@ TEST_F(SafetensorsTest, WrongLengthsAreRefused) {
 
 TEST_F(SafetensorsTest, AFailedWriteLeavesTheOldFile) {
   write_safetensors(path("w"), {{"w", torch::ones({2})}});
-  const std::string before = bytes_of(path("w"));
+  const std::string before = test::file_text(path("w"));
   EXPECT_THAT(
       [&] {
         write_safetensors(path("w"), {{"w", torch::ones({2})}, {"c", torch::ones({2}, torch::kComplexFloat)}});
@@ -152,7 +147,7 @@ TEST_F(SafetensorsTest, AFailedWriteLeavesTheOldFile) {
         write_safetensors(path("w"), {{"w", torch::ones({2})}, {"w", torch::ones({2})}});
       },
       ThrowsMessage<UsageError>(HasSubstr("twice")));
-  EXPECT_EQ(bytes_of(path("w")), before);
+  EXPECT_EQ(test::file_text(path("w")), before);
   EXPECT_EQ(std::distance(fs::directory_iterator(folder_.path()), fs::directory_iterator()), 1)
       << "no temporary file stays";
   EXPECT_THAT([&] { write_safetensors(path("no/w"), {}); },
@@ -169,7 +164,7 @@ TEST_F(SafetensorsTest, AnAtomicFileAppearsWholeOrNotAtAll) {
   AtomicFile file(path("f"));
   file.write("text", 4);
   file.commit();
-  EXPECT_EQ(bytes_of(path("f")), "text");
+  EXPECT_EQ(test::file_text(path("f")), "text");
   EXPECT_THAT([&] { AtomicFile{folder_.path().string()}; }, ThrowsMessage<IoError>(HasSubstr("this is a folder")));
 }
 

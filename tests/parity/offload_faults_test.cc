@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "tests/parity/gpt_job.h"
+#include "tests/support/file_text.h"
 #include "tests/support/small_disk.h"
 
 namespace ds::test {
@@ -51,11 +52,6 @@ std::string error_of(GptJob job) {
   return run.output;
 }
 
-std::string bytes_of(const fs::path& file) {
-  std::ifstream in(file, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
-}
-
 // Files that the process has open below the folder, with or without a name.
 int open_files(pid_t process, const fs::path& folder) {
   int count = 0;
@@ -89,7 +85,7 @@ TEST(OffloadFaults, AFileInPlaceOfAFolder) {
   std::ofstream(file) << "content";
   EXPECT_THAT(error_of({.config = optimizer_in(file), .ranks = 2, .steps = 1}),
               AllOf(HasSubstr(kOptimizerPath), HasSubstr("expected a folder"), HasSubstr(file.string())));
-  EXPECT_EQ(bytes_of(file), "content");
+  EXPECT_EQ(test::file_text(file), "content");
 }
 
 TEST(OffloadFaults, AFolderInMemory) {
@@ -134,7 +130,7 @@ TEST(OffloadFaults, ARankKilledInTheMiddleOfAStep) {
   for (const nlohmann::json& config : {optimizer_in(files), all_in(files)}) {
     const GptJob job = {.config = config, .ranks = 2, .steps = 8, .arguments = {"--save", weights.string()}};
     const std::vector<double> losses = losses_of(run_gpt(job));
-    const std::string saved = bytes_of(weights);
+    const std::string saved = test::file_text(weights);
     GptJob killed = job;
     killed.steps = 1000000;
     killed.during = [&](const fs::path& metrics) {
@@ -153,9 +149,9 @@ TEST(OffloadFaults, ARankKilledInTheMiddleOfAStep) {
     EXPECT_EQ(run.exit_code, 128 + SIGKILL) << run.output;
     EXPECT_THAT(run.output, AllOf(HasSubstr("rank 1"), HasSubstr("SIGKILL")));
     EXPECT_TRUE(fs::is_empty(files));
-    EXPECT_TRUE(bytes_of(weights) == saved);
+    EXPECT_TRUE(test::file_text(weights) == saved);
     EXPECT_EQ(losses_of(run_gpt(job)), losses);
-    EXPECT_TRUE(bytes_of(weights) == saved);
+    EXPECT_TRUE(test::file_text(weights) == saved);
   }
 }
 

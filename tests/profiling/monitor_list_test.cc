@@ -3,11 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <fstream>
 #include <string>
 #include <utility>
 
 #include "core/check.h"
+#include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::profiling {
@@ -68,8 +68,7 @@ TEST(MonitorList, AFullDiskLeavesTheOtherMonitorsCurves) {
   EXPECT_THAT(text, AllOf(HasSubstr("csv_monitor: cannot write"), HasSubstr("full/job/lr.csv"),
                           HasSubstr("No space left on device")));
   EXPECT_EQ(text.find("cannot write"), text.rfind("cannot write"));
-  std::ifstream file(folder.path() / "good/job/lr.csv");
-  EXPECT_EQ(std::string(std::istreambuf_iterator<char>(file), {}), "step,lr\n1,0.5\n2,0.5\n3,0.5\n");
+  EXPECT_EQ(test::file_text(folder.path() / "good/job/lr.csv"), "step,lr\n1,0.5\n2,0.5\n3,0.5\n");
 }
 
 }  // namespace

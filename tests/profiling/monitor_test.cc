@@ -5,37 +5,31 @@
 
 #include <cstring>
 #include <fstream>
-#include <sstream>
 
 #include "core/check.h"
 #include "profiling/event_record.h"
+#include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::profiling {
 namespace {
-
-std::string read(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
 
 TEST(CsvMonitor, WritesOneFileForEachName) {
   const test::ScratchFolder folder;
   const auto monitor = make_csv_monitor(folder.path().string(), "job");
   monitor->write_events({{"Train/Samples/lr", 0.001, 8}, {"Train/Samples/loss scale", 65536, 8}});
   monitor->write_events({{"Train/Samples/lr", 0.0001 / 3, 16}, {"plain", -1.5, 2}});
-  EXPECT_EQ(read(folder.path() / "job/Train_Samples_lr.csv"), "step,lr\n8,0.001\n16,3.3333333333333335e-05\n");
-  EXPECT_EQ(read(folder.path() / "job/Train_Samples_loss_scale.csv"), "step,loss scale\n8,65536\n");
-  EXPECT_EQ(read(folder.path() / "job/plain.csv"), "step,plain\n2,-1.5\n");
+  EXPECT_EQ(test::file_text(folder.path() / "job/Train_Samples_lr.csv"),
+            "step,lr\n8,0.001\n16,3.3333333333333335e-05\n");
+  EXPECT_EQ(test::file_text(folder.path() / "job/Train_Samples_loss_scale.csv"), "step,loss scale\n8,65536\n");
+  EXPECT_EQ(test::file_text(folder.path() / "job/plain.csv"), "step,plain\n2,-1.5\n");
 }
 
 TEST(CsvMonitor, ALaterRunAppendsWithoutASecondHeader) {
   const test::ScratchFolder folder;
   make_csv_monitor(folder.path().string(), "job")->write_events({{"a/lr", 1, 1}});
   make_csv_monitor(folder.path().string(), "job")->write_events({{"a/lr", 2, 2}});
-  EXPECT_EQ(read(folder.path() / "job/a_lr.csv"), "step,lr\n1,1\n2,2\n");
+  EXPECT_EQ(test::file_text(folder.path() / "job/a_lr.csv"), "step,lr\n1,1\n2,2\n");
 }
 
 TEST(CsvMonitor, SaysThatTheDiskIsFull) {
@@ -105,7 +99,7 @@ TEST(TensorBoardMonitor, WritesAVersionAndThenScalars) {
   const std::filesystem::directory_iterator files(folder.path() / "job");
   ASSERT_NE(files, std::filesystem::directory_iterator());
   EXPECT_THAT(files->path().filename().string(), testing::StartsWith("events.out.tfevents."));
-  const std::vector<std::string> records = records_of(read(files->path()));
+  const std::vector<std::string> records = records_of(test::file_text(files->path()));
   ASSERT_EQ(records.size(), 3U);
   EXPECT_THAT(records[0], testing::EndsWith("brain.Event:2"));
   double wall_time = 0;

@@ -10,50 +10,10 @@
 #include <tuple>
 #include <vector>
 
+#include "tests/recompute/region_gradients.h"
+
 namespace ds::recompute {
 namespace {
-
-using Tensors = std::vector<at::Tensor>;
-
-at::Tensor waves(at::IntArrayRef sizes, double start) {
-  return torch::sin(torch::arange(c10::multiply_integers(sizes), torch::kDouble) * 0.7 + start)
-      .to(torch::kFloat)
-      .view(sizes);
-}
-
-at::Tensor leaf(at::IntArrayRef sizes, double start) { return waves(sizes, start).requires_grad_(true); }
-
-// Runs a function or runs it as a region.
-using Around = std::function<Tensors(RegionFunction, const Tensors&)>;
-
-Tensors plainly(const RegionFunction& function, const Tensors& inputs) { return function(inputs); }
-Tensors as_region(RegionFunction function, const Tensors& inputs) {
-  return checkpoint_tensors(checkpoint_options(), std::move(function), inputs);
-}
-
-void expect_equal(const Tensors& found, const Tensors& expected) {
-  ASSERT_EQ(found.size(), expected.size());
-  for (size_t i = 0; i < found.size(); ++i) {
-    ASSERT_EQ(found[i].defined(), expected[i].defined()) << "tensor " << i;
-    if (found[i].defined()) EXPECT_TRUE(torch::equal(found[i], expected[i])) << "tensor " << i;
-  }
-}
-
-// `train` computes a loss with the given way of calling; the gradients of `leaves` and the loss must be the same.
-void expect_same_gradients(const std::function<at::Tensor(const Around&)>& train, const Tensors& leaves) {
-  const auto run = [&](const Around& around) {
-    for (const at::Tensor& each : leaves) each.mutable_grad().reset();
-    torch::manual_seed(7);
-    Tensors result = {train(around)};
-    result[0].backward();
-    result[0] = result[0].detach();
-    for (const at::Tensor& each : leaves) result.push_back(each.grad());
-    result.push_back(torch::rand({3}));  // where the generator stands
-    return result;
-  };
-  const Tensors expected = run(plainly);
-  expect_equal(run(as_region), expected);
-}
 
 TEST(ActivationCheckpoint, GradientsOfInputsAndParameters) {
   torch::nn::Sequential net(torch::nn::Linear(5, 8), torch::nn::LayerNorm(torch::nn::LayerNormOptions({8})),
@@ -298,99 +258,6 @@ TEST(ActivationCheckpoint, AutocastIsRestoredAndItsCacheIsNotUsed) {
     EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-2, 1e-2)) << i;
   }
   EXPECT_TRUE(torch::equal(found[0], expected[0]));
-}
-
-TEST(ActivationCheckpoint, WithoutGradientsItIsThePlainCall) {
-  const at::Tensor weight = leaf({6}, 0.1);
-  int runs = 0;
-  const auto count = [&](const at::Tensor& t) {
-    ++runs;
-    return t * weight.detach();
-  };
-  checkpoint(count, waves({6}, 0.2));
-  const torch::NoGradGuard no_grad;
-  const at::Tensor out = checkpoint([&](const at::Tensor& t) { return t * weight; }, weight);
-  EXPECT_FALSE(out.requires_grad());
-  EXPECT_TRUE(torch::equal(out, weight * weight));
-  EXPECT_EQ(runs, 1);
-}
-
-TEST(ActivationCheckpoint, NothingThatRequiresAGradient) {
-  at::Tensor out = checkpoint([](const at::Tensor& t) { return (t * 2).view({2, 3}); }, waves({6}, 0.2));
-  EXPECT_FALSE(out.requires_grad());
-  const at::Tensor weight = leaf({3}, 0.1);
-  out.mul_(weight);  // no view of what was made without graph
-  out.sum().backward();
-  EXPECT_TRUE(weight.grad().defined());
-}
-
-TEST(ActivationCheckpoint, GradOfSomeInputsOnly) {
-  const at::Tensor x = leaf({6}, 0.2);
-  const at::Tensor weight = leaf({6}, 0.4);
-  const at::Tensor out = checkpoint([weight](const at::Tensor& t) { return t * weight; }, x);
-  const auto gradients = torch::autograd::grad({out.sum()}, {x});
-  EXPECT_TRUE(torch::equal(gradients[0], weight));
-  EXPECT_FALSE(weight.grad().defined());
-  EXPECT_FALSE(x.grad().defined());
-}
-
-TEST(ActivationCheckpoint, RetainedGraphsAreComputedAgain) {
-  const at::Tensor x = leaf({6}, 0.2);
-  int runs = 0;
-  const auto count = [&runs](const at::Tensor& t) {
-    ++runs;
-    return t.exp();
-  };
-  const at::Tensor out = checkpoint(count, x).sum();
-  out.backward({}, /*retain_graph=*/true);
-  const at::Tensor once = x.grad().clone();
-  out.backward();
-  EXPECT_EQ(runs, 3);
-  EXPECT_TRUE(torch::equal(x.grad(), once * 2));
-  EXPECT_THROW(out.backward(), c10::Error);
-}
-
-TEST(ActivationCheckpoint, FreshOutputsMayBeChangedInPlace) {
-  const at::Tensor x = leaf({2, 6}, 0.2);
-  expect_same_gradients(
-      [&](const Around& around) {
-        const at::Tensor out = around([](const Tensors& in) { return Tensors{in[0].sin().view({12})}; }, {x})[0];
-        out.mul_(3);
-        out.narrow(0, 2, 4).add_(out.narrow(0, 6, 4));
-        return out.sin().sum();
-      },
-      {x});
-}
-
-TEST(ActivationCheckpoint, OutputsThatAreInputsOrCapturedTensors) {
-  const at::Tensor x = leaf({6}, 0.2);
-  const at::Tensor weight = leaf({6}, 0.4);
-  expect_same_gradients(
-      [&](const Around& around) {
-        const Tensors out = around(
-            [weight](const Tensors& in) {
-              return Tensors{in[0], weight, in[0].view({2, 3})};
-            },
-            {x});
-        return (out[0] * out[1]).sum() + out[2].pow(2).sum();
-      },
-      {x, weight});
-  const auto identity = [](const at::Tensor& t) { return t.view({2, 3}); };
-  EXPECT_THROW(checkpoint(identity, x.exp()).add_(1), c10::Error);
-  EXPECT_THROW(checkpoint([weight](const at::Tensor&) { return weight; }, x).add_(1), c10::Error);
-  const auto halves = [](const at::Tensor& t) {
-    const at::Tensor made = t.exp();
-    return std::make_pair(made, made.narrow(0, 0, 3));
-  };
-  EXPECT_THROW(checkpoint(halves, x).second.add_(1), c10::Error);
-  // Without a graph it is seen by the count of changes.
-  const at::Tensor hidden = x.exp();
-  const at::Tensor same = checkpoint(identity, hidden);
-  {
-    const torch::NoGradGuard no_grad;
-    same.detach().add_(1);
-  }
-  EXPECT_ANY_THROW(same.sum().backward());
 }
 
 TEST(ActivationCheckpoint, ComplexAndDoubleInputs) {

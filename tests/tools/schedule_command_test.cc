@@ -4,11 +4,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "core/text.h"
+#include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::tool {
@@ -31,13 +31,6 @@ ScheduleOutcome run(const ScheduleOptions& options) {
 }
 
 ScheduleOptions of_kind(const std::string& kind) { return {.kind = kind, .stages = 4, .micro_batches = 8}; }
-
-std::string read(const std::string& path) {
-  std::ifstream in(path);
-  std::stringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
 
 TEST(ScheduleCommand, PrintsTheTimetable) {
   const ScheduleOutcome outcome = run(of_kind("1f1b"));
@@ -89,7 +82,7 @@ TEST(ScheduleCommand, WritesFilesAndReadsThemAgain) {
   options.csv = folder / "mine.csv";
   options.svg = folder / "mine.svg";
   ASSERT_EQ(run(options).code, 0);
-  EXPECT_THAT(read(options.svg), AllOf(HasSubstr("<svg"), HasSubstr("zb_h1: 4 ranks")));
+  EXPECT_THAT(test::file_text(options.svg), AllOf(HasSubstr("<svg"), HasSubstr("zb_h1: 4 ranks")));
   ScheduleOptions again;
   again.file = options.csv;
   const ScheduleOutcome outcome = run(again);
@@ -115,7 +108,7 @@ TEST(ScheduleCommand, PlansWithWhatWasMeasured) {
   EXPECT_THAT(outcome.out,
               AllOf(HasSubstr("planned:  bubble 50.0%; idle 50.0%"), HasSubstr("60 in all\n"),
                     HasSubstr("measured: bubble 57.1%; idle 57.1%"), HasSubstr("70 in all, microseconds")));
-  EXPECT_THAT(read(options.svg), AllOf(HasSubstr("planned: "), HasSubstr("measured: ")));
+  EXPECT_THAT(test::file_text(options.svg), AllOf(HasSubstr("planned: "), HasSubstr("measured: ")));
 }
 
 TEST(ScheduleCommand, MistakesGoToTheErrorStream) {

@@ -5,26 +5,35 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
 
 #include "checkpoint/pickle/pickle_field.h"
 #include "core/check.h"
 #include "core/safetensors.h"
+#include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::checkpoint {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 const std::string kValues = std::string(DS_SOURCE_DIR) + "/tests/checkpoint/deepspeed_fixtures/values/";
 
-std::string content_of(const std::string& path) {
-  std::ostringstream text;
-  text << std::ifstream(path, std::ios::binary).rdbuf();
-  return text.str();
+template <class Call>
+std::string error_of(const Call& call) {
+  try {
+    call();
+  } catch (const IoError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+std::string refusal_of(const std::string& path) {
+  return error_of([&path] { TorchArchive archive(path); });
 }
 
 PickleField values_of(const TorchArchive& archive) { return {archive.root(), archive.path()}; }
@@ -75,22 +84,13 @@ TEST(TorchArchive, ValuesAreThoseThatWereSaved) {
 TEST(TorchArchive, SaysWhatItCannotRead) {
   const TorchArchive archive(kValues + "values.pt");
   const PickleField values = values_of(archive);
-  const auto message = [](const auto& call) -> std::string {
-    try {
-      call();
-    } catch (const IoError& error) {
-      return error.what();
-    }
-    return "no error";
-  };
-  EXPECT_THAT(message([&] { archive.tensor(values.at("complex").tensor()); }), HasSubstr("torch.ComplexFloatStorage"));
-  EXPECT_THAT(message([&] { values.at("missing"); }), HasSubstr("values.pt: no key \"missing\""));
-  EXPECT_THAT(message([&] { values.at("text").integer(); }), HasSubstr("text: expected an int, found a string"));
-  EXPECT_THAT(message([&] { values.at("tuple").item(1).item(2); }), HasSubstr("tuple[1]: expected more than 2 items"));
-  EXPECT_THAT(message([] { TorchArchive(kValues + "old_format.pt"); }), HasSubstr("before torch 1.6"));
-  EXPECT_THAT(message([] { TorchArchive(kValues + "expected.safetensors"); }),
-              HasSubstr("expected a file of torch.save"));
-  EXPECT_THAT(message([] { TorchArchive(kValues + "absent.pt"); }), HasSubstr("absent.pt"));
+  EXPECT_THAT(error_of([&] { archive.tensor(values.at("complex").tensor()); }), HasSubstr("torch.ComplexFloatStorage"));
+  EXPECT_THAT(error_of([&] { values.at("missing"); }), HasSubstr("values.pt: no key \"missing\""));
+  EXPECT_THAT(error_of([&] { values.at("text").integer(); }), HasSubstr("text: expected an int, found a string"));
+  EXPECT_THAT(error_of([&] { values.at("tuple").item(1).item(2); }), HasSubstr("tuple[1]: expected more than 2 items"));
+  EXPECT_THAT(refusal_of(kValues + "old_format.pt"), HasSubstr("before torch 1.6"));
+  EXPECT_THAT(refusal_of(kValues + "expected.safetensors"), HasSubstr("expected a file of torch.save"));
+  EXPECT_THAT(refusal_of(kValues + "absent.pt"), HasSubstr("absent.pt"));
 }
 
 // Reads all there is. Whatever the bytes are, the answer is values or an IoError.
@@ -106,7 +106,7 @@ void read_all(const std::string& path) {
 
 TEST(TorchArchive, SurvivesTruncation) {
   const test::ScratchFolder folder;
-  const std::string whole = content_of(kValues + "values.pt");
+  const std::string whole = test::file_text(kValues + "values.pt");
   for (size_t bytes = 0; bytes < whole.size(); bytes += 23) {
     const std::string path = folder.write("cut.pt", whole.substr(0, bytes));
     EXPECT_THROW(TorchArchive{path}, IoError) << bytes;
@@ -115,7 +115,7 @@ TEST(TorchArchive, SurvivesTruncation) {
 
 TEST(TorchArchive, SurvivesFlippedBytes) {
   const test::ScratchFolder folder;
-  const std::string whole = content_of(kValues + "values.pt");
+  const std::string whole = test::file_text(kValues + "values.pt");
   for (size_t at = 0; at < whole.size(); at += 2) {
     std::string damaged = whole;
     damaged[at] = static_cast<char>(damaged[at] ^ (at % 3 == 0 ? 0xff : 1 << at / 2 % 8));
@@ -123,9 +123,53 @@ TEST(TorchArchive, SurvivesFlippedBytes) {
   }
 }
 
+// Where the zip's directory describes a record; the directory stands behind all records.
+size_t entry_of(const std::string& archive, const std::string& record) { return archive.rfind(record) - 46; }
+
+// Each would give tensors without an error to a reader that trusts the directory.
+TEST(TorchArchive, RefusesRecordsThatTorchSaveNeverWrites) {
+  const test::ScratchFolder folder;
+  const std::string whole = test::file_text(kValues + "values.pt");
+  const size_t entry = entry_of(whole, "values/data/3");
+  std::string changed = whole;
+  changed[entry + 10] = 8;  // method: deflated
+  EXPECT_THAT(refusal_of(folder.write("changed.pt", changed)),
+              AllOf(HasSubstr("changed.pt: record \"values/data/3\""), HasSubstr("compressed")));
+  changed = whole;
+  changed[entry + 46 + std::strlen("values/data/")] = '4';
+  EXPECT_THAT(refusal_of(folder.write("changed.pt", changed)), HasSubstr("record \"values/data/4\" is there twice"));
+  changed = whole;
+  changed[entry + 44] = 1;  // the record begins 64 KiB later, behind the end of the file
+  EXPECT_THAT(refusal_of(folder.write("changed.pt", changed)), HasSubstr(cat("in a file of ", whole.size(), " bytes")));
+  changed = whole;
+  changed[entry + 42] ^= 64;  // it begins where no header is
+  EXPECT_THAT(refusal_of(folder.write("changed.pt", changed)), HasSubstr("no header of record \"values/data/3\""));
+}
+
+TEST(TorchArchive, NamesOfRecordsDifferInCase) {
+  const test::ScratchFolder folder;
+  std::string changed = test::file_text(kValues + "values.pt");
+  changed.replace(changed.rfind("values/data/9"), std::strlen("values/data/9"), "values/DATA/0");
+  const TorchArchive archive(folder.write("changed.pt", changed));
+  const SafetensorsFile expected(kValues + "expected.safetensors");
+  int of_first = 0, of_renamed = 0;
+  for (const auto& [name, field] : values_of(archive).at("tensors").entries()) {
+    const TensorReference& tensor = field.tensor();
+    if (tensor.storage == "0") {
+      EXPECT_TRUE(at::equal(archive.tensor(tensor), expected.tensor(name))) << name;
+      ++of_first;
+    } else if (tensor.storage == "9") {
+      EXPECT_THROW(archive.tensor(tensor), IoError) << name;
+      ++of_renamed;
+    }
+  }
+  EXPECT_GT(of_first, 0);
+  EXPECT_GT(of_renamed, 0);
+}
+
 TEST(TorchArchive, ChecksTheSumOfThePickle) {
   const test::ScratchFolder folder;
-  std::string damaged = content_of(kValues + "values.pt");
+  std::string damaged = test::file_text(kValues + "values.pt");
   damaged[damaged.find("namespace")] = 'N';
   const std::string path = folder.write("sum.pt", damaged);
   EXPECT_THROW(TorchArchive{path}, IoError);
