@@ -7,7 +7,6 @@
 
 #include "core/check.h"
 #include "core/restart_request.h"
-#include "launcher/command_line/seconds.h"
 #include "launcher/hosts/host_start.h"
 #include "launcher/hosts/lost_link.h"
 #include "launcher/hosts/ready_hosts.h"
@@ -58,7 +57,7 @@ int Cluster::run() {
   order_start(members_, options_, notices_);
   for (const HostMember& member : members_) intervals_.on_used(member.host.name);
   started_ = true;
-  next_alive_ = Clock::now();
+  next_alive_ = Deadline::in(0);
   while (!all_over()) {
     wait_for_something({});
     enforce_deadline();
@@ -152,9 +151,9 @@ void Cluster::begin_to_end(int number) {
 }
 
 void Cluster::keep_alive() {
-  if (!started_ || options_.link_timeout_seconds <= 0 || Clock::now() < next_alive_) return;
+  if (!started_ || options_.link_timeout_seconds <= 0 || !next_alive_.passed()) return;
   send_all({.kind = MessageKind::kAlive, .fields = {}});
-  next_alive_ = Clock::now() + in_seconds(options_.link_timeout_seconds / kAlivesInTimeout);
+  next_alive_ = Deadline::in(options_.link_timeout_seconds / kAlivesInTimeout);
 }
 
 void Cluster::read_from(HostMember& member) {
@@ -257,15 +256,15 @@ void Cluster::enforce_deadline() {
 void Cluster::kill_ranks(const std::string& why) {
   send_all({.kind = MessageKind::kKill, .fields = {why}});
   send_all({.kind = MessageKind::kClock, .fields = {cat(steady_nanoseconds())}});
-  kill_sent_ = Clock::now();
+  kill_sent_ = Deadline::Clock::now();
   deadline_ = Deadline::in(kEndSeconds, *kill_sent_);
 }
 
 // See Note [Ranks that die slowly]. Where no ranks start again, nobody has to wait for the old ones.
 void Cluster::close_links() {
   const double most = std::max(options_.link_timeout_seconds, kEndSeconds);
-  const Clock::time_point limit = *kill_sent_ + in_seconds(most);
-  const bool last = signal_policy_.asked_to_end() || Clock::now() >= limit;
+  const Deadline limit = Deadline::in(most, *kill_sent_);
+  const bool last = signal_policy_.asked_to_end() || limit.passed();
   const auto is_slow = [](const HostMember& m) { return !m.over && m.answers_since_kill; };
   const auto is_silent = [](const HostMember& m) { return !m.over && !m.answers_since_kill; };
   if (const std::string silent = names(is_silent); !silent.empty()) {
@@ -280,7 +279,7 @@ void Cluster::close_links() {
   for (HostMember& member : members_) {
     if (is_silent(member) || (last && is_slow(member))) member.link->kill();
   }
-  deadline_ = last ? Deadline() : Deadline(limit);
+  deadline_ = last ? Deadline() : limit;
 }
 
 void Cluster::send_all(const Message& message) {

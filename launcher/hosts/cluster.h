@@ -63,8 +63,6 @@ class Cluster {
   std::set<std::string> away() const;  // hosts that were not ready or are lost, and have not come back
 
  private:
-  using Clock = Deadline::Clock;
-
   bool ready_to_start();
   bool all_answered() const;
   bool all_over() const;
@@ -103,10 +101,10 @@ class Cluster {
   bool failed_ = false;
   SignalPolicy signal_policy_;
   int ending_signal_ = 0;  // that caused the end; 0: none, also when one came after a failure
-  std::optional<Clock::time_point> kill_sent_;
+  std::optional<Deadline::Time> kill_sent_;
   bool restart_asked_ = false, restart_begun_ = false;  // for hosts that have come back; by the program
   Deadline deadline_;                                   // to end what is left by stronger means
-  Clock::time_point next_alive_;
+  Deadline next_alive_;                                 // of the messages that say so
 };
 
 }  // namespace ds::launcher

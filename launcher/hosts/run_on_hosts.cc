@@ -6,9 +6,9 @@
 #include <thread>
 
 #include "core/flight_job.h"
-#include "launcher/command_line/seconds.h"
 #include "launcher/hosts/ask_intervals.h"
 #include "launcher/hosts/cluster.h"
+#include "launcher/processes/deadline.h"
 #include "launcher/processes/orphan_guard.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/own_program.h"
@@ -17,7 +17,6 @@
 namespace ds::launcher {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 constexpr std::chrono::seconds kBetweenTries(1);
 
 // Those of `hosts` whose names are, or are not, among `names`.
@@ -38,7 +37,7 @@ int run_on_hosts(const std::vector<Host>& hosts, const Options& options, const s
   AskIntervals intervals;
   Restarts restarts(options.max_restarts);
   std::set<std::string> away;
-  Clock::time_point join_limit;
+  Deadline join_limit;
   Verbosity trouble_level = Verbosity::kError;
   for (;;) {
     std::vector<std::string> entries = restarts.entries();
@@ -59,7 +58,7 @@ int run_on_hosts(const std::vector<Host>& hosts, const Options& options, const s
         return code;
       case Cluster::Outcome::kNotReady:
         if (restarts.starts() == 0) return code;
-        if (Clock::now() >= join_limit) {
+        if (join_limit.passed()) {
           notices.error("fewer than ", least, least == 1 ? " host was" : " hosts were", " ready within ",
                         options.join_timeout_seconds, " s (--join_timeout)");
           return code;
@@ -84,7 +83,7 @@ int run_on_hosts(const std::vector<Host>& hosts, const Options& options, const s
         break;
     }
     if (!enough || !options.min_nodes) away.clear();
-    join_limit = Clock::now() + in_seconds(options.join_timeout_seconds);
+    join_limit = Deadline::in(options.join_timeout_seconds);
     trouble_level = Verbosity::kWarning;
   }
 }

@@ -29,7 +29,7 @@ namespace ds::launcher {
 namespace {
 
 constexpr double kLeftBehindSeconds = 1;  // from SIGTERM to SIGKILL for what the tool leaves behind
-constexpr double kKillSeconds = 1;        // for the tool to kill the ranks of all hosts at the second SIGINT
+constexpr double kKillSeconds = 5;        // for the tool to kill the ranks of all hosts at the second SIGINT
 
 // A file or a pipe is for rank 0; a terminal can have one process group only, and that is not the tool's.
 UniqueFd input_of_tool() {
@@ -85,8 +85,8 @@ class ToolRun {
     poll(&signals, 1, deadline_.poll_timeout_ms());
     while (const std::optional<int> number = next_signal(signals_)) handle(*number);
     if (!deadline_.passed()) return;
-    notices_.warning(kill_asked_ ? "second SIGINT" : cat("not ended within ", signal_grace_, " s"), ": killing ",
-                     name_);
+    notices_.warning(kill_asked_ ? "not ended after the second SIGINT" : cat("not ended within ", signal_grace_, " s"),
+                     ": killing ", name_);
     kill(tool_, SIGKILL);
     deadline_ = {};
   }
@@ -107,10 +107,20 @@ class ToolRun {
         notices_.info(passed_on_text(number, cat(name_, " for all ranks"), signal_grace_));
         return;
       case SignalMeaning::kKill:
-        kill(tool_, number);  // which ends the ranks of other hosts, where a SIGKILL could not
-        if (!std::exchange(kill_asked_, true)) deadline_ = deadline_.or_sooner(Deadline::in(kKillSeconds));
-        return;
+        return ask_to_kill(number);
     }
+  }
+
+  // The tool can kill the ranks of other hosts. A SIGKILL could not.
+  void ask_to_kill(int number) {
+    kill(tool_, number);
+    if (std::exchange(kill_asked_, true)) {
+      deadline_ = Deadline::in(0);
+      return;
+    }
+    deadline_ = deadline_.or_sooner(Deadline::in(kKillSeconds));
+    notices_.warning("second SIGINT passed on to ", name_, ", which has ", kKillSeconds,
+                     " s to kill the ranks; a third one kills it");
   }
 
   OrphanGuard guard_;  // first: it wants no other descriptors
