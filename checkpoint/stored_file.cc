@@ -9,13 +9,14 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/system_call.h"
 
 namespace ds::checkpoint {
 
 StoredFile::StoredFile(std::string path) : path_(std::move(path)) {
   std::error_code error;
   bytes_ = std::filesystem::file_size(path_, error);
-  require<IoError>(!error, path_, ": expected a file, found none that can be read: ", error.message());
+  require<IoError>(!error, path_, ": expected a file, found none that can be read: ", SystemReason(error));
 }
 
 StoredFile::~StoredFile() { close(); }

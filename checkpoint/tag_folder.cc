@@ -19,6 +19,7 @@
 #include "checkpoint/stored_file.h"
 #include "core/atomic_file.h"
 #include "core/check.h"
+#include "core/system_call.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -143,18 +144,18 @@ void begin_tag(const TagSave& save) {
   require_tag(tag);
   std::error_code error;
   const bool is_new = fs::create_directories(save_dir, error);
-  require<IoError>(!error, save_dir, ": cannot make this folder for checkpoints: ", error.message());
+  require<IoError>(!error, save_dir, ": cannot make this folder for checkpoints: ", SystemReason(error));
   if (is_new) make_folder_durable((fs::canonical(save_dir) / "..").string());
   const fs::path older = tag_path(save_dir, tag);
   require<IoError>(
-      !there(older) || there(older / kIndexName) || fs::is_empty(older, error), older.string(),
+      !there(older) || there(older / kIndexName) || fs::is_empty(older, error), older.native(),
       ": is there and is no checkpoint of dsengine, so it will not be replaced; give another tag or save_dir");
   for (const std::string& left : incomplete_paths(save_dir, tag)) {
     fs::remove_all(left, error);
-    require<IoError>(!error, left, ": cannot remove what an earlier save left: ", error.message());
+    require<IoError>(!error, left, ": cannot remove what an earlier save left: ", SystemReason(error));
   }
   fs::create_directory(path, error);
-  require<IoError>(!error, path, ": cannot make this folder: ", error.message(), "; check that ", save_dir,
+  require<IoError>(!error, path, ": cannot make this folder: ", SystemReason(error), "; check that ", save_dir,
                    " may be written and has space");
 }
 

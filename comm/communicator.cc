@@ -14,9 +14,18 @@ namespace {
 
 int64_t bytes_of(const at::Tensor& tensor) { return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0; }
 
-std::string about(const char* what, const std::string& label) {
-  return label.empty() ? std::string(what) : cat(what, " (", label, ")");
-}
+// "all_reduce (bucket 3)", without the label where there is none.
+struct About {
+  const char* what;
+  const std::string& label;
+
+  friend std::ostream& operator<<(std::ostream& out, const About& about) {
+    out << about.what;
+    return about.label.empty() ? out : out << " (" << about.label << ")";
+  }
+};
+
+About about(const char* what, const std::string& label) { return {what, label}; }
 
 void require_plain(const char* what, const std::string& label, const char* role, const at::Tensor& tensor) {
   require(tensor.defined(), about(what, label), ": expected a tensor as ", role, ", found an undefined one");

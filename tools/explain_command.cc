@@ -90,11 +90,11 @@ fs::path folder_with_records(const std::string& given) {
   fs::path folder = given.empty() ? flight_base(comm::process_environment) : given;
   for (int depth = 0; depth < 3; ++depth) {
     std::error_code error;
-    require<IoError>(fs::is_directory(folder, error), folder.string(), ": expected a folder of flight records, found ",
+    require<IoError>(fs::is_directory(folder, error), folder.native(), ": expected a folder of flight records, found ",
                      fs::exists(folder, error) ? "a file" : "nothing");
     const fs::path inner = newest_folder(folder);
     if (has_records(folder) && (inner.empty() || !has_records(inner) || went_on(folder, inner))) return folder;
-    require<IoError>(!inner.empty(), folder.string(), ": expected flight records (rankN.flight), found none; a rank ",
+    require<IoError>(!inner.empty(), folder.native(), ": expected flight records (rankN.flight), found none; a rank ",
                      "that ends in good order removes its own");
     folder = inner;
   }

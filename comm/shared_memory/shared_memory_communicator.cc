@@ -10,6 +10,7 @@
 
 #include "comm/local_reduce.h"
 #include "comm/meeting/host_identity.h"
+#include "comm/operation_name.h"
 #include "comm/queued_work.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
@@ -17,16 +18,11 @@
 namespace ds::comm {
 namespace {
 
-std::string what(const Collective& collective) {
-  return collective.label.empty() ? name_of(collective.kind)
-                                  : cat(name_of(collective.kind), " '", collective.label, "'");
-}
-
 void require_cpu(const Collective& collective, const at::Tensor& tensor) {
   if (!tensor.defined()) return;
-  require(tensor.is_cpu(), what(collective), ": expected a CPU tensor, found ", describe(tensor),
+  require(tensor.is_cpu(), OperationTitle(collective), ": expected a CPU tensor, found ", describe(tensor),
           "; the shared-memory communicator is for CPU tensors, use a gloo or nccl group for others");
-  require_reducible(tensor.scalar_type(), ReduceOp::kMin, what(collective));  // that is, a type we carry
+  require_reducible(tensor.scalar_type(), ReduceOp::kMin, OperationTitle(collective));  // that is, a type we carry
 }
 
 uint64_t hash_of(const std::vector<int>& ranks) {
@@ -75,7 +71,7 @@ void SharedMemoryCommunicator::fail(const std::string& text) {
 
 void SharedMemoryCommunicator::require_usable(const Collective& collective) const {
   const std::lock_guard lock(mutex_);
-  require<CommError>(first_error_.empty(), name(), " rank ", rank(), ": ", what(collective),
+  require<CommError>(first_error_.empty(), name(), " rank ", rank(), ": ", OperationTitle(collective),
                      " refused, the communicator has failed before: ", first_error_);
 }
 
@@ -84,7 +80,7 @@ Work SharedMemoryCommunicator::launch(Collective collective) {
   require_cpu(collective, collective.output);
   const bool reduces = collective.kind == CollectiveKind::kAllReduce || collective.kind == CollectiveKind::kReduce ||
                        collective.kind == CollectiveKind::kReduceScatter;
-  if (reduces) require_reducible(collective.input.scalar_type(), collective.op, what(collective));
+  if (reduces) require_reducible(collective.input.scalar_type(), collective.op, OperationTitle(collective));
   if (collective.kind == CollectiveKind::kSend || collective.kind == CollectiveKind::kRecv) {
     require_usable(collective);
     return Work(messages_->post(collective));
@@ -191,7 +187,7 @@ std::string announced_region(const SharedMemoryGroup& group, const std::string& 
   std::string region_name, domain, host;
   words >> region_name >> domain >> host;
   require<CommError>(domain == shared_memory_domain(), label, " as rank ", group.rank, ": rank 0 (on ", host,
-                     ") and this rank (on ", host_name(),
+                     ") and this rank (on ", lazy(host_name),
                      ") cannot share memory: they run on different hosts, or in containers with a /dev/shm or process "
                      "ids of their own; use \"communication_backend\": \"gloo\"");
   return region_name;
