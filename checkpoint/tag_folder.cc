@@ -30,8 +30,6 @@ constexpr const char* kLatest = "latest";
 constexpr const char* kIncomplete = ".incomplete";
 constexpr const char* kReplaced = ".replaced";
 
-std::string reason(int error) { return std::generic_category().message(error); }
-
 std::string hidden_path(const std::string& save_dir, const std::string& name, const char* ending) {
   return (fs::path(save_dir) / cat(".", name, ending)).string();
 }
@@ -48,11 +46,11 @@ bool there(const fs::path& path) {
 
 void make_folder_durable(const std::string& folder) {
   const int error = sync_folder(folder);
-  require<IoError>(error == 0, folder, ": cannot make durable: ", reason(error));
+  require<IoError>(error == 0, folder, ": cannot make durable: ", SystemReason(error));
 }
 
 void rename_folder(const std::string& from, const std::string& to) {
-  require<IoError>(rename(from.c_str(), to.c_str()) == 0, "cannot rename ", from, " to ", to, ": ", reason(errno));
+  require_system<IoError>(rename(from.c_str(), to.c_str()) == 0, "cannot rename ", from, " to ", to);
 }
 
 // False where the file system cannot.
@@ -105,7 +103,7 @@ void replace_in_two_steps(const std::string& from, const std::string& to, const 
     const int error = errno;
     if (there(to) && turn < kTurns) continue;  // a reader took it for one that was cut off, and put it back
     rename(older.c_str(), to.c_str());
-    throw IoError(cat("cannot rename ", from, " to ", to, ": ", reason(error)));
+    throw IoError(cat("cannot rename ", from, " to ", to, ": ", SystemReason(error)));
   }
   make_durable(save_dir);
   fs::remove_all(older, ignored);

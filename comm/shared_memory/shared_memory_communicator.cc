@@ -14,6 +14,7 @@
 #include "comm/queued_work.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "core/text_hash.h"
 
 namespace ds::comm {
 namespace {
@@ -23,12 +24,6 @@ void require_cpu(const Collective& collective, const at::Tensor& tensor) {
   require(tensor.is_cpu(), OperationTitle(collective), ": expected a CPU tensor, found ", describe(tensor),
           "; the shared-memory communicator is for CPU tensors, use a gloo or nccl group for others");
   require_reducible(tensor.scalar_type(), ReduceOp::kMin, OperationTitle(collective));  // that is, a type we carry
-}
-
-uint64_t hash_of(const std::vector<int>& ranks) {
-  uint64_t hash = 1469598103934665603ULL;
-  for (const int member : ranks) hash = (hash ^ static_cast<uint64_t>(member)) * 1099511628211ULL;
-  return hash;
 }
 
 std::string new_region_name() {
@@ -143,7 +138,7 @@ std::shared_ptr<Communicator> SharedMemoryCommunicator::make_group(const std::ve
   require(!ranks.empty() && ranks.front() >= 0 && ranks.back() < size() &&
               std::adjacent_find(ranks.begin(), ranks.end(), std::greater_equal<>()) == ranks.end(),
           label, ": expected ascending ranks of group ", this->name(), " in [0, ", size(), ")");
-  meet(label, hash_of(ranks));
+  meet(label, fnv1a(list));
   const std::string region_name = cat(region_name_, ".", groups_made_++);
   const std::shared_ptr<SharedRegion> region = agree_on_region(ranks, region_name, label);
   std::shared_ptr<Communicator> group;
