@@ -17,6 +17,7 @@
 #include "core/atomic_file.h"
 #include "core/check.h"
 #include "core/safetensors.h"
+#include "core/system_call.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -137,7 +138,7 @@ std::string index_text(const std::vector<Shard>& shards, int64_t total_bytes) {
 void remove_file(const fs::path& path) {
   std::error_code failure;
   fs::remove(path, failure);
-  require<IoError>(!failure, path.string(), ": a file of an older export cannot be removed: ", failure.message());
+  require<IoError>(!failure, path.native(), ": a file of an older export cannot be removed: ", SystemReason(failure));
 }
 
 // What an older export left and this one did not replace.
@@ -160,7 +161,7 @@ ExportedFiles export_weights(Source& source, const std::string& folder, const Ex
   const bool single = shards.size() == 1;
   std::error_code failure;
   fs::create_directories(folder, failure);
-  require<IoError>(fs::is_directory(folder), folder, ": cannot make this folder: ", failure.message());
+  require<IoError>(fs::is_directory(folder), folder, ": cannot make this folder: ", SystemReason(failure));
 
   ExportedFiles result{.files = {}, .tensors = static_cast<int64_t>(items.size()), .bytes = 0};
   std::deque<SafetensorsWriter> writers;  // none has its name before all are written

@@ -8,6 +8,7 @@
 #include "checkpoint/rank_files.h"
 #include "checkpoint/weight_files.h"
 #include "core/check.h"
+#include "core/system_call.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -21,7 +22,7 @@ bool has_file(const fs::path& folder, const Predicate& is_wanted) {
   for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
     if (is_wanted(entry->path().filename().string())) return true;
   }
-  require<IoError>(!error, folder.string(), ": cannot list the folder: ", error.message());
+  require<IoError>(!error, folder.native(), ": cannot list the folder: ", SystemReason(error));
   return false;
 }
 

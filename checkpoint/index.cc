@@ -35,7 +35,7 @@ TensorInfo tensor_from(const json& value, const std::string& where) {
   int64_t numel = 1;
   for (const int64_t size : tensor.sizes) {
     require<IoError>(size >= 0 && !__builtin_mul_overflow(numel, size, &numel) && numel < kMostElements, where,
-                     ": shape ", value.at("shape").dump(), " is none of a tensor");
+                     ": shape ", value.at("shape"), " is none of a tensor");
   }
   tensor.frozen = value.value("frozen", false);
   return tensor;
@@ -138,7 +138,7 @@ json unsealed(const std::string& text, const std::string& where) {
       where, ": expected JSON of a ", kFormat, ", found ", text.size(), " bytes of something else; the file is ",
       "damaged, was not written to its end, or is no checkpoint of dsengine");
   require<IoError>(value.value("version", json()) == kVersion, where, ": expected version ", kVersion, ", found ",
-                   value.value("version", json()).dump(), "; read it with the dsengine that wrote it");
+                   value.value("version", json()), "; read it with the dsengine that wrote it");
   const json& content = value["content"];
   const std::string canonical = content.dump(-1, ' ', false, json::error_handler_t::replace);
   require<IoError>(value.value("checksum", json()) == to_hex(checksum(canonical.data(), canonical.size())), where,
@@ -159,8 +159,9 @@ void add_table(Index& index, const json& table, const std::string& where) {
     for (const auto& [path, value] : table.at("tensors").items()) {
       const TensorInfo tensor = tensor_from(value, cat(where, ": \"", path, "\""));
       const auto [place, is_new] = index.tensors.emplace(path, tensor);
-      require<IoError>(is_new || place->second == tensor, where, ": \"", path,
-                       "\" is described in two ways: ", tensor_to_json(place->second).dump(), " and ", value.dump());
+      const TensorInfo& known = place->second;
+      require<IoError>(is_new || known == tensor, where, ": \"", path,
+                       "\" is described in two ways: ", lazy([&] { return tensor_to_json(known); }), " and ", value);
     }
     for (const auto& [name, value] : table.at("files").items()) {
       require<IoError>(!name.empty() && name.find('/') == std::string::npos, where, ": file \"", name,

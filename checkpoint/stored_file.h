@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "core/unique_fd.h"
+
 namespace ds::checkpoint {
 
 // Opened with the first read. Safe to move; reads by one thread at a time.
@@ -12,8 +14,7 @@ class StoredFile {
  public:
   // Throws IoError when there is no such file.
   explicit StoredFile(std::string path);
-  ~StoredFile();
-  StoredFile(StoredFile&& other) noexcept;
+  StoredFile(StoredFile&& other) noexcept = default;
   StoredFile& operator=(StoredFile&&) = delete;
 
   const std::string& path() const { return path_; }
@@ -21,12 +22,12 @@ class StoredFile {
   // Throws IoError when the file ends before.
   void read(uint64_t position, void* to, size_t bytes);
   // Closes the file until the next read: a checkpoint may have more files than a process may open.
-  void close() noexcept;
+  void close() noexcept { descriptor_.reset(); }
 
  private:
   std::string path_;
   uint64_t bytes_ = 0;
-  int descriptor_ = -1;
+  UniqueFd descriptor_;
 };
 
 // All of a small file. Throws IoError.

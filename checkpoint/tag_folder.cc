@@ -19,6 +19,7 @@
 #include "checkpoint/stored_file.h"
 #include "core/atomic_file.h"
 #include "core/check.h"
+#include "core/system_call.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -28,8 +29,6 @@ namespace fs = std::filesystem;
 constexpr const char* kLatest = "latest";
 constexpr const char* kIncomplete = ".incomplete";
 constexpr const char* kReplaced = ".replaced";
-
-std::string reason(int error) { return std::generic_category().message(error); }
 
 std::string hidden_path(const std::string& save_dir, const std::string& name, const char* ending) {
   return (fs::path(save_dir) / cat(".", name, ending)).string();
@@ -47,11 +46,11 @@ bool there(const fs::path& path) {
 
 void make_folder_durable(const std::string& folder) {
   const int error = sync_folder(folder);
-  require<IoError>(error == 0, folder, ": cannot make durable: ", reason(error));
+  require<IoError>(error == 0, folder, ": cannot make durable: ", SystemReason(error));
 }
 
 void rename_folder(const std::string& from, const std::string& to) {
-  require<IoError>(rename(from.c_str(), to.c_str()) == 0, "cannot rename ", from, " to ", to, ": ", reason(errno));
+  require_system<IoError>(rename(from.c_str(), to.c_str()) == 0, "cannot rename ", from, " to ", to);
 }
 
 // False where the file system cannot.
@@ -104,7 +103,7 @@ void replace_in_two_steps(const std::string& from, const std::string& to, const 
     const int error = errno;
     if (there(to) && turn < kTurns) continue;  // a reader took it for one that was cut off, and put it back
     rename(older.c_str(), to.c_str());
-    throw IoError(cat("cannot rename ", from, " to ", to, ": ", reason(error)));
+    throw IoError(cat("cannot rename ", from, " to ", to, ": ", SystemReason(error)));
   }
   make_durable(save_dir);
   fs::remove_all(older, ignored);
@@ -143,18 +142,18 @@ void begin_tag(const TagSave& save) {
   require_tag(tag);
   std::error_code error;
   const bool is_new = fs::create_directories(save_dir, error);
-  require<IoError>(!error, save_dir, ": cannot make this folder for checkpoints: ", error.message());
+  require<IoError>(!error, save_dir, ": cannot make this folder for checkpoints: ", SystemReason(error));
   if (is_new) make_folder_durable((fs::canonical(save_dir) / "..").string());
   const fs::path older = tag_path(save_dir, tag);
   require<IoError>(
-      !there(older) || there(older / kIndexName) || fs::is_empty(older, error), older.string(),
+      !there(older) || there(older / kIndexName) || fs::is_empty(older, error), older.native(),
       ": is there and is no checkpoint of dsengine, so it will not be replaced; give another tag or save_dir");
   for (const std::string& left : incomplete_paths(save_dir, tag)) {
     fs::remove_all(left, error);
-    require<IoError>(!error, left, ": cannot remove what an earlier save left: ", error.message());
+    require<IoError>(!error, left, ": cannot remove what an earlier save left: ", SystemReason(error));
   }
   fs::create_directory(path, error);
-  require<IoError>(!error, path, ": cannot make this folder: ", error.message(), "; check that ", save_dir,
+  require<IoError>(!error, path, ": cannot make this folder: ", SystemReason(error), "; check that ", save_dir,
                    " may be written and has space");
 }
 

@@ -16,6 +16,7 @@
 #include "checkpoint/tag_folder.h"
 #include "core/atomic_file.h"
 #include "core/check.h"
+#include "core/system_call.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -119,7 +120,7 @@ IValue model_states(Source& source) {
 void save_parameter(Source& source, const std::string& name, const fs::path& folder) {
   std::error_code failure;
   fs::create_directories(folder, failure);
-  require<IoError>(!failure, folder.string(), ": cannot make this folder: ", failure.message());
+  require<IoError>(!failure, folder.native(), ": cannot make this folder: ", SystemReason(failure));
   const auto save_tensor = [&](const char* file, const std::string& path) {
     const at::Tensor value = at::empty(source.info(path).sizes, at::kFloat);
     source.read(path, 0, value);

@@ -82,8 +82,7 @@ std::map<std::string, std::string> read_weight_map(const std::string& path) {
   require<IoError>(has_map, path, ": expected an object with \"weight_map\": {tensor: file}");
   std::map<std::string, std::string> result;
   for (const auto& [name, file] : index["weight_map"].items()) {
-    require<IoError>(file.is_string(), path, ": tensor \"", name, "\": expected the name of a file, found ",
-                     file.dump());
+    require<IoError>(file.is_string(), path, ": tensor \"", name, "\": expected the name of a file, found ", file);
     result[name] = file.get<std::string>();
     // Not a path: an index from elsewhere must not reach files outside its folder.
     require<IoError>(fs::path(result[name]).filename() == result[name], path, ": tensor \"", name,
@@ -100,7 +99,7 @@ std::unique_ptr<Source> open_shards(const fs::path& folder) {
   auto source = std::make_unique<WeightFiles>(folder.string());
   for (const auto& [file, name] : first_of) {
     const fs::path path = folder / file;
-    require<IoError>(fs::exists(path), path.string(), ": no such file, in which ", index, " has tensor \"", name,
+    require<IoError>(fs::exists(path), path.native(), ": no such file, in which ", index, " has tensor \"", name,
                      "\"; copy all files of the checkpoint");
     const size_t before = source->tensors().size();
     source->add(path.string());
@@ -108,10 +107,10 @@ std::unique_ptr<Source> open_shards(const fs::path& folder) {
     for (const auto& [tensor, place] : weight_map) {
       if (place != file) continue;
       ++expected;
-      require<IoError>(source->contains(weight_path(tensor)), path.string(), ": no tensor \"", tensor, "\", which ",
+      require<IoError>(source->contains(weight_path(tensor)), path.native(), ": no tensor \"", tensor, "\", which ",
                        index, " says is there; index and files are of different checkpoints");
     }
-    require<IoError>(source->tensors().size() == before + expected, path.string(), ": holds ",
+    require<IoError>(source->tensors().size() == before + expected, path.native(), ": holds ",
                      source->tensors().size() - before, " tensors, expected the ", expected, " that ", index,
                      " names; index and files are of different checkpoints");
   }

@@ -5,7 +5,7 @@
 #include <numeric>
 #include <utility>
 
-#include "comm/flight/flight_recorder.h"
+#include "comm/collective_observer.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
 
@@ -14,9 +14,18 @@ namespace {
 
 int64_t bytes_of(const at::Tensor& tensor) { return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0; }
 
-std::string about(const char* what, const std::string& label) {
-  return label.empty() ? std::string(what) : cat(what, " (", label, ")");
-}
+// "all_reduce (bucket 3)", without the label where there is none.
+struct About {
+  const char* what;
+  const std::string& label;
+
+  friend std::ostream& operator<<(std::ostream& out, const About& about) {
+    out << about.what;
+    return about.label.empty() ? out : out << " (" << about.label << ")";
+  }
+};
+
+About about(const char* what, const std::string& label) { return {what, label}; }
 
 void require_plain(const char* what, const std::string& label, const char* role, const at::Tensor& tensor) {
   require(tensor.defined(), about(what, label), ": expected a tensor as ", role, ", found an undefined one");
@@ -80,32 +89,38 @@ Work Communicator::copy_alone(const at::Tensor& output, const at::Tensor& input)
 
 std::shared_ptr<Communicator> Communicator::new_group(const std::vector<int>& ranks, const std::string& name) {
   std::shared_ptr<Communicator> group = make_group(ranks, name);
-  if (!group || !recorder_) return group;
-  for (const int rank : ranks) group->world_ranks_.push_back(world_ranks_[static_cast<size_t>(rank)]);
-  group->recorder_ = recorder_;
-  group->recorded_group_ = recorder_->add_group(name, group->world_ranks_, group->rank());
+  if (!group) return group;
+  for (const Observation& own : observers_) {
+    std::vector<int> members;
+    for (const int rank : ranks) members.push_back(own.ranks[static_cast<size_t>(rank)]);
+    const int number = own.observer->add_group(name, members, group->rank());
+    group->observers_.push_back({own.observer, number, std::move(members)});
+  }
   return group;
 }
 
-void Communicator::record_with(std::shared_ptr<FlightRecorder> recorder) {
-  recorder_ = std::move(recorder);
-  world_ranks_.resize(static_cast<size_t>(size_));
-  std::iota(world_ranks_.begin(), world_ranks_.end(), 0);
-  recorded_group_ = recorder_->add_group(name_, world_ranks_, rank_);
+void Communicator::observe_with(std::shared_ptr<CollectiveObserver> observer) {
+  std::vector<int> all(static_cast<size_t>(size_));
+  std::iota(all.begin(), all.end(), 0);
+  const int number = observer->add_group(name_, all, rank_);
+  observers_.push_back({std::move(observer), number, std::move(all)});
+}
+
+void Communicator::note_phase(const char* name, int64_t step, int64_t micro_step) const {
+  for (const Observation& own : observers_) own.observer->phase(name, step, micro_step);
 }
 
 void Communicator::keep_watch(std::shared_ptr<FlightWatch> watch) { watch_ = std::move(watch); }
 
 Work Communicator::checked_launch(Collective collective) {
   count(collective);
-  if (!recorder_) return launch(std::move(collective));
-  const FlightRecorder::Ticket ticket = recorder_->begin(recorded_group_, collective);
-  try {
-    return recorder_->follow(ticket, launch(std::move(collective)));
-  } catch (...) {
-    recorder_->failed(ticket);
-    throw;
-  }
+  return observed_launch(collective, 0);
+}
+
+Work Communicator::observed_launch(Collective& collective, size_t first) {
+  if (first == observers_.size()) return launch(std::move(collective));
+  const Observation& own = observers_[first];
+  return own.observer->observe(own.group, collective, [&] { return observed_launch(collective, first + 1); });
 }
 
 void Communicator::count(const Collective& collective) {

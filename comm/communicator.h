@@ -13,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -22,7 +23,7 @@
 
 namespace ds::comm {
 
-class FlightRecorder;
+class CollectiveObserver;
 class FlightWatch;
 
 // Bytes this rank has handed to others, and calls, by kind of operation: what a bandwidth-optimal algorithm must send
@@ -80,11 +81,11 @@ class Communicator {
   // in `ranks`, which get nullptr.
   std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks, const std::string& name);
 
-  // Operations from now on, and those of groups made from now on, are written down there. This group is the world of
-  // the recorder. Call before the first operation.
-  void record_with(std::shared_ptr<FlightRecorder> recorder);
-  // Null: none.
-  const std::shared_ptr<FlightRecorder>& recorder() const { return recorder_; }
+  // Operations from now on, and those of groups made from now on, are shown to it (comm/collective_observer.h), beside
+  // other observers. Call before the first operation.
+  void observe_with(std::shared_ptr<CollectiveObserver> observer);
+  // Tells the observers what the program does from now on: "backward", "step", ...; micro_step -1: none.
+  void note_phase(const char* name, int64_t step, int64_t micro_step = -1) const;
   // Keeps what watches the ranks of this group, until it ends itself.
   void keep_watch(std::shared_ptr<FlightWatch> watch);
   // Null: nobody watches.
@@ -97,7 +98,16 @@ class Communicator {
   virtual std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) = 0;
 
  private:
+  // One that observes this group.
+  struct Observation {
+    std::shared_ptr<CollectiveObserver> observer;
+    int group;               // its number of this group
+    std::vector<int> ranks;  // of this group, in the group that it was attached to
+  };
+
   Work checked_launch(Collective collective);
+  // Within observers_[first] and those after it. Takes what is in `collective`.
+  Work observed_launch(Collective& collective, size_t first);
   void count(const Collective& collective);
   Work copy_alone(const at::Tensor& output, const at::Tensor& input) const;
   void require_peer(const char* what, const std::string& label, int peer) const;
@@ -108,10 +118,8 @@ class Communicator {
   int size_;
   std::string name_;
   CommCounters counters_;
-  std::shared_ptr<FlightRecorder> recorder_;  // null: none
+  std::vector<Observation> observers_;
   std::shared_ptr<FlightWatch> watch_;
-  int recorded_group_ = 0;
-  std::vector<int> world_ranks_;  // of this group, in the recorder's world
 };
 
 }  // namespace ds::comm

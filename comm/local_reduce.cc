@@ -160,7 +160,7 @@ void local_reduce(void* destination, const std::vector<const void*>& sources, in
   }
 }
 
-void require_reducible(at::ScalarType dtype, ReduceOp op, const std::string& what) {
+void require_reducible(at::ScalarType dtype, ReduceOp op, const Printable& what) {
   const bool bitwise = op == ReduceOp::kBand || op == ReduceOp::kBor || op == ReduceOp::kBxor;
   switch (dtype) {
     case at::kFloat:

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "core/text.h"
 
 namespace ds::comm {
 
@@ -19,6 +20,6 @@ void local_reduce(void* destination, const std::vector<const void*>& sources, in
 
 // Throws UsageError naming `what` when the operation is not defined on the data type: kBand, kBor and kBxor on floating
 // point, kSum, kAvg, kProduct and kBxor on bool, anything on types that communicators do not carry.
-void require_reducible(at::ScalarType dtype, ReduceOp op, const std::string& what);
+void require_reducible(at::ScalarType dtype, ReduceOp op, const Printable& what);
 
 }  // namespace ds::comm

@@ -43,8 +43,9 @@ MeshLayout::MeshLayout(const MeshSizes& sizes) {
 MeshLayout MeshLayout::fill_data(MeshSizes sizes, int world_size) {
   sizes.data = 1;
   const MeshLayout others(sizes);
-  require<ConfigError>(world_size >= 1 && world_size % others.world_size() == 0, "mesh: ", others.text(), " takes ",
-                       others.world_size(), " ranks, which does not divide the ", world_size, " ranks of the job. ",
+  require<ConfigError>(world_size >= 1 && world_size % others.world_size() == 0,
+                       "mesh: ", lazy([&] { return others.text(); }), " takes ", others.world_size(),
+                       " ranks, which does not divide the ", world_size, " ranks of the job. ",
                        "Change the sizes of the axes or the number of ranks");
   sizes.data = world_size / others.world_size();
   return MeshLayout(sizes);

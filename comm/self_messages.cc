@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <utility>
+
 #include "core/check.h"
 #include "core/tensor_check.h"
 
@@ -9,10 +11,10 @@ namespace ds::comm {
 
 class SelfMessages::Receive : public WorkState {
  public:
-  Receive(at::Tensor tensor, std::string what) : tensor_(std::move(tensor)), what_(std::move(what)) {}
+  Receive(at::Tensor tensor, OperationName name) : tensor_(std::move(tensor)), name_(std::move(name)) {}
 
   void take(const at::Tensor& message) {
-    require(message.numel() == tensor_.numel() && message.scalar_type() == tensor_.scalar_type(), what_, ": expected ",
+    require(message.numel() == tensor_.numel() && message.scalar_type() == tensor_.scalar_type(), name_, ": expected ",
             describe(tensor_), " from this rank itself, found ", describe(message));
     const at::NoGradGuard no_grad;
     tensor_.view(-1).copy_(message.view(-1));
@@ -20,16 +22,16 @@ class SelfMessages::Receive : public WorkState {
   }
   bool is_completed() override { return done_; }
   void wait() override {
-    require(done_, what_, ": waits for a message from this rank itself that was not sent; issue isend() before");
+    require(done_, name_, ": waits for a message from this rank itself that was not sent; issue isend() before");
   }
 
  private:
   at::Tensor tensor_;
-  std::string what_;
+  OperationName name_;
   bool done_ = false;
 };
 
-Work SelfMessages::send(const at::Tensor& tensor, int tag, const std::string& what) {
+Work SelfMessages::send(const at::Tensor& tensor, int tag) {
   Box& box = boxes_[tag];
   if (box.expected.empty()) {
     box.sent.push_back(tensor.detach().clone());
@@ -41,8 +43,8 @@ Work SelfMessages::send(const at::Tensor& tensor, int tag, const std::string& wh
   return {};
 }
 
-Work SelfMessages::recv(const at::Tensor& tensor, int tag, const std::string& what) {
-  const auto receive = std::make_shared<Receive>(tensor.detach(), what);
+Work SelfMessages::recv(const at::Tensor& tensor, int tag, OperationName name) {
+  const auto receive = std::make_shared<Receive>(tensor.detach(), std::move(name));
   Box& box = boxes_[tag];
   if (box.sent.empty()) {
     box.expected.push_back(receive);

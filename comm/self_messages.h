@@ -6,9 +6,9 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <string>
 
 #include "comm/communicator.h"
+#include "comm/operation_name.h"
 
 namespace ds::comm {
 
@@ -16,10 +16,10 @@ namespace ds::comm {
 class SelfMessages {
  public:
   // Complete at once: the tensor is copied.
-  Work send(const at::Tensor& tensor, int tag, const std::string& what);
+  Work send(const at::Tensor& tensor, int tag);
   // Complete once the matching send was issued. Its wait() throws UsageError when there was none, as none can come any
   // more. Both throw UsageError when the matching tensors differ in elements or data type.
-  Work recv(const at::Tensor& tensor, int tag, const std::string& what);
+  Work recv(const at::Tensor& tensor, int tag, OperationName name);
 
  private:
   class Receive;

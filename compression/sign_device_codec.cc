@@ -79,7 +79,7 @@ void SignDeviceCodec::give_work(const SignCodec& codec, const at::Tensor& values
                                 .parts = tables.parts,
                                 .numel = codec.numel()};
   const char* error = give(kernels, ranges, stream.native_handle());
-  require<ConfigError>(error == nullptr, "SignCodec: expected ", device.str(), " to take a kernel, found: ", error,
+  require<ConfigError>(error == nullptr, "SignCodec: expected ", device, " to take a kernel, found: ", error,
                        ". Errors of earlier work on the device show here too. Where it says that there is no kernel ",
                        "image, build libdsengine_cuda for this GPU (-DCMAKE_CUDA_ARCHITECTURES=native)");
 }

@@ -6,22 +6,22 @@
 #include <cerrno>
 #include <cstdio>
 #include <filesystem>
-#include <system_error>
 #include <utility>
 
 #include "core/check.h"
+#include "core/system_call.h"
 
 namespace ds {
 
 AtomicFile::AtomicFile(std::string path) : path_(std::move(path)), temporary_(cat(path_, ".", getpid(), ".tmp")) {
   require<IoError>(!std::filesystem::is_directory(path_), path_, ": cannot write: this is a folder; name a file");
-  descriptor_ = open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (descriptor_ < 0) fail("cannot write", errno);
+  descriptor_ = UniqueFd(open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  if (!descriptor_.valid()) fail("cannot write", errno);
 }
 
 AtomicFile::~AtomicFile() {
-  if (descriptor_ < 0) return;
-  close(descriptor_);
+  if (!descriptor_.valid()) return;
+  descriptor_.reset();
   unlink(temporary_.c_str());
 }
 
@@ -33,7 +33,7 @@ void AtomicFile::write(const void* data, size_t bytes) {
 void AtomicFile::write_at(size_t position, const void* data, size_t bytes) {
   const auto* next = static_cast<const char*>(data);
   while (bytes > 0) {
-    const ssize_t written = pwrite(descriptor_, next, bytes, static_cast<off_t>(position));
+    const ssize_t written = pwrite(descriptor_.get(), next, bytes, static_cast<off_t>(position));
     if (written < 0) {
       if (errno == EINTR) continue;
       fail("cannot write", errno);
@@ -45,9 +45,9 @@ void AtomicFile::write_at(size_t position, const void* data, size_t bytes) {
 }
 
 void AtomicFile::commit(bool durable) {
-  if (durable && fsync(descriptor_) != 0) fail("cannot write", errno);
+  if (durable && fsync(descriptor_.get()) != 0) fail("cannot write", errno);
   // Over a network file system this is where a full disk shows.
-  if (close(std::exchange(descriptor_, -1)) != 0) fail_closed("cannot write");
+  if (!descriptor_.close()) fail_closed("cannot write");
   if (rename(temporary_.c_str(), path_.c_str()) != 0) fail_closed("cannot rename the finished file into place");
   if (!durable) return;
   // The rename itself is durable once the folder is.
@@ -55,10 +55,9 @@ void AtomicFile::commit(bool durable) {
 }
 
 int sync_folder(const std::string& folder) noexcept {
-  const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) return errno;
-  const int error = fsync(descriptor) == 0 ? 0 : errno;
-  close(descriptor);
+  const UniqueFd descriptor(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!descriptor.valid()) return errno;
+  const int error = fsync(descriptor.get()) == 0 ? 0 : errno;
   return error == EINVAL ? 0 : error;  // a file system that needs none
 }
 
@@ -69,7 +68,7 @@ void AtomicFile::fail_closed(const char* what) const {
 }
 
 void AtomicFile::fail(const char* what, int error) const {
-  throw IoError(cat(path_, ": ", what, ": ", std::generic_category().message(error),
+  throw IoError(cat(path_, ": ", what, ": ", SystemReason(error),
                     "; check that the folder exists, may be written and has space"));
 }
 

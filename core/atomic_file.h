@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <string>
 
+#include "core/unique_fd.h"
+
 namespace ds {
 
 // Writes beside `path` under a temporary name; commit() makes it durable (fsync), if asked to, and renames it to
@@ -29,8 +31,8 @@ class AtomicFile {
 
   std::string path_;
   std::string temporary_;
-  int descriptor_ = -1;
-  size_t end_ = 0;  // where write() appends
+  UniqueFd descriptor_;  // none once committed
+  size_t end_ = 0;       // where write() appends
 };
 
 // Makes durable what happened to names in a folder. Returns 0, or the system's error number.

@@ -91,21 +91,21 @@ std::optional<uint64_t> bytes_of(const std::vector<int64_t>& sizes, at::ScalarTy
 SafetensorsFile::Entry parse_entry(const std::string& where, const std::string& name, const json& value) {
   require<IoError>(value.is_object() && value.size() == 3 && value.contains("dtype") && value.contains("shape") &&
                        value.contains("data_offsets"),
-                   where, "expected {dtype, shape, data_offsets}, found ", value.dump());
-  require<IoError>(value["dtype"].is_string(), where, "expected dtype to be a string, found ", value["dtype"].dump());
+                   where, "expected {dtype, shape, data_offsets}, found ", value);
+  require<IoError>(value["dtype"].is_string(), where, "expected dtype to be a string, found ", value["dtype"]);
   const auto dtype = safetensors_dtype(value["dtype"]);
-  require<IoError>(dtype.has_value(), where, "dtype ", value["dtype"].dump(),
+  require<IoError>(dtype.has_value(), where, "dtype ", value["dtype"],
                    " is not one of F64, F32, F16, BF16, I64, I32, I16, I8, U8, BOOL");
   require<IoError>(is_list_of_naturals(value["shape"]), where, "expected shape to be a list of integers >= 0, found ",
-                   value["shape"].dump());
+                   value["shape"]);
   const json& offsets = value["data_offsets"];
   require<IoError>(is_list_of_naturals(offsets) && offsets.size() == 2 && offsets[0] <= offsets[1], where,
-                   "expected data_offsets to be [begin, end] with begin <= end, found ", offsets.dump());
+                   "expected data_offsets to be [begin, end] with begin <= end, found ", offsets);
   SafetensorsFile::Entry entry{name, *dtype, value["shape"].get<std::vector<int64_t>>(), offsets[0].get<size_t>(),
                                offsets[1].get<size_t>()};
   const auto bytes = bytes_of(entry.sizes, entry.dtype);
-  require<IoError>(bytes == entry.end - entry.begin, where, "a ", value["dtype"].get<std::string>(),
-                   " tensor of shape ", value["shape"].dump(), " has ", bytes ? cat(*bytes) : std::string("too many"),
+  require<IoError>(bytes == entry.end - entry.begin, where, "a ", value["dtype"].get_ref<const std::string&>(),
+                   " tensor of shape ", value["shape"], " has ", lazy([&] { return bytes ? cat(*bytes) : "too many"; }),
                    " bytes, its data_offsets span ", entry.end - entry.begin);
   return entry;
 }
@@ -160,7 +160,7 @@ void SafetensorsFile::parse_header(const std::string& header) {
     if (name == kMetadataKey) {
       const bool valid = value.is_object() &&
                          std::all_of(value.begin(), value.end(), [](const json& item) { return item.is_string(); });
-      require<IoError>(valid, path_, ": expected __metadata__ to map strings to strings, found ", value.dump());
+      require<IoError>(valid, path_, ": expected __metadata__ to map strings to strings, found ", value);
       metadata_ = value.get<std::map<std::string, std::string>>();
     } else {
       entries_.push_back(parse_entry(where, name, value));
@@ -180,7 +180,7 @@ void SafetensorsFile::check_layout(size_t data_bytes) {
     require<IoError>(entry.begin == position, path_, ": tensor \"", entry.name, "\" begins at byte ", entry.begin,
                      " of the data, expected ", position,
                      entry.begin < position ? " (it overlaps" : " (there is a hole after",
-                     i == 0 ? " the header)" : cat(" \"", entries_[i - 1].name, "\")"));
+                     lazy([&] { return i == 0 ? " the header)" : cat(" \"", entries_[i - 1].name, "\")"); }));
     position = entry.end;
     index_[entry.name] = i;
   }

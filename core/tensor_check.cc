@@ -1,12 +1,15 @@
 #include "core/tensor_check.h"
 
-#include "core/text.h"
+#include <ostream>
 
 namespace ds {
 
-std::string describe(const at::Tensor& tensor) {
-  if (!tensor.defined()) return "undefined";
-  return cat(tensor.scalar_type(), " ", tensor.sizes(), " on ", tensor.device());
+std::ostream& operator<<(std::ostream& out, const TensorFacts& facts) {
+  return out << facts.dtype_ << " " << at::IntArrayRef(facts.sizes_) << " on " << facts.device_;
+}
+
+std::ostream& operator<<(std::ostream& out, const TensorText& text) {
+  return text.tensor_.defined() ? out << TensorFacts(text.tensor_) : out << "undefined";
 }
 
 }  // namespace ds

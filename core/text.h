@@ -1,7 +1,11 @@
 // Building text from parts. Torch-free.
+//
+// A part is anything that has operator<<. What a part costs is paid where the text is built: a value that names a thing
+// (a view, lazy(), Printable) costs nothing in a check that holds.
 #pragma once
 
 #include <iomanip>
+#include <ostream>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -15,6 +19,43 @@ std::string cat(const Parts&... parts) {
   (out << ... << parts);
   return std::move(out).str();
 }
+
+// A part that is made when it is written, and not before: lazy([&] { return list_of(names); }).
+template <class Make>
+class Lazy {
+ public:
+  explicit Lazy(Make make) : make_(std::move(make)) {}
+  friend std::ostream& operator<<(std::ostream& out, const Lazy& part) { return out << part.make_(); }
+
+ private:
+  Make make_;
+};
+
+template <class Make>
+Lazy<Make> lazy(Make make) {
+  return Lazy<Make>(std::move(make));
+}
+
+// Any part, for a function that names it in a message only when it throws. A view: what it was made of must outlive it,
+// which arguments of a call do.
+class Printable {
+ public:
+  template <class Part>
+  Printable(const Part& part) : part_(&part), write_(&write<Part>) {}
+  friend std::ostream& operator<<(std::ostream& out, const Printable& part) {
+    part.write_(out, part.part_);
+    return out;
+  }
+
+ private:
+  template <class Part>
+  static void write(std::ostream& out, const void* part) {
+    out << *static_cast<const Part*>(part);
+  }
+
+  const void* part_;
+  void (*write_)(std::ostream& out, const void* part);
+};
 
 // A number with so many digits after the point: fixed(2.5, 2) is "2.50".
 inline std::string fixed(double value, int digits) {

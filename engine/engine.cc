@@ -65,7 +65,7 @@ void Engine::Impl::begin_micro_batch(int64_t micro_batch) {
 void Engine::name_batch(std::string name) { impl_->batches.name_next(std::move(name)); }
 
 void Engine::Impl::note_phase(const char* phase) {
-  if (flight) flight->recorder().phase(phase, global_steps + 1, micro_steps_since_update);
+  world->note_phase(phase, global_steps + 1, micro_steps_since_update);
 }
 
 at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {

@@ -4,12 +4,12 @@
 #include <cerrno>
 #include <chrono>
 #include <map>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "core/round_up.h"
+#include "core/system_call.h"
 #include "offload/aio_transfer.h"
 #include "offload/io_ring.h"
 #include "offload/unnamed_file.h"
@@ -18,8 +18,6 @@ namespace ds::offload {
 namespace {
 
 constexpr unsigned kMostRequests = 4096;  // of a file in flight, linked ones that have not started included
-
-std::string error_text(int error) { return std::generic_category().message(error); }
 
 void require_options(const AioOptions& options) {
   require<ConfigError>(options.block_size > 0 && options.block_size % AioFile::alignment() == 0,
@@ -182,7 +180,7 @@ struct AioFile::Impl {
       } else if (Clock::now() - moved < kPatience) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       } else {
-        give_up(cat("the kernel has taken no requests for ", kPatience.count(), " s (", error_text(EAGAIN),
+        give_up(cat("the kernel has taken no requests for ", kPatience.count(), " s (", SystemReason(EAGAIN),
                     "; is this machine out of memory?)"));
       }
     }
@@ -196,7 +194,7 @@ struct AioFile::Impl {
     const int error = done.transfer.error();
     throw IoError(cat(file.path(), ": cannot ", done.writes ? "write " : "read ", done.transfer.failed_piece().bytes,
                       " bytes at offset ", done.offset + done.transfer.failed_piece().begin, ": ",
-                      error == 0 ? "nothing moved" : error_text(error), "; ", advice(error, done.writes)));
+                      error == 0 ? "nothing moved" : cat(SystemReason(error)), "; ", advice(error, done.writes)));
   }
 
   const AioOptions options;

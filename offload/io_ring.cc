@@ -4,28 +4,26 @@
 
 #include <cerrno>
 #include <chrono>
-#include <system_error>
 #include <thread>
 
 #include "core/check.h"
+#include "core/system_call.h"
 
 namespace ds::offload {
 namespace {
 
-std::string ring_error(int error) { return std::generic_category().message(error); }
-
 void require_set_up(int error, const std::string& what) {
   require<ConfigError>(
-      error != EPERM && error != EACCES, what, ": io_uring is not permitted here (", ring_error(error),
+      error != EPERM && error != EACCES, what, ": io_uring is not permitted here (", SystemReason(error),
       "), and a disk cannot be used without it; expected kernel.io_uring_disabled = 0 (sysctl) and, in "
       "a container, a seccomp profile that allows io_uring_setup, io_uring_enter and io_uring_register "
       "(docker: --security-opt seccomp=PROFILE); or set the device to \"cpu\"");
   require<ConfigError>(
-      error != ENOSYS, what, ": this kernel has no io_uring (", ring_error(error),
+      error != ENOSYS, what, ": this kernel has no io_uring (", SystemReason(error),
       "), and a disk cannot be used without it; use Linux 5.12 or later, or set the device to \"cpu\"");
-  require<ConfigError>(error != ENOMEM, what, ": no memory for io_uring's queues (", ring_error(error),
+  require<ConfigError>(error != ENOMEM, what, ": no memory for io_uring's queues (", SystemReason(error),
                        "); raise `ulimit -l`");
-  require<IoError>(error == 0, what, ": cannot set up io_uring: ", ring_error(error));
+  require<IoError>(error == 0, what, ": cannot set up io_uring: ", SystemReason(error));
 }
 
 }  // namespace
@@ -61,7 +59,7 @@ bool IoRing::submit(unsigned answers) {
     result = io_uring_submit_and_wait(ring_.get(), answers);
   } while (result == -EINTR);
   if (result == -EAGAIN || result == -EBUSY) return false;
-  require<IoError>(result >= 0, "io_uring: cannot hand over requests: ", ring_error(-result));
+  require<IoError>(result >= 0, "io_uring: cannot hand over requests: ", SystemReason(-result));
   return true;
 }
 

@@ -9,13 +9,13 @@
 #include <cerrno>
 #include <fstream>
 #include <iterator>
-#include <system_error>
 #include <utility>
 
 #include "comm/backends/cuda_plugin.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "core/round_up.h"
+#include "core/system_call.h"
 #include "offload/host_budget.h"
 
 namespace ds::offload {
@@ -125,16 +125,15 @@ PinnedArena::Region::Region(const std::string& purpose, size_t bytes, const Aren
 
 void PinnedArena::Region::map(const std::string& purpose) {
   data_ = static_cast<std::byte*>(huge_pages_ ? map_aligned(size_) : map_pages(size_));
-  require<ConfigError>(data_ != nullptr, "host memory for ", purpose, ": cannot map ", size_,
-                       " bytes: ", std::generic_category().message(errno),
-                       ". Offload less, or raise the limits of this process (ulimit -v, vm.overcommit_memory, ",
-                       "vm.max_map_count)");
+  require<ConfigError>(
+      data_ != nullptr, "host memory for ", purpose, ": cannot map ", size_, " bytes: ", SystemReason(errno),
+      ". Offload less, or raise the limits of this process (ulimit -v, vm.overcommit_memory, ", "vm.max_map_count)");
   if (huge_pages_) huge_pages_ = madvise(data_, size_, MADV_HUGEPAGE) == 0;
   const int error = touch_pages(data_, size_);
   if (error == 0) return;
   munmap(data_, size_);
   throw ConfigError(cat("host memory for ", purpose, ": cannot fill ", size_, " bytes with pages: ",
-                        std::generic_category().message(error), ". Offload less, or start fewer ranks on this host"));
+                        SystemReason(error), ". Offload less, or start fewer ranks on this host"));
 }
 
 PinnedArena::Region::~Region() {

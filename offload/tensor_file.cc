@@ -30,11 +30,13 @@ void TensorFile::require_fits(int64_t index, const at::Tensor& tensor) const {
   require(index >= 0 && index < static_cast<int64_t>(parts_.size()), file_->path(), ": expected a tensor from 0 to ",
           parts_.size() - 1, ", found ", index);
   const int64_t bytes = parts_[index].bytes;
-  require(
-      tensor.defined() && tensor.device().is_cpu() && tensor.dim() == 1 && tensor.is_contiguous() &&
-          static_cast<int64_t>(tensor.nbytes()) == bytes,
-      file_->path(), ": tensor ", index, ": expected a flat, contiguous tensor of ", bytes, " bytes on the CPU, found ",
-      tensor.defined() ? cat(tensor.nbytes(), " bytes of shape ", tensor.sizes(), " on ", tensor.device()) : "none");
+  require(tensor.defined() && tensor.device().is_cpu() && tensor.dim() == 1 && tensor.is_contiguous() &&
+              static_cast<int64_t>(tensor.nbytes()) == bytes,
+          file_->path(), ": tensor ", index, ": expected a flat, contiguous tensor of ", bytes,
+          " bytes on the CPU, found ", lazy([&] {
+            return tensor.defined() ? cat(tensor.nbytes(), " bytes of shape ", tensor.sizes(), " on ", tensor.device())
+                                    : "none";
+          }));
   const auto room = static_cast<int64_t>(tensor.storage().nbytes()) - tensor.storage_offset() * tensor.element_size();
   require(room >= memory_bytes(bytes), file_->path(), ": tensor ", index, ": expected a storage with ",
           memory_bytes(bytes), " bytes from the tensor's first element on, found ", room,

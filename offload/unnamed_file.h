@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "core/unique_fd.h"
+
 namespace ds::offload {
 
 // Owns the descriptor. Not copyable.
@@ -16,17 +18,16 @@ class UnnamedFile {
   // cannot reserve space, or has too little of it; when RLIMIT_FSIZE forbids such a file.
   UnnamedFile(const std::string& folder, const std::string& name, int64_t bytes, int64_t alignment,
               const std::string& what);
-  ~UnnamedFile();
   UnnamedFile(const UnnamedFile&) = delete;
   UnnamedFile& operator=(const UnnamedFile&) = delete;
 
-  int descriptor() const { return descriptor_; }
+  int descriptor() const { return descriptor_.get(); }
   // The path it was made under, for messages.
   const std::string& path() const { return path_; }
 
  private:
   std::string path_;
-  int descriptor_ = -1;
+  UniqueFd descriptor_;
 };
 
 }  // namespace ds::offload

@@ -80,7 +80,8 @@ PipelineModule::PipelineModule(std::vector<LayerSpec> layers, PipelineOptions op
     if (inserted) continue;
     const LayerSpec& other = layers_[found->second];
     require(!layers_[i].key.empty() && layers_[i].key == other.key, "PipelineModule: layers ", found->second, " and ",
-            i, " are both named ", name_of_layer(i), "; give them different names, or tie them with one key");
+            i, " are both named ", lazy([&] { return name_of_layer(i); }),
+            "; give them different names, or tie them with one key");
     require(layers_[i].type == other.type, "PipelineModule: layers ", found->second, " and ", i, " are tied by key ",
             layers_[i].key, ", but one is a ", other.type, " and one a ", layers_[i].type, "; expected one class");
   }

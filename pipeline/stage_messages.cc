@@ -135,15 +135,17 @@ Tensors StageMessages::broadcast(const Tensors& tensors, int root) {
   return result;
 }
 
-void StageMessages::send_activation(const Route& route, const Tensors& tensors, const std::string& layers) {
+void StageMessages::send_activation(const Route& route, const Tensors& tensors, const Printable& layers) {
   const std::string what = label(Content::kActivation, route);
   const Shapes shapes = shapes_of(tensors);
   const auto [known, first] = shapes_.try_emplace({route.stage, at::GradMode::is_enabled(), true}, shapes);
   if (first || options_.dynamic_shape) {
     send_shapes(shapes, route.peer, what);
   } else {
-    require(known->second == shapes, what, ", made by ", layers, ": expected (", text_of(known->second),
-            ") as in the first micro-batch, found (", text_of(shapes), "). Give all micro-batches one shape (",
+    const Shapes& usual = known->second;
+    require(usual == shapes, what, ", made by ", layers, ": expected (", lazy([&] { return text_of(usual); }),
+            ") as in the first micro-batch, found (", lazy([&] { return text_of(shapes); }),
+            "). Give all micro-batches one shape (",
             "\"dataloader_drop_last\": true), or set PipelineOptions.dynamic_shape; where all of them have another ",
             "shape from a batch on, call reset_activation_shape() on all ranks before it");
   }

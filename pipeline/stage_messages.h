@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "core/text.h"
 #include "pipeline/layer_spec.h"
 
 namespace ds::pipeline {
@@ -46,7 +47,7 @@ class StageMessages {
   };
   // The tensors may not be changed until finish(). `from`: the layers that made them, for messages. Throws UsageError
   // when they differ from those of the first micro-batch.
-  void send_activation(const Route& route, const Tensors& tensors, const std::string& from);
+  void send_activation(const Route& route, const Tensors& tensors, const Printable& from);
   void begin_activation(const Route& route);
   // The tensors that begin_activation() has begun to receive; those that require a gradient are marked so.
   Tensors activation(const Route& route);

@@ -103,7 +103,8 @@ void StageRunner::do_action(Run& run, const Action& action) {
       backward_weight(run, action);
       break;
     case ActionKind::kSendActivation:
-      messages_.send_activation(route(run, action, stage, stage + 1), passing().outputs, module_.describe(stage));
+      messages_.send_activation(route(run, action, stage, stage + 1), passing().outputs,
+                                lazy([&] { return module_.describe(stage); }));
       if (run.schedule.training) {
         passing().outputs.clear();
       } else {

@@ -3,17 +3,17 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <system_error>
 
 #include "core/check.h"
+#include "core/system_call.h"
 
 namespace ds::profiling {
 
 void fail_to_write(const char* section, const std::string& path) {
-  throw IoError(cat(section, ": cannot write ", path, ": ", std::strerror(errno), " (set ", section,
+  throw IoError(cat(section, ": cannot write ", path, ": ", SystemReason(errno), " (set ", section,
                     ".output_path to a folder that can be written)"));
 }
 

@@ -32,7 +32,9 @@ void require_same_outputs(const std::vector<OutputShape>& expected, const std::v
     const bool same = first.defined == found[i].defined() &&
                       (!first.defined || (first.dtype == found[i].scalar_type() && found[i].sizes() == first.sizes));
     require(same, "checkpoint: output ", i, " of the recomputation: found ", describe(found[i]), ", expected ",
-            first.defined ? cat(c10::toString(first.dtype), ' ', at::IntArrayRef(first.sizes)) : "undefined",
+            lazy([&] {
+              return first.defined ? cat(c10::toString(first.dtype), ' ', at::IntArrayRef(first.sizes)) : "undefined";
+            }),
             ", as in the first run", kSameTwice);
   }
 }
@@ -69,7 +71,7 @@ class GraphCheck {
                            describe(leaf->variable), ", which the first run did not read", kSameTwice));
     }
     require(node.sequence_nr() >= begin_ && node.thread_id() == thread_,
-            "checkpoint: the recomputation used a tensor with an older graph (", node.name(),
+            "checkpoint: the recomputation used a tensor with an older graph (", lazy([&] { return node.name(); }),
             "), which the first run did not read", kSameTwice);
   }
 

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "core/check.h"
+#include "core/system_call.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -62,7 +63,7 @@ std::vector<std::string> state_files_in(const std::string& folder) {
       names.push_back(name);
     }
   }
-  require<IoError>(!error, folder, ": cannot list the folder: ", error.message());
+  require<IoError>(!error, folder, ": cannot list the folder: ", SystemReason(error));
   std::sort(names.begin(), names.end());
   return names;
 }

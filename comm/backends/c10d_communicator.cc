@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "comm/local_reduce.h"
+#include "comm/operation_name.h"
 #include "comm/self_messages.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
@@ -21,12 +22,6 @@ using BackendWork = c10::intrusive_ptr<c10d::Work>;
 
 at::Tensor as_bytes(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.detach().view(-1).view(at::kByte) : tensor;
-}
-
-std::string text_of(const Collective& c) {
-  const at::Tensor& tensor = c.input.defined() ? c.input : c.output;
-  return cat(name_of(c.kind), c.label.empty() ? "" : cat(" '", c.label, "'"),
-             tensor.defined() ? cat(" (", describe(tensor), ")") : "");
 }
 
 c10d::ReduceOp c10d_op(ReduceOp op) {
@@ -65,8 +60,9 @@ void combine_bitwise(const at::Tensor& into, const at::Tensor& next, ReduceOp op
 // An operation of the backend, and what remains to be done once it has finished.
 class BackendState : public WorkState {
  public:
-  BackendState(BackendWork work, std::function<void()> finish, std::string what)
-      : work_(std::move(work)), finish_(std::move(finish)), what_(std::move(what)) {}
+  BackendState(BackendWork work, std::function<void()> finish, OperationName name,
+               std::shared_ptr<const std::string> place)
+      : work_(std::move(work)), finish_(std::move(finish)), name_(std::move(name)), place_(std::move(place)) {}
 
   bool is_completed() override { return work_->isCompleted(); }
 
@@ -74,7 +70,7 @@ class BackendState : public WorkState {
     try {
       work_->wait();
     } catch (const std::exception& error) {
-      throw CommError(cat(what_, ": ", error.what(),
+      throw CommError(cat(name_, *place_, ": ", error.what(),
                           ". A rank has most likely ended or issued another operation: look at ",
                           "the logs of the other ranks first"));
     }
@@ -87,7 +83,8 @@ class BackendState : public WorkState {
  private:
   BackendWork work_;
   std::function<void()> finish_;
-  std::string what_;
+  OperationName name_;
+  std::shared_ptr<const std::string> place_;  // shared with the communicator
 };
 
 class C10dCommunicator : public Communicator {
@@ -95,6 +92,8 @@ class C10dCommunicator : public Communicator {
   explicit C10dCommunicator(const C10dGroup& group)
       : Communicator(group.rank, group.size, group.name),
         group_(group),
+        place_(std::make_shared<const std::string>(
+            cat(" on group '", group.name, "', rank ", group.rank, " of ", group.size))),
         backend_(group.size > 1 ? group.connect(group.store, group.rank, group.size) : nullptr) {}
 
  protected:
@@ -116,6 +115,7 @@ class C10dCommunicator : public Communicator {
   std::vector<at::Tensor> parts_of(const at::Tensor& bytes) const;
 
   C10dGroup group_;
+  std::shared_ptr<const std::string> place_;  // of this rank, for messages
   c10::intrusive_ptr<c10d::Backend> backend_;
   SelfMessages self_;
   int groups_made_ = 0;
@@ -138,17 +138,16 @@ std::shared_ptr<Communicator> C10dCommunicator::make_group(const std::vector<int
 
 Work C10dCommunicator::launch(Collective collective) {
   const at::NoGradGuard no_grad;
-  const std::string what = text_of(collective);
+  OperationName operation(collective);
   for (const at::Tensor& tensor : {collective.input, collective.output}) {
-    require(!tensor.defined() || tensor.device() == group_.device, what, ": expected a tensor on ", group_.device.str(),
+    require(!tensor.defined() || tensor.device() == group_.device, operation, ": expected a tensor on ", group_.device,
             ", found ", describe(tensor));
   }
   const bool sending = collective.kind == CollectiveKind::kSend;
   if ((sending || collective.kind == CollectiveKind::kRecv) && collective.peer == rank()) {
-    return sending ? self_.send(collective.input, collective.tag, what)
-                   : self_.recv(collective.output, collective.tag, what);
+    return sending ? self_.send(collective.input, collective.tag)
+                   : self_.recv(collective.output, collective.tag, std::move(operation));
   }
-  const std::string where = cat(what, " on group '", name(), "', rank ", rank(), " of ", size());
   try {
     // c10d's flight recorder, which all groups of a process share, enters new groups without a lock. (NCCL is left
     // alone: a group's first operation blocks until all its ranks issue it.)
@@ -156,11 +155,11 @@ Work C10dCommunicator::launch(Collective collective) {
     std::unique_lock<std::mutex> lock(recorder, std::defer_lock);
     if (group_.device.is_cpu()) lock.lock();
     Issued issued = issue(collective);
-    return Work(std::make_shared<BackendState>(std::move(issued.work), std::move(issued.finish), where));
+    return Work(std::make_shared<BackendState>(std::move(issued.work), std::move(issued.finish), operation, place_));
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
-    throw CommError(cat(where, ": ", error.what()));
+    throw CommError(cat(operation, *place_, ": ", error.what()));
   }
 }
 
@@ -169,7 +168,7 @@ C10dCommunicator::Issued C10dCommunicator::issue(const Collective& c) {
     case CollectiveKind::kAllReduce:
     case CollectiveKind::kReduce:
     case CollectiveKind::kReduceScatter:
-      require_reducible(c.input.scalar_type(), c.op, text_of(c));
+      require_reducible(c.input.scalar_type(), c.op, lazy([&] { return OperationName(c); }));
       if (is_bitwise(c.op) && c.input.scalar_type() != at::kBool) return issue_bitwise(c);
       return issue_reduction(c);
     case CollectiveKind::kBarrier:

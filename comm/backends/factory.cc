@@ -65,7 +65,7 @@ BackendChoice choose_backend(const Rendezvous& rendezvous, c10::DeviceType devic
   if (cuda && (rendezvous.world_size > 1 || backend != Backend::kAuto)) return choose_for_cuda(backend, ranks);
   if (rendezvous.world_size == 1) return {Transport::kAlone, "none: one rank"};
   require<ConfigError>(backend != Backend::kShm || hosts.size() == 1, "communication_backend: shm joins ranks of one ",
-                       "host, found ", hosts.size(), ": ", hosts_text(hosts, rendezvous),
+                       "host, found ", hosts.size(), ": ", lazy([&] { return hosts_text(hosts, rendezvous); }),
                        ". Use auto (shared memory inside each host) or gloo");
   if (backend == Backend::kGloo) return {Transport::kGloo, cat("gloo, as asked: ", ranks)};
   if (hosts.size() == 1) {

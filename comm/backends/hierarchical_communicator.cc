@@ -148,7 +148,8 @@ Work HierarchicalCommunicator::launch(Collective collective) {
   const auto kind = collective.kind;
   if (kind == CollectiveKind::kSend || kind == CollectiveKind::kRecv) return launch_message(collective);
   if (kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduce || kind == CollectiveKind::kReduceScatter) {
-    require_reducible(collective.input.scalar_type(), collective.op, cat(name_of(kind), " '", collective.label, "'"));
+    require_reducible(collective.input.scalar_type(), collective.op,
+                      lazy([&] { return cat(name_of(kind), " '", collective.label, "'"); }));
   }
   auto task = queue_.push([this, work = std::move(collective)] {
     const at::NoGradGuard no_grad;

@@ -24,11 +24,11 @@ void check_nccl_version() {
 void check_device(const NcclGroup& group) {
   const int devices = c10::cuda::device_count();
   require<ConfigError>(
-      devices > 0, "nccl: rank ", group.rank, " needs ", group.device.str(),
+      devices > 0, "nccl: rank ", group.rank, " needs ", group.device,
       ", but no usable GPU was found. Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES, or run on the CPU");
   require<ConfigError>(group.device.is_cuda() && group.device.has_index() && group.device.index() < devices,
                        "nccl: rank ", group.rank, " expects a device cuda:0 to cuda:", devices - 1, ", found ",
-                       group.device.str(), ". Start at most one rank per GPU on each host");
+                       group.device, ". Start at most one rank per GPU on each host");
 }
 
 c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,

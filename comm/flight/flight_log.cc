@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "core/check.h"
+#include "core/system_call.h"
 
 namespace ds::comm {
 namespace {
@@ -164,7 +165,7 @@ FlightLog log_from_bytes(const std::string& bytes, const std::string& source) {
 
 FlightLog read_flight_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  require<IoError>(file.is_open(), path, ": cannot be read: ", std::strerror(errno));
+  require_system<IoError>(file.is_open(), path, ": cannot be read");
   const std::string bytes(std::istreambuf_iterator<char>(file), {});
   return log_from_bytes(bytes, path);
 }

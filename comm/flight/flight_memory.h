@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/check.h"
+#include "core/unique_fd.h"
 
 namespace ds::comm {
 
@@ -38,7 +39,7 @@ class FlightMemory {
  private:
   const std::string file_;
   const size_t size_;
-  int descriptor_ = -1;  // holds the lock
+  UniqueFd descriptor_;  // holds the lock; none: no file
   void* data_ = nullptr;
   std::atomic<bool> keep_{false};
 };

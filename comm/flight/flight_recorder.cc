@@ -6,7 +6,6 @@
 #include <chrono>
 #include <thread>
 
-#include "comm/communicator.h"
 #include "comm/flight/contract.h"
 #include "comm/flight/rank_list.h"
 #include "core/check.h"
@@ -150,6 +149,16 @@ int FlightRecorder::add_to_others() {
     ++header().groups;
   }
   return kSharedGroup;
+}
+
+Work FlightRecorder::observe(int group, const Collective& collective, c10::function_ref<Work()> launch) {
+  const Ticket ticket = begin(group, collective);
+  try {
+    return follow(ticket, launch());
+  } catch (...) {
+    failed(ticket);
+    throw;
+  }
 }
 
 FlightRecorder::Ticket FlightRecorder::begin(int group, const Collective& c) {

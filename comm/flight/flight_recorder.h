@@ -1,7 +1,7 @@
 // Keeps the last collectives of this rank: what, of which group, how far. Always on.
 //
-// Communicators that record_with() a recorder, and all groups made from them, write to it. Recording one costs about a
-// microsecond. Any thread may call anything.
+// An observer of communicators (comm/collective_observer.h): the group that it is attached to is its world. Recording
+// one costs about a microsecond. Any thread may call anything.
 #pragma once
 
 #include <atomic>
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "comm/collective.h"
+#include "comm/collective_observer.h"
 #include "comm/flight/flight_log.h"
 #include "comm/flight/flight_memory.h"
 
@@ -29,7 +30,7 @@ struct FlightRecorderOptions {
   std::string file;        // empty: memory of this process alone. Goes with the recorder unless keep() was called
 };
 
-class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
+class FlightRecorder final : public CollectiveObserver, public std::enable_shared_from_this<FlightRecorder> {
  public:
   // One entry: where in the ring, and which of those that have been there.
   struct Ticket {
@@ -43,10 +44,11 @@ class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
   FlightRecorder(const FlightRecorder&) = delete;
   FlightRecorder& operator=(const FlightRecorder&) = delete;
 
-  // A group of these ranks of the world, where this rank has place `own`. Returns its number; groups beyond
-  // kFlightGroups - 1 share the last, which is not compared between ranks.
-  int add_group(const std::string& name, const std::vector<int>& ranks, int own);
+  // Groups beyond kFlightGroups - 1 share the last, which is not compared between ranks.
+  int add_group(const std::string& name, const std::vector<int>& ranks, int own) override;
 
+  // begin(), and follow() or failed(), around the operation.
+  Work observe(int group, const Collective& collective, c10::function_ref<Work()> launch) override;
   // Throws CommError after doom().
   Ticket begin(int group, const Collective& collective);
   // Also sleeps a moment, the first time.
@@ -54,8 +56,7 @@ class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
   // `work`, with its waits recorded.
   Work follow(const Ticket& ticket, Work work);
 
-  // What the program does between collectives: "backward", "step", ...; micro_step -1: none.
-  void phase(const char* name, int64_t step, int64_t micro_step = -1);
+  void phase(const char* name, int64_t step, int64_t micro_step) override;
 
   // Brings the heartbeat up to date, and operations that end on a device.
   void beat();

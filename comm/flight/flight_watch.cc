@@ -282,7 +282,7 @@ FlightWatch::FlightWatch(const Rendezvous& meeting, Communicator& world, const F
                         ". A rank has most likely ended: look at the logs of the other ranks first"));
   }
   recorder_ = record.recorder;
-  world.record_with(recorder_);
+  world.observe_with(recorder_);
   if (!watches) {
     log::info("stalls are not reported: ranks that meet in a file have no side channel. Meet by env:// or tcp://");
     return;

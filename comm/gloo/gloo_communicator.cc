@@ -12,10 +12,10 @@
 #include "comm/gloo/gloo_exchange.h"
 #include "comm/gloo/gloo_wire.h"
 #include "comm/local_reduce.h"
+#include "comm/operation_name.h"
 #include "comm/self_messages.h"
 #include "core/check.h"
 #include "core/task_queue.h"
-#include "core/tensor_check.h"
 
 namespace ds::comm {
 namespace {
@@ -32,12 +32,6 @@ at::Tensor on_host(const at::Tensor& tensor) {
 at::Tensor host_space_for(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_cpu()) return tensor;
   return at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
-}
-
-std::string operation_text(const Collective& collective) {
-  const at::Tensor& tensor = collective.input.defined() ? collective.input : collective.output;
-  return cat(name_of(collective.kind), collective.label.empty() ? "" : cat(" '", collective.label, "'"),
-             tensor.defined() ? cat(" (", ds::describe(tensor), ")") : "");
 }
 
 // Tells operations apart on the wire: ranks that issue different ones never take each other's bytes for their own.
@@ -98,11 +92,11 @@ class GlooCollectiveWork : public WorkState {
 // waits for it.
 class GlooMessageWork : public WorkState {
  public:
-  GlooMessageWork(std::shared_ptr<GlooWire> wire, std::optional<GlooWire::Message> message, std::string what,
+  GlooMessageWork(std::shared_ptr<GlooWire> wire, std::optional<GlooWire::Message> message, OperationName name,
                   at::Tensor device_output, at::Tensor host)
       : wire_(std::move(wire)),
         message_(std::move(message)),
-        what_(std::move(what)),
+        name_(std::move(name)),
         device_output_(std::move(device_output)),
         host_(std::move(host)) {}
 
@@ -129,13 +123,13 @@ class GlooMessageWork : public WorkState {
 
  private:
   void complete() {
-    if (message_) wire_->complete(*message_, what_);
+    if (message_) wire_->complete(*message_, name_);
     message_.reset();
   }
 
   std::shared_ptr<GlooWire> wire_;
   std::optional<GlooWire::Message> message_;
-  std::string what_;
+  OperationName name_;
   at::Tensor device_output_;
   at::Tensor host_;
   std::shared_ptr<TaskQueue::Task> watched_;
@@ -192,7 +186,8 @@ Work GlooCommunicator::launch(Collective collective) {
   }
   const bool reduces = collective.kind == CollectiveKind::kAllReduce || collective.kind == CollectiveKind::kReduce ||
                        collective.kind == CollectiveKind::kReduceScatter;
-  if (reduces) require_reducible(collective.input.scalar_type(), collective.op, operation_text(collective));
+  if (reduces)
+    require_reducible(collective.input.scalar_type(), collective.op, lazy([&] { return OperationName(collective); }));
   at::Tensor device_output;
   const bool same = collective.input.is_same(collective.output);
   if (collective.output.defined() && !collective.output.is_cpu()) device_output = collective.output;
@@ -206,12 +201,12 @@ Work GlooCommunicator::launch(Collective collective) {
 
 Work GlooCommunicator::launch_message(const Collective& collective) {
   const bool sending = collective.kind == CollectiveKind::kSend;
-  const std::string what = operation_text(collective);
-  require(collective.tag >= 0 && collective.tag < (1 << 16), what, ": expected a tag in [0, 65536), found ",
+  OperationName name(collective);
+  require(collective.tag >= 0 && collective.tag < (1 << 16), name, ": expected a tag in [0, 65536), found ",
           collective.tag);
   if (collective.peer == rank()) {
-    return sending ? self_.send(collective.input, collective.tag, what)
-                   : self_.recv(collective.output, collective.tag, what);
+    return sending ? self_.send(collective.input, collective.tag)
+                   : self_.recv(collective.output, collective.tag, std::move(name));
   }
   const at::Tensor host = sending ? on_host(collective.input) : host_space_for(collective.output);
   const at::Tensor device_output = !sending && !collective.output.is_cpu() ? collective.output : at::Tensor();
@@ -219,15 +214,15 @@ Work GlooCommunicator::launch_message(const Collective& collective) {
   std::optional<GlooWire::Message> message;
   if (bytes > 0) {
     const int tag = message_tag(collective.tag, bytes);
-    message = sending ? wire_->post_send(host.data_ptr(), bytes, collective.peer, tag, what)
-                      : wire_->post_recv(host.data_ptr(), bytes, collective.peer, tag, what);
+    message = sending ? wire_->post_send(host.data_ptr(), bytes, collective.peer, tag, name)
+                      : wire_->post_recv(host.data_ptr(), bytes, collective.peer, tag, name);
   }
-  return Work(std::make_shared<GlooMessageWork>(wire_, std::move(message), what, device_output, host));
+  return Work(std::make_shared<GlooMessageWork>(wire_, std::move(message), std::move(name), device_output, host));
 }
 
 void GlooCommunicator::run(const Collective& collective, int tag) {
   try {
-    exchange_.begin(operation_text(collective), tag);
+    exchange_.begin(OperationName(collective), tag);
     exchange(collective);
   } catch (const CommError& error) {
     exchange_.abandon();

@@ -22,22 +22,22 @@ void copy_unless_same(std::byte* to, const std::byte* from, int64_t bytes) {
 
 }  // namespace
 
-void GlooExchange::begin(std::string what, int tag) {
-  what_ = std::move(what);
+void GlooExchange::begin(OperationName operation, int tag) {
+  operation_ = std::move(operation);
   tag_ = kCollectiveTag | (tag * kPhases);
   posted_.clear();
 }
 
 void GlooExchange::send(const std::byte* data, int64_t bytes, int peer, int phase) {
-  if (bytes > 0) posted_.push_back(wire_.post_send(data, bytes, peer, tag_ | phase, what_));
+  if (bytes > 0) posted_.push_back(wire_.post_send(data, bytes, peer, tag_ | phase, *operation_));
 }
 
 void GlooExchange::recv(std::byte* data, int64_t bytes, int peer, int phase) {
-  if (bytes > 0) posted_.push_back(wire_.post_recv(data, bytes, peer, tag_ | phase, what_));
+  if (bytes > 0) posted_.push_back(wire_.post_recv(data, bytes, peer, tag_ | phase, *operation_));
 }
 
 void GlooExchange::complete_all() {
-  for (const auto& message : posted_) wire_.complete(message, what_);
+  for (const auto& message : posted_) wire_.complete(message, *operation_);
   posted_.clear();
 }
 
@@ -120,7 +120,7 @@ void GlooExchange::broadcast(std::byte* data, int64_t bytes, int root) {
     }
   } else {
     recv(data + slices[root].begin, slices[root].length, root, 1);
-    wire_.complete(wire_.post_recv(data + slices[own].begin, slices[own].length, root, tag_, what_), what_);
+    wire_.complete(wire_.post_recv(data + slices[own].begin, slices[own].length, root, tag_, *operation_), *operation_);
     for (int r = 0; r < wire_.size(); ++r) {
       if (r != own && r != root) send(data + slices[own].begin, slices[own].length, r, 1);
     }
@@ -136,7 +136,7 @@ void GlooExchange::all_to_all(std::byte* output, const std::byte* input, const s
     from[r] = from[r - 1] + output_bytes[r - 1];
     to[r] = to[r - 1] + input_bytes[r - 1];
   }
-  require<UsageError>(output_bytes[own] == input_bytes[own], what_,
+  require<UsageError>(output_bytes[own] == input_bytes[own], *operation_,
                       ": expected this rank's split for itself to be equal ", "in input and output, found ",
                       input_bytes[own], " and ", output_bytes[own], " bytes");
   for (int r = 0; r < wire_.size(); ++r) {
@@ -239,7 +239,7 @@ void GlooExchange::reduce_slices(const Reduction& reduction) {
     for (int peer = 0; peer < size; ++peer) {
       if (peer == own) continue;
       if (const Slice piece = part(mine, c); piece.length > 0) {
-        expected.push_back(wire_.post_recv(staged_chunk(c, peer), piece.length, peer, tag_, what_));
+        expected.push_back(wire_.post_recv(staged_chunk(c, peer), piece.length, peer, tag_, *operation_));
       }
       const Slice theirs = part(reduction.slices[peer], c);
       send(reduction.input + theirs.begin, theirs.length, peer, 0);
@@ -249,7 +249,7 @@ void GlooExchange::reduce_slices(const Reduction& reduction) {
   for (int64_t c = 0; c < window && c < chunks; ++c) post_chunk(c);
   std::vector<const void*> sources(size);
   for (int64_t c = 0; c < chunks; ++c) {
-    for (const auto& message : contributions[c % window]) wire_.complete(message, what_);
+    for (const auto& message : contributions[c % window]) wire_.complete(message, *operation_);
     if (const Slice piece = part(mine, c); piece.length > 0) {
       for (int peer = 0; peer < size; ++peer) {
         sources[peer] = peer == own ? reduction.input + piece.begin : staged_chunk(c, peer);

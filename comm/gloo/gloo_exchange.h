@@ -13,11 +13,12 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
-#include <string>
+#include <optional>
 #include <vector>
 
 #include "comm/communicator.h"
 #include "comm/gloo/gloo_wire.h"
+#include "comm/operation_name.h"
 
 namespace ds::comm {
 
@@ -32,7 +33,7 @@ class GlooExchange {
 
   // Names the operation in errors and keeps its messages apart from those of others: every rank must pass the same tag
   // (in [0, 2^29)).
-  void begin(std::string what, int tag);
+  void begin(OperationName operation, int tag);
 
   // After an exception: forgets the messages still under way, so that nothing writes into the caller's memory any more.
   void abandon() { posted_.clear(); }
@@ -76,7 +77,7 @@ class GlooExchange {
   std::byte* staging(int64_t bytes);
 
   GlooWire& wire_;
-  std::string what_;
+  std::optional<OperationName> operation_;  // of begin()
   int tag_ = 0;
   std::vector<GlooWire::Message> posted_;
   std::vector<std::byte> staging_;

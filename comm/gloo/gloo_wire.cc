@@ -48,15 +48,15 @@ GlooWire::GlooWire(const GlooGroup& group, c10::intrusive_ptr<c10d::Backend> bac
       rank_(group.rank),
       size_(group.size) {}
 
-GlooWire::Message GlooWire::post_send(const void* data, int64_t bytes, int peer, int tag, const std::string& what) {
+GlooWire::Message GlooWire::post_send(const void* data, int64_t bytes, int peer, int tag, const Printable& what) {
   return post(const_cast<void*>(data), bytes, peer, tag, true, what);  // NOLINT: at::from_blob takes no const
 }
 
-GlooWire::Message GlooWire::post_recv(void* data, int64_t bytes, int peer, int tag, const std::string& what) {
+GlooWire::Message GlooWire::post_recv(void* data, int64_t bytes, int peer, int tag, const Printable& what) {
   return post(data, bytes, peer, tag, false, what);
 }
 
-GlooWire::Message GlooWire::post(void* data, int64_t bytes, int peer, int tag, bool sending, const std::string& what) {
+GlooWire::Message GlooWire::post(void* data, int64_t bytes, int peer, int tag, bool sending, const Printable& what) {
   std::vector<at::Tensor> view{at::from_blob(data, {bytes}, at::TensorOptions().dtype(at::kByte))};
   std::lock_guard lock(mutex_);
   require<CommError>(backend_ != nullptr, closed_because_);
@@ -69,7 +69,7 @@ GlooWire::Message GlooWire::post(void* data, int64_t bytes, int peer, int tag, b
   }
 }
 
-void GlooWire::complete(const Message& message, const std::string& what) {
+void GlooWire::complete(const Message& message, const Printable& what) {
   try {
     message.work->wait(timeout_);
   } catch (const std::exception& error) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "comm/gloo/gloo_communicator.h"
+#include "core/text.h"
 
 namespace ds::comm {
 
@@ -40,19 +41,19 @@ class GlooWire {
   std::chrono::milliseconds timeout() const { return timeout_; }
 
   // bytes > 0; tag in [0, 2^31). Throws CommError as complete() when the connection is known to be gone.
-  Message post_send(const void* data, int64_t bytes, int peer, int tag, const std::string& what);
-  Message post_recv(void* data, int64_t bytes, int peer, int tag, const std::string& what);
+  Message post_send(const void* data, int64_t bytes, int peer, int tag, const Printable& what);
+  Message post_recv(void* data, int64_t bytes, int peer, int tag, const Printable& what);
 
   // Returns when the message has left or arrived. Throws CommError naming `what` (an operation and its label), this
   // rank, the peer, the first loss and what to look at: when the peer closed its connection or the time limit passed.
-  void complete(const Message& message, const std::string& what);
+  void complete(const Message& message, const Printable& what);
 
   // After a failure: lets go of the connections, so that ranks that wait for this one learn of it, and makes every
   // later post throw `reason`.
   void close(const std::string& reason);
 
  private:
-  Message post(void* data, int64_t bytes, int peer, int tag, bool sending, const std::string& what);
+  Message post(void* data, int64_t bytes, int peer, int tag, bool sending, const Printable& what);
   std::string describe_peer(int peer) const;
   // See Note [The first loss]. Empty when it is this very loss.
   std::string report_loss(int peer);

@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "core/text.h"
+#include "core/unique_fd.h"
 
 namespace ds::comm {
 namespace {
@@ -43,14 +44,13 @@ std::string address_towards(const std::string& host) {
   if (::getaddrinfo(host.c_str(), "9", &hints, &found) != 0) return {};
   const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> list(found, ::freeaddrinfo);
   for (const addrinfo* candidate = found; candidate != nullptr; candidate = candidate->ai_next) {
-    const int socket = ::socket(candidate->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (socket < 0) continue;
+    const UniqueFd socket(::socket(candidate->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (!socket.valid()) continue;
     sockaddr_storage own{};
     socklen_t length = sizeof own;
     // Connecting a datagram socket picks the route and sends nothing.
-    const bool routed = ::connect(socket, candidate->ai_addr, candidate->ai_addrlen) == 0 &&
-                        ::getsockname(socket, reinterpret_cast<sockaddr*>(&own), &length) == 0;
-    ::close(socket);
+    const bool routed = ::connect(socket.get(), candidate->ai_addr, candidate->ai_addrlen) == 0 &&
+                        ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&own), &length) == 0;
     std::array<char, NI_MAXHOST> text{};
     if (routed && ::getnameinfo(reinterpret_cast<sockaddr*>(&own), length, text.data(), text.size(), nullptr, 0,
                                 NI_NUMERICHOST) == 0) {

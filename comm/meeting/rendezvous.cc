@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -15,6 +14,7 @@
 #include "comm/meeting/rendezvous_address.h"
 #include "comm/meeting/tcp_meeting.h"
 #include "core/check.h"
+#include "core/system_call.h"
 
 namespace ds::comm {
 namespace {
@@ -38,8 +38,9 @@ RankPlace read_arrival(const std::string& text, int rank, int world_size) {
   const auto json = nlohmann::json::parse(text);
   RankPlace place{json.at("host"), json.at("pid"), json.at("domain"), json.at("address")};
   const int theirs = json.at("world_size");
-  require<CommError>(theirs == world_size, "rendezvous: rank ", rank, " (", text_of(place), ") expects a world of ",
-                     theirs, " ranks, this rank one of ", world_size, ". Set WORLD_SIZE to the same value everywhere");
+  require<CommError>(theirs == world_size, "rendezvous: rank ", rank, " (", lazy([&] { return text_of(place); }),
+                     ") expects a world of ", theirs, " ranks, this rank one of ", world_size,
+                     ". Set WORLD_SIZE to the same value everywhere");
   return place;
 }
 
@@ -119,8 +120,8 @@ c10::intrusive_ptr<c10d::Store> open_file_store(const RendezvousAddress& address
   const auto folder = std::filesystem::path(address.path).parent_path();
   // The order in which arguments are evaluated is open: errno is read after the call.
   const int error = ::access(folder.c_str(), W_OK | X_OK) == 0 ? 0 : errno;
-  require<ConfigError>(error == 0, "init_method file://", address.path, ": the folder ", folder.string(),
-                       " cannot be written (", std::strerror(error),
+  require<ConfigError>(error == 0, "init_method file://", address.path, ": the folder ", folder.native(),
+                       " cannot be written (", SystemReason(error),
                        "). Name a file in a folder that exists and that every rank can write");
   return c10::make_intrusive<c10d::FileStore>(address.path, address.world_size);
 }

@@ -4,17 +4,17 @@
 #include <netdb.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <unistd.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <memory>
 #include <thread>
 
 #include "core/check.h"
+#include "core/system_call.h"
+#include "core/unique_fd.h"
 
 namespace ds::comm {
 namespace {
@@ -24,21 +24,6 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kKnockInterval{3};
 constexpr milliseconds kKnockLimit{2000};  // for one address to answer
-
-class Socket {
- public:
-  explicit Socket(const addrinfo& address)
-      : descriptor_(::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)) {}
-  ~Socket() {
-    if (descriptor_ >= 0) ::close(descriptor_);
-  }
-  Socket(const Socket&) = delete;
-  Socket& operator=(const Socket&) = delete;
-  int get() const { return descriptor_; }
-
- private:
-  int descriptor_;
-};
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
@@ -54,8 +39,8 @@ AddressList resolve(const std::string& host, int port) {
 
 // 0 when somebody listens there, else the reason.
 int knock(const addrinfo& address, milliseconds limit) {
-  const Socket socket(address);
-  if (socket.get() < 0) return errno;
+  const UniqueFd socket(::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket.valid()) return errno;
   if (::connect(socket.get(), address.ai_addr, address.ai_addrlen) == 0) return 0;
   if (errno != EINPROGRESS) return errno;
   pollfd waiting{socket.get(), POLLOUT, 0};
@@ -78,7 +63,7 @@ void await_listener(const RendezvousAddress& address, Clock::time_point deadline
     require<CommError>(Clock::now() < deadline, "rendezvous: rank ", address.rank, " of ", address.world_size,
                        " waited ", timeout.count(), " ms for ", address.rank_zero_listens ? "rank 0" : "torchrun",
                        ", which is missing: nobody listens on ", address.host, ":", address.port, " (",
-                       std::strerror(error), "). Look whether ",
+                       SystemReason(error), "). Look whether ",
                        address.rank_zero_listens ? "rank 0 was started" : "torchrun still runs", ", whether ",
                        "MASTER_ADDR and MASTER_PORT are those of its machine, and whether a firewall is in between");
     std::this_thread::sleep_for(kKnockInterval);

@@ -117,7 +117,7 @@ void SharedMemoryCollectives::begin(OperationRecord record) {
   RankBlock& own = memory_.rank(rank_);
   own.operations[sequence_ % 2].store(record_);
   own.begun.store(sequence_, std::memory_order_relaxed);
-  peers_.require_none_failed(record_.text());
+  peers_.require_none_failed(record_);
 }
 
 // Note [Slots of announcements]: a rank's record of operation s stays in its slot until the rank begins s + 2, before
@@ -133,8 +133,8 @@ void SharedMemoryCollectives::require_agreement() const {
   for (int peer = 0; peer < size_; ++peer) {
     const OperationRecord other = memory_.rank(peer).operations[sequence_ % 2].load();
     require<CommError>(
-        record_.agrees_with(other), peers_.group(), ": ranks issued different collectives: rank ", rank_, " ",
-        record_.text(), ", rank ", peer, " ", other.text(),
+        record_.agrees_with(other), peers_.group(), ": ranks issued different collectives: rank ", rank_, " ", record_,
+        ", rank ", peer, " ", other,
         "; every rank must issue the same collectives, with matching sizes and types, in the same order");
   }
 }
@@ -291,7 +291,7 @@ void SharedMemoryCollectives::all_to_all(const Collective& collective) {
     const int64_t* row = memory_.row(peer, sequence_);
     longest = std::max(longest, *std::max_element(row, row + size_));
     require<CommError>(row[rank_] == receives[static_cast<size_t>(peer)], peers_.group(), " rank ", rank_, ": ",
-                       record_.text(), ": expected ", receives[static_cast<size_t>(peer)], " bytes from rank ", peer,
+                       record_, ": expected ", receives[static_cast<size_t>(peer)], " bytes from rank ", peer,
                        ", which sends ", row[rank_],
                        "; output_splits here must equal that rank's input_splits for this rank");
   }

@@ -10,29 +10,20 @@
 
 #include "comm/local_reduce.h"
 #include "comm/meeting/host_identity.h"
+#include "comm/operation_name.h"
 #include "comm/queued_work.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "core/text_hash.h"
 
 namespace ds::comm {
 namespace {
 
-std::string what(const Collective& collective) {
-  return collective.label.empty() ? name_of(collective.kind)
-                                  : cat(name_of(collective.kind), " '", collective.label, "'");
-}
-
 void require_cpu(const Collective& collective, const at::Tensor& tensor) {
   if (!tensor.defined()) return;
-  require(tensor.is_cpu(), what(collective), ": expected a CPU tensor, found ", describe(tensor),
+  require(tensor.is_cpu(), OperationTitle(collective), ": expected a CPU tensor, found ", describe(tensor),
           "; the shared-memory communicator is for CPU tensors, use a gloo or nccl group for others");
-  require_reducible(tensor.scalar_type(), ReduceOp::kMin, what(collective));  // that is, a type we carry
-}
-
-uint64_t hash_of(const std::vector<int>& ranks) {
-  uint64_t hash = 1469598103934665603ULL;
-  for (const int member : ranks) hash = (hash ^ static_cast<uint64_t>(member)) * 1099511628211ULL;
-  return hash;
+  require_reducible(tensor.scalar_type(), ReduceOp::kMin, OperationTitle(collective));  // that is, a type we carry
 }
 
 std::string new_region_name() {
@@ -75,7 +66,7 @@ void SharedMemoryCommunicator::fail(const std::string& text) {
 
 void SharedMemoryCommunicator::require_usable(const Collective& collective) const {
   const std::lock_guard lock(mutex_);
-  require<CommError>(first_error_.empty(), name(), " rank ", rank(), ": ", what(collective),
+  require<CommError>(first_error_.empty(), name(), " rank ", rank(), ": ", OperationTitle(collective),
                      " refused, the communicator has failed before: ", first_error_);
 }
 
@@ -84,7 +75,7 @@ Work SharedMemoryCommunicator::launch(Collective collective) {
   require_cpu(collective, collective.output);
   const bool reduces = collective.kind == CollectiveKind::kAllReduce || collective.kind == CollectiveKind::kReduce ||
                        collective.kind == CollectiveKind::kReduceScatter;
-  if (reduces) require_reducible(collective.input.scalar_type(), collective.op, what(collective));
+  if (reduces) require_reducible(collective.input.scalar_type(), collective.op, OperationTitle(collective));
   if (collective.kind == CollectiveKind::kSend || collective.kind == CollectiveKind::kRecv) {
     require_usable(collective);
     return Work(messages_->post(collective));
@@ -147,7 +138,7 @@ std::shared_ptr<Communicator> SharedMemoryCommunicator::make_group(const std::ve
   require(!ranks.empty() && ranks.front() >= 0 && ranks.back() < size() &&
               std::adjacent_find(ranks.begin(), ranks.end(), std::greater_equal<>()) == ranks.end(),
           label, ": expected ascending ranks of group ", this->name(), " in [0, ", size(), ")");
-  meet(label, hash_of(ranks));
+  meet(label, fnv1a(list));
   const std::string region_name = cat(region_name_, ".", groups_made_++);
   const std::shared_ptr<SharedRegion> region = agree_on_region(ranks, region_name, label);
   std::shared_ptr<Communicator> group;
@@ -191,7 +182,7 @@ std::string announced_region(const SharedMemoryGroup& group, const std::string& 
   std::string region_name, domain, host;
   words >> region_name >> domain >> host;
   require<CommError>(domain == shared_memory_domain(), label, " as rank ", group.rank, ": rank 0 (on ", host,
-                     ") and this rank (on ", host_name(),
+                     ") and this rank (on ", lazy(host_name),
                      ") cannot share memory: they run on different hosts, or in containers with a /dev/shm or process "
                      "ids of their own; use \"communication_backend\": \"gloo\"");
   return region_name;

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <new>
+#include <ostream>
 
 #include "core/check.h"
 
@@ -24,16 +25,17 @@ bool OperationRecord::agrees_with(const OperationRecord& other) const {
          std::strncmp(label, other.label, sizeof label) == 0;
 }
 
-std::string OperationRecord::text() const {
-  if (sequence == 0) return "nothing yet";
-  std::string text = name_of(kind);
+std::ostream& operator<<(std::ostream& out, const OperationRecord& record) {
+  if (record.sequence == 0) return out << "nothing yet";
+  const CollectiveKind kind = record.kind;
   const bool reduces =
       kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduce || kind == CollectiveKind::kReduceScatter;
-  if (reduces) text += cat(" ", name_of(op));
-  if (kind != CollectiveKind::kBarrier) text += cat(" of ", count, " ", c10::toString(at::ScalarType{dtype}));
-  if (root >= 0) text += cat(", root ", root);
-  if (label[0] != '\0') text += cat(" '", label, "'");
-  return text + cat(" (#", sequence, ")");
+  out << name_of(kind);
+  if (reduces) out << " " << name_of(record.op);
+  if (kind != CollectiveKind::kBarrier) out << " of " << record.count << " " << at::ScalarType{record.dtype};
+  if (record.root >= 0) out << ", root " << record.root;
+  if (record.label[0] != '\0') out << " '" << record.label << "'";
+  return out << " (#" << record.sequence << ")";
 }
 
 size_t GroupMemory::ring_bytes_for(int size) {

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iosfwd>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -59,8 +60,8 @@ struct OperationRecord {
   char label[88];
 
   bool agrees_with(const OperationRecord& other) const;
-  // all_reduce sum of 12 float32 'h.0.weight' (#3)
-  std::string text() const;
+  // "all_reduce sum of 12 Float 'h.0.weight' (#3)", or "nothing yet".
+  friend std::ostream& operator<<(std::ostream& out, const OperationRecord& record);
 };
 
 struct FailureText {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <ostream>
 
 #include "core/check.h"
 
@@ -13,17 +14,13 @@ using Clock = SharedMemoryPeers::Clock;
 // The thread has nothing to do until something is posted, which rings its bell.
 constexpr std::chrono::seconds kIdleSleep{10};
 
-std::string describe(const MessageHead& head, int64_t element_bytes) {
-  std::string text = cat(head.bytes / element_bytes, " ", c10::toString(static_cast<at::ScalarType>(head.dtype)));
-  if (head.label[0] != '\0') text += cat(" '", head.label, "'");
-  return text;
-}
-
-std::string describe(const MessageHead& head) {
-  return describe(head, static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(head.dtype))));
-}
-
 }  // namespace
+
+std::ostream& operator<<(std::ostream& out, const MessageHead& head) {
+  const auto dtype = static_cast<at::ScalarType>(head.dtype);
+  out << head.bytes / static_cast<int64_t>(c10::elementSize(dtype)) << " " << dtype;
+  return head.label[0] == '\0' ? out : out << " '" << head.label << "'";
+}
 
 SharedMemoryMessage::SharedMemoryMessage(const Collective& collective, Clock::time_point deadline)
     : is_send_(collective.kind == CollectiveKind::kSend),
@@ -56,9 +53,9 @@ void SharedMemoryMessage::finish(std::exception_ptr error) {
   finished_.notify_all();
 }
 
-std::string SharedMemoryMessage::text() const {
-  return cat(is_send_ ? "send of " : "recv of ", describe(head_), is_send_ ? " to rank " : " from rank ", peer_,
-             ", tag ", head_.tag);
+std::ostream& operator<<(std::ostream& out, const SharedMemoryMessage& message) {
+  return out << (message.is_send_ ? "send of " : "recv of ") << message.head_
+             << (message.is_send_ ? " to rank " : " from rank ") << message.peer_ << ", tag " << message.head_.tag;
 }
 
 SharedMemoryMessages::SharedMemoryMessages(GroupMemory& memory, SharedMemoryPeers& peers, int rank,
@@ -242,7 +239,7 @@ void SharedMemoryMessages::serve_from_held(int source, const Message& message) {
 void SharedMemoryMessages::require_match(int source, const SharedMemoryMessage& message,
                                          const MessageHead& head) const {
   require<CommError>(message.head().bytes == head.bytes && message.head().dtype == head.dtype, peers_.group(), " rank ",
-                     rank_, ": ", message.text(), ": rank ", source, " sends ", describe(head),
+                     rank_, ": ", message, ": rank ", source, " sends ", head,
                      "; both sides must name the same dtype and number of elements");
 }
 
@@ -258,10 +255,10 @@ SharedMemoryMessages::Message SharedMemoryMessages::take_match(int source, int32
 
 void SharedMemoryMessages::check_hope() const {
   const auto check = [&](const SharedMemoryMessage& message) {
-    peers_.require_hope(message.peer(), message.text());
-    require<CommError>(Clock::now() < message.deadline(), peers_.group(), " rank ", rank_, ": ", message.text(),
+    peers_.require_hope(message.peer(), message);
+    require<CommError>(Clock::now() < message.deadline(), peers_.group(), " rank ", rank_, ": ", message,
                        " timed out after ", static_cast<double>(peers_.timeout().count()) / 1000.0, " s; waiting for ",
-                       peers_.describe(message.peer()));
+                       lazy([&] { return peers_.describe(message.peer()); }));
   };
   for (const Outgoing& out : outgoing_) {
     for (const Message& message : out.queue) check(*message);

@@ -10,6 +10,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <iosfwd>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -29,6 +30,9 @@ struct MessageHead {
   int32_t tag = 0;
   int32_t dtype = 0;
   char label[80] = {};
+
+  // "12 Float 'activation'"
+  friend std::ostream& operator<<(std::ostream& out, const MessageHead& head);
 };
 
 // A send or recv under way. Holds its tensor until done.
@@ -44,8 +48,8 @@ class SharedMemoryMessage final : public WorkState {
   const MessageHead& head() const { return head_; }
   std::byte* data() const { return data_; }
   SharedMemoryPeers::Clock::time_point deadline() const { return deadline_; }
-  // "recv of 12 float32 from rank 1, tag 0 'activation'"
-  std::string text() const;
+  // "recv of 12 Float 'activation' from rank 1, tag 0"
+  friend std::ostream& operator<<(std::ostream& out, const SharedMemoryMessage& message);
 
  private:
   const bool is_send_;

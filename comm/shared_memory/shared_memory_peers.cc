@@ -60,10 +60,10 @@ void SharedMemoryPeers::sleep_until(int peer, uint32_t step, const OperationReco
     if (reached(progress.value.load(std::memory_order_acquire), step)) return;
     for (int other = 0; other < memory_.size(); ++other) {
       if (other == rank_ || reached(memory_.rank(other).progress.value.load(std::memory_order_acquire), step)) continue;
-      require_hope(other, operation.text());
+      require_hope(other, operation);
     }
-    require<CommError>(Clock::now() < deadline, group_, " rank ", rank_, ": ", operation.text(), " timed out after ",
-                       seconds(timeout_), " s; not arrived: ", missing(step));
+    require<CommError>(Clock::now() < deadline, group_, " rank ", rank_, ": ", operation, " timed out after ",
+                       seconds(timeout_), " s; not arrived: ", lazy([&] { return missing(step); }));
   }
 }
 
@@ -76,11 +76,11 @@ std::string SharedMemoryPeers::missing(uint32_t step) const {
   return text;
 }
 
-void SharedMemoryPeers::give_up(const std::string& operation, const std::string& reason) const {
+void SharedMemoryPeers::give_up(const Printable& operation, const std::string& reason) const {
   throw CommError(cat(group_, " rank ", rank_, ": ", operation, " cannot finish: ", reason));
 }
 
-void SharedMemoryPeers::require_none_failed(const std::string& operation) const {
+void SharedMemoryPeers::require_none_failed(const Printable& operation) const {
   for (int peer = 0; peer < memory_.size(); ++peer) {
     const RankBlock& block = memory_.rank(peer);
     if (peer != rank_ && block.state.load() == RankState::kFailed) {
@@ -89,7 +89,7 @@ void SharedMemoryPeers::require_none_failed(const std::string& operation) const 
   }
 }
 
-void SharedMemoryPeers::require_hope(int peer, const std::string& operation) const {
+void SharedMemoryPeers::require_hope(int peer, const Printable& operation) const {
   require_none_failed(operation);
   if (peer != rank_ && memory_.rank(peer).state.load() == RankState::kLeft) {
     give_up(operation, cat("rank ", peer, " has destroyed its communicator; ", describe(peer)));
@@ -117,7 +117,7 @@ std::string SharedMemoryPeers::describe(int peer) const {
   if (memory_.between_processes()) {
     text += cat("process ", block.process.load(), dead(peer) ? ", no longer alive; " : ", alive; ");
   }
-  return text + "last began " + block.operations[block.begun.load() % 2].load().text() + ")";
+  return cat(text, "last began ", block.operations[block.begun.load() % 2].load(), ")");
 }
 
 void SharedMemoryPeers::publish_failure(const std::string& text) {

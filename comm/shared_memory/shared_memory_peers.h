@@ -7,6 +7,7 @@
 #include <string>
 
 #include "comm/shared_memory/shared_memory_layout.h"
+#include "core/text.h"
 
 namespace ds::comm {
 
@@ -28,10 +29,10 @@ class SharedMemoryPeers {
 
   // Throws CommError when waiting any longer for `peer` is pointless: it has failed, left or died, any other rank has
   // failed, or this rank's communicator is being destroyed. `operation` is for the message.
-  void require_hope(int peer, const std::string& operation) const;
+  void require_hope(int peer, const Printable& operation) const;
 
   // The part of require_hope that concerns no rank in particular: throws when one has failed.
-  void require_none_failed(const std::string& operation) const;
+  void require_none_failed(const Printable& operation) const;
 
   // "rank 3 (process 4711, alive; last began all_reduce sum of 12 float32 'h.0' (#3))"
   std::string describe(int peer) const;
@@ -46,7 +47,7 @@ class SharedMemoryPeers {
   int spin_turns() const { return spin_turns_; }
 
  private:
-  [[noreturn]] void give_up(const std::string& operation, const std::string& reason) const;
+  [[noreturn]] void give_up(const Printable& operation, const std::string& reason) const;
   void sleep_until(int peer, uint32_t step, const OperationRecord& operation);
   std::string missing(uint32_t step) const;
   // Of a process that has ended; nothing is known of threads and of other process-id namespaces.

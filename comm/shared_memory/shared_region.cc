@@ -7,28 +7,13 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 
 #include "core/check.h"
+#include "core/system_call.h"
+#include "core/unique_fd.h"
 
 namespace ds::comm {
 namespace {
-
-class Descriptor {
- public:
-  explicit Descriptor(int value) : value_(value) {}
-  ~Descriptor() {
-    if (value_ >= 0) close(value_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int get() const { return value_; }
-
- private:
-  int value_;
-};
-
-std::string reason(int error) { return std::strerror(error); }
 
 std::string free_shared_memory() {
   struct statvfs info {};
@@ -48,25 +33,25 @@ int reserve(int descriptor, size_t bytes) {
 
 std::shared_ptr<SharedRegion> SharedRegion::anonymous(size_t bytes) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  require<CommError>(data != MAP_FAILED, "cannot map ", bytes, " bytes for ranks as threads: ", reason(errno));
+  require_system<CommError>(data != MAP_FAILED, "cannot map ", bytes, " bytes for ranks as threads");
   return std::shared_ptr<SharedRegion>(new SharedRegion(static_cast<std::byte*>(data), bytes, false));
 }
 
 std::shared_ptr<SharedRegion> SharedRegion::map(int descriptor, size_t bytes, const std::string& name) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-  require<CommError>(data != MAP_FAILED, "cannot map ", bytes, " bytes of shared memory ", name, ": ", reason(errno));
+  require_system<CommError>(data != MAP_FAILED, "cannot map ", bytes, " bytes of shared memory ", name);
   return std::shared_ptr<SharedRegion>(new SharedRegion(static_cast<std::byte*>(data), bytes, true));
 }
 
 std::shared_ptr<SharedRegion> SharedRegion::create(const std::string& name, size_t bytes) {
-  const Descriptor file(shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
-  require<CommError>(file.get() >= 0, "cannot create shared memory ", name, ": ", reason(errno));
+  const UniqueFd file(shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+  require_system<CommError>(file.valid(), "cannot create shared memory ", name);
   try {
-    require<CommError>(ftruncate(file.get(), static_cast<off_t>(bytes)) == 0, "cannot size shared memory ", name,
-                       " to ", bytes, " bytes: ", reason(errno));
+    require_system<CommError>(ftruncate(file.get(), static_cast<off_t>(bytes)) == 0, "cannot size shared memory ", name,
+                              " to ", bytes, " bytes");
     const int error = reserve(file.get(), bytes);
     require<CommError>(error == 0, "shared memory between the ranks of this host needs ", bytes,
-                       " bytes in /dev/shm, free are ", free_shared_memory(), " (", reason(error),
+                       " bytes in /dev/shm, free are ", lazy(free_shared_memory), " (", SystemReason(error),
                        "); enlarge /dev/shm (docker: --shm-size or --ipc=host) or set \"communication_backend\": "
                        "\"gloo\"");
     return map(file.get(), bytes, name);
@@ -77,11 +62,11 @@ std::shared_ptr<SharedRegion> SharedRegion::create(const std::string& name, size
 }
 
 std::shared_ptr<SharedRegion> SharedRegion::attach(const std::string& name, size_t bytes) {
-  const Descriptor file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
-  require<CommError>(file.get() >= 0, "cannot open shared memory ", name, ": ", reason(errno),
+  const UniqueFd file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
+  require<CommError>(file.valid(), "cannot open shared memory ", name, ": ", SystemReason(errno),
                      "; all ranks must run on one host, as one user, and see the same /dev/shm");
   struct stat info {};
-  require<CommError>(fstat(file.get(), &info) == 0, "cannot examine shared memory ", name, ": ", reason(errno));
+  require_system<CommError>(fstat(file.get(), &info) == 0, "cannot examine shared memory ", name);
   require<CommError>(static_cast<size_t>(info.st_size) == bytes, "shared memory ", name, ": expected ", bytes,
                      " bytes, found ", info.st_size, "; all ranks must run the same version of dsengine");
   return map(file.get(), bytes, name);

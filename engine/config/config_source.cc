@@ -43,7 +43,7 @@ std::string read_file(const std::filesystem::path& path) {
   std::ifstream in(path, std::ios::binary);
   std::ostringstream text;
   if (in) text << in.rdbuf();
-  require<ConfigError>(in && !in.bad(), path.string(), ": cannot be read; check its permissions");
+  require<ConfigError>(in && !in.bad(), path.native(), ": cannot be read; check its permissions");
   return std::move(text).str();
 }
 
@@ -68,8 +68,8 @@ HjsonDocument ConfigSource::read() const {
   }
   const auto decoded = file_only_ ? std::nullopt : decode_base64(text_);
   const bool cut = text_.size() > kShownCharacters;
-  require<ConfigError>(decoded && looks_like_object(*decoded), "ds_config \"", text_.substr(0, kShownCharacters),
-                       cut ? "..." : "", "\": no such file",
+  require<ConfigError>(decoded && looks_like_object(*decoded), "ds_config \"",
+                       std::string_view(text_).substr(0, kShownCharacters), cut ? "..." : "", "\": no such file",
                        file_only_ ? "" : ", and not url-safe base64 of a JSON object either", "; check the path");
   return parse_hjson(*decoded, "base64 text");
 }

@@ -125,7 +125,8 @@ DsConfig parse(const ConfigSource& source, const ParseOptions& options) {
   require<UsageError>(options.dp_world_size > 0, "parse: expected dp_world_size > 0, found ", options.dp_world_size);
   const HjsonDocument document = source.read();
   const std::string name = source.name();
-  require<ConfigError>(document.root.is_object(), name, ": expected an object {...}, found ", shown(document.root));
+  require<ConfigError>(document.root.is_object(), name, ": expected an object {...}, found ",
+                       lazy([&] { return shown(document.root); }));
 
   DsConfig config;
   config.source = name;

@@ -157,11 +157,11 @@ ElasticBatch elastic_batch(const ElasticitySection& section, int64_t data_parall
   ElasticBatch result{.train = found.batch, .valid = found.sizes, .train_of_valid = found.batch};
   if (!std::binary_search(found.sizes.begin(), found.sizes.end(), data_parallel_size)) {
     if (by_nodes) result.train = batch_for_any(section, data_parallel_size);
-    require<ConfigError>(
-        by_nodes && result.train > 0, data_parallel_size, " data-parallel ",
-        data_parallel_size == 1 ? "rank is" : "ranks are", " no valid world size for the batch of ", found.batch,
-        " that max_train_batch_size ", *section.max_train_batch_size,
-        " and micro_batch_sizes give; nearest valid: ", nearest_sizes(found.sizes, data_parallel_size));
+    require<ConfigError>(by_nodes && result.train > 0, data_parallel_size, " data-parallel ",
+                         data_parallel_size == 1 ? "rank is" : "ranks are", " no valid world size for the batch of ",
+                         found.batch, " that max_train_batch_size ", *section.max_train_batch_size,
+                         " and micro_batch_sizes give; nearest valid: ",
+                         lazy([&] { return nearest_sizes(found.sizes, data_parallel_size); }));
   }
   const int64_t of_rank = result.train / data_parallel_size;
   for (const int64_t micro : *section.micro_batch_sizes) {

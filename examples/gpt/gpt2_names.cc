@@ -51,7 +51,7 @@ std::string config_path(const std::string& folder) { return (fs::path(folder) / 
 
 int64_t natural(const json& config, const std::string& where, const char* key) {
   ds::require<ds::ConfigError>(config.contains(key) && config[key].is_number_integer() && config[key] > 0, where, ": ",
-                               key, ": expected a positive integer, found ", config.value(key, json()).dump());
+                               key, ": expected a positive integer, found ", config.value(key, json()));
   return config[key];
 }
 
@@ -60,8 +60,8 @@ void require_followed(const json& config, const std::string& where) {
   const int64_t hidden = config["n_embd"];
   const auto require_value = [&](const char* key, const json& expected) {
     const json found = config.value(key, expected);
-    ds::require<ds::ConfigError>(found == expected, where, ": ", key, ": expected ", expected.dump(), ", found ",
-                                 found.dump(), "; this model computes it no other way");
+    ds::require<ds::ConfigError>(found == expected, where, ": ", key, ": expected ", expected, ", found ", found,
+                                 "; this model computes it no other way");
   };
   require_value("model_type", "gpt2");
   require_value("layer_norm_epsilon", kEpsilon);

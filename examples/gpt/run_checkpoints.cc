@@ -25,8 +25,8 @@ void RunCheckpoints::load() {
     return;
   }
   const nlohmann::json saved = loaded.client_state.value("data", nlohmann::json());
-  ds::require<ds::ConfigError>(saved.is_null() || saved == data_, loaded.path, ": that run read its data with ",
-                               saved.dump(), ", this one with ", data_.dump(),
+  ds::require<ds::ConfigError>(saved.is_null() || saved == data_, loaded.path, ": that run read its data with ", saved,
+                               ", this one with ", data_,
                                "; go on with the same --seed, --order, --seq_len and --data");
   saved_step_ = engine_.global_steps();
   if (engine_.global_rank() == 0) {

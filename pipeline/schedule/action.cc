@@ -67,6 +67,8 @@ std::string to_text(const Action& action) {
   return std::to_string(action.stage) + spelling + std::to_string(action.micro_batch);
 }
 
+std::ostream& operator<<(std::ostream& out, const Action& action) { return out << to_text(action); }
+
 Action parse_action(const std::string& text) {
   for (const Spelling& word : kWords) {
     if (text == word.text) return {.kind = word.kind};

@@ -39,6 +39,7 @@ struct Action {
 // backward, "0I3" backward of the input, "0W3" of the weights; "0SF3", "0RF3" an activation is sent, received, "0SB3",
 // "0RB3" a gradient; "REDUCE", "REDUCE_TIED", "STEP".
 std::string to_text(const Action& action);
+std::ostream& operator<<(std::ostream& out, const Action& action);  // the same, as a part of a message
 // Throws ConfigError naming the text for anything else.
 Action parse_action(const std::string& text);
 

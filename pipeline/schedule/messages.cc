@@ -89,7 +89,7 @@ void require_numbers(const ScheduleShape& shape, const std::vector<int>& rank_of
                          rank_of[static_cast<size_t>(action.stage)] == static_cast<int>(rank);
       require<ConfigError>(known, "pipeline schedule: rank ", rank, ": expected F, B, I or W of one of its own of ",
                            rank_of.size(), " stages and of a micro-batch in [0, ", shape.micro_batches, "), found ",
-                           to_text(action));
+                           action);
     }
   }
 }

@@ -47,7 +47,8 @@ Action parse_compute(std::string_view text, const Cell& cell) {
   } catch (const ConfigError& error) {
     throw ConfigError(cell.place() + error.what());
   }
-  require<ConfigError>(is_compute(action.kind), cell.place(), "expected F, B, I or W, as in \"0F3\", found \"", text,
+  require<ConfigError>(is_compute(action.kind), lazy([&] { return cell.place(); }),
+                       "expected F, B, I or W, as in \"0F3\", found \"", text,
                        "\"; leave it out: messages and the end of the step are added");
   return action;
 }
@@ -87,12 +88,12 @@ std::vector<int> place_by_actions(const std::vector<std::vector<Action>>& comput
     for (const Action& action : compute[rank]) {
       const auto stage = static_cast<size_t>(action.stage);
       require<ConfigError>(stage < actions && static_cast<size_t>(action.micro_batch) < actions, name, ", line ",
-                           rank + 1, ": ", to_text(action), ": expected a stage and a micro-batch below ", actions,
+                           rank + 1, ": ", action, ": expected a stage and a micro-batch below ", actions,
                            ", the number of actions in the file; both are counted from 0 without gaps");
       if (stage >= rank_of.size()) rank_of.resize(stage + 1, -1);
       int& owner = rank_of[stage];
-      require<ConfigError>(owner < 0 || owner == static_cast<int>(rank), name, ", line ", rank + 1, ": ",
-                           to_text(action), ": stage ", action.stage, " is on rank ", owner, ", line ", owner + 1,
+      require<ConfigError>(owner < 0 || owner == static_cast<int>(rank), name, ", line ", rank + 1, ": ", action,
+                           ": stage ", action.stage, " is on rank ", owner, ", line ", owner + 1,
                            "; expected all actions of a stage in one line");
       owner = static_cast<int>(rank);
     }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/system_call.h"
 #include "pipeline/schedule/text_file.h"
 
 namespace ds::pipeline {
@@ -26,7 +27,7 @@ std::vector<std::string> trace_files(const std::string& path) {
   for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
     if (entry->path().extension() == ".json") files.push_back(entry->path().string());
   }
-  require<IoError>(!error, path, ": cannot be read: ", error.message());
+  require<IoError>(!error, path, ": cannot be read: ", SystemReason(error));
   require<IoError>(!files.empty(), path, ": expected traces, *.json, in this folder, found none");
   std::sort(files.begin(), files.end());
   return files;
@@ -94,19 +95,18 @@ class TraceReader {
   void add(const std::string& file, const json& event, const Action& action) {
     const double rank = number(file, event, "tid");
     require<ConfigError>(rank == std::floor(rank) && rank >= 0 && rank < static_cast<double>(ranks_.size()), file,
-                         ": event ", to_text(action), ": expected a rank in [0, ", ranks_.size(),
-                         ") as \"tid\", found ", rank);
+                         ": event ", action, ": expected a rank in [0, ", ranks_.size(), ") as \"tid\", found ", rank);
     const double start = number(file, event, "ts");
     const double duration = number(file, event, "dur");
-    require<ConfigError>(duration >= 0, file, ": event ", to_text(action), ": expected \"dur\" of at least 0, found ",
-                         duration);
+    require<ConfigError>(duration >= 0, file, ": event ", action, ": expected \"dur\" of at least 0, found ", duration);
     ranks_[static_cast<size_t>(rank)].push_back({action, start, start + duration});
   }
 
   static double number(const std::string& file, const json& event, const char* key) {
     const auto found = event.find(key);
-    require<ConfigError>(found != event.end() && found->is_number(), file, ": event ", event["name"].dump(),
-                         ": expected a number as \"", key, "\", found ", found == event.end() ? "none" : found->dump());
+    require<ConfigError>(found != event.end() && found->is_number(), file, ": event ", event["name"],
+                         ": expected a number as \"", key, "\", found ",
+                         lazy([&] { return found == event.end() ? "none" : found->dump(); }));
     return found->get<double>();
   }
 
@@ -129,7 +129,7 @@ void require_complete(const Timetable& table, const Schedule& schedule, const st
     std::sort(planned.begin(), planned.end(), earlier_in_model);
     std::sort(seen.begin(), seen.end(), earlier_in_model);
     for (size_t i = 1; i < seen.size(); ++i) {
-      require<ConfigError>(!(seen[i] == seen[i - 1]), path, ": rank ", rank, ": ", to_text(seen[i]),
+      require<ConfigError>(!(seen[i] == seen[i - 1]), path, ": rank ", rank, ": ", seen[i],
                            " is there more than once; expected the trace of one step");
     }
     const auto [want, have] = std::mismatch(planned.begin(), planned.end(), seen.begin(), seen.end());

@@ -31,7 +31,7 @@ std::vector<Operation> parse_operations(const std::string& text) {
   for (size_t i = 0; i < kOperationNames.size(); ++i) {
     if (text == "all" || text == kOperationNames[i]) operations.push_back(static_cast<Operation>(i));
   }
-  if (operations.empty()) throw ConfigError(cat("expected ", all_names(), ", found \"", text, "\""));
+  require<ConfigError>(!operations.empty(), "expected ", lazy(all_names), ", found \"", text, "\"");
   return operations;
 }
 

@@ -52,14 +52,13 @@ Location locate(const std::string& path) {
   location.tags = tags_in(place);
   const std::optional<std::string> latest = read_latest(place.string());
   if (!latest) {
-    if (location.tags.empty()) return location;
-    throw IoError(cat(path, ": no file `latest` names one of its tags; name one of them: ", joined(location.tags)));
+    require<IoError>(location.tags.empty(), path, ": no file `latest` names one of its tags; name one of them: ",
+                     lazy([&] { return joined(location.tags); }));
+    return location;
   }
   location.latest = *latest;
-  if (!fs::is_directory(place / location.latest)) {
-    throw IoError(cat((place / "latest").string(), ": names \"", location.latest,
-                      "\", which is no folder here; tags: ", joined(location.tags)));
-  }
+  require<IoError>(fs::is_directory(place / location.latest), (place / "latest").native(), ": names \"",
+                   location.latest, "\", which is no folder here; tags: ", lazy([&] { return joined(location.tags); }));
   location.folder = (place / location.latest).string();
   location.format = format_of(location.folder);
   return location;

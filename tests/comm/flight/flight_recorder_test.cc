@@ -206,7 +206,7 @@ TEST(FlightRecorder, RecordsCommunicators) {
   ds::test::run_ranks(3, [&](Communicator& world) {
     auto recorder =
         std::make_shared<FlightRecorder>(FlightRecorderOptions{.rank = world.rank(), .world_size = 3, .host = "h"});
-    world.record_with(recorder);
+    world.observe_with(recorder);
     const at::Tensor tensor = at::ones({6});
     world.all_reduce(tensor, ReduceOp::kSum, "sum").wait();
     const auto pair = world.new_group({0, 2}, "pair");

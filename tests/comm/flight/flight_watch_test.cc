@@ -38,7 +38,7 @@ struct Watched {
   }
   // Writes down a collective that has been done, without doing it.
   void pretend(const std::string& label) const {
-    FlightRecorder& recorder = *world->recorder();
+    FlightRecorder& recorder = world->watch()->recorder();
     recorder.follow(recorder.begin(0, all_reduce_of(4, label)), Work()).wait();
   }
   void reduce(const std::string& label) const { world->all_reduce(at::ones({4}), ReduceOp::kSum, label).wait(); }
