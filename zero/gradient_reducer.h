@@ -6,7 +6,8 @@
 // subset of gradients a rank produces, so nothing can wait for a parameter that got none: it contributes zeros.
 //
 // Gradients add up: over the micro-batches of an accumulation, over several backward passes in one micro-batch, and
-// over passes that were reduced and passes that were not.
+// over passes that were reduced and passes that were not. What a bucket and a pass can be, and what follows what, is
+// Note [Life of a gradient bucket] (zero/reduction_states.h).
 //
 // Threads: begin_backward, end_backward, finish and reset belong to the engine's thread; the hooks may run on
 // autograd's device threads and take a lock.
@@ -14,51 +15,22 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
+#include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <mutex>
-#include <optional>
 #include <vector>
 
-#include "comm/bucket_reduction.h"
-#include "comm/communicator.h"
 #include "core/reduced_gradients.h"
+#include "zero/buffer_pool.h"
+#include "zero/gradient_bucket.h"
 #include "zero/gradient_check.h"
+#include "zero/gradient_exchange.h"
+#include "zero/late_reductions.h"
 #include "zero/parameter_bucket.h"
-#include "zero/reduction_policy.h"
+#include "zero/reducer_options.h"
+#include "zero/reduction_states.h"
 
 namespace ds::zero {
-
-struct ReducerOptions {
-  ReductionPolicy policy = ReductionPolicy::kAllReduce;
-  bool overlap = true;            // start collectives inside backward; off: all after it, in the same order
-  bool average = true;            // divide by the number of ranks ("gradient_allreduce_op": "mean")
-  bool prescale = false;          // divide before the collective instead of after
-  double predivide_factor = 1.0;  // f: times 1/f before, f/W after
-  at::ScalarType gradient_dtype = at::kFloat;  // of buckets and accumulated slices
-  at::ScalarType communication_dtype = at::kFloat;
-  // Stage 3: how long a gradient's hook may wait for other ranks at first, also on a device, where a gather behind a
-  // reduction that waits would never begin. One that waits for this rank's next gather cannot reduce, where it has no
-  // gradient for a parameter that has one here; the buckets that would be given back stay then.
-  std::optional<std::chrono::milliseconds> patience;
-  // Where buckets stay until finish(): reduced gradients that leave them all the same leave inside backward.
-  bool leave_in_backward = false;
-};
-
-// Where reduced gradients go.
-struct ReduceRoutes {
-  comm::Communicator& slices;  // its ranks own the slices of a bucket
-  // Ranks that own equal slices in other such groups (MiCS, Zhang et al., arXiv:2205.00119, section 3.3: their sums are
-  // joined once, at the boundary of an accumulation); null where `slices` is all there is.
-  comm::Communicator* replicas = nullptr;
-  // Over the ranks of `slices`: compresses gradients, in place of their all-reduce or reduce-scatter; null: they are
-  // sent as they are.
-  comm::BucketReduction* reduction = nullptr;
-  // Keeps the reduced slices of the buckets it takes, which a step then reads there; null: all stay on the device.
-  // With it, gradients leave their buckets one by one also where one rank owns all slices.
-  ReducedGradients* elsewhere = nullptr;
-};
 
 class GradientReducer {
  public:
@@ -74,7 +46,7 @@ class GradientReducer {
   // optimizers that exchange something else than gradients. Between steps: no gradient may be held. With the policy
   // kReduceScatterEveryBackward, and with gradients elsewhere, it throws UsageError.
   void keep_local(bool local);
-  bool keeps_local() const { return local_; }
+  bool keeps_local() const { return exchange_.keeps_local(); }
   // Shows it each gradient that autograd makes from now on, before it is added to others. It outlives the reducer.
   void check_with(GradientCheck& check) { check_ = &check; }
   // Around every backward pass. `synchronize`: this pass ends in a reduction if the policy asks for one at `boundary`.
@@ -85,14 +57,15 @@ class GradientReducer {
   void end_backward();
   // In place of end_backward() when the pass threw: what it left can only be dropped.
   void abandon_backward();
-  bool failed() const { return abandoned_; }  // did the last pass throw?
+  bool failed() const { return state_ == PassState::kFailed; }  // did the last pass throw?
 
   // Reduces what is still local (passes under no_sync, a boundary that was declared late) and waits for everything.
+  // Throws UsageError while a pass runs, and after one that failed.
   void finish();
   // After finish(): the reduced gradient of a bucket, whole at stage 0, else the own slice. Undefined before any
   // backward.
   at::Tensor gradient(size_t bucket) const;
-  // Drops all gradients, reduced or not.
+  // Drops all gradients, reduced or not. Not while a pass runs, as finish().
   void reset();
   // Gives up the memory that is kept from step to step. Between steps: all gradients are dropped.
   void release_buffers();
@@ -102,58 +75,35 @@ class GradientReducer {
   int64_t take_peak_bytes();
 
  private:
-  struct Bucket;
   class Hook;
 
-  void on_gradient(size_t bucket, size_t position);
-  void store_gradient(Bucket& bucket, size_t position);
-  void open_local(Bucket& bucket);
-  void zero_padding(Bucket& bucket);
-  void set_aside_reduced(Bucket& bucket);
+  void on_gradient(size_t index, size_t position);
   void launch_ready(bool all);
-  void launch(Bucket& bucket);
-  void complete(Bucket& bucket);
+  void launch(GradientBucket& bucket);
+  void complete(GradientBucket& bucket);
+  void set_aside(GradientBucket& bucket);
+  void retire(size_t staying, bool inside_backward);
   void join_replicas();
-  void limit_in_flight(size_t allowed, bool inside_backward = false);
-  bool ready_in_time(const Bucket& bucket);
-  void limit_wires(size_t allowed);
-  void fill_missing(Bucket& bucket);
-  at::Tensor kept_slice(Bucket& bucket, const at::Tensor& own);
-  void move_elsewhere(Bucket& bucket);
-  void leave_in_order(size_t staying);
-  bool is_elsewhere(const Bucket& bucket) const;
-  size_t index_of(const Bucket& bucket) const;
-  void drop_reduced(Bucket& bucket);
-  at::Tensor take_buffer(const Bucket& bucket);
-  void give_back(at::Tensor buffer);
-  at::Tensor own_part(const Bucket& bucket, const at::Tensor& flat) const;
-  bool leaves_in_backward() const { return elsewhere_ && options_.leave_in_backward; }
-  bool is_in_pass(size_t bucket) const { return in_pass_.empty() || in_pass_[bucket]; }
-  bool transient() const { return options_.policy == ReductionPolicy::kReduceScatterEveryBackward; }
-  void note_bytes(int64_t change);
+  void drop_all();
+  bool has_replicas() const;
+  bool running() const { return state_ == PassState::kLocal || state_ == PassState::kReducing; }
+  bool transient() const { return exchange_.options().transient(); }
+  bool leaves_in_backward() const { return elsewhere_ && exchange_.options().leave_in_backward; }
+  bool is_in_pass(size_t index) const { return in_pass_.empty() || in_pass_[index]; }
+  bool had_its_turn(size_t index) const { return buckets_.size() - 1 - index < next_; }
+  bool is_elsewhere(const GradientBucket& bucket) const { return elsewhere_ && elsewhere_->takes(bucket.index()); }
 
   const std::vector<Parameter>& parameters_;
-  comm::Communicator& communicator_;  // of slices
-  comm::Communicator* replicas_;
-  comm::BucketReduction* reduction_;
+  GradientExchange exchange_;
   ReducedGradients* elsewhere_;
   GradientCheck* check_ = nullptr;
-  ReducerOptions options_;
-  std::vector<Bucket> buckets_;
-  std::vector<at::Tensor> pool_;   // free transient buffers, stage 2
+  BufferPool buffers_;
+  std::vector<GradientBucket> buckets_;
+  LateReductions late_;
+  PassState state_ = PassState::kIdle;
   std::vector<size_t> in_flight_;  // buckets with a collective under way, oldest first
-  size_t next_ = 0;                // buckets_[size - 1 - next_] is the next to be launched in this backward
+  size_t next_ = 0;                // buckets_[size - 1 - next_] is the next to be launched in this pass
   std::vector<char> in_pass_;      // of each bucket; empty: all
-  bool in_backward_ = false;
-  bool reduce_in_this_backward_ = false;
-  bool unreduced_ = false;  // the last backward was not reduced
-  bool joined_ = false;     // replicas have joined the gradients
-  bool local_ = false;      // keep_local()
-  int late_passes_ = 0;     // backward passes in which a reduction was late
-  bool late_in_this_backward_ = false;
-  bool abandoned_ = false;  // the last backward threw
-  int64_t bytes_ = 0;
-  int64_t peak_bytes_ = 0;
   std::mutex mutex_;
 };
 

@@ -12,6 +12,7 @@
 #include "core/host_memory.h"
 #include "core/log.h"
 #include "core/storage_memory.h"
+#include "zero/parameter_bucket.h"
 
 namespace ds::zero {
 namespace {
@@ -27,16 +28,14 @@ bool can_be_sliced(const at::Tensor& tensor) {
          tensor.storage_offset() == 0 && tensor.storage().nbytes() == tensor.nbytes();
 }
 
-// The operator that is about to read cannot be told that there is none (LibTorch swallows what a callback throws).
 void take_memory(const at::Tensor& parameter) {
   const c10::DeviceGuard guard(parameter.device());
   const size_t bytes = parameter.nbytes();
   try {
     give_storage(parameter, c10::GetAllocator(parameter.device().type())->allocate(bytes), bytes);
   } catch (const std::exception& error) {
-    log::error("zero::Init: no memory for a parameter of ", bytes, " bytes that an operator reads: ", error.what(),
-               ". Reduce InitOptions::max_live, or use more ranks");
-    std::terminate();
+    throw ConfigError(cat("zero::Init: no memory for a parameter of ", bytes, " bytes that an operator reads: ",
+                          error.what(), ". Reduce InitOptions::max_live, or use more ranks"));
   }
 }
 
@@ -87,11 +86,8 @@ void Init::require_same_options() {
 
 Init::~Init() {
   stop_watching();
-  const at::NoGradGuard no_grad;
   for (const auto& entry : entries_) {
-    // Without memory a read would be a fault; without elements it is an error of shapes.
-    if (entry->whole() || entry->parameter.storage().nbytes() > 0) continue;
-    entry->parameter.set_data(at::empty({0}, entry->parameter.options().requires_grad(false)));
+    if (!entry->whole() && entry->parameter.storage().nbytes() == 0) take_elements(entry->parameter);
   }
 }
 
@@ -209,7 +205,14 @@ void Init::before_read(const at::Tensor& tensor) {
   if (adopts_) adopt_parameters();
   find_moved();
   const auto found = by_storage_.find(storage_of(tensor));
-  if (found != by_storage_.end()) touch(*found->second);
+  if (found == by_storage_.end()) return;
+  Entry& entry = *found->second;
+  try {
+    touch(entry);
+  } catch (...) {
+    if (!entry.whole()) take_elements(tensor);  // the operator cannot be told, and there is nothing to read
+    throw;
+  }
 }
 
 void Init::touch(Entry& entry) {

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
@@ -26,6 +27,12 @@ void point_to(at::Tensor tensor, const at::Tensor& values) {
   impl->_change_backend_component_keys(values.device());
   impl->set_storage_and_dtype(values.storage(), values.dtype());
   impl->set_sizes_and_strides(values.sizes(), values.strides(), values.storage_offset());
+}
+
+void take_elements(at::Tensor tensor) {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
+  tensor.set_data(at::empty({0}, tensor.options().requires_grad(false)));
 }
 
 at::Tensor flatten(const BucketLayout& layout, const std::vector<Parameter>& parameters,

@@ -1,0 +1,68 @@
+#include "zero/bucket_gather.h"
+
+#include <ATen/ops/empty.h>
+
+#include <exception>
+#include <utility>
+
+#include "comm/quantized_collectives.h"
+
+namespace ds::zero {
+
+void BucketGather::start(const ParameterBucket& bucket, const std::string& label, bool exact, GatherUnderWay& gather) {
+  if (bucket.secondary().defined() && !exact) {
+    gather.work = routes_.node->all_gather(bucket.flat(), bucket.secondary(), label);
+    return;
+  }
+  comm::Communicator& slices = routes_.slices;
+  bucket.load_slice();
+  gather.reads_slice = true;
+  if (bucket.bits() > 0) {
+    gather.work = comm::encoded_all_gather(bucket.flat(), own_slice(bucket), bucket.bits(), slices, label);
+  } else if (!is_exact(bucket, exact)) {
+    gather.work = comm::quantized_all_gather(bucket.flat(), own_slice(bucket), routes_.bits, slices, label);
+  } else if (bucket.slice(slices.rank()).device() != bucket.flat().device()) {
+    start_from_host(bucket, label, gather);
+  } else {
+    gather.work = slices.all_gather(bucket.flat(), own_slice(bucket), label);
+  }
+}
+
+// The slice travels beside what the device computes, which waits for the whole bucket only where it is used.
+void BucketGather::start_from_host(const ParameterBucket& bucket, const std::string& label, GatherUnderWay& gather) {
+  const at::Tensor slice = bucket.slice(routes_.slices.rank());
+  const at::Tensor& whole = bucket.flat();
+  if (routes_.slices.size() == 1) {
+    gather.arrived = copies_.copy_of_kept(whole, slice);
+    return;
+  }
+  gather.own = at::empty(slice.sizes(), whole.options());
+  gather.arrived = copies_.copy_of_kept(gather.own, slice);
+  const c10::OptionalStreamGuard after_copy = copies_.as_current();
+  gather.work = routes_.slices.all_gather(whole, gather.own, label);
+}
+
+// Where collectives take it: on the device.
+at::Tensor BucketGather::own_slice(const ParameterBucket& bucket) const {
+  const at::Tensor slice = bucket.bits() > 0 ? bucket.encoded_slice() : bucket.slice(routes_.slices.rank());
+  return slice.to(bucket.flat().device(), slice.scalar_type(), /*non_blocking=*/true);
+}
+
+void BucketGather::wait(ParameterBucket& bucket, GatherUnderWay& gather) {
+  std::exception_ptr failure;
+  try {
+    copies_.wait_on_device(std::exchange(gather.arrived, {}));
+    gather.work.wait();
+    // On every rank of the node alike: a gather that failed here fails there.
+    if (routes_.node && bucket.sharded() && !bucket.secondary().defined()) {
+      bucket.keep_secondary(routes_.node->rank(), routes_.node->size());
+    }
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  if (gather.reads_slice) bucket.unload_slice(/*changed=*/false);
+  gather = {};
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace ds::zero

@@ -1,0 +1,166 @@
+#include "zero/gradient_bucket.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "zero/addition_order.h"
+
+namespace ds::zero {
+
+GradientBucket::GradientBucket(size_t index, const ParameterBucket& parameters, const GradientExchange& exchange,
+                               BufferPool& buffers)
+    : index_(index),
+      parameters_(&parameters),
+      exchange_(&exchange),
+      buffers_(&buffers),
+      filled_(parameters.layout().segments.size(), 0),
+      seen_(filled_),
+      arrived_(filled_) {}
+
+void GradientBucket::begin_pass() {
+  missing_ = arrived_.size();
+  std::fill(arrived_.begin(), arrived_.end(), 0);
+}
+
+void GradientBucket::collect(size_t position, GradientCheck* check) {
+  const at::NoGradGuard no_grad;
+  const BucketState next = after(state_, BucketEvent::kCollect);
+  const Segment& segment = parameters_->layout().segments[position];
+  const at::Tensor& parameter = parameters()[position].tensor;
+  at::Tensor gradient = parameter.grad();
+  ensure(gradient.defined(), "a gradient hook runs after its gradient is set");
+  if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();
+  if (check) check->see(segment.parameter, gradient);
+  if (!local_.defined()) open();
+  const at::Tensor view = view_of(local_, segment, parameter);
+  const bool same_memory = gradient.data_ptr() == view.data_ptr() && gradient.scalar_type() == view.scalar_type();
+  if (!same_memory) {
+    if (filled_[position]) {
+      add_in_order(view, gradient);
+    } else {
+      view.copy_(gradient);
+    }
+  }
+  // The parameter's gradient is a view of the bucket, so that the next micro-batch adds in place; where the dtypes
+  // differ (or the bucket is transient) the gradient is taken away and the next pass makes a new one.
+  if (view.scalar_type() == parameter.scalar_type() && !transient()) {
+    parameter.mutable_grad() = view;
+  } else {
+    parameter.mutable_grad().reset();
+  }
+  filled_[position] = 1;
+  seen_[position] = 1;
+  if (!std::exchange(arrived_[position], 1)) --missing_;
+  state_ = next;
+}
+
+void GradientBucket::open() {
+  const auto options = parameters_->flat().options().dtype(exchange_->options().gradient_dtype);
+  local_ = buffers_->take(parameters_->layout().numel, options);
+  zero_padding();
+}
+
+void GradientBucket::zero_padding() {
+  for (const auto& [offset, length] : padding_of(parameters_->layout())) local_.narrow(0, offset, length).zero_();
+}
+
+void GradientBucket::fill_missing() {
+  if (!local_.defined()) open();
+  const auto& segments = parameters_->layout().segments;
+  for (size_t i = 0; i < segments.size(); ++i) {
+    if (!filled_[i]) local_.narrow(0, segments[i].slice_offset, segments[i].length).zero_();
+    filled_[i] = 1;
+  }
+}
+
+void GradientBucket::launch() {
+  const at::NoGradGuard no_grad;
+  const BucketState next = after(state_, BucketEvent::kLaunch);
+  fill_missing();
+  // An overflow that is compressed spreads to its neighbours.
+  if (exchange_->groups_of(index_).instead) zero_padding();
+  state_ = next;  // also where the collective throws: what it has of the buffer is then unknown
+  exchange_->start(index_, local_, transfer_);
+}
+
+void GradientBucket::complete() {
+  const at::NoGradGuard no_grad;
+  const BucketState next = after(state_, BucketEvent::kComplete);
+  exchange_->finish(index_, local_, transfer_);
+  state_ = next;
+}
+
+void GradientBucket::set_aside(ReducedGradients* elsewhere) {
+  const at::NoGradGuard no_grad;
+  const BucketState next = after(state_, BucketEvent::kSetAside);
+  const at::Tensor own = exchange_->own_part(index_, local_);
+  if (elsewhere) {
+    elsewhere->add(index_, own);
+  } else if (sum_.defined()) {
+    add_in_order(sum_, own);
+  } else {
+    sum_ = own.is_same(local_) && !transient() ? local_ : kept_slice(own);
+  }
+  empty();
+  state_ = next;
+}
+
+// Buckets that are not transient keep their buffer for the next pass, unless the sum has taken it.
+void GradientBucket::empty() {
+  drop_parameter_gradients();
+  if (sum_.is_same(local_)) {
+    local_.reset();
+  } else if (transient() && local_.defined()) {
+    buffers_->give_back(std::exchange(local_, at::Tensor()));
+  }
+  std::fill(filled_.begin(), filled_.end(), 0);
+}
+
+void GradientBucket::drop_parameter_gradients() {
+  for (const Parameter& parameter : parameters()) parameter.tensor.mutable_grad().reset();
+}
+
+// Slices would leave holes among the larger buffers if they were freed and made in every step.
+at::Tensor GradientBucket::kept_slice(const at::Tensor& own) {
+  if (!slice_.defined()) {
+    slice_ = at::empty_like(own);
+    buffers_->count(static_cast<int64_t>(slice_.nbytes()));
+  }
+  return slice_.copy_(own);
+}
+
+void GradientBucket::join_sum() {
+  ensure(state_ == BucketState::kReduced, "a sum of reduced gradients is joined with a reduced one");
+  if (!sum_.defined()) return;
+  const at::NoGradGuard no_grad;
+  add_in_order(exchange_->own_part(index_, local_), sum_);
+  drop_sum();
+}
+
+void GradientBucket::drop_sum() {
+  if (sum_.defined() && !sum_.is_same(slice_)) buffers_->count(-static_cast<int64_t>(sum_.nbytes()));
+  sum_.reset();
+}
+
+void GradientBucket::reset() {
+  if (state_ == BucketState::kInFlight) complete();
+  const BucketState next = after(state_, BucketEvent::kDrop);
+  drop_sum();
+  empty();
+  std::fill(seen_.begin(), seen_.end(), 0);
+  state_ = next;
+}
+
+void GradientBucket::release() {
+  ensure(state_ == BucketState::kEmpty, "the memory of an empty bucket is given up");
+  local_.reset();
+  slice_.reset();
+}
+
+at::Tensor GradientBucket::gradient() const { return launched() ? exchange_->own_part(index_, local_) : sum_; }
+
+}  // namespace ds::zero

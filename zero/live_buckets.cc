@@ -1,0 +1,137 @@
+#include "zero/live_buckets.h"
+
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "core/log.h"
+
+namespace ds::zero {
+
+LiveBuckets::LiveBuckets(const std::vector<ParameterBucket*>& buckets, const GatherRoutes& routes, int64_t max_live)
+    : gathers_(routes, buckets.at(0)->flat().device()), max_live_(max_live) {
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    Entry entry;
+    entry.bucket = buckets[b];
+    entry.label = "parameters of bucket " + buckets[b]->describe(b);
+    entry.state = entry.sharded() ? State::kReleased : State::kWhole;
+    if (entry.sharded()) sharded_ += entry.elements();
+    entries_.push_back(std::move(entry));
+  }
+}
+
+int64_t LiveBuckets::take_peak_elements() { return std::exchange(peak_, live_); }
+
+void LiveBuckets::start(Entry& entry, bool exact) {
+  const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
+  entry.exact = gathers_.is_exact(*entry.bucket, exact);
+  gathers_.start(*entry.bucket, entry.label, exact, entry.gather);
+}
+
+void LiveBuckets::fetch(size_t bucket, bool exact) {
+  Entry& entry = entries_[bucket];
+  if (out_of_memory() || !allocate(entry)) return;
+  entry.state = State::kComing;
+  live_ += entry.elements();
+  coming_ += entry.elements();
+  peak_ = std::max(peak_, live_);
+  try {
+    start(entry, exact);
+  } catch (...) {
+    fail(entry);
+  }
+}
+
+bool LiveBuckets::allocate(const Entry& entry) {
+  try {
+    entry.bucket->allocate(memory_);
+    return true;
+  } catch (const std::exception&) {  // once more, below
+  }
+  try {
+    // With what is free on this rank. No bucket is released for it: other ranks know nothing of this one's memory, and
+    // would not take part in the gather that brings the bucket back.
+    memory_.clear();
+    if (!entry.bucket->flat().is_cpu()) at::accelerator::emptyCache();
+    entry.bucket->allocate(memory_);
+    return true;
+  } catch (const std::exception& error) {
+    const std::string text =
+        cat("no memory for ", entry.label, ", ", entry.elements(), " elements, with ", live_,
+            " elements gathered: ", error.what(), ". Reduce zero_optimization.stage3_max_live_parameters (", max_live_,
+            ") or the batch");
+    log::error(text);  // now: the operator that fails for it says nothing of memory, and may end the program
+    no_memory_ = std::make_exception_ptr(ConfigError(text));
+    return false;
+  }
+}
+
+void LiveBuckets::refresh(size_t bucket) {
+  Entry& entry = entries_[bucket];
+  ensure(entry.whole() && !entry.sharded(), "what is not sharded is whole, and refreshed after updates");
+  entry.state = State::kComing;
+  try {
+    start(entry, /*exact=*/false);
+  } catch (...) {
+    entry.state = State::kWhole;
+    throw;
+  }
+}
+
+void LiveBuckets::wait(size_t bucket) {
+  Entry& entry = entries_[bucket];
+  if (entry.state != State::kComing) return;
+  entry.state = State::kWhole;
+  if (entry.sharded()) coming_ -= entry.elements();
+  const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
+  try {
+    gathers_.wait(*entry.bucket, entry.gather);
+  } catch (...) {
+    fail(entry);
+  }
+  if (entry.sharded()) entry.changes.begin(*entry.bucket);
+}
+
+void LiveBuckets::wait_all() {
+  for (size_t b = 0; b < entries_.size(); ++b) wait(b);
+}
+
+// In a handler of what was thrown.
+void LiveBuckets::fail(const Entry& entry) {
+  keep_error(std::current_exception());
+  if (!entry.sharded()) return;
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
+  entry.bucket->flat().zero_();
+}
+
+void LiveBuckets::release(size_t bucket) {
+  Entry& entry = entries_[bucket];
+  ensure(entry.whole() && entry.sharded(), "only a whole, sharded bucket is released");
+  if (!failure_) keep_error(entry.changes.find_change(*entry.bucket));
+  entry.state = State::kReleased;
+  live_ -= entry.elements();
+  entry.bucket->release(memory_);
+}
+
+void LiveBuckets::release_all() {
+  for (size_t b = 0; b < entries_.size(); ++b) {
+    wait(b);
+    if (entries_[b].sharded() && entries_[b].whole() && entries_[b].held == 0) release(b);
+  }
+}
+
+void LiveBuckets::keep_error(const std::exception_ptr& error) {
+  if (!failure_) failure_ = error;
+}
+
+void LiveBuckets::rethrow() {
+  if (no_memory_) std::rethrow_exception(no_memory_);
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+}
+
+}  // namespace ds::zero
