@@ -78,6 +78,23 @@ class GraphCheck {
   std::unordered_set<const autograd::Node*> ends_;
 };
 
+// Where the inner pass starts: at outputs that got a gradient and have a graph.
+std::pair<autograd::edge_list, autograd::variable_list> roots_of(const std::vector<OutputShape>& outputs,
+                                                                 const std::vector<at::Tensor>& found,
+                                                                 autograd::variable_list gradients) {
+  autograd::edge_list roots;
+  autograd::variable_list root_gradients;
+  size_t next = 0;
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (!outputs[i].differentiable) continue;
+    at::Tensor gradient = std::move(gradients[next++]);
+    if (!gradient.defined() || !found[i].requires_grad()) continue;
+    roots.push_back(autograd::impl::gradient_edge(found[i]));
+    root_gradients.push_back(std::move(gradient));
+  }
+  return {std::move(roots), std::move(root_gradients)};
+}
+
 }  // namespace
 
 std::vector<OutputShape> shapes_of(const std::vector<at::Tensor>& outputs) {
@@ -130,16 +147,7 @@ autograd::variable_list Region::backward(autograd::variable_list gradients, cons
   for (uint32_t i = 0; i < outside.size(); ++i) captures.emplace_back(cut.node(), i);
   check.may_end_at(cut.node().get());
 
-  autograd::edge_list roots;
-  autograd::variable_list root_gradients;
-  size_t next = 0;
-  for (size_t i = 0; i < found.size(); ++i) {
-    if (!outputs[i].differentiable) continue;
-    at::Tensor gradient = std::move(gradients[next++]);
-    if (!gradient.defined() || !found[i].requires_grad()) continue;
-    roots.push_back(autograd::impl::gradient_edge(found[i]));
-    root_gradients.push_back(std::move(gradient));
-  }
+  const auto [roots, root_gradients] = roots_of(outputs, found, std::move(gradients));
   found.clear();
   check.run(roots);
   if (options.profile) {

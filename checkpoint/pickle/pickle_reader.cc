@@ -27,7 +27,8 @@ class PickleMachine {
     if (cursor_.size() > 0) code = cursor_.next_code();
     cursor_.check(code == kProto, "expected a pickle of protocol 2 or newer");
     for (; code != kStop; code = cursor_.next_code()) {
-      if (!run_scalar(code) && !run_text(code) && !run_container(code) && !run_memo(code) && !run_object(code)) {
+      if (!run_scalar(code) && !run_text(code) && !run_stack(code) && !run_container(code) && !run_memo(code) &&
+          !run_object(code)) {
         cursor_.fail(cat("opcode ", static_cast<int>(code), ", which torch.save does not write"));
       }
     }
@@ -154,7 +155,7 @@ class PickleMachine {
     }
   }
 
-  bool run_container(uint8_t code) {
+  bool run_stack(uint8_t code) {
     switch (code) {
       case kMark:
         marks_.push_back(stack_.size());
@@ -172,6 +173,13 @@ class PickleMachine {
       case kDup:
         push(top());
         return true;
+      default:
+        return false;
+    }
+  }
+
+  bool run_container(uint8_t code) {
+    switch (code) {
       case kEmptyList:
         push(PickleKind::kList);
         return true;

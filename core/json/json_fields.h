@@ -26,8 +26,9 @@
 namespace ds {
 
 struct JsonKey {
-  JsonKey(const char* key) : name(key) {}
-  JsonKey(std::string key) : name(std::move(key)) {}
+  // A literal is a key.
+  JsonKey(const char* key) : name(key) {}             // NOLINT(google-explicit-constructor)
+  JsonKey(std::string key) : name(std::move(key)) {}  // NOLINT(google-explicit-constructor)
   JsonKey(const char* key, const char* other_spelling) : name(key), alias(other_spelling) {}
   std::string name;
   std::string alias;  // empty: none
