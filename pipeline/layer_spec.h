@@ -56,12 +56,12 @@ constexpr bool takes(std::index_sequence<I...> /*count*/) {
   return std::is_invocable_v<const Fn&, TensorArgument<I>...>;
 }
 
-template <class Fn, size_t Count>
+template <class Fn, size_t kCount>
 bool call_if(const Fn& fn, const Tensors& inputs, Tensors& outputs) {
-  if constexpr (takes<Fn>(std::make_index_sequence<Count>())) {
-    if (inputs.size() != Count) return false;
+  if constexpr (takes<Fn>(std::make_index_sequence<kCount>())) {
+    if (inputs.size() != kCount) return false;
     [&]<size_t... I>(std::index_sequence<I...>) { append(outputs, fn(inputs[I]...)); }
-    (std::make_index_sequence<Count>());
+    (std::make_index_sequence<kCount>());
     return true;
   } else {
     return false;

@@ -98,7 +98,7 @@ at::Tensor flatten(
 
 // Points `tensor` at the memory of `values`, which has its shape; the identity by which modules know it stays. A tensor
 // on the meta device moves to the device of `values`.
-void point_to(at::Tensor tensor, const at::Tensor& values);
+void point_to(const at::Tensor& tensor, const at::Tensor& values);
 
 // A view of `flat` with the shape of `like`, at a segment that covers a whole parameter.
 at::Tensor view_of(const at::Tensor& flat, const Segment& segment, const at::Tensor& like);

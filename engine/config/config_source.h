@@ -24,7 +24,7 @@ class ConfigSource {
   ConfigSource(std::string path_or_base64) : text_(std::move(path_or_base64)) {}
   ConfigSource(const std::filesystem::path& path) : text_(path.string()), file_only_(true) {}
   ConfigSource(const nlohmann::json& object) : object_(object), is_object_(true) {}
-  ConfigSource(nlohmann::ordered_json object) : object_(std::move(object)), is_object_(true) {}
+  ConfigSource(const nlohmann::ordered_json& object) : object_(object), is_object_(true) {}
   // NOLINTEND(google-explicit-constructor)
 
   bool empty() const { return text_.empty() && !is_object_; }
