@@ -20,7 +20,7 @@ void count(benchmark::State& state, const at::Tensor& values, int64_t parts = 1)
 }
 
 void check(const at::Tensor& decoded, const at::Tensor& values, const ds::BlockCodec& codec) {
-  const double error = (decoded - values).abs().max().item<double>();
+  const auto error = (decoded - values).abs().max().item<double>();
   const double bound = values.abs().max().item<double>() / codec.levels() * 0.51 + 0.02;
   ds::require<ds::InternalError>(error <= bound, "block codec: expected an error of at most ", bound, ", found ",
                                  error);

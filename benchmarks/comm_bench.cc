@@ -104,7 +104,7 @@ void measure(const Transport& transport, Communicator& clock, const Options& opt
   transport.all_gather(whole, part);
   check(transport, whole, 1.0, "all_gather");
 
-  const double bytes = static_cast<double>(whole.nbytes());
+  const auto bytes = static_cast<double>(whole.nbytes());
   whole.zero_();
   const auto rate = [&](const std::function<void()>& body) {
     return bytes / median_seconds(clock, options.seconds, body) / 1e9;

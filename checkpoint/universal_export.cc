@@ -64,7 +64,7 @@ IValue step_for(const TrainingState& state) {
   return at::scalar_tensor(static_cast<double>(state.optimizer->step_count), at::kFloat);
 }
 
-PythonDict groups_of(const TrainingState& state, PythonDict optimizer) {
+PythonDict groups_of(const TrainingState& state, const PythonDict& optimizer) {
   PythonList groups = python_list();
   for (const optim::GroupOptions& group : state.optimizer->groups) {
     PythonDict entry = python_dict();

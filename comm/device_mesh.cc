@@ -8,7 +8,7 @@
 namespace ds::comm {
 
 DeviceMesh::DeviceMesh(std::shared_ptr<Communicator> world, MeshLayout layout)
-    : world_(std::move(world)), layout_(std::move(layout)) {
+    : world_(std::move(world)), layout_(layout) {
   require<ConfigError>(layout_.world_size() == world_->size(), "mesh: ", lazy([&] { return layout_.text(); }), " has ",
                        layout_.world_size(), " ranks, but the job has ", world_->size(),
                        ". Change the sizes of the axes or the number of ranks");

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/zeros.h>
 
@@ -40,7 +41,7 @@ std::vector<ScaleRange> pieces_of(const std::vector<ScaleRange>& ranges, int64_t
 
 }  // namespace
 
-CompressedAllReduce::CompressedAllReduce(comm::Communicator& communicator, std::vector<ScaleRange> ranges,
+CompressedAllReduce::CompressedAllReduce(comm::Communicator& communicator, const std::vector<ScaleRange>& ranges,
                                          int64_t numel, at::Device device)
     : communicator_(communicator), worker_(ranges, numel) {
   const int64_t world = communicator.size();

@@ -34,7 +34,7 @@ class CompressedAllReduce {
   // Exchanges `numel` elements on `device`; `ranges` as SignCodec takes them. `communicator` outlives it. Parts are
   // equal, a multiple of 8 elements; where numel is no multiple of 8 W the last ones are shorter, or empty. Throws
   // UsageError.
-  CompressedAllReduce(comm::Communicator& communicator, std::vector<ScaleRange> ranges, int64_t numel,
+  CompressedAllReduce(comm::Communicator& communicator, const std::vector<ScaleRange>& ranges, int64_t numel,
                       at::Device device = at::kCPU);
 
   int64_t numel() const { return worker_.numel(); }

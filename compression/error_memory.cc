@@ -1,5 +1,6 @@
 #include "compression/error_memory.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/zeros.h>
 

@@ -1,5 +1,6 @@
 #include "compression/largest_elements.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/abs.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>

@@ -34,8 +34,8 @@ void OneBitAdam::advance_dense(int64_t index, const at::Tensor& gradient, double
     if (copy.defined()) at::Tensor(copy).copy_(own.master);
     return;
   }
-  optim::update_adam_slice(own.master, gradient, gradient_scale, step_count_, step_group(own),
-                           {.decoupled_weight_decay = true, .bias_correction = corrects_bias(), .amsgrad = false},
+  const optim::AdamRule rule{.decoupled_weight_decay = true, .bias_correction = corrects_bias(), .amsgrad = false};
+  optim::update_adam_slice(own.master, gradient, {step_count_, gradient_scale, step_group(own), rule},
                            {.exp_avg = state.exp_avg, .exp_avg_sq = state.exp_avg_sq, .max_exp_avg_sq = {}}, copy);
 }
 

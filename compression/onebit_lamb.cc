@@ -91,7 +91,7 @@ at::Tensor OneBitLamb::factors(int64_t index, const at::Tensor& previous) {
   const optim::GroupOptions& group = step_group(own);
   const State& state = states_[static_cast<size_t>(index)];
   const auto options = own.master.options().dtype(at::kDouble).requires_grad(false);
-  const at::Tensor largest = at::zeros({state.parameters.numel()}, options);
+  at::Tensor largest = at::zeros({state.parameters.numel()}, options);
   const at::Tensor squares = at::zeros({2, state.parameters.numel()}, options);  // of u and of U
   for (size_t i = 0; i < own.segments.size(); ++i) {
     const Segment& segment = own.segments[i];

@@ -93,7 +93,7 @@ comm::Work TopKReduction::start(size_t bucket, const at::Tensor& output, const a
   const bool all = takes_all(output, gradient);
   const int64_t length = output.numel();
   const int64_t count = count_of(length);
-  const int64_t bytes = sparse_message_bytes(count, static_cast<int64_t>(gradient.element_size()));
+  const int64_t bytes = sparse_message_bytes(count, gradient.element_size());
   const at::Tensor received = at::empty({ranks * bytes}, gradient.options().dtype(at::kByte));
   const at::Tensor sent = all ? received.narrow(0, group_->rank() * bytes, bytes) : at::empty_like(received);
   sent.zero_();  // what fills a message up

@@ -1,5 +1,6 @@
 #include "compression/zero_one_adam.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>

@@ -113,7 +113,7 @@ DS_CODEC_CLONES void convert(const at::Half* from, float* to, int64_t count) {
     const int32_t magnitude = (half & 0x7FFF) << 13;
     const int32_t normal =
         magnitude + choose(magnitude >= 0x0F800000, 0x70000000, 0x38000000);  // Inf and NaN: the first
-    const int32_t subnormal = std::bit_cast<int32_t>(static_cast<float>(half & 0x3FF) * 0x1p-24F);
+    const auto subnormal = std::bit_cast<int32_t>(static_cast<float>(half & 0x3FF) * 0x1p-24F);
     const int32_t bits = choose(magnitude < 0x00800000, subnormal, normal);
     to[i] = std::bit_cast<float>(static_cast<uint32_t>(bits) | (static_cast<uint32_t>(half & 0x8000) << 16));
   }
@@ -129,7 +129,7 @@ DS_CODEC_CLONES void convert(const float* from, at::Half* to, int64_t count) {
     const auto bits = std::bit_cast<uint32_t>(from[i]);
     const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFF);
     // The sum with 0.5 has multiples of 2^-24, float16's subnormal step, in its low bits.
-    const int32_t subnormal = std::bit_cast<int32_t>(std::bit_cast<float>(magnitude) + 0.5F) - 0x3F000000;
+    const auto subnormal = std::bit_cast<int32_t>(std::bit_cast<float>(magnitude) + 0.5F) - 0x3F000000;
     const int32_t normal = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
     const int32_t finite = choose(magnitude < 0x38800000, subnormal, normal);
     const int32_t half = choose(magnitude > 0x7F800000, 0x7E00, choose(magnitude >= 0x477FF000, 0x7C00, finite));
@@ -180,7 +180,7 @@ void for_each_block(const at::Tensor& scales, const Body& body) {
 template <class T>
 void encode_on_cpu(const at::Tensor& values, int bits, uint8_t* codes, const at::Tensor& scales) {
   const T* from = values.const_data_ptr<T>();
-  float* scale = scales.mutable_data_ptr<float>();
+  auto* scale = scales.mutable_data_ptr<float>();
   const int64_t numel = values.numel();
   for_each_block(scales, [=](int64_t begin, int64_t end) {
     BlockBuffer buffer;

@@ -81,7 +81,7 @@ bool is_list_of_naturals(const json& value) {
 // Bytes of a tensor, or nothing when they do not fit an int64.
 std::optional<uint64_t> bytes_of(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return 0;
-  int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
   for (const int64_t size : sizes) {
     if (__builtin_mul_overflow(bytes, size, &bytes)) return std::nullopt;
   }

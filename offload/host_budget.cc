@@ -48,7 +48,7 @@ std::optional<int64_t> number_in(std::string_view text) {
 std::optional<int64_t> field_of(const std::string& text, const std::string& name) {
   std::istringstream in(text);
   for (std::string line; std::getline(in, line);) {
-    if (line.compare(0, name.size(), name) != 0) continue;
+    if (!line.starts_with(name)) continue;
     const size_t start = line.find_first_not_of(" \t", name.size());
     return start == name.size() || start == std::string::npos ? std::nullopt : number_in(line.substr(start));
   }

@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-struct io_uring;
+struct io_uring;  // NOLINT(readability-identifier-naming): liburing's
 
 namespace ds::offload {
 

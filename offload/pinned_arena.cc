@@ -25,8 +25,8 @@ constexpr size_t kHugePage = size_t{2} << 20;
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 
 size_t host_page_size() {
-  static const auto size = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return size;
+  static const auto kSize = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return kSize;
 }
 
 // "always [madvise] never": the choice in force is in brackets.

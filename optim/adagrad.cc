@@ -27,7 +27,7 @@ void Adagrad::update_into(int64_t index, const at::Tensor& gradient, double grad
   const Slice& slice = slice_for_update(index, gradient);
   const GroupOptions& group = step_group(slice);
   const at::Tensor& sum = sum_[static_cast<size_t>(index)];
-  const double step = static_cast<double>(step_count_);
+  const auto step = static_cast<double>(step_count_);
   const AdagradCoefficients coefficients{.l2 = static_cast<float>(group.weight_decay),
                                          .step_size = static_cast<float>(group.lr / (1 + (step - 1) * rule_.lr_decay)),
                                          .eps = static_cast<float>(group.eps)};

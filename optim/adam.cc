@@ -14,23 +14,28 @@
 namespace ds::optim {
 namespace {
 
-void fused_adamw(at::TensorList master, at::TensorList gradient, at::TensorList exp_avg, at::TensorList exp_avg_sq,
-                 at::TensorList maximum, at::TensorList step, const GroupOptions& group, bool amsgrad,
-                 const std::optional<at::Tensor>& scale) {
-  at::_fused_adamw_(master, gradient, exp_avg, exp_avg_sq, maximum, step, group.lr, group.beta1, group.beta2,
-                    group.weight_decay, group.eps, amsgrad, /*maximize=*/false, scale);
+at::TensorList maxima_of(const AdamStates& states) {
+  return states.max_exp_avg_sq.defined() ? at::TensorList(states.max_exp_avg_sq) : at::TensorList();
 }
 
-void fused_adam(at::TensorList master, at::TensorList gradient, at::TensorList exp_avg, at::TensorList exp_avg_sq,
-                at::TensorList maximum, at::TensorList step, const GroupOptions& group, bool amsgrad,
-                const std::optional<at::Tensor>& scale) {
-  at::_fused_adam_(master, gradient, exp_avg, exp_avg_sq, maximum, step, group.lr, group.beta1, group.beta2,
-                   group.weight_decay, group.eps, amsgrad, /*maximize=*/false, scale);
+void fused_adamw(const at::Tensor& master, const at::Tensor& gradient, const AdamStates& states, const AdamStep& step,
+                 const at::Tensor& count, const std::optional<at::Tensor>& scale) {
+  at::_fused_adamw_(master, gradient, states.exp_avg, states.exp_avg_sq, maxima_of(states), count, step.group.lr,
+                    step.group.beta1, step.group.beta2, step.group.weight_decay, step.group.eps, step.rule.amsgrad,
+                    /*maximize=*/false, scale);
 }
 
-AdamCoefficients coefficients_of(int64_t step, const GroupOptions& group, const AdamRule& rule) {
-  const double bias1 = rule.bias_correction ? 1 - std::pow(group.beta1, step) : 1.0;
-  const double bias2_sqrt = rule.bias_correction ? std::sqrt(1 - std::pow(group.beta2, step)) : 1.0;
+void fused_adam(const at::Tensor& master, const at::Tensor& gradient, const AdamStates& states, const AdamStep& step,
+                const at::Tensor& count, const std::optional<at::Tensor>& scale) {
+  at::_fused_adam_(master, gradient, states.exp_avg, states.exp_avg_sq, maxima_of(states), count, step.group.lr,
+                   step.group.beta1, step.group.beta2, step.group.weight_decay, step.group.eps, step.rule.amsgrad,
+                   /*maximize=*/false, scale);
+}
+
+AdamCoefficients coefficients_of(const AdamStep& step) {
+  const auto& [count, gradient_scale, group, rule] = step;
+  const double bias1 = rule.bias_correction ? 1 - std::pow(group.beta1, count) : 1.0;
+  const double bias2_sqrt = rule.bias_correction ? std::sqrt(1 - std::pow(group.beta2, count)) : 1.0;
   AdamCoefficients c;
   if (rule.decoupled_weight_decay) {
     c.master_decay = static_cast<float>(1 - group.lr * group.weight_decay);
@@ -47,19 +52,20 @@ AdamCoefficients coefficients_of(int64_t step, const GroupOptions& group, const 
 }
 
 // For masters that the vector kernel does not take.
-void update_by_libtorch(const at::Tensor& master, const at::Tensor& gradient, double gradient_scale, int64_t step,
-                        const GroupOptions& group, const AdamRule& rule, const AdamStates& states) {
+void update_by_libtorch(const at::Tensor& master, const at::Tensor& gradient, const AdamStep& step,
+                        const AdamStates& states) {
   // The kernels always correct the bias, by 1 - beta^step: at step infinity that is 1.
-  const double kernel_step = rule.bias_correction ? static_cast<double>(step) : std::numeric_limits<double>::infinity();
-  const at::Tensor state_step = fused_step(kernel_step, master.device());
-  const std::optional<at::Tensor> scale = fused_grad_scale(gradient_scale, master.device());
+  const double kernel_step =
+      step.rule.bias_correction ? static_cast<double>(step.count) : std::numeric_limits<double>::infinity();
+  const at::Tensor count = fused_step(kernel_step, master.device());
+  const std::optional<at::Tensor> scale = fused_grad_scale(step.gradient_scale, master.device());
   for_each_chunk(master, gradient, KernelMemory::kFused, [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
-    const at::Tensor exp_avg = states.exp_avg.narrow(0, begin, m.numel());
-    const at::Tensor exp_avg_sq = states.exp_avg_sq.narrow(0, begin, m.numel());
-    const at::Tensor maximum = rule.amsgrad ? states.max_exp_avg_sq.narrow(0, begin, m.numel()) : at::Tensor();
-    const at::TensorList maxima = rule.amsgrad ? at::TensorList(maximum) : at::TensorList();
-    const auto kernel = rule.decoupled_weight_decay ? fused_adamw : fused_adam;
-    kernel(m, g, exp_avg, exp_avg_sq, maxima, state_step, group, rule.amsgrad, scale);
+    const auto chunk_of = [&](const at::Tensor& state) { return state.narrow(0, begin, m.numel()); };
+    const AdamStates chunk{.exp_avg = chunk_of(states.exp_avg),
+                           .exp_avg_sq = chunk_of(states.exp_avg_sq),
+                           .max_exp_avg_sq = step.rule.amsgrad ? chunk_of(states.max_exp_avg_sq) : at::Tensor()};
+    const auto kernel = step.rule.decoupled_weight_decay ? fused_adamw : fused_adam;
+    kernel(m, g, chunk, step, count, scale);
   });
 }
 
@@ -77,14 +83,13 @@ NamedStates named_adam_states(const AdamStates& states) {
   return named;
 }
 
-void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, double gradient_scale, int64_t step,
-                       const GroupOptions& group, const AdamRule& rule, const AdamStates& states,
-                       const at::Tensor& copy) {
-  const AdamCoefficients coefficients = coefficients_of(step, group, rule);
+void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, const AdamStep& step,
+                       const AdamStates& states, const at::Tensor& copy) {
+  const AdamCoefficients coefficients = coefficients_of(step);
   update_slice(
-      {master, {states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq}, gradient, gradient_scale, copy},
+      {master, {states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq}, gradient, step.gradient_scale, copy},
       [&](const SliceArrays& arrays, int64_t begin, int64_t end) { adam_kernel(coefficients, arrays, begin, end); },
-      [&] { update_by_libtorch(master, gradient, gradient_scale, step, group, rule, states); });
+      [&] { update_by_libtorch(master, gradient, step, states); });
 }
 
 Adam::Adam(std::vector<GroupOptions> groups, AdamRule rule) : ShardOptimizer(std::move(groups)), rule_(rule) {}
@@ -95,7 +100,7 @@ void Adam::allocate_states(int64_t index) {
 
 void Adam::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
   const Slice& slice = slice_for_update(index, gradient);
-  update_adam_slice(slice.master, gradient, gradient_scale, step_count_, step_group(slice), rule_,
+  update_adam_slice(slice.master, gradient, {step_count_, gradient_scale, step_group(slice), rule_},
                     states_[static_cast<size_t>(index)], copy);
 }
 

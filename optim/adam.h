@@ -24,10 +24,18 @@ struct AdamStates {
 
 AdamStates allocate_adam_states(const std::function<at::Tensor()>& new_state, const AdamRule& rule);
 NamedStates named_adam_states(const AdamStates& states);
-// One step of a whole slice; the new weights are in `copy` too, if it is defined.
-void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, double gradient_scale, int64_t step,
-                       const GroupOptions& group, const AdamRule& rule, const AdamStates& states,
-                       const at::Tensor& copy);
+
+// One step of a slice.
+struct AdamStep {
+  int64_t count = 1;  // the first step is 1
+  double gradient_scale = 1.0;
+  GroupOptions group;
+  AdamRule rule;
+};
+
+// The new weights are in `copy` too, if it is defined.
+void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, const AdamStep& step,
+                       const AdamStates& states, const at::Tensor& copy);
 
 class Adam final : public ShardOptimizer {
  public:

@@ -16,7 +16,7 @@ void for_each_range(const at::Tensor& flat, int64_t unit, int64_t grain,
   const at::Tensor firsts = flat.detach().as_strided({units}, {unit});
   auto iterator = at::TensorIteratorConfig().set_check_mem_overlap(false).add_const_input(firsts).build();
   const auto* base = static_cast<const char*>(flat.const_data_ptr());
-  const int64_t unit_bytes = unit * static_cast<int64_t>(flat.element_size());
+  const int64_t unit_bytes = unit * flat.element_size();
   iterator.for_each(
       [&](char** data, const int64_t* /*strides*/, int64_t columns, int64_t rows) {
         const int64_t first = (data[0] - base) / unit_bytes;

@@ -21,8 +21,8 @@ at::Tensor join(const at::Tensor& bucket, const BucketParameter& parameter) {
 // The whole parameter's step from its whole momentum: flat.
 at::Tensor matrix_step(const at::Tensor& flat, const std::vector<int64_t>& sizes, NewtonSchulzMethod method) {
   const at::Tensor matrix = sizes.size() == 4 ? flat.view({sizes[0], -1}) : flat.view(sizes);
-  const double rows = static_cast<double>(sizes[sizes.size() - 2]);
-  const double cols = static_cast<double>(sizes[sizes.size() - 1]);
+  const auto rows = static_cast<double>(sizes[sizes.size() - 2]);
+  const auto cols = static_cast<double>(sizes[sizes.size() - 1]);
   at::Tensor step = orthogonalize(matrix, method);
   if (rows > cols) step = step.mul(std::sqrt(rows / cols));
   return step.reshape({-1});
@@ -68,7 +68,7 @@ void Muon::update_into(int64_t index, const at::Tensor& gradient, double gradien
     update_matrices(slice, group, state, gradient, gradient_scale);
     if (copy.defined()) copy.copy_(slice.master);
   } else {
-    update_adam_slice(slice.master, gradient, gradient_scale, step_count_, group, aux_, state.adam, copy);
+    update_adam_slice(slice.master, gradient, {step_count_, gradient_scale, group, aux_}, state.adam, copy);
   }
 }
 

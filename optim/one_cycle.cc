@@ -73,7 +73,7 @@ double OneCycle::cycle_position(int64_t t) const {
 
 double OneCycle::stair_position(double iteration, int64_t stairs) const {
   const double within = std::fmod(iteration, total_size_);
-  const double count = static_cast<double>(stairs);
+  const auto count = static_cast<double>(stairs);
   const double position =
       within <= first_size_ ? within * count / first_size_ : (total_size_ - within) * count / second_size_;
   return std::floor(position) / count;

@@ -56,12 +56,12 @@ constexpr bool takes(std::index_sequence<I...> /*count*/) {
   return std::is_invocable_v<const Fn&, TensorArgument<I>...>;
 }
 
-template <class Fn, size_t Count>
+template <class Fn, size_t kCount>
 bool call_if(const Fn& fn, const Tensors& inputs, Tensors& outputs) {
-  if constexpr (takes<Fn>(std::make_index_sequence<Count>())) {
-    if (inputs.size() != Count) return false;
+  if constexpr (takes<Fn>(std::make_index_sequence<kCount>())) {
+    if (inputs.size() != kCount) return false;
     [&]<size_t... I>(std::index_sequence<I...>) { append(outputs, fn(inputs[I]...)); }
-    (std::make_index_sequence<Count>());
+    (std::make_index_sequence<kCount>());
     return true;
   } else {
     return false;
@@ -185,14 +185,14 @@ class LayerSpec {
 
   // The name of its parameters, with dots for submodules ("h.3"), so that checkpoints fit those of the same model as
   // one module; by default the layer's number.
-  LayerSpec named(std::string name_) && {
-    name = std::move(name_);
+  LayerSpec named(std::string text) && {
+    name = std::move(text);
     return std::move(*this);
   }
 
   // Shares its weights with the other layers of this key, as tied() does.
-  LayerSpec tied_by(std::string key_) && {
-    name = key = std::move(key_);
+  LayerSpec tied_by(std::string text) && {
+    name = key = std::move(text);
     return std::move(*this);
   }
 
@@ -204,8 +204,8 @@ class LayerSpec {
   std::function<Tensors(torch::nn::Module*, const Tensors&)> call;
 
  private:
-  LayerSpec(std::string type_, decltype(build) build_, decltype(call) call_)
-      : type(std::move(type_)), build(std::move(build_)), call(std::move(call_)) {}
+  LayerSpec(std::string kind, decltype(build) builder, decltype(call) caller)
+      : type(std::move(kind)), build(std::move(builder)), call(std::move(caller)) {}
 
   template <class Impl, class Function>
   static auto call_function(Function function) {

@@ -95,7 +95,7 @@ std::vector<bool> find_shared(const std::vector<at::Tensor>& outputs) {
 
 // What the caller gets for an output: the same memory and count of changes, none of its past.
 at::Tensor released_output(const at::Tensor& output, bool shared) {
-  const at::Tensor alias = alias_of(output);
+  at::Tensor alias = alias_of(output);
   if (!shared) return alias;
   // A view made by a custom function: autograd refuses to change it in place, which would lose gradients.
   return autograd::make_variable_differentiable_view(alias_of(output), autograd::ViewInfo(alias, nullptr, nullptr),

@@ -20,9 +20,9 @@ std::vector<at::Device> accelerators_in_use(const std::vector<at::Tensor>& tenso
   }
   // Parameters may be there although no input is.
   const auto type = at::getAccelerator();
-  if (!type || !at::globalContext().getAcceleratorHooksInterface(*type).isAvailable()) return devices;
+  if (!type || !at::globalContext().getAcceleratorHooksInterface(type).isAvailable()) return devices;
   const at::Device current = c10::impl::VirtualGuardImpl(*type).getDevice();
-  if (at::globalContext().getAcceleratorHooksInterface(*type).hasPrimaryContext(current.index())) add(current);
+  if (at::globalContext().getAcceleratorHooksInterface(type).hasPrimaryContext(current.index())) add(current);
   return devices;
 }
 

@@ -44,7 +44,7 @@ struct OutsideGradients : autograd::Node {
 }  // namespace
 
 int64_t version_of(const at::Tensor& tensor) {
-  return !tensor.defined() || tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
+  return !tensor.defined() || tensor.is_inference() ? 0 : tensor._version();
 }
 
 OutsideRecorder::OutsideRecorder() : begin_(at::sequence_number::peek()) {

@@ -53,7 +53,7 @@ std::string gibibytes(int64_t bytes) { return fixed(static_cast<double>(bytes) /
 
 // Of any size: "3.2 MiB".
 std::string bytes_text(int64_t bytes) {
-  double value = static_cast<double>(bytes);
+  auto value = static_cast<double>(bytes);
   const char* unit = "B";
   for (const char* larger : {"KiB", "MiB", "GiB", "TiB"}) {
     if (value < 1024) break;

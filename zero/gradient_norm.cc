@@ -30,7 +30,7 @@ bool is_summed_on_cpu(const at::Tensor& flat) {
 double sum_of_squares_on_cpu(const at::Tensor& flat, optim::ValueType type) {
   std::vector<double> sums(static_cast<size_t>((flat.numel() + kChunk - 1) / kChunk));
   const auto* values = static_cast<const char*>(flat.const_data_ptr());
-  const auto bytes = static_cast<int64_t>(flat.element_size());
+  const auto bytes = flat.element_size();
   optim::for_each_range(flat, kChunk, kGrain, [&](int64_t begin, int64_t end) {
     for (; begin < end; begin += kChunk) {
       sums[static_cast<size_t>(begin / kChunk)] =

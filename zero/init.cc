@@ -73,11 +73,11 @@ Init::Init(std::shared_ptr<comm::Communicator> ranks, InitOptions options)
 
 void Init::require_same_options() {
   const at::Tensor own = at::tensor({options_.max_live, options_.smallest}, at::kLong).to(options_.device);
-  at::Tensor all = at::empty({2 * ranks_->size()}, own.options());
+  at::Tensor all = at::empty({int64_t{2} * ranks_->size()}, own.options());
   ranks_->all_gather(all, own, "options of zero::Init").wait();
   all = all.to(at::kCPU);
   const auto* values = all.const_data_ptr<int64_t>();
-  for (int rank = 1; rank < ranks_->size(); ++rank) {
+  for (int64_t rank = 1; rank < ranks_->size(); ++rank) {
     require(values[2 * rank] == values[0] && values[2 * rank + 1] == values[1], "zero::Init: expected the options of ",
             "rank 0 on every rank, max_live ", values[0], " and smallest ", values[1], ", found ", values[2 * rank],
             " and ", values[2 * rank + 1], " on rank ", rank);

@@ -17,7 +17,7 @@ at::Tensor view_of(const at::Tensor& flat, const Segment& segment, const at::Ten
   return flat.narrow(0, segment.slice_offset, segment.length).view(like.sizes());
 }
 
-void point_to(at::Tensor tensor, const at::Tensor& values) {
+void point_to(const at::Tensor& tensor, const at::Tensor& values) {
   if (!tensor.is_meta()) {
     tensor.set_data(values);
     return;
@@ -146,7 +146,7 @@ void ParameterBucket::keep_secondary(int rank, int ranks) {
 }
 
 int64_t ParameterBucket::held_bytes() const {
-  int64_t bytes = static_cast<int64_t>(flat_.storage().nbytes());
+  auto bytes = static_cast<int64_t>(flat_.storage().nbytes());
   if (sharded() && !in_store_) bytes += static_cast<int64_t>(own_.nbytes());
   return bytes;
 }

@@ -98,7 +98,7 @@ at::Tensor flatten(
 
 // Points `tensor` at the memory of `values`, which has its shape; the identity by which modules know it stays. A tensor
 // on the meta device moves to the device of `values`.
-void point_to(at::Tensor tensor, const at::Tensor& values);
+void point_to(const at::Tensor& tensor, const at::Tensor& values);
 
 // Leaves `tensor`, whose memory is gone, without elements: an operator that reads it fails in its check of shapes,
 // where it would be a fault.

@@ -300,7 +300,7 @@ void HierarchicalCommunicator::reduce_scatter(const at::Tensor& output, const at
   const at::Tensor partial = at::empty({part * outer_->size()}, output.options());
   std::vector<Issue> issues;
   for (int h = 0; h < outer_->size(); ++h) {
-    issues.push_back([&, h] {
+    issues.emplace_back([&, h] {
       return inner_->reduce_scatter(partial.narrow(0, h * part, part), input.narrow(0, h * host_part, host_part), op,
                                     label);
     });
@@ -316,7 +316,7 @@ void HierarchicalCommunicator::all_gather(const at::Tensor& output, const at::Te
   complete([&] { return outer_->all_gather(line, input, label); });
   std::vector<Issue> issues;
   for (int h = 0; h < outer_->size(); ++h) {
-    issues.push_back([&, h] {
+    issues.emplace_back([&, h] {
       return inner_->all_gather(output.narrow(0, h * host_part, host_part), line.narrow(0, h * part, part), label);
     });
   }

@@ -60,8 +60,8 @@ int take_signal() {
 }
 
 int sample_signal() {
-  static const int number = take_signal();
-  return number;
+  static const int kNumber = take_signal();
+  return kNumber;
 }
 
 // Without arguments, template arguments and result: "ds::Loader::next".

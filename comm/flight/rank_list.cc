@@ -61,7 +61,10 @@ std::vector<int> parse_rank_list(const std::string& text) {
       }
     }
     for (int rank = first; rank <= last; rank += distance) ranks.push_back(rank);
-    if (at < end && *at++ != ',') break;
+    if (at < end) {
+      if (*at != ',') break;
+      ++at;
+    }
   }
   return ranks;
 }

@@ -308,7 +308,7 @@ size_t SharedMemoryMessages::read_ring(int source, std::byte* data, size_t bytes
   const std::byte* const ring = memory_.ring(source, rank_);
   const size_t capacity = memory_.ring_bytes();
   const uint64_t read = ends.read.load(std::memory_order_relaxed);
-  const size_t available = static_cast<size_t>(ends.written.load(std::memory_order_acquire) - read);
+  const auto available = static_cast<size_t>(ends.written.load(std::memory_order_acquire) - read);
   const size_t count = std::min(bytes, available);
   const size_t at = read % capacity;
   const size_t first = std::min(count, capacity - at);

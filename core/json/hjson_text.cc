@@ -65,10 +65,10 @@ size_t utf8_length(std::string_view text) {
 
 // A number as the hjson package reads it; nothing when the text is no number. inf when it does not fit a double.
 std::optional<nlohmann::ordered_json> parse_number(std::string_view text) {
-  static const std::regex pattern(R"((-?(?:0|[1-9][0-9]*))(\.[0-9]+)?([eE][-+]?[0-9]+)?)");
+  static const std::regex kPattern(R"((-?(?:0|[1-9][0-9]*))(\.[0-9]+)?([eE][-+]?[0-9]+)?)");
   std::match_results<std::string_view::const_iterator> match;
   if (text.size() > kLongestNumber) return std::nullopt;
-  if (!std::regex_match(text.begin(), text.end(), match, pattern)) return std::nullopt;
+  if (!std::regex_match(text.begin(), text.end(), match, kPattern)) return std::nullopt;
   const std::string digits(text);
   if (!match[2].matched && !match[3].matched) {
     const auto value = nlohmann::ordered_json::parse(digits, nullptr, false);

@@ -227,8 +227,8 @@ NamedTensors rank_tensors(const Engine::Impl& impl) {
 }
 
 std::string buffer_for(const checkpoint::Source& source, int rank, bool same_ranks, const std::string& name) {
-  const std::string common = checkpoint::buffer_path(name);
-  const std::string own = checkpoint::rank_path(rank, common);
+  std::string common = checkpoint::buffer_path(name);
+  std::string own = checkpoint::rank_path(rank, common);
   if (same_ranks && source.contains(own)) return own;
   if (source.contains(common)) return common;
   return source.contains(checkpoint::weight_path(name)) ? checkpoint::weight_path(name) : std::string();

@@ -6,12 +6,12 @@ namespace ds::config {
 namespace {
 
 const JsonFields::Names<CompressionMethod>& method_names() {
-  static const JsonFields::Names<CompressionMethod> names = {
+  static const JsonFields::Names<CompressionMethod> kNames = {
       {"none", CompressionMethod::kNone},     {"fp16", CompressionMethod::kFloat16},
       {"bf16", CompressionMethod::kBFloat16}, {"int8", CompressionMethod::kInt8},
       {"top_k", CompressionMethod::kTopK},    {"power_sgd", CompressionMethod::kPowerSgd},
       {"sign", CompressionMethod::kSign}};
-  return names;
+  return kNames;
 }
 
 }  // namespace

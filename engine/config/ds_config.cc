@@ -42,8 +42,8 @@ bool wrong_type_of_batch_size(const JsonProblems& problems) {
 
 // A key of a section written at the top level: says where it belongs.
 void report_misplaced(const DsConfig& config, const JsonReading& reading, JsonFields& json) {
-  static const std::vector<std::string> known = known_keys();
-  const auto is_known = [](const std::string& path) { return std::binary_search(known.begin(), known.end(), path); };
+  static const std::vector<std::string> kKnown = known_keys();
+  const auto is_known = [](const std::string& path) { return std::binary_search(kKnown.begin(), kKnown.end(), path); };
   for (const auto& entry : config.text.items()) {
     const std::string& key = entry.key();
     if (is_known(key) || std::find(json.known().begin(), json.known().end(), key) != json.known().end()) continue;

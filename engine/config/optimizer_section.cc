@@ -135,17 +135,17 @@ using DescribeParameters = void (*)(JsonFields&, OptimizerParams&);
 
 // Types whose parameters are known here.
 const std::map<std::string, DescribeParameters>& described_types() {
-  static const std::map<std::string, DescribeParameters> types = {{"Adam", adam_parameters},
-                                                                  {"AdamW", adam_parameters},
-                                                                  {"Lamb", lamb_parameters},
-                                                                  {"Adagrad", adagrad_parameters},
-                                                                  {"Lion", lion_parameters},
-                                                                  {"Muon", muon_parameters},
-                                                                  {"SGD", sgd_parameters},
-                                                                  {"OneBitAdam", one_bit_adam_parameters},
-                                                                  {"OneBitLamb", one_bit_lamb_parameters},
-                                                                  {"ZeroOneAdam", zero_one_adam_parameters}};
-  return types;
+  static const std::map<std::string, DescribeParameters> kTypes = {{"Adam", adam_parameters},
+                                                                   {"AdamW", adam_parameters},
+                                                                   {"Lamb", lamb_parameters},
+                                                                   {"Adagrad", adagrad_parameters},
+                                                                   {"Lion", lion_parameters},
+                                                                   {"Muon", muon_parameters},
+                                                                   {"SGD", sgd_parameters},
+                                                                   {"OneBitAdam", one_bit_adam_parameters},
+                                                                   {"OneBitLamb", one_bit_lamb_parameters},
+                                                                   {"ZeroOneAdam", zero_one_adam_parameters}};
+  return kTypes;
 }
 
 // Defaults that differ from those of the struct.
@@ -190,11 +190,11 @@ std::string canonical(JsonFields& json, const std::string& type) {
 }  // namespace
 
 const std::vector<std::string>& optimizer_types() {
-  static const std::vector<std::string> types = {
+  static const std::vector<std::string> kTypes = {
       "Adam",    "AdamW",    "Lamb",       "Adagrad",    "Lion",        "Muon",       "SGD",      "MuAdam",
       "MuAdamW", "MuSGD",    "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "RMSprop",    "NAdam",    "RAdam",
       "Adamax",  "Adadelta", "ASGD",       "LBFGS",      "Rprop",       "SparseAdam", "Adafactor"};
-  return types;
+  return kTypes;
 }
 
 std::vector<std::string> optimizer_parameters(const std::string& type) {

@@ -24,14 +24,14 @@ const char* name_of(DType dtype) {
 
 const JsonFields::Names<DType>& dtype_names() {
   // The first name of each is the one that is written.
-  static const JsonFields::Names<DType> names = {
+  static const JsonFields::Names<DType> kNames = {
       {"fp32", DType::kFloat32},          {"bf16", DType::kBFloat16},
       {"fp16", DType::kFloat16},          {"float32", DType::kFloat32},
       {"bfloat16", DType::kBFloat16},     {"float16", DType::kFloat16},
       {"float", DType::kFloat32},         {"half", DType::kFloat16},
       {"torch.float32", DType::kFloat32}, {"torch.bfloat16", DType::kBFloat16},
       {"torch.float16", DType::kFloat16}};
-  return names;
+  return kNames;
 }
 
 void describe(JsonFields& json, Fp16Section& s) {

@@ -102,13 +102,13 @@ struct ScheduleType {
 };
 
 const std::vector<ScheduleType>& schedule_types() {
-  static const std::vector<ScheduleType> types = {
+  static const std::vector<ScheduleType> kTypes = {
       {"WarmupLR", optim::WarmupLrOptions{}, {}},
       {"WarmupDecayLR", optim::WarmupDecayLrOptions{}, {"total_num_steps"}},
       {"WarmupCosineLR", optim::WarmupCosineLrOptions{}, {"total_num_steps"}},
       {"LRRangeTest", optim::LrRangeTestOptions{}, {}},
       {"OneCycle", optim::OneCycleOptions{}, {"cycle_min_lr", "cycle_max_lr"}}};
-  return types;
+  return kTypes;
 }
 
 const ScheduleType* find_type(const std::string& name) {
@@ -120,11 +120,11 @@ const ScheduleType* find_type(const std::string& name) {
 
 // Classes of torch.optim.lr_scheduler that DeepSpeed builds by name.
 const std::vector<std::string>& torch_types() {
-  static const std::vector<std::string> types = {
+  static const std::vector<std::string> kTypes = {
       "LambdaLR", "MultiplicativeLR", "StepLR",           "MultiStepLR",       "ConstantLR",
       "LinearLR", "ExponentialLR",    "PolynomialLR",     "CosineAnnealingLR", "CosineAnnealingWarmRestarts",
       "CyclicLR", "OneCycleLR",       "ReduceLROnPlateau"};
-  return types;
+  return kTypes;
 }
 
 void describe_params(JsonFields& json, SchedulerSection& s) {
@@ -167,7 +167,7 @@ void check_required(JsonFields& json, const std::string& type, const nlohmann::o
 
 std::vector<std::string> scheduler_types() {
   std::vector<std::string> names;
-  for (const ScheduleType& type : schedule_types()) names.push_back(type.name);
+  for (const ScheduleType& type : schedule_types()) names.emplace_back(type.name);
   return names;
 }
 

@@ -5,20 +5,20 @@ namespace ds::config {
 namespace {
 
 const JsonFields::Names<comm::Backend>& backend_names() {
-  static const JsonFields::Names<comm::Backend> names = [] {
+  static const JsonFields::Names<comm::Backend> kNames = [] {
     JsonFields::Names<comm::Backend> made;
     for (size_t i = 0; i < comm::kBackendNames.size(); ++i) {
       made.emplace_back(comm::kBackendNames[i], static_cast<comm::Backend>(i));
     }
     return made;
   }();
-  return names;
+  return kNames;
 }
 
 const JsonFields::Names<DType>& communication_dtype_names() {
-  static const JsonFields::Names<DType> names = {
+  static const JsonFields::Names<DType> kNames = {
       {"fp16", DType::kFloat16}, {"bf16", DType::kBFloat16}, {"fp32", DType::kFloat32}};
-  return names;
+  return kNames;
 }
 
 void describe_run(JsonFields& json, DsConfig& c) {

@@ -7,9 +7,9 @@ namespace ds::config {
 namespace {
 
 const JsonFields::Names<OffloadDevice>& device_names() {
-  static const JsonFields::Names<OffloadDevice> names = {
+  static const JsonFields::Names<OffloadDevice> kNames = {
       {"none", OffloadDevice::kNone}, {"cpu", OffloadDevice::kCpu}, {"nvme", OffloadDevice::kNvme}};
-  return names;
+  return kNames;
 }
 
 void describe(JsonFields& json, OffloadParamSection& s) {

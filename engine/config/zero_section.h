@@ -60,7 +60,7 @@ struct LeafModuleSection {
 
 struct LocoParamSection {
   double err_beta = 0.8;
-  int64_t reset_T = 1024;
+  int64_t reset_T = 1024;  // NOLINT(readability-identifier-naming): spelled as the key
 };
 
 struct ZeroSection {

@@ -45,7 +45,7 @@ std::string BatchNotes::name_of(int64_t micro_batch) const {
 std::optional<BatchNotes::BadLoss> BatchNotes::first_bad_loss() const {
   std::optional<BadLoss> first;
   for (const Kept& kept : losses_) {
-    const double loss = kept.loss.to(at::kDouble).item<double>();
+    const auto loss = kept.loss.to(at::kDouble).item<double>();
     if (std::isfinite(loss)) continue;
     if (first) {
       ++first->others;

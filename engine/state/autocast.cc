@@ -110,7 +110,7 @@ Autocast::Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype)
       thread->over = true;
     }
   };
-  thread_local const Owner owner;
+  thread_local Owner owner;
   thread_ = owner.thread;
   const std::lock_guard lock(thread_->mutex);
   thread_->remove_ended();

@@ -49,7 +49,7 @@ void Engine::Impl::update() {
   }
   gradient_bytes = reducer->take_peak_bytes();
   if (gatherer) {
-    gathered_bytes = gatherer->take_peak_elements() * static_cast<int64_t>(buckets.front().flat().element_size());
+    gathered_bytes = gatherer->take_peak_elements() * buckets.front().flat().element_size();
   }
   drop_gradients();
   if (optimizer) reducer->keep_local(optimizer->wants_local_gradients());

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numbers>
 #include <string_view>
 
 #include "core/check.h"
@@ -19,7 +20,7 @@ constexpr double kStd = 0.02;
 bool is_layer_norm(std::string_view name) { return name.find("ln") != std::string_view::npos; }
 
 void fill_uniform(const at::Tensor& weight, uint64_t first_counter, double std) {
-  const float scale = static_cast<float>(std::sqrt(3.0) * std);
+  const auto scale = static_cast<float>(std::numbers::sqrt3 * std);
   auto* values = weight.mutable_data_ptr<float>();
   const int64_t count = weight.numel();
   for (int64_t j = 0; j < count; ++j) {

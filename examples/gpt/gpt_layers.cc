@@ -18,7 +18,7 @@ using ds::pipeline::LayerSpec;
 
 // A function that builds a part of the model with its start values.
 template <class Part, class... Arguments>
-auto part_of(const GptConfig& config, uint64_t seed, std::string name, Arguments... arguments) {
+auto part_of(const GptConfig& config, uint64_t seed, const std::string& name, Arguments... arguments) {
   return [=] {
     auto part = std::make_shared<Part>(arguments...);
     initialize_part(*part, name, config, seed);

@@ -100,12 +100,12 @@ RunSummary TrainingLog::summary() const {
       at::tensor({ds::profiling::peak_resident_bytes(), engine_.model_state_bytes().total(), engine_.comm_bytes_sent()},
                  at::kLong)
           .to(engine_.device());
-  at::Tensor all = at::empty({3 * engine_.world_size()}, own.options());
+  at::Tensor all = at::empty({int64_t{3} * engine_.world_size()}, own.options());
   engine_.world().all_gather(all, own, "summary").wait();
   all = all.to(at::kCPU);
   const auto* values = all.const_data_ptr<int64_t>();
   RunSummary result{.world_size = engine_.world_size(), .median_step_seconds = median(step_seconds_)};
-  for (int rank = 0; rank < engine_.world_size(); ++rank) {
+  for (int64_t rank = 0; rank < engine_.world_size(); ++rank) {
     result.peak_rss_bytes.push_back(values[3 * rank]);
     result.model_state_bytes.push_back(values[3 * rank + 1]);
     result.comm_bytes_sent.push_back(values[3 * rank + 2]);

@@ -107,10 +107,10 @@ struct RawFlags {
 };
 
 const std::map<std::string, Verbosity>& levels() {
-  static const std::map<std::string, Verbosity> levels = {
+  static const std::map<std::string, Verbosity> kLevels = {
       {"trace", Verbosity::kDebug},     {"debug", Verbosity::kDebug}, {"info", Verbosity::kInfo},
       {"warning", Verbosity::kWarning}, {"error", Verbosity::kError}, {"critical", Verbosity::kError}};
-  return levels;
+  return kLevels;
 }
 
 void declare_rank_flags(CLI::App& app, RawFlags& raw, Options& options) {

@@ -62,7 +62,7 @@ bool is_send(ActionKind kind) { return kind == ActionKind::kSendActivation || ki
 bool is_recv(ActionKind kind) { return kind == ActionKind::kRecvActivation || kind == ActionKind::kRecvGradient; }
 
 std::string to_text(const Action& action) {
-  const std::string spelling = spelling_of(action.kind);
+  std::string spelling = spelling_of(action.kind);
   if (!is_compute(action.kind) && !is_send(action.kind) && !is_recv(action.kind)) return spelling;
   return std::to_string(action.stage) + spelling + std::to_string(action.micro_batch);
 }

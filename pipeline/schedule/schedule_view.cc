@@ -12,7 +12,6 @@ namespace {
 
 // More than anybody looks through; an action that is short beside the whole then has less than a column.
 constexpr double kMostColumns = 100'000;
-constexpr int kIdle = -1;
 constexpr int kScaleCharacters = 10;  // at least, between two times of the scale
 
 // Background and ink, from the 256 colours of terminals. Chunks take turns between two shades.

@@ -5,30 +5,35 @@
 
 #include <filesystem>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "tests/parity/expect_curve.h"
 #include "tests/parity/gpt_job.h"
+#include "tests/support/grid.h"
 
 namespace ds::test {
 namespace {
+
+// 32 jobs. The sample of 16 has every stage on every number of ranks, and with and without accumulation.
+std::vector<std::tuple<int, int, int>> jobs() {
+  return grid_sample(2, std::vector<int>{1, 2}, std::vector<int>{1, 2, 3, 4}, std::vector<int>{0, 1, 2, 3});
+}
 
 // By the sequences of a step.
 class ParityTest : public testing::TestWithParam<int> {};
 
 TEST_P(ParityTest, Float32AgreesWithTorch) {
   const int global_batch = GetParam();
-  for (int accumulation : {1, 2}) {
-    for (int ranks : {1, 2, 3, 4}) {
-      if (accumulation * ranks != global_batch) continue;
-      for (int stage : {0, 1, 2, 3}) {
-        SCOPED_TRACE("stage " + std::to_string(stage) + ", accumulation " + std::to_string(accumulation) + ", ranks " +
-                     std::to_string(ranks));
-        expect_curve({.config = reference_config(stage, 1, accumulation), .ranks = ranks},
-                     {.global_batch = global_batch});
-      }
-    }
+  int run = 0;
+  for (const auto& [accumulation, ranks, stage] : jobs()) {
+    if (accumulation * ranks != global_batch) continue;
+    SCOPED_TRACE("stage " + std::to_string(stage) + ", accumulation " + std::to_string(accumulation) + ", ranks " +
+                 std::to_string(ranks));
+    expect_curve({.config = reference_config(stage, 1, accumulation), .ranks = ranks}, {.global_batch = global_batch});
+    ++run;
   }
+  EXPECT_GT(run, 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Grid, ParityTest, testing::Values(1, 2, 3, 4, 6, 8),

@@ -48,7 +48,7 @@ ExpectedValues::ExpectedValues(at::ScalarType dtype, at::Device device, int rank
 
 int64_t ExpectedValues::value(int rank, int64_t position) const {
   if (rank >= giving_) return 0;
-  return (rank * 29 + position * 13 + position * position) % limit_;
+  return (int64_t{29} * rank + position * 13 + position * position) % limit_;
 }
 
 at::Tensor ExpectedValues::repeat(const std::vector<double>& period, int64_t start, int64_t count) const {

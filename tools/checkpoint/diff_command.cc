@@ -1,5 +1,6 @@
 #include "tools/checkpoint/diff_command.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/abs.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isnan.h>

@@ -26,7 +26,7 @@ void print_columns(const std::vector<std::vector<std::string>>& rows, std::ostre
 
 std::string shown_bytes(int64_t bytes) {
   if (bytes < 1000) return cat(bytes, " B");
-  double value = static_cast<double>(bytes);
+  auto value = static_cast<double>(bytes);
   size_t unit = 0;
   constexpr const char* kUnits[] = {"B", "KB", "MB", "GB", "TB"};
   while (value >= 999.95 && unit + 1 < std::size(kUnits)) {

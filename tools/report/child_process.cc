@@ -104,7 +104,7 @@ Finished run_child(const std::vector<std::string>& words, std::chrono::milliseco
 std::string last_line(const std::string& text) {
   const size_t end = text.find_last_not_of("\r\n \t");
   if (end == std::string::npos) return {};
-  const size_t begin = text.find_last_of("\n", end);
+  const size_t begin = text.find_last_of('\n', end);
   return text.substr(begin == std::string::npos ? 0 : begin + 1,
                      end - (begin == std::string::npos ? 0 : begin + 1) + 1);
 }

@@ -1,0 +1,87 @@
+#include "tests/support/grid.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
+#include <set>
+#include <stdexcept>
+#include <string>
+
+namespace ds::test {
+namespace {
+
+// Values of some axes together: their numbers, then the values.
+using Combination = std::vector<size_t>;
+
+std::vector<std::vector<size_t>> choices_of(size_t axes, size_t strength) {
+  std::vector<std::vector<size_t>> result;
+  std::vector<bool> chosen(axes);
+  std::fill_n(chosen.begin(), std::min(axes, strength), true);
+  do {
+    std::vector<size_t> choice;
+    for (size_t axis = 0; axis < axes; ++axis) {
+      if (chosen[axis]) choice.push_back(axis);
+    }
+    result.push_back(std::move(choice));
+  } while (std::prev_permutation(chosen.begin(), chosen.end()));
+  return result;
+}
+
+std::vector<Combination> combinations_in(const GridCell& cell, const std::vector<std::vector<size_t>>& choices) {
+  std::vector<Combination> result;
+  for (const std::vector<size_t>& axes : choices) {
+    Combination combination = axes;
+    for (const size_t axis : axes) combination.push_back(cell[axis]);
+    result.push_back(std::move(combination));
+  }
+  return result;
+}
+
+}  // namespace
+
+std::vector<GridCell> all_cells(const std::vector<size_t>& sizes) {
+  std::vector<GridCell> cells{{}};
+  for (const size_t size : sizes) {
+    std::vector<GridCell> longer;
+    for (const GridCell& cell : cells) {
+      for (size_t value = 0; value < size; ++value) {
+        longer.push_back(cell);
+        longer.back().push_back(value);
+      }
+    }
+    cells = std::move(longer);
+  }
+  return cells;
+}
+
+// Greedy: always the first cell among those that bring most combinations which are missing.
+std::vector<GridCell> covering_cells(const std::vector<size_t>& sizes, size_t strength) {
+  const std::vector<GridCell> cells = all_cells(sizes);
+  const std::vector<std::vector<size_t>> choices = choices_of(sizes.size(), strength);
+  std::vector<std::vector<Combination>> combinations;
+  std::set<Combination> missing;
+  for (const GridCell& cell : cells) {
+    combinations.push_back(combinations_in(cell, choices));
+    missing.insert(combinations.back().begin(), combinations.back().end());
+  }
+  std::set<GridCell> taken;
+  while (!missing.empty()) {
+    const auto brings = [&](const std::vector<Combination>& of) {
+      return std::count_if(of.begin(), of.end(), [&](const Combination& each) { return missing.contains(each); });
+    };
+    const auto best = std::max_element(combinations.begin(), combinations.end(),
+                                       [&](const auto& a, const auto& b) { return brings(a) < brings(b); });
+    taken.insert(cells[static_cast<size_t>(best - combinations.begin())]);
+    for (const Combination& each : *best) missing.erase(each);
+  }
+  return {taken.begin(), taken.end()};
+}
+
+bool whole_grid_wanted() {
+  const char* const wish = std::getenv("DS_TEST_GRID");
+  if (wish == nullptr || *wish == '\0') return false;
+  if (std::string(wish) == "all") return true;
+  throw std::invalid_argument("DS_TEST_GRID: expected \"all\" or nothing, found \"" + std::string(wish) + "\"");
+}
+
+}  // namespace ds::test

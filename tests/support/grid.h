@@ -1,0 +1,40 @@
+// Which cells of a grid of cases a test runs: all of them with DS_TEST_GRID=all in the environment (`scripts/run_tests
+// --all`), otherwise a sample in which every combination of values of any two axes (or any three) occurs. What breaks
+// for one combination of that many settings is then found by the sample; what takes more settings is left to the grid.
+// The sample depends on the axes alone: it is the same on every machine and in every run. Torch-free.
+#pragma once
+
+#include <cstddef>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace ds::test {
+
+// One index per axis.
+using GridCell = std::vector<size_t>;
+
+// Every cell of axes with so many values each, the last axis fastest.
+std::vector<GridCell> all_cells(const std::vector<size_t>& sizes);
+
+// In the order of all_cells: cells so that every combination of values of `strength` axes (at most all) is in one.
+std::vector<GridCell> covering_cells(const std::vector<size_t>& sizes, size_t strength);
+
+// Throws std::invalid_argument when DS_TEST_GRID is neither unset, empty nor "all".
+bool whole_grid_wanted();
+
+// The cells to run, as values. `strength`: of the sample.
+template <class... Values>
+std::vector<std::tuple<Values...>> grid_sample(size_t strength, const std::vector<Values>&... axes) {
+  const std::vector<size_t> sizes{axes.size()...};
+  const auto values_of = [&]<size_t... kAxis>(const GridCell& cell, std::index_sequence<kAxis...>) {
+    return std::tuple<Values...>(axes[cell[kAxis]]...);
+  };
+  std::vector<std::tuple<Values...>> result;
+  for (const GridCell& cell : whole_grid_wanted() ? all_cells(sizes) : covering_cells(sizes, strength)) {
+    result.push_back(values_of(cell, std::index_sequence_for<Values...>()));
+  }
+  return result;
+}
+
+}  // namespace ds::test
