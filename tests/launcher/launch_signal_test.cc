@@ -10,6 +10,7 @@
 namespace ds::launcher::testing {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -115,15 +116,16 @@ TEST_F(AnotherLauncher, HearsASecondInterruptAndIsKilledAtTheThird) {
 }
 
 TEST_F(AnotherLauncher, MayEndByItselfAtTheSecondInterrupt) {
-  Launched launched(started_by("#!/bin/sh\ntrap '[ $interrupted ] && exit 0; interrupted=1' INT\necho $$ >" +
-                                   pid_file() + "\nwhile :; do sleep 0.01; done\n",
+  const std::string interrupted = folder_ / "interrupted";
+  Launched launched(started_by("#!/bin/sh\ntrap '[ -e " + interrupted + " ] && exit 0; : >" + interrupted +
+                                   "' INT\necho $$ >" + pid_file() + "\nwhile :; do sleep 0.01; done\n",
                                "30"));
   ASSERT_TRUE(wait_until([&] { return exists(pid_file()); }));
   launched.send(SIGINT);
-  ASSERT_TRUE(wait_until([&] { return launched.err().find("SIGINT passed on to srun") != std::string::npos; }));
+  ASSERT_TRUE(wait_until([&] { return exists(interrupted); }));
   launched.send(SIGINT);
   EXPECT_EQ(launched.wait(), 128 + SIGINT);
-  EXPECT_THAT(launched.err(), Not(HasSubstr("killing srun")));
+  EXPECT_THAT(launched.err(), AllOf(HasSubstr("second SIGINT passed on to srun"), Not(HasSubstr("killing srun"))));
 }
 
 TEST_F(AnotherLauncher, HasALimitedTimeToEnd) {
