@@ -82,8 +82,8 @@ class LiveBuckets {
   void fail(const Entry& entry);
 
   std::vector<Entry> entries_;
-  BucketGather gathers_;
   GatherMemory memory_;
+  BucketGather gathers_;  // ends before what it copies to
   int64_t max_live_;
   int64_t sharded_ = 0;
   int64_t live_ = 0;

@@ -35,8 +35,8 @@ namespace ds::zero {
 // is lost (zero/change_watch.h).
 //
 // A rank without memory for a bucket cannot go on, and takes part in no gather from then on: what an operator was about
-// to read has no elements, so that the operator fails in its own check of shapes, and every call from the engine throws
-// a ConfigError that says what is missing. The other ranks get a CommError once this one has left.
+// to read has no elements, so that the operator fails in its own check of shapes, and the next call from the engine and
+// every later one throw a ConfigError that says what is missing. Other ranks get a CommError once this one has left.
 //
 // Autocast keeps a cast copy of each weight until the next backward. Without a graph that needs it, it would collect
 // the whole model: its cache is off for operators that read sliced parameters while gradients are.
