@@ -138,7 +138,7 @@ std::shared_ptr<Communicator> C10dCommunicator::make_group(const std::vector<int
 
 Work C10dCommunicator::launch(Collective collective) {
   const at::NoGradGuard no_grad;
-  OperationName operation(collective);
+  const auto operation = lazy([&] { return OperationName(collective); });
   for (const at::Tensor& tensor : {collective.input, collective.output}) {
     require(!tensor.defined() || tensor.device() == group_.device, operation, ": expected a tensor on ", group_.device,
             ", found ", describe(tensor));
@@ -146,7 +146,7 @@ Work C10dCommunicator::launch(Collective collective) {
   const bool sending = collective.kind == CollectiveKind::kSend;
   if ((sending || collective.kind == CollectiveKind::kRecv) && collective.peer == rank()) {
     return sending ? self_.send(collective.input, collective.tag)
-                   : self_.recv(collective.output, collective.tag, std::move(operation));
+                   : self_.recv(collective.output, collective.tag, OperationName(collective));
   }
   try {
     // c10d's flight recorder, which all groups of a process share, enters new groups without a lock. (NCCL is left
@@ -155,7 +155,8 @@ Work C10dCommunicator::launch(Collective collective) {
     std::unique_lock<std::mutex> lock(recorder, std::defer_lock);
     if (group_.device.is_cpu()) lock.lock();
     Issued issued = issue(collective);
-    return Work(std::make_shared<BackendState>(std::move(issued.work), std::move(issued.finish), operation, place_));
+    return Work(std::make_shared<BackendState>(std::move(issued.work), std::move(issued.finish),
+                                               OperationName(collective), place_));
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
