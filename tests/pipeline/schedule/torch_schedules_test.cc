@@ -27,7 +27,7 @@ void expect_same_order(const std::string& heading, const std::string& csv) {
 }
 
 TEST(TorchSchedules, OrdersAreTheSame) {
-  std::ifstream file(DS_SOURCE_DIR "/tests/pipeline/torch_schedules.csv");
+  std::ifstream file(DS_SOURCE_DIR "/tests/pipeline/schedule/torch_schedules.csv");
   ASSERT_TRUE(file.good());
   std::string heading;
   std::string csv;
