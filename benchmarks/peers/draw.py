@@ -4,6 +4,7 @@
 
 Colours suit light and dark pages. Nothing is drawn that does not stand in the results file.
 """
+import html
 import json
 import sys
 
@@ -57,9 +58,9 @@ def picture(results):
     for number, of_panel in enumerate(drawn):
         lines += panel(LABELS + number * (PANEL + GAP), *of_panel)
     width, height = LABELS + len(drawn) * (PANEL + GAP), TOP + len(cases) * ROW + BOTTOM
-    lines.append(f'<text class="small" x="10" y="{height - 10}">{results["model"]}, {results["ranks"]} ranks x 1 thread, '
-                 f'{results["rounds"]} rounds of {results["steps"]} steps, medians; {results["machine"]}, '
-                 f'{results["date"]}; scripts/compare_peers</text>')
+    what = (f'{results["model"]}, {results["ranks"]} ranks x 1 thread, {results["rounds"]} rounds of {results["steps"]} steps, '
+            f'medians; {results["machine"]}, {results["date"]}; scripts/compare_peers')
+    lines.append(f'<text class="small" x="10" y="{height - 10}">{html.escape(what)}</text>')
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">\n'
             f'{STYLE}\n' + "\n".join(lines) + "\n</svg>\n")
 
