@@ -2,7 +2,8 @@
 //
 //   cd examples/03_zero3_offload && ds-launch --num_procs 2 PATH/zero3_offload
 //
-// The loop is that of 01_first_step; what is new stands in ds_config.json. A program has to know two things of stage 3:
+// The loop is that of 01_first_step; what is new stands in ds_config.json. With "bf16" the model's parameters are bf16
+// from initialize() on, so its inputs are too. A program has to know two things of stage 3:
 //   * a parameter has memory only while operators read it, so all ranks run forward together;
 //   * who reads or changes parameters apart from forward opens a scope of gathered_parameters(), on every rank.
 #include <dsengine/engine.h>
@@ -37,7 +38,7 @@ void train() {
       ds::engine::initialize({.model = model.ptr(), .config = "ds_config.json"});
   const bool tells = engine->global_rank() == 0;
   for (int step = 1; step <= 40; ++step) {
-    const auto x = torch::randn({16, kWidth}, engine->device());
+    const auto x = torch::randn({16, kWidth}, torch::dtype(torch::kBFloat16).device(engine->device()));
     const auto loss = torch::mse_loss(model->forward(x), x.slice(/*dim=*/1, 0, 4).sum(1, /*keepdim=*/true));
     engine->backward(loss);
     engine->step();

@@ -32,6 +32,7 @@ struct Distances {
 };
 
 void train(const std::string& folder, int64_t steps) {
+  torch::manual_seed(1);  // two runs can be compared only where both start from the same weights
   torch::nn::Sequential model(torch::nn::Linear(2, 64), torch::nn::Tanh(), torch::nn::Dropout(0.1),
                               torch::nn::Linear(64, 1));
   auto [engine, optimizer, loader, schedule] =
