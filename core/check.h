@@ -2,7 +2,8 @@
 //
 // Two kinds of error: those a caller can act on (ConfigError, CommError, UsageError, NonFiniteError) and a broken
 // invariant of ours (InternalError). Every message says what was expected, what was found, where, and what to change.
-// The library never prints or exits by itself.
+// The library tells by throwing and by its log (standard error). It ends the process in few places, where nobody could
+// catch what is thrown or nobody comes to it: docs/process.md lists them, with a switch for each.
 #pragma once
 
 #include <source_location>

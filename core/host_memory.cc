@@ -3,14 +3,19 @@
 #include <malloc.h>
 
 #include <cstdlib>
+#include <string_view>
 
 #include "core/log.h"
 
 namespace ds {
 namespace {
 
+constexpr const char* kSwitch = "DS_MALLOC_THRESHOLDS";
+
 void set_thresholds(int own_pages, int trim) {
 #ifdef __GLIBC__
+  const char* const wanted = std::getenv(kSwitch);
+  if (wanted != nullptr && std::string_view(wanted) == "0") return;
   for (const char* name : {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"}) {
     if (std::getenv(name) == nullptr) continue;
     log::debug("host memory: ", name, " is set, the allocator's thresholds are left alone");

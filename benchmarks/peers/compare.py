@@ -1,6 +1,7 @@
 """dsengine against torch DDP, FSDP2 and DeepSpeed: the same GPT, weights, batches and optimizer, in turn on this machine.
 
-  scripts/compare_peers [--rounds 3] [--steps 10] [--ranks 2] [--size small] [--build build/release]
+  scripts/compare_peers [--rounds 3] [--steps 10] [--ranks 2] [--size small] [--build build/release] [--json FILE]
+  scripts/draw_comparison FILE docs/images/comparison.svg
 
 Every round launches each case once; a case's step time is the median over its steps of all rounds, its memory the median of the
 ranks' peak resident bytes, its start-up the median time from launch to the end of the first step of the tiny GPT. What counts are
@@ -106,6 +107,15 @@ def run_case(case, a, size, steps, folder):
     return (run_ours if case.startswith("ours") else run_peer)(case, a, size, steps, folder)
 
 
+def settings(a):
+    """What has to be known beside figures: what ran, how often, where and when."""
+    with open("/proc/cpuinfo") as f:
+        models = [line.split(":", 1)[1].strip() for line in f if line.startswith("model name")]
+    parameters = {"tiny": "0.9 million", "small": "19 million"}[a.size]
+    return {"model": f"GPT of {parameters} parameters", "ranks": a.ranks, "rounds": a.rounds, "steps": a.steps,
+            "machine": f"{os.cpu_count()} x {models[0] if models else os.uname().machine}", "date": time.strftime("%Y-%m-%d")}
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--rounds", type=int, default=3)
@@ -116,7 +126,7 @@ def main():
     p.add_argument("--build", default=os.path.join(ROOT, "build", "release"))
     p.add_argument("--only", default=",".join(CASES),
                    help=f"cases, comma separated (ddp is always run); besides the default {','.join(MORE)}")
-    p.add_argument("--json", help="also write the figures to this file")
+    p.add_argument("--json", help="also write the figures to this file, for scripts/draw_comparison")
     a = p.parse_args()
     a.build = os.path.abspath(a.build)
     cases = [c for c in CASES + MORE if c == "ddp" or c in a.only.split(",")]
@@ -149,7 +159,8 @@ def main():
             wrong.append(c)
     if a.json:
         with open(a.json, "w") as f:
-            json.dump(figures, f, indent=1)
+            json.dump({**settings(a), "cases": figures}, f, indent=1)
+            f.write("\n")
     if wrong:
         sys.exit(f"the losses of {wrong} differ from DDP's by more than 1e-4: these figures compare different work")
 

@@ -150,7 +150,7 @@ void FlightWatch::State::exchange() {
 FlightLog FlightWatch::State::full_log() {
   recorder->beat();
   FlightLog log = recorder->log();
-  if (log.waiting() == nullptr) log.stack = stack.frames(kStackLimit);
+  if (stack && log.waiting() == nullptr) log.stack = stack->frames(kStackLimit);
   for (size_t other = 0; other < ranks.size(); ++other) {
     if (static_cast<int>(other) != rank && near(static_cast<int>(other))) {
       log.neighbours[static_cast<int>(other)] = state_of_process(ranks[other].process);
@@ -183,6 +183,10 @@ void FlightWatch::State::guard() {
     if (!ending) continue;
     const auto more = rank == 0 ? interval() : std::chrono::milliseconds(0);  // others read the verdict in its store
     if (!pause(kGrace + more)) return;
+    if (!end_process) {
+      log::error("this rank does not end by itself, and is left as it is: flight_recorder.end_process is false");
+      return;
+    }
     log::error("this rank does not end by itself, so it is ended, with exit code ", kExitCode);
     _exit(kExitCode);
   }
@@ -295,6 +299,8 @@ FlightWatch::FlightWatch(const Rendezvous& meeting, Communicator& world, const F
   state_->rank = meeting.rank;
   state_->folder = record.folder;
   state_->limit_ms = options.stall_limit.count();
+  state_->end_process = options.end_process;
+  if (options.stacks) state_->stack.emplace();
   if (meeting.rank == 0) state_->peers.resize(meeting.ranks.size());
   state_->running = 2;
   for (void (State::*const body)() : {&State::talk, &State::guard}) {
@@ -334,6 +340,10 @@ void FlightWatch::stop() {
 
 void FlightWatch::set_stall_limit(std::chrono::milliseconds limit) {
   if (state_) state_->limit_ms = limit.count();
+}
+
+void FlightWatch::set_end_process(bool end_process) {
+  if (state_) state_->end_process = end_process;
 }
 
 void watch_flight(const Rendezvous& meeting, Communicator& world, const FlightWatchOptions& options) {

@@ -62,7 +62,8 @@ struct FlightWatch::State {
   std::vector<RankPlace> ranks;
   int rank = 0;
   std::string folder;
-  HostStack stack;
+  std::optional<HostStack> stack;  // empty: stacks are not asked for
+  std::atomic<bool> end_process{true};
   std::atomic<int64_t> limit_ms{0};
 
   std::mutex mutex;

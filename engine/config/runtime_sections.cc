@@ -92,6 +92,8 @@ void describe(JsonFields& json, FlightRecorderSection& s) {
   json.field("entries", s.entries, between(1, 65536));
   json.field("stall_limit", s.stall_limit, at_least(0));
   json.field("folder", s.folder);
+  json.field("stacks", s.stacks);
+  json.field("end_process", s.end_process);
 }
 
 void describe(JsonFields& json, TimersSection& s) {

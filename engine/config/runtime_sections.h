@@ -56,6 +56,8 @@ struct FlightRecorderSection {
   int64_t entries = 512;    // collectives that each rank remembers
   double stall_limit = 60;  // seconds of waiting in one collective until a report; 0: none
   std::string folder;       // empty: $DS_FLIGHT_FOLDER, else dsengine-UID in the temporary folder
+  bool stacks = true;       // a real-time signal is taken, to name the function that a late rank is in
+  bool end_process = true;  // a rank that hangs after ranks were told to end is ended; false: it is left as it is
 };
 
 struct TimersSection {

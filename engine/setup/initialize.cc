@@ -131,6 +131,7 @@ void configure_watch(comm::Communicator& ranks, const config::DsConfig& config) 
   if (!ranks.watch()) return;
   if (!config.flight_recorder.enabled) return ranks.watch()->stop();
   ranks.watch()->set_stall_limit(stall_limit(config));
+  ranks.watch()->set_end_process(config.flight_recorder.end_process);
 }
 
 // The program's mesh or group, or the ranks of the environment. Reads the config once the number of ranks is known.
@@ -160,7 +161,9 @@ Distributed join(const InitializeOptions& options, config::DsConfig& config) {
     comm::watch_flight(meeting, *job.ranks,
                        {.stall_limit = stall_limit(config),
                         .entries = static_cast<uint32_t>(config.flight_recorder.entries),
-                        .folder = config.flight_recorder.folder});
+                        .folder = config.flight_recorder.folder,
+                        .stacks = config.flight_recorder.stacks,
+                        .end_process = config.flight_recorder.end_process});
   }
   return job;
 }
@@ -401,7 +404,7 @@ Initialized initialize(InitializeOptions options) {
                        "optimizer: expected this section in the ds_config ",
                        "or a client optimizer in initialize, found neither; add ",
                        "\"optimizer\": {\"type\": \"AdamW\", \"params\": {\"lr\": 1e-3}}");
-  seed_everything(static_cast<uint64_t>(config.seed), impl->world->rank());
+  if (options.seed_generators) seed_everything(static_cast<uint64_t>(config.seed), impl->world->rank());
   if (config.deterministic) set_deterministic(true);
   configure_activation_checkpoints(config);
   if (layers) {

@@ -64,6 +64,9 @@ struct InitializeOptions {
   // Rendezvous: "env://" (default), "tcp://host:port", "file:///path".
   std::string init_method = "env://";
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  // Seeds LibTorch's generators with the key "seed" of the config + rank. False: they go on as the program has left
+  // them, and it is for the program to draw different numbers on different ranks.
+  bool seed_generators = true;
   // What "auto" in the config may take its value from.
   config::AutoValues auto_values;
 };

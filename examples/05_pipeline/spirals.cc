@@ -1,7 +1,10 @@
-// A classifier of points on three spiral arms as a pipeline: the model is a list of layers, the rest is in the
-// ds_config.
+// A classifier of points on three spiral arms as a pipeline: the model is a list of layers, of which each rank builds
+// its stage's; how many stages there are, and in which order they work, stands in the ds_config.
 //
-//   ds-launch --num_procs 4 spirals --deepspeed_config configs/pipeline.json
+//   cd examples/05_pipeline && ds-launch --num_procs 4 PATH/spirals --deepspeed_config ds_config.json
+#include <dsengine/engine.h>
+#include <dsengine/initialize.h>
+#include <dsengine/pipeline.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/linear.h>
@@ -12,9 +15,6 @@
 #include <exception>
 #include <iostream>
 #include <string>
-
-#include "engine/engine.h"
-#include "pipeline/pipeline_module.h"
 
 namespace {
 

@@ -1,0 +1,108 @@
+// What the library does to its process, and that each switch of docs/process.md turns it off.
+#include <ATen/ops/ones.h>
+#include <gmock/gmock.h>
+#include <malloc.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <thread>
+
+#include "comm/backends/factory.h"
+#include "comm/flight/flight_watch.h"
+#include "core/check.h"
+#include "core/host_memory.h"
+#include "engine/engine.h"
+#include "tests/comm/meeting/launcher_environment.h"
+#include "tests/support/process_ranks.h"
+
+namespace ds::engine {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+// Whether a block of 24 MiB has pages of its own, as glibc gives it them unless it is told otherwise.
+bool has_own_pages() {
+  const size_t before = mallinfo2().hblks;
+  void* const block = std::malloc(size_t{24} << 20);
+  const bool own = mallinfo2().hblks > before;
+  std::free(block);
+  return own;
+}
+
+DS_PROCESS_TEST(ProcessEffects, MallocIsTold, 1) {
+  keep_freed_host_memory();
+  EXPECT_FALSE(has_own_pages());
+}
+
+DS_PROCESS_TEST(ProcessEffects, MallocIsLeftAlone, 1) {
+  ASSERT_EQ(setenv("DS_MALLOC_THRESHOLDS", "0", 1), 0);
+  keep_freed_host_memory();
+  EXPECT_TRUE(has_own_pages());
+}
+
+int taken_signals() {
+  int taken = 0;
+  for (int number = SIGRTMIN; number <= SIGRTMAX; ++number) {
+    struct sigaction action {};
+    if (sigaction(number, nullptr, &action) == 0 && action.sa_handler != SIG_DFL) ++taken;
+  }
+  return taken;
+}
+
+// Ranks that meet as under ds-launch, with the watch. `file` lives as long: rank 0's process has the store.
+struct Job {
+  explicit Job(const ds::testing::ProcessRank& ranks, const std::string& flight_recorder) : file(ranks.meet()) {
+    test::set_launcher_environment(file);
+    const auto config = nlohmann::json::parse(cat(
+        R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "flight_recorder": )",
+        flight_recorder, "}"));
+    engine = initialize({.model = torch::nn::Linear(2, 1).ptr(), .config = config}).engine;
+  }
+  comm::Rendezvous file;
+  std::shared_ptr<Engine> engine;
+};
+
+DS_PROCESS_TEST(ProcessEffects, ASignalIsTaken, 2) {
+  const Job job(ranks, R"({"folder": ")" + ranks.folder() + R"(/flight"})");
+  EXPECT_EQ(taken_signals(), 1);
+}
+
+DS_PROCESS_TEST(ProcessEffects, NoSignalIsTaken, 2) {
+  const Job job(ranks, R"({"stacks": false, "folder": ")" + ranks.folder() + R"(/flight"})");
+  EXPECT_EQ(taken_signals(), 0);
+}
+
+// The ranks issue different collectives, so both are told to end; rank 1 does not hear of it in time.
+DS_PROCESS_TEST(ProcessEffects, ARankThatHangsIsLeftAsItIs, 2) {
+  const Job job(ranks, R"({"end_process": false, "stall_limit": 1, "folder": ")" + ranks.folder() + R"(/flight"})");
+  comm::Communicator& world = job.engine->world();
+  const auto reduce = [&] {
+    world.all_reduce(at::ones({2}), comm::ReduceOp::kSum, cat("of rank ", ranks.rank())).wait();
+  };
+  EXPECT_THROW(reduce(), Error);
+  std::this_thread::sleep_for(comm::FlightWatch::kGrace + std::chrono::seconds(4));
+  EXPECT_THAT(reduce, ThrowsMessage<CommError>(HasSubstr("of rank")));
+}
+
+TEST(ProcessEffects, SeedsAreLeftAloneWhereTheProgramSaysSo) {
+  const auto config = nlohmann::json::parse(
+      R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})");
+  const auto draw = [&](bool seed_generators) {
+    const torch::nn::Linear model(2, 1);
+    torch::manual_seed(7);
+    const auto run = initialize({.model = model.ptr(), .config = config, .seed_generators = seed_generators});
+    return torch::rand({4});
+  };
+  torch::manual_seed(7);
+  const at::Tensor of_the_program = torch::rand({4});
+  EXPECT_TRUE(torch::equal(draw(false), of_the_program));
+  EXPECT_FALSE(torch::equal(draw(true), of_the_program));
+}
+
+}  // namespace
+}  // namespace ds::engine

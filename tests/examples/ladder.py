@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Runs one program of the examples' ladder under ds-launch, as its first comment says, and judges what it learned.
+
+  ladder.py EXAMPLE BUILD-FOLDER SCRATCH-FOLDER SOURCE-FOLDER
+"""
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+LIMIT = 100  # seconds
+
+
+class Ladder:
+    def __init__(self, build, scratch, source):
+        self.build, self.scratch, self.source = build, scratch, source
+
+    def run(self, folder, program, *arguments, ranks=2):
+        """What the program printed; a failure ends the test with all of it."""
+        command = [f"{self.build}/bin/ds-launch", "--num_procs", str(ranks), f"{self.build}/bin/{program}", *arguments]
+        done = subprocess.run(command, cwd=f"{self.source}/examples/{folder}", stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, timeout=LIMIT, env=dict(os.environ, OMP_NUM_THREADS="1"))
+        print(" ".join(command), done.stdout, sep="\n")
+        if done.returncode:
+            sys.exit(f"{program} ended with exit code {done.returncode}")
+        return done.stdout
+
+    def first_step(self):
+        loss = losses(self.run("01_first_step", "first_step"))
+        check(loss[300] < 0.01, "the product of two numbers is learned, whose mean square is 0.11", loss)
+
+    def own_data(self):
+        text = self.run("02_own_data", "own_data")
+        accuracy = [float(value) for value in re.findall(r"accuracy ([\d.]+)", text)]
+        check(len(accuracy) == 5 and accuracy[-1] > 0.7, "seven waves of ten are named rightly, of four kinds", accuracy)
+
+    def zero3_offload(self):
+        text = self.run("03_zero3_offload", "zero3_offload")
+        loss = losses(text)
+        check(loss[40] < loss[10], "the loss falls", loss)
+        device, host = map(float, re.search(r"rank: ([\d.]+) MiB on the device, ([\d.]+) MiB in host", text).groups())
+        # Half of 526,593 parameters: 2 bytes of weight, and 4 each of master and two moments.
+        check(device == 0 and 3.5 < host < 6, "the state of this rank lies in host memory", (device, host))
+
+    def checkpoint_resume(self):
+        folders = [f"{self.scratch}/{name}" for name in ("at_once", "in_parts")]
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.makedirs(os.path.dirname(folder), exist_ok=True)
+        at_once = losses(self.run("04_checkpoint_resume", "checkpoint_resume", folders[0], "40"))
+        self.run("04_checkpoint_resume", "checkpoint_resume", folders[1], "20")
+        text = self.run("04_checkpoint_resume", "checkpoint_resume", folders[1], "40")
+        check("goes on from global_step20" in text, "the second start finds the checkpoint of the first", text)
+        check(losses(text) == {step: at_once[step] for step in (30, 40)}, f"the losses of 40 steps at once, {at_once}",
+              losses(text))
+
+    def spirals(self):
+        text = self.run("05_pipeline", "spirals", "--deepspeed_config", "ds_config.json", "--steps", "100", ranks=4)
+        loss = losses(text)
+        check(loss[100] < loss[50], "the loss falls", loss)
+
+
+def losses(text):
+    """The loss of each step that was printed."""
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)  loss ([-+.\de]+)", text)}
+
+
+def check(holds, what, found):
+    if not holds:
+        sys.exit(f"expected: {what}; found {found}")
+
+
+if __name__ == "__main__":
+    example, *folders = sys.argv[1:]
+    getattr(Ladder(*folders), example)()
