@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/source/source.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint {
 
@@ -17,7 +17,7 @@ std::string weight_for(const Source& source, const std::vector<std::string>& nam
 
 // Copies weights and buffers into the module's own tensors, of any dtype and device, one at a time. `strict`: throws
 // UsageError that lists parameters and buffers which only one of the two has; otherwise they are left as they are.
-// Shapes that differ are always an error, found before anything is changed. `source`: see checkpoint/open.h.
+// Shapes that differ are always an error, found before anything is changed. `source`: see dsengine/weights.h.
 void load_module(Source& source, torch::nn::Module& module, bool strict = true);
 
 // Adds weights of a checkpoint that are stored under further ones of a parameter's names, where their values are the

@@ -65,7 +65,7 @@ IValue step_for(const TrainingState& state) {
 
 PythonDict groups_of(const TrainingState& state, PythonDict optimizer) {
   PythonList groups = python_list();
-  for (const optim::GroupOptions& group : state.optimizer->groups) {
+  for (const optimizers::GroupOptions& group : state.optimizer->groups) {
     PythonDict entry = python_dict();
     entry.insert("lr", group.lr);
     entry.insert("betas", c10::ivalue::Tuple::create({IValue(group.beta1), IValue(group.beta2)}));

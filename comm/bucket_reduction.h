@@ -9,7 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "comm/collective.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

@@ -1,4 +1,5 @@
-#include "comm/communicator.h"
+#include "comm/collective.h"
+#include "dsengine/comm.h"
 
 #include <ATen/core/grad_mode.h>
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

@@ -22,8 +22,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "compression/sign_codec.h"
+#include "dsengine/comm.h"
 
 namespace ds::compression {
 

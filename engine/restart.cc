@@ -1,4 +1,4 @@
-#include "engine/restart.h"
+#include "dsengine/restart.h"
 
 #include <unistd.h>
 

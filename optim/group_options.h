@@ -1,7 +1,7 @@
 // The hyper-parameters of one parameter group. Torch-free.
 #pragma once
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // May change from step to step. Fields an optimizer does not know are ignored by it. LR schedules write lr (and the
 // betas for OneCycle).
@@ -17,4 +17,4 @@ struct GroupOptions {
   bool operator==(const GroupOptions&) const = default;
 };
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -9,7 +9,7 @@
 #include "core/tensor_check.h"
 #include "optim/slice_update.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 void check_segments(const std::vector<Segment>& segments, int64_t length, const std::vector<ParameterInfo>& parameters,
@@ -91,4 +91,4 @@ int64_t ShardOptimizer::state_bytes() {
   return bytes;
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "core/segment.h"
-#include "optim/group_options.h"
+#include "dsengine/lr_schedule.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // How the slices of one bucket meet across ranks. Implemented by zero on top of a communicator; size 1 needs no peers.
 class SliceExchange {
@@ -118,4 +118,4 @@ class ShardOptimizer {
   StateMemory state_memory_;
 };
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -17,8 +17,9 @@
 #include <utility>
 #include <vector>
 
-#include "comm/communicator.h"
-#include "pipeline/layer_spec.h"
+#include "comm/collective.h"
+#include "dsengine/comm.h"
+#include "dsengine/layer_spec.h"
 
 namespace ds::pipeline {
 

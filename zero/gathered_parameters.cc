@@ -1,4 +1,5 @@
-#include "zero/gathered_parameters.h"
+#include "dsengine/zero.h"
+#include "zero/gathered_scope.h"
 
 #include <ATen/core/grad_mode.h>
 

@@ -11,8 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "comm/collective.h"
 #include "core/op_interceptor.h"
+#include "dsengine/comm.h"
 #include "zero/parameter_bucket.h"
 #include "zero/parameter_gatherer.h"
 

@@ -22,11 +22,11 @@
 #include <vector>
 
 #include "comm/bucket_reduction.h"
-#include "comm/communicator.h"
 #include "core/reduced_gradients.h"
+#include "dsengine/comm.h"
+#include "dsengine/memory.h"
 #include "zero/gradient_check.h"
 #include "zero/parameter_bucket.h"
-#include "zero/reduction_policy.h"
 
 namespace ds::zero {
 

@@ -1,4 +1,4 @@
-#include "zero/init.h"
+#include "dsengine/zero.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>

@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include "zero/gather_limits.h"
+#include "dsengine/memory.h"
 
 namespace ds::zero {
 

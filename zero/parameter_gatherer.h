@@ -15,10 +15,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "core/op_interceptor.h"
 #include "core/transfer_stream.h"
-#include "zero/gather_limits.h"
+#include "dsengine/comm.h"
+#include "dsengine/memory.h"
 #include "zero/parameter_access.h"
 #include "zero/parameter_bucket.h"
 #include "zero/use_trace.h"

@@ -17,9 +17,9 @@
 #include <memory>
 #include <string>
 
-#include "comm/communicator.h"
 #include "comm/flight/flight_recorder.h"
 #include "comm/meeting/rendezvous.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

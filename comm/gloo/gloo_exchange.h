@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "comm/gloo/gloo_wire.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

@@ -6,7 +6,8 @@
 #include <cstdint>
 #include <string>
 
-#include "comm/communicator.h"
+#include "comm/collective.h"
+#include "dsengine/comm.h"
 #include "offload/host_budget.h"
 
 namespace ds::engine {

@@ -7,7 +7,8 @@
 #include <exception>
 #include <string>
 
-#include "comm/communicator.h"
+#include "comm/collective.h"
+#include "dsengine/comm.h"
 
 namespace ds::engine {
 

@@ -5,7 +5,8 @@
 
 #include <string>
 
-#include "comm/communicator.h"
+#include "comm/collective.h"
+#include "dsengine/comm.h"
 
 namespace ds::engine {
 

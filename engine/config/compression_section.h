@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace ds::config {
+namespace ds::engine::config {
 
 enum class CompressionMethod { kNone, kFloat16, kBFloat16, kInt8, kTopK, kPowerSgd, kSign };
 
@@ -24,4 +24,4 @@ struct GradientCompressionSection {
   }
 };
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -7,7 +7,7 @@
 
 #include "core/check.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 constexpr size_t kShownCharacters = 60;
@@ -74,4 +74,4 @@ HjsonDocument ConfigSource::read() const {
   return parse_hjson(*decoded, "base64 text");
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -8,7 +8,7 @@
 
 #include "core/json/hjson.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 
 // Implicitly made from
 //   * text: the path of a file, read as hjson (comments, trailing commas, unquoted keys, as DeepSpeed allows); when no
@@ -38,4 +38,4 @@ class ConfigSource {
   bool is_object_ = false;
 };
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

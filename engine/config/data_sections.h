@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace ds::config {
+namespace ds::engine::config {
 
 struct CurriculumSection {  // data_efficiency.data_sampling.curriculum_learning
   bool enabled = false;
@@ -94,4 +94,4 @@ struct AutotuningSection {
   ModelInfoSection model_info;
 };
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

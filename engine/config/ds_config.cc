@@ -1,4 +1,5 @@
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
+#include "engine/config/supported.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -11,7 +12,7 @@
 #include "engine/config/describe.h"
 #include "engine/config/elastic_section.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using nlohmann::ordered_json;
@@ -162,4 +163,4 @@ ordered_json to_json(const DsConfig& config) {
   return out;
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "engine/config/removed_sections.h"
+#include "dsengine/config_removed.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 
 // Sizes count data-parallel ranks.
 struct ElasticBatch {
@@ -30,4 +30,4 @@ ElasticBatch elastic_batch(const ElasticitySection& section, int64_t data_parall
 // Sizes next to `size`: "4 or 6".
 std::string nearest_sizes(const std::vector<int64_t>& valid, int64_t size);
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-namespace ds::config {
+namespace ds::engine::config {
 
 // Events go to output_path/job_name.
 struct TensorboardSection {
@@ -36,4 +36,4 @@ struct CometSection {
   std::optional<std::string> mode;
 };
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace ds::config {
+namespace ds::engine::config {
 
 struct PipelineSection {
   std::optional<int64_t> stages;   // ranks of the pipeline; empty: "auto"
@@ -79,4 +79,4 @@ struct ExpertParallelSection {
   std::optional<std::string> expert_activation;
 };
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

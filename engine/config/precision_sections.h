@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace ds::config {
+namespace ds::engine::config {
 
 enum class DType { kFloat32, kBFloat16, kFloat16 };  // "fp32", "bf16", "fp16"
 
@@ -46,4 +46,4 @@ struct DataTypesSection {
   std::optional<std::vector<std::string>> keep_in_fp32_modules;  // empty: "auto"
 };
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

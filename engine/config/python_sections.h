@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-namespace ds::config {
+namespace ds::engine::config {
 
 struct CompileSection {
   bool deepcompile = false;
@@ -60,4 +60,4 @@ struct NebulaSection {
   int64_t num_of_version_in_retention = 2;
 };
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -1,4 +1,4 @@
-#include "engine/data/data_loader.h"
+#include "dsengine/data_loader.h"
 
 #include <ATen/ops/stack.h>
 

@@ -8,10 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "engine/config/ds_config.h"
-#include "zero/gather_limits.h"
+#include "dsengine/config.h"
+#include "dsengine/memory.h"
 #include "zero/memory_model.h"
-#include "zero/reduction_policy.h"
 
 namespace ds::engine {
 

@@ -1,4 +1,5 @@
-#include "engine/setup/init_distributed.h"
+#include "dsengine/init_distributed.h"
+#include "engine/setup/rank_device.h"
 
 #include "comm/backends/cuda_plugin.h"
 #include "comm/backends/factory.h"

@@ -3,8 +3,9 @@
 
 #include <memory>
 
-#include "comm/communicator.h"
+#include "comm/collective.h"
 #include "comm/quantized_collectives.h"
+#include "dsengine/comm.h"
 #include "engine/plan/plan.h"
 #include "engine/state/gradient_compression.h"
 

@@ -10,9 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "comm/collective.h"
 #include "core/safetensors.h"
-#include "zero/init.h"
+#include "dsengine/comm.h"
+#include "dsengine/zero.h"
 #include "zero/parameter_bucket.h"
 
 namespace ds::engine {

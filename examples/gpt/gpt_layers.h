@@ -6,8 +6,8 @@
 #include <optional>
 #include <string>
 
+#include "dsengine/pipeline.h"
 #include "examples/gpt/gpt_model.h"
-#include "pipeline/pipeline_module.h"
 
 namespace gpt {
 

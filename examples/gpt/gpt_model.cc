@@ -12,7 +12,7 @@
 #include <string>
 
 #include "core/check.h"
-#include "recompute/activation_checkpoint.h"
+#include "dsengine/activation_checkpoint.h"
 
 namespace gpt {
 namespace {

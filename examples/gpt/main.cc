@@ -13,7 +13,7 @@
 #include "core/check.h"
 #include "core/restart_request.h"
 #include "core/safetensors.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "examples/gpt/gpt2_names.h"
 #include "examples/gpt/gpt_init.h"
 #include "examples/gpt/gpt_layers.h"

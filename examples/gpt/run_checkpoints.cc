@@ -3,7 +3,7 @@
 #include <iostream>
 
 #include "core/check.h"
-#include "engine/restart.h"
+#include "dsengine/restart.h"
 
 namespace gpt {
 

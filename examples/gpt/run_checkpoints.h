@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <nlohmann/json.hpp>
 
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "examples/gpt/gpt_options.h"
 
 namespace gpt {

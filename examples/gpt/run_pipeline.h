@@ -1,7 +1,7 @@
 // Training and sampling where the model is a pipeline.
 #pragma once
 
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "examples/gpt/gpt_options.h"
 #include "examples/gpt/metrics_file.h"
 #include "examples/gpt/run_checkpoints.h"

@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "examples/gpt/gpt_options.h"
 #include "examples/gpt/metrics_file.h"
 #include "examples/gpt/progress_bar.h"

@@ -13,8 +13,8 @@
 #include <iostream>
 #include <string>
 
-#include "engine/engine.h"
-#include "pipeline/pipeline_module.h"
+#include "dsengine/engine.h"
+#include "dsengine/pipeline.h"
 
 namespace {
 

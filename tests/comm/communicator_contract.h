@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "core/check.h"
+#include "dsengine/comm.h"
 #include "tests/comm/reduction_reference.h"
 
 namespace ds::test {

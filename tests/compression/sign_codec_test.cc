@@ -16,7 +16,7 @@
 namespace ds::compression {
 namespace {
 
-using optim::WithTarget;
+using optimizers::WithTarget;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();

@@ -11,8 +11,8 @@
 #include <string>
 
 #include "checkpoint/folder_source.h"
-#include "comm/communicator.h"
-#include "engine/engine.h"
+#include "dsengine/comm.h"
+#include "dsengine/engine.h"
 #include "tests/engine/small_run.h"
 
 namespace ds::engine {

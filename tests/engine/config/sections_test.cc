@@ -3,7 +3,7 @@
 
 #include "tests/engine/config/parse_text.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using ::testing::AllOf;
@@ -184,4 +184,4 @@ TEST(GradientCompression, TellsOfKeysThatAMethodDoesNotRead) {
 }
 
 }  // namespace
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -3,7 +3,7 @@
 
 #include "tests/engine/config/parse_text.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using ::testing::AllOf;
@@ -77,4 +77,4 @@ TEST(UnsupportedFeatures, AllAreNamedTogether) {
 }
 
 }  // namespace
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -13,21 +13,14 @@
 #include <vector>
 
 #include "comm/backend.h"
-#include "engine/config/compression_section.h"
+#include "dsengine/config_parallel.h"
+#include "dsengine/config_removed.h"
+#include "dsengine/config_runtime.h"
+#include "dsengine/config_training.h"
 #include "engine/config/config_source.h"
-#include "engine/config/data_sections.h"
 #include "engine/config/elastic_batch.h"
-#include "engine/config/monitor_sections.h"
-#include "engine/config/optimizer_section.h"
-#include "engine/config/parallel_sections.h"
-#include "engine/config/precision_sections.h"
-#include "engine/config/python_sections.h"
-#include "engine/config/removed_sections.h"
-#include "engine/config/runtime_sections.h"
-#include "engine/config/scheduler_section.h"
-#include "engine/config/zero_section.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 
 // An "auto" of the file and what it became.
 struct ResolvedAuto {
@@ -186,4 +179,4 @@ nlohmann::ordered_json to_json(const DsConfig& config);
 // Dotted paths of all keys ("zero_optimization.stage", "optimizer.params.lr"), sorted.
 std::vector<std::string> known_keys();
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

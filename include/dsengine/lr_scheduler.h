@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "optim/lr_schedule.h"
+#include "dsengine/lr_schedule.h"
 #include "optim/shard_optimizer.h"
 
 namespace torch::optim {
@@ -20,21 +20,21 @@ namespace ds::engine {
 
 // The learning rate of each parameter group.
 std::vector<double> learning_rates(const torch::optim::Optimizer& optimizer);
-std::vector<double> learning_rates(const optim::ShardOptimizer& optimizer);
+std::vector<double> learning_rates(const optimizers::ShardOptimizer& optimizer);
 
 // Not thread safe.
 class LrScheduler {
  public:
   // Writes the values (lr, and betas or momentum where the schedule drives them) of iteration t >= -1 into the groups.
-  using Rule = std::function<void(int64_t t, std::vector<optim::GroupOptions>& groups)>;
+  using Rule = std::function<void(int64_t t, std::vector<optimizers::GroupOptions>& groups)>;
 
   // Applies the rule for t = -1 at once.
-  LrScheduler(std::shared_ptr<optim::ShardOptimizer> optimizer, Rule rule);
+  LrScheduler(std::shared_ptr<optimizers::ShardOptimizer> optimizer, Rule rule);
   // A client optimizer: only lr is read and written.
   LrScheduler(std::shared_ptr<torch::optim::Optimizer> optimizer, Rule rule);
 
   // A schedule of the config.
-  static Rule of(std::shared_ptr<const optim::LrSchedule> schedule);
+  static Rule of(std::shared_ptr<const optimizers::LrSchedule> schedule);
   // The rule "step number k runs with factor(k) times the group's lr", base_lr having one value per group.
   static Rule scaled_by(std::function<double(int64_t k)> factor, std::vector<double> base_lr);
 
@@ -50,7 +50,7 @@ class LrScheduler {
  private:
   void apply();
 
-  std::shared_ptr<optim::ShardOptimizer> optimizer_;  // one of the two is set
+  std::shared_ptr<optimizers::ShardOptimizer> optimizer_;  // one of the two is set
   std::shared_ptr<torch::optim::Optimizer> client_;
   Rule rule_;
   int64_t last_batch_iteration_ = -1;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/restart_request.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 
 namespace ds::engine {
 

@@ -24,12 +24,12 @@
 #include <utility>
 #include <vector>
 
-#include "engine/checkpoint/checkpoint_options.h"
-#include "engine/config/ds_config.h"
+#include "dsengine/checkpoint.h"
+#include "dsengine/config.h"
+#include "dsengine/initialize.h"
+#include "dsengine/pipeline.h"
+#include "dsengine/zero.h"
 #include "engine/plan/plan.h"
-#include "engine/setup/initialize_options.h"
-#include "pipeline/micro_batch.h"
-#include "zero/gathered_parameters.h"
 
 namespace ds::engine {
 
@@ -178,7 +178,7 @@ class Engine {
   int64_t comm_bytes_sent() const;
   void reset_comm_counters();
   // What initialize returned beside the engine; null where it returned null.
-  const std::shared_ptr<optim::ShardOptimizer>& optimizer() const;
+  const std::shared_ptr<optimizers::ShardOptimizer>& optimizer() const;
   const std::shared_ptr<LrScheduler>& lr_scheduler() const;
   const std::shared_ptr<DataLoader>& training_dataloader() const;
 
@@ -191,7 +191,7 @@ class Engine {
   // Makes these parameters of the model (stage 3: their buckets) whole until the returned scope ends. With
   // `modifier_rank` they may be changed in it: every rank, and the optimizer, goes on from that rank's values.
   // Collective at both ends; throws UsageError for a tensor that is no parameter of the model. See
-  // zero/gathered_parameters.h.
+  // dsengine/zero.h.
   //
   //   { auto whole = engine->gathered_parameters({model->wte->weight}, /*modifier_rank=*/0); ... }
   [[nodiscard]] zero::GatheredParameters gathered_parameters(const std::vector<at::Tensor>& parameters,
@@ -284,9 +284,9 @@ class Engine::NoSync {
 // The engine outlives the others: they refer to its buckets and its group of ranks.
 struct Initialized {
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<optim::ShardOptimizer> optimizer;  // null with a client optimizer
-  std::shared_ptr<DataLoader> loader;                // null without training_data
-  std::shared_ptr<LrScheduler> schedule;             // null without a scheduler
+  std::shared_ptr<optimizers::ShardOptimizer> optimizer;  // null with a client optimizer
+  std::shared_ptr<DataLoader> loader;                     // null without training_data
+  std::shared_ptr<LrScheduler> schedule;                  // null without a scheduler
 };
 
 // Reads the config, joins the process group (environment of ds-launch; alone without it), lays the parameters into

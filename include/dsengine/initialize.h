@@ -11,14 +11,14 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
-#include "comm/device_mesh.h"
-#include "engine/config/ds_config.h"
-#include "engine/data/data_loader.h"
-#include "engine/lr_scheduler.h"
-#include "engine/setup/init_distributed.h"
+#include "dsengine/comm.h"
+#include "dsengine/config.h"
+#include "dsengine/data_loader.h"
+#include "dsengine/device_mesh.h"
+#include "dsengine/init_distributed.h"
+#include "dsengine/lr_scheduler.h"
+#include "dsengine/zero.h"
 #include "optim/shard_optimizer.h"
-#include "zero/init.h"
 
 namespace ds::engine {
 

@@ -22,8 +22,9 @@
 #include <utility>
 #include <vector>
 
-#include "comm/communicator.h"
-#include "pipeline/layer_spec.h"
+#include "comm/collective.h"
+#include "dsengine/comm.h"
+#include "dsengine/layer_spec.h"
 #include "pipeline/schedule/stage_partition.h"
 
 namespace ds::pipeline {

@@ -23,8 +23,9 @@
 #include <utility>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "comm/collective.h"
 #include "core/op_interceptor.h"
+#include "dsengine/comm.h"
 
 namespace ds::zero {
 

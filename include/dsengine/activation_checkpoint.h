@@ -37,8 +37,8 @@
 #include <utility>
 #include <vector>
 
-#include "comm/communicator.h"
-#include "recompute/nested_tensors.h"
+#include "dsengine/activation_checkpoint.h"
+#include "dsengine/comm.h"
 
 namespace ds::recompute {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace ds::config {
+namespace ds::engine::config {
 
 struct ProgressiveLayerDropSection {
   bool enabled = false;
@@ -90,4 +90,4 @@ struct CompressionTrainingSection {
   CompressionMethodSection channel_pruning;
 };
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
-#include "comm/mesh_layout.h"
+#include "dsengine/comm.h"
+#include "dsengine/device_mesh.h"
 
 namespace ds::comm {
 

@@ -12,9 +12,9 @@
 #include <variant>
 #include <vector>
 
-#include "optim/group_options.h"
+#include "dsengine/lr_schedule.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // One value for all parameter groups, or one for each.
 using PerGroup = std::vector<double>;
@@ -90,4 +90,4 @@ class LrSchedule {
 std::unique_ptr<const LrSchedule> make_lr_schedule(const LrScheduleOptions& options,
                                                    const std::vector<GroupOptions>& groups, bool optimizer_uses_betas);
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace ds::config {
+namespace ds::engine::config {
 
 enum class OffloadDevice { kNone, kCpu, kNvme };  // "none", "cpu", "nvme"
 
@@ -115,4 +115,4 @@ struct ZeroSection {
   OffloadDevice param_device() const { return offload_param ? offload_param->device : OffloadDevice::kNone; }
 };
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

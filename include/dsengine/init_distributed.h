@@ -8,9 +8,9 @@
 #include <string>
 
 #include "comm/backend.h"
-#include "comm/communicator.h"
 #include "comm/flight/flight_watch.h"
 #include "comm/meeting/rendezvous.h"
+#include "dsengine/comm.h"
 
 namespace ds::engine {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace ds::config {
+namespace ds::engine::config {
 
 struct ActivationCheckpointingSection {
   bool partition_activations = false;
@@ -89,4 +89,4 @@ struct CheckpointSection {
   bool durable = true;    // own key: on the disk before they are published
 };
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-namespace ds::config {
+namespace ds::engine::config {
 
 // Every parameter of every optimizer type; the type's defaults are filled in, fields it does not know keep theirs.
 struct OptimizerParams {
@@ -72,4 +72,4 @@ struct OptimizerSection {
   std::string algorithm() const { return type == "Adam" && decoupled_weight_decay() ? "AdamW" : type; }
 };
 
-}  // namespace ds::config
+}  // namespace ds::engine::config
