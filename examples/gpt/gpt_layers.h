@@ -6,8 +6,9 @@
 #include <optional>
 #include <string>
 
-#include "dsengine/pipeline.h"
-#include "examples/gpt/gpt_model.h"
+#include <dsengine/pipeline.h>
+
+#include "gpt_model.h"
 
 namespace gpt {
 

@@ -13,8 +13,8 @@
 #include <iostream>
 #include <string>
 
-#include "dsengine/engine.h"
-#include "dsengine/pipeline.h"
+#include <dsengine/engine.h>
+#include <dsengine/pipeline.h>
 
 namespace {
 
