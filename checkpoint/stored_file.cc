@@ -28,7 +28,7 @@ StoredFile::StoredFile(StoredFile&& other) noexcept
     : path_(std::move(other.path_)), bytes_(other.bytes_), descriptor_(std::exchange(other.descriptor_, -1)) {}
 
 void StoredFile::read(uint64_t position, void* to, size_t bytes) {
-  if (descriptor_ < 0) descriptor_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  if (descriptor_ < 0) descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
   require<IoError>(descriptor_ >= 0, path_, ": cannot read: ", std::generic_category().message(errno));
   auto* next = static_cast<char*>(to);
   while (bytes > 0) {

@@ -13,6 +13,7 @@
 #include <system_error>
 #include <vector>
 
+#include "checkpoint/source/training_state.h"
 #include "checkpoint/tag_folder.h"
 #include "core/atomic_file.h"
 #include "core/check.h"

@@ -9,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "comm/collective.h"
 #include "dsengine/comm.h"
 
 namespace ds::comm {

@@ -46,6 +46,14 @@ const char* name_of(ReduceOp op) {
   return kNames[static_cast<size_t>(op)];
 }
 
+bool Work::is_completed() const { return !state_ || state_->is_completed(); }
+
+bool Work::is_ready() const { return !state_ || state_->is_ready(); }
+
+void Work::wait() const {
+  if (state_) state_->wait();
+}
+
 int64_t CommCounters::total_bytes_sent() const {
   return std::accumulate(bytes_sent.begin(), bytes_sent.end(), int64_t{0});
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "comm/collective.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
 

@@ -12,7 +12,6 @@
 #include <string>
 #include <vector>
 
-#include "comm/collective.h"
 #include "compression/compressed_all_reduce.h"
 #include "dsengine/comm.h"
 #include "optim/shard_optimizer.h"

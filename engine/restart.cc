@@ -4,6 +4,8 @@
 
 #include <cstdlib>
 
+#include "core/restart_request.h"
+#include "dsengine/engine.h"
 #include "engine/agreement/shared_failure.h"
 
 namespace ds::engine {

@@ -9,7 +9,6 @@
 
 #include <vector>
 
-#include "comm/collective.h"
 #include "dsengine/comm.h"
 
 namespace ds::pipeline {

@@ -17,7 +17,6 @@
 #include <utility>
 #include <vector>
 
-#include "comm/collective.h"
 #include "dsengine/comm.h"
 #include "dsengine/layer_spec.h"
 

@@ -23,13 +23,6 @@
 
 namespace ds::comm {
 
-struct FlightWatchOptions {
-  // Of waiting in one collective; 0: no limit, sequences of collectives are compared all the same.
-  std::chrono::milliseconds stall_limit{std::chrono::seconds(60)};
-  uint32_t entries = 512;  // collectives that each rank remembers
-  std::string folder;      // for records; empty: $DS_FLIGHT_FOLDER, else dsengine-UID in the system's temporary folder
-};
-
 class FlightWatch {
  public:
   static constexpr std::chrono::seconds kGrace{3};

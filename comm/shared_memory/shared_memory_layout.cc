@@ -5,6 +5,7 @@
 #include <cstring>
 #include <new>
 
+#include "comm/collective.h"
 #include "core/check.h"
 
 namespace ds::comm {

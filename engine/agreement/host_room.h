@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <string>
 
-#include "comm/collective.h"
 #include "dsengine/comm.h"
 #include "offload/host_budget.h"
 

@@ -7,7 +7,6 @@
 #include <exception>
 #include <string>
 
-#include "comm/collective.h"
 #include "dsengine/comm.h"
 
 namespace ds::engine {

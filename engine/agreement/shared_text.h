@@ -5,7 +5,6 @@
 
 #include <string>
 
-#include "comm/collective.h"
 #include "dsengine/comm.h"
 
 namespace ds::engine {

@@ -1,5 +1,4 @@
 #include "dsengine/config.h"
-#include "engine/config/supported.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -8,9 +7,12 @@
 #include "core/json/json_fields.h"
 #include "engine/config/auto_values.h"
 #include "engine/config/batch_sizes.h"
+#include "engine/config/config_source.h"
 #include "engine/config/cross_checks.h"
 #include "engine/config/describe.h"
+#include "engine/config/elastic_batch.h"
 #include "engine/config/elastic_section.h"
+#include "engine/config/supported.h"
 
 namespace ds::engine::config {
 namespace {
@@ -124,7 +126,7 @@ bool asks_for_strict(const ordered_json& root) {
 
 DsConfig parse(const ConfigSource& source, const ParseOptions& options) {
   require<UsageError>(options.dp_world_size > 0, "parse: expected dp_world_size > 0, found ", options.dp_world_size);
-  const HjsonDocument document = source.read();
+  const HjsonDocument document = ConfigReader::read(source);
   const std::string name = source.name();
   require<ConfigError>(document.root.is_object(), name, ": expected an object {...}, found ", shown(document.root));
 

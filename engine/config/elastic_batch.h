@@ -14,15 +14,6 @@
 
 namespace ds::engine::config {
 
-// Sizes count data-parallel ranks.
-struct ElasticBatch {
-  int64_t train = 0;           // global batch, the same for all valid sizes
-  std::vector<int64_t> valid;  // sizes, ascending; may be empty
-  int64_t micro = 0;           // of the asked size
-  int64_t accumulation = 0;    // of the asked size
-  int64_t train_of_valid = 0;  // what `valid` share; not `train` when the asked size is not among them (0.2)
-};
-
 // With version 0.2, data-parallel ranks times model_parallel_size are GPUs. Throws ConfigError: what is wrong with the
 // section, without the name of the file; or that `data_parallel_size` is not valid, with the nearest sizes that are.
 ElasticBatch elastic_batch(const ElasticitySection& section, int64_t data_parallel_size);

@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "core/json/json_convert.h"
+#include "engine/config/elastic_batch.h"
 
 namespace ds::engine::config {
 namespace {

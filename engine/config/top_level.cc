@@ -1,3 +1,4 @@
+#include "comm/backend.h"
 #include "core/check.h"
 #include "engine/config/describe.h"
 

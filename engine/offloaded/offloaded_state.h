@@ -13,7 +13,6 @@
 #include <memory>
 #include <vector>
 
-#include "comm/collective.h"
 #include "core/reduced_gradients.h"
 #include "core/slice_store.h"
 #include "core/task_queue.h"

@@ -9,6 +9,7 @@
 #include "dsengine/activation_checkpoint.h"
 #include "pipeline/schedule/schedule_check.h"
 #include "pipeline/schedule/schedule_file.h"
+#include "pipeline/stage_placement.h"
 
 namespace ds::engine {
 namespace {

@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "comm/collective.h"
 #include "dsengine/comm.h"
 #include "dsengine/data_loader.h"
 #include "dsengine/pipeline.h"

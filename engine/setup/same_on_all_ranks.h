@@ -7,7 +7,6 @@
 #include <optional>
 #include <string>
 
-#include "comm/collective.h"
 #include "dsengine/comm.h"
 #include "engine/state/model_layout.h"
 

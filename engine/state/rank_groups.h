@@ -3,7 +3,6 @@
 
 #include <memory>
 
-#include "comm/collective.h"
 #include "comm/quantized_collectives.h"
 #include "dsengine/comm.h"
 #include "engine/plan/plan.h"

@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "comm/collective.h"
 #include "core/safetensors.h"
 #include "dsengine/comm.h"
 #include "dsengine/zero.h"

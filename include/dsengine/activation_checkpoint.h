@@ -28,6 +28,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -37,10 +38,60 @@
 #include <utility>
 #include <vector>
 
-#include "dsengine/activation_checkpoint.h"
 #include "dsengine/comm.h"
 
 namespace ds::recompute {
+
+namespace internal {
+
+// Visits the tensors inside a value: a tensor, a vector, optional, pair or tuple of such values, nested in any way.
+// What is none of these has no tensors.
+
+template <class T>
+struct IsVector : std::false_type {};
+template <class T>
+struct IsVector<std::vector<T>> : std::bool_constant<!std::is_same_v<T, bool>> {};
+template <class T>
+struct IsOptional : std::false_type {};
+template <class T>
+struct IsOptional<std::optional<T>> : std::true_type {};
+template <class T>
+struct IsTuple : std::false_type {};
+template <class... T>
+struct IsTuple<std::tuple<T...>> : std::true_type {};
+template <class A, class B>
+struct IsTuple<std::pair<A, B>> : std::true_type {};
+
+// Calls visit(at::Tensor&) for each tensor, in order, also for undefined ones.
+template <class T, class Visit>
+void visit_tensors(T& value, Visit&& visit) {
+  if constexpr (std::is_base_of_v<at::Tensor, T>) {
+    visit(static_cast<at::Tensor&>(value));
+  } else if constexpr (IsVector<T>::value) {
+    for (auto& element : value) visit_tensors(element, visit);
+  } else if constexpr (IsOptional<T>::value) {
+    if (value) visit_tensors(*value, visit);
+  } else if constexpr (IsTuple<T>::value) {
+    std::apply([&](auto&... parts) { (visit_tensors(parts, visit), ...); }, value);
+  }
+}
+
+// Moves the tensors out: undefined ones stay in their places.
+template <class T>
+std::vector<at::Tensor> take_tensors(T& value) {
+  std::vector<at::Tensor> tensors;
+  visit_tensors(value, [&](at::Tensor& tensor) { tensors.push_back(std::exchange(tensor, at::Tensor())); });
+  return tensors;
+}
+
+// The reverse, for a value of the same structure.
+template <class T>
+void put_tensors(T& value, const std::vector<at::Tensor>& tensors) {
+  size_t next = 0;
+  visit_tensors(value, [&](at::Tensor& tensor) { tensor = tensors[next++]; });
+}
+
+}  // namespace internal
 
 // The section activation_checkpointing of a ds_config, and what the program adds.
 struct CheckpointOptions {
@@ -89,22 +140,22 @@ template <class Fn, class... Inputs>
 auto checkpoint_with(const CheckpointOptions& options, Fn&& fn, Inputs&&... inputs) {
   using Result = std::decay_t<std::invoke_result_t<std::decay_t<Fn>&, std::decay_t<Inputs>&...>>;
   std::tuple<std::decay_t<Inputs>...> arguments(std::forward<Inputs>(inputs)...);
-  const std::vector<at::Tensor> tensors = take_tensors(arguments);
+  const std::vector<at::Tensor> tensors = internal::take_tensors(arguments);
   const auto result = std::make_shared<std::optional<Result>>();  // without its tensors
   const std::vector<at::Tensor> outputs = checkpoint_tensors(
       options,
       [fn = std::decay_t<Fn>(std::forward<Fn>(fn)), arguments = std::move(arguments),
        result](const std::vector<at::Tensor>& given) mutable {
         auto filled = arguments;
-        put_tensors(filled, given);
+        internal::put_tensors(filled, given);
         Result returned = std::apply(fn, filled);
-        std::vector<at::Tensor> taken = take_tensors(returned);
+        std::vector<at::Tensor> taken = internal::take_tensors(returned);
         result->emplace(std::move(returned));
         return taken;
       },
       tensors);
   Result whole = std::move(**result);
-  put_tensors(whole, outputs);
+  internal::put_tensors(whole, outputs);
   return whole;
 }
 

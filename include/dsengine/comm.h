@@ -7,23 +7,77 @@
 // contiguous; on CPU any of float32, float64, bfloat16, float16, int8, uint8, int16, int32, int64, bool (bool: only
 // copies, min, max, band, bor).
 //
-// The vocabulary is that of c10d and NCCL.
+// The vocabulary is that of c10d and NCCL. engine::init_distributed makes the communicator of a job. Torch-free.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "comm/collective.h"
+namespace at {
+class Tensor;
+}
 
 namespace ds::comm {
 
+// What implementations and observers know of an operation; none of a program's business.
+class WorkState;
+struct Collective;
 class FlightRecorder;
 class FlightWatch;
+
+// The ways ranks exchange tensors, as the key communication_backend names them.
+enum class Backend : uint8_t {
+  kAuto,  // by device and hosts: see choose_backend
+  kGloo,  // TCP; CPU tensors, and CUDA tensors by way of host memory
+  kShm,   // shared memory; CPU tensors of ranks on one host
+  kNccl,  // CUDA tensors, one device per rank
+};
+
+// Of the record of collectives that every rank keeps, and of who watches over it (docs/failures.md).
+struct FlightWatchOptions {
+  // Of waiting in one collective; 0: no limit, sequences of collectives are compared all the same.
+  std::chrono::milliseconds stall_limit{std::chrono::seconds(60)};
+  uint32_t entries = 512;  // collectives that each rank remembers
+  std::string folder;      // for records; empty: $DS_FLIGHT_FOLDER, else dsengine-UID in the system's temporary folder
+};
+
+enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
+
+enum class CollectiveKind : uint8_t {
+  kBroadcast,
+  kAllReduce,
+  kReduce,
+  kAllGather,
+  kGather,
+  kScatter,
+  kReduceScatter,
+  kAllToAll,
+  kSend,
+  kRecv,
+  kBarrier,
+};
+inline constexpr int kCollectiveKinds = 11;
+
+// A handle on an operation under way; copyable; a default-constructed Work is a finished one. Destroying it does not
+// wait.
+class Work {
+ public:
+  Work() = default;
+  explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
+  bool is_completed() const;
+  // wait() would not wait for other ranks (but may have work to do). May itself begin what follows.
+  bool is_ready() const;
+  // Returns when the operation has finished (CUDA: when the current stream is ordered after it). Throws CommError.
+  void wait() const;
+
+ private:
+  std::shared_ptr<WorkState> state_;
+};
 
 // Bytes this rank has handed to others, and calls, by kind of operation: what a bandwidth-optimal algorithm must send
 // (n = bytes of the whole tensor, W = ranks): all_reduce 2n(W-1)/W, reduce_scatter and all_gather n(W-1)/W, broadcast

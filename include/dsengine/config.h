@@ -2,25 +2,56 @@
 //
 // Keys, defaults and rules are those of DeepSpeed 0.19.8; sections it removed keep their spelling of 0.19.6. The keys
 // communication_backend, flight_recorder, seed, deterministic, strict, gradient_clip_by_value, gradient_compression,
-// non_finite_gradients and locate_non_finite are ours.
+// non_finite_gradients and locate_non_finite are ours. docs: configs/README.md.
+//
+// Plain values without owners; a DsConfig that nobody changes is safe from any thread.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "comm/backend.h"
+#include "dsengine/comm.h"
 #include "dsengine/config_parallel.h"
 #include "dsengine/config_removed.h"
 #include "dsengine/config_runtime.h"
 #include "dsengine/config_training.h"
-#include "engine/config/config_source.h"
-#include "engine/config/elastic_batch.h"
 
 namespace ds::engine::config {
+
+// Where a ds_config comes from.
+//
+// Implicitly made from
+//   * text: the path of a file, read as hjson (comments, trailing commas, unquoted keys, as DeepSpeed allows); when no
+//     such file exists, url-safe base64 of JSON text;
+//   * a std::filesystem::path: a file only;
+//   * a JSON object built in code.
+// Nothing is read before parse().
+class ConfigSource {
+ public:
+  ConfigSource() = default;
+  ConfigSource(const char* path_or_base64) : text_(path_or_base64) {}
+  ConfigSource(std::string path_or_base64) : text_(std::move(path_or_base64)) {}
+  ConfigSource(const std::filesystem::path& path) : text_(path.string()), file_only_(true) {}
+  ConfigSource(const nlohmann::json& object) : object_(object), is_object_(true) {}
+  ConfigSource(const nlohmann::ordered_json& object) : object_(object), is_object_(true) {}
+
+  bool empty() const { return text_.empty() && !is_object_; }
+  // "ds_config.json", "base64 text" or "JSON object": what messages begin with.
+  std::string name() const;
+
+ private:
+  friend struct ConfigReader;
+  std::string text_;
+  nlohmann::ordered_json object_;
+  bool file_only_ = false;
+  bool is_object_ = false;
+};
 
 // An "auto" of the file and what it became.
 struct ResolvedAuto {
@@ -161,22 +192,9 @@ struct ParseOptions {
 };
 
 // Reads, checks and resolves. Throws ConfigError with ALL mistakes of the file: json path, line, value, rule and fix.
-// A valid file may still ask for what this build cannot do: see unsupported_features().
+// A valid file may still ask for what this build cannot do: engine::initialize says so.
 DsConfig parse(const ConfigSource& source, const ParseOptions& options = {});
-
-struct UnsupportedFeature {
-  std::string path;     // json path of the key that asks for it
-  std::string message;  // what is missing and what to use instead
-};
-
-// What the config enables and this build does not do. Empty: it runs.
-std::vector<UnsupportedFeature> unsupported_features(const DsConfig& config);
-// Throws ConfigError naming all of them.
-void require_supported(const DsConfig& config);
 
 // Every key with its resolved value, in the order of the structs.
 nlohmann::ordered_json to_json(const DsConfig& config);
-// Dotted paths of all keys ("zero_optimization.stage", "optimizer.params.lr"), sorted.
-std::vector<std::string> known_keys();
-
 }  // namespace ds::engine::config

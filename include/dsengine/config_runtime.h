@@ -1,8 +1,11 @@
-// Memory, IO, profiling, timers and checkpoint sections. Field names and defaults are the keys and defaults of
-// ds_config.
+// Sections of a ds_config about the run: activation memory, IO, profiling, timers, checkpoints, monitors and
+// data_efficiency. Field names and defaults are the keys and defaults of ds_config.
+//
+// Plain values that the ds_config owns; safe from any thread; nothing throws. Torch-free.
 #pragma once
 
 #include <cstdint>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -87,6 +90,89 @@ struct CheckpointSection {
   std::optional<CheckpointWriterSection> writer;
   int64_t keep_last = 0;  // own key: whole checkpoints that stay in the folder, 0 = all
   bool durable = true;    // own key: on the disk before they are published
+};
+
+// tensorboard and csv_monitor. Events go to output_path/job_name.
+struct TensorboardSection {
+  bool enabled = false;
+  std::string output_path;
+  std::string job_name = "DeepSpeedJobName";
+};
+
+using CsvMonitorSection = TensorboardSection;
+
+// Python SDKs: read, checked and warned about, never used.
+struct WandbSection {
+  bool enabled = false;
+  std::optional<std::string> group;
+  std::optional<std::string> team;
+  std::string project = "deepspeed";
+};
+
+struct CometSection {
+  bool enabled = false;
+  int64_t samples_log_interval = 100;
+  std::optional<std::string> project;
+  std::optional<std::string> workspace;
+  std::optional<std::string> api_key;
+  std::optional<std::string> experiment_name;
+  std::optional<std::string> experiment_key;
+  std::optional<bool> online;
+  std::optional<std::string> mode;
+};
+
+struct CurriculumSection {  // data_efficiency.data_sampling.curriculum_learning
+  bool enabled = false;
+  std::optional<std::string> data_cluster_path;
+  nlohmann::ordered_json curriculum_metrics;  // {name: {...}}, as written
+};
+
+struct DynamicBatchingSection {
+  bool enabled = false;
+  std::optional<std::string> metrics_path;
+  std::string lr_scaling_method = "linear";
+  int64_t min_batch_size = 1;
+  std::optional<int64_t> max_batch_size;
+  std::string sequence_picking_order = "dataloader";
+  std::optional<int64_t> max_tokens;
+  bool verbose = false;
+};
+
+struct DataSamplingSection {
+  bool enabled = false;
+  int64_t num_epochs = 1000;
+  int64_t num_workers = 0;
+  bool pin_memory = false;
+  CurriculumSection curriculum_learning;
+  DynamicBatchingSection dynamic_batching;
+};
+
+struct LayerTokenLrScheduleSection {
+  bool enabled = false;
+};
+
+struct RandomLtdSection {
+  bool enabled = false;
+  int64_t total_layer_num = 0;
+  int64_t random_ltd_layer_num = 0;
+  std::vector<int64_t> random_ltd_layer_id;
+  std::optional<std::string> model_mask_name;
+  std::string model_type = "decoder";
+  std::string hidden_state_order = "batch_seq_dim";
+  nlohmann::ordered_json random_ltd_schedule;  // as written
+  LayerTokenLrScheduleSection layer_token_lr_schedule;
+};
+
+struct DataRoutingSection {
+  bool enabled = false;
+  RandomLtdSection random_ltd;
+};
+
+struct DataEfficiencySection {
+  bool enabled = false;
+  int64_t seed = 1234;
+  DataSamplingSection data_sampling;
+  DataRoutingSection data_routing;
 };
 
 }  // namespace ds::engine::config

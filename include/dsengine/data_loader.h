@@ -2,7 +2,8 @@
 //
 //   for (auto& batch : *loader) { model->forward(batch.data, batch.target); ... }   // one epoch
 //
-// Made by engine::initialize from InitializeOptions::training_data; DeepSpeed's deepspeed_io.
+// Made by engine::initialize from InitializeOptions::training_data; DeepSpeed's deepspeed_io. The loader shares the
+// dataset with the program. Not thread safe. Throws UsageError for datasets and samples that make no batches.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,9 +18,10 @@
 #include <utility>
 #include <vector>
 
-#include "engine/data/distributed_sampler.h"
-
 namespace ds::engine {
+
+class DistributedSampler;  // which samples a rank sees, in which order
+struct SamplerState;       // where it stands; the engine's checkpoints keep it
 
 // One sample, or samples stacked along dimension 0. `target` is undefined for datasets without one.
 struct Batch {
@@ -98,6 +100,7 @@ class DataLoader {
  public:
   // Throws UsageError for an empty dataset, or one that does not know its size.
   DataLoader(TrainingData data, const DataLoaderOptions& options);
+  ~DataLoader();
 
   class Iterator {
    public:
@@ -126,12 +129,12 @@ class DataLoader {
   Iterator end() { return {}; }
 
   // Batches of a whole epoch, the same on every rank.
-  int64_t size() const { return sampler_.batches_per_epoch(); }
+  int64_t size() const;
   // Whether they all have as many samples; else the last one has less.
-  bool has_equal_batches() const { return sampler_.has_equal_batches(); }
-  int64_t epoch() const { return sampler_.state().epoch; }
-  void set_epoch(int64_t epoch) { sampler_.set_epoch(epoch); }
-  void set_micro_batch_size(int64_t size) { sampler_.set_batch_size(size); }
+  bool has_equal_batches() const;
+  int64_t epoch() const;
+  void set_epoch(int64_t epoch);
+  void set_micro_batch_size(int64_t size);
 
   // Of the batch that was delivered last: the numbers of its samples in the dataset. Empty before the first.
   const std::vector<int64_t>& indices() const { return indices_; }
@@ -139,8 +142,8 @@ class DataLoader {
   int64_t delivered() const { return delivered_; }
 
   // The position after the batch that was delivered last. A run may be resumed with another number of ranks.
-  SamplerState state() const { return sampler_.state(); }
-  void load_state(const SamplerState& state) { sampler_.load_state(state); }
+  SamplerState state() const;
+  void load_state(const SamplerState& state);
 
  private:
   // Loads the next batch; false at the end of the epoch.
@@ -148,7 +151,7 @@ class DataLoader {
 
   TrainingData data_;
   at::Device device_;
-  DistributedSampler sampler_;
+  std::unique_ptr<DistributedSampler> sampler_;
   Batch batch_;
   std::vector<int64_t> indices_;  // of batch_
   int64_t delivered_ = 0;

@@ -25,34 +25,19 @@
 #include <vector>
 
 #include "dsengine/checkpoint.h"
+#include "dsengine/comm.h"
 #include "dsengine/config.h"
 #include "dsengine/initialize.h"
+#include "dsengine/memory.h"
 #include "dsengine/pipeline.h"
+#include "dsengine/plan.h"
 #include "dsengine/zero.h"
-#include "engine/plan/plan.h"
 
 namespace ds::engine {
 
-// What Engine::offload_states moves.
-struct OffloadStates {
-  bool optim_states = true;  // of the optimizer
-  bool hp_params = true;     // float32 masters, where they are not the parameters themselves
-  bool lp_params = true;     // parameters, trainable and frozen
-  bool lp_grads = true;      // memory of gradients and their buckets; it is given up, there is nothing in it
-  bool pin_memory = true;
-};
-
-// Of Engine::eval_batch.
-struct EvalOptions {
-  std::optional<int64_t> num_micro_batches;  // default: as in training
-  bool compute_loss = true;
-  bool return_logits = false;
-  bool broadcast_logits = false;  // with return_logits: to all ranks of the pipeline
-};
-struct Evaluation {
-  at::Tensor loss;                              // as of train_batch; undefined without compute_loss
-  std::vector<std::vector<at::Tensor>> logits;  // return_logits: of each micro-batch, on the rank of the last stage
-};
+using pipeline::EvalOptions;
+using pipeline::Evaluation;
+using zero::OffloadStates;
 
 class Engine {
  public:
@@ -90,12 +75,7 @@ class Engine {
   void set_gradient_accumulation_boundary(std::optional<bool> is_boundary);
 
   // --- pipelines: a model that is a pipeline::PipelineModule (docs/pipeline.md) ------------------------------------
-  // One whole step: gradient_accumulation_steps micro-batches through the stages in the order of pipeline.schedule,
-  // then the update. Returns the mean loss over micro-batches and data-parallel ranks, a float32 scalar, on every rank.
-  // Collective. Without a source: from set_dataloader(), set_dataiterator() or the training data of initialize, epoch
-  // after epoch. backward() and step() throw UsageError. Calls train() where the module is in evaluation mode. An error
-  // of one rank leaves the others waiting for its messages until their time limit or the launcher ends them; on one
-  // stage the batch is dropped, on several ones later calls throw UsageError.
+  // One whole step, from micro-batches to the update; see dsengine/pipeline.h. Collective.
   at::Tensor train_batch();
   at::Tensor train_batch(const pipeline::BatchSource& next);
   // Forwards only, in evaluation mode; then every module has the mode it had. Collective.
@@ -118,7 +98,16 @@ class Engine {
   void write_pipeline_trace(const std::string& path);
 
   // While the returned guard lives, backward() adds to local gradients without any communication, in every stage.
-  class NoSync;
+  class NoSync {
+   public:
+    explicit NoSync(Engine& engine);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    Engine& engine_;
+  };
   [[nodiscard]] NoSync no_sync();
 
   void train();
@@ -139,11 +128,7 @@ class Engine {
   double loss_scale() const;
   bool dynamic_loss_scale() const;
   bool was_step_applied() const;
-  // With offload_optimizer.super_offload, of the optimizer steps so far: those whose update on the host began before
-  // the gradient was judged, and stood, or had to be undone and done again or skipped; and those that did without.
-  struct Speculation {
-    int64_t stood = 0, rolled_back = 0, without = 0;
-  };
+  using Speculation = zero::Speculation;
   Speculation speculation() const;
 
   int64_t global_steps() const;
@@ -188,12 +173,8 @@ class Engine {
   // undoes what the host has updated since backward, and step() does that again. So do all calls that read the state.
   // An engine that ends before drops a delayed update, with a warning.
   void synchronize_parameters();
-  // Makes these parameters of the model (stage 3: their buckets) whole until the returned scope ends. With
-  // `modifier_rank` they may be changed in it: every rank, and the optimizer, goes on from that rank's values.
-  // Collective at both ends; throws UsageError for a tensor that is no parameter of the model. See
-  // dsengine/zero.h.
-  //
-  //   { auto whole = engine->gathered_parameters({model->wte->weight}, /*modifier_rank=*/0); ... }
+  // Makes these parameters of the model whole until the returned scope ends; see dsengine/zero.h. Collective at both
+  // ends; throws UsageError for a tensor that is no parameter of the model.
   [[nodiscard]] zero::GatheredParameters gathered_parameters(const std::vector<at::Tensor>& parameters,
                                                              std::optional<int> modifier_rank = std::nullopt);
   // Whole parameters and buffers by name, on the host, in the model's dtype. Collective.
@@ -209,55 +190,29 @@ class Engine {
   // and frozen parameters. Collective.
   std::vector<std::pair<std::string, at::Tensor>> fp32_state_dict();
 
-  // --- checkpoints: docs/checkpoints.md ----------------------------------------------------------------------------
-  // Writes all state to <save_dir>/<tag> (default: "global_step<N>"), each rank its part, in one piece or not at all: a
-  // folder under that name is complete and on the disk. Returns its path. Collective, between optimizer steps; save_dir
-  // must be seen by all hosts. When a rank cannot write, all throw (that rank the cause, the others IoError) and what
-  // was in save_dir before is untouched.
-  // Asynchronous: returns at once; the state is copied beside the next forward and backward (the next update waits for
-  // the copy, which takes as much host memory as the rank's part) and written by a thread. Until the next update,
-  // change trained parameters in scopes of gathered_parameters() only: these wait. One save is in
-  // flight at a time. A failure is logged by the next save and thrown by wait_for_checkpoint().
+  // --- checkpoints: dsengine/checkpoint.h says what they do, docs/checkpoints.md how they are kept ------------------
+  // Collective, between optimizer steps. Returns the path of the tag's folder.
   std::string save_checkpoint(const std::string& save_dir, const std::string& tag = "",
                               const SaveOptions& options = {});
   // Returns when the save in flight is published. Throws IoError on all ranks when it failed. Collective.
   void wait_for_checkpoint();
-  // Goes on from <load_dir>/<tag>, written by any number of ranks at any stage, precision and offload, or by DeepSpeed.
-  // Without a tag: the one that `latest` names or, if that cannot be read, the whole one with the latest step, with an
-  // error in the log. Without any, nothing is loaded and the result is empty. Collective, between optimizer steps.
-  // Throws UsageError where the checkpoint does not fit the model or the optimizer, before anything is changed. Throws
-  // IoError, naming file and tensor, where it is damaged; if that is found when part was loaded, the engine refuses to
-  // go on until a load succeeds.
+  // Collective, between optimizer steps.
   LoadedCheckpoint load_checkpoint(const std::string& load_dir, const std::string& tag = "",
                                    const LoadOptions& options = {});
 
-  // Moves state from the device to host memory, so that something else can use the device (another model, generation):
-  // between two optimizer steps, until reload_states(). In between parameters have no elements, and every call that
-  // needs them throws UsageError. What offload_optimizer and offload_param keep elsewhere stays there.
-  // Collective. Throws ConfigError on all ranks, and moves nothing, when a host has no room for what its ranks move
-  // together. Names are DeepSpeed's.
+  // Moves state to host memory, and back: see zero::OffloadStates. Collective.
   void offload_states(OffloadStates states = {});
   void reload_states();
   // Bytes that offload_states() has moved.
   int64_t moved_bytes() const;
 
-  // Bytes of parameters, gradients, master weights and optimizer states this rank holds on the device now, by kind,
-  // counted from the tensors themselves.
-  struct ModelStateBytes {
-    int64_t parameters = 0, gradients = 0, master = 0, optimizer = 0;
-    int64_t gathered = 0;   // stage 3: parameters that were whole for operators, at once, at most in the last step
-    int64_t secondary = 0;  // zero_hpz_partition_size: slices for the ranks of a node, as long as they are valid
-    int64_t total() const { return parameters + gradients + master + optimizer; }
-  };
-  // Gradients are counted at their peak during the last step. `gathered` and `secondary` come on top of total() during
-  // a step.
+  using ModelStateBytes = zero::HeldBytes;
   ModelStateBytes model_state_bytes() const;
   // What offload_optimizer and offload_param keep in host memory and files; not part of the above.
   zero::OffloadedBytes offloaded_state_bytes() const;
 
   struct Impl;
-  explicit Engine(std::unique_ptr<Impl> impl);
-  Impl& impl() { return *impl_; }
+  explicit Engine(std::unique_ptr<Impl> impl);  // called by initialize()
 
  private:
   template <class Input>
@@ -269,29 +224,5 @@ class Engine {
 
   std::unique_ptr<Impl> impl_;
 };
-
-class Engine::NoSync {
- public:
-  explicit NoSync(Engine& engine);
-  ~NoSync();
-  NoSync(const NoSync&) = delete;
-  NoSync& operator=(const NoSync&) = delete;
-
- private:
-  Engine& engine_;
-};
-
-// The engine outlives the others: they refer to its buckets and its group of ranks.
-struct Initialized {
-  std::shared_ptr<Engine> engine;
-  std::shared_ptr<optimizers::ShardOptimizer> optimizer;  // null with a client optimizer
-  std::shared_ptr<DataLoader> loader;                     // null without training_data
-  std::shared_ptr<LrScheduler> schedule;                  // null without a scheduler
-};
-
-// Reads the config, joins the process group (environment of ds-launch; alone without it), lays the parameters into
-// buckets, broadcasts them from rank 0 and returns the parts. Throws ConfigError with every mistake of the config,
-// CommError when ranks do not come together or disagree on config or parameters.
-Initialized initialize(InitializeOptions options);
 
 }  // namespace ds::engine

@@ -1,16 +1,23 @@
 // Joining the ranks of a job before there is an engine: deepspeed.init_distributed.
+//
+//   const auto job = ds::engine::init_distributed();  // env://, as ds-launch sets it
+//   job.ranks->all_reduce(tensor, ds::comm::ReduceOp::kAvg).wait();
+//
+// The communicator belongs to whoever holds it and is used from one thread at a time.
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
 #include <memory>
 #include <string>
 
-#include "comm/backend.h"
-#include "comm/flight/flight_watch.h"
-#include "comm/meeting/rendezvous.h"
 #include "dsengine/comm.h"
+
+namespace c10d {
+class Store;
+}
 
 namespace ds::engine {
 
@@ -30,13 +37,14 @@ struct Distributed {
 };
 
 // Only needed where ranks talk before engine::initialize (zero::Init, a program's own collectives), which takes the
-// result as .distributed. Throws as comm::rendezvous and comm::make_communicator.
+// result as .distributed. Returns once all ranks have come; a world of one returns at once, without a socket. Throws
+//   ConfigError  the address, the environment, the device or the backend is wrong (the variable or part is named);
+//   CommError    rank 0 cannot listen, the host is unknown or does not answer, ranks are missing at the time limit
+//   (they
+//                are listed), a rank was claimed twice, or the ranks disagree on the world size.
 Distributed init_distributed(const InitDistributedOptions& options = {});
-
-// "cpu", "cuda" or "cuda:N"; ConfigError naming the option for anything else. Loads LibTorch's CUDA half for CUDA.
-c10::Device parse_device(const std::string& name);
-int ranks_per_host(const comm::Rendezvous& meeting);  // as in Distributed
-// As parse_device; "cuda" is cuda:`local_rank`.
-c10::Device device_of_rank(const std::string& name, int local_rank);
+// The same over a store that the caller made and every rank shares (embedding); init_method means nothing then.
+Distributed init_distributed(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                             const InitDistributedOptions& options = {});
 
 }  // namespace ds::engine

@@ -1,8 +1,9 @@
-// What engine::initialize takes.
+// engine::initialize: what it takes, what it returns. Include dsengine/engine.h, which has the Engine.
+//
+// Everything that is given is shared with the program, or copied. Called on the thread that will train, by every rank.
 #pragma once
 
-#include <torch/nn/module.h>
-#include <torch/optim/optimizer.h>
+#include <ATen/core/Tensor.h>
 
 #include <chrono>
 #include <functional>
@@ -17,10 +18,19 @@
 #include "dsengine/device_mesh.h"
 #include "dsengine/init_distributed.h"
 #include "dsengine/lr_scheduler.h"
+#include "dsengine/optimizer.h"
 #include "dsengine/zero.h"
-#include "optim/shard_optimizer.h"
+
+namespace torch::nn {
+class Module;
+}
+namespace torch::optim {
+class Optimizer;
+}
 
 namespace ds::engine {
+
+class Engine;
 
 // Parameters with hyper-parameters of their own. A parameter in no group belongs to a group with the config's values,
 // which comes first.
@@ -52,7 +62,7 @@ struct InitializeOptions {
   // A safetensors file with the parameters' first values, by name; empty: the module has them. A model whose tensors
   // are on the meta device needs it. Given on every rank, opened by rank 0 alone.
   std::string weights;
-  // What engine::init_distributed returned; else the environment decides (see comm/meeting/rendezvous.h).
+  // What engine::init_distributed returned; else the environment decides (docs/communication.md).
   std::optional<Distributed> distributed;
   // Or an existing group of ranks (tests, embedding).
   std::shared_ptr<comm::Communicator> communicator;
@@ -67,5 +77,18 @@ struct InitializeOptions {
   // What "auto" in the config may take its value from.
   config::AutoValues auto_values;
 };
+
+// The engine outlives the others: they refer to its buckets and its group of ranks.
+struct Initialized {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<optimizers::ShardOptimizer> optimizer;  // null with a client optimizer
+  std::shared_ptr<DataLoader> loader;                     // null without training_data
+  std::shared_ptr<LrScheduler> schedule;                  // null without a scheduler
+};
+
+// Reads the config, joins the process group (environment of ds-launch; alone without it), lays the parameters into
+// buckets, broadcasts them from rank 0 and returns the parts. Throws ConfigError with every mistake of the config,
+// CommError when ranks do not come together or disagree on config or parameters.
+Initialized initialize(InitializeOptions options);
 
 }  // namespace ds::engine

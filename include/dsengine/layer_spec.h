@@ -8,7 +8,7 @@
 //       "wte", [](EmbeddingImpl& wte, const at::Tensor& x) { return at::linear(x, wte.weight); }, vocab, hidden));
 //
 // A layer takes one to eight tensors, or all as Tensors, and returns a tensor, a tuple or a vector of tensors: what the
-// next layer takes.
+// next layer takes. A LayerSpec is a value that owns copies of what it was given; it is called on the engine's thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,18 +34,16 @@ namespace internal {
 std::string type_name(const std::type_info& type);
 [[noreturn]] void throw_arity(size_t found);
 
-template <class First, class Second>
-void append(Tensors& out, const std::pair<First, Second>& parts);
-inline void append(Tensors& out, const at::Tensor& tensor) { out.push_back(tensor); }
-inline void append(Tensors& out, const Tensors& tensors) { out.insert(out.end(), tensors.begin(), tensors.end()); }
-template <class... Parts>
-void append(Tensors& out, const std::tuple<Parts...>& parts) {
-  std::apply([&](const auto&... part) { (append(out, part), ...); }, parts);
-}
-template <class First, class Second>
-void append(Tensors& out, const std::pair<First, Second>& parts) {
-  append(out, parts.first);
-  append(out, parts.second);
+// A tensor, Tensors, or a tuple or pair of these.
+template <class Value>
+void append(Tensors& out, const Value& value) {
+  if constexpr (std::is_convertible_v<const Value&, const at::Tensor&>) {
+    out.push_back(value);
+  } else if constexpr (std::is_same_v<Value, Tensors>) {
+    out.insert(out.end(), value.begin(), value.end());
+  } else {
+    std::apply([&](const auto&... part) { (append(out, part), ...); }, value);
+  }
 }
 
 template <size_t>
@@ -68,26 +66,28 @@ bool call_if(const Fn& fn, const Tensors& inputs, Tensors& outputs) {
   }
 }
 
+template <class Fn, size_t... Less>
+constexpr bool takes_any(std::index_sequence<Less...> /*counts less one*/) {
+  return (takes<Fn>(std::make_index_sequence<Less + 1>()) || ...);
+}
+
+template <class Fn, size_t... Less>
+bool call_one(std::index_sequence<Less...> /*counts less one*/, const Fn& fn, const Tensors& inputs, Tensors& outputs) {
+  return (call_if<Fn, Less + 1>(fn, inputs, outputs) || ...);
+}
+
 // Calls fn with as many tensors as there are, or with all as one argument where it takes that.
 template <class Fn>
 Tensors call(const Fn& fn, const Tensors& inputs) {
+  using Counts = std::make_index_sequence<8>;
   Tensors outputs;
   if constexpr (std::is_invocable_v<const Fn&, const Tensors&>) {
     append(outputs, fn(inputs));
-    return outputs;
   } else {
-    static_assert(takes<Fn>(std::make_index_sequence<1>()) || takes<Fn>(std::make_index_sequence<2>()) ||
-                      takes<Fn>(std::make_index_sequence<3>()) || takes<Fn>(std::make_index_sequence<4>()) ||
-                      takes<Fn>(std::make_index_sequence<5>()) || takes<Fn>(std::make_index_sequence<6>()) ||
-                      takes<Fn>(std::make_index_sequence<7>()) || takes<Fn>(std::make_index_sequence<8>()),
-                  "a layer takes one to eight tensors, or Tensors");
-    const bool called = call_if<Fn, 1>(fn, inputs, outputs) || call_if<Fn, 2>(fn, inputs, outputs) ||
-                        call_if<Fn, 3>(fn, inputs, outputs) || call_if<Fn, 4>(fn, inputs, outputs) ||
-                        call_if<Fn, 5>(fn, inputs, outputs) || call_if<Fn, 6>(fn, inputs, outputs) ||
-                        call_if<Fn, 7>(fn, inputs, outputs) || call_if<Fn, 8>(fn, inputs, outputs);
-    if (!called) throw_arity(inputs.size());
-    return outputs;
+    static_assert(takes_any<Fn>(Counts()), "a layer takes one to eight tensors, or Tensors");
+    if (!call_one(Counts(), fn, inputs, outputs)) throw_arity(inputs.size());
   }
+  return outputs;
 }
 
 // module.forward as a function.

@@ -12,9 +12,22 @@
 #include <variant>
 #include <vector>
 
-#include "dsengine/lr_schedule.h"
-
 namespace ds::optimizers {
+
+// The hyper-parameters of one parameter group.
+// May change from step to step. Fields an optimizer does not know are ignored by it. LR schedules write lr (and the
+// betas for OneCycle).
+struct GroupOptions {
+  double lr = 1e-3;
+  double weight_decay = 0.0;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double momentum = 0.0;
+  double eps = 1e-8;
+  bool non_freeze = false;  // OneBitAdam: stays AdamW on mean gradients
+
+  bool operator==(const GroupOptions&) const = default;
+};
 
 // One value for all parameter groups, or one for each.
 using PerGroup = std::vector<double>;

@@ -2,6 +2,8 @@
 //
 // The order is DeepSpeed's: with t = last_batch_iteration, which is -1 at construction and grows by one with each
 // applied (not skipped) optimizer step, step number k = 0, 1, ... runs with the values of t = k - 1.
+//
+// Made by engine::initialize; it shares the optimizer with the engine. On the engine's thread. Throws UsageError.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +12,7 @@
 #include <vector>
 
 #include "dsengine/lr_schedule.h"
-#include "optim/shard_optimizer.h"
+#include "dsengine/optimizer.h"
 
 namespace torch::optim {
 class Optimizer;

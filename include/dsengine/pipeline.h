@@ -8,6 +8,16 @@
 //
 // Nothing is built before engine::initialize, which knows the ranks; with one stage all of it is. A layer's parameters
 // bear the layer's name on every rank, whatever the number of stages, so that checkpoints do not depend on it.
+//
+// What Engine::train_batch does:
+// One whole step: gradient_accumulation_steps micro-batches through the stages in the order of pipeline.schedule,
+// then the update. Returns the mean loss over micro-batches and data-parallel ranks, a float32 scalar, on every rank.
+// Collective. Without a source: from set_dataloader(), set_dataiterator() or the training data of initialize, epoch
+// after epoch. backward() and step() throw UsageError. Calls train() where the module is in evaluation mode. An error
+// of one rank leaves the others waiting for its messages until their time limit or the launcher ends them; on one
+// stage the batch is dropped, on several ones later calls throw UsageError.
+//
+// The program and the engine share the module. It is used on the engine's thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,12 +32,31 @@
 #include <utility>
 #include <vector>
 
-#include "comm/collective.h"
-#include "dsengine/comm.h"
 #include "dsengine/layer_spec.h"
-#include "pipeline/schedule/stage_partition.h"
 
 namespace ds::pipeline {
+
+// What the first stage computes from, and what the loss compares with.
+struct MicroBatch {
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> labels;
+};
+
+// Gives the next micro-batch of this rank's share of the data. It is asked on the ranks of the first and of the last
+// stage, which have to get the same ones.
+using BatchSource = std::function<MicroBatch()>;
+
+// What Engine::eval_batch takes and returns.
+struct EvalOptions {
+  std::optional<int64_t> num_micro_batches;  // default: as in training
+  bool compute_loss = true;
+  bool return_logits = false;
+  bool broadcast_logits = false;  // with return_logits: to all ranks of the pipeline
+};
+struct Evaluation {
+  at::Tensor loss;                              // as of train_batch; undefined without compute_loss
+  std::vector<std::vector<at::Tensor>> logits;  // return_logits: of each micro-batch, on the rank of the last stage
+};
 
 // The mean loss of a micro-batch, a scalar, from the last layer's outputs and the labels.
 class LossFunction {
@@ -70,30 +99,15 @@ struct PipelineOptions {
   Tensors profile_inputs;      // partition "profile": a micro-batch for the first layer, on the CPU
 };
 
-// Where a module is to be built.
-struct StagePlacement {
-  int rank = 0;
-  std::vector<int> rank_of = {0};       // of each stage
-  comm::Communicator* ranks = nullptr;  // of the pipeline; null: one
-  // Of all pipelines of the job, whose first rank measures for all ("profile"); null: there is one pipeline.
-  comm::Communicator* world = nullptr;
-  at::Device device = at::kCPU;  // on which they talk
-  std::string partition = "parameters";
-  int64_t activation_checkpoint_interval = 0;
-  bool seed_layers = false;
-};
-
-// A key of tied layers that are on several ranks.
-struct TiedLayers {
-  std::string key;
-  std::string name;        // of the layers' parameters
-  std::vector<int> ranks;  // ascending; the first one counts for the model's norm, and writes checkpoints
-};
+// Decided by the engine (pipeline/stage_placement.h).
+struct StagePlacement;
+struct TiedLayers;
 
 class PipelineModule : public torch::nn::Module {
  public:
   // Throws UsageError for no layers, a missing loss, names that two layers share, and tied layers of different types.
   PipelineModule(std::vector<LayerSpec> layers, PipelineOptions options);
+  ~PipelineModule() override;
 
   const std::vector<LayerSpec>& layers() const { return layers_; }
   const PipelineOptions& options() const { return options_; }
@@ -105,7 +119,8 @@ class PipelineModule : public torch::nn::Module {
   // engine::initialize.
   void build(const StagePlacement& placement, Region checkpoint = {});
   bool built() const { return !bounds_.empty(); }  // build() was called
-  const StageBounds& bounds() const { return bounds_; }
+  // Stage s has layers [bounds()[s], bounds()[s + 1]).
+  const std::vector<int>& bounds() const { return bounds_; }
   // "layers 3-5 (h.2 to h.4)"
   std::string describe(int stage) const;
 
@@ -140,7 +155,7 @@ class PipelineModule : public torch::nn::Module {
 
   std::vector<LayerSpec> layers_;
   PipelineOptions options_;
-  StageBounds bounds_;
+  std::vector<int> bounds_;
   std::vector<int> rank_of_;
   std::vector<char> own_;                                    // of each layer: this rank has built it
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;  // of each own layer; null for functions

@@ -1,5 +1,11 @@
-// A checkpoint to read from, whoever wrote it: logical (whole) tensors by path, read in parts, so that any layout can
-// be filled from any other.
+// Weights and checkpoints in files, without an engine: reading whole tensors by path, whoever wrote them, filling a
+// module from them, and writing a file of weights.
+//
+//   const auto source = ds::checkpoint::open("checkpoints/global_step1000");   // ours, DeepSpeed's, Hugging Face's
+//   ds::checkpoint::load_module(*source, *model);
+//
+// A Source owns the files it has opened; tensors that it returns are the caller's. Not thread safe. Every error of a
+// file is an IoError that names file and tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,11 +14,16 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "checkpoint/source/training_state.h"
+namespace torch::nn {
+class Module;
+}
 
 namespace ds::checkpoint {
+
+struct TrainingState;  // what a checkpoint keeps beside tensors; the engine reads it
 
 // Paths of tensors. `name`: of a parameter or buffer as the module has it, a tied parameter under its first name.
 std::string weight_path(const std::string& name);                           // "weights/h.0.ln_1.weight"
@@ -31,7 +42,7 @@ struct TensorInfo {
   bool operator==(const TensorInfo&) const = default;
 };
 
-// Not thread safe. Every error is an IoError that names file and tensor.
+// Logical (whole) tensors by path, read in parts, so that any layout can be filled from any other.
 class Source {
  public:
   virtual ~Source() = default;
@@ -56,5 +67,34 @@ class Source {
   // The whole tensor, in its own dtype.
   at::Tensor tensor(const std::string& path);
 };
+
+// Opens whatever checkpoint a folder holds.
+// `folder`: one tag (<save_dir>/<tag>) in dsengine's format or DeepSpeed's (stages 0 to 3), a folder of model weights
+// in Hugging Face's layout (model.safetensors, or shards with model.safetensors.index.json), or a .safetensors file.
+// Throws IoError saying what was looked for and what is there.
+std::unique_ptr<Source> open(const std::string& folder);
+
+// Opens model weights in safetensors files: one file, or a folder in Hugging Face's layout.
+//
+// `path`: a .safetensors file, or a folder with model.safetensors, or with model.safetensors.index.json ({"weight_map":
+// {tensor: file}}) and the files it names; a folder with both is read as the single file, as Hugging Face does. Every
+// tensor is a weight (the files do not tell buffers apart); aliases() are those that safetensors' save_model() notes in
+// the metadata, state() is empty. Files are mapped, so only what is read is loaded.
+//
+// Throws IoError naming folder, file and tensor: nothing to read, a file of the index that is missing, a tensor that is
+// in the index and not in its file or the other way round, or in two files.
+std::unique_ptr<Source> open_weights(const std::string& path);
+
+inline constexpr const char* kWeightFile = "model.safetensors";
+
+// Copies weights and buffers into the module's own tensors, of any dtype and device, one at a time. `strict`: throws
+// UsageError that lists parameters and buffers which only one of the two has; otherwise they are left as they are.
+// Shapes that differ are always an error, found before anything is changed.
+void load_module(Source& source, torch::nn::Module& module, bool strict = true);
+
+// Writes all tensors, of any device, into one safetensors file, or leaves `path` untouched. `metadata`: texts for its
+// header, {"format", "pt"} for instance. Throws UsageError for a dtype that the format lacks and a name given twice.
+void write_weights(const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+                   const std::map<std::string, std::string>& metadata = {});
 
 }  // namespace ds::checkpoint

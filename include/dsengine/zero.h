@@ -1,30 +1,23 @@
-// Building a model whose parameters do not fit in one rank's memory: what deepspeed.zero.Init is.
+// Models whose parameters are in parts on the ranks: building one that fits on no rank (Init), and seeing parameters
+// whole (GatheredParameters). The names are those of deepspeed.zero.
 //
 //   const auto job = engine::init_distributed();
 //   zero::Init init(job.ranks, {.device = job.device});
 //   Gpt model(config);                            // any constructor; parameters are sliced while it runs
 //   auto [engine, ...] = engine::initialize({.model = model.ptr(), .config = ..., .init = &init, .distributed = job});
 //
-// While it lives, the operators of this thread are watched. A tensor that an operator made and that then requires a
-// gradient without a graph is a parameter. Parameters beyond a limit are kept as slices: rank 0's values, one even part
-// on each rank; an operator that reads one (an initialization of the whole model, say) gets it whole again first.
+// While an Init lives, the operators of this thread are watched. A tensor that an operator made and that then requires
+// a gradient without a graph is a parameter. Parameters beyond a limit are kept as slices: rank 0's values, one even
+// part on each rank; an operator that reads one (an initialization of the whole model, say) gets it whole again first.
+//
+// Both belong to the thread that made them and throw CommError where ranks part. Neither owns the model.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/record_function.h>
-#include <c10/core/Storage.h>
-#include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
-#include <exception>
 #include <memory>
-#include <string>
-#include <unordered_map>
-#include <utility>
-#include <vector>
 
-#include "comm/collective.h"
-#include "core/op_interceptor.h"
 #include "dsengine/comm.h"
 
 namespace ds::zero {
@@ -50,7 +43,7 @@ class Init {
   Init(const Init&) = delete;
   Init& operator=(const Init&) = delete;
 
-  const std::shared_ptr<comm::Communicator>& ranks() const { return ranks_; }
+  const std::shared_ptr<comm::Communicator>& ranks() const;
   // Throws what a collective or the lack of memory threw in the middle of an operator; nothing has been sliced since,
   // and parameters that could not be gathered hold zeros.
   void rethrow();
@@ -60,57 +53,45 @@ class Init {
   // still sliced.
   void end();
   // Elements of parameters that are whole now, and most of all times.
-  int64_t live_elements() const { return live_; }
-  int64_t peak_elements() const { return peak_; }
+  int64_t live_elements() const;
+  int64_t peak_elements() const;
   // Bytes of slices on this rank.
   int64_t held_bytes() const;
 
  private:
-  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
-  struct Entry {
-    Entry(const at::Tensor& tensor, std::string name)
-        : parameter(tensor), label(std::move(name)), storage(tensor.storage().getWeakStorageImpl()) {}
-    at::Tensor parameter;  // shares its identity with the module's
-    std::string label;
-    WeakStorage storage;  // that the parameter had when it was looked at last; its address is not used again meanwhile
-    at::Tensor slice;     // [ceil(numel / W)], while the parameter is not whole
-    uint64_t last_use = 0;  // of a whole one: by count of reads
-    uint64_t used_by = 0;   // outermost operator that read it last
-    bool whole() const { return !slice.defined(); }
-  };
+  class Parameters;
+  std::unique_ptr<Parameters> parameters_;
+};
 
-  static void on_made(const at::RecordFunction& function, at::ObserverContext* context);
-  void made(const at::Tensor& tensor);
-  void before_read(const at::Tensor& tensor);
-  void adopt_parameters();
-  void adopt(const at::Tensor& parameter);
-  void find_moved();
-  void touch(Entry& entry);
-  void make_room(int64_t elements);
-  void slice(Entry& entry);
-  void gather(Entry& entry);
-  void drop(size_t entry);
-  void stop_watching();
-  void require_same_options();
-  template <class Action>
-  void guarded(const Action& action);
+// Whole parameters for as long as a scope lasts, to read them or to change them, at every stage.
+//
+//   { auto whole = engine->gathered_parameters({model->wte->weight}, /*modifier_rank=*/0); ... }
+//
+// Made by Engine::gathered_parameters. At stage 3 their buckets are gathered. All ranks open and close the same scopes
+// in the same order; forward passes may run inside, engine->step() may not. Without a modifier rank the parameters are
+// to be read only: a change is an error when the scope closes, also one through .data(). With one, every rank has that
+// rank's values afterwards, and the optimizer goes on from them; what other ranks changed is lost.
+//
+// Other parameters of the same buckets are whole as well.
+class GatheredParameters {
+ public:
+  struct Scope;  // what the engine knows of the parameters
 
-  std::shared_ptr<comm::Communicator> ranks_;
-  InitOptions options_;
-  std::vector<std::unique_ptr<Entry>> entries_;  // in the order in which they became parameters: the same on all ranks
-  std::unordered_map<const void*, Entry*> by_storage_;
-  std::vector<WeakTensor> candidates_;  // made and not known to be anything yet
-  int64_t adopted_ = 0;
-  uint64_t uses_ = 0;
-  int64_t live_ = 0;
-  int64_t peak_ = 0;
-  bool adopts_ = true;
-  bool busy_ = false;
-  std::exception_ptr failure_;
-  bool failed_ = false;  // no collectives any more: ranks may have parted
-  OpInterceptor interceptor_;
-  at::CallbackHandle made_handle_ = 0;
+  // Collective. Everything in `scope` outlives this object. Throws CommError.
+  explicit GatheredParameters(Scope scope);
+  // close(), but what it throws is logged. While an exception unwinds, parameters get the values back that they had:
+  // the other ranks may never come to the exchange.
+  ~GatheredParameters();
+  GatheredParameters(const GatheredParameters&) = delete;
+  GatheredParameters& operator=(const GatheredParameters&) = delete;
+
+  // Ends the scope. With a modifier rank collective. Throws UsageError naming a parameter that was changed without one,
+  // CommError.
+  void close();
+
+ private:
+  class Opened;
+  std::unique_ptr<Opened> opened_;
 };
 
 }  // namespace ds::zero

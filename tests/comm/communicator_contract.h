@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/collective.h"
 #include "core/check.h"
 #include "dsengine/comm.h"
 #include "tests/comm/reduction_reference.h"

@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "dsengine/engine.h"
+#include "engine/plan/plan.h"
 #include "tests/engine/checkpoint/checkpoint_run.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/scratch_folder.h"

@@ -5,6 +5,7 @@
 
 #include "core/check.h"
 #include "dsengine/engine.h"
+#include "engine/plan/plan.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 #include "zero/memory_model.h"

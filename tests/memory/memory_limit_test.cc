@@ -7,6 +7,7 @@
 
 #include "comm/backends/factory.h"
 #include "dsengine/engine.h"
+#include "engine/plan/plan.h"
 #include "tests/memory/large_net.h"
 #include "tests/support/process_ranks.h"
 

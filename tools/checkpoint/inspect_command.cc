@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/source/training_state.h"
 #include "core/check.h"
 #include "tools/checkpoint/text_columns.h"
 

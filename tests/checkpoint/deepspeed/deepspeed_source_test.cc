@@ -11,6 +11,7 @@
 #include <set>
 
 #include "checkpoint/deepspeed/parameter_match.h"
+#include "checkpoint/source/training_state.h"
 #include "core/check.h"
 #include "core/safetensors.h"
 #include "dsengine/weights.h"

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "checkpoint/folder_source.h"
+#include "checkpoint/source/training_state.h"
 #include "dsengine/comm.h"
 #include "dsengine/engine.h"
 #include "tests/engine/small_run.h"

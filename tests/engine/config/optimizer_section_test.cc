@@ -1,6 +1,7 @@
 // optimizer and scheduler.
 #include <gmock/gmock.h>
 
+#include "engine/config/supported.h"
 #include "tests/engine/config/parse_text.h"
 
 namespace ds::engine::config {

@@ -1,6 +1,7 @@
 // Aliases, deprecated keys, enumerations, ranges and cross checks of the other sections.
 #include <gmock/gmock.h>
 
+#include "engine/config/supported.h"
 #include "tests/engine/config/parse_text.h"
 
 namespace ds::engine::config {

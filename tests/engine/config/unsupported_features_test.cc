@@ -1,6 +1,7 @@
 // What is parsed and not done by this version is refused by name, never ignored.
 #include <gmock/gmock.h>
 
+#include "engine/config/supported.h"
 #include "tests/engine/config/parse_text.h"
 
 namespace ds::engine::config {
