@@ -107,14 +107,14 @@ class Streams {
     return static_cast<uint16_t*>(tensor.data_ptr()) + begin;
   }
   void on_threads(const std::function<void(int64_t begin, int64_t count)>& body) {
-    ds::optim::for_each_range(p_, 1024, 1 << 15, [&](int64_t begin, int64_t end) { body(begin, end - begin); });
+    ds::optimizers::for_each_range(p_, 1024, 1 << 15, [&](int64_t begin, int64_t end) { body(begin, end - begin); });
   }
 
   at::Tensor p_, m_, v_, g_, g16_, copy_;
   std::atomic<uint64_t> sink_{0};
 };
 
-class Alone : public ds::optim::SliceExchange {
+class Alone : public ds::optimizers::SliceExchange {
  public:
   int rank() const override { return 0; }
   int size() const override { return 1; }
@@ -133,7 +133,7 @@ double factor_of(double sum_of_scaled_squares) {
 class Ours {
  public:
   explicit Ours(const at::Tensor& weights)
-      : optimizer_(ds::optim::make_optimizer(
+      : optimizer_(ds::optimizers::make_optimizer(
             {.type = "AdamW",
              .groups = {{.lr = kLr, .weight_decay = kWeightDecay, .beta1 = kBeta1, .beta2 = kBeta2, .eps = kEps}}})) {
     optimizer_->add_slice({.master = weights, .exchange = std::make_shared<Alone>()});
@@ -149,7 +149,7 @@ class Ours {
   const at::Tensor& weights() const { return optimizer_->slice(0).master; }
 
  private:
-  std::unique_ptr<ds::optim::ShardOptimizer> optimizer_;
+  std::unique_ptr<ds::optimizers::ShardOptimizer> optimizer_;
 };
 
 // LibTorch's kernels, a pass for each thing to do.

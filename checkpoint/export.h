@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/source/source.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint {
 

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/source/source.h"
 #include "checkpoint/source/training_state.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint {
 

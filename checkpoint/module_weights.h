@@ -1,24 +1,18 @@
-// Loading a checkpoint's weights into a plain module, with no engine.
+// How the weights of a checkpoint meet the parameters of a module. See load_module() of dsengine/weights.h.
 #pragma once
 
-#include <torch/nn/module.h>
-
+#include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
 
-#include "checkpoint/source/source.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint {
 
 // Which weight of a checkpoint a parameter takes. `names`: all names of the parameter (a tied one has several), the
 // first being the one it is stored under. Empty: the checkpoint has none of them.
 std::string weight_for(const Source& source, const std::vector<std::string>& names);
-
-// Copies weights and buffers into the module's own tensors, of any dtype and device, one at a time. `strict`: throws
-// UsageError that lists parameters and buffers which only one of the two has; otherwise they are left as they are.
-// Shapes that differ are always an error, found before anything is changed. `source`: see checkpoint/open.h.
-void load_module(Source& source, torch::nn::Module& module, bool strict = true);
 
 // Adds weights of a checkpoint that are stored under further ones of a parameter's names, where their values are the
 // same; which of two that differ is right cannot be known.

@@ -1,4 +1,4 @@
-#include "checkpoint/open.h"
+#include "dsengine/weights.h"
 
 #include <algorithm>
 #include <filesystem>

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "checkpoint/source/source.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint {
 

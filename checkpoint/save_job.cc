@@ -35,7 +35,7 @@ void write_file(const std::string& path, const std::string& text, bool durable) 
 // Over NFS a name that was not there stays away for the life of the cache of attributes, 30 s and more. Opening the
 // folder asks the server (close-to-open consistency).
 void ask_again(const std::string& folder) {
-  const UniqueFd opened(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  const UniqueFd opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
 }
 
 }  // namespace

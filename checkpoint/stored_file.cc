@@ -20,7 +20,7 @@ StoredFile::StoredFile(std::string path) : path_(std::move(path)) {
 }
 
 void StoredFile::read(uint64_t position, void* to, size_t bytes) {
-  if (!descriptor_.valid()) descriptor_ = UniqueFd(open(path_.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!descriptor_.valid()) descriptor_ = UniqueFd(::open(path_.c_str(), O_RDONLY | O_CLOEXEC));
   require_system<IoError>(descriptor_.valid(), path_, ": cannot read");
   auto* next = static_cast<char*>(to);
   while (bytes > 0) {

@@ -13,6 +13,7 @@
 #include <system_error>
 #include <vector>
 
+#include "checkpoint/source/training_state.h"
 #include "checkpoint/tag_folder.h"
 #include "core/atomic_file.h"
 #include "core/check.h"
@@ -66,7 +67,7 @@ IValue step_for(const TrainingState& state) {
 
 PythonDict groups_of(const TrainingState& state, const PythonDict& optimizer) {
   PythonList groups = python_list();
-  for (const optim::GroupOptions& group : state.optimizer->groups) {
+  for (const optimizers::GroupOptions& group : state.optimizer->groups) {
     PythonDict entry = python_dict();
     entry.insert("lr", group.lr);
     entry.insert("betas", c10::ivalue::Tuple::create({IValue(group.beta1), IValue(group.beta2)}));

@@ -11,7 +11,7 @@
 
 #include <string>
 
-#include "checkpoint/source/source.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint {
 

@@ -10,9 +10,11 @@
 #include <string_view>
 #include <utility>
 
+#include "checkpoint/source/training_state.h"
 #include "core/check.h"
 #include "core/json_depth.h"
 #include "core/safetensors.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -145,6 +147,11 @@ std::unique_ptr<Source> open_weights(const std::string& path) {
   require<IoError>(fs::exists(place / kWeightIndex), path, ": neither ", kWeightFile, " nor ", kWeightIndex,
                    " in this folder; shards without an index are an export that did not end");
   return open_shards(place);
+}
+
+void write_weights(const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+                   const std::map<std::string, std::string>& metadata) {
+  write_safetensors(path, tensors, metadata);
 }
 
 }  // namespace ds::checkpoint

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

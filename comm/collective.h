@@ -1,32 +1,15 @@
-// One operation between ranks, and a handle on it while it is under way.
+// One operation between ranks as implementations, counters and recorders see it, and its state while it is under way.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "dsengine/comm.h"
+
 namespace ds::comm {
-
-enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
-
-enum class CollectiveKind : uint8_t {
-  kBroadcast,
-  kAllReduce,
-  kReduce,
-  kAllGather,
-  kGather,
-  kScatter,
-  kReduceScatter,
-  kAllToAll,
-  kSend,
-  kRecv,
-  kBarrier,
-};
-inline constexpr int kCollectiveKinds = 11;
 
 const char* name_of(CollectiveKind kind);
 const char* name_of(ReduceOp op);
@@ -40,22 +23,6 @@ class WorkState {
   virtual bool is_ready() { return is_completed(); }
   // Returns when the operation has finished (CUDA: when the current stream is ordered after it). Throws CommError.
   virtual void wait() = 0;
-};
-
-// A handle on an operation under way; copyable; a default-constructed Work is a finished one. Destroying it does not
-// wait.
-class Work {
- public:
-  Work() = default;
-  explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
-  bool is_completed() const { return !state_ || state_->is_completed(); }
-  bool is_ready() const { return !state_ || state_->is_ready(); }
-  void wait() const {
-    if (state_) state_->wait();
-  }
-
- private:
-  std::shared_ptr<WorkState> state_;
 };
 
 // One operation, as implementations, counters and recorders see it.

@@ -1,4 +1,5 @@
-#include "comm/communicator.h"
+#include "comm/collective.h"
+#include "dsengine/comm.h"
 
 #include <ATen/core/grad_mode.h>
 
@@ -52,6 +53,14 @@ const char* name_of(CollectiveKind kind) {
 const char* name_of(ReduceOp op) {
   static constexpr const char* kNames[] = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor"};
   return kNames[static_cast<size_t>(op)];
+}
+
+bool Work::is_completed() const { return !state_ || state_->is_completed(); }
+
+bool Work::is_ready() const { return !state_ || state_->is_ready(); }
+
+void Work::wait() const {
+  if (state_) state_->wait();
 }
 
 int64_t CommCounters::total_bytes_sent() const {

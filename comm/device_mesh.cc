@@ -1,4 +1,4 @@
-#include "comm/device_mesh.h"
+#include "dsengine/device_mesh.h"
 
 #include <algorithm>
 

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "comm/collective.h"
 #include "core/check.h"
 
 namespace ds::comm {

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "core/text.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

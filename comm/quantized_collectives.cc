@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/collective.h"
 #include "comm/subgroups.h"
 #include "core/check.h"
 #include "core/tensor_check.h"

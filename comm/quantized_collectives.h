@@ -15,8 +15,8 @@
 #include <memory>
 #include <string>
 
-#include "comm/communicator.h"
 #include "core/block_codec.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

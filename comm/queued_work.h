@@ -4,8 +4,9 @@
 #include <memory>
 #include <utility>
 
-#include "comm/communicator.h"
+#include "comm/collective.h"
 #include "core/task_queue.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "comm/collective.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
 

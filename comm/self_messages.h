@@ -7,8 +7,8 @@
 #include <map>
 #include <memory>
 
-#include "comm/communicator.h"
 #include "comm/operation_name.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "comm/collective.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
 

@@ -4,7 +4,8 @@
 #include <deque>
 #include <functional>
 
-#include "comm/communicator.h"
+#include "comm/collective.h"
+#include "dsengine/comm.h"
 
 namespace ds::compression {
 

@@ -24,8 +24,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "compression/sign_codec.h"
+#include "dsengine/comm.h"
 
 namespace ds::compression {
 

@@ -7,10 +7,10 @@
 
 namespace ds::compression {
 
-std::unique_ptr<CompressedOptimizer> make_compressed_optimizer(const optim::OptimizerOptions& options,
+std::unique_ptr<CompressedOptimizer> make_compressed_optimizer(const optimizers::OptimizerOptions& options,
                                                                const CompressedOptions& compressed,
                                                                comm::Communicator& communicator) {
-  optim::require_groups(options.groups);
+  optimizers::require_groups(options.groups);
   if (options.type == "OneBitAdam") {
     return std::make_unique<OneBitAdam>(options.groups,
                                         OneBitAdamRule{.freeze_step = compressed.freeze_step,
@@ -19,7 +19,8 @@ std::unique_ptr<CompressedOptimizer> make_compressed_optimizer(const optim::Opti
                                         communicator);
   }
   if (options.type == "OneBitLamb") {
-    const optim::LambRule lamb{options.bias_correction, options.eps_inside_sqrt, options.max_coeff, options.min_coeff};
+    const optimizers::LambRule lamb{options.bias_correction, options.eps_inside_sqrt, options.max_coeff,
+                                    options.min_coeff};
     return std::make_unique<OneBitLamb>(options.groups,
                                         OneBitLambRule{.lamb = lamb,
                                                        .freeze_step = compressed.freeze_step,

@@ -5,13 +5,13 @@
 #include <memory>
 #include <string>
 
-#include "comm/communicator.h"
 #include "compression/compressed_optimizer.h"
+#include "dsengine/comm.h"
 #include "optim/optimizer_factory.h"
 
 namespace ds::compression {
 
-// What these optimizers have beside optim::OptimizerOptions. Defaults are DeepSpeed's.
+// What these optimizers have beside optimizers::OptimizerOptions. Defaults are DeepSpeed's.
 struct CompressedOptions {
   int64_t freeze_step = 100000;  // OneBitAdam, OneBitLamb
   double coeff_beta = 0.9;       // OneBitLamb
@@ -27,7 +27,7 @@ struct CompressedOptions {
 
 // For the types OneBitAdam, OneBitLamb and ZeroOneAdam. `communicator`: all ranks that train the same buckets; outlives
 // the optimizer. Throws ConfigError for another type, or values out of range.
-std::unique_ptr<CompressedOptimizer> make_compressed_optimizer(const optim::OptimizerOptions& options,
+std::unique_ptr<CompressedOptimizer> make_compressed_optimizer(const optimizers::OptimizerOptions& options,
                                                                const CompressedOptions& compressed,
                                                                comm::Communicator& communicator);
 

@@ -13,9 +13,9 @@
 
 namespace ds::compression {
 
-using optim::KernelMemory;
+using optimizers::KernelMemory;
 
-CompressedOptimizer::CompressedOptimizer(std::vector<optim::GroupOptions> groups, comm::Communicator& communicator)
+CompressedOptimizer::CompressedOptimizer(std::vector<optimizers::GroupOptions> groups, comm::Communicator& communicator)
     : ShardOptimizer(std::move(groups)), communicator_(communicator) {}
 
 std::string CompressedOptimizer::label(const char* what, int64_t index) const {
@@ -23,8 +23,8 @@ std::string CompressedOptimizer::label(const char* what, int64_t index) const {
 }
 
 void CompressedOptimizer::allocate_states(int64_t index) {
-  const optim::Slice& own = slice(index);
-  require(optim::state_type(own.master.scalar_type()) == at::kFloat, name(), ": expected parameters of float32, ",
+  const optimizers::Slice& own = slice(index);
+  require(optimizers::state_type(own.master.scalar_type()) == at::kFloat, name(), ": expected parameters of float32, ",
           "bfloat16 or float16, found ", describe(own.master));
   require(own.exchange->size() == 1 || own.exchange->size() == communicator_.size(), name(),
           ": expected slices of whole buckets, or of ", communicator_.size(), " ranks, found ", own.exchange->size());
@@ -62,7 +62,7 @@ void CompressedOptimizer::update_into(int64_t index, const at::Tensor& gradient,
 }
 
 at::Tensor CompressedOptimizer::own_part(int64_t index, const at::Tensor& bucket) const {
-  const optim::Slice& own = slice(index);
+  const optimizers::Slice& own = slice(index);
   return is_part(index) ? bucket.narrow(0, own.bucket_offset, own.master.numel()) : bucket;
 }
 
@@ -114,11 +114,11 @@ void CompressedOptimizer::exchange_average(int64_t index, const at::Tensor& aver
                                            double scale, double beta) {
   const at::Tensor whole = whole_average(index, average);
   // Two products and a sum, each rounded: FMAs would tie the result to the vectors of a machine.
-  optim::for_each_chunk(whole, gradient, KernelMemory::kTemporaries,
-                        [&](int64_t /*begin*/, const at::Tensor& a, const at::Tensor& g) {
-                          if (scale != 1.0) g.mul_(scale);
-                          a.mul_(beta).add_(g.mul_(1 - beta));
-                        });
+  optimizers::for_each_chunk(whole, gradient, KernelMemory::kTemporaries,
+                             [&](int64_t /*begin*/, const at::Tensor& a, const at::Tensor& g) {
+                               if (scale != 1.0) g.mul_(scale);
+                               a.mul_(beta).add_(g.mul_(1 - beta));
+                             });
   Exchange& own = exchange(index);
   if (alone()) {
     if (const at::Tensor& moving = moving_of(own); moving.defined()) at::Tensor(average).mul_(moving);
@@ -159,8 +159,8 @@ void CompressedOptimizer::forget_errors(int64_t index) {
   exchange(index).server_error.zero_();
 }
 
-optim::NamedStates CompressedOptimizer::rank_states() {
-  optim::NamedStates states;
+optimizers::NamedStates CompressedOptimizer::rank_states() {
+  optimizers::NamedStates states;
   for (size_t i = 0; i < exchanges_.size(); ++i) {
     if (!exchanges_[i].worker_error.defined()) continue;
     states.emplace_back(cat("worker_error.", i), exchanges_[i].worker_error);

@@ -12,13 +12,13 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "compression/compressed_all_reduce.h"
+#include "dsengine/comm.h"
 #include "optim/shard_optimizer.h"
 
 namespace ds::compression {
 
-class CompressedOptimizer : public optim::ShardOptimizer {
+class CompressedOptimizer : public optimizers::ShardOptimizer {
  public:
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
     update_into(index, gradient, gradient_scale, /*copy=*/{});
@@ -26,7 +26,7 @@ class CompressedOptimizer : public optim::ShardOptimizer {
   // Collective in compressed steps.
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) final;
   bool wants_local_gradients() const override { return is_local(step_count_ + 1); }
-  optim::NamedStates rank_states() override;
+  optimizers::NamedStates rank_states() override;
   void states_changed(bool rank_states) override;
   bool uses_betas() const override { return true; }
   // Elements of a slice's whole bucket whose average is held at 0 in compressed steps where mask (bool, [bucket]) is
@@ -46,7 +46,7 @@ class CompressedOptimizer : public optim::ShardOptimizer {
   };
 
   // `communicator`: all ranks that train the same bucket; outlives the optimizer.
-  CompressedOptimizer(std::vector<optim::GroupOptions> groups, comm::Communicator& communicator);
+  CompressedOptimizer(std::vector<optimizers::GroupOptions> groups, comm::Communicator& communicator);
 
   // Whether step `step`, from 1, takes local gradients.
   virtual bool is_local(int64_t step) const = 0;

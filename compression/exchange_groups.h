@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 
 namespace ds::compression {
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "optim/group_options.h"
+#include "dsengine/lr_schedule.h"
 
 namespace ds::compression {
 
@@ -20,6 +20,6 @@ struct FrozenStep {
 // master = (1 - lr decay) master - lr / average_correction * direction, for flat tensors of equal length, in bounded
 // memory.
 void apply_frozen(const at::Tensor& master, const at::Tensor& average, const at::Tensor& variance,
-                  const optim::GroupOptions& group, const FrozenStep& step);
+                  const optimizers::GroupOptions& group, const FrozenStep& step);
 
 }  // namespace ds::compression

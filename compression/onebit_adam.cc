@@ -8,7 +8,8 @@
 
 namespace ds::compression {
 
-OneBitAdam::OneBitAdam(std::vector<optim::GroupOptions> groups, OneBitAdamRule rule, comm::Communicator& communicator)
+OneBitAdam::OneBitAdam(std::vector<optimizers::GroupOptions> groups, OneBitAdamRule rule,
+                       comm::Communicator& communicator)
     : CompressedOptimizer(std::move(groups), communicator), rule_(rule) {
   require_freeze_step(rule.freeze_step, rule.deepspeed_semantics);
 }
@@ -27,21 +28,21 @@ void OneBitAdam::advance(int64_t index, const at::Tensor& gradient, double gradi
 
 void OneBitAdam::advance_dense(int64_t index, const at::Tensor& gradient, double gradient_scale,
                                const at::Tensor& copy) {
-  const optim::Slice& own = slice(index);
+  const optimizers::Slice& own = slice(index);
   const State& state = states_[static_cast<size_t>(index)];
   // DeepSpeed's first step only makes its buffers.
   if (rule_.deepspeed_semantics && step_count_ == 1) {
     if (copy.defined()) at::Tensor(copy).copy_(own.master);
     return;
   }
-  const optim::AdamRule rule{.decoupled_weight_decay = true, .bias_correction = corrects_bias(), .amsgrad = false};
-  optim::update_adam_slice(own.master, gradient, {step_count_, gradient_scale, step_group(own), rule},
+  const optimizers::AdamRule rule{.decoupled_weight_decay = true, .bias_correction = corrects_bias(), .amsgrad = false};
+  optimizers::update_adam_slice(own.master, gradient, {step_count_, gradient_scale, step_group(own), rule},
                            {.exp_avg = state.exp_avg, .exp_avg_sq = state.exp_avg_sq, .max_exp_avg_sq = {}}, copy);
 }
 
 void OneBitAdam::advance_frozen(int64_t index, const at::Tensor& gradient, double gradient_scale) {
-  const optim::Slice& own = slice(index);
-  const optim::GroupOptions& group = step_group(own);
+  const optimizers::Slice& own = slice(index);
+  const optimizers::GroupOptions& group = step_group(own);
   const State& state = states_[static_cast<size_t>(index)];
   if (!rule_.deepspeed_semantics) hold_without_variance(index, state.exp_avg_sq);
   exchange_average(index, state.exp_avg, gradient, gradient_scale, group.beta1);
@@ -53,7 +54,7 @@ void OneBitAdam::advance_frozen(int64_t index, const at::Tensor& gradient, doubl
   apply_frozen(own.master, state.exp_avg, state.exp_avg_sq, group, step);
 }
 
-optim::NamedStates OneBitAdam::states(int64_t index) {
+optimizers::NamedStates OneBitAdam::states(int64_t index) {
   const State& state = states_.at(static_cast<size_t>(index));
   return {{"exp_avg", state.exp_avg}, {"exp_avg_sq", state.exp_avg_sq}};
 }

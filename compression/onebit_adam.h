@@ -32,8 +32,8 @@ struct OneBitAdamRule {
 
 class OneBitAdam final : public CompressedOptimizer {
  public:
-  OneBitAdam(std::vector<optim::GroupOptions> groups, OneBitAdamRule rule, comm::Communicator& communicator);
-  optim::NamedStates states(int64_t index) override;
+  OneBitAdam(std::vector<optimizers::GroupOptions> groups, OneBitAdamRule rule, comm::Communicator& communicator);
+  optimizers::NamedStates states(int64_t index) override;
   int64_t state_bytes_per_element() const override { return 8; }
   std::string name() const override { return "OneBitAdam"; }
 

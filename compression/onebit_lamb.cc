@@ -18,13 +18,14 @@
 
 namespace ds::compression {
 
-using optim::segment_part;
-using optim::sum_of_squares;
+using optimizers::segment_part;
+using optimizers::sum_of_squares;
 
-OneBitLamb::OneBitLamb(std::vector<optim::GroupOptions> groups, OneBitLambRule rule, comm::Communicator& communicator)
+OneBitLamb::OneBitLamb(std::vector<optimizers::GroupOptions> groups, OneBitLambRule rule,
+                       comm::Communicator& communicator)
     : CompressedOptimizer(std::move(groups), communicator), rule_(rule) {
   if (rule.deepspeed_semantics) rule_.lamb.bias_correction = false;
-  optim::require_lamb_rule(rule_.lamb);
+  optimizers::require_lamb_rule(rule_.lamb);
   require_freeze_step(rule.freeze_step, rule.deepspeed_semantics);
   require<ConfigError>(rule.factor_min > 0 && rule.factor_min <= rule.factor_max,
                        "optimizer.params.factor_min: expected above 0 and at most factor_max (", rule.factor_max,
@@ -32,10 +33,10 @@ OneBitLamb::OneBitLamb(std::vector<optim::GroupOptions> groups, OneBitLambRule r
 }
 
 void OneBitLamb::allocate_slice_states(int64_t index) {
-  const optim::Slice& own = slice(index);
+  const optimizers::Slice& own = slice(index);
   const at::Tensor exp_avg = new_state(index);
   const at::Tensor exp_avg_sq = new_state(index);
-  State state{.lamb = optim::make_lamb_state(own, exp_avg, exp_avg_sq, "OneBitLamb"),
+  State state{.lamb = optimizers::make_lamb_state(own, exp_avg, exp_avg_sq, "OneBitLamb"),
               .fresh_variance = new_state(index),
               .parameters = {}};
   const at::Tensor parameters = at::empty({static_cast<int64_t>(state.lamb.parameters.size())}, at::kLong);
@@ -59,22 +60,22 @@ void OneBitLamb::advance(int64_t index, const at::Tensor& gradient, double gradi
 }
 
 void OneBitLamb::advance_dense(int64_t index, const at::Tensor& gradient, double gradient_scale) {
-  const optim::Slice& own = slice(index);
-  const optim::GroupOptions& group = step_group(own);
+  const optimizers::Slice& own = slice(index);
+  const optimizers::GroupOptions& group = step_group(own);
   const State& state = states_[static_cast<size_t>(index)];
-  const at::Tensor squares = optim::advance_lamb(own, state.lamb, rule_.lamb, group, gradient, gradient_scale);
-  const at::Tensor coefficients = optim::lamb_coefficients(rule_.lamb, squares);
+  const at::Tensor squares = optimizers::advance_lamb(own, state.lamb, rule_.lamb, group, gradient, gradient_scale);
+  const at::Tensor coefficients = optimizers::lamb_coefficients(rule_.lamb, squares);
   const at::Tensor average = coefficient_.index_select(0, state.parameters);
   const at::Tensor moved = average * rule_.coeff_beta + coefficients * (1 - rule_.coeff_beta);
   coefficient_.index_copy_(0, state.parameters, at::where(coefficients != 1, moved, average));
-  optim::apply_lamb(own, state.lamb, rule_.lamb, group, coefficients,
-                    optim::lamb_step_size(rule_.lamb, group, step_count_, step_count_));
+  optimizers::apply_lamb(own, state.lamb, rule_.lamb, group, coefficients,
+                         optimizers::lamb_step_size(rule_.lamb, group, step_count_, step_count_));
   if (step_count_ == rule_.freeze_step) at::Tensor(state.fresh_variance).copy_(state.lamb.exp_avg_sq);
 }
 
 void OneBitLamb::advance_frozen(int64_t index, const at::Tensor& gradient, double gradient_scale) {
-  const optim::Slice& own = slice(index);
-  const optim::GroupOptions& group = step_group(own);
+  const optimizers::Slice& own = slice(index);
+  const optimizers::GroupOptions& group = step_group(own);
   const State& state = states_[static_cast<size_t>(index)];
   if (!rule_.deepspeed_semantics) hold_without_variance(index, state.lamb.exp_avg_sq);
   const at::Tensor previous = state.lamb.exp_avg.clone();
@@ -82,13 +83,13 @@ void OneBitLamb::advance_frozen(int64_t index, const at::Tensor& gradient, doubl
   at::Tensor coefficients = coefficient_.index_select(0, state.parameters);
   if (!rule_.deepspeed_semantics) coefficients.masked_fill_(coefficients.eq(0), 1);
   coefficients.mul_(limited(state, factors(index, previous)));
-  optim::apply_lamb(own, state.lamb, rule_.lamb, group, coefficients,
-                    optim::lamb_step_size(rule_.lamb, group, step_count_, rule_.freeze_step));
+  optimizers::apply_lamb(own, state.lamb, rule_.lamb, group, coefficients,
+                         optimizers::lamb_step_size(rule_.lamb, group, step_count_, rule_.freeze_step));
 }
 
 at::Tensor OneBitLamb::factors(int64_t index, const at::Tensor& previous) {
-  const optim::Slice& own = slice(index);
-  const optim::GroupOptions& group = step_group(own);
+  const optimizers::Slice& own = slice(index);
+  const optimizers::GroupOptions& group = step_group(own);
   const State& state = states_[static_cast<size_t>(index)];
   const auto options = own.master.options().dtype(at::kDouble).requires_grad(false);
   at::Tensor largest = at::zeros({state.parameters.numel()}, options);
@@ -96,8 +97,8 @@ at::Tensor OneBitLamb::factors(int64_t index, const at::Tensor& previous) {
   for (size_t i = 0; i < own.segments.size(); ++i) {
     const Segment& segment = own.segments[i];
     const int64_t position = state.lamb.position[i];
-    optim::for_each_chunk(
-        segment_part(own.master, segment), segment_part(previous, segment), optim::KernelMemory::kTemporaries,
+    optimizers::for_each_chunk(
+        segment_part(own.master, segment), segment_part(previous, segment), optimizers::KernelMemory::kTemporaries,
         [&](int64_t begin, const at::Tensor& w, const at::Tensor& m) {
           const int64_t offset = segment.slice_offset + begin;
           const at::Tensor average = state.lamb.exp_avg.narrow(0, offset, w.numel());
@@ -105,8 +106,8 @@ at::Tensor OneBitLamb::factors(int64_t index, const at::Tensor& previous) {
           const at::Tensor gradient = (average - m * group.beta1).div_(1 - group.beta1);
           at::Tensor(fresh).mul_(group.beta2).add_((gradient * gradient).mul_(1 - group.beta2));
           const at::Tensor divisor =
-              optim::lamb_divisor(rule_.lamb, group, state.lamb.exp_avg_sq.narrow(0, offset, w.numel()));
-          const at::Tensor most = (divisor / optim::lamb_divisor(rule_.lamb, group, fresh)).max().to(at::kDouble);
+              optimizers::lamb_divisor(rule_.lamb, group, state.lamb.exp_avg_sq.narrow(0, offset, w.numel()));
+          const at::Tensor most = (divisor / optimizers::lamb_divisor(rule_.lamb, group, fresh)).max().to(at::kDouble);
           largest.select(0, position).copy_(at::maximum(largest.select(0, position), most));
           if (group.weight_decay == 0.0) return;
           at::Tensor direction = average / divisor;
@@ -134,15 +135,15 @@ at::Tensor OneBitLamb::limited(const State& state, const at::Tensor& factors) {
   return result;
 }
 
-optim::NamedStates OneBitLamb::states(int64_t index) {
+optimizers::NamedStates OneBitLamb::states(int64_t index) {
   const State& state = states_.at(static_cast<size_t>(index));
   return {{"exp_avg", state.lamb.exp_avg},
           {"exp_avg_sq", state.lamb.exp_avg_sq},
           {"exp_avg_sq_fresh", state.fresh_variance}};
 }
 
-optim::NamedStates OneBitLamb::shared_states() {
-  optim::NamedStates states;
+optimizers::NamedStates OneBitLamb::shared_states() {
+  optimizers::NamedStates states;
   for (size_t i = 0; i < names_.size(); ++i) {
     states.emplace_back(cat("lamb_coefficient/", names_[i]), coefficient_.narrow(0, static_cast<int64_t>(i), 1));
     states.emplace_back(cat("lamb_factor/", names_[i]), factor_.narrow(0, static_cast<int64_t>(i), 1));

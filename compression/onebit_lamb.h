@@ -29,7 +29,7 @@
 namespace ds::compression {
 
 struct OneBitLambRule {
-  optim::LambRule lamb;
+  optimizers::LambRule lamb;
   int64_t freeze_step = 100000;
   double coeff_beta = 0.9;
   double factor_max = 4.0;
@@ -40,10 +40,10 @@ struct OneBitLambRule {
 
 class OneBitLamb final : public CompressedOptimizer {
  public:
-  OneBitLamb(std::vector<optim::GroupOptions> groups, OneBitLambRule rule, comm::Communicator& communicator);
-  optim::NamedStates states(int64_t index) override;
+  OneBitLamb(std::vector<optimizers::GroupOptions> groups, OneBitLambRule rule, comm::Communicator& communicator);
+  optimizers::NamedStates states(int64_t index) override;
   // "lamb_coefficient/PARAMETER" and "lamb_factor/PARAMETER": float64 [1], its c and last f.
-  optim::NamedStates shared_states() override;
+  optimizers::NamedStates shared_states() override;
   int64_t state_bytes_per_element() const override { return 12; }
   std::string name() const override { return "OneBitLamb"; }
 
@@ -54,7 +54,7 @@ class OneBitLamb final : public CompressedOptimizer {
 
  private:
   struct State {
-    optim::LambState lamb;
+    optimizers::LambState lamb;
     at::Tensor fresh_variance;  // v'
     at::Tensor parameters;      // int64 [parameters of the bucket]
   };

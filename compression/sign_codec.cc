@@ -118,13 +118,13 @@ void SignCodec::scales(const at::Tensor& values, const at::Tensor& scales) const
   auto* scale = scales.mutable_data_ptr<float>();
   // Of the part of each range in each block: the threads that made them do not matter.
   std::vector<double> sums(static_cast<size_t>(first_sums_.back()));
-  optim::for_each_range(values, kSumBlock, kGrain, [&](int64_t begin, int64_t end) {
+  optimizers::for_each_range(values, kSumBlock, kGrain, [&](int64_t begin, int64_t end) {
     for (; begin < end; begin += kSumBlock) {
       for_each_part(begin, std::min(end, begin + kSumBlock), [&](int64_t first, int64_t length, int64_t r) {
         const auto range = static_cast<size_t>(r);
         const int64_t block = begin / kSumBlock - ranges_[range].begin / kSumBlock;
         sums[static_cast<size_t>(first_sums_[range] + block)] =
-            optim::square_sum(from + first, optim::ValueType::kFloat32, length);
+            optimizers::square_sum(from + first, optimizers::ValueType::kFloat32, length);
       });
     }
   });
@@ -144,7 +144,7 @@ void SignCodec::encode(const at::Tensor& values, const at::Tensor& scales, const
   auto* to = values.mutable_data_ptr<float>();
   const auto* scale = scales.const_data_ptr<float>();
   auto* bytes = bits.mutable_data_ptr<uint8_t>();
-  optim::for_each_range(values, kUnit, kGrain, [&](int64_t begin, int64_t end) {
+  optimizers::for_each_range(values, kUnit, kGrain, [&](int64_t begin, int64_t end) {
     int64_t written = begin / 8;
     for_each_part(begin, end, [&](int64_t first, int64_t length, int64_t r) {
       std::memset(bytes + written, 0, static_cast<size_t>(first / 8 - written));
@@ -163,7 +163,7 @@ void SignCodec::decode(const at::Tensor& bits, const at::Tensor& scales, const a
   const auto* bytes = bits.const_data_ptr<uint8_t>();
   const auto* scale = scales.const_data_ptr<float>();
   auto* to = values.mutable_data_ptr<float>();
-  optim::for_each_range(values, kUnit, kGrain, [&](int64_t begin, int64_t end) {
+  optimizers::for_each_range(values, kUnit, kGrain, [&](int64_t begin, int64_t end) {
     int64_t written = begin;
     for_each_part(begin, end, [&](int64_t first, int64_t length, int64_t r) {
       std::fill(to + written, to + first, 0.0F);
@@ -182,7 +182,7 @@ void SignCodec::add(const at::Tensor& bits, const at::Tensor& scales, const at::
   const auto* bytes = bits.const_data_ptr<uint8_t>();
   const auto* scale = scales.const_data_ptr<float>();
   auto* to = values.mutable_data_ptr<float>();
-  optim::for_each_range(values, kUnit, kGrain, [&](int64_t begin, int64_t end) {
+  optimizers::for_each_range(values, kUnit, kGrain, [&](int64_t begin, int64_t end) {
     for_each_part(begin, end, [&](int64_t first, int64_t length, int64_t r) {
       add_signs(bytes + first / 8, length, scale[r], to + first);
     });

@@ -15,9 +15,10 @@
 
 namespace ds::compression {
 
-using optim::KernelMemory;
+using optimizers::KernelMemory;
 
-ZeroOneAdam::ZeroOneAdam(std::vector<optim::GroupOptions> groups, ZeroOneRule rule, comm::Communicator& communicator)
+ZeroOneAdam::ZeroOneAdam(std::vector<optimizers::GroupOptions> groups, ZeroOneRule rule,
+                         comm::Communicator& communicator)
     : CompressedOptimizer(std::move(groups), communicator), rule_(rule), schedule_(rule) {}
 
 void ZeroOneAdam::allocate_slice_states(int64_t index) {
@@ -46,8 +47,8 @@ void ZeroOneAdam::advance(int64_t index, const at::Tensor& gradient, double grad
 
 void ZeroOneAdam::advance_together(int64_t index, const at::Tensor& gradient, double gradient_scale,
                                    const ZeroOneStep& step) {
-  const optim::Slice& own = slice(index);
-  const optim::GroupOptions& group = step_group(own);
+  const optimizers::Slice& own = slice(index);
+  const optimizers::GroupOptions& group = step_group(own);
   const State& state = states_[static_cast<size_t>(index)];
   at::Tensor mean = gradient.to(at::kFloat);
   if (gradient_scale != 1.0) mean.mul_(gradient_scale);
@@ -69,35 +70,35 @@ void ZeroOneAdam::advance_together(int64_t index, const at::Tensor& gradient, do
 
 void ZeroOneAdam::advance_alone(int64_t index, const at::Tensor& gradient, double gradient_scale,
                                 const ZeroOneStep& step) {
-  const optim::Slice& own = slice(index);
-  const optim::GroupOptions& group = step_group(own);
+  const optimizers::Slice& own = slice(index);
+  const optimizers::GroupOptions& group = step_group(own);
   const State& state = states_[static_cast<size_t>(index)];
   if (step.first_frozen) forget_errors(index);
   if (!rule_.deepspeed_semantics) hold_without_variance(index, state.exp_avg_sq);
   const double rate = group.lr / (corrects_bias() ? 1 - std::pow(group.beta1, step_count_) : 1.0);
   const double correction = corrects_bias() ? 1 - std::pow(group.beta2, step.variance_updates) : 1.0;
   const at::Tensor held = moving(index);
-  optim::for_each_chunk(state.exp_avg, gradient, KernelMemory::kTemporaries,
-                        [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
-                          if (gradient_scale != 1.0) g.mul_(gradient_scale);
-                          m.mul_(group.beta1).add_(g.mul_(1 - group.beta1));
-                          const at::Tensor variance = state.exp_avg_sq.narrow(0, begin, m.numel());
-                          at::Tensor direction = m / denominator(variance, correction, group.eps);
-                          if (held.defined()) direction.mul_(held.narrow(0, begin, m.numel()));
-                          state.stepped.narrow(0, begin, m.numel()).sub_(direction.mul_(rate));
-                        });
+  optimizers::for_each_chunk(state.exp_avg, gradient, KernelMemory::kTemporaries,
+                             [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
+                               if (gradient_scale != 1.0) g.mul_(gradient_scale);
+                               m.mul_(group.beta1).add_(g.mul_(1 - group.beta1));
+                               const at::Tensor variance = state.exp_avg_sq.narrow(0, begin, m.numel());
+                               at::Tensor direction = m / denominator(variance, correction, group.eps);
+                               if (held.defined()) direction.mul_(held.narrow(0, begin, m.numel()));
+                               state.stepped.narrow(0, begin, m.numel()).sub_(direction.mul_(rate));
+                             });
   if (group.weight_decay != 0.0) at::Tensor(own.master).mul_(1 - group.lr * group.weight_decay);
   rates_.mutable_data_ptr<double>()[index] += rate;
   if (step.meets) meet(index, correction);
 }
 
 void ZeroOneAdam::meet(int64_t index, double variance_correction) {
-  const optim::Slice& own = slice(index);
+  const optimizers::Slice& own = slice(index);
   const State& state = states_[static_cast<size_t>(index)];
   const double eps = step_group(own).eps;
   double& rates = rates_.mutable_data_ptr<double>()[index];
   const auto for_each = [&](const std::function<void(int64_t, const at::Tensor&, const at::Tensor&)>& kernel) {
-    optim::for_each_chunk(state.stepped, state.exp_avg_sq, KernelMemory::kTemporaries, kernel);
+    optimizers::for_each_chunk(state.stepped, state.exp_avg_sq, KernelMemory::kTemporaries, kernel);
   };
   for_each([&](int64_t /*begin*/, const at::Tensor& stepped, const at::Tensor& variance) {
     stepped.mul_(denominator(variance, variance_correction, eps));
@@ -119,13 +120,13 @@ at::Tensor ZeroOneAdam::weights(int64_t index) {
                                                                 : slice(index).master;
 }
 
-optim::NamedStates ZeroOneAdam::states(int64_t index) {
+optimizers::NamedStates ZeroOneAdam::states(int64_t index) {
   const State& state = states_.at(static_cast<size_t>(index));
   return {{"exp_avg", state.exp_avg}, {"exp_avg_sq", state.exp_avg_sq}};
 }
 
-optim::NamedStates ZeroOneAdam::rank_states() {
-  optim::NamedStates states = CompressedOptimizer::rank_states();
+optimizers::NamedStates ZeroOneAdam::rank_states() {
+  optimizers::NamedStates states = CompressedOptimizer::rank_states();
   for (size_t i = 0; i < states_.size(); ++i) {
     states.emplace_back(cat("own_exp_avg.", i), states_[i].exp_avg);
     states.emplace_back(cat("stepped.", i), states_[i].stepped);
@@ -140,6 +141,6 @@ void ZeroOneAdam::states_changed(bool rank_states) {
   rates_.zero_();
 }
 
-optim::NamedStates ZeroOneAdam::shared_states() { return {{"rates", rates_}}; }
+optimizers::NamedStates ZeroOneAdam::shared_states() { return {{"rates", rates_}}; }
 
 }  // namespace ds::compression

@@ -31,11 +31,11 @@ namespace ds::compression {
 
 class ZeroOneAdam final : public CompressedOptimizer {
  public:
-  ZeroOneAdam(std::vector<optim::GroupOptions> groups, ZeroOneRule rule, comm::Communicator& communicator);
+  ZeroOneAdam(std::vector<optimizers::GroupOptions> groups, ZeroOneRule rule, comm::Communicator& communicator);
   // exp_avg is this rank's own between meetings.
-  optim::NamedStates states(int64_t index) override;
-  optim::NamedStates rank_states() override;
-  optim::NamedStates shared_states() override;  // rates: float64 [slices]
+  optimizers::NamedStates states(int64_t index) override;
+  optimizers::NamedStates rank_states() override;
+  optimizers::NamedStates shared_states() override;  // rates: float64 [slices]
   void states_changed(bool rank_states) override;
   at::Tensor weights(int64_t index) override;
   int64_t state_bytes_per_element() const override { return 12; }

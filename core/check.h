@@ -1,60 +1,16 @@
-// Error types and checks. Torch-free.
+// Checks that throw the errors of dsengine/errors.h. Torch-free.
 //
-// Two kinds of error: those a caller can act on (ConfigError, CommError, UsageError, NonFiniteError) and a broken
-// invariant of ours (InternalError). Every message says what was expected, what was found, where, and what to change.
-// The library tells by throwing and by its log (standard error). It ends the process in few places, where nobody could
-// catch what is thrown or nobody comes to it: docs/process.md lists them, with a switch for each.
+// Every message says what was expected, what was found, where, and what to change. The library tells by throwing and by
+// its log (standard error). It ends the process in few places, where nobody could catch what is thrown or nobody comes
+// to it: docs/process.md lists them, with a switch for each.
 #pragma once
 
 #include <source_location>
-#include <stdexcept>
-#include <string>
 
 #include "core/text.h"
+#include "dsengine/errors.h"
 
 namespace ds {
-
-class Error : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-// A ds_config, an option or a file is wrong; the text names the json path, the value, the rule and the fix.
-class ConfigError : public Error {
- public:
-  using Error::Error;
-};
-
-// A peer is missing, late, gone or did something else; the text names the rank and the operation.
-class CommError : public Error {
- public:
-  using Error::Error;
-};
-
-// The API was used in a way it does not offer (calls out of order, wrong tensor); the text names the expected call.
-class UsageError : public Error {
- public:
-  using Error::Error;
-};
-
-// A gradient is infinite or NaN and the update was not done; the text names the step, the first parameter, and the rank
-// and micro-batch it came from. The same on every rank.
-class NonFiniteError : public Error {
- public:
-  using Error::Error;
-};
-
-// Reading or writing a file failed; the text names the path and the system's reason.
-class IoError : public Error {
- public:
-  using Error::Error;
-};
-
-// A bug in dsengine.
-class InternalError : public Error {
- public:
-  using Error::Error;
-};
 
 // Throws E with the parts of the message joined, when the condition does not hold.
 template <class E = UsageError, class... Parts>

@@ -1,4 +1,4 @@
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 
 #include <algorithm>
 #include <utility>
@@ -125,7 +125,7 @@ void Engine::Impl::complete_step(const Engine& engine, const at::Tensor& loss) {
   global_samples += config.train_batch_size;
   try {
     update();
-  } catch (const optim::LossScaleError&) {  // this step is over, and has been skipped
+  } catch (const optimizers::LossScaleError&) {  // this step is over, and has been skipped
     access->end_pass();
     throw;
   } catch (const CommError&) {  // so is the job: nothing is left to wait for
@@ -214,7 +214,7 @@ std::vector<std::vector<double>> Engine::get_mom() const {
   std::vector<std::vector<double>> result;
   if (!impl_->optimizer) return result;
   const bool has_betas = impl_->optimizer->uses_betas();
-  for (const optim::GroupOptions& group : impl_->optimizer->groups()) {
+  for (const optimizers::GroupOptions& group : impl_->optimizer->groups()) {
     result.push_back(has_betas ? std::vector<double>{group.beta1, group.beta2}
                                : std::vector<double>{group.momentum, 0.0});
   }
@@ -320,7 +320,7 @@ void Engine::reset_comm_counters() {
   for (comm::Communicator* group : impl_->all_groups()) group->reset_counters();
 }
 
-const std::shared_ptr<optim::ShardOptimizer>& Engine::optimizer() const { return impl_->optimizer; }
+const std::shared_ptr<optimizers::ShardOptimizer>& Engine::optimizer() const { return impl_->optimizer; }
 
 const std::shared_ptr<LrScheduler>& Engine::lr_scheduler() const { return impl_->schedule; }
 

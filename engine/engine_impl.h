@@ -16,12 +16,12 @@
 #include "checkpoint/background_save.h"
 #include "checkpoint/save_job.h"
 #include "comm/bucket_reduction.h"
-#include "comm/communicator.h"
-#include "comm/device_mesh.h"
 #include "comm/flight/flight_watch.h"
-#include "engine/config/ds_config.h"
-#include "engine/engine.h"
-#include "engine/lr_scheduler.h"
+#include "dsengine/comm.h"
+#include "dsengine/config.h"
+#include "dsengine/device_mesh.h"
+#include "dsengine/engine.h"
+#include "dsengine/lr_scheduler.h"
 #include "engine/offloaded/offloaded_state.h"
 #include "engine/offloaded/speculation_gate.h"
 #include "engine/plan/plan.h"
@@ -33,6 +33,7 @@
 #include "offload/moved_storage.h"
 #include "optim/loss_scaler.h"
 #include "optim/shard_optimizer.h"
+#include "pipeline/stage_placement.h"
 #include "zero/gradient_check.h"
 #include "zero/gradient_reducer.h"
 #include "zero/parameter_bucket.h"
@@ -69,9 +70,9 @@ struct Engine::Impl {
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`
 
-  std::shared_ptr<optim::ShardOptimizer> optimizer;
+  std::shared_ptr<optimizers::ShardOptimizer> optimizer;
   std::shared_ptr<torch::optim::Optimizer> client_optimizer;
-  std::optional<optim::LossScaler> loss_scaler;
+  std::optional<optimizers::LossScaler> loss_scaler;
   std::shared_ptr<LrScheduler> schedule;
   std::unique_ptr<Reporter> reporter;
   std::unique_ptr<Autocast> autocast;

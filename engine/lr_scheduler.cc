@@ -1,4 +1,4 @@
-#include "engine/lr_scheduler.h"
+#include "dsengine/lr_scheduler.h"
 
 #include <torch/optim/optimizer.h>
 
@@ -14,13 +14,13 @@ std::vector<double> learning_rates(const torch::optim::Optimizer& optimizer) {
   return result;
 }
 
-std::vector<double> learning_rates(const optim::ShardOptimizer& optimizer) {
+std::vector<double> learning_rates(const optimizers::ShardOptimizer& optimizer) {
   std::vector<double> result;
-  for (const optim::GroupOptions& group : optimizer.groups()) result.push_back(group.lr);
+  for (const optimizers::GroupOptions& group : optimizer.groups()) result.push_back(group.lr);
   return result;
 }
 
-LrScheduler::LrScheduler(std::shared_ptr<optim::ShardOptimizer> optimizer, Rule rule)
+LrScheduler::LrScheduler(std::shared_ptr<optimizers::ShardOptimizer> optimizer, Rule rule)
     : optimizer_(std::move(optimizer)), rule_(std::move(rule)) {
   require(optimizer_ != nullptr && rule_ != nullptr,
           "learning-rate scheduler: expected an optimizer and a rule, found none");
@@ -34,21 +34,21 @@ LrScheduler::LrScheduler(std::shared_ptr<torch::optim::Optimizer> optimizer, Rul
   apply();
 }
 
-LrScheduler::Rule LrScheduler::of(std::shared_ptr<const optim::LrSchedule> schedule) {
+LrScheduler::Rule LrScheduler::of(std::shared_ptr<const optimizers::LrSchedule> schedule) {
   require(schedule != nullptr, "learning-rate scheduler: expected a schedule, found none");
-  return [schedule = std::move(schedule)](int64_t t, std::vector<optim::GroupOptions>& groups) {
+  return [schedule = std::move(schedule)](int64_t t, std::vector<optimizers::GroupOptions>& groups) {
     schedule->apply(t, groups);
   };
 }
 
 LrScheduler::Rule LrScheduler::scaled_by(std::function<double(int64_t)> factor, std::vector<double> base_lr) {
-  return
-      [factor = std::move(factor), base_lr = std::move(base_lr)](int64_t t, std::vector<optim::GroupOptions>& groups) {
-        require(groups.size() == base_lr.size(), "learning-rate scheduler: expected ", base_lr.size(),
-                " parameter groups, found ", groups.size());
-        const double value = factor(t + 1);
-        for (size_t i = 0; i < groups.size(); ++i) groups[i].lr = base_lr[i] * value;
-      };
+  return [factor = std::move(factor), base_lr = std::move(base_lr)](int64_t t,
+                                                                    std::vector<optimizers::GroupOptions>& groups) {
+    require(groups.size() == base_lr.size(), "learning-rate scheduler: expected ", base_lr.size(),
+            " parameter groups, found ", groups.size());
+    const double value = factor(t + 1);
+    for (size_t i = 0; i < groups.size(); ++i) groups[i].lr = base_lr[i] * value;
+  };
 }
 
 void LrScheduler::step() {
@@ -72,7 +72,7 @@ void LrScheduler::apply() {
     rule_(last_batch_iteration_, optimizer_->groups());
     return;
   }
-  std::vector<optim::GroupOptions> groups;
+  std::vector<optimizers::GroupOptions> groups;
   for (const double lr : learning_rates(*client_)) groups.push_back({.lr = lr});
   rule_(last_batch_iteration_, groups);
   for (size_t i = 0; i < groups.size(); ++i) client_->param_groups()[i].options().set_lr(groups[i].lr);

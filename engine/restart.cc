@@ -1,9 +1,11 @@
-#include "engine/restart.h"
+#include "dsengine/restart.h"
 
 #include <unistd.h>
 
 #include <cstdlib>
 
+#include "core/restart_request.h"
+#include "dsengine/engine.h"
 #include "engine/agreement/shared_failure.h"
 
 namespace ds::engine {

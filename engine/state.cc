@@ -12,6 +12,7 @@
 
 #include "core/check.h"
 #include "engine/engine_impl.h"
+#include "zero/gathered_scope.h"
 
 namespace ds::engine {
 namespace {

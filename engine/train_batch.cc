@@ -13,8 +13,8 @@
 
 #include "core/atomic_file.h"
 #include "core/check.h"
+#include "dsengine/engine.h"
 #include "engine/agreement/shared_failure.h"
-#include "engine/engine.h"
 #include "engine/engine_impl.h"
 
 namespace ds::engine {

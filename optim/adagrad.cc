@@ -9,7 +9,7 @@
 #include "optim/slice_update.h"
 #include "optim/vector_update.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 Adagrad::Adagrad(std::vector<GroupOptions> groups, AdagradRule rule) : ShardOptimizer(std::move(groups)), rule_(rule) {
   require<ConfigError>(rule.lr_decay >= 0, "optimizer.params.lr_decay: expected at least 0, found ", rule.lr_decay);
@@ -48,4 +48,4 @@ void Adagrad::update_into(int64_t index, const at::Tensor& gradient, double grad
 
 NamedStates Adagrad::states(int64_t index) { return {{"sum", sum_.at(static_cast<size_t>(index))}}; }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -7,7 +7,7 @@
 
 #include "optim/shard_optimizer.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 struct AdagradRule {
   double lr_decay = 0.0;
@@ -34,4 +34,4 @@ class Adagrad final : public ShardOptimizer {
   std::vector<at::Tensor> sum_;
 };
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

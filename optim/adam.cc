@@ -11,7 +11,7 @@
 #include "optim/slice_update.h"
 #include "optim/vector_update.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 at::TensorList maxima_of(const AdamStates& states) {
@@ -108,4 +108,4 @@ NamedStates Adam::states(int64_t index) { return named_adam_states(states_.at(st
 
 int64_t Adam::state_bytes_per_element() const { return rule_.amsgrad ? 12 : 8; }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -8,7 +8,7 @@
 
 #include "optim/shard_optimizer.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 struct AdamRule {
   bool decoupled_weight_decay = true;  // AdamW
@@ -57,4 +57,4 @@ class Adam final : public ShardOptimizer {
   std::vector<AdamStates> states_;
 };
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

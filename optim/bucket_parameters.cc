@@ -4,7 +4,7 @@
 
 #include "core/check.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 std::vector<BucketParameter> bucket_parameters(const Slice& slice, const char* optimizer) {
   // Alone, the slice is the bucket.
@@ -32,4 +32,4 @@ std::vector<BucketParameter> bucket_parameters(const Slice& slice, const char* o
   return result;
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -6,7 +6,7 @@
 
 #include "optim/shard_optimizer.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // Runs of one parameter inside the bucket (as a rule one), in order of parameter_offset.
 struct BucketParameter {
@@ -18,4 +18,4 @@ struct BucketParameter {
 // `optimizer` when the bucket does not hold the whole of a parameter.
 std::vector<BucketParameter> bucket_parameters(const Slice& slice, const char* optimizer);
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

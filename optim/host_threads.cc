@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // The library is compiled without OpenMP, where at::parallel_for runs on one thread; TensorIterator, inside LibTorch,
 // does not. It iterates over the first element of each unit.
@@ -25,4 +25,4 @@ void for_each_range(const at::Tensor& flat, int64_t unit, int64_t grain,
       std::max<int64_t>(1, grain / unit));
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

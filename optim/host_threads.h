@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <functional>
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // body(begin, end) on ranges that cover [0, flat.numel()), each a multiple of `unit` long but the last; one range on
 // the calling thread when there are fewer than `grain` elements. `flat`: contiguous on the CPU. The ranges depend on
@@ -14,4 +14,4 @@ namespace ds::optim {
 void for_each_range(const at::Tensor& flat, int64_t unit, int64_t grain,
                     const std::function<void(int64_t begin, int64_t end)>& body);
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

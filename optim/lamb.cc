@@ -4,7 +4,7 @@
 
 #include <utility>
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 Lamb::Lamb(std::vector<GroupOptions> groups, LambRule rule) : ShardOptimizer(std::move(groups)), rule_(rule) {
   require_lamb_rule(rule);
@@ -30,4 +30,4 @@ NamedStates Lamb::states(int64_t index) {
   return {{"exp_avg", state.exp_avg}, {"exp_avg_sq", state.exp_avg_sq}};
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -15,7 +15,7 @@
 #include "optim/lamb_rule.h"
 #include "optim/shard_optimizer.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 class Lamb final : public ShardOptimizer {
  public:
@@ -36,4 +36,4 @@ class Lamb final : public ShardOptimizer {
   std::vector<LambState> states_;
 };
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

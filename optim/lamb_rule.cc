@@ -14,7 +14,7 @@
 #include "optim/rounded_sqrt.h"
 #include "optim/slice_update.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 // u of the elements from `begin` on; `master` is the weights of the same elements.
@@ -105,4 +105,4 @@ double lamb_step_size(const LambRule& rule, const GroupOptions& group, int64_t a
          (1 - std::pow(group.beta1, static_cast<double>(average_updates)));
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -8,7 +8,7 @@
 
 #include "optim/shard_optimizer.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 struct LambRule {
   bool bias_correction = true;
@@ -50,4 +50,4 @@ void apply_lamb(const Slice& slice, const LambState& state, const LambRule& rule
 double lamb_step_size(const LambRule& rule, const GroupOptions& group, int64_t average_updates,
                       int64_t variance_updates);
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -6,7 +6,7 @@
 #include "optim/slice_update.h"
 #include "optim/vector_update.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 void Lion::allocate_states(int64_t index) { exp_avg_.push_back(new_state(index)); }
 
@@ -42,4 +42,4 @@ void Lion::update_into(int64_t index, const at::Tensor& gradient, double gradien
 
 NamedStates Lion::states(int64_t index) { return {{"exp_avg", exp_avg_.at(static_cast<size_t>(index))}}; }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -10,7 +10,7 @@
 
 #include "optim/shard_optimizer.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 class Lion final : public ShardOptimizer {
  public:
@@ -31,4 +31,4 @@ class Lion final : public ShardOptimizer {
   std::vector<at::Tensor> exp_avg_;
 };
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 constexpr double kFactor = 2.0;
@@ -58,4 +58,4 @@ LossScaler::Outcome LossScaler::on_good_step() {
   return Outcome::kDoubled;
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -11,7 +11,7 @@
 
 #include "core/check.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // The gradients overflow although the loss scale is at its minimum.
 class LossScaleError : public Error {
@@ -70,4 +70,4 @@ class LossScaler {
   LossScalerState state_;
 };
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

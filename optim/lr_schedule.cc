@@ -1,4 +1,4 @@
-#include "optim/lr_schedule.h"
+#include "dsengine/lr_schedule.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,7 @@
 #include "core/log.h"
 #include "optim/one_cycle.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 PerGroup broadcast_to_groups(const PerGroup& values, size_t group_count, const char* key) {
   if (values.size() == 1) return PerGroup(group_count, values[0]);
@@ -158,4 +158,4 @@ std::unique_ptr<const LrSchedule> make_lr_schedule(const LrScheduleOptions& opti
   return std::visit(Maker{groups, optimizer_uses_betas}, options);
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

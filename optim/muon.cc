@@ -9,7 +9,7 @@
 #include "core/check.h"
 #include "optim/slice_update.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 at::Tensor join(const at::Tensor& bucket, const BucketParameter& parameter) {
@@ -105,4 +105,4 @@ NamedStates Muon::states(int64_t index) {
   return state.momentum.defined() ? NamedStates{{"momentum_buffer", state.momentum}} : named_adam_states(state.adam);
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

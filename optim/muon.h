@@ -17,7 +17,7 @@
 #include "optim/newton_schulz.h"
 #include "optim/shard_optimizer.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // Two or more dimensions, and neither "embed" nor "lm_head" in the name.
 bool uses_muon(const ParameterInfo& parameter);
@@ -59,4 +59,4 @@ class Muon final : public ShardOptimizer {
   std::vector<State> states_;
 };
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

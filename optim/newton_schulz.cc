@@ -7,7 +7,7 @@
 #include "core/check.h"
 #include "core/tensor_check.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 constexpr double kA = 3.4445;
@@ -74,4 +74,4 @@ at::Tensor orthogonalize(const at::Tensor& matrix, NewtonSchulzMethod method) {
   return (tall ? result.mT() : result).to(matrix.scalar_type());
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // kStandard iterates on the matrix, in bfloat16 on CUDA; kGram on the Gram matrix of its short side, in float16 on CUDA
 // (fewer operations on rectangular matrices; square ones take the standard form). On the CPU both run in float32.
@@ -14,4 +14,4 @@ enum class NewtonSchulzMethod { kStandard, kGram };
 // (0.7 to 1.2). Five steps with (a, b, c) = (3.4445, -4.7750, 2.0315).
 at::Tensor orthogonalize(const at::Tensor& matrix, NewtonSchulzMethod method);
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

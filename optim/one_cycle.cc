@@ -5,7 +5,7 @@
 #include "core/check.h"
 #include "core/log.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 constexpr double kBeta2 = 0.99;
@@ -79,4 +79,4 @@ double OneCycle::stair_position(double iteration, int64_t stairs) const {
   return std::floor(position) / count;
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

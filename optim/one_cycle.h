@@ -1,9 +1,9 @@
 // The OneCycle schedule (see lr_schedule.h). Torch-free.
 #pragma once
 
-#include "optim/lr_schedule.h"
+#include "dsengine/lr_schedule.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // `values` repeated for each of `group_count` groups when it is one value. Throws ConfigError naming `key` when the
 // number of values is neither 1 nor group_count.
@@ -32,4 +32,4 @@ class OneCycle final : public LrSchedule {
   PerGroup min_lr_, max_lr_, min_mom_, max_mom_;
 };
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -12,7 +12,7 @@
 #include "optim/muon.h"
 #include "optim/sgd.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 enum class Type { kAdam, kAdamW, kSgd, kAdagrad, kLion, kLamb, kMuon };
@@ -91,4 +91,4 @@ std::unique_ptr<ShardOptimizer> make_optimizer(const OptimizerOptions& options) 
   throw InternalError("optimizer type without a maker");
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

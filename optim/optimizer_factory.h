@@ -8,7 +8,7 @@
 #include "optim/newton_schulz.h"
 #include "optim/shard_optimizer.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // Everything ds_config's optimizer section can say; each optimizer reads its own fields. Defaults are DeepSpeed's (SGD
 // and lr_decay: torch.optim's).
@@ -42,4 +42,4 @@ void require_groups(const std::vector<GroupOptions>& groups);
 // Throws ConfigError for an unknown type (naming the known ones) or values out of range.
 std::unique_ptr<ShardOptimizer> make_optimizer(const OptimizerOptions& options);
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

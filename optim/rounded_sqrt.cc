@@ -7,7 +7,7 @@
 #include "optim/host_threads.h"
 #include "optim/kernels/square_root.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 at::Tensor rounded_sqrt(const at::Tensor& values) {
   if (!values.is_cpu() || values.scalar_type() != at::kFloat || !values.is_contiguous()) return values.sqrt();
@@ -21,4 +21,4 @@ at::Tensor rounded_sqrt(const at::Tensor& values) {
   return roots;
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -8,7 +8,7 @@
 #include "core/check.h"
 #include "optim/slice_update.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 Sgd::Sgd(std::vector<GroupOptions> groups, SgdRule rule) : ShardOptimizer(std::move(groups)), rule_(rule) {
   for (const GroupOptions& group : groups_) {
@@ -43,4 +43,4 @@ NamedStates Sgd::states(int64_t index) {
   return momentum.defined() ? NamedStates{{"momentum_buffer", momentum}} : NamedStates{};
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -6,7 +6,7 @@
 
 #include "optim/shard_optimizer.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 struct SgdRule {
   double dampening = 0.0;
@@ -32,4 +32,4 @@ class Sgd final : public ShardOptimizer {
   std::vector<at::Tensor> momentum_;  // undefined without momentum
 };
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

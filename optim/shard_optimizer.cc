@@ -4,12 +4,13 @@
 #include <ATen/ops/zeros.h>
 
 #include <set>
+#include <utility>
 
 #include "core/check.h"
 #include "core/tensor_check.h"
 #include "optim/slice_update.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 void check_segments(const std::vector<Segment>& segments, int64_t length, const std::vector<ParameterInfo>& parameters,
@@ -29,6 +30,20 @@ void check_segments(const std::vector<Segment>& segments, int64_t length, const 
 }
 
 }  // namespace
+
+ShardOptimizer::ShardOptimizer(std::vector<GroupOptions> groups) : groups_(std::move(groups)) {}
+
+ShardOptimizer::~ShardOptimizer() = default;
+
+int64_t ShardOptimizer::slice_count() const { return static_cast<int64_t>(slices_.size()); }
+
+const Slice& ShardOptimizer::slice(int64_t index) const { return slices_.at(static_cast<size_t>(index)); }
+
+const GroupOptions& ShardOptimizer::step_group(const Slice& slice) const {
+  return step_groups_[static_cast<size_t>(slice.group)];
+}
+
+at::Tensor ShardOptimizer::weights(int64_t index) { return slice(index).master; }
 
 int64_t ShardOptimizer::add_slice(Slice slice) {
   const at::Tensor& master = slice.master;
@@ -91,4 +106,4 @@ int64_t ShardOptimizer::state_bytes() {
   return bytes;
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

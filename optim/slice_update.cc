@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 // Elements of a chunk. On the host a chunk of master and gradient stays in the cache; a device wants fewer launches.
@@ -53,4 +53,4 @@ at::Tensor fused_step(double step, at::Device device) {
   return at::full({}, step, at::TensorOptions().dtype(at::kFloat).device(device));
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

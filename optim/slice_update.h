@@ -7,7 +7,7 @@
 #include <functional>
 #include <optional>
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // The dtype that states, and the arithmetic, have for a master of dtype `master`: float32, or float64 for float64.
 at::ScalarType state_type(at::ScalarType master);
@@ -29,4 +29,4 @@ std::optional<at::Tensor> fused_grad_scale(double gradient_scale, at::Device dev
 // The step number in the form these kernels take.
 at::Tensor fused_step(double step, at::Device device);
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -8,7 +8,7 @@
 #include "core/check.h"
 #include "optim/host_threads.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 // Elements: threads begin at cache lines of every array, and get enough of them to be worth waking.
@@ -70,4 +70,4 @@ void update_slice(const SliceTensors& slice, const VectorKernel& kernel, const s
   if (slice.copy.defined() && !copied) slice.copy.copy_(slice.master);
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

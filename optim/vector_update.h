@@ -10,7 +10,7 @@
 
 #include "optim/kernels/slice_arrays.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // The kernels' name of a dtype; nothing where they do not know it.
 std::optional<ValueType> value_type(at::ScalarType type);
@@ -32,4 +32,4 @@ using VectorKernel = std::function<void(const SliceArrays& arrays, int64_t begin
 // Otherwise runs `libtorch`, which updates master and states itself. No gradients are recorded.
 void update_slice(const SliceTensors& slice, const VectorKernel& kernel, const std::function<void()>& libtorch);
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -1,4 +1,4 @@
-#include "pipeline/layer_spec.h"
+#include "dsengine/layer_spec.h"
 
 #include <c10/util/Type.h>
 

@@ -1,4 +1,4 @@
-#include "pipeline/pipeline_module.h"
+#include "dsengine/pipeline.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -14,6 +14,7 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "pipeline/stage_placement.h"
 
 namespace ds::pipeline {
 namespace {
@@ -63,6 +64,8 @@ void LossFunction::require_one(const Tensors& outputs, const Tensors& labels) {
   require(outputs.size() == 1 && labels.size() == 1, "the loss takes one output and one label tensor, found ",
           outputs.size(), " and ", labels.size(), "; give the pipeline a loss of (const Tensors&, const Tensors&)");
 }
+
+PipelineModule::~PipelineModule() = default;
 
 PipelineModule::PipelineModule(std::vector<LayerSpec> layers, PipelineOptions options)
     : torch::nn::Module("PipelineModule"), layers_(std::move(layers)), options_(std::move(options)) {

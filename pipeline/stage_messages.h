@@ -17,9 +17,9 @@
 #include <utility>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "core/text.h"
-#include "pipeline/layer_spec.h"
+#include "dsengine/comm.h"
+#include "dsengine/layer_spec.h"
 
 namespace ds::pipeline {
 

@@ -14,8 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "pipeline/micro_batch.h"
-#include "pipeline/pipeline_module.h"
+#include "dsengine/pipeline.h"
 #include "pipeline/schedule/schedule.h"
 #include "pipeline/stage_backward.h"
 #include "pipeline/stage_messages.h"

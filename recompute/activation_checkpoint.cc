@@ -1,4 +1,4 @@
-#include "recompute/activation_checkpoint.h"
+#include "dsengine/activation_checkpoint.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>

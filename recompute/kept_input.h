@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "recompute/activation_checkpoint.h"
+#include "dsengine/activation_checkpoint.h"
 #include "recompute/slot_pool.h"
 
 namespace ds::recompute {

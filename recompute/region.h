@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "recompute/activation_checkpoint.h"
+#include "dsengine/activation_checkpoint.h"
 #include "recompute/checkpoint_thread.h"
 #include "recompute/execution_state.h"
 #include "recompute/kept_input.h"

@@ -8,15 +8,15 @@
 
 #include "core/check.h"
 #include "core/json/json_convert.h"
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
 #include "engine/plan/plan.h"
 #include "zero/memory_model.h"
 
 namespace ds::tool {
 namespace {
 
-using config::DsConfig;
 using engine::Plan;
+using engine::config::DsConfig;
 using nlohmann::ordered_json;
 
 constexpr int kFine = 0;
@@ -32,7 +32,7 @@ struct Report {
 
 Report examine(const CheckOptions& options) {
   Report report;
-  report.config = config::parse(options.config, {.world_size = options.world_size, .strict = options.strict});
+  report.config = engine::config::parse(options.config, {.world_size = options.world_size, .strict = options.strict});
   const int64_t stages = report.config.pipeline.stages.value_or(1);
   if (options.parameters) report.parameters = (*options.parameters + stages - 1) / stages;
   const engine::Topology topology{.world_size = options.world_size, .dp = report.config.dp_world_size, .pipe = stages};
@@ -87,13 +87,13 @@ ordered_json to_json(const Report& report) {
     plan.push_back({{"what", row.what}, {"choice", row.choice}, {"reason", row.reason}});
   }
   ordered_json chosen = ordered_json::array();
-  for (const config::ResolvedAuto& entry : report.config.resolved_auto) {
+  for (const engine::config::ResolvedAuto& entry : report.config.resolved_auto) {
     chosen.push_back({{"path", entry.path}, {"value", entry.value}, {"source", entry.source}});
   }
   return {{"ok", true},
           {"source", report.config.source},
           {"world_size", report.plan.topology.world_size},
-          {"config", config::to_json(report.config)},
+          {"config", engine::config::to_json(report.config)},
           {"auto", chosen},
           {"warnings", report.config.warnings},
           {"plan", plan},
@@ -124,7 +124,7 @@ void append_given(const std::string& prefix, const ordered_json& written, const 
 }
 
 Columns resolved_values(const DsConfig& config) {
-  const ordered_json resolved = config::to_json(config);
+  const ordered_json resolved = engine::config::to_json(config);
   Columns rows;
   for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
     rows.emplace_back(key, cat(resolved[key].dump(), config.given(key) ? "" : " (derived)"));
@@ -142,7 +142,7 @@ void print(const Report& report, std::ostream& out) {
   if (report.config.elastic) out << "\nElasticity\n  " << elastic_in_words(report) << '\n';
   if (!report.config.resolved_auto.empty()) {
     Columns rows;
-    for (const config::ResolvedAuto& entry : report.config.resolved_auto) {
+    for (const engine::config::ResolvedAuto& entry : report.config.resolved_auto) {
       rows.emplace_back(entry.path, cat(shown(entry.value), " from ", entry.source));
     }
     out << "\n\"auto\" became\n";

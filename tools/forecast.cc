@@ -78,7 +78,7 @@ std::string ranks_text(const PipeRank& rank, const Forecast& forecast) {
 
 Table head_of(const Forecast& forecast) {
   const Simulation& simulation = forecast.simulation;
-  const config::DsConfig& config = forecast.config;
+  const engine::config::DsConfig& config = forecast.config;
   const engine::Topology& topology = simulation.plan.topology;
   const std::string chunks = simulation.chunks > 1 ? cat(" x ", simulation.chunks, " stages") : "";
   return {{"ranks", cat(topology.world_size, " = pipeline ", topology.pipe, chunks, " x data parallel ", topology.dp,

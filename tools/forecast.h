@@ -7,7 +7,7 @@
 #include <optional>
 #include <ostream>
 
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
 #include "tools/machine.h"
 #include "tools/simulation.h"
 
@@ -16,7 +16,7 @@ namespace ds::tool {
 inline constexpr double kGibibyte = 1024.0 * 1024.0 * 1024.0;
 
 struct Forecast {
-  config::DsConfig config;
+  engine::config::DsConfig config;
   Machine machine;
   int64_t parameters = 0;  // of the model
   size_t layers = 0;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
 #include "tools/forecast.h"
 #include "tools/simulation.h"
 
@@ -71,7 +71,7 @@ std::vector<StageTimes> measured_times(const SimulateOptions& options) {
   return times;
 }
 
-std::vector<LayerCost> model_of(const SimulateOptions& options, const config::DsConfig& config) {
+std::vector<LayerCost> model_of(const SimulateOptions& options, const engine::config::DsConfig& config) {
   const bool sums = options.parameters || options.flops || options.activation_bytes || options.message_bytes;
   const bool gpt = options.hidden || options.heads || options.vocab;
   require<ConfigError>(sums != gpt, "ds-tool simulate: expected a GPT (--layers, --hidden, --heads, --seq_len and ",
@@ -135,7 +135,7 @@ Forecast examine(const SimulateOptions& options) {
   Forecast forecast;
   SimulationQuestion question;
   question.machine = machine_of(options);
-  question.config = config::parse(options.config, {.world_size = options.ranks, .strict = options.strict});
+  question.config = engine::config::parse(options.config, {.world_size = options.ranks, .strict = options.strict});
   question.layers = model_of(options, question.config);
   question.activation_checkpoint_interval =
       options.activation_checkpointing ? 1 : question.config.pipeline.activation_checkpoint_interval;

@@ -94,7 +94,7 @@ class Simulator {
   int64_t rank_at(int pipe_rank, int64_t data_rank) const { return pipe_rank * dp_ + data_rank; }
 
   const SimulationQuestion& question_;
-  const config::DsConfig& config_;
+  const engine::config::DsConfig& config_;
   const Machine& machine_;
   int64_t dp_ = 1;
   int pipe_ = 1;

@@ -30,7 +30,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
 #include "engine/plan/plan.h"
 #include "pipeline/schedule/schedule_timing.h"
 #include "tools/machine.h"
@@ -39,7 +39,7 @@
 namespace ds::tool {
 
 struct SimulationQuestion {
-  config::DsConfig config;  // parsed for all ranks
+  engine::config::DsConfig config;  // parsed for all ranks
   Machine machine;
   std::vector<LayerCost> layers;
   int64_t activation_checkpoint_interval = 0;     // so many layers are computed again together; 0: none

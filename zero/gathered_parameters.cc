@@ -1,16 +1,54 @@
-#include "zero/gathered_parameters.h"
-
 #include <ATen/core/grad_mode.h>
 
+#include <cstdint>
 #include <exception>
+#include <memory>
+#include <string>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/op_interceptor.h"
+#include "zero/gathered_scope.h"
 
 namespace ds::zero {
 
-GatheredParameters::GatheredParameters(Scope scope)
+class GatheredParameters::Opened {
+ public:
+  explicit Opened(Scope scope);
+  ~Opened();
+  Opened(const Opened&) = delete;
+  Opened& operator=(const Opened&) = delete;
+
+  void close();
+
+ private:
+  std::vector<const Parameter*> parameters() const;
+  void watch();
+  void note_change(const at::Tensor& tensor);
+  void require_unchanged() const;
+  void share_changes();
+  void restore();
+  void give_back();
+  void give_back_after_failure();
+
+  Scope scope_;
+  std::vector<int64_t> versions_;  // of parameters() when the scope opened
+  // Without a modifier rank: the storages of parameters(), and the first of these that an operator was seen to change,
+  // also where its version does not tell (.data()).
+  std::unordered_set<const void*> storages_;
+  std::optional<std::string> changed_;
+  OpInterceptor watch_;
+  // With a modifier rank: the values that nothing else holds, of whole buckets and of others.
+  std::vector<std::pair<at::Tensor, at::Tensor>> before_;
+  size_t gathered_ = 0;  // buckets so far
+  bool open_ = true;
+  int exceptions_;  // under way when the scope opened
+};
+
+GatheredParameters::Opened::Opened(Scope scope)
     : scope_(std::move(scope)),
       watch_([this](const at::Tensor& tensor) { note_change(tensor); }),
       exceptions_(std::uncaught_exceptions()) {
@@ -37,7 +75,7 @@ GatheredParameters::GatheredParameters(Scope scope)
   }
 }
 
-GatheredParameters::~GatheredParameters() {
+GatheredParameters::Opened::~Opened() {
   if (!open_) return;
   try {
     if (std::uncaught_exceptions() > exceptions_) {
@@ -51,7 +89,7 @@ GatheredParameters::~GatheredParameters() {
   }
 }
 
-void GatheredParameters::close() {
+void GatheredParameters::Opened::close() {
   require(open_, "gathered parameters: close() was called twice");
   try {
     if (scope_.modifier_rank) {
@@ -66,14 +104,14 @@ void GatheredParameters::close() {
   give_back();
 }
 
-void GatheredParameters::give_back_after_failure() {
+void GatheredParameters::Opened::give_back_after_failure() {
   try {
     give_back();
   } catch (const std::exception&) {  // follows from the failure that is thrown
   }
 }
 
-std::vector<const Parameter*> GatheredParameters::parameters() const {
+std::vector<const Parameter*> GatheredParameters::Opened::parameters() const {
   std::vector<const Parameter*> all;
   for (const auto& [index, bucket] : scope_.buckets) {
     for (const Parameter& parameter : bucket->parameters()) all.push_back(&parameter);
@@ -82,14 +120,14 @@ std::vector<const Parameter*> GatheredParameters::parameters() const {
   return all;
 }
 
-void GatheredParameters::watch() {
+void GatheredParameters::Opened::watch() {
   for (const Parameter* parameter : parameters()) {
     storages_.insert(parameter->tensor.storage().unsafeGetStorageImpl());
   }
   watch_.enable();
 }
 
-void GatheredParameters::note_change(const at::Tensor& tensor) {
+void GatheredParameters::Opened::note_change(const at::Tensor& tensor) {
   if (changed_ || !storages_.contains(tensor.storage().unsafeGetStorageImpl())) return;
   if (!OpInterceptor::changes_tensor()) return;
   for (const Parameter* parameter : parameters()) {
@@ -99,7 +137,7 @@ void GatheredParameters::note_change(const at::Tensor& tensor) {
   }
 }
 
-void GatheredParameters::require_unchanged() const {
+void GatheredParameters::Opened::require_unchanged() const {
   std::optional<std::string> changed = changed_;
   const std::vector<const Parameter*> all = parameters();
   for (size_t i = 0; i < all.size() && !changed; ++i) {
@@ -110,7 +148,7 @@ void GatheredParameters::require_unchanged() const {
           "engine->gathered_parameters(parameters, /*modifier_rank=*/0) around changes");
 }
 
-void GatheredParameters::share_changes() {
+void GatheredParameters::Opened::share_changes() {
   const at::NoGradGuard no_grad;
   for (const auto& [index, bucket] : scope_.buckets) {
     if (scope_.world->size() > 1) {
@@ -126,7 +164,7 @@ void GatheredParameters::share_changes() {
   }
 }
 
-void GatheredParameters::restore() {
+void GatheredParameters::Opened::restore() {
   const at::NoGradGuard no_grad;
   for (const auto& [tensor, values] : before_) tensor.copy_(values);
   for (const auto& [index, bucket] : scope_.buckets) {
@@ -134,7 +172,7 @@ void GatheredParameters::restore() {
   }
 }
 
-void GatheredParameters::give_back() {
+void GatheredParameters::Opened::give_back() {
   open_ = false;
   watch_.disable();
   std::exception_ptr failure;
@@ -149,5 +187,11 @@ void GatheredParameters::give_back() {
   if (scope_.closed) std::exchange(scope_.closed, nullptr)();
   if (failure) std::rethrow_exception(failure);
 }
+
+GatheredParameters::GatheredParameters(Scope scope) : opened_(std::make_unique<Opened>(std::move(scope))) {}
+
+GatheredParameters::~GatheredParameters() = default;
+
+void GatheredParameters::close() { opened_->close(); }
 
 }  // namespace ds::zero

@@ -23,18 +23,18 @@ constexpr int64_t kGrain = 4 * kChunk;
 constexpr int64_t kDeviceChunk = 1 << 24;
 
 bool is_summed_on_cpu(const at::Tensor& flat) {
-  return flat.is_cpu() && flat.is_contiguous() && optim::value_type(flat.scalar_type());
+  return flat.is_cpu() && flat.is_contiguous() && optimizers::value_type(flat.scalar_type());
 }
 
 // Sums of whole chunks, added in order: the threads that made them do not matter.
-double sum_of_squares_on_cpu(const at::Tensor& flat, optim::ValueType type) {
+double sum_of_squares_on_cpu(const at::Tensor& flat, optimizers::ValueType type) {
   std::vector<double> sums(static_cast<size_t>((flat.numel() + kChunk - 1) / kChunk));
   const auto* values = static_cast<const char*>(flat.const_data_ptr());
   const auto bytes = flat.element_size();
-  optim::for_each_range(flat, kChunk, kGrain, [&](int64_t begin, int64_t end) {
+  optimizers::for_each_range(flat, kChunk, kGrain, [&](int64_t begin, int64_t end) {
     for (; begin < end; begin += kChunk) {
       sums[static_cast<size_t>(begin / kChunk)] =
-          optim::square_sum(values + begin * bytes, type, std::min(kChunk, end - begin));
+          optimizers::square_sum(values + begin * bytes, type, std::min(kChunk, end - begin));
     }
   });
   return std::accumulate(sums.begin(), sums.end(), 0.0);
@@ -57,7 +57,7 @@ at::Tensor sum_on_device(const at::Tensor& flat) {
 
 double sum_of_squares(const at::Tensor& flat) {
   const at::NoGradGuard no_grad;
-  if (is_summed_on_cpu(flat)) return sum_of_squares_on_cpu(flat, *optim::value_type(flat.scalar_type()));
+  if (is_summed_on_cpu(flat)) return sum_of_squares_on_cpu(flat, *optimizers::value_type(flat.scalar_type()));
   const auto norm = at::linalg_vector_norm(flat, 2, std::nullopt, false, at::kDouble).item<double>();
   return norm * norm;
 }

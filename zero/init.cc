@@ -1,5 +1,3 @@
-#include "zero/init.h"
-
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
@@ -12,13 +10,10 @@
 #include "core/host_memory.h"
 #include "core/log.h"
 #include "core/storage_memory.h"
-#include "zero/parameter_bucket.h"
+#include "zero/init_parameters.h"
 
 namespace ds::zero {
 namespace {
-
-// The Init of this thread: callbacks of at::RecordFunction carry no state.
-thread_local Init* building = nullptr;
 
 const void* storage_of(const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); }
 
@@ -51,13 +46,15 @@ at::Tensor padded(const at::Tensor& parameter, int64_t numel, at::Device device)
 
 }  // namespace
 
-Init::Init(std::shared_ptr<comm::Communicator> ranks, InitOptions options)
+thread_local Init::Parameters* Init::Parameters::building_ = nullptr;
+
+Init::Parameters::Parameters(std::shared_ptr<comm::Communicator> ranks, InitOptions options)
     : ranks_(std::move(ranks)),
       options_(options),
       interceptor_([this](const at::Tensor& tensor) { guarded([&] { before_read(tensor); }); }) {
   require(ranks_ != nullptr,
           "zero::Init: expected a group of ranks, found none; pass engine::init_distributed().ranks");
-  require(building == nullptr, "zero::Init: one is alive on this thread already; expected one at a time");
+  require(building_ == nullptr, "zero::Init: one is alive on this thread already; expected one at a time");
   require(options_.max_live >= 0 && options_.smallest >= 0, "zero::Init: expected max_live and smallest >= 0, found ",
           options_.max_live, " and ", options_.smallest);
   if (ranks_->size() == 1) return;
@@ -65,13 +62,13 @@ Init::Init(std::shared_ptr<comm::Communicator> ranks, InitOptions options)
           "this thread; call at::enableRecordFunction(true) before it");
   require_same_options();
   return_freed_host_memory();
-  building = this;
+  building_ = this;
   interceptor_.enable();
   made_handle_ = at::addThreadLocalCallback(
-      at::RecordFunctionCallback(nullptr, &Init::on_made).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
+      at::RecordFunctionCallback(nullptr, &Init::Parameters::on_made).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
 }
 
-void Init::require_same_options() {
+void Init::Parameters::require_same_options() {
   const at::Tensor own = at::tensor({options_.max_live, options_.smallest}, at::kLong).to(options_.device);
   at::Tensor all = at::empty({int64_t{2} * ranks_->size()}, own.options());
   ranks_->all_gather(all, own, "options of zero::Init").wait();
@@ -84,21 +81,21 @@ void Init::require_same_options() {
   }
 }
 
-Init::~Init() {
+Init::Parameters::~Parameters() {
   stop_watching();
   for (const auto& entry : entries_) {
     if (!entry->whole() && entry->parameter.storage().nbytes() == 0) take_elements(entry->parameter);
   }
 }
 
-void Init::stop_watching() {
-  if (building != this) return;
-  building = nullptr;
+void Init::Parameters::stop_watching() {
+  if (building_ != this) return;
+  building_ = nullptr;
   at::removeCallback(made_handle_);
   interceptor_.disable();
 }
 
-void Init::end() {
+void Init::Parameters::end() {
   adopts_ = false;
   candidates_.clear();
   for (size_t i = entries_.size(); i-- > 0;) {
@@ -107,11 +104,11 @@ void Init::end() {
   if (std::all_of(entries_.begin(), entries_.end(), [](const auto& entry) { return entry->whole(); })) stop_watching();
 }
 
-void Init::rethrow() {
+void Init::Parameters::rethrow() {
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
-int64_t Init::held_bytes() const {
+int64_t Init::Parameters::held_bytes() const {
   int64_t bytes = 0;
   for (const auto& entry : entries_) {
     if (!entry->whole()) bytes += static_cast<int64_t>(entry->slice.nbytes());
@@ -121,7 +118,7 @@ int64_t Init::held_bytes() const {
 
 // LibTorch only logs what a callback throws.
 template <class Action>
-void Init::guarded(const Action& action) {
+void Init::Parameters::guarded(const Action& action) {
   if (busy_) return;
   busy_ = true;
   const at::RecordFunctionGuard not_watched(/*is_enabled=*/false);
@@ -136,8 +133,8 @@ void Init::guarded(const Action& action) {
   busy_ = false;
 }
 
-void Init::on_made(const at::RecordFunction& function, at::ObserverContext* /*context*/) {
-  Init* const init = building;
+void Init::Parameters::on_made(const at::RecordFunction& function, at::ObserverContext* /*context*/) {
+  Parameters* const init = building_;
   if (init == nullptr || init->busy_ || !init->adopts_) return;
   init->guarded([&] { init->adopt_parameters(); });
   for (const c10::IValue& output : function.outputs()) {
@@ -147,7 +144,7 @@ void Init::on_made(const at::RecordFunction& function, at::ObserverContext* /*co
   }
 }
 
-void Init::made(const at::Tensor& tensor) {
+void Init::Parameters::made(const at::Tensor& tensor) {
   if (tensor.numel() < options_.smallest || !can_be_sliced(tensor)) return;
   const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   const auto known = [&](const auto& entry) { return entry->parameter.unsafeGetTensorImpl() == impl; };
@@ -157,7 +154,7 @@ void Init::made(const at::Tensor& tensor) {
 }
 
 // What requires a gradient without a graph is a parameter: module code says so after the operator that made it.
-void Init::adopt_parameters() {
+void Init::Parameters::adopt_parameters() {
   std::vector<at::Tensor> parameters;
   std::vector<WeakTensor> left;
   for (WeakTensor& candidate : candidates_) {
@@ -174,7 +171,7 @@ void Init::adopt_parameters() {
   for (const at::Tensor& parameter : parameters) adopt(parameter);
 }
 
-void Init::adopt(const at::Tensor& parameter) {
+void Init::Parameters::adopt(const at::Tensor& parameter) {
   if (!can_be_sliced(parameter) || by_storage_.contains(storage_of(parameter))) return;
   make_room(parameter.numel());
   entries_.push_back(
@@ -187,7 +184,7 @@ void Init::adopt(const at::Tensor& parameter) {
 }
 
 // Module::to() and set_data() give a parameter other memory without an operator.
-void Init::find_moved() {
+void Init::Parameters::find_moved() {
   for (const auto& entry : entries_) {
     const void* const before = entry->storage._unsafe_get_target();
     if (storage_of(entry->parameter) == before) continue;
@@ -201,7 +198,7 @@ void Init::find_moved() {
   }
 }
 
-void Init::before_read(const at::Tensor& tensor) {
+void Init::Parameters::before_read(const at::Tensor& tensor) {
   if (adopts_) adopt_parameters();
   find_moved();
   const auto found = by_storage_.find(storage_of(tensor));
@@ -215,7 +212,7 @@ void Init::before_read(const at::Tensor& tensor) {
   }
 }
 
-void Init::touch(Entry& entry) {
+void Init::Parameters::touch(Entry& entry) {
   entry.used_by = OpInterceptor::outermost_operator();
   entry.last_use = ++uses_;
   if (entry.whole()) return;
@@ -224,7 +221,7 @@ void Init::touch(Entry& entry) {
 }
 
 // Slices what was read longest ago, and not by the operator under way.
-void Init::make_room(int64_t elements) {
+void Init::Parameters::make_room(int64_t elements) {
   find_moved();
   while (live_ + elements > options_.max_live && !failed_) {
     size_t oldest = entries_.size();
@@ -244,7 +241,7 @@ void Init::make_room(int64_t elements) {
   }
 }
 
-void Init::slice(Entry& entry) {
+void Init::Parameters::slice(Entry& entry) {
   const at::Tensor& parameter = entry.parameter;
   const int64_t length = (parameter.numel() + ranks_->size() - 1) / ranks_->size();
   const at::Tensor part = at::empty({length}, parameter.options().device(options_.device).requires_grad(false));
@@ -256,7 +253,7 @@ void Init::slice(Entry& entry) {
   live_ -= parameter.numel();
 }
 
-void Init::gather(Entry& entry) {
+void Init::Parameters::gather(Entry& entry) {
   const at::Tensor& parameter = entry.parameter;
   take_memory(parameter);
   live_ += parameter.numel();
@@ -276,19 +273,32 @@ void Init::gather(Entry& entry) {
   }
 }
 
-void Init::drop(size_t index) {
+void Init::Parameters::drop(size_t index) {
   const Entry& entry = *entries_[index];
   if (entry.whole()) live_ -= entry.parameter.numel();
   by_storage_.erase(entry.storage._unsafe_get_target());
   entries_.erase(entries_.begin() + static_cast<std::ptrdiff_t>(index));
 }
 
-void Init::forget(const at::Tensor& parameter) {
+void Init::Parameters::forget(const at::Tensor& parameter) {
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (!entries_[i]->parameter.is_same(parameter)) continue;
     drop(i);
     return;
   }
 }
+
+Init::Init(std::shared_ptr<comm::Communicator> ranks, InitOptions options)
+    : parameters_(std::make_unique<Parameters>(std::move(ranks), options)) {}
+
+Init::~Init() = default;
+
+const std::shared_ptr<comm::Communicator>& Init::ranks() const { return parameters_->ranks(); }
+void Init::rethrow() { parameters_->rethrow(); }
+void Init::forget(const at::Tensor& parameter) { parameters_->forget(parameter); }
+void Init::end() { parameters_->end(); }
+int64_t Init::live_elements() const { return parameters_->live_elements(); }
+int64_t Init::peak_elements() const { return parameters_->peak_elements(); }
+int64_t Init::held_bytes() const { return parameters_->held_bytes(); }
 
 }  // namespace ds::zero

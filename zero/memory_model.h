@@ -11,25 +11,9 @@
 #include <optional>
 #include <vector>
 
-#include "zero/gather_limits.h"
+#include "dsengine/memory.h"
 
 namespace ds::zero {
-
-enum class Home { kDevice, kHost, kFile };
-
-// What does not stay on the device. Host memory comes in whole pages.
-struct Offload {
-  Home optimizer = Home::kDevice;   // master weights and optimizer states; reduced gradients are on the host then
-  double ratio = 1.0;               // share of the trainable elements that `optimizer` means
-  Home parameters = Home::kDevice;  // stage 3: slices of parameters
-  int64_t optimizer_buffers = 0;    // kFile: slices of the optimizer, the largest, for which there is host memory
-  int64_t parameter_buffers = 0;    // likewise of parameters
-  int64_t kept_parameters = 0;      // kFile: elements of the first slices of a rank that stay in host memory
-  bool delayed = false;             // an update runs while the next gradients arrive: both have memory, and new weights
-  bool speculative = false;         // kHost: an update may be undone: master and states are kept twice, and new weights
-  bool speculation_copies_gradient = false;  // likewise: it changes the gradient it gets
-  bool staged = false;                       // the device is not the host: gradients and weights pass through buffers
-};
 
 // Slices, the largest, in host memory on the way to a device and from it.
 inline constexpr int kWriteBackBuffers = 2;  // one is filled while the other is sent
@@ -69,17 +53,6 @@ struct MemoryQuestion {
   Offload offload;
 };
 
-struct ModelStateBytes {
-  int64_t parameters = 0;  // trainable and frozen
-  int64_t gradients = 0;   // at their peak
-  int64_t master = 0;
-  int64_t optimizer = 0;
-  int64_t buffers = 0;
-  int64_t total() const { return parameters + gradients + master + optimizer + buffers; }
-
-  bool operator==(const ModelStateBytes&) const = default;
-};
-
 // Between steps: at stage 3 without what is gathered for the operators of a pass, but gradients at their peak, where
 // they arrive bucket by bucket (a bucket that cuts a module in two may fill together with its neighbour). Throws
 // UsageError for another stage or numbers out of range.
@@ -89,15 +62,6 @@ ModelStateBytes predict_model_state(const MemoryQuestion& question);
 // Those that operators need first are updated where they are.
 std::vector<char> offloaded_buckets(const std::vector<int64_t>& buckets, const Offload& offload);
 
-// What a rank keeps beside the device.
-struct OffloadedBytes {
-  ModelStateBytes host;
-  int64_t staging = 0;  // host memory through which files and devices are read and written, or to undo updates
-  int64_t file = 0;
-  int64_t host_total() const { return host.total() + staging; }
-
-  bool operator==(const OffloadedBytes&) const = default;
-};
 OffloadedBytes predict_offloaded(const MemoryQuestion& question);
 // In float32 the slice of a parameter is its own master where both are in host memory, and no update changes one while
 // the other is read or has to be undone.
@@ -106,14 +70,6 @@ bool shares_master(const Offload& offload, bool separate_master);
 size_t kept_slices(const std::vector<StoredSlice>& slices, const Offload& offload);
 // The bytes of slices of parameters, in the order in which they are made, by where they live.
 OffloadedBytes place_parameters(const std::vector<StoredSlice>& slices, const Offload& offload);
-
-// What comes on top during a step, at most.
-struct StepBytes {
-  int64_t gathered = 0;   // parameters that are whole for operators, at once
-  int64_t secondary = 0;  // slices for the ranks of a node
-
-  bool operator==(const StepBytes&) const = default;
-};
 
 // Nothing without `gather`. Gathered parameters are bounded by the limits: what is used again within
 // max_reuse_distance, what the prefetch brings, and the buckets of the operator under way, but no more than max_live

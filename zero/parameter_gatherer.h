@@ -14,10 +14,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "core/op_interceptor.h"
+#include "dsengine/comm.h"
+#include "dsengine/memory.h"
 #include "zero/bucket_gather.h"
-#include "zero/gather_limits.h"
 #include "zero/live_buckets.h"
 #include "zero/parameter_access.h"
 #include "zero/parameter_bucket.h"

@@ -10,8 +10,8 @@
 #include <exception>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "core/op_interceptor.h"
+#include "dsengine/comm.h"
 #include "zero/parameter_access.h"
 #include "zero/parameter_bucket.h"
 

@@ -5,7 +5,7 @@
 namespace ds::zero {
 namespace {
 
-class CommunicatorExchange : public optim::SliceExchange {
+class CommunicatorExchange : public optimizers::SliceExchange {
  public:
   explicit CommunicatorExchange(comm::Communicator& communicator) : communicator_(communicator) {}
   int rank() const override { return communicator_.rank(); }
@@ -23,7 +23,7 @@ class CommunicatorExchange : public optim::SliceExchange {
   comm::Communicator& communicator_;
 };
 
-class WholeExchange : public optim::SliceExchange {
+class WholeExchange : public optimizers::SliceExchange {
  public:
   int rank() const override { return 0; }
   int size() const override { return 1; }
@@ -33,10 +33,10 @@ class WholeExchange : public optim::SliceExchange {
 
 }  // namespace
 
-std::shared_ptr<optim::SliceExchange> make_slice_exchange(comm::Communicator& communicator) {
+std::shared_ptr<optimizers::SliceExchange> make_slice_exchange(comm::Communicator& communicator) {
   return std::make_shared<CommunicatorExchange>(communicator);
 }
 
-std::shared_ptr<optim::SliceExchange> make_whole_exchange() { return std::make_shared<WholeExchange>(); }
+std::shared_ptr<optimizers::SliceExchange> make_whole_exchange() { return std::make_shared<WholeExchange>(); }
 
 }  // namespace ds::zero

@@ -25,8 +25,9 @@
 #include <vector>
 
 #include "core/check.h"
-#include "engine/engine.h"
-#include "engine/setup/init_distributed.h"
+#include "dsengine/engine.h"
+#include "dsengine/init_distributed.h"
+#include "engine/setup/rank_device.h"
 #include "examples/gpt/gpt_init.h"
 #include "examples/gpt/gpt_model.h"
 #include "offload/pinned_arena.h"

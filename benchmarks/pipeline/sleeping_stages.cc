@@ -20,8 +20,8 @@
 #include <thread>
 #include <vector>
 
-#include "engine/engine.h"
-#include "pipeline/pipeline_module.h"
+#include "dsengine/engine.h"
+#include "dsengine/pipeline.h"
 
 namespace {
 

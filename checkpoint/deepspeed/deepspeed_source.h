@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "checkpoint/source/source.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint {
 

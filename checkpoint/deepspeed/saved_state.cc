@@ -125,7 +125,7 @@ std::string precision_of(const PickleField& model) {
   return "float32";
 }
 
-optim::GroupOptions group_options(const PickleField& group) {
+optimizers::GroupOptions group_options(const PickleField& group) {
   const PickleField betas = group.at("betas");
   return {.lr = group.at("lr").number(),
           .weight_decay = group.at("weight_decay").number(),
@@ -220,12 +220,12 @@ int64_t integer_or(const PickleValue* value, int64_t fallback) {
 }
 
 // Stages 1 to 3 keep an object of DeepSpeed's LossScaler, stage 0 its numbers.
-std::optional<optim::LossScalerState> loss_scaler_of(const SavedCheckpoint& saved) {
+std::optional<optimizers::LossScalerState> loss_scaler_of(const SavedCheckpoint& saved) {
   const auto number = [](const PickleValue* value, const PickleField& where) {
     if (value == nullptr) where.fail("no cur_scale");
     return PickleField(*value, where.where()).number();
   };
-  optim::LossScalerState state;
+  optimizers::LossScalerState state;
   if (saved.stage > 0) {
     const PickleField scaler = saved.optim().at("loss_scaler");
     const PickleValue& value = scaler.value();

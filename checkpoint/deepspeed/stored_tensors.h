@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "checkpoint/pickle/torch_archive.h"
-#include "checkpoint/source/source.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint {
 

@@ -1,4 +1,4 @@
-#include "checkpoint/source/source.h"
+#include "dsengine/weights.h"
 
 #include <ATen/ops/empty.h>
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "checkpoint/source/source.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint {
 

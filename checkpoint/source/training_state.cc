@@ -7,12 +7,12 @@ namespace {
 
 using nlohmann::json;
 
-json group_to_json(const optim::GroupOptions& group) {
+json group_to_json(const optimizers::GroupOptions& group) {
   return {{"lr", group.lr},       {"weight_decay", group.weight_decay}, {"beta1", group.beta1},
           {"beta2", group.beta2}, {"momentum", group.momentum},         {"eps", group.eps}};
 }
 
-optim::GroupOptions group_from(const json& group) {
+optimizers::GroupOptions group_from(const json& group) {
   return {.lr = group.at("lr").get<double>(),
           .weight_decay = group.at("weight_decay").get<double>(),
           .beta1 = group.at("beta1").get<double>(),
@@ -39,7 +39,7 @@ json to_json(const TrainingState& state) {
   if (state.pipeline_stages > 1) result["pipeline_stages"] = state.pipeline_stages;
   if (state.optimizer) {
     json groups = json::array();
-    for (const optim::GroupOptions& group : state.optimizer->groups) groups.push_back(group_to_json(group));
+    for (const optimizers::GroupOptions& group : state.optimizer->groups) groups.push_back(group_to_json(group));
     result["optimizer"] = {
         {"type", state.optimizer->type}, {"step_count", state.optimizer->step_count}, {"groups", groups}};
   }
@@ -74,10 +74,10 @@ TrainingState training_state_from(const json& value, const std::string& where) {
     if (value.contains("loss_scaler")) {
       const json& scaler = value["loss_scaler"];
       state.loss_scaler =
-          optim::LossScalerState{.scale = scaler.at("scale").get<double>(),
-                                 .iteration = scaler.at("iteration").get<int64_t>(),
-                                 .last_overflow_iteration = scaler.at("last_overflow_iteration").get<int64_t>(),
-                                 .remaining_hysteresis = scaler.at("remaining_hysteresis").get<int64_t>()};
+          optimizers::LossScalerState{.scale = scaler.at("scale").get<double>(),
+                                      .iteration = scaler.at("iteration").get<int64_t>(),
+                                      .last_overflow_iteration = scaler.at("last_overflow_iteration").get<int64_t>(),
+                                      .remaining_hysteresis = scaler.at("remaining_hysteresis").get<int64_t>()};
     }
     if (value.contains("lr_iteration")) state.lr_iteration = value["lr_iteration"].get<int64_t>();
     if (value.contains("data")) {

@@ -7,15 +7,15 @@
 #include <string>
 #include <vector>
 
-#include "optim/group_options.h"
+#include "dsengine/lr_schedule.h"
 #include "optim/loss_scaler.h"
 
 namespace ds::checkpoint {
 
 struct OptimizerState {
-  std::string type;                         // ShardOptimizer::name()
-  int64_t step_count = 0;                   // updates applied; bias correction uses it
-  std::vector<optim::GroupOptions> groups;  // as they were at the save
+  std::string type;                              // ShardOptimizer::name()
+  int64_t step_count = 0;                        // updates applied; bias correction uses it
+  std::vector<optimizers::GroupOptions> groups;  // as they were at the save
 };
 
 // Where a sampler stands (engine/data/distributed_sampler.h): a position counted over all ranks.
@@ -37,7 +37,7 @@ struct TrainingState {
   int64_t zero_stage = 0;
   std::string precision;                    // dtype of the model's parameters: "float32", "bfloat16", "float16"
   std::optional<OptimizerState> optimizer;  // none: weights only
-  std::optional<optim::LossScalerState> loss_scaler;
+  std::optional<optimizers::LossScalerState> loss_scaler;
   std::optional<int64_t> lr_iteration;  // LrScheduler::last_batch_iteration()
   std::optional<DataPosition> data;
   nlohmann::json config = nlohmann::json::object();        // the ds_config as it was given

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <mutex>
 
+#include "comm/collective.h"
 #include "comm/local_reduce.h"
 #include "comm/operation_name.h"
 #include "comm/self_messages.h"

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

@@ -9,8 +9,8 @@
 #include <string>
 
 #include "comm/backend.h"
-#include "comm/communicator.h"
 #include "comm/meeting/rendezvous.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

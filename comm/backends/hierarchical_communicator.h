@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

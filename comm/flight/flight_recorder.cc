@@ -6,10 +6,12 @@
 #include <chrono>
 #include <thread>
 
+#include "comm/collective.h"
 #include "comm/flight/contract.h"
 #include "comm/flight/rank_list.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 namespace {

@@ -9,6 +9,7 @@
 #include <functional>
 #include <optional>
 
+#include "comm/collective.h"
 #include "comm/gloo/gloo_exchange.h"
 #include "comm/gloo/gloo_wire.h"
 #include "comm/local_reduce.h"

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "comm/gloo/gloo_backend.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

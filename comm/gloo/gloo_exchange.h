@@ -16,9 +16,9 @@
 #include <optional>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "comm/gloo/gloo_wire.h"
 #include "comm/operation_name.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

@@ -14,9 +14,10 @@
 #include <functional>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "comm/collective.h"
 #include "comm/shared_memory/shared_memory_layout.h"
 #include "comm/shared_memory/shared_memory_peers.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

@@ -8,12 +8,13 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "comm/collective.h"
 #include "comm/shared_memory/shared_memory_collectives.h"
 #include "comm/shared_memory/shared_memory_messages.h"
 #include "comm/shared_memory/shared_memory_peers.h"
 #include "comm/shared_memory/shared_region.h"
 #include "core/task_queue.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

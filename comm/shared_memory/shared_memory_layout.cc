@@ -6,6 +6,7 @@
 #include <new>
 #include <ostream>
 
+#include "comm/collective.h"
 #include "core/check.h"
 
 namespace ds::comm {

@@ -16,9 +16,9 @@
 #include <string>
 #include <type_traits>
 
-#include "comm/communicator.h"
 #include "comm/shared_memory/shared_memory_signal.h"
 #include "comm/shared_memory/shared_region.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

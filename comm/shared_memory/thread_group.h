@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 
-#include "comm/communicator.h"
 #include "comm/shared_memory/shared_region.h"
+#include "dsengine/comm.h"
 
 namespace ds::comm {
 

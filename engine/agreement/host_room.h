@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 #include "offload/host_budget.h"
 
 namespace ds::engine {

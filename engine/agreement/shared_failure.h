@@ -7,7 +7,7 @@
 #include <exception>
 #include <string>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 
 namespace ds::engine {
 

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 
 namespace ds::engine {
 

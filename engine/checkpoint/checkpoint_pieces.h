@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "checkpoint/rank_files.h"
-#include "checkpoint/source/source.h"
+#include "dsengine/weights.h"
 #include "engine/engine_impl.h"
 #include "zero/partition.h"
 

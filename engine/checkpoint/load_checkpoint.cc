@@ -10,14 +10,15 @@
 #include <utility>
 
 #include "checkpoint/module_weights.h"
-#include "checkpoint/open.h"
 #include "checkpoint/tag_folder.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "dsengine/weights.h"
 #include "engine/agreement/shared_failure.h"
 #include "engine/agreement/shared_text.h"
 #include "engine/checkpoint/checkpoint_pieces.h"
 #include "engine/checkpoint/rank_state.h"
+#include "engine/data/distributed_sampler.h"
 #include "engine/engine_impl.h"
 #include "engine/state/autocast.h"
 
@@ -336,7 +337,7 @@ class Loading {
 
   void take_groups(const checkpoint::OptimizerState& saved) {
     impl_.optimizer->set_step_count(saved.step_count);
-    std::vector<optim::GroupOptions>& groups = impl_.optimizer->groups();
+    std::vector<optimizers::GroupOptions>& groups = impl_.optimizer->groups();
     const bool says = impl_.world->rank() == 0;
     if (saved.groups.size() != groups.size()) {
       if (says) {

@@ -8,7 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/source/source.h"
+#include "checkpoint/source/training_state.h"
+#include "dsengine/weights.h"
 #include "engine/engine_impl.h"
 
 namespace ds::engine {

@@ -18,6 +18,7 @@
 #include "engine/agreement/shared_text.h"
 #include "engine/checkpoint/checkpoint_pieces.h"
 #include "engine/checkpoint/rank_state.h"
+#include "engine/data/distributed_sampler.h"
 #include "engine/engine_impl.h"
 
 namespace ds::engine {

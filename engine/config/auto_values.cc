@@ -1,6 +1,6 @@
 #include "engine/config/auto_values.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using nlohmann::ordered_json;
@@ -56,4 +56,4 @@ std::optional<AutoValue> resolve_auto(const std::string& pointer, const AutoValu
   return std::nullopt;
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -6,13 +6,13 @@
 #include <string>
 
 #include "core/json/json_fields.h"
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 
 // The value for the "auto" at a JSON pointer: what the program gave, else one computed from the model or from another
 // key of `root`; nothing: the default.
 std::optional<JsonReading::AutoValue> resolve_auto(const std::string& pointer, const AutoValues& values,
                                                    const nlohmann::ordered_json& root);
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

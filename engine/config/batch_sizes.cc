@@ -4,7 +4,7 @@
 
 #include "core/check.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 constexpr const char* kTrain = "train_batch_size";
@@ -106,4 +106,4 @@ BatchSizes resolve_batch_sizes(const GivenBatchSizes& given, int64_t dp_world_si
   return {};
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -8,7 +8,7 @@
 
 #include "core/json/json_problems.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 
 // What the file (or an "auto") gives.
 struct GivenBatchSizes {
@@ -24,4 +24,4 @@ struct BatchSizes {
 // and which settings next to it fit.
 BatchSizes resolve_batch_sizes(const GivenBatchSizes& given, int64_t dp_world_size, JsonProblems& problems);
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

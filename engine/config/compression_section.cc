@@ -1,8 +1,8 @@
-#include "engine/config/compression_section.h"
+#include "dsengine/config_training.h"
 
 #include "engine/config/describe.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 const JsonFields::Names<CompressionMethod>& method_names() {
@@ -32,4 +32,4 @@ void describe(JsonFields& json, GradientCompressionSection& s) {
   json.field("between_nodes_only", s.between_nodes_only);
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -7,7 +7,7 @@
 
 #include "core/check.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 constexpr size_t kShownCharacters = 60;
@@ -57,21 +57,22 @@ std::string ConfigSource::name() const {
   return decode_base64(text_) ? "base64 text" : text_.substr(0, kShownCharacters);
 }
 
-HjsonDocument ConfigSource::read() const {
-  if (is_object_) return {object_, {}, {}};
-  require<ConfigError>(!text_.empty(), "no ds_config: expected a path, a JSON object or base64 text");
+HjsonDocument ConfigReader::read(const ConfigSource& source) {
+  const std::string& text = source.text_;
+  if (source.is_object_) return {source.object_, {}, {}};
+  require<ConfigError>(!text.empty(), "no ds_config: expected a path, a JSON object or base64 text");
   std::error_code error;
-  const std::filesystem::path path(text_);
+  const std::filesystem::path path(text);
   if (std::filesystem::exists(path, error)) {
-    require<ConfigError>(!std::filesystem::is_directory(path, error), text_, ": expected a file, found a folder");
-    return parse_hjson(read_file(path), text_);
+    require<ConfigError>(!std::filesystem::is_directory(path, error), text, ": expected a file, found a folder");
+    return parse_hjson(read_file(path), text);
   }
-  const auto decoded = file_only_ ? std::nullopt : decode_base64(text_);
-  const bool cut = text_.size() > kShownCharacters;
+  const auto decoded = source.file_only_ ? std::nullopt : decode_base64(text);
+  const bool cut = text.size() > kShownCharacters;
   require<ConfigError>(decoded && looks_like_object(*decoded), "ds_config \"",
-                       std::string_view(text_).substr(0, kShownCharacters), cut ? "..." : "", "\": no such file",
-                       file_only_ ? "" : ", and not url-safe base64 of a JSON object either", "; check the path");
+                       std::string_view(text).substr(0, kShownCharacters), cut ? "..." : "", "\": no such file",
+                       source.file_only_ ? "" : ", and not url-safe base64 of a JSON object either", "; check the path");
   return parse_hjson(*decoded, "base64 text");
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

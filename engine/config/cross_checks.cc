@@ -5,7 +5,7 @@
 
 #include "core/check.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 constexpr int64_t kVocabularyMultiple = 8;
@@ -168,4 +168,4 @@ void check_across_sections(const DsConfig& config, JsonProblems& problems) {
   warn_without_effect(config, problems);
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

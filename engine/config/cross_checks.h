@@ -2,11 +2,11 @@
 #pragma once
 
 #include "core/json/json_problems.h"
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 
 // Errors for settings that exclude each other (both keys are named), warnings for settings without effect here.
 void check_across_sections(const DsConfig& config, JsonProblems& problems);
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

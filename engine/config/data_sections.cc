@@ -1,8 +1,8 @@
-#include "engine/config/data_sections.h"
+#include "dsengine/config_runtime.h"
 
 #include "engine/config/describe.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 void describe(JsonFields& json, CurriculumSection& s) {
@@ -97,4 +97,4 @@ void describe(JsonFields& json, AutotuningSection& s) {
   json.section("model_info", s.model_info, describe, UnknownKeys::kWarn);
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "core/json/json_fields.h"
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 
 const JsonFields::Names<DType>& dtype_names();
 
@@ -55,4 +55,4 @@ std::vector<std::string> optimizer_parameters(const std::string& type);
 std::vector<std::string> scheduler_types();
 std::vector<std::string> scheduler_parameters(const std::string& type);
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -1,4 +1,4 @@
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -7,11 +7,14 @@
 #include "core/json/json_fields.h"
 #include "engine/config/auto_values.h"
 #include "engine/config/batch_sizes.h"
+#include "engine/config/config_source.h"
 #include "engine/config/cross_checks.h"
 #include "engine/config/describe.h"
+#include "engine/config/elastic_batch.h"
 #include "engine/config/elastic_section.h"
+#include "engine/config/supported.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using nlohmann::ordered_json;
@@ -123,7 +126,7 @@ bool asks_for_strict(const ordered_json& root) {
 
 DsConfig parse(const ConfigSource& source, const ParseOptions& options) {
   require<UsageError>(options.dp_world_size > 0, "parse: expected dp_world_size > 0, found ", options.dp_world_size);
-  const HjsonDocument document = source.read();
+  const HjsonDocument document = ConfigReader::read(source);
   const std::string name = source.name();
   require<ConfigError>(document.root.is_object(), name, ": expected an object {...}, found ",
                        lazy([&] { return shown(document.root); }));
@@ -163,4 +166,4 @@ ordered_json to_json(const DsConfig& config) {
   return out;
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -8,7 +8,7 @@
 
 #include "core/check.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 // DeepSpeed's list: the highly composite numbers up to 720720.
@@ -171,4 +171,4 @@ ElasticBatch elastic_batch(const ElasticitySection& section, int64_t data_parall
   return result;
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -10,18 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "engine/config/removed_sections.h"
+#include "dsengine/config_removed.h"
 
-namespace ds::config {
-
-// Sizes count data-parallel ranks.
-struct ElasticBatch {
-  int64_t train = 0;           // global batch, the same for all valid sizes
-  std::vector<int64_t> valid;  // sizes, ascending; may be empty
-  int64_t micro = 0;           // of the asked size
-  int64_t accumulation = 0;    // of the asked size
-  int64_t train_of_valid = 0;  // what `valid` share; not `train` when the asked size is not among them (0.2)
-};
+namespace ds::engine::config {
 
 // With version 0.2, data-parallel ranks times model_parallel_size are GPUs. Throws ConfigError: what is wrong with the
 // section, without the name of the file; or that `data_parallel_size` is not valid, with the nearest sizes that are.
@@ -30,4 +21,4 @@ ElasticBatch elastic_batch(const ElasticitySection& section, int64_t data_parall
 // Sizes next to `size`: "4 or 6".
 std::string nearest_sizes(const std::vector<int64_t>& valid, int64_t size);
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -4,8 +4,9 @@
 
 #include "core/check.h"
 #include "core/json/json_convert.h"
+#include "engine/config/elastic_batch.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 constexpr const char* kSection = "/elasticity";
@@ -83,4 +84,4 @@ void resolve_elastic_batch(DsConfig& config, const char* scheduled, JsonProblems
                                  nearest_sizes(sizes.valid, config.dp_world_size), "); version 0.1 refuses them"));
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

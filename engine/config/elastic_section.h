@@ -2,9 +2,9 @@
 #pragma once
 
 #include "core/json/json_problems.h"
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 
 // Sets config.elastic and the three batch sizes for config.dp_world_size, in place of those of the file; warns of what
 // it replaces, and of a world size that changes the global batch. Mistakes of the section, and a world size that it
@@ -14,4 +14,4 @@ namespace ds::config {
 // DEEPSPEED_ELASTICITY_CONFIG); null: unknown. max_train_batch_size, micro_batch_sizes and version have to agree.
 void resolve_elastic_batch(DsConfig& config, const char* scheduled, JsonProblems& problems);
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -1,10 +1,11 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "dsengine/config.h"
 #include "engine/config/describe.h"
-#include "engine/config/ds_config.h"
+#include "engine/config/supported.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 void append_paths(const std::string& prefix, const nlohmann::ordered_json& object, std::vector<std::string>& paths) {
@@ -38,4 +39,4 @@ std::vector<std::string> known_keys() {
   return paths;
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -1,8 +1,8 @@
-#include "engine/config/monitor_sections.h"
+#include "dsengine/config_runtime.h"
 
 #include "engine/config/describe.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 
 void describe(JsonFields& json, TensorboardSection& s) {
   json.field("enabled", s.enabled);
@@ -29,4 +29,4 @@ void describe(JsonFields& json, CometSection& s) {
   json.field("mode", s.mode);
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

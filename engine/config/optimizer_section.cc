@@ -1,4 +1,4 @@
-#include "engine/config/optimizer_section.h"
+#include "dsengine/config_training.h"
 
 #include <algorithm>
 #include <cctype>
@@ -8,7 +8,7 @@
 #include "core/json/near_miss.h"
 #include "engine/config/describe.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 constexpr JsonRange kBelowOne = {.minimum = 0, .maximum = 1, .open_maximum = true};
@@ -237,4 +237,4 @@ void describe(JsonFields& json, OptimizerSection& s) {
   }
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

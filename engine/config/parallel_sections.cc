@@ -1,8 +1,8 @@
-#include "engine/config/parallel_sections.h"
+#include "dsengine/config_parallel.h"
 
 #include "engine/config/describe.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 void describe(JsonFields& json, TensorParallelGrid& s) {
@@ -89,4 +89,4 @@ void describe(JsonFields& json, ExpertParallelSection& s) {
   describe_routing(json, s);
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -1,9 +1,9 @@
-#include "engine/config/precision_sections.h"
+#include "dsengine/config_training.h"
 
 #include "core/check.h"
 #include "engine/config/describe.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 constexpr JsonRange kInteger = {.booleans = false};
@@ -76,4 +76,4 @@ void describe(JsonFields& json, DataTypesSection& s) {
   json.field_or_auto("keep_in_fp32_modules", s.keep_in_fp32_modules);
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

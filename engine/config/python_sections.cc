@@ -1,8 +1,8 @@
-#include "engine/config/python_sections.h"
+#include "dsengine/config_removed.h"
 
 #include "engine/config/describe.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 
 void describe(JsonFields& json, CompileSection& s) {
   json.field("deepcompile", s.deepcompile);
@@ -53,4 +53,4 @@ void describe(JsonFields& json, NebulaSection& s) {
   json.field("num_of_version_in_retention", s.num_of_version_in_retention);
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

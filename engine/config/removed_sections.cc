@@ -1,8 +1,8 @@
-#include "engine/config/removed_sections.h"
+#include "dsengine/config_removed.h"
 
 #include "engine/config/describe.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 void describe(JsonFields& json, LayerReductionSection& s) {
@@ -96,4 +96,4 @@ void describe(JsonFields& json, CompressionTrainingSection& s) {
   json.section("channel_pruning", s.channel_pruning, describe, UnknownKeys::kWarn);
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -1,11 +1,11 @@
-#include "engine/config/runtime_sections.h"
+#include "dsengine/config_runtime.h"
 
 #include <algorithm>
 #include <cctype>
 
 #include "engine/config/describe.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 void describe(JsonFields& json, ThroughputTimerSection& s) {
@@ -114,4 +114,4 @@ void describe(JsonFields& json, CheckpointSection& s) {
   json.field("durable", s.durable);
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -1,4 +1,4 @@
-#include "engine/config/scheduler_section.h"
+#include "dsengine/config_training.h"
 
 #include <algorithm>
 
@@ -6,7 +6,7 @@
 #include "core/json/near_miss.h"
 #include "engine/config/describe.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 
 // A number for all parameter groups, or a list with one for each.
 struct NumberOrList {
@@ -31,7 +31,7 @@ nlohmann::ordered_json to_ordered_json(const NumberOrList& value) {
 
 namespace {
 
-using optim::PerGroup;
+using optimizers::PerGroup;
 
 void per_group(JsonFields& json, const char* key, PerGroup& out) {
   NumberOrList value{out};
@@ -46,18 +46,19 @@ void per_group(JsonFields& json, const char* key, std::optional<PerGroup>& out) 
   out = value ? std::optional(value->values) : std::nullopt;
 }
 
-void warmup_type(JsonFields& json, optim::WarmupType& out) {
-  json.enumerator("warmup_type", out, {{"log", optim::WarmupType::kLog}, {"linear", optim::WarmupType::kLinear}});
+void warmup_type(JsonFields& json, optimizers::WarmupType& out) {
+  json.enumerator("warmup_type", out,
+                  {{"log", optimizers::WarmupType::kLog}, {"linear", optimizers::WarmupType::kLinear}});
 }
 
-void parameters(JsonFields& json, optim::WarmupLrOptions& s) {
+void parameters(JsonFields& json, optimizers::WarmupLrOptions& s) {
   per_group(json, "warmup_min_lr", s.warmup_min_lr);
   per_group(json, "warmup_max_lr", s.warmup_max_lr);
   json.field("warmup_num_steps", s.warmup_num_steps, above(0));
   warmup_type(json, s.warmup_type);
 }
 
-void parameters(JsonFields& json, optim::WarmupDecayLrOptions& s) {
+void parameters(JsonFields& json, optimizers::WarmupDecayLrOptions& s) {
   json.field("total_num_steps", s.total_num_steps, above(0));
   per_group(json, "warmup_min_lr", s.warmup_min_lr);
   per_group(json, "warmup_max_lr", s.warmup_max_lr);
@@ -65,7 +66,7 @@ void parameters(JsonFields& json, optim::WarmupDecayLrOptions& s) {
   warmup_type(json, s.warmup_type);
 }
 
-void parameters(JsonFields& json, optim::WarmupCosineLrOptions& s) {
+void parameters(JsonFields& json, optimizers::WarmupCosineLrOptions& s) {
   json.field("total_num_steps", s.total_num_steps, above(0));
   json.field("warmup_min_ratio", s.warmup_min_ratio);
   json.field("warmup_num_steps", s.warmup_num_steps, above(0));
@@ -73,14 +74,14 @@ void parameters(JsonFields& json, optim::WarmupCosineLrOptions& s) {
   warmup_type(json, s.warmup_type);
 }
 
-void parameters(JsonFields& json, optim::LrRangeTestOptions& s) {
+void parameters(JsonFields& json, optimizers::LrRangeTestOptions& s) {
   per_group(json, "lr_range_test_min_lr", s.lr_range_test_min_lr);
   json.field("lr_range_test_step_size", s.lr_range_test_step_size, above(0));
   json.field("lr_range_test_step_rate", s.lr_range_test_step_rate);
   json.field("lr_range_test_staircase", s.lr_range_test_staircase);
 }
 
-void parameters(JsonFields& json, optim::OneCycleOptions& s) {
+void parameters(JsonFields& json, optimizers::OneCycleOptions& s) {
   per_group(json, "cycle_min_lr", s.cycle_min_lr);
   per_group(json, "cycle_max_lr", s.cycle_max_lr);
   json.field("decay_lr_rate", s.decay_lr_rate);
@@ -97,17 +98,17 @@ void parameters(JsonFields& json, optim::OneCycleOptions& s) {
 
 struct ScheduleType {
   const char* name;
-  optim::LrScheduleOptions options;  // the defaults
+  optimizers::LrScheduleOptions options;  // the defaults
   std::vector<const char*> required;
 };
 
 const std::vector<ScheduleType>& schedule_types() {
   static const std::vector<ScheduleType> kTypes = {
-      {"WarmupLR", optim::WarmupLrOptions{}, {}},
-      {"WarmupDecayLR", optim::WarmupDecayLrOptions{}, {"total_num_steps"}},
-      {"WarmupCosineLR", optim::WarmupCosineLrOptions{}, {"total_num_steps"}},
-      {"LRRangeTest", optim::LrRangeTestOptions{}, {}},
-      {"OneCycle", optim::OneCycleOptions{}, {"cycle_min_lr", "cycle_max_lr"}}};
+      {"WarmupLR", optimizers::WarmupLrOptions{}, {}},
+      {"WarmupDecayLR", optimizers::WarmupDecayLrOptions{}, {"total_num_steps"}},
+      {"WarmupCosineLR", optimizers::WarmupCosineLrOptions{}, {"total_num_steps"}},
+      {"LRRangeTest", optimizers::LrRangeTestOptions{}, {}},
+      {"OneCycle", optimizers::OneCycleOptions{}, {"cycle_min_lr", "cycle_max_lr"}}};
   return kTypes;
 }
 
@@ -201,4 +202,4 @@ void describe(JsonFields& json, SchedulerSection& s) {
   }
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

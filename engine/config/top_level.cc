@@ -1,7 +1,8 @@
+#include "comm/backend.h"
 #include "core/check.h"
 #include "engine/config/describe.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 const JsonFields::Names<comm::Backend>& backend_names() {
@@ -133,4 +134,4 @@ void describe_top_level(JsonFields& json, DsConfig& c) {
   json.field("strict", c.strict);
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -3,9 +3,10 @@
 
 #include "core/check.h"
 #include "core/json/json_convert.h"
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
+#include "engine/config/supported.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 class Collector {
@@ -128,4 +129,4 @@ void require_supported(const DsConfig& config) {
   throw ConfigError(text);
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -1,9 +1,9 @@
-#include "engine/config/zero_section.h"
+#include "dsengine/config_parallel.h"
 
 #include "core/check.h"
 #include "engine/config/describe.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 const JsonFields::Names<OffloadDevice>& device_names() {
@@ -198,4 +198,4 @@ void describe_zero_optimization(JsonFields& json, DsConfig& config) {
   json.field("allgather_size", config.zero_optimization.allgather_bucket_size, at_least(0));
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

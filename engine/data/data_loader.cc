@@ -1,4 +1,4 @@
-#include "engine/data/data_loader.h"
+#include "dsengine/data_loader.h"
 
 #include <ATen/ops/stack.h>
 
@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "engine/data/distributed_sampler.h"
 
 namespace ds::engine {
 namespace {
@@ -42,10 +43,20 @@ int64_t TrainingData::size() const {
 }
 
 DataLoader::DataLoader(TrainingData data, const DataLoaderOptions& options)
-    : data_(std::move(data)), device_(options.device), sampler_(sampler_options(data_, options)) {}
+    : data_(std::move(data)), device_(options.device), sampler_(std::make_unique<DistributedSampler>(sampler_options(data_, options))) {}
+
+DataLoader::~DataLoader() = default;
+
+int64_t DataLoader::size() const { return sampler_->batches_per_epoch(); }
+bool DataLoader::has_equal_batches() const { return sampler_->has_equal_batches(); }
+int64_t DataLoader::epoch() const { return sampler_->state().epoch; }
+void DataLoader::set_epoch(int64_t epoch) { sampler_->set_epoch(epoch); }
+void DataLoader::set_micro_batch_size(int64_t size) { sampler_->set_batch_size(size); }
+SamplerState DataLoader::state() const { return sampler_->state(); }
+void DataLoader::load_state(const SamplerState& state) { sampler_->load_state(state); }
 
 bool DataLoader::advance() {
-  std::vector<int64_t> indices = sampler_.next_batch();
+  std::vector<int64_t> indices = sampler_->next_batch();
   if (indices.empty()) {
     batch_ = {};
     return false;

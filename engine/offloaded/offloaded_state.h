@@ -13,11 +13,11 @@
 #include <memory>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "core/reduced_gradients.h"
 #include "core/slice_store.h"
 #include "core/task_queue.h"
-#include "engine/config/ds_config.h"
+#include "dsengine/comm.h"
+#include "dsengine/config.h"
 #include "engine/offloaded/speculative_update.h"
 #include "engine/plan/plan.h"
 #include "offload/host_gradients.h"
@@ -63,20 +63,20 @@ class OffloadedState {
   // the bucket will be the master (float32 in host memory already).
   at::Tensor master_of(size_t bucket, const at::Tensor& values, bool sharded);
   // For the optimizer whose slices are the buckets. States in a file have no memory outside of use().
-  optim::StateMemory state_memory();
+  optimizers::StateMemory state_memory();
 
   // Calls `use` while master and states of the bucket are in memory. `changes`: what it writes there is kept.
   void use(size_t bucket, bool changes, const std::function<void()>& use);
   // Calls `update` for every bucket that is updated here, in order, as use() does; files are read and written beside.
   void for_each(const std::function<void(size_t bucket)>& update);
   // One update, with the new weights in `own` on the device.
-  void update(optim::ShardOptimizer& optimizer, size_t bucket, const at::Tensor& gradient, double gradient_scale,
+  void update(optimizers::ShardOptimizer& optimizer, size_t bucket, const at::Tensor& gradient, double gradient_scale,
               const at::Tensor& own);
 
   // The update of a step beside the next forward and backward (delayed parameter update, ZeRO-Offload, Ren et al.,
   // arXiv:2101.06840, section 5.2). start_update() takes the gradients that were reduced; until finish_update() the
   // optimizer belongs to the update. `prepare` sees each gradient before it is used, on the update's thread.
-  void start_update(optim::ShardOptimizer& optimizer, double gradient_scale,
+  void start_update(optimizers::ShardOptimizer& optimizer, double gradient_scale,
                     const std::function<void(const at::Tensor& gradient)>& prepare);
   bool update_runs() const { return running_ != nullptr; }
   // Returns when no update runs; what the last one made or threw is lost.

@@ -54,7 +54,7 @@ class SpeculativeUpdate final : public ReducedGradients {
   // Every gradient that arrives until end_arrivals() is the last one of its bucket. Begins the optimizer's step.
   // `gradient_scale` as of ShardOptimizer::update. `prepare`: sees each gradient before its update, on another thread;
   // may change it if there is memory for a copy.
-  void begin(optim::ShardOptimizer& optimizer, double gradient_scale,
+  void begin(optimizers::ShardOptimizer& optimizer, double gradient_scale,
              std::function<void(const at::Tensor& gradient)> prepare);
   void end_arrivals() { arriving_ = false; }
   bool begun() const { return step_.has_value(); }
@@ -69,11 +69,11 @@ class SpeculativeUpdate final : public ReducedGradients {
 
  private:
   struct Step {
-    optim::ShardOptimizer* optimizer = nullptr;
+    optimizers::ShardOptimizer* optimizer = nullptr;
     double gradient_scale = 1.0;
     std::function<void(const at::Tensor&)> prepare;
-    std::vector<optim::GroupOptions> groups;  // as begin_step() has seen them
-    int64_t step_count = 0;                   // likewise
+    std::vector<optimizers::GroupOptions> groups;  // as begin_step() has seen them
+    int64_t step_count = 0;                        // likewise
   };
 
   void update(size_t bucket);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "engine/config/supported.h"
 #include "engine/plan/plan_rows.h"
 #include "pipeline/schedule/schedule.h"
 #include "pipeline/schedule/schedule_file.h"

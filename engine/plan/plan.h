@@ -1,4 +1,4 @@
-// What will run and why: a pure function of config and ranks, decided once, printed by rank 0. Torch-free.
+// Making the plan: a pure function of config and ranks. Torch-free.
 //
 // After it nothing asks for the ZeRO stage again: the engine reads the typed fields.
 #pragma once
@@ -6,97 +6,12 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <vector>
 
-#include "engine/config/ds_config.h"
-#include "zero/gather_limits.h"
+#include "dsengine/config.h"
+#include "dsengine/plan.h"
 #include "zero/memory_model.h"
-#include "zero/reduction_policy.h"
 
 namespace ds::engine {
-
-using config::DType;
-
-// Ranks along each axis: world_size = pipe x dp, data-parallel ranks side by side.
-struct Topology {
-  int64_t world_size = 1;
-  int64_t dp = 1;
-  int64_t pipe = 1;            // ranks of a pipeline
-  int64_t ranks_per_host = 1;  // where every host has as many, consecutive ones; else 1
-};
-
-enum class LossScaling { kNone, kStatic, kDynamic };
-
-struct PlanRow {
-  std::string what;    // "gradients"
-  std::string choice;  // "reduce-scatter in every micro-batch, overlapped"
-  std::string reason;  // "zero_optimization.stage: 2"
-};
-
-struct Plan {
-  Topology topology;
-
-  DType model_dtype = DType::kFloat32;          // parameters in forward and backward
-  DType gradient_dtype = DType::kFloat32;       // gradient buckets and accumulated slices
-  DType communication_dtype = DType::kFloat32;  // on the wire when gradients are reduced
-  bool separate_master = false;                 // float32 masters beside the parameters
-  std::optional<DType> autocast;                // torch_autocast around forward
-  std::optional<DType> buffer_dtype;            // cast the module's buffers
-  bool cast_inputs = false;                     // fp16.auto_cast
-
-  zero::ReductionPolicy gradient_policy = zero::ReductionPolicy::kAllReduce;
-  bool partition_optimizer = false;  // each rank updates its slice, then the parameters are all-gathered
-  int64_t shard_ranks = 1;           // ranks that share one copy of what is partitioned; more than these hold copies
-  bool error_feedback = false;       // the optimizer compresses what ranks exchange; gradients stay local then
-  bool overlap_reduction = true;     // collectives start inside backward
-  bool average_gradients = true;     // false: sum
-  bool prescale_gradients = false;
-  double predivide_factor = 1.0;
-  int64_t bucket_elements = 500'000'000;  // upper limit of a bucket, in elements
-  // Stage 3 on several ranks: parameters are kept as slices and gathered for use.
-  std::optional<zero::GatherLimits> gather;
-  int64_t node_ranks = 1;           // above 1: ranks that hold a secondary copy of gathered parameters (hpZ)
-  int weight_bits = 0;              // 8: parameters are gathered as 8-bit integers (qwZ); 0: as they are
-  int frozen_bits = 0;              // 8: slices of frozen parameters are kept as 8-bit integers
-  int gradient_bits = 0;            // 4: gradients are reduced as 4-bit integers (qgZ); 0: as they are
-  int64_t gradient_node_ranks = 1;  // then: ranks whose gradients are added before they leave a node
-  // gradient_compression of reductions; method kNone: gradients are sent as they are, in communication_dtype.
-  config::GradientCompressionSection compression;
-  int64_t compression_node_ranks = 1;  // then: ranks that add gradients as they are before a node sends
-  int64_t persistent_numel = 0;        // stage 3: parameters of at most so many elements stay whole,
-  int64_t persistent_total = 0;        // and not more than so many in all
-  bool require_all_gradients = false;  // a parameter without gradient is an error
-
-  zero::Offload offload;             // offload_optimizer and offload_param
-  int64_t delayed_update_start = 0;  // with offload.delayed: the first optimizer step, from 1, that is delayed
-
-  bool compute_grad_norm = true;
-  double clip_norm = 1.0;   // 0 = off
-  double clip_value = 0.0;  // 0 = off
-  // Of a step whose norm is infinite or NaN; never kAuto. Without compute_grad_norm no step is judged: kContinue.
-  config::NonFiniteGradients non_finite = config::NonFiniteGradients::kContinue;
-  bool locate_non_finite = false;  // each rank looks at its gradients before they are added and reduced
-  LossScaling loss_scaling = LossScaling::kNone;
-
-  // The model is a pipeline of stages, of one too.
-  struct Pipeline {
-    std::string schedule;  // "1f1b", or the file of a program's own
-    int64_t chunks = 1;    // stages a rank
-  };
-  std::optional<Pipeline> pipeline;
-
-  std::string optimizer;  // "AdamW"; empty: the program brings its own
-  std::string schedule;   // "WarmupLR"; empty: constant, or the program's
-  comm::Backend backend = comm::Backend::kAuto;
-
-  std::vector<PlanRow> rows;
-  std::optional<int64_t> parameters;
-  std::optional<zero::ModelStateBytes> bytes;  // predicted per rank, when `parameters` is known
-  zero::StepBytes step_bytes;                  // likewise, on top during a step
-  zero::OffloadedBytes offloaded_bytes;        // likewise, beside the device
-  int64_t activation_bytes = 0;                // likewise: what PlanFacts says
-  int64_t compression_bytes = 0;               // likewise: what gradient_compression remembers, on the device
-};
 
 // What the program adds to the config.
 struct PlanFacts {
@@ -117,8 +32,5 @@ Plan make_plan(const config::DsConfig& config, const Topology& topology, const P
 // The question that predicts the memory of `plan` for a model of so many trainable elements. Whoever knows the buckets
 // fills them in for an exact answer.
 zero::MemoryQuestion memory_question(const config::DsConfig& config, const Plan& plan, int64_t parameters);
-
-// Aligned text, one line per row.
-std::string to_table(const Plan& plan);
 
 }  // namespace ds::engine

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/backend.h"
 #include "core/check.h"
 #include "pipeline/schedule/schedule.h"
 #include "pipeline/schedule/schedule_file.h"

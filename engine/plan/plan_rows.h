@@ -1,7 +1,7 @@
 // What a plan says of itself: a row for each choice, with its reason. Torch-free.
 #pragma once
 
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
 #include "engine/plan/plan.h"
 
 namespace ds::engine {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/data/data_loader.h"
+#include "dsengine/data_loader.h"
 
 namespace ds::engine {
 

@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "core/log.h"
-#include "engine/engine.h"
+#include "dsengine/activation_checkpoint.h"
+#include "dsengine/engine.h"
 #include "profiling/process_memory.h"
-#include "recompute/activation_checkpoint.h"
 
 namespace ds::engine {
 namespace {

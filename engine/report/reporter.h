@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
 #include "profiling/monitor_list.h"
 #include "profiling/step_timers.h"
 #include "profiling/tensor_memory.h"

@@ -1,9 +1,12 @@
-#include "engine/setup/init_distributed.h"
+#include "dsengine/init_distributed.h"
 
 #include "comm/backends/cuda_plugin.h"
 #include "comm/backends/factory.h"
+#include "comm/flight/flight_watch.h"
+#include "comm/meeting/rendezvous.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "engine/setup/rank_device.h"
 
 namespace ds::engine {
 
@@ -32,9 +35,10 @@ int ranks_per_host(const comm::Rendezvous& meeting) {
   return meeting.local_world_size;
 }
 
-Distributed init_distributed(const InitDistributedOptions& options) {
+namespace {
+
+Distributed join(const comm::Rendezvous& meeting, const InitDistributedOptions& options) {
   Distributed result;
-  const comm::Rendezvous meeting = comm::rendezvous({.init_method = options.init_method, .timeout = options.timeout});
   result.local_rank = meeting.local_rank;
   result.ranks_per_host = ranks_per_host(meeting);
   result.device = device_of_rank(options.device, meeting.local_rank);
@@ -42,6 +46,17 @@ Distributed init_distributed(const InitDistributedOptions& options) {
   result.ranks = comm::make_communicator(meeting, result.device, options.backend);
   comm::watch_flight(meeting, *result.ranks, options.flight);
   return result;
+}
+
+}  // namespace
+
+Distributed init_distributed(const InitDistributedOptions& options) {
+  return join(comm::rendezvous({.init_method = options.init_method, .timeout = options.timeout}), options);
+}
+
+Distributed init_distributed(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                             const InitDistributedOptions& options) {
+  return join(comm::rendezvous(store, rank, world_size, options.timeout), options);
 }
 
 }  // namespace ds::engine

@@ -12,17 +12,18 @@
 #include "core/check.h"
 #include "core/host_memory.h"
 #include "core/log.h"
-#include "engine/engine.h"
+#include "dsengine/activation_checkpoint.h"
+#include "dsengine/engine.h"
+#include "dsengine/init_distributed.h"
+#include "dsengine/lr_schedule.h"
 #include "engine/engine_impl.h"
-#include "engine/setup/init_distributed.h"
 #include "engine/setup/optimizer_setup.h"
+#include "engine/setup/rank_device.h"
 #include "engine/setup/same_on_all_ranks.h"
 #include "engine/setup/seed.h"
 #include "engine/state/autocast.h"
 #include "engine/state/gradient_compression.h"
 #include "engine/state/model_layout.h"
-#include "optim/lr_schedule.h"
-#include "recompute/activation_checkpoint.h"
 
 namespace ds::engine {
 namespace {
@@ -214,7 +215,7 @@ void require_compatible_client(const InitializeOptions& options, const Plan& pla
 std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, const config::DsConfig& config,
                                            const Engine::Impl& impl) {
   if (!options.lr_scheduler && !config.scheduler.options) return nullptr;
-  std::vector<optim::GroupOptions> groups;
+  std::vector<optimizers::GroupOptions> groups;
   if (impl.client_optimizer) {
     for (const double lr : learning_rates(*impl.client_optimizer)) groups.push_back({.lr = lr});
   } else {
@@ -226,13 +227,13 @@ std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, con
     rule = LrScheduler::scaled_by(options.lr_scheduler, rates);
   } else {
     const bool betas = impl.optimizer && impl.optimizer->uses_betas();
-    rule = LrScheduler::of(optim::make_lr_schedule(*config.scheduler.options, groups, betas));
+    rule = LrScheduler::of(optimizers::make_lr_schedule(*config.scheduler.options, groups, betas));
   }
   if (impl.client_optimizer) return std::make_shared<LrScheduler>(impl.client_optimizer, std::move(rule));
   return std::make_shared<LrScheduler>(impl.optimizer, std::move(rule));
 }
 
-optim::LossScalerOptions loss_scaler_options(const config::Fp16Section& fp16) {
+optimizers::LossScalerOptions loss_scaler_options(const config::Fp16Section& fp16) {
   return {.static_scale = fp16.loss_scale,
           .initial_scale = std::ldexp(1.0, static_cast<int>(fp16.initial_scale_power)),
           .window = fp16.loss_scale_window,
@@ -286,7 +287,7 @@ std::string settings_text(const InitializeOptions& options, const config::DsConf
   std::string text = cat(config.text.dump(), options.optimizer ? " client optimizer" : "",
                          options.weights.empty() ? "" : " weights", options.init ? " init" : "");
   for (const int group : groups.group_of) text += cat(' ', group);
-  for (const optim::GroupOptions& group : groups.options) {
+  for (const optimizers::GroupOptions& group : groups.options) {
     text += cat(" lr ", group.lr, " decay ", group.weight_decay, group.non_freeze ? " dense" : "");
   }
   for (const at::Tensor& mask : groups.masks) {

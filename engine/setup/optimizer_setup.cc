@@ -15,7 +15,7 @@
 namespace ds::engine {
 namespace {
 
-optim::GroupOptions config_group(const config::OptimizerParams& params) {
+optimizers::GroupOptions config_group(const config::OptimizerParams& params) {
   return {.lr = params.lr,
           .weight_decay = params.weight_decay,
           .beta1 = params.betas[0],
@@ -24,7 +24,7 @@ optim::GroupOptions config_group(const config::OptimizerParams& params) {
           .eps = params.eps};
 }
 
-optim::GroupOptions overridden(optim::GroupOptions base, const ParameterGroup& group) {
+optimizers::GroupOptions overridden(optimizers::GroupOptions base, const ParameterGroup& group) {
   if (group.lr) base.lr = *group.lr;
   if (group.weight_decay) base.weight_decay = *group.weight_decay;
   base.non_freeze = group.non_freeze;
@@ -58,7 +58,7 @@ OptimizerGroups plan_groups(const config::OptimizerSection& section, const Model
                             const std::vector<ParameterGroup>& groups, bool part_of_model) {
   OptimizerGroups result;
   result.group_of = assign_groups(parameters.trainable, groups, part_of_model);
-  optim::GroupOptions base = config_group(section.values);
+  optimizers::GroupOptions base = config_group(section.values);
   const bool muon = section.type == "Muon";
   if (muon && section.values.muon_lr) base.lr = *section.values.muon_lr;
   result.options.push_back(base);
@@ -77,14 +77,14 @@ OptimizerGroups plan_groups(const config::OptimizerSection& section, const Model
 
   // The second half of the groups belongs to the parameters that Muon leaves to AdamW.
   const auto own_groups = static_cast<int>(result.options.size());
-  optim::GroupOptions aux = optim::default_aux_adam_options();
+  optimizers::GroupOptions aux = optimizers::default_aux_adam_options();
   aux.weight_decay = section.values.weight_decay;
   if (section.params.contains("lr")) aux.lr = section.values.lr;
   if (section.values.adam_lr) aux.lr = *section.values.adam_lr;
   result.options.push_back(aux);
   for (const ParameterGroup& group : groups) result.options.push_back(overridden(aux, group));
   for (size_t i = 0; i < parameters.infos.size(); ++i) {
-    if (!optim::uses_muon(parameters.infos[i])) result.group_of[i] += own_groups;
+    if (!optimizers::uses_muon(parameters.infos[i])) result.group_of[i] += own_groups;
   }
   return result;
 }
@@ -92,19 +92,20 @@ OptimizerGroups plan_groups(const config::OptimizerSection& section, const Model
 int64_t state_tensors(const config::OptimizerSection& section, const zero::BucketLayout& bucket,
                       const std::vector<ParameterInfo>& infos) {
   if (section.type == "Muon") {
-    return optim::uses_muon(infos[static_cast<size_t>(bucket.segments.front().parameter)]) ? 1 : 2;
+    return optimizers::uses_muon(infos[static_cast<size_t>(bucket.segments.front().parameter)]) ? 1 : 2;
   }
   return optimizer_state_bytes(section.algorithm(), section.values) / 4;
 }
 
-std::shared_ptr<optim::ShardOptimizer> build_optimizer(const config::OptimizerSection& section,
-                                                       const OptimizerGroups& groups,
-                                                       const std::vector<zero::ParameterBucket>& buckets,
-                                                       const std::vector<at::Tensor>& masters,
-                                                       const std::vector<ParameterInfo>& infos, bool partition,
-                                                       comm::Communicator& communicator, OffloadedState* offloaded) {
+std::shared_ptr<optimizers::ShardOptimizer> build_optimizer(const config::OptimizerSection& section,
+                                                            const OptimizerGroups& groups,
+                                                            const std::vector<zero::ParameterBucket>& buckets,
+                                                            const std::vector<at::Tensor>& masters,
+                                                            const std::vector<ParameterInfo>& infos, bool partition,
+                                                            comm::Communicator& communicator,
+                                                            OffloadedState* offloaded) {
   const config::OptimizerParams& values = section.values;
-  const optim::OptimizerOptions options = {
+  const optimizers::OptimizerOptions options = {
       .type = section.algorithm(),
       .groups = groups.options,
       .adam_w_mode = values.adam_w_mode,
@@ -117,8 +118,8 @@ std::shared_ptr<optim::ShardOptimizer> build_optimizer(const config::OptimizerSe
       .max_coeff = values.max_coeff,
       .min_coeff = values.min_coeff,
       .eps_inside_sqrt = values.eps_inside_sqrt,
-      .ns_method =
-          values.ns_method == "standard" ? optim::NewtonSchulzMethod::kStandard : optim::NewtonSchulzMethod::kGram,
+      .ns_method = values.ns_method == "standard" ? optimizers::NewtonSchulzMethod::kStandard
+                                                  : optimizers::NewtonSchulzMethod::kGram,
   };
   std::shared_ptr<compression::CompressedOptimizer> compressed;
   if (section.compresses()) {
@@ -135,8 +136,8 @@ std::shared_ptr<optim::ShardOptimizer> build_optimizer(const config::OptimizerSe
                                                          .deepspeed_semantics = values.deepspeed_semantics},
                                                         communicator);
   }
-  std::shared_ptr<optim::ShardOptimizer> optimizer = compressed;
-  if (!optimizer) optimizer = optim::make_optimizer(options);
+  std::shared_ptr<optimizers::ShardOptimizer> optimizer = compressed;
+  if (!optimizer) optimizer = optimizers::make_optimizer(options);
   if (offloaded) optimizer->set_state_memory(offloaded->state_memory());
   const auto exchange =
       partition && communicator.size() > 1 ? zero::make_slice_exchange(communicator) : zero::make_whole_exchange();

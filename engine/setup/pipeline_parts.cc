@@ -6,9 +6,10 @@
 #include <unordered_map>
 
 #include "core/check.h"
+#include "dsengine/activation_checkpoint.h"
 #include "pipeline/schedule/schedule_check.h"
 #include "pipeline/schedule/schedule_file.h"
-#include "recompute/activation_checkpoint.h"
+#include "pipeline/stage_placement.h"
 
 namespace ds::engine {
 namespace {

@@ -6,11 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
-#include "engine/data/data_loader.h"
+#include "dsengine/comm.h"
+#include "dsengine/data_loader.h"
+#include "dsengine/pipeline.h"
 #include "engine/state/model_layout.h"
-#include "pipeline/micro_batch.h"
-#include "pipeline/pipeline_module.h"
 #include "pipeline/schedule/schedule.h"
 #include "pipeline/stage_runner.h"
 

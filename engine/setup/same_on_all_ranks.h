@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 #include "engine/state/model_layout.h"
 
 namespace ds::engine {

@@ -9,11 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "core/segment.h"
+#include "dsengine/comm.h"
+#include "dsengine/initialize.h"
 #include "engine/offloaded/offloaded_state.h"
 #include "engine/plan/plan.h"
-#include "engine/setup/initialize_options.h"
 #include "engine/state/start_values.h"
 #include "zero/parameter_bucket.h"
 

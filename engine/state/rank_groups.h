@@ -3,8 +3,8 @@
 
 #include <memory>
 
-#include "comm/communicator.h"
 #include "comm/quantized_collectives.h"
+#include "dsengine/comm.h"
 #include "engine/plan/plan.h"
 #include "engine/state/gradient_compression.h"
 

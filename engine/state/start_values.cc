@@ -8,8 +8,8 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "dsengine/pipeline.h"
 #include "engine/agreement/shared_failure.h"
-#include "pipeline/pipeline_module.h"
 
 namespace ds::engine {
 

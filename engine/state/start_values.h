@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "core/safetensors.h"
-#include "zero/init.h"
+#include "dsengine/comm.h"
+#include "dsengine/zero.h"
 #include "zero/parameter_bucket.h"
 
 namespace ds::engine {

@@ -1,6 +1,7 @@
-#include "examples/gpt/gpt2_names.h"
+#include "gpt2_names.h"
 
 #include <ATen/core/grad_mode.h>
+#include <dsengine/weights.h>
 
 #include <array>
 #include <filesystem>
@@ -8,11 +9,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "checkpoint/weight_files.h"
-#include "core/atomic_file.h"
-#include "core/check.h"
-#include "core/safetensors.h"
-#include "core/tensor_check.h"
+#include "check.h"
+#include "whole_file.h"
 
 namespace gpt {
 namespace {
@@ -50,8 +48,8 @@ const PartName* part_of(const std::string& name) {
 std::string config_path(const std::string& folder) { return (fs::path(folder) / "config.json").string(); }
 
 int64_t natural(const json& config, const std::string& where, const char* key) {
-  ds::require<ds::ConfigError>(config.contains(key) && config[key].is_number_integer() && config[key] > 0, where, ": ",
-                               key, ": expected a positive integer, found ", config.value(key, json()));
+  require<ds::ConfigError>(config.contains(key) && config[key].is_number_integer() && config[key] > 0, where, ": ", key,
+                           ": expected a positive integer, found ", config.value(key, json()));
   return config[key];
 }
 
@@ -60,8 +58,8 @@ void require_followed(const json& config, const std::string& where) {
   const int64_t hidden = config["n_embd"];
   const auto require_value = [&](const char* key, const json& expected) {
     const json found = config.value(key, expected);
-    ds::require<ds::ConfigError>(found == expected, where, ": ", key, ": expected ", expected, ", found ", found,
-                                 "; this model computes it no other way");
+    require<ds::ConfigError>(found == expected, where, ": ", key, ": expected ", expected, ", found ", found,
+                             "; this model computes it no other way");
   };
   require_value("model_type", "gpt2");
   require_value("layer_norm_epsilon", kEpsilon);
@@ -73,8 +71,8 @@ void require_followed(const json& config, const std::string& where) {
 
 bool reads_tanh_gelu(const json& config, const std::string& where) {
   const std::string name = config.value("activation_function", "gelu_new");
-  ds::require<ds::ConfigError>(name == "gelu_new" || name == "gelu", where,
-                               ": activation_function: expected \"gelu_new\" or \"gelu\", found \"", name, "\"");
+  require<ds::ConfigError>(name == "gelu_new" || name == "gelu", where,
+                           ": activation_function: expected \"gelu_new\" or \"gelu\", found \"", name, "\"");
   return name == "gelu_new";
 }
 
@@ -98,7 +96,7 @@ bool is_transposed_in_gpt2(const std::string& name) {
 GptConfig read_gpt2_config(const std::string& folder) {
   const std::string path = config_path(folder);
   std::ifstream in(path);
-  ds::require<ds::IoError>(in.good(), path, ": cannot be read; expected a folder in Hugging Face's layout");
+  require<ds::IoError>(in.good(), path, ": cannot be read; expected a folder in Hugging Face's layout");
   try {
     const json config = json::parse(in);
     GptConfig model{.layers = natural(config, path, "n_layer"),
@@ -111,7 +109,7 @@ GptConfig read_gpt2_config(const std::string& folder) {
     model.tanh_gelu = reads_tanh_gelu(config, path);
     return model;
   } catch (const json::exception& error) {
-    throw ds::ConfigError(ds::cat(path, ": ", error.what()));
+    throw ds::ConfigError(cat(path, ": ", error.what()));
   }
 }
 
@@ -125,20 +123,19 @@ void load_gpt2_weights(Gpt& model, const std::string& folder) {
                                  ? long_name.substr(std::string(kPrefix).size())
                                  : long_name;
     const std::string path = ds::checkpoint::weight_path(name);
-    ds::require<ds::IoError>(source->contains(path), folder, ": no tensor \"", name, "\", which config.json asks for");
+    require<ds::IoError>(source->contains(path), folder, ": no tensor \"", name, "\", which config.json asks for");
     const at::Tensor stored = source->tensor(path);
     const bool transposed = is_transposed_in_gpt2(item.key());
     const at::Tensor value = transposed && stored.dim() == 2 ? stored.t() : stored;
-    ds::require<ds::IoError>(value.sizes() == item.value().sizes(), folder, ": \"", name, "\" is ",
-                             ds::describe(stored), ", config.json asks for ", item.value().sizes(),
-                             transposed ? " transposed" : "");
+    require<ds::IoError>(value.sizes() == item.value().sizes(), folder, ": \"", name, "\" is ", stored.sizes(),
+                         ", config.json asks for ", item.value().sizes(), transposed ? " transposed" : "");
     item.value().copy_(value);
     used.insert(path);
   }
   for (const auto& [path, info] : source->tensors()) {
     const bool tied_head = model.config().tie_embeddings && path == ds::checkpoint::weight_path(kHead);
-    ds::require<ds::IoError>(used.contains(path) || is_mask(path) || tied_head, folder, ": holds \"", path,
-                             "\", which this model has not");
+    require<ds::IoError>(used.contains(path) || is_mask(path) || tied_head, folder, ": holds \"", path,
+                         "\", which this model has not");
   }
 }
 
@@ -165,13 +162,13 @@ void export_gpt2(const GptConfig& config, const std::vector<std::pair<std::strin
                             {"eos_token_id", nullptr},
                             {"torch_dtype", "float32"}};
   const std::string text = description.dump(2) + "\n";
-  ds::AtomicFile file(config_path(folder));
-  file.write(text.data(), text.size());
+  WholeFile file(config_path(folder));
+  file.write(text);
   std::vector<std::pair<std::string, at::Tensor>> renamed;
   for (const auto& [name, weight] : weights) {
     renamed.emplace_back(gpt2_name(name), is_transposed_in_gpt2(name) ? weight.t() : weight);
   }
-  ds::write_safetensors((fs::path(folder) / ds::checkpoint::kWeightFile).string(), renamed, {{"format", "pt"}});
+  ds::checkpoint::write_weights((fs::path(folder) / ds::checkpoint::kWeightFile).string(), renamed, {{"format", "pt"}});
   file.commit();
 }
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "examples/gpt/gpt_model.h"
+#include "gpt_model.h"
 
 namespace gpt {
 

@@ -1,16 +1,16 @@
-#include "examples/gpt/gpt_init.h"
+#include "gpt_init.h"
 
 #include <ATen/core/grad_mode.h>
+#include <dsengine/weights.h>
 
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <set>
 #include <string_view>
 
-#include "core/check.h"
-#include "core/safetensors.h"
-#include "core/tensor_check.h"
-#include "examples/gpt/splitmix64.h"
+#include "check.h"
+#include "splitmix64.h"
 
 namespace gpt {
 namespace {
@@ -35,7 +35,7 @@ std::vector<std::string> parameter_names(const GptConfig& config) {
   std::vector<std::string> names = {"wte.weight", "wpe.weight"};
   for (int64_t i = 0; i < config.layers; ++i) {
     for (const char* layer : {"ln1", "attn.qkv", "attn.proj", "ln2", "mlp.fc", "mlp.proj"}) {
-      for (const char* parameter : {"weight", "bias"}) names.push_back(ds::cat("h.", i, ".", layer, ".", parameter));
+      for (const char* parameter : {"weight", "bias"}) names.push_back(cat("h.", i, ".", layer, ".", parameter));
     }
   }
   names.insert(names.end(), {"ln_f.weight", "ln_f.bias"});
@@ -50,7 +50,7 @@ void initialize_part(torch::nn::Module& part, const std::string& name, const Gpt
   for (const auto& item : part.named_parameters()) {
     const std::string full = name.empty() ? item.key() : name + "." + item.key();
     const auto found = std::find(names.begin(), names.end(), full);
-    ds::ensure(found != names.end(), "a GPT has parameters of known names");
+    require(found != names.end(), full, ": expected a parameter of a GPT, one of parameter_names()");
     const auto index = static_cast<uint64_t>(found - names.begin());
     const at::Tensor& parameter = item.value();
     if (full.ends_with("bias")) {
@@ -67,21 +67,23 @@ void initialize_weights(Gpt& model, uint64_t seed) { initialize_part(model, "", 
 
 void load_weights(Gpt& model, const std::string& path) {
   const at::NoGradGuard no_grad;
-  const ds::SafetensorsFile file(path);
-  const auto parameters = model.named_parameters();
-  for (const auto& item : parameters) {
-    ds::require<ds::IoError>(
-        file.contains(item.key()), path, ": no tensor \"", item.key(),
+  const auto source = ds::checkpoint::open_weights(path);
+  std::set<std::string> used;
+  for (const auto& item : model.named_parameters()) {
+    const std::string stored = ds::checkpoint::weight_path(item.key());
+    require<ds::IoError>(
+        source->contains(stored), path, ": no tensor \"", item.key(),
         "\", which this model has; --layers and --tie_embeddings must be those the weights were saved with");
-    const at::Tensor saved = file.tensor(item.key());
-    ds::require<ds::IoError>(saved.sizes() == item.value().sizes(), path, ": \"", item.key(), "\" is ",
-                             ds::describe(saved), ", this model has ", ds::describe(item.value()),
-                             "; the model flags must be those the weights were saved with");
+    const at::Tensor saved = source->tensor(stored);
+    require<ds::IoError>(saved.sizes() == item.value().sizes(), path, ": \"", item.key(), "\" is ", saved.sizes(),
+                         ", this model has ", item.value().sizes(),
+                         "; the model flags must be those the weights were saved with");
     item.value().copy_(saved);
+    used.insert(stored);
   }
-  for (const auto& entry : file.entries()) {
-    ds::require<ds::IoError>(
-        parameters.contains(entry.name), path, ": holds \"", entry.name,
+  for (const auto& [stored, info] : source->tensors()) {
+    require<ds::IoError>(
+        used.contains(stored), path, ": holds \"", ds::checkpoint::name_in("weights/", stored),
         "\", which this model has not; --layers and --tie_embeddings must be those the weights were saved with");
   }
 }

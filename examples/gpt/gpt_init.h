@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "examples/gpt/gpt_model.h"
+#include "gpt_model.h"
 
 namespace gpt {
 

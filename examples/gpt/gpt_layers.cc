@@ -1,4 +1,4 @@
-#include "examples/gpt/gpt_layers.h"
+#include "gpt_layers.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cross_entropy_loss.h>
@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/check.h"
-#include "examples/gpt/gpt_init.h"
+#include "check.h"
+#include "gpt_init.h"
 
 namespace gpt {
 namespace {
@@ -53,7 +53,7 @@ std::shared_ptr<ds::pipeline::PipelineModule> make_layers(const GptConfig& confi
                                          : LayerSpec::made_by(wte).named("wte"));
   layers.push_back(LayerSpec::made_by(wpe, add_positions).named("wpe"));
   for (int64_t i = 0; i < config.layers; ++i) {
-    const std::string name = ds::cat("h.", i);
+    const std::string name = cat("h.", i);
     layers.push_back(LayerSpec::made_by(part_of<Block>(config, seed, name, config)).named(name));
   }
   layers.push_back(LayerSpec::made_by(part_of<LayerNorm>(config, seed, "ln_f", config.hidden)).named("ln_f"));

@@ -6,8 +6,9 @@
 #include <optional>
 #include <string>
 
-#include "examples/gpt/gpt_model.h"
-#include "pipeline/pipeline_module.h"
+#include <dsengine/pipeline.h>
+
+#include "gpt_model.h"
 
 namespace gpt {
 

@@ -1,4 +1,4 @@
-#include "examples/gpt/gpt_model.h"
+#include "gpt_model.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cross_entropy_loss.h>
@@ -11,8 +11,9 @@
 
 #include <string>
 
-#include "core/check.h"
-#include "recompute/activation_checkpoint.h"
+#include <dsengine/activation_checkpoint.h>
+
+#include "check.h"
 
 namespace gpt {
 namespace {
@@ -26,11 +27,10 @@ void require_valid(const GptConfig& config) {
   for (const auto& [flag, value] :
        {std::pair{"--layers", config.layers}, std::pair{"--hidden", config.hidden}, std::pair{"--heads", config.heads},
         std::pair{"--seq_len", config.seq_len}, std::pair{"--vocab", config.vocab}}) {
-    ds::require<ds::ConfigError>(value > 0, flag, ": expected a positive number, found ", value);
+    require<ds::ConfigError>(value > 0, flag, ": expected a positive number, found ", value);
   }
-  ds::require<ds::ConfigError>(config.hidden % config.heads == 0, "--hidden ", config.hidden,
-                               " does not divide by --heads ", config.heads,
-                               "; every head takes hidden / heads channels");
+  require<ds::ConfigError>(config.hidden % config.heads == 0, "--hidden ", config.hidden,
+                           " does not divide by --heads ", config.heads, "; every head takes hidden / heads channels");
 }
 
 Linear::Linear(int64_t inputs, int64_t outputs, bool with_bias)

@@ -1,11 +1,11 @@
-#include "examples/gpt/gpt_options.h"
+#include "gpt_options.h"
 
 #include <CLI/CLI.hpp>
 #include <iostream>
 #include <map>
 
-#include "core/check.h"
-#include "examples/gpt/gpt2_names.h"
+#include "check.h"
+#include "gpt2_names.h"
 
 namespace gpt {
 namespace {
@@ -116,8 +116,8 @@ void complete(GptOptions& options, bool seq_len_given) {
   if (!options.load_hf) return;
   GptConfig model = read_gpt2_config(*options.load_hf);
   if (!seq_len_given) options.seq_len = model.seq_len;
-  ds::require<ds::ConfigError>(options.seq_len <= model.seq_len, "--seq_len ", options.seq_len, " is beyond the ",
-                               model.seq_len, " positions of ", *options.load_hf);
+  require<ds::ConfigError>(options.seq_len <= model.seq_len, "--seq_len ", options.seq_len, " is beyond the ",
+                           model.seq_len, " positions of ", *options.load_hf);
   model.freeze_embeddings = options.model.freeze_embeddings;
   model.activation_checkpointing = options.model.activation_checkpointing;
   options.model = model;
@@ -144,7 +144,7 @@ std::optional<GptOptions> parse_options(int argc, const char* const* argv) {
     std::cout << app.help();
     return std::nullopt;
   } catch (const CLI::ParseError& error) {
-    throw ds::ConfigError(ds::cat(error.what(), "; --help lists the options"));
+    throw ds::ConfigError(cat(error.what(), "; --help lists the options"));
   }
   complete(options, app.count("--seq_len") > 0);
   return options;

@@ -5,8 +5,8 @@
 #include <optional>
 #include <string>
 
-#include "examples/gpt/gpt_model.h"
-#include "examples/gpt/token_batches.h"
+#include "gpt_model.h"
+#include "token_batches.h"
 
 namespace gpt {
 

@@ -1,49 +1,58 @@
 // Trains a byte-level GPT. The whole job is in the ds_config: one process or many, ZeRO stage, precision.
 //
 //   ds-launch --num_procs 2 gpt --deepspeed_config configs/zero2.json
+#include <dsengine/engine.h>
+#include <dsengine/restart.h>
+#include <dsengine/weights.h>
+
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
 #include <iostream>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <vector>
 
-#include "comm/meeting/rendezvous_address.h"
-#include "core/atomic_file.h"
-#include "core/check.h"
-#include "core/restart_request.h"
-#include "core/safetensors.h"
-#include "engine/engine.h"
-#include "examples/gpt/gpt2_names.h"
-#include "examples/gpt/gpt_init.h"
-#include "examples/gpt/gpt_layers.h"
-#include "examples/gpt/gpt_model.h"
-#include "examples/gpt/gpt_options.h"
-#include "examples/gpt/metrics_file.h"
-#include "examples/gpt/run_checkpoints.h"
-#include "examples/gpt/run_pipeline.h"
-#include "examples/gpt/text_corpus.h"
-#include "examples/gpt/text_sampler.h"
-#include "examples/gpt/token_batches.h"
-#include "examples/gpt/training_log.h"
+#include "check.h"
+#include "gpt2_names.h"
+#include "gpt_init.h"
+#include "gpt_layers.h"
+#include "gpt_model.h"
+#include "gpt_options.h"
+#include "metrics_file.h"
+#include "run_checkpoints.h"
+#include "run_pipeline.h"
+#include "text_corpus.h"
+#include "text_sampler.h"
+#include "token_batches.h"
+#include "training_log.h"
+#include "whole_file.h"
 
 namespace gpt {
 namespace {
 
-// Before the engine knows the ranks, the environment of ds-launch, mpirun or srun does.
-bool is_first_rank() { return ds::comm::parse_rendezvous("env://", ds::comm::process_environment).rank == 0; }
+// Before the engine knows the ranks, the environment of ds-launch, mpirun or srun does. One process alone has none.
+bool is_first_rank() {
+  std::vector<const char*> names = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"};
+  if (std::getenv("SLURM_STEP_NUM_TASKS") != nullptr) names.push_back("SLURM_PROCID");
+  for (const char* name : names) {
+    if (const char* rank = std::getenv(name)) return std::string_view(rank) == "0";
+  }
+  return true;
+}
 
 // Throws ds::IoError when `file` cannot be written there.
 void probe(const std::string& folder, const char* file) {
   std::error_code failure;  // what it means for the file is said next
   std::filesystem::create_directories(folder, failure);
-  ds::AtomicFile probed((std::filesystem::path(folder) / file).string());
+  WholeFile probed((std::filesystem::path(folder) / file).string());
 }
 
 // Opens the metrics, and finds out whether the weights can be saved, before hours of training rather than after.
 std::unique_ptr<MetricsFile> open_outputs(const GptOptions& options) {
   if (!is_first_rank()) return nullptr;
-  if (options.save) ds::AtomicFile probed(*options.save);
+  if (options.save) WholeFile probed(*options.save);
   if (options.export_hf) probe(*options.export_hf, "config.json");
   if (options.save_checkpoint) probe(*options.save_checkpoint, "latest");
   if (!options.metrics) return nullptr;
@@ -76,8 +85,7 @@ BatchOptions batch_options(const GptOptions& options, const ds::engine::Engine& 
 void print_start(const GptConfig& model, const TextCorpus& corpus, const ds::engine::Engine& engine) {
   if (engine.global_rank() != 0) return;
   std::cout << "GPT of " << parameter_count(model) << " parameters on " << engine.world_size() << " x "
-            << engine.device()
-            << (engine.is_pipe_parallel() ? ds::cat(", ", engine.pipe_parallel_size(), " stages") : "")
+            << engine.device() << (engine.is_pipe_parallel() ? cat(", ", engine.pipe_parallel_size(), " stages") : "")
             << ", ZeRO stage " << engine.zero_optimization_stage() << ", " << engine.train_batch_size()
             << " sequences a step; text: " << corpus.path() << " (" << corpus.file_count() << " files, "
             << corpus.size() << " bytes)" << std::endl;
@@ -87,7 +95,7 @@ void save_weights(ds::engine::Engine& engine, const GptOptions& options) {
   if (!options.save && !options.export_hf) return;
   const auto weights = engine.fp32_state_dict();
   if (engine.global_rank() != 0) return;
-  if (options.save) ds::write_safetensors(*options.save, weights);
+  if (options.save) ds::checkpoint::write_weights(*options.save, weights);
   if (options.export_hf) export_gpt2(options.model, weights, *options.export_hf);
 }
 

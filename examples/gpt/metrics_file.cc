@@ -1,10 +1,10 @@
-#include "examples/gpt/metrics_file.h"
+#include "metrics_file.h"
 
 #include <cerrno>
 #include <nlohmann/json.hpp>
 #include <system_error>
 
-#include "core/check.h"
+#include "check.h"
 
 namespace gpt {
 
@@ -12,8 +12,8 @@ using nlohmann::ordered_json;
 
 MetricsFile::MetricsFile(const std::string& path, bool append)
     : path_(path), out_(path, append ? std::ios::app : std::ios::trunc) {
-  ds::require<ds::IoError>(out_.is_open(), path, ": cannot write metrics: ", std::generic_category().message(errno),
-                           "; check --metrics");
+  require<ds::IoError>(out_.is_open(), path, ": cannot write metrics: ", std::generic_category().message(errno),
+                       "; check --metrics");
 }
 
 void MetricsFile::write(const StepMetrics& metrics) {
@@ -40,8 +40,8 @@ void MetricsFile::write(const RunSummary& summary) {
 
 void MetricsFile::write_line(const std::string& line) {
   out_ << line << '\n' << std::flush;
-  ds::require<ds::IoError>(out_.good(), path_, ": cannot write metrics: ", std::generic_category().message(errno),
-                           "; is the disk full?");
+  require<ds::IoError>(out_.good(), path_, ": cannot write metrics: ", std::generic_category().message(errno),
+                       "; is the disk full?");
 }
 
 }  // namespace gpt

@@ -1,4 +1,4 @@
-#include "examples/gpt/progress_bar.h"
+#include "progress_bar.h"
 
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstdio>
 
-#include "core/text.h"
+#include "check.h"
 
 namespace gpt {
 namespace {
@@ -57,7 +57,7 @@ void ProgressBar::show(int64_t step, double loss, double step_seconds, int64_t t
   if (steps_shown_ > 1 && step < total_steps_ && now - last_shown_ < period) return;
   last_shown_ = now;
   // A redraw returns to the line's start and clears what the longer line before left.
-  std::fputs(ds::cat(columns_ > 0 ? "\r" : "", text(step, loss), columns_ > 0 ? "\x1b[K" : "\n").c_str(), stdout);
+  std::fputs(cat(columns_ > 0 ? "\r" : "", text(step, loss), columns_ > 0 ? "\x1b[K" : "\n").c_str(), stdout);
   std::fflush(stdout);
   line_open_ = columns_ > 0;
 }
@@ -71,9 +71,9 @@ void ProgressBar::finish() {
 std::string ProgressBar::text(int64_t step, double loss) const {
   char loss_text[32];
   std::snprintf(loss_text, sizeof loss_text, "%.3f", loss);
-  const std::string place = ds::cat("step ", step, "/", total_steps_, "  ");
-  const std::string figures = ds::cat("loss ", loss_text, "  ", grouped(tokens_per_second_), " tokens/s  ",
-                                      duration(static_cast<double>(total_steps_ - step) * seconds_per_step_), " left");
+  const std::string place = cat("step ", step, "/", total_steps_, "  ");
+  const std::string figures = cat("loss ", loss_text, "  ", grouped(tokens_per_second_), " tokens/s  ",
+                                  duration(static_cast<double>(total_steps_ - step) * seconds_per_step_), " left");
   // The bar takes what the terminal leaves; a line that wraps could not be redrawn.
   const int64_t width =
       std::min<int64_t>(kMaxBarWidth, columns_ - 1 - static_cast<int64_t>(place.size() + figures.size()) - 4);
@@ -82,8 +82,7 @@ std::string ProgressBar::text(int64_t step, double loss) const {
     return columns_ > 0 ? line.substr(0, static_cast<size_t>(columns_ - 1)) : line;
   }
   const auto done = static_cast<size_t>(width * step / total_steps_);
-  return ds::cat(place, '[', std::string(done, '#'), std::string(static_cast<size_t>(width) - done, '.'), "]  ",
-                 figures);
+  return cat(place, '[', std::string(done, '#'), std::string(static_cast<size_t>(width) - done, '.'), "]  ", figures);
 }
 
 int terminal_columns() {

@@ -1,9 +1,10 @@
-#include "examples/gpt/run_checkpoints.h"
+#include "run_checkpoints.h"
 
 #include <iostream>
 
-#include "core/check.h"
-#include "engine/restart.h"
+#include <dsengine/restart.h>
+
+#include "check.h"
 
 namespace gpt {
 
@@ -25,9 +26,8 @@ void RunCheckpoints::load() {
     return;
   }
   const nlohmann::json saved = loaded.client_state.value("data", nlohmann::json());
-  ds::require<ds::ConfigError>(saved.is_null() || saved == data_, loaded.path, ": that run read its data with ", saved,
-                               ", this one with ", data_,
-                               "; go on with the same --seed, --order, --seq_len and --data");
+  require<ds::ConfigError>(saved.is_null() || saved == data_, loaded.path, ": that run read its data with ", saved,
+                           ", this one with ", data_, "; go on with the same --seed, --order, --seq_len and --data");
   saved_step_ = engine_.global_steps();
   if (engine_.global_rank() == 0) {
     std::cout << "goes on from " << loaded.path << ", after step " << engine_.global_steps() << std::endl;

@@ -4,8 +4,9 @@
 #include <cstdint>
 #include <nlohmann/json.hpp>
 
-#include "engine/engine.h"
-#include "examples/gpt/gpt_options.h"
+#include <dsengine/engine.h>
+
+#include "gpt_options.h"
 
 namespace gpt {
 

@@ -1,6 +1,6 @@
-#include "examples/gpt/run_pipeline.h"
+#include "run_pipeline.h"
 
-#include "examples/gpt/training_log.h"
+#include "training_log.h"
 
 namespace gpt {
 

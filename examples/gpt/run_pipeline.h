@@ -1,12 +1,13 @@
 // Training and sampling where the model is a pipeline.
 #pragma once
 
-#include "engine/engine.h"
-#include "examples/gpt/gpt_options.h"
-#include "examples/gpt/metrics_file.h"
-#include "examples/gpt/run_checkpoints.h"
-#include "examples/gpt/text_sampler.h"
-#include "examples/gpt/token_batches.h"
+#include <dsengine/engine.h>
+
+#include "gpt_options.h"
+#include "metrics_file.h"
+#include "run_checkpoints.h"
+#include "text_sampler.h"
+#include "token_batches.h"
 
 namespace gpt {
 

@@ -1,4 +1,4 @@
-#include "examples/gpt/text_corpus.h"
+#include "text_corpus.h"
 
 #include <dirent.h>
 #include <sys/stat.h>
@@ -6,13 +6,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <limits>
+#include <memory>
 #include <system_error>
 #include <utility>
 
-#include "core/check.h"
+#include "check.h"
 
 namespace gpt {
 namespace {
@@ -21,8 +22,6 @@ namespace fs = std::filesystem;
 
 constexpr const char* kDefaultFolder = DS_GPT_DEFAULT_DATA;
 constexpr const char* kVariable = "DS_GPT_DATA";
-// The kernel allows a process some 65,000 mappings; a folder of tiny files may have more files.
-constexpr int64_t kMaxMappedFiles = 16384;
 
 struct Child {
   std::string name;
@@ -34,8 +33,7 @@ struct Child {
 // for sizes relative to the open folder: a third of the time that whole paths take, and LibTorch has 9,000 headers.
 std::vector<Child> children_of(const std::string& path) {
   const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(path.c_str()), closedir);
-  ds::require<ds::IoError>(folder != nullptr, path,
-                           ": cannot read the folder: ", std::generic_category().message(errno));
+  require<ds::IoError>(folder != nullptr, path, ": cannot read the folder: ", std::generic_category().message(errno));
   std::vector<Child> children;
   while (const dirent* entry = readdir(folder.get())) {
     if (entry->d_name[0] == '.') continue;
@@ -58,16 +56,16 @@ TextCorpus TextCorpus::open(const std::string& path, int64_t folder_limit) {
   corpus.path_ = path;
   std::error_code error;
   const fs::file_status status = fs::status(path, error);
-  ds::require<ds::IoError>(fs::exists(status), path, ": no such file or folder");
-  ds::require<ds::IoError>(fs::is_directory(status) || fs::is_regular_file(status), path,
-                           ": expected a file or a folder of text, found something else");
+  require<ds::IoError>(fs::exists(status), path, ": no such file or folder");
+  require<ds::IoError>(fs::is_directory(status) || fs::is_regular_file(status), path,
+                       ": expected a file or a folder of text, found something else");
   if (fs::is_directory(status)) {
     corpus.add_folder(path, folder_limit);
   } else {
     corpus.add_file(path, static_cast<int64_t>(fs::file_size(path)), std::numeric_limits<int64_t>::max());
   }
-  ds::require<ds::IoError>(corpus.size_ > 0, path, ": expected text, found ",
-                           fs::is_directory(status) ? "no file with content below this folder" : "an empty file");
+  require<ds::IoError>(corpus.size_ > 0, path, ": expected text, found ",
+                       fs::is_directory(status) ? "no file with content below this folder" : "an empty file");
   return corpus;
 }
 
@@ -77,10 +75,10 @@ TextCorpus TextCorpus::open_or_default(const std::optional<std::string>& data_op
     try {
       return open(variable);
     } catch (const ds::IoError& error) {
-      throw ds::IoError(ds::cat("environment variable ", kVariable, ": ", error.what()));
+      throw ds::IoError(cat("environment variable ", kVariable, ": ", error.what()));
     }
   }
-  ds::require<ds::IoError>(
+  require<ds::IoError>(
       fs::is_directory(kDefaultFolder), kDefaultFolder,
       ": the default text, the headers of the LibTorch this program was built with, is not there; pass --data "
       "FILE|DIR or set ",
@@ -91,7 +89,7 @@ TextCorpus TextCorpus::open_or_default(const std::optional<std::string>& data_op
 void TextCorpus::add_file(std::string path, int64_t bytes, int64_t limit) {
   const int64_t size = std::min(bytes, limit - size_);
   if (size <= 0) return;
-  files_.push_back({std::move(path), size_, size, nullptr});
+  files_.push_back({std::move(path), size_, size});
   size_ += size;
 }
 
@@ -107,32 +105,20 @@ void TextCorpus::add_folder(const std::string& path, int64_t limit) {
   }
 }
 
-std::span<const uint8_t> TextCorpus::bytes_of(File& file) {
-  if (!file.mapped) {
-    if (mapped_files_ == kMaxMappedFiles) {
-      for (File& other : files_) other.mapped.reset();
-      mapped_files_ = 0;
-    }
-    file.mapped = std::make_unique<ds::MappedFile>(file.path);
-    ++mapped_files_;
-  }
-  const std::span<const uint8_t> bytes = file.mapped->bytes();
-  ds::require<ds::IoError>(static_cast<int64_t>(bytes.size()) >= file.size, file.path, ": expected ", file.size,
-                           " bytes as at the start of the run, found ", bytes.size(), "; the file was changed");
-  return bytes.first(static_cast<size_t>(file.size));
-}
-
 void TextCorpus::read(int64_t offset, std::span<uint8_t> tokens) {
-  ds::require(offset >= 0 && offset + static_cast<int64_t>(tokens.size()) <= size_, "corpus: tokens ", offset, " to ",
-              offset + static_cast<int64_t>(tokens.size()), " asked for, it has ", size_);
+  require(offset >= 0 && offset + static_cast<int64_t>(tokens.size()) <= size_, "corpus: tokens ", offset, " to ",
+          offset + static_cast<int64_t>(tokens.size()), " asked for, it has ", size_);
   auto file = std::upper_bound(files_.begin(), files_.end(), offset,
                                [](int64_t position, const File& candidate) { return position < candidate.begin; });
   --file;
   auto inside = static_cast<size_t>(offset - file->begin);
   while (!tokens.empty()) {
-    const std::span<const uint8_t> bytes = bytes_of(*file).subspan(inside);
-    const size_t count = std::min(bytes.size(), tokens.size());
-    std::memcpy(tokens.data(), bytes.data(), count);
+    const size_t count = std::min(static_cast<size_t>(file->size) - inside, tokens.size());
+    std::ifstream in(file->path, std::ios::binary);
+    in.seekg(static_cast<std::streamoff>(inside));
+    in.read(reinterpret_cast<char*>(tokens.data()), static_cast<std::streamsize>(count));
+    require<ds::IoError>(in.good(), file->path, ": expected ", file->size,
+                         " bytes as at the start of the run; the file was changed or cannot be read");
     tokens = tokens.subspan(count);
     inside = 0;
     ++file;

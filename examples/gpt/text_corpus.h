@@ -3,18 +3,15 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "core/mapped_file.h"
-
 namespace gpt {
 
-// Files are mapped when their bytes are first asked for, so ranks of one machine share the pages and opening costs a
-// listing of the folder at most. Not thread safe.
+// Files are opened when their bytes are asked for: ranks of one machine share what the system has cached, and opening a
+// corpus costs a listing of the folder at most. Not thread safe.
 class TextCorpus {
  public:
   // A whole file; or the regular files below a folder, in the order of their paths (folder by folder, bytewise), hidden
@@ -41,17 +38,14 @@ class TextCorpus {
     std::string path;
     int64_t begin = 0;  // offset of its first byte
     int64_t size = 0;   // bytes that count
-    std::unique_ptr<ds::MappedFile> mapped;
   };
 
   void add_file(std::string path, int64_t bytes, int64_t limit);
   void add_folder(const std::string& path, int64_t limit);
-  std::span<const uint8_t> bytes_of(File& file);
 
   std::string path_;
   std::vector<File> files_;
   int64_t size_ = 0;
-  int64_t mapped_files_ = 0;
 };
 
 }  // namespace gpt

@@ -1,4 +1,4 @@
-#include "examples/gpt/text_sampler.h"
+#include "text_sampler.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -7,8 +7,8 @@
 #include <cmath>
 #include <vector>
 
-#include "core/check.h"
-#include "examples/gpt/splitmix64.h"
+#include "check.h"
+#include "splitmix64.h"
 
 namespace gpt {
 namespace {
@@ -59,9 +59,8 @@ size_t character_length(const std::string& text, size_t i) {
 
 std::string sample_text(const Logits& logits, const GptConfig& model, at::Device device, const std::string& prompt,
                         const SamplerOptions& options) {
-  ds::require(!prompt.empty() && options.temperature > 0,
-              "sample_text: expected a prompt and a temperature above 0, found \"", prompt, "\" and ",
-              options.temperature);
+  require(!prompt.empty() && options.temperature > 0,
+          "sample_text: expected a prompt and a temperature above 0, found \"", prompt, "\" and ", options.temperature);
   const at::NoGradGuard no_grad;
   const int64_t choices = std::min(kBytes, model.vocab);
   std::string text = prompt;

@@ -5,7 +5,7 @@
 #include <functional>
 #include <string>
 
-#include "examples/gpt/gpt_model.h"
+#include "gpt_model.h"
 
 namespace gpt {
 

@@ -1,16 +1,16 @@
-#include "examples/gpt/token_batches.h"
+#include "token_batches.h"
 
 #include <ATen/ops/empty.h>
 
-#include "core/check.h"
-#include "examples/gpt/splitmix64.h"
+#include "check.h"
+#include "splitmix64.h"
 
 namespace gpt {
 
 TokenBatches::TokenBatches(TextCorpus& corpus, const BatchOptions& options)
     : corpus_(corpus), options_(options), bytes_(static_cast<size_t>(options.seq_len + 1)) {
-  ds::require<ds::ConfigError>(corpus.size() >= options.seq_len + 2, corpus.path(), ": --seq_len ", options.seq_len,
-                               " needs a text of ", options.seq_len + 2, " bytes at least, found ", corpus.size());
+  require<ds::ConfigError>(corpus.size() >= options.seq_len + 2, corpus.path(), ": --seq_len ", options.seq_len,
+                           " needs a text of ", options.seq_len + 2, " bytes at least, found ", corpus.size());
 }
 
 int64_t TokenBatches::offset(int64_t first, int64_t b) const {
@@ -23,7 +23,7 @@ int64_t TokenBatches::offset(int64_t first, int64_t b) const {
 
 std::string TokenBatches::name(int64_t first) const {
   std::string text = "text from bytes ";
-  for (int64_t b = 0; b < options_.batch_size; ++b) text += ds::cat(b == 0 ? "" : ", ", offset(first, b));
+  for (int64_t b = 0; b < options_.batch_size; ++b) text += cat(b == 0 ? "" : ", ", offset(first, b));
   return text;
 }
 
@@ -38,9 +38,9 @@ TokenBatch TokenBatches::get(int64_t first) {
     corpus_.read(start, bytes_);
     for (int64_t i = 0; i <= time; ++i) {
       const int64_t token = bytes_[static_cast<size_t>(i)];
-      ds::require<ds::ConfigError>(token < options_.vocab, corpus_.path(), ": byte ", token, " at offset ", start + i,
-                                   " is no token of --vocab ", options_.vocab,
-                                   "; bytes are tokens: --vocab 256 takes all of them");
+      require<ds::ConfigError>(token < options_.vocab, corpus_.path(), ": byte ", token, " at offset ", start + i,
+                               " is no token of --vocab ", options_.vocab,
+                               "; bytes are tokens: --vocab 256 takes all of them");
       if (i < time) data[b * time + i] = token;
       if (i > 0) target[b * time + i - 1] = token;
     }

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "examples/gpt/text_corpus.h"
+#include "text_corpus.h"
 
 namespace gpt {
 

@@ -1,4 +1,4 @@
-#include "examples/gpt/training_log.h"
+#include "training_log.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -6,11 +6,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 #include <string>
+#include <string_view>
 
-#include "core/check.h"
-#include "examples/gpt/gpt_init.h"
-#include "profiling/process_memory.h"
+#include "check.h"
+#include "gpt_init.h"
 
 namespace gpt {
 namespace {
@@ -20,6 +21,16 @@ double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());
   return *middle;
+}
+
+// The most memory that this process has had so far, as Linux counts it: "VmHWM:    1234 kB".
+int64_t peak_resident_bytes() {
+  constexpr std::string_view kKey = "VmHWM:";
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with(kKey)) return std::stoll(line.substr(kKey.size())) * 1024;
+  }
+  throw ds::IoError("memory of this process: expected a line \"VmHWM:\" in /proc/self/status, found none");
 }
 
 }  // namespace
@@ -79,10 +90,10 @@ double TrainingLog::mean_loss() {
   for (int rank = 0; rank < ranks; ++rank) {
     if (!std::isfinite(values[rank])) {
       if (progress_) progress_->finish();
-      throw ds::Error(ds::cat(
-          "step ", steps_seen_, ": the loss of rank ", rank, " is ", values[rank],
-          ", expected a finite number; training has diverged: lower the learning rate, lengthen its warm-up or set "
-          "gradient_clipping"));
+      throw ds::Error(
+          cat("step ", steps_seen_, ": the loss of rank ", rank, " is ", values[rank],
+              ", expected a finite number; training has diverged: lower the learning rate, lengthen its warm-up or set "
+              "gradient_clipping"));
     }
     sum += values[rank];
   }
@@ -97,8 +108,7 @@ void TrainingLog::finish() {
 
 RunSummary TrainingLog::summary() const {
   const at::Tensor own =
-      at::tensor({ds::profiling::peak_resident_bytes(), engine_.model_state_bytes().total(), engine_.comm_bytes_sent()},
-                 at::kLong)
+      at::tensor({peak_resident_bytes(), engine_.model_state_bytes().total(), engine_.comm_bytes_sent()}, at::kLong)
           .to(engine_.device());
   at::Tensor all = at::empty({int64_t{3} * engine_.world_size()}, own.options());
   engine_.world().all_gather(all, own, "summary").wait();

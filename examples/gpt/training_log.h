@@ -8,10 +8,11 @@
 #include <optional>
 #include <vector>
 
-#include "engine/engine.h"
-#include "examples/gpt/gpt_options.h"
-#include "examples/gpt/metrics_file.h"
-#include "examples/gpt/progress_bar.h"
+#include <dsengine/engine.h>
+
+#include "gpt_options.h"
+#include "metrics_file.h"
+#include "progress_bar.h"
 
 namespace gpt {
 

@@ -9,7 +9,7 @@
 #include "optim/kernels/slice_pass-inl.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace ds::optim::HWY_NAMESPACE {
+namespace ds::optimizers::HWY_NAMESPACE {
 
 struct AdagradUpdate {
   AdagradCoefficients c;
@@ -28,11 +28,11 @@ void adagrad_pass(const AdagradCoefficients& coefficients, const SliceArrays& ar
   slice_pass(AdagradUpdate{coefficients}, arrays, begin, end);
 }
 
-}  // namespace ds::optim::HWY_NAMESPACE
+}  // namespace ds::optimizers::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
-namespace ds::optim {
+namespace ds::optimizers {
 
 HWY_EXPORT(adagrad_pass);
 
@@ -41,5 +41,5 @@ void adagrad_kernel(const AdagradCoefficients& coefficients, const SliceArrays& 
   (coefficients, arrays, static_cast<size_t>(begin), static_cast<size_t>(end));
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers
 #endif  // HWY_ONCE

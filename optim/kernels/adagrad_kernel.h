@@ -9,7 +9,7 @@
 
 #include "optim/kernels/slice_arrays.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 struct AdagradCoefficients {
   float l2 = 0.0F;          // weight decay
@@ -20,4 +20,4 @@ struct AdagradCoefficients {
 // Elements `begin` to `end` - 1. State: s.
 void adagrad_kernel(const AdagradCoefficients& coefficients, const SliceArrays& arrays, int64_t begin, int64_t end);
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -9,7 +9,7 @@
 #include "optim/kernels/slice_pass-inl.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace ds::optim::HWY_NAMESPACE {
+namespace ds::optimizers::HWY_NAMESPACE {
 
 template <bool kAmsgrad>
 class AdamUpdate {
@@ -49,11 +49,11 @@ void adam_pass(const AdamCoefficients& coefficients, const SliceArrays& arrays, 
   slice_pass(AdamUpdate<false>(coefficients), arrays, begin, end);
 }
 
-}  // namespace ds::optim::HWY_NAMESPACE
+}  // namespace ds::optimizers::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
-namespace ds::optim {
+namespace ds::optimizers {
 
 HWY_EXPORT(adam_pass);
 
@@ -62,5 +62,5 @@ void adam_kernel(const AdamCoefficients& coefficients, const SliceArrays& arrays
   (coefficients, arrays, static_cast<size_t>(begin), static_cast<size_t>(end));
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers
 #endif  // HWY_ONCE

@@ -12,7 +12,7 @@
 
 #include "optim/kernels/slice_arrays.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 struct AdamCoefficients {
   float master_decay = 1.0F;
@@ -28,4 +28,4 @@ struct AdamCoefficients {
 // Elements `begin` to `end` - 1. States: m, v, and for amsgrad the maximum of v.
 void adam_kernel(const AdamCoefficients& coefficients, const SliceArrays& arrays, int64_t begin, int64_t end);
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -22,7 +22,7 @@
 #endif
 
 HWY_BEFORE_NAMESPACE();
-namespace ds::optim::HWY_NAMESPACE {
+namespace ds::optimizers::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
 struct Float32 {
@@ -102,7 +102,7 @@ struct Float16 {
 #endif
 };
 
-}  // namespace ds::optim::HWY_NAMESPACE
+}  // namespace ds::optimizers::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #endif  // guard per target

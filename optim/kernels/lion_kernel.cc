@@ -9,7 +9,7 @@
 #include "optim/kernels/slice_pass-inl.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace ds::optim::HWY_NAMESPACE {
+namespace ds::optimizers::HWY_NAMESPACE {
 
 struct LionUpdate {
   LionCoefficients c;
@@ -29,11 +29,11 @@ void lion_pass(const LionCoefficients& coefficients, const SliceArrays& arrays, 
   slice_pass(LionUpdate{coefficients}, arrays, begin, end);
 }
 
-}  // namespace ds::optim::HWY_NAMESPACE
+}  // namespace ds::optimizers::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
-namespace ds::optim {
+namespace ds::optimizers {
 
 HWY_EXPORT(lion_pass);
 
@@ -42,5 +42,5 @@ void lion_kernel(const LionCoefficients& coefficients, const SliceArrays& arrays
   (coefficients, arrays, static_cast<size_t>(begin), static_cast<size_t>(end));
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers
 #endif  // HWY_ONCE

@@ -9,7 +9,7 @@
 
 #include "optim/kernels/slice_arrays.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 struct LionCoefficients {
   float master_decay = 1.0F;  // 1 - lr weight_decay
@@ -23,4 +23,4 @@ struct LionCoefficients {
 // Elements `begin` to `end` - 1. State: m.
 void lion_kernel(const LionCoefficients& coefficients, const SliceArrays& arrays, int64_t begin, int64_t end);
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // Types a kernel reads and writes; arithmetic is in float32. Writing rounds to nearest even, a NaN stays one.
 enum class ValueType : uint8_t { kFloat32, kBFloat16, kFloat16 };
@@ -24,4 +24,4 @@ struct SliceArrays {
   ValueType copy_type = ValueType::kFloat32;
 };
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

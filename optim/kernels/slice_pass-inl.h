@@ -21,7 +21,7 @@
 #endif
 
 HWY_BEFORE_NAMESPACE();
-namespace ds::optim::HWY_NAMESPACE {
+namespace ds::optimizers::HWY_NAMESPACE {
 
 // Elements. Four or five arrays are read at once; where the hardware follows them by itself, a twentieth to a tenth of
 // the memory's speed is left over (benchmarks/cpu_adam_bench).
@@ -131,7 +131,7 @@ void slice_pass(const Rule& rule, const SliceArrays& arrays, size_t begin, size_
   }
 }
 
-}  // namespace ds::optim::HWY_NAMESPACE
+}  // namespace ds::optimizers::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #endif  // guard per target

@@ -10,7 +10,7 @@
 #include <cstddef>
 
 HWY_BEFORE_NAMESPACE();
-namespace ds::optim::HWY_NAMESPACE {
+namespace ds::optimizers::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
@@ -22,11 +22,11 @@ void square_roots_pass(const float* values, size_t count, float* roots) {
   for (; i < count; ++i) roots[i] = std::sqrt(values[i]);
 }
 
-}  // namespace ds::optim::HWY_NAMESPACE
+}  // namespace ds::optimizers::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
-namespace ds::optim {
+namespace ds::optimizers {
 
 HWY_EXPORT(square_roots_pass);
 
@@ -34,5 +34,5 @@ void square_roots(const float* values, int64_t count, float* roots) {
   HWY_DYNAMIC_DISPATCH(square_roots_pass)(values, static_cast<size_t>(count), roots);
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers
 #endif  // HWY_ONCE

@@ -12,7 +12,7 @@
 #include "optim/kernels/float_formats-inl.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace ds::optim::HWY_NAMESPACE {
+namespace ds::optimizers::HWY_NAMESPACE {
 
 // Reads four quarters side by side: one core gets more out of the memory by four streams than by one.
 template <class Format>
@@ -59,11 +59,11 @@ double square_sum_pass(const void* values, ValueType type, size_t count) {
   }
 }
 
-}  // namespace ds::optim::HWY_NAMESPACE
+}  // namespace ds::optimizers::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
-namespace ds::optim {
+namespace ds::optimizers {
 
 HWY_EXPORT(square_sum_pass);
 
@@ -71,5 +71,5 @@ double square_sum(const void* values, ValueType type, int64_t count) {
   return HWY_DYNAMIC_DISPATCH(square_sum_pass)(values, type, static_cast<size_t>(count));
 }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers
 #endif  // HWY_ONCE

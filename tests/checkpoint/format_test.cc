@@ -1,8 +1,8 @@
 // Whose checkpoint a folder holds.
 #include "checkpoint/format.h"
 
-#include "checkpoint/open.h"
 #include "core/check.h"
+#include "dsengine/weights.h"
 #include "tests/support/scratch_folder.h"
 #include "tools/checkpoint/location.h"
 

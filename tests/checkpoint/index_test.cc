@@ -31,7 +31,7 @@ Index sample_index() {
       .step_count = 5,
       .groups = {{.lr = 0.1, .weight_decay = 1e-300, .beta1 = 1.0 / 3.0, .beta2 = 0.999, .momentum = -0.0, .eps = 1e-8},
                  {}}};
-  index.state.loss_scaler = optim::LossScalerState{
+  index.state.loss_scaler = optimizers::LossScalerState{
       .scale = 65536.0, .iteration = 9, .last_overflow_iteration = -1, .remaining_hysteresis = 2};
   index.state.lr_iteration = -1;
   index.state.data = DataPosition{.epoch = 3, .next_sample = 1LL << 40, .seed = ~0ULL};

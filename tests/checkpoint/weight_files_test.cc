@@ -5,8 +5,10 @@
 #include <fstream>
 #include <string>
 
+#include "checkpoint/source/training_state.h"
 #include "core/check.h"
 #include "core/safetensors.h"
+#include "dsengine/weights.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::checkpoint {

@@ -12,8 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "comm/collective.h"
 #include "core/check.h"
+#include "dsengine/comm.h"
 #include "tests/comm/reduction_reference.h"
 
 namespace ds::test {

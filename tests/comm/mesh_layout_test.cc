@@ -1,4 +1,4 @@
-#include "comm/mesh_layout.h"
+#include "dsengine/device_mesh.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

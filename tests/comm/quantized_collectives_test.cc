@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/collective.h"
 #include "core/check.h"
 #include "tests/comm/reduction_reference.h"
 #include "tests/support/thread_ranks.h"

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 
 namespace ds::test {
 

@@ -185,8 +185,8 @@ TEST_P(OneBitAdamTraining, EqualsTheReferenceBitByBit) {
       for (const float value : mean[0]) squares += static_cast<double>(value) * value;
       factor = std::min(1.0, c.clip_norm / (static_cast<float>(std::sqrt(squares)) + 1e-6));
     }
-    const optim::GroupOptions group{.lr = 0.02F, .weight_decay = 0.1};
-    optim::update_adam_slice(view(weights), view(mean[0]), {.count = step, .gradient_scale = factor, .group = group},
+    const optimizers::GroupOptions group{.lr = 0.02F, .weight_decay = 0.1};
+    optimizers::update_adam_slice(view(weights), view(mean[0]), {.count = step, .gradient_scale = factor, .group = group},
                              {view(average), view(variance), {}}, {});
   }
   ordered_json config = c.config("OneBitAdam");
@@ -212,16 +212,16 @@ TEST_P(OneBitLambTraining, EqualsTheReferenceBitByBit) {
   std::vector<double> coefficient(layout.parameters.size(), 0.0);
   std::vector<double> factor(layout.parameters.size(), 1.0);
   std::vector<ParameterInfo> infos;
-  optim::Slice slice{.master = view(weights), .exchange = zero::make_whole_exchange()};
+  optimizers::Slice slice{.master = view(weights), .exchange = zero::make_whole_exchange()};
   for (const auto& [begin, end] : layout.parameters) {
     slice.segments.push_back({static_cast<int64_t>(infos.size()), 0, begin, end - begin});
     infos.push_back({"p", {end - begin}, end - begin});
   }
   slice.bucket_segments = slice.segments;
   slice.parameters = &infos;
-  const optim::LambState lamb = optim::make_lamb_state(slice, view(average), view(variance), "test");
-  const optim::LambRule rule;
-  const optim::GroupOptions group{.lr = 0.02F, .weight_decay = 0.1};
+  const optimizers::LambState lamb = optimizers::make_lamb_state(slice, view(average), view(variance), "test");
+  const optimizers::LambRule rule;
+  const optimizers::GroupOptions group{.lr = 0.02F, .weight_decay = 0.1};
   for (int64_t step = 1; step <= kSteps; ++step) {
     std::vector<Values> gradients = gradients_of(model, weights, step - 1, c.world, c.accumulation);
     if (step > kFreeze) {
@@ -232,8 +232,8 @@ TEST_P(OneBitLambTraining, EqualsTheReferenceBitByBit) {
     std::vector<Values> mean = {mean_of(gradients)};
     if (c.clip_norm > 0) clip(mean, c.clip_norm);
     const at::Tensor trust =
-        optim::lamb_coefficients(rule, optim::advance_lamb(slice, lamb, rule, group, view(mean[0]), 1.0));
-    optim::apply_lamb(slice, lamb, rule, group, trust, optim::lamb_step_size(rule, group, step, step));
+        optimizers::lamb_coefficients(rule, optimizers::advance_lamb(slice, lamb, rule, group, view(mean[0]), 1.0));
+    optimizers::apply_lamb(slice, lamb, rule, group, trust, optimizers::lamb_step_size(rule, group, step, step));
     for (size_t p = 0; p < coefficient.size(); ++p) {
       const auto now = trust[static_cast<int64_t>(p)].item<double>();
       if (now != 1.0) coefficient[p] = coefficient[p] * 0.9 + now * (1 - 0.9);

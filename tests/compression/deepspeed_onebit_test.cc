@@ -34,7 +34,7 @@ at::Tensor gradient(int64_t numel, int rank, int64_t step) {
 }
 
 std::unique_ptr<CompressedOptimizer> make(const std::string& type, const json& settings, comm::Communicator& ranks) {
-  optim::OptimizerOptions options;
+  optimizers::OptimizerOptions options;
   options.type = type;
   options.groups = {{.lr = settings["lr"],
                      .weight_decay = settings["weight_decay"],

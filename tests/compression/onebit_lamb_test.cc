@@ -38,7 +38,7 @@ struct LambEnd {
 
 // A parameter of 48 elements and, behind it, one of 16 zeros without gradients.
 LambEnd train_beside_zeros(comm::Communicator& ranks, bool with_zeros, bool deepspeed_semantics) {
-  optim::OptimizerOptions options;
+  optimizers::OptimizerOptions options;
   options.type = "OneBitLamb";
   options.groups = {{.lr = 0.01, .weight_decay = 0.1, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-6}};
   compression::CompressedOptions compressed;

@@ -17,7 +17,7 @@
 namespace ds::compression {
 namespace {
 
-using optim::WithTarget;
+using optimizers::WithTarget;
 
 // Comparisons with plain tensor code are many small operators, which only wait for a second thread.
 class WithThreads {

@@ -1,6 +1,9 @@
-// Rules about the source tree itself: folder includes point down only, and no test file is forgotten.
+// Rules about the source tree itself: includes point down only and in no circle, programs see public headers alone, and
+// no test file is forgotten.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -13,6 +16,10 @@
 namespace ds {
 namespace {
 
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
 namespace fs = std::filesystem;
 
 const fs::path kRoot = DS_SOURCE_DIR;
@@ -23,8 +30,50 @@ const std::map<std::string, int> kLevels = {
     {"recompute", 2}, {"parallel", 2}, {"compression", 2}, {"pipeline", 2}, {"profiling", 2}, {"checkpoint", 3},
     {"engine", 4},    {"examples", 6}, {"benchmarks", 6},  {"tests", 6},    {"tools", 6},
 };
+constexpr int kTopLevel = 6;
 
-std::string read(const fs::path& path) {
+// Public header -> the folder that implements it, at whose level it stands.
+const std::map<std::string, std::string> kPublicHeaders = {
+    {"dsengine/activation_checkpoint.h", "recompute"},
+    {"dsengine/checkpoint.h", "engine"},
+    {"dsengine/comm.h", "comm"},
+    {"dsengine/config.h", "engine"},
+    {"dsengine/config_parallel.h", "engine"},
+    {"dsengine/config_removed.h", "engine"},
+    {"dsengine/config_runtime.h", "engine"},
+    {"dsengine/config_training.h", "engine"},
+    {"dsengine/data_loader.h", "engine"},
+    {"dsengine/device_mesh.h", "comm"},
+    {"dsengine/engine.h", "engine"},
+    {"dsengine/errors.h", "core"},
+    {"dsengine/init_distributed.h", "engine"},
+    {"dsengine/initialize.h", "engine"},
+    {"dsengine/layer_spec.h", "pipeline"},
+    {"dsengine/lr_schedule.h", "optim"},
+    {"dsengine/lr_scheduler.h", "engine"},
+    {"dsengine/memory.h", "zero"},
+    {"dsengine/optimizer.h", "optim"},
+    {"dsengine/pipeline.h", "pipeline"},
+    {"dsengine/plan.h", "engine"},
+    {"dsengine/restart.h", "core"},  // the launcher knows the exit code; the engine defines the call
+    {"dsengine/version.h", "core"},
+    {"dsengine/weights.h", "checkpoint"},
+    {"dsengine/zero.h", "zero"},
+};
+constexpr size_t kMostPublicHeaders = 25;
+constexpr int kMostLines = 230;  // of a public header
+
+// Folders whose rooms still include each other in circles.
+const std::set<std::string> kRoomsNotChecked = {"comm", "engine", "launcher"};
+
+// A file, from the root ("include/dsengine/zero.h" as "dsengine/zero.h"), and what it includes in quotes or, of ours,
+// in angles.
+struct Include {
+  std::string file;
+  std::string target;
+};
+
+std::string text_of(const fs::path& path) {
   std::ifstream in(path);
   std::stringstream text;
   text << in.rdbuf();
@@ -40,43 +89,214 @@ std::vector<fs::path> files_below(const fs::path& folder, const std::set<std::st
   return result;
 }
 
-std::vector<std::string> quoted_includes(const fs::path& path) {
-  static const std::regex kInclude(R"re(^\s*#\s*include\s*"([^"]+)")re", std::regex::multiline);
-  const std::string text = read(path);
+// All matches of the first group.
+std::vector<std::string> matches(const std::string& text, const std::regex& pattern) {
   std::vector<std::string> result;
-  for (std::sregex_iterator it(text.begin(), text.end(), kInclude), end; it != end; ++it) result.push_back((*it)[1]);
+  for (std::sregex_iterator it(text.begin(), text.end(), pattern), end; it != end; ++it) result.push_back((*it)[1]);
   return result;
 }
 
-TEST(SourceTree, FolderIncludesPointDownOnly) {
-  int checked = 0;
-  for (const auto& [folder, level] : kLevels) {
-    for (const fs::path& file : files_below(kRoot / folder, {".h", ".cc", ".cu"})) {
-      for (const std::string& include : quoted_includes(file)) {
-        const std::string target = include.substr(0, include.find('/'));
-        const auto found = kLevels.find(target);
-        if (found == kLevels.end()) {
-          EXPECT_EQ(level, 6) << fs::relative(file, kRoot) << " includes \"" << include
-                              << "\"; includes are written from the repository root, as \"core/check.h\"";
-          continue;
-        }
-        ++checked;
-        EXPECT_TRUE(target == folder || found->second < level || level == 6)
-            << fs::relative(file, kRoot) << " includes \"" << include << "\": folder " << folder << " (level " << level
-            << ") may include itself and lower levels only, " << target << " is at level " << found->second;
+// What a file includes between `open` and `close`.
+std::vector<std::string> includes_between(const fs::path& path, char open, char close) {
+  std::vector<std::string> result;
+  std::ifstream in(path);
+  for (std::string line; std::getline(in, line);) {
+    std::istringstream words(line);
+    std::string word;
+    if (!(words >> std::ws && words.get() == '#' && words >> word && word == "include")) continue;
+    words >> std::ws;
+    if (words.get() == open && std::getline(words, word, close)) result.push_back(word);
+  }
+  return result;
+}
+
+std::vector<std::string> quoted_includes(const fs::path& path) { return includes_between(path, '"', '"'); }
+std::vector<std::string> angle_includes(const fs::path& path) { return includes_between(path, '<', '>'); }
+
+std::string first_part(const std::string& path) { return path.substr(0, path.find('/')); }
+
+// "core" of "core/check.h", "zero" of "dsengine/zero.h"; empty where no folder of ours is meant.
+std::string folder_of(const std::string& path) {
+  if (const auto found = kPublicHeaders.find(path); found != kPublicHeaders.end()) return found->second;
+  const std::string folder = first_part(path);
+  return kLevels.contains(folder) ? folder : "";
+}
+
+// "comm/flight" of "comm/flight/contract.h", "comm" of "comm/subgroups.h": flat files are a room of their own.
+std::string room_of(const std::string& path) {
+  const std::string folder = first_part(path);
+  const size_t end = path.find('/', folder.size() + 1);
+  return end == std::string::npos ? folder : path.substr(0, end);
+}
+
+std::vector<Include> includes_of_the_tree() {
+  std::vector<Include> result;
+  const auto add = [&](const fs::path& root, const fs::path& folder) {
+    for (const fs::path& file : files_below(folder, {".h", ".cc", ".cu"})) {
+      for (const std::string& target : quoted_includes(file)) {
+        result.push_back({fs::relative(file, root).string(), target});
+      }
+      for (const std::string& target : angle_includes(file)) {
+        if (!folder_of(target).empty()) result.push_back({fs::relative(file, root).string(), target});
       }
     }
+  };
+  for (const auto& [folder, level] : kLevels) add(kRoot, kRoot / folder);
+  add(kRoot / "include", kRoot / "include" / "dsengine");
+  return result;
+}
+
+// Includes that point up or sideways, in words. A public header counts as a file of its folder, and includes public
+// headers only.
+std::vector<std::string> upward(const std::vector<Include>& includes) {
+  std::vector<std::string> wrong;
+  for (const auto& [file, target] : includes) {
+    const std::string from = folder_of(file);
+    const std::string to = folder_of(target);
+    if (from.empty()) {
+      wrong.push_back(file + " is a public header without a folder; name it in kPublicHeaders");
+      continue;
+    }
+    const int level = kLevels.at(from);
+    if (to.empty()) {
+      if (level == kTopLevel && !target.starts_with("dsengine/")) continue;  // a file beside it
+      wrong.push_back(
+          file + " includes \"" + target +
+          "\"; includes are written from the repository root, as \"core/check.h\", or name a public header");
+    } else if (kPublicHeaders.contains(file) && !kPublicHeaders.contains(target)) {
+      wrong.push_back(file + " includes \"" + target + "\": a public header includes public headers only");
+    } else if (to != from && kLevels.at(to) >= level && level != kTopLevel) {
+      wrong.push_back(file + " includes \"" + target + "\": folder " + from + " (level " + std::to_string(level) +
+                      ") may include itself and lower levels only, " + to + " is at level " +
+                      std::to_string(kLevels.at(to)));
+    }
   }
-  EXPECT_GT(checked, 50) << "the test must see the source tree";
+  return wrong;
+}
+
+// Rooms of one folder that include each other in a circle, in words; of each circle one.
+std::vector<std::string> circles(const std::vector<Include>& includes) {
+  std::map<std::string, std::set<std::string>> below;
+  for (const auto& [file, target] : includes) {
+    const std::string from = room_of(file);
+    const std::string to = room_of(target);
+    const bool one_folder = first_part(file) == first_part(target) && first_part(file) != "dsengine";
+    if (one_folder && from != to && kLevels.contains(first_part(file))) below[from].insert(to);
+  }
+  std::vector<std::string> found;
+  std::set<std::string> done;
+  std::vector<std::string> path;
+  const auto visit = [&](const auto& self, const std::string& room) -> void {
+    const auto begin = std::find(path.begin(), path.end(), room);
+    if (begin != path.end()) {
+      std::string text;
+      for (auto it = begin; it != path.end(); ++it) text += *it + " -> ";
+      found.push_back(text + room);
+      return;
+    }
+    if (done.contains(room)) return;
+    path.push_back(room);
+    for (const std::string& next : below[room]) self(self, next);
+    path.pop_back();
+    done.insert(room);
+  };
+  std::vector<std::string> rooms;
+  for (const auto& [room, targets] : below) rooms.push_back(room);
+  for (const std::string& room : rooms) visit(visit, room);
+  return found;
+}
+
+TEST(SourceTree, FolderIncludesPointDownOnly) {
+  const std::vector<Include> includes = includes_of_the_tree();
+  EXPECT_THAT(upward(includes), IsEmpty());
+  EXPECT_GT(includes.size(), 500U) << "the test must see the source tree";
+}
+
+TEST(SourceTree, APlantedIncludeUpwardsIsFound) {
+  const auto found = [](const std::string& file, const std::string& target) { return upward({{file, target}}); };
+  EXPECT_THAT(found("core/check.cc", "comm/subgroups.h"), ElementsAre(HasSubstr("core (level 0)")));
+  EXPECT_THAT(found("zero/init.cc", "offload/arena.h"), ElementsAre(HasSubstr("offload is at level 2")));
+  EXPECT_THAT(found("zero/init.cc", "check.h"), ElementsAre(HasSubstr("written from the repository root")));
+  EXPECT_THAT(found("comm/subgroups.cc", "dsengine/zero.h"), ElementsAre(HasSubstr("zero is at level 2")));
+  EXPECT_THAT(found("dsengine/comm.h", "dsengine/engine.h"), ElementsAre(HasSubstr("engine is at level 4")));
+  EXPECT_THAT(found("dsengine/engine.h", "core/check.h"), ElementsAre(HasSubstr("public headers only")));
+  EXPECT_THAT(found("dsengine/engine.h", "dsengine/unknown.h"), ElementsAre(HasSubstr("name a public header")));
+  EXPECT_THAT(found("dsengine/unknown.h", "dsengine/engine.h"), ElementsAre(HasSubstr("name it in kPublicHeaders")));
+  EXPECT_THAT(found("zero/init.cc", "dsengine/zero.h"), IsEmpty());
+  EXPECT_THAT(found("dsengine/engine.h", "dsengine/comm.h"), IsEmpty());
+  EXPECT_THAT(found("tests/core/hash_test.cc", "engine/engine_impl.h"), IsEmpty());
+}
+
+TEST(SourceTree, RoomsOfAFolderIncludeEachOtherInNoCircle) {
+  std::vector<Include> checked;
+  for (const Include& include : includes_of_the_tree()) {
+    if (!kRoomsNotChecked.contains(first_part(include.file))) checked.push_back(include);
+  }
+  EXPECT_THAT(circles(checked), IsEmpty());
+}
+
+TEST(SourceTree, APlantedCircleOfRoomsIsFound) {
+  EXPECT_THAT(circles({{"zero/a.h", "zero/room/b.h"}, {"zero/room/b.h", "zero/a.h"}}),
+              ElementsAre("zero -> zero/room -> zero"));
+  EXPECT_THAT(circles({{"zero/a/x.h", "zero/b/y.h"}, {"zero/b/z.cc", "zero/c/z.h"}, {"zero/c/z.h", "zero/a/x.h"}}),
+              ElementsAre("zero/a -> zero/b -> zero/c -> zero/a"));
+  EXPECT_THAT(circles({{"zero/a/x.h", "zero/b/y.h"}, {"zero/b/y.h", "zero/c.h"}, {"zero/a/z.h", "zero/c.h"}}),
+              IsEmpty());
+  EXPECT_THAT(circles({{"zero/a/x.h", "zero/a/y.h"}, {"zero/a/y.h", "zero/a/x.h"}}), IsEmpty()) << "one room";
+}
+
+TEST(SourceTree, PublicHeadersAreFewAndStandAlone) {
+  const fs::path folder = kRoot / "include";
+  const std::string cmake = text_of(kRoot / "CMakeLists.txt");
+  // LibTorch, the standard library and, for the config object, nlohmann's JSON.
+  const std::regex foreign(R"re((ATen|c10|torch)/.*|[a-z_]+|nlohmann/json\.hpp)re");
+  std::set<std::string> seen;
+  for (const fs::path& file : files_below(folder, {".h", ".cc", ".hpp"})) {
+    const std::string name = fs::relative(file, folder).string();
+    const std::string text = text_of(file);
+    seen.insert(name);
+    EXPECT_TRUE(kPublicHeaders.contains(name)) << name << " belongs to no folder; name it in kPublicHeaders";
+    EXPECT_THAT(cmake, HasSubstr("include/" + name)) << name << " is not installed";
+    EXPECT_TRUE(text.starts_with("// ")) << name << " does not say what it is";
+    EXPECT_LE(std::count(text.begin(), text.end(), '\n'), kMostLines) << name;
+    for (const std::string& include : angle_includes(file)) EXPECT_TRUE(std::regex_match(include, foreign)) << name;
+  }
+  EXPECT_EQ(seen.size(), kPublicHeaders.size());
+  EXPECT_LE(seen.size(), kMostPublicHeaders);
+}
+
+TEST(SourceTree, ExamplesIncludePublicHeadersAlone) {
+  for (const fs::path& file : files_below(kRoot / "examples", {".h", ".cc"})) {
+    for (const std::string& include : quoted_includes(file)) {
+      EXPECT_TRUE(fs::exists(file.parent_path() / include)) << file << " includes " << include;
+    }
+    for (const std::string& include : angle_includes(file)) {
+      EXPECT_FALSE(kLevels.contains(first_part(include))) << file << " includes " << include;
+    }
+  }
+}
+
+TEST(SourceTree, TheVersionOfTheHeadersIsThatOfTheProject) {
+  static const std::regex kProject(R"re(project\(dsengine VERSION ([0-9.]+))re");
+  static const std::regex kHeader(R"re(DSENGINE_VERSION "([0-9.]+)")re");
+  static const std::regex kPart(R"re(DSENGINE_VERSION_[A-Z]+ ([0-9]+))re");
+  const std::string header = text_of(kRoot / "include/dsengine/version.h");
+  const std::vector<std::string> project = matches(text_of(kRoot / "CMakeLists.txt"), kProject);
+  ASSERT_EQ(project.size(), 1U);
+  EXPECT_EQ(matches(header, kHeader), project);
+  std::string joined;
+  for (const std::string& part : matches(header, kPart)) joined += (joined.empty() ? "" : ".") + part;
+  EXPECT_EQ(joined, project[0]);
 }
 
 TEST(SourceTree, TheLauncherIncludesTheTorchFreePartOfCoreOnly) {
   for (const fs::path& file : files_below(kRoot / "launcher", {".h", ".cc"})) {
     for (const std::string& include : quoted_includes(file)) {
-      EXPECT_TRUE(include.starts_with("launcher/") || include.starts_with("core/")) << file << " includes " << include;
+      const std::string folder = folder_of(include);
+      EXPECT_TRUE(folder == "launcher" || folder == "core") << file << " includes " << include;
     }
-    EXPECT_EQ(read(file).find("#include <torch/"), std::string::npos) << file;
-    EXPECT_EQ(read(file).find("#include <ATen/"), std::string::npos) << file;
+    EXPECT_EQ(text_of(file).find("#include <torch/"), std::string::npos) << file;
+    EXPECT_EQ(text_of(file).find("#include <ATen/"), std::string::npos) << file;
   }
 }
 
@@ -87,7 +307,7 @@ TEST(SourceTree, EveryTestFileIsRegistered) {
     ++files;
     fs::path folder = file.parent_path();
     while (!fs::exists(folder / "CMakeLists.txt")) folder = folder.parent_path();  // rooms have no list of their own
-    EXPECT_NE(read(folder / "CMakeLists.txt").find(fs::relative(file, folder).string()), std::string::npos)
+    EXPECT_NE(text_of(folder / "CMakeLists.txt").find(fs::relative(file, folder).string()), std::string::npos)
         << fs::relative(file, kRoot) << " is not named in " << fs::relative(folder / "CMakeLists.txt", kRoot);
   }
   EXPECT_GT(files, 5) << "the test must see the source tree";

@@ -1,5 +1,5 @@
 // Checkpointed regions under the engine: the same training as without them, in every stage.
-#include "recompute/activation_checkpoint.h"
+#include "dsengine/activation_checkpoint.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

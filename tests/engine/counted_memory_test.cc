@@ -1,7 +1,7 @@
 // What LibTorch's allocators report against what the plan predicts.
 #include <gtest/gtest.h>
 
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "profiling/tensor_memory.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"

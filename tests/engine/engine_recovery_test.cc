@@ -182,7 +182,7 @@ TEST(Recovery, ALossScaleThatCannotFallLeavesAnEngineThatGoesOn) {
     const auto engine = start(model.ptr(), config, communicator).engine;
     const State before = copy_of(engine->fp32_state_dict());
     engine->backward(model->loss(sample(0, communicator.rank())) * std::numeric_limits<float>::infinity());
-    EXPECT_THROW(engine->step(), optim::LossScaleError);
+    EXPECT_THROW(engine->step(), optimizers::LossScaleError);
     EXPECT_EQ(engine->global_steps(), 1);
     EXPECT_EQ(engine->skipped_steps(), 1);
     engine->backward(model->loss(sample(1, communicator.rank())));

@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "core/check.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 

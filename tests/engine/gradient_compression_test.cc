@@ -3,7 +3,8 @@
 #include <gtest/gtest.h>
 
 #include "core/check.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
+#include "engine/plan/plan.h"
 #include "tests/engine/checkpoint/checkpoint_run.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/scratch_folder.h"

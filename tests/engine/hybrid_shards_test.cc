@@ -4,7 +4,8 @@
 #include <gtest/gtest.h>
 
 #include "core/check.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
+#include "engine/plan/plan.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 #include "zero/memory_model.h"

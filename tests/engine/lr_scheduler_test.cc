@@ -1,4 +1,4 @@
-#include "engine/lr_scheduler.h"
+#include "dsengine/lr_scheduler.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,11 +14,11 @@ namespace {
 
 using testing::ElementsAre;
 
-class NoOptimizer : public optim::ShardOptimizer {
+class NoOptimizer : public optimizers::ShardOptimizer {
  public:
-  explicit NoOptimizer(std::vector<optim::GroupOptions> groups) : ShardOptimizer(std::move(groups)) {}
+  explicit NoOptimizer(std::vector<optimizers::GroupOptions> groups) : ShardOptimizer(std::move(groups)) {}
   void update(int64_t /*index*/, const at::Tensor& /*gradient*/, double /*gradient_scale*/) override {}
-  optim::NamedStates states(int64_t /*index*/) override { return {}; }
+  optimizers::NamedStates states(int64_t /*index*/) override { return {}; }
   int64_t state_bytes_per_element() const override { return 0; }
   std::string name() const override { return "none"; }
 
@@ -27,13 +27,13 @@ class NoOptimizer : public optim::ShardOptimizer {
 };
 
 std::shared_ptr<NoOptimizer> two_groups() {
-  return std::make_shared<NoOptimizer>(std::vector<optim::GroupOptions>{{.lr = 0.1}, {.lr = 0.2}});
+  return std::make_shared<NoOptimizer>(std::vector<optimizers::GroupOptions>{{.lr = 0.1}, {.lr = 0.2}});
 }
 
 TEST(LrScheduler, TheRuleIsAppliedAtConstructionAndAfterEachStep) {
   const auto optimizer = two_groups();
   std::vector<int64_t> seen;
-  LrScheduler schedule(optimizer, [&](int64_t t, std::vector<optim::GroupOptions>& groups) {
+  LrScheduler schedule(optimizer, [&](int64_t t, std::vector<optimizers::GroupOptions>& groups) {
     seen.push_back(t);
     groups[0].lr = static_cast<double>(t);
     groups[1].beta1 = 0.5;
@@ -48,8 +48,8 @@ TEST(LrScheduler, TheRuleIsAppliedAtConstructionAndAfterEachStep) {
 
 TEST(LrScheduler, AScheduleOfTheConfigRunsInDeepSpeedsOrder) {
   const auto optimizer = two_groups();
-  const optim::WarmupLrOptions options{.warmup_num_steps = 4, .warmup_type = optim::WarmupType::kLinear};
-  LrScheduler schedule(optimizer, LrScheduler::of(optim::make_lr_schedule(options, optimizer->groups(), true)));
+  const optimizers::WarmupLrOptions options{.warmup_num_steps = 4, .warmup_type = optimizers::WarmupType::kLinear};
+  LrScheduler schedule(optimizer, LrScheduler::of(optimizers::make_lr_schedule(options, optimizer->groups(), true)));
   EXPECT_THAT(schedule.get_last_lr(), ElementsAre(0.0, 0.0)) << "the first step runs with warmup_min_lr";
   std::vector<double> seen;
   for (int k = 1; k <= 6; ++k) {

@@ -111,7 +111,7 @@ TEST(Fp16, AGradientThatOverflowsAtTheSmallestScaleEndsTheRun) {
     config["fp16"]["initial_scale_power"] = 0;
     const auto engine = start(model.ptr(), config, communicator).engine;
     engine->backward(poisoned(model, sample(0, 0), true));
-    EXPECT_THROW(engine->step(), optim::LossScaleError);
+    EXPECT_THROW(engine->step(), optimizers::LossScaleError);
   });
 }
 

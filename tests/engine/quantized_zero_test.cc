@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "core/block_codec.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "core/text.h"
-#include "engine/engine.h"
+#include "dsengine/comm.h"
+#include "dsengine/engine.h"
 
 namespace ds::engine {
 

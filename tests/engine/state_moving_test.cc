@@ -6,7 +6,7 @@
 #include <string>
 
 #include "core/check.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "profiling/tensor_memory.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"

@@ -5,7 +5,7 @@
 #include <functional>
 #include <memory>
 
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 

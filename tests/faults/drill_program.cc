@@ -31,8 +31,8 @@
 
 #include "comm/backends/factory.h"
 #include "core/text.h"
-#include "engine/engine.h"
-#include "engine/setup/init_distributed.h"
+#include "dsengine/engine.h"
+#include "dsengine/init_distributed.h"
 
 namespace drill {
 

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 #include "tests/comm/reduction_reference.h"
 
 namespace ds::test {

@@ -7,7 +7,7 @@
 
 #include "comm/backends/factory.h"
 #include "core/host_memory.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "tests/memory/large_net.h"
 #include "tests/support/process_ranks.h"
 

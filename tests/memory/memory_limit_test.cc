@@ -6,7 +6,8 @@
 #include <vector>
 
 #include "comm/backends/factory.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
+#include "engine/plan/plan.h"
 #include "tests/memory/large_net.h"
 #include "tests/support/process_ranks.h"
 

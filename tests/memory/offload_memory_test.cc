@@ -15,7 +15,7 @@
 #include "comm/backends/factory.h"
 #include "core/host_memory.h"
 #include "core/safetensors.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "profiling/tensor_memory.h"
 #include "tests/memory/large_net.h"
 #include "tests/support/process_ranks.h"

@@ -7,7 +7,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 using nlohmann::json;
@@ -91,4 +91,4 @@ TEST(LossScaler, RefusesValuesOutOfRange) {
 }
 
 }  // namespace
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -1,5 +1,5 @@
 // Schedules against DeepSpeed's own (schedules_reference.json, made by schedules_reference.py).
-#include "optim/lr_schedule.h"
+#include "dsengine/lr_schedule.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 
 #include "core/check.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 using nlohmann::json;
@@ -183,4 +183,4 @@ TEST(LrSchedule, NamesTheKeyOfABadValue) {
 }
 
 }  // namespace
-}  // namespace ds::optim
+}  // namespace ds::optimizers

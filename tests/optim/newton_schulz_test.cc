@@ -5,7 +5,7 @@
 #include "core/check.h"
 #include "tests/optim/sharded_model.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 class Orthogonalize : public testing::TestWithParam<std::pair<int64_t, int64_t>> {};
@@ -51,4 +51,4 @@ TEST(NewtonSchulz, RefusesAVector) {
 }
 
 }  // namespace
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -7,7 +7,7 @@
 #include "optim/slice_update.h"
 #include "tests/optim/sharded_model.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 OptimizerOptions options_for(const std::string& type) {
@@ -246,4 +246,4 @@ TEST(Errors, BadOptions) {
 }
 
 }  // namespace
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -7,7 +7,7 @@
 
 #include "tests/optim/sharded_model.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 using nlohmann::json;
@@ -81,4 +81,4 @@ INSTANTIATE_TEST_SUITE_P(Optimizers, Reference, testing::ValuesIn(cases()),
                          [](const auto& test) { return test.param.name; });
 
 }  // namespace
-}  // namespace ds::optim
+}  // namespace ds::optimizers

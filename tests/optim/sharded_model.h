@@ -9,7 +9,7 @@
 
 #include "optim/optimizer_factory.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 inline const std::vector<ParameterInfo>& model_parameters() {
   static const std::vector<ParameterInfo> parameters = {
@@ -145,4 +145,4 @@ class ShardedModel {
 inline std::vector<std::vector<int64_t>> one_bucket() { return {{0, 1, 2, 3, 4, 5}}; }
 inline std::vector<std::vector<int64_t>> muon_buckets() { return {{0, 1, 3, 4}, {2, 5}}; }
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -6,7 +6,7 @@
 
 #include "tests/optim/sharded_model.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 // Where the threads of a world leave their tensors for each other.
@@ -81,4 +81,4 @@ INSTANTIATE_TEST_SUITE_P(Optimizers, Slices, testing::Values("Adam", "AdamW", "S
                          [](const auto& test) { return test.param; });
 
 }  // namespace
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -7,7 +7,7 @@
 #include "tests/optim/vector_targets.h"
 #include "zero/gradient_norm.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 double exact_sum(const at::Tensor& values) { return values.to(at::kDouble).square().sum().item<double>(); }
@@ -77,4 +77,4 @@ TEST(SquareSumOfATensor, TakesOtherTensorsToo) {
 }
 
 }  // namespace
-}  // namespace ds::optim
+}  // namespace ds::optimizers

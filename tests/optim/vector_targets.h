@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace ds::optim {
+namespace ds::optimizers {
 
 // Until it goes out of scope, kernels run with `target` (an HWY_* bit).
 class WithTarget {
@@ -22,4 +22,4 @@ class WithTarget {
   }
 };
 
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -10,7 +10,7 @@
 #include "tests/optim/sharded_model.h"
 #include "tests/optim/vector_targets.h"
 
-namespace ds::optim {
+namespace ds::optimizers {
 namespace {
 
 constexpr std::array kTypes = {at::kFloat, at::kBFloat16, at::kHalf};
@@ -250,4 +250,4 @@ TEST(VectorUpdate, ANotANumberReachesTheWeight) {
 }
 
 }  // namespace
-}  // namespace ds::optim
+}  // namespace ds::optimizers

@@ -30,7 +30,7 @@
 #include "checkpoint/verify.h"
 #include "core/check.h"
 #include "core/text.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "tests/engine/checkpoint/checkpoint_run.h"
 #include "tests/support/process_ranks.h"
 #include "tests/support/scratch_folder.h"

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "comm/communicator.h"
-#include "engine/engine.h"
-#include "pipeline/pipeline_module.h"
+#include "dsengine/comm.h"
+#include "dsengine/engine.h"
+#include "dsengine/pipeline.h"
 
 namespace ds::pipeline {
 

@@ -1,4 +1,5 @@
-#include "pipeline/pipeline_module.h"
+#include "dsengine/pipeline.h"
+#include "pipeline/stage_placement.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "pipeline/layer_spec.h"
+#include "dsengine/activation_checkpoint.h"
+#include "dsengine/layer_spec.h"
 #include "pipeline/stage_backward.h"
-#include "recompute/activation_checkpoint.h"
 
 namespace ds::pipeline {
 namespace {

@@ -1,5 +1,5 @@
 // Gradients of checkpointed functions against plain autograd, bit for bit.
-#include "recompute/activation_checkpoint.h"
+#include "dsengine/activation_checkpoint.h"
 
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>

@@ -9,7 +9,7 @@
 #include <stdexcept>
 
 #include "core/check.h"
-#include "recompute/activation_checkpoint.h"
+#include "dsengine/activation_checkpoint.h"
 
 namespace ds::recompute {
 namespace {

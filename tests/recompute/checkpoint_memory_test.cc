@@ -4,8 +4,8 @@
 
 #include <memory>
 
+#include "dsengine/activation_checkpoint.h"
 #include "profiling/tensor_memory.h"
-#include "recompute/activation_checkpoint.h"
 
 namespace ds::recompute {
 namespace {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "recompute/activation_checkpoint.h"
+#include "dsengine/activation_checkpoint.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::recompute {

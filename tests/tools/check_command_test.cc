@@ -11,7 +11,7 @@
 namespace ds::tool {
 namespace {
 
-using config::ScratchFile;
+using engine::config::ScratchFile;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 

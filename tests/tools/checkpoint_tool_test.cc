@@ -6,11 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/open.h"
 #include "checkpoint/rewrite.h"
 #include "checkpoint/weight_files.h"
 #include "core/check.h"
 #include "core/safetensors.h"
+#include "dsengine/weights.h"
 #include "tests/checkpoint/source/memory_source.h"
 #include "tests/support/scratch_folder.h"
 #include "tools/checkpoint/command_line.h"

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 
+#include "comm/collective.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::tool::bench {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "comm/backend.h"
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 #include "tools/bench/bandwidth.h"
 
 namespace ds::tool::bench {

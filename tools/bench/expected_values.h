@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 
 namespace ds::tool::bench {
 

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 #include "tools/bench/bandwidth.h"
 #include "tools/bench/expected_values.h"
 

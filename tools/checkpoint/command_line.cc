@@ -3,8 +3,8 @@
 #include <CLI/CLI.hpp>
 #include <string>
 
-#include "checkpoint/open.h"
 #include "core/check.h"
+#include "dsengine/weights.h"
 #include "tools/checkpoint/convert_command.h"
 #include "tools/checkpoint/diff_command.h"
 #include "tools/checkpoint/inspect_command.h"

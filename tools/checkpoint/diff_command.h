@@ -3,7 +3,7 @@
 
 #include <ostream>
 
-#include "checkpoint/source/source.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint::tool {
 

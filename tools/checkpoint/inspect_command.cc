@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/source/training_state.h"
 #include "core/check.h"
 #include "tools/checkpoint/text_columns.h"
 
@@ -103,7 +104,7 @@ std::vector<std::vector<std::string>> state_rows(const TrainingState& state) {
     const OptimizerState& optimizer = *state.optimizer;
     rows.push_back({"optimizer", cat(optimizer.type, ", ", optimizer.step_count, " updates")});
     for (size_t i = 0; i < optimizer.groups.size(); ++i) {
-      const optim::GroupOptions& group = optimizer.groups[i];
+      const optimizers::GroupOptions& group = optimizer.groups[i];
       rows.push_back({cat("  group ", i), cat("lr ", number(group.lr), ", weight decay ", number(group.weight_decay),
                                               ", betas ", number(group.beta1), " ", number(group.beta2), ", momentum ",
                                               number(group.momentum), ", eps ", number(group.eps))});

@@ -4,10 +4,10 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/open.h"
 #include "checkpoint/source/tensor_parts.h"
 #include "checkpoint/verify.h"
 #include "core/check.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint::tool {
 namespace {

@@ -11,9 +11,10 @@
 #include <set>
 
 #include "checkpoint/deepspeed/parameter_match.h"
-#include "checkpoint/open.h"
+#include "checkpoint/source/training_state.h"
 #include "core/check.h"
 #include "core/safetensors.h"
+#include "dsengine/weights.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::checkpoint {

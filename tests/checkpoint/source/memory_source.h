@@ -6,14 +6,15 @@
 #include <map>
 #include <string>
 
-#include "checkpoint/source/source.h"
+#include "checkpoint/source/training_state.h"
 #include "core/check.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint {
 
 class MemorySource : public Source {
  public:
-  // `path`: as in checkpoint/source/source.h.
+  // `path`: as in dsengine/weights.h.
   void add(const std::string& path, const at::Tensor& tensor, bool frozen = false) {
     values_[path] = tensor.contiguous();
     tensors_[path] = {.dtype = tensor.scalar_type(), .sizes = tensor.sizes().vec(), .frozen = frozen};

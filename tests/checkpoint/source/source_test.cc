@@ -1,7 +1,7 @@
 // Paths of tensors in a checkpoint.
 #include <gtest/gtest.h>
 
-#include "checkpoint/source/source.h"
+#include "dsengine/weights.h"
 
 namespace ds::checkpoint {
 namespace {

@@ -1,6 +1,7 @@
 // The communicator that carries NCCL, on a backend that runs without a GPU: gloo's collectives between threads.
 #include "comm/backends/c10d_communicator.h"
 
+#include "comm/collective.h"
 #include "comm/gloo/gloo_backend.h"
 #include "tests/comm/communicator_contract.h"
 #include "tests/support/store_threads.h"

@@ -1,6 +1,7 @@
 // Ranks as threads, on hosts that are only said to be several: the contract, and bits that do not depend on the rank.
 #include "comm/backends/hierarchical_communicator.h"
 
+#include "comm/collective.h"
 #include "tests/comm/communicator_contract.h"
 #include "tests/support/store_threads.h"
 

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "comm/collective.h"
 #include "core/check.h"
 #include "tests/support/gloo_threads.h"
 

@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "checkpoint/module_weights.h"
-#include "checkpoint/open.h"
 #include "core/check.h"
+#include "dsengine/weights.h"
 #include "tests/engine/checkpoint/checkpoint_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"

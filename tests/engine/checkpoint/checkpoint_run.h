@@ -11,8 +11,9 @@
 #include <string>
 
 #include "checkpoint/folder_source.h"
-#include "comm/communicator.h"
-#include "engine/engine.h"
+#include "checkpoint/source/training_state.h"
+#include "dsengine/comm.h"
+#include "dsengine/engine.h"
 #include "tests/engine/small_run.h"
 
 namespace ds::engine {

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 

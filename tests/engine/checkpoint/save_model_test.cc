@@ -6,7 +6,7 @@
 
 #include "core/check.h"
 #include "core/safetensors.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"

@@ -3,7 +3,7 @@
 
 #include "tests/engine/config/parse_text.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using ::testing::ElementsAre;
@@ -40,7 +40,7 @@ TEST(AutoValues, TakesWhatTheProgramKnows) {
   EXPECT_EQ(config.optimizer.values.weight_decay, 0.01);
   EXPECT_EQ(config.gradient_clipping, 0.5);
   EXPECT_TRUE(config.bf16.enabled);
-  const auto schedule = std::get<optim::WarmupDecayLrOptions>(*config.scheduler.options);
+  const auto schedule = std::get<optimizers::WarmupDecayLrOptions>(*config.scheduler.options);
   EXPECT_EQ(schedule.total_num_steps, 70);
   EXPECT_EQ(schedule.warmup_num_steps, 7);
   EXPECT_THAT(*schedule.warmup_max_lr, ElementsAre(5e-4));
@@ -63,7 +63,7 @@ TEST(AutoValues, TheScheduleFollowsTheOptimizer) {
   const DsConfig config = parse_text(
       "{optimizer: {type: 'Adam', params: {lr: 2e-4}}, scheduler: {type: 'WarmupLR', params: {warmup_max_lr: "
       "'auto'}}}");
-  EXPECT_THAT(*std::get<optim::WarmupLrOptions>(*config.scheduler.options).warmup_max_lr, ElementsAre(2e-4));
+  EXPECT_THAT(*std::get<optimizers::WarmupLrOptions>(*config.scheduler.options).warmup_max_lr, ElementsAre(2e-4));
   EXPECT_THAT(chosen(config), HasSubstr("from optimizer.params.lr"));
 }
 
@@ -87,4 +87,4 @@ TEST(AutoValues, WhatNobodyKnowsIsRefused) {
 }
 
 }  // namespace
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -3,7 +3,7 @@
 
 #include "tests/engine/config/parse_text.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using ::testing::AllOf;
@@ -82,4 +82,4 @@ TEST(BatchSizes, AutoIsFilledByTheProgramOrDerived) {
 }
 
 }  // namespace
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -6,7 +6,7 @@
 #include "tests/engine/config/parse_text.h"
 #include "tests/engine/config/scratch_file.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using ::testing::AllOf;
@@ -64,4 +64,4 @@ TEST(ConfigSource, DuplicateKeysAreErrorsWithTheirLines) {
 }
 
 }  // namespace
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -5,7 +5,7 @@
 
 #include "tests/engine/config/parse_text.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using nlohmann::ordered_json;
@@ -54,4 +54,4 @@ TEST(RoundTrip, AFullConfigReadsBack) {
 }
 
 }  // namespace
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -9,7 +9,7 @@
 
 #include "tests/engine/config/parse_text.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using nlohmann::ordered_json;
@@ -154,4 +154,4 @@ TEST(Elasticity, ComparesWithWhatTheSchedulerHasSeen) {
 }
 
 }  // namespace
-}  // namespace ds::config
+}  // namespace ds::engine::config

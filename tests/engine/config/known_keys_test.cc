@@ -6,9 +6,10 @@
 #include <fstream>
 
 #include "core/text.h"
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
+#include "engine/config/supported.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 TEST(KnownKeys, AreThoseOfTheList) {
@@ -40,4 +41,4 @@ TEST(KnownKeys, AreSortedAndEachOnce) {
 }
 
 }  // namespace
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -1,9 +1,10 @@
 // optimizer and scheduler.
 #include <gmock/gmock.h>
 
+#include "engine/config/supported.h"
 #include "tests/engine/config/parse_text.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using ::testing::AllOf;
@@ -85,19 +86,21 @@ TEST(SchedulerSection, ReadsTheFiveTypes) {
   const auto options = [](const std::string& section) {
     return *parse_text("{scheduler: " + section + "}").scheduler.options;
   };
-  const auto warmup = std::get<optim::WarmupLrOptions>(
+  const auto warmup = std::get<optimizers::WarmupLrOptions>(
       options("{type: 'WarmupLR', params: {warmup_max_lr: 3e-4, warmup_num_steps: 10, warmup_type: 'linear'}}"));
   EXPECT_THAT(*warmup.warmup_max_lr, ElementsAre(3e-4));
   EXPECT_EQ(warmup.warmup_num_steps, 10);
-  EXPECT_EQ(warmup.warmup_type, optim::WarmupType::kLinear);
-  EXPECT_EQ(std::get<optim::WarmupDecayLrOptions>(options("{type: 'WarmupDecayLR', params: {total_num_steps: 50}}"))
-                .total_num_steps,
-            50);
-  EXPECT_EQ(std::get<optim::WarmupCosineLrOptions>(options("{type: 'WarmupCosineLR', params: {total_num_steps: 50}}"))
-                .cos_min_ratio,
-            0.0001);
-  EXPECT_EQ(std::get<optim::LrRangeTestOptions>(options("{type: 'LRRangeTest'}")).lr_range_test_step_size, 2000);
-  EXPECT_THAT(std::get<optim::OneCycleOptions>(
+  EXPECT_EQ(warmup.warmup_type, optimizers::WarmupType::kLinear);
+  EXPECT_EQ(
+      std::get<optimizers::WarmupDecayLrOptions>(options("{type: 'WarmupDecayLR', params: {total_num_steps: 50}}"))
+          .total_num_steps,
+      50);
+  EXPECT_EQ(
+      std::get<optimizers::WarmupCosineLrOptions>(options("{type: 'WarmupCosineLR', params: {total_num_steps: 50}}"))
+          .cos_min_ratio,
+      0.0001);
+  EXPECT_EQ(std::get<optimizers::LrRangeTestOptions>(options("{type: 'LRRangeTest'}")).lr_range_test_step_size, 2000);
+  EXPECT_THAT(std::get<optimizers::OneCycleOptions>(
                   options("{type: 'OneCycle', params: {cycle_min_lr: [1e-5, 1e-6], cycle_max_lr: 1e-3}}"))
                   .cycle_min_lr,
               ElementsAre(1e-5, 1e-6));
@@ -119,4 +122,4 @@ TEST(SchedulerSection, StartsAtItsBeginning) {
 }
 
 }  // namespace
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -7,9 +7,9 @@
 
 #include "core/check.h"
 #include "core/json/hjson.h"
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 
 inline nlohmann::ordered_json object_of(const std::string& hjson) { return parse_hjson(hjson, "test").root; }
 
@@ -39,4 +39,4 @@ inline std::string warnings_of(const std::string& hjson) {
   return text;
 }
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -7,7 +7,7 @@
 #include <fstream>
 #include <string>
 
-namespace ds::config {
+namespace ds::engine::config {
 
 class ScratchFile {
  public:
@@ -30,4 +30,4 @@ class ScratchFile {
   std::filesystem::path path_;
 };
 
-}  // namespace ds::config
+}  // namespace ds::engine::config

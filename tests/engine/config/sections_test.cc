@@ -1,9 +1,10 @@
 // Aliases, deprecated keys, enumerations, ranges and cross checks of the other sections.
 #include <gmock/gmock.h>
 
+#include "engine/config/supported.h"
 #include "tests/engine/config/parse_text.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using ::testing::AllOf;
@@ -184,4 +185,4 @@ TEST(GradientCompression, TellsOfKeysThatAMethodDoesNotRead) {
 }
 
 }  // namespace
-}  // namespace ds::config
+}  // namespace ds::engine::config

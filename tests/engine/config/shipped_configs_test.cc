@@ -6,10 +6,11 @@
 #include <sstream>
 
 #include "core/text.h"
-#include "engine/config/ds_config.h"
+#include "dsengine/config.h"
+#include "engine/config/supported.h"
 #include "engine/plan/plan.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 const std::filesystem::path kFolder = std::filesystem::path(DS_SOURCE_DIR) / "configs";
@@ -85,4 +86,4 @@ TEST(ShippedConfigs, TheReadmeNamesEveryKey) {
 }
 
 }  // namespace
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -4,7 +4,7 @@
 #include "tests/engine/config/parse_text.h"
 #include "tests/engine/config/scratch_file.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using ::testing::AllOf;
@@ -68,4 +68,4 @@ TEST(Mistakes, AWrongBatchSizeBringsNoOthers) {
 TEST(Mistakes, ABadRankCountIsTheCallersFault) { EXPECT_THROW(parse_text("{}", {.dp_world_size = 0}), UsageError); }
 
 }  // namespace
-}  // namespace ds::config
+}  // namespace ds::engine::config

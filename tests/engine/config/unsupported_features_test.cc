@@ -1,9 +1,10 @@
 // What is parsed and not done by this version is refused by name, never ignored.
 #include <gmock/gmock.h>
 
+#include "engine/config/supported.h"
 #include "tests/engine/config/parse_text.h"
 
-namespace ds::config {
+namespace ds::engine::config {
 namespace {
 
 using ::testing::AllOf;
@@ -77,4 +78,4 @@ TEST(UnsupportedFeatures, AllAreNamedTogether) {
 }
 
 }  // namespace
-}  // namespace ds::config
+}  // namespace ds::engine::config

@@ -1,4 +1,5 @@
-#include "engine/data/data_loader.h"
+#include "dsengine/data_loader.h"
+#include "engine/data/distributed_sampler.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

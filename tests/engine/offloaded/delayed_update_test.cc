@@ -9,7 +9,7 @@
 
 #include "core/check.h"
 #include "core/text.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "engine/offloaded/offloaded_state.h"
 #include "tests/engine/offloaded/offload_run.h"
 #include "tests/engine/small_run.h"

@@ -46,7 +46,7 @@ struct TwoBuckets {
   std::vector<zero::BucketLayout> buckets =
       zero::lay_out({{"a", 64, 0, 0, false}, {"b", 32, 0, 0, false}}, {.max_bucket_elements = 64});
   OffloadedState state;
-  std::unique_ptr<optim::ShardOptimizer> optimizer = optim::make_optimizer({.type = "AdamW"});
+  std::unique_ptr<optimizers::ShardOptimizer> optimizer = optimizers::make_optimizer({.type = "AdamW"});
 
  private:
   TwoBuckets(const config::DsConfig& config, comm::Communicator& communicator)

@@ -13,7 +13,7 @@
 
 #include "core/check.h"
 #include "core/text.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "engine/offloaded/offloaded_state.h"
 #include "engine/offloaded/speculation_gate.h"
 #include "offload/undo_copy.h"
@@ -42,7 +42,7 @@ struct Outcome {
   Engine::Speculation speculation;
 };
 
-State optimizer_states(optim::ShardOptimizer& optimizer) {
+State optimizer_states(optimizers::ShardOptimizer& optimizer) {
   State states;
   for (int64_t slice = 0; slice < optimizer.slice_count(); ++slice) {
     for (const auto& [name, state] : optimizer.states(slice)) states[cat(slice, ".", name)] = state.clone();

@@ -1,5 +1,5 @@
 // Trains one step with an installed dsengine; exit code 0 when the loss fell.
-#include <engine/engine.h>
+#include <dsengine/engine.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/linear.h>
 

@@ -1,0 +1,18 @@
+// The device of a rank, and how ranks lie on hosts.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <string>
+
+#include "comm/meeting/rendezvous.h"
+
+namespace ds::engine {
+
+// "cpu", "cuda" or "cuda:N"; ConfigError naming the option for anything else. Loads LibTorch's CUDA half for CUDA.
+c10::Device parse_device(const std::string& name);
+int ranks_per_host(const comm::Rendezvous& meeting);  // as in Distributed
+// As parse_device; "cuda" is cuda:`local_rank`.
+c10::Device device_of_rank(const std::string& name, int local_rank);
+
+}  // namespace ds::engine

@@ -1,0 +1,200 @@
+// The ds_config: every section as a typed struct, checked and resolved. Torch-free.
+//
+// Keys, defaults and rules are those of DeepSpeed 0.19.8; sections it removed keep their spelling of 0.19.6. The keys
+// communication_backend, flight_recorder, seed, deterministic, strict, gradient_clip_by_value, gradient_compression,
+// non_finite_gradients and locate_non_finite are ours. docs: configs/README.md.
+//
+// Plain values without owners; a DsConfig that nobody changes is safe from any thread.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "dsengine/comm.h"
+#include "dsengine/config_parallel.h"
+#include "dsengine/config_removed.h"
+#include "dsengine/config_runtime.h"
+#include "dsengine/config_training.h"
+
+namespace ds::engine::config {
+
+// Where a ds_config comes from.
+//
+// Implicitly made from
+//   * text: the path of a file, read as hjson (comments, trailing commas, unquoted keys, as DeepSpeed allows); when no
+//     such file exists, url-safe base64 of JSON text;
+//   * a std::filesystem::path: a file only;
+//   * a JSON object built in code.
+// Nothing is read before parse().
+class ConfigSource {
+ public:
+  ConfigSource() = default;
+  ConfigSource(const char* path_or_base64) : text_(path_or_base64) {}
+  ConfigSource(std::string path_or_base64) : text_(std::move(path_or_base64)) {}
+  ConfigSource(const std::filesystem::path& path) : text_(path.string()), file_only_(true) {}
+  ConfigSource(const nlohmann::json& object) : object_(object), is_object_(true) {}
+  ConfigSource(const nlohmann::ordered_json& object) : object_(object), is_object_(true) {}
+
+  bool empty() const { return text_.empty() && !is_object_; }
+  // "ds_config.json", "base64 text" or "JSON object": what messages begin with.
+  std::string name() const;
+
+ private:
+  friend struct ConfigReader;
+  std::string text_;
+  nlohmann::ordered_json object_;
+  bool file_only_ = false;
+  bool is_object_ = false;
+};
+
+// An "auto" of the file and what it became.
+struct ResolvedAuto {
+  std::string path;              // "optimizer.params.lr"
+  nlohmann::ordered_json value;  // null: the key is as if it were absent
+  std::string source;            // "the program", "default", "computed from hidden_size"
+};
+
+// What the program knows and the file may leave "auto". Empty: the default.
+struct AutoValues {
+  std::optional<int64_t> train_batch_size;
+  std::optional<int64_t> train_micro_batch_size_per_gpu;
+  std::optional<int64_t> gradient_accumulation_steps;
+  std::optional<double> gradient_clipping;
+  std::optional<double> lr;
+  std::optional<std::array<double, 2>> betas;
+  std::optional<double> eps;
+  std::optional<double> weight_decay;
+  std::optional<double> warmup_min_lr;
+  std::optional<double> warmup_max_lr;
+  std::optional<int64_t> warmup_num_steps;
+  std::optional<int64_t> total_num_steps;
+  std::optional<bool> fp16;
+  std::optional<bool> bf16;
+  std::optional<int64_t> hidden_size;  // of the model: sizes of stage 3
+};
+
+enum class GradientAllreduceOp { kMean, kSum };
+
+// What becomes of a step whose gradient is infinite or NaN. kAuto: skipped with fp16 and with bf16.check_grad_overflow,
+// applied with bf16 without it, else an error.
+enum class NonFiniteGradients { kAuto, kSkip, kError, kContinue };
+
+struct DsConfig {
+  // Resolved: train = micro x accumulation x data-parallel size.
+  int64_t train_batch_size = 0;
+  int64_t train_micro_batch_size_per_gpu = 0;
+  int64_t gradient_accumulation_steps = 0;
+  bool managed_gradient_accumulation = true;
+  bool dataloader_drop_last = false;
+  std::optional<int64_t> sequence_parallel_size;
+  std::optional<int64_t> data_parallel_size;
+  bool use_data_before_expert_parallelism = false;
+
+  OptimizerSection optimizer;
+  SchedulerSection scheduler;
+  bool zero_allow_untested_optimizer = false;
+  bool zero_force_ds_cpu_optimizer = true;
+
+  Fp16Section fp16;
+  Bf16Section bf16;
+  TorchAutocastSection torch_autocast;
+  DataTypesSection data_types;
+
+  double gradient_clipping = 1.0;       // by global L2 norm; 0 = off
+  double gradient_clip_by_value = 0.0;  // ours: every element into [-v, v]; 0 = off
+  bool prescale_gradients = false;
+  double gradient_predivide_factor = 1.0;
+  GradientAllreduceOp gradient_allreduce_op = GradientAllreduceOp::kMean;
+  std::optional<DType> communication_data_type;                         // empty: the model's
+  GradientCompressionSection gradient_compression;                      // ours
+  NonFiniteGradients non_finite_gradients = NonFiniteGradients::kAuto;  // ours
+  bool locate_non_finite = false;  // ours: look at every gradient before it is added to others
+  DType seq_parallel_communication_data_type = DType::kFloat32;
+  bool disable_allgather = false;
+  comm::Backend communication_backend = comm::Backend::kAuto;  // ours
+
+  ZeroSection zero_optimization;
+  ActivationCheckpointingSection activation_checkpointing;
+  AioSection aio;
+
+  std::optional<int64_t> steps_per_print;  // empty: never
+  bool wall_clock_breakdown = false;       // also true when flops_profiler is enabled
+  bool memory_breakdown = false;
+  bool dump_state = false;
+  std::optional<std::string> log_level;
+  std::optional<int64_t> vocabulary_size;
+  bool disable_python_gc = false;
+  TimersSection timers;
+  FlightRecorderSection flight_recorder;  // ours
+  FlopsProfilerSection flops_profiler;
+  CommsLoggerSection comms_logger;
+  TensorboardSection tensorboard;
+  CsvMonitorSection csv_monitor;
+  WandbSection wandb;
+  CometSection comet;
+
+  CheckpointSection checkpoint;
+  PipelineSection pipeline;
+  TensorParallelSection tensor_parallel;
+  ExpertParallelSection expert_parallel;
+  DataEfficiencySection data_efficiency;
+  AutotuningSection autotuning;
+  CompileSection compile;
+  HybridEngineSection hybrid_engine;
+  std::optional<WeightQuantizationSection> weight_quantization;
+
+  // Removed from DeepSpeed in 0.19.8; the spelling of 0.19.6.
+  ProgressiveLayerDropSection progressive_layer_drop;
+  CurriculumLearningSection curriculum_learning;
+  ElasticitySection elasticity;
+  std::optional<SparseAttentionSection> sparse_attention;
+  EigenvalueSection eigenvalue;
+  CompressionTrainingSection compression_training;
+  NebulaSection nebula;
+  bool sparse_gradients = false;
+  bool graph_harvesting = false;
+  nlohmann::ordered_json amp;                // as written; null when absent
+  nlohmann::ordered_json quantize_training;  // as written; null when absent
+  nlohmann::ordered_json datastates_ckpt;    // as written; null when absent
+
+  int64_t seed = 1234;         // ours
+  bool deterministic = false;  // ours: same bits on every run
+  bool strict = false;         // ours: every unknown key is an error
+
+  // Not keys.
+  std::string source;                       // the file's name, for messages
+  nlohmann::ordered_json text;              // the file's content
+  int64_t dp_world_size = 1;                // what the batch sizes were resolved for
+  std::optional<ElasticBatch> elastic;      // set when elasticity is enabled
+  std::vector<ResolvedAuto> resolved_auto;  // in file order
+  std::vector<std::string> warnings;        // one line each, for rank 0 to log
+
+  // The dtype of parameters in forward and backward.
+  DType model_dtype() const {
+    return fp16.enabled ? DType::kFloat16 : bf16.enabled ? DType::kBFloat16 : DType::kFloat32;
+  }
+  bool given(const std::string& key) const { return text.is_object() && text.contains(key); }  // a top-level key
+};
+
+struct ParseOptions {
+  int64_t dp_world_size = 1;
+  // All ranks of the job: dp_world_size is then these over pipeline.stages, and what is given for it means nothing.
+  std::optional<int64_t> world_size;
+  std::optional<int64_t> pipeline_stages;  // the program's; the file's are to agree. What "auto" means
+  bool strict = false;                     // as the key of the same name
+  AutoValues auto_values;
+};
+
+// Reads, checks and resolves. Throws ConfigError with ALL mistakes of the file: json path, line, value, rule and fix.
+// A valid file may still ask for what this build cannot do: engine::initialize says so.
+DsConfig parse(const ConfigSource& source, const ParseOptions& options = {});
+
+// Every key with its resolved value, in the order of the structs.
+nlohmann::ordered_json to_json(const DsConfig& config);
+}  // namespace ds::engine::config

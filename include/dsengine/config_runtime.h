@@ -1,0 +1,180 @@
+// Sections of a ds_config about the run: activation memory, IO, profiling, timers, checkpoints, monitors and
+// data_efficiency. Field names and defaults are the keys and defaults of ds_config.
+//
+// Plain values that the ds_config owns; safe from any thread; nothing throws. Torch-free.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace ds::engine::config {
+
+struct ActivationCheckpointingSection {
+  bool partition_activations = false;
+  bool cpu_checkpointing = false;
+  bool contiguous_memory_optimization = false;
+  std::optional<int64_t> number_checkpoints;
+  bool synchronize_checkpoint_boundary = false;
+  bool profile = false;
+};
+
+struct AioSection {
+  int64_t block_size = 1 << 20;  // bytes
+  int64_t queue_depth = 8;
+  int64_t intra_op_parallelism = 1;
+  bool single_submit = false;
+  bool overlap_events = true;
+  bool use_gds = false;
+};
+
+struct FlopsProfilerSection {
+  bool enabled = false;
+  double recompute_fwd_factor = 0.0;
+  int64_t profile_step = 1;
+  int64_t module_depth = -1;  // -1: the deepest
+  int64_t top_modules = 1;
+  bool detailed = true;
+  std::optional<std::string> output_file;  // empty: standard output
+};
+
+struct CommsLoggerSection {
+  bool enabled = false;
+  bool verbose = false;
+  bool prof_all = true;
+  std::vector<std::string> prof_ops;
+  bool debug = false;
+};
+
+struct ThroughputTimerSection {
+  bool enabled = true;
+  bool synchronized = true;
+};
+
+// Ours: comm/flight/flight_watch.h.
+struct FlightRecorderSection {
+  bool enabled = true;
+  int64_t entries = 512;    // collectives that each rank remembers
+  double stall_limit = 60;  // seconds of waiting in one collective until a report; 0: none
+  std::string folder;       // empty: $DS_FLIGHT_FOLDER, else dsengine-UID in the temporary folder
+  bool stacks = true;       // a real-time signal is taken, to name the function that a late rank is in
+  bool end_process = true;  // a rank that hangs after ranks were told to end is ended; false: it is left as it is
+};
+
+struct TimersSection {
+  ThroughputTimerSection throughput;
+};
+
+enum class TagValidation { kIgnore, kWarn, kFail };
+
+struct ParallelWriteSection {
+  bool pipeline_stage = false;
+};
+
+struct CheckpointWriterSection {
+  std::string type = "FAST";  // MOCK, PYTHON, FAST
+  bool decoupled = false;
+  int64_t io_buffer_size = int64_t{64} << 20;  // bytes
+  bool io_buffer_double = true;
+  bool show_statistics = false;
+  int64_t io_multiplier = 1;
+  std::optional<std::string> data_parallel;  // REPLICA, SOCKET, MACHINE
+};
+
+struct CheckpointSection {
+  TagValidation tag_validation = TagValidation::kWarn;
+  bool load_universal = false;
+  bool use_node_local_storage = false;
+  ParallelWriteSection parallel_write;
+  bool checkpoint_serialization = true;
+  std::optional<CheckpointWriterSection> writer;
+  int64_t keep_last = 0;  // own key: whole checkpoints that stay in the folder, 0 = all
+  bool durable = true;    // own key: on the disk before they are published
+};
+
+// tensorboard and csv_monitor. Events go to output_path/job_name.
+struct TensorboardSection {
+  bool enabled = false;
+  std::string output_path;
+  std::string job_name = "DeepSpeedJobName";
+};
+
+using CsvMonitorSection = TensorboardSection;
+
+// Python SDKs: read, checked and warned about, never used.
+struct WandbSection {
+  bool enabled = false;
+  std::optional<std::string> group;
+  std::optional<std::string> team;
+  std::string project = "deepspeed";
+};
+
+struct CometSection {
+  bool enabled = false;
+  int64_t samples_log_interval = 100;
+  std::optional<std::string> project;
+  std::optional<std::string> workspace;
+  std::optional<std::string> api_key;
+  std::optional<std::string> experiment_name;
+  std::optional<std::string> experiment_key;
+  std::optional<bool> online;
+  std::optional<std::string> mode;
+};
+
+struct CurriculumSection {  // data_efficiency.data_sampling.curriculum_learning
+  bool enabled = false;
+  std::optional<std::string> data_cluster_path;
+  nlohmann::ordered_json curriculum_metrics;  // {name: {...}}, as written
+};
+
+struct DynamicBatchingSection {
+  bool enabled = false;
+  std::optional<std::string> metrics_path;
+  std::string lr_scaling_method = "linear";
+  int64_t min_batch_size = 1;
+  std::optional<int64_t> max_batch_size;
+  std::string sequence_picking_order = "dataloader";
+  std::optional<int64_t> max_tokens;
+  bool verbose = false;
+};
+
+struct DataSamplingSection {
+  bool enabled = false;
+  int64_t num_epochs = 1000;
+  int64_t num_workers = 0;
+  bool pin_memory = false;
+  CurriculumSection curriculum_learning;
+  DynamicBatchingSection dynamic_batching;
+};
+
+struct LayerTokenLrScheduleSection {
+  bool enabled = false;
+};
+
+struct RandomLtdSection {
+  bool enabled = false;
+  int64_t total_layer_num = 0;
+  int64_t random_ltd_layer_num = 0;
+  std::vector<int64_t> random_ltd_layer_id;
+  std::optional<std::string> model_mask_name;
+  std::string model_type = "decoder";
+  std::string hidden_state_order = "batch_seq_dim";
+  nlohmann::ordered_json random_ltd_schedule;  // as written
+  LayerTokenLrScheduleSection layer_token_lr_schedule;
+};
+
+struct DataRoutingSection {
+  bool enabled = false;
+  RandomLtdSection random_ltd;
+};
+
+struct DataEfficiencySection {
+  bool enabled = false;
+  int64_t seed = 1234;
+  DataSamplingSection data_sampling;
+  DataRoutingSection data_routing;
+};
+
+}  // namespace ds::engine::config

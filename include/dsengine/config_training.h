@@ -1,0 +1,150 @@
+// Sections of a ds_config about training itself: fp16, bf16, torch_autocast, data_types, optimizer, scheduler and
+// gradient_compression. Field names and defaults are the keys and defaults of ds_config.
+//
+// Plain values that the ds_config owns; safe from any thread; nothing throws. Torch-free.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "dsengine/lr_schedule.h"
+
+namespace ds::engine::config {
+
+enum class DType { kFloat32, kBFloat16, kFloat16 };  // "fp32", "bf16", "fp16"
+
+const char* name_of(DType dtype);
+inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+struct Fp16Section {
+  bool enabled = false;
+  bool auto_cast = false;               // cast floating-point inputs of forward
+  double loss_scale = 0.0;              // 0 = dynamic
+  int64_t initial_scale_power = 16;     // the first dynamic scale is 2^p
+  int64_t loss_scale_window = 1000;     // good steps before the scale doubles
+  int64_t hysteresis = 2;               // overflows before it halves
+  bool consecutive_hysteresis = false;  // refill hysteresis at every good step
+  int64_t min_loss_scale = 1;
+  bool fp16_master_weights_and_grads = false;
+};
+
+struct Bf16Section {
+  bool enabled = false;
+  bool immediate_grad_update = false;
+  bool check_grad_overflow = true;  // skip the step on inf or nan
+  bool bf16_master_weights_and_grads = false;
+  bool bf16_optimizer_states = false;
+};
+
+struct TorchAutocastSection {
+  bool enabled = false;
+  std::optional<DType> dtype;  // empty: bf16
+  std::optional<std::vector<std::string>> lower_precision_safe_modules;
+};
+
+struct DataTypesSection {
+  std::optional<DType> grad_accum_dtype;                         // empty: the model's
+  std::optional<DType> param_dtype;                              // must agree with fp16 / bf16
+  std::optional<DType> buffer_dtype;                             // empty: buffers stay as they are
+  std::optional<std::vector<std::string>> keep_in_fp32_modules;  // empty: "auto"
+};
+
+// optimizer: {"type", "params"}.
+// Every parameter of every optimizer type; the type's defaults are filled in, fields it does not know keep theirs.
+struct OptimizerParams {
+  double lr = 1e-3;  // Adagrad 1e-2, Muon 0.02
+  double weight_decay = 0.0;
+  std::array<double, 2> betas = {0.9, 0.999};
+  double eps = 1e-8;
+  double momentum = 0.0;  // SGD; Muon 0.95
+
+  // Adam, AdamW (and Muon's other half)
+  bool bias_correction = true;  // also Lamb
+  bool amsgrad = false;
+  bool adam_w_mode = true;  // "Adam" means AdamW unless this is false
+  bool torch_adam = false;  // accepted; the update is the same
+  bool fp32_optimizer_states = true;
+
+  // SGD, Adagrad
+  double dampening = 0.0;
+  bool nesterov = false;
+  double lr_decay = 0.0;
+  double initial_accumulator_value = 0.0;
+
+  // Lamb, OneBitLamb
+  double max_coeff = 10.0;
+  double min_coeff = 0.01;
+  bool eps_inside_sqrt = false;
+
+  // Muon
+  std::optional<double> muon_lr;   // empty: lr if it is given, else 0.02
+  std::optional<double> adam_lr;   // empty: lr if it is given, else 3e-4
+  std::string ns_method = "gram";  // "gram" or "standard"
+  bool per_head_muon = false;
+
+  // OneBitAdam, OneBitLamb, ZeroOneAdam
+  int64_t freeze_step = 100000;
+  bool cuda_aware = false;
+  std::string comm_backend_name = "nccl";
+  double coeff_beta = 0.9;
+  double factor_max = 4.0;
+  double factor_min = 0.5;
+  double factor_threshold = 0.1;
+  int64_t var_freeze_step = 100000;
+  int64_t var_update_scaler = 16;
+  int64_t local_step_scaler = 32678;
+  int64_t local_step_clipper = 16;
+  bool deepspeed_semantics = false;  // our own key: their first step and bias, see compression/onebit_adam.h
+};
+
+struct OptimizerSection {
+  // Canonical: Adam, AdamW, Lamb, Adagrad, Lion, Muon, SGD, OneBitAdam, ...; empty: none in the file.
+  std::string type;
+  nlohmann::ordered_json params = nlohmann::ordered_json::object();  // as written, "auto" replaced
+  OptimizerParams values;
+  bool legacy_fusion = false;
+
+  bool given() const { return !type.empty(); }
+  // AdamW's decoupled weight decay: type AdamW, or Adam with adam_w_mode.
+  bool decoupled_weight_decay() const { return type == "AdamW" || values.adam_w_mode; }
+  // Ranks exchange compressed momenta, or the like, in place of gradients (compression/compressed_optimizer.h).
+  bool compresses() const { return type == "OneBitAdam" || type == "OneBitLamb" || type == "ZeroOneAdam"; }
+  // What runs: `type`, but AdamW for Adam with decoupled weight decay.
+  std::string algorithm() const { return type == "Adam" && decoupled_weight_decay() ? "AdamW" : type; }
+};
+
+// scheduler: {"type", "params"}.
+struct SchedulerSection {
+  std::string type;  // WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle; empty: none in the file
+  nlohmann::ordered_json params = nlohmann::ordered_json::object();  // as written, "auto" replaced
+  std::optional<optimizers::LrScheduleOptions> options;              // set for the five types
+  int64_t last_batch_iteration = -1;                                 // a schedule that starts at its beginning
+
+  bool given() const { return !type.empty(); }
+};
+
+// gradient_compression: an own section.
+enum class CompressionMethod { kNone, kFloat16, kBFloat16, kInt8, kTopK, kPowerSgd, kSign };
+
+const char* name_of(CompressionMethod method);
+
+struct GradientCompressionSection {
+  CompressionMethod method = CompressionMethod::kNone;
+  double top_k = 0.01;              // top_k: share of the elements that are sent
+  int64_t rank = 4;                 // power_sgd: columns of the factors
+  int64_t start_step = 0;           // optimizer steps before it begins
+  bool error_feedback = true;       // what is not sent is added to the next gradient
+  bool between_nodes_only = false;  // inside a node gradients are added as they are
+
+  // More than another dtype on the wire.
+  bool compresses() const {
+    return method != CompressionMethod::kNone && method != CompressionMethod::kFloat16 &&
+           method != CompressionMethod::kBFloat16;
+  }
+};
+
+}  // namespace ds::engine::config

@@ -1,0 +1,54 @@
+// The exceptions that the library throws. Torch-free.
+//
+// Two kinds of error: those a caller can act on (ConfigError, CommError, UsageError, NonFiniteError, IoError) and a
+// broken invariant of ours (InternalError). Every message says what was expected, what was found, where, and what to
+// change. Errors own their text; they may be copied and thrown on from any thread.
+#pragma once
+
+#include <stdexcept>
+
+namespace ds {
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A ds_config, an option or a file is wrong; the text names the json path, the value, the rule and the fix.
+class ConfigError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A peer is missing, late, gone or did something else; the text names the rank and the operation.
+class CommError : public Error {
+ public:
+  using Error::Error;
+};
+
+// The API was used in a way it does not offer (calls out of order, wrong tensor); the text names the expected call.
+class UsageError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A gradient is infinite or NaN and the update was not done; the text names the step, the first parameter, and the rank
+// and micro-batch it came from. The same on every rank.
+class NonFiniteError : public Error {
+ public:
+  using Error::Error;
+};
+
+// Reading or writing a file failed; the text names the path and the system's reason.
+class IoError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A bug in dsengine.
+class InternalError : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace ds

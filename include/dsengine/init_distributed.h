@@ -1,0 +1,50 @@
+// Joining the ranks of a job before there is an engine: deepspeed.init_distributed.
+//
+//   const auto job = ds::engine::init_distributed();  // env://, as ds-launch sets it
+//   job.ranks->all_reduce(tensor, ds::comm::ReduceOp::kAvg).wait();
+//
+// The communicator belongs to whoever holds it and is used from one thread at a time.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "dsengine/comm.h"
+
+namespace c10d {
+class Store;
+}
+
+namespace ds::engine {
+
+struct InitDistributedOptions {
+  std::string device;                  // "cpu" (also when empty), "cuda" (the one of this rank on its host) or "cuda:N"
+  std::string init_method = "env://";  // "tcp://host:port", "file:///path"
+  comm::Backend backend = comm::Backend::kAuto;
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  comm::FlightWatchOptions flight;  // its stall_limit until engine::initialize sets that of the config
+};
+
+struct Distributed {
+  std::shared_ptr<comm::Communicator> ranks;  // all of the job
+  int local_rank = 0;                         // position among those of this host
+  int ranks_per_host = 1;                     // where all hosts have as many, consecutive ones; else 1
+  c10::Device device = c10::kCPU;
+};
+
+// Only needed where ranks talk before engine::initialize (zero::Init, a program's own collectives), which takes the
+// result as .distributed. Returns once all ranks have come; a world of one returns at once, without a socket. Throws
+//   ConfigError  the address, the environment, the device or the backend is wrong (the variable or part is named);
+//   CommError    rank 0 cannot listen, the host is unknown or does not answer, ranks are missing at the time limit
+//   (they
+//                are listed), a rank was claimed twice, or the ranks disagree on the world size.
+Distributed init_distributed(const InitDistributedOptions& options = {});
+// The same over a store that the caller made and every rank shares (embedding); init_method means nothing then.
+Distributed init_distributed(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                             const InitDistributedOptions& options = {});
+
+}  // namespace ds::engine

@@ -1,0 +1,97 @@
+// engine::initialize: what it takes, what it returns. Include dsengine/engine.h, which has the Engine.
+//
+// Everything that is given is shared with the program, or copied. Called on the thread that will train, by every rank.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "dsengine/comm.h"
+#include "dsengine/config.h"
+#include "dsengine/data_loader.h"
+#include "dsengine/device_mesh.h"
+#include "dsengine/init_distributed.h"
+#include "dsengine/lr_scheduler.h"
+#include "dsengine/optimizer.h"
+#include "dsengine/zero.h"
+
+namespace torch::nn {
+class Module;
+}
+namespace torch::optim {
+class Optimizer;
+}
+
+namespace ds::engine {
+
+class Engine;
+
+// Parameters with hyper-parameters of their own. A parameter in no group belongs to a group with the config's values,
+// which comes first.
+struct ParameterGroup {
+  std::vector<std::string> parameters;  // dotted names; a name may end in '*' or start with '*' (any prefix / suffix)
+  std::optional<double> lr;
+  std::optional<double> weight_decay;
+  bool non_freeze = false;  // OneBitAdam: reduced as it is, not compressed, after the freeze too
+  // OneBitAdam, OneBitLamb, ZeroOneAdam: 0 or false where the momentum shall stay 0 after the freeze (rows of a
+  // position embedding that no sequence reaches: 1 bit has no zero). Of a shape that broadcasts to that of each
+  // parameter of the group; undefined: nowhere.
+  at::Tensor exp_avg_mask;
+};
+
+struct InitializeOptions {
+  std::shared_ptr<torch::nn::Module> model;
+  // A path, a nlohmann::json object, or url-safe base64 of the JSON text.
+  config::ConfigSource config;
+  // A client optimizer over the model's parameters; overrides the config's. Stage 0 and float32 only.
+  std::shared_ptr<torch::optim::Optimizer> optimizer;
+  std::vector<ParameterGroup> parameter_groups;
+  // Any torch::data dataset with get(size_t) -> torch::data::Example<>.
+  TrainingData training_data;
+  // Overrides the config's scheduler: step number k = 0, 1, ... -> factor on the group's lr.
+  std::function<double(int64_t)> lr_scheduler;
+  // Under which the model was built, on every rank. Its group of ranks is used, if none is given. Outlives
+  // initialize().
+  zero::Init* init = nullptr;
+  // A safetensors file with the parameters' first values, by name; empty: the module has them. A model whose tensors
+  // are on the meta device needs it. Given on every rank, opened by rank 0 alone.
+  std::string weights;
+  // What engine::init_distributed returned; else the environment decides (docs/communication.md).
+  std::optional<Distributed> distributed;
+  // Or an existing group of ranks (tests, embedding).
+  std::shared_ptr<comm::Communicator> communicator;
+  // Or a grid of ranks: the engine trains data parallel over all of it. Axes "pipe", "sequence" and "tensor" longer
+  // than one are refused.
+  std::shared_ptr<comm::DeviceMesh> mesh;
+  // "cpu" (also when empty), "cuda" or "cuda:N". The model is moved there.
+  std::string device;
+  // Rendezvous: "env://" (default), "tcp://host:port", "file:///path".
+  std::string init_method = "env://";
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  // Seeds LibTorch's generators with the key "seed" of the config + rank. False: they go on as the program has left
+  // them, and it is for the program to draw different numbers on different ranks.
+  bool seed_generators = true;
+  // What "auto" in the config may take its value from.
+  config::AutoValues auto_values;
+};
+
+// The engine outlives the others: they refer to its buckets and its group of ranks.
+struct Initialized {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<optimizers::ShardOptimizer> optimizer;  // null with a client optimizer
+  std::shared_ptr<DataLoader> loader;                     // null without training_data
+  std::shared_ptr<LrScheduler> schedule;                  // null without a scheduler
+};
+
+// Reads the config, joins the process group (environment of ds-launch; alone without it), lays the parameters into
+// buckets, broadcasts them from rank 0 and returns the parts. Throws ConfigError with every mistake of the config,
+// CommError when ranks do not come together or disagree on config or parameters.
+Initialized initialize(InitializeOptions options);
+
+}  // namespace ds::engine

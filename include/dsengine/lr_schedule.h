@@ -1,0 +1,106 @@
+// Learning-rate schedules with DeepSpeed's names, parameters and formulas (deepspeed/runtime/lr_schedules.py): pure
+// functions of the iteration. Torch-free.
+//
+// t = last_batch_iteration is -1 at construction and grows by one with each applied (not skipped) optimizer step, so
+// optimizer step number k = 0, 1, ... runs with the values of t = k - 1.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+namespace ds::optimizers {
+
+// The hyper-parameters of one parameter group.
+// May change from step to step. Fields an optimizer does not know are ignored by it. LR schedules write lr (and the
+// betas for OneCycle).
+struct GroupOptions {
+  double lr = 1e-3;
+  double weight_decay = 0.0;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double momentum = 0.0;
+  double eps = 1e-8;
+  bool non_freeze = false;  // OneBitAdam: stays AdamW on mean gradients
+
+  bool operator==(const GroupOptions&) const = default;
+};
+
+// One value for all parameter groups, or one for each.
+using PerGroup = std::vector<double>;
+
+enum class WarmupType { kLog, kLinear };
+
+// From warmup_min_lr to warmup_max_lr, then constant.
+struct WarmupLrOptions {
+  PerGroup warmup_min_lr = {0.0};
+  std::optional<PerGroup> warmup_max_lr;  // empty: the lr that each group has when the schedule is made
+  int64_t warmup_num_steps = 1000;
+  WarmupType warmup_type = WarmupType::kLog;
+};
+
+// From warmup_min_lr to warmup_max_lr, then linearly back to warmup_min_lr at total_num_steps.
+struct WarmupDecayLrOptions {
+  int64_t total_num_steps = 0;  // required
+  PerGroup warmup_min_lr = {0.0};
+  std::optional<PerGroup> warmup_max_lr = PerGroup{0.001};
+  int64_t warmup_num_steps = 1000;
+  WarmupType warmup_type = WarmupType::kLog;
+};
+
+// A ratio of each group's own lr: from warmup_min_ratio to 1, then along a cosine to cos_min_ratio.
+struct WarmupCosineLrOptions {
+  int64_t total_num_steps = 0;  // required
+  double warmup_min_ratio = 0.0;
+  int64_t warmup_num_steps = 1000;
+  double cos_min_ratio = 0.0001;
+  WarmupType warmup_type = WarmupType::kLog;
+};
+
+// Grows from lr_range_test_min_lr without end (arXiv 1803.09820).
+struct LrRangeTestOptions {
+  PerGroup lr_range_test_min_lr = {1e-3};
+  int64_t lr_range_test_step_size = 2000;
+  double lr_range_test_step_rate = 1.0;
+  bool lr_range_test_staircase = false;
+};
+
+// One cycle of lr, with beta1 running the other way, then decay (arXiv 1803.09820). With cycle_momentum beta2 is 0.99.
+struct OneCycleOptions {
+  PerGroup cycle_min_lr;  // required
+  PerGroup cycle_max_lr;  // required
+  double decay_lr_rate = 0.0;
+  int64_t cycle_first_step_size = 2000;
+  std::optional<int64_t> cycle_second_step_size;  // empty: as the first
+  int64_t cycle_first_stair_count = 0;            // 0: continuous
+  std::optional<int64_t> cycle_second_stair_count;
+  int64_t decay_step_size = 0;  // 0: no decay
+  bool cycle_momentum = true;
+  PerGroup cycle_min_mom = {0.8};
+  PerGroup cycle_max_mom = {0.9};
+  double decay_mom_rate = 0.0;
+};
+
+using LrScheduleOptions =
+    std::variant<WarmupLrOptions, WarmupDecayLrOptions, WarmupCosineLrOptions, LrRangeTestOptions, OneCycleOptions>;
+
+// Immutable, so safe from any thread.
+class LrSchedule {
+ public:
+  virtual ~LrSchedule() = default;
+  // DeepSpeed's name: "WarmupLR", ...
+  virtual std::string name() const = 0;
+  // Writes lr (and betas) of iteration t >= -1 into the groups, which are as many as at construction.
+  virtual void apply(int64_t t, std::vector<GroupOptions>& groups) const = 0;
+};
+
+// `groups` are the optimizer's at this moment: their number, and the base lr of the schedules that use it. OneCycle's
+// cycle_momentum is dropped with a warning when the optimizer does not use betas. Throws ConfigError naming the key for
+// a value out of range or a list that does not have one value for each group.
+std::unique_ptr<const LrSchedule> make_lr_schedule(const LrScheduleOptions& options,
+                                                   const std::vector<GroupOptions>& groups, bool optimizer_uses_betas);
+
+}  // namespace ds::optimizers

@@ -1,0 +1,1 @@
+#error "dsengine includes comm/communicator.h of the program"

@@ -1,0 +1,1 @@
+#error "dsengine includes core/check.h of the program"

@@ -1,0 +1,1 @@
+#error "dsengine includes core/text.h of the program"

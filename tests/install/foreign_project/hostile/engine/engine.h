@@ -1,0 +1,1 @@
+#error "dsengine includes engine/engine.h of the program"
