@@ -19,7 +19,7 @@ namespace ds::checkpoint {
 // A run of elements of a logical tensor, as one tensor of a file: under the tensor's name and shape if it is whole, as
 // a flat one "NAME@OFFSET" otherwise.
 struct Piece {
-  std::string path;                 // the logical tensor's, as in checkpoint/source/source.h
+  std::string path;                 // the logical tensor's, as in dsengine/weights.h
   std::string key;                  // the name under which the file has it
   int64_t offset = 0;               // first element, in the flattened logical tensor
   int64_t length = 0;               // elements

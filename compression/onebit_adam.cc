@@ -37,7 +37,7 @@ void OneBitAdam::advance_dense(int64_t index, const at::Tensor& gradient, double
   }
   const optimizers::AdamRule rule{.decoupled_weight_decay = true, .bias_correction = corrects_bias(), .amsgrad = false};
   optimizers::update_adam_slice(own.master, gradient, {step_count_, gradient_scale, step_group(own), rule},
-                           {.exp_avg = state.exp_avg, .exp_avg_sq = state.exp_avg_sq, .max_exp_avg_sq = {}}, copy);
+                                {.exp_avg = state.exp_avg, .exp_avg_sq = state.exp_avg_sq, .max_exp_avg_sq = {}}, copy);
 }
 
 void OneBitAdam::advance_frozen(int64_t index, const at::Tensor& gradient, double gradient_scale) {

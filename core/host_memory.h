@@ -4,8 +4,8 @@
 // activations again and again, and each time the kernel clears and maps their pages anew.
 //
 // Both are process-wide, the last call counts, and do nothing when the user has set one of glibc's own variables
-// (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES), preloads another allocator (LD_PRELOAD), or wants it
-// so (DS_MALLOC_THRESHOLDS=0).
+// (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES), preloads another allocator (LD_PRELOAD), or wants
+// it so (DS_MALLOC_THRESHOLDS=0).
 #pragma once
 
 namespace ds {

@@ -1,5 +1,5 @@
-// What the engine and a pipeline::PipelineModule tell each other: where its stages are to be built, and which layers are
-// tied across ranks.
+// What the engine and a pipeline::PipelineModule tell each other: where its stages are to be built, and which layers
+// are tied across ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>

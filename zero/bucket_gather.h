@@ -5,8 +5,8 @@
 
 #include <string>
 
-#include "comm/communicator.h"
 #include "core/transfer_stream.h"
+#include "dsengine/comm.h"
 #include "zero/parameter_bucket.h"
 
 namespace ds::zero {

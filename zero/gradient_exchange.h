@@ -5,7 +5,7 @@
 
 #include <cstddef>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 #include "zero/reducer_options.h"
 
 namespace ds::zero {

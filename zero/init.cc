@@ -64,8 +64,9 @@ Init::Parameters::Parameters(std::shared_ptr<comm::Communicator> ranks, InitOpti
   return_freed_host_memory();
   building_ = this;
   interceptor_.enable();
-  made_handle_ = at::addThreadLocalCallback(
-      at::RecordFunctionCallback(nullptr, &Init::Parameters::on_made).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
+  made_handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(nullptr, &Init::Parameters::on_made)
+                                                .needsOutputs(true)
+                                                .scopes({at::RecordScope::FUNCTION}));
 }
 
 void Init::Parameters::require_same_options() {

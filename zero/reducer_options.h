@@ -7,9 +7,9 @@
 #include <optional>
 
 #include "comm/bucket_reduction.h"
-#include "comm/communicator.h"
 #include "core/reduced_gradients.h"
-#include "zero/reduction_policy.h"
+#include "dsengine/comm.h"
+#include "dsengine/memory.h"
 
 namespace ds::zero {
 

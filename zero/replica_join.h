@@ -8,7 +8,7 @@
 #include <deque>
 #include <string>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 
 namespace ds::zero {
 

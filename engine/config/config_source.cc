@@ -71,7 +71,8 @@ HjsonDocument ConfigReader::read(const ConfigSource& source) {
   const bool cut = text.size() > kShownCharacters;
   require<ConfigError>(decoded && looks_like_object(*decoded), "ds_config \"",
                        std::string_view(text).substr(0, kShownCharacters), cut ? "..." : "", "\": no such file",
-                       source.file_only_ ? "" : ", and not url-safe base64 of a JSON object either", "; check the path");
+                       source.file_only_ ? "" : ", and not url-safe base64 of a JSON object either",
+                       "; check the path");
   return parse_hjson(*decoded, "base64 text");
 }
 

@@ -43,7 +43,9 @@ int64_t TrainingData::size() const {
 }
 
 DataLoader::DataLoader(TrainingData data, const DataLoaderOptions& options)
-    : data_(std::move(data)), device_(options.device), sampler_(std::make_unique<DistributedSampler>(sampler_options(data_, options))) {}
+    : data_(std::move(data)),
+      device_(options.device),
+      sampler_(std::make_unique<DistributedSampler>(sampler_options(data_, options))) {}
 
 DataLoader::~DataLoader() = default;
 

@@ -43,10 +43,10 @@ enum class Backend : uint8_t {
 struct FlightWatchOptions {
   // Of waiting in one collective; 0: no limit, sequences of collectives are compared all the same.
   std::chrono::milliseconds stall_limit{std::chrono::seconds(60)};
-  uint32_t entries = 512;  // collectives that each rank remembers
-  std::string folder;      // for records; empty: $DS_FLIGHT_FOLDER, else dsengine-UID in the system's temporary folder
-  bool stacks = true;      // takes a free real-time signal of the process, to see where a late rank is
-  bool end_process = true; // false: a process that hangs after the verdict is left as it is
+  uint32_t entries = 512;   // collectives that each rank remembers
+  std::string folder;       // for records; empty: $DS_FLIGHT_FOLDER, else dsengine-UID in the system's temporary folder
+  bool stacks = true;       // takes a free real-time signal of the process, to see where a late rank is
+  bool end_process = true;  // false: a process that hangs after the verdict is left as it is
 };
 
 enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "core/check.h"
+#include "dsengine/comm.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::comm::testing {

@@ -186,8 +186,9 @@ TEST_P(OneBitAdamTraining, EqualsTheReferenceBitByBit) {
       factor = std::min(1.0, c.clip_norm / (static_cast<float>(std::sqrt(squares)) + 1e-6));
     }
     const optimizers::GroupOptions group{.lr = 0.02F, .weight_decay = 0.1};
-    optimizers::update_adam_slice(view(weights), view(mean[0]), {.count = step, .gradient_scale = factor, .group = group},
-                             {view(average), view(variance), {}}, {});
+    optimizers::update_adam_slice(view(weights), view(mean[0]),
+                                  {.count = step, .gradient_scale = factor, .group = group},
+                                  {view(average), view(variance), {}}, {});
   }
   ordered_json config = c.config("OneBitAdam");
   config["optimizer"]["params"]["freeze_step"] = kFreeze;

@@ -15,7 +15,7 @@
 #include "comm/flight/flight_watch.h"
 #include "core/check.h"
 #include "core/host_memory.h"
-#include "engine/engine.h"
+#include "dsengine/engine.h"
 #include "tests/comm/meeting/launcher_environment.h"
 #include "tests/support/process_ranks.h"
 

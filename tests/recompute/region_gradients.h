@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "recompute/activation_checkpoint.h"
+#include "dsengine/activation_checkpoint.h"
 
 namespace ds::recompute {
 

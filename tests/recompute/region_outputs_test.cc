@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "recompute/activation_checkpoint.h"
+#include "dsengine/activation_checkpoint.h"
 #include "tests/recompute/region_gradients.h"
 
 namespace ds::recompute {

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "dsengine/comm.h"
 #include "zero/gradient_reducer.h"
 
 namespace ds::test {
