@@ -16,6 +16,7 @@
 #include "core/host_memory.h"
 #include "core/safetensors.h"
 #include "dsengine/engine.h"
+#include "engine/plan/plan.h"
 #include "profiling/tensor_memory.h"
 #include "tests/memory/large_net.h"
 #include "tests/support/process_ranks.h"

@@ -10,6 +10,7 @@
 
 #include "checkpoint/export.h"
 #include "checkpoint/rewrite.h"
+#include "checkpoint/source/training_state.h"
 #include "checkpoint/universal_export.h"
 #include "core/check.h"
 #include "tools/checkpoint/text_columns.h"

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "checkpoint/source/tensor_parts.h"
+#include "checkpoint/source/training_state.h"
 #include "core/check.h"
 #include "tools/checkpoint/text_columns.h"
 
