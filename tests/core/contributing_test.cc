@@ -23,10 +23,10 @@ std::vector<std::string> matches(const std::string& text, const std::regex& patt
   return found;
 }
 
-// "optim/NAME.cc": a file that the reader is to make; "build/...": one that the build makes.
+// "optim/NAME.cc": a file that the reader is to make; "build/...": one that the build or the setup makes.
 bool is_meant_to_be_there(const std::string& path) {
   static const std::regex kToBeNamed("NAME(\\.[a-z]+)?|PRESET");
-  if (path.starts_with("build/")) return false;
+  if (path.starts_with("build/") || path.starts_with(".deps/")) return false;
   for (const fs::path& part : fs::path(path)) {
     if (std::regex_match(part.string(), kToBeNamed)) return false;
   }
