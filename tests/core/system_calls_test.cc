@@ -13,7 +13,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const fs::path kRoot = DS_SOURCE_DIR;
+const fs::path kSourceRoot = DS_SOURCE_DIR;
 
 // The folders of the library. Programs (tools, launcher) have rules of their own for what they hand to their children.
 constexpr const char* kFolders[] = {"core",      "comm",        "optim",    "zero",       "offload", "recompute",
@@ -27,12 +27,12 @@ struct Source {
 std::vector<Source> library_sources() {
   std::vector<Source> result;
   for (const char* folder : kFolders) {
-    for (const auto& entry : fs::recursive_directory_iterator(kRoot / folder)) {
+    for (const auto& entry : fs::recursive_directory_iterator(kSourceRoot / folder)) {
       const std::string ending = entry.path().extension().string();
       if (ending != ".h" && ending != ".cc" && ending != ".cu") continue;
       std::stringstream text;
       text << std::ifstream(entry.path()).rdbuf();
-      result.push_back({fs::relative(entry.path(), kRoot).string(), text.str()});
+      result.push_back({fs::relative(entry.path(), kSourceRoot).string(), text.str()});
     }
   }
   return result;
