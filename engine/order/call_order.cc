@@ -1,5 +1,7 @@
 #include "engine/order/call_order.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "core/check.h"
@@ -20,6 +22,7 @@ enum Needs : unsigned {
 
 // What a call needs; texts are of the checks that it has.
 struct Row {
+  Call call;
   const char* name;
   unsigned needs = kNothing;
   std::optional<Driver> driver = {};
@@ -30,68 +33,59 @@ struct Row {
 
 constexpr const char* kAtBoundary = "; call it after step() at the boundary";
 
-Row row_of(Call call) {
-  switch (call) {
-    case Call::kBackward:
-      return {.name = "backward()",
-              .needs = kStatesHere | kWholeState,
-              .driver = Driver::kProgram,
-              .other_driver = ", whose forward and backward belong together; expected engine->train_batch()"};
-    case Call::kStep:
-      return {.name = "step()",
-              .needs = kBackwardBefore | kReductions | kNoScopes,
-              .driver = Driver::kProgram,
-              .other_driver = "; expected engine->train_batch(), which is a whole step"};
-    case Call::kTrainBatch:
-      return {.name = "train_batch()",
-              .needs = kStatesHere | kWholeState | kReductions | kNoScopes,
-              .driver = Driver::kSchedule};
-    case Call::kEvalBatch:
-      return {.name = "eval_batch()", .needs = kStatesHere | kWholeState, .driver = Driver::kSchedule};
-    case Call::kSetDataloader:
-      return {.name = "set_dataloader()", .driver = Driver::kSchedule};
-    case Call::kSetDataiterator:
-      return {.name = "set_dataiterator()", .driver = Driver::kSchedule};
-    case Call::kResetActivationShape:
-      return {.name = "reset_activation_shape()", .driver = Driver::kSchedule};
-    case Call::kTracePipeline:
-      return {.name = "trace_pipeline()", .driver = Driver::kSchedule};
-    case Call::kWritePipelineTrace:
-      return {.name = "write_pipeline_trace()", .driver = Driver::kSchedule};
-    case Call::kZeroGrad:
-      return {.name = "zero_grad()", .needs = kStatesHere};
-    case Call::kSetTrainBatchSize:
-      return {.name = "set_train_batch_size",
-              .needs = kBetweenSteps,
-              .inside = ": called",
-              .instead = "; call it between optimizer steps"};
-    case Call::kSynchronizeParameters:
-      return {.name = "synchronize_parameters()", .needs = kStatesHere};
-    case Call::kGatheredParameters:
-      return {.name = "gathered_parameters()", .needs = kStatesHere};
-    case Call::kModuleStateDict:
-      return {.name = "module_state_dict()", .needs = kWholeState};
-    case Call::kFp32StateDict:
-      return {.name = "fp32_state_dict()", .needs = kWholeState};
-    case Call::kSave16BitModel:
-      return {.name = "save_16bit_model()", .needs = kWholeState};
-    case Call::kSaveCheckpoint:
-      return {.name = "save_checkpoint()",
-              .needs = kStatesHere | kWholeState | kBetweenSteps | kNoScopes,
-              .instead = ", whose gradients would be lost; call it after the step() at the boundary"};
-    case Call::kLoadCheckpoint:
-      return {.name = "load_checkpoint()",
-              .needs = kStatesHere | kBetweenSteps | kNoScopes,
-              .instead = "; call it between optimizer steps"};
-    case Call::kOffloadStates:
-      return {.name = "offload_states()", .needs = kStatesHere | kBetweenSteps | kNoScopes, .instead = kAtBoundary};
-    case Call::kReloadStates:
-      return {.name = "reload_states()", .needs = kMovedStates};
-    case Call::kModelStateBytes:
-      return {.name = "model_state_bytes()", .needs = kStatesHere};
-  }
-  ensure(false, "every call has a row");
-  return {.name = ""};
+constexpr Row kRows[] = {
+    {.call = Call::kBackward,
+     .name = "backward()",
+     .needs = kStatesHere | kWholeState,
+     .driver = Driver::kProgram,
+     .other_driver = ", whose forward and backward belong together; expected engine->train_batch()"},
+    {.call = Call::kStep,
+     .name = "step()",
+     .needs = kBackwardBefore | kReductions | kNoScopes,
+     .driver = Driver::kProgram,
+     .other_driver = "; expected engine->train_batch(), which is a whole step"},
+    {.call = Call::kTrainBatch,
+     .name = "train_batch()",
+     .needs = kStatesHere | kWholeState | kReductions | kNoScopes,
+     .driver = Driver::kSchedule},
+    {.call = Call::kEvalBatch, .name = "eval_batch()", .needs = kStatesHere | kWholeState, .driver = Driver::kSchedule},
+    {.call = Call::kSetDataloader, .name = "set_dataloader()", .driver = Driver::kSchedule},
+    {.call = Call::kSetDataiterator, .name = "set_dataiterator()", .driver = Driver::kSchedule},
+    {.call = Call::kResetActivationShape, .name = "reset_activation_shape()", .driver = Driver::kSchedule},
+    {.call = Call::kTracePipeline, .name = "trace_pipeline()", .driver = Driver::kSchedule},
+    {.call = Call::kWritePipelineTrace, .name = "write_pipeline_trace()", .driver = Driver::kSchedule},
+    {.call = Call::kZeroGrad, .name = "zero_grad()", .needs = kStatesHere},
+    {.call = Call::kSetTrainBatchSize,
+     .name = "set_train_batch_size",
+     .needs = kBetweenSteps,
+     .inside = ": called",
+     .instead = "; call it between optimizer steps"},
+    {.call = Call::kSynchronizeParameters, .name = "synchronize_parameters()", .needs = kStatesHere},
+    {.call = Call::kGatheredParameters, .name = "gathered_parameters()", .needs = kStatesHere},
+    {.call = Call::kModuleStateDict, .name = "module_state_dict()", .needs = kWholeState},
+    {.call = Call::kFp32StateDict, .name = "fp32_state_dict()", .needs = kWholeState},
+    {.call = Call::kSave16BitModel, .name = "save_16bit_model()", .needs = kWholeState},
+    {.call = Call::kSaveCheckpoint,
+     .name = "save_checkpoint()",
+     .needs = kStatesHere | kWholeState | kBetweenSteps | kNoScopes,
+     .instead = ", whose gradients would be lost; call it after the step() at the boundary"},
+    {.call = Call::kLoadCheckpoint,
+     .name = "load_checkpoint()",
+     .needs = kStatesHere | kBetweenSteps | kNoScopes,
+     .instead = "; call it between optimizer steps"},
+    {.call = Call::kOffloadStates,
+     .name = "offload_states()",
+     .needs = kStatesHere | kBetweenSteps | kNoScopes,
+     .instead = kAtBoundary},
+    {.call = Call::kReloadStates, .name = "reload_states()", .needs = kMovedStates},
+    {.call = Call::kModelStateBytes, .name = "model_state_bytes()", .needs = kStatesHere},
+};
+
+const Row& row_of(Call call) {
+  const auto* const row =
+      std::find_if(std::begin(kRows), std::end(kRows), [&](const Row& r) { return r.call == call; });
+  ensure(row != std::end(kRows), "every call has a row");
+  return *row;
 }
 
 constexpr const char* kMixture =
@@ -100,7 +94,7 @@ constexpr const char* kMixture =
 }  // namespace
 
 void CallOrder::require_driver(Call call) const {
-  const Row row = row_of(call);
+  const Row& row = row_of(call);
   if (!row.driver || *row.driver == driver_) return;
   ds::require(*row.driver == Driver::kSchedule, row.name, ": the model is a pipeline", row.other_driver);
   ds::require(false, row.name, " needs a pipeline: expected a model that is a pipeline::PipelineModule; ",
@@ -109,7 +103,7 @@ void CallOrder::require_driver(Call call) const {
 
 void CallOrder::require(Call call) const {
   require_driver(call);
-  const Row row = row_of(call);
+  const Row& row = row_of(call);
   const auto needs = [&row](Needs what) { return (row.needs & what) != 0; };
   ds::require(!needs(kMovedStates) || moved_, row.name, " was called, but no states are offloaded; call ",
               "offload_states() first");
