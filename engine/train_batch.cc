@@ -1,4 +1,4 @@
-// Engine::train_batch and what belongs to pipelines.
+// A schedule as the driver of steps: train_batch(), and what belongs to pipelines.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
@@ -20,10 +20,9 @@
 namespace ds::engine {
 namespace {
 
-PipelineParts& pipeline_of(Engine::Impl& impl, const char* call) {
-  require(impl.pipeline != nullptr, call, " needs a pipeline: expected a model that is a pipeline::PipelineModule; ",
-          "without one call backward() and step()");
-  return *impl.pipeline;
+PipelineParts& pipeline_of(Engine::Impl& impl, Call call) {
+  impl.order.require_driver(call);
+  return *impl.state.pipeline;
 }
 
 // Batches of a loader, epoch after epoch. `impl` outlives the result.
@@ -56,44 +55,44 @@ std::vector<int> micro_batches_of(const pipeline::Schedule& schedule, int stage)
 }
 
 // Of micro-batches on the ranks of the last stage, as a float32 scalar on all ranks.
-at::Tensor mean_of_all(const Engine::Impl& impl, const std::vector<at::Tensor>& losses) {
-  at::Tensor mean = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(impl.device));
+at::Tensor mean_of_all(const Ranks& ranks, const std::vector<at::Tensor>& losses) {
+  at::Tensor mean = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(ranks.device));
   if (!losses.empty()) {
     std::vector<at::Tensor> scalars;
     for (const at::Tensor& loss : losses) scalars.push_back(loss.to(at::kFloat).reshape({}));
-    mean.copy_(at::stack(scalars).mean() / impl.communicator->size());
+    mean.copy_(at::stack(scalars).mean() / ranks.part->size());
   }
-  if (impl.world->size() > 1) impl.world->all_reduce(mean, comm::ReduceOp::kSum, "loss").wait();
+  if (ranks.world->size() > 1) ranks.world->all_reduce(mean, comm::ReduceOp::kSum, "loss").wait();
   return mean.reshape({});
 }
 
-// Evaluation mode while it lives; then every module has the mode it had. `impl` outlives it.
+// Evaluation mode while it lives; then every module has the mode it had. `model` outlives it.
 class EvaluationMode {
  public:
-  explicit EvaluationMode(Engine::Impl& impl) : impl_(impl) {
-    for (const auto& module : impl.module->modules()) modes_.emplace_back(module, module->is_training());
-    impl.access->change_mode();
-    impl.module->eval();
+  explicit EvaluationMode(ModelState& model) : model_(model) {
+    for (const auto& module : model.module->modules()) modes_.emplace_back(module, module->is_training());
+    model.access->change_mode();
+    model.module->eval();
   }
   ~EvaluationMode() {
-    impl_.access->change_mode();
+    model_.access->change_mode();
     for (auto& [module, trains] : modes_) module->train(trains);  // submodules, which it also sets, come after it
   }
   EvaluationMode(const EvaluationMode&) = delete;
   EvaluationMode& operator=(const EvaluationMode&) = delete;
 
  private:
-  Engine::Impl& impl_;
+  ModelState& model_;
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;
 };
 
 // After a batch that threw `failure`: gradients of the micro-batches that were finished belong to no update. With
 // several stages there is none any more, and reductions that are under way may wait for ranks that wait for this one.
 void drop_batch(Engine::Impl& impl, const std::exception_ptr& failure) {
-  impl.access->change_mode();
-  if (impl.pipeline->ranks->size() > 1) return;
+  impl.state.access->change_mode();
+  if (impl.state.pipeline_ranks() > 1) return;
   try {
-    impl.drop_gradients(/*unused=*/true);
+    impl.accumulation->drop(/*unused=*/true);
   } catch (const std::exception& error) {
     throw CommError(cat(message_of(failure), "; the gradients of the batch could not be dropped: ", error.what()));
   }
@@ -102,7 +101,7 @@ void drop_batch(Engine::Impl& impl, const std::exception_ptr& failure) {
 }  // namespace
 
 at::Tensor Engine::train_batch() {
-  const PipelineParts& parts = pipeline_of(*impl_, "train_batch()");
+  const PipelineParts& parts = pipeline_of(*impl_, Call::kTrainBatch);
   if (parts.source) return train_batch(parts.source);
   require(impl_->loader != nullptr, "train_batch(): expected training data, found none; pass .training_data to ",
           "initialize, call set_dataloader() or set_dataiterator(), or call train_batch(source)");
@@ -111,22 +110,18 @@ at::Tensor Engine::train_batch() {
 
 pipeline::MicroBatch Engine::on_device(pipeline::MicroBatch batch) const {
   for (at::Tensor& input : batch.inputs) input = prepared(input);
-  for (at::Tensor& label : batch.labels) label = label.to(impl_->device);
+  for (at::Tensor& label : batch.labels) label = label.to(impl_->state.ranks.device);
   return batch;
 }
 
 at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   Impl& self = *impl_;
-  PipelineParts& parts = pipeline_of(self, "train_batch()");
-  self.require_states_here("train_batch()");
-  self.require_whole_state("train_batch()");
-  require(self.synchronize, "train_batch() was called inside no_sync(); end the no_sync scope first");
-  require(self.gathered_scopes == 0, "train_batch() was called while ", self.gathered_scopes,
-          " scopes of gathered_parameters() are open; end them first");
+  PipelineParts& parts = pipeline_of(self, Call::kTrainBatch);
+  self.order.require(Call::kTrainBatch);
   const auto micro_batches = static_cast<int>(self.config.gradient_accumulation_steps);
-  const pipeline::Schedule& schedule = training_schedule(parts, self.plan, micro_batches);
-  self.step_applied = false;
-  if (!self.module->is_training()) train();
+  const pipeline::Schedule& schedule = training_schedule(parts, self.state.plan, micro_batches);
+  self.progress.step_applied = false;
+  if (!self.state.module->is_training()) train();
   int64_t given = 0;
   std::map<int, std::vector<int>> order;  // of each stage, until its passes have been
   std::map<int, size_t> passes;
@@ -139,22 +134,22 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
           },
       .root =
           [&](const at::Tensor& loss) {
-            const Autocast::Pause pause(self.device.type());
-            return self.scaled(self.averaged(loss));
+            const Autocast::Pause pause(self.state.ranks.device.type());
+            return self.accumulation->scaled(self.accumulation->averaged(loss));
           },
       .accumulate =
           [&](int stage, bool last, const std::function<void()>& pass) {
-            const Autocast::Pause pause(self.device.type());
+            const Autocast::Pause pause(self.state.ranks.device.type());
             if (order[stage].empty()) order[stage] = micro_batches_of(schedule, stage);
-            self.begin_micro_batch(order[stage].at(passes[stage]++));
-            self.accumulate(last, pass, parts.bucket_in_pass.at(static_cast<size_t>(stage)));
+            self.accumulation->begin_micro_batch(order[stage].at(passes[stage]++));
+            self.accumulation->run(last, pass, parts.bucket_in_pass.at(static_cast<size_t>(stage)));
           },
       .inputs_only =
           [&](const std::function<void()>& pass) {
-            const Autocast::Pause pause(self.device.type());
+            const Autocast::Pause pause(self.state.ranks.device.type());
             pass();
           }};
-  const Engine::Impl::Phase phase(self, "train_batch");
+  const Phases::Scope phase(self.phases, "train_batch");
   self.reporter->backward_begins();
   pipeline::StageRunner::Result result;
   try {
@@ -167,32 +162,31 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   for (size_t i = 0; i < result.losses.size(); ++i) {
     self.batches.keep_loss(static_cast<int64_t>(i), result.losses[i]);
   }
-  const at::Tensor loss = mean_of_all(self, result.losses);
-  self.micro_steps += micro_batches;
-  self.micro_steps_since_update = micro_batches;
-  self.complete_step(*this, loss);
+  const at::Tensor loss = mean_of_all(self.state.ranks, result.losses);
+  self.progress.micro_steps += micro_batches;
+  self.order.micro_batches_done(micro_batches);
+  self.complete_step(loss);
   return loss;
 }
 
 Evaluation Engine::eval_batch(const pipeline::BatchSource& next, const EvalOptions& options) {
   Impl& self = *impl_;
-  PipelineParts& parts = pipeline_of(self, "eval_batch()");
-  self.require_states_here("eval_batch()");
-  self.require_whole_state("eval_batch()");
+  PipelineParts& parts = pipeline_of(self, Call::kEvalBatch);
+  self.order.require(Call::kEvalBatch);
   const auto micro_batches =
       static_cast<int>(options.num_micro_batches.value_or(self.config.gradient_accumulation_steps));
   require(micro_batches > 0, "eval_batch: num_micro_batches: expected a positive number, found ", micro_batches);
   const pipeline::Schedule& schedule = evaluation_schedule(parts, micro_batches);
-  const Engine::Impl::Phase phase(self, "eval_batch");
+  const Phases::Scope phase(self.phases, "eval_batch");
   const pipeline::StageCallbacks callbacks = {
       .next = [&] { return on_device(next()); }, .root = {}, .accumulate = {}, .inputs_only = {}};
   pipeline::StageRunner::Result result;
   {
-    const EvaluationMode mode(self);
+    const EvaluationMode mode(self.state);
     result = parts.runner->run(schedule, callbacks, options.compute_loss, options.return_logits);
   }
   Evaluation evaluation;
-  if (options.compute_loss) evaluation.loss = mean_of_all(self, result.losses);
+  if (options.compute_loss) evaluation.loss = mean_of_all(self.state.ranks, result.losses);
   evaluation.logits = std::move(result.outputs);
   if (options.return_logits && options.broadcast_logits && parts.ranks->size() > 1) {
     evaluation.logits.resize(static_cast<size_t>(micro_batches));
@@ -205,38 +199,40 @@ Evaluation Engine::eval_batch(const pipeline::BatchSource& next, const EvalOptio
 
 void Engine::set_dataloader(std::shared_ptr<DataLoader> loader) {
   require(loader != nullptr, "set_dataloader: expected a loader, found none");
-  PipelineParts& parts = pipeline_of(*impl_, "set_dataloader()");
+  PipelineParts& parts = pipeline_of(*impl_, Call::kSetDataloader);
   require_equal_batches(parts, *loader, "set_dataloader()");
   parts.source = source_of(*impl_, std::move(loader));
 }
 
 void Engine::set_dataiterator(pipeline::BatchSource next) {
   require(static_cast<bool>(next), "set_dataiterator: expected a function, found none");
-  pipeline_of(*impl_, "set_dataiterator()").source = std::move(next);
+  pipeline_of(*impl_, Call::kSetDataiterator).source = std::move(next);
 }
 
 bool Engine::is_first_stage() const {
-  return !impl_->pipeline || impl_->pipeline->module->placement().front() == impl_->pipeline->ranks->rank();
+  const auto& pipeline = impl_->state.pipeline;
+  return !pipeline || pipeline->module->placement().front() == pipeline->ranks->rank();
 }
 
 bool Engine::is_last_stage() const {
-  return !impl_->pipeline || impl_->pipeline->module->placement().back() == impl_->pipeline->ranks->rank();
+  const auto& pipeline = impl_->state.pipeline;
+  return !pipeline || pipeline->module->placement().back() == pipeline->ranks->rank();
 }
 
-int Engine::pipe_parallel_size() const { return impl_->pipeline ? impl_->pipeline->ranks->size() : 1; }
+int Engine::pipe_parallel_size() const { return impl_->state.pipeline_ranks(); }
 
-int Engine::pipe_parallel_rank() const { return impl_->pipeline ? impl_->pipeline->ranks->rank() : 0; }
+int Engine::pipe_parallel_rank() const { return impl_->state.pipeline ? impl_->state.pipeline->ranks->rank() : 0; }
 
 void Engine::reset_activation_shape() {
-  pipeline_of(*impl_, "reset_activation_shape()").runner->messages().reset_shapes();
+  pipeline_of(*impl_, Call::kResetActivationShape).runner->messages().reset_shapes();
 }
 
-void Engine::trace_pipeline(bool on) { pipeline_of(*impl_, "trace_pipeline()").runner->trace(on); }
+void Engine::trace_pipeline(bool on) { pipeline_of(*impl_, Call::kTracePipeline).runner->trace(on); }
 
 // Clocks of hosts differ; the first rank's pipeline is what is drawn, so its ranks' events are gathered.
 void Engine::write_pipeline_trace(const std::string& path) {
   Impl& self = *impl_;
-  PipelineParts& parts = pipeline_of(self, "write_pipeline_trace()");
+  PipelineParts& parts = pipeline_of(self, Call::kWritePipelineTrace);
   nlohmann::json events = nlohmann::json::array();
   for (const pipeline::TracedAction& traced : parts.runner->traced()) {
     events.push_back({{"name", pipeline::to_text(traced.action)},
@@ -253,16 +249,16 @@ void Engine::write_pipeline_trace(const std::string& path) {
     if (!mine && parts.ranks->rank() != 0) continue;
     at::Tensor length = at::zeros({1}, at::kLong);
     if (mine) length.fill_(static_cast<int64_t>(own.size()));
-    length = length.to(self.device);
+    length = length.to(self.state.ranks.device);
     at::Tensor bytes;
     if (mine) {
       parts.ranks->send(length, 0);
       bytes = at::empty({static_cast<int64_t>(own.size())}, at::kByte);
       std::memcpy(bytes.data_ptr(), own.data(), own.size());
-      parts.ranks->send(bytes.to(self.device), 0);
+      parts.ranks->send(bytes.to(self.state.ranks.device), 0);
     } else {
       parts.ranks->recv(length, rank);
-      bytes = at::empty({length.item<int64_t>()}, at::TensorOptions().dtype(at::kByte).device(self.device));
+      bytes = at::empty({length.item<int64_t>()}, at::TensorOptions().dtype(at::kByte).device(self.state.ranks.device));
       parts.ranks->recv(bytes, rank);
       bytes = bytes.cpu();
       texts.emplace_back(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
@@ -270,7 +266,7 @@ void Engine::write_pipeline_trace(const std::string& path) {
   }
   std::exception_ptr failure;
   try {
-    if (self.world->rank() == 0) {
+    if (self.state.ranks.world->rank() == 0) {
       nlohmann::json all = nlohmann::json::array();
       for (const std::string& text : texts) {
         for (nlohmann::json& event : nlohmann::json::parse(text)) all.push_back(std::move(event));
@@ -283,7 +279,7 @@ void Engine::write_pipeline_trace(const std::string& path) {
   } catch (...) {
     failure = std::current_exception();
   }
-  const int failed = failed_rank(failure, self.device, *self.world);
+  const int failed = failed_rank(failure, self.state.ranks.device, *self.state.ranks.world);
   require<IoError>(failed < 0, "write_pipeline_trace: rank 0 could not write ", path, ", its message says why");
 }
 

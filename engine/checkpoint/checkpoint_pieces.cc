@@ -20,16 +20,17 @@ std::pair<int64_t, int64_t> part_of(int64_t begin, int64_t end, int64_t index, i
 }
 
 // Which of the ranks that hold the same slices this one is, and how many they are.
-std::pair<int, int> copy_of(const Engine::Impl& impl, bool partitioned) {
-  if (!partitioned) return {impl.communicator->rank(), impl.communicator->size()};
-  if (!impl.groups.replicas) return {0, 1};
-  return {impl.groups.replicas->rank(), impl.groups.replicas->size()};
+std::pair<int, int> copy_of(const ModelState& state, size_t bucket, bool partitioned) {
+  if (!partitioned) return {state.ranks.part->rank(), state.ranks.part->size()};
+  const comm::Communicator* replicas = state.groups_of(bucket).replicas;
+  if (!replicas) return {0, 1};
+  return {replicas->rank(), replicas->size()};
 }
 
 // Of what this rank holds, the part that it writes.
-BucketRange written_range(const Engine::Impl& impl, const zero::BucketLayout& layout, bool partitioned) {
-  BucketRange range = held_range(impl, layout, partitioned);
-  const auto [index, count] = copy_of(impl, partitioned);
+BucketRange written_range(const ModelState& state, size_t bucket, bool partitioned) {
+  BucketRange range = held_range(state, bucket, partitioned);
+  const auto [index, count] = copy_of(state, bucket, partitioned);
   std::tie(range.begin, range.end) = part_of(range.begin, range.end, index, count);
   return range;
 }
@@ -49,59 +50,58 @@ class PieceList {
   std::vector<StatePiece> pieces_;
 };
 
-void add_trained(Engine::Impl& impl, size_t b, PieceList& pieces) {
-  const zero::BucketLayout& layout = impl.buckets[b].layout();
-  const bool partitioned = impl.plan.partition_optimizer;
-  const BucketRange range = written_range(impl, layout, partitioned);
+void add_trained(const ModelState& state, size_t b, PieceList& pieces) {
+  const zero::BucketLayout& layout = state.buckets[b].layout();
+  const bool partitioned = state.plan.partition_optimizer;
+  const BucketRange range = written_range(state, b, partitioned);
   const auto add = [&](const at::Tensor& flat, const auto& path_of) {
     for_each_run(layout, range, [&](const Segment& run, int64_t position) {
-      const ParameterInfo& info = impl.parameter_infos[static_cast<size_t>(run.parameter)];
+      const ParameterInfo& info = state.infos[static_cast<size_t>(run.parameter)];
       pieces.add(path_of(info.name), {.dtype = flat.scalar_type(), .sizes = info.sizes}, run, flat, position, b);
     });
   };
-  add(impl.masters[b], checkpoint::weight_path);
-  if (!impl.optimizer) return;
-  for (const auto& [state, values] : impl.optimizer->states(static_cast<int64_t>(b))) {
-    ensure(values.dim() == 1 && values.numel() == impl.masters[b].numel(), "a state has an element for each weight");
-    add(values, [&state = state](const std::string& name) { return checkpoint::state_path(state, name); });
+  add(state.masters[b], checkpoint::weight_path);
+  for (const auto& [kind, values] : state.optimizer.states(b)) {
+    ensure(values.dim() == 1 && values.numel() == state.masters[b].numel(), "a state has an element for each weight");
+    add(values, [&kind = kind](const std::string& name) { return checkpoint::state_path(kind, name); });
   }
 }
 
 // Stage 3.
-void add_frozen_bucket(const Engine::Impl& impl, size_t f, PieceList& pieces) {
-  const zero::ParameterBucket& bucket = impl.frozen_buckets[f];
+void add_frozen_bucket(const ModelState& state, size_t f, PieceList& pieces) {
+  const zero::ParameterBucket& bucket = state.frozen_buckets[f];
   const bool partitioned = bucket.sharded();
-  const BucketRange range = written_range(impl, bucket.layout(), partitioned);
+  const BucketRange range = written_range(state, state.buckets.size() + f, partitioned);
   at::Tensor flat = partitioned ? at::Tensor() : bucket.flat();
   if (partitioned && bucket.bits() > 0) {
     flat = at::empty({bucket.layout().slice_numel}, bucket.flat().options().device(bucket.encoded_slice().device()));
     bucket.use_slice(/*changes=*/false, [&] { BlockCodec(bucket.bits()).decode(bucket.encoded_slice(), flat); });
   } else if (partitioned) {
-    flat = bucket.slice(impl.groups.shards->rank());
+    flat = bucket.slice(state.groups_of(state.buckets.size() + f).shards.rank());
   }
   for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
-    const zero::Parameter& parameter = impl.frozen[static_cast<size_t>(run.parameter)];
-    if (impl.pipeline && impl.pipeline->is_copy(parameter.name)) return;
+    const zero::Parameter& parameter = state.frozen[static_cast<size_t>(run.parameter)];
+    if (state.is_copy(parameter.name)) return;
     pieces.add(checkpoint::weight_path(parameter.name),
                {.dtype = flat.scalar_type(), .sizes = parameter.tensor.sizes().vec(), .frozen = true}, run, flat,
-               position, impl.buckets.size() + f);
+               position, state.buckets.size() + f);
   });
 }
 
 // Below stage 3 every rank has them whole.
-void add_frozen_parameters(const Engine::Impl& impl, PieceList& pieces) {
+void add_frozen_parameters(const ModelState& state, PieceList& pieces) {
   int64_t total = 0;
-  for (const zero::Parameter& parameter : impl.frozen) total += parameter.tensor.numel();
-  const auto [begin, end] = part_of(0, total, impl.communicator->rank(), impl.communicator->size());
+  for (const zero::Parameter& parameter : state.frozen) total += parameter.tensor.numel();
+  const auto [begin, end] = part_of(0, total, state.ranks.part->rank(), state.ranks.part->size());
   int64_t first = 0;
-  for (const zero::Parameter& parameter : impl.frozen) {
+  for (const zero::Parameter& parameter : state.frozen) {
     const int64_t numel = parameter.tensor.numel();
     const int64_t from = std::clamp<int64_t>(begin - first, 0, numel);
     const int64_t to = std::clamp<int64_t>(end - first, 0, numel);
     first += numel;
-    const bool empty = numel == 0 && impl.communicator->rank() == 0;
+    const bool empty = numel == 0 && state.ranks.part->rank() == 0;
     if (from == to && !empty) continue;
-    if (impl.pipeline && impl.pipeline->is_copy(parameter.name)) continue;
+    if (state.is_copy(parameter.name)) continue;
     pieces.add(checkpoint::weight_path(parameter.name),
                {.dtype = parameter.tensor.scalar_type(), .sizes = parameter.tensor.sizes().vec(), .frozen = true},
                {.parameter_offset = from, .length = to - from}, parameter.tensor.detach().contiguous().view({-1}), from,
@@ -118,9 +118,12 @@ void add_memory(const NamedTensors& memory, PieceList& pieces) {
 
 }  // namespace
 
-BucketRange held_range(const Engine::Impl& impl, const zero::BucketLayout& layout, bool partitioned) {
+BucketRange held_range(const ModelState& state, size_t bucket, bool partitioned) {
+  const size_t trained = state.buckets.size();
+  const zero::BucketLayout& layout =
+      (bucket < trained ? state.buckets[bucket] : state.frozen_buckets[bucket - trained]).layout();
   if (!partitioned) return {0, 0, layout.numel};
-  const int64_t begin = layout.slice_numel * impl.groups.shards->rank();
+  const int64_t begin = layout.slice_numel * state.groups_of(bucket).shards.rank();
   return {begin, begin, begin + layout.slice_numel};
 }
 
@@ -138,26 +141,27 @@ void for_each_run(const zero::BucketLayout& layout, const BucketRange& range,
   }
 }
 
-std::vector<StatePiece> state_pieces(Engine::Impl& impl, bool with_frozen) {
+std::vector<StatePiece> state_pieces(const ModelState& state, bool with_frozen) {
   PieceList pieces;
-  for (size_t b = 0; b < impl.buckets.size(); ++b) {
-    if (!impl.pipeline || impl.pipeline->counts(b)) add_trained(impl, b, pieces);
+  for (size_t b = 0; b < state.buckets.size(); ++b) {
+    if (state.counts(b)) add_trained(state, b, pieces);
   }
-  add_memory(optimizer_memory(impl), pieces);
-  if (impl.communicator->rank() == 0) add_memory(shared_optimizer_memory(impl), pieces);
-  add_memory(compression_memory(impl), pieces);
+  add_memory(optimizer_memory(state), pieces);
+  if (state.ranks.part->rank() == 0) add_memory(shared_optimizer_memory(state), pieces);
+  add_memory(compression_memory(state), pieces);
   if (!with_frozen) return pieces.take();
-  for (size_t f = 0; f < impl.frozen_buckets.size(); ++f) add_frozen_bucket(impl, f, pieces);
-  if (!impl.gatherer) add_frozen_parameters(impl, pieces);
+  for (size_t f = 0; f < state.frozen_buckets.size(); ++f) add_frozen_bucket(state, f, pieces);
+  if (!state.gatherer) add_frozen_parameters(state, pieces);
   return pieces.take();
 }
 
-void use_bucket(Engine::Impl& impl, size_t bucket, bool changes, const std::function<void()>& use) {
+void use_bucket(const ModelState& state, size_t bucket, bool changes, const std::function<void()>& use) {
   if (bucket == StatePiece::kNoBucket) return use();
-  if (bucket >= impl.buckets.size()) {
-    return impl.frozen_buckets[bucket - impl.buckets.size()].use_slice(changes, use);
+  if (bucket >= state.buckets.size()) {
+    return state.frozen_buckets[bucket - state.buckets.size()].use_slice(changes, use);
   }
-  impl.buckets[bucket].use_slice(changes, [&] { impl.use_master(bucket, changes, [&](const at::Tensor&) { use(); }); });
+  state.buckets[bucket].use_slice(changes,
+                                  [&] { state.use_master(bucket, changes, [&](const at::Tensor&) { use(); }); });
 }
 
 }  // namespace ds::engine

@@ -1,4 +1,4 @@
-// The model state that this rank holds, as pieces of logical tensors. Included by engine/*.cc only.
+// The model state that this rank holds, as pieces of logical tensors.
 //
 // Every element of the state belongs to exactly one rank: its own slice or, where several ranks hold the same (stage 0,
 // the replicas of MiCS), an equal part of it. So all ranks write, and nothing is written twice.
@@ -14,7 +14,7 @@
 
 #include "checkpoint/rank_files.h"
 #include "dsengine/weights.h"
-#include "engine/engine_impl.h"
+#include "engine/state/model_state.h"
 #include "zero/partition.h"
 
 namespace ds::engine {
@@ -38,8 +38,8 @@ struct BucketRange {
   int64_t end = 0;
 };
 
-// What of a trainable bucket this rank holds as master and optimizer states (begin to end, first = begin).
-BucketRange held_range(const Engine::Impl& impl, const zero::BucketLayout& layout, bool partitioned);
+// What of a bucket this rank holds: of a trainable one as master and optimizer states (begin to end, first = begin).
+BucketRange held_range(const ModelState& state, size_t bucket, bool partitioned);
 
 // Calls `use` for each run of a parameter inside the range: its segment, cut to the range, and the first element of it
 // in the tensor.
@@ -47,9 +47,9 @@ void for_each_run(const zero::BucketLayout& layout, const BucketRange& range,
                   const std::function<void(const Segment& run, int64_t position)>& use);
 
 // All pieces of weights, optimizer states and frozen parameters that this rank is to write.
-std::vector<StatePiece> state_pieces(Engine::Impl& impl, bool with_frozen);
+std::vector<StatePiece> state_pieces(const ModelState& state, bool with_frozen);
 
 // Calls `use` while slice, master and states of a bucket are in memory. `changes`: what it writes there is kept.
-void use_bucket(Engine::Impl& impl, size_t bucket, bool changes, const std::function<void()>& use);
+void use_bucket(const ModelState& state, size_t bucket, bool changes, const std::function<void()>& use);
 
 }  // namespace ds::engine

@@ -16,7 +16,9 @@
 #include <typeinfo>
 
 #include "checkpoint/block_checksum.h"
+#include "checkpoint/source/training_state.h"
 #include "core/check.h"
+#include "dsengine/lr_scheduler.h"
 
 namespace ds::engine {
 namespace {
@@ -48,12 +50,12 @@ at::Tensor serialized(const torch::optim::Optimizer& optimizer) {
 }
 
 // In place of all that the optimizer has.
-void take_serialized(const Engine::Impl& impl, const at::Tensor& bytes) {
+void take_serialized(const ModelState& model, const at::Tensor& bytes) {
   std::istringstream stream(std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()));
   torch::serialize::InputArchive archive;
-  archive.load_from(stream, impl.device);
-  impl.client_optimizer->state().clear();
-  impl.client_optimizer->load(archive);
+  archive.load_from(stream, model.ranks.device);
+  model.optimizer.client->state().clear();
+  model.optimizer.client->load(archive);
 }
 
 // Bit patterns of checksums of the buffers' contents.
@@ -68,8 +70,8 @@ at::Tensor checksums_of(const NamedTensors& buffers) {
 }
 
 // Of what is equal on all ranks with this part of the model.
-std::string part_path(const Engine::Impl& impl, const std::string& name) {
-  return checkpoint::rank_path(impl.first_of_part(), cat("optimizer.", name));
+std::string part_path(const ModelState& model, const std::string& name) {
+  return checkpoint::rank_path(model.ranks.first_of_part(), cat("optimizer.", name));
 }
 
 // Where a value lies in a checkpoint.
@@ -81,24 +83,24 @@ struct Place {
 
 // Of checkpoints that have a state of parameters as one array for each part of the model, in the order of its
 // parameters: only ranks that have the same parts can read it.
-std::optional<Place> place_by_part(const Engine::Impl& impl, const checkpoint::Source& source, const std::string& state,
+std::optional<Place> place_by_part(const ModelState& model, const checkpoint::Source& source, const std::string& state,
                                    int64_t number) {
-  const int stages = impl.pipeline ? impl.pipeline->ranks->size() : 1;
-  const bool same_parts =
-      source.state().pipeline_stages == stages && (stages == 1 || source.state().world_size == impl.world->size());
-  const std::string path = part_path(impl, state);
-  const auto all = static_cast<int64_t>(impl.parameter_infos.size());
+  const int stages = model.pipeline_ranks();
+  const bool same_parts = source.state().pipeline_stages == stages &&
+                          (stages == 1 || source.state().world_size == model.ranks.world->size());
+  const std::string path = part_path(model, state);
+  const auto all = static_cast<int64_t>(model.infos.size());
   if (!same_parts || !source.contains(path) || source.info(path).numel() != all) return std::nullopt;
   return Place{.path = path, .offset = number, .of = all};
 }
 
 // Parameters that another stage has too, and writes.
-std::set<std::string> copies_of_tied(const Engine::Impl& impl) {
+std::set<std::string> copies_of_tied(const ModelState& model) {
   std::set<std::string> names;
-  for (size_t b = 0; impl.pipeline && b < impl.buckets.size(); ++b) {
-    if (impl.pipeline->counts(b)) continue;
-    for (const Segment& segment : impl.buckets[b].layout().segments) {
-      names.insert(impl.parameter_infos[static_cast<size_t>(segment.parameter)].name);
+  for (size_t b = 0; b < model.buckets.size(); ++b) {
+    if (model.counts(b)) continue;
+    for (const Segment& segment : model.buckets[b].layout().segments) {
+      names.insert(model.infos[static_cast<size_t>(segment.parameter)].name);
     }
   }
   return names;
@@ -115,9 +117,9 @@ NamedTensors at_paths(int rank, const char* folder, const NamedTensors& memory) 
 
 }  // namespace
 
-NamedTensors optimizer_memory(const Engine::Impl& impl) {
-  if (!impl.optimizer) return {};
-  return at_paths(impl.world->rank(), "optimizer.", impl.optimizer->rank_states());
+NamedTensors optimizer_memory(const ModelState& model) {
+  if (!model.optimizer.own) return {};
+  return at_paths(model.ranks.world->rank(), "optimizer.", model.optimizer.own->rank_states());
 }
 
 std::string state_of_parameter(const std::string& shared_state) {
@@ -125,14 +127,14 @@ std::string state_of_parameter(const std::string& shared_state) {
   return slash == std::string::npos ? std::string() : shared_state.substr(0, slash);
 }
 
-NamedTensors shared_optimizer_memory(const Engine::Impl& impl) {
-  if (!impl.optimizer) return {};
-  const std::set<std::string> copies = copies_of_tied(impl);
+NamedTensors shared_optimizer_memory(const ModelState& model) {
+  if (!model.optimizer.own) return {};
+  const std::set<std::string> copies = copies_of_tied(model);
   NamedTensors result;
-  for (const auto& [name, values] : impl.optimizer->shared_states()) {
+  for (const auto& [name, values] : model.optimizer.own->shared_states()) {
     const std::string state = state_of_parameter(name);
     if (state.empty()) {
-      result.emplace_back(part_path(impl, name), values.view({-1}));
+      result.emplace_back(part_path(model, name), values.view({-1}));
     } else if (const std::string parameter = name.substr(state.size() + 1); !copies.contains(parameter)) {
       result.emplace_back(checkpoint::state_path(state, parameter), values.view({-1}));
     }
@@ -140,14 +142,14 @@ NamedTensors shared_optimizer_memory(const Engine::Impl& impl) {
   return result;
 }
 
-std::string load_shared_optimizer_memory(const Engine::Impl& impl, checkpoint::Source& source,
+std::string load_shared_optimizer_memory(const ModelState& model, checkpoint::Source& source,
                                          const std::function<std::string(const std::string&)>& stored) {
   std::vector<std::string> missing;
   bool by_rank = false;                   // some of it, in a form or layout that does not fit
   std::map<std::string, int64_t> counts;  // of the parameters that have this state, so far
-  for (const auto& [name, values] : impl.optimizer->shared_states()) {
+  for (const auto& [name, values] : model.optimizer.own->shared_states()) {
     const std::string state = state_of_parameter(name);
-    Place place{.path = part_path(impl, name)};
+    Place place{.path = part_path(model, name)};
     if (!state.empty()) {
       const int64_t number = counts[state]++;
       const std::string parameter = stored(name.substr(state.size() + 1));
@@ -155,7 +157,7 @@ std::string load_shared_optimizer_memory(const Engine::Impl& impl, checkpoint::S
       place.path = checkpoint::state_path(state, parameter);
       if (!source.contains(place.path)) {
         by_rank |= source.contains(checkpoint::rank_path(0, cat("optimizer.", state)));
-        place = place_by_part(impl, source, state, number).value_or(place);
+        place = place_by_part(model, source, state, number).value_or(place);
       }
     }
     if (!source.contains(place.path) || source.info(place.path).numel() != place.of.value_or(values.numel())) {
@@ -173,9 +175,9 @@ std::string load_shared_optimizer_memory(const Engine::Impl& impl, checkpoint::S
                      : "");
 }
 
-NamedTensors compression_memory(const Engine::Impl& impl) {
-  if (!impl.reduction) return {};
-  return at_paths(impl.world->rank(), "gradient_compression.", impl.reduction->memory());
+NamedTensors compression_memory(const ModelState& model) {
+  if (!model.gradients.reduction) return {};
+  return at_paths(model.ranks.world->rank(), "gradient_compression.", model.gradients.reduction->memory());
 }
 
 checkpoint::OptimizerState client_optimizer_state(const torch::optim::Optimizer& optimizer) {
@@ -184,10 +186,10 @@ checkpoint::OptimizerState client_optimizer_state(const torch::optim::Optimizer&
   return state;
 }
 
-BufferCopies copy_buffers(const Engine::Impl& impl) {
+BufferCopies copy_buffers(const ModelState& model) {
   BufferCopies copies;
-  for (const auto& item : impl.module->named_buffers()) {
-    if (impl.pipeline && impl.pipeline->is_copy(item.key())) continue;
+  for (const auto& item : model.module->named_buffers()) {
+    if (model.is_copy(item.key())) continue;
     copies.values.emplace_back(item.key(),
                                item.value().detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true).contiguous());
   }
@@ -195,33 +197,33 @@ BufferCopies copy_buffers(const Engine::Impl& impl) {
   return copies;
 }
 
-void add_buffers(const Engine::Impl& impl, const BufferCopies& copies, NamedTensors& tensors) {
+void add_buffers(const ModelState& model, const BufferCopies& copies, NamedTensors& tensors) {
   if (copies.values.empty()) return;
   const at::Tensor& own = copies.checksums;
-  at::Tensor first = own.clone().to(impl.device);
-  if (impl.communicator->size() > 1) impl.communicator->broadcast(first, 0, "checksums of buffers").wait();
+  at::Tensor first = own.clone().to(model.ranks.device);
+  if (model.ranks.part->size() > 1) model.ranks.part->broadcast(first, 0, "checksums of buffers").wait();
   first = first.to(at::kCPU);
   for (size_t i = 0; i < copies.values.size(); ++i) {
     const auto& [name, values] = copies.values[i];
-    if (impl.communicator->rank() == 0) {
+    if (model.ranks.part->rank() == 0) {
       tensors.emplace_back(checkpoint::buffer_path(name), values);
     } else if (first.const_data_ptr<int64_t>()[i] != own.const_data_ptr<int64_t>()[i]) {
-      tensors.emplace_back(checkpoint::rank_path(impl.world->rank(), checkpoint::buffer_path(name)), values);
+      tensors.emplace_back(checkpoint::rank_path(model.ranks.world->rank(), checkpoint::buffer_path(name)), values);
     }
   }
 }
 
-NamedTensors rank_tensors(const Engine::Impl& impl) {
-  const int rank = impl.world->rank();
+NamedTensors rank_tensors(const ModelState& model) {
+  const int rank = model.ranks.world->rank();
   NamedTensors tensors;
   tensors.emplace_back(checkpoint::rank_path(rank, kHostGenerator),
                        generator_state(at::detail::getDefaultCPUGenerator()));
-  if (!impl.device.is_cpu()) {
+  if (!model.ranks.device.is_cpu()) {
     tensors.emplace_back(checkpoint::rank_path(rank, kDeviceGenerator),
-                         generator_state(at::globalContext().defaultGenerator(impl.device)));
+                         generator_state(at::globalContext().defaultGenerator(model.ranks.device)));
   }
-  if (impl.client_optimizer && rank == 0) {
-    tensors.emplace_back(checkpoint::rank_path(0, kClientOptimizer), serialized(*impl.client_optimizer));
+  if (model.optimizer.client && rank == 0) {
+    tensors.emplace_back(checkpoint::rank_path(0, kClientOptimizer), serialized(*model.optimizer.client));
   }
   return tensors;
 }
@@ -234,22 +236,22 @@ std::string buffer_for(const checkpoint::Source& source, int rank, bool same_ran
   return source.contains(checkpoint::weight_path(name)) ? checkpoint::weight_path(name) : std::string();
 }
 
-void load_generators(const Engine::Impl& impl, checkpoint::Source& source, bool same_ranks) {
+void load_generators(const ModelState& model, checkpoint::Source& source, bool same_ranks) {
   if (!same_ranks) return;
-  const int rank = impl.world->rank();
+  const int rank = model.ranks.world->rank();
   const std::string host = checkpoint::rank_path(rank, kHostGenerator);
   if (source.contains(host)) set_generator_state(at::detail::getDefaultCPUGenerator(), source.tensor(host));
   const std::string device = checkpoint::rank_path(rank, kDeviceGenerator);
-  if (!impl.device.is_cpu() && source.contains(device)) {
-    set_generator_state(at::globalContext().defaultGenerator(impl.device), source.tensor(device));
+  if (!model.ranks.device.is_cpu() && source.contains(device)) {
+    set_generator_state(at::globalContext().defaultGenerator(model.ranks.device), source.tensor(device));
   }
 }
 
-void require_client_optimizer(const Engine::Impl& impl, const checkpoint::Source& source) {
+void require_client_optimizer(const ModelState& model, const checkpoint::Source& source) {
   const std::string path = checkpoint::rank_path(0, kClientOptimizer);
   require(source.contains(path), source.location(), ": load_checkpoint: the engine has a client optimizer, the ",
           "checkpoint has no state of one; pass load_optimizer_states = false to begin with a fresh one");
-  const checkpoint::OptimizerState own = client_optimizer_state(*impl.client_optimizer);
+  const checkpoint::OptimizerState own = client_optimizer_state(*model.optimizer.client);
   const checkpoint::OptimizerState saved = source.state().optimizer.value_or(checkpoint::OptimizerState());
   require(saved.type == own.type && saved.groups.size() == own.groups.size(), source.location(),
           ": load_checkpoint: expected the state of a client optimizer ", own.type, " with ", own.groups.size(),
@@ -257,8 +259,8 @@ void require_client_optimizer(const Engine::Impl& impl, const checkpoint::Source
           "; pass load_optimizer_states = false to begin with a fresh one");
 }
 
-void load_client_optimizer(const Engine::Impl& impl, checkpoint::Source& source) {
-  take_serialized(impl, source.tensor(checkpoint::rank_path(0, kClientOptimizer)));
+void load_client_optimizer(const ModelState& model, checkpoint::Source& source) {
+  take_serialized(model, source.tensor(checkpoint::rank_path(0, kClientOptimizer)));
 }
 
 }  // namespace ds::engine

@@ -8,9 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/source/training_state.h"
 #include "dsengine/weights.h"
-#include "engine/engine_impl.h"
+#include "engine/state/model_state.h"
 
 namespace ds::engine {
 
@@ -19,31 +18,31 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 // Copies on the host of what is this rank's own beside its part of the model state, by path: generators, a client
 // optimizer.
-NamedTensors rank_tensors(const Engine::Impl& impl);
+NamedTensors rank_tensors(const ModelState& model);
 
 // Copies of the module's buffers on the host, under the model's names, with checksums as bit patterns.
 struct BufferCopies {
   NamedTensors values;
   at::Tensor checksums;
 };
-BufferCopies copy_buffers(const Engine::Impl& impl);
+BufferCopies copy_buffers(const ModelState& model);
 // By path: those of the first rank with this part of the model are everybody's; another rank adds those that differ,
 // such as running statistics of its own batches. Collective.
-void add_buffers(const Engine::Impl& impl, const BufferCopies& copies, NamedTensors& tensors);
+void add_buffers(const ModelState& model, const BufferCopies& copies, NamedTensors& tensors);
 
 // What the optimizer remembers beside states of elements, and gradient_compression, under its paths in a checkpoint:
 // live references. Of this rank alone, and what is the same on all ranks, which the first one with this part of the
 // model writes: shared states named "STATE/PARAMETER" are of one parameter and lie with its other states, so that any
 // layout finds them; tied weights are the first stage's.
-NamedTensors optimizer_memory(const Engine::Impl& impl);
-NamedTensors shared_optimizer_memory(const Engine::Impl& impl);
-NamedTensors compression_memory(const Engine::Impl& impl);
+NamedTensors optimizer_memory(const ModelState& model);
+NamedTensors shared_optimizer_memory(const ModelState& model);
+NamedTensors compression_memory(const ModelState& model);
 
 // STATE of a shared state "STATE/PARAMETER"; empty: it is of no parameter.
 std::string state_of_parameter(const std::string& shared_state);
 // Reads shared states into the optimizer. `stored`: the name that the checkpoint has for a parameter of the model,
 // empty where it has none, whose values stay as they are. Returns what else is missing, and stays; empty: nothing.
-std::string load_shared_optimizer_memory(const Engine::Impl& impl, checkpoint::Source& source,
+std::string load_shared_optimizer_memory(const ModelState& model, checkpoint::Source& source,
                                          const std::function<std::string(const std::string&)>& stored);
 
 // Its class, as torch names it, and the learning rates of its groups; all else of it is in rank_tensors().
@@ -52,9 +51,9 @@ checkpoint::OptimizerState client_optimizer_state(const torch::optim::Optimizer&
 // The path of a buffer of the module in a checkpoint; empty: it has none.
 std::string buffer_for(const checkpoint::Source& source, int rank, bool same_ranks, const std::string& name);
 // Generators and client optimizer. `same_ranks`: the checkpoint was written by as many ranks; else generators stay.
-void load_generators(const Engine::Impl& impl, checkpoint::Source& source, bool same_ranks);
+void load_generators(const ModelState& model, checkpoint::Source& source, bool same_ranks);
 // Throws UsageError when the checkpoint has no state of a client optimizer.
-void require_client_optimizer(const Engine::Impl& impl, const checkpoint::Source& source);
-void load_client_optimizer(const Engine::Impl& impl, checkpoint::Source& source);
+void require_client_optimizer(const ModelState& model, const checkpoint::Source& source);
+void load_client_optimizer(const ModelState& model, checkpoint::Source& source);
 
 }  // namespace ds::engine

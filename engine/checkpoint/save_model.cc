@@ -1,5 +1,4 @@
-// Writing the model's weights to one file, parameter by parameter.
-#include <ATen/core/grad_mode.h>
+#include "engine/checkpoint/save_model.h"
 
 #include <exception>
 #include <filesystem>
@@ -10,7 +9,7 @@
 #include "core/check.h"
 #include "core/safetensors.h"
 #include "engine/agreement/shared_failure.h"
-#include "engine/engine_impl.h"
+#include "engine/state/whole_state.h"
 
 namespace ds::engine {
 namespace {
@@ -66,39 +65,27 @@ class WeightFile {
 
 }  // namespace
 
-std::string Engine::save_16bit_model(const std::string& folder, const std::string& filename,
-                                     bool exclude_frozen_parameters) {
-  const at::NoGradGuard no_grad;
-  Impl& self = *impl_;
-  require(!self.gatherer || self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
-          "save_16bit_model: at stage 3 the weights are gathered for it; expected ",
-          "zero_optimization.stage3_gather_16bit_weights_on_model_save: true, found false");
-  require(!self.pipeline || self.pipeline->ranks->size() == 1, "save_16bit_model: no rank of a pipeline has the whole ",
-          "model; expected save_checkpoint() and then `ds-tool checkpoint convert`");
-  self.require_whole_state("save_16bit_model()");
-  const Impl::Phase phase(self, "save_16bit_model");
-  synchronize_parameters();
-  const std::string path = (std::filesystem::path(folder) / filename).string();
+void save_model(const ModelState& state, const std::string& path, bool with_frozen) {
+  comm::Communicator& part = *state.ranks.part;
   std::optional<WeightFile> file;
-  if (self.communicator->rank() == 0) file.emplace(path, *self.module, !exclude_frozen_parameters);
-  if (self.gatherer) {
-    self.for_each_whole_bucket(0, [&](const zero::ParameterBucket& bucket) {
+  if (part.rank() == 0) file.emplace(path, *state.module, with_frozen);
+  if (state.gatherer) {
+    for_each_whole_bucket(state, 0, [&](const zero::ParameterBucket& bucket) {
       for (const zero::Parameter& parameter : bucket.parameters()) {
         if (file) file->write(parameter.tensor);
       }
     });
   } else if (file) {
-    for (const auto* list : {&self.parameters, &self.frozen}) {
+    for (const auto* list : {&state.parameters, &state.frozen}) {
       for (const zero::Parameter& parameter : *list) file->write(parameter.tensor);
     }
   }
   if (file) {
-    for (const auto& item : self.module->named_buffers()) file->write(item.key(), item.value());
+    for (const auto& item : state.module->named_buffers()) file->write(item.key(), item.value());
     file->commit();
   }
-  require<IoError>(failed_rank(file ? file->failure() : nullptr, self.device, *self.communicator) < 0,
+  require<IoError>(failed_rank(file ? file->failure() : nullptr, state.ranks.device, part) < 0,
                    "save_16bit_model: rank 0 could not write ", path, ", its message says why");
-  return path;
 }
 
 }  // namespace ds::engine

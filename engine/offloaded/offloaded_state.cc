@@ -291,6 +291,7 @@ optimizers::StateMemory OffloadedState::state_memory() {
 }
 
 void OffloadedState::use(size_t bucket, bool changes, const std::function<void()>& use) {
+  if (speculation_) speculation_->roll_back();
   if (!swapper_ || !updates(bucket)) return use();
   swapper_->with(swapped_[bucket], changes, [&](int64_t) { use(); });
 }

@@ -65,7 +65,8 @@ class OffloadedState {
   // For the optimizer whose slices are the buckets. States in a file have no memory outside of use().
   optimizers::StateMemory state_memory();
 
-  // Calls `use` while master and states of the bucket are in memory. `changes`: what it writes there is kept.
+  // Calls `use` while master and states of the bucket are in memory, as they are without a speculative update, which is
+  // undone. `changes`: what it writes there is kept.
   void use(size_t bucket, bool changes, const std::function<void()>& use);
   // Calls `update` for every bucket that is updated here, in order, as use() does; files are read and written beside.
   void for_each(const std::function<void(size_t bucket)>& update);

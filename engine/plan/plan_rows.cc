@@ -16,16 +16,6 @@ namespace {
 
 using config::DsConfig;
 
-constexpr double kMebibyte = 1024.0 * 1024.0;
-
-// The file has this key, "gradient_clipping" or "zero_optimization.stage".
-bool is_given(const DsConfig& config, const std::string& key) {
-  const size_t dot = key.find('.');
-  const std::string section = key.substr(0, dot);
-  if (!config.given(section) || dot == std::string::npos) return config.given(section);
-  return config.text[section].is_object() && config.text[section].contains(key.substr(dot + 1));
-}
-
 // "zero_optimization.stage: 2", with "(default)" where the file does not say it.
 std::string reason_of(const DsConfig& config, const char* key, const std::string& value) {
   return cat(key, ": ", value, is_given(config, key) ? "" : " (default)");
@@ -318,53 +308,6 @@ void add_activation_rows(const DsConfig& config, Plan& plan) {
       "activation_checkpointing.profile: true");
 }
 
-// Keys that change how DeepSpeed moves data and that this layout has no use for.
-void add_rows_without_effect(const DsConfig& config, Plan& plan) {
-  const config::ZeroSection& zero = config.zero_optimization;
-  const auto moot = [&](bool asked, const char* key, const char* why) {
-    if (asked) plan.rows.push_back({key, "no effect", why});
-  };
-  moot(zero.round_robin_gradients, "round_robin_gradients", "every bucket is divided evenly among the ranks already");
-  moot(zero.parameter_alignment, "parameter_alignment", "parameters start at multiples of 64 bytes already");
-  moot(!zero.contiguous_gradients, "contiguous_gradients", "gradients are always views of their bucket");
-  moot(zero.stage > 0 && !zero.reduce_scatter, "reduce_scatter", "each rank receives its slice only; same sums");
-  moot(zero.stage == 3 && is_given(config, "zero_optimization.sub_group_size"), "sub_group_size",
-       "the optimizer goes bucket by bucket already");
-  moot(zero.stage == 3 && zero.stage3_module_granularity_threshold > 0, "stage3_module_granularity_threshold",
-       "small modules share a bucket, which is gathered as one, already");
-  moot(zero.stage == 3 && zero.stage3_use_all_reduce_for_fetch_params, "stage3_use_all_reduce_for_fetch_params",
-       "slices are gathered in place; an all-reduce would send twice as much");
-  moot(zero.stage > 0 && !zero.allgather_partitions, "allgather_partitions", "slices are always all-gathered");
-  moot(!plan.average_gradients && config.prescale_gradients, "prescale_gradients",
-       "gradient_allreduce_op: sum divides by nothing");
-  moot(!plan.average_gradients && config.gradient_predivide_factor != 1.0, "gradient_predivide_factor",
-       "gradient_allreduce_op: sum divides by nothing");
-  if (zero.offload_optimizer && plan.offload.optimizer == zero::Home::kDevice) {
-    constexpr const char* kOnDevice = "the optimizer is not offloaded";
-    moot(zero.offload_optimizer->delayed_update, "delayed_update", kOnDevice);
-    moot(zero.offload_optimizer->ratio != 1.0, "ratio", kOnDevice);
-    moot(zero.offload_optimizer->pipeline_read, "pipeline_read", kOnDevice);
-    moot(zero.offload_optimizer->pipeline_write, "pipeline_write", kOnDevice);
-  }
-  moot(zero.stage == 0 && zero.optimizer_device() != config::OffloadDevice::kNone, "offload_optimizer",
-       "stage 0 keeps everything on the device");
-  moot(zero.stage < 3 && zero.param_device() != config::OffloadDevice::kNone, "offload_param",
-       "parameters are whole on the device below stage 3");
-  moot(zero.stage == 0 && zero.mics_shard_size > 0, "mics_shard_size", "stage 0 partitions nothing");
-  moot(zero.zero_hpz_partition_size > 1 && !plan.gather, "zero_hpz_partition_size", "parameters are whole already");
-  moot(zero.zero_hpz_partition_size > 1 && plan.gather && plan.node_ranks == 1, "zero_hpz_partition_size",
-       "a node holds all ranks that share the parameters");
-  moot(zero.zero_quantized_weights && plan.weight_bits == 0, "zero_quantized_weights",
-       plan.gather ? "no ranks share parameters, nothing is sent" : "parameters are whole already");
-  moot(zero.zero_quantized_nontrainable_weights && !plan.gather, "zero_quantized_nontrainable_weights",
-       "parameters are whole already");
-  moot(zero.zero_quantized_gradients && plan.gradient_bits == 0, "zero_quantized_gradients",
-       plan.partition_optimizer ? "no ranks share slices; copies are joined as they are"
-                                : "stage 0 reduces whole buckets by all-reduce");
-  moot(zero.mics_hierarchical_params_gather, "mics_hierarchical_params_gather",
-       "collectives go through shared memory inside a host and between hosts once already");
-}
-
 }  // namespace
 
 void add_rows(const DsConfig& config, Plan& plan) {
@@ -406,62 +349,6 @@ void add_rows(const DsConfig& config, Plan& plan) {
   }
   add_activation_rows(config, plan);
   add_rows_without_effect(config, plan);
-}
-
-std::string to_table(const Plan& plan) {
-  std::vector<PlanRow> rows = plan.rows;
-  if (plan.bytes) {
-    const zero::ModelStateBytes& bytes = *plan.bytes;
-    const auto mebibytes = [](int64_t value) { return fixed(static_cast<double>(value) / kMebibyte, 1); };
-    rows.push_back({"model state",
-                    cat(mebibytes(bytes.total()), " MiB per rank: parameters ", mebibytes(bytes.parameters),
-                        ", gradients ", mebibytes(bytes.gradients), ", master ", mebibytes(bytes.master),
-                        ", optimizer ", mebibytes(bytes.optimizer)),
-                    cat("predicted for ", plan.parameters.value_or(0), " trainable elements")});
-    const zero::OffloadedBytes& beside = plan.offloaded_bytes;
-    if (beside.host_total() > 0) {
-      rows.push_back(
-          {"host memory",
-           cat(mebibytes(beside.host_total()), " MiB per rank: parameters ", mebibytes(beside.host.parameters),
-               ", gradients ", mebibytes(beside.host.gradients), ", master ", mebibytes(beside.host.master),
-               ", optimizer ", mebibytes(beside.host.optimizer), ", buffers ", mebibytes(beside.staging)),
-           "predicted, for what is offloaded"});
-    }
-    if (plan.compression_bytes > 0) {
-      rows.push_back({"gradient compression",
-                      cat(mebibytes(plan.compression_bytes), " MiB per rank, remembered from step to step"),
-                      cat("gradient_compression.error_feedback: ", yes_no(plan.compression.error_feedback))});
-    }
-    if (beside.file > 0) {
-      rows.push_back({"files", cat(mebibytes(beside.file), " MiB per rank"), "predicted, for what is offloaded"});
-    }
-    const int64_t state = bytes.total() + plan.compression_bytes;
-    const int64_t most = state + plan.step_bytes.gathered + plan.step_bytes.secondary + plan.activation_bytes;
-    if (most > state) {
-      rows.push_back(
-          {"in a step",
-           cat("about ", mebibytes(most), " MiB per rank: gathered parameters at most ",
-               mebibytes(plan.step_bytes.gathered),
-               plan.step_bytes.secondary > 0 ? cat(", secondary slices ", mebibytes(plan.step_bytes.secondary)) : "",
-               plan.activation_bytes > 0 ? cat(", activations ", mebibytes(plan.activation_bytes)) : "", " on top"),
-           plan.activation_bytes > 0 ? "predicted" : "predicted, without activations"});
-    }
-  }
-  size_t what_width = 0;
-  size_t choice_width = 0;
-  for (const PlanRow& row : rows) {
-    what_width = std::max(what_width, row.what.size());
-    choice_width = std::max(choice_width, row.choice.size());
-  }
-  constexpr size_t kWidestChoice = 84;  // longer ones push their reason out of the column
-  choice_width = std::min(choice_width, kWidestChoice);
-  std::string table;
-  for (const PlanRow& row : rows) {
-    const size_t gap = choice_width > row.choice.size() ? choice_width - row.choice.size() : 0;
-    table += cat(table.empty() ? "" : "\n", "  ", row.what, std::string(what_width - row.what.size() + 2, ' '),
-                 row.choice, std::string(gap + 2, ' '), row.reason);
-  }
-  return table;
 }
 
 }  // namespace ds::engine

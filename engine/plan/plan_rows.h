@@ -1,6 +1,8 @@
 // What a plan says of itself: a row for each choice, with its reason. Torch-free.
 #pragma once
 
+#include <string>
+
 #include "dsengine/config.h"
 #include "engine/plan/plan.h"
 
@@ -8,5 +10,11 @@ namespace ds::engine {
 
 // Appends the rows of a plan whose other fields are filled in, but for those of predicted bytes, which to_table adds.
 void add_rows(const config::DsConfig& config, Plan& plan);
+
+// Its rows of keys that change how DeepSpeed moves data and that this layout has no use for.
+void add_rows_without_effect(const config::DsConfig& config, Plan& plan);
+
+// The file has this key, "gradient_clipping" or "zero_optimization.stage".
+bool is_given(const config::DsConfig& config, const std::string& key);
 
 }  // namespace ds::engine

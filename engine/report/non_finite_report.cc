@@ -1,4 +1,6 @@
 // All ranks learn where a gradient that is not finite came from. Only then does it cost anything.
+#include "engine/report/non_finite_report.h"
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -9,7 +11,6 @@
 #include <vector>
 
 #include "engine/agreement/shared_failure.h"
-#include "engine/engine_impl.h"
 #include "engine/report/non_finite.h"
 #include "zero/gradient_norm.h"
 
@@ -46,71 +47,71 @@ int64_t stage_of(const PipelineParts* pipeline, size_t bucket) {
 }
 
 // What this rank's slices of reduced gradients tell.
-std::optional<NonFiniteFacts::Element> first_bad_element(const Engine::Impl& impl) {
-  const bool sliced = impl.plan.partition_optimizer && !impl.reducer->keeps_local();
-  const int rank = sliced ? impl.groups.shards->rank() : 0;
+std::optional<NonFiniteFacts::Element> first_bad_element(const ModelState& state) {
+  const bool sliced = state.plan.partition_optimizer && !state.gradients.reducer->keeps_local();
   std::optional<NonFiniteFacts::Element> first;
-  for (size_t b = 0; b < impl.buckets.size(); ++b) {
-    const int64_t stage = stage_of(impl.pipeline.get(), b);
-    const zero::BucketLayout& layout = impl.buckets[b].layout();
-    const auto segments = sliced ? zero::slice_segments(layout, rank) : layout.segments;
+  for (size_t b = 0; b < state.buckets.size(); ++b) {
+    const int64_t stage = stage_of(state.pipeline.get(), b);
+    const zero::BucketLayout& layout = state.buckets[b].layout();
+    const auto segments = sliced ? zero::slice_segments(layout, state.groups_of(b).shards.rank()) : layout.segments;
     if (segments.empty()) continue;
     if (first && std::pair(first->stage, first->parameter) <= std::pair(stage, segments.front().parameter)) continue;
-    const at::Tensor gradient = impl.reducer->gradient(b);
+    const at::Tensor gradient = state.gradients.reducer->gradient(b);
     const int64_t position = zero::first_non_finite(gradient);
     for (const Segment& segment : segments) {
       if (position < segment.slice_offset || position >= segment.slice_offset + segment.length) continue;
       first = {stage, segment.parameter, segment.parameter_offset + position - segment.slice_offset,
-               impl.parameters[static_cast<size_t>(segment.parameter)].name,
+               state.parameters[static_cast<size_t>(segment.parameter)].name,
                name_of_non_finite(gradient[position].to(at::kDouble).item<double>())};
     }
   }
   return first;
 }
 
-NonFiniteFacts own_facts(const Engine::Impl& impl) {
+NonFiniteFacts own_facts(const ModelState& state, const BatchNotes& batches) {
   NonFiniteFacts facts;
-  facts.element = first_bad_element(impl);
-  if (const auto bad = impl.batches.first_bad_loss()) {
-    facts.loss = {bad->micro_batch, impl.batches.name_of(bad->micro_batch), name_of_non_finite(bad->loss), bad->others};
+  facts.element = first_bad_element(state);
+  if (const auto bad = batches.first_bad_loss()) {
+    facts.loss = {bad->micro_batch, batches.name_of(bad->micro_batch), name_of_non_finite(bad->loss), bad->others};
   }
-  if (!impl.gradient_check) return facts;
-  if (const auto found = impl.gradient_check->first()) {
-    const int64_t before = impl.pipeline ? impl.pipeline->ranks->size() - 1 - impl.pipeline->ranks->rank() : 0;
-    facts.local = {found->micro_batch, impl.batches.name_of(found->micro_batch),
-                   impl.parameters[static_cast<size_t>(found->parameter)].name, before};
+  if (!state.gradients.check) return facts;
+  if (const auto found = state.gradients.check->first()) {
+    const int64_t before = state.pipeline ? state.pipeline->ranks->size() - 1 - state.pipeline->ranks->rank() : 0;
+    facts.local = {found->micro_batch, batches.name_of(found->micro_batch),
+                   state.parameters[static_cast<size_t>(found->parameter)].name, before};
   }
   return facts;
 }
 
 }  // namespace
 
-std::string Engine::Impl::explain_non_finite(double norm) {
+std::string explain_non_finite(const ModelState& state, const BatchNotes& batches, const NonFiniteStep& step) {
   std::vector<NonFiniteFacts> ranks;
-  for (const std::string& text : texts_of_all_ranks(to_text(own_facts(*this)), device, *world)) {
+  const std::string own = to_text(own_facts(state, batches));
+  for (const std::string& text : texts_of_all_ranks(own, state.ranks.device, *state.ranks.world)) {
     ranks.push_back(non_finite_facts(text));
   }
-  const NonFiniteQuestion question = {.norm = norm,
-                                      .own_gradients = reducer->keeps_local() && groups.shards->size() > 1,
-                                      .located = gradient_check != nullptr,
-                                      .expected = dynamic_loss_scale()};
+  const bool own_gradients = state.gradients.reducer->keeps_local() && state.ranks.groups.shards->size() > 1;
+  const NonFiniteQuestion question = {.norm = step.norm,
+                                      .own_gradients = own_gradients,
+                                      .located = state.gradients.check != nullptr,
+                                      .expected = step.dynamic_scale};
   const std::string facts = describe_non_finite(question, ranks);
-  const std::string scale = loss_scaler ? cat("; loss scale ", loss_scaler->scale()) : "";
-  switch (plan.non_finite) {
+  const std::string scale = step.loss_scale ? cat("; loss scale ", *step.loss_scale) : "";
+  switch (state.plan.non_finite) {
     case config::NonFiniteGradients::kSkip:
-      return cat("step ", global_steps, " is skipped: ", facts, scale);
+      return cat("step ", step.number, " is skipped: ", facts, scale);
     case config::NonFiniteGradients::kError:
       return cat(
-          "step ", global_steps, ": ", facts, scale, ". Nothing is lost: parameters and optimizer states are ",
+          "step ", step.number, ": ", facts, scale, ". Nothing is lost: parameters and optimizer states are ",
           "those before the step, its gradients are dropped. Change the data, the loss or the learning rate, or ",
           "set \"non_finite_gradients\" to \"skip\", which goes on without such steps");
     case config::NonFiniteGradients::kAuto:
     case config::NonFiniteGradients::kContinue:
       break;
   }
-  return cat("step ", global_steps, ": ", facts, scale, ". It is applied all the same, because ",
-             config.non_finite_gradients == config::NonFiniteGradients::kAuto ? "bf16.check_grad_overflow is false"
-                                                                              : "non_finite_gradients is \"continue\"");
+  return cat("step ", step.number, ": ", facts, scale, ". It is applied all the same, because ",
+             step.judged_by_default ? "bf16.check_grad_overflow is false" : "non_finite_gradients is \"continue\"");
 }
 
 }  // namespace ds::engine

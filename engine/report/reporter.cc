@@ -4,7 +4,7 @@
 
 #include "core/log.h"
 #include "dsengine/activation_checkpoint.h"
-#include "dsengine/engine.h"
+#include "engine/state/held_bytes.h"
 #include "profiling/process_memory.h"
 
 namespace ds::engine {
@@ -25,6 +25,7 @@ Reporter::Reporter(const config::DsConfig& config, int rank)
       breakdown_(config.wall_clock_breakdown),
       memory_(config.memory_breakdown),
       checkpoints_(config.activation_checkpointing.profile),
+      scales_loss_(config.fp16.enabled),
       steps_per_print_(config.steps_per_print.value_or(0)),
       forward_begin_(profiling::monotonic_seconds()),
       last_step_end_(forward_begin_) {
@@ -56,45 +57,48 @@ void Reporter::step_begins() { step_begin_ = profiling::monotonic_seconds(); }
 
 void Reporter::reductions_end() { timers_.add(Phase::kBackwardReduce, profiling::monotonic_seconds() - step_begin_); }
 
-void Reporter::step_ends(const Engine& engine, const at::Tensor& loss) {
+void Reporter::step_ends(const StepReport& step) {
   const double now = profiling::monotonic_seconds();
   timers_.add(Phase::kStep, now - step_begin_);
-  throughput_.add_step(now - last_step_end_, engine.train_batch_size());
+  throughput_.add_step(now - last_step_end_, step.train_batch_size);
   last_step_end_ = forward_begin_ = now;
   if (tensors_) before_forward_ = tensors_->live_bytes();
   if (!is_first_rank_) return;
-  if (!monitors_.empty()) write_events(engine);
-  if (steps_per_print_ > 0 && engine.global_steps() % steps_per_print_ == 0) {
-    print_step(engine, loss);
+  if (!monitors_.empty()) write_events(step);
+  if (steps_per_print_ > 0 && step.progress.global_steps % steps_per_print_ == 0) {
+    print_step(step);
     if (checkpoints_) print_checkpoints();
   }
-  if (memory_) print_memory(engine);
-  const std::string micro = timers_.finish_micro_step();
-  const std::string step = timers_.finish_step();
+  if (memory_) print_memory(step);
+  const std::string micro_times = timers_.finish_micro_step();
+  const std::string step_times = timers_.finish_step();
   if (breakdown_) {
-    log::info(micro);
-    log::info(step);
+    log::info(micro_times);
+    log::info(step_times);
   }
 }
 
-void Reporter::print_step(const Engine& engine, const at::Tensor& loss) const {
+void Reporter::print_step(const StepReport& step) const {
   std::string momenta = "[";
-  for (const std::vector<double>& group : engine.get_mom()) momenta += cat(momenta == "[" ? "" : ", ", list_of(group));
-  const std::string loss_text = loss.defined() ? cat(", loss=", loss.item<double>()) : "";
-  log::info("step=", engine.global_steps(), loss_text, ", skipped=", engine.skipped_steps(),
-            ", lr=", list_of(engine.get_lr()), ", mom=", momenta, "], ", throughput_.summary());
+  for (const std::vector<double>& group : step.state.optimizer.momenta()) {
+    momenta += cat(momenta == "[" ? "" : ", ", list_of(group));
+  }
+  const std::string loss = step.loss.defined() ? cat(", loss=", step.loss.item<double>()) : "";
+  log::info("step=", step.progress.global_steps, loss, ", skipped=", step.progress.skipped_steps(),
+            ", lr=", list_of(step.state.optimizer.learning_rates()), ", mom=", momenta, "], ", throughput_.summary());
 }
 
-void Reporter::print_memory(const Engine& engine) {
+void Reporter::print_memory(const StepReport& step) {
   constexpr double kMebibyte = 1024.0 * 1024.0;
   const auto mebibytes = [](int64_t bytes) { return fixed(static_cast<double>(bytes) / kMebibyte, 1); };
-  const Engine::ModelStateBytes state = engine.model_state_bytes();
-  log::info("memory (MiB) after step ", engine.global_steps(), ": resident ", mebibytes(profiling::resident_bytes()),
-            ", peak ", mebibytes(profiling::peak_resident_bytes()), "; model state ", mebibytes(state.total()),
-            " = parameters ", mebibytes(state.parameters), " + gradients ", mebibytes(state.gradients), " + master ",
-            mebibytes(state.master), " + optimizer ", mebibytes(state.optimizer), "; gathered at most ",
-            mebibytes(state.gathered), "; activations ", mebibytes(activation_bytes_), " (", activation_bytes_,
-            " bytes, for ds-tool check --activation_bytes)");
+  const HeldBytes held = held_bytes(step.state, step.progress);
+  const zero::ModelStateBytes& state = held.state;
+  log::info("memory (MiB) after step ", step.progress.global_steps, ": resident ",
+            mebibytes(profiling::resident_bytes()), ", peak ", mebibytes(profiling::peak_resident_bytes()),
+            "; model state ", mebibytes(state.total()), " = parameters ", mebibytes(state.parameters), " + gradients ",
+            mebibytes(state.gradients), " + master ", mebibytes(state.master), " + optimizer ",
+            mebibytes(state.optimizer), "; gathered at most ", mebibytes(held.gathered), "; activations ",
+            mebibytes(activation_bytes_), " (", activation_bytes_, " bytes, for ds-tool check --activation_bytes)");
   activation_bytes_ = 0;
 }
 
@@ -107,10 +111,10 @@ void Reporter::print_checkpoints() {
             " | recomputation: ", fixed(sum.recomputation_seconds * 1e3, 2));
 }
 
-void Reporter::write_events(const Engine& engine) {
-  const int64_t samples = engine.global_samples();
-  std::vector<profiling::Event> events = {{"Train/Samples/lr", engine.get_lr().front(), samples}};
-  if (engine.config().fp16.enabled) events.push_back({"Train/Samples/loss_scale", engine.loss_scale(), samples});
+void Reporter::write_events(const StepReport& step) {
+  const int64_t samples = step.progress.global_samples;
+  std::vector<profiling::Event> events = {{"Train/Samples/lr", step.state.optimizer.learning_rates().front(), samples}};
+  if (scales_loss_) events.push_back({"Train/Samples/loss_scale", step.loss_scale, samples});
   if (breakdown_) {
     for (const auto& [name, phase] : {std::pair{"forward", Phase::kForward}, std::pair{"backward", Phase::kBackward},
                                       std::pair{"step", Phase::kStep}}) {

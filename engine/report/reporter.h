@@ -8,6 +8,8 @@
 #include <optional>
 
 #include "dsengine/config.h"
+#include "engine/state/model_state.h"
+#include "engine/state/progress.h"
 #include "profiling/monitor_list.h"
 #include "profiling/step_timers.h"
 #include "profiling/tensor_memory.h"
@@ -15,7 +17,14 @@
 
 namespace ds::engine {
 
-class Engine;
+// A step that is over, applied or skipped.
+struct StepReport {
+  const ModelState& state;
+  const Progress& progress;
+  int64_t train_batch_size = 0;
+  double loss_scale = 1.0;
+  const at::Tensor& loss;  // undefined where the engine does not know it
+};
 
 // One per engine; writes on rank 0 only. Not thread safe.
 class Reporter {
@@ -29,20 +38,20 @@ class Reporter {
   void step_begins();
   // The part of the step spent waiting for reductions that backward did not hide.
   void reductions_end();
-  // After an optimizer step, applied or skipped. `loss` is undefined where the engine does not know it.
-  void step_ends(const Engine& engine, const at::Tensor& loss);
+  void step_ends(const StepReport& step);
 
  private:
-  void print_step(const Engine& engine, const at::Tensor& loss) const;
-  void print_memory(const Engine& engine);
+  void print_step(const StepReport& step) const;
+  void print_memory(const StepReport& step);
   // Of the regions that this thread began since the last line.
   static void print_checkpoints();
-  void write_events(const Engine& engine);
+  void write_events(const StepReport& step);
 
   const bool is_first_rank_;
   const bool breakdown_;
   const bool memory_;
   const bool checkpoints_;
+  const bool scales_loss_;
   const int64_t steps_per_print_;  // 0: never
   profiling::MonitorList monitors_;
   profiling::StepTimers timers_;

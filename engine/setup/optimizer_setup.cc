@@ -6,7 +6,8 @@
 #include <utility>
 
 #include "compression/compressed_factory.h"
-#include "engine/plan/plan.h"
+#include "engine/setup/parameter_groups.h"
+#include "engine/setup/part_options.h"
 #include "optim/muon.h"
 #include "optim/optimizer_factory.h"
 #include "zero/partition.h"
@@ -52,6 +53,34 @@ void set_average_masks(compression::CompressedOptimizer& optimizer, const std::v
   }
 }
 
+// One for each bucket. Their states live where `model` has offloaded them.
+void add_slices(optimizers::ShardOptimizer& optimizer, const ModelState& model, bool writes) {
+  const bool partition = model.plan.partition_optimizer;
+  comm::Communicator& shards = *model.ranks.groups.shards;
+  const auto exchange =
+      partition && shards.size() > 1 ? zero::make_slice_exchange(shards) : zero::make_whole_exchange();
+  if (model.offloaded) optimizer.set_state_memory(model.offloaded->state_memory());
+  for (size_t b = 0; b < model.buckets.size(); ++b) {
+    const zero::BucketLayout& layout = model.buckets[b].layout();
+    const int rank = partition ? shards.rank() : 0;
+    const auto add = [&] {
+      optimizer.add_slice({.master = model.masters[b],
+                           .group = layout.group,
+                           .bucket_offset = rank * layout.slice_numel,
+                           .segments = zero::slice_segments(layout, rank),
+                           .bucket_segments = layout.segments,
+                           .parameters = &model.infos,
+                           .exchange = exchange});
+    };
+    if (model.offloaded && writes) {
+      model.offloaded->use(b, /*changes=*/true, add);
+    } else {
+      add();
+    }
+  }
+  optimizer.set_state_memory({});  // it may live longer than what is offloaded
+}
+
 }  // namespace
 
 OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,
@@ -89,80 +118,20 @@ OptimizerGroups plan_groups(const config::OptimizerSection& section, const Model
   return result;
 }
 
-int64_t state_tensors(const config::OptimizerSection& section, const zero::BucketLayout& bucket,
-                      const std::vector<ParameterInfo>& infos) {
-  if (section.type == "Muon") {
-    return optimizers::uses_muon(infos[static_cast<size_t>(bucket.segments.front().parameter)]) ? 1 : 2;
-  }
-  return optimizer_state_bytes(section.algorithm(), section.values) / 4;
-}
-
-std::shared_ptr<optimizers::ShardOptimizer> build_optimizer(const config::OptimizerSection& section,
-                                                            const OptimizerGroups& groups,
-                                                            const std::vector<zero::ParameterBucket>& buckets,
-                                                            const std::vector<at::Tensor>& masters,
-                                                            const std::vector<ParameterInfo>& infos, bool partition,
-                                                            comm::Communicator& communicator,
-                                                            OffloadedState* offloaded) {
-  const config::OptimizerParams& values = section.values;
-  const optimizers::OptimizerOptions options = {
-      .type = section.algorithm(),
-      .groups = groups.options,
-      .adam_w_mode = values.adam_w_mode,
-      .amsgrad = values.amsgrad,
-      .bias_correction = values.bias_correction,
-      .dampening = values.dampening,
-      .nesterov = values.nesterov,
-      .lr_decay = values.lr_decay,
-      .initial_accumulator_value = values.initial_accumulator_value,
-      .max_coeff = values.max_coeff,
-      .min_coeff = values.min_coeff,
-      .eps_inside_sqrt = values.eps_inside_sqrt,
-      .ns_method = values.ns_method == "standard" ? optimizers::NewtonSchulzMethod::kStandard
-                                                  : optimizers::NewtonSchulzMethod::kGram,
-  };
+std::shared_ptr<optimizers::ShardOptimizer> build_optimizer(const ModelState& model,
+                                                            const config::OptimizerSection& section,
+                                                            const OptimizerGroups& groups) {
+  const optimizers::OptimizerOptions options = optimizer_options(section, groups.options);
   std::shared_ptr<compression::CompressedOptimizer> compressed;
   if (section.compresses()) {
-    compressed = compression::make_compressed_optimizer(options,
-                                                        {.freeze_step = values.freeze_step,
-                                                         .coeff_beta = values.coeff_beta,
-                                                         .factor_max = values.factor_max,
-                                                         .factor_min = values.factor_min,
-                                                         .factor_threshold = values.factor_threshold,
-                                                         .var_freeze_step = values.var_freeze_step,
-                                                         .var_update_scaler = values.var_update_scaler,
-                                                         .local_step_scaler = values.local_step_scaler,
-                                                         .local_step_clipper = values.local_step_clipper,
-                                                         .deepspeed_semantics = values.deepspeed_semantics},
-                                                        communicator);
+    compressed =
+        compression::make_compressed_optimizer(options, compressed_options(section.values), *model.ranks.groups.shards);
   }
   std::shared_ptr<optimizers::ShardOptimizer> optimizer = compressed;
   if (!optimizer) optimizer = optimizers::make_optimizer(options);
-  if (offloaded) optimizer->set_state_memory(offloaded->state_memory());
-  const auto exchange =
-      partition && communicator.size() > 1 ? zero::make_slice_exchange(communicator) : zero::make_whole_exchange();
-  for (size_t b = 0; b < buckets.size(); ++b) {
-    const zero::BucketLayout& layout = buckets[b].layout();
-    const int rank = partition ? communicator.rank() : 0;
-    const auto add = [&] {
-      optimizer->add_slice({.master = masters[b],
-                            .group = layout.group,
-                            .bucket_offset = rank * layout.slice_numel,
-                            .segments = zero::slice_segments(layout, rank),
-                            .bucket_segments = layout.segments,
-                            .parameters = &infos,
-                            .exchange = exchange});
-    };
-    // Only one that begins with other states than zeros touches them.
-    const bool writes = values.initial_accumulator_value != 0;
-    if (offloaded && writes) {
-      offloaded->use(b, /*changes=*/true, add);
-    } else {
-      add();
-    }
-  }
-  if (compressed) set_average_masks(*compressed, groups.masks, buckets, infos);
-  optimizer->set_state_memory({});  // it may live longer than `offloaded`
+  // Only one that begins with other states than zeros touches them.
+  add_slices(*optimizer, model, /*writes=*/section.values.initial_accumulator_value != 0);
+  if (compressed) set_average_masks(*compressed, groups.masks, model.buckets, model.infos);
   return optimizer;
 }
 

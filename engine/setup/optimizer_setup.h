@@ -4,11 +4,10 @@
 #include <memory>
 #include <vector>
 
-#include "dsengine/comm.h"
 #include "dsengine/config.h"
 #include "dsengine/initialize.h"
-#include "engine/offloaded/offloaded_state.h"
 #include "engine/state/model_layout.h"
+#include "engine/state/model_state.h"
 #include "optim/shard_optimizer.h"
 
 namespace ds::engine {
@@ -26,18 +25,9 @@ struct OptimizerGroups {
 OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,
                             const std::vector<ParameterGroup>& groups, bool part_of_model);
 
-// float32 tensors of optimizer state that a bucket has.
-int64_t state_tensors(const config::OptimizerSection& section, const zero::BucketLayout& bucket,
-                      const std::vector<ParameterInfo>& infos);
-
-// The optimizer with one slice per bucket. `infos` outlives it. Some of its states live in `offloaded`
-// (may be null).
-std::shared_ptr<optimizers::ShardOptimizer> build_optimizer(const config::OptimizerSection& section,
-                                                            const OptimizerGroups& groups,
-                                                            const std::vector<zero::ParameterBucket>& buckets,
-                                                            const std::vector<at::Tensor>& masters,
-                                                            const std::vector<ParameterInfo>& infos, bool partition,
-                                                            comm::Communicator& communicator,
-                                                            OffloadedState* offloaded);
+// The optimizer with one slice per bucket. `model`, which has its masters and buckets, outlives it.
+std::shared_ptr<optimizers::ShardOptimizer> build_optimizer(const ModelState& model,
+                                                            const config::OptimizerSection& section,
+                                                            const OptimizerGroups& groups);
 
 }  // namespace ds::engine

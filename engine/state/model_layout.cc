@@ -16,12 +16,6 @@
 namespace ds::engine {
 namespace {
 
-bool matches(const std::string& pattern, const std::string& name) {
-  if (pattern.ends_with('*')) return name.starts_with(pattern.substr(0, pattern.size() - 1));
-  if (pattern.starts_with('*')) return name.ends_with(pattern.substr(1));
-  return pattern == name;
-}
-
 // Chooses the parameters that stay whole at stage 3, in module order.
 class PersistenceBudget {
  public:
@@ -63,27 +57,6 @@ ModelParameters collect_parameters(const torch::nn::Module& module) {
   for (const auto& item : module.named_buffers()) result.buffers.push_back({item.key(), item.value()});
   require(!result.trainable.empty(), "model: expected at least one trainable parameter, found ", result.frozen.size(),
           " frozen and none trainable; call set_requires_grad(true) on what is to be trained");
-  return result;
-}
-
-std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
-                               const std::vector<ParameterGroup>& groups, bool part_of_model) {
-  std::vector<int> result(parameters.size(), 0);
-  for (size_t g = 0; g < groups.size(); ++g) {
-    for (const std::string& pattern : groups[g].parameters) {
-      bool found = false;
-      for (size_t i = 0; i < parameters.size(); ++i) {
-        if (!matches(pattern, parameters[i].name)) continue;
-        found = true;
-        const int group = static_cast<int>(g) + 1;
-        require(result[i] == 0 || result[i] == group, "parameter_groups: parameter ", parameters[i].name,
-                " is in group ", result[i] - 1, " and, by \"", pattern, "\", in group ", g, "; expected one group");
-        result[i] = group;
-      }
-      require(found || part_of_model, "parameter_groups[", g, "]: \"", pattern,
-              "\" matches no trainable parameter; names look like \"", parameters.front().name, "\"");
-    }
-  }
   return result;
 }
 

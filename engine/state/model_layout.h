@@ -1,4 +1,4 @@
-// From a module to buckets: which parameters there are, their groups and dtypes, and their common start on all ranks.
+// From a module to buckets: which parameters there are, their dtypes, and their common start on all ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,12 +31,6 @@ struct ModelParameters {
 // float16 or that are not dense, and for one that another engine trains.
 ModelParameters collect_parameters(const torch::nn::Module& module);
 
-// The group of each trainable parameter: 0 = the config's values, i + 1 = groups[i]. A pattern is a dotted name, a
-// prefix ending in '*' or a suffix starting with '*'. Throws UsageError when a pattern matches nothing or two groups
-// claim a parameter. `part_of_model`: other ranks have other parameters, so a pattern may match none here.
-std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
-                               const std::vector<ParameterGroup>& groups, bool part_of_model);
-
 // Buckets of a model before they have memory.
 struct ModelLayout {
   std::vector<zero::BucketLayout> buckets;
@@ -46,12 +40,12 @@ struct ModelLayout {
 
 struct BucketedModel {
   std::vector<zero::ParameterBucket> buckets;
-  std::vector<at::Tensor> masters;                    // per bucket, see Engine::Impl
+  std::vector<at::Tensor> masters;                    // per bucket, see ModelState
   std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3; else frozen parameters stay as they are
 };
 
 struct BucketOptions {
-  int64_t max_bucket_elements = 500000000;
+  int64_t max_bucket_elements = 0;             // 0: every parameter by itself
   at::ScalarType dtype = at::kFloat;           // parameters are cast to it
   std::optional<at::ScalarType> buffer_dtype;  // floating-point buffers of the module are cast to it
   bool separate_master = false;                // masters are no views of the buckets in float32 either

@@ -1,69 +1,107 @@
-// When an update on the host begins before its gradient is judged, and what becomes of it (super_offload).
+// The host begins to update inside the last backward, before the gradient is judged, and goes back when the step is
+// then clipped or skipped, or somebody uses the state before it (super_offload, engine/offloaded/speculative_update.h).
 #include <string>
 #include <utility>
 
 #include "core/log.h"
 #include "core/text.h"
-#include "engine/engine_impl.h"
+#include "engine/update/slice_steps.h"
+#include "engine/update/update_paths.h"
 
 namespace ds::engine {
+namespace {
 
-// The reducer is in a backward already: what it has set aside from an earlier one is no last gradient.
-void Engine::Impl::begin_speculation(bool boundary) {
-  if (!offloaded || !offloaded->speculation() || !speculation_gate.open()) return;
-  // An open scope of gathered_parameters() may write to masters when it ends.
-  if (!boundary || !synchronize || gathered_scopes > 0) return;
-  saving.wait_copied();
-  const double gradient_scale = 1.0 / (loss_scaler ? loss_scaler->scale() : 1.0);
-  offloaded->speculation()->begin(*optimizer, gradient_scale, [this, gradient_scale](const at::Tensor& gradient) {
-    clip_by_value(gradient, gradient_scale);
-  });
-  speculation = SpeculationOutcome::kRolledBack;
-}
+class Speculation final : public Update {
+ public:
+  explicit Speculation(const UpdateParts& parts)
+      : state_(parts.state),
+        progress_(parts.progress),
+        saving_(parts.saving),
+        gate_(parts.progress.speculation),
+        begun_(*parts.state.offloaded->speculation()),
+        steps_(parts) {}
 
-void Engine::Impl::end_arrivals() {
-  if (offloaded && offloaded->speculation()) offloaded->speculation()->end_arrivals();
-}
+  ~Speculation() override {
+    begun_.roll_back();  // it uses the optimizer
+    report();
+  }
+  Speculation(const Speculation&) = delete;
+  Speculation& operator=(const Speculation&) = delete;
 
-void Engine::Impl::roll_back_speculation() noexcept {
-  if (offloaded && offloaded->speculation()) offloaded->speculation()->roll_back();
-}
+  // The reducer is in a backward already: what it has set aside from an earlier one is no last gradient.
+  void run_last_pass(double gradient_scale, const std::function<void()>& pass) override {
+    if (gate_.open()) begin(gradient_scale);
+    pass();
+    begun_.end_arrivals();
+  }
 
-bool Engine::Impl::speculation_fits(double gradient_scale) {
-  if (!offloaded || !offloaded->speculation()) return false;
-  if (offloaded->speculation()->fits(gradient_scale)) return true;
-  roll_back_speculation();
-  return false;
-}
+  void apply(double gradient_scale) override {
+    const double factor = steps_.factor(gradient_scale);
+    const bool fits = begun_.fits(factor);
+    if (!fits) {
+      begun_.roll_back();
+      state_.optimizer.own->begin_step();
+    }
+    steps_.all_on_device(factor);
+    if (!fits || !publish()) steps_.all_on_host(factor);
+    state_.access->end_update();
+  }
 
-bool Engine::Impl::publish_speculation() {
-  const bool stands =
-      offloaded->speculation()->accept([this](size_t b, const at::Tensor& weights) { publish(b, weights); });
-  if (stands) speculation = SpeculationOutcome::kStood;
-  return stands;
-}
+  void settle(Next next) override {
+    if (next != Next::kStep) begun_.roll_back();
+  }
 
-void Engine::Impl::judge_speculation() {
-  if (!offloaded || !offloaded->speculation()) return;
-  const int64_t pause = speculation_gate.step(std::exchange(speculation, SpeculationOutcome::kNone));
-  if (pause == 0 || speculation_gate.pauses() > 1) return;
-  const double norm = gradient_norm.value_or(0.0);
-  const std::string reason = !step_applied ? cat("the step was skipped")
-                             : plan.clip_norm > 0 && norm > plan.clip_norm
-                                 ? cat("gradient norm ", norm, " above gradient_clipping ", plan.clip_norm)
-                                 : cat("the gradient or the state was used before step()");
-  log::info("super_offload: the last ", SpeculationGate::kFailures,
-            " updates that began before the gradient was judged ", "had to be undone (step ", global_steps, ": ",
-            reason, "). The next ", pause, " steps wait for the norm, then it is ",
-            "tried again, with longer pauses as long as it fails. ", speculation_gate.stood(), " of ",
-            speculation_gate.stood() + speculation_gate.rolled_back(), " stood so far");
-}
+  void step_over() override {
+    const int64_t pause = gate_.step(std::exchange(outcome_, SpeculationOutcome::kNone));
+    if (pause == 0 || gate_.pauses() > 1) return;
+    const double norm = progress_.gradient_norm.value_or(0.0);
+    const double limit = state_.plan.clip_norm;
+    const std::string reason = !progress_.step_applied ? cat("the step was skipped")
+                               : limit > 0 && norm > limit
+                                   ? cat("gradient norm ", norm, " above gradient_clipping ", limit)
+                                   : cat("the gradient or the state was used before step()");
+    log::info("super_offload: the last ", SpeculationGate::kFailures,
+              " updates that began before the gradient was judged ", "had to be undone (step ", progress_.global_steps,
+              ": ", reason, "). The next ", pause, " steps wait for the norm, then it is ",
+              "tried again, with longer pauses as long as it fails. ", gate_.stood(), " of ",
+              gate_.stood() + gate_.rolled_back(), " stood so far");
+  }
 
-void Engine::Impl::report_speculation() const {
-  const int64_t begun = speculation_gate.stood() + speculation_gate.rolled_back();
-  if (begun == 0 || world->rank() != 0) return;
-  log::info("super_offload: ", speculation_gate.stood(), " of ", begun, " updates that began before the gradient was ",
-            "judged stood; ", speculation_gate.steps_without(), " steps went without");
+ private:
+  void begin(double gradient_scale) {
+    saving_.wait_copied();
+    begun_.begin(*state_.optimizer.own, gradient_scale, [this, gradient_scale](const at::Tensor& gradient) {
+      steps_.clip_by_value(gradient, gradient_scale);
+    });
+    outcome_ = SpeculationOutcome::kRolledBack;
+  }
+
+  bool publish() {
+    const bool stands = begun_.accept([this](size_t b, const at::Tensor& weights) { steps_.publish(b, weights); });
+    if (stands) outcome_ = SpeculationOutcome::kStood;
+    return stands;
+  }
+
+  void report() const {
+    const int64_t updates = gate_.stood() + gate_.rolled_back();
+    if (updates == 0 || state_.ranks.world->rank() != 0) return;
+    log::info("super_offload: ", gate_.stood(), " of ", updates, " updates that began before the gradient was ",
+              "judged stood; ", gate_.steps_without(), " steps went without");
+  }
+
+  ModelState& state_;
+  const Progress& progress_;
+  checkpoint::BackgroundSave& saving_;
+  SpeculationGate& gate_;
+  SpeculativeUpdate& begun_;
+  SliceSteps steps_;
+  SpeculationOutcome outcome_ = SpeculationOutcome::kNone;  // of the running step; kRolledBack until it stands
+};
+
+}  // namespace
+
+std::unique_ptr<Update> make_speculative_update(const UpdateParts& parts) {
+  return std::make_unique<Speculation>(parts);
 }
 
 }  // namespace ds::engine

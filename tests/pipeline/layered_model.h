@@ -14,6 +14,7 @@
 #include "dsengine/comm.h"
 #include "dsengine/engine.h"
 #include "dsengine/pipeline.h"
+#include "pipeline/stage_placement.h"
 
 namespace ds::pipeline {
 

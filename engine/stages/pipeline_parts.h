@@ -1,4 +1,4 @@
-// What an Engine has when its model is a pipeline. Included by engine/*.cc only.
+// What an engine has when its model is a pipeline: this rank's stages, the ranks it runs them with, the schedules.
 #pragma once
 
 #include <map>
@@ -7,11 +7,13 @@
 #include <vector>
 
 #include "dsengine/comm.h"
+#include "dsengine/config.h"
 #include "dsengine/data_loader.h"
 #include "dsengine/pipeline.h"
-#include "engine/state/model_layout.h"
+#include "engine/plan/plan.h"
 #include "pipeline/schedule/schedule.h"
 #include "pipeline/stage_runner.h"
+#include "zero/parameter_bucket.h"
 
 namespace ds::engine {
 
@@ -61,8 +63,6 @@ std::string layers_text(const PipelineParts& parts);
 // Ranks that share weights go on from the first one's values. Collective, likewise.
 void share_start_values(PipelineParts& parts);
 
-// Of each trainable parameter: the stage it belongs to or, beyond all stages, what it is tied to.
-void choose_parts(const PipelineParts& parts, const ModelParameters& parameters, BucketOptions& options);
 // What follows from the buckets.
 void note_buckets(PipelineParts& parts, const std::vector<zero::ParameterBucket>& buckets);
 

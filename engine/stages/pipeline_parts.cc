@@ -1,4 +1,4 @@
-#include "engine/setup/pipeline_parts.h"
+#include "engine/stages/pipeline_parts.h"
 
 #include <ATen/core/grad_mode.h>
 
@@ -100,23 +100,6 @@ void share_start_values(PipelineParts& parts) {
       tied.ranks->broadcast(values, 0, "tied weights").wait();
       if (!values.is_alias_of(parameter)) parameter.detach().copy_(values);
     }
-  }
-}
-
-void choose_parts(const PipelineParts& parts, const ModelParameters& parameters, BucketOptions& options) {
-  std::unordered_map<const void*, int> part_of;
-  for (size_t k = 0; k < parts.tied.size(); ++k) {
-    const int part = parts.stages() + static_cast<int>(k);
-    for (const at::Tensor& tensor : parts.tied[k].parameters) part_of[tensor.unsafeGetTensorImpl()] = part;
-    options.shared_parts.push_back(part);
-  }
-  for (int stage = 0; stage < parts.stages(); ++stage) {
-    for (const at::Tensor& tensor : parts.module->parameters_of(stage)) {
-      part_of.emplace(tensor.unsafeGetTensorImpl(), stage);
-    }
-  }
-  for (const zero::Parameter& parameter : parameters.trainable) {
-    options.parts.push_back(part_of.at(parameter.tensor.unsafeGetTensorImpl()));
   }
 }
 

@@ -1,0 +1,119 @@
+#include "engine/checkpoint/run_state.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "engine/checkpoint/rank_state.h"
+#include "engine/data/distributed_sampler.h"
+
+namespace ds::engine {
+namespace {
+
+// As torch writes it.
+std::string precision_of(const ModelState& model) {
+  switch (model.buckets.front().flat().scalar_type()) {
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    default:
+      return "float32";
+  }
+}
+
+void take_groups(const ModelState& model, const checkpoint::OptimizerState& saved, bool follows_schedule) {
+  model.optimizer.own->set_step_count(saved.step_count);
+  std::vector<optimizers::GroupOptions>& groups = model.optimizer.own->groups();
+  const bool says = model.ranks.world->rank() == 0;
+  if (saved.groups.size() != groups.size()) {
+    if (says) {
+      log::warning("load_checkpoint: the checkpoint has ", saved.groups.size(), " parameter groups, the engine ",
+                   groups.size(), ": learning rates and other options of the groups stay as they are");
+    }
+    return;
+  }
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (says && !follows_schedule && saved.groups[i].lr != groups[i].lr) {
+      log::info("load_checkpoint: parameter group ", i, ": lr ", saved.groups[i].lr, " from the checkpoint, in place ",
+                "of ", groups[i].lr);
+    }
+    const bool non_freeze = groups[i].non_freeze;  // the program's
+    groups[i] = saved.groups[i];
+    groups[i].non_freeze = non_freeze;
+  }
+}
+
+void take_over_states(const ModelState& model, bool with_rank_states) {
+  model.optimizer.own->states_changed(with_rank_states);
+  if (!model.plan.error_feedback) return;
+  const at::NoGradGuard no_grad;
+  for (size_t b = 0; b < model.buckets.size(); ++b) {  // where ranks step by themselves
+    const at::Tensor weights = model.optimizer.weights(b, model.masters[b]);
+    if (weights.is_same(model.masters[b])) continue;
+    at::Tensor(model.buckets[b].flat()).copy_(weights);
+  }
+}
+
+void take_position(DataLoader& loader, const checkpoint::DataPosition& saved, const std::string& location) {
+  try {
+    loader.load_state({.epoch = saved.epoch, .next_sample = saved.next_sample, .seed = saved.seed});
+  } catch (const UsageError& error) {  // other data than the run had that saved, so its position means nothing
+    log::warning("load_checkpoint: ", location, ": the training data begins anew: ", error.what());
+  }
+}
+
+}  // namespace
+
+checkpoint::TrainingState training_state(const ModelState& model, const RunState& run,
+                                         const nlohmann::json& client_state) {
+  checkpoint::TrainingState state;
+  state.global_steps = run.progress.global_steps;
+  state.global_samples = run.progress.global_samples;
+  state.micro_steps = run.progress.micro_steps;
+  state.skipped_steps = run.progress.skipped_steps();
+  state.world_size = model.ranks.world->size();
+  state.pipeline_stages = model.pipeline_ranks();
+  state.zero_stage = static_cast<int>(run.config.zero_optimization.stage);
+  state.precision = precision_of(model);
+  if (const auto& own = model.optimizer.own) {
+    state.optimizer = {.type = own->name(), .step_count = own->step_count(), .groups = own->groups()};
+  } else {
+    state.optimizer = client_optimizer_state(*model.optimizer.client);
+  }
+  if (run.loss_scaler) state.loss_scaler = run.loss_scaler->state();
+  if (run.schedule) state.lr_iteration = run.schedule->last_batch_iteration();
+  if (run.loader) {
+    const SamplerState position = run.loader->state();
+    state.data = {.epoch = position.epoch, .next_sample = position.next_sample, .seed = position.seed};
+  }
+  state.config = nlohmann::json(run.config.text);
+  state.client_state = client_state;
+  return state;
+}
+
+void take_run_state(const ModelState& model, const RunState& run, const checkpoint::Source& source,
+                    const TakenStates& taken) {
+  const checkpoint::TrainingState& state = source.state();
+  run.progress.global_steps = state.global_steps;
+  run.progress.global_samples = state.global_samples;
+  run.progress.applied_steps = state.global_steps - state.skipped_steps;
+  run.progress.step_applied = false;
+  run.progress.gradient_norm.reset();
+  run.progress.micro_steps = state.micro_steps;
+  if (run.loss_scaler && run.loss_scaler->dynamic() && state.loss_scaler) run.loss_scaler->load(*state.loss_scaler);
+  if (taken.with_optimizer && model.optimizer.own && state.optimizer) {
+    take_groups(model, *state.optimizer, /*follows_schedule=*/run.schedule != nullptr);
+    take_over_states(model, taken.with_rank_states);
+  }
+  if (run.schedule) {  // also where it stays: its values are those of the groups, not the checkpoint's
+    const int64_t own = run.schedule->last_batch_iteration();
+    run.schedule->load_last_batch_iteration(taken.with_schedule ? state.lr_iteration.value_or(own) : own);
+  }
+  if (run.loader && state.data) take_position(*run.loader, *state.data, source.location());
+}
+
+}  // namespace ds::engine

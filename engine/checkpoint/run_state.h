@@ -1,0 +1,41 @@
+// What a run is beside its model: what a checkpoint keeps of it, and a load goes on from.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "checkpoint/source/training_state.h"
+#include "dsengine/config.h"
+#include "dsengine/data_loader.h"
+#include "dsengine/lr_scheduler.h"
+#include "dsengine/weights.h"
+#include "engine/state/model_state.h"
+#include "engine/state/progress.h"
+#include "optim/loss_scaler.h"
+
+namespace ds::engine {
+
+// All of it outlives the object.
+struct RunState {
+  const config::DsConfig& config;
+  Progress& progress;
+  std::optional<optimizers::LossScaler>& loss_scaler;
+  LrScheduler* schedule = nullptr;  // null: constant
+  DataLoader* loader = nullptr;     // null: the program's own data
+};
+
+checkpoint::TrainingState training_state(const ModelState& model, const RunState& run,
+                                         const nlohmann::json& client_state);
+
+// What of a checkpoint a run goes on from.
+struct TakenStates {
+  bool with_optimizer = true;    // groups and step count; states are read already
+  bool with_schedule = true;     // else its values are made again for the groups
+  bool with_rank_states = true;  // what the optimizer keeps for this rank alone has been read
+};
+
+// Counters, loss scale, groups of the optimizer, schedule and position in the data. Warns where they do not fit.
+void take_run_state(const ModelState& model, const RunState& run, const checkpoint::Source& source,
+                    const TakenStates& taken);
+
+}  // namespace ds::engine

@@ -1,0 +1,176 @@
+#include "engine/checkpoint/state_reader.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "core/log.h"
+#include "engine/checkpoint/checkpoint_pieces.h"
+
+namespace ds::engine {
+namespace {
+
+using checkpoint::Source;
+
+void read_flat(Source& source, const std::string& path, int64_t offset, const at::Tensor& flat) {
+  if (flat.is_cpu()) return source.read(path, offset, flat);
+  const at::Tensor values = at::empty(flat.sizes(), flat.options().device(at::kCPU));
+  source.read(path, offset, values);
+  at::Tensor(flat).copy_(values);
+}
+
+}  // namespace
+
+void StateReader::read() {
+  const ModelOptimizer& optimizer = model_.optimizer;
+  for (size_t b = 0; b < model_.buckets.size(); ++b) read_trained(b);
+  for (size_t f = 0; f < model_.frozen_buckets.size(); ++f) {
+    if (model_.frozen_buckets[f].bits() == 0) read_frozen_bucket(f);
+  }
+  if (!model_.gatherer) read_frozen_parameters();
+  for (const auto& item : model_.module->named_buffers()) {
+    const std::string path = buffer_for(source_, model_.ranks.world->rank(), fit_.same_ranks(), item.key());
+    if (!path.empty()) at::Tensor(item.value().detach()).copy_(source_.tensor(path));
+  }
+  if (!options_.with_states) forget_own_steps();
+  if (options_.module_only) return;
+  if (options_.with_states && optimizer.client) load_client_optimizer(model_, source_);
+  if (options_.with_states && optimizer.own) read_optimizer_memory();
+  if (model_.gradients.reduction) read_compression_memory();
+  load_generators(model_, source_, fit_.same_ranks());
+}
+
+void StateReader::read_trained(size_t b) {
+  const zero::ParameterBucket& bucket = model_.buckets[b];
+  const at::Tensor& master = model_.masters[b];
+  const BucketRange range = held_range(model_, b, model_.plan.partition_optimizer);
+  use_bucket(model_, b, /*changes=*/true, [&] {
+    for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
+      const std::string& path = fit_.weight(model_.parameters[static_cast<size_t>(run.parameter)].name);
+      if (path.empty()) return;
+      read_flat(source_, path, run.parameter_offset, master.narrow(0, position, run.length));
+    });
+    const at::Tensor own = model_.own_part(b);
+    if (!own.is_alias_of(master)) at::Tensor(own).copy_(master);
+    if (!options_.with_states) return;
+    for (const auto& [kind, values] : model_.optimizer.states(b)) {
+      for_each_run(bucket.layout(), range, [&, &name = kind, &flat = values](const Segment& run, int64_t position) {
+        const std::string path = fit_.state_of(name, run).first;
+        if (!path.empty()) read_flat(source_, path, run.parameter_offset, flat.narrow(0, position, run.length));
+      });
+    }
+  });
+}
+
+void StateReader::read_frozen_bucket(size_t f) {
+  const zero::ParameterBucket& bucket = model_.frozen_buckets[f];
+  const size_t b = model_.buckets.size() + f;
+  const BucketRange range = held_range(model_, b, bucket.sharded());
+  const at::Tensor flat = bucket.sharded() ? bucket.slice(model_.groups_of(b).shards.rank()) : bucket.flat();
+  bucket.use_slice(/*changes=*/true, [&] {
+    for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
+      const std::string& path = fit_.weight(model_.frozen[static_cast<size_t>(run.parameter)].name);
+      if (!path.empty()) read_flat(source_, path, run.parameter_offset, flat.narrow(0, position, run.length));
+    });
+  });
+}
+
+void StateReader::read_frozen_parameters() {
+  for (const zero::Parameter& parameter : model_.frozen) {
+    const std::string& path = fit_.weight(parameter.name);
+    if (path.empty()) continue;
+    const at::Tensor target = parameter.tensor.detach();
+    if (target.is_contiguous()) {
+      read_flat(source_, path, 0, target.view({-1}));
+    } else {
+      const at::Tensor values = at::empty(target.sizes(), target.scalar_type());
+      source_.read(path, 0, values);
+      at::Tensor(target).copy_(values);
+    }
+  }
+}
+
+void StateReader::read_encoded_bucket(size_t f) {
+  const size_t b = model_.buckets.size() + f;
+  for (const zero::Parameter& parameter : model_.frozen_buckets[f].parameters()) {
+    const std::string& path = fit_.weight(parameter.name);
+    if (path.empty()) continue;
+    const at::Tensor values = at::empty(parameter.tensor.sizes(), parameter.tensor.scalar_type());
+    source_.read(path, 0, values);
+    parameter.tensor.detach().copy_(values);
+  }
+  model_.gatherer->keep_changes(b);
+}
+
+std::exception_ptr StateReader::read_encoded() {
+  std::exception_ptr failure;
+  for (size_t f = 0; f < model_.frozen_buckets.size(); ++f) {
+    if (model_.frozen_buckets[f].bits() == 0) continue;
+    const size_t b = model_.buckets.size() + f;
+    model_.gatherer->gather(b);
+    try {
+      read_encoded_bucket(f);
+    } catch (...) {
+      failure = std::current_exception();
+      model_.gatherer->forget_changes(b);
+    }
+    model_.gatherer->drop(b);
+  }
+  return failure;
+}
+
+// All of it, or nothing where the checkpoint lacks a part or has one of another shape.
+bool StateReader::read_memory(const NamedTensors& memory) {
+  const bool fits = std::all_of(memory.begin(), memory.end(), [&](const auto& entry) {
+    return source_.contains(entry.first) && source_.info(entry.first).sizes == entry.second.sizes();
+  });
+  if (!fits) return false;
+  for (const auto& [path, values] : memory) read_flat(source_, path, 0, values);
+  return true;
+}
+
+// What only other ranks, or another layout, have begins anew.
+void StateReader::read_optimizer_memory() {
+  const std::string missing =
+      load_shared_optimizer_memory(model_, source_, [this](const std::string& name) { return fit_.stored_name(name); });
+  if (!missing.empty() && model_.ranks.part->rank() == 0) {
+    log::warning("load_checkpoint: ", source_.location(), ": has no ", missing, ", which ", model_.optimizer.name(),
+                 " keeps for all ranks; what it has stays as it is");
+  }
+  const NamedTensors memory = optimizer_memory(model_);
+  has_rank_states_ = fit_.same_ranks() && read_memory(memory);
+  if (!has_rank_states_ && !memory.empty() && model_.ranks.world->rank() == 0) {
+    log::warning("load_checkpoint: ", source_.location(),
+                 ": errors of the compression are of other ranks or another layout; they begin at 0");
+  }
+}
+
+// What ranks remember of steps of their own and of compression belongs to the weights that have gone.
+void StateReader::forget_own_steps() const {
+  if (model_.optimizer.own) model_.optimizer.own->states_changed(/*rank_states=*/false);
+  if (model_.gradients.reduction) model_.gradients.reduction->forget();
+}
+
+void StateReader::read_compression_memory() {
+  const NamedTensors memory = compression_memory(model_);
+  if (options_.with_states && fit_.same_ranks() && read_memory(memory)) return;
+  model_.gradients.reduction->forget();
+  if (model_.ranks.world->rank() == 0 && !memory.empty()) {
+    log::info("load_checkpoint: ", source_.location(), ": gradient_compression begins without what it remembered: ",
+              "the checkpoint has none for these ranks and buckets");
+  }
+}
+
+void StateReader::publish() const {
+  zero::ParameterAccess& access = *model_.access;
+  for (size_t b = 0; b < model_.buckets.size(); ++b) access.updated(b);
+  // What ranks of a node keep of frozen ones is of the values before.
+  for (size_t f = 0; f < model_.frozen_buckets.size(); ++f) {
+    if (model_.frozen_buckets[f].sharded()) access.updated(model_.buckets.size() + f);
+  }
+  access.end_update();
+  access.wait_all();
+  access.change_mode();
+}
+
+}  // namespace ds::engine

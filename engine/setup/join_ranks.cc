@@ -1,0 +1,148 @@
+#include "engine/setup/join_ranks.h"
+
+#include <chrono>
+#include <optional>
+
+#include "comm/backends/factory.h"
+#include "comm/flight/flight_watch.h"
+#include "comm/meeting/rendezvous.h"
+#include "core/check.h"
+#include "core/log.h"
+#include "dsengine/init_distributed.h"
+#include "engine/setup/part_options.h"
+#include "engine/setup/rank_device.h"
+
+namespace ds::engine {
+namespace {
+
+config::DsConfig parse_config(const InitializeOptions& options, int world_size) {
+  const auto module = pipeline_of(options);
+  const std::optional<int> stages = module ? module->options().stages : std::nullopt;
+  config::DsConfig config =
+      config::parse(options.config, {.world_size = world_size,
+                                     .pipeline_stages = stages ? std::optional<int64_t>(*stages) : std::nullopt,
+                                     .auto_values = options.auto_values});
+  if (!module) return config;
+  const pipeline::PipelineOptions& given = module->options();
+  config::PipelineSection& section = config.pipeline;
+  if (given.schedule) section.schedule = *given.schedule;
+  if (given.chunks) section.chunks = *given.chunks;
+  if (given.partition) section.partition = *given.partition;
+  if (given.seed_layers) section.seed_layers = *given.seed_layers;
+  if (given.activation_checkpoint_interval) {
+    section.activation_checkpoint_interval = *given.activation_checkpoint_interval;
+  }
+  return config;
+}
+
+// Until the parts that split layers are here.
+void require_whole_layers(const comm::DeviceMesh& mesh) {
+  for (const auto axis : {comm::MeshAxis::kSequence, comm::MeshAxis::kTensor}) {
+    require<ConfigError>(mesh.size(axis) == 1, "initialize: .mesh: axis ", comm::name_of(axis), ": expected 1, found ",
+                         mesh.size(axis), "; this version has data and pipeline parallelism only");
+  }
+}
+
+// The group that the program gives, and the device on it.
+Distributed given_ranks(const InitializeOptions& options) {
+  if (options.distributed) {
+    Distributed job = *options.distributed;
+    if (!options.device.empty()) job.device = device_of_rank(options.device, job.local_rank);
+    return job;
+  }
+  const auto group = options.mesh           ? options.mesh->world()
+                     : options.communicator ? options.communicator
+                                            : options.init->ranks();
+  at::Device device = parse_device(options.device);
+  if (device.is_cuda() && !device.has_index()) {
+    require<ConfigError>(group->size() == 1, "initialize: .device: expected cuda:N with a group of ", group->size(),
+                         " ranks, found cuda; name the device of this rank, or pass .distributed");
+    device.set_index(0);
+  }
+  if (options.mesh) require_whole_layers(*options.mesh);
+  return {.ranks = group, .local_rank = group->rank(), .device = device};
+}
+
+// The ranks met before the config was read.
+void configure_watch(comm::Communicator& ranks, const config::DsConfig& config) {
+  if (!ranks.watch()) return;
+  if (!config.flight_recorder.enabled) return ranks.watch()->stop();
+  ranks.watch()->set_stall_limit(stall_limit(config));
+  ranks.watch()->set_end_process(config.flight_recorder.end_process);
+}
+
+std::shared_ptr<comm::DeviceMesh> mesh_of(const InitializeOptions& options, const config::DsConfig& config,
+                                          const std::shared_ptr<comm::Communicator>& world) {
+  const auto stages = static_cast<int>(config.pipeline.stages.value_or(1));
+  if (!options.mesh) {
+    const comm::MeshLayout layout = comm::MeshLayout::fill_data({.pipe = stages}, world->size());
+    return std::make_shared<comm::DeviceMesh>(world, layout);
+  }
+  require<ConfigError>(options.mesh->size(comm::MeshAxis::kPipe) == stages, "initialize: .mesh: axis pipe: expected ",
+                       stages, ", which pipeline.stages says, found ", options.mesh->size(comm::MeshAxis::kPipe));
+  return options.mesh;
+}
+
+// Ranks of a host among those that share a part of the model.
+int64_t data_ranks_per_host(int64_t ranks_per_host, int64_t dp) {
+  if (ranks_per_host >= dp) return dp;
+  return dp % ranks_per_host == 0 ? ranks_per_host : 1;
+}
+
+}  // namespace
+
+std::shared_ptr<pipeline::PipelineModule> pipeline_of(const InitializeOptions& options) {
+  return std::dynamic_pointer_cast<pipeline::PipelineModule>(options.model);
+}
+
+Distributed join_ranks(const InitializeOptions& options, config::DsConfig& config) {
+  const int given = (options.mesh ? 1 : 0) + (options.communicator ? 1 : 0) + (options.distributed ? 1 : 0);
+  require(given <= 1, "initialize: expected one of .mesh, .communicator and .distributed, found ", given,
+          "; each of them names the ranks");
+  if (given == 1 || options.init) {
+    Distributed job = given_ranks(options);
+    require(!options.init || options.init->ranks() == job.ranks, "initialize: .init was made over another ",
+            "group than the one given; expected zero::Init init(group) and the same group here");
+    config = parse_config(options, job.ranks->size());
+    configure_watch(*job.ranks, config);
+    return job;
+  }
+  // The backend is a key of the config, which may need the number of ranks to be read.
+  const comm::Rendezvous meeting = comm::rendezvous({.init_method = options.init_method, .timeout = options.timeout});
+  const at::Device device = device_of_rank(options.device, meeting.local_rank);
+  log::set_rank(meeting.rank, meeting.world_size);
+  config = parse_config(options, meeting.world_size);
+  Distributed job{.ranks = comm::make_communicator(meeting, device, config.communication_backend),
+                  .local_rank = meeting.local_rank,
+                  .ranks_per_host = ranks_per_host(meeting),
+                  .device = device};
+  if (config.flight_recorder.enabled) {
+    comm::watch_flight(meeting, *job.ranks,
+                       {.stall_limit = stall_limit(config),
+                        .entries = static_cast<uint32_t>(config.flight_recorder.entries),
+                        .folder = config.flight_recorder.folder,
+                        .stacks = config.flight_recorder.stacks,
+                        .end_process = config.flight_recorder.end_process});
+  }
+  return job;
+}
+
+Ranks place_ranks(const Distributed& job, const InitializeOptions& options, const config::DsConfig& config) {
+  Ranks ranks;
+  ranks.world = job.ranks;
+  ranks.local_rank = job.local_rank;
+  ranks.device = job.device;
+  ranks.mesh = mesh_of(options, config, ranks.world);
+  ranks.part = ranks.mesh->group({comm::MeshAxis::kData, comm::MeshAxis::kExpert});
+  return ranks;
+}
+
+Topology topology_of(const Ranks& ranks, int ranks_per_host) {
+  const int64_t dp = ranks.part->size();
+  return {.world_size = ranks.world->size(),
+          .dp = dp,
+          .pipe = ranks.mesh->size(comm::MeshAxis::kPipe),
+          .ranks_per_host = data_ranks_per_host(ranks_per_host, dp)};
+}
+
+}  // namespace ds::engine

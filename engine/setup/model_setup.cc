@@ -1,0 +1,114 @@
+#include "engine/setup/model_setup.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/setup/part_options.h"
+#include "engine/state/gradient_compression.h"
+#include "engine/state/held_bytes.h"
+#include "zero/parameter_publisher.h"
+
+namespace ds::engine {
+namespace {
+
+// Null where all stays on the device.
+std::unique_ptr<OffloadedState> make_offloaded(const ModelState& model, const config::DsConfig& config,
+                                               const ModelLayout& layout) {
+  const zero::Offload& offload = model.plan.offload;
+  if (offload.optimizer == zero::Home::kDevice && offload.parameters == zero::Home::kDevice) return nullptr;
+  return std::make_unique<OffloadedState>(model.plan, config, offloaded_layout(model, layout, config.optimizer),
+                                          *model.ranks.world);
+}
+
+GradientParts make_gradients(const ModelState& model) {
+  const RankGroups& groups = model.ranks.groups;
+  const at::Device device = model.ranks.device;
+  GradientParts parts;
+  parts.reduction = make_gradient_reduction(model.plan, groups, model.buckets, model.infos, device);
+  if (model.plan.locate_non_finite) {
+    parts.check = std::make_unique<zero::GradientCheck>(device, /*lazy=*/!device.is_cpu());
+  }
+  parts.reducer = std::make_unique<zero::GradientReducer>(
+      model.buckets, model.parameters,
+      zero::ReduceRoutes{*groups.shards, groups.replicas.get(), parts.reduction.get(),
+                         model.offloaded ? model.offloaded->gradients() : nullptr},
+      reducer_options(model.plan));
+  if (parts.check) parts.reducer->check_with(*parts.check);
+  return parts;
+}
+
+void make_access(ModelState& model) {
+  const RankGroups& groups = model.ranks.groups;
+  if (!model.plan.gather) {
+    model.access =
+        std::make_unique<zero::ParameterPublisher>(model.buckets, *groups.shards, model.plan.partition_optimizer);
+    return;
+  }
+  std::vector<zero::ParameterBucket*> buckets;
+  for (zero::ParameterBucket& bucket : model.buckets) buckets.push_back(&bucket);
+  for (zero::ParameterBucket& bucket : model.frozen_buckets) buckets.push_back(&bucket);
+  auto gatherer = std::make_unique<zero::ParameterGatherer>(
+      buckets, zero::GatherRoutes{*groups.parameters, groups.node.get(), model.plan.weight_bits}, *model.plan.gather);
+  model.gatherer = gatherer.get();
+  model.access = std::move(gatherer);
+}
+
+zero::StoredSlice stored_slice(const zero::ParameterBucket& bucket) {
+  const int64_t bytes = bucket.stored_bytes();
+  return {bucket.bits() > 0 ? bytes : bucket.layout().slice_numel, bytes};
+}
+
+// The buckets as they are.
+void describe_buckets(const ModelState& model, zero::MemoryQuestion& question) {
+  for (const zero::ParameterBucket& bucket : model.buckets) {
+    question.buckets.push_back(bucket.layout().numel);
+    question.persistent.push_back(bucket.layout().persistent ? 1 : 0);
+  }
+  question.frozen_bytes = frozen_bytes(model);
+  for (const zero::ParameterBucket& bucket : model.frozen_buckets) {
+    if (bucket.stored_bytes() > 0) question.frozen_slices.push_back(stored_slice(bucket));
+  }
+  for (const zero::ParameterBucket& bucket : model.frozen_buckets) {
+    if (!bucket.sharded()) continue;
+    question.frozen_elements += bucket.layout().numel;
+    question.largest_frozen_bucket = std::max(question.largest_frozen_bucket, bucket.layout().numel);
+  }
+}
+
+}  // namespace
+
+void lay_out_model(ModelState& model, const config::DsConfig& config, const ModelParameters& parameters,
+                   const std::vector<int>& group_of, StartValues& values) {
+  model.parameters = parameters.trainable;
+  model.infos = parameters.infos;
+  model.frozen = parameters.frozen;
+  comm::Communicator& shards = *model.ranks.groups.shards;
+  const BucketOptions options = bucket_options(model.plan, model.pipeline.get(), parameters);
+  ModelLayout layout = lay_out(parameters, group_of, options, shards.size());
+  model.offloaded = make_offloaded(model, config, layout);
+  BucketedModel built = build_buckets(parameters, std::move(layout), options, values, model.offloaded.get(), shards);
+  model.buckets = std::move(built.buckets);
+  model.frozen_buckets = std::move(built.frozen_buckets);
+  model.masters = std::move(built.masters);
+  if (model.pipeline) note_buckets(*model.pipeline, model.buckets);
+  model.gradients = make_gradients(model);
+  make_access(model);
+}
+
+void predict_exactly(ModelState& model, const config::DsConfig& config) {
+  Plan& plan = model.plan;
+  plan.parameters = 0;
+  for (const ParameterInfo& info : model.infos) *plan.parameters += info.numel;
+  zero::MemoryQuestion question = memory_question(config, plan, *plan.parameters);
+  describe_buckets(model, question);
+  plan.bytes = zero::predict_model_state(question);
+  plan.step_bytes = zero::predict_step(question);
+  plan.offloaded_bytes = zero::predict_offloaded(question);
+  if (model.gradients.reduction) plan.compression_bytes = model.gradients.reduction->memory_bytes();
+  // How much of a model is matrices is known only now.
+  if (plan.optimizer != "Muon" && !plan.error_feedback) return;
+  plan.bytes->optimizer = device_state_bytes(model);
+  if (model.offloaded) plan.offloaded_bytes = model.offloaded->bytes();
+}
+
+}  // namespace ds::engine

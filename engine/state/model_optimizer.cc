@@ -1,0 +1,36 @@
+#include "engine/state/model_optimizer.h"
+
+#include "dsengine/lr_scheduler.h"
+
+namespace ds::engine {
+
+std::string ModelOptimizer::name() const { return own ? own->name() : "client optimizer"; }
+
+std::vector<double> ModelOptimizer::learning_rates() const {
+  return client ? engine::learning_rates(*client) : engine::learning_rates(*own);
+}
+
+std::vector<std::vector<double>> ModelOptimizer::momenta() const {
+  std::vector<std::vector<double>> result;
+  if (!own) return result;
+  const bool has_betas = own->uses_betas();
+  for (const optimizers::GroupOptions& group : own->groups()) {
+    result.push_back(has_betas ? std::vector<double>{group.beta1, group.beta2}
+                               : std::vector<double>{group.momentum, 0.0});
+  }
+  return result;
+}
+
+void ModelOptimizer::go_back_to(int64_t steps) const {
+  if (own && own->step_count() > steps) own->set_step_count(steps);
+}
+
+optimizers::NamedStates ModelOptimizer::states(size_t bucket) const {
+  return own ? own->states(static_cast<int64_t>(bucket)) : optimizers::NamedStates();
+}
+
+at::Tensor ModelOptimizer::weights(size_t bucket, const at::Tensor& master) const {
+  return own ? own->weights(static_cast<int64_t>(bucket)) : master;
+}
+
+}  // namespace ds::engine

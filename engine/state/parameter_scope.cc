@@ -1,0 +1,83 @@
+#include "engine/state/parameter_scope.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/where.h>
+
+#include <algorithm>
+#include <iterator>
+#include <set>
+#include <utility>
+
+#include "core/check.h"
+#include "zero/gathered_scope.h"
+
+namespace ds::engine {
+namespace {
+
+// Copies of a weight on other stages would keep the old values for good.
+void require_on_one_stage(const PipelineParts& parts, const torch::nn::Module& module,
+                          const std::set<const void*>& wanted) {
+  for (const auto& item : module.named_parameters()) {
+    const void* const parameter = item.value().unsafeGetTensorImpl();
+    if (!wanted.contains(parameter)) continue;
+    for (const TiedWeights& tied : parts.tied) {
+      const bool is_tied = std::any_of(tied.parameters.begin(), tied.parameters.end(), [&](const at::Tensor& tensor) {
+        return tensor.unsafeGetTensorImpl() == parameter;
+      });
+      require(
+          !is_tied || !tied.ranks || tied.ranks->size() == 1, "gathered_parameters: expected no modifier rank with ",
+          item.key(), ", which is tied: other ranks of the pipeline have copies, which would keep the old values. ",
+          "Read it without a modifier rank; change it before initialize(), or load a checkpoint with the new values");
+    }
+  }
+}
+
+// The parameters of a bucket were changed by the program: the optimizer goes on from them.
+void take_over_changes(const ModelState& state, size_t bucket) {
+  at::autocast::clear_cache();                 // of this thread: casted copies of the weights before
+  if (bucket >= state.buckets.size()) return;  // frozen
+  const at::NoGradGuard no_grad;
+  at::Tensor own = state.own_part(bucket);
+  if (own.is_alias_of(state.masters[bucket])) return;
+  state.buckets[bucket].use_slice(/*changes=*/false, [&] {
+    state.use_master(bucket, /*changes=*/true, [&](const at::Tensor& master) {
+      own = own.to(master.device());
+      // What was not changed keeps the precision that only the master has, and what ranks have stepped by themselves.
+      const at::Tensor before = state.optimizer.weights(bucket, master);
+      at::Tensor(master).copy_(at::where(before.to(own.scalar_type()) == own, master, own.to(master.scalar_type())));
+    });
+  });
+}
+
+}  // namespace
+
+zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std::vector<at::Tensor>& parameters,
+                                                    std::optional<int> modifier_rank, std::function<void()> closed) {
+  std::set<const void*> wanted;
+  for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
+  if (modifier_rank && state.pipeline) require_on_one_stage(*state.pipeline, *state.module, wanted);
+  const auto take = [&](const zero::Parameter& parameter) {
+    return wanted.erase(parameter.tensor.unsafeGetTensorImpl()) > 0;
+  };
+  zero::GatheredParameters::Scope scope;
+  const auto add_buckets = [&](std::vector<zero::ParameterBucket>& from, size_t first) {
+    for (size_t b = 0; b < from.size(); ++b) {
+      const auto& in_bucket = from[b].parameters();
+      if (std::count_if(in_bucket.begin(), in_bucket.end(), take) > 0) scope.buckets.emplace_back(first + b, &from[b]);
+    }
+  };
+  add_buckets(state.buckets, 0);
+  add_buckets(state.frozen_buckets, state.buckets.size());
+  if (!state.gatherer) std::copy_if(state.frozen.begin(), state.frozen.end(), std::back_inserter(scope.others), take);
+  require(wanted.empty(), "gathered_parameters: ", wanted.size(), " of ", parameters.size(),
+          " tensors are no parameters of the engine's model; expected tensors as model->parameters() has them");
+  scope.gatherer = state.gatherer;
+  scope.world = state.ranks.part.get();
+  scope.modifier_rank = modifier_rank;
+  scope.changed = [&state](size_t bucket) { take_over_changes(state, bucket); };
+  scope.closed = std::move(closed);
+  return scope;
+}
+
+}  // namespace ds::engine

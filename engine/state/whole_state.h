@@ -1,0 +1,30 @@
+// Whole parameters and masters of a model, put together from the ranks that have parts of them. All collective.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/state/model_state.h"
+
+namespace ds::engine {
+
+// Stage 3: calls `use` for each bucket from `first` on (trainable ones, then frozen ones) while its parameters are
+// whole.
+void for_each_whole_bucket(const ModelState& state, size_t first,
+                           const std::function<void(const zero::ParameterBucket&)>& use);
+
+// All ranks' masters of a bucket, float32 [layout.numel], on the device.
+at::Tensor whole_master(const ModelState& state, size_t bucket);
+
+// Parameters and buffers by name, on the host, in the model's dtype.
+std::vector<std::pair<std::string, at::Tensor>> whole_module(const ModelState& state);
+
+// float32 weights by name, on the host: masters of what is trained (a tied weight once), then frozen parameters.
+std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& state);
+
+}  // namespace ds::engine

@@ -1,0 +1,52 @@
+#include "engine/update/accumulation.h"
+
+#include <utility>
+
+namespace ds::engine {
+
+at::Tensor Accumulation::averaged(const at::Tensor& loss) const {
+  const int64_t micro_batches = parts_.order.micro_batches_of_update();
+  return micro_batches == 1 ? loss : loss / static_cast<double>(micro_batches);
+}
+
+at::Tensor Accumulation::scaled(const at::Tensor& averaged) const {
+  const double scale = loss_scale();
+  return scale == 1.0 ? averaged : averaged.to(at::kFloat) * scale;
+}
+
+void Accumulation::begin_micro_batch(int64_t micro_batch) {
+  if (parts_.state.gradients.check) parts_.state.gradients.check->begin_pass(micro_batch);
+}
+
+void Accumulation::run(bool boundary, const std::function<void()>& pass, std::vector<char> in_pass) {
+  zero::ParameterAccess& access = *parts_.state.access;
+  const GradientParts& gradients = parts_.state.gradients;
+  access.begin_backward(/*update_follows=*/boundary);
+  if (gradients.reduction) gradients.reduction->begin_pass(parts_.progress.global_steps, loss_scale());
+  gradients.reducer->begin_backward(parts_.order.synchronizes(), boundary, std::move(in_pass));
+  const auto reduced_pass = [&] {
+    pass();
+    gradients.reducer->end_backward();
+  };
+  try {
+    if (parts_.order.gives_last_gradients(boundary)) {
+      parts_.update.run_last_pass(1.0 / loss_scale(), reduced_pass);
+    } else {
+      reduced_pass();
+    }
+    access.end_backward();
+  } catch (...) {
+    gradients.reducer->abandon_backward();
+    parts_.update.settle(Update::Next::kDrop);
+    access.change_mode();
+    throw;
+  }
+}
+
+void Accumulation::drop(bool unused) {
+  parts_.state.gradients.reducer->reset();
+  parts_.batches.forget(unused);
+  if (parts_.state.gradients.check) parts_.state.gradients.check->reset();
+}
+
+}  // namespace ds::engine

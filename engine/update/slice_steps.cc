@@ -1,0 +1,67 @@
+#include "engine/update/slice_steps.h"
+
+namespace ds::engine {
+
+double SliceSteps::factor(double gradient_scale) const {
+  // The sum over ranks of what compressed exchanges take the mean of.
+  const bool sums = state_.gradients.reducer->keeps_local() && !state_.plan.average_gradients;
+  return sums ? gradient_scale * state_.ranks.groups.shards->size() : gradient_scale;
+}
+
+void SliceSteps::clip_by_value(const at::Tensor& gradient, double gradient_scale) const {
+  if (state_.plan.clip_value <= 0) return;
+  // With the loss scale still in it: without it small values may be lost to float16.
+  const double bound = state_.plan.clip_value / gradient_scale;
+  constexpr double kLargestHalf = 65504.0;
+  if (gradient.scalar_type() != at::kHalf || bound < kLargestHalf) gradient.clamp_(-bound, bound);
+}
+
+void SliceSteps::update(size_t b, double gradient_scale, const UpdateInto& update_into) {
+  const at::Tensor gradient = state_.gradients.reducer->gradient(b);
+  clip_by_value(gradient, gradient_scale);
+  const zero::ParameterBucket& bucket = state_.buckets[b];
+  const at::Tensor own = state_.own_part(b);
+  if (own.is_alias_of(state_.masters[b])) {
+    bucket.use_slice(/*changes=*/true,
+                     [&] { state_.optimizer.own->update(static_cast<int64_t>(b), gradient, gradient_scale); });
+    order_.slice_updated();
+  } else {
+    bucket.use_slice(/*changes=*/true, [&] {
+      update_into(gradient, own);
+      order_.slice_updated();
+    });
+  }
+  state_.access->updated(b);
+}
+
+void SliceSteps::on_device(size_t b, double gradient_scale) {
+  update(b, gradient_scale, [&](const at::Tensor& gradient, const at::Tensor& own) {
+    state_.optimizer.own->update_into(static_cast<int64_t>(b), gradient, gradient_scale, own);
+  });
+}
+
+void SliceSteps::on_host(size_t b, double gradient_scale) {
+  update(b, gradient_scale, [&](const at::Tensor& gradient, const at::Tensor& own) {
+    state_.offloaded->update(*state_.optimizer.own, b, gradient, gradient_scale, own);
+  });
+}
+
+void SliceSteps::all_on_device(double gradient_scale) {
+  for (size_t b = 0; b < state_.buckets.size(); ++b) {
+    if (!state_.updates_on_host(b)) on_device(b, gradient_scale);
+  }
+}
+
+void SliceSteps::all_on_host(double gradient_scale) {
+  state_.offloaded->for_each([&](size_t b) { on_host(b, gradient_scale); });
+}
+
+void SliceSteps::publish(size_t b, const at::Tensor& weights) {
+  const zero::ParameterBucket& bucket = state_.buckets[b];
+  order_.slice_updated();
+  bucket.use_slice(/*changes=*/true,
+                   [&] { at::Tensor(bucket.slice(state_.groups_of(b).shards.rank())).copy_(weights); });
+  state_.access->updated(b);
+}
+
+}  // namespace ds::engine

@@ -1,0 +1,52 @@
+// How the weights of a step come about: one path for each place where an update works, chosen once by the plan.
+//
+// A path knows nothing of losses, norms and counters: OptimizerStep asks it for the update of gradients that are
+// reduced and judged. All methods on the engine's thread.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "checkpoint/background_save.h"
+#include "engine/order/call_order.h"
+#include "engine/state/model_state.h"
+#include "engine/state/progress.h"
+
+namespace ds::engine {
+
+class Update {
+ public:
+  // What comes next, for which updates that are under way end.
+  enum class Next {
+    kBackward,  // gradients are added to those there are
+    kStep,      // the reductions are finished and judged
+    kRead,      // somebody reads or changes the state
+    kDrop,      // the gradients are dropped; nothing throws
+  };
+
+  virtual ~Update() = default;
+  // Runs `pass`, which gives the last gradients of the step. They will be multiplied by `gradient_scale` if nothing is
+  // clipped.
+  virtual void run_last_pass(double /*gradient_scale*/, const std::function<void()>& pass) { pass(); }
+  // Updates all weights from the reducer's gradients times `gradient_scale`, and publishes them. What is thrown may
+  // leave some slices updated, which the order of calls then knows.
+  virtual void apply(double gradient_scale) = 0;
+  // Ends what is under way beside the program, as far as `next` needs it: it reaches the parameters, or is undone.
+  // Collective with kStep and kRead.
+  virtual void settle(Next /*next*/) {}
+  // Once a step, when it is over, applied or not.
+  virtual void step_over() {}
+};
+
+// What a path works on; all of it outlives the path.
+struct UpdateParts {
+  ModelState& state;
+  CallOrder& order;
+  Progress& progress;
+  checkpoint::BackgroundSave& saving;  // reads masters and states: to be waited for before they change
+};
+
+// The path that the plan asks for. The optimizer is in `parts.state`.
+std::unique_ptr<Update> make_update(const UpdateParts& parts);
+
+}  // namespace ds::engine
