@@ -35,7 +35,7 @@ class Waves : public torch::data::datasets::Dataset<Waves> {
     const auto kind = static_cast<int64_t>(index) % kKinds;
     const double phase = torch::rand({}, random).item<double>() * 2 * M_PI;
     const auto time = torch::arange(kLength) * (2 * M_PI * static_cast<double>(kind + 1) / kLength);
-    return {torch::sin(time + phase) + 2 * torch::randn({kLength}, random), torch::tensor(kind)};
+    return {torch::sin(time + phase) + torch::randn({kLength}, random), torch::tensor(kind)};
   }
   torch::optional<size_t> size() const override { return size_; }
 
