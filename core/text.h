@@ -41,7 +41,7 @@ Lazy<Make> lazy(Make make) {
 class Printable {
  public:
   template <class Part>
-  Printable(const Part& part) : part_(&part), write_(&write<Part>) {}
+  Printable(const Part& part) : part_(&part), write_(&write<Part>) {}  // NOLINT(google-explicit-constructor): any part
   friend std::ostream& operator<<(std::ostream& out, const Printable& part) {
     part.write_(out, part.part_);
     return out;
