@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <utility>
