@@ -203,12 +203,12 @@ void SharedMemoryCollectives::scatter(std::byte* output, const std::byte* input,
 }
 
 void SharedMemoryCollectives::reduce_chunk(std::byte* destination, const std::byte* own, int64_t chunk, int64_t offset,
-                                           int64_t count, at::ScalarType dtype, ReduceOp op) {
+                                           int64_t count, Arithmetic arithmetic) {
   if (count <= 0) return;
   for (int peer = 0; peer < size_; ++peer) {
     sources_[static_cast<size_t>(peer)] = peer == rank_ ? own : stage(peer, chunk) + offset;
   }
-  local_reduce(destination, sources_, count, dtype, op);
+  local_reduce(destination, sources_, count, arithmetic.dtype, arithmetic.op);
 }
 
 void SharedMemoryCollectives::reduce_scatter(std::byte* output, const std::byte* input, int64_t count,
@@ -225,8 +225,8 @@ void SharedMemoryCollectives::reduce_scatter(std::byte* output, const std::byte*
         }
       },
       [&](int64_t i) {
-        reduce_chunk(output + i * part, input + rank_ * bytes + i * part, i, rank_ * part, length(i) / element, dtype,
-                     op);
+        reduce_chunk(output + i * part, input + rank_ * bytes + i * part, i, rank_ * part, length(i) / element,
+                     {dtype, op});
       });
 }
 
@@ -235,7 +235,7 @@ void SharedMemoryCollectives::all_reduce_small(std::byte* data, int64_t count, a
   two_stages(
       1, [&](int64_t i) { copy_bytes(stage(rank_, i), data, count * static_cast<int64_t>(c10::elementSize(dtype))); },
       [&](int64_t i) {
-        if (root < 0 || root == rank_) reduce_chunk(data, data, i, 0, count, dtype, op);
+        if (root < 0 || root == rank_) reduce_chunk(data, data, i, 0, count, {dtype, op});
       });
 }
 
@@ -262,7 +262,7 @@ void SharedMemoryCollectives::all_reduce(std::byte* data, int64_t count, at::Sca
     std::byte* const own = data + i * capacity + offset(i, rank_);
     std::byte* const shared = stage(rank_, i) + offset(i, rank_);
     std::byte* const result = receives ? own : shared;
-    reduce_chunk(result, own, i, offset(i, rank_), part_length(i, rank_) / element, dtype, op);
+    reduce_chunk(result, own, i, offset(i, rank_), part_length(i, rank_) / element, {dtype, op});
     copy_bytes(shared, result, part_length(i, rank_));
   };
   const auto copy_other_parts = [&](int64_t i) {

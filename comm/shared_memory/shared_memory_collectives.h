@@ -54,9 +54,13 @@ class SharedMemoryCollectives {
   void all_reduce_small(std::byte* data, int64_t count, at::ScalarType dtype, ReduceOp op, int root);
   void all_to_all(const Collective& collective);
 
-  // Reduces `bytes` at `own` with the peers' chunks at `offset`, into destination.
+  struct Arithmetic {
+    at::ScalarType dtype;
+    ReduceOp op;
+  };
+  // Reduces `count` elements at `own` with the peers' chunks at `offset`, into destination.
   void reduce_chunk(std::byte* destination, const std::byte* own, int64_t chunk, int64_t offset, int64_t count,
-                    at::ScalarType dtype, ReduceOp op);
+                    Arithmetic arithmetic);
 
   GroupMemory& memory_;
   SharedMemoryPeers& peers_;

@@ -35,14 +35,12 @@ std::string new_region_name() {
 
 }  // namespace
 
-SharedMemoryCommunicator::SharedMemoryCommunicator(int rank, int size, std::string name,
-                                                   std::shared_ptr<SharedRegion> region,
-                                                   std::shared_ptr<RegionDirectory> directory, std::string region_name,
+SharedMemoryCommunicator::SharedMemoryCommunicator(int rank, int size, std::string name, Memory memory,
                                                    std::chrono::milliseconds timeout)
     : Communicator(rank, size, std::move(name)),
-      memory_(std::move(region), size),
-      directory_(std::move(directory)),
-      region_name_(std::move(region_name)),
+      memory_(std::move(memory.region), size),
+      directory_(std::move(memory.directory)),
+      region_name_(std::move(memory.region_name)),
       peers_(memory_, rank, this->name(), timeout),
       collectives_(memory_, peers_, rank),
       messages_(std::make_unique<SharedMemoryMessages>(memory_, peers_, rank,
@@ -145,8 +143,8 @@ std::shared_ptr<Communicator> SharedMemoryCommunicator::make_group(const std::ve
   if (region) {
     const auto place = std::find(ranks.begin(), ranks.end(), rank());
     group = std::make_shared<SharedMemoryCommunicator>(static_cast<int>(place - ranks.begin()),
-                                                       static_cast<int>(ranks.size()), name, region, directory_,
-                                                       region_name, peers_.timeout());
+                                                       static_cast<int>(ranks.size()), name,
+                                                       Memory{region, directory_, region_name}, peers_.timeout());
   }
   const auto seal = [&] {
     if (rank() == ranks.front()) directory_->seal(region_name);
@@ -197,7 +195,8 @@ std::shared_ptr<Communicator> make_shared_memory_communicator(const SharedMemory
   const auto directory = std::make_shared<PosixRegionDirectory>();
   const auto join = [&](std::shared_ptr<SharedRegion> region, const std::string& region_name) {
     auto communicator = std::make_shared<SharedMemoryCommunicator>(
-        group.rank, group.size, group.name, std::move(region), directory, region_name, group.timeout);
+        group.rank, group.size, group.name, SharedMemoryCommunicator::Memory{std::move(region), directory, region_name},
+        group.timeout);
     communicator->meet(label);
     return communicator;
   };

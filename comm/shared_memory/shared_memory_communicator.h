@@ -41,10 +41,12 @@ class SharedMemoryCommunicator final : public Communicator {
   // How long the destructor lets operations under way go on before it abandons them (the peers then get CommError).
   static constexpr std::chrono::seconds kGrace{1};
 
-  // The region is initialised. new_group finds further regions in `directory`, under names that begin with region_name.
-  SharedMemoryCommunicator(int rank, int size, std::string name, std::shared_ptr<SharedRegion> region,
-                           std::shared_ptr<RegionDirectory> directory, std::string region_name,
-                           std::chrono::milliseconds timeout);
+  struct Memory {
+    std::shared_ptr<SharedRegion> region;        // initialised
+    std::shared_ptr<RegionDirectory> directory;  // where new_group finds further regions
+    std::string region_name;                     // what the names of those begin with
+  };
+  SharedMemoryCommunicator(int rank, int size, std::string name, Memory memory, std::chrono::milliseconds timeout);
   ~SharedMemoryCommunicator() override;
 
  protected:

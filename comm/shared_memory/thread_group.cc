@@ -19,7 +19,8 @@ ThreadGroup::ThreadGroup(int world_size, std::chrono::milliseconds timeout, std:
 }
 
 std::shared_ptr<Communicator> ThreadGroup::communicator(int rank) const {
-  return std::make_shared<SharedMemoryCommunicator>(rank, size_, name_, region_, directory_, name_, timeout_);
+  return std::make_shared<SharedMemoryCommunicator>(
+      rank, size_, name_, SharedMemoryCommunicator::Memory{region_, directory_, name_}, timeout_);
 }
 
 }  // namespace ds::comm

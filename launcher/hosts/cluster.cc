@@ -22,18 +22,18 @@ constexpr double kQuietSeconds = 4;  // before the start, until hosts that have 
 
 }  // namespace
 
-Cluster::Cluster(StartHosts hosts, const Options& options, std::vector<std::string> environment, const OwnProgram& own,
-                 AskIntervals& intervals, Console& console, Notices& notices)
+Cluster::Cluster(StartHosts hosts, const Options& options, std::vector<std::string> environment, OfJob job,
+                 Console& console, Notices& notices)
     : options_(options),
       environment_(std::move(environment)),
-      own_(own),
-      intervals_(intervals),
+      own_(job.own),
+      intervals_(job.intervals),
       console_(console),
       notices_(notices),
       hangup_ignored_(is_hangup_ignored()),
       signals_(open_signals(hangup_ignored_)),
       hosts_(std::move(hosts)),
-      away_(options_, environment_, own, intervals, notices_) {
+      away_(options_, environment_, job.own, job.intervals, notices_) {
   for (const Host& host : hosts_.asked) members_.emplace_back().host = host;
   for (const Host& host : hosts_.away) away_.add(host);
 }

@@ -48,10 +48,15 @@ class Cluster {
     kHostsReturned,  // the program has ended, after a checkpoint, for hosts to be taken in
   };
 
-  // `environment`: the inherited one. Blocks the signals that it handles; starts nothing yet. `own` and `intervals`,
-  // which hold for all starts of a job, outlive this.
-  Cluster(StartHosts hosts, const Options& options, std::vector<std::string> environment, const OwnProgram& own,
-          AskIntervals& intervals, Console& console, Notices& notices);
+  // What holds for all starts of a job.
+  struct OfJob {
+    const OwnProgram& own;
+    AskIntervals& intervals;
+  };
+  // `environment`: the inherited one. Blocks the signals that it handles; starts nothing yet. What it refers to
+  // outlives it.
+  Cluster(StartHosts hosts, const Options& options, std::vector<std::string> environment, OfJob job, Console& console,
+          Notices& notices);
 
   // Returns the exit code of ds-launch: that of the rank that failed first on any host, 255 for a host that was lost,
   // 2 when hosts are not ready (127 or 126: for lack of the program), 128 + signal. Throws ConfigError, UsageError or

@@ -49,7 +49,8 @@ int run_on_hosts(const std::vector<Host>& hosts, const Options& options, const s
                      .least = least,
                      .first_start = restarts.starts() == 0,
                      .trouble_level = trouble_level},
-                    of_start, with_entries(environment, entries), own, intervals, console, notices);
+                    of_start, with_entries(environment, entries), {.own = own, .intervals = intervals}, console,
+                    notices);
     const int code = cluster.run();
     away = cluster.away();
     const bool enough = hosts.size() - away.size() >= least;
