@@ -9,8 +9,8 @@ namespace ds {
 
 // The name of a field, and another one that is accepted in its place.
 struct JsonKey {
-  JsonKey(const char* key) : name(key) {}
-  JsonKey(std::string key) : name(std::move(key)) {}
+  JsonKey(const char* key) : name(key) {}             // NOLINT(google-explicit-constructor)
+  JsonKey(std::string key) : name(std::move(key)) {}  // NOLINT(google-explicit-constructor)
   JsonKey(const char* key, const char* other_spelling) : name(key), alias(other_spelling) {}
   std::string name;
   std::string alias;  // empty: none

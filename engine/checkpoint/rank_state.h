@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint/source/training_state.h"
 #include "dsengine/weights.h"
 #include "engine/state/model_state.h"
 

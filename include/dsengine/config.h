@@ -35,11 +35,13 @@ namespace ds::engine::config {
 class ConfigSource {
  public:
   ConfigSource() = default;
+  // NOLINTBEGIN(google-explicit-constructor): any of these is a config.
   ConfigSource(const char* path_or_base64) : text_(path_or_base64) {}
   ConfigSource(std::string path_or_base64) : text_(std::move(path_or_base64)) {}
   ConfigSource(const std::filesystem::path& path) : text_(path.string()), file_only_(true) {}
   ConfigSource(const nlohmann::json& object) : object_(object), is_object_(true) {}
   ConfigSource(const nlohmann::ordered_json& object) : object_(object), is_object_(true) {}
+  // NOLINTEND(google-explicit-constructor)
 
   bool empty() const { return text_.empty() && !is_object_; }
   // "ds_config.json", "base64 text" or "JSON object": what messages begin with.

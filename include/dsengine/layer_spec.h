@@ -66,14 +66,15 @@ bool call_if(const Fn& fn, const Tensors& inputs, Tensors& outputs) {
   }
 }
 
-template <class Fn, size_t... Less>
-constexpr bool takes_any(std::index_sequence<Less...> /*counts less one*/) {
-  return (takes<Fn>(std::make_index_sequence<Less + 1>()) || ...);
+template <class Fn, size_t... kLess>
+constexpr bool takes_any(std::index_sequence<kLess...> /*counts less one*/) {
+  return (takes<Fn>(std::make_index_sequence<kLess + 1>()) || ...);
 }
 
-template <class Fn, size_t... Less>
-bool call_one(std::index_sequence<Less...> /*counts less one*/, const Fn& fn, const Tensors& inputs, Tensors& outputs) {
-  return (call_if<Fn, Less + 1>(fn, inputs, outputs) || ...);
+template <class Fn, size_t... kLess>
+bool call_one(std::index_sequence<kLess...> /*counts less one*/, const Fn& fn, const Tensors& inputs,
+              Tensors& outputs) {
+  return (call_if<Fn, kLess + 1>(fn, inputs, outputs) || ...);
 }
 
 // Calls fn with as many tensors as there are, or with all as one argument where it takes that.

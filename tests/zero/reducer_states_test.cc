@@ -172,6 +172,8 @@ TEST_P(ReducerStates, ReplicasAreJoinedOnce) {
     EXPECT_THROW(ranked.reducer->begin_backward(true, true), UsageError);
     ranked.reducer->reset();
     ranked.backward(communicator.rank(), 0, true, true, true);
+    ranked.reducer->finish();
+    EXPECT_EQ(joins(), 2 * static_cast<int64_t>(ranked.buckets.size())) << "once for each accumulation";
   });
 }
 
