@@ -236,7 +236,7 @@ void build_steps(Engine::Impl& impl) {
 
 }  // namespace
 
-Initialized initialize(InitializeOptions options) {
+Initialized initialize(const InitializeOptions& options) {
   require_given(options);
   auto impl = std::make_unique<Engine::Impl>();
   choose_parts(*impl, options);

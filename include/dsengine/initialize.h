@@ -92,6 +92,6 @@ struct Initialized {
 // Reads the config, joins the process group (environment of ds-launch; alone without it), lays the parameters into
 // buckets, broadcasts them from rank 0 and returns the parts. Throws ConfigError with every mistake of the config,
 // CommError when ranks do not come together or disagree on config or parameters.
-Initialized initialize(InitializeOptions options);
+Initialized initialize(const InitializeOptions& options);
 
 }  // namespace ds::engine
