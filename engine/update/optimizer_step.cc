@@ -65,7 +65,7 @@ void OptimizerStep::note_peaks() {
   const ModelState& state = parts_.state;
   parts_.progress.gradient_bytes = state.gradients.reducer->take_peak_bytes();
   if (!state.gatherer) return;
-  const auto element = static_cast<int64_t>(state.buckets.front().flat().element_size());
+  const int64_t element = state.buckets.front().flat().element_size();
   parts_.progress.gathered_bytes = state.gatherer->take_peak_elements() * element;
 }
 
