@@ -37,6 +37,7 @@ ToolProgram program_of(Launcher launcher) {
 }
 
 std::string version_text(const std::string& file) {
+  // NOLINTNEXTLINE(bugprone-command-processor): the name is one word of the shell, whatever is in it
   const std::unique_ptr<FILE, int (*)(FILE*)> out(popen((shell_word(file) + " --version 2>&1").c_str(), "r"), pclose);
   std::array<char, 4096> bytes{};
   return out ? std::string(bytes.data(), fread(bytes.data(), 1, bytes.size(), out.get())) : "";

@@ -16,9 +16,11 @@ class Deadline {
   using Clock = std::chrono::steady_clock;
   using Time = Clock::time_point;
 
-  Deadline() = default;                                // never
-  Deadline(Time time) : time_(time) {}                 // implicit, as the next one: a time is a deadline
+  Deadline() = default;  // never
+  // NOLINTBEGIN(google-explicit-constructor): a time is a deadline.
+  Deadline(Time time) : time_(time) {}
   Deadline(std::optional<Time> time) : time_(time) {}  // none: never
+  // NOLINTEND(google-explicit-constructor)
   static Deadline in(double seconds, Time now = Clock::now()) { return {now + in_seconds(seconds)}; }
 
   bool passed(Time now = Clock::now()) const { return time_ && now >= *time_; }

@@ -8,12 +8,14 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <chrono>
 #include <csignal>
 #include <cstring>
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <string_view>
 #include <utility>
 
 #include "core/check.h"
@@ -33,12 +35,19 @@ std::string read_proc(pid_t pid, const char* name) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
+// 0 when the text begins with none.
+pid_t leading_number(std::string_view text) {
+  pid_t number = 0;
+  std::from_chars(text.data(), text.data() + text.size(), number);
+  return number;
+}
+
 std::vector<pid_t> all_processes() {
   std::vector<pid_t> pids;
   const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/proc"), closedir);
   if (!folder) return pids;
   while (const dirent* entry = readdir(folder.get())) {
-    if (const pid_t pid = static_cast<pid_t>(std::atoi(entry->d_name)); pid > 0) pids.push_back(pid);
+    if (const pid_t pid = leading_number(entry->d_name); pid > 0) pids.push_back(pid);
   }
   return pids;
 }
@@ -48,7 +57,7 @@ pid_t parent_of(pid_t pid) {
   const std::string stat = read_proc(pid, "stat");
   const size_t after_name = stat.rfind(')');
   if (after_name == std::string::npos || after_name + 4 >= stat.size() || stat[after_name + 2] == 'Z') return 0;
-  return static_cast<pid_t>(std::atoi(stat.c_str() + after_name + 4));
+  return leading_number(std::string_view(stat).substr(after_name + 4));
 }
 
 void kill_marked(const std::string& launch_id) {

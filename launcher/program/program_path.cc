@@ -34,7 +34,7 @@ std::string find_in_path(const std::string& program, const std::string& path) {
   for (size_t begin = 0; begin <= path.size();) {
     const size_t end = std::min(path.find(':', begin), path.size());
     const std::string folder = end == begin ? "." : path.substr(begin, end - begin);
-    if (const std::string candidate = folder + "/" + program; can_run(candidate)) return candidate;
+    if (const std::string candidate = cat(folder, "/", program); can_run(candidate)) return candidate;
     begin = end + 1;
   }
   return "";

@@ -38,7 +38,7 @@ std::string launch_ids(const std::vector<std::string>& environment, const std::s
 
 std::optional<int> omp_threads(const std::vector<std::string>& inherited, int cores, int ranks, int bound_cores) {
   if (bound_cores > 0) return bound_cores;
-  if (environment_value(inherited, "OMP_NUM_THREADS").value_or("") != "") return std::nullopt;
+  if (!environment_value(inherited, "OMP_NUM_THREADS").value_or("").empty()) return std::nullopt;
   return std::max(1, cores / ranks);
 }
 

@@ -71,7 +71,7 @@ void Job::start_rank_of(int rank, int null_fd) {
   const OutputRelay::RankEnds ends = relay_.connect(rank);
   const bool reads_input = rank + plan_.first_rank == 0 && plan_.first == nullptr && stdin_is_for_rank_zero();
   const UniqueFd input(fcntl(reads_input ? STDIN_FILENO : null_fd, F_DUPFD_CLOEXEC, 3));
-  const size_t index = static_cast<size_t>(rank);
+  const auto index = static_cast<size_t>(rank);
   Rank& started = ranks_[index];
   started.pid = start_rank({.file = plan_.file,
                             .words = plan_.words,
