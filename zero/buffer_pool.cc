@@ -31,7 +31,7 @@ at::Tensor BufferPool::take(int64_t numel, const at::TensorOptions& options) {
 
 void BufferPool::give_back(const at::Tensor& buffer) {
   // Whole storages are kept: a narrowed view is widened again.
-  const int64_t whole = static_cast<int64_t>(buffer.storage().nbytes() / buffer.element_size());
+  const auto whole = static_cast<int64_t>(buffer.storage().nbytes() / buffer.element_size());
   free_.push_back(buffer.as_strided({whole}, {1}, 0));
   std::sort(free_.begin(), free_.end(), [](const at::Tensor& a, const at::Tensor& b) { return a.numel() < b.numel(); });
   for (; free_.size() > kMostFree; free_.erase(free_.begin())) count(-static_cast<int64_t>(free_.front().nbytes()));

@@ -11,6 +11,7 @@
 #include "core/log.h"
 #include "core/storage_memory.h"
 #include "zero/init_parameters.h"
+#include "zero/parameter_bucket.h"
 
 namespace ds::zero {
 namespace {
@@ -46,7 +47,7 @@ at::Tensor padded(const at::Tensor& parameter, int64_t numel, at::Device device)
 
 }  // namespace
 
-thread_local Init::Parameters* Init::Parameters::building_ = nullptr;
+thread_local Init::Parameters* Init::Parameters::building = nullptr;
 
 Init::Parameters::Parameters(std::shared_ptr<comm::Communicator> ranks, InitOptions options)
     : ranks_(std::move(ranks)),
@@ -54,7 +55,7 @@ Init::Parameters::Parameters(std::shared_ptr<comm::Communicator> ranks, InitOpti
       interceptor_([this](const at::Tensor& tensor) { guarded([&] { before_read(tensor); }); }) {
   require(ranks_ != nullptr,
           "zero::Init: expected a group of ranks, found none; pass engine::init_distributed().ranks");
-  require(building_ == nullptr, "zero::Init: one is alive on this thread already; expected one at a time");
+  require(building == nullptr, "zero::Init: one is alive on this thread already; expected one at a time");
   require(options_.max_live >= 0 && options_.smallest >= 0, "zero::Init: expected max_live and smallest >= 0, found ",
           options_.max_live, " and ", options_.smallest);
   if (ranks_->size() == 1) return;
@@ -62,7 +63,7 @@ Init::Parameters::Parameters(std::shared_ptr<comm::Communicator> ranks, InitOpti
           "this thread; call at::enableRecordFunction(true) before it");
   require_same_options();
   return_freed_host_memory();
-  building_ = this;
+  building = this;
   interceptor_.enable();
   made_handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(nullptr, &Init::Parameters::on_made)
                                                 .needsOutputs(true)
@@ -90,8 +91,8 @@ Init::Parameters::~Parameters() {
 }
 
 void Init::Parameters::stop_watching() {
-  if (building_ != this) return;
-  building_ = nullptr;
+  if (building != this) return;
+  building = nullptr;
   at::removeCallback(made_handle_);
   interceptor_.disable();
 }
@@ -135,7 +136,7 @@ void Init::Parameters::guarded(const Action& action) {
 }
 
 void Init::Parameters::on_made(const at::RecordFunction& function, at::ObserverContext* /*context*/) {
-  Parameters* const init = building_;
+  Parameters* const init = building;
   if (init == nullptr || init->busy_ || !init->adopts_) return;
   init->guarded([&] { init->adopt_parameters(); });
   for (const c10::IValue& output : function.outputs()) {

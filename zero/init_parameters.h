@@ -69,7 +69,7 @@ class Init::Parameters {
   void guarded(const Action& action);
 
   // That of this thread: callbacks of at::RecordFunction carry no state.
-  static thread_local Parameters* building_;
+  static thread_local Parameters* building;
 
   std::shared_ptr<comm::Communicator> ranks_;
   InitOptions options_;

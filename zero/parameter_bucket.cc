@@ -29,7 +29,7 @@ void point_to(const at::Tensor& tensor, const at::Tensor& values) {
   impl->set_sizes_and_strides(values.sizes(), values.strides(), values.storage_offset());
 }
 
-void take_elements(at::Tensor tensor) {
+void take_elements(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   tensor.set_data(at::empty({0}, tensor.options().requires_grad(false)));

@@ -102,7 +102,7 @@ void point_to(const at::Tensor& tensor, const at::Tensor& values);
 
 // Leaves `tensor`, whose memory is gone, without elements: an operator that reads it fails in its check of shapes,
 // where it would be a fault.
-void take_elements(at::Tensor tensor);
+void take_elements(const at::Tensor& tensor);
 
 // A view of `flat` with the shape of `like`, at a segment that covers a whole parameter.
 at::Tensor view_of(const at::Tensor& flat, const Segment& segment, const at::Tensor& like);
