@@ -7,8 +7,8 @@
 // being idle before and waited for after each; printed is the median of the rounds, in bytes a second.
 // `train` trains the example's GPT on random tokens with one rank. First --steps steps in which the device is waited
 // for after forward, backward and step, which gives the time of each; then as many in which nothing waits, which gives
-// the time of a step. Medians, one JSON object on stdout. --bf16_start makes the model in bfloat16, for models whose
-// float32 weights would not fit; weights are noise.
+// the time of a step. Medians, one JSON object on stdout; with --profile also the kernels of two more steps.
+// --bf16_start makes the model in bfloat16, for models whose float32 weights would not fit; weights are noise.
 #include <ATen/ATen.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -24,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "benchmarks/gpu/kernel_profile.h"
 #include "core/check.h"
 #include "dsengine/engine.h"
 #include "dsengine/init_distributed.h"
@@ -48,6 +49,7 @@ struct Options {
   int steps = 6;
   int warmup = 2;
   bool bf16_start = false;
+  bool profile = false;
 };
 
 void wait_for(at::Device device) {
@@ -153,14 +155,15 @@ ordered_json train(const Options& options, at::Device device) {
     parts.backward.push_back(backward);
     parts.step.push_back(step);
   }
-  const double free_running = seconds_of([&] {
-    for (int number = 0; number < options.steps; ++number) {
+  const auto steps_without_waits = [&](int steps) {
+    for (int number = 0; number < steps; ++number) {
       engine->backward(model->forward(data, target));
       engine->step();
     }
     engine->synchronize_parameters();
     wait_for(device);
-  });
+  };
+  const double free_running = seconds_of([&] { steps_without_waits(options.steps); });
   ds::require<ds::Error>(std::isfinite(last_loss) && last_loss < first_loss, "expected the loss to fall, found ",
                          first_loss, " first and ", last_loss, " last");
   ordered_json result = {{"parameters", gpt::parameter_count(options.model)},
@@ -182,6 +185,11 @@ ordered_json train(const Options& options, at::Device device) {
   const auto speculation = engine->speculation();
   if (speculation.stood + speculation.rolled_back > 0) {
     result["speculation"] = {{"stood", speculation.stood}, {"rolled_back", speculation.rolled_back}};
+  }
+  if (options.profile) {
+    constexpr int kProfiledSteps = 2;
+    result["profile"] = ds::bench::profile_kernels([&] { steps_without_waits(kProfiledSteps); });
+    result["profile"]["steps"] = kProfiledSteps;
   }
   return result;
 }
@@ -205,6 +213,7 @@ void run(int argc, char** argv) {
   training->add_option("--steps", options.steps, "Timed steps of both kinds")->check(CLI::PositiveNumber);
   training->add_option("--warmup", options.warmup, "Steps before them")->check(CLI::PositiveNumber);
   training->add_flag("--bf16_start", options.bf16_start, "Make the model in bfloat16");
+  training->add_flag("--profile", options.profile, "Which kernels the time of two more steps goes to");
   training->add_flag("--activation_checkpointing", options.model.activation_checkpointing, "Recompute blocks");
   try {
     app.parse(argc, argv);
