@@ -2,27 +2,43 @@
 
 #include <ATen/TensorIterator.h>
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
+#include <atomic>
 
 namespace ds::optimizers {
+namespace {
+
+// How often a thread comes back for more, when all are equally fast.
+constexpr int64_t kTurns = 8;
+
+}  // namespace
 
 // The library is compiled without OpenMP, where at::parallel_for runs on one thread; TensorIterator, inside LibTorch,
-// does not. It iterates over the first element of each unit.
+// does not. It iterates over one element for each thread, which then takes ranges until none is left: a thread whose
+// core is wanted elsewhere (the one that launches kernels, one that waits for a device by spinning) takes fewer, where
+// equal parts would let all the others wait for it.
 void for_each_range(const at::Tensor& flat, int64_t unit, int64_t grain,
                     const std::function<void(int64_t begin, int64_t end)>& body) {
   const int64_t numel = flat.numel();
   if (numel == 0) return;
-  const int64_t units = (numel + unit - 1) / unit;
-  const at::Tensor firsts = flat.detach().as_strided({units}, {unit});
-  auto iterator = at::TensorIteratorConfig().set_check_mem_overlap(false).add_const_input(firsts).build();
-  const auto* base = static_cast<const char*>(flat.const_data_ptr());
-  const int64_t unit_bytes = unit * flat.element_size();
-  iterator.for_each(
-      [&](char** data, const int64_t* /*strides*/, int64_t columns, int64_t rows) {
-        const int64_t first = (data[0] - base) / unit_bytes;
-        body(first * unit, std::min(numel, (first + columns * rows) * unit));
-      },
-      std::max<int64_t>(1, grain / unit));
+  const int64_t threads = std::clamp<int64_t>(numel / std::max(grain, unit), 1, at::get_num_threads());
+  if (threads == 1) return body(0, numel);
+  const int64_t turn = std::max(grain, numel / (threads * kTurns));
+  const int64_t length = (turn + unit - 1) / unit * unit;
+  std::atomic<int64_t> next = 0;
+  const auto take = [&] {
+    for (;;) {
+      const int64_t begin = next.fetch_add(length, std::memory_order_relaxed);
+      if (begin >= numel) return;
+      body(begin, std::min(numel, begin + length));
+    }
+  };
+  const at::Tensor one_each = flat.detach().narrow(0, 0, threads);
+  auto iterator = at::TensorIteratorConfig().set_check_mem_overlap(false).add_const_input(one_each).build();
+  iterator.for_each([&](char** /*data*/, const int64_t* /*strides*/, int64_t /*columns*/, int64_t /*rows*/) { take(); },
+                    /*grain_size=*/1);
 }
 
 }  // namespace ds::optimizers
