@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "optim/device_update.h"
 #include "optim/kernels/adagrad_kernel.h"
 #include "optim/slice_update.h"
 #include "optim/vector_update.h"
@@ -23,16 +24,20 @@ void Adagrad::allocate_states(int64_t index) {
   if (rule_.initial_accumulator_value != 0.0) sum_.back().fill_(rule_.initial_accumulator_value);
 }
 
+AdagradCoefficients Adagrad::coefficients_of(const GroupOptions& group) const {
+  const auto step = static_cast<double>(step_count_);
+  return {.l2 = static_cast<float>(group.weight_decay),
+          .step_size = static_cast<float>(group.lr / (1 + (step - 1) * rule_.lr_decay)),
+          .eps = static_cast<float>(group.eps)};
+}
+
 void Adagrad::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) {
   const Slice& slice = slice_for_update(index, gradient);
   const GroupOptions& group = step_group(slice);
   const at::Tensor& sum = sum_[static_cast<size_t>(index)];
-  const auto step = static_cast<double>(step_count_);
-  const AdagradCoefficients coefficients{.l2 = static_cast<float>(group.weight_decay),
-                                         .step_size = static_cast<float>(group.lr / (1 + (step - 1) * rule_.lr_decay)),
-                                         .eps = static_cast<float>(group.eps)};
+  const AdagradCoefficients coefficients = coefficients_of(group);
   const auto by_libtorch = [&] {
-    const at::Tensor state_step = fused_step(step, slice.master.device());
+    const at::Tensor state_step = fused_step(static_cast<double>(step_count_), slice.master.device());
     const std::optional<at::Tensor> scale = fused_grad_scale(gradient_scale, slice.master.device());
     for_each_chunk(slice.master, gradient, KernelMemory::kFused,
                    [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
@@ -44,6 +49,19 @@ void Adagrad::update_into(int64_t index, const at::Tensor& gradient, double grad
       {slice.master, {sum}, gradient, gradient_scale, copy},
       [&](const SliceArrays& arrays, int64_t begin, int64_t end) { adagrad_kernel(coefficients, arrays, begin, end); },
       by_libtorch);
+}
+
+void Adagrad::update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) {
+  update_together(
+      slices, scale, &UpdateDeviceKernels::adagrad,
+      [&](const SliceUpdate& update) {
+        const Slice& slice = slice_for_update(update.index, update.gradient);
+        return std::pair(
+            SliceTensors{
+                slice.master, {sum_[static_cast<size_t>(update.index)]}, update.gradient, scale.factor, update.copy},
+            coefficients_of(step_group(slice)));
+      },
+      [&](const SliceUpdate& update) { update_into(update.index, update.gradient, scale.factor, update.copy); });
 }
 
 NamedStates Adagrad::states(int64_t index) { return {{"sum", sum_.at(static_cast<size_t>(index))}}; }

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "optim/kernels/adagrad_kernel.h"
 #include "optim/shard_optimizer.h"
 
 namespace ds::optimizers {
@@ -22,6 +23,8 @@ class Adagrad final : public ShardOptimizer {
     update_into(index, gradient, gradient_scale, /*copy=*/{});
   }
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
+  void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
+  bool takes_device_scale() const override { return kernels_take_all(); }
   NamedStates states(int64_t index) override;
   int64_t state_bytes_per_element() const override { return 4; }
   std::string name() const override { return "Adagrad"; }
@@ -30,6 +33,9 @@ class Adagrad final : public ShardOptimizer {
   void allocate_states(int64_t index) override;
 
  private:
+  // Of the step that runs.
+  AdagradCoefficients coefficients_of(const GroupOptions& group) const;
+
   AdagradRule rule_;
   std::vector<at::Tensor> sum_;
 };

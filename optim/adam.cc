@@ -7,6 +7,7 @@
 #include <limits>
 #include <utility>
 
+#include "optim/device_update.h"
 #include "optim/kernels/adam_kernel.h"
 #include "optim/slice_update.h"
 #include "optim/vector_update.h"
@@ -102,6 +103,22 @@ void Adam::update_into(int64_t index, const at::Tensor& gradient, double gradien
   const Slice& slice = slice_for_update(index, gradient);
   update_adam_slice(slice.master, gradient, {step_count_, gradient_scale, step_group(slice), rule_},
                     states_[static_cast<size_t>(index)], copy);
+}
+
+void Adam::update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) {
+  update_together(
+      slices, scale, &UpdateDeviceKernels::adam,
+      [&](const SliceUpdate& update) {
+        const Slice& slice = slice_for_update(update.index, update.gradient);
+        const AdamStates& states = states_[static_cast<size_t>(update.index)];
+        return std::pair(SliceTensors{slice.master,
+                                      {states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq},
+                                      update.gradient,
+                                      scale.factor,
+                                      update.copy},
+                         coefficients_of({step_count_, scale.factor, step_group(slice), rule_}));
+      },
+      [&](const SliceUpdate& update) { update_into(update.index, update.gradient, scale.factor, update.copy); });
 }
 
 NamedStates Adam::states(int64_t index) { return named_adam_states(states_.at(static_cast<size_t>(index))); }

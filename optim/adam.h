@@ -44,6 +44,8 @@ class Adam final : public ShardOptimizer {
     update_into(index, gradient, gradient_scale, /*copy=*/{});
   }
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
+  void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
+  bool takes_device_scale() const override { return kernels_take_all(); }
   NamedStates states(int64_t index) override;
   int64_t state_bytes_per_element() const override;
   std::string name() const override { return rule_.decoupled_weight_decay ? "AdamW" : "Adam"; }

@@ -19,6 +19,8 @@ class Lion final : public ShardOptimizer {
     update_into(index, gradient, gradient_scale, /*copy=*/{});
   }
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
+  void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
+  bool takes_device_scale() const override { return kernels_take_all(); }
   NamedStates states(int64_t index) override;
   int64_t state_bytes_per_element() const override { return 4; }
   std::string name() const override { return "Lion"; }

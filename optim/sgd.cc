@@ -3,9 +3,11 @@
 #include <ATen/ops/_fused_sgd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "core/check.h"
+#include "optim/device_update.h"
 #include "optim/slice_update.h"
 
 namespace ds::optimizers {
@@ -21,11 +23,45 @@ Sgd::Sgd(std::vector<GroupOptions> groups, SgdRule rule) : ShardOptimizer(std::m
 
 void Sgd::allocate_states(int64_t index) { momentum_.push_back(has_momentum_ ? new_state(index) : at::Tensor()); }
 
-void Sgd::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
-  const Slice& slice = slice_for_update(index, gradient);
+const GroupOptions& Sgd::checked_group(const Slice& slice) const {
   const GroupOptions& group = step_group(slice);
   require(has_momentum_ || group.momentum == 0.0, "SGD: group ", slice.group, " was made without momentum, found ",
           group.momentum, " (give the momentum when the optimizer is made)");
+  return group;
+}
+
+void Sgd::update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) {
+  // A state of a group whose momentum is 0 stays as it is, for the step that raises it.
+  const auto update_those = [&](bool with_momentum) {
+    std::vector<SliceUpdate> chosen;
+    std::copy_if(slices.begin(), slices.end(), std::back_inserter(chosen), [&](const SliceUpdate& update) {
+      return (checked_group(slice_for_update(update.index, update.gradient)).momentum != 0.0) == with_momentum;
+    });
+    update_together(
+        chosen, scale, &UpdateDeviceKernels::sgd,
+        [&](const SliceUpdate& update) {
+          const Slice& own = slice(update.index);
+          const GroupOptions& group = checked_group(own);
+          const at::Tensor state = with_momentum ? momentum_[static_cast<size_t>(update.index)] : at::Tensor();
+          return std::pair(SliceTensors{own.master, {state}, update.gradient, scale.factor, update.copy},
+                           SgdCoefficients{.l2 = static_cast<float>(group.weight_decay),
+                                           .lr = static_cast<float>(group.lr),
+                                           .momentum = static_cast<float>(group.momentum),
+                                           .share = static_cast<float>(1 - rule_.dampening),
+                                           .nesterov = rule_.nesterov,
+                                           .first = step_count_ == 1});
+        },
+        [&](const SliceUpdate& update) {
+          ShardOptimizer::update_all({update}, {.factor = scale.factor, .device_factor = {}, .skip = {}});
+        });
+  };
+  update_those(false);
+  update_those(true);
+}
+
+void Sgd::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
+  const Slice& slice = slice_for_update(index, gradient);
+  const GroupOptions& group = checked_group(slice);
   const at::Tensor& momentum = momentum_[static_cast<size_t>(index)];
   const std::optional<at::Tensor> scale = fused_grad_scale(gradient_scale, slice.master.device());
   const bool first = step_count_ == 1;

@@ -19,6 +19,8 @@ class Sgd final : public ShardOptimizer {
   // Throws ConfigError for nesterov without momentum or with dampening, as torch does.
   Sgd(std::vector<GroupOptions> groups, SgdRule rule);
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
+  void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
+  bool takes_device_scale() const override { return kernels_take_all(); }
   NamedStates states(int64_t index) override;
   int64_t state_bytes_per_element() const override { return has_momentum_ ? 4 : 0; }
   std::string name() const override { return "SGD"; }
@@ -27,6 +29,8 @@ class Sgd final : public ShardOptimizer {
   void allocate_states(int64_t index) override;
 
  private:
+  const GroupOptions& checked_group(const Slice& slice) const;
+
   SgdRule rule_;
   bool has_momentum_ = false;
   std::vector<at::Tensor> momentum_;  // undefined without momentum

@@ -3,11 +3,13 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "optim/device_update.h"
 #include "optim/slice_update.h"
 
 namespace ds::optimizers {
@@ -90,6 +92,21 @@ void ShardOptimizer::update_into(int64_t index, const at::Tensor& gradient, doub
   update(index, gradient, gradient_scale);
   const at::NoGradGuard no_grad;
   at::Tensor(copy).copy_(slice(index).master);
+}
+
+void ShardOptimizer::update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) {
+  require_host_scale(scale);
+  for (const SliceUpdate& slice : slices) {
+    if (slice.copy.defined()) {
+      update_into(slice.index, slice.gradient, scale.factor, slice.copy);
+    } else {
+      update(slice.index, slice.gradient, scale.factor);
+    }
+  }
+}
+
+bool ShardOptimizer::kernels_take_all() const {
+  return std::all_of(slices_.begin(), slices_.end(), [](const Slice& slice) { return kernels_take(slice.master); });
 }
 
 int64_t ShardOptimizer::state_bytes() {

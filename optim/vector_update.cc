@@ -30,6 +30,15 @@ bool is_copy_array(const at::Tensor& copy) {
   return copy.defined() && copy.is_cpu() && copy.is_contiguous() && value_type(copy.scalar_type()).has_value();
 }
 
+}  // namespace
+
+std::optional<ValueType> value_type(at::ScalarType type) {
+  if (type == at::kFloat) return ValueType::kFloat32;
+  if (type == at::kBFloat16) return ValueType::kBFloat16;
+  if (type == at::kHalf) return ValueType::kFloat16;
+  return std::nullopt;
+}
+
 SliceArrays arrays_of(const SliceTensors& slice, bool with_copy) {
   SliceArrays arrays;
   arrays.master = slice.master.mutable_data_ptr<float>();
@@ -40,20 +49,11 @@ SliceArrays arrays_of(const SliceTensors& slice, bool with_copy) {
   arrays.gradient = slice.gradient.const_data_ptr();
   arrays.gradient_type = *value_type(slice.gradient.scalar_type());
   arrays.gradient_scale = static_cast<float>(slice.gradient_scale);
-  if (with_copy) {
+  if (with_copy && slice.copy.defined()) {
     arrays.copy = slice.copy.mutable_data_ptr();
     arrays.copy_type = *value_type(slice.copy.scalar_type());
   }
   return arrays;
-}
-
-}  // namespace
-
-std::optional<ValueType> value_type(at::ScalarType type) {
-  if (type == at::kFloat) return ValueType::kFloat32;
-  if (type == at::kBFloat16) return ValueType::kBFloat16;
-  if (type == at::kHalf) return ValueType::kFloat16;
-  return std::nullopt;
 }
 
 void update_slice(const SliceTensors& slice, const VectorKernel& kernel, const std::function<void()>& libtorch) {

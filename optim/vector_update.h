@@ -24,6 +24,9 @@ struct SliceTensors {
   at::Tensor copy;
 };
 
+// The memory of a slice whose types kernels know; with its copy, unless `with_copy` is false.
+SliceArrays arrays_of(const SliceTensors& slice, bool with_copy = true);
+
 // Updates elements `begin` to `end` - 1 of arrays.
 using VectorKernel = std::function<void(const SliceArrays& arrays, int64_t begin, int64_t end)>;
 

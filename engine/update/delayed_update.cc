@@ -20,7 +20,7 @@ class DelayedUpdate final : public Update {
     const double factor = steps_.factor(gradient_scale);
     optimizers::ShardOptimizer& optimizer = *state_.optimizer.own;
     optimizer.begin_step();
-    steps_.all_on_device(factor);
+    steps_.all_on_device({.factor = factor, .device_factor = {}, .skip = {}});
     if (optimizer.step_count() >= state_.plan.delayed_update_start) {
       state_.offloaded->start_update(
           optimizer, factor, [this, factor](const at::Tensor& gradient) { steps_.clip_by_value(gradient, factor); });

@@ -13,7 +13,7 @@ class HostUpdate final : public Update {
   void apply(double gradient_scale) override {
     const double factor = steps_.factor(gradient_scale);
     state_.optimizer.own->begin_step();
-    steps_.all_on_device(factor);
+    steps_.all_on_device({.factor = factor, .device_factor = {}, .skip = {}});
     steps_.all_on_host(factor);
     state_.access->end_update();
   }

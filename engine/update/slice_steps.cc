@@ -1,5 +1,9 @@
 #include "engine/update/slice_steps.h"
 
+#include <vector>
+
+#include "optim/device_update.h"
+
 namespace ds::engine {
 
 double SliceSteps::factor(double gradient_scale) const {
@@ -34,22 +38,42 @@ void SliceSteps::update(size_t b, double gradient_scale, const UpdateInto& updat
   state_.access->updated(b);
 }
 
-void SliceSteps::on_device(size_t b, double gradient_scale) {
-  update(b, gradient_scale, [&](const at::Tensor& gradient, const at::Tensor& own) {
-    state_.optimizer.own->update_into(static_cast<int64_t>(b), gradient, gradient_scale, own);
-  });
-}
-
 void SliceSteps::on_host(size_t b, double gradient_scale) {
   update(b, gradient_scale, [&](const at::Tensor& gradient, const at::Tensor& own) {
     state_.offloaded->update(*state_.optimizer.own, b, gradient, gradient_scale, own);
   });
 }
 
-void SliceSteps::all_on_device(double gradient_scale) {
+void SliceSteps::on_device(size_t b, const optimizers::StepScale& scale) {
+  optimizers::require_host_scale(scale);
+  update(b, scale.factor, [&](const at::Tensor& gradient, const at::Tensor& own) {
+    state_.optimizer.own->update_into(static_cast<int64_t>(b), gradient, scale.factor, own);
+  });
+}
+
+// Slices on a GPU, which are always loaded: one launch, and all are published after it. Elsewhere a bucket travels
+// while the next one is updated.
+void SliceSteps::all_on_device(const optimizers::StepScale& scale) {
+  std::vector<size_t> together;
+  std::vector<optimizers::SliceUpdate> updates;
   for (size_t b = 0; b < state_.buckets.size(); ++b) {
-    if (!state_.updates_on_host(b)) on_device(b, gradient_scale);
+    if (state_.updates_on_host(b)) continue;
+    const at::Tensor own = state_.own_part(b);
+    if (!own.is_cuda()) {
+      on_device(b, scale);
+      continue;
+    }
+    const at::Tensor gradient = state_.gradients.reducer->gradient(b);
+    clip_by_value(gradient, scale.factor);
+    together.push_back(b);
+    updates.push_back({.index = static_cast<int64_t>(b),
+                       .gradient = gradient,
+                       .copy = own.is_alias_of(state_.masters[b]) ? at::Tensor() : own});
   }
+  if (together.empty()) return;
+  state_.optimizer.own->update_all(updates, scale);
+  order_.slice_updated();
+  for (const size_t b : together) state_.access->updated(b);
 }
 
 void SliceSteps::all_on_host(double gradient_scale) {

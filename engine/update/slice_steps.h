@@ -7,6 +7,7 @@
 #include <functional>
 
 #include "engine/update/update.h"
+#include "optim/step_scale.h"
 
 namespace ds::engine {
 
@@ -17,8 +18,8 @@ class SliceSteps {
 
   // The factor by which the optimizer multiplies gradients that a step multiplies by `gradient_scale`.
   double factor(double gradient_scale) const;
-  // All buckets whose optimizer is on the device.
-  void all_on_device(double gradient_scale);
+  // All buckets whose optimizer is on the device, together. Only an optimizer that takes it gets a scale of the device.
+  void all_on_device(const optimizers::StepScale& scale);
   // All others, one by one.
   void all_on_host(double gradient_scale);
   // gradient_clip_by_value, on a gradient that the update will multiply by `gradient_scale`.
@@ -30,7 +31,7 @@ class SliceSteps {
   using UpdateInto = std::function<void(const at::Tensor& gradient, const at::Tensor& own)>;
   // Clips the gradient by value and updates the bucket; `update_into` where its master is not what the model has.
   void update(size_t bucket, double gradient_scale, const UpdateInto& update_into);
-  void on_device(size_t bucket, double gradient_scale);
+  void on_device(size_t bucket, const optimizers::StepScale& scale);
   void on_host(size_t bucket, double gradient_scale);
 
   ModelState& state_;

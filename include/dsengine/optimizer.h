@@ -21,12 +21,20 @@
 
 namespace ds::optimizers {
 
-struct Slice;  // what the engine hands to add_slice()
+struct Slice;      // what the engine hands to add_slice()
+struct StepScale;  // what it multiplies the gradients of a step by
 
 // Gives memory for a state of slice `index`: [numel] zeros of `dtype`, or an undefined tensor for the default.
 using StateMemory = std::function<at::Tensor(int64_t index, int64_t numel, at::ScalarType dtype)>;
 
 using NamedStates = std::vector<std::pair<std::string, at::Tensor>>;
+
+// One slice's part of a step: gradient and copy as for update_into(); an undefined copy is not wanted.
+struct SliceUpdate {
+  int64_t index = 0;
+  at::Tensor gradient;
+  at::Tensor copy;
+};
 
 class ShardOptimizer {
  public:
@@ -60,6 +68,11 @@ class ShardOptimizer {
   // update(), and the new weights in `copy` ([n], any floating dtype), which may be on another device than the master.
   virtual void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy);
 
+  // update_into() of several slices, each once: one launch where kernels of a device take them.
+  virtual void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale);
+  // Whether all its slices are updated by kernels that read factor and skip of a StepScale on the device.
+  virtual bool takes_device_scale() const { return false; }
+
   // What the model has of a slice after an update: the master, but for optimizers whose ranks step by themselves.
   virtual at::Tensor weights(int64_t index);
   // State tensors of a slice by name, for example {"exp_avg", t}, {"exp_avg_sq", t}; live references. float32, or
@@ -89,6 +102,8 @@ class ShardOptimizer {
   // Zeros of the slice's length in state_type(), from the state memory.
   at::Tensor new_state(int64_t index) const;
   const GroupOptions& step_group(const Slice& slice) const;
+  // Whether there are kernels of a device for all slices.
+  bool kernels_take_all() const;
   // The slice, once update()'s arguments are checked. Throws UsageError.
   Slice& slice_for_update(int64_t index, const at::Tensor& gradient);
 

@@ -1,0 +1,48 @@
+// The update of slices on a device, on raw memory: a table of functions that the library of the device registers when
+// it is loaded. Torch-free, so that a compiler of kernels reads it.
+#pragma once
+
+#include <cstdint>
+
+#include "optim/kernels/adagrad_kernel.h"
+#include "optim/kernels/adam_kernel.h"
+#include "optim/kernels/lion_kernel.h"
+#include "optim/kernels/sgd_coefficients.h"
+#include "optim/kernels/slice_arrays.h"
+
+namespace ds::optimizers {
+
+// One slice: its arrays, in the device's memory, and how long they are. gradient_scale is UpdateScale's.
+struct DeviceSlice {
+  SliceArrays arrays;
+  int64_t numel = 0;
+};
+
+// What all gradients of a launch are multiplied by, and whether it changes anything.
+struct UpdateScale {
+  float factor = 1.0F;
+  const float* device_factor = nullptr;  // in the device's memory, multiplied in; null: 1
+  const float* skip = nullptr;           // in the device's memory; not 0: the launch changes nothing; null: it does
+};
+
+// Each function updates `count` slices, each by coefficients of its own, in one pass over their memory and as few
+// launches as the arguments of a kernel allow. It gives the work to `stream` (of the current device, CUDA: a
+// cudaStream_t) and does not wait for it. `slices` and `coefficients` are in the host's memory and read before it
+// returns; arrays of different slices do not overlap. Returns why the work could not be given, or null. Thread safe.
+template <class Coefficients>
+using DeviceUpdate = const char* (*)(const DeviceSlice* slices, const Coefficients* coefficients, int64_t count,
+                                     const UpdateScale& scale, void* stream);
+
+struct UpdateDeviceKernels {
+  DeviceUpdate<AdamCoefficients> adam = nullptr;  // amsgrad: the same for all slices of a call
+  DeviceUpdate<LionCoefficients> lion = nullptr;
+  DeviceUpdate<AdagradCoefficients> adagrad = nullptr;
+  DeviceUpdate<SgdCoefficients> sgd = nullptr;  // with momentum where slices have a state, all of a call or none
+};
+
+// The table for CUDA devices: null until libdsengine_cuda is loaded. What is set stays for the life of the process.
+// Thread safe, also while static objects are made.
+void set_update_device_kernels(const UpdateDeviceKernels* kernels);
+const UpdateDeviceKernels* update_device_kernels();
+
+}  // namespace ds::optimizers

@@ -1,0 +1,70 @@
+#include "optim/device_update.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <iterator>
+
+#include "core/check.h"
+
+namespace ds::optimizers {
+namespace {
+
+bool is_array_on(const at::Tensor& tensor, at::Device device) {
+  return tensor.device() == device && tensor.is_contiguous();
+}
+
+const float* scalar(const at::Tensor& tensor, at::Device device) {
+  if (!tensor.defined()) return nullptr;
+  ensure(tensor.device() == device && tensor.scalar_type() == at::kFloat && tensor.numel() == 1,
+         "what only the device knows of a step is one float32 on the device of its slices");
+  return tensor.const_data_ptr<float>();
+}
+
+}  // namespace
+
+bool kernels_take(const at::Tensor& master) {
+  return master.is_cuda() && master.is_contiguous() && master.scalar_type() == at::kFloat &&
+         update_device_kernels() != nullptr;
+}
+
+bool kernels_take(const SliceTensors& slice) {
+  if (!kernels_take(slice.master)) return false;
+  const at::Device device = slice.master.device();
+  const auto has_known_type = [&](const at::Tensor& tensor) {
+    return is_array_on(tensor, device) && value_type(tensor.scalar_type()).has_value();
+  };
+  return has_known_type(slice.gradient) && (!slice.copy.defined() || has_known_type(slice.copy)) &&
+         std::all_of(slice.states.begin(), slice.states.end(), [&](const at::Tensor& state) {
+           return !state.defined() || (is_array_on(state, device) && state.scalar_type() == at::kFloat);
+         });
+}
+
+void require_host_scale(const StepScale& scale) {
+  ensure(!scale.device_factor.defined() && !scale.skip.defined(),
+         "a step whose scale is on the device is one of slices that kernels update");
+}
+
+void DeviceBatch::add(const SliceTensors& slice) {
+  ensure(slices_.empty() || slice.master.device() == device_, "slices of one update are on one device");
+  device_ = slice.master.device();
+  slices_.push_back({.arrays = arrays_of(slice), .numel = slice.master.numel()});
+}
+
+void DeviceBatch::run(const StepScale& scale, const Give& give) const {
+  const at::NoGradGuard no_grad;
+  const c10::DeviceGuard guard(device_);
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  const UpdateScale factor{.factor = static_cast<float>(scale.factor),
+                           .device_factor = scalar(scale.device_factor, device_),
+                           .skip = scalar(scale.skip, device_)};
+  const char* const error = give(slices_.data(), static_cast<int64_t>(slices_.size()), factor, stream.native_handle());
+  require<ConfigError>(error == nullptr, "optimizer: expected ", device_, " to take a kernel, found: ", error,
+                       ". Errors of earlier work on the device show here too. Where it says that there is no kernel ",
+                       "image, build libdsengine_cuda for this GPU (-DCMAKE_CUDA_ARCHITECTURES=native)");
+}
+
+}  // namespace ds::optimizers

@@ -1,0 +1,118 @@
+// optim/device_kernels.h for the simulated GPU: the same rules, one element after the other.
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/float_bits.h"
+#include "optim/device_kernels.h"
+#include "optim/kernels/element_rules.h"
+#include "tests/simulated_gpu/streams.h"
+#include "tests/simulated_gpu/timeline.h"
+
+namespace ds::simulated_gpu {
+namespace {
+
+using optimizers::DeviceSlice;
+using optimizers::SliceArrays;
+using optimizers::UpdateScale;
+using optimizers::ValueType;
+
+float value_at(const void* data, ValueType type, int64_t i) {
+  switch (type) {
+    case ValueType::kBFloat16:
+      return BFloat16Bits::decode(static_cast<const uint16_t*>(data)[i]);
+    case ValueType::kFloat16:
+      return Float16Bits::decode(static_cast<const uint16_t*>(data)[i]);
+    case ValueType::kFloat32:
+      break;
+  }
+  return static_cast<const float*>(data)[i];
+}
+
+void put_value(void* data, ValueType type, int64_t i, float value) {
+  switch (type) {
+    case ValueType::kBFloat16:
+      static_cast<uint16_t*>(data)[i] = BFloat16Bits::encode(value);
+      return;
+    case ValueType::kFloat16:
+      static_cast<uint16_t*>(data)[i] = Float16Bits::encode(value);
+      return;
+    case ValueType::kFloat32:
+      static_cast<float*>(data)[i] = value;
+      return;
+  }
+}
+
+template <class Rule>
+void update_slice_by(const Rule& rule, const DeviceSlice& slice, float scale) {
+  const SliceArrays& arrays = slice.arrays;
+  for (int64_t i = 0; i < slice.numel; ++i) {
+    float own[3] = {};
+    for (size_t s = 0; s < Rule::kStates; ++s) own[s] = arrays.states[s][i];
+    const float w = rule(arrays.master[i], value_at(arrays.gradient, arrays.gradient_type, i) * scale, own);
+    arrays.master[i] = w;
+    for (size_t s = 0; s < Rule::kStates; ++s) arrays.states[s][i] = own[s];
+    if (arrays.copy != nullptr) put_value(arrays.copy, arrays.copy_type, i, w);
+  }
+}
+
+Access update_access(const void* data, int64_t bytes, bool write) {
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  return {begin, begin + static_cast<size_t>(bytes), write};
+}
+
+int64_t bytes_of_value(ValueType type) { return type == ValueType::kFloat32 ? 4 : 2; }
+
+std::vector<Access> accesses_of(const std::vector<DeviceSlice>& slices, const UpdateScale& scale) {
+  std::vector<Access> accesses;
+  for (const auto& [arrays, numel] : slices) {
+    accesses.push_back(update_access(arrays.master, numel * 4, true));
+    for (const float* state : arrays.states) {
+      if (state != nullptr) accesses.push_back(update_access(state, numel * 4, true));
+    }
+    accesses.push_back(update_access(arrays.gradient, numel * bytes_of_value(arrays.gradient_type), false));
+    if (arrays.copy == nullptr) continue;
+    accesses.push_back(update_access(arrays.copy, numel * bytes_of_value(arrays.copy_type), true));
+  }
+  for (const float* scalar : {scale.device_factor, scale.skip}) {
+    if (scalar != nullptr) accesses.push_back(update_access(scalar, 4, false));
+  }
+  return accesses;
+}
+
+template <class Rule>
+const char* give_update(const DeviceSlice* slices, const typename Rule::Coefficients* coefficients, int64_t count,
+                        const UpdateScale& scale, void* stream) {
+  const std::vector<DeviceSlice> taken(slices, slices + count);
+  const std::vector<typename Rule::Coefficients> rules(coefficients, coefficients + count);
+  Timeline& timeline = Timeline::instance();
+  timeline.run_until(timeline.enqueue(number_of_handle(stream), "update of slices", accesses_of(taken, scale), [=] {
+    if (scale.skip != nullptr && *scale.skip != 0.0F) return;
+    const float factor = scale.device_factor == nullptr ? scale.factor : scale.factor * *scale.device_factor;
+    for (size_t i = 0; i < taken.size(); ++i) update_slice_by(Rule(rules[i]), taken[i], factor);
+  }));
+  return nullptr;
+}
+
+const char* give_adam(const DeviceSlice* slices, const optimizers::AdamCoefficients* coefficients, int64_t count,
+                      const UpdateScale& scale, void* stream) {
+  const bool amsgrad = count > 0 && coefficients[0].amsgrad;
+  const auto give = amsgrad ? give_update<optimizers::AdamElement<true>> : give_update<optimizers::AdamElement<false>>;
+  return give(slices, coefficients, count, scale, stream);
+}
+
+const char* give_sgd(const DeviceSlice* slices, const optimizers::SgdCoefficients* coefficients, int64_t count,
+                     const UpdateScale& scale, void* stream) {
+  const bool momentum = count > 0 && slices[0].arrays.states[0] != nullptr;
+  const auto give = momentum ? give_update<optimizers::SgdElement<true>> : give_update<optimizers::SgdElement<false>>;
+  return give(slices, coefficients, count, scale, stream);
+}
+
+constexpr optimizers::UpdateDeviceKernels kUpdateKernels{give_adam, give_update<optimizers::LionElement>,
+                                                         give_update<optimizers::AdagradElement>, give_sgd};
+
+const bool kUpdateKernelsRegistered = (optimizers::set_update_device_kernels(&kUpdateKernels), true);
+
+}  // namespace
+}  // namespace ds::simulated_gpu
