@@ -1,15 +1,20 @@
 #include "offload/pinned_arena.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <fstream>
 #include <iterator>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "comm/backends/cuda_plugin.h"
 #include "core/check.h"
@@ -22,7 +27,8 @@ namespace ds::offload {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
-constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+constexpr size_t kSmallestPart = size_t{256} << 20;  // worth a thread of its own
+constexpr int kPopulateWrite = 23;                   // MADV_POPULATE_WRITE, Linux 5.14
 
 size_t host_page_size() {
   static const auto kSize = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -52,15 +58,31 @@ void* map_aligned(size_t bytes) {
 }
 
 // Returns an errno, 0 when every page is there.
-int touch_pages(void* data, size_t bytes) {
+int touch_part(std::byte* data, size_t bytes) {
   while (madvise(data, bytes, kPopulateWrite) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;
     if (errno != EINVAL && errno != ENOSYS) return errno;
-    volatile auto* const first = static_cast<std::byte*>(data);  // an older kernel
+    volatile auto* const first = data;  // an older kernel
     for (size_t offset = 0; offset < bytes; offset += host_page_size()) first[offset] = std::byte{0};
     return 0;
   }
   return 0;
+}
+
+// The kernel zeroes pages for as many threads as LibTorch has: one alone needs the better part of a minute for 100 GB.
+int touch_pages(std::byte* data, size_t bytes) {
+  const auto threads = static_cast<size_t>(std::max(1, at::get_num_threads()));
+  const size_t part = std::max(kSmallestPart, (bytes / threads + kHugePage) / kHugePage * kHugePage);
+  std::atomic<int> error = 0;
+  std::vector<std::jthread> others;
+  const auto touch = [&](size_t begin) {
+    const int failed = touch_part(data + begin, std::min(part, bytes - begin));
+    if (failed != 0) error = failed;
+  };
+  for (size_t begin = part; begin < bytes; begin += part) others.emplace_back(touch, begin);
+  touch(0);
+  others.clear();
+  return error;
 }
 
 std::string limit_of_locked_memory() {

@@ -1,8 +1,9 @@
 // Host memory for what is offloaded: one region of exact size for one purpose, cut into tensors.
 //
 // LibTorch's allocator of pinned memory rounds every block to a power of two, and its plain one comes from malloc. A
-// region is mapped for itself, to the page. Its pages are touched by the thread that makes it: they exist before
-// training begins, and lie on the memory node of that thread.
+// region is mapped for itself, to the page. Its pages are touched when it is made, by the thread that makes it and, for
+// large ones, by others for that time: they exist before training begins, and lie on the memory nodes of the processors
+// that the making thread may use.
 #pragma once
 
 #include <ATen/core/Tensor.h>
