@@ -209,6 +209,7 @@ void run(int argc, char** argv) {
   training->add_option("--hidden", options.model.hidden, "Channels")->check(CLI::PositiveNumber);
   training->add_option("--heads", options.model.heads, "Attention heads")->check(CLI::PositiveNumber);
   training->add_option("--seq_len", options.model.seq_len, "Tokens of a sequence")->check(CLI::PositiveNumber);
+  training->add_option("--vocab", options.model.vocab, "Tokens there are")->check(CLI::PositiveNumber);
   training->add_option("--batch", options.batch, "Sequences of a step")->check(CLI::PositiveNumber);
   training->add_option("--steps", options.steps, "Timed steps of both kinds")->check(CLI::PositiveNumber);
   training->add_option("--warmup", options.warmup, "Steps before them")->check(CLI::PositiveNumber);

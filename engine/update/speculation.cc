@@ -42,7 +42,7 @@ class Speculation final : public Update {
       begun_.roll_back();
       state_.optimizer.own->begin_step();
     }
-    steps_.all_on_device(factor);
+    steps_.all_on_device({.factor = factor, .device_factor = {}, .skip = {}});
     if (!fits || !publish()) steps_.all_on_host(factor);
     state_.access->end_update();
   }
