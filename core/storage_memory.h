@@ -6,9 +6,15 @@
 #include <c10/core/StorageImpl.h>
 
 #include <cstddef>
+#include <string>
 #include <utility>
 
 namespace ds {
+
+// Whether it is one storage; asked of memory that must not be read, where is_alias_of() throws.
+inline bool is_same_storage(const at::Storage& a, const at::Storage& b) {
+  return a.unsafeGetStorageImpl() == b.unsafeGetStorageImpl();
+}
 
 // Makes `memory` of `bytes` bytes the memory of the tensor's storage, in place of what it has.
 inline void give_storage(const at::Tensor& tensor, c10::DataPtr memory, size_t bytes) {
@@ -22,6 +28,20 @@ inline c10::DataPtr take_storage(const at::Tensor& tensor) {
   c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
   storage->set_nbytes(0);
   return storage->set_data_ptr(c10::DataPtr(nullptr, tensor.device()));
+}
+
+// Storage without memory on `device`: whoever asks for a tensor's memory there, an operator, torch::save or a program
+// that takes the pointer, gets a c10::Error with `text`, which can be set anew.
+inline void set_unreadable_text(const at::Storage& storage, std::string text) {
+  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(text));
+}
+// `bytes`: its size as far as views of it are concerned.
+inline at::Storage unreadable_storage(at::Device device, size_t bytes, std::string text) {
+  at::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                            c10::DataPtr(nullptr, device), /*allocator=*/nullptr,
+                                                            /*resizable=*/false));
+  set_unreadable_text(storage, std::move(text));
+  return storage;
 }
 
 }  // namespace ds

@@ -38,7 +38,9 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   const Phases::Scope phase(self.phases, "load_checkpoint");
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
   self.synchronize();
-  return engine::load_checkpoint(self.state, self.run_state(), self.order, request);
+  const auto loaded = engine::load_checkpoint(self.state, self.run_state(), self.order, request);
+  self.watch->renew();
+  return loaded;
 }
 
 std::string Engine::save_16bit_model(const std::string& folder, const std::string& filename,

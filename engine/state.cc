@@ -1,6 +1,7 @@
 // Reading the engine's state, and moving it: whole parameters, masters, bytes.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "core/check.h"
 #include "dsengine/engine.h"
@@ -15,7 +16,18 @@ namespace ds::engine {
 void Engine::Impl::synchronize() {
   order.require(Call::kSynchronizeParameters);
   update->settle(Update::Next::kRead);
+  watch->look("a call that reads the state");
   state.access->wait_all();
+}
+
+void Engine::use_from_this_thread() {
+  Impl& self = *impl_;
+  self.order.use_from_this_thread();
+  const at::Device device = self.state.ranks.device;
+  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
+  self.state.access->use_from_this_thread();
+  self.state.gradients.reducer->use_from_this_thread();
+  self.autocast->use_from_this_thread();
 }
 
 void Engine::synchronize_parameters() { impl_->synchronize(); }
@@ -32,7 +44,10 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
   self.synchronize();
   if (modifies) self.saves.background().wait_copied();
   const auto closed = [&self, modifies] {
-    if (modifies) at::autocast::clear_cache();  // casted in the scope, perhaps before its end or an exception
+    if (modifies) {
+      at::autocast::clear_cache();  // casted in the scope, perhaps before its end or an exception
+      self.watch->renew();
+    }
     self.order.scope_closed(modifies);
   };
   zero::GatheredParameters::Scope scope = scope_of_parameters(self.state, parameters, modifier_rank, closed);

@@ -6,6 +6,7 @@
 #include "core/tensor_check.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
+#include "engine/update/held_still.h"
 
 namespace ds::engine {
 
@@ -21,6 +22,7 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
           describe(loss), " that does not require a gradient (computed under NoGradGuard, or all parameters frozen?)");
   self.order.require(Call::kBackward);
   self.update->settle(Update::Next::kBackward);
+  self.watch->look("backward()");
   const Phases::Scope phase(self.phases, "backward");
   self.reporter->backward_begins();
   const Autocast::Pause pause(self.state.ranks.device.type());
@@ -29,10 +31,16 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
   const at::Tensor scaled = self.accumulation->scaled(averaged);
   const int64_t micro_batch = self.order.micro_batches_done();
   self.batches.begin(micro_batch, self.loader.get());
-  self.batches.keep_loss(micro_batch, loss.detach());
+  const double share = scale_wrt_gas ? 1.0 / static_cast<double>(self.order.micro_batches_of_update()) : 1.0;
+  self.batches.keep_loss(micro_batch, loss.detach(), share);
   self.accumulation->begin_micro_batch(micro_batch);
+  self.state.gradients.reducer->require_own_gradients("backward()");
+  self.shown->take_back();
   self.accumulation->run(boundary, [&] { scaled.backward({}, retain_graph); });
   self.order.backward_done();
+  if (self.order.at_boundary()) {
+    self.shown->show(boundary && self.order.synchronizes(), self.accumulation->loss_scale());
+  }
   self.reporter->backward_ends();
   return averaged.detach();
 }
@@ -52,6 +60,12 @@ void Engine::step() {
 }
 
 void Engine::Impl::complete_step(const at::Tensor& loss) {
+  watch->look("step()");
+  watch->look_at_module("step()");
+  HeldStill::require_possible(state);
+  state.gradients.reducer->require_own_gradients("step()");
+  shown->require_untouched();
+  shown->take_back();
   const Phases::Scope phase(phases, "step");
   reporter->step_begins();
   const Autocast::Pause pause(state.ranks.device.type());
@@ -71,6 +85,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
     throw;
   }
   state.access->end_pass();
+  watch->renew();  // an optimizer of the program changes parameters in place
   if (progress.step_applied) {
     ++progress.applied_steps;
     if (schedule) schedule->step();
@@ -79,7 +94,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
                        .progress = progress,
                        .train_batch_size = config.train_batch_size,
                        .loss_scale = accumulation->loss_scale(),
-                       .loss = loss});
+                       .loss = loss.defined() ? loss.item<double>() : progress.loss});
 }
 
 void Engine::Impl::undo_accumulation(int64_t micro_batches, int64_t optimizer_steps) noexcept {
@@ -118,6 +133,8 @@ void Engine::zero_grad() {
                  " micro-batches: the accumulation starts anew. step() clears the gradients itself; remove the call ",
                  "if this is not what you want (said once)");
   }
+  self.shown->take_back();
+  self.step->forget_clip();
   self.accumulation->drop(/*unused=*/true);
   self.progress.micro_steps -= self.order.drop_accumulation();
 }

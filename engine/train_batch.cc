@@ -160,7 +160,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   }
   self.reporter->backward_ends();
   for (size_t i = 0; i < result.losses.size(); ++i) {
-    self.batches.keep_loss(static_cast<int64_t>(i), result.losses[i]);
+    self.batches.keep_loss(static_cast<int64_t>(i), result.losses[i], 1.0 / static_cast<double>(result.losses.size()));
   }
   const at::Tensor loss = mean_of_all(self.state.ranks, result.losses);
   self.progress.micro_steps += micro_batches;

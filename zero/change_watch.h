@@ -1,8 +1,7 @@
-// Notices changes of parameters that would be lost: in place, of a bucket that is gathered only for operators to read.
+// Notices changes in place of parameters of a bucket that is gathered for operators.
 #pragma once
 
 #include <cstdint>
-#include <exception>
 #include <string>
 #include <vector>
 
@@ -16,14 +15,18 @@ class ChangeWatch {
  public:
   // What the parameters hold now is what they should.
   void begin(const ParameterBucket& bucket);
-  // An operator is about to change `tensor`, which lies in the bucket. Returns the UsageError that says so.
-  std::exception_ptr refuse(const ParameterBucket& bucket, const std::string& label, const at::Tensor& tensor);
-  // Null where nothing has changed since begin(), and after refuse(), which has told already.
-  std::exception_ptr find_change(const ParameterBucket& bucket) const;
+  // An operator is about to change a tensor that lies in the bucket.
+  void note() { noted_ = true; }
+  // Whether anything has changed since begin(), and the name of a parameter that has: the first, where only an operator
+  // tells.
+  bool found(const ParameterBucket& bucket) const { return noted_ || changed_version(bucket) < versions_.size(); }
+  std::string name(const ParameterBucket& bucket) const;
 
  private:
+  size_t changed_version(const ParameterBucket& bucket) const;
+
   std::vector<int64_t> versions_;  // of the parameters
-  bool refused_ = false;
+  bool noted_ = false;
 };
 
 // Whether a tensor shows a parameter or begins inside of it.

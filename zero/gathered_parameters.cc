@@ -31,6 +31,7 @@ class GatheredParameters::Opened {
   void require_unchanged() const;
   void share_changes();
   void restore();
+  void forget_changes();
   void give_back();
   void give_back_after_failure();
 
@@ -98,10 +99,17 @@ void GatheredParameters::Opened::close() {
       require_unchanged();
     }
   } catch (...) {
+    forget_changes();
     give_back_after_failure();
     throw;
   }
   give_back();
+}
+
+void GatheredParameters::Opened::forget_changes() {
+  for (const auto& [index, bucket] : scope_.buckets) {
+    if (scope_.gatherer && bucket->sharded()) scope_.gatherer->forget_changes(index);
+  }
 }
 
 void GatheredParameters::Opened::give_back_after_failure() {
@@ -140,6 +148,9 @@ void GatheredParameters::Opened::note_change(const at::Tensor& tensor) {
 void GatheredParameters::Opened::require_unchanged() const {
   std::optional<std::string> changed = changed_;
   const std::vector<const Parameter*> all = parameters();
+  for (const auto& [index, bucket] : scope_.buckets) {
+    if (const Parameter* const replaced = bucket->take_parameters_back()) changed = replaced->name;
+  }
   for (size_t i = 0; i < all.size() && !changed; ++i) {
     if (all[i]->tensor._version() != versions_[i]) changed = all[i]->name;
   }
@@ -151,6 +162,7 @@ void GatheredParameters::Opened::require_unchanged() const {
 void GatheredParameters::Opened::share_changes() {
   const at::NoGradGuard no_grad;
   for (const auto& [index, bucket] : scope_.buckets) {
+    bucket->take_values_back();
     if (scope_.world->size() > 1) {
       scope_.world->broadcast(bucket->flat(), *scope_.modifier_rank, "changed parameters").wait();
     }
@@ -166,10 +178,9 @@ void GatheredParameters::Opened::share_changes() {
 
 void GatheredParameters::Opened::restore() {
   const at::NoGradGuard no_grad;
+  for (const auto& [index, bucket] : scope_.buckets) bucket->take_parameters_back();
   for (const auto& [tensor, values] : before_) tensor.copy_(values);
-  for (const auto& [index, bucket] : scope_.buckets) {
-    if (scope_.gatherer && bucket->sharded()) scope_.gatherer->forget_changes(index);
-  }
+  forget_changes();
 }
 
 void GatheredParameters::Opened::give_back() {

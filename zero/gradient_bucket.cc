@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/storage_memory.h"
 #include "zero/addition_order.h"
 
 namespace ds::zero {
@@ -121,7 +122,11 @@ void GradientBucket::empty() {
 }
 
 void GradientBucket::drop_parameter_gradients() {
-  for (const Parameter& parameter : parameters()) parameter.tensor.mutable_grad().reset();
+  if (!local_.defined()) return;
+  for (const Parameter& parameter : parameters()) {
+    at::Tensor& gradient = parameter.tensor.mutable_grad();
+    if (gradient.defined() && is_same_storage(gradient.storage(), local_.storage())) gradient.reset();
+  }
 }
 
 // Slices would leave holes among the larger buffers if they were freed and made in every step.

@@ -43,7 +43,8 @@ GradientReducer::GradientReducer(const std::vector<ParameterBucket>& buckets, co
     : parameters_(parameters),
       exchange_(routes, fitting(options, routes)),
       elsewhere_(routes.elsewhere),
-      late_(options.patience) {
+      late_(options.patience),
+      neighbours_(parameters, options.model) {
   buckets_.reserve(buckets.size());
   for (size_t b = 0; b < buckets.size(); ++b) {
     buckets_.emplace_back(b, buckets[b], exchange_, buffers_);
@@ -79,6 +80,7 @@ void GradientReducer::begin_backward(bool synchronize, bool boundary, std::vecto
   const std::lock_guard lock(mutex_);
   require(!running(), "backward() was called while a backward pass is running");
   require(!failed(), "backward() was called after one that failed; call zero_grad() first, which drops what it left");
+  neighbours_.require_none("backward()");
   require(state_ != PassState::kJoined,
           "backward() was called after a step() that failed; call zero_grad() first, which drops what it left");
   const bool reduces = synchronize && (boundary || transient());
@@ -94,11 +96,13 @@ void GradientReducer::begin_backward(bool synchronize, bool boundary, std::vecto
     }
     bucket.begin_pass();
   }
+  neighbours_.begin();
   state_ = next;
 }
 
 void GradientReducer::end_backward() {
   const std::lock_guard lock(mutex_);
+  neighbours_.end();
   const bool reduces = state_ == PassState::kReducing;
   state_ = after(state_, PassEvent::kEnd);
   if (!reduces) return;
@@ -108,13 +112,17 @@ void GradientReducer::end_backward() {
 
 void GradientReducer::abandon_backward() {
   const std::lock_guard lock(mutex_);
+  neighbours_.end();
   state_ = after(state_, PassEvent::kFail);
 }
 
 void GradientReducer::on_gradient(size_t index, size_t position) {
   const std::lock_guard lock(mutex_);
   GradientBucket& bucket = buckets_[index];
-  require(running(), "parameter ", bucket.parameters()[position].name,
+  if (!running() && neighbours_.another_runs()) {
+    return neighbours_.drop(static_cast<size_t>(bucket.parameter_index(position)));
+  }
+  require(running(), "parameter ", bucket.parameters()[position].name, " of ", neighbours_.model(),
           ": its gradient was made outside of engine->backward(). Expected engine->backward(loss) in place of "
           "loss.backward()");
   ensure(is_in_pass(index), "a pass gives gradients to the buckets it is said to");
@@ -167,6 +175,7 @@ void GradientReducer::retire(size_t staying, bool inside_backward) {
 
 void GradientReducer::finish() {
   const std::lock_guard lock(mutex_);
+  neighbours_.require_none("step()");
   require(!failed(), "step() was called after a backward() that failed; call zero_grad() and run backward() again");
   require(!running(), "step() was called while a backward pass is running; call it after engine->backward() returns");
   if (state_ == PassState::kUnreduced) {
@@ -225,6 +234,7 @@ void GradientReducer::drop_all() {
   require(!running(), "gradients were to be dropped while a backward pass is running; call zero_grad() after it");
   for (GradientBucket& bucket : buckets_) bucket.reset();
   if (elsewhere_) elsewhere_->clear();
+  neighbours_.clear();
   in_flight_.clear();
   state_ = after(state_, PassEvent::kReset);
 }

@@ -9,6 +9,8 @@
 // over passes that were reduced and passes that were not. What a bucket and a pass can be, and what follows what, is
 // Note [Life of a gradient bucket] (zero/reduction_states.h).
 //
+// Several engines on one thread: zero/neighbour_passes.h.
+//
 // Threads: begin_backward, end_backward, finish and reset belong to the engine's thread; the hooks may run on
 // autograd's device threads and take a lock.
 #pragma once
@@ -26,6 +28,7 @@
 #include "zero/gradient_check.h"
 #include "zero/gradient_exchange.h"
 #include "zero/late_reductions.h"
+#include "zero/neighbour_passes.h"
 #include "zero/parameter_bucket.h"
 #include "zero/reducer_options.h"
 #include "zero/reduction_states.h"
@@ -69,6 +72,10 @@ class GradientReducer {
   void reset();
   // Gives up the memory that is kept from step to step. Between steps: all gradients are dropped.
   void release_buffers();
+  // Throws UsageError where passes of other engines have made gradients that the program has not dropped.
+  void require_own_gradients(const char* call) { neighbours_.require_none(call); }
+  // begin_backward() and end_backward() come from this thread from now on.
+  void use_from_this_thread() { neighbours_.use_from_this_thread(); }
   // Parameters that took part in no backward since the last reset.
   std::vector<int64_t> parameters_without_gradient() const;
   // Largest number of bytes held in gradient tensors since the last call.
@@ -100,6 +107,7 @@ class GradientReducer {
   BufferPool buffers_;
   std::vector<GradientBucket> buckets_;
   LateReductions late_;
+  NeighbourPasses neighbours_;
   PassState state_ = PassState::kIdle;
   std::vector<size_t> in_flight_;  // buckets with a collective under way, oldest first
   size_t next_ = 0;                // buckets_[size - 1 - next_] is the next to be launched in this pass

@@ -4,6 +4,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "core/check.h"
@@ -270,7 +271,7 @@ void Init::Parameters::gather(Entry& entry) {
     ranks_->all_gather(all, part, entry.label).wait();
     if (!in_place) flat.copy_(all.narrow(0, 0, flat.numel()));
   } catch (...) {
-    flat.zero_();
+    flat.fill_(std::numeric_limits<double>::quiet_NaN());
     throw;
   }
 }

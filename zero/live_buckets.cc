@@ -5,15 +5,30 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "core/check.h"
 #include "core/log.h"
+#include "zero/value_digest.h"
 
 namespace ds::zero {
+namespace {
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& caught) {
+    return caught.what();
+  } catch (...) {
+    return "unknown";
+  }
+}
+
+}  // namespace
 
 LiveBuckets::LiveBuckets(const std::vector<ParameterBucket*>& buckets, const GatherRoutes& routes, int64_t max_live)
-    : gathers_(routes, buckets.at(0)->flat().device()), max_live_(max_live) {
+    : gathers_(routes, buckets.at(0)->flat().device()), max_live_(max_live), rank_(routes.slices.rank()) {
   for (size_t b = 0; b < buckets.size(); ++b) {
     Entry entry;
     entry.bucket = buckets[b];
@@ -64,7 +79,8 @@ bool LiveBuckets::allocate(const Entry& entry) {
         cat("no memory for ", entry.label, ", ", entry.elements(), " elements, with ", live_,
             " elements gathered: ", error.what(), ". Reduce zero_optimization.stage3_max_live_parameters (", max_live_,
             ") or the batch");
-    log::error(text);  // now: the operator that fails for it says nothing of memory, and may end the program
+    log::error(text);  // now: the operator that fails for it may end the program
+    entry.bucket->hide(text);
     no_memory_ = std::make_exception_ptr(ConfigError(text));
     return false;
   }
@@ -100,22 +116,46 @@ void LiveBuckets::wait_all() {
   for (size_t b = 0; b < entries_.size(); ++b) wait(b);
 }
 
-// In a handler of what was thrown.
+// In a handler of what was thrown. An operator that reads a parameter throws; one that reads a view has NaN as result.
 void LiveBuckets::fail(const Entry& entry) {
-  keep_error(std::current_exception());
+  const std::exception_ptr error = std::current_exception();
+  keep_error(error);
   if (!entry.sharded()) return;
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
-  entry.bucket->flat().zero_();
+  entry.bucket->flat().fill_(std::numeric_limits<double>::quiet_NaN());
+  entry.bucket->hide(cat(entry.label, " could not be gathered for an operator: ", text_of(error),
+                         ". At stage 3 all ranks run the same forwards together, also under NoGradGuard; where they ",
+                         "cannot, run them in a scope of engine->gathered_parameters(model->parameters())"));
 }
 
 void LiveBuckets::release(size_t bucket) {
   Entry& entry = entries_[bucket];
   ensure(entry.whole() && entry.sharded(), "only a whole, sharded bucket is released");
-  if (!failure_) keep_error(entry.changes.find_change(*entry.bucket));
+  if (entry.changes.found(*entry.bucket)) keep_changes(bucket);
   entry.state = State::kReleased;
   live_ -= entry.elements();
   entry.bucket->release(memory_);
+}
+
+// Of a bucket that an operator has changed in place, on all ranks alike, which the engine compares.
+void LiveBuckets::keep_changes(size_t bucket) {
+  const Entry& entry = entries_[bucket];
+  const std::string name = entry.changes.name(*entry.bucket);
+  if (failed()) return;  // what it holds is nothing to keep
+  if (!entry.exact) {
+    keep_error(std::make_exception_ptr(
+        UsageError(cat("parameter ", name, " was changed in place while it was gathered for an operator with the loss ",
+                       "of zero_quantized_weights, which its slices must not take over. Change it in a scope of ",
+                       "engine->gathered_parameters(..., modifier_rank)"))));
+    return;
+  }
+  const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
+  uint64_t digest = 0;
+  for (const Parameter& parameter : entry.bucket->parameters()) digest = digest * 31 + digest_of(parameter.tensor);
+  changed_.push_back({.bucket = bucket, .parameter = name, .digest = digest});
+  entry.bucket->keep_changes(rank_);
+  entry.bucket->drop_secondary();
 }
 
 void LiveBuckets::release_all() {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zero/bucket_gather.h"
@@ -18,7 +19,8 @@ namespace ds::zero {
 // for the time of a refresh(). Not thread safe.
 //
 // What fails while an operator waits cannot be thrown (LibTorch only logs what its callbacks throw): it is kept, and
-// thrown by rethrow(). The memory of a failed gather holds zeros. Where there is no memory, the bucket stays released
+// thrown by rethrow(). The memory of a failed gather holds NaN, and its parameters
+// throw when they are read. Where there is no memory, the bucket stays released
 // and no gather is begun any more: other ranks have gone on with theirs.
 class LiveBuckets {
  public:
@@ -71,6 +73,14 @@ class LiveBuckets {
 
   bool out_of_memory() const { return no_memory_ != nullptr; }
   bool failed() const { return failure_ != nullptr || out_of_memory(); }
+  // Buckets whose parameters the program has changed in place since the last call, with a digest of what they then held
+  // (zero/value_digest.h): their slices have the new values.
+  struct Changed {
+    size_t bucket = 0;
+    std::string parameter;  // one of those
+    uint64_t digest = 0;
+  };
+  std::vector<Changed> take_changed() { return std::exchange(changed_, {}); }
   // For rethrow(), unless there is an error already. Null: none.
   void keep_error(const std::exception_ptr& error);
   // Throws what was kept: once; that there was no memory each time.
@@ -80,6 +90,7 @@ class LiveBuckets {
   void start(Entry& entry, bool exact);
   bool allocate(const Entry& entry);
   void fail(const Entry& entry);
+  void keep_changes(size_t bucket);
 
   std::vector<Entry> entries_;
   GatherMemory memory_;
@@ -89,6 +100,8 @@ class LiveBuckets {
   int64_t live_ = 0;
   int64_t coming_ = 0;
   int64_t peak_ = 0;
+  int rank_;  // of slices
+  std::vector<Changed> changed_;
   std::exception_ptr failure_;
   std::exception_ptr no_memory_;
 };

@@ -5,8 +5,8 @@
 
 namespace ds::zero {
 
-// All methods on the engine's thread, in the same order on every rank. What an operator met on its way (LibTorch only
-// logs what its callbacks throw) is thrown by the next of them.
+// All methods on the engine's thread, which runs the operators too, in the same order on every rank. What an operator
+// met on its way (LibTorch only logs what its callbacks throw) is thrown by the next of them.
 class ParameterAccess {
  public:
   virtual ~ParameterAccess() = default;
@@ -22,6 +22,8 @@ class ParameterAccess {
   virtual void change_mode() = 0;
   // Returns when nothing is on its way.
   virtual void wait_all() = 0;
+  // The engine has another thread from now on: this one. The other runs no operators meanwhile.
+  virtual void use_from_this_thread() = 0;
 };
 
 }  // namespace ds::zero

@@ -5,13 +5,31 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "core/block_codec.h"
 #include "core/check.h"
 #include "core/storage_memory.h"
+#include "core/tensor_check.h"
 
 namespace ds::zero {
+namespace {
+
+constexpr const char* kReleased =
+    "parameter {} is not in memory: at stage 3 a rank has its slice alone, and the whole while an operator of the "
+    "engine's thread reads it. torch::save(), data_ptr(), accessors and other threads see it whole in a scope of "
+    "engine->gathered_parameters(model->parameters()); whole models are also written by engine->save_16bit_model() and "
+    "save_checkpoint()";
+
+std::string released_text(const std::vector<Parameter>& parameters) {
+  std::string text = kReleased;
+  const size_t more = parameters.size() - 1;
+  return text.replace(text.find("{}"), 2,
+                      cat(parameters.front().name, more > 0 ? cat(" (or one of ", more, " beside it)") : ""));
+}
+
+}  // namespace
 
 at::Tensor view_of(const at::Tensor& flat, const Segment& segment, const at::Tensor& like) {
   return flat.narrow(0, segment.slice_offset, segment.length).view(like.sizes());
@@ -55,7 +73,9 @@ ParameterBucket::ParameterBucket(BucketLayout layout, const std::vector<Paramete
   for (const Segment& segment : layout_.segments) {
     parameters_.push_back(parameters[static_cast<size_t>(segment.parameter)]);
     const at::Tensor& parameter = parameters_.back().tensor;
-    point_to(parameter, view_of(flat_, segment, parameter));
+    parameter.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(true);  // made by detach(), say
+    views_.push_back(view_of(flat_, segment, parameter));
+    point_to(parameter, views_.back());
   }
 }
 
@@ -84,6 +104,33 @@ void ParameterBucket::shard(int rank, int bits, std::shared_ptr<SliceStore> stor
   own_.copy_(values);
   store_->unload(own_, /*changed=*/true);
   take_storage(flat_);
+  released_ = unreadable_storage(flat_.device(), flat_.nbytes(), released_text(parameters_));
+  move_parameters(flat_.storage(), released_);
+}
+
+void ParameterBucket::move_parameters(const at::Storage& from, const at::Storage& to) const {
+  for (const Parameter& parameter : parameters_) {
+    at::TensorImpl* const tensor = parameter.tensor.unsafeGetTensorImpl();
+    if (is_same_storage(tensor->unsafe_storage(), from)) tensor->set_storage_keep_dtype(to);
+  }
+}
+
+void ParameterBucket::show(const at::Tensor& tensor) const {
+  at::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  if (!hidden_ && is_same_storage(impl->unsafe_storage(), released_)) impl->set_storage_keep_dtype(flat_.storage());
+}
+
+void ParameterBucket::hide(const std::string& text) {
+  hidden_ = true;
+  set_unreadable_text(released_, text);
+  move_parameters(flat_.storage(), released_);
+}
+
+void ParameterBucket::end(const std::string& text) {
+  hide(text);
+  take_storage(flat_);
+  flat_.storage().unsafeGetStorageImpl()->set_nbytes(flat_.nbytes());
+  set_unreadable_text(flat_.storage(), text);
 }
 
 void ParameterBucket::use_slice(bool changes, const std::function<void()>& use) const {
@@ -126,11 +173,77 @@ at::Tensor ParameterBucket::encoded(const at::Tensor& values) const {
 void ParameterBucket::allocate(GatherMemory& memory) {
   ensure(sharded() && !allocated(), "only a released bucket takes memory");
   give_storage(flat_, memory.take(flat_.nbytes(), flat_.device()), flat_.nbytes());
+  if (std::exchange(hidden_, false)) set_unreadable_text(released_, released_text(parameters_));
+  move_parameters(released_, flat_.storage());
 }
 
 void ParameterBucket::release(GatherMemory& memory) {
   ensure(sharded() && allocated(), "only a sharded bucket that is whole gives its memory back");
+  move_parameters(flat_.storage(), released_);
   memory.give_back(take_storage(flat_), flat_.nbytes());
+}
+
+bool ParameterBucket::is_here(size_t position) const {
+  const at::TensorImpl& tensor = *parameters_[position].tensor.unsafeGetTensorImpl();
+  const at::Storage& storage = tensor.unsafe_storage();
+  return (is_same_storage(storage, flat_.storage()) || (released_ && is_same_storage(storage, released_))) &&
+         tensor.storage_offset() == layout_.segments[position].slice_offset && tensor.dtype() == flat_.dtype();
+}
+
+void ParameterBucket::take_values_back() const {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (is_here(i)) continue;
+    require_shape(i);
+    views_[i].copy_(parameters_[i].tensor.detach());
+    point_back(i);
+  }
+}
+
+void ParameterBucket::require_shape(size_t position) const {
+  const Parameter& parameter = parameters_[position];
+  require(parameter.tensor.sizes() == views_[position].sizes(), "parameter ", parameter.name, ": expected the shape ",
+          views_[position].sizes(), " that it had when the engine was made, found ", ds::describe(parameter.tensor));
+}
+
+void ParameterBucket::point_back(size_t position) const {
+  const at::Tensor& tensor = parameters_[position].tensor;
+  tensor.set_data(views_[position]);
+  if (sharded() && !allocated()) tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(released_);
+}
+
+// Slices need no memory of the whole: each rank takes its part.
+at::Tensor ParameterBucket::take_value_back(size_t position, int rank) {
+  const at::NoGradGuard no_grad;
+  require_shape(position);
+  const at::Tensor values = parameters_[position].tensor.detach();
+  const at::Tensor flat_values = values.reshape({-1}).to(flat_.scalar_type());
+  const Segment& segment = layout_.segments[position];
+  if (sharded()) {
+    const int64_t first = rank * layout_.slice_numel;
+    const int64_t from = std::max(first, segment.slice_offset);
+    const int64_t to = std::min(first + layout_.slice_numel, segment.slice_offset + segment.length);
+    if (from < to) {
+      use_slice(/*changes=*/true, [&] {
+        own_.narrow(0, from - first, to - from).copy_(flat_values.narrow(0, from - segment.slice_offset, to - from));
+      });
+    }
+    drop_secondary();
+  }
+  if (!sharded() || allocated()) views_[position].copy_(values);
+  point_back(position);
+  return values;
+}
+
+const Parameter* ParameterBucket::take_parameters_back() const {
+  const at::NoGradGuard no_grad;
+  const Parameter* found = nullptr;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (is_here(i)) continue;
+    found = &parameters_[i];
+    point_back(i);
+  }
+  return found;
 }
 
 void ParameterBucket::keep_changes(int rank) {

@@ -60,10 +60,30 @@ class ParameterBucket {
   // What this rank holds from step to step: of a sharded bucket its slice, encoded or not, else flat().
   const at::Tensor& kept() const { return sharded() ? own_ : flat_; }
   bool sharded() const { return own_.defined(); }
-  // Of a sharded bucket: takes memory for flat(), with unspecified contents; gives it back.
+  // Of a sharded bucket: takes memory for flat(), with unspecified contents; gives it back. While it has none the
+  // parameters, but for those that the program has given other memory, lie in released_storage(): whoever reads one
+  // unseen is told so.
   void allocate(GatherMemory& memory);
   void release(GatherMemory& memory);
+  const at::Storage& released_storage() const { return released_; }
+  // Of an allocated bucket: an alias of a parameter that was made while that was released (Tensor::data()) sees the
+  // memory too, from now on.
+  void show(const at::Tensor& tensor) const;
+  // Until the next allocate(), whoever reads the parameters gets a c10::Error with `text`.
+  void hide(const std::string& text);
+  // The same for good, also for views of the parameters.
+  void end(const std::string& text);
   bool allocated() const { return flat_.storage().nbytes() > 0; }
+  // The program may give a parameter other memory (torch::load, set_data). Of a bucket with memory: copies what such
+  // ones hold to flat(), in its dtype, and points them there again. Throws UsageError for another shape.
+  void take_values_back() const;
+  // The same without the values: they hold what flat() does. Returns one of them, or null.
+  const Parameter* take_parameters_back() const;
+  // Of one parameter, with memory or without, and not of an encoded bucket: the values go to what this rank keeps, and
+  // are returned. `rank` owns the slice of a sharded bucket.
+  at::Tensor take_value_back(size_t position, int rank);
+  // Whether the parameter at `position` lies where it was put, with the dtype that it had.
+  bool is_here(size_t position) const;
   // Of a sharded, allocated bucket: the own slice becomes what flat() holds.
   void keep_changes(int rank);
   // Of a sharded, allocated bucket: keeps a copy of part `rank` of `ranks` equal ones, until it is dropped.
@@ -78,12 +98,18 @@ class ParameterBucket {
 
  private:
   at::Tensor part(int rank) const;  // of flat()
+  void require_shape(size_t position) const;
+  void point_back(size_t position) const;
+  void move_parameters(const at::Storage& from, const at::Storage& to) const;
   at::Tensor encoded(const at::Tensor& values) const;
 
   BucketLayout layout_;
   std::vector<Parameter> parameters_;
   at::Tensor flat_;
+  std::vector<at::Tensor> views_;      // of flat_, one for each parameter
   at::Tensor own_;                     // of a sharded bucket
+  at::Storage released_;               // likewise
+  bool hidden_ = false;                // released_ has another text than its own
   std::shared_ptr<SliceStore> store_;  // of own_
   bool in_store_ = false;              // that shard() was given
   int bits_ = 0;                       // own_ is encoded in so many

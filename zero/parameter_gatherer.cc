@@ -10,6 +10,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/storage_memory.h"
 
 namespace ds::zero {
 namespace {
@@ -34,13 +35,16 @@ ParameterGatherer::ParameterGatherer(const std::vector<ParameterBucket*>& bucket
       interceptor_([this](const at::Tensor& tensor) { before_read(tensor); }) {
   for (size_t b = 0; b < buckets.size(); ++b) {
     bucket_of_storage_.emplace(buckets[b]->flat().storage().unsafeGetStorageImpl(), b);
+    if (buckets[b]->sharded()) bucket_of_storage_.emplace(buckets[b]->released_storage().unsafeGetStorageImpl(), b);
   }
-  if (communicator_.size() == 1 && buckets_.sharded_elements() == 0) return;
+  if (!sees_operators()) return;
   require(at::isRecordFunctionEnabled(),
           "stage 3 sees operators through at::RecordFunction, which is disabled on this ",
           "thread; call at::enableRecordFunction(true) before initialize");
   interceptor_.enable();
 }
+
+bool ParameterGatherer::sees_operators() const { return communicator_.size() > 1 || buckets_.sharded_elements() > 0; }
 
 ParameterGatherer::~ParameterGatherer() {
   choose_cast_cache(true);
@@ -51,8 +55,16 @@ ParameterGatherer::~ParameterGatherer() {
   }
   for (const LiveBuckets::Entry& entry : buckets_) {
     if (!entry.sharded()) continue;
-    for (const Parameter& parameter : entry.bucket->parameters()) take_elements(parameter.tensor);
+    entry.bucket->end(cat("parameter ", entry.bucket->parameters().front().name, " or one beside it was read after ",
+                          "the end of its engine: at stage 3 ranks had slices of it, which have gone with the engine. ",
+                          "Take engine->module_state_dict() before"));
   }
+}
+
+void ParameterGatherer::use_from_this_thread() {
+  interceptor_.disable();  // which the end of its thread may have done
+  if (sees_operators()) interceptor_.enable();
+  cast_cache_off_ = false;  // of the other thread
 }
 
 void ParameterGatherer::before_read(const at::Tensor& tensor) {
@@ -61,15 +73,17 @@ void ParameterGatherer::before_read(const at::Tensor& tensor) {
   const size_t bucket = found->second;
   LiveBuckets::Entry& entry = buckets_[bucket];
   if (entry.sharded() && !in_backward_) choose_cast_cache(at::GradMode::is_enabled());
-  if (entry.whole() && (!entry.sharded() || entry.held > 0)) return;
+  if (entry.whole() && !entry.sharded()) return;
+  if (entry.whole() && entry.held > 0) return entry.bucket->show(tensor);
   entry.used_by = OpInterceptor::outermost_operator();
   if (bucket != current_ || !entry.whole()) use(bucket);
   if (!entry.sharded()) return;
-  if (!entry.whole()) {
-    take_elements(tensor);  // there was no memory
-  } else if (entry.held == 0 && OpInterceptor::changes_tensor()) {
-    buckets_.keep_error(entry.changes.refuse(*entry.bucket, entry.label, tensor));
+  if (!entry.whole()) {  // there was no memory
+    if (!is_same_storage(tensor.storage(), entry.bucket->released_storage())) take_elements(tensor);
+    return;
   }
+  entry.bucket->show(tensor);
+  if (entry.held == 0 && OpInterceptor::changes_tensor()) entry.changes.note();
 }
 
 // Of this thread. It is left alone where somebody else has turned it off.
@@ -237,6 +251,15 @@ void ParameterGatherer::keep_changes(size_t bucket) {
   entry.bucket->keep_changes(communicator_.rank());
   entry.bucket->drop_secondary();
   entry.changes.begin(*entry.bucket);
+}
+
+std::vector<LiveBuckets::Changed> ParameterGatherer::take_changed() {
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    const LiveBuckets::Entry& entry = buckets_[b];
+    const bool releases = entry.whole() && entry.sharded() && entry.held == 0;
+    if (releases && entry.changes.found(*entry.bucket)) buckets_.release(b);
+  }
+  return buckets_.take_changed();
 }
 
 void ParameterGatherer::release_memory() {

@@ -30,9 +30,11 @@ namespace ds::zero {
 //
 // Passes end together: a rank that runs fewer operators than others is found at the start of backward or at its end.
 //
-// The memory of a failed gather holds zeros, and the next call from the engine throws what happened. An operator that
-// changes a sliced parameter outside of a scope is such a failure, a UsageError with the parameter's name: the change
-// is lost (zero/change_watch.h).
+// Parameters of a failed gather throw where an operator reads them (views of them hold NaN), and so does the next call
+// from the engine.
+//
+// What an operator changes in place, outside of a scope, goes to the slices when the bucket is released
+// (LiveBuckets::take_changed); all ranks make the same change.
 //
 // A rank without memory for a bucket cannot go on, and takes part in no gather from then on: what an operator was about
 // to read has no elements, so that the operator fails in its own check of shapes, and the next call from the engine and
@@ -54,6 +56,7 @@ class ParameterGatherer : public ParameterAccess {
   void end_update() override;
   void change_mode() override;
   void wait_all() override;
+  void use_from_this_thread() override;
 
   // Makes a bucket whole until as many calls of drop(), beside any pass, with exact values (but for those of an encoded
   // bucket). gather() is collective and throws CommError.
@@ -64,12 +67,16 @@ class ParameterGatherer : public ParameterAccess {
   // Of a gathered bucket: what was changed is lost with the next drop().
   void forget_changes(size_t bucket) { buckets_[bucket].changes.begin(*buckets_[bucket].bucket); }
 
+  // Releases what the program has changed in place, and says what it has changed since the last call.
+  std::vector<LiveBuckets::Changed> take_changed();
+
   // Between steps: gives back the memory that is kept from one gather to the next.
   void release_memory();
   // Most elements that were gathered at once since the last call.
   int64_t take_peak_elements();
 
  private:
+  bool sees_operators() const;
   void before_read(const at::Tensor& tensor);
   void choose_cast_cache(bool on);
   void use(size_t bucket);

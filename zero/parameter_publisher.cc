@@ -33,6 +33,11 @@ void ParameterPublisher::updated(size_t bucket) {
   interceptor_.enable();
 }
 
+void ParameterPublisher::use_from_this_thread() {
+  interceptor_.disable();
+  if (pending_count_ > 0) interceptor_.enable();  // else with the next update
+}
+
 void ParameterPublisher::before_read(const at::Tensor& tensor) {
   if (pending_count_ == 0) return;
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {

@@ -34,6 +34,7 @@ class ParameterPublisher : public ParameterAccess {
   void end_update() override {}
   void change_mode() override {}
   void wait_all() override;
+  void use_from_this_thread() override;
 
  private:
   void before_read(const at::Tensor& tensor);

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <optional>
+#include <string>
 
 #include "comm/bucket_reduction.h"
 #include "core/reduced_gradients.h"
@@ -27,6 +28,7 @@ struct ReducerOptions {
   std::optional<std::chrono::milliseconds> patience;
   // Where buckets stay until finish(): reduced gradients that leave them all the same leave inside backward.
   bool leave_in_backward = false;
+  std::string model = "the model";  // what messages call it
 
   // Does every pass reduce, and give its buckets back?
   bool transient() const { return policy == ReductionPolicy::kReduceScatterEveryBackward; }

@@ -55,6 +55,14 @@ constexpr Row kRows[] = {
     {.call = Call::kTracePipeline, .name = "trace_pipeline()", .driver = Driver::kSchedule},
     {.call = Call::kWritePipelineTrace, .name = "write_pipeline_trace()", .driver = Driver::kSchedule},
     {.call = Call::kZeroGrad, .name = "zero_grad()", .needs = kStatesHere},
+    {.call = Call::kClipGradNorm,
+     .name = "clip_grad_norm_()",
+     .needs = kStatesHere | kWholeState | kBackwardBefore | kReductions,
+     .driver = Driver::kProgram,
+     .other_driver = "; expected gradient_clipping in the config"},
+    {.call = Call::kFullGradient,
+     .name = "safe_get_full_grad() or one like it",
+     .needs = kStatesHere | kWholeState | kBackwardBefore | kReductions},
     {.call = Call::kSetTrainBatchSize,
      .name = "set_train_batch_size",
      .needs = kBetweenSteps,
@@ -95,6 +103,10 @@ constexpr const char* kMixture =
 
 void CallOrder::require_driver(Call call) const {
   const Row& row = row_of(call);
+  const std::thread::id here = std::this_thread::get_id();
+  ds::require(here == thread_, row.name, " was called on thread ", here, ": expected thread ", thread_,
+              ", which made the engine or took it over last. Forward and all calls of an engine belong to one thread; ",
+              "to hand it over call engine->use_from_this_thread() on the other one, while nobody else uses it");
   if (!row.driver || *row.driver == driver_) return;
   ds::require(*row.driver == Driver::kSchedule, row.name, ": the model is a pipeline", row.other_driver);
   ds::require(false, row.name, " needs a pipeline: expected a model that is a pipeline::PipelineModule; ",
@@ -132,6 +144,13 @@ void CallOrder::require_load(bool with_states) const {
   ds::require(!(half_loaded_states_ || half_stepped_) || with_states, "load_checkpoint() without optimizer states ",
               "was called after ", half_stepped_ ? "a step()" : "one with them",
               " had failed part of the way: the optimizer's are a mixture; load them too");
+}
+
+void CallOrder::use_from_this_thread() {
+  ds::require(scopes_ == 0 && synchronize_,
+              "use_from_this_thread() was called while scopes of gathered_parameters() or ",
+              "no_sync() are open; end them first, on thread ", thread_);
+  thread_ = std::this_thread::get_id();
 }
 
 bool CallOrder::at_boundary() const {

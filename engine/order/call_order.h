@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <thread>
 
 namespace ds::engine {
 
@@ -20,6 +21,8 @@ enum class Call {
   kTracePipeline,
   kWritePipelineTrace,
   kZeroGrad,
+  kClipGradNorm,
+  kFullGradient,
   kSetTrainBatchSize,
   kSynchronizeParameters,
   kGatheredParameters,
@@ -41,7 +44,7 @@ struct AccumulationRule {
   bool counted = true;        // managed_gradient_accumulation; false: every step() is a boundary
 };
 
-// One per engine. Not thread safe.
+// One per engine, and of one thread: the one that made it, or has taken it over since.
 class CallOrder {
  public:
   CallOrder() = default;
@@ -49,8 +52,10 @@ class CallOrder {
 
   // Throws UsageError, naming the call, what is in its way and the call that is expected.
   void require(Call call) const;
-  // The part of it that depends on the driver alone.
+  // The part of it that depends on the driver and the thread alone.
   void require_driver(Call call) const;
+  // Calls come from this thread from now on. Throws UsageError where a scope of the other one is open.
+  void use_from_this_thread();
   // A scope of gathered_parameters() with or without a modifier rank.
   void require_scope(bool modifies) const;
   // load_checkpoint() with or without optimizer states.
@@ -98,6 +103,7 @@ class CallOrder {
   bool is_mixture() const { return half_loaded_ || half_stepped_; }
 
  private:
+  std::thread::id thread_ = std::this_thread::get_id();
   Driver driver_ = Driver::kProgram;
   AccumulationRule accumulation_;
   std::optional<bool> boundary_;

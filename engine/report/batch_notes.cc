@@ -1,5 +1,7 @@
 #include "engine/report/batch_notes.h"
 
+#include <ATen/TensorOperators.h>
+
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -27,7 +29,18 @@ void BatchNotes::begin(int64_t micro_batch, const DataLoader* loader) {
   }
 }
 
-void BatchNotes::keep_loss(int64_t micro_batch, const at::Tensor& loss) { losses_.push_back({micro_batch, loss}); }
+void BatchNotes::keep_loss(int64_t micro_batch, const at::Tensor& loss, double weight) {
+  losses_.push_back({micro_batch, loss, weight});
+}
+
+at::Tensor BatchNotes::loss_of_step() const {
+  at::Tensor sum;
+  for (const Kept& kept : losses_) {
+    const at::Tensor part = kept.loss.to(at::kDouble).reshape(at::IntArrayRef()) * kept.weight;
+    sum = sum.defined() ? sum + part : part;
+  }
+  return sum;
+}
 
 void BatchNotes::forget(bool dropped) {
   dropped_ = dropped;

@@ -20,8 +20,10 @@ class BatchNotes {
   // Begins or goes on with a micro-batch. One without a name is called by the samples of the batch that `loader` (may
   // be null) has given since the last call, if that was one: which of several it is, nobody knows.
   void begin(int64_t micro_batch, const DataLoader* loader);
-  // A scalar without graph; several of one micro-batch are all kept.
-  void keep_loss(int64_t micro_batch, const at::Tensor& loss);
+  // A scalar without graph; several of one micro-batch are all kept. `weight`: of it in the loss of the step.
+  void keep_loss(int64_t micro_batch, const at::Tensor& loss, double weight = 0.0);
+  // The sum of all losses times their weights, float64 [] on their device; undefined: there are none.
+  at::Tensor loss_of_step() const;
   // The accumulation is over, or dropped: then the loader may have given batches that were not used.
   void forget(bool dropped = false);
 
@@ -44,6 +46,7 @@ class BatchNotes {
   struct Kept {
     int64_t micro_batch = 0;
     at::Tensor loss;
+    double weight = 0.0;
   };
 
   std::optional<std::string> next_name_;

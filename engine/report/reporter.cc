@@ -83,7 +83,7 @@ void Reporter::print_step(const StepReport& step) const {
   for (const std::vector<double>& group : step.state.optimizer.momenta()) {
     momenta += cat(momenta == "[" ? "" : ", ", list_of(group));
   }
-  const std::string loss = step.loss.defined() ? cat(", loss=", step.loss.item<double>()) : "";
+  const std::string loss = step.loss ? cat(", loss=", *step.loss) : "";
   log::info("step=", step.progress.global_steps, loss, ", skipped=", step.progress.skipped_steps(),
             ", lr=", list_of(step.state.optimizer.learning_rates()), ", mom=", momenta, "], ", throughput_.summary());
 }
@@ -113,7 +113,9 @@ void Reporter::print_checkpoints() {
 
 void Reporter::write_events(const StepReport& step) {
   const int64_t samples = step.progress.global_samples;
-  std::vector<profiling::Event> events = {{"Train/Samples/lr", step.state.optimizer.learning_rates().front(), samples}};
+  std::vector<profiling::Event> events;
+  if (step.loss) events.push_back({"Train/Samples/train_loss", *step.loss, samples});
+  events.push_back({"Train/Samples/lr", step.state.optimizer.learning_rates().front(), samples});
   if (scales_loss_) events.push_back({"Train/Samples/loss_scale", step.loss_scale, samples});
   if (breakdown_) {
     for (const auto& [name, phase] : {std::pair{"forward", Phase::kForward}, std::pair{"backward", Phase::kBackward},

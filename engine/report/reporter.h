@@ -2,8 +2,6 @@
 // memory_breakdown, monitors.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <optional>
 
@@ -23,7 +21,7 @@ struct StepReport {
   const Progress& progress;
   int64_t train_batch_size = 0;
   double loss_scale = 1.0;
-  const at::Tensor& loss;  // undefined where the engine does not know it
+  std::optional<double> loss;  // of the global batch, where the engine knows it
 };
 
 // One per engine; writes on rank 0 only. Not thread safe.

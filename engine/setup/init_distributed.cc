@@ -6,6 +6,7 @@
 #include "comm/meeting/rendezvous.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "engine/setup/joined_job.h"
 #include "engine/setup/rank_device.h"
 
 namespace ds::engine {
@@ -37,26 +38,32 @@ int ranks_per_host(const comm::Rendezvous& meeting) {
 
 namespace {
 
-Distributed join(const comm::Rendezvous& meeting, const InitDistributedOptions& options) {
-  Distributed result;
-  result.local_rank = meeting.local_rank;
-  result.ranks_per_host = ranks_per_host(meeting);
-  result.device = device_of_rank(options.device, meeting.local_rank);
+// All but the group.
+Distributed place_in(const comm::Rendezvous& meeting, const InitDistributedOptions& options) {
   log::set_rank(meeting.rank, meeting.world_size);
-  result.ranks = comm::make_communicator(meeting, result.device, options.backend);
-  comm::watch_flight(meeting, *result.ranks, options.flight);
-  return result;
+  return {.local_rank = meeting.local_rank,
+          .ranks_per_host = ranks_per_host(meeting),
+          .device = device_of_rank(options.device, meeting.local_rank)};
 }
 
 }  // namespace
 
 Distributed init_distributed(const InitDistributedOptions& options) {
-  return join(comm::rendezvous({.init_method = options.init_method, .timeout = options.timeout}), options);
+  const auto job = JoinedJob::join(options.init_method, options.timeout);
+  Distributed result = place_in(job->meeting(), options);
+  result.ranks = job->ranks(result.device, options.backend, [&](const auto& meeting, comm::Communicator& ranks) {
+    comm::watch_flight(meeting, ranks, options.flight);
+  });
+  return result;
 }
 
 Distributed init_distributed(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                              const InitDistributedOptions& options) {
-  return join(comm::rendezvous(store, rank, world_size, options.timeout), options);
+  const comm::Rendezvous meeting = comm::rendezvous(store, rank, world_size, options.timeout);
+  Distributed result = place_in(meeting, options);
+  result.ranks = comm::make_communicator(meeting, result.device, options.backend);
+  comm::watch_flight(meeting, *result.ranks, options.flight);
+  return result;
 }
 
 }  // namespace ds::engine

@@ -213,6 +213,7 @@ void prepare_schedule(Engine::Impl& impl) {
 }
 
 void build_steps(Engine::Impl& impl) {
+  impl.watch.emplace(impl.state);
   impl.update = make_update(
       {.state = impl.state, .order = impl.order, .progress = impl.progress, .saving = impl.saves.background()});
   impl.accumulation.emplace(AccumulationParts{.state = impl.state,
@@ -229,9 +230,12 @@ void build_steps(Engine::Impl& impl) {
                                        .progress = impl.progress,
                                        .loss_scaler = impl.loss_scaler,
                                        .batches = impl.batches,
+                                       .watch = *impl.watch,
+                                       .loader = impl.loader,
                                        .reporter = *impl.reporter,
                                        .saving = impl.saves.background(),
                                        .judged_by_default = by_default});
+  impl.shown.emplace(impl.state);
 }
 
 }  // namespace

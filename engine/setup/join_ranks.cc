@@ -3,12 +3,12 @@
 #include <chrono>
 #include <optional>
 
-#include "comm/backends/factory.h"
 #include "comm/flight/flight_watch.h"
 #include "comm/meeting/rendezvous.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "dsengine/init_distributed.h"
+#include "engine/setup/joined_job.h"
 #include "engine/setup/part_options.h"
 #include "engine/setup/rank_device.h"
 
@@ -108,22 +108,24 @@ Distributed join_ranks(const InitializeOptions& options, config::DsConfig& confi
     return job;
   }
   // The backend is a key of the config, which may need the number of ranks to be read.
-  const comm::Rendezvous meeting = comm::rendezvous({.init_method = options.init_method, .timeout = options.timeout});
-  const at::Device device = device_of_rank(options.device, meeting.local_rank);
+  const auto joined = JoinedJob::join(options.init_method, options.timeout);
+  const comm::Rendezvous& meeting = joined->meeting();
+  Distributed job{.local_rank = meeting.local_rank,
+                  .ranks_per_host = ranks_per_host(meeting),
+                  .device = device_of_rank(options.device, meeting.local_rank)};
   log::set_rank(meeting.rank, meeting.world_size);
   config = parse_config(options, meeting.world_size);
-  Distributed job{.ranks = comm::make_communicator(meeting, device, config.communication_backend),
-                  .local_rank = meeting.local_rank,
-                  .ranks_per_host = ranks_per_host(meeting),
-                  .device = device};
-  if (config.flight_recorder.enabled) {
-    comm::watch_flight(meeting, *job.ranks,
-                       {.stall_limit = stall_limit(config),
-                        .entries = static_cast<uint32_t>(config.flight_recorder.entries),
-                        .folder = config.flight_recorder.folder,
-                        .stacks = config.flight_recorder.stacks,
-                        .end_process = config.flight_recorder.end_process});
-  }
+  job.ranks =
+      joined->ranks(job.device, config.communication_backend, [&](const auto& place, comm::Communicator& ranks) {
+        if (!config.flight_recorder.enabled) return;
+        comm::watch_flight(place, ranks,
+                           {.stall_limit = stall_limit(config),
+                            .entries = static_cast<uint32_t>(config.flight_recorder.entries),
+                            .folder = config.flight_recorder.folder,
+                            .stacks = config.flight_recorder.stacks,
+                            .end_process = config.flight_recorder.end_process});
+      });
+  configure_watch(*job.ranks, config);
   return job;
 }
 

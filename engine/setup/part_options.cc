@@ -55,8 +55,9 @@ std::optional<at::ScalarType> scalar_type(const std::optional<config::DType>& dt
   return dtype ? std::optional(scalar_type(*dtype)) : std::nullopt;
 }
 
-zero::ReducerOptions reducer_options(const Plan& plan) {
+zero::ReducerOptions reducer_options(const Plan& plan, const std::string& model) {
   zero::ReducerOptions options;
+  options.model = model;
   options.policy = plan.gradient_policy;
   options.overlap = plan.overlap_reduction;
   options.average = plan.average_gradients;

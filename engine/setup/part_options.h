@@ -24,7 +24,8 @@ at::ScalarType scalar_type(config::DType dtype);
 // Nothing stays nothing.
 std::optional<at::ScalarType> scalar_type(const std::optional<config::DType>& dtype);
 
-zero::ReducerOptions reducer_options(const Plan& plan);
+// `model`: its name, for messages.
+zero::ReducerOptions reducer_options(const Plan& plan, const std::string& model);
 
 // `pipeline` may be null.
 BucketOptions bucket_options(const Plan& plan, const PipelineParts* pipeline, const ModelParameters& parameters);

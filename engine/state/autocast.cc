@@ -100,7 +100,18 @@ thread_local void* autocasts_here = nullptr;
 
 }  // namespace
 
-Autocast::Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype) {
+Autocast::Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype) : device_(device), dtype_(dtype) {
+  begin();
+}
+
+Autocast::~Autocast() { end(); }
+
+void Autocast::use_from_this_thread() {
+  end();
+  begin();
+}
+
+void Autocast::begin() {
   struct Owner {
     std::shared_ptr<Thread> thread = std::make_shared<Thread>();
     Owner() { autocasts_here = thread.get(); }
@@ -114,10 +125,10 @@ Autocast::Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype)
   thread_ = owner.thread;
   const std::lock_guard lock(thread_->mutex);
   thread_->remove_ended();
-  thread_->add({this, device, dtype, std::nullopt});
+  thread_->add({this, device_, dtype_, std::nullopt});
 }
 
-Autocast::~Autocast() {
+void Autocast::end() {
   const std::lock_guard lock(thread_->mutex);
   const auto own = std::find_if(thread_->parts.begin(), thread_->parts.end(),
                                 [this](const Thread::Part& part) { return part.owner == this; });

@@ -27,6 +27,9 @@ class Autocast {
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;
 
+  // In force on this thread from now on; on the other one as after the destructor.
+  void use_from_this_thread();
+
   // Off while the guard lives, whoever turned it on; then without the casted weights of before.
   class Pause {
    public:
@@ -42,7 +45,13 @@ class Autocast {
 
  private:
   struct Thread;
-  std::shared_ptr<Thread> thread_;  // that made it
+
+  void begin();
+  void end();
+
+  c10::DeviceType device_;
+  std::optional<c10::ScalarType> dtype_;
+  std::shared_ptr<Thread> thread_;  // whose it is
 };
 
 }  // namespace ds::engine

@@ -33,7 +33,8 @@ void require_on_one_stage(const PipelineParts& parts, const torch::nn::Module& m
   }
 }
 
-// The parameters of a bucket were changed by the program: the optimizer goes on from them.
+}  // namespace
+
 void take_over_changes(const ModelState& state, size_t bucket) {
   at::autocast::clear_cache();                 // of this thread: casted copies of the weights before
   if (bucket >= state.buckets.size()) return;  // frozen
@@ -49,8 +50,6 @@ void take_over_changes(const ModelState& state, size_t bucket) {
     });
   });
 }
-
-}  // namespace
 
 zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std::vector<at::Tensor>& parameters,
                                                     std::optional<int> modifier_rank, std::function<void()> closed) {

@@ -18,4 +18,7 @@ namespace ds::engine {
 zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std::vector<at::Tensor>& parameters,
                                                     std::optional<int> modifier_rank, std::function<void()> closed);
 
+// The parameters of a bucket were changed by the program, the same way on all ranks: the optimizer goes on from them.
+void take_over_changes(const ModelState& state, size_t bucket);
+
 }  // namespace ds::engine

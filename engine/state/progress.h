@@ -17,6 +17,7 @@ struct Progress {
 
   bool step_applied = false;            // the last one
   std::optional<double> gradient_norm;  // of the last step, without loss scale; infinite where it was dropped
+  std::optional<double> loss;           // of the last step, the mean over micro-batches and ranks, where it is known
   int64_t gradient_bytes = 0;           // peak of the last step
   int64_t gathered_bytes = 0;           // likewise
   SpeculationGate speculation;          // super_offload

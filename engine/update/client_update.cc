@@ -17,7 +17,9 @@ class ClientUpdate final : public Update {
       // Also for parameters that this rank, or its last backward, did not use: all ranks update alike.
       for (const Segment& segment : state_.buckets[b].layout().segments) {
         const at::Tensor& parameter = state_.parameters[static_cast<size_t>(segment.parameter)].tensor;
-        parameter.mutable_grad() = zero::view_of(gradient, segment, parameter);
+        parameter.mutable_grad() = state_.held_still[static_cast<size_t>(segment.parameter)] != 0
+                                       ? at::Tensor()
+                                       : zero::view_of(gradient, segment, parameter);
       }
     }
     order_.slice_updated();

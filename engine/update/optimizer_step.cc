@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "core/check.h"
 #include "core/log.h"
@@ -28,21 +29,32 @@ void OptimizerStep::run() {
   // What was gathered ahead and is not used reads slices, and holds the memory they are read into.
   parts_.state.access->wait_all();
   parts_.update.settle(Update::Next::kStep);
+  StepAgreement agreement(facts(), *parts_.state.ranks.part, parts_.state.ranks.device);
   parts_.state.gradients.reducer->finish();
   reduce_tied();
   parts_.reporter.reductions_end();
   if (plan.require_all_gradients) require_gradients();
+  bool parted = false;
+  try {
+    parts_.progress.loss = agreement.finish(parted);
+  } catch (...) {
+    if (parted) parts_.order.slice_updated();  // what each rank has is no longer one model
+    throw;
+  }
   const double scale = parts_.accumulation.loss_scale();
-  const double norm = plan.compute_grad_norm ? global_norm() / scale : 0.0;
+  const std::optional<double> clip_once = std::exchange(clip_once_, std::nullopt);
+  const bool has_norm = plan.compute_grad_norm || clip_once;
+  const double norm = has_norm ? global_norm() / scale : 0.0;
   const bool overflow = !std::isfinite(norm);
   const bool drops = overflow && plan.non_finite != config::NonFiniteGradients::kContinue;
   parts_.progress.gradient_norm.reset();
-  if (plan.compute_grad_norm) {
+  if (has_norm) {
     parts_.progress.gradient_norm = drops ? std::numeric_limits<double>::infinity() : norm;
   }
   if (drops) parts_.update.settle(Update::Next::kDrop);
   const std::string report = judge(norm);
-  if (!drops) apply(norm, scale);
+  warn_of_nothing(norm);
+  if (!drops) apply(norm, scale, clip_once.value_or(0));
   note_peaks();
   parts_.accumulation.drop();
   parts_.state.choose_gradients();
@@ -51,11 +63,50 @@ void OptimizerStep::run() {
   if (parts_.loss_scaler) parts_.loss_scaler->update(overflow);  // last: throws when the scale cannot fall any further
 }
 
-void OptimizerStep::apply(double norm, double loss_scale) {
+StepFacts OptimizerStep::facts() const {
+  StepFacts facts;
+  facts.loss = parts_.batches.loss_of_step();
+  if (facts.loss.defined()) facts.loss = facts.loss.to(parts_.state.ranks.device);
+  facts.step = parts_.progress.global_steps;
+  if (parts_.loader) facts.delivered = parts_.loader->delivered();
+  facts.changes = parts_.watch.take_digest();
+  facts.last_changed = parts_.watch.take_name();
+  return facts;
+}
+
+// Training that changes nothing, but for momentum and decay, is a mistake of the program more often than not.
+void OptimizerStep::warn_of_nothing(double norm) {
+  const ModelState& state = parts_.state;
+  const bool none = state.gradients.reducer->parameters_without_gradient().size() == state.parameters.size();
+  if (none && !std::exchange(warned_of_no_gradient_, true)) {
+    log::warning("step ", parts_.progress.global_steps,
+                 ": no parameter of the model got a gradient on this rank: is the ",
+                 "loss computed from another model, or from a copy of it? (said once)");
+  }
+  if (!state.plan.compute_grad_norm) return;
+  zero_steps_in_a_row_ = norm == 0.0 ? zero_steps_in_a_row_ + 1 : 0;
+  if (none || zero_steps_in_a_row_ < 2 || state.ranks.world->rank() != 0 || std::exchange(warned_of_zeros_, true))
+    return;
+  log::warning(
+      "step ", parts_.progress.global_steps, ": all gradients are zero, for the second time in a row: the model ",
+      "learns nothing (is the loss constant, or multiplied by zero?). Momentum and weight decay go on (said once)");
+}
+
+double OptimizerStep::clip(double max_norm) {
+  const at::NoGradGuard no_grad;
+  parts_.update.settle(Update::Next::kRead);
+  parts_.state.gradients.reducer->finish();
+  clip_once_ = std::min(max_norm, clip_once_.value_or(max_norm));
+  return global_norm() / parts_.accumulation.loss_scale();
+}
+
+// `clip_once`: the program's, 0 for none.
+void OptimizerStep::apply(double norm, double loss_scale, double clip_once) {
   double clip = 1.0;
   // As torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6)).
-  const double limit = parts_.state.plan.clip_norm;
-  if (limit > 0) clip = std::min(1.0, limit / (norm + kClipEpsilon));
+  for (const double limit : {clip_once, parts_.state.plan.clip_norm}) {
+    if (limit > 0) clip *= std::min(1.0, limit / (norm * clip + kClipEpsilon));
+  }
   parts_.update.apply(clip / loss_scale);
   parts_.order.update_done();
   parts_.progress.step_applied = true;

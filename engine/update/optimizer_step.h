@@ -3,16 +3,20 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 
 #include "checkpoint/background_save.h"
+#include "dsengine/data_loader.h"
 #include "engine/order/call_order.h"
 #include "engine/report/batch_notes.h"
 #include "engine/report/reporter.h"
 #include "engine/state/model_state.h"
+#include "engine/state/model_watch.h"
 #include "engine/state/progress.h"
 #include "engine/update/accumulation.h"
+#include "engine/update/step_agreement.h"
 #include "engine/update/update.h"
 #include "optim/loss_scaler.h"
 
@@ -27,6 +31,8 @@ struct OptimizerStepParts {
   Progress& progress;
   std::optional<optimizers::LossScaler>& loss_scaler;
   const BatchNotes& batches;
+  ModelWatch& watch;
+  const std::shared_ptr<DataLoader>& loader;  // may be null
   Reporter& reporter;
   checkpoint::BackgroundSave& saving;
   bool judged_by_default = true;  // non_finite_gradients: "auto"
@@ -41,19 +47,29 @@ class OptimizerStep {
   // there. Throws NonFiniteError, and optimizers::LossScaleError after a step that is over; UsageError for parameters
   // without gradient.
   void run();
+  // Before run(), whose gradients are scaled to at most this norm, before the plan's clipping: finishes the reductions.
+  // Returns the norm, as run() will report it. Collective.
+  double clip(double max_norm);
+  void forget_clip() { clip_once_.reset(); }
 
  private:
   // L2 norm of the reduced gradient over the whole model, with loss scale still in it.
   double global_norm() const;
+  StepFacts facts() const;
+  void warn_of_nothing(double norm);
   void add_over_ranks(double& squares, comm::Communicator& ranks) const;
   void reduce_tied() const;
   void require_gradients();
   std::string judge(double norm);
-  void apply(double norm, double loss_scale);
+  void apply(double norm, double loss_scale, double clip_once);
   void note_peaks();
 
   OptimizerStepParts parts_;
+  std::optional<double> clip_once_;  // the program's, for the next step
   int64_t bad_steps_in_a_row_ = 0;
+  int64_t zero_steps_in_a_row_ = 0;
+  bool warned_of_no_gradient_ = false;
+  bool warned_of_zeros_ = false;
 };
 
 }  // namespace ds::engine

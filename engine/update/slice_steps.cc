@@ -1,7 +1,10 @@
 #include "engine/update/slice_steps.h"
 
+#include <optional>
+#include <utility>
 #include <vector>
 
+#include "engine/update/held_still.h"
 #include "optim/device_update.h"
 
 namespace ds::engine {
@@ -25,16 +28,18 @@ void SliceSteps::update(size_t b, double gradient_scale, const UpdateInto& updat
   clip_by_value(gradient, gradient_scale);
   const zero::ParameterBucket& bucket = state_.buckets[b];
   const at::Tensor own = state_.own_part(b);
-  if (own.is_alias_of(state_.masters[b])) {
-    bucket.use_slice(/*changes=*/true,
-                     [&] { state_.optimizer.own->update(static_cast<int64_t>(b), gradient, gradient_scale); });
-    order_.slice_updated();
-  } else {
-    bucket.use_slice(/*changes=*/true, [&] {
+  const bool is_master = own.is_alias_of(state_.masters[b]);
+  bucket.use_slice(/*changes=*/true, [&] {
+    const std::optional<HeldStill> still =
+        HeldStill::wanted(state_, b) ? std::optional<HeldStill>(std::in_place, state_, b, own) : std::nullopt;
+    if (is_master) {
+      state_.optimizer.own->update(static_cast<int64_t>(b), gradient, gradient_scale);
+    } else {
       update_into(gradient, own);
-      order_.slice_updated();
-    });
-  }
+    }
+    order_.slice_updated();
+    if (still) still->restore();
+  });
   state_.access->updated(b);
 }
 
@@ -59,7 +64,7 @@ void SliceSteps::all_on_device(const optimizers::StepScale& scale) {
   for (size_t b = 0; b < state_.buckets.size(); ++b) {
     if (state_.updates_on_host(b)) continue;
     const at::Tensor own = state_.own_part(b);
-    if (!own.is_cuda()) {
+    if (!own.is_cuda() || HeldStill::wanted(state_, b)) {
       on_device(b, scale);
       continue;
     }

@@ -9,7 +9,8 @@
 //     engine->step();
 //   }
 //
-// One Engine belongs to one rank; its methods are called from the thread that made it, in the same order on every rank.
+// One Engine belongs to one rank; its methods are called from the thread that made it (UsageError on another one, until
+// that calls use_from_this_thread()), in the same order on every rank.
 //
 // At stage 3 a parameter has memory only while operators of that thread read it: forward runs there, all ranks run it
 // together, and after the engine's end the parameters have no elements (take module_state_dict() before).
@@ -27,6 +28,7 @@
 #include "dsengine/checkpoint.h"
 #include "dsengine/comm.h"
 #include "dsengine/config.h"
+#include "dsengine/frozen_scope.h"
 #include "dsengine/initialize.h"
 #include "dsengine/memory.h"
 #include "dsengine/pipeline.h"
@@ -110,6 +112,10 @@ class Engine {
   };
   [[nodiscard]] NoSync no_sync();
 
+  // Hands the engine over: from now on this thread runs forward and calls its methods. Nobody else uses the engine
+  // meanwhile, or has a scope of gathered_parameters() or no_sync() open. With torch_autocast the other thread keeps
+  // its state of autocast, and a warning says so.
+  void use_from_this_thread();
   void train();
   void eval();
   // Drops the running accumulation: gradients, reduced or not, and the count of its micro-batches. step() does so by
@@ -173,6 +179,33 @@ class Engine {
   // undoes what the host has updated since backward, and step() does that again. So do all calls that read the state.
   // An engine that ends before drops a delayed update, with a warning.
   void synchronize_parameters();
+  // --- one parameter of a partitioned model: DeepSpeed's functions of these names -----------------------------------
+  // `parameter` as model->parameters() has it; UsageError for a frozen one or one of another model. All of them are
+  // collective: ranks that share the model call them with the same parameter, in the same order. Full values have the
+  // parameter's shape, are float32 copies on the engine's device, and are given on every rank; local ones are this
+  // rank's part, flat: the elements that it updates, in the parameter's order, perhaps none.
+  //
+  // Between backward() of the last micro-batch of a step and step(): the mean gradient, without loss scale, before
+  // clipping. What is set is what step() uses. (In .grad only stage 0 has it; elsewhere reading that throws, and says
+  // so.)
+  at::Tensor safe_get_full_grad(const at::Tensor& parameter);
+  void safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& value);
+  at::Tensor safe_get_local_grad(const at::Tensor& parameter);
+  void safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& value);
+  // Likewise: step() scales the gradients to at most this L2 norm over the whole model, then as gradient_clipping says.
+  // Returns the norm before. In place of torch::nn::utils::clip_grad_norm_().
+  double clip_grad_norm_(double max_norm);  // NOLINT(readability-identifier-naming): torch's name
+  // Master weights. With a new value the model's weights change too, at once.
+  at::Tensor safe_get_full_fp32_param(const at::Tensor& parameter);
+  void safe_set_full_fp32_param(const at::Tensor& parameter, const at::Tensor& value);
+  at::Tensor safe_get_local_fp32_param(const at::Tensor& parameter);
+  void safe_set_local_fp32_param(const at::Tensor& parameter, const at::Tensor& value);
+  // "exp_avg", "exp_avg_sq", "momentum_buffer"...; UsageError with the names there are for another one.
+  at::Tensor safe_get_full_optimizer_state(const at::Tensor& parameter, const std::string& state);
+  void safe_set_full_optimizer_state(const at::Tensor& parameter, const at::Tensor& value, const std::string& state);
+  at::Tensor safe_get_local_optimizer_state(const at::Tensor& parameter, const std::string& state);
+  void safe_set_local_optimizer_state(const at::Tensor& parameter, const at::Tensor& value, const std::string& state);
+
   // Makes these parameters of the model whole until the returned scope ends; see dsengine/zero.h. Collective at both
   // ends; throws UsageError for a tensor that is no parameter of the model.
   [[nodiscard]] zero::GatheredParameters gathered_parameters(const std::vector<at::Tensor>& parameters,

@@ -45,7 +45,7 @@ class Init {
 
   const std::shared_ptr<comm::Communicator>& ranks() const;
   // Throws what a collective or the lack of memory threw in the middle of an operator; nothing has been sliced since,
-  // and parameters that could not be gathered hold zeros.
+  // and parameters that could not be gathered hold NaN.
   void rethrow();
   // The parameter gets memory of its own: what this object keeps of it is dropped.
   void forget(const at::Tensor& parameter);

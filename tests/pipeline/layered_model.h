@@ -111,6 +111,7 @@ struct Training {
   int data_ranks = 1;
   double lr = 1e-3;
   double clip = 0.5;
+  bool reversed = false;  // plainly: the last micro-batch of the last rank first
 };
 
 // Plain torch: one process, every micro-batch of every rank one after another, torch's AdamW.
@@ -123,13 +124,12 @@ inline Curve train_plainly(const Training& job) {
     optimizer.zero_grad();
     double sum = 0;
     const int in_all = job.micro_batches * job.data_ranks;
-    for (int m = 0; m < job.micro_batches; ++m) {
-      for (int rank = 0; rank < job.data_ranks; ++rank) {
-        const MicroBatch batch = tokens_of(step * job.micro_batches + m, rank);
-        const at::Tensor loss = cross_entropy(module.forward(batch.inputs[0]), batch.labels[0]) / in_all;
-        loss.backward();
-        sum += loss.item<double>();
-      }
+    for (int i = 0; i < in_all; ++i) {
+      const int part = job.reversed ? in_all - 1 - i : i;
+      const MicroBatch batch = tokens_of(step * job.micro_batches + part / job.data_ranks, part % job.data_ranks);
+      const at::Tensor loss = cross_entropy(module.forward(batch.inputs[0]), batch.labels[0]) / in_all;
+      loss.backward();
+      sum += loss.item<double>();
     }
     curve.losses.push_back(sum);
     curve.norms.push_back(torch::nn::utils::clip_grad_norm_(module.parameters(), job.clip));

@@ -2,6 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -54,11 +56,29 @@ std::vector<RankCurve> train(const Training& job, int stages, const nlohmann::js
   return curves;
 }
 
-void expect_equal(const RankCurve& found, const Curve& wanted) {
+// What plain torch trains, and how far its norms are from its own with the micro-batches added up in another order: the
+// curvature of some steps makes more of rounding than others, and more on some processors than on others.
+struct Reference : Curve {
+  double rounding = 0;  // largest relative difference of a norm
+};
+
+Reference reference_of(Training job) {
+  Reference reference{train_plainly(job)};
+  job.reversed = true;
+  const Curve other = train_plainly(job);
+  for (size_t i = 0; i < other.norms.size(); ++i) {
+    reference.rounding = std::max(reference.rounding, std::abs(other.norms[i] / reference.norms[i] - 1));
+  }
+  return reference;
+}
+
+void expect_equal(const RankCurve& found, const Reference& wanted) {
   ASSERT_EQ(found.losses.size(), wanted.losses.size());
+  ASSERT_LT(wanted.rounding, 1e-4);
+  const double tolerance = 2e-5 + 4 * wanted.rounding;
   for (size_t i = 0; i < wanted.losses.size(); ++i) {
     ASSERT_NEAR(found.losses[i], wanted.losses[i], 5e-6) << "step " << i;
-    ASSERT_NEAR(found.norms[i], wanted.norms[i], 2e-5 * wanted.norms[i]) << "step " << i;
+    ASSERT_NEAR(found.norms[i], wanted.norms[i], tolerance * wanted.norms[i]) << "step " << i;
   }
   ASSERT_FALSE(found.parameters.empty());
   for (const auto& [name, value] : found.parameters) {
@@ -74,10 +94,10 @@ class PipelineTraining : public testing::TestWithParam<Cell> {};
 TEST_P(PipelineTraining, EqualsPlainTorch) {
   const auto& [schedule, stages, zero_stage, data_ranks, tied] = GetParam();
   const Training job{.tied = tied, .data_ranks = data_ranks};
-  static std::map<std::pair<bool, int>, Curve> plain;  // one for many cells
+  static std::map<std::pair<bool, int>, Reference> plain;  // one for many cells
   const auto [found, is_new] = plain.try_emplace({tied, data_ranks});
-  if (is_new) found->second = train_plainly(job);
-  const Curve& wanted = found->second;
+  if (is_new) found->second = reference_of(job);
+  const Reference& wanted = found->second;
   for (const RankCurve& curve : train(job, stages, config_of(job, stages, schedule, zero_stage))) {
     expect_equal(curve, wanted);
   }

@@ -1,0 +1,131 @@
+// One parameter of a partitioned model: its gradient, its master and its optimizer states, whole or this rank's part.
+#include <ATen/core/grad_mode.h>
+
+#include "core/check.h"
+#include "dsengine/engine.h"
+#include "engine/engine_impl.h"
+#include "engine/state/parameter_values.h"
+
+namespace ds::engine {
+namespace {
+
+// Of the reduced gradient of the step that comes.
+at::Tensor reduced_gradient(Engine::Impl& engine, const ParameterValues& values, const char* call) {
+  engine.order.require(Call::kFullGradient);
+  const zero::GradientReducer& reducer = *engine.state.gradients.reducer;
+  require(!engine.state.pipeline && !reducer.keeps_local(), call, ": parameter ", values.name(), ": there is no mean ",
+          "gradient between backward() and step() of ", engine.state.pipeline ? "a pipeline" : "this optimizer");
+  require(engine.order.at_boundary() && engine.order.synchronizes(), call, ": parameter ", values.name(),
+          ": expected the backward() of the last micro-batch of a step, found micro-batch ",
+          engine.order.micro_batches_done() + 1, " of ", engine.order.micro_batches_of_update());
+  engine.update->settle(Update::Next::kRead);
+  engine.state.gradients.reducer->finish();
+  return reducer.gradient(values.bucket());
+}
+
+}  // namespace
+
+double Engine::clip_grad_norm_(double max_norm) {
+  Impl& self = *impl_;
+  self.order.require(Call::kClipGradNorm);
+  require(max_norm > 0, "clip_grad_norm_(): max_norm: expected a positive number, found ", max_norm);
+  require(self.order.at_boundary() && self.order.synchronizes(), "clip_grad_norm_(): expected the backward() of the ",
+          "last micro-batch of a step, found micro-batch ", self.order.micro_batches_done() + 1, " of ",
+          self.order.micro_batches_of_update());
+  return self.step->clip(max_norm);
+}
+
+at::Tensor Engine::safe_get_full_grad(const at::Tensor& parameter) {
+  const ParameterValues values(impl_->state, parameter, "safe_get_full_grad()");
+  return values.whole(reduced_gradient(*impl_, values, "safe_get_full_grad()")) / impl_->accumulation->loss_scale();
+}
+
+void Engine::safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& value) {
+  const ParameterValues values(impl_->state, parameter, "safe_set_full_grad()");
+  const at::Tensor flat = reduced_gradient(*impl_, values, "safe_set_full_grad()");
+  values.write_whole(flat, value * impl_->accumulation->loss_scale());
+}
+
+at::Tensor Engine::safe_get_local_grad(const at::Tensor& parameter) {
+  const ParameterValues values(impl_->state, parameter, "safe_get_local_grad()");
+  return values.local(reduced_gradient(*impl_, values, "safe_get_local_grad()")) / impl_->accumulation->loss_scale();
+}
+
+void Engine::safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& value) {
+  const ParameterValues values(impl_->state, parameter, "safe_set_local_grad()");
+  const at::Tensor flat = reduced_gradient(*impl_, values, "safe_set_local_grad()");
+  values.write_local(flat, value * impl_->accumulation->loss_scale());
+}
+
+at::Tensor Engine::safe_get_full_fp32_param(const at::Tensor& parameter) {
+  impl_->synchronize();
+  const ParameterValues values(impl_->state, parameter, "safe_get_full_fp32_param()");
+  at::Tensor result;
+  values.use_master(/*changes=*/false, [&](const at::Tensor& master) { result = values.whole(master); });
+  return result;
+}
+
+at::Tensor Engine::safe_get_local_fp32_param(const at::Tensor& parameter) {
+  impl_->synchronize();
+  const ParameterValues values(impl_->state, parameter, "safe_get_local_fp32_param()");
+  at::Tensor result;
+  values.use_master(/*changes=*/false, [&](const at::Tensor& master) { result = values.local(master); });
+  return result;
+}
+
+// The weights of all ranks follow.
+void Engine::Impl::change_master(const at::Tensor& parameter, const char* call,
+                                 const std::function<void(const ParameterValues&, const at::Tensor&)>& change) {
+  synchronize();
+  const ParameterValues values(state, parameter, call);
+  saves.background().wait_copied();
+  values.use_master(/*changes=*/true, [&](const at::Tensor& master) { change(values, master); });
+  state.access->updated(values.bucket());
+  state.access->end_update();
+  state.access->wait_all();
+  watch->renew();
+}
+
+void Engine::safe_set_full_fp32_param(const at::Tensor& parameter, const at::Tensor& value) {
+  impl_->change_master(parameter, "safe_set_full_fp32_param()",
+                       [&](const ParameterValues& of, const at::Tensor& master) { of.write_whole(master, value); });
+}
+
+void Engine::safe_set_local_fp32_param(const at::Tensor& parameter, const at::Tensor& value) {
+  impl_->change_master(parameter, "safe_set_local_fp32_param()",
+                       [&](const ParameterValues& of, const at::Tensor& master) { of.write_local(master, value); });
+}
+
+at::Tensor Engine::safe_get_full_optimizer_state(const at::Tensor& parameter, const std::string& state) {
+  impl_->synchronize();
+  const ParameterValues values(impl_->state, parameter, "safe_get_full_optimizer_state()");
+  at::Tensor result;
+  values.use_state(state, /*changes=*/false, [&](const at::Tensor& flat) { result = values.whole(flat); });
+  return result;
+}
+
+at::Tensor Engine::safe_get_local_optimizer_state(const at::Tensor& parameter, const std::string& state) {
+  impl_->synchronize();
+  const ParameterValues values(impl_->state, parameter, "safe_get_local_optimizer_state()");
+  at::Tensor result;
+  values.use_state(state, /*changes=*/false, [&](const at::Tensor& flat) { result = values.local(flat); });
+  return result;
+}
+
+void Engine::safe_set_full_optimizer_state(const at::Tensor& parameter, const at::Tensor& value,
+                                           const std::string& state) {
+  impl_->synchronize();
+  impl_->saves.background().wait_copied();
+  const ParameterValues values(impl_->state, parameter, "safe_set_full_optimizer_state()");
+  values.use_state(state, /*changes=*/true, [&](const at::Tensor& flat) { values.write_whole(flat, value); });
+}
+
+void Engine::safe_set_local_optimizer_state(const at::Tensor& parameter, const at::Tensor& value,
+                                            const std::string& state) {
+  impl_->synchronize();
+  impl_->saves.background().wait_copied();
+  const ParameterValues values(impl_->state, parameter, "safe_set_local_optimizer_state()");
+  values.use_state(state, /*changes=*/true, [&](const at::Tensor& flat) { values.write_local(flat, value); });
+}
+
+}  // namespace ds::engine

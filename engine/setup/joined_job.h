@@ -1,0 +1,43 @@
+// The job that this process has joined: every later initialize() and init_distributed() of the program is of it too.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "comm/backend.h"
+#include "comm/meeting/rendezvous.h"
+#include "dsengine/comm.h"
+#include "dsengine/init_distributed.h"
+
+namespace ds::engine {
+
+// One for each rank of each meeting place that this process is; they stay until it ends, and with rank 0's the store.
+// Any thread; calls of one rank come in the same order on all ranks.
+class JoinedJob {
+ public:
+  // The ranks meet the first time. Throws as comm::rendezvous().
+  static std::shared_ptr<JoinedJob> join(const std::string& init_method, std::chrono::milliseconds timeout);
+
+  explicit JoinedJob(comm::Rendezvous meeting) : meeting_(std::move(meeting)) {}
+
+  const comm::Rendezvous& meeting() const { return meeting_; }
+  // Called for a new group of the ranks, which `meeting` has a store for.
+  using Attach = std::function<void(const comm::Rendezvous& meeting, comm::Communicator& ranks)>;
+  // All ranks on `device` by `backend`: the group of an earlier call where every rank still has it, and has asked for
+  // the same; else a new one. Collective. Throws as comm::make_communicator().
+  std::shared_ptr<comm::Communicator> ranks(c10::Device device, comm::Backend backend, const Attach& attach);
+
+ private:
+  bool all_have(const std::shared_ptr<comm::Communicator>& ranks, int call) const;
+
+  comm::Rendezvous meeting_;
+  std::weak_ptr<comm::Communicator> last_;
+  c10::Device device_ = c10::kCPU;  // of last_
+  comm::Backend backend_ = comm::Backend::kAuto;
+  int calls_ = 0;
+};
+
+}  // namespace ds::engine

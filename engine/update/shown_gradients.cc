@@ -1,0 +1,92 @@
+#include "engine/update/shown_gradients.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <string>
+
+#include "core/check.h"
+#include "core/storage_memory.h"
+
+namespace ds::engine {
+namespace {
+
+// Has the parameter's shape, and no memory.
+at::Tensor unreadable_gradient(const zero::Parameter& parameter, const char* reason) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor& like = parameter.tensor;
+  at::Tensor gradient = at::empty({0}, like.options().requires_grad(false));
+  at::TensorImpl* const impl = gradient.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(unreadable_storage(
+      like.device(), static_cast<size_t>(like.numel()) * like.element_size(),
+      cat("the gradient of parameter ", parameter.name, " cannot be read by its .grad: ", reason,
+          ". Read it with engine->safe_get_full_grad(parameter) and change it with safe_set_full_grad(); clip with ",
+          "gradient_clipping in the config or engine->clip_grad_norm_(max_norm) in place of ",
+          "torch::nn::utils::clip_grad_norm_()")));
+  impl->set_sizes_contiguous(like.sizes());
+  return gradient;
+}
+
+}  // namespace
+
+const char* ShownGradients::reason_against(bool reduced, double loss_scale) const {
+  const Plan& plan = state_.plan;
+  if (!reduced) return "it is that of this rank alone until step() reduces it";
+  if (plan.partition_optimizer) return "at ZeRO stages 1 to 3 a rank has the slice that it updates";
+  if (state_.gradients.reducer->keeps_local())
+    return "the optimizer exchanges compressed momenta in place of gradients";
+  if (state_.offloaded) return "it is kept in host memory";
+  if (loss_scale != 1.0) return "the loss scale of fp16 is still in it";
+  if (plan.gradient_dtype != plan.model_dtype) return "it is kept in another dtype than the parameter";
+  return nullptr;
+}
+
+void ShownGradients::show(bool reduced, double loss_scale) {
+  if (state_.pipeline) return;
+  showing_ = true;
+  shown_.assign(state_.parameters.size(), at::Tensor());
+  const char* const reason = reason_against(reduced, loss_scale);
+  if (!reason) state_.gradients.reducer->finish();
+  for (size_t b = 0; b < state_.buckets.size(); ++b) {
+    const at::Tensor flat = reason ? at::Tensor() : state_.gradients.reducer->gradient(b);
+    for (const Segment& segment : state_.buckets[b].layout().segments) {
+      const auto i = static_cast<size_t>(segment.parameter);
+      const at::Tensor& tensor = state_.parameters[i].tensor;
+      if (!tensor.requires_grad()) continue;
+      shown_[i] = reason ? stand_in(i, reason) : zero::view_of(flat, segment, tensor);
+      tensor.mutable_grad() = shown_[i];
+    }
+  }
+}
+
+const at::Tensor& ShownGradients::stand_in(size_t parameter, const char* reason) {
+  if (reason != reason_) stand_ins_.assign(state_.parameters.size(), at::Tensor());
+  reason_ = reason;
+  at::Tensor& gradient = stand_ins_[parameter];
+  if (!gradient.defined()) gradient = unreadable_gradient(state_.parameters[parameter], reason);
+  return gradient;
+}
+
+void ShownGradients::require_untouched() const {
+  if (!showing_) return;
+  for (size_t i = 0; i < shown_.size(); ++i) {
+    const zero::Parameter& parameter = state_.parameters[i];
+    if (!shown_[i].defined() || parameter.tensor.grad().is_same(shown_[i])) continue;
+    throw UsageError(
+        cat("step(): the gradient of parameter ", parameter.name, " was ",
+            parameter.tensor.grad().defined() ? "replaced" : "taken away", " since backward(). Expected ",
+            "its .grad as backward() left it. To drop gradients call engine->zero_grad() and begin again; ",
+            "to change them, engine->safe_set_full_grad(parameter, value)"));
+  }
+}
+
+void ShownGradients::take_back() {
+  if (!showing_) return;
+  showing_ = false;
+  for (size_t i = 0; i < shown_.size(); ++i) {
+    if (shown_[i].defined()) state_.parameters[i].tensor.mutable_grad().reset();
+    shown_[i].reset();
+  }
+}
+
+}  // namespace ds::engine

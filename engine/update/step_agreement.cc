@@ -1,0 +1,104 @@
+#include "engine/update/step_agreement.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "core/check.h"
+
+namespace ds::engine {
+namespace {
+
+// Sums over up to 4096 ranks of numbers of so many bits, and of their squares, are exact.
+constexpr uint64_t kMask = (uint64_t{1} << 16) - 1;
+
+enum Place : int64_t {
+  kLoss,
+  kWithLoss,
+  kStep,
+  kDelivered = kStep + 2,
+  kChanges = kDelivered + 2,
+  kPlaces = kChanges + 2
+};
+
+uint64_t folded(uint64_t value) { return (value ^ value >> 16 ^ value >> 32 ^ value >> 48) & kMask; }
+
+void put(double* values, uint64_t number) {
+  values[0] = static_cast<double>(number);
+  values[1] = static_cast<double>(number * number);
+}
+
+// Of numbers x: W times the sum of squares is the square of the sum, and only then, where all are equal.
+bool all_equal(const double* sums, int ranks) {
+  const auto sum = static_cast<uint64_t>(sums[0]);
+  return static_cast<uint64_t>(ranks) * static_cast<uint64_t>(sums[1]) == sum * sum;
+}
+
+}  // namespace
+
+StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Device device)
+    : facts_(std::move(facts)), ranks_(ranks), device_(device) {
+  if (ranks_.size() == 1) return;
+  const at::Tensor values = at::zeros({kPlaces}, at::kDouble);
+  auto* const numbers = values.mutable_data_ptr<double>();
+  numbers[kWithLoss] = facts_.loss.defined() ? 1.0 : 0.0;
+  put(numbers + kStep, folded(static_cast<uint64_t>(facts_.step)));
+  put(numbers + kDelivered, folded(static_cast<uint64_t>(facts_.delivered)));
+  put(numbers + kChanges, folded(facts_.changes));
+  values_ = values.to(device_);
+  if (facts_.loss.defined()) values_.select(0, kLoss).copy_(facts_.loss);
+  sum_ = ranks_.all_reduce(values_, comm::ReduceOp::kSum, "loss and agreement of a step");
+}
+
+std::optional<double> StepAgreement::finish(bool& parted) {
+  if (ranks_.size() == 1) {
+    return facts_.loss.defined() ? std::optional(facts_.loss.item<double>()) : std::nullopt;
+  }
+  sum_.wait();
+  const at::Tensor sums = values_.to(at::kCPU);
+  const auto* const numbers = sums.const_data_ptr<double>();
+  if (!all_equal(numbers + kStep, ranks_.size())) explain("are at different steps");
+  if (!all_equal(numbers + kDelivered, ranks_.size())) {
+    explain("have taken different numbers of batches from the engine's loader: one of them has left a batch out");
+  }
+  if (!all_equal(numbers + kChanges, ranks_.size())) {
+    parted = true;
+    explain(
+        "have changed or frozen parameters in different ways, so that their models are not the same any more. Load "
+        "the same values on every rank, or change them in a scope of engine->gathered_parameters(parameters, "
+        "/*modifier_rank=*/0)");
+  }
+  if (numbers[kWithLoss] != ranks_.size()) return std::nullopt;
+  return numbers[kLoss] / ranks_.size();
+}
+
+// Every rank's own words, exchanged only now.
+void StepAgreement::explain(const char* what) const {
+  constexpr int64_t kLength = 256;
+  std::string own = cat("step ", facts_.step);
+  if (facts_.delivered > 0) own += cat(", batch ", facts_.delivered, " of its loader");
+  if (facts_.changes != 0) {
+    own += facts_.last_changed.empty() ? ", with frozen parameters"
+                                       : cat(", changed ", facts_.last_changed, " (digest ", facts_.changes, ")");
+  } else {
+    own += ", no parameter changed";
+  }
+  at::Tensor text = at::zeros({kLength}, at::kByte);
+  std::memcpy(text.mutable_data_ptr(), own.data(), std::min<size_t>(own.size(), kLength - 1));
+  text = text.to(device_);
+  at::Tensor all = at::empty({kLength * ranks_.size()}, text.options());
+  ranks_.all_gather(all, text, "what ranks say of a step").wait();
+  all = all.to(at::kCPU);
+  std::string list;
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    const auto* const words = static_cast<const char*>(all.const_data_ptr()) + kLength * rank;
+    list += cat(rank == 0 ? "" : "; ", "rank ", rank, ": ", words);
+  }
+  throw UsageError(cat("step(): the ranks ", what, ". ", list, " (this is rank ", ranks_.rank(), ")"));
+}
+
+}  // namespace ds::engine

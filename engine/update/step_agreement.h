@@ -1,0 +1,45 @@
+// What data-parallel ranks tell each other once a step beside gradients: the loss of the global batch, and whether all
+// of them have done the same to the model and to the data.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "dsengine/comm.h"
+
+namespace ds::engine {
+
+// Of this rank, since the last step.
+struct StepFacts {
+  at::Tensor loss;           // float64 [], on the ranks' device; undefined: not known
+  int64_t step = 0;          // its number
+  int64_t delivered = 0;     // batches that the engine's loader has given so far
+  uint64_t changes = 0;      // digest of what the program did to parameters (ModelWatch)
+  std::string last_changed;  // the name of one of those
+};
+
+// One exchange of eight numbers, begun before the reductions of the step are waited for. Collective.
+class StepAgreement {
+ public:
+  // The group outlives it.
+  StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Device device);
+
+  // Waits. Returns the mean loss, where all ranks know theirs. Throws UsageError, on all ranks, with what each of them
+  // did where they differ: in parameters (`parted` is set then: the ranks' models are not the same any more), data or
+  // steps.
+  std::optional<double> finish(bool& parted);
+
+ private:
+  [[noreturn]] void explain(const char* what) const;
+
+  StepFacts facts_;
+  comm::Communicator& ranks_;
+  at::Device device_;
+  at::Tensor values_;
+  comm::Work sum_;
+};
+
+}  // namespace ds::engine

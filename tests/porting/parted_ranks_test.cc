@@ -1,0 +1,104 @@
+// Ranks whose programs take different ways: named at the next step, at every stage.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "tests/porting/ported_run.h"
+
+namespace ds::engine {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+class PartedRanks : public ::testing::TestWithParam<int> {};
+class PartedReductions : public ::testing::TestWithParam<int> {};
+
+class Samples : public torch::data::datasets::Dataset<Samples> {
+ public:
+  torch::data::Example<> get(size_t index) override {
+    return {sample(static_cast<int64_t>(index), 0).select(0, 0), torch::zeros({1})};
+  }
+  torch::optional<size_t> size() const override { return 64; }
+};
+
+// As a program that catches an exception of its own and goes on with the next batch.
+TEST_P(PartedRanks, ABatchThatOneRankLeavesOutIsNamedAtTheNextStep) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    auto parts = initialize({.model = model.ptr(),
+                             .config = small_config(GetParam(), 1),
+                             .training_data = Samples(),
+                             .communicator = borrowed(communicator)});
+    Engine& engine = *parts.engine;
+    int64_t batches = 0;
+    const auto run = [&] {
+      for (const auto& batch : *parts.loader) {
+        if (++batches == 3 && communicator.rank() == 1) continue;
+        engine.backward(model->loss(batch.data));
+        engine.step();
+      }
+    };
+    EXPECT_THAT(run, ThrowsMessage<UsageError>(AllOf(HasSubstr("different numbers of batches"),
+                                                     HasSubstr("rank 0: step 3, batch 3 of its loader"),
+                                                     HasSubstr("rank 1: step 3, batch 4 of its loader"))));
+  });
+}
+
+// At stage 3 the ranks then wait in two groups for each other, which the flight watch of processes finds.
+TEST_P(PartedReductions, ASecondBackwardOfOneRankIsAnErrorOnAll) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(GetParam(), 1), communicator).engine;
+    train(*engine, model, 1);
+    const auto step = [&] {
+      const int times = 1 + communicator.rank();
+      for (int i = 0; i < times; ++i) engine->backward(model->loss(sample(1, communicator.rank())) / times);
+      engine->step();
+    };
+    EXPECT_THAT(step, ThrowsMessage<std::exception>(HasSubstr("ranks issued different collectives")));
+  });
+}
+
+// At stage 3, where the others do not take part in its gathers: no wrong numbers first.
+TEST(PartedRanksAtStage3, AForwardOfOneRankAloneThrowsWithTheWayOut) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(3, 1), communicator).engine;
+    train(*engine, model, 1);
+    const auto forward = [&] {
+      const torch::NoGradGuard no_grad;
+      if (communicator.rank() == 0) model->forward(sample(0, 0));
+      const torch::AutoGradMode grad(true);
+      engine->backward(model->loss(sample(1, communicator.rank())));
+      engine->step();
+    };
+    EXPECT_THAT(forward, ThrowsMessage<std::exception>(AllOf(HasSubstr("ranks issued different collectives"),
+                                                             HasSubstr("parameters of bucket"))));
+  });
+}
+
+TEST(PartedRanksAtStage3, InAScopeForwardsMayDiffer) {
+  const PortedRun run;
+  const PortedResult expected = run_plainly(run);
+  const auto rollouts = [](Engine& engine, SmallNet& model) {
+    const auto whole = engine.gathered_parameters(model->parameters());
+    const torch::NoGradGuard no_grad;
+    for (int i = 0; i <= 3 * engine.global_rank(); ++i) model->forward(sample(i, 0));
+  };
+  expect_same(run_on_engine(run, small_config(3, 1), rollouts), expected);
+}
+
+INSTANTIATE_TEST_SUITE_P(Stages, PartedRanks, ::testing::Values(0, 1, 2, 3), stage_name);
+INSTANTIATE_TEST_SUITE_P(Stages, PartedReductions, ::testing::Values(0, 1, 2), stage_name);
+
+}  // namespace
+}  // namespace ds::engine
