@@ -9,6 +9,9 @@ BUILD := build/$(PRESET)
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 # A miss costs no second run of the preprocessor.
 export CCACHE_DEPEND := 1
+# Another checkout of the same sources finds them compiled.
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
 
 help:
 	@sed -n '1,5s/^# //p' Makefile

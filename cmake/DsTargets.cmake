@@ -8,7 +8,7 @@ function(ds_add_precompiled_torch)
   set_target_properties(ds_precompiled_torch PROPERTIES POSITION_INDEPENDENT_CODE ON)
   target_include_directories(ds_precompiled_torch PRIVATE ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/include)
   target_link_libraries(ds_precompiled_torch PRIVATE ds_flags LibTorch::cpu nlohmann_json::nlohmann_json)
-  target_precompile_headers(ds_precompiled_torch PRIVATE ${PROJECT_SOURCE_DIR}/cmake/precompiled/torch.h)
+  target_precompile_headers(ds_precompiled_torch PRIVATE <cmake/precompiled/torch.h>)  # by a name that is alike in all checkouts
 endfunction()
 
 function(ds_add_part name)
