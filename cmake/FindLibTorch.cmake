@@ -2,7 +2,7 @@
 #   LibTorch::cpu    libtorch_cpu.so + libc10.so
 #   LibTorch::cuda   libtorch_cuda.so + libc10_cuda.so, only where the wheel or archive has them
 # Torch's own TorchConfig.cmake is not used: that of a CUDA wheel refuses to configure without a CUDA toolkit, and with
-# one it fails to detect an architecture on a machine that has no GPU.
+# one it links libtorch_cuda.so, which does not start without the wheel's CUDA libraries.
 #
 # Looks in, first hit wins: Torch_ROOT (a folder with include/ and lib/), the private virtual environment that the
 # Makefile creates (.deps/venv).

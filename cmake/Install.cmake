@@ -17,3 +17,4 @@ configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/dsengine-config.cmake.
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/dsengine-config-version.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/dsengine-config.cmake ${PROJECT_BINARY_DIR}/dsengine-config-version.cmake
               ${PROJECT_SOURCE_DIR}/cmake/FindLibTorch.cmake DESTINATION ${_ds_package_dir})
+install(FILES ${PROJECT_SOURCE_DIR}/cmake/torch/FindTorch.cmake DESTINATION ${_ds_package_dir}/torch)

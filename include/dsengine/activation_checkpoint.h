@@ -118,11 +118,11 @@ const CheckpointOptions& checkpoint_options();
 
 // Of the regions with `profile` that this thread began.
 struct CheckpointStatistics {
-  int64_t regions = 0;
-  int64_t recomputations = 0;
+  int64_t regions = 0;         // forwards
+  int64_t recomputations = 0;  // in backward
   int64_t bytes_kept = 0;      // by this rank for inputs, summed over the regions
   double forward_seconds = 0;  // host time of the first runs; of devices only with synchronize_checkpoint_boundary
-  double recomputation_seconds = 0;
+  double recomputation_seconds = 0;  // likewise
 };
 
 // Since the last call.
@@ -159,6 +159,7 @@ auto checkpoint_with(const CheckpointOptions& options, Fn&& fn, Inputs&&... inpu
   return whole;
 }
 
+// checkpoint_with() the options of this thread.
 template <class Fn, class... Inputs>
 auto checkpoint(Fn&& fn, Inputs&&... inputs) {
   return checkpoint_with(checkpoint_options(), std::forward<Fn>(fn), std::forward<Inputs>(inputs)...);

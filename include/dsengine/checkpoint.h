@@ -25,7 +25,7 @@ namespace ds::engine {
 struct SaveOptions {
   nlohmann::json client_state = nlohmann::json::object();  // the program's own; rank 0's is kept
   bool save_latest = true;                                 // <save_dir>/latest names this tag afterwards
-  bool exclude_frozen_parameters = false;
+  bool exclude_frozen_parameters = false;                  // no weights of parameters that are not trained
   // Returns as soon as the state may be read beside training; by default checkpoint.writer.decoupled.
   std::optional<bool> asynchronous;
   // Whole checkpoints that stay in save_dir, the latest steps; 0: all. By default checkpoint.keep_last.
@@ -41,16 +41,17 @@ struct SaveOptions {
 // IoError, naming file and tensor, where it is damaged; if that is found when part was loaded, the engine refuses to
 // go on until a load succeeds.
 struct LoadOptions {
-  bool load_module_strict = true;  // an error names parameters and buffers that only one of the two has
-  bool load_optimizer_states = true;
-  bool load_lr_scheduler_states = true;
-  bool load_module_only = false;  // weights and buffers; counters, optimizer and all else stay
+  bool load_module_strict = true;        // an error names parameters and buffers that only one of the two has
+  bool load_optimizer_states = true;     // false: they stay as they are
+  bool load_lr_scheduler_states = true;  // false: the schedule stays where it is
+  bool load_module_only = false;         // weights and buffers; counters, optimizer and all else stay
 };
 
+// What was loaded; false where there was nothing to load.
 struct LoadedCheckpoint {
-  std::string path;  // of the tag's folder; empty: there was none
-  std::string tag;
-  nlohmann::json client_state = nlohmann::json::object();
+  std::string path;                                        // of the tag's folder; empty: there was none
+  std::string tag;                                         // the folder's name
+  nlohmann::json client_state = nlohmann::json::object();  // what the save was given
   explicit operator bool() const { return !path.empty(); }
 };
 

@@ -33,7 +33,7 @@ class FlightWatch;
 
 // The ways ranks exchange tensors, as the key communication_backend names them.
 enum class Backend : uint8_t {
-  kAuto,  // by device and hosts: see choose_backend
+  kAuto,  // by device and hosts (docs/communication.md)
   kGloo,  // TCP; CPU tensors, and CUDA tensors by way of host memory
   kShm,   // shared memory; CPU tensors of ranks on one host
   kNccl,  // CUDA tensors, one device per rank
@@ -49,8 +49,10 @@ struct FlightWatchOptions {
   bool end_process = true;  // false: a process that hangs after the verdict is left as it is
 };
 
+// How the elements of ranks become one. kBand, kBor and kBxor: bits of integers, and truth values.
 enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
 
+// What CommCounters counts apart.
 enum class CollectiveKind : uint8_t {
   kBroadcast,
   kAllReduce,
@@ -72,6 +74,7 @@ class Work {
  public:
   Work() = default;
   explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
+  // The operation has finished, and wait() returns at once.
   bool is_completed() const;
   // wait() would not wait for other ranks (but may have work to do). May itself begin what follows.
   bool is_ready() const;
@@ -87,17 +90,19 @@ class Work {
 // and scatter n (root only; scatter n(W-1)/W), reduce and gather own n (non-roots only), all_to_all what goes to
 // others.
 struct CommCounters {
-  std::array<int64_t, kCollectiveKinds> bytes_sent{};
+  std::array<int64_t, kCollectiveKinds> bytes_sent{};  // by CollectiveKind
   std::array<int64_t, kCollectiveKinds> calls{};
   int64_t total_bytes_sent() const;
 };
 
+// One rank's handle on a group of ranks; see the top of this header. A `label` names the operation in messages.
 class Communicator {
  public:
   virtual ~Communicator() = default;
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
+  // Of this rank in the group, from 0; and how many there are.
   int rank() const { return rank_; }
   int size() const { return size_; }
   // For messages: "world", "data", ...

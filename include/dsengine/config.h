@@ -43,6 +43,7 @@ class ConfigSource {
   ConfigSource(const nlohmann::ordered_json& object) : object_(object), is_object_(true) {}
   // NOLINTEND(google-explicit-constructor)
 
+  // Whether no config was given.
   bool empty() const { return text_.empty() && !is_object_; }
   // "ds_config.json", "base64 text" or "JSON object": what messages begin with.
   std::string name() const;
@@ -81,12 +82,14 @@ struct AutoValues {
   std::optional<int64_t> hidden_size;  // of the model: sizes of stage 3
 };
 
+// Whether the gradient of a step is the mean over ranks or their sum.
 enum class GradientAllreduceOp { kMean, kSum };
 
 // What becomes of a step whose gradient is infinite or NaN. kAuto: skipped with fp16 and with bf16.check_grad_overflow,
 // applied with bf16 without it, else an error.
 enum class NonFiniteGradients { kAuto, kSkip, kError, kContinue };
 
+// The fields are the keys of a ds_config: configs/README.md explains each.
 struct DsConfig {
   // Resolved: train = micro x accumulation x data-parallel size.
   int64_t train_batch_size = 0;
@@ -184,6 +187,7 @@ struct DsConfig {
   bool given(const std::string& key) const { return text.is_object() && text.contains(key); }  // a top-level key
 };
 
+// What parse() has to know of the job and the program.
 struct ParseOptions {
   int64_t dp_world_size = 1;
   // All ranks of the job: dp_world_size is then these over pipeline.stages, and what is given for it means nothing.

@@ -1,6 +1,6 @@
 // Sections of a ds_config about what is spread over ranks and memories: zero_optimization with its sub-sections,
 // pipeline, tensor_parallel and expert_parallel. Field names and defaults are the keys and defaults of ds_config; sizes
-// are in elements unless said otherwise.
+// are in elements unless said otherwise. configs/README.md explains each key.
 //
 // Plain values that the ds_config owns; safe from any thread; nothing throws. Torch-free.
 #pragma once
@@ -16,8 +16,10 @@ namespace ds::engine::config {
 
 enum class OffloadDevice { kNone, kCpu, kNvme };  // "none", "cpu", "nvme"
 
+// As the key writes it.
 const char* name_of(OffloadDevice device);
 
+// zero_optimization.offload_param
 struct OffloadParamSection {
   OffloadDevice device = OffloadDevice::kNone;
   std::optional<std::string> nvme_path;
@@ -27,6 +29,7 @@ struct OffloadParamSection {
   bool pin_memory = true;
 };
 
+// zero_optimization.offload_optimizer
 struct OffloadOptimizerSection {
   OffloadDevice device = OffloadDevice::kNone;
   std::optional<std::string> nvme_path;
@@ -42,6 +45,7 @@ struct OffloadOptimizerSection {
   int64_t delayed_update_start = 40;  // own key: with the first optimizer step, counted from 1, that is delayed
 };
 
+// zero_optimization.zenflow
 struct ZenFlowSection {
   double topk_ratio = 0.1;
   std::string select_strategy = "auto";    // auto, step, epoch
@@ -62,11 +66,13 @@ struct LeafModuleSection {
   std::vector<std::string> name_suffixes;
 };
 
+// zero_optimization.zeropp_loco_param
 struct LocoParamSection {
   double err_beta = 0.8;
   int64_t reset_T = 1024;  // NOLINT(readability-identifier-naming): spelled as the key
 };
 
+// zero_optimization
 struct ZeroSection {
   int64_t stage = 0;
   bool contiguous_gradients = true;
@@ -113,12 +119,14 @@ struct ZeroSection {
   bool mics_hierarchical_params_gather = false;
   std::optional<LocoParamSection> zeropp_loco_param;
 
+  // kNone without the section.
   OffloadDevice optimizer_device() const {
     return offload_optimizer ? offload_optimizer->device : OffloadDevice::kNone;
   }
   OffloadDevice param_device() const { return offload_param ? offload_param->device : OffloadDevice::kNone; }
 };
 
+// pipeline
 struct PipelineSection {
   std::optional<int64_t> stages;   // ranks of the pipeline; empty: "auto"
   std::string partition = "best";  // "best": "parameters"
@@ -131,11 +139,13 @@ struct PipelineSection {
   bool use_reentrant = true;
 };
 
+// tensor_parallel.tensor_parallel
 struct TensorParallelGrid {
   int64_t tp_size = 1;
   int64_t tp_grain_size = 1;
 };
 
+// tensor_parallel
 struct TensorParallelSection {
   std::string dtype = "fp16";
   int64_t autotp_size = 0;  // 0: off
@@ -150,6 +160,7 @@ struct TensorParallelSection {
   bool replace_with_kernel_inject = false;
 };
 
+// expert_parallel
 struct ExpertParallelSection {
   bool enabled = false;
   int64_t autoep_size = 1;

@@ -14,13 +14,15 @@
 
 namespace ds::engine::config {
 
+// progressive_layer_drop
 struct ProgressiveLayerDropSection {
   bool enabled = false;
   double theta = 1.0;
   double gamma = 0.001;
 };
 
-struct CurriculumLearningSection {  // the top-level one
+// curriculum_learning, the top-level one
+struct CurriculumLearningSection {
   bool enabled = false;
   std::string curriculum_type = "seqlen";
   std::optional<int64_t> min_difficulty;
@@ -29,6 +31,7 @@ struct CurriculumLearningSection {  // the top-level one
   nlohmann::ordered_json schedule_config = nlohmann::ordered_json::object();
 };
 
+// elasticity
 struct ElasticitySection {
   bool enabled = false;
   std::optional<int64_t> max_train_batch_size;
@@ -43,6 +46,7 @@ struct ElasticitySection {
   double version = 0.2;
 };
 
+// sparse_attention
 struct SparseAttentionSection {
   std::string mode = "fixed";  // dense, fixed, variable, bigbird, bslongformer
   int64_t block = 16;
@@ -59,6 +63,7 @@ struct SparseAttentionSection {
   int64_t num_sliding_window_blocks = 3;
 };
 
+// eigenvalue
 struct EigenvalueSection {
   bool enabled = false;
   bool verbose = false;
@@ -70,6 +75,7 @@ struct EigenvalueSection {
   int64_t layer_num = 0;
 };
 
+// compression_training.layer_reduction
 struct LayerReductionSection {
   bool enabled = false;
   std::optional<int64_t> keep_number_layer;
@@ -85,6 +91,7 @@ struct CompressionMethodSection {
   nlohmann::ordered_json different_groups = nlohmann::ordered_json::object();
 };
 
+// compression_training
 struct CompressionTrainingSection {
   LayerReductionSection layer_reduction;
   CompressionMethodSection weight_quantization;
@@ -104,6 +111,7 @@ struct ElasticBatch {
   int64_t train_of_valid = 0;  // what `valid` share; not `train` when the asked size is not among them (0.2)
 };
 
+// compile
 struct CompileSection {
   bool deepcompile = false;
   bool autoep_non_moe = false;
@@ -125,6 +133,7 @@ struct CompileSection {
   std::optional<std::vector<std::string>> passes;
 };
 
+// hybrid_engine
 struct HybridEngineSection {
   bool enabled = false;
   int64_t max_out_tokens = 512;
@@ -135,6 +144,7 @@ struct HybridEngineSection {
   bool enable_cuda_graph = false;
 };
 
+// weight_quantization
 struct WeightQuantizationSection {
   bool enabled = true;
   int64_t num_bits = 8;
@@ -144,6 +154,7 @@ struct WeightQuantizationSection {
   nlohmann::ordered_json post_init_quant = nlohmann::ordered_json::object();
 };
 
+// nebula
 struct NebulaSection {
   bool enabled = false;
   bool enable_nebula_load = true;
@@ -153,7 +164,7 @@ struct NebulaSection {
   int64_t num_of_version_in_retention = 2;
 };
 
-// autotuning.
+// autotuning.model_info
 struct ModelInfoSection {
   bool profile = false;
   std::optional<int64_t> num_params;
@@ -161,6 +172,7 @@ struct ModelInfoSection {
   std::optional<int64_t> num_layers;
 };
 
+// autotuning
 struct AutotuningSection {
   bool enabled = false;
   bool fast = true;

@@ -1,5 +1,5 @@
 // Sections of a ds_config about the run: activation memory, IO, profiling, timers, checkpoints, monitors and
-// data_efficiency. Field names and defaults are the keys and defaults of ds_config.
+// data_efficiency. Field names and defaults are the keys and defaults of ds_config; configs/README.md explains each.
 //
 // Plain values that the ds_config owns; safe from any thread; nothing throws. Torch-free.
 #pragma once
@@ -12,6 +12,7 @@
 
 namespace ds::engine::config {
 
+// activation_checkpointing
 struct ActivationCheckpointingSection {
   bool partition_activations = false;
   bool cpu_checkpointing = false;
@@ -21,6 +22,7 @@ struct ActivationCheckpointingSection {
   bool profile = false;
 };
 
+// aio
 struct AioSection {
   int64_t block_size = 1 << 20;  // bytes
   int64_t queue_depth = 8;
@@ -30,6 +32,7 @@ struct AioSection {
   bool use_gds = false;
 };
 
+// flops_profiler
 struct FlopsProfilerSection {
   bool enabled = false;
   double recompute_fwd_factor = 0.0;
@@ -40,6 +43,7 @@ struct FlopsProfilerSection {
   std::optional<std::string> output_file;  // empty: standard output
 };
 
+// comms_logger
 struct CommsLoggerSection {
   bool enabled = false;
   bool verbose = false;
@@ -48,12 +52,13 @@ struct CommsLoggerSection {
   bool debug = false;
 };
 
+// timers.throughput
 struct ThroughputTimerSection {
   bool enabled = true;
   bool synchronized = true;
 };
 
-// Ours: comm/flight/flight_watch.h.
+// flight_recorder, a section of ours (docs/failures.md)
 struct FlightRecorderSection {
   bool enabled = true;
   int64_t entries = 512;    // collectives that each rank remembers
@@ -63,16 +68,20 @@ struct FlightRecorderSection {
   bool end_process = true;  // a rank that hangs after ranks were told to end is ended; false: it is left as it is
 };
 
+// timers
 struct TimersSection {
   ThroughputTimerSection throughput;
 };
 
+// What becomes of a tag of save_checkpoint() that differs between ranks.
 enum class TagValidation { kIgnore, kWarn, kFail };
 
+// checkpoint.parallel_write
 struct ParallelWriteSection {
   bool pipeline_stage = false;
 };
 
+// checkpoint.writer
 struct CheckpointWriterSection {
   std::string type = "FAST";  // MOCK, PYTHON, FAST
   bool decoupled = false;
@@ -83,6 +92,7 @@ struct CheckpointWriterSection {
   std::optional<std::string> data_parallel;  // REPLICA, SOCKET, MACHINE
 };
 
+// checkpoint
 struct CheckpointSection {
   TagValidation tag_validation = TagValidation::kWarn;
   bool load_universal = false;
@@ -111,6 +121,7 @@ struct WandbSection {
   std::string project = "deepspeed";
 };
 
+// comet
 struct CometSection {
   bool enabled = false;
   int64_t samples_log_interval = 100;
@@ -123,12 +134,14 @@ struct CometSection {
   std::optional<std::string> mode;
 };
 
-struct CurriculumSection {  // data_efficiency.data_sampling.curriculum_learning
+// data_efficiency.data_sampling.curriculum_learning
+struct CurriculumSection {
   bool enabled = false;
   std::optional<std::string> data_cluster_path;
   nlohmann::ordered_json curriculum_metrics;  // {name: {...}}, as written
 };
 
+// data_efficiency.data_sampling.dynamic_batching
 struct DynamicBatchingSection {
   bool enabled = false;
   std::optional<std::string> metrics_path;
@@ -140,6 +153,7 @@ struct DynamicBatchingSection {
   bool verbose = false;
 };
 
+// data_efficiency.data_sampling
 struct DataSamplingSection {
   bool enabled = false;
   int64_t num_epochs = 1000;
@@ -149,10 +163,12 @@ struct DataSamplingSection {
   DynamicBatchingSection dynamic_batching;
 };
 
+// data_efficiency.data_routing.random_ltd.layer_token_lr_schedule
 struct LayerTokenLrScheduleSection {
   bool enabled = false;
 };
 
+// data_efficiency.data_routing.random_ltd
 struct RandomLtdSection {
   bool enabled = false;
   int64_t total_layer_num = 0;
@@ -165,11 +181,13 @@ struct RandomLtdSection {
   LayerTokenLrScheduleSection layer_token_lr_schedule;
 };
 
+// data_efficiency.data_routing
 struct DataRoutingSection {
   bool enabled = false;
   RandomLtdSection random_ltd;
 };
 
+// data_efficiency
 struct DataEfficiencySection {
   bool enabled = false;
   int64_t seed = 1234;

@@ -1,5 +1,6 @@
 // Sections of a ds_config about training itself: fp16, bf16, torch_autocast, data_types, optimizer, scheduler and
-// gradient_compression. Field names and defaults are the keys and defaults of ds_config.
+// gradient_compression. Field names and defaults are the keys and defaults of ds_config; configs/README.md explains
+// each.
 //
 // Plain values that the ds_config owns; safe from any thread; nothing throws. Torch-free.
 #pragma once
@@ -17,9 +18,11 @@ namespace ds::engine::config {
 
 enum class DType { kFloat32, kBFloat16, kFloat16 };  // "fp32", "bf16", "fp16"
 
+// As the keys write it; and bytes of an element.
 const char* name_of(DType dtype);
 inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
+// fp16
 struct Fp16Section {
   bool enabled = false;
   bool auto_cast = false;               // cast floating-point inputs of forward
@@ -32,6 +35,7 @@ struct Fp16Section {
   bool fp16_master_weights_and_grads = false;
 };
 
+// bf16
 struct Bf16Section {
   bool enabled = false;
   bool immediate_grad_update = false;
@@ -40,12 +44,14 @@ struct Bf16Section {
   bool bf16_optimizer_states = false;
 };
 
+// torch_autocast
 struct TorchAutocastSection {
   bool enabled = false;
   std::optional<DType> dtype;  // empty: bf16
   std::optional<std::vector<std::string>> lower_precision_safe_modules;
 };
 
+// data_types
 struct DataTypesSection {
   std::optional<DType> grad_accum_dtype;                         // empty: the model's
   std::optional<DType> param_dtype;                              // must agree with fp16 / bf16
@@ -53,8 +59,8 @@ struct DataTypesSection {
   std::optional<std::vector<std::string>> keep_in_fp32_modules;  // empty: "auto"
 };
 
-// optimizer: {"type", "params"}.
-// Every parameter of every optimizer type; the type's defaults are filled in, fields it does not know keep theirs.
+// optimizer.params. Every parameter of every optimizer type; the type's defaults are filled in, fields it does not know
+// keep theirs.
 struct OptimizerParams {
   double lr = 1e-3;  // Adagrad 1e-2, Muon 0.02
   double weight_decay = 0.0;
@@ -101,6 +107,7 @@ struct OptimizerParams {
   bool deepspeed_semantics = false;  // our own key: their first step and bias, see compression/onebit_adam.h
 };
 
+// optimizer: {"type", "params"}.
 struct OptimizerSection {
   // Canonical: Adam, AdamW, Lamb, Adagrad, Lion, Muon, SGD, OneBitAdam, ...; empty: none in the file.
   std::string type;
@@ -108,7 +115,7 @@ struct OptimizerSection {
   OptimizerParams values;
   bool legacy_fusion = false;
 
-  bool given() const { return !type.empty(); }
+  bool given() const { return !type.empty(); }  // whether the file has the section
   // AdamW's decoupled weight decay: type AdamW, or Adam with adam_w_mode.
   bool decoupled_weight_decay() const { return type == "AdamW" || values.adam_w_mode; }
   // Ranks exchange compressed momenta, or the like, in place of gradients (compression/compressed_optimizer.h).
@@ -124,14 +131,16 @@ struct SchedulerSection {
   std::optional<optimizers::LrScheduleOptions> options;              // set for the five types
   int64_t last_batch_iteration = -1;                                 // a schedule that starts at its beginning
 
-  bool given() const { return !type.empty(); }
+  bool given() const { return !type.empty(); }  // whether the file has the section
 };
 
-// gradient_compression: an own section.
+// gradient_compression.method
 enum class CompressionMethod { kNone, kFloat16, kBFloat16, kInt8, kTopK, kPowerSgd, kSign };
 
+// As the key writes it.
 const char* name_of(CompressionMethod method);
 
+// gradient_compression, a section of ours (docs/gradient_compression.md)
 struct GradientCompressionSection {
   CompressionMethod method = CompressionMethod::kNone;
   double top_k = 0.01;              // top_k: share of the elements that are sent

@@ -42,7 +42,7 @@ class TrainingData {
  public:
   TrainingData() = default;
 
-  // Implicit on purpose: InitializeOptions{.training_data = dataset}.
+  // Of a dataset, moved here or shared. Implicit on purpose: InitializeOptions{.training_data = dataset}.
   template <IndexedDataset Dataset>
   requires(!std::same_as<std::remove_cvref_t<Dataset>, TrainingData>)
       TrainingData(Dataset dataset)  // NOLINT(google-explicit-constructor)
@@ -68,6 +68,7 @@ class TrainingData {
   explicit operator bool() const { return static_cast<bool>(get_); }
   // Number of samples. Throws UsageError for a dataset that does not know its size.
   int64_t size() const;
+  // Sample number `index`.
   Batch get(int64_t index) const { return get_(index); }
 
  private:
@@ -84,11 +85,13 @@ class TrainingData {
   int64_t size_ = 0;  // -1: unknown
 };
 
+// The same on all ranks, but for `rank` and `device`.
 struct DataLoaderOptions {
   int64_t micro_batch_size = 1;  // samples of one batch of one rank
   int rank = 0;
   int world_size = 1;
   uint64_t seed = 1234;  // the same on every rank
+  // Another order for each epoch, drawn from the seed; false: that of the dataset.
   bool shuffle = true;
   bool drop_last = false;        // dataloader_drop_last
   at::Device device = at::kCPU;  // where batches are delivered
@@ -125,6 +128,7 @@ class DataLoader {
     DataLoader* loader_ = nullptr;
   };
 
+  // For a loop over what is left of the epoch.
   Iterator begin() { return Iterator(this); }
   Iterator end() { return {}; }
 
@@ -132,8 +136,10 @@ class DataLoader {
   int64_t size() const;
   // Whether they all have as many samples; else the last one has less.
   bool has_equal_batches() const;
+  // Epochs are counted from 0 and advance by themselves; this is for jumping.
   int64_t epoch() const;
   void set_epoch(int64_t epoch);
+  // From the next batch on.
   void set_micro_batch_size(int64_t size);
 
   // Of the batch that was delivered last: the numbers of its samples in the dataset. Empty before the first.

@@ -20,6 +20,7 @@ namespace ds::comm {
 enum class MeshAxis : uint8_t { kPipe, kData, kExpert, kSequence, kTensor };
 inline constexpr int kMeshAxes = 5;
 
+// "pipe", ...
 const char* name_of(MeshAxis axis);
 // "pipe", "data", "expert", "sequence", "tensor"; ConfigError naming them for anything else.
 MeshAxis parse_mesh_axis(const std::string& name);
@@ -45,6 +46,7 @@ struct MeshSizes {
   int tensor = 1;
 };
 
+// The arithmetic of a grid of ranks: which rank is where.
 class MeshLayout {
  public:
   // Throws ConfigError naming the axis when a size is below 1.
@@ -52,9 +54,11 @@ class MeshLayout {
   // With the data axis as long as the other axes leave room for. Throws ConfigError when they do not divide world_size.
   static MeshLayout fill_data(MeshSizes sizes, int world_size);
 
+  // Ranks in all; and along an axis.
   int world_size() const;
   int size(MeshAxis axis) const { return sizes_[axis]; }
 
+  // Position of a rank along each axis, and back.
   MeshIndex coordinates(int rank) const;
   int rank_at(const MeshIndex& coordinates) const;
 
@@ -79,6 +83,7 @@ class DeviceMesh {
   // Throws ConfigError when the layout does not have as many ranks as the communicator.
   DeviceMesh(std::shared_ptr<Communicator> world, MeshLayout layout);
 
+  // What it was made from.
   const MeshLayout& layout() const { return layout_; }
   const std::shared_ptr<Communicator>& world() const { return world_; }
 

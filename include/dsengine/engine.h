@@ -37,10 +37,12 @@
 
 namespace ds::engine {
 
+// Of eval_batch() and offload_states().
 using pipeline::EvalOptions;
 using pipeline::Evaluation;
 using zero::OffloadStates;
 
+// One rank's part of a training run. Made by initialize().
 class Engine {
  public:
   ~Engine();
@@ -71,6 +73,7 @@ class Engine {
   // What reports call the next micro-batch, in place of samples of the engine's loader. For pipelines in the function
   // that gives micro-batches.
   void name_batch(std::string name);
+  // Whether the next step() updates the parameters.
   bool is_gradient_accumulation_boundary() const;
   // Overrides the counted boundary until it is set again; nullopt counts as before (with managed_gradient_accumulation:
   // false every step() is one).
@@ -116,6 +119,7 @@ class Engine {
   // meanwhile, or has a scope of gathered_parameters() or no_sync() open. With torch_autocast the other thread keeps
   // its state of autocast, and a warning says so.
   void use_from_this_thread();
+  // The mode of the module, all layers included.
   void train();
   void eval();
   // Drops the running accumulation: gradients, reduced or not, and the count of its micro-batches. step() does so by
@@ -131,12 +135,17 @@ class Engine {
   // L2 norm over the whole model before clipping, without loss scale; +inf after an overflow, nullopt before the first
   // step.
   std::optional<double> get_global_grad_norm() const;
+  // 1 where losses are not scaled.
   double loss_scale() const;
   bool dynamic_loss_scale() const;
+  // Whether the last step() changed the parameters: not inside an accumulation, nor after an overflow.
   bool was_step_applied() const;
+  // Of the updates on the host that ran beside backward.
   using Speculation = zero::Speculation;
   Speculation speculation() const;
 
+  // Since the run's first step, across checkpoints: steps of the optimizer, skipped ones too; samples of all ranks in
+  // them, without a running accumulation; micro-batches that step() has counted; steps that were skipped.
   int64_t global_steps() const;
   int64_t global_samples() const;
   int64_t micro_steps() const;
@@ -239,6 +248,7 @@ class Engine {
   // Bytes that offload_states() has moved.
   int64_t moved_bytes() const;
 
+  // What this rank holds on the device now.
   using ModelStateBytes = zero::HeldBytes;
   ModelStateBytes model_state_bytes() const;
   // What offload_optimizer and offload_param keep in host memory and files; not part of the above.

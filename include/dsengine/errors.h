@@ -9,6 +9,7 @@
 
 namespace ds {
 
+// What all of them are.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -17,6 +17,7 @@ namespace ds::engine {
 // While it lives none of the parameters requires a gradient; then those that did before do again.
 class FrozenScope {
  public:
+  // Those that require a gradient now.
   explicit FrozenScope(const std::vector<at::Tensor>& parameters) {
     for (const at::Tensor& parameter : parameters) {
       if (!parameter.requires_grad()) continue;

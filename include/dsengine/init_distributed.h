@@ -21,27 +21,29 @@ class Store;
 
 namespace ds::engine {
 
+// How the ranks of a job find each other.
 struct InitDistributedOptions {
   std::string device;                  // "cpu" (also when empty), "cuda" (the one of this rank on its host) or "cuda:N"
   std::string init_method = "env://";  // "tcp://host:port", "file:///path"
-  comm::Backend backend = comm::Backend::kAuto;
-  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  comm::Backend backend = comm::Backend::kAuto;                  // as the key communication_backend
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);  // of every wait for other ranks
   comm::FlightWatchOptions flight;  // its stall_limit until engine::initialize sets that of the config
 };
 
+// A job whose ranks have met.
 struct Distributed {
   std::shared_ptr<comm::Communicator> ranks;  // all of the job
   int local_rank = 0;                         // position among those of this host
   int ranks_per_host = 1;                     // where all hosts have as many, consecutive ones; else 1
-  c10::Device device = c10::kCPU;
+  c10::Device device = c10::kCPU;             // of this rank
 };
 
 // Only needed where ranks talk before engine::initialize (zero::Init, a program's own collectives), which takes the
-// result as .distributed. Returns once all ranks have come; a world of one returns at once, without a socket. Throws
-//   ConfigError  the address, the environment, the device or the backend is wrong (the variable or part is named);
-//   CommError    rank 0 cannot listen, the host is unknown or does not answer, ranks are missing at the time limit
-//   (they
-//                are listed), a rank was claimed twice, or the ranks disagree on the world size.
+// result as .distributed. Returns once all ranks have come; a world of one returns at once, without a socket.
+//
+// Throws ConfigError where the address, the environment, the device or the backend is wrong, naming the variable or
+// part. Throws CommError where rank 0 cannot listen, the host is unknown or does not answer, ranks are missing at the
+// time limit (they are listed), a rank was claimed twice, or the ranks disagree on the world size.
 Distributed init_distributed(const InitDistributedOptions& options = {});
 // The same over a store that the caller made and every rank shares (embedding); init_method means nothing then.
 Distributed init_distributed(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,

@@ -36,21 +36,24 @@ class Engine;
 // which comes first.
 struct ParameterGroup {
   std::vector<std::string> parameters;  // dotted names; a name may end in '*' or start with '*' (any prefix / suffix)
-  std::optional<double> lr;
-  std::optional<double> weight_decay;
-  bool non_freeze = false;  // OneBitAdam: reduced as it is, not compressed, after the freeze too
+  std::optional<double> lr;             // empty: the config's
+  std::optional<double> weight_decay;   // likewise
+  bool non_freeze = false;              // OneBitAdam: reduced as it is, not compressed, after the freeze too
   // OneBitAdam, OneBitLamb, ZeroOneAdam: 0 or false where the momentum shall stay 0 after the freeze (rows of a
   // position embedding that no sequence reaches: 1 bit has no zero). Of a shape that broadcasts to that of each
   // parameter of the group; undefined: nowhere.
   at::Tensor exp_avg_mask;
 };
 
+// Fields are set by name, and only two are needed: {.model = model.ptr(), .config = "ds_config.json"}.
 struct InitializeOptions {
+  // What is trained: any module (of a holder: holder.ptr()), or a pipeline::PipelineModule.
   std::shared_ptr<torch::nn::Module> model;
   // A path, a nlohmann::json object, or url-safe base64 of the JSON text.
   config::ConfigSource config;
   // A client optimizer over the model's parameters; overrides the config's. Stage 0 and float32 only.
   std::shared_ptr<torch::optim::Optimizer> optimizer;
+  // Parameters with a learning rate or weight decay of their own.
   std::vector<ParameterGroup> parameter_groups;
   // Any torch::data dataset with get(size_t) -> torch::data::Example<>.
   TrainingData training_data;
@@ -73,6 +76,7 @@ struct InitializeOptions {
   std::string device;
   // Rendezvous: "env://" (default), "tcp://host:port", "file:///path".
   std::string init_method = "env://";
+  // Of every wait for other ranks.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   // Seeds LibTorch's generators with the key "seed" of the config + rank. False: they go on as the program has left
   // them, and it is for the program to draw different numbers on different ranks.

@@ -125,6 +125,7 @@ struct Held<Module> {
 
 }  // namespace internal
 
+// One layer: its name, how it is built, and how it is called.
 class LayerSpec {
  public:
   // A module, by class or holder, that is built from copies of the arguments on the ranks of its stage only.

@@ -32,6 +32,7 @@ struct GroupOptions {
 // One value for all parameter groups, or one for each.
 using PerGroup = std::vector<double>;
 
+// The way up: along a logarithm, or a straight line.
 enum class WarmupType { kLog, kLinear };
 
 // From warmup_min_lr to warmup_max_lr, then constant.
@@ -63,9 +64,9 @@ struct WarmupCosineLrOptions {
 // Grows from lr_range_test_min_lr without end (arXiv 1803.09820).
 struct LrRangeTestOptions {
   PerGroup lr_range_test_min_lr = {1e-3};
-  int64_t lr_range_test_step_size = 2000;
+  int64_t lr_range_test_step_size = 2000;  // iterations in which it grows by lr_range_test_step_rate of the first
   double lr_range_test_step_rate = 1.0;
-  bool lr_range_test_staircase = false;
+  bool lr_range_test_staircase = false;  // true: all at once, at their end
 };
 
 // One cycle of lr, with beta1 running the other way, then decay (arXiv 1803.09820). With cycle_momentum beta2 is 0.99.
@@ -84,10 +85,11 @@ struct OneCycleOptions {
   double decay_mom_rate = 0.0;
 };
 
+// Of one of the five schedules.
 using LrScheduleOptions =
     std::variant<WarmupLrOptions, WarmupDecayLrOptions, WarmupCosineLrOptions, LrRangeTestOptions, OneCycleOptions>;
 
-// Immutable, so safe from any thread.
+// Which learning rate each iteration has. Immutable, so safe from any thread.
 class LrSchedule {
  public:
   virtual ~LrSchedule() = default;

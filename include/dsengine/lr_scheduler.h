@@ -24,7 +24,7 @@ namespace ds::engine {
 std::vector<double> learning_rates(const torch::optim::Optimizer& optimizer);
 std::vector<double> learning_rates(const optimizers::ShardOptimizer& optimizer);
 
-// Not thread safe.
+// Applies a rule to the groups of an optimizer, step by step. Not thread safe.
 class LrScheduler {
  public:
   // Writes the values (lr, and betas or momentum where the schedule drives them) of iteration t >= -1 into the groups.

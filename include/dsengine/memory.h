@@ -24,6 +24,7 @@ struct GatherLimits {
   bool operator==(const GatherLimits&) const = default;
 };
 
+// Where state is kept: on the device of the rank, in host memory, in a file.
 enum class Home { kDevice, kHost, kFile };
 
 // What does not stay on the device. Host memory comes in whole pages.
@@ -44,9 +45,9 @@ struct Offload {
 struct ModelStateBytes {
   int64_t parameters = 0;  // trainable and frozen
   int64_t gradients = 0;   // at their peak
-  int64_t master = 0;
-  int64_t optimizer = 0;
-  int64_t buffers = 0;
+  int64_t master = 0;      // float32 copies of 16-bit weights
+  int64_t optimizer = 0;   // states of the optimizer
+  int64_t buffers = 0;     // of the module
   int64_t total() const { return parameters + gradients + master + optimizer + buffers; }
 
   bool operator==(const ModelStateBytes&) const = default;
@@ -54,9 +55,9 @@ struct ModelStateBytes {
 
 // What a rank keeps beside the device.
 struct OffloadedBytes {
-  ModelStateBytes host;
-  int64_t staging = 0;  // host memory through which files and devices are read and written, or to undo updates
-  int64_t file = 0;
+  ModelStateBytes host;  // model state in host memory
+  int64_t staging = 0;   // host memory through which files and devices are read and written, or to undo updates
+  int64_t file = 0;      // in files
   int64_t host_total() const { return host.total() + staging; }
 
   bool operator==(const OffloadedBytes&) const = default;
@@ -98,7 +99,7 @@ struct OffloadStates {
   bool hp_params = true;     // float32 masters, where they are not the parameters themselves
   bool lp_params = true;     // parameters, trainable and frozen
   bool lp_grads = true;      // memory of gradients and their buckets; it is given up, there is nothing in it
-  bool pin_memory = true;
+  bool pin_memory = true;    // of the host
 };
 
 }  // namespace ds::zero

@@ -27,6 +27,7 @@ struct StepScale;  // what it multiplies the gradients of a step by
 // Gives memory for a state of slice `index`: [numel] zeros of `dtype`, or an undefined tensor for the default.
 using StateMemory = std::function<at::Tensor(int64_t index, int64_t numel, at::ScalarType dtype)>;
 
+// States of the optimizer by name.
 using NamedStates = std::vector<std::pair<std::string, at::Tensor>>;
 
 // One slice's part of a step: gradient and copy as for update_into(); an undefined copy is not wanted.
@@ -36,10 +37,12 @@ struct SliceUpdate {
   at::Tensor copy;
 };
 
+// The optimizer of the config on the slices of this rank. Programs change groups() and may read the rest.
 class ShardOptimizer {
  public:
   virtual ~ShardOptimizer();
 
+  // Learning rate and the like of each parameter group: changed on all ranks alike, they hold from the next step on.
   std::vector<GroupOptions>& groups() { return groups_; }
   const std::vector<GroupOptions>& groups() const { return groups_; }
   // Optimizer steps begun so far (bias correction uses it).
@@ -91,6 +94,7 @@ class ShardOptimizer {
   virtual int64_t state_bytes_per_element() const = 0;
   // Bytes of all states, counted from the tensors.
   int64_t state_bytes();
+  // "AdamW", ...
   virtual std::string name() const = 0;
   // Whether beta1 and beta2 of the groups mean something to it (OneCycle drives them only then).
   virtual bool uses_betas() const { return false; }

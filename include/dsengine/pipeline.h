@@ -50,7 +50,7 @@ using BatchSource = std::function<MicroBatch()>;
 struct EvalOptions {
   std::optional<int64_t> num_micro_batches;  // default: as in training
   bool compute_loss = true;
-  bool return_logits = false;
+  bool return_logits = false;     // the last layer's outputs
   bool broadcast_logits = false;  // with return_logits: to all ranks of the pipeline
 };
 struct Evaluation {
@@ -83,11 +83,12 @@ class LossFunction {
   std::function<at::Tensor(const Tensors&, const Tensors&)> function_;
 };
 
+// The loss is needed; all else has a default.
 struct PipelineOptions {
-  LossFunction loss;
+  LossFunction loss;  // from the last layer's outputs and the labels
   // These replace what the section "pipeline" of the ds_config says, where they are given.
   std::optional<int> stages;                              // ranks of the pipeline
-  std::optional<std::string> schedule;                    // a kind, or a file (schedule_file.h)
+  std::optional<std::string> schedule;                    // a kind, or a file (docs/pipeline.md)
   std::optional<int> chunks;                              // stages a rank
   std::optional<std::string> partition;                   // "parameters", "uniform", "type:REGEX", "profile"
   std::optional<int64_t> activation_checkpoint_interval;  // so many layers are recomputed together in backward; 0: none
@@ -99,16 +100,18 @@ struct PipelineOptions {
   Tensors profile_inputs;      // partition "profile": a micro-batch for the first layer, on the CPU
 };
 
-// Decided by the engine (pipeline/stage_placement.h).
+// Decided by the engine.
 struct StagePlacement;
 struct TiedLayers;
 
+// The module of a pipeline; the top of this header tells its life.
 class PipelineModule : public torch::nn::Module {
  public:
   // Throws UsageError for no layers, a missing loss, names that two layers share, and tied layers of different types.
   PipelineModule(std::vector<LayerSpec> layers, PipelineOptions options);
   ~PipelineModule() override;
 
+  // What it was made from.
   const std::vector<LayerSpec>& layers() const { return layers_; }
   const PipelineOptions& options() const { return options_; }
 

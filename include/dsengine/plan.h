@@ -25,14 +25,17 @@ struct Topology {
   int64_t ranks_per_host = 1;  // where every host has as many, consecutive ones; else 1
 };
 
+// The scale of the loss: none, a constant, or one that follows overflows.
 enum class LossScaling { kNone, kStatic, kDynamic };
 
+// A line of the printed plan.
 struct PlanRow {
   std::string what;    // "gradients"
   std::string choice;  // "reduce-scatter in every micro-batch, overlapped"
   std::string reason;  // "zero_optimization.stage: 2"
 };
 
+// The decisions; `rows` has them in words, with the reason of each.
 struct Plan {
   Topology topology;
 
@@ -90,11 +93,11 @@ struct Plan {
   comm::Backend backend = comm::Backend::kAuto;
 
   std::vector<PlanRow> rows;
-  std::optional<int64_t> parameters;
+  std::optional<int64_t> parameters;           // trainable elements of the model
   std::optional<zero::ModelStateBytes> bytes;  // predicted per rank, when `parameters` is known
   zero::StepBytes step_bytes;                  // likewise, on top during a step
   zero::OffloadedBytes offloaded_bytes;        // likewise, beside the device
-  int64_t activation_bytes = 0;                // likewise: what PlanFacts says
+  int64_t activation_bytes = 0;                // likewise: as ds-tool check was told
   int64_t compression_bytes = 0;               // likewise: what gradient_compression remembers, on the device
 };
 

@@ -33,6 +33,7 @@ std::string rank_path(int rank, const std::string& name);                   // "
 // The name behind the given folder of paths, or empty: name_in("weights/", "weights/h.0.b") == "h.0.b".
 std::string name_in(const std::string& folder, const std::string& path);
 
+// What is known of a tensor before it is read.
 struct TensorInfo {
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> sizes;
@@ -85,6 +86,7 @@ std::unique_ptr<Source> open(const std::string& folder);
 // in the index and not in its file or the other way round, or in two files.
 std::unique_ptr<Source> open_weights(const std::string& path);
 
+// The file that a folder of weights has.
 inline constexpr const char* kWeightFile = "model.safetensors";
 
 // Copies weights and buffers into the module's own tensors, of any dtype and device, one at a time. `strict`: throws

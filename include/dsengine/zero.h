@@ -43,6 +43,7 @@ class Init {
   Init(const Init&) = delete;
   Init& operator=(const Init&) = delete;
 
+  // What it was given.
   const std::shared_ptr<comm::Communicator>& ranks() const;
   // Throws what a collective or the lack of memory threw in the middle of an operator; nothing has been sliced since,
   // and parameters that could not be gathered hold NaN.

@@ -46,6 +46,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/device_mesh.h", "comm"},
     {"dsengine/engine.h", "engine"},
     {"dsengine/errors.h", "core"},
+    {"dsengine/frozen_scope.h", "zero"},
     {"dsengine/init_distributed.h", "engine"},
     {"dsengine/initialize.h", "engine"},
     {"dsengine/layer_spec.h", "pipeline"},
@@ -60,8 +61,10 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/weights.h", "checkpoint"},
     {"dsengine/zero.h", "zero"},
 };
-constexpr size_t kMostPublicHeaders = 25;
+constexpr size_t kMostPublicHeaders = 30;
 constexpr int kMostLines = 230;  // of a public header
+// Of the one class that a program calls, whose methods DeepSpeed's names decide.
+constexpr int kMostLinesOfTheEngine = 300;
 
 // A file, from the root ("include/dsengine/zero.h" as "dsengine/zero.h"), and what it includes in quotes or, of ours,
 // in angles.
@@ -249,7 +252,8 @@ TEST(SourceTree, PublicHeadersAreFewAndStandAlone) {
     EXPECT_TRUE(kPublicHeaders.contains(name)) << name << " belongs to no folder; name it in kPublicHeaders";
     EXPECT_THAT(cmake, HasSubstr("include/" + name)) << name << " is not installed";
     EXPECT_TRUE(text.starts_with("// ")) << name << " does not say what it is";
-    EXPECT_LE(std::count(text.begin(), text.end(), '\n'), kMostLines) << name;
+    const int most = name == "dsengine/engine.h" ? kMostLinesOfTheEngine : kMostLines;
+    EXPECT_LE(std::count(text.begin(), text.end(), '\n'), most) << name;
     for (const std::string& include : angle_includes(file)) EXPECT_TRUE(std::regex_match(include, foreign)) << name;
   }
   EXPECT_EQ(seen.size(), kPublicHeaders.size());

@@ -2,7 +2,7 @@
 # usage: run.sh BUILD SCRATCH SOURCE
 set -euo pipefail
 build=$1 scratch=$2 source=$3
-rm -rf "$scratch/prefix" "$scratch/foreign"
+rm -rf "$scratch/prefix" "$scratch/foreign" "$scratch"/torch_*
 cmake --install "$build" --prefix "$scratch/prefix" >"$scratch/install.log"
 cmake -S "$source/foreign_project" -B "$scratch/foreign" -DCMAKE_PREFIX_PATH="$scratch/prefix" -DCMAKE_BUILD_TYPE=Release
 cmake --build "$scratch/foreign" --parallel 2
@@ -14,3 +14,48 @@ cmake --build "$scratch/foreign" --parallel 2
 "$scratch/prefix/bin/ds-tool" bench --max 4K >>"$scratch/tool.log"
 "$scratch/prefix/bin/ds-tool" report >"$scratch/report.log"
 grep -q '^  libtorch  *[0-9]' "$scratch/report.log"
+
+# --- a project with a find_package(Torch) of its own ---
+torch=$(sed -n 's/^LibTorch_INCLUDE_DIR:PATH=//p' "$build/CMakeCache.txt")
+torch=${torch%/include}
+
+configure_with_torch() { # ORDER [OPTION...]
+  local order=$1
+  shift
+  cmake -S "$source/project_with_torch" -B "$scratch/torch_$order" -DORDER="$order" -DCMAKE_BUILD_TYPE=Debug \
+    -DCMAKE_PREFIX_PATH="$scratch/prefix" "$@"
+}
+
+# Works on every machine: Torch's own package is not asked.
+configure_with_torch component
+cmake --build "$scratch/torch_component"
+"$scratch/torch_component/uses_both"
+
+# Two LibTorch in one program are refused, by name.
+if configure_with_torch component -B "$scratch/torch_two" -DTorch_ROOT="$torch" -DTorch_DIR="$scratch/torch_other/share/cmake/Torch" \
+  >"$scratch/two.log" 2>&1; then
+  echo "run.sh: expected an error for two LibTorch" >&2
+  exit 1
+fi
+tr -s ' \n' ' ' <"$scratch/two.log" | grep -q "torch_other, dsengine in .*: a program can have one" || { cat "$scratch/two.log"; exit 1; }
+
+if configure_with_torch alone -DTorch_ROOT="$torch" >"$scratch/alone.log" 2>&1; then
+  for order in before after; do
+    configure_with_torch $order $([ $order = after ] || echo -DTorch_ROOT="$torch") >"$scratch/$order.log" 2>&1 ||
+      { cat "$scratch/$order.log"; exit 1; }
+    cmake --build "$scratch/torch_$order"
+    # That package links libtorch_cuda.so too, whose libraries the CPU half of the wheel comes without.
+    missing=$(ldd "$scratch/torch_$order/uses_both" | awk '/not found/ { print $1 }' | sort -u)
+    if [ -z "$missing" ]; then
+      "$scratch/torch_$order/uses_both"
+    elif grep -vE '^lib(cu|nv|nccl)' <<<"$missing"; then
+      echo "run.sh: find_package(Torch) $order: expected only CUDA's libraries to be missing" >&2
+      exit 1
+    else
+      echo "find_package(Torch) $order dsengine: built; not run, for this LibTorch has no" $missing
+    fi
+  done
+else
+  # No CUDA toolkit here. It is to fail for that reason alone.
+  grep -q 'uses CUDA but I cannot find the CUDA' "$scratch/alone.log" || { cat "$scratch/alone.log"; exit 1; }
+fi
