@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "core/json/json_convert.h"
+#include "core/shown_text.h"
 #include "dsengine/config.h"
 #include "engine/plan/plan.h"
 #include "zero/memory_model.h"
@@ -111,6 +112,12 @@ void print_columns(const Columns& rows, std::ostream& out) {
   }
 }
 
+// Whole, but for what would fill the screen.
+std::string shown_value(const ordered_json& value) {
+  constexpr size_t kLongest = 500;
+  return shown_text(value.dump(-1, ' ', false, ordered_json::error_handler_t::replace), kLongest);
+}
+
 // What the file says, with the values it resolves to.
 void append_given(const std::string& prefix, const ordered_json& written, const ordered_json& resolved, Columns& rows) {
   for (const auto& [key, value] : written.items()) {
@@ -118,7 +125,7 @@ void append_given(const std::string& prefix, const ordered_json& written, const 
     if (value.is_object() && resolved[key].is_object()) {
       append_given(cat(prefix, key, "."), value, resolved[key], rows);
     } else {
-      rows.emplace_back(cat(prefix, key), resolved[key].dump());
+      rows.emplace_back(shown_text(cat(prefix, key)), shown_value(resolved[key]));
     }
   }
 }
@@ -136,7 +143,7 @@ Columns resolved_values(const DsConfig& config) {
 }
 
 void print(const Report& report, std::ostream& out) {
-  out << report.config.source << ": fine for " << report.plan.topology.world_size
+  out << shown_text(report.config.source) << ": fine for " << report.plan.topology.world_size
       << (report.plan.topology.world_size == 1 ? " rank" : " ranks") << "\n\nValues (all of them: --json)\n";
   print_columns(resolved_values(report.config), out);
   if (report.config.elastic) out << "\nElasticity\n  " << elastic_in_words(report) << '\n';
@@ -149,7 +156,7 @@ void print(const Report& report, std::ostream& out) {
     print_columns(rows, out);
   }
   if (!report.config.warnings.empty()) out << "\nWarnings\n";
-  for (const std::string& warning : report.config.warnings) out << "  " << warning << '\n';
+  for (const std::string& warning : report.config.warnings) out << "  " << shown_message(warning) << '\n';
   out << "\nPlan\n" << engine::to_table(report.plan) << '\n';
   if (!report.plan.bytes) {
     out << "\nGive --parameters N for the bytes of model state per rank.\n";
@@ -194,9 +201,9 @@ int check(const CheckOptions& options, std::ostream& out, std::ostream& err) {
     require<IoError>(out.good(), "the report cannot be written; check the disk or the program that reads it");
     return kFine;
   } catch (const Error& error) {
-    err << error.what() << '\n';
+    err << shown_message(error.what()) << '\n';
     if (options.json) {
-      const ordered_json refusal = {{"ok", false}, {"error", error.what()}};
+      const ordered_json refusal = {{"ok", false}, {"error", shown_message(error.what())}};
       out << refusal.dump(2, ' ', false, ordered_json::error_handler_t::replace) << std::endl;
     }
     return kRefused;

@@ -2,6 +2,7 @@
 #include <iostream>
 #include <memory>
 
+#include "launcher/command_line/number_flags.h"
 #include "tools/check_command.h"
 #include "tools/commands.h"
 #include "tools/flag_limits.h"
@@ -16,16 +17,16 @@ void add_check(CLI::App& app, Command& chosen) {
       ->required()
       ->type_name("CONFIG");
   flags->add_option("--world_size", options->world_size, "Number of ranks")
-      ->check(CLI::Range(int64_t{1}, kMostRanks))
+      ->transform(whole_number(1, kMostRanks))
       ->capture_default_str()
       ->type_name("N");
   flags->add_option("--parameters", options->parameters, "Trainable elements of the model")
-      ->check(CLI::Range(int64_t{1}, kMostParameters))
+      ->transform(whole_number(1, kMostParameters))
       ->type_name("N");
   flags
       ->add_option("--activation_bytes", options->activation_bytes,
                    "Bytes of activations of a micro-batch on one rank, as a run with memory_breakdown reports them")
-      ->check(CLI::Range(int64_t{0}, kMostParameters))
+      ->transform(whole_number(0, kMostBytes))
       ->type_name("N");
   flags->add_flag("--strict", options->strict, "Unknown keys are errors");
   flags->add_flag("--json", options->json, "Print one JSON object, every key with its value");

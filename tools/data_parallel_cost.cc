@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "tools/checked_count.h"
 #include "zero/partition.h"
 
 namespace ds::tool {
@@ -108,7 +109,9 @@ std::vector<DataParallelCost> time_collectives(const Machine& machine, int64_t d
     add_all(in_nodes, nodes[rank], (bytes.gathers - 1) * bytes.gather_again);
   }
   for (const Traffic* traffic : {&among_shards, &among_copies, &in_nodes}) {
-    for (size_t n = 0; n < node_bytes.size(); ++n) node_bytes[n] += traffic->bytes()[n];
+    for (size_t n = 0; n < node_bytes.size(); ++n) {
+      node_bytes[n] = checked_sum(node_bytes[n], traffic->bytes()[n], "what a node sends in a step");
+    }
   }
   for (size_t rank = 0; rank < questions.size(); ++rank) {
     DataParallelCost& own = costs[rank];

@@ -4,15 +4,22 @@
 // name. To add one: a line in a list below; for the first kind, its flags in NAME_flags.cc (commands.h).
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
 #include <exception>
 #include <filesystem>
 #include <iostream>
+#include <optional>
+#include <sstream>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/check.h"
+#include "core/json/near_miss.h"
+#include "core/shown_text.h"
 #include "tools/commands.h"
 
 namespace {
@@ -44,7 +51,40 @@ constexpr std::array kPrograms = {
                             "` needs it beside ds-tool, where the build and the installation put it"));
 }
 
-int run(int argc, char** argv) {
+bool is_command(const CLI::App& app, std::string_view word) {
+  const auto commands = app.get_subcommands({});
+  return std::any_of(commands.begin(), commands.end(),
+                     [&](const CLI::App* command) { return command->get_name() == word; });
+}
+
+// Of a first word that is no command, or of none.
+int refuse(const CLI::App& app, const char* word) {
+  std::vector<std::string> names;
+  for (const CLI::App* command : app.get_subcommands({})) names.push_back(command->get_name());
+  const std::optional<std::string> meant = word == nullptr ? std::nullopt : ds::near_miss(word, names);
+  std::cerr << "ds-tool: expected a command, found "
+            << (word == nullptr ? "nothing" : ds::cat('"', ds::shown_text(word), '"'));
+  if (meant) std::cerr << "; did you mean " << *meant << '?';
+  std::cerr << "\nThe commands (ds-tool COMMAND --help has the flags of each):\n";
+  for (const CLI::App* command : app.get_subcommands({})) {
+    std::cerr << "  " << command->get_name() << std::string(12 - std::min<size_t>(11, command->get_name().size()), ' ')
+              << command->get_description() << '\n';
+  }
+  return kUsageError;
+}
+
+// `ds-tool help COMMAND` is `ds-tool COMMAND --help`.
+std::vector<char*> without_help(int argc, char** argv) {
+  static char flag[] = "--help";
+  std::vector<char*> words(argv, argv + argc);
+  if (argc < 2 || std::string_view(argv[1]) != "help") return words;
+  words.erase(words.begin() + 1);
+  words.resize(std::min<size_t>(words.size(), 2));
+  words.push_back(flag);
+  return words;
+}
+
+int run(std::vector<char*> words) {
   CLI::App app(
       "Looks at ds_config files, pipeline schedules, checkpoints and machines, predicts steps and measures "
       "collectives, without starting a training.",
@@ -53,14 +93,20 @@ int run(int argc, char** argv) {
   app.require_subcommand(1);
   ds::tool::Command chosen;
   for (const ds::tool::AddCommand add : kCommands) add(app, chosen);
+  for (const Program& program : kPrograms) app.add_subcommand(program.command, program.help);  // for the help
+  const char* const first = words.size() > 1 ? words[1] : nullptr;
+  if (first == nullptr || (first[0] != '-' && !is_command(app, first))) return refuse(app, first);
+  words.push_back(nullptr);
   for (const Program& program : kPrograms) {
-    if (argc > 1 && std::string_view(argv[1]) == program.command) become(program, argv + 1);
-    app.add_subcommand(program.command, program.help);  // for the help
+    if (std::string_view(first) == program.command) become(program, words.data() + 1);
   }
   try {
-    app.parse(argc, argv);
+    app.parse(static_cast<int>(words.size()) - 1, words.data());
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : kUsageError;
+    std::ostringstream text;
+    const int code = app.exit(error, std::cout, text);
+    std::cerr << ds::shown_message(text.str());
+    return code == 0 ? 0 : kUsageError;
   }
   ds::require(chosen != nullptr, "expected the command to be the first argument");
   return chosen();
@@ -70,9 +116,9 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   try {
-    return run(argc, argv);
+    return run(without_help(argc, argv));
   } catch (const std::exception& error) {
-    std::cerr << "ds-tool: " << error.what() << '\n';
+    std::cerr << "ds-tool: " << ds::shown_message(error.what()) << '\n';
     return kUsageError;
   }
 }

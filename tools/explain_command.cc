@@ -15,6 +15,7 @@
 #include "comm/meeting/process_state.h"
 #include "core/check.h"
 #include "core/flight_job.h"
+#include "core/shown_text.h"
 
 namespace ds::tool {
 namespace {
@@ -190,7 +191,7 @@ int explain(const ExplainOptions& options, std::ostream& out, std::ostream& err)
   try {
     return print(options, out);
   } catch (const std::exception& error) {
-    err << "ds-tool explain: " << error.what() << '\n';
+    err << "ds-tool explain: " << shown_message(error.what()) << '\n';
     return kCannotRead;
   }
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/shown_text.h"
 
 namespace ds::tool {
 namespace {
@@ -185,9 +186,9 @@ ordered_json to_json(const Forecast& forecast, bool per_rank) {
 
 void print(const Forecast& forecast, bool per_rank, std::ostream& out) {
   const Simulation& simulation = forecast.simulation;
-  out << forecast.config.source << ", simulated\n";
+  out << shown_text(forecast.config.source) << ", simulated\n";
   print_table(head_of(forecast), out);
-  for (const std::string& warning : forecast.config.warnings) out << "  warning  " << warning << '\n';
+  for (const std::string& warning : forecast.config.warnings) out << "  warning  " << shown_message(warning) << '\n';
   out << "\nTime of a step\n";
   print_table(step_of(forecast), out);
   out << "\nBytes sent in a step, at most\n";

@@ -3,13 +3,16 @@
 #include <algorithm>
 #include <limits>
 
+#include "tools/checked_count.h"
+
 namespace ds::tool {
 
 void Traffic::add(int64_t from, int64_t to, int64_t bytes) {
   const int64_t node = machine_.node_of(from);
   if (node == machine_.node_of(to)) return;
   ++leaving_[static_cast<size_t>(node)];
-  bytes_[static_cast<size_t>(node)] += bytes;
+  int64_t& sum = bytes_[static_cast<size_t>(node)];
+  sum = checked_sum(sum, bytes, "what a node sends in a step");
 }
 
 void Traffic::add(const Ring& ring, int64_t bytes_of_member) {

@@ -4,27 +4,45 @@
 #include <utility>
 
 #include "core/check.h"
+#include "tools/flag_limits.h"
 
 namespace ds::tool {
 namespace {
 
 constexpr const char* kTiedKey = "wte";
 
+void require_count(const char* flag, int64_t value, int64_t most) {
+  require<ConfigError>(value >= 1 && value <= most, flag, ": expected a whole number from 1 to ", most, ", found ",
+                       value);
+}
+
+// As a double, which no model wraps around.
+double parameters_of(const GptShape& shape) {
+  const auto hidden = static_cast<double>(shape.hidden);
+  const double block = 12 * hidden * hidden + 13 * hidden;
+  const double embeddings = (shape.tied ? 1 : 2) * static_cast<double>(shape.vocab) + static_cast<double>(shape.seq_len);
+  return embeddings * hidden + static_cast<double>(shape.layers) * block + 2 * hidden;
+}
+
 void require_model(const GptShape& shape, int64_t micro_batch) {
-  for (const auto& [flag, value] :
-       {std::pair{"--layers", shape.layers}, std::pair{"--hidden", shape.hidden}, std::pair{"--heads", shape.heads},
-        std::pair{"--seq_len", shape.seq_len}, std::pair{"--vocab", shape.vocab}}) {
-    require<ConfigError>(value > 0, flag, ": expected a positive number, found ", value);
+  require_count("--layers", shape.layers, kMostLayers);
+  for (const auto& [flag, value] : {std::pair{"--hidden", shape.hidden}, std::pair{"--heads", shape.heads},
+                                    std::pair{"--seq_len", shape.seq_len}, std::pair{"--vocab", shape.vocab}}) {
+    require_count(flag, value, kMostWidth);
   }
   require<ConfigError>(shape.hidden % shape.heads == 0, "--hidden ", shape.hidden, " does not divide by --heads ",
                        shape.heads, "; every head takes hidden / heads channels");
+  const double parameters = parameters_of(shape);
+  require<ConfigError>(parameters <= static_cast<double>(kMostParameters), "ds-tool simulate: --layers ", shape.layers,
+                       ", --hidden ", shape.hidden, ", --seq_len ", shape.seq_len, " and --vocab ", shape.vocab,
+                       ": expected a model of at most ", kMostParameters, " parameters, found ", parameters);
   require(micro_batch > 0, "gpt_layers: expected a positive micro-batch, found ", micro_batch);
 }
 
 // See gpt_layers(). At 16 bits 34 and 5.
 double kept_by_block(const GptShape& shape, double tokens, double element_bytes) {
   const double of_tokens = (16 * element_bytes + 2) * tokens * static_cast<double>(shape.hidden);
-  const double scores = tokens * static_cast<double>(shape.heads * shape.seq_len);
+  const double scores = tokens * static_cast<double>(shape.heads) * static_cast<double>(shape.seq_len);
   return of_tokens + (shape.flash_attention ? 0 : (2 * element_bytes + 1) * scores);
 }
 
@@ -33,7 +51,7 @@ double kept_by_block(const GptShape& shape, double tokens, double element_bytes)
 std::vector<LayerCost> gpt_layers(const GptShape& shape, int64_t micro_batch, int64_t element_bytes) {
   require_model(shape, micro_batch);
   constexpr double kScoreBytes = 4;  // float32
-  const auto tokens = static_cast<double>(micro_batch * shape.seq_len);
+  const double tokens = static_cast<double>(micro_batch) * static_cast<double>(shape.seq_len);
   const auto bytes = static_cast<double>(element_bytes);
   const auto hidden = static_cast<double>(shape.hidden);
   const double stream = tokens * hidden * bytes;  // between layers
@@ -80,7 +98,8 @@ std::vector<LayerCost> gpt_layers(const GptShape& shape, int64_t micro_batch, in
 }
 
 std::vector<LayerCost> equal_layers(const PlainModel& model) {
-  require<ConfigError>(model.layers > 0, "--layers: expected a positive number, found ", model.layers);
+  require_count("--layers", model.layers, kMostLayers);
+  require_count("--parameters", model.parameters, kMostParameters);
   const auto count = static_cast<double>(model.layers);
   std::vector<LayerCost> layers;
   for (int64_t i = 0; i < model.layers; ++i) {

@@ -34,7 +34,8 @@ struct GptShape {
 // causal: Narayanan et al., arXiv:2104.04473), the embeddings none. A block keeps what Korthikanti et al.
 // (arXiv:2205.05198, section 4) count, 34 s b h + 5 a s^2 b bytes at 16 bits: elements and the masks of dropouts, one
 // byte each, which a model without dropout does not have. The last layers keep their inputs, and scores in float32.
-// `element_bytes`: of activations. Throws ConfigError for numbers below 1 and heads that do not divide hidden.
+// `element_bytes`: of activations. Throws ConfigError for numbers below 1 or above those of
+// flag_limits.h, and heads that do not divide hidden.
 std::vector<LayerCost> gpt_layers(const GptShape& shape, int64_t micro_batch, int64_t element_bytes);
 
 // A model that is known by its sums: equal layers, the first ones with a parameter more where these do not divide.
@@ -45,6 +46,7 @@ struct PlainModel {
   double activation_bytes = 0;  // kept by all layers, of a micro-batch
   double output_bytes = 0;      // of each layer
 };
+// Throws ConfigError for layers and parameters below 1 or above those of flag_limits.h.
 std::vector<LayerCost> equal_layers(const PlainModel& model);
 
 // Tied parameters count once.

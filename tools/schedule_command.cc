@@ -1,17 +1,20 @@
 #include "tools/schedule_command.h"
 
+#include <algorithm>
 #include <charconv>
 #include <nlohmann/json.hpp>
 #include <vector>
 
 #include "core/atomic_file.h"
 #include "core/check.h"
+#include "core/shown_text.h"
 #include "pipeline/schedule/schedule.h"
 #include "pipeline/schedule/schedule_check.h"
 #include "pipeline/schedule/schedule_file.h"
 #include "pipeline/schedule/schedule_timing.h"
 #include "pipeline/schedule/schedule_trace.h"
 #include "pipeline/schedule/schedule_view.h"
+#include "tools/flag_limits.h"
 
 namespace ds::tool {
 namespace {
@@ -45,10 +48,16 @@ Schedule chosen_schedule(const ScheduleOptions& options) {
   require<ConfigError>(options.kind && options.stages && options.micro_batches,
                        "ds-tool schedule: expected --kind, --stages and --micro_batches, or --file");
   const ScheduleKind kind = pipeline::parse_schedule_kind(*options.kind);
-  return pipeline::make_schedule(kind, {.ranks = *options.stages,
-                                        .chunks = options.chunks.value_or(has_several_chunks(kind) ? 2 : 1),
-                                        .micro_batches = *options.micro_batches});
+  const pipeline::ScheduleShape shape{.ranks = *options.stages,
+                                      .chunks = options.chunks.value_or(has_several_chunks(kind) ? 2 : 1),
+                                      .micro_batches = *options.micro_batches};
+  const double forwards = static_cast<double>(shape.ranks) * shape.chunks * shape.micro_batches;
+  require<ConfigError>(forwards <= static_cast<double>(kMostForwards), "ds-tool schedule: expected at most ",
+                       kMostForwards, " for --stages x --chunks x --micro_batches, found ", forwards);
+  return pipeline::make_schedule(kind, shape);
 }
+
+constexpr double kLongest = 1e30;  // a time
 
 // "1,1,1": times of F, I and W.
 StageTimes parse_times(const std::string& text) {
@@ -66,13 +75,16 @@ StageTimes parse_times(const std::string& text) {
     if (next == end || *next != ',') break;
     ++next;
   }
-  require<ConfigError>(complete && numbers.size() == 3, "--times: expected three numbers, of F, I and W, as in ",
-                       "\"1,1,1\", found \"", text, "\"");
+  const bool sound = std::all_of(numbers.begin(), numbers.end(), [](double time) { return time >= 0 && time <= kLongest; });
+  require<ConfigError>(complete && sound && numbers.size() == 3, "--times: expected three numbers of at least 0, of F, ",
+                       "I and W, as in \"1,1,1\", found \"", shown_text(text), "\"");
   return {numbers[0], numbers[1], numbers[2]};
 }
 
 ScheduleReport examine(const ScheduleOptions& options) {
   ScheduleReport report;
+  require<ConfigError>(options.message >= 0 && options.message <= kLongest, "--message: expected a number of at least 0, ",
+                       "found ", options.message);
   report.schedule = chosen_schedule(options);
   if (!options.measured.empty()) report.measured = pipeline::read_trace(options.measured, report.schedule);
   std::vector<StageTimes> times = {StageTimes()};
@@ -165,9 +177,9 @@ int schedule(const ScheduleOptions& options, std::ostream& out, std::ostream& er
     require<IoError>(out.good(), "the timetable cannot be written; check the disk or the program that reads it");
     return 0;
   } catch (const Error& error) {
-    err << error.what() << '\n';
+    err << shown_message(error.what()) << '\n';
     if (options.json) {
-      const ordered_json refusal = {{"ok", false}, {"error", error.what()}};
+      const ordered_json refusal = {{"ok", false}, {"error", shown_message(error.what())}};
       out << refusal.dump(2, ' ', false, ordered_json::error_handler_t::replace) << std::endl;
     }
     return 2;

@@ -4,7 +4,9 @@
 #include <iostream>
 #include <memory>
 
+#include "launcher/command_line/number_flags.h"
 #include "tools/commands.h"
+#include "tools/flag_limits.h"
 #include "tools/schedule_command.h"
 
 namespace ds::tool {
@@ -28,11 +30,16 @@ void add_schedule(CLI::App& app, Command& chosen) {
       "schedule", "Draws a pipeline schedule: when each rank does what. Exit code 0: it is sound; 2: it is not.");
   flags->add_option("--kind", options->kind, "gpipe, 1f1b, interleaved, zb_h1, zb_h2, zbv, dualpipev or inference")
       ->type_name("KIND");
-  flags->add_option("--stages", options->stages, "Ranks of the pipeline")->type_name("N");
-  flags->add_option("--micro_batches", options->micro_batches, "Micro-batches of a batch")->type_name("N");
+  flags->add_option("--stages", options->stages, "Ranks of the pipeline")
+      ->transform(whole_number(1, kMostStages))
+      ->type_name("N");
+  flags->add_option("--micro_batches", options->micro_batches, "Micro-batches of a batch")
+      ->transform(whole_number(1, kMostMicroBatches))
+      ->type_name("N");
   flags
       ->add_option("--chunks", options->chunks,
                    "Stages a rank; 2 by default for interleaved, zbv and dualpipev, 1 for the others")
+      ->transform(whole_number(1, kMostStages))
       ->type_name("N");
   flags->add_option("--file", options->file, "A schedule as CSV, a line for each rank, instead of the above")
       ->type_name("FILE");
@@ -40,7 +47,9 @@ void add_schedule(CLI::App& app, Command& chosen) {
       ->add_option("--times", options->times,
                    "Times of forward, backward of the input and of the weights (1,1,1, or as --measured has them)")
       ->type_name("F,I,W");
-  flags->add_option("--message", options->message, "Time of a message from one rank to another")->type_name("TIME");
+  flags->add_option("--message", options->message, "Time of a message from one rank to another")
+      ->check(real_number(0))
+      ->type_name("TIME");
   flags->add_option("--measured", options->measured, "A trace of a step, or a folder of traces, to compare with")
       ->type_name("PATH");
   flags->add_option("--csv", options->csv, "File to write the schedule to")->type_name("FILE");

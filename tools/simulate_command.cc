@@ -1,13 +1,14 @@
 #include "tools/simulate_command.h"
 
 #include <charconv>
-#include <cmath>
 #include <nlohmann/json.hpp>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
+#include "core/shown_text.h"
 #include "dsengine/config.h"
+#include "tools/flag_limits.h"
 #include "tools/forecast.h"
 #include "tools/simulation.h"
 
@@ -23,13 +24,18 @@ constexpr int kWrong = 2;
 
 constexpr double kMillisecond = 1e-3;
 
+// Beyond these products of numbers would be infinite, and what is divided by them.
+constexpr double kLeast = 1e-15;
+constexpr double kMost = 1e30;
+
 void require_positive(const std::optional<double>& value, const char* flag) {
-  require<ConfigError>(!value || (std::isfinite(*value) && *value > 0), flag, ": expected a positive number, found ",
-                       value.value_or(0));
+  require<ConfigError>(!value || (*value >= kLeast && *value <= kMost), flag, ": expected a positive number from ",
+                       kLeast, " to ", kMost, ", found ", value.value_or(0));
 }
 
 void require_not_negative(double value, const char* flag) {
-  require<ConfigError>(std::isfinite(value) && value >= 0, flag, ": expected a number of at least 0, found ", value);
+  require<ConfigError>(value >= 0 && value <= kMost, flag, ": expected a number of at least 0 and at most ", kMost,
+                       ", found ", value);
 }
 
 // "1.5,2"
@@ -41,8 +47,8 @@ std::vector<double> parse_list(const std::string& text, const char* flag) {
     double number = 0;
     const auto [after, error] = std::from_chars(next, end, number);
     const bool separated = after == end || (*after == ',' && after + 1 != end);
-    require<ConfigError>(error == std::errc() && separated, flag, ": expected numbers, as in \"1.5,2\", found \"", text,
-                         "\"");
+    require<ConfigError>(error == std::errc() && separated, flag, ": expected numbers, as in \"1.5,2\", found \"",
+                         shown_text(text), "\"");
     require_not_negative(number, flag);
     numbers.push_back(number);
     if (after == end) return numbers;
@@ -71,6 +77,25 @@ std::vector<StageTimes> measured_times(const SimulateOptions& options) {
   return times;
 }
 
+// What a step holds of a schedule.
+void require_schedule_size(const engine::config::DsConfig& config) {
+  const int64_t micro_batches = config.gradient_accumulation_steps;
+  const double forwards = static_cast<double>(micro_batches) * static_cast<double>(config.pipeline.stages.value_or(1)) *
+                          static_cast<double>(config.pipeline.chunks.value_or(1));
+  require<ConfigError>(micro_batches <= kMostMicroBatches && forwards <= static_cast<double>(kMostForwards),
+                       "ds-tool simulate: expected gradient_accumulation_steps of at most ", kMostMicroBatches,
+                       ", and of pipeline.stages x pipeline.chunks x gradient_accumulation_steps at most ",
+                       kMostForwards, ", found ", micro_batches, " and ", forwards);
+}
+
+// Each micro-batch reduces or gathers the parameters.
+void require_traffic(const engine::config::DsConfig& config, int64_t parameters) {
+  constexpr double kMostElements = 0x1p57;  // of 4 bytes, gathered twice: 2^60 bytes
+  const double elements = static_cast<double>(parameters) * static_cast<double>(config.gradient_accumulation_steps);
+  require<ConfigError>(elements <= kMostElements, "ds-tool simulate: expected at most 2^57 for parameters x ",
+                       "gradient_accumulation_steps, found ", elements);
+}
+
 std::vector<LayerCost> model_of(const SimulateOptions& options, const engine::config::DsConfig& config) {
   const bool sums = options.parameters || options.flops || options.activation_bytes || options.message_bytes;
   const bool gpt = options.hidden || options.heads || options.vocab;
@@ -79,8 +104,7 @@ std::vector<LayerCost> model_of(const SimulateOptions& options, const engine::co
                        "--message_bytes), found ", gpt ? "both" : "neither");
   const int64_t stages = config.pipeline.stages.value_or(1);
   if (sums) {
-    require<ConfigError>(options.parameters.has_value() && *options.parameters > 0,
-                         "ds-tool simulate: expected --parameters, a positive number");
+    require<ConfigError>(options.parameters.has_value(), "ds-tool simulate: expected --parameters, a positive number");
     const bool timed = !options.forward_ms.empty();
     require<ConfigError>(timed || options.flops, "ds-tool simulate: expected --flops, the operations of forward for a ",
                          "micro-batch, or measured times (--forward_ms ...)");
@@ -109,9 +133,10 @@ std::vector<LayerCost> model_of(const SimulateOptions& options, const engine::co
 Machine machine_of(const SimulateOptions& options) {
   constexpr double kTera = 1e12;
   constexpr double kBytesPerGigabit = 1e9 / 8;
-  require<ConfigError>(options.ranks > 0, "--ranks: expected a positive number, found ", options.ranks);
-  require<ConfigError>(options.ranks_per_node > 0, "--ranks_per_node: expected a positive number, found ",
-                       options.ranks_per_node);
+  require<ConfigError>(options.ranks > 0 && options.ranks <= kMostSimulatedRanks, "--ranks: expected a whole number ",
+                       "from 1 to ", kMostSimulatedRanks, ", found ", options.ranks);
+  require<ConfigError>(options.ranks_per_node > 0 && options.ranks_per_node <= kMostRanks, "--ranks_per_node: expected ",
+                       "a whole number from 1 to ", kMostRanks, ", found ", options.ranks_per_node);
   require_positive(options.tflops, "--tflops");
   require_positive(options.link_gbps, "--link_gbps");
   require_positive(options.node_gbps, "--node_gbps");
@@ -136,7 +161,10 @@ Forecast examine(const SimulateOptions& options) {
   SimulationQuestion question;
   question.machine = machine_of(options);
   question.config = engine::config::parse(options.config, {.world_size = options.ranks, .strict = options.strict});
+  require_schedule_size(question.config);
   question.layers = model_of(options, question.config);
+  forecast.parameters = count_parameters(question.layers);
+  require_traffic(question.config, forecast.parameters);
   question.activation_checkpoint_interval =
       options.activation_checkpointing ? 1 : question.config.pipeline.activation_checkpoint_interval;
   question.stage_times = measured_times(options);
@@ -148,7 +176,6 @@ Forecast examine(const SimulateOptions& options) {
   question.update_seconds = options.update_ms * kMillisecond;
   forecast.simulation = simulate_step(question);
   forecast.machine = question.machine;
-  forecast.parameters = count_parameters(question.layers);
   forecast.layers = question.layers.size();
   if (options.memory_gib) forecast.limit = *options.memory_gib * kGibibyte;
   if (options.seq_len) forecast.tokens_of_sample = static_cast<double>(*options.seq_len);
@@ -171,9 +198,9 @@ int simulate(const SimulateOptions& options, std::ostream& out, std::ostream& er
     require<IoError>(out.good(), "the forecast cannot be written; check the disk or the program that reads it");
     return forecast.fits() ? kSimulated : kDoesNotFit;
   } catch (const Error& error) {
-    err << error.what() << '\n';
+    err << shown_message(error.what()) << '\n';
     if (options.json) {
-      const ordered_json refusal = {{"ok", false}, {"error", error.what()}};
+      const ordered_json refusal = {{"ok", false}, {"error", shown_message(error.what())}};
       out << refusal.dump(2, ' ', false, ordered_json::error_handler_t::replace) << std::endl;
     }
     return kWrong;

@@ -1,7 +1,6 @@
 #include "tools/simulation.h"
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <set>
 #include <utility>
@@ -9,6 +8,7 @@
 #include "core/check.h"
 #include "pipeline/schedule/schedule.h"
 #include "pipeline/schedule/schedule_file.h"
+#include "tools/checked_count.h"
 #include "tools/data_parallel_cost.h"
 #include "tools/stage_layout.h"
 
@@ -30,6 +30,8 @@ struct TiedRanks {
   int64_t parameters = 0;
 };
 
+void add_bytes(int64_t& sum, int64_t bytes) { sum = checked_sum(sum, bytes, "what is sent in a step"); }
+
 // Without pipeline, forward and backward take turns.
 Schedule schedule_of(const Plan& plan, int64_t micro_batches) {
   if (plan.pipeline && pipeline::is_schedule_file(plan.pipeline->schedule)) {
@@ -48,8 +50,6 @@ bool splits_backward(const Schedule& schedule) {
                        [](const pipeline::Action& action) { return action.kind == ActionKind::kBackwardWeight; });
   });
 }
-
-int64_t whole_bytes(double bytes) { return std::llround(bytes); }
 
 class Simulator {
  public:
@@ -190,7 +190,7 @@ void Simulator::time_messages() {
     const int b = stages_[s + 1].rank;
     if (a == b) continue;
     const double bytes = stages_[s].output_bytes;
-    const int64_t in_step = whole_bytes(bytes) * micro_batches;
+    const int64_t in_step = whole_bytes(bytes * static_cast<double>(micro_batches), "messages of a step");
     double slowest = 0;
     for (const auto& [from, to] : {std::pair{a, b}, std::pair{b, a}}) {
       Traffic traffic(machine_);
@@ -198,9 +198,9 @@ void Simulator::time_messages() {
       for (int64_t d = 0; d < dp_; ++d) {
         slowest = std::max(slowest, bytes / traffic.rate(rank_at(from, d), rank_at(to, d)));
       }
-      for (size_t n = 0; n < node_bytes_.size(); ++n) node_bytes_[n] += traffic.bytes()[n];
-      result_.pipe_ranks[static_cast<size_t>(from)].pipeline_sent += in_step;
-      result_.pipe_ranks[static_cast<size_t>(to)].message_bytes += whole_bytes(bytes);
+      for (size_t n = 0; n < node_bytes_.size(); ++n) add_bytes(node_bytes_[n], traffic.bytes()[n]);
+      add_bytes(result_.pipe_ranks[static_cast<size_t>(from)].pipeline_sent, in_step);
+      add_bytes(result_.pipe_ranks[static_cast<size_t>(to)].message_bytes, whole_bytes(bytes, "a message"));
     }
     messages_.back() =
         question_.message.value_or(MessageTimes{.transfer = bytes > 0 ? slowest : 0, .latency = machine_.latency});
@@ -329,7 +329,7 @@ void Simulator::add_memory() {
     double recomputed = 0;
     for (const int s : entry.stages)
       recomputed = std::max(recomputed, stages_[static_cast<size_t>(s)].recomputed_bytes);
-    entry.activation_bytes = whole_bytes(peaks[rank] + recomputed);
+    entry.activation_bytes = whole_bytes(peaks[rank] + recomputed, "activations");
   }
 }
 

@@ -12,6 +12,9 @@ namespace {
 
 constexpr size_t kBucketsInFlight = 2;  // beside the one that fills, see GradientReducer
 
+// Each is a place in lists of the model here; a job with so many would spend its steps on them alone.
+constexpr int64_t kMostBuckets = 1 << 22;
+
 int64_t sum(const std::vector<int64_t>& values) {
   int64_t total = 0;
   for (const int64_t value : values) total += value;
@@ -31,6 +34,10 @@ void require_valid(const MemoryQuestion& question) {
 std::vector<int64_t> buckets_of(const MemoryQuestion& question) {
   if (!question.buckets.empty() || question.parameters == 0) return question.buckets;
   const int64_t size = std::min(default_target_elements(question.parameters), question.bucket_limit);
+  require<ConfigError>(question.parameters / size < kMostBuckets, "memory model: ", question.parameters,
+                       " parameters in buckets of ", size, " elements: expected fewer than ", kMostBuckets,
+                       " buckets; raise zero_optimization.reduce_bucket_size, and at stage 3 ",
+                       "stage3_max_live_parameters and stage3_max_reuse_distance");
   std::vector<int64_t> buckets;
   for (int64_t left = question.parameters; left > 0; left -= size) buckets.push_back(std::min(size, left));
   const int64_t multiple = (question.stage > 0 ? question.dp : 1) * kAlignment;

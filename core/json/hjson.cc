@@ -1,9 +1,13 @@
 #include "core/json/hjson.h"
 
+#include <algorithm>
+#include <cstddef>
+#include <unordered_map>
 #include <utility>
 
 #include "core/check.h"
 #include "core/json/hjson_text.h"
+#include "core/shown_text.h"
 
 namespace ds {
 namespace {
@@ -17,6 +21,13 @@ std::string escape_pointer(const std::string& key) {
   for (const char c : key) out += c == '~' ? "~0" : c == '/' ? "~1" : std::string(1, c);
   return out;
 }
+
+// The keys of one object: where each stands in it, and its lines in the text.
+struct Key {
+  std::ptrdiff_t index = 0;
+  std::vector<int> lines;
+};
+using Keys = std::unordered_map<std::string, Key>;
 
 class Reader {
  public:
@@ -52,39 +63,58 @@ class Reader {
 
   ordered_json read_members(const std::string& pointer, size_t begin, bool braces) {
     ordered_json object = ordered_json::object();
-    std::map<std::string, std::vector<int>> key_lines;
+    auto& members = object.get_ref<ordered_json::object_t&>();
+    Keys keys;
     for (text_.skip_space_and_comments(); braces ? text_.peek() != '}' : !text_.at_end(); separate()) {
-      if (text_.at_end()) {
-        text_.fail(text_.position(),
-                   cat("the object that begins in line ", text_.line_of(begin), " is not closed by '}'"));
-      }
+      if (text_.at_end()) fail_unclosed("object", begin, '}');
       const int line = text_.line();
       const std::string key = text_.read_key();
       const std::string child = pointer + "/" + escape_pointer(key);
       text_.skip_space_and_comments();
       if (text_.peek() != ':') {
-        text_.fail(text_.position(), cat("expected ':' after the key \"", key, "\", found ", text_.found()));
+        text_.fail(text_.position(),
+                   cat("expected ':' after the key \"", shown_text(key), "\", found ", text_.found()));
       }
       text_.advance();
       text_.skip_space_and_comments();
       document_.lines[child] = line;
-      key_lines[key].push_back(line);
-      object[key] = read_value(child);
+      Key& known = keys[key];
+      known.lines.push_back(line);
+      ordered_json value = read_value(child);
+      if (known.lines.size() > 1) {
+        (members.begin() + known.index)->second = std::move(value);
+      } else {
+        known.index = static_cast<std::ptrdiff_t>(members.size());
+        // Looking for the key in the object, as object[key] does, would make large objects quadratic.
+        members.emplace_back(key, std::move(value));
+      }
     }
     if (braces) text_.advance();
-    for (const auto& [key, lines] : key_lines) {
-      if (lines.size() > 1) document_.duplicates.push_back({pointer + "/" + escape_pointer(key), lines});
-    }
+    note_duplicates(pointer, keys);
     return object;
+  }
+
+  // A key that is there more than once is said by name, in the order of the names.
+  void note_duplicates(const std::string& pointer, const Keys& keys) {
+    std::vector<DuplicateKey> found;
+    for (const auto& [key, known] : keys) {
+      if (known.lines.size() > 1) found.push_back({pointer + "/" + escape_pointer(key), known.lines});
+    }
+    std::sort(found.begin(), found.end(),
+              [](const DuplicateKey& a, const DuplicateKey& b) { return a.pointer < b.pointer; });
+    document_.duplicates.insert(document_.duplicates.end(), found.begin(), found.end());
+  }
+
+  [[noreturn]] void fail_unclosed(const char* what, size_t begin, char close) const {
+    const std::string swallowed = text_.swallowed();
+    text_.fail(text_.position(), cat("the ", what, " that begins in line ", text_.line_of(begin),
+                                     " is not closed by '", close, "'", swallowed.empty() ? "" : "; ", swallowed));
   }
 
   ordered_json read_items(const std::string& pointer, size_t begin) {
     ordered_json list = ordered_json::array();
     for (text_.skip_space_and_comments(); text_.peek() != ']'; separate()) {
-      if (text_.at_end()) {
-        text_.fail(text_.position(),
-                   cat("the list that begins in line ", text_.line_of(begin), " is not closed by ']'"));
-      }
+      if (text_.at_end()) fail_unclosed("list", begin, ']');
       const std::string child = pointer + "/" + std::to_string(list.size());
       document_.lines[child] = text_.line();
       list.push_back(read_value(child));

@@ -1,6 +1,7 @@
 #include "core/json/hjson_text.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -9,12 +10,15 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/shown_text.h"
+#include "core/utf8.h"
 
 namespace ds {
 namespace {
 
 constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
 constexpr size_t kLongestNumber = 400;
+constexpr size_t kShownSwallowed = 60;
 constexpr double kWholeNumberLimit = 1e10;  // the hjson package turns whole floats below it into integers
 
 bool is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
@@ -43,24 +47,6 @@ void append_utf8(std::string& out, uint32_t code) {
     out += static_cast<char>(0x80 | ((code >> 6) & 0x3F));
     out += static_cast<char>(0x80 | (code & 0x3F));
   }
-}
-
-// Length of the valid UTF-8 sequence at the front, 0 for none.
-size_t utf8_length(std::string_view text) {
-  const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
-  const unsigned lead = byte(0);
-  if (lead < 0x80) return 1;
-  const size_t length = lead >= 0xF0 && lead < 0xF5   ? 4
-                        : lead >= 0xE0 && lead < 0xF0 ? 3
-                        : lead >= 0xC2 && lead < 0xE0 ? 2
-                                                      : 0;
-  if (length == 0 || text.size() < length) return 0;
-  for (size_t i = 1; i < length; ++i) {
-    if ((byte(i) & 0xC0) != 0x80) return 0;
-  }
-  const bool overlong = (lead == 0xE0 && byte(1) < 0xA0) || (lead == 0xF0 && byte(1) < 0x90);
-  const bool out_of_range = (lead == 0xED && byte(1) >= 0xA0) || (lead == 0xF4 && byte(1) >= 0x90);
-  return overlong || out_of_range ? 0 : length;
 }
 
 // A number as the hjson package reads it; nothing when the text is no number. inf when it does not fit a double.
@@ -118,7 +104,7 @@ void HjsonText::fail(size_t position, const std::string& message) const {
 std::string HjsonText::found() const {
   if (at_end()) return "the end of the file";
   if (peek() == '\n' || peek() == '\r') return "the end of the line";
-  return cat("'", text_.substr(position_, std::max<size_t>(1, utf8_length(text_.substr(position_)))), "'");
+  return cat("'", shown_text(text_.substr(position_, std::max<size_t>(1, utf8_length(text_.substr(position_))))), "'");
 }
 
 void HjsonText::skip_space_and_comments() {
@@ -241,6 +227,41 @@ std::string HjsonText::read_multiline() {
   return out;
 }
 
+// What Python writes in place of JSON.
+void HjsonText::refuse_no_json(size_t begin, std::string_view word) const {
+  static constexpr std::array kNumbers = {"NaN", "nan", "Infinity", "-Infinity", "inf", "-inf"};
+  if (std::find(kNumbers.begin(), kNumbers.end(), word) != kNumbers.end()) {
+    fail(begin, cat("expected a value of JSON, found ", word,
+                    "; write a finite number, or put it into quotes where a text is meant"));
+  }
+  if (is_line_end(peek())) return;  // a text, which may be read as true or false
+  static constexpr std::array kWords = {std::pair("None", "null"), std::pair("True", "true"),
+                                        std::pair("False", "false")};
+  for (const auto& [python, json] : kWords) {
+    if (word == python) fail(begin, cat("expected a value of JSON, found ", word, "; write ", json));
+  }
+}
+
+// `4 "key": ...`: what follows the number is no part of a text.
+void HjsonText::refuse_missing_comma(size_t begin, std::string_view word) const {
+  const size_t end = std::min(word.find_first_of(" \t"), word.size());
+  const std::string_view first = word.substr(0, end);
+  const bool value = first == "null" || first == "true" || first == "false" || parse_number(first);
+  std::string_view rest = trim_space(word.substr(end));
+  if (!value || rest.empty() || (rest.front() != '"' && rest.front() != '\'')) return;
+  const size_t close = rest.find(rest.front(), 1);
+  if (close == std::string_view::npos || !trim_space(rest.substr(close + 1)).starts_with(':')) return;
+  fail(begin + end, cat("expected a comma after ", shown_text(first), ", found the key ",
+                        shown_text(rest.substr(0, close + 1)), "; put a comma between them"));
+}
+
+std::string HjsonText::swallowed() const {
+  if (swallowing_.empty()) return "";
+  const auto begin = static_cast<size_t>(swallowing_.data() - text_.data());
+  return cat("the text without quotes in line ", line_of(begin), ", ", shown_text(swallowing_, kShownSwallowed),
+             ", reaches to the end of its line: put it into quotes, or a comma after the value");
+}
+
 nlohmann::ordered_json HjsonText::read_quoteless() {
   const size_t begin = position_;
   if (at_end() || is_punctuator(peek())) fail(begin, cat("expected a value, found ", found()));
@@ -250,12 +271,17 @@ nlohmann::ordered_json HjsonText::read_quoteless() {
       const std::string_view word = trim_space(text_.substr(begin, position_ - begin));
       if (word == "null") return nullptr;
       if (word == "true" || word == "false") return word == "true";
+      refuse_no_json(begin, word);
       if (const auto number = parse_number(word)) {
         if (number->is_number_float() && !std::isfinite(number->get<double>()))
           fail(begin, "the number is out of range");
         return *number;
       }
-      if (is_line_end(c)) return std::string(word);
+      if (is_line_end(c)) {
+        refuse_missing_comma(begin, word);
+        if (word.find_first_of("}]") != std::string_view::npos) swallowing_ = word;
+        return std::string(word);
+      }
     }
     advance();
   }

@@ -31,8 +31,12 @@ class HjsonText {
   std::string read_quoted();
   // At '''.
   std::string read_multiline();
-  // true, false, null, a number, or a string up to the end of the line.
+  // true, false, null, a number, or a string up to the end of the line. What is meant for JSON and is none, NaN or a
+  // missing comma, fails by name.
   nlohmann::ordered_json read_quoteless();
+
+  // Where a string without quotes took what closes an object or list with it: which, and what to do. Else empty.
+  std::string swallowed() const;
 
   // "end of file", "'}'", ...
   std::string found() const;
@@ -43,10 +47,13 @@ class HjsonText {
   void append_escape(std::string& out);
   uint32_t read_hex4(size_t escape);
   void skip_indent(size_t columns);
+  void refuse_no_json(size_t begin, std::string_view word) const;
+  void refuse_missing_comma(size_t begin, std::string_view word) const;
 
   std::string_view text_;
   std::string name_;
   size_t position_ = 0;
+  std::string_view swallowing_;  // the last string without quotes that has a brace or bracket
   std::vector<size_t> line_starts_;
 };
 

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <string_view>
 
+#include "core/shown_text.h"
+
 namespace ds {
 namespace {
 
@@ -103,9 +105,7 @@ bool convert(const ordered_json& value, ordered_json& out) {
 }
 
 std::string shown(const ordered_json& value) {
-  std::string text = value.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
-  if (text.size() > kShownCharacters) text = text.substr(0, kShownCharacters - 3) + "...";
-  return text;
+  return shown_text(value.dump(-1, ' ', false, ordered_json::error_handler_t::replace), kShownCharacters);
 }
 
 }  // namespace ds

@@ -1,8 +1,6 @@
 #include "core/json/json_fields.h"
 
-#include <algorithm>
-
-#include "core/json/near_miss.h"
+#include <unordered_set>
 
 namespace ds {
 
@@ -87,11 +85,15 @@ bool JsonFields::has_object(const JsonKey& key) {
          (!key.alias.empty() && object_->contains(key.alias) && (*object_)[key.alias].is_object());
 }
 
-const ordered_json* JsonFields::find_object(const JsonKey& key) {
+const ordered_json* JsonFields::find_object(const JsonKey& key, const std::function<ordered_json()>& shape) {
   const ordered_json* value = find(key);
   if (value == nullptr || value->is_null()) return nullptr;
   if (value->is_object()) return value;
-  wrong(key, *value, "an object {...}");
+  // "fp16": true and "optimizer": "Adam" are what people write.
+  const ordered_json keys = shape();
+  const char* const inner = value->is_boolean() ? "enabled" : value->is_string() ? "type" : "";
+  const bool fits = keys.contains(inner);
+  wrong(key, *value, cat("an object {...}", fits ? cat(", as in {\"", inner, "\": ", shown(*value), "}") : ""));
   return nullptr;
 }
 
@@ -109,19 +111,26 @@ void JsonFields::warning(const std::string& key, const std::string& message) con
 }
 
 void JsonFields::finish(UnknownKeys unknown) {
+  const std::unordered_set<std::string> known(known_.begin(), known_.end());
+  std::optional<NearMisses> near;
   for (const auto& [key, value] : object_->items()) {
-    if (std::find(known_.begin(), known_.end(), key) == known_.end()) report_unknown(key, unknown);
+    if (known.contains(key)) continue;
+    if (!near) near.emplace(known_);
+    report_unknown(key, unknown, *near);
   }
 }
 
-void JsonFields::report_unknown(const std::string& key, UnknownKeys unknown) {
-  if (const auto meant = near_miss(key, known_)) {
-    error(key, cat("unknown key; did you mean ", *meant, "?"));
-  } else if (unknown == UnknownKeys::kRefuse || reading_->strict) {
+void JsonFields::report_unknown(const std::string& key, UnknownKeys unknown, const NearMisses& near) {
+  if (const auto meant = near.of(key)) return error(key, cat("unknown key; did you mean ", *meant, "?"));
+  const std::string meaning = reading_->meaning ? reading_->meaning(pointer_to(key)) : "";
+  const std::string advice = meaning.empty() ? "" : cat("; ", meaning);
+  if (unknown == UnknownKeys::kRefuse || reading_->strict) {
     error(key, cat("unknown key", pointer_.empty() ? "" : cat(" in ", dotted_path(pointer_)),
-                   lists_known_keys_ ? cat("; known are ", joined(known_)) : "; remove it or correct its name"));
-  } else if (unknown == UnknownKeys::kWarn) {
-    warning(key, "unknown key, ignored");
+                   !advice.empty()     ? advice
+                   : lists_known_keys_ ? cat("; known are ", joined(known_))
+                                       : "; remove it or correct its name"));
+  } else if (unknown == UnknownKeys::kWarn || !meaning.empty()) {
+    warning(key, cat("unknown key, ignored", advice));
   }
 }
 

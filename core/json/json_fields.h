@@ -10,6 +10,7 @@
 // default. Writing puts every field with its value.
 #pragma once
 
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -19,6 +20,7 @@
 #include "core/json/json_convert.h"
 #include "core/json/json_reading.h"
 #include "core/json/json_rules.h"
+#include "core/json/near_miss.h"
 
 namespace ds {
 
@@ -98,7 +100,7 @@ class JsonFields {
     if (!reading()) {
       JsonFields inner((*out_)[key.name]);
       describe(inner, out);
-    } else if (const nlohmann::ordered_json* object = find_object(key)) {
+    } else if (const nlohmann::ordered_json* object = find_object(key, [&] { return shape_of(out, describe); })) {
       JsonFields inner(*reading_, pointer_to(key.name), *object, unknown != UnknownKeys::kRefuse);
       describe(inner, out);
       inner.finish(unknown);
@@ -182,9 +184,18 @@ class JsonFields {
   // The spelling the document uses; empty: absent. Both spellings are an error.
   std::string spelling(const JsonKey& key);
   bool has_object(const JsonKey& key);
-  const nlohmann::ordered_json* find_object(const JsonKey& key);
+  // `shape`: what the object could be like, for a message.
+  const nlohmann::ordered_json* find_object(const JsonKey& key,
+                                            const std::function<nlohmann::ordered_json()>& shape);
+  template <class S>
+  static nlohmann::ordered_json shape_of(S section, void (*describe)(JsonFields&, S&)) {
+    nlohmann::ordered_json keys;
+    JsonFields writer(keys);
+    describe(writer, section);
+    return keys;
+  }
   void wrong(const JsonKey& key, const nlohmann::ordered_json& value, const std::string& rule);
-  void report_unknown(const std::string& key, UnknownKeys unknown);
+  void report_unknown(const std::string& key, UnknownKeys unknown, const NearMisses& near);
 
   const JsonReading* reading_ = nullptr;
   nlohmann::ordered_json* out_ = nullptr;

@@ -1,15 +1,10 @@
 #include "core/json/json_problems.h"
 
-#include <algorithm>
+#include <utility>
+
+#include "core/shown_text.h"
 
 namespace ds {
-namespace {
-
-void append_once(std::vector<std::string>& lines, std::string line) {
-  if (std::find(lines.begin(), lines.end(), line) == lines.end()) lines.push_back(std::move(line));
-}
-
-}  // namespace
 
 std::string dotted_path(const std::string& pointer) {
   std::string out;
@@ -27,22 +22,33 @@ std::string dotted_path(const std::string& pointer) {
 
 std::string JsonProblems::place(const std::string& pointer) const {
   const int line = document_.line_of(pointer);
-  const std::string path = pointer.empty() ? std::string("the config") : dotted_path(pointer);
+  const std::string path = pointer.empty() ? std::string("the config") : shown_text(dotted_path(pointer));
   return line == 0 ? path : cat(path, " (line ", line, ")");
 }
 
+void JsonProblems::Lines::add(std::string line) {
+  if (!seen_.insert(line).second) return;
+  if (lines.size() < kMostLines) lines.push_back(std::move(line));
+}
+
+std::vector<std::string> JsonProblems::Lines::told(const char* kind) const {
+  std::vector<std::string> all = lines;
+  if (count() > lines.size()) all.push_back(cat("and ", count() - lines.size(), " more ", kind));
+  return all;
+}
+
 void JsonProblems::error(const std::string& pointer, const std::string& message) {
-  append_once(errors_, cat(place(pointer), ": ", message));
+  errors_.add(cat(place(pointer), ": ", message));
 }
 
 void JsonProblems::warning(const std::string& pointer, const std::string& message) {
-  append_once(warnings_, cat(place(pointer), ": ", message));
+  warnings_.add(cat(place(pointer), ": ", message));
 }
 
 void JsonProblems::throw_errors(const std::string& name) const {
-  if (errors_.empty()) return;
-  std::string text = cat(name, ": ", errors_.size(), errors_.size() == 1 ? " mistake" : " mistakes");
-  for (const std::string& line : errors_) text += "\n  " + line;
+  if (!has_errors()) return;
+  std::string text = cat(name, ": ", errors_.count(), errors_.count() == 1 ? " mistake" : " mistakes");
+  for (const std::string& line : errors_.told("mistakes")) text += "\n  " + line;
   throw ConfigError(text);
 }
 

@@ -1,16 +1,19 @@
 #include "engine/config/config_source.h"
 
-#include <fstream>
+#include <filesystem>
 #include <optional>
-#include <sstream>
 #include <string_view>
+#include <utility>
 
 #include "core/check.h"
+#include "core/regular_file.h"
+#include "core/shown_text.h"
 
 namespace ds::engine::config {
 namespace {
 
 constexpr size_t kShownCharacters = 60;
+constexpr size_t kMostConfigBytes = 16 << 20;
 
 // Url-safe base64 (RFC 4648, section 5), padding optional; nothing for other text.
 std::optional<std::string> decode_base64(std::string_view text) {
@@ -39,12 +42,15 @@ bool looks_like_object(const std::string& text) {
   return first != std::string::npos && text[first] == '{';
 }
 
-std::string read_file(const std::filesystem::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::ostringstream text;
-  if (in) text << in.rdbuf();
-  require<ConfigError>(in && !in.bad(), path.native(), ": cannot be read; check its permissions");
-  return std::move(text).str();
+std::string read_file(const std::string& path) {
+  FileText file = read_regular_file(path, kMostConfigBytes);
+  require<ConfigError>(file.trouble.empty(), "ds_config ", shown_text(path), ": ", file.trouble);
+  constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
+  std::string_view text = file.text;
+  if (text.starts_with(kByteOrderMark)) text.remove_prefix(kByteOrderMark.size());
+  require<ConfigError>(text.find_first_not_of(" \t\r\n") != std::string_view::npos, "ds_config ", shown_text(path),
+                       ": the file is empty; expected a JSON object, at least {\"train_micro_batch_size_per_gpu\": N}");
+  return std::move(file.text);
 }
 
 }  // namespace
@@ -54,7 +60,7 @@ std::string ConfigSource::name() const {
   if (text_.empty()) return "no config";
   std::error_code error;
   if (file_only_ || std::filesystem::exists(text_, error)) return text_;
-  return decode_base64(text_) ? "base64 text" : text_.substr(0, kShownCharacters);
+  return decode_base64(text_) ? "base64 text" : shown_text(text_, kShownCharacters);
 }
 
 HjsonDocument ConfigReader::read(const ConfigSource& source) {
@@ -62,15 +68,12 @@ HjsonDocument ConfigReader::read(const ConfigSource& source) {
   if (source.is_object_) return {source.object_, {}, {}};
   require<ConfigError>(!text.empty(), "no ds_config: expected a path, a JSON object or base64 text");
   std::error_code error;
-  const std::filesystem::path path(text);
-  if (std::filesystem::exists(path, error)) {
-    require<ConfigError>(!std::filesystem::is_directory(path, error), text, ": expected a file, found a folder");
-    return parse_hjson(read_file(path), text);
+  if (std::filesystem::exists(text, error)) {
+    return parse_hjson(read_file(text), text);
   }
   const auto decoded = source.file_only_ ? std::nullopt : decode_base64(text);
-  const bool cut = text.size() > kShownCharacters;
-  require<ConfigError>(decoded && looks_like_object(*decoded), "ds_config \"",
-                       std::string_view(text).substr(0, kShownCharacters), cut ? "..." : "", "\": no such file",
+  require<ConfigError>(decoded && looks_like_object(*decoded), "ds_config \"", shown_text(text, kShownCharacters),
+                       "\": no such file",
                        source.file_only_ ? "" : ", and not url-safe base64 of a JSON object either",
                        "; check the path");
   return parse_hjson(*decoded, "base64 text");

@@ -12,6 +12,7 @@
 #include "engine/config/describe.h"
 #include "engine/config/elastic_batch.h"
 #include "engine/config/elastic_section.h"
+#include "engine/config/habitual_keys.h"
 #include "engine/config/supported.h"
 
 namespace ds::engine::config {
@@ -142,6 +143,7 @@ DsConfig parse(const ConfigSource& source, const ParseOptions& options) {
       .strict = options.strict || asks_for_strict(document.root),
       .auto_value =
           [&](const std::string& pointer) { return resolve_auto(pointer, options.auto_values, document.root); },
+      .meaning = meaning_of_key,
       .on_auto =
           [&](const std::string& pointer, const ordered_json& value, const std::string& from) {
             config.resolved_auto.push_back({dotted_path(pointer), value, from});

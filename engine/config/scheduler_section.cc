@@ -46,7 +46,15 @@ void per_group(JsonFields& json, const char* key, std::optional<PerGroup>& out) 
   out = value ? std::optional(value->values) : std::nullopt;
 }
 
+// Of an unknown one DeepSpeed takes the curve that is the default, and says so.
 void warmup_type(JsonFields& json, optimizers::WarmupType& out) {
+  const nlohmann::ordered_json* value = json.find("warmup_type");
+  if (value != nullptr && value->is_string() && *value != "log" && *value != "linear") {
+    json.warning("warmup_type", cat("expected \"log\" or \"linear\", found ", shown(*value),
+                                    "; taken as \"log\", as DeepSpeed takes it"));
+    out = optimizers::WarmupType::kLog;
+    return;
+  }
   json.enumerator("warmup_type", out,
                   {{"log", optimizers::WarmupType::kLog}, {"linear", optimizers::WarmupType::kLinear}});
 }

@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <cctype>
+
 #include "comm/backend.h"
 #include "core/check.h"
 #include "engine/config/describe.h"
@@ -51,13 +54,28 @@ void describe_precision(JsonFields& json, DsConfig& c) {
   json.section("data_types", c.data_types, describe, UnknownKeys::kWarn);
 }
 
+// In any case, as DeepSpeed reads it.
+void allreduce_op(JsonFields& json, GradientAllreduceOp& out) {
+  static const JsonFields::Names<GradientAllreduceOp> kNames = {{"mean", GradientAllreduceOp::kMean},
+                                                                {"sum", GradientAllreduceOp::kSum}};
+  const nlohmann::ordered_json* value = json.find("gradient_allreduce_op");
+  for (const auto& [name, op] : kNames) {
+    if (value == nullptr || !value->is_string()) continue;
+    std::string word = value->get<std::string>();
+    std::transform(word.begin(), word.end(), word.begin(), [](unsigned char c) { return std::tolower(c); });
+    if (word != name) continue;
+    out = op;
+    return;
+  }
+  json.enumerator("gradient_allreduce_op", out, kNames);
+}
+
 void describe_gradients(JsonFields& json, DsConfig& c) {
   json.field("gradient_clipping", c.gradient_clipping, at_least(0));
   json.field("gradient_clip_by_value", c.gradient_clip_by_value, at_least(0));
   json.field("prescale_gradients", c.prescale_gradients);
   json.field("gradient_predivide_factor", c.gradient_predivide_factor, above(0));
-  json.enumerator("gradient_allreduce_op", c.gradient_allreduce_op,
-                  {{"mean", GradientAllreduceOp::kMean}, {"sum", GradientAllreduceOp::kSum}});
+  allreduce_op(json, c.gradient_allreduce_op);
   json.enumerator("communication_data_type", c.communication_data_type, communication_dtype_names());
   json.section("gradient_compression", c.gradient_compression, describe, UnknownKeys::kRefuse);
   json.enumerator("non_finite_gradients", c.non_finite_gradients,

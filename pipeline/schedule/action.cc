@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "core/check.h"
+#include "core/shown_text.h"
 
 namespace ds::pipeline {
 namespace {
@@ -88,7 +89,7 @@ Action parse_action(const std::string& text) {
   throw ConfigError(
       cat("schedule: expected a stage, one of F, B, I, W, SF, RF, SB, RB and a micro-batch, as in \"0F3\", or "
           "REDUCE, REDUCE_TIED or STEP, found \"",
-          text, "\""));
+          shown_text(text), "\""));
 }
 
 }  // namespace ds::pipeline

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/shown_text.h"
 #include "pipeline/schedule/schedule_check.h"
 #include "pipeline/schedule/text_file.h"
 
@@ -37,7 +38,7 @@ struct Cell {
   const std::string& file;
   size_t line;
   size_t column;
-  std::string place() const { return cat(file, ", line ", line, ", cell ", column, ": "); }
+  std::string place() const { return cat(shown_text(file), ", line ", line, ", cell ", column, ": "); }
 };
 
 Action parse_compute(std::string_view text, const Cell& cell) {
@@ -48,7 +49,7 @@ Action parse_compute(std::string_view text, const Cell& cell) {
     throw ConfigError(cell.place() + error.what());
   }
   require<ConfigError>(is_compute(action.kind), lazy([&] { return cell.place(); }),
-                       "expected F, B, I or W, as in \"0F3\", found \"", text,
+                       "expected F, B, I or W, as in \"0F3\", found \"", shown_text(text),
                        "\"; leave it out: messages and the end of the step are added");
   return action;
 }
@@ -67,7 +68,7 @@ std::vector<std::vector<Action>> parse_lines(const std::string& text, const std:
   std::vector<std::string_view> lines = split(text, '\n');
   while (!lines.empty() && trimmed(lines.back()).empty()) lines.pop_back();
   require<ConfigError>(!lines.empty(), name, ": expected a line for each rank, with cells as \"0F0,1F0,,1B0,0B0\", ",
-                       "found no action");
+                       "found an empty file");
   std::vector<std::vector<Action>> compute;
   for (size_t i = 0; i < lines.size(); ++i) {
     std::vector<Action> order;

@@ -1,24 +1,18 @@
 #include "pipeline/schedule/text_file.h"
 
-#include <filesystem>
-#include <fstream>
-#include <sstream>
 #include <utility>
 
 #include "core/check.h"
-#include "core/system_call.h"
+#include "core/regular_file.h"
+#include "core/shown_text.h"
 
 namespace ds::pipeline {
 
 std::string read_text_file(const std::string& path) {
-  std::error_code ignored;
-  require<IoError>(!std::filesystem::is_directory(path, ignored), path, ": expected a file, found a folder");
-  std::ifstream in(path, std::ios::binary);
-  require_system<IoError>(in.good(), path, ": cannot be opened");
-  std::ostringstream text;
-  text << in.rdbuf();
-  require_system<IoError>(!text.bad(), path, ": cannot be read");
-  return std::move(text).str();
+  constexpr size_t kMostBytes = size_t{1} << 30;  // traces of long runs
+  FileText file = read_regular_file(path, kMostBytes);
+  require<IoError>(file.trouble.empty(), shown_text(path), ": ", file.trouble);
+  return std::move(file.text);
 }
 
 }  // namespace ds::pipeline

@@ -5,7 +5,7 @@
 
 namespace ds::pipeline {
 
-// Throws IoError naming the path and the system's reason.
+// A regular file of at most 1 GiB. Throws IoError naming the path and what was found.
 std::string read_text_file(const std::string& path);
 
 }  // namespace ds::pipeline

@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 
+#include <chrono>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -14,6 +15,7 @@ namespace {
 using engine::config::ScratchFile;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 struct Outcome {
   int code;
@@ -133,6 +135,35 @@ TEST(CheckCommand, RefusesWhatThisVersionLacks) {
 TEST(CheckCommand, StrictRefusesUnknownKeys) {
   const ScratchFile file(kGood);
   EXPECT_EQ(run({.config = file.path(), .world_size = 2, .strict = true}).code, 2);
+}
+
+// Looking for near misses among all pairs took minutes.
+TEST(CheckCommand, AHundredThousandUnknownKeysTakeSeconds) {
+  std::string text = "{\"train_batch_size\": 1";
+  for (int i = 0; i < 100'000; ++i) text += ",\n\"notes" + std::to_string(i) + "\": 1";
+  const ScratchFile file(text + ",\n\"" + std::string(1 << 20, 'k') + "\": 1}");
+  const auto begin = std::chrono::steady_clock::now();
+  const Outcome outcome = run({.config = file.path()});
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  EXPECT_EQ(outcome.code, 0);
+  EXPECT_THAT(outcome.out, HasSubstr("and 99901 more warnings"));
+  EXPECT_LT(outcome.out.size(), 20'000U);
+}
+
+TEST(CheckCommand, PrintsNoRawBytes) {
+  const ScratchFile file("{\"train_batch_size\": 1, \"note\x7f\": 1, \"monitor_config\": \"a\xC2\x9B\"}");
+  const Outcome outcome = run({.config = file.path()});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, AllOf(HasSubstr("note\\x7F"), Not(HasSubstr("\x7f")), Not(HasSubstr("\xC2\x9B"))));
+}
+
+TEST(CheckCommand, BucketsWithoutNumberAreRefused) {
+  const ScratchFile file(
+      "{\"train_batch_size\": 1, \"optimizer\": {\"type\": \"AdamW\"}, \"zero_optimization\": {\"stage\": 2, "
+      "\"reduce_bucket_size\": 1}}");
+  const Outcome outcome = run({.config = file.path(), .parameters = int64_t{1} << 50});
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, HasSubstr("buckets; raise zero_optimization.reduce_bucket_size"));
 }
 
 TEST(CheckCommand, AMissingFileIsNamed) {

@@ -123,6 +123,8 @@ TEST(ScheduleCommand, MistakesGoToTheErrorStream) {
   expect(of_kind("1f2b"), "did you mean 1f1b?");
   expect({.kind = "gpipe", .stages = 0, .micro_batches = 1}, "found 0");
   expect({.kind = "gpipe", .file = "mine.csv"}, "leave out --kind");
+  expect({.kind = "1f1b", .stages = 65536, .micro_batches = 65536}, "expected at most 1048576 for --stages x");
+  expect({.kind = "1f1b", .stages = 2, .micro_batches = 2, .message = -1}, "--message: expected a number of at least 0");
   expect({.file = "no/such.csv"}, "no/such.csv");
   for (const char* times : {"1,1", "1,1,1,1", "1,1,x", "1,1,1,", "1,1,1 "}) {
     ScheduleOptions options = of_kind("gpipe");
@@ -131,10 +133,23 @@ TEST(ScheduleCommand, MistakesGoToTheErrorStream) {
   }
   ScheduleOptions options = of_kind("gpipe");
   options.times = "1,-1,1";
-  expect(options, "found -1");
+  expect(options, "--times: expected three numbers of at least 0");
   options.times = "";
   options.svg = "no/such/folder/mine.svg";
   expect(options, "no/such/folder/mine.svg");
+}
+
+TEST(ScheduleCommand, MessagesOfOddFilesAreShortAndPlain) {
+  const test::ScratchFolder folder;
+  const auto refusal = [&](const std::string& text) {
+    const ScheduleOutcome outcome = run({.file = folder.write("odd.csv", text)});
+    EXPECT_EQ(outcome.code, 2);
+    return outcome.err;
+  };
+  EXPECT_LT(refusal(std::string(1 << 20, 'x')).size(), 1000U);
+  EXPECT_THAT(refusal("0F0\x1b[2J,0B0"), AllOf(HasSubstr("\\x1B[2J"), Not(HasSubstr("\x1b"))));
+  EXPECT_THAT(refusal("\n"), HasSubstr("found an empty file"));
+  EXPECT_THAT(run({.file = "/dev/zero"}).err, HasSubstr("found a device"));
 }
 
 TEST(ScheduleCommand, MistakesAreJsonAsWell) {

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
@@ -512,9 +513,9 @@ TEST(SimulateCommand, Mistakes) {
   expect(pipe, changed([](SimulateOptions& o) { o.hidden = o.heads = o.vocab = {}; }), "found neither");
   expect(pipe, changed([](SimulateOptions& o) { o.seq_len = {}; }), "a GPT needs all of --layers");
   expect(pipe, changed([](SimulateOptions& o) { o.heads = 3; }), "--hidden 8 does not divide by --heads 3");
-  expect(pipe, changed([](SimulateOptions& o) { o.layers = 0; }), "--layers: expected a positive number, found 0");
+  expect(pipe, changed([](SimulateOptions& o) { o.layers = 0; }), "--layers: expected a whole number from 1 to 10000, found 0");
   expect(pipe, changed([](SimulateOptions& o) { o.tflops = {}; }), "expected --tflops");
-  expect(pipe, changed([](SimulateOptions& o) { o.tflops = -1; }), "--tflops: expected a positive number, found -1");
+  expect(pipe, changed([](SimulateOptions& o) { o.tflops = -1; }), "--tflops: expected a positive number from");
   expect(pipe, changed([](SimulateOptions& o) { o.node_gbps = {}; }), "expected --link_gbps");
   expect(pipe, changed([](SimulateOptions& o) { o.latency_us = -1; }), "--latency_us");
   expect(pipe, changed([](SimulateOptions& o) { o.ranks_per_node = 0; }), "--ranks_per_node");
@@ -546,6 +547,52 @@ TEST(SimulateCommand, Mistakes) {
   Case compressed = Case::of(1, "1f1b", 4);
   compressed.config()["gradient_compression"] = {{"method", "sign"}};
   expect(compressed, gpt(4), "gradient_compression.method");
+}
+
+// Each was a bad_alloc after seconds, or a count that had wrapped around.
+TEST(SimulateCommand, HugeSizesAreRefusedAtOnce) {
+  const Case pipe = Case::of(2, "1f1b", 4);
+  const auto expect = [](const Case& with, const SimulateOptions& options, const std::string& part) {
+    const auto begin = std::chrono::steady_clock::now();
+    const SimulateOutcome outcome = with.run(options);
+    EXPECT_EQ(outcome.code, 2) << part;
+    EXPECT_THAT(outcome.err, HasSubstr(part));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+  };
+  const auto changed = [](auto change) {
+    SimulateOptions options = gpt(4);
+    change(options);
+    return options;
+  };
+  expect(pipe, changed([](SimulateOptions& o) { o.layers = 100'000'000; }), "--layers: expected");
+  expect(pipe, changed([](SimulateOptions& o) { o.layers = INT64_MAX; }), "--layers: expected");
+  expect(pipe, changed([](SimulateOptions& o) { o.vocab = INT64_MAX; }), "--vocab: expected");
+  expect(pipe, changed([](SimulateOptions& o) { o.hidden = 4'000'000'000; }), "parameters, found 7.68e+20");
+  expect(pipe, changed([](SimulateOptions& o) { o.seq_len = 1'000'000'000'000; }), "activations: expected at most 2^60");
+  expect(pipe, changed([](SimulateOptions& o) { o.ranks = int64_t{1} << 40; }), "--ranks: expected");
+  expect(Case::of(1000, "1f1b", 1000), changed([](SimulateOptions& o) {
+           o.layers = 10'000;
+           o.ranks = 1000;
+         }),
+         "layers^2 x stages");
+  SimulateOptions sums = in_seconds(4);
+  sums.parameters = int64_t{1} << 62;
+  expect(pipe, sums, "--parameters: expected");
+  sums = in_seconds(4);
+  sums.message_bytes = 1e25;
+  expect(pipe, sums, "messages of a step: expected at most 2^60 bytes");
+  expect(Case::of(2, "1f1b", 2'000'000'000), in_seconds(4), "gradient_accumulation_steps of at most");
+  Case small = Case::of(1, "1f1b", 1, 3);
+  small.config()["zero_optimization"]["reduce_bucket_size"] = 1;
+  sums = in_seconds(4);
+  sums.parameters = int64_t{1} << 50;
+  expect(small, sums, "expected fewer than 4194304 buckets");
+}
+
+TEST(SimulateCommand, TheLargestModelOfSumsIsCounted) {
+  SimulateOptions options = in_seconds(1 << 20);
+  options.parameters = int64_t{1} << 50;
+  EXPECT_EQ(Case::of(1, "1f1b", 8, 3).report(options)["parameters"], int64_t{1} << 50);
 }
 
 TEST(SimulateCommand, MistakesAreInJsonToo) {

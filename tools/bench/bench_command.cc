@@ -3,11 +3,13 @@
 #include <ATen/ops/tensor.h>
 
 #include <chrono>
+#include <sstream>
 #include <utility>
 
 #include "comm/backends/factory.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "core/shown_text.h"
 #include "dsengine/init_distributed.h"
 #include "engine/setup/rank_device.h"
 #include "tools/bench/bench_options.h"
@@ -117,12 +119,15 @@ int run(int argc, const char* const* argv, std::ostream& out, std::ostream& err)
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error, out, err) == 0 ? kFine : kFailed;
+    std::ostringstream text;
+    const int code = app.exit(error, out, text);
+    err << shown_message(text.str());
+    return code == 0 ? kFine : kFailed;
   }
   try {
     return bench(flags, out);
   } catch (const std::exception& error) {
-    err << "ds-tool bench: " << error.what() << '\n';
+    err << "ds-tool bench: " << shown_message(error.what()) << '\n';
     return kFailed;
   }
 }

@@ -6,10 +6,12 @@
 
 #include "comm/backends/factory.h"
 #include "core/check.h"
+#include "launcher/command_line/number_flags.h"
 
 namespace ds::tool::bench {
 namespace {
 
+constexpr int64_t kMostCalls = 1 << 24;  // and seconds, and ranks
 constexpr std::array kDtypes = {std::pair("float32", at::kFloat),     std::pair("float64", at::kDouble),
                                 std::pair("bfloat16", at::kBFloat16), std::pair("float16", at::kHalf),
                                 std::pair("int8", at::kChar),         std::pair("uint8", at::kByte),
@@ -36,7 +38,9 @@ void add_flags(CLI::App& app, BenchFlags& flags) {
       ->type_name("OPERATION");
   app.add_option("--min", flags.min, "Smallest tensor, bytes: 8, 1K, 64M, 2G")->type_name("SIZE");
   app.add_option("--max", flags.max, "Largest tensor")->type_name("SIZE");
-  app.add_option("--factor", flags.factor, "From one size to the next")->type_name("N");
+  app.add_option("--factor", flags.factor, "From one size to the next")
+      ->type_name("N")
+      ->transform(whole_number(2, kMostCalls));
   app.add_option("--dtype", flags.dtype, "float32, float64, bfloat16, float16, int8, uint8, int32 or int64")
       ->type_name("DTYPE");
   app.add_option("--redop", flags.redop, "sum, min or max")->type_name("OP");
@@ -45,14 +49,14 @@ void add_flags(CLI::App& app, BenchFlags& flags) {
   app.add_option("--device", flags.device, "cpu, cuda or cuda:N [cuda for nccl, else cpu]")
       ->capture_default_str()
       ->type_name("DEVICE");
-  app.add_option("--root", flags.root, "Of broadcast and reduce")->type_name("RANK")->check(CLI::NonNegativeNumber);
+  app.add_option("--root", flags.root, "Of broadcast and reduce")->type_name("RANK")->transform(whole_number(0, kMostCalls));
   app.add_option("--iterations", flags.iterations, "Timed calls of each size")
       ->type_name("N")
-      ->check(CLI::Range(1, 1 << 24));
-  app.add_option("--warmup", flags.warmup, "Calls before them")->type_name("N")->check(CLI::Range(0, 1 << 24));
+      ->transform(whole_number(1, kMostCalls));
+  app.add_option("--warmup", flags.warmup, "Calls before them")->type_name("N")->transform(whole_number(0, kMostCalls));
   app.add_option("--timeout", flags.timeout_s, "Seconds that a rank waits for another")
       ->type_name("S")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 24));
+      ->transform(whole_number(1, kMostCalls));
   app.add_flag("--check,!--no_check", flags.check, "Compare the results of each size with what they must be")
       ->default_str("on");
   app.add_flag("--json", flags.json, "Print one JSON object");

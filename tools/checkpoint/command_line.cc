@@ -1,10 +1,13 @@
 #include "tools/checkpoint/command_line.h"
 
 #include <CLI/CLI.hpp>
+#include <sstream>
 #include <string>
 
 #include "core/check.h"
+#include "core/shown_text.h"
 #include "dsengine/weights.h"
+#include "launcher/command_line/number_flags.h"
 #include "tools/checkpoint/convert_command.h"
 #include "tools/checkpoint/diff_command.h"
 #include "tools/checkpoint/inspect_command.h"
@@ -60,7 +63,7 @@ void add_convert(CLI::App& app, Arguments& arguments) {
   convert->add_flag("--exclude_buffers", options.exclude_buffers, "Leave out buffers");
   convert->add_flag("--keep_aliases", options.keep_aliases, "Write tied parameters under each of their names");
   convert->add_option("--ranks", options.ranks, "Ranks that --format dsengine is split for")
-      ->check(CLI::Range(1, kMostRanks));
+      ->transform(whole_number(1, kMostRanks));
 }
 
 int execute(const CLI::App& app, Arguments& arguments, std::ostream& out) {
@@ -90,13 +93,16 @@ int run(int argc, const char* const* argv, std::ostream& out, std::ostream& err)
   diff->add_option("other", arguments.other, "The other one")->required()->type_name("PATH");
   diff->add_option("--tolerance", arguments.diff.tolerance,
                    "The largest absolute difference of two values that count as equal")
-      ->check(CLI::NonNegativeNumber);
+      ->check(real_number(0));
   diff->add_flag("--weights", arguments.diff.weights_only, "Compare weights and buffers only");
   add_convert(app, arguments);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error, out, err) == 0 ? kFine : kFailed;
+    std::ostringstream text;
+    const int code = app.exit(error, out, text);
+    err << shown_message(text.str());
+    return code == 0 ? kFine : kFailed;
   }
   try {
     const int code = execute(app, arguments, out);
@@ -104,7 +110,7 @@ int run(int argc, const char* const* argv, std::ostream& out, std::ostream& err)
     require<IoError>(out.good(), "the report cannot be written; check the disk or the program that reads it");
     return code;
   } catch (const std::exception& error) {
-    err << "ds-tool checkpoint: " << error.what() << '\n';
+    err << "ds-tool checkpoint: " << shown_message(error.what()) << '\n';
     return kFailed;
   }
 }

@@ -12,6 +12,7 @@ using nlohmann::ordered_json;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 ordered_json read(const std::string& text) { return parse_hjson(text, "test.json").root; }
 
@@ -81,6 +82,40 @@ TEST(Hjson, SyntaxErrorsNameLineAndColumn) {
   EXPECT_THAT(refusal("{\"a\": \"\\x\"}"), HasSubstr("escape"));
   EXPECT_THAT(refusal("{\"a\": 1e999}"), HasSubstr("out of range"));
   EXPECT_THAT(refusal("{\"a\": \"\xff\"}"), HasSubstr("UTF-8"));
+}
+
+TEST(Hjson, NamesAMissingComma) {
+  EXPECT_THAT(refusal("{\n\"a\": 4 \"b\": {}}"),
+              AllOf(HasSubstr("test.json:2:7: expected a comma after 4, found the key \"b\"")));
+  EXPECT_THAT(refusal("{\"a\": true 'b' : 1\n}"), HasSubstr("expected a comma after true"));
+  EXPECT_THAT(refusal("{a: 4 b: 1}"),
+              AllOf(HasSubstr("not closed"), HasSubstr("in line 1, 4 b: 1}, reaches to the end of its line")));
+  EXPECT_EQ(read("{a: 4 \"quoted\" words\n}")["a"], "4 \"quoted\" words");
+}
+
+TEST(Hjson, NamesWhatJsonHasNot) {
+  EXPECT_THAT(refusal("{\n\"lr\": NaN,\n\"b\": 1}"), HasSubstr("test.json:2:7: expected a value of JSON, found NaN"));
+  EXPECT_THAT(refusal("{\"lr\": -Infinity}"), HasSubstr("found -Infinity; write a finite number"));
+  EXPECT_THAT(refusal("{\"a\": True, \"b\": 1}"), HasSubstr("found True; write true"));
+  EXPECT_THAT(refusal("{\"a\": None}"), HasSubstr("write null"));
+  EXPECT_EQ(read("{\"a\": \"NaN\"}")["a"], "NaN");
+  EXPECT_EQ(read("a: Nano\n")["a"], "Nano");
+}
+
+TEST(Hjson, MessagesShowNoRawBytes) {
+  EXPECT_THAT(refusal("{\"a\x1b[2J\" 1}"), Not(HasSubstr("\x1b")));
+  EXPECT_THAT(refusal("{\"a\": 1} \x1b"), AllOf(HasSubstr("\\x1B"), Not(HasSubstr("\x1b"))));
+  EXPECT_LT(refusal("{\"" + std::string(1 << 20, 'k') + "\" 1}").size(), 500U);
+}
+
+// Looking for each key among those before it would take minutes.
+TEST(Hjson, ReadsAHundredThousandKeys) {
+  std::string text = "{";
+  for (int i = 0; i < 100'000; ++i) text += "\"key" + std::to_string(i) + "\": 1,\n";
+  const HjsonDocument document = parse_hjson(text + "\"key7\": 2}", "test.json");
+  EXPECT_EQ(document.root.size(), 100'000U);
+  ASSERT_EQ(document.duplicates.size(), 1U);
+  EXPECT_EQ(document.root.get_ref<const ordered_json::object_t&>().begin()[7].second, 2);
 }
 
 }  // namespace

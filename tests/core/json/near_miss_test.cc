@@ -30,6 +30,14 @@ TEST(NearMiss, PrefersTheSameFirstLetter) {
   EXPECT_EQ(near_miss("fb16", kKnown), "fp16");
 }
 
+TEST(NearMiss, StopsCountingWhereItIsEnough) {
+  EXPECT_EQ(edit_distance("stage", "stgae", 1), 1U);
+  EXPECT_GT(edit_distance("kitten", "sitting", 2), 2U);
+  EXPECT_GT(edit_distance("a", std::string(1 << 20, 'a'), 2), 2U);
+}
+
+TEST(NearMiss, AnswersForALongWord) { EXPECT_EQ(near_miss(std::string(1 << 20, 'x'), kKnown), std::nullopt); }
+
 TEST(NearMiss, LeavesOtherWordsAlone) {
   EXPECT_EQ(near_miss("pipe-parallel-size", kKnown), std::nullopt);
   EXPECT_EQ(near_miss("map", kKnown), std::nullopt);  // too short to tell

@@ -48,6 +48,20 @@ TEST(ConfigSource, AMissingFileIsNamed) {
   EXPECT_THAT(refusal(::testing::TempDir()), HasSubstr("found a folder"));
 }
 
+TEST(ConfigSource, AnEmptyFileIsSaidToBeEmpty) {
+  for (const char* text : {"", " \n\t\n", "\xEF\xBB\xBF\n"}) {
+    const ScratchFile file(text);
+    EXPECT_THAT(refusal(file.path()), AllOf(HasSubstr(file.path()), HasSubstr("the file is empty")));
+  }
+}
+
+TEST(ConfigSource, OnlyRegularFilesAreRead) {
+  EXPECT_THAT(refusal("/dev/zero"), HasSubstr("expected a file, found a device"));
+  const ScratchFile file("");
+  std::filesystem::resize_file(file.path(), (16 << 20) + 1);
+  EXPECT_THAT(refusal(file.path()), HasSubstr("expected at most 16 MiB, found 16777217 bytes"));
+}
+
 TEST(ConfigSource, SyntaxErrorsAndOtherRootsAreRefused) {
   const ScratchFile open("{\"train_batch_size\": 1,\n");
   EXPECT_THAT(refusal(open.path()), AllOf(HasSubstr(open.path()), HasSubstr("not closed")));

@@ -106,6 +106,15 @@ TEST(SchedulerSection, ReadsTheFiveTypes) {
               ElementsAre(1e-5, 1e-6));
 }
 
+TEST(Scheduler, AnUnknownWarmupTypeIsLogAsInDeepSpeed) {
+  const std::string text = "{scheduler: {type: 'WarmupLR', params: {warmup_type: 'cubic'}}}";
+  const DsConfig config = parse_text(text);
+  ASSERT_TRUE(config.scheduler.options.has_value());
+  EXPECT_EQ(std::get<optimizers::WarmupLrOptions>(*config.scheduler.options).warmup_type, optimizers::WarmupType::kLog);
+  EXPECT_THAT(warnings_of(text), HasSubstr("scheduler.params.warmup_type: expected \"log\" or \"linear\", found "
+                                           "\"cubic\"; taken as \"log\""));
+}
+
 TEST(SchedulerSection, RefusesMistakes) {
   EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupDecayLR'}}"), HasSubstr("needs \"total_num_steps\""));
   EXPECT_THAT(refusal_of("{scheduler: {type: 'OneCycle', params: {cycle_min_lr: 1}}}"), HasSubstr("cycle_max_lr"));

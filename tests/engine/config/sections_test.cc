@@ -103,6 +103,7 @@ TEST(Gradients, Rules) {
   EXPECT_THAT(refusal_of("{gradient_clipping: -1}"), HasSubstr(">= 0"));
   EXPECT_THAT(refusal_of("{gradient_predivide_factor: 0}"), HasSubstr("> 0"));
   EXPECT_THAT(refusal_of("{gradient_allreduce_op: 'max'}"), HasSubstr("\"mean\", \"sum\""));
+  EXPECT_EQ(parse_text("{gradient_allreduce_op: 'SUM'}").gradient_allreduce_op, GradientAllreduceOp::kSum);
   EXPECT_THAT(refusal_of("{gradient_allreduce_op: 'sum', zero_optimization: {stage: 3}}"), HasSubstr("excludes"));
   EXPECT_THAT(refusal_of("{zero_optimization: {stage: 1, compute_grad_norm: false}}"),
               HasSubstr("set \"gradient_clipping\": 0"));

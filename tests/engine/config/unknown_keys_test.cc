@@ -1,6 +1,9 @@
 // Unknown keys, and all mistakes at once.
 #include <gmock/gmock.h>
 
+#include <regex>
+
+#include "engine/config/habitual_keys.h"
 #include "tests/engine/config/parse_text.h"
 #include "tests/engine/config/scratch_file.h"
 
@@ -48,6 +51,53 @@ TEST(UnknownKeys, AKeyOfASectionAtTheTopIsTold) {
   EXPECT_EQ(warnings_of("{reduce_bucket_size: 5e8}"),
             "reduce_bucket_size: has no effect here; it belongs into \"zero_optimization\"\n");
   EXPECT_EQ(warnings_of("{lr: 1}"), "lr: has no effect here; it belongs into \"optimizer.params\"\n");
+}
+
+TEST(UnknownKeys, HabitsOfOtherTrainersAreTold) {
+  const auto hint = [](const std::string& key, const std::string& text) {
+    EXPECT_THAT(warnings_of("{" + key + ": 1}"), HasSubstr(key + ": unknown key, ignored; " + text)) << key;
+  };
+  hint("batch_size", "did you mean train_batch_size?");
+  hint("learning_rate", "did you mean optimizer.params.lr?");
+  hint("zero_stage", "did you mean zero_optimization.stage?");
+  hint("mixed_precision", "use \"bf16\": {\"enabled\": true} or \"fp16\": {\"enabled\": true}");
+  hint("gradient_accumulation", "did you mean gradient_accumulation_steps?");
+  hint("per_device_train_batch_size", "did you mean train_micro_batch_size_per_gpu?");
+  hint("max_grad_norm", "did you mean gradient_clipping?");
+  hint("warmup_steps", "did you mean scheduler.params.warmup_num_steps?");
+  hint("Epochs", "no key of a ds_config");
+  EXPECT_THAT(refusal_of("{zero_optimization: {offload: 'cpu'}}"),
+              HasSubstr("zero_optimization.offload: unknown key in zero_optimization; did you mean "
+                        "zero_optimization.offload_optimizer?"));
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'AdamW', params: {learning_rate: 1}}}"),
+              HasSubstr("did you mean optimizer.params.lr?"));
+  EXPECT_THAT(warnings_of("{optimizer: {type: 'AdamW', lr: 1}}"), HasSubstr("did you mean optimizer.params.lr?"));
+}
+
+// A hint that leads to a key that there is not would be worse than none.
+TEST(UnknownKeys, HintsLeadToKeysThatExist) {
+  const std::vector<std::string> known = known_keys();
+  const std::vector<std::string> habits = habitual_keys();
+  EXPECT_GT(habits.size(), 100U);
+  for (const std::string& habit : habits) {
+    const std::string meaning = meaning_of_key("/" + std::regex_replace(habit, std::regex("\\."), "/"));
+    const std::string start = "did you mean ";
+    if (!meaning.starts_with(start)) continue;
+    const std::string path = meaning.substr(start.size(), meaning.size() - start.size() - 1);
+    EXPECT_THAT(known, ::testing::Contains(path)) << habit;
+  }
+}
+
+TEST(UnknownKeys, AValueInPlaceOfASectionIsTold) {
+  EXPECT_THAT(refusal_of("{fp16: true}"), HasSubstr("fp16: expected an object {...}, as in {\"enabled\": true}"));
+  EXPECT_THAT(refusal_of("{optimizer: 'AdamW'}"), HasSubstr("as in {\"type\": \"AdamW\"}, found \"AdamW\""));
+  EXPECT_THAT(refusal_of("{activation_checkpointing: true}"), HasSubstr("expected an object {...}, found true"));
+}
+
+TEST(UnknownKeys, ManyAreCountedNotListed) {
+  std::string text = "{strict: true";
+  for (int i = 0; i < 1000; ++i) text += ", notes" + std::to_string(i) + ": 1";
+  EXPECT_THAT(refusal_of(text + "}"), AllOf(HasSubstr("1000 mistakes"), HasSubstr("and 900 more mistakes")));
 }
 
 TEST(Mistakes, AreReportedTogether) {
