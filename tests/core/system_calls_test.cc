@@ -16,8 +16,8 @@ namespace fs = std::filesystem;
 const fs::path kSourceRoot = DS_SOURCE_DIR;
 
 // The folders of the library. Programs (tools, launcher) have rules of their own for what they hand to their children.
-constexpr const char* kFolders[] = {"core",      "comm",        "optim",    "zero",       "offload", "recompute",
-                                    "profiling", "compression", "pipeline", "checkpoint", "engine"};
+constexpr const char* kFolders[] = {"core",      "comm",      "optim",       "ops",      "zero",       "offload",
+                                    "recompute", "profiling", "compression", "pipeline", "checkpoint", "engine"};
 
 struct Source {
   std::string name;

@@ -1,0 +1,150 @@
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/result_type.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "core/check.h"
+#include "dsengine/ops.h"
+#include "ops/chunked_loss.h"
+
+namespace ds::ops {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kName = "linear_cross_entropy: ";
+
+bool is_floating(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
+}
+
+void check_shapes(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
+                  const at::Tensor& targets) {
+  require(hidden.defined() && weight.defined() && targets.defined(), kName,
+          "expected hidden, weight and targets, found an undefined tensor");
+  require(hidden.dim() >= 1 && weight.dim() == 2 && hidden.size(-1) == weight.size(1), kName,
+          "expected hidden of [..., H] and weight of [V, H], found ", hidden.sizes(), " and ", weight.sizes());
+  require(weight.size(0) > 0, kName, "expected at least one class, found a weight of ", weight.sizes());
+  require(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), kName, "expected a bias of [",
+          weight.size(0), "], one element for each row of weight, found ",
+          lazy([&] { return cat(bias.sizes()); }));
+  require(targets.scalar_type() == at::kLong, kName, "expected targets of int64, found ", targets.scalar_type(),
+          "; convert them with targets.to(at::kLong). Class probabilities are cross_entropy_loss's");
+  require(targets.sizes() == hidden.sizes().slice(0, hidden.dim() - 1), kName,
+          "expected targets of the shape of hidden without its last dimension, found ", targets.sizes(), " beside ",
+          hidden.sizes());
+}
+
+void check_types(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
+                 const at::Tensor& targets, bool autocast) {
+  require(is_floating(hidden.scalar_type()), kName, "expected hidden of float32, float64, bfloat16 or float16, found ",
+          hidden.scalar_type());
+  for (const at::Tensor* other : {&weight, &bias}) {
+    require(!other->defined() || other->scalar_type() == hidden.scalar_type() ||
+                (autocast && is_floating(other->scalar_type()) && other->scalar_type() != at::kDouble),
+            kName, "expected weight and bias of hidden's dtype ", hidden.scalar_type(), ", found ",
+            lazy([&] { return cat(other->scalar_type()); }), "; cast one of them, or use autocast");
+  }
+  for (const at::Tensor* other : {&weight, &bias, &targets}) {
+    require(!other->defined() || other->device() == hidden.device(), kName, "expected all tensors on hidden's device ",
+            hidden.device(), ", found one on ", lazy([&] { return cat(other->device()); }));
+  }
+}
+
+void check_options(const LinearCrossEntropyOptions& options) {
+  require(options.label_smoothing >= 0.0 && options.label_smoothing <= 1.0, kName,
+          "expected label_smoothing in [0, 1], found ", options.label_smoothing);
+  require(!options.logit_softcap || *options.logit_softcap > 0.0, kName, "expected logit_softcap > 0, found ",
+          options.logit_softcap.value_or(0.0));
+  require(options.chunk_rows >= 0, kName, "expected chunk_rows >= 0, found ", options.chunk_rows);
+}
+
+// On other devices the host would have to wait for the answer.
+void check_targets(const at::Tensor& targets, int64_t classes, int64_t ignore_index) {
+  if (!targets.is_cpu() || targets.numel() == 0) return;
+  const at::Tensor wrong = targets.lt(0).logical_or_(targets.ge(classes)).logical_and_(targets.ne(ignore_index));
+  if (!wrong.any().item<bool>()) return;
+  const auto position = wrong.to(at::kByte).argmax().item<int64_t>();
+  throw UsageError(cat(kName, "expected targets in [0, ", classes, ") or ignore_index ", ignore_index, ", found ",
+                       targets[position].item<int64_t>(), " at position ", position, " of ", targets.numel()));
+}
+
+// The product of `gradient` and a scalar in `factor`, in `type`. Where nobody asks for it again, in its own memory.
+at::Tensor scaled(const at::Tensor& gradient, const at::Tensor& factor, at::ScalarType type, bool once) {
+  if (!gradient.defined()) return {};
+  if (gradient.scalar_type() != factor.scalar_type()) return gradient.to(factor.scalar_type()).mul_(factor).to(type);
+  return (once ? gradient.mul_(factor) : gradient.mul(factor)).to(type);
+}
+
+struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& hidden, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias, const ChunkedLossInput& input,
+                            const WantedGradients& wanted) {
+    const ChunkedLoss loss = chunked_loss(input, wanted);
+    context->save_for_backward({loss.hidden_gradient, loss.weight_gradient, loss.bias_gradient, loss.counted});
+    const LinearCrossEntropyOptions& options = input.options;
+    context->saved_data["scale"] = options.logit_scale;
+    context->saved_data["mean"] = options.reduction == LossReduction::kMean;
+    context->saved_data["hidden"] = hidden.scalar_type();
+    context->saved_data["weight"] = weight.scalar_type();
+    context->saved_data["bias"] = bias ? bias->scalar_type() : weight.scalar_type();
+    return reduced(loss, options);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    require(!at::GradMode::is_enabled(), kName, "expected a backward pass without create_graph: its gradients are made ",
+            "in forward and have no derivative. Use at::linear and at::cross_entropy_loss for second derivatives");
+    const variable_list saved = context->get_saved_variables();
+    at::Tensor factor = gradients[0].to(wide_type(gradients[0].scalar_type())) * context->saved_data["scale"].toDouble();
+    // The gradients of no targets are 0, not NaN.
+    if (context->saved_data["mean"].toBool()) factor = factor.div_(saved[3].clamp_min(1));
+    const bool once = !torch::autograd::get_current_graph_task_keep_graph();
+    const auto gradient_of = [&](size_t input, const char* type) {
+      const at::Tensor& gradient = saved[input];
+      const bool asked = gradient.defined() && context->needs_input_grad(input);
+      return asked ? scaled(gradient, factor, context->saved_data[type].toScalarType(), once) : at::Tensor();
+    };
+    return {gradient_of(0, "hidden"), gradient_of(1, "weight"), gradient_of(2, "bias"), {}, {}};
+  }
+
+  static at::Tensor reduced(const ChunkedLoss& loss, const LinearCrossEntropyOptions& options) {
+    return options.reduction == LossReduction::kMean ? loss.total / loss.counted : loss.total;
+  }
+};
+
+}  // namespace
+
+at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
+                                const at::Tensor& targets, const LinearCrossEntropyOptions& options) {
+  check_options(options);
+  check_shapes(hidden, weight, bias, targets);
+  const c10::DeviceType device = hidden.device().type();
+  const bool autocast = at::autocast::is_autocast_enabled(device) && hidden.scalar_type() != at::kDouble;
+  check_types(hidden, weight, bias, targets, autocast);
+  const at::Tensor flat_targets = targets.reshape({-1});
+  check_targets(flat_targets, weight.size(0), options.ignore_index);
+  const at::Tensor rows = hidden.reshape({-1, hidden.size(-1)});
+
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  ChunkedLossInput input{.hidden = rows, .weight = weight, .bias = bias, .targets = flat_targets,
+                         .type = autocast ? at::autocast::get_autocast_dtype(device) : hidden.scalar_type(),
+                         .options = options};
+  const bool graph = at::GradMode::is_enabled();
+  const WantedGradients wanted{.hidden = graph && rows.requires_grad(),
+                               .weight = graph && weight.requires_grad(),
+                               .bias = graph && bias.defined() && bias.requires_grad()};
+  if (!wanted.any()) {
+    const at::NoGradGuard no_grad;
+    return LinearCrossEntropy::reduced(chunked_loss(input, {}), options);
+  }
+  const std::optional<at::Tensor> given_bias = bias.defined() ? std::optional(bias) : std::nullopt;
+  return LinearCrossEntropy::apply(rows, weight, given_bias, input, wanted);
+}
+
+}  // namespace ds::ops
