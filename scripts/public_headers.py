@@ -18,7 +18,7 @@ class Group:
 
 
 class Declaration:
-    """`text` is without its body; `members` are the groups of a class or struct; `trailing` is the comment behind it."""
+    """`text` is without its body, `members` are the groups of a class or struct, `trailing` is the comment behind."""
 
     def __init__(self, kind, name, text, members=()):
         self.kind, self.name, self.text, self.members, self.trailing = kind, name, text, members, []
@@ -162,8 +162,9 @@ class Header:
         return made
 
     def function_or_value(self, begin, text, plain):
-        flat = without_angles(re.sub(r"^requires\s*\(.*?\)\s*\n", "", plain, flags=re.S)).strip()
-        for kind, pattern in (("alias", r"using (?:[\w:]+::)?(\w+)(?: =|$)"), ("concept", r"concept (\w+)"),
+        flat = re.sub(r"^requires\s*\(.*?\)\s*\n|decltype\(auto\)", "", plain, flags=re.S)
+        flat = without_angles(flat).strip()
+        for kind, pattern in (("alias", r"TORCH_MODULE\((\w+)\)"), ("alias", r"using (?:[\w:]+::)?(\w+)(?: =|$)"), ("concept", r"concept (\w+)"),
                               ("function", r"[^=(]*?(operator\s?[^\s(]+|~?\w+)\s?\("),
                               ("value", r"[\w:&*\s]*?(\w+)(?:\s*[={,]|$)")):
             if match := re.match(pattern, flat):
@@ -237,7 +238,9 @@ def without_initializers(text):
 
 
 def is_left_out(plain, own, hidden):
-    if re.match(r"friend |using (iterator_category|value_type|difference_type|pointer|reference) =|using .*?(\w+)::\2$", plain):
+    if re.match(r"friend |static_assert|using (iterator_category|value_type|difference_type|pointer|reference) =", plain):
+        return True
+    if re.match(r"using .*?(\w+)::\1$", plain):  # constructors of a base
         return True
     if re.search(r"= delete$", plain) or re.match(rf"(virtual )?~{own}\(\)( = default)?( override)?$", plain):
         return True

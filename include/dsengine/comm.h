@@ -95,7 +95,7 @@ struct CommCounters {
   int64_t total_bytes_sent() const;
 };
 
-// One rank's handle on a group of ranks; see the top of this header. A `label` names the operation in messages.
+// One rank's handle on a group of ranks, as told above. A `label` names the operation in messages.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -107,6 +107,7 @@ class Communicator {
   int size() const { return size_; }
   // For messages: "world", "data", ...
   const std::string& name() const { return name_; }
+  // What this rank has sent since the last reset.
   const CommCounters& counters() const { return counters_; }
   void reset_counters() { counters_ = {}; }
 
@@ -142,8 +143,8 @@ class Communicator {
   // in `ranks`, which get nullptr.
   std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks, const std::string& name);
 
-  // Operations from now on, and those of groups made from now on, are shown to it (comm/collective_observer.h), beside
-  // other observers. Call before the first operation.
+  // Operations from now on, and those of groups made from now on, are shown to it, beside other
+  // observers. Call before the first operation.
   void observe_with(std::shared_ptr<CollectiveObserver> observer);
   // Tells the observers what the program does from now on: "backward", "step", ...; micro_step -1: none.
   void note_phase(const char* name, int64_t step, int64_t micro_step = -1) const;

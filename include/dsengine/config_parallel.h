@@ -130,7 +130,7 @@ struct ZeroSection {
 struct PipelineSection {
   std::optional<int64_t> stages;   // ranks of the pipeline; empty: "auto"
   std::string partition = "best";  // "best": "parameters"
-  std::string schedule = "1f1b";   // a kind (pipeline/schedule/schedule.h), or a file of actions
+  std::string schedule = "1f1b";   // a kind, or a file of actions (docs/pipeline.md)
   std::optional<int64_t> chunks;   // stages a rank; empty: "auto", what the schedule needs
   bool seed_layers = false;
   int64_t activation_checkpoint_interval = 0;

@@ -104,7 +104,7 @@ struct OptimizerParams {
   int64_t var_update_scaler = 16;
   int64_t local_step_scaler = 32678;
   int64_t local_step_clipper = 16;
-  bool deepspeed_semantics = false;  // our own key: their first step and bias, see compression/onebit_adam.h
+  bool deepspeed_semantics = false;  // our own key: their first step and bias, docs/compression.md
 };
 
 // optimizer: {"type", "params"}.
@@ -118,7 +118,7 @@ struct OptimizerSection {
   bool given() const { return !type.empty(); }  // whether the file has the section
   // AdamW's decoupled weight decay: type AdamW, or Adam with adam_w_mode.
   bool decoupled_weight_decay() const { return type == "AdamW" || values.adam_w_mode; }
-  // Ranks exchange compressed momenta, or the like, in place of gradients (compression/compressed_optimizer.h).
+  // Ranks exchange compressed momenta, or the like, in place of gradients (docs/compression.md).
   bool compresses() const { return type == "OneBitAdam" || type == "OneBitLamb" || type == "ZeroOneAdam"; }
   // What runs: `type`, but AdamW for Adam with decoupled weight decay.
   std::string algorithm() const { return type == "Adam" && decoupled_weight_decay() ? "AdamW" : type; }

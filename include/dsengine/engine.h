@@ -102,6 +102,7 @@ class Engine {
   void trace_pipeline(bool on);
   void write_pipeline_trace(const std::string& path);
 
+  // --- around steps ------------------------------------------------------------------------------------------------
   // While the returned guard lives, backward() adds to local gradients without any communication, in every stage.
   class NoSync {
    public:
@@ -215,6 +216,7 @@ class Engine {
   at::Tensor safe_get_local_optimizer_state(const at::Tensor& parameter, const std::string& state);
   void safe_set_local_optimizer_state(const at::Tensor& parameter, const at::Tensor& value, const std::string& state);
 
+  // --- the whole model ---------------------------------------------------------------------------------------------
   // Makes these parameters of the model whole until the returned scope ends; see dsengine/zero.h. Collective at both
   // ends; throws UsageError for a tensor that is no parameter of the model.
   [[nodiscard]] zero::GatheredParameters gathered_parameters(const std::vector<at::Tensor>& parameters,
@@ -242,6 +244,7 @@ class Engine {
   LoadedCheckpoint load_checkpoint(const std::string& load_dir, const std::string& tag = "",
                                    const LoadOptions& options = {});
 
+  // --- memory ------------------------------------------------------------------------------------------------------
   // Moves state to host memory, and back: see zero::OffloadStates. Collective.
   void offload_states(OffloadStates states = {});
   void reload_states();

@@ -104,7 +104,7 @@ struct PipelineOptions {
 struct StagePlacement;
 struct TiedLayers;
 
-// The module of a pipeline; the top of this header tells its life.
+// The module of a pipeline, whose life is told above.
 class PipelineModule : public torch::nn::Module {
  public:
   // Throws UsageError for no layers, a missing loss, names that two layers share, and tied layers of different types.

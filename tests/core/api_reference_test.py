@@ -32,6 +32,9 @@ struct Limits {
 
 enum class Colour { kRed, kBlue };
 
+class LidImpl : public Module {};
+TORCH_MODULE(Lid);
+
 // A box.
 class Box {
  public:
@@ -59,17 +62,30 @@ class Box {
 }  // namespace ds
 """
 
-EXPECTED = ["Boxes, for a test. See [docs/boxes.md](../boxes.md).", "Box box(1);", "In namespace `ds`:",
-            "### struct Limits\n\nWhat a box may hold, in \\< pieces >.", "  int most = 3;  // pieces\n",
-            '  std::string name = "a { brace; and // slashes";\n', "  bool full() const;\n", "### enum Colour",
-            "enum class Colour { kRed, kBlue };", "### class Box\n\nA box.", "#### Making one", "explicit Box(int size);\n",
-            "template <class Piece>\nvoid add(const Piece& piece, int count = {1});\nint size() const;  // pieces\n",
-            "Adds `count`.\n\n* never more than fit;\n* or none.\n"]
+EXPECTED = [
+    "Boxes, for a test. See [docs/boxes.md](../boxes.md).",
+    "Box box(1);",
+    "In namespace `ds`:",
+    "### struct Limits\n\nWhat a box may hold, in \\< pieces >.",
+    "  int most = 3;  // pieces\n",
+    '  std::string name = "a { brace; and // slashes";\n',
+    "  bool full() const;\n",
+    "### enum Colour",
+    "enum class Colour { kRed, kBlue };",
+    "### class LidImpl\n\n```cpp\nclass LidImpl : public Module;\n```\n\n### Lid\n",
+    "### class Box\n\nA box.",
+    "#### Making one",
+    "explicit Box(int size);\n",
+    "template <class Piece>\nvoid add(const Piece& piece, int count = {1});\n",
+    "int size() const;  // pieces\n",
+    "Adds `count`.\n\n* never more than fit;\n* or none.\n",
+]
 LEFT_OUT = ["not_shown", "Hidden", "Elsewhere", "delete", "~Box", "grow", "size_", "Not shown", "nobody"]
 
 
 def run(*arguments, expected):
-    done = subprocess.run([sys.executable, f"{SOURCE}/scripts/api_reference", *arguments], capture_output=True, text=True)
+    command = [sys.executable, f"{SOURCE}/scripts/api_reference", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
     if (done.returncode == 0) != expected:
         sys.exit(f"api_reference {arguments}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
