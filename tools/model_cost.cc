@@ -20,7 +20,8 @@ void require_count(const char* flag, int64_t value, int64_t most) {
 double parameters_of(const GptShape& shape) {
   const auto hidden = static_cast<double>(shape.hidden);
   const double block = 12 * hidden * hidden + 13 * hidden;
-  const double embeddings = (shape.tied ? 1 : 2) * static_cast<double>(shape.vocab) + static_cast<double>(shape.seq_len);
+  const double embeddings =
+      (shape.tied ? 1 : 2) * static_cast<double>(shape.vocab) + static_cast<double>(shape.seq_len);
   return embeddings * hidden + static_cast<double>(shape.layers) * block + 2 * hidden;
 }
 

@@ -75,16 +75,18 @@ StageTimes parse_times(const std::string& text) {
     if (next == end || *next != ',') break;
     ++next;
   }
-  const bool sound = std::all_of(numbers.begin(), numbers.end(), [](double time) { return time >= 0 && time <= kLongest; });
-  require<ConfigError>(complete && sound && numbers.size() == 3, "--times: expected three numbers of at least 0, of F, ",
-                       "I and W, as in \"1,1,1\", found \"", shown_text(text), "\"");
+  const bool sound =
+      std::all_of(numbers.begin(), numbers.end(), [](double time) { return time >= 0 && time <= kLongest; });
+  require<ConfigError>(complete && sound && numbers.size() == 3,
+                       "--times: expected three numbers of at least 0, of F, ", "I and W, as in \"1,1,1\", found \"",
+                       shown_text(text), "\"");
   return {numbers[0], numbers[1], numbers[2]};
 }
 
 ScheduleReport examine(const ScheduleOptions& options) {
   ScheduleReport report;
-  require<ConfigError>(options.message >= 0 && options.message <= kLongest, "--message: expected a number of at least 0, ",
-                       "found ", options.message);
+  require<ConfigError>(options.message >= 0 && options.message <= kLongest,
+                       "--message: expected a number of at least 0, ", "found ", options.message);
   report.schedule = chosen_schedule(options);
   if (!options.measured.empty()) report.measured = pipeline::read_trace(options.measured, report.schedule);
   std::vector<StageTimes> times = {StageTimes()};

@@ -135,8 +135,9 @@ Machine machine_of(const SimulateOptions& options) {
   constexpr double kBytesPerGigabit = 1e9 / 8;
   require<ConfigError>(options.ranks > 0 && options.ranks <= kMostSimulatedRanks, "--ranks: expected a whole number ",
                        "from 1 to ", kMostSimulatedRanks, ", found ", options.ranks);
-  require<ConfigError>(options.ranks_per_node > 0 && options.ranks_per_node <= kMostRanks, "--ranks_per_node: expected ",
-                       "a whole number from 1 to ", kMostRanks, ", found ", options.ranks_per_node);
+  require<ConfigError>(options.ranks_per_node > 0 && options.ranks_per_node <= kMostRanks,
+                       "--ranks_per_node: expected ", "a whole number from 1 to ", kMostRanks, ", found ",
+                       options.ranks_per_node);
   require_positive(options.tflops, "--tflops");
   require_positive(options.link_gbps, "--link_gbps");
   require_positive(options.node_gbps, "--node_gbps");

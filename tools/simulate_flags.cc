@@ -26,19 +26,40 @@ void add_simulated_model(CLI::App& simulate, SimulateOptions& options) {
       ->transform(whole_number(1, kMostLayers))
       ->type_name("N")
       ->group(kGpt);
-  simulate.add_option("--hidden", options.hidden, "Width")->transform(whole_number(1, kMostWidth))->type_name("N")->group(kGpt);
-  simulate.add_option("--heads", options.heads, "Attention heads")->transform(whole_number(1, kMostWidth))->type_name("N")->group(kGpt);
-  simulate.add_option("--seq_len", options.seq_len, "Tokens of a sample")->transform(whole_number(1, kMostWidth))->type_name("N")->group(kGpt);
-  simulate.add_option("--vocab", options.vocab, "Tokens there are")->transform(whole_number(1, kMostWidth))->type_name("N")->group(kGpt);
+  simulate.add_option("--hidden", options.hidden, "Width")
+      ->transform(whole_number(1, kMostWidth))
+      ->type_name("N")
+      ->group(kGpt);
+  simulate.add_option("--heads", options.heads, "Attention heads")
+      ->transform(whole_number(1, kMostWidth))
+      ->type_name("N")
+      ->group(kGpt);
+  simulate.add_option("--seq_len", options.seq_len, "Tokens of a sample")
+      ->transform(whole_number(1, kMostWidth))
+      ->type_name("N")
+      ->group(kGpt);
+  simulate.add_option("--vocab", options.vocab, "Tokens there are")
+      ->transform(whole_number(1, kMostWidth))
+      ->type_name("N")
+      ->group(kGpt);
   simulate.add_flag("--tied", options.tied, "The head has the weights of the embedding")->group(kGpt);
   simulate.add_flag("--flash_attention", options.flash_attention, "Attention keeps no scores")->group(kGpt);
   constexpr const char* kSums = "... or sums of any";
-  simulate.add_option("--parameters", options.parameters, "Trainable elements")->transform(whole_number(1, kMostParameters))->type_name("N")->group(kSums);
-  simulate.add_option("--flops", options.flops, "Operations of forward, of a micro-batch")->check(real_number(0))->type_name("N")
+  simulate.add_option("--parameters", options.parameters, "Trainable elements")
+      ->transform(whole_number(1, kMostParameters))
+      ->type_name("N")
       ->group(kSums);
-  simulate.add_option("--activation_bytes", options.activation_bytes, "Kept for backward, of a micro-batch")->check(real_number(0))->type_name("N")
+  simulate.add_option("--flops", options.flops, "Operations of forward, of a micro-batch")
+      ->check(real_number(0))
+      ->type_name("N")
       ->group(kSums);
-  simulate.add_option("--message_bytes", options.message_bytes, "What a stage sends the next, of a micro-batch")->check(real_number(0))->type_name("N")
+  simulate.add_option("--activation_bytes", options.activation_bytes, "Kept for backward, of a micro-batch")
+      ->check(real_number(0))
+      ->type_name("N")
+      ->group(kSums);
+  simulate.add_option("--message_bytes", options.message_bytes, "What a stage sends the next, of a micro-batch")
+      ->check(real_number(0))
+      ->type_name("N")
       ->group(kSums);
   simulate
       .add_flag("--activation_checkpointing", options.activation_checkpointing,
@@ -48,17 +69,27 @@ void add_simulated_model(CLI::App& simulate, SimulateOptions& options) {
 
 void add_simulated_machine(CLI::App& simulate, SimulateOptions& options) {
   constexpr const char* kMachine = "Machine";
-  simulate.add_option("--tflops", options.tflops, "10^12 operations a second, of a rank, as achieved")->check(real_number(0, true))->type_name("X")
+  simulate.add_option("--tflops", options.tflops, "10^12 operations a second, of a rank, as achieved")
+      ->check(real_number(0, true))
+      ->type_name("X")
       ->group(kMachine);
-  simulate.add_option("--link_gbps", options.link_gbps, "10^9 bits a second that a node sends to others [--node_gbps]")->check(real_number(0, true))->type_name("X")
+  simulate.add_option("--link_gbps", options.link_gbps, "10^9 bits a second that a node sends to others [--node_gbps]")
+      ->check(real_number(0, true))
+      ->type_name("X")
       ->group(kMachine);
   simulate
-      .add_option("--node_gbps", options.node_gbps, "10^9 bits a second that a rank sends in its node [--link_gbps]")->check(real_number(0, true))->type_name("X")
+      .add_option("--node_gbps", options.node_gbps, "10^9 bits a second that a rank sends in its node [--link_gbps]")
+      ->check(real_number(0, true))
+      ->type_name("X")
       ->group(kMachine);
-  simulate.add_option("--ranks_per_node", options.ranks_per_node, "Consecutive ranks of a node")->transform(whole_number(1, kMostRanks))->capture_default_str()
+  simulate.add_option("--ranks_per_node", options.ranks_per_node, "Consecutive ranks of a node")
+      ->transform(whole_number(1, kMostRanks))
+      ->capture_default_str()
       ->type_name("N")
       ->group(kMachine);
-  simulate.add_option("--latency_us", options.latency_us, "Microseconds of a message of no length")->check(real_number(0))->capture_default_str()
+  simulate.add_option("--latency_us", options.latency_us, "Microseconds of a message of no length")
+      ->check(real_number(0))
+      ->capture_default_str()
       ->type_name("X")
       ->group(kMachine);
   simulate.add_option("--memory_gib", options.memory_gib, "Memory of a rank; names those that need more")
@@ -74,8 +105,13 @@ void add_simulated_machine(CLI::App& simulate, SimulateOptions& options) {
   simulate.add_option("--backward_weight_ms", options.backward_weight_ms, "Backward, gradients of the weights")
       ->type_name("X,..")
       ->group(kMeasured);
-  simulate.add_option("--message_ms", options.message_ms, "A message between stages")->check(real_number(0))->type_name("X")->group(kMeasured);
-  simulate.add_option("--update_ms", options.update_ms, "Norm and optimizer, once a step")->check(real_number(0))->type_name("X")
+  simulate.add_option("--message_ms", options.message_ms, "A message between stages")
+      ->check(real_number(0))
+      ->type_name("X")
+      ->group(kMeasured);
+  simulate.add_option("--update_ms", options.update_ms, "Norm and optimizer, once a step")
+      ->check(real_number(0))
+      ->type_name("X")
       ->group(kMeasured);
 }
 

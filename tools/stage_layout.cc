@@ -32,9 +32,10 @@ pipeline::StageBounds bounds_of(const std::vector<LayerCost>& layers, int stages
   if (method == "uniform") return pipeline::partition_uniform(count, stages);
   // What finding the balance takes.
   constexpr double kMostChoices = 0x1p31;
-  require<ConfigError>(static_cast<double>(count) * count * stages <= kMostChoices, "ds-tool simulate: pipeline.partition ",
-                       "\"", method, "\": expected at most 2^31 for layers^2 x stages, found ", count, " layers and ",
-                       stages, " stages; use \"uniform\", or fewer layers");
+  require<ConfigError>(static_cast<double>(count) * count * stages <= kMostChoices,
+                       "ds-tool simulate: pipeline.partition ", "\"", method,
+                       "\": expected at most 2^31 for layers^2 x stages, found ", count, " layers and ", stages,
+                       " stages; use \"uniform\", or fewer layers");
   return pipeline::partition_balanced(weights_of_layers(layers, method), stages);
 }
 

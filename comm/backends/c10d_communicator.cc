@@ -15,6 +15,7 @@
 #include "comm/self_messages.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "core/without_stack.h"
 
 namespace ds::comm {
 namespace {
@@ -71,7 +72,7 @@ class BackendState : public WorkState {
     try {
       work_->wait();
     } catch (const std::exception& error) {
-      throw CommError(cat(name_, *place_, ": ", error.what(),
+      throw CommError(cat(name_, *place_, ": ", without_stack(error.what()),
                           ". A rank has most likely ended or issued another operation: look at ",
                           "the logs of the other ranks first"));
     }
@@ -161,7 +162,7 @@ Work C10dCommunicator::launch(Collective collective) {
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
-    throw CommError(cat(operation, *place_, ": ", error.what()));
+    throw CommError(cat(operation, *place_, ": ", without_stack(error.what())));
   }
 }
 

@@ -7,6 +7,7 @@
 #include "comm/backends/cuda_plugin.h"
 #include "comm/cuda/host_registration.h"
 #include "core/check.h"
+#include "core/without_stack.h"
 
 namespace ds::comm {
 namespace {
@@ -40,7 +41,7 @@ c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::St
     return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, options);
   } catch (const std::exception& error) {
     throw CommError(cat("nccl: rank ", rank, " of ", size, " (rank ", world.rank, " of the job, ", world.device.str(),
-                        ") could not be set up: ", error.what()));
+                        ") could not be set up: ", without_stack(error.what())));
   }
 }
 

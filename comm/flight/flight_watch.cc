@@ -14,9 +14,11 @@
 #include "comm/flight/flight_folder.h"
 #include "comm/flight/flight_watch_state.h"
 #include "comm/meeting/process_state.h"
+#include "comm/meeting/quiet_store.h"
 #include "core/check.h"
 #include "core/flight_job.h"
 #include "core/log.h"
+#include "core/without_stack.h"
 
 namespace ds::comm {
 
@@ -60,15 +62,19 @@ void FlightWatch::State::talk() {
     try {
       do {
         asked_ns = Clock::now().time_since_epoch().count();
-        exchange();
+        {
+          const QuietStore quiet;  // rank 0 may end at any time
+          exchange();
+        }
         asked_ns = 0;
         exchanged = Clock::now();
       } while (!ending && !closed && pause(interval()));
+      const QuietStore quiet;
       if (!ending && !closed) say_goodbye();
       again = false;
     } catch (const std::exception& error) {
       asked_ns = 0;
-      again = reconnect(error.what());
+      again = reconnect(without_stack(error.what()));
     }
   }
 }
@@ -79,6 +85,7 @@ bool FlightWatch::State::reconnect(const std::string& why) {
   if (exchanged - connected > kSteady) reconnections = 0;
   for (int attempt = 0; attempt < kReconnections && pause(interval()); ++attempt) {
     try {
+      const QuietStore quiet;
       asked_ns = Clock::now().time_since_epoch().count();
       store = connect(meeting);
       asked_ns = 0;
@@ -99,6 +106,7 @@ void FlightWatch::State::give_up(const std::string& why) {
   log::warning("stalls are not reported any more: the store of the rendezvous fails again and again: ", why);
   deaf = true;
   try {
+    const QuietStore quiet;
     store->set(deaf_key(rank), to_value("1"));
   } catch (const std::exception& error) {
     log::debug("flight watch: ", error.what());
@@ -272,6 +280,7 @@ FlightWatch::FlightWatch(const Rendezvous& meeting, Communicator& world, const F
   c10::intrusive_ptr<c10d::Store> store;
   JobRecord record;
   try {
+    const QuietStore quiet;
     store = connect(meeting.store);
     if (meeting.rank == 0) {
       record = record_of_first(recording, options.folder, own);
@@ -282,7 +291,7 @@ FlightWatch::FlightWatch(const Rendezvous& meeting, Communicator& world, const F
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
-    throw CommError(cat("flight recorder: the store of the rendezvous does not answer: ", error.what(),
+    throw CommError(cat("flight recorder: the store of the rendezvous does not answer: ", without_stack(error.what()),
                         ". A rank has most likely ended: look at the logs of the other ranks first"));
   }
   recorder_ = record.recorder;

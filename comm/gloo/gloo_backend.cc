@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "core/check.h"
+#include "core/without_stack.h"
 
 namespace ds::comm {
 namespace {
@@ -34,16 +35,16 @@ c10::intrusive_ptr<c10d::Backend> connect_gloo(const c10::intrusive_ptr<c10d::St
   try {
     gloo_options->devices = open_devices(options);
   } catch (const std::exception& error) {
-    throw CommError(cat("gloo: rank ", rank, " cannot open a network interface (address '", options.address,
-                        "', GLOO_SOCKET_IFNAME '",
-                        std::getenv("GLOO_SOCKET_IFNAME") ? std::getenv("GLOO_SOCKET_IFNAME") : "",
-                        "'): ", error.what(), ". Set GLOO_SOCKET_IFNAME to an interface that `ip addr` lists."));
+    throw CommError(
+        cat("gloo: rank ", rank, " cannot open a network interface (address '", options.address,
+            "', GLOO_SOCKET_IFNAME '", std::getenv("GLOO_SOCKET_IFNAME") ? std::getenv("GLOO_SOCKET_IFNAME") : "",
+            "'): ", without_stack(error.what()), ". Set GLOO_SOCKET_IFNAME to an interface that `ip addr` lists."));
   }
   try {
     return c10::make_intrusive<ProcessGroupGloo>(store, rank, size, gloo_options);
   } catch (const std::exception& error) {
     throw CommError(cat("gloo: rank ", rank, " of ", size, " could not connect to the other ranks within ",
-                        options.timeout.count(), " ms: ", error.what(),
+                        options.timeout.count(), " ms: ", without_stack(error.what()),
                         ". Look whether every rank is alive and whether a firewall blocks TCP between the hosts."));
   }
 }

@@ -11,15 +11,21 @@
 #include <nlohmann/json.hpp>
 
 #include "comm/meeting/host_identity.h"
+#include "comm/meeting/quiet_store.h"
 #include "comm/meeting/rendezvous_address.h"
 #include "comm/meeting/tcp_meeting.h"
 #include "core/check.h"
+#include "core/joined_file.h"
 #include "core/system_call.h"
+#include "core/without_stack.h"
 
 namespace ds::comm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr const char* kStoreEnded = "rank 0, which holds it, has most likely ended: look at its log first";
 
 std::string arrival_key(int rank) { return cat("arrival/", rank); }
 
@@ -73,27 +79,41 @@ std::string missing_ranks(c10d::Store& store, int world_size) {
   return cat("missing: rank ", missing, "; present: ", present);
 }
 
+[[noreturn]] void fail_waiting(const std::string& who, int world_size, milliseconds waited, milliseconds timeout) {
+  const std::string look = ". Look whether those processes were started, with the same MASTER_ADDR and MASTER_PORT";
+  // The store went away before the time was up.
+  if (waited < timeout - timeout / 10) {
+    throw CommError(
+        cat("rendezvous: this rank waited ", waited.count(), " ms for all of ", world_size, " ranks, then ", who));
+  }
+  throw CommError(
+      cat("rendezvous: not all of ", world_size, " ranks came within ", timeout.count(), " ms; ", who, look));
+}
+
 // `left`: what is left of `timeout`.
 std::vector<RankPlace> await_all(c10d::Store& store, int world_size, std::chrono::milliseconds left,
                                  std::chrono::milliseconds timeout) {
   std::vector<std::string> keys;
   for (int r = 0; r < world_size; ++r) keys.push_back(arrival_key(r));
+  const auto begin = Clock::now();
+  std::vector<RankPlace> ranks;
   try {
     store.wait(keys, left);
+    for (int r = 0; r < world_size; ++r) ranks.push_back(read_arrival(store.get_to_str(keys[r]), r, world_size));
+  } catch (const Error&) {
+    throw;
   } catch (const std::exception&) {
+    const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
     std::string who;
     try {
       who = missing_ranks(store, world_size);
     } catch (const CommError&) {
       throw;
     } catch (const std::exception&) {
-      who = "the store does not answer any more, so rank 0 has most likely ended: look at its log first";
+      who = cat("the store does not answer any more: ", kStoreEnded);
     }
-    throw CommError(cat("rendezvous: not all of ", world_size, " ranks came within ", timeout.count(), " ms; ", who,
-                        ". Look whether those processes were started, with the same MASTER_ADDR and MASTER_PORT"));
+    fail_waiting(who, world_size, waited + (timeout - left), timeout);
   }
-  std::vector<RankPlace> ranks;
-  for (int r = 0; r < world_size; ++r) ranks.push_back(read_arrival(store.get_to_str(keys[r]), r, world_size));
   return ranks;
 }
 
@@ -102,7 +122,16 @@ Rendezvous meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int worl
   const RankPlace place{host_name(), ::getpid(), shared_memory_domain(), address};
   auto meeting = c10::make_intrusive<c10d::PrefixStore>("rendezvous", store);
   store->setTimeout(timeout);
-  arrive(*meeting, place, rank, world_size);
+  note_joined();
+  const QuietStore quiet;  // waits at most until the others have come, or rank 0 has ended
+  try {
+    arrive(*meeting, place, rank, world_size);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw CommError(cat("rendezvous: rank ", rank, " came to the store, which does not answer (",
+                        without_stack(error.what()), "): ", kStoreEnded));
+  }
   const auto spent = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start);
   const auto left = std::max(timeout - spent, std::chrono::milliseconds(1));
   Rendezvous result{.store = store, .rank = rank, .world_size = world_size, .timeout = timeout};

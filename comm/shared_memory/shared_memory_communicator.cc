@@ -15,6 +15,7 @@
 #include "core/check.h"
 #include "core/tensor_check.h"
 #include "core/text_hash.h"
+#include "core/without_stack.h"
 
 namespace ds::comm {
 namespace {
@@ -168,7 +169,7 @@ std::string announcement(const SharedMemoryGroup& group, const std::string& key,
     return group.store->get_to_str(key);
   } catch (const std::exception& error) {
     throw CommError(cat(label, " as rank ", group.rank, ": rank 0 did not announce the shared memory within ",
-                        group.timeout.count(), " ms: ", error.what()));
+                        group.timeout.count(), " ms: ", without_stack(error.what())));
   }
 }
 
@@ -209,7 +210,7 @@ std::shared_ptr<Communicator> make_shared_memory_communicator(const SharedMemory
   try {
     region = directory->create(region_name, bytes);
   } catch (const CommError& error) {
-    if (group.size > 1) group.store->set(key, cat("failed: ", error.what()));
+    if (group.size > 1) group.store->set(key, cat("failed: ", without_stack(error.what())));
     throw;
   }
   try {

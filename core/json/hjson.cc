@@ -107,8 +107,8 @@ class Reader {
 
   [[noreturn]] void fail_unclosed(const char* what, size_t begin, char close) const {
     const std::string swallowed = text_.swallowed();
-    text_.fail(text_.position(), cat("the ", what, " that begins in line ", text_.line_of(begin),
-                                     " is not closed by '", close, "'", swallowed.empty() ? "" : "; ", swallowed));
+    text_.fail(text_.position(), cat("the ", what, " that begins in line ", text_.line_of(begin), " is not closed by '",
+                                     close, "'", swallowed.empty() ? "" : "; ", swallowed));
   }
 
   ordered_json read_items(const std::string& pointer, size_t begin) {

@@ -185,8 +185,7 @@ class JsonFields {
   std::string spelling(const JsonKey& key);
   bool has_object(const JsonKey& key);
   // `shape`: what the object could be like, for a message.
-  const nlohmann::ordered_json* find_object(const JsonKey& key,
-                                            const std::function<nlohmann::ordered_json()>& shape);
+  const nlohmann::ordered_json* find_object(const JsonKey& key, const std::function<nlohmann::ordered_json()>& shape);
   template <class S>
   static nlohmann::ordered_json shape_of(S section, void (*describe)(JsonFields&, S&)) {
     nlohmann::ordered_json keys;

@@ -9,7 +9,9 @@
 
 namespace ds::engine {
 
-// Rank 0's text, on every rank. Collective.
+// The text of rank `root`, on every rank. Collective.
+std::string text_of_rank(const std::string& text, int root, c10::Device device, comm::Communicator& world);
+// Rank 0's. Collective.
 std::string text_of_first_rank(const std::string& text, c10::Device device, comm::Communicator& world);
 // Whether all ranks have the same text. Collective.
 bool same_text_on_all_ranks(const std::string& text, c10::Device device, comm::Communicator& world);

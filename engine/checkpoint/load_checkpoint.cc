@@ -151,6 +151,9 @@ LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, C
                                  const LoadRequest& request) {
   const bool first = model.ranks.world->rank() == 0;
   const std::string folder = text_of_first_rank(request.load_dir, model.ranks.device, *model.ranks.world);
+  require(!folder.empty(),
+          "load_checkpoint: expected a folder of checkpoints, found an empty name; pass \".\" for the ",
+          "working folder");
   const std::vector<std::string> tags = shared_tags(model.ranks, folder, request.tag);
   if (tags.empty()) {
     if (first) {

@@ -95,6 +95,8 @@ class Saving {
     const Ranks& ranks = model_.ranks;
     const std::string tag = request.tag.empty() ? cat("global_step", run_.progress.global_steps) : request.tag;
     check_tags(ranks, run_.config.checkpoint.tag_validation, tag);
+    require(!request.save_dir.empty(), "save_checkpoint: expected a folder for checkpoints, found an empty name; pass ",
+            "\".\" for the working folder");
     checkpoint::TagSave save = checkpoint::new_save(std::filesystem::absolute(request.save_dir).string(), tag);
     for (std::string* text : {&save.save_dir, &save.tag, &save.incomplete}) {
       *text = text_of_first_rank(*text, ranks.device, *ranks.world);

@@ -73,8 +73,7 @@ HjsonDocument ConfigReader::read(const ConfigSource& source) {
   }
   const auto decoded = source.file_only_ ? std::nullopt : decode_base64(text);
   require<ConfigError>(decoded && looks_like_object(*decoded), "ds_config \"", shown_text(text, kShownCharacters),
-                       "\": no such file",
-                       source.file_only_ ? "" : ", and not url-safe base64 of a JSON object either",
+                       "\": no such file", source.file_only_ ? "" : ", and not url-safe base64 of a JSON object either",
                        "; check the path");
   return parse_hjson(*decoded, "base64 text");
 }

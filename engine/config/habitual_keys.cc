@@ -11,8 +11,8 @@ namespace ds::engine::config {
 namespace {
 
 struct Meaning {
-  std::string_view means;     // a path of the config, or what to do
-  std::string_view keys;      // separated by spaces; without '_' and '-', in lower case
+  std::string_view means;  // a path of the config, or what to do
+  std::string_view keys;   // separated by spaces; without '_' and '-', in lower case
   bool is_path = true;
 };
 

@@ -127,9 +127,11 @@ void CallOrder::require(Call call) const {
               "Expected: loss = model->forward(...); engine->backward(loss); engine->step()");
   ds::require(!needs(kReductions) || synchronize_, row.name,
               " was called inside no_sync(); end the no_sync scope first");
-  ds::require(!needs(kBetweenSteps) || (backwards_since_step_ == 0 && micro_batches_done_ == 0), row.name, row.inside,
-              " inside an accumulation, after ", micro_batches_done_, " of ", accumulation_.micro_batches,
-              " micro-batches", row.instead);
+  const bool between_steps = backwards_since_step_ == 0 && micro_batches_done_ == 0;
+  ds::require(!needs(kBetweenSteps) || between_steps || accumulation_.micro_batches > 1, row.name, row.inside,
+              " after backward() and before step()", row.instead);
+  ds::require(!needs(kBetweenSteps) || between_steps, row.name, row.inside, " inside an accumulation, after ",
+              micro_batches_done_, " of ", accumulation_.micro_batches, " micro-batches", row.instead);
   ds::require(!needs(kNoScopes) || scopes_ == 0, row.name, " was called while ", scopes_,
               " scopes of gathered_parameters() are open; end them first");
 }

@@ -6,6 +6,7 @@
 #include "comm/meeting/rendezvous.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "engine/setup/error_stacks.h"
 #include "engine/setup/joined_job.h"
 #include "engine/setup/rank_device.h"
 
@@ -49,6 +50,7 @@ Distributed place_in(const comm::Rendezvous& meeting, const InitDistributedOptio
 }  // namespace
 
 Distributed init_distributed(const InitDistributedOptions& options) {
+  hide_error_stacks();
   const auto job = JoinedJob::join(options.init_method, options.timeout);
   Distributed result = place_in(job->meeting(), options);
   result.ranks = job->ranks(result.device, options.backend, [&](const auto& meeting, comm::Communicator& ranks) {
@@ -59,6 +61,7 @@ Distributed init_distributed(const InitDistributedOptions& options) {
 
 Distributed init_distributed(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                              const InitDistributedOptions& options) {
+  hide_error_stacks();
   const comm::Rendezvous meeting = comm::rendezvous(store, rank, world_size, options.timeout);
   Distributed result = place_in(meeting, options);
   result.ranks = comm::make_communicator(meeting, result.device, options.backend);

@@ -7,11 +7,13 @@
 #include "checkpoint/block_checksum.h"
 #include "core/check.h"
 #include "core/host_memory.h"
+#include "core/joined_file.h"
 #include "core/log.h"
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/engine.h"
 #include "dsengine/lr_schedule.h"
 #include "engine/engine_impl.h"
+#include "engine/setup/error_stacks.h"
 #include "engine/setup/join_ranks.h"
 #include "engine/setup/model_setup.h"
 #include "engine/setup/optimizer_setup.h"
@@ -75,19 +77,29 @@ bool has_meta_tensors(const torch::nn::Module& module) {
          std::any_of(buffers.begin(), buffers.end(), is_meta);
 }
 
-// All that must be the same on every rank beside the model.
+// All that must be the same on every rank beside the model: lines "what<TAB>value", see require_same_on_all_ranks().
 std::string settings_text(const InitializeOptions& options, const config::DsConfig& config,
-                          const OptimizerGroups& groups) {
-  std::string text = cat(config.text.dump(), options.optimizer ? " client optimizer" : "",
-                         options.weights.empty() ? "" : " weights", options.init ? " init" : "");
-  for (const int group : groups.group_of) text += cat(' ', group);
-  for (const optimizers::GroupOptions& group : groups.options) {
-    text += cat(" lr ", group.lr, " decay ", group.weight_decay, group.non_freeze ? " dense" : "");
+                          const ModelParameters& parameters, const OptimizerGroups& groups) {
+  std::string text = config_lines(config);
+  const auto add = [&text](const auto&... parts) { text += cat(parts..., '\n'); };
+  add("a client optimizer\t", options.optimizer ? "given" : "none");
+  add(".weights\t", options.weights.empty() ? "none" : "given");
+  add(".init\t", options.init ? "given" : "none");
+  for (size_t i = 0; i < groups.group_of.size(); ++i) {
+    add("the parameter group of ", i < parameters.trainable.size() ? parameters.trainable[i].name : cat(i), '\t',
+        groups.group_of[i]);
   }
-  for (const at::Tensor& mask : groups.masks) {
-    if (!mask.defined()) continue;
-    const at::Tensor moves = mask.ne(0).to(at::kCPU).contiguous();
-    text += cat(" mask ", moves.sizes(), ' ', checkpoint::checksum(moves.const_data_ptr(), moves.nbytes()));
+  for (size_t g = 0; g < groups.options.size(); ++g) {
+    const optimizers::GroupOptions& group = groups.options[g];
+    add("lr of parameter group ", g, '\t', group.lr);
+    add("weight_decay of parameter group ", g, '\t', group.weight_decay);
+    add("non_freeze of parameter group ", g, '\t', group.non_freeze);
+  }
+  for (size_t g = 0; g < groups.masks.size(); ++g) {
+    if (!groups.masks[g].defined()) continue;
+    const at::Tensor moves = groups.masks[g].ne(0).to(at::kCPU).contiguous();
+    add("mask ", g, " of the parameter groups\t", moves.sizes(), " with the checksum ",
+        checkpoint::checksum(moves.const_data_ptr(), moves.nbytes()));
   }
   return text;
 }
@@ -162,11 +174,11 @@ void require_same_setup(const ModelState& model, const InitializeOptions& option
                         const ModelParameters& parameters, const OptimizerGroups& groups) {
   const Ranks& ranks = model.ranks;
   if (model.plan.topology.pipe > 1) {
-    const std::string layers = cat(config.text.dump(), layers_text(*model.pipeline));
+    const std::string layers = config_lines(config) + layers_text(*model.pipeline);
     require_same_on_all_ranks({}, layers, {}, ranks.device, *ranks.world);
   }
   const auto samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt;
-  require_same_on_all_ranks(parameters, settings_text(options, config, groups),
+  require_same_on_all_ranks(parameters, settings_text(options, config, parameters, groups),
                             {.samples = samples, .has_schedule = options.lr_scheduler != nullptr}, ranks.device,
                             *ranks.part);
 }
@@ -241,6 +253,8 @@ void build_steps(Engine::Impl& impl) {
 }  // namespace
 
 Initialized initialize(const InitializeOptions& options) {
+  hide_error_stacks();
+  note_joined();  // also where the program brings its own group
   require_given(options);
   auto impl = std::make_unique<Engine::Impl>();
   choose_parts(*impl, options);

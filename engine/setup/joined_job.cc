@@ -8,8 +8,10 @@
 #include <vector>
 
 #include "comm/backends/factory.h"
+#include "comm/meeting/quiet_store.h"
 #include "comm/meeting/rendezvous_address.h"
 #include "core/check.h"
+#include "core/without_stack.h"
 
 namespace ds::engine {
 namespace {
@@ -65,12 +67,13 @@ bool JoinedJob::all_have(const std::shared_ptr<comm::Communicator>& ranks, int c
   for (int rank = 0; rank < meeting_.world_size; ++rank) keys.push_back(key(rank));
   bool all = true;
   try {
+    const comm::QuietStore quiet;
     meeting_.store->set(key(meeting_.rank), std::string(ranks ? "1" : "0"));
     meeting_.store->wait(keys, meeting_.timeout);
     for (const std::string& one : keys) all = meeting_.store->get_to_str(one) == "1" && all;
   } catch (const std::exception& error) {
     throw CommError(cat("initialize: the ranks of this job did not all come to their call number ", call + 1,
-                        " of initialize() or init_distributed(): ", error.what()));
+                        " of initialize() or init_distributed(): ", without_stack(error.what())));
   }
   return all;
 }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "dsengine/comm.h"
+#include "dsengine/config.h"
 #include "engine/state/model_layout.h"
 
 namespace ds::engine {
@@ -18,9 +19,13 @@ struct GivenInputs {
   bool has_schedule = false;       // .lr_scheduler
 };
 
+// A line "ds_config KEY<TAB>VALUE" for each key that the file has, sorted: the order of keys is nobody's concern.
+std::string config_lines(const config::DsConfig& config);
+
 // Throws CommError, on all ranks of the group, naming the first rank whose parameters (names, shapes, dtypes), settings
-// (the config and what else must agree, as text) or inputs differ from rank 0's: training would hang at the latest at
-// the end of an epoch, or step with other learning rates. Collective.
+// or inputs differ from rank 0's, and what differs first, by name and with both values: training would hang at the
+// latest at the end of an epoch, or step with other learning rates. `settings`: lines "what<TAB>value", of the config
+// and of what else must agree. Collective.
 void require_same_on_all_ranks(const ModelParameters& parameters, const std::string& settings,
                                const GivenInputs& inputs, c10::Device device, comm::Communicator& ranks);
 

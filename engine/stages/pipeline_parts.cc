@@ -77,12 +77,15 @@ void require_equal_batches(const PipelineParts& parts, const DataLoader& loader,
 
 std::string layers_text(const PipelineParts& parts) {
   std::string text;
+  int64_t number = 0;
   for (const pipeline::LayerSpec& layer : parts.module->layers()) {
-    text += cat(' ', layer.name, ' ', layer.type, ' ', layer.key, ';');
+    text += cat("layer ", number++, " of the pipeline\t", layer.name, ' ', layer.type, ' ', layer.key, '\n');
   }
-  for (const int bound : parts.module->bounds()) text += cat(' ', bound);
-  for (const int rank : parts.module->placement()) text += cat(" @", rank);
-  return text;
+  text += "first layers of the stages\t";
+  for (const int bound : parts.module->bounds()) text += cat(bound, ' ');
+  text += "\nranks of the stages\t";
+  for (const int rank : parts.module->placement()) text += cat(rank, ' ');
+  return text + '\n';
 }
 
 bool PipelineParts::is_copy(const std::string& name) const {

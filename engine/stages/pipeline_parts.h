@@ -57,7 +57,7 @@ std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::Pi
 // shape: the rank that has it would throw at the end of the epoch, and the others wait for it. `what`: for the message.
 void require_equal_batches(const PipelineParts& parts, const DataLoader& loader, const char* what);
 
-// What has to be the same on all ranks: layers, and where they are.
+// What has to be the same on all ranks: layers, and where they are, as lines "what<TAB>value".
 std::string layers_text(const PipelineParts& parts);
 
 // Ranks that share weights go on from the first one's values. Collective, likewise.

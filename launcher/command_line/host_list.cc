@@ -101,6 +101,16 @@ Host parse_choice(const std::string& part, const std::vector<Host>& hosts, const
   return chosen;
 }
 
+// A host may come several times, with more of its slots each time.
+void add_choice(Host found, std::vector<Host>& chosen) {
+  const auto known =
+      std::find_if(chosen.begin(), chosen.end(), [&](const Host& host) { return host.name == found.name; });
+  if (known == chosen.end()) return chosen.push_back(std::move(found));
+  for (const int slot : found.slots) {
+    if (std::count(known->slots.begin(), known->slots.end(), slot) == 0) known->slots.push_back(slot);
+  }
+}
+
 }  // namespace
 
 std::vector<Host> parse_hostfile(std::string_view text, const std::string& file) {
@@ -135,11 +145,7 @@ std::vector<Host> choose_hosts(const std::vector<Host>& hosts, Choice choice, co
   const std::string flag = choice == Choice::kInclude ? "--include" : "--exclude";
   std::vector<Host> chosen;
   for (const std::string& part : parts_of_choice(text, hosts)) {
-    Host found = parse_choice(part, hosts, flag);
-    require<ConfigError>(
-        std::none_of(chosen.begin(), chosen.end(), [&](const Host& host) { return host.name == found.name; }), flag,
-        ": host '", found.name, "' comes twice; list its slots together, as in ", found.name, ":0,1");
-    chosen.push_back(std::move(found));
+    add_choice(parse_choice(part, hosts, flag), chosen);
   }
   std::vector<Host> left;
   for (const Host& host : hosts) {

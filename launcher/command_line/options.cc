@@ -11,6 +11,7 @@
 #include "core/check.h"
 #include "launcher/command_line/core_list.h"
 #include "launcher/command_line/host_list.h"
+#include "launcher/command_line/number_flags.h"
 #include "launcher/command_line/restart_options.h"
 
 namespace ds::launcher {
@@ -117,14 +118,14 @@ void declare_rank_flags(CLI::App& app, RawFlags& raw, Options& options) {
   auto* procs =
       app.add_option("--num_procs,--nproc_per_node", raw.procs,
                      "ranks to start on each host (default: its slots; here: one for each visible GPU, else 1)");
-  procs->check(CLI::Range(1, 1 << 16));
+  procs->transform(whole_number(1, 1 << 16));
   app.add_option("--num_gpus,--num_accelerators", raw.gpus, "the same, at most the visible GPUs")
-      ->check(CLI::Range(1, 1 << 16))
+      ->transform(whole_number(1, 1 << 16))
       ->excludes(procs);
   app.add_option("--master_addr", options.master_addr,
                  "address of the first host where rank 0 listens (127.0.0.1; with many hosts: found out there)");
   app.add_option("--master_port", raw.port, "port where rank 0 listens (29500, or a free one)")
-      ->check(CLI::Range(1, 65535));
+      ->transform(whole_number(1, 65535));
   app.add_flag("--bind_cores_to_rank", options.bind_cores, "give each rank its own cores; sets OMP_NUM_THREADS");
   app.add_option("--bind_core_list", raw.core_list, "cores to share out, for instance 0-3,8");
   app.add_flag("--no_local_rank", raw.without_local_rank, "accepted; --local_rank is never added, LOCAL_RANK is set");
@@ -143,7 +144,7 @@ void declare_host_flags(CLI::App& app, RawFlags& raw, Options& options) {
     for (const char* count : {"--num_procs", "--num_gpus"}) choice->excludes(app.get_option(count));
   }
   app.add_option("--node_rank", raw.node_rank, "number of this host, when each is started by hand (implies --no_ssh)")
-      ->check(CLI::Range(0, 1 << 16));
+      ->transform(whole_number(0, 1 << 16));
   app.add_flag("--no_ssh", raw.without_ssh, "start the ranks of this host only; needs --node_rank");
   auto* endpoint = app.add_option("--rdzv_endpoint", raw.endpoint, "HOST:PORT: --master_addr and --master_port in one");
   endpoint->excludes(app.get_option("--master_addr"))->excludes(app.get_option("--master_port"));
@@ -158,14 +159,14 @@ void declare_host_flags(CLI::App& app, RawFlags& raw, Options& options) {
   app.add_option("--launcher_args", options.launcher_args,
                  "more words for ssh (before its own) or for what --launcher names; quotes as in a shell");
   app.add_option("--ssh_port", raw.ssh_port, "port of sshd on the hosts (ssh's own choice)")
-      ->check(CLI::Range(1, 65535));
+      ->transform(whole_number(1, 65535));
   app.add_option("--connect_timeout", options.connect_timeout_seconds, "seconds for ssh to reach a host (5)")
-      ->check(CLI::Validator(CLI::PositiveNumber).description(""));
+      ->check(real_number(0, true));
   app.add_option("--check_timeout", options.check_timeout_seconds, "seconds for a host to say whether it is ready (30)")
-      ->check(CLI::Validator(CLI::PositiveNumber).description(""));
+      ->check(real_number(0, true));
   app.add_option("--link_timeout", options.link_timeout_seconds,
                  "seconds of silence after which a host counts as lost, and its ranks end (30; 0: no limit)")
-      ->check(CLI::Validator(CLI::NonNegativeNumber).description(""));
+      ->check(real_number(0));
   app.add_flag("--no_ssh_check", raw.without_check, "accepted; looking at the hosts costs no connection of its own");
   app.add_flag("--save_pid", options.save_pid, "on each host, write the pid of its ds-launch to /tmp/PID.deepspeed");
 }
@@ -219,10 +220,10 @@ void declare_job_flags(CLI::App& app, RawFlags& raw, Options& options) {
   app.add_flag("-q,--quiet", raw.quiet, "say errors only (of ds-launch; the ranks' output is not touched)");
   app.add_option("--failure_grace", options.failure_grace_seconds,
                  "seconds from SIGTERM to SIGKILL for the other ranks when one failed (5)")
-      ->check(CLI::Validator(CLI::NonNegativeNumber).description(""));
+      ->check(real_number(0));
   app.add_option("--signal_grace", options.signal_grace_seconds,
                  "seconds that ranks have after a forwarded SIGINT, SIGTERM or SIGHUP (30; 0: no limit)")
-      ->check(CLI::Validator(CLI::NonNegativeNumber).description(""));
+      ->check(real_number(0));
   app.set_version_flag("--version", "ds-launch of dsengine " DS_VERSION);
 }
 

@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 
 #include "core/check.h"
+#include "launcher/command_line/number_flags.h"
 
 namespace ds::launcher {
 namespace {
@@ -19,17 +20,17 @@ std::optional<int> small_number(const std::string& text) {
 void declare_restart_flags(CLI::App& app, RestartFlags& raw, Options& options) {
   app.add_option("--max_restarts,--max-restarts", raw.max_restarts,
                  "start all ranks again after a failure, at most so often (0; 3 with elastic training)")
-      ->check(CLI::Range(0, 1 << 20));
+      ->transform(whole_number(0, 1 << 20));
   app.add_flag("--elastic_training", raw.elastic, "go on without hosts that are lost, and take them in again");
   app.add_option("--min_nodes,--min_elastic_nodes", raw.min_nodes,
                  "hosts that have to be left (1); implies --elastic_training")
-      ->check(CLI::Range(1, 1 << 16));
+      ->transform(whole_number(1, 1 << 16));
   app.add_option("--max_nodes,--max_elastic_nodes", raw.max_nodes,
                  "hosts to use at most (all); the others are spare. Implies --elastic_training")
-      ->check(CLI::Range(1, 1 << 16));
+      ->transform(whole_number(1, 1 << 16));
   app.add_option("--join_timeout", options.join_timeout_seconds,
                  "seconds to wait at a restart until enough hosts are ready (600)")
-      ->check(CLI::Validator(CLI::NonNegativeNumber).description(""));
+      ->check(real_number(0));
 }
 
 bool take_node_range(const std::string& text, Options& options) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/flight_job.h"
+#include "core/joined_file.h"
 #include "core/restart_request.h"
 #include "core/text.h"
 
@@ -31,6 +32,8 @@ std::string search_path(const std::vector<std::string>& environment) {
   return environment_value(environment, "PATH").value_or("/usr/local/bin:/usr/bin:/bin");
 }
 
+std::string joined_file_of(const JobEnvironment& job, int rank) { return cat(job.joined_file, '.', rank); }
+
 std::string launch_ids(const std::vector<std::string>& environment, const std::string& own) {
   const std::string above = environment_value(environment, kLaunchIdVariable).value_or("");
   return above.empty() ? own : cat(above, ',', own);
@@ -48,7 +51,8 @@ std::vector<std::string> rank_environment(std::vector<std::string> inherited, co
   // The ranks of a ds-launch inside a torchrun do not meet in the store of torchrun's agent, and those of one inside a
   // ds-launch do not end when the outer one would like to start again.
   std::erase_if(environment, [](const std::string& entry) {
-    return names(entry, "TORCHELASTIC_USE_AGENT_STORE") || names(entry, kRestartFileVariable);
+    return names(entry, "TORCHELASTIC_USE_AGENT_STORE") || names(entry, kRestartFileVariable) ||
+           names(entry, kJoinedFileVariable);
   });
   set(environment, "RANK", cat(place.rank));
   set(environment, "WORLD_SIZE", cat(place.world_size));
@@ -63,6 +67,7 @@ std::vector<std::string> rank_environment(std::vector<std::string> inherited, co
   if (job.cuda_visible_devices) set(environment, "CUDA_VISIBLE_DEVICES", *job.cuda_visible_devices);
   set(environment, kLaunchIdVariable, launch_ids(environment, job.launch_id));
   set(environment, kFlightJobVariable, job.flight_job);
+  if (!job.joined_file.empty()) set(environment, kJoinedFileVariable, joined_file_of(job, place.rank));
   return inherited;
 }
 

@@ -22,6 +22,7 @@ struct JobEnvironment {
   std::optional<std::string> cuda_visible_devices;  // absent: leave the inherited one
   std::string launch_id;                            // marks every process of this job, see orphan_guard.h
   std::string flight_job;                           // the same on all hosts: names the folder of flight records
+  std::string joined_file;                          // core/joined_file.h, without the rank's number; empty: none
 };
 
 // The variable that holds launch ids, one for each ds-launch above the process, joined with commas.
@@ -31,6 +32,8 @@ inline constexpr std::string_view kLaunchIdVariable = "DS_LAUNCH_ID";
 std::optional<std::string> environment_value(const std::vector<std::string>& environment, std::string_view name);
 // PATH, or where that is not set the usual folders.
 std::string search_path(const std::vector<std::string>& environment);
+// The value of DS_JOINED_FILE for a rank.
+std::string joined_file_of(const JobEnvironment& job, int rank);
 // The value of DS_LAUNCH_ID for what a ds-launch with this environment and id starts.
 std::string launch_ids(const std::vector<std::string>& environment, const std::string& own);
 
@@ -39,8 +42,8 @@ std::string launch_ids(const std::vector<std::string>& environment, const std::s
 std::optional<int> omp_threads(const std::vector<std::string>& inherited, int cores, int ranks, int bound_cores);
 
 // `inherited` with the variables of the rank set: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, LOCAL_WORLD_SIZE,
-// CROSS_RANK, CROSS_SIZE, MASTER_ADDR, MASTER_PORT, DS_LAUNCH_ID, DS_FLIGHT_JOB, and OMP_NUM_THREADS and
-// CUDA_VISIBLE_DEVICES where given; without what an outer launcher has set for its own ranks.
+// CROSS_RANK, CROSS_SIZE, MASTER_ADDR, MASTER_PORT, DS_LAUNCH_ID, DS_FLIGHT_JOB, and DS_JOINED_FILE, OMP_NUM_THREADS
+// and CUDA_VISIBLE_DEVICES where given; without what an outer launcher has set for its own ranks.
 std::vector<std::string> rank_environment(std::vector<std::string> inherited, const JobEnvironment& job,
                                           const RankPlace& place, const std::optional<int>& threads);
 

@@ -35,6 +35,7 @@ Job::Job(JobPlan plan, Console& console, Notices& notices)
       notices_(notices),
       guard_(std::make_unique<OrphanGuard>(plan_.launch_id)),
       relay_(console, static_cast<int>(plan_.environments.size()), plan_.rank_log_dir, plan_.first_rank, plan_.host),
+      joined_(plan_.joined_files),
       hangup_ignored_(is_hangup_ignored()),
       ranks_(plan_.environments.size()),
       oom_before_(read_oom_counters()) {
@@ -224,6 +225,7 @@ void Job::on_exit(int rank, int status, long peak_rss_kib) {
     deadline_ = Deadline::in(plan_.failure_grace_seconds);
   }
   if (status != 0 && ending_ == Ending::kNot) on_failure(rank, status, peak_rss_kib);
+  if (status == 0 && ending_ == Ending::kNot && running_ > 0) tell_absence(rank);
   if (kill(-ended.pid, 0) != 0) guard_->forget(ended.pid);
 }
 
@@ -255,6 +257,21 @@ std::vector<std::string> Job::failure_lines() const {
   append(last_lines_report(*failure_, relay_.last_lines(failure_->rank - plan_.first_rank)));
   append(flight_lines(plan_.flight_folder, plan_.host));
   return lines;
+}
+
+// The others would wait for it until their time limit.
+void Job::tell_absence(int rank) const {
+  if (joined_.has(static_cast<size_t>(rank)) || !joined_.any()) return;
+  notices_.warning("rank ", rank + plan_.first_rank,
+                   " has ended without a call of initialize() or init_distributed(); ",
+                   "the ranks that have called it wait for this one: call it on every rank");
+}
+
+// Each rank trained a model of its own, and none of them noticed.
+void Job::tell_no_meeting() const {
+  if (ranks_.size() < 2 || plan_.first_rank != 0 || joined_.any() || !uses_dsengine(plan_.file)) return;
+  notices_.warning("the program has never called initialize() or init_distributed(): each of the ", ranks_.size(),
+                   " ranks ran all of it, alone");
 }
 
 void Job::enforce_deadline() {
@@ -312,6 +329,8 @@ int Job::report() {
       for (const std::string& line : failure_lines()) notices_.error(line);
     }
     result = exit_code_of(failure_->status);
+  } else if (ending_ == Ending::kNot) {
+    tell_no_meeting();
   } else if (ending_ == Ending::kRestart) {
     result = kRestartExitCode;
   } else if (ending_ == Ending::kSignal) {

@@ -20,6 +20,7 @@
 #include "launcher/processes/signal_policy.h"
 #include "launcher/ranks/failure_report.h"
 #include "launcher/ranks/first_launcher.h"
+#include "launcher/ranks/joined_ranks.h"
 #include "launcher/ranks/output_relay.h"
 
 namespace ds::launcher {
@@ -28,6 +29,7 @@ struct JobPlan {
   std::string file;                                    // program
   std::vector<std::string> words;                      // argv
   std::vector<std::vector<std::string>> environments;  // one for each rank
+  std::vector<std::string> joined_files;               // one for each rank, see joined_ranks.h; or empty
   std::vector<std::vector<int>> cpus;                  // one for each rank, or empty: not bound
   std::string launch_id;
   std::string flight_folder;  // of the ranks' flight records, see flight_line.h
@@ -87,6 +89,8 @@ class Job {
   std::vector<int> running_ranks() const;
   std::vector<pid_t> groups() const;
   Verbosity own_level() const;
+  void tell_absence(int rank) const;
+  void tell_no_meeting() const;
   void clean_up();
   int report();
 
@@ -95,6 +99,7 @@ class Job {
   Notices& notices_;
   std::unique_ptr<OrphanGuard> guard_;
   OutputRelay relay_;
+  JoinedRanks joined_;
   UniqueFd signals_, exits_;
   bool hangup_ignored_ = false;
   std::vector<Rank> ranks_;

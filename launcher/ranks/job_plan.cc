@@ -1,6 +1,8 @@
 #include "launcher/ranks/job_plan.h"
 
 #include <algorithm>
+#include <filesystem>
+#include <system_error>
 
 #include "core/check.h"
 #include "launcher/command_line/core_list.h"
@@ -60,6 +62,12 @@ int choose_ranks(const Options& options, const GpuList& gpus, const std::optiona
   return ranks;
 }
 
+std::string temporary_file(const std::string& name) {
+  std::error_code none;  // a TMPDIR that does not exist
+  const std::filesystem::path temporary = std::filesystem::temp_directory_path(none);
+  return (none ? "/tmp" : temporary) / name;
+}
+
 }  // namespace
 
 std::string find_program_in(const Options& options, const std::vector<std::string>& environment) {
@@ -94,6 +102,7 @@ JobPlan plan_job(const Options& options, const std::vector<std::string>& environ
   plan.cpus = bind_cores(options, cores, ranks);
   JobEnvironment job = job_environment(options, place, notices);
   job.cuda_visible_devices = devices_of_ranks(gpus, ranks);
+  job.joined_file = temporary_file(cat("ds-launch.", job.launch_id, ".joined"));
   const int bound = plan.cpus.empty() ? 0 : static_cast<int>(plan.cpus.front().size());
   const std::optional<int> threads = omp_threads(environment, usable_cores(cores), ranks, bound);
   if (place) {
@@ -108,6 +117,7 @@ JobPlan plan_job(const Options& options, const std::vector<std::string>& environ
                             .cross_rank = place ? place->node : 0,
                             .cross_size = place ? place->nodes : 1};
     plan.environments.push_back(rank_environment(environment, job, of_rank, threads));
+    plan.joined_files.push_back(joined_file_of(job, of_rank.rank));
     if (!plan.cpus.empty()) {
       notices.info("rank ", of_rank.rank, " is bound to cores ", core_list_text(plan.cpus[static_cast<size_t>(rank)]));
     }

@@ -25,7 +25,8 @@ class LineReader {
   std::string line_;
 };
 
-// The last lines of a rank, for the report of its failure.
+// The last lines of a rank, for the report of its failure. Without the frames of stacks, which come after what they
+// belong to and would drive it out.
 class LastLines {
  public:
   static constexpr size_t kCount = 20;
@@ -33,9 +34,12 @@ class LastLines {
 
   void add(std::string_view line);
   const std::deque<std::string>& lines() const { return lines_; }
+  // Frames that were left out since the first of these lines.
+  size_t frames() const;
 
  private:
   std::deque<std::string> lines_;
+  std::deque<size_t> frames_;  // after each line
 };
 
 }  // namespace ds::launcher

@@ -19,7 +19,10 @@ TEST(ShownText, EscapesWhatATerminalObeys) {
 TEST(ShownText, CutsLongTextAtACharacter) {
   EXPECT_EQ(shown_text("abcdef", 6), "abcdef");
   EXPECT_EQ(shown_text("abcdefg", 6), "abc...");
-  EXPECT_EQ(shown_text("ab\xC3\xBC""efg", 6), "ab...");  // not half of it
+  EXPECT_EQ(shown_text("ab\xC3\xBC"
+                       "efg",
+                       6),
+            "ab...");  // not half of it
   EXPECT_LE(shown_text(std::string(1 << 20, 'x')).size(), kShownBytes);
 }
 

@@ -109,6 +109,32 @@ TEST(LaunchFailure, TellsThePeakMemory) {
   EXPECT_THAT(launched.err(), ::testing::ContainsRegex("peak memory 20[0-9] MiB"));
 }
 
+// A program of dsengine, to ds-launch, is one whose file names the library.
+TEST(LaunchFailure, AProgramThatNeverMeetsIsToldAtItsEnd) {
+  TemporaryFolder folder;
+  const auto run = [&](const std::string& script, const std::string& ranks) {
+    const std::string file = folder.write("train.sh", "#!/bin/sh\n# libdsengine.so\n" + script);
+    std::filesystem::permissions(file, std::filesystem::perms::owner_all);
+    Launched launched({.flags = {"--num_procs", ranks}, .program = {file}, .environment = {"TMPDIR=" + (folder / "")}});
+    EXPECT_EQ(launched.wait(), 0);
+    return launched.err();
+  };
+  const char* const told = "never called initialize() or init_distributed(): each of the 2 ranks ran all of it, alone";
+  EXPECT_THAT(run("exit 0\n", "2"), HasSubstr(told));
+  EXPECT_THAT(run("exit 0\n", "1"), Not(HasSubstr("never called")));
+  EXPECT_THAT(run(">$DS_JOINED_FILE\n", "2"), Not(HasSubstr("never called")));
+  const std::string late =
+      "if [ $RANK = 0 ]; then >$DS_JOINED_FILE; sleep 1; else\n"
+      "while [ ! -e ${DS_JOINED_FILE%1}0 ]; do sleep 0.05; done; fi\n";
+  EXPECT_THAT(run(late, "2"), HasSubstr("rank 1 has ended without a call of initialize() or init_distributed()"));
+  Launched other({.flags = {"--num_procs", "2"}, .program = {"/bin/true"}});
+  EXPECT_EQ(other.wait(), 0);
+  EXPECT_THAT(other.err(), Not(HasSubstr("never called")));
+  for (const auto& entry : std::filesystem::directory_iterator(folder.path())) {
+    EXPECT_FALSE(entry.path().string().ends_with(".joined.0")) << entry.path();
+  }
+}
+
 TEST(LaunchFailure, OtherRanksMayEndEarlyAndWell) {
   TemporaryFolder folder;
   Launched launched({.flags = {"--num_procs", "3"}, .actions = {"on", "0", "exit", "0", "print", "still here"}});

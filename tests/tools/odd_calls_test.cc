@@ -42,8 +42,8 @@ TEST(OddCalls, NumbersAreTakenAsPeopleTypeThem) {
   const report::Finished run = run_tool({"check", config, "--parameters", "1e9", "--world_size", "4.0"});
   EXPECT_TRUE(run.fine) << run.err;
   EXPECT_THAT(run.out, AllOf(HasSubstr("4 ranks"), HasSubstr("4000000000")));
-  EXPECT_TRUE(run_tool({"simulate", config, "--ranks", "2e0", "--parameters", "1e9", "--flops", "1e12", "--tflops", "1e2",
-                        "--link_gbps", "1e2", "--layers", "1e1"})
+  EXPECT_TRUE(run_tool({"simulate", config, "--ranks", "2e0", "--parameters", "1e9", "--flops", "1e12", "--tflops",
+                        "1e2", "--link_gbps", "1e2", "--layers", "1e1"})
                   .fine);
   EXPECT_TRUE(run_tool({"schedule", "--kind", "1f1b", "--stages", "4", "--micro_batches", "1e1"}).fine);
 }

@@ -124,7 +124,8 @@ TEST(ScheduleCommand, MistakesGoToTheErrorStream) {
   expect({.kind = "gpipe", .stages = 0, .micro_batches = 1}, "found 0");
   expect({.kind = "gpipe", .file = "mine.csv"}, "leave out --kind");
   expect({.kind = "1f1b", .stages = 65536, .micro_batches = 65536}, "expected at most 1048576 for --stages x");
-  expect({.kind = "1f1b", .stages = 2, .micro_batches = 2, .message = -1}, "--message: expected a number of at least 0");
+  expect({.kind = "1f1b", .stages = 2, .micro_batches = 2, .message = -1},
+         "--message: expected a number of at least 0");
   expect({.file = "no/such.csv"}, "no/such.csv");
   for (const char* times : {"1,1", "1,1,1,1", "1,1,x", "1,1,1,", "1,1,1 "}) {
     ScheduleOptions options = of_kind("gpipe");

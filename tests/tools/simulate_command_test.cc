@@ -513,7 +513,8 @@ TEST(SimulateCommand, Mistakes) {
   expect(pipe, changed([](SimulateOptions& o) { o.hidden = o.heads = o.vocab = {}; }), "found neither");
   expect(pipe, changed([](SimulateOptions& o) { o.seq_len = {}; }), "a GPT needs all of --layers");
   expect(pipe, changed([](SimulateOptions& o) { o.heads = 3; }), "--hidden 8 does not divide by --heads 3");
-  expect(pipe, changed([](SimulateOptions& o) { o.layers = 0; }), "--layers: expected a whole number from 1 to 10000, found 0");
+  expect(pipe, changed([](SimulateOptions& o) { o.layers = 0; }),
+         "--layers: expected a whole number from 1 to 10000, found 0");
   expect(pipe, changed([](SimulateOptions& o) { o.tflops = {}; }), "expected --tflops");
   expect(pipe, changed([](SimulateOptions& o) { o.tflops = -1; }), "--tflops: expected a positive number from");
   expect(pipe, changed([](SimulateOptions& o) { o.node_gbps = {}; }), "expected --link_gbps");
@@ -568,7 +569,8 @@ TEST(SimulateCommand, HugeSizesAreRefusedAtOnce) {
   expect(pipe, changed([](SimulateOptions& o) { o.layers = INT64_MAX; }), "--layers: expected");
   expect(pipe, changed([](SimulateOptions& o) { o.vocab = INT64_MAX; }), "--vocab: expected");
   expect(pipe, changed([](SimulateOptions& o) { o.hidden = 4'000'000'000; }), "parameters, found 7.68e+20");
-  expect(pipe, changed([](SimulateOptions& o) { o.seq_len = 1'000'000'000'000; }), "activations: expected at most 2^60");
+  expect(pipe, changed([](SimulateOptions& o) { o.seq_len = 1'000'000'000'000; }),
+         "activations: expected at most 2^60");
   expect(pipe, changed([](SimulateOptions& o) { o.ranks = int64_t{1} << 40; }), "--ranks: expected");
   expect(Case::of(1000, "1f1b", 1000), changed([](SimulateOptions& o) {
            o.layers = 10'000;

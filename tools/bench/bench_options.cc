@@ -49,7 +49,9 @@ void add_flags(CLI::App& app, BenchFlags& flags) {
   app.add_option("--device", flags.device, "cpu, cuda or cuda:N [cuda for nccl, else cpu]")
       ->capture_default_str()
       ->type_name("DEVICE");
-  app.add_option("--root", flags.root, "Of broadcast and reduce")->type_name("RANK")->transform(whole_number(0, kMostCalls));
+  app.add_option("--root", flags.root, "Of broadcast and reduce")
+      ->type_name("RANK")
+      ->transform(whole_number(0, kMostCalls));
   app.add_option("--iterations", flags.iterations, "Timed calls of each size")
       ->type_name("N")
       ->transform(whole_number(1, kMostCalls));

@@ -1,7 +1,6 @@
 #include "tools/checkpoint/convert_command.h"
 
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -13,6 +12,7 @@
 #include "checkpoint/source/training_state.h"
 #include "checkpoint/universal_export.h"
 #include "core/check.h"
+#include "core/regular_file.h"
 #include "tools/checkpoint/text_columns.h"
 
 namespace ds::checkpoint::tool {
@@ -28,10 +28,11 @@ std::optional<at::ScalarType> dtype_named(const std::string& name) {
 
 std::map<std::string, std::string> names_in(const std::string& file) {
   if (file.empty()) return {};
-  std::ifstream in(file);
-  require<IoError>(in.good(), "--rename_map: ", file, ": cannot be read");
+  constexpr size_t kMostBytes = 256 << 20;
+  const FileText names = read_regular_file(file, kMostBytes);
+  require<IoError>(names.trouble.empty(), "--rename_map: ", file, ": ", names.trouble);
   try {
-    return nlohmann::json::parse(in).get<std::map<std::string, std::string>>();
+    return nlohmann::json::parse(names.text).get<std::map<std::string, std::string>>();
   } catch (const nlohmann::json::exception& error) {
     throw ConfigError(cat("--rename_map: ", file, ": expected {\"old\": \"new\"}: ", error.what()));
   }

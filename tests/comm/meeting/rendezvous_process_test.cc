@@ -2,6 +2,9 @@
 #include <gmock/gmock.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <chrono>
+#include <thread>
+
 #include "comm/meeting/rendezvous.h"
 #include "core/check.h"
 #include "tests/comm/meeting/launcher_environment.h"
@@ -13,6 +16,7 @@ namespace {
 using ds::testing::ProcessRank;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 DS_PROCESS_TEST(RendezvousProcesses, MeetByTheEnvironment, 3) {
   const comm::Rendezvous file = ranks.meet();
@@ -41,6 +45,36 @@ DS_PROCESS_TEST(RendezvousProcesses, ARankThatDiedBeforeTheMeetingIsNamed, .worl
     EXPECT_THAT(error.what(),
                 AllOf(HasSubstr("not all of 3 ranks came within"), HasSubstr("missing: rank 2; present: ")));
   }
+}
+
+// Rank 0 has the store, and ends while rank 1 still waits for rank 2: the time limit has nothing to do with it.
+DS_PROCESS_TEST(RendezvousProcesses, AStoreThatEndsEarlyIsNoTimeLimit, .world_size = 3, .killed = {0}) {
+  const comm::Rendezvous file = ranks.meet();
+  set_launcher_environment(file);
+  if (ranks.rank() == 2) {
+    file.store->wait({"told"}, std::chrono::seconds(60));
+    return;
+  }
+  if (ranks.rank() == 0) {
+    std::thread([&] {
+      file.store->wait({"rank 1 begins"}, std::chrono::seconds(60));
+      std::this_thread::sleep_for(std::chrono::milliseconds(500));
+      ProcessRank::kill_self();
+    }).detach();
+    comm::rendezvous({.timeout = std::chrono::seconds(60)});
+    return;
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  file.store->set("rank 1 begins", std::string("yes"));
+  try {
+    comm::rendezvous({.timeout = std::chrono::seconds(60)});
+    ADD_FAILURE() << "did not throw";
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("rank 0"), HasSubstr("has most likely ended: look at its log first"),
+                                    Not(HasSubstr("60000 ms")), Not(HasSubstr("frame #"))));
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
+  file.store->set("told", std::string("yes"));
 }
 
 }  // namespace

@@ -102,6 +102,16 @@ TEST(CallOrder, AProgramMayDeclareTheBoundary) {
   EXPECT_TRUE(order.at_boundary());
 }
 
+TEST(CallOrder, WithoutAccumulationTheStepIsWhatIsMissing) {
+  CallOrder order = of_program(1);
+  order.backward_done();
+  EXPECT_EQ(refusal(order, Call::kSaveCheckpoint),
+            "save_checkpoint() was called after backward() and before step(), whose gradients would be lost; call it "
+            "after the step() at the boundary");
+  EXPECT_EQ(refusal(order, Call::kOffloadStates),
+            "offload_states() was called after backward() and before step(); call it after step() at the boundary");
+}
+
 TEST(CallOrder, CallsBetweenStepsCountWhatWouldBeLost) {
   CallOrder order = of_program();
   order.backward_done();

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 
 #include <csignal>
+#include <string>
 
 namespace ds::launcher {
 namespace {
@@ -40,6 +41,21 @@ TEST(FailureReport, ShowsTheLastLines) {
   EXPECT_THAT(last_lines_report({.rank = 1}, lines), ElementsAre("rank 1 had written nothing"));
   lines.add("hello");
   EXPECT_THAT(last_lines_report({.rank = 1}, lines), ElementsAre("last lines of rank 1:", "  | hello"));
+}
+
+// LibTorch writes the sentence first, then 60 frames.
+TEST(FailureReport, StackFramesDoNotDriveOutTheCause) {
+  LastLines lines;
+  lines.add("terminate called after throwing an instance of 'c10::Error'");
+  lines.add("  what():  mat1 and mat2 shapes cannot be multiplied (4x9 and 8x8)");
+  for (int frame = 0; frame < 64; ++frame) {
+    lines.add("frame #" + std::to_string(frame) +
+              ": at::native::addmm_out(at::Tensor&) + 0x1c (0x7f00 in libtorch_cpu.so)");
+  }
+  lines.add("frame #: of a picture");
+  EXPECT_THAT(last_lines_report({.rank = 0}, lines),
+              ElementsAre("last lines of rank 0 (without 64 stack frames):", HasSubstr("terminate called"),
+                          HasSubstr("shapes cannot be multiplied"), "  | frame #: of a picture"));
 }
 
 TEST(FailureReport, WritesListsOfRanks) {
