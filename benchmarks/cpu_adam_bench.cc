@@ -30,7 +30,7 @@
 #include "benchmarks/memory_stream.h"
 #include "benchmarks/paired_timing.h"
 #include "core/check.h"
-#include "optim/host_threads.h"
+#include "core/host_threads.h"
 #include "optim/optimizer_factory.h"
 #include "zero/gradient_norm.h"
 
@@ -107,7 +107,7 @@ class Streams {
     return static_cast<uint16_t*>(tensor.data_ptr()) + begin;
   }
   void on_threads(const std::function<void(int64_t begin, int64_t count)>& body) {
-    ds::optimizers::for_each_range(p_, 1024, 1 << 15, [&](int64_t begin, int64_t end) { body(begin, end - begin); });
+    ds::for_each_range(p_, 1024, 1 << 15, [&](int64_t begin, int64_t end) { body(begin, end - begin); });
   }
 
   at::Tensor p_, m_, v_, g_, g16_, copy_;

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "optim/host_threads.h"
+#include "core/host_threads.h"
 
 // Loops compiled for several instruction sets, of which the loader takes one.
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
@@ -29,7 +29,7 @@ class Triad {
   explicit Triad(int64_t numel) : a_(at::rand({numel})), b_(at::rand({numel})), c_(at::rand({numel})) {}
 
   void run() {
-    ds::optimizers::for_each_range(a_, 1024, 1 << 15, [&](int64_t begin, int64_t end) {
+    ds::for_each_range(a_, 1024, 1 << 15, [&](int64_t begin, int64_t end) {
       triad(a_.data_ptr<float>() + begin, b_.data_ptr<float>() + begin, c_.data_ptr<float>() + begin, end - begin);
     });
   }

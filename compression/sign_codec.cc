@@ -19,8 +19,8 @@
 #include "compression/kernels/sign_kernels.h"
 #include "compression/sign_device_codec.h"
 #include "core/check.h"
+#include "core/host_threads.h"
 #include "core/tensor_check.h"
-#include "optim/host_threads.h"
 #include "optim/kernels/square_sum.h"
 
 namespace ds::compression {
@@ -118,7 +118,7 @@ void SignCodec::scales(const at::Tensor& values, const at::Tensor& scales) const
   auto* scale = scales.mutable_data_ptr<float>();
   // Of the part of each range in each block: the threads that made them do not matter.
   std::vector<double> sums(static_cast<size_t>(first_sums_.back()));
-  optimizers::for_each_range(values, kSumBlock, kGrain, [&](int64_t begin, int64_t end) {
+  for_each_range(values, kSumBlock, kGrain, [&](int64_t begin, int64_t end) {
     for (; begin < end; begin += kSumBlock) {
       for_each_part(begin, std::min(end, begin + kSumBlock), [&](int64_t first, int64_t length, int64_t r) {
         const auto range = static_cast<size_t>(r);
@@ -144,7 +144,7 @@ void SignCodec::encode(const at::Tensor& values, const at::Tensor& scales, const
   auto* to = values.mutable_data_ptr<float>();
   const auto* scale = scales.const_data_ptr<float>();
   auto* bytes = bits.mutable_data_ptr<uint8_t>();
-  optimizers::for_each_range(values, kUnit, kGrain, [&](int64_t begin, int64_t end) {
+  for_each_range(values, kUnit, kGrain, [&](int64_t begin, int64_t end) {
     int64_t written = begin / 8;
     for_each_part(begin, end, [&](int64_t first, int64_t length, int64_t r) {
       std::memset(bytes + written, 0, static_cast<size_t>(first / 8 - written));
@@ -163,7 +163,7 @@ void SignCodec::decode(const at::Tensor& bits, const at::Tensor& scales, const a
   const auto* bytes = bits.const_data_ptr<uint8_t>();
   const auto* scale = scales.const_data_ptr<float>();
   auto* to = values.mutable_data_ptr<float>();
-  optimizers::for_each_range(values, kUnit, kGrain, [&](int64_t begin, int64_t end) {
+  for_each_range(values, kUnit, kGrain, [&](int64_t begin, int64_t end) {
     int64_t written = begin;
     for_each_part(begin, end, [&](int64_t first, int64_t length, int64_t r) {
       std::fill(to + written, to + first, 0.0F);
@@ -182,7 +182,7 @@ void SignCodec::add(const at::Tensor& bits, const at::Tensor& scales, const at::
   const auto* bytes = bits.const_data_ptr<uint8_t>();
   const auto* scale = scales.const_data_ptr<float>();
   auto* to = values.mutable_data_ptr<float>();
-  optimizers::for_each_range(values, kUnit, kGrain, [&](int64_t begin, int64_t end) {
+  for_each_range(values, kUnit, kGrain, [&](int64_t begin, int64_t end) {
     for_each_part(begin, end, [&](int64_t first, int64_t length, int64_t r) {
       add_signs(bytes + first / 8, length, scale[r], to + first);
     });

@@ -2,7 +2,7 @@
 // what stands for them on the host. Torch-free; a compiler of kernels reads it.
 //
 // Encoding rounds to nearest even, a NaN stays one. The vector code of the host is in
-// optim/kernels/float_formats-inl.h.
+// core/float_formats-inl.h.
 #pragma once
 
 #include <cstdint>

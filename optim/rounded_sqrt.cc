@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "optim/host_threads.h"
+#include "core/host_threads.h"
 #include "optim/kernels/square_root.h"
 
 namespace ds::optimizers {

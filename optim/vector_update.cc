@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "core/check.h"
-#include "optim/host_threads.h"
+#include "core/host_threads.h"
 
 namespace ds::optimizers {
 namespace {

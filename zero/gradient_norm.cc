@@ -11,7 +11,7 @@
 #include <numeric>
 #include <vector>
 
-#include "optim/host_threads.h"
+#include "core/host_threads.h"
 #include "optim/kernels/square_sum.h"
 #include "optim/vector_update.h"
 
@@ -31,7 +31,7 @@ double sum_of_squares_on_cpu(const at::Tensor& flat, optimizers::ValueType type)
   std::vector<double> sums(static_cast<size_t>((flat.numel() + kChunk - 1) / kChunk));
   const auto* values = static_cast<const char*>(flat.const_data_ptr());
   const auto bytes = flat.element_size();
-  optimizers::for_each_range(flat, kChunk, kGrain, [&](int64_t begin, int64_t end) {
+  for_each_range(flat, kChunk, kGrain, [&](int64_t begin, int64_t end) {
     for (; begin < end; begin += kChunk) {
       sums[static_cast<size_t>(begin / kChunk)] =
           optimizers::square_sum(values + begin * bytes, type, std::min(kChunk, end - begin));

@@ -12,6 +12,7 @@
 #include <string>
 
 #include <dsengine/activation_checkpoint.h>
+#include <dsengine/ops.h>
 
 #include "check.h"
 
@@ -107,18 +108,22 @@ Gpt::Gpt(const GptConfig& config) : config_(config) {
   }
 }
 
-at::Tensor Gpt::logits(const at::Tensor& tokens) const {
+at::Tensor Gpt::last_hidden(const at::Tensor& tokens) const {
   const at::Tensor positions = at::arange(tokens.size(1), tokens.options());
   at::Tensor x = wte_->forward(tokens) + wpe_->forward(positions);
   for (const auto& block : blocks_) {
     const auto forward = [block](const at::Tensor& input) { return block->forward(input); };
     x = config_.activation_checkpointing ? ds::recompute::checkpoint(forward, x) : forward(x);
   }
-  x = ln_f_->forward(x);
-  return head_ ? head_->forward(x) : at::linear(x, wte_->weight);
+  return ln_f_->forward(x);
 }
 
+at::Tensor Gpt::logits(const at::Tensor& tokens) const { return at::linear(last_hidden(tokens), head_weight()); }
+
 at::Tensor Gpt::forward(const at::Tensor& tokens, const at::Tensor& target) const {
+  if (!config_.whole_logits) {
+    return ds::ops::linear_cross_entropy(last_hidden(tokens), head_weight(), {}, target.reshape(tokens.sizes()));
+  }
   const at::Tensor scores = logits(tokens).to(at::kFloat);
   return at::cross_entropy_loss(scores.view({-1, config_.vocab}), target.reshape({-1}));
 }

@@ -25,6 +25,7 @@ struct GptConfig {
   bool freeze_embeddings = false;         // wte and wpe are not trained, and with them a tied head
   bool tanh_gelu = false;                 // GELU's tanh approximation, as GPT-2's; otherwise exact (erf)
   bool activation_checkpointing = false;  // blocks keep their input only and are computed again in backward
+  bool whole_logits = false;              // forward makes all logits at once, as plain LibTorch; otherwise in chunks
 };
 
 // Throws ds::ConfigError for sizes that make no model.
@@ -81,12 +82,16 @@ class Gpt : public torch::nn::Module {
 
   // int64 [batch, time] -> [batch, time, vocab].
   at::Tensor logits(const at::Tensor& tokens) const;
-  // Mean cross entropy over all positions, float32; target has the shape of tokens.
+  // Mean cross entropy over all positions, float32; target has the shape of tokens. The logits are never whole, unless
+  // the config says so.
   at::Tensor forward(const at::Tensor& tokens, const at::Tensor& target) const;
 
   const GptConfig& config() const { return config_; }
 
  private:
+  at::Tensor last_hidden(const at::Tensor& tokens) const;  // [batch, time, hidden], what the head takes
+  const at::Tensor& head_weight() const { return head_ ? head_->weight : wte_->weight; }
+
   GptConfig config_;
   std::shared_ptr<Embedding> wte_, wpe_;
   std::vector<std::shared_ptr<Block>> blocks_;

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "optim/kernels/float_formats-inl.h"
+#include "core/float_formats-inl.h"
 #include "optim/kernels/slice_arrays.h"
 
 #if defined(DS_OPTIM_KERNELS_SLICE_PASS_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -22,6 +22,11 @@
 
 HWY_BEFORE_NAMESPACE();
 namespace ds::optimizers::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+using ds::HWY_NAMESPACE::BFloat16;
+using ds::HWY_NAMESPACE::Float16;
+using ds::HWY_NAMESPACE::Float32;
 
 // Elements. Four or five arrays are read at once; where the hardware follows them by itself, a twentieth to a tenth of
 // the memory's speed is left over (benchmarks/cpu_adam_bench).

@@ -9,10 +9,15 @@
 #include <cstddef>
 #include <cstring>
 
-#include "optim/kernels/float_formats-inl.h"
+#include "core/float_formats-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace ds::optimizers::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+using ds::HWY_NAMESPACE::BFloat16;
+using ds::HWY_NAMESPACE::Float16;
+using ds::HWY_NAMESPACE::Float32;
 
 // Reads four quarters side by side: one core gets more out of the memory by four streams than by one.
 template <class Format>

@@ -1,16 +1,16 @@
-// float32, bfloat16 and float16 in memory, float32 in registers. Compiled once per instruction set (Highway's
-// foreach_target), so its guard is not `#pragma once`.
+// float32, bfloat16 and float16 in memory, float32 in registers; and float64 in both. Compiled once per instruction set
+// (Highway's foreach_target), so its guard is not `#pragma once`.
 //
-// A format has load(d, from), a vector of floats, and encode(d, v), the vector to store; `d` is a tag of floats.
+// A format has load(d, from), a vector of Lane, and encode(d, v), the vector to store; `d` is a tag of Lane.
 #include <hwy/highway.h>
 
 #include <cstdint>
 
-#if defined(DS_OPTIM_KERNELS_FLOAT_FORMATS_INL_H_) == defined(HWY_TARGET_TOGGLE)
-#ifdef DS_OPTIM_KERNELS_FLOAT_FORMATS_INL_H_
-#undef DS_OPTIM_KERNELS_FLOAT_FORMATS_INL_H_
+#if defined(DS_CORE_FLOAT_FORMATS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef DS_CORE_FLOAT_FORMATS_INL_H_
+#undef DS_CORE_FLOAT_FORMATS_INL_H_
 #else
-#define DS_OPTIM_KERNELS_FLOAT_FORMATS_INL_H_
+#define DS_CORE_FLOAT_FORMATS_INL_H_
 #endif
 
 // Whether this instruction set converts float16: x86 from AVX2 on (lower is better), 64-bit Arm.
@@ -22,10 +22,11 @@
 #endif
 
 HWY_BEFORE_NAMESPACE();
-namespace ds::optimizers::HWY_NAMESPACE {
+namespace ds::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
 struct Float32 {
+  using Lane = float;
   using Raw = float;
   template <class D>
   static HWY_INLINE hn::Vec<D> load(D d, const Raw* from) {
@@ -37,7 +38,21 @@ struct Float32 {
   }
 };
 
+struct Float64 {
+  using Lane = double;
+  using Raw = double;
+  template <class D>
+  static HWY_INLINE hn::Vec<D> load(D d, const Raw* from) {
+    return hn::LoadU(d, from);
+  }
+  template <class D>
+  static HWY_INLINE hn::Vec<D> encode(D /*d*/, hn::Vec<D> v) {
+    return v;
+  }
+};
+
 struct BFloat16 {
+  using Lane = float;
   using Raw = uint16_t;
   template <class D>
   static HWY_INLINE hn::Vec<D> load(D d, const Raw* from) {
@@ -58,6 +73,7 @@ struct BFloat16 {
 };
 
 struct Float16 {
+  using Lane = float;
   using Raw = uint16_t;
 #if DS_NATIVE_FLOAT16
   template <class D>
@@ -102,7 +118,7 @@ struct Float16 {
 #endif
 };
 
-}  // namespace ds::optimizers::HWY_NAMESPACE
+}  // namespace ds::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #endif  // guard per target
