@@ -62,7 +62,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/weights.h", "checkpoint"},
     {"dsengine/zero.h", "zero"},
 };
-constexpr size_t kMostPublicHeaders = 30;
+constexpr size_t kMostPublicHeaders = 32;
 constexpr int kMostLines = 230;  // of a public header
 // Of the one class that a program calls, whose methods DeepSpeed's names decide.
 constexpr int kMostLinesOfTheEngine = 300;

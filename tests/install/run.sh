@@ -57,5 +57,6 @@ if configure_with_torch alone -DTorch_ROOT="$torch" >"$scratch/alone.log" 2>&1; 
   done
 else
   # No CUDA toolkit here. It is to fail for that reason alone.
-  grep -q 'uses CUDA but I cannot find the CUDA' "$scratch/alone.log" || { cat "$scratch/alone.log"; exit 1; }
+  tr -s ' \n' ' ' <"$scratch/alone.log" | grep -q 'uses CUDA but I cannot find the CUDA libraries' ||
+    { cat "$scratch/alone.log"; exit 1; }
 fi
