@@ -46,6 +46,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/device_mesh.h", "comm"},
     {"dsengine/engine.h", "engine"},
     {"dsengine/errors.h", "core"},
+    {"dsengine/frozen_scope.h", "zero"},
     {"dsengine/init_distributed.h", "engine"},
     {"dsengine/initialize.h", "engine"},
     {"dsengine/layer_spec.h", "pipeline"},
