@@ -52,10 +52,13 @@ struct Engine::Impl {
   std::optional<ShownGradients> shown;
   std::unique_ptr<MovedStates> moved;  // between offload_states() and reload_states()
   bool warned_of_zero_grad = false;
+  bool warned_of_own_accumulation = false;
 
   RunState run_state() { return {config, progress, loss_scaler, schedule.get(), loader.get()}; }
   // The boundary of an accumulation, whoever drove it: update, schedule, report. `loss`: that of a pipeline.
   void complete_step(const at::Tensor& loss = {});
+  // Of backward() calls as many as an accumulation has micro-batches, before one step() inside of it.
+  void warn_of_own_accumulation();
   // After an update that threw: as if the accumulation of so many micro-batches had not been, before which the
   // optimizer had made so many steps.
   void undo_accumulation(int64_t micro_batches, int64_t optimizer_steps) noexcept;

@@ -35,12 +35,15 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
   self.batches.keep_loss(micro_batch, loss.detach(), share);
   self.accumulation->begin_micro_batch(micro_batch);
   self.state.gradients.reducer->require_own_gradients("backward()");
+  self.shown->require_untouched("backward()");
   self.shown->take_back();
   self.accumulation->run(boundary, [&] { scaled.backward({}, retain_graph); });
   self.order.backward_done();
-  if (self.order.at_boundary()) {
-    self.shown->show(boundary && self.order.synchronizes(), self.accumulation->loss_scale());
-  }
+  using After = ShownGradients::After;
+  const After pass = !self.order.at_boundary()                    ? After::kPart
+                     : boundary && self.order.synchronizes() ? After::kLastGradient
+                                                             : After::kUnreduced;
+  self.shown->show(pass, self.accumulation->loss_scale());
   self.reporter->backward_ends();
   return averaged.detach();
 }
@@ -49,6 +52,7 @@ void Engine::step() {
   Impl& self = *impl_;
   self.order.require(Call::kStep);
   const bool boundary = self.order.at_boundary();
+  if (!boundary) self.warn_of_own_accumulation();
   ++self.progress.micro_steps;
   self.order.micro_batch_done();
   self.progress.step_applied = false;
@@ -59,12 +63,23 @@ void Engine::step() {
   self.complete_step();
 }
 
+void Engine::Impl::warn_of_own_accumulation() {
+  const int64_t micro_batches = order.micro_batches_of_update();
+  if (micro_batches == 1 || order.backwards_since_step() != micro_batches || state.ranks.world->rank() != 0 ||
+      std::exchange(warned_of_own_accumulation, true))
+    return;
+  log::warning("step(): ", micro_batches, " backward() calls came before it, as many as gradient_accumulation_steps ",
+               "says. Each step() counts one micro-batch, so that the update comes with the ", micro_batches,
+               "th step(). A program that counts by itself sets gradient_accumulation_steps to 1; or it calls step() ",
+               "after each backward() and leaves the counting to the engine (said once)");
+}
+
 void Engine::Impl::complete_step(const at::Tensor& loss) {
   watch->look("step()");
   watch->look_at_module("step()");
   HeldStill::require_possible(state);
   state.gradients.reducer->require_own_gradients("step()");
-  shown->require_untouched();
+  shown->require_untouched("step()");
   shown->take_back();
   const Phases::Scope phase(phases, "step");
   reporter->step_begins();

@@ -1,5 +1,6 @@
 #include "zero/change_watch.h"
 
+#include "core/check_time.h"
 #include "core/storage_memory.h"
 
 namespace ds::zero {
@@ -11,12 +12,14 @@ bool is_part_of(const at::Tensor& tensor, const Parameter& parameter) {
 }
 
 void ChangeWatch::begin(const ParameterBucket& bucket) {
+  const CheckTime::Scope time;
   noted_ = false;
   versions_.clear();
   for (const Parameter& parameter : bucket.parameters()) versions_.push_back(parameter.tensor._version());
 }
 
 size_t ChangeWatch::changed_version(const ParameterBucket& bucket) const {
+  const CheckTime::Scope time;
   size_t i = 0;
   while (i < versions_.size() && bucket.parameters()[i].tensor._version() == versions_[i]) ++i;
   return i;

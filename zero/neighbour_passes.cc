@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/check_time.h"
 #include "core/storage_memory.h"
 
 namespace ds::zero {
@@ -78,6 +79,7 @@ void NeighbourPasses::use_from_this_thread() {
 }
 
 void NeighbourPasses::begin() {
+  const CheckTime::Scope time;
   if (aside_) step_back();
   running_ = true;
   for (NeighbourPasses* const other : on_thread(thread_)) {
@@ -86,6 +88,7 @@ void NeighbourPasses::begin() {
 }
 
 void NeighbourPasses::end() {
+  const CheckTime::Scope time;
   running_ = false;
   const std::vector<NeighbourPasses*> all = on_thread(thread_);
   if (std::any_of(all.begin(), all.end(), [](const NeighbourPasses* one) { return one->running_.load(); })) return;
@@ -123,6 +126,7 @@ void NeighbourPasses::step_back() {
 }
 
 void NeighbourPasses::require_none(const char* call) {
+  const CheckTime::Scope time;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (had_foreign_[i] == 0) continue;
     if (!parameters_[i].tensor.grad().defined()) {  // module->zero_grad()
@@ -138,6 +142,7 @@ void NeighbourPasses::require_none(const char* call) {
 }
 
 void NeighbourPasses::clear() {
+  const CheckTime::Scope time;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (had_foreign_[i].exchange(0) != 0) parameters_[i].tensor.mutable_grad().reset();
   }

@@ -22,8 +22,13 @@ constexpr const char* kReleased =
     "engine->gathered_parameters(model->parameters()); whole models are also written by engine->save_16bit_model() and "
     "save_checkpoint()";
 
-std::string released_text(const std::vector<Parameter>& parameters) {
-  std::string text = kReleased;
+constexpr const char* kComing =
+    "parameter {} is on its way from the ranks that have updated it since step(): operators of the engine's thread wait "
+    "for it by themselves; for torch::save(), data_ptr(), accessors and other threads call "
+    "engine->synchronize_parameters() first";
+
+// `text` with the name of what it is about.
+std::string named(std::string text, const std::vector<Parameter>& parameters) {
   const size_t more = parameters.size() - 1;
   return text.replace(text.find("{}"), 2,
                       cat(parameters.front().name, more > 0 ? cat(" (or one of ", more, " beside it)") : ""));
@@ -104,7 +109,7 @@ void ParameterBucket::shard(int rank, int bits, std::shared_ptr<SliceStore> stor
   own_.copy_(values);
   store_->unload(own_, /*changed=*/true);
   take_storage(flat_);
-  released_ = unreadable_storage(flat_.device(), flat_.nbytes(), released_text(parameters_));
+  released_ = unreadable_storage(flat_.device(), flat_.nbytes(), named(kReleased, parameters_));
   move_parameters(flat_.storage(), released_);
 }
 
@@ -117,7 +122,18 @@ void ParameterBucket::move_parameters(const at::Storage& from, const at::Storage
 
 void ParameterBucket::show(const at::Tensor& tensor) const {
   at::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
-  if (!hidden_ && is_same_storage(impl->unsafe_storage(), released_)) impl->set_storage_keep_dtype(flat_.storage());
+  const at::Storage& storage = impl->unsafe_storage();
+  const bool waits = sharded() ? !hidden_ && is_same_storage(storage, released_) : is_same_storage(storage, coming_);
+  if (waits) impl->set_storage_keep_dtype(flat_.storage());
+}
+
+void ParameterBucket::begin_arrival() { move_parameters(flat_.storage(), coming_storage()); }
+
+void ParameterBucket::end_arrival() { move_parameters(coming_storage(), flat_.storage()); }
+
+const at::Storage& ParameterBucket::coming_storage() {
+  if (!coming_) coming_ = unreadable_storage(flat_.device(), flat_.nbytes(), named(kComing, parameters_));
+  return coming_;
 }
 
 void ParameterBucket::hide(const std::string& text) {
@@ -173,7 +189,7 @@ at::Tensor ParameterBucket::encoded(const at::Tensor& values) const {
 void ParameterBucket::allocate(GatherMemory& memory) {
   ensure(sharded() && !allocated(), "only a released bucket takes memory");
   give_storage(flat_, memory.take(flat_.nbytes(), flat_.device()), flat_.nbytes());
-  if (std::exchange(hidden_, false)) set_unreadable_text(released_, released_text(parameters_));
+  if (std::exchange(hidden_, false)) set_unreadable_text(released_, named(kReleased, parameters_));
   move_parameters(released_, flat_.storage());
 }
 
@@ -186,7 +202,8 @@ void ParameterBucket::release(GatherMemory& memory) {
 bool ParameterBucket::is_here(size_t position) const {
   const at::TensorImpl& tensor = *parameters_[position].tensor.unsafeGetTensorImpl();
   const at::Storage& storage = tensor.unsafe_storage();
-  return (is_same_storage(storage, flat_.storage()) || (released_ && is_same_storage(storage, released_))) &&
+  return (is_same_storage(storage, flat_.storage()) || (released_ && is_same_storage(storage, released_)) ||
+          (coming_ && is_same_storage(storage, coming_))) &&
          tensor.storage_offset() == layout_.segments[position].slice_offset && tensor.dtype() == flat_.dtype();
 }
 

@@ -66,9 +66,14 @@ class ParameterBucket {
   void allocate(GatherMemory& memory);
   void release(GatherMemory& memory);
   const at::Storage& released_storage() const { return released_; }
-  // Of an allocated bucket: an alias of a parameter that was made while that was released (Tensor::data()) sees the
-  // memory too, from now on.
+  // Of a bucket with memory: an alias of a parameter that was made while that was released or on its way
+  // (Tensor::data()) sees the memory too, from now on.
   void show(const at::Tensor& tensor) const;
+  // Of a bucket that is not sharded: while the parts of other ranks are on their way to flat(), its parameters lie in
+  // coming_storage(), and whoever reads one unseen is told so; show() for an operator that is to read a tensor there.
+  void begin_arrival();
+  void end_arrival();
+  const at::Storage& coming_storage();
   // Until the next allocate(), whoever reads the parameters gets a c10::Error with `text`.
   void hide(const std::string& text);
   // The same for good, also for views of the parameters.
@@ -110,6 +115,7 @@ class ParameterBucket {
   at::Tensor own_;                     // of a sharded bucket
   at::Storage released_;               // likewise
   bool hidden_ = false;                // released_ has another text than its own
+  at::Storage coming_;                 // of one that is not sharded
   std::shared_ptr<SliceStore> store_;  // of own_
   bool in_store_ = false;              // that shard() was given
   int bits_ = 0;                       // own_ is encoded in so many

@@ -75,8 +75,11 @@ void ParameterGatherer::before_read(const at::Tensor& tensor) {
   if (entry.sharded() && !in_backward_) choose_cast_cache(at::GradMode::is_enabled());
   if (entry.whole() && !entry.sharded()) return;
   if (entry.whole() && entry.held > 0) return entry.bucket->show(tensor);
-  entry.used_by = OpInterceptor::outermost_operator();
-  if (bucket != current_ || !entry.whole()) use(bucket);
+  // An operator may read a bucket as often as its data say, a recurrent one once for each step in time, which differ
+  // between ranks: the order of uses, which all ranks must have, counts it once.
+  const uint64_t used_before_by = std::exchange(entry.used_by, OpInterceptor::outermost_operator());
+  const bool same_operator = used_before_by == entry.used_by;
+  if (!entry.whole() || (bucket != current_ && !same_operator)) use(bucket);
   if (!entry.sharded()) return;
   if (!entry.whole()) {  // there was no memory
     if (!is_same_storage(tensor.storage(), entry.bucket->released_storage())) take_elements(tensor);

@@ -5,14 +5,20 @@
 
 namespace ds::zero {
 
-ParameterPublisher::ParameterPublisher(const std::vector<ParameterBucket>& buckets, comm::Communicator& communicator,
+ParameterPublisher::ParameterPublisher(std::vector<ParameterBucket>& buckets, comm::Communicator& communicator,
                                        bool partitioned)
     : buckets_(buckets),
       communicator_(communicator),
       partitioned_(partitioned && communicator.size() > 1),
       works_(buckets.size()),
       pending_(buckets.size(), false),
-      interceptor_([this](const at::Tensor& tensor) { before_read(tensor); }) {}
+      interceptor_([this](const at::Tensor& tensor) { before_read(tensor); }) {
+  if (!partitioned_) return;
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    bucket_of_storage_.emplace(buckets_[b].flat().storage().unsafeGetStorageImpl(), b);
+    bucket_of_storage_.emplace(buckets_[b].coming_storage().unsafeGetStorageImpl(), b);
+  }
+}
 
 ParameterPublisher::~ParameterPublisher() {
   try {
@@ -25,9 +31,10 @@ ParameterPublisher::~ParameterPublisher() {
 void ParameterPublisher::updated(size_t bucket) {
   if (!partitioned_) return;
   ensure(!pending_.at(bucket), "a bucket is published once per step");
-  const ParameterBucket& parameters = buckets_.at(bucket);
+  ParameterBucket& parameters = buckets_.at(bucket);
   works_[bucket] = communicator_.all_gather(parameters.flat(), parameters.slice(communicator_.rank()),
                                             cat("parameters of bucket ", bucket));
+  parameters.begin_arrival();
   pending_[bucket] = true;
   ++pending_count_;
   interceptor_.enable();
@@ -39,10 +46,10 @@ void ParameterPublisher::use_from_this_thread() {
 }
 
 void ParameterPublisher::before_read(const at::Tensor& tensor) {
-  if (pending_count_ == 0) return;
-  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    if (pending_[bucket] && buckets_[bucket].flat().is_alias_of(tensor)) wait(bucket);
-  }
+  const auto found = bucket_of_storage_.find(tensor.storage().unsafeGetStorageImpl());
+  if (found == bucket_of_storage_.end()) return;
+  if (pending_[found->second]) wait(found->second);
+  buckets_[found->second].show(tensor);
 }
 
 void ParameterPublisher::wait(size_t bucket) {
@@ -54,6 +61,7 @@ void ParameterPublisher::wait(size_t bucket) {
     if (!failure_) failure_ = std::current_exception();
   }
   works_[bucket] = {};
+  buckets_[bucket].end_arrival();
 }
 
 void ParameterPublisher::wait_all() {

@@ -3,11 +3,12 @@
 //
 // After the optimizer has updated this rank's slice of a bucket, an all_gather of the bucket in place starts.
 // The next forward does not wait for all of them: an operator that reads a parameter waits for that parameter's bucket
-// only.
+// only. Whoever reads it otherwise (data_ptr(), another thread) gets a c10::Error meanwhile.
 #pragma once
 
 #include <cstddef>
 #include <exception>
+#include <unordered_map>
 #include <vector>
 
 #include "core/op_interceptor.h"
@@ -22,7 +23,7 @@ class ParameterPublisher : public ParameterAccess {
  public:
   // Both outlive the publisher. `partitioned`: ranks update slices. Does nothing with one rank. The destructor waits
   // for what is on its way: the parameters outlive the engine.
-  ParameterPublisher(const std::vector<ParameterBucket>& buckets, comm::Communicator& communicator, bool partitioned);
+  ParameterPublisher(std::vector<ParameterBucket>& buckets, comm::Communicator& communicator, bool partitioned);
   ~ParameterPublisher() override;
 
   // All parameters are whole before gradients are made from them.
@@ -40,9 +41,10 @@ class ParameterPublisher : public ParameterAccess {
   void before_read(const at::Tensor& tensor);
   void wait(size_t bucket);
 
-  const std::vector<ParameterBucket>& buckets_;
+  std::vector<ParameterBucket>& buckets_;
   comm::Communicator& communicator_;
   bool partitioned_;
+  std::unordered_map<const void*, size_t> bucket_of_storage_;
   std::vector<comm::Work> works_;
   std::vector<bool> pending_;
   size_t pending_count_ = 0;

@@ -72,6 +72,7 @@ class CallOrder {
   // False: only step() tells, so that a backward pass cannot yet reduce for the boundary.
   bool boundary_is_known() const { return boundary_ || accumulation_.counted; }
   void backward_done() { ++backwards_since_step_; }
+  int64_t backwards_since_step() const { return backwards_since_step_; }
   void micro_batch_done();
   // A schedule's, all at once.
   void micro_batches_done(int64_t count) { micro_batches_done_ = count; }

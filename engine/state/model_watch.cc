@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/check_time.h"
 #include "core/tensor_check.h"
 #include "core/text_hash.h"
 #include "engine/state/parameter_scope.h"
@@ -15,20 +16,6 @@
 
 namespace ds::engine {
 namespace {
-
-// Adds up what look() takes.
-class Spent {
- public:
-  explicit Spent(std::chrono::nanoseconds& total) : total_(total), begun_(Clock::now()) {}
-  ~Spent() { total_ += Clock::now() - begun_; }
-  Spent(const Spent&) = delete;
-  Spent& operator=(const Spent&) = delete;
-
- private:
-  using Clock = std::chrono::steady_clock;
-  std::chrono::nanoseconds& total_;
-  Clock::time_point begun_;
-};
 
 std::vector<const void*> identities_of(const torch::nn::Module& module) {
   std::vector<const void*> identities;
@@ -55,13 +42,22 @@ ModelWatch::ModelWatch(ModelState& state) : state_(state) {
 }
 
 void ModelWatch::renew() {
+  const CheckTime::Scope time;
   for (std::vector<Seen>* const list : {&trained_, &others_}) {
     for (Seen& seen : *list) seen.version = seen.parameter->tensor._version();
   }
 }
 
+void ModelWatch::updated() {
+  const CheckTime::Scope time;
+  for (const Seen& seen : trained_) {
+    if (seen.parameter->tensor.requires_grad()) seen.parameter->tensor.unsafeGetTensorImpl()->bump_version();
+  }
+  renew();
+}
+
 void ModelWatch::look(const char* call) {
-  const Spent spent(spent_);
+  const CheckTime::Scope time;
   const at::NoGradGuard no_grad;
   look_at_flags(call);
   look_at_buckets(call, state_.buckets, 0);
@@ -139,7 +135,7 @@ void ModelWatch::note(const std::string& parameter, uint64_t digest) {
 }
 
 void ModelWatch::look_at_module(const char* call) {
-  const Spent spent(spent_);
+  const CheckTime::Scope time;
   std::vector<const void*> identities = identities_of(*state_.module);
   if (identities == identities_) return;
   std::vector<const void*> known;

@@ -7,7 +7,6 @@
 // as it was.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -32,6 +31,9 @@ class ModelWatch {
   void look_at_module(const char* call);
   // What has changed since the last look was the engine's doing.
   void renew();
+  // The engine has updated the parameters: a graph that was made from the old values is refused by autograd, as after a
+  // step of torch's optimizers.
+  void updated();
 
   // Whether parameters of a bucket that were trainable require no gradient now.
   bool any_frozen() const { return frozen_ > 0; }
@@ -39,7 +41,6 @@ class ModelWatch {
   uint64_t take_digest();
   // The name of a parameter that was taken over since the last call of it.
   std::string take_name() { return std::exchange(last_changed_, {}); }
-  std::chrono::nanoseconds time_spent() const { return spent_; }
 
  private:
   // What a parameter was when it was last looked at.
@@ -62,7 +63,6 @@ class ModelWatch {
   uint64_t digest_ = 0;
   std::string last_changed_;
   std::vector<const void*> identities_;  // of the module's parameters, in its order
-  std::chrono::nanoseconds spent_{0};
 };
 
 }  // namespace ds::engine

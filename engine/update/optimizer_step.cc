@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/check_time.h"
 #include "core/log.h"
 #include "engine/agreement/shared_failure.h"
 #include "engine/report/non_finite_report.h"
@@ -64,6 +65,7 @@ void OptimizerStep::run() {
 }
 
 StepFacts OptimizerStep::facts() const {
+  const CheckTime::Scope time;
   StepFacts facts;
   facts.loss = parts_.batches.loss_of_step();
   if (facts.loss.defined()) facts.loss = facts.loss.to(parts_.state.ranks.device);
@@ -76,6 +78,7 @@ StepFacts OptimizerStep::facts() const {
 
 // Training that changes nothing, but for momentum and decay, is a mistake of the program more often than not.
 void OptimizerStep::warn_of_nothing(double norm) {
+  const CheckTime::Scope time;
   const ModelState& state = parts_.state;
   const bool none = state.gradients.reducer->parameters_without_gradient().size() == state.parameters.size();
   if (none && !std::exchange(warned_of_no_gradient_, true)) {
@@ -108,6 +111,7 @@ void OptimizerStep::apply(double norm, double loss_scale, double clip_once) {
     if (limit > 0) clip *= std::min(1.0, limit / (norm * clip + kClipEpsilon));
   }
   parts_.update.apply(clip / loss_scale);
+  parts_.watch.updated();
   parts_.order.update_done();
   parts_.progress.step_applied = true;
 }

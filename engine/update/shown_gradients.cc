@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/check.h"
+#include "core/check_time.h"
 #include "core/storage_memory.h"
 
 namespace ds::engine {
@@ -27,11 +28,20 @@ at::Tensor unreadable_gradient(const zero::Parameter& parameter, const char* rea
   return gradient;
 }
 
+// No view for autograd, so that zero_grad() of torch's optimizers, which detaches in place, comes as far as to take it
+// away.
+at::Tensor alias_of(const at::Tensor& view) {
+  at::Tensor alias = at::empty({0}, view.options());
+  alias.set_data(view);
+  return alias;
+}
+
 }  // namespace
 
-const char* ShownGradients::reason_against(bool reduced, double loss_scale) const {
+const char* ShownGradients::reason_against(After pass, double loss_scale) const {
   const Plan& plan = state_.plan;
-  if (!reduced) return "it is that of this rank alone until step() reduces it";
+  if (pass == After::kPart) return "the accumulation goes on, until whose last backward() it is a part of the sum";
+  if (pass == After::kUnreduced) return "it is that of this rank alone until step() reduces it";
   if (plan.partition_optimizer) return "at ZeRO stages 1 to 3 a rank has the slice that it updates";
   if (state_.gradients.reducer->keeps_local())
     return "the optimizer exchanges compressed momenta in place of gradients";
@@ -41,47 +51,56 @@ const char* ShownGradients::reason_against(bool reduced, double loss_scale) cons
   return nullptr;
 }
 
-void ShownGradients::show(bool reduced, double loss_scale) {
+void ShownGradients::show(After pass, double loss_scale) {
   if (state_.pipeline) return;
   showing_ = true;
   shown_.assign(state_.parameters.size(), at::Tensor());
-  const char* const reason = reason_against(reduced, loss_scale);
+  memory_.assign(shown_.size(), nullptr);
+  const char* const reason = reason_against(pass, loss_scale);
   if (!reason) state_.gradients.reducer->finish();
+  const CheckTime::Scope time;
   for (size_t b = 0; b < state_.buckets.size(); ++b) {
     const at::Tensor flat = reason ? at::Tensor() : state_.gradients.reducer->gradient(b);
     for (const Segment& segment : state_.buckets[b].layout().segments) {
       const auto i = static_cast<size_t>(segment.parameter);
       const at::Tensor& tensor = state_.parameters[i].tensor;
       if (!tensor.requires_grad()) continue;
-      shown_[i] = reason ? stand_in(i, reason) : zero::view_of(flat, segment, tensor);
+      shown_[i] = reason ? stand_in(i, reason) : alias_of(zero::view_of(flat, segment, tensor));
+      memory_[i] = shown_[i].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
       tensor.mutable_grad() = shown_[i];
     }
   }
 }
 
 const at::Tensor& ShownGradients::stand_in(size_t parameter, const char* reason) {
-  if (reason != reason_) stand_ins_.assign(state_.parameters.size(), at::Tensor());
-  reason_ = reason;
-  at::Tensor& gradient = stand_ins_[parameter];
+  std::vector<at::Tensor>& all = stand_ins_[reason];
+  all.resize(state_.parameters.size());
+  at::Tensor& gradient = all[parameter];
   if (!gradient.defined()) gradient = unreadable_gradient(state_.parameters[parameter], reason);
   return gradient;
 }
 
-void ShownGradients::require_untouched() const {
+void ShownGradients::require_untouched(const char* call) const {
   if (!showing_) return;
+  const CheckTime::Scope time;
   for (size_t i = 0; i < shown_.size(); ++i) {
+    if (!shown_[i].defined()) continue;
     const zero::Parameter& parameter = state_.parameters[i];
-    if (!shown_[i].defined() || parameter.tensor.grad().is_same(shown_[i])) continue;
+    const at::Tensor& gradient = parameter.tensor.grad();
+    const bool same_memory =  // or that of set_data()
+        shown_[i].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == memory_[i];
+    if (gradient.is_same(shown_[i]) && same_memory) continue;
     throw UsageError(
-        cat("step(): the gradient of parameter ", parameter.name, " was ",
-            parameter.tensor.grad().defined() ? "replaced" : "taken away", " since backward(). Expected ",
-            "its .grad as backward() left it. To drop gradients call engine->zero_grad() and begin again; ",
-            "to change them, engine->safe_set_full_grad(parameter, value)"));
+        cat(call, ": the gradient of parameter ", parameter.name, " was ",
+            gradient.defined() ? "replaced" : "taken away", " since backward(). Expected its .grad as backward() ",
+            "left it, inside an accumulation too. step() clears gradients by itself; to drop them before, call ",
+            "engine->zero_grad() and begin again; to change them, engine->safe_set_full_grad(parameter, value)"));
   }
 }
 
 void ShownGradients::take_back() {
   if (!showing_) return;
+  const CheckTime::Scope time;
   showing_ = false;
   for (size_t i = 0; i < shown_.size(); ++i) {
     if (shown_[i].defined()) state_.parameters[i].tensor.mutable_grad().reset();

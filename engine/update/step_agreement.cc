@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/check_time.h"
 
 namespace ds::engine {
 namespace {
@@ -43,6 +44,7 @@ bool all_equal(const double* sums, int ranks) {
 StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Device device)
     : facts_(std::move(facts)), ranks_(ranks), device_(device) {
   if (ranks_.size() == 1) return;
+  const CheckTime::Scope time;
   const at::Tensor values = at::zeros({kPlaces}, at::kDouble);
   auto* const numbers = values.mutable_data_ptr<double>();
   numbers[kWithLoss] = facts_.loss.defined() ? 1.0 : 0.0;
@@ -51,14 +53,19 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   put(numbers + kChanges, folded(facts_.changes));
   values_ = values.to(device_);
   if (facts_.loss.defined()) values_.select(0, kLoss).copy_(facts_.loss);
+  const CheckTime::Scope waiting(/*waits=*/true);  // where nothing else is under way it runs at once
   sum_ = ranks_.all_reduce(values_, comm::ReduceOp::kSum, "loss and agreement of a step");
 }
 
 std::optional<double> StepAgreement::finish(bool& parted) {
+  const CheckTime::Scope time;
   if (ranks_.size() == 1) {
     return facts_.loss.defined() ? std::optional(facts_.loss.item<double>()) : std::nullopt;
   }
-  sum_.wait();
+  {
+    const CheckTime::Scope waiting(/*waits=*/true);
+    sum_.wait();
+  }
   const at::Tensor sums = values_.to(at::kCPU);
   const auto* const numbers = sums.const_data_ptr<double>();
   if (!all_equal(numbers + kStep, ranks_.size())) explain("are at different steps");

@@ -1,0 +1,135 @@
+// What it costs that the engine compares in every step what the program did: parameters and gradients that were taken
+// away, changed or frozen, passes of other engines, ranks that part. Trains the tiny GPT of scripts/compare_peers by
+// the engine and reads the checks' own timer (core/check_time.h).
+//
+//   checks_bench [--ranks 2] [--batch 4] [--steps 60]
+//
+// Ranks are threads with one thread of operators each. Printed for each stage, of rank 0: medians over the steps, and
+// lower quartiles, which other programs on the machine disturb less. Waiting for the checks' one exchange of eight
+// numbers stands apart: it is the other ranks' computing (they come later) more than the exchange, and what is not
+// waited there is waited at the next collective of the step.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
+#include <exception>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <thread>
+#include <vector>
+
+#include "benchmarks/paired_timing.h"
+#include "comm/shared_memory/thread_group.h"
+#include "core/check.h"
+#include "core/check_time.h"
+#include "dsengine/engine.h"
+#include "examples/gpt/gpt_init.h"
+#include "examples/gpt/gpt_model.h"
+
+namespace {
+
+struct Options {
+  int ranks = 2;
+  int64_t batch = 4;
+  int64_t steps = 60;
+};
+
+struct Times {
+  std::vector<double> step, checks, waiting;  // seconds
+};
+
+double seconds(std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); }
+
+Times train(const Options& options, int stage, const std::shared_ptr<ds::comm::Communicator>& communicator) {
+  const gpt::GptConfig size;
+  const auto model = std::make_shared<gpt::Gpt>(size);
+  gpt::initialize_weights(*model, 1);
+  const nlohmann::ordered_json config = {
+      {"train_micro_batch_size_per_gpu", options.batch},
+      {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}}}}},
+      {"zero_optimization", {{"stage", stage}}},
+  };
+  const auto engine =
+      ds::engine::initialize({.model = model, .config = config, .communicator = communicator}).engine;
+  const at::Tensor numbers = at::arange(options.batch * size.seq_len, at::kLong).mul(31 + communicator->rank());
+  const at::Tensor tokens = numbers.remainder(size.vocab).view({options.batch, size.seq_len});
+  Times times;
+  constexpr int64_t kWarmup = 3;
+  for (int64_t step = -kWarmup; step < options.steps; ++step) {
+    const ds::CheckTime::Total before = ds::CheckTime::of_this_thread();
+    const double whole = ds::benchmarks::seconds([&] {
+      engine->backward(model->forward(tokens, tokens));
+      engine->step();
+    });
+    if (step < 0) continue;
+    times.step.push_back(whole);
+    const ds::CheckTime::Total after = ds::CheckTime::of_this_thread();
+    times.checks.push_back(seconds(after.own - before.own));
+    times.waiting.push_back(seconds(after.waiting - before.waiting));
+  }
+  ds::require<ds::InternalError>(engine->global_steps() == options.steps + kWarmup, "expected all steps to be counted");
+  ds::require<ds::InternalError>(times.checks.back() > 0, "expected checks in every step, found none");
+  return times;
+}
+
+Times measure(const Options& options, int stage) {
+  const ds::comm::ThreadGroup group(options.ranks);
+  Times of_rank_0;
+  std::exception_ptr failure;
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < options.ranks; ++rank) {
+    ranks.emplace_back([&, rank] {
+      try {
+        const Times times = train(options, stage, group.communicator(rank));
+        if (rank == 0) of_rank_0 = times;
+      } catch (...) {
+        if (rank == 0) failure = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  if (failure) std::rethrow_exception(failure);
+  return of_rank_0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("What the checks of each step cost on the tiny GPT");
+  Options options;
+  app.add_option("--ranks", options.ranks, "threads of this process")->check(CLI::PositiveNumber);
+  app.add_option("--batch", options.batch, "sequences a step and rank")->check(CLI::PositiveNumber);
+  app.add_option("--steps", options.steps)->check(CLI::PositiveNumber);
+  CLI11_PARSE(app, argc, argv);
+  try {
+    at::set_num_threads(1);
+    std::printf("%d ranks, batch %ld, %ld steps\n", options.ranks, options.batch, options.steps);
+    std::printf("%-7s %22s %22s %22s %22s\n", "stage", "step, ms (quartile)", "checks, us (quartile)",
+                "share, % (quartile)", "waiting, us (quartile)");
+    for (const int stage : {0, 1, 2, 3}) {
+      const Times times = measure(options, stage);
+      std::printf("%-7d", stage);
+      const auto print = [](const std::vector<double>& values, double unit, const std::vector<double>& of) {
+        double shown[2];
+        for (const int i : {0, 1}) {
+          const double share = i == 0 ? 0.5 : 0.25;
+          shown[i] = ds::benchmarks::quantile(values, share) / (of.empty() ? 1.0 : ds::benchmarks::quantile(of, share));
+        }
+        std::printf(" %10.3f (%9.3f)", shown[0] / unit, shown[1] / unit);
+      };
+      print(times.step, 1e-3, {});
+      print(times.checks, 1e-6, {});
+      print(times.checks, 1e-2, times.step);
+      print(times.waiting, 1e-6, {});
+      std::printf("\n");
+      std::fflush(stdout);
+    }
+    return 0;
+  } catch (const std::exception& error) {
+    std::cerr << "checks_bench: " << error.what() << '\n';
+    return 1;
+  }
+}

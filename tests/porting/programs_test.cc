@@ -1,0 +1,104 @@
+// Whole programs on the engine against their plain LibTorch loops over the same global batches.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "tests/porting/programs.h"
+#include "tests/support/thread_ranks.h"
+
+namespace ds::engine {
+namespace {
+
+const std::vector<Program>& programs() {
+  static const std::vector<Program> all = {residual_cnn(), packed_lstm(), dcgan(),
+                                           wgan_gp(),      pinn(),        policy_gradient()};
+  return all;
+}
+
+// At stage 3 parameters are released after each use.
+Config zero_of(int stage) {
+  Config zero = {{"stage", stage}, {"reduce_bucket_size", 1000}};
+  if (stage == 3) {
+    zero["stage3_param_persistence_threshold"] = 0;
+    zero["stage3_max_reuse_distance"] = 0;
+  }
+  return zero;
+}
+
+using Training = std::function<Losses(comm::Communicator&, const Config& zero)>;
+
+// The means over ranks.
+Losses train_on_ranks(const Training& training, int world, int stage) {
+  at::Tensor means;
+  test::run_ranks(world, [&](comm::Communicator& communicator) {
+    const Losses own = training(communicator, zero_of(stage));
+    const at::Tensor sums = torch::tensor(own, torch::kDouble);
+    if (world > 1) communicator.all_reduce(sums, comm::ReduceOp::kSum, "losses of the test").wait();
+    if (communicator.rank() == 0) means = sums / world;
+  });
+  const auto* const values = means.const_data_ptr<double>();
+  return {values, values + means.numel()};
+}
+
+// The largest relative difference of a loss.
+double distance(const Losses& a, const Losses& b) {
+  EXPECT_EQ(a.size(), b.size());
+  double largest = a.size() == b.size() ? 0.0 : 1e9;
+  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+    largest = std::max(largest, std::abs(a[i] - b[i]) / std::max(std::abs(b[i]), 1e-3));
+  }
+  return largest;
+}
+
+using Cell = std::tuple<size_t, int, int>;  // program, ranks, stage
+
+std::string name_of(const ::testing::TestParamInfo<Cell>& cell) {
+  const auto [program, world, stage] = cell.param;
+  return programs()[program].name + "Ranks" + std::to_string(world) + "Stage" + std::to_string(stage);
+}
+
+class Programs : public ::testing::TestWithParam<Cell> {};
+
+TEST_P(Programs, TrainAsThePlainLoop) {
+  const auto [place, world, stage] = GetParam();
+  const Program& program = programs()[place];
+  const Losses expected = program.train_plainly(world);
+  const auto [low, high] = std::minmax_element(expected.begin(), expected.end());
+  ASSERT_GT(*high - *low, 1e-3) << "the losses say nothing of the training";
+  const double found = distance(train_on_ranks(program.train_on_engine, world, stage), expected);
+  RecordProperty("distance", std::to_string(found));
+  EXPECT_LE(found, program.tolerance);
+}
+
+INSTANTIATE_TEST_SUITE_P(Grid, Programs,
+                         ::testing::Combine(::testing::Range(size_t{0}, programs().size()), ::testing::Values(1, 2, 4),
+                                            ::testing::Values(0, 1, 2, 3)),
+                         name_of);
+
+class BatchNorm : public ::testing::TestWithParam<int> {};
+
+// Dividing by the spread of a small batch makes rounding grow, in a plain loop as well.
+TEST_P(BatchNorm, IsTheSameAtAllStagesAndAsNearToThePlainLoopAsThatIsToItself) {
+  const int world = GetParam();
+  const Losses expected = train_batch_norm_plainly(world, 0);
+  double to_itself = 0;
+  for (int order = 1; order <= 3; ++order) {
+    to_itself = std::max(to_itself, distance(train_batch_norm_plainly(world, order), expected));
+  }
+  const Losses first = train_on_ranks(train_batch_norm_on_engine, world, 0);
+  for (const int stage : {1, 2, 3}) EXPECT_EQ(train_on_ranks(train_batch_norm_on_engine, world, stage), first) << stage;
+  constexpr double kRounding = 1e-6;  // where it has not grown
+  EXPECT_LE(distance(first, expected), std::max(to_itself, kRounding)) << "the plain loop to itself: " << to_itself;
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, BatchNorm, ::testing::Values(2, 4));
+
+}  // namespace
+}  // namespace ds::engine
