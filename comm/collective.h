@@ -35,6 +35,7 @@ struct Collective {
   int tag = 0;                         // send and recv only
   std::vector<int64_t> input_splits;   // all_to_all with uneven splits along dimension 0; empty = even
   std::vector<int64_t> output_splits;  // likewise
+  int64_t step = 0;                    // of the engine, from 1; 0: not known
   std::string label;                   // parameter or bucket it belongs to, the same on all ranks; in errors
 };
 

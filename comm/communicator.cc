@@ -67,7 +67,8 @@ int64_t CommCounters::total_bytes_sent() const {
   return std::accumulate(bytes_sent.begin(), bytes_sent.end(), int64_t{0});
 }
 
-Communicator::Communicator(int rank, int size, std::string name) : rank_(rank), size_(size), name_(std::move(name)) {
+Communicator::Communicator(int rank, int size, std::string name)
+    : rank_(rank), size_(size), name_(std::move(name)), step_(std::make_shared<std::atomic<int64_t>>(0)) {
   require(size > 0 && rank >= 0 && rank < size, "communicator ", name_, ": expected a rank in [0, ", size, "), found ",
           rank);
 }
@@ -99,6 +100,7 @@ Work Communicator::copy_alone(const at::Tensor& output, const at::Tensor& input)
 std::shared_ptr<Communicator> Communicator::new_group(const std::vector<int>& ranks, const std::string& name) {
   std::shared_ptr<Communicator> group = make_group(ranks, name);
   if (!group) return group;
+  group->step_ = step_;
   for (const Observation& own : observers_) {
     std::vector<int> members;
     for (const int rank : ranks) members.push_back(own.ranks[static_cast<size_t>(rank)]);
@@ -116,12 +118,14 @@ void Communicator::observe_with(std::shared_ptr<CollectiveObserver> observer) {
 }
 
 void Communicator::note_phase(const char* name, int64_t step, int64_t micro_step) const {
+  *step_ = step;
   for (const Observation& own : observers_) own.observer->phase(name, step, micro_step);
 }
 
 void Communicator::keep_watch(std::shared_ptr<FlightWatch> watch) { watch_ = std::move(watch); }
 
 Work Communicator::checked_launch(Collective collective) {
+  collective.step = *step_;
   count(collective);
   return observed_launch(collective, 0);
 }

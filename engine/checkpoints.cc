@@ -2,6 +2,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <filesystem>
+#include <utility>
 
 #include "core/check.h"
 #include "core/log.h"
@@ -21,10 +22,17 @@ void Engine::wait_for_checkpoint() {
 std::string Engine::save_checkpoint(const std::string& save_dir, const std::string& tag, const SaveOptions& options) {
   const at::NoGradGuard no_grad;
   Impl& self = *impl_;
-  self.order.require(Call::kSaveCheckpoint);
+  self.named([&] { self.order.require(Call::kSaveCheckpoint); });
   const Phases::Scope phase(self.phases, "save_checkpoint");
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
   self.synchronize();
+  if (!self.order.accumulation_begins() && global_rank() == 0 && !std::exchange(self.warned_of_unfinished_save, true)) {
+    log::warning("save_checkpoint() inside an accumulation, after ", self.order.micro_batches_done(), " of ",
+                 gradient_accumulation_steps(), " micro-batches", self.order.awaits_step() ? " and a backward()" : "",
+                 ": a checkpoint has no gradients. A run that loads it begins this accumulation anew, with the counters, ",
+                 "the random numbers and the position of the engine's loader of its beginning; data of the program's own ",
+                 "has to go back as far. Training goes on here as if nothing had been saved (said once)");
+  }
   return engine::save_checkpoint(self.state, self.run_state(), self.saves, {save_dir, tag, options});
 }
 
@@ -34,12 +42,13 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   Impl& self = *impl_;
   const Autocast::Pause pause(self.state.ranks.device.type());  // casted copies of the weights before would stay
   const LoadRequest request{load_dir, tag, options};
-  self.order.require_load(request.with_states());
+  self.named([&] { self.order.require_load(request.with_states()); });
   const Phases::Scope phase(self.phases, "load_checkpoint");
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
   self.synchronize();
   const auto loaded = engine::load_checkpoint(self.state, self.run_state(), self.order, request);
   self.watch->renew();
+  self.accumulation_begins();
   return loaded;
 }
 

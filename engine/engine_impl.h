@@ -7,9 +7,11 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "dsengine/config.h"
 #include "dsengine/engine.h"
+#include "dsengine/errors.h"
 #include "dsengine/lr_scheduler.h"
 #include "engine/checkpoint/run_state.h"
 #include "engine/checkpoint/saves.h"
@@ -44,6 +46,7 @@ struct Engine::Impl {
   std::unique_ptr<Autocast> autocast;
   std::shared_ptr<DataLoader> loader;
   BatchNotes batches;  // of the running accumulation
+  AccumulationStart accumulation_start;
   Saves saves;
   std::optional<ModelWatch> watch;
   std::unique_ptr<Update> update;
@@ -53,15 +56,53 @@ struct Engine::Impl {
   std::unique_ptr<MovedStates> moved;  // between offload_states() and reload_states()
   bool warned_of_zero_grad = false;
   bool warned_of_own_accumulation = false;
+  bool warned_of_unfinished_save = false;
 
-  RunState run_state() { return {config, progress, loss_scaler, schedule.get(), loader.get()}; }
+  RunState run_state() {
+    const bool unfinished = !order.accumulation_begins();
+    return {.config = config,
+            .progress = progress,
+            .loss_scaler = loss_scaler,
+            .schedule = schedule.get(),
+            .loader = loader.get(),
+            .unfinished_micro_batches = order.micro_batches_done(),
+            .start = unfinished ? &accumulation_start : nullptr};
+  }
+  // What comes next is the first micro-batch of an accumulation.
+  void accumulation_begins() { accumulation_start = engine::accumulation_start(state, loader.get()); }
+  // Calls `action`; of several engines, what it throws says whose it is.
+  template <class Action>
+  auto named(const Action& action) {
+    try {
+      return action();
+    } catch (const UsageError& error) {
+      throw UsageError(with_engine(error.what()));
+    } catch (const NonFiniteError& error) {
+      throw NonFiniteError(with_engine(error.what()));
+    }
+  }
+  std::string with_engine(const std::string& message) const;
   // The boundary of an accumulation, whoever drove it: update, schedule, report. `loss`: that of a pipeline.
   void complete_step(const at::Tensor& loss = {});
+  void step_once();          // Engine::step()
+  void drop_accumulation();  // Engine::zero_grad()
   // Of backward() calls as many as an accumulation has micro-batches, before one step() inside of it.
   void warn_of_own_accumulation();
-  // After an update that threw: as if the accumulation of so many micro-batches had not been, before which the
-  // optimizer had made so many steps.
-  void undo_accumulation(int64_t micro_batches, int64_t optimizer_steps) noexcept;
+  // After an update that threw: as if its accumulation had not been.
+  struct Undo {
+    int64_t micro_batches = 0;    // that it had
+    int64_t samples = 0;          // likewise, on all ranks
+    int64_t optimizer_steps = 0;  // before it
+  };
+  void undo_accumulation(const Undo& undo) noexcept;
+  // --- a backward pass of the program, from a loss or a tensor; and its parts, in this order, for several engines -----
+  at::Tensor backward_of(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas);
+  void backward_from(const at::Tensor& out, const at::Tensor& gradient, bool retain_graph, bool scale_wrt_gas);
+  void require_backward();
+  // `loss`: undefined where it is not known.
+  void begin_backward(const at::Tensor& loss, bool scale_wrt_gas);
+  void run_backward(const std::function<void()>& pass);
+  void end_backward();
   // Waits for what is on its way, so that the state may be read.
   void synchronize();
   void change_master(const at::Tensor& parameter, const char* call,

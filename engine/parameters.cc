@@ -27,7 +27,7 @@ at::Tensor reduced_gradient(Engine::Impl& engine, const ParameterValues& values,
 
 double Engine::clip_grad_norm_(double max_norm) {
   Impl& self = *impl_;
-  self.order.require(Call::kClipGradNorm);
+  self.named([&] { self.order.require(Call::kClipGradNorm); });
   require(max_norm > 0, "clip_grad_norm_(): max_norm: expected a positive number, found ", max_norm);
   require(self.order.at_boundary() && self.order.synchronizes(), "clip_grad_norm_(): expected the backward() of the ",
           "last micro-batch of a step, found micro-batch ", self.order.micro_batches_done() + 1, " of ",

@@ -34,7 +34,10 @@ LossScaler::Outcome LossScaler::update(bool overflow) {
 
 LossScaler::Outcome LossScaler::on_overflow() {
   Outcome outcome = Outcome::kHysteresis;
-  if (options_.hysteresis == 1 || state_.remaining_hysteresis == 1) {
+  if (options_.tolerant) {
+    state_.scale = std::max(state_.scale / kFactor, options_.minimum_scale);
+    outcome = Outcome::kReduced;
+  } else if (options_.hysteresis == 1 || state_.remaining_hysteresis == 1) {
     require<LossScaleError>(state_.scale != options_.minimum_scale, "the gradients overflow at step ",
                             state_.iteration + 1, " although the loss scale is at its minimum of ",
                             options_.minimum_scale,

@@ -2,7 +2,8 @@
 // divided by it before the update. Torch-free.
 //
 // The dynamic rule is DeepSpeed's DynamicLossScaler: an overflow first uses up hysteresis and then halves the scale;
-// a good step that follows loss_scale_window good ones doubles it. One difference in use: the engine asks for scale()
+// a good step that follows loss_scale_window good ones doubles it; at the minimum an overflow is an error. At stage 0 it
+// is that of DeepSpeed's FP16_Optimizer: each overflow halves the scale at once, and at the minimum it stays. One difference in use: the engine asks for scale()
 // once per step and unscales with the very value the loss was multiplied by, calling update() only afterwards
 // (DeepSpeed updates first, which halves the gradient of the step on which the scale doubles).
 #pragma once
@@ -26,6 +27,7 @@ struct LossScalerOptions {
   int64_t hysteresis = 2;               // fp16.hysteresis: the overflow of this number halves the scale
   bool consecutive_hysteresis = false;  // refill hysteresis at every good step
   double minimum_scale = 1.0;           // fp16.min_loss_scale
+  bool tolerant = false;                // the rule of stage 0: no hysteresis, and no error at the minimum
 };
 
 // What a checkpoint keeps.
@@ -56,8 +58,11 @@ class LossScaler {
   // The factor of the loss of the current step.
   double scale() const { return state_.scale; }
   // Once per optimizer step, after the gradients were judged (and unscaled). Throws LossScaleError, leaving the state
-  // as it was, when the scale would have to fall below its minimum.
+  // as it was, when the scale would have to fall below its minimum, unless it is tolerant.
   Outcome update(bool overflow);
+
+  // A dynamic scale becomes this one, which is smaller.
+  void lower_to(double scale) { state_.scale = scale; }
 
   const LossScalerState& state() const { return state_; }
   void load(const LossScalerState& state) { state_ = state; }

@@ -87,6 +87,7 @@ void GradientReducer::begin_backward(bool synchronize, bool boundary, std::vecto
   const PassState next = after(state_, reduces ? PassEvent::kBeginReducing : PassEvent::kBeginLocal);
   next_ = 0;
   late_.begin_pass();
+  neighbours_.come_back();
   // Where passes before this one are not reduced, it reduces for all of them.
   in_pass_ = transient() && state_ == PassState::kIdle ? std::move(in_pass) : std::vector<char>();
   for (GradientBucket& bucket : buckets_) {
@@ -103,6 +104,7 @@ void GradientReducer::begin_backward(bool synchronize, bool boundary, std::vecto
 void GradientReducer::end_backward() {
   const std::lock_guard lock(mutex_);
   neighbours_.end();
+  waits_for_end_ = false;
   const bool reduces = state_ == PassState::kReducing;
   state_ = after(state_, PassEvent::kEnd);
   if (!reduces) return;
@@ -113,6 +115,7 @@ void GradientReducer::end_backward() {
 void GradientReducer::abandon_backward() {
   const std::lock_guard lock(mutex_);
   neighbours_.end();
+  waits_for_end_ = false;
   state_ = after(state_, PassEvent::kFail);
 }
 
@@ -131,7 +134,7 @@ void GradientReducer::on_gradient(size_t index, size_t position) {
           "pass, or ",
           "set zero_optimization.overlap_comm to false");
   bucket.collect(position, check_);
-  if (state_ == PassState::kReducing && exchange_.options().overlap) launch_ready(/*all=*/false);
+  if (state_ == PassState::kReducing && exchange_.options().overlap && !waits_for_end_) launch_ready(/*all=*/false);
 }
 
 // Launches, in the fixed order, the buckets whose gradients are all there (or all of the pass).

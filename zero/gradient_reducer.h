@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "core/reduced_gradients.h"
@@ -58,6 +59,9 @@ class GradientReducer {
   // failed until reset().
   void begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass = {});
   void end_backward();
+  // The next pass starts no reduction before it ends: passes of several engines run at once, and what is complete first
+  // may be another one's on another rank.
+  void reduce_after_next_pass() { waits_for_end_ = true; }
   // In place of end_backward() when the pass threw: what it left can only be dropped.
   void abandon_backward();
   bool failed() const { return state_ == PassState::kFailed; }  // did the last pass throw?
@@ -74,6 +78,10 @@ class GradientReducer {
   void release_buffers();
   // Throws UsageError where passes of other engines have made gradients that the program has not dropped.
   void require_own_gradients(const char* call) { neighbours_.require_none(call); }
+  // "the engine of MODEL"; empty where it is the only one on its thread.
+  std::string engine_if_several() const {
+    return neighbours_.has_neighbours() ? "the engine of " + neighbours_.model() : std::string();
+  }
   // begin_backward() and end_backward() come from this thread from now on.
   void use_from_this_thread() { neighbours_.use_from_this_thread(); }
   // Parameters that took part in no backward since the last reset.
@@ -112,6 +120,7 @@ class GradientReducer {
   std::vector<size_t> in_flight_;  // buckets with a collective under way, oldest first
   size_t next_ = 0;                // buckets_[size - 1 - next_] is the next to be launched in this pass
   std::vector<char> in_pass_;      // of each bucket; empty: all
+  bool waits_for_end_ = false;     // the running pass, or the next one
   std::mutex mutex_;
 };
 

@@ -25,7 +25,24 @@ std::string text_of(const std::exception_ptr& error) {
   }
 }
 
+constexpr const char* kForwardsTogether =
+    ". At stage 3 all ranks run the same forwards together, also under NoGradGuard; where they cannot, run them in a "
+    "scope of engine->gathered_parameters(model->parameters())";
+
 }  // namespace
+
+std::exception_ptr with_way_out(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const CommError& parted) {
+    const std::string text = parted.what();
+    if (text.find("issued different collectives") == std::string::npos) return error;
+    if (text.find(kForwardsTogether) != std::string::npos) return error;
+    return std::make_exception_ptr(CommError(text + kForwardsTogether));
+  } catch (...) {
+    return error;
+  }
+}
 
 LiveBuckets::LiveBuckets(const std::vector<ParameterBucket*>& buckets, const GatherRoutes& routes, int64_t max_live)
     : gathers_(routes, buckets.at(0)->flat().device()), max_live_(max_live), rank_(routes.slices.rank()) {
@@ -119,14 +136,12 @@ void LiveBuckets::wait_all() {
 // In a handler of what was thrown. An operator that reads a parameter throws; one that reads a view has NaN as result.
 void LiveBuckets::fail(const Entry& entry) {
   const std::exception_ptr error = std::current_exception();
-  keep_error(error);
+  keep_error(with_way_out(error));
   if (!entry.sharded()) return;
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   entry.bucket->flat().fill_(std::numeric_limits<double>::quiet_NaN());
-  entry.bucket->hide(cat(entry.label, " could not be gathered for an operator: ", text_of(error),
-                         ". At stage 3 all ranks run the same forwards together, also under NoGradGuard; where they ",
-                         "cannot, run them in a scope of engine->gathered_parameters(model->parameters())"));
+  entry.bucket->hide(cat(entry.label, " could not be gathered for an operator: ", text_of(error), kForwardsTogether));
 }
 
 void LiveBuckets::release(size_t bucket) {

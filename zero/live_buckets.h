@@ -15,6 +15,9 @@
 
 namespace ds::zero {
 
+// Of ranks that issued different collectives at stage 3: `error` with what to do about it; any other one as it is.
+std::exception_ptr with_way_out(const std::exception_ptr& error);
+
 // A bucket goes from released to coming (fetch), to whole (wait), to released. One that is not sharded is whole, but
 // for the time of a refresh(). Not thread safe.
 //

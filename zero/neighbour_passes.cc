@@ -26,12 +26,6 @@ List& list() {
   return all;
 }
 
-std::vector<NeighbourPasses*> on_thread(std::thread::id thread) {
-  const std::lock_guard lock(list().mutex);
-  const auto found = list().of_thread.find(thread);
-  return found == list().of_thread.end() ? std::vector<NeighbourPasses*>() : found->second;
-}
-
 // In place of a gradient that was dropped: whether the program has dropped it too is seen where it is gone.
 at::Tensor marker(const Parameter& parameter, const std::string& model) {
   const at::NoGradGuard no_grad;
@@ -60,6 +54,22 @@ NeighbourPasses::~NeighbourPasses() {
   clear();
 }
 
+std::vector<NeighbourPasses*> NeighbourPasses::on_thread(std::thread::id thread) {
+  const std::lock_guard lock(list().mutex);
+  const auto found = list().of_thread.find(thread);
+  return found == list().of_thread.end() ? std::vector<NeighbourPasses*>() : found->second;
+}
+
+std::string NeighbourPasses::model() const {
+  int same = 0;
+  int own = 0;
+  for (const NeighbourPasses* const one : on_thread(thread_)) {
+    if (one->model_ == model_) ++same;
+    if (one == this) own = same;
+  }
+  return same < 2 ? model_ : cat(model_, " (number ", own, " of ", same, " engines for such a model)");
+}
+
 void NeighbourPasses::enlist() {
   thread_ = std::this_thread::get_id();
   const std::lock_guard lock(list().mutex);
@@ -78,9 +88,13 @@ void NeighbourPasses::use_from_this_thread() {
   enlist();
 }
 
+void NeighbourPasses::come_back() {
+  if (aside_) step_back();
+}
+
 void NeighbourPasses::begin() {
   const CheckTime::Scope time;
-  if (aside_) step_back();
+  come_back();
   running_ = true;
   for (NeighbourPasses* const other : on_thread(thread_)) {
     if (!other->running_ && !other->aside_) other->step_aside();
@@ -121,7 +135,7 @@ void NeighbourPasses::step_back() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
     gradient = std::exchange(own_[i], at::Tensor());
-    if (had_foreign_[i] != 0 && !gradient.defined()) gradient = marker(parameters_[i], model_);
+    if (had_foreign_[i] != 0 && !gradient.defined()) gradient = marker(parameters_[i], model());
   }
 }
 
@@ -134,10 +148,11 @@ void NeighbourPasses::require_none(const char* call) {
       continue;
     }
     throw UsageError(cat(
-        call, " of the engine of ", model_, ": the backward() of another engine has made gradients for parameter ",
+        call, " of the engine of ", model(), ": the backward() of another engine has made gradients for parameter ",
         parameters_[i].name, " and others of this model since, which torch would add to its own. They were dropped: ",
         "call zero_grad() of this engine (or of the module) before its backward(), as with torch's optimizers, or ",
-        "keep engine::frozen_scope(model) around the other engine's forward, which costs less"));
+        "keep engine::frozen_scope(model) around the other engine's forward, which costs less. For one loss that is ",
+        "to train both models: engine::backward(loss, {one engine, the other})"));
   }
 }
 

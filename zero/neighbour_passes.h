@@ -32,6 +32,8 @@ class NeighbourPasses {
   // what those collect; passes of several engines may run at once, for one loss.
   void begin();
   void end();
+  // Before begin(), where the pass of another engine has taken the gradients away that this one's goes on with.
+  void come_back();
 
   // Whether a pass of another engine of the thread runs.
   bool another_runs() const;
@@ -42,9 +44,14 @@ class NeighbourPasses {
   // The engine's zero_grad().
   void clear();
   void use_from_this_thread();
-  const std::string& model() const { return model_; }
+  // What messages call it; of several engines on the thread whose models have one name, with its number among them.
+  std::string model() const;
+  // Whether there are other engines on the thread.
+  bool has_neighbours() const { return on_thread(thread_).size() > 1; }
 
  private:
+  static std::vector<NeighbourPasses*> on_thread(std::thread::id thread);
+
   void step_aside();
   void step_back();
   void enlist();

@@ -172,16 +172,24 @@ void ParameterGatherer::prefetch_slices() {
 void ParameterGatherer::meet(const char* where) {
   buckets_.rethrow();
   if (communicator_.size() == 1) return;
-  met_.wait();
+  wait_for_others();
   if (node_) node_->all_reduce(meeting_, comm::ReduceOp::kSum, where).wait();  // gathers may be under way there
   met_ = communicator_.all_reduce(meeting_, comm::ReduceOp::kSum, where);
+}
+
+void ParameterGatherer::wait_for_others() {
+  try {
+    met_.wait();
+  } catch (...) {
+    std::rethrow_exception(with_way_out(std::current_exception()));
+  }
 }
 
 void ParameterGatherer::begin_backward(bool update_follows) {
   reuse_.expect_update(update_follows);
   choose_cast_cache(true);
   meet("start of backward");
-  met_.wait();
+  wait_for_others();
   in_backward_ = true;
 }
 
@@ -223,7 +231,7 @@ void ParameterGatherer::change_mode() {
 
 void ParameterGatherer::wait_all() {
   buckets_.wait_all();
-  met_.wait();
+  wait_for_others();
   buckets_.rethrow();
 }
 

@@ -86,6 +86,7 @@ class ParameterGatherer : public ParameterAccess {
   void prefetch();
   void prefetch_slices();
   void meet(const char* where);
+  void wait_for_others();
 
   LiveBuckets buckets_;
   std::unordered_map<const void*, size_t> bucket_of_storage_;

@@ -18,7 +18,7 @@ static_assert(std::is_trivially_copyable_v<FlightHeader> && std::is_trivially_co
 
 constexpr std::array<char, 8> kMemory = {'D', 'S', 'F', 'L', 'I', 'G', 'H', 'T'};
 constexpr std::array<char, 8> kPacked = {'D', 'S', 'F', 'L', 'P', 'A', 'C', 'K'};
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 
 template <class T>
 void append(std::string& bytes, const T& value) {
@@ -182,7 +182,8 @@ std::string operation_text(const FlightEntry& entry, const FlightGroup& group) {
                       ")");
   }
   if (entry.peer >= 0) text += cat("root ", entry.peer, ", ");
-  return text + cat("number ", entry.position, " of group ", group.name.text(), ")");
+  return text + cat("number ", entry.position, " of group ", group.name.text(),
+                    entry.step > 0 ? cat(", step ", entry.step) : "", ")");
 }
 
 void set_magic(FlightHeader& header) {

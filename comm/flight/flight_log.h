@@ -50,6 +50,7 @@ struct FlightEntry {
   uint64_t signature;                      // of this one alone
   int64_t issued_ns, waited_ns, ended_ns;  // of the rank's clock, see FlightHeader::now_ns; 0: not yet
   int64_t elements;                        // of the larger of input and output
+  int64_t step;                            // of the engine, when it was issued; 0: not known
   int32_t peer;                            // root, destination or source: a rank of the group; -1: none
   int32_t tag;
   uint16_t group;
@@ -130,7 +131,7 @@ FlightLog log_from_memory(const void* memory, size_t size, const std::string& so
 // A file: a recorder's own (mapped), or what to_bytes() gave. Throws IoError or ConfigError naming it.
 FlightLog read_flight_file(const std::string& path);
 
-// "all_reduce 'bucket 3' (float32[1000], sum, number 17 of group data)".
+// "all_reduce 'bucket 3' (float32[1000], sum, number 17 of group data, step 5)".
 std::string operation_text(const FlightEntry& entry, const FlightGroup& group);
 
 }  // namespace ds::comm

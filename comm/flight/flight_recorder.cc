@@ -188,6 +188,7 @@ FlightRecorder::Ticket FlightRecorder::begin(int group, const Collective& c) {
   entry.waited_ns = entry.issued_ns;  // until it is launched, which may wait for others
   entry.ended_ns = 0;
   entry.elements = shared_elements(c);
+  entry.step = c.step;
   entry.peer = message || has_root(c.kind) ? c.peer : -1;
   entry.tag = c.tag;
   entry.state = FlightState::kWaiting;

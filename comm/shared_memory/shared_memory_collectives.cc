@@ -43,6 +43,7 @@ std::vector<int64_t> split_bytes(const at::Tensor& tensor, const std::vector<int
 
 OperationRecord record_of(const Collective& collective, int size) {
   OperationRecord record{};
+  record.step = collective.step;
   record.kind = collective.kind;
   record.root = -1;
   record.dtype = static_cast<int8_t>(at::kByte);

@@ -36,7 +36,9 @@ std::ostream& operator<<(std::ostream& out, const OperationRecord& record) {
   if (kind != CollectiveKind::kBarrier) out << " of " << record.count << " " << at::ScalarType{record.dtype};
   if (record.root >= 0) out << ", root " << record.root;
   if (record.label[0] != '\0') out << " '" << record.label << "'";
-  return out << " (#" << record.sequence << ")";
+  out << " (#" << record.sequence;
+  if (record.step > 0) out << ", step " << record.step;
+  return out << ")";
 }
 
 size_t GroupMemory::ring_bytes_for(int size) {

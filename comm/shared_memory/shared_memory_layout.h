@@ -57,6 +57,7 @@ struct OperationRecord {
   int32_t root;
   int64_t count;   // elements, as the kind counts them (those of one part where there are W parts)
   uint64_t check;  // what else must agree
+  int64_t step;    // of the engine, for messages; 0: not known
   char label[88];
 
   bool agrees_with(const OperationRecord& other) const;

@@ -20,7 +20,7 @@ CheckpointFit::CheckpointFit(const ModelState& model, checkpoint::Source& source
   if (model.optimizer.own) {
     require_states();
     require_own_states_only();
-  } else {
+  } else if (model.optimizer.client) {
     require_client_optimizer(model, source);
   }
 }

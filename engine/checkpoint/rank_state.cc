@@ -213,7 +213,7 @@ void add_buffers(const ModelState& model, const BufferCopies& copies, NamedTenso
   }
 }
 
-NamedTensors rank_tensors(const ModelState& model) {
+NamedTensors generator_states(const ModelState& model) {
   const int rank = model.ranks.world->rank();
   NamedTensors tensors;
   tensors.emplace_back(checkpoint::rank_path(rank, kHostGenerator),
@@ -222,7 +222,12 @@ NamedTensors rank_tensors(const ModelState& model) {
     tensors.emplace_back(checkpoint::rank_path(rank, kDeviceGenerator),
                          generator_state(at::globalContext().defaultGenerator(model.ranks.device)));
   }
-  if (model.optimizer.client && rank == 0) {
+  return tensors;
+}
+
+NamedTensors rank_tensors(const ModelState& model) {
+  NamedTensors tensors;
+  if (model.optimizer.client && model.ranks.world->rank() == 0) {
     tensors.emplace_back(checkpoint::rank_path(0, kClientOptimizer), serialized(*model.optimizer.client));
   }
   return tensors;

@@ -17,8 +17,9 @@ namespace ds::engine {
 // A buffer of the module under its path in the checkpoint: "buffers/NAME", or "ranks/R/buffers/NAME".
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
-// Copies on the host of what is this rank's own beside its part of the model state, by path: generators, a client
-// optimizer.
+// Copies on the host of the states of this rank's random generators, by path.
+NamedTensors generator_states(const ModelState& model);
+// Likewise of what else is this rank's own beside its part of the model state: a client optimizer.
 NamedTensors rank_tensors(const ModelState& model);
 
 // Copies of the module's buffers on the host, under the model's names, with checksums as bit patterns.

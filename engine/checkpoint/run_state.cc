@@ -7,18 +7,16 @@
 
 #include "core/check.h"
 #include "core/log.h"
-#include "engine/checkpoint/rank_state.h"
-#include "engine/data/distributed_sampler.h"
 
 namespace ds::engine {
 namespace {
 
 // As torch writes it.
 std::string precision_of(const ModelState& model) {
-  switch (model.buckets.front().flat().scalar_type()) {
-    case at::kHalf:
+  switch (model.plan.model_dtype) {
+    case config::DType::kFloat16:
       return "float16";
-    case at::kBFloat16:
+    case config::DType::kBFloat16:
       return "bfloat16";
     default:
       return "float32";
@@ -68,12 +66,16 @@ void take_position(DataLoader& loader, const checkpoint::DataPosition& saved, co
 
 }  // namespace
 
+AccumulationStart accumulation_start(const ModelState& model, const DataLoader* loader) {
+  return {.data = loader ? std::optional(loader->state()) : std::nullopt, .generators = generator_states(model)};
+}
+
 checkpoint::TrainingState training_state(const ModelState& model, const RunState& run,
                                          const nlohmann::json& client_state) {
   checkpoint::TrainingState state;
   state.global_steps = run.progress.global_steps;
   state.global_samples = run.progress.global_samples;
-  state.micro_steps = run.progress.micro_steps;
+  state.micro_steps = run.progress.micro_steps - run.unfinished_micro_batches;
   state.skipped_steps = run.progress.skipped_steps();
   state.world_size = model.ranks.world->size();
   state.pipeline_stages = model.pipeline_ranks();
@@ -81,13 +83,13 @@ checkpoint::TrainingState training_state(const ModelState& model, const RunState
   state.precision = precision_of(model);
   if (const auto& own = model.optimizer.own) {
     state.optimizer = {.type = own->name(), .step_count = own->step_count(), .groups = own->groups()};
-  } else {
+  } else if (model.optimizer.client) {
     state.optimizer = client_optimizer_state(*model.optimizer.client);
   }
   if (run.loss_scaler) state.loss_scaler = run.loss_scaler->state();
   if (run.schedule) state.lr_iteration = run.schedule->last_batch_iteration();
   if (run.loader) {
-    const SamplerState position = run.loader->state();
+    const SamplerState position = run.start && run.start->data ? *run.start->data : run.loader->state();
     state.data = {.epoch = position.epoch, .next_sample = position.next_sample, .seed = position.seed};
   }
   state.config = nlohmann::json(run.config.text);

@@ -1,6 +1,7 @@
 // What a run is beside its model: what a checkpoint keeps of it, and a load goes on from.
 #pragma once
 
+#include <cstdint>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -9,11 +10,20 @@
 #include "dsengine/data_loader.h"
 #include "dsengine/lr_scheduler.h"
 #include "dsengine/weights.h"
+#include "engine/checkpoint/rank_state.h"
+#include "engine/data/distributed_sampler.h"
 #include "engine/state/model_state.h"
 #include "engine/state/progress.h"
 #include "optim/loss_scaler.h"
 
 namespace ds::engine {
+
+// Where a run stands when an accumulation begins: what a checkpoint that is saved inside of it goes on from.
+struct AccumulationStart {
+  std::optional<SamplerState> data;  // of the engine's loader
+  NamedTensors generators;           // generator_states()
+};
+AccumulationStart accumulation_start(const ModelState& model, const DataLoader* loader);
 
 // All of it outlives the object.
 struct RunState {
@@ -22,6 +32,10 @@ struct RunState {
   std::optional<optimizers::LossScaler>& loss_scaler;
   LrScheduler* schedule = nullptr;  // null: constant
   DataLoader* loader = nullptr;     // null: the program's own data
+  // Of the running accumulation, which a checkpoint leaves out: its micro-batches so far, and where it began. Null
+  // between accumulations.
+  int64_t unfinished_micro_batches = 0;
+  const AccumulationStart* start = nullptr;
 };
 
 checkpoint::TrainingState training_state(const ModelState& model, const RunState& run,

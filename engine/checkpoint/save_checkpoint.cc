@@ -61,6 +61,8 @@ class Saving {
     BufferCopies buffers;
     together("copy what is its own", [&] {
       saved_->own = rank_tensors(model_);
+      const NamedTensors generators = run_.start ? run_.start->generators : generator_states(model_);
+      saved_->own.insert(saved_->own.end(), generators.begin(), generators.end());
       buffers = copy_buffers(model_);
     });
     add_buffers(model_, buffers, saved_->own);

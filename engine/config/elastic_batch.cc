@@ -40,9 +40,7 @@ int64_t common_multiple(const std::vector<int64_t>& numbers) {
   return multiple;
 }
 
-// A base that is beyond the limit stays as it is, as in DeepSpeed: a common multiple may exceed max_train_batch_size.
 int64_t scaled(int64_t base, int64_t max_batch) {
-  if (base >= max_batch) return base;
   const auto above = std::upper_bound(kHighlyComposite.begin(), kHighlyComposite.end(), max_batch / base);
   return *(above - 1) * base;
 }
@@ -74,6 +72,7 @@ Found best_batch(const Search& search) {
   bases.push_back(common_multiple(search.micro_batches));
   Found best{.batch = *std::min_element(search.micro_batches.begin(), search.micro_batches.end()), .sizes = {}};
   for (const int64_t base : bases) {
+    if (base > search.max_batch) continue;  // the common multiple
     Found candidate{.batch = scaled(base, search.max_batch), .sizes = {}};
     candidate.sizes = valid_sizes(candidate.batch, search);
     const bool preferred = search.prefer_larger ? candidate.batch > best.batch : candidate.batch < best.batch;

@@ -36,6 +36,14 @@ at::Tensor stack(const std::vector<at::Tensor>& samples, const std::vector<int64
 
 }  // namespace
 
+at::Tensor only_sample(const at::Tensor& batch) {
+  if (!batch.defined()) return batch;
+  require(batch.dim() > 0 && batch.size(0) == 1, "training data: expected a batch of one sample from the dataset's ",
+          "get_batch({index}), along dimension 0, found ", describe(batch),
+          "; the engine's loader makes batches itself");
+  return batch.select(0, 0);
+}
+
 int64_t TrainingData::size() const {
   require(size_ >= 0,
           "training data: the dataset does not know its size (its size() is nullopt); a distributed sampler needs it");

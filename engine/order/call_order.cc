@@ -75,8 +75,7 @@ constexpr Row kRows[] = {
     {.call = Call::kSave16BitModel, .name = "save_16bit_model()", .needs = kWholeState},
     {.call = Call::kSaveCheckpoint,
      .name = "save_checkpoint()",
-     .needs = kStatesHere | kWholeState | kBetweenSteps | kNoScopes,
-     .instead = ", whose gradients would be lost; call it after the step() at the boundary"},
+     .needs = kStatesHere | kWholeState | kNoScopes},
     {.call = Call::kLoadCheckpoint,
      .name = "load_checkpoint()",
      .needs = kStatesHere | kBetweenSteps | kNoScopes,
@@ -108,6 +107,9 @@ void CallOrder::require_driver(Call call) const {
               ", which made the engine or took it over last. Forward and all calls of an engine belong to one thread; ",
               "to hand it over call engine->use_from_this_thread() on the other one, while nobody else uses it");
   if (!row.driver || *row.driver == driver_) return;
+  ds::require(driver_ != Driver::kNobody || *row.driver == Driver::kSchedule, row.name,
+              ": this engine has no optimizer, and evaluates only: its parameters are frozen and have no gradients. To ",
+              "train, add the section \"optimizer\" to the ds_config, or pass .optimizer to initialize");
   ds::require(*row.driver == Driver::kSchedule, row.name, ": the model is a pipeline", row.other_driver);
   ds::require(false, row.name, " needs a pipeline: expected a model that is a pipeline::PipelineModule; ",
               "without one call backward() and step()");
@@ -127,11 +129,11 @@ void CallOrder::require(Call call) const {
               "Expected: loss = model->forward(...); engine->backward(loss); engine->step()");
   ds::require(!needs(kReductions) || synchronize_, row.name,
               " was called inside no_sync(); end the no_sync scope first");
-  const bool between_steps = backwards_since_step_ == 0 && micro_batches_done_ == 0;
-  ds::require(!needs(kBetweenSteps) || between_steps || accumulation_.micro_batches > 1, row.name, row.inside,
-              " after backward() and before step()", row.instead);
-  ds::require(!needs(kBetweenSteps) || between_steps, row.name, row.inside, " inside an accumulation, after ",
-              micro_batches_done_, " of ", accumulation_.micro_batches, " micro-batches", row.instead);
+  ds::require(!needs(kBetweenSteps) || accumulation_begins(), row.name, row.inside,
+              micro_batches_done_ == 0 ? std::string(" between backward() and step()")
+                                       : cat(" inside an accumulation, after ", micro_batches_done_, " of ",
+                                             accumulation_.micro_batches, " micro-batches"),
+              row.instead);
   ds::require(!needs(kNoScopes) || scopes_ == 0, row.name, " was called while ", scopes_,
               " scopes of gathered_parameters() are open; end them first");
 }
@@ -162,10 +164,14 @@ bool CallOrder::at_boundary() const {
 
 void CallOrder::micro_batch_done() {
   ++micro_batches_done_;
+  batches_done_ += accumulation_.counted ? 1 : backwards_since_step_;
   backwards_since_step_ = 0;
 }
 
-int64_t CallOrder::end_accumulation() { return std::exchange(micro_batches_done_, 0); }
+int64_t CallOrder::end_accumulation() {
+  batches_done_ = 0;
+  return std::exchange(micro_batches_done_, 0);
+}
 
 int64_t CallOrder::drop_accumulation() {
   backwards_since_step_ = 0;

@@ -36,8 +36,9 @@ enum class Call {
   kModelStateBytes,
 };
 
-// Who makes the micro-batches of a step: the program, call by call, or a schedule, a whole batch in one call.
-enum class Driver { kProgram, kSchedule };
+// Who makes the micro-batches of a step: the program, call by call, or a schedule, a whole batch in one call; or there
+// are no steps, without an optimizer.
+enum class Driver { kProgram, kSchedule, kNobody };
 
 struct AccumulationRule {
   int64_t micro_batches = 1;  // gradient_accumulation_steps
@@ -64,6 +65,11 @@ class CallOrder {
   // --- the running accumulation ------------------------------------------------------------------------------------
   int64_t micro_batches_done() const { return micro_batches_done_; }
   int64_t micro_batches_of_update() const { return accumulation_.micro_batches; }
+  // Those whose samples are counted: where step() does not count them, each backward() is one.
+  int64_t batches_done() const { return batches_done_; }
+  bool awaits_step() const { return backwards_since_step_ > 0; }
+  // No backward() of it has been.
+  bool accumulation_begins() const { return backwards_since_step_ == 0 && micro_batches_done_ == 0; }
   void set_micro_batches_of_update(int64_t count) { accumulation_.micro_batches = count; }
   // In place of counting; nothing: counts again.
   void set_boundary(std::optional<bool> is_boundary) { boundary_ = is_boundary; }
@@ -75,7 +81,7 @@ class CallOrder {
   int64_t backwards_since_step() const { return backwards_since_step_; }
   void micro_batch_done();
   // A schedule's, all at once.
-  void micro_batches_done(int64_t count) { micro_batches_done_ = count; }
+  void micro_batches_done(int64_t count) { micro_batches_done_ = batches_done_ = count; }
   // The update begins, or the accumulation is dropped: returns the micro-batches it had.
   int64_t end_accumulation();
   int64_t drop_accumulation();
@@ -110,6 +116,7 @@ class CallOrder {
   std::optional<bool> boundary_;
   int64_t backwards_since_step_ = 0;
   int64_t micro_batches_done_ = 0;
+  int64_t batches_done_ = 0;
   bool synchronize_ = true;
   int scopes_ = 0;            // of gathered_parameters() that are open
   int read_only_scopes_ = 0;  // those of them without a modifier rank

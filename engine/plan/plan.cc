@@ -42,7 +42,7 @@ void choose_precision(const DsConfig& config, Plan& plan) {
   plan.buffer_dtype = config.data_types.buffer_dtype;
   plan.cast_inputs = config.fp16.enabled && config.fp16.auto_cast;
   if (config.torch_autocast.enabled) plan.autocast = config.torch_autocast.dtype.value_or(DType::kBFloat16);
-  if (config.fp16.enabled) {
+  if (config.fp16.enabled && plan.trains) {
     plan.loss_scaling = config.fp16.loss_scale == 0 ? LossScaling::kDynamic : LossScaling::kStatic;
   }
 }
@@ -110,6 +110,11 @@ void choose_gathering(const config::ZeroSection& zero, Plan& plan) {
     plan.bucket_elements = 1;
     plan.gather->prefetch = 1;
   }
+  if (zero.stage3_release_always) {
+    plan.bucket_elements = 1;
+    plan.persistent_numel = 0;
+    plan.gather = zero::GatherLimits{.max_live = 1, .max_reuse_distance = 0, .prefetch = 0};
+  }
   if (zero.zero_quantized_weights && plan.shard_ranks > 1) plan.weight_bits = 8;
   if (zero.zero_quantized_nontrainable_weights) plan.frozen_bits = 8;
 }
@@ -157,7 +162,7 @@ void choose_speculation(const DsConfig& config, Plan& plan) {
 void choose_offload(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const config::ZeroSection& zero = config.zero_optimization;
   plan.offload.staged = facts.accelerator;
-  if (zero.stage > 0 && zero.offload_optimizer) {
+  if (zero.stage > 0 && zero.offload_optimizer && facts.trains) {
     plan.offload.optimizer = home_of(zero.offload_optimizer->device);
     plan.offload.ratio = zero.offload_optimizer->ratio;
     plan.offload.delayed = zero.offload_optimizer->delayed_update;
@@ -254,6 +259,9 @@ void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan)
                        "pipeline::PipelineModule, found ", ranks,
                        "; give the model as a list of layers, or remove the ", "key");
   if (!facts.pipeline_module) return;
+  require<ConfigError>(facts.trains, "optimizer: expected this section in the ds_config with a pipeline::PipelineModule, ",
+                       "found none; add \"optimizer\": {\"type\": \"AdamW\", \"params\": {\"lr\": 1e-3}}, also where ",
+                       "eval_batch() alone is called");
   const std::string& schedule = config.pipeline.schedule;
   plan.pipeline = {.schedule = schedule, .chunks = config.pipeline.chunks.value_or(1)};
   if (pipeline::is_schedule_file(schedule)) {
@@ -307,7 +315,7 @@ void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan
   choose_compressed_optimizer(config, facts, plan);
   plan.require_all_gradients = !zero.ignore_unused_parameters;
   plan.clip_value = config.gradient_clip_by_value;
-  choose_speculation(config, plan);
+  if (facts.trains) choose_speculation(config, plan);
   plan.clip_norm = plan.clip_value > 0 && !config.given("gradient_clipping") ? 0.0 : config.gradient_clipping;
   choose_non_finite(config, plan);
 }
@@ -352,10 +360,11 @@ Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts
   require_consistent(config, topology);
   Plan plan;
   plan.topology = topology;
+  plan.trains = facts.trains;
   choose_precision(config, plan);
   choose_gradients(config, facts, plan);
   choose_pipeline(config, facts, plan);
-  if (!facts.client_optimizer) plan.optimizer = config.optimizer.algorithm();
+  if (!facts.client_optimizer && facts.trains) plan.optimizer = config.optimizer.algorithm();
   plan.schedule = config.scheduler.type;
   plan.backend = config.communication_backend;
   plan.parameters = facts.parameters;

@@ -17,6 +17,7 @@ namespace ds::engine {
 struct PlanFacts {
   std::optional<int64_t> parameters;  // trainable elements of the model; sets Plan::bytes
   bool client_optimizer = false;      // replaces the config's
+  bool trains = true;                 // false: there is no optimizer at all
   int64_t activation_bytes = 0;       // of a micro-batch on one rank, as memory_breakdown reports them
   bool accelerator = false;           // the device is not the CPU
   bool pipeline_module = false;       // the model is a pipeline::PipelineModule

@@ -177,6 +177,10 @@ void add_optimizer_rows(const DsConfig& config, Plan& plan) {
                                 ? cat(", each rank 1/", plan.shard_ranks,
                                       plan.gather ? " of it" : " of it, then all-gather of the parameters")
                                 : ", whole on every rank";
+  if (!plan.trains) {
+    plan.rows.push_back({"optimizer", "none: forward only, all parameters are frozen", "no optimizer section"});
+    return;
+  }
   if (!plan.optimizer.empty()) {
     const bool renamed = plan.optimizer != config.optimizer.type;
     plan.rows.push_back({"optimizer", cat(plan.optimizer, " lr ", config.optimizer.values.lr, where),
@@ -203,7 +207,9 @@ void add_gathering_rows(const DsConfig& config, Plan& plan) {
   plan.rows.push_back({"gathered at once",
                        cat("at most ", gather.max_live, " elements; kept when used again within ",
                            gather.max_reuse_distance, "; ", gather.prefetch, " ahead"),
-                       "stage3_max_live_parameters, stage3_max_reuse_distance, stage3_prefetch_bucket_size"});
+                       config.zero_optimization.stage3_release_always
+                           ? "zero_optimization.stage3_release_always: true, which is slow"
+                           : "stage3_max_live_parameters, stage3_max_reuse_distance, stage3_prefetch_bucket_size"});
   if (plan.node_ranks > 1) {
     plan.rows.push_back({"secondary slices",
                          cat("1/", plan.node_ranks, " of what was gathered, from which the ", plan.node_ranks,
@@ -308,19 +314,7 @@ void add_activation_rows(const DsConfig& config, Plan& plan) {
       "activation_checkpointing.profile: true");
 }
 
-}  // namespace
-
-void add_rows(const DsConfig& config, Plan& plan) {
-  plan.rows.push_back(
-      {"ranks",
-       cat(plan.topology.world_size, " (", plan.topology.pipe > 1 ? cat("pipeline ", plan.topology.pipe, " x ") : "",
-           "data parallel ", plan.topology.dp, ")"),
-       "the launch"});
-  plan.rows.push_back({"batch",
-                       cat(config.train_batch_size, " = ", config.train_micro_batch_size_per_gpu, " per rank x ",
-                           config.gradient_accumulation_steps, " accumulation x ", plan.topology.dp, " ranks"),
-                       config.elastic ? "elasticity" : "train_batch_size and its parts"});
-  plan.rows.push_back({"precision", precision_text(config, plan), precision_reason(config)});
+void add_gradient_rows(const DsConfig& config, Plan& plan) {
   plan.rows.push_back({"gradients", gradients_text(plan), stage_reason(config)});
   add_averaging_row(config, plan);
   add_gradient_compression_row(config, plan);
@@ -334,6 +328,22 @@ void add_rows(const DsConfig& config, Plan& plan) {
   if (plan.locate_non_finite) {
     plan.rows.push_back({"local gradients", "looked at before they are added", "locate_non_finite: true"});
   }
+}
+
+}  // namespace
+
+void add_rows(const DsConfig& config, Plan& plan) {
+  plan.rows.push_back(
+      {"ranks",
+       cat(plan.topology.world_size, " (", plan.topology.pipe > 1 ? cat("pipeline ", plan.topology.pipe, " x ") : "",
+           "data parallel ", plan.topology.dp, ")"),
+       "the launch"});
+  plan.rows.push_back({"batch",
+                       cat(config.train_batch_size, " = ", config.train_micro_batch_size_per_gpu, " per rank x ",
+                           config.gradient_accumulation_steps, " accumulation x ", plan.topology.dp, " ranks"),
+                       config.elastic ? "elasticity" : "train_batch_size and its parts"});
+  plan.rows.push_back({"precision", precision_text(config, plan), precision_reason(config)});
+  if (plan.trains) add_gradient_rows(config, plan);
   add_pipeline_row(config, plan);
   add_optimizer_rows(config, plan);
   add_gathering_rows(config, plan);

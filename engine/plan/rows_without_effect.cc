@@ -26,6 +26,10 @@ void add_rows_without_effect(const config::DsConfig& config, Plan& plan) {
        "small modules share a bucket, which is gathered as one, already");
   moot(zero.stage == 3 && zero.stage3_use_all_reduce_for_fetch_params, "stage3_use_all_reduce_for_fetch_params",
        "slices are gathered in place; an all-reduce would send twice as much");
+  moot(zero.stage == 0 && plan.loss_scaling == LossScaling::kDynamic && is_given(config, "fp16.hysteresis"),
+       "hysteresis", "at stage 0 each overflow halves the loss scale, as in DeepSpeed");
+  moot(zero.stage3_release_always && !plan.gather, "stage3_release_always",
+       zero.stage < 3 ? "parameters are whole below stage 3" : "one rank has all parameters");
   moot(zero.stage > 0 && !zero.allgather_partitions, "allgather_partitions", "slices are always all-gathered");
   moot(!plan.average_gradients && config.prescale_gradients, "prescale_gradients",
        "gradient_allreduce_op: sum divides by nothing");

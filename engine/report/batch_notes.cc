@@ -35,6 +35,7 @@ void BatchNotes::keep_loss(int64_t micro_batch, const at::Tensor& loss, double w
 
 at::Tensor BatchNotes::loss_of_step() const {
   at::Tensor sum;
+  if (unknown_) return sum;
   for (const Kept& kept : losses_) {
     const at::Tensor part = kept.loss.to(at::kDouble).reshape(at::IntArrayRef()) * kept.weight;
     sum = sum.defined() ? sum + part : part;
@@ -46,6 +47,7 @@ void BatchNotes::forget(bool dropped) {
   dropped_ = dropped;
   named_.clear();
   losses_.clear();
+  unknown_ = false;
 }
 
 std::string BatchNotes::name_of(int64_t micro_batch) const {

@@ -22,7 +22,10 @@ class BatchNotes {
   void begin(int64_t micro_batch, const DataLoader* loader);
   // A scalar without graph; several of one micro-batch are all kept. `weight`: of it in the loss of the step.
   void keep_loss(int64_t micro_batch, const at::Tensor& loss, double weight = 0.0);
-  // The sum of all losses times their weights, float64 [] on their device; undefined: there are none.
+  // A pass without a known loss: that of the step is not known either.
+  void lose_loss() { unknown_ = true; }
+  // The sum of all losses times their weights, float64 [] on their device; undefined: there are none, or some are not
+  // known.
   at::Tensor loss_of_step() const;
   // The accumulation is over, or dropped: then the loader may have given batches that were not used.
   void forget(bool dropped = false);
@@ -54,6 +57,7 @@ class BatchNotes {
   bool dropped_ = false;
   std::vector<Named> named_;
   std::vector<Kept> losses_;
+  bool unknown_ = false;  // a loss of the accumulation
 };
 
 // As name_of() says it.

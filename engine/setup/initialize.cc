@@ -52,6 +52,9 @@ void require_compatible_client(const InitializeOptions& options, const Plan& pla
 std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, const config::DsConfig& config,
                                            const ModelOptimizer& optimizer) {
   if (!options.lr_scheduler && !config.scheduler.options) return nullptr;
+  require<ConfigError>(optimizer.own || optimizer.client, options.lr_scheduler ? "initialize: .lr_scheduler" : "scheduler",
+                       ": expected none without an optimizer, whose learning rates it would set; add the section ",
+                       "\"optimizer\", or remove this");
   LrScheduler::Rule rule;
   if (options.lr_scheduler) {
     rule = LrScheduler::scaled_by(options.lr_scheduler, optimizer.learning_rates());
@@ -123,15 +126,15 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
   const bool is_pipeline = pipeline_of(options) != nullptr;
   model.plan = make_plan(config, topology_of(model.ranks, job.ranks_per_host),
                          {.client_optimizer = options.optimizer != nullptr,
+                          .trains = options.optimizer || config.optimizer.given(),
                           .accelerator = !model.ranks.device.is_cpu(),
                           .pipeline_module = is_pipeline});
   require_compatible_client(options, model.plan, config.zero_optimization.stage);
-  require<ConfigError>(options.optimizer || config.optimizer.given(),
-                       "optimizer: expected this section in the ds_config ",
-                       "or a client optimizer in initialize, found neither; add ",
-                       "\"optimizer\": {\"type\": \"AdamW\", \"params\": {\"lr\": 1e-3}}");
+  require<ConfigError>(model.plan.trains || options.parameter_groups.empty(), "initialize: .parameter_groups: expected ",
+                       "none without an optimizer; add the section \"optimizer\" to the ds_config, or remove them");
+  const Driver driver = is_pipeline ? Driver::kSchedule : model.plan.trains ? Driver::kProgram : Driver::kNobody;
   impl.order =
-      CallOrder(is_pipeline ? Driver::kSchedule : Driver::kProgram,
+      CallOrder(driver,
                 {.micro_batches = config.gradient_accumulation_steps, .counted = config.managed_gradient_accumulation});
 }
 
@@ -161,7 +164,7 @@ void place_module(ModelState& model, const InitializeOptions& options, const con
 
 OptimizerGroups groups_of(const InitializeOptions& options, const config::DsConfig& config,
                           const ModelParameters& parameters, const Plan& plan) {
-  if (!options.optimizer) {
+  if (!options.optimizer && plan.trains) {
     return plan_groups(config.optimizer, parameters, options.parameter_groups, plan.topology.pipe > 1);
   }
   OptimizerGroups groups;
@@ -185,7 +188,7 @@ void require_same_setup(const ModelState& model, const InitializeOptions& option
 
 // Buckets, reductions and gathers with the start values, and the optimizer over them.
 void build_model(ModelState& model, const InitializeOptions& options, const config::DsConfig& config) {
-  const ModelParameters parameters = collect_parameters(*options.model);
+  const ModelParameters parameters = collect_parameters(*options.model, model.plan.trains);
   const OptimizerGroups groups = groups_of(options, config, parameters, model.plan);
   require_same_setup(model, options, config, parameters, groups);
   model.ranks.groups = make_rank_groups(model.plan, model.ranks.part);
@@ -195,7 +198,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   if (options.init) options.init->end();
   keep_freed_host_memory();
   model.optimizer.client = options.optimizer;
-  if (!options.optimizer) model.optimizer.own = build_optimizer(model, config.optimizer, groups);
+  if (!options.optimizer && model.plan.trains) model.optimizer.own = build_optimizer(model, config.optimizer, groups);
   model.choose_gradients();
   predict_exactly(model, config);
 }
@@ -205,7 +208,7 @@ void build_company(Engine::Impl& impl, const InitializeOptions& options) {
   const config::DsConfig& config = impl.config;
   const ModelState& model = impl.state;
   impl.schedule = make_schedule(options, config, model.optimizer);
-  if (model.plan.loss_scaling != LossScaling::kNone) impl.loss_scaler.emplace(loss_scaler_options(config.fp16));
+  if (model.plan.loss_scaling != LossScaling::kNone) impl.loss_scaler.emplace(loss_scaler_options(config));
   impl.reporter = std::make_unique<Reporter>(config, model.ranks.world->rank());
   impl.autocast = std::make_unique<Autocast>(model.ranks.device.type(), scalar_type(model.plan.autocast));
   if (options.training_data) {
@@ -265,6 +268,7 @@ Initialized initialize(const InitializeOptions& options) {
   build_company(*impl, options);
   prepare_schedule(*impl);
   build_steps(*impl);
+  impl->accumulation_begins();
   impl->phases.note(Phases::kBetweenCalls);
   Initialized result{nullptr, impl->state.optimizer.own, impl->loader, impl->schedule};
   result.engine = std::make_shared<Engine>(std::move(impl));

@@ -133,13 +133,15 @@ compression::CompressedOptions compressed_options(const config::OptimizerParams&
           .deepspeed_semantics = values.deepspeed_semantics};
 }
 
-optimizers::LossScalerOptions loss_scaler_options(const config::Fp16Section& fp16) {
+optimizers::LossScalerOptions loss_scaler_options(const config::DsConfig& config) {
+  const config::Fp16Section& fp16 = config.fp16;
   return {.static_scale = fp16.loss_scale,
           .initial_scale = std::ldexp(1.0, static_cast<int>(fp16.initial_scale_power)),
           .window = fp16.loss_scale_window,
           .hysteresis = fp16.hysteresis,
           .consecutive_hysteresis = fp16.consecutive_hysteresis,
-          .minimum_scale = static_cast<double>(fp16.min_loss_scale)};
+          .minimum_scale = static_cast<double>(fp16.min_loss_scale),
+          .tolerant = config.zero_optimization.stage == 0};
 }
 
 DataLoaderOptions loader_options(const config::DsConfig& config, const Ranks& ranks) {

@@ -39,7 +39,7 @@ optimizers::OptimizerOptions optimizer_options(const config::OptimizerSection& s
 // Of an optimizer that compresses what ranks exchange.
 compression::CompressedOptions compressed_options(const config::OptimizerParams& values);
 
-optimizers::LossScalerOptions loss_scaler_options(const config::Fp16Section& fp16);
+optimizers::LossScalerOptions loss_scaler_options(const config::DsConfig& config);
 
 DataLoaderOptions loader_options(const config::DsConfig& config, const Ranks& ranks);
 

@@ -34,7 +34,7 @@ class PersistenceBudget {
 
 }  // namespace
 
-ModelParameters collect_parameters(const torch::nn::Module& module) {
+ModelParameters collect_parameters(const torch::nn::Module& module, bool trains) {
   ModelParameters result;
   std::unordered_set<const void*> seen;
   for (const auto& item : module.named_parameters()) {
@@ -47,6 +47,7 @@ ModelParameters collect_parameters(const torch::nn::Module& module) {
     const bool may_have_hooks = tensor.requires_grad();  // else it may even lack what holds them
     require(!may_have_hooks || torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr, "parameter ", item.key(),
             ": belongs to another engine; destroy that one before the next initialize");
+    if (!trains) tensor.set_requires_grad(false);
     if (tensor.requires_grad()) {
       result.trainable.push_back({item.key(), tensor});
       result.infos.push_back({item.key(), tensor.sizes().vec(), tensor.numel()});
@@ -55,7 +56,7 @@ ModelParameters collect_parameters(const torch::nn::Module& module) {
     }
   }
   for (const auto& item : module.named_buffers()) result.buffers.push_back({item.key(), item.value()});
-  require(!result.trainable.empty(), "model: expected at least one trainable parameter, found ", result.frozen.size(),
+  require(!trains || !result.trainable.empty(), "model: expected at least one trainable parameter, found ", result.frozen.size(),
           " frozen and none trainable; call set_requires_grad(true) on what is to be trained");
   return result;
 }

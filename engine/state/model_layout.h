@@ -28,8 +28,8 @@ struct ModelParameters {
 };
 
 // Throws UsageError for a module without parameters, with parameters of another dtype than float32, bfloat16 and
-// float16 or that are not dense, and for one that another engine trains.
-ModelParameters collect_parameters(const torch::nn::Module& module);
+// float16 or that are not dense, and for one that another engine trains. `trains`: false freezes all of them.
+ModelParameters collect_parameters(const torch::nn::Module& module, bool trains = true);
 
 // Buckets of a model before they have memory.
 struct ModelLayout {

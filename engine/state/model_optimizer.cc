@@ -4,9 +4,10 @@
 
 namespace ds::engine {
 
-std::string ModelOptimizer::name() const { return own ? own->name() : "client optimizer"; }
+std::string ModelOptimizer::name() const { return own ? own->name() : client ? "client optimizer" : "none"; }
 
 std::vector<double> ModelOptimizer::learning_rates() const {
+  if (!own && !client) return {};
   return client ? engine::learning_rates(*client) : engine::learning_rates(*own);
 }
 

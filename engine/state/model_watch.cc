@@ -88,7 +88,7 @@ void ModelWatch::look_at_buckets(const char* call, std::vector<zero::ParameterBu
   for (size_t b = 0; b < buckets.size(); ++b) {
     zero::ParameterBucket& bucket = buckets[b];
     const std::vector<Segment>& segments = bucket.layout().segments;
-    std::vector<Seen>& list = first == 0 ? trained_ : others_;
+    std::vector<Seen>& list = &buckets == &state_.buckets ? trained_ : others_;
     for (size_t i = 0; i < segments.size(); ++i) {
       Seen& seen = list[static_cast<size_t>(segments[i].parameter)];
       if (!bucket.is_here(i)) {

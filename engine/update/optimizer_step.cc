@@ -76,13 +76,18 @@ StepFacts OptimizerStep::facts() const {
   return facts;
 }
 
+std::string OptimizerStep::of_engine() const {
+  const std::string own = parts_.state.gradients.reducer->engine_if_several();
+  return own.empty() ? own : cat(" of ", own);
+}
+
 // Training that changes nothing, but for momentum and decay, is a mistake of the program more often than not.
 void OptimizerStep::warn_of_nothing(double norm) {
   const CheckTime::Scope time;
   const ModelState& state = parts_.state;
   const bool none = state.gradients.reducer->parameters_without_gradient().size() == state.parameters.size();
   if (none && !std::exchange(warned_of_no_gradient_, true)) {
-    log::warning("step ", parts_.progress.global_steps,
+    log::warning("step ", parts_.progress.global_steps, of_engine(),
                  ": no parameter of the model got a gradient on this rank: is the ",
                  "loss computed from another model, or from a copy of it? (said once)");
   }
@@ -91,7 +96,7 @@ void OptimizerStep::warn_of_nothing(double norm) {
   if (none || zero_steps_in_a_row_ < 2 || state.ranks.world->rank() != 0 || std::exchange(warned_of_zeros_, true))
     return;
   log::warning(
-      "step ", parts_.progress.global_steps, ": all gradients are zero, for the second time in a row: the model ",
+      "step ", parts_.progress.global_steps, of_engine(), ": all gradients are zero, for the second time in a row: the model ",
       "learns nothing (is the loss constant, or multiplied by zero?). Momentum and weight decay go on (said once)");
 }
 

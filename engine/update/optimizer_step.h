@@ -57,6 +57,7 @@ class OptimizerStep {
   double global_norm() const;
   StepFacts facts() const;
   void warn_of_nothing(double norm);
+  std::string of_engine() const;
   void add_over_ranks(double& squares, comm::Communicator& ranks) const;
   void reduce_tied() const;
   void require_gradients();

@@ -13,9 +13,9 @@ namespace ds::engine {
 // What save_checkpoint(save_dir, tag, options) does.
 //
 // Writes all state to <save_dir>/<tag> (default: "global_step<N>"), each rank its part, in one piece or not at all: a
-// folder under that name is complete and on the disk. Returns its path. Collective, between optimizer steps; save_dir
-// must be seen by all hosts. When a rank cannot write, all throw (that rank the cause, the others IoError) and what
-// was in save_dir before is untouched.
+// folder under that name is complete and on the disk. Returns its path. Collective; save_dir must be seen by all hosts.
+// When a rank cannot write, all throw (that rank the cause, the others IoError) and what was in save_dir before is
+// untouched.
 // Asynchronous: returns at once; the state is copied beside the next forward and backward (the next update waits for
 // the copy, which takes as much host memory as the rank's part) and written by a thread. Until the next update,
 // change trained parameters in scopes of gathered_parameters() only: these wait. One save is in

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -146,7 +147,8 @@ class Communicator {
   // Operations from now on, and those of groups made from now on, are shown to it, beside other
   // observers. Call before the first operation.
   void observe_with(std::shared_ptr<CollectiveObserver> observer);
-  // Tells the observers what the program does from now on: "backward", "step", ...; micro_step -1: none.
+  // Tells the observers what the program does from now on: "backward", "step", ...; micro_step -1: none. Operations of
+  // this group, and of groups made from it, then carry the step: what ranks that part are told names it.
   void note_phase(const char* name, int64_t step, int64_t micro_step = -1) const;
   // Keeps what watches the ranks of this group, until it ends itself.
   void keep_watch(std::shared_ptr<FlightWatch> watch);
@@ -181,6 +183,7 @@ class Communicator {
   std::string name_;
   CommCounters counters_;
   std::vector<Observation> observers_;
+  std::shared_ptr<std::atomic<int64_t>> step_;  // note_phase(); 0: nobody has said
   std::shared_ptr<FlightWatch> watch_;
 };
 

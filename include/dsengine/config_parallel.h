@@ -99,6 +99,7 @@ struct ZeroSection {
   int64_t stage3_module_granularity_threshold = 0;
   bool stage3_use_all_reduce_for_fetch_params = false;
   bool stage3_allgather_sequential = false;
+  bool stage3_release_always = false;  // ours: as a model that is too large for a rank, at any size
   bool ignore_unused_parameters = true;
   bool legacy_stage1 = false;
   bool round_robin_gradients = false;

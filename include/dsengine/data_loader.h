@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
 #include <concepts>
 #include <cstddef>
@@ -37,41 +38,97 @@ concept IndexedDataset = requires(Dataset& dataset, size_t index) {
   dataset.size();
 };
 
-// Holds any indexed dataset; empty by default. Copies share the dataset.
+// What a dataset gives for a list of numbers: one example whose tensors have a first dimension for them (Stack), or a
+// list of examples.
+template <class Batch>
+concept CollatedBatch = requires(Batch& batch) {
+  { batch.data } -> std::convertible_to<at::Tensor>;
+};
+template <class Batch>
+concept ListedBatch = requires(Batch& batch) {
+  { batch.at(0).data } -> std::convertible_to<at::Tensor>;
+  batch.size();
+};
+
+// A dataset that gives samples by a list of their numbers, as .map() of torch::data makes one. It is asked for one
+// number at a time, so a transform sees batches of one sample.
+template <class Dataset>
+concept BatchedDataset = !IndexedDataset<Dataset> && requires(Dataset& dataset, c10::ArrayRef<size_t> indices) {
+  requires CollatedBatch<decltype(dataset.get_batch(indices))> || ListedBatch<decltype(dataset.get_batch(indices))>;
+  dataset.size();
+};
+
+template <class Dataset>
+concept UsableDataset = IndexedDataset<Dataset> || BatchedDataset<Dataset>;
+
+// Throws UsageError where a batch of one sample has another number of them along dimension 0.
+at::Tensor only_sample(const at::Tensor& batch);
+
+// Holds any usable dataset; empty by default. Copies share the dataset.
 class TrainingData {
  public:
   TrainingData() = default;
 
   // Of a dataset, moved here or shared. Implicit on purpose: InitializeOptions{.training_data = dataset}.
-  template <IndexedDataset Dataset>
+  template <UsableDataset Dataset>
   requires(!std::same_as<std::remove_cvref_t<Dataset>, TrainingData>)
       TrainingData(Dataset dataset)  // NOLINT(google-explicit-constructor)
       : TrainingData(std::make_shared<Dataset>(std::move(dataset))) {}
 
-  template <IndexedDataset Dataset>
+  template <UsableDataset Dataset>
   TrainingData(std::shared_ptr<Dataset> dataset) {  // NOLINT(google-explicit-constructor)
     if (!dataset) return;
     size_ = size_of(dataset->size());
-    get_ = [dataset = std::move(dataset)](int64_t index) {
-      auto example = dataset->get(static_cast<size_t>(index));
-      if constexpr (requires {
-                      { example.target } -> std::convertible_to<at::Tensor>;
-                    }) {
-        return Batch{std::move(example.data), std::move(example.target)};
-      } else {
-        return Batch{std::move(example.data), {}};
-      }
-    };
+    get_ = [dataset = std::move(dataset)](int64_t index) { return sample_of(*dataset, static_cast<size_t>(index)); };
+  }
+
+  // Any other dataset: said in a sentence.
+  template <class Dataset>
+  requires(!UsableDataset<Dataset> && !std::same_as<std::remove_cvref_t<Dataset>, TrainingData> &&
+           requires(Dataset& dataset) { dataset.size(); })
+      TrainingData(Dataset)  // NOLINT(google-explicit-constructor)
+  {
+    static_assert(UsableDataset<Dataset>,
+                  ".training_data: expected a dataset with size() and either get(size_t) or "
+                  "get_batch(ArrayRef<size_t>), which gives examples with a tensor `data` and perhaps a tensor "
+                  "`target`. One that gives something else, or that keeps a position of its own (StreamDataset, "
+                  "ChunkDataset), is read by a loader of your own, torch::data::make_data_loader for example: the "
+                  "engine works with any");
   }
 
   // False: no dataset was given.
   explicit operator bool() const { return static_cast<bool>(get_); }
   // Number of samples. Throws UsageError for a dataset that does not know its size.
   int64_t size() const;
-  // Sample number `index`.
   Batch get(int64_t index) const { return get_(index); }
 
  private:
+  template <class Example>
+  static Batch tensors_of(Example&& example) {
+    if constexpr (requires {
+                    { example.target } -> std::convertible_to<at::Tensor>;
+                  }) {
+      return Batch{std::move(example.data), std::move(example.target)};
+    } else {
+      return Batch{std::move(example.data), {}};
+    }
+  }
+
+  template <class Dataset>
+  static Batch sample_of(Dataset& dataset, size_t index) {
+    if constexpr (IndexedDataset<Dataset>) {
+      return tensors_of(dataset.get(index));
+    } else {
+      auto batch = dataset.get_batch(c10::ArrayRef<size_t>(index));
+      if constexpr (CollatedBatch<decltype(batch)>) {
+        const Batch one = tensors_of(std::move(batch));
+        return {only_sample(one.data), only_sample(one.target)};
+      } else {
+        return tensors_of(std::move(batch.at(0)));
+      }
+    }
+  }
+
   template <class Size>
   static int64_t size_of(const Size& size) {
     if constexpr (requires { size.has_value(); }) {
@@ -85,13 +142,11 @@ class TrainingData {
   int64_t size_ = 0;  // -1: unknown
 };
 
-// The same on all ranks, but for `rank` and `device`.
 struct DataLoaderOptions {
   int64_t micro_batch_size = 1;  // samples of one batch of one rank
   int rank = 0;
   int world_size = 1;
   uint64_t seed = 1234;  // the same on every rank
-  // Another order for each epoch, drawn from the seed; false: that of the dataset.
   bool shuffle = true;
   bool drop_last = false;        // dataloader_drop_last
   at::Device device = at::kCPU;  // where batches are delivered
@@ -128,7 +183,6 @@ class DataLoader {
     DataLoader* loader_ = nullptr;
   };
 
-  // For a loop over what is left of the epoch.
   Iterator begin() { return Iterator(this); }
   Iterator end() { return {}; }
 
@@ -136,10 +190,8 @@ class DataLoader {
   int64_t size() const;
   // Whether they all have as many samples; else the last one has less.
   bool has_equal_batches() const;
-  // Epochs are counted from 0 and advance by themselves; this is for jumping.
   int64_t epoch() const;
   void set_epoch(int64_t epoch);
-  // From the next batch on.
   void set_micro_batch_size(int64_t size);
 
   // Of the batch that was delivered last: the numbers of its samples in the dataset. Empty before the first.

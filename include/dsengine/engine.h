@@ -63,6 +63,10 @@ class Engine {
   // scalar or has no graph. After an exception out of autograd that all ranks have had, call zero_grad() and begin the
   // accumulation anew; after one of this rank alone end the program, because the others have begun other collectives.
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
+  // As out.backward(gradient) of torch: begins at a tensor of any shape, with its gradient, of the same shape, which is
+  // scaled as a loss is. The loss of such a step is not known to monitors. Throws UsageError for another shape.
+  void backward(const at::Tensor& out, const at::Tensor& gradient, bool retain_graph = false,
+                bool scale_wrt_gas = true);
   // Counts one micro-batch; at the gradient accumulation boundary finishes the reductions, clips, updates the
   // parameters, zeroes the gradients and advances the schedule. Throws UsageError when no backward() came before, and
   // NonFiniteError, on all ranks, where a gradient is infinite or NaN and non_finite_gradients makes that an error: the
@@ -235,7 +239,8 @@ class Engine {
   std::vector<std::pair<std::string, at::Tensor>> fp32_state_dict();
 
   // --- checkpoints: dsengine/checkpoint.h says what they do, docs/checkpoints.md how they are kept ------------------
-  // Collective, between optimizer steps. Returns the path of the tag's folder.
+  // Collective. Returns the path of the tag's folder. Inside an accumulation, or between backward() and step(), it saves
+  // the state in which that began, without gradients, and warns: a run that loads it begins the accumulation anew.
   std::string save_checkpoint(const std::string& save_dir, const std::string& tag = "",
                               const SaveOptions& options = {});
   // Returns when the save in flight is published. Throws IoError on all ranks when it failed. Collective.
@@ -268,7 +273,25 @@ class Engine {
   at::Tensor prepared(const at::Tensor& input) const;
   pipeline::MicroBatch on_device(pipeline::MicroBatch batch) const;
 
+  friend at::Tensor backward(const at::Tensor& loss, const std::vector<std::shared_ptr<Engine>>& engines,
+                             bool retain_graph, bool scale_wrt_gas);
+
   std::unique_ptr<Impl> impl_;
 };
+
+// One loss over the models of several engines, their sum or one that runs through all of them, in one pass:
+//
+//   engine::backward(encoder_loss + decoder_loss, {encoder, decoder});
+//   encoder->step();
+//   decoder->step();
+//
+// It is the backward() of each of them, and counts as one in its accumulation. (encoder->backward(loss) alone would drop
+// what the loss means for the decoder.) Reductions begin when the pass is over, engine by engine in the order of the
+// list, which is the same on all ranks. Engines of one rank and thread, without pipelines. Throws UsageError as
+// Engine::backward does, and for engines that scale the loss differently: with other gradient_accumulation_steps (unless
+// scale_wrt_gas is false) or another static loss scale. Of dynamic ones the smallest counts, which the others take over
+// as theirs where their accumulation begins.
+at::Tensor backward(const at::Tensor& loss, const std::vector<std::shared_ptr<Engine>>& engines,
+                    bool retain_graph = false, bool scale_wrt_gas = true);
 
 }  // namespace ds::engine

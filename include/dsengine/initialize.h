@@ -55,7 +55,8 @@ struct InitializeOptions {
   std::shared_ptr<torch::optim::Optimizer> optimizer;
   // Parameters with a learning rate or weight decay of their own.
   std::vector<ParameterGroup> parameter_groups;
-  // Any torch::data dataset with get(size_t) -> torch::data::Example<>.
+  // Any torch::data dataset with get(size_t) -> torch::data::Example<>, also a mapped one:
+  // MNIST(folder).map(Normalize<>(0.13, 0.31)).map(Stack<>()).
   TrainingData training_data;
   // Overrides the config's scheduler: step number k = 0, 1, ... -> factor on the group's lr.
   std::function<double(int64_t)> lr_scheduler;

@@ -38,6 +38,7 @@ struct PlanRow {
 // The decisions; `rows` has them in words, with the reason of each.
 struct Plan {
   Topology topology;
+  bool trains = true;  // false: no optimizer: forward only, all parameters are frozen
 
   DType model_dtype = DType::kFloat32;          // parameters in forward and backward
   DType gradient_dtype = DType::kFloat32;       // gradient buckets and accumulated slices
@@ -88,7 +89,7 @@ struct Plan {
   };
   std::optional<Pipeline> pipeline;
 
-  std::string optimizer;  // "AdamW"; empty: the program brings its own
+  std::string optimizer;  // "AdamW"; empty: the program brings its own, or there is none (`trains`)
   std::string schedule;   // "WarmupLR"; empty: constant, or the program's
   comm::Backend backend = comm::Backend::kAuto;
 

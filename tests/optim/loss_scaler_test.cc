@@ -63,6 +63,23 @@ TEST(LossScaler, ExplainsTheMinimum) {
   }
 }
 
+// DeepSpeed's tests/unit/runtime/half_precision/test_dynamic_loss_scale.py, whose optimizer is that of stage 0.
+TEST(LossScaler, IsDeepSpeedsOfStage0WhereItIsTolerant) {
+  const auto scale_after = [](double initial, double minimum, const std::string& overflows) {
+    LossScaler scaler(
+        {.initial_scale = initial, .window = 2, .hysteresis = 2, .minimum_scale = minimum, .tolerant = true});
+    for (const char overflow : overflows) scaler.update(overflow == '1');
+    return scaler.scale();
+  };
+  EXPECT_EQ(scale_after(16, 1, "1"), 8);
+  EXPECT_EQ(scale_after(16, 1, "1111"), 1);
+  EXPECT_EQ(scale_after(16, 1, "11111111"), 1);
+  EXPECT_EQ(scale_after(16, 2, "11111111"), 2);
+  EXPECT_EQ(scale_after(256, 1, "11"), 64);
+  EXPECT_EQ(scale_after(256, 1, "11000"), 128);
+  EXPECT_EQ(scale_after(256, 1, "110001"), 64);
+}
+
 TEST(LossScaler, StaticScaleNeverMoves) {
   LossScaler scaler({.static_scale = 128});
   EXPECT_FALSE(scaler.dynamic());

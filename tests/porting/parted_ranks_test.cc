@@ -64,7 +64,8 @@ TEST_P(PartedReductions, ASecondBackwardOfOneRankIsAnErrorOnAll) {
       for (int i = 0; i < times; ++i) engine->backward(model->loss(sample(1, communicator.rank())) / times);
       engine->step();
     };
-    EXPECT_THAT(step, ThrowsMessage<std::exception>(HasSubstr("ranks issued different collectives")));
+    EXPECT_THAT(step, ThrowsMessage<std::exception>(
+                          AllOf(HasSubstr("ranks issued different collectives"), HasSubstr(", step 2)"))));
   });
 }
 
@@ -84,6 +85,46 @@ TEST(PartedRanksAtStage3, AForwardOfOneRankAloneThrowsWithTheWayOut) {
     EXPECT_THAT(forward, ThrowsMessage<std::exception>(AllOf(HasSubstr("ranks issued different collectives"),
                                                              HasSubstr("parameters of bucket"))));
   });
+}
+
+nlohmann::ordered_json released_always(bool on) {
+  nlohmann::ordered_json config = small_config(3, 1);
+  config["zero_optimization"] = {{"stage", 3}, {"stage3_release_always", on}};
+  return config;
+}
+
+// Episodes of a policy end when they end. A small model does not care: it is whole. One that is released, as a large
+// one is, does, in the first forward that not all ranks run.
+TEST(PartedRanksAtStage3, RolloutsOfDifferentLengthAreNamedWhereTheModelIsReleased) {
+  for (const bool released : {false, true}) {
+    test::run_ranks(2, [&](comm::Communicator& communicator) {
+      SmallNet model;
+      const auto engine = start(model.ptr(), released_always(released), communicator).engine;
+      train(*engine, model, 2);
+      const auto step = [&] {
+        {
+          const torch::NoGradGuard no_grad;
+          for (int i = 0; i < 2 + 2 * communicator.rank(); ++i) model->forward(sample(i, communicator.rank()));
+        }
+        engine->backward(model->loss(sample(2, communicator.rank())));
+        engine->step();
+      };
+      if (!released) {
+        step();
+        return;
+      }
+      EXPECT_THAT(step, ThrowsMessage<std::exception>(
+                            AllOf(HasSubstr("ranks issued different collectives"), HasSubstr("rank 0 all_reduce"),
+                                  HasSubstr("'start of backward'"), HasSubstr("rank 1 all_gather"),
+                                  HasSubstr("'parameters of bucket"), HasSubstr(", step 3)"),
+                                  HasSubstr("in a scope of engine->gathered_parameters"))));
+    });
+  }
+}
+
+TEST(PartedRanksAtStage3, AReleasedModelTrainsAsAnyOther) {
+  const PortedRun run;
+  expect_same(run_on_engine(run, released_always(true)), run_plainly(run));
 }
 
 TEST(PartedRanksAtStage3, InAScopeForwardsMayDiffer) {

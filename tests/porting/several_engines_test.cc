@@ -188,6 +188,27 @@ TEST_P(SeveralEngines, AnAccumulationGoesOnAfterAPassOfAnotherEngine) {
   }
 }
 
+TEST_P(SeveralEngines, MessagesNameTheEngineWhereThereAreSeveral) {
+  test::run_ranks(kRanks, [&](comm::Communicator& communicator) {
+    Gan gan;
+    SmallNet net;
+    const auto one = start(gan.generator.ptr(), small_config(GetParam(), 1), communicator).engine;
+    const auto is_plain = AllOf(HasSubstr("before backward()"), ::testing::Not(HasSubstr("the engine of")));
+    EXPECT_THAT([&] { one->step(); }, ThrowsMessage<UsageError>(is_plain));
+    {
+      const auto other = start(gan.critic.ptr(), small_config(GetParam(), 1), communicator).engine;
+      const auto third = start(net.ptr(), small_config(GetParam(), 1), communicator).engine;
+      EXPECT_THAT([&] { other->step(); },
+                  ThrowsMessage<UsageError>(
+                      HasSubstr("(the engine of torch::nn::SequentialImpl (number 2 of 2 engines for such a model))")));
+      EXPECT_THAT([&] { third->backward(torch::ones({2})); },
+                  ThrowsMessage<UsageError>(
+                      AllOf(HasSubstr("expected a scalar loss"), HasSubstr("(the engine of ds::engine::SmallNetImpl)"))));
+    }
+    EXPECT_THAT([&] { one->step(); }, ThrowsMessage<UsageError>(is_plain));
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Stages, SeveralEngines, ::testing::Values(0, 1, 2, 3), stage_name);
 
 }  // namespace

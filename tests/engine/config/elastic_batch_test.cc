@@ -33,7 +33,7 @@ std::vector<int64_t> ends(const std::vector<int64_t>& sizes) {
   return ends;
 }
 
-// elastic_reference.py made the file with DeepSpeed 0.18.3.
+// elastic_reference.py made the file with DeepSpeed 0.18.3 and the limit of 0.19.6.
 TEST(ElasticBatch, IsDeepSpeeds) {
   std::ifstream in(std::string(DS_SOURCE_DIR) + "/tests/engine/config/elastic_reference.json");
   const ordered_json cases = ordered_json::parse(in);
@@ -61,6 +61,18 @@ TEST(ElasticBatch, IsDeepSpeeds) {
     }
   }
   EXPECT_GT(accepted, 100);
+}
+
+TEST(ElasticBatch, IsNeverAboveItsMaximum) {
+  const auto batch_of = [](int64_t max_batch, std::vector<int64_t> micro_batches) {
+    return elastic_batch(section_of({{"max_train_batch_size", max_batch},
+                                     {"micro_batch_sizes", std::move(micro_batches)},
+                                     {"version", 0.1}}),
+                         1)
+        .train;
+  };
+  EXPECT_EQ(batch_of(100, {8, 10, 12}), 96);  // their common multiple is 120
+  EXPECT_EQ(batch_of(120, {8, 10, 12}), 120);
 }
 
 constexpr const char* kOld =

@@ -4,6 +4,8 @@
 What DeepSpeed's elasticity makes of random configs. DEEPSPEED is the unpacked source of a version that still has it
 (0.18.3: pip download --no-deps --no-binary :all: deepspeed==0.18.3); nothing of it but elasticity/ is imported.
 
+0.19.6 leaves out candidates above the maximum, which the common multiple of the micro-batches may be; so does this.
+
 Each case is the section, the data-parallel size, and either "refused" or batch, micro-batch and valid sizes. Two things
 are not as DeepSpeed has them: a batch of 0 counts as refused, and with model_parallel_size above 1 the number of GPUs
 that goes in is that of all ranks (DeepSpeed's own call gives the data-parallel size where it then expects GPUs).
@@ -27,7 +29,10 @@ def load(folder):
     elasticity.__path__ = [f"{folder}/deepspeed/elasticity"]
     sys.modules.update({"deepspeed": package, "deepspeed.git_version_info": version, "deepspeed.utils": utils,
                         "deepspeed.elasticity": elasticity})
-    return importlib.import_module("deepspeed.elasticity.elasticity")
+    module = importlib.import_module("deepspeed.elasticity.elasticity")
+    candidates = module.get_candidate_batch_sizes
+    module.get_candidate_batch_sizes = lambda bases, limit: candidates([base for base in bases if base <= limit], limit)
+    return module
 
 
 def random_section(dice):

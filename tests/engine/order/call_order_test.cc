@@ -105,23 +105,45 @@ TEST(CallOrder, AProgramMayDeclareTheBoundary) {
 TEST(CallOrder, WithoutAccumulationTheStepIsWhatIsMissing) {
   CallOrder order = of_program(1);
   order.backward_done();
-  EXPECT_EQ(refusal(order, Call::kSaveCheckpoint),
-            "save_checkpoint() was called after backward() and before step(), whose gradients would be lost; call it "
-            "after the step() at the boundary");
+  EXPECT_EQ(refusal(order, Call::kSaveCheckpoint), "");
   EXPECT_EQ(refusal(order, Call::kOffloadStates),
-            "offload_states() was called after backward() and before step(); call it after step() at the boundary");
+            "offload_states() was called between backward() and step(); call it after step() at the boundary");
+}
+
+TEST(CallOrder, NobodyTrainsWithoutAnOptimizer) {
+  const CallOrder order(Driver::kNobody, {});
+  for (const Call call : {Call::kBackward, Call::kStep, Call::kClipGradNorm}) {
+    EXPECT_THAT(refusal(order, call), ::testing::HasSubstr(": this engine has no optimizer, and evaluates only"));
+  }
+  EXPECT_THAT(refusal(order, Call::kTrainBatch), ::testing::HasSubstr("needs a pipeline"));
+  for (const Call call : {Call::kZeroGrad, Call::kSaveCheckpoint, Call::kLoadCheckpoint, Call::kGatheredParameters}) {
+    EXPECT_EQ(refusal(order, call), "");
+  }
+}
+
+TEST(CallOrder, CountsPassesWhereStepDoesNotCount) {
+  CallOrder order = of_program(1, /*counted=*/false);
+  for (int i = 0; i < 3; ++i) order.backward_done();
+  order.micro_batch_done();
+  EXPECT_EQ(order.batches_done(), 3);
+  EXPECT_EQ(order.end_accumulation(), 1);
+  EXPECT_EQ(order.batches_done(), 0);
+  CallOrder counted = of_program();
+  for (int i = 0; i < 3; ++i) counted.backward_done();
+  counted.micro_batch_done();
+  EXPECT_EQ(counted.batches_done(), 1);
 }
 
 TEST(CallOrder, CallsBetweenStepsCountWhatWouldBeLost) {
   CallOrder order = of_program();
   order.backward_done();
   EXPECT_EQ(refusal(order, Call::kOffloadStates),
-            "offload_states() was called inside an accumulation, after 0 of 4 micro-batches; call it after step() at "
-            "the boundary");
+            "offload_states() was called between backward() and step(); call it after step() at the boundary");
   order.micro_batch_done();
-  EXPECT_EQ(refusal(order, Call::kSaveCheckpoint),
-            "save_checkpoint() was called inside an accumulation, after 1 of 4 micro-batches, whose gradients would be "
-            "lost; call it after the step() at the boundary");
+  EXPECT_EQ(refusal(order, Call::kOffloadStates),
+            "offload_states() was called inside an accumulation, after 1 of 4 micro-batches; call it after step() at "
+            "the boundary");
+  EXPECT_EQ(refusal(order, Call::kSaveCheckpoint), "");
   EXPECT_EQ(refusal([&] { order.require_load(true); }),
             "load_checkpoint() was called inside an accumulation, after 1 of 4 micro-batches; call it between "
             "optimizer steps");
@@ -129,7 +151,7 @@ TEST(CallOrder, CallsBetweenStepsCountWhatWouldBeLost) {
             "set_train_batch_size: called inside an accumulation, after 1 of 4 micro-batches; call it between "
             "optimizer steps");
   EXPECT_EQ(order.drop_accumulation(), 1);
-  for (const Call call : {Call::kOffloadStates, Call::kSaveCheckpoint, Call::kLoadCheckpoint}) {
+  for (const Call call : {Call::kOffloadStates, Call::kLoadCheckpoint}) {
     EXPECT_EQ(refusal(order, call), "");
   }
 }

@@ -170,6 +170,10 @@ TEST(Plan, StageThreeGathersWithinItsLimits) {
   EXPECT_EQ(sequential.bucket_elements, 1);
   EXPECT_EQ(sequential.gather->prefetch, 1);
   EXPECT_FALSE(plan_of({{"zero_optimization", {{"stage", 2}}}}).gather);
+  const Plan released = plan_of({{"zero_optimization", {{"stage", 3}, {"stage3_release_always", true}}}});
+  EXPECT_EQ(released.gather, (zero::GatherLimits{.max_live = 1, .max_reuse_distance = 0, .prefetch = 0}));
+  EXPECT_EQ(released.persistent_numel, 0);
+  EXPECT_EQ(released.bucket_elements, 1);
 }
 
 TEST(Plan, RefusalsNameBothKeys) {
