@@ -45,6 +45,7 @@ TEST(AmountOf, CountsAsNcclTests) {
 TEST(ParseSize, KnowsUnitsOf1024) {
   EXPECT_EQ(parse_size("8", "--min"), 8);
   EXPECT_EQ(parse_size("1K", "--min"), 1024);
+  EXPECT_EQ(parse_size("1e6", "--min"), 1'000'000);
   EXPECT_EQ(parse_size("64M", "--min"), 64 << 20);
   EXPECT_EQ(parse_size("2g", "--min"), int64_t{2} << 30);
   for (const char* wrong : {"", "K", "-1", "0", "1.5M", "1KB", "1 K", "8P", "99999999999999999999", "9000000G"}) {

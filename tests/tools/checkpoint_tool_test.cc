@@ -268,6 +268,7 @@ TEST(CheckpointToolText, SizesReadAndShown) {
   EXPECT_EQ(parsed_bytes("1.5 MB"), 1'500'000);
   EXPECT_EQ(parsed_bytes("2GiB"), int64_t{2} << 30);
   EXPECT_EQ(parsed_bytes("77"), 77);
+  EXPECT_EQ(parsed_bytes("5e9"), 5'000'000'000);
   for (const char* wrong : {"", "GB", "5 apples", "0", "-1GB"}) {
     EXPECT_THROW(parsed_bytes(wrong), ConfigError) << wrong;
   }

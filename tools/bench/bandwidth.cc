@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "core/check.h"
+#include "core/number_text.h"
 
 namespace ds::tool::bench {
 namespace {
@@ -67,6 +68,7 @@ double algorithm_bandwidth(int64_t bytes, double seconds) {
 
 int64_t parse_size(const std::string& text, const std::string& flag) {
   constexpr std::string_view kUnits = "KMGT";
+  if (const auto whole = parse_whole_number(text); whole && *whole > 0 && *whole <= kMostBytes) return *whole;  // 1e9
   int64_t value = 0;
   const char* const last = text.data() + text.size();
   const auto [end, error] = std::from_chars(text.data(), last, value);

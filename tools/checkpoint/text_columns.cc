@@ -5,6 +5,7 @@
 #include <map>
 
 #include "core/check.h"
+#include "core/number_text.h"
 
 namespace ds::checkpoint::tool {
 
@@ -40,9 +41,10 @@ int64_t parsed_bytes(const std::string& text) {
   static const std::map<std::string, double> kUnits = {
       {"", 1},      {"B", 1},           {"KB", 1e3},        {"MB", 1e6},        {"GB", 1e9},
       {"TB", 1e12}, {"KiB", 1LL << 10}, {"MiB", 1LL << 20}, {"GiB", 1LL << 30}, {"TiB", 1LL << 40}};
+  if (const auto whole = parse_whole_number(text); whole && *whole >= 1) return *whole;  // 5e9
   const size_t end = text.find_first_not_of("0123456789.");
   const std::string number = text.substr(0, end);
-  const auto unit = kUnits.find(end == std::string::npos ? "" : text.substr(text.find_first_not_of(' ', end)));
+  const auto unit = kUnits.find(end == std::string::npos ? "" : text.substr(std::min(text.find_first_not_of(' ', end), text.size())));
   double value = 0;
   try {
     value = std::stod(number);
