@@ -50,8 +50,8 @@ struct InitializeOptions {
   // A path, a nlohmann::json object, or url-safe base64 of the JSON text.
   config::ConfigSource config;
   // A client optimizer over the model's parameters; overrides the config's. Stage 0 and float32 only. Without one, and
-  // without the section "optimizer" in the config, the engine evaluates only: all parameters are frozen, there are no
-  // gradients and states, and backward() and step() throw UsageError.
+  // without the section "optimizer" in the config, the engine evaluates only: all parameters are frozen as long as it
+  // lives, there are no gradients and states, and backward() and step() throw UsageError.
   std::shared_ptr<torch::optim::Optimizer> optimizer;
   std::vector<ParameterGroup> parameter_groups;
   // Any torch::data dataset with get(size_t) -> torch::data::Example<>, also a mapped one:

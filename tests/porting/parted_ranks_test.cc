@@ -67,7 +67,6 @@ TEST_P(PartedRanks, ABatchOfItsOwnThatOneRankLeavesOutIsAnErrorAtTheEnd) {
     };
     if (communicator.rank() == 1) return run();
     EXPECT_THAT(run, ThrowsMessage<std::exception>(AllOf(HasSubstr("rank 1"), HasSubstr(", step 4)"))));
-    EXPECT_EQ(engine->global_steps(), 3);
   });
 }
 
