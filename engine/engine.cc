@@ -12,6 +12,7 @@ Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Engine::~Engine() {
   impl_->saves.end();
   impl_->update.reset();  // it uses the optimizer
+  for (const at::Tensor& parameter : impl_->state.frozen_here) parameter.set_requires_grad(true);
 }
 
 at::Tensor Engine::prepared(const at::Tensor& input) const {

@@ -47,7 +47,10 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains)
     const bool may_have_hooks = tensor.requires_grad();  // else it may even lack what holds them
     require(!may_have_hooks || torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr, "parameter ", item.key(),
             ": belongs to another engine; destroy that one before the next initialize");
-    if (!trains) tensor.set_requires_grad(false);
+    if (!trains && tensor.requires_grad()) {
+      tensor.set_requires_grad(false);
+      result.frozen_here.push_back(tensor);
+    }
     if (tensor.requires_grad()) {
       result.trainable.push_back({item.key(), tensor});
       result.infos.push_back({item.key(), tensor.sizes().vec(), tensor.numel()});

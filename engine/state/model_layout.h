@@ -24,6 +24,7 @@ struct ModelParameters {
   std::vector<zero::Parameter> trainable;
   std::vector<ParameterInfo> infos;  // of trainable
   std::vector<zero::Parameter> frozen;
+  std::vector<at::Tensor> frozen_here;  // of them: those that required a gradient, without an optimizer
   std::vector<zero::Parameter> buffers;
 };
 

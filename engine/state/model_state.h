@@ -51,6 +51,7 @@ struct ModelState {
   std::vector<zero::Parameter> parameters;    // trainable, tied ones once, in module order
   std::vector<ParameterInfo> infos;           // of them
   std::vector<zero::Parameter> frozen;
+  std::vector<at::Tensor> frozen_here;  // without an optimizer: of `frozen`, until the engine ends
   std::vector<char> held_still;  // of `parameters`: the program has frozen it since (ModelWatch)
   std::vector<zero::ParameterBucket> buckets;
   std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3

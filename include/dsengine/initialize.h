@@ -51,7 +51,9 @@ struct InitializeOptions {
   std::shared_ptr<torch::nn::Module> model;
   // A path, a nlohmann::json object, or url-safe base64 of the JSON text.
   config::ConfigSource config;
-  // A client optimizer over the model's parameters; overrides the config's. Stage 0 and float32 only.
+  // A client optimizer over the model's parameters; overrides the config's. Stage 0 and float32 only. Without one, and
+  // without the section "optimizer" in the config, the engine evaluates only: all parameters are frozen as long as it
+  // lives, there are no gradients and states, and backward() and step() throw UsageError.
   std::shared_ptr<torch::optim::Optimizer> optimizer;
   // Parameters with a learning rate or weight decay of their own.
   std::vector<ParameterGroup> parameter_groups;
@@ -89,7 +91,7 @@ struct InitializeOptions {
 // The engine outlives the others: they refer to its buckets and its group of ranks.
 struct Initialized {
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<optimizers::ShardOptimizer> optimizer;  // null with a client optimizer
+  std::shared_ptr<optimizers::ShardOptimizer> optimizer;  // null with a client optimizer, and without any
   std::shared_ptr<DataLoader> loader;                     // null without training_data
   std::shared_ptr<LrScheduler> schedule;                  // null without a scheduler
 };

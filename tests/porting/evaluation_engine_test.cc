@@ -70,11 +70,16 @@ TEST_P(EvaluationEngines, HaveNoGradientsAndNoStates) {
 TEST_P(EvaluationEngines, RefuseToTrain) {
   test::run_ranks(2, [&](comm::Communicator& communicator) {
     SmallNet model;
-    const auto engine = start(model.ptr(), config(), communicator).engine;
+    auto engine = start(model.ptr(), config(), communicator).engine;
     const auto is_refused = AllOf(HasSubstr("this engine has no optimizer"), HasSubstr("section \"optimizer\""));
     EXPECT_THAT([&] { engine->backward(model->loss(sample(0, 0))); }, ThrowsMessage<UsageError>(is_refused));
     EXPECT_THAT([&] { engine->step(); }, ThrowsMessage<UsageError>(is_refused));
     EXPECT_THAT([&] { engine->clip_grad_norm_(1.0); }, ThrowsMessage<UsageError>(is_refused));
+    for (const at::Tensor& parameter : model->parameters()) EXPECT_FALSE(parameter.requires_grad());
+    engine.reset();
+    for (const at::Tensor& parameter : model->parameters()) EXPECT_TRUE(parameter.requires_grad());
+    if (GetParam() == 3) return;  // where they have gone with the engine
+    EXPECT_EQ(train(*start(model.ptr(), small_config(GetParam(), 1), communicator).engine, model, 1).size(), 6U);
   });
 }
 

@@ -53,6 +53,23 @@ TEST_P(PartedRanks, ABatchThatOneRankLeavesOutIsNamedAtTheNextStep) {
   });
 }
 
+// With data of its own nothing tells a batch that one rank leaves out from any other, until the others have one more.
+TEST_P(PartedRanks, ABatchOfItsOwnThatOneRankLeavesOutIsAnErrorAtTheEnd) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), small_config(GetParam(), 1), communicator).engine;
+    const auto run = [&] {
+      for (int batch = 0; batch < 4; ++batch) {
+        if (batch == 1 && communicator.rank() == 1) continue;
+        engine->backward(model->loss(sample(batch, communicator.rank())));
+        engine->step();
+      }
+    };
+    if (communicator.rank() == 1) return run();
+    EXPECT_THAT(run, ThrowsMessage<std::exception>(AllOf(HasSubstr("rank 1"), HasSubstr(", step 4)"))));
+  });
+}
+
 // At stage 3 the ranks then wait in two groups for each other, which the flight watch of processes finds.
 TEST_P(PartedReductions, ASecondBackwardOfOneRankIsAnErrorOnAll) {
   test::run_ranks(2, [&](comm::Communicator& communicator) {

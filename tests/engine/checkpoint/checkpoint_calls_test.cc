@@ -30,14 +30,17 @@ TEST(CheckpointCalls, OutOfPlace) {
       SmallNet model;
       const auto engine = start(model.ptr(), small_config(stage, 2), communicator).engine;
       engine->save_checkpoint(dir, "tag");
-      const auto refused = [&](const char* text) {
-        EXPECT_THAT([&] { engine->save_checkpoint(dir, "other"); }, ThrowsMessage<UsageError>(HasSubstr(text)));
+      const auto load_refused = [&](const char* text) {
         EXPECT_THAT([&] { engine->load_checkpoint(dir, "tag"); }, ThrowsMessage<UsageError>(HasSubstr(text)));
       };
+      const auto refused = [&](const char* text) {
+        EXPECT_THAT([&] { engine->save_checkpoint(dir, "other"); }, ThrowsMessage<UsageError>(HasSubstr(text)));
+        load_refused(text);
+      };
       engine->backward(model->loss(sample(0, communicator.rank())));
-      refused("accumulation");
+      load_refused("between backward() and step()");
       engine->step();
-      refused("1 of 2");
+      load_refused("1 of 2");
       engine->backward(model->loss(sample(1, communicator.rank())));
       engine->step();
       {

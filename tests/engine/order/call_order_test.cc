@@ -159,7 +159,7 @@ TEST(CallOrder, CallsBetweenStepsCountWhatWouldBeLost) {
 TEST(CallOrder, ABatchOfAScheduleIsAWholeAccumulation) {
   CallOrder order = of_schedule();
   order.micro_batches_done(4);
-  EXPECT_NE(refusal(order, Call::kSaveCheckpoint), "");
+  EXPECT_NE(refusal(order, Call::kLoadCheckpoint), "");
   EXPECT_EQ(order.end_accumulation(), 4);
   EXPECT_EQ(refusal(order, Call::kSaveCheckpoint), "");
 }
