@@ -20,6 +20,8 @@ std::string precision_of(const ModelState& model) {
       return "float16";
     case at::kBFloat16:
       return "bfloat16";
+    case at::kDouble:
+      return "float64";
     default:
       return "float32";
   }

@@ -10,6 +10,7 @@
 #include "core/log.h"
 #include "dsengine/pipeline.h"
 #include "engine/agreement/shared_failure.h"
+#include "optim/slice_update.h"
 
 namespace ds::engine {
 
@@ -76,7 +77,8 @@ at::Tensor StartValues::source(const zero::Parameter& tensor) const {
 
 at::Tensor StartValues::of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters) {
   const at::NoGradGuard no_grad;
-  const at::Tensor flat = zero::flatten(layout, parameters, at::TensorOptions().dtype(at::kFloat).device(device_),
+  const at::ScalarType dtype = optimizers::state_type(static_cast<at::ScalarType>(layout.dtype));
+  const at::Tensor flat = zero::flatten(layout, parameters, at::TensorOptions().dtype(dtype).device(device_),
                                         [this](const zero::Parameter& parameter) { return source(parameter); });
   if (init_) {
     init_->rethrow();

@@ -27,7 +27,8 @@ class StartValues {
   StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init, at::Device device,
               comm::Communicator& world);
 
-  // Values of a whole bucket, float32 [layout.numel]; padding is zero. The parameters may get other memory afterwards.
+  // Values of a whole bucket, float32 (of a float64 bucket, float64) [layout.numel]; padding is zero. The parameters
+  // may get other memory afterwards.
   at::Tensor of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters);
   // The module's own values stay where they are: one rank, no file, the right device.
   bool keeps(const at::Tensor& tensor) const { return !from_file_ && world_.size() == 1 && tensor.device() == device_; }

@@ -49,7 +49,7 @@ struct InitializeOptions {
   std::shared_ptr<torch::nn::Module> model;
   // A path, a nlohmann::json object, or url-safe base64 of the JSON text.
   config::ConfigSource config;
-  // A client optimizer over the model's parameters; overrides the config's. Stage 0 and float32 only.
+  // A client optimizer over the model's parameters; overrides the config's. Stage 0, without fp16 and bf16.
   std::shared_ptr<torch::optim::Optimizer> optimizer;
   std::vector<ParameterGroup> parameter_groups;
   // Any torch::data dataset with get(size_t) -> torch::data::Example<>.
