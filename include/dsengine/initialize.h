@@ -59,8 +59,9 @@ struct InitializeOptions {
   // Under which the model was built, on every rank. Its group of ranks is used, if none is given. Outlives
   // initialize().
   zero::Init* init = nullptr;
-  // A safetensors file with the parameters' first values, by name; empty: the module has them. A model whose tensors
-  // are on the meta device needs it. Given on every rank, opened by rank 0 alone.
+  // A file with the parameters' first values, by name: .safetensors, a .pt of torch::save(model, path) or of Python's
+  // torch.save(model.state_dict(), path), or a folder in Hugging Face's layout; empty: the module has them. A model
+  // whose tensors are on the meta device needs it. Given on every rank, opened by rank 0 alone.
   std::string weights;
   // What engine::init_distributed returned; else the environment decides (docs/communication.md).
   std::optional<Distributed> distributed;
