@@ -6,6 +6,7 @@
 #include "checkpoint/deepspeed/saved_files.h"
 #include "checkpoint/index.h"
 #include "checkpoint/rank_files.h"
+#include "checkpoint/torch_weights.h"
 #include "checkpoint/weight_files.h"
 #include "core/check.h"
 #include "core/system_call.h"
@@ -36,6 +37,8 @@ const char* name_of(Format format) {
       return "deepspeed";
     case Format::kHuggingFace:
       return "huggingface";
+    case Format::kTorch:
+      return "torch";
     case Format::kUnknown:
       break;
   }
@@ -45,7 +48,9 @@ const char* name_of(Format format) {
 Format format_of(const std::string& path) {
   const fs::path place(path);
   if (!fs::is_directory(place)) {
-    return fs::exists(place) && place.extension() == ".safetensors" ? Format::kHuggingFace : Format::kUnknown;
+    if (!fs::exists(place)) return Format::kUnknown;
+    if (place.extension() == ".safetensors") return Format::kHuggingFace;
+    return is_torch_file(path) ? Format::kTorch : Format::kUnknown;
   }
   if (fs::exists(place / kIndexName) || has_file(place, is_rank_file_name)) return Format::kDsengine;
   if (holds_deepspeed_files(path)) return Format::kDeepSpeed;

@@ -9,6 +9,7 @@
 #include "checkpoint/folder_source.h"
 #include "checkpoint/format.h"
 #include "checkpoint/index.h"
+#include "checkpoint/torch_weights.h"
 #include "checkpoint/weight_files.h"
 #include "core/check.h"
 
@@ -57,8 +58,8 @@ std::unique_ptr<Source> open(const std::string& folder) {
   const fs::file_status status = fs::status(path, error);
   require<IoError>(fs::exists(status), folder, ": no such file or folder");
   if (!fs::is_directory(status)) {
-    require<IoError>(path.extension() == ".safetensors", folder,
-                     ": expected the folder of a checkpoint or a .safetensors file");
+    require<IoError>(path.extension() == ".safetensors" || is_torch_file(folder), folder,
+                     ": expected the folder of a checkpoint, a .safetensors file, or a .pt file of torch.save");
     return open_weights(folder);
   }
   switch (format_of(folder)) {
@@ -68,6 +69,7 @@ std::unique_ptr<Source> open(const std::string& folder) {
       return open_deepspeed(folder);
     case Format::kHuggingFace:
       return open_weights(folder);
+    case Format::kTorch:
     case Format::kUnknown:
       break;
   }

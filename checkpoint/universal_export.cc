@@ -123,7 +123,8 @@ void save_parameter(Source& source, const std::string& name, const fs::path& fol
   fs::create_directories(folder, failure);
   require<IoError>(!failure, folder.native(), ": cannot make this folder: ", SystemReason(failure));
   const auto save_tensor = [&](const char* file, const std::string& path) {
-    const at::Tensor value = at::empty(source.info(path).sizes, at::kFloat);
+    const TensorInfo& info = source.info(path);
+    const at::Tensor value = at::empty(info.sizes, info.dtype == at::kDouble ? at::kDouble : at::kFloat);
     source.read(path, 0, value);
     PythonDict entry = python_dict();
     entry.insert("param", value);

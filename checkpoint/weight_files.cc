@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "checkpoint/source/training_state.h"
+#include "checkpoint/torch_weights.h"
 #include "core/check.h"
 #include "core/json_depth.h"
 #include "core/safetensors.h"
@@ -139,6 +140,7 @@ bool is_shard_name(const std::string& file) {
 std::unique_ptr<Source> open_weights(const std::string& path) {
   const fs::path place(path);
   require<IoError>(fs::exists(place), path, ": no such file or folder");
+  if (!fs::is_directory(place) && is_torch_file(path)) return open_torch_weights(path);
   if (!fs::is_directory(place) || fs::exists(place / kWeightFile)) {
     auto source = std::make_unique<WeightFiles>(path);
     source->add(fs::is_directory(place) ? (place / kWeightFile).string() : path);

@@ -54,12 +54,14 @@ std::vector<int> micro_batches_of(const pipeline::Schedule& schedule, int stage)
   return first;
 }
 
-// Of micro-batches on the ranks of the last stage, as a float32 scalar on all ranks.
-at::Tensor mean_of_all(const Ranks& ranks, const std::vector<at::Tensor>& losses) {
-  at::Tensor mean = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(ranks.device));
+// Of micro-batches on the ranks of the last stage, as a scalar on all ranks: float32, of a float64 model float64.
+at::Tensor mean_of_all(const ModelState& state, const std::vector<at::Tensor>& losses) {
+  const Ranks& ranks = state.ranks;
+  const at::ScalarType dtype = state.plan.model_dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
+  at::Tensor mean = at::zeros({1}, at::TensorOptions().dtype(dtype).device(ranks.device));
   if (!losses.empty()) {
     std::vector<at::Tensor> scalars;
-    for (const at::Tensor& loss : losses) scalars.push_back(loss.to(at::kFloat).reshape({}));
+    for (const at::Tensor& loss : losses) scalars.push_back(loss.to(dtype).reshape({}));
     mean.copy_(at::stack(scalars).mean() / ranks.part->size());
   }
   if (ranks.world->size() > 1) ranks.world->all_reduce(mean, comm::ReduceOp::kSum, "loss").wait();
@@ -162,7 +164,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   for (size_t i = 0; i < result.losses.size(); ++i) {
     self.batches.keep_loss(static_cast<int64_t>(i), result.losses[i], 1.0 / static_cast<double>(result.losses.size()));
   }
-  const at::Tensor loss = mean_of_all(self.state.ranks, result.losses);
+  const at::Tensor loss = mean_of_all(self.state, result.losses);
   self.progress.micro_steps += micro_batches;
   self.order.micro_batches_done(micro_batches);
   self.complete_step(loss);
@@ -186,7 +188,7 @@ Evaluation Engine::eval_batch(const pipeline::BatchSource& next, const EvalOptio
     result = parts.runner->run(schedule, callbacks, options.compute_loss, options.return_logits);
   }
   Evaluation evaluation;
-  if (options.compute_loss) evaluation.loss = mean_of_all(self.state.ranks, result.losses);
+  if (options.compute_loss) evaluation.loss = mean_of_all(self.state, result.losses);
   evaluation.logits = std::move(result.outputs);
   if (options.return_logits && options.broadcast_logits && parts.ranks->size() > 1) {
     evaluation.logits.resize(static_cast<size_t>(micro_batches));

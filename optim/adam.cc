@@ -59,7 +59,7 @@ void update_by_libtorch(const at::Tensor& master, const at::Tensor& gradient, co
   const double kernel_step =
       step.rule.bias_correction ? static_cast<double>(step.count) : std::numeric_limits<double>::infinity();
   const at::Tensor count = fused_step(kernel_step, master.device());
-  const std::optional<at::Tensor> scale = fused_grad_scale(step.gradient_scale, master.device());
+  const std::optional<at::Tensor> scale = fused_grad_scale(step.gradient_scale, master, gradient);
   for_each_chunk(master, gradient, KernelMemory::kFused, [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
     const auto chunk_of = [&](const at::Tensor& state) { return state.narrow(0, begin, m.numel()); };
     const AdamStates chunk{.exp_avg = chunk_of(states.exp_avg),

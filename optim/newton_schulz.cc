@@ -18,7 +18,7 @@ constexpr int kRestart = 2;  // the Gram form forms its matrix anew at this step
 constexpr double kNormEpsilon = 1e-7;
 
 at::ScalarType compute_type(const at::Tensor& matrix, NewtonSchulzMethod method) {
-  if (matrix.is_cpu()) return matrix.scalar_type();
+  if (matrix.is_cpu() || matrix.scalar_type() == at::kDouble) return matrix.scalar_type();
   return method == NewtonSchulzMethod::kGram ? at::kHalf : at::kBFloat16;
 }
 

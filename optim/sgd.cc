@@ -63,7 +63,7 @@ void Sgd::update(int64_t index, const at::Tensor& gradient, double gradient_scal
   const Slice& slice = slice_for_update(index, gradient);
   const GroupOptions& group = checked_group(slice);
   const at::Tensor& momentum = momentum_[static_cast<size_t>(index)];
-  const std::optional<at::Tensor> scale = fused_grad_scale(gradient_scale, slice.master.device());
+  const std::optional<at::Tensor> scale = fused_grad_scale(gradient_scale, slice.master, gradient);
   const bool first = step_count_ == 1;
   for_each_chunk(slice.master, gradient, KernelMemory::kFused,
                  [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {

@@ -44,9 +44,15 @@ void for_each_chunk(const at::Tensor& master, const at::Tensor& gradient, Kernel
   }
 }
 
-std::optional<at::Tensor> fused_grad_scale(double gradient_scale, at::Device device) {
+std::optional<at::Tensor> fused_grad_scale(double gradient_scale, const at::Tensor& master,
+                                           const at::Tensor& gradient) {
   if (gradient_scale == 1.0) return std::nullopt;
-  return at::full({}, 1.0 / gradient_scale, at::TensorOptions().dtype(at::kFloat).device(device));
+  if (master.scalar_type() == at::kDouble) {
+    const at::NoGradGuard no_grad;
+    at::Tensor(gradient).mul_(gradient_scale);
+    return std::nullopt;
+  }
+  return at::full({}, 1.0 / gradient_scale, at::TensorOptions().dtype(at::kFloat).device(master.device()));
 }
 
 at::Tensor fused_step(double step, at::Device device) {

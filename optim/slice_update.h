@@ -24,8 +24,9 @@ enum class KernelMemory { kFused, kTemporaries };
 void for_each_chunk(const at::Tensor& master, const at::Tensor& gradient, KernelMemory memory,
                     const SliceKernel& kernel);
 
-// LibTorch's fused kernels divide the gradient by this; nothing for a factor of exactly 1.
-std::optional<at::Tensor> fused_grad_scale(double gradient_scale, at::Device device);
+// LibTorch's fused kernels divide the gradient by this, a float32; nothing for a factor of exactly 1. The gradient of a
+// float64 master is multiplied here, in place, because a float32 factor would cost it half of its digits.
+std::optional<at::Tensor> fused_grad_scale(double gradient_scale, const at::Tensor& master, const at::Tensor& gradient);
 // The step number in the form these kernels take.
 at::Tensor fused_step(double step, at::Device device);
 

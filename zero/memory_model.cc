@@ -155,7 +155,7 @@ ModelStateBytes predict_model_state(const MemoryQuestion& question) {
       if (!elsewhere[b] && !is_persistent(question, b)) masters += buckets[b] / question.dp;
     }
   }
-  bytes.master = masters * 4;
+  bytes.master = masters * question.master_bytes;
   bytes.optimizer = updated_here * question.optimizer_state_bytes;
   if (question.error_feedback && question.dp > 1) bytes.optimizer += (elements + elements / question.dp) * 4;
   bytes.buffers = question.buffer_bytes;
@@ -215,7 +215,7 @@ OffloadedBytes predict_offloaded(const MemoryQuestion& question) {
     bytes = place_parameters(slices, offload);
   }
   const std::vector<char> chosen = offloaded_buckets(buckets, offload);
-  const int64_t moments = question.optimizer_state_bytes / 4;
+  const int64_t moments = question.optimizer_state_bytes / question.master_bytes;
   int64_t masters = 0;
   int64_t states = 0;
   int64_t longest = 0;
@@ -225,9 +225,10 @@ OffloadedBytes predict_offloaded(const MemoryQuestion& question) {
     longest = std::max(longest, owned);
     bytes.host.gradients += in_pages(owned * question.gradient_bytes) * (offload.delayed ? 2 : 1);
     if (offload.delayed || offload.speculative) bytes.staging += in_pages(owned * question.parameter_bytes);
-    if (offload.speculative) bytes.staging += in_pages(owned * 4) * (1 + moments);
-    if (!shares_master(offload, question.separate_master) || is_persistent(question, b)) masters += in_pages(owned * 4);
-    states += in_pages(owned * 4) * moments;
+    if (offload.speculative) bytes.staging += in_pages(owned * question.master_bytes) * (1 + moments);
+    if (!shares_master(offload, question.separate_master) || is_persistent(question, b))
+      masters += in_pages(owned * question.master_bytes);
+    states += in_pages(owned * question.master_bytes) * moments;
   }
   if (offload.speculation_copies_gradient) bytes.staging += in_pages(longest * question.gradient_bytes);
   if (offload.staged) {
@@ -236,7 +237,7 @@ OffloadedBytes predict_offloaded(const MemoryQuestion& question) {
   }
   if (offload.optimizer == Home::kFile) {
     bytes.file += masters + states;
-    bytes.staging += in_pages(longest * 4) * (1 + moments) * offload.optimizer_buffers;
+    bytes.staging += in_pages(longest * question.master_bytes) * (1 + moments) * offload.optimizer_buffers;
   } else {
     bytes.host.master = masters;
     bytes.host.optimizer = states;

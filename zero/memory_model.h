@@ -37,8 +37,9 @@ struct MemoryQuestion {
   int64_t parameter_bytes = 4;         // per element
   int64_t gradient_bytes = 4;          // per element of gradient buckets and slices
   int64_t communication_bytes = 4;     // per gradient element on the wire
-  bool separate_master = false;        // float32 master slices
-  int64_t optimizer_state_bytes = 8;   // per element: Adam in float32
+  int64_t master_bytes = 4;            // per element of masters, wherever they are
+  bool separate_master = false;        // master slices beside the parameters
+  int64_t optimizer_state_bytes = 8;   // per element: Adam in float32; a multiple of master_bytes
   bool error_feedback = false;         // what ranks exchange is compressed: an error of all elements and one of a part
   int weight_bits = 0;                 // stage 3: bits of a gathered element; 0 = parameter_bytes
   int gradient_bits = 0;               // bits of a reduced element; 0 = communication_bytes
@@ -63,8 +64,8 @@ ModelStateBytes predict_model_state(const MemoryQuestion& question);
 std::vector<char> offloaded_buckets(const std::vector<int64_t>& buckets, const Offload& offload);
 
 OffloadedBytes predict_offloaded(const MemoryQuestion& question);
-// In float32 the slice of a parameter is its own master where both are in host memory, and no update changes one while
-// the other is read or has to be undone.
+// Without masters of another dtype the slice of a parameter is its own master where both are in host memory, and no
+// update changes one while the other is read or has to be undone.
 bool shares_master(const Offload& offload, bool separate_master);
 // How many of these slices of parameters, the first ones, stay in host memory.
 size_t kept_slices(const std::vector<StoredSlice>& slices, const Offload& offload);

@@ -104,6 +104,8 @@ std::string precision_name(at::ScalarType dtype) {
       return "bfloat16";
     case at::kHalf:
       return "float16";
+    case at::kDouble:
+      return "float64";
     default:
       return {};
   }

@@ -1,4 +1,5 @@
-// The container of torch.save: a zip file (also zip64) whose records are stored as they are. Torch-free.
+// The container of torch.save: a zip file (also zip64) whose records are stored as they are, but for the code that
+// LibTorch adds to a module, which is left out. Torch-free.
 //
 // LibTorch's PyTorchStreamReader is not used: it checks no sums, takes compressed records for stored ones, finds names
 // whatever their case, and gives offsets that may lie outside the file.

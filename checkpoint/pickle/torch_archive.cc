@@ -15,11 +15,11 @@ constexpr const char* kPickle = "/data.pkl";
 
 }  // namespace
 
-TorchArchive::TorchArchive(const std::string& path) : zip_(path) {
+TorchArchive::TorchArchive(const std::string& path, ArchiveContents contents) : zip_(path) {
   const std::string pickle = zip_.name_ending(kPickle);
   require<IoError>(!pickle.empty(), path, ": a zip file without data.pkl; expected a file of torch.save");
   folder_ = pickle.substr(0, pickle.size() - std::string(kPickle).size() + 1);
-  require<IoError>(!zip_.contains(cat(folder_, "constants.pkl")), path,
+  require<IoError>(contents == ArchiveContents::kModules || !zip_.contains(cat(folder_, "constants.pkl")), path,
                    ": a TorchScript module; expected a file of torch.save");
   if (const std::string order = cat(folder_, "byteorder"); zip_.contains(order)) {
     const auto text = zip_.record(order);

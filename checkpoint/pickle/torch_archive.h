@@ -1,4 +1,5 @@
-// A file written by torch.save (torch 1.6 or newer): values at once, tensors when asked for. Nothing in it is run.
+// A file written by torch.save (torch 1.6 or newer), or by LibTorch's torch::save: values at once, tensors when asked
+// for. Nothing in it is run.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,11 +13,16 @@
 
 namespace ds::checkpoint {
 
+// kValues: what Python's torch.save writes. kModules: archives of modules too, TorchScript's format, which LibTorch's
+// torch::save writes: an object of a class "__torch__...." for each module, whose state is a dict of its attributes.
+enum class ArchiveContents { kValues, kModules };
+
 // Maps the file. Safe for concurrent readers.
 class TorchArchive {
  public:
-  // Throws IoError naming the path: not such a file, truncated, damaged, big-endian, TorchScript.
-  explicit TorchArchive(const std::string& path);
+  // Throws IoError naming the path: not such a file, truncated, damaged, big-endian, an archive of modules unless
+  // `contents` says that they will do.
+  explicit TorchArchive(const std::string& path, ArchiveContents contents = ArchiveContents::kValues);
 
   const std::string& path() const { return zip_.path(); }
   // What was saved. Throws UsageError after forget().

@@ -35,7 +35,7 @@ struct TrainingState {
   int world_size = 1;       // number of ranks that wrote it
   int pipeline_stages = 1;  // ranks that make up one pipeline; a divisor of world_size
   int64_t zero_stage = 0;
-  std::string precision;                    // dtype of the model's parameters: "float32", "bfloat16", "float16"
+  std::string precision;  // dtype of the model's parameters: "float32", "bfloat16", "float16", "float64"
   std::optional<OptimizerState> optimizer;  // none: weights only
   std::optional<optimizers::LossScalerState> loss_scaler;
   std::optional<int64_t> lr_iteration;  // LrScheduler::last_batch_iteration()

@@ -18,6 +18,8 @@ std::string precision_of(const ModelState& model) {
       return "float16";
     case config::DType::kBFloat16:
       return "bfloat16";
+    case at::kDouble:
+      return "float64";
     default:
       return "float32";
   }

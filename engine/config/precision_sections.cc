@@ -18,6 +18,8 @@ const char* name_of(DType dtype) {
       return "bf16";
     case DType::kFloat16:
       return "fp16";
+    case DType::kFloat64:
+      return "fp64";
   }
   throw InternalError("unknown DType");
 }

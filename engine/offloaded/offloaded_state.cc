@@ -61,9 +61,10 @@ int64_t longest_slice(const OffloadedLayout& layout, const std::vector<char>& up
 
 // Bytes of the tensors of each slice that the optimizer has in a file: master, then states.
 std::vector<std::vector<int64_t>> swapped_sizes(const OffloadedLayout& layout, const std::vector<char>& updates) {
+  const auto element = static_cast<int64_t>(at::elementSize(layout.master_dtype));
   std::vector<std::vector<int64_t>> sizes;
   for (size_t b = 0; b < layout.buckets.size(); ++b) {
-    if (updates[b]) sizes.emplace_back(1 + layout.states[b], layout.buckets[b].slice_numel * 4);
+    if (updates[b]) sizes.emplace_back(1 + layout.states[b], layout.buckets[b].slice_numel * element);
   }
   return sizes;
 }
@@ -117,7 +118,7 @@ OffloadedState::OffloadedState(const Plan& plan, const config::DsConfig& config,
 
 void OffloadedState::count_bytes(const Plan& plan, const OffloadedLayout& layout, int64_t longest) {
   const zero::Offload& offload = plan.offload;
-  shares_master_ = zero::shares_master(offload, /*separate_master=*/layout.parameter_dtype != at::kFloat);
+  shares_master_ = zero::shares_master(offload, /*separate_master=*/layout.parameter_dtype != layout.master_dtype);
   if (offload.parameters != zero::Home::kDevice) {
     bytes_ = zero::place_parameters(parameter_slices_of(plan, layout), offload);
   }
@@ -129,7 +130,7 @@ void OffloadedState::count_bytes(const Plan& plan, const OffloadedLayout& layout
     if (offload.delayed || offload.speculative)
       bytes_.staging += arena_bytes(bucket.slice_numel, layout.parameter_dtype);
     if (in_file) continue;
-    const int64_t tensor = arena_bytes(bucket.slice_numel, at::kFloat);
+    const int64_t tensor = arena_bytes(bucket.slice_numel, layout.master_dtype);
     if (!shares_master_ || bucket.persistent) bytes_.host.master += tensor;
     bytes_.host.optimizer += tensor * layout.states[b];
     if (offload.speculative) bytes_.staging += tensor * (1 + layout.states[b]);
@@ -241,7 +242,7 @@ void OffloadedState::prepare_speculation(const Plan& plan, const config::DsConfi
   const bool pin = config.zero_optimization.offload_optimizer->pin_memory;
   int64_t bytes = 0;
   for (size_t b = 0; b < layout.buckets.size(); ++b) {
-    if (updates_[b]) bytes += arena_bytes(layout.buckets[b].slice_numel, at::kFloat) * (1 + layout.states[b]);
+    if (updates_[b]) bytes += arena_bytes(layout.buckets[b].slice_numel, layout.master_dtype) * (1 + layout.states[b]);
   }
   const auto before = arena("master weights and optimizer states before a speculative update", bytes, false);
   SpeculationMemory memory = {
@@ -250,7 +251,7 @@ void OffloadedState::prepare_speculation(const Plan& plan, const config::DsConfi
       .gradient = {}};
   for (size_t b = 0; b < layout.buckets.size(); ++b) {
     for (int64_t i = 0; updates_[b] && i < 1 + layout.states[b]; ++i)
-      memory.undo[b].push_back(before->take(layout.buckets[b].slice_numel, at::kFloat));
+      memory.undo[b].push_back(before->take(layout.buckets[b].slice_numel, layout.master_dtype));
   }
   if (plan.offload.speculation_copies_gradient) {
     memory.gradient = arena("a gradient of a speculative update", arena_bytes(longest, layout.gradient_dtype), false)
@@ -267,10 +268,10 @@ ReducedGradients* OffloadedState::gradients() {
 at::Tensor OffloadedState::master_of(size_t bucket, const at::Tensor& values, bool sharded) {
   if (shares_master_ && sharded) return {};
   const at::NoGradGuard no_grad;
-  if (!swapper_) return optimizer_->take(values.numel(), at::kFloat).copy_(values);
-  const at::Tensor master = values.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+  if (!swapper_) return optimizer_->take(values.numel(), values.scalar_type()).copy_(values);
+  const at::Tensor master = values.to(at::kCPU, values.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
   for (int64_t i = 0; i < states_[bucket]; ++i) {
-    fresh_[bucket].push_back(offload::tensor_without_memory(values.numel(), at::kFloat));
+    fresh_[bucket].push_back(offload::tensor_without_memory(values.numel(), values.scalar_type()));
   }
   std::vector<at::Tensor> tensors = {master};
   tensors.insert(tensors.end(), fresh_[bucket].begin(), fresh_[bucket].end());

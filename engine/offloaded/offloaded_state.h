@@ -36,6 +36,7 @@ struct OffloadedLayout {
   std::vector<int64_t> states;                     // float32 tensors of optimizer state for each trainable bucket
   at::ScalarType parameter_dtype = at::kFloat;
   at::ScalarType gradient_dtype = at::kFloat;
+  at::ScalarType master_dtype = at::kFloat;  // and of optimizer states
   at::Device device = at::kCPU;
   int rank = 0;
 };

@@ -5,6 +5,7 @@
 #include "core/check.h"
 #include "engine/config/supported.h"
 #include "engine/plan/plan_rows.h"
+#include "engine/plan/precision.h"
 #include "pipeline/schedule/schedule.h"
 #include "pipeline/schedule/schedule_file.h"
 
@@ -32,19 +33,6 @@ void require_consistent(const DsConfig& config, const Topology& topology) {
       "gradient_clip_by_value: ", config.gradient_clip_by_value,
       " excludes gradient_clipping: ", config.gradient_clipping,
       " (clipping by norm); keep one, or set the other to 0");
-}
-
-void choose_precision(const DsConfig& config, Plan& plan) {
-  plan.model_dtype = config.model_dtype();
-  plan.gradient_dtype = config.data_types.grad_accum_dtype.value_or(plan.model_dtype);
-  plan.communication_dtype = config.communication_data_type.value_or(plan.model_dtype);
-  plan.separate_master = plan.model_dtype != DType::kFloat32;
-  plan.buffer_dtype = config.data_types.buffer_dtype;
-  plan.cast_inputs = config.fp16.enabled && config.fp16.auto_cast;
-  if (config.torch_autocast.enabled) plan.autocast = config.torch_autocast.dtype.value_or(DType::kBFloat16);
-  if (config.fp16.enabled && plan.trains) {
-    plan.loss_scaling = config.fp16.loss_scale == 0 ? LossScaling::kDynamic : LossScaling::kStatic;
-  }
 }
 
 // non_finite_gradients. What is judged is the norm.
@@ -156,7 +144,8 @@ void choose_speculation(const DsConfig& config, Plan& plan) {
                        "the two keys");
   plan.offload.speculative = true;
   // The others' kernels for the host read the gradient only.
-  plan.offload.speculation_copies_gradient = plan.clip_value > 0 || config.optimizer.algorithm() == "SGD";
+  plan.offload.speculation_copies_gradient = plan.clip_value > 0 || config.optimizer.algorithm() == "SGD" ||
+                                             plan.model_dtype == DType::kFloat64;  // without such kernels
 }
 
 void choose_offload(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
@@ -335,6 +324,7 @@ int64_t optimizer_state_bytes(const std::string& type, const config::OptimizerPa
 zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, int64_t parameters) {
   const bool whole_gradients = plan.gradient_policy != zero::ReductionPolicy::kReduceScatterEveryBackward;
   const auto stage = static_cast<int>(config.zero_optimization.stage);
+  const int64_t master_bytes = plan.model_dtype == DType::kFloat64 ? 8 : 4;
   return {.stage = whole_gradients ? std::min(stage, 1) : stage,
           .dp = plan.shard_ranks,
           .copies = plan.topology.dp / plan.shard_ranks,
@@ -344,8 +334,9 @@ zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, i
           .parameter_bytes = bytes_of(plan.model_dtype),
           .gradient_bytes = bytes_of(plan.gradient_dtype),
           .communication_bytes = bytes_of(plan.communication_dtype),
+          .master_bytes = master_bytes,
           .separate_master = plan.separate_master,
-          .optimizer_state_bytes = optimizer_state_bytes(plan.optimizer, config.optimizer.values),
+          .optimizer_state_bytes = optimizer_state_bytes(plan.optimizer, config.optimizer.values) / 4 * master_bytes,
           .error_feedback = plan.error_feedback,
           .weight_bits = plan.weight_bits,
           .gradient_bits = plan.gradient_bits,
@@ -361,7 +352,7 @@ Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts
   Plan plan;
   plan.topology = topology;
   plan.trains = facts.trains;
-  choose_precision(config, plan);
+  choose_precision(config, facts, plan);
   choose_gradients(config, facts, plan);
   choose_pipeline(config, facts, plan);
   if (!facts.client_optimizer && facts.trains) plan.optimizer = config.optimizer.algorithm();
@@ -376,7 +367,7 @@ Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts
     plan.offloaded_bytes = zero::predict_offloaded(question);
     plan.compression_bytes = compression_memory(plan, *plan.parameters);
   }
-  add_rows(config, plan);
+  add_rows(config, facts, plan);
   return plan;
 }
 

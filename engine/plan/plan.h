@@ -6,12 +6,20 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "dsengine/config.h"
 #include "dsengine/plan.h"
 #include "zero/memory_model.h"
 
 namespace ds::engine {
+
+// Parameters of the model that are bfloat16 or float16 when they come.
+struct GivenDtype {
+  DType dtype = DType::kBFloat16;
+  int64_t count = 0;
+  std::string first;  // its name
+};
 
 // What the program adds to the config.
 struct PlanFacts {
@@ -21,10 +29,14 @@ struct PlanFacts {
   int64_t activation_bytes = 0;       // of a micro-batch on one rank, as memory_breakdown reports them
   bool accelerator = false;           // the device is not the CPU
   bool pipeline_module = false;       // the model is a pipeline::PipelineModule
+  bool seeds_generators = true;       // InitializeOptions::seed_generators
+  int64_t tensors = 0;                // parameters of the model, frozen ones too
+  std::string first_float64;          // all of them are float64, and this is the first; empty: none is
+  std::vector<GivenDtype> halves;     // one for each such dtype
 };
 
-// Bytes of optimizer state per trainable element; 0 for a type that is not known. Muon: of a matrix; the rest of the
-// model has AdamW's.
+// Bytes of optimizer state per trainable element, in float32; 0 for a type that is not known. Muon: of a matrix; the
+// rest of the model has AdamW's.
 int64_t optimizer_state_bytes(const std::string& type, const config::OptimizerParams& params);
 
 // Throws ConfigError, naming both keys, for combinations that exclude each other, and for features this build lacks.

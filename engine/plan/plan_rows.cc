@@ -7,6 +7,7 @@
 
 #include "comm/backend.h"
 #include "core/check.h"
+#include "engine/plan/precision.h"
 #include "pipeline/schedule/schedule.h"
 #include "pipeline/schedule/schedule_file.h"
 #include "pipeline/schedule/schedule_timing.h"
@@ -30,6 +31,7 @@ const char* yes_no(bool value) { return value ? "true" : "false"; }
 std::string precision_text(const DsConfig& config, const Plan& plan) {
   std::string text = name_of(plan.model_dtype);
   if (plan.separate_master) text += " parameters, fp32 master weights";
+  if (plan.model_dtype == DType::kFloat64) text += " parameters, gradients and optimizer states";
   if (plan.autocast) text += cat(", autocast to ", name_of(*plan.autocast));
   if (plan.buffer_dtype) text += cat(", buffers in ", name_of(*plan.buffer_dtype));
   if (plan.loss_scaling == LossScaling::kStatic) text += cat(", loss scale ", config.fp16.loss_scale);
@@ -39,7 +41,8 @@ std::string precision_text(const DsConfig& config, const Plan& plan) {
   return text;
 }
 
-std::string precision_reason(const DsConfig& config) {
+std::string precision_reason(const DsConfig& config, const Plan& plan) {
+  if (plan.model_dtype == DType::kFloat64) return "the model's parameters are float64";
   if (config.fp16.enabled) return reason_of(config, "fp16.enabled", "true");
   if (config.bf16.enabled) return reason_of(config, "bf16.enabled", "true");
   if (config.torch_autocast.enabled) return reason_of(config, "torch_autocast.enabled", "true");
@@ -314,6 +317,13 @@ void add_activation_rows(const DsConfig& config, Plan& plan) {
       "activation_checkpointing.profile: true");
 }
 
+// Numbers that a program draws after initialize() are others than it would get from its own torch::manual_seed().
+PlanRow seeds_row(const DsConfig& config, const PlanFacts& facts) {
+  if (!facts.seeds_generators) return {"seeds", "the program's own", ".seed_generators: false"};
+  return {"seeds", cat("LibTorch's generators are set to ", config.seed, " + rank"),
+          cat(reason_of(config, "seed", cat(config.seed)), "; .seed_generators = false keeps the program's own")};
+}
+
 void add_gradient_rows(const DsConfig& config, Plan& plan) {
   plan.rows.push_back({"gradients", gradients_text(plan), stage_reason(config)});
   add_averaging_row(config, plan);
@@ -332,7 +342,7 @@ void add_gradient_rows(const DsConfig& config, Plan& plan) {
 
 }  // namespace
 
-void add_rows(const DsConfig& config, Plan& plan) {
+void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   plan.rows.push_back(
       {"ranks",
        cat(plan.topology.world_size, " (", plan.topology.pipe > 1 ? cat("pipeline ", plan.topology.pipe, " x ") : "",
@@ -342,7 +352,8 @@ void add_rows(const DsConfig& config, Plan& plan) {
                        cat(config.train_batch_size, " = ", config.train_micro_batch_size_per_gpu, " per rank x ",
                            config.gradient_accumulation_steps, " accumulation x ", plan.topology.dp, " ranks"),
                        config.elastic ? "elasticity" : "train_batch_size and its parts"});
-  plan.rows.push_back({"precision", precision_text(config, plan), precision_reason(config)});
+  plan.rows.push_back({"precision", precision_text(config, plan), precision_reason(config, plan)});
+  note_casts(facts, plan);
   if (plan.trains) add_gradient_rows(config, plan);
   add_pipeline_row(config, plan);
   add_optimizer_rows(config, plan);
@@ -352,6 +363,7 @@ void add_rows(const DsConfig& config, Plan& plan) {
   add_sharding_row(plan);
   plan.rows.push_back(
       {"communication", name_of(plan.backend), reason_of(config, "communication_backend", name_of(plan.backend))});
+  plan.rows.push_back(seeds_row(config, facts));
   if (config.deterministic) plan.rows.push_back({"deterministic", "same bits on every run", "deterministic: true"});
   if (plan.require_all_gradients) {
     plan.rows.push_back({"unused parameters", "an error",

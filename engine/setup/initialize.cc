@@ -15,6 +15,7 @@
 #include "engine/engine_impl.h"
 #include "engine/setup/error_stacks.h"
 #include "engine/setup/join_ranks.h"
+#include "engine/setup/model_dtypes.h"
 #include "engine/setup/model_setup.h"
 #include "engine/setup/optimizer_setup.h"
 #include "engine/setup/part_options.h"
@@ -29,6 +30,7 @@ void say_what_runs(const config::DsConfig& config, const Plan& plan) {
   for (const config::ResolvedAuto& choice : config.resolved_auto) {
     log::info("auto: ", choice.path, " = ", choice.value.dump(), " (", choice.source, ")");
   }
+  for (const std::string& warning : plan.warnings) log::warning(warning);
   if (config.dump_state) log::info("config:\n", config::to_json(config).dump(2));
   log::info("plan:\n", to_table(plan));
 }
@@ -36,7 +38,7 @@ void say_what_runs(const config::DsConfig& config, const Plan& plan) {
 void require_compatible_client(const InitializeOptions& options, const Plan& plan, int64_t stage) {
   if (!options.optimizer) return;
   require<ConfigError>(!plan.partition_optimizer && !plan.separate_master,
-                       "initialize: a client optimizer works on whole float32 parameters: expected ",
+                       "initialize: a client optimizer works on whole float32 or float64 parameters: expected ",
                        "zero_optimization.stage 0 without fp16 and bf16, found stage ", stage, " and ",
                        name_of(plan.model_dtype),
                        " parameters. Use the optimizer section of the config instead, or change these keys");
@@ -113,6 +115,16 @@ void require_given(const InitializeOptions& options) {
                        ".config = \"ds_config.json\"");
 }
 
+PlanFacts plan_facts(const InitializeOptions& options, const config::DsConfig& config, const ModelState& model) {
+  PlanFacts facts;
+  facts.trains = options.optimizer || config.optimizer.given();
+  facts.client_optimizer = options.optimizer != nullptr;
+  facts.accelerator = !model.ranks.device.is_cpu();
+  facts.pipeline_module = pipeline_of(options) != nullptr;
+  facts.seeds_generators = options.seed_generators;
+  return facts;
+}
+
 // Config, ranks and plan: what runs where.
 void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
   config::DsConfig& config = impl.config;
@@ -124,11 +136,7 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
   if (config.log_level) log::set_level(*config.log_level);
   model.ranks = place_ranks(job, options, config);
   const bool is_pipeline = pipeline_of(options) != nullptr;
-  model.plan = make_plan(config, topology_of(model.ranks, job.ranks_per_host),
-                         {.client_optimizer = options.optimizer != nullptr,
-                          .trains = options.optimizer || config.optimizer.given(),
-                          .accelerator = !model.ranks.device.is_cpu(),
-                          .pipeline_module = is_pipeline});
+  model.plan = make_plan(config, topology_of(model.ranks, job.ranks_per_host), plan_facts(options, config, model));
   require_compatible_client(options, model.plan, config.zero_optimization.stage);
   require<ConfigError>(model.plan.trains || options.parameter_groups.empty(), "initialize: .parameter_groups: expected ",
                        "none without an optimizer; add the section \"optimizer\" to the ds_config, or remove them");
@@ -189,6 +197,11 @@ void require_same_setup(const ModelState& model, const InitializeOptions& option
 // Buckets, reductions and gathers with the start values, and the optimizer over them.
 void build_model(ModelState& model, const InitializeOptions& options, const config::DsConfig& config) {
   const ModelParameters parameters = collect_parameters(*options.model, model.plan.trains);
+  // Layers of a pipeline, and with them dtypes, are known only now.
+  PlanFacts facts = plan_facts(options, config, model);
+  add_dtypes(parameters, facts);
+  if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);
+  model.plan = make_plan(config, model.plan.topology, facts);
   const OptimizerGroups groups = groups_of(options, config, parameters, model.plan);
   require_same_setup(model, options, config, parameters, groups);
   model.ranks.groups = make_rank_groups(model.plan, model.ranks.part);

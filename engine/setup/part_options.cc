@@ -6,6 +6,7 @@
 
 #include "core/check.h"
 #include "optim/muon.h"
+#include "optim/slice_update.h"
 
 namespace ds::engine {
 namespace {
@@ -28,7 +29,7 @@ void choose_parts(const PipelineParts& parts, const ModelParameters& parameters,
   }
 }
 
-// float32 tensors of optimizer state that a bucket has.
+// Tensors of optimizer state that a bucket has.
 int64_t state_tensors(const config::OptimizerSection& section, const zero::BucketLayout& bucket,
                       const std::vector<ParameterInfo>& infos) {
   if (section.type == "Muon") {
@@ -45,6 +46,8 @@ at::ScalarType scalar_type(config::DType dtype) {
       return at::kBFloat16;
     case config::DType::kFloat16:
       return at::kHalf;
+    case config::DType::kFloat64:
+      return at::kDouble;
     case config::DType::kFloat32:
       break;
   }
@@ -91,6 +94,7 @@ OffloadedLayout offloaded_layout(const ModelState& model, const ModelLayout& lay
                                .states = {},
                                .parameter_dtype = scalar_type(model.plan.model_dtype),
                                .gradient_dtype = scalar_type(model.plan.gradient_dtype),
+                               .master_dtype = optimizers::state_type(scalar_type(model.plan.model_dtype)),
                                .device = model.ranks.device,
                                .rank = model.ranks.world->rank()};
   for (const zero::BucketLayout& bucket : layout.buckets) {

@@ -11,6 +11,7 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "optim/slice_update.h"
 #include "zero/partition.h"
 
 namespace ds::engine {
@@ -32,6 +33,14 @@ class PersistenceBudget {
   int64_t left_;
 };
 
+// Neither reductions nor files of weights know complex numbers, and a cast would drop the imaginary parts.
+void require_real(const char* what, const std::string& name, const at::Tensor& tensor) {
+  require(!tensor.is_complex(), what, " ", name, ": expected real numbers, found ", describe(tensor),
+          ". Register torch::view_as_real(w) in its place, real numbers of shape [..., 2], and use ",
+          "torch::view_as_complex() of it in forward, which loses nothing; model->to(torch::kFloat) would drop the ",
+          "imaginary parts");
+}
+
 }  // namespace
 
 ModelParameters collect_parameters(const torch::nn::Module& module, bool trains) {
@@ -40,9 +49,11 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains)
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& tensor = item.value();
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+    require_real("parameter", item.key(), tensor);
     const auto dtype = tensor.scalar_type();
-    require((dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) && tensor.layout() == at::kStrided,
-            "parameter ", item.key(), ": expected a dense float32, bfloat16 or float16 tensor, found ",
+    require((dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf) &&
+                tensor.layout() == at::kStrided,
+            "parameter ", item.key(), ": expected a dense float32, float64, bfloat16 or float16 tensor, found ",
             describe(tensor), "; convert the model first, for example with model->to(torch::kFloat)");
     const bool may_have_hooks = tensor.requires_grad();  // else it may even lack what holds them
     require(!may_have_hooks || torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr, "parameter ", item.key(),
@@ -58,7 +69,10 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains)
       result.frozen.push_back({item.key(), tensor});
     }
   }
-  for (const auto& item : module.named_buffers()) result.buffers.push_back({item.key(), item.value()});
+  for (const auto& item : module.named_buffers()) {
+    require_real("buffer", item.key(), item.value());
+    result.buffers.push_back({item.key(), item.value()});
+  }
   require(!trains || !result.trainable.empty(), "model: expected at least one trainable parameter, found ", result.frozen.size(),
           " frozen and none trainable; call set_requires_grad(true) on what is to be trained");
   return result;
@@ -123,12 +137,12 @@ BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layou
     zero::ParameterBucket& bucket = model.buckets.back();
     const int rank = options.partition ? shards.rank() : 0;
     const bool sharded = options.shard && !bucket.layout().persistent;
-    // The values from before the cast, except where in float32 the slice itself is the master.
+    // The values from before the cast, except where the slice itself, in float32 or float64, is the master.
     const at::Tensor own = values.narrow(0, rank * bucket.layout().slice_numel, bucket.layout().slice_numel);
     at::Tensor master;
     if (offloaded && offloaded->updates(model.masters.size())) {
       master = offloaded->master_of(model.masters.size(), own, sharded);
-    } else if (dtype != at::kFloat || options.separate_master || (sharded && store)) {
+    } else if (dtype != optimizers::state_type(dtype) || options.separate_master || (sharded && store)) {
       master = own.clone();
     }
     if (sharded) bucket.shard(rank, 0, store);

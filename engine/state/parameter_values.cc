@@ -42,6 +42,8 @@ ParameterValues::ParameterValues(const ModelState& state, const at::Tensor& para
   std::erase_if(own_, [&](const Segment& segment) { return segment.parameter != index; });
 }
 
+at::ScalarType ParameterValues::value_type() const { return state_.masters[bucket_].scalar_type(); }
+
 int64_t ParameterValues::local_numel() const {
   int64_t numel = 0;
   for (const Segment& segment : own_) numel += segment.length;
@@ -51,7 +53,7 @@ int64_t ParameterValues::local_numel() const {
 // A sum with one part that is not zero is that part.
 at::Tensor ParameterValues::whole(const at::Tensor& flat) const {
   const at::NoGradGuard no_grad;
-  at::Tensor values = at::zeros({numel_}, at::TensorOptions().dtype(at::kFloat).device(state_.ranks.device));
+  at::Tensor values = at::zeros({numel_}, at::TensorOptions().dtype(value_type()).device(state_.ranks.device));
   for (const Segment& segment : own_) {
     values.narrow(0, segment.parameter_offset, segment.length)
         .copy_(flat.narrow(0, segment.slice_offset, segment.length));
@@ -64,9 +66,9 @@ at::Tensor ParameterValues::whole(const at::Tensor& flat) const {
 
 at::Tensor ParameterValues::local(const at::Tensor& flat) const {
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> parts = {at::empty({0}, flat.options().dtype(at::kFloat))};
+  std::vector<at::Tensor> parts = {at::empty({0}, flat.options().dtype(value_type()))};
   for (const Segment& segment : own_) {
-    parts.push_back(flat.narrow(0, segment.slice_offset, segment.length).to(at::kFloat));
+    parts.push_back(flat.narrow(0, segment.slice_offset, segment.length).to(value_type()));
   }
   return at::cat(parts);
 }

@@ -22,10 +22,10 @@ class ParameterValues {
 
   size_t bucket() const { return bucket_; }
   const std::string& name() const { return name_; }
-  // Of flat values of the bucket that are split as its optimizer is: whole, float32, of the parameter's shape, on the
+  // Of flat values of the bucket that are split as its optimizer is: whole, of the parameter's shape, on the
   // device. Collective over the ranks that share the parameter.
   at::Tensor whole(const at::Tensor& flat) const;
-  // This rank's part: [elements that it updates], a copy.
+  // This rank's part: [elements that it updates], a copy. Both are float32, or float64 in a float64 model.
   at::Tensor local(const at::Tensor& flat) const;
   // Writes this rank's part of `value`, which has the parameter's shape; or a value of the part's.
   void write_whole(const at::Tensor& flat, const at::Tensor& value) const;
@@ -39,6 +39,7 @@ class ParameterValues {
   void use_master(bool changes, const std::function<void(const at::Tensor& flat)>& use) const;
 
  private:
+  at::ScalarType value_type() const;
   void require_shape(const at::Tensor& value, const std::vector<int64_t>& sizes) const;
 
   const ModelState& state_;

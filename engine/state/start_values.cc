@@ -6,12 +6,19 @@
 #include <exception>
 #include <set>
 
+#include "checkpoint/module_weights.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "dsengine/pipeline.h"
 #include "engine/agreement/shared_failure.h"
+#include "optim/slice_update.h"
 
 namespace ds::engine {
+namespace {
+
+std::string tensor_name(const std::string& path) { return checkpoint::name_in("weights/", path); }
+
+}  // namespace
 
 StartValues::StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init,
                          at::Device device, comm::Communicator& world)
@@ -33,33 +40,31 @@ StartValues::StartValues(const torch::nn::Module& module, const std::string& wei
 }
 
 void StartValues::check_file(const torch::nn::Module& module, const std::string& weights) {
-  file_.emplace(weights);
+  file_ = checkpoint::open_weights(weights);
   std::set<std::string> used;
   const auto check = [&](const std::string& first, const at::Tensor& tensor, bool needed) {
-    const std::string name = name_in_file(tensor);
-    require(!name.empty() || !needed, "initialize: .weights: ", weights, " has no tensor \"", first, "\"; it has ",
-            file_->entries().size(), " tensors, the first is \"",
-            file_->entries().empty() ? "" : file_->entries().front().name, "\"");
-    if (name.empty()) return;
+    const std::string path = path_in_file(tensor);
+    require(!path.empty() || !needed, "initialize: .weights: ", weights, " has no tensor \"", first, "\"; it has ",
+            file_->tensors().size(), " tensors, the first is \"",
+            file_->tensors().empty() ? "" : tensor_name(file_->tensors().begin()->first), "\"");
+    if (path.empty()) return;
     used.insert(names_.at(tensor.unsafeGetTensorImpl()).begin(), names_.at(tensor.unsafeGetTensorImpl()).end());
-    const at::Tensor found = file_->tensor(name);
-    require(found.sizes() == tensor.sizes(), "initialize: .weights: ", weights, ": tensor \"", name,
-            "\": expected shape ", tensor.sizes(), ", found ", found.sizes());
+    const at::IntArrayRef found = file_->info(path).sizes;
+    require(found == tensor.sizes(), "initialize: .weights: ", weights, ": tensor \"", tensor_name(path),
+            "\": expected shape ", tensor.sizes(), ", found ", found);
   };
   for (const auto& item : module.named_parameters()) check(item.key(), item.value(), /*needed=*/true);
   for (const auto& item : module.named_buffers()) check(item.key(), item.value(), item.value().is_meta());
   const auto* stages = dynamic_cast<const pipeline::PipelineModule*>(&module);
-  for (const SafetensorsFile::Entry& entry : file_->entries()) {
-    const bool known = used.contains(entry.name) || (stages && stages->is_elsewhere(entry.name));
-    if (!known) log::warning(weights, ": tensor \"", entry.name, "\" is not in the model");
+  for (const auto& [path, info] : file_->tensors()) {
+    const std::string name = tensor_name(path);
+    const bool known = used.contains(name) || (stages && stages->is_elsewhere(name));
+    if (!known) log::warning(weights, ": tensor \"", name, "\" is not in the model");
   }
 }
 
-std::string StartValues::name_in_file(const at::Tensor& tensor) const {
-  for (const std::string& name : names_.at(tensor.unsafeGetTensorImpl())) {
-    if (file_->contains(name)) return name;
-  }
-  return {};
+std::string StartValues::path_in_file(const at::Tensor& tensor) const {
+  return checkpoint::weight_for(*file_, names_.at(tensor.unsafeGetTensorImpl()));
 }
 
 // What to copy from; undefined where rank 0's values come over anyway.
@@ -70,13 +75,14 @@ at::Tensor StartValues::source(const zero::Parameter& tensor) const {
     return tensor.tensor.detach();
   }
   if (world_.rank() != 0) return {};
-  const std::string name = name_in_file(tensor.tensor);
-  return name.empty() ? tensor.tensor.detach() : file_->tensor(name);
+  const std::string path = path_in_file(tensor.tensor);
+  return path.empty() ? tensor.tensor.detach() : file_->tensor(path);
 }
 
 at::Tensor StartValues::of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters) {
   const at::NoGradGuard no_grad;
-  const at::Tensor flat = zero::flatten(layout, parameters, at::TensorOptions().dtype(at::kFloat).device(device_),
+  const at::ScalarType dtype = optimizers::state_type(static_cast<at::ScalarType>(layout.dtype));
+  const at::Tensor flat = zero::flatten(layout, parameters, at::TensorOptions().dtype(dtype).device(device_),
                                         [this](const zero::Parameter& parameter) { return source(parameter); });
   if (init_) {
     init_->rethrow();

@@ -6,12 +6,12 @@
 #include <torch/nn/module.h>
 
 #include <map>
-#include <optional>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "core/safetensors.h"
 #include "dsengine/comm.h"
+#include "dsengine/weights.h"
 #include "dsengine/zero.h"
 #include "zero/parameter_bucket.h"
 
@@ -20,14 +20,15 @@ namespace ds::engine {
 // Collective on `world` throughout: all ranks ask for the same things in the same order.
 class StartValues {
  public:
-  // `weights`: a safetensors file, read by rank 0 alone; empty: the module's own values. `init`: has sliced parameters
-  // of the module, or null. Values are made on `device`. Throws IoError and UsageError on every rank when the file
-  // cannot be read, lacks a parameter under all its names, or has one of another shape; UsageError for a tensor on the
-  // meta device that the file does not give.
+  // `weights`: what open_weights() takes, read by rank 0 alone; empty: the module's own values. `init`: has sliced
+  // parameters of the module, or null. Values are made on `device`. Throws IoError and UsageError on every rank when
+  // the file cannot be read, lacks a parameter under all its names, or has one of another shape; UsageError for a
+  // tensor on the meta device that the file does not give.
   StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init, at::Device device,
               comm::Communicator& world);
 
-  // Values of a whole bucket, float32 [layout.numel]; padding is zero. The parameters may get other memory afterwards.
+  // Values of a whole bucket, float32 (of a float64 bucket, float64) [layout.numel]; padding is zero. The parameters
+  // may get other memory afterwards.
   at::Tensor of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters);
   // The module's own values stay where they are: one rank, no file, the right device.
   bool keeps(const at::Tensor& tensor) const { return !from_file_ && world_.size() == 1 && tensor.device() == device_; }
@@ -36,10 +37,10 @@ class StartValues {
 
  private:
   void check_file(const torch::nn::Module& module, const std::string& weights);
-  std::string name_in_file(const at::Tensor& tensor) const;
+  std::string path_in_file(const at::Tensor& tensor) const;
   at::Tensor source(const zero::Parameter& tensor) const;
 
-  std::optional<SafetensorsFile> file_;                    // rank 0
+  std::unique_ptr<checkpoint::Source> file_;               // rank 0
   std::map<const void*, std::vector<std::string>> names_;  // of parameters and buffers, by identity
   bool from_file_ = false;
   zero::Init* init_;

@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "core/check.h"
+#include "optim/slice_update.h"
 
 namespace ds::engine {
 namespace {
@@ -75,7 +76,8 @@ std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& 
   std::vector<std::pair<std::string, at::Tensor>> result;
   for (size_t i = 0; i < whole.size(); ++i) result.emplace_back(state.parameters[i].name, std::move(whole[i]));
   const auto add = [&](const zero::Parameter& frozen) {
-    result.emplace_back(frozen.name, copy_on_host(frozen.tensor.detach().to(at::kFloat)));
+    result.emplace_back(frozen.name,
+                        copy_on_host(frozen.tensor.detach().to(optimizers::state_type(frozen.tensor.scalar_type()))));
   };
   if (!state.gatherer) {
     for (const zero::Parameter& frozen : state.frozen) add(frozen);

@@ -193,8 +193,10 @@ double OptimizerStep::global_norm() const {
     if (local) squares *= state.plan.average_gradients ? 1.0 / shards.size() : shards.size();
   }
   if (state.pipeline) add_over_ranks(squares, *state.pipeline->ranks);
-  // Sums over other buckets or slices differ in the last bits of a double; none of them reaches the update.
-  return static_cast<float>(std::sqrt(squares));
+  // Sums over other buckets or slices differ in the last bits of a double; none of them reaches
+  // an update in float32.
+  const double norm = std::sqrt(squares);
+  return state.plan.model_dtype == DType::kFloat64 ? norm : static_cast<double>(static_cast<float>(norm));
 }
 
 // zero_optimization.ignore_unused_parameters: false. All ranks throw when one has to.

@@ -16,11 +16,12 @@
 
 namespace ds::engine::config {
 
-enum class DType { kFloat32, kBFloat16, kFloat16 };  // "fp32", "bf16", "fp16"
+// "fp32", "bf16", "fp16"; "fp64" is no word of a ds_config: a model has it by itself.
+enum class DType { kFloat32, kBFloat16, kFloat16, kFloat64 };
 
 // As the keys write it; and bytes of an element.
 const char* name_of(DType dtype);
-inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
 // fp16
 struct Fp16Section {
@@ -55,7 +56,7 @@ struct TorchAutocastSection {
 struct DataTypesSection {
   std::optional<DType> grad_accum_dtype;                         // empty: the model's
   std::optional<DType> param_dtype;                              // must agree with fp16 / bf16
-  std::optional<DType> buffer_dtype;                             // empty: buffers stay as they are
+  std::optional<DType> buffer_dtype;                             // empty: fp16 and bf16 cast buffers, too
   std::optional<std::vector<std::string>> keep_in_fp32_modules;  // empty: "auto"
 };
 

@@ -196,8 +196,9 @@ class Engine {
   // --- one parameter of a partitioned model: DeepSpeed's functions of these names -----------------------------------
   // `parameter` as model->parameters() has it; UsageError for a frozen one or one of another model. All of them are
   // collective: ranks that share the model call them with the same parameter, in the same order. Full values have the
-  // parameter's shape, are float32 copies on the engine's device, and are given on every rank; local ones are this
-  // rank's part, flat: the elements that it updates, in the parameter's order, perhaps none.
+  // parameter's shape, are float32 copies (float64 in a float64 model, here and below) on the engine's device, and are
+  // given on every rank; local ones are this rank's part, flat: the elements that it updates, in the parameter's order,
+  // perhaps none.
   //
   // Between backward() of the last micro-batch of a step and step(): the mean gradient, without loss scale, before
   // clipping. What is set is what step() uses. (In .grad only stage 0 has it; elsewhere reading that throws, and says

@@ -51,9 +51,9 @@ struct InitializeOptions {
   std::shared_ptr<torch::nn::Module> model;
   // A path, a nlohmann::json object, or url-safe base64 of the JSON text.
   config::ConfigSource config;
-  // A client optimizer over the model's parameters; overrides the config's. Stage 0 and float32 only. Without one, and
-  // without the section "optimizer" in the config, the engine evaluates only: all parameters are frozen as long as it
-  // lives, there are no gradients and states, and backward() and step() throw UsageError.
+  // A client optimizer over the model's parameters; overrides the config's. Stage 0, without fp16 and bf16. Without one,
+  // and without the section "optimizer" in the config, the engine evaluates only: all parameters are frozen as long as
+  // it lives, there are no gradients and states, and backward() and step() throw UsageError.
   std::shared_ptr<torch::optim::Optimizer> optimizer;
   // Parameters with a learning rate or weight decay of their own.
   std::vector<ParameterGroup> parameter_groups;
@@ -65,8 +65,9 @@ struct InitializeOptions {
   // Under which the model was built, on every rank. Its group of ranks is used, if none is given. Outlives
   // initialize().
   zero::Init* init = nullptr;
-  // A safetensors file with the parameters' first values, by name; empty: the module has them. A model whose tensors
-  // are on the meta device needs it. Given on every rank, opened by rank 0 alone.
+  // A file with the parameters' first values, by name: .safetensors, a .pt of torch::save(model, path) or of Python's
+  // torch.save(model.state_dict(), path), or a folder in Hugging Face's layout; empty: the module has them. A model
+  // whose tensors are on the meta device needs it. Given on every rank, opened by rank 0 alone.
   std::string weights;
   // What engine::init_distributed returned; else the environment decides (docs/communication.md).
   std::optional<Distributed> distributed;

@@ -94,6 +94,7 @@ struct Plan {
   comm::Backend backend = comm::Backend::kAuto;
 
   std::vector<PlanRow> rows;
+  std::vector<std::string> warnings;           // logged by rank 0: what the program may not have meant
   std::optional<int64_t> parameters;           // trainable elements of the model
   std::optional<zero::ModelStateBytes> bytes;  // predicted per rank, when `parameters` is known
   zero::StepBytes step_bytes;                  // likewise, on top during a step

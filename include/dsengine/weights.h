@@ -71,13 +71,16 @@ class Source {
 
 // Opens whatever checkpoint a folder holds.
 // `folder`: one tag (<save_dir>/<tag>) in dsengine's format or DeepSpeed's (stages 0 to 3), a folder of model weights
-// in Hugging Face's layout (model.safetensors, or shards with model.safetensors.index.json), or a .safetensors file.
-// Throws IoError saying what was looked for and what is there.
+// in Hugging Face's layout (model.safetensors, or shards with model.safetensors.index.json), or a file as
+// open_weights() takes. Throws IoError saying what was looked for and what is there.
 std::unique_ptr<Source> open(const std::string& folder);
 
-// Opens model weights in safetensors files: one file, or a folder in Hugging Face's layout.
+// Opens model weights in safetensors files, one file or a folder in Hugging Face's layout, or in a file of torch.save.
 //
-// `path`: a .safetensors file, or a folder with model.safetensors, or with model.safetensors.index.json ({"weight_map":
+// `path`: a file that torch.save(model.state_dict(), path) of Python or torch::save(model, path) of LibTorch has
+// written
+// (.pt, .pth, .bin; torch 1.6 or newer; read as data, nothing in it is run), a .safetensors file, or a folder with
+// model.safetensors, or with model.safetensors.index.json ({"weight_map":
 // {tensor: file}}) and the files it names; a folder with both is read as the single file, as Hugging Face does. Every
 // tensor is a weight (the files do not tell buffers apart); aliases() are those that safetensors' save_model() notes in
 // the metadata, state() is empty. Files are mapped, so only what is read is loaded.

@@ -36,7 +36,9 @@ TEST(CheckpointFormat, IsToldByNames) {
   EXPECT_EQ(format_of(folder / "absent"), Format::kUnknown);
   EXPECT_EQ(format_of(folder / "absent.safetensors"), Format::kUnknown);
   EXPECT_EQ(format_of(folder.write("any.safetensors", "")), Format::kHuggingFace);
-  EXPECT_EQ(format_of(folder.write("any.pt", "")), Format::kUnknown);
+  EXPECT_EQ(format_of(folder.write("any.pt", "")), Format::kTorch);
+  EXPECT_EQ(format_of(folder.write("any.txt", "")), Format::kUnknown);
+  EXPECT_EQ(format_of(folder.write("named_otherwise", "PK\3\4")), Format::kTorch);
 }
 
 TEST(CheckpointFormat, OfSeveralTheOneThatHasMore) {

@@ -183,7 +183,7 @@ TEST(Autocast, ForwardRunsInTheLowerPrecisionAndNothingElseDoes) {
   });
 }
 
-TEST(DataTypes, BuffersAreCastWhenAsked) {
+TEST(DataTypes, BuffersAreCastUnlessTheConfigSaysOtherwise) {
   struct WithBuffer : torch::nn::Module {
     WithBuffer() {
       weight = register_parameter("weight", torch::ones({4}));
@@ -196,10 +196,11 @@ TEST(DataTypes, BuffersAreCastWhenAsked) {
   config["bf16"]["enabled"] = true;
   run_ranks(1, [&](comm::Communicator& communicator) {
     auto untouched = std::make_shared<WithBuffer>();
+    config["data_types"]["buffer_dtype"] = "fp32";
     const auto first = start(untouched, config, communicator);
     EXPECT_EQ(untouched->buffer.scalar_type(), at::kFloat);
     EXPECT_EQ(untouched->weight.scalar_type(), at::kBFloat16);
-    config["data_types"]["buffer_dtype"] = "bf16";
+    config.erase("data_types");  // as DeepSpeed's module.bfloat16()
     auto cast = std::make_shared<WithBuffer>();
     const auto second = start(cast, config, communicator);
     EXPECT_EQ(cast->buffer.scalar_type(), at::kBFloat16);

@@ -135,8 +135,17 @@ TEST(SliceUpdate, ConvertsChunkByChunk) {
 }
 
 TEST(SliceUpdate, AFactorOfOneIsNotPassedOn) {
-  EXPECT_FALSE(fused_grad_scale(1.0, at::kCPU).has_value());
-  EXPECT_EQ(fused_grad_scale(0.25, at::kCPU)->item<double>(), 4.0);
+  const at::Tensor master = at::ones({3});
+  EXPECT_FALSE(fused_grad_scale(1.0, master, master).has_value());
+  EXPECT_EQ(fused_grad_scale(0.25, master, master)->item<double>(), 4.0);
+}
+
+// 0.1 in float32 is wrong from its 8th digit on.
+TEST(SliceUpdate, AFactorOfFloat64LosesNoDigits) {
+  const at::Tensor master = at::ones({3}, at::kDouble);
+  const at::Tensor gradient = at::full({3}, 3.0, at::kDouble);
+  EXPECT_FALSE(fused_grad_scale(0.1, master, gradient).has_value());
+  EXPECT_TRUE(at::equal(gradient, at::full({3}, 3.0 * 0.1, at::kDouble)));
 }
 
 TEST(Adam, WithoutBiasCorrectionTheFirstStepIsTheRawMean) {

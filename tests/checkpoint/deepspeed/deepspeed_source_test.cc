@@ -268,7 +268,7 @@ TEST_F(DamagedFolder, SaysWhatWasLookedForAndWhatIsThere) {
   EXPECT_THAT(error, HasSubstr("model.safetensors"));
   EXPECT_THAT(error, HasSubstr("found notes.txt"));
   EXPECT_THAT(error_of(scratch_.path() / "absent"), HasSubstr("no such file or folder"));
-  EXPECT_THAT(error_of(scratch_.path() / "weights/notes.txt"), HasSubstr("or a .safetensors file"));
+  EXPECT_THAT(error_of(scratch_.path() / "weights/notes.txt"), HasSubstr("a .safetensors file"));
 }
 
 // --- names by order --------------------------------------------------------------------------------------------------

@@ -1,0 +1,106 @@
+#include "checkpoint/torch_weights.h"
+
+#include <array>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <string_view>
+#include <utility>
+
+#include "checkpoint/deepspeed/stored_tensors.h"
+#include "checkpoint/pickle/torch_archive.h"
+#include "checkpoint/source/training_state.h"
+#include "core/check.h"
+
+namespace ds::checkpoint {
+namespace {
+
+constexpr const char* kAdvice =
+    "; expected a file of torch.save(model.state_dict(), path) in Python or torch::save(model, path) in C++";
+
+class TorchWeights : public Source {
+ public:
+  explicit TorchWeights(std::string path) : path_(std::move(path)) {
+    const auto archive = std::make_shared<TorchArchive>(path_, ArchiveContents::kModules);
+    const PickleValue& root = archive->root();
+    const bool is_module = is_archived_module(root);
+    require<IoError>(is_module || root.is(PickleKind::kDict), path_, ": holds ", root.in_words(),
+                     ", which has no tensors by name", kAdvice);
+    add(archive, root, "", 0);
+    require<IoError>(!tensors().empty(), path_, ": holds no tensor", kAdvice);
+    archive->forget();
+  }
+
+  const std::string& location() const override { return path_; }
+  const TrainingState& state() const override { return state_; }
+  const std::map<std::string, TensorInfo>& tensors() const override { return stored_.tensors(); }
+  const std::map<std::string, std::string>& aliases() const override { return aliases_; }
+
+  void read(const std::string& path, int64_t offset, const at::Tensor& destination) override {
+    const TensorInfo& wanted = info(path);
+    require<IoError>(offset >= 0 && offset + destination.numel() <= wanted.numel(), path_, ": \"", path, "\" has ",
+                     wanted.numel(), " elements, asked for ", destination.numel(), " from ", offset);
+    stored_.read(path, offset, destination);
+  }
+
+ private:
+  static bool is_archived_module(const PickleValue& value) {
+    return value.is(PickleKind::kObject) && value.text.starts_with("__torch__.") && value.state != nullptr &&
+           value.state->is(PickleKind::kDict);
+  }
+
+  // What a module has beside tensors and modules: flags such as "training".
+  static bool is_plain(const PickleValue& value) {
+    using enum PickleValue::Kind;
+    return value.is(kNone) || value.is(kBool) || value.is(kInt) || value.is(kFloat) || value.is(kString) ||
+           value.is(kList) || value.is(kTuple) || value.is(kDict);
+  }
+
+  // A dict of tensors, or a module.
+  void add(const std::shared_ptr<TorchArchive>& archive, const PickleValue& from, const std::string& prefix,
+           int depth) {
+    constexpr int kDeepest = 100;  // values may contain themselves
+    constexpr int kMost = 1'000'000;
+    const bool is_module = is_archived_module(from);
+    require<IoError>(depth < kDeepest && ++containers_ < kMost, path_, ": \"", prefix.substr(0, 100),
+                     "\": expected at most ", kDeepest, " modules in one another, and ", kMost, " in all");
+    for (const auto& [key, value] : is_module ? from.state->entries : from.entries) {
+      require<IoError>(key->is(PickleKind::kString), path_, ": an entry behind \"", prefix, "\" has ", key->in_words(),
+                       " for a name", kAdvice);
+      const std::string name = prefix + key->text;
+      if (value->is(PickleKind::kTensor)) {
+        stored_.define_whole(path_, weight_path(name), stored_.add(archive, *value->tensor));
+      } else if (is_module && is_archived_module(*value)) {
+        add(archive, *value, name + '.', depth + 1);
+      } else if (!is_module || !is_plain(*value)) {
+        const char* hint =
+            value->is(PickleKind::kDict) ? " (several things in one file: save one state_dict by itself)" : "";
+        throw IoError(cat(path_, ": \"", name, "\" is ", value->in_words(), ", not a tensor", hint, kAdvice));
+      }
+    }
+  }
+
+  std::string path_;
+  TrainingState state_;
+  StoredTensors stored_;
+  std::map<std::string, std::string> aliases_;
+  int containers_ = 0;
+};
+
+}  // namespace
+
+bool is_torch_file(const std::string& path) {
+  constexpr std::array<std::string_view, 4> kNames = {".pt", ".pth", ".ckpt", ".bin"};
+  const std::string extension = std::filesystem::path(path).extension().string();
+  for (const std::string_view name : kNames) {
+    if (extension == name) return true;
+  }
+  std::array<char, 4> begin = {};
+  std::ifstream in(path, std::ios::binary);
+  in.read(begin.data(), begin.size());
+  return in.good() && std::string_view(begin.data(), begin.size()) == "PK\3\4";
+}
+
+std::unique_ptr<Source> open_torch_weights(const std::string& path) { return std::make_unique<TorchWeights>(path); }
+
+}  // namespace ds::checkpoint

@@ -1,0 +1,84 @@
+#include "engine/plan/precision.h"
+
+#include <string>
+
+#include "core/check.h"
+#include "core/text.h"
+
+namespace ds::engine {
+namespace {
+
+using config::DsConfig;
+
+// Whatever would round a model whose user has asked for 53 bits.
+void require_float64_kept(const DsConfig& config, const PlanFacts& facts) {
+  const auto require_absent = [&](bool asked, const std::string& key, const char* why) {
+    require<ConfigError>(!asked, key, ": excludes float64 parameters (", facts.first_float64, " and all others): ", why,
+                         ". Remove the key, or convert the model before initialize() with model->to(torch::kFloat)");
+  };
+  const config::ZeroSection& zero = config.zero_optimization;
+  const std::string& optimizer = config.optimizer.type;
+  constexpr const char* kInteger = "it sends integers of a few bits";
+  require_absent(config.fp16.enabled, "fp16.enabled: true", "it casts them to float16");
+  require_absent(config.bf16.enabled, "bf16.enabled: true", "it casts them to bfloat16");
+  require_absent(config.torch_autocast.enabled, "torch_autocast.enabled: true",
+                 "LibTorch's autocast leaves float64 as it is");
+  require_absent(config.data_types.param_dtype.has_value(), "data_types.param_dtype", "it names another dtype");
+  require_absent(config.data_types.grad_accum_dtype.has_value(), "data_types.grad_accum_dtype",
+                 "gradients are added in float64");
+  require_absent(config.data_types.buffer_dtype.has_value(), "data_types.buffer_dtype",
+                 "operators want buffers in the dtype of the parameters");
+  require_absent(config.communication_data_type.has_value(), "communication_data_type",
+                 "gradients are reduced in float64");
+  require_absent(config.gradient_compression.method != config::CompressionMethod::kNone,
+                 cat("gradient_compression.method: ", name_of(config.gradient_compression.method)),
+                 "gradients are reduced in float64");
+  require_absent(zero.zero_quantized_weights, "zero_optimization.zero_quantized_weights: true", kInteger);
+  require_absent(zero.zero_quantized_nontrainable_weights,
+                 "zero_optimization.zero_quantized_nontrainable_weights: true", "it keeps integers of 8 bits");
+  require_absent(zero.zero_quantized_gradients, "zero_optimization.zero_quantized_gradients: true", kInteger);
+  require_absent(!facts.client_optimizer && config.optimizer.compresses(), cat("optimizer.type: ", optimizer),
+                 "it exchanges momenta of one bit");
+}
+
+}  // namespace
+
+void choose_precision(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
+  const bool float64 = !facts.first_float64.empty();
+  if (float64) require_float64_kept(config, facts);
+  plan.model_dtype = float64 ? DType::kFloat64 : config.model_dtype();
+  plan.gradient_dtype = config.data_types.grad_accum_dtype.value_or(plan.model_dtype);
+  plan.communication_dtype = config.communication_data_type.value_or(plan.model_dtype);
+  plan.separate_master = plan.model_dtype == DType::kBFloat16 || plan.model_dtype == DType::kFloat16;
+  plan.buffer_dtype = config.data_types.buffer_dtype;
+  // As DeepSpeed's module.bfloat16() and module.half(): kernels of normalisation want one dtype.
+  if (plan.separate_master && !plan.buffer_dtype) plan.buffer_dtype = plan.model_dtype;
+  plan.cast_inputs = config.fp16.enabled && config.fp16.auto_cast;
+  if (config.torch_autocast.enabled) plan.autocast = config.torch_autocast.dtype.value_or(DType::kBFloat16);
+  if (config.fp16.enabled && plan.trains) {
+    plan.loss_scaling = config.fp16.loss_scale == 0 ? LossScaling::kDynamic : LossScaling::kStatic;
+  }
+}
+
+void note_casts(const PlanFacts& facts, Plan& plan) {
+  for (const GivenDtype& given : facts.halves) {
+    if (given.dtype == plan.model_dtype) continue;
+    const char* from = name_of(given.dtype);
+    const char* to = name_of(plan.model_dtype);
+    const std::string which =
+        cat(given.count, " of ", facts.tensors, " parameters (", given.first, given.count > 1 ? ", ...)" : ")");
+    if (plan.separate_master) {
+      plan.rows.push_back({"cast", cat(which, " from ", from, " to ", to), cat(to, ".enabled: true")});
+      continue;
+    }
+    plan.rows.push_back({"cast", cat(which, " from ", from, " to ", to, ", in which they are trained"),
+                         cat("no \"", from, "\" section: \"", from, "\": {\"enabled\": true} trains in ", from)});
+    plan.warnings.push_back(cat(which, given.count == 1 ? " is " : " are ", from, ", which the ds_config does not ask ",
+                                "for: cast to ", to, ", with the memory and speed of ", to, ". To train in ", from,
+                                " write \"", from, "\": {\"enabled\": true}, which casts the whole model and keeps ",
+                                "float32 masters; to train in ", to, " leave out the conversion, which has rounded ",
+                                "these weights"));
+  }
+}
+
+}  // namespace ds::engine

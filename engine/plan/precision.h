@@ -1,0 +1,16 @@
+// Dtypes of a plan: of what the model brings and what the ds_config asks for. Torch-free.
+#pragma once
+
+#include "dsengine/config.h"
+#include "engine/plan/plan.h"
+
+namespace ds::engine {
+
+// Parameters, gradients, buffers, masters and loss scaling. Throws ConfigError where the config asks for what a float64
+// model cannot have, naming the key.
+void choose_precision(const config::DsConfig& config, const PlanFacts& facts, Plan& plan);
+
+// What happens to parameters that come in 16 bits: a row, and a warning where the config does not ask for it.
+void note_casts(const PlanFacts& facts, Plan& plan);
+
+}  // namespace ds::engine
