@@ -2,9 +2,9 @@
 //
 //   linear_cross_entropy_bench [--rows 2048] [--hidden 768] [--vocab 32000] [--dtype float32] [--pairs 5]
 //
-// Each kind runs in turn on the same tensors; printed are medians, the median of the ratios of neighbours, between which
-// quartiles these lie (the noise), and the most memory that one forward and backward adds to the process (its peak of
-// resident pages), gradients of hidden and weight included. Checked: both losses and gradients agree.
+// Each kind runs in turn on the same tensors; printed are medians, the median of the ratios of neighbours, between
+// which quartiles these lie (the noise), and the most memory that one forward and backward adds to the process (its
+// peak of resident pages), gradients of hidden and weight included. Checked: both losses and gradients agree.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -47,9 +47,7 @@ class Job {
     targets_ = at::randint(size.vocab, {size.rows}, at::kLong);
   }
 
-  at::Tensor plain() const {
-    return at::cross_entropy_loss(at::linear(hidden_, weight_).to(at::kFloat), targets_);
-  }
+  at::Tensor plain() const { return at::cross_entropy_loss(at::linear(hidden_, weight_).to(at::kFloat), targets_); }
   at::Tensor chunked() const {
     return ds::ops::linear_cross_entropy(hidden_, weight_, {}, targets_, {.chunk_rows = size_.chunk_rows});
   }

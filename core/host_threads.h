@@ -9,8 +9,8 @@
 namespace ds {
 
 // body(begin, end) on ranges that cover [0, count), each a multiple of `unit` long but the last; one range on the
-// calling thread when there are fewer than twice `grain` elements. A thread gets several ranges, one after the other, as
-// it comes for them; how long they are depends on the number of threads, so a result that must not has to be one of
+// calling thread when there are fewer than twice `grain` elements. A thread gets several ranges, one after the other,
+// as it comes for them; how long they are depends on the number of threads, so a result that must not has to be one of
 // elements, or of whole units.
 void for_each_range(int64_t count, int64_t unit, int64_t grain,
                     const std::function<void(int64_t begin, int64_t end)>& body);

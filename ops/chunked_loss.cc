@@ -14,13 +14,15 @@ namespace ds::ops {
 namespace {
 
 constexpr int64_t kFewestRows = 128;  // fewer make products of matrices slow
-constexpr int64_t kHostLogits = int64_t{1} << 24;
+constexpr int64_t kHostLogits = int64_t{1} << 23;
+constexpr int64_t kHostNarrowLogits = int64_t{1} << 24;  // of 16 bits: adding up weight gradients takes a larger share
 constexpr int64_t kDeviceLogits = int64_t{1} << 27;
 
 int64_t rows_of_a_chunk(const ChunkedLossInput& input) {
   const int64_t rows = std::max<int64_t>(input.hidden.size(0), 1);
   if (input.options.chunk_rows > 0) return std::min(rows, input.options.chunk_rows);
-  const int64_t logits = input.hidden.is_cpu() ? kHostLogits : kDeviceLogits;
+  const bool narrow = input.type != wide_type(input.type);
+  const int64_t logits = !input.hidden.is_cpu() ? kDeviceLogits : narrow ? kHostNarrowLogits : kHostLogits;
   const int64_t most = std::max(kFewestRows, logits / std::max<int64_t>(input.weight.size(0), 1));
   // Equal chunks: a short last one would be as slow as few rows are.
   const int64_t chunks = (rows + most - 1) / most;
@@ -51,7 +53,7 @@ class Chunks {
     result_.total = at::zeros({}, wide);
     result_.counted = counts.sum();
     if (wanted.hidden) result_.hidden_gradient = at::empty(hidden_.sizes(), wide.dtype(type_));
-    if (wanted.weight) result_.weight_gradient = at::zeros(weight_.sizes(), wide);
+    if (wanted.weight && hidden_.size(0) == 0) result_.weight_gradient = at::zeros(weight_.sizes(), wide);
     if (wanted.bias) result_.bias_gradient = at::zeros({classes_}, wide);
   }
 
@@ -123,14 +125,21 @@ class Chunks {
   }
 
   void add_weight_gradient(const at::Tensor& x, const at::Tensor& factor, const at::Tensor& gradient) {
-    if (type_ == at::kBFloat16) {
-      // Sums of chunks are kept in float32; a chunk's own sum is made there too, and rounded once.
-      if (!product_.defined()) product_ = at::empty(weight_.sizes(), weight_.options());
-      result_.weight_gradient.add_(at::mm_out(product_, factor.t(), x));
-    } else {
-      // Of float16 too, whose range sums over rows may leave.
-      result_.weight_gradient.addmm_(gradient.t(), x.to(wide_));
+    at::Tensor& sum = result_.weight_gradient;
+    const bool first = !sum.defined();
+    if (type_ != at::kBFloat16) {  // also of float16, whose range sums over rows may leave
+      const at::Tensor wide_x = x.to(wide_);
+      first ? void(sum = at::mm(gradient.t(), wide_x)) : void(sum.addmm_(gradient.t(), wide_x));
+      return;
     }
+    // A chunk's own sum is made in float32 and rounded once; sums of chunks are kept in float32.
+    if (x.size(0) == hidden_.size(0)) {
+      sum = at::mm(factor.t(), x);
+      return;
+    }
+    if (first) product_ = at::empty(weight_.sizes(), weight_.options());
+    at::mm_out(product_, factor.t(), x);
+    first ? void(sum = product_.to(wide_)) : void(sum.add_(product_));
   }
 
   const LinearCrossEntropyOptions& options_;

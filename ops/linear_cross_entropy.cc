@@ -18,51 +18,46 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kName = "linear_cross_entropy: ";
-
-bool is_floating(at::ScalarType type) {
-  return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
-}
+constexpr const char* kLoss = "linear_cross_entropy: ";
 
 void check_shapes(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
                   const at::Tensor& targets) {
-  require(hidden.defined() && weight.defined() && targets.defined(), kName,
+  require(hidden.defined() && weight.defined() && targets.defined(), kLoss,
           "expected hidden, weight and targets, found an undefined tensor");
-  require(hidden.dim() >= 1 && weight.dim() == 2 && hidden.size(-1) == weight.size(1), kName,
+  require(hidden.dim() >= 1 && weight.dim() == 2 && hidden.size(-1) == weight.size(1), kLoss,
           "expected hidden of [..., H] and weight of [V, H], found ", hidden.sizes(), " and ", weight.sizes());
-  require(weight.size(0) > 0, kName, "expected at least one class, found a weight of ", weight.sizes());
-  require(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), kName, "expected a bias of [",
-          weight.size(0), "], one element for each row of weight, found ",
-          lazy([&] { return cat(bias.sizes()); }));
-  require(targets.scalar_type() == at::kLong, kName, "expected targets of int64, found ", targets.scalar_type(),
+  require(weight.size(0) > 0, kLoss, "expected at least one class, found a weight of ", weight.sizes());
+  require(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), kLoss, "expected a bias of [",
+          weight.size(0), "], one element for each row of weight, found ", lazy([&] { return cat(bias.sizes()); }));
+  require(targets.scalar_type() == at::kLong, kLoss, "expected targets of int64, found ", targets.scalar_type(),
           "; convert them with targets.to(at::kLong). Class probabilities are cross_entropy_loss's");
-  require(targets.sizes() == hidden.sizes().slice(0, hidden.dim() - 1), kName,
+  require(targets.sizes() == hidden.sizes().slice(0, hidden.dim() - 1), kLoss,
           "expected targets of the shape of hidden without its last dimension, found ", targets.sizes(), " beside ",
           hidden.sizes());
 }
 
-void check_types(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
-                 const at::Tensor& targets, bool autocast) {
-  require(is_floating(hidden.scalar_type()), kName, "expected hidden of float32, float64, bfloat16 or float16, found ",
+void check_types(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& targets,
+                 bool autocast) {
+  require(is_floating(hidden.scalar_type()), kLoss, "expected hidden of float32, float64, bfloat16 or float16, found ",
           hidden.scalar_type());
   for (const at::Tensor* other : {&weight, &bias}) {
     require(!other->defined() || other->scalar_type() == hidden.scalar_type() ||
                 (autocast && is_floating(other->scalar_type()) && other->scalar_type() != at::kDouble),
-            kName, "expected weight and bias of hidden's dtype ", hidden.scalar_type(), ", found ",
+            kLoss, "expected weight and bias of hidden's dtype ", hidden.scalar_type(), ", found ",
             lazy([&] { return cat(other->scalar_type()); }), "; cast one of them, or use autocast");
   }
   for (const at::Tensor* other : {&weight, &bias, &targets}) {
-    require(!other->defined() || other->device() == hidden.device(), kName, "expected all tensors on hidden's device ",
+    require(!other->defined() || other->device() == hidden.device(), kLoss, "expected all tensors on hidden's device ",
             hidden.device(), ", found one on ", lazy([&] { return cat(other->device()); }));
   }
 }
 
 void check_options(const LinearCrossEntropyOptions& options) {
-  require(options.label_smoothing >= 0.0 && options.label_smoothing <= 1.0, kName,
+  require(options.label_smoothing >= 0.0 && options.label_smoothing <= 1.0, kLoss,
           "expected label_smoothing in [0, 1], found ", options.label_smoothing);
-  require(!options.logit_softcap || *options.logit_softcap > 0.0, kName, "expected logit_softcap > 0, found ",
+  require(!options.logit_softcap || *options.logit_softcap > 0.0, kLoss, "expected logit_softcap > 0, found ",
           options.logit_softcap.value_or(0.0));
-  require(options.chunk_rows >= 0, kName, "expected chunk_rows >= 0, found ", options.chunk_rows);
+  require(options.chunk_rows >= 0, kLoss, "expected chunk_rows >= 0, found ", options.chunk_rows);
 }
 
 // On other devices the host would have to wait for the answer.
@@ -71,7 +66,7 @@ void check_targets(const at::Tensor& targets, int64_t classes, int64_t ignore_in
   const at::Tensor wrong = targets.lt(0).logical_or_(targets.ge(classes)).logical_and_(targets.ne(ignore_index));
   if (!wrong.any().item<bool>()) return;
   const auto position = wrong.to(at::kByte).argmax().item<int64_t>();
-  throw UsageError(cat(kName, "expected targets in [0, ", classes, ") or ignore_index ", ignore_index, ", found ",
+  throw UsageError(cat(kLoss, "expected targets in [0, ", classes, ") or ignore_index ", ignore_index, ", found ",
                        targets[position].item<int64_t>(), " at position ", position, " of ", targets.numel()));
 }
 
@@ -98,10 +93,12 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    require(!at::GradMode::is_enabled(), kName, "expected a backward pass without create_graph: its gradients are made ",
+    require(!at::GradMode::is_enabled(), kLoss,
+            "expected a backward pass without create_graph: its gradients are made ",
             "in forward and have no derivative. Use at::linear and at::cross_entropy_loss for second derivatives");
     const variable_list saved = context->get_saved_variables();
-    at::Tensor factor = gradients[0].to(wide_type(gradients[0].scalar_type())) * context->saved_data["scale"].toDouble();
+    at::Tensor factor =
+        gradients[0].to(wide_type(gradients[0].scalar_type())) * context->saved_data["scale"].toDouble();
     // The gradients of no targets are 0, not NaN.
     if (context->saved_data["mean"].toBool()) factor = factor.div_(saved[3].clamp_min(1));
     const bool once = !torch::autograd::get_current_graph_task_keep_graph();
@@ -132,7 +129,10 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
   const at::Tensor rows = hidden.reshape({-1, hidden.size(-1)});
 
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  ChunkedLossInput input{.hidden = rows, .weight = weight, .bias = bias, .targets = flat_targets,
+  ChunkedLossInput input{.hidden = rows,
+                         .weight = weight,
+                         .bias = bias,
+                         .targets = flat_targets,
                          .type = autocast ? at::autocast::get_autocast_dtype(device) : hidden.scalar_type(),
                          .options = options};
   const bool graph = at::GradMode::is_enabled();

@@ -4,9 +4,12 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
+#include <atomic>
+#include <exception>
 #include <mutex>
 
 #include "comm/collective.h"
@@ -14,6 +17,7 @@
 #include "comm/operation_name.h"
 #include "comm/self_messages.h"
 #include "core/check.h"
+#include "core/log.h"
 #include "core/tensor_check.h"
 #include "core/without_stack.h"
 
@@ -59,11 +63,16 @@ void combine_bitwise(const at::Tensor& into, const at::Tensor& next, ReduceOp op
   }
 }
 
+// Of a rank in a group, shared with its operations.
+struct Place {
+  std::string text;  // for messages
+  std::atomic<bool> failed = false;
+};
+
 // An operation of the backend, and what remains to be done once it has finished.
 class BackendState : public WorkState {
  public:
-  BackendState(BackendWork work, std::function<void()> finish, OperationName name,
-               std::shared_ptr<const std::string> place)
+  BackendState(BackendWork work, std::function<void()> finish, OperationName name, std::shared_ptr<Place> place)
       : work_(std::move(work)), finish_(std::move(finish)), name_(std::move(name)), place_(std::move(place)) {}
 
   bool is_completed() override { return work_->isCompleted(); }
@@ -72,7 +81,8 @@ class BackendState : public WorkState {
     try {
       work_->wait();
     } catch (const std::exception& error) {
-      throw CommError(cat(name_, *place_, ": ", without_stack(error.what()),
+      place_->failed = true;
+      throw CommError(cat(name_, place_->text, ": ", without_stack(error.what()),
                           ". A rank has most likely ended or issued another operation: look at ",
                           "the logs of the other ranks first"));
     }
@@ -86,7 +96,7 @@ class BackendState : public WorkState {
   BackendWork work_;
   std::function<void()> finish_;
   OperationName name_;
-  std::shared_ptr<const std::string> place_;  // shared with the communicator
+  std::shared_ptr<Place> place_;
 };
 
 class C10dCommunicator : public Communicator {
@@ -94,9 +104,11 @@ class C10dCommunicator : public Communicator {
   explicit C10dCommunicator(const C10dGroup& group)
       : Communicator(group.rank, group.size, group.name),
         group_(group),
-        place_(std::make_shared<const std::string>(
-            cat(" on group '", group.name, "', rank ", group.rank, " of ", group.size))),
+        place_(std::make_shared<Place>(cat(" on group '", group.name, "', rank ", group.rank, " of ", group.size))),
         backend_(group.size > 1 ? group.connect(group.store, group.rank, group.size) : nullptr) {}
+  ~C10dCommunicator() override { end(); }
+  C10dCommunicator(const C10dCommunicator&) = delete;
+  C10dCommunicator& operator=(const C10dCommunicator&) = delete;
 
  protected:
   Work launch(Collective collective) override;
@@ -108,6 +120,7 @@ class C10dCommunicator : public Communicator {
     BackendWork work;
     std::function<void()> finish;
   };
+  void end() noexcept;
   Issued issue(const Collective& c);
   Issued issue_reduction(const Collective& c);
   Issued issue_bitwise(const Collective& c);
@@ -117,11 +130,30 @@ class C10dCommunicator : public Communicator {
   std::vector<at::Tensor> parts_of(const at::Tensor& bytes) const;
 
   C10dGroup group_;
-  std::shared_ptr<const std::string> place_;  // of this rank, for messages
+  std::shared_ptr<Place> place_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   SelfMessages self_;
   int groups_made_ = 0;
 };
+
+// Note [The end of a NCCL group]
+// wait() orders streams and holds up nobody, so operations may be under way when a group ends: the last step's
+// all_gather, which nobody reads any more here, and which other ranks need. ~ProcessGroupNCCL without a shutdown()
+// kills them. So the device finishes what it was given first. After a failure, or while an exception flies, there may
+// be nobody left to finish it with: then the group is torn down at once, which is what lets the other ranks fail too.
+void C10dCommunicator::end() noexcept {
+  if (!backend_ || group_.device.is_cpu()) return;
+  try {
+    if (place_->failed || std::uncaught_exceptions() > 0) {
+      backend_->abort();
+      return;
+    }
+    c10::impl::VirtualGuardImpl(group_.device.type()).synchronizeDevice(group_.device.index());
+    backend_->shutdown();
+  } catch (const std::exception& error) {
+    log::warning("the end of a communicator", place_->text, ": ", error.what());
+  }
+}
 
 std::shared_ptr<Communicator> C10dCommunicator::make_group(const std::vector<int>& ranks, const std::string& name) {
   require(!ranks.empty() && std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>()) && ranks.front() >= 0 &&
@@ -162,7 +194,8 @@ Work C10dCommunicator::launch(Collective collective) {
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
-    throw CommError(cat(operation, *place_, ": ", without_stack(error.what())));
+    place_->failed = true;
+    throw CommError(cat(operation, place_->text, ": ", without_stack(error.what())));
   }
 }
 

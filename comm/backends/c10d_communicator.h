@@ -34,6 +34,9 @@ struct C10dGroup {
 // wait() orders the current stream after the operation and does not block the host; barrier() does. As in NCCL,
 // messages between two ranks match in the order in which they were issued: with several tags under way, both sides must
 // issue them in one order. Errors of the backend become CommError naming operation, label, group and rank.
+//
+// Its destructor waits, where tensors are on a device, until the device has done what it was given, and shuts the
+// backend down; after an error of the backend, or while an exception flies, it aborts it.
 std::shared_ptr<Communicator> make_c10d_communicator(const C10dGroup& group);
 
 }  // namespace ds::comm

@@ -25,8 +25,8 @@ struct LinearCrossEntropyOptions {
   double label_smoothing = 0.0;                    // in [0, 1]: share of the target that is spread over all classes
   double logit_scale = 1.0;                        // logits are multiplied by it
   std::optional<double> logit_softcap;  // c > 0: logits become c tanh(logits / c), after the scale (Gemma 2's)
-  // Rows (positions) whose logits are in memory at once; 0: as many as give 2^24 logits on a CPU and 2^27 on other
-  // devices, but at least 128. The result depends on it in the last bits only.
+  // Rows (positions) whose logits are in memory at once; 0: as many as give 2^23 logits on a CPU (16-bit dtypes:
+  // 2^24) and 2^27 on other devices, but at least 128. The result depends on it in the last bits only.
   int64_t chunk_rows = 0;
 };
 
@@ -47,8 +47,7 @@ struct LinearCrossEntropyOptions {
 //   while it runs      2 chunk_rows V elements of float32 (16-bit dtypes: 2 bytes more each)
 //   until backward     the gradients: hidden's in the dtype of the product, weight's and bias's in float32 (float64)
 //
-// where the plain pair keeps two tensors of [rows, V] until backward and a third in it. Gradients are made in forward
-// with weights that one reads there anyway, so that ZeRO stage 3 gathers the weight once where it took two.
+// where the plain pair keeps two tensors of [rows, V] until backward and makes a third in it. Backward reads no weight.
 //
 // The chunks of rows with gradients in forward are those of Liger Kernel (arXiv:2410.10989); Cut Cross-Entropy
 // (arXiv:2411.09009) goes further with kernels that keep no chunk either.
@@ -60,5 +59,72 @@ struct LinearCrossEntropyOptions {
 // does.
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
                                 const at::Tensor& targets, const LinearCrossEntropyOptions& options = {});
+
+// The operators below run as vector kernels for float32, bfloat16 (float32 inside) and float64 on a CPU, forward and
+// backward in one pass each, on LibTorch's threads; on other devices and for float16 as LibTorch's operators. Results
+// have the dtype of x; tensors that are not contiguous are copied where a kernel needs it. They save their inputs for
+// backward, as said. Double backward of the kernels is refused: backward with create_graph throws UsageError. Autocast
+// changes nothing.
+
+// RMSNorm (arXiv:1910.07467) over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
+//
+//   x       [..., size]
+//   weight  [size] of any floating dtype, or undefined: ones
+//
+// Saves x and one number a row.
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps = 1e-6);
+
+// LayerNorm (arXiv:1607.06450) over the last dimension: (x - mean) / sqrt(variance + eps) * weight + bias; weight and
+// bias [size] or undefined. Saves x and two numbers a row.
+at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps = 1e-5);
+
+struct NormedSum {
+  at::Tensor normed;  // the norm of `sum`
+  at::Tensor sum;     // x + residual, what the next residual is
+};
+
+// The norms after an addition, as between two sublayers of a transformer; residual has the shape of x, dtypes that
+// differ are promoted as by an addition. One pass over memory where the pair takes two, forward and backward. They save
+// the sum in the place of x.
+NormedSum add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight, double eps = 1e-6);
+NormedSum add_layer_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
+                         const at::Tensor& bias, double eps = 1e-5);
+
+// SwiGLU (arXiv:2002.05202): silu(gate) * up, of one shape; dtypes that differ are promoted as by a product. Saves
+// both; the chain saves silu(gate) too.
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+// [..., 2 F] -> [..., F]: gate is the first half of the last dimension, up the second. Its gradient is one tensor.
+at::Tensor swiglu(const at::Tensor& gate_up);
+
+// Which two channels are turned together.
+enum class RopePairs {
+  kHalves,       // i and i + pairs: GPT-NeoX, Hugging Face's Llama
+  kInterleaved,  // 2 i and 2 i + 1: RoFormer, GPT-J, Meta's Llama
+};
+
+struct RopeOptions {
+  RopePairs pairs = RopePairs::kHalves;
+  int64_t position_dim = -2;  // the dimension of x that counts positions; -2: [..., positions, channels]
+};
+
+// Rotary position embedding (RoFormer, arXiv:2104.09864).
+//
+//   x         [..., positions, ..., channels], of two dimensions or more; neighbours in the last one lie side by side,
+//   or
+//             it is copied. A part of a packed query-key-value tensor is taken as it lies.
+//   cos, sin  [P, pairs] with P >= positions and 2 pairs <= channels; channels beyond 2 pairs are left as they are.
+//   They
+//             get no gradient and must not require one; float32 (float64) inside.
+//
+// Saves the tables alone. The result is a tensor of its own, with the order of dimensions in memory that x has.
+at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const RopeOptions& options = {});
+
+struct RopeTables {
+  at::Tensor cos, sin;  // [positions, channels / 2]
+};
+
+// Angles p base^(-2 i / channels), made in float64.
+RopeTables rope_tables(int64_t positions, int64_t channels, double base = 10000.0,
+                       const at::TensorOptions& options = at::kFloat);
 
 }  // namespace ds::ops

@@ -12,11 +12,14 @@
 namespace ds::launcher {
 namespace {
 
-constexpr std::array<std::string_view, 10> kPrefixes = {"NCCL", "GLOO", "UCX",  "FI_",   "MLFLOW",
-                                                        "OMP_", "MKL_", "KMP_", "GOMP_", "TORCHELASTIC_"};
+constexpr std::array<std::string_view, 14> kPrefixes = {"NCCL",  "GLOO",    "UCX",    "FI_",     "MLFLOW",
+                                                        "OMP_",  "MKL_",    "KMP_",   "GOMP_",   "TORCHELASTIC_",
+                                                        "CUDA_", "CUBLAS_", "TORCH_", "PYTORCH_"};
 constexpr std::array<std::string_view, 2> kNames = {"PATH", "LD_LIBRARY_PATH"};
 constexpr std::string_view kOwnPrefix = "DS_";
-constexpr std::array<std::string_view, 3> kNever = {kLaunchIdVariable, "DS_ENV_FILE", kRestartFileVariable};
+// CUDA_VISIBLE_DEVICES: which GPUs a host has is its own matter.
+constexpr std::array<std::string_view, 4> kNever = {kLaunchIdVariable, "DS_ENV_FILE", kRestartFileVariable,
+                                                    "CUDA_VISIBLE_DEVICES"};
 
 std::string_view name_of(std::string_view entry) { return entry.substr(0, entry.find('=')); }
 

@@ -11,7 +11,7 @@
 
 namespace ds::launcher {
 
-// Is a variable of this process passed on? Those of communication libraries and thread counts, PATH and
+// Is a variable of this process passed on? Those of communication libraries, thread counts, CUDA and LibTorch, PATH and
 // LD_LIBRARY_PATH. Never what differs by host or rank (CUDA_VISIBLE_DEVICES, DS_LAUNCH_ID, DS_RESTART_FILE). Pure.
 bool is_forwarded(std::string_view name);
 

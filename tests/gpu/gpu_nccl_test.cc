@@ -22,6 +22,23 @@ TEST(NcclRanks, CarryEveryCollective) {
   }
 }
 
+// wait() orders streams only: an operation may be under way when its group ends (the last step's all_gather).
+TEST(NcclRanks, WhatIsUnderWayArrivesBeforeAGroupEnds) {
+  for (int round = 0; round < 5; ++round) {
+    on_gpus(2, [](comm::Communicator& ranks, at::Device device) {
+      const at::Tensor own = at::full({1 << 16}, ranks.rank() + 1.0F, at::TensorOptions(device));
+      const at::Tensor all = at::zeros({2 << 16}, at::TensorOptions(device));
+      {
+        const std::shared_ptr<comm::Communicator> short_lived = ranks.new_group({0, 1}, "short");
+        short_lived->all_gather(all, own, "the last one").wait();
+      }
+      const at::Tensor found = all.cpu();
+      EXPECT_TRUE(found.narrow(0, 0, 1 << 16).eq(1.0).all().item<bool>()) << "rank " << ranks.rank();
+      EXPECT_TRUE(found.narrow(0, 1 << 16, 1 << 16).eq(2.0).all().item<bool>()) << "rank " << ranks.rank();
+    });
+  }
+}
+
 struct NcclCell {
   std::string name;
   ordered_json config;

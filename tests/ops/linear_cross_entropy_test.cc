@@ -278,8 +278,9 @@ TEST(LinearCrossEntropy, WhatDoesNotFitIsRefused) {
   expect_refused([](Problem& p, Options&) { p.weight = p.weight.to(at::kDouble); }, "found Double");
   expect_refused([](Problem& p, Options&) { p.hidden = p.targets.view({-1, 1}).expand({-1, kHidden}); }, "found Long");
   expect_refused([](Problem& p, Options&) { p.weight = at::Tensor(); }, "found an undefined tensor");
-  expect_refused([](Problem& p, Options&) { p.targets[9] = kClasses; }, "[0, 53) or ignore_index -100, found 53 at "
-                                                                        "position 9 of 37");
+  expect_refused([](Problem& p, Options&) { p.targets[9] = kClasses; },
+                 "[0, 53) or ignore_index -100, found 53 at "
+                 "position 9 of 37");
   expect_refused([](Problem& p, Options&) { p.targets[2] = -1; }, "found -1 at position 2");
   expect_refused([](Problem&, Options& o) { o.label_smoothing = 1.5; }, "label_smoothing in [0, 1], found 1.5");
   expect_refused([](Problem&, Options& o) { o.logit_softcap = 0.0; }, "logit_softcap > 0, found 0");

@@ -39,12 +39,16 @@ class Lane {
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
+  // What has not begun is not done any more.
+  void drop() { *dropped_ = true; }
+
   // After what the current stream of the device was given.
   Point give(c10::Device device, const std::string& name, const std::vector<Access>& accesses,
              std::function<void()> run) {
     Timeline& timeline = Timeline::instance();
     timeline.block(stream_, timeline.now(current_number(device)));
-    Point point = timeline.enqueue(stream_, name, accesses, [name, run = std::move(run)] {
+    Point point = timeline.enqueue(stream_, name, accesses, [name, run = std::move(run), dropped = dropped_] {
+      if (*dropped) return;
       const at::NoGradGuard no_grad;
       try {
         run();
@@ -86,6 +90,7 @@ class Lane {
   }
 
   size_t stream_;
+  std::shared_ptr<std::atomic<bool>> dropped_ = std::make_shared<std::atomic<bool>>(false);
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Point> points_;
@@ -152,7 +157,16 @@ class SimulatedNccl : public c10d::Backend {
         timeout_(timeout),
         gloo_(comm::connect_gloo(store_, rank, size, {.timeout = timeout, .address = "127.0.0.1"})) {}
 
+  ~SimulatedNccl() override {
+    if (!shut_down_) drop();
+  }
+
   const std::string getBackendName() const override { return "simulated nccl"; }
+  void shutdown() override {
+    shut_down_ = true;
+    lanes_.clear();  // they end when they have done what they were given
+  }
+  void abort() override { drop(); }
 
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return reduce_to(tensors[0], tensors[0], 0, tensors[0].numel(), options.reduceOp, "all_reduce");
@@ -212,6 +226,10 @@ class SimulatedNccl : public c10d::Backend {
   }
 
  private:
+  void drop() {
+    for (const auto& [name, lane] : lanes_) lane->drop();
+  }
+
   static Tensors aliases(const Tensors& tensors) {
     Tensors made;
     for (const at::Tensor& tensor : tensors) made.push_back(on_cpu(tensor));
@@ -283,6 +301,7 @@ class SimulatedNccl : public c10d::Backend {
   std::chrono::milliseconds timeout_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::map<std::string, std::unique_ptr<Lane>> lanes_;
+  bool shut_down_ = false;
 };
 
 }  // namespace

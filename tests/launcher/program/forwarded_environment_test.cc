@@ -13,8 +13,10 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 TEST(ForwardedEnvironment, IsThatOfCommunicationAndThreads) {
-  for (const char* name : {"NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "UCX_TLS", "FI_PROVIDER", "MLFLOW_TRACKING_URI",
-                           "OMP_NUM_THREADS", "DS_LOG_LEVEL", "TORCHELASTIC_MAX_RESTARTS", "PATH", "LD_LIBRARY_PATH"}) {
+  for (const char* name :
+       {"NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "UCX_TLS", "FI_PROVIDER", "MLFLOW_TRACKING_URI", "OMP_NUM_THREADS",
+        "DS_LOG_LEVEL", "TORCHELASTIC_MAX_RESTARTS", "PATH", "LD_LIBRARY_PATH", "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUBLAS_WORKSPACE_CONFIG", "TORCH_NCCL_AVOID_RECORD_STREAMS", "PYTORCH_ALLOC_CONF"}) {
     EXPECT_TRUE(is_forwarded(name)) << name;
   }
   for (const char* name : {"CUDA_VISIBLE_DEVICES", "DS_LAUNCH_ID", "DS_RESTART_FILE", "DS_ENV_FILE", "HOME", "RANK",
