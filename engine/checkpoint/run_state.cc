@@ -18,7 +18,7 @@ std::string precision_of(const ModelState& model) {
       return "float16";
     case config::DType::kBFloat16:
       return "bfloat16";
-    case at::kDouble:
+    case config::DType::kFloat64:
       return "float64";
     default:
       return "float32";
