@@ -27,11 +27,12 @@ std::string Engine::save_checkpoint(const std::string& save_dir, const std::stri
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
   self.synchronize();
   if (!self.order.accumulation_begins() && global_rank() == 0 && !std::exchange(self.warned_of_unfinished_save, true)) {
-    log::warning("save_checkpoint() inside an accumulation, after ", self.order.micro_batches_done(), " of ",
-                 gradient_accumulation_steps(), " micro-batches", self.order.awaits_step() ? " and a backward()" : "",
-                 ": a checkpoint has no gradients. A run that loads it begins this accumulation anew, with the counters, ",
-                 "the random numbers and the position of the engine's loader of its beginning; data of the program's own ",
-                 "has to go back as far. Training goes on here as if nothing had been saved (said once)");
+    log::warning(
+        "save_checkpoint() inside an accumulation, after ", self.order.micro_batches_done(), " of ",
+        gradient_accumulation_steps(), " micro-batches", self.order.awaits_step() ? " and a backward()" : "",
+        ": a checkpoint has no gradients. A run that loads it begins this accumulation anew, with the counters, ",
+        "the random numbers and the position of the engine's loader of its beginning; data of the program's own ",
+        "has to go back as far. Training goes on here as if nothing had been saved (said once)");
   }
   return engine::save_checkpoint(self.state, self.run_state(), self.saves, {save_dir, tag, options});
 }

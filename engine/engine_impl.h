@@ -95,7 +95,8 @@ struct Engine::Impl {
     int64_t optimizer_steps = 0;  // before it
   };
   void undo_accumulation(const Undo& undo) noexcept;
-  // --- a backward pass of the program, from a loss or a tensor; and its parts, in this order, for several engines -----
+  // --- a backward pass of the program, from a loss or a tensor; and its parts, in this order, for several engines
+  // -----
   at::Tensor backward_of(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas);
   void backward_from(const at::Tensor& out, const at::Tensor& gradient, bool retain_graph, bool scale_wrt_gas);
   void require_backward();

@@ -58,9 +58,8 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   reporter->step_begins();
   const Autocast::Pause pause(state.ranks.device.type());
   const int64_t samples = order.batches_done() * config.train_micro_batch_size_per_gpu * state.ranks.part->size();
-  const Undo undo = {.micro_batches = order.end_accumulation(),
-                     .samples = samples,
-                     .optimizer_steps = state.optimizer.step_count()};
+  const Undo undo = {
+      .micro_batches = order.end_accumulation(), .samples = samples, .optimizer_steps = state.optimizer.step_count()};
   ++progress.global_steps;
   progress.global_samples += samples;
   try {

@@ -2,10 +2,11 @@
 // divided by it before the update. Torch-free.
 //
 // The dynamic rule is DeepSpeed's DynamicLossScaler: an overflow first uses up hysteresis and then halves the scale;
-// a good step that follows loss_scale_window good ones doubles it; at the minimum an overflow is an error. At stage 0 it
-// is that of DeepSpeed's FP16_Optimizer: each overflow halves the scale at once, and at the minimum it stays. One difference in use: the engine asks for scale()
-// once per step and unscales with the very value the loss was multiplied by, calling update() only afterwards
-// (DeepSpeed updates first, which halves the gradient of the step on which the scale doubles).
+// a good step that follows loss_scale_window good ones doubles it; at the minimum an overflow is an error. At stage 0
+// it is that of DeepSpeed's FP16_Optimizer: each overflow halves the scale at once, and at the minimum it stays. One
+// difference in use: the engine asks for scale() once per step and unscales with the very value the loss was multiplied
+// by, calling update() only afterwards (DeepSpeed updates first, which halves the gradient of the step on which the
+// scale doubles).
 #pragma once
 
 #include <cstdint>

@@ -39,7 +39,7 @@ class GradientReducer::Hook : public torch::autograd::PostAccumulateGradHook {
 };
 
 GradientReducer::GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
-                                 ReduceRoutes routes, ReducerOptions options)
+                                 ReduceRoutes routes, const ReducerOptions& options)
     : parameters_(parameters),
       exchange_(routes, fitting(options, routes)),
       elsewhere_(routes.elsewhere),

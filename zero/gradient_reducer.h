@@ -41,7 +41,7 @@ class GradientReducer {
   // `buckets`, `parameters` and the groups outlive the reducer. Installs a hook on every parameter and drops
   // gradients it has. Throws UsageError for a parameter that has a hook of another reducer.
   GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
-                  ReduceRoutes routes, ReducerOptions options);
+                  ReduceRoutes routes, const ReducerOptions& options);
   ~GradientReducer();
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;

@@ -73,9 +73,7 @@ constexpr Row kRows[] = {
     {.call = Call::kModuleStateDict, .name = "module_state_dict()", .needs = kWholeState},
     {.call = Call::kFp32StateDict, .name = "fp32_state_dict()", .needs = kWholeState},
     {.call = Call::kSave16BitModel, .name = "save_16bit_model()", .needs = kWholeState},
-    {.call = Call::kSaveCheckpoint,
-     .name = "save_checkpoint()",
-     .needs = kStatesHere | kWholeState | kNoScopes},
+    {.call = Call::kSaveCheckpoint, .name = "save_checkpoint()", .needs = kStatesHere | kWholeState | kNoScopes},
     {.call = Call::kLoadCheckpoint,
      .name = "load_checkpoint()",
      .needs = kStatesHere | kBetweenSteps | kNoScopes,
@@ -107,9 +105,10 @@ void CallOrder::require_driver(Call call) const {
               ", which made the engine or took it over last. Forward and all calls of an engine belong to one thread; ",
               "to hand it over call engine->use_from_this_thread() on the other one, while nobody else uses it");
   if (!row.driver || *row.driver == driver_) return;
-  ds::require(driver_ != Driver::kNobody || *row.driver == Driver::kSchedule, row.name,
-              ": this engine has no optimizer, and evaluates only: its parameters are frozen and have no gradients. To ",
-              "train, add the section \"optimizer\" to the ds_config, or pass .optimizer to initialize");
+  ds::require(
+      driver_ != Driver::kNobody || *row.driver == Driver::kSchedule, row.name,
+      ": this engine has no optimizer, and evaluates only: its parameters are frozen and have no gradients. To ",
+      "train, add the section \"optimizer\" to the ds_config, or pass .optimizer to initialize");
   ds::require(*row.driver == Driver::kSchedule, row.name, ": the model is a pipeline", row.other_driver);
   ds::require(false, row.name, " needs a pipeline: expected a model that is a pipeline::PipelineModule; ",
               "without one call backward() and step()");

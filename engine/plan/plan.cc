@@ -248,7 +248,8 @@ void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan)
                        "pipeline::PipelineModule, found ", ranks,
                        "; give the model as a list of layers, or remove the ", "key");
   if (!facts.pipeline_module) return;
-  require<ConfigError>(facts.trains, "optimizer: expected this section in the ds_config with a pipeline::PipelineModule, ",
+  require<ConfigError>(facts.trains,
+                       "optimizer: expected this section in the ds_config with a pipeline::PipelineModule, ",
                        "found none; add \"optimizer\": {\"type\": \"AdamW\", \"params\": {\"lr\": 1e-3}}, also where ",
                        "eval_batch() alone is called");
   const std::string& schedule = config.pipeline.schedule;

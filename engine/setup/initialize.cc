@@ -54,7 +54,8 @@ void require_compatible_client(const InitializeOptions& options, const Plan& pla
 std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, const config::DsConfig& config,
                                            const ModelOptimizer& optimizer) {
   if (!options.lr_scheduler && !config.scheduler.options) return nullptr;
-  require<ConfigError>(optimizer.own || optimizer.client, options.lr_scheduler ? "initialize: .lr_scheduler" : "scheduler",
+  require<ConfigError>(optimizer.own || optimizer.client,
+                       options.lr_scheduler ? "initialize: .lr_scheduler" : "scheduler",
                        ": expected none without an optimizer, whose learning rates it would set; add the section ",
                        "\"optimizer\", or remove this");
   LrScheduler::Rule rule;
@@ -138,12 +139,12 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
   const bool is_pipeline = pipeline_of(options) != nullptr;
   model.plan = make_plan(config, topology_of(model.ranks, job.ranks_per_host), plan_facts(options, config, model));
   require_compatible_client(options, model.plan, config.zero_optimization.stage);
-  require<ConfigError>(model.plan.trains || options.parameter_groups.empty(), "initialize: .parameter_groups: expected ",
+  require<ConfigError>(model.plan.trains || options.parameter_groups.empty(),
+                       "initialize: .parameter_groups: expected ",
                        "none without an optimizer; add the section \"optimizer\" to the ds_config, or remove them");
   const Driver driver = is_pipeline ? Driver::kSchedule : model.plan.trains ? Driver::kProgram : Driver::kNobody;
-  impl.order =
-      CallOrder(driver,
-                {.micro_batches = config.gradient_accumulation_steps, .counted = config.managed_gradient_accumulation});
+  impl.order = CallOrder(
+      driver, {.micro_batches = config.gradient_accumulation_steps, .counted = config.managed_gradient_accumulation});
 }
 
 // Seeds, and what is one for the whole process or thread.

@@ -24,7 +24,8 @@ GradientParts make_gradients(const ModelState& model) {
   const RankGroups& groups = model.ranks.groups;
   const at::Device device = model.ranks.device;
   GradientParts parts;
-  if (!model.buckets.empty()) parts.reduction = make_gradient_reduction(model.plan, groups, model.buckets, model.infos, device);
+  if (!model.buckets.empty())
+    parts.reduction = make_gradient_reduction(model.plan, groups, model.buckets, model.infos, device);
   if (model.plan.locate_non_finite) {
     parts.check = std::make_unique<zero::GradientCheck>(device, /*lazy=*/!device.is_cpu());
   }

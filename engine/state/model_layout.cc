@@ -73,8 +73,8 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains)
     require_real("buffer", item.key(), item.value());
     result.buffers.push_back({item.key(), item.value()});
   }
-  require(!trains || !result.trainable.empty(), "model: expected at least one trainable parameter, found ", result.frozen.size(),
-          " frozen and none trainable; call set_requires_grad(true) on what is to be trained");
+  require(!trains || !result.trainable.empty(), "model: expected at least one trainable parameter, found ",
+          result.frozen.size(), " frozen and none trainable; call set_requires_grad(true) on what is to be trained");
   return result;
 }
 

@@ -52,7 +52,7 @@ struct ModelState {
   std::vector<ParameterInfo> infos;           // of them
   std::vector<zero::Parameter> frozen;
   std::vector<at::Tensor> frozen_here;  // without an optimizer: of `frozen`, until the engine ends
-  std::vector<char> held_still;  // of `parameters`: the program has frozen it since (ModelWatch)
+  std::vector<char> held_still;         // of `parameters`: the program has frozen it since (ModelWatch)
   std::vector<zero::ParameterBucket> buckets;
   std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3
   // Per bucket: what the optimizer updates. float32 models: views of the buckets; else float32 copies.

@@ -93,8 +93,7 @@ void ModelWatch::look_at_buckets(const char* call, std::vector<zero::ParameterBu
       Seen& seen = list[static_cast<size_t>(segments[i].parameter)];
       if (!bucket.is_here(i)) {
         take_over(call, first + b, i);
-      } else if (const int64_t version = seen.parameter->tensor._version();
-                 version == seen.version) {
+      } else if (const int64_t version = seen.parameter->tensor._version(); version == seen.version) {
         continue;
       } else if (!bucket.sharded()) {
         state_.access->wait_all();

@@ -96,7 +96,8 @@ void OptimizerStep::warn_of_nothing(double norm) {
   if (none || zero_steps_in_a_row_ < 2 || state.ranks.world->rank() != 0 || std::exchange(warned_of_zeros_, true))
     return;
   log::warning(
-      "step ", parts_.progress.global_steps, of_engine(), ": all gradients are zero, for the second time in a row: the model ",
+      "step ", parts_.progress.global_steps, of_engine(),
+      ": all gradients are zero, for the second time in a row: the model ",
       "learns nothing (is the loss constant, or multiplied by zero?). Momentum and weight decay go on (said once)");
 }
 

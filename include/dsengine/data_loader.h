@@ -53,7 +53,7 @@ concept ListedBatch = requires(Batch& batch) {
 // A dataset that gives samples by a list of their numbers, as .map() of torch::data makes one. It is asked for one
 // number at a time, so a transform sees batches of one sample.
 template <class Dataset>
-concept BatchedDataset = !IndexedDataset<Dataset> && requires(Dataset& dataset, c10::ArrayRef<size_t> indices) {
+concept BatchedDataset = !IndexedDataset<Dataset> && requires(Dataset & dataset, c10::ArrayRef<size_t> indices) {
   requires CollatedBatch<decltype(dataset.get_batch(indices))> || ListedBatch<decltype(dataset.get_batch(indices))>;
   dataset.size();
 };
@@ -85,7 +85,7 @@ class TrainingData {
   // Any other dataset: said in a sentence.
   template <class Dataset>
   requires(!UsableDataset<Dataset> && !std::same_as<std::remove_cvref_t<Dataset>, TrainingData> &&
-           requires(Dataset& dataset) { dataset.size(); })
+           requires(Dataset & dataset) { dataset.size(); })
       TrainingData(Dataset)  // NOLINT(google-explicit-constructor)
   {
     static_assert(UsableDataset<Dataset>,

@@ -240,8 +240,9 @@ class Engine {
   std::vector<std::pair<std::string, at::Tensor>> fp32_state_dict();
 
   // --- checkpoints: dsengine/checkpoint.h says what they do, docs/checkpoints.md how they are kept ------------------
-  // Collective. Returns the path of the tag's folder. Inside an accumulation, or between backward() and step(), it saves
-  // the state in which that began, without gradients, and warns: a run that loads it begins the accumulation anew.
+  // Collective. Returns the path of the tag's folder. Inside an accumulation, or between backward() and step(), it
+  // saves the state in which that began, without gradients, and warns: a run that loads it begins the accumulation
+  // anew.
   std::string save_checkpoint(const std::string& save_dir, const std::string& tag = "",
                               const SaveOptions& options = {});
   // Returns when the save in flight is published. Throws IoError on all ranks when it failed. Collective.
@@ -286,12 +287,12 @@ class Engine {
 //   encoder->step();
 //   decoder->step();
 //
-// It is the backward() of each of them, and counts as one in its accumulation. (encoder->backward(loss) alone would drop
-// what the loss means for the decoder.) Reductions begin when the pass is over, engine by engine in the order of the
-// list, which is the same on all ranks. Engines of one rank and thread, without pipelines. Throws UsageError as
-// Engine::backward does, and for engines that scale the loss differently: with other gradient_accumulation_steps (unless
-// scale_wrt_gas is false) or another static loss scale. Of dynamic ones the smallest counts, which the others take over
-// as theirs where their accumulation begins.
+// It is the backward() of each of them, and counts as one in its accumulation. (encoder->backward(loss) alone would
+// drop what the loss means for the decoder.) Reductions begin when the pass is over, engine by engine in the order of
+// the list, which is the same on all ranks. Engines of one rank and thread, without pipelines. Throws UsageError as
+// Engine::backward does, and for engines that scale the loss differently: with other gradient_accumulation_steps
+// (unless scale_wrt_gas is false) or another static loss scale. Of dynamic ones the smallest counts, which the others
+// take over as theirs where their accumulation begins.
 at::Tensor backward(const at::Tensor& loss, const std::vector<std::shared_ptr<Engine>>& engines,
                     bool retain_graph = false, bool scale_wrt_gas = true);
 

@@ -159,10 +159,12 @@ TEST_P(EvaluationEngines, HaveNoScheduleAndNoGroups) {
   EXPECT_THAT([&] { initialize({.model = model.ptr(), .config = with_schedule}); },
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("scheduler"), HasSubstr("without an optimizer"))));
   SmallNet other;
-  EXPECT_THAT([&] {
-    initialize({.model = other.ptr(), .config = config(), .parameter_groups = {{.parameters = {"first.*"}, .lr = 1.0}}});
-  },
-              ThrowsMessage<ConfigError>(HasSubstr("parameter_groups")));
+  EXPECT_THAT(
+      [&] {
+        initialize(
+            {.model = other.ptr(), .config = config(), .parameter_groups = {{.parameters = {"first.*"}, .lr = 1.0}}});
+      },
+      ThrowsMessage<ConfigError>(HasSubstr("parameter_groups")));
 }
 
 INSTANTIATE_TEST_SUITE_P(Stages, EvaluationEngines, ::testing::Values(0, 1, 2, 3), stage_name);

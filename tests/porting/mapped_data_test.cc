@@ -63,8 +63,8 @@ TEST(MappedData, GivesTheBatchesOfTorchsLoader) {
       Pictures().map(normalize()).map(transforms::Stack<>()), 4);
   const auto stacked = batches_of(Pictures().map(normalize()).map(transforms::Stack<>()));
   const auto listed = batches_of(Pictures().map(normalize()));
-  const auto shared = batches_of(
-      std::make_shared<decltype(Pictures().map(transforms::Stack<>()))>(Pictures(), transforms::Stack<>()));
+  const auto shared =
+      batches_of(std::make_shared<decltype(Pictures().map(transforms::Stack<>()))>(Pictures(), transforms::Stack<>()));
   size_t number = 0;
   for (const auto& batch : *expected) {
     ASSERT_LT(number, stacked.size());

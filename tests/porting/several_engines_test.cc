@@ -202,8 +202,8 @@ TEST_P(SeveralEngines, MessagesNameTheEngineWhereThereAreSeveral) {
                   ThrowsMessage<UsageError>(
                       HasSubstr("(the engine of torch::nn::SequentialImpl (number 2 of 2 engines for such a model))")));
       EXPECT_THAT([&] { third->backward(torch::ones({2})); },
-                  ThrowsMessage<UsageError>(
-                      AllOf(HasSubstr("expected a scalar loss"), HasSubstr("(the engine of ds::engine::SmallNetImpl)"))));
+                  ThrowsMessage<UsageError>(AllOf(HasSubstr("expected a scalar loss"),
+                                                  HasSubstr("(the engine of ds::engine::SmallNetImpl)"))));
     }
     EXPECT_THAT([&] { one->step(); }, ThrowsMessage<UsageError>(is_plain));
   });

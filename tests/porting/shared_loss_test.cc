@@ -52,7 +52,8 @@ State train_both_plainly(int accumulation) {
     encoder.zero_grad();
     decoder.zero_grad();
     for (int micro = step * accumulation; micro < (step + 1) * accumulation; ++micro) {
-      for (int rank = 0; rank < kLossRanks; ++rank) (nets.loss(sample(micro, rank)) / (accumulation * kLossRanks)).backward();
+      for (int rank = 0; rank < kLossRanks; ++rank)
+        (nets.loss(sample(micro, rank)) / (accumulation * kLossRanks)).backward();
     }
     encoder.step();
     decoder.step();
@@ -100,7 +101,8 @@ TEST_P(SharedLoss, AddsToPassesOfOneEngineAlone) {
   auto decoder_optimizer = adamw(plain.decoder->parameters());
   for (int micro = 0; micro < accumulation; ++micro) {
     for (int rank = 0; rank < kLossRanks; ++rank) {
-      ((own_loss(plain, sample(micro, rank)) + plain.loss(sample(micro, rank))) / (accumulation * kLossRanks)).backward();
+      ((own_loss(plain, sample(micro, rank)) + plain.loss(sample(micro, rank))) / (accumulation * kLossRanks))
+          .backward();
       (own_loss(plain, sample(micro + 7, rank)) / (accumulation * kLossRanks)).backward();
     }
   }
@@ -262,13 +264,19 @@ TEST_P(ScaledPasses, EnginesOfOneLossHaveOneScale) {
     other.reset();
     second = SmallNet();
     other = engine_of(second, 1, 0, /*loss_scale=*/64);
-    EXPECT_THAT([&] { backward(loss(), {one, other}); },
-                ThrowsMessage<UsageError>(AllOf(HasSubstr("expected one loss scale, found 64"), HasSubstr("16"))));
+    EXPECT_THAT(
+        [&] {
+          backward(loss(), {one, other});
+        },
+        ThrowsMessage<UsageError>(AllOf(HasSubstr("expected one loss scale, found 64"), HasSubstr("16"))));
     other.reset();
     second = SmallNet();
     other = engine_of(second, 2, 4);
-    EXPECT_THAT([&] { backward(loss(), {one, other}); },
-                ThrowsMessage<UsageError>(HasSubstr("expected one gradient_accumulation_steps")));
+    EXPECT_THAT(
+        [&] {
+          backward(loss(), {one, other});
+        },
+        ThrowsMessage<UsageError>(HasSubstr("expected one gradient_accumulation_steps")));
     EXPECT_THAT([&] { backward(loss(), {one, one}); }, ThrowsMessage<UsageError>(HasSubstr("each engine once")));
   });
 }
