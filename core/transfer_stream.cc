@@ -1,6 +1,7 @@
 #include "core/transfer_stream.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -63,8 +64,13 @@ TransferStream::Mark TransferStream::start(const at::Tensor& to, const at::Tenso
   return mark;
 }
 
+// CUDA makes a context on the current device of a thread that asks for an event: half a gigabyte of device 0 for each
+// rank whose worker thread has chosen none.
 void TransferStream::wait_on_host(Mark& mark) {
-  if (mark.event_) mark.event_->synchronize();
+  if (mark.event_) {
+    const c10::DeviceGuard guard(mark.event_->device());
+    mark.event_->synchronize();
+  }
   mark = {};
 }
 

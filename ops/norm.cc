@@ -1,3 +1,4 @@
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
@@ -212,10 +213,9 @@ NormedSum normalize(const NormKind& kind, NormInput input) {
   return {composed_norm(kind, s, input.weight, input.bias), input.residual.defined() ? s : at::Tensor()};
 }
 
-const at::Tensor& required(const char* name, const at::Tensor& residual) {
+void require_residual(const char* name, const at::Tensor& residual) {
   require(residual.defined(), name,
           ": expected a residual, found an undefined tensor; without one it is the norm alone");
-  return residual;
 }
 
 }  // namespace
@@ -230,13 +230,15 @@ at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::T
 
 NormedSum add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight, double eps) {
   constexpr const char* kAddRmsNorm = "dsengine::add_rms_norm";
-  return normalize({kAddRmsNorm, false, eps}, {x, required(kAddRmsNorm, residual), weight, {}});
+  require_residual(kAddRmsNorm, residual);
+  return normalize({kAddRmsNorm, false, eps}, {x, residual, weight, {}});
 }
 
 NormedSum add_layer_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight,
                          const at::Tensor& bias, double eps) {
   constexpr const char* kAddLayerNorm = "dsengine::add_layer_norm";
-  return normalize({kAddLayerNorm, true, eps}, {x, required(kAddLayerNorm, residual), weight, bias});
+  require_residual(kAddLayerNorm, residual);
+  return normalize({kAddLayerNorm, true, eps}, {x, residual, weight, bias});
 }
 
 }  // namespace ds::ops

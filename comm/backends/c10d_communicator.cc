@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -66,6 +67,7 @@ void combine_bitwise(const at::Tensor& into, const at::Tensor& next, ReduceOp op
 // Of a rank in a group, shared with its operations.
 struct Place {
   std::string text;  // for messages
+  c10::Device device;
   std::atomic<bool> failed = false;
 };
 
@@ -75,7 +77,12 @@ class BackendState : public WorkState {
   BackendState(BackendWork work, std::function<void()> finish, OperationName name, std::shared_ptr<Place> place)
       : work_(std::move(work)), finish_(std::move(finish)), name_(std::move(name)), place_(std::move(place)) {}
 
-  bool is_completed() override { return work_->isCompleted(); }
+  // Also asked by the thread that watches for stalls, which has chosen no device: see TransferStream::wait_on_host.
+  bool is_completed() override {
+    c10::OptionalDeviceGuard guard;
+    if (!place_->device.is_cpu()) guard.reset_device(place_->device);
+    return work_->isCompleted();
+  }
 
   void wait() override {
     try {
@@ -104,7 +111,8 @@ class C10dCommunicator : public Communicator {
   explicit C10dCommunicator(const C10dGroup& group)
       : Communicator(group.rank, group.size, group.name),
         group_(group),
-        place_(std::make_shared<Place>(cat(" on group '", group.name, "', rank ", group.rank, " of ", group.size))),
+        place_(std::make_shared<Place>(cat(" on group '", group.name, "', rank ", group.rank, " of ", group.size),
+                                       group.device)),
         backend_(group.size > 1 ? group.connect(group.store, group.rank, group.size) : nullptr) {}
   ~C10dCommunicator() override { end(); }
   C10dCommunicator(const C10dCommunicator&) = delete;

@@ -87,7 +87,7 @@ void rotate_neighbours(const typename Format::Raw* x, typename Format::Raw* y, s
   }
   if (i == pairs) return;
   const First part{pairs - i};
-  HWY_ALIGN Raw padded[2 * HWY_MAX_BYTES / sizeof(typename Format::Lane)] = {};
+  HWY_ALIGN Raw padded[size_t{2} * HWY_MAX_BYTES / sizeof(typename Format::Lane)] = {};
   std::memcpy(padded, x + 2 * i, 2 * part.count * sizeof(Raw));
   const auto both = load_pairs<Format>(padded);
   store_pairs<Format>(rotate(both.first, both.second, part.load<Wide<Format>>(angles.cos + i), angles.sine(i, part)),

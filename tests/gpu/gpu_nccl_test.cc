@@ -3,8 +3,10 @@
 #include <torch/torch.h>
 
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "core/transfer_stream.h"
 #include "tests/gpu/collective_checks.h"
 #include "tests/gpu/device_run.h"
 #include "tests/gpu/nccl_ranks.h"
@@ -37,6 +39,23 @@ TEST(NcclRanks, WhatIsUnderWayArrivesBeforeAGroupEnds) {
       EXPECT_TRUE(found.narrow(0, 1 << 16, 1 << 16).eq(2.0).all().item<bool>()) << "rank " << ranks.rank();
     });
   }
+}
+
+// A thread that has chosen no device is on device 0, where asking about an event of another one makes a context.
+TEST(NcclRanks, OtherThreadsAskWithoutAContextOnAnotherDevice) {
+  on_gpus(2, [](comm::Communicator& ranks, at::Device device) {
+    const at::Tensor sum = at::ones({1 << 10}, at::TensorOptions(device));
+    const comm::Work work = ranks.all_reduce(sum);
+    TransferStream copies(device);
+    at::Tensor back = at::zeros({1 << 10}, at::TensorOptions());
+    work.wait();
+    TransferStream::Mark mark = copies.copy(back, sum);
+    std::thread([&] {
+      TransferStream::wait_on_host(mark);
+      while (!work.is_completed()) std::this_thread::yield();
+    }).join();
+    EXPECT_TRUE(back.eq(2.0).all().item<bool>());
+  });
 }
 
 struct NcclCell {

@@ -14,6 +14,7 @@ constexpr c10::StreamId kPool = 32;  // streams of a device, given out in turn, 
 
 struct RecordedEvent {
   Point point;
+  c10::DeviceIndex device = 0;
   std::atomic<bool> asked = false;
 };
 
@@ -55,6 +56,7 @@ class DeviceGuard : public c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) *event = new RecordedEvent;
     event_of(*event)->point = Timeline::instance().now(number_of(stream));
     event_of(*event)->asked = false;
+    event_of(*event)->device = stream.device_index();
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) Timeline::instance().block(number_of(stream), event_of(event)->point);
@@ -62,11 +64,14 @@ class DeviceGuard : public c10::impl::DeviceGuardImplInterface {
   // What runs as late as it may is not done when it is asked for; who asks again gets it.
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
+    ask_about({c10::kCUDA, event_of(event)->device});
     if (event_of(event)->asked.exchange(true)) Timeline::instance().wait(event_of(event)->point);
     return Timeline::instance().reached(event_of(event)->point);
   }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) Timeline::instance().wait(event_of(event)->point);
+    if (event == nullptr) return;
+    ask_about({c10::kCUDA, event_of(event)->device});
+    Timeline::instance().wait(event_of(event)->point);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete event_of(event); }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {

@@ -103,7 +103,10 @@ class LaneWork : public c10d::Work {
   LaneWork(Point point, c10::Device device, std::vector<at::Tensor> held)
       : point_(std::move(point)), device_(device), held_(std::move(held)) {}
 
-  bool isCompleted() override { return Timeline::instance().reached(point_); }
+  bool isCompleted() override {
+    ask_about(device_);
+    return Timeline::instance().reached(point_);
+  }
   bool isSuccess() const override { return Timeline::instance().reached(point_); }
   void synchronize() override {
     Timeline::instance().block(current_number(device_), point_);

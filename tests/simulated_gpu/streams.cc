@@ -18,6 +18,12 @@ void set_device(c10::Device device) {
   if (device.has_index()) device_index = device.index();
 }
 
+void ask_about(c10::Device device) {
+  if (index_of(device) == device_index) return;
+  Timeline::instance().add_report("a thread with the current device " + current_device().str() + " asked about " +
+                                  device.str() + ": expected the same device, or there is a context on both");
+}
+
 c10::Stream current_stream(c10::Device device) {
   const c10::DeviceIndex index = index_of(device);
   return c10::Stream(c10::Stream::UNSAFE, {c10::kCUDA, index}, stream_ids.at(static_cast<size_t>(index)));

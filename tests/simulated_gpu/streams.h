@@ -14,6 +14,9 @@ inline constexpr c10::DeviceIndex kDevices = 8;
 
 c10::Device current_device();
 void set_device(c10::Device device);
+// A thread asks about what `device` was given. CUDA makes a context on the thread's current device then, which is
+// reported where it is another one.
+void ask_about(c10::Device device);
 // `device` may have no index: the current one.
 c10::Stream current_stream(c10::Device device);
 c10::Stream set_stream(c10::Stream stream);  // returns the one before

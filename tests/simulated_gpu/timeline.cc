@@ -238,6 +238,11 @@ void Timeline::report(std::string text) {
   if (reports_.size() < kMost) reports_.push_back(std::move(text));
 }
 
+void Timeline::add_report(std::string text) {
+  const Lock lock(mutex_);
+  report(std::move(text));
+}
+
 size_t Timeline::free_memory(uintptr_t begin, std::function<void()> release) {
   Lock lock(mutex_);
   const auto found = memory_.find(begin);

@@ -75,6 +75,8 @@ class Timeline {
   size_t free_memory(uintptr_t begin, std::function<void()> release);
   bool is_pinned(uintptr_t address);
 
+  // Something else that is wrong.
+  void add_report(std::string text);
   // What was found since the last call, a line each. Reads that the host never waited for are over.
   std::vector<std::string> take_reports();
 
