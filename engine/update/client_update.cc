@@ -1,4 +1,7 @@
 // The program's own optimizer steps on whole parameters, whose gradients are views of the buckets'.
+#include <torch/optim/lbfgs.h>
+
+#include "core/check.h"
 #include "engine/update/update_paths.h"
 
 namespace ds::engine {
@@ -6,7 +9,12 @@ namespace {
 
 class ClientUpdate final : public Update {
  public:
-  explicit ClientUpdate(const UpdateParts& parts) : state_(parts.state), order_(parts.order) {}
+  explicit ClientUpdate(const UpdateParts& parts) : state_(parts.state), order_(parts.order) {
+    const bool wants_closure = dynamic_cast<const torch::optim::LBFGS*>(state_.optimizer.client.get()) != nullptr;
+    require(!wants_closure, "initialize: .optimizer: torch::optim::LBFGS computes the loss several times inside of its ",
+            "step(), by a closure that engine->step() does not have. Expected an optimizer that steps once with the ",
+            "gradients there are; train with LBFGS outside of the engine");
+  }
 
   void apply(double gradient_scale) override {
     const double bound = state_.plan.clip_value;

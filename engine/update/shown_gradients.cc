@@ -28,11 +28,13 @@ at::Tensor unreadable_gradient(const zero::Parameter& parameter, const char* rea
   return gradient;
 }
 
-// No view for autograd, so that zero_grad() of torch's optimizers, which detaches in place, comes as far as to take it
-// away.
-at::Tensor alias_of(const at::Tensor& view) {
-  at::Tensor alias = at::empty({0}, view.options());
-  alias.set_data(view);
+// The memory of a parameter's gradient in its bucket. No view for autograd, so that zero_grad() of torch's optimizers,
+// which detaches in place, comes as far as to take it away; and made at once, because there is one for each parameter
+// and step.
+at::Tensor alias_of(const at::Tensor& flat, const Segment& segment, const at::Tensor& like) {
+  at::Tensor alias = at::detail::make_tensor<at::TensorImpl>(at::Storage(flat.storage()), flat.key_set(), flat.dtype());
+  alias.unsafeGetTensorImpl()->set_storage_offset(flat.storage_offset() + segment.slice_offset);
+  alias.unsafeGetTensorImpl()->set_sizes_contiguous(like.sizes());
   return alias;
 }
 
@@ -65,7 +67,7 @@ void ShownGradients::show(After pass, double loss_scale) {
       const auto i = static_cast<size_t>(segment.parameter);
       const at::Tensor& tensor = state_.parameters[i].tensor;
       if (!tensor.requires_grad()) continue;
-      shown_[i] = reason ? stand_in(i, reason) : alias_of(zero::view_of(flat, segment, tensor));
+      shown_[i] = reason ? stand_in(i, reason) : alias_of(flat, segment, tensor);
       memory_[i] = shown_[i].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
       tensor.mutable_grad() = shown_[i];
     }

@@ -1,10 +1,13 @@
-// Programs that accumulate gradients by themselves, as without an engine that does.
+// Programs whose steps are others than the engine's: they accumulate by themselves, or compute the loss inside.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <memory>
 #include <string>
+#include <utility>
 
+#include "core/check.h"
 #include "tests/porting/ported_run.h"
 
 namespace ds::engine {
@@ -13,6 +16,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
+using ::testing::ThrowsMessage;
 
 constexpr int kOwnMicroBatches = 2;
 
@@ -47,6 +51,23 @@ TEST_P(OwnAccumulation, IsThatOfTorchWhereTheConfigHasNone) {
 
 TEST_P(OwnAccumulation, BesideThatOfTheConfigIsToldThatUpdatesComeLate) {
   EXPECT_THAT(accumulate(GetParam(), kOwnMicroBatches, 4, 1).second, kIsTold);
+}
+
+// It computes the loss anew inside of its step.
+TEST(OptimizersWithAClosure, AreRefusedAtOnce) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    nlohmann::ordered_json config = small_config(0, 1);
+    config.erase("optimizer");
+    const auto optimizer = std::make_shared<torch::optim::LBFGS>(model->parameters());
+    const auto begin = [&] {
+      initialize({.model = model.ptr(),
+                  .config = config,
+                  .optimizer = optimizer,
+                  .communicator = borrowed(communicator)});
+    };
+    EXPECT_THAT(begin, ThrowsMessage<UsageError>(AllOf(HasSubstr("LBFGS"), HasSubstr("closure"))));
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Stages, OwnAccumulation, ::testing::Values(0, 1, 2, 3), stage_name);
