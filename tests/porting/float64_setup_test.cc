@@ -139,8 +139,7 @@ TEST(Float64Setup, APipelineTrainsAsOneModule) {
       const std::vector<pipeline::LayerSpec> layers = {
           double_layer(6, 11), pipeline::LayerSpec::function([](const at::Tensor& x) { return x.tanh(); }),
           double_layer(11, 3)};
-      const auto model =
-          std::make_shared<pipeline::PipelineModule>(layers, pipeline::PipelineOptions{.loss = squares});
+      const auto model = std::make_shared<pipeline::PipelineModule>(layers, pipeline::PipelineOptions{.loss = squares});
       const auto engine = start(model, pipeline_config(stage), communicator).engine;
       int64_t next = 0;
       for (int step = 0; step < 5; ++step) {
