@@ -52,8 +52,7 @@ Times train(const Options& options, int stage, const std::shared_ptr<ds::comm::C
       {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}}}}},
       {"zero_optimization", {{"stage", stage}}},
   };
-  const auto engine =
-      ds::engine::initialize({.model = model, .config = config, .communicator = communicator}).engine;
+  const auto engine = ds::engine::initialize({.model = model, .config = config, .communicator = communicator}).engine;
   const at::Tensor numbers = at::arange(options.batch * size.seq_len, at::kLong).mul(31 + communicator->rank());
   const at::Tensor tokens = numbers.remainder(size.vocab).view({options.batch, size.seq_len});
   Times times;

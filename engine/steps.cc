@@ -41,10 +41,11 @@ void Engine::Impl::warn_of_own_accumulation() {
   if (micro_batches == 1 || order.backwards_since_step() != micro_batches || state.ranks.world->rank() != 0 ||
       std::exchange(warned_of_own_accumulation, true))
     return;
-  log::warning(with_engine("step()"), ": ", micro_batches, " backward() calls came before it, as many as ",
-               "gradient_accumulation_steps says. Each step() counts one micro-batch, so that the update comes with the ",
-               micro_batches, "th step(). A program that counts by itself sets gradient_accumulation_steps to 1; or it ",
-               "calls step() after each backward() and leaves the counting to the engine (said once)");
+  log::warning(
+      with_engine("step()"), ": ", micro_batches, " backward() calls came before it, as many as ",
+      "gradient_accumulation_steps says. Each step() counts one micro-batch, so that the update comes with the ",
+      micro_batches, "th step(). A program that counts by itself sets gradient_accumulation_steps to 1; or it ",
+      "calls step() after each backward() and leaves the counting to the engine (said once)");
 }
 
 void Engine::Impl::complete_step(const at::Tensor& loss) {

@@ -23,7 +23,8 @@ constexpr const char* kReleased =
     "save_checkpoint()";
 
 constexpr const char* kComing =
-    "parameter {} is on its way from the ranks that have updated it since step(): operators of the engine's thread wait "
+    "parameter {} is on its way from the ranks that have updated it since step(): operators of the engine's thread "
+    "wait "
     "for it by themselves; for torch::save(), data_ptr(), accessors and other threads call "
     "engine->synchronize_parameters() first";
 

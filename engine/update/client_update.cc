@@ -11,7 +11,8 @@ class ClientUpdate final : public Update {
  public:
   explicit ClientUpdate(const UpdateParts& parts) : state_(parts.state), order_(parts.order) {
     const bool wants_closure = dynamic_cast<const torch::optim::LBFGS*>(state_.optimizer.client.get()) != nullptr;
-    require(!wants_closure, "initialize: .optimizer: torch::optim::LBFGS computes the loss several times inside of its ",
+    require(!wants_closure,
+            "initialize: .optimizer: torch::optim::LBFGS computes the loss several times inside of its ",
             "step(), by a closure that engine->step() does not have. Expected an optimizer that steps once with the ",
             "gradients there are; train with LBFGS outside of the engine");
   }

@@ -40,8 +40,8 @@ class ShownGradients {
 
   const ModelState& state_;
   bool showing_ = false;
-  std::vector<at::Tensor> shown_;      // by parameter; undefined: nothing
-  std::vector<const void*> memory_;    // the storages of those
+  std::vector<at::Tensor> shown_;    // by parameter; undefined: nothing
+  std::vector<const void*> memory_;  // the storages of those
   // By reason, a literal, and parameter; kept from step to step.
   std::map<const char*, std::vector<at::Tensor>> stand_ins_;
 };

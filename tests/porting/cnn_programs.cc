@@ -99,8 +99,9 @@ Losses train_cnn_plainly(int /*world*/) {
 }  // namespace
 
 Program residual_cnn() {
-  return {
-      .name = "ResidualCnn", .train_plainly = train_cnn_plainly, .train_on_engine = train_cnn_on_engine<torch::nn::GroupNorm>};
+  return {.name = "ResidualCnn",
+          .train_plainly = train_cnn_plainly,
+          .train_on_engine = train_cnn_on_engine<torch::nn::GroupNorm>};
 }
 
 Losses train_batch_norm_plainly(int world, int reordered) {
@@ -115,8 +116,7 @@ Losses train_batch_norm_plainly(int world, int reordered) {
     double total = 0;
     for (int i = 0; i < world; ++i) {
       const auto part = static_cast<size_t>(reordered > 0 ? (world - 1 - i + reordered) % world : i);
-      const at::Tensor loss =
-          model.loss(pixels[part].roll(reordered, 0), labels[part].roll(reordered, 0)) / world;
+      const at::Tensor loss = model.loss(pixels[part].roll(reordered, 0), labels[part].roll(reordered, 0)) / world;
       loss.backward();
       total += loss.item<double>();
     }

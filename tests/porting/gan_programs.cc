@@ -122,8 +122,7 @@ Points points_part(const Points& points, comm::Communicator& ranks) {
 
 at::Tensor critic_loss(Wgan& gan, const Points& points) {
   const at::Tensor fake = gan.generator->forward(points.noise).detach();
-  const at::Tensor mixed =
-      (points.between * points.real + (1 - points.between) * fake).detach().requires_grad_(true);
+  const at::Tensor mixed = (points.between * points.real + (1 - points.between) * fake).detach().requires_grad_(true);
   const at::Tensor scores = gan.critic->forward(mixed);
   const at::Tensor slope = torch::autograd::grad({scores}, {mixed}, {torch::ones_like(scores)}, /*retain_graph=*/true,
                                                  /*create_graph=*/true)[0];

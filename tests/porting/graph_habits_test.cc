@@ -122,13 +122,13 @@ Habit exceptions_that_are_caught() {
 }
 
 constexpr NamedHabit kGraphHabits[] = {{"HookOnAParameter", hook_on_a_parameter},
-                                  {"TwoLossesOfOneGraph", two_losses_of_one_graph},
-                                  {"TwoForwardsAndParametersInTheLoss", two_forwards_and_parameters_in_the_loss},
-                                  {"NormedWeights", normed_weights},
-                                  {"GradientsInTheLoss", gradients_in_the_loss},
-                                  {"AdversarialInputs", adversarial_inputs},
-                                  {"EvaluationBeforeTheStep", evaluation_before_the_step},
-                                  {"ExceptionsThatAreCaught", exceptions_that_are_caught}};
+                                       {"TwoLossesOfOneGraph", two_losses_of_one_graph},
+                                       {"TwoForwardsAndParametersInTheLoss", two_forwards_and_parameters_in_the_loss},
+                                       {"NormedWeights", normed_weights},
+                                       {"GradientsInTheLoss", gradients_in_the_loss},
+                                       {"AdversarialInputs", adversarial_inputs},
+                                       {"EvaluationBeforeTheStep", evaluation_before_the_step},
+                                       {"ExceptionsThatAreCaught", exceptions_that_are_caught}};
 
 class GraphHabits : public ::testing::TestWithParam<HabitAtStage> {};
 
@@ -138,8 +138,7 @@ TEST_P(GraphHabits, AreThoseOfTorch) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, GraphHabits,
-                         ::testing::Combine(::testing::ValuesIn(kGraphHabits), ::testing::Range(0, 4)),
-                         name_of_habit);
+                         ::testing::Combine(::testing::ValuesIn(kGraphHabits), ::testing::Range(0, 4)), name_of_habit);
 
 class Graphs : public ::testing::TestWithParam<int> {};
 

@@ -1,4 +1,5 @@
-// A language model: an LSTM over packed sequences, an embedding that is also the output layer, two micro-batches a step.
+// A language model: an LSTM over packed sequences, an embedding that is also the output layer, two micro-batches a
+// step.
 #include <algorithm>
 #include <tuple>
 

@@ -39,8 +39,8 @@ std::pair<State, std::string> accumulate(int stage, int accumulation, int steps,
 
 class OwnAccumulation : public ::testing::TestWithParam<int> {};
 
-const auto kIsTold = AllOf(HasSubstr("2 backward() calls came before it"),
-                           HasSubstr("sets gradient_accumulation_steps to 1"));
+const auto kIsTold =
+    AllOf(HasSubstr("2 backward() calls came before it"), HasSubstr("sets gradient_accumulation_steps to 1"));
 
 TEST_P(OwnAccumulation, IsThatOfTorchWhereTheConfigHasNone) {
   const auto [weights, log] = accumulate(GetParam(), 1, 4, kOwnMicroBatches);
@@ -61,10 +61,8 @@ TEST(OptimizersWithAClosure, AreRefusedAtOnce) {
     config.erase("optimizer");
     const auto optimizer = std::make_shared<torch::optim::LBFGS>(model->parameters());
     const auto begin = [&] {
-      initialize({.model = model.ptr(),
-                  .config = config,
-                  .optimizer = optimizer,
-                  .communicator = borrowed(communicator)});
+      initialize(
+          {.model = model.ptr(), .config = config, .optimizer = optimizer, .communicator = borrowed(communicator)});
     };
     EXPECT_THAT(begin, ThrowsMessage<UsageError>(AllOf(HasSubstr("LBFGS"), HasSubstr("closure"))));
   });

@@ -136,14 +136,14 @@ Habit numbers() {
 }
 
 constexpr NamedHabit kHabits[] = {{"MovingAverage", moving_average},
-                             {"ExchangeInPlace", exchange_in_place},
-                             {"ExchangeOfMemory", exchange_of_memory},
-                             {"OneVector", one_vector},
-                             {"BackToTheBest", back_to_the_best},
-                             {"ChangedBeforeTheStep", changed_before_the_step},
-                             {"RowsAndColumns", rows_and_columns},
-                             {"Alias", alias},
-                             {"Numbers", numbers}};
+                                  {"ExchangeInPlace", exchange_in_place},
+                                  {"ExchangeOfMemory", exchange_of_memory},
+                                  {"OneVector", one_vector},
+                                  {"BackToTheBest", back_to_the_best},
+                                  {"ChangedBeforeTheStep", changed_before_the_step},
+                                  {"RowsAndColumns", rows_and_columns},
+                                  {"Alias", alias},
+                                  {"Numbers", numbers}};
 
 class ValueHabits : public ::testing::TestWithParam<HabitAtStage> {};
 
