@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/json/enum_names.h"
 #include "core/json/json_convert.h"
 #include "core/json/json_reading.h"
 #include "core/json/json_rules.h"
@@ -73,12 +74,12 @@ class JsonFields {
   }
   // An enumerator, or an optional one, by its name.
   template <class E>
-  using Names = std::vector<std::pair<std::string, E>>;
+  using Names = EnumNames<E>;
   template <class E>
   void enumerator(const JsonKey& key, E& out, const Names<E>& names) {
-    std::optional<std::string> name = name_in(names, out);
+    std::optional<std::string> name = enum_name(names, out);
     std::string text = name.value_or("");
-    choice(key, text, keys_of(names));
+    choice(key, text, enum_names(names));
     for (const auto& [known, value] : names) {
       if (known == text) out = value;
     }
@@ -86,8 +87,8 @@ class JsonFields {
   template <class E>
   void enumerator(const JsonKey& key, std::optional<E>& out, const Names<E>& names) {
     std::optional<std::string> text;
-    if (out) text = name_in(names, *out);
-    choice(key, text, keys_of(names));
+    if (out) text = enum_name(names, *out);
+    choice(key, text, enum_names(names));
     if (!text) out.reset();
     for (const auto& [known, value] : names) {
       if (text == known) out = value;
@@ -160,19 +161,6 @@ class JsonFields {
   template <class T>
   static bool null_allowed(const T&) {
     return std::is_same_v<T, nlohmann::ordered_json> || requires(T t) { t.reset(); };
-  }
-  template <class E>
-  static std::optional<std::string> name_in(const Names<E>& names, E wanted_value) {
-    for (const auto& [name, value] : names) {
-      if (value == wanted_value) return name;
-    }
-    return std::nullopt;
-  }
-  template <class E>
-  static std::vector<std::string> keys_of(const Names<E>& names) {
-    std::vector<std::string> keys;
-    for (const auto& entry : names) keys.push_back(entry.first);
-    return keys;
   }
   // "a", "b", "c"
   static std::string joined(const std::vector<std::string>& choices);

@@ -178,9 +178,8 @@ TEST_P(FaultDrill, DifferentCollectivesAreToldWithBothSides) {
 TEST_P(FaultDrill, AnotherConfigIsRefused) {
   const Outcome outcome = run("config");
   EXPECT_EQ(outcome.exit_code, 1) << outcome.text;
-  EXPECT_THAT(outcome.text,
-              AllOf(HasSubstr("the ds_config of rank 1 differs from that of rank 0: "), HasSubstr(" on rank 0, "),
-                    Not(HasSubstr("trained"))));
+  EXPECT_THAT(outcome.text, AllOf(HasSubstr("the ds_config of rank 1 differs from that of rank 0: "),
+                                  HasSubstr(" on rank 0, "), Not(HasSubstr("trained"))));
 }
 
 TEST_P(FaultDrill, ANotANumberIsTracedToItsRank) {

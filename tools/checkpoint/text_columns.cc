@@ -44,7 +44,8 @@ int64_t parsed_bytes(const std::string& text) {
   if (const auto whole = parse_whole_number(text); whole && *whole >= 1) return *whole;  // 5e9
   const size_t end = text.find_first_not_of("0123456789.");
   const std::string number = text.substr(0, end);
-  const auto unit = kUnits.find(end == std::string::npos ? "" : text.substr(std::min(text.find_first_not_of(' ', end), text.size())));
+  const auto unit =
+      kUnits.find(end == std::string::npos ? "" : text.substr(std::min(text.find_first_not_of(' ', end), text.size())));
   double value = 0;
   try {
     value = std::stod(number);
