@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/split_tensor.h"
 #include "core/tensor_check.h"
 #include "zero/partition.h"
 
@@ -40,6 +41,9 @@ ModelParameters collect_parameters(const torch::nn::Module& module) {
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& tensor = item.value();
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+    require(!is_split(tensor), "parameter ", item.key(),
+            " is split over ranks (parallel::parallelize_module), which the engine does not train yet; train the leaves of ",
+            "the split module with an optimizer of the program's own");
     const auto dtype = tensor.scalar_type();
     require((dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) && tensor.layout() == at::kStrided,
             "parameter ", item.key(), ": expected a dense float32, bfloat16 or float16 tensor, found ",

@@ -53,6 +53,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/lr_scheduler.h", "engine"},
     {"dsengine/memory.h", "zero"},
     {"dsengine/optimizer.h", "optim"},
+    {"dsengine/parallel.h", "parallel"},
     {"dsengine/pipeline.h", "pipeline"},
     {"dsengine/plan.h", "engine"},
     {"dsengine/restart.h", "core"},  // the launcher knows the exit code; the engine defines the call
