@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/split_tensor.h"
 #include "core/tensor_check.h"
 #include "optim/slice_update.h"
 #include "zero/partition.h"
@@ -49,6 +50,9 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains)
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& tensor = item.value();
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+    require(!is_split(tensor), "parameter ", item.key(),
+            " is split over ranks (parallel::parallelize_module), which the engine does not train yet; train the leaves of ",
+            "the split module with an optimizer of the program's own");
     require_real("parameter", item.key(), tensor);
     const auto dtype = tensor.scalar_type();
     require((dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf) &&

@@ -55,6 +55,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/memory.h", "zero"},
     {"dsengine/ops.h", "ops"},
     {"dsengine/optimizer.h", "optim"},
+    {"dsengine/parallel.h", "parallel"},
     {"dsengine/pipeline.h", "pipeline"},
     {"dsengine/plan.h", "engine"},
     {"dsengine/restart.h", "core"},  // the launcher knows the exit code; the engine defines the call

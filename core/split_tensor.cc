@@ -1,0 +1,289 @@
+#include "core/split_tensor.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/TensorImpl.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+
+namespace ds {
+namespace {
+
+namespace autograd = torch::autograd;
+
+// Note [Bridges]
+// A split tensor made by an operator has a part with a history, and needs one itself: a program may hand it to an
+// autograd function of its own. Its edge is a Bridge, which takes the part of a gradient and passes it on to the part's
+// edge. The other way round, a split tensor that such a function returns has a history and a part without one. Whoever
+// takes that part gets it with a PartGradient, which makes the gradient of the part one of the split tensor.
+//
+// Which of the two histories counts: the part's, where the split tensor has a Bridge or nothing; else the split
+// tensor's. A shallow copy (Tensor::data(), variables that autograd saved) is told by BackendMeta::clone; without a
+// history of its own it is detached.
+
+struct SplitMeta;
+const SplitMeta& meta_of(const at::Tensor& split);
+
+class Bridge : public autograd::Node {
+ public:
+  Bridge(Placement placement, const at::Tensor& part, autograd::Edge edge)
+      : placement_(std::move(placement)), part_(part.getIntrusivePtr()), edge_(edge.function.get()) {
+    add_next_edge(std::move(edge));
+  }
+
+  std::string name() const override { return "SplitTensorBridge"; }
+  void superseded() { superseded_ = true; }
+
+  autograd::variable_list apply(autograd::variable_list&& gradients) override {
+    if (!gradients[0].defined()) return {at::Tensor()};
+    require_current();
+    const at::Tensor& gradient = gradients[0];
+    if (!is_split(gradient)) return {slice_of(gradient, placement_).contiguous()};
+    if (placement_of(gradient).cut == placement_.cut) return {part_of(gradient)};
+    return {slice_of(placement_.axis->joined_values(gradient), placement_).contiguous()};
+  }
+
+ private:
+  // A view of the part was changed in place after an autograd function had taken this edge, or before it: which of the
+  // two cannot be known.
+  void require_current() const {
+    if (superseded_) return;
+    const auto part = part_.lock();
+    if (!part) return;
+    const at::Tensor current(part);
+    require(autograd::impl::gradient_edge(current).function.get() == edge_,
+            "a split tensor that an autograd function of the program reads was changed in place through a view of it; "
+            "hand the function a clone()");
+  }
+
+  Placement placement_;
+  c10::weak_intrusive_ptr<c10::TensorImpl> part_;
+  const autograd::Node* edge_;
+  bool superseded_ = false;
+};
+
+class PartGradient : public autograd::Node {
+ public:
+  PartGradient(Placement placement, std::vector<int64_t> sizes)
+      : placement_(std::move(placement)), sizes_(std::move(sizes)) {}
+  std::string name() const override { return "SplitTensorPart"; }
+  autograd::variable_list apply(autograd::variable_list&& gradients) override {
+    if (!gradients[0].defined()) return {at::Tensor()};
+    return {make_split(gradients[0], placement_, sizes_)};
+  }
+
+ private:
+  Placement placement_;
+  std::vector<int64_t> sizes_;
+};
+
+// What makes a tensor a split one.
+struct SplitMeta : c10::BackendMeta {
+  at::Tensor part;
+  Placement placement;
+  std::string name;  // of a parameter
+  bool copied = false;
+  std::weak_ptr<Bridge> bridge;
+
+  c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>& /*own*/) const override {
+    auto copy = c10::make_intrusive<SplitMeta>(*this);
+    copy->copied = true;
+    return copy;
+  }
+};
+
+SplitMeta& mutable_meta_of(const at::Tensor& split) {
+  return *static_cast<SplitMeta*>(split.unsafeGetTensorImpl()->get_backend_meta());
+}
+const SplitMeta& meta_of(const at::Tensor& split) { return mutable_meta_of(split); }
+
+// Members of TensorImpl that only those who derive from it reach.
+struct ImplAccess : c10::TensorImpl {
+  static void set_keys(c10::TensorImpl& impl, c10::DispatchKeySet keys) {
+    auto member = &ImplAccess::key_set_;
+    impl.*member = keys;
+  }
+  static void hide_memory(c10::TensorImpl& impl) { (impl.*(&ImplAccess::set_storage_access_should_throw))(); }
+};
+
+// Strides of the whole in the order of the part's, so that what is contiguous stays so.
+std::vector<int64_t> whole_strides(const at::Tensor& part, int64_t dim, c10::IntArrayRef sizes) {
+  const c10::IntArrayRef strides = part.strides();
+  const int64_t end = strides[dim] * part.size(dim);
+  std::vector<int64_t> result(sizes.size());
+  for (int64_t i = 0; i < part.dim(); ++i) {
+    const bool outer = i != dim && end > 0 && strides[i] >= end;
+    result[i] = outer ? strides[i] / part.size(dim) * sizes[dim] : strides[i];
+  }
+  return result;
+}
+
+void show_whole(c10::TensorImpl& impl, const at::Tensor& part, const Placement& placement, c10::IntArrayRef sizes) {
+  if (!placement.cut) return impl.set_sizes_and_strides(sizes, part.strides());
+  if (part.is_contiguous() || part.numel() == 0) return impl.set_sizes_contiguous(sizes);
+  impl.set_sizes_and_strides(sizes, whole_strides(part, placement.cut->dim, sizes));
+}
+
+// Gives the split tensor an edge to its part's.
+void build_bridge(const at::Tensor& split, SplitMeta& meta) {
+  auto bridge = std::shared_ptr<Bridge>(new Bridge(meta.placement, meta.part, autograd::impl::gradient_edge(meta.part)),
+                                        autograd::deleteNode);
+  bridge->add_input_metadata(split);
+  autograd::impl::set_gradient_edge(split, {bridge, 0});
+  meta.bridge = bridge;
+}
+
+at::Tensor part_with_history(const at::Tensor& split, const SplitMeta& meta) {
+  at::Tensor result = meta.part.detach();
+  if (!at::GradMode::is_enabled()) return result;
+  auto node =
+      std::shared_ptr<PartGradient>(new PartGradient(meta.placement, split.sizes().vec()), autograd::deleteNode);
+  node->set_next_edges({autograd::impl::gradient_edge(split)});
+  node->add_input_metadata(result);
+  autograd::impl::set_gradient_edge(result, {node, 0});
+  return result;
+}
+
+void require_part(const at::Tensor& part, const Placement& placement, c10::IntArrayRef sizes) {
+  require(!is_split(part), "the part of a split tensor is a plain tensor: two axes at once are not there yet");
+  std::vector<int64_t> expected = sizes.vec();
+  if (placement.cut) {
+    expected = TensorPart(expected, *placement.cut, placement.axis->rank(), placement.axis->size()).sizes();
+  }
+  require(part.sizes() == c10::IntArrayRef(expected), "the part of a split tensor of sizes ", sizes, " on rank ",
+          placement.axis->rank(), " of ", placement.axis->size(), " has sizes ", c10::IntArrayRef(expected), ", found ",
+          part.sizes());
+}
+
+}  // namespace
+
+bool is_split(const at::Tensor& tensor) { return tensor.defined() && tensor.key_set().has(kSplitKey); }
+
+const Placement& placement_of(const at::Tensor& split) {
+  require(is_split(split), "this is no split tensor");
+  return meta_of(split).placement;
+}
+
+at::Tensor part_of(const at::Tensor& split) {
+  require(is_split(split), "this is no split tensor");
+  const SplitMeta& meta = meta_of(split);
+  if (!split.requires_grad()) {
+    return meta.copied && meta.part.requires_grad() ? meta.part.detach() : meta.part;
+  }
+  // See Note [Bridges].
+  const bool own_history = dynamic_cast<Bridge*>(split.grad_fn().get()) == nullptr;
+  return own_history || !meta.part.requires_grad() ? part_with_history(split, meta) : meta.part;
+}
+
+at::Tensor make_split(at::Tensor part, Placement placement, c10::IntArrayRef sizes) {
+  if (placement.cut) {
+    require(placement.cut->dim >= 0 && placement.cut->dim < static_cast<int64_t>(sizes.size()), "a tensor of sizes ",
+            sizes, " has no dimension ", placement.cut->dim, " to be cut along");
+    placement.cut = normalized(*std::move(placement.cut), sizes[placement.cut->dim], placement.axis->size());
+  }
+  require_part(part, placement, sizes);
+  at::Tensor result =
+      at::detail::make_tensor<c10::TensorImpl>(c10::DispatchKeySet(kSplitKey), part.dtype(), part.device());
+  c10::TensorImpl& impl = *result.unsafeGetTensorImpl();
+  show_whole(impl, part, placement, sizes);
+  ImplAccess::hide_memory(impl);
+  auto meta = c10::make_intrusive<SplitMeta>();
+  meta->part = std::move(part);
+  meta->placement = std::move(placement);
+  if (meta->part.requires_grad() && at::GradMode::is_enabled()) build_bridge(result, *meta);
+  impl.set_backend_meta(std::move(meta));
+  return result;
+}
+
+void copy_part_into(const at::Tensor& whole, const at::Tensor& part, const Cut& cut, int index, int count) {
+  const int64_t dim = cut.dim;
+  const int64_t own = part.size(dim) / cut.repeats;
+  const at::Tensor to = whole.unflatten(dim, {cut.repeats, whole.size(dim) / cut.repeats});
+  const at::Tensor from = part.unflatten(dim, {cut.repeats, own});
+  int64_t block_begin = 0;
+  int64_t part_begin = 0;
+  for (const int64_t block : blocks_of(cut, whole.size(dim))) {
+    for (const DimRange& range : ranges_in_block(cut, block, index, count)) {
+      to.narrow(dim + 1, block_begin + range.begin, range.length).copy_(from.narrow(dim + 1, part_begin, range.length));
+      part_begin += range.length;
+    }
+    block_begin += block;
+  }
+}
+
+at::Tensor slice_of(const at::Tensor& whole, const Placement& placement) {
+  const at::NoGradGuard no_grad;
+  const Cut& cut = *placement.cut;
+  const int64_t dim = cut.dim;
+  const int index = placement.axis->rank();
+  const int count = placement.axis->size();
+  std::vector<at::Tensor> pieces;
+  const at::Tensor blocks = whole.unflatten(dim, {cut.repeats, whole.size(dim) / cut.repeats});
+  int64_t begin = 0;
+  for (const int64_t block : blocks_of(cut, whole.size(dim))) {
+    for (const DimRange& range : ranges_in_block(cut, block, index, count)) {
+      pieces.push_back(blocks.narrow(dim + 1, begin + range.begin, range.length));
+    }
+    begin += block;
+  }
+  const at::Tensor joined = pieces.size() == 1 ? pieces[0] : at::cat(pieces, dim + 1);
+  return cut.repeats == 1 ? joined.squeeze(dim) : joined.flatten(dim, dim + 1);
+}
+
+at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placement, at::Tensor part, std::string name) {
+  require(!is_split(parameter), "parameter ", name, " is split already");
+  require(parameter.is_leaf(), "only a leaf can be split as a parameter, ", name, " has a history");
+  const at::NoGradGuard no_grad;
+  Placement own = placement;
+  own.cut = normalized(*placement.cut, parameter.size(placement.cut->dim), placement.axis->size());
+  require_part(part, own, parameter.sizes());
+  const bool trained = parameter.requires_grad();
+  const std::vector<int64_t> sizes = parameter.sizes().vec();
+  at::Tensor leaf = part.detach().contiguous().set_requires_grad(trained);
+
+  c10::TensorImpl& impl = *parameter.unsafeGetTensorImpl();
+  parameter.set_requires_grad(false);
+  if (parameter.mutable_grad().defined()) parameter.mutable_grad().reset();
+  // What a tensor has that an operator made: the split key in the place of its backend's.
+  ImplAccess::set_keys(
+      impl,
+      at::detail::make_tensor<c10::TensorImpl>(c10::DispatchKeySet(kSplitKey), leaf.dtype(), leaf.device()).key_set());
+  impl.release_storage_and_set_meta_custom_data_ptr_error_msg_(
+      cat("parameter ", name,
+          " is split over ranks: operators see it whole, its memory is not here; ask for its part or its whole"));
+  show_whole(impl, leaf, own, sizes);
+  auto meta = c10::make_intrusive<SplitMeta>();
+  meta->part = leaf;
+  meta->placement = std::move(own);
+  meta->name = std::move(name);
+  if (trained) {
+    const at::AutoGradMode with_grad(true);
+    build_bridge(parameter, *meta);
+  }
+  impl.set_backend_meta(std::move(meta));
+  return leaf;
+}
+
+std::string split_name(const at::Tensor& split) { return is_split(split) ? meta_of(split).name : std::string(); }
+
+at::Tensor leaf_of(const at::Tensor& split) {
+  if (!is_split(split) || meta_of(split).name.empty()) return {};
+  return meta_of(split).part;
+}
+
+void note_changed_part(const at::Tensor& split, const at::Tensor& part) {
+  SplitMeta& meta = mutable_meta_of(split);
+  split.unsafeGetTensorImpl()->bump_version();
+  if (const auto bridge = meta.bridge.lock()) bridge->superseded();
+  meta.part = part;
+  meta.copied = false;
+  if (at::GradMode::is_enabled() && part.requires_grad()) build_bridge(split, meta);
+}
+
+}  // namespace ds

@@ -1,0 +1,69 @@
+// Tensors of which each rank has a part: ordinary at::Tensors that show the sizes of the whole.
+//
+// A split tensor has no memory. It carries a dispatch key of its own, above autocast and autograd, the part, and how
+// the whole is cut; folder parallel computes operators on it. Below the key there are plain tensors with plain
+// autograd. Along an axis a tensor without the key is the same on all ranks, and so is its gradient, complete on each.
+// The idea is that of torch's DTensor, one level higher.
+//
+// A split tensor's autograd edge leads to its part's and back (Note [Bridges] in split_tensor.cc), so that
+// requires_grad() and autograd functions of a program are right. Functions here run no collective. A tensor is used
+// from one thread at a time, as any other. Pointers to memory that is not there throw a c10::Error that says so.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKey.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "core/tensor_part.h"
+
+namespace ds {
+
+// torchdistx' key; libtorch registers no kernel under it.
+inline constexpr c10::DispatchKey kSplitKey = c10::DispatchKey::DeferredInit;
+
+// Ranks of which each has a part.
+class SplitAxis {
+ public:
+  virtual ~SplitAxis() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // Of the whole of `split`, a split tensor of this axis: without history, in new memory. Collective.
+  virtual at::Tensor joined_values(const at::Tensor& split) = 0;
+};
+
+// How a tensor is placed along an axis. Without a cut every rank has the whole, for reading only: what a view of a
+// joined tensor is, since a change of it would be lost.
+struct Placement {
+  std::shared_ptr<SplitAxis> axis;
+  std::optional<Cut> cut;
+};
+
+bool is_split(const at::Tensor& tensor);
+// Of a split tensor, as long as it lives. Throws UsageError for another one.
+const Placement& placement_of(const at::Tensor& split);
+// The part, with the history of the split tensor: plain.
+at::Tensor part_of(const at::Tensor& split);
+
+// A split tensor of `sizes` whose part here is `part`: plain, of the sizes that TensorPart says. It shares the part's
+// memory and history. The placement's cut is normalized. Throws UsageError when the sizes do not fit.
+at::Tensor make_split(at::Tensor part, Placement placement, c10::IntArrayRef sizes);
+// This rank's part of a plain tensor, without history; a view of it where the part is one range.
+at::Tensor slice_of(const at::Tensor& whole, const Placement& placement);
+// Copies rank `index`'s part between its place in `whole` and `part`.
+void copy_part_into(const at::Tensor& whole, const at::Tensor& part, const Cut& cut, int index, int count);
+
+// Makes `parameter`, which others hold too (members of a module), a split tensor in place: it keeps its identity and
+// loses its memory. Returns the leaf, a plain tensor with this rank's part, which alone is trained; `part` becomes it.
+// `name` is for messages.
+at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placement, at::Tensor part, std::string name);
+// Of a split parameter: name and leaf. Empty and undefined for another split tensor.
+std::string split_name(const at::Tensor& split);
+at::Tensor leaf_of(const at::Tensor& split);
+
+// After an operator has changed `part`, which part_of gave, in place: the split tensor gets its history.
+void note_changed_part(const at::Tensor& split, const at::Tensor& part);
+
+}  // namespace ds

@@ -1,0 +1,136 @@
+// Tensor parallelism of any module: parameters of which each rank has a part.
+//
+//   using enum ds::parallel::Style;
+//   auto split = ds::parallel::parallelize_module(*model, communicator, {{".*qkv", kColumn, {h, h, h}},
+//       {".*attn.proj", kRow}, {".*fc", kColumn}, {".*mlp.proj", kRow}, {"wte|head", kVocabulary}});
+//   torch::optim::AdamW optimizer(split.leaves(), 1e-3);
+//   model->forward(tokens, targets).backward();      // as before; every rank gets the same batch
+//   optimizer.step();
+//
+// A split parameter is an ordinary tensor that shows the whole's sizes; the module stays as it is. Operators on it work
+// on parts where a rule is known (linear layers, attention, embedding, normalization, losses, what is element by
+// element, reshapes, ...), and on the joined whole where none is: right in any case, and told once. Column and row
+// parallel layers and the vocabulary-parallel loss are those of Megatron-LM (arXiv:1909.08053); that tensors carry
+// their placement is the idea of torch's DTensor.
+//
+// Ranks of an axis run the same program on the same batches: what is not split is the same on all of them, so is its
+// gradient, and every operator on a split tensor is collective. An axis and its tensors belong to one thread at a time.
+// Generators of random numbers must be seeded alike on its ranks; dropout then draws what one process draws.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "dsengine/comm.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace ds::parallel {
+
+// This rank's end of an axis; opaque.
+class Axis;
+
+enum class Style : uint8_t {
+  kColumn,      // weight [out, in] along out, bias too: each rank computes a part of the outputs
+  kRow,         // weight along in, bias whole: each rank has a part of the inputs, outputs are added
+  kVocabulary,  // an embedding, or the scores of a vocabulary, along its entries
+  kWhole,       // as it is, on every rank
+};
+
+struct SplitRule {
+  // A regular expression (ECMAScript) for the whole name of a module ("h.0.mlp.fc", its own parameters are meant) or of
+  // a parameter ("h.0.mlp.fc.weight"). The first rule that matches decides; what none matches stays whole.
+  std::string pattern;
+  Style style = Style::kColumn;
+  // Sizes of what was fused along the cut dimension, each of which is cut: {h, h, h} for query, key and value. Empty:
+  // one block.
+  std::vector<int64_t> blocks = {};
+  // Parts are multiples of it: the size of a head where heads do not divide evenly. 1: nearly equal parts.
+  int64_t grain = 1;
+  // Dimension of the weight, where it is not the style's (weights stored as [in, out]).
+  std::optional<int64_t> dim = std::nullopt;
+};
+
+struct NamedShape {
+  std::string name;
+  std::vector<int64_t> sizes;
+};
+
+// What becomes of one parameter.
+struct ParameterSplit {
+  std::string name;
+  std::vector<int64_t> sizes;        // of the whole
+  int64_t dim = -1;                  // that is cut; -1: whole
+  std::vector<int64_t> blocks = {};  // as in the rule
+  int64_t grain = 1;
+  std::string reason;  // in words
+
+  bool is_split() const { return dim >= 0; }
+};
+using SplitPlan = std::vector<ParameterSplit>;
+
+// Pure. Throws UsageError when a rule matches nothing, has a pattern that is no regular expression, or blocks that are
+// not the dimension. A parameter that has too few elements for every rank to get some stays whole, and says so.
+SplitPlan plan_splits(const std::vector<NamedShape>& parameters, const std::vector<SplitRule>& rules, int ranks);
+// One line for each parameter.
+std::string describe(const SplitPlan& plan);
+
+struct ParallelizeOptions {
+  // Every operator that a rule computes is computed on joined tensors too, and compared: forward, and the gradients
+  // that arrive at its operands. An error names the operator. Slow; for a few steps of a new model.
+  bool verify = false;
+};
+
+// An operator that was computed on joined tensors.
+struct JoinedOperator {
+  std::string name;        // "aten::conv2d"
+  int64_t calls = 0;       // whose tensors were joined
+  int64_t bytes = 0;       // of the wholes, together
+  std::string parameters;  // split parameters among them, "a, b"
+};
+
+// A module that was split. Does not own it.
+struct SplitModule {
+  std::shared_ptr<Axis> axis;
+  SplitPlan plan;
+  // In module order, each tensor once: this rank's parts of split parameters (plain leaves, which alone have gradients
+  // and are trained), and whole parameters as they are.
+  std::vector<std::pair<std::string, at::Tensor>> named_leaves;
+
+  std::vector<at::Tensor> leaves() const;
+  // Since the start, or since reset.
+  std::vector<JoinedOperator> joined_operators() const;
+  void reset_joined_operators() const;
+};
+
+// Splits the module's parameters in place over the ranks of `communicator`; every rank calls it with the same module
+// and rules. Values are rank 0's. Parameters keep their identity (members, tied names) and lose their memory; gradients
+// they had are dropped. Not to be moved to another device or dtype afterwards. Throws UsageError as plan_splits, and
+// when a parameter is split already, has a history, or is tied to one that another rule splits otherwise.
+SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::Communicator> communicator,
+                               const std::vector<SplitRule>& rules, const ParallelizeOptions& options = {});
+
+// Tensors of a program's own along an axis.
+std::shared_ptr<Axis> make_axis(std::shared_ptr<comm::Communicator> communicator);
+// The part of a tensor that all ranks have, as a split tensor of the same sizes, with its history; dimensions count
+// from behind when negative. With one rank the tensor itself. Throws UsageError for dimensions and blocks that do not
+// fit.
+at::Tensor distribute(const at::Tensor& tensor, const std::shared_ptr<Axis>& axis, int64_t dim,
+                      const std::vector<int64_t>& blocks = {});
+// Cut along another dimension or in other blocks: an all-to-all. A tensor that is not split stays as it is.
+at::Tensor redistribute(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& blocks = {});
+// The plain whole: an all-gather. A tensor that is not split stays as it is.
+at::Tensor whole(const at::Tensor& tensor);
+// This rank's part, plain. A tensor that is not split stays as it is.
+at::Tensor local_part(const at::Tensor& tensor);
+bool is_split(const at::Tensor& tensor);
+
+}  // namespace ds::parallel

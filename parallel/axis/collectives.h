@@ -1,0 +1,19 @@
+// Collectives on parts of tensors: without history, the result in new memory. Every rank of the axis calls them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "core/split_tensor.h"
+
+namespace ds::parallel {
+
+// The whole, of `sizes`, from every rank's part.
+at::Tensor all_gather_parts(const at::Tensor& part, const Placement& placement, c10::IntArrayRef sizes);
+// This rank's part of the sum of `whole` over the ranks.
+at::Tensor reduce_scatter_parts(const at::Tensor& whole, const Placement& placement);
+// From parts along one dimension to parts along another. `sizes`: of the whole; the dimensions differ.
+at::Tensor all_to_all_parts(const at::Tensor& part, const Placement& from, const Cut& to, c10::IntArrayRef sizes);
+at::Tensor all_reduce_sum(const at::Tensor& tensor, SplitAxis& axis);
+at::Tensor all_reduce_max(const at::Tensor& tensor, SplitAxis& axis);
+
+}  // namespace ds::parallel

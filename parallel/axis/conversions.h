@@ -1,0 +1,33 @@
+// Differentiable conversions between plain tensors, parts and sums of parts. Collective.
+//
+// Plain means replicated: the same tensor on every rank of the axis, its gradient complete on each. Every conversion
+// keeps this, and its backward pass is another one of them, so that gradients of gradients are right too. f and g of
+// Megatron-LM (arXiv:1909.08053) are `used_in_part` and `summed`; those of sequence parallelism (arXiv:2205.05198)
+// `joined_for_parts` and `summed_to_part`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "core/split_tensor.h"
+
+namespace ds::parallel {
+
+// Of a plain tensor, this rank's part. Backward: all-gather. May share the tensor's memory.
+at::Tensor sliced(const at::Tensor& plain, const Placement& placement);
+// The plain whole of parts. Backward: the slice.
+at::Tensor joined(const at::Tensor& part, const Placement& placement, c10::IntArrayRef sizes);
+// The plain sum of what each rank has. Backward: a copy.
+at::Tensor summed(const at::Tensor& addend, const std::shared_ptr<SplitAxis>& axis);
+// A plain tensor where each rank's use of it gives a part of its gradient. Backward: all-reduce.
+at::Tensor used_in_part(const at::Tensor& plain, const std::shared_ptr<SplitAxis>& axis);
+// The plain whole of parts for such a use. Backward: reduce-scatter.
+at::Tensor joined_for_parts(const at::Tensor& part, const Placement& placement, c10::IntArrayRef sizes);
+// A part of the sum of what each rank has. Backward: all-gather.
+at::Tensor summed_to_part(const at::Tensor& addend, const Placement& placement);
+// Parts along another dimension, or in other blocks of the same one. Backward: the same, back.
+at::Tensor exchanged(const at::Tensor& part, const Placement& from, const Cut& to, c10::IntArrayRef sizes);
+
+// Of a split tensor, the plain whole with its history; other tensors as they are.
+at::Tensor whole_of(const at::Tensor& tensor);
+
+}  // namespace ds::parallel

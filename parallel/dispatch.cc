@@ -1,0 +1,133 @@
+#include "parallel/dispatch.h"
+
+#include <ATen/core/enum_tag.h>
+#include <torch/library.h>
+
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "core/check.h"
+#include "parallel/rules/joined.h"
+#include "parallel/rules/rules.h"
+#include "parallel/rules/verified.h"
+
+namespace ds::parallel {
+namespace {
+
+RuleTable all_rules() {
+  RuleTable result;
+  add_pointwise_rules(result);
+  add_shape_rules(result);
+  add_piece_rules(result);
+  add_product_rules(result);
+  add_lookup_rules(result);
+  add_normalization_rules(result);
+  add_reduction_rules(result);
+  add_attention_rules(result);
+  add_loss_rules(result);
+  add_random_rules(result);
+  return result;
+}
+
+// What is known of an operator.
+struct KnownOperator {
+  Rule rule;
+  bool composite = false;
+};
+
+KnownOperator look_up(const c10::OperatorHandle& op) {
+  static const RuleTable rules = all_rules();
+  KnownOperator result;
+  result.composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  const c10::OperatorName& name = op.operator_name();
+  auto found = name.overload_name.empty() ? rules.end() : rules.find(name.name + "." + name.overload_name);
+  if (found == rules.end()) found = rules.find(name.name);
+  const bool is_random = op.hasTag(at::Tag::nondeterministic_seeded);
+  if (found != rules.end()) {
+    result.rule = found->second;
+  } else if (op.hasTag(at::Tag::pointwise) && !is_random) {
+    result.rule = compute_pointwise;
+  }
+  return result;
+}
+
+const KnownOperator& known(const c10::OperatorHandle& op) {
+  thread_local std::unordered_map<const c10::FunctionSchema*, KnownOperator> seen;
+  const auto [entry, is_new] = seen.try_emplace(&op.schema());
+  if (is_new) entry->second = look_up(op);
+  return entry->second;
+}
+
+// The axis of the split tensors among the arguments, and whether any of them is cut.
+struct FoundAxis {
+  std::shared_ptr<Axis> axis;
+  bool any_cut = false;
+
+  void see(const at::Tensor& tensor) {
+    if (!is_split(tensor)) return;
+    const Placement& placement = placement_of(tensor);
+    if (!axis) axis = axis_of(placement);
+    require(axis.get() == placement.axis.get(),
+            "an operator got tensors that are split over two axes, which is not there yet; join one of them first "
+            "(ds::parallel::whole)");
+    any_cut = any_cut || placement.cut.has_value();
+  }
+};
+
+FoundAxis find_axis(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  FoundAxis result;
+  for (size_t i = stack.size() - op.schema().arguments().size(); i < stack.size(); ++i) {
+    const c10::IValue& value = stack[i];
+    if (value.isTensor()) {
+      result.see(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) result.see(tensor);
+    } else if (value.isList() && !value.isIntList() && !value.isDoubleList() && !value.isBoolList()) {
+      for (const c10::IValue& element : value.toListRef()) {
+        if (element.isTensor()) result.see(element.toTensor());
+      }
+    }
+  }
+  return result;
+}
+
+void require_no_change_of_views(const Call& call) {
+  for (size_t i = 0; i < call.arguments(); ++i) {
+    if (call.changes(i) && is_split(call.given(i))) require_changeable(call.given(i), call.name());
+  }
+}
+
+void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  drop_old_conversion();
+  FoundAxis found = find_axis(op, *stack);
+  ensure(found.axis != nullptr, "an operator under the key of split tensors has one among its arguments");
+  Call call(op, *stack, std::move(found.axis));
+  if (!found.any_cut) {
+    require_no_change_of_views(call);
+    return run_uncut(call);
+  }
+  const KnownOperator& own = known(op);
+  if (own.rule && call.axis()->verifies() && !is_verifying()) verify_rule(own.rule, call);
+  const Outcome outcome = own.rule ? own.rule(call) : Outcome::kNone;
+  if (outcome == Outcome::kDone) return;
+  if (outcome == Outcome::kNone && own.composite) {
+    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
+    return;
+  }
+  join_operands(call);
+}
+
+}  // namespace
+
+void register_split_operators() {
+  // Never destroyed: the dispatcher may be used until the process ends.
+  static torch::Library* const library = [] {
+    auto* made = new torch::Library(torch::Library::IMPL, "_", kSplitKey, __FILE__, __LINE__);
+    made->fallback(torch::CppFunction::makeFromBoxedFunction<&compute>());
+    return made;
+  }();
+  static_cast<void>(library);
+}
+
+}  // namespace ds::parallel

@@ -1,0 +1,194 @@
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "parallel/axis/conversions.h"
+#include "parallel/rules/rules.h"
+
+namespace ds::parallel {
+namespace {
+
+// Dimensions of a product by letters, as einsum has them: what both factors have and the result has not is summed over.
+using Letters = c10::SmallVector<int, 6>;
+constexpr int kSummed = 100;   // k of [m, k] x [k, n]
+constexpr int kColumns = 101;  // n
+
+struct Factor {
+  size_t argument;
+  Operand operand;
+  Letters letters;
+
+  // -1: it has no such dimension.
+  int64_t dim_of(int letter) const {
+    const auto found = std::find(letters.begin(), letters.end(), letter);
+    return found == letters.end() ? -1 : found - letters.begin();
+  }
+  int cut_letter() const { return operand.is_split() ? letters[operand.cut->dim] : -1; }
+  int64_t extent(int letter) const { return operand.sizes[dim_of(letter)]; }
+};
+
+// Which dimension of a product is cut, and how.
+struct ProductCut {
+  int letter;
+  Cut cut;
+};
+
+// Weights stay where they are: with two split factors the second one decides.
+ProductCut choose_cut(const Factor& x, const Factor& w) {
+  const Factor& lead = w.operand.is_split() ? w : x;
+  return {.letter = lead.cut_letter(), .cut = *lead.operand.cut};
+}
+
+at::Tensor factor_part(const Call& call, const Factor& factor, const ProductCut& chosen, bool shared) {
+  const int64_t dim = factor.dim_of(chosen.letter);
+  if (dim >= 0) return call.part_as(factor.operand, along(chosen.cut, dim));
+  return shared ? call.shared_for_parts(factor.argument) : call.for_parts(factor.operand);
+}
+
+struct Product {
+  Factor x;
+  Factor w;
+  Letters of_result;
+  std::function<at::Tensor(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias)> multiply;
+  Operand bias;  // along the result's last dimension, the columns; undefined: none
+};
+
+Outcome compute_product(Call& call, const Product& product) {
+  const auto& [x, w, of_result, multiply, bias] = product;
+  ProductCut chosen{.letter = kColumns, .cut = {}};
+  if (x.operand.is_split() || w.operand.is_split()) {
+    chosen = choose_cut(x, w);
+  } else {
+    chosen.cut = *bias.cut;
+  }
+  Sizes sizes;
+  for (const int letter : of_result) sizes.push_back(x.dim_of(letter) >= 0 ? x.extent(letter) : w.extent(letter));
+  const at::Tensor x_part = factor_part(call, x, chosen, true);
+  const at::Tensor w_part = factor_part(call, w, chosen, false);
+  if (chosen.letter == kSummed) {
+    at::Tensor sum = summed(multiply(x_part, w_part, {}), call.axis());
+    if (bias.defined()) sum = sum + call.plain(bias).to(sum.scalar_type());
+    return call.finish(sum);
+  }
+  at::Tensor bias_part;
+  if (bias.defined()) {
+    bias_part = chosen.letter == kColumns ? call.part_as(bias, along(chosen.cut, 0)) : call.for_parts(bias);
+  }
+  const auto place = std::find(of_result.begin(), of_result.end(), chosen.letter) - of_result.begin();
+  return call.finish_split(multiply(x_part, w_part, bias_part), along(chosen.cut, place), sizes);
+}
+
+// Rows of x, then `last`.
+Letters row_letters(int64_t dims, int last) {
+  Letters result;
+  for (int64_t i = 0; i + 1 < dims; ++i) result.push_back(static_cast<int>(i));
+  result.push_back(last);
+  return result;
+}
+
+bool has_elements(const Operand& x) { return elements_of(x.sizes) > 0; }
+
+Outcome linear(Call& call) {
+  Product product{.x = {.argument = 0, .operand = call.operand(0), .letters = {}},
+                  .w = {.argument = 1, .operand = call.operand(1), .letters = {kColumns, kSummed}},
+                  .of_result = {},
+                  .multiply = [](const auto& x, const auto& w, const auto& b) { return at::linear(x, w, b); },
+                  .bias = call.operand(2)};
+  const int64_t dims = product.x.operand.dim();
+  const bool fits =
+      dims >= 1 && product.w.operand.dim() == 2 && has_elements(product.x.operand) &&
+      product.x.operand.sizes.back() == product.w.operand.sizes[1] &&
+      (!product.bias.defined() || (product.bias.dim() == 1 && product.bias.sizes[0] == product.w.operand.sizes[0]));
+  if (!fits) return Outcome::kJoin;
+  product.x.letters = row_letters(dims, kSummed);
+  product.of_result = row_letters(dims, kColumns);
+  return compute_product(call, product);
+}
+
+// x [.., k] times w [k, n] in arguments `first` and the next one.
+Outcome multiply_matrix(Call& call, size_t first, const Operand& bias) {
+  Product product{.x = {.argument = first, .operand = call.operand(first), .letters = {}},
+                  .w = {.argument = first + 1, .operand = call.operand(first + 1), .letters = {kSummed, kColumns}},
+                  .of_result = {},
+                  .multiply = [](const auto& x, const auto& w,
+                                 const auto& b) { return b.defined() ? at::addmm(b, x, w) : at::matmul(x, w); },
+                  .bias = bias};
+  const int64_t dims = product.x.operand.dim();
+  if (!has_elements(product.x.operand) || product.x.operand.sizes.back() != product.w.operand.sizes[0]) {
+    return Outcome::kJoin;
+  }
+  product.x.letters = row_letters(dims, kSummed);
+  product.of_result = row_letters(dims, kColumns);
+  return compute_product(call, product);
+}
+
+// Two tensors of as many dimensions and the same batches.
+Outcome multiply_batches(Call& call) {
+  Product product{.x = {.argument = 0, .operand = call.operand(0), .letters = {}},
+                  .w = {.argument = 1, .operand = call.operand(1), .letters = {}},
+                  .of_result = {},
+                  .multiply = [](const auto& x, const auto& w, const auto& /*bias*/) { return at::matmul(x, w); },
+                  .bias = {}};
+  const Operand& x = product.x.operand;
+  const Operand& w = product.w.operand;
+  const int64_t dims = x.dim();
+  if (!has_elements(x) || w.dim() != dims || x.sizes[dims - 1] != w.sizes[dims - 2]) return Outcome::kNone;
+  if (!std::equal(x.sizes.begin(), x.sizes.end() - 2, w.sizes.begin())) return Outcome::kNone;
+  product.x.letters = row_letters(dims, kSummed);
+  product.w.letters = row_letters(dims, kColumns);
+  product.w.letters[dims - 2] = kSummed;
+  product.of_result = row_letters(dims, kColumns);
+  return compute_product(call, product);
+}
+
+Outcome matmul(Call& call) {
+  const int64_t dims = call.given(0).dim();
+  const int64_t w_dims = call.given(1).dim();
+  if (dims >= 2 && w_dims == 2) return multiply_matrix(call, 0, {});
+  return dims >= 3 ? multiply_batches(call) : Outcome::kNone;
+}
+
+Outcome mm(Call& call) {
+  if (call.given(0).dim() != 2 || call.given(1).dim() != 2) return Outcome::kJoin;
+  return multiply_matrix(call, 0, {});
+}
+
+Outcome bmm(Call& call) {
+  return call.given(0).dim() == 3 && call.given(1).dim() == 3 ? multiply_batches(call) : Outcome::kJoin;
+}
+
+// addmm(bias, x, w, beta, alpha)
+Outcome addmm(Call& call) {
+  const Operand bias = call.operand(0);
+  const bool plain_sum = call.argument(3).toScalar().equal(1) && call.argument(4).toScalar().equal(1);
+  if (!plain_sum || bias.dim() != 1 || call.given(1).dim() != 2 || call.given(2).dim() != 2) return Outcome::kJoin;
+  if (bias.sizes[0] != call.given(2).size(1)) return Outcome::kJoin;
+  return multiply_matrix(call, 1, bias);
+}
+
+// baddbmm(added, x, w, beta, alpha)
+Outcome baddbmm(Call& call) {
+  const c10::Scalar beta = call.argument(3).toScalar();
+  const c10::Scalar alpha = call.argument(4).toScalar();
+  at::Tensor product = at::bmm(call.given(1), call.given(2));
+  if (!alpha.equal(1)) product = product * alpha;
+  if (!beta.equal(0)) product = product + (beta.equal(1) ? call.given(0) : call.given(0) * beta);
+  return call.finish(product);
+}
+
+}  // namespace
+
+void add_product_rules(RuleTable& table) {
+  table["aten::linear"] = linear;
+  table["aten::matmul"] = matmul;
+  table["aten::mm"] = mm;
+  table["aten::bmm"] = bmm;
+  table["aten::addmm"] = addmm;
+  table["aten::baddbmm"] = baddbmm;
+}
+
+}  // namespace ds::parallel

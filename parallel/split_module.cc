@@ -1,0 +1,135 @@
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "dsengine/parallel.h"
+#include "parallel/axis/conversions.h"
+#include "parallel/dispatch.h"
+
+namespace ds::parallel {
+namespace {
+
+// The plan, in which names of one tensor agree.
+SplitPlan plan_for(const torch::OrderedDict<std::string, at::Tensor>& parameters, const std::vector<SplitRule>& rules,
+                   int ranks) {
+  std::vector<NamedShape> shapes;
+  for (const auto& entry : parameters) {
+    require(!ds::is_split(entry.value()), "parameter ", entry.key(), " is split already");
+    shapes.push_back({.name = entry.key(), .sizes = entry.value().sizes().vec()});
+  }
+  SplitPlan plan = plan_splits(shapes, rules, ranks);
+  std::unordered_map<const c10::TensorImpl*, const ParameterSplit*> seen;
+  for (size_t i = 0; i < plan.size(); ++i) {
+    const auto [entry, is_new] = seen.try_emplace(parameters[i].value().unsafeGetTensorImpl(), &plan[i]);
+    const ParameterSplit& first = *entry->second;
+    require(is_new || (first.dim == plan[i].dim && first.blocks == plan[i].blocks && first.grain == plan[i].grain),
+            "parameters ", first.name, " and ", plan[i].name,
+            " are one tensor, but the rules split them otherwise: ", first.reason, "; ", plan[i].reason);
+  }
+  return plan;
+}
+
+// Rank 0's values on all ranks.
+void broadcast_values(torch::nn::Module& module, comm::Communicator& communicator) {
+  const at::NoGradGuard no_grad;
+  const auto send = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.numel() == 0) return;
+    const at::Tensor values = tensor.contiguous();
+    communicator.broadcast(values, 0).wait();
+    if (!values.is_same(tensor)) tensor.copy_(values);
+  };
+  for (const at::Tensor& parameter : module.parameters()) send(parameter.detach());
+  for (const at::Tensor& buffer : module.buffers()) send(buffer.detach());
+}
+
+// A whole parameter that an autograd function of the program reads beside split tensors gets a split gradient.
+void keep_gradient_whole(const at::Tensor& parameter) {
+  if (!parameter.requires_grad() || !parameter.is_leaf()) return;
+  parameter.register_hook([](const at::Tensor& gradient) { return whole_of(gradient); });
+}
+
+Cut cut_along(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& blocks) {
+  const int64_t wrapped = dim < 0 ? dim + tensor.dim() : dim;
+  require(wrapped >= 0 && wrapped < tensor.dim(), "a tensor of sizes ", tensor.sizes(), " has no dimension ", dim,
+          " to be cut along");
+  const Cut cut{.dim = wrapped, .blocks = blocks};
+  const std::string problem = cut_problem(cut, tensor.size(wrapped));
+  require(problem.empty(), "a cut along dimension ", dim, ": ", problem);
+  return cut;
+}
+
+}  // namespace
+
+std::shared_ptr<Axis> make_axis(std::shared_ptr<comm::Communicator> communicator) {
+  auto result = std::make_shared<Axis>(std::move(communicator));
+  if (result->size() > 1) register_split_operators();
+  return result;
+}
+
+std::vector<at::Tensor> SplitModule::leaves() const {
+  std::vector<at::Tensor> result;
+  for (const auto& [name, leaf] : named_leaves) result.push_back(leaf);
+  return result;
+}
+
+std::vector<JoinedOperator> SplitModule::joined_operators() const { return axis->joined_operators(); }
+void SplitModule::reset_joined_operators() const { axis->reset_joined_operators(); }
+
+SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::Communicator> communicator,
+                               const std::vector<SplitRule>& rules, const ParallelizeOptions& options) {
+  SplitModule result;
+  result.axis = make_axis(std::move(communicator));
+  result.axis->verify(options.verify);
+  const auto parameters = module.named_parameters();
+  result.plan = plan_for(parameters, rules, result.axis->size());
+  broadcast_values(module, result.axis->communicator());
+  std::vector<const c10::TensorImpl*> seen;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& [name, parameter] = parameters[i].pair();
+    if (std::find(seen.begin(), seen.end(), parameter.unsafeGetTensorImpl()) != seen.end()) continue;
+    seen.push_back(parameter.unsafeGetTensorImpl());
+    const ParameterSplit& split = result.plan[i];
+    at::Tensor leaf = parameter;
+    if (split.is_split()) {
+      const Placement placement{.axis = result.axis,
+                                .cut = Cut{.dim = split.dim, .blocks = split.blocks, .grain = split.grain}};
+      // A tensor of its own: the whole's memory is given back.
+      leaf = split_parameter(parameter, placement, slice_of(parameter.detach(), placement).clone(), name);
+    } else if (result.axis->size() > 1) {
+      keep_gradient_whole(parameter);
+    }
+    result.named_leaves.emplace_back(name, leaf);
+  }
+  return result;
+}
+
+at::Tensor distribute(const at::Tensor& tensor, const std::shared_ptr<Axis>& axis, int64_t dim,
+                      const std::vector<int64_t>& blocks) {
+  require(axis != nullptr, "distribute() needs an axis");
+  if (axis->size() == 1) return tensor;
+  if (ds::is_split(tensor)) return redistribute(tensor, dim, blocks);
+  const Placement placement{.axis = axis, .cut = cut_along(tensor, dim, blocks)};
+  return make_split(sliced(tensor, placement).clone(at::MemoryFormat::Contiguous), placement, tensor.sizes());
+}
+
+at::Tensor redistribute(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& blocks) {
+  if (!ds::is_split(tensor)) return tensor;
+  const Placement& placement = placement_of(tensor);
+  const Cut cut = normalized(cut_along(tensor, dim, blocks), tensor.size(cut_along(tensor, dim, blocks).dim),
+                             placement.axis->size());
+  if (!placement.cut) return distribute(part_of(tensor), axis_of(placement), dim, blocks);
+  return make_split(exchanged(part_of(tensor), placement, cut, tensor.sizes()), {.axis = placement.axis, .cut = cut},
+                    tensor.sizes());
+}
+
+at::Tensor whole(const at::Tensor& tensor) { return whole_of(tensor); }
+at::Tensor local_part(const at::Tensor& tensor) { return ds::is_split(tensor) ? part_of(tensor) : tensor; }
+bool is_split(const at::Tensor& tensor) { return ds::is_split(tensor); }
+
+}  // namespace ds::parallel

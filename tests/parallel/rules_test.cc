@@ -1,0 +1,174 @@
+// Every rule with every placement of its tensors and every dtype, against the whole: results and gradients.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <iostream>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tests/parallel/rule_cases.h"
+#include "tests/parallel/split_ranks.h"
+#include "tests/support/grid.h"
+
+namespace ds::parallel {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using Placements = std::vector<std::optional<Cut>>;
+
+// Whole, and cut along each dimension; the last dimension also in two blocks, the first one also zigzag.
+std::vector<std::optional<Cut>> placements_of(const RuleInput& input) {
+  std::vector<std::optional<Cut>> result = {std::nullopt};
+  const auto dims = static_cast<int64_t>(input.sizes.size());
+  for (int64_t dim = 0; dim < dims; ++dim) result.push_back(Cut{.dim = dim, .blocks = {}});
+  if (input.sizes.back() % 2 == 0) result.push_back(Cut{.dim = dims - 1, .blocks = {}, .repeats = 2});
+  result.push_back(Cut{.dim = 0, .blocks = {}, .order = PartOrder::kZigzag});
+  return result;
+}
+
+std::vector<Placements> all_placements(const RuleCase& rule) {
+  std::vector<Placements> result = {{}};
+  for (const RuleInput& input : rule.inputs) {
+    std::vector<Placements> longer;
+    for (const Placements& begun : result) {
+      for (const auto& placement : placements_of(input)) {
+        longer.push_back(begun);
+        longer.back().push_back(placement);
+      }
+    }
+    result = std::move(longer);
+  }
+  return result;
+}
+
+Tensors inputs_of(const RuleCase& rule, at::ScalarType dtype) {
+  // Ranks are threads, which share the generator.
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  torch::manual_seed(11);
+  Tensors result;
+  for (const RuleInput& input : rule.inputs) {
+    if (input.indices > 0) {
+      result.push_back(at::randint(input.indices, input.sizes, at::kLong));
+    } else {
+      const at::Tensor values = at::randn(input.sizes, at::kDouble);
+      result.push_back((input.positive ? values.abs() + 0.1 : values).to(dtype));
+    }
+  }
+  return result;
+}
+
+// Results, then the gradients of a weighted sum of them.
+Tensors results_and_gradients(const RuleCase& rule, const Tensors& leaves, const Tensors& operands) {
+  Tensors results;
+  at::Tensor loss;
+  for (const at::Tensor& result : rule.run(operands)) {
+    results.push_back(whole(result));
+    if (!result.requires_grad()) continue;
+    const at::Tensor weights = at::arange(results.back().numel(), at::kDouble).view(results.back().sizes()).cos();
+    const at::Tensor term = (results.back().to(at::kDouble) * weights).sum();
+    loss = loss.defined() ? loss + term : term;
+  }
+  if (loss.defined()) loss.backward();
+  for (const at::Tensor& leaf : leaves) results.push_back(leaf.grad());
+  return results;
+}
+
+Tensors leaves_of(const Tensors& inputs) {
+  Tensors result;
+  for (const at::Tensor& input : inputs) {
+    result.push_back(input.detach().clone().set_requires_grad(input.is_floating_point()));
+  }
+  return result;
+}
+
+double tolerance_of(at::ScalarType dtype) { return dtype == at::kDouble ? 1e-12 : dtype == at::kFloat ? 5e-6 : 4e-2; }
+
+std::string describe_placements(const Placements& placements) {
+  std::string result;
+  for (const auto& cut : placements) {
+    result += cut ? " " + std::to_string(cut->dim) + "x" + std::to_string(cut->repeats) +
+                        (cut->order == PartOrder::kZigzag ? "z" : "")
+                  : " whole";
+  }
+  return result;
+}
+
+struct Tally {
+  int64_t tried = 0;
+  int64_t joined = 0;
+};
+
+void try_case(const RuleCase& rule, at::ScalarType dtype, const std::shared_ptr<Axis>& axis,
+              const std::vector<Placements>& placements, Tally& tally) {
+  const Tensors inputs = inputs_of(rule, dtype);
+  const Tensors plain = leaves_of(inputs);
+  const Tensors expected = results_and_gradients(rule, plain, plain);
+  for (const Placements& placed : placements) {
+    const Tensors leaves = leaves_of(inputs);
+    Tensors operands;
+    for (size_t i = 0; i < leaves.size(); ++i) {
+      operands.push_back(placed[i] ? split_as(leaves[i], axis, *placed[i]) : leaves[i]);
+    }
+    axis->reset_joined_operators();
+    const Tensors found = results_and_gradients(rule, leaves, operands);
+    ++tally.tried;
+    if (!axis->joined_operators().empty()) ++tally.joined;
+    ASSERT_EQ(found.size(), expected.size());
+    for (size_t i = 0; i < found.size(); ++i) {
+      if (!expected[i].defined() && !found[i].defined()) continue;
+      ASSERT_TRUE(found[i].defined()) << rule.name << ":" << describe_placements(placed) << ", gradient " << i;
+      if (!expected[i].defined()) {
+        ASSERT_EQ(found[i].abs().max().item<double>(), 0) << rule.name << ":" << describe_placements(placed);
+        continue;
+      }
+      ASSERT_EQ(found[i].scalar_type(), expected[i].scalar_type()) << rule.name << ":" << describe_placements(placed);
+      ASSERT_LE(relative_error(found[i], expected[i]), tolerance_of(dtype))
+          << rule.name << ":" << describe_placements(placed) << ", " << c10::toString(dtype) << ", result " << i
+          << " of " << axis->size() << " ranks";
+    }
+  }
+}
+
+// Few enough: with more than two operands those in which each placement of each operand occurs with each of the next.
+std::vector<Placements> placements_to_try(const RuleCase& rule) {
+  const std::vector<Placements> all = all_placements(rule);
+  if (all.size() <= 80 || test::whole_grid_wanted()) return all;
+  std::vector<Placements> result;
+  const size_t step = all.size() / 60 | 1;
+  for (size_t i = 0; i < all.size(); i += step) result.push_back(all[i]);
+  return result;
+}
+
+void try_all(const std::vector<RuleCase>& rules, int ranks, at::ScalarType dtype) {
+  test::run_ranks(ranks, [&](comm::Communicator& communicator) {
+    const std::shared_ptr<Axis> axis = make_axis(shared(communicator));
+    Tally tally;
+    std::string always_joined;
+    for (const RuleCase& rule : rules) {
+      Tally own;
+      ASSERT_NO_FATAL_FAILURE(try_case(rule, dtype, axis, placements_to_try(rule), own)) << rule.name;
+      if (own.joined == own.tried) always_joined += rule.name + "; ";
+      tally.tried += own.tried;
+      tally.joined += own.joined;
+    }
+    if (communicator.rank() != 0) return;
+    EXPECT_LT(tally.joined * 2, tally.tried) << "most placements are computed on parts";
+    std::cout << tally.tried << " placements, " << tally.joined << " of them joined; always: " << always_joined << "\n";
+  });
+}
+
+class RulesOfDtype : public ::testing::TestWithParam<at::ScalarType> {};
+
+TEST_P(RulesOfDtype, ShapesOverTwoRanks) { try_all(shape_cases(), 2, GetParam()); }
+TEST_P(RulesOfDtype, ShapesOverThreeRanksUnevenly) { try_all(shape_cases(), 3, GetParam()); }
+TEST_P(RulesOfDtype, ComputationsOverTwoRanks) { try_all(compute_cases(), 2, GetParam()); }
+TEST_P(RulesOfDtype, ComputationsOverThreeRanksUnevenly) { try_all(compute_cases(), 3, GetParam()); }
+INSTANTIATE_TEST_SUITE_P(Dtypes, RulesOfDtype, ::testing::Values(at::kFloat, at::kDouble, at::kBFloat16),
+                         [](const auto& dtype) { return std::string(c10::toString(dtype.param)); });
+
+}  // namespace
+}  // namespace ds::parallel
