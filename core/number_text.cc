@@ -11,9 +11,8 @@ template <class T>
 std::optional<T> parse_all(std::string_view text) {
   if (text.starts_with('+')) text.remove_prefix(1);
   T value{};
-  const char* const end = text.data() + text.size();
-  const auto [after, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || after != end) return std::nullopt;
+  const auto [after, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || after != text.data() + text.size()) return std::nullopt;
   return value;
 }
 

@@ -172,10 +172,10 @@ class JsonFields {
   // The spelling the document uses; empty: absent. Both spellings are an error.
   std::string spelling(const JsonKey& key);
   bool has_object(const JsonKey& key);
-  // `shape`: what the object could be like, for a message.
+  // `shape`: what the object could be like, for a message. Then the config is refused, so that `section` may change.
   const nlohmann::ordered_json* find_object(const JsonKey& key, const std::function<nlohmann::ordered_json()>& shape);
   template <class S>
-  static nlohmann::ordered_json shape_of(S section, void (*describe)(JsonFields&, S&)) {
+  static nlohmann::ordered_json shape_of(S& section, void (*describe)(JsonFields&, S&)) {
     nlohmann::ordered_json keys;
     JsonFields writer(keys);
     describe(writer, section);
