@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -53,13 +54,31 @@ at::Tensor sum_on_device(const at::Tensor& flat) {
   return sum;
 }
 
+// A norm in float64 of other elements begins with a copy of them in float64: of so many at a time.
+double sum_in_pieces(const at::Tensor& flat) {
+  double sum = 0;
+  for (int64_t begin = 0; begin < flat.numel(); begin += kDeviceChunk) {
+    const at::Tensor piece = flat.narrow(0, begin, std::min(kDeviceChunk, flat.numel() - begin));
+    const auto norm = at::linalg_vector_norm(piece, 2, std::nullopt, false, at::kDouble).item<double>();
+    sum += norm * norm;
+  }
+  return sum;
+}
+
+// Of a tensor whose sum in float32 is not finite: because an element is not, as with every overflow of a loss scale, or
+// because squares are beyond float32. The largest element tells, in its own dtype.
+double sum_beyond_float32(const at::Tensor& flat) {
+  const auto largest =
+      at::linalg_vector_norm(flat, std::numeric_limits<double>::infinity(), std::nullopt, false).item<double>();
+  return std::isfinite(largest) ? sum_in_pieces(flat) : largest;
+}
+
 }  // namespace
 
 double sum_of_squares(const at::Tensor& flat) {
   const at::NoGradGuard no_grad;
   if (is_summed_on_cpu(flat)) return sum_of_squares_on_cpu(flat, *optimizers::value_type(flat.scalar_type()));
-  const auto norm = at::linalg_vector_norm(flat, 2, std::nullopt, false, at::kDouble).item<double>();
-  return norm * norm;
+  return sum_in_pieces(flat.reshape(-1));
 }
 
 void SquareSum::add(const at::Tensor& flat) {
@@ -79,7 +98,7 @@ double SquareSum::total() const {
   double total = on_host_;
   for (size_t i = 0; i < sums_.size(); ++i) {
     const double sum = sums.const_data_ptr<double>()[i];
-    total += std::isfinite(sum) ? sum : sum_of_squares(on_device_[i]);
+    total += std::isfinite(sum) ? sum : sum_beyond_float32(on_device_[i]);
   }
   return total;
 }

@@ -19,6 +19,17 @@ void set(std::vector<std::string>& environment, std::string_view name, const std
   environment.push_back(cat(name, '=', value));
 }
 
+// For ranks with GPUs, where the user says nothing. An engine has ten streams and more, and with the usual 8 queues of
+// the hardware a product can wait behind a message that waits for another rank. Buckets that come and go among
+// activations leave holes in memory that cannot grow.
+void set_for_gpus(std::vector<std::string>& environment) {
+  const auto unset = [&](std::string_view name) { return !environment_value(environment, name); };
+  if (unset("CUDA_DEVICE_MAX_CONNECTIONS")) set(environment, "CUDA_DEVICE_MAX_CONNECTIONS", "32");
+  if (unset("PYTORCH_ALLOC_CONF") && unset("PYTORCH_CUDA_ALLOC_CONF")) {
+    set(environment, "PYTORCH_ALLOC_CONF", "expandable_segments:True");
+  }
+}
+
 }  // namespace
 
 std::optional<std::string> environment_value(const std::vector<std::string>& environment, std::string_view name) {
@@ -64,7 +75,10 @@ std::vector<std::string> rank_environment(std::vector<std::string> inherited, co
   set(environment, "MASTER_ADDR", job.master_addr);
   set(environment, "MASTER_PORT", cat(job.master_port));
   if (threads) set(environment, "OMP_NUM_THREADS", cat(*threads));
-  if (job.cuda_visible_devices) set(environment, "CUDA_VISIBLE_DEVICES", *job.cuda_visible_devices);
+  if (job.cuda_visible_devices) {
+    set(environment, "CUDA_VISIBLE_DEVICES", *job.cuda_visible_devices);
+    set_for_gpus(environment);
+  }
   set(environment, kLaunchIdVariable, launch_ids(environment, job.launch_id));
   set(environment, kFlightJobVariable, job.flight_job);
   if (!job.joined_file.empty()) set(environment, kJoinedFileVariable, joined_file_of(job, place.rank));

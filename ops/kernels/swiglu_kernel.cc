@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <numbers>
 #include <type_traits>
 
 #include "ops/kernels/row_pass-inl.h"
@@ -36,11 +37,11 @@ HWY_INLINE Vector<Format> exponential(Vector<Format> v) {
   const Tag<Format> d;
   if constexpr (std::is_same_v<Format, BFloat16>) {
     const hn::RebindToSigned<Tag<Format>> d32;
-    const auto power = hn::Mul(v, hn::Set(d, 1.44269504F));
+    const auto power = hn::Mul(v, hn::Set(d, std::numbers::log2e_v<float>));
     const auto whole = hn::Round(power);
     const auto rest = hn::Sub(power, whole);  // in [-0.5, 0.5]
     auto value = hn::Set(d, 0.00133336F);     // log(2)^k / k!, from k = 5 on
-    for (const float coefficient : {0.00961813F, 0.05550411F, 0.24022651F, 0.69314718F, 1.0F}) {
+    for (const float coefficient : {0.00961813F, 0.05550411F, 0.24022651F, std::numbers::ln2_v<float>, 1.0F}) {
       value = hn::MulAdd(value, rest, hn::Set(d, coefficient));
     }
     const auto exponent = hn::ShiftLeft<23>(hn::ConvertTo(d32, whole));

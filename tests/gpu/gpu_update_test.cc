@@ -3,6 +3,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <ATen/record_function.h>
+
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,6 +15,7 @@
 #include "optim/step_scale.h"
 #include "tests/gpu/tested_device.h"
 #include "tests/optim/sharded_model.h"
+#include "zero/gradient_norm.h"
 
 namespace ds::optimizers {
 namespace {
@@ -169,6 +174,68 @@ TEST(GpuUpdate, FactorAndSkipComeFromTheDevice) {
     here.step(3, scale);
     there.step(3, {.factor = kScale, .device_factor = {}, .skip = {}});
     expect_equal(here, there, rule.exact, rule.name + ", after a skipped step");
+  }
+}
+
+// The largest number of float64 elements that an operator of this thread gave back, while it lives.
+class LargestFloat64 {
+ public:
+  LargestFloat64() {
+    largest_ = 0;
+    handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&LargestFloat64::begin, &LargestFloat64::see)
+                                             .needsOutputs(true)
+                                             .scopes({at::RecordScope::FUNCTION}));
+  }
+  ~LargestFloat64() { at::removeCallback(handle_); }
+  LargestFloat64(const LargestFloat64&) = delete;
+  LargestFloat64& operator=(const LargestFloat64&) = delete;
+  int64_t largest() const { return largest_; }
+
+ private:
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction&) { return nullptr; }
+  static void see(const at::RecordFunction& function, at::ObserverContext*) {
+    for (const c10::IValue& output : function.outputs()) {
+      if (!output.isTensor() || !output.toTensor().defined() || output.toTensor().scalar_type() != at::kDouble)
+        continue;
+      largest_ = std::max(largest_, output.toTensor().numel());
+    }
+  }
+  static thread_local int64_t largest_;
+  at::CallbackHandle handle_ = 0;
+};
+thread_local int64_t LargestFloat64::largest_ = 0;
+
+double square_sum_of(const at::Tensor& flat) {
+  zero::SquareSum sum;
+  sum.add(flat);
+  return sum.total();
+}
+
+// An overflow at a loss scale is nothing rare; a copy of a bucket in float64 would be four times its size.
+TEST(SquareSumOnADevice, AnOverflowIsFoundWithoutACopyInFloat64) {
+  constexpr int64_t kNumel = (int64_t{3} << 16) + 1001;
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    const at::Tensor flat = uniform(5, kNumel).to(type).to(tested_device());
+    const double exact = flat.cpu().to(at::kDouble).square().sum().item<double>();
+    EXPECT_NEAR(square_sum_of(flat), exact, 1e-4 * exact) << type;  // rows are added in float32
+    for (const double bad : {std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity(),
+                             std::numeric_limits<double>::quiet_NaN()}) {
+      for (const int64_t place : {int64_t{0}, int64_t{70000}, kNumel - 1}) {
+        at::Tensor broken = flat.clone();
+        broken[place] = bad;
+        const LargestFloat64 seen;
+        EXPECT_FALSE(std::isfinite(square_sum_of(broken))) << bad << " at " << place << " of " << type;
+        EXPECT_LT(seen.largest(), 1000) << type;
+      }
+    }
+  }
+}
+
+TEST(SquareSumOnADevice, SquaresBeyondFloat32AreAddedInFloat64) {
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor flat = (uniform(5, 70000) * 1e30).to(type).to(tested_device());
+    const double exact = flat.cpu().to(at::kDouble).square().sum().item<double>();
+    EXPECT_NEAR(square_sum_of(flat), exact, 1e-9 * exact) << type;
   }
 }
 

@@ -38,6 +38,26 @@ TEST(RankEnvironment, ReplacesInheritedValues) {
   EXPECT_THAT(environment, Contains("OMP_NUM_THREADS=8"));
 }
 
+TEST(RankEnvironment, GpusGetQueuesAndMemoryThatGrowsUnlessTheUserSaysOtherwise) {
+  constexpr const char* kQueues = "CUDA_DEVICE_MAX_CONNECTIONS=32";
+  constexpr const char* kGrowing = "PYTORCH_ALLOC_CONF=expandable_segments:True";
+  JobEnvironment job = kJob;
+  const auto without_gpus = rank_environment({}, job, {}, std::nullopt);
+  EXPECT_THAT(without_gpus, Not(Contains(kQueues)));
+  EXPECT_THAT(without_gpus, Not(Contains(kGrowing)));
+  job.cuda_visible_devices = "0,1";
+  const auto plain = rank_environment({}, job, {}, std::nullopt);
+  EXPECT_THAT(plain, Contains(kQueues));
+  EXPECT_THAT(plain, Contains(kGrowing));
+  for (const char* own : {"PYTORCH_ALLOC_CONF=", "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128"}) {
+    const auto said = rank_environment({own, "CUDA_DEVICE_MAX_CONNECTIONS=1"}, job, {}, std::nullopt);
+    EXPECT_THAT(said, Contains(own));
+    EXPECT_THAT(said, Not(Contains(kGrowing)));
+    EXPECT_THAT(said, Contains("CUDA_DEVICE_MAX_CONNECTIONS=1"));
+    EXPECT_THAT(said, Not(Contains(kQueues)));
+  }
+}
+
 // Whatever started ds-launch: the ranks know their place from RANK and WORLD_SIZE, which win over the variables of srun
 // and mpirun, and they meet where ds-launch says.
 TEST(RankEnvironment, InsideOtherLaunchers) {
