@@ -42,7 +42,8 @@ ModelParameters collect_parameters(const torch::nn::Module& module) {
     const at::Tensor& tensor = item.value();
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
     require(!is_split(tensor), "parameter ", item.key(),
-            " is split over ranks (parallel::parallelize_module), which the engine does not train yet; train the leaves of ",
+            " is split over ranks (parallel::parallelize_module), which the engine does not train yet; train the "
+            "leaves of ",
             "the split module with an optimizer of the program's own");
     const auto dtype = tensor.scalar_type();
     require((dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) && tensor.layout() == at::kStrided,
