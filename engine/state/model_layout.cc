@@ -51,7 +51,8 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains)
     const at::Tensor& tensor = item.value();
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
     require(!is_split(tensor), "parameter ", item.key(),
-            " is split over ranks (parallel::parallelize_module), which the engine does not train yet; train the leaves of ",
+            " is split over ranks (parallel::parallelize_module), which the engine does not train yet; train the "
+            "leaves of ",
             "the split module with an optimizer of the program's own");
     require_real("parameter", item.key(), tensor);
     const auto dtype = tensor.scalar_type();

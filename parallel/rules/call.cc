@@ -1,6 +1,8 @@
 #include "parallel/rules/call.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <utility>
@@ -19,6 +21,12 @@ struct SharedConversion {
   uint32_t version;
   bool with_grad;
 };
+
+// Whether the conversion leads where the tensor's gradient goes now: a recomputation changes that while it runs.
+bool leads_to(const at::Tensor& converted, const at::Tensor& tensor) {
+  if (!converted.grad_fn() || !tensor.requires_grad()) return !converted.grad_fn() && !tensor.requires_grad();
+  return converted.grad_fn()->next_edge(0) == torch::autograd::impl::gradient_edge(tensor);
+}
 
 std::optional<SharedConversion>& last_conversion() {
   thread_local std::optional<SharedConversion> last;
@@ -84,7 +92,8 @@ at::Tensor Call::shared_for_parts(size_t i) const {
   const uint32_t version = tensor._version() + operand.tensor._version();
   std::optional<SharedConversion>& last = last_conversion();
   if (last && last->axis == axis_.get() && last->version == version && last->with_grad == with_grad &&
-      !last->from.expired() && last->from._unsafe_get_target() == tensor.unsafeGetTensorImpl()) {
+      !last->from.expired() && last->from._unsafe_get_target() == tensor.unsafeGetTensorImpl() &&
+      leads_to(last->to, operand.tensor)) {
     return last->to;
   }
   const at::Tensor result = for_parts(operand);

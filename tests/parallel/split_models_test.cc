@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "dsengine/activation_checkpoint.h"
 #include "examples/gpt/gpt_init.h"
 #include "examples/gpt/gpt_model.h"
 #include "tests/parallel/llama.h"
@@ -85,6 +86,33 @@ TEST(SplitModels, GptWithActivationCheckpointing) {
   gpt::GptConfig config = small_gpt(false);
   config.activation_checkpointing = true;
   expect_gpt(config, 2, gpt_rules(64, false));
+}
+
+// Two regions, run again one after the other, read a tensor that is no input of theirs: what the first one has
+// converted must not lead the gradient of the second one astray.
+struct SharedMemory : torch::nn::Module {
+  SharedMemory() {
+    source = register_module("source", torch::nn::Linear(8, 8));
+    first = register_module("first", torch::nn::Linear(8, 6));
+    second = register_module("second", torch::nn::Linear(8, 6));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor memory = source(x).tanh();
+    const at::Tensor one = at::ones({1}).requires_grad_();
+    const auto region = [&](torch::nn::Linear& layer) {
+      return recompute::checkpoint([memory, layer](const at::Tensor& y) mutable { return layer(memory).sum() * y; },
+                                   one);
+    };
+    return (region(first) + region(second) * 2).sum();
+  }
+  torch::nn::Linear source{nullptr}, first{nullptr}, second{nullptr};
+};
+
+TEST(SplitModels, RegionsThatReadOneTensorFromOutside) {
+  const at::Tensor x = at::arange(24, at::kFloat).view({3, 8}).sin();
+  expect_same_as_whole<SharedMemory>([] { return std::make_shared<SharedMemory>(); },
+                                     [&](SharedMemory& model) { return model.forward(x); },
+                                     {.ranks = 2, .rules = {{.pattern = "first|second", .style = kColumn}}});
 }
 
 std::vector<SplitRule> llama_rules() {
