@@ -40,6 +40,7 @@ class Bridge : public autograd::Node {
   std::string name() const override { return "SplitTensorBridge"; }
   void superseded() { superseded_ = true; }
 
+  // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): autograd's signature
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     if (!gradients[0].defined()) return {at::Tensor()};
     require_current();
@@ -73,6 +74,7 @@ class PartGradient : public autograd::Node {
   PartGradient(Placement placement, std::vector<int64_t> sizes)
       : placement_(std::move(placement)), sizes_(std::move(sizes)) {}
   std::string name() const override { return "SplitTensorPart"; }
+  // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): autograd's signature
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     if (!gradients[0].defined()) return {at::Tensor()};
     return {make_split(gradients[0], placement_, sizes_)};
@@ -236,7 +238,8 @@ at::Tensor slice_of(const at::Tensor& whole, const Placement& placement) {
   return cut.repeats == 1 ? joined.squeeze(dim) : joined.flatten(dim, dim + 1);
 }
 
-at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placement, at::Tensor part, std::string name) {
+at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placement, const at::Tensor& part,
+                           std::string name) {
   require(!is_split(parameter), "parameter ", name, " is split already");
   require(parameter.is_leaf(), "only a leaf can be split as a parameter, ", name, " has a history");
   const at::NoGradGuard no_grad;

@@ -58,7 +58,8 @@ void copy_part_into(const at::Tensor& whole, const at::Tensor& part, const Cut& 
 // Makes `parameter`, which others hold too (members of a module), a split tensor in place: it keeps its identity and
 // loses its memory. Returns the leaf, a plain tensor with this rank's part, which alone is trained; `part` becomes it.
 // `name` is for messages.
-at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placement, at::Tensor part, std::string name);
+at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placement, const at::Tensor& part,
+                           std::string name);
 // Of a split parameter: name and leaf. Empty and undefined for another split tensor.
 std::string split_name(const at::Tensor& split);
 at::Tensor leaf_of(const at::Tensor& split);

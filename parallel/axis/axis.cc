@@ -26,7 +26,7 @@ void Axis::note_join(const std::string& name, const std::vector<at::Tensor>& joi
   entry.name = name;
   ++entry.calls;
   for (const at::Tensor& tensor : joined) {
-    entry.bytes += tensor.numel() * static_cast<int64_t>(tensor.element_size());
+    entry.bytes += tensor.numel() * tensor.element_size();
     const std::string parameter = split_name(tensor);
     if (parameter.empty() || entry.parameters.find(parameter) != std::string::npos) continue;
     entry.parameters += (entry.parameters.empty() ? "" : ", ") + parameter;

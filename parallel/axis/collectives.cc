@@ -51,7 +51,7 @@ int64_t most_elements(c10::IntArrayRef sizes, const Cut& cut, int count) {
 }
 
 at::Tensor padded_flat(const at::Tensor& tensor, int64_t elements) {
-  const at::Tensor flat = tensor.contiguous().view({-1});
+  at::Tensor flat = tensor.contiguous().view({-1});
   if (flat.numel() == elements) return flat;
   return at::cat({flat, at::zeros({elements - flat.numel()}, flat.options())});
 }

@@ -7,7 +7,7 @@
 namespace ds::engine {
 namespace {
 
-constexpr at::ScalarType kDtype = kFloat64IsTrained ? at::kDouble : at::kFloat;
+constexpr at::ScalarType kDtype = at::kDouble;
 
 struct Field {
   Field() {
@@ -67,7 +67,7 @@ Losses train_pinn_on_engine(comm::Communicator& communicator, const Config& zero
 
 Program pinn() {
   return {.name = "Pinn",
-          .tolerance = kFloat64IsTrained ? 1e-12 : 1e-6,
+          .tolerance = 1e-12,
           .train_plainly = train_pinn_plainly,
           .train_on_engine = train_pinn_on_engine};
 }

@@ -14,9 +14,6 @@
 
 namespace ds::engine {
 
-// Whether the engine trains models of float64: the program that is for those then does so, and is held to 1e-12.
-constexpr bool kFloat64IsTrained = false;
-
 constexpr int kProgramSteps = 12;
 // Samples of a step on all ranks, so that 1, 2 and 4 ranks see the same global batch.
 constexpr int kGlobalBatch = 8;
