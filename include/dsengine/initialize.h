@@ -51,9 +51,9 @@ struct InitializeOptions {
   std::shared_ptr<torch::nn::Module> model;
   // A path, a nlohmann::json object, or url-safe base64 of the JSON text.
   config::ConfigSource config;
-  // A client optimizer over the model's parameters; overrides the config's. Stage 0, without fp16 and bf16. Without one,
-  // and without the section "optimizer" in the config, the engine evaluates only: all parameters are frozen as long as
-  // it lives, there are no gradients and states, and backward() and step() throw UsageError.
+  // A client optimizer over the model's parameters; overrides the config's. Stage 0, without fp16 and bf16. Without
+  // one, and without the section "optimizer" in the config, the engine evaluates only: all parameters are frozen as
+  // long as it lives, there are no gradients and states, and backward() and step() throw UsageError.
   std::shared_ptr<torch::optim::Optimizer> optimizer;
   // Parameters with a learning rate or weight decay of their own.
   std::vector<ParameterGroup> parameter_groups;

@@ -66,10 +66,8 @@ Losses train_pinn_on_engine(comm::Communicator& communicator, const Config& zero
 }  // namespace
 
 Program pinn() {
-  return {.name = "Pinn",
-          .tolerance = 1e-12,
-          .train_plainly = train_pinn_plainly,
-          .train_on_engine = train_pinn_on_engine};
+  return {
+      .name = "Pinn", .tolerance = 1e-12, .train_plainly = train_pinn_plainly, .train_on_engine = train_pinn_on_engine};
 }
 
 }  // namespace ds::engine
