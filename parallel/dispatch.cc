@@ -41,8 +41,8 @@ KnownOperator look_up(const c10::OperatorHandle& op) {
   KnownOperator result;
   result.composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   const c10::OperatorName& name = op.operator_name();
-  auto found = name.overload_name.empty() ? rules.end() : rules.find(name.name + "." + name.overload_name);
-  if (found == rules.end()) found = rules.find(name.name);
+  // Another overload has other arguments: what none is registered for is decomposed or joined.
+  const auto found = rules.find(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
   const bool is_random = op.hasTag(at::Tag::nondeterministic_seeded);
   if (found != rules.end()) {
     result.rule = found->second;
