@@ -114,6 +114,7 @@ struct SplitModule {
   // used as it is, as torch's. Collective. torch::nn::utils::clip_grad_norm_ on leaves()
   // would take another norm on each rank, and whole parameters would drift apart. Throws UsageError for a max_norm that
   // is not above 0.
+  // NOLINTNEXTLINE(readability-identifier-naming): torch's name
   double clip_grad_norm_(double max_norm) const;
   // Since the start, or since reset.
   std::vector<JoinedOperator> joined_operators() const;

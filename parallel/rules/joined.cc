@@ -48,7 +48,7 @@ c10::IValue replaced(const c10::IValue& value, const std::function<at::Tensor(co
   if (value.isList() && !value.isIntList() && !value.isDoubleList() && !value.isBoolList()) {
     c10::List<c10::IValue> list = value.toList().copy();
     for (size_t i = 0; i < list.size(); ++i) {
-      const c10::IValue element = list.get(i);
+      const c10::IValue& element = list.get(i);
       if (element.isTensor() && is_split(element.toTensor())) list.set(i, change(element.toTensor()));
     }
     return list;
