@@ -58,6 +58,7 @@ class Bridge : public autograd::Node {
     const auto part = part_.lock();
     if (!part) return;
     const at::Tensor current(part);
+    if (!current.requires_grad()) return;  // a leaf that was frozen since
     require(autograd::impl::gradient_edge(current).function.get() == edge_,
             "a split tensor that an autograd function of the program reads was changed in place through a view of it; "
             "hand the function a clone()");
@@ -178,8 +179,9 @@ at::Tensor part_of(const at::Tensor& split) {
   if (!split.requires_grad()) {
     return meta.copied && meta.part.requires_grad() ? meta.part.detach() : meta.part;
   }
-  // See Note [Bridges].
+  // See Note [Bridges]. A leaf may have been frozen, or not, since the split.
   const bool own_history = dynamic_cast<Bridge*>(split.grad_fn().get()) == nullptr;
+  if (!own_history && !meta.name.empty()) return meta.part;
   return own_history || !meta.part.requires_grad() ? part_with_history(split, meta) : meta.part;
 }
 
@@ -220,6 +222,7 @@ void copy_part_into(const at::Tensor& whole, const at::Tensor& part, const Cut& 
 }
 
 at::Tensor slice_of(const at::Tensor& whole, const Placement& placement) {
+  if (!placement.cut) return whole.detach();
   const at::NoGradGuard no_grad;
   const Cut& cut = *placement.cut;
   const int64_t dim = cut.dim;

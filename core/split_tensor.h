@@ -50,7 +50,8 @@ at::Tensor part_of(const at::Tensor& split);
 // A split tensor of `sizes` whose part here is `part`: plain, of the sizes that TensorPart says. It shares the part's
 // memory and history. The placement's cut is normalized. Throws UsageError when the sizes do not fit.
 at::Tensor make_split(at::Tensor part, Placement placement, c10::IntArrayRef sizes);
-// This rank's part of a plain tensor, without history; a view of it where the part is one range.
+// This rank's part of a plain tensor, without history; a view of it where the part is one range, or everything since
+// there is no cut.
 at::Tensor slice_of(const at::Tensor& whole, const Placement& placement);
 // Copies rank `index`'s part between its place in `whole` and `part`.
 void copy_part_into(const at::Tensor& whole, const at::Tensor& part, const Cut& cut, int index, int count);

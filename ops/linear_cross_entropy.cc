@@ -1,5 +1,8 @@
 #include <ATen/autocast_mode.h>
+#include <ATen/core/Reduction.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/result_type.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -9,6 +12,7 @@
 #include <optional>
 
 #include "core/check.h"
+#include "core/split_tensor.h"
 #include "dsengine/ops.h"
 #include "ops/chunked_loss.h"
 
@@ -115,6 +119,23 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
   }
 };
 
+bool any_split(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& targets) {
+  return is_split(hidden) || is_split(weight) || is_split(bias) || is_split(targets);
+}
+
+// The pair of operators, for tensors that are split over ranks: with a vocabulary that is cut, each rank has its part
+// of the logits, and the loss is Megatron-LM's. Chunks would join the weight.
+at::Tensor loss_of_pair(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& bias,
+                        const at::Tensor& targets, const LinearCrossEntropyOptions& options) {
+  const at::Tensor product = at::linear(rows, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt);
+  at::Tensor logits = product.to(wide_type(product.scalar_type()));
+  if (options.logit_scale != 1.0) logits = logits * options.logit_scale;
+  if (options.logit_softcap) logits = (logits / *options.logit_softcap).tanh() * *options.logit_softcap;
+  return at::cross_entropy_loss(logits, targets, {},
+                                options.reduction == LossReduction::kMean ? at::Reduction::Mean : at::Reduction::Sum,
+                                options.ignore_index, options.label_smoothing);
+}
+
 }  // namespace
 
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
@@ -127,6 +148,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
   const at::Tensor flat_targets = targets.reshape({-1});
   check_targets(flat_targets, weight.size(0), options.ignore_index);
   const at::Tensor rows = hidden.reshape({-1, hidden.size(-1)});
+  if (any_split(hidden, weight, bias, targets)) return loss_of_pair(rows, weight, bias, flat_targets, options);
 
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   ChunkedLossInput input{.hidden = rows,

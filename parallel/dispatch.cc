@@ -37,14 +37,14 @@ struct KnownOperator {
 };
 
 KnownOperator look_up(const c10::OperatorHandle& op) {
-  static const RuleTable rules = all_rules();
+  static const RuleTable kRules = all_rules();
   KnownOperator result;
   result.composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   const c10::OperatorName& name = op.operator_name();
-  auto found = name.overload_name.empty() ? rules.end() : rules.find(name.name + "." + name.overload_name);
-  if (found == rules.end()) found = rules.find(name.name);
+  // Another overload has other arguments: what none is registered for is decomposed or joined.
+  const auto found = kRules.find(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
   const bool is_random = op.hasTag(at::Tag::nondeterministic_seeded);
-  if (found != rules.end()) {
+  if (found != kRules.end()) {
     result.rule = found->second;
   } else if (op.hasTag(at::Tag::pointwise) && !is_random) {
     result.rule = compute_pointwise;
@@ -122,12 +122,12 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 void register_split_operators() {
   // Never destroyed: the dispatcher may be used until the process ends.
-  static torch::Library* const library = [] {
+  static torch::Library* const kLibrary = [] {
     auto* made = new torch::Library(torch::Library::IMPL, "_", kSplitKey, __FILE__, __LINE__);
     made->fallback(torch::CppFunction::makeFromBoxedFunction<&compute>());
     return made;
   }();
-  static_cast<void>(library);
+  static_cast<void>(kLibrary);
 }
 
 }  // namespace ds::parallel

@@ -1,7 +1,11 @@
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <cmath>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -9,6 +13,7 @@
 
 #include "core/check.h"
 #include "dsengine/parallel.h"
+#include "parallel/axis/collectives.h"
 #include "parallel/axis/conversions.h"
 #include "parallel/dispatch.h"
 
@@ -76,6 +81,37 @@ std::vector<at::Tensor> SplitModule::leaves() const {
   std::vector<at::Tensor> result;
   for (const auto& [name, leaf] : named_leaves) result.push_back(leaf);
   return result;
+}
+
+void SplitModule::zero_grad() const {
+  for (const auto& [name, leaf] : named_leaves) leaf.mutable_grad().reset();
+}
+
+double SplitModule::clip_grad_norm_(double max_norm) const {
+  require(max_norm > 0, "clip_grad_norm_() needs a norm above 0, found ", max_norm);
+  if (named_leaves.empty()) return 0;
+  const at::NoGradGuard no_grad;
+  std::set<std::string> split;
+  for (const ParameterSplit& parameter : plan) {
+    if (parameter.is_split()) split.insert(parameter.name);
+  }
+  // Squares of parts and of wholes; every rank takes part in the sum, whether it has gradients or not.
+  const at::TensorOptions options = named_leaves[0].second.options().dtype(at::kDouble);
+  at::Tensor of_parts = at::zeros({}, options);
+  at::Tensor of_wholes = at::zeros({}, options);
+  for (const auto& [name, leaf] : named_leaves) {
+    if (!leaf.grad().defined()) continue;
+    const at::Tensor square = at::linalg_vector_norm(leaf.grad(), 2, std::nullopt, false, at::kDouble).square();
+    (split.count(name) != 0 ? of_parts : of_wholes).add_(square.to(options.device()));
+  }
+  if (axis->size() > 1) of_parts = all_reduce_sum(of_parts, *axis);
+  const double norm = std::sqrt((of_parts + of_wholes).item<double>());
+  const double factor = max_norm / (norm + 1e-6);
+  if (factor >= 1) return norm;
+  for (const auto& [name, leaf] : named_leaves) {
+    if (leaf.grad().defined()) leaf.mutable_grad().mul_(factor);
+  }
+  return norm;
 }
 
 std::vector<JoinedOperator> SplitModule::joined_operators() const { return axis->joined_operators(); }

@@ -52,6 +52,9 @@ struct LinearCrossEntropyOptions {
 // The chunks of rows with gradients in forward are those of Liger Kernel (arXiv:2410.10989); Cut Cross-Entropy
 // (arXiv:2411.09009) goes further with kernels that keep no chunk either.
 //
+// Of tensors that are split over ranks (dsengine/parallel.h) it computes the plain pair: each rank has its part of the
+// logits where the vocabulary is cut, whole in its rows.
+//
 // Double backward is refused: backward with create_graph throws UsageError. Classes have no weights of their own, and
 // targets no probabilities; cross_entropy_loss has both.
 //

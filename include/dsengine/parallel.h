@@ -15,7 +15,8 @@
 //
 // Ranks of an axis run the same program on the same batches: what is not split is the same on all of them, so is its
 // gradient, and every operator on a split tensor is collective. An axis and its tensors belong to one thread at a time.
-// Generators of random numbers must be seeded alike on its ranks; dropout then draws what one process draws.
+// Generators of random numbers must be seeded alike on its ranks; dropout then draws the same everywhere, and on the
+// CPU what one process draws.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -106,6 +107,15 @@ struct SplitModule {
   std::vector<std::pair<std::string, at::Tensor>> named_leaves;
 
   std::vector<at::Tensor> leaves() const;
+  // Drops the leaves' gradients. zero_grad() of the module does not reach parts: its own parameters are no leaves.
+  void zero_grad() const;
+  // Scales all gradients so that their norm (L2, of the whole model: parts added up over the axis, whole parameters
+  // counted once) is at most max_norm, and returns the norm before, the same on all ranks. A norm that is not finite is
+  // used as it is, as torch's. Collective. torch::nn::utils::clip_grad_norm_ on leaves()
+  // would take another norm on each rank, and whole parameters would drift apart. Throws UsageError for a max_norm that
+  // is not above 0.
+  // NOLINTNEXTLINE(readability-identifier-naming): torch's name
+  double clip_grad_norm_(double max_norm) const;
   // Since the start, or since reset.
   std::vector<JoinedOperator> joined_operators() const;
   void reset_joined_operators() const;
@@ -129,7 +139,8 @@ at::Tensor distribute(const at::Tensor& tensor, const std::shared_ptr<Axis>& axi
 at::Tensor redistribute(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& blocks = {});
 // The plain whole: an all-gather. A tensor that is not split stays as it is.
 at::Tensor whole(const at::Tensor& tensor);
-// This rank's part, plain. A tensor that is not split stays as it is.
+// This rank's part, plain, with its history. A tensor that is not split stays as it is. What a program computes of it
+// differs by rank: a whole parameter used on it gets this rank's part of its gradient alone, which nobody adds up.
 at::Tensor local_part(const at::Tensor& tensor);
 bool is_split(const at::Tensor& tensor);
 

@@ -1,7 +1,9 @@
 #include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "parallel/rules/rules.h"
@@ -31,6 +33,28 @@ Attention attention_of(const Call& call) {
           .grouped = call.argument(7).toBool()};
 }
 
+// Whether x has the batches and heads of the query, so that the result's are those too: broadcasting is left to joined
+// tensors.
+bool has_batches_of_query(const Attention& attention, const Operand& x) {
+  const Sizes& query = attention.query.sizes;
+  for (int64_t dim = 0; dim < attention.query.dim() - 2; ++dim) {
+    const bool grouped = attention.grouped && dim == attention.query.dim() - 3;
+    if (!grouped && x.sizes[dim] != query[dim]) return false;
+  }
+  return true;
+}
+
+bool mask_fits(const Attention& attention) {
+  const Operand& mask = attention.mask;
+  if (!mask.defined()) return true;
+  const int64_t added = attention.query.dim() - mask.dim();
+  if (added < 0) return false;
+  for (int64_t dim = 0; dim < mask.dim() - 2; ++dim) {
+    if (mask.sizes[dim] != 1 && mask.sizes[dim] != attention.query.sizes[added + dim]) return false;
+  }
+  return true;
+}
+
 // The cut that all three take, along batches or heads; nothing where the sequence or a head's elements are cut.
 std::optional<Cut> attention_cut(const Call& call, const Attention& attention) {
   const int64_t dims = attention.query.dim();
@@ -39,7 +63,7 @@ std::optional<Cut> attention_cut(const Call& call, const Attention& attention) {
     if (x->dim() != dims || elements_of(x->sizes) == 0) return std::nullopt;
     if (x->is_split() && result == nullptr) result = &*x->cut;
   }
-  if (dims < 3 || result == nullptr || result->dim >= dims - 2) return std::nullopt;
+  if (dims < 3 || result == nullptr || result->dim >= dims - 2 || !mask_fits(attention)) return std::nullopt;
   const int64_t dim = result->dim;
   for (const Operand* x : {&attention.query, &attention.key, &attention.value}) {
     const bool alike = x->sizes[dim] == attention.query.sizes[dim];
@@ -47,9 +71,16 @@ std::optional<Cut> attention_cut(const Call& call, const Attention& attention) {
     const bool grouped = attention.grouped && dim == dims - 3 && result->repeats == 1 && result->blocks.empty() &&
                          is_even(along(*result, dim), x->sizes[dim], call.ranks()) &&
                          is_even(along(*result, dim), attention.query.sizes[dim], call.ranks());
-    if (!alike && !grouped) return std::nullopt;
+    if (!has_batches_of_query(attention, *x) || (!alike && !grouped)) return std::nullopt;
   }
   return *result;
+}
+
+// As what is added to the scores: the composed attention below does not know masks of booleans.
+at::Tensor additive(const at::Tensor& mask, const at::Tensor& query) {
+  if (!mask.defined() || mask.scalar_type() != at::kBool) return mask;
+  return at::zeros_like(mask, query.scalar_type())
+      .masked_fill(mask.logical_not(), -std::numeric_limits<double>::infinity());
 }
 
 at::Tensor mask_part(const Call& call, const Operand& mask, const Cut& cut, const Operand& query) {
@@ -64,9 +95,9 @@ Outcome attend(Call& call) {
   const Attention attention = attention_of(call);
   const std::optional<Cut> cut = attention_cut(call, attention);
   if (!cut) return Outcome::kJoin;
-  const at::Tensor mask = call.given(3);
-  const std::optional<at::Tensor> optional_mask = mask.defined() ? std::optional<at::Tensor>(mask) : std::nullopt;
   if (attention.dropout > 0) {
+    const at::Tensor mask = additive(call.given(3), call.given(0));
+    const std::optional<at::Tensor> optional_mask = mask.defined() ? std::optional<at::Tensor>(mask) : std::nullopt;
     return call.finish(std::get<0>(at::_scaled_dot_product_attention_math(
         call.given(0), call.given(1), call.given(2), optional_mask, attention.dropout, attention.causal, std::nullopt,
         attention.scale, attention.grouped)));

@@ -13,10 +13,11 @@
 namespace ds::parallel {
 namespace {
 
-// The last conversion that shared_for_parts made, as long as the tensor lives that it was made of.
+// The last conversion that shared_for_parts made, as long as the tensor lives that it was made of, and others hold what
+// it was converted to (a graph does, which saved it for backward): a thread keeps no memory of a model that is gone.
 struct SharedConversion {
   c10::weak_intrusive_ptr<c10::TensorImpl> from;
-  at::Tensor to;
+  c10::weak_intrusive_ptr<c10::TensorImpl> to;
   const Axis* axis;
   uint32_t version;
   bool with_grad;
@@ -92,13 +93,14 @@ at::Tensor Call::shared_for_parts(size_t i) const {
   const uint32_t version = tensor._version() + operand.tensor._version();
   std::optional<SharedConversion>& last = last_conversion();
   if (last && last->axis == axis_.get() && last->version == version && last->with_grad == with_grad &&
-      !last->from.expired() && last->from._unsafe_get_target() == tensor.unsafeGetTensorImpl() &&
-      leads_to(last->to, operand.tensor)) {
-    return last->to;
+      !last->from.expired() && last->from._unsafe_get_target() == tensor.unsafeGetTensorImpl()) {
+    const auto living = last->to.lock();
+    const at::Tensor converted = living ? at::Tensor(living) : at::Tensor();
+    if (converted.defined() && leads_to(converted, operand.tensor)) return converted;
   }
   const at::Tensor result = for_parts(operand);
   last = SharedConversion{.from = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
-                          .to = result,
+                          .to = c10::weak_intrusive_ptr<c10::TensorImpl>(result.getIntrusivePtr()),
                           .axis = axis_.get(),
                           .version = version,
                           .with_grad = with_grad};

@@ -95,7 +95,7 @@ class Call {
 };
 
 using Rule = std::function<Outcome(Call&)>;
-// By "aten::name.overload" or "aten::name".
+// By the name with its overload, "aten::sum.dim_IntList"; "aten::sum" is the overload without a name alone.
 using RuleTable = std::unordered_map<std::string, Rule>;
 
 // What shared_for_parts keeps of a tensor that is gone. For every operator to call.

@@ -48,12 +48,22 @@ c10::IValue replaced(const c10::IValue& value, const std::function<at::Tensor(co
   if (value.isList() && !value.isIntList() && !value.isDoubleList() && !value.isBoolList()) {
     c10::List<c10::IValue> list = value.toList().copy();
     for (size_t i = 0; i < list.size(); ++i) {
-      const c10::IValue element = list.get(i);
+      const c10::IValue& element = list.get(i);
       if (element.isTensor() && is_split(element.toTensor())) list.set(i, change(element.toTensor()));
     }
     return list;
   }
   return value;
+}
+
+// Whether a list has split tensors among its elements.
+bool has_split(const c10::IValue& list) {
+  bool found = false;
+  static_cast<void>(replaced(list, [&](const at::Tensor& tensor) {
+    found = true;
+    return tensor;
+  }));
+  return found;
 }
 
 at::Tensor uncut(const Call& call, const at::Tensor& view) {
@@ -70,8 +80,9 @@ void refuse_changes_of_views(Call& call, const std::vector<at::Tensor>& wholes) 
     return false;
   };
   for (size_t i = 0; i < call.results(); ++i) {
+    // Schemas do not tell all: broadcast_tensors() returns views, and has no alias in its schema.
     const c10::AliasInfo* const alias = call.op().schema().returns()[i].alias_info();
-    if (alias == nullptr || alias->isWrite()) continue;
+    if (alias != nullptr && alias->isWrite()) continue;
     c10::IValue& result = call.result(i);
     if (result.isTensor() && is_view(result.toTensor())) {
       result = uncut(call, result.toTensor());
@@ -130,7 +141,7 @@ void join_operands(Call& call) {
     if (!call.changes(i)) continue;
     const at::Tensor tensor = call.given(i);
     if (!is_split(tensor)) {
-      require(!call.argument(i).isTensorList() || !call.name().starts_with("aten::_foreach"), call.name(),
+      require(!has_split(call.argument(i)), call.name(),
               " cannot change lists of split tensors in place; change them one by one, or their leaves");
       continue;
     }

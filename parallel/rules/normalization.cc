@@ -5,6 +5,7 @@
 
 #include "parallel/axis/collectives.h"
 #include "parallel/axis/conversions.h"
+#include "parallel/rules/dtypes.h"
 #include "parallel/rules/lookup.h"
 #include "parallel/rules/rules.h"
 #include "parallel/rules/softmax_parts.h"
@@ -13,8 +14,7 @@ namespace ds::parallel {
 
 SoftmaxParts softmax_parts(const Call& call, const Operand& x, int64_t dim) {
   SoftmaxParts result;
-  const bool narrow = x.tensor.scalar_type() == at::kHalf || x.tensor.scalar_type() == at::kBFloat16;
-  const at::Tensor values = narrow ? x.tensor.to(at::kFloat) : x.tensor;
+  const at::Tensor values = x.tensor.to(wide_type(x.tensor.scalar_type()));
   const at::Tensor greatest = all_reduce_max(at::amax(values.detach(), dim, /*keepdim=*/true), *call.axis());
   result.shifted = values - greatest;
   result.exponentials = at::exp(result.shifted);
@@ -56,7 +56,11 @@ Outcome softmax(Call& call) {
   const int64_t dim = wrapped_dim(call.argument(1).toInt(), x.dim());
   if (!x.is_split() || dim != x.cut->dim) return along_whole_dim(call);
   if (elements_of(x.sizes) == 0 || !every_rank_has_some(call, x)) return Outcome::kJoin;
-  if (!call.argument(2).isNone()) x.tensor = x.tensor.to(call.argument(2).toScalarType());
+  if (!call.argument(2).isNone()) {
+    x.tensor = x.tensor.to(call.argument(2).toScalarType());
+  } else if (x.tensor.is_cuda()) {
+    x.tensor = widened_by_autocast(x.tensor);  // on its list on GPUs alone
+  }
   if (!x.tensor.is_floating_point()) return Outcome::kJoin;
   const SoftmaxParts parts = softmax_parts(call, x, dim);
   const at::Tensor sum = used_in_part(summed(parts.own_sum, call.axis()), call.axis());

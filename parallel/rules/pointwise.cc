@@ -96,8 +96,8 @@ Outcome compute_pointwise(Call& call) {
 }
 
 void add_pointwise_rules(RuleTable& table) {
-  for (const char* name : {"contiguous", "clone", "detach", "alias", "to", "_to_copy", "empty_like", "zeros_like",
-                           "ones_like", "full_like"}) {
+  for (const char* name : {"contiguous", "clone", "detach", "alias", "to.dtype_layout", "to.device", "to.dtype",
+                           "to.other", "_to_copy", "empty_like", "zeros_like", "ones_like", "full_like"}) {
     table[std::string("aten::") + name] = like_first;
   }
   for (const char* name : {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}) {

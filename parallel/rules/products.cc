@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "parallel/axis/conversions.h"
+#include "parallel/rules/dtypes.h"
 #include "parallel/rules/rules.h"
 
 namespace ds::parallel {
@@ -176,7 +177,11 @@ Outcome baddbmm(Call& call) {
   const c10::Scalar alpha = call.argument(4).toScalar();
   at::Tensor product = at::bmm(call.given(1), call.given(2));
   if (!alpha.equal(1)) product = product * alpha;
-  if (!beta.equal(0)) product = product + (beta.equal(1) ? call.given(0) : call.given(0) * beta);
+  if (!beta.equal(0)) {
+    // The product has the dtype of the result, also under autocast.
+    const at::Tensor added = call.given(0).to(product.scalar_type());
+    product = product + (beta.equal(1) ? added : added * beta);
+  }
   return call.finish(product);
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "parallel/axis/conversions.h"
+#include "parallel/rules/dtypes.h"
 #include "parallel/rules/rules.h"
 
 namespace ds::parallel {
@@ -54,17 +55,23 @@ Outcome add_up(Call& call) {
   const auto dims = dims_of(with_dims ? call.argument(1) : c10::IValue(), x);
   if (!dims || elements_of(x.sizes) == 0) return Outcome::kJoin;
   const bool keep = with_dims && call.argument(2).toBool();
-  const std::optional<at::ScalarType> dtype = dtype_of(call.argument(call.arguments() - 1));
+  std::optional<at::ScalarType> dtype = dtype_of(call.argument(call.arguments() - 1));
   const bool mean = call.name() == "aten::mean";
+  // sum() is on autocast's list for float32 on GPUs.
+  const bool widened = !mean && !dtype && is_narrow(x.tensor.scalar_type()) && x.tensor.is_cuda();
+  if (widened && under_autocast(x.tensor)) dtype = at::kFloat;
+  const at::ScalarType given = dtype.value_or(x.tensor.scalar_type());
   if (mean && !x.tensor.is_floating_point() && !dtype) return Outcome::kJoin;  // an error, as for plain tensors
   const Reduced left = reduced(x, *dims, keep);
-  at::Tensor sum = at::sum(x.tensor, *dims, keep, dtype);
+  // Of a mean too: the sum that it is made of may be beyond float16.
+  at::Tensor sum = at::sum(x.tensor, *dims, keep, is_narrow(given) ? std::optional(at::kFloat) : dtype);
   if (!left.cut) sum = summed(sum, call.axis());
   if (mean) {
     int64_t count = 1;
     for (const int64_t dim : *dims) count *= x.sizes[dim];
     sum = sum / static_cast<double>(count);
   }
+  if (is_narrow(given)) sum = sum.to(given);
   return left.cut ? call.finish_split(sum, *left.cut, left.sizes) : call.finish(sum);
 }
 

@@ -45,6 +45,17 @@ TEST(Dropout, OfAttentionWeightsToo) {
   expect_same_numbers([](const at::Tensor& x) { return at::scaled_dot_product_attention(x, x, x, {}, 0.3); });
 }
 
+TEST(Dropout, OfAttentionWeightsUnderAMaskOfBooleans) {
+  const at::Tensor mask = at::ones({6, 6}, at::kBool).tril();
+  expect_same_numbers([&](const at::Tensor& x) { return at::scaled_dot_product_attention(x, x, x, mask, 0.3); });
+  // A mask that is split itself: of [2, 4, 6, 6], a row's own key always among them.
+  expect_same_numbers([](const at::Tensor& x) {
+    const at::Tensor own = at::eye(6).to(at::kBool);
+    const at::Tensor kept = at::logical_or(x.detach().slice(3, 0, 1) > 1.3, own);
+    return at::scaled_dot_product_attention(x, x, x, kept, 0.3);
+  });
+}
+
 TEST(Dropout, OutsideOfTrainingChangesNothing) {
   test::run_ranks(2, [&](comm::Communicator& communicator) {
     const std::shared_ptr<Axis> axis = make_axis(shared(communicator));

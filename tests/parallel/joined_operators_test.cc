@@ -149,6 +149,32 @@ TEST(JoinedOperators, ViewsOfJoinedTensorsRefuseChanges) {
   });
 }
 
+TEST(JoinedOperators, ViewsThatNoSchemaTellsOfRefuseChangesToo) {
+  on_axis(2, [](const std::shared_ptr<Axis>& axis, int /*rank*/) {
+    const at::Tensor x = distribute(at::ones({4, 6}), axis, 1);
+    const at::Tensor view = x.select(1, 2);  // joined
+    EXPECT_THROW(at::broadcast_tensors({view})[0].zero_(), UsageError);
+    EXPECT_THROW(at::meshgrid({view, view}, "ij")[0].zero_(), UsageError);
+  });
+}
+
+TEST(JoinedOperators, ListsThatAreChangedInPlaceAreRefused) {
+  on_axis(2, [](const std::shared_ptr<Axis>& axis, int /*rank*/) {
+    const auto refused = [](const char* name, const char* overload, torch::jit::Stack stack) {
+      try {
+        c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).callBoxed(stack);
+        ADD_FAILURE() << name << ": changes that would be lost";
+      } catch (const UsageError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("cannot change lists of split tensors in place"));
+      }
+    };
+    const std::vector<at::Tensor> list = {distribute(at::ones({4, 6}), axis, 1), at::ones({4})};
+    refused("aten::_foreach_mul_", "Scalar", {list, at::Scalar(2)});
+    refused("aten::split_copy", "Tensor_out", {at::ones({8, 6}), 4, 0, std::vector{list[0], list[0]}});
+    refused("aten::unbind_copy", "int_out", {at::ones({2, 4, 6}), 0, std::vector{list[0], at::ones({4, 6})}});
+  });
+}
+
 TEST(JoinedOperators, MemoryThatIsNotHereIsSaid) {
   test::run_ranks(2, [](comm::Communicator& communicator) {
     torch::nn::Linear layer(8, 6);

@@ -1,5 +1,7 @@
 #include "tests/parallel/rule_cases.h"
 
+#include "dsengine/ops.h"
+
 namespace ds::parallel {
 namespace {
 
@@ -204,6 +206,14 @@ void add_attention(std::vector<RuleCase>& cases) {
   }));
   cases.push_back(of_sizes("attention with a mask", {{2, 4, 6, 4}, {2, 4, 6, 4}, {2, 4, 6, 4}, {4, 6, 6}},
                            [](const Tensors& t) { return at::scaled_dot_product_attention(t[0], t[1], t[2], t[3]); }));
+  cases.push_back(of_sizes(
+      "attention with a mask of booleans", {{2, 4, 6, 4}, {2, 4, 6, 4}, {2, 4, 6, 4}, {4, 6, 6}},
+      [](const Tensors& t) { return at::scaled_dot_product_attention(t[0], t[1], t[2], t[3].detach() > -0.7); }));
+  cases.push_back(of_sizes("attention of one key and value for all batches", {{2, 4, 6, 4}, {1, 4, 6, 4}, {1, 4, 6, 4}},
+                           [](const Tensors& t) { return at::scaled_dot_product_attention(t[0], t[1], t[2]); }));
+  cases.push_back(of_sizes("attention of one query for all batches", {{1, 4, 6, 4}, {2, 4, 6, 4}, {2, 4, 6, 4}},
+                           [](const Tensors& t) { return at::scaled_dot_product_attention(t[0], t[1], t[2]); }));
+  for (RuleCase* broadcasting : {&cases.end()[-2], &cases.back()}) broadcasting->left_to_joins = true;
 }
 
 void add_losses(std::vector<RuleCase>& cases) {
@@ -222,6 +232,20 @@ void add_losses(std::vector<RuleCase>& cases) {
                      }});
     cases.push_back(
         of_sizes("mse", {{6, 8}, {6, 8}}, [=](const Tensors& t) { return at::mse_loss(t[0], t[1], reduction); }));
+  }
+  for (const auto reduction : {ops::LossReduction::kMean, ops::LossReduction::kSum}) {
+    cases.push_back(
+        {.name = "linear_cross_entropy",
+         .inputs = {{.sizes = {2, 3, 4}}, {.sizes = {8, 4}}, {.sizes = {8}}, {.sizes = {2, 3}, .indices = 8}},
+         .run = [=](const Tensors& t) {
+           return Tensors{ops::linear_cross_entropy(t[0], t[1], {}, t[3], {.reduction = reduction}),
+                          ops::linear_cross_entropy(t[0], t[1], t[2], t[3],
+                                                    {.reduction = reduction,
+                                                     .ignore_index = 3,
+                                                     .label_smoothing = 0.1,
+                                                     .logit_scale = 0.7,
+                                                     .logit_softcap = 2.0})};
+         }});
   }
   cases.push_back(
       {.name = "cross entropy with weights, and of images",

@@ -19,7 +19,8 @@ struct RuleCase {
   std::string name;
   std::vector<RuleInput> inputs;
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> run;
-  bool ints_alone = false;  // of the results nothing has a gradient
+  bool ints_alone = false;     // of the results nothing has a gradient
+  bool left_to_joins = false;  // no rule is for it: its values are tried, its joins are not counted
 };
 
 // Elementwise, shapes and pieces.

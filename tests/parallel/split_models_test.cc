@@ -54,6 +54,11 @@ void expect_gpt(const gpt::GptConfig& config, int ranks, const std::vector<Split
 }
 
 TEST(SplitModels, GptOverTwoRanks) { expect_gpt(small_gpt(false), 2, gpt_rules(64, false)); }
+TEST(SplitModels, GptWithWholeLogits) {
+  gpt::GptConfig config = small_gpt(false);
+  config.whole_logits = true;
+  expect_gpt(config, 2, gpt_rules(64, false));
+}
 TEST(SplitModels, GptOverFourRanks) { expect_gpt(small_gpt(false), 4, gpt_rules(64, false)); }
 TEST(SplitModels, GptWithATiedVocabulary) {
   expect_gpt(small_gpt(true), 2, gpt_rules(64, true));

@@ -62,5 +62,31 @@ TEST(Verify, FindsARuleWithAWrongResult) {
   EXPECT_EQ(verdict([&](Call& /*call*/) { return Outcome::kJoin; }), "");
 }
 
+TEST(Verify, FindsALostGradientValuesThatAreNotFiniteAndAnotherDtype) {
+  const auto changed = [](const std::function<at::Tensor(const at::Tensor&)>& change) {
+    return verdict([&](Call& call) {
+      const Operand x = call.operand(0);
+      return call.finish_split(change(x.tensor * call.for_parts(call.operand(1))), *x.cut, x.sizes);
+    });
+  };
+  EXPECT_EQ(changed([](const at::Tensor& y) { return y; }), "");
+  EXPECT_THAT(changed([](const at::Tensor& y) { return y.detach(); }), HasSubstr("in gradient 0"));
+  EXPECT_THAT(changed([](const at::Tensor& y) { return y / 0; }), HasSubstr("in result 0: one has NaN or infinite"));
+  EXPECT_THAT(changed([](const at::Tensor& y) { return y * NAN; }), HasSubstr("in result 0: one has NaN or infinite"));
+  EXPECT_THAT(changed([](const at::Tensor& y) { return y.to(at::kDouble); }), HasSubstr("in result 0: dtypes"));
+}
+
+TEST(Verify, MemoryThatIsLeftAsItIsIsNotCompared) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    const std::shared_ptr<Axis> axis = make_axis(shared(communicator));
+    axis->verify(true);
+    const at::Tensor x = distribute(at::ones({4, 2}), axis, 0);
+    for (int i = 0; i < 20; ++i) {
+      const at::Tensor filled = at::empty({4, 2}).fill_(i);  // what the next one finds in memory
+      EXPECT_TRUE(is_split(at::empty_like(x)));
+    }
+  });
+}
+
 }  // namespace
 }  // namespace ds::parallel
