@@ -27,8 +27,8 @@ void for_each_chunk(const at::Tensor& master, const at::Tensor& gradient, Kernel
 // LibTorch's fused kernels divide the gradient by this, a float32; nothing for a factor of exactly 1, and nothing for a
 // float64 master: a float32 factor would cost half of the digits. See scale_wide().
 std::optional<at::Tensor> fused_grad_scale(double gradient_scale, const at::Tensor& master);
-// Multiplies a kernel's gradient in place where it is float64: after the conversion, so that no factor is rounded to the
-// dtype in which the gradient came.
+// Multiplies a kernel's gradient in place where it is float64: after the conversion, so that no factor is rounded to
+// the dtype in which the gradient came.
 void scale_wide(const at::Tensor& gradient, double gradient_scale);
 // The step number in the form these kernels take.
 at::Tensor fused_step(double step, at::Device device);

@@ -165,9 +165,8 @@ void C10dCommunicator::end() noexcept {
     }
     const auto limit = std::min<std::chrono::milliseconds>(group_.timeout, kLongestEnd);
     // On a thread of its own, because a device cannot be waited for with a limit. abort() ends what it waits for.
-    std::packaged_task<void()> wait([device = group_.device] {
-      c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
-    });
+    std::packaged_task<void()> wait(
+        [device = group_.device] { c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index()); });
     std::future<void> done = wait.get_future();
     std::jthread waiting(std::move(wait));
     const bool in_time = done.wait_for(limit) == std::future_status::ready;

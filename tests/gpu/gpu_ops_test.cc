@@ -51,8 +51,8 @@ TEST_F(GpuOps, AutocastChangesNothing) {
       const auto all = [&]() -> std::vector<at::Tensor> {
         const NormedSum rms = add_rms_norm(x, residual, weight);
         const NormedSum layer = add_layer_norm(x, residual, weight, bias);
-        return {layer_norm(x, weight, bias), rms_norm(x, weight), rms.normed,          rms.sum,
-                layer.normed,                layer.sum,           swiglu(x, residual), rope(x, cos, sin)};
+        return {layer_norm(x, weight, bias), rms_norm(x, weight), rms.normed, rms.sum, layer.normed, layer.sum,
+                swiglu(x, residual),         rope(x, cos, sin)};
       };
       const std::vector<at::Tensor> expected = all();
       const Autocast on(device_.type());

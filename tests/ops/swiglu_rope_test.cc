@@ -87,8 +87,8 @@ TEST(Swiglu, LargeNumbersAreThoseOfTheChain) {
 TEST(Swiglu, ExtremesOfEveryDtype) {
   const double infinity = std::numeric_limits<double>::infinity();
   const at::Tensor extremes =
-      at::tensor({-infinity, -3e38, -800.0, -745.0, -709.0, -200.0, -104.0, -88.0, -87.0, -20.0, -0.0, 0.0, 20.0, 87.0,
-                  88.0, 104.0, 200.0, 709.0, 745.0, 800.0, 3e38, infinity, std::nan("")},
+      at::tensor({-infinity, -3e38, -800.0, -745.0, -709.0, -200.0, -104.0, -88.0, -87.0, -20.0,    -0.0,        0.0,
+                  20.0,      87.0,  88.0,   104.0,  200.0,  709.0,  745.0,  800.0, 3e38,  infinity, std::nan("")},
                  at::kDouble);
   for (const int64_t target : hwy::SupportedAndGeneratedTargets()) {
     const optimizers::WithTarget use(target);
