@@ -10,6 +10,8 @@
 
 #include <algorithm>
 
+#include "ops/recorded_operator.h"
+
 namespace ds::ops {
 namespace {
 
@@ -47,11 +49,10 @@ class Chunks {
     logits_ = at::empty({rows_, classes_}, wide);
     log_shares_ = at::empty({rows_, classes_}, wide);
     if (type_ != wide_) narrow_ = at::empty({rows_, classes_}, wide.dtype(type_));
-    const at::Tensor counts = targets_.ne(options_.ignore_index);
-    ignored_ = counts.logical_not();
+    ignored_ = targets_.eq(options_.ignore_index);
     safe_targets_ = targets_.masked_fill(ignored_, 0);
     result_.total = at::zeros({}, wide);
-    result_.counted = counts.sum();
+    result_.counted = targets_.ne(options_.ignore_index).sum();
     if (wanted.hidden) result_.hidden_gradient = at::empty(hidden_.sizes(), wide.dtype(type_));
     if (wanted.weight && hidden_.size(0) == 0) result_.weight_gradient = at::zeros(weight_.sizes(), wide);
     if (wanted.bias) result_.bias_gradient = at::zeros({classes_}, wide);
@@ -156,7 +157,9 @@ class Chunks {
 
 }  // namespace
 
+// One operator, whatever the number of rows: ranks have different ones, and at stage 3 each use counts.
 ChunkedLoss chunked_loss(const ChunkedLossInput& input, const WantedGradients& wanted) {
+  const RecordedOperator recorded("dsengine::linear_cross_entropy", {input.hidden, input.weight, input.bias});
   return Chunks(input, wanted).run();
 }
 

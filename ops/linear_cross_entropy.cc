@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 
 #include "core/check.h"
@@ -30,7 +31,8 @@ void check_shapes(const at::Tensor& hidden, const at::Tensor& weight, const at::
           "expected hidden, weight and targets, found an undefined tensor");
   require(hidden.dim() >= 1 && weight.dim() == 2 && hidden.size(-1) == weight.size(1), kLoss,
           "expected hidden of [..., H] and weight of [V, H], found ", hidden.sizes(), " and ", weight.sizes());
-  require(weight.size(0) > 0, kLoss, "expected at least one class, found a weight of ", weight.sizes());
+  require(weight.size(0) > 0 && weight.size(1) > 0, kLoss,
+          "expected weight of [V, H] with V > 0 classes and H > 0, found ", weight.sizes());
   require(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), kLoss, "expected a bias of [",
           weight.size(0), "], one element for each row of weight, found ", lazy([&] { return cat(bias.sizes()); }));
   require(targets.scalar_type() == at::kLong, kLoss, "expected targets of int64, found ", targets.scalar_type(),
@@ -59,8 +61,10 @@ void check_types(const at::Tensor& hidden, const at::Tensor& weight, const at::T
 void check_options(const LinearCrossEntropyOptions& options) {
   require(options.label_smoothing >= 0.0 && options.label_smoothing <= 1.0, kLoss,
           "expected label_smoothing in [0, 1], found ", options.label_smoothing);
-  require(!options.logit_softcap || *options.logit_softcap > 0.0, kLoss, "expected logit_softcap > 0, found ",
-          options.logit_softcap.value_or(0.0));
+  require(std::isfinite(options.logit_scale), kLoss, "expected a finite logit_scale, found ", options.logit_scale);
+  const double softcap = options.logit_softcap.value_or(1.0);
+  require(std::isfinite(softcap) && softcap > 0.0, kLoss, "expected a finite logit_softcap > 0, found ", softcap,
+          "; leave it out for logits without a cap");
   require(options.chunk_rows >= 0, kLoss, "expected chunk_rows >= 0, found ", options.chunk_rows);
 }
 
@@ -143,7 +147,8 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
   check_options(options);
   check_shapes(hidden, weight, bias, targets);
   const c10::DeviceType device = hidden.device().type();
-  const bool autocast = at::autocast::is_autocast_enabled(device) && hidden.scalar_type() != at::kDouble;
+  const bool autocast = at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device) &&
+                        hidden.scalar_type() != at::kDouble;
   check_types(hidden, weight, bias, targets, autocast);
   const at::Tensor flat_targets = targets.reshape({-1});
   check_targets(flat_targets, weight.size(0), options.ignore_index);

@@ -6,6 +6,7 @@
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -185,7 +186,9 @@ struct FusedNorm : torch::autograd::Function<FusedNorm> {
 };
 
 // LibTorch's operators, for devices and dtypes without a kernel. Where the dtypes differ, all is done in the wide one.
+// Autocast would give float32 on some devices, where kernels give x's dtype.
 at::Tensor composed_norm(const NormKind& kind, const at::Tensor& s, const at::Tensor& weight, const at::Tensor& bias) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto differs = [&](const at::Tensor& row) { return row.defined() && row.scalar_type() != s.scalar_type(); };
   if (differs(weight) || differs(bias)) {
     const at::ScalarType wide = wide_type(s.scalar_type());

@@ -59,12 +59,13 @@ void update_by_libtorch(const at::Tensor& master, const at::Tensor& gradient, co
   const double kernel_step =
       step.rule.bias_correction ? static_cast<double>(step.count) : std::numeric_limits<double>::infinity();
   const at::Tensor count = fused_step(kernel_step, master.device());
-  const std::optional<at::Tensor> scale = fused_grad_scale(step.gradient_scale, master, gradient);
+  const std::optional<at::Tensor> scale = fused_grad_scale(step.gradient_scale, master);
   for_each_chunk(master, gradient, KernelMemory::kFused, [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
     const auto chunk_of = [&](const at::Tensor& state) { return state.narrow(0, begin, m.numel()); };
     const AdamStates chunk{.exp_avg = chunk_of(states.exp_avg),
                            .exp_avg_sq = chunk_of(states.exp_avg_sq),
                            .max_exp_avg_sq = step.rule.amsgrad ? chunk_of(states.max_exp_avg_sq) : at::Tensor()};
+    scale_wide(g, step.gradient_scale);
     const auto kernel = step.rule.decoupled_weight_decay ? fused_adamw : fused_adam;
     kernel(m, g, chunk, step, count, scale);
   });

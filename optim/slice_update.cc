@@ -44,15 +44,13 @@ void for_each_chunk(const at::Tensor& master, const at::Tensor& gradient, Kernel
   }
 }
 
-std::optional<at::Tensor> fused_grad_scale(double gradient_scale, const at::Tensor& master,
-                                           const at::Tensor& gradient) {
-  if (gradient_scale == 1.0) return std::nullopt;
-  if (master.scalar_type() == at::kDouble) {
-    const at::NoGradGuard no_grad;
-    at::Tensor(gradient).mul_(gradient_scale);
-    return std::nullopt;
-  }
+std::optional<at::Tensor> fused_grad_scale(double gradient_scale, const at::Tensor& master) {
+  if (gradient_scale == 1.0 || state_type(master.scalar_type()) == at::kDouble) return std::nullopt;
   return at::full({}, 1.0 / gradient_scale, at::TensorOptions().dtype(at::kFloat).device(master.device()));
+}
+
+void scale_wide(const at::Tensor& gradient, double gradient_scale) {
+  if (gradient_scale != 1.0 && gradient.scalar_type() == at::kDouble) at::Tensor(gradient).mul_(gradient_scale);
 }
 
 at::Tensor fused_step(double step, at::Device device) {

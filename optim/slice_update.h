@@ -24,9 +24,12 @@ enum class KernelMemory { kFused, kTemporaries };
 void for_each_chunk(const at::Tensor& master, const at::Tensor& gradient, KernelMemory memory,
                     const SliceKernel& kernel);
 
-// LibTorch's fused kernels divide the gradient by this, a float32; nothing for a factor of exactly 1. The gradient of a
-// float64 master is multiplied here, in place, because a float32 factor would cost it half of its digits.
-std::optional<at::Tensor> fused_grad_scale(double gradient_scale, const at::Tensor& master, const at::Tensor& gradient);
+// LibTorch's fused kernels divide the gradient by this, a float32; nothing for a factor of exactly 1, and nothing for a
+// float64 master: a float32 factor would cost half of the digits. See scale_wide().
+std::optional<at::Tensor> fused_grad_scale(double gradient_scale, const at::Tensor& master);
+// Multiplies a kernel's gradient in place where it is float64: after the conversion, so that no factor is rounded to
+// the dtype in which the gradient came.
+void scale_wide(const at::Tensor& gradient, double gradient_scale);
 // The step number in the form these kernels take.
 at::Tensor fused_step(double step, at::Device device);
 

@@ -10,8 +10,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <exception>
+#include <future>
 #include <mutex>
+#include <thread>
 
 #include "comm/collective.h"
 #include "comm/local_reduce.h"
@@ -26,6 +29,8 @@ namespace ds::comm {
 namespace {
 
 using BackendWork = c10::intrusive_ptr<c10d::Work>;
+
+constexpr std::chrono::seconds kLongestEnd{30};
 
 at::Tensor as_bytes(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.detach().view(-1).view(at::kByte) : tensor;
@@ -68,7 +73,7 @@ void combine_bitwise(const at::Tensor& into, const at::Tensor& next, ReduceOp op
 struct Place {
   std::string text;  // for messages
   c10::Device device;
-  std::atomic<bool> failed = false;
+  std::shared_ptr<std::atomic<bool>> failed;
 };
 
 // An operation of the backend, and what remains to be done once it has finished.
@@ -88,7 +93,7 @@ class BackendState : public WorkState {
     try {
       work_->wait();
     } catch (const std::exception& error) {
-      place_->failed = true;
+      *place_->failed = true;
       throw CommError(cat(name_, place_->text, ": ", without_stack(error.what()),
                           ". A rank has most likely ended or issued another operation: look at ",
                           "the logs of the other ranks first"));
@@ -112,7 +117,7 @@ class C10dCommunicator : public Communicator {
       : Communicator(group.rank, group.size, group.name),
         group_(group),
         place_(std::make_shared<Place>(cat(" on group '", group.name, "', rank ", group.rank, " of ", group.size),
-                                       group.device)),
+                                       group.device, group.failed)),
         backend_(group.size > 1 ? group.connect(group.store, group.rank, group.size) : nullptr) {}
   ~C10dCommunicator() override { end(); }
   C10dCommunicator(const C10dCommunicator&) = delete;
@@ -149,15 +154,31 @@ class C10dCommunicator : public Communicator {
 // all_gather, which nobody reads any more here, and which other ranks need. ~ProcessGroupNCCL without a shutdown()
 // kills them. So the device finishes what it was given first. After a failure, or while an exception flies, there may
 // be nobody left to finish it with: then the group is torn down at once, which is what lets the other ranks fail too.
+// The program may have caught the exception long ago, of this group or of one beside it; and where nobody was told that
+// a rank is gone, there is a limit.
 void C10dCommunicator::end() noexcept {
   if (!backend_ || group_.device.is_cpu()) return;
   try {
-    if (place_->failed || std::uncaught_exceptions() > 0) {
+    if (*place_->failed || std::uncaught_exceptions() > 0) {
       backend_->abort();
       return;
     }
-    c10::impl::VirtualGuardImpl(group_.device.type()).synchronizeDevice(group_.device.index());
-    backend_->shutdown();
+    const auto limit = std::min<std::chrono::milliseconds>(group_.timeout, kLongestEnd);
+    // On a thread of its own, because a device cannot be waited for with a limit. abort() ends what it waits for.
+    std::packaged_task<void()> wait(
+        [device = group_.device] { c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index()); });
+    std::future<void> done = wait.get_future();
+    std::jthread waiting(std::move(wait));
+    const bool in_time = done.wait_for(limit) == std::future_status::ready;
+    if (!in_time) {
+      log::warning("the end of a communicator", place_->text, ": operations that this rank has issued were not done ",
+                   "after ", limit.count(), " ms, and are given up. A rank has most likely ended or issued another ",
+                   "operation: look at the logs of the other ranks first");
+      *place_->failed = true;
+      backend_->abort();
+    }
+    done.get();
+    if (in_time) backend_->shutdown();
   } catch (const std::exception& error) {
     log::warning("the end of a communicator", place_->text, ": ", error.what());
   }
@@ -202,7 +223,7 @@ Work C10dCommunicator::launch(Collective collective) {
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
-    place_->failed = true;
+    *place_->failed = true;
     throw CommError(cat(operation, place_->text, ": ", without_stack(error.what())));
   }
 }

@@ -6,6 +6,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -25,6 +27,10 @@ struct C10dGroup {
   std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, int rank, int size)> connect;
   // The backend averages floating point by itself (NCCL); else the sum is divided in wait().
   bool averages = false;
+  // How long operations may take. The end of a group waits as long for them, but 30 seconds at most.
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+  // Set by the first error of this group or of one made from it: they have the same ranks to lose.
+  std::shared_ptr<std::atomic<bool>> failed = std::make_shared<std::atomic<bool>>(false);
 };
 
 // Copies travel as bytes, so every data type works. What the backend cannot reduce is composed: averages of integers
@@ -36,7 +42,8 @@ struct C10dGroup {
 // issue them in one order. Errors of the backend become CommError naming operation, label, group and rank.
 //
 // Its destructor waits, where tensors are on a device, until the device has done what it was given, and shuts the
-// backend down; after an error of the backend, or while an exception flies, it aborts it.
+// backend down. After an error of the backend, in this group or in one that shares its `failed`, or while an exception
+// flies, it aborts it; so it does, with a warning, where the device has not come to an end in time.
 std::shared_ptr<Communicator> make_c10d_communicator(const C10dGroup& group);
 
 }  // namespace ds::comm

@@ -56,7 +56,8 @@ std::shared_ptr<Communicator> make_nccl_communicator(const NcclGroup& group) {
        .name = group.name,
        .device = group.device,
        .connect = [group](const auto& store, int rank, int size) { return connect_nccl(store, rank, size, group); },
-       .averages = true});
+       .averages = true,
+       .timeout = group.timeout});
 }
 
 }  // namespace

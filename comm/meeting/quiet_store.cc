@@ -12,6 +12,7 @@ struct Level {
   std::mutex mutex;
   int users = 0;
   int before = 0;
+  int ours = 0;
 };
 
 // Not destroyed: the watch's threads may outlive main().
@@ -27,12 +28,14 @@ QuietStore::QuietStore() {
   const std::lock_guard lock(level().mutex);
   if (level().users++ > 0) return;
   level().before = FLAGS_caffe2_log_level;
-  FLAGS_caffe2_log_level = std::max(FLAGS_caffe2_log_level, kErrors);
+  level().ours = std::max(FLAGS_caffe2_log_level, kErrors);
+  FLAGS_caffe2_log_level = level().ours;
 }
 
 QuietStore::~QuietStore() {
   const std::lock_guard lock(level().mutex);
-  if (--level().users == 0) FLAGS_caffe2_log_level = level().before;
+  // Another level is somebody else's by now.
+  if (--level().users == 0 && FLAGS_caffe2_log_level == level().ours) FLAGS_caffe2_log_level = level().before;
 }
 
 }  // namespace ds::comm

@@ -76,18 +76,30 @@ std::string missing_ranks(c10d::Store& store, int world_size) {
       missing += cat(missing.empty() ? "" : ", ", r);
     }
   }
-  return cat("missing: rank ", missing, "; present: ", present);
+  return missing.empty() ? cat("all have come by now: ", present)
+                         : cat("missing: rank ", missing, "; present: ", present);
 }
 
-[[noreturn]] void fail_waiting(const std::string& who, int world_size, milliseconds waited, milliseconds timeout) {
-  const std::string look = ". Look whether those processes were started, with the same MASTER_ADDR and MASTER_PORT";
-  // The store went away before the time was up.
-  if (waited < timeout - timeout / 10) {
-    throw CommError(
-        cat("rendezvous: this rank waited ", waited.count(), " ms for all of ", world_size, " ranks, then ", who));
+// What the store says after it failed with `cause`.
+std::string ranks_after(const std::string& cause, c10d::Store& store, int world_size) {
+  try {
+    return missing_ranks(store, world_size);
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception&) {
+    return cat("the store does not answer any more (", cause, "): ", kStoreEnded);
   }
-  throw CommError(
-      cat("rendezvous: not all of ", world_size, " ranks came within ", timeout.count(), " ms; ", who, look));
+}
+
+[[noreturn]] void fail_waiting(const std::string& cause, const std::string& who, int world_size, milliseconds waited,
+                               milliseconds timeout) {
+  // The store failed before the time was up, or went away.
+  if (waited < timeout - timeout / 10) {
+    throw CommError(cat("rendezvous: this rank waited ", waited.count(), " ms for all of ", world_size,
+                        " ranks, then the store failed: ", cause, "; ", who));
+  }
+  throw CommError(cat("rendezvous: not all of ", world_size, " ranks came within ", timeout.count(), " ms; ", who,
+                      ". Look whether those processes were started, with the same MASTER_ADDR and MASTER_PORT"));
 }
 
 // `left`: what is left of `timeout`.
@@ -102,17 +114,10 @@ std::vector<RankPlace> await_all(c10d::Store& store, int world_size, std::chrono
     for (int r = 0; r < world_size; ++r) ranks.push_back(read_arrival(store.get_to_str(keys[r]), r, world_size));
   } catch (const Error&) {
     throw;
-  } catch (const std::exception&) {
+  } catch (const std::exception& error) {
     const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
-    std::string who;
-    try {
-      who = missing_ranks(store, world_size);
-    } catch (const CommError&) {
-      throw;
-    } catch (const std::exception&) {
-      who = cat("the store does not answer any more: ", kStoreEnded);
-    }
-    fail_waiting(who, world_size, waited + (timeout - left), timeout);
+    const std::string cause = without_stack(error.what());
+    fail_waiting(cause, ranks_after(cause, store, world_size), world_size, waited + (timeout - left), timeout);
   }
   return ranks;
 }

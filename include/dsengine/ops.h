@@ -41,13 +41,22 @@ struct LinearCrossEntropyOptions {
 // As LibTorch's cross_entropy_loss, the mean of no targets is NaN, and gradients are 0 then. Softmax and sums over rows
 // are done in float32 (float64 for float64). Under autocast, hidden, weight and bias are cast as at::linear casts them.
 //
+// For those who watch operators it is one, dsengine::linear_cross_entropy, whatever the number of rows.
+//
 // One pass: forward takes chunks of rows and, where a gradient is wanted, makes the gradients of hidden, weight and
 // bias at once, so that backward only multiplies them. What is in memory:
 //
-//   while it runs      2 chunk_rows V elements of float32 (16-bit dtypes: 2 bytes more each)
-//   until backward     the gradients: hidden's in the dtype of the product, weight's and bias's in float32 (float64)
+//   while it runs      2 chunk_rows V elements of float32 (16-bit dtypes: 2 bytes more each), with logit_softcap 3;
+//                      bfloat16 in several chunks: V H elements of it more, a chunk's gradient of weight;
+//                      under autocast: V H elements of 16 bits more, the cast weight
+//   until backward     the gradients: hidden's in the dtype of the product, weight's and bias's in float32 (float64;
+//                      weight's in bfloat16 where one chunk made it)
+//   in backward        the weight's gradient in the weight's dtype, where that is another one
 //
 // where the plain pair keeps two tensors of [rows, V] until backward and makes a third in it. Backward reads no weight.
+//
+// Gradients are made before a loss scale can act on them. None overflows by it; but hidden's gradient in float16 is of
+// probabilities, and has elements, that are 0 below 2^-24 (before the mean), whatever the loss scale is.
 //
 // The chunks of rows with gradients in forward are those of Liger Kernel (arXiv:2410.10989); Cut Cross-Entropy
 // (arXiv:2411.09009) goes further with kernels that keep no chunk either.

@@ -33,8 +33,11 @@ std::string cause_line(const Failure& failure) {
 }
 
 std::vector<std::string> last_lines_report(const Failure& failure, const LastLines& lines) {
-  if (lines.lines().empty()) return {cat("rank ", failure.rank, " had written nothing")};
   const size_t frames = lines.frames();
+  if (lines.lines().empty()) {
+    return {cat("rank ", failure.rank,
+                frames == 0 ? " had written nothing" : cat(" had written ", frames, " stack frames and nothing else"))};
+  }
   std::vector<std::string> report = {
       cat("last lines of rank ", failure.rank, frames == 0 ? "" : cat(" (without ", frames, " stack frames)"), ":")};
   for (const std::string& line : lines.lines()) report.push_back(cat("  | ", line));

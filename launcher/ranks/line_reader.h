@@ -34,12 +34,13 @@ class LastLines {
 
   void add(std::string_view line);
   const std::deque<std::string>& lines() const { return lines_; }
-  // Frames that were left out since the first of these lines.
+  // Frames that were left out among these lines, or before where there is no earlier line.
   size_t frames() const;
 
  private:
   std::deque<std::string> lines_;
   std::deque<size_t> frames_;  // after each line
+  size_t frames_before_ = 0;   // the first line of all
 };
 
 }  // namespace ds::launcher

@@ -1,7 +1,11 @@
 // Several ranks, each on a GPU of its own, joined by NCCL, against the same training on the CPU.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
+#include <functional>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -39,6 +43,45 @@ TEST(NcclRanks, WhatIsUnderWayArrivesBeforeAGroupEnds) {
       EXPECT_TRUE(found.narrow(0, 1 << 16, 1 << 16).eq(2.0).all().item<bool>()) << "rank " << ranks.rank();
     });
   }
+}
+
+// Rank 1 issues nothing that rank 0 could come to an end with, and lives on until rank 0 has ended its group. Two
+// seconds after the timeout such an operation ends the process.
+void expect_an_end(std::chrono::milliseconds timeout,
+                   const std::function<void(comm::Communicator& ranks, at::Device device)>& on_rank_0) {
+  testing::on_store_threads(2, [&](const auto& store, int rank) {
+    const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(rank));
+    const at::Tensor ones = at::ones({1 << 10}, at::TensorOptions(device));
+    std::shared_ptr<comm::Communicator> ranks = comm::cuda_plugin().make_nccl_communicator(
+        {.store = store, .rank = rank, .size = 2, .device = device, .timeout = timeout});
+    ranks->all_reduce(ones).wait();
+    ones.cpu();
+    const std::shared_ptr<comm::Communicator> part = ranks->new_group({0, 1}, "part");
+    if (rank == 1) return store->wait({"rank 0 has ended"}, std::chrono::seconds(60));
+    comm::Work given_up = ranks->all_reduce(ones);
+    on_rank_0(*part, device);
+    ranks.reset();
+    given_up.wait();
+    ones.cpu();  // before its memory goes
+    store->set("rank 0 has ended", std::string("yes"));
+  });
+}
+
+TEST(NcclRanks, TheEndOfAGroupDoesNotWaitForRanksThatDoNotCome) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "a GPU's own watchdog may end the process first";
+  ::testing::internal::CaptureStderr();
+  expect_an_end(std::chrono::milliseconds(300), [](comm::Communicator&, at::Device) {});
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), ::testing::HasSubstr("are given up"));
+}
+
+// The error of the group beside it was caught; what it tells holds for both.
+TEST(NcclRanks, AfterAnErrorOfAGroupBesideItTheEndWaitsForNobody) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "a GPU's own watchdog may end the process first";
+  ::testing::internal::CaptureStderr();
+  expect_an_end(std::chrono::milliseconds(1500), [](comm::Communicator& part, at::Device device) {
+    EXPECT_THROW(part.all_reduce(at::ones({4}, at::TensorOptions(device))), CommError) << "rank 1 does not come";
+  });
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), ::testing::Not(::testing::HasSubstr("are given up")));
 }
 
 // A thread that has chosen no device is on device 0, where asking about an event of another one makes a context.

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -285,6 +286,25 @@ TEST(LinearCrossEntropy, WhatDoesNotFitIsRefused) {
   expect_refused([](Problem&, Options& o) { o.label_smoothing = 1.5; }, "label_smoothing in [0, 1], found 1.5");
   expect_refused([](Problem&, Options& o) { o.logit_softcap = 0.0; }, "logit_softcap > 0, found 0");
   expect_refused([](Problem&, Options& o) { o.chunk_rows = -1; }, "chunk_rows >= 0, found -1");
+  for (const double number : {std::numeric_limits<double>::infinity(), std::nan("")}) {
+    expect_refused([&](Problem&, Options& o) { o.logit_softcap = number; }, "a finite logit_softcap > 0, found ");
+    expect_refused([&](Problem&, Options& o) { o.logit_scale = number; }, "a finite logit_scale, found ");
+  }
+  expect_refused(
+      [](Problem& p, Options&) {
+        p.hidden = p.hidden.slice(1, 0, 0);
+        p.weight = p.weight.slice(1, 0, 0);
+      },
+      "H > 0");
+}
+
+// Shapes alone, as a program finds out what it would make: this device knows no autocast.
+TEST(LinearCrossEntropy, OnTheMetaDevice) {
+  const Problem made = problem(at::kFloat);
+  const at::Tensor loss = linear_cross_entropy(made.hidden.detach().to(at::kMeta), made.weight.detach().to(at::kMeta),
+                                               made.bias.detach().to(at::kMeta), made.targets.to(at::kMeta));
+  EXPECT_TRUE(loss.is_meta());
+  EXPECT_EQ(loss.dim(), 0);
 }
 
 }  // namespace

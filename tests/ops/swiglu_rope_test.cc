@@ -6,6 +6,7 @@
 
 #include <limits>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "core/text.h"
@@ -79,6 +80,48 @@ TEST(Swiglu, LargeNumbersAreThoseOfTheChain) {
   const at::Tensor found = swiglu(gate, up);
   const at::Tensor expected = at::silu(gate) * up;
   EXPECT_TRUE(at::allclose(found, expected, 1e-6, 1e-35, /*equal_nan=*/true)) << found << expected;
+}
+
+// Around where an exponential of each dtype ends, on every instruction set, beside the chain in float64. What is too
+// large for the kernel's own dtype, float32 but for float64, is infinite.
+TEST(Swiglu, ExtremesOfEveryDtype) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  const at::Tensor extremes =
+      at::tensor({-infinity, -3e38, -800.0, -745.0, -709.0, -200.0, -104.0, -88.0, -87.0, -20.0,    -0.0,        0.0,
+                  20.0,      87.0,  88.0,   104.0,  200.0,  709.0,  745.0,  800.0, 3e38,  infinity, std::nan("")},
+                 at::kDouble);
+  for (const int64_t target : hwy::SupportedAndGeneratedTargets()) {
+    const optimizers::WithTarget use(target);
+    for (const auto& [type, tolerance, smallest] :
+         {std::tuple{at::kFloat, 1e-6, 1e-35}, {at::kBFloat16, 0x1p-8, 1e-35}, {at::kDouble, 1e-14, 1e-290}}) {
+      const at::Tensor gate = extremes.to(type);
+      const at::ScalarType wide = type == at::kDouble ? at::kDouble : at::kFloat;
+      for (const double up : {0.5, -3.0}) {
+        const at::Tensor found = swiglu(gate, at::full_like(gate, up)).to(at::kDouble);
+        const at::Tensor exact = (at::silu(gate.to(at::kDouble)) * up).to(wide).to(at::kDouble);
+        EXPECT_TRUE(at::allclose(found, exact, tolerance, smallest, /*equal_nan=*/true))
+            << hwy::TargetName(target) << ", " << type << ", up " << up << "\n"
+            << at::stack({gate.to(at::kDouble), found, exact}, 1);
+      }
+    }
+  }
+}
+
+TEST(Swiglu, GradientsAtExtremesAreThoseOfTheChain) {
+  for (const auto& [type, tolerance, smallest] :
+       {std::tuple{at::kFloat, 1e-6, 1e-35}, {at::kBFloat16, 0x1p-8, 1e-35}, {at::kDouble, 1e-14, 1e-290}}) {
+    const at::Tensor gate =
+        at::tensor({-800.0, -709.0, -200.0, -104.0, -88.0, -20.0, 20.0, 88.0, 104.0, 200.0, 709.0, 800.0}, at::kDouble)
+            .to(type);
+    const at::Tensor up = at::full_like(gate, 0.5);
+    const Evaluated found = evaluate(kSwigluOfTwo, {gate, up});
+    const Evaluated exact = evaluate(kSiluChain, {gate.to(at::kDouble), up.to(at::kDouble)});
+    for (size_t i = 0; i < 2; ++i) {
+      EXPECT_TRUE(at::allclose(found.gradients[i].to(at::kDouble), exact.gradients[i], tolerance, smallest))
+          << type << ", gradient " << i << "\n"
+          << at::stack({found.gradients[i].to(at::kDouble), exact.gradients[i]}, 1);
+    }
+  }
 }
 
 TEST(Swiglu, TensorsThatAreNotContiguous) {

@@ -136,16 +136,33 @@ TEST(SliceUpdate, ConvertsChunkByChunk) {
 
 TEST(SliceUpdate, AFactorOfOneIsNotPassedOn) {
   const at::Tensor master = at::ones({3});
-  EXPECT_FALSE(fused_grad_scale(1.0, master, master).has_value());
-  EXPECT_EQ(fused_grad_scale(0.25, master, master)->item<double>(), 4.0);
+  EXPECT_FALSE(fused_grad_scale(1.0, master).has_value());
+  EXPECT_EQ(fused_grad_scale(0.25, master)->item<double>(), 4.0);
 }
 
 // 0.1 in float32 is wrong from its 8th digit on.
 TEST(SliceUpdate, AFactorOfFloat64LosesNoDigits) {
   const at::Tensor master = at::ones({3}, at::kDouble);
   const at::Tensor gradient = at::full({3}, 3.0, at::kDouble);
-  EXPECT_FALSE(fused_grad_scale(0.1, master, gradient).has_value());
+  EXPECT_FALSE(fused_grad_scale(0.1, master).has_value());
+  scale_wide(gradient, 0.1);
   EXPECT_TRUE(at::equal(gradient, at::full({3}, 3.0 * 0.1, at::kDouble)));
+}
+
+// A gradient of another dtype is converted first: 3 * 0.1 in bfloat16 is wrong from its third digit on.
+TEST(SliceUpdate, AFactorIsNotRoundedToTheDtypeOfTheGradient) {
+  for (const char* type : {"AdamW", "Adagrad", "SGD"}) {
+    const auto master_after = [&](at::ScalarType gradient) {
+      const auto optimizer = make_optimizer({.type = type, .groups = {{.lr = 0.5, .eps = 1.0}}});
+      optimizer->add_slice({.master = at::ones({3}, at::kDouble), .exchange = std::make_shared<Alone>()});
+      optimizer->begin_step();
+      optimizer->update(0, at::full({3}, 3.0, gradient), 0.1);
+      return optimizer->slice(0).master;
+    };
+    for (const at::ScalarType gradient : {at::kBFloat16, at::kHalf, at::kFloat}) {
+      EXPECT_TRUE(at::equal(master_after(gradient), master_after(at::kDouble))) << type << ", " << gradient;
+    }
+  }
 }
 
 TEST(Adam, WithoutBiasCorrectionTheFirstStepIsTheRawMean) {

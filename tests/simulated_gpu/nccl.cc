@@ -39,7 +39,7 @@ class Lane {
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
-  // What has not begun is not done any more.
+  // What has not begun is not done any more, and what is under way may fail.
   void drop() { *dropped_ = true; }
 
   // After what the current stream of the device was given.
@@ -53,6 +53,7 @@ class Lane {
       try {
         run();
       } catch (const std::exception& error) {
+        if (*dropped) return;
         std::fprintf(stderr, "simulated NCCL: %s: %s\n", name.c_str(), error.what());
         std::_Exit(6);
       }
@@ -150,6 +151,8 @@ at::Tensor reduced(const at::Tensor& parts, c10d::ReduceOp::RedOpType op) {
   return op == c10d::ReduceOp::AVG ? result.div_(parts.size(0)) : result;
 }
 
+constexpr std::chrono::seconds kWatchdog{2};  // NCCL's looks from time to time only
+
 class SimulatedNccl : public c10d::Backend {
  public:
   SimulatedNccl(c10::intrusive_ptr<c10d::Store> store, int rank, int size, c10::Device device,
@@ -158,7 +161,7 @@ class SimulatedNccl : public c10d::Backend {
         store_(std::move(store)),
         device_(device),
         timeout_(timeout),
-        gloo_(comm::connect_gloo(store_, rank, size, {.timeout = timeout, .address = "127.0.0.1"})) {}
+        gloo_(comm::connect_gloo(store_, rank, size, {.timeout = timeout + kWatchdog, .address = "127.0.0.1"})) {}
 
   ~SimulatedNccl() override {
     if (!shut_down_) drop();
@@ -230,7 +233,9 @@ class SimulatedNccl : public c10d::Backend {
 
  private:
   void drop() {
-    for (const auto& [name, lane] : lanes_) lane->drop();
+    for (const auto& [name, lane] : lanes_) {
+      if (lane) lane->drop();  // none where the ranks did not meet
+    }
   }
 
   static Tensors aliases(const Tensors& tensors) {

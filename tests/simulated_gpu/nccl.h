@@ -12,8 +12,9 @@
 namespace ds::simulated_gpu {
 
 // As there, the first operation of a group, and the first between two of its ranks, blocks the host until all that take
-// part have issued it; all messages between two ranks share a stream; an operation that fails ends the process. A group
-// that ends without shutdown() drops what it has not done yet, and so does abort().
+// part have issued it; all messages between two ranks share a stream; an operation that fails, or takes two seconds
+// more than the timeout, ends the process. A group that ends without shutdown() drops what it has not done yet, and so
+// does abort().
 c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                c10::Device device, std::chrono::milliseconds timeout);
 

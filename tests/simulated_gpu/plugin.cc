@@ -24,7 +24,8 @@ std::shared_ptr<comm::Communicator> make_communicator(const comm::NcclGroup& gro
        .device = group.device,
        .connect = [group](const auto& store, int rank,
                           int size) { return connect_nccl(store, rank, size, group.device, group.timeout); },
-       .averages = true});
+       .averages = true,
+       .timeout = group.timeout});
 }
 
 // A program that no test looks into fails by what its streams did.

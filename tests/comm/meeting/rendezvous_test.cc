@@ -2,15 +2,22 @@
 #include "comm/meeting/rendezvous.h"
 
 #include <arpa/inet.h>
+#include <c10/util/Logging.h>
 #include <gmock/gmock.h>
 #include <sys/socket.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <algorithm>
 #include <atomic>
 #include <filesystem>
 #include <map>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
+#include "comm/meeting/quiet_store.h"
 #include "comm/meeting/rendezvous_address.h"
 #include "comm/meeting/tcp_meeting.h"
 #include "core/check.h"
@@ -231,6 +238,37 @@ TEST(Rendezvous, AMissingRankIsNamedOverTcp) {
                 ::testing::AnyOf(HasSubstr("missing: rank 2; present: 0 ("),
                                  AllOf(HasSubstr("the store does not answer any more"), HasSubstr("rank 0"))));
   });
+}
+
+// A store whose connection breaks once, and answers again.
+struct BreakingStore : c10d::HashStore {
+  using c10d::HashStore::wait;
+  void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override {
+    c10d::HashStore::wait(keys.size() > 1 ? std::vector<std::string>{keys[0]} : keys, timeout);
+    if (keys.size() > 1) throw std::runtime_error("Connection reset by peer");
+  }
+};
+
+TEST(Rendezvous, AStoreThatFailsEarlySaysWhy) {
+  EXPECT_THAT(error_of<CommError>([] { rendezvous(c10::make_intrusive<BreakingStore>(), 0, 2, seconds(30)); }),
+              AllOf(::testing::ContainsRegex("waited [0-9]+ ms for all of 2 ranks, then the store failed: "),
+                    HasSubstr("failed: Connection reset by peer; missing: rank 1; present: 0 (")));
+}
+
+TEST(QuietStore, GivesTheLevelBackUnlessItIsSomebodyElsesByThen) {
+  const int before = FLAGS_caffe2_log_level;
+  {
+    const QuietStore one;
+    const QuietStore two;
+    EXPECT_EQ(FLAGS_caffe2_log_level, std::max(before, 2));
+  }
+  EXPECT_EQ(FLAGS_caffe2_log_level, before);
+  {
+    const QuietStore one;
+    FLAGS_caffe2_log_level = 3;  // by the program
+  }
+  EXPECT_EQ(FLAGS_caffe2_log_level, 3);
+  FLAGS_caffe2_log_level = before;
 }
 
 TEST(Rendezvous, RankZeroMissingIsSaidByTheOthers) {

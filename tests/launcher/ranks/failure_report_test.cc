@@ -58,6 +58,15 @@ TEST(FailureReport, StackFramesDoNotDriveOutTheCause) {
                           HasSubstr("shapes cannot be multiplied"), "  | frame #: of a picture"));
 }
 
+TEST(FailureReport, StackFramesAloneAreNotNothing) {
+  LastLines lines;
+  lines.add("frame #0: <unknown function> + 0x29d90 (0x7f12 in /lib/x86_64-linux-gnu/libc.so.6)");
+  EXPECT_THAT(last_lines_report({.rank = 2}, lines), ElementsAre("rank 2 had written 1 stack frames and nothing else"));
+  lines.add("hello");
+  EXPECT_THAT(last_lines_report({.rank = 2}, lines),
+              ElementsAre("last lines of rank 2 (without 1 stack frames):", "  | hello"));
+}
+
 TEST(FailureReport, WritesListsOfRanks) {
   EXPECT_EQ(rank_list_text({4}), "rank 4");
   EXPECT_EQ(rank_list_text({0, 1, 2, 5}), "ranks 0-2, 5");

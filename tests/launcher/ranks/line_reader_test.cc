@@ -62,5 +62,16 @@ TEST(LastLines, KeepsTwenty) {
   EXPECT_EQ(last.lines().back(), "49");
 }
 
+TEST(LastLines, LinesOfAProgramAboutFramesStay) {
+  LastLines last;
+  const std::vector<std::string> own = {"frame #12 dropped by the camera", "frame #12: 40 objects",
+                                        "frame #12: loss 3 + 0x9c", "frame #7: at + 0x1c (0x7f00 in)",
+                                        "frame #: f() + 0x1c (0x7f00 in libc.so)"};
+  for (const std::string& line : own) last.add(line);
+  last.add("  frame #3: std::function<void ()>::operator()() const + 0x1c (0x7f00 in /a b/libtorch.so)");
+  EXPECT_THAT(last.lines(), ::testing::ElementsAreArray(own));
+  EXPECT_EQ(last.frames(), 1U);
+}
+
 }  // namespace
 }  // namespace ds::launcher
