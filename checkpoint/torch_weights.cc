@@ -59,7 +59,7 @@ class TorchWeights : public Source {
   // A dict of tensors, or a module.
   void add(const std::shared_ptr<TorchArchive>& archive, const PickleValue& from, const std::string& prefix,
            int depth) {
-    constexpr int kDeepest = 100;  // values may contain themselves
+    constexpr int kDeepest = 100;     // values may contain themselves
     constexpr int kMost = 1'000'000;  // one value may be in many places, so that a small file could have any number
     constexpr size_t kLongestName = 1024;
     const bool is_module = is_archived_module(from);
@@ -73,7 +73,8 @@ class TorchWeights : public Source {
                        " characters: expected at most ", kLongestName);
       const std::string name = prefix + key->text;
       if (value->is(PickleKind::kTensor)) {
-        require<IoError>(++found_ <= kMost, path_, ": expected at most ", kMost, " tensors, found more at \"", name, "\"");
+        require<IoError>(++found_ <= kMost, path_, ": expected at most ", kMost, " tensors, found more at \"", name,
+                         "\"");
         stored_.define_whole(path_, weight_path(name), stored_.add(archive, *value->tensor));
       } else if (is_module && is_archived_module(*value)) {
         add(archive, *value, name + '.', depth + 1);
