@@ -59,16 +59,22 @@ class TorchWeights : public Source {
   // A dict of tensors, or a module.
   void add(const std::shared_ptr<TorchArchive>& archive, const PickleValue& from, const std::string& prefix,
            int depth) {
-    constexpr int kDeepest = 100;  // values may contain themselves
-    constexpr int kMost = 1'000'000;
+    constexpr int kDeepest = 100;     // values may contain themselves
+    constexpr int kMost = 1'000'000;  // one value may be in many places, so that a small file could have any number
+    constexpr size_t kLongestName = 1024;
     const bool is_module = is_archived_module(from);
     require<IoError>(depth < kDeepest && ++containers_ < kMost, path_, ": \"", prefix.substr(0, 100),
                      "\": expected at most ", kDeepest, " modules in one another, and ", kMost, " in all");
     for (const auto& [key, value] : is_module ? from.state->entries : from.entries) {
       require<IoError>(key->is(PickleKind::kString), path_, ": an entry behind \"", prefix, "\" has ", key->in_words(),
                        " for a name", kAdvice);
+      require<IoError>(prefix.size() + key->text.size() <= kLongestName, path_, ": a name that begins with \"",
+                       (prefix + key->text.substr(0, 100)).substr(0, 100), "\" has ", prefix.size() + key->text.size(),
+                       " characters: expected at most ", kLongestName);
       const std::string name = prefix + key->text;
       if (value->is(PickleKind::kTensor)) {
+        require<IoError>(++found_ <= kMost, path_, ": expected at most ", kMost, " tensors, found more at \"", name,
+                         "\"");
         stored_.define_whole(path_, weight_path(name), stored_.add(archive, *value->tensor));
       } else if (is_module && is_archived_module(*value)) {
         add(archive, *value, name + '.', depth + 1);
@@ -85,6 +91,7 @@ class TorchWeights : public Source {
   StoredTensors stored_;
   std::map<std::string, std::string> aliases_;
   int containers_ = 0;
+  int found_ = 0;  // tensors
 };
 
 }  // namespace

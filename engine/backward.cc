@@ -82,7 +82,7 @@ void Engine::Impl::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
     batches.lose_loss();
   }
   accumulation->begin_micro_batch(micro_batch);
-  shown->take_back();
+  step->note_gradient_change(shown->take_back());
 }
 
 void Engine::Impl::run_backward(const std::function<void()>& pass) {

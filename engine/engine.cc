@@ -11,8 +11,8 @@ Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Engine::~Engine() {
   impl_->saves.end();
-  impl_->update.reset();  // it uses the optimizer
-  for (const at::Tensor& parameter : impl_->state.frozen_here) parameter.set_requires_grad(true);
+  impl_->update.reset();                        // it uses the optimizer
+  if (impl_->shown) impl_->shown->take_back();  // it ends between backward() and step()
 }
 
 at::Tensor Engine::prepared(const at::Tensor& input) const {

@@ -84,7 +84,9 @@ struct Engine::Impl {
   std::string with_engine(const std::string& message) const;
   // The boundary of an accumulation, whoever drove it: update, schedule, report. `loss`: that of a pipeline.
   void complete_step(const at::Tensor& loss = {});
-  void step_once();          // Engine::step()
+  void step_once();  // Engine::step()
+  // What refuses a step at a boundary and leaves all as it was. Takes over what the program has changed. `call`: whose.
+  void require_step(const char* call);
   void drop_accumulation();  // Engine::zero_grad()
   // Of backward() calls as many as an accumulation has micro-batches, before one step() inside of it.
   void warn_of_own_accumulation();

@@ -1,9 +1,11 @@
 // One parameter of a partitioned model: its gradient, its master and its optimizer states, whole or this rank's part.
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 
 #include "core/check.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
+#include "engine/state/parameter_scope.h"
 #include "engine/state/parameter_values.h"
 
 namespace ds::engine {
@@ -44,6 +46,7 @@ void Engine::safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& v
   const ParameterValues values(impl_->state, parameter, "safe_set_full_grad()");
   const at::Tensor flat = reduced_gradient(*impl_, values, "safe_set_full_grad()");
   values.write_whole(flat, value * impl_->accumulation->loss_scale());
+  if (!impl_->state.plan.partition_optimizer) impl_->step->note_gradient_change();  // of a copy that all ranks have
 }
 
 at::Tensor Engine::safe_get_local_grad(const at::Tensor& parameter) {
@@ -55,6 +58,7 @@ void Engine::safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& 
   const ParameterValues values(impl_->state, parameter, "safe_set_local_grad()");
   const at::Tensor flat = reduced_gradient(*impl_, values, "safe_set_local_grad()");
   values.write_local(flat, value * impl_->accumulation->loss_scale());
+  if (!impl_->state.plan.partition_optimizer) impl_->step->note_gradient_change();
 }
 
 at::Tensor Engine::safe_get_full_fp32_param(const at::Tensor& parameter) {
@@ -78,12 +82,14 @@ void Engine::Impl::change_master(const at::Tensor& parameter, const char* call,
                                  const std::function<void(const ParameterValues&, const at::Tensor&)>& change) {
   synchronize();
   const ParameterValues values(state, parameter, call);
+  require_on_one_stage(state, {parameter}, cat(call, ": expected no call").c_str());
   saves.background().wait_copied();
   values.use_master(/*changes=*/true, [&](const at::Tensor& master) { change(values, master); });
   state.access->updated(values.bucket());
   state.access->end_update();
   state.access->wait_all();
-  watch->renew();
+  at::autocast::clear_cache();  // casted copies of the weights before
+  watch->renew({values.bucket()});
 }
 
 void Engine::safe_set_full_fp32_param(const at::Tensor& parameter, const at::Tensor& value) {
@@ -117,6 +123,7 @@ void Engine::safe_set_full_optimizer_state(const at::Tensor& parameter, const at
   impl_->synchronize();
   impl_->saves.background().wait_copied();
   const ParameterValues values(impl_->state, parameter, "safe_set_full_optimizer_state()");
+  require_on_one_stage(impl_->state, {parameter}, "safe_set_full_optimizer_state(): expected no call");
   values.use_state(state, /*changes=*/true, [&](const at::Tensor& flat) { values.write_whole(flat, value); });
 }
 
@@ -125,6 +132,7 @@ void Engine::safe_set_local_optimizer_state(const at::Tensor& parameter, const a
   impl_->synchronize();
   impl_->saves.background().wait_copied();
   const ParameterValues values(impl_->state, parameter, "safe_set_local_optimizer_state()");
+  require_on_one_stage(impl_->state, {parameter}, "safe_set_local_optimizer_state(): expected no call");
   values.use_state(state, /*changes=*/true, [&](const at::Tensor& flat) { values.write_local(flat, value); });
 }
 

@@ -43,14 +43,16 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
   self.order.require_scope(modifies);
   self.synchronize();
   if (modifies) self.saves.background().wait_copied();
-  const auto closed = [&self, modifies] {
+  zero::GatheredParameters::Scope scope = scope_of_parameters(self.state, parameters, modifier_rank);
+  std::vector<size_t> covered;
+  for (const auto& [index, bucket] : scope.buckets) covered.push_back(index);
+  scope.closed = [&self, modifies, covered = std::move(covered)] {
     if (modifies) {
       at::autocast::clear_cache();  // casted in the scope, perhaps before its end or an exception
-      self.watch->renew();
+      self.watch->renew(covered);   // what else was changed meanwhile is seen by the next look
     }
     self.order.scope_closed(modifies);
   };
-  zero::GatheredParameters::Scope scope = scope_of_parameters(self.state, parameters, modifier_rank, closed);
   self.order.scope_opened(modifies);
   return zero::GatheredParameters(std::move(scope));
 }

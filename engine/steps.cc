@@ -25,7 +25,11 @@ void Engine::Impl::step_once() {
   state.gradients.reducer->require_own_gradients("step()");  // why there was no backward(), perhaps
   order.require(Call::kStep);
   const bool boundary = order.at_boundary();
-  if (!boundary) warn_of_own_accumulation();
+  if (boundary) {
+    require_step("step()");  // before anything is counted: a step that is refused has not been
+  } else {
+    warn_of_own_accumulation();
+  }
   ++progress.micro_steps;
   order.micro_batch_done();
   progress.step_applied = false;
@@ -48,13 +52,16 @@ void Engine::Impl::warn_of_own_accumulation() {
       "calls step() after each backward() and leaves the counting to the engine (said once)");
 }
 
-void Engine::Impl::complete_step(const at::Tensor& loss) {
-  watch->look("step()");
-  watch->look_at_module("step()");
+void Engine::Impl::require_step(const char* call) {
+  watch->look(call);
+  watch->look_at_module(call);
   HeldStill::require_possible(state);
-  state.gradients.reducer->require_own_gradients("step()");
-  shown->require_untouched("step()");
-  shown->take_back();
+  state.gradients.reducer->require_own_gradients(call);
+  shown->require_untouched(call);
+}
+
+void Engine::Impl::complete_step(const at::Tensor& loss) {
+  step->note_gradient_change(shown->take_back());
   const Phases::Scope phase(phases, "step");
   reporter->step_begins();
   const Autocast::Pause pause(state.ranks.device.type());
@@ -67,6 +74,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
     step->run();
   } catch (const optimizers::LossScaleError&) {  // this step is over, and has been skipped
     state.access->end_pass();
+    accumulation_begins();
     throw;
   } catch (const CommError&) {  // so is the job: nothing is left to wait for
     throw;
@@ -95,8 +103,10 @@ void Engine::Impl::undo_accumulation(const Undo& undo) noexcept {
   try {
     update->settle(Update::Next::kDrop);
     state.optimizer.go_back_to(undo.optimizer_steps);
+    step->forget_gradient_changes();
     accumulation->drop();
     state.access->end_pass();
+    accumulation_begins();
   } catch (const std::exception& error) {  // what is thrown is the first failure
     log::error("after a step() that failed: ", error.what());
   }
@@ -127,11 +137,13 @@ void Engine::Impl::drop_accumulation() {
                  config.gradient_accumulation_steps, " micro-batches: the accumulation starts anew. step() clears the ",
                  "gradients itself; remove the call if this is not what you want (said once)");
   }
+  // Of programs that call it first in each micro-batch, the batch has been taken from the loader by now.
+  const bool had_begun = !order.accumulation_begins() || state.gradients.reducer->failed();
   shown->take_back();
-  step->forget_clip();
+  step->forget_gradient_changes();
   accumulation->drop(/*unused=*/true);
   progress.micro_steps -= order.drop_accumulation();
-  accumulation_begins();
+  if (had_begun) accumulation_begins();
 }
 
 }  // namespace ds::engine

@@ -164,6 +164,12 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   for (size_t i = 0; i < result.losses.size(); ++i) {
     self.batches.keep_loss(static_cast<int64_t>(i), result.losses[i], 1.0 / static_cast<double>(result.losses.size()));
   }
+  try {
+    self.require_step("train_batch()");
+  } catch (...) {  // before the batch is counted
+    self.accumulation->drop(/*unused=*/true);
+    throw;
+  }
   const at::Tensor loss = mean_of_all(self.state, result.losses);
   self.progress.micro_steps += micro_batches;
   self.order.micro_batches_done(micro_batches);

@@ -168,7 +168,15 @@ void LiveBuckets::keep_changes(size_t bucket) {
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   uint64_t digest = 0;
   for (const Parameter& parameter : entry.bucket->parameters()) digest = digest * 31 + digest_of(parameter.tensor);
-  changed_.push_back({.bucket = bucket, .parameter = name, .digest = digest});
+  // One of each bucket: nobody takes them while a program only evaluates.
+  const auto noted =
+      std::find_if(changed_.begin(), changed_.end(), [&](const Changed& changed) { return changed.bucket == bucket; });
+  if (noted == changed_.end()) {
+    changed_.push_back({.bucket = bucket, .parameter = name, .digest = digest});
+  } else {
+    *noted = {.bucket = bucket, .parameter = name, .digest = noted->digest * 31 + digest};
+  }
+  if (before_changes_) before_changes_();
   entry.bucket->keep_changes(rank_);
   entry.bucket->drop_secondary();
 }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -84,6 +85,8 @@ class LiveBuckets {
     uint64_t digest = 0;
   };
   std::vector<Changed> take_changed() { return std::exchange(changed_, {}); }
+  // Called before slices take such values over: somebody may read them on another thread. Empty: nobody.
+  void call_before_changes(std::function<void()> call) { before_changes_ = std::move(call); }
   // For rethrow(), unless there is an error already. Null: none.
   void keep_error(const std::exception_ptr& error);
   // Throws what was kept: once; that there was no memory each time.
@@ -105,6 +108,7 @@ class LiveBuckets {
   int64_t peak_ = 0;
   int rank_;  // of slices
   std::vector<Changed> changed_;
+  std::function<void()> before_changes_;
   std::exception_ptr failure_;
   std::exception_ptr no_memory_;
 };

@@ -11,7 +11,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/op_interceptor.h"
@@ -69,6 +71,8 @@ class ParameterGatherer : public ParameterAccess {
 
   // Releases what the program has changed in place, and says what it has changed since the last call.
   std::vector<LiveBuckets::Changed> take_changed();
+  // Before slices take over what the program has changed in place (LiveBuckets).
+  void call_before_changes(std::function<void()> call) { buckets_.call_before_changes(std::move(call)); }
 
   // Between steps: gives back the memory that is kept from one gather to the next.
   void release_memory();

@@ -197,7 +197,8 @@ void require_same_setup(const ModelState& model, const InitializeOptions& option
 
 // Buckets, reductions and gathers with the start values, and the optimizer over them.
 void build_model(ModelState& model, const InitializeOptions& options, const config::DsConfig& config) {
-  const ModelParameters parameters = collect_parameters(*options.model, model.plan.trains);
+  ModelParameters parameters = collect_parameters(*options.model, model.plan.trains);
+  model.frozen_here = std::move(parameters.frozen_here);  // now: what fails below gives them back
   // Layers of a pipeline, and with them dtypes, are known only now.
   PlanFacts facts = plan_facts(options, config, model);
   add_dtypes(parameters, facts);
@@ -242,7 +243,7 @@ void prepare_schedule(Engine::Impl& impl) {
 }
 
 void build_steps(Engine::Impl& impl) {
-  impl.watch.emplace(impl.state);
+  impl.watch.emplace(impl.state, impl.saves.background());
   impl.update = make_update(
       {.state = impl.state, .order = impl.order, .progress = impl.progress, .saving = impl.saves.background()});
   impl.accumulation.emplace(AccumulationParts{.state = impl.state,

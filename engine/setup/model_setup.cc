@@ -83,7 +83,6 @@ void lay_out_model(ModelState& model, const config::DsConfig& config, const Mode
   model.parameters = parameters.trainable;
   model.infos = parameters.infos;
   model.frozen = parameters.frozen;
-  model.frozen_here = parameters.frozen_here;
   comm::Communicator& shards = *model.ranks.groups.shards;
   const BucketOptions options = bucket_options(model.plan, model.pipeline.get(), parameters);
   ModelLayout layout = lay_out(parameters, group_of, options, shards.size());

@@ -64,8 +64,7 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains)
     require(!may_have_hooks || torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr, "parameter ", item.key(),
             ": belongs to another engine; destroy that one before the next initialize");
     if (!trains && tensor.requires_grad()) {
-      tensor.set_requires_grad(false);
-      result.frozen_here.push_back(tensor);
+      result.frozen_here.freeze(tensor);
     }
     if (tensor.requires_grad()) {
       result.trainable.push_back({item.key(), tensor});

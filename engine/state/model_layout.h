@@ -14,6 +14,7 @@
 #include "dsengine/initialize.h"
 #include "engine/offloaded/offloaded_state.h"
 #include "engine/plan/plan.h"
+#include "engine/state/frozen_here.h"
 #include "engine/state/start_values.h"
 #include "zero/parameter_bucket.h"
 
@@ -24,7 +25,7 @@ struct ModelParameters {
   std::vector<zero::Parameter> trainable;
   std::vector<ParameterInfo> infos;  // of trainable
   std::vector<zero::Parameter> frozen;
-  std::vector<at::Tensor> frozen_here;  // of them: those that required a gradient, without an optimizer
+  FrozenHere frozen_here;  // of them: those that required a gradient, without an optimizer
   std::vector<zero::Parameter> buffers;
 };
 

@@ -18,6 +18,7 @@
 #include "engine/offloaded/offloaded_state.h"
 #include "engine/plan/plan.h"
 #include "engine/stages/pipeline_parts.h"
+#include "engine/state/frozen_here.h"
 #include "engine/state/model_optimizer.h"
 #include "engine/state/ranks.h"
 #include "zero/gradient_check.h"
@@ -51,8 +52,8 @@ struct ModelState {
   std::vector<zero::Parameter> parameters;    // trainable, tied ones once, in module order
   std::vector<ParameterInfo> infos;           // of them
   std::vector<zero::Parameter> frozen;
-  std::vector<at::Tensor> frozen_here;  // without an optimizer: of `frozen`, until the engine ends
-  std::vector<char> held_still;         // of `parameters`: the program has frozen it since (ModelWatch)
+  FrozenHere frozen_here;        // without an optimizer: of `frozen`, until the engine ends
+  std::vector<char> held_still;  // of `parameters`: the program has frozen it since (ModelWatch)
   std::vector<zero::ParameterBucket> buckets;
   std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3
   // Per bucket: what the optimizer updates. float32 models: views of the buckets; else float32 copies.

@@ -33,18 +33,33 @@ constexpr const char* kInScope =
 
 }  // namespace
 
-ModelWatch::ModelWatch(ModelState& state) : state_(state) {
+ModelWatch::ModelWatch(ModelState& state, checkpoint::BackgroundSave& saving) : state_(state), saving_(saving) {
   for (const zero::Parameter& parameter : state.parameters) trained_.push_back({.parameter = &parameter});
   for (const zero::Parameter& parameter : state.frozen) others_.push_back({.parameter = &parameter});
   state.held_still.assign(trained_.size(), 0);
   identities_ = identities_of(*state.module);
+  if (state.gatherer) state.gatherer->call_before_changes([&saving] { saving.wait_copied(); });
   renew();
+}
+
+ModelWatch::~ModelWatch() {
+  if (state_.gatherer) state_.gatherer->call_before_changes({});
 }
 
 void ModelWatch::renew() {
   const CheckTime::Scope time;
   for (std::vector<Seen>* const list : {&trained_, &others_}) {
     for (Seen& seen : *list) seen.version = seen.parameter->tensor._version();
+  }
+}
+
+void ModelWatch::renew(const std::vector<size_t>& buckets) {
+  const CheckTime::Scope time;
+  for (const size_t b : buckets) {
+    for (const Segment& segment : bucket_at(b).layout().segments) {
+      Seen& seen = list_of(b)[static_cast<size_t>(segment.parameter)];
+      seen.version = seen.parameter->tensor._version();
+    }
   }
 }
 
@@ -64,6 +79,8 @@ void ModelWatch::look(const char* call) {
   look_at_buckets(call, state_.frozen_buckets, state_.buckets.size());
   if (!state_.gatherer) return;
   for (const zero::LiveBuckets::Changed& changed : state_.gatherer->take_changed()) {
+    require_no_update_beside(call, changed.parameter);
+    saving_.wait_copied();
     take_over_changes(state_, changed.bucket);
     note(changed.parameter, changed.digest);
   }
@@ -88,7 +105,7 @@ void ModelWatch::look_at_buckets(const char* call, std::vector<zero::ParameterBu
   for (size_t b = 0; b < buckets.size(); ++b) {
     zero::ParameterBucket& bucket = buckets[b];
     const std::vector<Segment>& segments = bucket.layout().segments;
-    std::vector<Seen>& list = &buckets == &state_.buckets ? trained_ : others_;
+    std::vector<Seen>& list = list_of(first + b);
     for (size_t i = 0; i < segments.size(); ++i) {
       Seen& seen = list[static_cast<size_t>(segments[i].parameter)];
       if (!bucket.is_here(i)) {
@@ -96,6 +113,8 @@ void ModelWatch::look_at_buckets(const char* call, std::vector<zero::ParameterBu
       } else if (const int64_t version = seen.parameter->tensor._version(); version == seen.version) {
         continue;
       } else if (!bucket.sharded()) {
+        require_no_update_beside(call, seen.parameter->name);
+        saving_.wait_copied();
         state_.access->wait_all();
         note(seen.parameter->name, zero::digest_of(seen.parameter->tensor));
         take_over_changes(state_, first + b);
@@ -122,10 +141,18 @@ void ModelWatch::take_over(const char* call, size_t index, size_t position) {
   require(!in_use, call, ": parameter ", parameter.name, ": its memory was replaced since the engine took it over ",
           "(torch::load(), set_data()), which cannot be followed with delayed_update, super_offload and ",
           "zero_quantized_nontrainable_weights. ", kInScope);
+  saving_.wait_copied();
   state_.access->wait_all();
   const at::Tensor values = bucket.take_value_back(position, state_.groups_of(index).shards.rank());
   note(parameter.name, zero::digest_of(values));
   take_over_changes(state_, index);
+}
+
+void ModelWatch::require_no_update_beside(const char* call, const std::string& parameter) const {
+  const zero::Offload& offload = state_.plan.offload;
+  require(!offload.delayed && !offload.speculative, call, ": parameter ", parameter, ": it was changed in place since ",
+          "the engine updated it last, while the update of ", offload.delayed ? "delayed_update" : "super_offload",
+          " may run beside the program and would overwrite it. ", kInScope);
 }
 
 void ModelWatch::note(const std::string& parameter, uint64_t digest) {

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint/background_save.h"
 #include "engine/state/model_state.h"
 
 namespace ds::engine {
@@ -21,7 +22,9 @@ namespace ds::engine {
 class ModelWatch {
  public:
   // Of a state that is built, which outlives it.
-  explicit ModelWatch(ModelState& state);
+  // `saving`: what it copies is left alone until it has been copied; outlives it, too.
+  ModelWatch(ModelState& state, checkpoint::BackgroundSave& saving);
+  ~ModelWatch();
   ModelWatch(const ModelWatch&) = delete;
   ModelWatch& operator=(const ModelWatch&) = delete;
 
@@ -31,6 +34,8 @@ class ModelWatch {
   void look_at_module(const char* call);
   // What has changed since the last look was the engine's doing.
   void renew();
+  // Likewise of the parameters of these buckets alone.
+  void renew(const std::vector<size_t>& buckets);
   // The engine has updated the parameters: a graph that was made from the old values is refused by autograd, as after a
   // step of torch's optimizers.
   void updated();
@@ -53,10 +58,14 @@ class ModelWatch {
   void look_at_flags(const char* call);
   void look_at_buckets(const char* call, std::vector<zero::ParameterBucket>& buckets, size_t first);
   void take_over(const char* call, size_t bucket, size_t position);
+  // Of a parameter that was changed in place: throws UsageError where an update may be running beside the program.
+  void require_no_update_beside(const char* call, const std::string& parameter) const;
+  std::vector<Seen>& list_of(size_t bucket) { return bucket < state_.buckets.size() ? trained_ : others_; }
   void note(const std::string& parameter, uint64_t digest);
   zero::ParameterBucket& bucket_at(size_t bucket) const;
 
   ModelState& state_;
+  checkpoint::BackgroundSave& saving_;
   std::vector<Seen> trained_;  // in the order of state.parameters
   std::vector<Seen> others_;   // likewise of state.frozen
   size_t frozen_ = 0;          // of trained_

@@ -13,27 +13,26 @@
 #include "zero/gathered_scope.h"
 
 namespace ds::engine {
-namespace {
 
 // Copies of a weight on other stages would keep the old values for good.
-void require_on_one_stage(const PipelineParts& parts, const torch::nn::Module& module,
-                          const std::set<const void*>& wanted) {
-  for (const auto& item : module.named_parameters()) {
+void require_on_one_stage(const ModelState& state, const std::vector<at::Tensor>& parameters, const char* call) {
+  if (!state.pipeline) return;
+  std::set<const void*> wanted;
+  for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
+  for (const auto& item : state.module->named_parameters()) {
     const void* const parameter = item.value().unsafeGetTensorImpl();
     if (!wanted.contains(parameter)) continue;
-    for (const TiedWeights& tied : parts.tied) {
+    for (const TiedWeights& tied : state.pipeline->tied) {
       const bool is_tied = std::any_of(tied.parameters.begin(), tied.parameters.end(), [&](const at::Tensor& tensor) {
         return tensor.unsafeGetTensorImpl() == parameter;
       });
       require(
-          !is_tied || !tied.ranks || tied.ranks->size() == 1, "gathered_parameters: expected no modifier rank with ",
-          item.key(), ", which is tied: other ranks of the pipeline have copies, which would keep the old values. ",
+          !is_tied || !tied.ranks || tied.ranks->size() == 1, call, " with ", item.key(),
+          ", which is tied: other ranks of the pipeline have copies, which would keep the old values. ",
           "Read it without a modifier rank; change it before initialize(), or load a checkpoint with the new values");
     }
   }
 }
-
-}  // namespace
 
 void take_over_changes(const ModelState& state, size_t bucket) {
   at::autocast::clear_cache();                 // of this thread: casted copies of the weights before
@@ -52,10 +51,10 @@ void take_over_changes(const ModelState& state, size_t bucket) {
 }
 
 zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std::vector<at::Tensor>& parameters,
-                                                    std::optional<int> modifier_rank, std::function<void()> closed) {
+                                                    std::optional<int> modifier_rank) {
   std::set<const void*> wanted;
   for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
-  if (modifier_rank && state.pipeline) require_on_one_stage(*state.pipeline, *state.module, wanted);
+  if (modifier_rank) require_on_one_stage(state, parameters, "gathered_parameters: expected no modifier rank");
   const auto take = [&](const zero::Parameter& parameter) {
     return wanted.erase(parameter.tensor.unsafeGetTensorImpl()) > 0;
   };
@@ -75,7 +74,6 @@ zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std
   scope.world = state.ranks.part.get();
   scope.modifier_rank = modifier_rank;
   scope.changed = [&state](size_t bucket) { take_over_changes(state, bucket); };
-  scope.closed = std::move(closed);
   return scope;
 }
 

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <optional>
 #include <vector>
 
@@ -13,10 +12,14 @@
 
 namespace ds::engine {
 
-// `state` outlives the scope; `closed`: called once, when it ends. Throws UsageError for a tensor that is no parameter
-// of the model, and with a modifier rank for one that other stages have copies of.
+// Without `closed`, which is the caller's. `state` outlives the scope. Throws UsageError for a tensor that is no
+// parameter of the model, and with a modifier rank for one that other stages have copies of.
 zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std::vector<at::Tensor>& parameters,
-                                                    std::optional<int> modifier_rank, std::function<void()> closed);
+                                                    std::optional<int> modifier_rank);
+
+// Throws UsageError for a parameter that other stages of a pipeline have copies of, which would keep the old values.
+// `call`: whose, with what it expected.
+void require_on_one_stage(const ModelState& state, const std::vector<at::Tensor>& parameters, const char* call);
 
 // The parameters of a bucket were changed by the program, the same way on all ranks: the optimizer goes on from them.
 void take_over_changes(const ModelState& state, size_t bucket);

@@ -13,6 +13,7 @@
 #include "core/check_time.h"
 #include "core/log.h"
 #include "engine/agreement/shared_failure.h"
+#include "engine/data/distributed_sampler.h"
 #include "engine/report/non_finite_report.h"
 #include "zero/gradient_norm.h"
 
@@ -20,6 +21,9 @@ namespace ds::engine {
 namespace {
 
 constexpr double kClipEpsilon = 1e-6;
+
+// Odd, with bits everywhere: numbers that differ do so in their low bits, too.
+constexpr uint64_t kMixing = 0x9E3779B97F4A7C15;
 
 }  // namespace
 
@@ -34,7 +38,6 @@ void OptimizerStep::run() {
   parts_.state.gradients.reducer->finish();
   reduce_tied();
   parts_.reporter.reductions_end();
-  if (plan.require_all_gradients) require_gradients();
   bool parted = false;
   try {
     parts_.progress.loss = agreement.finish(parted);
@@ -42,6 +45,7 @@ void OptimizerStep::run() {
     if (parted) parts_.order.slice_updated();  // what each rank has is no longer one model
     throw;
   }
+  if (plan.require_all_gradients) require_gradients();  // once the ranks have agreed, which all of them wait for
   const double scale = parts_.accumulation.loss_scale();
   const std::optional<double> clip_once = std::exchange(clip_once_, std::nullopt);
   const bool has_norm = plan.compute_grad_norm || clip_once;
@@ -64,13 +68,27 @@ void OptimizerStep::run() {
   if (parts_.loss_scaler) parts_.loss_scaler->update(overflow);  // last: throws when the scale cannot fall any further
 }
 
-StepFacts OptimizerStep::facts() const {
+void OptimizerStep::forget_gradient_changes() {
+  clip_once_.reset();
+  gradient_changes_ = 0;
+}
+
+StepFacts OptimizerStep::facts() {
   const CheckTime::Scope time;
   StepFacts facts;
   facts.loss = parts_.batches.loss_of_step();
   if (facts.loss.defined()) facts.loss = facts.loss.to(parts_.state.ranks.device);
   facts.step = parts_.progress.global_steps;
-  if (parts_.loader) facts.delivered = parts_.loader->delivered();
+  if (parts_.loader) {
+    facts.delivered = parts_.loader->delivered();
+    const SamplerState position = parts_.loader->state();
+    for (const uint64_t part : {static_cast<uint64_t>(position.epoch), static_cast<uint64_t>(position.next_sample),
+                                static_cast<uint64_t>(position.seed)}) {
+      facts.position = facts.position * kMixing + part;
+    }
+  }
+  facts.gradient_changes = std::exchange(gradient_changes_, 0) * kMixing;
+  if (clip_once_) facts.gradient_changes += std::bit_cast<uint64_t>(*clip_once_) + 1;
   facts.changes = parts_.watch.take_digest();
   facts.last_changed = parts_.watch.take_name();
   return facts;
@@ -85,7 +103,8 @@ std::string OptimizerStep::of_engine() const {
 void OptimizerStep::warn_of_nothing(double norm) {
   const CheckTime::Scope time;
   const ModelState& state = parts_.state;
-  const bool none = state.gradients.reducer->parameters_without_gradient().size() == state.parameters.size();
+  const size_t held = static_cast<size_t>(std::count(state.held_still.begin(), state.held_still.end(), 1));
+  const bool none = trained_without_gradient().size() + held == state.parameters.size();
   if (none && !std::exchange(warned_of_no_gradient_, true)) {
     log::warning("step ", parts_.progress.global_steps, of_engine(),
                  ": no parameter of the model got a gradient on this rank: is the ",
@@ -200,10 +219,17 @@ double OptimizerStep::global_norm() const {
   return state.plan.model_dtype == DType::kFloat64 ? norm : static_cast<double>(static_cast<float>(norm));
 }
 
+// Those that the program has frozen since initialize() have none by its own will.
+std::vector<int64_t> OptimizerStep::trained_without_gradient() const {
+  std::vector<int64_t> missing = parts_.state.gradients.reducer->parameters_without_gradient();
+  std::erase_if(missing, [&](int64_t index) { return parts_.state.held_still[static_cast<size_t>(index)] != 0; });
+  return missing;
+}
+
 // zero_optimization.ignore_unused_parameters: false. All ranks throw when one has to.
 void OptimizerStep::require_gradients() {
   const ModelState& state = parts_.state;
-  const std::vector<int64_t> missing = state.gradients.reducer->parameters_without_gradient();
+  const std::vector<int64_t> missing = trained_without_gradient();
   const int64_t largest = largest_of_ranks(static_cast<int64_t>(missing.size()), state.ranks.device, *state.ranks.world,
                                            "unused parameters");
   if (largest == 0) return;

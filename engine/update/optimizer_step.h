@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "checkpoint/background_save.h"
 #include "dsengine/data_loader.h"
@@ -50,16 +51,20 @@ class OptimizerStep {
   // Before run(), whose gradients are scaled to at most this norm, before the plan's clipping: finishes the reductions.
   // Returns the norm, as run() will report it. Collective.
   double clip(double max_norm);
-  void forget_clip() { clip_once_.reset(); }
+  // The program has changed the reduced gradient of the step that comes, `times` times.
+  void note_gradient_change(uint64_t times = 1) { gradient_changes_ += times; }
+  // That, and what it has asked to clip: of an accumulation that is dropped.
+  void forget_gradient_changes();
 
  private:
   // L2 norm of the reduced gradient over the whole model, with loss scale still in it.
   double global_norm() const;
-  StepFacts facts() const;
+  StepFacts facts();
   void warn_of_nothing(double norm);
   std::string of_engine() const;
   void add_over_ranks(double& squares, comm::Communicator& ranks) const;
   void reduce_tied() const;
+  std::vector<int64_t> trained_without_gradient() const;
   void require_gradients();
   std::string judge(double norm);
   void apply(double norm, double loss_scale, double clip_once);
@@ -67,6 +72,7 @@ class OptimizerStep {
 
   OptimizerStepParts parts_;
   std::optional<double> clip_once_;  // the program's, for the next step
+  uint64_t gradient_changes_ = 0;    // likewise
   int64_t bad_steps_in_a_row_ = 0;
   int64_t zero_steps_in_a_row_ = 0;
   bool warned_of_no_gradient_ = false;

@@ -59,6 +59,7 @@ void ShownGradients::show(After pass, double loss_scale) {
   shown_.assign(state_.parameters.size(), at::Tensor());
   memory_.assign(shown_.size(), nullptr);
   const char* const reason = reason_against(pass, loss_scale);
+  readable_ = reason == nullptr;
   if (!reason) state_.gradients.reducer->finish();
   const CheckTime::Scope time;
   for (size_t b = 0; b < state_.buckets.size(); ++b) {
@@ -100,14 +101,19 @@ void ShownGradients::require_untouched(const char* call) const {
   }
 }
 
-void ShownGradients::take_back() {
-  if (!showing_) return;
+uint64_t ShownGradients::take_back() {
+  if (!showing_) return 0;
   const CheckTime::Scope time;
   showing_ = false;
+  uint64_t changes = 0;
   for (size_t i = 0; i < shown_.size(); ++i) {
-    if (shown_[i].defined()) state_.parameters[i].tensor.mutable_grad().reset();
+    if (!shown_[i].defined()) continue;
+    // That of a stand-in, which has no memory, says nothing and is the same from step to step.
+    if (readable_) changes += static_cast<uint64_t>(shown_[i]._version());
+    state_.parameters[i].tensor.mutable_grad().reset();
     shown_[i].reset();
   }
+  return changes;
 }
 
 }  // namespace ds::engine

@@ -31,8 +31,8 @@ class ShownGradients {
   void show(After pass, double loss_scale);
   // Throws UsageError where .grad of a parameter is not what was shown. `call`: whose.
   void require_untouched(const char* call) const;
-  // What was shown goes, before gradients are made or used.
-  void take_back();
+  // What was shown goes, before gradients are made or used. Returns how often the program has changed it in place.
+  uint64_t take_back();
 
  private:
   const char* reason_against(After pass, double loss_scale) const;
@@ -40,6 +40,7 @@ class ShownGradients {
 
   const ModelState& state_;
   bool showing_ = false;
+  bool readable_ = false;            // what is shown: gradients, not their stand-ins
   std::vector<at::Tensor> shown_;    // by parameter; undefined: nothing
   std::vector<const void*> memory_;  // the storages of those
   // By reason, a literal, and parameter; kept from step to step.

@@ -21,9 +21,10 @@ enum Place : int64_t {
   kLoss,
   kWithLoss,
   kStep,
-  kDelivered = kStep + 2,
-  kChanges = kDelivered + 2,
-  kPlaces = kChanges + 2
+  kPosition = kStep + 2,
+  kChanges = kPosition + 2,
+  kGradientChanges = kChanges + 2,
+  kPlaces = kGradientChanges + 2
 };
 
 uint64_t folded(uint64_t value) { return (value ^ value >> 16 ^ value >> 32 ^ value >> 48) & kMask; }
@@ -49,8 +50,9 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   auto* const numbers = values.mutable_data_ptr<double>();
   numbers[kWithLoss] = facts_.loss.defined() ? 1.0 : 0.0;
   put(numbers + kStep, folded(static_cast<uint64_t>(facts_.step)));
-  put(numbers + kDelivered, folded(static_cast<uint64_t>(facts_.delivered)));
+  put(numbers + kPosition, folded(facts_.position));
   put(numbers + kChanges, folded(facts_.changes));
+  put(numbers + kGradientChanges, folded(facts_.gradient_changes));
   values_ = values.to(device_);
   if (facts_.loss.defined()) values_.select(0, kLoss).copy_(facts_.loss);
   const CheckTime::Scope waiting(/*waits=*/true);  // where nothing else is under way it runs at once
@@ -69,7 +71,7 @@ std::optional<double> StepAgreement::finish(bool& parted) {
   const at::Tensor sums = values_.to(at::kCPU);
   const auto* const numbers = sums.const_data_ptr<double>();
   if (!all_equal(numbers + kStep, ranks_.size())) explain("are at different steps");
-  if (!all_equal(numbers + kDelivered, ranks_.size())) {
+  if (!all_equal(numbers + kPosition, ranks_.size())) {
     explain("have taken different numbers of batches from the engine's loader: one of them has left a batch out");
   }
   if (!all_equal(numbers + kChanges, ranks_.size())) {
@@ -78,6 +80,11 @@ std::optional<double> StepAgreement::finish(bool& parted) {
         "have changed or frozen parameters in different ways, so that their models are not the same any more. Load "
         "the same values on every rank, or change them in a scope of engine->gathered_parameters(parameters, "
         "/*modifier_rank=*/0)");
+  }
+  if (!all_equal(numbers + kGradientChanges, ranks_.size())) {
+    explain(
+        "have changed the gradients of the step in different ways (clip_grad_norm_(), safe_set_full_grad(), .grad in "
+        "place), with which their models would part. Change them alike on every rank");
   }
   if (numbers[kWithLoss] != ranks_.size()) return std::nullopt;
   return numbers[kLoss] / ranks_.size();
@@ -94,6 +101,8 @@ void StepAgreement::explain(const char* what) const {
   } else {
     own += ", no parameter changed";
   }
+  own += facts_.gradient_changes == 0 ? ", gradients as reduced"
+                                      : cat(", changed gradients (digest ", facts_.gradient_changes, ")");
   at::Tensor text = at::zeros({kLength}, at::kByte);
   std::memcpy(text.mutable_data_ptr(), own.data(), std::min<size_t>(own.size(), kLength - 1));
   text = text.to(device_);

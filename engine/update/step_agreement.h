@@ -14,14 +14,16 @@ namespace ds::engine {
 
 // Of this rank, since the last step.
 struct StepFacts {
-  at::Tensor loss;           // float64 [], on the ranks' device; undefined: not known
-  int64_t step = 0;          // its number
-  int64_t delivered = 0;     // batches that the engine's loader has given so far
-  uint64_t changes = 0;      // digest of what the program did to parameters (ModelWatch)
-  std::string last_changed;  // the name of one of those
+  at::Tensor loss;                // float64 [], on the ranks' device; undefined: not known
+  int64_t step = 0;               // its number
+  int64_t delivered = 0;          // batches that the engine's loader has given so far, for messages
+  uint64_t position = 0;          // digest of where the loader stands, which load_checkpoint() sets, too
+  uint64_t gradient_changes = 0;  // digest of what the program did to reduced gradients
+  uint64_t changes = 0;           // digest of what the program did to parameters (ModelWatch)
+  std::string last_changed;       // the name of one of those
 };
 
-// One exchange of eight numbers, begun before the reductions of the step are waited for. Collective.
+// One exchange of ten numbers, begun before the reductions of the step are waited for. Collective.
 class StepAgreement {
  public:
   // The group outlives it.

@@ -200,5 +200,19 @@ TEST(AutocastOfAThread, EvaluationBetweenStepsChangesNoBitOfAStage3Run) {
   EXPECT_EQ(largest_difference(trained[0], trained[1]), 0.0);
 }
 
+// Autocast keeps cast copies of weights from one forward to the next.
+TEST(AutocastOfAThread, ForwardsSeeMastersThatWereSet) {
+  test::run_ranks(1, [&](comm::Communicator& communicator) {
+    for (const int stage : {0, 1, 2, 3}) {
+      SmallNet model;
+      const auto engine = start(model.ptr(), autocast_config(stage), communicator).engine;
+      model->forward(sample(0, 0));
+      engine->safe_set_full_fp32_param(model->last->weight, torch::zeros({3, 11}));
+      engine->safe_set_full_fp32_param(model->last->bias, torch::full({3}, 0.5));
+      EXPECT_TRUE(model->forward(sample(0, 0)).to(torch::kFloat).equal(torch::full({4, 3}, 0.5))) << stage;
+    }
+  });
+}
+
 }  // namespace
 }  // namespace ds::engine

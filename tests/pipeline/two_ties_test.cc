@@ -55,5 +55,28 @@ TEST(TwoTies, AreAddedInOneOrderOnAllStages) {
   }
 }
 
+// Other stages' copies would keep the old values.
+TEST(TwoTies, AreNotSetOnOneStage) {
+  Job job{.ranks = 2, .config = config_of(2, "1f1b", 1)};
+  job.config["pipeline"]["partition"] = "uniform";
+  job.layers = [] {
+    return std::vector<LayerSpec>{LayerSpec::tied<TokenEmbedding>("embed", "embed"), LayerSpec::of<Square>("square"),
+                                  LayerSpec::tied_with<TokenEmbedding>("embed", project, "embed")};
+  };
+  run(job, [&](Rank& rank) {
+    rank.train_step(0);
+    for (const auto& item : rank.engine.module()->named_parameters()) {
+      const at::Tensor& parameter = item.value();
+      const at::Tensor values = torch::zeros(parameter.sizes());
+      if (item.key().find("embed") == std::string::npos) continue;
+      EXPECT_THAT([&] { rank.engine.safe_set_full_fp32_param(parameter, values); },
+                  ::testing::ThrowsMessage<UsageError>(::testing::AllOf(
+                      ::testing::HasSubstr("safe_set_full_fp32_param()"), ::testing::HasSubstr("is tied"))));
+      EXPECT_THAT([&] { rank.engine.safe_set_full_optimizer_state(parameter, values, "exp_avg"); },
+                  ::testing::ThrowsMessage<UsageError>(::testing::HasSubstr("is tied")));
+    }
+  });
+}
+
 }  // namespace
 }  // namespace ds::pipeline

@@ -119,8 +119,8 @@ TEST(Messages, AnEmptyFolderIsSaidToBeEmpty) {
     EXPECT_THAT(refusal([&] { engine->save_checkpoint(""); }), HasSubstr("save_checkpoint: expected a folder"));
     EXPECT_THAT(refusal([&] { engine->load_checkpoint(""); }), HasSubstr("load_checkpoint: expected a folder"));
     engine->backward(model->forward(torch::ones({2, 4})).sum());
-    EXPECT_THAT(refusal([&] { engine->save_checkpoint("somewhere"); }),
-                HasSubstr("save_checkpoint() was called after backward() and before step()"));
+    EXPECT_THAT(refusal([&] { engine->load_checkpoint("somewhere"); }),
+                HasSubstr("load_checkpoint() was called between backward() and step()"));
   });
 }
 

@@ -170,6 +170,14 @@ TEST(TorchFiles, DamagedAndForeignFilesAreNamed) {
 }
 
 // Nested so deep, or so often, that following it would not end.
+TEST(TorchFiles, ANameWithoutEndIsRefused) {
+  const test::ScratchFolder folder;
+  torch::serialize::OutputArchive archive;
+  archive.write(std::string(2000, 'n'), torch::ones({2}));
+  archive.save_to(folder / "model.pt");
+  expect_refused(folder / "model.pt", {"begins with \"nnnn", "has 2000 characters", "at most 1024"});
+}
+
 TEST(TorchFiles, AModuleOfManyLevelsIsReadToItsEnd) {
   const test::ScratchFolder folder;
   std::shared_ptr<torch::nn::Module> deep = torch::nn::Linear(2, 2).ptr();

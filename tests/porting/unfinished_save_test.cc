@@ -4,6 +4,7 @@
 
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -128,6 +129,47 @@ TEST_P(UnfinishedSaves, MayComeAfterALoadAndAfterZeroGrad) {
     SavingRun third(communicator, GetParam());
     ASSERT_TRUE(third.parts.engine->load_checkpoint(path, "again"));
     EXPECT_EQ(micro_batch(third), next);
+  });
+}
+
+// As programs with torch's optimizers call it: in front of each backward of a step, when the batch is there already.
+TEST_P(UnfinishedSaves, KnowTheBatchThatWasTakenBeforeZeroGrad) {
+  const test::ScratchFolder folder;
+  const std::string path = folder.path().string();
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    SavingRun run(communicator, GetParam());
+    const auto batch = run.parts.loader->begin();
+    const std::vector<int64_t> first = run.parts.loader->indices();
+    run.parts.engine->zero_grad();
+    run.parts.engine->backward(run.model->loss(batch->data));
+    run.parts.engine->step();
+    run.parts.engine->save_checkpoint(path, "inside");
+    SavingRun other(communicator, GetParam());
+    ASSERT_TRUE(other.parts.engine->load_checkpoint(path, "inside"));
+    other.parts.loader->begin();
+    EXPECT_EQ(other.parts.loader->indices(), first);
+  });
+}
+
+TEST_P(UnfinishedSaves, BeginAfterAStepThatFailed) {
+  const test::ScratchFolder folder;
+  const std::string path = folder.path().string();
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    SavingRun run(communicator, GetParam());
+    Engine& engine = *run.parts.engine;
+    const auto micro_batch = [&](SavingRun& of, double factor) {
+      const auto batch = of.parts.loader->begin();
+      of.parts.engine->backward(of.model->loss(batch->data) * factor);
+      of.parts.engine->step();
+      return of.parts.loader->indices();
+    };
+    for (int i = 1; i < kAccumulation; ++i) micro_batch(run, 1.0);
+    EXPECT_THROW(micro_batch(run, std::numeric_limits<double>::infinity()), NonFiniteError);
+    const std::vector<int64_t> next = micro_batch(run, 1.0);
+    engine.save_checkpoint(path, "inside");
+    SavingRun other(communicator, GetParam());
+    ASSERT_TRUE(other.parts.engine->load_checkpoint(path, "inside"));
+    EXPECT_EQ(micro_batch(other, 1.0), next);
   });
 }
 

@@ -134,6 +134,29 @@ TEST(DelayedUpdate, DroppedGradientsAndReadsInBetweenDoNotDisturbIt) {
   });
 }
 
+TEST(DelayedUpdate, AChangeInPlaceBesideItIsRefusedByName) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    for (const int stage : {1, 2, 3}) {
+      SmallNet model;
+      const auto engine =
+          start(model.ptr(), with_offload(small_config(stage, 1), delayed(on_host())), communicator).engine;
+      for (int64_t step = 0; step < 2; ++step) {
+        engine->backward(model->loss(sample(step, communicator.rank())));
+        engine->step();
+      }
+      {
+        const torch::NoGradGuard no_grad;
+        model->last->bias.fill_(0.5);
+      }
+      EXPECT_THAT(
+          [&] { engine->backward(model->loss(sample(2, communicator.rank()))); },
+          ThrowsMessage<UsageError>(::testing::AllOf(HasSubstr("backward(): parameter last.bias"),
+                                                     HasSubstr("delayed_update"), HasSubstr("gathered_parameters"))))
+          << stage;
+    }
+  });
+}
+
 TEST(DelayedUpdate, AFailedStepDoesNotStopTheNextOnes) {
   const int world = 2;
   test::run_ranks(world, [&](comm::Communicator& communicator) {
