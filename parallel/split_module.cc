@@ -102,7 +102,7 @@ double SplitModule::clip_grad_norm_(double max_norm) const {
   for (const auto& [name, leaf] : named_leaves) {
     if (!leaf.grad().defined()) continue;
     const at::Tensor square = at::linalg_vector_norm(leaf.grad(), 2, std::nullopt, false, at::kDouble).square();
-    (split.count(name) != 0 ? of_parts : of_wholes).add_(square.to(options.device()));
+    (split.contains(name) ? of_parts : of_wholes).add_(square.to(options.device()));
   }
   if (axis->size() > 1) of_parts = all_reduce_sum(of_parts, *axis);
   const double norm = std::sqrt((of_parts + of_wholes).item<double>());

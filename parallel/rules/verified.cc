@@ -1,5 +1,6 @@
 #include "parallel/rules/verified.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/enum_tag.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
