@@ -64,7 +64,7 @@ const char* name_of_style(Style style) {
 std::optional<int64_t> cut_dim(const SplitRule& rule, size_t dims) {
   if (rule.style == Style::kWhole || dims == 0) return std::nullopt;
   if (dims == 1) return rule.style == Style::kRow ? std::nullopt : std::optional<int64_t>(0);
-  if (rule.dim) return *rule.dim;
+  if (rule.dim) return rule.dim;
   return rule.style == Style::kRow ? 1 : 0;
 }
 

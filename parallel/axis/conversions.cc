@@ -91,6 +91,7 @@ class ConversionBackward : public torch::autograd::Node {
  public:
   explicit ConversionBackward(Conversion backward) : backward_(std::move(backward)) {}
   std::string name() const override { return "SplitConversion"; }
+  // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): autograd's signature
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     if (!gradients[0].defined()) return {at::Tensor()};
     at::Tensor gradient = whole_of(gradients[0]);

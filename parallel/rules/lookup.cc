@@ -1,3 +1,4 @@
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/gather.h>

@@ -1,3 +1,4 @@
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 
 #include "parallel/axis/conversions.h"
