@@ -9,6 +9,7 @@
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/ops.h"
 #include "tests/engine/small_run.h"
+#include "tests/ops/same_training.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {
@@ -67,16 +68,10 @@ at::Tensor tokens_of(int64_t micro_batch, int rank) {
   return at::arange(20, at::kLong).mul(7).add(11 * micro_batch + 5 * rank).remainder(kVocabulary).view({4, 5});
 }
 
-struct TokenRun {
-  std::vector<double> losses;
-  State start, weights;
-  int64_t skipped_steps = 0;
-};
-
-TokenRun train_tokens(const ordered_json& config, comm::Communicator& communicator, const TokenModel& kind) {
+TrainedRun train_tokens(const ordered_json& config, comm::Communicator& communicator, const TokenModel& kind) {
   const auto model = std::make_shared<TokenNet>(kind);
   const auto engine = start(model, config, communicator).engine;
-  TokenRun run{.start = copy_of(engine->fp32_state_dict())};
+  TrainedRun run{.start = copy_of(engine->fp32_state_dict())};
   for (int64_t micro = 0; micro < kSteps * engine->gradient_accumulation_steps(); ++micro) {
     const at::Tensor loss = model->loss(tokens_of(micro, communicator.rank()));
     engine->backward(loss);
@@ -91,15 +86,10 @@ TokenRun train_tokens(const ordered_json& config, comm::Communicator& communicat
 void expect_the_same_training(const ordered_json& config, TokenModel kind, double tolerance) {
   run_ranks(2, [&](comm::Communicator& communicator) {
     kind.chunked = false;
-    const TokenRun plain = train_tokens(config, communicator, kind);
+    const TrainedRun plain = train_tokens(config, communicator, kind);
     kind.chunked = true;
-    const TokenRun chunked = train_tokens(config, communicator, kind);
-    ASSERT_EQ(chunked.losses.size(), plain.losses.size());
-    for (size_t i = 0; i < plain.losses.size(); ++i) EXPECT_NEAR(chunked.losses[i], plain.losses[i], tolerance) << i;
-    EXPECT_LE(largest_difference(chunked.weights, plain.weights), tolerance);
-    EXPECT_GE(largest_difference(plain.weights, plain.start), 2.5 * tolerance) << "the weights move";
-    EXPECT_EQ(chunked.skipped_steps, 0);
-    EXPECT_EQ(plain.skipped_steps, 0);
+    const TrainedRun chunked = train_tokens(config, communicator, kind);
+    expect_same_training(chunked, plain, tolerance);
   });
 }
 
