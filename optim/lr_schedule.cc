@@ -29,11 +29,11 @@ PerGroup base_lrs(const std::vector<GroupOptions>& groups) {
   return result;
 }
 
-// The rising part that the three warm-up schedules share.
+// The rising part that the three warm-up schedules share; of two steps at least, as DeepSpeed's.
 class Warmup {
  public:
   Warmup(int64_t steps, WarmupType type) : steps_(std::max<int64_t>(2, steps)), type_(type) {
-    require<ConfigError>(steps > 0, "scheduler.params.warmup_num_steps: expected at least 1, found ", steps);
+    require<ConfigError>(steps >= 0, "scheduler.params.warmup_num_steps: expected at least 0, found ", steps);
   }
   int64_t steps() const { return steps_; }
   bool covers(int64_t t) const { return t < steps_; }

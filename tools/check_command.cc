@@ -11,6 +11,7 @@
 #include "core/shown_text.h"
 #include "dsengine/config.h"
 #include "engine/plan/plan.h"
+#include "tools/explained_keys.h"
 #include "zero/memory_model.h"
 
 namespace ds::tool {
@@ -26,14 +27,41 @@ constexpr int kRefused = 2;
 struct Report {
   DsConfig config;
   Plan plan;
+  std::vector<ExplainedKey> explained;  // with --explain
   std::optional<int64_t> parameters;  // of a rank; where ranks of a pipeline differ, of the mean one
   // Per rank and step, when the plan knows its bytes. With gradient_compression it depends on the model's shapes.
   std::optional<int64_t> sent_bytes;
 };
 
+engine::config::AutoValues given_values(const std::vector<std::string>& assignments) {
+  engine::config::AutoValues values;
+  for (const std::string& assignment : assignments) {
+    const size_t sign = assignment.find('=');
+    require<ConfigError>(sign != std::string::npos, "--auto ", assignment, ": expected KEY=VALUE, as --auto lr=1e-4");
+    try {
+      engine::config::set_auto_value(values, assignment.substr(0, sign), assignment.substr(sign + 1));
+    } catch (const ConfigError& error) {
+      throw ConfigError(cat("--auto ", error.what()));
+    }
+  }
+  return values;
+}
+
+void require_used(const DsConfig& config, const engine::config::AutoValues& values) {
+  const std::vector<std::string> unused = engine::config::unused_auto_values(config, values);
+  require<ConfigError>(unused.empty(), "--auto ", lazy([&] { return unused.front(); }), ": expected \"auto\" there in ",
+                       config.source, ", found a value of its own, or no such key; remove the flag, or write \"auto\"");
+}
+
 Report examine(const CheckOptions& options) {
   Report report;
-  report.config = engine::config::parse(options.config, {.world_size = options.world_size, .strict = options.strict});
+  const engine::config::AutoValues given = given_values(options.auto_values);
+  report.config = engine::config::parse(options.config, {.world_size = options.world_size,
+                                                         .strict = options.strict,
+                                                         .auto_values = given,
+                                                         .assumed_values = engine::config::hugging_face_values()});
+  require_used(report.config, given);
+  if (options.explain) report.explained = explain_keys(report.config.text, KeyReference(key_reference_text()));
   const int64_t stages = report.config.pipeline.stages.value_or(1);
   if (options.parameters) report.parameters = (*options.parameters + stages - 1) / stages;
   const engine::Topology topology{.world_size = options.world_size, .dp = report.config.dp_world_size, .pipe = stages};
@@ -91,11 +119,14 @@ ordered_json to_json(const Report& report) {
   for (const engine::config::ResolvedAuto& entry : report.config.resolved_auto) {
     chosen.push_back({{"path", entry.path}, {"value", entry.value}, {"source", entry.source}});
   }
+  ordered_json explained = ordered_json::object();
+  for (const ExplainedKey& key : report.explained) explained[key.path] = key.text;
   return {{"ok", true},
           {"source", report.config.source},
           {"world_size", report.plan.topology.world_size},
           {"config", engine::config::to_json(report.config)},
           {"auto", chosen},
+          {"explained", explained},
           {"warnings", report.config.warnings},
           {"plan", plan},
           {"elasticity", elastic_to_json(report)},
@@ -150,10 +181,16 @@ void print(const Report& report, std::ostream& out) {
   if (!report.config.resolved_auto.empty()) {
     Columns rows;
     for (const engine::config::ResolvedAuto& entry : report.config.resolved_auto) {
-      rows.emplace_back(entry.path, cat(shown(entry.value), " from ", entry.source));
+      const bool assumed = entry.source == "assumed";
+      rows.emplace_back(entry.path, assumed ? cat(shown(entry.value), " assumed; --auto ", entry.path, "=VALUE")
+                                            : cat(shown(entry.value), " from ", entry.source));
     }
     out << "\n\"auto\" became\n";
     print_columns(rows, out);
+  }
+  if (!report.explained.empty()) out << "\nKeys of the file\n";
+  for (const ExplainedKey& key : report.explained) {
+    out << "  " << shown_text(key.path) << "\n      " << key.text << '\n';
   }
   if (!report.config.warnings.empty()) out << "\nWarnings\n";
   for (const std::string& warning : report.config.warnings) out << "  " << shown_message(warning) << '\n';

@@ -6,6 +6,7 @@
 #include <optional>
 #include <ostream>
 #include <string>
+#include <vector>
 
 namespace ds::tool {
 
@@ -14,7 +15,9 @@ struct CheckOptions {
   int64_t world_size = 1;             // ranks; a pipeline's are pipeline.stages of them
   std::optional<int64_t> parameters;  // trainable elements of the model; predicts bytes per rank
   int64_t activation_bytes = 0;       // of a micro-batch on one rank; added to what a step needs
+  std::vector<std::string> auto_values = {};  // "lr=1e-4": for "auto", before what is assumed
   bool strict = false;                // unknown keys are errors
+  bool explain = false;               // also what each key of the file does, and what holds without it
   bool json = false;                  // one JSON object instead of text
 };
 

@@ -28,7 +28,15 @@ void add_check(CLI::App& app, Command& chosen) {
                    "Bytes of activations of a micro-batch on one rank, as a run with memory_breakdown reports them")
       ->transform(whole_number(0, kMostBytes))
       ->type_name("N");
+  flags
+      ->add_option("--auto", options->auto_values,
+                   "What the program gives for an \"auto\", as lr=1e-4, optimizer.params.lr=1e-4 or hidden_size=4096; "
+                   "repeatable. The rest is assumed, as Hugging Face's trainer without arguments")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false);
   flags->add_flag("--strict", options->strict, "Unknown keys are errors");
+  flags->add_flag("--explain", options->explain,
+                  "Say of each key of the file what it does, and what holds without it");
   flags->add_flag("--json", options->json, "Print one JSON object, every key with its value");
   flags->callback([options, &chosen] { chosen = [options] { return check(*options, std::cout, std::cerr); }; });
 }

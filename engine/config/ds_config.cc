@@ -74,6 +74,16 @@ void tell_derived_batch_sizes(DsConfig& config) {
   }
 }
 
+// A file that leaves all batch sizes to its program.
+void assume_micro_batch(DsConfig& config, const ParseOptions& options, GivenBatchSizes& given) {
+  if (given.train || given.micro || !options.assumed_values) return;
+  given.micro = options.assumed_values->train_micro_batch_size_per_gpu;
+  if (!given.micro) return;
+  const std::string path = "train_micro_batch_size_per_gpu";
+  std::erase_if(config.resolved_auto, [&path](const ResolvedAuto& entry) { return entry.path == path; });
+  config.resolved_auto.push_back({path, *given.micro, kAssumed});
+}
+
 // What ranks of a pipeline leave for data parallelism.
 void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, JsonProblems& problems) {
   constexpr const char* kStages = "/pipeline/stages";
@@ -109,6 +119,7 @@ void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions&
     resolve_elastic_batch(config, std::getenv("DEEPSPEED_ELASTICITY_CONFIG"), reading.problems);
     tell_derived_batch_sizes(config);
   } else if (readable) {
+    assume_micro_batch(config, options, given);
     const BatchSizes sizes = resolve_batch_sizes(given, config.dp_world_size, reading.problems);
     config.train_batch_size = sizes.train;
     config.train_micro_batch_size_per_gpu = sizes.micro;
@@ -142,7 +153,7 @@ DsConfig parse(const ConfigSource& source, const ParseOptions& options) {
       .problems = problems,
       .strict = options.strict || asks_for_strict(document.root),
       .auto_value =
-          [&](const std::string& pointer) { return resolve_auto(pointer, options.auto_values, document.root); },
+          [&](const std::string& pointer) { return resolve_auto(pointer, options, document.root); },
       .meaning = meaning_of_key,
       .on_auto =
           [&](const std::string& pointer, const ordered_json& value, const std::string& from) {

@@ -62,7 +62,7 @@ void warmup_type(JsonFields& json, optimizers::WarmupType& out) {
 void parameters(JsonFields& json, optimizers::WarmupLrOptions& s) {
   per_group(json, "warmup_min_lr", s.warmup_min_lr);
   per_group(json, "warmup_max_lr", s.warmup_max_lr);
-  json.field("warmup_num_steps", s.warmup_num_steps, above(0));
+  json.field("warmup_num_steps", s.warmup_num_steps, at_least(0));
   warmup_type(json, s.warmup_type);
 }
 
@@ -70,14 +70,14 @@ void parameters(JsonFields& json, optimizers::WarmupDecayLrOptions& s) {
   json.field("total_num_steps", s.total_num_steps, above(0));
   per_group(json, "warmup_min_lr", s.warmup_min_lr);
   per_group(json, "warmup_max_lr", s.warmup_max_lr);
-  json.field("warmup_num_steps", s.warmup_num_steps, above(0));
+  json.field("warmup_num_steps", s.warmup_num_steps, at_least(0));
   warmup_type(json, s.warmup_type);
 }
 
 void parameters(JsonFields& json, optimizers::WarmupCosineLrOptions& s) {
   json.field("total_num_steps", s.total_num_steps, above(0));
   json.field("warmup_min_ratio", s.warmup_min_ratio);
-  json.field("warmup_num_steps", s.warmup_num_steps, above(0));
+  json.field("warmup_num_steps", s.warmup_num_steps, at_least(0));
   json.field("cos_min_ratio", s.cos_min_ratio);
   warmup_type(json, s.warmup_type);
 }

@@ -59,6 +59,27 @@ void add_run_options(CLI::App& app, GptOptions& options) {
   app.add_option("--device", options.device, "cpu or cuda [cpu]")->check(CLI::IsMember({"cpu", "cuda"}));
 }
 
+// What a ds_config may leave to its program.
+void add_auto_options(CLI::App& app, ds::engine::config::AutoValues& values) {
+  const char* group = "For what the ds_config leaves \"auto\"";
+  app.add_option("--micro_batch", values.train_micro_batch_size_per_gpu, "Sequences in one forward of one rank")
+      ->check(CLI::PositiveNumber)
+      ->group(group);
+  app.add_option("--accumulation", values.gradient_accumulation_steps, "Forwards in one optimizer step")
+      ->check(CLI::PositiveNumber)
+      ->group(group);
+  app.add_option("--lr", values.lr, "Learning rate")->check(CLI::NonNegativeNumber)->group(group);
+  app.add_option("--weight_decay", values.weight_decay)->check(CLI::NonNegativeNumber)->group(group);
+  app.add_option("--clipping", values.gradient_clipping, "Limit of the gradient's norm; 0: none")
+      ->check(CLI::NonNegativeNumber)
+      ->group(group);
+  app.add_option("--warmup_steps", values.warmup_num_steps, "Steps of warm-up; those in all are --steps")
+      ->check(CLI::NonNegativeNumber)
+      ->group(group);
+  app.add_option("--bf16", values.bf16, "true or false")->group(group);
+  app.add_option("--fp16", values.fp16, "true or false")->group(group);
+}
+
 void add_checkpoint_options(CLI::App& app, GptOptions& options) {
   CLI::Option* save = app.add_option("--save_checkpoint", options.save_checkpoint,
                                      "Save all state of the run to this folder, after the last step at least")
@@ -127,6 +148,12 @@ void complete(GptOptions& options, bool seq_len_given) {
   options.model = model;
 }
 
+// The values above that no flag gives: what the run knows anyway.
+void complete_auto(GptOptions& options) {
+  options.auto_values.total_num_steps = options.steps;
+  options.auto_values.hidden_size = options.model.hidden;
+}
+
 }  // namespace
 
 std::optional<GptOptions> parse_options(int argc, const char* const* argv) {
@@ -136,6 +163,7 @@ std::optional<GptOptions> parse_options(int argc, const char* const* argv) {
   CLI::App app{"Trains a byte-level GPT on text with dsengine", "gpt"};
   app.option_defaults()->always_capture_default();
   add_run_options(app, options);
+  add_auto_options(app, options.auto_values);
   add_model_options(app, options.model);
   add_checkpoint_options(app, options);
   add_pipeline_options(app, options);
@@ -151,6 +179,7 @@ std::optional<GptOptions> parse_options(int argc, const char* const* argv) {
     throw ds::ConfigError(cat(error.what(), "; --help lists the options"));
   }
   complete(options, app.count("--seq_len") > 0);
+  complete_auto(options);
   return options;
 }
 

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "dsengine/config.h"
 #include "gpt_model.h"
 #include "token_batches.h"
 
@@ -32,7 +33,8 @@ struct GptOptions {
   std::optional<int> pipeline_stages;
   std::optional<std::string> pipeline_schedule;
   std::optional<std::string> pipeline_trace;
-  std::string device;  // "cpu", "cuda", or empty: cpu
+  ds::engine::config::AutoValues auto_values;  // for what the ds_config leaves "auto"
+  std::string device;                          // "cpu", "cuda", or empty: cpu
 
   static constexpr int64_t kDefaultSteps = 1000;
 };

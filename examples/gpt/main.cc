@@ -71,6 +71,14 @@ std::shared_ptr<Gpt> make_model(const GptOptions& options) {
   return model;
 }
 
+// A flag that the ds_config has its own number for would change nothing.
+void require_used(const ds::engine::Engine& engine, ds::engine::config::AutoValues values) {
+  values.total_num_steps.reset();
+  const auto unused = ds::engine::config::unused_auto_values(engine.config(), values);
+  require<ds::ConfigError>(unused.empty(), "a flag gives ", unused.empty() ? std::string() : unused.front(),
+                           ", for which the ds_config has its own value; write \"auto\" there, or remove the flag");
+}
+
 BatchOptions batch_options(const GptOptions& options, const ds::engine::Engine& engine) {
   return {.order = options.order,
           .batch_size = engine.train_micro_batch_size_per_gpu(),
@@ -144,7 +152,9 @@ int train(const GptOptions& options) {
       ds::engine::initialize({.model = pipelined ? std::shared_ptr<torch::nn::Module>(layers) : model,
                               .config = options.deepspeed_config,
                               .weights = pipelined ? options.init.value_or("") : "",
-                              .device = options.device});
+                              .device = options.device,
+                              .auto_values = options.auto_values});
+  require_used(*engine, options.auto_values);
   TokenBatches batches(corpus, batch_options(options, *engine));
   print_start(options.model, corpus, *engine);
 

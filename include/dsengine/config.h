@@ -60,7 +60,7 @@ class ConfigSource {
 struct ResolvedAuto {
   std::string path;              // "optimizer.params.lr"
   nlohmann::ordered_json value;  // null: the key is as if it were absent
-  std::string source;            // "the program", "default", "computed from hidden_size"
+  std::string source;            // "the program", "default", "computed from hidden_size", "assumed"
 };
 
 // What the program knows and the file may leave "auto". Empty: the default.
@@ -195,7 +195,20 @@ struct ParseOptions {
   std::optional<int64_t> pipeline_stages;  // the program's; the file's are to agree. What "auto" means
   bool strict = false;                     // as the key of the same name
   AutoValues auto_values;
+  // For what is "auto" in the file and not in auto_values, and for a micro-batch where the file has no batch size at
+  // all. ResolvedAuto tells each of them as assumed. For tools: what trains asks instead.
+  std::optional<AutoValues> assumed_values = std::nullopt;
 };
+
+// What Hugging Face's TrainingArguments say when nobody gives them: micro-batches of 8, lr 5e-5, no warm-up, clipping
+// at 1, float32, ... `total_num_steps`, which the trainer counts from its data, is 1000.
+AutoValues hugging_face_values();
+// Sets one of the values by its name ("lr") or its path in a ds_config ("optimizer.params.lr"), from text as on a
+// command line ("1e-4", "[0.9, 0.95]"). Throws ConfigError for another key or a value of another type.
+void set_auto_value(AutoValues& values, const std::string& key, const std::string& text);
+// Paths of those of `values` that the file of `config` has no "auto" for: its own number stands. hidden_size is never
+// among them.
+std::vector<std::string> unused_auto_values(const DsConfig& config, const AutoValues& values);
 
 // Reads, checks and resolves. Throws ConfigError with ALL mistakes of the file: json path, line, value, rule and fix.
 // A valid file may still ask for what this build cannot do: engine::initialize says so.

@@ -40,6 +40,18 @@ TEST(GptOptions, Defaults) {
   EXPECT_EQ(options.device, "");
 }
 
+TEST(GptOptions, FillWhatTheConfigLeavesOpen) {
+  const GptOptions options = parse({"--deepspeed_config", "c.json", "--micro_batch", "3", "--lr=2e-4", "--bf16", "true",
+                                    "--steps", "70", "--hidden", "64"})
+                                 .value();
+  EXPECT_EQ(options.auto_values.train_micro_batch_size_per_gpu, 3);
+  EXPECT_EQ(options.auto_values.lr, 2e-4);
+  EXPECT_EQ(options.auto_values.bf16, true);
+  EXPECT_EQ(options.auto_values.fp16, std::nullopt);
+  EXPECT_EQ(options.auto_values.total_num_steps, 70);
+  EXPECT_EQ(options.auto_values.hidden_size, 64);
+}
+
 TEST(GptOptions, EveryFlag) {
   const GptOptions options = parse({"--deepspeed_config=c.json",
                                     "--data",

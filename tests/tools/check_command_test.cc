@@ -42,7 +42,7 @@ TEST(CheckCommand, PrintsValuesChoicesWarningsPlanAndBytes) {
   EXPECT_EQ(outcome.err, "");
   EXPECT_THAT(outcome.out,
               AllOf(HasSubstr("fine for 2 ranks"), HasSubstr("train_micro_batch_size_per_gpu  4 (derived)"),
-                    HasSubstr("optimizer.params.lr  0.001 from default"), HasSubstr("my_notes (line 2): unknown key"),
+                    HasSubstr("optimizer.params.lr  5e-05 assumed; --auto optimizer.params.lr=VALUE"), HasSubstr("my_notes (line 2): unknown key"),
                     HasSubstr("reduce-scatter in every micro-batch"), HasSubstr("optimizer states"),
                     HasSubstr("sent in a step")));
 }
@@ -63,6 +63,47 @@ TEST(CheckCommand, PrintsOneJsonObject) {
   EXPECT_NEAR(report["bytes_per_rank"]["optimizer"].get<double>(), 4e6, 1e4);
   EXPECT_NEAR(report["bytes_per_rank"]["sent_per_step"].get<double>(), 4e6, 1e4);
   EXPECT_EQ(report["bytes_per_rank"]["gradient_compression"], 0);
+}
+
+constexpr const char* kLeftToTheTrainer = R"({
+  "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+  "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "zero_optimization": {"stage": 2}
+})";
+
+TEST(CheckCommand, AssumesWhatNobodyGivesAndSaysSo) {
+  const ScratchFile file(kLeftToTheTrainer);
+  const Outcome outcome = run({.config = file.path(), .world_size = 4, .auto_values = {"train_batch_size=64"}});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, AllOf(HasSubstr("64 from the program"), HasSubstr("16 from the other batch sizes"),
+                                 HasSubstr("5e-05 assumed; --auto optimizer.params.lr=VALUE")));
+  // Even without a batch size.
+  const ScratchFile bare(R"({"zero_optimization": {"stage": 2}})");
+  EXPECT_THAT(run({.config = bare.path(), .world_size = 4}).out,
+              HasSubstr("8 assumed; --auto train_micro_batch_size_per_gpu=VALUE"));
+}
+
+TEST(CheckCommand, RefusesAutoValuesThatChangeNothing) {
+  const ScratchFile file(kLeftToTheTrainer);
+  const auto refusal = [&](const char* assignment) {
+    const Outcome outcome = run({.config = file.path(), .auto_values = {assignment}});
+    EXPECT_EQ(outcome.code, 2) << assignment;
+    return outcome.err;
+  };
+  EXPECT_THAT(refusal("eps=1e-6"), HasSubstr("--auto optimizer.params.eps: expected \"auto\" there"));
+  EXPECT_THAT(refusal("lr"), HasSubstr("--auto lr: expected KEY=VALUE"));
+  EXPECT_THAT(refusal("lr=fast"), HasSubstr("--auto lr: expected a number, found fast"));
+}
+
+TEST(CheckCommand, ExplainsTheKeysOfTheFile) {
+  const ScratchFile file(R"({"train_batch_size": 8, "my_notes": "x", "zero_optimization": {"stage": 2},
+                             "wandb": {"enabled": false}})");
+  const Outcome outcome = run({.config = file.path(), .explain = true});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out,
+              AllOf(HasSubstr("zero_optimization.stage\n      what is divided among the ranks"), HasSubstr("Without it: 0."),
+                    HasSubstr("my_notes\n      No key of a ds_config: ignored."), HasSubstr("A part of wandb, which has no")));
+  const auto report = nlohmann::json::parse(run({.config = file.path(), .explain = true, .json = true}).out);
+  EXPECT_THAT(report["explained"]["train_batch_size"].get<std::string>(), HasSubstr("over all ranks"));
 }
 
 constexpr const char* kPipeline = R"({

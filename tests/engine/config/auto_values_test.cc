@@ -86,5 +86,86 @@ TEST(AutoValues, WhatNobodyKnowsIsRefused) {
               HasSubstr("which the program does not give"));
 }
 
+// A file as Hugging Face's users have it, without their program.
+constexpr const char* kLeftToTheTrainer =
+    "{train_batch_size: 'auto', train_micro_batch_size_per_gpu: 'auto', gradient_accumulation_steps: 'auto',"
+    " gradient_clipping: 'auto', bf16: {enabled: 'auto'},"
+    " optimizer: {type: 'AdamW', params: {lr: 'auto', betas: 'auto', weight_decay: 'auto'}},"
+    " scheduler: {type: 'WarmupDecayLR', params: {warmup_max_lr: 'auto', warmup_num_steps: 'auto',"
+    " total_num_steps: 'auto'}}}";
+
+TEST(AutoValues, AssumedOnesAreToldAsSuch) {
+  AutoValues given;
+  given.lr = 3e-4;
+  const DsConfig config = parse_text(
+      kLeftToTheTrainer, {.dp_world_size = 4, .auto_values = given, .assumed_values = hugging_face_values()});
+  EXPECT_EQ(config.train_micro_batch_size_per_gpu, 8);
+  EXPECT_EQ(config.train_batch_size, 32);
+  EXPECT_EQ(config.gradient_accumulation_steps, 1);
+  EXPECT_EQ(config.optimizer.values.weight_decay, 0.0);
+  const auto schedule = std::get<optimizers::WarmupDecayLrOptions>(*config.scheduler.options);
+  EXPECT_EQ(schedule.warmup_num_steps, 0);
+  EXPECT_EQ(schedule.total_num_steps, 1000);
+  EXPECT_THAT(*schedule.warmup_max_lr, ElementsAre(3e-4));  // the program's, before an assumed one
+  const std::string text = chosen(config);
+  EXPECT_THAT(text, HasSubstr("train_micro_batch_size_per_gpu = 8 from assumed\n"));
+  EXPECT_THAT(text, HasSubstr("train_batch_size = 32 from the other batch sizes\n"));
+  EXPECT_THAT(text, HasSubstr("optimizer.params.lr = 0.0003 from the program\n"));
+  EXPECT_THAT(text, HasSubstr("bf16.enabled = false from assumed\n"));
+}
+
+TEST(AutoValues, NothingIsAssumedUnasked) {
+  EXPECT_THAT(refusal_of(kLeftToTheTrainer), HasSubstr("train_batch_size"));
+}
+
+TEST(AutoValues, AnAssumedMicroBatchGivesWayToTheFilesSizes) {
+  const ParseOptions assuming = {.dp_world_size = 2, .assumed_values = hugging_face_values()};
+  const DsConfig whole =
+      parse_text("{train_batch_size: 48, train_micro_batch_size_per_gpu: 'auto', gradient_accumulation_steps: 4}", assuming);
+  EXPECT_EQ(whole.train_micro_batch_size_per_gpu, 6);
+  EXPECT_EQ(parse_text("{train_micro_batch_size_per_gpu: 3}", assuming).train_batch_size, 6);
+  const DsConfig none = parse(object_of("{gradient_accumulation_steps: 2, zero_optimization: {stage: 1}}"), assuming);
+  EXPECT_EQ(none.train_batch_size, 32);
+  EXPECT_THAT(chosen(none), HasSubstr("train_micro_batch_size_per_gpu = 8 from assumed\n"));
+}
+
+TEST(AutoValues, AreSetFromTextByNameOrPath) {
+  AutoValues values;
+  set_auto_value(values, "lr", "1e-4");
+  set_auto_value(values, "optimizer.params.betas", "[0.9, 0.95]");
+  set_auto_value(values, "bf16.enabled", "yes");
+  set_auto_value(values, "hidden_size", "4096");
+  EXPECT_EQ(values.lr, 1e-4);
+  EXPECT_THAT(*values.betas, ElementsAre(0.9, 0.95));
+  EXPECT_EQ(values.bf16, true);
+  EXPECT_EQ(values.hidden_size, 4096);
+  const auto refused = [&](const char* key, const char* text) {
+    try {
+      set_auto_value(values, key, text);
+    } catch (const ConfigError& error) {
+      return std::string(error.what());
+    }
+    return std::string("taken");
+  };
+  EXPECT_THAT(refused("weight_decai", "0"), HasSubstr("did you mean weight_decay?"));
+  EXPECT_THAT(refused("zero_stage", "2"), HasSubstr("expected one of train_batch_size, "));
+  EXPECT_EQ(refused("lr", "fast"), "lr: expected a number, found fast");
+  EXPECT_EQ(refused("total_num_steps", "1.5"), "total_num_steps: expected an integer, found 1.5");
+}
+
+TEST(AutoValues, ThoseThatNothingAsksForAreFound) {
+  AutoValues values;
+  values.lr = 1e-3;
+  values.weight_decay = 0.1;
+  values.hidden_size = 8;
+  const DsConfig config = parse_text("{optimizer: {type: 'AdamW', params: {lr: 2e-4, weight_decay: 'auto'}}}",
+                                     {.auto_values = values});
+  EXPECT_THAT(unused_auto_values(config, values), ElementsAre("optimizer.params.lr"));
+  const DsConfig follows = parse_text(
+      "{optimizer: {type: 'AdamW'}, scheduler: {type: 'WarmupLR', params: {warmup_max_lr: 'auto'}}}",
+      {.auto_values = values});
+  EXPECT_THAT(unused_auto_values(follows, values), ElementsAre("optimizer.params.weight_decay"));
+}
+
 }  // namespace
 }  // namespace ds::engine::config

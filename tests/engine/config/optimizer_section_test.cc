@@ -119,7 +119,7 @@ TEST(SchedulerSection, RefusesMistakes) {
   EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupDecayLR'}}"), HasSubstr("needs \"total_num_steps\""));
   EXPECT_THAT(refusal_of("{scheduler: {type: 'OneCycle', params: {cycle_min_lr: 1}}}"), HasSubstr("cycle_max_lr"));
   EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLr2'}}"), HasSubstr("did you mean WarmupLR?"));
-  EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLR', params: {warmup_num_steps: 0}}}"), HasSubstr("> 0"));
+  EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLR', params: {warmup_num_steps: -1}}}"), HasSubstr(">= 0"));
   EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLR', params: {total_num_steps: 9}}}"),
               AllOf(HasSubstr("unknown key"), HasSubstr("\"warmup_max_lr\"")));
 }

@@ -1,0 +1,128 @@
+#include "tools/key_reference.h"
+
+#include <algorithm>
+
+#include "core/text.h"
+
+namespace ds::tool {
+namespace {
+
+std::string_view trimmed(std::string_view text) {
+  const size_t begin = text.find_first_not_of(' ');
+  if (begin == std::string_view::npos) return {};
+  return text.substr(begin, text.find_last_not_of(' ') - begin + 1);
+}
+
+// What stands between the bars of a row.
+std::vector<std::string> cells_of(std::string_view row) {
+  std::vector<std::string> cells;
+  row.remove_prefix(1);
+  for (size_t bar = row.find('|'); bar != std::string_view::npos; bar = row.find('|')) {
+    cells.emplace_back(trimmed(row.substr(0, bar)));
+    row.remove_prefix(bar + 1);
+  }
+  return cells;
+}
+
+// Names in backquotes.
+std::vector<std::string> names_in(std::string_view text) {
+  std::vector<std::string> names;
+  for (size_t begin = text.find('`'); begin != std::string_view::npos; begin = text.find('`', begin)) {
+    const size_t end = text.find('`', begin + 1);
+    if (end == std::string_view::npos) break;
+    names.emplace_back(text.substr(begin + 1, end - begin - 1));
+    begin = end + 1;
+  }
+  return names;
+}
+
+// "[docs](page.md)" as "docs", without backquotes: for a terminal.
+std::string plain(std::string_view markdown) {
+  std::string text;
+  for (size_t i = 0; i < markdown.size(); ++i) {
+    if (markdown[i] == '`') continue;
+    if (markdown.substr(i).starts_with("](")) {
+      i = std::min(markdown.find(')', i), markdown.size() - 1);
+      continue;
+    }
+    const bool link = markdown[i] == '[' && markdown.find("](", i) != std::string_view::npos &&
+                      markdown.find("](", i) < markdown.find(']', i) + 1;
+    if (!link) text += markdown[i];
+  }
+  return text;
+}
+
+std::string cell_of(const char* name, const std::vector<std::string>& columns, const std::vector<std::string>& cells) {
+  const auto column = std::find(columns.begin(), columns.end(), name);
+  const auto index = static_cast<size_t>(column - columns.begin());
+  return column == columns.end() || index >= cells.size() ? std::string() : plain(cells[index]);
+}
+
+// The section that a heading names: "### `fp16`"; nothing: keys are given from the top.
+std::string section_of(std::string_view heading) {
+  const std::vector<std::string> names = names_in(heading);
+  return names.size() == 1 ? names.front() : std::string();
+}
+
+}  // namespace
+
+KeyReference::Entry& KeyReference::entry(const std::string& path) {
+  const auto has_path = [&path](const Entry& entry) { return entry.path == path; };
+  const auto found = std::find_if(entries_.begin(), entries_.end(), has_path);
+  if (found != entries_.end()) return *found;
+  entries_.push_back({.path = path, .standard = {}, .meaning = {}, .refused = {}});
+  return entries_.back();
+}
+
+void KeyReference::read_row(const std::string& section, const std::vector<std::string>& columns,
+                            const std::vector<std::string>& cells) {
+  for (const std::string& key : names_in(cells.front())) {
+    Entry& row = entry(section.empty() ? key : cat(section, ".", key));
+    const auto fill = [&](std::string& out, const char* column) {
+      if (out.empty()) out = cell_of(column, columns, cells);
+    };
+    fill(row.standard, "Default");
+    fill(row.meaning, "Meaning");
+    fill(row.refused, "Refused when");
+  }
+}
+
+KeyReference::KeyReference(std::string_view markdown) {
+  std::string section;
+  bool without_effect = false;
+  std::vector<std::string> columns;
+  while (!markdown.empty()) {
+    const size_t end = std::min(markdown.find('\n'), markdown.size());
+    const std::string_view line = markdown.substr(0, end);
+    markdown.remove_prefix(std::min(end + 1, markdown.size()));
+    if (line.starts_with("#")) {
+      section = section_of(line);
+      without_effect = line == "## Without effect yet" || line == "## Python only";
+      columns.clear();
+    } else if (line.starts_with("|")) {
+      const std::vector<std::string> cells = cells_of(line);
+      if (columns.empty()) {
+        columns = cells;
+      } else if (!cells.empty() && !columns.empty() && columns.front() == "Key") {
+        read_row(section, columns, cells);
+      }
+    } else if (without_effect) {
+      for (const std::string& key : names_in(line)) entry(key).without_effect = true;
+    } else {
+      columns.clear();
+    }
+  }
+}
+
+std::optional<KeyReference::Entry> KeyReference::find(const std::string& path) const {
+  for (std::string nearest = path; !nearest.empty();) {
+    for (const Entry& entry : entries_) {
+      if (entry.path == nearest) return entry;
+    }
+    const size_t dot = nearest.rfind('.');
+    nearest.resize(dot == std::string::npos ? 0 : dot);
+  }
+  return std::nullopt;
+}
+
+}  // namespace ds::tool
