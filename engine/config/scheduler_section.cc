@@ -104,6 +104,45 @@ void parameters(JsonFields& json, optimizers::OneCycleOptions& s) {
   json.field("decay_mom_rate", s.decay_mom_rate);
 }
 
+void parameters(JsonFields& json, optimizers::StepLrOptions& s) {
+  json.field("step_size", s.step_size, above(0));
+  json.field("gamma", s.gamma);
+}
+
+void parameters(JsonFields& json, optimizers::MultiStepLrOptions& s) {
+  json.field("milestones", s.milestones);
+  json.field("gamma", s.gamma);
+}
+
+void parameters(JsonFields& json, optimizers::ConstantLrOptions& s) {
+  json.field("factor", s.factor, between(0, 1));
+  json.field("total_iters", s.total_iters, at_least(0));
+}
+
+void parameters(JsonFields& json, optimizers::LinearLrOptions& s) {
+  json.field("start_factor", s.start_factor, between(0, 1));
+  json.field("end_factor", s.end_factor, between(0, 1));
+  json.field("total_iters", s.total_iters, above(0));
+}
+
+void parameters(JsonFields& json, optimizers::ExponentialLrOptions& s) { json.field("gamma", s.gamma); }
+
+void parameters(JsonFields& json, optimizers::PolynomialLrOptions& s) {
+  json.field("total_iters", s.total_iters, above(0));
+  json.field("power", s.power);
+}
+
+void parameters(JsonFields& json, optimizers::CosineAnnealingLrOptions& s) {
+  json.field("T_max", s.t_max, above(0));
+  json.field("eta_min", s.eta_min);
+}
+
+void parameters(JsonFields& json, optimizers::CosineAnnealingWarmRestartsOptions& s) {
+  json.field("T_0", s.t_0, above(0));
+  json.field("T_mult", s.t_mult, above(0));
+  json.field("eta_min", s.eta_min);
+}
+
 struct ScheduleType {
   const char* name;
   optimizers::LrScheduleOptions options;  // the defaults
@@ -116,7 +155,15 @@ const std::vector<ScheduleType>& schedule_types() {
       {"WarmupDecayLR", optimizers::WarmupDecayLrOptions{}, {"total_num_steps"}},
       {"WarmupCosineLR", optimizers::WarmupCosineLrOptions{}, {"total_num_steps"}},
       {"LRRangeTest", optimizers::LrRangeTestOptions{}, {}},
-      {"OneCycle", optimizers::OneCycleOptions{}, {"cycle_min_lr", "cycle_max_lr"}}};
+      {"OneCycle", optimizers::OneCycleOptions{}, {"cycle_min_lr", "cycle_max_lr"}},
+      {"StepLR", optimizers::StepLrOptions{}, {"step_size"}},
+      {"MultiStepLR", optimizers::MultiStepLrOptions{}, {"milestones"}},
+      {"ConstantLR", optimizers::ConstantLrOptions{}, {}},
+      {"LinearLR", optimizers::LinearLrOptions{}, {}},
+      {"ExponentialLR", optimizers::ExponentialLrOptions{}, {"gamma"}},
+      {"PolynomialLR", optimizers::PolynomialLrOptions{}, {}},
+      {"CosineAnnealingLR", optimizers::CosineAnnealingLrOptions{}, {"T_max"}},
+      {"CosineAnnealingWarmRestarts", optimizers::CosineAnnealingWarmRestartsOptions{}, {"T_0"}}};
   return kTypes;
 }
 
@@ -127,12 +174,11 @@ const ScheduleType* find_type(const std::string& name) {
   return nullptr;
 }
 
-// Classes of torch.optim.lr_scheduler that DeepSpeed builds by name.
+// The other classes of torch.optim.lr_scheduler, which DeepSpeed builds by name: they take Python functions, measured
+// values, or momenta of torch's optimizers.
 const std::vector<std::string>& torch_types() {
-  static const std::vector<std::string> kTypes = {
-      "LambdaLR", "MultiplicativeLR", "StepLR",           "MultiStepLR",       "ConstantLR",
-      "LinearLR", "ExponentialLR",    "PolynomialLR",     "CosineAnnealingLR", "CosineAnnealingWarmRestarts",
-      "CyclicLR", "OneCycleLR",       "ReduceLROnPlateau"};
+  static const std::vector<std::string> kTypes = {"LambdaLR", "MultiplicativeLR", "CyclicLR", "OneCycleLR",
+                                                  "ReduceLROnPlateau"};
   return kTypes;
 }
 
@@ -152,7 +198,8 @@ void choose_type(JsonFields& json, SchedulerSection& s, const std::string& type)
     const auto meant = near_miss(type, scheduler_types());
     json.error("type", cat("unknown scheduler \"", type, "\"; ",
                            meant ? cat("did you mean ", *meant, "?")
-                                 : "expected WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest or OneCycle"));
+                                 : "expected WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle or one of "
+                                   "torch's, as CosineAnnealingLR"));
   }
 }
 

@@ -48,12 +48,10 @@ void collect_optimizer(const DsConfig& c, Collector& out) {
                 "OneBitLamb or ZeroOneAdam"));
   out.later(c.optimizer.values.per_head_muon, "optimizer.params.per_head_muon", "use false");
   out.later(!c.optimizer.values.fp32_optimizer_states, "optimizer.params.fp32_optimizer_states", "use true");
-  out.later(c.scheduler.last_batch_iteration != -1, "scheduler.params.last_batch_iteration",
-            "use -1; a checkpoint restores the schedule's position");
   out.later(c.scheduler.given() && !c.scheduler.options, "scheduler.type",
             cat(c.scheduler.type,
-                " is not available; use WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest or OneCycle, or "
-                "give the program's own schedule"));
+                " is not available; use another one, as OneCycle or CosineAnnealingLR, or give the program's own "
+                "schedule (.lr_scheduler)"));
 }
 
 void collect_precision(const DsConfig& c, Collector& out) {

@@ -71,8 +71,10 @@ std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, con
     const bool betas = optimizer.own && optimizer.own->uses_betas();
     rule = LrScheduler::of(optimizers::make_lr_schedule(*config.scheduler.options, groups, betas));
   }
-  if (optimizer.client) return std::make_shared<LrScheduler>(optimizer.client, std::move(rule));
-  return std::make_shared<LrScheduler>(optimizer.own, std::move(rule));
+  auto schedule = optimizer.client ? std::make_shared<LrScheduler>(optimizer.client, std::move(rule))
+                                   : std::make_shared<LrScheduler>(optimizer.own, std::move(rule));
+  if (!options.lr_scheduler) schedule->load_last_batch_iteration(config.scheduler.last_batch_iteration);
+  return schedule;
 }
 
 bool has_meta_tensors(const torch::nn::Module& module) {

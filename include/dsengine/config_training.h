@@ -127,10 +127,10 @@ struct OptimizerSection {
 
 // scheduler: {"type", "params"}.
 struct SchedulerSection {
-  std::string type;  // WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle; empty: none in the file
+  std::string type;  // "WarmupLR", "CosineAnnealingLR", ...; empty: none in the file
   nlohmann::ordered_json params = nlohmann::ordered_json::object();  // as written, "auto" replaced
-  std::optional<optimizers::LrScheduleOptions> options;              // set for the five types
-  int64_t last_batch_iteration = -1;                                 // a schedule that starts at its beginning
+  std::optional<optimizers::LrScheduleOptions> options;              // empty: this build lacks the type
+  int64_t last_batch_iteration = -1;  // where the schedule starts: -1 is its beginning
 
   bool given() const { return !type.empty(); }  // whether the file has the section
 };

@@ -85,15 +85,53 @@ struct OneCycleOptions {
   double decay_mom_rate = 0.0;
 };
 
-// Of one of the five schedules.
+// torch.optim.lr_scheduler's, under its names; after each optimizer step they are one step further. Rates are multiples
+// of the lr that each group has when the schedule is made.
+struct StepLrOptions {
+  int64_t step_size = 0;  // required
+  double gamma = 0.1;     // every step_size steps
+};
+struct MultiStepLrOptions {
+  std::vector<int64_t> milestones;  // required: steps after each of which the rate is multiplied
+  double gamma = 0.1;
+};
+struct ConstantLrOptions {
+  double factor = 1.0 / 3;
+  int64_t total_iters = 5;  // steps with it
+};
+struct LinearLrOptions {
+  double start_factor = 1.0 / 3;
+  double end_factor = 1.0;
+  int64_t total_iters = 5;  // steps from one to the other
+};
+struct ExponentialLrOptions {
+  double gamma = 0;  // required; every step
+};
+struct PolynomialLrOptions {
+  int64_t total_iters = 5;  // steps to 0
+  double power = 1.0;
+};
+struct CosineAnnealingLrOptions {
+  int64_t t_max = 0;  // "T_max", required: steps from the group's lr to eta_min, and as many back
+  double eta_min = 0;
+};
+struct CosineAnnealingWarmRestartsOptions {
+  int64_t t_0 = 0;     // "T_0", required: steps of the first cosine
+  int64_t t_mult = 1;  // "T_mult": the next is so many times as long
+  double eta_min = 0;
+};
+
+// Of one of the schedules.
 using LrScheduleOptions =
-    std::variant<WarmupLrOptions, WarmupDecayLrOptions, WarmupCosineLrOptions, LrRangeTestOptions, OneCycleOptions>;
+    std::variant<WarmupLrOptions, WarmupDecayLrOptions, WarmupCosineLrOptions, LrRangeTestOptions, OneCycleOptions,
+                 StepLrOptions, MultiStepLrOptions, ConstantLrOptions, LinearLrOptions, ExponentialLrOptions,
+                 PolynomialLrOptions, CosineAnnealingLrOptions, CosineAnnealingWarmRestartsOptions>;
 
 // Which learning rate each iteration has. Immutable, so safe from any thread.
 class LrSchedule {
  public:
   virtual ~LrSchedule() = default;
-  // DeepSpeed's name: "WarmupLR", ...
+  // DeepSpeed's or PyTorch's name: "WarmupLR", "StepLR", ...
   virtual std::string name() const = 0;
   // Writes lr (and betas) of iteration t >= -1 into the groups, which are as many as at construction.
   virtual void apply(int64_t t, std::vector<GroupOptions>& groups) const = 0;

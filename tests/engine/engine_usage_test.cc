@@ -227,6 +227,25 @@ TEST(EngineUsage, AProgramsOwnScheduleScalesTheRate) {
   });
 }
 
+TEST(EngineUsage, ATorchScheduleOfTheConfigMayStartLater) {
+  ordered_json config = small_config(0, 1);
+  config["scheduler"] = {{"type", "StepLR"},
+                         {"params", {{"step_size", 2}, {"gamma", 0.5}, {"last_batch_iteration", 2}}}};
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine =
+        initialize({.model = model.ptr(), .config = config, .communicator = borrowed(communicator)}).engine;
+    std::vector<double> rates;
+    for (int64_t k = 0; k < 4; ++k) {
+      rates.push_back(engine->get_lr().front());
+      engine->backward(model->loss(sample(k, 0)));
+      engine->step();
+    }
+    // As from its fourth step on.
+    EXPECT_THAT(rates, ::testing::ElementsAre(0.02 / 2, 0.02 / 4, 0.02 / 4, 0.02 / 8));
+  });
+}
+
 TEST(EngineUsage, MonitorsWriteOneEventAStep) {
   const std::filesystem::path folder = std::filesystem::temp_directory_path() / cat("ds_engine_monitor_", ::getpid());
   ordered_json config = small_config(0, 1);

@@ -173,13 +173,30 @@ std::string error_of(const Options& options) {
 
 TEST(LrSchedule, NamesTheKeyOfABadValue) {
   using testing::HasSubstr;
-  EXPECT_THAT(error_of(WarmupLrOptions{.warmup_num_steps = 0}), HasSubstr("scheduler.params.warmup_num_steps"));
+  EXPECT_THAT(error_of(WarmupLrOptions{.warmup_num_steps = -1}), HasSubstr("scheduler.params.warmup_num_steps"));
   EXPECT_THAT(error_of(WarmupLrOptions{.warmup_min_lr = {1, 2}}),
               HasSubstr("warmup_min_lr: expected a number, or one for each of the 3 parameter groups, found 2 values"));
   EXPECT_THAT(error_of(LrRangeTestOptions{.lr_range_test_step_size = 0}), HasSubstr("lr_range_test_step_size"));
   EXPECT_THAT(error_of(OneCycleOptions{.cycle_max_lr = {1}}), HasSubstr("cycle_min_lr"));
   EXPECT_THAT(error_of(OneCycleOptions{.cycle_min_lr = {1}, .cycle_max_lr = {1}, .cycle_first_step_size = 0}),
               HasSubstr("cycle_first_step_size: expected at least 1, found 0"));
+  EXPECT_THAT(error_of(StepLrOptions{}), HasSubstr("scheduler.params.step_size: expected at least 1, found 0"));
+  EXPECT_THAT(error_of(LinearLrOptions{.start_factor = 0}), HasSubstr("start_factor"));
+  EXPECT_THAT(error_of(CosineAnnealingWarmRestartsOptions{.t_0 = 3, .t_mult = 0}), HasSubstr("T_mult"));
+}
+
+// No step at all counts as two, as DeepSpeed counts.
+TEST(LrSchedule, NoWarmupIsTheShortestOne) {
+  const std::vector<GroupOptions> base(1, GroupOptions{.lr = 0.1});
+  const auto none = make_lr_schedule(WarmupLrOptions{.warmup_num_steps = 0}, base, true);
+  const auto two = make_lr_schedule(WarmupLrOptions{.warmup_num_steps = 2}, base, true);
+  for (int64_t t = -1; t < 5; ++t) {
+    std::vector<GroupOptions> found = base;
+    std::vector<GroupOptions> expected = base;
+    none->apply(t, found);
+    two->apply(t, expected);
+    EXPECT_EQ(found[0].lr, expected[0].lr) << t;
+  }
 }
 
 }  // namespace

@@ -124,10 +124,11 @@ TEST(SchedulerSection, RefusesMistakes) {
               AllOf(HasSubstr("unknown key"), HasSubstr("\"warmup_max_lr\"")));
 }
 
-TEST(SchedulerSection, StartsAtItsBeginning) {
+TEST(SchedulerSection, MayStartLater) {
   const std::string start = "{scheduler: {type: 'WarmupLR', params: {last_batch_iteration: ";
-  EXPECT_TRUE(unsupported_features(parse_text(start + "-1}}}")).empty());
-  EXPECT_EQ(unsupported_features(parse_text(start + "5}}}")).at(0).path, "scheduler.params.last_batch_iteration");
+  EXPECT_EQ(parse_text(start + "5}}}").scheduler.last_batch_iteration, 5);
+  EXPECT_TRUE(unsupported_features(parse_text(start + "5}}}")).empty());
+  EXPECT_THAT(refusal_of(start + "-2}}}"), HasSubstr("last_batch_iteration"));
 }
 
 }  // namespace

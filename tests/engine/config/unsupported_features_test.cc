@@ -20,7 +20,7 @@ const Refused kRefused[] = {
     {"{zero_optimization: {zenflow: {}}}", "zero_optimization.zenflow"},
     {"{zero_optimization: {zeropp_loco_param: {}}}", "zero_optimization.zeropp_loco_param"},
     {"{optimizer: {type: 'RMSprop'}}", "optimizer.type"},
-    {"{scheduler: {type: 'StepLR'}}", "scheduler.type"},
+    {"{scheduler: {type: 'ReduceLROnPlateau'}}", "scheduler.type"},
     {"{amp: {enabled: true}}", "amp"},
     {"{torch_autocast: {enabled: true, lower_precision_safe_modules: ['a']}}",
      "torch_autocast.lower_precision_safe_modules"},
