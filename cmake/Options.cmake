@@ -2,6 +2,7 @@ set(DS_CUDA AUTO CACHE STRING "Build libdsengine_cuda (NCCL, kernels): AUTO = wh
 set_property(CACHE DS_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(DS_SANITIZE "" CACHE STRING "Sanitizers: empty, 'address' (with undefined), or 'thread'")
 set_property(CACHE DS_SANITIZE PROPERTY STRINGS "" address thread)
+option(DS_FUZZ "Build the fuzzers of tests/fuzz: needs clang 16" OFF)
 option(DS_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
 option(DS_BUILD_EXAMPLES "Build the examples" ${PROJECT_IS_TOP_LEVEL})
 option(DS_BUILD_BENCHMARKS "Build the benchmarks" ${PROJECT_IS_TOP_LEVEL})
@@ -21,6 +22,10 @@ if(DS_SANITIZE AND DS_CUDA STREQUAL "ON")
   message(FATAL_ERROR "DS_SANITIZE=${DS_SANITIZE} and DS_CUDA=ON exclude each other: set DS_CUDA=OFF")
 endif()
 
+if(DS_FUZZ AND NOT CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+  message(FATAL_ERROR "DS_FUZZ needs clang, found ${CMAKE_CXX_COMPILER_ID}: configure with the preset fuzz")
+endif()
+
 # Flags that every part of the project compiles with.
 add_library(ds_flags INTERFACE)
 target_compile_features(ds_flags INTERFACE cxx_std_20)
@@ -32,6 +37,9 @@ endif()
 # The LibTorch wheel is built with NDEBUG, and classes of its headers have other members without it
 # (at::RecordFunction): every build type must agree. Our own invariants are checked by ds::ensure, not assert.
 target_compile_definitions(ds_flags INTERFACE $<$<NOT:$<CONFIG:Release,MinSizeRel>>:NDEBUG>)
+if(DS_FUZZ)
+  target_compile_options(ds_flags INTERFACE -fsanitize=fuzzer-no-link -Wno-unknown-warning-option)
+endif()
 if(DS_SANITIZE)
   # GCC cannot see initialisation through instrumented code (its manual says so of -Wmaybe-uninitialized).
   target_compile_options(ds_flags INTERFACE -Wno-maybe-uninitialized)

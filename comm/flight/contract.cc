@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "comm/flight/rank_list.h"
@@ -128,15 +129,16 @@ std::optional<ContractBreach> find_breach(const std::vector<FlightLog>& logs) {
 std::string first_difference(const std::vector<FlightLog>& logs) {
   for (const auto& [key, views] : views_of(logs)) {
     uint64_t first = 1;  // from where on every rank's ring holds what was issued
-    uint64_t last = 0;
+    std::set<uint64_t> positions;
     for (const View& view : views) {
       uint64_t position = view.group->position;
-      last = std::max(last, position);
       while (view.collectives.contains(position)) --position;
       first = std::max(first, position + 1);
+      for (const auto& [held, entry] : view.collectives) positions.insert(held);
     }
-    for (uint64_t position = first; position <= last; ++position) {
-      if (std::string text = sides_text(views, position); !text.empty()) return text;
+    // Those that a ring holds, since a damaged record may say any number.
+    for (auto position = positions.lower_bound(first); position != positions.end(); ++position) {
+      if (std::string text = sides_text(views, *position); !text.empty()) return text;
     }
   }
   const auto breach = find_breach(logs);

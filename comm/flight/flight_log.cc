@@ -1,6 +1,7 @@
 #include "comm/flight/flight_log.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -25,6 +26,9 @@ void append(std::string& bytes, const T& value) {
   bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
+// Differences of two times of a clock fit 64 bits, whatever a file says.
+bool is_time(int64_t nanoseconds) { return nanoseconds >= 0 && nanoseconds < int64_t{1} << 62; }
+
 // Reads values one after another.
 class ByteReader {
  public:
@@ -32,16 +36,31 @@ class ByteReader {
 
   template <class T>
   T next() {
-    require<ConfigError>(left_ >= sizeof(T), source_, ": expected a flight log, found one that ends early");
     T value;
-    std::memcpy(&value, at_, sizeof value);
-    at_ += sizeof value;
-    left_ -= sizeof value;
+    std::memcpy(&value, take(sizeof value), sizeof value);
     return value;
+  }
+  // Adds the next entry, but for one that no recorder writes: another state or bool, or times that are none.
+  void next_entry(std::vector<FlightEntry>& entries) {
+    const char* const bytes = take(sizeof(FlightEntry));
+    const auto byte_at = [bytes](size_t offset) { return static_cast<uint8_t>(bytes[offset]); };
+    if (byte_at(offsetof(FlightEntry, state)) > static_cast<uint8_t>(FlightState::kFailed)) return;
+    if (byte_at(offsetof(FlightEntry, message)) > 1) return;
+    FlightEntry entry;
+    std::memcpy(&entry, bytes, sizeof entry);
+    if (is_time(entry.issued_ns) && is_time(entry.waited_ns) && is_time(entry.ended_ns)) entries.push_back(entry);
   }
   std::string rest() const { return {at_, left_}; }
 
  private:
+  const char* take(size_t size) {
+    require<ConfigError>(left_ >= size, source_, ": expected a flight log, found one that ends early");
+    const char* const bytes = at_;
+    at_ += size;
+    left_ -= size;
+    return bytes;
+  }
+
   const char* at_;
   size_t left_;
   const std::string& source_;
@@ -52,7 +71,8 @@ FlightHeader read_header(ByteReader& reader, const std::array<char, 8>& magic, c
   require<ConfigError>(header.magic == magic, source, ": expected a flight log, found another file");
   require<ConfigError>(header.version == kVersion, source, ": expected a flight log of version ", kVersion,
                        ", found version ", header.version, "; read it with the ds-tool of the program that wrote it");
-  require<ConfigError>(header.groups <= kFlightGroups && header.entries <= kMostFlightEntries && header.rank >= 0,
+  require<ConfigError>(header.groups <= kFlightGroups && header.entries <= kMostFlightEntries && header.rank >= 0 &&
+                           is_time(header.now_ns) && is_time(header.phase_ns),
                        source, ": expected a flight log, found a damaged one");
   return header;
 }
@@ -94,7 +114,7 @@ FlightLog unpacked(ByteReader& reader, const std::string& source) {
   log.header = read_header(reader, kPacked, source);
   const auto entries = reader.next<uint32_t>();
   for (uint32_t g = 0; g < log.header.groups; ++g) log.groups.push_back(reader.next<FlightGroup>());
-  for (uint32_t e = 0; e < entries; ++e) log.entries.push_back(reader.next<FlightEntry>());
+  for (uint32_t e = 0; e < entries; ++e) reader.next_entry(log.entries);
   keep_whole_entries(log);
   try {
     const auto found = nlohmann::json::parse(reader.rest());
@@ -150,7 +170,7 @@ FlightLog log_from_memory(const void* memory, size_t size, const std::string& so
     const auto group = reader.next<FlightGroup>();
     if (g < log.header.groups) log.groups.push_back(group);
   }
-  for (uint32_t e = 0; e < log.header.entries; ++e) log.entries.push_back(reader.next<FlightEntry>());
+  for (uint32_t e = 0; e < log.header.entries; ++e) reader.next_entry(log.entries);
   keep_whole_entries(log);
   return log;
 }

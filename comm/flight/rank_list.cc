@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdint>
 
 #include "core/text.h"
 
@@ -9,6 +10,8 @@ namespace ds::comm {
 namespace {
 
 constexpr size_t kShortestRun = 3;
+// More than any job has: a damaged text names no list that fills memory.
+constexpr size_t kMostRanks = size_t{1} << 20;
 
 // One past the last of the run of equal distance that begins at `begin`.
 size_t end_of_run(const std::vector<int>& ranks, size_t begin) {
@@ -60,7 +63,9 @@ std::vector<int> parse_rank_list(const std::string& text) {
         if (!read_number(at, end, distance) || distance < 1) break;
       }
     }
-    for (int rank = first; rank <= last; rank += distance) ranks.push_back(rank);
+    for (int64_t rank = first; rank <= last && ranks.size() < kMostRanks; rank += distance) {
+      ranks.push_back(static_cast<int>(rank));
+    }
     if (at < end) {
       if (*at != ',') break;
       ++at;

@@ -23,10 +23,18 @@ std::string described(const char* key, const std::optional<int64_t>& given, int6
   return given ? cat(problems.place(cat("/", key)), " ", value) : cat(key, " ", value, " (derived)");
 }
 
-// Multiples of `unit` at or next to `value`.
+// Multiples of `unit` at or next to `value`; above the largest number there is none.
 std::string nearest_multiples(int64_t value, int64_t unit) {
   const int64_t below = value / unit * unit;
-  return below > 0 ? cat(below, " or ", below + unit) : cat(below + unit);
+  int64_t above = 0;
+  if (__builtin_add_overflow(below, unit, &above)) return cat(below);
+  return below > 0 ? cat(below, " or ", above) : cat(above);
+}
+
+// Nothing where the product does not fit.
+std::optional<int64_t> product_of(int64_t a, int64_t b) {
+  int64_t result = 0;
+  return __builtin_mul_overflow(a, b, &result) ? std::nullopt : std::optional(result);
 }
 
 // Every change of one number that makes the three fit.
@@ -41,7 +49,8 @@ std::string suggestions(const GivenBatchSizes& given, const BatchSizes& sizes, i
     if (sizes.train % (*given.micro * dp) == 0) add(kAccumulation, cat(sizes.train / (*given.micro * dp)));
     if (sizes.train % (*given.accumulation * dp) == 0) add(kMicro, cat(sizes.train / (*given.accumulation * dp)));
   } else {
-    add(kTrain, nearest_multiples(sizes.train, given.micro.value_or(given.accumulation.value_or(1)) * dp));
+    const auto unit = product_of(given.micro.value_or(given.accumulation.value_or(1)), dp);
+    if (unit) add(kTrain, nearest_multiples(sizes.train, *unit));
   }
   const int64_t unit = given.micro && given.accumulation ? *given.micro * *given.accumulation
                                                          : given.micro.value_or(given.accumulation.value_or(1));
