@@ -21,6 +21,7 @@
 #include "engine/state/frozen_here.h"
 #include "engine/state/model_optimizer.h"
 #include "engine/state/ranks.h"
+#include "engine/state/tensor_parts.h"
 #include "zero/gradient_check.h"
 #include "zero/gradient_reducer.h"
 #include "zero/parameter_access.h"
@@ -48,6 +49,7 @@ struct ModelState {
   Plan plan;
   Ranks ranks;
   std::unique_ptr<PipelineParts> pipeline;    // null: the model is no PipelineModule
+  std::unique_ptr<TensorParts> tensor;        // null: no parameter is split over ranks
   std::unique_ptr<OffloadedState> offloaded;  // null: all stays on the device
   std::vector<zero::Parameter> parameters;    // trainable, tied ones once, in module order
   std::vector<ParameterInfo> infos;           // of them
