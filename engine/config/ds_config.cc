@@ -14,6 +14,7 @@
 #include "engine/config/elastic_section.h"
 #include "engine/config/habitual_keys.h"
 #include "engine/config/supported.h"
+#include "engine/config/tensor_checks.h"
 
 namespace ds::engine::config {
 namespace {
@@ -74,7 +75,7 @@ void tell_derived_batch_sizes(DsConfig& config) {
   }
 }
 
-// What ranks of a pipeline leave for data parallelism.
+// What ranks of a pipeline and of split layers leave for data parallelism.
 void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, JsonProblems& problems) {
   constexpr const char* kStages = "/pipeline/stages";
   const std::optional<int64_t> given = config.pipeline.stages;
@@ -84,12 +85,18 @@ void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, Js
   }
   const int64_t stages = options.pipeline_stages.value_or(given.value_or(1));
   if (options.pipeline_stages) config.pipeline.stages = stages;
+  const int64_t tensor = config.tensor_parallel.size();
   if (!options.world_size || stages < 1) return;
   if (*options.world_size % stages != 0) {
     problems.error(kStages, cat("expected a divisor of the ", *options.world_size, " ranks, found ", stages,
                                 "; start a multiple of ", stages, " ranks, or change the stages"));
+  } else if (*options.world_size / stages % tensor != 0) {
+    problems.error(tensor_size_key(config.tensor_parallel),
+                   cat("expected a divisor of ", *options.world_size / stages, ", the ",
+                       stages > 1 ? cat(*options.world_size, " ranks over ", stages, " stages") : "ranks", ", found ",
+                       tensor, "; start a multiple of ", tensor * stages, " ranks, or change the size"));
   }
-  config.dp_world_size = std::max<int64_t>(1, *options.world_size / stages);
+  config.dp_world_size = std::max<int64_t>(1, *options.world_size / stages / tensor);
 }
 
 void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions& options) {

@@ -17,12 +17,14 @@ namespace ds::engine {
 
 using config::DType;
 
-// Ranks along each axis: world_size = pipe x dp, data-parallel ranks side by side.
+// Ranks along each axis: world_size = pipe x dp x tensor. Ranks that share a layer are side by side, then those of data
+// parallelism.
 struct Topology {
   int64_t world_size = 1;
   int64_t dp = 1;
   int64_t pipe = 1;            // ranks of a pipeline
-  int64_t ranks_per_host = 1;  // where every host has as many, consecutive ones; else 1
+  int64_t ranks_per_host = 1;  // of dp: where every host has as many, consecutive ones; else 1
+  int64_t tensor = 1;          // ranks that share a layer
 };
 
 // The scale of the loss: none, a constant, or one that follows overflows.
@@ -88,6 +90,15 @@ struct Plan {
     int64_t chunks = 1;    // stages a rank
   };
   std::optional<Pipeline> pipeline;
+
+  // Layers are split over topology.tensor ranks, of one too.
+  struct Tensor {
+    bool sequence_parallel = false;           // between layers, activations are cut along the sequence
+    bool overlap = false;                     // an input's gradient is added up beside the weight's product
+    bool verify = false;                      // what is computed of parts is computed of wholes too
+    std::optional<int64_t> split_parameters;  // of `parameters`, elements that are parts of larger ones
+  };
+  Tensor tensor;
 
   std::string optimizer;  // "AdamW"; empty: the program brings its own, or there is none (`trains`)
   std::string schedule;   // "WarmupLR"; empty: constant, or the program's
