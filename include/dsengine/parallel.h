@@ -60,6 +60,18 @@ struct SplitRule {
   std::optional<int64_t> dim = std::nullopt;
 };
 
+// A module that knows how it is split: a base class beside torch::nn::Module (or Cloneable). parallelize_module asks every
+// module that has it; patterns are relative to the module's own name, and "" is the module itself.
+struct HasSplits {
+  HasSplits() = default;
+  HasSplits(const HasSplits&) = default;
+  HasSplits& operator=(const HasSplits&) = default;
+  virtual ~HasSplits() = default;
+  virtual std::vector<SplitRule> splits() const = 0;
+};
+// What the modules declare, with whole names: a module's rules before those of the modules in it.
+std::vector<SplitRule> declared_splits(const torch::nn::Module& module);
+
 struct NamedShape {
   std::string name;
   std::vector<int64_t> sizes;
@@ -122,7 +134,7 @@ struct SplitModule {
 };
 
 // Splits the module's parameters in place over the ranks of `communicator`; every rank calls it with the same module
-// and rules. Values are rank 0's. Parameters keep their identity (members, tied names) and lose their memory; gradients
+// and rules, which go before those that its modules declare (HasSplits). Values are rank 0's. Parameters keep their identity (members, tied names) and lose their memory; gradients
 // they had are dropped. Not to be moved to another device or dtype afterwards. Throws UsageError as plan_splits, and
 // when a parameter is split already, has a history, or is tied to one that another rule splits otherwise.
 SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::Communicator> communicator,
