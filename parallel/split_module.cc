@@ -20,6 +20,16 @@
 namespace ds::parallel {
 namespace {
 
+// As a regular expression that matches the name alone.
+std::string literal(const std::string& name) {
+  std::string result;
+  for (const char c : name) {
+    if (std::string(R"(^$\.*+?()[]{}|)").find(c) != std::string::npos) result += '\\';
+    result += c;
+  }
+  return result;
+}
+
 // The plan, in which names of one tensor agree.
 SplitPlan plan_for(const torch::OrderedDict<std::string, at::Tensor>& parameters, const std::vector<SplitRule>& rules,
                    int ranks) {
@@ -77,6 +87,21 @@ std::shared_ptr<Axis> make_axis(std::shared_ptr<comm::Communicator> communicator
   return result;
 }
 
+std::vector<SplitRule> declared_splits(const torch::nn::Module& module) {
+  std::vector<SplitRule> result;
+  const auto declare = [&](const std::string& name, const torch::nn::Module& inner) {
+    const auto* const declaring = dynamic_cast<const HasSplits*>(&inner);
+    if (declaring == nullptr) return;
+    for (SplitRule& rule : declaring->splits()) {
+      if (!name.empty()) rule.pattern = literal(name) + (rule.pattern.empty() ? "" : "\\.(?:" + rule.pattern + ")");
+      result.push_back(std::move(rule));
+    }
+  };
+  declare("", module);
+  for (const auto& entry : module.named_modules("", /*include_self=*/false)) declare(entry.key(), *entry.value());
+  return result;
+}
+
 std::vector<at::Tensor> SplitModule::leaves() const {
   std::vector<at::Tensor> result;
   for (const auto& [name, leaf] : named_leaves) result.push_back(leaf);
@@ -123,7 +148,9 @@ SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::
   result.axis = make_axis(std::move(communicator));
   result.axis->verify(options.verify);
   const auto parameters = module.named_parameters();
-  result.plan = plan_for(parameters, rules, result.axis->size());
+  std::vector<SplitRule> all_rules = rules;
+  for (SplitRule& declared : declared_splits(module)) all_rules.push_back(std::move(declared));
+  result.plan = plan_for(parameters, all_rules, result.axis->size());
   broadcast_values(module, result.axis->communicator());
   std::vector<const c10::TensorImpl*> seen;
   for (size_t i = 0; i < parameters.size(); ++i) {

@@ -39,6 +39,18 @@ namespace ds::parallel {
 // This rank's end of an axis; opaque.
 class Axis;
 
+// A module that knows how it is split: a base class beside torch::nn::Module (or Cloneable). parallelize_module asks every
+// module that has it; patterns are relative to the module's own name, and "" is the module itself.
+struct HasSplits {
+  HasSplits() = default;
+  HasSplits(const HasSplits&) = default;
+  HasSplits& operator=(const HasSplits&) = default;
+  virtual ~HasSplits() = default;
+  virtual std::vector<SplitRule> splits() const = 0;
+};
+// What the modules declare, with whole names: a module's rules before those of the modules in it.
+std::vector<SplitRule> declared_splits(const torch::nn::Module& module);
+
 struct ParallelizeOptions {
   // Every operator that a rule computes is computed on joined tensors too, and compared: forward, and the gradients
   // that arrive at its operands. An error names the operator. Slow; for a few steps of a new model.
@@ -77,7 +89,7 @@ struct SplitModule {
 };
 
 // Splits the module's parameters in place over the ranks of `communicator`; every rank calls it with the same module
-// and rules. Values are rank 0's. Parameters keep their identity (members, tied names) and lose their memory; gradients
+// and rules, which go before those that its modules declare (HasSplits). Values are rank 0's. Parameters keep their identity (members, tied names) and lose their memory; gradients
 // they had are dropped. Not to be moved to another device or dtype afterwards. Throws UsageError as plan_splits, and
 // when a parameter is split already, has a history, or is tied to one that another rule splits otherwise.
 SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::Communicator> communicator,
