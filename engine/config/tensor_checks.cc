@@ -6,17 +6,6 @@
 namespace ds::engine::config {
 namespace {
 
-constexpr const char* kAutotpSize = "/tensor_parallel/autotp_size";
-constexpr const char* kTpSize = "/tensor_parallel/tensor_parallel/tp_size";
-
-void check_sizes(const TensorParallelSection& s, JsonProblems& problems) {
-  const int64_t tp_size = s.tensor_parallel.tp_size;
-  if (s.autotp_size > 0 && tp_size > 1 && s.autotp_size != tp_size) {
-    problems.error(kTpSize, cat("expected 1 or ", s.autotp_size, ", which ", problems.place(kAutotpSize),
-                                " says, found ", tp_size, "; remove one of the two keys"));
-  }
-}
-
 void check_names(const TensorParallelSection& s, JsonProblems& problems) {
   const PartitionConfig partition =
       read_partition_config(s.partition_config, [&](const std::string& pointer, const std::string& message) {
@@ -38,13 +27,8 @@ void check_names(const TensorParallelSection& s, JsonProblems& problems) {
 
 }  // namespace
 
-const char* tensor_size_key(const TensorParallelSection& section) {
-  return section.autotp_size > 1 ? kAutotpSize : kTpSize;
-}
-
 void check_tensor_parallel(const DsConfig& config, JsonProblems& problems) {
   const TensorParallelSection& s = config.tensor_parallel;
-  check_sizes(s, problems);
   check_names(s, problems);
   const auto python_only = [&](bool on, const char* key) {
     if (on) problems.warning(cat("/tensor_parallel/", key), "works in Python only, has no effect here");

@@ -6,9 +6,6 @@
 
 namespace ds::engine::config {
 
-// The json pointer of the key that says how many ranks share a layer.
-const char* tensor_size_key(const TensorParallelSection& section);
-
 void check_tensor_parallel(const DsConfig& config, JsonProblems& problems);
 
 }  // namespace ds::engine::config

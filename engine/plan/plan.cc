@@ -285,6 +285,21 @@ void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan)
                        "pipeline, found false: train_batch() is one step; remove the key");
 }
 
+// What parts of parameters exclude. All else works on each rank's parts as on whole parameters.
+void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, const Plan& plan) {
+  if (plan.topology.tensor == 1) return;
+  const std::string key = cat("tensor_parallel.autotp_size: ", plan.topology.tensor, " excludes ");
+  require<ConfigError>(plan.topology.pipe == 1 && !facts.pipeline_module, key, "a pipeline::PipelineModule ",
+                       "(pipeline.stages: ", plan.topology.pipe, "): layers of stages are not split in this version. ",
+                       "Give the model as one module, or set autotp_size to 1");
+  require<ConfigError>(!facts.client_optimizer, key, "a client optimizer: it has the module's parameters, and what is ",
+                       "trained are their parts. Use the optimizer section of the config, or set autotp_size to 1");
+  const std::string& type = config.optimizer.type;
+  require<ConfigError>(type != "Lamb" && type != "OneBitLamb" && type != "Muon", key, "optimizer.type: ", type,
+                       ", which needs whole tensors, where each rank has a part. Use Adam, AdamW, Adagrad, Lion, SGD, ",
+                       "OneBitAdam or ZeroOneAdam, or set autotp_size to 1");
+}
+
 void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const config::ZeroSection& zero = config.zero_optimization;
   plan.gradient_policy = zero.stage == 0   ? zero::ReductionPolicy::kAllReduce
@@ -356,6 +371,7 @@ Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts
   Plan plan;
   plan.topology = topology;
   plan.trains = facts.trains;
+  require_possible_on_parts(config, facts, plan);
   choose_precision(config, facts, plan);
   choose_gradients(config, facts, plan);
   choose_pipeline(config, facts, plan);

@@ -117,21 +117,13 @@ void add_pipeline_row(const DsConfig& config, Plan& plan) {
   plan.rows.push_back({"pipeline", text, reason_of(config, "pipeline.stages", cat(plan.topology.pipe))});
 }
 
-void add_tensor_row(const DsConfig& config, Plan& plan) {
+void add_tensor_rows(const PlanFacts& facts, Plan& plan) {
   const int64_t ranks = plan.topology.tensor;
   if (ranks == 1) return;
-  std::string text = cat("layers on ", ranks, " consecutive ranks each, which get the same batches");
-  if (plan.tensor.sequence_parallel) text += "; between layers each has a part of the sequence";
-  if (plan.tensor.overlap) text += "; gradients of inputs are added up beside the products of weights";
-  if (plan.tensor.split_parameters && plan.parameters) {
-    text += cat("; of the ", *plan.parameters, " elements of a rank ", *plan.tensor.split_parameters, " are parts");
-  }
-  const char* key = config.tensor_parallel.autotp_size > 1 ? "autotp_size" : "tensor_parallel.tp_size";
-  plan.rows.push_back({"tensor parallel", text, cat("tensor_parallel.", key, ": ", ranks)});
-  if (plan.tensor.verify) {
-    plan.rows.push_back({"verified", "what is computed of parts is computed of wholes too, and compared; slow",
-                         "tensor_parallel.verify: true"});
-  }
+  plan.rows.push_back({"tensor parallel",
+                       cat(ranks, " neighbouring ranks have parts of the split parameters and get the same batches"),
+                       cat("tensor_parallel.autotp_size: ", ranks)});
+  for (const SplitRow& row : facts.splits) plan.rows.push_back({cat("  ", row.names), row.what, row.reason});
 }
 
 void add_compression_row(const DsConfig& config, Plan& plan) {
@@ -335,12 +327,9 @@ void add_activation_rows(const DsConfig& config, Plan& plan) {
 }
 
 // Numbers that a program draws after initialize() are others than it would get from its own torch::manual_seed().
-PlanRow seeds_row(const DsConfig& config, const PlanFacts& facts, const Plan& plan) {
+PlanRow seeds_row(const DsConfig& config, const PlanFacts& facts, int64_t tensor) {
   if (!facts.seeds_generators) return {"seeds", "the program's own", ".seed_generators: false"};
-  const int64_t tensor = plan.topology.tensor;
-  return {"seeds",
-          cat("LibTorch's generators are set to ", config.seed, " + rank",
-              tensor > 1 ? cat(" / ", tensor, ", alike on the ranks that share layers") : ""),
+  return {"seeds", cat("LibTorch's generators are set to ", config.seed, " + ", tensor > 1 ? "data-parallel " : "", "rank"),
           cat(reason_of(config, "seed", cat(config.seed)), "; .seed_generators = false keeps the program's own")};
 }
 
@@ -367,17 +356,19 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
       {"ranks",
        cat(plan.topology.world_size, " (", plan.topology.pipe > 1 ? cat("pipeline ", plan.topology.pipe, " x ") : "",
            "data parallel ", plan.topology.dp,
-           plan.topology.tensor > 1 ? cat(" x tensor parallel ", plan.topology.tensor) : "", ")"),
+           plan.topology.tensor > 1 ? cat(" x tensor ", plan.topology.tensor) : "", ")"),
        "the launch"});
   plan.rows.push_back({"batch",
                        cat(config.train_batch_size, " = ", config.train_micro_batch_size_per_gpu, " per rank x ",
-                           config.gradient_accumulation_steps, " accumulation x ", plan.topology.dp, " ranks"),
+                           config.gradient_accumulation_steps, " accumulation x ", plan.topology.dp,
+                           plan.topology.tensor > 1 ? " data-parallel ranks" : " ranks"),
                        config.elastic ? "elasticity" : "train_batch_size and its parts"});
   plan.rows.push_back({"precision", precision_text(config, plan), precision_reason(config, plan)});
   note_casts(facts, plan);
   if (plan.trains) add_gradient_rows(config, plan);
   add_pipeline_row(config, plan);
-  add_tensor_row(config, plan);
+  add_tensor_rows(facts, plan);
+  add_tensor_mode_rows(plan);
   add_optimizer_rows(config, plan);
   add_gathering_rows(config, plan);
   add_quantization_rows(plan);
@@ -385,7 +376,7 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   add_sharding_row(plan);
   plan.rows.push_back(
       {"communication", name_of(plan.backend), reason_of(config, "communication_backend", name_of(plan.backend))});
-  plan.rows.push_back(seeds_row(config, facts, plan));
+  plan.rows.push_back(seeds_row(config, facts, plan.topology.tensor));
   if (config.deterministic) plan.rows.push_back({"deterministic", "same bits on every run", "deterministic: true"});
   if (plan.require_all_gradients) {
     plan.rows.push_back({"unused parameters", "an error",

@@ -17,14 +17,14 @@ namespace ds::engine {
 
 using config::DType;
 
-// Ranks along each axis: world_size = pipe x dp x tensor. Ranks that share a layer are side by side, then those of data
-// parallelism.
+// Ranks along each axis: world_size = pipe x dp x tensor; ranks of a tensor axis are side by side, then data-parallel
+// ones.
 struct Topology {
   int64_t world_size = 1;
   int64_t dp = 1;
   int64_t pipe = 1;            // ranks of a pipeline
-  int64_t ranks_per_host = 1;  // of dp: where every host has as many, consecutive ones; else 1
-  int64_t tensor = 1;          // ranks that share a layer
+  int64_t ranks_per_host = 1;  // data-parallel ones, where every host has as many, consecutive ones; else 1
+  int64_t tensor = 1;          // ranks that have parts of the same parameters
 };
 
 // The scale of the loss: none, a constant, or one that follows overflows.
@@ -91,7 +91,7 @@ struct Plan {
   };
   std::optional<Pipeline> pipeline;
 
-  // Layers are split over topology.tensor ranks, of one too.
+  // How layers are split over topology.tensor ranks.
   struct Tensor {
     bool sequence_parallel = false;           // between layers, activations are cut along the sequence
     bool overlap = false;                     // an input's gradient is added up beside the weight's product
