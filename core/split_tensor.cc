@@ -112,8 +112,20 @@ struct ImplAccess : c10::TensorImpl {
     auto member = &ImplAccess::key_set_;
     impl.*member = keys;
   }
+  static void set_type_and_device(c10::TensorImpl& impl, const at::Tensor& like) {
+    impl.*(&ImplAccess::data_type_) = like.dtype();
+    impl.*(&ImplAccess::device_opt_) = like.device();
+  }
   static void hide_memory(c10::TensorImpl& impl) { (impl.*(&ImplAccess::set_storage_access_should_throw))(); }
 };
+
+// What a tensor has that an operator made: the split key in the place of its backend's.
+void take_keys(c10::TensorImpl& impl, const at::Tensor& like) {
+  ImplAccess::set_keys(
+      impl,
+      at::detail::make_tensor<c10::TensorImpl>(c10::DispatchKeySet(kSplitKey), like.dtype(), like.device()).key_set());
+  ImplAccess::set_type_and_device(impl, like);
+}
 
 // Strides of the whole in the order of the part's, so that what is contiguous stays so.
 std::vector<int64_t> whole_strides(const at::Tensor& part, int64_t dim, c10::IntArrayRef sizes) {
@@ -223,16 +235,18 @@ void copy_part_into(const at::Tensor& whole, const at::Tensor& part, const Cut& 
 
 at::Tensor slice_of(const at::Tensor& whole, const Placement& placement) {
   if (!placement.cut) return whole.detach();
+  return slice_of(whole, TensorPart(whole.sizes().vec(), *placement.cut, placement.axis->rank(), placement.axis->size()));
+}
+
+at::Tensor slice_of(const at::Tensor& whole, const TensorPart& part) {
   const at::NoGradGuard no_grad;
-  const Cut& cut = *placement.cut;
+  const Cut& cut = part.cut();
   const int64_t dim = cut.dim;
-  const int index = placement.axis->rank();
-  const int count = placement.axis->size();
   std::vector<at::Tensor> pieces;
   const at::Tensor blocks = whole.unflatten(dim, {cut.repeats, whole.size(dim) / cut.repeats});
   int64_t begin = 0;
   for (const int64_t block : blocks_of(cut, whole.size(dim))) {
-    for (const DimRange& range : ranges_in_block(cut, block, index, count)) {
+    for (const DimRange& range : ranges_in_block(cut, block, part.index(), part.count())) {
       pieces.push_back(blocks.narrow(dim + 1, begin + range.begin, range.length));
     }
     begin += block;
@@ -256,10 +270,7 @@ at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placeme
   c10::TensorImpl& impl = *parameter.unsafeGetTensorImpl();
   parameter.set_requires_grad(false);
   if (parameter.mutable_grad().defined()) parameter.mutable_grad().reset();
-  // What a tensor has that an operator made: the split key in the place of its backend's.
-  ImplAccess::set_keys(
-      impl,
-      at::detail::make_tensor<c10::TensorImpl>(c10::DispatchKeySet(kSplitKey), leaf.dtype(), leaf.device()).key_set());
+  take_keys(impl, leaf);
   impl.release_storage_and_set_meta_custom_data_ptr_error_msg_(
       cat("parameter ", name,
           " is split over ranks: operators see it whole, its memory is not here; ask for its part or its whole"));
@@ -281,6 +292,15 @@ std::string split_name(const at::Tensor& split) { return is_split(split) ? meta_
 at::Tensor leaf_of(const at::Tensor& split) {
   if (!is_split(split) || meta_of(split).name.empty()) return {};
   return meta_of(split).part;
+}
+
+void follow_leaf(const at::Tensor& parameter) {
+  require(!split_name(parameter).empty(), "follow_leaf: expected a split parameter");
+  SplitMeta& meta = mutable_meta_of(parameter);
+  take_keys(*parameter.unsafeGetTensorImpl(), meta.part);
+  if (!parameter.requires_grad() || !meta.part.requires_grad()) return;
+  const at::AutoGradMode with_grad(true);
+  build_bridge(parameter, meta);
 }
 
 void note_changed_part(const at::Tensor& split, const at::Tensor& part) {

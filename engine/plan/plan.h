@@ -21,6 +21,13 @@ struct GivenDtype {
   std::string first;  // its name
 };
 
+// What becomes of parameters over the tensor axis, those with names that differ in numbers together.
+struct SplitRow {
+  std::string names;  // "h.*.attn.qkv.weight"
+  std::string what;   // "split along dimension 0 in 3 blocks"
+  std::string reason;
+};
+
 // What the program adds to the config.
 struct PlanFacts {
   std::optional<int64_t> parameters;  // trainable elements of the model; sets Plan::bytes
@@ -30,6 +37,7 @@ struct PlanFacts {
   bool accelerator = false;           // the device is not the CPU
   bool pipeline_module = false;       // the model is a pipeline::PipelineModule
   bool seeds_generators = true;       // InitializeOptions::seed_generators
+  std::vector<SplitRow> splits;       // over the tensor axis; empty: not known yet, or there is none
   int64_t tensors = 0;                // parameters of the model, frozen ones too
   std::string first_float64;          // all of them are float64, and this is the first; empty: none is
   std::vector<GivenDtype> halves;     // one for each such dtype

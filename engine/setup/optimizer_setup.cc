@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "compression/compressed_factory.h"
+#include "core/split_tensor.h"
 #include "engine/setup/parameter_groups.h"
 #include "engine/setup/part_options.h"
 #include "optim/muon.h"
@@ -34,20 +35,24 @@ optimizers::GroupOptions overridden(optimizers::GroupOptions base, const Paramet
 
 // The masks of a group as flat masks of its buckets.
 void set_average_masks(compression::CompressedOptimizer& optimizer, const std::vector<at::Tensor>& masks,
-                       const std::vector<zero::ParameterBucket>& buckets, const std::vector<ParameterInfo>& infos) {
+                       const std::vector<zero::ParameterBucket>& buckets,
+                       const std::vector<zero::Parameter>& parameters) {
   for (size_t b = 0; b < buckets.size(); ++b) {
     const zero::BucketLayout& layout = buckets[b].layout();
     const at::Tensor& mask = masks[static_cast<size_t>(layout.group)];
     if (!mask.defined()) continue;
     const at::Tensor flat = at::ones({layout.numel}, buckets[b].flat().options().dtype(at::kBool));
     for (const Segment& segment : layout.segments) {
-      const ParameterInfo& info = infos[static_cast<size_t>(segment.parameter)];
-      require(at::is_expandable_to(mask.sizes(), info.sizes), "initialize: .parameter_groups: exp_avg_mask of shape ",
-              mask.sizes(), " does not broadcast to ", info.name, " of shape ", c10::IntArrayRef(info.sizes),
+      const zero::Parameter& parameter = parameters[static_cast<size_t>(segment.parameter)];
+      const TensorPart* const part = parameter.part.get();
+      const c10::IntArrayRef sizes = part ? c10::IntArrayRef(part->whole_sizes()) : parameter.tensor.sizes();
+      require(at::is_expandable_to(mask.sizes(), sizes), "initialize: .parameter_groups: exp_avg_mask of shape ",
+              mask.sizes(), " does not broadcast to ", parameter.name, " of shape ", sizes,
               "; give that parameter a group of its own");
-      const at::Tensor whole = mask.ne(0).expand(info.sizes).reshape({-1});
+      const at::Tensor expanded = mask.ne(0).expand(sizes);
+      const at::Tensor own = (part ? slice_of(expanded, *part) : expanded).reshape({-1});
       flat.narrow(0, segment.slice_offset, segment.length)
-          .copy_(whole.narrow(0, segment.parameter_offset, segment.length));
+          .copy_(own.narrow(0, segment.parameter_offset, segment.length));
     }
     optimizer.set_average_mask(static_cast<int64_t>(b), flat);
   }
@@ -131,7 +136,7 @@ std::shared_ptr<optimizers::ShardOptimizer> build_optimizer(const ModelState& mo
   if (!optimizer) optimizer = optimizers::make_optimizer(options);
   // Only one that begins with other states than zeros touches them.
   add_slices(*optimizer, model, /*writes=*/section.values.initial_accumulator_value != 0);
-  if (compressed) set_average_masks(*compressed, groups.masks, model.buckets, model.infos);
+  if (compressed) set_average_masks(*compressed, groups.masks, model.buckets, model.parameters);
   return optimizer;
 }
 

@@ -53,7 +53,7 @@ void take_over_changes(const ModelState& state, size_t bucket) {
 zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std::vector<at::Tensor>& parameters,
                                                     std::optional<int> modifier_rank) {
   std::set<const void*> wanted;
-  for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
+  for (const at::Tensor& parameter : parameters) wanted.insert(trained_tensor(parameter).unsafeGetTensorImpl());
   if (modifier_rank) require_on_one_stage(state, parameters, "gathered_parameters: expected no modifier rank");
   const auto take = [&](const zero::Parameter& parameter) {
     return wanted.erase(parameter.tensor.unsafeGetTensorImpl()) > 0;

@@ -54,7 +54,7 @@ std::vector<std::pair<std::string, at::Tensor>> whole_module(const ModelState& s
   }
   std::vector<std::pair<std::string, at::Tensor>> result;
   for (const auto& item : state.module->named_parameters()) {
-    const auto found = gathered.find(item.value().unsafeGetTensorImpl());
+    const auto found = gathered.find(trained_tensor(item.value()).unsafeGetTensorImpl());
     result.emplace_back(item.key(), found == gathered.end() ? copy_on_host(item.value().detach()) : found->second);
   }
   for (const auto& item : state.module->named_buffers()) {

@@ -149,7 +149,7 @@ struct TensorParallelGrid {
 // tensor_parallel
 struct TensorParallelSection {
   std::string dtype = "fp16";
-  int64_t autotp_size = 0;  // 0: off
+  int64_t autotp_size = 0;  // 0, 1: off. After parse(): the ranks of the tensor axis, whatever says them
   bool tp_overlap_comm = false;
   std::optional<bool> vocab_parallel_lm_head;
   std::string vocab_parallel_ce_backend = "torch";
