@@ -60,7 +60,6 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
 
 std::vector<std::pair<std::string, at::Tensor>> Engine::module_state_dict() {
   const at::NoGradGuard no_grad;
-  refuse_parts(impl_->state.tensor.get(), "module_state_dict()");
   impl_->order.require(Call::kModuleStateDict);
   impl_->synchronize();
   return whole_module(impl_->state);
@@ -68,7 +67,6 @@ std::vector<std::pair<std::string, at::Tensor>> Engine::module_state_dict() {
 
 std::vector<std::pair<std::string, at::Tensor>> Engine::fp32_state_dict() {
   const at::NoGradGuard no_grad;
-  refuse_parts(impl_->state.tensor.get(), "fp32_state_dict()");
   impl_->order.require(Call::kFp32StateDict);
   impl_->synchronize();
   return whole_masters(impl_->state);
