@@ -35,7 +35,6 @@ void Engine::synchronize_parameters() { impl_->synchronize(); }
 zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tensor>& parameters,
                                                      std::optional<int> modifier_rank) {
   Impl& self = *impl_;
-  refuse_parts(self.state.tensor.get(), "gathered_parameters()");
   self.order.require(Call::kGatheredParameters);
   require(!modifier_rank || (*modifier_rank >= 0 && *modifier_rank < dp_world_size()),
           "gathered_parameters: modifier_rank: expected a rank from 0 to ", dp_world_size() - 1, ", found ",

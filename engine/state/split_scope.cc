@@ -9,7 +9,6 @@
 #include "core/log.h"
 #include "core/split_tensor.h"
 #include "core/tensor_check.h"
-#include "core/whole_in_place.h"
 #include "engine/state/tensor_parts.h"
 #include "zero/value_digest.h"
 
@@ -33,7 +32,8 @@ void SplitScope::show() {
   for (Shown& one : all_) {
     const at::Tensor whole = state_.tensor->joined(one.leaf.detach(), *one.part);
     if (!modifies_) one.digest = zero::digest_of(whole);
-    make_whole(one.parameter, whole);
+    one.split = make_whole(one.parameter, whole);
+    one.version = one.parameter._version();
     ++shown_;
     ++state_.tensor->shown;
   }
@@ -44,6 +44,7 @@ std::optional<std::string> SplitScope::changed() const {
     const at::Tensor values = all_[i].parameter.detach();
     const bool is_same = values.sizes() == at::IntArrayRef(all_[i].part->whole_sizes()) &&
                          values.scalar_type() == all_[i].leaf.scalar_type() &&
+                         all_[i].parameter._version() == all_[i].version &&
                          zero::digest_of(values) == all_[i].digest;
     if (!is_same) return all_[i].name;
   }
@@ -59,7 +60,7 @@ void SplitScope::share_wholes() {
             ": expected the shape ", at::IntArrayRef(one.part->whole_sizes()), " that it had, found ",
             describe(values));
     values = values.to(one.leaf.device(), one.leaf.scalar_type()).contiguous();
-    state_.tensor->ranks->broadcast(values, 0, cat("changed ", one.name)).wait();
+    share_other(values);
     one.leaf.detach().copy_(slice_of(values, *one.part));
   }
 }
@@ -73,13 +74,13 @@ void SplitScope::share_bucket(size_t bucket, const at::Tensor& flat) {
 }
 
 void SplitScope::share_other(const at::Tensor& values) {
-  state_.tensor->ranks->broadcast(values, 0, "changed parameters").wait();
+  if (values.numel() > 0) state_.tensor->ranks->broadcast(values, 0, "changed parameters").wait();
 }
 
 void SplitScope::hide() noexcept {
   for (; shown_ > 0; --shown_, --state_.tensor->shown) {
     try {
-      split_again(all_[shown_ - 1].parameter);
+      split_again(all_[shown_ - 1].parameter, all_[shown_ - 1].split);
     } catch (const std::exception& error) {
       log::error("gathered parameters: ", all_[shown_ - 1].name, ": ", error.what());
     }

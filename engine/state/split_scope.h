@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/tensor_part.h"
+#include "core/whole_in_place.h"
 #include "engine/state/model_state.h"
 #include "zero/split_wholes.h"
 
@@ -34,7 +35,9 @@ class SplitScope final : public zero::SplitWholes {
     std::string name;
     at::Tensor parameter, leaf;
     std::shared_ptr<const TensorPart> part;
-    uint64_t digest = 0;
+    SplitState split = {};  // while it is shown whole
+    uint64_t digest = 0;  // for reading
+    uint32_t version = 0;
   };
   ModelState& state_;
   bool modifies_;
