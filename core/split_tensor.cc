@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/whole_in_place.h"
 
 namespace ds {
 namespace {
@@ -86,11 +87,28 @@ class PartGradient : public autograd::Node {
   std::vector<int64_t> sizes_;
 };
 
+// Of a parameter that is shown whole (core/whole_in_place.h).
+class ShownWhole : public autograd::Node {
+ public:
+  explicit ShownWhole(std::string parameter) : parameter_(std::move(parameter)) {}
+  std::string name() const override { return "SplitTensorShownWhole"; }
+  // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): autograd's signature
+  autograd::variable_list apply(autograd::variable_list&& /*gradients*/) override {
+    throw UsageError(cat("parameter ", parameter_, " was read whole, in a scope of gathered_parameters(), and now gets a ",
+                         "gradient of it, which would not reach the part that is trained. Run forward passes that are ",
+                         "trained outside of the scope, others under torch::NoGradGuard"));
+  }
+
+ private:
+  std::string parameter_;
+};
+
 // What makes a tensor a split one.
 struct SplitMeta : c10::BackendMeta {
   at::Tensor part;
   Placement placement;
-  std::string name;  // of a parameter
+  std::string name;            // of a parameter
+  std::vector<int64_t> sizes;  // of its whole
   bool copied = false;
   std::weak_ptr<Bridge> bridge;
 
@@ -152,6 +170,12 @@ void build_bridge(const at::Tensor& split, SplitMeta& meta) {
   bridge->add_input_metadata(split);
   autograd::impl::set_gradient_edge(split, {bridge, 0});
   meta.bridge = bridge;
+}
+
+void hide_memory_of(c10::TensorImpl& impl, const std::string& name) {
+  impl.release_storage_and_set_meta_custom_data_ptr_error_msg_(
+      cat("parameter ", name,
+          " is split over ranks: operators see it whole, its memory is not here; ask for its part or its whole"));
 }
 
 at::Tensor part_with_history(const at::Tensor& split, const SplitMeta& meta) {
@@ -271,12 +295,11 @@ at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placeme
   parameter.set_requires_grad(false);
   if (parameter.mutable_grad().defined()) parameter.mutable_grad().reset();
   take_keys(impl, leaf);
-  impl.release_storage_and_set_meta_custom_data_ptr_error_msg_(
-      cat("parameter ", name,
-          " is split over ranks: operators see it whole, its memory is not here; ask for its part or its whole"));
+  hide_memory_of(impl, name);
   show_whole(impl, leaf, own, sizes);
   auto meta = c10::make_intrusive<SplitMeta>();
   meta->part = leaf;
+  meta->sizes = sizes;
   meta->placement = std::move(own);
   meta->name = std::move(name);
   if (trained) {
@@ -299,6 +322,36 @@ void follow_leaf(const at::Tensor& parameter) {
   SplitMeta& meta = mutable_meta_of(parameter);
   take_keys(*parameter.unsafeGetTensorImpl(), meta.part);
   if (!parameter.requires_grad() || !meta.part.requires_grad()) return;
+  const at::AutoGradMode with_grad(true);
+  build_bridge(parameter, meta);
+}
+
+SplitState make_whole(const at::Tensor& parameter, const at::Tensor& whole) {
+  require(!split_name(parameter).empty() && !is_split(whole) && whole.sizes() == parameter.sizes(),
+          "make_whole: expected a split parameter, and the whole of it");
+  c10::TensorImpl& impl = *parameter.unsafeGetTensorImpl();
+  SplitState state = impl.get_backend_meta_intrusive_ptr();
+  const SplitMeta& meta = *static_cast<SplitMeta*>(state.get());
+  impl.set_autograd_meta(nullptr);
+  impl.shallow_copy_from(whole.detach().getIntrusivePtr());  // all but history and version
+  if (!meta.part.requires_grad()) return state;
+  auto node = std::shared_ptr<ShownWhole>(new ShownWhole(meta.name), autograd::deleteNode);
+  node->add_input_metadata(parameter);
+  autograd::impl::set_gradient_edge(parameter, {node, 0});
+  return state;
+}
+
+void split_again(const at::Tensor& parameter, SplitState state) {
+  require(!is_split(parameter) && state, "split_again: expected a parameter that make_whole() had, and what it gave");
+  const at::NoGradGuard no_grad;
+  SplitMeta& meta = *static_cast<SplitMeta*>(state.get());
+  c10::TensorImpl& impl = *parameter.unsafeGetTensorImpl();
+  impl.set_autograd_meta(nullptr);
+  take_keys(impl, meta.part);
+  hide_memory_of(impl, meta.name);
+  show_whole(impl, meta.part, meta.placement, meta.sizes);
+  impl.set_backend_meta(std::move(state));
+  if (!meta.part.requires_grad()) return;
   const at::AutoGradMode with_grad(true);
   build_bridge(parameter, meta);
 }

@@ -22,7 +22,6 @@ void Engine::wait_for_checkpoint() {
 std::string Engine::save_checkpoint(const std::string& save_dir, const std::string& tag, const SaveOptions& options) {
   const at::NoGradGuard no_grad;
   Impl& self = *impl_;
-  refuse_parts(self.state.tensor.get(), "save_checkpoint()");
   self.named([&] { self.order.require(Call::kSaveCheckpoint); });
   const Phases::Scope phase(self.phases, "save_checkpoint");
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
@@ -43,7 +42,6 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   const at::NoGradGuard no_grad;
   Impl& self = *impl_;
   const Autocast::Pause pause(self.state.ranks.device.type());  // casted copies of the weights before would stay
-  refuse_parts(self.state.tensor.get(), "load_checkpoint()");
   const LoadRequest request{load_dir, tag, options};
   self.named([&] { self.order.require_load(request.with_states()); });
   const Phases::Scope phase(self.phases, "load_checkpoint");
@@ -59,7 +57,6 @@ std::string Engine::save_16bit_model(const std::string& folder, const std::strin
                                      bool exclude_frozen_parameters) {
   const at::NoGradGuard no_grad;
   Impl& self = *impl_;
-  refuse_parts(self.state.tensor.get(), "save_16bit_model()");
   require(!self.state.gatherer || self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
           "save_16bit_model: at stage 3 the weights are gathered for it; expected ",
           "zero_optimization.stage3_gather_16bit_weights_on_model_save: true, found false");

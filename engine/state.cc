@@ -35,7 +35,6 @@ void Engine::synchronize_parameters() { impl_->synchronize(); }
 zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tensor>& parameters,
                                                      std::optional<int> modifier_rank) {
   Impl& self = *impl_;
-  refuse_parts(self.state.tensor.get(), "gathered_parameters()");
   self.order.require(Call::kGatheredParameters);
   require(!modifier_rank || (*modifier_rank >= 0 && *modifier_rank < dp_world_size()),
           "gathered_parameters: modifier_rank: expected a rank from 0 to ", dp_world_size() - 1, ", found ",
@@ -60,7 +59,6 @@ zero::GatheredParameters Engine::gathered_parameters(const std::vector<at::Tenso
 
 std::vector<std::pair<std::string, at::Tensor>> Engine::module_state_dict() {
   const at::NoGradGuard no_grad;
-  refuse_parts(impl_->state.tensor.get(), "module_state_dict()");
   impl_->order.require(Call::kModuleStateDict);
   impl_->synchronize();
   return whole_module(impl_->state);
@@ -68,7 +66,6 @@ std::vector<std::pair<std::string, at::Tensor>> Engine::module_state_dict() {
 
 std::vector<std::pair<std::string, at::Tensor>> Engine::fp32_state_dict() {
   const at::NoGradGuard no_grad;
-  refuse_parts(impl_->state.tensor.get(), "fp32_state_dict()");
   impl_->order.require(Call::kFp32StateDict);
   impl_->synchronize();
   return whole_masters(impl_->state);

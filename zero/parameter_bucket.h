@@ -22,6 +22,9 @@ struct Parameter {
   std::string name;
   at::Tensor tensor;
   std::shared_ptr<const TensorPart> part = nullptr;  // which part of the parameter `tensor` is; null: the whole
+
+  // Of the whole parameter.
+  std::vector<int64_t> whole_sizes() const { return part ? part->whole_sizes() : tensor.sizes().vec(); }
 };
 
 // Owns `flat` ([layout.numel], the model's dtype and device). Padding holds zeros. Not thread safe.

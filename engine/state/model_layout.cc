@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <numeric>
 #include <unordered_set>
 #include <utility>
 
@@ -123,9 +122,16 @@ ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& g
     }
   }
   if (options.shard) {
-    std::vector<size_t> all(parameters.frozen.size());
-    std::iota(all.begin(), all.end(), 0);
-    layout.frozen = layout_of(parameters.frozen, std::vector<int>(parameters.frozen.size(), 0), all, false);
+    for (const bool split : {false, true}) {  // whole ones lie alike on all ranks of a tensor axis
+      std::vector<size_t> chosen;
+      for (size_t i = 0; i < parameters.frozen.size(); ++i) {
+        if ((parameters.frozen[i].part != nullptr) == split) chosen.push_back(i);
+      }
+      const std::vector<int> no_groups(parameters.frozen.size(), 0);
+      for (zero::BucketLayout& bucket : layout_of(parameters.frozen, no_groups, chosen, false)) {
+        layout.frozen.push_back(std::move(bucket));
+      }
+    }
   }
   return layout;
 }

@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <iterator>
+#include <memory>
 #include <set>
 #include <utility>
 
 #include "core/check.h"
+#include "engine/state/split_scope.h"
 #include "zero/gathered_scope.h"
 
 namespace ds::engine {
@@ -70,6 +72,7 @@ zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std
   if (!state.gatherer) std::copy_if(state.frozen.begin(), state.frozen.end(), std::back_inserter(scope.others), take);
   require(wanted.empty(), "gathered_parameters: ", wanted.size(), " of ", parameters.size(),
           " tensors are no parameters of the engine's model; expected tensors as model->parameters() has them");
+  if (state.tensor) scope.wholes = std::make_unique<SplitScope>(state, parameters, modifier_rank.has_value());
   scope.gatherer = state.gatherer;
   scope.world = state.ranks.part.get();
   scope.modifier_rank = modifier_rank;

@@ -16,13 +16,9 @@ std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter)
                                       placement.axis->size());
 }
 
-void refuse_parts(const TensorParts* parts, const char* call) {
-  require(parts == nullptr, call, ": expected no tensor axis (tensor_parallel.autotp_size 1), found one of ",
-          parts ? parts->ranks->size() : 1, " ranks: parts of parameters are not written, read and shown whole in this ",
-          "version; safe_get_full_fp32_param(parameter) gives the whole of one");
-}
-
 void TensorParts::require_leaves(const char* call) const {
+  require(shown == 0, call, ": expected no open scope of gathered_parameters() with parameters that are split over the ",
+          "tensor axis, found ", shown, " of them whole; close it first");
   for (const SplitParameter& one : parameters) {
     const bool is_there = is_split(one.parameter) && leaf_of(one.parameter).is_same(one.leaf) &&
                           one.parameter.scalar_type() == one.leaf.scalar_type();

@@ -27,11 +27,6 @@ inline at::Tensor trained_tensor(const at::Tensor& parameter) {
 // Of a split parameter; null for another one.
 std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter);
 
-struct TensorParts;
-
-// Until what is written and shown whole knows of parts: throws UsageError with a tensor axis. `call`: whose.
-void refuse_parts(const TensorParts* parts, const char* call);
-
 struct TensorParts {
   std::shared_ptr<comm::Communicator> ranks;  // along the axis: each has a part of the split parameters
   std::vector<int> world_ranks;               // of the job, in the order of `ranks`
@@ -43,6 +38,7 @@ struct TensorParts {
   };
   std::vector<SplitParameter> parameters;
   bool told_of_joins = false;
+  int shown = 0;  // split parameters that are whole in open scopes
 
   // Throws UsageError, naming the parameter, when one has lost its leaf: model->to() after initialize(). `call`: whose.
   void require_leaves(const char* call) const;
