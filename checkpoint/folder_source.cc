@@ -3,35 +3,41 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <cstring>
 #include <filesystem>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "checkpoint/block_checksum.h"
 #include "checkpoint/index.h"
+#include "checkpoint/source/part_reader.h"
 #include "checkpoint/stored_file.h"
 #include "core/check.h"
+#include "core/part_runs.h"
 #include "core/tensor_check.h"
 
 namespace ds::checkpoint {
 namespace {
 
-class FolderSource final : public Source {
+class FolderSource final : public Source, public PartReader {
  public:
   explicit FolderSource(const std::string& folder) : folder_(folder) {
-    const std::filesystem::path path(folder);
-    index_ = index_from(read_text((path / kIndexName).string()), (path / kIndexName).string());
+    const std::filesystem::path place(folder);
+    index_ = index_from(read_text((place / kIndexName).string()), (place / kIndexName).string());
     for (const auto& [name, record] : index_.files) {
-      File& file = files_.emplace(name, File{StoredFile((path / name).string()), &record}).first->second;
+      File& file = files_.emplace(name, File{StoredFile((place / name).string()), &record}).first->second;
       require<IoError>(file.stored.bytes() == record.bytes, file.stored.path(), ": expected ", record.bytes,
                        " bytes, found ", file.stored.bytes(), file.stored.bytes() < record.bytes ? ": truncated" : "");
       for (const Piece& piece : record.pieces) {
-        if (piece.length > 0) pieces_[piece.path].push_back({&file, &piece});
+        if (piece.length > 0) group_of(piece).pieces.push_back({&file, &piece});
       }
     }
-    for (auto& [name, list] : pieces_) {
-      std::sort(list.begin(), list.end(),
-                [](const Stored& a, const Stored& b) { return a.piece->offset < b.piece->offset; });
+    for (auto& [path, groups] : stored_) {
+      for (auto& [number, group] : groups) {
+        std::sort(group.pieces.begin(), group.pieces.end(),
+                  [](const Stored& a, const Stored& b) { return a.piece->offset < b.piece->offset; });
+      }
     }
   }
 
@@ -48,14 +54,36 @@ class FolderSource final : public Source {
             describe(destination));
     if (offset == end) return;
     const at::Tensor flat = destination.view({-1});
-    const std::vector<Stored>& pieces = pieces_.at(path);
-    auto next = std::upper_bound(pieces.begin(), pieces.end(), offset,
-                                 [](int64_t at, const Stored& stored) { return at < stored.piece->offset; });
-    for (--next; offset < end; ++next) {
-      const int64_t skipped = offset - next->piece->offset;
-      const int64_t length = std::min(end - offset, next->piece->length - skipped);
-      read_piece(*next, tensor.dtype, skipped, flat.narrow(0, offset + flat.numel() - end, length));
-      offset += length;
+    for (const auto& [number, group] : stored_.at(path)) {
+      if (!group.part) {
+        read_run(group, tensor.dtype, offset, flat);
+        continue;
+      }
+      const PartRuns runs(tensor_part_of(*group.part, tensor.sizes, folder_));
+      runs.in_whole(offset, end, [&](int64_t whole, int64_t part, int64_t length) {
+        read_run(group, tensor.dtype, part, flat.narrow(0, whole - offset, length));
+      });
+    }
+  }
+
+  // Part by part, so that each block is read once.
+  void read_own_part(const std::string& path, const TensorPart& part, int64_t offset, const at::Tensor& flat) override {
+    const TensorInfo& tensor = info(path);
+    const std::map<int, Group>& groups = stored_.at(path);
+    const StoredPart wanted = stored_part_of(part);
+    const auto same = groups.find(wanted.index);
+    if (same != groups.end() && same->second.part == wanted) return read_run(same->second, tensor.dtype, offset, flat);
+    const PartRuns wanted_runs(part);
+    for (const auto& one : groups) {
+      const Group& group = one.second;
+      std::optional<PartRuns> stored;
+      if (group.part) stored.emplace(tensor_part_of(*group.part, tensor.sizes, folder_));
+      wanted_runs.in_part(offset, offset + flat.numel(), [&](int64_t whole, int64_t at, int64_t length) {
+        if (!stored) return read_run(group, tensor.dtype, whole, flat.narrow(0, at - offset, length));
+        stored->in_whole(whole, whole + length, [&](int64_t found, int64_t from, int64_t count) {
+          read_run(group, tensor.dtype, from, flat.narrow(0, at - offset + found - whole, count));
+        });
+      });
     }
   }
 
@@ -72,6 +100,18 @@ class FolderSource final : public Source {
     const Piece* piece = nullptr;
   };
 
+  // Of one part of a tensor, or of all of it.
+  struct Group {
+    std::optional<StoredPart> part;
+    std::vector<Stored> pieces;  // ascending
+  };
+
+  Group& group_of(const Piece& piece) {
+    Group& group = stored_[piece.path][piece.part ? piece.part->index : 0];
+    group.part = piece.part;
+    return group;
+  }
+
   static void require_header(File& file) {
     if (file.header_read) return;
     std::string header(file.record->header_bytes, '\0');
@@ -81,11 +121,21 @@ class FolderSource final : public Source {
     file.header_read = true;
   }
 
+  // Elements of a group from `offset` on.
+  void read_run(const Group& group, at::ScalarType dtype, int64_t offset, const at::Tensor& flat) {
+    const int64_t end = offset + flat.numel();
+    auto next = std::upper_bound(group.pieces.begin(), group.pieces.end(), offset,
+                                 [](int64_t at, const Stored& stored) { return at < stored.piece->offset; });
+    for (--next; offset < end; ++next) {
+      const int64_t skipped = offset - next->piece->offset;
+      const int64_t length = std::min(end - offset, next->piece->length - skipped);
+      read_piece(*next, dtype, skipped, flat.narrow(0, offset + flat.numel() - end, length));
+      offset += length;
+    }
+  }
+
   // Elements of a piece from `first` on.
   void read_piece(const Stored& stored, at::ScalarType dtype, int64_t first, const at::Tensor& destination) {
-    if (open_ && open_ != stored.file) open_->stored.close();
-    open_ = stored.file;
-    require_header(*stored.file);
     const size_t element = c10::elementSize(dtype);
     const size_t total = static_cast<size_t>(stored.piece->length) * element;
     size_t begin = static_cast<size_t>(first) * element;
@@ -100,31 +150,53 @@ class FolderSource final : public Source {
       const auto count = static_cast<int64_t>((part_end - begin) / element);
       const at::Tensor target = destination.narrow(0, done, count);
       if (in_place && begin == block_begin && part_end == block_end) {
-        read_block(stored, block, block_begin, target.mutable_data_ptr(), block_end - block_begin);
+        read_block(stored, block, target.mutable_data_ptr(), block_end - block_begin);
       } else {
-        if (block_.size() < kChecksumBlock) block_.resize(kChecksumBlock);
-        read_block(stored, block, block_begin, block_.data(), block_end - block_begin);
-        target.copy_(at::from_blob(block_.data() + (begin - block_begin), {count}, dtype));
+        keep_block(stored, block, block_end - block_begin);
+        char* const from = kept_.bytes.data() + (begin - block_begin);
+        if (in_place) {
+          std::memcpy(target.mutable_data_ptr(), from, part_end - begin);
+        } else {
+          target.copy_(at::from_blob(from, {count}, dtype));
+        }
       }
       done += count;
       begin = part_end;
     }
   }
 
-  static void read_block(const Stored& stored, size_t block, size_t position, void* to, size_t bytes) {
-    stored.file->stored.read(stored.piece->begin + position, to, bytes);
+  // Parts of other ranks have many short runs in one block.
+  void keep_block(const Stored& stored, size_t block, size_t bytes) {
+    if (kept_.piece == stored.piece && kept_.block == block) return;
+    if (kept_.bytes.size() < kChecksumBlock) kept_.bytes.resize(kChecksumBlock);
+    kept_.piece = nullptr;
+    read_block(stored, block, kept_.bytes.data(), bytes);
+    kept_.piece = stored.piece;
+    kept_.block = block;
+  }
+
+  void read_block(const Stored& stored, size_t block, void* to, size_t bytes) {
+    if (open_ && open_ != stored.file) open_->stored.close();
+    open_ = stored.file;
+    require_header(*stored.file);
+    const uint64_t position = stored.piece->begin + block * kChecksumBlock;
+    stored.file->stored.read(position, to, bytes);
     require<IoError>(checksum(to, bytes) == stored.piece->checksums[block], stored.file->stored.path(), ": tensor \"",
-                     stored.piece->path, "\": bytes ", stored.piece->begin + position, " to ",
-                     stored.piece->begin + position + bytes, " are not those that were written: the file is damaged; ",
-                     "load another checkpoint");
+                     stored.piece->path, "\": bytes ", position, " to ", position + bytes,
+                     " are not those that were written: the file is damaged; load another checkpoint");
   }
 
   std::string folder_;
   Index index_;
   std::map<std::string, File> files_;
-  std::map<std::string, std::vector<Stored>> pieces_;  // by path, ascending
-  File* open_ = nullptr;                               // of the last read
-  std::vector<char> block_;
+  std::map<std::string, std::map<int, Group>> stored_;  // by path and part; tensors without elements have none
+  File* open_ = nullptr;                                // of the last read
+  // The block that was read last by way of memory.
+  struct {
+    const Piece* piece = nullptr;
+    size_t block = 0;
+    std::vector<char> bytes;
+  } kept_;
 };
 
 }  // namespace

@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <functional>
-#include <limits>
+#include <optional>
 #include <utility>
 
 #include "checkpoint/block_checksum.h"
+#include "checkpoint/coverage.h"
 #include "core/check.h"
 #include "core/json_depth.h"
 #include "core/safetensors.h"
@@ -16,7 +17,9 @@ namespace {
 using nlohmann::json;
 
 constexpr const char* kFormat = "dsengine checkpoint";
-constexpr int kVersion = 1;
+constexpr int kWholeVersion = 1;  // without parts
+constexpr int kPartVersion = 2;
+constexpr size_t kPartAt = 6;  // in the list of a piece
 constexpr int64_t kMostElements = int64_t{1} << 58;
 
 json tensor_to_json(const TensorInfo& tensor) {
@@ -46,7 +49,9 @@ json file_to_json(const FileRecord& file) {
   for (const Piece& piece : file.pieces) {
     std::string checksums;
     for (const uint64_t value : piece.checksums) checksums += to_hex(value);
-    pieces.push_back({piece.path, piece.key, piece.offset, piece.length, piece.begin, checksums});
+    json& written = pieces.emplace_back(
+        json::array({piece.path, piece.key, piece.offset, piece.length, piece.begin, checksums}));
+    if (piece.part) written.push_back(to_json(*piece.part));
   }
   return {{"bytes", file.bytes},
           {"header_bytes", file.header_bytes},
@@ -60,12 +65,14 @@ Piece piece_from(const json& value, const std::string& where) {
               .offset = value.at(2).get<int64_t>(),
               .length = value.at(3).get<int64_t>(),
               .begin = value.at(4).get<uint64_t>(),
-              .checksums = {}};
+              .checksums = {},
+              .part = std::nullopt};
   const std::string checksums = value.at(5).get<std::string>();
   constexpr size_t kDigits = 16;
   for (size_t at = 0; at < checksums.size(); at += kDigits) {
     piece.checksums.push_back(from_hex(checksums.substr(at, kDigits), where));
   }
+  if (value.size() > kPartAt) piece.part = stored_part_from(value[kPartAt], cat(where, ": \"", piece.path, "\""));
   return piece;
 }
 
@@ -78,55 +85,23 @@ FileRecord file_from(const json& value, const std::string& where) {
   return file;
 }
 
-void require_piece(const Index& index, const std::string& file, const FileRecord& record, const Piece& piece,
-                   const std::string& where) {
-  const auto found = index.tensors.find(piece.path);
-  require<IoError>(found != index.tensors.end(), where, ": ", file, " holds a piece of \"", piece.path,
-                   "\", which is no tensor of the checkpoint");
-  const int64_t numel = found->second.numel();
-  require<IoError>(
-      piece.offset >= 0 && piece.length >= 0 && piece.length <= numel && piece.offset <= numel - piece.length, where,
-      ": ", file, ": elements ", piece.offset, " to ", piece.offset, " + ", piece.length, " of \"", piece.path,
-      "\", which has ", numel);
-  const uint64_t bytes = static_cast<uint64_t>(piece.length) * c10::elementSize(found->second.dtype);
-  require<IoError>(
-      piece.begin >= record.header_bytes && piece.begin <= record.bytes && bytes <= record.bytes - piece.begin, where,
-      ": ", file, ": the piece of \"", piece.path, "\" ends after the file");
-  require<IoError>(piece.checksums.size() == (bytes + kChecksumBlock - 1) / kChecksumBlock, where, ": ", file,
-                   ": the piece of \"", piece.path, "\" of ", bytes, " bytes has ", piece.checksums.size(),
-                   " checksums");
-}
-
-// Every element of every tensor exactly once.
-void require_complete(const Index& index, const std::string& where) {
-  std::map<std::string, std::vector<std::pair<int64_t, int64_t>>> runs;
-  for (const auto& [file, record] : index.files) {
-    require<IoError>(record.header_bytes <= record.bytes, where, ": ", file, ": a header of ", record.header_bytes,
-                     " bytes in a file of ", record.bytes);
-    for (const Piece& piece : record.pieces) {
-      require_piece(index, file, record, piece, where);
-      if (piece.length > 0) runs[piece.path].emplace_back(piece.offset, piece.length);
-    }
-  }
-  for (const auto& [path, tensor] : index.tensors) {
-    std::vector<std::pair<int64_t, int64_t>>& pieces = runs[path];
-    std::sort(pieces.begin(), pieces.end());
-    int64_t end = 0;
-    for (const auto& [offset, length] : pieces) {
-      require<IoError>(offset == end, where, ": \"", path, "\": element ", std::min(offset, end),
-                       offset < end ? " is there twice" : " is in no file");
-      end = offset + length;
-    }
-    require<IoError>(end == tensor.numel(), where, ": \"", path, "\": elements from ", end, " to ", tensor.numel(),
-                     " are in no file");
-  }
+// In what an index or a table of a rank has; false for anything else.
+bool has_parts(const json& content) {
+  const auto files = content.find("files");
+  if (files == content.end() || !files->is_object()) return false;
+  return std::any_of(files->begin(), files->end(), [](const json& file) {
+    if (!file.is_object() || !file.contains("pieces")) return false;
+    const json& pieces = file["pieces"];
+    return std::any_of(pieces.begin(), pieces.end(), [](const json& piece) { return piece.size() > kPartAt; });
+  });
 }
 
 }  // namespace
 
 std::string sealed(const json& content) {
   const std::string text = content.dump();
-  return cat("{\"format\":\"", kFormat, "\",\"version\":", kVersion, ",\"checksum\":\"",
+  const int version = has_parts(content) ? kPartVersion : kWholeVersion;
+  return cat("{\"format\":\"", kFormat, "\",\"version\":", version, ",\"checksum\":\"",
              to_hex(checksum(text.data(), text.size())), "\",\n\"content\":", text, "}\n");
 }
 
@@ -137,9 +112,12 @@ json unsealed(const std::string& text, const std::string& where) {
       !depth.exceeded() && value.is_object() && value.value("format", json()) == kFormat && value.contains("content"),
       where, ": expected JSON of a ", kFormat, ", found ", text.size(), " bytes of something else; the file is ",
       "damaged, was not written to its end, or is no checkpoint of dsengine");
-  require<IoError>(value.value("version", json()) == kVersion, where, ": expected version ", kVersion, ", found ",
-                   value.value("version", json()), "; read it with the dsengine that wrote it");
+  const json version = value.value("version", json());
+  require<IoError>(version == kWholeVersion || version == kPartVersion, where, ": expected version ", kWholeVersion,
+                   " or ", kPartVersion, ", found ", version, "; read it with the dsengine that wrote it");
   const json& content = value["content"];
+  require<IoError>(version == kPartVersion || !has_parts(content), where, ": version ", version,
+                   " has no parts of tensors, but a piece names one: the file was damaged or changed by hand");
   const std::string canonical = content.dump(-1, ' ', false, json::error_handler_t::replace);
   require<IoError>(value.value("checksum", json()) == to_hex(checksum(canonical.data(), canonical.size())), where,
                    ": the checksum does not fit the content: the file was damaged or changed by hand");

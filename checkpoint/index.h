@@ -2,29 +2,34 @@
 //
 // A folder <save_dir>/<tag>/ holds index.json and safetensors files. index.json: {"format", "version", "checksum" of
 // "content" as JSON text without spaces, "content": {"state", "aliases", "tensors", "files"}}. It is written last and
-// names every file with its size, so a folder with a whole index is a whole checkpoint.
+// names every file with its size, so a folder with a whole index is a whole checkpoint. "version" is 2 where a piece is
+// one of a part of its tensor, and 1 otherwise, which builds from before can read.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "checkpoint/source/training_state.h"
+#include "checkpoint/stored_part.h"
 #include "dsengine/weights.h"
 
 namespace ds::checkpoint {
 
-// A run of elements of a logical tensor, as one tensor of a file: under the tensor's name and shape if it is whole, as
-// a flat one "NAME@OFFSET" otherwise.
+// A run of elements of a logical tensor, or of one rank's part of it, as one tensor of a file: under the tensor's name
+// and shape if it is whole, as a flat one "NAME@OFFSET" otherwise. Of a part it is "NAME@part-INDEX-of-COUNT" with the
+// part's shape, or flat with "@OFFSET" behind.
 struct Piece {
   std::string path;                 // the logical tensor's, as in dsengine/weights.h
   std::string key;                  // the name under which the file has it
-  int64_t offset = 0;               // first element, in the flattened logical tensor
+  int64_t offset = 0;               // first element, in the flattened logical tensor or in the row-major part
   int64_t length = 0;               // elements
   uint64_t begin = 0;               // where its data begins in the file, in bytes
   std::vector<uint64_t> checksums;  // one for each of its blocks (checkpoint/block_checksum.h)
+  std::optional<StoredPart> part = std::nullopt;  // none: of the whole
 };
 
 struct FileRecord {
@@ -52,7 +57,7 @@ void add_table(Index& index, const nlohmann::json& table, const std::string& whe
 // The text of index.json.
 std::string to_text(const Index& index);
 // Throws IoError that begins with `where`: no JSON, another format or version, a checksum that differs, pieces that do
-// not cover their tensor exactly once.
+// not cover their tensor exactly once (checkpoint/coverage.h).
 Index index_from(const std::string& text, const std::string& where);
 
 // {"checksum", "content"} around a JSON value, and back; for index.json and the tables of ranks.

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "checkpoint/block_checksum.h"
@@ -18,12 +19,17 @@ std::string file_kind(const std::string& path) {
   return folder == "buffers" ? "weights" : folder;
 }
 
+bool is_complete(const PlannedPiece& piece) {
+  return piece.length == (piece.part ? piece.part->numel() : piece.tensor.numel());
+}
+
 // The name inside the file: that of the model for weights and buffers, so that other programs find them.
 std::string key_of(const PlannedPiece& piece) {
   const std::string& path = piece.path;
   const bool of_model = path.starts_with("weights/") || path.starts_with("buffers/");
-  const std::string name = of_model ? path.substr(path.find('/') + 1) : path;
-  return piece.length == piece.tensor.numel() ? name : cat(name, "@", piece.offset);
+  std::string name = of_model ? path.substr(path.find('/') + 1) : path;
+  if (piece.part) name += cat("@part-", piece.part->index(), "-of-", piece.part->count());
+  return is_complete(piece) ? name : cat(name, "@", piece.offset);
 }
 
 }  // namespace
@@ -47,6 +53,8 @@ RankFiles::RankFiles(const std::string& folder, int rank, int ranks, const std::
   for (size_t i = 0; i < pieces.size(); ++i) {
     kinds[file_kind(pieces[i].path)].push_back(i);
     index_.tensors.emplace(pieces[i].path, pieces[i].tensor);
+    require(!pieces[i].part || pieces[i].part->whole_sizes() == pieces[i].tensor.sizes, "checkpoint: \"",
+            pieces[i].path, "\": a part of another tensor");
   }
   places_.resize(pieces.size());
   for (const auto& [kind, members] : kinds) {
@@ -55,9 +63,8 @@ RankFiles::RankFiles(const std::string& folder, int rank, int ranks, const std::
     std::vector<SafetensorsWriter::Header> headers;
     for (const size_t i : members) {
       const PlannedPiece& piece = pieces[i];
-      const bool whole = piece.length == piece.tensor.numel();
-      headers.push_back(
-          {key_of(piece), piece.tensor.dtype, whole ? piece.tensor.sizes : std::vector<int64_t>{piece.length}});
+      headers.push_back({key_of(piece), piece.tensor.dtype,
+                         is_complete(piece) ? piece.sizes() : std::vector<int64_t>{piece.length}});
     }
     File& file = files_.emplace_back(folder, name, headers);
     for (const size_t i : members) {
@@ -69,7 +76,8 @@ RankFiles::RankFiles(const std::string& folder, int rank, int ranks, const std::
                                     .offset = piece.offset,
                                     .length = piece.length,
                                     .begin = file.writer.position(key),
-                                    .checksums = {}});
+                                    .checksums = {},
+                                    .part = piece.part ? std::optional(stored_part_of(*piece.part)) : std::nullopt});
     }
   }
 }

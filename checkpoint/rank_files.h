@@ -7,11 +7,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "checkpoint/index.h"
 #include "core/safetensors.h"
+#include "core/tensor_part.h"
 
 namespace ds::checkpoint {
 
@@ -19,9 +21,13 @@ namespace ds::checkpoint {
 struct PlannedPiece {
   std::string path;
   TensorInfo tensor;   // the logical one
-  int64_t offset = 0;  // the piece's first element in the flattened tensor
+  int64_t offset = 0;  // the piece's first element in the flattened tensor or part
   int64_t length = 0;  // elements
+  // Of the logical tensor, what the writer has of it; null: the whole.
+  std::shared_ptr<const TensorPart> part = nullptr;
 
+  // Of what offset and length run in.
+  std::vector<int64_t> sizes() const { return part ? part->sizes() : tensor.sizes; }
   int64_t bytes() const { return length * static_cast<int64_t>(c10::elementSize(tensor.dtype)); }
 };
 
@@ -32,7 +38,7 @@ bool is_rank_file_name(const std::string& file);
 // optimizer, ranks. Not thread safe.
 class RankFiles {
  public:
-  // Creates the files in `folder`. Throws IoError.
+  // Creates the files in `folder`. Throws IoError, and UsageError for a part of another tensor.
   RankFiles(const std::string& folder, int rank, int ranks, const std::vector<PlannedPiece>& pieces);
 
   // The elements of piece number `index`: contiguous, on the CPU, of its dtype. Throws IoError.

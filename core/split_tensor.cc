@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/whole_in_place.h"
 
 namespace ds {
 namespace {
@@ -86,11 +87,28 @@ class PartGradient : public autograd::Node {
   std::vector<int64_t> sizes_;
 };
 
+// Of a parameter that is shown whole (core/whole_in_place.h).
+class ShownWhole : public autograd::Node {
+ public:
+  explicit ShownWhole(std::string parameter) : parameter_(std::move(parameter)) {}
+  std::string name() const override { return "SplitTensorShownWhole"; }
+  // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): autograd's signature
+  autograd::variable_list apply(autograd::variable_list&& /*gradients*/) override {
+    throw UsageError(cat("parameter ", parameter_, " was read whole, in a scope of gathered_parameters(), and now gets a ",
+                         "gradient of it, which would not reach the part that is trained. Run forward passes that are ",
+                         "trained outside of the scope, others under torch::NoGradGuard"));
+  }
+
+ private:
+  std::string parameter_;
+};
+
 // What makes a tensor a split one.
 struct SplitMeta : c10::BackendMeta {
   at::Tensor part;
   Placement placement;
-  std::string name;  // of a parameter
+  std::string name;            // of a parameter
+  std::vector<int64_t> sizes;  // of its whole
   bool copied = false;
   std::weak_ptr<Bridge> bridge;
 
@@ -112,8 +130,20 @@ struct ImplAccess : c10::TensorImpl {
     auto member = &ImplAccess::key_set_;
     impl.*member = keys;
   }
+  static void set_type_and_device(c10::TensorImpl& impl, const at::Tensor& like) {
+    impl.*(&ImplAccess::data_type_) = like.dtype();
+    impl.*(&ImplAccess::device_opt_) = like.device();
+  }
   static void hide_memory(c10::TensorImpl& impl) { (impl.*(&ImplAccess::set_storage_access_should_throw))(); }
 };
+
+// What a tensor has that an operator made: the split key in the place of its backend's.
+void take_keys(c10::TensorImpl& impl, const at::Tensor& like) {
+  ImplAccess::set_keys(
+      impl,
+      at::detail::make_tensor<c10::TensorImpl>(c10::DispatchKeySet(kSplitKey), like.dtype(), like.device()).key_set());
+  ImplAccess::set_type_and_device(impl, like);
+}
 
 // Strides of the whole in the order of the part's, so that what is contiguous stays so.
 std::vector<int64_t> whole_strides(const at::Tensor& part, int64_t dim, c10::IntArrayRef sizes) {
@@ -140,6 +170,12 @@ void build_bridge(const at::Tensor& split, SplitMeta& meta) {
   bridge->add_input_metadata(split);
   autograd::impl::set_gradient_edge(split, {bridge, 0});
   meta.bridge = bridge;
+}
+
+void hide_memory_of(c10::TensorImpl& impl, const std::string& name) {
+  impl.release_storage_and_set_meta_custom_data_ptr_error_msg_(
+      cat("parameter ", name,
+          " is split over ranks: operators see it whole, its memory is not here; ask for its part or its whole"));
 }
 
 at::Tensor part_with_history(const at::Tensor& split, const SplitMeta& meta) {
@@ -223,16 +259,18 @@ void copy_part_into(const at::Tensor& whole, const at::Tensor& part, const Cut& 
 
 at::Tensor slice_of(const at::Tensor& whole, const Placement& placement) {
   if (!placement.cut) return whole.detach();
+  return slice_of(whole, TensorPart(whole.sizes().vec(), *placement.cut, placement.axis->rank(), placement.axis->size()));
+}
+
+at::Tensor slice_of(const at::Tensor& whole, const TensorPart& part) {
   const at::NoGradGuard no_grad;
-  const Cut& cut = *placement.cut;
+  const Cut& cut = part.cut();
   const int64_t dim = cut.dim;
-  const int index = placement.axis->rank();
-  const int count = placement.axis->size();
   std::vector<at::Tensor> pieces;
   const at::Tensor blocks = whole.unflatten(dim, {cut.repeats, whole.size(dim) / cut.repeats});
   int64_t begin = 0;
   for (const int64_t block : blocks_of(cut, whole.size(dim))) {
-    for (const DimRange& range : ranges_in_block(cut, block, index, count)) {
+    for (const DimRange& range : ranges_in_block(cut, block, part.index(), part.count())) {
       pieces.push_back(blocks.narrow(dim + 1, begin + range.begin, range.length));
     }
     begin += block;
@@ -256,16 +294,12 @@ at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placeme
   c10::TensorImpl& impl = *parameter.unsafeGetTensorImpl();
   parameter.set_requires_grad(false);
   if (parameter.mutable_grad().defined()) parameter.mutable_grad().reset();
-  // What a tensor has that an operator made: the split key in the place of its backend's.
-  ImplAccess::set_keys(
-      impl,
-      at::detail::make_tensor<c10::TensorImpl>(c10::DispatchKeySet(kSplitKey), leaf.dtype(), leaf.device()).key_set());
-  impl.release_storage_and_set_meta_custom_data_ptr_error_msg_(
-      cat("parameter ", name,
-          " is split over ranks: operators see it whole, its memory is not here; ask for its part or its whole"));
+  take_keys(impl, leaf);
+  hide_memory_of(impl, name);
   show_whole(impl, leaf, own, sizes);
   auto meta = c10::make_intrusive<SplitMeta>();
   meta->part = leaf;
+  meta->sizes = sizes;
   meta->placement = std::move(own);
   meta->name = std::move(name);
   if (trained) {
@@ -281,6 +315,45 @@ std::string split_name(const at::Tensor& split) { return is_split(split) ? meta_
 at::Tensor leaf_of(const at::Tensor& split) {
   if (!is_split(split) || meta_of(split).name.empty()) return {};
   return meta_of(split).part;
+}
+
+void follow_leaf(const at::Tensor& parameter) {
+  require(!split_name(parameter).empty(), "follow_leaf: expected a split parameter");
+  SplitMeta& meta = mutable_meta_of(parameter);
+  take_keys(*parameter.unsafeGetTensorImpl(), meta.part);
+  if (!parameter.requires_grad() || !meta.part.requires_grad()) return;
+  const at::AutoGradMode with_grad(true);
+  build_bridge(parameter, meta);
+}
+
+SplitState make_whole(const at::Tensor& parameter, const at::Tensor& whole) {
+  require(!split_name(parameter).empty() && !is_split(whole) && whole.sizes() == parameter.sizes(),
+          "make_whole: expected a split parameter, and the whole of it");
+  c10::TensorImpl& impl = *parameter.unsafeGetTensorImpl();
+  SplitState state = impl.get_backend_meta_intrusive_ptr();
+  const SplitMeta& meta = *static_cast<SplitMeta*>(state.get());
+  impl.set_autograd_meta(nullptr);
+  impl.shallow_copy_from(whole.detach().getIntrusivePtr());  // all but history and version
+  if (!meta.part.requires_grad()) return state;
+  auto node = std::shared_ptr<ShownWhole>(new ShownWhole(meta.name), autograd::deleteNode);
+  node->add_input_metadata(parameter);
+  autograd::impl::set_gradient_edge(parameter, {node, 0});
+  return state;
+}
+
+void split_again(const at::Tensor& parameter, SplitState state) {
+  require(!is_split(parameter) && state, "split_again: expected a parameter that make_whole() had, and what it gave");
+  const at::NoGradGuard no_grad;
+  SplitMeta& meta = *static_cast<SplitMeta*>(state.get());
+  c10::TensorImpl& impl = *parameter.unsafeGetTensorImpl();
+  impl.set_autograd_meta(nullptr);
+  take_keys(impl, meta.part);
+  hide_memory_of(impl, meta.name);
+  show_whole(impl, meta.part, meta.placement, meta.sizes);
+  impl.set_backend_meta(std::move(state));
+  if (!meta.part.requires_grad()) return;
+  const at::AutoGradMode with_grad(true);
+  build_bridge(parameter, meta);
 }
 
 void note_changed_part(const at::Tensor& split, const at::Tensor& part) {

@@ -53,6 +53,7 @@ at::Tensor make_split(at::Tensor part, Placement placement, c10::IntArrayRef siz
 // This rank's part of a plain tensor, without history; a view of it where the part is one range, or everything since
 // there is no cut.
 at::Tensor slice_of(const at::Tensor& whole, const Placement& placement);
+at::Tensor slice_of(const at::Tensor& whole, const TensorPart& part);
 // Copies rank `index`'s part between its place in `whole` and `part`.
 void copy_part_into(const at::Tensor& whole, const at::Tensor& part, const Cut& cut, int index, int count);
 
@@ -64,6 +65,9 @@ at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placeme
 // Of a split parameter: name and leaf. Empty and undefined for another split tensor.
 std::string split_name(const at::Tensor& split);
 at::Tensor leaf_of(const at::Tensor& split);
+// After the leaf of a split parameter got another dtype or device (set_data): the parameter shows it, and its history
+// leads to the leaf's accumulator of gradients as it is now.
+void follow_leaf(const at::Tensor& parameter);
 
 // After an operator has changed `part`, which part_of gave, in place: the split tensor gets its history.
 void note_changed_part(const at::Tensor& split, const at::Tensor& part);

@@ -71,6 +71,9 @@ class TensorPart {
   TensorPart(std::vector<int64_t> sizes, Cut cut, int index, int count);
 
   const std::vector<int64_t>& whole_sizes() const { return sizes_; }
+  const Cut& cut() const { return cut_; }
+  int index() const { return index_; }
+  int count() const { return count_; }
   std::vector<int64_t> sizes() const;
   int64_t numel() const;
   // Ranges of the cut dimension that the part has, in its order.

@@ -73,6 +73,7 @@ void Engine::Impl::require_backward() {
 
 void Engine::Impl::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
   reporter->backward_begins();
+  if (state.tensor) state.tensor->next_batch();  // what comes now has been through its forward
   const int64_t micro_batch = order.micro_batches_done();
   batches.begin(micro_batch, loader.get());
   const double share = scale_wrt_gas ? 1.0 / static_cast<double>(order.micro_batches_of_update()) : 1.0;

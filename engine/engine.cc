@@ -90,7 +90,12 @@ int Engine::world_size() const { return impl_->state.ranks.world->size(); }
 
 int Engine::dp_world_size() const { return impl_->state.ranks.part->size(); }
 
-int Engine::mp_world_size() const { return 1; }
+int Engine::mp_world_size() const { return impl_->state.ranks.tensor_ranks(); }
+
+std::vector<parallel::JoinedOperator> Engine::joined_operators() const {
+  const auto& tensor = impl_->state.tensor;
+  return tensor ? tensor->split.joined_operators() : std::vector<parallel::JoinedOperator>();
+}
 
 at::Device Engine::device() const { return impl_->state.ranks.device; }
 

@@ -6,8 +6,29 @@
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
 #include "engine/update/held_still.h"
+#include "parallel/axis/axis.h"
 
 namespace ds::engine {
+
+namespace {
+
+// Once: what the first step has computed on joined tensors. Later ones are told by the axis.
+void tell_of_joins(TensorParts& parts, int rank) {
+  if (std::exchange(parts.told_of_joins, true)) return;
+  parts.split.axis->tell_joins(true);
+  std::string names;
+  int64_t bytes = 0;
+  for (const parallel::JoinedOperator& op : parts.split.joined_operators()) {
+    names += cat(names.empty() ? "" : ", ", op.name, op.parameters.empty() ? "" : cat(" (of ", op.parameters, ")"));
+    bytes += op.bytes;
+  }
+  if (rank != 0 || names.empty()) return;
+  log::warning("tensor parallel: operators without a rule for split tensors were computed on joined ones, on every ",
+               "rank: ", names, "; ", bytes, " bytes in the first step. The result is right, memory and time are ",
+               "those of one rank. engine->joined_operators() has the list (said once)");
+}
+
+}  // namespace
 
 void Engine::name_batch(std::string name) { impl_->batches.name_next(std::move(name)); }
 
@@ -83,6 +104,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
     throw;
   }
   state.access->end_pass();
+  if (state.tensor) tell_of_joins(*state.tensor, state.ranks.world->rank());
   watch->renew();  // an optimizer of the program changes parameters in place
   if (progress.step_applied) {
     ++progress.applied_steps;

@@ -1,6 +1,7 @@
 #include "parallel/dispatch.h"
 
 #include <ATen/core/enum_tag.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
 #include <string>
@@ -92,6 +93,15 @@ FoundAxis find_axis(const c10::OperatorHandle& op, const torch::jit::Stack& stac
   return result;
 }
 
+// What all ranks have to bring alike.
+void note_data(const Call& call) {
+  for (size_t i = 0; i < call.arguments(); ++i) {
+    const at::Tensor tensor = call.given(i);
+    if (!tensor.defined() || is_split(tensor) || tensor.requires_grad() || tensor.dim() == 0) continue;
+    call.axis()->note_data(tensor);
+  }
+}
+
 void require_no_change_of_views(const Call& call) {
   for (size_t i = 0; i < call.arguments(); ++i) {
     if (call.changes(i) && is_split(call.given(i))) require_changeable(call.given(i), call.name());
@@ -103,6 +113,7 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   FoundAxis found = find_axis(op, *stack);
   ensure(found.axis != nullptr, "an operator under the key of split tensors has one among its arguments");
   Call call(op, *stack, std::move(found.axis));
+  if (call.axis()->watches_data() && at::GradMode::is_enabled()) note_data(call);
   if (!found.any_cut) {
     require_no_change_of_views(call);
     return run_uncut(call);

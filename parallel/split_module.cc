@@ -16,28 +16,19 @@
 #include "parallel/axis/collectives.h"
 #include "parallel/axis/conversions.h"
 #include "parallel/dispatch.h"
+#include "parallel/split_module.h"
 
 namespace ds::parallel {
 namespace {
 
-// The plan, in which names of one tensor agree.
-SplitPlan plan_for(const torch::OrderedDict<std::string, at::Tensor>& parameters, const std::vector<SplitRule>& rules,
-                   int ranks) {
-  std::vector<NamedShape> shapes;
-  for (const auto& entry : parameters) {
-    require(!ds::is_split(entry.value()), "parameter ", entry.key(), " is split already");
-    shapes.push_back({.name = entry.key(), .sizes = entry.value().sizes().vec()});
+// As a regular expression that matches the name alone.
+std::string literal(const std::string& name) {
+  std::string result;
+  for (const char c : name) {
+    if (std::string(R"(^$\.*+?()[]{}|)").find(c) != std::string::npos) result += '\\';
+    result += c;
   }
-  SplitPlan plan = plan_splits(shapes, rules, ranks);
-  std::unordered_map<const c10::TensorImpl*, const ParameterSplit*> seen;
-  for (size_t i = 0; i < plan.size(); ++i) {
-    const auto [entry, is_new] = seen.try_emplace(parameters[i].value().unsafeGetTensorImpl(), &plan[i]);
-    const ParameterSplit& first = *entry->second;
-    require(is_new || (first.dim == plan[i].dim && first.blocks == plan[i].blocks && first.grain == plan[i].grain),
-            "parameters ", first.name, " and ", plan[i].name,
-            " are one tensor, but the rules split them otherwise: ", first.reason, "; ", plan[i].reason);
-  }
-  return plan;
+  return result;
 }
 
 // Rank 0's values on all ranks.
@@ -71,9 +62,43 @@ Cut cut_along(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>&
 
 }  // namespace
 
+SplitPlan plan_module(const torch::nn::Module& module, const std::vector<SplitRule>& rules, int ranks) {
+  const auto parameters = module.named_parameters();
+  std::vector<NamedShape> shapes;
+  for (const auto& entry : parameters) {
+    require(!ds::is_split(entry.value()), "parameter ", entry.key(), " is split already");
+    shapes.push_back({.name = entry.key(), .sizes = entry.value().sizes().vec()});
+  }
+  SplitPlan plan = plan_splits(shapes, rules, ranks);
+  std::unordered_map<const c10::TensorImpl*, const ParameterSplit*> seen;
+  for (size_t i = 0; i < plan.size(); ++i) {
+    const auto [entry, is_new] = seen.try_emplace(parameters[i].value().unsafeGetTensorImpl(), &plan[i]);
+    const ParameterSplit& first = *entry->second;
+    require(is_new || (first.dim == plan[i].dim && first.blocks == plan[i].blocks && first.grain == plan[i].grain),
+            "parameters ", first.name, " and ", plan[i].name,
+            " are one tensor, but the rules split them otherwise: ", first.reason, "; ", plan[i].reason);
+  }
+  return plan;
+}
+
 std::shared_ptr<Axis> make_axis(std::shared_ptr<comm::Communicator> communicator) {
   auto result = std::make_shared<Axis>(std::move(communicator));
   if (result->size() > 1) register_split_operators();
+  return result;
+}
+
+std::vector<SplitRule> declared_splits(const torch::nn::Module& module) {
+  std::vector<SplitRule> result;
+  const auto declare = [&](const std::string& name, const torch::nn::Module& inner) {
+    const auto* const declaring = dynamic_cast<const HasSplits*>(&inner);
+    if (declaring == nullptr) return;
+    for (SplitRule& rule : declaring->splits()) {
+      if (!name.empty()) rule.pattern = literal(name) + (rule.pattern.empty() ? "" : "\\.(?:" + rule.pattern + ")");
+      result.push_back(std::move(rule));
+    }
+  };
+  declare("", module);
+  for (const auto& entry : module.named_modules("", /*include_self=*/false)) declare(entry.key(), *entry.value());
   return result;
 }
 
@@ -117,32 +142,40 @@ double SplitModule::clip_grad_norm_(double max_norm) const {
 std::vector<JoinedOperator> SplitModule::joined_operators() const { return axis->joined_operators(); }
 void SplitModule::reset_joined_operators() const { axis->reset_joined_operators(); }
 
-SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::Communicator> communicator,
-                               const std::vector<SplitRule>& rules, const ParallelizeOptions& options) {
-  SplitModule result;
-  result.axis = make_axis(std::move(communicator));
-  result.axis->verify(options.verify);
+SplitModule split_module(torch::nn::Module& module, std::shared_ptr<Axis> axis, SplitPlan plan, const PartOf& part_of) {
+  SplitModule result{.axis = std::move(axis), .plan = std::move(plan), .named_leaves = {}};
   const auto parameters = module.named_parameters();
-  result.plan = plan_for(parameters, rules, result.axis->size());
-  broadcast_values(module, result.axis->communicator());
-  std::vector<const c10::TensorImpl*> seen;
+  std::set<const c10::TensorImpl*> seen;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, parameter] = parameters[i].pair();
-    if (std::find(seen.begin(), seen.end(), parameter.unsafeGetTensorImpl()) != seen.end()) continue;
-    seen.push_back(parameter.unsafeGetTensorImpl());
+    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     const ParameterSplit& split = result.plan[i];
     at::Tensor leaf = parameter;
     if (split.is_split()) {
       const Placement placement{.axis = result.axis,
                                 .cut = Cut{.dim = split.dim, .blocks = split.blocks, .grain = split.grain}};
-      // A tensor of its own: the whole's memory is given back.
-      leaf = split_parameter(parameter, placement, slice_of(parameter.detach(), placement).clone(), name);
+      leaf = split_parameter(parameter, placement, part_of(name, parameter, placement), name);
     } else if (result.axis->size() > 1) {
       keep_gradient_whole(parameter);
     }
     result.named_leaves.emplace_back(name, leaf);
   }
   return result;
+}
+
+SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::Communicator> communicator,
+                               const std::vector<SplitRule>& rules, const ParallelizeOptions& options) {
+  const std::shared_ptr<Axis> axis = make_axis(std::move(communicator));
+  axis->verify(options.verify);
+  std::vector<SplitRule> all_rules = rules;
+  for (SplitRule& declared : declared_splits(module)) all_rules.push_back(std::move(declared));
+  SplitPlan plan = plan_module(module, all_rules, axis->size());
+  broadcast_values(module, axis->communicator());
+  return split_module(module, axis, std::move(plan),
+                      [](const std::string& /*name*/, const at::Tensor& parameter, const Placement& placement) {
+                        // A tensor of its own: the whole's memory is given back.
+                        return slice_of(parameter.detach(), placement).clone();
+                      });
 }
 
 at::Tensor distribute(const at::Tensor& tensor, const std::shared_ptr<Axis>& axis, int64_t dim,

@@ -59,6 +59,7 @@ GatheredParameters::Opened::Opened(Scope scope)
       ++gathered_;
     }
     for (const Parameter* parameter : parameters()) versions_.push_back(parameter->tensor._version());
+    if (scope_.wholes) scope_.wholes->show();
     if (!scope_.modifier_rank) {
       watch();
       return;
@@ -154,6 +155,7 @@ void GatheredParameters::Opened::require_unchanged() const {
   for (size_t i = 0; i < all.size() && !changed; ++i) {
     if (all[i]->tensor._version() != versions_[i]) changed = all[i]->name;
   }
+  if (scope_.wholes && !changed) changed = scope_.wholes->changed();
   require(!changed, "gathered parameters: parameter ", changed.value_or(""),
           " was changed in a scope without a modifier rank, so that ranks may differ now. Expected ",
           "engine->gathered_parameters(parameters, /*modifier_rank=*/0) around changes");
@@ -161,8 +163,10 @@ void GatheredParameters::Opened::require_unchanged() const {
 
 void GatheredParameters::Opened::share_changes() {
   const at::NoGradGuard no_grad;
+  if (scope_.wholes) scope_.wholes->share_wholes();
   for (const auto& [index, bucket] : scope_.buckets) {
     bucket->take_values_back();
+    if (scope_.wholes) scope_.wholes->share_bucket(index, bucket->flat());
     if (scope_.world->size() > 1) {
       scope_.world->broadcast(bucket->flat(), *scope_.modifier_rank, "changed parameters").wait();
     }
@@ -171,6 +175,7 @@ void GatheredParameters::Opened::share_changes() {
   }
   for (const Parameter& parameter : scope_.others) {
     const at::Tensor values = parameter.tensor.detach().contiguous();
+    if (scope_.wholes && !parameter.part) scope_.wholes->share_other(values);
     if (scope_.world->size() > 1) scope_.world->broadcast(values, *scope_.modifier_rank, parameter.name).wait();
     if (!values.is_alias_of(parameter.tensor)) parameter.tensor.detach().copy_(values);
   }
@@ -186,6 +191,7 @@ void GatheredParameters::Opened::restore() {
 void GatheredParameters::Opened::give_back() {
   open_ = false;
   watch_.disable();
+  if (scope_.wholes) scope_.wholes->hide();
   std::exception_ptr failure;
   for (size_t i = 0; i < gathered_ && scope_.gatherer; ++i) {
     try {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "dsengine/zero.h"
 #include "zero/parameter_bucket.h"
 #include "zero/parameter_gatherer.h"
+#include "zero/split_wholes.h"
 
 namespace ds::zero {
 
@@ -22,7 +24,8 @@ struct GatheredParameters::Scope {
   std::optional<int> modifier_rank;                          // of world
   // A bucket that is whole and the same on all ranks may have new values; called before it is released.
   std::function<void(size_t)> changed;
-  std::function<void()> closed;  // always, once
+  std::function<void()> closed;        // always, once
+  std::unique_ptr<SplitWholes> wholes;  // null: no parameter is split over a tensor axis
 };
 
 }  // namespace ds::zero

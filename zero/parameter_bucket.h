@@ -10,15 +10,21 @@
 #include <vector>
 
 #include "core/slice_store.h"
+#include "core/tensor_part.h"
 #include "zero/gather_memory.h"
 #include "zero/partition.h"
 
 namespace ds::zero {
 
 // A parameter of the model. `tensor` shares its identity with the module's (set_data changes both).
+// Of a parameter that is split over a tensor axis `tensor` is the leaf, which has this rank's part alone.
 struct Parameter {
   std::string name;
   at::Tensor tensor;
+  std::shared_ptr<const TensorPart> part = nullptr;  // which part of the parameter `tensor` is; null: the whole
+
+  // Of the whole parameter.
+  std::vector<int64_t> whole_sizes() const { return part ? part->whole_sizes() : tensor.sizes().vec(); }
 };
 
 // Owns `flat` ([layout.numel], the model's dtype and device). Padding holds zeros. Not thread safe.

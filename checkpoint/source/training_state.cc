@@ -37,6 +37,7 @@ json to_json(const TrainingState& state) {
                  {"precision", state.precision},       {"config", state.config},
                  {"client_state", state.client_state}};
   if (state.pipeline_stages > 1) result["pipeline_stages"] = state.pipeline_stages;
+  if (state.tensor_ranks > 1) result["tensor_ranks"] = state.tensor_ranks;
   if (state.optimizer) {
     json groups = json::array();
     for (const optimizers::GroupOptions& group : state.optimizer->groups) groups.push_back(group_to_json(group));
@@ -66,6 +67,7 @@ TrainingState training_state_from(const json& value, const std::string& where) {
     state.skipped_steps = value.at("skipped_steps").get<int64_t>();
     state.world_size = value.at("world_size").get<int>();
     state.pipeline_stages = value.value("pipeline_stages", 1);
+    state.tensor_ranks = value.value("tensor_ranks", 1);
     state.zero_stage = value.at("zero_stage").get<int64_t>();
     state.precision = value.at("precision").get<std::string>();
     state.config = value.at("config");

@@ -34,6 +34,7 @@ struct TrainingState {
   int64_t skipped_steps = 0;
   int world_size = 1;       // number of ranks that wrote it
   int pipeline_stages = 1;  // ranks that make up one pipeline; a divisor of world_size
+  int tensor_ranks = 1;     // ranks of which each has a part of the split parameters; likewise
   int64_t zero_stage = 0;
   std::string precision;  // dtype of the model's parameters: "float32", "bfloat16", "float16", "float64"
   std::optional<OptimizerState> optimizer;  // none: weights only

@@ -14,7 +14,8 @@ CheckpointFit::CheckpointFit(const ModelState& model, checkpoint::Source& source
     : model_(model),
       source_(source),
       same_ranks_(source.state().world_size == model.ranks.world->size() &&
-                  source.state().pipeline_stages == model.pipeline_ranks()) {
+                  source.state().pipeline_stages == model.pipeline_ranks() &&
+                  source.state().tensor_ranks == model.ranks.tensor_ranks()) {
   find_weights(options);
   if (!options.with_states) return;
   if (model.optimizer.own) {
@@ -35,16 +36,17 @@ std::pair<std::string, std::vector<int64_t>> CheckpointFit::state_of(const std::
   const auto index = static_cast<size_t>(segment.parameter);
   const std::string& path = weight(model_.parameters[index].name);
   if (path.empty()) return {};
-  return {checkpoint::state_path(kind, checkpoint::name_in("weights/", path)), model_.infos[index].sizes};
+  return {checkpoint::state_path(kind, checkpoint::name_in("weights/", path)), model_.parameters[index].whole_sizes()};
 }
 
 void CheckpointFit::find_weights(const FitOptions& options) {
   std::map<const void*, std::vector<std::string>> names;
   for (const auto& item : model_.module->named_parameters()) {
-    names[item.value().unsafeGetTensorImpl()].push_back(item.key());
+    names[trained_tensor(item.value()).unsafeGetTensorImpl()].push_back(item.key());
   }
   Shapes wanted;
-  const auto add = [&](const zero::Parameter& parameter, const std::vector<int64_t>& sizes) {
+  const auto add = [&](const zero::Parameter& parameter) {
+    const std::vector<int64_t> sizes = parameter.whole_sizes();
     const std::vector<std::string>& all = names.at(parameter.tensor.unsafeGetTensorImpl());
     const std::string path = checkpoint::weight_for(source_, all);
     weights_[parameter.name] = path;
@@ -54,8 +56,8 @@ void CheckpointFit::find_weights(const FitOptions& options) {
             "\" is missing, and what the model has is of a load or a step that failed part of the way; ",
             "load a checkpoint that has all weights");
   };
-  for (size_t i = 0; i < model_.parameters.size(); ++i) add(model_.parameters[i], model_.infos[i].sizes);
-  for (const zero::Parameter& parameter : model_.frozen) add(parameter, parameter.tensor.sizes().vec());
+  for (const zero::Parameter& parameter : model_.parameters) add(parameter);
+  for (const zero::Parameter& parameter : model_.frozen) add(parameter);
   add_buffers(wanted);
   add_other_stages(wanted);
   checkpoint::require_shapes(source_, wanted);

@@ -35,14 +35,26 @@ BucketRange written_range(const ModelState& state, size_t bucket, bool partition
   return range;
 }
 
+// Elements of a live tensor: in a bucket, or in one of its own.
+struct LiveRun {
+  at::Tensor flat;
+  int64_t position = 0;
+  size_t bucket = StatePiece::kNoBucket;
+};
+
 class PieceList {
  public:
-  void add(const std::string& path, checkpoint::TensorInfo tensor, const Segment& run, at::Tensor flat,
-           int64_t position, size_t bucket) {
+  void add(const std::string& path, checkpoint::TensorInfo tensor, const Segment& run, LiveRun live) {
     pieces_.push_back({.plan = {path, std::move(tensor), run.parameter_offset, run.length},
-                       .flat = std::move(flat),
-                       .position = position,
-                       .bucket = bucket});
+                       .flat = std::move(live.flat),
+                       .position = live.position,
+                       .bucket = live.bucket});
+  }
+  // Of a parameter, or of something that has an element for each of its own.
+  void add(const std::string& path, const zero::Parameter& parameter, bool frozen, const Segment& run, LiveRun live) {
+    const at::ScalarType dtype = live.flat.scalar_type();
+    add(path, {.dtype = dtype, .sizes = parameter.whole_sizes(), .frozen = frozen}, run, std::move(live));
+    pieces_.back().plan.part = parameter.part;
   }
   std::vector<StatePiece> take() { return std::move(pieces_); }
 
@@ -50,14 +62,20 @@ class PieceList {
   std::vector<StatePiece> pieces_;
 };
 
+// Of a frozen parameter: by no other stage, and by no other rank of the tensor axis.
+bool is_written_here(const ModelState& state, const zero::Parameter& parameter) {
+  if (state.is_copy(parameter.name)) return false;
+  return parameter.part || !state.tensor || state.tensor->ranks->rank() == 0;
+}
+
 void add_trained(const ModelState& state, size_t b, PieceList& pieces) {
   const zero::BucketLayout& layout = state.buckets[b].layout();
   const bool partitioned = state.plan.partition_optimizer;
   const BucketRange range = written_range(state, b, partitioned);
   const auto add = [&](const at::Tensor& flat, const auto& path_of) {
     for_each_run(layout, range, [&](const Segment& run, int64_t position) {
-      const ParameterInfo& info = state.infos[static_cast<size_t>(run.parameter)];
-      pieces.add(path_of(info.name), {.dtype = flat.scalar_type(), .sizes = info.sizes}, run, flat, position, b);
+      const zero::Parameter& parameter = state.parameters[static_cast<size_t>(run.parameter)];
+      pieces.add(path_of(parameter.name), parameter, /*frozen=*/false, run, {flat, position, b});
     });
   };
   add(state.masters[b], checkpoint::weight_path);
@@ -81,10 +99,9 @@ void add_frozen_bucket(const ModelState& state, size_t f, PieceList& pieces) {
   }
   for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
     const zero::Parameter& parameter = state.frozen[static_cast<size_t>(run.parameter)];
-    if (state.is_copy(parameter.name)) return;
-    pieces.add(checkpoint::weight_path(parameter.name),
-               {.dtype = flat.scalar_type(), .sizes = parameter.tensor.sizes().vec(), .frozen = true}, run, flat,
-               position, state.buckets.size() + f);
+    if (!is_written_here(state, parameter)) return;
+    pieces.add(checkpoint::weight_path(parameter.name), parameter, /*frozen=*/true, run,
+               {flat, position, state.buckets.size() + f});
   });
 }
 
@@ -101,18 +118,17 @@ void add_frozen_parameters(const ModelState& state, PieceList& pieces) {
     first += numel;
     const bool empty = numel == 0 && state.ranks.part->rank() == 0;
     if (from == to && !empty) continue;
-    if (state.is_copy(parameter.name)) continue;
-    pieces.add(checkpoint::weight_path(parameter.name),
-               {.dtype = parameter.tensor.scalar_type(), .sizes = parameter.tensor.sizes().vec(), .frozen = true},
-               {.parameter_offset = from, .length = to - from}, parameter.tensor.detach().contiguous().view({-1}), from,
-               StatePiece::kNoBucket);
+    if (!is_written_here(state, parameter)) continue;
+    pieces.add(checkpoint::weight_path(parameter.name), parameter, /*frozen=*/true,
+               {.parameter_offset = from, .length = to - from},
+               {parameter.tensor.detach().contiguous().view({-1}), from});
   }
 }
 
 void add_memory(const NamedTensors& memory, PieceList& pieces) {
   for (const auto& [path, values] : memory) {
-    pieces.add(path, {.dtype = values.scalar_type(), .sizes = values.sizes().vec()}, {.length = values.numel()}, values,
-               0, StatePiece::kNoBucket);
+    pieces.add(path, {.dtype = values.scalar_type(), .sizes = values.sizes().vec()}, {.length = values.numel()},
+               {values});
   }
 }
 

@@ -1,7 +1,8 @@
 // The model state that this rank holds, as pieces of logical tensors.
 //
 // Every element of the state belongs to exactly one rank: its own slice or, where several ranks hold the same (stage 0,
-// the replicas of MiCS), an equal part of it. So all ranks write, and nothing is written twice.
+// the replicas of MiCS), an equal part of it. So all ranks write, and nothing is written twice. Of parameters that are
+// split over a tensor axis each rank writes its own part, as such; whole ones are written by the axis' first rank.
 #pragma once
 
 #include <ATen/core/Tensor.h>

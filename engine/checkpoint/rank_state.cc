@@ -201,11 +201,13 @@ void add_buffers(const ModelState& model, const BufferCopies& copies, NamedTenso
   if (copies.values.empty()) return;
   const at::Tensor& own = copies.checksums;
   at::Tensor first = own.clone().to(model.ranks.device);
-  if (model.ranks.part->size() > 1) model.ranks.part->broadcast(first, 0, "checksums of buffers").wait();
+  // Ranks of a tensor axis have parts of parameters, but buffers as other ranks of the job.
+  comm::Communicator& sharing = model.tensor ? *model.ranks.world : *model.ranks.part;
+  if (sharing.size() > 1) sharing.broadcast(first, 0, "checksums of buffers").wait();
   first = first.to(at::kCPU);
   for (size_t i = 0; i < copies.values.size(); ++i) {
     const auto& [name, values] = copies.values[i];
-    if (model.ranks.part->rank() == 0) {
+    if (sharing.rank() == 0) {
       tensors.emplace_back(checkpoint::buffer_path(name), values);
     } else if (first.const_data_ptr<int64_t>()[i] != own.const_data_ptr<int64_t>()[i]) {
       tensors.emplace_back(checkpoint::rank_path(model.ranks.world->rank(), checkpoint::buffer_path(name)), values);

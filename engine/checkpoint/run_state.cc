@@ -81,6 +81,7 @@ checkpoint::TrainingState training_state(const ModelState& model, const RunState
   state.skipped_steps = run.progress.skipped_steps();
   state.world_size = model.ranks.world->size();
   state.pipeline_stages = model.pipeline_ranks();
+  state.tensor_ranks = model.ranks.tensor_ranks();
   state.zero_stage = static_cast<int>(run.config.zero_optimization.stage);
   state.precision = precision_of(model);
   if (const auto& own = model.optimizer.own) {

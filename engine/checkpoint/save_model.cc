@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <map>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 
 #include "core/check.h"
@@ -20,8 +21,8 @@ class WeightFile {
   WeightFile(const std::string& path, const torch::nn::Module& module, bool with_frozen) {
     std::vector<SafetensorsWriter::Header> headers;
     for (const auto& item : module.named_parameters()) {
-      if (!with_frozen && !item.value().requires_grad()) continue;
-      names_[item.value().unsafeGetTensorImpl()].push_back(item.key());
+      if (!with_frozen && !trained_tensor(item.value()).requires_grad()) continue;
+      names_[trained_tensor(item.value()).unsafeGetTensorImpl()].push_back(item.key());
       headers.push_back({item.key(), item.value().scalar_type(), item.value().sizes().vec()});
     }
     for (const auto& item : module.named_buffers()) {
@@ -34,10 +35,11 @@ class WeightFile {
     });
   }
 
-  void write(const at::Tensor& parameter) {
-    const auto found = names_.find(parameter.unsafeGetTensorImpl());
+  // `values`: of the whole.
+  void write(const zero::Parameter& parameter, const at::Tensor& values) {
+    const auto found = names_.find(parameter.tensor.unsafeGetTensorImpl());
     if (found == names_.end()) return;
-    for (const std::string& name : found->second) write(name, parameter);
+    for (const std::string& name : found->second) write(name, values);
   }
   void write(const std::string& name, const at::Tensor& tensor) {
     attempt([&] { writer_->write(name, tensor); });
@@ -58,33 +60,53 @@ class WeightFile {
     }
   }
 
-  std::map<const void*, std::vector<std::string>> names_;  // of a parameter, by identity: tied ones have several
+  std::map<const void*, std::vector<std::string>> names_;  // by identity of what is trained: tied ones have several
   std::optional<SafetensorsWriter> writer_;
   std::exception_ptr failure_;
 };
 
+// Whole ones as they come; parts are joined afterwards, in module order, which ranks of a tensor axis share. Their
+// buckets may be others.
+void write_parameters(const ModelState& state, std::optional<WeightFile>& file) {
+  std::unordered_map<const void*, at::Tensor> parts;  // at stage 3, on the host
+  if (state.gatherer) {
+    const bool joins = state.ranks.part->rank() == 0;  // for rank 0
+    for_each_whole_bucket(state, 0, [&](const zero::ParameterBucket& bucket) {
+      for (const zero::Parameter& parameter : bucket.parameters()) {
+        if (parameter.part && joins) {
+          parts[parameter.tensor.unsafeGetTensorImpl()] = parameter.tensor.detach().to(at::kCPU, false, /*copy=*/true);
+        } else if (!parameter.part && file) {
+          file->write(parameter, parameter.tensor);
+        }
+      }
+    });
+  }
+  for (const auto* list : {&state.parameters, &state.frozen}) {
+    for (const zero::Parameter& parameter : *list) {
+      if (parameter.part && state.ranks.part->rank() == 0) {
+        const auto found = parts.find(parameter.tensor.unsafeGetTensorImpl());
+        const at::Tensor own = found == parts.end() ? parameter.tensor.detach() : found->second;
+        const at::Tensor whole = joined_over_axis(state, parameter, own);
+        if (file) file->write(parameter, whole);
+      } else if (!parameter.part && !state.gatherer && file) {
+        file->write(parameter, parameter.tensor);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void save_model(const ModelState& state, const std::string& path, bool with_frozen) {
-  comm::Communicator& part = *state.ranks.part;
+  comm::Communicator& ranks = state.tensor ? *state.ranks.world : *state.ranks.part;
   std::optional<WeightFile> file;
-  if (part.rank() == 0) file.emplace(path, *state.module, with_frozen);
-  if (state.gatherer) {
-    for_each_whole_bucket(state, 0, [&](const zero::ParameterBucket& bucket) {
-      for (const zero::Parameter& parameter : bucket.parameters()) {
-        if (file) file->write(parameter.tensor);
-      }
-    });
-  } else if (file) {
-    for (const auto* list : {&state.parameters, &state.frozen}) {
-      for (const zero::Parameter& parameter : *list) file->write(parameter.tensor);
-    }
-  }
+  if (ranks.rank() == 0) file.emplace(path, *state.module, with_frozen);
+  write_parameters(state, file);
   if (file) {
     for (const auto& item : state.module->named_buffers()) file->write(item.key(), item.value());
     file->commit();
   }
-  require<IoError>(failed_rank(file ? file->failure() : nullptr, state.ranks.device, part) < 0,
+  require<IoError>(failed_rank(file ? file->failure() : nullptr, state.ranks.device, ranks) < 0,
                    "save_16bit_model: rank 0 could not write ", path, ", its message says why");
 }
 

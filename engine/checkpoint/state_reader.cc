@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "checkpoint/source/part_reader.h"
 #include "core/log.h"
 #include "engine/checkpoint/checkpoint_pieces.h"
 
@@ -12,11 +13,25 @@ namespace {
 
 using checkpoint::Source;
 
+// Calls `read` with memory on the host for the values of `target`, which may be anywhere and in any order.
+template <class Read>
+void read_into(const at::Tensor& target, const Read& read) {
+  if (target.is_cpu() && target.is_contiguous()) return read(target);
+  const at::Tensor values = at::empty(target.sizes(), target.scalar_type());
+  read(values);
+  at::Tensor(target).copy_(values);
+}
+
 void read_flat(Source& source, const std::string& path, int64_t offset, const at::Tensor& flat) {
-  if (flat.is_cpu()) return source.read(path, offset, flat);
-  const at::Tensor values = at::empty(flat.sizes(), flat.options().device(at::kCPU));
-  source.read(path, offset, values);
-  at::Tensor(flat).copy_(values);
+  read_into(flat, [&](const at::Tensor& values) { source.read(path, offset, values); });
+}
+
+// Elements from `offset` on of what this rank has of a parameter.
+void read_own(Source& source, const std::string& path, const zero::Parameter& parameter, int64_t offset,
+              const at::Tensor& target) {
+  if (!parameter.part) return read_flat(source, path, offset, target);
+  read_into(target,
+            [&](const at::Tensor& values) { checkpoint::read_part(source, path, *parameter.part, offset, values); });
 }
 
 }  // namespace
@@ -46,9 +61,10 @@ void StateReader::read_trained(size_t b) {
   const BucketRange range = held_range(model_, b, model_.plan.partition_optimizer);
   use_bucket(model_, b, /*changes=*/true, [&] {
     for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
-      const std::string& path = fit_.weight(model_.parameters[static_cast<size_t>(run.parameter)].name);
+      const zero::Parameter& parameter = model_.parameters[static_cast<size_t>(run.parameter)];
+      const std::string& path = fit_.weight(parameter.name);
       if (path.empty()) return;
-      read_flat(source_, path, run.parameter_offset, master.narrow(0, position, run.length));
+      read_own(source_, path, parameter, run.parameter_offset, master.narrow(0, position, run.length));
     });
     const at::Tensor own = model_.own_part(b);
     if (!own.is_alias_of(master)) at::Tensor(own).copy_(master);
@@ -56,7 +72,9 @@ void StateReader::read_trained(size_t b) {
     for (const auto& [kind, values] : model_.optimizer.states(b)) {
       for_each_run(bucket.layout(), range, [&, &name = kind, &flat = values](const Segment& run, int64_t position) {
         const std::string path = fit_.state_of(name, run).first;
-        if (!path.empty()) read_flat(source_, path, run.parameter_offset, flat.narrow(0, position, run.length));
+        const zero::Parameter& parameter = model_.parameters[static_cast<size_t>(run.parameter)];
+        if (path.empty()) return;
+        read_own(source_, path, parameter, run.parameter_offset, flat.narrow(0, position, run.length));
       });
     }
   });
@@ -69,8 +87,10 @@ void StateReader::read_frozen_bucket(size_t f) {
   const at::Tensor flat = bucket.sharded() ? bucket.slice(model_.groups_of(b).shards.rank()) : bucket.flat();
   bucket.use_slice(/*changes=*/true, [&] {
     for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
-      const std::string& path = fit_.weight(model_.frozen[static_cast<size_t>(run.parameter)].name);
-      if (!path.empty()) read_flat(source_, path, run.parameter_offset, flat.narrow(0, position, run.length));
+      const zero::Parameter& parameter = model_.frozen[static_cast<size_t>(run.parameter)];
+      const std::string& path = fit_.weight(parameter.name);
+      if (path.empty()) return;
+      read_own(source_, path, parameter, run.parameter_offset, flat.narrow(0, position, run.length));
     });
   });
 }
@@ -78,15 +98,7 @@ void StateReader::read_frozen_bucket(size_t f) {
 void StateReader::read_frozen_parameters() {
   for (const zero::Parameter& parameter : model_.frozen) {
     const std::string& path = fit_.weight(parameter.name);
-    if (path.empty()) continue;
-    const at::Tensor target = parameter.tensor.detach();
-    if (target.is_contiguous()) {
-      read_flat(source_, path, 0, target.view({-1}));
-    } else {
-      const at::Tensor values = at::empty(target.sizes(), target.scalar_type());
-      source_.read(path, 0, values);
-      at::Tensor(target).copy_(values);
-    }
+    if (!path.empty()) read_own(source_, path, parameter, 0, parameter.tensor.detach());
   }
 }
 
@@ -96,7 +108,7 @@ void StateReader::read_encoded_bucket(size_t f) {
     const std::string& path = fit_.weight(parameter.name);
     if (path.empty()) continue;
     const at::Tensor values = at::empty(parameter.tensor.sizes(), parameter.tensor.scalar_type());
-    source_.read(path, 0, values);
+    read_own(source_, path, parameter, 0, values);
     parameter.tensor.detach().copy_(values);
   }
   model_.gatherer->keep_changes(b);

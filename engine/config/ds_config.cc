@@ -84,7 +84,26 @@ void assume_micro_batch(DsConfig& config, const ParseOptions& options, GivenBatc
   config.resolved_auto.push_back({path, *given.micro, kAssumed});
 }
 
-// What ranks of a pipeline leave for data parallelism.
+// Ranks of the tensor axis, which two keys and the program's mesh may say.
+int64_t choose_tensor_ranks(DsConfig& config, const ParseOptions& options, JsonProblems& problems) {
+  constexpr const char* kSize = "/tensor_parallel/autotp_size";
+  const int64_t own = std::max<int64_t>(config.tensor_parallel.autotp_size, 1);
+  const int64_t other = std::max<int64_t>(config.tensor_parallel.tensor_parallel.tp_size, 1);
+  if (own > 1 && other > 1 && own != other) {
+    problems.error(kSize, cat("expected tensor_parallel.tensor_parallel.tp_size, ", other, ", found ", own,
+                              "; both are the ranks of the tensor axis, keep one of them"));
+  }
+  int64_t ranks = std::max(own, other);
+  if (options.tensor_ranks && ranks > 1 && ranks != *options.tensor_ranks) {
+    problems.error(kSize, cat("expected ", *options.tensor_ranks, ", which the axis tensor of the program's mesh says, ",
+                              "found ", ranks, "; remove one of them"));
+  }
+  ranks = options.tensor_ranks.value_or(ranks);
+  if (ranks > 1) config.tensor_parallel.autotp_size = ranks;
+  return ranks;
+}
+
+// What ranks of a pipeline and of a tensor axis leave for data parallelism.
 void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, JsonProblems& problems) {
   constexpr const char* kStages = "/pipeline/stages";
   const std::optional<int64_t> given = config.pipeline.stages;
@@ -94,12 +113,18 @@ void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, Js
   }
   const int64_t stages = options.pipeline_stages.value_or(given.value_or(1));
   if (options.pipeline_stages) config.pipeline.stages = stages;
+  const int64_t tensor = choose_tensor_ranks(config, options, problems);
   if (!options.world_size || stages < 1) return;
   if (*options.world_size % stages != 0) {
     problems.error(kStages, cat("expected a divisor of the ", *options.world_size, " ranks, found ", stages,
                                 "; start a multiple of ", stages, " ranks, or change the stages"));
+  } else if (*options.world_size / stages % tensor != 0) {
+    problems.error("/tensor_parallel/autotp_size",
+                   cat("expected a divisor of the ", *options.world_size / stages, " ranks",
+                       stages > 1 ? " of a stage" : "", ", found ", tensor, "; start a multiple of ", tensor * stages,
+                       " ranks, or change it"));
   }
-  config.dp_world_size = std::max<int64_t>(1, *options.world_size / stages);
+  config.dp_world_size = std::max<int64_t>(1, *options.world_size / stages / tensor);
 }
 
 void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions& options) {

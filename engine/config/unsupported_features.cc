@@ -67,9 +67,6 @@ void collect_precision(const DsConfig& c, Collector& out) {
 }
 
 void collect_parallel(const DsConfig& c, Collector& out) {
-  const TensorParallelSection& tensor = c.tensor_parallel;
-  out.later(tensor.autotp_size > 1, "tensor_parallel.autotp_size", "use 0");
-  out.later(tensor.tensor_parallel.tp_size > 1, "tensor_parallel.tensor_parallel.tp_size", "use 1");
   out.later(c.expert_parallel.enabled, "expert_parallel", "turn it off");
   out.later(c.sequence_parallel_size.value_or(1) > 1, "sequence_parallel_size", "use 1");
 }

@@ -19,9 +19,12 @@ void require_consistent(const DsConfig& config, const Topology& topology) {
   require<UsageError>(topology.dp > 0 && topology.dp <= topology.world_size,
                       "make_plan: expected 0 < dp <= world_size, found dp ", topology.dp, " and world_size ",
                       topology.world_size);
-  require<UsageError>(topology.pipe * topology.dp == topology.world_size,
-                      "make_plan: expected pipe x dp = world_size, ", "found ", topology.pipe, " x ", topology.dp,
-                      " and ", topology.world_size);
+  require<UsageError>(topology.pipe * topology.dp * topology.tensor == topology.world_size,
+                      "make_plan: expected pipe x dp x tensor = world_size, ", "found ", topology.pipe, " x ",
+                      topology.dp, " x ", topology.tensor, " and ", topology.world_size);
+  require<ConfigError>(config.tensor_parallel.size() == topology.tensor, "tensor_parallel.autotp_size: expected ",
+                       topology.tensor, ", the ranks that share a layer here, found ", config.tensor_parallel.size(),
+                       "; change the key, or the arrangement of the ranks");
   require<ConfigError>(config.dp_world_size == topology.dp, "train_batch_size was resolved for ", config.dp_world_size,
                        " data-parallel ranks, found ", topology.dp, "; parse the config for the ranks that run");
   require<ConfigError>(!config.data_parallel_size || *config.data_parallel_size == topology.dp,
@@ -167,7 +170,8 @@ void choose_offload(const DsConfig& config, const PlanFacts& facts, Plan& plan) 
                          "use Adam, AdamW, Adagrad, Lion or SGD, or turn it off");
     // What such an optimizer sends is where its states are, and the ranks of accelerators talk between devices.
     require<ConfigError>(
-        !facts.accelerator || plan.offload.optimizer == zero::Home::kDevice || plan.shard_ranks == 1 ||
+        !facts.accelerator || plan.offload.optimizer == zero::Home::kDevice ||
+            plan.shard_ranks * plan.topology.tensor == 1 ||
             updates_elementwise(config.optimizer.type),
         "zero_optimization.offload_optimizer.device: expected \"none\" with the optimizer ", config.optimizer.type,
         " on ", plan.shard_ranks, " ranks with accelerators, found \"", name_of(zero.optimizer_device()),
@@ -282,6 +286,20 @@ void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan)
                        "pipeline, found false: train_batch() is one step; remove the key");
 }
 
+// What parts of parameters exclude. All else works on each rank's parts as on whole parameters.
+void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, const Plan& plan) {
+  if (plan.topology.tensor == 1) return;
+  const std::string key = cat("tensor_parallel.autotp_size: ", plan.topology.tensor, " excludes ");
+  require<ConfigError>(plan.topology.pipe == 1 && !facts.pipeline_module, key, "a pipeline::PipelineModule ",
+                       "(pipeline.stages: ", plan.topology.pipe, "): layers of stages are not split in this version. ",
+                       "Give the model as one module, or set autotp_size to 1");
+  require<ConfigError>(!facts.client_optimizer, key, "a client optimizer: it has the module's parameters, and what is ",
+                       "trained are their parts. Use the optimizer section of the config, or set autotp_size to 1");
+  const std::string& type = config.optimizer.type;
+  require<ConfigError>(type != "OneBitLamb", key, "optimizer.type: ", type, ", whose factors are of whole tensors, where ",
+                       "each rank has a part. Use Lamb, OneBitAdam or another optimizer, or set autotp_size to 1");
+}
+
 void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const config::ZeroSection& zero = config.zero_optimization;
   plan.gradient_policy = zero.stage == 0   ? zero::ReductionPolicy::kAllReduce
@@ -353,12 +371,18 @@ Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts
   Plan plan;
   plan.topology = topology;
   plan.trains = facts.trains;
+  require_possible_on_parts(config, facts, plan);
   choose_precision(config, facts, plan);
   choose_gradients(config, facts, plan);
   choose_pipeline(config, facts, plan);
   if (!facts.client_optimizer && facts.trains) plan.optimizer = config.optimizer.algorithm();
   plan.schedule = config.scheduler.type;
   plan.backend = config.communication_backend;
+  const config::TensorParallelSection& tensor = config.tensor_parallel;
+  plan.tensor = {.sequence_parallel = tensor.sequence_parallel,
+                 .overlap = tensor.tp_overlap_comm,
+                 .verify = tensor.verify,
+                 .split_parameters = facts.split_parameters};
   plan.parameters = facts.parameters;
   plan.activation_bytes = facts.activation_bytes;
   if (plan.parameters) {

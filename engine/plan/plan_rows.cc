@@ -117,6 +117,15 @@ void add_pipeline_row(const DsConfig& config, Plan& plan) {
   plan.rows.push_back({"pipeline", text, reason_of(config, "pipeline.stages", cat(plan.topology.pipe))});
 }
 
+void add_tensor_rows(const PlanFacts& facts, Plan& plan) {
+  const int64_t ranks = plan.topology.tensor;
+  if (ranks == 1) return;
+  plan.rows.push_back({"tensor parallel",
+                       cat(ranks, " neighbouring ranks have parts of the split parameters and get the same batches"),
+                       cat("tensor_parallel.autotp_size: ", ranks)});
+  for (const SplitRow& row : facts.splits) plan.rows.push_back({cat("  ", row.names), row.what, row.reason});
+}
+
 void add_compression_row(const DsConfig& config, Plan& plan) {
   if (!plan.error_feedback) return;
   const config::OptimizerParams& values = config.optimizer.values;
@@ -318,9 +327,9 @@ void add_activation_rows(const DsConfig& config, Plan& plan) {
 }
 
 // Numbers that a program draws after initialize() are others than it would get from its own torch::manual_seed().
-PlanRow seeds_row(const DsConfig& config, const PlanFacts& facts) {
+PlanRow seeds_row(const DsConfig& config, const PlanFacts& facts, int64_t tensor) {
   if (!facts.seeds_generators) return {"seeds", "the program's own", ".seed_generators: false"};
-  return {"seeds", cat("LibTorch's generators are set to ", config.seed, " + rank"),
+  return {"seeds", cat("LibTorch's generators are set to ", config.seed, " + ", tensor > 1 ? "data-parallel " : "", "rank"),
           cat(reason_of(config, "seed", cat(config.seed)), "; .seed_generators = false keeps the program's own")};
 }
 
@@ -346,16 +355,20 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   plan.rows.push_back(
       {"ranks",
        cat(plan.topology.world_size, " (", plan.topology.pipe > 1 ? cat("pipeline ", plan.topology.pipe, " x ") : "",
-           "data parallel ", plan.topology.dp, ")"),
+           "data parallel ", plan.topology.dp,
+           plan.topology.tensor > 1 ? cat(" x tensor ", plan.topology.tensor) : "", ")"),
        "the launch"});
   plan.rows.push_back({"batch",
                        cat(config.train_batch_size, " = ", config.train_micro_batch_size_per_gpu, " per rank x ",
-                           config.gradient_accumulation_steps, " accumulation x ", plan.topology.dp, " ranks"),
+                           config.gradient_accumulation_steps, " accumulation x ", plan.topology.dp,
+                           plan.topology.tensor > 1 ? " data-parallel ranks" : " ranks"),
                        config.elastic ? "elasticity" : "train_batch_size and its parts"});
   plan.rows.push_back({"precision", precision_text(config, plan), precision_reason(config, plan)});
   note_casts(facts, plan);
   if (plan.trains) add_gradient_rows(config, plan);
   add_pipeline_row(config, plan);
+  add_tensor_rows(facts, plan);
+  add_tensor_mode_rows(plan);
   add_optimizer_rows(config, plan);
   add_gathering_rows(config, plan);
   add_quantization_rows(plan);
@@ -363,7 +376,7 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   add_sharding_row(plan);
   plan.rows.push_back(
       {"communication", name_of(plan.backend), reason_of(config, "communication_backend", name_of(plan.backend))});
-  plan.rows.push_back(seeds_row(config, facts));
+  plan.rows.push_back(seeds_row(config, facts, plan.topology.tensor));
   if (config.deterministic) plan.rows.push_back({"deterministic", "same bits on every run", "deterministic: true"});
   if (plan.require_all_gradients) {
     plan.rows.push_back({"unused parameters", "an error",

@@ -21,6 +21,7 @@
 #include "engine/setup/part_options.h"
 #include "engine/setup/same_on_all_ranks.h"
 #include "engine/setup/seed.h"
+#include "engine/setup/tensor_setup.h"
 
 namespace ds::engine {
 namespace {
@@ -151,7 +152,7 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
 
 // Seeds, and what is one for the whole process or thread.
 void configure_process(const InitializeOptions& options, const config::DsConfig& config, const Ranks& ranks) {
-  if (options.seed_generators) seed_everything(static_cast<uint64_t>(config.seed), ranks.world->rank());
+  if (options.seed_generators) seed_everything(static_cast<uint64_t>(config.seed), ranks.stream());
   if (config.deterministic) set_deterministic(true);
   // Without the section the program's own settings stay.
   if (!config.given("activation_checkpointing")) return;
@@ -171,6 +172,7 @@ void place_module(ModelState& model, const InitializeOptions& options, const con
   const bool placed_later = options.init || has_meta_tensors(*options.model);
   if (!model.ranks.device.is_cpu() && !placed_later) options.model->to(model.ranks.device);
   if (model.pipeline) share_start_values(*model.pipeline);
+  model.tensor = split_over_tensor_axis(model.ranks, options, config);
 }
 
 OptimizerGroups groups_of(const InitializeOptions& options, const config::DsConfig& config,
@@ -199,11 +201,12 @@ void require_same_setup(const ModelState& model, const InitializeOptions& option
 
 // Buckets, reductions and gathers with the start values, and the optimizer over them.
 void build_model(ModelState& model, const InitializeOptions& options, const config::DsConfig& config) {
-  ModelParameters parameters = collect_parameters(*options.model, model.plan.trains);
+  ModelParameters parameters = collect_parameters(*options.model, model.plan.trains, model.tensor != nullptr);
   model.frozen_here = std::move(parameters.frozen_here);  // now: what fails below gives them back
   // Layers of a pipeline, and with them dtypes, are known only now.
   PlanFacts facts = plan_facts(options, config, model);
   add_dtypes(parameters, facts);
+  if (model.tensor) add_splits(*model.tensor, parameters, facts);
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);
   model.plan = make_plan(config, model.plan.topology, facts);
   const OptimizerGroups groups = groups_of(options, config, parameters, model.plan);
@@ -212,6 +215,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   return_freed_host_memory();  // start values of a bucket, between slices that stay, would leave holes
   StartValues values(*options.model, options.weights, options.init, model.ranks.device, *model.ranks.part);
   lay_out_model(model, config, parameters, groups.group_of, values);
+  if (model.tensor) model.tensor->follow_leaves();
   if (options.init) options.init->end();
   keep_freed_host_memory();
   model.optimizer.client = options.optimizer;

@@ -1,5 +1,6 @@
 #include "engine/setup/join_ranks.h"
 
+#include <algorithm>
 #include <chrono>
 #include <optional>
 
@@ -21,6 +22,9 @@ config::DsConfig parse_config(const InitializeOptions& options, int world_size) 
   config::DsConfig config =
       config::parse(options.config, {.world_size = world_size,
                                      .pipeline_stages = stages ? std::optional<int64_t>(*stages) : std::nullopt,
+                                     .tensor_ranks = options.mesh ? std::optional<int64_t>(options.mesh->size(
+                                                                        comm::MeshAxis::kTensor))
+                                                                  : std::nullopt,
                                      .auto_values = options.auto_values});
   if (!module) return config;
   const pipeline::PipelineOptions& given = module->options();
@@ -35,12 +39,11 @@ config::DsConfig parse_config(const InitializeOptions& options, int world_size) 
   return config;
 }
 
-// Until the parts that split layers are here.
-void require_whole_layers(const comm::DeviceMesh& mesh) {
-  for (const auto axis : {comm::MeshAxis::kSequence, comm::MeshAxis::kTensor}) {
-    require<ConfigError>(mesh.size(axis) == 1, "initialize: .mesh: axis ", comm::name_of(axis), ": expected 1, found ",
-                         mesh.size(axis), "; this version has data and pipeline parallelism only");
-  }
+// Until the parts that split sequences are here.
+void require_whole_sequences(const comm::DeviceMesh& mesh) {
+  constexpr auto kAxis = comm::MeshAxis::kSequence;
+  require<ConfigError>(mesh.size(kAxis) == 1, "initialize: .mesh: axis ", comm::name_of(kAxis), ": expected 1, found ",
+                       mesh.size(kAxis), "; this version has data, pipeline and tensor parallelism only");
 }
 
 // The group that the program gives, and the device on it.
@@ -59,7 +62,7 @@ Distributed given_ranks(const InitializeOptions& options) {
                          " ranks, found cuda; name the device of this rank, or pass .distributed");
     device.set_index(0);
   }
-  if (options.mesh) require_whole_layers(*options.mesh);
+  if (options.mesh) require_whole_sequences(*options.mesh);
   return {.ranks = group, .local_rank = group->rank(), .device = device};
 }
 
@@ -75,7 +78,8 @@ std::shared_ptr<comm::DeviceMesh> mesh_of(const InitializeOptions& options, cons
                                           const std::shared_ptr<comm::Communicator>& world) {
   const auto stages = static_cast<int>(config.pipeline.stages.value_or(1));
   if (!options.mesh) {
-    const comm::MeshLayout layout = comm::MeshLayout::fill_data({.pipe = stages}, world->size());
+    const auto tensor = static_cast<int>(std::max<int64_t>(1, config.tensor_parallel.autotp_size));
+    const comm::MeshLayout layout = comm::MeshLayout::fill_data({.pipe = stages, .tensor = tensor}, world->size());
     return std::make_shared<comm::DeviceMesh>(world, layout);
   }
   require<ConfigError>(options.mesh->size(comm::MeshAxis::kPipe) == stages, "initialize: .mesh: axis pipe: expected ",
@@ -136,15 +140,19 @@ Ranks place_ranks(const Distributed& job, const InitializeOptions& options, cons
   ranks.device = job.device;
   ranks.mesh = mesh_of(options, config, ranks.world);
   ranks.part = ranks.mesh->group({comm::MeshAxis::kData, comm::MeshAxis::kExpert});
+  if (ranks.mesh->size(comm::MeshAxis::kTensor) > 1) ranks.tensor = ranks.mesh->group(comm::MeshAxis::kTensor);
   return ranks;
 }
 
 Topology topology_of(const Ranks& ranks, int ranks_per_host) {
   const int64_t dp = ranks.part->size();
+  const int64_t tensor = ranks.mesh->size(comm::MeshAxis::kTensor);
+  const int64_t on_host = ranks_per_host % tensor == 0 ? ranks_per_host / tensor : 1;
   return {.world_size = ranks.world->size(),
           .dp = dp,
           .pipe = ranks.mesh->size(comm::MeshAxis::kPipe),
-          .ranks_per_host = data_ranks_per_host(ranks_per_host, dp)};
+          .ranks_per_host = data_ranks_per_host(on_host, dp),
+          .tensor = tensor};
 }
 
 }  // namespace ds::engine

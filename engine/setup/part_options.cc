@@ -84,6 +84,9 @@ BucketOptions bucket_options(const Plan& plan, const PipelineParts* pipeline, co
                            .persistent_total = plan.persistent_total,
                            .frozen_bits = plan.frozen_bits};
   if (pipeline) choose_parts(*pipeline, parameters, options);
+  if (plan.topology.tensor > 1) {
+    for (const zero::Parameter& parameter : parameters.trainable) options.parts.push_back(parameter.part ? 1 : 0);
+  }
   return options;
 }
 

@@ -5,13 +5,13 @@
 
 #include <algorithm>
 #include <functional>
-#include <numeric>
 #include <unordered_set>
 #include <utility>
 
 #include "core/check.h"
 #include "core/split_tensor.h"
 #include "core/tensor_check.h"
+#include "engine/state/tensor_parts.h"
 #include "optim/slice_update.h"
 #include "zero/partition.h"
 
@@ -44,16 +44,16 @@ void require_real(const char* what, const std::string& name, const at::Tensor& t
 
 }  // namespace
 
-ModelParameters collect_parameters(const torch::nn::Module& module, bool trains) {
+ModelParameters collect_parameters(const torch::nn::Module& module, bool trains, bool split) {
   ModelParameters result;
   std::unordered_set<const void*> seen;
   for (const auto& item : module.named_parameters()) {
-    const at::Tensor& tensor = item.value();
+    require(split || !is_split(item.value()), "parameter ", item.key(), " is split over ranks already ",
+            "(parallel::parallelize_module): the engine splits a module by itself. Give it the whole module with ",
+            "InitializeOptions::split and tensor_parallel.autotp_size");
+    const at::Tensor tensor = trained_tensor(item.value());
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
-    require(!is_split(tensor), "parameter ", item.key(),
-            " is split over ranks (parallel::parallelize_module), which the engine does not train yet; train the "
-            "leaves of ",
-            "the split module with an optimizer of the program's own");
+    const std::shared_ptr<const TensorPart> part = part_of_parameter(item.value());
     require_real("parameter", item.key(), tensor);
     const auto dtype = tensor.scalar_type();
     require((dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf) &&
@@ -67,10 +67,10 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains)
       result.frozen_here.freeze(tensor);
     }
     if (tensor.requires_grad()) {
-      result.trainable.push_back({item.key(), tensor});
+      result.trainable.push_back({item.key(), tensor, part});
       result.infos.push_back({item.key(), tensor.sizes().vec(), tensor.numel()});
     } else {
-      result.frozen.push_back({item.key(), tensor});
+      result.frozen.push_back({item.key(), tensor, part});
     }
   }
   for (const auto& item : module.named_buffers()) {
@@ -122,9 +122,16 @@ ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& g
     }
   }
   if (options.shard) {
-    std::vector<size_t> all(parameters.frozen.size());
-    std::iota(all.begin(), all.end(), 0);
-    layout.frozen = layout_of(parameters.frozen, std::vector<int>(parameters.frozen.size(), 0), all, false);
+    for (const bool split : {false, true}) {  // whole ones lie alike on all ranks of a tensor axis
+      std::vector<size_t> chosen;
+      for (size_t i = 0; i < parameters.frozen.size(); ++i) {
+        if ((parameters.frozen[i].part != nullptr) == split) chosen.push_back(i);
+      }
+      const std::vector<int> no_groups(parameters.frozen.size(), 0);
+      for (zero::BucketLayout& bucket : layout_of(parameters.frozen, no_groups, chosen, false)) {
+        layout.frozen.push_back(std::move(bucket));
+      }
+    }
   }
   return layout;
 }

@@ -31,8 +31,8 @@ struct ModelParameters {
 
 // Throws UsageError for a module without parameters, with parameters of another dtype than float32, float64, bfloat16
 // and float16 or that are not dense, with complex buffers, and for one that another engine trains. `trains`: false
-// freezes all of them.
-ModelParameters collect_parameters(const torch::nn::Module& module, bool trains = true);
+// freezes all of them. `split`: the engine has split parameters, whose leaves it takes; else split ones throw.
+ModelParameters collect_parameters(const torch::nn::Module& module, bool trains = true, bool split = false);
 
 // Buckets of a model before they have memory.
 struct ModelLayout {

@@ -14,6 +14,7 @@ std::vector<comm::Communicator*> ModelState::all_groups() const {
   std::vector<comm::Communicator*> all = {ranks.world.get()};
   std::vector<std::shared_ptr<comm::Communicator>> others = {ranks.part, groups.shards, groups.replicas,
                                                              groups.parameters, groups.node};
+  if (tensor) others.push_back(tensor->ranks);
   if (pipeline) {
     others.push_back(pipeline->ranks);
     for (const TiedWeights& tied : pipeline->tied) others.push_back(tied.ranks);

@@ -21,6 +21,7 @@
 #include "engine/state/frozen_here.h"
 #include "engine/state/model_optimizer.h"
 #include "engine/state/ranks.h"
+#include "engine/state/tensor_parts.h"
 #include "zero/gradient_check.h"
 #include "zero/gradient_reducer.h"
 #include "zero/parameter_access.h"
@@ -48,6 +49,7 @@ struct ModelState {
   Plan plan;
   Ranks ranks;
   std::unique_ptr<PipelineParts> pipeline;    // null: the model is no PipelineModule
+  std::unique_ptr<TensorParts> tensor;        // null: no parameter is split over ranks
   std::unique_ptr<OffloadedState> offloaded;  // null: all stays on the device
   std::vector<zero::Parameter> parameters;    // trainable, tied ones once, in module order
   std::vector<ParameterInfo> infos;           // of them
@@ -79,7 +81,12 @@ struct ModelState {
   // Of pipelines; without one, of one stage.
   int pipeline_ranks() const { return pipeline ? pipeline->ranks->size() : 1; }
   // Whether this rank stands for a bucket in what is counted once.
-  bool counts(size_t bucket) const { return !pipeline || pipeline->counts(bucket); }
+  bool counts(size_t bucket) const {
+    const bool elsewhere = tensor && tensor->ranks->rank() > 0 && !is_part(bucket);
+    return !elsewhere && (!pipeline || pipeline->counts(bucket));
+  }
+  // Whether a trainable bucket has parts of parameters, other ones on each rank of the tensor axis.
+  bool is_part(size_t bucket) const { return buckets[bucket].parameters().front().part != nullptr; }
   // Whether a parameter or buffer is a copy of what another stage has.
   bool is_copy(const std::string& name) const { return pipeline && pipeline->is_copy(name); }
 };

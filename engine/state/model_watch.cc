@@ -21,7 +21,7 @@ std::vector<const void*> identities_of(const torch::nn::Module& module) {
   std::vector<const void*> identities;
   module.apply([&](const torch::nn::Module& part) {
     for (const auto& item : part.named_parameters(/*recurse=*/false)) {
-      identities.push_back(item.value().unsafeGetTensorImpl());
+      identities.push_back(trained_tensor(item.value()).unsafeGetTensorImpl());
     }
   });
   return identities;
@@ -74,6 +74,7 @@ void ModelWatch::updated() {
 void ModelWatch::look(const char* call) {
   const CheckTime::Scope time;
   const at::NoGradGuard no_grad;
+  if (state_.tensor) state_.tensor->require_leaves(call);
   look_at_flags(call);
   look_at_buckets(call, state_.buckets, 0);
   look_at_buckets(call, state_.frozen_buckets, state_.buckets.size());
@@ -169,7 +170,8 @@ void ModelWatch::look_at_module(const char* call) {
     for (const Seen& seen : *list) known.push_back(seen.parameter->tensor.unsafeGetTensorImpl());
   }
   for (const auto& item : state_.module->named_parameters()) {
-    const bool is_known = std::find(known.begin(), known.end(), item.value().unsafeGetTensorImpl()) != known.end();
+    const void* const identity = trained_tensor(item.value()).unsafeGetTensorImpl();
+    const bool is_known = std::find(known.begin(), known.end(), identity) != known.end();
     require(is_known, call, ": parameter ", item.key(),
             " was registered after initialize(): the engine has no gradient ",
             "memory and no optimizer state for it and would never train or save it. Register it before initialize() ",

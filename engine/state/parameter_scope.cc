@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <iterator>
+#include <memory>
 #include <set>
 #include <utility>
 
 #include "core/check.h"
+#include "engine/state/split_scope.h"
 #include "zero/gathered_scope.h"
 
 namespace ds::engine {
@@ -53,7 +55,7 @@ void take_over_changes(const ModelState& state, size_t bucket) {
 zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std::vector<at::Tensor>& parameters,
                                                     std::optional<int> modifier_rank) {
   std::set<const void*> wanted;
-  for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
+  for (const at::Tensor& parameter : parameters) wanted.insert(trained_tensor(parameter).unsafeGetTensorImpl());
   if (modifier_rank) require_on_one_stage(state, parameters, "gathered_parameters: expected no modifier rank");
   const auto take = [&](const zero::Parameter& parameter) {
     return wanted.erase(parameter.tensor.unsafeGetTensorImpl()) > 0;
@@ -70,6 +72,7 @@ zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std
   if (!state.gatherer) std::copy_if(state.frozen.begin(), state.frozen.end(), std::back_inserter(scope.others), take);
   require(wanted.empty(), "gathered_parameters: ", wanted.size(), " of ", parameters.size(),
           " tensors are no parameters of the engine's model; expected tensors as model->parameters() has them");
+  if (state.tensor) scope.wholes = std::make_unique<SplitScope>(state, parameters, modifier_rank.has_value());
   scope.gatherer = state.gatherer;
   scope.world = state.ranks.part.get();
   scope.modifier_rank = modifier_rank;

@@ -13,10 +13,11 @@
 
 namespace ds::engine {
 
-ParameterValues::ParameterValues(const ModelState& state, const at::Tensor& parameter, const char* call)
+ParameterValues::ParameterValues(const ModelState& state, const at::Tensor& given, const char* call)
     : state_(state), call_(call) {
+  const at::Tensor parameter = trained_tensor(given);
   const auto is_same = [&](const zero::Parameter& one) {
-    return one.tensor.unsafeGetTensorImpl() == parameter.unsafeGetTensorImpl();
+    return parameter.defined() && one.tensor.unsafeGetTensorImpl() == parameter.unsafeGetTensorImpl();
   };
   for (const zero::Parameter& one : state.frozen) {
     require(!is_same(one), call, ": parameter ", one.name, " is frozen: it has neither a master nor optimizer states; ",
@@ -24,9 +25,10 @@ ParameterValues::ParameterValues(const ModelState& state, const at::Tensor& para
   }
   const auto found = std::find_if(state.parameters.begin(), state.parameters.end(), is_same);
   require(found != state.parameters.end(), call, ": expected a parameter as model->parameters() has it, found ",
-          describe(parameter), ", which is none of ", state.module->name());
+          describe(given), ", which is none of ", state.module->name());
   name_ = found->name;
-  sizes_ = parameter.sizes().vec();
+  sizes_ = given.sizes().vec();
+  part_ = found->part;
   numel_ = parameter.numel();
   const auto index = static_cast<int64_t>(found - state.parameters.begin());
   for (size_t b = 0; b < state.buckets.size(); ++b) {
@@ -61,7 +63,7 @@ at::Tensor ParameterValues::whole(const at::Tensor& flat) const {
   if (split_) {
     state_.groups_of(bucket_).shards.all_reduce(values, comm::ReduceOp::kSum, cat("values of ", name_)).wait();
   }
-  return values.view(sizes_);
+  return part_ ? state_.tensor->joined(values.view(part_->sizes()), *part_) : values.view(sizes_);
 }
 
 at::Tensor ParameterValues::local(const at::Tensor& flat) const {
@@ -81,7 +83,7 @@ void ParameterValues::require_shape(const at::Tensor& value, const std::vector<i
 void ParameterValues::write_whole(const at::Tensor& flat, const at::Tensor& value) const {
   const at::NoGradGuard no_grad;
   require_shape(value, sizes_);
-  const at::Tensor all = value.detach().reshape({-1});
+  const at::Tensor all = (part_ ? slice_of(value, *part_) : value.detach()).reshape({-1});
   for (const Segment& segment : own_) {
     flat.narrow(0, segment.slice_offset, segment.length).copy_(all.narrow(0, segment.parameter_offset, segment.length));
   }

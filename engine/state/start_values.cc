@@ -11,6 +11,7 @@
 #include "core/log.h"
 #include "dsengine/pipeline.h"
 #include "engine/agreement/shared_failure.h"
+#include "engine/state/tensor_parts.h"
 #include "optim/slice_update.h"
 
 namespace ds::engine {
@@ -23,7 +24,9 @@ std::string tensor_name(const std::string& path) { return checkpoint::name_in("w
 StartValues::StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init,
                          at::Device device, comm::Communicator& world)
     : from_file_(!weights.empty()), init_(init), device_(device), world_(world) {
-  for (const auto& item : module.named_parameters()) names_[item.value().unsafeGetTensorImpl()].push_back(item.key());
+  for (const auto& item : module.named_parameters()) {
+    names_[trained_tensor(item.value()).unsafeGetTensorImpl()].push_back(item.key());
+  }
   for (const auto& item : module.named_buffers()) names_[item.value().unsafeGetTensorImpl()].push_back(item.key());
   if (!from_file_) return;
   // Rank 0's verdict is shared before anybody waits for values.
@@ -43,12 +46,14 @@ void StartValues::check_file(const torch::nn::Module& module, const std::string&
   file_ = checkpoint::open_weights(weights);
   std::set<std::string> used;
   const auto check = [&](const std::string& first, const at::Tensor& tensor, bool needed) {
-    const std::string path = path_in_file(tensor);
+    const at::Tensor trained = trained_tensor(tensor);
+    const std::string path = path_in_file(trained);
     require(!path.empty() || !needed, "initialize: .weights: ", weights, " has no tensor \"", first, "\"; it has ",
             file_->tensors().size(), " tensors, the first is \"",
             file_->tensors().empty() ? "" : tensor_name(file_->tensors().begin()->first), "\"");
     if (path.empty()) return;
-    used.insert(names_.at(tensor.unsafeGetTensorImpl()).begin(), names_.at(tensor.unsafeGetTensorImpl()).end());
+    const std::vector<std::string>& names = names_.at(trained.unsafeGetTensorImpl());
+    used.insert(names.begin(), names.end());
     const at::IntArrayRef found = file_->info(path).sizes;
     require(found == tensor.sizes(), "initialize: .weights: ", weights, ": tensor \"", tensor_name(path),
             "\": expected shape ", tensor.sizes(), ", found ", found);
@@ -76,7 +81,8 @@ at::Tensor StartValues::source(const zero::Parameter& tensor) const {
   }
   if (world_.rank() != 0) return {};
   const std::string path = path_in_file(tensor.tensor);
-  return path.empty() ? tensor.tensor.detach() : file_->tensor(path);
+  if (path.empty()) return tensor.tensor.detach();
+  return tensor.part ? slice_of(file_->tensor(path), *tensor.part) : file_->tensor(path);
 }
 
 at::Tensor StartValues::of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters) {

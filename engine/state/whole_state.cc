@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "core/check.h"
+#include "engine/state/tensor_parts.h"
 #include "optim/slice_update.h"
 
 namespace ds::engine {
@@ -43,19 +44,32 @@ at::Tensor whole_master(const ModelState& state, size_t bucket) {
   return flat;
 }
 
+at::Tensor joined_over_axis(const ModelState& state, const zero::Parameter& parameter, const at::Tensor& values) {
+  if (!parameter.part) return values;
+  return state.tensor->joined(values.to(state.ranks.device), *parameter.part).to(values.device());
+}
+
 std::vector<std::pair<std::string, at::Tensor>> whole_module(const ModelState& state) {
-  std::unordered_map<const void*, at::Tensor> gathered;  // by identity; empty below stage 3
+  std::unordered_map<const void*, at::Tensor> found;  // by identity of what is trained
   if (state.gatherer) {
     for_each_whole_bucket(state, 0, [&](const zero::ParameterBucket& bucket) {
       for (const zero::Parameter& parameter : bucket.parameters()) {
-        gathered[parameter.tensor.unsafeGetTensorImpl()] = copy_on_host(parameter.tensor.detach());
+        found[parameter.tensor.unsafeGetTensorImpl()] = copy_on_host(parameter.tensor.detach());
       }
     });
   }
+  // In module order, which is the same on all ranks of a tensor axis; their buckets may be others.
+  for (const auto* list : {&state.parameters, &state.frozen}) {
+    for (const zero::Parameter& parameter : *list) {
+      at::Tensor& values = found[parameter.tensor.unsafeGetTensorImpl()];
+      if (!values.defined()) values = copy_on_host(parameter.tensor.detach());
+      values = joined_over_axis(state, parameter, values);
+    }
+  }
   std::vector<std::pair<std::string, at::Tensor>> result;
   for (const auto& item : state.module->named_parameters()) {
-    const auto found = gathered.find(item.value().unsafeGetTensorImpl());
-    result.emplace_back(item.key(), found == gathered.end() ? copy_on_host(item.value().detach()) : found->second);
+    const auto own = found.find(trained_tensor(item.value()).unsafeGetTensorImpl());
+    result.emplace_back(item.key(), own == found.end() ? copy_on_host(item.value().detach()) : own->second);
   }
   for (const auto& item : state.module->named_buffers()) {
     result.emplace_back(item.key(), copy_on_host(item.value()));
@@ -64,28 +78,35 @@ std::vector<std::pair<std::string, at::Tensor>> whole_module(const ModelState& s
 }
 
 std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& state) {
-  std::vector<at::Tensor> whole(state.parameters.size());
+  std::vector<at::Tensor> own(state.parameters.size());
   for (size_t b = 0; b < state.buckets.size(); ++b) {
     const zero::BucketLayout& layout = state.buckets[b].layout();
     const at::Tensor flat = whole_master(state, b);
     for (const Segment& segment : layout.segments) {
       const auto index = static_cast<size_t>(segment.parameter);
-      whole[index] = copy_on_host(zero::view_of(flat, segment, state.parameters[index].tensor));
+      own[index] = copy_on_host(zero::view_of(flat, segment, state.parameters[index].tensor));
     }
   }
   std::vector<std::pair<std::string, at::Tensor>> result;
-  for (size_t i = 0; i < whole.size(); ++i) result.emplace_back(state.parameters[i].name, std::move(whole[i]));
-  const auto add = [&](const zero::Parameter& frozen) {
-    result.emplace_back(frozen.name,
-                        copy_on_host(frozen.tensor.detach().to(optimizers::state_type(frozen.tensor.scalar_type()))));
-  };
-  if (!state.gatherer) {
-    for (const zero::Parameter& frozen : state.frozen) add(frozen);
-    return result;
+  for (size_t i = 0; i < own.size(); ++i) {
+    result.emplace_back(state.parameters[i].name, joined_over_axis(state, state.parameters[i], own[i]));
   }
-  for_each_whole_bucket(state, state.buckets.size(), [&](const zero::ParameterBucket& bucket) {
-    for (const zero::Parameter& frozen : bucket.parameters()) add(frozen);
-  });
+  std::unordered_map<const void*, at::Tensor> gathered;
+  const auto cast = [](const at::Tensor& tensor) {
+    return copy_on_host(tensor.detach().to(optimizers::state_type(tensor.scalar_type())));
+  };
+  if (state.gatherer) {
+    for_each_whole_bucket(state, state.buckets.size(), [&](const zero::ParameterBucket& bucket) {
+      for (const zero::Parameter& one : bucket.parameters()) {
+        gathered[one.tensor.unsafeGetTensorImpl()] = cast(one.tensor);
+      }
+    });
+  }
+  for (const zero::Parameter& frozen : state.frozen) {
+    const auto found = gathered.find(frozen.tensor.unsafeGetTensorImpl());
+    const at::Tensor values = found == gathered.end() ? cast(frozen.tensor) : found->second;
+    result.emplace_back(frozen.name, joined_over_axis(state, frozen, values));
+  }
   return result;
 }
 

@@ -21,6 +21,10 @@ void for_each_whole_bucket(const ModelState& state, size_t first,
 // All ranks' masters of a bucket, float32 [layout.numel], on the device.
 at::Tensor whole_master(const ModelState& state, size_t bucket);
 
+// The whole of a parameter of which `values` are this rank's part, on their device; `values` themselves where it is not
+// split. Collective over the tensor axis.
+at::Tensor joined_over_axis(const ModelState& state, const zero::Parameter& parameter, const at::Tensor& values);
+
 // Parameters and buffers by name, on the host, in the model's dtype.
 std::vector<std::pair<std::string, at::Tensor>> whole_module(const ModelState& state);
 

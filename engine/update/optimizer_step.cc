@@ -15,6 +15,7 @@
 #include "engine/agreement/shared_failure.h"
 #include "engine/data/distributed_sampler.h"
 #include "engine/report/non_finite_report.h"
+#include "engine/update/axis_agreement.h"
 #include "zero/gradient_norm.h"
 
 namespace ds::engine {
@@ -91,7 +92,20 @@ StepFacts OptimizerStep::facts() {
   if (clip_once_) facts.gradient_changes += std::bit_cast<uint64_t>(*clip_once_) + 1;
   facts.changes = parts_.watch.take_digest();
   facts.last_changed = parts_.watch.take_name();
+  if (parts_.state.tensor) facts.axis_problem = problem_of_axis(facts);
   return facts;
+}
+
+std::string OptimizerStep::problem_of_axis(const StepFacts& facts) const {
+  TensorParts& parts = *parts_.state.tensor;
+  return axis_problem({.step = facts.step,
+                       .delivered = facts.delivered,
+                       .position = facts.position,
+                       .loss = facts.loss.defined() ? std::optional(facts.loss.item<double>()) : std::nullopt,
+                       .data = parts.take_data_digest(),
+                       .changed = facts.changes != 0,
+                       .gradient_changes = facts.gradient_changes},
+                      parts, parts_.state.ranks.device);
 }
 
 std::string OptimizerStep::of_engine() const {
@@ -213,6 +227,7 @@ double OptimizerStep::global_norm() const {
     if (local) squares *= state.plan.average_gradients ? 1.0 / shards.size() : shards.size();
   }
   if (state.pipeline) add_over_ranks(squares, *state.pipeline->ranks);
+  if (state.tensor) add_over_ranks(squares, *state.tensor->ranks);
   // Sums over other buckets or slices differ in the last bits of a double; none of them reaches
   // an update in float32.
   const double norm = std::sqrt(squares);

@@ -61,6 +61,8 @@ class OptimizerStep {
   double global_norm() const;
   StepFacts facts();
   void warn_of_nothing(double norm);
+  // What ranks of this rank's tensor axis do not agree on. Collective over them.
+  std::string problem_of_axis(const StepFacts& facts) const;
   std::string of_engine() const;
   void add_over_ranks(double& squares, comm::Communicator& ranks) const;
   void reduce_tied() const;

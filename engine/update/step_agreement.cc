@@ -20,6 +20,7 @@ constexpr uint64_t kMask = (uint64_t{1} << 16) - 1;
 enum Place : int64_t {
   kLoss,
   kWithLoss,
+  kAxisProblem,
   kStep,
   kPosition = kStep + 2,
   kChanges = kPosition + 2,
@@ -49,6 +50,7 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   const at::Tensor values = at::zeros({kPlaces}, at::kDouble);
   auto* const numbers = values.mutable_data_ptr<double>();
   numbers[kWithLoss] = facts_.loss.defined() ? 1.0 : 0.0;
+  numbers[kAxisProblem] = facts_.axis_problem.empty() ? 0.0 : 1.0;
   put(numbers + kStep, folded(static_cast<uint64_t>(facts_.step)));
   put(numbers + kPosition, folded(facts_.position));
   put(numbers + kChanges, folded(facts_.changes));
@@ -61,6 +63,7 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
 
 std::optional<double> StepAgreement::finish(bool& parted) {
   const CheckTime::Scope time;
+  require(facts_.axis_problem.empty() || ranks_.size() > 1, "step(): ", facts_.axis_problem);
   if (ranks_.size() == 1) {
     return facts_.loss.defined() ? std::optional(facts_.loss.item<double>()) : std::nullopt;
   }
@@ -70,6 +73,10 @@ std::optional<double> StepAgreement::finish(bool& parted) {
   }
   const at::Tensor sums = values_.to(at::kCPU);
   const auto* const numbers = sums.const_data_ptr<double>();
+  if (numbers[kAxisProblem] > 0) {
+    require(facts_.axis_problem.empty(), "step(): ", facts_.axis_problem);
+    throw UsageError("step(): ranks of another tensor axis do not agree; their message says which, and on what");
+  }
   if (!all_equal(numbers + kStep, ranks_.size())) explain("are at different steps");
   if (!all_equal(numbers + kPosition, ranks_.size())) {
     explain("have taken different numbers of batches from the engine's loader: one of them has left a batch out");

@@ -21,6 +21,7 @@ struct StepFacts {
   uint64_t gradient_changes = 0;  // digest of what the program did to reduced gradients
   uint64_t changes = 0;           // digest of what the program did to parameters (ModelWatch)
   std::string last_changed;       // the name of one of those
+  std::string axis_problem;       // what this rank's tensor axis does not agree on; empty: nothing
 };
 
 // One exchange of ten numbers, begun before the reductions of the step are waited for. Collective.

@@ -19,6 +19,7 @@
 #include "dsengine/init_distributed.h"
 #include "dsengine/lr_scheduler.h"
 #include "dsengine/optimizer.h"
+#include "dsengine/parallel.h"
 #include "dsengine/zero.h"
 
 namespace torch::nn {
@@ -57,6 +58,9 @@ struct InitializeOptions {
   std::shared_ptr<torch::optim::Optimizer> optimizer;
   // Parameters with a learning rate or weight decay of their own.
   std::vector<ParameterGroup> parameter_groups;
+  // With a tensor axis (tensor_parallel.autotp_size, or the mesh's): which parameters are split over it
+  // (docs/tensor_parallel.md). The same on every rank. Ranks of the axis get the same batches.
+  std::vector<parallel::SplitRule> split;
   // Any torch::data dataset with get(size_t) -> torch::data::Example<>, also a mapped one:
   // MNIST(folder).map(Normalize<>(0.13, 0.31)).map(Stack<>()).
   TrainingData training_data;
@@ -73,8 +77,8 @@ struct InitializeOptions {
   std::optional<Distributed> distributed;
   // Or an existing group of ranks (tests, embedding).
   std::shared_ptr<comm::Communicator> communicator;
-  // Or a grid of ranks: the engine trains data parallel over all of it. Axes "pipe", "sequence" and "tensor" longer
-  // than one are refused.
+  // Or a grid of ranks. Its axes "pipe" and "tensor" are to agree with pipeline.stages and tensor_parallel.autotp_size,
+  // where the config has these; "sequence" longer than one is refused.
   std::shared_ptr<comm::DeviceMesh> mesh;
   // "cpu" (also when empty), "cuda" or "cuda:N". The model is moved there.
   std::string device;

@@ -17,12 +17,14 @@ namespace ds::engine {
 
 using config::DType;
 
-// Ranks along each axis: world_size = pipe x dp, data-parallel ranks side by side.
+// Ranks along each axis: world_size = pipe x dp x tensor; ranks of a tensor axis are side by side, then data-parallel
+// ones.
 struct Topology {
   int64_t world_size = 1;
   int64_t dp = 1;
   int64_t pipe = 1;            // ranks of a pipeline
-  int64_t ranks_per_host = 1;  // where every host has as many, consecutive ones; else 1
+  int64_t ranks_per_host = 1;  // data-parallel ones, where every host has as many, consecutive ones; else 1
+  int64_t tensor = 1;          // ranks that have parts of the same parameters
 };
 
 // The scale of the loss: none, a constant, or one that follows overflows.
@@ -88,6 +90,15 @@ struct Plan {
     int64_t chunks = 1;    // stages a rank
   };
   std::optional<Pipeline> pipeline;
+
+  // How layers are split over topology.tensor ranks.
+  struct Tensor {
+    bool sequence_parallel = false;           // between layers, activations are cut along the sequence
+    bool overlap = false;                     // an input's gradient is added up beside the weight's product
+    bool verify = false;                      // what is computed of parts is computed of wholes too
+    std::optional<int64_t> split_parameters;  // of `parameters`, elements that are parts of larger ones
+  };
+  Tensor tensor;
 
   std::string optimizer;  // "AdamW"; empty: the program brings its own, or there is none (`trains`)
   std::string schedule;   // "WarmupLR"; empty: constant, or the program's

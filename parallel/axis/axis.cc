@@ -31,7 +31,7 @@ void Axis::note_join(const std::string& name, const std::vector<at::Tensor>& joi
     if (parameter.empty() || entry.parameters.find(parameter) != std::string::npos) continue;
     entry.parameters += (entry.parameters.empty() ? "" : ", ") + parameter;
   }
-  if (rank() != 0 || !told_.insert(name).second) return;
+  if (!told_.insert(name).second || rank() != 0 || !tells_joins_) return;
   const std::string of = entry.parameters.empty() ? std::string() : " (of " + entry.parameters + ")";
   log::warning("axis ", communicator_->name(), ": operator ", name, " has no rule for how its tensors are split; they ",
                "are joined", of,

@@ -4,10 +4,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/split_tensor.h"
@@ -30,16 +32,27 @@ class Axis : public SplitAxis {
   bool verifies() const { return verifies_; }
   void verify(bool wanted) { verifies_ = wanted; }
 
-  // Counts, and logs an operator's first join (rank 0 of the axis).
+  // `see` gets each plain tensor without a history that an operator reads beside split ones while gradients are on:
+  // tokens, targets, masks, which are to be the same on all ranks.
+  void watch_data(std::function<void(const at::Tensor&)> see) { see_data_ = std::move(see); }
+  void note_data(const at::Tensor& plain) const {
+    if (see_data_) see_data_(plain);
+  }
+  bool watches_data() const { return static_cast<bool>(see_data_); }
+
+  // Counts, and logs an operator's first join (rank 0 of the axis) unless told not to.
   void note_join(const std::string& name, const std::vector<at::Tensor>& joined);
   std::vector<JoinedOperator> joined_operators() const;
   void reset_joined_operators() { joins_.clear(); }
+  void tell_joins(bool wanted) { tells_joins_ = wanted; }
 
  private:
   std::shared_ptr<comm::Communicator> communicator_;
   std::map<std::string, JoinedOperator> joins_;
   std::set<std::string> told_;  // operators
   bool verifies_ = false;
+  bool tells_joins_ = true;
+  std::function<void(const at::Tensor&)> see_data_;
 };
 
 // That of a split tensor.

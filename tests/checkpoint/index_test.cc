@@ -119,9 +119,9 @@ TEST(Index, EveryTruncationIsFoundOrMeansNothing) {
 TEST(Index, OtherFormatsAndVersionsAreNamed) {
   std::string text = to_text(sample_index());
   const size_t version = text.find("\"version\":1");
-  text.replace(version, 11, "\"version\":2");
+  text.replace(version, 11, "\"version\":3");
   EXPECT_THAT([&] { index_from(text, "here"); },
-              ThrowsMessage<IoError>(AllOf(HasSubstr("expected version 1, found 2"), HasSubstr("here"))));
+              ThrowsMessage<IoError>(AllOf(HasSubstr("expected version 1 or 2, found 3"), HasSubstr("here"))));
   for (const char* other : {"", "{}", "[]", "null", "7", "{\"format\":\"dsengine checkpoint\"}", "\xff\xfe"}) {
     EXPECT_THAT([&] { index_from(other, "here"); }, ThrowsMessage<IoError>(HasSubstr("here"))) << other;
   }
@@ -233,6 +233,136 @@ TEST(Index, EveryKeyIsNeeded) {
   EXPECT_THAT(refusal([](json& c) { c["state"]["optimizer"]["groups"][0].erase("eps"); }), HasSubstr("eps"));
   EXPECT_THAT(refusal([](json& c) { c["state"]["loss_scaler"].erase("scale"); }), HasSubstr("scale"));
   EXPECT_THAT(refusal([](json& c) { c["state"]["data"]["seed"] = json(); }), HasSubstr("training state"));
+}
+
+// --- parts -----------------------------------------------------------------------------------------------------------
+
+// Two ranks have columns of a [4, 6] matrix in blocks of 2 and 4: 1 + 2 columns, 12 elements each.
+Index split_index() {
+  Index index = sample_index();
+  index.tensors = {{"weights/a", {.dtype = at::kFloat, .sizes = {4, 6}}}};
+  index.files.clear();
+  const Cut cut{.dim = 1, .blocks = {2, 4}};
+  FileRecord& first = index.files["f0"];
+  first = {.bytes = 112, .header_bytes = 64, .header_checksum = 0, .pieces = {}};
+  first.pieces.push_back({"weights/a", "a@part-0-of-2", 0, 12, 64, {1}, StoredPart{cut, 0, 2}});
+  FileRecord& second = index.files["f1"];
+  second = {.bytes = 112, .header_bytes = 64, .header_checksum = 0, .pieces = {}};
+  second.pieces.push_back({"weights/a", "a@part-1-of-2@0", 0, 5, 64, {1}, StoredPart{cut, 1, 2}});
+  second.pieces.push_back({"weights/a", "a@part-1-of-2@5", 5, 7, 84, {1}, StoredPart{cut, 1, 2}});
+  return index;
+}
+
+TEST(IndexParts, AreVersionTwoAndReadBack) {
+  const Index index = split_index();
+  const std::string text = to_text(index);
+  EXPECT_THAT(text, HasSubstr("\"version\":2"));
+  EXPECT_THAT(to_text(sample_index()), HasSubstr("\"version\":1"));
+  const Index found = index_from(text, "here");
+  EXPECT_EQ(to_text(found), text);
+  EXPECT_EQ(found.files.at("f1").pieces[1].part, index.files.at("f1").pieces[1].part);
+  Index all = split_index();  // whatever a cut may have
+  for (auto& [name, file] : all.files) {
+    for (Piece& piece : file.pieces) piece.part->cut = {.dim = 0, .repeats = 2, .grain = 1, .order = PartOrder::kZigzag};
+  }
+  EXPECT_EQ(index_from(to_text(all), "here").files.at("f0").pieces[0].part, all.files.at("f0").pieces[0].part);
+}
+
+// Builds from before must not take a part for the whole.
+TEST(IndexParts, VersionOneHasNone) {
+  std::string text = to_text(split_index());
+  text.replace(text.find("\"version\":2"), 11, "\"version\":1");
+  EXPECT_THAT([&] { index_from(text, "here"); }, ThrowsMessage<IoError>(HasSubstr("version 1 has no parts")));
+}
+
+TEST(IndexParts, EveryChangedByteIsFoundOrMeansNothing) {
+  const std::string text = to_text(split_index());
+  for (size_t at = 0; at < text.size(); ++at) {
+    for (const int bits : {0x01, 0x02, 0x10, 0x80}) {
+      std::string damaged = text;
+      damaged[at] = static_cast<char>(damaged[at] ^ bits);
+      try {
+        EXPECT_EQ(to_text(index_from(damaged, "here")), text) << "byte " << at;
+      } catch (const IoError& error) {
+        EXPECT_THAT(error.what(), StartsWith("here: "));
+      }
+    }
+  }
+}
+
+std::string part_refusal(const std::function<void(json& first, json& second, json& third)>& change) {
+  json content = content_of(split_index());
+  json& files = content["files"];
+  change(files["f0"]["pieces"][0], files["f1"]["pieces"][0], files["f1"]["pieces"][1]);
+  try {
+    index_from(sealed(content), "here");
+  } catch (const IoError& error) {
+    EXPECT_THAT(error.what(), StartsWith("here"));
+    return error.what();
+  }
+  ADD_FAILURE() << "accepted: " << content.dump(1);
+  return {};
+}
+
+TEST(IndexParts, CoverEveryPartExactlyOnce) {
+  EXPECT_THAT(part_refusal([](json&, json&, json& third) { third[2] = 4; }),
+              AllOf(HasSubstr("\"weights/a\", part 1 of 2"), HasSubstr("element 4 is there twice")));
+  EXPECT_THAT(part_refusal([](json&, json& second, json&) { second[3] = 4; }),
+              AllOf(HasSubstr("part 1 of 2"), HasSubstr("element 4 is in no file")));
+  EXPECT_THAT(part_refusal([](json&, json&, json& third) { third[3] = 6; }),
+              AllOf(HasSubstr("part 1 of 2"), HasSubstr("elements from 11 to 12 are in no file")));
+  EXPECT_THAT(part_refusal([](json&, json&, json& third) { third[3] = 8; }),
+              AllOf(HasSubstr("part 1 of 2"), HasSubstr("which has 12")));
+  EXPECT_THAT(part_refusal([](json& first, json&, json&) { first[6]["index"] = 1; }),
+              AllOf(HasSubstr("part 0 of 2"), HasSubstr("elements from 0 to 12")));
+  EXPECT_THAT(part_refusal([](json& first, json& second, json& third) {
+                for (json* piece : {&first, &second, &third}) (*piece)[6]["count"] = 3;
+              }),
+              HasSubstr("weights/a"));
+}
+
+TEST(IndexParts, AreOfOneCut) {
+  const auto mixed = AllOf(HasSubstr("weights/a"), HasSubstr("of one cut"));
+  EXPECT_THAT(part_refusal([](json& first, json&, json&) { first.erase(6); }), mixed);
+  EXPECT_THAT(part_refusal([](json&, json&, json& third) { third.erase(6); }), mixed);
+  EXPECT_THAT(part_refusal([](json&, json&, json& third) { third[6]["blocks"] = {4, 2}; }), mixed);
+  EXPECT_THAT(part_refusal([](json&, json&, json& third) { third[6]["count"] = 4; }), HasSubstr("weights/a"));
+  EXPECT_THAT(part_refusal([](json&, json&, json& third) { third[6]["order"] = "zigzag"; }), HasSubstr("weights/a"));
+}
+
+// Numbers that are none of a part are refused before anything is computed of them.
+TEST(IndexParts, HostileNumbers) {
+  const std::vector<std::pair<const char*, json>> changes = {
+      {"dim", -1},         {"dim", 2},          {"dim", INT64_MAX},     {"dim", UINT64_MAX},   {"dim", 0.5},
+      {"dim", "1"},        {"dim", json()},     {"index", -1},          {"index", 2},          {"index", INT64_MAX},
+      {"count", 0},        {"count", -2},       {"count", 1000000000},  {"count", INT64_MAX},  {"count", true},
+      {"blocks", {2, 5}},  {"blocks", {7, -1}}, {"blocks", json(7)},    {"blocks", {"2", 4}},  {"blocks", {2}},
+      {"grain", 0},        {"grain", -1},       {"grain", 3},           {"grain", INT64_MAX},  {"repeats", 0},
+      {"repeats", -1},     {"repeats", 2},      {"repeats", INT64_MAX}, {"repeats", 1 << 20},  {"order", "zigzags"},
+      {"order", 1},        {"blocks", {INT64_MAX, INT64_MAX, 8}},       {"blocks", {INT64_MIN, 6}},
+      {"blocks", std::vector<int64_t>(3000000, 0)}};
+  for (const auto& [name, value] : changes) {
+    const std::string text = part_refusal([&, &key = name, &number = value](json& first, json& second, json& third) {
+      for (json* piece : {&first, &second, &third}) (*piece)[6][key] = number;
+    });
+    EXPECT_LT(text.size(), 2000U);
+  }
+  for (const json& value : {json("part"), json(), json(7), json::array({1, 2})}) {
+    part_refusal([&](json& first, json&, json&) { first[6] = value; });
+  }
+  for (const char* key : {"dim", "index", "count"}) {
+    EXPECT_THAT(part_refusal([&](json& first, json&, json&) { first[6].erase(key); }), HasSubstr(key));
+  }
+}
+
+// As many parts as there may be, of a tensor that has elements for none of them but a few.
+TEST(IndexParts, ManyEmptyParts) {
+  const auto many = [](json& first, json& second, json& third) {
+    for (json* piece : {&first, &second, &third}) {
+      (*piece)[6] = {{"dim", 1}, {"index", (*piece)[6]["index"]}, {"count", 1 << 20}};
+    }
+  };
+  EXPECT_THAT(part_refusal(many), HasSubstr("weights/a"));
 }
 
 // --- tables of ranks -------------------------------------------------------------------------------------------------

@@ -280,7 +280,7 @@ TEST(EngineUsage, ABreakdownAndADumpAreLoggedByRankZeroAlone) {
   EXPECT_EQ(text.find("memory (MiB) after step 1", first + 1), std::string::npos);
 }
 
-TEST(EngineUsage, AMeshTrainsDataParallelAndRefusesOtherAxes) {
+TEST(EngineUsage, AMeshTrainsDataParallelAndRefusesASequenceAxis) {
   const State expected = TorchRun{.world = 4, .steps = 3}.train_adamw();
   run_ranks(4, [&](comm::Communicator& communicator) {
     const auto mesh_of = [&](const comm::MeshSizes& sizes) {
@@ -295,9 +295,9 @@ TEST(EngineUsage, AMeshTrainsDataParallelAndRefusesOtherAxes) {
     SmallNet other;
     EXPECT_THAT(
         [&] {
-          initialize({.model = other.ptr(), .config = small_config(2, 1), .mesh = mesh_of({.data = 2, .tensor = 2})});
+          initialize({.model = other.ptr(), .config = small_config(2, 1), .mesh = mesh_of({.data = 2, .sequence = 2})});
         },
-        ThrowsMessage<ConfigError>(AllOf(HasSubstr("tensor"), HasSubstr("found 2"))));
+        ThrowsMessage<ConfigError>(AllOf(HasSubstr("axis sequence"), HasSubstr("found 2"))));
   });
 }
 

@@ -25,8 +25,6 @@ const Refused kRefused[] = {
     {"{torch_autocast: {enabled: true, lower_precision_safe_modules: ['a']}}",
      "torch_autocast.lower_precision_safe_modules"},
     {"{data_types: {keep_in_fp32_modules: ['norm']}}", "data_types.keep_in_fp32_modules"},
-    {"{tensor_parallel: {autotp_size: 2}}", "tensor_parallel.autotp_size"},
-    {"{tensor_parallel: {tp: {tp_size: 2}}}", "tensor_parallel.tensor_parallel.tp_size"},
     {"{expert_parallel: {enabled: true}}", "expert_parallel"},
     {"{sequence_parallel_size: 2}", "sequence_parallel_size"},
     {"{compression_training: {sparse_pruning: {shared_parameters: {enabled: true}}}}",

@@ -1,0 +1,42 @@
+// Runs of elements of a tensor that lie together both in the whole and in one rank's part, found from either side.
+// What for_each_run of core/tensor_part.h gives, without going through the elements before. Torch-free.
+//
+// Elements are counted in row-major order, and ascend in the whole as they do in the part: so the elements of any range
+// of the whole are one range of the part.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "core/tensor_part.h"
+
+namespace ds {
+
+class PartRuns {
+ public:
+  explicit PartRuns(const TensorPart& part);
+
+  // Elements that the part has.
+  int64_t numel() const { return outer_ * part_row_; }
+
+  // Where in the whole, where in the part, how many.
+  using Run = TensorPart::Run;
+  // Of elements [begin, end) of the part.
+  void in_part(int64_t begin, int64_t end, const Run& run) const;
+  // Of elements [begin, end) of the whole, those that the part has.
+  void in_whole(int64_t begin, int64_t end, const Run& run) const;
+
+ private:
+  struct Range {  // of one row: where it begins in the whole's row, in the part's row, and its elements
+    int64_t whole;
+    int64_t part;
+    int64_t length;
+  };
+  std::vector<Range> ranges_;
+  int64_t outer_;      // rows: elements of the dimensions before the one that is cut
+  int64_t whole_row_;  // elements of a row
+  int64_t part_row_ = 0;
+};
+
+}  // namespace ds

@@ -1,0 +1,26 @@
+// A module's parameters over the ranks of a tensor axis, before buckets are made of them.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "dsengine/config.h"
+#include "dsengine/initialize.h"
+#include "engine/plan/plan.h"
+#include "engine/state/model_layout.h"
+#include "engine/state/ranks.h"
+#include "engine/state/tensor_parts.h"
+
+namespace ds::engine {
+
+// Splits the module in place: by the rules of the program or, without any, of the config. Leaves have rank 0's values,
+// tensor by tensor, or, where a file of weights gives them, unspecified ones in memory of their own. Null with one rank
+// along the axis: nothing is split. Throws ConfigError without rules, CommError where ranks disagree on rules or
+// parameters, UsageError as parallelize_module. Collective over all ranks.
+std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const InitializeOptions& options,
+                                                    const config::DsConfig& config);
+
+// What a plan tells of it.
+void add_splits(const TensorParts& parts, const ModelParameters& parameters, PlanFacts& facts);
+
+}  // namespace ds::engine

@@ -1,0 +1,61 @@
+// What an engine has when its model is split over a tensor axis (docs/tensor_parallel.md): the ranks of the axis, and
+// the leaves, which alone it trains. The module keeps its parameters, which have no memory then.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/split_tensor.h"
+#include "core/tensor_part.h"
+#include "dsengine/comm.h"
+#include "dsengine/parallel.h"
+
+namespace ds::engine {
+
+// What the engine trains of a module's parameter: the leaf of a split one, and others themselves. Buckets, optimizer
+// and everything else by identity know a parameter by it.
+inline at::Tensor trained_tensor(const at::Tensor& parameter) {
+  return is_split(parameter) ? leaf_of(parameter) : parameter;
+}
+
+// Of a split parameter; null for another one.
+std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter);
+
+struct TensorParts {
+  std::shared_ptr<comm::Communicator> ranks;  // along the axis: each has a part of the split parameters
+  std::vector<int> world_ranks;               // of the job, in the order of `ranks`
+  parallel::SplitModule split;                // axis, plan, leaves under the names of their parameters
+  // Split parameters of the module, each with its name and leaf as they were at first.
+  struct SplitParameter {
+    std::string name;
+    at::Tensor parameter, leaf;
+  };
+  std::vector<SplitParameter> parameters;
+  bool told_of_joins = false;
+  int shown = 0;  // split parameters that are whole in open scopes
+
+  // Throws UsageError, naming the parameter, when one has lost its leaf: model->to() after initialize(). `call`: whose.
+  void require_leaves(const char* call) const;
+  // After the leaves got the dtype and the memory of their buckets.
+  void follow_leaves() const;
+  // Of the plain data that split operators have read since the last call: equal on ranks with equal batches.
+  uint64_t take_data_digest() { return std::exchange(data_digest_, 0); }
+  // Before the forward of the next micro-batch, of which the first tensors are looked at.
+  void next_batch() { seen_integers_ = seen_others_ = 0; }
+  void note_data(const at::Tensor& plain);
+  // Of a parameter's part on each rank, the whole, in new memory. Collective.
+  at::Tensor joined(const at::Tensor& part, const TensorPart& of) const;
+
+ private:
+  uint64_t data_digest_ = 0;
+  int seen_integers_ = 0;  // since next_batch()
+  int seen_others_ = 0;
+};
+
+}  // namespace ds::engine

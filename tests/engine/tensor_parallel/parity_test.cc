@@ -1,0 +1,26 @@
+// Engines whose ranks have parts of layers train as plain torch does in one process.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/engine/tensor_parallel/split_training.h"
+#include "tests/support/grid.h"
+
+namespace ds::engine {
+namespace {
+
+TEST(TensorParallelEngine, TrainsAsPlainTorch) {
+  for (const auto& [tensor, stage, data, tied] :
+       test::grid_sample(2, std::vector{1, 2, 4}, std::vector{0, 1, 2, 3}, std::vector{1, 2}, std::vector{false, true})) {
+    SCOPED_TRACE(testing::Message() << "tensor " << tensor << ", stage " << stage << ", data " << data << ", tied "
+                                    << tied);
+    expect_same_as_plain({.tensor = tensor, .data = data, .stage = stage, .model = small_gpt(tied)});
+  }
+}
+
+TEST(TensorParallelEngine, TrainsAsPlainTorchForFiftySteps) {
+  expect_same_as_plain({.tensor = 2, .data = 2, .stage = 3, .steps = 50});
+  expect_same_as_plain({.tensor = 4, .data = 1, .stage = 0, .steps = 50, .model = small_gpt(true)});
+}
+
+}  // namespace
+}  // namespace ds::engine
