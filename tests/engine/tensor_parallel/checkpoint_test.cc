@@ -176,6 +176,23 @@ TEST(TensorCheckpoint, MastersOfBfloat16) {
   }
 }
 
+// What ranks remember of compression comes back in the same layout; what is for all ranks also in another.
+TEST(TensorCheckpoint, CompressedOptimizers) {
+  const test::ScratchFolder scratch;
+  const std::string folder = scratch.path().string();
+  for (const std::string type : {"OneBitAdam", "ZeroOneAdam"}) {
+    GptRun two = layout(2, 0, 2);
+    two.more["gradient_clipping"] = 0;
+    two.more["optimizer"] = {{"type", type}, {"params", {{"lr", 1e-3}}}};
+    two.more["optimizer"]["params"][type == "OneBitAdam" ? "freeze_step" : "var_freeze_step"] = 2;
+    const Losses unbroken = save(two, folder);
+    EXPECT_EQ(go_on(two, folder, tag_of(two), "again"), unbroken) << type;
+    GptRun one = layout(1, 0, 2);
+    one.more = two.more;
+    go_on(one, folder, tag_of(two), "again");
+  }
+}
+
 // A whole parameter and a split one that are not trained.
 TEST(TensorCheckpoint, FrozenParameters) {
   const test::ScratchFolder scratch;
