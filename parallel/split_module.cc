@@ -21,6 +21,16 @@
 namespace ds::parallel {
 namespace {
 
+// As a regular expression that matches the name alone.
+std::string literal(const std::string& name) {
+  std::string result;
+  for (const char c : name) {
+    if (std::string(R"(^$\.*+?()[]{}|)").find(c) != std::string::npos) result += '\\';
+    result += c;
+  }
+  return result;
+}
+
 // Rank 0's values on all ranks.
 void broadcast_values(torch::nn::Module& module, comm::Communicator& communicator) {
   const at::NoGradGuard no_grad;
@@ -74,6 +84,21 @@ SplitPlan plan_module(const torch::nn::Module& module, const std::vector<SplitRu
 std::shared_ptr<Axis> make_axis(std::shared_ptr<comm::Communicator> communicator) {
   auto result = std::make_shared<Axis>(std::move(communicator));
   if (result->size() > 1) register_split_operators();
+  return result;
+}
+
+std::vector<SplitRule> declared_splits(const torch::nn::Module& module) {
+  std::vector<SplitRule> result;
+  const auto declare = [&](const std::string& name, const torch::nn::Module& inner) {
+    const auto* const declaring = dynamic_cast<const HasSplits*>(&inner);
+    if (declaring == nullptr) return;
+    for (SplitRule& rule : declaring->splits()) {
+      if (!name.empty()) rule.pattern = literal(name) + (rule.pattern.empty() ? "" : "\\.(?:" + rule.pattern + ")");
+      result.push_back(std::move(rule));
+    }
+  };
+  declare("", module);
+  for (const auto& entry : module.named_modules("", /*include_self=*/false)) declare(entry.key(), *entry.value());
   return result;
 }
 
@@ -142,7 +167,9 @@ SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::
                                const std::vector<SplitRule>& rules, const ParallelizeOptions& options) {
   const std::shared_ptr<Axis> axis = make_axis(std::move(communicator));
   axis->verify(options.verify);
-  SplitPlan plan = plan_module(module, rules, axis->size());
+  std::vector<SplitRule> all_rules = rules;
+  for (SplitRule& declared : declared_splits(module)) all_rules.push_back(std::move(declared));
+  SplitPlan plan = plan_module(module, all_rules, axis->size());
   broadcast_values(module, axis->communicator());
   return split_module(module, axis, std::move(plan),
                       [](const std::string& /*name*/, const at::Tensor& parameter, const Placement& placement) {

@@ -6,7 +6,7 @@
 
 #include "core/check.h"
 #include "core/tensor_part.h"
-#include "dsengine/parallel.h"
+#include "dsengine/split_plan.h"
 
 namespace ds::parallel {
 namespace {
@@ -70,7 +70,8 @@ std::optional<int64_t> cut_dim(const SplitRule& rule, size_t dims) {
 
 ParameterSplit split_by(const SplitRule& rule, const NamedShape& parameter, int ranks) {
   ParameterSplit result{.name = parameter.name, .sizes = parameter.sizes, .reason = {}};
-  const std::string by = cat(name_of_style(rule.style), ", by '", rule.pattern, "'");
+  const std::string by = rule.origin.empty() ? cat(name_of_style(rule.style), ", by '", rule.pattern, "'")
+                                             : cat(name_of_style(rule.style), ", by ", rule.origin);
   const std::optional<int64_t> dim = cut_dim(rule, parameter.sizes.size());
   if (!dim) {
     result.reason = cat("whole: ", by,

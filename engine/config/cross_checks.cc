@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "core/check.h"
+#include "engine/config/tensor_checks.h"
 
 namespace ds::engine::config {
 namespace {
@@ -165,6 +166,7 @@ void check_across_sections(const DsConfig& config, JsonProblems& problems) {
   check_compression(config, problems);
   check_activations(config, problems);
   check_elasticity(config, problems);
+  check_tensor_parallel(config, problems);
   warn_without_effect(config, problems);
 }
 

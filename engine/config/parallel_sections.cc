@@ -6,8 +6,8 @@ namespace ds::engine::config {
 namespace {
 
 void describe(JsonFields& json, TensorParallelGrid& s) {
-  json.field("tp_size", s.tp_size);
-  json.field("tp_grain_size", s.tp_grain_size);
+  json.field("tp_size", s.tp_size, above(0));
+  json.field("tp_grain_size", s.tp_grain_size, above(0));
   for (const char* python_object : {"mpu", "tp_group"}) {
     if (json.has(python_object)) json.warning(python_object, "a Python object, ignored");
     json.ignore(python_object);
@@ -71,6 +71,8 @@ void describe(JsonFields& json, TensorParallelSection& s) {
   json.choice("preset_model", s.preset_model, {"llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"});
   json.field("keep_module_on_host", s.keep_module_on_host);
   json.field({"replace_with_kernel_inject", "kernel_inject"}, s.replace_with_kernel_inject);
+  json.field("sequence_parallel", s.sequence_parallel);
+  json.field("verify", s.verify);
 }
 
 void describe(JsonFields& json, ExpertParallelSection& s) {

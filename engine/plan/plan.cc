@@ -22,6 +22,9 @@ void require_consistent(const DsConfig& config, const Topology& topology) {
   require<UsageError>(topology.pipe * topology.dp * topology.tensor == topology.world_size,
                       "make_plan: expected pipe x dp x tensor = world_size, ", "found ", topology.pipe, " x ",
                       topology.dp, " x ", topology.tensor, " and ", topology.world_size);
+  require<ConfigError>(config.tensor_parallel.size() == topology.tensor, "tensor_parallel.autotp_size: expected ",
+                       topology.tensor, ", the ranks that share a layer here, found ", config.tensor_parallel.size(),
+                       "; change the key, or the arrangement of the ranks");
   require<ConfigError>(config.dp_world_size == topology.dp, "train_batch_size was resolved for ", config.dp_world_size,
                        " data-parallel ranks, found ", topology.dp, "; parse the config for the ranks that run");
   require<ConfigError>(!config.data_parallel_size || *config.data_parallel_size == topology.dp,
@@ -375,6 +378,11 @@ Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts
   if (!facts.client_optimizer && facts.trains) plan.optimizer = config.optimizer.algorithm();
   plan.schedule = config.scheduler.type;
   plan.backend = config.communication_backend;
+  const config::TensorParallelSection& tensor = config.tensor_parallel;
+  plan.tensor = {.sequence_parallel = tensor.sequence_parallel,
+                 .overlap = tensor.tp_overlap_comm,
+                 .verify = tensor.verify,
+                 .split_parameters = facts.split_parameters};
   plan.parameters = facts.parameters;
   plan.activation_bytes = facts.activation_bytes;
   if (plan.parameters) {

@@ -30,7 +30,9 @@ struct SplitRow {
 
 // What the program adds to the config.
 struct PlanFacts {
-  std::optional<int64_t> parameters;  // trainable elements of the model; sets Plan::bytes
+  // Trainable elements that a rank works on: of its stage, and of split parameters its parts. Sets Plan::bytes.
+  std::optional<int64_t> parameters;
+  std::optional<int64_t> split_parameters;  // of these, elements of parts
   bool client_optimizer = false;      // replaces the config's
   bool trains = true;                 // false: there is no optimizer at all
   int64_t activation_bytes = 0;       // of a micro-batch on one rank, as memory_breakdown reports them

@@ -368,6 +368,7 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   if (plan.trains) add_gradient_rows(config, plan);
   add_pipeline_row(config, plan);
   add_tensor_rows(facts, plan);
+  add_tensor_mode_rows(plan);
   add_optimizer_rows(config, plan);
   add_gathering_rows(config, plan);
   add_quantization_rows(plan);

@@ -204,7 +204,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   // Layers of a pipeline, and with them dtypes, are known only now.
   PlanFacts facts = plan_facts(options, config, model);
   add_dtypes(parameters, facts);
-  if (model.tensor) facts.splits = split_rows(model.tensor->split.plan);
+  if (model.tensor) add_splits(*model.tensor, parameters, facts);
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);
   model.plan = make_plan(config, model.plan.topology, facts);
   const OptimizerGroups groups = groups_of(options, config, parameters, model.plan);

@@ -10,6 +10,8 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/log.h"
+#include "engine/plan/split_rules.h"
 #include "engine/setup/same_on_all_ranks.h"
 #include "parallel/axis/axis.h"
 #include "parallel/split_module.h"
@@ -20,11 +22,24 @@ namespace {
 using parallel::ParameterSplit;
 using parallel::SplitRule;
 
-std::vector<SplitRule> rules_of(const InitializeOptions& options, const config::DsConfig& config) {
-  require<ConfigError>(!options.split.empty(), "tensor_parallel.autotp_size: ", config.tensor_parallel.autotp_size,
-                       ": expected rules that say which parameters are split, found none; give them with ",
+// The program's, and what modules declare themselves; without any of the program's also those of the config.
+SplitRules rules_of(const InitializeOptions& options, const config::DsConfig& config) {
+  SplitRules result{.rules = options.split, .warnings = {}};
+  for (SplitRule& declared : parallel::declared_splits(*options.model)) result.rules.push_back(std::move(declared));
+  if (options.split.empty()) {
+    std::vector<parallel::NamedShape> shapes;
+    for (const auto& item : options.model->named_parameters()) {
+      shapes.push_back({.name = item.key(), .sizes = item.value().sizes().vec()});
+    }
+    SplitRules named = split_rules(config.tensor_parallel, shapes);
+    for (SplitRule& rule : named.rules) result.rules.push_back(std::move(rule));
+    result.warnings = std::move(named.warnings);
+  }
+  require<ConfigError>(!result.rules.empty(), "tensor_parallel.autotp_size: ", config.tensor_parallel.size(),
+                       ": expected names of layers that are known, or rules that say what is split; found a model in ",
+                       "which nothing is. Name its layers in tensor_parallel.partition_config, or give rules with ",
                        "InitializeOptions::split (docs/tensor_parallel.md)");
-  return options.split;
+  return result;
 }
 
 // Lines "what<TAB>value" of all that decides what is split, and where values come from: ranks that differ would wait
@@ -129,32 +144,40 @@ std::string cut_text(const ParameterSplit& split) {
 
 }  // namespace
 
-std::vector<SplitRow> split_rows(const parallel::SplitPlan& plan) {
-  std::vector<SplitRow> rows;
-  for (const ParameterSplit& split : plan) {
+void add_splits(const TensorParts& parts, const ModelParameters& parameters, PlanFacts& facts) {
+  for (const ParameterSplit& split : parts.split.plan) {
     SplitRow row{.names = without_numbers(split.name), .what = cut_text(split), .reason = split.reason};
-    const bool known = std::any_of(rows.begin(), rows.end(), [&](const SplitRow& other) {
+    const bool known = std::any_of(facts.splits.begin(), facts.splits.end(), [&](const SplitRow& other) {
       return other.names == row.names && other.what == row.what;
     });
-    if (!known) rows.push_back(std::move(row));
+    if (!known) facts.splits.push_back(std::move(row));
   }
-  return rows;
+  facts.split_parameters = 0;
+  for (const zero::Parameter& parameter : parameters.trainable) {
+    if (parameter.part) *facts.split_parameters += parameter.tensor.numel();
+  }
 }
 
 std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const InitializeOptions& options,
                                                     const config::DsConfig& config) {
   if (!ranks.tensor) return nullptr;
+  require<ConfigError>(!config.tensor_parallel.sequence_parallel, "tensor_parallel.sequence_parallel: true: the engine ",
+                       "does not cut activations along the sequence in this version; remove the key");
   torch::nn::Module& module = *options.model;
-  const std::vector<SplitRule> rules = rules_of(options, config);
+  const SplitRules split = rules_of(options, config);
   const auto samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt;
-  require_same_on_all_ranks({}, split_text(options, config, rules),
+  require_same_on_all_ranks({}, split_text(options, config, split.rules),
                             {.samples = samples, .has_schedule = options.lr_scheduler != nullptr}, ranks.device,
                             *ranks.world);
-  parallel::SplitPlan plan = parallel::plan_module(module, rules, ranks.tensor->size());
+  parallel::SplitPlan plan = parallel::plan_module(module, split.rules, ranks.tensor->size());
+  if (ranks.world->rank() == 0) {
+    for (const std::string& warning : split.warnings) log::warning(warning);
+  }
   auto parts = std::make_unique<TensorParts>();
   parts->ranks = ranks.tensor;
   parts->world_ranks = ranks.mesh->layout().group_of(ranks.world->rank(), {comm::MeshAxis::kTensor});
   const auto axis = parallel::make_axis(ranks.tensor);
+  axis->verify(config.tensor_parallel.verify);
   axis->tell_joins(false);  // the engine does, after the first step
   axis->watch_data([parts = parts.get()](const at::Tensor& plain) { parts->note_data(plain); });
   Values values(ranks, options);

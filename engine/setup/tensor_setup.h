@@ -7,6 +7,7 @@
 #include "dsengine/config.h"
 #include "dsengine/initialize.h"
 #include "engine/plan/plan.h"
+#include "engine/state/model_layout.h"
 #include "engine/state/ranks.h"
 #include "engine/state/tensor_parts.h"
 
@@ -19,7 +20,7 @@ namespace ds::engine {
 std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const InitializeOptions& options,
                                                     const config::DsConfig& config);
 
-// Of a plan, for its table.
-std::vector<SplitRow> split_rows(const parallel::SplitPlan& plan);
+// What a plan tells of it.
+void add_splits(const TensorParts& parts, const ModelParameters& parameters, PlanFacts& facts);
 
 }  // namespace ds::engine

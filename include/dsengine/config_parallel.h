@@ -5,6 +5,7 @@
 // Plain values that the ds_config owns; safe from any thread; nothing throws. Torch-free.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -159,6 +160,11 @@ struct TensorParallelSection {
   std::optional<std::string> preset_model;
   bool keep_module_on_host = false;
   bool replace_with_kernel_inject = false;
+  bool sequence_parallel = false;  // own key: between layers, activations are cut along the sequence (Megatron-SP)
+  bool verify = false;             // own key: what is computed of parts is computed of wholes too, and compared
+
+  // Ranks that share a layer; 1: the axis is not used.
+  int64_t size() const { return std::max({autotp_size, tensor_parallel.tp_size, int64_t{1}}); }
 };
 
 // expert_parallel

@@ -23,12 +23,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "dsengine/comm.h"
+#include "dsengine/split_plan.h"
 
 namespace torch::nn {
 class Module;
@@ -39,50 +39,17 @@ namespace ds::parallel {
 // This rank's end of an axis; opaque.
 class Axis;
 
-enum class Style : uint8_t {
-  kColumn,      // weight [out, in] along out, bias too: each rank computes a part of the outputs
-  kRow,         // weight along in, bias whole: each rank has a part of the inputs, outputs are added
-  kVocabulary,  // an embedding, or the scores of a vocabulary, along its entries
-  kWhole,       // as it is, on every rank
+// A module that knows how it is split: a base class beside torch::nn::Module (or Cloneable). parallelize_module asks every
+// module that has it; patterns are relative to the module's own name, and "" is the module itself.
+struct HasSplits {
+  HasSplits() = default;
+  HasSplits(const HasSplits&) = default;
+  HasSplits& operator=(const HasSplits&) = default;
+  virtual ~HasSplits() = default;
+  virtual std::vector<SplitRule> splits() const = 0;
 };
-
-struct SplitRule {
-  // A regular expression (ECMAScript) for the whole name of a module ("h.0.mlp.fc", its own parameters are meant) or of
-  // a parameter ("h.0.mlp.fc.weight"). The first rule that matches decides; what none matches stays whole.
-  std::string pattern;
-  Style style = Style::kColumn;
-  // Sizes of what was fused along the cut dimension, each of which is cut: {h, h, h} for query, key and value. Empty:
-  // one block.
-  std::vector<int64_t> blocks = {};
-  // Parts are multiples of it: the size of a head where heads do not divide evenly. 1: nearly equal parts.
-  int64_t grain = 1;
-  // Dimension of the weight, where it is not the style's (weights stored as [in, out]).
-  std::optional<int64_t> dim = std::nullopt;
-};
-
-struct NamedShape {
-  std::string name;
-  std::vector<int64_t> sizes;
-};
-
-// What becomes of one parameter.
-struct ParameterSplit {
-  std::string name;
-  std::vector<int64_t> sizes;        // of the whole
-  int64_t dim = -1;                  // that is cut; -1: whole
-  std::vector<int64_t> blocks = {};  // as in the rule
-  int64_t grain = 1;
-  std::string reason;  // in words
-
-  bool is_split() const { return dim >= 0; }
-};
-using SplitPlan = std::vector<ParameterSplit>;
-
-// Pure. Throws UsageError when a rule matches nothing, has a pattern that is no regular expression, or blocks that are
-// not the dimension. A parameter that has too few elements for every rank to get some stays whole, and says so.
-SplitPlan plan_splits(const std::vector<NamedShape>& parameters, const std::vector<SplitRule>& rules, int ranks);
-// One line for each parameter.
-std::string describe(const SplitPlan& plan);
+// What the modules declare, with whole names: a module's rules before those of the modules in it.
+std::vector<SplitRule> declared_splits(const torch::nn::Module& module);
 
 struct ParallelizeOptions {
   // Every operator that a rule computes is computed on joined tensors too, and compared: forward, and the gradients
@@ -122,7 +89,7 @@ struct SplitModule {
 };
 
 // Splits the module's parameters in place over the ranks of `communicator`; every rank calls it with the same module
-// and rules. Values are rank 0's. Parameters keep their identity (members, tied names) and lose their memory; gradients
+// and rules, which go before those that its modules declare (HasSplits). Values are rank 0's. Parameters keep their identity (members, tied names) and lose their memory; gradients
 // they had are dropped. Not to be moved to another device or dtype afterwards. Throws UsageError as plan_splits, and
 // when a parameter is split already, has a history, or is tied to one that another rule splits otherwise.
 SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::Communicator> communicator,

@@ -91,6 +91,15 @@ struct Plan {
   };
   std::optional<Pipeline> pipeline;
 
+  // How layers are split over topology.tensor ranks.
+  struct Tensor {
+    bool sequence_parallel = false;           // between layers, activations are cut along the sequence
+    bool overlap = false;                     // an input's gradient is added up beside the weight's product
+    bool verify = false;                      // what is computed of parts is computed of wholes too
+    std::optional<int64_t> split_parameters;  // of `parameters`, elements that are parts of larger ones
+  };
+  Tensor tensor;
+
   std::string optimizer;  // "AdamW"; empty: the program brings its own, or there is none (`trains`)
   std::string schedule;   // "WarmupLR"; empty: constant, or the program's
   comm::Backend backend = comm::Backend::kAuto;

@@ -59,6 +59,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/pipeline.h", "pipeline"},
     {"dsengine/plan.h", "engine"},
     {"dsengine/restart.h", "core"},  // the launcher knows the exit code; the engine defines the call
+    {"dsengine/split_plan.h", "parallel"},
     {"dsengine/version.h", "core"},
     {"dsengine/weights.h", "checkpoint"},
     {"dsengine/zero.h", "zero"},

@@ -1,0 +1,31 @@
+// Rules out of what was decided for each parameter: one for all that differ in numbers alone. Pure, torch-free.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "dsengine/split_plan.h"
+
+namespace ds::engine {
+
+// How one parameter is cut, and who says so.
+struct SplitDecision {
+  parallel::Style style = parallel::Style::kColumn;
+  std::optional<int64_t> dim = std::nullopt;
+  std::vector<int64_t> blocks;  // empty: one
+  int64_t grain = 1;
+  std::string origin;
+};
+
+// As a regular expression has it.
+std::string escaped(char letter);
+
+// In the order of `parameters`. A rule's pattern has \d+ for numbers where all parameters that it matches are cut alike;
+// else each has a rule of its own. What is not in `decisions` gets none.
+std::vector<parallel::SplitRule> rules_by_name(const std::vector<parallel::NamedShape>& parameters,
+                                               const std::unordered_map<std::string, SplitDecision>& decisions);
+
+}  // namespace ds::engine

@@ -1,0 +1,59 @@
+// Which parameters of a module are cut over ranks, and how: rules, and the plan that follows from them for names and
+// sizes. Pure values and functions; safe from any thread. Torch-free.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace ds::parallel {
+
+enum class Style : uint8_t {
+  kColumn,      // weight [out, in] along out, bias too: each rank computes a part of the outputs
+  kRow,         // weight along in, bias whole: each rank has a part of the inputs, outputs are added
+  kVocabulary,  // an embedding, or the scores of a vocabulary, along its entries
+  kWhole,       // as it is, on every rank
+};
+
+struct SplitRule {
+  // A regular expression (ECMAScript) for the whole name of a module ("h.0.mlp.fc", its own parameters are meant) or of
+  // a parameter ("h.0.mlp.fc.weight"). The first rule that matches decides; what none matches stays whole.
+  std::string pattern;
+  Style style = Style::kColumn;
+  // Sizes of what was fused along the cut dimension, each of which is cut: {h, h, h} for query, key and value. Empty:
+  // one block.
+  std::vector<int64_t> blocks = {};
+  // Parts are multiples of it: the size of a head where heads do not divide evenly. 1: nearly equal parts.
+  int64_t grain = 1;
+  // Dimension of the weight, where it is not the style's (weights stored as [in, out]).
+  std::optional<int64_t> dim = std::nullopt;
+  // Who made the rule, for the words of a plan ("tensor_parallel.preset_model llama"); empty: the program.
+  std::string origin = {};
+};
+
+struct NamedShape {
+  std::string name;
+  std::vector<int64_t> sizes;
+};
+
+// What becomes of one parameter.
+struct ParameterSplit {
+  std::string name;
+  std::vector<int64_t> sizes;        // of the whole
+  int64_t dim = -1;                  // that is cut; -1: whole
+  std::vector<int64_t> blocks = {};  // as in the rule
+  int64_t grain = 1;
+  std::string reason;  // in words
+
+  bool is_split() const { return dim >= 0; }
+};
+using SplitPlan = std::vector<ParameterSplit>;
+
+// Pure. Throws UsageError when a rule matches nothing, has a pattern that is no regular expression, or blocks that are
+// not the dimension. A parameter that has too few elements for every rank to get some stays whole, and says so.
+SplitPlan plan_splits(const std::vector<NamedShape>& parameters, const std::vector<SplitRule>& rules, int ranks);
+// One line for each parameter.
+std::string describe(const SplitPlan& plan);
+
+}  // namespace ds::parallel

@@ -1,0 +1,120 @@
+// What works on a rank's parts as on whole parameters: precisions, offload, copies, compression, recomputation.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "core/check.h"
+#include "tests/engine/tensor_parallel/split_training.h"
+
+namespace ds::engine {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+using Json = nlohmann::json;
+
+constexpr int kTwo = 2;
+
+TEST(TensorParallelWith, Accumulation) { expect_same_as_plain({.data = 2, .stage = 2, .accumulation = 3}); }
+
+TEST(TensorParallelWith, ActivationCheckpointing) {
+  GptRun run{.data = 2, .stage = 3};
+  run.model.activation_checkpointing = true;
+  expect_same_as_plain(run);
+}
+
+TEST(TensorParallelWith, HostOffload) {
+  expect_same_as_plain({.data = 2,
+                        .stage = 3,
+                        .more = {{"zero_optimization",
+                                  {{"offload_optimizer", {{"device", "cpu"}}}, {"offload_param", {{"device", "cpu"}}}}}}});
+}
+
+TEST(TensorParallelWith, AHostUpdateBesideBackward) {
+  expect_same_as_plain(
+      {.data = 2,
+       .stage = 2,
+       .more = {{"zero_optimization", {{"offload_optimizer", {{"device", "cpu"}, {"super_offload", true}}}}}}});
+}
+
+TEST(TensorParallelWith, CopiesOfTheModelState) {
+  expect_same_as_plain({.data = 4, .stage = 3, .more = {{"zero_optimization", {{"mics_shard_size", 2}}}}});
+}
+
+TEST(TensorParallelWith, SecondaryCopies) {
+  expect_same_as_plain({.data = 4, .stage = 3, .more = {{"zero_optimization", {{"zero_hpz_partition_size", 2}}}}});
+}
+
+// Against one process and the same precision.
+Curve of_one_rank(GptRun run) {
+  run.tensor = 1;
+  Curve curve;
+  test::run_ranks(run.world(), [&](comm::Communicator& world) {
+    const auto net = run.make();
+    const auto engine = run.start(world, net).engine;
+    const Curve own = run.train(*engine, *net);
+    if (world.rank() == 0) curve = own;
+  });
+  return curve;
+}
+
+void expect_same_as_one_rank(const GptRun& run, double losses, double norms) {
+  const Curve expected = of_one_rank(run);
+  test::run_ranks(run.world(), [&](comm::Communicator& world) {
+    const auto net = run.make();
+    const auto engine = run.start(world, net).engine;
+    expect_same(run.train(*engine, *net), expected, losses, norms);
+  });
+}
+
+TEST(TensorParallelWith, BFloat16) {
+  expect_same_as_one_rank({.data = 2, .stage = 3, .more = {{"bf16", {{"enabled", true}}}}}, 5e-3, 5e-2);
+  expect_same_as_one_rank({.data = 2, .stage = 1, .more = {{"bf16", {{"enabled", true}}}}}, 5e-3, 5e-2);
+}
+
+TEST(TensorParallelWith, Float16AndALossScale) {
+  expect_same_as_one_rank({.data = 2, .stage = 2, .more = {{"fp16", {{"enabled", true}, {"initial_scale_power", 10}}}}},
+                          5e-3, 5e-2);
+}
+
+TEST(TensorParallelWith, Autocast) {
+  expect_same_as_one_rank(
+      {.data = 1, .stage = 0, .more = {{"torch_autocast", {{"enabled", true}, {"dtype", "bfloat16"}}}}}, 5e-3, 5e-2);
+}
+
+// After the freeze the scales of one bit an element are those of other buckets: as good, not the same.
+TEST(TensorParallelWith, OneBitAdamBeforeTheFreezeAndAfter) {
+  GptRun run{.data = 2, .stage = 0, .steps = 4};
+  run.more = {{"gradient_clipping", 0.0},
+              {"optimizer", {{"type", "OneBitAdam"}, {"params", {{"lr", 1e-3}, {"freeze_step", 4}}}}}};
+  expect_same_as_one_rank(run, 5e-6, 2e-5);
+  run.steps = 12;
+  expect_same_as_one_rank(run, 1e-2, 0.2);
+}
+
+TEST(TensorParallelWith, ZeroPlusPlus) {
+  GptRun run{.data = 2, .stage = 3};
+  run.more = {{"zero_optimization", {{"zero_quantized_weights", true}, {"zero_quantized_gradients", true}}}};
+  expect_same_as_one_rank(run, 2e-2, 0.5);
+}
+
+TEST(TensorParallelWith, CompressedGradients) {
+  GptRun run{.data = 2, .stage = 1};
+  run.more = {{"gradient_compression", {{"method", "int8"}}}};
+  expect_same_as_one_rank(run, 2e-3, 0.1);
+}
+
+TEST(TensorParallelWith, WhatNeedsWholeTensorsIsRefusedByName) {
+  for (const char* const type : {"Lamb", "OneBitLamb", "Muon"}) {
+    test::run_ranks(kTwo, [&](comm::Communicator& world) {
+      GptRun run;
+      run.more = {{"optimizer", {{"type", type}}}};
+      EXPECT_THAT([&] { run.start(world, run.make()); },
+                  ThrowsMessage<ConfigError>(AllOf(HasSubstr("tensor_parallel.autotp_size: 2 excludes"),
+                                                   HasSubstr(std::string("optimizer.type: ") + type))));
+    });
+  }
+}
+
+}  // namespace
+}  // namespace ds::engine
