@@ -193,6 +193,22 @@ TEST(TensorCheckpoint, CompressedOptimizers) {
   }
 }
 
+// State on the host, and copies of it (MiCS), whose ranks share a part.
+TEST(TensorCheckpoint, OffloadedStateAndCopies) {
+  const test::ScratchFolder scratch;
+  const std::string folder = scratch.path().string();
+  GptRun offloaded = layout(2, 2, 2);
+  offloaded.more["zero_optimization"]["offload_optimizer"] = {{"device", "cpu"}};
+  GptRun copies = layout(2, 3, 2);
+  copies.more["zero_optimization"]["mics_shard_size"] = 1;
+  for (const GptRun& run : {offloaded, copies}) {
+    const Losses unbroken = save(run, folder);
+    EXPECT_EQ(go_on(run, folder, tag_of(run), "again"), unbroken);
+    const Losses other = go_on(layout(4, 0, 2), folder, tag_of(run), "again");
+    for (size_t i = 0; i < other.size(); ++i) EXPECT_NEAR(other[i], unbroken[i], 5e-6);
+  }
+}
+
 // A whole parameter and a split one that are not trained.
 TEST(TensorCheckpoint, FrozenParameters) {
   const test::ScratchFolder scratch;
