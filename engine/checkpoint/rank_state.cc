@@ -162,7 +162,8 @@ std::string load_shared_optimizer_memory(const ModelState& model, checkpoint::So
       }
     }
     // With another number of tensor ranks: all of them had the same.
-    if (state.empty() && !source.contains(place.path) && differs) place.path = checkpoint::rank_path(0, cat("optimizer.", name));
+    if (state.empty() && !source.contains(place.path) && differs)
+      place.path = checkpoint::rank_path(0, cat("optimizer.", name));
     if (!source.contains(place.path) || source.info(place.path).numel() != place.of.value_or(values.numel())) {
       missing.push_back(place.path);
       continue;

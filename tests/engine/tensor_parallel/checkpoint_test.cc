@@ -230,8 +230,8 @@ TEST(TensorCheckpoint, FrozenParameters) {
     const auto source = checkpoint::open_folder(folder + "/frozen");
     EXPECT_TRUE(source->info("weights/h.0.mlp.fc.weight").frozen);
     const auto plain = two.make();
-    EXPECT_TRUE(torch::equal(source->tensor("weights/h.0.mlp.fc.weight"),
-                             plain->named_parameters()["h.0.mlp.fc.weight"]));
+    EXPECT_TRUE(
+        torch::equal(source->tensor("weights/h.0.mlp.fc.weight"), plain->named_parameters()["h.0.mlp.fc.weight"]));
     for (const int tensor : {1, 4}) {
       const GptRun other = layout(tensor, 3 - stage);
       on_ranks(
@@ -276,7 +276,8 @@ TEST(TensorCheckpoint, WholesAreThoseOfOneRank) {
         }
       }
     });
-    EXPECT_EQ(test::file_text(scratch / (tag_of(run) + ".safetensors")), test::file_text(scratch / "t1d1s0.safetensors"));
+    EXPECT_EQ(test::file_text(scratch / (tag_of(run) + ".safetensors")),
+              test::file_text(scratch / "t1d1s0.safetensors"));
   }
   // What ds-tool checkpoint convert does.
   checkpoint::export_weights(*source, folder + "/plain");
