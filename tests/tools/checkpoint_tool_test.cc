@@ -288,7 +288,7 @@ TEST_F(CheckpointToolTest, TensorsInParts) {
   ASSERT_EQ(run_tool({"convert", split, out}).code, 0);
   EXPECT_TRUE(torch::equal(SafetensorsFile(out + "/model.safetensors").tensor("wte.weight"),
                            source_.tensor("weights/wte.weight")));
-  for (const std::string from : {tag, split}) {
+  for (const std::string& from : {tag, split}) {
     const std::string to = folder_ / (from == tag ? "uni/whole" : "uni/split");
     ASSERT_EQ(run_tool({"convert", from, to, "--format", "universal"}).code, 0);
   }
