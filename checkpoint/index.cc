@@ -49,8 +49,8 @@ json file_to_json(const FileRecord& file) {
   for (const Piece& piece : file.pieces) {
     std::string checksums;
     for (const uint64_t value : piece.checksums) checksums += to_hex(value);
-    json& written = pieces.emplace_back(
-        json::array({piece.path, piece.key, piece.offset, piece.length, piece.begin, checksums}));
+    json& written =
+        pieces.emplace_back(json::array({piece.path, piece.key, piece.offset, piece.length, piece.begin, checksums}));
     if (piece.part) written.push_back(to_json(*piece.part));
   }
   return {{"bytes", file.bytes},

@@ -63,8 +63,8 @@ RankFiles::RankFiles(const std::string& folder, int rank, int ranks, const std::
     std::vector<SafetensorsWriter::Header> headers;
     for (const size_t i : members) {
       const PlannedPiece& piece = pieces[i];
-      headers.push_back({key_of(piece), piece.tensor.dtype,
-                         is_complete(piece) ? piece.sizes() : std::vector<int64_t>{piece.length}});
+      headers.push_back(
+          {key_of(piece), piece.tensor.dtype, is_complete(piece) ? piece.sizes() : std::vector<int64_t>{piece.length}});
     }
     File& file = files_.emplace_back(folder, name, headers);
     for (const size_t i : members) {

@@ -15,8 +15,8 @@ constexpr int64_t kMostBlocks = int64_t{1} << 20;
 
 int64_t number(const json& value, const char* key, int64_t least, int64_t most, const std::string& where) {
   const json& found = value.at(key);
-  const bool fits = found.is_number_integer() && !(found.is_number_unsigned() &&
-                                                    found.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX));
+  const bool fits = found.is_number_integer() &&
+                    !(found.is_number_unsigned() && found.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX));
   require<IoError>(fits && found.get<int64_t>() >= least && found.get<int64_t>() <= most, where, ": a part's \"", key,
                    "\": expected an integer of ", least, " to ", most, ", found ", found);
   return found.get<int64_t>();

@@ -94,7 +94,8 @@ class ShownWhole : public autograd::Node {
   std::string name() const override { return "SplitTensorShownWhole"; }
   // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): autograd's signature
   autograd::variable_list apply(autograd::variable_list&& /*gradients*/) override {
-    throw UsageError(cat("parameter ", parameter_, " was read whole, in a scope of gathered_parameters(), and now gets a ",
+    throw UsageError(cat("parameter ", parameter_,
+                         " was read whole, in a scope of gathered_parameters(), and now gets a ",
                          "gradient of it, which would not reach the part that is trained. Run forward passes that are ",
                          "trained outside of the scope, others under torch::NoGradGuard"));
   }

@@ -24,7 +24,7 @@ struct GatheredParameters::Scope {
   std::optional<int> modifier_rank;                          // of world
   // A bucket that is whole and the same on all ranks may have new values; called before it is released.
   std::function<void(size_t)> changed;
-  std::function<void()> closed;        // always, once
+  std::function<void()> closed;         // always, once
   std::unique_ptr<SplitWholes> wholes;  // null: no parameter is split over a tensor axis
 };
 

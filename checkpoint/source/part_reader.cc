@@ -76,9 +76,8 @@ void read_part(Source& source, const std::string& path, const TensorPart& part, 
   const at::Tensor flat = destination.view({-1});
   if (auto* reader = dynamic_cast<PartReader*>(&source)) return reader->read_own_part(path, part, offset, flat);
   Windows windows(source, path, flat);
-  PartRuns(part).in_part(offset, end, [&](int64_t whole, int64_t at, int64_t length) {
-    windows.add(whole, at - offset, length);
-  });
+  PartRuns(part).in_part(offset, end,
+                         [&](int64_t whole, int64_t at, int64_t length) { windows.add(whole, at - offset, length); });
   windows.read();
 }
 

@@ -28,8 +28,8 @@ class CheckpointFit {
   const std::string& weight(const std::string& parameter) const { return weights_.at(parameter); }
   // The name that the checkpoint has for a parameter, also of another stage; empty where it has none.
   std::string stored_name(const std::string& parameter) const;
-  // The path of the state of a parameter in a trainable bucket, and the whole's shape; an empty path where the checkpoint does
-  // not have the parameter.
+  // The path of the state of a parameter in a trainable bucket, and the whole's shape; an empty path where the
+  // checkpoint does not have the parameter.
   std::pair<std::string, std::vector<int64_t>> state_of(const std::string& kind, const Segment& segment) const;
   // Written by as many ranks, stages and ranks of a tensor axis as are here.
   bool same_ranks() const { return same_ranks_; }

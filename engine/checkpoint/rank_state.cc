@@ -145,6 +145,7 @@ NamedTensors shared_optimizer_memory(const ModelState& model) {
 std::string load_shared_optimizer_memory(const ModelState& model, checkpoint::Source& source,
                                          const std::function<std::string(const std::string&)>& stored) {
   std::vector<std::string> missing;
+  const bool differs = source.state().tensor_ranks != model.ranks.tensor_ranks();
   bool by_rank = false;                   // some of it, in a form or layout that does not fit
   std::map<std::string, int64_t> counts;  // of the parameters that have this state, so far
   for (const auto& [name, values] : model.optimizer.own->shared_states()) {
@@ -160,6 +161,9 @@ std::string load_shared_optimizer_memory(const ModelState& model, checkpoint::So
         place = place_by_part(model, source, state, number).value_or(place);
       }
     }
+    // With another number of tensor ranks: all of them had the same.
+    if (state.empty() && !source.contains(place.path) && differs)
+      place.path = checkpoint::rank_path(0, cat("optimizer.", name));
     if (!source.contains(place.path) || source.info(place.path).numel() != place.of.value_or(values.numel())) {
       missing.push_back(place.path);
       continue;

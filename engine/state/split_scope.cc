@@ -18,12 +18,11 @@ SplitScope::SplitScope(ModelState& state, const std::vector<at::Tensor>& paramet
     : state_(state), modifies_(modifies) {
   for (const TensorParts::SplitParameter& one : state.tensor->parameters) {
     const auto is_same = [&](const at::Tensor& other) { return other.is_same(one.parameter); };
-    const bool known = std::any_of(all_.begin(), all_.end(), [&](const Shown& other) { return is_same(other.parameter); });
+    const bool known =
+        std::any_of(all_.begin(), all_.end(), [&](const Shown& other) { return is_same(other.parameter); });
     if (known || std::none_of(parameters.begin(), parameters.end(), is_same)) continue;
-    all_.push_back({.name = one.name,
-                    .parameter = one.parameter,
-                    .leaf = one.leaf,
-                    .part = part_of_parameter(one.parameter)});
+    all_.push_back(
+        {.name = one.name, .parameter = one.parameter, .leaf = one.leaf, .part = part_of_parameter(one.parameter)});
   }
 }
 
@@ -44,8 +43,7 @@ std::optional<std::string> SplitScope::changed() const {
     const at::Tensor values = all_[i].parameter.detach();
     const bool is_same = values.sizes() == at::IntArrayRef(all_[i].part->whole_sizes()) &&
                          values.scalar_type() == all_[i].leaf.scalar_type() &&
-                         all_[i].parameter._version() == all_[i].version &&
-                         zero::digest_of(values) == all_[i].digest;
+                         all_[i].parameter._version() == all_[i].version && zero::digest_of(values) == all_[i].digest;
     if (!is_same) return all_[i].name;
   }
   return std::nullopt;

@@ -36,7 +36,7 @@ class SplitScope final : public zero::SplitWholes {
     at::Tensor parameter, leaf;
     std::shared_ptr<const TensorPart> part;
     SplitState split = {};  // while it is shown whole
-    uint64_t digest = 0;  // for reading
+    uint64_t digest = 0;    // for reading
     uint32_t version = 0;
   };
   ModelState& state_;

@@ -17,7 +17,8 @@ std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter)
 }
 
 void TensorParts::require_leaves(const char* call) const {
-  require(shown == 0, call, ": expected no open scope of gathered_parameters() with parameters that are split over the ",
+  require(shown == 0, call,
+          ": expected no open scope of gathered_parameters() with parameters that are split over the ",
           "tensor axis, found ", shown, " of them whole; close it first");
   for (const SplitParameter& one : parameters) {
     const bool is_there = is_split(one.parameter) && leaf_of(one.parameter).is_same(one.leaf) &&

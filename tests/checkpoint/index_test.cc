@@ -263,7 +263,8 @@ TEST(IndexParts, AreVersionTwoAndReadBack) {
   EXPECT_EQ(found.files.at("f1").pieces[1].part, index.files.at("f1").pieces[1].part);
   Index all = split_index();  // whatever a cut may have
   for (auto& [name, file] : all.files) {
-    for (Piece& piece : file.pieces) piece.part->cut = {.dim = 0, .repeats = 2, .grain = 1, .order = PartOrder::kZigzag};
+    for (Piece& piece : file.pieces)
+      piece.part->cut = {.dim = 0, .repeats = 2, .grain = 1, .order = PartOrder::kZigzag};
   }
   EXPECT_EQ(index_from(to_text(all), "here").files.at("f0").pieces[0].part, all.files.at("f0").pieces[0].part);
 }
@@ -332,15 +333,40 @@ TEST(IndexParts, AreOfOneCut) {
 
 // Numbers that are none of a part are refused before anything is computed of them.
 TEST(IndexParts, HostileNumbers) {
-  const std::vector<std::pair<const char*, json>> changes = {
-      {"dim", -1},         {"dim", 2},          {"dim", INT64_MAX},     {"dim", UINT64_MAX},   {"dim", 0.5},
-      {"dim", "1"},        {"dim", json()},     {"index", -1},          {"index", 2},          {"index", INT64_MAX},
-      {"count", 0},        {"count", -2},       {"count", 1000000000},  {"count", INT64_MAX},  {"count", true},
-      {"blocks", {2, 5}},  {"blocks", {7, -1}}, {"blocks", json(7)},    {"blocks", {"2", 4}},  {"blocks", {2}},
-      {"grain", 0},        {"grain", -1},       {"grain", 3},           {"grain", INT64_MAX},  {"repeats", 0},
-      {"repeats", -1},     {"repeats", 2},      {"repeats", INT64_MAX}, {"repeats", 1 << 20},  {"order", "zigzags"},
-      {"order", 1},        {"blocks", {INT64_MAX, INT64_MAX, 8}},       {"blocks", {INT64_MIN, 6}},
-      {"blocks", std::vector<int64_t>(3000000, 0)}};
+  const std::vector<std::pair<const char*, json>> changes = {{"dim", -1},
+                                                             {"dim", 2},
+                                                             {"dim", INT64_MAX},
+                                                             {"dim", UINT64_MAX},
+                                                             {"dim", 0.5},
+                                                             {"dim", "1"},
+                                                             {"dim", json()},
+                                                             {"index", -1},
+                                                             {"index", 2},
+                                                             {"index", INT64_MAX},
+                                                             {"count", 0},
+                                                             {"count", -2},
+                                                             {"count", 1000000000},
+                                                             {"count", INT64_MAX},
+                                                             {"count", true},
+                                                             {"blocks", {2, 5}},
+                                                             {"blocks", {7, -1}},
+                                                             {"blocks", json(7)},
+                                                             {"blocks", {"2", 4}},
+                                                             {"blocks", {2}},
+                                                             {"grain", 0},
+                                                             {"grain", -1},
+                                                             {"grain", 3},
+                                                             {"grain", INT64_MAX},
+                                                             {"repeats", 0},
+                                                             {"repeats", -1},
+                                                             {"repeats", 2},
+                                                             {"repeats", INT64_MAX},
+                                                             {"repeats", 1 << 20},
+                                                             {"order", "zigzags"},
+                                                             {"order", 1},
+                                                             {"blocks", {INT64_MAX, INT64_MAX, 8}},
+                                                             {"blocks", {INT64_MIN, 6}},
+                                                             {"blocks", std::vector<int64_t>(3000000, 0)}};
   for (const auto& [name, value] : changes) {
     const std::string text = part_refusal([&, &key = name, &number = value](json& first, json& second, json& third) {
       for (json* piece : {&first, &second, &third}) (*piece)[6][key] = number;

@@ -7,11 +7,13 @@
 #include <chrono>
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "checkpoint/save_job.h"
+#include "checkpoint/source/training_state.h"
 #include "checkpoint/tag_folder.h"
 #include "core/part_runs.h"
 #include "core/tensor_part.h"
@@ -40,7 +42,8 @@ inline at::Tensor part_values(const at::Tensor& whole, const TensorPart& part) {
 // `sharing` ranks write equal shares of each part. Ranks are numbered as in an engine: those of the axis are
 // neighbours.
 inline void write_split_folder(const std::vector<SplitTensor>& tensors, const std::string& folder, int axis,
-                               int sharing) {
+                               int sharing, const TrainingState& state = {},
+                               const std::map<std::string, std::string>& aliases = {}) {
   const std::filesystem::path path(folder);
   SaveTarget target{.save = new_save(path.parent_path().string(), path.filename().string()), .ranks = axis * sharing};
   begin_tag(target.save);
@@ -70,7 +73,7 @@ inline void write_split_folder(const std::vector<SplitTensor>& tensors, const st
     job.open(pieces);
     for (size_t i = 0; i < pieces.size(); ++i) job.write(i, values[i]);
     job.finish();
-    if (target.rank == 0) job.publish({}, {}, std::chrono::milliseconds(0));
+    if (target.rank == 0) job.publish(state, aliases, std::chrono::milliseconds(0));
   }
 }
 

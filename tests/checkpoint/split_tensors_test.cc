@@ -24,8 +24,6 @@
 #include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 
-
-
 namespace ds::checkpoint {
 namespace {
 
@@ -43,9 +41,7 @@ at::Tensor numbers(const std::vector<int64_t>& sizes, at::ScalarType dtype, int6
 class Property {
  public:
   explicit Property(unsigned seed) : random_(seed) {}
-  int64_t from(int64_t least, int64_t most) {
-    return std::uniform_int_distribution<int64_t>(least, most)(random_);
-  }
+  int64_t from(int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(random_); }
 
   // Writes with random cuts and reads with others.
   void run() {
@@ -72,8 +68,9 @@ class Property {
         read_random_part(memory, tensor);
       }
       if (tensor.count > 0) {  // the same cut
-        read_one_part(*source, tensor, {tensor.values.sizes().vec(), tensor.cut, static_cast<int>(from(0, tensor.count - 1)),
-                                        tensor.count});
+        read_one_part(
+            *source, tensor,
+            {tensor.values.sizes().vec(), tensor.cut, static_cast<int>(from(0, tensor.count - 1)), tensor.count});
       }
     }
   }
@@ -123,8 +120,8 @@ TEST(SplitTensors, AnyCutIsReadInAnyOther) {
 TEST(SplitTensors, MoreThanABlock) {
   const test::ScratchFolder folder;
   const at::Tensor rows = torch::arange(1100 * 1001, torch::kInt).to(torch::kFloat).sin().view({1100, 1001});
-  write_split_folder({{"weights/rows", rows, {.dim = 0}, 3}, {"weights/columns", rows, {.dim = 1}, 3}}, folder / "tag", 3,
-                     2);
+  write_split_folder({{"weights/rows", rows, {.dim = 0}, 3}, {"weights/columns", rows, {.dim = 1}, 3}}, folder / "tag",
+                     3, 2);
   const auto source = open_folder(folder / "tag");
   for (const std::string path : {"weights/rows", "weights/columns"}) {
     EXPECT_TRUE(torch::equal(source->tensor(path), rows)) << path;
@@ -148,8 +145,8 @@ TEST(SplitTensors, FusedBlocks) {
   write_split_folder({{"weights/qkv", weight, cut, 2}}, folder / "tag", 2, 1);
   const SafetensorsFile file(folder / "tag/weights-00001-of-00002.safetensors");
   const at::Tensor second = file.tensor("qkv@part-1-of-2");
-  EXPECT_TRUE(torch::equal(second, torch::cat({weight.narrow(0, 16, 12), weight.narrow(0, 32, 4),
-                                               weight.narrow(0, 40, 4)})));
+  EXPECT_TRUE(
+      torch::equal(second, torch::cat({weight.narrow(0, 16, 12), weight.narrow(0, 32, 4), weight.narrow(0, 40, 4)})));
   EXPECT_TRUE(torch::equal(open_folder(folder / "tag")->tensor("weights/qkv"), weight));
 }
 
@@ -179,7 +176,10 @@ TEST(SplitTensors, MisuseIsAnError) {
   EXPECT_THROW(read_part(*source, "weights/b", part, 0, torch::empty({2})), IoError);
   const test::ScratchFolder other;
   EXPECT_THROW(RankFiles(other.path().string(), 0, 1,
-                         {{"weights/a", {.dtype = at::kFloat, .sizes = {2, 2}}, 0, 4,
+                         {{"weights/a",
+                           {.dtype = at::kFloat, .sizes = {2, 2}},
+                           0,
+                           4,
                            std::make_shared<TensorPart>(std::vector<int64_t>{4, 2}, Cut{.dim = 0}, 0, 2)}}),
                UsageError);
 }

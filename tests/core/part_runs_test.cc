@@ -45,8 +45,9 @@ TEST(PartRuns, AreThoseOfTheWalkFromEitherSide) {
     const int64_t first = below(numel);
     const int64_t last = first + below(numel - first);
     Pairs wanted;
-    std::copy_if(all.begin(), all.end(), std::back_inserter(wanted),
-                 [&, first = first, last = last](const auto& pair) { return pair.first >= first && pair.first < last; });
+    std::copy_if(all.begin(), all.end(), std::back_inserter(wanted), [&, first = first, last = last](const auto& pair) {
+      return pair.first >= first && pair.first < last;
+    });
     found.clear();
     runs.in_whole(first, last, into(found));
     ASSERT_EQ(found, wanted) << "trial " << trial;

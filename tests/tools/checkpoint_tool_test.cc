@@ -12,6 +12,8 @@
 #include "core/safetensors.h"
 #include "dsengine/weights.h"
 #include "tests/checkpoint/source/memory_source.h"
+#include "tests/checkpoint/split_folder.h"
+#include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 #include "tools/checkpoint/command_line.h"
 #include "tools/checkpoint/convert_command.h"
@@ -261,6 +263,37 @@ TEST_F(CheckpointToolTest, ConvertWritesDeepSpeedsUniversalLayout) {
   EXPECT_THAT(outcome.out, HasSubstr("load_universal"));
   EXPECT_TRUE(std::filesystem::exists(folder_ / "uni/step20/zero/wte.weight/exp_avg_sq.pt"));
   EXPECT_EQ(run_tool({"convert", tag, folder_ / "uni/step20", "--format", "universal", "--exclude_frozen"}).code, 2);
+}
+
+// What four ranks of a tensor axis wrote is the same checkpoint.
+TEST_F(CheckpointToolTest, TensorsInParts) {
+  std::vector<SplitTensor> tensors;
+  for (const auto& [path, info] : source_.tensors()) {
+    const bool split = path.ends_with("wte.weight");
+    tensors.push_back({.path = path, .values = source_.tensor(path), .cut = {.dim = 0}, .count = split ? 4 : 0});
+  }
+  TrainingState state = source_.state();
+  state.tensor_ranks = 4;
+  source_.add("weights/ln.weight", source_.tensor("weights/ln.weight"));  // pieces of this test are not frozen
+  std::filesystem::create_directory(folder_.path() / "split");
+  const std::string split = folder_ / "split/global_step20";
+  write_split_folder(tensors, split, 4, 1, state, source_.aliases());
+  const std::string tag = write_tag("global_step20");
+  EXPECT_EQ(run_tool({"verify", split}).code, 0);
+  EXPECT_THAT(run_tool({"inspect", split}).out, ContainsRegex("tensor ranks +4\n"));
+  const Outcome diff = run_tool({"diff", tag, split});
+  EXPECT_EQ(diff.code, 0) << diff.out << diff.err;
+  EXPECT_THAT(diff.out, HasSubstr("5 tensors compared: 5 bit-equal"));
+  const std::string out = folder_ / "out";
+  ASSERT_EQ(run_tool({"convert", split, out}).code, 0);
+  EXPECT_TRUE(torch::equal(SafetensorsFile(out + "/model.safetensors").tensor("wte.weight"),
+                           source_.tensor("weights/wte.weight")));
+  for (const std::string& from : {tag, split}) {
+    const std::string to = folder_ / (from == tag ? "uni/whole" : "uni/split");
+    ASSERT_EQ(run_tool({"convert", from, to, "--format", "universal"}).code, 0);
+  }
+  EXPECT_EQ(test::file_text(folder_ / "uni/whole/zero/wte.weight/exp_avg.pt"),
+            test::file_text(folder_ / "uni/split/zero/wte.weight/exp_avg.pt"));
 }
 
 TEST(CheckpointToolText, SizesReadAndShown) {

@@ -161,7 +161,8 @@ std::vector<std::vector<std::string>> state_differences(const json& a, const jso
 // What describes the run rather than where training stands.
 json take_layout(json& state) {
   json layout = json::object();
-  for (const char* key : {"world_size", "zero_stage", "config"}) {
+  for (const char* key : {"world_size", "pipeline_stages", "tensor_ranks", "zero_stage", "config"}) {
+    if (!state.contains(key)) continue;
     layout[key] = state[key];
     state.erase(key);
   }

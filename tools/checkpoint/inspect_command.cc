@@ -100,6 +100,7 @@ std::vector<std::vector<std::string>> state_rows(const TrainingState& state) {
                                                 {"world size", cat(state.world_size)},
                                                 {"ZeRO stage", cat(state.zero_stage)},
                                                 {"precision", state.precision.empty() ? "unknown" : state.precision}};
+  if (state.tensor_ranks > 1) rows.push_back({"tensor ranks", cat(state.tensor_ranks)});
   if (state.optimizer) {
     const OptimizerState& optimizer = *state.optimizer;
     rows.push_back({"optimizer", cat(optimizer.type, ", ", optimizer.step_count, " updates")});

@@ -176,6 +176,39 @@ TEST(TensorCheckpoint, MastersOfBfloat16) {
   }
 }
 
+// What ranks remember of compression comes back in the same layout; what is for all ranks also in another.
+TEST(TensorCheckpoint, CompressedOptimizers) {
+  const test::ScratchFolder scratch;
+  const std::string folder = scratch.path().string();
+  for (const std::string type : {"OneBitAdam", "ZeroOneAdam"}) {
+    GptRun two = layout(2, 0, 2);
+    two.more["gradient_clipping"] = 0;
+    two.more["optimizer"] = {{"type", type}, {"params", {{"lr", 1e-3}}}};
+    two.more["optimizer"]["params"][type == "OneBitAdam" ? "freeze_step" : "var_freeze_step"] = 2;
+    const Losses unbroken = save(two, folder);
+    EXPECT_EQ(go_on(two, folder, tag_of(two), "again"), unbroken) << type;
+    GptRun one = layout(1, 0, 2);
+    one.more = two.more;
+    go_on(one, folder, tag_of(two), "again");
+  }
+}
+
+// State on the host, and copies of it (MiCS), whose ranks share a part.
+TEST(TensorCheckpoint, OffloadedStateAndCopies) {
+  const test::ScratchFolder scratch;
+  const std::string folder = scratch.path().string();
+  GptRun offloaded = layout(2, 2, 2);
+  offloaded.more["zero_optimization"]["offload_optimizer"] = {{"device", "cpu"}};
+  GptRun copies = layout(2, 3, 2);
+  copies.more["zero_optimization"]["mics_shard_size"] = 1;
+  for (const GptRun& run : {offloaded, copies}) {
+    const Losses unbroken = save(run, folder);
+    EXPECT_EQ(go_on(run, folder, tag_of(run), "again"), unbroken);
+    const Losses other = go_on(layout(4, 0, 2), folder, tag_of(run), "again");
+    for (size_t i = 0; i < other.size(); ++i) EXPECT_NEAR(other[i], unbroken[i], 5e-6);
+  }
+}
+
 // A whole parameter and a split one that are not trained.
 TEST(TensorCheckpoint, FrozenParameters) {
   const test::ScratchFolder scratch;
@@ -197,8 +230,8 @@ TEST(TensorCheckpoint, FrozenParameters) {
     const auto source = checkpoint::open_folder(folder + "/frozen");
     EXPECT_TRUE(source->info("weights/h.0.mlp.fc.weight").frozen);
     const auto plain = two.make();
-    EXPECT_TRUE(torch::equal(source->tensor("weights/h.0.mlp.fc.weight"),
-                             plain->named_parameters()["h.0.mlp.fc.weight"]));
+    EXPECT_TRUE(
+        torch::equal(source->tensor("weights/h.0.mlp.fc.weight"), plain->named_parameters()["h.0.mlp.fc.weight"]));
     for (const int tensor : {1, 4}) {
       const GptRun other = layout(tensor, 3 - stage);
       on_ranks(
@@ -243,7 +276,8 @@ TEST(TensorCheckpoint, WholesAreThoseOfOneRank) {
         }
       }
     });
-    EXPECT_EQ(test::file_text(scratch / (tag_of(run) + ".safetensors")), test::file_text(scratch / "t1d1s0.safetensors"));
+    EXPECT_EQ(test::file_text(scratch / (tag_of(run) + ".safetensors")),
+              test::file_text(scratch / "t1d1s0.safetensors"));
   }
   // What ds-tool checkpoint convert does.
   checkpoint::export_weights(*source, folder + "/plain");

@@ -71,7 +71,8 @@ TEST_P(GatheredSplitTest, ChangesOfTheFirstRankReachAllParts) {
   run([](Engine& engine, gpt::Gpt& net, int rank) {
     const Values before = values_of(engine);
     auto parameters = net.named_parameters();
-    const std::vector<std::string> changed = {"wte.weight", "h.1.attn.qkv.weight", "h.0.mlp.proj.weight", "ln_f.weight"};
+    const std::vector<std::string> changed = {"wte.weight", "h.1.attn.qkv.weight", "h.0.mlp.proj.weight",
+                                              "ln_f.weight"};
     std::vector<at::Tensor> wanted;
     for (const std::string& name : changed) wanted.push_back(parameters[name]);
     {
