@@ -93,6 +93,7 @@ ParameterSplit split_by(const SplitRule& rule, const NamedShape& parameter, int 
                         " leave nothing for some of ", ranks, " ranks");
     return result;
   }
+  result.style = rule.style;
   result.dim = *dim;
   result.blocks = rule.blocks;
   result.grain = rule.grain;

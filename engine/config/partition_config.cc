@@ -108,8 +108,8 @@ void check_partition_dim(const LayerPartition& spec, PartitionObject& object, co
   }
   for (size_t i = 0; i < spec.shape.size(); ++i) {
     if (spec.shape[i].parts.empty() || static_cast<int64_t>(i) == dim) continue;
-    problem(object.at("shape"), cat("has a list of sizes in dimension ", i, "; only dimension ", dim,
-                                    ", which is cut, can have one"));
+    problem(object.at("shape"),
+            cat("has a list of sizes in dimension ", i, "; only dimension ", dim, ", which is cut, can have one"));
   }
 }
 

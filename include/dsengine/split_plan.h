@@ -44,7 +44,8 @@ struct ParameterSplit {
   int64_t dim = -1;                  // that is cut; -1: whole
   std::vector<int64_t> blocks = {};  // as in the rule
   int64_t grain = 1;
-  std::string reason;  // in words
+  std::string reason;           // in words
+  Style style = Style::kWhole;  // the rule's, where the parameter is cut
 
   bool is_split() const { return dim >= 0; }
 };
