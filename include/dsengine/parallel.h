@@ -38,6 +38,7 @@ namespace ds::parallel {
 
 // This rank's end of an axis; opaque.
 class Axis;
+class SummedGradients;
 
 enum class Style : uint8_t {
   kColumn,      // weight [out, in] along out, bias too: each rank computes a part of the outputs
@@ -84,7 +85,8 @@ struct ParameterSplit {
   int64_t dim = -1;                  // that is cut; -1: whole
   std::vector<int64_t> blocks = {};  // as in the rule
   int64_t grain = 1;
-  std::string reason;  // in words
+  std::string reason;   // in words
+  bool summed = false;  // whole, and its gradient is a sum over the ranks (ParallelizeOptions::sequence_parallel)
 
   bool is_split() const { return dim >= 0; }
 };
@@ -100,6 +102,12 @@ struct ParallelizeOptions {
   // Every operator that a rule computes is computed on joined tensors too, and compared: forward, and the gradients
   // that arrive at its operands. An error names the operator. Slow; for a few steps of a new model.
   bool verify = false;
+  // Megatron-LM's sequence parallelism (arXiv:2205.05198): where row layers and embeddings add up over the ranks, each
+  // rank gets the sums of its part of the second last dimension (the tokens of [batch, tokens, hidden]) alone, if that
+  // divides evenly. What follows (norms, dropout, residuals) works on that part, column layers gather it. As many bytes
+  // are sent, and activations between layers take one T-th of the memory. Gradients of whole parameters are then parts
+  // on each rank: SplitModule::reduce_summed_gradients.
+  bool sequence_parallel = false;
 };
 
 // An operator that was computed on joined tensors.
@@ -118,12 +126,22 @@ struct SplitModule {
   // and are trained), and whole parameters as they are.
   std::vector<std::pair<std::string, at::Tensor>> named_leaves;
 
+  // Of whole parameters with sequence_parallel; empty without.
+  std::shared_ptr<SummedGradients> summed_gradients = nullptr;
+
   std::vector<at::Tensor> leaves() const;
+  // Those whose gradients are parts on each rank after backward passes, to be added up over the axis: whole parameters
+  // with sequence_parallel, by the names of named_leaves.
+  std::vector<std::pair<std::string, at::Tensor>> summed_leaves() const;
+  // Adds up the gradients of summed_leaves() over the ranks: after the last backward pass, before the optimizer's step.
+  // Nothing where none has arrived since the last time. Collective. A backward pass afterwards, before the gradients are
+  // dropped, throws UsageError.
+  void reduce_summed_gradients() const;
   // Drops the leaves' gradients. zero_grad() of the module does not reach parts: its own parameters are no leaves.
   void zero_grad() const;
   // Scales all gradients so that their norm (L2, of the whole model: parts added up over the axis, whole parameters
   // counted once) is at most max_norm, and returns the norm before, the same on all ranks. A norm that is not finite is
-  // used as it is, as torch's. Collective. torch::nn::utils::clip_grad_norm_ on leaves()
+  // used as it is, as torch's. Calls reduce_summed_gradients() first. Collective. torch::nn::utils::clip_grad_norm_ on leaves()
   // would take another norm on each rank, and whole parameters would drift apart. Throws UsageError for a max_norm that
   // is not above 0.
   // NOLINTNEXTLINE(readability-identifier-naming): torch's name
@@ -151,7 +169,8 @@ at::Tensor distribute(const at::Tensor& tensor, const std::shared_ptr<Axis>& axi
 at::Tensor redistribute(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& blocks = {});
 // The plain whole: an all-gather. A tensor that is not split stays as it is.
 at::Tensor whole(const at::Tensor& tensor);
-// This rank's part, plain, with its history. A tensor that is not split stays as it is. What a program computes of it
+// This rank's part, plain, with its history; of a whole parameter under sequence_parallel the leaf, whose gradient is to
+// be added up. A tensor that is not split stays as it is. What a program computes of it
 // differs by rank: a whole parameter used on it gets this rank's part of its gradient alone, which nobody adds up.
 at::Tensor local_part(const at::Tensor& tensor);
 bool is_split(const at::Tensor& tensor);

@@ -101,10 +101,12 @@ at::Tensor reduce_scatter_parts(const at::Tensor& whole, const Placement& placem
     }
     all = at::cat(slices);
   }
-  const at::Tensor own = at::empty({most}, whole.options());
-  communicator_of(*placement.axis).reduce_scatter(own, all).wait();
-  const std::vector<int64_t> sizes = sizes_for(whole.sizes(), cut, placement.axis->rank(), count);
-  return own.narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
+  // No view: programs change results in place.
+  const at::Tensor own = at::empty(sizes_for(whole.sizes(), cut, placement.axis->rank(), count), whole.options());
+  const at::Tensor received = own.numel() == most ? own.view({-1}) : at::empty({most}, whole.options());
+  communicator_of(*placement.axis).reduce_scatter(received, all).wait();
+  if (own.numel() != most) own.copy_(received.narrow(0, 0, own.numel()).view(own.sizes()));
+  return own;
 }
 
 at::Tensor all_to_all_parts(const at::Tensor& part, const Placement& from, const Cut& to, c10::IntArrayRef sizes) {

@@ -48,6 +48,7 @@ Operand Call::operand_of(const at::Tensor& tensor) {
   }
   result.tensor = part_of(tensor);
   result.cut = placement_of(tensor).cut;
+  result.summed = placement_of(tensor).summed;
   return result;
 }
 
@@ -70,25 +71,34 @@ Outcome Call::finish(c10::IValue result) {
 
 at::Tensor Call::part_as(const Operand& operand, const Cut& cut) const {
   const Cut wanted = normalized(cut, operand.sizes[cut.dim], ranks());
+  if (operand.summed) return sliced_of_summed(operand.tensor, placed(wanted));
   if (!operand.is_split()) return sliced(operand.tensor, placed(wanted));
   return exchanged(operand.tensor, placed(*operand.cut), wanted, operand.sizes);
 }
 
 at::Tensor Call::for_parts(const Operand& operand) const {
+  if (operand.summed) return operand.tensor;
   if (!operand.is_split()) return used_in_part(operand.tensor, axis_);
   return joined_for_parts(operand.tensor, placed(*operand.cut), operand.sizes);
 }
 
 at::Tensor Call::plain(const Operand& operand) const {
+  if (operand.summed) return shared_out(operand.tensor, axis_);
   if (!operand.is_split()) return operand.tensor;
   return joined(operand.tensor, placed(*operand.cut), operand.sizes);
+}
+
+std::optional<Cut> Call::sequence_cut(const Sizes& sizes) const {
+  const auto dim = static_cast<int64_t>(sizes.size()) - 2;
+  if (!axis_->cuts_sequences() || dim < 0 || sizes[dim] % ranks() != 0) return std::nullopt;
+  return Cut{.dim = dim, .blocks = {}};
 }
 
 at::Tensor Call::shared_for_parts(size_t i) const {
   const at::Tensor tensor = given(i);
   const Operand operand = operand_of(tensor);
   const bool with_grad = at::GradMode::is_enabled();
-  const bool converts = operand.is_split() || (with_grad && tensor.requires_grad());
+  const bool converts = !operand.summed && (operand.is_split() || (with_grad && tensor.requires_grad()));
   if (!converts || tensor.is_inference() || operand.tensor.is_inference()) return for_parts(operand);
   const uint32_t version = tensor._version() + operand.tensor._version();
   std::optional<SharedConversion>& last = last_conversion();
@@ -130,7 +140,7 @@ void broadcast(Sizes& result, const Sizes& sizes) {
 int64_t elements_of(c10::IntArrayRef sizes) { return c10::multiply_integers(sizes); }
 
 void require_changeable(const at::Tensor& split, const std::string& op) {
-  require(placement_of(split).cut.has_value(), op, " would change a view of a tensor that was joined from its parts, ",
+  require(placement_of(split).cut.has_value() || placement_of(split).summed, op, " would change a view of a tensor that was joined from its parts, ",
           "and the parts would not change; change the tensor itself, or a clone() of the view");
   require(!(at::GradMode::is_enabled() && split.is_leaf() && split.requires_grad()), op,
           " would change in place a leaf that requires a gradient; do it under torch::NoGradGuard");

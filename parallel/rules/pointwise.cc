@@ -50,7 +50,7 @@ Outcome like_first(Call& call) {
   for (size_t i = 1; i < call.arguments(); ++i) {
     if (is_split(call.given(i))) call.set(i, part_of(call.given(i)));
   }
-  call.set(0, first.tensor);
+  call.set(0, first.is_split() ? first.tensor : call.plain(first));
   call.run();
   if (first.is_split()) call.result() = call.split(call.result().toTensor(), *first.cut, first.sizes);
   return Outcome::kDone;

@@ -56,10 +56,11 @@ struct Product {
   Letters of_result;
   std::function<at::Tensor(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias)> multiply;
   Operand bias;  // along the result's last dimension, the columns; undefined: none
+  bool of_layer = true;  // with a matrix of weights
 };
 
 Outcome compute_product(Call& call, const Product& product) {
-  const auto& [x, w, of_result, multiply, bias] = product;
+  const auto& [x, w, of_result, multiply, bias, of_layer] = product;
   ProductCut chosen{.letter = kColumns, .cut = {}};
   if (x.operand.is_split() || w.operand.is_split()) {
     chosen = choose_cut(x, w);
@@ -70,6 +71,12 @@ Outcome compute_product(Call& call, const Product& product) {
   for (const int letter : of_result) sizes.push_back(x.dim_of(letter) >= 0 ? x.extent(letter) : w.extent(letter));
   const at::Tensor x_part = factor_part(call, x, chosen, true);
   const at::Tensor w_part = factor_part(call, w, chosen, false);
+  const std::optional<Cut> sequence = of_layer ? call.sequence_cut(sizes) : std::nullopt;
+  if (chosen.letter == kSummed && sequence) {
+    at::Tensor part = summed_to_part(multiply(x_part, w_part, {}), call.placed(*sequence));
+    if (bias.defined()) part = part + call.for_parts(bias).to(part.scalar_type());
+    return call.finish_split(part, *sequence, sizes);
+  }
   if (chosen.letter == kSummed) {
     at::Tensor sum = summed(multiply(x_part, w_part, {}), call.axis());
     if (bias.defined()) sum = sum + call.plain(bias).to(sum.scalar_type());
@@ -133,7 +140,8 @@ Outcome multiply_batches(Call& call) {
                   .w = {.argument = 1, .operand = call.operand(1), .letters = {}},
                   .of_result = {},
                   .multiply = [](const auto& x, const auto& w, const auto& /*bias*/) { return at::matmul(x, w); },
-                  .bias = {}};
+                  .bias = {},
+                  .of_layer = false};
   const Operand& x = product.x.operand;
   const Operand& w = product.w.operand;
   const int64_t dims = x.dim();
