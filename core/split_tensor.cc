@@ -101,6 +101,7 @@ struct SplitMeta : c10::BackendMeta {
   Placement placement;
   std::string name;  // of a parameter
   bool copied = false;
+  bool joins_output = false;
   std::weak_ptr<Bridge> bridge;
 
   c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>& /*own*/) const override {
@@ -291,6 +292,12 @@ std::string split_name(const at::Tensor& split) { return is_split(split) ? meta_
 at::Tensor leaf_of(const at::Tensor& split) {
   if (!is_split(split) || meta_of(split).name.empty()) return {};
   return meta_of(split).part;
+}
+
+bool joins_output(const at::Tensor& tensor) { return is_split(tensor) && meta_of(tensor).joins_output; }
+void mark_joins_output(const at::Tensor& split) {
+  require(is_split(split), "this is no split tensor");
+  mutable_meta_of(split).joins_output = true;
 }
 
 void note_changed_part(const at::Tensor& split, const at::Tensor& part) {

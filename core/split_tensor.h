@@ -70,6 +70,10 @@ at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placeme
 std::string split_name(const at::Tensor& split);
 at::Tensor leaf_of(const at::Tensor& split);
 
+// Of a split weight, and of its transpose: what a layer computes with it is to be joined.
+bool joins_output(const at::Tensor& tensor);
+void mark_joins_output(const at::Tensor& split);
+
 // After an operator has changed `part`, which part_of gave, in place: the split tensor gets its history.
 void note_changed_part(const at::Tensor& split, const at::Tensor& part);
 

@@ -44,7 +44,8 @@ SplitPlan plan_for(const torch::OrderedDict<std::string, at::Tensor>& parameters
   for (size_t i = 0; i < plan.size(); ++i) {
     const auto [entry, is_new] = seen.try_emplace(parameters[i].value().unsafeGetTensorImpl(), &plan[i]);
     const ParameterSplit& first = *entry->second;
-    require(is_new || (first.dim == plan[i].dim && first.blocks == plan[i].blocks && first.grain == plan[i].grain),
+    require(is_new || (first.dim == plan[i].dim && first.blocks == plan[i].blocks && first.grain == plan[i].grain &&
+                           first.join_output == plan[i].join_output),
             "parameters ", first.name, " and ", plan[i].name,
             " are one tensor, but the rules split them otherwise: ", first.reason, "; ", plan[i].reason);
   }
@@ -194,6 +195,7 @@ SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::
                                 .cut = Cut{.dim = split.dim, .blocks = split.blocks, .grain = split.grain}};
       // A tensor of its own: the whole's memory is given back.
       leaf = split_parameter(parameter, placement, slice_of(parameter.detach(), placement).clone(), name);
+      if (split.join_output) mark_joins_output(parameter);
     } else if (result.summed_gradients && parameter.is_floating_point()) {
       leaf = summed_leaf(parameter, result.axis, split);
       result.summed_gradients->watch(name, leaf);

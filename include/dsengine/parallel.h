@@ -59,6 +59,9 @@ struct SplitRule {
   int64_t grain = 1;
   // Dimension of the weight, where it is not the style's (weights stored as [in, out]).
   std::optional<int64_t> dim = std::nullopt;
+  // What the layer computes is joined to a plain tensor: each rank has all of it (DeepSpeed's gather_output). A bias then
+  // stays whole.
+  bool join_output = false;
 };
 
 // A module that knows how it is split: a base class beside torch::nn::Module (or Cloneable). parallelize_module asks every
@@ -86,6 +89,7 @@ struct ParameterSplit {
   std::vector<int64_t> blocks = {};  // as in the rule
   int64_t grain = 1;
   std::string reason;   // in words
+  bool join_output = false;  // as in the rule
   bool summed = false;  // whole, and its gradient is a sum over the ranks (ParallelizeOptions::sequence_parallel)
 
   bool is_split() const { return dim >= 0; }
@@ -174,5 +178,13 @@ at::Tensor whole(const at::Tensor& tensor);
 // differs by rank: a whole parameter used on it gets this rank's part of its gradient alone, which nobody adds up.
 at::Tensor local_part(const at::Tensor& tensor);
 bool is_split(const at::Tensor& tensor);
+
+// Of scores [..., classes], which may be split along the classes (a vocabulary), without joining them; differentiable,
+// float32 for 16-bit scores. Ranks exchange a few numbers of each row.
+// The logarithm of the softmax at `targets` [...], whole numbers; 0 where a target is ignore_index. Throws UsageError for
+// other sizes or dtypes.
+at::Tensor log_probabilities(const at::Tensor& scores, const at::Tensor& targets, int64_t ignore_index = -100);
+// Of the softmax, in nats: [...]. A class with a score of minus infinity counts nothing.
+at::Tensor entropy(const at::Tensor& scores);
 
 }  // namespace ds::parallel

@@ -69,6 +69,10 @@ Outcome Call::finish(c10::IValue result) {
   return Outcome::kDone;
 }
 
+Outcome Call::finish_joined(const at::Tensor& part, const Cut& cut, c10::IntArrayRef sizes) {
+  return finish(joined(part, placed(normalized(cut, sizes[cut.dim], ranks())), sizes));
+}
+
 at::Tensor Call::part_as(const Operand& operand, const Cut& cut) const {
   const Cut wanted = normalized(cut, operand.sizes[cut.dim], ranks());
   if (operand.summed) return sliced_of_summed(operand.tensor, placed(wanted));

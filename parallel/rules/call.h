@@ -71,6 +71,8 @@ class Call {
 
   // The arguments make room for one result.
   Outcome finish(c10::IValue result);
+  // The whole of a part, plain.
+  Outcome finish_joined(const at::Tensor& part, const Cut& cut, c10::IntArrayRef sizes);
   Outcome finish_split(const at::Tensor& part, const Cut& cut, c10::IntArrayRef sizes) {
     return finish(split(part, cut, sizes));
   }

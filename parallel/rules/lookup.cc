@@ -54,7 +54,8 @@ Outcome look_up_rows(Call& call, const Operand& weight, const Operand& indices) 
   const at::Tensor rows = at::embedding(weight.tensor, own, has_padding ? padding - range->begin : -1);
   const at::Tensor addend = rows.masked_fill(elsewhere.unsqueeze(-1), 0);
   const Sizes sizes(addend.sizes().begin(), addend.sizes().end());
-  if (const std::optional<Cut> sequence = call.sequence_cut(sizes)) {
+  const std::optional<Cut> sequence = joins_output(call.given(0)) ? std::nullopt : call.sequence_cut(sizes);
+  if (sequence) {
     return call.finish_split(summed_to_part(addend, call.placed(*sequence)), *sequence, sizes);
   }
   return call.finish(summed(addend, call.axis()));
@@ -75,7 +76,8 @@ Outcome embedding(Call& call) {
   }
   if (indices.is_split()) return Outcome::kJoin;
   const Cut cut = along(*weight.cut, indices.dim());
-  return call.finish_split(at::embedding(weight.tensor, indices.tensor, padding), cut, sizes);
+  const at::Tensor part = at::embedding(weight.tensor, indices.tensor, padding);
+  return joins_output(call.given(0)) ? call.finish_joined(part, cut, sizes) : call.finish_split(part, cut, sizes);
 }
 
 // index_select(self, dim, index), along a dimension that is not cut

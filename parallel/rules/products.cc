@@ -71,7 +71,8 @@ Outcome compute_product(Call& call, const Product& product) {
   for (const int letter : of_result) sizes.push_back(x.dim_of(letter) >= 0 ? x.extent(letter) : w.extent(letter));
   const at::Tensor x_part = factor_part(call, x, chosen, true);
   const at::Tensor w_part = factor_part(call, w, chosen, false);
-  const std::optional<Cut> sequence = of_layer ? call.sequence_cut(sizes) : std::nullopt;
+  const bool joins = joins_output(call.given(w.argument));
+  const std::optional<Cut> sequence = of_layer && !joins ? call.sequence_cut(sizes) : std::nullopt;
   if (chosen.letter == kSummed && sequence) {
     at::Tensor part = summed_to_part(multiply(x_part, w_part, {}), call.placed(*sequence));
     if (bias.defined()) part = part + call.for_parts(bias).to(part.scalar_type());
@@ -87,7 +88,9 @@ Outcome compute_product(Call& call, const Product& product) {
     bias_part = chosen.letter == kColumns ? call.part_as(bias, along(chosen.cut, 0)) : call.for_parts(bias);
   }
   const auto place = std::find(of_result.begin(), of_result.end(), chosen.letter) - of_result.begin();
-  return call.finish_split(multiply(x_part, w_part, bias_part), along(chosen.cut, place), sizes);
+  const at::Tensor part = multiply(x_part, w_part, bias_part);
+  if (joins) return call.finish_joined(part, along(chosen.cut, place), sizes);
+  return call.finish_split(part, along(chosen.cut, place), sizes);
 }
 
 // Rows of x, then `last`.
