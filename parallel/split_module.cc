@@ -174,6 +174,7 @@ SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::
   SplitModule result;
   result.axis = make_axis(std::move(communicator));
   result.axis->verify(options.verify);
+  result.axis->overlap(options.overlap);
   result.axis->cut_sequences(options.sequence_parallel);
   if (options.sequence_parallel && result.axis->size() > 1) {
     result.summed_gradients = std::make_shared<SummedGradients>(result.axis);

@@ -112,6 +112,10 @@ struct ParallelizeOptions {
   // are sent, and activations between layers take one T-th of the memory. Gradients of whole parameters are then parts
   // on each rank: SplitModule::reduce_summed_gradients.
   bool sequence_parallel = false;
+  // DeepSpeed's tp_overlap_comm: the sum over the ranks of the gradient of a column layer's input (with sequence_parallel
+  // the reduce-scatter) runs beside the product that gives its weight's gradient. The same bits. Gains where the
+  // communicator works by itself (GPUs, a core to spare); not under autocast.
+  bool overlap = false;
 };
 
 // An operator that was computed on joined tensors.

@@ -35,6 +35,10 @@ class Axis : public SplitAxis {
   bool cuts_sequences() const { return cuts_sequences_; }
   void cut_sequences(bool wanted) { cuts_sequences_ = wanted; }
 
+  // Sums of gradients of column products' inputs run beside the products of their weights.
+  bool overlaps() const { return overlaps_; }
+  void overlap(bool wanted) { overlaps_ = wanted; }
+
   // Counts, and logs an operator's first join (rank 0 of the axis).
   void note_join(const std::string& name, const std::vector<at::Tensor>& joined);
   std::vector<JoinedOperator> joined_operators() const;
@@ -46,6 +50,7 @@ class Axis : public SplitAxis {
   std::set<std::string> told_;  // operators
   bool verifies_ = false;
   bool cuts_sequences_ = false;
+  bool overlaps_ = false;
 };
 
 // That of a split tensor.

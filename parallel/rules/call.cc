@@ -1,14 +1,13 @@
 #include "parallel/rules/call.h"
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "core/check.h"
 #include "parallel/axis/conversions.h"
+#include "parallel/axis/overlap.h"
 
 namespace ds::parallel {
 namespace {
@@ -22,12 +21,6 @@ struct SharedConversion {
   uint32_t version;
   bool with_grad;
 };
-
-// Whether the conversion leads where the tensor's gradient goes now: a recomputation changes that while it runs.
-bool leads_to(const at::Tensor& converted, const at::Tensor& tensor) {
-  if (!converted.grad_fn() || !tensor.requires_grad()) return !converted.grad_fn() && !tensor.requires_grad();
-  return converted.grad_fn()->next_edge(0) == torch::autograd::impl::gradient_edge(tensor);
-}
 
 std::optional<SharedConversion>& last_conversion() {
   thread_local std::optional<SharedConversion> last;
@@ -110,9 +103,14 @@ at::Tensor Call::shared_for_parts(size_t i) const {
       !last->from.expired() && last->from._unsafe_get_target() == tensor.unsafeGetTensorImpl()) {
     const auto living = last->to.lock();
     const at::Tensor converted = living ? at::Tensor(living) : at::Tensor();
-    if (converted.defined() && leads_to(converted, operand.tensor)) return converted;
+    // A recomputation changes where the tensor's gradient goes, while it runs.
+    if (converted.defined() && is_converted_from(converted, operand.tensor)) return converted;
   }
-  const at::Tensor result = for_parts(operand);
+  const bool overlaps = axis_->overlaps() && with_grad && operand.tensor.requires_grad();
+  const at::Tensor result = !overlaps            ? for_parts(operand)
+                            : operand.is_split() ? joined_for_parts_overlapped(operand.tensor, placed(*operand.cut),
+                                                                               operand.sizes)
+                                                 : used_in_part_overlapped(operand.tensor, axis_);
   last = SharedConversion{.from = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
                           .to = c10::weak_intrusive_ptr<c10::TensorImpl>(result.getIntrusivePtr()),
                           .axis = axis_.get(),

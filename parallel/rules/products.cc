@@ -1,3 +1,4 @@
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/linear.h>
@@ -8,6 +9,7 @@
 
 #include "parallel/axis/conversions.h"
 #include "parallel/rules/dtypes.h"
+#include "parallel/rules/overlapped_product.h"
 #include "parallel/rules/rules.h"
 
 namespace ds::parallel {
@@ -59,6 +61,22 @@ struct Product {
   bool of_layer = true;  // with a matrix of weights
 };
 
+// x w + bias, of which the weights are [n, k] or its transpose.
+at::Tensor part_of_columns(const Product& product, const LayerFactors& factors) {
+  const auto& [x, w, bias] = factors;
+  const auto multiplied = [&] { return product.multiply(x, w, bias); };
+  if (!product.of_layer) return multiplied();
+  LayerFactors as_linear = factors;
+  if (product.w.letters[0] != kColumns) as_linear.weight = w.t();
+  if (!can_overlap(as_linear)) return multiplied();
+  at::Tensor values;
+  {
+    const at::NoGradGuard no_grad;
+    values = multiplied();
+  }
+  return with_overlapped_gradients(values, as_linear);
+}
+
 Outcome compute_product(Call& call, const Product& product) {
   const auto& [x, w, of_result, multiply, bias, of_layer] = product;
   ProductCut chosen{.letter = kColumns, .cut = {}};
@@ -88,7 +106,7 @@ Outcome compute_product(Call& call, const Product& product) {
     bias_part = chosen.letter == kColumns ? call.part_as(bias, along(chosen.cut, 0)) : call.for_parts(bias);
   }
   const auto place = std::find(of_result.begin(), of_result.end(), chosen.letter) - of_result.begin();
-  const at::Tensor part = multiply(x_part, w_part, bias_part);
+  const at::Tensor part = part_of_columns(product, {.x = x_part, .weight = w_part, .bias = bias_part});
   if (joins) return call.finish_joined(part, along(chosen.cut, place), sizes);
   return call.finish_split(part, along(chosen.cut, place), sizes);
 }

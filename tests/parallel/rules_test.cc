@@ -165,6 +165,8 @@ void try_all(const std::vector<RuleCase>& rules, int ranks, at::ScalarType dtype
   test::run_ranks(ranks, [&](comm::Communicator& communicator) {
     const std::shared_ptr<Axis> axis = make_axis(shared(communicator));
     Tally tally;
+    double joined_share = 0;  // each case counts once: those of many operands have most of the placements
+    double counted = 0;
     std::string always_joined;
     for (const RuleCase& rule : rules) {
       Tally own;
@@ -173,9 +175,11 @@ void try_all(const std::vector<RuleCase>& rules, int ranks, at::ScalarType dtype
       if (rule.left_to_joins) continue;
       tally.tried += own.tried;
       tally.joined += own.joined;
+      joined_share += static_cast<double>(own.joined) / static_cast<double>(own.tried);
+      ++counted;
     }
     if (communicator.rank() != 0) return;
-    EXPECT_LT(tally.joined * 2, tally.tried) << "most placements are computed on parts";
+    EXPECT_LT(joined_share * 2, counted) << "most placements are computed on parts";
     std::cout << tally.tried << " placements, " << tally.joined << " of them joined; always: " << always_joined << "\n";
   });
 }
