@@ -30,6 +30,15 @@ class Axis : public SplitAxis {
   bool verifies() const { return verifies_; }
   void verify(bool wanted) { verifies_ = wanted; }
 
+  // Sums of row-split products leave each rank its part of the rows, and whole parameters are summed ones
+  // (arXiv:2205.05198).
+  bool cuts_sequences() const { return cuts_sequences_; }
+  void cut_sequences(bool wanted) { cuts_sequences_ = wanted; }
+
+  // Sums of gradients of column products' inputs run beside the products of their weights.
+  bool overlaps() const { return overlaps_; }
+  void overlap(bool wanted) { overlaps_ = wanted; }
+
   // Counts, and logs an operator's first join (rank 0 of the axis).
   void note_join(const std::string& name, const std::vector<at::Tensor>& joined);
   std::vector<JoinedOperator> joined_operators() const;
@@ -40,6 +49,8 @@ class Axis : public SplitAxis {
   std::map<std::string, JoinedOperator> joins_;
   std::set<std::string> told_;  // operators
   bool verifies_ = false;
+  bool cuts_sequences_ = false;
+  bool overlaps_ = false;
 };
 
 // That of a split tensor.
