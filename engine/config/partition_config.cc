@@ -136,6 +136,9 @@ LayerPartition read_layer(const ordered_json& json, const std::string& pointer, 
     check_pattern(spec.patterns[i], cat(object.at("patterns"), "/", i), problem);
   }
   check_partition_dim(spec, object, problem);
+  if (spec.gather_output && spec.type != PartitionType::kColumn) {
+    problem(object.at("gather_output"), "belongs to partition_type column; the outputs of others are whole already");
+  }
   if (spec.grad_allreduce && spec.type != PartitionType::kSkip) {
     problem(object.at("grad_allreduce"), "belongs to partition_type skip; remove it");
   }

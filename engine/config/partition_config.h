@@ -32,8 +32,8 @@ struct LayerPartition {
   std::vector<LogicalSize> shape;        // what the weight is viewed as; empty: as it is
   std::optional<int64_t> partition_dim;  // of the shape; empty: 0 for columns, 1 for rows
   std::vector<std::string> model_types;  // empty: any
-  bool gather_output = false;            // of no effect: what needs whole outputs joins them
-  bool grad_allreduce = false;           // likewise: gradients of whole parameters are complete on each rank
+  bool gather_output = false;            // what the layer computes is joined; a column layer's
+  bool grad_allreduce = false;           // of no effect: gradients of whole parameters are complete on each rank
 };
 
 struct PartitionConfig {

@@ -131,7 +131,8 @@ std::optional<std::pair<std::string, SplitDecision>> LayerSizes::bias_decision(c
   if (bias == nullptr || bias->sizes.size() != 1 || !(own == "weight" || own.ends_with("_proj_weight"))) {
     return std::nullopt;
   }
-  SplitDecision result{.style = decision.style, .blocks = {}, .origin = decision.origin};
+  SplitDecision result{
+      .style = decision.style, .blocks = {}, .origin = decision.origin, .join_output = decision.join_output};
   if (decision.style == Style::kRow || decision.style == Style::kWhole) return {{bias->name, result}};
   const int64_t outputs = bias->sizes[0];
   if (own != "weight" && own != "in_proj_weight") {  // one bias for the three weights

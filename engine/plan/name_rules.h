@@ -18,6 +18,7 @@ struct SplitDecision {
   std::vector<int64_t> blocks;  // empty: one
   int64_t grain = 1;
   std::string origin;
+  bool join_output = false;
 };
 
 // As a regular expression has it.

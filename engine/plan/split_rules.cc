@@ -197,7 +197,8 @@ std::optional<SplitDecision> Splitter::by_spec(const NamedShape& weight) {
                        .dim = cut.dim,
                        .blocks = cut.blocks,
                        .grain = sizes_.grain_for(weight, cut),
-                       .origin = origin};
+                       .origin = origin,
+                       .join_output = found->spec->gather_output};
 }
 
 std::optional<SplitDecision> Splitter::by_tp_plan(const NamedShape& weight) {

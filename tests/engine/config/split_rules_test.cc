@@ -165,6 +165,8 @@ TEST(SplitRules, LayerSpecsDecideAndTheRestStaysWhole) {
   EXPECT_THAT(splits.at("model.layers.0.self_attn.o_proj.weight").reason,
               AllOf(HasSubstr("row, by partition_config.layer_specs.0"), HasSubstr("o_proj")));
   EXPECT_THAT(splits.at("model.layers.0.mlp.up_proj.weight").reason, HasSubstr("no rule matches"));
+  EXPECT_TRUE(splits.at("model.layers.0.self_attn.q_proj.weight").join_output);
+  EXPECT_FALSE(splits.at("model.layers.0.self_attn.o_proj.weight").join_output);
 }
 
 TEST(SplitRules, ThePresetFollowsLayerSpecs) {

@@ -83,6 +83,8 @@ const Wrong kWrong[] = {
     {"{layer_specs: [{patterns: ['a'], shape: [3, -1], partition_dim: 2}]}", "layer_specs.0.shape", "2 dimensions"},
     {"{layer_specs: [{patterns: ['a'], partition_dim: -1}]}", "layer_specs.0.partition_dim", "at least 0"},
     {"{layer_specs: [{patterns: ['a'], grad_allreduce: true}]}", "layer_specs.0.grad_allreduce", "skip"},
+    {"{layer_specs: [{patterns: ['a'], partition_type: 'row', gather_output: true}]}", "layer_specs.0.gather_output",
+     "column"},
     {"{embedding_partition_dim: 2}", "embedding_partition_dim", "0 or 1"},
     {"{tp_plan: ['a']}", "partition_config.tp_plan", "colwise"},
 };
