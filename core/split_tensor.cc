@@ -1,5 +1,6 @@
 #include "core/split_tensor.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -46,12 +47,19 @@ class Bridge : public autograd::Node {
     if (!gradients[0].defined()) return {at::Tensor()};
     require_current();
     const at::Tensor& gradient = gradients[0];
-    if (!is_split(gradient)) return {slice_of(gradient, placement_).contiguous()};
-    if (placement_of(gradient).cut == placement_.cut) return {part_of(gradient)};
-    return {slice_of(placement_.axis->joined_values(gradient), placement_).contiguous()};
+    if (!is_split(gradient)) return {own_part_of(gradient)};
+    const Placement& placed = placement_of(gradient);
+    if (placed.addend ? placement_.summed : placed.cut && placed.cut == placement_.cut) return {part_of(gradient)};
+    return {own_part_of(placement_.axis->joined_values(gradient))};
   }
 
  private:
+  // Of a gradient that every rank has.
+  at::Tensor own_part_of(const at::Tensor& gradient) const {
+    const at::Tensor part = slice_of(gradient, placement_).contiguous();
+    return placement_.summed ? part / static_cast<double>(placement_.axis->size()) : part;
+  }
+
   // A view of the part was changed in place after an autograd function had taken this edge, or before it: which of the
   // two cannot be known.
   void require_current() const {
@@ -79,7 +87,8 @@ class PartGradient : public autograd::Node {
   // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): autograd's signature
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     if (!gradients[0].defined()) return {at::Tensor()};
-    return {make_split(gradients[0], placement_, sizes_)};
+    return {make_split(gradients[0], placement_.summed ? Placement{.axis = placement_.axis, .addend = true} : placement_,
+                       sizes_)};
   }
 
  private:
@@ -111,6 +120,7 @@ struct SplitMeta : c10::BackendMeta {
   std::string name;            // of a parameter
   std::vector<int64_t> sizes;  // of its whole
   bool copied = false;
+  bool joins_output = false;
   std::weak_ptr<Bridge> bridge;
 
   c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>& /*own*/) const override {
@@ -286,7 +296,8 @@ at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placeme
   require(parameter.is_leaf(), "only a leaf can be split as a parameter, ", name, " has a history");
   const at::NoGradGuard no_grad;
   Placement own = placement;
-  own.cut = normalized(*placement.cut, parameter.size(placement.cut->dim), placement.axis->size());
+  require(placement.cut || placement.summed, "parameter ", name, " is to be split without a cut");
+  if (placement.cut) own.cut = normalized(*placement.cut, parameter.size(placement.cut->dim), placement.axis->size());
   require_part(part, own, parameter.sizes());
   const bool trained = parameter.requires_grad();
   const std::vector<int64_t> sizes = parameter.sizes().vec();
@@ -355,6 +366,12 @@ void split_again(const at::Tensor& parameter, SplitState state) {
   if (!meta.part.requires_grad()) return;
   const at::AutoGradMode with_grad(true);
   build_bridge(parameter, meta);
+}
+
+bool joins_output(const at::Tensor& tensor) { return is_split(tensor) && meta_of(tensor).joins_output; }
+void mark_joins_output(const at::Tensor& split) {
+  require(is_split(split), "this is no split tensor");
+  mutable_meta_of(split).joins_output = true;
 }
 
 void note_changed_part(const at::Tensor& split, const at::Tensor& part) {

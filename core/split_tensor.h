@@ -34,11 +34,16 @@ class SplitAxis {
   virtual at::Tensor joined_values(const at::Tensor& split) = 0;
 };
 
-// How a tensor is placed along an axis. Without a cut every rank has the whole, for reading only: what a view of a
+// How a tensor is placed along an axis. Without a cut it is summed, an addend, or for reading only: what a view of a
 // joined tensor is, since a change of it would be lost.
 struct Placement {
   std::shared_ptr<SplitAxis> axis;
   std::optional<Cut> cut;
+  // Every rank has the whole, and a part of its gradient, which is the sum of these over the axis. Used by an operator on
+  // parts the tensor gets the part of the gradient that comes of them, used by a plain one 1/T of the whole.
+  bool summed = false;
+  // The whole is the sum of what the ranks have: the gradient of a summed tensor.
+  bool addend = false;
 };
 
 bool is_split(const at::Tensor& tensor);
@@ -57,8 +62,8 @@ at::Tensor slice_of(const at::Tensor& whole, const TensorPart& part);
 // Copies rank `index`'s part between its place in `whole` and `part`.
 void copy_part_into(const at::Tensor& whole, const at::Tensor& part, const Cut& cut, int index, int count);
 
-// Makes `parameter`, which others hold too (members of a module), a split tensor in place: it keeps its identity and
-// loses its memory. Returns the leaf, a plain tensor with this rank's part, which alone is trained; `part` becomes it.
+// Makes `parameter`, which others hold too (members of a module), a split tensor in place, cut or summed: it keeps its
+// identity and loses its memory. Returns the leaf, a plain tensor with this rank's part, which alone is trained; `part` becomes it.
 // `name` is for messages.
 at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placement, const at::Tensor& part,
                            std::string name);
@@ -68,6 +73,10 @@ at::Tensor leaf_of(const at::Tensor& split);
 // After the leaf of a split parameter got another dtype or device (set_data): the parameter shows it, and its history
 // leads to the leaf's accumulator of gradients as it is now.
 void follow_leaf(const at::Tensor& parameter);
+
+// Of a split weight, and of its transpose: what a layer computes with it is to be joined.
+bool joins_output(const at::Tensor& tensor);
+void mark_joins_output(const at::Tensor& split);
 
 // After an operator has changed `part`, which part_of gave, in place: the split tensor gets its history.
 void note_changed_part(const at::Tensor& split, const at::Tensor& part);

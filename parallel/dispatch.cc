@@ -64,6 +64,7 @@ const KnownOperator& known(const c10::OperatorHandle& op) {
 struct FoundAxis {
   std::shared_ptr<Axis> axis;
   bool any_cut = false;
+  bool any_addend = false;
 
   void see(const at::Tensor& tensor) {
     if (!is_split(tensor)) return;
@@ -73,6 +74,7 @@ struct FoundAxis {
             "an operator got tensors that are split over two axes, which is not there yet; join one of them first "
             "(ds::parallel::whole)");
     any_cut = any_cut || placement.cut.has_value();
+    any_addend = any_addend || placement.addend;
   }
 };
 
@@ -114,6 +116,7 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   ensure(found.axis != nullptr, "an operator under the key of split tensors has one among its arguments");
   Call call(op, *stack, std::move(found.axis));
   if (call.axis()->watches_data() && at::GradMode::is_enabled()) note_data(call);
+  if (found.any_addend) return run_on_addends(call);
   if (!found.any_cut) {
     require_no_change_of_views(call);
     return run_uncut(call);

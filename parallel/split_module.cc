@@ -17,6 +17,7 @@
 #include "parallel/axis/conversions.h"
 #include "parallel/dispatch.h"
 #include "parallel/split_module.h"
+#include "parallel/summed_gradients.h"
 
 namespace ds::parallel {
 namespace {
@@ -50,6 +51,14 @@ void keep_gradient_whole(const at::Tensor& parameter) {
   parameter.register_hook([](const at::Tensor& gradient) { return whole_of(gradient); });
 }
 
+// A whole parameter whose gradient each rank has a part of.
+at::Tensor summed_leaf(const at::Tensor& parameter, const std::shared_ptr<Axis>& axis, ParameterSplit& split) {
+  split.summed = true;
+  split.reason += "; its gradient is a sum over the ranks";
+  return split_parameter(parameter, {.axis = axis, .cut = std::nullopt, .summed = true}, parameter.detach(),
+                         split.name);
+}
+
 Cut cut_along(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& blocks) {
   const int64_t wrapped = dim < 0 ? dim + tensor.dim() : dim;
   require(wrapped >= 0 && wrapped < tensor.dim(), "a tensor of sizes ", tensor.sizes(), " has no dimension ", dim,
@@ -74,7 +83,8 @@ SplitPlan plan_module(const torch::nn::Module& module, const std::vector<SplitRu
   for (size_t i = 0; i < plan.size(); ++i) {
     const auto [entry, is_new] = seen.try_emplace(parameters[i].value().unsafeGetTensorImpl(), &plan[i]);
     const ParameterSplit& first = *entry->second;
-    require(is_new || (first.dim == plan[i].dim && first.blocks == plan[i].blocks && first.grain == plan[i].grain),
+    require(is_new || (first.dim == plan[i].dim && first.blocks == plan[i].blocks && first.grain == plan[i].grain &&
+                           first.join_output == plan[i].join_output),
             "parameters ", first.name, " and ", plan[i].name,
             " are one tensor, but the rules split them otherwise: ", first.reason, "; ", plan[i].reason);
   }
@@ -108,6 +118,22 @@ std::vector<at::Tensor> SplitModule::leaves() const {
   return result;
 }
 
+std::vector<std::pair<std::string, at::Tensor>> SplitModule::summed_leaves() const {
+  std::set<std::string> summed;
+  for (const ParameterSplit& parameter : plan) {
+    if (parameter.summed) summed.insert(parameter.name);
+  }
+  std::vector<std::pair<std::string, at::Tensor>> result;
+  for (const auto& leaf : named_leaves) {
+    if (summed.contains(leaf.first)) result.push_back(leaf);
+  }
+  return result;
+}
+
+void SplitModule::reduce_summed_gradients() const {
+  if (summed_gradients) summed_gradients->reduce();
+}
+
 void SplitModule::zero_grad() const {
   for (const auto& [name, leaf] : named_leaves) leaf.mutable_grad().reset();
 }
@@ -115,6 +141,7 @@ void SplitModule::zero_grad() const {
 double SplitModule::clip_grad_norm_(double max_norm) const {
   require(max_norm > 0, "clip_grad_norm_() needs a norm above 0, found ", max_norm);
   if (named_leaves.empty()) return 0;
+  reduce_summed_gradients();
   const at::NoGradGuard no_grad;
   std::set<std::string> split;
   for (const ParameterSplit& parameter : plan) {
@@ -144,17 +171,24 @@ void SplitModule::reset_joined_operators() const { axis->reset_joined_operators(
 
 SplitModule split_module(torch::nn::Module& module, std::shared_ptr<Axis> axis, SplitPlan plan, const PartOf& part_of) {
   SplitModule result{.axis = std::move(axis), .plan = std::move(plan), .named_leaves = {}};
+  if (result.axis->cuts_sequences() && result.axis->size() > 1) {
+    result.summed_gradients = std::make_shared<SummedGradients>(result.axis);
+  }
   const auto parameters = module.named_parameters();
   std::set<const c10::TensorImpl*> seen;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, parameter] = parameters[i].pair();
     if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-    const ParameterSplit& split = result.plan[i];
+    ParameterSplit& split = result.plan[i];
     at::Tensor leaf = parameter;
     if (split.is_split()) {
       const Placement placement{.axis = result.axis,
                                 .cut = Cut{.dim = split.dim, .blocks = split.blocks, .grain = split.grain}};
       leaf = split_parameter(parameter, placement, part_of(name, parameter, placement), name);
+      if (split.join_output) mark_joins_output(parameter);
+    } else if (result.summed_gradients && parameter.is_floating_point()) {
+      leaf = summed_leaf(parameter, result.axis, split);
+      result.summed_gradients->watch(name, leaf);
     } else if (result.axis->size() > 1) {
       keep_gradient_whole(parameter);
     }
@@ -167,6 +201,8 @@ SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::
                                const std::vector<SplitRule>& rules, const ParallelizeOptions& options) {
   const std::shared_ptr<Axis> axis = make_axis(std::move(communicator));
   axis->verify(options.verify);
+  axis->overlap(options.overlap);
+  axis->cut_sequences(options.sequence_parallel);
   std::vector<SplitRule> all_rules = rules;
   for (SplitRule& declared : declared_splits(module)) all_rules.push_back(std::move(declared));
   SplitPlan plan = plan_module(module, all_rules, axis->size());
@@ -192,6 +228,10 @@ at::Tensor redistribute(const at::Tensor& tensor, int64_t dim, const std::vector
   const Placement& placement = placement_of(tensor);
   const Cut cut = normalized(cut_along(tensor, dim, blocks), tensor.size(cut_along(tensor, dim, blocks).dim),
                              placement.axis->size());
+  if (placement.summed) {
+    const Placement placed{.axis = placement.axis, .cut = cut};
+    return make_split(sliced_of_summed(part_of(tensor), placed).clone(at::MemoryFormat::Contiguous), placed, tensor.sizes());
+  }
   if (!placement.cut) return distribute(part_of(tensor), axis_of(placement), dim, blocks);
   return make_split(exchanged(part_of(tensor), placement, cut, tensor.sizes()), {.axis = placement.axis, .cut = cut},
                     tensor.sizes());

@@ -73,6 +73,10 @@ ParameterSplit split_by(const SplitRule& rule, const NamedShape& parameter, int 
   const std::string by = rule.origin.empty() ? cat(name_of_style(rule.style), ", by '", rule.pattern, "'")
                                              : cat(name_of_style(rule.style), ", by ", rule.origin);
   const std::optional<int64_t> dim = cut_dim(rule, parameter.sizes.size());
+  if (rule.join_output && dim && parameter.sizes.size() == 1) {
+    result.reason = cat("whole: ", by, "; a bias is added once, to the joined output");
+    return result;
+  }
   if (!dim) {
     result.reason = cat("whole: ", by,
                         rule.style == Style::kRow ? "; a bias is added once, after the ranks' sums"
@@ -93,11 +97,14 @@ ParameterSplit split_by(const SplitRule& rule, const NamedShape& parameter, int 
                         " leave nothing for some of ", ranks, " ranks");
     return result;
   }
+  result.style = rule.style;
   result.dim = *dim;
   result.blocks = rule.blocks;
   result.grain = rule.grain;
+  result.join_output = rule.join_output;
   result.reason =
-      cat("dimension ", *dim, " over ", ranks, " ranks: ", by, is_even(cut, extent, ranks) ? "" : ", uneven");
+      cat("dimension ", *dim, " over ", ranks, " ranks: ", by, is_even(cut, extent, ranks) ? "" : ", uneven",
+          rule.join_output ? ", its output is joined" : "");
   return result;
 }
 

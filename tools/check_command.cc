@@ -9,9 +9,12 @@
 #include "core/check.h"
 #include "core/json/json_convert.h"
 #include "core/shown_text.h"
+#include "core/text.h"
 #include "dsengine/config.h"
 #include "engine/plan/plan.h"
 #include "tools/explained_keys.h"
+#include "tools/parameter_shapes.h"
+#include "tools/split_report.h"
 #include "zero/memory_model.h"
 
 namespace ds::tool {
@@ -29,6 +32,10 @@ struct Report {
   Plan plan;
   std::vector<ExplainedKey> explained;  // with --explain
   std::optional<int64_t> parameters;  // of a rank; where ranks of a pipeline differ, of the mean one
+  std::optional<SplitReport> splits;  // of --split_parameters
+  // Along the tensor axis, per rank: bytes for a token of a micro-batch, and in a step.
+  std::optional<double> tensor_sent_per_token;
+  std::optional<double> tensor_sent;
   // Per rank and step, when the plan knows its bytes. With gradient_compression it depends on the model's shapes.
   std::optional<int64_t> sent_bytes;
 };
@@ -53,6 +60,32 @@ void require_used(const DsConfig& config, const engine::config::AutoValues& valu
                        config.source, ", found a value of its own, or no such key; remove the flag, or write \"auto\"");
 }
 
+// Elements of a rank: of its stage, and of cut parameters its parts.
+void count_parameters(const CheckOptions& options, Report& report) {
+  const int64_t stages = report.config.pipeline.stages.value_or(1);
+  const int64_t tensor = report.config.tensor_parallel.size();
+  const auto share = [](int64_t elements, int64_t ranks) { return (elements + ranks - 1) / ranks; };
+  require<ConfigError>(options.split_parameters.empty() || !options.parameters,
+                       "ds-tool check: expected one of --parameters and --split_parameters, found both; the file says ",
+                       "how many parameters there are");
+  if (options.parameters) report.parameters = share(share(*options.parameters, stages), tensor);
+  if (options.split_parameters.empty()) return;
+  report.splits = report_splits(report.config.tensor_parallel, read_parameter_shapes(options.split_parameters));
+  report.parameters = share(report.splits->rank_elements, stages);
+}
+
+void count_tensor_traffic(const CheckOptions& options, Report& report) {
+  if (!report.splits || report.plan.topology.tensor == 1) return;
+  const auto stages = static_cast<double>(report.plan.topology.pipe);
+  const auto element = static_cast<double>(bytes_of(report.plan.autocast.value_or(report.plan.model_dtype)));
+  const double per_token =
+      (report.splits->sent_elements_per_token * element + report.splits->sent_loss_bytes_per_token) / stages;
+  report.tensor_sent_per_token = per_token;
+  if (!options.tokens) return;
+  report.tensor_sent =
+      per_token * static_cast<double>(*options.tokens) * static_cast<double>(report.config.gradient_accumulation_steps);
+}
+
 Report examine(const CheckOptions& options) {
   Report report;
   const engine::config::AutoValues given = given_values(options.auto_values);
@@ -63,16 +96,28 @@ Report examine(const CheckOptions& options) {
   require_used(report.config, given);
   if (options.explain) report.explained = explain_keys(report.config.text, KeyReference(key_reference_text()));
   const int64_t stages = report.config.pipeline.stages.value_or(1);
-  if (options.parameters) report.parameters = (*options.parameters + stages - 1) / stages;
-  const engine::Topology topology{.world_size = options.world_size, .dp = report.config.dp_world_size, .pipe = stages};
-  report.plan = engine::make_plan(
-      report.config, topology,
-      {.parameters = report.parameters, .activation_bytes = options.activation_bytes, .pipeline_module = stages > 1});
+  count_parameters(options, report);
+  const engine::Topology topology{.world_size = options.world_size,
+                                  .dp = report.config.dp_world_size,
+                                  .pipe = stages,
+                                  .tensor = report.config.tensor_parallel.size()};
+  std::optional<int64_t> parts;
+  if (report.splits) parts = (report.splits->part_elements + stages - 1) / stages;
+  report.plan = engine::make_plan(report.config, topology,
+                                  {.parameters = report.parameters,
+                                   .split_parameters = parts,
+                                   .activation_bytes = options.activation_bytes,
+                                   .pipeline_module = stages > 1});
+  count_tensor_traffic(options, report);
   if (report.parameters && !report.plan.compression.compresses() && !report.plan.error_feedback) {
     report.sent_bytes =
         zero::predict_sent_bytes(engine::memory_question(report.config, report.plan, *report.parameters));
   }
   return report;
+}
+
+ordered_json number_or_null(const std::optional<double>& number) {
+  return number ? ordered_json(*number) : ordered_json();
 }
 
 ordered_json bytes_to_json(const Report& report) {
@@ -91,7 +136,9 @@ ordered_json bytes_to_json(const Report& report) {
           {"secondary_in_step", report.plan.step_bytes.secondary},
           {"activations_in_step", report.plan.activation_bytes},
           {"gradient_compression", report.plan.compression_bytes},
-          {"sent_per_step", report.sent_bytes ? ordered_json(*report.sent_bytes) : ordered_json()}};
+          {"sent_per_step", report.sent_bytes ? ordered_json(*report.sent_bytes) : ordered_json()},
+          {"tensor_sent_per_token", number_or_null(report.tensor_sent_per_token)},
+          {"tensor_sent_per_step", number_or_null(report.tensor_sent)}};
 }
 
 // World sizes that share a global batch; null without elasticity.
@@ -129,6 +176,7 @@ ordered_json to_json(const Report& report) {
           {"explained", explained},
           {"warnings", report.config.warnings},
           {"plan", plan},
+          {"split", report.splits ? to_json(*report.splits) : ordered_json()},
           {"elasticity", elastic_to_json(report)},
           {"bytes_per_rank", bytes_to_json(report)}};
 }
@@ -173,6 +221,45 @@ Columns resolved_values(const DsConfig& config) {
   return rows;
 }
 
+// What the number of elements is of.
+std::string elements_text(const Report& report) {
+  const int64_t stages = report.plan.topology.pipe;
+  const int64_t tensor = report.plan.topology.tensor;
+  if (stages == 1 && (tensor == 1 || report.splits))
+    return tensor == 1 ? "" : cat(", for ", *report.parameters, " elements");
+  std::string text = cat(", for ", *report.parameters, " elements, 1/", report.splits ? stages : stages * tensor,
+                         report.splits && tensor > 1 ? " of those above" : " of the model");
+  if (tensor > 1 && !report.splits) text += ", if all of it is split (what stays whole: --split_parameters)";
+  if (stages > 1) text += " (stages differ: ds-tool simulate --per_rank)";
+  return text;
+}
+
+void print_bytes(const Report& report, std::ostream& out) {
+  const zero::ModelStateBytes& bytes = *report.plan.bytes;
+  const int64_t stages = report.plan.topology.pipe;
+  out << "\nBytes per rank" << elements_text(report) << '\n';
+  Columns rows = {{"parameters", cat(bytes.parameters)},
+                  {"gradients", cat(bytes.gradients)},
+                  {"master weights", cat(bytes.master)},
+                  {"optimizer states", cat(bytes.optimizer)},
+                  {"total", cat(bytes.total())},
+                  {"offloaded, in host memory", cat(report.plan.offloaded_bytes.host_total())},
+                  {"offloaded, in files", cat(report.plan.offloaded_bytes.file)},
+                  {"gathered parameters, in a step", cat(report.plan.step_bytes.gathered)},
+                  {"secondary slices, in a step", cat(report.plan.step_bytes.secondary)},
+                  {"activations, in a step", report.plan.activation_bytes > 0 ? cat(report.plan.activation_bytes)
+                                                                              : "unknown: --activation_bytes N"},
+                  {"gradient compression", cat(report.plan.compression_bytes)},
+                  {stages > 1 ? "sent in a step, but to other stages" : "sent in a step",
+                   report.sent_bytes ? cat(*report.sent_bytes) : "depends on gradient_compression"}};
+  if (report.tensor_sent_per_token) {
+    rows.emplace_back("sent along the tensor axis, for a token", fixed(*report.tensor_sent_per_token, 0));
+    rows.emplace_back("sent along the tensor axis, in a step",
+                      report.tensor_sent ? fixed(*report.tensor_sent, 0) : "unknown: --tokens N of a micro-batch");
+  }
+  print_columns(rows, out);
+}
+
 void print(const Report& report, std::ostream& out) {
   out << shown_text(report.config.source) << ": fine for " << report.plan.topology.world_size
       << (report.plan.topology.world_size == 1 ? " rank" : " ranks") << "\n\nValues (all of them: --json)\n";
@@ -194,34 +281,16 @@ void print(const Report& report, std::ostream& out) {
   }
   if (!report.config.warnings.empty()) out << "\nWarnings\n";
   for (const std::string& warning : report.config.warnings) out << "  " << shown_message(warning) << '\n';
+  if (report.splits) {
+    out << "\nParameters over " << report.splits->ranks << (report.splits->ranks == 1 ? " rank" : " ranks") << '\n';
+    print(*report.splits, out);
+  }
   out << "\nPlan\n" << engine::to_table(report.plan) << '\n';
   if (!report.plan.bytes) {
-    out << "\nGive --parameters N for the bytes of model state per rank.\n";
+    out << "\nGive --parameters N, or --split_parameters FILE, for the bytes of model state per rank.\n";
     return;
   }
-  const zero::ModelStateBytes& bytes = *report.plan.bytes;
-  const int64_t stages = report.plan.topology.pipe;
-  out << "\nBytes per rank";
-  if (stages > 1) {
-    out << ", for " << *report.parameters << " elements, 1/" << stages
-        << " of the model (stages differ: ds-tool simulate --per_rank)";
-  }
-  out << '\n';
-  print_columns({{"parameters", cat(bytes.parameters)},
-                 {"gradients", cat(bytes.gradients)},
-                 {"master weights", cat(bytes.master)},
-                 {"optimizer states", cat(bytes.optimizer)},
-                 {"total", cat(bytes.total())},
-                 {"offloaded, in host memory", cat(report.plan.offloaded_bytes.host_total())},
-                 {"offloaded, in files", cat(report.plan.offloaded_bytes.file)},
-                 {"gathered parameters, in a step", cat(report.plan.step_bytes.gathered)},
-                 {"secondary slices, in a step", cat(report.plan.step_bytes.secondary)},
-                 {"activations, in a step", report.plan.activation_bytes > 0 ? cat(report.plan.activation_bytes)
-                                                                             : "unknown: --activation_bytes N"},
-                 {"gradient compression", cat(report.plan.compression_bytes)},
-                 {stages > 1 ? "sent in a step, but to other stages" : "sent in a step",
-                  report.sent_bytes ? cat(*report.sent_bytes) : "depends on gradient_compression"}},
-                out);
+  print_bytes(report, out);
 }
 
 }  // namespace

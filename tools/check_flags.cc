@@ -24,6 +24,14 @@ void add_check(CLI::App& app, Command& chosen) {
       ->transform(whole_number(1, kMostParameters))
       ->type_name("N");
   flags
+      ->add_option("--split_parameters", options->split_parameters,
+                   "The model's parameters, in place of their number, and what tensor_parallel cuts of them: a "
+                   ".safetensors file, a folder of such, or JSON {\"name\": [sizes], ...}")
+      ->type_name("FILE");
+  flags->add_option("--tokens", options->tokens, "Tokens of a micro-batch on one rank, for what a tensor axis sends")
+      ->transform(whole_number(1, kMostWidth))
+      ->type_name("N");
+  flags
       ->add_option("--activation_bytes", options->activation_bytes,
                    "Bytes of activations of a micro-batch on one rank, as a run with memory_breakdown reports them")
       ->transform(whole_number(0, kMostBytes))

@@ -22,18 +22,32 @@ int64_t parameter_bytes(zero::MemoryQuestion question, int64_t accumulation_step
 
 using Rings = std::vector<Ring>;
 
-// Groups of consecutive ranks.
-Rings rings_of(int64_t first, int64_t dp, int64_t members) {
+// Data-parallel ranks of one stage: `dp` of each of `tensor` neighbours, from rank `first` on.
+struct StageRanks {
+  int64_t first = 0;
+  int64_t dp = 1;
+  int64_t tensor = 1;
+};
+
+// Groups of consecutive ones.
+Rings rings_of(const StageRanks& ranks, int64_t members) {
   Rings rings;
-  for (int64_t d = 0; d < dp; d += members) rings.push_back({.first = first + d, .members = members});
+  for (int64_t d = 0; d < ranks.dp; d += members) {
+    for (int64_t t = 0; t < ranks.tensor; ++t) {
+      rings.push_back({.first = ranks.first + d * ranks.tensor + t, .members = members, .stride = ranks.tensor});
+    }
+  }
   return rings;
 }
 
-// Ranks that hold equal slices.
-Rings replicas_of(int64_t first, int64_t dp, int64_t shards) {
+// Those that hold equal slices.
+Rings replicas_of(const StageRanks& ranks, int64_t shards) {
   Rings rings;
   for (int64_t d = 0; d < shards; ++d) {
-    rings.push_back({.first = first + d, .members = dp / shards, .stride = shards});
+    for (int64_t t = 0; t < ranks.tensor; ++t) {
+      rings.push_back(
+          {.first = ranks.first + d * ranks.tensor + t, .members = ranks.dp / shards, .stride = shards * ranks.tensor});
+    }
   }
   return rings;
 }
@@ -86,7 +100,7 @@ double DataParallelCost::mean_gather() const {
   return (gather + (count - 1) * gather_again) / count;
 }
 
-std::vector<DataParallelCost> time_collectives(const Machine& machine, int64_t dp,
+std::vector<DataParallelCost> time_collectives(const Machine& machine, int64_t dp, int64_t tensor,
                                                const std::vector<zero::MemoryQuestion>& questions,
                                                std::vector<int64_t>& node_bytes) {
   std::vector<DataParallelCost> costs;
@@ -98,10 +112,10 @@ std::vector<DataParallelCost> time_collectives(const Machine& machine, int64_t d
   Traffic in_nodes(machine);
   for (size_t rank = 0; rank < questions.size(); ++rank) {
     const zero::MemoryQuestion& question = questions[rank];
-    const auto first = static_cast<int64_t>(rank) * dp;
-    shards.push_back(rings_of(first, dp, question.dp));
-    copies.push_back(replicas_of(first, dp, question.dp));
-    nodes.push_back(rings_of(first, dp, question.node_ranks > 1 ? question.node_ranks : question.dp));
+    const StageRanks ranks{.first = static_cast<int64_t>(rank) * dp * tensor, .dp = dp, .tensor = tensor};
+    shards.push_back(rings_of(ranks, question.dp));
+    copies.push_back(replicas_of(ranks, question.dp));
+    nodes.push_back(rings_of(ranks, question.node_ranks > 1 ? question.node_ranks : question.dp));
     costs.push_back({.bytes = split_sent_bytes(question), .buckets = count_buckets(question)});
     const DataParallelBytes& bytes = costs.back().bytes;
     add_all(among_shards, shards[rank], bytes.reductions * bytes.reduction + bytes.gather);

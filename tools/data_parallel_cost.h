@@ -43,9 +43,9 @@ struct DataParallelCost {
   double mean_gather() const;  // of all in a step
 };
 
-// Of each rank of a pipeline, on the `dp` consecutive ranks of the machine that have its place in theirs; `questions`
-// of each. Adds what leaves each node to `node_bytes`.
-std::vector<DataParallelCost> time_collectives(const Machine& machine, int64_t dp,
+// Of each rank of a pipeline, on the `dp` x `tensor` consecutive ranks of the machine that have its place in theirs, of
+// which `tensor` neighbours share layers; `questions` of each. Adds what leaves each node to `node_bytes`.
+std::vector<DataParallelCost> time_collectives(const Machine& machine, int64_t dp, int64_t tensor,
                                                const std::vector<zero::MemoryQuestion>& questions,
                                                std::vector<int64_t>& node_bytes);
 

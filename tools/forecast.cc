@@ -14,21 +14,24 @@ namespace {
 using nlohmann::ordered_json;
 
 ordered_json to_json(const PipeRank& rank, const Forecast& forecast) {
-  const int64_t last = rank.first_rank + forecast.simulation.plan.topology.dp - 1;
-  return {{"ranks", {rank.first_rank, last}},
-          {"stages", rank.stages},
-          {"layers", rank.layers},
-          {"parameters", rank.parameters},
-          {"busy_seconds", rank.busy_seconds},
-          {"bytes",
-           {{"model_state", rank.state_bytes},
-            {"gathered", rank.gathered_bytes},
-            {"activations", rank.activation_bytes},
-            {"messages", rank.message_bytes},
-            {"total", rank.memory()},
-            {"host", rank.host_bytes}}},
-          {"fits", forecast.limit ? ordered_json(forecast.fits(rank)) : ordered_json()},
-          {"sent_per_step", {{"pipeline", rank.pipeline_sent}, {"data_parallel", rank.data_parallel_sent}}}};
+  const engine::Topology& topology = forecast.simulation.plan.topology;
+  const int64_t last = rank.first_rank + topology.dp * topology.tensor - 1;
+  return {
+      {"ranks", {rank.first_rank, last}},
+      {"stages", rank.stages},
+      {"layers", rank.layers},
+      {"parameters", rank.parameters},
+      {"busy_seconds", rank.busy_seconds},
+      {"bytes",
+       {{"model_state", rank.state_bytes},
+        {"gathered", rank.gathered_bytes},
+        {"activations", rank.activation_bytes},
+        {"messages", rank.message_bytes},
+        {"total", rank.memory()},
+        {"host", rank.host_bytes}}},
+      {"fits", forecast.limit ? ordered_json(forecast.fits(rank)) : ordered_json()},
+      {"sent_per_step",
+       {{"pipeline", rank.pipeline_sent}, {"data_parallel", rank.data_parallel_sent}, {"tensor", rank.tensor_sent}}}};
 }
 
 using Table = std::vector<std::vector<std::string>>;
@@ -73,8 +76,8 @@ std::string count_text(int64_t count, const char* one, const char* several) {
 }
 
 std::string ranks_text(const PipeRank& rank, const Forecast& forecast) {
-  const int64_t dp = forecast.simulation.plan.topology.dp;
-  return dp == 1 ? cat(rank.first_rank) : cat(rank.first_rank, "-", rank.first_rank + dp - 1);
+  const int64_t ranks = forecast.simulation.plan.topology.dp * forecast.simulation.plan.topology.tensor;
+  return ranks == 1 ? cat(rank.first_rank) : cat(rank.first_rank, "-", rank.first_rank + ranks - 1);
 }
 
 Table head_of(const Forecast& forecast) {
@@ -83,7 +86,8 @@ Table head_of(const Forecast& forecast) {
   const engine::Topology& topology = simulation.plan.topology;
   const std::string chunks = simulation.chunks > 1 ? cat(" x ", simulation.chunks, " stages") : "";
   return {{"ranks", cat(topology.world_size, " = pipeline ", topology.pipe, chunks, " x data parallel ", topology.dp,
-                        ", on ", count_text(forecast.machine.nodes(), "node", "nodes"))},
+                        topology.tensor > 1 ? cat(" x tensor ", topology.tensor) : "", ", on ",
+                        count_text(forecast.machine.nodes(), "node", "nodes"))},
           {"batch", cat(topology.pipe > 1 ? cat(simulation.schedule, ", ") : "",
                         count_text(config.gradient_accumulation_steps, "micro-batch", "micro-batches"), " of ",
                         count_text(config.train_micro_batch_size_per_gpu, "sample", "samples"), ", ",
@@ -107,6 +111,7 @@ Table step_of(const Forecast& forecast) {
   return {row("step", total, rate),
           row("compute", step.compute, "of a rank, in the mean"),
           row("bubble", step.bubble, "ranks wait for one another"),
+          row("tensor", step.tensor, "sums over ranks that share layers, which computing waits for"),
           row("messages", step.messages, "between stages, beyond what computing hides"),
           row("data parallel", step.data_parallel, "collectives, beyond what computing hides"),
           row("update", step.update, forecast.update_known ? "as given" : "not modelled: --update_ms")};
@@ -116,12 +121,15 @@ Table step_of(const Forecast& forecast) {
 Table traffic_of(const Forecast& forecast) {
   int64_t pipeline = 0;
   int64_t data = 0;
+  int64_t tensor = 0;
   for (const PipeRank& rank : forecast.simulation.pipe_ranks) {
     pipeline = std::max(pipeline, rank.pipeline_sent);
     data = std::max(data, rank.data_parallel_sent);
+    tensor = std::max(tensor, rank.tensor_sent);
   }
   return {{"a rank, in its pipeline", bytes_text(pipeline)},
           {"a rank, data parallel", bytes_text(data)},
+          {"a rank, to those that share its layers", bytes_text(tensor)},
           {"a node, to other nodes", bytes_text(forecast.simulation.node_sent)}};
 }
 
@@ -159,6 +167,7 @@ ordered_json to_json(const Forecast& forecast, bool per_rank) {
                        {"ranks", forecast.machine.ranks},
                        {"pipeline", simulation.plan.topology.pipe},
                        {"data_parallel", simulation.plan.topology.dp},
+                       {"tensor", simulation.plan.topology.tensor},
                        {"schedule", simulation.schedule},
                        {"chunks", simulation.chunks},
                        {"micro_batches", forecast.config.gradient_accumulation_steps},
@@ -167,6 +176,7 @@ ordered_json to_json(const Forecast& forecast, bool per_rank) {
                         {{"total", step.total()},
                          {"compute", step.compute},
                          {"bubble", step.bubble},
+                         {"tensor", step.tensor},
                          {"messages", step.messages},
                          {"data_parallel", step.data_parallel},
                          {"update", forecast.update_known ? ordered_json(step.update) : ordered_json()}}},

@@ -96,7 +96,8 @@ void require_traffic(const engine::config::DsConfig& config, int64_t parameters)
                        "gradient_accumulation_steps, found ", elements);
 }
 
-std::vector<LayerCost> model_of(const SimulateOptions& options, const engine::config::DsConfig& config) {
+std::vector<LayerCost> model_of(const SimulateOptions& options, const engine::config::DsConfig& config,
+                                const TensorRanks& tensor) {
   const bool sums = options.parameters || options.flops || options.activation_bytes || options.message_bytes;
   const bool gpt = options.hidden || options.heads || options.vocab;
   require<ConfigError>(sums != gpt, "ds-tool simulate: expected a GPT (--layers, --hidden, --heads, --seq_len and ",
@@ -116,7 +117,8 @@ std::vector<LayerCost> model_of(const SimulateOptions& options, const engine::co
                          .parameters = *options.parameters,
                          .flops = options.flops.value_or(0),
                          .activation_bytes = options.activation_bytes.value_or(0),
-                         .output_bytes = options.message_bytes.value_or(0)});
+                         .output_bytes = options.message_bytes.value_or(0)},
+                        tensor);
   }
   require<ConfigError>(options.layers && options.hidden && options.heads && options.seq_len && options.vocab,
                        "ds-tool simulate: a GPT needs all of --layers, --hidden, --heads, --seq_len and --vocab");
@@ -127,7 +129,7 @@ std::vector<LayerCost> model_of(const SimulateOptions& options, const engine::co
                      .vocab = *options.vocab,
                      .tied = options.tied,
                      .flash_attention = options.flash_attention},
-                    config.train_micro_batch_size_per_gpu, bytes_of(config.model_dtype()));
+                    config.train_micro_batch_size_per_gpu, bytes_of(config.model_dtype()), tensor);
 }
 
 Machine machine_of(const SimulateOptions& options) {
@@ -163,8 +165,10 @@ Forecast examine(const SimulateOptions& options) {
   question.machine = machine_of(options);
   question.config = engine::config::parse(options.config, {.world_size = options.ranks, .strict = options.strict});
   require_schedule_size(question.config);
-  question.layers = model_of(options, question.config);
-  forecast.parameters = count_parameters(question.layers);
+  const engine::config::TensorParallelSection& tensor = question.config.tensor_parallel;
+  question.layers =
+      model_of(options, question.config, {.count = tensor.size(), .sequence_parallel = tensor.sequence_parallel});
+  forecast.parameters = count_parameters(model_of(options, question.config, {}));
   require_traffic(question.config, forecast.parameters);
   question.activation_checkpoint_interval =
       options.activation_checkpointing ? 1 : question.config.pipeline.activation_checkpoint_interval;

@@ -13,7 +13,8 @@ namespace {
 constexpr const char* kSimulated =
     R"(Modelled: the schedule's actions on every rank of a pipeline, each stage's operations over --tflops (or measured
 times), messages between stages beside them, collectives of ZeRO as rings, beside backward and the first forward where the
-config says so; ranks of a node share its link. Rank = pipeline rank x data-parallel ranks + data-parallel rank. Memory:
+config says so; sums over ranks that share layers (tensor_parallel), which computing waits for; ranks of a node share its
+link. Rank = (pipeline rank x data-parallel ranks + data-parallel rank) x tensor ranks + tensor rank. Memory:
 model state, what is gathered, activations that the schedule holds at once, messages. Activations of a block:
 34 s b h + 5 a s^2 b bytes at 16 bits (arXiv:2205.05198).
 Not modelled: other speeds of other kernels, other users of links, stragglers, reading data, the norm, the update

@@ -11,6 +11,7 @@
 #include "tools/checked_count.h"
 #include "tools/data_parallel_cost.h"
 #include "tools/stage_layout.h"
+#include "tools/tensor_cost.h"
 
 namespace ds::tool {
 namespace {
@@ -60,6 +61,7 @@ class Simulator {
     require_known();
     const Plan plan = make_plan({});
     dp_ = plan.topology.dp;
+    tensor_ = plan.topology.tensor;
     pipe_ = static_cast<int>(plan.topology.pipe);
     schedule_ = schedule_of(plan, config_.gradient_accumulation_steps);
     in_parts_ = splits_backward(schedule_);
@@ -68,6 +70,7 @@ class Simulator {
     cut_layers();
     place_parameters();
     time_messages();
+    time_sums();
     cost_collectives();
     cost_tied();
     add_times();
@@ -83,25 +86,31 @@ class Simulator {
   void cut_layers();
   void place_parameters();
   void time_messages();
+  void time_sums();
   void cost_collectives();
   void cost_tied();
-  std::vector<StageTimes> times_of_stages(bool with_collectives) const;
+  std::vector<StageTimes> times_with_sums() const;
+  std::vector<StageTimes> times_with_collectives() const;
   double after_passes(const Timetable& passes) const;
   double before_passes(const Timetable& passes) const;
   void add_times();
   void add_memory();
   std::vector<LayerCost>::const_iterator layer(int index) const { return question_.layers.begin() + index; }
-  int64_t rank_at(int pipe_rank, int64_t data_rank) const { return pipe_rank * dp_ + data_rank; }
+  // The ranks of a stage: of each data-parallel one those that share its layers.
+  int64_t stage_ranks() const { return dp_ * tensor_; }
+  int64_t rank_at(int pipe_rank, int64_t stage_rank) const { return pipe_rank * stage_ranks() + stage_rank; }
 
   const SimulationQuestion& question_;
   const engine::config::DsConfig& config_;
   const Machine& machine_;
   int64_t dp_ = 1;
+  int64_t tensor_ = 1;
   int pipe_ = 1;
   bool in_parts_ = false;  // backward of the input and of the weights apart
   Schedule schedule_;
   std::vector<StageLayout> stages_;
   std::vector<StageTimes> times_;       // of each stage
+  std::vector<StageTimes> sums_;        // of each stage: seconds of sums over the ranks that share its layers
   std::vector<MessageTimes> messages_;  // between each stage and the next
   std::vector<DataParallelCost> collectives_;
   std::vector<TiedRanks> tied_;
@@ -123,10 +132,15 @@ void Simulator::require_known() const {
 Plan Simulator::make_plan(std::optional<int64_t> parameters) const {
   const int64_t stages = config_.pipeline.stages.value_or(1);
   const int64_t dp = config_.dp_world_size;
-  const int64_t node = std::min(machine_.ranks_per_node, dp);
-  return engine::make_plan(
-      config_, {.world_size = machine_.ranks, .dp = dp, .pipe = stages, .ranks_per_host = dp % node == 0 ? node : 1},
-      {.parameters = parameters, .pipeline_module = stages > 1});
+  const int64_t tensor = config_.tensor_parallel.size();
+  const int64_t node = std::clamp<int64_t>(machine_.ranks_per_node / tensor, 1, dp);
+  return engine::make_plan(config_,
+                           {.world_size = machine_.ranks,
+                            .dp = dp,
+                            .pipe = stages,
+                            .ranks_per_host = dp % node == 0 ? node : 1,
+                            .tensor = tensor},
+                           {.parameters = parameters, .pipeline_module = stages > 1});
 }
 
 // Ranks with equally many parameters, most of them, have one.
@@ -194,8 +208,8 @@ void Simulator::time_messages() {
     double slowest = 0;
     for (const auto& [from, to] : {std::pair{a, b}, std::pair{b, a}}) {
       Traffic traffic(machine_);
-      for (int64_t d = 0; d < dp_; ++d) traffic.add(rank_at(from, d), rank_at(to, d), in_step);
-      for (int64_t d = 0; d < dp_; ++d) {
+      for (int64_t d = 0; d < stage_ranks(); ++d) traffic.add(rank_at(from, d), rank_at(to, d), in_step);
+      for (int64_t d = 0; d < stage_ranks(); ++d) {
         slowest = std::max(slowest, bytes / traffic.rate(rank_at(from, d), rank_at(to, d)));
       }
       for (size_t n = 0; n < node_bytes_.size(); ++n) add_bytes(node_bytes_[n], traffic.bytes()[n]);
@@ -207,12 +221,45 @@ void Simulator::time_messages() {
   }
 }
 
+// Measured times have them inside.
+void Simulator::time_sums() {
+  sums_.assign(stages_.size(), StageTimes{0, 0, 0});
+  if (tensor_ == 1) return;
+  const bool recomputed = question_.activation_checkpoint_interval > 0;
+  const auto micro_batches = static_cast<double>(schedule_.shape.micro_batches);
+  for (size_t s = 0; s < stages_.size(); ++s) {
+    const StageSums sums = sums_of(layer(stages_[s].begin), layer(stages_[s].end), tensor_, recomputed);
+    const double beside = config_.tensor_parallel.tp_overlap_comm ? times_[s].backward_weight : 0;
+    if (question_.stage_times.empty()) sums_[s] = seconds_of(sums, machine_, tensor_, beside);
+    const double in_step = (sums.forward_bytes + sums.backward_bytes) * micro_batches;
+    add_bytes(result_.pipe_ranks[static_cast<size_t>(stages_[s].rank)].tensor_sent,
+              whole_bytes(in_step, "sums of a step"));
+  }
+  Traffic traffic(machine_);
+  for (int rank = 0; rank < pipe_; ++rank) {
+    for (int64_t first = 0; first < stage_ranks(); first += tensor_) {
+      traffic.add(Ring{.first = rank_at(rank, first), .members = tensor_},
+                  result_.pipe_ranks[static_cast<size_t>(rank)].tensor_sent);
+    }
+  }
+  for (size_t n = 0; n < node_bytes_.size(); ++n) add_bytes(node_bytes_[n], traffic.bytes()[n]);
+}
+
+std::vector<StageTimes> Simulator::times_with_sums() const {
+  std::vector<StageTimes> times = times_;
+  for (size_t s = 0; s < times.size(); ++s) {
+    times[s].forward += sums_[s].forward;
+    times[s].backward_input += sums_[s].backward_input;
+  }
+  return times;
+}
+
 void Simulator::cost_collectives() {
   std::vector<zero::MemoryQuestion> questions;
   for (const PipeRank& rank : result_.pipe_ranks) {
     questions.push_back(engine::memory_question(config_, plan_of(rank.parameters), rank.parameters));
   }
-  collectives_ = time_collectives(machine_, dp_, questions, node_bytes_);
+  collectives_ = time_collectives(machine_, dp_, tensor_, questions, node_bytes_);
   for (size_t r = 0; r < collectives_.size(); ++r) {
     result_.pipe_ranks[r].data_parallel_sent = collectives_[r].bytes.total();
   }
@@ -226,8 +273,9 @@ void Simulator::cost_tied() {
     const int64_t bytes = tied.parameters / slices * bytes_of(result_.plan.gradient_dtype);
     Traffic traffic(machine_);
     std::vector<Ring> pairs;
-    for (int64_t d = 0; d < dp_; ++d) {
-      pairs.push_back({.first = rank_at(tied.first, d), .members = 2, .stride = dp_ * (tied.second - tied.first)});
+    for (int64_t d = 0; d < stage_ranks(); ++d) {
+      pairs.push_back(
+          {.first = rank_at(tied.first, d), .members = 2, .stride = stage_ranks() * (tied.second - tied.first)});
       traffic.add(pairs.back(), bytes);
     }
     double slowest = 0;
@@ -240,16 +288,17 @@ void Simulator::cost_tied() {
   }
 }
 
-// With collectives: what those of stages 2 and 3 add to each pass.
-std::vector<StageTimes> Simulator::times_of_stages(bool with_collectives) const {
+// With what collectives of stages 2 and 3 add to each pass.
+std::vector<StageTimes> Simulator::times_with_collectives() const {
+  const std::vector<StageTimes> without = times_with_sums();
   std::vector<StageTimes> times;
   for (size_t s = 0; s < stages_.size(); ++s) {
     const StageLayout& stage = stages_[s];
-    const StageTimes& alone = times_[s];
+    const StageTimes& alone = without[s];
     StageTimes own = alone;
     const DataParallelCost& rank = collectives_[static_cast<size_t>(stage.rank)];
     const int64_t of_rank = result_.pipe_ranks[static_cast<size_t>(stage.rank)].parameters;
-    if (with_collectives && question_.stage_times.empty() && of_rank > 0) {
+    if (question_.stage_times.empty() && of_rank > 0) {
       const double share = std::min(1.0, static_cast<double>(stage.parameters) / static_cast<double>(of_rank));
       const int64_t buckets = std::max<int64_t>(1, std::llround(share * static_cast<double>(rank.buckets)));
       const double gather = rank.bytes.gathers > 1 ? share * rank.mean_gather() : 0;
@@ -299,9 +348,10 @@ double Simulator::before_passes(const Timetable& passes) const {
 }
 
 void Simulator::add_times() {
-  const Timetable alone = pipeline::simulate(schedule_, times_of_stages(false));
-  const Timetable with_messages = pipeline::simulate(schedule_, times_of_stages(false), messages_);
-  const Timetable with_all = pipeline::simulate(schedule_, times_of_stages(true), messages_);
+  const Timetable alone = pipeline::simulate(schedule_, times_);
+  const Timetable with_sums = pipeline::simulate(schedule_, times_with_sums());
+  const Timetable with_messages = pipeline::simulate(schedule_, times_with_sums(), messages_);
+  const Timetable with_all = pipeline::simulate(schedule_, times_with_collectives(), messages_);
   StepSeconds& step = result_.step;
   for (int rank = 0; rank < pipe_; ++rank) {
     const double busy = alone.busy(rank);
@@ -309,7 +359,8 @@ void Simulator::add_times() {
     step.compute += busy / pipe_;
   }
   step.bubble = std::max(0.0, alone.makespan - step.compute);
-  step.messages = with_messages.makespan - alone.makespan;
+  step.tensor = with_sums.makespan - alone.makespan;
+  step.messages = with_messages.makespan - with_sums.makespan;
   step.data_parallel = before_passes(with_all) + after_passes(with_all) - with_messages.makespan;
   step.update = question_.update_seconds;
   result_.makespan = with_messages.makespan;

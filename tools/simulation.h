@@ -3,14 +3,16 @@
 // pipeline, not with its copies.
 //
 // What is modelled
-// - Ranks: rank = pipe_rank x data_parallel + data_rank, so that neighbours in a pipeline are data_parallel ranks
-// apart.
-//   Layers are dealt to stages as pipeline::PipelineModule deals them.
+// - Ranks: rank = (pipe_rank x data_parallel + data_rank) x tensor + tensor_rank: ranks that share layers are
+//   neighbours. Layers are dealt to stages as pipeline::PipelineModule deals them.
 // - Computing: a stage takes its operations over the machine's, or what was measured; every micro-batch alike. Backward
 //   takes twice as long as forward, each half as long; what is checkpointed is computed again with the gradients of the
 //   inputs, and then those of the weights are made with them.
 // - Messages between stages: bytes over the rate of the worst of the pipelines, and latency. They run beside the
 //   computation; one waits for the one before it from the same rank to the same rank.
+// - Tensor parallelism: a rank has its part of the weights and operations of a layer; sums over the ranks that share it
+//   are rings, of 2 n (T - 1) / T bytes each, for which computing waits (with tp_overlap_comm those of backward run
+//   beside the products of the weights).
 // - Data parallelism: rings, whose slowest member decides; ranks of a node share its link. Bytes are those of
 //   zero::predict_sent_bytes. Reductions at the end of a step (stages 0 and 1) run beside the last backward of their
 //   rank where overlap_comm is on and a rank has one stage; those of stages 2 and 3 beside each backward. Parameters
@@ -51,7 +53,7 @@ struct SimulationQuestion {
 
 // Of every rank with this place in its pipeline.
 struct PipeRank {
-  int64_t first_rank = 0;   // and the data-parallel ranks after it
+  int64_t first_rank = 0;   // and the data-parallel and tensor ranks after it
   std::vector<int> stages;  // of its pipeline
   std::string layers;       // "h.0 to h.3, head"
   int64_t parameters = 0;
@@ -63,6 +65,7 @@ struct PipeRank {
   int64_t host_bytes = 0;        // of offloaded state; not part of memory()
   int64_t pipeline_sent = 0;     // bytes in a step
   int64_t data_parallel_sent = 0;
+  int64_t tensor_sent = 0;
 
   int64_t memory() const { return state_bytes + gathered_bytes + activation_bytes + message_bytes; }
 };
@@ -71,10 +74,11 @@ struct PipeRank {
 struct StepSeconds {
   double compute = 0;        // of a rank, in the mean
   double bubble = 0;         // ranks wait for one another, were communication to take no time
+  double tensor = 0;         // what sums over ranks that share layers add to that
   double messages = 0;       // what messages between stages add to that
   double data_parallel = 0;  // what collectives add to that
   double update = 0;
-  double total() const { return compute + bubble + messages + data_parallel + update; }
+  double total() const { return compute + bubble + tensor + messages + data_parallel + update; }
 };
 
 struct Simulation {

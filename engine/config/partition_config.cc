@@ -108,8 +108,8 @@ void check_partition_dim(const LayerPartition& spec, PartitionObject& object, co
   }
   for (size_t i = 0; i < spec.shape.size(); ++i) {
     if (spec.shape[i].parts.empty() || static_cast<int64_t>(i) == dim) continue;
-    problem(object.at("shape"), cat("has a list of sizes in dimension ", i, "; only dimension ", dim,
-                                    ", which is cut, can have one"));
+    problem(object.at("shape"),
+            cat("has a list of sizes in dimension ", i, "; only dimension ", dim, ", which is cut, can have one"));
   }
 }
 
@@ -136,6 +136,9 @@ LayerPartition read_layer(const ordered_json& json, const std::string& pointer, 
     check_pattern(spec.patterns[i], cat(object.at("patterns"), "/", i), problem);
   }
   check_partition_dim(spec, object, problem);
+  if (spec.gather_output && spec.type != PartitionType::kColumn) {
+    problem(object.at("gather_output"), "belongs to partition_type column; the outputs of others are whole already");
+  }
   if (spec.grad_allreduce && spec.type != PartitionType::kSkip) {
     problem(object.at("grad_allreduce"), "belongs to partition_type skip; remove it");
   }

@@ -29,11 +29,11 @@ struct LogicalSize {
 struct LayerPartition {
   std::vector<std::string> patterns;  // regular expressions, from the start of a parameter's name
   PartitionType type = PartitionType::kColumn;
-  std::vector<LogicalSize> shape;         // what the weight is viewed as; empty: as it is
-  std::optional<int64_t> partition_dim;   // of the shape; empty: 0 for columns, 1 for rows
-  std::vector<std::string> model_types;   // empty: any
-  bool gather_output = false;             // of no effect: what needs whole outputs joins them
-  bool grad_allreduce = false;            // likewise: gradients of whole parameters are complete on each rank
+  std::vector<LogicalSize> shape;        // what the weight is viewed as; empty: as it is
+  std::optional<int64_t> partition_dim;  // of the shape; empty: 0 for columns, 1 for rows
+  std::vector<std::string> model_types;  // empty: any
+  bool gather_output = false;            // what the layer computes is joined; a column layer's
+  bool grad_allreduce = false;           // of no effect: gradients of whole parameters are complete on each rank
 };
 
 struct PartitionConfig {

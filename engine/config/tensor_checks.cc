@@ -7,10 +7,9 @@ namespace ds::engine::config {
 namespace {
 
 void check_names(const TensorParallelSection& s, JsonProblems& problems) {
-  const PartitionConfig partition =
-      read_partition_config(s.partition_config, [&](const std::string& pointer, const std::string& message) {
-        problems.error(pointer, message);
-      });
+  const PartitionConfig partition = read_partition_config(
+      s.partition_config,
+      [&](const std::string& pointer, const std::string& message) { problems.error(pointer, message); });
   if (partition.tp_size > 1 && partition.tp_size != s.size()) {
     problems.error("/tensor_parallel/partition_config/tp_size",
                    cat("expected ", s.size(), ", which autotp_size and tp_size say, found ", partition.tp_size,
@@ -37,8 +36,10 @@ void check_tensor_parallel(const DsConfig& config, JsonProblems& problems) {
   python_only(s.keep_module_on_host, "keep_module_on_host");
   python_only(s.replace_with_kernel_inject, "replace_with_kernel_inject");
   const auto without_ranks = [&](bool on, const char* key) {
-    if (on && s.size() == 1) problems.warning(cat("/tensor_parallel/", key), "has no effect with one rank for a layer; "
-                                              "set tensor_parallel.autotp_size");
+    if (on && s.size() == 1)
+      problems.warning(cat("/tensor_parallel/", key),
+                       "has no effect with one rank for a layer; "
+                       "set tensor_parallel.autotp_size");
   };
   without_ranks(s.sequence_parallel, "sequence_parallel");
   without_ranks(s.verify, "verify");

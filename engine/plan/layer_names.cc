@@ -52,14 +52,16 @@ NamedLayers layers_of_preset(const std::string& preset) {
   if (preset == "chatglm") return bloom_layers(Fusion::kQkv, Fusion::kGateUp);
   if (preset == "mixtral") {
     return {named("o_proj\\.weight", Style::kRow), named("[qkv]_proj\\.weight", Style::kColumn),
-            named("experts\\.\\d+\\.w2\\.weight", Style::kRow), named("experts\\.\\d+\\.w[13]\\.weight", Style::kColumn),
-            named("gate\\.weight", Style::kWhole)};
+            named("experts\\.\\d+\\.w2\\.weight", Style::kRow),
+            named("experts\\.\\d+\\.w[13]\\.weight", Style::kColumn), named("gate\\.weight", Style::kWhole)};
   }
   if (preset == "deepseek_v2") {
-    return {named("o_proj\\.weight", Style::kRow), named("(q_a_proj|kv_a_proj_with_mqa)\\.weight", Style::kWhole),
+    return {named("o_proj\\.weight", Style::kRow),
+            named("(q_a_proj|kv_a_proj_with_mqa)\\.weight", Style::kWhole),
             named("(q_b_proj|kv_b_proj)\\.weight", Style::kColumn),
             named("experts\\.\\d+\\.down_proj\\.weight", Style::kRow),
-            named("experts\\.\\d+\\.(up|gate)_proj\\.weight", Style::kColumn), named("gate\\.weight", Style::kWhole),
+            named("experts\\.\\d+\\.(up|gate)_proj\\.weight", Style::kColumn),
+            named("gate\\.weight", Style::kWhole),
             named("shared_experts\\.down_proj\\.weight", Style::kRow),
             named("shared_experts\\.(up|gate)_proj\\.weight", Style::kColumn)};
   }
@@ -89,8 +91,8 @@ std::optional<KnownLayer> known_by_last(std::string_view name) {
   if (one_of(name, {"qkv", "qkv_proj", "c_attn", "Wqkv", "to_qkv"})) return KnownLayer{Style::kColumn, Fusion::kQkv};
   if (name == "query_key_value") return KnownLayer{Style::kColumn, Fusion::kPerHead};
   if (one_of(name, {"gate_up_proj", "gate_up"})) return KnownLayer{Style::kColumn, Fusion::kGateUp};
-  if (one_of(name, {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "query", "key", "value", "wq", "wk", "wv",
-                    "q_lin", "k_lin", "v_lin", "to_q", "to_k", "to_v", "q", "k", "v", "q_attn"})) {
+  if (one_of(name, {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "query", "key", "value", "wq", "wk",    "wv",
+                    "q_lin",  "k_lin",  "v_lin",  "to_q",     "to_k",      "to_v",  "q",   "k",     "v",  "q_attn"})) {
     return KnownLayer{Style::kColumn};
   }
   if (one_of(name, {"gate_proj", "up_proj", "fc", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "linear1", "lin1", "w1",
@@ -161,9 +163,9 @@ const char* tp_plan_styles() {
 }
 
 bool is_word_embedding(const std::string& module) {
-  return one_of(last_name(module), {"wte", "embed_tokens", "word_embeddings", "word_embedding", "tok_embeddings",
-                                    "token_embedding", "token_embeddings", "embed_in", "tok_emb", "embedding", "embed",
-                                    "shared"});
+  return one_of(last_name(module),
+                {"wte", "embed_tokens", "word_embeddings", "word_embedding", "tok_embeddings", "token_embedding",
+                 "token_embeddings", "embed_in", "tok_emb", "embedding", "embed", "shared"});
 }
 
 bool is_position_embedding(const std::string& module) {
@@ -172,8 +174,9 @@ bool is_position_embedding(const std::string& module) {
 }
 
 bool is_attention_layer(const std::string& module) {
-  return one_of(last_name(module), {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv", "qkv_proj", "Wqkv",
-                                    "query", "key", "value", "wq", "wk", "wv", "wo", "q", "k", "v", "o", "c_attn"});
+  return one_of(last_name(module),
+                {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv", "qkv_proj", "Wqkv", "query", "key",
+                 "value",  "wq",     "wk",     "wv",     "wo",       "q",   "k",        "v",    "o",     "c_attn"});
 }
 
 bool is_gpt2_name(const std::string& module) {

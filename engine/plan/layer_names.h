@@ -28,8 +28,8 @@ struct KnownLayer {
 std::string owner_of(const std::string& path);
 std::string last_name(const std::string& path);
 
-// By the habits of Hugging Face's families, GPT-2, torch::nn and this repository's examples: of a weight, the whole name
-// of the parameter. Nothing: not known.
+// By the habits of Hugging Face's families, GPT-2, torch::nn and this repository's examples: of a weight, the whole
+// name of the parameter. Nothing: not known.
 std::optional<KnownLayer> known_layer(const std::string& parameter);
 // By tensor_parallel.preset_model, "llama", ... Nothing: the preset leaves the parameter whole.
 std::optional<KnownLayer> preset_layer(const std::string& preset, const std::string& parameter);

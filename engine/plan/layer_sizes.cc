@@ -86,9 +86,7 @@ std::vector<int64_t> LayerSizes::fused_blocks(const NamedShape& weight, Fusion f
   if (fusion == Fusion::kGateUp && out % 2 == 0) return {out / 2, out / 2};
   if (fusion != Fusion::kQkv) return {};
   const int64_t third = out % 3 == 0 ? out / 3 : 0;
-  const int64_t queries = last_name(weight.name) == "in_proj_weight"
-                              ? third
-                              : attention_width(weight).value_or(third);
+  const int64_t queries = last_name(weight.name) == "in_proj_weight" ? third : attention_width(weight).value_or(third);
   const int64_t rest = out - queries;
   if (queries <= 0 || rest <= 0 || rest % 2 != 0) return {};
   return {queries, rest / 2, rest / 2};
@@ -133,7 +131,8 @@ std::optional<std::pair<std::string, SplitDecision>> LayerSizes::bias_decision(c
   if (bias == nullptr || bias->sizes.size() != 1 || !(own == "weight" || own.ends_with("_proj_weight"))) {
     return std::nullopt;
   }
-  SplitDecision result{.style = decision.style, .blocks = {}, .origin = decision.origin};
+  SplitDecision result{
+      .style = decision.style, .blocks = {}, .origin = decision.origin, .join_output = decision.join_output};
   if (decision.style == Style::kRow || decision.style == Style::kWhole) return {{bias->name, result}};
   const int64_t outputs = bias->sizes[0];
   if (own != "weight" && own != "in_proj_weight") {  // one bias for the three weights
@@ -161,9 +160,10 @@ std::vector<std::string> LayerSizes::uneven(const std::unordered_map<std::string
     if (count++ == 0) first = weight.name;
   }
   if (count == 0) return {};
-  return {cat("tensor_parallel: ", ranks, " ranks do not divide ", first, count > 1 ? cat(" and ", count - 1, " more") : "",
-              ", and cut heads in the middle, which is right but slow; set tensor_parallel.tensor_parallel.tp_grain_size ",
-              "to the size of a head")};
+  return {
+      cat("tensor_parallel: ", ranks, " ranks do not divide ", first, count > 1 ? cat(" and ", count - 1, " more") : "",
+          ", and cut heads in the middle, which is right but slow; set tensor_parallel.tensor_parallel.tp_grain_size ",
+          "to the size of a head")};
 }
 
 }  // namespace ds::engine

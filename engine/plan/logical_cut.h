@@ -16,7 +16,8 @@ struct LogicalCut {
   int64_t grain = 1;
 };
 
-// `path`: of the entry, for messages. Throws ConfigError when a weight of `sizes`, a parameter `name`, is no such shape.
+// `path`: of the entry, for messages. Throws ConfigError when a weight of `sizes`, a parameter `name`, is no such
+// shape.
 LogicalCut logical_cut(const config::LayerPartition& spec, const std::vector<int64_t>& sizes, const std::string& name,
                        const std::string& path);
 

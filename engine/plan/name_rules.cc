@@ -23,7 +23,7 @@ std::string pattern_of(const std::string& name, bool any_number) {
 bool same(const SplitDecision* a, const SplitDecision* b) {
   if (a == nullptr || b == nullptr) return a == b;
   return a->style == b->style && a->dim == b->dim && a->blocks == b->blocks && a->grain == b->grain &&
-         a->origin == b->origin;
+         a->origin == b->origin && a->join_output == b->join_output;
 }
 
 parallel::SplitRule rule_of(std::string pattern, const SplitDecision& decision) {
@@ -32,6 +32,7 @@ parallel::SplitRule rule_of(std::string pattern, const SplitDecision& decision) 
           .blocks = decision.blocks,
           .grain = decision.grain,
           .dim = decision.dim,
+          .join_output = decision.join_output,
           .origin = decision.origin};
 }
 

@@ -18,13 +18,14 @@ struct SplitDecision {
   std::vector<int64_t> blocks;  // empty: one
   int64_t grain = 1;
   std::string origin;
+  bool join_output = false;
 };
 
 // As a regular expression has it.
 std::string escaped(char letter);
 
-// In the order of `parameters`. A rule's pattern has \d+ for numbers where all parameters that it matches are cut alike;
-// else each has a rule of its own. What is not in `decisions` gets none.
+// In the order of `parameters`. A rule's pattern has \d+ for numbers where all parameters that it matches are cut
+// alike; else each has a rule of its own. What is not in `decisions` gets none.
 std::vector<parallel::SplitRule> rules_by_name(const std::vector<parallel::NamedShape>& parameters,
                                                const std::unordered_map<std::string, SplitDecision>& decisions);
 

@@ -1,6 +1,7 @@
 #include "engine/plan/split_rules.h"
 
 #include <algorithm>
+#include <cctype>
 #include <optional>
 #include <regex>
 #include <unordered_map>
@@ -50,6 +51,11 @@ struct CompiledStyle {
   bool matched = false;
 };
 
+std::string lower_case(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
+  return text;
+}
+
 class Splitter {
  public:
   Splitter(const config::TensorParallelSection& section, const std::vector<NamedShape>& parameters)
@@ -89,7 +95,9 @@ class Splitter {
   std::optional<SplitDecision> by_tp_plan(const NamedShape& weight);
   std::optional<SplitDecision> by_vocabulary(const NamedShape& weight);
   std::optional<SplitDecision> by_injection(const NamedShape& weight);
-  SplitDecision whole(std::string origin) { return {.style = Style::kWhole, .blocks = {}, .origin = std::move(origin)}; }
+  SplitDecision whole(std::string origin) {
+    return {.style = Style::kWhole, .blocks = {}, .origin = std::move(origin)};
+  }
   bool is_head(const std::string& module) const;
   void require_vocabulary() const;
   void require_all_named() const;
@@ -117,7 +125,8 @@ void Splitter::compile_specs() {
     if (!spec.model_types.empty()) {
       // A module in C++ has no model_type; the preset's name is one.
       const std::string type = section_.preset_model.value_or("");
-      if (std::find(spec.model_types.begin(), spec.model_types.end(), type) == spec.model_types.end()) {
+      const auto is_type = [&](const std::string& other) { return lower_case(other) == type; };
+      if (std::none_of(spec.model_types.begin(), spec.model_types.end(), is_type)) {
         result_.warnings.push_back(cat(path, ".model_types: does not have ",
                                        type.empty() ? "a preset_model to be compared with" : type,
                                        "; the entry is left out"));
@@ -145,8 +154,7 @@ void Splitter::read_injection() {
   const nlohmann::ordered_json& json = section_.injection_policy_tuple;
   if (json.is_null()) return;
   constexpr const char* kKey = "tensor_parallel.injection_policy_tuple";
-  require<ConfigError>(json.is_array(), kKey, ": expected a list of names of layers, found ",
-                       shown(json));
+  require<ConfigError>(json.is_array(), kKey, ": expected a list of names of layers, found ", shown(json));
   for (const auto& entry : json) {
     require<ConfigError>(entry.is_string() && !entry.get<std::string>().empty(), kKey,
                          ": expected names of layers whose outputs are added, as \"attention.output.dense\", found ",
@@ -174,8 +182,8 @@ std::optional<SplitDecision> Splitter::by_spec(const NamedShape& weight) {
     if (matching == nullptr) continue;
     entry.matched = true;
     if (found != nullptr) {
-      result_.warnings.push_back(cat(entry.path, ": ", weight.name, " is named by ", found->path,
-                                     " too, which comes first and decides"));
+      result_.warnings.push_back(
+          cat(entry.path, ": ", weight.name, " is named by ", found->path, " too, which comes first and decides"));
       continue;
     }
     found = &entry;
@@ -189,7 +197,8 @@ std::optional<SplitDecision> Splitter::by_spec(const NamedShape& weight) {
                        .dim = cut.dim,
                        .blocks = cut.blocks,
                        .grain = sizes_.grain_for(weight, cut),
-                       .origin = origin};
+                       .origin = origin,
+                       .join_output = found->spec->gather_output};
 }
 
 std::optional<SplitDecision> Splitter::by_tp_plan(const NamedShape& weight) {
@@ -210,11 +219,11 @@ std::optional<SplitDecision> Splitter::by_tp_plan(const NamedShape& weight) {
 }
 
 bool Splitter::is_head(const std::string& module) const {
+  const std::string name = last_name(module);
   for (const std::regex& pattern : head_patterns_) {
-    if (std::regex_search(module, pattern)) return true;
+    if (std::regex_search(name, pattern) || std::regex_match(module, pattern)) return true;
   }
   // Where the key does not say otherwise, what such layers are called in C++ too.
-  const std::string name = last_name(module);
   return !(section_.partition_config.is_object() && section_.partition_config.contains("lm_head_patterns")) &&
          (name == "head" || name == "output" || name == "output_layer");
 }
@@ -334,7 +343,8 @@ void Splitter::warn_of_unmatched() {
   const bool cut = std::any_of(decisions_.begin(), decisions_.end(),
                                [](const auto& entry) { return entry.second.style != Style::kWhole; });
   if (!cut) {
-    result_.warnings.push_back(cat(kSection, ": cuts no parameter of the model, every rank computes all of it; name its ",
+    result_.warnings.push_back(cat(kSection,
+                                   ": cuts no parameter of the model, every rank computes all of it; name its ",
                                    "layers in partition_config.layer_specs"));
   }
   for (const std::string& warning : sizes_.uneven(decisions_, section_.size())) result_.warnings.push_back(warning);

@@ -28,6 +28,7 @@ struct SplitRules {
 // `parameters`: of the whole model, tied ones under each of their names; none: no rules. Throws ConfigError with the
 // json path for what makes no sense: patterns that are none, shapes that a weight does not have, styles that are not
 // known, an index that is out of range, and with strict_mode matrices that nothing names.
-SplitRules split_rules(const config::TensorParallelSection& section, const std::vector<parallel::NamedShape>& parameters);
+SplitRules split_rules(const config::TensorParallelSection& section,
+                       const std::vector<parallel::NamedShape>& parameters);
 
 }  // namespace ds::engine

@@ -1,5 +1,7 @@
 #include "dsengine/init_distributed.h"
 
+#include <utility>
+
 #include "comm/backends/cuda_plugin.h"
 #include "comm/backends/factory.h"
 #include "comm/flight/flight_watch.h"
@@ -67,6 +69,13 @@ Distributed init_distributed(const c10::intrusive_ptr<c10d::Store>& store, int r
   result.ranks = comm::make_communicator(meeting, result.device, options.backend);
   comm::watch_flight(meeting, *result.ranks, options.flight);
   return result;
+}
+
+comm::NamedMesh init_device_mesh(const std::string& device, const std::vector<int>& shape,
+                                 const std::vector<std::string>& names, InitDistributedOptions options) {
+  options.device = device;
+  Distributed job = init_distributed(options);
+  return comm::init_device_mesh(std::move(job.ranks), shape, names, job.device);
 }
 
 }  // namespace ds::engine

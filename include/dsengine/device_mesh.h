@@ -1,15 +1,24 @@
-// The ranks of a job as a grid with named axes: its arithmetic, and the groups of ranks along its axes. Torch-free.
+// The ranks of a job as a grid with named axes: its arithmetic, and the groups of ranks along its axes.
 //
 // A MeshLayout is a value without communication, safe from any thread. A DeviceMesh owns the subgroups that were asked
-// for and shares the communicator they were made from.
+// for and shares the communicator they were made from. A NamedMesh has axes of any number and name, as torch's
+// DeviceMesh:
+//
+//   auto mesh = ds::comm::init_device_mesh(ranks, {2, 4}, {"dp", "tp"});
+//   auto split = ds::parallel::parallelize_module(*model, mesh["tp"], rules);
+//   mesh["dp"].get_group()->all_reduce(gradient).wait();
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <array>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dsengine/comm.h"
@@ -102,5 +111,62 @@ class DeviceMesh {
   MeshLayout layout_;
   std::map<std::string, std::shared_ptr<Communicator>> groups_;
 };
+
+// A grid of ranks whose axes have names of the program's, from the outermost to the innermost, whose ranks are
+// neighbours; or some of the axes, with this rank in them. Copies share their groups. One thread at a time.
+class NamedMesh {
+ public:
+  // Its axes.
+  const std::vector<std::string>& mesh_dim_names() const { return names_; }
+  std::vector<int> shape() const;
+  // Ranks in all; and along an axis.
+  int size() const;
+  int size(const std::string& name) const;
+
+  // One axis, mesh["tp"], or several of them, in the mesh's order: mesh[{"dp", "cp"}], whose group is flat. Throws
+  // ConfigError naming the axes for a name that is none.
+  template <std::convertible_to<std::string> Name>
+  NamedMesh operator[](const Name& name) const {
+    return part({std::string(name)});
+  }
+  NamedMesh operator[](const std::vector<std::string>& names) const { return part(names); }
+
+  // The ranks that differ from this one along all axes of this mesh alone, in rank order. Those of single axes are
+  // there from the start; making one of several is collective over all ranks of the grid, in the same order on each.
+  std::shared_ptr<Communicator> get_group() const;
+  std::shared_ptr<Communicator> get_group(const std::string& name) const { return part({name}).get_group(); }
+  // NOLINTNEXTLINE(google-explicit-constructor): a mesh goes where its ranks are wanted, as torch's does
+  operator std::shared_ptr<Communicator>() const { return get_group(); }
+
+  // This rank's place along each axis; along one; and in get_group().
+  std::vector<int> get_coordinate() const;
+  int get_local_rank(const std::string& name) const { return part({name}).get_local_rank(); }
+  int get_local_rank() const;
+
+  // For InitializeOptions::mesh. Names mean: dp, data, ddp, fsdp, dp_replicate, dp_shard data; tp, tensor; pp, pipe;
+  // cp, sp, sequence; ep, expert. Throws ConfigError for other names, for axes in another order than pipe, data,
+  // expert, sequence, tensor, and for a mesh that is a part of one.
+  std::shared_ptr<DeviceMesh> device_mesh() const;
+
+  // "dp 2 x tp 4; tp inside hosts, dp between them".
+  std::string text() const;
+
+ private:
+  struct Grid;
+  friend NamedMesh init_device_mesh(std::shared_ptr<Communicator> ranks, const std::vector<int>& shape,
+                                    const std::vector<std::string>& names, c10::Device device);
+  NamedMesh(std::shared_ptr<Grid> grid, std::vector<std::string> names)
+      : grid_(std::move(grid)), names_(std::move(names)) {}
+  NamedMesh part(const std::vector<std::string>& names) const;
+
+  std::shared_ptr<Grid> grid_;
+  std::vector<std::string> names_;
+};
+
+// The ranks as such a grid, the last axis innermost. `device`: of what the ranks exchange ("cuda:N" with nccl alone).
+// Logs a warning where the innermost axis, the busiest, leaves a host. Throws ConfigError when sizes and names are not
+// as many, a name comes twice, or the sizes do not multiply to the number of ranks. Collective.
+NamedMesh init_device_mesh(std::shared_ptr<Communicator> ranks, const std::vector<int>& shape,
+                           const std::vector<std::string>& names, c10::Device device = c10::kCPU);
 
 }  // namespace ds::comm

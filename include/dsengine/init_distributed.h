@@ -12,8 +12,10 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "dsengine/comm.h"
+#include "dsengine/device_mesh.h"
 
 namespace c10d {
 class Store;
@@ -48,5 +50,11 @@ Distributed init_distributed(const InitDistributedOptions& options = {});
 // The same over a store that the caller made and every rank shares (embedding); init_method means nothing then.
 Distributed init_distributed(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                              const InitDistributedOptions& options = {});
+
+// Both in one: init_device_mesh("cpu", {2, 4}, {"dp", "tp"}) joins the ranks of the job, which are a grid then
+// (comm::NamedMesh; torch's init_device_mesh). `device` is of this rank, in place of options.device. Throws as
+// init_distributed and comm::init_device_mesh. Collective.
+comm::NamedMesh init_device_mesh(const std::string& device, const std::vector<int>& shape,
+                                 const std::vector<std::string>& names, InitDistributedOptions options = {});
 
 }  // namespace ds::engine

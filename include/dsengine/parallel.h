@@ -38,6 +38,7 @@ namespace ds::parallel {
 
 // This rank's end of an axis; opaque.
 class Axis;
+class SummedGradients;
 
 // A module that knows how it is split: a base class beside torch::nn::Module (or Cloneable). parallelize_module asks every
 // module that has it; patterns are relative to the module's own name, and "" is the module itself.
@@ -55,6 +56,16 @@ struct ParallelizeOptions {
   // Every operator that a rule computes is computed on joined tensors too, and compared: forward, and the gradients
   // that arrive at its operands. An error names the operator. Slow; for a few steps of a new model.
   bool verify = false;
+  // Megatron-LM's sequence parallelism (arXiv:2205.05198): where row layers and embeddings add up over the ranks, each
+  // rank gets the sums of its part of the second last dimension (the tokens of [batch, tokens, hidden]) alone, if that
+  // divides evenly. What follows (norms, dropout, residuals) works on that part, column layers gather it. As many bytes
+  // are sent, and activations between layers take one T-th of the memory. Gradients of whole parameters are then parts
+  // on each rank: SplitModule::reduce_summed_gradients.
+  bool sequence_parallel = false;
+  // DeepSpeed's tp_overlap_comm: the sum over the ranks of the gradient of a column layer's input (with sequence_parallel
+  // the reduce-scatter) runs beside the product that gives its weight's gradient. The same bits. Gains where the
+  // communicator works by itself (GPUs, a core to spare); not under autocast.
+  bool overlap = false;
 };
 
 // An operator that was computed on joined tensors.
@@ -73,12 +84,22 @@ struct SplitModule {
   // and are trained), and whole parameters as they are.
   std::vector<std::pair<std::string, at::Tensor>> named_leaves;
 
+  // Of whole parameters with sequence_parallel; empty without.
+  std::shared_ptr<SummedGradients> summed_gradients = nullptr;
+
   std::vector<at::Tensor> leaves() const;
+  // Those whose gradients are parts on each rank after backward passes, to be added up over the axis: whole parameters
+  // with sequence_parallel, by the names of named_leaves.
+  std::vector<std::pair<std::string, at::Tensor>> summed_leaves() const;
+  // Adds up the gradients of summed_leaves() over the ranks: after the last backward pass, before the optimizer's step.
+  // Nothing where none has arrived since the last time. Collective. A backward pass afterwards, before the gradients are
+  // dropped, throws UsageError.
+  void reduce_summed_gradients() const;
   // Drops the leaves' gradients. zero_grad() of the module does not reach parts: its own parameters are no leaves.
   void zero_grad() const;
   // Scales all gradients so that their norm (L2, of the whole model: parts added up over the axis, whole parameters
   // counted once) is at most max_norm, and returns the norm before, the same on all ranks. A norm that is not finite is
-  // used as it is, as torch's. Collective. torch::nn::utils::clip_grad_norm_ on leaves()
+  // used as it is, as torch's. Calls reduce_summed_gradients() first. Collective. torch::nn::utils::clip_grad_norm_ on leaves()
   // would take another norm on each rank, and whole parameters would drift apart. Throws UsageError for a max_norm that
   // is not above 0.
   // NOLINTNEXTLINE(readability-identifier-naming): torch's name
@@ -106,9 +127,18 @@ at::Tensor distribute(const at::Tensor& tensor, const std::shared_ptr<Axis>& axi
 at::Tensor redistribute(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& blocks = {});
 // The plain whole: an all-gather. A tensor that is not split stays as it is.
 at::Tensor whole(const at::Tensor& tensor);
-// This rank's part, plain, with its history. A tensor that is not split stays as it is. What a program computes of it
+// This rank's part, plain, with its history; of a whole parameter under sequence_parallel the leaf, whose gradient is to
+// be added up. A tensor that is not split stays as it is. What a program computes of it
 // differs by rank: a whole parameter used on it gets this rank's part of its gradient alone, which nobody adds up.
 at::Tensor local_part(const at::Tensor& tensor);
 bool is_split(const at::Tensor& tensor);
+
+// Of scores [..., classes], which may be split along the classes (a vocabulary), without joining them; differentiable,
+// float32 for 16-bit scores. Ranks exchange a few numbers of each row.
+// The logarithm of the softmax at `targets` [...], whole numbers; 0 where a target is ignore_index. Throws UsageError for
+// other sizes or dtypes.
+at::Tensor log_probabilities(const at::Tensor& scores, const at::Tensor& targets, int64_t ignore_index = -100);
+// Of the softmax, in nats: [...]. A class with a score of minus infinity counts nothing.
+at::Tensor entropy(const at::Tensor& scores);
 
 }  // namespace ds::parallel

@@ -18,6 +18,7 @@ at::Tensor Axis::joined_values(const at::Tensor& split) {
   const at::NoGradGuard no_grad;
   const Placement& placement = placement_of(split);
   const at::Tensor part = part_of(split);
+  if (placement.addend) return all_reduce_sum(part, *this);
   return placement.cut ? all_gather_parts(part, placement, split.sizes()) : part.clone();
 }
 

@@ -32,6 +32,15 @@ class Axis : public SplitAxis {
   bool verifies() const { return verifies_; }
   void verify(bool wanted) { verifies_ = wanted; }
 
+  // Sums of row-split products leave each rank its part of the rows, and whole parameters are summed ones
+  // (arXiv:2205.05198).
+  bool cuts_sequences() const { return cuts_sequences_; }
+  void cut_sequences(bool wanted) { cuts_sequences_ = wanted; }
+
+  // Sums of gradients of column products' inputs run beside the products of their weights.
+  bool overlaps() const { return overlaps_; }
+  void overlap(bool wanted) { overlaps_ = wanted; }
+
   // `see` gets each plain tensor without a history that an operator reads beside split ones while gradients are on:
   // tokens, targets, masks, which are to be the same on all ranks.
   void watch_data(std::function<void(const at::Tensor&)> see) { see_data_ = std::move(see); }
@@ -53,6 +62,8 @@ class Axis : public SplitAxis {
   bool verifies_ = false;
   bool tells_joins_ = true;
   std::function<void(const at::Tensor&)> see_data_;
+  bool cuts_sequences_ = false;
+  bool overlaps_ = false;
 };
 
 // That of a split tensor.

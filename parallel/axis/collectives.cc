@@ -86,11 +86,17 @@ at::Tensor all_gather_parts(const at::Tensor& part, const Placement& placement, 
 }
 
 at::Tensor reduce_scatter_parts(const at::Tensor& whole, const Placement& placement) {
+  const BegunCollective begun = begin_reduce_scatter_parts(whole, placement);
+  begun.work.wait();
+  return begun.result;
+}
+
+BegunCollective begin_reduce_scatter_parts(const at::Tensor& whole, const Placement& placement) {
   const at::NoGradGuard no_grad;
   const Cut& cut = *placement.cut;
   const int count = placement.axis->size();
   const int64_t most = most_elements(whole.sizes(), cut, count);
-  if (most == 0) return slice_of(whole, placement).clone();
+  if (most == 0) return {.result = slice_of(whole, placement).clone(), .work = {}, .input = {}};
   at::Tensor all;
   if (lies_in_order(cut, whole.sizes(), count)) {
     all = whole.contiguous().view({-1});
@@ -101,10 +107,14 @@ at::Tensor reduce_scatter_parts(const at::Tensor& whole, const Placement& placem
     }
     all = at::cat(slices);
   }
-  const at::Tensor own = at::empty({most}, whole.options());
-  communicator_of(*placement.axis).reduce_scatter(own, all).wait();
-  const std::vector<int64_t> sizes = sizes_for(whole.sizes(), cut, placement.axis->rank(), count);
-  return own.narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
+  // No view: programs change results in place.
+  const at::Tensor own = at::empty(sizes_for(whole.sizes(), cut, placement.axis->rank(), count), whole.options());
+  const at::Tensor received = own.numel() == most ? own.view({-1}) : at::empty({most}, whole.options());
+  const comm::Work work = communicator_of(*placement.axis).reduce_scatter(received, all);
+  if (is_even(cut, whole.size(cut.dim), count)) return {.result = own, .work = work, .input = all};
+  work.wait();
+  if (own.numel() != most) own.copy_(received.narrow(0, 0, own.numel()).view(own.sizes()));
+  return {.result = own, .work = {}, .input = {}};
 }
 
 at::Tensor all_to_all_parts(const at::Tensor& part, const Placement& from, const Cut& to, c10::IntArrayRef sizes) {
@@ -134,11 +144,16 @@ at::Tensor all_to_all_parts(const at::Tensor& part, const Placement& from, const
   return result;
 }
 
-at::Tensor all_reduce_sum(const at::Tensor& tensor, SplitAxis& axis) {
+BegunCollective begin_all_reduce_sum(const at::Tensor& tensor, SplitAxis& axis) {
   const at::NoGradGuard no_grad;
   const at::Tensor result = tensor.detach().clone(at::MemoryFormat::Contiguous);
-  communicator_of(axis).all_reduce(result).wait();
-  return result;
+  return {.result = result, .work = communicator_of(axis).all_reduce(result), .input = {}};
+}
+
+at::Tensor all_reduce_sum(const at::Tensor& tensor, SplitAxis& axis) {
+  const BegunCollective begun = begin_all_reduce_sum(tensor, axis);
+  begun.work.wait();
+  return begun.result;
 }
 
 at::Tensor all_reduce_max(const at::Tensor& tensor, SplitAxis& axis) {

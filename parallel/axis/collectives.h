@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "core/split_tensor.h"
+#include "dsengine/comm.h"
 
 namespace ds::parallel {
 
@@ -15,5 +16,15 @@ at::Tensor reduce_scatter_parts(const at::Tensor& whole, const Placement& placem
 at::Tensor all_to_all_parts(const at::Tensor& part, const Placement& from, const Cut& to, c10::IntArrayRef sizes);
 at::Tensor all_reduce_sum(const at::Tensor& tensor, SplitAxis& axis);
 at::Tensor all_reduce_max(const at::Tensor& tensor, SplitAxis& axis);
+
+// A collective that is under way: the result is there, and the input may go, after work.wait().
+struct BegunCollective {
+  at::Tensor result;
+  comm::Work work;
+  at::Tensor input;
+};
+BegunCollective begin_all_reduce_sum(const at::Tensor& tensor, SplitAxis& axis);
+// Uneven parts are there at once.
+BegunCollective begin_reduce_scatter_parts(const at::Tensor& whole, const Placement& placement);
 
 }  // namespace ds::parallel

@@ -1,6 +1,8 @@
 #include "parallel/axis/conversions.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
@@ -22,6 +24,10 @@ enum class Kind : uint8_t {
   kJoinForParts,
   kSumToPart,
   kExchange,
+  kShareOut,
+  kDivide,
+  kSliceOfSummed,
+  kPad,
 };
 
 struct Conversion {
@@ -56,18 +62,37 @@ Conversion inverse_of(const Conversion& conversion) {
       result.placement.cut = conversion.to;
       result.to = *conversion.placement.cut;
       break;
+    case Kind::kShareOut:
+      result.kind = Kind::kDivide;
+      break;
+    case Kind::kDivide:
+      result.kind = Kind::kShareOut;
+      break;
+    case Kind::kSliceOfSummed:
+      result.kind = Kind::kPad;
+      break;
+    case Kind::kPad:
+      result.kind = Kind::kSliceOfSummed;
+      break;
   }
   return result;
 }
 
 at::Tensor exchange_parts(const at::Tensor& part, const Placement& from, const Cut& to, c10::IntArrayRef sizes) {
   if (from.cut->dim != to.dim) return all_to_all_parts(part, from, to, sizes);
-  return slice_of(all_gather_parts(part, from, sizes), {.axis = from.axis, .cut = to}).contiguous();
+  return slice_of(all_gather_parts(part, from, sizes), {.axis = from.axis, .cut = to}).clone(at::MemoryFormat::Contiguous);
+}
+
+at::Tensor padded(const at::Tensor& part, const Placement& placement, c10::IntArrayRef sizes) {
+  at::Tensor result = at::zeros(sizes, part.options());
+  copy_part_into(result, part, *placement.cut, placement.axis->rank(), placement.axis->size());
+  return result;
 }
 
 at::Tensor values_of(const Conversion& conversion, const at::Tensor& x) {
   switch (conversion.kind) {
     case Kind::kSlice:
+    case Kind::kSliceOfSummed:
       return slice_of(x, conversion.placement);
     case Kind::kJoin:
     case Kind::kJoinForParts:
@@ -75,11 +100,16 @@ at::Tensor values_of(const Conversion& conversion, const at::Tensor& x) {
     case Kind::kSum:
       return all_reduce_sum(x, *conversion.placement.axis);
     case Kind::kUseInPart:
+    case Kind::kShareOut:
       return x.tensor_data();  // no view, which would keep x
     case Kind::kSumToPart:
       return reduce_scatter_parts(x, conversion.placement);
     case Kind::kExchange:
       return exchange_parts(x, conversion.placement, conversion.to, conversion.sizes);
+    case Kind::kDivide:
+      return x / static_cast<double>(conversion.placement.axis->size());
+    case Kind::kPad:
+      return padded(x, conversion.placement, conversion.sizes);
   }
   ensure(false, "a conversion is one of its kinds");
   return x;
@@ -151,10 +181,22 @@ at::Tensor exchanged(const at::Tensor& part, const Placement& from, const Cut& t
   return convert(part, {.kind = Kind::kExchange, .placement = from, .sizes = sizes.vec(), .to = to});
 }
 
+at::Tensor shared_out(const at::Tensor& tensor, const std::shared_ptr<SplitAxis>& axis) {
+  if (!tensor.requires_grad() || !at::GradMode::is_enabled()) return tensor;
+  return convert(tensor, {.kind = Kind::kShareOut, .placement = {.axis = axis, .cut = {}}, .sizes = {}, .to = {}});
+}
+
+at::Tensor sliced_of_summed(const at::Tensor& tensor, const Placement& placement) {
+  return convert(tensor,
+                 {.kind = Kind::kSliceOfSummed, .placement = placement, .sizes = tensor.sizes().vec(), .to = {}});
+}
+
 at::Tensor whole_of(const at::Tensor& tensor) {
   if (!is_split(tensor)) return tensor;
   const Placement& placement = placement_of(tensor);
   const at::Tensor part = part_of(tensor);
+  if (placement.summed) return shared_out(part, placement.axis);
+  if (placement.addend) return summed(part, placement.axis);
   return placement.cut ? joined(part, placement, tensor.sizes()) : part;
 }
 

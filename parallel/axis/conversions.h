@@ -24,10 +24,14 @@ at::Tensor used_in_part(const at::Tensor& plain, const std::shared_ptr<SplitAxis
 at::Tensor joined_for_parts(const at::Tensor& part, const Placement& placement, c10::IntArrayRef sizes);
 // A part of the sum of what each rank has. Backward: all-gather.
 at::Tensor summed_to_part(const at::Tensor& addend, const Placement& placement);
+// Of a summed tensor, for a use that gives each rank the whole gradient. Backward: one T-th of it.
+at::Tensor shared_out(const at::Tensor& tensor, const std::shared_ptr<SplitAxis>& axis);
+// Of a summed tensor, this rank's part. Backward: zeros around it. No collective. May share the tensor's memory.
+at::Tensor sliced_of_summed(const at::Tensor& tensor, const Placement& placement);
 // Parts along another dimension, or in other blocks of the same one. Backward: the same, back.
 at::Tensor exchanged(const at::Tensor& part, const Placement& from, const Cut& to, c10::IntArrayRef sizes);
 
-// Of a split tensor, the plain whole with its history; other tensors as they are.
+// Of a split tensor, summed ones too, the plain whole with its history; other tensors as they are.
 at::Tensor whole_of(const at::Tensor& tensor);
 
 }  // namespace ds::parallel

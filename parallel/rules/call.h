@@ -21,11 +21,13 @@ namespace ds::parallel {
 
 using Sizes = c10::SmallVector<int64_t, 6>;
 
-// A tensor argument: the part of a split tensor, or a plain tensor, which every rank has.
+// A tensor argument: the part of a split tensor, or the whole that every rank has (plain, or summed: to be used through
+// the conversions of Call alone).
 struct Operand {
   at::Tensor tensor;
   Sizes sizes;             // of the whole
-  std::optional<Cut> cut;  // none: plain
+  std::optional<Cut> cut;  // none: whole
+  bool summed = false;     // see Placement
 
   bool defined() const { return tensor.defined(); }
   bool is_split() const { return cut.has_value(); }
@@ -69,6 +71,8 @@ class Call {
 
   // The arguments make room for one result.
   Outcome finish(c10::IValue result);
+  // The whole of a part, plain.
+  Outcome finish_joined(const at::Tensor& part, const Cut& cut, c10::IntArrayRef sizes);
   Outcome finish_split(const at::Tensor& part, const Cut& cut, c10::IntArrayRef sizes) {
     return finish(split(part, cut, sizes));
   }
@@ -86,6 +90,9 @@ class Call {
   at::Tensor shared_for_parts(size_t i) const;
   // The whole, for a use that gives each rank the whole gradient.
   at::Tensor plain(const Operand& operand) const;
+  // How a sum over the ranks of `sizes` is cut instead: along the second last dimension, with sequence parallelism and
+  // where all ranks get equally many.
+  std::optional<Cut> sequence_cut(const Sizes& sizes) const;
 
  private:
   const c10::OperatorHandle& op_;

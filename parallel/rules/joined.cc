@@ -16,6 +16,7 @@ namespace {
 struct Change {
   at::Tensor split;
   at::Tensor whole;  // what the operator changes in its place
+  size_t argument = 0;
 };
 
 // Operators whose arguments are strides that the program has read from the split tensor.
@@ -102,11 +103,86 @@ void write_back(Call& call, const std::vector<Change>& changes) {
             change.split.sizes(), " to ", change.whole.sizes(), "; use the form that returns a new tensor");
     const Placement& placement = placement_of(change.split);
     const at::Tensor part = part_of(change.split);
-    part.copy_(sliced(change.whole, placement));
+    part.copy_(placement.summed ? used_in_part(change.whole, placement.axis) : sliced(change.whole, placement));
     note_changed_part(change.split, part);
     for (size_t i = 0; i < call.results(); ++i) {
       c10::IValue& result = call.result(i);
       if (result.isTensor() && result.toTensor().is_same(change.whole)) result = change.split;
+    }
+  }
+}
+
+// Every tensor among the arguments, also in lists.
+void for_each_tensor(const Call& call, const std::function<void(const at::Tensor&)>& see) {
+  for (size_t i = 0; i < call.arguments(); ++i) {
+    const c10::IValue& value = call.argument(i);
+    if (value.isTensor()) {
+      if (value.toTensor().defined()) see(value.toTensor());
+    } else if (value.isList() && !value.isIntList() && !value.isDoubleList() && !value.isBoolList()) {
+      for (const c10::IValue& element : value.toListRef()) {
+        if (element.isTensor() && element.toTensor().defined()) see(element.toTensor());
+      }
+    }
+  }
+}
+
+// Whether the results of an operator on uncut tensors are summed themselves, so that their gradients need no division
+// and may be parts: all that has a gradient is summed.
+bool stays_summed(const Call& call) {
+  if (!at::GradMode::is_enabled() || call.results() == 0) return false;
+  for (size_t i = 0; i < call.arguments(); ++i) {
+    // A plain tensor that the operator changes stays one.
+    if (call.changes(i) && !is_split(call.given(i))) return false;
+  }
+  bool any = false;
+  bool others = false;
+  for_each_tensor(call, [&](const at::Tensor& tensor) {
+    const bool summed = is_split(tensor) && placement_of(tensor).summed;
+    any = any || summed;
+    others = others || (!summed && tensor.requires_grad());
+  });
+  return any && !others;
+}
+
+// Summed tensors that an operator on uncut tensors changes in place: their own memory is changed. What else has a
+// gradient is used by each rank for its part of the gradient.
+std::vector<Change> changes_of_summed(Call& call) {
+  std::vector<Change> changes;
+  for (size_t i = 0; i < call.arguments(); ++i) {
+    const at::Tensor tensor = call.changes(i) ? call.given(i) : at::Tensor();
+    if (!is_split(tensor) || !placement_of(tensor).summed) continue;
+    changes.push_back({.split = tensor, .whole = part_of(tensor), .argument = i});
+  }
+  for (size_t i = 0; i < call.arguments() && !changes.empty(); ++i) {
+    const at::Tensor tensor = call.given(i);
+    if (tensor.defined() && !is_split(tensor)) call.set(i, used_in_part(tensor, call.axis()));
+  }
+  return changes;
+}
+
+void note_changes_of_summed(Call& call, const std::vector<Change>& changes) {
+  for (const Change& change : changes) {
+    note_changed_part(change.split, change.whole);
+    for (size_t i = 0; i < call.results(); ++i) {
+      c10::IValue& result = call.result(i);
+      if (result.isTensor() && result.toTensor().is_same(change.whole)) result = change.split;
+    }
+  }
+}
+
+void mark_summed(Call& call) {
+  const auto marked = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || is_split(tensor) || !tensor.requires_grad()) return tensor;
+    return make_split(tensor, {.axis = call.axis(), .cut = std::nullopt, .summed = true}, tensor.sizes());
+  };
+  for (size_t i = 0; i < call.results(); ++i) {
+    c10::IValue& result = call.result(i);
+    if (result.isTensor()) {
+      result = marked(result.toTensor());
+    } else if (result.isTensorList()) {
+      c10::List<at::Tensor> list = result.toTensorList().copy();
+      for (size_t k = 0; k < list.size(); ++k) list.set(k, marked(list.get(k)));
+      result = list;
     }
   }
 }
@@ -148,7 +224,7 @@ void join_operands(Call& call) {
     require_changeable(tensor, call.name());
     // A tensor of its own: the operator may not change what conversions have kept.
     const at::Tensor whole = join(tensor).clone();
-    changes.push_back({.split = tensor, .whole = whole});
+    changes.push_back({.split = tensor, .whole = whole, .argument = i});
     call.set(i, whole);
   }
   replace_split_arguments(call, join);
@@ -158,13 +234,40 @@ void join_operands(Call& call) {
   refuse_changes_of_views(call, wholes);
 }
 
+void run_on_addends(Call& call) {
+  const auto is_addend = [](const at::Tensor& tensor) { return is_split(tensor) && placement_of(tensor).addend; };
+  bool all = true;
+  for_each_tensor(call, [&](const at::Tensor& tensor) { all = all && is_addend(tensor); });
+  for (size_t i = 0; i < call.arguments(); ++i) {
+    require(!call.changes(i) || !is_addend(call.given(i)), call.name(), " would change in place a gradient of which ",
+            "each rank has an addend; change a clone() of its whole (ds::parallel::whole)");
+  }
+  const std::string& name = call.name();
+  const bool adds = name == "aten::add" && call.argument(2).isScalar() && call.argument(2).toScalar().equal(1);
+  const bool linear = all && (adds || name == "aten::detach" || name == "aten::clone" || name == "aten::alias");
+  replace_split_arguments(call, [&](const at::Tensor& tensor) {
+    if (!is_addend(tensor)) return tensor;
+    return linear ? part_of(tensor) : whole_of(tensor);
+  });
+  call.run();
+  if (!linear) return;
+  const at::Tensor result = call.result().toTensor();
+  call.result() = make_split(result, {.axis = call.axis(), .cut = std::nullopt, .addend = true}, result.sizes());
+}
+
 void run_uncut(Call& call) {
+  const std::vector<Change> changes = changes_of_summed(call);
+  const bool stays = !changes.empty() || stays_summed(call);
   std::vector<at::Tensor> wholes;
   replace_split_arguments(call, [&](const at::Tensor& tensor) {
+    if (placement_of(tensor).summed) return stays ? part_of(tensor) : whole_of(tensor);
     wholes.push_back(part_of(tensor));
     return wholes.back();
   });
+  for (const Change& change : changes) call.set(change.argument, change.whole);
   call.run();
+  note_changes_of_summed(call, changes);
+  if (stays) mark_summed(call);
   refuse_changes_of_views(call, wholes);
 }
 

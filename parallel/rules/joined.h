@@ -9,8 +9,12 @@ namespace ds::parallel {
 // joined tensor is a split tensor without a cut, which refuses changes. Throws UsageError for operators that change a
 // split tensor's sizes or memory in place.
 void join_operands(Call& call);
-// An operator whose split operands have no cut.
+// An operator whose split operands have no cut. Of summed tensors alone it makes summed ones; beside others that have a
+// gradient they get one T-th of theirs.
 void run_uncut(Call& call);
+
+// An operator with addends among its operands: what is linear in them gives one, for others they are added up.
+void run_on_addends(Call& call);
 
 // Calls `change` for every split tensor among the arguments, also in lists, and puts what it returns in its place.
 void replace_split_arguments(const Call& call, const std::function<at::Tensor(const at::Tensor&)>& change);

@@ -42,7 +42,7 @@ OwnIndices own_indices(const at::Tensor& indices, const DimRange& range) {
 namespace {
 
 // embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse), rows of the weight split: each rank looks up the
-// rows that it has, and the ranks add (Megatron-LM's vocabulary-parallel embedding).
+// rows that it has, and the ranks add (Megatron-LM's vocabulary-parallel embedding), or add and keep their tokens.
 Outcome look_up_rows(Call& call, const Operand& weight, const Operand& indices) {
   const std::optional<DimRange> range = own_range(call, weight);
   if (!range || !every_rank_has_some(call, weight) || indices.is_split()) return Outcome::kJoin;
@@ -52,7 +52,13 @@ Outcome look_up_rows(Call& call, const Operand& weight, const Operand& indices) 
   const auto [own, elsewhere] = own_indices(indices.tensor, *range);
   // An index of another rank reads row 0, whose gradient must not see it: so it is masked after the look-up.
   const at::Tensor rows = at::embedding(weight.tensor, own, has_padding ? padding - range->begin : -1);
-  return call.finish(summed(rows.masked_fill(elsewhere.unsqueeze(-1), 0), call.axis()));
+  const at::Tensor addend = rows.masked_fill(elsewhere.unsqueeze(-1), 0);
+  const Sizes sizes(addend.sizes().begin(), addend.sizes().end());
+  const std::optional<Cut> sequence = joins_output(call.given(0)) ? std::nullopt : call.sequence_cut(sizes);
+  if (sequence) {
+    return call.finish_split(summed_to_part(addend, call.placed(*sequence)), *sequence, sizes);
+  }
+  return call.finish(summed(addend, call.axis()));
 }
 
 Outcome embedding(Call& call) {
@@ -70,7 +76,8 @@ Outcome embedding(Call& call) {
   }
   if (indices.is_split()) return Outcome::kJoin;
   const Cut cut = along(*weight.cut, indices.dim());
-  return call.finish_split(at::embedding(weight.tensor, indices.tensor, padding), cut, sizes);
+  const at::Tensor part = at::embedding(weight.tensor, indices.tensor, padding);
+  return joins_output(call.given(0)) ? call.finish_joined(part, cut, sizes) : call.finish_split(part, cut, sizes);
 }
 
 // index_select(self, dim, index), along a dimension that is not cut

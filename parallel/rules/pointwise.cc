@@ -47,12 +47,14 @@ const Operand* leading_operand(const Call& call, const PointwiseOperands& operan
 // Results like the first tensor, whatever the others are: copies and casts.
 Outcome like_first(Call& call) {
   const Operand first = call.operand(0);
+  const bool joins = joins_output(call.given(0));
   for (size_t i = 1; i < call.arguments(); ++i) {
     if (is_split(call.given(i))) call.set(i, part_of(call.given(i)));
   }
-  call.set(0, first.tensor);
+  call.set(0, first.is_split() ? first.tensor : call.plain(first));
   call.run();
   if (first.is_split()) call.result() = call.split(call.result().toTensor(), *first.cut, first.sizes);
+  if (joins) mark_joins_output(call.result().toTensor());
   return Outcome::kDone;
 }
 

@@ -1,3 +1,4 @@
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/linear.h>
@@ -8,6 +9,7 @@
 
 #include "parallel/axis/conversions.h"
 #include "parallel/rules/dtypes.h"
+#include "parallel/rules/overlapped_product.h"
 #include "parallel/rules/rules.h"
 
 namespace ds::parallel {
@@ -56,10 +58,27 @@ struct Product {
   Letters of_result;
   std::function<at::Tensor(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias)> multiply;
   Operand bias;  // along the result's last dimension, the columns; undefined: none
+  bool of_layer = true;  // with a matrix of weights
 };
 
+// x w + bias, of which the weights are [n, k] or its transpose.
+at::Tensor part_of_columns(const Product& product, const LayerFactors& factors) {
+  const auto& [x, w, bias] = factors;
+  const auto multiplied = [&] { return product.multiply(x, w, bias); };
+  if (!product.of_layer) return multiplied();
+  LayerFactors as_linear = factors;
+  if (product.w.letters[0] != kColumns) as_linear.weight = w.t();
+  if (!can_overlap(as_linear)) return multiplied();
+  at::Tensor values;
+  {
+    const at::NoGradGuard no_grad;
+    values = multiplied();
+  }
+  return with_overlapped_gradients(values, as_linear);
+}
+
 Outcome compute_product(Call& call, const Product& product) {
-  const auto& [x, w, of_result, multiply, bias] = product;
+  const auto& [x, w, of_result, multiply, bias, of_layer] = product;
   ProductCut chosen{.letter = kColumns, .cut = {}};
   if (x.operand.is_split() || w.operand.is_split()) {
     chosen = choose_cut(x, w);
@@ -70,6 +89,13 @@ Outcome compute_product(Call& call, const Product& product) {
   for (const int letter : of_result) sizes.push_back(x.dim_of(letter) >= 0 ? x.extent(letter) : w.extent(letter));
   const at::Tensor x_part = factor_part(call, x, chosen, true);
   const at::Tensor w_part = factor_part(call, w, chosen, false);
+  const bool joins = joins_output(call.given(w.argument));
+  const std::optional<Cut> sequence = of_layer && !joins ? call.sequence_cut(sizes) : std::nullopt;
+  if (chosen.letter == kSummed && sequence) {
+    at::Tensor part = summed_to_part(multiply(x_part, w_part, {}), call.placed(*sequence));
+    if (bias.defined()) part = part + call.for_parts(bias).to(part.scalar_type());
+    return call.finish_split(part, *sequence, sizes);
+  }
   if (chosen.letter == kSummed) {
     at::Tensor sum = summed(multiply(x_part, w_part, {}), call.axis());
     if (bias.defined()) sum = sum + call.plain(bias).to(sum.scalar_type());
@@ -80,7 +106,9 @@ Outcome compute_product(Call& call, const Product& product) {
     bias_part = chosen.letter == kColumns ? call.part_as(bias, along(chosen.cut, 0)) : call.for_parts(bias);
   }
   const auto place = std::find(of_result.begin(), of_result.end(), chosen.letter) - of_result.begin();
-  return call.finish_split(multiply(x_part, w_part, bias_part), along(chosen.cut, place), sizes);
+  const at::Tensor part = part_of_columns(product, {.x = x_part, .weight = w_part, .bias = bias_part});
+  if (joins) return call.finish_joined(part, along(chosen.cut, place), sizes);
+  return call.finish_split(part, along(chosen.cut, place), sizes);
 }
 
 // Rows of x, then `last`.
@@ -133,7 +161,8 @@ Outcome multiply_batches(Call& call) {
                   .w = {.argument = 1, .operand = call.operand(1), .letters = {}},
                   .of_result = {},
                   .multiply = [](const auto& x, const auto& w, const auto& /*bias*/) { return at::matmul(x, w); },
-                  .bias = {}};
+                  .bias = {},
+                  .of_layer = false};
   const Operand& x = product.x.operand;
   const Operand& w = product.w.operand;
   const int64_t dims = x.dim();

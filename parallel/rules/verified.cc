@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "parallel/axis/collectives.h"
 #include "parallel/axis/conversions.h"
 
 namespace ds::parallel {
@@ -173,6 +174,7 @@ void verify_rule(const Rule& rule, const Call& call) {
   for (size_t i = 0; i < gradients.size(); ++i) {
     // A gradient that does not arrive is one of zeros, for a rule that loses it and for an operator that has none.
     at::Tensor gradient = gradients[i].defined() ? gradients[i] : at::zeros_like(own.leaves[i]);
+    if (placements[i].summed) gradient = all_reduce_sum(gradient, *axis);
     if (placements[i].cut) gradient = whole_of(make_split(gradient, placements[i], joined.leaves[i].sizes()));
     const at::Tensor& wanted = expected_gradients[i];
     require_equal(gradient, wanted.defined() ? wanted : at::zeros_like(joined.leaves[i]), call.name(), "gradient", i);

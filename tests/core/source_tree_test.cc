@@ -56,6 +56,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/ops.h", "ops"},
     {"dsengine/optimizer.h", "optim"},
     {"dsengine/parallel.h", "parallel"},
+    {"dsengine/parallel_layers.h", "parallel"},
     {"dsengine/pipeline.h", "pipeline"},
     {"dsengine/plan.h", "engine"},
     {"dsengine/restart.h", "core"},  // the launcher knows the exit code; the engine defines the call

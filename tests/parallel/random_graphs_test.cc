@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "parallel/axis/collectives.h"
 #include "tests/parallel/split_ranks.h"
 #include "tests/support/grid.h"
 
@@ -21,6 +22,7 @@ using Step = std::function<at::Tensor(const Tensors&)>;
 struct Expression {
   Tensors leaves;
   std::vector<std::optional<Cut>> placements;  // of the leaves
+  std::vector<bool> summed;                    // whole leaves of which each rank has a part of the gradient
   std::vector<Step> steps;
   std::string text;
 };
@@ -56,6 +58,7 @@ class ExpressionMaker {
     values_.push_back(at::randn(sizes, at::kDouble));
     made_.leaves.push_back(values_.back());
     made_.placements.push_back(cut);
+    made_.summed.push_back(!cut && number(0, 1) == 0);
   }
   void add(const std::string& name, const std::function<at::Tensor(const Tensors&)>& run) {
     const at::Tensor value = run(values_);
@@ -69,7 +72,7 @@ class ExpressionMaker {
     const at::Tensor& x = values_[a];
     const int64_t dims = x.dim();
     const int64_t dim = dims == 0 ? 0 : number(0, dims - 1);
-    switch (number(0, 17)) {
+    switch (number(0, 20)) {
       case 0:
         return add("tanh", [=](const Tensors& t) { return t[a].tanh(); });
       case 1:
@@ -128,6 +131,18 @@ class ExpressionMaker {
         if (dims == 0) return;
         const int64_t index = number(0, x.size(dim) - 1);
         return add("select", [=](const Tensors& t) { return t[a].select(dim, index) * 2; });
+      }
+      case 17:
+        if (dims == 0) return;
+        return add("log_softmax", [=](const Tensors& t) { return t[a].log_softmax(dim) * 0.2; });
+      case 18:
+        if (dims < 2) return;
+        return add("entropy", [=](const Tensors& t) { return entropy(t[a]); });
+      case 19: {
+        if (dims < 2) return;
+        const at::Tensor rows = at::arange(x.numel() / x.size(-1));
+        const at::Tensor targets = (rows * 5 % x.size(-1)).view(x.sizes().slice(0, dims - 1));
+        return add("log_probabilities", [=](const Tensors& t) { return log_probabilities(t[a], targets); });
       }
       default:
         if (dims == 0) return;
@@ -197,14 +212,21 @@ Tensors evaluate(const Expression& expression, const std::shared_ptr<Axis>& axis
   for (size_t i = 0; i < expression.leaves.size(); ++i) {
     leaves.push_back(expression.leaves[i].clone().requires_grad_());
     const auto& cut = expression.placements[i];
-    values.push_back(axis && cut ? split_as(leaves[i], axis, *cut) : leaves[i]);
+    if (axis && expression.summed[i]) {
+      values.push_back(make_split(leaves[i], {.axis = axis, .cut = std::nullopt, .summed = true}, leaves[i].sizes()));
+    } else {
+      values.push_back(axis && cut ? split_as(leaves[i], axis, *cut) : leaves[i]);
+    }
   }
   for (const Step& step : expression.steps) values.push_back(step(values));
   at::Tensor loss = at::zeros({}, at::kDouble);
   for (const at::Tensor& value : values) loss = loss + whole(value.sin().mean());
   loss.backward();
   Tensors result = {loss.detach()};
-  for (const at::Tensor& leaf : leaves) result.push_back(leaf.grad());
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    const bool is_part = axis && expression.summed[i];
+    result.push_back(is_part ? all_reduce_sum(leaves[i].grad(), *axis) : leaves[i].grad());
+  }
   return result;
 }
 
@@ -218,6 +240,8 @@ void try_expressions(int ranks, uint32_t first, uint32_t count) {
   test::run_ranks(ranks, [&](comm::Communicator& communicator) {
     const std::shared_ptr<Axis> axis = make_axis(shared(communicator));
     for (uint32_t i = 0; i < count; ++i) {
+      axis->cut_sequences(i % 2 == 1);
+      axis->overlap(i % 3 == 2);
       const Tensors found = evaluate(expressions[i], axis);
       for (size_t k = 0; k < found.size(); ++k) {
         ASSERT_LE(relative_error(found[k], expected[i][k]), 1e-10)

@@ -27,6 +27,7 @@ void add_pointwise(std::vector<RuleCase>& cases) {
   cases.push_back(of_one("clone, contiguous, to", [](const at::Tensor& x) {
     return x.clone().contiguous().to(at::kFloat).to(x.scalar_type()) + x.detach();
   }));
+  cases.back().by_float = true;
   cases.push_back(of_one("like another", [](const at::Tensor& x) {
     return x * at::ones_like(x) + at::zeros_like(x) + at::full_like(x, 2) * x.new_ones({8});
   }));

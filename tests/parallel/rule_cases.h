@@ -20,6 +20,7 @@ struct RuleCase {
   std::vector<RuleInput> inputs;
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> run;
   bool ints_alone = false;     // of the results nothing has a gradient
+  bool by_float = false;       // casts to float32 and back, also where a part of a gradient is no round number
   bool left_to_joins = false;  // no rule is for it: its values are tried, its joins are not counted
 };
 

@@ -45,6 +45,7 @@ struct SplitCase {
   double tolerance = 1e-6;
   bool joins = false;  // operators may be joined
   bool verify = false;
+  bool sequence_parallel = false;
 };
 
 // Makes one module a rank with equal values (a seed is set, one rank after another).
@@ -67,10 +68,12 @@ void expect_same_as_whole(const std::function<std::shared_ptr<Module>()>& make,
   test::run_ranks(wanted.ranks, [&](comm::Communicator& communicator) {
     const std::shared_ptr<Module> module = made_alike(make);
     const SplitModule split =
-        parallelize_module(*module, shared(communicator), wanted.rules, {.verify = wanted.verify});
+        parallelize_module(*module, shared(communicator), wanted.rules,
+                           {.verify = wanted.verify, .sequence_parallel = wanted.sequence_parallel});
     const at::Tensor loss = whole(loss_of(*module));
     EXPECT_LE(relative_error(loss, expected), wanted.tolerance) << "loss";
     loss.backward();
+    split.reduce_summed_gradients();
     for (const auto& entry : module->named_parameters()) {
       at::Tensor truth = gradients[entry.key()].grad();
       const at::Tensor leaf = is_split(entry.value()) ? leaf_of(entry.value()) : entry.value();

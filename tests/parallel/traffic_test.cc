@@ -51,6 +51,50 @@ void expect_traffic(const std::shared_ptr<Module>& module, comm::Communicator& c
   EXPECT_EQ(backward.calls, 2 * layers + 1);
 }
 
+// With sequence parallelism a reduce-scatter and an all-gather take the place of each all-reduce: as many bytes, forward
+// and backward. The gradients of whole parameters are added up at the end, in one all-reduce.
+void expect_traffic_of_cut_sequences(gpt::Gpt& module, comm::Communicator& communicator,
+                                     const std::vector<SplitRule>& rules, int64_t layers, int64_t hidden) {
+  const at::Tensor tokens = at::arange(kBatch * kTime).view({kBatch, kTime}) * 5 % 64;
+  const SplitModule split = parallelize_module(module, shared(communicator), rules, {.sequence_parallel = true});
+  communicator.reset_counters();
+  const at::Tensor loss = module.forward(tokens, tokens);
+  const int64_t ranks = communicator.size();
+  const int64_t half = kBatch * kTime * hidden * 4 * (ranks - 1) / ranks;  // of an all-reduce
+  const int64_t row_bytes = 2 * kBatch * kTime * 4 * (ranks - 1) / ranks;
+  // Two pairs a layer; the embedding scatters, the vocabulary gathers.
+  const Traffic forward = of(communicator);
+  EXPECT_EQ(forward.bytes, layers * 4 * half + 2 * half + 3 * row_bytes);
+  EXPECT_EQ(forward.calls, 4 * layers + 2 + 2);
+  communicator.reset_counters();
+  loss.backward();
+  const Traffic backward = of(communicator);
+  EXPECT_EQ(backward.bytes, layers * 4 * half + 2 * half);
+  EXPECT_EQ(backward.calls, 4 * layers + 2);
+  communicator.reset_counters();
+  split.reduce_summed_gradients();
+  int64_t summed = 0;
+  for (const auto& [name, leaf] : split.summed_leaves()) summed += leaf.numel() + 1;
+  EXPECT_EQ(of(communicator).bytes, 2 * summed * 4 * (ranks - 1) / ranks);
+  EXPECT_EQ(of(communicator).calls, 1);
+}
+
+TEST(Traffic, OfAGptWithSequenceParallelismIsAsMuch) {
+  for (const int ranks : {2, 4}) {
+    test::run_ranks(ranks, [](comm::Communicator& communicator) {
+      gpt::Gpt model({.layers = 2, .hidden = 32, .heads = 4, .seq_len = kTime, .vocab = 64});
+      gpt::initialize_weights(model, 3);
+      expect_traffic_of_cut_sequences(model, communicator,
+                                      {{.pattern = ".*qkv", .style = kColumn, .blocks = {32, 32, 32}},
+                                       {.pattern = ".*attn.proj", .style = kRow},
+                                       {.pattern = ".*fc", .style = kColumn},
+                                       {.pattern = ".*mlp.proj", .style = kRow},
+                                       {.pattern = "wte|head", .style = kVocabulary}},
+                                      2, 32);
+    });
+  }
+}
+
 TEST(Traffic, OfAGptIsMegatrons) {
   for (const int ranks : {2, 4}) {
     test::run_ranks(ranks, [](comm::Communicator& communicator) {

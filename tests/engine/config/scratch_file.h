@@ -11,10 +11,11 @@ namespace ds::engine::config {
 
 class ScratchFile {
  public:
-  explicit ScratchFile(const std::string& text) {
+  // `suffix`: of the name, where a test has several.
+  explicit ScratchFile(const std::string& text, const std::string& suffix = "") {
     const ::testing::TestInfo* test = ::testing::UnitTest::GetInstance()->current_test_info();
     path_ = std::filesystem::path(::testing::TempDir()) /
-            (std::string(test->test_suite_name()) + "_" + test->name() + ".json");
+            (std::string(test->test_suite_name()) + "_" + test->name() + suffix + ".json");
     std::ofstream(path_) << text;
   }
   ScratchFile(const ScratchFile&) = delete;

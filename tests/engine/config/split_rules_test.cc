@@ -90,12 +90,10 @@ TEST(SplitRules, OneRuleForAllLayersThatAreAlike) {
 }
 
 TEST(SplitRules, FusedWeightsBySizes) {
-  const Shapes shapes = {{.name = "h.0.attn.qkv.weight", .sizes = {64, 32}},
-                         {.name = "h.0.attn.qkv.bias", .sizes = {64}},
-                         {.name = "h.0.attn.proj.weight", .sizes = {32, 32}},
-                         {.name = "h.0.attn.proj.bias", .sizes = {32}},
-                         {.name = "h.0.mlp.gate_up_proj.weight", .sizes = {96, 32}},
-                         {.name = "h.0.ln.weight", .sizes = {32}}};
+  const Shapes shapes = {
+      {.name = "h.0.attn.qkv.weight", .sizes = {64, 32}},         {.name = "h.0.attn.qkv.bias", .sizes = {64}},
+      {.name = "h.0.attn.proj.weight", .sizes = {32, 32}},        {.name = "h.0.attn.proj.bias", .sizes = {32}},
+      {.name = "h.0.mlp.gate_up_proj.weight", .sizes = {96, 32}}, {.name = "h.0.ln.weight", .sizes = {32}}};
   const auto splits = splits_of("", shapes);
   EXPECT_THAT(splits.at("h.0.attn.qkv.weight").blocks, ElementsAre(32, 16, 16));
   EXPECT_THAT(splits.at("h.0.attn.qkv.bias").blocks, ElementsAre(32, 16, 16));
@@ -107,14 +105,11 @@ TEST(SplitRules, FusedWeightsBySizes) {
 }
 
 TEST(SplitRules, Gpt2StoresInputsFirst) {
-  const Shapes shapes = {{.name = "h.0.attn.c_attn.weight", .sizes = {32, 96}},
-                         {.name = "h.0.attn.c_attn.bias", .sizes = {96}},
-                         {.name = "h.0.attn.c_proj.weight", .sizes = {32, 32}},
-                         {.name = "h.0.attn.c_proj.bias", .sizes = {32}},
-                         {.name = "h.0.mlp.c_fc.weight", .sizes = {32, 128}},
-                         {.name = "h.0.mlp.c_fc.bias", .sizes = {128}},
-                         {.name = "h.0.mlp.c_proj.weight", .sizes = {128, 32}},
-                         {.name = "h.0.mlp.c_proj.bias", .sizes = {32}}};
+  const Shapes shapes = {
+      {.name = "h.0.attn.c_attn.weight", .sizes = {32, 96}}, {.name = "h.0.attn.c_attn.bias", .sizes = {96}},
+      {.name = "h.0.attn.c_proj.weight", .sizes = {32, 32}}, {.name = "h.0.attn.c_proj.bias", .sizes = {32}},
+      {.name = "h.0.mlp.c_fc.weight", .sizes = {32, 128}},   {.name = "h.0.mlp.c_fc.bias", .sizes = {128}},
+      {.name = "h.0.mlp.c_proj.weight", .sizes = {128, 32}}, {.name = "h.0.mlp.c_proj.bias", .sizes = {32}}};
   EXPECT_THAT(dims_of("", shapes), ElementsAre(1, 0, 0, -1, 1, 0, 0, -1));
   EXPECT_THAT(splits_of("", shapes).at("h.0.attn.c_attn.weight").blocks, ElementsAre(32, 32, 32));
   // nanoGPT's, without biases: [out, in].
@@ -151,8 +146,8 @@ TEST(SplitRules, HeadsStayTogetherWhereTheirSizeIsKnown) {
   EXPECT_EQ(splits_of("tp: {tp_grain_size: 8}", shapes, 3).at("l.0.o_proj.weight").grain, 8);
   config::TensorParallelSection three = section_of("");
   three.autotp_size = 3;
-  EXPECT_THAT(split_rules(three, shapes).warnings, ElementsAre(AllOf(HasSubstr("l.0.q_proj.weight and 2 more"),
-                                                                     HasSubstr("tp_grain_size"))));
+  EXPECT_THAT(split_rules(three, shapes).warnings,
+              ElementsAre(AllOf(HasSubstr("l.0.q_proj.weight and 2 more"), HasSubstr("tp_grain_size"))));
   // A group of queries goes with its key.
   shapes = {{.name = "l.0.q_proj.weight", .sizes = {48, 48}},
             {.name = "l.0.k_proj.weight", .sizes = {24, 48}},
@@ -170,6 +165,8 @@ TEST(SplitRules, LayerSpecsDecideAndTheRestStaysWhole) {
   EXPECT_THAT(splits.at("model.layers.0.self_attn.o_proj.weight").reason,
               AllOf(HasSubstr("row, by partition_config.layer_specs.0"), HasSubstr("o_proj")));
   EXPECT_THAT(splits.at("model.layers.0.mlp.up_proj.weight").reason, HasSubstr("no rule matches"));
+  EXPECT_TRUE(splits.at("model.layers.0.self_attn.q_proj.weight").join_output);
+  EXPECT_FALSE(splits.at("model.layers.0.self_attn.o_proj.weight").join_output);
 }
 
 TEST(SplitRules, ThePresetFollowsLayerSpecs) {
@@ -181,10 +178,10 @@ TEST(SplitRules, ThePresetFollowsLayerSpecs) {
 }
 
 TEST(SplitRules, TheFirstSpecWinsWithAWarning) {
-  const SplitRules split = split_rules(
-      section_of("partition_config: {layer_specs: [{patterns: ['.*o_proj'], partition_type: 'row'}, "
-                 "{patterns: ['model.*']}, {patterns: ['nobody']}]}"),
-      kLlama);
+  const SplitRules split =
+      split_rules(section_of("partition_config: {layer_specs: [{patterns: ['.*o_proj'], partition_type: 'row'}, "
+                             "{patterns: ['model.*']}, {patterns: ['nobody']}]}"),
+                  kLlama);
   EXPECT_THAT(split.warnings, Contains(AllOf(HasSubstr("layer_specs.1: model.layers.0.self_attn.o_proj.weight"),
                                              HasSubstr("layer_specs.0"))));
   EXPECT_THAT(split.warnings, Contains(AllOf(HasSubstr("layer_specs.2"), HasSubstr("names no parameter"))));
@@ -201,8 +198,9 @@ TEST(SplitRules, PatternsMatchFromTheStart) {
 }
 
 TEST(SplitRules, ModelTypesAreComparedWithThePreset) {
-  const std::string specs = "partition_config: {layer_specs: [{patterns: ['.*q_proj'], partition_type: 'skip', "
-                            "model_types: ['Llama', 'llama']}]}";
+  const std::string specs =
+      "partition_config: {layer_specs: [{patterns: ['.*q_proj'], partition_type: 'skip', "
+      "model_types: ['bert', 'Llama']}]}";
   EXPECT_EQ(splits_of("preset_model: 'llama', " + specs, kLlama).at(kLlama[1].name).dim, -1);
   EXPECT_EQ(splits_of("preset_model: 'qwen2', " + specs, kLlama).at(kLlama[1].name).dim, 0);
   EXPECT_THAT(split_rules(section_of(specs), kLlama).warnings, Contains(HasSubstr("model_types")));
@@ -249,9 +247,10 @@ TEST(SplitRules, OtherPresets) {
 }
 
 TEST(SplitRules, AHuggingFaceModelsTpPlan) {
-  const std::string plan = "partition_config: {tp_plan: {'layers.*.self_attn.q_proj': 'colwise', "
-                           "'layers.*.self_attn.o_proj': 'rowwise', 'embed_tokens': 'embedding_rowwise', "
-                           "'lm_head': 'colwise_rep', 'layers.*.mlp.up_proj': 'replicate'}}";
+  const std::string plan =
+      "partition_config: {tp_plan: {'layers.*.self_attn.q_proj': 'colwise', "
+      "'layers.*.self_attn.o_proj': 'rowwise', 'embed_tokens': 'embedding_rowwise', "
+      "'lm_head': 'colwise_rep', 'layers.*.mlp.up_proj': 'replicate'}}";
   EXPECT_THAT(dims_of(plan, kLlama), ElementsAre(0, 0, -1, -1, 1, -1, -1, -1, -1, 0));
   EXPECT_THAT(refusal_of("partition_config: {tp_plan: {'a': 'moe_tp_experts'}}"),
               AllOf(HasSubstr("tp_plan: 'a'"), HasSubstr("colwise"), HasSubstr("moe_tp_experts")));
@@ -283,6 +282,10 @@ TEST(SplitRules, TheVocabulary) {
   EXPECT_THAT(refusal_of("vocab_parallel_lm_head: true", unknown), HasSubstr("lm_head_patterns"));
   EXPECT_THAT(dims_of("partition_config: {lm_head_patterns: ['scores']}", unknown), ElementsAre(0));
   EXPECT_THAT(split_rules(section_of(""), unknown).warnings, Contains(HasSubstr("cuts no parameter")));
+  // What stands inside a head is not the vocabulary.
+  const Shapes roberta = {{.name = "lm_head.transform.weight", .sizes = {32, 32}},
+                          {.name = "lm_head.weight", .sizes = {96, 32}}};
+  EXPECT_THAT(dims_of("", roberta), ElementsAre(-1, 0));
 }
 
 struct Viewed {

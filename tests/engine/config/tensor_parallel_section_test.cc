@@ -13,8 +13,8 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 TEST(TensorParallelSection, RanksOfALayerAreLeftOutOfDataParallelism) {
-  const DsConfig config = parse_text("{train_batch_size: 8, tensor_parallel: {autotp_size: 2}, pipeline: {stages: 2}}",
-                                     {.world_size = 16});
+  const DsConfig config =
+      parse_text("{train_batch_size: 8, tensor_parallel: {autotp_size: 2}, pipeline: {stages: 2}}", {.world_size = 16});
   EXPECT_EQ(config.dp_world_size, 4);
   EXPECT_EQ(config.train_micro_batch_size_per_gpu, 2);
   EXPECT_EQ(config.tensor_parallel.size(), 2);
@@ -39,6 +39,22 @@ TEST(TensorParallelSection, OneNumberOfRanks) {
               AllOf(HasSubstr("partition_config.tp_size"), HasSubstr("expected 1")));
 }
 
+// As Hugging Face's examples of tensor parallelism write it, for 8 ranks.
+TEST(TensorParallelSection, OfAHuggingFaceTrainer) {
+  const DsConfig config = parse_text(
+      "{bf16: {enabled: 'auto'}, optimizer: {type: 'AdamW', params: {lr: 'auto', betas: 'auto'}}, "
+      "zero_optimization: {stage: 2}, tensor_parallel: {autotp_size: 4}, gradient_accumulation_steps: 'auto', "
+      "train_batch_size: 'auto', train_micro_batch_size_per_gpu: 'auto'}",
+      {.world_size = 8,
+       .auto_values = {.train_micro_batch_size_per_gpu = 2, .gradient_accumulation_steps = 3, .bf16 = true}});
+  EXPECT_EQ(config.dp_world_size, 2);
+  EXPECT_EQ(config.train_batch_size, 12);
+  const Plan plan = make_plan(config, {.world_size = 8, .dp = 2, .tensor = 4}, {.parameters = 1000});
+  EXPECT_EQ(plan.shard_ranks, 2);
+  // A key of the sub-section at the section's level: refused, as in DeepSpeed.
+  EXPECT_THAT(refusal_of("{tensor_parallel: {tp_size: 2}}", {.world_size = 8}), HasSubstr("tensor_parallel.tp_size"));
+}
+
 struct Wrong {
   const char* partition_config;
   const char* path;
@@ -48,7 +64,8 @@ struct Wrong {
 class PartitionConfigKey : public ::testing::TestWithParam<Wrong> {};
 
 TEST_P(PartitionConfigKey, IsRefusedWithItsPath) {
-  const std::string text = cat("{tensor_parallel: {autotp_size: 2, partition_config: ", GetParam().partition_config, "}}");
+  const std::string text =
+      cat("{tensor_parallel: {autotp_size: 2, partition_config: ", GetParam().partition_config, "}}");
   EXPECT_THAT(refusal_of(text), AllOf(HasSubstr(GetParam().path), HasSubstr(GetParam().message))) << text;
 }
 
@@ -66,6 +83,8 @@ const Wrong kWrong[] = {
     {"{layer_specs: [{patterns: ['a'], shape: [3, -1], partition_dim: 2}]}", "layer_specs.0.shape", "2 dimensions"},
     {"{layer_specs: [{patterns: ['a'], partition_dim: -1}]}", "layer_specs.0.partition_dim", "at least 0"},
     {"{layer_specs: [{patterns: ['a'], grad_allreduce: true}]}", "layer_specs.0.grad_allreduce", "skip"},
+    {"{layer_specs: [{patterns: ['a'], partition_type: 'row', gather_output: true}]}", "layer_specs.0.gather_output",
+     "column"},
     {"{embedding_partition_dim: 2}", "embedding_partition_dim", "0 or 1"},
     {"{tp_plan: ['a']}", "partition_config.tp_plan", "colwise"},
 };
@@ -85,8 +104,8 @@ TEST(TensorParallelSection, KeysOfNoEffectAreTold) {
 TEST(TensorParallelPlan, HasTheAxisAndItsRows) {
   const DsConfig config =
       parse_text("{tensor_parallel: {autotp_size: 4, sequence_parallel: true, verify: true}}", {.world_size = 8});
-  const Plan plan = make_plan(config, {.world_size = 8, .dp = 2, .tensor = 4},
-                              {.parameters = 1000, .split_parameters = 900});
+  const Plan plan =
+      make_plan(config, {.world_size = 8, .dp = 2, .tensor = 4}, {.parameters = 1000, .split_parameters = 900});
   EXPECT_TRUE(plan.tensor.sequence_parallel);
   const std::string table = to_table(plan);
   EXPECT_THAT(table, AllOf(HasSubstr("8 (data parallel 2 x tensor 4)"), HasSubstr("4 neighbouring ranks"),

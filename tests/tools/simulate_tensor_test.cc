@@ -1,0 +1,131 @@
+// ds-tool simulate with ranks that share layers. Numbers are worked out by hand.
+#include <gmock/gmock.h>
+
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "tests/support/scratch_folder.h"
+#include "tools/data_parallel_cost.h"
+#include "tools/model_cost.h"
+#include "tools/simulate_command.h"
+#include "tools/tensor_cost.h"
+
+namespace ds::tool {
+namespace {
+
+using nlohmann::json;
+using ::testing::HasSubstr;
+
+constexpr double kPrecision = 1e-9;
+
+// Two layers of 2 and 2 operations for a micro-batch, an operation and a byte take a second.
+SimulateOptions shared_layers(int64_t ranks) {
+  SimulateOptions options;
+  options.ranks = ranks;
+  options.layers = 2;
+  options.parameters = 2000;
+  options.flops = 4;
+  options.message_bytes = 3;
+  options.tflops = 1e-12;
+  options.node_gbps = 8e-9;
+  options.ranks_per_node = ranks;
+  options.latency_us = 0;
+  return options;
+}
+
+std::string output_of(const std::string& config, SimulateOptions options, bool as_json = true) {
+  const test::ScratchFolder folder;
+  options.config = folder.write("ds_config.json", config);
+  options.json = as_json;
+  std::ostringstream out;
+  std::ostringstream err;
+  EXPECT_EQ(simulate(options, out, err), 0) << err.str();
+  return out.str();
+}
+
+std::string two_ranks_a_layer(const std::string& more = "") {
+  return R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"},
+             "tensor_parallel": {"autotp_size": 2)" +
+         more + "}}";
+}
+
+TEST(TensorCost, OfAGpt) {
+  const GptShape shape{.layers = 2, .hidden = 8, .heads = 2, .seq_len = 16, .vocab = 33};
+  const std::vector<LayerCost> whole = gpt_layers(shape, 3, 2);
+  const std::vector<LayerCost> split = gpt_layers(shape, 3, 2, {.count = 2});
+  const double tokens = 48;
+  EXPECT_EQ(split[0].parameters, 33 * 8 / 2);
+  EXPECT_EQ(split[1].parameters, 16 * 8);
+  // Weights and the biases of columns are cut; two biases of rows and two norms are whole.
+  EXPECT_EQ(split[2].parameters, (12 * 64 + 7 * 8) / 2 + 6 * 8);
+  EXPECT_EQ(split[2].forward_flops, whole[2].forward_flops / 2);
+  // arXiv:2205.05198, equation 2: s b h (10 + 24 / t + 5 a s / (h t)); equation 4: s b h / t (34 + 5 a s / h).
+  const double scores = 5.0 * 2 * 16 / 8;
+  EXPECT_NEAR(split[2].kept_bytes, tokens * 8 * (10 + 24.0 / 2 + scores / 2), kPrecision);
+  EXPECT_NEAR(gpt_layers(shape, 3, 2, {.count = 2, .sequence_parallel = true})[2].kept_bytes,
+              tokens * 8 / 2 * (34 + scores), kPrecision);
+  EXPECT_EQ(split[5].kept_bytes, 2 * tokens * 8 + 4 * tokens * 33 / 2);
+  // Megatron's four sums a layer, one for the embedding, one for the head.
+  int sums = 0;
+  for (const LayerCost& layer : split) sums += layer.forward_sums + layer.backward_sums;
+  EXPECT_EQ(sums, 4 * 2 + 2);
+  EXPECT_EQ(split[2].summed_bytes, 2 * tokens * 8);
+  for (const LayerCost& layer : whole) EXPECT_EQ(layer.forward_sums + layer.backward_sums, 0);
+}
+
+TEST(TensorCost, SumsAreRingsOfNeighbours) {
+  const Machine machine{.ranks = 8, .ranks_per_node = 4, .flops = 1, .node_rate = 10, .link_rate = 4, .latency = 0.5};
+  EXPECT_EQ(tensor_rate(machine, 4), 10);
+  EXPECT_EQ(tensor_rate(machine, 8), 4);  // one rank of each node sends to the other
+  const std::vector<LayerCost> layers = {
+      {.name = "a", .type = "", .tied = "", .summed_bytes = 20, .forward_sums = 2, .backward_sums = 1}};
+  const StageSums sums = sums_of(layers.begin(), layers.end(), 4, /*recomputed=*/false);
+  EXPECT_EQ(sums.forward_bytes, 2 * 2 * 20 * 0.75);
+  EXPECT_EQ(sums.backward_count, 1);
+  EXPECT_EQ(sums_of(layers.begin(), layers.end(), 4, true).backward_bytes, 3 * 2 * 20 * 0.75);
+  const pipeline::StageTimes times = seconds_of(sums, machine, 4, 0);
+  EXPECT_NEAR(times.forward, 60 / 10.0 + 2 * 6 * 0.5, kPrecision);
+  EXPECT_NEAR(times.backward_input, 30 / 10.0 + 6 * 0.5, kPrecision);
+  EXPECT_EQ(times.backward_weight, 0);
+}
+
+TEST(SimulateTensor, SharesLayersAndWaitsForSums) {
+  const json report = json::parse(output_of(two_ranks_a_layer(), shared_layers(2)));
+  EXPECT_EQ(report["tensor"], 2);
+  EXPECT_EQ(report["data_parallel"], 1);
+  EXPECT_EQ(report["parameters"], 2000);
+  EXPECT_EQ(report["fullest"]["parameters"], 1000);
+  // Forward 2 s and backward 4 s on half of the operations; of each layer 4 sums of 3 bytes, 2 (T - 1) / T of them.
+  EXPECT_NEAR(report["step_seconds"]["compute"].get<double>(), 6, kPrecision);
+  EXPECT_NEAR(report["step_seconds"]["tensor"].get<double>(), 2 * 4 * 3, kPrecision);
+  EXPECT_EQ(report["fullest"]["sent_per_step"]["tensor"], 24);
+  EXPECT_EQ(report["sent_by_a_node_per_step"], 0);
+}
+
+TEST(SimulateTensor, OverlapHidesSumsOfBackward) {
+  const json report = json::parse(output_of(two_ranks_a_layer(", \"tp_overlap_comm\": true"), shared_layers(2)));
+  // Backward's 12 s in 4 sums, beside 2 s of weights' products: 12 - 2 x 3 / 4.
+  EXPECT_NEAR(report["step_seconds"]["tensor"].get<double>(), 12 + 12 - 1.5, kPrecision);
+}
+
+TEST(SimulateTensor, DataParallelRingsGoOverEveryTensorRank) {
+  SimulateOptions options = shared_layers(4);
+  options.ranks_per_node = 2;  // ranks 0 and 1 share layers, 0 and 2 gradients
+  options.link_gbps = 8e-9;
+  const json report = json::parse(output_of(two_ranks_a_layer(), options));
+  const auto sent = report["fullest"]["sent_per_step"]["data_parallel"].get<int64_t>();
+  EXPECT_GT(sent, 0);
+  EXPECT_EQ(report["sent_by_a_node_per_step"], 2 * sent);
+  EXPECT_EQ(report["fullest"]["ranks"], (std::vector<int>{0, 3}));
+  // Both ranks of a node send to the other node at once.
+  EXPECT_NEAR(report["step_seconds"]["data_parallel"].get<double>(), 2.0 * static_cast<double>(sent), kPrecision);
+}
+
+TEST(SimulateTensor, PrintsTheAxis) {
+  const std::string text = output_of(two_ranks_a_layer(), shared_layers(4), /*as_json=*/false);
+  EXPECT_THAT(text, ::testing::AllOf(HasSubstr("x data parallel 2 x tensor 2"), HasSubstr("share layers"),
+                                     HasSubstr("a rank, to those that share its layers")));
+}
+
+}  // namespace
+}  // namespace ds::tool

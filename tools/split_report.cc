@@ -1,0 +1,171 @@
+#include "tools/split_report.h"
+
+#include <algorithm>
+#include <cctype>
+#include <tuple>
+
+#include "core/shown_text.h"
+#include "core/tensor_part.h"
+#include "core/text.h"
+#include "engine/plan/layer_names.h"
+#include "engine/plan/split_rules.h"
+
+namespace ds::tool {
+namespace {
+
+using nlohmann::ordered_json;
+using parallel::ParameterSplit;
+using parallel::Style;
+
+int64_t product(const std::vector<int64_t>& sizes) {
+  int64_t result = 1;
+  for (const int64_t size : sizes) result *= size;
+  return result;
+}
+
+std::string joined(const std::vector<int64_t>& numbers) {
+  constexpr size_t kMostShown = 4;
+  std::string text;
+  for (size_t i = 0; i < std::min(numbers.size(), kMostShown); ++i) text += cat(text.empty() ? "" : ", ", numbers[i]);
+  return numbers.size() > kMostShown ? cat(text, ", ... (", numbers.size(), ")") : text;
+}
+
+// "h.12.qkv.weight" as "h.*.qkv.weight".
+std::string without_numbers(const std::string& name) {
+  std::string result;
+  for (size_t i = 0; i < name.size(); ++i) {
+    const bool digit = std::isdigit(static_cast<unsigned char>(name[i])) != 0;
+    const bool begins = digit && (i == 0 || name[i - 1] == '.' || name[i - 1] == '_');
+    if (begins) {
+      result += '*';
+    } else if (!digit || !result.ends_with('*')) {
+      result += name[i];
+    }
+  }
+  return result;
+}
+
+std::string cut_text(const ParameterSplit& split) {
+  if (!split.is_split()) return "whole";
+  std::string text = cat("dimension ", split.dim);
+  if (!split.blocks.empty()) text += cat(" in blocks of ", joined(split.blocks));
+  if (split.grain > 1) text += cat(" by ", split.grain);
+  return text;
+}
+
+// Without what the cut says: "dimension 0 over 2 ranks: row, by its name".
+std::string reason_text(const ParameterSplit& split) {
+  const size_t colon = split.reason.find(": ");
+  return colon == std::string::npos ? split.reason : split.reason.substr(colon + 2);
+}
+
+void add_to_groups(const ParameterSplit& split, std::vector<SplitGroup>& groups) {
+  SplitGroup group{.names = without_numbers(split.name),
+                   .count = 1,
+                   .sizes = split.sizes,
+                   .cut = cut_text(split),
+                   .reason = reason_text(split)};
+  const auto same = [&](const SplitGroup& other) {
+    return std::tie(other.names, other.sizes, other.cut, other.reason) ==
+           std::tie(group.names, group.sizes, group.cut, group.reason);
+  };
+  const auto found = std::find_if(groups.begin(), groups.end(), same);
+  if (found != groups.end()) {
+    ++found->count;
+  } else {
+    groups.push_back(std::move(group));
+  }
+}
+
+// A row layer adds up what it puts out, forward, and the column layers before it what they read, backward; both are of
+// one width. The embedding adds up forward, the head backward: one matrix is both, tied.
+void add_traffic(const parallel::SplitPlan& plan, SplitReport& report) {
+  const double share = 2 * static_cast<double>(report.ranks - 1) / static_cast<double>(report.ranks);
+  double rows = 0;
+  double vocabulary = 0;
+  int64_t vocabularies = 0;
+  for (const ParameterSplit& split : plan) {
+    if (!split.is_split() || split.sizes.size() != 2) continue;
+    const auto width = static_cast<double>(split.sizes[static_cast<size_t>(1 - split.dim)]);
+    if (split.style == Style::kRow) rows += 2 * width;
+    if (split.style == Style::kVocabulary) {
+      vocabulary += width;
+      ++vocabularies;
+    }
+  }
+  constexpr int64_t kLossBytes = 12;  // the largest score, the sum, the target's score
+  report.sent_elements_per_token = share * (rows + (vocabularies == 1 ? 2 : 1) * vocabulary);
+  if (vocabularies > 0) report.sent_loss_bytes_per_token = share * kLossBytes;
+}
+
+}  // namespace
+
+SplitReport report_splits(const engine::config::TensorParallelSection& section,
+                          const std::vector<parallel::NamedShape>& parameters) {
+  SplitReport report{.ranks = section.size(), .groups = {}, .warnings = {}};
+  engine::SplitRules split = engine::split_rules(section, parameters);
+  report.warnings = std::move(split.warnings);
+  const int ranks = static_cast<int>(report.ranks);
+  const parallel::SplitPlan plan = parallel::plan_splits(parameters, split.rules, ranks);
+  for (const ParameterSplit& entry : plan) {
+    add_to_groups(entry, report.groups);
+    const int64_t whole = product(entry.sizes);
+    report.model_elements += whole;
+    if (!entry.is_split()) {
+      report.rank_elements += whole;
+      continue;
+    }
+    // Where parts are uneven the first rank has most.
+    const Cut cut{.dim = entry.dim, .blocks = entry.blocks, .grain = entry.grain};
+    const int64_t part = TensorPart(entry.sizes, cut, 0, ranks).numel();
+    report.rank_elements += part;
+    report.part_elements += part;
+  }
+  add_traffic(plan, report);
+  return report;
+}
+
+ordered_json to_json(const SplitReport& report) {
+  ordered_json groups = ordered_json::array();
+  for (const SplitGroup& group : report.groups) {
+    groups.push_back({{"names", group.names},
+                      {"count", group.count},
+                      {"sizes", group.sizes},
+                      {"cut", group.cut},
+                      {"reason", group.reason}});
+  }
+  return {{"ranks", report.ranks},
+          {"parameters", groups},
+          {"warnings", report.warnings},
+          {"model_elements", report.model_elements},
+          {"rank_elements", report.rank_elements},
+          {"part_elements", report.part_elements},
+          {"sent_elements_per_token", report.sent_elements_per_token},
+          {"sent_loss_bytes_per_token", report.sent_loss_bytes_per_token}};
+}
+
+void print(const SplitReport& report, std::ostream& out) {
+  size_t names = 0;
+  size_t sizes = 0;
+  size_t cuts = 0;
+  const auto shape = [](const SplitGroup& group) {
+    return cat(group.count > 1 ? cat(group.count, " x ") : "", "[", joined(group.sizes), "]");
+  };
+  for (const SplitGroup& group : report.groups) {
+    names = std::max(names, shown_text(group.names).size());
+    sizes = std::max(sizes, shape(group).size());
+    cuts = std::max(cuts, group.cut.size());
+  }
+  const auto padded = [](const std::string& text, size_t width) {
+    return text + std::string(width - text.size() + 2, ' ');
+  };
+  for (const SplitGroup& group : report.groups) {
+    out << "  " << padded(shown_text(group.names), names) << padded(shape(group), sizes) << padded(group.cut, cuts)
+        << shown_message(group.reason) << '\n';
+  }
+  out << "  " << report.rank_elements << " of " << report.model_elements << " elements are on a rank, "
+      << report.part_elements << " of them parts\n";
+  for (const std::string& warning : report.warnings) out << "  warning: " << shown_message(warning) << '\n';
+}
+
+}  // namespace ds::tool
