@@ -43,7 +43,7 @@ class LateReductions {
 
   std::optional<std::chrono::milliseconds> patience_;
   int passes_ = 0;
-  int64_t since_late_ = 0;                  // passes
+  int64_t since_late_ = 0;                     // passes
   int64_t forgotten_after_ = kForgottenAfter;  // passes without a late one
   bool warned_ = false;
   bool late_in_this_pass_ = false;

@@ -73,8 +73,8 @@ uint64_t signature_of(const Collective& c, const at::Tensor& tensor) {
 
 }  // namespace
 
-// An operation of a device that the current stream has been told to wait for. It holds no tensors, as the operation's own
-// Work does: 64 of them would keep memory that the program has freed for as long as the host is ahead.
+// An operation of a device that the current stream has been told to wait for. It holds no tensors, as the operation's
+// own Work does: 64 of them would keep memory that the program has freed for as long as the host is ahead.
 class FlightRecorder::OrderedWork final : public WorkState {
  public:
   explicit OrderedWork(c10::Device device) : point_(StreamPoint::here(device)) {}

@@ -37,8 +37,8 @@ class FlightRecorder final : public CollectiveObserver, public std::enable_share
   // One entry: where in the ring, and which of those that have been there.
   struct Ticket {
     size_t slot = 0;
-    uint64_t sequence = 0;            // 0: nothing was recorded
-    c10::Device device{c10::kCPU};    // of the tensors; a wait may put the operation in order only
+    uint64_t sequence = 0;          // 0: nothing was recorded
+    c10::Device device{c10::kCPU};  // of the tensors; a wait may put the operation in order only
   };
 
   // Throws IoError as FlightMemory, UsageError for a wrong number of entries.

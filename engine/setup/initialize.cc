@@ -224,7 +224,8 @@ void build_company(Engine::Impl& impl, const InitializeOptions& options) {
   const ModelState& model = impl.state;
   impl.schedule = make_schedule(options, config, model.optimizer);
   if (model.plan.loss_scaling != LossScaling::kNone) impl.loss_scaler.emplace(loss_scaler_options(config));
-  impl.reporter = std::make_unique<Reporter>(config, model.ranks.world->rank());
+  impl.reporter = std::make_unique<Reporter>(config, model.ranks.world->rank(), model.ranks.device);
+  impl.inputs.emplace(model.ranks.device);
   impl.autocast = std::make_unique<Autocast>(model.ranks.device.type(), scalar_type(model.plan.autocast));
   if (options.training_data) {
     impl.loader = std::make_shared<DataLoader>(options.training_data, loader_options(config, model.ranks));
@@ -262,6 +263,7 @@ void build_steps(Engine::Impl& impl) {
                                        .batches = impl.batches,
                                        .watch = *impl.watch,
                                        .loader = impl.loader,
+                                       .schedule = impl.schedule,
                                        .reporter = *impl.reporter,
                                        .saving = impl.saves.background(),
                                        .judged_by_default = by_default});

@@ -113,7 +113,8 @@ TEST(GpuStart, RanksBeyondTheGpusAreRefused) {
   expect_exit(0, [] {
     if (device_of_rank("cuda", 1).index() != 1) std::exit(1);
   });
-  expect_exit(kRefused, [] { device_of_rank("cuda", 2); }, "LOCAL_RANK 2 expects 3 GPUs, or one of its own, found 2");
+  expect_exit(
+      kRefused, [] { device_of_rank("cuda", 2); }, "LOCAL_RANK 2 expects 3 GPUs, or one of its own, found 2");
   ::unsetenv("DS_SIMULATED_GPUS");
   ::unsetenv("CUDA_VISIBLE_DEVICES");
 }

@@ -128,7 +128,7 @@ void Timeline::run_until(const Point& point) {
 
 void Timeline::wait(const Point& point, const std::string& what) {
   Lock lock(mutex_);
-  ++waits_[cat(what, streams_[point.stream].given == point.position ? " (nothing behind it)" : "")];
+  if (!what.empty()) ++waits_[cat(what, streams_[point.stream].given == point.position ? " (nothing behind it)" : "")];
   run_until(lock, point.stream, point.position);
   join(host_, point.clock);
   end_reads([this](const auto& read) { return at(host_, read.stream) >= read.time; });

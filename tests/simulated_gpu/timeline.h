@@ -60,7 +60,7 @@ class Timeline {
   // once the point is reached.
   void run_until(const Point& point);
   // As run_until; the host, and what it gives to streams from now on, comes after the point. `what` makes it wait, for
-  // the count.
+  // the count; empty: it does not count.
   void wait(const Point& point, const std::string& what);
   bool reached(const Point& point);
   void wait_for_all();

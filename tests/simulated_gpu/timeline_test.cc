@@ -355,8 +355,7 @@ TEST_F(TimelineTest, TheHostMayChangeWhatNoStreamReads) {
 TEST_F(TimelineTest, StreamsMayChangeWhatOthersHaveRead) {
   add_memory(Where::kRegisteredHost);
   timeline_.block(compute_, give(copies_, "copy to the device", {reads(0, 8)}));
-  timeline_.wait(timeline_.enqueue(compute_, "copy from the device", {writes(4, 12)}, [] { ++host_bytes[7]; }),
-                 "test");
+  timeline_.wait(timeline_.enqueue(compute_, "copy from the device", {writes(4, 12)}, [] { ++host_bytes[7]; }), "test");
   EXPECT_THAT(timeline_.take_reports(), IsEmpty());
 }
 
