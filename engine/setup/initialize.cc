@@ -151,6 +151,7 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
 void configure_process(const InitializeOptions& options, const config::DsConfig& config, const Ranks& ranks) {
   if (options.seed_generators) seed_everything(static_cast<uint64_t>(config.seed), ranks.world->rank());
   if (config.deterministic) set_deterministic(true);
+  if (config.float32_matmul_precision) set_float32_matmul_precision(*config.float32_matmul_precision);
   // Without the section the program's own settings stay.
   if (!config.given("activation_checkpointing")) return;
   recompute::configure_checkpointing(
