@@ -36,7 +36,8 @@ TEST(LateReductions, OneThatIsReadyIsInTime) {
 TEST(LateReductions, APassCountsOnceAndWaitsNoMore) {
   LateReductions late(std::chrono::milliseconds(1));
   late.begin_pass();
-  for (int bucket = 3; bucket > 0; --bucket) EXPECT_FALSE(late.in_time(pending(), static_cast<size_t>(bucket), kLaunched));
+  for (int bucket = 3; bucket > 0; --bucket)
+    EXPECT_FALSE(late.in_time(pending(), static_cast<size_t>(bucket), kLaunched));
   EXPECT_EQ(late.passes(), 1);
   EXPECT_TRUE(late.in_time(comm::Work(), 0, kLaunched)) << "what is ready is not late";
 }
