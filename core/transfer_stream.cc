@@ -1,6 +1,7 @@
 #include "core/transfer_stream.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -62,6 +63,25 @@ TransferStream::Mark TransferStream::start(const at::Tensor& to, const at::Tenso
   mark.event_ = std::make_shared<c10::Event>(device_.type());
   mark.event_->record(*stream_);
   return mark;
+}
+
+at::Tensor TransferStream::upload(const at::Tensor& host) {
+  if (!stream_ || !host.is_cpu() || host.requires_grad()) return host.to(device_);
+  const at::NoGradGuard no_grad;
+  const c10::impl::VirtualGuardImpl impl(device_.type());
+  const c10::Stream current = impl.getStream(device_);
+  // LibTorch's allocator of pinned memory does not give it out again before the copy is done.
+  const at::Tensor pinned = at::empty_like(host, host.options().pinned_memory(true)).copy_(host);
+  at::Tensor result;
+  c10::Event arrived(device_.type());
+  {
+    const c10::StreamGuard guard(*stream_);  // the memory belongs to this stream, and needs to wait for no other
+    result = pinned.to(device_, /*non_blocking=*/true);
+    arrived.record(*stream_);
+  }
+  arrived.block(current);
+  impl.recordDataPtrOnStream(result.storage().data_ptr(), current);
+  return result;
 }
 
 // CUDA makes a context on the current device of a thread that asks for an event: half a gigabyte of device 0 for each

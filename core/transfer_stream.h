@@ -42,6 +42,11 @@ class TransferStream {
   // The same of device memory that the caller keeps until wait_on_device() of the mark: LibTorch's allocator need not
   // know of the copy, and gives the memory out again at once when it is freed then.
   Mark copy_of_kept(const at::Tensor& to, const at::Tensor& from);
+  // `host` on the device, or itself where it is there already, for what the calling thread's current stream is given
+  // from now on. Neither the host nor the copy waits for what the device has to do before; the bytes are copied to
+  // pinned memory first, so that `host` may change at once. A tensor that requires a gradient is copied as a part of
+  // its graph, which waits.
+  at::Tensor upload(const at::Tensor& host);
   // Returns when the copies up to the mark are done.
   static void wait_on_host(Mark& mark);
   // What the current stream is given from now on runs after the copies up to the mark; the host does not wait.

@@ -18,7 +18,8 @@ Engine::~Engine() {
 at::Tensor Engine::prepared(const at::Tensor& input) const {
   if (!input.defined()) return input;
   const bool casts = impl_->state.plan.cast_inputs && input.is_floating_point();
-  return input.to(impl_->state.ranks.device, casts ? at::kHalf : input.scalar_type());
+  const at::Tensor arrived = impl_->inputs->upload(input);
+  return casts ? arrived.to(at::kHalf) : arrived;
 }
 
 void Engine::train() {
@@ -31,19 +32,32 @@ void Engine::eval() {
   impl_->state.module->eval();
 }
 
-std::vector<double> Engine::get_lr() const { return impl_->state.optimizer.learning_rates(); }
+// What a step that was skipped takes back is known once the device has told of it (read_late).
+std::vector<double> Engine::get_lr() const {
+  impl_->step->read_late();
+  return impl_->state.optimizer.learning_rates();
+}
 
-std::vector<std::vector<double>> Engine::get_mom() const { return impl_->state.optimizer.momenta(); }
+std::vector<std::vector<double>> Engine::get_mom() const {
+  impl_->step->read_late();
+  return impl_->state.optimizer.momenta();
+}
 
 std::string Engine::get_type() const { return impl_->state.optimizer.name(); }
 
-std::optional<double> Engine::get_global_grad_norm() const { return impl_->progress.gradient_norm; }
+std::optional<double> Engine::get_global_grad_norm() const {
+  impl_->step->read_late();
+  return impl_->progress.gradient_norm;
+}
 
 double Engine::loss_scale() const { return impl_->accumulation->loss_scale(); }
 
 bool Engine::dynamic_loss_scale() const { return impl_->loss_scaler && impl_->loss_scaler->dynamic(); }
 
-bool Engine::was_step_applied() const { return impl_->progress.step_applied; }
+bool Engine::was_step_applied() const {
+  impl_->step->read_late();
+  return impl_->progress.step_applied;
+}
 
 Engine::Speculation Engine::speculation() const {
   const SpeculationGate& gate = impl_->progress.speculation;
@@ -56,7 +70,10 @@ int64_t Engine::global_samples() const { return impl_->progress.global_samples; 
 
 int64_t Engine::micro_steps() const { return impl_->progress.micro_steps; }
 
-int64_t Engine::skipped_steps() const { return impl_->progress.skipped_steps(); }
+int64_t Engine::skipped_steps() const {
+  impl_->step->read_late();
+  return impl_->progress.skipped_steps();
+}
 
 int64_t Engine::train_batch_size() const { return impl_->config.train_batch_size; }
 

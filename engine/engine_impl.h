@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 
+#include "core/transfer_stream.h"
 #include "dsengine/config.h"
 #include "dsengine/engine.h"
 #include "dsengine/errors.h"
@@ -45,7 +46,8 @@ struct Engine::Impl {
   std::unique_ptr<Reporter> reporter;
   std::unique_ptr<Autocast> autocast;
   std::shared_ptr<DataLoader> loader;
-  BatchNotes batches;  // of the running accumulation
+  std::optional<TransferStream> inputs;  // what the program gives, to the device
+  BatchNotes batches;                    // of the running accumulation
   AccumulationStart accumulation_start;
   Saves saves;
   std::optional<ModelWatch> watch;

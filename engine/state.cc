@@ -16,6 +16,7 @@ namespace ds::engine {
 void Engine::Impl::synchronize() {
   order.require(Call::kSynchronizeParameters);
   update->settle(Update::Next::kRead);
+  if (step) step->judge_late();
   watch->look("a call that reads the state");
   state.access->wait_all();
 }

@@ -111,11 +111,13 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
     if (schedule) schedule->step();
   }
   accumulation_begins();
+  const bool told = reporter->needs_numbers(progress.global_steps);
+  if (told) step->read_late();
   reporter->step_ends({.state = state,
                        .progress = progress,
                        .train_batch_size = samples,
                        .loss_scale = accumulation->loss_scale(),
-                       .loss = loss.defined() ? loss.item<double>() : progress.loss});
+                       .loss = told && loss.defined() ? loss.item<double>() : progress.loss});
 }
 
 void Engine::Impl::undo_accumulation(const Undo& undo) noexcept {

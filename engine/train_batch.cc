@@ -112,7 +112,7 @@ at::Tensor Engine::train_batch() {
 
 pipeline::MicroBatch Engine::on_device(pipeline::MicroBatch batch) const {
   for (at::Tensor& input : batch.inputs) input = prepared(input);
-  for (at::Tensor& label : batch.labels) label = label.to(impl_->state.ranks.device);
+  for (at::Tensor& label : batch.labels) label = impl_->inputs->upload(label);
   return batch;
 }
 

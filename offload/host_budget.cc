@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdlib>
 #include <fstream>
 #include <optional>
 #include <sstream>
@@ -184,15 +185,37 @@ const MemoryRoom* tightest(const std::vector<MemoryRoom>& rooms) {
   return found == rooms.end() ? nullptr : &*found;
 }
 
+constexpr const char* kGiven = "DS_HOST_MEMORY";
+
 constexpr const char* kAdvice =
     "Offload fewer elements (offload_optimizer.ratio, stage3_param_persistence_threshold), offload to files "
     "(\"device\": "
-    "\"nvme\"), raise that limit, or spread the model over more ranks on more hosts";
+    "\"nvme\"), raise that limit, or spread the model over more ranks on more hosts. "
+    "Where free memory grows as it is used, the environment variable DS_HOST_MEMORY (\"200GiB\") says what a host has";
 
 }  // namespace
 
+int64_t host_memory_given(const std::string& text) {
+  double number = 0;
+  const char* const end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, number);
+  const std::string_view unit(rest, static_cast<size_t>(end - rest));
+  for (const auto& [name, bytes] : {std::pair{"", 1.0}, std::pair{"KiB", 0x1p10}, std::pair{"MiB", 0x1p20},
+                                    std::pair{"GiB", 0x1p30}, std::pair{"TiB", 0x1p40}}) {
+    if (error != std::errc() || unit != name || !(number * bytes >= 0 && number * bytes < 0x1p60)) continue;
+    return static_cast<int64_t>(number * bytes);
+  }
+  throw ConfigError(
+      cat(kGiven, ": expected bytes, or a number with KiB, MiB, GiB or TiB as in 200GiB, found \"", text, "\""));
+}
+
 HostMemoryRoom host_memory_room(const fs::path& root) {
   HostMemoryRoom room;
+  if (const char* const given = std::getenv(kGiven); given != nullptr && *given != '\0') {
+    add_room(room.of_host, host_memory_given(given), kGiven);
+    add_process_limits(root, room.of_process);
+    return room;
+  }
   add_meminfo(root, room.of_host);
   add_cgroups(root, "cgroup2", "", kVersion2, room.of_host);
   add_cgroups(root, "cgroup", "memory", kVersion1, room.of_host);

@@ -27,6 +27,12 @@ struct HostMemoryRoom {
   std::vector<MemoryRoom> of_process;  // for this process
 };
 
+// What DS_HOST_MEMORY says that a host has for all its ranks, for hosts whose free memory grows as it is used: bytes,
+// or a number with KiB, MiB, GiB or TiB. Throws ConfigError for other text.
+int64_t host_memory_given(const std::string& text);
+
+// Where DS_HOST_MEMORY is set it takes the place of all limits of the host.
+//
 // Reads the kernel's files below `root` (proc/..., and the cgroup folders that proc/self/mountinfo names). What is not
 // there, not readable or unlimited is left out.
 HostMemoryRoom host_memory_room(const std::filesystem::path& root = "/");

@@ -11,6 +11,7 @@
 #include "core/shown_text.h"
 #include "core/text.h"
 #include "dsengine/config.h"
+#include "engine/plan/device_overhead.h"
 #include "engine/plan/plan.h"
 #include "tools/explained_keys.h"
 #include "tools/parameter_shapes.h"
@@ -123,6 +124,7 @@ ordered_json number_or_null(const std::optional<double>& number) {
 ordered_json bytes_to_json(const Report& report) {
   if (!report.plan.bytes) return nullptr;
   const zero::ModelStateBytes& bytes = *report.plan.bytes;
+  const engine::DeviceOverhead overhead = engine::predict_device_overhead(report.plan);
   return {{"elements", *report.parameters},
           {"parameters", bytes.parameters},
           {"gradients", bytes.gradients},
@@ -136,6 +138,8 @@ ordered_json bytes_to_json(const Report& report) {
           {"secondary_in_step", report.plan.step_bytes.secondary},
           {"activations_in_step", report.plan.activation_bytes},
           {"gradient_compression", report.plan.compression_bytes},
+          {"beside_on_a_gpu",
+            {{"context", overhead.context}, {"nccl", overhead.nccl}, {"workspaces", overhead.workspaces}}},
           {"sent_per_step", report.sent_bytes ? ordered_json(*report.sent_bytes) : ordered_json()},
           {"tensor_sent_per_token", number_or_null(report.tensor_sent_per_token)},
           {"tensor_sent_per_step", number_or_null(report.tensor_sent)}};
@@ -237,6 +241,7 @@ std::string elements_text(const Report& report) {
 void print_bytes(const Report& report, std::ostream& out) {
   const zero::ModelStateBytes& bytes = *report.plan.bytes;
   const int64_t stages = report.plan.topology.pipe;
+  const engine::DeviceOverhead overhead = engine::predict_device_overhead(report.plan);
   out << "\nBytes per rank" << elements_text(report) << '\n';
   Columns rows = {{"parameters", cat(bytes.parameters)},
                   {"gradients", cat(bytes.gradients)},
@@ -250,6 +255,9 @@ void print_bytes(const Report& report, std::ostream& out) {
                   {"activations, in a step", report.plan.activation_bytes > 0 ? cat(report.plan.activation_bytes)
                                                                               : "unknown: --activation_bytes N"},
                   {"gradient compression", cat(report.plan.compression_bytes)},
+                  {"on a GPU, beside: context", cat(overhead.context)},
+                  {cat("on a GPU, beside: NCCL, ", overhead.groups, " groups"), cat(overhead.nccl)},
+                  {"on a GPU, beside: cuBLAS", cat(overhead.workspaces)},
                   {stages > 1 ? "sent in a step, but to other stages" : "sent in a step",
                    report.sent_bytes ? cat(*report.sent_bytes) : "depends on gradient_compression"}};
   if (report.tensor_sent_per_token) {

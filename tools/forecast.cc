@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "core/shown_text.h"
+#include "engine/plan/device_overhead.h"
 
 namespace ds::tool {
 namespace {
@@ -207,6 +208,9 @@ void print(const Forecast& forecast, bool per_rank, std::ostream& out) {
   print_table(memory_of(forecast, per_rank), out);
   const PipeRank& fullest = simulation.fullest();
   if (fullest.host_bytes > 0) out << "  and " << gibibytes(fullest.host_bytes) << " GiB of host memory\n";
+  const engine::DeviceOverhead overhead = engine::predict_device_overhead(simulation.plan);
+  out << "  on a GPU " << gibibytes(overhead.total()) << " GiB beside that, for CUDA's context, "
+      << overhead.groups + overhead.pairs << " communicators of NCCL and cuBLAS: not in the total\n";
   if (forecast.fits()) return;
   out << "\nMore than " << *forecast.limit / kGibibyte << " GiB is needed by ranks";
   const char* separator = " ";

@@ -85,6 +85,7 @@ void GradientBucket::launch() {
   // An overflow that is compressed spreads to its neighbours.
   if (exchange_->groups_of(index_).instead) zero_padding();
   state_ = next;  // also where the collective throws: what it has of the buffer is then unknown
+  if (transient()) launch_point_ = StreamPoint::here(device());
   exchange_->start(index_, local_, transfer_);
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/reduced_gradients.h"
+#include "core/stream_point.h"
 #include "zero/buffer_pool.h"
 #include "zero/gradient_check.h"
 #include "zero/gradient_exchange.h"
@@ -47,6 +48,8 @@ class GradientBucket {
   // Waits for it. Throws CommError.
   void complete();
   const comm::Work& work() const { return transfer_.work; }
+  // Of a reduction that may be late: whether the device has come to its launch.
+  bool launch_reached() const { return launch_point_.reached(); }
   // Takes the reduced gradient out of the bucket, so that a new pass can fill it: to `elsewhere`, which takes this
   // bucket, or (null) to the sum on the device.
   void set_aside(ReducedGradients* elsewhere);
@@ -82,6 +85,7 @@ class GradientBucket {
   std::vector<char> arrived_;  // per parameter: had a gradient in this pass
   size_t missing_ = 0;         // parameters that had none in this pass
   GradientTransfer transfer_;
+  StreamPoint launch_point_;
   at::Tensor sum_;    // of earlier reductions: whole at stage 0, else the own slice
   at::Tensor slice_;  // memory of sum_ as a slice, kept from step to step
 };

@@ -5,6 +5,7 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
@@ -84,6 +85,7 @@ double sum_of_squares(const at::Tensor& flat) {
 void SquareSum::add(const at::Tensor& flat) {
   if (flat.is_cpu() || !flat.is_contiguous() || flat.scalar_type() == at::kDouble) {
     on_host_ += sum_of_squares(flat);
+    has_host_ = true;
     return;
   }
   const at::NoGradGuard no_grad;
@@ -101,6 +103,13 @@ double SquareSum::total() const {
     total += std::isfinite(sum) ? sum : sum_beyond_float32(on_device_[i]);
   }
   return total;
+}
+
+at::Tensor SquareSum::total_on(at::Device device) const {
+  if (has_host_) return {};
+  const at::NoGradGuard no_grad;
+  const auto options = at::TensorOptions().dtype(at::kDouble).device(device);
+  return sums_.empty() ? at::zeros({1}, options) : at::stack(sums_).sum().view({1});
 }
 
 int64_t first_non_finite(const at::Tensor& flat) {

@@ -19,8 +19,12 @@ class SquareSum {
   // Keeps a tensor of a device alive.
   void add(const at::Tensor& flat);
   double total() const;
+  // The same on the device, which nobody waits for: float64 [1], zero where nothing was added; not finite also where
+  // squares are beyond float32. Undefined where a tensor was not on a device.
+  at::Tensor total_on(at::Device device) const;
 
  private:
+  bool has_host_ = false;
   double on_host_ = 0;
   std::vector<at::Tensor> on_device_;
   std::vector<at::Tensor> sums_;  // float64 [], of on_device_

@@ -111,8 +111,11 @@ std::vector<BucketLayout> lay_out(const std::vector<LayoutParameter>& parameters
           options.max_bucket_elements);
   int64_t total = 0;
   for (const LayoutParameter& parameter : parameters) total += parameter.numel;
-  const int64_t wanted =
-      options.target_bucket_elements > 0 ? options.target_bucket_elements : default_target_elements(total);
+  int64_t wanted = options.target_bucket_elements;
+  if (wanted <= 0) {
+    wanted = default_target_elements(total);
+    if (options.most_target_elements > 0) wanted = std::min(wanted, options.most_target_elements);
+  }
   const int64_t target = std::min(wanted, options.max_bucket_elements);
   // A module slightly larger than the target stays whole: its boundary is worth more than an even size.
   const int64_t unit_limit = std::min(2 * target, options.max_bucket_elements);

@@ -1,8 +1,10 @@
 #include "comm/backends/cuda_plugin.h"
 
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <dlfcn.h>
 
 #include <cstdlib>
+#include <exception>
 #include <filesystem>
 
 #include "core/check.h"
@@ -23,6 +25,26 @@ std::vector<std::string> places() {
   const char* const given = std::getenv(kLibraryVariable);
   if (given != nullptr && *given != '\0') return {given};
   return {cat(folder_of_this_library(), "/", kLibrary), kLibrary};
+}
+
+// An NVIDIA GPU of Linux, or of Linux under Windows.
+bool may_have_gpu() {
+  std::error_code ignored;
+  return std::filesystem::exists("/dev/nvidiactl", ignored) || std::filesystem::exists("/dev/dxg", ignored);
+}
+
+// Note [A CUDA library that comes too late]
+// LibTorch looks for its CUDA half once: at the first torch::manual_seed(), torch::cuda::is_available() or is_pinned();
+// and autograd counts devices at the first backward. A program may do all of that before it names a device, so the
+// library is opened with this one, before main(). What goes wrong here is said when the device is asked for.
+__attribute__((constructor)) void open_at_start() {
+  const char* const given = std::getenv(kLibraryVariable);
+  const bool named = given != nullptr && *given != '\0';
+  if (!named && !may_have_gpu()) return;
+  try {
+    cuda_plugin();
+  } catch (const std::exception&) {
+  }
 }
 
 }  // namespace
@@ -50,6 +72,12 @@ const CudaPlugin& open_cuda_plugin(const std::vector<std::string>& paths) {
 
 const CudaPlugin& cuda_plugin() {
   static const CudaPlugin& plugin = open_cuda_plugin(places());
+  static const bool seen = at::detail::getCUDAHooks().isBuilt();
+  require<ConfigError>(seen, "device cuda: LibTorch looked for its CUDA library before ", kLibrary,
+                       " was loaded, and finds it no more in this process. torch::manual_seed(), ",
+                       "torch::cuda::is_available(), is_pinned() and backward() come after ",
+                       "ds::engine::init_distributed() or initialize(): move them; or start the program with ",
+                       kLibraryVariable, " set to the path of ", kLibrary, ", which is then loaded before main()");
   return plugin;
 }
 

@@ -41,7 +41,8 @@ struct CudaPlugin {
 const CudaPlugin& open_cuda_plugin(const std::vector<std::string>& paths);
 
 // Opens the library once: the one that the environment variable DS_CUDA_LIBRARY names, else that beside libdsengine,
-// else where the system looks. Throws as open_cuda_plugin. Thread safe.
+// else where the system looks. Throws as open_cuda_plugin, and ConfigError where LibTorch has looked for CUDA before.
+// Called before main() where the variable is set or there is an NVIDIA device, so that LibTorch has not. Thread safe.
 const CudaPlugin& cuda_plugin();
 
 }  // namespace ds::comm

@@ -34,11 +34,15 @@ void check_device(const NcclGroup& group) {
 
 c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                const NcclGroup& world) {
-  auto options = c10d::ProcessGroupNCCL::Options::create();
+  // What waits for other ranks goes before what this rank computes beside it.
+  auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
   options->timeout = world.timeout;
   options->group_name = world.name;
   try {
-    return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, options);
+    auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, options);
+    // Ranks make their groups in one order, here: not in a hook of autograd, whose first operation would do it.
+    group->eagerConnectSingleDevice(world.device);
+    return group;
   } catch (const std::exception& error) {
     throw CommError(cat("nccl: rank ", rank, " of ", size, " (rank ", world.rank, " of the job, ", world.device.str(),
                         ") could not be set up: ", without_stack(error.what())));

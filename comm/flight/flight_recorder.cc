@@ -11,6 +11,7 @@
 #include "comm/flight/rank_list.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "core/stream_point.h"
 #include "dsengine/comm.h"
 
 namespace ds::comm {
@@ -72,6 +73,18 @@ uint64_t signature_of(const Collective& c, const at::Tensor& tensor) {
 
 }  // namespace
 
+// An operation of a device that the current stream has been told to wait for. It holds no tensors, as the operation's
+// own Work does: 64 of them would keep memory that the program has freed for as long as the host is ahead.
+class FlightRecorder::OrderedWork final : public WorkState {
+ public:
+  explicit OrderedWork(c10::Device device) : point_(StreamPoint::here(device)) {}
+  bool is_completed() override { return point_.reached(); }
+  void wait() override { point_.wait_on_device(); }
+
+ private:
+  StreamPoint point_;
+};
+
 // A Work whose waits are recorded.
 class FlightRecorder::FollowedWork final : public WorkState {
  public:
@@ -94,6 +107,7 @@ class FlightRecorder::FollowedWork final : public WorkState {
       recorder_->failed(ticket_);
       throw;
     }
+    if (!ticket_.device.is_cpu()) work_ = Work(std::make_shared<OrderedWork>(ticket_.device));
     recorder_->waited(ticket_, work_);
   }
 
@@ -198,7 +212,7 @@ FlightRecorder::Ticket FlightRecorder::begin(int group, const Collective& c) {
   entry.label.assign(c.label);
   entry.sequence = sequence;
   header().next_sequence = sequence + 1;
-  return {.slot = slot, .sequence = sequence, .on_device = tensor.defined() && !tensor.is_cpu()};
+  return {.slot = slot, .sequence = sequence, .device = tensor.defined() ? tensor.device() : c10::Device(c10::kCPU)};
 }
 
 FlightEntry* FlightRecorder::find(const Ticket& ticket) const {
@@ -225,7 +239,7 @@ void FlightRecorder::ended(const Ticket& ticket, FlightState state) {
 }
 
 void FlightRecorder::waited(const Ticket& ticket, const Work& work) {
-  if (!ticket.on_device) return ended(ticket, FlightState::kFinished);
+  if (ticket.device.is_cpu()) return ended(ticket, FlightState::kFinished);
   end_those_on_device();
   if (is_over(work)) return ended(ticket, FlightState::kFinished);
   const std::lock_guard lock(mutex_);
@@ -235,7 +249,7 @@ void FlightRecorder::waited(const Ticket& ticket, const Work& work) {
     oldest->state = FlightState::kReleased;  // nobody looks any more when it is done
     oldest->ended_ns = now_ns();
   }
-  on_device_.pop_front();  // they hold memory of the device
+  on_device_.pop_front();
 }
 
 void FlightRecorder::end_those_on_device() {

@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include <c10/core/Device.h>
+
 #include "comm/collective.h"
 #include "comm/collective_observer.h"
 #include "comm/flight/flight_log.h"
@@ -35,8 +37,8 @@ class FlightRecorder final : public CollectiveObserver, public std::enable_share
   // One entry: where in the ring, and which of those that have been there.
   struct Ticket {
     size_t slot = 0;
-    uint64_t sequence = 0;   // 0: nothing was recorded
-    bool on_device = false;  // the tensors: a wait may put the operation in order only
+    uint64_t sequence = 0;          // 0: nothing was recorded
+    c10::Device device{c10::kCPU};  // of the tensors; a wait may put the operation in order only
   };
 
   // Throws IoError as FlightMemory, UsageError for a wrong number of entries.
@@ -70,6 +72,7 @@ class FlightRecorder final : public CollectiveObserver, public std::enable_share
 
  private:
   class FollowedWork;
+  class OrderedWork;
 
   FlightHeader& header() const { return *static_cast<FlightHeader*>(memory_.data()); }
   FlightGroup* groups() const;

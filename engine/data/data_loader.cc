@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "core/transfer_stream.h"
 #include "engine/data/distributed_sampler.h"
 
 namespace ds::engine {
@@ -52,7 +53,7 @@ int64_t TrainingData::size() const {
 
 DataLoader::DataLoader(TrainingData data, const DataLoaderOptions& options)
     : data_(std::move(data)),
-      device_(options.device),
+      copies_(std::make_unique<TransferStream>(options.device)),
       sampler_(std::make_unique<DistributedSampler>(sampler_options(data_, options))) {}
 
 DataLoader::~DataLoader() = default;
@@ -80,8 +81,8 @@ bool DataLoader::advance() {
   }
   require(targets.empty() || targets.size() == data.size(), "data loader: ", targets.size(), " of ", data.size(),
           " samples of a batch have a target; expected all or none");
-  batch_.data = stack(data, indices, "data").to(device_);
-  batch_.target = targets.empty() ? at::Tensor() : stack(targets, indices, "target").to(device_);
+  batch_.data = copies_->upload(stack(data, indices, "data"));
+  batch_.target = targets.empty() ? at::Tensor() : copies_->upload(stack(targets, indices, "target"));
   indices_ = std::move(indices);
   ++delivered_;
   return true;

@@ -378,6 +378,11 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
       {"communication", name_of(plan.backend), reason_of(config, "communication_backend", name_of(plan.backend))});
   plan.rows.push_back(seeds_row(config, facts, plan.topology.tensor));
   if (config.deterministic) plan.rows.push_back({"deterministic", "same bits on every run", "deterministic: true"});
+  if (const auto& precision = config.float32_matmul_precision) {
+    plan.rows.push_back({"float32 products",
+                         *precision == "highest" ? "in float32" : cat(*precision, ": TF32 on a GPU"),
+                         cat("float32_matmul_precision: ", *precision)});
+  }
   if (plan.require_all_gradients) {
     plan.rows.push_back({"unused parameters", "an error",
                          cat("zero_optimization.ignore_unused_parameters: ", yes_no(!plan.require_all_gradients))});

@@ -28,6 +28,7 @@ std::string describe_element(const NonFiniteQuestion& question, const std::vecto
     first = &*element;
     first_rank = rank;
   }
+  if (question.late) return cat("its norm is ", name_of_non_finite(question.norm));
   if (!first) return cat("its norm is ", name_of_non_finite(question.norm), " although all its elements are finite");
   return cat("first in parameter ", first->name, ", element ", first->offset,
              question.own_gradients ? cat(" of rank ", first_rank, "'s own gradient") : "", ", which is ",
@@ -55,6 +56,8 @@ std::string describe_losses(const std::vector<NonFiniteFacts>& ranks) {
 std::string describe_local(const NonFiniteQuestion& question, const std::vector<NonFiniteFacts>& ranks) {
   if (!question.located) {
     const bool any_loss = std::any_of(ranks.begin(), ranks.end(), [](const auto& facts) { return facts.loss; });
+    if (question.late)
+      return "; \"locate_non_finite\": true in the ds_config finds the parameter, the rank and the micro-batch";
     if (any_loss || question.expected) return {};
     return "; \"locate_non_finite\": true in the ds_config finds the rank and the micro-batch";
   }

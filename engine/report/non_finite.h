@@ -48,6 +48,7 @@ struct NonFiniteQuestion {
   bool own_gradients = false;  // ranks keep those of their own, which are not reduced
   bool located = false;        // locate_non_finite
   bool expected = false;       // a dynamic loss scale, which is found by overflows
+  bool late = false;           // the gradients have gone
 };
 
 // "nan", "inf" or "-inf", whatever the library makes of them.

@@ -68,9 +68,9 @@ std::optional<NonFiniteFacts::Element> first_bad_element(const ModelState& state
   return first;
 }
 
-NonFiniteFacts own_facts(const ModelState& state, const BatchNotes& batches) {
+NonFiniteFacts own_facts(const ModelState& state, const BatchNotes& batches, bool late) {
   NonFiniteFacts facts;
-  facts.element = first_bad_element(state);
+  if (!late) facts.element = first_bad_element(state);
   if (const auto bad = batches.first_bad_loss()) {
     facts.loss = {bad->micro_batch, batches.name_of(bad->micro_batch), name_of_non_finite(bad->loss), bad->others};
   }
@@ -87,7 +87,7 @@ NonFiniteFacts own_facts(const ModelState& state, const BatchNotes& batches) {
 
 std::string explain_non_finite(const ModelState& state, const BatchNotes& batches, const NonFiniteStep& step) {
   std::vector<NonFiniteFacts> ranks;
-  const std::string own = to_text(own_facts(state, batches));
+  const std::string own = to_text(own_facts(state, batches, step.late));
   for (const std::string& text : texts_of_all_ranks(own, state.ranks.device, *state.ranks.world)) {
     ranks.push_back(non_finite_facts(text));
   }
@@ -95,7 +95,8 @@ std::string explain_non_finite(const ModelState& state, const BatchNotes& batche
   const NonFiniteQuestion question = {.norm = step.norm,
                                       .own_gradients = own_gradients,
                                       .located = state.gradients.check != nullptr,
-                                      .expected = step.dynamic_scale};
+                                      .expected = step.dynamic_scale,
+                                      .late = step.late};
   const std::string facts = describe_non_finite(question, ranks);
   const std::string scale = step.loss_scale ? cat("; loss scale ", *step.loss_scale) : "";
   switch (state.plan.non_finite) {

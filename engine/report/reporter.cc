@@ -1,6 +1,7 @@
 #include "engine/report/reporter.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/log.h"
 #include "dsengine/activation_checkpoint.h"
@@ -20,15 +21,17 @@ std::string list_of(const std::vector<double>& values) {
 
 }  // namespace
 
-Reporter::Reporter(const config::DsConfig& config, int rank)
+Reporter::Reporter(const config::DsConfig& config, int rank, at::Device device)
     : is_first_rank_(rank == 0),
       breakdown_(config.wall_clock_breakdown),
       memory_(config.memory_breakdown),
       checkpoints_(config.activation_checkpointing.profile),
       scales_loss_(config.fp16.enabled),
       steps_per_print_(config.steps_per_print.value_or(0)),
-      forward_begin_(profiling::monotonic_seconds()),
-      last_step_end_(forward_begin_) {
+      late_(breakdown_ && is_first_rank_ && !device.is_cpu()),
+      clock_(late_ ? device : at::Device(at::kCPU)),
+      forward_begin_(clock_.mark()),
+      last_step_end_(profiling::monotonic_seconds()) {
   if (!is_first_rank_) return;
   if (memory_) tensors_.emplace();
   if (config.csv_monitor.enabled) {
@@ -39,29 +42,38 @@ Reporter::Reporter(const config::DsConfig& config, int rank)
   }
 }
 
+void Reporter::add(Phase phase, const Moment& from, const Moment& to) {
+  if (late_) {
+    spans_.push_back({phase, from, to});
+  } else {
+    timers_.add(phase, profiling::DeviceClock::seconds(from, to));
+  }
+}
+
 void Reporter::backward_begins() {
-  backward_begin_ = profiling::monotonic_seconds();
+  backward_begin_ = clock_.mark();
   if (tensors_) activation_bytes_ = std::max(activation_bytes_, tensors_->live_bytes() - before_forward_);
   // What lies between two calls of the engine is the program's forward.
-  timers_.add(Phase::kForward, backward_begin_ - forward_begin_);
+  add(Phase::kForward, forward_begin_, backward_begin_);
 }
 
 void Reporter::backward_ends() {
-  forward_begin_ = profiling::monotonic_seconds();
+  forward_begin_ = clock_.mark();
   if (tensors_) before_forward_ = tensors_->live_bytes();
-  timers_.add(Phase::kBackward, forward_begin_ - backward_begin_);
-  timers_.add(Phase::kBackwardInner, forward_begin_ - backward_begin_);
+  add(Phase::kBackward, backward_begin_, forward_begin_);
+  add(Phase::kBackwardInner, backward_begin_, forward_begin_);
 }
 
-void Reporter::step_begins() { step_begin_ = profiling::monotonic_seconds(); }
+void Reporter::step_begins() { step_begin_ = clock_.mark(); }
 
-void Reporter::reductions_end() { timers_.add(Phase::kBackwardReduce, profiling::monotonic_seconds() - step_begin_); }
+void Reporter::reductions_end() { add(Phase::kBackwardReduce, step_begin_, clock_.mark()); }
 
 void Reporter::step_ends(const StepReport& step) {
   const double now = profiling::monotonic_seconds();
-  timers_.add(Phase::kStep, now - step_begin_);
+  forward_begin_ = clock_.mark();
+  add(Phase::kStep, step_begin_, forward_begin_);
   throughput_.add_step(now - last_step_end_, step.train_batch_size);
-  last_step_end_ = forward_begin_ = now;
+  last_step_end_ = now;
   if (tensors_) before_forward_ = tensors_->live_bytes();
   if (!is_first_rank_) return;
   if (!monitors_.empty()) write_events(step);
@@ -70,12 +82,28 @@ void Reporter::step_ends(const StepReport& step) {
     if (checkpoints_) print_checkpoints();
   }
   if (memory_) print_memory(step);
+  if (!late_) return tell_times(step.progress.global_samples);
+  // The device has come to the end of the step before, and has this one to do meanwhile.
+  for (const Span& span : past_spans_) timers_.add(span.phase, profiling::DeviceClock::seconds(span.from, span.to));
+  if (!past_spans_.empty()) tell_times(past_samples_);
+  past_spans_ = std::exchange(spans_, {});
+  past_samples_ = step.progress.global_samples;
+}
+
+void Reporter::tell_times(int64_t samples) {
+  if (breakdown_ && !monitors_.empty()) {
+    std::vector<profiling::Event> events;
+    for (const auto& [name, phase] : {std::pair{"forward", Phase::kForward}, std::pair{"backward", Phase::kBackward},
+                                      std::pair{"step", Phase::kStep}}) {
+      events.push_back({cat("Train/Samples/elapsed_time_ms_", name), timers_.step_seconds(phase) * 1e3, samples});
+    }
+    monitors_.write_events(events);
+  }
   const std::string micro_times = timers_.finish_micro_step();
   const std::string step_times = timers_.finish_step();
-  if (breakdown_) {
-    log::info(micro_times);
-    log::info(step_times);
-  }
+  if (!breakdown_) return;
+  log::info(micro_times);
+  log::info(step_times);
 }
 
 void Reporter::print_step(const StepReport& step) const {
@@ -117,12 +145,6 @@ void Reporter::write_events(const StepReport& step) {
   if (step.loss) events.push_back({"Train/Samples/train_loss", *step.loss, samples});
   events.push_back({"Train/Samples/lr", step.state.optimizer.learning_rates().front(), samples});
   if (scales_loss_) events.push_back({"Train/Samples/loss_scale", step.loss_scale, samples});
-  if (breakdown_) {
-    for (const auto& [name, phase] : {std::pair{"forward", Phase::kForward}, std::pair{"backward", Phase::kBackward},
-                                      std::pair{"step", Phase::kStep}}) {
-      events.push_back({cat("Train/Samples/elapsed_time_ms_", name), timers_.step_seconds(phase) * 1e3, samples});
-    }
-  }
   monitors_.write_events(events);
 }
 

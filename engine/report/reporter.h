@@ -4,10 +4,12 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "dsengine/config.h"
 #include "engine/state/model_state.h"
 #include "engine/state/progress.h"
+#include "profiling/device_clock.h"
 #include "profiling/monitor_list.h"
 #include "profiling/step_timers.h"
 #include "profiling/tensor_memory.h"
@@ -29,21 +31,31 @@ class Reporter {
  public:
   // Throws IoError when a monitor's folder cannot be written. One that fails later is dropped with an error in the log:
   // the step it would report is applied.
-  Reporter(const config::DsConfig& config, int rank);
+  // `device`: whose time the breakdown tells. A device that is not the CPU tells it one step later.
+  Reporter(const config::DsConfig& config, int rank, at::Device device);
 
   void backward_begins();
   void backward_ends();
   void step_begins();
   // The part of the step spent waiting for reductions that backward did not hide.
   void reductions_end();
+  // Whether step_ends() will tell numbers of this step that a device may not have told yet.
+  bool needs_numbers(int64_t step) const {
+    return is_first_rank_ && (!monitors_.empty() || (steps_per_print_ > 0 && step % steps_per_print_ == 0));
+  }
   void step_ends(const StepReport& step);
 
  private:
+  using Moment = profiling::DeviceClock::Moment;
+
   void print_step(const StepReport& step) const;
   void print_memory(const StepReport& step);
   // Of the regions that this thread began since the last line.
   static void print_checkpoints();
   void write_events(const StepReport& step);
+  void add(profiling::Phase phase, const Moment& from, const Moment& to);
+  // The times of the step that is over, or of the one before, whose samples those are.
+  void tell_times(int64_t samples);
 
   const bool is_first_rank_;
   const bool breakdown_;
@@ -57,10 +69,20 @@ class Reporter {
   std::optional<profiling::TensorMemory> tensors_;  // memory_breakdown
   int64_t before_forward_ = 0;                      // bytes of tensors when forward began
   int64_t activation_bytes_ = 0;                    // most that a forward left for its backward since the last line
-  double forward_begin_;                            // end of the last step or backward
-  double backward_begin_ = 0;
-  double step_begin_ = 0;
-  double last_step_end_;
+  const bool late_;                                 // times are a device's
+  profiling::DeviceClock clock_;
+  Moment forward_begin_;  // end of the last step or backward
+  Moment backward_begin_;
+  Moment step_begin_;
+  struct Span {
+    profiling::Phase phase;
+    Moment from;
+    Moment to;
+  };
+  std::vector<Span> spans_;       // of the running step, where times are a device's
+  std::vector<Span> past_spans_;  // of the step before
+  int64_t past_samples_ = 0;      // likewise
+  double last_step_end_;          // by the host's clock
 };
 
 }  // namespace ds::engine

@@ -1,5 +1,7 @@
 #include "dsengine/init_distributed.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <utility>
 
 #include "comm/backends/cuda_plugin.h"
@@ -23,7 +25,13 @@ c10::Device parse_device(const std::string& name) {
 
 c10::Device device_of_rank(const std::string& name, int local_rank) {
   c10::Device device = parse_device(name);
-  if (device.is_cuda() && !device.has_index()) device.set_index(static_cast<c10::DeviceIndex>(local_rank));
+  if (!device.is_cuda() || device.has_index()) return device;
+  const auto visible = static_cast<int>(c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount());
+  require<ConfigError>(visible == 1 || local_rank < visible, ".device: the rank with LOCAL_RANK ", local_rank,
+                       " expects ", local_rank + 1, " GPUs, or one of its own, found ", visible,
+                       " visible. Start at most one rank per GPU on each host, or widen CUDA_VISIBLE_DEVICES");
+  // A launcher that gives each rank its own GPU shows it that one only, as the first (srun --gpus-per-task=1).
+  device.set_index(static_cast<c10::DeviceIndex>(visible == 1 ? 0 : local_rank));
   return device;
 }
 

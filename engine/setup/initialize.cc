@@ -154,6 +154,7 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
 void configure_process(const InitializeOptions& options, const config::DsConfig& config, const Ranks& ranks) {
   if (options.seed_generators) seed_everything(static_cast<uint64_t>(config.seed), ranks.stream());
   if (config.deterministic) set_deterministic(true);
+  if (config.float32_matmul_precision) set_float32_matmul_precision(*config.float32_matmul_precision);
   // Without the section the program's own settings stay.
   if (!config.given("activation_checkpointing")) return;
   recompute::configure_checkpointing(
@@ -230,7 +231,8 @@ void build_company(Engine::Impl& impl, const InitializeOptions& options) {
   const ModelState& model = impl.state;
   impl.schedule = make_schedule(options, config, model.optimizer);
   if (model.plan.loss_scaling != LossScaling::kNone) impl.loss_scaler.emplace(loss_scaler_options(config));
-  impl.reporter = std::make_unique<Reporter>(config, model.ranks.world->rank());
+  impl.reporter = std::make_unique<Reporter>(config, model.ranks.world->rank(), model.ranks.device);
+  impl.inputs.emplace(model.ranks.device);
   impl.autocast = std::make_unique<Autocast>(model.ranks.device.type(), scalar_type(model.plan.autocast));
   if (options.training_data) {
     impl.loader = std::make_shared<DataLoader>(options.training_data, loader_options(config, model.ranks));
@@ -268,6 +270,7 @@ void build_steps(Engine::Impl& impl) {
                                        .batches = impl.batches,
                                        .watch = *impl.watch,
                                        .loader = impl.loader,
+                                       .schedule = impl.schedule,
                                        .reporter = *impl.reporter,
                                        .saving = impl.saves.background(),
                                        .judged_by_default = by_default});

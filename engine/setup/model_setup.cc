@@ -76,6 +76,10 @@ void describe_buckets(const ModelState& model, zero::MemoryQuestion& question) {
   }
 }
 
+// Between devices the last bucket's reduction and the first one's gather hide behind nothing: an eighth of a model is
+// too much, and collectives of so many bytes have their full rate.
+constexpr int64_t kDeviceBucketBytes = int64_t{96} << 20;
+
 }  // namespace
 
 void lay_out_model(ModelState& model, const config::DsConfig& config, const ModelParameters& parameters,
@@ -84,7 +88,10 @@ void lay_out_model(ModelState& model, const config::DsConfig& config, const Mode
   model.infos = parameters.infos;
   model.frozen = parameters.frozen;
   comm::Communicator& shards = *model.ranks.groups.shards;
-  const BucketOptions options = bucket_options(model.plan, model.pipeline.get(), parameters);
+  BucketOptions options = bucket_options(model.plan, model.pipeline.get(), parameters);
+  if (!model.ranks.device.is_cpu() && shards.size() > 1) {
+    options.most_target_elements = kDeviceBucketBytes / static_cast<int64_t>(c10::elementSize(options.dtype));
+  }
   ModelLayout layout = lay_out(parameters, group_of, options, shards.size());
   model.offloaded = make_offloaded(model, config, layout);
   BucketedModel built = build_buckets(parameters, std::move(layout), options, values, model.offloaded.get(), shards);

@@ -12,7 +12,8 @@ namespace ds::engine {
 // "cpu", "cuda" or "cuda:N"; ConfigError naming the option for anything else. Loads LibTorch's CUDA half for CUDA.
 c10::Device parse_device(const std::string& name);
 int ranks_per_host(const comm::Rendezvous& meeting);  // as in Distributed
-// As parse_device; "cuda" is cuda:`local_rank`.
+// As parse_device; "cuda" is cuda:`local_rank`, and cuda:0 where this process sees one GPU only: its launcher has
+// chosen. ConfigError where it sees too few.
 c10::Device device_of_rank(const std::string& name, int local_rank);
 
 }  // namespace ds::engine

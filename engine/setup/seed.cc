@@ -13,4 +13,10 @@ void set_deterministic(bool deterministic, bool warn_only) {
   if (deterministic) context.setBenchmarkCuDNN(false);
 }
 
+void set_float32_matmul_precision(const std::string& precision) {
+  at::Context& context = at::globalContext();
+  context.setFloat32MatmulPrecision(precision);
+  context.setAllowTF32CuDNN(precision != "highest");
+}
+
 }  // namespace ds::engine

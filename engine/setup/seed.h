@@ -1,7 +1,8 @@
-// Seeds and deterministic mode, process-wide.
+// Seeds, deterministic mode and the precision of products, process-wide.
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace ds::engine {
 
@@ -14,5 +15,8 @@ void seed_everything(uint64_t seed, int rank = 0);
 // stops choosing algorithms by timing. Two runs with the same seed, ranks, batches and thread counts then agree bit by
 // bit.
 void set_deterministic(bool deterministic, bool warn_only = false);
+
+// "highest", "high" or "medium": of products of float32 matrices, and of convolutions by cuDNN.
+void set_float32_matmul_precision(const std::string& precision);
 
 }  // namespace ds::engine

@@ -97,7 +97,8 @@ ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& g
     std::vector<zero::BucketLayout> buckets =
         zero::lay_out(shapes, {.world_size = options.partition ? ranks : 1,
                                .max_bucket_elements = options.max_bucket_elements,
-                               .target_bucket_elements = shared ? options.max_bucket_elements : 0});
+                               .target_bucket_elements = shared ? options.max_bucket_elements : 0,
+                               .most_target_elements = options.most_target_elements});
     for (zero::BucketLayout& bucket : buckets) {
       for (Segment& segment : bucket.segments) {
         segment.parameter = static_cast<int64_t>(chosen[static_cast<size_t>(segment.parameter)]);

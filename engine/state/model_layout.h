@@ -49,6 +49,7 @@ struct BucketedModel {
 
 struct BucketOptions {
   int64_t max_bucket_elements = 0;             // 0: every parameter by itself
+  int64_t most_target_elements = 0;            // as zero::LayoutOptions says it
   at::ScalarType dtype = at::kFloat;           // parameters are cast to it
   std::optional<at::ScalarType> buffer_dtype;  // floating-point buffers of the module are cast to it
   bool separate_master = false;                // masters are no views of the buckets in float32 either

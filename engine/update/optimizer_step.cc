@@ -1,11 +1,15 @@
 #include "engine/update/optimizer_step.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <utility>
 
@@ -14,14 +18,25 @@
 #include "core/log.h"
 #include "engine/agreement/shared_failure.h"
 #include "engine/data/distributed_sampler.h"
-#include "engine/report/non_finite_report.h"
 #include "engine/update/axis_agreement.h"
-#include "zero/gradient_norm.h"
 
 namespace ds::engine {
 namespace {
 
 constexpr double kClipEpsilon = 1e-6;
+
+// float32 [1] of a norm on a device, float64 [1], as apply() clips: a norm that is NaN clips nothing. Undefined without
+// a limit.
+at::Tensor clip_factor(const at::Tensor& norm, std::initializer_list<double> limits) {
+  at::Tensor clip;
+  for (const double limit : limits) {
+    if (limit <= 0) continue;
+    const at::Tensor clipped = clip.defined() ? norm * clip : norm;
+    const at::Tensor factor = at::nan_to_num(((clipped + kClipEpsilon).reciprocal() * limit).clamp_max(1.0), 1.0);
+    clip = clip.defined() ? clip * factor : factor;
+  }
+  return clip.defined() ? clip.to(at::kFloat) : clip;
+}
 
 // Odd, with bits everywhere: numbers that differ do so in their low bits, too.
 constexpr uint64_t kMixing = 0x9E3779B97F4A7C15;
@@ -35,18 +50,18 @@ void OptimizerStep::run() {
   // What was gathered ahead and is not used reads slices, and holds the memory they are read into.
   parts_.state.access->wait_all();
   parts_.update.settle(Update::Next::kStep);
+  judge_late();
   StepAgreement agreement(facts(), *parts_.state.ranks.part, parts_.state.ranks.device);
   parts_.state.gradients.reducer->finish();
   reduce_tied();
   parts_.reporter.reductions_end();
-  bool parted = false;
-  try {
-    parts_.progress.loss = agreement.finish(parted);
-  } catch (...) {
-    if (parted) parts_.order.slice_updated();  // what each rank has is no longer one model
-    throw;
+  if (parts_.state.ranks.device.is_cpu()) {
+    agree(agreement, /*updated=*/false);
+  } else {  // on all ranks alike, whatever each of them does with the norm
+    note_late(std::move(agreement));
   }
-  if (plan.require_all_gradients) require_gradients();  // once the ranks have agreed, which all of them wait for
+  if (plan.require_all_gradients) require_gradients();  // which all ranks wait for
+  if (judges_late()) return run_late();
   const double scale = parts_.accumulation.loss_scale();
   const std::optional<double> clip_once = std::exchange(clip_once_, std::nullopt);
   const bool has_norm = plan.compute_grad_norm || clip_once;
@@ -59,14 +74,102 @@ void OptimizerStep::run() {
   }
   if (drops) parts_.update.settle(Update::Next::kDrop);
   const std::string report = judge(norm);
-  warn_of_nothing(norm);
+  warn_of_zeros(norm, warn_of_no_gradient(), parts_.progress.global_steps);
   if (!drops) apply(norm, scale, clip_once.value_or(0));
+  step_over();
+  require<NonFiniteError>(!drops || plan.non_finite != config::NonFiniteGradients::kError, report);
+  if (parts_.loss_scaler) parts_.loss_scaler->update(overflow);  // last: throws when the scale cannot fall any further
+}
+
+void OptimizerStep::step_over() {
   note_peaks();
   parts_.accumulation.drop();
   parts_.state.choose_gradients();
   parts_.update.step_over();
-  require<NonFiniteError>(!drops || plan.non_finite != config::NonFiniteGradients::kError, report);
-  if (parts_.loss_scaler) parts_.loss_scaler->update(overflow);  // last: throws when the scale cannot fall any further
+}
+
+void OptimizerStep::agree(StepAgreement& agreement, bool updated) {
+  bool parted = false;
+  try {
+    parts_.progress.loss = agreement.finish(parted, updated);
+  } catch (...) {
+    if (parted) parts_.order.slice_updated();  // what each rank has is no longer one model
+    throw;
+  }
+}
+
+void OptimizerStep::note_late(StepAgreement agreement) {
+  agreement.begin_reading();
+  parts_.progress.loss.reset();
+  late_.emplace(Late{.step = parts_.progress.global_steps,
+                     .optimizer_steps = parts_.state.optimizer.step_count(),
+                     .agreement = std::move(agreement),
+                     .norm = {},
+                     .batches = parts_.batches});
+}
+
+bool OptimizerStep::judges_late() const {
+  const Plan& plan = parts_.state.plan;
+  return late_ && plan.non_finite != config::NonFiniteGradients::kError && !parts_.loss_scaler &&
+         !plan.locate_non_finite && plan.clip_value <= 0 && parts_.update.takes_device_scale();
+}
+
+void OptimizerStep::run_late() {
+  const Plan& plan = parts_.state.plan;
+  const double loss_scale = parts_.accumulation.loss_scale();
+  const std::optional<double> clip_once = std::exchange(clip_once_, std::nullopt);
+  optimizers::StepScale scale{.factor = 1.0 / loss_scale, .device_factor = {}, .skip = {}};
+  at::Tensor norm;
+  if (plan.compute_grad_norm || clip_once) {
+    norm = norm_on_device();
+    ensure(norm.defined(), "an update on the device has its gradients there");
+    norm = norm / loss_scale;
+    if (plan.non_finite == config::NonFiniteGradients::kSkip) {
+      scale.skip = at::isfinite(norm).logical_not_().to(at::kFloat);
+    }
+    scale.device_factor = clip_factor(norm, {clip_once.value_or(0), plan.clip_norm});
+  }
+  Readback told(norm);
+  parts_.progress.gradient_norm.reset();
+  late_->no_gradient = warn_of_no_gradient();
+  parts_.update.apply_on_device(scale);
+  note_update();
+  step_over();
+  late_->norm = std::move(told);
+}
+
+void OptimizerStep::read_late() {
+  if (!late_ || std::exchange(late_->read, true)) return;
+  parts_.progress.loss = late_->agreement.loss();
+  if (!late_->norm.defined()) return;
+  const auto norm = late_->norm.numbers().item<double>();
+  parts_.progress.gradient_norm = norm;
+  if (std::isfinite(norm) || parts_.state.plan.non_finite != config::NonFiniteGradients::kSkip) return;
+  parts_.progress.gradient_norm = std::numeric_limits<double>::infinity();
+  take_back_late_step();
+}
+
+// The device has changed nothing.
+void OptimizerStep::take_back_late_step() {
+  parts_.state.optimizer.go_back_to(late_->optimizer_steps);
+  parts_.progress.step_applied = false;
+  --parts_.progress.applied_steps;
+  if (!parts_.schedule) return;
+  parts_.schedule->load_last_batch_iteration(parts_.schedule->last_batch_iteration() - 1);
+}
+
+void OptimizerStep::judge_late() {
+  if (!late_) return;
+  read_late();
+  Late late = std::move(*late_);
+  late_.reset();
+  agree(late.agreement, /*updated=*/true);
+  if (!late.norm.defined()) return;
+  const auto norm = late.norm.numbers().item<double>();
+  warn_of_zeros(norm, late.no_gradient, late.step);
+  if (const uint64_t row = count_bad_step(norm); row > 0) {
+    explain(row, late.batches, {.number = late.step, .norm = norm, .late = true});
+  }
 }
 
 void OptimizerStep::forget_gradient_changes() {
@@ -114,7 +217,7 @@ std::string OptimizerStep::of_engine() const {
 }
 
 // Training that changes nothing, but for momentum and decay, is a mistake of the program more often than not.
-void OptimizerStep::warn_of_nothing(double norm) {
+bool OptimizerStep::warn_of_no_gradient() {
   const CheckTime::Scope time;
   const ModelState& state = parts_.state;
   const size_t held = static_cast<size_t>(std::count(state.held_still.begin(), state.held_still.end(), 1));
@@ -124,13 +227,17 @@ void OptimizerStep::warn_of_nothing(double norm) {
                  ": no parameter of the model got a gradient on this rank: is the ",
                  "loss computed from another model, or from a copy of it? (said once)");
   }
+  return none;
+}
+
+void OptimizerStep::warn_of_zeros(double norm, bool none, int64_t step) {
+  const ModelState& state = parts_.state;
   if (!state.plan.compute_grad_norm) return;
   zero_steps_in_a_row_ = norm == 0.0 ? zero_steps_in_a_row_ + 1 : 0;
   if (none || zero_steps_in_a_row_ < 2 || state.ranks.world->rank() != 0 || std::exchange(warned_of_zeros_, true))
     return;
   log::warning(
-      "step ", parts_.progress.global_steps, of_engine(),
-      ": all gradients are zero, for the second time in a row: the model ",
+      "step ", step, of_engine(), ": all gradients are zero, for the second time in a row: the model ",
       "learns nothing (is the loss constant, or multiplied by zero?). Momentum and weight decay go on (said once)");
 }
 
@@ -150,6 +257,10 @@ void OptimizerStep::apply(double norm, double loss_scale, double clip_once) {
     if (limit > 0) clip *= std::min(1.0, limit / (norm * clip + kClipEpsilon));
   }
   parts_.update.apply(clip / loss_scale);
+  note_update();
+}
+
+void OptimizerStep::note_update() {
   parts_.watch.updated();
   parts_.order.update_done();
   parts_.progress.step_applied = true;
@@ -163,25 +274,34 @@ void OptimizerStep::note_peaks() {
   parts_.progress.gathered_bytes = state.gatherer->take_peak_elements() * element;
 }
 
-// Of a norm that is not finite: what all ranks then know of it; all but an error is logged.
-std::string OptimizerStep::judge(double norm) {
+// Weights that have become NaN make every later step one of these: the first of a row is told, then fewer and fewer.
+uint64_t OptimizerStep::count_bad_step(double norm) {
   if (std::isfinite(norm)) {
     bad_steps_in_a_row_ = 0;
-    return {};
+    return 0;
   }
-  const ModelState& state = parts_.state;
-  const bool applied = state.plan.non_finite == config::NonFiniteGradients::kContinue;
-  // Weights that have become NaN make every later step one of these.
+  const bool applied = parts_.state.plan.non_finite == config::NonFiniteGradients::kContinue;
   const auto row = static_cast<uint64_t>(++bad_steps_in_a_row_);
-  if (applied && !std::has_single_bit(row)) return {};
-  NonFiniteStep step{
-      .number = parts_.progress.global_steps, .norm = norm, .judged_by_default = parts_.judged_by_default};
+  return applied && !std::has_single_bit(row) ? 0 : row;
+}
+
+// Of a norm that is not finite: what all ranks then know of it; all but an error is logged.
+std::string OptimizerStep::judge(double norm) {
+  const uint64_t row = count_bad_step(norm);
+  return row == 0 ? std::string()
+                  : explain(row, parts_.batches, {.number = parts_.progress.global_steps, .norm = norm});
+}
+
+std::string OptimizerStep::explain(uint64_t row, const BatchNotes& batches, NonFiniteStep step) const {
+  const ModelState& state = parts_.state;
+  step.judged_by_default = parts_.judged_by_default;
   if (parts_.loss_scaler) {
     step.loss_scale = parts_.loss_scaler->scale();
     step.dynamic_scale = parts_.loss_scaler->dynamic();
   }
-  const std::string report = explain_non_finite(state, parts_.batches, step);
+  const std::string report = explain_non_finite(state, batches, step);
   if (state.plan.non_finite == config::NonFiniteGradients::kError || state.ranks.world->rank() != 0) return report;
+  const bool applied = state.plan.non_finite == config::NonFiniteGradients::kContinue;
   log::warning(report, applied && row > 1 ? cat(" (", row, " steps in a row)") : std::string());
   return report;
 }
@@ -211,27 +331,56 @@ void OptimizerStep::add_over_ranks(double& squares, comm::Communicator& ranks) c
   squares = total.item<double>();
 }
 
-double OptimizerStep::global_norm() const {
-  const ModelState& state = parts_.state;
+zero::SquareSum OptimizerStep::squares_of_gradients() const {
   zero::SquareSum sum;
-  for (size_t b = 0; b < state.buckets.size(); ++b) {
-    if (state.counts(b)) sum.add(state.gradients.reducer->gradient(b));
+  for (size_t b = 0; b < parts_.state.buckets.size(); ++b) {
+    if (parts_.state.counts(b)) sum.add(parts_.state.gradients.reducer->gradient(b));
   }
-  double squares = sum.total();
+  return sum;
+}
+
+OptimizerStep::NormGroups OptimizerStep::norm_groups() const {
+  const ModelState& state = parts_.state;
+  NormGroups groups;
   const bool local = state.gradients.reducer->keeps_local();
   comm::Communicator& shards = *state.ranks.groups.shards;
   if ((state.plan.partition_optimizer || local) && shards.size() > 1) {
-    add_over_ranks(squares, shards);
     // Nobody has the mean of local gradients. Its norm is at most the root mean square of theirs, which clips all ranks
     // by one factor.
-    if (local) squares *= state.plan.average_gradients ? 1.0 / shards.size() : shards.size();
+    const double of_local = state.plan.average_gradients ? 1.0 / shards.size() : shards.size();
+    groups.emplace_back(&shards, local ? of_local : 1.0);
   }
-  if (state.pipeline) add_over_ranks(squares, *state.pipeline->ranks);
-  if (state.tensor) add_over_ranks(squares, *state.tensor->ranks);
+  if (state.pipeline) groups.emplace_back(state.pipeline->ranks.get(), 1.0);
+  if (state.tensor) groups.emplace_back(state.tensor->ranks.get(), 1.0);
+  return groups;
+}
+
+at::Tensor OptimizerStep::norm_on_device() const {
+  const at::Device device = parts_.state.ranks.device;
+  at::Tensor squares = device.is_cpu() ? at::Tensor() : squares_of_gradients().total_on(device);
+  if (!squares.defined()) return squares;
+  for (const auto& [ranks, factor] : norm_groups()) {
+    if (ranks->size() > 1) ranks->all_reduce(squares, comm::ReduceOp::kSum, "gradient norm").wait();
+    if (factor != 1.0) squares.mul_(factor);
+  }
+  const at::Tensor norm = squares.sqrt_();
+  return parts_.state.plan.model_dtype == DType::kFloat64 ? norm : norm.to(at::kFloat).to(at::kDouble);
+}
+
+double OptimizerStep::global_norm() const {
+  if (const at::Tensor norm = norm_on_device(); norm.defined()) {
+    // Not finite, on all ranks: that is looked into.
+    if (const auto value = norm.item<double>(); std::isfinite(value)) return value;
+  }
+  double squares = squares_of_gradients().total();
+  for (const auto& [ranks, factor] : norm_groups()) {
+    add_over_ranks(squares, *ranks);
+    squares *= factor;
+  }
   // Sums over other buckets or slices differ in the last bits of a double; none of them reaches
   // an update in float32.
   const double norm = std::sqrt(squares);
-  return state.plan.model_dtype == DType::kFloat64 ? norm : static_cast<double>(static_cast<float>(norm));
+  return parts_.state.plan.model_dtype == DType::kFloat64 ? norm : static_cast<double>(static_cast<float>(norm));
 }
 
 // Those that the program has frozen since initialize() have none by its own will.

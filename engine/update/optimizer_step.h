@@ -6,12 +6,16 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/background_save.h"
+#include "core/readback.h"
 #include "dsengine/data_loader.h"
+#include "dsengine/lr_scheduler.h"
 #include "engine/order/call_order.h"
 #include "engine/report/batch_notes.h"
+#include "engine/report/non_finite_report.h"
 #include "engine/report/reporter.h"
 #include "engine/state/model_state.h"
 #include "engine/state/model_watch.h"
@@ -20,6 +24,7 @@
 #include "engine/update/step_agreement.h"
 #include "engine/update/update.h"
 #include "optim/loss_scaler.h"
+#include "zero/gradient_norm.h"
 
 namespace ds::engine {
 
@@ -33,7 +38,8 @@ struct OptimizerStepParts {
   std::optional<optimizers::LossScaler>& loss_scaler;
   const BatchNotes& batches;
   ModelWatch& watch;
-  const std::shared_ptr<DataLoader>& loader;  // may be null
+  const std::shared_ptr<DataLoader>& loader;     // may be null
+  const std::shared_ptr<LrScheduler>& schedule;  // likewise
   Reporter& reporter;
   checkpoint::BackgroundSave& saving;
   bool judged_by_default = true;  // non_finite_gradients: "auto"
@@ -53,26 +59,69 @@ class OptimizerStep {
   double clip(double max_norm);
   // The program has changed the reduced gradient of the step that comes, `times` times.
   void note_gradient_change(uint64_t times = 1) { gradient_changes_ += times; }
+  // Note [Steps that are judged late]
+  // A host that waits for the norm of a step leaves the device without work. Where the update's kernels can skip a step
+  // by themselves, run() gives them the norm as the device has it and does not wait: the step counts as applied. Norm
+  // and loss come to the host meanwhile. Whoever asks for one of them has it by read_late(), which waits, and takes
+  // back the counts of a step that was skipped. What ranks have done is compared late on every device, so that they
+  // issue the same collectives where they differ. judge_late() judges all of it, in the next run() and before the state
+  // is read: it throws what run() would have thrown, one step later. Collective.
+  void judge_late();
+  // Waits for the device; of no effect where nothing is late.
+  void read_late();
   // That, and what it has asked to clip: of an accumulation that is dropped.
   void forget_gradient_changes();
 
  private:
+  // A step that is made, and that the device has not told of yet.
+  struct Late {
+    int64_t step = 0;
+    int64_t optimizer_steps = 0;  // before it
+    StepAgreement agreement;
+    Readback norm;  // float64 [1]; of nothing: there is none
+    BatchNotes batches;
+    bool no_gradient = false;
+    bool read = false;
+  };
+  // Ranks over which squares are added, and what they are multiplied by then.
+  using NormGroups = std::vector<std::pair<comm::Communicator*, double>>;
+
+  // Throws where ranks differ. `updated`: after the update.
+  void agree(StepAgreement& agreement, bool updated);
+  void note_late(StepAgreement agreement);
+  // Whether run_late() makes the step that comes.
+  bool judges_late() const;
+  void run_late();
   // L2 norm of the reduced gradient over the whole model, with loss scale still in it.
   double global_norm() const;
+  // The same, float64 [1]; undefined where gradients are on the host.
+  at::Tensor norm_on_device() const;
+  zero::SquareSum squares_of_gradients() const;
+  NormGroups norm_groups() const;
   StepFacts facts();
-  void warn_of_nothing(double norm);
   // What ranks of this rank's tensor axis do not agree on. Collective over them.
   std::string problem_of_axis(const StepFacts& facts) const;
+  // Whether no parameter had a gradient here.
+  bool warn_of_no_gradient();
+  void warn_of_zeros(double norm, bool no_gradient, int64_t step);
   std::string of_engine() const;
   void add_over_ranks(double& squares, comm::Communicator& ranks) const;
   void reduce_tied() const;
   std::vector<int64_t> trained_without_gradient() const;
   void require_gradients();
+  // 0: of a norm that is finite, or one of many.
+  uint64_t count_bad_step(double norm);
   std::string judge(double norm);
+  // `row`: of count_bad_step(). Collective.
+  std::string explain(uint64_t row, const BatchNotes& batches, NonFiniteStep step) const;
+  void take_back_late_step();
   void apply(double norm, double loss_scale, double clip_once);
+  void note_update();
+  void step_over();
   void note_peaks();
 
   OptimizerStepParts parts_;
+  std::optional<Late> late_;
   std::optional<double> clip_once_;  // the program's, for the next step
   uint64_t gradient_changes_ = 0;    // likewise
   int64_t bad_steps_in_a_row_ = 0;

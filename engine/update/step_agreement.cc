@@ -55,24 +55,41 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   put(numbers + kPosition, folded(facts_.position));
   put(numbers + kChanges, folded(facts_.changes));
   put(numbers + kGradientChanges, folded(facts_.gradient_changes));
-  values_ = values.to(device_);
+  values_ = sent_to(device_, values);
   if (facts_.loss.defined()) values_.select(0, kLoss).copy_(facts_.loss);
   const CheckTime::Scope waiting(/*waits=*/true);  // where nothing else is under way it runs at once
   sum_ = ranks_.all_reduce(values_, comm::ReduceOp::kSum, "loss and agreement of a step");
 }
 
-std::optional<double> StepAgreement::finish(bool& parted) {
-  const CheckTime::Scope time;
-  require(facts_.axis_problem.empty() || ranks_.size() > 1, "step(): ", facts_.axis_problem);
+void StepAgreement::begin_reading() {
+  if (sums_.defined()) return;
   if (ranks_.size() == 1) {
-    return facts_.loss.defined() ? std::optional(facts_.loss.item<double>()) : std::nullopt;
+    sums_ = Readback(facts_.loss);
+    return;
   }
   {
     const CheckTime::Scope waiting(/*waits=*/true);
     sum_.wait();
   }
-  const at::Tensor sums = values_.to(at::kCPU);
-  const auto* const numbers = sums.const_data_ptr<double>();
+  sums_ = Readback(values_);
+  sum_ = {};
+  values_.reset();
+}
+
+std::optional<double> StepAgreement::loss() const {
+  if (!sums_.defined()) return std::nullopt;
+  const auto* const numbers = sums_.numbers().const_data_ptr<double>();
+  if (ranks_.size() == 1) return numbers[0];
+  if (numbers[kWithLoss] != ranks_.size()) return std::nullopt;
+  return numbers[kLoss] / ranks_.size();
+}
+
+std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
+  const CheckTime::Scope time;
+  require(facts_.axis_problem.empty() || ranks_.size() > 1, "step(): ", facts_.axis_problem);
+  begin_reading();
+  if (ranks_.size() == 1) return loss();
+  const auto* const numbers = sums_.numbers().const_data_ptr<double>();
   if (numbers[kAxisProblem] > 0) {
     require(facts_.axis_problem.empty(), "step(): ", facts_.axis_problem);
     throw UsageError("step(): ranks of another tensor axis do not agree; their message says which, and on what");
@@ -89,12 +106,12 @@ std::optional<double> StepAgreement::finish(bool& parted) {
         "/*modifier_rank=*/0)");
   }
   if (!all_equal(numbers + kGradientChanges, ranks_.size())) {
+    parted = updated;
     explain(
         "have changed the gradients of the step in different ways (clip_grad_norm_(), safe_set_full_grad(), .grad in "
         "place), with which their models would part. Change them alike on every rank");
   }
-  if (numbers[kWithLoss] != ranks_.size()) return std::nullopt;
-  return numbers[kLoss] / ranks_.size();
+  return loss();
 }
 
 // Every rank's own words, exchanged only now.

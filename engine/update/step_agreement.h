@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "core/readback.h"
 #include "dsengine/comm.h"
 
 namespace ds::engine {
@@ -30,10 +31,14 @@ class StepAgreement {
   // The group outlives it.
   StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Device device);
 
+  // Has the numbers read, without waiting for them: finish() may come much later, but on all ranks in one place.
+  void begin_reading();
+  // As finish(), without a judgement and without talking to other ranks.
+  std::optional<double> loss() const;
   // Waits. Returns the mean loss, where all ranks know theirs. Throws UsageError, on all ranks, with what each of them
   // did where they differ: in parameters (`parted` is set then: the ranks' models are not the same any more), data or
-  // steps.
-  std::optional<double> finish(bool& parted);
+  // steps. `updated`: the step has been made meanwhile, so that other gradients have parted the models, too.
+  std::optional<double> finish(bool& parted, bool updated = false);
 
  private:
   [[noreturn]] void explain(const char* what) const;
@@ -43,6 +48,7 @@ class StepAgreement {
   at::Device device_;
   at::Tensor values_;
   comm::Work sum_;
+  Readback sums_;  // or, of one rank, its loss
 };
 
 }  // namespace ds::engine

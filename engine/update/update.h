@@ -11,6 +11,7 @@
 #include "engine/order/call_order.h"
 #include "engine/state/model_state.h"
 #include "engine/state/progress.h"
+#include "optim/step_scale.h"
 
 namespace ds::engine {
 
@@ -31,6 +32,10 @@ class Update {
   // Updates all weights from the reducer's gradients times `gradient_scale`, and publishes them. What is thrown may
   // leave some slices updated, which the order of calls then knows.
   virtual void apply(double gradient_scale) = 0;
+  // Whether apply_on_device() takes the step that comes: what only the device knows of it changes nothing for the host.
+  virtual bool takes_device_scale() const { return false; }
+  // As apply().
+  virtual void apply_on_device(const optimizers::StepScale& /*scale*/) {}
   // Ends what is under way beside the program, as far as `next` needs it: it reaches the parameters, or is undone.
   // Collective with kStep and kRead.
   virtual void settle(Next /*next*/) {}

@@ -170,7 +170,10 @@ struct DsConfig {
 
   int64_t seed = 1234;         // ours
   bool deterministic = false;  // ours: same bits on every run
-  bool strict = false;         // ours: every unknown key is an error
+  // Ours: "highest", "high" (TF32 on NVIDIA GPUs) or "medium" (bfloat16 where there is a kernel for it), as
+  // torch.set_float32_matmul_precision, for the whole process. Empty: the program's own setting stays.
+  std::optional<std::string> float32_matmul_precision;
+  bool strict = false;  // ours: every unknown key is an error
 
   // Not keys.
   std::string source;                       // the file's name, for messages

@@ -19,6 +19,10 @@
 #include <utility>
 #include <vector>
 
+namespace ds {
+class TransferStream;
+}
+
 namespace ds::engine {
 
 class DistributedSampler;  // which samples a rank sees, in which order
@@ -208,7 +212,7 @@ class DataLoader {
   bool advance();
 
   TrainingData data_;
-  at::Device device_;
+  std::unique_ptr<TransferStream> copies_;  // to where batches are delivered
   std::unique_ptr<DistributedSampler> sampler_;
   Batch batch_;
   std::vector<int64_t> indices_;  // of batch_

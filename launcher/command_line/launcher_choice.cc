@@ -32,8 +32,8 @@ constexpr FlagOfSsh kNeverWithTools[] = {
 };
 
 // Those that the ds-launch of a host does, which pdsh starts and the others do not.
-constexpr std::string_view kOfDsLaunch[] = {"--bind_cores_to_rank", "--bind_core_list", "--enable_each_rank_log",
-                                            "--failure_grace", "--connect_timeout"};
+constexpr std::string_view kOfDsLaunch[] = {"--bind_cores_to_rank",   "--bind_core_list", "--no_gpu_binding",
+                                            "--enable_each_rank_log", "--failure_grace",  "--connect_timeout"};
 
 }  // namespace
 

@@ -127,6 +127,9 @@ void declare_rank_flags(CLI::App& app, RawFlags& raw, Options& options) {
   app.add_option("--master_port", raw.port, "port where rank 0 listens (29500, or a free one)")
       ->transform(whole_number(1, 65535));
   app.add_flag("--bind_cores_to_rank", options.bind_cores, "give each rank its own cores; sets OMP_NUM_THREADS");
+  app.add_flag_callback(
+      "--no_gpu_binding", [&options] { options.bind_to_gpu_node = false; },
+      "leave ranks with GPUs on all cores; else each is bound to the NUMA node of its GPU");
   app.add_option("--bind_core_list", raw.core_list, "cores to share out, for instance 0-3,8");
   app.add_flag("--no_local_rank", raw.without_local_rank, "accepted; --local_rank is never added, LOCAL_RANK is set");
   app.add_flag("--no_python", raw.without_python, "accepted; ds-launch always runs the program itself");

@@ -25,6 +25,7 @@ struct Options {
   std::string master_addr;          // empty: 127.0.0.1, or what the first host says; else an address of the first host
   std::optional<int> master_port;   // absent: 29500, or a free port when that one is in use
   bool bind_cores = false;          // give each rank its own cores
+  bool bind_to_gpu_node = true;     // with several NUMA nodes, each rank to the cores beside its GPU
   std::vector<int> bind_core_list;  // cores to share out; empty: all that this process may use
   std::string rank_log_dir;         // empty: no log files
   Verbosity verbosity = Verbosity::kInfo;

@@ -31,6 +31,7 @@ std::vector<std::string> words_for_ranks(const Options& options) {
   };
   if (options.master_port) add("--master_port", cat(*options.master_port));
   if (!options.rank_log_dir.empty()) add("--enable_each_rank_log", options.rank_log_dir);
+  if (!options.bind_to_gpu_node) words.emplace_back("--no_gpu_binding");
   if (!options.bind_core_list.empty()) {
     std::string list;
     for (int core : options.bind_core_list) list += (list.empty() ? "" : ",") + cat(core);

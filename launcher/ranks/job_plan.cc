@@ -8,6 +8,7 @@
 #include "launcher/command_line/core_list.h"
 #include "launcher/machine/accelerators.h"
 #include "launcher/machine/core_binding.h"
+#include "launcher/machine/gpu_nodes.h"
 #include "launcher/machine/rendezvous_port.h"
 #include "launcher/processes/orphan_guard.h"
 #include "launcher/program/program_path.h"
@@ -100,10 +101,13 @@ JobPlan plan_job(const Options& options, const std::vector<std::string>& environ
   const int ranks = choose_ranks(options, gpus, slots, notices);
   const std::vector<Core> cores = allowed_cores();
   plan.cpus = bind_cores(options, cores, ranks);
+  const int bound = plan.cpus.empty() ? 0 : static_cast<int>(plan.cpus.front().size());
+  if (plan.cpus.empty() && options.bind_to_gpu_node) {  // no share of a rank's own: threads are counted as ever
+    plan.cpus = cores_beside_gpus(nodes_of_gpus(gpus), cores, ranks);
+  }
   JobEnvironment job = job_environment(options, place, notices);
   job.cuda_visible_devices = devices_of_ranks(gpus, ranks);
   job.joined_file = temporary_file(cat("ds-launch.", job.launch_id, ".joined"));
-  const int bound = plan.cpus.empty() ? 0 : static_cast<int>(plan.cpus.front().size());
   const std::optional<int> threads = omp_threads(environment, usable_cores(cores), ranks, bound);
   if (place) {
     plan.first_rank = place->first_rank;

@@ -63,9 +63,9 @@ int main(int argc, char** argv) {
     return kSkipped;
   }
   try {
-    // LibTorch looks once for what its CUDA library offers: that has to be loaded before anything asks.
-    ds::comm::cuda_plugin();
-    if (ds::test::device_is_simulated()) listen_to_simulation();
+    // LibTorch looks once for what its CUDA library offers: what opens it must not be these lines where that is tested.
+    if (DS_OPENS_CUDA) ds::comm::cuda_plugin();
+    if (DS_OPENS_CUDA && ds::test::device_is_simulated()) listen_to_simulation();
   } catch (const std::exception& error) {
     std::cerr << "there is a GPU, but: " << error.what() << std::endl;
     return 1;

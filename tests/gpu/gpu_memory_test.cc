@@ -95,6 +95,24 @@ TEST(GpuTransferStream, ConvertsDtypes) {
   EXPECT_TRUE(at::equal(half, values.to(at::kBFloat16)));
 }
 
+// It belongs to the stream of copies, is used on the current one, and goes before either has come so far.
+TEST(GpuTransferStream, UploadsWhatMayChangeAtOnce) {
+  TransferStream stream(tested_device());
+  at::Tensor sum = torch::zeros({kLong}, on_device());
+  at::Tensor host = torch::empty({kLong});
+  for (int round = 1; round <= 5; ++round) {
+    sum += stream.upload(host.fill_(round));
+    host.fill_(NAN);
+    torch::full({kLong}, -1.0F, on_device());  // takes memory that is free
+  }
+  EXPECT_TRUE(sum.eq(15.0).all().item<bool>());
+  const at::Tensor there = stream.upload(sum);
+  EXPECT_TRUE(there.is_same(sum));
+  const at::Tensor leaf = torch::ones({4}).requires_grad_(true);
+  stream.upload(leaf).sum().backward();
+  EXPECT_TRUE(leaf.grad().eq(1.0).all().item<bool>());
+}
+
 class GpuHostGradients : public ::testing::TestWithParam<at::ScalarType> {};
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, GpuHostGradients, ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf));

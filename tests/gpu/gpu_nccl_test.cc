@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/flight/flight_recorder.h"
 #include "core/transfer_stream.h"
 #include "tests/gpu/collective_checks.h"
 #include "tests/gpu/device_run.h"
@@ -98,6 +99,28 @@ TEST(NcclRanks, OtherThreadsAskWithoutAContextOnAnotherDevice) {
       while (!work.is_completed()) std::this_thread::yield();
     }).join();
     EXPECT_TRUE(back.eq(2.0).all().item<bool>());
+  });
+}
+
+// The record of collectives outlives what it records, and the host is ahead of the device.
+TEST(NcclRanks, WhatIsRecordedKeepsNoMemory) {
+  on_gpus(2, [](comm::Communicator& ranks, at::Device device) {
+    const auto recorder = std::make_shared<comm::FlightRecorder>(
+        comm::FlightRecorderOptions{.rank = ranks.rank(), .world_size = 2, .host = "test"});
+    ranks.observe_with(recorder);
+    const at::Tensor own = at::ones({1 << 10}, at::TensorOptions(device));
+    const at::Tensor all = at::zeros({2 << 10}, at::TensorOptions(device));
+    const comm::Work gather = ranks.all_gather(all, own, "gather");
+    gather.wait();
+    at::Tensor message = at::full({1 << 10}, 7.0, at::TensorOptions(device));
+    const comm::Work sent = ranks.rank() == 0 ? ranks.isend(message, 1) : ranks.irecv(message, 0);
+    sent.wait();
+    for (const at::Tensor& tensor : {own, all, message}) EXPECT_EQ(tensor.storage().use_count(), 1);
+    EXPECT_EQ(recorder->log().entries.size(), 2);
+    EXPECT_EQ(all.sum().item<float>(), 2 << 10);
+    for (int asked = 0; !gather.is_completed() || !sent.is_completed(); ++asked) ASSERT_LT(asked, 100'000);
+    recorder->beat();
+    for (const comm::FlightEntry& entry : recorder->log().entries) EXPECT_EQ(entry.state, comm::FlightState::kFinished);
   });
 }
 

@@ -172,6 +172,22 @@ TEST(HostBudget, RanksOfAHostShareItsLimitsAndHaveTheirOwn) {
   EXPECT_EQ(refusal({1 << 30, int64_t{64} << 30, 64}, {}), "") << "nothing is known of this host";
 }
 
+TEST(HostBudget, TheEnvironmentHasTheLastWord) {
+  EXPECT_EQ(host_memory_given("4096"), 4096);
+  EXPECT_EQ(host_memory_given("200GiB"), 200 * kGiB);
+  EXPECT_EQ(host_memory_given("0.5MiB"), kMiB / 2);
+  for (const char* wrong : {"", "GiB", "12 GiB", "12GB", "-1", "1e30TiB", "nan"}) {
+    EXPECT_THROW(host_memory_given(wrong), ConfigError) << wrong;
+  }
+  ASSERT_EQ(::setenv("DS_HOST_MEMORY", "3TiB", 1), 0);
+  const HostMemoryRoom room = host_memory_room();
+  ::unsetenv("DS_HOST_MEMORY");
+  ASSERT_EQ(room.of_host.size(), 1);
+  EXPECT_EQ(room.of_host[0].bytes, 3 * 1024 * kGiB);
+  EXPECT_EQ(room.of_host[0].limit, "DS_HOST_MEMORY");
+  EXPECT_THAT(refusal({kGiB, 2 * kGiB, 2}, {.of_host = {{kGiB, "MemAvailable"}}}), HasSubstr("DS_HOST_MEMORY"));
+}
+
 TEST(HostBudget, Sizes) {
   EXPECT_EQ(size_text(4096), "4.0 KiB");
   EXPECT_EQ(size_text(kMiB), "1.0 MiB");

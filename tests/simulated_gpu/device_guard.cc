@@ -2,6 +2,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <atomic>
+#include <chrono>
+#include <memory>
 
 #include "tests/simulated_gpu/memory.h"
 #include "tests/simulated_gpu/streams.h"
@@ -11,12 +13,18 @@ namespace ds::simulated_gpu {
 namespace {
 
 constexpr c10::StreamId kPool = 32;  // streams of a device, given out in turn, as LibTorch does
+constexpr int kAsked = 8;            // times that an event is not reached yet
 
 struct RecordedEvent {
   Point point;
   c10::DeviceIndex device = 0;
-  std::atomic<bool> asked = false;
+  std::atomic<int> asked = 0;
+  std::shared_ptr<double> time;  // seconds, when the device has come to it; null: without time
 };
+
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 RecordedEvent* event_of(void* event) { return static_cast<RecordedEvent*>(event); }
 
@@ -31,7 +39,7 @@ class DeviceGuard : public c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return current_device(); }
   void setDevice(c10::Device device) const override { set_device(device); }
   void uncheckedSetDevice(c10::Device device) const noexcept override { set_device(device); }
-  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  c10::DeviceIndex deviceCount() const noexcept override { return visible_devices(); }
 
   c10::Stream getStream(c10::Device device) const override { return current_stream(device); }
   c10::Stream getDefaultStream(c10::Device device) const override {
@@ -48,30 +56,43 @@ class DeviceGuard : public c10::impl::DeviceGuardImplInterface {
     return Timeline::instance().reached(Timeline::instance().now(number_of(stream)));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    Timeline::instance().wait(Timeline::instance().now(number_of(stream)));
+    Timeline::instance().wait(Timeline::instance().now(number_of(stream)), "the end of a stream");
   }
   void synchronizeDevice(c10::DeviceIndex device) const override { Timeline::instance().wait_for_device(device); }
 
-  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag flag) const override {
     if (*event == nullptr) *event = new RecordedEvent;
+    if (flag == c10::EventFlag::BACKEND_DEFAULT) {
+      const auto time = std::make_shared<double>(0);
+      event_of(*event)->time = time;
+      Timeline::instance().enqueue(number_of(stream), "the time of an event", {}, [time] { *time = seconds_now(); });
+    }
     event_of(*event)->point = Timeline::instance().now(number_of(stream));
-    event_of(*event)->asked = false;
+    event_of(*event)->asked = 0;
     event_of(*event)->device = stream.device_index();
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) Timeline::instance().block(number_of(stream), event_of(event)->point);
   }
-  // What runs as late as it may is not done when it is asked for; who asks again gets it.
+  // What runs as late as it may is not done when it is asked for; who asks again and again gets it.
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
     ask_about({c10::kCUDA, event_of(event)->device});
-    if (event_of(event)->asked.exchange(true)) Timeline::instance().wait(event_of(event)->point);
+    if (++event_of(event)->asked > kAsked) Timeline::instance().wait(event_of(event)->point, "questions for an event");
     return Timeline::instance().reached(event_of(event)->point);
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     ask_about({c10::kCUDA, event_of(event)->device});
-    Timeline::instance().wait(event_of(event)->point);
+    const bool reached = Timeline::instance().reached(event_of(event)->point);
+    Timeline::instance().wait(event_of(event)->point, reached ? "" : "an event");
+  }
+  double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
+    for (void* const event : {from, to}) {
+      TORCH_CHECK(event != nullptr && event_of(event)->time, "an event without a time");
+      TORCH_CHECK(Timeline::instance().reached(event_of(event)->point), "an event whose time has not come");
+    }
+    return (*event_of(to)->time - *event_of(from)->time) * 1e3;
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete event_of(event); }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {

@@ -50,8 +50,8 @@ class SimulatedHooks : public at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return kDevices; }
-  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  int getNumGPUs() const override { return visible_devices(); }
+  c10::DeviceIndex deviceCount() const override { return visible_devices(); }
   c10::DeviceIndex current_device() const override { return simulated_gpu::current_device().index(); }
   c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
   void setCurrentDevice(c10::DeviceIndex device) const override { set_device({c10::kCUDA, device}); }

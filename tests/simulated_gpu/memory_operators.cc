@@ -58,7 +58,7 @@ at::Tensor& copy(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
     return to;
   }
   const Point point = run_now(device, name, accesses, work);
-  if (crosses) Timeline::instance().wait(point);
+  if (crosses) Timeline::instance().wait(point, name);
   return to;
 }
 
@@ -66,7 +66,7 @@ at::Scalar value_of(const at::Tensor& tensor) {
   at::Scalar value;
   const Point point =
       run_now(tensor.device(), "item", {access_of(tensor, false)}, [&] { value = on_cpu(tensor).item(); });
-  Timeline::instance().wait(point);
+  Timeline::instance().wait(point, "item");
   return value;
 }
 

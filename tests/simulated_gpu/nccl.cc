@@ -101,8 +101,8 @@ class Lane {
 
 class LaneWork : public c10d::Work {
  public:
-  LaneWork(Point point, c10::Device device, std::vector<at::Tensor> held)
-      : point_(std::move(point)), device_(device), held_(std::move(held)) {}
+  LaneWork(Point point, c10::Device device, std::vector<at::Tensor> held, std::vector<at::Tensor> outputs)
+      : point_(std::move(point)), device_(device), held_(std::move(held)), outputs_(std::move(outputs)) {}
 
   bool isCompleted() override {
     ask_about(device_);
@@ -121,7 +121,8 @@ class LaneWork : public c10d::Work {
  private:
   Point point_;
   c10::Device device_;
-  std::vector<at::Tensor> held_;  // LibTorch holds tensors until somebody has waited
+  std::vector<at::Tensor> held_;     // LibTorch holds tensors until somebody has waited
+  std::vector<at::Tensor> outputs_;  // and what is written as long as there is the Work
 };
 
 using WorkPointer = c10::intrusive_ptr<c10d::Work>;
@@ -288,7 +289,8 @@ class SimulatedNccl : public c10d::Backend {
         held.push_back(tensor);
       }
     }
-    return c10::make_intrusive<LaneWork>(lane.give(device_, name, accesses, std::move(run)), device_, std::move(held));
+    return c10::make_intrusive<LaneWork>(lane.give(device_, name, accesses, std::move(run)), device_, std::move(held),
+                                         written);
   }
 
   Lane& lane_with(int peer) { return lane(cat(std::min(rank_, peer), "-", std::max(rank_, peer)), 2); }

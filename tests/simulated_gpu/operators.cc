@@ -46,7 +46,7 @@ class Call {
       return !result.isTensor() && !result.isTensorList();
     });
     for (c10::IValue& result : results) result = returned(std::move(result), point, name);
-    if (host_waits) Timeline::instance().wait(point);
+    if (host_waits) Timeline::instance().wait(point, name);
     return results;
   }
 

@@ -48,6 +48,10 @@ extern "C" __attribute__((visibility("default"))) const ds::comm::CudaPlugin* ds
   return &kPlugin;
 }
 
+extern "C" __attribute__((visibility("default"))) void ds_simulated_gpu_waits(void (*take)(const char*, int64_t)) {
+  for (const auto& [what, times] : ds::simulated_gpu::Timeline::instance().take_waits()) take(what.c_str(), times);
+}
+
 extern "C" __attribute__((visibility("default"))) void ds_simulated_gpu_reports(void (*take)(const char*)) {
   ds::simulated_gpu::Timeline::instance().wait_for_all();
   for (const std::string& report : ds::simulated_gpu::Timeline::instance().take_reports()) take(report.c_str());

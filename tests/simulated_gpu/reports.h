@@ -1,8 +1,12 @@
 // What a program asks the library of the simulated GPU for, by name.
 #pragma once
 
+#include <cstdint>
+
 extern "C" {
 
 // Runs what streams have left and calls `take` with each report since the last call (timeline.h).
 void ds_simulated_gpu_reports(void (*take)(const char*));
+// Calls `take` with what the host has waited for since the last call, and how often (Timeline::take_waits).
+void ds_simulated_gpu_waits(void (*take)(const char* what, int64_t times));
 }

@@ -1,6 +1,8 @@
 #include "tests/simulated_gpu/streams.h"
 
+#include <algorithm>
 #include <array>
+#include <cstdlib>
 
 namespace ds::simulated_gpu {
 namespace {
@@ -11,6 +13,15 @@ thread_local std::array<c10::StreamId, kDevices> stream_ids{};
 c10::DeviceIndex index_of(c10::Device device) { return device.has_index() ? device.index() : device_index; }
 
 }  // namespace
+
+c10::DeviceIndex visible_devices() {
+  static const c10::DeviceIndex count = [] {
+    const char* const text = std::getenv("DS_SIMULATED_GPUS");
+    const int asked = text == nullptr ? kDevices : std::atoi(text);
+    return static_cast<c10::DeviceIndex>(std::clamp<int>(asked, 0, kDevices));
+  }();
+  return count;
+}
 
 c10::Device current_device() { return {c10::kCUDA, device_index}; }
 

@@ -11,6 +11,8 @@
 namespace ds::simulated_gpu {
 
 inline constexpr c10::DeviceIndex kDevices = 8;
+// How many of them this process sees: all, or as many as DS_SIMULATED_GPUS says.
+c10::DeviceIndex visible_devices();
 
 c10::Device current_device();
 void set_device(c10::Device device);

@@ -126,8 +126,9 @@ void Timeline::run_until(const Point& point) {
   release_freed(lock);
 }
 
-void Timeline::wait(const Point& point) {
+void Timeline::wait(const Point& point, const std::string& what) {
   Lock lock(mutex_);
+  if (!what.empty()) ++waits_[cat(what, streams_[point.stream].given == point.position ? " (nothing behind it)" : "")];
   run_until(lock, point.stream, point.position);
   join(host_, point.clock);
   end_reads([this](const auto& read) { return at(host_, read.stream) >= read.time; });
@@ -147,7 +148,7 @@ void Timeline::wait_for_all() {
     const Lock lock(mutex_);
     count = streams_.size();
   }
-  for (size_t i = 0; i < count; ++i) wait(now(i));
+  for (size_t i = 0; i < count; ++i) wait(now(i), "all streams");
 }
 
 void Timeline::wait_for_device(int device) {
@@ -158,7 +159,7 @@ void Timeline::wait_for_device(int device) {
       if (streams_[i].device == device) found.push_back(i);
     }
   }
-  for (const size_t stream : found) wait(now(stream));
+  for (const size_t stream : found) wait(now(stream), "a device");
 }
 
 void Timeline::run_all_on(uintptr_t begin, size_t bytes) {
@@ -236,6 +237,11 @@ void Timeline::end_reads(const std::function<bool(const PinnedReads::Read&)>& ov
 void Timeline::report(std::string text) {
   constexpr size_t kMost = 100;
   if (reports_.size() < kMost) reports_.push_back(std::move(text));
+}
+
+std::map<std::string, int64_t> Timeline::take_waits() {
+  const Lock lock(mutex_);
+  return std::exchange(waits_, {});
 }
 
 void Timeline::add_report(std::string text) {

@@ -59,8 +59,9 @@ class Timeline {
   // Runs what has to run before the point is reached. An exception of a task comes out of the first one that waits,
   // once the point is reached.
   void run_until(const Point& point);
-  // As run_until; the host, and what it gives to streams from now on, comes after the point.
-  void wait(const Point& point);
+  // As run_until; the host, and what it gives to streams from now on, comes after the point. `what` makes it wait, for
+  // the count; empty: it does not count.
+  void wait(const Point& point, const std::string& what);
   bool reached(const Point& point);
   void wait_for_all();
   void wait_for_device(int device);
@@ -74,6 +75,10 @@ class Timeline {
   // Returns how many bytes it had; 0: it is not known.
   size_t free_memory(uintptr_t begin, std::function<void()> release);
   bool is_pinned(uintptr_t address);
+
+  // How often the host has waited since the last call, by what made it wait. A wait with nothing given to the stream
+  // after the point is one that leaves a device idle, "(nothing behind it)".
+  std::map<std::string, int64_t> take_waits();
 
   // Something else that is wrong.
   void add_report(std::string text);
@@ -133,6 +138,7 @@ class Timeline {
   std::vector<Freed> freed_;
   PinnedReads reads_;
   std::vector<std::string> reports_;
+  std::map<std::string, int64_t> waits_;
 };
 
 }  // namespace ds::simulated_gpu

@@ -59,12 +59,24 @@ TEST_F(TimelineTest, NumbersStreamsByDeviceAndId) {
 
 TEST_F(TimelineTest, WhatNothingWaitsForDoesNotRun) {
   const Point copy = give(copies_, "copy");
-  timeline_.wait(give(compute_, "kernel"));
+  timeline_.wait(give(compute_, "kernel"), "test");
   EXPECT_THAT(ran_, ElementsAre("kernel"));
   EXPECT_FALSE(timeline_.reached(copy));
-  timeline_.wait(copy);
+  timeline_.wait(copy, "test");
   EXPECT_THAT(ran_, ElementsAre("kernel", "copy"));
   EXPECT_TRUE(timeline_.reached(copy));
+}
+
+TEST_F(TimelineTest, CountsWhatTheHostWaitsFor) {
+  const Point first = give(compute_, "kernel");
+  give(compute_, "kernel");
+  timeline_.wait(first, "a copy");
+  timeline_.wait(timeline_.now(compute_), "a copy");
+  timeline_.wait(timeline_.now(compute_), "a copy");
+  timeline_.run_until(give(compute_, "kernel"));
+  using Waits = std::map<std::string, int64_t>;
+  EXPECT_EQ(timeline_.take_waits(), (Waits{{"a copy", 1}, {"a copy (nothing behind it)", 2}}));
+  EXPECT_EQ(timeline_.take_waits(), Waits());
 }
 
 TEST_F(TimelineTest, TasksOfAStreamRunInOrderUpToThePoint) {
@@ -82,7 +94,7 @@ TEST_F(TimelineTest, EventsOrderStreamsBothWays) {
   timeline_.block(copies_, give(compute_, "first"));
   give(compute_, "beside");
   timeline_.block(compute_, give(copies_, "second"));
-  timeline_.wait(give(compute_, "third"));
+  timeline_.wait(give(compute_, "third"), "test");
   EXPECT_THAT(ran_, ElementsAre("first", "beside", "second", "third"));
 }
 
@@ -93,7 +105,7 @@ TEST_F(TimelineTest, EventsAreOfThePastOfTheirStream) {
   timeline_.run_until(give(copies_, "copy"));
   EXPECT_THAT(ran_, ElementsAre("before", "copy"));
   give(copies_, "later copy");
-  timeline_.wait(timeline_.now(compute_));
+  timeline_.wait(timeline_.now(compute_), "test");
   EXPECT_THAT(ran_, ElementsAre("before", "copy", "after"));
 }
 
@@ -170,7 +182,7 @@ TEST_F(TimelineTest, AnEventBeforeAnAccessDoesNotOrderIt) {
 
 TEST_F(TimelineTest, WaitsOfTheHostOrderAccesses) {
   add_memory();
-  timeline_.wait(give(compute_, "fill", {writes(0, 100)}));
+  timeline_.wait(give(compute_, "fill", {writes(0, 100)}), "test");
   give(copies_, "copy", {reads(0, 100)});
   timeline_.wait_for_all();
   give(compute_, "fill again", {writes(0, 100)});
@@ -248,7 +260,7 @@ TEST_F(TimelineTest, ReportsFreedMemoryInUseOnAnotherStream) {
   EXPECT_THAT(timeline_.take_reports(),
               ElementsAre("device memory of 100 bytes is freed, not ordered after copy, which reads bytes 0 to 8 on "
                           "stream 7 of cuda:0"));
-  timeline_.wait(copy);
+  timeline_.wait(copy, "test");
   EXPECT_TRUE(released_);
 }
 
@@ -294,7 +306,7 @@ TEST_F(TimelineTest, ReportsPinnedMemoryFreedDuringACopy) {
       ElementsAre("pinned memory of 100 bytes is freed, not ordered after copy, which reads bytes 0 to 8 on the "
                   "default stream of cuda:0"));
   EXPECT_FALSE(timeline_.is_pinned(kMemory + 99));
-  timeline_.wait(copy);
+  timeline_.wait(copy, "test");
 }
 
 // run_until is what streams do, which tells the host nothing.
@@ -303,7 +315,7 @@ TEST_F(TimelineTest, OwnersOfPinnedMemoryWaitForItsCopies) {
     add_memory(Where::kRegisteredHost);
     const Point copy = give(copies_, "copy", {reads(0, 8)});
     timeline_.run_until(copy);
-    if (waits) timeline_.wait(copy);
+    if (waits) timeline_.wait(copy, "test");
     released_by_free();
     EXPECT_EQ(timeline_.take_reports().size(), waits ? 0U : 1U);
   }
@@ -313,7 +325,7 @@ TEST_F(TimelineTest, AllocatedPinnedMemoryIsHeldForItsCopies) {
   add_memory(Where::kAllocatedHost);
   const Point copy = give(copies_, "copy", {reads(0, 8)});
   EXPECT_FALSE(released_by_free());
-  timeline_.wait(copy);
+  timeline_.wait(copy, "test");
   EXPECT_TRUE(released_);
   EXPECT_THAT(timeline_.take_reports(), IsEmpty());
 }
@@ -323,7 +335,7 @@ TEST_F(TimelineTest, ReportsWhatTheHostChangesTooEarly) {
   const Point copy = give(copies_, "copy", {reads(0, 8)});
   timeline_.run_until(copy);
   ++host_bytes[7];
-  timeline_.wait(copy);
+  timeline_.wait(copy, "test");
   EXPECT_THAT(timeline_.take_reports(),
               ElementsAre("the host changed pinned memory, 8 bytes, before it had waited for copy, which reads it on "
                           "stream 7 of cuda:0"));
@@ -334,7 +346,7 @@ TEST_F(TimelineTest, TheHostMayChangeWhatNoStreamReads) {
   const Point copy = give(copies_, "copy", {reads(0, 8)});
   timeline_.run_until(copy);
   ++host_bytes[8];
-  timeline_.wait(copy);
+  timeline_.wait(copy, "test");
   ++host_bytes[7];
   timeline_.wait_for_all();
   EXPECT_THAT(timeline_.take_reports(), IsEmpty());
@@ -343,7 +355,7 @@ TEST_F(TimelineTest, TheHostMayChangeWhatNoStreamReads) {
 TEST_F(TimelineTest, StreamsMayChangeWhatOthersHaveRead) {
   add_memory(Where::kRegisteredHost);
   timeline_.block(compute_, give(copies_, "copy to the device", {reads(0, 8)}));
-  timeline_.wait(timeline_.enqueue(compute_, "copy from the device", {writes(4, 12)}, [] { ++host_bytes[7]; }));
+  timeline_.wait(timeline_.enqueue(compute_, "copy from the device", {writes(4, 12)}, [] { ++host_bytes[7]; }), "test");
   EXPECT_THAT(timeline_.take_reports(), IsEmpty());
 }
 
@@ -355,7 +367,7 @@ TEST_F(TimelineTest, ForgetsReadsOfFreedMemory) {
     if (runs_before) timeline_.run_until(copy);
     timeline_.free_memory(kMemory, [] { ++host_bytes[0]; });
     timeline_.run_until(copy);
-    timeline_.wait(copy);
+    timeline_.wait(copy, "test");
     EXPECT_THAT(timeline_.take_reports(), IsEmpty());
   }
 }
@@ -371,10 +383,10 @@ TEST_F(TimelineTest, ExceptionsOfTasksComeOutOfTheFirstWait) {
   timeline_.enqueue(copies_, "copy", {}, [] { throw std::runtime_error("no such page"); });
   timeline_.block(compute_, give(copies_, "later copy"));
   const Point kernel = give(compute_, "kernel");
-  EXPECT_THAT([&] { timeline_.wait(kernel); },
+  EXPECT_THAT([&] { timeline_.wait(kernel, "test"); },
               testing::ThrowsMessage<std::runtime_error>(testing::StrEq("no such page")));
   EXPECT_THAT(ran_, ElementsAre("later copy", "kernel"));
-  timeline_.wait(kernel);
+  timeline_.wait(kernel, "test");
   timeline_.wait_for_all();
   EXPECT_THAT(ran_, ElementsAre("later copy", "kernel"));
 }
@@ -423,7 +435,7 @@ TEST_F(TimelineTest, ThreadsShareStreams) {
       before = done;
       const Given& earlier = given.at(thread).at(random() % given.at(thread).size());
       if (random() % 4 == 0) timeline_.run_until(earlier.point);
-      if (random() % 8 == 0) timeline_.wait(earlier.point);
+      if (random() % 8 == 0) timeline_.wait(earlier.point, "test");
       if (random() % 64 == 0) timeline_.wait_for_all();
       if (timeline_.reached(point) && !*done) ++too_early;
     }

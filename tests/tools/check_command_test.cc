@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "engine/plan/device_overhead.h"
 #include "tests/engine/config/scratch_file.h"
 
 namespace ds::tool {
@@ -130,6 +131,11 @@ TEST(CheckCommand, PipelinesInJson) {
   EXPECT_EQ(report["bytes_per_rank"]["elements"], 1'000'000);
   // 8 bytes an element of a quarter of the model, on two ranks.
   EXPECT_NEAR(report["bytes_per_rank"]["optimizer"].get<double>(), 4e6, 1e4);
+  const nlohmann::json& beside = report["bytes_per_rank"]["beside_on_a_gpu"];
+  EXPECT_EQ(beside["nccl"], 3 * engine::kNcclGroupBytes + 4 * engine::kNcclPairBytes);
+  EXPECT_EQ(beside["context"], engine::kCudaContextBytes);
+  EXPECT_THAT(run({.config = file.path(), .world_size = 8, .parameters = 4'000'000}).out,
+              HasSubstr("on a GPU, beside: NCCL, 3 groups"));
 }
 
 TEST(CheckCommand, PipelinesNeedRanks) {

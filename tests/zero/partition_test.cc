@@ -105,6 +105,25 @@ TEST(Partition, BucketLimitRangesFromOneParameterToTheWholeModel) {
   EXPECT_EQ(buckets.size(), 1U);
 }
 
+TEST(Partition, AnEighthOfALargeModelMayBeLimited) {
+  const auto parameters = gpt(24, 1024);
+  LayoutOptions options{.world_size = 2, .max_bucket_elements = 1 << 30};
+  const size_t eighths = lay_out(parameters, options).size();
+  options.most_target_elements = 1 << 30;
+  EXPECT_EQ(lay_out(parameters, options).size(), eighths) << "a limit beyond it changes nothing";
+  options.most_target_elements = 16 << 20;  // a block has 12.6 Mi
+  const auto buckets = lay_out(parameters, options);
+  expect_complete(parameters, options, buckets);
+  EXPECT_GE(buckets.size(), 24U);
+  for (const BucketLayout& bucket : buckets) {
+    if (bucket.segments.size() > 1) {
+      EXPECT_LE(bucket.numel, 2 * options.most_target_elements);
+    }
+  }
+  options.target_bucket_elements = 64 << 20;
+  EXPECT_LT(lay_out(parameters, options).size(), buckets.size()) << "a target of its own is not limited";
+}
+
 TEST(Partition, NeverExceedsTheLimitButForASingleLargerParameter) {
   std::mt19937 random(7);
   for (int round = 0; round < 200; ++round) {

@@ -35,5 +35,16 @@ TEST(Seed, DeterministicModeRefusesOperationsWithoutADeterministicAlgorithm) {
   EXPECT_NO_THROW(run());
 }
 
+TEST(Seed, ThePrecisionOfProductsIsThatOfTheProcess) {
+  const at::Float32MatmulPrecision before = at::globalContext().float32MatmulPrecision();
+  set_float32_matmul_precision("high");
+  EXPECT_EQ(at::globalContext().float32MatmulPrecision(), at::Float32MatmulPrecision::HIGH);
+  EXPECT_TRUE(at::globalContext().allowTF32CuDNN());
+  set_float32_matmul_precision("highest");
+  EXPECT_EQ(at::globalContext().float32MatmulPrecision(), at::Float32MatmulPrecision::HIGHEST);
+  EXPECT_FALSE(at::globalContext().allowTF32CuDNN());
+  ASSERT_EQ(before, at::Float32MatmulPrecision::HIGHEST) << "what it is again";
+}
+
 }  // namespace
 }  // namespace ds::engine

@@ -41,6 +41,7 @@ TEST(Options, Defaults) {
   EXPECT_EQ(options.master_port, std::nullopt);
   EXPECT_EQ(options.master_addr, "");
   EXPECT_FALSE(options.bind_cores);
+  EXPECT_TRUE(options.bind_to_gpu_node);
   EXPECT_EQ(options.failure_grace_seconds, 5);
   EXPECT_EQ(options.signal_grace_seconds, 30);
   EXPECT_THAT(options.arguments, IsEmpty());
@@ -212,6 +213,7 @@ TEST(Options, HelpNamesEveryFlag) {
                            "--master_port",
                            "--bind_cores_to_rank",
                            "--bind_core_list",
+                           "--no_gpu_binding",
                            "--enable_each_rank_log",
                            "--log_level",
                            "-q,--quiet",

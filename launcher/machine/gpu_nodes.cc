@@ -1,0 +1,87 @@
+#include "launcher/machine/gpu_nodes.h"
+
+#include <algorithm>
+#include <charconv>
+#include <fstream>
+#include <set>
+#include <string>
+#include <system_error>
+
+namespace ds::launcher {
+namespace {
+
+struct Gpu {
+  std::string bus;  // 0000:1b:00.0
+  std::string uuid;
+};
+
+// "GPU UUID: 		 GPU-8932f937-..." of a file with such lines.
+std::string uuid_in(const std::filesystem::path& information) {
+  constexpr std::string_view kKey = "GPU UUID:";
+  std::ifstream file(information);
+  for (std::string line; std::getline(file, line);) {
+    if (!line.starts_with(kKey)) continue;
+    const size_t begin = line.find_first_not_of(" \t", kKey.size());
+    return begin == std::string::npos ? "" : line.substr(begin, line.find_last_not_of(" \t\r") + 1 - begin);
+  }
+  return "";
+}
+
+std::vector<Gpu> gpus_in(const std::filesystem::path& driver) {
+  std::vector<Gpu> gpus;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(driver, ignored)) {
+    gpus.push_back({entry.path().filename(), uuid_in(entry.path() / "information")});
+  }
+  std::sort(gpus.begin(), gpus.end(), [](const Gpu& a, const Gpu& b) { return a.bus < b.bus; });
+  return gpus;
+}
+
+// As CUDA takes the names of CUDA_VISIBLE_DEVICES: a number, or the beginning of a uuid that no other has.
+const Gpu* find(const std::vector<Gpu>& gpus, const std::string& name) {
+  size_t number = 0;
+  const char* const end = name.data() + name.size();
+  if (const auto [rest, error] = std::from_chars(name.data(), end, number); error == std::errc() && rest == end) {
+    return number < gpus.size() ? &gpus[number] : nullptr;
+  }
+  const auto named = [&](const Gpu& gpu) { return gpu.uuid.starts_with(name); };
+  if (name.empty() || std::count_if(gpus.begin(), gpus.end(), named) != 1) return nullptr;
+  return &*std::find_if(gpus.begin(), gpus.end(), named);
+}
+
+std::optional<int> node_of(const std::filesystem::path& device) {
+  int node = -1;  // what the kernel says of a machine that does not tell
+  std::ifstream file(device / "numa_node");
+  return file >> node && node >= 0 ? std::optional(node) : std::nullopt;
+}
+
+}  // namespace
+
+std::vector<std::optional<int>> nodes_of_gpus(const GpuList& gpus, const std::filesystem::path& driver,
+                                              const std::filesystem::path& devices) {
+  const std::vector<Gpu> known = gpus_in(driver);
+  std::vector<std::optional<int>> nodes;
+  for (const std::string& name : gpus) {
+    const Gpu* const gpu = find(known, name);
+    nodes.push_back(gpu == nullptr ? std::nullopt : node_of(devices / gpu->bus));
+  }
+  return nodes;
+}
+
+std::vector<std::vector<int>> cores_beside_gpus(const std::vector<std::optional<int>>& nodes,
+                                                const std::vector<Core>& allowed, int ranks) {
+  std::set<int> here;
+  for (const Core& core : allowed) here.insert(core.node);
+  if (here.size() < 2 || nodes.size() < static_cast<size_t>(ranks)) return {};
+  std::vector<std::vector<int>> cores(static_cast<size_t>(ranks));
+  for (size_t rank = 0; rank < cores.size(); ++rank) {
+    if (!nodes[rank] || !here.contains(*nodes[rank])) return {};
+    for (const Core& core : allowed) {
+      if (core.node == *nodes[rank]) cores[rank].push_back(core.cpu);
+    }
+    std::sort(cores[rank].begin(), cores[rank].end());
+  }
+  return cores;
+}
+
+}  // namespace ds::launcher

@@ -1,0 +1,226 @@
+// What makes the host wait in a step: nothing, so that it stays ahead of the device. The simulated GPU counts.
+#include <dlfcn.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <barrier>
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <map>
+#include <regex>
+#include <string>
+#include <vector>
+
+#include "comm/shared_memory/thread_group.h"
+#include "core/check.h"
+#include "tests/gpu/device_run.h"
+#include "tests/gpu/nccl_ranks.h"
+#include "tests/simulated_gpu/reports.h"
+
+namespace ds::engine {
+namespace {
+
+using nlohmann::ordered_json;
+using Waits = std::map<std::string, int64_t>;
+
+constexpr int kSteps = 5;
+
+// Since the last call, of all ranks of this process.
+Waits take_waits() {
+  static const auto take = reinterpret_cast<decltype(&ds_simulated_gpu_waits)>(
+      ::dlsym(::dlopen(std::getenv("DS_CUDA_LIBRARY"), RTLD_NOW), "ds_simulated_gpu_waits"));
+  static Waits waits;
+  waits.clear();
+  take([](const char* what, int64_t times) { waits[what] = times; });
+  return waits;
+}
+
+// Samples on the host.
+struct Rows {
+  static torch::data::Example<> get(size_t index) { return {sample(static_cast<int64_t>(index), 0)[0], at::Tensor()}; }
+  static size_t size() { return 1000; }
+};
+
+// Of kSteps steps with batches of the engine's loader, after some that are not counted.
+Waits waits_of_steps(const ordered_json& config, int world) {
+  std::barrier all(world);
+  Waits waits;
+  const auto train = [&](comm::Communicator& ranks, at::Device device) {
+    SmallNet model;
+    const Initialized made = initialize({.model = model.ptr(),
+                                         .config = config,
+                                         .training_data = Rows(),
+                                         .communicator = borrowed(ranks),
+                                         .device = device.str()});
+    DataLoader::Iterator batch = made.loader->begin();
+    const auto make_steps = [&](int64_t steps) {  // nobody asks for a loss
+      for (int64_t micro = 0; micro < steps * made.engine->gradient_accumulation_steps(); ++micro, ++batch) {
+        made.engine->backward(model->loss(batch->data));
+        made.engine->step();
+      }
+    };
+    const auto count = [&](Waits& counted) {
+      all.arrive_and_wait();
+      if (ranks.rank() == 0) counted = take_waits();
+      all.arrive_and_wait();
+    };
+    make_steps(3);
+    Waits before;
+    count(before);
+    make_steps(kSteps);
+    count(waits);
+  };
+  if (world > 1) {
+    test::on_gpus(world, train);
+  } else {
+    train(*comm::ThreadGroup(1).communicator(0), test::tested_device());
+  }
+  return waits;
+}
+
+std::string text_of(const Waits& waits) {
+  std::string text;
+  for (const auto& [what, times] : waits) text += cat(times, " times ", what, "\n");
+  return text;
+}
+
+struct WaitsCell {
+  int stage;
+  int world;
+};
+
+class GpuWaits : public ::testing::TestWithParam<WaitsCell> {};
+
+INSTANTIATE_TEST_SUITE_P(Grid, GpuWaits,
+                         ::testing::ValuesIn(std::vector<WaitsCell>{
+                             {0, 1}, {1, 1}, {2, 1}, {3, 1}, {0, 2}, {1, 2}, {2, 2}, {3, 2}}),
+                         [](const auto& cell) { return cat("Stage", cell.param.stage, "Ranks", cell.param.world); });
+
+TEST_P(GpuWaits, NothingInAStepLetsTheHostWait) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "the simulated GPU counts";
+  Waits waits = waits_of_steps(device_config(GetParam().stage, "bf16"), GetParam().world);
+  // What the step before told, which the device has long done: it has another forward and backward to do.
+  EXPECT_LE(waits["an event"], kSteps * GetParam().world);
+  waits.erase("an event");
+  EXPECT_EQ(text_of(waits), "");
+}
+
+// Times are those of the device, one step late.
+TEST(GpuTimes, AreToldWithoutAWaitForTheRunningStep) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "the simulated GPU counts";
+  ordered_json config = device_config(2, "bf16");
+  config["wall_clock_breakdown"] = true;
+  ::testing::internal::CaptureStderr();
+  Waits waits = waits_of_steps(config, 1);
+  const std::string text = ::testing::internal::GetCapturedStderr();
+  waits.erase("an event");
+  EXPECT_EQ(text_of(waits), "");
+  const std::regex line("time \\(ms\\) \\| fwd: ([0-9.]+) \\| bwd: ([0-9.]+) .* step: ([0-9.]+)");
+  int lines = 0;
+  for (std::sregex_iterator found(text.begin(), text.end(), line); found != std::sregex_iterator(); ++found, ++lines) {
+    EXPECT_GT(std::stod((*found)[1]) + std::stod((*found)[2]) + std::stod((*found)[3]), 0.0);
+  }
+  EXPECT_EQ(lines, 3 + kSteps - 1) << text;
+}
+
+struct SkippedRun {
+  std::vector<double> losses;
+  State weights;
+  std::vector<double> rates;
+  int64_t skipped = 0;
+  std::string said;  // warnings
+};
+
+// The fourth of eight steps has a gradient that is not finite. `asks`: whether each step was applied is asked at once.
+SkippedRun run_with_a_bad_step(at::Device device, int stage, bool asks) {
+  constexpr int kBadStep = 3;
+  ordered_json config = device_config(stage, "bf16");
+  config["scheduler"] = {{"type", "WarmupLR"}, {"params", {{"warmup_num_steps", 20}, {"warmup_max_lr", 0.02}}}};
+  const auto ranks = comm::ThreadGroup(1).communicator(0);
+  SmallNet model;
+  const auto engine =
+      initialize({.model = model.ptr(), .config = config, .communicator = borrowed(*ranks), .device = device.str()})
+          .engine;
+  SkippedRun run;
+  std::vector<at::Tensor> losses;
+  ::testing::internal::CaptureStderr();
+  for (int step = 0; step < 8; ++step) {
+    for (int64_t micro = 0; micro < 2; ++micro) {
+      engine->name_batch(cat("batch ", step));
+      losses.push_back(model->loss(sample(2 * step + micro, 0).to(device)));
+      engine->backward(step == kBadStep ? losses.back() * std::numeric_limits<float>::infinity() : losses.back());
+      engine->step();
+    }
+    if (!asks) continue;
+    EXPECT_EQ(engine->was_step_applied(), step != kBadStep);
+    EXPECT_EQ(std::isfinite(engine->get_global_grad_norm().value()), step != kBadStep);
+  }
+  run.weights = copy_of(engine->fp32_state_dict());
+  run.said = ::testing::internal::GetCapturedStderr();
+  for (const at::Tensor& loss : losses) run.losses.push_back(loss.item<double>());
+  run.rates = engine->get_lr();
+  run.skipped = engine->skipped_steps();
+  return run;
+}
+
+class GpuLateSteps : public ::testing::TestWithParam<int> {};
+
+INSTANTIATE_TEST_SUITE_P(Stages, GpuLateSteps, ::testing::Values(0, 1, 2, 3));
+
+TEST_P(GpuLateSteps, ThatWasSkippedIsTakenBack) {
+  const SkippedRun expected = run_with_a_bad_step(at::kCPU, GetParam(), true);
+  EXPECT_EQ(expected.skipped, 1);
+  for (const bool asks : {false, true}) {
+    const SkippedRun found = run_with_a_bad_step(test::tested_device(), GetParam(), asks);
+    EXPECT_EQ(found.skipped, 1);
+    EXPECT_EQ(found.rates, expected.rates);
+    expect_same_losses(found.losses, expected.losses, tolerance_of("bf16"));
+    EXPECT_LT(largest_difference(found.weights, expected.weights), 0.02);
+    EXPECT_THAT(found.said, ::testing::HasSubstr("step 4 is skipped"));
+    EXPECT_THAT(found.said, ::testing::HasSubstr("loss of micro-batch 0 (batch 3) is inf"));
+  }
+}
+
+// Two ranks of which one does `apart` before the last micro-batch of a step. On the CPU that step throws; here the
+// next.
+void expect_an_error_one_step_later(const std::string& precision, const std::function<void(Engine&, SmallNet&)>& apart,
+                                    const std::string& said) {
+  SCOPED_TRACE(precision);
+  test::on_gpus(2, [&](comm::Communicator& ranks, at::Device device) {
+    SmallNet model;
+    const auto engine = initialize({.model = model.ptr(),
+                                    .config = device_config(0, precision),
+                                    .communicator = borrowed(ranks),
+                                    .device = device.str()})
+                            .engine;
+    const auto step = [&](bool parts) {
+      for (int64_t micro = 0; micro < 2; ++micro) {
+        engine->backward(model->loss(sample(micro, ranks.rank()).to(device)));
+        if (parts && micro == 1) apart(*engine, model);
+        engine->step();
+      }
+    };
+    step(false);
+    EXPECT_NO_THROW(step(ranks.rank() == 1));
+    EXPECT_THAT([&] { step(false); }, ::testing::ThrowsMessage<UsageError>(::testing::HasSubstr(said)));
+  });
+}
+
+TEST(GpuLateStep, RanksThatPartAreAnErrorOneStepLater) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
+  const auto change = [](Engine&, SmallNet& model) {
+    const at::NoGradGuard no_grad;
+    model->last->bias.mul_(2.0);
+  };
+  const auto clip = [](Engine& engine, SmallNet&) { engine.clip_grad_norm_(1e-3); };
+  for (const char* precision : {"bf16", "fp32"}) {
+    expect_an_error_one_step_later(precision, change, "changed last.bias");
+    expect_an_error_one_step_later(precision, clip, "changed gradients");
+  }
+}
+
+}  // namespace
+}  // namespace ds::engine
