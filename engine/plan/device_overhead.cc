@@ -10,7 +10,8 @@ int64_t groups_of(const Plan& plan) {
   const Topology& topology = plan.topology;
   const int64_t copies = topology.dp / std::max<int64_t>(plan.shard_ranks, 1);
   int64_t groups = topology.world_size > 1;
-  if (topology.pipe > 1) groups += 1 + (topology.dp > 1);  // the pipeline, data-parallel ranks
+  groups += (topology.pipe > 1) + (topology.tensor > 1);
+  if (topology.pipe > 1 || topology.tensor > 1) groups += topology.dp > 1;
   if (copies > 1) groups += (plan.shard_ranks > 1) + 1;    // shards, replicas
   if (plan.gather) groups += (plan.shard_ranks > 1) + (plan.node_ranks > 1);
   return groups;
