@@ -75,7 +75,7 @@ at::Tensor advance_lamb(const Slice& slice, const LambState& state, const LambRu
                      squares[1][state.position[i]].add_(sum_of_squares(lamb_direction(state, rule, group, offset, m)));
                    });
   }
-  if (slice.exchange->size() > 1) slice.exchange->sum(squares);
+  slice.exchange->sum(squares);
   return squares;
 }
 

@@ -80,6 +80,15 @@ at::Tensor Muon::blend_momentum(const GroupOptions& group, const State& state, c
   return result.lerp_(state.momentum, group.momentum);
 }
 
+// Of a part it is that of the whole matrix.
+at::Tensor Muon::own_step(const Slice& slice, const BucketParameter& matrix, const at::Tensor& flat) const {
+  const std::vector<int64_t>& sizes = (*slice.parameters)[static_cast<size_t>(matrix.parameter)].sizes;
+  if (!slice.parts) return matrix_step(flat, sizes, method_);
+  const at::Tensor whole = slice.parts->whole(matrix.parameter, flat.view(sizes));
+  const at::Tensor step = matrix_step(whole.reshape({-1}), whole.sizes().vec(), method_);
+  return slice.parts->part(matrix.parameter, step.view(whole.sizes())).reshape({-1});
+}
+
 void Muon::update_matrices(const Slice& slice, const GroupOptions& group, const State& state,
                            const at::Tensor& gradient, double gradient_scale) const {
   const at::Tensor own = blend_momentum(group, state, gradient, gradient_scale);
@@ -88,8 +97,7 @@ void Muon::update_matrices(const Slice& slice, const GroupOptions& group, const 
     at::Tensor step;  // made when the first segment of this slice needs it
     for (const Segment& segment : slice.segments) {
       if (segment.parameter != matrix.parameter || segment.length == 0) continue;
-      const std::vector<int64_t>& sizes = (*slice.parameters)[static_cast<size_t>(matrix.parameter)].sizes;
-      if (!step.defined()) step = matrix_step(join(bucket, matrix), sizes, method_);
+      if (!step.defined()) step = own_step(slice, matrix, join(bucket, matrix));
       for_each_chunk(slice.master.narrow(0, segment.slice_offset, segment.length),
                      step.narrow(0, segment.parameter_offset, segment.length), KernelMemory::kFused,
                      [&](int64_t /*begin*/, const at::Tensor& m, const at::Tensor& s) {

@@ -50,6 +50,8 @@ class Muon final : public ShardOptimizer {
 
   void update_matrices(const Slice& slice, const GroupOptions& group, const State& state, const at::Tensor& gradient,
                        double gradient_scale) const;
+  // The step of what the bucket has of a matrix, from its `flat` momentum: flat.
+  at::Tensor own_step(const Slice& slice, const BucketParameter& matrix, const at::Tensor& flat) const;
   // The slice's part of the bucket's update, before it is orthogonalised: [n] in the state type.
   at::Tensor blend_momentum(const GroupOptions& group, const State& state, const at::Tensor& gradient,
                             double gradient_scale) const;

@@ -19,10 +19,19 @@ class SliceExchange {
   virtual ~SliceExchange() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // In place sum over the ranks that hold the bucket's slices. Blocking.
+  // In place sum over the ranks that hold the bucket's slices or, of parts of parameters, the other parts. Blocking.
   virtual void sum(const at::Tensor& values) = 0;
   // Joins the slices [n] of all ranks to [size * n]. Blocking.
   virtual at::Tensor all_gather(const at::Tensor& slice) = 0;
+};
+
+// How the parts of a parameter meet, of which each rank of a tensor axis has one. `parameter`: its index.
+class PartExchange {
+ public:
+  virtual ~PartExchange() = default;
+  // The whole in new memory, from each rank's part, which has its shape. Blocking.
+  virtual at::Tensor whole(int64_t parameter, const at::Tensor& part) = 0;
+  virtual at::Tensor part(int64_t parameter, const at::Tensor& whole) const = 0;
 };
 
 // A slice as the optimizer keeps it. `segments` index `parameters`.
@@ -34,6 +43,7 @@ struct Slice {
   std::vector<Segment> bucket_segments;  // those in the whole bucket (slice_offset: inside the bucket)
   const std::vector<ParameterInfo>* parameters = nullptr;  // outlives the optimizer
   std::shared_ptr<SliceExchange> exchange;                 // never null
+  std::shared_ptr<PartExchange> parts = nullptr;           // null: the bucket's parameters are whole
 };
 
 }  // namespace ds::optimizers

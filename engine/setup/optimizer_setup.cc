@@ -6,9 +6,13 @@
 #include <utility>
 
 #include "compression/compressed_factory.h"
+#include "core/check.h"
 #include "core/split_tensor.h"
+#include "core/text_hash.h"
+#include "engine/agreement/shared_failure.h"
 #include "engine/setup/parameter_groups.h"
 #include "engine/setup/part_options.h"
+#include "engine/state/part_exchange.h"
 #include "optim/muon.h"
 #include "optim/optimizer_factory.h"
 #include "zero/partition.h"
@@ -58,12 +62,36 @@ void set_average_masks(compression::CompressedOptimizer& optimizer, const std::v
   }
 }
 
+// What Lamb and Muon exchange over a tensor axis goes by buckets: they have the same parameters on its ranks.
+void require_alike_over_axis(const ModelState& model, const std::string& type) {
+  if (!model.tensor || (type != "Lamb" && type != "Muon")) return;
+  std::string text;
+  for (size_t b = 0; b < model.buckets.size(); ++b) {
+    if (!model.is_part(b)) continue;
+    const zero::BucketLayout& layout = model.buckets[b].layout();
+    const int rank = model.plan.partition_optimizer ? model.ranks.groups.shards->rank() : 0;
+    for (const Segment& segment : layout.segments) text += cat(segment.parameter, ' ');
+    text += '/';
+    for (const Segment& segment : zero::slice_segments(layout, rank)) text += cat(segment.parameter, ' ');
+    text += '\n';
+  }
+  const auto hash = static_cast<int64_t>(fnv1a(text) >> 1);  // not negative
+  const int64_t largest = largest_of_ranks(hash, model.ranks.device, *model.tensor->ranks, "buckets of parts");
+  const int64_t smallest = -largest_of_ranks(-hash, model.ranks.device, *model.tensor->ranks, "buckets of parts");
+  require<ConfigError>(largest == smallest, "optimizer.type: ", type, " with tensor_parallel.autotp_size ",
+                       model.tensor->ranks->size(), " needs parts of one size on all ranks of the axis, found uneven ",
+                       "ones, which lie in other buckets or slices on each. Keep what does not divide whole (a rule ",
+                       "with Style::kWhole), or use Adam, AdamW, Adagrad, Lion or SGD");
+}
+
 // One for each bucket. Their states live where `model` has offloaded them.
 void add_slices(optimizers::ShardOptimizer& optimizer, const ModelState& model, bool writes) {
   const bool partition = model.plan.partition_optimizer;
   comm::Communicator& shards = *model.ranks.groups.shards;
   const auto exchange =
       partition && shards.size() > 1 ? zero::make_slice_exchange(shards) : zero::make_whole_exchange();
+  const auto sums = model.tensor ? make_part_sums(exchange, *model.tensor) : nullptr;
+  const auto parts = model.tensor ? make_part_exchange(*model.tensor, model.parameters) : nullptr;
   if (model.offloaded) optimizer.set_state_memory(model.offloaded->state_memory());
   for (size_t b = 0; b < model.buckets.size(); ++b) {
     const zero::BucketLayout& layout = model.buckets[b].layout();
@@ -75,7 +103,8 @@ void add_slices(optimizers::ShardOptimizer& optimizer, const ModelState& model, 
                            .segments = zero::slice_segments(layout, rank),
                            .bucket_segments = layout.segments,
                            .parameters = &model.infos,
-                           .exchange = exchange});
+                           .exchange = model.is_part(b) ? sums : exchange,
+                           .parts = model.is_part(b) ? parts : nullptr});
     };
     if (model.offloaded && writes) {
       model.offloaded->use(b, /*changes=*/true, add);
@@ -126,6 +155,7 @@ OptimizerGroups plan_groups(const config::OptimizerSection& section, const Model
 std::shared_ptr<optimizers::ShardOptimizer> build_optimizer(const ModelState& model,
                                                             const config::OptimizerSection& section,
                                                             const OptimizerGroups& groups) {
+  require_alike_over_axis(model, section.type);
   const optimizers::OptimizerOptions options = optimizer_options(section, groups.options);
   std::shared_ptr<compression::CompressedOptimizer> compressed;
   if (section.compresses()) {

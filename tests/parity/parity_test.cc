@@ -68,6 +68,20 @@ TEST(Parity, FrozenEmbeddings) {
                {.global_batch = 4, .frozen = true});
 }
 
+// Nothing but the config says what is split.
+TEST(Parity, LayersOverATensorAxis) {
+  const std::tuple<int, int, int, bool> jobs[] = {{2, 2, 0, true}, {2, 4, 2, false}, {2, 4, 3, false}, {4, 4, 1, true}};
+  for (const auto& [tensor, ranks, stage, tied] : jobs) {
+    SCOPED_TRACE("tensor " + std::to_string(tensor) + ", ranks " + std::to_string(ranks) + ", stage " +
+                 std::to_string(stage));
+    nlohmann::json config = reference_config(stage, 2 * tensor / ranks, 1);
+    config["tensor_parallel"] = {{"autotp_size", tensor}};
+    GptJob job{.config = config, .ranks = ranks};
+    if (tied) job.arguments.push_back("--tie_embeddings");
+    expect_curve(job, {.global_batch = 2, .tied = tied});
+  }
+}
+
 TEST(Parity, TwoGroupsOfTwoRanks) {
   const std::pair<const char*, int> jobs[] = {
       {"mics_shard_size", 1}, {"mics_shard_size", 2}, {"mics_shard_size", 3}, {"zero_hpz_partition_size", 3}};

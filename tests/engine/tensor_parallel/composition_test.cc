@@ -11,9 +11,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
-using Json = nlohmann::json;
-
-constexpr int kTwo = 2;
 
 TEST(TensorParallelWith, Accumulation) { expect_same_as_plain({.data = 2, .stage = 2, .accumulation = 3}); }
 
@@ -104,16 +101,89 @@ TEST(TensorParallelWith, CompressedGradients) {
   expect_same_as_one_rank(run, 2e-3, 0.1);
 }
 
-TEST(TensorParallelWith, WhatNeedsWholeTensorsIsRefusedByName) {
-  for (const char* const type : {"Lamb", "OneBitLamb", "Muon"}) {
-    test::run_ranks(kTwo, [&](comm::Communicator& world) {
-      GptRun run;
-      run.more = {{"optimizer", {{"type", type}}}};
-      EXPECT_THAT([&] { run.start(world, run.make()); },
-                  ThrowsMessage<ConfigError>(AllOf(HasSubstr("tensor_parallel.autotp_size: 2 excludes"),
-                                                   HasSubstr(std::string("optimizer.type: ") + type))));
-    });
+// Trust coefficients are of whole tensors.
+TEST(TensorParallelWith, Lamb) {
+  for (const int stage : {0, 2}) {
+    GptRun run{.data = 2, .stage = stage};
+    run.more = {{"optimizer", {{"type", "Lamb"}, {"params", {{"lr", 5e-3}, {"weight_decay", 0.01}}}}},
+                {"zero_allow_untested_optimizer", true}};
+    expect_same_as_one_rank(run, 1e-5, 1e-4);
   }
+}
+
+// Matrices are orthogonalised whole.
+TEST(TensorParallelWith, Muon) {
+  for (const int stage : {0, 2}) {
+    GptRun run{.data = 2, .stage = stage};
+    run.more = {{"optimizer", {{"type", "Muon"}, {"params", {{"lr", 5e-3}}}}}};
+    expect_same_as_one_rank(run, 1e-4, 1e-3);
+  }
+}
+
+TEST(TensorParallelWith, MuonOfUnevenPartsIsRefusedByName) {
+  GptRun run{.data = 2, .stage = 2, .model = small_gpt(/*tied=*/true)};
+  run.model.vocab = 500;
+  run.more = {{"optimizer", {{"type", "Muon"}, {"params", {{"lr", 5e-3}}}}},
+              {"zero_optimization", {{"reduce_bucket_size", 100000}}}};
+  auto rules = gpt_rules(run.model);
+  rules.back().grain = 100;  // 300 entries and 200: slices of the ranks begin in different matrices
+  test::run_ranks(4, [&](comm::Communicator& world) {
+    EXPECT_THAT(
+        [&] {
+          initialize({.model = run.make(),
+                      .config = run.config(),
+                      .split = rules,
+                      .communicator = {std::shared_ptr<void>(), &world}});
+        },
+        ThrowsMessage<ConfigError>(AllOf(HasSubstr("optimizer.type: Muon"), HasSubstr("uneven"))));
+  });
+}
+
+TEST(TensorParallelWith, WhatNeedsWholeTensorsIsRefusedByName) {
+  test::run_ranks(2, [&](comm::Communicator& world) {
+    GptRun run;
+    run.more = {{"optimizer", {{"type", "OneBitLamb"}}}};
+    EXPECT_THAT([&] { run.start(world, run.make()); },
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr("tensor_parallel.autotp_size: 2 excludes"),
+                                                 HasSubstr("optimizer.type: OneBitLamb"))));
+  });
+}
+
+TEST(TensorParallelWith, AProgramsOwnOptimizerIsRefusedByName) {
+  test::run_ranks(2, [&](comm::Communicator& world) {
+    const GptRun run;
+    const auto net = run.make();
+    const auto own = std::make_shared<torch::optim::AdamW>(net->parameters());
+    EXPECT_THAT(
+        [&] {
+          initialize({.model = net,
+                      .config = run.config(),
+                      .optimizer = own,
+                      .split = gpt_rules(run.model),
+                      .communicator = {std::shared_ptr<void>(), &world}});
+        },
+        ThrowsMessage<ConfigError>(HasSubstr("tensor_parallel.autotp_size: 2 excludes a client optimizer")));
+  });
+}
+
+// Forward only: all parameters are frozen.
+TEST(TensorParallelWith, EvaluationWithoutAnOptimizer) {
+  const GptRun run;
+  const GptBatch batch = gpt_batch(0, 0, run.model);
+  const double expected = run.make()->forward(batch.tokens, batch.targets).item<double>();
+  test::run_ranks(2, [&](comm::Communicator& world) {
+    nlohmann::json config = run.config();
+    config.erase("optimizer");
+    const auto net = run.make();
+    const auto engine = initialize({.model = net,
+                                    .config = config,
+                                    .split = gpt_rules(run.model),
+                                    .communicator = {std::shared_ptr<void>(), &world}})
+                            .engine;
+    const at::Tensor loss = net->forward(batch.tokens, batch.targets);
+    EXPECT_FALSE(loss.requires_grad());
+    EXPECT_NEAR(loss.item<double>(), expected, 1e-6);
+  });
 }
 
 }  // namespace

@@ -1,0 +1,118 @@
+// Dropout draws what plain torch draws in one process: ranks of a tensor axis go on from one seed. Ranks are processes,
+// since threads share a generator.
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/nn/functional/dropout.h>
+#include <torch/nn/module.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adamw.h>
+#include <torch/types.h>
+
+#include <cmath>
+#include <vector>
+
+#include "dsengine/engine.h"
+#include "dsengine/init_distributed.h"
+#include "tests/comm/meeting/launcher_environment.h"
+#include "tests/support/process_ranks.h"
+
+namespace ds::engine {
+namespace {
+
+constexpr int64_t kWide = 24;
+constexpr int kSteps = 50;
+constexpr int64_t kSeed = 77;
+
+struct Net : torch::nn::Module {
+  Net() {
+    const auto values = [](std::vector<int64_t> sizes, double shift) {
+      return at::arange(c10::multiply_integers(sizes), at::kFloat).add(shift).mul(0.7).sin().mul(0.3).view(sizes);
+    };
+    first = register_parameter("first", values({2 * kWide, kWide}, 1));
+    second = register_parameter("second", values({kWide, 2 * kWide}, 2));
+  }
+  at::Tensor loss(const at::Tensor& x) {
+    // Of parts, of what is whole, and of whole inputs.
+    const at::Tensor inner = at::dropout(at::tanh(at::linear(at::dropout(x, 0.1, true), first)), 0.3, true);
+    const at::Tensor out = at::dropout(at::linear(inner, second), 0.2, true);
+    return (out - x.sin()).pow(2).mean();
+  }
+  at::Tensor first, second;
+};
+
+at::Tensor batch(int64_t step, int data_rank) {
+  return at::arange(4 * kWide, at::kFloat).add(static_cast<double>(11 * step + 5 * data_rank)).cos().view({4, kWide});
+}
+
+struct Curve {
+  std::vector<double> losses, norms;
+};
+
+// One process with a stream of random numbers for each data-parallel rank.
+Curve plain(int data) {
+  Net net;
+  torch::optim::AdamW optimizer(net.parameters(), torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
+  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+  std::vector<at::Tensor> streams;
+  for (int rank = 0; rank < data; ++rank) {
+    torch::manual_seed(static_cast<uint64_t>(kSeed + rank));
+    streams.push_back(generator.get_state());
+  }
+  Curve curve;
+  for (int64_t step = 0; step < kSteps; ++step) {
+    optimizer.zero_grad();
+    double sum = 0;
+    for (int rank = 0; rank < data; ++rank) {
+      auto& stream = streams[static_cast<size_t>(rank)];
+      generator.set_state(stream);
+      const at::Tensor loss = net.loss(batch(step, rank)) / static_cast<double>(data);
+      stream = generator.get_state();
+      loss.backward();
+      sum += loss.item<double>();
+    }
+    curve.losses.push_back(sum);
+    curve.norms.push_back(torch::nn::utils::clip_grad_norm_(net.parameters(), 0.5));
+    optimizer.step();
+  }
+  return curve;
+}
+
+void expect_masks_of_one_process(const ds::testing::ProcessRank& ranks, int tensor, int stage) {
+  at::set_num_threads(1);
+  const comm::Rendezvous meeting = ranks.meet();
+  test::set_launcher_environment(meeting);
+  const nlohmann::json config = {
+      {"train_micro_batch_size_per_gpu", 4},
+      {"gradient_clipping", 0.5},
+      {"seed", kSeed},
+      {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}, {"weight_decay", 0.01}}}}},
+      {"zero_optimization", {{"stage", stage}, {"stage3_param_persistence_threshold", 0}}},
+      {"tensor_parallel", {{"autotp_size", tensor}}},
+      {"log_level", "warning"}};
+  const auto net = std::make_shared<Net>();
+  using enum parallel::Style;
+  const auto engine =
+      initialize({.model = net, .config = config, .split = {{"first", kColumn}, {"second", kRow}}}).engine;
+  Curve found;
+  for (int64_t step = 0; step < kSteps; ++step) {
+    const at::Tensor loss = net->loss(batch(step, engine->communicator().rank()));
+    at::Tensor mean = engine->backward(loss).to(at::kDouble).view({1}) / engine->dp_world_size();
+    engine->step();
+    if (engine->dp_world_size() > 1) engine->communicator().all_reduce(mean).wait();
+    found.losses.push_back(mean.item<double>());
+    found.norms.push_back(*engine->get_global_grad_norm());
+  }
+  const Curve expected = plain(engine->dp_world_size());
+  for (size_t i = 0; i < kSteps; ++i) {
+    EXPECT_NEAR(found.losses[i], expected.losses[i], 5e-6) << "step " << i;
+    EXPECT_NEAR(found.norms[i], expected.norms[i], 2e-5 * expected.norms[i]) << "step " << i;
+  }
+  engine->world().barrier();
+}
+
+DS_PROCESS_TEST(TensorParallelDropout, OverTwoRanks, 2) { expect_masks_of_one_process(ranks, 2, 0); }
+DS_PROCESS_TEST(TensorParallelDropout, OverTwoRanksTwice, 4) { expect_masks_of_one_process(ranks, 2, 3); }
+
+}  // namespace
+}  // namespace ds::engine
