@@ -7,6 +7,7 @@
 #include "engine/engine_impl.h"
 #include "engine/state/parameter_scope.h"
 #include "engine/state/parameter_values.h"
+#include "engine/update/finished_gradients.h"
 
 namespace ds::engine {
 namespace {
@@ -21,7 +22,7 @@ at::Tensor reduced_gradient(Engine::Impl& engine, const ParameterValues& values,
           ": expected the backward() of the last micro-batch of a step, found micro-batch ",
           engine.order.micro_batches_done() + 1, " of ", engine.order.micro_batches_of_update());
   engine.update->settle(Update::Next::kRead);
-  engine.state.gradients.reducer->finish();
+  finish_gradients(engine.state);
   return reducer.gradient(values.bucket());
 }
 

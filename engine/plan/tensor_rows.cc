@@ -16,7 +16,7 @@ void add_tensor_mode_rows(Plan& plan) {
                          "tensor_parallel.sequence_parallel: true"});
   }
   if (plan.tensor.overlap) {
-    plan.rows.push_back({"tp_overlap_comm", "no effect: sums over the axis are waited for where they are made",
+    plan.rows.push_back({"tp_overlap_comm", "sums of input gradients run beside the products of weight gradients",
                          "tensor_parallel.tp_overlap_comm: true"});
   }
   if (plan.tensor.verify) {

@@ -161,8 +161,9 @@ void add_splits(const TensorParts& parts, const ModelParameters& parameters, Pla
 std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const InitializeOptions& options,
                                                     const config::DsConfig& config) {
   if (!ranks.tensor) return nullptr;
-  require<ConfigError>(!config.tensor_parallel.sequence_parallel, "tensor_parallel.sequence_parallel: true: the engine ",
-                       "does not cut activations along the sequence in this version; remove the key");
+  const bool sequences = config.tensor_parallel.sequence_parallel;
+  require<ConfigError>(!sequences || !options.init, "tensor_parallel.sequence_parallel: true excludes a model that was ",
+                       "built under zero::Init; build it as it is, or on the meta device with .weights");
   torch::nn::Module& module = *options.model;
   const SplitRules split = rules_of(options, config);
   const auto samples = options.training_data ? std::optional(options.training_data.size()) : std::nullopt;
@@ -178,6 +179,9 @@ std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const In
   parts->world_ranks = ranks.mesh->layout().group_of(ranks.world->rank(), {comm::MeshAxis::kTensor});
   const auto axis = parallel::make_axis(ranks.tensor);
   axis->verify(config.tensor_parallel.verify);
+  axis->overlap(config.tensor_parallel.tp_overlap_comm);
+  axis->cut_sequences(sequences);
+  parts->sums_wholes = sequences;
   axis->tell_joins(false);  // the engine does, after the first step
   axis->watch_data([parts = parts.get()](const at::Tensor& plain) { parts->note_data(plain); });
   Values values(ranks, options);

@@ -86,6 +86,7 @@ struct ModelState {
     return !elsewhere && (!pipeline || pipeline->counts(bucket));
   }
   // Whether a trainable bucket has parts of parameters, other ones on each rank of the tensor axis.
+  bool is_summed(size_t bucket) const { return tensor && tensor->sums_wholes && !is_part(bucket); }
   bool is_part(size_t bucket) const { return buckets[bucket].parameters().front().part != nullptr; }
   // Whether a parameter or buffer is a copy of what another stage has.
   bool is_copy(const std::string& name) const { return pipeline && pipeline->is_copy(name); }

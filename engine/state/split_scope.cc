@@ -26,10 +26,15 @@ SplitScope::SplitScope(ModelState& state, const std::vector<at::Tensor>& paramet
   }
 }
 
+at::IntArrayRef SplitScope::sizes_of(const Shown& one) {
+  return one.part ? at::IntArrayRef(one.part->whole_sizes()) : one.leaf.sizes();
+}
+
 void SplitScope::show() {
   const at::NoGradGuard no_grad;
   for (Shown& one : all_) {
-    const at::Tensor whole = state_.tensor->joined(one.leaf.detach(), *one.part);
+    const at::Tensor whole =
+        one.part ? state_.tensor->joined(one.leaf.detach(), *one.part) : one.leaf.detach().clone();
     if (!modifies_) one.digest = zero::digest_of(whole);
     one.split = make_whole(one.parameter, whole);
     one.version = one.parameter._version();
@@ -41,7 +46,7 @@ void SplitScope::show() {
 std::optional<std::string> SplitScope::changed() const {
   for (size_t i = 0; i < shown_; ++i) {
     const at::Tensor values = all_[i].parameter.detach();
-    const bool is_same = values.sizes() == at::IntArrayRef(all_[i].part->whole_sizes()) &&
+    const bool is_same = values.sizes() == sizes_of(all_[i]) &&
                          values.scalar_type() == all_[i].leaf.scalar_type() &&
                          all_[i].parameter._version() == all_[i].version && zero::digest_of(values) == all_[i].digest;
     if (!is_same) return all_[i].name;
@@ -54,12 +59,11 @@ void SplitScope::share_wholes() {
   for (size_t i = 0; i < shown_; ++i) {
     const Shown& one = all_[i];
     at::Tensor values = one.parameter.detach();
-    require(values.sizes() == at::IntArrayRef(one.part->whole_sizes()), "gathered parameters: parameter ", one.name,
-            ": expected the shape ", at::IntArrayRef(one.part->whole_sizes()), " that it had, found ",
-            describe(values));
+    require(values.sizes() == sizes_of(one), "gathered parameters: parameter ", one.name, ": expected the shape ",
+            sizes_of(one), " that it had, found ", describe(values));
     values = values.to(one.leaf.device(), one.leaf.scalar_type()).contiguous();
     share_other(values);
-    one.leaf.detach().copy_(slice_of(values, *one.part));
+    one.leaf.detach().copy_(one.part ? slice_of(values, *one.part) : values);
   }
 }
 

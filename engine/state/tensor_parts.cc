@@ -10,7 +10,7 @@
 namespace ds::engine {
 
 std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter) {
-  if (!is_split(parameter)) return nullptr;
+  if (!is_split(parameter) || !placement_of(parameter).cut) return nullptr;
   const Placement& placement = placement_of(parameter);
   return std::make_shared<TensorPart>(parameter.sizes().vec(), *placement.cut, placement.axis->rank(),
                                       placement.axis->size());

@@ -24,7 +24,7 @@ inline at::Tensor trained_tensor(const at::Tensor& parameter) {
   return is_split(parameter) ? leaf_of(parameter) : parameter;
 }
 
-// Of a split parameter; null for another one.
+// Of a parameter that is cut; null for another one, also where its gradient is a sum over the axis.
 std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter);
 
 struct TensorParts {
@@ -37,6 +37,8 @@ struct TensorParts {
     at::Tensor parameter, leaf;
   };
   std::vector<SplitParameter> parameters;
+  bool sums_wholes = false;       // tensor_parallel.sequence_parallel: of whole parameters each rank has a part of the gradient
+  bool gradients_summed = false;  // and these parts have been added up since the last backward pass
   bool told_of_joins = false;
   int shown = 0;  // split parameters that are whole in open scopes
 

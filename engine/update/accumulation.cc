@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "engine/update/finished_gradients.h"
+
 namespace ds::engine {
 
 at::Tensor Accumulation::averaged(const at::Tensor& loss) const {
@@ -21,6 +23,7 @@ void Accumulation::begin_micro_batch(int64_t micro_batch) {
 void Accumulation::run(bool boundary, const std::function<void()>& pass, std::vector<char> in_pass) {
   zero::ParameterAccess& access = *parts_.state.access;
   const GradientParts& gradients = parts_.state.gradients;
+  go_on_with_gradients(parts_.state);
   access.begin_backward(/*update_follows=*/boundary);
   if (gradients.reduction) gradients.reduction->begin_pass(parts_.progress.global_steps, loss_scale());
   gradients.reducer->begin_backward(parts_.order.synchronizes(), boundary, std::move(in_pass));
@@ -44,7 +47,7 @@ void Accumulation::run(bool boundary, const std::function<void()>& pass, std::ve
 }
 
 void Accumulation::drop(bool unused) {
-  parts_.state.gradients.reducer->reset();
+  forget_gradients(parts_.state);
   parts_.batches.forget(unused);
   if (parts_.state.gradients.check) parts_.state.gradients.check->reset();
 }

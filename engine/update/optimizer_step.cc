@@ -19,6 +19,7 @@
 #include "engine/agreement/shared_failure.h"
 #include "engine/data/distributed_sampler.h"
 #include "engine/update/axis_agreement.h"
+#include "engine/update/finished_gradients.h"
 
 namespace ds::engine {
 namespace {
@@ -52,7 +53,7 @@ void OptimizerStep::run() {
   parts_.update.settle(Update::Next::kStep);
   judge_late();
   StepAgreement agreement(facts(), *parts_.state.ranks.part, parts_.state.ranks.device);
-  parts_.state.gradients.reducer->finish();
+  finish_gradients(parts_.state);
   reduce_tied();
   parts_.reporter.reductions_end();
   if (parts_.state.ranks.device.is_cpu()) {
@@ -244,7 +245,7 @@ void OptimizerStep::warn_of_zeros(double norm, bool none, int64_t step) {
 double OptimizerStep::clip(double max_norm) {
   const at::NoGradGuard no_grad;
   parts_.update.settle(Update::Next::kRead);
-  parts_.state.gradients.reducer->finish();
+  finish_gradients(parts_.state);
   clip_once_ = std::min(max_norm, clip_once_.value_or(max_norm));
   return global_norm() / parts_.accumulation.loss_scale();
 }

@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "core/check_time.h"
 #include "core/storage_memory.h"
+#include "engine/update/finished_gradients.h"
 
 namespace ds::engine {
 namespace {
@@ -60,7 +61,7 @@ void ShownGradients::show(After pass, double loss_scale) {
   memory_.assign(shown_.size(), nullptr);
   const char* const reason = reason_against(pass, loss_scale);
   readable_ = reason == nullptr;
-  if (!reason) state_.gradients.reducer->finish();
+  if (!reason) finish_gradients(state_);
   const CheckTime::Scope time;
   for (size_t b = 0; b < state_.buckets.size(); ++b) {
     const at::Tensor flat = reason ? at::Tensor() : state_.gradients.reducer->gradient(b);

@@ -1,0 +1,18 @@
+// Reduced gradients, as the optimizer and the program find them between the last backward() and step().
+//
+// With tensor_parallel.sequence_parallel whole parameters are summed ones (docs/tensor_parallel.md): of their gradients
+// each rank of the tensor axis has a part, beside the reduction over data-parallel ranks. These are added up here, once.
+#pragma once
+
+#include "engine/state/model_state.h"
+
+namespace ds::engine {
+
+// Waits for all reductions, and adds up what is summed. Collective.
+void finish_gradients(const ModelState& state);
+// Before a further backward pass adds to gradients that may have been finished: shares them out again.
+void go_on_with_gradients(const ModelState& state);
+// All gradients are dropped.
+void forget_gradients(const ModelState& state);
+
+}  // namespace ds::engine
