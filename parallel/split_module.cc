@@ -45,7 +45,7 @@ SplitPlan plan_for(const torch::OrderedDict<std::string, at::Tensor>& parameters
     const auto [entry, is_new] = seen.try_emplace(parameters[i].value().unsafeGetTensorImpl(), &plan[i]);
     const ParameterSplit& first = *entry->second;
     require(is_new || (first.dim == plan[i].dim && first.blocks == plan[i].blocks && first.grain == plan[i].grain &&
-                           first.join_output == plan[i].join_output),
+                       first.join_output == plan[i].join_output),
             "parameters ", first.name, " and ", plan[i].name,
             " are one tensor, but the rules split them otherwise: ", first.reason, "; ", plan[i].reason);
   }
@@ -224,7 +224,8 @@ at::Tensor redistribute(const at::Tensor& tensor, int64_t dim, const std::vector
                              placement.axis->size());
   if (placement.summed) {
     const Placement placed{.axis = placement.axis, .cut = cut};
-    return make_split(sliced_of_summed(part_of(tensor), placed).clone(at::MemoryFormat::Contiguous), placed, tensor.sizes());
+    return make_split(sliced_of_summed(part_of(tensor), placed).clone(at::MemoryFormat::Contiguous), placed,
+                      tensor.sizes());
   }
   if (!placement.cut) return distribute(part_of(tensor), axis_of(placement), dim, blocks);
   return make_split(exchanged(part_of(tensor), placement, cut, tensor.sizes()), {.axis = placement.axis, .cut = cut},
