@@ -87,8 +87,8 @@ class PartGradient : public autograd::Node {
   // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): autograd's signature
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     if (!gradients[0].defined()) return {at::Tensor()};
-    return {make_split(gradients[0], placement_.summed ? Placement{.axis = placement_.axis, .addend = true} : placement_,
-                       sizes_)};
+    return {make_split(gradients[0],
+                       placement_.summed ? Placement{.axis = placement_.axis, .addend = true} : placement_, sizes_)};
   }
 
  private:

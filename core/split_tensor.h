@@ -39,8 +39,8 @@ class SplitAxis {
 struct Placement {
   std::shared_ptr<SplitAxis> axis;
   std::optional<Cut> cut;
-  // Every rank has the whole, and a part of its gradient, which is the sum of these over the axis. Used by an operator on
-  // parts the tensor gets the part of the gradient that comes of them, used by a plain one 1/T of the whole.
+  // Every rank has the whole, and a part of its gradient, which is the sum of these over the axis. Used by an operator
+  // on parts the tensor gets the part of the gradient that comes of them, used by a plain one 1/T of the whole.
   bool summed = false;
   // The whole is the sum of what the ranks have: the gradient of a summed tensor.
   bool addend = false;
@@ -63,8 +63,8 @@ at::Tensor slice_of(const at::Tensor& whole, const TensorPart& part);
 void copy_part_into(const at::Tensor& whole, const at::Tensor& part, const Cut& cut, int index, int count);
 
 // Makes `parameter`, which others hold too (members of a module), a split tensor in place, cut or summed: it keeps its
-// identity and loses its memory. Returns the leaf, a plain tensor with this rank's part, which alone is trained; `part` becomes it.
-// `name` is for messages.
+// identity and loses its memory. Returns the leaf, a plain tensor with this rank's part, which alone is trained; `part`
+// becomes it. `name` is for messages.
 at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placement, const at::Tensor& part,
                            std::string name);
 // Of a split parameter: name and leaf. Empty and undefined for another split tensor.

@@ -230,7 +230,8 @@ at::Tensor redistribute(const at::Tensor& tensor, int64_t dim, const std::vector
                              placement.axis->size());
   if (placement.summed) {
     const Placement placed{.axis = placement.axis, .cut = cut};
-    return make_split(sliced_of_summed(part_of(tensor), placed).clone(at::MemoryFormat::Contiguous), placed, tensor.sizes());
+    return make_split(sliced_of_summed(part_of(tensor), placed).clone(at::MemoryFormat::Contiguous), placed,
+                      tensor.sizes());
   }
   if (!placement.cut) return distribute(part_of(tensor), axis_of(placement), dim, blocks);
   return make_split(exchanged(part_of(tensor), placement, cut, tensor.sizes()), {.axis = placement.axis, .cut = cut},

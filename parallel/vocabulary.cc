@@ -22,8 +22,9 @@ at::Tensor log_probabilities(const at::Tensor& scores, const at::Tensor& targets
 }
 
 at::Tensor entropy(const at::Tensor& scores) {
-  require(scores.dim() >= 1 && scores.is_floating_point(), "entropy() takes floating-point scores [..., classes], found ",
-          c10::toString(scores.scalar_type()), " scores of sizes ", scores.sizes());
+  require(scores.dim() >= 1 && scores.is_floating_point(),
+          "entropy() takes floating-point scores [..., classes], found ", c10::toString(scores.scalar_type()),
+          " scores of sizes ", scores.sizes());
   const at::Tensor logarithms = at::log_softmax(scores.to(wide_type(scores.scalar_type())), -1);
   const at::Tensor probabilities = logarithms.exp();
   // 0 times minus infinity is no number.

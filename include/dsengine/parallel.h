@@ -40,8 +40,8 @@ namespace ds::parallel {
 class Axis;
 class SummedGradients;
 
-// A module that knows how it is split: a base class beside torch::nn::Module (or Cloneable). parallelize_module asks every
-// module that has it; patterns are relative to the module's own name, and "" is the module itself.
+// A module that knows how it is split: a base class beside torch::nn::Module (or Cloneable). parallelize_module asks
+// every module that has it; patterns are relative to the module's own name, and "" is the module itself.
 struct HasSplits {
   HasSplits() = default;
   HasSplits(const HasSplits&) = default;
@@ -62,9 +62,9 @@ struct ParallelizeOptions {
   // are sent, and activations between layers take one T-th of the memory. Gradients of whole parameters are then parts
   // on each rank: SplitModule::reduce_summed_gradients.
   bool sequence_parallel = false;
-  // DeepSpeed's tp_overlap_comm: the sum over the ranks of the gradient of a column layer's input (with sequence_parallel
-  // the reduce-scatter) runs beside the product that gives its weight's gradient. The same bits. Gains where the
-  // communicator works by itself (GPUs, a core to spare); not under autocast.
+  // DeepSpeed's tp_overlap_comm: the sum over the ranks of the gradient of a column layer's input (with
+  // sequence_parallel the reduce-scatter) runs beside the product that gives its weight's gradient. The same bits.
+  // Gains where the communicator works by itself (GPUs, a core to spare); not under autocast.
   bool overlap = false;
 };
 
@@ -92,17 +92,16 @@ struct SplitModule {
   // with sequence_parallel, by the names of named_leaves.
   std::vector<std::pair<std::string, at::Tensor>> summed_leaves() const;
   // Adds up the gradients of summed_leaves() over the ranks: after the last backward pass, before the optimizer's step.
-  // Nothing where none has arrived since the last time. Collective. A backward pass afterwards, before the gradients are
-  // dropped, throws UsageError.
+  // Nothing where none has arrived since the last time. Collective. A backward pass afterwards, before the gradients
+  // are dropped, throws UsageError.
   void reduce_summed_gradients() const;
   // Drops the leaves' gradients. zero_grad() of the module does not reach parts: its own parameters are no leaves.
   void zero_grad() const;
   // Scales all gradients so that their norm (L2, of the whole model: parts added up over the axis, whole parameters
   // counted once) is at most max_norm, and returns the norm before, the same on all ranks. A norm that is not finite is
-  // used as it is, as torch's. Calls reduce_summed_gradients() first. Collective. torch::nn::utils::clip_grad_norm_ on leaves()
-  // would take another norm on each rank, and whole parameters would drift apart. Throws UsageError for a max_norm that
-  // is not above 0.
-  // NOLINTNEXTLINE(readability-identifier-naming): torch's name
+  // used as it is, as torch's. Calls reduce_summed_gradients() first. Collective. torch::nn::utils::clip_grad_norm_ on
+  // leaves() would take another norm on each rank, and whole parameters would drift apart. Throws UsageError for a
+  // max_norm that is not above 0. NOLINTNEXTLINE(readability-identifier-naming): torch's name
   double clip_grad_norm_(double max_norm) const;
   // Since the start, or since reset.
   std::vector<JoinedOperator> joined_operators() const;
@@ -110,9 +109,10 @@ struct SplitModule {
 };
 
 // Splits the module's parameters in place over the ranks of `communicator`; every rank calls it with the same module
-// and rules, which go before those that its modules declare (HasSplits). Values are rank 0's. Parameters keep their identity (members, tied names) and lose their memory; gradients
-// they had are dropped. Not to be moved to another device or dtype afterwards. Throws UsageError as plan_splits, and
-// when a parameter is split already, has a history, or is tied to one that another rule splits otherwise.
+// and rules, which go before those that its modules declare (HasSplits). Values are rank 0's. Parameters keep their
+// identity (members, tied names) and lose their memory; gradients they had are dropped. Not to be moved to another
+// device or dtype afterwards. Throws UsageError as plan_splits, and when a parameter is split already, has a history,
+// or is tied to one that another rule splits otherwise.
 SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::Communicator> communicator,
                                const std::vector<SplitRule>& rules, const ParallelizeOptions& options = {});
 
@@ -127,16 +127,16 @@ at::Tensor distribute(const at::Tensor& tensor, const std::shared_ptr<Axis>& axi
 at::Tensor redistribute(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& blocks = {});
 // The plain whole: an all-gather. A tensor that is not split stays as it is.
 at::Tensor whole(const at::Tensor& tensor);
-// This rank's part, plain, with its history; of a whole parameter under sequence_parallel the leaf, whose gradient is to
-// be added up. A tensor that is not split stays as it is. What a program computes of it
-// differs by rank: a whole parameter used on it gets this rank's part of its gradient alone, which nobody adds up.
+// This rank's part, plain, with its history; of a whole parameter under sequence_parallel the leaf, whose gradient is
+// to be added up. A tensor that is not split stays as it is. What a program computes of it differs by rank: a whole
+// parameter used on it gets this rank's part of its gradient alone, which nobody adds up.
 at::Tensor local_part(const at::Tensor& tensor);
 bool is_split(const at::Tensor& tensor);
 
 // Of scores [..., classes], which may be split along the classes (a vocabulary), without joining them; differentiable,
 // float32 for 16-bit scores. Ranks exchange a few numbers of each row.
-// The logarithm of the softmax at `targets` [...], whole numbers; 0 where a target is ignore_index. Throws UsageError for
-// other sizes or dtypes.
+// The logarithm of the softmax at `targets` [...], whole numbers; 0 where a target is ignore_index. Throws UsageError
+// for other sizes or dtypes.
 at::Tensor log_probabilities(const at::Tensor& scores, const at::Tensor& targets, int64_t ignore_index = -100);
 // Of the softmax, in nats: [...]. A class with a score of minus infinity counts nothing.
 at::Tensor entropy(const at::Tensor& scores);

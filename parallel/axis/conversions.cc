@@ -80,7 +80,8 @@ Conversion inverse_of(const Conversion& conversion) {
 
 at::Tensor exchange_parts(const at::Tensor& part, const Placement& from, const Cut& to, c10::IntArrayRef sizes) {
   if (from.cut->dim != to.dim) return all_to_all_parts(part, from, to, sizes);
-  return slice_of(all_gather_parts(part, from, sizes), {.axis = from.axis, .cut = to}).clone(at::MemoryFormat::Contiguous);
+  return slice_of(all_gather_parts(part, from, sizes), {.axis = from.axis, .cut = to})
+      .clone(at::MemoryFormat::Contiguous);
 }
 
 at::Tensor padded(const at::Tensor& part, const Placement& placement, c10::IntArrayRef sizes) {

@@ -107,10 +107,10 @@ at::Tensor Call::shared_for_parts(size_t i) const {
     if (converted.defined() && is_converted_from(converted, operand.tensor)) return converted;
   }
   const bool overlaps = axis_->overlaps() && with_grad && operand.tensor.requires_grad();
-  const at::Tensor result = !overlaps            ? for_parts(operand)
-                            : operand.is_split() ? joined_for_parts_overlapped(operand.tensor, placed(*operand.cut),
-                                                                               operand.sizes)
-                                                 : used_in_part_overlapped(operand.tensor, axis_);
+  const at::Tensor result = !overlaps ? for_parts(operand)
+                            : operand.is_split()
+                                ? joined_for_parts_overlapped(operand.tensor, placed(*operand.cut), operand.sizes)
+                                : used_in_part_overlapped(operand.tensor, axis_);
   last = SharedConversion{.from = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
                           .to = c10::weak_intrusive_ptr<c10::TensorImpl>(result.getIntrusivePtr()),
                           .axis = axis_.get(),
@@ -142,7 +142,8 @@ void broadcast(Sizes& result, const Sizes& sizes) {
 int64_t elements_of(c10::IntArrayRef sizes) { return c10::multiply_integers(sizes); }
 
 void require_changeable(const at::Tensor& split, const std::string& op) {
-  require(placement_of(split).cut.has_value() || placement_of(split).summed, op, " would change a view of a tensor that was joined from its parts, ",
+  require(placement_of(split).cut.has_value() || placement_of(split).summed, op,
+          " would change a view of a tensor that was joined from its parts, ",
           "and the parts would not change; change the tensor itself, or a clone() of the view");
   require(!(at::GradMode::is_enabled() && split.is_leaf() && split.requires_grad()), op,
           " would change in place a leaf that requires a gradient; do it under torch::NoGradGuard");

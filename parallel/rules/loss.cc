@@ -32,15 +32,21 @@ struct ClassLoss {
 // Weights that are trained get a gradient of smoothed losses: those are left to joins.
 bool has_fitting_weight(const ClassLoss& loss) {
   const Operand& weight = loss.weight;
-  return !weight.defined() || (weight.dim() == 1 && weight.sizes[0] == loss.scores.sizes[1] &&
-                               weight.tensor.scalar_type() == loss.scores.tensor.scalar_type() &&
-                               !weight.tensor.requires_grad());
+  return !weight.defined() ||
+         (weight.dim() == 1 && weight.sizes[0] == loss.scores.sizes[1] &&
+          weight.tensor.scalar_type() == loss.scores.tensor.scalar_type() && !weight.tensor.requires_grad());
 }
 
 bool is_class_loss(const ClassLoss& loss) {
   return loss.scores.dim() == 2 && loss.target.dim() == 1 && loss.target.sizes[0] == loss.scores.sizes[0] &&
          elements_of(loss.scores.sizes) > 0 && loss.scores.tensor.is_floating_point() &&
          loss.target.tensor.scalar_type() == at::kLong && has_fitting_weight(loss);
+}
+
+// Both are on autocast's list.
+void widen(ClassLoss& loss) {
+  loss.scores.tensor = widened_by_autocast(loss.scores.tensor);
+  if (loss.weight.defined()) loss.weight.tensor = widened_by_autocast(loss.weight.tensor);
 }
 
 at::Tensor kept_rows(const ClassLoss& loss, const at::Tensor& target) { return target.ne(loss.ignored); }
@@ -70,9 +76,9 @@ at::Tensor smoothing_sums(const Call& call, const ClassLoss& loss, const at::Ten
 }
 
 // Scores of classes are cut (Megatron-LM, section 3). With z the greatest score, S the sum of exp(x - z) and t the
-// target's x - z: the loss is log S - t, smoothed by a, log S - (1 - a) t - a mean(x - z), over all classes; with weights
-// w of the classes, (1 - a) w_t (log S - t) + a (mean(w) log S - mean(w (x - z))). Ranks exchange the greatest, and the
-// sums in one collective.
+// target's x - z: the loss is log S - t, smoothed by a, log S - (1 - a) t - a mean(x - z), over all classes; with
+// weights w of the classes, (1 - a) w_t (log S - t) + a (mean(w) log S - mean(w (x - z))). Ranks exchange the greatest,
+// and the sums in one collective.
 Outcome class_loss_of_parts(Call& call, const ClassLoss& loss) {
   const std::optional<DimRange> range = own_range(call, loss.scores);
   if (!range || loss.target.is_split() || !every_rank_has_some(call, loss.scores)) return Outcome::kJoin;
@@ -91,7 +97,8 @@ Outcome class_loss_of_parts(Call& call, const ClassLoss& loss) {
   if (loss.weight.defined()) losses = losses * weights.to(wide);
   if (loss.smoothing > 0) {
     const auto classes = static_cast<double>(loss.scores.sizes[1]);
-    const at::Tensor total = loss.weight.defined() ? log_sum * call.plain(loss.weight).to(wide).sum() : log_sum * classes;
+    const at::Tensor total =
+        loss.weight.defined() ? log_sum * call.plain(loss.weight).to(wide).sum() : log_sum * classes;
     losses = losses * (1 - loss.smoothing) + (total - sums[2]) * (loss.smoothing / classes);
   }
   losses = losses.masked_fill(kept.logical_not(), 0);
@@ -150,8 +157,9 @@ Outcome cross_entropy(Call& call) {
                  .reduction = call.argument(3).toInt(),
                  .ignored = call.argument(4).toInt(),
                  .smoothing = call.argument(5).toDouble()};
-  if (!is_class_loss(loss) || !loss.scores.is_split()) return Outcome::kJoin;
-  loss.scores.tensor = widened_by_autocast(loss.scores.tensor);
+  if (!loss.scores.is_split()) return Outcome::kJoin;
+  widen(loss);
+  if (!is_class_loss(loss)) return Outcome::kJoin;
   return loss.scores.cut->dim == 1 ? class_loss_of_parts(call, loss) : class_loss_of_rows(call, loss);
 }
 
@@ -169,13 +177,14 @@ Outcome negative_log_likelihood(Call& call) {
                  .reduction = call.argument(3).toInt(),
                  .ignored = call.argument(4).toInt(),
                  .smoothing = 0};
-  if (!is_class_loss(loss) || !loss.scores.is_split() || loss.scores.cut->dim != 1) return Outcome::kJoin;
+  if (!loss.scores.is_split() || loss.scores.cut->dim != 1) return Outcome::kJoin;
+  widen(loss);
+  if (!is_class_loss(loss)) return Outcome::kJoin;
   const std::optional<DimRange> range = own_range(call, loss.scores);
   if (!range || loss.target.is_split() || !every_rank_has_some(call, loss.scores)) return Outcome::kJoin;
   const at::Tensor kept = kept_rows(loss, loss.target.tensor);
   require_in_range(loss.target.tensor, loss.scores.sizes[1], kept.logical_not());
   const auto [own, elsewhere] = own_indices(loss.target.tensor, *range);
-  loss.scores.tensor = widened_by_autocast(loss.scores.tensor);
   const at::Tensor of_target = at::gather(loss.scores.tensor, 1, own.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0);
   at::Tensor losses = -summed(of_target, call.axis()).masked_fill(kept.logical_not(), 0);
   const at::Tensor weights = row_weights(call, loss, loss.target.tensor);

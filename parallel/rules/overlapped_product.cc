@@ -79,8 +79,7 @@ at::Tensor with_overlapped_gradients(const at::Tensor& product, const LayerFacto
   }
   of_weight->set_next_edges(std::move(edges));
   of_weight->add_input_metadata(product);
-  const auto of_input =
-      std::shared_ptr<LayerInputBackward>(new LayerInputBackward(factors), autograd::deleteNode);
+  const auto of_input = std::shared_ptr<LayerInputBackward>(new LayerInputBackward(factors), autograd::deleteNode);
   of_input->set_next_edges({autograd::impl::gradient_edge(factors.x), autograd::Edge(of_weight, 0)});
   at::Tensor result = product;
   autograd::set_history(result, of_input);

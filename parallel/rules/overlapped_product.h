@@ -1,5 +1,5 @@
-// A product with a matrix of weights whose weight's gradient is computed beside the sum of the input's gradient over the
-// ranks (Megatron-LM's asynchronous tensor-parallel all-reduce; DeepSpeed's tp_overlap_comm).
+// A product with a matrix of weights whose weight's gradient is computed beside the sum of the input's gradient over
+// the ranks (Megatron-LM's asynchronous tensor-parallel all-reduce; DeepSpeed's tp_overlap_comm).
 #pragma once
 
 #include <ATen/core/Tensor.h>

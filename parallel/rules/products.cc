@@ -57,7 +57,7 @@ struct Product {
   Factor w;
   Letters of_result;
   std::function<at::Tensor(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias)> multiply;
-  Operand bias;  // along the result's last dimension, the columns; undefined: none
+  Operand bias;          // along the result's last dimension, the columns; undefined: none
   bool of_layer = true;  // with a matrix of weights
 };
 

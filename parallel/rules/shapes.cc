@@ -100,8 +100,11 @@ Outcome transpose(Call& call) {
   if (a < 0 || b < 0 || a >= x.dim() || b >= x.dim() || (!named && x.dim() != 2)) return Outcome::kJoin;
   std::swap(x.sizes[a], x.sizes[b]);
   const int64_t dim = x.cut->dim;
-  const at::Tensor result =
-      call.split(x.tensor.transpose(a, b), along(*x.cut, dim == a ? b : dim == b ? a : dim), x.sizes);
+  const at::Tensor result = call.split(x.tensor.transpose(a, b),
+                                       along(*x.cut, dim == a   ? b
+                                                     : dim == b ? a
+                                                                : dim),
+                                       x.sizes);
   if (joins_output(call.given(0))) mark_joins_output(result);
   return call.finish(result);
 }

@@ -43,10 +43,9 @@ struct Model : torch::nn::Module {
   explicit Model(bool with_regions) : regions(with_regions) {
     embedding = register_module("embedding", torch::nn::Embedding(48, 32));
     for (const char* name : {"first", "second"}) blocks.push_back(register_module(name, std::make_shared<Block>()));
-    encoder = register_module(
-        "encoder",
-        torch::nn::TransformerEncoderLayer(torch::nn::TransformerEncoderLayerOptions(32, 4).dim_feedforward(64).dropout(
-            0.2)));
+    encoder = register_module("encoder",
+                              torch::nn::TransformerEncoderLayer(
+                                  torch::nn::TransformerEncoderLayerOptions(32, 4).dim_feedforward(64).dropout(0.2)));
   }
   at::Tensor forward(const at::Tensor& tokens) {
     at::Tensor x = at::dropout(embedding(tokens), 0.1, true);
@@ -79,12 +78,13 @@ void expect_masks_of_one_process(const std::shared_ptr<comm::Communicator>& comm
   expected.backward();
   const double next = at::rand({1}).item<double>();
   const auto model = new_model(regions);
-  const SplitModule split = parallelize_module(*model, communicator,
-                                               {{.pattern = ".*qkv|.*in_proj_.*", .style = kColumn, .blocks = {32, 32, 32}},
-                                                {.pattern = ".*fc|.*linear1", .style = kColumn},
-                                                {.pattern = ".*out|.*proj|.*linear2|.*out_proj", .style = kRow},
-                                                {.pattern = "embedding", .style = kVocabulary}},
-                                               {.sequence_parallel = cut});
+  const SplitModule split =
+      parallelize_module(*model, communicator,
+                         {{.pattern = ".*qkv|.*in_proj_.*", .style = kColumn, .blocks = {32, 32, 32}},
+                          {.pattern = ".*fc|.*linear1", .style = kColumn},
+                          {.pattern = ".*out|.*proj|.*linear2|.*out_proj", .style = kRow},
+                          {.pattern = "embedding", .style = kVocabulary}},
+                         {.sequence_parallel = cut});
   torch::manual_seed(9);
   const at::Tensor loss = model->forward(tokens);
   EXPECT_LE(relative_error(loss, expected), 1e-12) << what;

@@ -34,14 +34,13 @@ TEST(JoinOutput, GivesPlainTensorsAndTheSameGradients) {
       const std::vector<SplitRule> rules = {{.pattern = "embedding", .style = kRow, .join_output = true},
                                             {.pattern = "first", .style = style, .join_output = true},
                                             {.pattern = "second", .style = kColumn, .join_output = true}};
-      expect_same_as_whole<Layers>(
-          [] { return std::make_shared<Layers>(); },
-          [&](Layers& layers) {
-            const at::Tensor loss = layers.forward(tokens);
-            for (const at::Tensor& output : layers.outputs) EXPECT_FALSE(is_split(output));
-            return loss;
-          },
-          {.ranks = 2, .rules = rules, .tolerance = 2e-6, .sequence_parallel = cut});
+      expect_same_as_whole<Layers>([] { return std::make_shared<Layers>(); },
+                                   [&](Layers& layers) {
+                                     const at::Tensor loss = layers.forward(tokens);
+                                     for (const at::Tensor& output : layers.outputs) EXPECT_FALSE(is_split(output));
+                                     return loss;
+                                   },
+                                   {.ranks = 2, .rules = rules, .tolerance = 2e-6, .sequence_parallel = cut});
     }
   }
 }

@@ -69,12 +69,8 @@ TEST(Overlap, GivesAGptTheSameBits) {
   for (const bool regions : {false, true}) {
     expect_same_bits<gpt::Gpt>(
         [&] {
-          auto model = std::make_shared<gpt::Gpt>(gpt::GptConfig{.layers = 2,
-                                                                 .hidden = 32,
-                                                                 .heads = 4,
-                                                                 .seq_len = 16,
-                                                                 .vocab = 64,
-                                                                 .activation_checkpointing = regions});
+          auto model = std::make_shared<gpt::Gpt>(gpt::GptConfig{
+              .layers = 2, .hidden = 32, .heads = 4, .seq_len = 16, .vocab = 64, .activation_checkpointing = regions});
           gpt::initialize_weights(*model, 3);
           return model;
         },

@@ -71,6 +71,8 @@ TEST(Precision, ResultsUnderAutocastHaveThePlainDtypes) {
   const std::vector<std::pair<std::string, Run>> runs = {
       {"cross entropy", [&](const at::Tensor& t) { return at::cross_entropy_loss(t, target); }},
       {"cross entropy of rows", [&](const at::Tensor& t) { return at::cross_entropy_loss(t, target, {}, 0); }},
+      {"weighted cross entropy",
+       [&](const at::Tensor& t) { return at::cross_entropy_loss(t, target, at::arange(1, 9).to(at::kFloat)); }},
       {"nll", [&](const at::Tensor& t) { return at::nll_loss_nd(t.log_softmax(1), target); }},
       {"mse", [](const at::Tensor& t) { return at::mse_loss(t, t * 2); }},
       {"softmax", [](const at::Tensor& t) { return t.softmax(1); }},
@@ -106,7 +108,7 @@ TEST(Precision, ResultsUnderAutocastHaveThePlainDtypes) {
 }
 
 TEST(Precision, AGptUnderAutocastIsThePlainOne) {
-  for (const bool whole_logits : {false, true}) {
+  for (const auto& [whole_logits, cut] : {std::pair{false, false}, {true, false}, {true, true}}) {
     gpt::GptConfig config{.layers = 2, .hidden = 64, .heads = 4, .seq_len = 16, .vocab = 96};
     config.whole_logits = whole_logits;
     const auto make = [&] {
@@ -128,7 +130,9 @@ TEST(Precision, AGptUnderAutocastIsThePlainOne) {
                                               {.pattern = ".*fc", .style = kColumn},
                                               {.pattern = ".*mlp.proj", .style = kRow},
                                               {.pattern = "wte|head", .style = kVocabulary}},
-                                    .tolerance = 3e-2});
+                                    .tolerance = 3e-2,
+                                    .sequence_parallel = cut,
+                                    .overlap = cut});
   }
 }
 

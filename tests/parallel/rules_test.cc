@@ -103,9 +103,10 @@ double tolerance_of(at::ScalarType dtype) { return dtype == at::kDouble ? 1e-12 
 std::string describe_placements(const Placements& placements) {
   std::string result;
   for (const auto& [cut, summed] : placements) {
-    result += summed ? " summed" : cut ? " " + std::to_string(cut->dim) + "x" + std::to_string(cut->repeats) +
-                        (cut->order == PartOrder::kZigzag ? "z" : "")
-                  : " whole";
+    result += summed ? " summed"
+              : cut  ? " " + std::to_string(cut->dim) + "x" + std::to_string(cut->repeats) +
+                          (cut->order == PartOrder::kZigzag ? "z" : "")
+                    : " whole";
   }
   return result;
 }

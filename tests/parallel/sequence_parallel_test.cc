@@ -79,12 +79,10 @@ TEST(SequenceParallel, AnUnevenNumberOfTokensIsAddedUpWhole) {
 }
 
 TEST(SequenceParallel, WithASenselessPlan) {
-  const std::vector<SplitRule> rules = {{.pattern = ".*qkv", .style = kColumn},
-                                        {.pattern = ".*attn.proj", .style = kColumn},
-                                        {.pattern = ".*fc.weight", .style = kRow},
-                                        {.pattern = ".*mlp.proj.weight", .style = kRow},
-                                        {.pattern = "wpe", .style = kRow},
-                                        {.pattern = ".*ln1.weight", .style = kColumn}};
+  const std::vector<SplitRule> rules = {
+      {.pattern = ".*qkv", .style = kColumn},    {.pattern = ".*attn.proj", .style = kColumn},
+      {.pattern = ".*fc.weight", .style = kRow}, {.pattern = ".*mlp.proj.weight", .style = kRow},
+      {.pattern = "wpe", .style = kRow},         {.pattern = ".*ln1.weight", .style = kColumn}};
   expect_cut_gpt(gpt_of(false), {.ranks = 2, .rules = rules, .joins = true});
 }
 
@@ -221,8 +219,7 @@ TEST(SequenceParallel, WholeParametersAreTensorsAsBefore) {
     loss.backward();
     split.reduce_summed_gradients();
     const at::Tensor columns = at::tensor({4.0, 6.0, 8.0, 10.0});
-    const at::Tensor expected =
-        columns + 5 + split.leaves()[0] * 2 + columns.view({2, 2}).t().contiguous().view({4});
+    const at::Tensor expected = columns + 5 + split.leaves()[0] * 2 + columns.view({2, 2}).t().contiguous().view({4});
     EXPECT_LE(relative_error(split.leaves()[0].grad(), expected), 1e-6);
     EXPECT_TRUE(split.joined_operators().empty());
     // And in place, of a tensor that is made of it.

@@ -46,6 +46,7 @@ struct SplitCase {
   bool joins = false;  // operators may be joined
   bool verify = false;
   bool sequence_parallel = false;
+  bool overlap = false;
 };
 
 // Makes one module a rank with equal values (a seed is set, one rank after another).
@@ -67,9 +68,9 @@ void expect_same_as_whole(const std::function<std::shared_ptr<Module>()>& make,
   const auto gradients = reference->named_parameters();
   test::run_ranks(wanted.ranks, [&](comm::Communicator& communicator) {
     const std::shared_ptr<Module> module = made_alike(make);
-    const SplitModule split =
-        parallelize_module(*module, shared(communicator), wanted.rules,
-                           {.verify = wanted.verify, .sequence_parallel = wanted.sequence_parallel});
+    const SplitModule split = parallelize_module(
+        *module, shared(communicator), wanted.rules,
+        {.verify = wanted.verify, .sequence_parallel = wanted.sequence_parallel, .overlap = wanted.overlap});
     const at::Tensor loss = whole(loss_of(*module));
     EXPECT_LE(relative_error(loss, expected), wanted.tolerance) << "loss";
     loss.backward();

@@ -51,8 +51,8 @@ void expect_traffic(const std::shared_ptr<Module>& module, comm::Communicator& c
   EXPECT_EQ(backward.calls, 2 * layers + 1);
 }
 
-// With sequence parallelism a reduce-scatter and an all-gather take the place of each all-reduce: as many bytes, forward
-// and backward. The gradients of whole parameters are added up at the end, in one all-reduce.
+// With sequence parallelism a reduce-scatter and an all-gather take the place of each all-reduce: as many bytes,
+// forward and backward. The gradients of whole parameters are added up at the end, in one all-reduce.
 void expect_traffic_of_cut_sequences(gpt::Gpt& module, comm::Communicator& communicator,
                                      const std::vector<SplitRule>& rules, int64_t layers, int64_t hidden) {
   const at::Tensor tokens = at::arange(kBatch * kTime).view({kBatch, kTime}) * 5 % 64;

@@ -21,7 +21,8 @@ double tolerance_for(at::ScalarType dtype) { return dtype == at::kDouble ? 1e-12
 using Computation = std::function<at::Tensor(const at::Tensor& scores)>;
 
 // `run` on scores that are cut along `dim` against `expected` on whole ones: result, dtype and gradient.
-void expect_alike(const at::Tensor& values, int64_t dim, const Computation& run, const Computation& expected, const std::string& what) {
+void expect_alike(const at::Tensor& values, int64_t dim, const Computation& run, const Computation& expected,
+                  const std::string& what) {
   const at::Tensor plain = values.clone().requires_grad_();
   const at::Tensor wanted = expected(plain);
   const at::Tensor weights = at::arange(wanted.numel(), at::kDouble).view(wanted.sizes()).cos() + 1.5;
@@ -58,9 +59,8 @@ TEST(Vocabulary, CrossEntropyIsTheWholeOne) {
             for (const at::Tensor& target : {targets, some_ignored}) {
               const at::Tensor class_weights = at::arange(1, kClasses + 1).to(dtype) / 4;
               const Computation run = [&](const at::Tensor& scores) {
-                return at::cross_entropy_loss(scores, target,
-                                              weighted ? std::optional(class_weights) : std::nullopt, reduction, -100,
-                                              smoothing);
+                return at::cross_entropy_loss(scores, target, weighted ? std::optional(class_weights) : std::nullopt,
+                                              reduction, -100, smoothing);
               };
               expect_alike(scores_of({6, kClasses}, dtype), dim, run, run,
                            std::string("cross entropy, ") + c10::toString(dtype) + ", reduction " +

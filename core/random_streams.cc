@@ -1,0 +1,53 @@
+#include "core/random_streams.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+
+#include <mutex>
+
+namespace ds {
+namespace {
+
+// SplitMix64's finalizer: a bijection of which every output bit depends on every input bit.
+uint64_t mixed(uint64_t x) {
+  x += 0x9E3779B97F4A7C15ULL;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
+  return x ^ (x >> 31);
+}
+
+// Takes one number after another; not commutative.
+struct Chain {
+  uint64_t state = 0;
+  void take(uint64_t value) { state = mixed(state ^ mixed(value)); }
+};
+
+}  // namespace
+
+uint64_t key_of(const RandomStream& stream) {
+  Chain chain;
+  chain.take(stream.seed);
+  chain.take(static_cast<uint64_t>(stream.step));
+  chain.take(static_cast<uint64_t>(stream.micro_batch));
+  // Lengths too, so that no letter passes for a coordinate.
+  chain.take(stream.purpose.size());
+  for (const char letter : stream.purpose) chain.take(static_cast<unsigned char>(letter));
+  chain.take(stream.coordinates.size());
+  for (const int64_t coordinate : stream.coordinates) chain.take(static_cast<uint64_t>(coordinate));
+  return chain.state;
+}
+
+at::Generator generator_of(const RandomStream& stream, c10::Device device) {
+  const uint64_t key = key_of(stream);
+  if (device.is_cpu()) return at::detail::createCPUGenerator(key);
+  at::Generator generator;
+  {
+    at::Generator common = at::globalContext().defaultGenerator(device);
+    const std::lock_guard lock(common.mutex());
+    generator = common.clone();
+  }
+  generator.set_current_seed(key);
+  return generator;
+}
+
+}  // namespace ds

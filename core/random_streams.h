@@ -1,0 +1,34 @@
+// Streams of random numbers beside the default generators: pure functions of names, the same in every process, however
+// much was drawn before. For what ranks must draw alike although they draw other things too (tokens of an expert that
+// all have), and for what they must draw apart (noise on parts of their own): coordinates that are named make the
+// difference, those that are left out do not. Dropout of split tensors needs none (parallel/rules/random.cc): it draws
+// the mask of the whole from the default generator on every rank.
+//
+// Nothing is kept: a step that is computed again, or resumed, has its numbers again. The mixing function is that of
+// SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). Any thread.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+namespace ds {
+
+struct RandomStream {
+  uint64_t seed = 0;  // of the run
+  int64_t step = 0;
+  int64_t micro_batch = 0;
+  std::string_view purpose = {};          // who draws, and for what: "h.0.moe.gate noise"
+  std::vector<int64_t> coordinates = {};  // of the rank, along the axes over which draws are to differ
+};
+
+// Streams that differ in one number or letter have keys without any relation.
+uint64_t key_of(const RandomStream& stream);
+// A new generator at the stream's begin. On the CPU it is seeded by 32 bits of the key alone (LibTorch's Mersenne
+// twister): of 10,000 streams two are the same with a probability of one in a hundred.
+at::Generator generator_of(const RandomStream& stream, c10::Device device = c10::kCPU);
+
+}  // namespace ds
