@@ -145,19 +145,22 @@ ordered_json bytes_to_json(const Report& report) {
           {"tensor_sent_per_step", number_or_null(report.tensor_sent)}};
 }
 
+// That have a copy of the model together.
+int64_t model_ranks(const Report& report) { return report.plan.topology.pipe * report.plan.topology.tensor; }
+
 // World sizes that share a global batch; null without elasticity.
 ordered_json elastic_to_json(const Report& report) {
   if (!report.config.elastic) return nullptr;
   ordered_json sizes = ordered_json::array();
-  for (const int64_t size : report.config.elastic->valid) sizes.push_back(size * report.plan.topology.pipe);
+  for (const int64_t size : report.config.elastic->valid) sizes.push_back(size * model_ranks(report));
   return {{"train_batch_size", report.config.elastic->train_of_valid}, {"valid_world_sizes", sizes}};
 }
 
 std::string elastic_in_words(const Report& report) {
   const std::vector<int64_t>& valid = report.config.elastic->valid;
-  const int64_t stages = report.plan.topology.pipe;
+  const int64_t ranks = model_ranks(report);
   std::string text = cat("a batch of ", report.config.elastic->train_of_valid, " on ");
-  for (size_t i = 0; i < valid.size(); ++i) text += cat(i > 0 ? ", " : "", valid[i] * stages);
+  for (size_t i = 0; i < valid.size(); ++i) text += cat(i > 0 ? ", " : "", valid[i] * ranks);
   return text + " ranks";
 }
 

@@ -43,14 +43,19 @@ void compare_with_scheduler(const DsConfig& config, const std::string& scheduled
   if (own.version != other.version) differ("version", own.version, other.version);
 }
 
-// A pipeline's stages are all the model parallelism there is.
+// The stages of a pipeline times the ranks that share a layer.
 void check_model_parallel_size(const DsConfig& config, JsonProblems& problems) {
   const int64_t given = config.elasticity.model_parallel_size;
   const int64_t stages = config.pipeline.stages.value_or(1);
-  if (given == 1 || given == stages) return;
+  const int64_t tensor = config.tensor_parallel.size();
+  if (given == 1 || given == stages * tensor) return;
   problems.error(
       cat(kSection, "/model_parallel_size"),
-      cat("expected 1", stages > 1 ? cat(" or the ", stages, " stages of the pipeline") : "", ", found ", given));
+      cat("expected 1",
+          stages > 1   ? cat(" or the ", stages, " stages of the pipeline")
+          : tensor > 1 ? " or"
+                       : "",
+          tensor > 1 ? cat(stages > 1 ? " x " : " ", tensor, " ranks of tensor_parallel") : "", ", found ", given));
 }
 
 void warn_of_replaced(const DsConfig& config, const char* key, int64_t size, JsonProblems& problems) {

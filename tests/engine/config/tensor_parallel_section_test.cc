@@ -55,6 +55,17 @@ TEST(TensorParallelSection, OfAHuggingFaceTrainer) {
   EXPECT_THAT(refusal_of("{tensor_parallel: {tp_size: 2}}", {.world_size = 8}), HasSubstr("tensor_parallel.tp_size"));
 }
 
+TEST(TensorParallelSection, ElasticBatchesCountDataParallelRanks) {
+  const auto text = [](int model_parallel_size) {
+    return cat(
+        "{elasticity: {enabled: true, max_train_batch_size: 16, micro_batch_sizes: [2], num_gpus_per_node: 4, "
+        "model_parallel_size: ",
+        model_parallel_size, "}, tensor_parallel: {autotp_size: 2}}");
+  };
+  EXPECT_EQ(parse(object_of(text(2)), {.world_size = 4}).dp_world_size, 2);
+  EXPECT_THAT(refusal_of(text(4), {.world_size = 4}), HasSubstr("expected 1 or 2 ranks of tensor_parallel, found 4"));
+}
+
 struct Wrong {
   const char* partition_config;
   const char* path;
