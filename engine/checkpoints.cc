@@ -25,6 +25,7 @@ std::string Engine::save_checkpoint(const std::string& save_dir, const std::stri
   self.named([&] { self.order.require(Call::kSaveCheckpoint); });
   const Phases::Scope phase(self.phases, "save_checkpoint");
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
+  self.named([&] { self.step->judge_late(); });
   self.synchronize();
   if (!self.order.accumulation_begins() && global_rank() == 0 && !std::exchange(self.warned_of_unfinished_save, true)) {
     log::warning(
@@ -46,6 +47,7 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   self.named([&] { self.order.require_load(request.with_states()); });
   const Phases::Scope phase(self.phases, "load_checkpoint");
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
+  self.step->forget_late();
   self.synchronize();
   const auto loaded = engine::load_checkpoint(self.state, self.run_state(), self.order, request);
   self.watch->renew();
@@ -64,6 +66,7 @@ std::string Engine::save_16bit_model(const std::string& folder, const std::strin
           "model; expected save_checkpoint() and then `ds-tool checkpoint convert`");
   self.order.require(Call::kSave16BitModel);
   const Phases::Scope phase(self.phases, "save_16bit_model");
+  self.named([&] { self.step->judge_late(); });
   self.synchronize();
   const std::string path = (std::filesystem::path(folder) / filename).string();
   save_model(self.state, path, !exclude_frozen_parameters);

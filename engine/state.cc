@@ -16,7 +16,7 @@ namespace ds::engine {
 void Engine::Impl::synchronize() {
   order.require(Call::kSynchronizeParameters);
   update->settle(Update::Next::kRead);
-  if (step) step->judge_late();
+  if (step) step->read_late();  // not all ranks need come here: there is no judgement
   watch->look("a call that reads the state");
   state.access->wait_all();
 }

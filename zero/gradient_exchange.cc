@@ -32,7 +32,7 @@ void GradientExchange::start(size_t bucket, const at::Tensor& local, GradientTra
     wire.div_(world);
   } else if (divides_in_two()) {
     wire.div_(options_.predivide_factor);
-  } else if (options_.average) {
+  } else if (options_.average && !divides_after(bucket, wire)) {
     op = comm::ReduceOp::kAvg;
   }
   const std::string label = cat("gradients of bucket ", bucket);
@@ -52,6 +52,7 @@ void GradientExchange::finish(size_t bucket, const at::Tensor& local, GradientTr
   const at::Tensor sent = own_part(bucket, transfer.wire);
   // Before the copy: the sum may be beyond what a narrower gradient_dtype holds.
   if (divides_in_two()) at::Tensor(sent).mul_(options_.predivide_factor / groups_of(bucket).slices.size());
+  if (divides_after(bucket, transfer.wire)) at::Tensor(sent).div_(groups_of(bucket).slices.size());
   if (!transfer.wire.is_same(local)) own_part(bucket, local).copy_(sent);
   transfer.wire.reset();
 }

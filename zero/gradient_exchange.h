@@ -48,6 +48,12 @@ class GradientExchange {
 
  private:
   bool divides_in_two() const { return options_.average && !options_.prescale && options_.predivide_factor != 1.0; }
+  // NCCL multiplies before an average, and does without its fastest ways: switches that add (NVLS), and reduce_scatter
+  // as a tree (PAT). A sum of float16 may be too large.
+  bool divides_after(size_t bucket, const at::Tensor& wire) const {
+    return options_.average && !options_.prescale && !divides_in_two() && !wire.is_cpu() &&
+           wire.scalar_type() != at::kHalf && !groups_of(bucket).instead;
+  }
 
   ReduceRoutes routes_;
   ReducerOptions options_;

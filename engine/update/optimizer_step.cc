@@ -70,9 +70,7 @@ void OptimizerStep::run() {
   const bool overflow = !std::isfinite(norm);
   const bool drops = overflow && plan.non_finite != config::NonFiniteGradients::kContinue;
   parts_.progress.gradient_norm.reset();
-  if (has_norm) {
-    parts_.progress.gradient_norm = drops ? std::numeric_limits<double>::infinity() : norm;
-  }
+  if (has_norm) parts_.progress.gradient_norm = drops ? std::numeric_limits<double>::infinity() : norm;
   if (drops) parts_.update.settle(Update::Next::kDrop);
   const std::string report = judge(norm);
   warn_of_zeros(norm, warn_of_no_gradient(), parts_.progress.global_steps);
@@ -155,8 +153,12 @@ void OptimizerStep::take_back_late_step() {
   parts_.state.optimizer.go_back_to(late_->optimizer_steps);
   parts_.progress.step_applied = false;
   --parts_.progress.applied_steps;
-  if (!parts_.schedule) return;
-  parts_.schedule->load_last_batch_iteration(parts_.schedule->last_batch_iteration() - 1);
+  if (parts_.schedule) parts_.schedule->load_last_batch_iteration(parts_.schedule->last_batch_iteration() - 1);
+}
+
+void OptimizerStep::forget_late() {
+  read_late();
+  late_.reset();
 }
 
 void OptimizerStep::judge_late() {
@@ -378,8 +380,7 @@ double OptimizerStep::global_norm() const {
     add_over_ranks(squares, *ranks);
     squares *= factor;
   }
-  // Sums over other buckets or slices differ in the last bits of a double; none of them reaches
-  // an update in float32.
+  // Sums over other buckets or slices differ in the last bits of a double; none reaches an update in float32.
   const double norm = std::sqrt(squares);
   return parts_.state.plan.model_dtype == DType::kFloat64 ? norm : static_cast<double>(static_cast<float>(norm));
 }

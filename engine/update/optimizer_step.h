@@ -64,11 +64,13 @@ class OptimizerStep {
   // by themselves, run() gives them the norm as the device has it and does not wait: the step counts as applied. Norm
   // and loss come to the host meanwhile. Whoever asks for one of them has it by read_late(), which waits, and takes
   // back the counts of a step that was skipped. What ranks have done is compared late on every device, so that they
-  // issue the same collectives where they differ. judge_late() judges all of it, in the next run() and before the state
-  // is read: it throws what run() would have thrown, one step later. Collective.
+  // issue the same collectives where they differ. judge_late() judges all of it, in the next run() and before the model
+  // is saved: it throws what run() would have thrown, one step later. Collective.
   void judge_late();
   // Waits for the device; of no effect where nothing is late.
   void read_late();
+  // Another state takes the place of what the last step made: nobody judges it.
+  void forget_late();
   // That, and what it has asked to clip: of an accumulation that is dropped.
   void forget_gradient_changes();
 

@@ -205,5 +205,24 @@ TEST_P(NcclTraining, DoesWhatTheCpuDoes) {
   });
 }
 
+// NCCL's averages are slower; sums of float16 may be too large.
+TEST(NcclReductions, AreSumsThatRanksDivideButInFloat16) {
+  for (const auto& [precision, expected] : {std::pair{"bf16", "sum"}, {"fp32", "sum"}, {"fp16", "avg"}}) {
+    on_gpus(2, [&, precision = precision, expected = expected](comm::Communicator& ranks, at::Device device) {
+      const auto recorder = std::make_shared<comm::FlightRecorder>(
+          comm::FlightRecorderOptions{.rank = ranks.rank(), .world_size = 2, .host = "test"});
+      ranks.observe_with(recorder);
+      train_on(device, device_config(2, precision), ranks);
+      int reductions = 0;
+      for (const comm::FlightEntry& entry : recorder->log().entries) {
+        if (!entry.label.text().starts_with("gradients of bucket")) continue;
+        EXPECT_EQ(entry.reduction.text(), expected) << precision;
+        ++reductions;
+      }
+      EXPECT_GT(reductions, 0);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace ds::engine
