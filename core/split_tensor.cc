@@ -94,7 +94,8 @@ class ShownWhole : public autograd::Node {
   std::string name() const override { return "SplitTensorShownWhole"; }
   // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): autograd's signature
   autograd::variable_list apply(autograd::variable_list&& /*gradients*/) override {
-    throw UsageError(cat("parameter ", parameter_, " was read whole, in a scope of gathered_parameters(), and now gets a ",
+    throw UsageError(cat("parameter ", parameter_,
+                         " was read whole, in a scope of gathered_parameters(), and now gets a ",
                          "gradient of it, which would not reach the part that is trained. Run forward passes that are ",
                          "trained outside of the scope, others under torch::NoGradGuard"));
   }
@@ -259,7 +260,8 @@ void copy_part_into(const at::Tensor& whole, const at::Tensor& part, const Cut& 
 
 at::Tensor slice_of(const at::Tensor& whole, const Placement& placement) {
   if (!placement.cut) return whole.detach();
-  return slice_of(whole, TensorPart(whole.sizes().vec(), *placement.cut, placement.axis->rank(), placement.axis->size()));
+  return slice_of(whole,
+                  TensorPart(whole.sizes().vec(), *placement.cut, placement.axis->rank(), placement.axis->size()));
 }
 
 at::Tensor slice_of(const at::Tensor& whole, const TensorPart& part) {

@@ -17,14 +17,16 @@ std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter)
 }
 
 void TensorParts::require_leaves(const char* call) const {
-  require(shown == 0, call, ": expected no open scope of gathered_parameters() with parameters that are split over the ",
+  require(shown == 0, call,
+          ": expected no open scope of gathered_parameters() with parameters that are split over the ",
           "tensor axis, found ", shown, " of them whole; close it first");
   for (const SplitParameter& one : parameters) {
     const bool is_there = is_split(one.parameter) && leaf_of(one.parameter).is_same(one.leaf) &&
                           one.parameter.scalar_type() == one.leaf.scalar_type();
-    require(is_there, call, ": parameter ", one.name, ": it is split over the tensor axis, and has got other memory or ",
-            "another dtype since initialize() (model->to(), torch::load(), set_data()), which its part does not follow. ",
-            "Move and convert the model before initialize(), and give it values there (.weights)");
+    require(
+        is_there, call, ": parameter ", one.name, ": it is split over the tensor axis, and has got other memory or ",
+        "another dtype since initialize() (model->to(), torch::load(), set_data()), which its part does not follow. ",
+        "Move and convert the model before initialize(), and give it values there (.weights)");
   }
 }
 
