@@ -270,7 +270,8 @@ void copy_part_into(const at::Tensor& whole, const at::Tensor& part, const Cut& 
 
 at::Tensor slice_of(const at::Tensor& whole, const Placement& placement) {
   if (!placement.cut) return whole.detach();
-  return slice_of(whole, TensorPart(whole.sizes().vec(), *placement.cut, placement.axis->rank(), placement.axis->size()));
+  return slice_of(whole,
+                  TensorPart(whole.sizes().vec(), *placement.cut, placement.axis->rank(), placement.axis->size()));
 }
 
 at::Tensor slice_of(const at::Tensor& whole, const TensorPart& part) {

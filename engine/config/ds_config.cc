@@ -95,8 +95,9 @@ int64_t choose_tensor_ranks(DsConfig& config, const ParseOptions& options, JsonP
   }
   int64_t ranks = std::max(own, other);
   if (options.tensor_ranks && ranks > 1 && ranks != *options.tensor_ranks) {
-    problems.error(kSize, cat("expected ", *options.tensor_ranks, ", which the axis tensor of the program's mesh says, ",
-                              "found ", ranks, "; remove one of them"));
+    problems.error(
+        kSize, cat("expected ", *options.tensor_ranks, ", which the axis tensor of the program's mesh says, ", "found ",
+                   ranks, "; remove one of them"));
   }
   ranks = options.tensor_ranks.value_or(ranks);
   if (ranks > 1) config.tensor_parallel.autotp_size = ranks;
@@ -119,10 +120,10 @@ void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, Js
     problems.error(kStages, cat("expected a divisor of the ", *options.world_size, " ranks, found ", stages,
                                 "; start a multiple of ", stages, " ranks, or change the stages"));
   } else if (*options.world_size / stages % tensor != 0) {
-    problems.error("/tensor_parallel/autotp_size",
-                   cat("expected a divisor of the ", *options.world_size / stages, " ranks",
-                       stages > 1 ? " of a stage" : "", ", found ", tensor, "; start a multiple of ", tensor * stages,
-                       " ranks, or change it"));
+    problems.error(
+        "/tensor_parallel/autotp_size",
+        cat("expected a divisor of the ", *options.world_size / stages, " ranks", stages > 1 ? " of a stage" : "",
+            ", found ", tensor, "; start a multiple of ", tensor * stages, " ranks, or change it"));
   }
   config.dp_world_size = std::max<int64_t>(1, *options.world_size / stages / tensor);
 }

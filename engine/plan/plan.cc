@@ -171,8 +171,7 @@ void choose_offload(const DsConfig& config, const PlanFacts& facts, Plan& plan) 
     // What such an optimizer sends is where its states are, and the ranks of accelerators talk between devices.
     require<ConfigError>(
         !facts.accelerator || plan.offload.optimizer == zero::Home::kDevice ||
-            plan.shard_ranks * plan.topology.tensor == 1 ||
-            updates_elementwise(config.optimizer.type),
+            plan.shard_ranks * plan.topology.tensor == 1 || updates_elementwise(config.optimizer.type),
         "zero_optimization.offload_optimizer.device: expected \"none\" with the optimizer ", config.optimizer.type,
         " on ", plan.shard_ranks, " ranks with accelerators, found \"", name_of(zero.optimizer_device()),
         "\": its update talks to other ranks about tensors that ",
@@ -299,7 +298,8 @@ void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, c
   require<ConfigError>(!config.tensor_parallel.sequence_parallel || !plan.offload.speculative,
                        "tensor_parallel.sequence_parallel: true excludes offload_optimizer.super_offload: it updates ",
                        "whole parameters before their gradients are added up over the tensor axis. Remove one of the two");
-  require<ConfigError>(type != "OneBitLamb", key, "optimizer.type: ", type, ", whose factors are of whole tensors, where ",
+  require<ConfigError>(type != "OneBitLamb", key, "optimizer.type: ", type,
+                       ", whose factors are of whole tensors, where ",
                        "each rank has a part. Use Lamb, OneBitAdam or another optimizer, or set autotp_size to 1");
 }
 

@@ -33,16 +33,16 @@ struct PlanFacts {
   // Trainable elements that a rank works on: of its stage, and of split parameters its parts. Sets Plan::bytes.
   std::optional<int64_t> parameters;
   std::optional<int64_t> split_parameters;  // of these, elements of parts
-  bool client_optimizer = false;      // replaces the config's
-  bool trains = true;                 // false: there is no optimizer at all
-  int64_t activation_bytes = 0;       // of a micro-batch on one rank, as memory_breakdown reports them
-  bool accelerator = false;           // the device is not the CPU
-  bool pipeline_module = false;       // the model is a pipeline::PipelineModule
-  bool seeds_generators = true;       // InitializeOptions::seed_generators
-  std::vector<SplitRow> splits;       // over the tensor axis; empty: not known yet, or there is none
-  int64_t tensors = 0;                // parameters of the model, frozen ones too
-  std::string first_float64;          // all of them are float64, and this is the first; empty: none is
-  std::vector<GivenDtype> halves;     // one for each such dtype
+  bool client_optimizer = false;            // replaces the config's
+  bool trains = true;                       // false: there is no optimizer at all
+  int64_t activation_bytes = 0;             // of a micro-batch on one rank, as memory_breakdown reports them
+  bool accelerator = false;                 // the device is not the CPU
+  bool pipeline_module = false;             // the model is a pipeline::PipelineModule
+  bool seeds_generators = true;             // InitializeOptions::seed_generators
+  std::vector<SplitRow> splits;             // over the tensor axis; empty: not known yet, or there is none
+  int64_t tensors = 0;                      // parameters of the model, frozen ones too
+  std::string first_float64;                // all of them are float64, and this is the first; empty: none is
+  std::vector<GivenDtype> halves;           // one for each such dtype
 };
 
 // Bytes of optimizer state per trainable element, in float32; 0 for a type that is not known. Muon: of a matrix; the

@@ -329,7 +329,8 @@ void add_activation_rows(const DsConfig& config, Plan& plan) {
 // Numbers that a program draws after initialize() are others than it would get from its own torch::manual_seed().
 PlanRow seeds_row(const DsConfig& config, const PlanFacts& facts, int64_t tensor) {
   if (!facts.seeds_generators) return {"seeds", "the program's own", ".seed_generators: false"};
-  return {"seeds", cat("LibTorch's generators are set to ", config.seed, " + ", tensor > 1 ? "data-parallel " : "", "rank"),
+  return {"seeds",
+          cat("LibTorch's generators are set to ", config.seed, " + ", tensor > 1 ? "data-parallel " : "", "rank"),
           cat(reason_of(config, "seed", cat(config.seed)), "; .seed_generators = false keeps the program's own")};
 }
 
@@ -355,8 +356,8 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   plan.rows.push_back(
       {"ranks",
        cat(plan.topology.world_size, " (", plan.topology.pipe > 1 ? cat("pipeline ", plan.topology.pipe, " x ") : "",
-           "data parallel ", plan.topology.dp,
-           plan.topology.tensor > 1 ? cat(" x tensor ", plan.topology.tensor) : "", ")"),
+           "data parallel ", plan.topology.dp, plan.topology.tensor > 1 ? cat(" x tensor ", plan.topology.tensor) : "",
+           ")"),
        "the launch"});
   plan.rows.push_back({"batch",
                        cat(config.train_batch_size, " = ", config.train_micro_batch_size_per_gpu, " per rank x ",

@@ -20,12 +20,12 @@ config::DsConfig parse_config(const InitializeOptions& options, int world_size) 
   const auto module = pipeline_of(options);
   const std::optional<int> stages = module ? module->options().stages : std::nullopt;
   config::DsConfig config =
-      config::parse(options.config, {.world_size = world_size,
-                                     .pipeline_stages = stages ? std::optional<int64_t>(*stages) : std::nullopt,
-                                     .tensor_ranks = options.mesh ? std::optional<int64_t>(options.mesh->size(
-                                                                        comm::MeshAxis::kTensor))
-                                                                  : std::nullopt,
-                                     .auto_values = options.auto_values});
+      config::parse(options.config,
+                    {.world_size = world_size,
+                     .pipeline_stages = stages ? std::optional<int64_t>(*stages) : std::nullopt,
+                     .tensor_ranks = options.mesh ? std::optional<int64_t>(options.mesh->size(comm::MeshAxis::kTensor))
+                                                  : std::nullopt,
+                     .auto_values = options.auto_values});
   if (!module) return config;
   const pipeline::PipelineOptions& given = module->options();
   config::PipelineSection& section = config.pipeline;

@@ -47,9 +47,9 @@ class ParameterValues {
   const char* call_;
   std::string name_;
   size_t bucket_ = 0;
-  std::vector<int64_t> sizes_;               // of the whole parameter
+  std::vector<int64_t> sizes_;              // of the whole parameter
   std::shared_ptr<const TensorPart> part_;  // that this rank has of it; null: all
-  int64_t numel_ = 0;  // of what this rank's data-parallel ranks share
+  int64_t numel_ = 0;                       // of what this rank's data-parallel ranks share
   bool split_ = false;
   std::vector<Segment> own_;  // slice_offset counts from the start of what this rank updates
 };

@@ -12,12 +12,12 @@
 namespace ds::engine {
 
 struct Ranks {
-  std::shared_ptr<comm::Communicator> world;  // all ranks
-  std::shared_ptr<comm::Communicator> part;   // those with the same part of the model: data-parallel ranks
+  std::shared_ptr<comm::Communicator> world;   // all ranks
+  std::shared_ptr<comm::Communicator> part;    // those with the same part of the model: data-parallel ranks
   std::shared_ptr<comm::Communicator> tensor;  // those with parts of the same parameters; null: they are whole
   std::shared_ptr<comm::DeviceMesh> mesh;      // keeps its groups
-  RankGroups groups;                          // within `part`
-  int local_rank = 0;                         // among those of this host
+  RankGroups groups;                           // within `part`
+  int local_rank = 0;                          // among those of this host
   c10::Device device = c10::kCPU;
 
   // The lowest of the ranks with the same part of the model: they are apart by the ranks of a tensor axis.

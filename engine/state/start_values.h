@@ -20,10 +20,10 @@ namespace ds::engine {
 // Collective on `world` throughout: all ranks ask for the same things in the same order.
 class StartValues {
  public:
-  // `weights`: what open_weights() takes, read by rank 0 alone, which takes its part of what is split; empty: the module's own values. `init`: has sliced
-  // parameters of the module, or null. Values are made on `device`. Throws IoError and UsageError on every rank when
-  // the file cannot be read, lacks a parameter under all its names, or has one of another shape; UsageError for a
-  // tensor on the meta device that the file does not give.
+  // `weights`: what open_weights() takes, read by rank 0 alone, which takes its part of what is split; empty: the
+  // module's own values. `init`: has sliced parameters of the module, or null. Values are made on `device`. Throws
+  // IoError and UsageError on every rank when the file cannot be read, lacks a parameter under all its names, or has
+  // one of another shape; UsageError for a tensor on the meta device that the file does not give.
   StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init, at::Device device,
               comm::Communicator& world);
 

@@ -23,9 +23,10 @@ void TensorParts::require_leaves(const char* call) const {
   for (const SplitParameter& one : parameters) {
     const bool is_there = is_split(one.parameter) && leaf_of(one.parameter).is_same(one.leaf) &&
                           one.parameter.scalar_type() == one.leaf.scalar_type();
-    require(is_there, call, ": parameter ", one.name, ": it is split over the tensor axis, and has got other memory or ",
-            "another dtype since initialize() (model->to(), torch::load(), set_data()), which its part does not follow. ",
-            "Move and convert the model before initialize(), and give it values there (.weights)");
+    require(
+        is_there, call, ": parameter ", one.name, ": it is split over the tensor axis, and has got other memory or ",
+        "another dtype since initialize() (model->to(), torch::load(), set_data()), which its part does not follow. ",
+        "Move and convert the model before initialize(), and give it values there (.weights)");
   }
 }
 

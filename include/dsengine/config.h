@@ -193,8 +193,8 @@ struct DsConfig {
 // What parse() has to know of the job and the program.
 struct ParseOptions {
   int64_t dp_world_size = 1;
-  // All ranks of the job: dp_world_size is then these over pipeline.stages and the ranks of the tensor axis, and what is
-  // given for it means nothing.
+  // All ranks of the job: dp_world_size is then these over pipeline.stages and the ranks of the tensor axis, and what
+  // is given for it means nothing.
   std::optional<int64_t> world_size;
   std::optional<int64_t> pipeline_stages;  // the program's; the file's are to agree. What "auto" means
   std::optional<int64_t> tensor_ranks;     // of the program's mesh; the file's tensor_parallel is to agree

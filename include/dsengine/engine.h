@@ -171,7 +171,7 @@ class Engine {
   int local_rank() const;
   int world_size() const;
   int dp_world_size() const;
-  int mp_world_size() const;  // ranks of the tensor axis
+  int mp_world_size() const;                                       // ranks of the tensor axis
   std::vector<parallel::JoinedOperator> joined_operators() const;  // on split tensors, since initialize()
   at::Device device() const;
   int zero_optimization_stage() const;

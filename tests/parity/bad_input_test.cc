@@ -124,9 +124,10 @@ TEST(BadInput, ARankThatIsKilledIsNamedAndTheOthersEnd) {
 TEST(BadInput, AKilledRankOfATensorAxisIsNamedAndTheOthersEnd) {
   nlohmann::json config = reference_config(2, 1, 1);
   config["tensor_parallel"] = {{"autotp_size", 2}};
-  const GptResult run = expect_failure({.config = config, .ranks = 2, .steps = 1000000, .during = [](const auto& metrics) {
-                                          kill(process_of_rank(metrics, 1), SIGKILL);
-                                        }});
+  const GptResult run =
+      expect_failure({.config = config, .ranks = 2, .steps = 1000000, .during = [](const auto& metrics) {
+                        kill(process_of_rank(metrics, 1), SIGKILL);
+                      }});
   EXPECT_EQ(run.exit_code, 128 + SIGKILL) << run.output;
   EXPECT_THAT(run.output, HasSubstr("rank 1"));
   EXPECT_THAT(run.output, HasSubstr("SIGKILL"));

@@ -78,8 +78,9 @@ TEST(TensorParallelAgreement, AModelThatIsConvertedAfterwardsNamesTheParameter) 
       net->to(at::kDouble);
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): as well
     }
-    EXPECT_THAT([&] { engine->backward(loss); },
-                ThrowsMessage<UsageError>(AllOf(HasSubstr("wte.weight"), HasSubstr("tensor axis"), HasSubstr("model->to()"))));
+    EXPECT_THAT(
+        [&] { engine->backward(loss); },
+        ThrowsMessage<UsageError>(AllOf(HasSubstr("wte.weight"), HasSubstr("tensor axis"), HasSubstr("model->to()"))));
   });
 }
 

@@ -21,10 +21,11 @@ TEST(TensorParallelWith, ActivationCheckpointing) {
 }
 
 TEST(TensorParallelWith, HostOffload) {
-  expect_same_as_plain({.data = 2,
-                        .stage = 3,
-                        .more = {{"zero_optimization",
-                                  {{"offload_optimizer", {{"device", "cpu"}}}, {"offload_param", {{"device", "cpu"}}}}}}});
+  expect_same_as_plain(
+      {.data = 2,
+       .stage = 3,
+       .more = {{"zero_optimization",
+                 {{"offload_optimizer", {{"device", "cpu"}}}, {"offload_param", {{"device", "cpu"}}}}}}});
 }
 
 TEST(TensorParallelWith, AHostUpdateBesideBackward) {

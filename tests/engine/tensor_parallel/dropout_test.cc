@@ -82,14 +82,13 @@ void expect_masks_of_one_process(const ds::testing::ProcessRank& ranks, int tens
   at::set_num_threads(1);
   const comm::Rendezvous meeting = ranks.meet();
   test::set_launcher_environment(meeting);
-  const nlohmann::json config = {
-      {"train_micro_batch_size_per_gpu", 4},
-      {"gradient_clipping", 0.5},
-      {"seed", kSeed},
-      {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}, {"weight_decay", 0.01}}}}},
-      {"zero_optimization", {{"stage", stage}, {"stage3_param_persistence_threshold", 0}}},
-      {"tensor_parallel", {{"autotp_size", tensor}}},
-      {"log_level", "warning"}};
+  const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 4},
+                                 {"gradient_clipping", 0.5},
+                                 {"seed", kSeed},
+                                 {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}, {"weight_decay", 0.01}}}}},
+                                 {"zero_optimization", {{"stage", stage}, {"stage3_param_persistence_threshold", 0}}},
+                                 {"tensor_parallel", {{"autotp_size", tensor}}},
+                                 {"log_level", "warning"}};
   const auto net = std::make_shared<Net>();
   using enum parallel::Style;
   const auto engine =

@@ -9,8 +9,8 @@ namespace ds::engine {
 namespace {
 
 TEST(TensorParallelEngine, TrainsAsPlainTorch) {
-  for (const auto& [tensor, stage, data, tied] :
-       test::grid_sample(2, std::vector{1, 2, 4}, std::vector{0, 1, 2, 3}, std::vector{1, 2}, std::vector{false, true})) {
+  for (const auto& [tensor, stage, data, tied] : test::grid_sample(2, std::vector{1, 2, 4}, std::vector{0, 1, 2, 3},
+                                                                   std::vector{1, 2}, std::vector{false, true})) {
     SCOPED_TRACE(testing::Message() << "tensor " << tensor << ", stage " << stage << ", data " << data << ", tied "
                                     << tied);
     expect_same_as_plain({.tensor = tensor, .data = data, .stage = stage, .model = small_gpt(tied)});
