@@ -99,7 +99,9 @@ FoundAxis find_axis(const c10::OperatorHandle& op, const torch::jit::Stack& stac
 void note_data(const Call& call) {
   for (size_t i = 0; i < call.arguments(); ++i) {
     const at::Tensor tensor = call.given(i);
-    if (!tensor.defined() || is_split(tensor) || tensor.requires_grad() || tensor.dim() == 0) continue;
+    // What is written may hold anything before.
+    if (!tensor.defined() || is_split(tensor) || tensor.requires_grad() || tensor.dim() == 0 || call.changes(i))
+      continue;
     call.axis()->note_data(tensor);
   }
 }

@@ -88,8 +88,8 @@ class Values {
       return at::empty(part.sizes(), like);
     }
     // In memory of its own: what zero::Init has sliced is whole while operators read it.
-    const at::Tensor whole = options_.init ? at::empty(parameter.sizes(), like).copy_(parameter.detach())
-                                           : parameter.detach().contiguous();
+    const at::Tensor whole =
+        options_.init ? at::empty(parameter.sizes(), like).copy_(parameter.detach()) : parameter.detach().contiguous();
     forget(parameter);
     broadcast(whole);
     return slice_of(whole, part).to(ranks_.device).clone(at::MemoryFormat::Contiguous);
@@ -99,6 +99,7 @@ class Values {
   void share(const at::Tensor& tensor) {
     const at::NoGradGuard no_grad;
     if (!tensor.defined() || tensor.is_meta() || tensor.numel() == 0) return;
+    if (tensor.storage().nbytes() == 0) return;  // sliced by zero::Init, which has rank 0's values
     const at::Tensor values = tensor.to(ranks_.device).contiguous();
     broadcast(values);
     if (!values.is_alias_of(tensor)) at::Tensor(tensor).copy_(values);

@@ -106,16 +106,19 @@ TEST_P(TensorParallelStart, FromTheModuleOfRankZero) {
 
 TEST_P(TensorParallelStart, FromAModelThatIsSlicedWhileItIsBuilt) {
   const State expected = expected_state(2);
-  test::run_ranks(4, [&](comm::Communicator& world) {
-    zero::Init init(borrowed(world), {.max_live = 64, .smallest = 64});
-    Mlp model(world.rank() == 0 ? 1.0 : 7.0);
-    InitializeOptions options = mlp_options(model, world, GetParam());
-    options.communicator = nullptr;
-    options.init = &init;
-    const auto engine = initialize(options).engine;
-    EXPECT_EQ(init.held_bytes(), 0);
-    EXPECT_LT(largest_difference(trained(*engine, model), expected), 2e-6);
-  });
+  for (const bool all : {true, false}) {  // or proj, which is sliced too, stays whole
+    test::run_ranks(4, [&](comm::Communicator& world) {
+      zero::Init init(borrowed(world), {.max_live = 64, .smallest = 64});
+      Mlp model(world.rank() == 0 ? 1.0 : 7.0);
+      InitializeOptions options = mlp_options(model, world, GetParam());
+      options.communicator = nullptr;
+      options.init = &init;
+      if (!all) options.split = {{"fc", kColumn}};
+      const auto engine = initialize(options).engine;
+      EXPECT_EQ(init.held_bytes(), 0);
+      EXPECT_LT(largest_difference(trained(*engine, model), expected), 2e-6);
+    });
+  }
 }
 
 TEST_P(TensorParallelStart, FromAFileForAModelWithoutMemory) {
