@@ -19,7 +19,11 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-at::Tensor as_rows(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
+// Also where this rank has no column.
+at::Tensor as_rows(const at::Tensor& tensor) {
+  const int64_t rows = c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1));
+  return tensor.reshape({rows, tensor.size(-1)});
+}
 
 // Of the input, and passes the gradient on to LayerWeightBackward.
 class LayerInputBackward : public autograd::Node {

@@ -113,6 +113,21 @@ TEST(Overlap, ComputesTheWeightsGradientWhileTheSumIsUnderWay) {
   });
 }
 
+TEST(Overlap, ARankWithoutColumnsTakesPart) {
+  const at::Tensor x = at::arange(24, at::kDouble).view({2, 3, 4}).sin();
+  const at::Tensor w = at::arange(4, at::kDouble).view({1, 4}).cos();
+  const at::Tensor plain = x.clone().requires_grad_();
+  at::linear(plain, w).pow(2).sum().backward();
+  test::run_ranks(3, [&](comm::Communicator& communicator) {
+    const std::shared_ptr<Axis> axis = make_axis(shared(communicator));
+    axis->overlap(true);
+    const at::Tensor own = x.clone().requires_grad_();
+    const at::Tensor weight = w.clone().requires_grad_();
+    whole(at::linear(own, split_as(weight, axis, {.dim = 0, .blocks = {}}))).pow(2).sum().backward();
+    EXPECT_LE(relative_error(own.grad(), plain.grad()), 1e-12);
+  });
+}
+
 TEST(Overlap, GradientsOfGradientsAreRight) {
   const at::Tensor values = at::arange(12, at::kDouble).view({3, 4}).sin();
   const auto penalty = [&](torch::nn::Linear& layer, const at::Tensor& x) {

@@ -241,6 +241,7 @@ void try_expressions(int ranks, uint32_t first, uint32_t count) {
     const std::shared_ptr<Axis> axis = make_axis(shared(communicator));
     for (uint32_t i = 0; i < count; ++i) {
       axis->cut_sequences(i % 2 == 1);
+      axis->overlap(i % 3 == 2);
       const Tensors found = evaluate(expressions[i], axis);
       for (size_t k = 0; k < found.size(); ++k) {
         ASSERT_LE(relative_error(found[k], expected[i][k]), 1e-10)
