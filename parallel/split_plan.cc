@@ -102,9 +102,8 @@ ParameterSplit split_by(const SplitRule& rule, const NamedShape& parameter, int 
   result.blocks = rule.blocks;
   result.grain = rule.grain;
   result.join_output = rule.join_output;
-  result.reason =
-      cat("dimension ", *dim, " over ", ranks, " ranks: ", by, is_even(cut, extent, ranks) ? "" : ", uneven",
-          rule.join_output ? ", its output is joined" : "");
+  result.reason = cat("dimension ", *dim, " over ", ranks, " ranks: ", by,
+                      is_even(cut, extent, ranks) ? "" : ", uneven", rule.join_output ? ", its output is joined" : "");
   return result;
 }
 
