@@ -30,7 +30,7 @@ class PartitionObject {
   }
   // Declares the key; null where it is absent or null.
   const ordered_json* find(const char* key) {
-    known_.push_back(key);
+    known_.emplace_back(key);
     const auto found = json_.find(key);
     return found == json_.end() || found->is_null() ? nullptr : &*found;
   }
@@ -58,7 +58,7 @@ class PartitionObject {
 // The types of Python's `re` that ECMAScript has too.
 void check_pattern(const std::string& pattern, const std::string& pointer, const PartitionProblem& problem) {
   try {
-    const std::regex compiled(pattern);
+    static_cast<void>(std::regex(pattern));
   } catch (const std::regex_error& error) {
     problem(pointer, cat("'", pattern, "' is no regular expression of ECMAScript: ", error.what(),
                          "; named groups, flags as (?i) and looking back are Python's own"));

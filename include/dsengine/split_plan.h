@@ -28,8 +28,8 @@ struct SplitRule {
   int64_t grain = 1;
   // Dimension of the weight, where it is not the style's (weights stored as [in, out]).
   std::optional<int64_t> dim = std::nullopt;
-  // What the layer computes is joined to a plain tensor: each rank has all of it (DeepSpeed's gather_output). A bias then
-  // stays whole.
+  // What the layer computes is joined to a plain tensor: each rank has all of it (DeepSpeed's gather_output). A bias
+  // then stays whole.
   bool join_output = false;
   // Who made the rule, for the words of a plan ("tensor_parallel.preset_model llama"); empty: the program.
   std::string origin = {};
@@ -50,7 +50,7 @@ struct ParameterSplit {
   std::string reason;           // in words
   Style style = Style::kWhole;  // the rule's, where the parameter is cut
   bool join_output = false;     // as in the rule
-  bool summed = false;          // whole, and its gradient is a sum over the ranks (ParallelizeOptions::sequence_parallel)
+  bool summed = false;  // whole, and its gradient is a sum over the ranks (ParallelizeOptions::sequence_parallel)
 
   bool is_split() const { return dim >= 0; }
 };
