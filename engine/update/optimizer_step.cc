@@ -1,15 +1,11 @@
 #include "engine/update/optimizer_step.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/isfinite.h>
-#include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <initializer_list>
 #include <limits>
 #include <utility>
 
@@ -23,21 +19,6 @@
 
 namespace ds::engine {
 namespace {
-
-constexpr double kClipEpsilon = 1e-6;
-
-// float32 [1] of a norm on a device, float64 [1], as apply() clips: a norm that is NaN clips nothing. Undefined without
-// a limit.
-at::Tensor clip_factor(const at::Tensor& norm, std::initializer_list<double> limits) {
-  at::Tensor clip;
-  for (const double limit : limits) {
-    if (limit <= 0) continue;
-    const at::Tensor clipped = clip.defined() ? norm * clip : norm;
-    const at::Tensor factor = at::nan_to_num(((clipped + kClipEpsilon).reciprocal() * limit).clamp_max(1.0), 1.0);
-    clip = clip.defined() ? clip * factor : factor;
-  }
-  return clip.defined() ? clip.to(at::kFloat) : clip;
-}
 
 // Odd, with bits everywhere: numbers that differ do so in their low bits, too.
 constexpr uint64_t kMixing = 0x9E3779B97F4A7C15;
@@ -94,84 +75,6 @@ void OptimizerStep::agree(StepAgreement& agreement, bool updated) {
   } catch (...) {
     if (parted) parts_.order.slice_updated();  // what each rank has is no longer one model
     throw;
-  }
-}
-
-void OptimizerStep::note_late(StepAgreement agreement) {
-  agreement.begin_reading();
-  parts_.progress.loss.reset();
-  late_.emplace(Late{.step = parts_.progress.global_steps,
-                     .optimizer_steps = parts_.state.optimizer.step_count(),
-                     .agreement = std::move(agreement),
-                     .norm = {},
-                     .batches = parts_.batches});
-}
-
-bool OptimizerStep::judges_late() const {
-  const Plan& plan = parts_.state.plan;
-  return late_ && plan.non_finite != config::NonFiniteGradients::kError && !parts_.loss_scaler &&
-         !plan.locate_non_finite && plan.clip_value <= 0 && parts_.update.takes_device_scale();
-}
-
-void OptimizerStep::run_late() {
-  const Plan& plan = parts_.state.plan;
-  const double loss_scale = parts_.accumulation.loss_scale();
-  const std::optional<double> clip_once = std::exchange(clip_once_, std::nullopt);
-  optimizers::StepScale scale{.factor = 1.0 / loss_scale, .device_factor = {}, .skip = {}};
-  at::Tensor norm;
-  if (plan.compute_grad_norm || clip_once) {
-    norm = norm_on_device();
-    ensure(norm.defined(), "an update on the device has its gradients there");
-    norm = norm / loss_scale;
-    if (plan.non_finite == config::NonFiniteGradients::kSkip) {
-      scale.skip = at::isfinite(norm).logical_not_().to(at::kFloat);
-    }
-    scale.device_factor = clip_factor(norm, {clip_once.value_or(0), plan.clip_norm});
-  }
-  Readback told(norm);
-  parts_.progress.gradient_norm.reset();
-  late_->no_gradient = warn_of_no_gradient();
-  parts_.update.apply_on_device(scale);
-  note_update();
-  step_over();
-  late_->norm = std::move(told);
-}
-
-void OptimizerStep::read_late() {
-  if (!late_ || std::exchange(late_->read, true)) return;
-  parts_.progress.loss = late_->agreement.loss();
-  if (!late_->norm.defined()) return;
-  const auto norm = late_->norm.numbers().item<double>();
-  parts_.progress.gradient_norm = norm;
-  if (std::isfinite(norm) || parts_.state.plan.non_finite != config::NonFiniteGradients::kSkip) return;
-  parts_.progress.gradient_norm = std::numeric_limits<double>::infinity();
-  take_back_late_step();
-}
-
-// The device has changed nothing.
-void OptimizerStep::take_back_late_step() {
-  parts_.state.optimizer.go_back_to(late_->optimizer_steps);
-  parts_.progress.step_applied = false;
-  --parts_.progress.applied_steps;
-  if (parts_.schedule) parts_.schedule->load_last_batch_iteration(parts_.schedule->last_batch_iteration() - 1);
-}
-
-void OptimizerStep::forget_late() {
-  read_late();
-  late_.reset();
-}
-
-void OptimizerStep::judge_late() {
-  if (!late_) return;
-  read_late();
-  Late late = std::move(*late_);
-  late_.reset();
-  agree(late.agreement, /*updated=*/true);
-  if (!late.norm.defined()) return;
-  const auto norm = late.norm.numbers().item<double>();
-  warn_of_zeros(norm, late.no_gradient, late.step);
-  if (const uint64_t row = count_bad_step(norm); row > 0) {
-    explain(row, late.batches, {.number = late.step, .norm = norm, .late = true});
   }
 }
 
@@ -255,7 +158,6 @@ double OptimizerStep::clip(double max_norm) {
 // `clip_once`: the program's, 0 for none.
 void OptimizerStep::apply(double norm, double loss_scale, double clip_once) {
   double clip = 1.0;
-  // As torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6)).
   for (const double limit : {clip_once, parts_.state.plan.clip_norm}) {
     if (limit > 0) clip *= std::min(1.0, limit / (norm * clip + kClipEpsilon));
   }
