@@ -3,8 +3,8 @@
   PYTHON benchmarks/tensor_parallel/compare.py [--rounds 3] [--steps 10] [--ranks 2] [--layers 4] [--hidden 256]
                                                [--only ours-1,ours-2,torch-2] [--build build/release] [--json FILE]
 
-PYTHON is an interpreter with torch 2.11, as .deps/venv/bin/python; with DeepSpeed 0.19.8 too (scripts/install_peers) its AutoTP is
-a case. The same start values, batches (4 sequences of 128 tokens, the same on all ranks) and AdamW without clipping, float32; every
+PYTHON is an interpreter with torch 2.11 and what it needs, as scripts/install_peers prints one; where it has DeepSpeed 0.19.8, its
+AutoTP is a case. The same start values, batches (4 sequences of 128 tokens, the same on all ranks) and AdamW without clipping, float32; every
 rank is one thread on a core of its own. A case is WHO-RANKS: ours (the engine, from "tensor_parallel": {"autotp_size": RANKS} alone;
 ours-N-gloo has torch's transport in place of dsengine's own choice), torch (parallelize_module, loss_parallel) or ds.
 
