@@ -33,6 +33,8 @@ void require_blocks(const Cut& cut, int64_t extent, const std::string& where) {
                      " elements, of a dimension that has ", extent);
     sum += block;
   }
+  require<IoError>(sum == 0 || cut.repeats <= extent / sum, where, ": a part's blocks of ", sum, " elements, repeated ",
+                   cut.repeats, " times, of a dimension that has ", extent);
 }
 
 }  // namespace

@@ -86,7 +86,9 @@ SplitPlan plan_module(const torch::nn::Module& module, const std::vector<SplitRu
     require(is_new || (first.dim == plan[i].dim && first.blocks == plan[i].blocks && first.grain == plan[i].grain &&
                            first.join_output == plan[i].join_output),
             "parameters ", first.name, " and ", plan[i].name,
-            " are one tensor, but the rules split them otherwise: ", first.reason, "; ", plan[i].reason);
+            " are one tensor, but the rules split them otherwise: ", first.reason, "; ", plan[i].reason,
+            ". Give both one rule (.split, or tensor_parallel.partition_config.layer_specs), or set ",
+            "tensor_parallel.vocab_parallel_lm_head: false where one of them is the head");
   }
   return plan;
 }

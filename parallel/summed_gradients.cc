@@ -63,7 +63,9 @@ void SummedGradients::reduce_leaves(const std::vector<Watched*>& leaves) {
   for (size_t i = 0; i < leaves.size(); ++i) {
     const at::Tensor& gradient = leaves[i]->leaf.grad();
     if (gradient.defined()) present[static_cast<int64_t>(i)] = 1;
-    const at::Tensor dense = !gradient.defined()    ? at::zeros_like(leaves[i]->leaf)
+    // Added up before, and nothing since: every rank has all of it, so that it counts once.
+    const bool counted = leaves[i]->whole && axis_->rank() != 0;
+    const at::Tensor dense = counted || !gradient.defined() ? at::zeros_like(leaves[i]->leaf)
                              : gradient.is_sparse() ? gradient.to_dense()
                                                     : gradient;
     addends.push_back(dense.to(wide).contiguous().view({-1}));

@@ -7,7 +7,6 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <sstream>
 #include <utility>
 
 #include "core/check.h"
@@ -22,7 +21,10 @@ using nlohmann::ordered_json;
 using parallel::NamedShape;
 
 constexpr uint64_t kLongestHeader = 100'000'000;  // the format's own limit
+constexpr size_t kLongestText = size_t{16} << 20;
 constexpr size_t kMostParametersByName = 1'000'000;
+constexpr int kDeepest = 100;          // parsers and printers of JSON recurse
+constexpr size_t kLongestName = 1000;  // std::regex recurses for each letter
 
 std::vector<int64_t> sizes_of(const ordered_json& json, const std::string& path, const std::string& name) {
   bool fits = json.is_array();
@@ -40,8 +42,13 @@ std::vector<int64_t> sizes_of(const ordered_json& json, const std::string& path,
 }
 
 ordered_json parsed(const std::string& text, const std::string& path) {
-  ordered_json json = ordered_json::parse(text, nullptr, /*allow_exceptions=*/false);
-  require<IoError>(json.is_object(), path, ": expected a safetensors file, or a JSON object {\"name\": [sizes], ...}");
+  bool deep = false;
+  const auto limit = [&deep](int depth, ordered_json::parse_event_t /*event*/, ordered_json& /*value*/) {
+    deep = deep || depth > kDeepest;
+    return depth <= kDeepest;
+  };
+  ordered_json json = ordered_json::parse(text, limit, /*allow_exceptions=*/false);
+  require<IoError>(!deep && json.is_object(), path, ": expected a safetensors file, or a JSON object {\"name\": [sizes], ...}");
   return json;
 }
 
@@ -76,9 +83,12 @@ void read_file(const fs::path& path, std::vector<NamedShape>& shapes) {
   }
   in.clear();
   in.seekg(0);
-  std::ostringstream text;
-  text << in.rdbuf();
-  const ordered_json entries = parsed(std::move(text).str(), path.string());
+  std::string text(kLongestText + 1, '\0');
+  in.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<size_t>(in.gcount()));
+  require<IoError>(text.size() <= kLongestText, path.string(), ": expected a safetensors file, or JSON of up to ",
+                   kLongestText, " bytes, found another file that is longer");
+  const ordered_json entries = parsed(text, path.string());
   for (const auto& entry : entries.items()) {
     shapes.push_back({.name = entry.key(), .sizes = sizes_of(entry.value(), path.string(), entry.key())});
   }
@@ -104,7 +114,15 @@ std::vector<NamedShape> read_parameter_shapes(const std::string& path) {
   require<IoError>(!shapes.empty() && shapes.size() <= kMostParametersByName, path, ": expected 1 to ",
                    kMostParametersByName, " parameters, found ", shapes.size());
   std::set<std::string> names;
+  double total = 0;
   for (const NamedShape& shape : shapes) {
+    require<IoError>(shape.name.size() <= kLongestName, path, ": expected names of up to ", kLongestName,
+                     " letters, found one of ", shape.name.size());
+    double elements = 1;
+    for (const int64_t size : shape.sizes) elements *= static_cast<double>(size);
+    total += elements;
+    require<IoError>(total <= static_cast<double>(kMostParameters), path, ": expected up to ", kMostParameters,
+                     " elements in all, found more");
     require<IoError>(names.insert(shape.name).second, path, ": '", shown_text(shape.name), "' is there twice");
   }
   return shapes;

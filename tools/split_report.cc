@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cctype>
+#include <map>
+#include <string>
 #include <tuple>
+#include <vector>
 
 #include "core/shown_text.h"
 #include "core/tensor_part.h"
@@ -59,21 +62,20 @@ std::string reason_text(const ParameterSplit& split) {
   return colon == std::string::npos ? split.reason : split.reason.substr(colon + 2);
 }
 
-void add_to_groups(const ParameterSplit& split, std::vector<SplitGroup>& groups) {
+// Where a group is in the report.
+using GroupKey = std::tuple<std::string, std::vector<int64_t>, std::string, std::string>;
+
+void add_to_groups(const ParameterSplit& split, std::vector<SplitGroup>& groups, std::map<GroupKey, size_t>& places) {
   SplitGroup group{.names = without_numbers(split.name),
                    .count = 1,
                    .sizes = split.sizes,
                    .cut = cut_text(split),
                    .reason = reason_text(split)};
-  const auto same = [&](const SplitGroup& other) {
-    return std::tie(other.names, other.sizes, other.cut, other.reason) ==
-           std::tie(group.names, group.sizes, group.cut, group.reason);
-  };
-  const auto found = std::find_if(groups.begin(), groups.end(), same);
-  if (found != groups.end()) {
-    ++found->count;
-  } else {
+  const auto [place, is_new] = places.try_emplace({group.names, group.sizes, group.cut, group.reason}, groups.size());
+  if (is_new) {
     groups.push_back(std::move(group));
+  } else {
+    ++groups[place->second].count;
   }
 }
 
@@ -107,8 +109,9 @@ SplitReport report_splits(const engine::config::TensorParallelSection& section,
   report.warnings = std::move(split.warnings);
   const int ranks = static_cast<int>(report.ranks);
   const parallel::SplitPlan plan = parallel::plan_splits(parameters, split.rules, ranks);
+  std::map<GroupKey, size_t> places;
   for (const ParameterSplit& entry : plan) {
-    add_to_groups(entry, report.groups);
+    add_to_groups(entry, report.groups, places);
     const int64_t whole = product(entry.sizes);
     report.model_elements += whole;
     if (!entry.is_split()) {

@@ -105,6 +105,9 @@ void set_auto_value(AutoValues& values, const std::string& key, const std::strin
     const auto is_key = [&key](const std::string& pointer) { return dotted(pointer) == key; };
     if (entry.name != key && std::none_of(entry.pointers.begin(), entry.pointers.end(), is_key)) continue;
     require<ConfigError>(entry.set(values, json_of(text)), key, ": expected ", entry.expected, ", found ", text);
+    constexpr int64_t kWidest = int64_t{1} << 24;  // its square is a number of elements
+    const int64_t hidden = values.hidden_size.value_or(1);
+    require<ConfigError>(hidden > 0 && hidden <= kWidest, key, ": expected 1 to ", kWidest, ", found ", hidden);
     return;
   }
   std::string known;

@@ -46,7 +46,8 @@ bool LayerSizes::stores_inputs_first() const {
   for (const NamedShape& weight : parameters_) {
     const std::string module = owner_of(weight.name);
     if (weight.sizes.size() != 2 || !is_gpt2_name(module) || weight.sizes[0] == weight.sizes[1]) continue;
-    if (const NamedShape* const bias = find(bias_of(weight))) return bias->sizes[0] == weight.sizes[1];
+    const NamedShape* const bias = find(bias_of(weight));
+    if (bias != nullptr && bias->sizes.size() == 1) return bias->sizes[0] == weight.sizes[1];
     if (last_name(module) != "c_proj") return weight.sizes[1] > weight.sizes[0];
   }
   return false;
@@ -99,7 +100,7 @@ int64_t LayerSizes::grain_for(const NamedShape& weight, const LogicalCut& cut) c
     // As many groups of heads as there are keys: a rank has whole groups.
     for (const char* name : {"k_proj", "key", "wk", "k"}) {
       const NamedShape* const keys = find(cat(layer_of(weight), name, ".weight"));
-      if (keys == nullptr || !cut.blocks.empty()) continue;
+      if (keys == nullptr || keys->sizes.empty() || !cut.blocks.empty()) continue;
       const int64_t groups = keys->sizes[0] / *head;
       if (groups > 0 && extent % groups == 0) grain = extent / groups;
     }

@@ -64,6 +64,9 @@ LogicalCut logical_cut(const config::LayerPartition& spec, const Sizes& sizes, c
   const Sizes logical = resolved(spec.shape, dim, sizes);
   if (logical.empty()) wrong("the numbers of elements differ");
   const LogicalSize& cut = spec.shape[dim];
+  constexpr int64_t kMostBlocks = int64_t{1} << 20;  // as a checkpoint's
+  const int64_t listed = std::max<int64_t>(static_cast<int64_t>(cut.parts.size()), cut.size);
+  if (listed > kMostBlocks) wrong(cat("expected up to ", kMostBlocks, " blocks, found ", listed));
   Sizes parts = cut.parts;
   if (parts.empty() && cut.size > 0) {
     if (logical[dim] % cut.size != 0) wrong(cat(logical[dim], " does not divide by ", cut.size));
@@ -83,6 +86,9 @@ LogicalCut logical_cut(const config::LayerPartition& spec, const Sizes& sizes, c
   const auto at = logical.begin() + static_cast<int64_t>(dim);
   const int64_t outer = product(logical.begin(), at);
   const int64_t inner = product(at + 1, logical.end() - 1);
+  if (inner <= 0 || outer > kMostBlocks / static_cast<int64_t>(parts.size())) {
+    wrong(cat("expected up to ", kMostBlocks, " blocks that are not empty"));
+  }
   LogicalCut result{.dim = 0, .blocks = {}, .grain = inner};
   for (int64_t repeat = 0; repeat < outer; ++repeat) {
     for (const int64_t part : parts) result.blocks.push_back(part * inner);

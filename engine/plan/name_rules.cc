@@ -10,10 +10,13 @@ bool is_digit(char letter) { return std::isdigit(static_cast<unsigned char>(lett
 
 std::string pattern_of(const std::string& name, bool any_number) {
   std::string pattern;
+  bool counts = false;  // a number by itself: w1 and w2 are two layers
   for (size_t i = 0; i < name.size(); ++i) {
-    if (!any_number || !is_digit(name[i])) {
+    const bool begins = i == 0 || !is_digit(name[i - 1]);
+    if (begins) counts = any_number && (i == 0 || name[i - 1] == '.' || name[i - 1] == '_');
+    if (!is_digit(name[i]) || !counts) {
       pattern += escaped(name[i]);
-    } else if (i == 0 || !is_digit(name[i - 1])) {
+    } else if (begins) {
       pattern += "\\d+";
     }
   }

@@ -52,7 +52,8 @@ std::string split_text(const InitializeOptions& options, const config::DsConfig&
   for (size_t i = 0; i < rules.size(); ++i) {
     const SplitRule& rule = rules[i];
     text += cat("rule ", i, " of .split\t", rule.pattern, ", style ", static_cast<int>(rule.style), ", blocks ",
-                at::IntArrayRef(rule.blocks), ", grain ", rule.grain, ", dim ", rule.dim.value_or(-1), '\n');
+                at::IntArrayRef(rule.blocks), ", grain ", rule.grain, ", dim ", rule.dim.value_or(-1),
+                ", join_output ", rule.join_output, '\n');
   }
   for (const auto& item : options.model->named_parameters()) {
     text += cat("parameter ", item.key(), '\t', item.value().scalar_type(), ' ', item.value().sizes(), '\n');

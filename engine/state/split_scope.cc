@@ -9,6 +9,7 @@
 #include "core/log.h"
 #include "core/split_tensor.h"
 #include "core/tensor_check.h"
+#include "engine/agreement/shared_failure.h"
 #include "engine/state/tensor_parts.h"
 #include "zero/value_digest.h"
 
@@ -54,13 +55,27 @@ std::optional<std::string> SplitScope::changed() const {
   return std::nullopt;
 }
 
+void SplitScope::require_shapes() const {
+  std::exception_ptr failure;
+  try {
+    for (size_t i = 0; i < shown_; ++i) {
+      const at::Tensor values = all_[i].parameter.detach();
+      require(values.sizes() == sizes_of(all_[i]), "gathered parameters: parameter ", all_[i].name,
+              ": expected the shape ", sizes_of(all_[i]), " that it had, found ", describe(values));
+    }
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  const int failed = failed_rank(failure, state_.ranks.device, *state_.ranks.world);
+  require(failed < 0, "gathered parameters: rank ", failed, " has a parameter of another shape, its message says which");
+}
+
 void SplitScope::share_wholes() {
   const at::NoGradGuard no_grad;
+  require_shapes();
   for (size_t i = 0; i < shown_; ++i) {
     const Shown& one = all_[i];
     at::Tensor values = one.parameter.detach();
-    require(values.sizes() == sizes_of(one), "gathered parameters: parameter ", one.name, ": expected the shape ",
-            sizes_of(one), " that it had, found ", describe(values));
     values = values.to(one.leaf.device(), one.leaf.scalar_type()).contiguous();
     share_other(values);
     one.leaf.detach().copy_(one.part ? slice_of(values, *one.part) : values);

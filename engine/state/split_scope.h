@@ -40,6 +40,8 @@ class SplitScope final : public zero::SplitWholes {
     uint32_t version = 0;
   };
   static at::IntArrayRef sizes_of(const Shown& one);
+  // The program has given none of them another shape, on no rank. Collective over all ranks.
+  void require_shapes() const;
 
   ModelState& state_;
   bool modifies_;

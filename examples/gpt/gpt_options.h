@@ -1,11 +1,12 @@
 // The command line of examples/gpt.
 #pragma once
 
+#include <dsengine/config.h>
+
 #include <cstdint>
 #include <optional>
 #include <string>
 
-#include "dsengine/config.h"
 #include "gpt_model.h"
 #include "token_batches.h"
 

@@ -2,6 +2,7 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
@@ -45,8 +46,8 @@ class BeginSum : public autograd::Node {
     if (!gradients[0].defined()) return {at::Tensor()};
     at::Tensor gradient = whole_of(gradients[0]);
     if (gradient.is_sparse()) gradient = gradient.to_dense();
-    if (at::GradMode::is_enabled()) {
-      // For gradients of gradients, which are to have a history.
+    if (at::GradMode::is_enabled() || autograd::AnomalyMode::is_enabled()) {
+      // For gradients of gradients, which are to have a history; and a search for NaN reads what a node returns at once.
       return {placement_.cut ? summed_to_part(gradient, placement_) : summed(gradient, placement_.axis)};
     }
     *begun_ = placement_.cut ? begin_reduce_scatter_parts(gradient, placement_)

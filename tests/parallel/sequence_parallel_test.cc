@@ -199,6 +199,29 @@ TEST(SequenceParallel, SaysWhichGradientsAreParts) {
   });
 }
 
+// Two losses of other leaves, each with a sum of its own: what was added up before counts once.
+TEST(SequenceParallel, ASecondSumLeavesGradientsThatGotNothingNew) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    const auto model = new_gpt(gpt_of(false, 16));
+    const SplitModule split =
+        parallelize_module(*model, shared(communicator), rules_of_gpt(false), {.sequence_parallel = true});
+    const at::Tensor tokens = tokens_of(2, 16);
+    model->forward(tokens, tokens).backward();
+    split.reduce_summed_gradients();
+    at::Tensor first, other;
+    for (const auto& [name, leaf] : split.summed_leaves()) {
+      if (name == "ln_f.weight") first = leaf;
+      if (name == "ln_f.bias") other = leaf;
+    }
+    const at::Tensor once = first.grad().clone();
+    other.mutable_grad().reset();
+    model->named_parameters()["ln_f.bias"].square().sum().backward();
+    split.reduce_summed_gradients();
+    EXPECT_EQ(relative_error(first.grad(), once), 0);
+    EXPECT_LE(relative_error(other.grad(), other.detach() * 2), 1e-6);
+  });
+}
+
 // Whole parameters are read and changed as others are.
 TEST(SequenceParallel, WholeParametersAreTensorsAsBefore) {
   test::run_ranks(2, [&](comm::Communicator& communicator) {

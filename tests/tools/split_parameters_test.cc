@@ -118,6 +118,25 @@ TEST(SplitParameters, MistakesAreNamed) {
   EXPECT_THAT(error(ScratchFile("{}", "_wrong").path()), HasSubstr("found 0"));
 }
 
+TEST(SplitParameters, OddFilesAreRefusedInWords) {
+  const ScratchFile config(kTwo);
+  const auto error = [&](const std::string& text) {
+    const ScratchFile shapes(text, "_odd");
+    return checked({.config = config.path(), .world_size = 2, .split_parameters = shapes.path()}).err;
+  };
+  EXPECT_THAT(error("{\"a\":" + std::string(100'000, '[')), HasSubstr("expected a safetensors file, or a JSON object"));
+  EXPECT_THAT(error("{\"h." + std::string(100'000, '0') + "\":[1]}"), HasSubstr("names of up to 1000 letters"));
+  std::string many = "{";
+  for (int i = 0; i < 8192; ++i) many += cat(i > 0 ? "," : "", "\"w", i, "\":[1048576,1073741824]");
+  EXPECT_THAT(error(many + "}"), HasSubstr("elements in all"));
+  EXPECT_THAT(error("PK" + std::string(size_t{17} << 20, 'x')), HasSubstr("that is longer"));
+  // Scalars beside what names know.
+  for (const char* scalars : {R"({"c_fc.weight":[4,8],"c_fc.bias":[]})",
+                              R"({"a.q_norm.weight":[64],"a.q_proj.weight":[128,128],"a.k_proj.weight":[]})"}) {
+    EXPECT_EQ(error(scalars), "") << scalars;
+  }
+}
+
 void write_safetensors(const std::filesystem::path& path, const std::string& header) {
   std::ofstream out(path, std::ios::binary);
   for (size_t i = 0; i < 8; ++i) out.put(static_cast<char>(header.size() >> (8 * i)));

@@ -220,6 +220,16 @@ TEST(SplitRules, MixtralsExpertsAndItsGate) {
                          {.name = "l.0.block_sparse_moe.experts.1.w3.weight", .sizes = {48, 32}}};
   EXPECT_THAT(dims_of("preset_model: 'mixtral'", shapes), ElementsAre(-1, 0, 1, 0));
   EXPECT_THAT(dims_of("", shapes), ElementsAre(-1, 0, 1, 0));
+  // A number in a layer's name tells layers apart: a rule for all first matrices, one for all second ones, ...
+  Shapes many;
+  for (int expert = 0; expert < 50; ++expert) {
+    for (const char* matrix : {"w1", "w2", "w3"}) {
+      const bool row = std::string(matrix) == "w2";
+      many.push_back({.name = cat("l.0.block_sparse_moe.experts.", expert, ".", matrix, ".weight"),
+                      .sizes = row ? std::vector<int64_t>{32, 48} : std::vector<int64_t>{48, 32}});
+    }
+  }
+  EXPECT_EQ(split_rules(section_of(""), many).rules.size(), 3U);
 }
 
 TEST(SplitRules, OtherPresets) {
@@ -335,6 +345,7 @@ TEST(SplitRules, ShapesThatAWeightDoesNotHave) {
                                             HasSubstr("q_proj.weight [32, 32]"), HasSubstr("32 does not divide by 3")));
   EXPECT_THAT(with("shape: [[30, 1], -1]"), HasSubstr("numbers of elements differ"));
   EXPECT_THAT(with("shape: [8, 16, 8], partition_dim: 1"), HasSubstr("whose last is 32"));
+  EXPECT_THAT(with("shape: [1099511627776, -1]"), HasSubstr("blocks, found 1099511627776"));
   EXPECT_THAT(with("partition_dim: 2"), AllOf(HasSubstr("partition_dim: 2"), HasSubstr("no dimension")));
 }
 

@@ -91,8 +91,8 @@ TEST(SequenceParallelEngine, AnUpdateBesideBackwardIsRefusedByName) {
   GptRun run{.data = 1, .stage = 2, .more = cut_sequences()};
   run.more["zero_optimization"] = {{"offload_optimizer", {{"device", "cpu"}, {"super_offload", true}}}};
   test::run_ranks(run.world(), [&](comm::Communicator& world) {
-    const auto net = run.make();
-    EXPECT_THAT([&] { run.start(world, net); }, ThrowsMessage<ConfigError>(HasSubstr("excludes offload_optimizer.super_offload")));
+    EXPECT_THAT([&] { run.start(world, run.make()); },
+                ThrowsMessage<ConfigError>(HasSubstr("excludes offload_optimizer.super_offload")));
   });
 }
 
