@@ -107,7 +107,7 @@ class FlightRecorder::FollowedWork final : public WorkState {
       recorder_->failed(ticket_);
       throw;
     }
-    if (!ticket_.device.is_cpu()) work_ = Work(std::make_shared<OrderedWork>(ticket_.device));
+    if (ticket_.device.is_cuda()) work_ = Work(std::make_shared<OrderedWork>(ticket_.device));
     recorder_->waited(ticket_, work_);
   }
 
