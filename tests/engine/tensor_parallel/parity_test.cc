@@ -17,6 +17,14 @@ TEST(TensorParallelEngine, TrainsAsPlainTorch) {
   }
 }
 
+TEST(TensorParallelEngine, TiedModelsInFloat64AreTheSame) {
+  for (const bool sequences : {false, true}) {
+    GptRun run{.tensor = 2, .data = 1, .stage = 1, .steps = 50, .model = small_gpt(true), .float64 = true};
+    run.more["tensor_parallel"]["sequence_parallel"] = sequences;
+    expect_same_as_plain(run, 1e-11, 1e-10);
+  }
+}
+
 TEST(TensorParallelEngine, TrainsAsPlainTorchForFiftySteps) {
   expect_same_as_plain({.tensor = 2, .data = 2, .stage = 3, .steps = 50});
   expect_same_as_plain({.tensor = 4, .data = 1, .stage = 0, .steps = 50, .model = small_gpt(true)});

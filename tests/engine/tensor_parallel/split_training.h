@@ -59,6 +59,7 @@ struct GptRun {
   int accumulation = 1;
   gpt::GptConfig model = small_gpt();
   nlohmann::json more = nlohmann::json::object();  // merged into the ds_config
+  bool float64 = false;
 
   nlohmann::json config() const {
     nlohmann::json zero = {{"stage", stage}, {"reduce_bucket_size", 5000}};
@@ -77,6 +78,7 @@ struct GptRun {
   std::shared_ptr<gpt::Gpt> make() const {
     auto result = std::make_shared<gpt::Gpt>(model);
     gpt::initialize_weights(*result, 3);
+    if (float64) result->to(at::kDouble);
     return result;
   }
 
