@@ -65,6 +65,7 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains,
             ": belongs to another engine; destroy that one before the next initialize");
     if (!trains && tensor.requires_grad()) {
       result.frozen_here.freeze(tensor);
+      if (is_split(item.value())) result.frozen_here.freeze(item.value());  // whose leaf follows it
     }
     if (tensor.requires_grad()) {
       result.trainable.push_back({item.key(), tensor, part});

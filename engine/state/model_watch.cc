@@ -74,7 +74,10 @@ void ModelWatch::updated() {
 void ModelWatch::look(const char* call) {
   const CheckTime::Scope time;
   const at::NoGradGuard no_grad;
-  if (state_.tensor) state_.tensor->require_leaves(call);
+  if (state_.tensor) {
+    state_.tensor->require_leaves(call);
+    state_.tensor->follow_flags();
+  }
   look_at_flags(call);
   look_at_buckets(call, state_.buckets, 0);
   look_at_buckets(call, state_.frozen_buckets, state_.buckets.size());

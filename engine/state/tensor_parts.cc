@@ -34,6 +34,10 @@ void TensorParts::follow_leaves() const {
   for (const SplitParameter& one : parameters) follow_leaf(one.parameter);
 }
 
+void TensorParts::follow_flags() const {
+  for (const SplitParameter& one : parameters) follow_flag(one.parameter);
+}
+
 void TensorParts::note_data(const at::Tensor& plain) {
   // Tokens and targets all; of others, among which are the tables and masks of every layer, the first ones.
   constexpr int kMostIntegers = 64;

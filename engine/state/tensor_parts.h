@@ -46,6 +46,8 @@ struct TensorParts {
   void require_leaves(const char* call) const;
   // After the leaves got the dtype and the memory of their buckets.
   void follow_leaves() const;
+  // After the program may have frozen parameters, or let them require a gradient again. Leaves are where they were.
+  void follow_flags() const;
   // Of the plain data that split operators have read since the last call: equal on ranks with equal batches.
   uint64_t take_data_digest() { return std::exchange(data_digest_, 0); }
   // Before the forward of the next micro-batch, of which the first tensors are looked at.

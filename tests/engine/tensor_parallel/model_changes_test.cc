@@ -1,0 +1,82 @@
+// What a program does to a model that is split over a tensor axis: freezing, reading gradients, keeping it longer than
+// its engine.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <utility>
+
+#include "core/check.h"
+#include "core/split_tensor.h"
+#include "tests/engine/tensor_parallel/split_training.h"
+
+namespace ds::engine {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+constexpr const char* kFrozen = "h.0.mlp.fc.weight";
+
+at::Tensor named(torch::nn::Module& net, const std::string& name) { return net.named_parameters()[name]; }
+
+void one_step(Engine& engine, gpt::Gpt& net, const GptRun& run, int64_t number) {
+  const GptBatch batch = gpt_batch(number, engine.communicator().rank(), run.model);
+  engine.backward(net.forward(batch.tokens, batch.targets));
+  engine.step();
+}
+
+// Plain torch, with a parameter that is trained in the first and the last of three steps alone.
+std::vector<std::pair<double, at::Tensor>> frozen_in_the_middle(const GptRun& run) {
+  const auto net = run.make();
+  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(2e-3).weight_decay(0.01));
+  std::vector<std::pair<double, at::Tensor>> result;
+  for (int64_t step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    named(*net, kFrozen).set_requires_grad(step != 1);
+    for (int rank = 0; rank < run.data; ++rank) {
+      const GptBatch batch = gpt_batch(step, rank, run.model);
+      (net->forward(batch.tokens, batch.targets) / static_cast<double>(run.data)).backward();
+    }
+    const double norm = torch::nn::utils::clip_grad_norm_(net->parameters(), 0.5);
+    optimizer.step();
+    result.emplace_back(norm, named(*net, kFrozen).detach().clone());
+  }
+  return result;
+}
+
+class TensorParallelChanges : public ::testing::TestWithParam<int> {};
+
+INSTANTIATE_TEST_SUITE_P(Stages, TensorParallelChanges, ::testing::Values(0, 2, 3),
+                         [](const auto& stage) { return cat("stage", stage.param); });
+
+TEST_P(TensorParallelChanges, AFrozenSplitParameterStaysAndGivesNothingToTheNorm) {
+  const GptRun run{.tensor = 2, .data = 2, .stage = GetParam()};
+  const auto expected = frozen_in_the_middle(run);
+  test::run_ranks(4, [&](comm::Communicator& world) {
+    const auto net = run.make();
+    const auto engine = run.start(world, net).engine;
+    for (int64_t step = 0; step < 3; ++step) {
+      named(*net, kFrozen).set_requires_grad(step != 1);
+      one_step(*engine, *net, run, step);
+      EXPECT_EQ(named(*net, kFrozen).requires_grad(), step != 1);
+      EXPECT_NEAR(engine->get_global_grad_norm().value_or(-1), expected[step].first, 1e-4) << step;
+      const at::Tensor found = engine->safe_get_full_fp32_param(named(*net, kFrozen));
+      EXPECT_LT((found - expected[step].second).abs().max().item<double>(), 1e-5) << step;
+    }
+  });
+}
+
+TEST_P(TensorParallelChanges, OneThatWasFrozenAtFirstIsNotTrainedLater) {
+  const GptRun run{.tensor = 2, .stage = GetParam()};
+  test::run_ranks(2, [&](comm::Communicator& world) {
+    const auto net = run.make();
+    named(*net, kFrozen).set_requires_grad(false);
+    const auto engine = run.start(world, net).engine;
+    one_step(*engine, *net, run, 0);
+    named(*net, kFrozen).set_requires_grad(true);
+    EXPECT_THAT([&] { one_step(*engine, *net, run, 1); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr(kFrozen), HasSubstr("was frozen when initialize() ran"))));
+  });
+}
