@@ -121,6 +121,7 @@ struct SplitMeta : c10::BackendMeta {
   std::vector<int64_t> sizes;  // of its whole
   bool copied = false;
   bool joins_output = false;
+  bool trained = false;  // a parameter, see Note [Flags of split parameters]
   std::weak_ptr<Bridge> bridge;
 
   c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>& /*own*/) const override {
@@ -185,8 +186,8 @@ void build_bridge(const at::Tensor& split, SplitMeta& meta) {
 
 // Note [Flags of split parameters]
 // A split parameter that is trained has a bridge, so that requires_grad() is true whatever set_requires_grad() has said.
-// The flag below it still tells what the program wants: it is set with the bridge, and leaf and bridge follow it when
-// the parameter is next used.
+// The flag below it still tells what the program wants: it is set with the bridge. When the parameter is next used,
+// leaf, bridge and flag follow whichever of flag and leaf the program has changed.
 bool wants_gradient(const at::Tensor& parameter) {
   const auto* const own = autograd::impl::get_autograd_meta(parameter);
   return own != nullptr && own->requires_grad_;
@@ -200,11 +201,12 @@ void build_parameter_bridge(const at::Tensor& parameter, SplitMeta& meta) {
 
 void follow_flag_of(const at::Tensor& split, SplitMeta& meta) {
   if (meta.name.empty() || meta.copied) return;  // copies have flags of their own, which say nothing
-  const bool wanted = wants_gradient(split);
-  if (wanted == meta.part.requires_grad()) return;
-  meta.part.set_requires_grad(wanted);
-  if (wanted) return build_parameter_bridge(split, meta);
+  if (wants_gradient(split) == meta.trained && meta.part.requires_grad() == meta.trained) return;
+  meta.trained = !meta.trained;
+  meta.part.set_requires_grad(meta.trained);
+  if (meta.trained) return build_parameter_bridge(split, meta);
   autograd::impl::set_gradient_edge(split, {nullptr, 0});
+  split.set_requires_grad(false);
   meta.bridge.reset();
 }
 
@@ -341,6 +343,7 @@ at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placeme
   meta->sizes = sizes;
   meta->placement = std::move(own);
   meta->name = std::move(name);
+  meta->trained = trained;
   if (trained) build_parameter_bridge(parameter, *meta);
   impl.set_backend_meta(std::move(meta));
   return leaf;
@@ -388,7 +391,8 @@ void split_again(const at::Tensor& parameter, SplitState state) {
   const at::NoGradGuard no_grad;
   SplitMeta& meta = *static_cast<SplitMeta*>(state.get());
   c10::TensorImpl& impl = *parameter.unsafeGetTensorImpl();
-  meta.part.set_requires_grad(wants_gradient(parameter));  // it may have been frozen meanwhile
+  meta.trained = wants_gradient(parameter);  // it may have been frozen meanwhile
+  meta.part.set_requires_grad(meta.trained);
   impl.set_autograd_meta(nullptr);
   take_keys(impl, meta.part);
   hide_memory_of(impl, meta.name);

@@ -16,6 +16,12 @@ std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter)
                                       placement.axis->size());
 }
 
+TensorParts::~TensorParts() {
+  if (!split.axis) return;
+  split.axis->watch_data({});
+  split.axis->tell_joins(true);
+}
+
 void TensorParts::require_leaves(const char* call) const {
   require(shown == 0, call,
           ": expected no open scope of gathered_parameters() with parameters that are split over the ",

@@ -28,6 +28,12 @@ inline at::Tensor trained_tensor(const at::Tensor& parameter) {
 std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter);
 
 struct TensorParts {
+  TensorParts() = default;
+  // The module keeps its split parameters, and with them the axis, which forgets the engine.
+  ~TensorParts();
+  TensorParts(const TensorParts&) = delete;
+  TensorParts& operator=(const TensorParts&) = delete;
+
   std::shared_ptr<comm::Communicator> ranks;  // along the axis: each has a part of the split parameters
   std::vector<int> world_ranks;               // of the job, in the order of `ranks`
   parallel::SplitModule split;                // axis, plan, leaves under the names of their parameters

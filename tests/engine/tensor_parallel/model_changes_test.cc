@@ -80,3 +80,19 @@ TEST_P(TensorParallelChanges, OneThatWasFrozenAtFirstIsNotTrainedLater) {
                 ThrowsMessage<UsageError>(AllOf(HasSubstr(kFrozen), HasSubstr("was frozen when initialize() ran"))));
   });
 }
+
+TEST(TensorParallelModel, IsUsedAfterItsEngineHasEnded) {
+  const GptRun run{.tensor = 2};
+  test::run_ranks(2, [&](comm::Communicator& world) {
+    const auto net = run.make();
+    auto engine = run.start(world, net).engine;
+    one_step(*engine, *net, run, 0);
+    engine.reset();
+    const GptBatch batch = gpt_batch(1, 0, run.model);
+    const at::Tensor loss = net->forward(batch.tokens, batch.targets);  // operators tell the axis of their data
+    loss.backward();
+    const at::Tensor gradient = leaf_of(named(*net, kFrozen)).grad();
+    ASSERT_TRUE(gradient.defined());
+    EXPECT_GT(gradient.abs().max().item<double>(), 0);
+  });
+}
