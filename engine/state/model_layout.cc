@@ -114,6 +114,13 @@ ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& g
     if (found == parts.end()) found = parts.insert(parts.end(), {part, {}});
     found->second.push_back(i);
   }
+  const auto is_part = [](const zero::Parameter& parameter) { return parameter.part != nullptr; };
+  if (std::any_of(parameters.trainable.begin(), parameters.trainable.end(), is_part)) {
+    // Whole ones first. Buckets are reduced from the last to the first, and those of the first layers, biases and
+    // norms, have their gradients at the end of backward alone: nothing waits for them. Their numbers are then the same
+    // on all ranks of the axis, whose parts may be uneven.
+    std::sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  }
   ModelLayout layout;
   for (const auto& [part, chosen] : parts) {
     const bool shared =
