@@ -81,6 +81,30 @@ TEST_P(TensorParallelChanges, OneThatWasFrozenAtFirstIsNotTrainedLater) {
   });
 }
 
+TEST_P(TensorParallelChanges, NoGradientIsReadFromTheModule) {
+  const GptRun run{.tensor = 2, .stage = GetParam()};
+  test::run_ranks(2, [&](comm::Communicator& world) {
+    const auto net = run.make();
+    const auto engine = run.start(world, net).engine;
+    const GptBatch batch = gpt_batch(0, 0, run.model);
+    engine->backward(net->forward(batch.tokens, batch.targets));
+    for (const auto& item : net->named_parameters()) {
+      ASSERT_TRUE(item.value().grad().defined()) << item.key();
+      EXPECT_EQ(item.value().grad().sizes(), item.value().sizes()) << item.key();
+      EXPECT_ANY_THROW(item.value().grad().sum()) << item.key();
+    }
+    try {
+      torch::nn::utils::clip_grad_norm_(net->parameters(), 1.0);
+      ADD_FAILURE() << "it would clip by the norm of a part";
+    } catch (const std::exception& error) {
+      EXPECT_THAT(error.what(), HasSubstr("engine->clip_grad_norm_(max_norm)"));
+    }
+    engine->step();
+    for (const at::Tensor& parameter : net->parameters()) EXPECT_FALSE(parameter.mutable_grad().defined());
+    one_step(*engine, *net, run, 1);
+  });
+}
+
 TEST(TensorParallelModel, IsUsedAfterItsEngineHasEnded) {
   const GptRun run{.tensor = 2};
   test::run_ranks(2, [&](comm::Communicator& world) {
