@@ -120,3 +120,37 @@ TEST(TensorParallelModel, IsUsedAfterItsEngineHasEnded) {
     EXPECT_GT(gradient.abs().max().item<double>(), 0);
   });
 }
+
+// Adds to a parameter, by name.
+void change(torch::nn::Module& net, const std::string& name, double by) {
+  const torch::NoGradGuard no_grad;
+  const at::Tensor parameter = named(net, name);
+  (is_split(parameter) ? leaf_of(parameter) : parameter).detach().add_(by);
+}
+
+TEST(TensorParallelModel, WholeParametersThatPartAlongTheAxis) {
+  const GptRun run{.tensor = 2, .data = 2, .stage = 1};
+  test::run_ranks(4, [&](comm::Communicator& world) {
+    const auto net = run.make();
+    const auto engine = run.start(world, net).engine;
+    one_step(*engine, *net, run, 0);
+    change(*net, "h.0.ln_1.weight", world.rank() % 2 == 0 ? 0.0 : 1e-6);  // too little for the loss to tell
+    const char* const told = "ranks 0 and 1 of one tensor axis have changed or frozen parameters in different ways";
+    EXPECT_THAT([&] { one_step(*engine, *net, run, 1); },
+                ThrowsMessage<UsageError>(HasSubstr(world.rank() < 2 ? told : "ranks 2 and 3 of one tensor axis")));
+    EXPECT_THAT([&] { engine->save_checkpoint("unused"); }, ThrowsMessage<UsageError>(HasSubstr("load_checkpoint")));
+  });
+}
+
+TEST(TensorParallelModel, PartsThatPartBetweenAxesAreAnErrorOfAllRanks) {
+  const GptRun run{.tensor = 2, .data = 2, .stage = 1};
+  test::run_ranks(4, [&](comm::Communicator& world) {
+    const auto net = run.make();
+    const auto engine = run.start(world, net).engine;
+    one_step(*engine, *net, run, 0);
+    change(*net, kFrozen, world.rank() == 3 ? 1e-6 : 0.0);  // ranks 0 and 2 have the same part, and the same values
+    EXPECT_THAT([&] { one_step(*engine, *net, run, 1); },
+                ThrowsMessage<UsageError>(AllOf(HasSubstr("have changed or frozen parameters in different ways"),
+                                                Not(HasSubstr("of one tensor axis")))));
+  });
+}
