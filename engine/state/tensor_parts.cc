@@ -3,6 +3,8 @@
 #include <c10/core/ScalarType.h>
 
 #include "core/check.h"
+#include "core/text.h"
+#include "core/text_hash.h"
 #include "parallel/axis/axis.h"
 #include "parallel/axis/collectives.h"
 #include "zero/value_digest.h"
@@ -52,7 +54,11 @@ void TensorParts::note_data(const at::Tensor& plain) {
   const bool integers = at::isIntegralType(plain.scalar_type(), /*includeBool=*/false);
   int& seen = integers ? seen_integers_ : seen_others_;
   if (seen++ >= (integers ? kMostIntegers : kMostOthers)) return;
-  data_digest_ = data_digest_ * 31 + zero::digest_of(plain);
+  // Numbers that an operator has made before may differ in their last bits, and cannot be told from those of the
+  // program: of them type and shape. The loss tells of the rest.
+  const uint64_t digest =
+      integers ? zero::digest_of(plain) : fnv1a(cat(c10::toString(plain.scalar_type()), plain.sizes()));
+  data_digest_ = data_digest_ * 31 + digest;
 }
 
 at::Tensor TensorParts::joined(const at::Tensor& part, const TensorPart& of) const {

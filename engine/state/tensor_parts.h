@@ -54,9 +54,10 @@ struct TensorParts {
   void follow_leaves() const;
   // After the program may have frozen parameters, or let them require a gradient again. Leaves are where they were.
   void follow_flags() const;
-  // Of the plain data that split operators have read since the last call: equal on ranks with equal batches.
+  // Of the plain data that split operators have read since the last call, of integers their values, of others type and
+  // shape: equal on ranks with equal batches.
   uint64_t take_data_digest() { return std::exchange(data_digest_, 0); }
-  // Before the forward of the next micro-batch, of which the first tensors are looked at.
+  // After the backward of a micro-batch: of the next one the first tensors are looked at.
   void next_batch() { seen_integers_ = seen_others_ = 0; }
   void note_data(const at::Tensor& plain);
   // Of a parameter's part on each rank, the whole, in new memory. Collective.
