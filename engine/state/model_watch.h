@@ -3,7 +3,7 @@
 //
 // What can be followed is followed, the same at every stage and in every precision: values that the program loads or
 // sets reach buckets and masters, and frozen parameters stay as they are. All ranks are to do the same; what each has
-// done is compared once a step (take_digest()). The rest is a UsageError that names the parameter and leaves the state
+// done is compared once a step (take_digests()). The rest is a UsageError that names the parameter and leaves the state
 // as it was.
 #pragma once
 
