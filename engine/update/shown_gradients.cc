@@ -45,7 +45,9 @@ const char* ShownGradients::reason_against(After pass, double loss_scale) const 
   const Plan& plan = state_.plan;
   if (pass == After::kPart) return "the accumulation goes on, until whose last backward() it is a part of the sum";
   if (pass == After::kUnreduced) return "it is that of this rank alone until step() reduces it";
-  if (state_.tensor) return "parameters are split over the tensor axis, and what goes over all .grad would leave parts out";
+  if (state_.tensor) {
+    return "parameters are split over the tensor axis, and what goes over all .grad would leave parts out";
+  }
   if (plan.partition_optimizer) return "at ZeRO stages 1 to 3 a rank has the slice that it updates";
   if (state_.gradients.reducer->keeps_local())
     return "the optimizer exchanges compressed momenta in place of gradients";
