@@ -13,7 +13,18 @@
 namespace ds::engine {
 namespace {
 
-enum Place : size_t { kStep, kDelivered, kPosition, kLoss, kHasLoss, kData, kChanges, kAxisChanges, kGradientChanges, kPlaces };
+enum Place : size_t {
+  kStep,
+  kDelivered,
+  kPosition,
+  kLoss,
+  kHasLoss,
+  kData,
+  kChanges,
+  kAxisChanges,
+  kGradientChanges,
+  kPlaces
+};
 using Numbers = std::array<int64_t, kPlaces>;
 
 Numbers numbers_of(const AxisFacts& facts) {

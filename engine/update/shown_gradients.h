@@ -2,9 +2,9 @@
 //
 // At stage 0 it is the reduced gradient itself, which the step applies, so that a change in place counts
 // (torch::nn::utils::clip_grad_norm_). Where a rank has less or something else (its slice, its part of a split
-// parameter, gradients in host memory, with loss scale, not reduced yet, or inside an accumulation) it is a tensor that throws when its memory is read, with
-// the call that gives the whole one. Gradients that a program takes away or replaces are an error of the next call,
-// before anything is applied.
+// parameter, gradients in host memory, with loss scale, not reduced yet, or inside an accumulation) it is a tensor that
+// throws when its memory is read, with the call that gives the whole one. Gradients that a program takes away or
+// replaces are an error of the next call, before anything is applied.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -8,6 +8,8 @@
 
 #include "core/check.h"
 #include "core/split_tensor.h"
+#include "dsengine/activation_checkpoint.h"
+#include "engine/state/tensor_parts.h"
 #include "tests/engine/tensor_parallel/split_training.h"
 
 namespace ds::engine {
@@ -155,3 +157,103 @@ TEST(TensorParallelModel, PartsThatPartBetweenAxesAreAnErrorOfAllRanks) {
                                                 Not(HasSubstr("of one tensor axis")))));
   });
 }
+
+TEST(TensorParallelModel, WhatIsComputedAgainUsesUpNothingOfTheNextBatch) {
+  const GptRun run{.tensor = 2};
+  test::run_ranks(2, [&](comm::Communicator& world) {
+    const auto net = run.make();
+    const auto engine = run.start(world, net).engine;
+    const auto step = [&](int data_rank) {
+      const GptBatch batch = gpt_batch(0, data_rank, run.model);
+      const auto all = [&](const at::Tensor& one) {  // reads more integers than are looked at
+        at::Tensor sum = one;
+        for (int i = 0; i < 40; ++i) sum = sum + net->forward(batch.tokens, batch.targets);
+        return sum;
+      };
+      const at::Tensor loss = recompute::checkpoint(all, torch::ones({1}, torch::requires_grad()));
+      engine->backward(loss / 40.0);
+      engine->step();
+    };
+    step(0);
+    EXPECT_THAT([&] { step(world.rank()); }, ThrowsMessage<UsageError>(HasSubstr("got different batches")));
+    step(0);
+  });
+}
+
+TEST(TensorParallelData, NumbersThatOperatorsMadeMayDifferInTheirLastBits) {
+  const auto digest = [](const at::Tensor& tensor) {
+    TensorParts parts;
+    parts.note_data(tensor);
+    return parts.take_data_digest();
+  };
+  const at::Tensor mask = at::arange(6, at::kFloat);
+  EXPECT_EQ(digest(mask), digest(mask * (1 + 1e-6)));
+  EXPECT_NE(digest(mask), digest(mask.view({2, 3})));
+  const at::Tensor tokens = at::arange(6);
+  EXPECT_EQ(digest(tokens), digest(tokens.clone()));
+  EXPECT_NE(digest(tokens), digest(tokens + (tokens == 3)));
+}
+
+// Three pairs of a column and a row layer, of which a call may leave out the second.
+struct PairsImpl : torch::nn::Module {
+  PairsImpl() {
+    for (int i = 0; i < 3; ++i) {
+      ups.push_back(register_module(cat("up", i), torch::nn::Linear(8, 13)));
+      downs.push_back(register_module(cat("down", i), torch::nn::Linear(13, 8)));
+    }
+    const torch::NoGradGuard no_grad;
+    int64_t index = 0;
+    for (at::Tensor& parameter : parameters()) {
+      parameter.copy_(((at::arange(parameter.numel(), at::kFloat) * 0.7 + index++).sin() * 0.4).view_as(parameter));
+    }
+  }
+  at::Tensor loss(int64_t batch, bool all) {
+    at::Tensor x = (at::arange(32, at::kFloat) * 1.3 + batch * 17).cos().view({4, 8});
+    for (int i = 0; i < 3; ++i) {
+      if (all || i != 1) x = x + downs[i](torch::tanh(ups[i](x)));
+    }
+    return x.pow(2).mean();
+  }
+  std::vector<torch::nn::Linear> ups, downs;
+};
+TORCH_MODULE(Pairs);
+
+// 13 entries are parts of 7 and 6, whose buckets end at different parameters.
+TEST(TensorParallelModel, ALayerThatOneDataRankLeavesOutWithUnevenParts) {
+  Pairs truth;
+  torch::optim::SGD optimizer(truth->parameters(), 0.1);
+  for (int64_t step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    for (int rank = 0; rank < 2; ++rank) (truth->loss(step * 2 + rank, rank == 0) / 2.0).backward();
+    optimizer.step();
+  }
+  const auto expected = truth->named_parameters();
+  for (const int stage : {0, 1, 2}) {
+    test::run_ranks(4, [&](comm::Communicator& world) {
+      Pairs net;
+      const auto engine =
+          initialize({.model = net.ptr(),
+                      .config = nlohmann::json{{"train_micro_batch_size_per_gpu", 4},
+                                               {"optimizer", {{"type", "SGD"}, {"params", {{"lr", 0.1}}}}},
+                                               {"zero_optimization", {{"stage", stage}, {"reduce_bucket_size", 50}}},
+                                               {"tensor_parallel", {{"autotp_size", 2}}},
+                                               {"log_level", "error"}},
+                      .split = {{"up.", parallel::Style::kColumn}, {"down.", parallel::Style::kRow}},
+                      .communicator = {std::shared_ptr<void>(), &world},
+                      .seed_generators = false})
+              .engine;
+      const int rank = engine->communicator().rank();
+      for (int64_t step = 0; step < 3; ++step) {
+        engine->backward(net->loss(step * 2 + rank, rank == 0));
+        engine->step();
+      }
+      for (const auto& item : net->named_parameters()) {
+        const at::Tensor found = engine->safe_get_full_fp32_param(item.value());
+        EXPECT_LT((found - expected[item.key()]).abs().max().item<double>(), 1e-5) << item.key() << stage;
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace ds::engine
