@@ -121,6 +121,7 @@ struct SplitMeta : c10::BackendMeta {
   std::vector<int64_t> sizes;  // of its whole
   bool copied = false;
   bool joins_output = false;
+  bool trained = false;  // a parameter, see Note [Flags of split parameters]
   std::weak_ptr<Bridge> bridge;
 
   c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>& /*own*/) const override {
@@ -183,6 +184,32 @@ void build_bridge(const at::Tensor& split, SplitMeta& meta) {
   meta.bridge = bridge;
 }
 
+// Note [Flags of split parameters]
+// A split parameter that is trained has a bridge, so that requires_grad() is true whatever set_requires_grad() has said.
+// The flag below it still tells what the program wants: it is set with the bridge. When the parameter is next used,
+// leaf, bridge and flag follow whichever of flag and leaf the program has changed.
+bool wants_gradient(const at::Tensor& parameter) {
+  const auto* const own = autograd::impl::get_autograd_meta(parameter);
+  return own != nullptr && own->requires_grad_;
+}
+
+void build_parameter_bridge(const at::Tensor& parameter, SplitMeta& meta) {
+  const at::AutoGradMode with_grad(true);
+  build_bridge(parameter, meta);
+  parameter.set_requires_grad(true);
+}
+
+void follow_flag_of(const at::Tensor& split, SplitMeta& meta) {
+  if (meta.name.empty() || meta.copied) return;  // copies have flags of their own, which say nothing
+  if (wants_gradient(split) == meta.trained && meta.part.requires_grad() == meta.trained) return;
+  meta.trained = !meta.trained;
+  meta.part.set_requires_grad(meta.trained);
+  if (meta.trained) return build_parameter_bridge(split, meta);
+  autograd::impl::set_gradient_edge(split, {nullptr, 0});
+  split.set_requires_grad(false);
+  meta.bridge.reset();
+}
+
 void hide_memory_of(c10::TensorImpl& impl, const std::string& name) {
   impl.release_storage_and_set_meta_custom_data_ptr_error_msg_(
       cat("parameter ", name,
@@ -222,11 +249,12 @@ const Placement& placement_of(const at::Tensor& split) {
 
 at::Tensor part_of(const at::Tensor& split) {
   require(is_split(split), "this is no split tensor");
-  const SplitMeta& meta = meta_of(split);
+  SplitMeta& meta = mutable_meta_of(split);
+  follow_flag_of(split, meta);
   if (!split.requires_grad()) {
     return meta.copied && meta.part.requires_grad() ? meta.part.detach() : meta.part;
   }
-  // See Note [Bridges]. A leaf may have been frozen, or not, since the split.
+  // See Note [Bridges].
   const bool own_history = dynamic_cast<Bridge*>(split.grad_fn().get()) == nullptr;
   if (!own_history && !meta.name.empty()) return meta.part;
   return own_history || !meta.part.requires_grad() ? part_with_history(split, meta) : meta.part;
@@ -315,10 +343,8 @@ at::Tensor split_parameter(const at::Tensor& parameter, const Placement& placeme
   meta->sizes = sizes;
   meta->placement = std::move(own);
   meta->name = std::move(name);
-  if (trained) {
-    const at::AutoGradMode with_grad(true);
-    build_bridge(parameter, *meta);
-  }
+  meta->trained = trained;
+  if (trained) build_parameter_bridge(parameter, *meta);
   impl.set_backend_meta(std::move(meta));
   return leaf;
 }
@@ -334,9 +360,13 @@ void follow_leaf(const at::Tensor& parameter) {
   require(!split_name(parameter).empty(), "follow_leaf: expected a split parameter");
   SplitMeta& meta = mutable_meta_of(parameter);
   take_keys(*parameter.unsafeGetTensorImpl(), meta.part);
-  if (!parameter.requires_grad() || !meta.part.requires_grad()) return;
-  const at::AutoGradMode with_grad(true);
-  build_bridge(parameter, meta);
+  follow_flag_of(parameter, meta);
+  if (meta.part.requires_grad()) build_parameter_bridge(parameter, meta);
+}
+
+void follow_flag(const at::Tensor& parameter) {
+  require(!split_name(parameter).empty(), "follow_flag: expected a split parameter");
+  follow_flag_of(parameter, mutable_meta_of(parameter));
 }
 
 SplitState make_whole(const at::Tensor& parameter, const at::Tensor& whole) {
@@ -344,13 +374,15 @@ SplitState make_whole(const at::Tensor& parameter, const at::Tensor& whole) {
           "make_whole: expected a split parameter, and the whole of it");
   c10::TensorImpl& impl = *parameter.unsafeGetTensorImpl();
   SplitState state = impl.get_backend_meta_intrusive_ptr();
-  const SplitMeta& meta = *static_cast<SplitMeta*>(state.get());
+  SplitMeta& meta = *static_cast<SplitMeta*>(state.get());
+  follow_flag_of(parameter, meta);
   impl.set_autograd_meta(nullptr);
   impl.shallow_copy_from(whole.detach().getIntrusivePtr());  // all but history and version
   if (!meta.part.requires_grad()) return state;
   auto node = std::shared_ptr<ShownWhole>(new ShownWhole(meta.name), autograd::deleteNode);
   node->add_input_metadata(parameter);
   autograd::impl::set_gradient_edge(parameter, {node, 0});
+  parameter.set_requires_grad(true);
   return state;
 }
 
@@ -359,14 +391,14 @@ void split_again(const at::Tensor& parameter, SplitState state) {
   const at::NoGradGuard no_grad;
   SplitMeta& meta = *static_cast<SplitMeta*>(state.get());
   c10::TensorImpl& impl = *parameter.unsafeGetTensorImpl();
+  meta.trained = wants_gradient(parameter);  // it may have been frozen meanwhile
+  meta.part.set_requires_grad(meta.trained);
   impl.set_autograd_meta(nullptr);
   take_keys(impl, meta.part);
   hide_memory_of(impl, meta.name);
   show_whole(impl, meta.part, meta.placement, meta.sizes);
   impl.set_backend_meta(std::move(state));
-  if (!meta.part.requires_grad()) return;
-  const at::AutoGradMode with_grad(true);
-  build_bridge(parameter, meta);
+  if (meta.part.requires_grad()) build_parameter_bridge(parameter, meta);
 }
 
 bool joins_output(const at::Tensor& tensor) { return is_split(tensor) && meta_of(tensor).joins_output; }

@@ -73,6 +73,9 @@ at::Tensor leaf_of(const at::Tensor& split);
 // After the leaf of a split parameter got another dtype or device (set_data): the parameter shows it, and its history
 // leads to the leaf's accumulator of gradients as it is now.
 void follow_leaf(const at::Tensor& parameter);
+// The leaf of a split parameter requires a gradient, or none, as set_requires_grad() of the parameter has said. Every
+// operator that reads it does so first.
+void follow_flag(const at::Tensor& parameter);
 
 // Of a split weight, and of its transpose: what a layer computes with it is to be joined.
 bool joins_output(const at::Tensor& tensor);

@@ -61,6 +61,17 @@ void agree_on_loss_scale(const std::vector<Engine::Impl*>& engines) {
   }
 }
 
+// What ranks of a tensor axis look at next belongs to another micro-batch.
+struct NextBatch {
+  TensorParts* parts;
+  explicit NextBatch(TensorParts* of) : parts(of) {}
+  ~NextBatch() {
+    if (parts) parts->next_batch();
+  }
+  NextBatch(const NextBatch&) = delete;
+  NextBatch& operator=(const NextBatch&) = delete;
+};
+
 }  // namespace
 
 void Engine::Impl::require_backward() {
@@ -73,7 +84,6 @@ void Engine::Impl::require_backward() {
 
 void Engine::Impl::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
   reporter->backward_begins();
-  if (state.tensor) state.tensor->next_batch();  // what comes now has been through its forward
   const int64_t micro_batch = order.micro_batches_done();
   batches.begin(micro_batch, loader.get());
   const double share = scale_wrt_gas ? 1.0 / static_cast<double>(order.micro_batches_of_update()) : 1.0;
@@ -87,6 +97,8 @@ void Engine::Impl::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
 }
 
 void Engine::Impl::run_backward(const std::function<void()>& pass) {
+  // Also after one that throws. Not before it: what is computed again in it belongs to the same micro-batch.
+  const NextBatch next{state.tensor.get()};
   accumulation->run(order.boundary_is_known() && order.at_boundary(), pass);
 }
 

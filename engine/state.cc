@@ -9,6 +9,7 @@
 #include "engine/state/held_bytes.h"
 #include "engine/state/parameter_scope.h"
 #include "engine/state/whole_state.h"
+#include "engine/update/finished_gradients.h"
 #include "zero/gathered_scope.h"
 
 namespace ds::engine {
@@ -94,7 +95,7 @@ void Engine::offload_states(OffloadStates states) {
   self.synchronize();
   self.saves.background().wait_copied();
   if (self.state.gatherer) self.state.gatherer->release_memory();
-  if (states.lp_grads) self.state.gradients.reducer->release_buffers();
+  if (states.lp_grads) release_gradients(self.state);
   self.moved = std::make_unique<MovedStates>(self.state, MovedParts{.optimizer = states.optim_states,
                                                                     .masters = states.hp_params,
                                                                     .parameters = states.lp_params,

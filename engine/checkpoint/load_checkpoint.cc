@@ -17,6 +17,7 @@
 #include "engine/agreement/shared_text.h"
 #include "engine/checkpoint/checkpoint_fit.h"
 #include "engine/checkpoint/state_reader.h"
+#include "engine/update/finished_gradients.h"
 
 namespace ds::engine {
 namespace {
@@ -128,7 +129,7 @@ class Attempt {
                       .with_rank_states = reader_->has_rank_states()});
     }
     order_.load_done();
-    model_.gradients.reducer->reset();
+    forget_gradients(model_);
     model_.choose_gradients();
   }
 

@@ -214,7 +214,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   require_same_setup(model, options, config, parameters, groups);
   model.ranks.groups = make_rank_groups(model.plan, model.ranks.part);
   return_freed_host_memory();  // start values of a bucket, between slices that stay, would leave holes
-  StartValues values(*options.model, options.weights, options.init, model.ranks.device, *model.ranks.part);
+  StartValues values(*options.model, options.weights, options.init, model.ranks);
   lay_out_model(model, config, parameters, groups.group_of, values);
   if (model.tensor) model.tensor->follow_leaves();
   if (options.init) options.init->end();

@@ -33,7 +33,7 @@ GradientParts make_gradients(const ModelState& model) {
       model.buckets, model.parameters,
       zero::ReduceRoutes{*groups.shards, groups.replicas.get(), parts.reduction.get(),
                          model.offloaded ? model.offloaded->gradients() : nullptr},
-      reducer_options(model.plan, model.module->name()));
+      reducer_options(model.plan, model.module->name(), device.is_cpu()));
   if (parts.check) parts.reducer->check_with(*parts.check);
   return parts;
 }

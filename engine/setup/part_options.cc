@@ -58,7 +58,7 @@ std::optional<at::ScalarType> scalar_type(const std::optional<config::DType>& dt
   return dtype ? std::optional(scalar_type(*dtype)) : std::nullopt;
 }
 
-zero::ReducerOptions reducer_options(const Plan& plan, const std::string& model) {
+zero::ReducerOptions reducer_options(const Plan& plan, const std::string& model, bool on_host) {
   zero::ReducerOptions options;
   options.model = model;
   options.policy = plan.gradient_policy;
@@ -69,7 +69,9 @@ zero::ReducerOptions reducer_options(const Plan& plan, const std::string& model)
   options.gradient_dtype = scalar_type(plan.gradient_dtype);
   options.communication_dtype = scalar_type(plan.communication_dtype);
   options.leave_in_backward = plan.offload.speculative;
-  if (plan.gather) options.patience = std::chrono::milliseconds(200);
+  // Ranks of a tensor axis wait for each other's sums inside backward, as those of stage 3 wait for gathers, and uneven
+  // parts end their buckets at different parameters. On a device the host does not wait for a reduction, and would now.
+  if (plan.gather || (plan.topology.tensor > 1 && on_host)) options.patience = std::chrono::milliseconds(200);
   return options;
 }
 

@@ -25,7 +25,8 @@ at::ScalarType scalar_type(config::DType dtype);
 std::optional<at::ScalarType> scalar_type(const std::optional<config::DType>& dtype);
 
 // `model`: its name, for messages.
-zero::ReducerOptions reducer_options(const Plan& plan, const std::string& model);
+// `on_host`: the parameters are in host memory.
+zero::ReducerOptions reducer_options(const Plan& plan, const std::string& model, bool on_host);
 
 // `pipeline` may be null.
 BucketOptions bucket_options(const Plan& plan, const PipelineParts* pipeline, const ModelParameters& parameters);

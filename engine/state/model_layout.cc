@@ -42,6 +42,25 @@ void require_real(const char* what, const std::string& name, const at::Tensor& t
           "imaginary parts");
 }
 
+// Of each part the trainable parameters that belong to it.
+std::vector<std::pair<int, std::vector<size_t>>> parts_of(const ModelParameters& parameters,
+                                                          const BucketOptions& options) {
+  std::vector<std::pair<int, std::vector<size_t>>> parts;  // in the order of their first parameters
+  bool any_split = false;
+  for (size_t i = 0; i < parameters.trainable.size(); ++i) {
+    const int part = options.parts.empty() ? 0 : options.parts[i];
+    auto found = std::find_if(parts.begin(), parts.end(), [&](const auto& entry) { return entry.first == part; });
+    if (found == parts.end()) found = parts.insert(parts.end(), {part, {}});
+    found->second.push_back(i);
+    any_split = any_split || parameters.trainable[i].part != nullptr;
+  }
+  // Over a tensor axis whole ones first. Buckets are reduced from the last to the first, and those of biases and norms,
+  // also of the first layer, have their gradients at the end of backward alone: nothing waits for them. Their numbers
+  // are then the same on all ranks of the axis, whose parts may be uneven.
+  if (any_split) std::sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  return parts;
+}
+
 }  // namespace
 
 ModelParameters collect_parameters(const torch::nn::Module& module, bool trains, bool split) {
@@ -65,6 +84,7 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains,
             ": belongs to another engine; destroy that one before the next initialize");
     if (!trains && tensor.requires_grad()) {
       result.frozen_here.freeze(tensor);
+      if (is_split(item.value())) result.frozen_here.freeze(item.value());  // whose leaf follows it
     }
     if (tensor.requires_grad()) {
       result.trainable.push_back({item.key(), tensor, part});
@@ -106,15 +126,8 @@ ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& g
     }
     return buckets;
   };
-  std::vector<std::pair<int, std::vector<size_t>>> parts;  // in the order of their first parameters
-  for (size_t i = 0; i < parameters.trainable.size(); ++i) {
-    const int part = options.parts.empty() ? 0 : options.parts[i];
-    auto found = std::find_if(parts.begin(), parts.end(), [&](const auto& entry) { return entry.first == part; });
-    if (found == parts.end()) found = parts.insert(parts.end(), {part, {}});
-    found->second.push_back(i);
-  }
   ModelLayout layout;
-  for (const auto& [part, chosen] : parts) {
+  for (const auto& [part, chosen] : parts_of(parameters, options)) {
     const bool shared =
         std::find(options.shared_parts.begin(), options.shared_parts.end(), part) != options.shared_parts.end();
     for (zero::BucketLayout& bucket : layout_of(parameters.trainable, groups, chosen, shared)) {

@@ -59,7 +59,7 @@ struct BucketOptions {
   int64_t persistent_total = 0;                // as long as they are not more than this together
   int frozen_bits = 0;                         // 8: slices of frozen parameters are encoded
   // Of each trainable parameter: parameters of unlike parts share no bucket, and a part lies in its buckets as it would
-  // alone. Empty: one part.
+  // alone. Empty: one part. Buckets come in the order of parts' first parameters, over a tensor axis of their numbers.
   std::vector<int> parts;
   std::vector<int> shared_parts;  // those that lie in other models, too: one bucket a group, never persistent
 };

@@ -74,7 +74,10 @@ void ModelWatch::updated() {
 void ModelWatch::look(const char* call) {
   const CheckTime::Scope time;
   const at::NoGradGuard no_grad;
-  if (state_.tensor) state_.tensor->require_leaves(call);
+  if (state_.tensor) {
+    state_.tensor->require_leaves(call);
+    state_.tensor->follow_flags();
+  }
   look_at_flags(call);
   look_at_buckets(call, state_.buckets, 0);
   look_at_buckets(call, state_.frozen_buckets, state_.buckets.size());
@@ -83,7 +86,7 @@ void ModelWatch::look(const char* call) {
     require_no_update_beside(call, changed.parameter);
     saving_.wait_copied();
     take_over_changes(state_, changed.bucket);
-    note(changed.parameter, changed.digest);
+    note(changed.parameter, changed.digest, bucket_at(changed.bucket).parameters().front().part != nullptr);
   }
 }
 
@@ -117,7 +120,7 @@ void ModelWatch::look_at_buckets(const char* call, std::vector<zero::ParameterBu
         require_no_update_beside(call, seen.parameter->name);
         saving_.wait_copied();
         state_.access->wait_all();
-        note(seen.parameter->name, zero::digest_of(seen.parameter->tensor));
+        note(seen.parameter->name, zero::digest_of(seen.parameter->tensor), seen.parameter->part != nullptr);
         take_over_changes(state_, first + b);
       }
       seen.version = seen.parameter->tensor._version();
@@ -145,7 +148,7 @@ void ModelWatch::take_over(const char* call, size_t index, size_t position) {
   saving_.wait_copied();
   state_.access->wait_all();
   const at::Tensor values = bucket.take_value_back(position, state_.groups_of(index).shards.rank());
-  note(parameter.name, zero::digest_of(values));
+  note(parameter.name, zero::digest_of(values), parameter.part != nullptr);
   take_over_changes(state_, index);
 }
 
@@ -156,8 +159,10 @@ void ModelWatch::require_no_update_beside(const char* call, const std::string& p
           " may run beside the program and would overwrite it. ", kInScope);
 }
 
-void ModelWatch::note(const std::string& parameter, uint64_t digest) {
-  digest_ = digest_ * 31 + fnv1a(parameter) + digest;
+void ModelWatch::note(const std::string& parameter, uint64_t digest, bool is_part) {
+  digests_.all = digests_.all * 31 + fnv1a(parameter) + digest;
+  // A sum: uneven parts may lie in other buckets, and come in another order, on each rank of the axis.
+  digests_.axis += fnv1a(is_part ? parameter : cat(parameter, ' ', digest));
   last_changed_ = parameter;
 }
 
@@ -189,13 +194,15 @@ void ModelWatch::look_at_module(const char* call) {
   identities_ = std::move(identities);  // the same ones in another order
 }
 
-uint64_t ModelWatch::take_digest() {
-  uint64_t digest = std::exchange(digest_, 0);
-  if (frozen_ == 0) return digest;
+ModelWatch::Digests ModelWatch::take_digests() {
+  Digests digests = std::exchange(digests_, {});
+  if (frozen_ == 0) return digests;
   for (size_t i = 0; i < trained_.size(); ++i) {
-    if (state_.held_still[i] != 0) digest = digest * 31 + i + 1;
+    if (state_.held_still[i] == 0) continue;
+    digests.all = digests.all * 31 + i + 1;
+    digests.axis = digests.axis * 31 + i + 1;
   }
-  return digest;
+  return digests;
 }
 
 }  // namespace ds::engine

@@ -3,7 +3,7 @@
 //
 // What can be followed is followed, the same at every stage and in every precision: values that the program loads or
 // sets reach buckets and masters, and frozen parameters stay as they are. All ranks are to do the same; what each has
-// done is compared once a step (take_digest()). The rest is a UsageError that names the parameter and leaves the state
+// done is compared once a step (take_digests()). The rest is a UsageError that names the parameter and leaves the state
 // as it was.
 #pragma once
 
@@ -42,8 +42,12 @@ class ModelWatch {
 
   // Whether parameters of a bucket that were trainable require no gradient now.
   bool any_frozen() const { return frozen_ > 0; }
-  // Of what was taken over since the last call, and of what is frozen; 0: nothing. Equal on ranks that did the same.
-  uint64_t take_digest();
+  // Of what was taken over since the last call, and of what is frozen; 0: nothing.
+  struct Digests {
+    uint64_t all = 0;   // equal on ranks with the same part of the model that did the same
+    uint64_t axis = 0;  // likewise on ranks of a tensor axis: values of parts do not count
+  };
+  Digests take_digests();
   // The name of a parameter that was taken over since the last call of it.
   std::string take_name() { return std::exchange(last_changed_, {}); }
 
@@ -61,7 +65,7 @@ class ModelWatch {
   // Of a parameter that was changed in place: throws UsageError where an update may be running beside the program.
   void require_no_update_beside(const char* call, const std::string& parameter) const;
   std::vector<Seen>& list_of(size_t bucket) { return bucket < state_.buckets.size() ? trained_ : others_; }
-  void note(const std::string& parameter, uint64_t digest);
+  void note(const std::string& parameter, uint64_t digest, bool is_part);
   zero::ParameterBucket& bucket_at(size_t bucket) const;
 
   ModelState& state_;
@@ -69,7 +73,7 @@ class ModelWatch {
   std::vector<Seen> trained_;  // in the order of state.parameters
   std::vector<Seen> others_;   // likewise of state.frozen
   size_t frozen_ = 0;          // of trained_
-  uint64_t digest_ = 0;
+  Digests digests_;
   std::string last_changed_;
   std::vector<const void*> identities_;  // of the module's parameters, in its order
 };

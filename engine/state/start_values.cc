@@ -22,14 +22,14 @@ std::string tensor_name(const std::string& path) { return checkpoint::name_in("w
 }  // namespace
 
 StartValues::StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init,
-                         at::Device device, comm::Communicator& world)
-    : from_file_(!weights.empty()), init_(init), device_(device), world_(world) {
+                         const Ranks& ranks)
+    : from_file_(!weights.empty()), init_(init), device_(ranks.device), world_(*ranks.part) {
   for (const auto& item : module.named_parameters()) {
     names_[trained_tensor(item.value()).unsafeGetTensorImpl()].push_back(item.key());
   }
   for (const auto& item : module.named_buffers()) names_[item.value().unsafeGetTensorImpl()].push_back(item.key());
   if (!from_file_) return;
-  // Rank 0's verdict is shared before anybody waits for values.
+  // What those who read say is shared with all ranks, before anybody waits for values.
   std::exception_ptr failure;
   if (world_.rank() == 0) {
     try {
@@ -38,7 +38,8 @@ StartValues::StartValues(const torch::nn::Module& module, const std::string& wei
       failure = std::current_exception();
     }
   }
-  require<IoError>(failed_rank(failure, device_, world_) < 0, "initialize: .weights: rank 0 could not use ", weights,
+  const int failed = failed_rank(failure, device_, *ranks.world);
+  require<IoError>(failed < 0, "initialize: .weights: rank ", failed, " could not use ", weights,
                    ", its message says why");
 }
 

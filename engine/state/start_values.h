@@ -13,19 +13,21 @@
 #include "dsengine/comm.h"
 #include "dsengine/weights.h"
 #include "dsengine/zero.h"
+#include "engine/state/ranks.h"
 #include "zero/parameter_bucket.h"
 
 namespace ds::engine {
 
-// Collective on `world` throughout: all ranks ask for the same things in the same order.
+// Collective on the ranks with the same part of the model: they ask for the same things in the same order. The
+// constructor is so on all ranks.
 class StartValues {
  public:
-  // `weights`: what open_weights() takes, read by rank 0 alone, which takes its part of what is split; empty: the
+  // `weights`: what open_weights() takes, read by the first rank of each part of the model; empty: the
   // module's own values. `init`: has sliced parameters of the module, or null. Values are made on `device`. Throws
   // IoError and UsageError on every rank when the file cannot be read, lacks a parameter under all its names, or has
   // one of another shape; UsageError for a tensor on the meta device that the file does not give.
-  StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init, at::Device device,
-              comm::Communicator& world);
+  StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init,
+              const Ranks& ranks);
 
   // Values of a whole bucket, float32 (of a float64 bucket, float64) [layout.numel]; padding is zero. The parameters
   // may get other memory afterwards.
@@ -40,12 +42,12 @@ class StartValues {
   std::string path_in_file(const at::Tensor& tensor) const;
   at::Tensor source(const zero::Parameter& tensor) const;
 
-  std::unique_ptr<checkpoint::Source> file_;               // rank 0
+  std::unique_ptr<checkpoint::Source> file_;               // its first rank
   std::map<const void*, std::vector<std::string>> names_;  // of parameters and buffers, by identity
   bool from_file_ = false;
   zero::Init* init_;
   at::Device device_;
-  comm::Communicator& world_;
+  comm::Communicator& world_;  // those with the same part of the model
 };
 
 }  // namespace ds::engine

@@ -3,6 +3,8 @@
 #include <c10/core/ScalarType.h>
 
 #include "core/check.h"
+#include "core/text.h"
+#include "core/text_hash.h"
 #include "parallel/axis/axis.h"
 #include "parallel/axis/collectives.h"
 #include "zero/value_digest.h"
@@ -14,6 +16,12 @@ std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter)
   const Placement& placement = placement_of(parameter);
   return std::make_shared<TensorPart>(parameter.sizes().vec(), *placement.cut, placement.axis->rank(),
                                       placement.axis->size());
+}
+
+TensorParts::~TensorParts() {
+  if (!split.axis) return;
+  split.axis->watch_data({});
+  split.axis->tell_joins(true);
 }
 
 void TensorParts::require_leaves(const char* call) const {
@@ -34,6 +42,10 @@ void TensorParts::follow_leaves() const {
   for (const SplitParameter& one : parameters) follow_leaf(one.parameter);
 }
 
+void TensorParts::follow_flags() const {
+  for (const SplitParameter& one : parameters) follow_flag(one.parameter);
+}
+
 void TensorParts::note_data(const at::Tensor& plain) {
   // Tokens and targets all; of others, among which are the tables and masks of every layer, the first ones.
   constexpr int kMostIntegers = 64;
@@ -42,7 +54,11 @@ void TensorParts::note_data(const at::Tensor& plain) {
   const bool integers = at::isIntegralType(plain.scalar_type(), /*includeBool=*/false);
   int& seen = integers ? seen_integers_ : seen_others_;
   if (seen++ >= (integers ? kMostIntegers : kMostOthers)) return;
-  data_digest_ = data_digest_ * 31 + zero::digest_of(plain);
+  // Numbers that an operator has made before may differ in their last bits, and cannot be told from those of the
+  // program: of them type and shape. The loss tells of the rest.
+  const uint64_t digest =
+      integers ? zero::digest_of(plain) : fnv1a(cat(c10::toString(plain.scalar_type()), plain.sizes()));
+  data_digest_ = data_digest_ * 31 + digest;
 }
 
 at::Tensor TensorParts::joined(const at::Tensor& part, const TensorPart& of) const {

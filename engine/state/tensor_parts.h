@@ -28,6 +28,12 @@ inline at::Tensor trained_tensor(const at::Tensor& parameter) {
 std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter);
 
 struct TensorParts {
+  TensorParts() = default;
+  // The module keeps its split parameters, and with them the axis, which forgets the engine.
+  ~TensorParts();
+  TensorParts(const TensorParts&) = delete;
+  TensorParts& operator=(const TensorParts&) = delete;
+
   std::shared_ptr<comm::Communicator> ranks;  // along the axis: each has a part of the split parameters
   std::vector<int> world_ranks;               // of the job, in the order of `ranks`
   parallel::SplitModule split;                // axis, plan, leaves under the names of their parameters
@@ -46,9 +52,12 @@ struct TensorParts {
   void require_leaves(const char* call) const;
   // After the leaves got the dtype and the memory of their buckets.
   void follow_leaves() const;
-  // Of the plain data that split operators have read since the last call: equal on ranks with equal batches.
+  // After the program may have frozen parameters, or let them require a gradient again. Leaves are where they were.
+  void follow_flags() const;
+  // Of the plain data that split operators have read since the last call, of integers their values, of others type and
+  // shape: equal on ranks with equal batches.
   uint64_t take_data_digest() { return std::exchange(data_digest_, 0); }
-  // Before the forward of the next micro-batch, of which the first tensors are looked at.
+  // After the backward of a micro-batch: of the next one the first tensors are looked at.
   void next_batch() { seen_integers_ = seen_others_ = 0; }
   void note_data(const at::Tensor& plain);
   // Of a parameter's part on each rank, the whole, in new memory. Collective.

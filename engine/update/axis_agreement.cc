@@ -13,7 +13,18 @@
 namespace ds::engine {
 namespace {
 
-enum Place : size_t { kStep, kDelivered, kPosition, kLoss, kHasLoss, kData, kChanged, kGradientChanges, kPlaces };
+enum Place : size_t {
+  kStep,
+  kDelivered,
+  kPosition,
+  kLoss,
+  kHasLoss,
+  kData,
+  kChanges,
+  kAxisChanges,
+  kGradientChanges,
+  kPlaces
+};
 using Numbers = std::array<int64_t, kPlaces>;
 
 Numbers numbers_of(const AxisFacts& facts) {
@@ -24,7 +35,8 @@ Numbers numbers_of(const AxisFacts& facts) {
   numbers[kLoss] = std::bit_cast<int64_t>(facts.loss.value_or(0));
   numbers[kHasLoss] = facts.loss ? 1 : 0;
   numbers[kData] = static_cast<int64_t>(facts.data);
-  numbers[kChanged] = facts.changed ? 1 : 0;
+  numbers[kChanges] = static_cast<int64_t>(facts.changes);
+  numbers[kAxisChanges] = static_cast<int64_t>(facts.axis_changes);
   numbers[kGradientChanges] = static_cast<int64_t>(facts.gradient_changes);
   return numbers;
 }
@@ -41,12 +53,16 @@ bool same_loss(const Numbers& a, const Numbers& b) {
   return std::abs(x - y) <= kTolerance * std::max({std::abs(x), std::abs(y), kTolerance});
 }
 
+uint64_t joined_changes(uint64_t before, const Numbers& numbers) {
+  return before * 0x9E3779B97F4A7C15 + static_cast<uint64_t>(numbers[kChanges]);
+}
+
 // What of two ranks is not the same.
 const char* difference(const Numbers& a, const Numbers& b) {
   if (a[kStep] != b[kStep]) return "are at different steps";
   if (a[kPosition] != b[kPosition] || a[kData] != b[kData]) return "got different batches";
   if (!same_loss(a, b)) return "have different losses";
-  if (a[kChanged] != b[kChanged]) return "have changed or frozen parameters in different ways";
+  if (a[kAxisChanges] != b[kAxisChanges]) return "have changed or frozen parameters in different ways";
   if (a[kGradientChanges] != b[kGradientChanges]) return "have changed the gradients of the step in different ways";
   return nullptr;
 }
@@ -60,7 +76,7 @@ std::string described(const Numbers& numbers, int rank) {
 
 }  // namespace
 
-std::string axis_problem(const AxisFacts& facts, const TensorParts& parts, c10::Device device) {
+AxisVerdict axis_verdict(const AxisFacts& facts, const TensorParts& parts, c10::Device device) {
   const CheckTime::Scope time;
   const Numbers numbers = numbers_of(facts);
   const auto count = static_cast<int64_t>(numbers.size());
@@ -79,18 +95,21 @@ std::string axis_problem(const AxisFacts& facts, const TensorParts& parts, c10::
     return result;
   };
   const Numbers first = of_rank(0);
+  AxisVerdict verdict{.problem = {}, .changes = joined_changes(0, first)};
   for (int rank = 1; rank < parts.ranks->size(); ++rank) {
     const Numbers other = of_rank(rank);
+    verdict.changes = joined_changes(verdict.changes, other);
     const char* const what = difference(first, other);
-    if (what == nullptr) continue;
+    if (what == nullptr || !verdict.problem.empty()) continue;
     const int a = parts.world_ranks.front();
     const int b = parts.world_ranks[static_cast<size_t>(rank)];
-    return cat("ranks ", a, " and ", b, " of one tensor axis ", what, ". ", described(first, a), "; ",
-               described(other, b), ". Each of the ", parts.ranks->size(), " ranks of the axis has a part of the ",
-               "layers: they run the same calls on the same batches. Give data by engine->dp_world_size() and ",
-               "engine->communicator().rank(), not by all ranks, and seed generators alike");
+    verdict.problem =
+        cat("ranks ", a, " and ", b, " of one tensor axis ", what, ". ", described(first, a), "; ", described(other, b),
+            ". Each of the ", parts.ranks->size(), " ranks of the axis has a part of the layers: they run the same ",
+            "calls on the same batches. Give data by engine->dp_world_size() and engine->communicator().rank(), not ",
+            "by all ranks, and seed generators alike");
   }
-  return {};
+  return verdict;
 }
 
 }  // namespace ds::engine

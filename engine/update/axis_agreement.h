@@ -16,12 +16,18 @@ struct AxisFacts {
   uint64_t position = 0;          // digest of where the loader stands
   std::optional<double> loss;     // nothing: not known
   uint64_t data = 0;              // digest of what split operators have read
-  bool changed = false;           // the program has changed parameters
+  uint64_t changes = 0;           // digest of what the program did to parameters, this rank's parts with it
+  uint64_t axis_changes = 0;      // likewise, of what is the same along the axis
   uint64_t gradient_changes = 0;  // digest of what the program did to reduced gradients
 };
 
-// In words, where two ranks of this axis differ, naming them; empty: they agree. The same on all ranks of the axis, of
-// which others may agree: the verdict goes on to all. Collective over the axis.
-std::string axis_problem(const AxisFacts& facts, const TensorParts& parts, c10::Device device);
+// The same on all ranks of the axis.
+struct AxisVerdict {
+  std::string problem;   // in words, where two of them differ, naming them; empty: they agree
+  uint64_t changes = 0;  // of the digests of all of them, so that axes compare wholes; 0: nobody has changed parameters
+};
+
+// Other axes may come to another verdict: it goes on to all. Collective over the axis.
+AxisVerdict axis_verdict(const AxisFacts& facts, const TensorParts& parts, c10::Device device);
 
 }  // namespace ds::engine

@@ -46,4 +46,9 @@ void forget_gradients(const ModelState& state) {
   if (state.tensor) state.tensor->gradients_summed = false;
 }
 
+void release_gradients(const ModelState& state) {
+  state.gradients.reducer->release_buffers();
+  if (state.tensor) state.tensor->gradients_summed = false;
+}
+
 }  // namespace ds::engine

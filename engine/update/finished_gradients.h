@@ -14,5 +14,7 @@ void finish_gradients(const ModelState& state);
 void go_on_with_gradients(const ModelState& state);
 // All gradients are dropped.
 void forget_gradients(const ModelState& state);
+// Likewise, and the memory that is kept for them from step to step is given up.
+void release_gradients(const ModelState& state);
 
 }  // namespace ds::engine

@@ -99,22 +99,27 @@ StepFacts OptimizerStep::facts() {
   }
   facts.gradient_changes = std::exchange(gradient_changes_, 0) * kMixing;
   if (clip_once_) facts.gradient_changes += std::bit_cast<uint64_t>(*clip_once_) + 1;
-  facts.changes = parts_.watch.take_digest();
+  const ModelWatch::Digests changes = parts_.watch.take_digests();
+  facts.changes = changes.all;
   facts.last_changed = parts_.watch.take_name();
-  if (parts_.state.tensor) facts.axis_problem = problem_of_axis(facts);
+  if (parts_.state.tensor) agree_along_axis(facts, changes.axis);
   return facts;
 }
 
-std::string OptimizerStep::problem_of_axis(const StepFacts& facts) const {
+void OptimizerStep::agree_along_axis(StepFacts& facts, uint64_t changes) const {
   TensorParts& parts = *parts_.state.tensor;
-  return axis_problem({.step = facts.step,
-                       .delivered = facts.delivered,
-                       .position = facts.position,
-                       .loss = facts.loss.defined() ? std::optional(facts.loss.item<double>()) : std::nullopt,
-                       .data = parts.take_data_digest(),
-                       .changed = facts.changes != 0,
-                       .gradient_changes = facts.gradient_changes},
-                      parts, parts_.state.ranks.device);
+  AxisVerdict verdict =
+      axis_verdict({.step = facts.step,
+                    .delivered = facts.delivered,
+                    .position = facts.position,
+                    .loss = facts.loss.defined() ? std::optional(facts.loss.item<double>()) : std::nullopt,
+                    .data = parts.take_data_digest(),
+                    .changes = facts.changes,
+                    .axis_changes = changes,
+                    .gradient_changes = facts.gradient_changes},
+                   parts, parts_.state.ranks.device);
+  facts.axis_problem = std::move(verdict.problem);
+  facts.changes = verdict.changes;
 }
 
 std::string OptimizerStep::of_engine() const {

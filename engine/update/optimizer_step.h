@@ -104,8 +104,8 @@ class OptimizerStep {
   zero::SquareSum squares_of_gradients() const;
   NormGroups norm_groups() const;
   StepFacts facts();
-  // What ranks of this rank's tensor axis do not agree on. Collective over them.
-  std::string problem_of_axis(const StepFacts& facts) const;
+  // What this rank's tensor axis says of the step, instead of what the rank alone does. `changes`: ModelWatch's digest.
+  void agree_along_axis(StepFacts& facts, uint64_t changes) const;
   // Whether no parameter had a gradient here.
   bool warn_of_no_gradient();
   void warn_of_zeros(double norm, bool no_gradient, int64_t step);

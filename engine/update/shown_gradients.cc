@@ -13,19 +13,19 @@
 namespace ds::engine {
 namespace {
 
-// Has the parameter's shape, and no memory.
-at::Tensor unreadable_gradient(const zero::Parameter& parameter, const char* reason) {
+// Has the parameter's shape, and no memory. `like`: it, or the leaf of a split one.
+at::Tensor unreadable_gradient(const std::string& name, const at::Tensor& like, at::IntArrayRef sizes,
+                               const char* reason) {
   const at::NoGradGuard no_grad;
-  const at::Tensor& like = parameter.tensor;
   at::Tensor gradient = at::empty({0}, like.options().requires_grad(false));
   at::TensorImpl* const impl = gradient.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(unreadable_storage(
-      like.device(), static_cast<size_t>(like.numel()) * like.element_size(),
-      cat("the gradient of parameter ", parameter.name, " cannot be read by its .grad: ", reason,
+      like.device(), static_cast<size_t>(c10::multiply_integers(sizes)) * like.element_size(),
+      cat("the gradient of parameter ", name, " cannot be read by its .grad: ", reason,
           ". Read it with engine->safe_get_full_grad(parameter) and change it with safe_set_full_grad(); clip with ",
           "gradient_clipping in the config or engine->clip_grad_norm_(max_norm) in place of ",
           "torch::nn::utils::clip_grad_norm_()")));
-  impl->set_sizes_contiguous(like.sizes());
+  impl->set_sizes_contiguous(sizes);
   return gradient;
 }
 
@@ -45,6 +45,9 @@ const char* ShownGradients::reason_against(After pass, double loss_scale) const 
   const Plan& plan = state_.plan;
   if (pass == After::kPart) return "the accumulation goes on, until whose last backward() it is a part of the sum";
   if (pass == After::kUnreduced) return "it is that of this rank alone until step() reduces it";
+  if (state_.tensor) {
+    return "parameters are split over the tensor axis, and what goes over all .grad would leave parts out";
+  }
   if (plan.partition_optimizer) return "at ZeRO stages 1 to 3 a rank has the slice that it updates";
   if (state_.gradients.reducer->keeps_local())
     return "the optimizer exchanges compressed momenta in place of gradients";
@@ -63,6 +66,7 @@ void ShownGradients::show(After pass, double loss_scale) {
   readable_ = reason == nullptr;
   if (!reason) finish_gradients(state_);
   const CheckTime::Scope time;
+  show_split(reason);
   for (size_t b = 0; b < state_.buckets.size(); ++b) {
     const at::Tensor flat = reason ? at::Tensor() : state_.gradients.reducer->gradient(b);
     for (const Segment& segment : state_.buckets[b].layout().segments) {
@@ -76,11 +80,27 @@ void ShownGradients::show(After pass, double loss_scale) {
   }
 }
 
+// The module's own split parameters, whose leaves alone get gradients.
+void ShownGradients::show_split(const char* reason) {
+  if (!state_.tensor || state_.tensor->shown > 0) return;
+  const std::vector<TensorParts::SplitParameter>& split = state_.tensor->parameters;
+  split_stand_ins_.resize(split.size());
+  for (size_t i = 0; i < split.size(); ++i) {
+    if (!split[i].leaf.requires_grad()) continue;
+    at::Tensor& gradient = split_stand_ins_[i];
+    if (!gradient.defined()) {
+      gradient = unreadable_gradient(split[i].name, split[i].leaf, split[i].parameter.sizes(), reason);
+    }
+    split[i].parameter.mutable_grad() = gradient;
+  }
+}
+
 const at::Tensor& ShownGradients::stand_in(size_t parameter, const char* reason) {
   std::vector<at::Tensor>& all = stand_ins_[reason];
   all.resize(state_.parameters.size());
   at::Tensor& gradient = all[parameter];
-  if (!gradient.defined()) gradient = unreadable_gradient(state_.parameters[parameter], reason);
+  const zero::Parameter& of = state_.parameters[parameter];
+  if (!gradient.defined()) gradient = unreadable_gradient(of.name, of.tensor, of.tensor.sizes(), reason);
   return gradient;
 }
 
@@ -107,6 +127,7 @@ uint64_t ShownGradients::take_back() {
   const CheckTime::Scope time;
   showing_ = false;
   uint64_t changes = 0;
+  for (size_t i = 0; i < split_stand_ins_.size(); ++i) state_.tensor->parameters[i].parameter.mutable_grad().reset();
   for (size_t i = 0; i < shown_.size(); ++i) {
     if (!shown_[i].defined()) continue;
     // That of a stand-in, which has no memory, says nothing and is the same from step to step.

@@ -1,10 +1,10 @@
 // What a program finds in parameters' .grad between the backward() that gives the last gradients of a step and step().
 //
 // At stage 0 it is the reduced gradient itself, which the step applies, so that a change in place counts
-// (torch::nn::utils::clip_grad_norm_). Where a rank has less or something else (its slice, gradients in host memory,
-// with loss scale, not reduced yet, or inside an accumulation) it is a tensor that throws when its memory is read, with
-// the call that gives the whole one. Gradients that a program takes away or replaces are an error of the next call,
-// before anything is applied.
+// (torch::nn::utils::clip_grad_norm_). Where a rank has less or something else (its slice, its part of a split
+// parameter, gradients in host memory, with loss scale, not reduced yet, or inside an accumulation) it is a tensor that
+// throws when its memory is read, with the call that gives the whole one. Gradients that a program takes away or
+// replaces are an error of the next call, before anything is applied.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,6 +36,7 @@ class ShownGradients {
 
  private:
   const char* reason_against(After pass, double loss_scale) const;
+  void show_split(const char* reason);
   const at::Tensor& stand_in(size_t parameter, const char* reason);
 
   const ModelState& state_;
@@ -45,6 +46,7 @@ class ShownGradients {
   std::vector<const void*> memory_;  // the storages of those
   // By reason, a literal, and parameter; kept from step to step.
   std::map<const char*, std::vector<at::Tensor>> stand_ins_;
+  std::vector<at::Tensor> split_stand_ins_;  // of the module's split parameters, with the first reason there was
 };
 
 }  // namespace ds::engine

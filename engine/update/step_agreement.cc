@@ -86,11 +86,13 @@ std::optional<double> StepAgreement::loss() const {
 
 std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
   const CheckTime::Scope time;
+  if (ranks_.size() == 1) parted = !facts_.axis_problem.empty() && (updated || facts_.changes != 0);
   require(facts_.axis_problem.empty() || ranks_.size() > 1, "step(): ", facts_.axis_problem);
   begin_reading();
   if (ranks_.size() == 1) return loss();
   const auto* const numbers = sums_.numbers().const_data_ptr<double>();
   if (numbers[kAxisProblem] > 0) {
+    parted = updated || numbers[kChanges] > 0;  // of any axis: all ranks say so alike
     require(facts_.axis_problem.empty(), "step(): ", facts_.axis_problem);
     throw UsageError("step(): ranks of another tensor axis do not agree; their message says which, and on what");
   }

@@ -20,7 +20,7 @@ struct StepFacts {
   int64_t delivered = 0;          // batches that the engine's loader has given so far, for messages
   uint64_t position = 0;          // digest of where the loader stands, which load_checkpoint() sets, too
   uint64_t gradient_changes = 0;  // digest of what the program did to reduced gradients
-  uint64_t changes = 0;           // digest of what the program did to parameters (ModelWatch)
+  uint64_t changes = 0;           // digest of what the program did to parameters, all ranks of the axis with it
   std::string last_changed;       // the name of one of those
   std::string axis_problem;       // what this rank's tensor axis does not agree on; empty: nothing
 };

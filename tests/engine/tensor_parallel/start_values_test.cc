@@ -147,6 +147,27 @@ TEST_P(TensorParallelStart, FromAFileForAModelWithoutMemory) {
   });
 }
 
+TEST(TensorParallelWeights, AFileThatOneRankCannotOpenEndsAll) {
+  const test::ScratchFolder folder;
+  const std::string path = folder / "model.safetensors";
+  {
+    const Mlp model;
+    std::vector<std::pair<std::string, at::Tensor>> weights;
+    for (const auto& item : model->named_parameters()) weights.emplace_back(item.key(), item.value().detach());
+    checkpoint::write_weights(path, weights);
+  }
+  test::run_ranks(4, [&](comm::Communicator& world) {
+    Mlp model;
+    InitializeOptions options = mlp_options(model, world, 1);
+    options.weights = world.rank() == 1 ? path + ".missing" : path;  // the first rank of the second parts
+    if (world.rank() == 1) {
+      EXPECT_THAT([&] { initialize(options); }, ThrowsMessage<IoError>(HasSubstr(".missing")));
+    } else {
+      EXPECT_THAT([&] { initialize(options); }, ThrowsMessage<IoError>(HasSubstr("rank 1 could not use")));
+    }
+  });
+}
+
 TEST_P(TensorParallelStart, ValuesOfOneParameterAreWhole) {
   test::run_ranks(2, [&](comm::Communicator& world) {
     Mlp model;
