@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
+#include <string_view>
 
 #include "core/check.h"
 
@@ -33,6 +34,18 @@ bool may_have_gpu() {
   return std::filesystem::exists("/dev/nvidiactl", ignored) || std::filesystem::exists("/dev/dxg", ignored);
 }
 
+}  // namespace
+
+bool shows_no_gpu(const char* cuda_visible_devices) {
+  if (cuda_visible_devices == nullptr) return false;
+  const std::string_view all = cuda_visible_devices;
+  const std::string_view first = all.substr(0, all.find(','));
+  const size_t begin = first.find_first_not_of(' ');
+  return begin == std::string_view::npos || first.substr(begin, first.find_last_not_of(' ') + 1 - begin) == "-1";
+}
+
+namespace {
+
 // Note [A CUDA library that comes too late]
 // LibTorch looks for its CUDA half once: at the first torch::manual_seed(), torch::cuda::is_available() or is_pinned();
 // and autograd counts devices at the first backward. A program may do all of that before it names a device, so the
@@ -40,7 +53,7 @@ bool may_have_gpu() {
 __attribute__((constructor)) void open_at_start() {
   const char* const given = std::getenv(kLibraryVariable);
   const bool named = given != nullptr && *given != '\0';
-  if (!named && !may_have_gpu()) return;
+  if (!named && (shows_no_gpu(std::getenv("CUDA_VISIBLE_DEVICES")) || !may_have_gpu())) return;
   try {
     cuda_plugin();
   } catch (const std::exception&) {

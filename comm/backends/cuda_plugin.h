@@ -42,7 +42,11 @@ const CudaPlugin& open_cuda_plugin(const std::vector<std::string>& paths);
 
 // Opens the library once: the one that the environment variable DS_CUDA_LIBRARY names, else that beside libdsengine,
 // else where the system looks. Throws as open_cuda_plugin, and ConfigError where LibTorch has looked for CUDA before.
-// Called before main() where the variable is set or there is an NVIDIA device, so that LibTorch has not. Thread safe.
+// Called before main() where the variable is set, or where there is an NVIDIA device that CUDA_VISIBLE_DEVICES does not
+// hide, so that LibTorch has not. Thread safe.
 const CudaPlugin& cuda_plugin();
+
+// Whether this value of CUDA_VISIBLE_DEVICES (null: it is not set) shows no GPU: CUDA's list ends at the first -1.
+bool shows_no_gpu(const char* cuda_visible_devices);
 
 }  // namespace ds::comm

@@ -1,11 +1,15 @@
 #include "launcher/machine/gpu_nodes.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <charconv>
 #include <fstream>
 #include <set>
 #include <string>
+#include <string_view>
 #include <system_error>
+#include <utility>
 
 namespace ds::launcher {
 namespace {
@@ -13,15 +17,15 @@ namespace {
 struct Gpu {
   std::string bus;  // 0000:1b:00.0
   std::string uuid;
+  std::string minor;  // 0 of /dev/nvidia0
 };
 
-// "GPU UUID: 		 GPU-8932f937-..." of a file with such lines.
-std::string uuid_in(const std::filesystem::path& information) {
-  constexpr std::string_view kKey = "GPU UUID:";
+// Of "GPU UUID: 		 GPU-8932f937-...", in a file with such lines.
+std::string value_in(const std::filesystem::path& information, std::string_view key) {
   std::ifstream file(information);
   for (std::string line; std::getline(file, line);) {
-    if (!line.starts_with(kKey)) continue;
-    const size_t begin = line.find_first_not_of(" \t", kKey.size());
+    if (!line.starts_with(key)) continue;
+    const size_t begin = line.find_first_not_of(" \t", key.size());
     return begin == std::string::npos ? "" : line.substr(begin, line.find_last_not_of(" \t\r") + 1 - begin);
   }
   return "";
@@ -31,18 +35,28 @@ std::vector<Gpu> gpus_in(const std::filesystem::path& driver) {
   std::vector<Gpu> gpus;
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(driver, ignored)) {
-    gpus.push_back({entry.path().filename(), uuid_in(entry.path() / "information")});
+    const std::filesystem::path information = entry.path() / "information";
+    gpus.push_back({.bus = entry.path().filename(),
+                    .uuid = value_in(information, "GPU UUID:"),
+                    .minor = value_in(information, "Device Minor:")});
   }
   std::sort(gpus.begin(), gpus.end(), [](const Gpu& a, const Gpu& b) { return a.bus < b.bus; });
   return gpus;
 }
 
+// The kernel asks the control group of devices, too; nothing is opened, which may wake a GPU.
+bool all_usable(const std::vector<Gpu>& gpus, const std::filesystem::path& dev) {
+  return std::all_of(gpus.begin(), gpus.end(), [&](const Gpu& gpu) {
+    return !gpu.minor.empty() && ::access((dev / ("nvidia" + gpu.minor)).c_str(), R_OK | W_OK) == 0;
+  });
+}
+
 // As CUDA takes the names of CUDA_VISIBLE_DEVICES: a number, or the beginning of a uuid that no other has.
-const Gpu* find(const std::vector<Gpu>& gpus, const std::string& name) {
+const Gpu* find(const std::vector<Gpu>& gpus, bool numbered, const std::string& name) {
   size_t number = 0;
   const char* const end = name.data() + name.size();
   if (const auto [rest, error] = std::from_chars(name.data(), end, number); error == std::errc() && rest == end) {
-    return number < gpus.size() ? &gpus[number] : nullptr;
+    return numbered && number < gpus.size() ? &gpus[number] : nullptr;
   }
   const auto named = [&](const Gpu& gpu) { return gpu.uuid.starts_with(name); };
   if (name.empty() || std::count_if(gpus.begin(), gpus.end(), named) != 1) return nullptr;
@@ -58,11 +72,12 @@ std::optional<int> node_of(const std::filesystem::path& device) {
 }  // namespace
 
 std::vector<std::optional<int>> nodes_of_gpus(const GpuList& gpus, const std::filesystem::path& driver,
-                                              const std::filesystem::path& devices) {
+                                              const std::filesystem::path& devices, const std::filesystem::path& dev) {
   const std::vector<Gpu> known = gpus_in(driver);
+  const bool numbered = all_usable(known, dev);
   std::vector<std::optional<int>> nodes;
   for (const std::string& name : gpus) {
-    const Gpu* const gpu = find(known, name);
+    const Gpu* const gpu = find(known, numbered, name);
     nodes.push_back(gpu == nullptr ? std::nullopt : node_of(devices / gpu->bus));
   }
   return nodes;
@@ -82,6 +97,20 @@ std::vector<std::vector<int>> cores_beside_gpus(const std::vector<std::optional<
     std::sort(cores[rank].begin(), cores[rank].end());
   }
   return cores;
+}
+
+int cores_per_sharing_rank(const std::vector<std::vector<int>>& bound, const std::vector<Core>& allowed) {
+  int smallest = 0;
+  for (const std::vector<int>& own : bound) {
+    std::vector<Core> cores;
+    for (const Core& core : allowed) {
+      if (std::find(own.begin(), own.end(), core.cpu) != own.end()) cores.push_back(core);
+    }
+    const auto sharers = static_cast<int>(std::count(bound.begin(), bound.end(), own));
+    const int share = std::max(1, static_cast<int>(physical_cores(std::move(cores)).size()) / sharers);
+    smallest = smallest == 0 ? share : std::min(smallest, share);
+  }
+  return std::max(1, smallest);
 }
 
 }  // namespace ds::launcher

@@ -24,6 +24,11 @@ std::vector<std::vector<int>> bind_cores(const Options& options, const std::vect
                                         : split_core_list(options.bind_core_list, cores, ranks);
 }
 
+// Whether each rank stands for a GPU. --num_procs counts processes, which may use none, or share them.
+bool has_ranks_of_gpus(const Options& options, const std::optional<std::vector<int>>& slots) {
+  return slots || options.count_is_gpus || !options.num_procs;
+}
+
 // Cores that threads can really use: physical ones, no more than the control group's quota of CPU time.
 int usable_cores(const std::vector<Core>& cores) {
   const int physical = static_cast<int>(physical_cores(cores).size());
@@ -102,13 +107,16 @@ JobPlan plan_job(const Options& options, const std::vector<std::string>& environ
   const std::vector<Core> cores = allowed_cores();
   plan.cpus = bind_cores(options, cores, ranks);
   const int bound = plan.cpus.empty() ? 0 : static_cast<int>(plan.cpus.front().size());
-  if (plan.cpus.empty() && options.bind_to_gpu_node) {  // no share of a rank's own: threads are counted as ever
+  int for_threads = usable_cores(cores);
+  if (plan.cpus.empty() && options.bind_to_gpu_node && has_ranks_of_gpus(options, slots)) {
     plan.cpus = cores_beside_gpus(nodes_of_gpus(gpus), cores, ranks);
+    // Nodes may have more ranks than others.
+    if (!plan.cpus.empty()) for_threads = std::min(for_threads, cores_per_sharing_rank(plan.cpus, cores) * ranks);
   }
   JobEnvironment job = job_environment(options, place, notices);
   job.cuda_visible_devices = devices_of_ranks(gpus, ranks);
   job.joined_file = temporary_file(cat("ds-launch.", job.launch_id, ".joined"));
-  const std::optional<int> threads = omp_threads(environment, usable_cores(cores), ranks, bound);
+  const std::optional<int> threads = omp_threads(environment, for_threads, ranks, bound);
   if (place) {
     plan.first_rank = place->first_rank;
     plan.host = place->host;

@@ -18,6 +18,12 @@ using ::testing::HasSubstr;
 constexpr auto kCpu = c10::kCPU;
 constexpr auto kCuda = c10::kCUDA;
 
+TEST(CudaPlugin, IsLeftAloneWhereNoGpuIsShown) {
+  for (const char* none : {"", " ", "-1", " -1", "-1,0"}) EXPECT_TRUE(shows_no_gpu(none)) << none;
+  for (const char* some : {"0", "1,-1", " 0", "GPU-a1aa"}) EXPECT_FALSE(shows_no_gpu(some)) << some;
+  EXPECT_FALSE(shows_no_gpu(nullptr));
+}
+
 // Ranks numbered host after host: {2, 2} are four ranks on two hosts.
 Rendezvous meeting_of(const std::vector<int>& ranks_per_host) {
   Rendezvous meeting{.world_size = 0};

@@ -26,16 +26,21 @@ class GpuNodes : public ::testing::Test {
   }
   ~GpuNodes() override { std::filesystem::remove_all(root_); }
 
-  void add(const std::string& bus, const std::string& uuid, const std::string& node) const {
+  void add(const std::string& bus, const std::string& uuid, const std::string& node) {
     write(root_ / "driver" / bus / "information",
-          "Model: \t\t NVIDIA H100\nGPU UUID: \t " + uuid + "\nDevice Minor: \t 0\n");
+          "Model: \t\t NVIDIA H100\nGPU UUID: \t " + uuid + "\nDevice Minor: \t " + std::to_string(minor_) + "\n");
+    write(root_ / "dev" / ("nvidia" + std::to_string(minor_++)), "");
     write(root_ / "devices" / bus / "numa_node", node);
   }
-  Nodes nodes_of(const GpuList& gpus) const { return nodes_of_gpus(gpus, root_ / "driver", root_ / "devices"); }
+  Nodes nodes_of(const GpuList& gpus) const {
+    return nodes_of_gpus(gpus, root_ / "driver", root_ / "devices", root_ / "dev");
+  }
 
   std::filesystem::path root_;
 
  private:
+  int minor_ = 0;
+
   static void write(const std::filesystem::path& path, const std::string& text) {
     std::filesystem::create_directories(path.parent_path());
     std::ofstream(path) << text;
@@ -50,6 +55,12 @@ TEST_F(GpuNodes, AreThoseOfTheBus) {
   EXPECT_EQ(nodes_of_gpus({"0"}, root_ / "absent", root_ / "devices"), Nodes{std::nullopt});
 }
 
+TEST_F(GpuNodes, NumbersCountOnlyWhereNoGpuIsHidden) {
+  std::filesystem::remove(root_ / "dev" / "nvidia1");  // GPU-a1aa: CUDA's 0 is another one now
+  EXPECT_EQ(nodes_of({"0", "1"}), (Nodes{std::nullopt, std::nullopt}));
+  EXPECT_EQ(nodes_of({"GPU-b2aa"}), Nodes{1}) << "names are not counted";
+}
+
 // Four cores on each of two nodes, hyper-threads apart.
 std::vector<Core> two_nodes() {
   std::vector<Core> cores;
@@ -60,6 +71,12 @@ std::vector<Core> two_nodes() {
 TEST(CoresBesideGpus, AreAllThoseOfTheNode) {
   EXPECT_EQ(cores_beside_gpus({0, 1, 1}, two_nodes(), 3), (Runs{{0, 2, 4, 6}, {1, 3, 5, 7}, {1, 3, 5, 7}}));
   EXPECT_EQ(cores_beside_gpus({1, 0}, two_nodes(), 1), (Runs{{1, 3, 5, 7}}));
+}
+
+TEST(CoresBesideGpus, RanksOfOneNodeShareItsPhysicalCores) {
+  EXPECT_EQ(cores_per_sharing_rank({{0, 2, 4, 6}, {1, 3, 5, 7}}, two_nodes()), 2);
+  EXPECT_EQ(cores_per_sharing_rank({{0, 2, 4, 6}, {1, 3, 5, 7}, {1, 3, 5, 7}}, two_nodes()), 1);
+  EXPECT_EQ(cores_per_sharing_rank({{0, 2, 4, 6}}, two_nodes()), 2) << "hyper-threads are no cores";
 }
 
 TEST(CoresBesideGpus, NothingIsBoundWhereItIsNotKnown) {
