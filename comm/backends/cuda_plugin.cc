@@ -56,7 +56,7 @@ __attribute__((constructor)) void open_at_start() {
   if (!named && (shows_no_gpu(std::getenv("CUDA_VISIBLE_DEVICES")) || !may_have_gpu())) return;
   try {
     cuda_plugin();
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): said when the device is asked for
   }
 }
 
@@ -85,8 +85,8 @@ const CudaPlugin& open_cuda_plugin(const std::vector<std::string>& paths) {
 
 const CudaPlugin& cuda_plugin() {
   static const CudaPlugin& plugin = open_cuda_plugin(places());
-  static const bool seen = at::detail::getCUDAHooks().isBuilt();
-  require<ConfigError>(seen, "device cuda: LibTorch looked for its CUDA library before ", kLibrary,
+  static const bool kSeen = at::detail::getCUDAHooks().isBuilt();
+  require<ConfigError>(kSeen, "device cuda: LibTorch looked for its CUDA library before ", kLibrary,
                        " was loaded, and finds it no more in this process. torch::manual_seed(), ",
                        "torch::cuda::is_available(), is_pinned() and backward() come after ",
                        "ds::engine::init_distributed() or initialize(): move them; or start the program with ",

@@ -24,10 +24,10 @@ struct Entry {
 };
 
 template <auto kMember>
-Entry entry(const char* name, std::vector<std::string> pointers) {
+Entry entry(const char* name, const std::vector<std::string>& pointers) {
   using Value = typename std::remove_reference_t<decltype(std::declval<AutoValues>().*kMember)>::value_type;
   return {.name = name,
-          .pointers = std::move(pointers),
+          .pointers = pointers,
           .get = [](const AutoValues& v) { return v.*kMember ? ordered_json(*(v.*kMember)) : ordered_json(nullptr); },
           .set =
               [](AutoValues& v, const ordered_json& json) {
