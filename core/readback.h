@@ -16,6 +16,8 @@ class Readback {
   explicit Readback(const at::Tensor& numbers);
 
   bool defined() const { return host_.defined(); }
+  // Whether numbers() would not wait.
+  bool arrived() const { return arrived_.reached(); }
   // Waits for them.
   const at::Tensor& numbers() const;
 

@@ -66,7 +66,7 @@ TransferStream::Mark TransferStream::start(const at::Tensor& to, const at::Tenso
 }
 
 at::Tensor TransferStream::upload(const at::Tensor& host) {
-  if (!stream_ || !host.is_cpu() || host.requires_grad()) return host.to(device_);
+  if (!stream_ || !host.is_cpu() || host.requires_grad() || host.layout() != at::kStrided) return host.to(device_);
   const at::NoGradGuard no_grad;
   const c10::impl::VirtualGuardImpl impl(device_.type());
   const c10::Stream current = impl.getStream(device_);

@@ -45,7 +45,7 @@ class TransferStream {
   // `host` on the device, or itself where it is there already, for what the calling thread's current stream is given
   // from now on. Neither the host nor the copy waits for what the device has to do before; the bytes are copied to
   // pinned memory first, so that `host` may change at once. A tensor that requires a gradient is copied as a part of
-  // its graph, which waits.
+  // its graph, which waits; so is one that is not strided (sparse).
   at::Tensor upload(const at::Tensor& host);
   // Returns when the copies up to the mark are done.
   static void wait_on_host(Mark& mark);

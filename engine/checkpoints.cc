@@ -47,9 +47,9 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   self.named([&] { self.order.require_load(request.with_states()); });
   const Phases::Scope phase(self.phases, "load_checkpoint");
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
-  self.step->forget_late();
-  self.synchronize();
+  self.synchronize(/*judged_next=*/true);
   const auto loaded = engine::load_checkpoint(self.state, self.run_state(), self.order, request);
+  if (loaded) self.step->forget_late();  // else, or where it threw, training goes on from that step
   self.watch->renew();
   self.accumulation_begins();
   return loaded;

@@ -108,8 +108,8 @@ struct Engine::Impl {
   void begin_backward(const at::Tensor& loss, bool scale_wrt_gas);
   void run_backward(const std::function<void()>& pass);
   void end_backward();
-  // Waits for what is on its way, so that the state may be read.
-  void synchronize();
+  // Waits for what is on its way, so that the state may be read. `judged_next` as of OptimizerStep::read_late().
+  void synchronize(bool judged_next = false);
   void change_master(const at::Tensor& parameter, const char* call,
                      const std::function<void(const ParameterValues& of, const at::Tensor& master)>& change);
 };

@@ -14,10 +14,10 @@
 
 namespace ds::engine {
 
-void Engine::Impl::synchronize() {
+void Engine::Impl::synchronize(bool judged_next) {
   order.require(Call::kSynchronizeParameters);
   update->settle(Update::Next::kRead);
-  if (step) step->read_late();  // not all ranks need come here: there is no judgement
+  if (step) step->read_late(judged_next);  // not all ranks need come here: it is told, not judged
   watch->look("a call that reads the state");
   state.access->wait_all();
 }

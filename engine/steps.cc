@@ -86,6 +86,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   const Phases::Scope phase(phases, "step");
   reporter->step_begins();
   const Autocast::Pause pause(state.ranks.device.type());
+  step->read_late(/*judged_next=*/true);  // a step that was skipped goes back before what is noted here
   const int64_t samples = order.batches_done() * config.train_micro_batch_size_per_gpu * state.ranks.part->size();
   const Undo undo = {
       .micro_batches = order.end_accumulation(), .samples = samples, .optimizer_steps = state.optimizer.step_count()};

@@ -2,10 +2,10 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/argmax.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
@@ -85,7 +85,6 @@ double sum_of_squares(const at::Tensor& flat) {
 void SquareSum::add(const at::Tensor& flat) {
   if (flat.is_cpu() || !flat.is_contiguous() || flat.scalar_type() == at::kDouble) {
     on_host_ += sum_of_squares(flat);
-    has_host_ = true;
     return;
   }
   const at::NoGradGuard no_grad;
@@ -106,10 +105,10 @@ double SquareSum::total() const {
 }
 
 at::Tensor SquareSum::total_on(at::Device device) const {
-  if (has_host_) return {};
   const at::NoGradGuard no_grad;
   const auto options = at::TensorOptions().dtype(at::kDouble).device(device);
-  return sums_.empty() ? at::zeros({1}, options) : at::stack(sums_).sum().view({1});
+  const at::Tensor host = at::full({1}, on_host_, options);
+  return sums_.empty() ? host : host.add_(at::stack(sums_).sum());
 }
 
 int64_t first_non_finite(const at::Tensor& flat) {

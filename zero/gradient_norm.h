@@ -20,11 +20,10 @@ class SquareSum {
   void add(const at::Tensor& flat);
   double total() const;
   // The same on the device, which nobody waits for: float64 [1], zero where nothing was added; not finite also where
-  // squares are beyond float32. Undefined where a tensor was not on a device.
+  // squares of a tensor of the device are beyond float32.
   at::Tensor total_on(at::Device device) const;
 
  private:
-  bool has_host_ = false;
   double on_host_ = 0;
   std::vector<at::Tensor> on_device_;
   std::vector<at::Tensor> sums_;  // float64 [], of on_device_

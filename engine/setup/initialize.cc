@@ -12,6 +12,7 @@
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/engine.h"
 #include "dsengine/lr_schedule.h"
+#include "engine/agreement/shared_failure.h"
 #include "engine/engine_impl.h"
 #include "engine/setup/error_stacks.h"
 #include "engine/setup/join_ranks.h"
@@ -250,6 +251,14 @@ void prepare_schedule(Engine::Impl& impl) {
   training_schedule(pipeline, impl.state.plan, static_cast<int>(impl.config.gradient_accumulation_steps));
 }
 
+// Ranks update where their own slices are, perhaps some of them on the host: how a step is judged is one for all.
+bool all_may_judge_late(const Engine::Impl& impl) {
+  const Ranks& ranks = impl.state.ranks;
+  if (ranks.device.is_cpu()) return false;
+  const int64_t may_not = impl.update->takes_device_scale() ? 0 : 1;
+  return largest_of_ranks(may_not, ranks.device, *ranks.world, "steps that are judged late") == 0;
+}
+
 void build_steps(Engine::Impl& impl) {
   impl.watch.emplace(impl.state, impl.saves.background());
   impl.update = make_update(
@@ -273,7 +282,8 @@ void build_steps(Engine::Impl& impl) {
                                        .schedule = impl.schedule,
                                        .reporter = *impl.reporter,
                                        .saving = impl.saves.background(),
-                                       .judged_by_default = by_default});
+                                       .judged_by_default = by_default,
+                                       .may_judge_late = all_may_judge_late(impl)});
   impl.shown.emplace(impl.state);
 }
 

@@ -1,5 +1,4 @@
 // An optimizer of ours with masters and states on the device.
-#include "engine/update/held_still.h"
 #include "engine/update/slice_steps.h"
 #include "engine/update/update_paths.h"
 
@@ -15,9 +14,9 @@ class DeviceUpdate final : public Update {
   }
 
   bool takes_device_scale() const override {
-    if (!state_.optimizer.own->takes_device_scale()) return false;
+    if (!state_.optimizer.own || !state_.optimizer.own->takes_device_scale()) return false;
     for (size_t b = 0; b < state_.buckets.size(); ++b) {
-      if (state_.updates_on_host(b) || HeldStill::wanted(state_, b) || !state_.own_part(b).is_cuda()) return false;
+      if (state_.updates_on_host(b) || !state_.own_part(b).is_cuda()) return false;
     }
     return true;
   }

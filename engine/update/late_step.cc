@@ -4,11 +4,13 @@
 #include <ATen/ops/nan_to_num.h>
 
 #include <cmath>
+#include <exception>
 #include <initializer_list>
 #include <limits>
 #include <utility>
 
 #include "core/check.h"
+#include "core/log.h"
 #include "engine/update/optimizer_step.h"
 
 namespace ds::engine {
@@ -21,7 +23,8 @@ at::Tensor clip_factor(const at::Tensor& norm, std::initializer_list<double> lim
   for (const double limit : limits) {
     if (limit <= 0) continue;
     const at::Tensor clipped = clip.defined() ? norm * clip : norm;
-    const at::Tensor factor = at::nan_to_num(((clipped + OptimizerStep::kClipEpsilon).reciprocal() * limit).clamp_max(1.0), 1.0);
+    const at::Tensor factor =
+        at::nan_to_num(((clipped + OptimizerStep::kClipEpsilon).reciprocal() * limit).clamp_max(1.0), 1.0);
     clip = clip.defined() ? clip * factor : factor;
   }
   return clip.defined() ? clip.to(at::kFloat) : clip;
@@ -41,8 +44,8 @@ void OptimizerStep::note_late(StepAgreement agreement) {
 
 bool OptimizerStep::judges_late() const {
   const Plan& plan = parts_.state.plan;
-  return late_ && plan.non_finite != config::NonFiniteGradients::kError && !parts_.loss_scaler &&
-         !plan.locate_non_finite && plan.clip_value <= 0 && parts_.update.takes_device_scale();
+  return late_ && parts_.may_judge_late && plan.non_finite != config::NonFiniteGradients::kError &&
+         !parts_.loss_scaler && !plan.locate_non_finite && plan.clip_value <= 0;
 }
 
 void OptimizerStep::run_late() {
@@ -52,9 +55,7 @@ void OptimizerStep::run_late() {
   optimizers::StepScale scale{.factor = 1.0 / loss_scale, .device_factor = {}, .skip = {}};
   at::Tensor norm;
   if (plan.compute_grad_norm || clip_once) {
-    norm = norm_on_device();
-    ensure(norm.defined(), "an update on the device has its gradients there");
-    norm = norm / loss_scale;
+    norm = norm_on_device(squares_of_gradients()) / loss_scale;
     if (plan.non_finite == config::NonFiniteGradients::kSkip) {
       scale.skip = at::isfinite(norm).logical_not_().to(at::kFloat);
     }
@@ -64,13 +65,16 @@ void OptimizerStep::run_late() {
   parts_.progress.gradient_norm.reset();
   late_->no_gradient = warn_of_no_gradient();
   parts_.update.apply_on_device(scale);
+  late_->updated = true;
   note_update();
   step_over();
   late_->norm = std::move(told);
 }
 
-void OptimizerStep::read_late() {
-  if (!late_ || std::exchange(late_->read, true)) return;
+void OptimizerStep::read_late(bool judged_next) {
+  if (!late_) return;
+  if (!judged_next) tell_of_difference();
+  if (std::exchange(late_->read, true)) return;
   parts_.progress.loss = late_->agreement.loss();
   if (!late_->norm.defined()) return;
   const auto norm = late_->norm.numbers().item<double>();
@@ -88,17 +92,41 @@ void OptimizerStep::take_back_late_step() {
   if (parts_.schedule) parts_.schedule->load_last_batch_iteration(parts_.schedule->last_batch_iteration() - 1);
 }
 
+void OptimizerStep::tell_of_difference() {
+  if (late_->told || !late_->agreement.differs()) return;
+  late_->told = true;
+  log::error("step ", late_->step, of_engine(),
+             ": the ranks differ in what they did to the model, to its gradients or ",
+             "to the data: what is read now may not be the same on all of them. The next step(), save_checkpoint() or ",
+             "save_16bit_model() says in what, and throws");
+}
+
+void OptimizerStep::tell_unjudged() noexcept {
+  try {
+    if (!late_) return;
+    if (late_->agreement.arrived()) tell_of_difference();
+    if (!late_->norm.defined() || !late_->norm.arrived() || parts_.state.ranks.world->rank() != 0) return;
+    const auto norm = late_->norm.numbers().item<double>();
+    if (std::isfinite(norm)) return;
+    const bool skipped = parts_.state.plan.non_finite == config::NonFiniteGradients::kSkip;
+    log::warning("step ", late_->step, of_engine(), ", the last one: the norm of its gradients is ", norm, "; it was ",
+                 skipped ? "skipped" : "applied");
+  } catch (const std::exception& error) {
+    log::error("at the end of an engine: ", error.what());
+  }
+}
+
 void OptimizerStep::forget_late() {
-  read_late();
+  read_late(/*judged_next=*/true);
   late_.reset();
 }
 
 void OptimizerStep::judge_late() {
   if (!late_) return;
-  read_late();
+  read_late(/*judged_next=*/true);
   Late late = std::move(*late_);
   late_.reset();
-  agree(late.agreement, /*updated=*/true);
+  agree(late.agreement, late.updated);
   if (!late.norm.defined()) return;
   const auto norm = late.norm.numbers().item<double>();
   warn_of_zeros(norm, late.no_gradient, late.step);

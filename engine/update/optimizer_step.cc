@@ -167,6 +167,7 @@ void OptimizerStep::apply(double norm, double loss_scale, double clip_once) {
     if (limit > 0) clip *= std::min(1.0, limit / (norm * clip + kClipEpsilon));
   }
   parts_.update.apply(clip / loss_scale);
+  if (late_) late_->updated = true;
   note_update();
 }
 
@@ -265,10 +266,8 @@ OptimizerStep::NormGroups OptimizerStep::norm_groups() const {
   return groups;
 }
 
-at::Tensor OptimizerStep::norm_on_device() const {
-  const at::Device device = parts_.state.ranks.device;
-  at::Tensor squares = device.is_cpu() ? at::Tensor() : squares_of_gradients().total_on(device);
-  if (!squares.defined()) return squares;
+at::Tensor OptimizerStep::norm_on_device(const zero::SquareSum& own) const {
+  const at::Tensor squares = own.total_on(parts_.state.ranks.device);
   for (const auto& [ranks, factor] : norm_groups()) {
     if (ranks->size() > 1) ranks->all_reduce(squares, comm::ReduceOp::kSum, "gradient norm").wait();
     if (factor != 1.0) squares.mul_(factor);
@@ -277,12 +276,14 @@ at::Tensor OptimizerStep::norm_on_device() const {
   return parts_.state.plan.model_dtype == DType::kFloat64 ? norm : norm.to(at::kFloat).to(at::kDouble);
 }
 
+// Beside a GPU all ranks issue the same collectives, wherever each of them has its gradients.
 double OptimizerStep::global_norm() const {
-  if (const at::Tensor norm = norm_on_device(); norm.defined()) {
+  const zero::SquareSum own = squares_of_gradients();
+  if (!parts_.state.ranks.device.is_cpu()) {
     // Not finite, on all ranks: that is looked into.
-    if (const auto value = norm.item<double>(); std::isfinite(value)) return value;
+    if (const auto value = norm_on_device(own).item<double>(); std::isfinite(value)) return value;
   }
-  double squares = squares_of_gradients().total();
+  double squares = own.total();
   for (const auto& [ranks, factor] : norm_groups()) {
     add_over_ranks(squares, *ranks);
     squares *= factor;

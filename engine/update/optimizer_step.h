@@ -43,6 +43,7 @@ struct OptimizerStepParts {
   Reporter& reporter;
   checkpoint::BackgroundSave& saving;
   bool judged_by_default = true;  // non_finite_gradients: "auto"
+  bool may_judge_late = false;    // Update::takes_device_scale() of all ranks of the world
 };
 
 // On the engine's thread; collective.
@@ -70,8 +71,11 @@ class OptimizerStep {
   // issue the same collectives where they differ. judge_late() judges all of it, in the next run() and before the model
   // is saved: it throws what run() would have thrown, one step later. Collective.
   void judge_late();
-  // Waits for the device; of no effect where nothing is late.
-  void read_late();
+  // Waits for the device; of no effect where nothing is late. What it has seen of ranks that differ is logged, because
+  // perhaps nobody judges it any more. `judged_next`: judge_late() comes at once, and throws it, or forget_late().
+  void read_late(bool judged_next = false);
+  // At the end: logs what nobody has judged, as far as the device has told of it by now.
+  void tell_unjudged() noexcept;
   // Another state takes the place of what the last step made: nobody judges it.
   void forget_late();
   // That, and what it has asked to clip: of an accumulation that is dropped.
@@ -86,7 +90,9 @@ class OptimizerStep {
     Readback norm;  // float64 [1]; of nothing: there is none
     BatchNotes batches;
     bool no_gradient = false;
+    bool updated = false;  // the update has been made
     bool read = false;
+    bool told = false;  // that ranks differ
   };
   // Ranks over which squares are added, and what they are multiplied by then.
   using NormGroups = std::vector<std::pair<comm::Communicator*, double>>;
@@ -94,13 +100,14 @@ class OptimizerStep {
   // Throws where ranks differ. `updated`: after the update.
   void agree(StepAgreement& agreement, bool updated);
   void note_late(StepAgreement agreement);
-  // Whether run_late() makes the step that comes.
+  // Whether run_late() makes the step that comes: all ranks of the world, or none, for they wait for each other at
+  // other places then.
   bool judges_late() const;
   void run_late();
   // L2 norm of the reduced gradient over the whole model, with loss scale still in it.
   double global_norm() const;
-  // The same, float64 [1]; undefined where gradients are on the host.
-  at::Tensor norm_on_device() const;
+  // The same of this rank's squares, on the device: float64 [1]; not finite also where squares are beyond float32.
+  at::Tensor norm_on_device(const zero::SquareSum& own) const;
   zero::SquareSum squares_of_gradients() const;
   NormGroups norm_groups() const;
   StepFacts facts();
@@ -120,6 +127,7 @@ class OptimizerStep {
   // `row`: of count_bad_step(). Collective.
   std::string explain(uint64_t row, const BatchNotes& batches, NonFiniteStep step) const;
   void take_back_late_step();
+  void tell_of_difference();  // once, where ranks differ
   void apply(double norm, double loss_scale, double clip_once);
   void note_update();
   void step_over();

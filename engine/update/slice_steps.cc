@@ -60,14 +60,16 @@ void SliceSteps::on_device(size_t b, const optimizers::StepScale& scale) {
 // while the next one is updated.
 void SliceSteps::all_on_device(const optimizers::StepScale& scale) {
   std::vector<size_t> together;
+  std::vector<HeldStill> still;  // copies on the device: which rank has frozen what decides nothing on the host
   std::vector<optimizers::SliceUpdate> updates;
   for (size_t b = 0; b < state_.buckets.size(); ++b) {
     if (state_.updates_on_host(b)) continue;
     const at::Tensor own = state_.own_part(b);
-    if (!own.is_cuda() || HeldStill::wanted(state_, b)) {
+    if (!own.is_cuda()) {
       on_device(b, scale);
       continue;
     }
+    if (HeldStill::wanted(state_, b)) still.emplace_back(state_, b, own);
     const at::Tensor gradient = state_.gradients.reducer->gradient(b);
     clip_by_value(gradient, scale.factor);
     together.push_back(b);
@@ -78,6 +80,7 @@ void SliceSteps::all_on_device(const optimizers::StepScale& scale) {
   if (together.empty()) return;
   state_.optimizer.own->update_all(updates, scale);
   order_.slice_updated();
+  for (const HeldStill& held : still) held.restore();
   for (const size_t b : together) state_.access->updated(b);
 }
 

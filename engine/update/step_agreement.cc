@@ -116,6 +116,15 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
   return loss();
 }
 
+bool StepAgreement::differs() const {
+  if (ranks_.size() == 1) return !facts_.axis_problem.empty();
+  if (!sums_.defined()) return false;
+  const auto* const numbers = sums_.numbers().const_data_ptr<double>();
+  const auto equal = [&](Place place) { return all_equal(numbers + place, ranks_.size()); };
+  return numbers[kAxisProblem] > 0 || !equal(kStep) || !equal(kPosition) || !equal(kChanges) ||
+         !equal(kGradientChanges);
+}
+
 // Every rank's own words, exchanged only now.
 void StepAgreement::explain(const char* what) const {
   constexpr int64_t kLength = 256;

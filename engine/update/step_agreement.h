@@ -33,6 +33,10 @@ class StepAgreement {
 
   // Has the numbers read, without waiting for them: finish() may come much later, but on all ranks in one place.
   void begin_reading();
+  // Whether the numbers have come: loss() and differs() do not wait then.
+  bool arrived() const { return sums_.arrived(); }
+  // Whether finish() would throw. Waits; no talk to other ranks, which know the same.
+  bool differs() const;
   // As finish(), without a judgement and without talking to other ranks.
   std::optional<double> loss() const;
   // Waits. Returns the mean loss, where all ranks know theirs. Throws UsageError, on all ranks, with what each of them

@@ -32,7 +32,8 @@ class Update {
   // Updates all weights from the reducer's gradients times `gradient_scale`, and publishes them. What is thrown may
   // leave some slices updated, which the order of calls then knows.
   virtual void apply(double gradient_scale) = 0;
-  // Whether apply_on_device() takes the step that comes: what only the device knows of it changes nothing for the host.
+  // Whether apply_on_device() takes all steps of this rank: what only the device knows of them changes nothing for the
+  // host.
   virtual bool takes_device_scale() const { return false; }
   // As apply().
   virtual void apply_on_device(const optimizers::StepScale& /*scale*/) {}

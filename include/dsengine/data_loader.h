@@ -157,7 +157,8 @@ struct DataLoaderOptions {
 };
 
 // One rank's loader. Each loop goes from the current position to the end of the epoch; the next loop reshuffles. A loop
-// that was left early is continued by the next one. Not thread safe.
+// that was left early is continued by the next one. On a device a batch is ready for what the stream that is current
+// when it is taken is given from then on; work on another stream waits for that one first. Not thread safe.
 class DataLoader {
  public:
   // Throws UsageError for an empty dataset, or one that does not know its size.

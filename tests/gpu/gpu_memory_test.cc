@@ -113,6 +113,14 @@ TEST(GpuTransferStream, UploadsWhatMayChangeAtOnce) {
   EXPECT_TRUE(leaf.grad().eq(1.0).all().item<bool>());
 }
 
+TEST(GpuTransferStream, UploadsSparseTensors) {
+  if (device_is_simulated()) GTEST_SKIP() << "the simulated GPU has no sparse tensors";
+  TransferStream stream(tested_device());
+  const at::Tensor sparse = stream.upload(torch::eye(3).to_sparse());
+  EXPECT_TRUE(sparse.is_cuda() && sparse.is_sparse());
+  EXPECT_TRUE(sparse.to_dense().cpu().equal(torch::eye(3)));
+}
+
 class GpuHostGradients : public ::testing::TestWithParam<at::ScalarType> {};
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, GpuHostGradients, ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf));

@@ -2,7 +2,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
+#include <limits>
 #include <map>
+#include <memory>
 #include <string>
 #include <tuple>
 
@@ -63,6 +66,46 @@ TEST_P(GpuPipeline, TrainsAsPlainTorchDoes) {
       EXPECT_LT((value.cpu() - wanted.parameters.at(name)).abs().max().item<double>(), 1e-4) << name;
     }
   });
+}
+
+// Two stages of which one has other work for the host than the other. The second step is not finite: all ranks look
+// into it together, and skip it.
+void expect_a_skipped_step(const nlohmann::json& config, int depth, const std::function<void(engine::Engine&)>& apart) {
+  test::on_gpus(2, [&](comm::Communicator& world, at::Device device) {
+    const std::shared_ptr<comm::Communicator> ranks(&world, [](comm::Communicator*) {});
+    const auto factor = std::make_shared<double>(1.0);
+    const auto loss = [factor](const at::Tensor& logits, const at::Tensor& labels) {
+      return cross_entropy(logits, labels) * *factor;
+    };
+    const auto model = std::make_shared<PipelineModule>(layers_of(depth, /*tied=*/true), PipelineOptions{.loss = loss});
+    const auto engine =
+        engine::initialize({.model = model, .config = config, .communicator = ranks, .device = device.str()}).engine;
+    int64_t next = 0;
+    for (int step = 0; step < 4; ++step) {
+      *factor = step == 1 ? std::numeric_limits<double>::infinity() : 1.0;
+      engine->train_batch([&] { return on_device(tokens_of(next++, 0), device); });
+      next = (step + 1) * engine->gradient_accumulation_steps();
+      if (step == 0) apart(*engine);
+    }
+    EXPECT_EQ(engine->skipped_steps(), 1);
+    for (const auto& [name, value] : engine->module_state_dict())
+      EXPECT_TRUE(value.isfinite().all().item<bool>()) << name;
+  });
+}
+
+TEST(GpuPipelineSkips, WhereOneStageHasFrozenAParameter) {
+  nlohmann::json config = config_of(2, "1f1b", 1);
+  config["non_finite_gradients"] = "skip";
+  expect_a_skipped_step(config, 4, [](engine::Engine& engine) {
+    if (engine.global_rank() == 1) engine.module()->parameters().front().set_requires_grad(false);
+  });
+}
+
+TEST(GpuPipelineSkips, WhereOneStageHasNoGradientsOfItsOwnOnTheHost) {
+  nlohmann::json config = config_of(2, "1f1b", 1);
+  config["non_finite_gradients"] = "skip";
+  config["zero_optimization"]["offload_optimizer"] = {{"device", "cpu"}};
+  expect_a_skipped_step(config, 0, [](engine::Engine&) {});  // the embedding, and its tied copy
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <memory>
 #include <regex>
 #include <string>
 #include <vector>
@@ -106,6 +107,40 @@ TEST_P(GpuWaits, NothingInAStepLetsTheHostWait) {
   EXPECT_LE(waits["an event"], kSteps * GetParam().world);
   waits.erase("an event");
   EXPECT_EQ(text_of(waits), "");
+}
+
+// A parameter that is frozen between steps stays as it is, by copies on the device.
+TEST(GpuFrozenLater, StaysStillWithoutAWait) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "the simulated GPU counts";
+  for (const int stage : {0, 1, 2}) {
+    SCOPED_TRACE(cat("stage ", stage));
+    const auto ranks = comm::ThreadGroup(1).communicator(0);
+    SmallNet model;
+    const auto engine = initialize({.model = model.ptr(),
+                                    .config = device_config(stage, "bf16"),
+                                    .communicator = borrowed(*ranks),
+                                    .device = test::tested_device().str()})
+                            .engine;
+    const at::Tensor x = sample(0, 0).to(test::tested_device());
+    const auto make_steps = [&](int64_t steps) {
+      for (int64_t micro = 0; micro < steps * engine->gradient_accumulation_steps(); ++micro) {
+        engine->backward(model->loss(x));
+        engine->step();
+      }
+    };
+    make_steps(2);  // momentum, which would move it
+    model->last->weight.set_requires_grad(false);
+    make_steps(1);
+    const State before = copy_of(engine->fp32_state_dict());
+    take_waits();
+    make_steps(kSteps);
+    Waits waits = take_waits();
+    waits.erase("an event");
+    EXPECT_EQ(text_of(waits), "");
+    const State after = copy_of(engine->fp32_state_dict());
+    EXPECT_TRUE(after.at("last.weight").equal(before.at("last.weight")));
+    EXPECT_FALSE(after.at("first.weight").equal(before.at("first.weight")));
+  }
 }
 
 // Times are those of the device, one step late.
@@ -226,6 +261,103 @@ TEST(GpuLateStep, RanksThatPartAreAnErrorOneStepLater) {
     expect_an_error_one_step_later(precision, clip, "changed gradients");
     expect_an_error_one_step_later(precision, change, "changed last.bias", /*saves=*/true);
   }
+}
+
+// What two ranks say of a step in which one of them changed a parameter alone, when `then` comes after it.
+std::string said_of_parted_ranks(const std::function<void(Engine&)>& then) {
+  ::testing::internal::CaptureStderr();
+  test::on_gpus(2, [&](comm::Communicator& ranks, at::Device device) {
+    SmallNet model;
+    const auto engine = initialize({.model = model.ptr(),
+                                    .config = device_config(0, "bf16"),
+                                    .communicator = borrowed(ranks),
+                                    .device = device.str()})
+                            .engine;
+    for (int64_t micro = 0; micro < 2; ++micro) {
+      engine->backward(model->loss(sample(micro, ranks.rank()).to(device)));
+      if (micro == 1 && ranks.rank() == 1) {
+        const at::NoGradGuard no_grad;
+        model->last->bias.mul_(2.0);
+      }
+      engine->step();
+    }
+    then(*engine);
+    at::zeros({1}, device).item<float>();  // the device has told of it by now
+  });
+  return ::testing::internal::GetCapturedStderr();
+}
+
+TEST(GpuLateStep, ThatPartsIsToldWhereNobodyJudgesIt) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
+  const auto expected = ::testing::HasSubstr("step 1: the ranks differ");
+  EXPECT_THAT(said_of_parted_ranks([](Engine& engine) { engine.fp32_state_dict(); }), expected);
+  EXPECT_THAT(said_of_parted_ranks([](Engine& engine) { engine.module_state_dict(); }), expected);
+  EXPECT_THAT(said_of_parted_ranks([](Engine&) {}), expected) << "the program ends";
+}
+
+TEST(GpuLateStep, IsJudgedAfterALoadThatFails) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
+  const std::string said = said_of_parted_ranks([](Engine& engine) {
+    const std::string nowhere = ::testing::TempDir() + "no_such_checkpoint";
+    EXPECT_FALSE(engine.load_checkpoint(nowhere));
+    EXPECT_ANY_THROW(engine.load_checkpoint(nowhere, "no_such_tag"));
+    EXPECT_THAT([&] { engine.save_16bit_model(::testing::TempDir(), "parted.safetensors"); },
+                ::testing::ThrowsMessage<UsageError>(::testing::HasSubstr("changed last.bias")));
+  });
+  EXPECT_THAT(said, ::testing::Not(::testing::HasSubstr("the ranks differ"))) << "it was thrown";
+}
+
+// SmallNet on so many GPUs, whose step() refuses one without gradients of `last`.
+struct StrictRun {
+  StrictRun(comm::Communicator& ranks, at::Device on) : rank(ranks.rank()), device(on) {
+    ordered_json config = device_config(0, "bf16");
+    config["zero_optimization"]["ignore_unused_parameters"] = false;
+    engine =
+        initialize({.model = model.ptr(), .config = config, .communicator = borrowed(ranks), .device = device.str()})
+            .engine;
+  }
+  void backward(bool whole, double factor = 1.0) {
+    const at::Tensor x = sample(0, rank).to(device);
+    const at::Tensor hidden = model->first(x.to(model->first->weight.scalar_type()));
+    engine->backward((whole ? model->loss(x) : hidden.pow(2).mean()) * factor);
+  }
+  void step(bool whole, double factor = 1.0) {
+    for (int64_t micro = 0; micro < 2; ++micro) {
+      backward(whole, factor);
+      engine->step();
+    }
+  }
+
+  int rank;
+  at::Device device;
+  SmallNet model;
+  std::shared_ptr<Engine> engine;
+};
+
+TEST(GpuLateStep, ThatWasSkippedIsTakenBackBeforeOneThatFails) {
+  const auto ranks = comm::ThreadGroup(1).communicator(0);
+  StrictRun run(*ranks, test::tested_device());
+  run.step(true);
+  run.step(true, std::numeric_limits<double>::infinity());
+  EXPECT_THROW(run.step(false), UsageError);
+  EXPECT_EQ(run.engine->skipped_steps(), 1);
+  EXPECT_EQ(run.engine->optimizer()->step_count(), 1);
+}
+
+TEST(GpuLateStep, ThatFailedHasPartedNobody) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
+  test::on_gpus(2, [&](comm::Communicator& ranks, at::Device device) {
+    StrictRun run(ranks, device);
+    run.step(true);
+    run.backward(false);
+    run.engine->step();
+    run.backward(false);
+    if (ranks.rank() == 1) run.engine->clip_grad_norm_(1e-3);
+    EXPECT_THAT([&] { run.engine->step(); }, ::testing::ThrowsMessage<UsageError>(::testing::HasSubstr("no gradient")));
+    EXPECT_THAT([&] { run.step(true); },
+                ::testing::ThrowsMessage<UsageError>(::testing::HasSubstr("changed gradients")));
+    EXPECT_NO_THROW(run.step(true)) << "nothing was updated with those gradients";
+  });
 }
 
 }  // namespace
