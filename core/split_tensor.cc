@@ -185,9 +185,9 @@ void build_bridge(const at::Tensor& split, SplitMeta& meta) {
 }
 
 // Note [Flags of split parameters]
-// A split parameter that is trained has a bridge, so that requires_grad() is true whatever set_requires_grad() has said.
-// The flag below it still tells what the program wants: it is set with the bridge. When the parameter is next used,
-// leaf, bridge and flag follow whichever of flag and leaf the program has changed.
+// A split parameter that is trained has a bridge, so that requires_grad() is true whatever set_requires_grad() has
+// said. The flag below it still tells what the program wants: it is set with the bridge. When the parameter is next
+// used, leaf and flag follow whichever of flag and leaf the program has changed.
 bool wants_gradient(const at::Tensor& parameter) {
   const auto* const own = autograd::impl::get_autograd_meta(parameter);
   return own != nullptr && own->requires_grad_;
@@ -204,10 +204,9 @@ void follow_flag_of(const at::Tensor& split, SplitMeta& meta) {
   if (wants_gradient(split) == meta.trained && meta.part.requires_grad() == meta.trained) return;
   meta.trained = !meta.trained;
   meta.part.set_requires_grad(meta.trained);
-  if (meta.trained) return build_parameter_bridge(split, meta);
-  autograd::impl::set_gradient_edge(split, {nullptr, 0});
-  split.set_requires_grad(false);
-  meta.bridge.reset();
+  split.set_requires_grad(meta.trained);
+  // A bridge stays: an autograd function that reads the parameter first after it was thawed finds it.
+  if (meta.trained && meta.bridge.expired()) build_parameter_bridge(split, meta);
 }
 
 void hide_memory_of(c10::TensorImpl& impl, const std::string& name) {

