@@ -30,7 +30,7 @@ TEST(SequenceParallelEngine, WithRecomputationAccumulationAndOffload) {
   run.model.activation_checkpointing = true;
   expect_same_as_plain(run);
   GptRun offloaded{.data = 2, .stage = 2, .more = cut_sequences()};
-  offloaded.more["zero_optimization"] = {{"offload_optimizer", {{"device", "cpu"}}}};
+  offloaded.more["zero_optimization"]["offload_optimizer"]["device"] = "cpu";
   expect_same_as_plain(offloaded);
 }
 
@@ -89,7 +89,7 @@ TEST(SequenceParallelEngine, ScopesShowWholeParametersAsMemory) {
 
 TEST(SequenceParallelEngine, AnUpdateBesideBackwardIsRefusedByName) {
   GptRun run{.data = 1, .stage = 2, .more = cut_sequences()};
-  run.more["zero_optimization"] = {{"offload_optimizer", {{"device", "cpu"}, {"super_offload", true}}}};
+  run.more["zero_optimization"]["offload_optimizer"] = {{"device", "cpu"}, {"super_offload", true}};
   test::run_ranks(run.world(), [&](comm::Communicator& world) {
     EXPECT_THAT([&] { run.start(world, run.make()); },
                 ThrowsMessage<ConfigError>(HasSubstr("excludes offload_optimizer.super_offload")));
