@@ -71,8 +71,8 @@ void require_valid(const MultiStepLrOptions& options) {
 }
 void require_valid(const ConstantLrOptions& options) {
   require_steps("total_iters", options.total_iters, 0);
-  require<ConfigError>(options.factor >= 0 && options.factor <= 1,
-                       "scheduler.params.factor: expected 0 to 1, found ", options.factor);
+  require<ConfigError>(options.factor >= 0 && options.factor <= 1, "scheduler.params.factor: expected 0 to 1, found ",
+                       options.factor);
 }
 void require_valid(const LinearLrOptions& options) {
   require_steps("total_iters", options.total_iters);

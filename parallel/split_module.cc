@@ -84,7 +84,7 @@ SplitPlan plan_module(const torch::nn::Module& module, const std::vector<SplitRu
     const auto [entry, is_new] = seen.try_emplace(parameters[i].value().unsafeGetTensorImpl(), &plan[i]);
     const ParameterSplit& first = *entry->second;
     require(is_new || (first.dim == plan[i].dim && first.blocks == plan[i].blocks && first.grain == plan[i].grain &&
-                           first.join_output == plan[i].join_output),
+                       first.join_output == plan[i].join_output),
             "parameters ", first.name, " and ", plan[i].name,
             " are one tensor, but the rules split them otherwise: ", first.reason, "; ", plan[i].reason,
             ". Give both one rule (.split, or tensor_parallel.partition_config.layer_specs), or set ",

@@ -66,8 +66,8 @@ void SummedGradients::reduce_leaves(const std::vector<Watched*>& leaves) {
     // Added up before, and nothing since: every rank has all of it, so that it counts once.
     const bool counted = leaves[i]->whole && axis_->rank() != 0;
     const at::Tensor dense = counted || !gradient.defined() ? at::zeros_like(leaves[i]->leaf)
-                             : gradient.is_sparse() ? gradient.to_dense()
-                                                    : gradient;
+                             : gradient.is_sparse()         ? gradient.to_dense()
+                                                            : gradient;
     addends.push_back(dense.to(wide).contiguous().view({-1}));
   }
   addends.push_back(present.to(options.device()));

@@ -32,8 +32,8 @@ struct Report {
   DsConfig config;
   Plan plan;
   std::vector<ExplainedKey> explained;  // with --explain
-  std::optional<int64_t> parameters;  // of a rank; where ranks of a pipeline differ, of the mean one
-  std::optional<SplitReport> splits;  // of --split_parameters
+  std::optional<int64_t> parameters;    // of a rank; where ranks of a pipeline differ, of the mean one
+  std::optional<SplitReport> splits;    // of --split_parameters
   // Along the tensor axis, per rank: bytes for a token of a micro-batch, and in a step.
   std::optional<double> tensor_sent_per_token;
   std::optional<double> tensor_sent;
@@ -139,7 +139,7 @@ ordered_json bytes_to_json(const Report& report) {
           {"activations_in_step", report.plan.activation_bytes},
           {"gradient_compression", report.plan.compression_bytes},
           {"beside_on_a_gpu",
-            {{"context", overhead.context}, {"nccl", overhead.nccl}, {"workspaces", overhead.workspaces}}},
+           {{"context", overhead.context}, {"nccl", overhead.nccl}, {"workspaces", overhead.workspaces}}},
           {"sent_per_step", report.sent_bytes ? ordered_json(*report.sent_bytes) : ordered_json()},
           {"tensor_sent_per_token", number_or_null(report.tensor_sent_per_token)},
           {"tensor_sent_per_step", number_or_null(report.tensor_sent)}};

@@ -17,8 +17,8 @@ struct CheckOptions {
   // A file with the model's parameters (tools/parameter_shapes.h), in place of their number: shows what tensor_parallel
   // cuts of them.
   std::string split_parameters;
-  std::optional<int64_t> tokens;  // of a micro-batch on one rank: bytes that a tensor axis sends for them
-  int64_t activation_bytes = 0;   // of a micro-batch on one rank; added to what a step needs
+  std::optional<int64_t> tokens;              // of a micro-batch on one rank: bytes that a tensor axis sends for them
+  int64_t activation_bytes = 0;               // of a micro-batch on one rank; added to what a step needs
   std::vector<std::string> auto_values = {};  // "lr=1e-4": for "auto", before what is assumed
   bool strict = false;                        // unknown keys are errors
   bool explain = false;                       // also what each key of the file does, and what holds without it

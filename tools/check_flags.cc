@@ -43,8 +43,7 @@ void add_check(CLI::App& app, Command& chosen) {
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
   flags->add_flag("--strict", options->strict, "Unknown keys are errors");
-  flags->add_flag("--explain", options->explain,
-                  "Say of each key of the file what it does, and what holds without it");
+  flags->add_flag("--explain", options->explain, "Say of each key of the file what it does, and what holds without it");
   flags->add_flag("--json", options->json, "Print one JSON object, every key with its value");
   flags->callback([options, &chosen] { chosen = [options] { return check(*options, std::cout, std::cerr); }; });
 }

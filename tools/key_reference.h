@@ -14,10 +14,10 @@ std::string_view key_reference_text();
 class KeyReference {
  public:
   struct Entry {
-    std::string path;           // "zero_optimization.stage"
-    std::string standard;       // what holds without the key, in words; may be empty
-    std::string meaning;        // may be empty
-    std::string refused;        // when a config with it is refused; else empty
+    std::string path;             // "zero_optimization.stage"
+    std::string standard;         // what holds without the key, in words; may be empty
+    std::string meaning;          // may be empty
+    std::string refused;          // when a config with it is refused; else empty
     bool without_effect = false;  // read and checked alone
   };
 

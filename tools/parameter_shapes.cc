@@ -48,7 +48,8 @@ ordered_json parsed(const std::string& text, const std::string& path) {
     return depth <= kDeepest;
   };
   ordered_json json = ordered_json::parse(text, limit, /*allow_exceptions=*/false);
-  require<IoError>(!deep && json.is_object(), path, ": expected a safetensors file, or a JSON object {\"name\": [sizes], ...}");
+  require<IoError>(!deep && json.is_object(), path,
+                   ": expected a safetensors file, or a JSON object {\"name\": [sizes], ...}");
   return json;
 }
 

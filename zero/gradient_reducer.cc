@@ -170,8 +170,7 @@ void GradientReducer::set_aside(GradientBucket& bucket) {
 void GradientReducer::retire(size_t staying, bool inside_backward) {
   while (in_flight_.size() > staying) {
     GradientBucket& bucket = buckets_[in_flight_.front()];
-    if (inside_backward &&
-        !late_.in_time(bucket.work(), bucket.index(), [&] { return bucket.launch_reached(); }))
+    if (inside_backward && !late_.in_time(bucket.work(), bucket.index(), [&] { return bucket.launch_reached(); }))
       return;
     complete(bucket);
     if (transient() || (leaves_in_backward() && is_elsewhere(bucket))) set_aside(bucket);

@@ -178,8 +178,7 @@ DsConfig parse(const ConfigSource& source, const ParseOptions& options) {
       .document = document,
       .problems = problems,
       .strict = options.strict || asks_for_strict(document.root),
-      .auto_value =
-          [&](const std::string& pointer) { return resolve_auto(pointer, options, document.root); },
+      .auto_value = [&](const std::string& pointer) { return resolve_auto(pointer, options, document.root); },
       .meaning = meaning_of_key,
       .on_auto =
           [&](const std::string& pointer, const ordered_json& value, const std::string& from) {

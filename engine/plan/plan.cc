@@ -295,9 +295,10 @@ void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, c
   require<ConfigError>(!facts.client_optimizer, key, "a client optimizer: it has the module's parameters, and what is ",
                        "trained are their parts. Use the optimizer section of the config, or set autotp_size to 1");
   const std::string& type = config.optimizer.type;
-  require<ConfigError>(!config.tensor_parallel.sequence_parallel || !plan.offload.speculative,
-                       "tensor_parallel.sequence_parallel: true excludes offload_optimizer.super_offload: it updates ",
-                       "whole parameters before their gradients are added up over the tensor axis. Remove one of the two");
+  require<ConfigError>(
+      !config.tensor_parallel.sequence_parallel || !plan.offload.speculative,
+      "tensor_parallel.sequence_parallel: true excludes offload_optimizer.super_offload: it updates ",
+      "whole parameters before their gradients are added up over the tensor axis. Remove one of the two");
   require<ConfigError>(type != "OneBitLamb", key, "optimizer.type: ", type,
                        ", whose factors are of whole tensors, where ",
                        "each rank has a part. Use Lamb, OneBitAdam or another optimizer, or set autotp_size to 1");

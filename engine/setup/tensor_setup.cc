@@ -52,8 +52,8 @@ std::string split_text(const InitializeOptions& options, const config::DsConfig&
   for (size_t i = 0; i < rules.size(); ++i) {
     const SplitRule& rule = rules[i];
     text += cat("rule ", i, " of .split\t", rule.pattern, ", style ", static_cast<int>(rule.style), ", blocks ",
-                at::IntArrayRef(rule.blocks), ", grain ", rule.grain, ", dim ", rule.dim.value_or(-1),
-                ", join_output ", rule.join_output, '\n');
+                at::IntArrayRef(rule.blocks), ", grain ", rule.grain, ", dim ", rule.dim.value_or(-1), ", join_output ",
+                rule.join_output, '\n');
   }
   for (const auto& item : options.model->named_parameters()) {
     text += cat("parameter ", item.key(), '\t', item.value().scalar_type(), ' ', item.value().sizes(), '\n');
@@ -164,7 +164,8 @@ std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const In
                                                     const config::DsConfig& config) {
   if (!ranks.tensor) return nullptr;
   const bool sequences = config.tensor_parallel.sequence_parallel;
-  require<ConfigError>(!sequences || !options.init, "tensor_parallel.sequence_parallel: true excludes a model that was ",
+  require<ConfigError>(!sequences || !options.init,
+                       "tensor_parallel.sequence_parallel: true excludes a model that was ",
                        "built under zero::Init; build it as it is, or on the meta device with .weights");
   torch::nn::Module& module = *options.model;
   const SplitRules split = rules_of(options, config);

@@ -34,8 +34,7 @@ at::IntArrayRef SplitScope::sizes_of(const Shown& one) {
 void SplitScope::show() {
   const at::NoGradGuard no_grad;
   for (Shown& one : all_) {
-    const at::Tensor whole =
-        one.part ? state_.tensor->joined(one.leaf.detach(), *one.part) : one.leaf.detach().clone();
+    const at::Tensor whole = one.part ? state_.tensor->joined(one.leaf.detach(), *one.part) : one.leaf.detach().clone();
     if (!modifies_) one.digest = zero::digest_of(whole);
     one.split = make_whole(one.parameter, whole);
     one.version = one.parameter._version();
@@ -47,8 +46,7 @@ void SplitScope::show() {
 std::optional<std::string> SplitScope::changed() const {
   for (size_t i = 0; i < shown_; ++i) {
     const at::Tensor values = all_[i].parameter.detach();
-    const bool is_same = values.sizes() == sizes_of(all_[i]) &&
-                         values.scalar_type() == all_[i].leaf.scalar_type() &&
+    const bool is_same = values.sizes() == sizes_of(all_[i]) && values.scalar_type() == all_[i].leaf.scalar_type() &&
                          all_[i].parameter._version() == all_[i].version && zero::digest_of(values) == all_[i].digest;
     if (!is_same) return all_[i].name;
   }
@@ -67,7 +65,8 @@ void SplitScope::require_shapes() const {
     failure = std::current_exception();
   }
   const int failed = failed_rank(failure, state_.ranks.device, *state_.ranks.world);
-  require(failed < 0, "gathered parameters: rank ", failed, " has a parameter of another shape, its message says which");
+  require(failed < 0, "gathered parameters: rank ", failed,
+          " has a parameter of another shape, its message says which");
 }
 
 void SplitScope::share_wholes() {

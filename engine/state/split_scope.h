@@ -35,8 +35,8 @@ class SplitScope final : public zero::SplitWholes {
     std::string name;
     at::Tensor parameter, leaf;
     std::shared_ptr<const TensorPart> part;  // null: whole, with a gradient that is a sum over the axis
-    SplitState split = {};  // while it is shown whole
-    uint64_t digest = 0;    // for reading
+    SplitState split = {};                   // while it is shown whole
+    uint64_t digest = 0;                     // for reading
     uint32_t version = 0;
   };
   static at::IntArrayRef sizes_of(const Shown& one);

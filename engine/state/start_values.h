@@ -26,8 +26,7 @@ class StartValues {
   // module's own values. `init`: has sliced parameters of the module, or null. Values are made on `device`. Throws
   // IoError and UsageError on every rank when the file cannot be read, lacks a parameter under all its names, or has
   // one of another shape; UsageError for a tensor on the meta device that the file does not give.
-  StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init,
-              const Ranks& ranks);
+  StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init, const Ranks& ranks);
 
   // Values of a whole bucket, float32 (of a float64 bucket, float64) [layout.numel]; padding is zero. The parameters
   // may get other memory afterwards.

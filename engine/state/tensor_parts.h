@@ -43,7 +43,8 @@ struct TensorParts {
     at::Tensor parameter, leaf;
   };
   std::vector<SplitParameter> parameters;
-  bool sums_wholes = false;       // tensor_parallel.sequence_parallel: of whole parameters each rank has a part of the gradient
+  bool sums_wholes =
+      false;  // tensor_parallel.sequence_parallel: of whole parameters each rank has a part of the gradient
   bool gradients_summed = false;  // and these parts have been added up since the last backward pass
   bool told_of_joins = false;
   int shown = 0;  // split parameters that are whole in open scopes

@@ -1,7 +1,8 @@
 // Reduced gradients, as the optimizer and the program find them between the last backward() and step().
 //
 // With tensor_parallel.sequence_parallel whole parameters are summed ones (docs/tensor_parallel.md): of their gradients
-// each rank of the tensor axis has a part, beside the reduction over data-parallel ranks. These are added up here, once.
+// each rank of the tensor axis has a part, beside the reduction over data-parallel ranks. These are added up here,
+// once.
 #pragma once
 
 #include "engine/state/model_state.h"

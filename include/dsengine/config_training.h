@@ -130,7 +130,7 @@ struct SchedulerSection {
   std::string type;  // "WarmupLR", "CosineAnnealingLR", ...; empty: none in the file
   nlohmann::ordered_json params = nlohmann::ordered_json::object();  // as written, "auto" replaced
   std::optional<optimizers::LrScheduleOptions> options;              // empty: this build lacks the type
-  int64_t last_batch_iteration = -1;  // where the schedule starts: -1 is its beginning
+  int64_t last_batch_iteration = -1;                                 // where the schedule starts: -1 is its beginning
 
   bool given() const { return !type.empty(); }  // whether the file has the section
 };

@@ -39,7 +39,7 @@ enum class WarmupType { kLog, kLinear };
 struct WarmupLrOptions {
   PerGroup warmup_min_lr = {0.0};
   std::optional<PerGroup> warmup_max_lr;  // empty: the lr that each group has when the schedule is made
-  int64_t warmup_num_steps = 1000;  // here and below: 0 and 1 count as 2
+  int64_t warmup_num_steps = 1000;        // here and below: 0 and 1 count as 2
   WarmupType warmup_type = WarmupType::kLog;
 };
 

@@ -47,7 +47,8 @@ class BeginSum : public autograd::Node {
     at::Tensor gradient = whole_of(gradients[0]);
     if (gradient.is_sparse()) gradient = gradient.to_dense();
     if (at::GradMode::is_enabled() || autograd::AnomalyMode::is_enabled()) {
-      // For gradients of gradients, which are to have a history; and a search for NaN reads what a node returns at once.
+      // For gradients of gradients, which are to have a history; and a search for NaN reads what a node returns at
+      // once.
       return {placement_.cut ? summed_to_part(gradient, placement_) : summed(gradient, placement_.axis)};
     }
     *begun_ = placement_.cut ? begin_reduce_scatter_parts(gradient, placement_)

@@ -71,8 +71,7 @@ class LayerWeightBackward : public autograd::Node {
 bool can_overlap(const LayerFactors& factors) {
   // Under autocast the product has another dtype than its factors.
   return at::GradMode::is_enabled() && factors.weight.requires_grad() && !factors.weight.is_complex() &&
-         !factors.x.is_complex() && !under_autocast(factors.x) &&
-         number_beside(factors.x).has_value();
+         !factors.x.is_complex() && !under_autocast(factors.x) && number_beside(factors.x).has_value();
 }
 
 at::Tensor with_overlapped_gradients(const at::Tensor& product, const LayerFactors& factors) {

@@ -71,7 +71,8 @@ TEST(Parity, FrozenEmbeddings) {
 // Nothing but the config says what is split. Tied vocabularies over two ranks differ in one steep step's norm by 2.4e-5
 // from rounding alone: in float64 they are the same (TensorParallelEngine.TiedModelsInFloat64AreTheSame).
 TEST(Parity, LayersOverATensorAxis) {
-  const std::tuple<int, int, int, bool> jobs[] = {{2, 2, 0, false}, {2, 4, 2, false}, {2, 4, 3, false}, {4, 4, 1, true}};
+  const std::tuple<int, int, int, bool> jobs[] = {
+      {2, 2, 0, false}, {2, 4, 2, false}, {2, 4, 3, false}, {4, 4, 1, true}};
   for (const auto& [tensor, ranks, stage, tied] : jobs) {
     SCOPED_TRACE("tensor " + std::to_string(tensor) + ", ranks " + std::to_string(ranks) + ", stage " +
                  std::to_string(stage));

@@ -43,9 +43,9 @@ TEST(CheckCommand, PrintsValuesChoicesWarningsPlanAndBytes) {
   EXPECT_EQ(outcome.err, "");
   EXPECT_THAT(outcome.out,
               AllOf(HasSubstr("fine for 2 ranks"), HasSubstr("train_micro_batch_size_per_gpu  4 (derived)"),
-                    HasSubstr("optimizer.params.lr  5e-05 assumed; --auto optimizer.params.lr=VALUE"), HasSubstr("my_notes (line 2): unknown key"),
-                    HasSubstr("reduce-scatter in every micro-batch"), HasSubstr("optimizer states"),
-                    HasSubstr("sent in a step")));
+                    HasSubstr("optimizer.params.lr  5e-05 assumed; --auto optimizer.params.lr=VALUE"),
+                    HasSubstr("my_notes (line 2): unknown key"), HasSubstr("reduce-scatter in every micro-batch"),
+                    HasSubstr("optimizer states"), HasSubstr("sent in a step")));
 }
 
 TEST(CheckCommand, PrintsOneJsonObject) {
@@ -100,9 +100,10 @@ TEST(CheckCommand, ExplainsTheKeysOfTheFile) {
                              "wandb": {"enabled": false}})");
   const Outcome outcome = run({.config = file.path(), .explain = true});
   EXPECT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_THAT(outcome.out,
-              AllOf(HasSubstr("zero_optimization.stage\n      what is divided among the ranks"), HasSubstr("Without it: 0."),
-                    HasSubstr("my_notes\n      No key of a ds_config: ignored."), HasSubstr("A part of wandb, which has no")));
+  EXPECT_THAT(
+      outcome.out,
+      AllOf(HasSubstr("zero_optimization.stage\n      what is divided among the ranks"), HasSubstr("Without it: 0."),
+            HasSubstr("my_notes\n      No key of a ds_config: ignored."), HasSubstr("A part of wandb, which has no")));
   const auto report = nlohmann::json::parse(run({.config = file.path(), .explain = true, .json = true}).out);
   EXPECT_THAT(report["explained"]["train_batch_size"].get<std::string>(), HasSubstr("over all ranks"));
 }

@@ -52,7 +52,8 @@ TEST(KeyReference, HasEveryKnownKey) {
     const auto explained = explain_keys(written, reference);
     ASSERT_EQ(explained.size(), 1U) << key;
     EXPECT_EQ(explained.front().path, key);
-    EXPECT_THAT(explained.front().text, Not(AnyOf(IsEmpty(), StartsWith("No key"), StartsWith("A key of DeepSpeed")))) << key;
+    EXPECT_THAT(explained.front().text, Not(AnyOf(IsEmpty(), StartsWith("No key"), StartsWith("A key of DeepSpeed"))))
+        << key;
   }
 }
 

@@ -114,14 +114,12 @@ TEST(AutoValues, AssumedOnesAreToldAsSuch) {
   EXPECT_THAT(text, HasSubstr("bf16.enabled = false from assumed\n"));
 }
 
-TEST(AutoValues, NothingIsAssumedUnasked) {
-  EXPECT_THAT(refusal_of(kLeftToTheTrainer), HasSubstr("train_batch_size"));
-}
+TEST(AutoValues, NothingIsAssumedUnasked) { EXPECT_THAT(refusal_of(kLeftToTheTrainer), HasSubstr("train_batch_size")); }
 
 TEST(AutoValues, AnAssumedMicroBatchGivesWayToTheFilesSizes) {
   const ParseOptions assuming = {.dp_world_size = 2, .assumed_values = hugging_face_values()};
-  const DsConfig whole =
-      parse_text("{train_batch_size: 48, train_micro_batch_size_per_gpu: 'auto', gradient_accumulation_steps: 4}", assuming);
+  const DsConfig whole = parse_text(
+      "{train_batch_size: 48, train_micro_batch_size_per_gpu: 'auto', gradient_accumulation_steps: 4}", assuming);
   EXPECT_EQ(whole.train_micro_batch_size_per_gpu, 6);
   EXPECT_EQ(parse_text("{train_micro_batch_size_per_gpu: 3}", assuming).train_batch_size, 6);
   const DsConfig none = parse(object_of("{gradient_accumulation_steps: 2, zero_optimization: {stage: 1}}"), assuming);
@@ -158,12 +156,12 @@ TEST(AutoValues, ThoseThatNothingAsksForAreFound) {
   values.lr = 1e-3;
   values.weight_decay = 0.1;
   values.hidden_size = 8;
-  const DsConfig config = parse_text("{optimizer: {type: 'AdamW', params: {lr: 2e-4, weight_decay: 'auto'}}}",
-                                     {.auto_values = values});
+  const DsConfig config =
+      parse_text("{optimizer: {type: 'AdamW', params: {lr: 2e-4, weight_decay: 'auto'}}}", {.auto_values = values});
   EXPECT_THAT(unused_auto_values(config, values), ElementsAre("optimizer.params.lr"));
-  const DsConfig follows = parse_text(
-      "{optimizer: {type: 'AdamW'}, scheduler: {type: 'WarmupLR', params: {warmup_max_lr: 'auto'}}}",
-      {.auto_values = values});
+  const DsConfig follows =
+      parse_text("{optimizer: {type: 'AdamW'}, scheduler: {type: 'WarmupLR', params: {warmup_max_lr: 'auto'}}}",
+                 {.auto_values = values});
   EXPECT_THAT(unused_auto_values(follows, values), ElementsAre("optimizer.params.weight_decay"));
 }
 

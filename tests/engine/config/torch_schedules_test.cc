@@ -11,8 +11,8 @@
 namespace ds::engine::config {
 namespace {
 
-using ::testing::HasSubstr;
 using optimizers::GroupOptions;
+using ::testing::HasSubstr;
 
 std::vector<GroupOptions> groups_of(const std::vector<double>& rates) {
   std::vector<GroupOptions> groups;

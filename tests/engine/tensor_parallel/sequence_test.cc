@@ -21,7 +21,8 @@ TEST(SequenceParallelEngine, TrainsAsPlainTorch) {
        test::grid_sample(2, std::vector{2, 4}, std::vector{0, 1, 2, 3}, std::vector{1, 2}, std::vector{false, true})) {
     SCOPED_TRACE(testing::Message() << "tensor " << tensor << ", stage " << stage << ", data " << data << ", tied "
                                     << tied);
-    expect_same_as_plain({.tensor = tensor, .data = data, .stage = stage, .model = small_gpt(tied), .more = cut_sequences(tied)});
+    expect_same_as_plain(
+        {.tensor = tensor, .data = data, .stage = stage, .model = small_gpt(tied), .more = cut_sequences(tied)});
   }
 }
 
