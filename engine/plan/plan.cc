@@ -295,8 +295,9 @@ void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, c
   require<ConfigError>(!facts.client_optimizer, key, "a client optimizer: it has the module's parameters, and what is ",
                        "trained are their parts. Use the optimizer section of the config, or set autotp_size to 1");
   const std::string& type = config.optimizer.type;
+  const auto& offload = config.zero_optimization.offload_optimizer;
   require<ConfigError>(
-      !config.tensor_parallel.sequence_parallel || !plan.offload.speculative,
+      !config.tensor_parallel.sequence_parallel || !offload || !offload->super_offload,
       "tensor_parallel.sequence_parallel: true excludes offload_optimizer.super_offload: it updates ",
       "whole parameters before their gradients are added up over the tensor axis. Remove one of the two");
   require<ConfigError>(type != "OneBitLamb", key, "optimizer.type: ", type,

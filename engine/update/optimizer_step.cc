@@ -272,7 +272,7 @@ at::Tensor OptimizerStep::norm_on_device(const zero::SquareSum& own) const {
     if (ranks->size() > 1) ranks->all_reduce(squares, comm::ReduceOp::kSum, "gradient norm").wait();
     if (factor != 1.0) squares.mul_(factor);
   }
-  const at::Tensor norm = squares.sqrt_();
+  const at::Tensor& norm = squares.sqrt_();
   return parts_.state.plan.model_dtype == DType::kFloat64 ? norm : norm.to(at::kFloat).to(at::kDouble);
 }
 
