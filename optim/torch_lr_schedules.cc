@@ -25,7 +25,8 @@ double cosine(double base, double least, double position) {
 }  // namespace
 
 double learning_rate(const StepLrOptions& options, double base, int64_t steps) {
-  return base * std::pow(options.gamma, static_cast<double>(steps / options.step_size));
+  const int64_t changes = steps / options.step_size;
+  return base * std::pow(options.gamma, static_cast<double>(changes));
 }
 
 double learning_rate(const MultiStepLrOptions& options, double base, int64_t steps) {

@@ -53,7 +53,7 @@ at::Tensor kept_rows(const ClassLoss& loss, const at::Tensor& target) { return t
 
 // What each row counts in a mean, and its loss is multiplied with: 0 where it is ignored, else the weight of its class.
 at::Tensor row_weights(const Call& call, const ClassLoss& loss, const at::Tensor& target) {
-  const at::Tensor kept = kept_rows(loss, target);
+  at::Tensor kept = kept_rows(loss, target);
   if (!loss.weight.defined()) return kept;
   const at::Tensor weight = call.plain(loss.weight);
   return at::index_select(weight, 0, target.masked_fill(kept.logical_not(), 0)).masked_fill(kept.logical_not(), 0);
