@@ -6,12 +6,13 @@
 
 namespace ds {
 
-// The callback of nlohmann::json::parse(text, std::ref(depth)). What lies deeper is not kept.
+// The callback of parse(text, std::ref(depth)) of nlohmann::json, ordered or not. What lies deeper is not kept.
 class JsonDepth {
  public:
   static constexpr int kDeepest = 100;
 
-  bool operator()(int depth, nlohmann::json::parse_event_t /*event*/, const nlohmann::json& /*parsed*/) {
+  template <class Json>
+  bool operator()(int depth, nlohmann::json::parse_event_t /*event*/, const Json& /*parsed*/) {
     exceeded_ = exceeded_ || depth > kDeepest;
     return depth <= kDeepest;
   }

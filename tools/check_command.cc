@@ -11,6 +11,7 @@
 #include "core/shown_text.h"
 #include "core/text.h"
 #include "dsengine/config.h"
+#include "engine/config/auto_values.h"
 #include "engine/plan/device_overhead.h"
 #include "engine/plan/plan.h"
 #include "tools/explained_keys.h"
@@ -279,7 +280,7 @@ void print(const Report& report, std::ostream& out) {
   if (!report.config.resolved_auto.empty()) {
     Columns rows;
     for (const engine::config::ResolvedAuto& entry : report.config.resolved_auto) {
-      const bool assumed = entry.source == "assumed";
+      const bool assumed = entry.source == engine::config::kAssumed;
       rows.emplace_back(entry.path, assumed ? cat(shown(entry.value), " assumed; --auto ", entry.path, "=VALUE")
                                             : cat(shown(entry.value), " from ", entry.source));
     }

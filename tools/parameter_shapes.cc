@@ -5,11 +5,13 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
 
 #include "core/check.h"
+#include "core/json_depth.h"
 #include "core/shown_text.h"
 #include "tools/flag_limits.h"
 
@@ -23,7 +25,6 @@ using parallel::NamedShape;
 constexpr uint64_t kLongestHeader = 100'000'000;  // the format's own limit
 constexpr size_t kLongestText = size_t{16} << 20;
 constexpr size_t kMostParametersByName = 1'000'000;
-constexpr int kDeepest = 100;          // parsers and printers of JSON recurse
 constexpr size_t kLongestName = 1000;  // std::regex recurses for each letter
 
 std::vector<int64_t> sizes_of(const ordered_json& json, const std::string& path, const std::string& name) {
@@ -42,13 +43,9 @@ std::vector<int64_t> sizes_of(const ordered_json& json, const std::string& path,
 }
 
 ordered_json parsed(const std::string& text, const std::string& path) {
-  bool deep = false;
-  const auto limit = [&deep](int depth, ordered_json::parse_event_t /*event*/, ordered_json& /*value*/) {
-    deep = deep || depth > kDeepest;
-    return depth <= kDeepest;
-  };
-  ordered_json json = ordered_json::parse(text, limit, /*allow_exceptions=*/false);
-  require<IoError>(!deep && json.is_object(), path,
+  JsonDepth depth;
+  ordered_json json = ordered_json::parse(text, std::ref(depth), /*allow_exceptions=*/false);
+  require<IoError>(!depth.exceeded() && json.is_object(), path,
                    ": expected a safetensors file, or a JSON object {\"name\": [sizes], ...}");
   return json;
 }

@@ -1,7 +1,6 @@
 #include "tools/split_report.h"
 
 #include <algorithm>
-#include <cctype>
 #include <map>
 #include <string>
 #include <tuple>
@@ -11,6 +10,7 @@
 #include "core/tensor_part.h"
 #include "core/text.h"
 #include "engine/plan/layer_names.h"
+#include "engine/plan/name_rules.h"
 #include "engine/plan/split_rules.h"
 
 namespace ds::tool {
@@ -33,21 +33,6 @@ std::string joined(const std::vector<int64_t>& numbers) {
   return numbers.size() > kMostShown ? cat(text, ", ... (", numbers.size(), ")") : text;
 }
 
-// "h.12.qkv.weight" as "h.*.qkv.weight".
-std::string without_numbers(const std::string& name) {
-  std::string result;
-  for (size_t i = 0; i < name.size(); ++i) {
-    const bool digit = std::isdigit(static_cast<unsigned char>(name[i])) != 0;
-    const bool begins = digit && (i == 0 || name[i - 1] == '.' || name[i - 1] == '_');
-    if (begins) {
-      result += '*';
-    } else if (!digit || !result.ends_with('*')) {
-      result += name[i];
-    }
-  }
-  return result;
-}
-
 std::string cut_text(const ParameterSplit& split) {
   if (!split.is_split()) return "whole";
   std::string text = cat("dimension ", split.dim);
@@ -66,7 +51,7 @@ std::string reason_text(const ParameterSplit& split) {
 using GroupKey = std::tuple<std::string, std::vector<int64_t>, std::string, std::string>;
 
 void add_to_groups(const ParameterSplit& split, std::vector<SplitGroup>& groups, std::map<GroupKey, size_t>& places) {
-  SplitGroup group{.names = without_numbers(split.name),
+  SplitGroup group{.names = engine::without_numbers(split.name),
                    .count = 1,
                    .sizes = split.sizes,
                    .cut = cut_text(split),

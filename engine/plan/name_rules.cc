@@ -8,18 +8,27 @@ namespace {
 
 bool is_digit(char letter) { return std::isdigit(static_cast<unsigned char>(letter)) != 0; }
 
-std::string pattern_of(const std::string& name, bool any_number) {
-  std::string pattern;
-  bool counts = false;  // a number by itself: w1 and w2 are two layers
+// `name`, with `number` in place of each number by itself (w1 and w2 are two layers) and `letter` of each other letter.
+template <class Letter>
+std::string with_numbers_as(const std::string& number, const std::string& name, const Letter& letter) {
+  std::string result;
+  bool by_itself = false;
   for (size_t i = 0; i < name.size(); ++i) {
     const bool begins = i == 0 || !is_digit(name[i - 1]);
-    if (begins) counts = any_number && (i == 0 || name[i - 1] == '.' || name[i - 1] == '_');
-    if (!is_digit(name[i]) || !counts) {
-      pattern += escaped(name[i]);
+    if (begins) by_itself = i == 0 || name[i - 1] == '.' || name[i - 1] == '_';
+    if (!is_digit(name[i]) || !by_itself) {
+      result += letter(name[i]);
     } else if (begins) {
-      pattern += "\\d+";
+      result += number;
     }
   }
+  return result;
+}
+
+std::string pattern_of(const std::string& name, bool any_number) {
+  if (any_number) return with_numbers_as("\\d+", name, escaped);
+  std::string pattern;
+  for (const char letter : name) pattern += escaped(letter);
   return pattern;
 }
 
@@ -47,6 +56,10 @@ struct Alike {
 };
 
 }  // namespace
+
+std::string without_numbers(const std::string& name) {
+  return with_numbers_as("*", name, [](char letter) { return letter; });
+}
 
 std::string escaped(char letter) {
   constexpr std::string_view kSpecial = "\\^$.|?*+()[]{}/";

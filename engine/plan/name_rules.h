@@ -21,6 +21,9 @@ struct SplitDecision {
   bool join_output = false;
 };
 
+// "h.12.attn.w1" as "h.*.attn.w1": without numbers by themselves, in which parameters of layers that are alike differ.
+std::string without_numbers(const std::string& name);
+
 // As a regular expression has it.
 std::string escaped(char letter);
 

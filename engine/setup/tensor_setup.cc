@@ -5,12 +5,12 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <cctype>
 #include <string>
 #include <utility>
 
 #include "core/check.h"
 #include "core/log.h"
+#include "engine/plan/name_rules.h"
 #include "engine/plan/split_rules.h"
 #include "engine/setup/same_on_all_ranks.h"
 #include "parallel/axis/axis.h"
@@ -120,21 +120,6 @@ class Values {
   const Ranks& ranks_;
   const InitializeOptions& options_;
 };
-
-// "h.12.attn.qkv.weight" as "h.*.attn.qkv.weight".
-std::string without_numbers(const std::string& name) {
-  std::string result;
-  for (const char c : name) {
-    const bool digit = std::isdigit(static_cast<unsigned char>(c)) != 0;
-    const bool in_number = result.ends_with('*');
-    if (digit && (result.empty() || result.ends_with('.'))) {
-      result += '*';
-    } else if (!digit || !in_number) {
-      result += c;
-    }
-  }
-  return result;
-}
 
 std::string cut_text(const ParameterSplit& split) {
   if (!split.is_split()) return "whole on every rank";

@@ -1,6 +1,5 @@
 #include "engine/update/finished_gradients.h"
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 
 #include <functional>
@@ -22,13 +21,17 @@ void for_each_summed(const ModelState& state, const std::function<void(size_t bu
 
 }  // namespace
 
+void add_up(const at::Tensor& gradient, comm::Communicator& ranks, c10::Device device, const std::string& label) {
+  const at::Tensor wire = gradient.to(device);
+  ranks.all_reduce(wire, comm::ReduceOp::kSum, label).wait();
+  if (!wire.is_same(gradient)) at::Tensor(gradient).copy_(wire);
+}
+
 void finish_gradients(const ModelState& state) {
   state.gradients.reducer->finish();
   if (!state.tensor || !state.tensor->sums_wholes || state.tensor->gradients_summed) return;
   for_each_summed(state, [&](size_t b, const at::Tensor& gradient) {
-    const at::Tensor wire = gradient.to(state.ranks.device);
-    state.tensor->ranks->all_reduce(wire, comm::ReduceOp::kSum, cat("summed gradients of bucket ", b)).wait();
-    if (!wire.is_same(gradient)) at::Tensor(gradient).copy_(wire);
+    add_up(gradient, *state.tensor->ranks, state.ranks.device, cat("summed gradients of bucket ", b));
   });
   state.tensor->gradients_summed = true;
 }

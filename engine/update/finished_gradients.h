@@ -5,9 +5,18 @@
 // once.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <string>
+
+#include "dsengine/comm.h"
 #include "engine/state/model_state.h"
 
 namespace ds::engine {
+
+// Adds up a gradient, wherever it is kept, over `ranks`. Collective over them.
+void add_up(const at::Tensor& gradient, comm::Communicator& ranks, c10::Device device, const std::string& label);
 
 // Waits for all reductions, and adds up what is summed. Collective.
 void finish_gradients(const ModelState& state);

@@ -226,10 +226,7 @@ void OptimizerStep::reduce_tied() const {
   for (size_t k = 0; k < pipeline.tied.size(); ++k) {
     for (size_t b = 0; b < state.buckets.size(); ++b) {
       if (pipeline.tied_of_bucket[b] != static_cast<int>(k)) continue;
-      const at::Tensor gradient = state.gradients.reducer->gradient(b);
-      const at::Tensor wire = gradient.to(state.ranks.device);
-      pipeline.tied[k].ranks->all_reduce(wire, comm::ReduceOp::kSum, "tied gradients").wait();
-      if (!wire.is_same(gradient)) at::Tensor(gradient).copy_(wire);
+      add_up(state.gradients.reducer->gradient(b), *pipeline.tied[k].ranks, state.ranks.device, "tied gradients");
     }
   }
 }
