@@ -6,6 +6,7 @@
 #include "dsengine/activation_checkpoint.h"
 #include "examples/gpt/gpt_init.h"
 #include "examples/gpt/gpt_model.h"
+#include "tests/parallel/encoder_layer.h"
 #include "tests/parallel/llama.h"
 #include "tests/parallel/split_ranks.h"
 
@@ -149,19 +150,10 @@ TEST(SplitModels, Llama) {
 TEST(SplitModels, TransformerEncoderLayer) {
   torch::manual_seed(5);
   const at::Tensor x = at::randn({10, 3, 64});
-  using Layer = torch::nn::TransformerEncoderLayerImpl;
   for (const int ranks : {2, 4}) {
-    expect_same_as_whole<Layer>(
-        [] {
-          return std::make_shared<Layer>(
-              torch::nn::TransformerEncoderLayerOptions(64, 4).dim_feedforward(128).dropout(0.0));
-        },
-        [&](Layer& layer) { return (layer.forward(x) * x).sum(); },
-        {.ranks = ranks,
-         .rules = {{.pattern = ".*in_proj_(weight|bias)", .style = kColumn, .blocks = {64, 64, 64}},
-                   {.pattern = ".*out_proj", .style = kRow},
-                   {.pattern = "linear1", .style = kColumn},
-                   {.pattern = "linear2", .style = kRow}}});
+    expect_same_as_whole<EncoderLayer>(new_encoder_layer,
+                                       [&](EncoderLayer& layer) { return (layer.forward(x) * x).sum(); },
+                                       {.ranks = ranks, .rules = rules_of_encoder_layer()});
   }
 }
 

@@ -5,10 +5,10 @@
 
 #include <chrono>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "engine/plan/device_overhead.h"
 #include "tests/engine/config/scratch_file.h"
+#include "tests/tools/command_outcome.h"
 
 namespace ds::tool {
 namespace {
@@ -18,16 +18,8 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-struct Outcome {
-  int code;
-  std::string out, err;
-};
-
 Outcome run(const CheckOptions& options) {
-  std::ostringstream out;
-  std::ostringstream err;
-  const int code = check(options, out, err);
-  return {code, out.str(), err.str()};
+  return outcome_of([&](auto& out, auto& err) { return check(options, out, err); });
 }
 
 constexpr const char* kGood = R"({

@@ -2,7 +2,6 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -15,6 +14,7 @@
 #include "tests/checkpoint/split_folder.h"
 #include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
+#include "tests/tools/command_outcome.h"
 #include "tools/checkpoint/command_line.h"
 #include "tools/checkpoint/convert_command.h"
 #include "tools/checkpoint/text_columns.h"
@@ -22,24 +22,18 @@
 namespace ds::checkpoint::tool {
 namespace {
 
+using ds::tool::Outcome;
+using ds::tool::outcome_of;
 using testing::AllOf;
 using testing::ContainsRegex;
 using testing::HasSubstr;
 using testing::Not;
 using testing::ThrowsMessage;
 
-struct Outcome {
-  int code;
-  std::string out, err;
-};
-
 Outcome run_tool(std::vector<std::string> arguments) {
   std::vector<const char*> argv = {"ds-tool checkpoint"};
   for (const std::string& argument : arguments) argv.push_back(argument.c_str());
-  std::ostringstream out;
-  std::ostringstream err;
-  const int code = run(static_cast<int>(argv.size()), argv.data(), out, err);
-  return {code, out.str(), err.str()};
+  return outcome_of([&](auto& out, auto& err) { return run(static_cast<int>(argv.size()), argv.data(), out, err); });
 }
 
 void fill(MemorySource& source) {

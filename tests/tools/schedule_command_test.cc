@@ -5,11 +5,11 @@
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "core/text.h"
 #include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
+#include "tests/tools/command_outcome.h"
 
 namespace ds::tool {
 namespace {
@@ -18,22 +18,14 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-struct ScheduleOutcome {
-  int code;
-  std::string out, err;
-};
-
-ScheduleOutcome run(const ScheduleOptions& options) {
-  std::ostringstream out;
-  std::ostringstream err;
-  const int code = schedule(options, out, err);
-  return {code, out.str(), err.str()};
+Outcome run(const ScheduleOptions& options) {
+  return outcome_of([&](auto& out, auto& err) { return schedule(options, out, err); });
 }
 
 ScheduleOptions of_kind(const std::string& kind) { return {.kind = kind, .stages = 4, .micro_batches = 8}; }
 
 TEST(ScheduleCommand, PrintsTheTimetable) {
-  const ScheduleOutcome outcome = run(of_kind("1f1b"));
+  const Outcome outcome = run(of_kind("1f1b"));
   EXPECT_EQ(outcome.code, 0);
   EXPECT_EQ(outcome.err, "");
   EXPECT_THAT(outcome.out, AllOf(HasSubstr("1f1b: 4 ranks, 1 stage a rank, 8 micro-batches, 48 messages\n"),
@@ -61,7 +53,7 @@ TEST(ScheduleCommand, PrintsOneJsonObject) {
   options.json = true;
   options.times = "1,0.5,1.5";
   options.message = 0.5;
-  const ScheduleOutcome outcome = run(options);
+  const Outcome outcome = run(options);
   ASSERT_EQ(outcome.code, 0);
   const nlohmann::json report = nlohmann::json::parse(outcome.out);
   EXPECT_EQ(report["ok"], true);
@@ -85,7 +77,7 @@ TEST(ScheduleCommand, WritesFilesAndReadsThemAgain) {
   EXPECT_THAT(test::file_text(options.svg), AllOf(HasSubstr("<svg"), HasSubstr("zb_h1: 4 ranks")));
   ScheduleOptions again;
   again.file = options.csv;
-  const ScheduleOutcome outcome = run(again);
+  const Outcome outcome = run(again);
   EXPECT_EQ(outcome.code, 0) << outcome.err;
   EXPECT_THAT(outcome.out, AllOf(HasSubstr("mine.csv: 4 ranks"), HasSubstr("bubble 11.1%")));
 }
@@ -103,7 +95,7 @@ TEST(ScheduleCommand, PlansWithWhatWasMeasured) {
   ScheduleOptions options = {.kind = "gpipe", .stages = 2, .micro_batches = 1};
   options.measured = folder.write("trace.json", events.dump());
   options.svg = folder / "both.svg";
-  const ScheduleOutcome outcome = run(options);
+  const Outcome outcome = run(options);
   EXPECT_EQ(outcome.code, 0) << outcome.err;
   EXPECT_THAT(outcome.out,
               AllOf(HasSubstr("planned:  bubble 50.0%; idle 50.0%"), HasSubstr("60 in all\n"),
@@ -113,7 +105,7 @@ TEST(ScheduleCommand, PlansWithWhatWasMeasured) {
 
 TEST(ScheduleCommand, MistakesGoToTheErrorStream) {
   const auto expect = [](const ScheduleOptions& options, const std::string& part) {
-    const ScheduleOutcome outcome = run(options);
+    const Outcome outcome = run(options);
     EXPECT_EQ(outcome.code, 2) << part;
     EXPECT_EQ(outcome.out, "");
     EXPECT_THAT(outcome.err, HasSubstr(part));
@@ -143,7 +135,7 @@ TEST(ScheduleCommand, MistakesGoToTheErrorStream) {
 TEST(ScheduleCommand, MessagesOfOddFilesAreShortAndPlain) {
   const test::ScratchFolder folder;
   const auto refusal = [&](const std::string& text) {
-    const ScheduleOutcome outcome = run({.file = folder.write("odd.csv", text)});
+    const Outcome outcome = run({.file = folder.write("odd.csv", text)});
     EXPECT_EQ(outcome.code, 2);
     return outcome.err;
   };
@@ -156,7 +148,7 @@ TEST(ScheduleCommand, MessagesOfOddFilesAreShortAndPlain) {
 TEST(ScheduleCommand, MistakesAreJsonAsWell) {
   ScheduleOptions options = of_kind("zigzag");
   options.json = true;
-  const ScheduleOutcome outcome = run(options);
+  const Outcome outcome = run(options);
   EXPECT_EQ(outcome.code, 2);
   EXPECT_EQ(nlohmann::json::parse(outcome.out)["ok"], false);
 }

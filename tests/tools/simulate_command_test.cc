@@ -6,12 +6,12 @@
 
 #include <chrono>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <string>
 #include <utility>
 
 #include "core/check.h"
 #include "tests/support/scratch_folder.h"
+#include "tests/tools/command_outcome.h"
 #include "tools/data_parallel_cost.h"
 #include "tools/machine.h"
 #include "tools/model_cost.h"
@@ -29,11 +29,6 @@ using ::testing::ThrowsMessage;
 
 constexpr double kRoundOff = 1e-9;
 
-struct SimulateOutcome {
-  int code;
-  std::string out, err;
-};
-
 // Of a ds_config.
 class Case {
  public:
@@ -49,17 +44,14 @@ class Case {
   }
   json& config() { return config_; }
 
-  SimulateOutcome run(SimulateOptions options) const {
+  Outcome run(SimulateOptions options) const {
     options.config = folder_.write("ds_config.json", config_.dump());
-    std::ostringstream out;
-    std::ostringstream err;
-    const int code = simulate(options, out, err);
-    return {code, out.str(), err.str()};
+    return outcome_of([&](auto& out, auto& err) { return simulate(options, out, err); });
   }
   json report(SimulateOptions options, int expected = 0) const {
     options.json = true;
     options.per_rank = true;
-    const SimulateOutcome outcome = run(options);
+    const Outcome outcome = run(options);
     EXPECT_EQ(outcome.code, expected) << outcome.err;
     return outcome.code == expected ? json::parse(outcome.out) : json();
   }
@@ -478,7 +470,7 @@ TEST(SimulateCommand, PrintsTables) {
   SimulateOptions options = gpt(8);
   options.memory_gib = 1e-5;
   const Case pipe = Case::of(2, "interleaved", 4, /*zero_stage=*/1);
-  const SimulateOutcome fullest = pipe.run(options);
+  const Outcome fullest = pipe.run(options);
   EXPECT_EQ(fullest.code, 1);
   EXPECT_EQ(fullest.err, "");
   EXPECT_THAT(
@@ -490,7 +482,7 @@ TEST(SimulateCommand, PrintsTables) {
             HasSubstr("the fullest (all: --per_rank)"), HasSubstr("does not fit"), HasSubstr("is needed by ranks ")));
   options.per_rank = true;
   options.memory_gib = 1;
-  const SimulateOutcome all = pipe.run(options);
+  const Outcome all = pipe.run(options);
   EXPECT_EQ(all.code, 0);
   EXPECT_THAT(all.out, AllOf(HasSubstr("\n  0-3 "), HasSubstr("\n  4-7 "), Not(HasSubstr("does not fit"))));
 }
@@ -498,7 +490,7 @@ TEST(SimulateCommand, PrintsTables) {
 TEST(SimulateCommand, Mistakes) {
   const Case pipe = Case::of(2, "1f1b", 4);
   const auto expect = [](const Case& with, const SimulateOptions& options, const std::string& part) {
-    const SimulateOutcome outcome = with.run(options);
+    const Outcome outcome = with.run(options);
     EXPECT_EQ(outcome.code, 2) << part;
     EXPECT_EQ(outcome.out, "");
     EXPECT_THAT(outcome.err, HasSubstr(part));
@@ -555,7 +547,7 @@ TEST(SimulateCommand, HugeSizesAreRefusedAtOnce) {
   const Case pipe = Case::of(2, "1f1b", 4);
   const auto expect = [](const Case& with, const SimulateOptions& options, const std::string& part) {
     const auto begin = std::chrono::steady_clock::now();
-    const SimulateOutcome outcome = with.run(options);
+    const Outcome outcome = with.run(options);
     EXPECT_EQ(outcome.code, 2) << part;
     EXPECT_THAT(outcome.err, HasSubstr(part));
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
@@ -600,7 +592,7 @@ TEST(SimulateCommand, TheLargestModelOfSumsIsCounted) {
 TEST(SimulateCommand, MistakesAreInJsonToo) {
   SimulateOptions options = gpt(3);
   options.json = true;
-  const SimulateOutcome outcome = Case::of(2, "1f1b", 4).run(options);
+  const Outcome outcome = Case::of(2, "1f1b", 4).run(options);
   EXPECT_EQ(outcome.code, 2);
   EXPECT_EQ(json::parse(outcome.out)["ok"], false);
 }

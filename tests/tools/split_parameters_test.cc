@@ -4,10 +4,10 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "core/check.h"
 #include "tests/engine/config/scratch_file.h"
+#include "tests/tools/command_outcome.h"
 #include "tools/check_command.h"
 #include "tools/parameter_shapes.h"
 
@@ -19,16 +19,8 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-struct Checked {
-  int code;
-  std::string out, err;
-};
-
-Checked checked(const CheckOptions& options) {
-  std::ostringstream out;
-  std::ostringstream err;
-  const int code = check(options, out, err);
-  return {code, out.str(), err.str()};
+Outcome checked(const CheckOptions& options) {
+  return outcome_of([&](auto& out, auto& err) { return check(options, out, err); });
 }
 
 // Two layers of the example's GPT: hidden 32, 64 words, 16 places.
@@ -50,7 +42,7 @@ constexpr const char* kTwo = R"({"train_micro_batch_size_per_gpu": 2, "gradient_
 TEST(SplitParameters, EachPatternAndItsCut) {
   const ScratchFile config(kTwo);
   const ScratchFile shapes(kGpt, "_shapes");
-  const Checked outcome = checked({.config = config.path(), .world_size = 4, .split_parameters = shapes.path()});
+  const Outcome outcome = checked({.config = config.path(), .world_size = 4, .split_parameters = shapes.path()});
   EXPECT_EQ(outcome.code, 0) << outcome.err;
   EXPECT_THAT(
       outcome.out,
@@ -63,7 +55,7 @@ TEST(SplitParameters, EachPatternAndItsCut) {
 TEST(SplitParameters, MemoryAndTraffic) {
   const ScratchFile config(kTwo);
   const ScratchFile shapes(kGpt, "_shapes");
-  const Checked outcome = checked(
+  const Outcome outcome = checked(
       {.config = config.path(), .world_size = 2, .split_parameters = shapes.path(), .tokens = 32, .json = true});
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   const nlohmann::json report = nlohmann::json::parse(outcome.out);
@@ -84,14 +76,14 @@ TEST(SplitParameters, MemoryAndTraffic) {
 TEST(SplitParameters, OneTiedMatrixIsEmbeddingAndHead) {
   const ScratchFile config(kTwo);
   const ScratchFile shapes(R"({"wte.weight": [64, 32]})", "_shapes");
-  const Checked outcome =
+  const Outcome outcome =
       checked({.config = config.path(), .world_size = 2, .split_parameters = shapes.path(), .tokens = 1, .json = true});
   EXPECT_EQ(nlohmann::json::parse(outcome.out)["bytes_per_rank"]["tensor_sent_per_token"], 2 * 32 * 4 + 3 * 4);
 }
 
 TEST(SplitParameters, WithoutNamesAllIsTakenForSplit) {
   const ScratchFile config(kTwo);
-  const Checked outcome = checked({.config = config.path(), .world_size = 2, .parameters = 1001});
+  const Outcome outcome = checked({.config = config.path(), .world_size = 2, .parameters = 1001});
   EXPECT_THAT(outcome.out, AllOf(HasSubstr("for 501 elements, 1/2 of the model, if all of it is split"),
                                  HasSubstr("--split_parameters")));
 }
@@ -99,7 +91,7 @@ TEST(SplitParameters, WithoutNamesAllIsTakenForSplit) {
 TEST(SplitParameters, OneRankCutsNothing) {
   const ScratchFile config(R"({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}})");
   const ScratchFile shapes(kGpt, "_shapes");
-  const Checked outcome = checked({.config = config.path(), .split_parameters = shapes.path(), .json = true});
+  const Outcome outcome = checked({.config = config.path(), .split_parameters = shapes.path(), .json = true});
   const nlohmann::json report = nlohmann::json::parse(outcome.out);
   EXPECT_EQ(report["split"]["part_elements"], 0);
   EXPECT_TRUE(report["bytes_per_rank"]["tensor_sent_per_token"].is_null());
