@@ -4,9 +4,13 @@
                                                [--only ours-1,ours-2,torch-2] [--build build/release] [--json FILE]
 
 PYTHON is an interpreter with torch 2.11 and what it needs, as scripts/install_peers prints one; where it has DeepSpeed 0.19.8, its
-AutoTP is a case. The same start values, batches (4 sequences of 128 tokens, the same on all ranks) and AdamW without clipping, float32; every
-rank is one thread on a core of its own. A case is WHO-RANKS: ours (the engine, from "tensor_parallel": {"autotp_size": RANKS} alone;
-ours-N-gloo has torch's transport in place of dsengine's own choice), torch (parallelize_module, loss_parallel) or ds.
+AutoTP is a case. The same start values, batches (4 sequences of 128 tokens, the same on all ranks) and AdamW without clipping,
+float32; every rank is one thread, on a core of its own where there is one. A case is WHO-RANKS: ours (the engine, from
+"tensor_parallel": {"autotp_size": RANKS} alone; ours-N-gloo has torch's transport in place of dsengine's own choice, ours-N-zeroS
+ZeRO stage S beside the axis, with --stages), torch (parallelize_module, loss_parallel) or ds.
+
+--data D gives dsengine's cases of several ranks D replicas of the axis, so that D x RANKS ranks share the cores and stages have
+something to shard. The 4 sequences are each replica's own: it goes with --stages, whose cases compare with each other alone.
 
 Every round launches each case once. Step time: the median over the steps of all rounds, apart from the first three of each run,
 beside it the fastest. Ratios are medians over rounds of medians of the same round, with the least and the largest: "against one
@@ -29,7 +33,9 @@ WARM = 3
 SEQ_LEN = 128
 
 
-def cases_of(ranks):
+def cases_of(ranks, stages):
+    if stages:
+        return [f"ours-{ranks}"] + [f"ours-{ranks}-zero{stage}" for stage in (1, 2, 3)]
     cases = ["ours-1", f"ours-{ranks}", f"ours-{ranks}-gloo", "torch-1", f"torch-{ranks}"]
     return cases + ([f"ds-{ranks}"] if importlib.util.find_spec("deepspeed") else [])
 
@@ -42,9 +48,12 @@ def run_ours(case, s, folder, build):
     ranks = ranks_of(case)
     config = {"train_micro_batch_size_per_gpu": s["micro_batch"], "gradient_clipping": 0, "optimizer": optimizer_section(s["lr"]),
               "tensor_parallel": {"autotp_size": ranks}, "communication_backend": "gloo" if case.endswith("-gloo") else "auto"}
+    if "-zero" in case:
+        config["zero_optimization"] = {"stage": int(case[-1])}
     flags = [f"--{key}={s[key]}" for key in ("layers", "hidden", "heads", "seq_len")] + [f"--steps={s['steps'] + WARM}"]
-    binding = ["--bind_core_list", "0"] if ranks == 1 else ["--bind_cores_to_rank"]
-    rows, summary = run_gpt(build, ranks, config, flags, folder, case, binding)
+    world = ranks * (s["data"] if ranks > 1 else 1)
+    binding = ["--bind_core_list", "0"] if ranks == 1 else ["--bind_cores_to_rank"] if world <= os.cpu_count() else []
+    rows, summary = run_gpt(build, world, config, flags, folder, case, binding)
     return {"step_seconds": [r["step_seconds"] for r in rows[WARM:]], "loss": [r["loss"] for r in rows],
             "peak": max(summary["peak_rss_bytes"])}
 
@@ -66,10 +75,11 @@ def ratio(above, below):
 
 
 def print_table(runs):
-    print(f"{'case':14s} {'ms/step':>8s} {'fastest':>8s} {'MiB':>6s}   {'against one rank':22s} peer / ours")
+    first = "against one rank" if any(case.endswith("-1") for case in runs) else f"against {next(iter(runs))}"
+    print(f"{'case':14s} {'ms/step':>8s} {'fastest':>8s} {'MiB':>6s}   {first:22s} peer / ours")
     for case, own in runs.items():
         seconds = [s for r in own for s in r["step_seconds"]]
-        alone = runs.get("ours-1" if case.startswith("ours") else "torch-1")
+        alone = runs.get("ours-1" if case.startswith("ours") else "torch-1", runs[next(iter(runs))])
         line = (f"{case:14s} {1e3 * statistics.median(seconds):8.1f} {1e3 * min(seconds):8.1f} "
                 f"{statistics.median(r['peak'] for r in own) / 2**20:6.0f}   {ratio(alone, own) if alone else '':22s}")
         same = runs.get(f"ours-{ranks_of(case)}")
@@ -96,16 +106,20 @@ def main():
     p.add_argument("--hidden", type=int, default=256, help="a multiple of 64, the width of a head")
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--build", default=os.path.join(ROOT, "build", "release"))
+    p.add_argument("--stages", action="store_true", help="ZeRO stages 1 to 3 beside stage 0 of dsengine's own, and nothing else")
+    p.add_argument("--data", type=int, default=1, help="replicas of the axis, of dsengine's cases")
     p.add_argument("--only", help="cases, comma separated")
     p.add_argument("--json", help="also write the runs to this file")
     a = p.parse_args()
-    cases = [c for c in cases_of(a.ranks) if not a.only or c in a.only.split(",")]
+    cases = [c for c in cases_of(a.ranks, a.stages) if not a.only or c in a.only.split(",")]
     if not cases:
-        p.error(f"--only {a.only} chooses none of {', '.join(cases_of(a.ranks))}")
+        p.error(f"--only {a.only} chooses none of {', '.join(cases_of(a.ranks, a.stages))}")
+    if a.data != 1 and not a.stages:
+        p.error(f"expected --stages beside --data {a.data}: cases of one rank and the peers have one replica")
     if a.hidden % 64:
         p.error(f"expected --hidden a multiple of 64, found {a.hidden}")
     settings = {"layers": a.layers, "hidden": a.hidden, "heads": a.hidden // 64, "seq_len": SEQ_LEN, "micro_batch": 4, "lr": a.lr,
-                "steps": a.steps}
+                "steps": a.steps, "data": a.data}
     runs = {case: [] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:  # uncounted: page cache
@@ -115,7 +129,7 @@ def main():
                 runs[case].append(run_case(case, settings, folder, os.path.abspath(a.build)))
     print(f"GPT of {a.layers} layers x {a.hidden}, 4 x {SEQ_LEN} tokens, 1 thread a rank, {a.rounds} rounds of {a.steps} steps")
     print_table(runs)
-    if "ds-" not in "".join(cases) and not a.only:
+    if "ds-" not in "".join(cases) and not a.only and not a.stages:
         print(f"  without DeepSpeed AutoTP: {sys.executable} does not have it (scripts/install_peers)")
     if a.json:
         with open(a.json, "w") as f:
