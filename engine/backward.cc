@@ -154,7 +154,7 @@ at::Tensor backward(const at::Tensor& loss, const std::vector<std::shared_ptr<En
                     bool scale_wrt_gas) {
   require_engines(engines);
   std::vector<Engine::Impl*> impls;
-  for (const auto& engine : engines) impls.push_back(engine->impl_.get());
+  for (const auto& engine : engines) impls.push_back(&EngineAccess::impl_of(*engine));
   for (const Engine::Impl* const impl : impls) impl->order.require_driver(Call::kBackward);
   require_loss(loss);
   for (Engine::Impl* const impl : impls) impl->named([&] { impl->require_backward(); });

@@ -59,6 +59,12 @@ struct Engine::Impl {
   bool warned_of_zero_grad = false;
   bool warned_of_own_accumulation = false;
   bool warned_of_unfinished_save = false;
+  // Whether the program has asked for what these sections make, which the engine cannot do by itself.
+  struct Asked {
+    bool curriculum = false;
+    bool layer_drop = false;
+    bool token_drop = false;
+  } asked;
 
   RunState run_state() {
     const bool unfinished = !order.accumulation_begins();
@@ -112,6 +118,11 @@ struct Engine::Impl {
   void synchronize(bool judged_next = false);
   void change_master(const at::Tensor& parameter, const char* call,
                      const std::function<void(const ParameterValues& of, const at::Tensor& master)>& change);
+};
+
+// For functions of ours that take engines.
+struct EngineAccess {
+  static Engine::Impl& impl_of(Engine& engine) { return *engine.impl_; }
 };
 
 }  // namespace ds::engine

@@ -28,6 +28,20 @@ void tell_of_joins(TensorParts& parts, int rank) {
                "those of one rank. engine->joined_operators() has the list (said once)");
 }
 
+// What only the program can do, at its own place in forward, and has not.
+void require_asked(const config::DsConfig& config, const Engine::Impl::Asked& asked) {
+  const auto demand = [&](bool enabled, bool done, const char* section, const char* call) {
+    require(!enabled || done, section, " is enabled in ", config.source,
+            ", and the program never asks for it: ", "expected a call of ", call,
+            " before the first step (dsengine/efficiency.h); or turn the section off");
+  };
+  demand(config.curriculum_learning.enabled, asked.curriculum, "curriculum_learning", "engine::curriculum(engine)");
+  demand(config.progressive_layer_drop.enabled, asked.layer_drop, "progressive_layer_drop",
+         "engine::progressive_layer_drop(engine)");
+  demand(config.drops_tokens(), asked.token_drop, "data_efficiency.data_routing.random_ltd",
+         "engine::random_ltd(engine)");
+}
+
 }  // namespace
 
 void Engine::name_batch(std::string name) { impl_->batches.name_next(std::move(name)); }
@@ -74,6 +88,7 @@ void Engine::Impl::warn_of_own_accumulation() {
 }
 
 void Engine::Impl::require_step(const char* call) {
+  require_asked(config, asked);
   watch->look(call);
   watch->look_at_module(call);
   HeldStill::require_possible(state);

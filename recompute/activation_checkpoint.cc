@@ -166,7 +166,10 @@ std::vector<at::Tensor> checkpoint_tensors(const CheckpointOptions& options, Reg
   region->devices = accelerators_in_use(inputs);
   checkpoint_boundary(region->options, region->devices);
   region->state = ExecutionState::capture(region->devices, region->options.preserve_rng_state);
-  FirstRun run = run_without_graph(function, inputs);
+  FirstRun run = [&] {
+    const ReplayTape::Recording decisions(region->decisions);
+    return run_without_graph(function, inputs);
+  }();
   checkpoint_boundary(region->options, region->devices);
 
   autograd::edge_list edges;

@@ -159,6 +159,7 @@ autograd::variable_list Region::backward(autograd::variable_list gradients, cons
     const at::AutoGradMode with_graph(true);
     const WithoutAutocastCache no_cache;
     const ExecutionState::Scope as_before(state);
+    const ReplayTape::Playing again(decisions);
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (!inputs[i].requires_grad()) continue;
       leaves[i].requires_grad_(true);

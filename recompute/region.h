@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/replayed_values.h"
 #include "dsengine/activation_checkpoint.h"
 #include "recompute/checkpoint_thread.h"
 #include "recompute/execution_state.h"
@@ -30,6 +31,7 @@ struct Region {
   CheckpointThread thread;  // the settings for regions inside
   std::vector<at::Device> devices;
   ExecutionState state;
+  ReplayTape decisions;
   std::vector<KeptInput> inputs;
   std::vector<OutsideTensor> outside;
   std::vector<OutputShape> outputs;

@@ -1,6 +1,7 @@
 #include "dsengine/config_runtime.h"
 
 #include "engine/config/describe.h"
+#include "engine/config/difficulty_checks.h"
 
 namespace ds::engine::config {
 namespace {
@@ -40,16 +41,29 @@ void describe(JsonFields& json, DataSamplingSection& s) {
 
 void describe(JsonFields& json, LayerTokenLrScheduleSection& s) { json.field("enabled", s.enabled); }
 
+void describe(JsonFields& json, KeptTokensStepsSection& s) {
+  json.field("require_steps", s.require_steps);
+  json.field("seq_per_step", s.seq_per_step);
+}
+
+void describe(JsonFields& json, KeptTokensSection& s) {
+  json.field("min_value", s.min_value);
+  json.field("max_value", s.max_value);
+  json.field("schedule_type", s.schedule_type);
+  json.section("schedule_config", s.schedule_config, describe, UnknownKeys::kWarn);
+}
+
 void describe(JsonFields& json, RandomLtdSection& s) {
   json.field("enabled", s.enabled);
   json.field("total_layer_num", s.total_layer_num);
   json.field("random_ltd_layer_num", s.random_ltd_layer_num);
   json.field("random_ltd_layer_id", s.random_ltd_layer_id);
   json.field("model_mask_name", s.model_mask_name);
-  json.field("model_type", s.model_type);
-  json.field("hidden_state_order", s.hidden_state_order);
-  json.field("random_ltd_schedule", s.random_ltd_schedule);
+  json.choice("model_type", s.model_type, {"decoder", "encoder"});
+  json.choice("hidden_state_order", s.hidden_state_order, {"batch_seq_dim", "seq_batch_dim"});
+  json.section("random_ltd_schedule", s.random_ltd_schedule, describe, UnknownKeys::kWarn);
   json.section("layer_token_lr_schedule", s.layer_token_lr_schedule, describe, UnknownKeys::kRefuseNearly);
+  read_schedule(json, s);
 }
 
 void describe(JsonFields& json, DataRoutingSection& s) {

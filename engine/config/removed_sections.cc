@@ -1,6 +1,7 @@
 #include "dsengine/config_removed.h"
 
 #include "engine/config/describe.h"
+#include "engine/config/difficulty_checks.h"
 
 namespace ds::engine::config {
 namespace {
@@ -23,12 +24,23 @@ void describe(JsonFields& json, CompressionMethodSection& s) {
   }
 }
 
+void describe(JsonFields& json, DifficultySection& s) {
+  json.field("total_curriculum_step", s.total_curriculum_step);
+  json.field("difficulty_step", s.difficulty_step);
+  json.field("root_degree", s.root_degree);
+  json.field("difficulty", s.difficulty);
+  json.field("max_step", s.max_step);
+}
+
 }  // namespace
 
 void describe(JsonFields& json, ProgressiveLayerDropSection& s) {
   json.field("enabled", s.enabled);
   json.field("theta", s.theta);
-  json.field("gamma", s.gamma);
+  json.field("gamma", s.gamma, at_least(0));
+  if (json.reading() && s.enabled && (s.theta <= 0 || s.theta > 1)) {
+    json.error("theta", cat("expected a probability in (0, 1], found ", s.theta));
+  }
 }
 
 void describe(JsonFields& json, CurriculumLearningSection& s) {
@@ -37,7 +49,8 @@ void describe(JsonFields& json, CurriculumLearningSection& s) {
   json.field("min_difficulty", s.min_difficulty);
   json.field("max_difficulty", s.max_difficulty);
   json.field("schedule_type", s.schedule_type);
-  json.field("schedule_config", s.schedule_config);
+  json.section("schedule_config", s.schedule_config, describe, UnknownKeys::kWarn);
+  read_schedule(json, s);
 }
 
 void describe(JsonFields& json, ElasticitySection& s) {

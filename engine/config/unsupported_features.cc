@@ -86,15 +86,18 @@ void collect_features(const DsConfig& c, Collector& out) {
   out.later(c.aio.use_gds, "aio.use_gds", "use false; files are read into host memory");
   out.later(c.flops_profiler.enabled, "flops_profiler", "turn it off");
   out.later(c.comms_logger.enabled, "comms_logger", "turn it off");
-  out.later(c.data_efficiency.enabled, "data_efficiency", "turn it off");
+  const DataEfficiencySection& data = c.data_efficiency;
+  out.later(data.enabled && data.data_sampling.enabled, "data_efficiency.data_sampling",
+            "turn it off; curriculum_learning at the top level gives a difficulty by step");
+  const RandomLtdSection& ltd = data.data_routing.random_ltd;
+  out.later(data.enabled && data.data_routing.enabled && ltd.enabled && ltd.layer_token_lr_schedule.enabled,
+            "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule", "turn it off, as DeepSpeed asks");
   out.later(c.autotuning.enabled, "autotuning", "turn it off");
   out.later(c.weight_quantization && c.weight_quantization->enabled, "weight_quantization", "remove it");
   out.later(c.checkpoint.use_node_local_storage, "checkpoint.use_node_local_storage",
             "use false; rank 0 joins the parts of all ranks, so that they lie on a file system all hosts share");
   out.later(c.checkpoint.writer && c.checkpoint.writer->type == "MOCK", "checkpoint.writer.type",
             "use FAST; MOCK writes nothing");
-  out.later(c.progressive_layer_drop.enabled, "progressive_layer_drop", "turn it off");
-  out.later(c.curriculum_learning.enabled, "curriculum_learning", "turn it off");
   out.later(c.sparse_attention.has_value(), "sparse_attention", "remove it");
   out.later(c.eigenvalue.enabled, "eigenvalue", "turn it off");
   out.later(c.quantize_training.is_object(), "quantize_training", "remove it");

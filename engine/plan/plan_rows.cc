@@ -206,6 +206,7 @@ void add_optimizer_rows(const DsConfig& config, Plan& plan) {
   plan.rows.push_back(
       {"lr schedule", plan.schedule.empty() ? "constant, or the program's own" : plan.schedule,
        config.scheduler.given() ? cat("scheduler.type: ", config.scheduler.type) : "no scheduler section"});
+  add_efficiency_rows(config, plan);
 }
 
 void add_gathering_rows(const DsConfig& config, Plan& plan) {

@@ -14,6 +14,9 @@ void add_rows(const config::DsConfig& config, const PlanFacts& facts, Plan& plan
 // Its rows of how split layers work, where there are some.
 void add_tensor_mode_rows(Plan& plan);
 
+// Its rows of what the program's forward leaves out.
+void add_efficiency_rows(const config::DsConfig& config, Plan& plan);
+
 // Its rows of keys that change how DeepSpeed moves data and that this layout has no use for.
 void add_rows_without_effect(const config::DsConfig& config, Plan& plan);
 

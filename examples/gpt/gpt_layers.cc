@@ -43,8 +43,8 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target) {
 }  // namespace
 
 std::shared_ptr<ds::pipeline::PipelineModule> make_layers(const GptConfig& config, uint64_t seed,
-                                                          std::optional<int> stages,
-                                                          std::optional<std::string> schedule) {
+                                                          const PipelineShape& shape,
+                                                          const std::shared_ptr<const Drops>& drops) {
   require_valid(config);
   const auto wte = part_of<Embedding>(config, seed, "wte", config.vocab, config.hidden);
   const auto wpe = part_of<Embedding>(config, seed, "wpe", config.seq_len, config.hidden);
@@ -54,7 +54,10 @@ std::shared_ptr<ds::pipeline::PipelineModule> make_layers(const GptConfig& confi
   layers.push_back(LayerSpec::made_by(wpe, add_positions).named("wpe"));
   for (int64_t i = 0; i < config.layers; ++i) {
     const std::string name = cat("h.", i);
-    layers.push_back(LayerSpec::made_by(part_of<Block>(config, seed, name, config)).named(name));
+    const auto forward = [drops, i, count = config.layers](const Block& block, const at::Tensor& x) {
+      return run_block(*drops, i, count, x, [&block](const at::Tensor& input) { return block.forward(input); });
+    };
+    layers.push_back(LayerSpec::made_by(part_of<Block>(config, seed, name, config), forward).named(name));
   }
   layers.push_back(LayerSpec::made_by(part_of<LayerNorm>(config, seed, "ln_f", config.hidden)).named("ln_f"));
   if (config.tie_embeddings) {
@@ -63,7 +66,7 @@ std::shared_ptr<ds::pipeline::PipelineModule> make_layers(const GptConfig& confi
     layers.push_back(
         LayerSpec::made_by(part_of<Linear>(config, seed, "head", config.hidden, config.vocab, false)).named("head"));
   }
-  ds::pipeline::PipelineOptions options{.loss = cross_entropy, .stages = stages, .schedule = std::move(schedule)};
+  ds::pipeline::PipelineOptions options{.loss = cross_entropy, .stages = shape.stages, .schedule = shape.schedule};
   if (config.activation_checkpointing) options.activation_checkpoint_interval = 1;
   return std::make_shared<ds::pipeline::PipelineModule>(std::move(layers), std::move(options));
 }

@@ -8,15 +8,21 @@
 
 #include <dsengine/pipeline.h>
 
+#include "drops.h"
 #include "gpt_model.h"
 
 namespace gpt {
 
-// wte, wpe, blocks, ln_f, head, with start values as initialize_weights() gives them. The pipeline has `stages` ranks,
-// or as many as the ds_config says, and `schedule` or the one of the
-// ds_config.
+// Nothing: what the ds_config says.
+struct PipelineShape {
+  std::optional<int> stages;
+  std::optional<std::string> schedule;
+};
+
+// wte, wpe, blocks, ln_f, head, with start values as initialize_weights() gives them. `drops`: read in forward, so that
+// it may be filled later.
 std::shared_ptr<ds::pipeline::PipelineModule> make_layers(const GptConfig& config, uint64_t seed,
-                                                          std::optional<int> stages,
-                                                          std::optional<std::string> schedule);
+                                                          const PipelineShape& shape,
+                                                          const std::shared_ptr<const Drops>& drops);
 
 }  // namespace gpt

@@ -111,9 +111,13 @@ Gpt::Gpt(const GptConfig& config) : config_(config) {
 at::Tensor Gpt::last_hidden(const at::Tensor& tokens) const {
   const at::Tensor positions = at::arange(tokens.size(1), tokens.options());
   at::Tensor x = wte_->forward(tokens) + wpe_->forward(positions);
-  for (const auto& block : blocks_) {
-    const auto forward = [block](const at::Tensor& input) { return block->forward(input); };
-    x = config_.activation_checkpointing ? ds::recompute::checkpoint(forward, x) : forward(x);
+  for (int64_t i = 0; i < config_.layers; ++i) {
+    const auto forward = [block = blocks_[static_cast<size_t>(i)]](const at::Tensor& input) {
+      return block->forward(input);
+    };
+    x = run_block(drops_, i, config_.layers, x, [&](const at::Tensor& input) {
+      return config_.activation_checkpointing ? ds::recompute::checkpoint(forward, input) : forward(input);
+    });
   }
   return ln_f_->forward(x);
 }

@@ -11,7 +11,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
+
+#include "drops.h"
 
 namespace gpt {
 
@@ -87,12 +90,15 @@ class Gpt : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& tokens, const at::Tensor& target) const;
 
   const GptConfig& config() const { return config_; }
+  // From now on forward leaves these out.
+  void leave_out(Drops drops) { drops_ = std::move(drops); }
 
  private:
   at::Tensor last_hidden(const at::Tensor& tokens) const;  // [batch, time, hidden], what the head takes
   const at::Tensor& head_weight() const { return head_ ? head_->weight : wte_->weight; }
 
   GptConfig config_;
+  Drops drops_;
   std::shared_ptr<Embedding> wte_, wpe_;
   std::vector<std::shared_ptr<Block>> blocks_;
   std::shared_ptr<LayerNorm> ln_f_;

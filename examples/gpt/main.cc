@@ -1,6 +1,7 @@
 // Trains a byte-level GPT. The whole job is in the ds_config: one process or many, ZeRO stage, precision.
 //
 //   ds-launch --num_procs 2 gpt --deepspeed_config configs/zero2.json
+#include <dsengine/efficiency.h>
 #include <dsengine/engine.h>
 #include <dsengine/restart.h>
 #include <dsengine/weights.h>
@@ -79,7 +80,8 @@ void require_used(const ds::engine::Engine& engine, ds::engine::config::AutoValu
                            ", for which the ds_config has its own value; write \"auto\" there, or remove the flag");
 }
 
-BatchOptions batch_options(const GptOptions& options, const ds::engine::Engine& engine) {
+BatchOptions batch_options(const GptOptions& options, const std::shared_ptr<ds::engine::Engine>& of) {
+  const ds::engine::Engine& engine = *of;
   return {.order = options.order,
           .batch_size = engine.train_micro_batch_size_per_gpu(),
           .seq_len = options.seq_len,
@@ -87,7 +89,8 @@ BatchOptions batch_options(const GptOptions& options, const ds::engine::Engine& 
           .rank = engine.communicator().rank(),
           .world_size = engine.dp_world_size(),
           .seed = options.seed,
-          .device = engine.device()};
+          .device = engine.device(),
+          .curriculum = ds::engine::curriculum(of)};
 }
 
 void print_start(const GptConfig& model, const TextCorpus& corpus, const ds::engine::Engine& engine) {
@@ -129,7 +132,7 @@ bool train_steps(ds::engine::Engine& engine, Gpt& model, const GptOptions& optio
     engine.backward(loss);
     engine.step();
     accumulated += micro_batch;
-    if (!log.after_micro_batch(loss)) continue;
+    if (!log.after_micro_batch(loss, batch.data.size(1))) continue;
     accumulated = 0;
     if (!checkpoints.after_step()) continue;
     restarts = checkpoints.restart_wanted();
@@ -146,7 +149,10 @@ int train(const GptOptions& options) {
   const bool pipelined = options.pipeline_stages.has_value();
   const std::shared_ptr<Gpt> model = pipelined ? nullptr : make_model(options);
   std::shared_ptr<ds::pipeline::PipelineModule> layers;
-  if (pipelined) layers = make_layers(options.model, options.seed, options.pipeline_stages, options.pipeline_schedule);
+  const auto drops = std::make_shared<Drops>();
+  if (pipelined) {
+    layers = make_layers(options.model, options.seed, {options.pipeline_stages, options.pipeline_schedule}, drops);
+  }
 
   auto [engine, optimizer, loader, schedule] =
       ds::engine::initialize({.model = pipelined ? std::shared_ptr<torch::nn::Module>(layers) : model,
@@ -155,7 +161,9 @@ int train(const GptOptions& options) {
                               .device = options.device,
                               .auto_values = options.auto_values});
   require_used(*engine, options.auto_values);
-  TokenBatches batches(corpus, batch_options(options, *engine));
+  *drops = {ds::engine::progressive_layer_drop(engine), ds::engine::random_ltd(engine)};
+  if (model) model->leave_out(*drops);
+  TokenBatches batches(corpus, batch_options(options, engine));
   print_start(options.model, corpus, *engine);
 
   RunCheckpoints checkpoints(*engine, options, corpus.size());

@@ -10,15 +10,19 @@ bool train_pipeline(ds::engine::Engine& engine, const GptOptions& options, Token
   const int64_t micro_batch = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size();
   engine.trace_pipeline(options.pipeline_trace.has_value());
   bool restarts = false;
+  int64_t seq_len = options.seq_len;
   while (engine.global_steps() < options.steps && !restarts) {
     int64_t next = engine.global_samples();  // of the ranks of the first and of the last stage, which read the text
+    const int64_t length = batches.seq_len();
+    if (length != seq_len) engine.reset_activation_shape();  // the curriculum goes on
+    seq_len = length;
     const at::Tensor loss = engine.train_batch([&] {
       const TokenBatch batch = batches.get(next);
       engine.name_batch(batches.name(next));
       next += micro_batch;
       return ds::pipeline::MicroBatch{.inputs = {batch.data}, .labels = {batch.target}};
     });
-    log.after_micro_batch(loss);
+    log.after_micro_batch(loss, seq_len);
     if (!checkpoints.after_step()) continue;
     restarts = checkpoints.restart_wanted();
     log.begin_step();

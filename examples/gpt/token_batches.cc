@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "check.h"
 #include "splitmix64.h"
 
@@ -27,6 +29,11 @@ std::string TokenBatches::name(int64_t first) const {
   return text;
 }
 
+int64_t TokenBatches::seq_len() const {
+  const auto difficulty = options_.curriculum ? options_.curriculum->difficulty() : std::nullopt;
+  return std::min(options_.seq_len, difficulty.value_or(options_.seq_len));
+}
+
 TokenBatch TokenBatches::get(int64_t first) {
   const int64_t time = options_.seq_len;
   TokenBatch batch{at::empty({options_.batch_size, time}, at::kLong),
@@ -44,6 +51,10 @@ TokenBatch TokenBatches::get(int64_t first) {
       if (i < time) data[b * time + i] = token;
       if (i > 0) target[b * time + i - 1] = token;
     }
+  }
+  if (options_.curriculum) {
+    batch.data = options_.curriculum->truncate(batch.data, 1);
+    batch.target = options_.curriculum->truncate(batch.target, 1);
   }
   return {batch.data.to(options_.device), batch.target.to(options_.device)};
 }

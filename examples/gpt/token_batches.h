@@ -4,9 +4,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
+
+#include <dsengine/efficiency.h>
 
 #include "text_corpus.h"
 
@@ -26,10 +29,11 @@ struct BatchOptions {
   int world_size = 1;
   uint64_t seed = 1234;
   at::Device device = at::kCPU;
+  std::shared_ptr<const ds::engine::Curriculum> curriculum = nullptr;  // cuts sequences to its difficulty
 };
 
 struct TokenBatch {
-  at::Tensor data;    // int64 [batch_size, seq_len]
+  at::Tensor data;    // int64 [batch_size, seq_len], or what the curriculum leaves of it
   at::Tensor target;  // the same, one token later
 };
 
@@ -45,6 +49,8 @@ class TokenBatches {
 
   // This rank's part of the micro-batch that begins with sequence number `first`; no state: any one, in any order.
   TokenBatch get(int64_t first);
+  // Tokens of a sequence in the step that runs.
+  int64_t seq_len() const;
   // Where sequence b of it starts in the text.
   int64_t offset(int64_t first, int64_t b) const;
   // What reports call it: "text from bytes 17, 4711".

@@ -37,7 +37,6 @@ int64_t peak_resident_bytes() {
 
 TrainingLog::TrainingLog(ds::engine::Engine& engine, const GptOptions& options, MetricsFile* metrics)
     : engine_(engine),
-      seq_len_(options.seq_len),
       model_(options.model),
       metrics_(metrics),
       steps_seen_(engine.global_steps()),
@@ -47,7 +46,8 @@ TrainingLog::TrainingLog(ds::engine::Engine& engine, const GptOptions& options, 
   step_begin_ = Clock::now();
 }
 
-bool TrainingLog::after_micro_batch(const at::Tensor& loss) {
+bool TrainingLog::after_micro_batch(const at::Tensor& loss, int64_t seq_len) {
+  seq_len_ = seq_len;
   const at::Tensor value = loss.detach().to(at::kDouble);
   loss_sum_ = loss_sum_.defined() ? loss_sum_ + value : value;
   ++micro_batches_;

@@ -23,9 +23,10 @@ class TrainingLog {
   // ranks other than 0. `engine` outlives this.
   TrainingLog(ds::engine::Engine& engine, const GptOptions& options, MetricsFile* metrics);
 
-  // After engine.step() of each micro-batch, with its loss, or after train_batch(), with the step's. Throws ds::Error
-  // naming step and rank when a loss is not finite, on every rank alike. Returns whether it ended an optimizer step.
-  bool after_micro_batch(const at::Tensor& loss);
+  // After engine.step() of each micro-batch, with its loss and the length of its sequences, or after train_batch(),
+  // with the step's. Throws ds::Error naming step and rank when a loss is not finite, on every rank alike. Returns
+  // whether it ended an optimizer step.
+  bool after_micro_batch(const at::Tensor& loss, int64_t seq_len);
   // Starts the clock of the next step anew, after work between steps that is none of it.
   void begin_step() { step_begin_ = Clock::now(); }
   // Ends the progress line and writes the summary.
@@ -38,7 +39,7 @@ class TrainingLog {
 
   using Clock = std::chrono::steady_clock;
   ds::engine::Engine& engine_;
-  int64_t seq_len_;
+  int64_t seq_len_ = 0;  // of the step
   GptConfig model_;
   MetricsFile* metrics_;
   std::optional<ProgressBar> progress_;  // rank 0

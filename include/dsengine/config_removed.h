@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "dsengine/difficulty_schedule.h"
+
 namespace ds::engine::config {
 
 // progressive_layer_drop
@@ -21,6 +23,15 @@ struct ProgressiveLayerDropSection {
   double gamma = 0.001;
 };
 
+// schedule_config of a curriculum
+struct DifficultySection {
+  std::optional<int64_t> total_curriculum_step;
+  std::optional<int64_t> difficulty_step;
+  std::optional<double> root_degree;
+  std::optional<std::vector<int64_t>> difficulty;
+  std::optional<std::vector<int64_t>> max_step;
+};
+
 // curriculum_learning, the top-level one
 struct CurriculumLearningSection {
   bool enabled = false;
@@ -28,7 +39,8 @@ struct CurriculumLearningSection {
   std::optional<int64_t> min_difficulty;
   std::optional<int64_t> max_difficulty;
   std::optional<std::string> schedule_type;  // fixed_linear, fixed_root, fixed_discrete, custom
-  nlohmann::ordered_json schedule_config = nlohmann::ordered_json::object();
+  DifficultySection schedule_config;
+  efficiency::DifficultySchedule schedule;  // that these keys give, where it is enabled
 };
 
 // elasticity

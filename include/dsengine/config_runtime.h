@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "dsengine/difficulty_schedule.h"
+
 namespace ds::engine::config {
 
 // activation_checkpointing
@@ -168,6 +170,20 @@ struct LayerTokenLrScheduleSection {
   bool enabled = false;
 };
 
+// data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config
+struct KeptTokensStepsSection {
+  std::optional<int64_t> require_steps;
+  std::optional<int64_t> seq_per_step;
+};
+
+// data_efficiency.data_routing.random_ltd.random_ltd_schedule
+struct KeptTokensSection {
+  std::optional<int64_t> min_value;
+  std::optional<int64_t> max_value;
+  std::string schedule_type = "fixed_linear";
+  KeptTokensStepsSection schedule_config;
+};
+
 // data_efficiency.data_routing.random_ltd
 struct RandomLtdSection {
   bool enabled = false;
@@ -177,7 +193,8 @@ struct RandomLtdSection {
   std::optional<std::string> model_mask_name;
   std::string model_type = "decoder";
   std::string hidden_state_order = "batch_seq_dim";
-  nlohmann::ordered_json random_ltd_schedule;  // as written
+  KeptTokensSection random_ltd_schedule;
+  efficiency::DifficultySchedule kept;  // that these keys give, where it is enabled
   LayerTokenLrScheduleSection layer_token_lr_schedule;
 };
 

@@ -276,8 +276,7 @@ class Engine {
   at::Tensor prepared(const at::Tensor& input) const;
   pipeline::MicroBatch on_device(pipeline::MicroBatch batch) const;
 
-  friend at::Tensor backward(const at::Tensor& loss, const std::vector<std::shared_ptr<Engine>>& engines,
-                             bool retain_graph, bool scale_wrt_gas);
+  friend struct EngineAccess;  // of the functions around engines
 
   std::unique_ptr<Impl> impl_;
 };

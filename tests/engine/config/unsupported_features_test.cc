@@ -31,13 +31,15 @@ const Refused kRefused[] = {
      "compression_training.sparse_pruning"},
     {"{flops_profiler: {enabled: true}}", "flops_profiler"},
     {"{comms_logger: {enabled: true}}", "comms_logger"},
-    {"{data_efficiency: {enabled: true}}", "data_efficiency"},
+    {"{data_efficiency: {enabled: true, data_sampling: {enabled: true}}}", "data_efficiency.data_sampling"},
+    {"{data_efficiency: {enabled: true, data_routing: {enabled: true, random_ltd: {enabled: true, random_ltd_schedule: "
+     "{min_value: 1, max_value: 2, schedule_config: {require_steps: 1, seq_per_step: 1}}, layer_token_lr_schedule: "
+     "{enabled: true}}}}}",
+     "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule"},
     {"{autotuning: {enabled: true}}", "autotuning"},
     {"{weight_quantization: {}}", "weight_quantization"},
     {"{checkpoint: {use_node_local_storage: true}}", "checkpoint.use_node_local_storage"},
     {"{checkpoint: {writer: {type: 'MOCK'}}}", "checkpoint.writer.type"},
-    {"{progressive_layer_drop: {enabled: true}}", "progressive_layer_drop"},
-    {"{curriculum_learning: {enabled: true}}", "curriculum_learning"},
     {"{sparse_attention: {}}", "sparse_attention"},
     {"{eigenvalue: {enabled: true}}", "eigenvalue"},
     {"{quantize_training: {}}", "quantize_training"},

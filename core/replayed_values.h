@@ -1,0 +1,50 @@
+// Values that a piece of code decides when it runs, and must find again when it is computed again for backward: whether
+// a layer is dropped, which tokens it keeps. What computes pieces again (activation checkpointing) keeps them on a
+// tape; what decides asks replayed() and needs to know of none.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace ds {
+
+struct ReplayScope;
+
+// The values of one piece in the order in which they were asked for. On a thread, tapes nest as pieces do.
+class ReplayTape {
+ public:
+  // While it lives, replayed() of this thread records on the tape. A piece inside one that is computed again takes its
+  // values from the outer one's tape.
+  class Recording {
+   public:
+    explicit Recording(ReplayTape& tape);
+    ~Recording();
+    Recording(const Recording&) = delete;
+    Recording& operator=(const Recording&) = delete;
+
+   private:
+    const std::unique_ptr<ReplayScope> scope_;
+  };
+  // While it lives, replayed() of this thread gives the tape's values again, from the first.
+  class Playing {
+   public:
+    explicit Playing(const ReplayTape& tape);
+    ~Playing();
+    Playing(const Playing&) = delete;
+    Playing& operator=(const Playing&) = delete;
+
+   private:
+    const std::unique_ptr<ReplayScope> scope_;
+  };
+
+  // The next value of the innermost tape, else of `decide`. Throws UsageError where more values are asked for than the
+  // first run asked for.
+  static int64_t replayed(const std::function<int64_t()>& decide);
+
+ private:
+  std::vector<int64_t> values_;
+};
+
+}  // namespace ds

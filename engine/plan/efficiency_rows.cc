@@ -1,0 +1,28 @@
+#include "core/text.h"
+#include "engine/plan/plan_rows.h"
+
+namespace ds::engine {
+
+void add_efficiency_rows(const config::DsConfig& config, Plan& plan) {
+  const config::CurriculumLearningSection& curriculum = config.curriculum_learning;
+  if (curriculum.enabled) {
+    plan.rows.push_back({"curriculum",
+                         cat(curriculum.curriculum_type, " ", curriculum.schedule.min_difficulty, " to ",
+                             curriculum.schedule.max_difficulty, ", ", curriculum.schedule_type.value_or("")),
+                         "curriculum_learning.enabled: true; the program cuts its batches"});
+  }
+  const config::ProgressiveLayerDropSection& layers = config.progressive_layer_drop;
+  if (layers.enabled) {
+    plan.rows.push_back({"layer drop", cat("theta falls from 1 to ", layers.theta, " by exp(-", layers.gamma, " t)"),
+                         "progressive_layer_drop.enabled: true; the program wraps its layers"});
+  }
+  if (config.drops_tokens()) {
+    const config::RandomLtdSection& tokens = config.data_efficiency.data_routing.random_ltd;
+    plan.rows.push_back({"token drop",
+                         cat(tokens.random_ltd_layer_id.size(), " layers see ", tokens.kept.min_difficulty, " to ",
+                             tokens.kept.max_difficulty, " tokens"),
+                         "data_efficiency.data_routing.random_ltd.enabled: true; the program wraps its layers"});
+  }
+}
+
+}  // namespace ds::engine

@@ -1,0 +1,49 @@
+// What a ds_config asks of the program's own forward: a curriculum of samples (curriculum_learning), layers that are
+// left out (progressive_layer_drop), tokens that are left out (data_efficiency.data_routing.random_ltd). Made once, of
+// the engine, after initialize(); used in forward or where batches are made:
+//
+//   const auto curriculum = engine::curriculum(engine);
+//   model->drop = engine::progressive_layer_drop(engine);   // a member that forward uses
+//   ...
+//   tokens = curriculum->truncate(tokens, 1);               // [batch, time] to the running difficulty
+//
+// Where a section is off they change nothing, so that a program has them always. Where it is on and the program has not
+// asked by the first step, step() throws UsageError: nothing that a config asks for is left out in silence. All are
+// functions of the step and the seed: a resumed run goes on as it was. They refer to the engine without owning it and
+// throw UsageError after its end. Threads: as the engine. docs/data_efficiency.md.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+
+#include "dsengine/engine.h"
+#include "dsengine/layer_drop.h"
+
+namespace ds::engine {
+
+class Curriculum {
+ public:
+  explicit Curriculum(std::weak_ptr<Engine> engine);
+
+  // Of the step that runs (of DeepSpeed's curriculum_seqlen); nothing where the section is off.
+  std::optional<int64_t> difficulty() const;
+  // The first difficulty() entries of `dim`, as a view; the whole where there are fewer, or the section is off.
+  at::Tensor truncate(const at::Tensor& tensor, int64_t dim) const;
+  // For schedule_type "custom": the difficulty of an optimizer step, counted from 1. The same on all ranks.
+  void set_custom_schedule(std::function<int64_t(int64_t step)> schedule);
+
+ private:
+  std::weak_ptr<Engine> engine_;
+  efficiency::DifficultySchedule schedule_;
+  bool enabled_;
+};
+
+std::shared_ptr<Curriculum> curriculum(const std::shared_ptr<Engine>& engine);
+std::shared_ptr<efficiency::ProgressiveLayerDrop> progressive_layer_drop(const std::shared_ptr<Engine>& engine);
+std::shared_ptr<efficiency::RandomLtd> random_ltd(const std::shared_ptr<Engine>& engine);
+
+}  // namespace ds::engine
