@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "core/tensor_part.h"
 #include "dsengine/comm.h"
 #include "dsengine/parallel.h"
+#include "engine/state/region_group.h"
 
 namespace ds::engine {
 
@@ -43,6 +45,7 @@ struct TensorParts {
     at::Tensor parameter, leaf;
   };
   std::vector<SplitParameter> parameters;
+  std::optional<RegionGroup> regions;  // where checkpointed regions divide their inputs over the axis
   bool sums_wholes =
       false;  // tensor_parallel.sequence_parallel: of whole parameters each rank has a part of the gradient
   bool gradients_summed = false;  // and these parts have been added up since the last backward pass
