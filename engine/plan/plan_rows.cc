@@ -117,15 +117,6 @@ void add_pipeline_row(const DsConfig& config, Plan& plan) {
   plan.rows.push_back({"pipeline", text, reason_of(config, "pipeline.stages", cat(plan.topology.pipe))});
 }
 
-void add_tensor_rows(const PlanFacts& facts, Plan& plan) {
-  const int64_t ranks = plan.topology.tensor;
-  if (ranks == 1) return;
-  plan.rows.push_back({"tensor parallel",
-                       cat(ranks, " neighbouring ranks have parts of the split parameters and get the same batches"),
-                       cat("tensor_parallel.autotp_size: ", ranks)});
-  for (const SplitRow& row : facts.splits) plan.rows.push_back({cat("  ", row.names), row.what, row.reason});
-}
-
 void add_compression_row(const DsConfig& config, Plan& plan) {
   if (!plan.error_feedback) return;
   const config::OptimizerParams& values = config.optimizer.values;
@@ -374,7 +365,6 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   if (plan.trains) add_gradient_rows(config, plan);
   add_pipeline_row(config, plan);
   add_tensor_rows(facts, plan);
-  add_tensor_mode_rows(plan);
   add_optimizer_rows(config, plan);
   add_gathering_rows(config, plan);
   add_quantization_rows(plan);

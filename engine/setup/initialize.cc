@@ -128,6 +128,7 @@ PlanFacts plan_facts(const InitializeOptions& options, const config::DsConfig& c
   facts.accelerator = !model.ranks.device.is_cpu();
   facts.pipeline_module = pipeline_of(options) != nullptr;
   facts.seeds_generators = options.seed_generators;
+  if (model.ranks.tensor) facts.tensor_inside_host = model.ranks.tensor_inside_host;
   return facts;
 }
 
