@@ -1,15 +1,11 @@
-#include <ATen/ops/empty.h>
-#include <ATen/ops/tensor.h>
-
 #include <algorithm>
 #include <array>
-#include <functional>
 #include <map>
 #include <optional>
 #include <set>
 
-#include "comm/meeting/host_identity.h"
 #include "comm/mesh_hosts.h"
+#include "comm/rank_hosts.h"
 #include "comm/subgroups.h"
 #include "core/check.h"
 #include "core/log.h"
@@ -37,21 +33,6 @@ std::string list_of(const std::vector<std::string>& names) {
   std::string text;
   for (const std::string& name : names) text += cat(text.empty() ? "" : ", ", name);
   return text;
-}
-
-// A number for the host of each rank, from what tells the processes that share memory.
-std::vector<int> hosts_of(Communicator& ranks, c10::Device device) {
-  const auto own = static_cast<int64_t>(std::hash<std::string>()(shared_memory_domain()));
-  const at::Tensor input = at::tensor({own}, at::kLong).to(device);
-  const at::Tensor output = at::empty({ranks.size()}, input.options());
-  ranks.all_gather(output, input, "hosts of a mesh").wait();
-  const at::Tensor all = output.to(at::kCPU);
-  std::map<int64_t, int> numbers;
-  std::vector<int> hosts;
-  for (int rank = 0; rank < ranks.size(); ++rank) {
-    hosts.push_back(numbers.try_emplace(all[rank].item<int64_t>(), static_cast<int>(numbers.size())).first->second);
-  }
-  return hosts;
 }
 
 std::optional<MeshAxis> meaning_of(const std::string& name) {

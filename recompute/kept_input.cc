@@ -1,6 +1,7 @@
 #include "recompute/kept_input.h"
 
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -13,13 +14,15 @@
 namespace ds::recompute {
 namespace {
 
+// Of a split input each rank has a part anyway.
 bool divides(const at::Tensor& input, const CheckpointOptions& options) {
   return options.partition_activations && options.tensor_parallel_group && options.tensor_parallel_group->size() > 1 &&
-         input.is_floating_point() && input.numel() >= options.tensor_parallel_group->size();
+         !is_split(input) && input.is_floating_point() && input.numel() >= options.tensor_parallel_group->size();
 }
 
+// A split parameter has its memory all the same.
 bool goes_to_host(const at::Tensor& input, const CheckpointOptions& options) {
-  return options.cpu_checkpointing && input.is_floating_point() &&
+  return options.cpu_checkpointing && input.is_floating_point() && split_name(input).empty() &&
          at::accelerator::isAccelerator(input.device().type());
 }
 
@@ -44,10 +47,16 @@ KeptInput::KeptInput(const at::Tensor& input, size_t position, const CheckpointO
     version_ = version_of(input);
     return;
   }
-  const at::Tensor dense = (input.is_non_overlapping_and_dense() ? input.detach() : input.detach().contiguous());
+  const at::NoGradGuard no_graph;
+  if (is_split(input)) {
+    placement_ = placement_of(input);
+    shown_sizes_ = input.sizes().vec();
+  }
+  const at::Tensor memory = placement_ ? part_of(input) : input;
+  const at::Tensor dense = memory.is_non_overlapping_and_dense() ? memory.detach() : memory.detach().contiguous();
   const at::Tensor flat = flat_view(dense);
   device_ = input.device();
-  sizes_ = input.sizes().vec();
+  sizes_ = dense.sizes().vec();
   strides_ = dense.strides().vec();
   int64_t numel = flat.numel();
   int64_t begin = 0;
@@ -56,7 +65,7 @@ KeptInput::KeptInput(const at::Tensor& input, size_t position, const CheckpointO
     numel = (numel + group_->size() - 1) / group_->size();
     begin = std::min(numel * group_->rank(), flat.numel());
   }
-  at::TensorOptions target = input.options().requires_grad(false);
+  at::TensorOptions target = dense.options().requires_grad(false);
   if (host) target = target.device(at::kCPU).pinned_memory(true);
   if (options.contiguous_memory_optimization) {
     require(options.number_checkpoints.has_value(), "checkpoint: contiguous_memory_optimization: expected ",
@@ -92,9 +101,14 @@ at::Tensor KeptInput::gathered() const {
   } else {
     flat = kept_.to(kept_.options().device(device_).pinned_memory(false), /*non_blocking=*/true, /*copy=*/true);
   }
-  return alias_of(flat.as_strided(sizes_, strides_, 0));
+  const at::Tensor dense = alias_of(flat.as_strided(sizes_, strides_, 0));
+  return placement_ ? make_split(dense, *placement_, shown_sizes_) : dense;
 }
 
-int64_t KeptInput::bytes() const { return kept_.defined() ? static_cast<int64_t>(kept_.nbytes()) : 0; }
+int64_t KeptInput::bytes() const {
+  if (!kept_.defined()) return 0;
+  const at::NoGradGuard no_graph;
+  return static_cast<int64_t>((is_split(kept_) ? part_of(kept_) : kept_).nbytes());
+}
 
 }  // namespace ds::recompute

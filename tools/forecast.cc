@@ -81,14 +81,29 @@ std::string ranks_text(const PipeRank& rank, const Forecast& forecast) {
   return ranks == 1 ? cat(rank.first_rank) : cat(rank.first_rank, "-", rank.first_rank + ranks - 1);
 }
 
+// Every one of the tensor axes.
+bool tensor_inside_node(const Forecast& forecast) {
+  const Machine& machine = forecast.machine;
+  const int64_t tensor = forecast.simulation.plan.topology.tensor;
+  for (int64_t first = 0; first < machine.ranks; first += tensor) {
+    if (machine.node_of(first) != machine.node_of(first + tensor - 1)) return false;
+  }
+  return true;
+}
+
+std::string tensor_text(const Forecast& forecast) {
+  const int64_t tensor = forecast.simulation.plan.topology.tensor;
+  if (tensor == 1) return "";
+  return cat(" x tensor ", tensor, tensor_inside_node(forecast) ? " (each inside a node)" : " (across nodes)");
+}
+
 Table head_of(const Forecast& forecast) {
   const Simulation& simulation = forecast.simulation;
   const engine::config::DsConfig& config = forecast.config;
   const engine::Topology& topology = simulation.plan.topology;
   const std::string chunks = simulation.chunks > 1 ? cat(" x ", simulation.chunks, " stages") : "";
   return {{"ranks", cat(topology.world_size, " = pipeline ", topology.pipe, chunks, " x data parallel ", topology.dp,
-                        topology.tensor > 1 ? cat(" x tensor ", topology.tensor) : "", ", on ",
-                        count_text(forecast.machine.nodes(), "node", "nodes"))},
+                        tensor_text(forecast), ", on ", count_text(forecast.machine.nodes(), "node", "nodes"))},
           {"batch", cat(topology.pipe > 1 ? cat(simulation.schedule, ", ") : "",
                         count_text(config.gradient_accumulation_steps, "micro-batch", "micro-batches"), " of ",
                         count_text(config.train_micro_batch_size_per_gpu, "sample", "samples"), ", ",
@@ -169,6 +184,7 @@ ordered_json to_json(const Forecast& forecast, bool per_rank) {
                        {"pipeline", simulation.plan.topology.pipe},
                        {"data_parallel", simulation.plan.topology.dp},
                        {"tensor", simulation.plan.topology.tensor},
+                       {"tensor_inside_node", tensor_inside_node(forecast)},
                        {"schedule", simulation.schedule},
                        {"chunks", simulation.chunks},
                        {"micro_batches", forecast.config.gradient_accumulation_steps},

@@ -1,6 +1,8 @@
 #include "zero/value_digest.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
 
 #include <string_view>
 
@@ -9,14 +11,29 @@
 
 namespace ds::zero {
 
-uint64_t digest_of(const at::Tensor& values) {
+namespace {
+
+at::Tensor sample_of(const at::Tensor& values) {
   constexpr int64_t kMost = 1024;
+  const at::Tensor flat = values.detach().reshape({-1});
+  return flat.numel() > kMost ? flat.slice(0, 0, flat.numel(), flat.numel() / kMost) : flat;
+}
+
+}  // namespace
+
+uint64_t digest_of(const at::Tensor& values) {
   const at::NoGradGuard no_grad;
-  at::Tensor sample = values.detach().reshape({-1});
-  if (sample.numel() > kMost) sample = sample.slice(0, 0, sample.numel(), sample.numel() / kMost);
-  sample = sample.to(at::kCPU).contiguous();
+  const at::Tensor sample = sample_of(values).to(at::kCPU).contiguous();
   const std::string_view bytes(static_cast<const char*>(sample.const_data_ptr()), sample.nbytes());
   return fnv1a(cat(c10::toString(values.scalar_type()), values.sizes(), bytes));
+}
+
+at::Tensor device_digest_of(const at::Tensor& integers) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor sample = sample_of(integers).to(at::kLong);
+  // Odd factors, other ones for each place.
+  const at::Tensor factors = at::arange(sample.numel(), sample.options()) * int64_t{0x5851F42D4C957F2E} + 1;
+  return ((sample + 1) * factors).sum();
 }
 
 }  // namespace ds::zero

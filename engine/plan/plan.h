@@ -39,6 +39,7 @@ struct PlanFacts {
   bool accelerator = false;                 // the device is not the CPU
   bool pipeline_module = false;             // the model is a pipeline::PipelineModule
   bool seeds_generators = true;             // InitializeOptions::seed_generators
+  std::optional<bool> tensor_inside_host;   // every tensor axis lies inside a host; empty: not known
   std::vector<SplitRow> splits;             // over the tensor axis; empty: not known yet, or there is none
   int64_t tensors = 0;                      // parameters of the model, frozen ones too
   std::string first_float64;                // all of them are float64, and this is the first; empty: none is

@@ -117,15 +117,6 @@ void add_pipeline_row(const DsConfig& config, Plan& plan) {
   plan.rows.push_back({"pipeline", text, reason_of(config, "pipeline.stages", cat(plan.topology.pipe))});
 }
 
-void add_tensor_rows(const PlanFacts& facts, Plan& plan) {
-  const int64_t ranks = plan.topology.tensor;
-  if (ranks == 1) return;
-  plan.rows.push_back({"tensor parallel",
-                       cat(ranks, " neighbouring ranks have parts of the split parameters and get the same batches"),
-                       cat("tensor_parallel.autotp_size: ", ranks)});
-  for (const SplitRow& row : facts.splits) plan.rows.push_back({cat("  ", row.names), row.what, row.reason});
-}
-
 void add_compression_row(const DsConfig& config, Plan& plan) {
   if (!plan.error_feedback) return;
   const config::OptimizerParams& values = config.optimizer.values;
@@ -309,17 +300,22 @@ void add_averaging_row(const DsConfig& config, Plan& plan) {
 // What the section does to regions that the program runs through recompute::checkpoint().
 void add_activation_rows(const DsConfig& config, Plan& plan) {
   const config::ActivationCheckpointingSection& section = config.activation_checkpointing;
-  const auto add = [&](bool asked, const char* key, const char* choice, const char* why) {
+  const auto add = [&](bool asked, const char* key, const std::string& choice, const char* why) {
     if (asked) plan.rows.push_back({key, choice, why});
   };
+  const bool over_axis = section.partition_activations && plan.topology.tensor > 1;
   add(section.cpu_checkpointing, "cpu_checkpointing", "inputs of checkpointed regions are kept on the host",
       "activation_checkpointing.cpu_checkpointing: true; no effect where the device is the CPU");
-  add(section.partition_activations, "partition_activations", "no effect by itself",
-      "needs recompute::CheckpointOptions::tensor_parallel_group, which the program sets");
-  add(section.contiguous_memory_optimization && !section.cpu_checkpointing, "contiguous_memory_optimization",
-      "no effect", "it packs the copies of partition_activations and cpu_checkpointing; without them there are none");
-  add(section.contiguous_memory_optimization && section.cpu_checkpointing, "contiguous_memory_optimization",
-      "host copies of inputs in preallocated slots", "activation_checkpointing.number_checkpoints of each input");
+  add(over_axis, "partition_activations",
+      cat("each rank keeps 1/", plan.topology.tensor, " of whole inputs of regions, gathered again in backward"),
+      "activation_checkpointing.partition_activations: true, over the tensor axis");
+  add(section.partition_activations && !over_axis, "partition_activations", "no effect by itself",
+      "needs tensor_parallel.autotp_size, or recompute::CheckpointOptions::tensor_parallel_group of the program");
+  const bool copies = section.cpu_checkpointing || over_axis;
+  add(section.contiguous_memory_optimization && !copies, "contiguous_memory_optimization", "no effect",
+      "it packs the copies of partition_activations and cpu_checkpointing; without them there are none");
+  add(section.contiguous_memory_optimization && copies, "contiguous_memory_optimization",
+      "copies of inputs in preallocated slots", "activation_checkpointing.number_checkpoints of each input");
   add(section.synchronize_checkpoint_boundary, "synchronize_checkpoint_boundary",
       "waits for the device where a checkpointed region begins and ends",
       "activation_checkpointing.synchronize_checkpoint_boundary: true");
@@ -370,7 +366,6 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   if (plan.trains) add_gradient_rows(config, plan);
   add_pipeline_row(config, plan);
   add_tensor_rows(facts, plan);
-  add_tensor_mode_rows(plan);
   add_optimizer_rows(config, plan);
   add_gathering_rows(config, plan);
   add_quantization_rows(plan);

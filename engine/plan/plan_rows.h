@@ -11,8 +11,8 @@ namespace ds::engine {
 // Appends the rows of a plan whose other fields are filled in, but for those of predicted bytes, which to_table adds.
 void add_rows(const config::DsConfig& config, const PlanFacts& facts, Plan& plan);
 
-// Its rows of how split layers work, where there are some.
-void add_tensor_mode_rows(Plan& plan);
+// Its rows of a tensor axis: where it lies, what is split, and how split layers work. Warns of one that is slow.
+void add_tensor_rows(const PlanFacts& facts, Plan& plan);
 
 // Its rows of what the program's forward leaves out.
 void add_efficiency_rows(const config::DsConfig& config, Plan& plan);

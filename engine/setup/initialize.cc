@@ -23,6 +23,7 @@
 #include "engine/setup/same_on_all_ranks.h"
 #include "engine/setup/seed.h"
 #include "engine/setup/tensor_setup.h"
+#include "engine/state/region_group.h"
 
 namespace ds::engine {
 namespace {
@@ -127,6 +128,7 @@ PlanFacts plan_facts(const InitializeOptions& options, const config::DsConfig& c
   facts.accelerator = !model.ranks.device.is_cpu();
   facts.pipeline_module = pipeline_of(options) != nullptr;
   facts.seeds_generators = options.seed_generators;
+  if (model.ranks.tensor) facts.tensor_inside_host = model.ranks.tensor_inside_host;
   return facts;
 }
 
@@ -156,6 +158,7 @@ void configure_process(const InitializeOptions& options, const config::DsConfig&
   if (options.seed_generators) seed_everything(static_cast<uint64_t>(config.seed), ranks.stream());
   if (config.deterministic) set_deterministic(true);
   if (config.float32_matmul_precision) set_float32_matmul_precision(*config.float32_matmul_precision);
+  forget_region_group();
   // Without the section the program's own settings stay.
   if (!config.given("activation_checkpointing")) return;
   recompute::configure_checkpointing(

@@ -6,6 +6,8 @@
 
 #include "comm/flight/flight_watch.h"
 #include "comm/meeting/rendezvous.h"
+#include "comm/mesh_hosts.h"
+#include "comm/rank_hosts.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "dsengine/init_distributed.h"
@@ -140,7 +142,11 @@ Ranks place_ranks(const Distributed& job, const InitializeOptions& options, cons
   ranks.device = job.device;
   ranks.mesh = mesh_of(options, config, ranks.world);
   ranks.part = ranks.mesh->group({comm::MeshAxis::kData, comm::MeshAxis::kExpert});
-  if (ranks.mesh->size(comm::MeshAxis::kTensor) > 1) ranks.tensor = ranks.mesh->group(comm::MeshAxis::kTensor);
+  const int tensor = ranks.mesh->size(comm::MeshAxis::kTensor);
+  if (tensor == 1) return ranks;
+  ranks.tensor = ranks.mesh->group(comm::MeshAxis::kTensor);
+  const comm::GridShape grid{.sizes = {ranks.world->size() / tensor, tensor}};
+  ranks.tensor_inside_host = comm::inside_hosts(grid, 1, comm::hosts_of(*ranks.world, ranks.device));
   return ranks;
 }
 

@@ -171,6 +171,7 @@ std::unique_ptr<TensorParts> split_over_tensor_axis(const Ranks& ranks, const In
   axis->overlap(config.tensor_parallel.tp_overlap_comm);
   axis->cut_sequences(sequences);
   parts->sums_wholes = sequences;
+  if (config.activation_checkpointing.partition_activations) parts->regions.emplace(ranks.tensor);
   axis->tell_joins(false);  // the engine does, after the first step
   axis->watch_data([parts = parts.get()](const at::Tensor& plain) { parts->note_data(plain); });
   Values values(ranks, options);

@@ -17,6 +17,7 @@ struct Ranks {
   std::shared_ptr<comm::Communicator> tensor;  // those with parts of the same parameters; null: they are whole
   std::shared_ptr<comm::DeviceMesh> mesh;      // keeps its groups
   RankGroups groups;                           // within `part`
+  bool tensor_inside_host = true;              // every tensor axis lies inside a host
   int local_rank = 0;                          // among those of this host
   c10::Device device = c10::kCPU;
 

@@ -1,5 +1,6 @@
 #include "engine/state/tensor_parts.h"
 
+#include <ATen/TensorOperators.h>
 #include <c10/core/ScalarType.h>
 
 #include "core/check.h"
@@ -54,11 +55,17 @@ void TensorParts::note_data(const at::Tensor& plain) {
   const bool integers = at::isIntegralType(plain.scalar_type(), /*includeBool=*/false);
   int& seen = integers ? seen_integers_ : seen_others_;
   if (seen++ >= (integers ? kMostIntegers : kMostOthers)) return;
+  data_digest_.of_host = data_digest_.of_host * 31 + fnv1a(cat(c10::toString(plain.scalar_type()), plain.sizes()));
   // Numbers that an operator has made before may differ in their last bits, and cannot be told from those of the
   // program: of them type and shape. The loss tells of the rest.
-  const uint64_t digest =
-      integers ? zero::digest_of(plain) : fnv1a(cat(c10::toString(plain.scalar_type()), plain.sizes()));
-  data_digest_ = data_digest_ * 31 + digest;
+  if (!integers) return;
+  if (plain.is_cpu()) {
+    data_digest_.of_host = data_digest_.of_host * 31 + zero::digest_of(plain);
+    return;
+  }
+  const at::Tensor digest = zero::device_digest_of(plain);
+  at::Tensor& before = data_digest_.of_device;
+  before = before.defined() ? before * 31 + digest : digest;
 }
 
 at::Tensor TensorParts::joined(const at::Tensor& part, const TensorPart& of) const {

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "core/tensor_part.h"
 #include "dsengine/comm.h"
 #include "dsengine/parallel.h"
+#include "engine/state/region_group.h"
 
 namespace ds::engine {
 
@@ -26,6 +28,12 @@ inline at::Tensor trained_tensor(const at::Tensor& parameter) {
 
 // Of a parameter that is cut; null for another one, also where its gradient is a sum over the axis.
 std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter);
+
+// Short numbers for data that ranks compare: what the host knows, and what a device knows alone, to be added.
+struct DataDigest {
+  uint64_t of_host = 0;
+  at::Tensor of_device;  // int64 [], undefined: nothing
+};
 
 struct TensorParts {
   TensorParts() = default;
@@ -43,6 +51,7 @@ struct TensorParts {
     at::Tensor parameter, leaf;
   };
   std::vector<SplitParameter> parameters;
+  std::optional<RegionGroup> regions;  // where checkpointed regions divide their inputs over the axis
   bool sums_wholes =
       false;  // tensor_parallel.sequence_parallel: of whole parameters each rank has a part of the gradient
   bool gradients_summed = false;  // and these parts have been added up since the last backward pass
@@ -56,8 +65,8 @@ struct TensorParts {
   // After the program may have frozen parameters, or let them require a gradient again. Leaves are where they were.
   void follow_flags() const;
   // Of the plain data that split operators have read since the last call, of integers their values, of others type and
-  // shape: equal on ranks with equal batches.
-  uint64_t take_data_digest() { return std::exchange(data_digest_, 0); }
+  // shape: equal on ranks with equal batches. Nothing waits for the device.
+  DataDigest take_data_digest() { return std::exchange(data_digest_, {}); }
   // After the backward of a micro-batch: of the next one the first tensors are looked at.
   void next_batch() { seen_integers_ = seen_others_ = 0; }
   void note_data(const at::Tensor& plain);
@@ -65,7 +74,7 @@ struct TensorParts {
   at::Tensor joined(const at::Tensor& part, const TensorPart& of) const;
 
  private:
-  uint64_t data_digest_ = 0;
+  DataDigest data_digest_;
   int seen_integers_ = 0;  // since next_batch()
   int seen_others_ = 0;
 };

@@ -1,6 +1,11 @@
 #include "engine/update/axis_agreement.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <array>
@@ -13,48 +18,56 @@
 namespace ds::engine {
 namespace {
 
+// The first ones are the same on all ranks, to the bit.
 enum Place : size_t {
   kStep,
-  kDelivered,
   kPosition,
-  kLoss,
   kHasLoss,
   kData,
-  kChanges,
   kAxisChanges,
   kGradientChanges,
+  kSame,
+  kLoss = kSame,
+  kDelivered,
+  kChanges,
   kPlaces
 };
 using Numbers = std::array<int64_t, kPlaces>;
 
-Numbers numbers_of(const AxisFacts& facts) {
-  Numbers numbers{};
+constexpr double kLossTolerance = 1e-4;
+constexpr uint64_t kMixing = 0x9E3779B97F4A7C15;
+
+at::Tensor numbers_of(const AxisFacts& facts, c10::Device device) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor host = at::zeros({kPlaces}, at::kLong);
+  auto* const numbers = host.mutable_data_ptr<int64_t>();
   numbers[kStep] = facts.step;
   numbers[kDelivered] = facts.delivered;
   numbers[kPosition] = static_cast<int64_t>(facts.position);
-  numbers[kLoss] = std::bit_cast<int64_t>(facts.loss.value_or(0));
-  numbers[kHasLoss] = facts.loss ? 1 : 0;
-  numbers[kData] = static_cast<int64_t>(facts.data);
+  numbers[kHasLoss] = facts.loss.defined() ? 1 : 0;
+  numbers[kData] = static_cast<int64_t>(facts.data.of_host);
   numbers[kChanges] = static_cast<int64_t>(facts.changes);
   numbers[kAxisChanges] = static_cast<int64_t>(facts.axis_changes);
   numbers[kGradientChanges] = static_cast<int64_t>(facts.gradient_changes);
-  return numbers;
+  at::Tensor result = sent_to(device, host);
+  if (facts.data.of_device.defined()) result.select(0, kData).add_(facts.data.of_device);
+  if (facts.loss.defined()) result.select(0, kLoss).copy_(facts.loss.view(at::kLong));
+  return result;
 }
 
 double loss_of(const Numbers& numbers) { return std::bit_cast<double>(numbers[kLoss]); }
 
 // Plain values are computed alike on all ranks, on like devices to the bit.
 bool same_loss(const Numbers& a, const Numbers& b) {
-  constexpr double kTolerance = 1e-4;
   if (a[kHasLoss] != b[kHasLoss]) return false;
   const double x = loss_of(a);
   const double y = loss_of(b);
   if (!std::isfinite(x) || !std::isfinite(y)) return std::isfinite(x) == std::isfinite(y);
-  return std::abs(x - y) <= kTolerance * std::max({std::abs(x), std::abs(y), kTolerance});
+  return std::abs(x - y) <= kLossTolerance * std::max({std::abs(x), std::abs(y), kLossTolerance});
 }
 
 uint64_t joined_changes(uint64_t before, const Numbers& numbers) {
-  return before * 0x9E3779B97F4A7C15 + static_cast<uint64_t>(numbers[kChanges]);
+  return before * kMixing + static_cast<uint64_t>(numbers[kChanges]);
 }
 
 // What of two ranks is not the same.
@@ -76,36 +89,62 @@ std::string described(const Numbers& numbers, int rank) {
 
 }  // namespace
 
-AxisVerdict axis_verdict(const AxisFacts& facts, const TensorParts& parts, c10::Device device) {
+AxisAgreement::AxisAgreement(const AxisFacts& facts, const TensorParts& parts, c10::Device device)
+    : world_ranks_(parts.world_ranks) {
   const CheckTime::Scope time;
-  const Numbers numbers = numbers_of(facts);
-  const auto count = static_cast<int64_t>(numbers.size());
-  at::Tensor own = at::empty({count}, at::kLong);
-  std::copy(numbers.begin(), numbers.end(), own.mutable_data_ptr<int64_t>());
-  own = own.to(device);
-  at::Tensor all = at::empty({count * parts.ranks->size()}, own.options());
+  const at::Tensor own = numbers_of(facts, device);
+  const at::Tensor all = at::empty({own.numel() * parts.ranks->size()}, own.options());
   {
     const CheckTime::Scope waiting(/*waits=*/true);
     parts.ranks->all_gather(all, own, "agreement of a tensor axis").wait();
   }
-  all = all.to(at::kCPU);
-  const auto of_rank = [&](int rank) {
+  all_ = all.view({parts.ranks->size(), own.numel()});
+  numbers_ = Readback(all_);
+}
+
+// As difference(), of the first rank and all others.
+at::Tensor AxisAgreement::problem() const {
+  const at::NoGradGuard no_grad;
+  const at::Tensor same = all_.narrow(1, 0, kSame);
+  const at::Tensor exact = same.eq(same.narrow(0, 0, 1)).all();
+  const at::Tensor losses = all_.narrow(1, kLoss, 1).contiguous().view(at::kDouble).flatten();
+  const at::Tensor first = losses.narrow(0, 0, 1);
+  const at::Tensor finite = at::isfinite(losses);
+  const at::Tensor limit = at::maximum(losses.abs(), first.abs()).clamp_min(kLossTolerance) * kLossTolerance;
+  const at::Tensor close = (losses - first).abs().le(limit).logical_or(finite.logical_not());
+  const at::Tensor alike = finite.eq(finite.narrow(0, 0, 1)).logical_and(close).all();
+  return exact.logical_and(alike).logical_not().to(at::kDouble);
+}
+
+at::Tensor AxisAgreement::changes() const {
+  const at::NoGradGuard no_grad;
+  at::Tensor result = all_.select(0, 0).select(0, kChanges);
+  for (int64_t rank = 1; rank < all_.size(0); ++rank) {
+    result = result * static_cast<int64_t>(kMixing) + all_.select(0, rank).select(0, kChanges);
+  }
+  return result;
+}
+
+AxisVerdict AxisAgreement::verdict() const {
+  const CheckTime::Scope time;
+  const at::Tensor all = numbers_.numbers();
+  const auto of_rank = [&](size_t rank) {
     Numbers result{};
-    std::copy_n(all.const_data_ptr<int64_t>() + count * rank, numbers.size(), result.begin());
+    std::copy_n(all.const_data_ptr<int64_t>() + kPlaces * rank, result.size(), result.begin());
     return result;
   };
   const Numbers first = of_rank(0);
   AxisVerdict verdict{.problem = {}, .changes = joined_changes(0, first)};
-  for (int rank = 1; rank < parts.ranks->size(); ++rank) {
+  for (size_t rank = 1; rank < world_ranks_.size(); ++rank) {
     const Numbers other = of_rank(rank);
     verdict.changes = joined_changes(verdict.changes, other);
     const char* const what = difference(first, other);
     if (what == nullptr || !verdict.problem.empty()) continue;
-    const int a = parts.world_ranks.front();
-    const int b = parts.world_ranks[static_cast<size_t>(rank)];
+    const int a = world_ranks_.front();
+    const int b = world_ranks_[rank];
     verdict.problem =
         cat("ranks ", a, " and ", b, " of one tensor axis ", what, ". ", described(first, a), "; ", described(other, b),
-            ". Each of the ", parts.ranks->size(), " ranks of the axis has a part of the layers: they run the same ",
+            ". Each of the ", world_ranks_.size(), " ranks of the axis has a part of the layers: they run the same ",
             "calls on the same batches. Give data by engine->dp_world_size() and engine->communicator().rank(), not ",
             "by all ranks, and seed generators alike");
   }

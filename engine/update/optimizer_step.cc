@@ -108,18 +108,15 @@ StepFacts OptimizerStep::facts() {
 
 void OptimizerStep::agree_along_axis(StepFacts& facts, uint64_t changes) const {
   TensorParts& parts = *parts_.state.tensor;
-  AxisVerdict verdict =
-      axis_verdict({.step = facts.step,
-                    .delivered = facts.delivered,
-                    .position = facts.position,
-                    .loss = facts.loss.defined() ? std::optional(facts.loss.item<double>()) : std::nullopt,
-                    .data = parts.take_data_digest(),
-                    .changes = facts.changes,
-                    .axis_changes = changes,
-                    .gradient_changes = facts.gradient_changes},
-                   parts, parts_.state.ranks.device);
-  facts.axis_problem = std::move(verdict.problem);
-  facts.changes = verdict.changes;
+  facts.axis = std::make_shared<const AxisAgreement>(AxisFacts{.step = facts.step,
+                                                               .delivered = facts.delivered,
+                                                               .position = facts.position,
+                                                               .loss = facts.loss,
+                                                               .data = parts.take_data_digest(),
+                                                               .changes = facts.changes,
+                                                               .axis_changes = changes,
+                                                               .gradient_changes = facts.gradient_changes},
+                                                     parts, parts_.state.ranks.device);
 }
 
 std::string OptimizerStep::of_engine() const {

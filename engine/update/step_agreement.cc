@@ -1,5 +1,8 @@
 #include "engine/update/step_agreement.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/bitwise_right_shift.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -41,10 +44,24 @@ bool all_equal(const double* sums, int ranks) {
   return static_cast<uint64_t>(ranks) * static_cast<uint64_t>(sums[1]) == sum * sum;
 }
 
+// What the host does not know yet: as put(), on the device.
+void put_axis(const AxisAgreement& axis, const at::Tensor& values) {
+  const at::NoGradGuard no_grad;
+  values.select(0, kAxisProblem).copy_(axis.problem());
+  const at::Tensor all = axis.changes();
+  constexpr auto kBits = static_cast<int64_t>(kMask);
+  at::Tensor changes = all.bitwise_and(kBits);
+  for (const int shift : {16, 32, 48})
+    changes = changes.bitwise_xor(at::bitwise_right_shift(all, shift).bitwise_and(kBits));
+  values.select(0, kChanges).copy_(changes);
+  values.select(0, kChanges + 1).copy_(changes * changes);
+}
+
 }  // namespace
 
 StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Device device)
     : facts_(std::move(facts)), ranks_(ranks), device_(device) {
+  if (facts_.axis && device_.is_cpu()) read_axis();
   if (ranks_.size() == 1) return;
   const CheckTime::Scope time;
   const at::Tensor values = at::zeros({kPlaces}, at::kDouble);
@@ -57,6 +74,7 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   put(numbers + kGradientChanges, folded(facts_.gradient_changes));
   values_ = sent_to(device_, values);
   if (facts_.loss.defined()) values_.select(0, kLoss).copy_(facts_.loss);
+  if (facts_.axis) put_axis(*facts_.axis, values_);
   const CheckTime::Scope waiting(/*waits=*/true);  // where nothing else is under way it runs at once
   sum_ = ranks_.all_reduce(values_, comm::ReduceOp::kSum, "loss and agreement of a step");
 }
@@ -84,8 +102,15 @@ std::optional<double> StepAgreement::loss() const {
   return numbers[kLoss] / ranks_.size();
 }
 
+void StepAgreement::read_axis() {
+  AxisVerdict verdict = std::exchange(facts_.axis, nullptr)->verdict();
+  facts_.axis_problem = std::move(verdict.problem);
+  facts_.changes = verdict.changes;
+}
+
 std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
   const CheckTime::Scope time;
+  if (facts_.axis) read_axis();
   if (ranks_.size() == 1) parted = !facts_.axis_problem.empty() && (updated || facts_.changes != 0);
   require(facts_.axis_problem.empty() || ranks_.size() > 1, "step(): ", facts_.axis_problem);
   begin_reading();
@@ -117,7 +142,8 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
 }
 
 bool StepAgreement::differs() const {
-  if (ranks_.size() == 1) return !facts_.axis_problem.empty();
+  if (ranks_.size() == 1)
+    return !facts_.axis_problem.empty() || (facts_.axis && !facts_.axis->verdict().problem.empty());
   if (!sums_.defined()) return false;
   const auto* const numbers = sums_.numbers().const_data_ptr<double>();
   const auto equal = [&](Place place) { return all_equal(numbers + place, ranks_.size()); };

@@ -5,11 +5,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 
 #include "core/readback.h"
 #include "dsengine/comm.h"
+#include "engine/update/axis_agreement.h"
 
 namespace ds::engine {
 
@@ -22,7 +24,9 @@ struct StepFacts {
   uint64_t gradient_changes = 0;  // digest of what the program did to reduced gradients
   uint64_t changes = 0;           // digest of what the program did to parameters, all ranks of the axis with it
   std::string last_changed;       // the name of one of those
-  std::string axis_problem;       // what this rank's tensor axis does not agree on; empty: nothing
+  // Of this rank's tensor axis, where it has one: what it does not agree on, and `changes` of all its ranks.
+  std::shared_ptr<const AxisAgreement> axis = nullptr;
+  std::string axis_problem = {};  // what it says, when it was read; empty: nothing
 };
 
 // One exchange of ten numbers, begun before the reductions of the step are waited for. Collective.
@@ -34,7 +38,7 @@ class StepAgreement {
   // Has the numbers read, without waiting for them: finish() may come much later, but on all ranks in one place.
   void begin_reading();
   // Whether the numbers have come: loss() and differs() do not wait then.
-  bool arrived() const { return sums_.arrived(); }
+  bool arrived() const { return sums_.arrived() && (!facts_.axis || facts_.axis->arrived()); }
   // Whether finish() would throw. Waits; no talk to other ranks, which know the same.
   bool differs() const;
   // As finish(), without a judgement and without talking to other ranks.
@@ -45,6 +49,7 @@ class StepAgreement {
   std::optional<double> finish(bool& parted, bool updated = false);
 
  private:
+  void read_axis();
   [[noreturn]] void explain(const char* what) const;
 
   StepFacts facts_;

@@ -1,4 +1,5 @@
 // What the library does to its process, and that each switch of docs/process.md turns it off.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
 #include <malloc.h>
@@ -15,6 +16,7 @@
 #include "comm/flight/flight_watch.h"
 #include "core/check.h"
 #include "core/host_memory.h"
+#include "core/split_tensor.h"
 #include "dsengine/engine.h"
 #include "tests/comm/meeting/launcher_environment.h"
 #include "tests/support/process_ranks.h"
@@ -75,6 +77,28 @@ DS_PROCESS_TEST(ProcessEffects, ASignalIsTaken, 2) {
 DS_PROCESS_TEST(ProcessEffects, NoSignalIsTaken, 2) {
   const Job job(ranks, R"({"stacks": false, "folder": ")" + ranks.folder() + R"(/flight"})");
   EXPECT_EQ(taken_signals(), 0);
+}
+
+// Operators pay for split tensors where there are some: from the first axis of more than one rank on.
+DS_PROCESS_TEST(ProcessEffects, NoKeyOfSplitTensorsWithoutAnAxis, 2) {
+  const comm::Rendezvous meeting = ranks.meet();
+  test::set_launcher_environment(meeting);
+  const auto registered = [] { return c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(kSplitKey); };
+  const auto train = [&](int tensor) {
+    torch::nn::Linear model(2, 2);
+    const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 1},
+                                   {"zero_optimization", {{"stage", 3}}},
+                                   {"tensor_parallel", {{"autotp_size", tensor}}},
+                                   {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 0.1}}}}}};
+    const auto engine =
+        initialize({.model = model.ptr(), .config = config, .split = {{"", parallel::Style::kColumn}}}).engine;
+    engine->backward(model->forward(at::ones({1, 2})).sum());
+    engine->step();
+  };
+  train(1);
+  EXPECT_FALSE(registered());
+  train(2);
+  EXPECT_TRUE(registered());
 }
 
 // The ranks issue different collectives, so both are told to end; rank 1 does not hear of it in time.

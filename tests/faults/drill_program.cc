@@ -1,7 +1,8 @@
 // A small training job for the fault drills, with one fault in it.
 //
-//   drill_program BACKEND STALL_LIMIT FAULT RANK
+//   drill_program BACKEND STALL_LIMIT FAULT RANK [TENSOR]
 //
+// TENSOR ranks have parts of the layers (docs/tensor_parallel.md), where it is given.
 // Every step has a collective of the program's own ("metrics") beside those of the engine. At its third step, rank RANK
 //   none     does what the others do
 //   config   has another learning rate, from the start
@@ -17,6 +18,8 @@
 //   receive  and the rank before it wait for a message of one another first
 //   nan      has a NaN among its inputs
 //   throw    throws
+//   batch    has other inputs
+//   rules    splits a layer otherwise, from the start
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <unistd.h>
@@ -28,6 +31,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "comm/backends/factory.h"
 #include "core/text.h"
@@ -57,6 +61,7 @@ struct Drill {
   double stall_limit;
   std::string fault;
   int rank;
+  int tensor = 1;
 };
 
 std::string config_of(const Drill& drill, int rank) {
@@ -64,7 +69,14 @@ std::string config_of(const Drill& drill, int rank) {
   return ds::cat(R"({"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": )",
                  other ? "2e-3" : "1e-3", R"(}},
     "zero_optimization": {"stage": 2}, "communication_backend": ")",
-                 drill.backend, R"(", "flight_recorder": {"stall_limit": )", drill.stall_limit, "}}");
+                 drill.backend, R"(", "tensor_parallel": {"autotp_size": )", drill.tensor,
+                 R"(}, "flight_recorder": {"stall_limit": )", drill.stall_limit, "}}");
+}
+
+std::vector<ds::parallel::SplitRule> rules_of(const Drill& drill, int rank) {
+  using enum ds::parallel::Style;
+  if (drill.tensor == 1) return {};
+  return {{"0", kColumn}, {"1", drill.fault == "rules" && rank == drill.rank ? kWhole : kRow}};
 }
 
 void sleep_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
@@ -83,6 +95,7 @@ bool be_faulty(const Drill& drill, ds::comm::Communicator& ranks, at::Tensor& in
   if (fault == "leave") return false;
   if (fault == "receive") wait_for_each_other(ranks, drill.rank - 1);
   if (fault == "nan") input[1][2] = NAN;
+  if (fault == "batch") input.mul_(2);
   if (fault == "throw") throw std::runtime_error("the drill throws");
   return true;
 }
@@ -103,8 +116,11 @@ int train(const Drill& drill) {
       {.backend = ds::comm::parse_backend(drill.backend),
        .timeout = std::chrono::seconds(60),
        .flight = {.stall_limit = std::chrono::milliseconds(static_cast<int>(drill.stall_limit * 1e3))}});
-  auto [engine, optimizer, loader, schedule] = ds::engine::initialize(
-      {.model = model.ptr(), .config = nlohmann::json::parse(config_of(drill, job.ranks->rank())), .distributed = job});
+  auto [engine, optimizer, loader, schedule] =
+      ds::engine::initialize({.model = model.ptr(),
+                              .config = nlohmann::json::parse(config_of(drill, job.ranks->rank())),
+                              .split = rules_of(drill, job.ranks->rank()),
+                              .distributed = job});
   for (int step = 1; step <= kSteps; ++step) {
     const bool faulty = step == kFaultyStep && job.ranks->rank() == drill.rank;
     at::Tensor input = torch::randn({4, 8});
@@ -112,8 +128,8 @@ int train(const Drill& drill) {
       wait_for_each_other(*job.ranks, drill.rank);
     }
     if (faulty && !be_faulty(drill, *job.ranks, input)) return 0;
-    reduce_metrics(drill, *job.ranks, faulty);
-    engine->backward(model->forward(input).square().mean());
+    if (drill.tensor == 1) reduce_metrics(drill, *job.ranks, faulty);  // else layers are the first to meet
+    engine->backward((model->forward(input) - input.sum(1, true)).square().mean());
     engine->step();
     sleep_for(0.05);
   }
@@ -124,12 +140,12 @@ int train(const Drill& drill) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 5) {
-    std::fputs("usage: drill_program BACKEND STALL_LIMIT FAULT RANK\n", stderr);
+  if (argc != 5 && argc != 6) {
+    std::fputs("usage: drill_program BACKEND STALL_LIMIT FAULT RANK [TENSOR]\n", stderr);
     return 2;
   }
   try {
-    return train({argv[1], std::stod(argv[2]), argv[3], std::stoi(argv[4])});
+    return train({argv[1], std::stod(argv[2]), argv[3], std::stoi(argv[4]), argc == 6 ? std::stoi(argv[5]) : 1});
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;

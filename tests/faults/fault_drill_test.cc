@@ -3,11 +3,10 @@
 #include <signal.h>
 
 #include <chrono>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "tests/launcher/launched.h"
+#include "tests/faults/drill.h"
 
 namespace ds::launcher::testing {
 namespace {
@@ -16,48 +15,6 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::MatchesRegex;
 using ::testing::Not;
-
-constexpr double kLimit = 1;  // seconds
-constexpr int kEndedByWatch = 124;
-
-struct Outcome {
-  int exit_code;
-  std::string text;  // all that ds-launch and the ranks wrote
-};
-
-// A job of three ranks, the faulty one with this number.
-class Drill {
- public:
-  Launched::Settings settings(const std::string& backend, const std::string& fault, int rank) const {
-    return {.flags = {"--num_procs", "3", "--failure_grace", "1"},
-            .program = {DS_DRILL_PROGRAM, backend, std::to_string(kLimit), fault, std::to_string(rank)},
-            .environment = {"OMP_NUM_THREADS=1", "DS_FLIGHT_FOLDER=" + (folder_ / "flight")}};
-  }
-  Outcome run(const std::string& backend, const std::string& fault, int rank = 1) const {
-    Launched launched(settings(backend, fault, rank));
-    const int exit_code = launched.wait();
-    return {exit_code, launched.err() + launched.out()};
-  }
-
-  // What `ds-tool explain` says of the first stall. A busy machine may make more of them.
-  nlohmann::json explained() const {
-    std::string first;
-    for (const auto& entry : std::filesystem::recursive_directory_iterator(folder_ / "flight")) {
-      if (entry.path().filename() == "stall1") first = entry.path();
-    }
-    FILE* const pipe = popen((std::string(DS_TOOL) + " explain --json " + first).c_str(), "r");
-    std::string text;
-    for (int c = fgetc(pipe); c != EOF; c = fgetc(pipe)) text.push_back(static_cast<char>(c));
-    return pclose(pipe) == 0 ? nlohmann::json::parse(text) : nlohmann::json();
-  }
-  bool left_records() const {
-    const std::filesystem::path folder = folder_ / "flight";
-    return std::filesystem::exists(folder) && !std::filesystem::is_empty(folder);
-  }
-
- private:
-  TemporaryFolder folder_;
-};
 
 class FaultDrill : public ::testing::TestWithParam<std::string> {
  protected:

@@ -1,15 +1,12 @@
 // What makes the host wait in a step: nothing, so that it stays ahead of the device. The simulated GPU counts.
-#include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <barrier>
 #include <cmath>
-#include <cstdlib>
 #include <functional>
 #include <limits>
-#include <map>
 #include <memory>
 #include <regex>
 #include <string>
@@ -18,26 +15,18 @@
 #include "comm/shared_memory/thread_group.h"
 #include "core/check.h"
 #include "tests/gpu/device_run.h"
+#include "tests/gpu/host_waits.h"
 #include "tests/gpu/nccl_ranks.h"
-#include "tests/simulated_gpu/reports.h"
 
 namespace ds::engine {
 namespace {
 
 using nlohmann::ordered_json;
-using Waits = std::map<std::string, int64_t>;
+using test::take_waits;
+using test::text_of;
+using test::Waits;
 
 constexpr int kSteps = 5;
-
-// Since the last call, of all ranks of this process.
-Waits take_waits() {
-  static const auto take = reinterpret_cast<decltype(&ds_simulated_gpu_waits)>(
-      ::dlsym(::dlopen(std::getenv("DS_CUDA_LIBRARY"), RTLD_NOW), "ds_simulated_gpu_waits"));
-  static Waits waits;
-  waits.clear();
-  take([](const char* what, int64_t times) { waits[what] = times; });
-  return waits;
-}
 
 // Samples on the host.
 struct Rows {
@@ -80,12 +69,6 @@ Waits waits_of_steps(const ordered_json& config, int world) {
     train(*comm::ThreadGroup(1).communicator(0), test::tested_device());
   }
   return waits;
-}
-
-std::string text_of(const Waits& waits) {
-  std::string text;
-  for (const auto& [what, times] : waits) text += cat(times, " times ", what, "\n");
-  return text;
 }
 
 struct WaitsCell {

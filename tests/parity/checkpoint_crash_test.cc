@@ -1,5 +1,6 @@
 // Jobs that are killed while they save, disks that are full or may not be written: what is in the folder of checkpoints
-// is whole, and is what training had at that step. DS_CRASH_KILLS sets how many jobs are killed (default 30).
+// is whole, and is what training had at that step. DS_CRASH_KILLS sets how many jobs are killed (default 30, of parts
+// of parameters 8).
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -60,19 +61,32 @@ struct SaveMode {
   int64_t keep_last = 2;
   bool one_tag = false;
   int stage = 1;
+  int tensor = 1;  // ranks that have parts of the parameters
 };
+
+constexpr int kModes = 6;        // of whole parameters
+constexpr int kTensorModes = 2;  // after those: of parts
 
 // Half of them beside training; keeping two, keeping more, and always under the same name.
 SaveMode mode_number(int number) {
+  if (number >= kModes) return {.asynchronous = number % 2 == 1, .stage = number % 2 == 1 ? 3 : 0, .tensor = kJobRanks};
   const int kind = number / 2 % 3;
   return {.asynchronous = number % 2 == 1, .keep_last = kind == 1 ? 6 : 2, .one_tag = kind == 2, .stage = kind + 1};
 }
-constexpr int kModes = 6;
 
 // Every step changes the weights.
-nlohmann::ordered_json job_config(int stage) {
-  nlohmann::ordered_json config = carried_config(stage, kJobRanks);
+nlohmann::ordered_json job_config(int stage, int tensor, int ranks = kJobRanks) {
+  nlohmann::ordered_json config = carried_config(stage, ranks / tensor);
   config.erase("scheduler");
+  if (tensor == 1) return config;
+  const auto spec = [](const char* pattern, const char* type) {
+    return nlohmann::ordered_json{{"patterns", {pattern}}, {"partition_type", type}};
+  };
+  config["tensor_parallel"] = {
+      {"autotp_size", tensor},
+      {"partition_config",
+       {{"use_default_specs", false},
+        {"layer_specs", {spec(".*(embed|tied)\\.weight$", "column"), spec(".*middle\\.weight$", "row")}}}}};
   return config;
 }
 
@@ -92,7 +106,7 @@ void train_until_killed() {
   CarriedNet model;
   const auto engine =
       initialize({.model = model.ptr(),
-                  .config = job_config(mode.stage),
+                  .config = job_config(mode.stage, mode.tensor),
                   .init_method = cat("file://", environment(kMeeting), "?rank=", rank, "&world_size=", kJobRanks),
                   .timeout = std::chrono::seconds(20)})
           .engine;
@@ -201,11 +215,11 @@ uint64_t checksum_of(const State& weights) {
 }
 
 // Of the weights after each step of training without a break.
-std::vector<uint64_t> uninterrupted() {
+std::vector<uint64_t> uninterrupted(int tensor) {
   std::vector<uint64_t> sums;
   run_ranks(kJobRanks, [&](comm::Communicator& communicator) {
     CarriedNet model;
-    const auto engine = start(model.ptr(), job_config(1), communicator).engine;
+    const auto engine = start(model.ptr(), job_config(1, tensor), communicator).engine;
     for (int64_t step = 0; step <= kMostSteps + 1; ++step) {
       const uint64_t sum = checksum_of(train_until(*engine, model, step));
       if (communicator.rank() == 0) sums.push_back(sum);
@@ -222,7 +236,7 @@ int64_t last_reported(const std::string& folder) {
 }
 
 // Loads without a tag, as the next job would; returns the step, 0 for nothing.
-int64_t loaded_step(const std::string& save_dir, int stage, const std::vector<uint64_t>& sums) {
+int64_t loaded_step(const std::string& save_dir, int stage, int tensor, const std::vector<uint64_t>& sums) {
   int64_t loaded = 0;
   run_ranks(kJobRanks, [&](comm::Communicator& communicator) {
     CarriedNet model;
@@ -230,7 +244,7 @@ int64_t loaded_step(const std::string& save_dir, int stage, const std::vector<ui
       const torch::NoGradGuard no_grad;
       for (at::Tensor& parameter : model->parameters()) parameter.fill_(0.125);
     }
-    const auto engine = start(model.ptr(), job_config(stage), communicator).engine;
+    const auto engine = start(model.ptr(), job_config(stage, tensor), communicator).engine;
     if (!engine->load_checkpoint(save_dir)) return;
     const int64_t step = engine->global_steps();
     EXPECT_GT(step, 0);
@@ -243,6 +257,17 @@ int64_t loaded_step(const std::string& save_dir, int stage, const std::vector<ui
     loaded = step;
   });
   return loaded;
+}
+
+// Of parts one rank makes the same whole.
+void expect_whole_on_one_rank(const std::string& save_dir, int64_t step, const std::vector<uint64_t>& sums) {
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    CarriedNet model;
+    const auto engine = start(model.ptr(), job_config(1, 1, 1), communicator).engine;
+    ASSERT_TRUE(engine->load_checkpoint(save_dir));
+    EXPECT_EQ(engine->global_steps(), step);
+    EXPECT_EQ(checksum_of(copy_of(engine->fp32_state_dict())), sums.at(static_cast<size_t>(step)));
+  });
 }
 
 struct Found {
@@ -270,29 +295,28 @@ Found expect_whole(const std::string& folder, const SaveMode& mode, int stage, c
   // A job that ended between publishing and removing leaves one more than it found, or than are kept and named.
   EXPECT_LE(visible, mode.one_tag ? 1 : std::max(before.visible, static_cast<int>(mode.keep_last) + 1) + 1);
   found.visible = visible;
-  found.step = loaded_step(save_dir, stage, sums);
+  found.step = loaded_step(save_dir, stage, mode.tensor, sums);
+  if (mode.tensor > 1 && found.step > 0) expect_whole_on_one_rank(save_dir, found.step, sums);
   EXPECT_EQ(found.step > 0, visible > 0);
   return found;
 }
 
-TEST(CheckpointCrash, KilledAtAnyMoment) {
-  if (!environment(kRank).empty()) return train_until_killed();
-  const std::string asked = environment("DS_CRASH_KILLS");
-  const int kills = asked.empty() ? 30 : std::stoi(asked);
-  const std::vector<uint64_t> sums = uninterrupted();
+// Kills jobs in turn of the modes from `first` on. `test`: the name of the caller, which the job runs.
+void expect_whole_after_kills(const std::string& test, int first, int modes, int kills) {
+  const std::vector<uint64_t> sums = uninterrupted(mode_number(first).tensor);
   ASSERT_EQ(std::set<uint64_t>(sums.begin(), sums.end()).size(), sums.size());
   std::mt19937 random(20240229);
   const auto up_to = [&](int most) { return std::uniform_int_distribution<int>(0, most)(random); };
   const test::ScratchFolder scratch;
-  std::vector<Found> last(kModes);
+  std::vector<Found> last(static_cast<size_t>(modes));
   int one_rank = 0, in_a_save = 0, before_the_first = 0;
-  for (int number = 0; number < kills && !HasFailure(); ++number) {
-    const int kind = number % kModes;
-    const SaveMode mode = mode_number(kind);
+  for (int number = 0; number < kills && !::testing::Test::HasFailure(); ++number) {
+    const int kind = number % modes;
+    const SaveMode mode = mode_number(first + kind);
     const std::string folder = scratch / cat("mode", kind);
     fs::create_directories(folder);
     SCOPED_TRACE(cat("kill ", number, ", mode ", kind));
-    CrashingJob job("CheckpointCrash.KilledAtAnyMoment", folder, kind, number);
+    CrashingJob job(test, folder, first + kind, number);
     ASSERT_TRUE(job.await_ready()) << job.output();
     std::this_thread::sleep_for(std::chrono::microseconds(up_to(150000)));
     const int victim = up_to(1);
@@ -320,6 +344,22 @@ TEST(CheckpointCrash, KilledAtAnyMoment) {
             << " left an incomplete folder, " << before_the_first << " had no checkpoint yet; steps reached:";
   for (const Found& found : last) std::cout << " " << found.step;
   std::cout << '\n';
+}
+
+// How many jobs are killed.
+int kills_or(int usual) {
+  const std::string asked = environment("DS_CRASH_KILLS");
+  return asked.empty() ? usual : std::stoi(asked);
+}
+
+TEST(CheckpointCrash, KilledAtAnyMoment) {
+  if (!environment(kRank).empty()) return train_until_killed();
+  expect_whole_after_kills("CheckpointCrash.KilledAtAnyMoment", 0, kModes, kills_or(30));
+}
+
+TEST(CheckpointCrash, KilledWhileTheySaveParts) {
+  if (!environment(kRank).empty()) return train_until_killed();
+  expect_whole_after_kills("CheckpointCrash.KilledWhileTheySaveParts", kModes, kTensorModes, kills_or(8));
 }
 
 // --- disks -----------------------------------------------------------------------------------------------------------

@@ -123,8 +123,23 @@ TEST(SimulateTensor, DataParallelRingsGoOverEveryTensorRank) {
 
 TEST(SimulateTensor, PrintsTheAxis) {
   const std::string text = output_of(two_ranks_a_layer(), shared_layers(4), /*as_json=*/false);
-  EXPECT_THAT(text, ::testing::AllOf(HasSubstr("x data parallel 2 x tensor 2"), HasSubstr("share layers"),
-                                     HasSubstr("a rank, to those that share its layers")));
+  EXPECT_THAT(text, ::testing::AllOf(HasSubstr("x data parallel 2 x tensor 2 (each inside a node)"),
+                                     HasSubstr("share layers"), HasSubstr("a rank, to those that share its layers")));
+}
+
+TEST(SimulateTensor, SaysWhetherTheAxisLiesInsideANode) {
+  const auto inside = [](int64_t ranks_per_node) {
+    SimulateOptions options = shared_layers(6);
+    options.ranks_per_node = ranks_per_node;
+    options.link_gbps = 8e-9;
+    EXPECT_THAT(output_of(two_ranks_a_layer(), options, /*as_json=*/false),
+                HasSubstr(ranks_per_node % 2 == 0 ? "(each inside a node)" : "(across nodes)"));
+    return json::parse(output_of(two_ranks_a_layer(), options))["tensor_inside_node"].get<bool>();
+  };
+  EXPECT_TRUE(inside(2));
+  EXPECT_TRUE(inside(6));
+  EXPECT_FALSE(inside(1));
+  EXPECT_FALSE(inside(3)) << "the second axis";
 }
 
 }  // namespace

@@ -47,6 +47,7 @@ TEST(SplitParameters, EachPatternAndItsCut) {
   EXPECT_THAT(
       outcome.out,
       AllOf(HasSubstr("4 (data parallel 2 x tensor 2)"), HasSubstr("Parameters over 2 ranks"),
+            HasSubstr("inside a host where hosts have a multiple of 2 ranks"),
             HasSubstr("h.*.attn.qkv.weight   2 x [96, 32]   dimension 0 in blocks of 32, 32, 32  column, by its name"),
             HasSubstr("row, by its name"), HasSubstr("a bias is added once"), HasSubstr("no rule matches"),
             HasSubstr("vocabulary, by vocab_parallel_lm_head"), HasSubstr("unknown: --tokens N")));

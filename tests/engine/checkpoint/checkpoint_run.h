@@ -65,7 +65,7 @@ inline nlohmann::ordered_json carried_config(int stage, int world) {
 // Trains until `steps` optimizer steps are done in all. Returns the float32 weights.
 inline State train_until(Engine& engine, CarriedNet& model, int64_t steps) {
   while (engine.global_steps() < steps) {
-    engine.backward(model->loss(rows_of(engine.global_steps(), engine.global_rank(), engine.world_size())));
+    engine.backward(model->loss(rows_of(engine.global_steps(), engine.communicator().rank(), engine.dp_world_size())));
     engine.step();
   }
   return copy_of(engine.fp32_state_dict());

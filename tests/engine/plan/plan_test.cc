@@ -11,6 +11,7 @@ namespace {
 
 using nlohmann::ordered_json;
 using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::ThrowsMessage;
@@ -39,6 +40,21 @@ TEST(Plan, SaysHowGradientsAreAveraged) {
   EXPECT_THAT(to_table(plan_of(ordered_json::object())), Not(HasSubstr("averaging")));
   const std::string sum = to_table(plan_of({{"gradient_allreduce_op", "sum"}, {"gradient_predivide_factor", 2.0}}));
   EXPECT_THAT(sum, AllOf(HasSubstr("gradient_predivide_factor"), HasSubstr("sum divides by nothing")));
+}
+
+// Sums of every layer go along it.
+TEST(Plan, SaysWhetherATensorAxisLiesInsideAHost) {
+  const auto plan = [](std::optional<bool> inside) {
+    const ordered_json config = {{"train_micro_batch_size_per_gpu", 2}, {"tensor_parallel", {{"autotp_size", 2}}}};
+    return make_plan(config::parse(config, {.world_size = 4}), {.world_size = 4, .dp = 2, .tensor = 2},
+                     {.tensor_inside_host = inside});
+  };
+  EXPECT_THAT(to_table(plan(true)), HasSubstr("each axis lies inside a host"));
+  EXPECT_THAT(to_table(plan(std::nullopt)), HasSubstr("where hosts have a multiple of 2 ranks"));
+  EXPECT_TRUE(plan(true).warnings.empty());
+  EXPECT_THAT(to_table(plan(false)), HasSubstr("axes lie across hosts"));
+  EXPECT_THAT(plan(false).warnings, ElementsAre(AllOf(HasSubstr("tensor_parallel.autotp_size: 2"),
+                                                      HasSubstr("a size that divides the ranks of a host"))));
 }
 
 TEST(Plan, KeysOfAnOffloadThatIsNone) {

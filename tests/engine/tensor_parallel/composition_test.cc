@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "tests/engine/tensor_parallel/split_training.h"
+#include "tests/support/grid.h"
 
 namespace ds::engine {
 namespace {
@@ -43,36 +44,36 @@ TEST(TensorParallelWith, SecondaryCopies) {
   expect_same_as_plain({.data = 4, .stage = 3, .more = {{"zero_optimization", {{"zero_hpz_partition_size", 2}}}}});
 }
 
-// Against one process and the same precision.
-Curve of_one_rank(GptRun run) {
-  run.tensor = 1;
-  Curve curve;
-  test::run_ranks(run.world(), [&](comm::Communicator& world) {
-    const auto net = run.make();
-    const auto engine = run.start(world, net).engine;
-    const Curve own = run.train(*engine, *net);
-    if (world.rank() == 0) curve = own;
-  });
-  return curve;
-}
-
-void expect_same_as_one_rank(const GptRun& run, double losses, double norms) {
-  const Curve expected = of_one_rank(run);
-  test::run_ranks(run.world(), [&](comm::Communicator& world) {
-    const auto net = run.make();
-    const auto engine = run.start(world, net).engine;
-    expect_same(run.train(*engine, *net), expected, losses, norms);
-  });
-}
-
 TEST(TensorParallelWith, BFloat16) {
   expect_same_as_one_rank({.data = 2, .stage = 3, .more = {{"bf16", {{"enabled", true}}}}}, 5e-3, 5e-2);
   expect_same_as_one_rank({.data = 2, .stage = 1, .more = {{"bf16", {{"enabled", true}}}}}, 5e-3, 5e-2);
 }
 
 TEST(TensorParallelWith, Float16AndALossScale) {
-  expect_same_as_one_rank({.data = 2, .stage = 2, .more = {{"fp16", {{"enabled", true}, {"initial_scale_power", 10}}}}},
-                          5e-3, 5e-2);
+  for (const auto& [tensor, stage, sequences] :
+       test::grid_sample(2, std::vector{2, 4}, std::vector{0, 1, 2, 3}, std::vector{false, true})) {
+    SCOPED_TRACE(testing::Message() << "tensor " << tensor << ", stage " << stage << ", sequences " << sequences);
+    GptRun run{.tensor = tensor, .data = 4 / tensor, .stage = stage, .model = small_gpt(/*tied=*/sequences)};
+    run.more["fp16"] = {{"enabled", true}, {"initial_scale_power", 10}};
+    run.more["tensor_parallel"]["sequence_parallel"] = sequences;
+    expect_same_as_one_rank(run, 5e-3, 5e-2);
+  }
+}
+
+// All ranks of the axis skip the same steps: the scale is too large at first.
+TEST(TensorParallelWith, Float16ThatOverflows) {
+  GptRun run{.stage = 1, .steps = 4};
+  run.more["fp16"] = {{"enabled", true}, {"initial_scale_power", 24}, {"hysteresis", 1}};
+  test::run_ranks(run.world(), [&](comm::Communicator& world) {
+    const auto net = run.make();
+    const auto engine = run.start(world, net).engine;
+    run.train(*engine, *net);
+    EXPECT_GT(engine->skipped_steps(), 0);
+    at::Tensor facts = at::tensor({engine->loss_scale(), static_cast<double>(engine->skipped_steps())}, at::kDouble);
+    const at::Tensor own = facts.clone();
+    world.all_reduce(facts).wait();
+    EXPECT_TRUE(at::equal(facts, own * world.size())) << "all ranks have the same";
+  });
 }
 
 TEST(TensorParallelWith, Autocast) {
@@ -87,6 +88,17 @@ TEST(TensorParallelWith, OneBitAdamBeforeTheFreezeAndAfter) {
               {"optimizer", {{"type", "OneBitAdam"}, {"params", {{"lr", 1e-3}, {"freeze_step", 4}}}}}};
   expect_same_as_one_rank(run, 5e-6, 2e-5);
   run.steps = 12;
+  expect_same_as_one_rank(run, 1e-2, 0.2);
+}
+
+// While all steps exchange whole gradients, and when few do.
+TEST(TensorParallelWith, ZeroOneAdamBeforeTheFreezeAndAfter) {
+  GptRun run{.data = 2, .stage = 0, .steps = 10};
+  run.more = {{"gradient_clipping", 0.0},
+              {"optimizer", {{"type", "ZeroOneAdam"}, {"params", {{"lr", 1e-3}, {"var_freeze_step", 100}}}}}};
+  expect_same_as_one_rank(run, 5e-6, 2e-5);
+  run.steps = 14;
+  run.more["optimizer"]["params"]["var_freeze_step"] = 4;
   expect_same_as_one_rank(run, 1e-2, 0.2);
 }
 

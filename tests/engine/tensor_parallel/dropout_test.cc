@@ -12,6 +12,7 @@
 #include <cmath>
 #include <vector>
 
+#include "dsengine/activation_checkpoint.h"
 #include "dsengine/engine.h"
 #include "dsengine/init_distributed.h"
 #include "tests/comm/meeting/launcher_environment.h"
@@ -78,24 +79,35 @@ Curve plain(int data) {
   return curve;
 }
 
-void expect_masks_of_one_process(const ds::testing::ProcessRank& ranks, int tensor, int stage) {
+struct DropoutCell {
+  int tensor = 2;
+  int stage = 0;
+  bool regions = false;    // forward is computed again in backward, its input is cut over the axis
+  bool sequences = false;  // Megatron's sequence parallelism: masks of parts of the rows
+};
+
+void expect_masks_of_one_process(const ds::testing::ProcessRank& ranks, const DropoutCell& cell) {
   at::set_num_threads(1);
   const comm::Rendezvous meeting = ranks.meet();
   test::set_launcher_environment(meeting);
-  const nlohmann::json config = {{"train_micro_batch_size_per_gpu", 4},
-                                 {"gradient_clipping", 0.5},
-                                 {"seed", kSeed},
-                                 {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}, {"weight_decay", 0.01}}}}},
-                                 {"zero_optimization", {{"stage", stage}, {"stage3_param_persistence_threshold", 0}}},
-                                 {"tensor_parallel", {{"autotp_size", tensor}}},
-                                 {"log_level", "warning"}};
+  const nlohmann::json config = {
+      {"train_micro_batch_size_per_gpu", 4},
+      {"gradient_clipping", 0.5},
+      {"seed", kSeed},
+      {"optimizer", {{"type", "AdamW"}, {"params", {{"lr", 1e-3}, {"weight_decay", 0.01}}}}},
+      {"zero_optimization", {{"stage", cell.stage}, {"stage3_param_persistence_threshold", 0}}},
+      {"tensor_parallel", {{"autotp_size", cell.tensor}, {"sequence_parallel", cell.sequences}}},
+      {"activation_checkpointing", {{"partition_activations", cell.regions}}},
+      {"log_level", "warning"}};
   const auto net = std::make_shared<Net>();
   using enum parallel::Style;
   const auto engine =
       initialize({.model = net, .config = config, .split = {{"first", kColumn}, {"second", kRow}}}).engine;
   Curve found;
   for (int64_t step = 0; step < kSteps; ++step) {
-    const at::Tensor loss = net->loss(batch(step, engine->communicator().rank()));
+    const at::Tensor x = batch(step, engine->communicator().rank());
+    const auto forward = [net](const at::Tensor& input) { return net->loss(input); };
+    const at::Tensor loss = cell.regions ? recompute::checkpoint(forward, x) : forward(x);
     at::Tensor mean = engine->backward(loss).to(at::kDouble).view({1}) / engine->dp_world_size();
     engine->step();
     if (engine->dp_world_size() > 1) engine->communicator().all_reduce(mean).wait();
@@ -110,8 +122,14 @@ void expect_masks_of_one_process(const ds::testing::ProcessRank& ranks, int tens
   engine->world().barrier();
 }
 
-DS_PROCESS_TEST(TensorParallelDropout, OverTwoRanks, 2) { expect_masks_of_one_process(ranks, 2, 0); }
-DS_PROCESS_TEST(TensorParallelDropout, OverTwoRanksTwice, 4) { expect_masks_of_one_process(ranks, 2, 3); }
+DS_PROCESS_TEST(TensorParallelDropout, OverTwoRanks, 2) { expect_masks_of_one_process(ranks, {}); }
+DS_PROCESS_TEST(TensorParallelDropout, OverTwoRanksTwice, 4) { expect_masks_of_one_process(ranks, {.stage = 3}); }
+DS_PROCESS_TEST(TensorParallelDropout, InRegions, 2) {
+  expect_masks_of_one_process(ranks, {.stage = 1, .regions = true});
+}
+DS_PROCESS_TEST(TensorParallelDropout, InRegionsOfPartsOfSequences, 4) {
+  expect_masks_of_one_process(ranks, {.tensor = 4, .stage = 3, .regions = true, .sequences = true});
+}
 
 }  // namespace
 }  // namespace ds::engine

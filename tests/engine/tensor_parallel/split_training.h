@@ -37,6 +37,7 @@ inline std::vector<parallel::SplitRule> gpt_rules(const gpt::GptConfig& config) 
 
 struct GptBatch {
   at::Tensor tokens, targets;
+  GptBatch to(at::Device device) const { return {tokens.to(device), targets.to(device)}; }
 };
 
 // Of formulas: torch's global generator is shared by ranks that are threads.
@@ -60,6 +61,7 @@ struct GptRun {
   gpt::GptConfig model = small_gpt();
   nlohmann::json more = nlohmann::json::object();  // merged into the ds_config
   bool float64 = false;
+  std::string device = "";  // empty: the CPU
 
   nlohmann::json config() const {
     nlohmann::json zero = {{"stage", stage}, {"reduce_bucket_size", 5000}};
@@ -110,6 +112,7 @@ struct GptRun {
                        .config = config(),
                        .split = gpt_rules(model),
                        .communicator = {std::shared_ptr<void>(), &world},
+                       .device = device,
                        .seed_generators = false});
   }
 
@@ -119,12 +122,13 @@ struct GptRun {
     for (int step = 0; step < steps; ++step) {
       double sum = 0;
       for (int micro = step * accumulation; micro < (step + 1) * accumulation; ++micro) {
-        const GptBatch batch = gpt_batch(micro, engine.communicator().rank(), model);
+        const GptBatch batch = gpt_batch(micro, engine.communicator().rank(), model).to(engine.device());
         const at::Tensor loss = net.forward(batch.tokens, batch.targets);
         sum += engine.backward(loss).item<double>();
         engine.step();
       }
-      at::Tensor mean = at::scalar_tensor(sum / engine.dp_world_size(), at::kDouble).view({1});
+      at::Tensor mean =
+          at::full({1}, sum / engine.dp_world_size(), at::TensorOptions(engine.device()).dtype(at::kDouble));
       if (engine.dp_world_size() > 1) engine.communicator().all_reduce(mean).wait();
       curve.losses.push_back(mean.item<double>());
       curve.norms.push_back(engine.get_global_grad_norm().value_or(-1));
@@ -155,6 +159,28 @@ inline void expect_same_as_plain(const GptRun& run, double losses = 5e-6, double
     const Curve found = run.train(*engine, *net);
     expect_same(found, expected, losses, norms);
     EXPECT_TRUE(engine->joined_operators().empty());
+  });
+}
+
+// Against one process and the same precision.
+inline Curve of_one_rank(GptRun run) {
+  run.tensor = 1;
+  Curve curve;
+  test::run_ranks(run.world(), [&](comm::Communicator& world) {
+    const auto net = run.make();
+    const auto engine = run.start(world, net).engine;
+    const Curve own = run.train(*engine, *net);
+    if (world.rank() == 0) curve = own;
+  });
+  return curve;
+}
+
+inline void expect_same_as_one_rank(const GptRun& run, double losses, double norms) {
+  const Curve expected = of_one_rank(run);
+  test::run_ranks(run.world(), [&](comm::Communicator& world) {
+    const auto net = run.make();
+    const auto engine = run.start(world, net).engine;
+    expect_same(run.train(*engine, *net), expected, losses, norms);
   });
 }
 
