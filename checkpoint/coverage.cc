@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "checkpoint/block_checksum.h"
+#include "checkpoint/stored_file.h"
 #include "core/check.h"
 
 namespace ds::checkpoint {
@@ -89,6 +90,8 @@ void require_complete(const Index& index, const std::string& where) {
     const std::string here = cat(where, ": ", file);
     require<IoError>(record.header_bytes <= record.bytes, here, ": a header of ", record.header_bytes,
                      " bytes in a file of ", record.bytes);
+    require<IoError>(record.header_bytes <= kMostIndexBytes, here, ": a header of ", record.header_bytes,
+                     " bytes, expected at most ", kMostIndexBytes);
     for (const Piece& piece : record.pieces) {
       const auto tensor = index.tensors.find(piece.path);
       require<IoError>(tensor != index.tensors.end(), here, " holds a piece of \"", piece.path,

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "checkpoint/block_checksum.h"
+#include "checkpoint/file_in_folder.h"
 #include "checkpoint/index.h"
 #include "checkpoint/source/part_reader.h"
 #include "checkpoint/stored_file.h"
@@ -24,9 +25,10 @@ class FolderSource final : public Source, public PartReader {
  public:
   explicit FolderSource(const std::string& folder) : folder_(folder) {
     const std::filesystem::path place(folder);
-    index_ = index_from(read_text((place / kIndexName).string()), (place / kIndexName).string());
+    const std::string index = (place / kIndexName).string();
+    index_ = index_from(read_text(index), index);
     for (const auto& [name, record] : index_.files) {
-      File& file = files_.emplace(name, File{StoredFile((place / name).string()), &record}).first->second;
+      File& file = files_.emplace(name, File{StoredFile(file_in_folder(folder, name, index)), &record}).first->second;
       require<IoError>(file.stored.bytes() == record.bytes, file.stored.path(), ": expected ", record.bytes,
                        " bytes, found ", file.stored.bytes(), file.stored.bytes() < record.bytes ? ": truncated" : "");
       for (const Piece& piece : record.pieces) {

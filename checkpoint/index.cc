@@ -7,9 +7,11 @@
 
 #include "checkpoint/block_checksum.h"
 #include "checkpoint/coverage.h"
+#include "checkpoint/file_in_folder.h"
 #include "core/check.h"
 #include "core/json_depth.h"
 #include "core/safetensors.h"
+#include "core/shown_text.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -37,8 +39,10 @@ TensorInfo tensor_from(const json& value, const std::string& where) {
   tensor.sizes = value.at("shape").get<std::vector<int64_t>>();
   int64_t numel = 1;
   for (const int64_t size : tensor.sizes) {
-    require<IoError>(size >= 0 && !__builtin_mul_overflow(numel, size, &numel) && numel < kMostElements, where,
-                     ": shape ", value.at("shape"), " is none of a tensor");
+    // Strides are computed without sizes of 0.
+    require<IoError>(size >= 0 && !__builtin_mul_overflow(numel, std::max<int64_t>(size, 1), &numel) &&
+                         numel < kMostElements,
+                     where, ": shape ", value.at("shape"), " is none of a tensor");
   }
   tensor.frozen = value.value("frozen", false);
   return tensor;
@@ -142,7 +146,7 @@ void add_table(Index& index, const json& table, const std::string& where) {
                        "\" is described in two ways: ", lazy([&] { return tensor_to_json(known); }), " and ", value);
     }
     for (const auto& [name, value] : table.at("files").items()) {
-      require<IoError>(!name.empty() && name.find('/') == std::string::npos, where, ": file \"", name,
+      require<IoError>(is_plain_file_name(name), where, ": file \"", shown_text(name),
                        "\": expected a name without folders");
       const bool is_new = index.files.emplace(name, file_from(value, cat(where, ": ", name))).second;
       require<IoError>(is_new, where, ": file ", name, " is there twice");

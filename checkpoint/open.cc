@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <vector>
 
 #include "checkpoint/deepspeed/deepspeed_source.h"
 #include "checkpoint/folder_source.h"
 #include "checkpoint/format.h"
 #include "checkpoint/index.h"
+#include "checkpoint/tag_folder.h"
 #include "checkpoint/torch_weights.h"
 #include "checkpoint/weight_files.h"
 #include "core/check.h"
@@ -43,7 +43,10 @@ std::string advice_on_tags(const fs::path& folder) {
     }
   }
   std::string latest;
-  std::ifstream(folder / "latest") >> latest;
+  try {
+    latest = read_latest(folder.string()).value_or("");
+  } catch (const IoError&) {  // no help to anybody
+  }
   if (tags.empty() && latest.empty()) return {};
   if (latest.empty()) return cat(": a folder of checkpoints; name one of its tags: ", listed(tags));
   return cat(": a folder of checkpoints; name one of its tags, the latest is ", (folder / latest).string(),

@@ -20,7 +20,7 @@ StoredFile::StoredFile(std::string path) : path_(std::move(path)) {
 }
 
 void StoredFile::read(uint64_t position, void* to, size_t bytes) {
-  if (!descriptor_.valid()) descriptor_ = UniqueFd(::open(path_.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!descriptor_.valid()) descriptor_ = UniqueFd(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   require_system<IoError>(descriptor_.valid(), path_, ": cannot read");
   auto* next = static_cast<char*>(to);
   while (bytes > 0) {
@@ -34,8 +34,9 @@ void StoredFile::read(uint64_t position, void* to, size_t bytes) {
   }
 }
 
-std::string read_text(const std::string& path) {
+std::string read_text(const std::string& path, uint64_t most) {
   StoredFile file(path);
+  require<IoError>(file.bytes() <= most, path, ": expected at most ", most, " bytes, found ", file.bytes());
   std::string text(file.bytes(), '\0');
   file.read(0, text.data(), text.size());
   return text;

@@ -30,7 +30,10 @@ class StoredFile {
   UniqueFd descriptor_;
 };
 
-// All of a small file. Throws IoError.
-std::string read_text(const std::string& path);
+// More than any index has, and its header: what claims to be more is damaged, or made to fill the memory.
+inline constexpr uint64_t kMostIndexBytes = uint64_t{1} << 30;
+
+// All of a small file. Throws IoError, also for one of more than `most` bytes.
+std::string read_text(const std::string& path, uint64_t most = kMostIndexBytes);
 
 }  // namespace ds::checkpoint

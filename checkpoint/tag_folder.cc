@@ -29,6 +29,7 @@ namespace fs = std::filesystem;
 constexpr const char* kLatest = "latest";
 constexpr const char* kIncomplete = ".incomplete";
 constexpr const char* kReplaced = ".replaced";
+constexpr uint64_t kLongestTag = 4096;  // of a file system, and more
 
 std::string hidden_path(const std::string& save_dir, const std::string& name, const char* ending) {
   return (fs::path(save_dir) / cat(".", name, ending)).string();
@@ -185,7 +186,7 @@ void abandon_tag(const TagSave& save) noexcept { remove_folder(save.incomplete);
 std::optional<std::string> read_latest(const std::string& save_dir) {
   const std::string path = tag_path(save_dir, kLatest);
   if (!there(path)) return std::nullopt;
-  std::string tag = read_text(path);
+  std::string tag = read_text(path, kLongestTag);
   while (!tag.empty() && (tag.back() == '\n' || tag.back() == '\r')) tag.pop_back();
   return tag;
 }

@@ -5,6 +5,7 @@
 #include <fstream>
 #include <map>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "checkpoint/deepspeed/stored_tensors.h"
@@ -102,6 +103,8 @@ bool is_torch_file(const std::string& path) {
   for (const std::string_view name : kNames) {
     if (extension == name) return true;
   }
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error)) return false;  // to open a pipe waits for its writer
   std::array<char, 4> begin = {};
   std::ifstream in(path, std::ios::binary);
   in.read(begin.data(), begin.size());

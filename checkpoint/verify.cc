@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "checkpoint/block_checksum.h"
+#include "checkpoint/file_in_folder.h"
 #include "checkpoint/index.h"
 #include "checkpoint/stored_file.h"
 #include "core/check.h"
@@ -14,7 +15,7 @@ namespace {
 void verify_file(const std::string& folder, const std::string& name, const Index& index, const FileRecord& record,
                  std::vector<Damage>& damages) {
   try {
-    StoredFile file((std::filesystem::path(folder) / name).string());
+    StoredFile file(file_in_folder(folder, name, kIndexName));
     if (file.bytes() != record.bytes) {
       damages.push_back({name, "", cat("expected ", record.bytes, " bytes, found ", file.bytes())});
       if (file.bytes() < record.header_bytes) return;

@@ -15,7 +15,7 @@ namespace ds {
 
 AtomicFile::AtomicFile(std::string path) : path_(std::move(path)), temporary_(cat(path_, ".", getpid(), ".tmp")) {
   require<IoError>(!std::filesystem::is_directory(path_), path_, ": cannot write: this is a folder; name a file");
-  descriptor_ = UniqueFd(open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  descriptor_ = UniqueFd(open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0666));
   if (!descriptor_.valid()) fail("cannot write", errno);
 }
 

@@ -13,7 +13,8 @@
 namespace ds {
 
 MappedFile::MappedFile(const std::string& path) {
-  const UniqueFd descriptor(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  // Without O_NONBLOCK opening a fifo would wait for a writer.
+  const UniqueFd descriptor(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   require_system<IoError>(descriptor.valid(), path, ": cannot open");
   struct stat status {};
   require<IoError>(fstat(descriptor.get(), &status) == 0 && S_ISREG(status.st_mode), path, ": expected a regular file");

@@ -78,14 +78,14 @@ bool is_list_of_naturals(const json& value) {
          });
 }
 
-// Bytes of a tensor, or nothing when they do not fit an int64.
+// Bytes of a tensor, or nothing when they do not fit an int64; nor may they without sizes of 0, for strides are computed
+// without these.
 std::optional<uint64_t> bytes_of(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
-  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return 0;
   auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
   for (const int64_t size : sizes) {
-    if (__builtin_mul_overflow(bytes, size, &bytes)) return std::nullopt;
+    if (__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes)) return std::nullopt;
   }
-  return static_cast<uint64_t>(bytes);
+  return std::find(sizes.begin(), sizes.end(), 0) != sizes.end() ? 0 : static_cast<uint64_t>(bytes);
 }
 
 SafetensorsFile::Entry parse_entry(const std::string& where, const std::string& name, const json& value) {

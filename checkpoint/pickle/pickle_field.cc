@@ -1,5 +1,7 @@
 #include "checkpoint/pickle/pickle_field.h"
 
+#include <algorithm>
+
 #include "core/check.h"
 
 namespace ds::checkpoint {
@@ -76,7 +78,9 @@ std::vector<int64_t> PickleField::sizes() const {
   for (size_t dim = 0; dim < size(); ++dim) {
     const PickleField field = item(dim);
     result.push_back(field.integer());
-    if (result.back() < 0 || __builtin_mul_overflow(product, result.back(), &product)) expected("sizes of a tensor");
+    // Strides are computed without sizes of 0.
+    const int64_t size = std::max<int64_t>(result.back(), 1);
+    if (result.back() < 0 || __builtin_mul_overflow(product, size, &product)) expected("sizes of a tensor");
   }
   return result;
 }

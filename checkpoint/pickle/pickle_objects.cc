@@ -5,6 +5,9 @@
 #include <memory>
 #include <utility>
 
+#include "checkpoint/pickle/known_callables.h"
+#include "core/shown_text.h"
+
 namespace ds::checkpoint {
 namespace {
 
@@ -56,25 +59,32 @@ void PickleObjects::spend(size_t parts) {
   cursor_.check(copied_ <= 1024 + 16 * cursor_.size(), "it repeats its values too often");
 }
 
+void PickleObjects::require_known(const std::string& name) const {
+  if (is_known_callable(name)) return;
+  cursor_.fail(cat("it asks its reader to call ", shown_text(name),
+                   ", which is none of the classes and functions that torch, DeepSpeed, numpy and plain Python values "
+                   "need; nothing was run. If you trust the file, load it in Python and save plain values and tensors"));
+}
+
 PickleValue* PickleObjects::call(const PickleValue& function, const PickleValue& arguments) {
+  cursor_.check(function.is(PickleKind::kClass), "a call of what is no class or function");
   const std::string& name = function.text;
   const PickleItems& items = arguments.items;
-  if (function.is(PickleKind::kClass)) {
-    if (name == "torch._utils._rebuild_tensor_v2" || name == "torch._utils._rebuild_tensor") return tensor(items);
-    if (name == "torch._utils._rebuild_parameter" || name == "torch._utils._rebuild_parameter_with_state") {
-      cursor_.check(!items.empty() && items[0]->is(PickleKind::kTensor), "a parameter without a tensor");
-      return const_cast<PickleValue*>(items[0]);  // of this machine's own values
-    }
-    // (function, type, arguments, state): of a tensor that has attributes.
-    if (name == "torch._tensor._rebuild_from_type_v2" && items.size() >= 3 && items[2]->is(PickleKind::kTuple) &&
-        items[0]->is(PickleKind::kClass) && items[0]->text != name) {
-      return call(*items[0], *items[2]);
-    }
-    if (PickleValue* plain = plain_container(name, items)) return plain;
-    if (name == "_codecs.encode" && !items.empty() && items[0]->is(PickleKind::kString)) return latin1_bytes(*items[0]);
-    if (name == "copyreg._reconstructor" && !items.empty() && items[0]->is(PickleKind::kClass)) {
-      return object(items[0]->text, {items.begin() + 1, items.end()});
-    }
+  require_known(name);
+  if (name == "torch._utils._rebuild_tensor_v2" || name == "torch._utils._rebuild_tensor") return tensor(items);
+  if (name == "torch._utils._rebuild_parameter" || name == "torch._utils._rebuild_parameter_with_state") {
+    cursor_.check(!items.empty() && items[0]->is(PickleKind::kTensor), "a parameter without a tensor");
+    return const_cast<PickleValue*>(items[0]);  // of this machine's own values
+  }
+  // (function, type, arguments, state): of a tensor that has attributes.
+  if (name == "torch._tensor._rebuild_from_type_v2" && items.size() >= 3 && items[2]->is(PickleKind::kTuple) &&
+      items[0]->is(PickleKind::kClass) && items[0]->text != name) {
+    return call(*items[0], *items[2]);
+  }
+  if (PickleValue* plain = plain_container(name, items)) return plain;
+  if (name == "_codecs.encode" && !items.empty() && items[0]->is(PickleKind::kString)) return latin1_bytes(*items[0]);
+  if (name == "copyreg._reconstructor" && !items.empty() && items[0]->is(PickleKind::kClass)) {
+    return object(items[0]->text, {items.begin() + 1, items.end()});
   }
   return object(name, items);
 }

@@ -1,5 +1,6 @@
 // The objects of a pickle: what the standard library and torch put plain values and tensors together with becomes
-// these, all others stay names with arguments. Nothing is run.
+// these, objects of other classes stay names with their state, and a call of anything unknown is refused. Nothing is
+// run.
 #pragma once
 
 #include <deque>
@@ -22,11 +23,13 @@ class PickleObjects {
   PickleValue* make(PickleKind kind);
   // module.name
   std::string class_name(const std::string& module, const std::string& name) const;
-  // What the call of a class or function with a tuple of arguments gives.
+  // What the call of a class or function with a tuple of arguments gives. Throws for one that is not known
+  // (checkpoint/pickle/known_callables.h).
   PickleValue* call(const PickleValue& function, const PickleValue& arguments);
   // What a class makes of a tuple of arguments by __new__.
   PickleValue* made_new(const PickleValue& type, const PickleValue& arguments);
   PickleValue* object(const std::string& type, PickleItems arguments);
+  void require_known(const std::string& name) const;
   // The storage that a persistent id ("storage", class, key, location, numel) stands for.
   PickleValue* storage(const PickleValue& id);
 

@@ -272,6 +272,7 @@ class PickleMachine {
       case kInst: {
         const std::string module = cursor_.take_line();
         const std::string type = objects_.class_name(module, cursor_.take_line());
+        objects_.require_known(type);
         stack_.push(objects_.object(type, stack_.pop_to_mark()));
         return true;
       }
@@ -279,6 +280,7 @@ class PickleMachine {
         PickleItems items = stack_.pop_to_mark();
         cursor_.check(!items.empty() && items[0]->is(PickleKind::kClass), "an object of what is no class");
         const std::string type = items[0]->text;
+        objects_.require_known(type);
         items.erase(items.begin());
         stack_.push(objects_.object(type, std::move(items)));
         return true;

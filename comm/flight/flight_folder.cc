@@ -1,5 +1,8 @@
 #include "comm/flight/flight_folder.h"
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
@@ -66,10 +69,23 @@ void remove_old(const fs::path& base) {
   }
 }
 
+// Where everybody may write, somebody else may have made the folder that all of this user's jobs share, and could put
+// links into it. The one that a user names is his own matter.
+bool is_of_somebody_else(const fs::path& shared) {
+  struct stat status {};
+  return lstat(shared.c_str(), &status) == 0 && (!S_ISDIR(status.st_mode) || status.st_uid != geteuid());
+}
+
 }  // namespace
 
 std::string make_flight_folder(const std::string& base, const std::string& job) {
-  const fs::path folder = fs::path(base.empty() ? flight_base(process_environment) : base) / job;
+  const fs::path shared = base.empty() ? flight_base(process_environment) : base;
+  const fs::path folder = shared / job;
+  if (base.empty() && !process_environment(kFlightFolderVariable) && is_of_somebody_else(shared)) {
+    log::warning("flight records stay in memory: ", shared.string(), " is a link, or another user's; ",
+                 "set flight_recorder.folder or DS_FLIGHT_FOLDER to a folder of your own");
+    return "";
+  }
   std::error_code error;
   fs::create_directories(folder, error);
   if (!error) fs::permissions(folder, fs::perms::owner_all, error);

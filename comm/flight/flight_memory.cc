@@ -29,8 +29,8 @@ bool lock(int descriptor) { return flock(descriptor, LOCK_EX | LOCK_NB) == 0 || 
 
 UniqueFd open_locked(const std::string& file) {
   for (;;) {
-    UniqueFd descriptor(open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-    require_system<IoError>(descriptor.valid(), file, ": cannot be made");
+    UniqueFd descriptor(open(file.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600));
+    require_system<IoError>(descriptor.valid(), file, ": cannot be made, or is a link, which may lead anywhere");
     const bool in_use = !lock(descriptor.get());
     if (!in_use && leads_to(file, descriptor.get())) return descriptor;
     require<FlightFileInUse>(!in_use, file, ": is the flight record of a job that still runs");

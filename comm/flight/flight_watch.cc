@@ -15,6 +15,7 @@
 #include "comm/flight/flight_watch_state.h"
 #include "comm/meeting/process_state.h"
 #include "comm/meeting/quiet_store.h"
+#include "comm/meeting/strangers.h"
 #include "core/check.h"
 #include "core/flight_job.h"
 #include "core/log.h"
@@ -140,6 +141,7 @@ void FlightWatch::State::exchange() {
   }
   const FlightLog own = show_board();
   if (rank == 0) {
+    look_for_strangers();
     read_boards();
     judge();
   } else {
@@ -152,6 +154,16 @@ void FlightWatch::State::exchange() {
     while (store->check({alarm_key(alarms_seen + 1)})) answer(++alarms_seen);
     if (store->check({kVerdict})) obey(to_text(store->get(kVerdict)));
   }
+}
+
+// Once: who comes again and again would fill the log.
+void FlightWatch::State::look_for_strangers() {
+  if (!has_secret || stranger_told) return;
+  auto& inside = dynamic_cast<c10d::PrefixStore&>(*dynamic_cast<c10d::PrefixStore&>(*store).getUnderlyingStore());
+  const std::string stranger = take_stranger(*inside.getUnderlyingStore());
+  if (stranger.empty()) return;
+  stranger_told = true;
+  log::warning("a process at ", stranger, " came to this job without its secret, and was not let in. This is said once");
 }
 
 // The stack of a rank that waits in a collective says nothing new.
@@ -303,6 +315,7 @@ FlightWatch::FlightWatch(const Rendezvous& meeting, Communicator& world, const F
   state_ = std::make_shared<State>();
   state_->meeting = meeting.store;
   state_->store = store;
+  state_->has_secret = meeting.has_secret;
   state_->recorder = recorder_;
   state_->ranks = meeting.ranks;
   state_->rank = meeting.rank;

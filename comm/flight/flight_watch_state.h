@@ -98,6 +98,7 @@ struct FlightWatch::State {
     bool deaf = false;  // it lives, but its connection does not
   };
   std::vector<Peer> peers;
+  bool has_secret = false, stranger_told = false;
   flight::Clock::time_point next_comparison{};
   double next_report = 0;  // seconds of the running stall at which to say more; 0: none runs
 
@@ -126,6 +127,7 @@ struct FlightWatch::State {
   void answer(int alarm);
   FlightLog full_log();
   void listen_to_first(const FlightLog& own);
+  void look_for_strangers();
   void read_boards();
   void judge();
   void raise_alarm();

@@ -17,4 +17,7 @@ std::string host_name();
 // interface that reaches the meeting place is one that the other ranks can reach.
 std::string address_towards(const std::string& host);
 
+// Whether `host` is this machine alone, for everybody who reads it: "localhost", 127.0.0.0/8, ::1.
+bool is_loopback(const std::string& host);
+
 }  // namespace ds::comm

@@ -8,14 +8,17 @@
 #include <cerrno>
 #include <filesystem>
 #include <map>
-#include <nlohmann/json.hpp>
+#include <optional>
 
 #include "comm/meeting/host_identity.h"
 #include "comm/meeting/quiet_store.h"
 #include "comm/meeting/rendezvous_address.h"
+#include "comm/meeting/strangers.h"
 #include "comm/meeting/tcp_meeting.h"
 #include "core/check.h"
+#include "core/job_secret.h"
 #include "core/joined_file.h"
+#include "core/log.h"
 #include "core/system_call.h"
 #include "core/without_stack.h"
 
@@ -24,53 +27,33 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+using Secret = std::optional<JobSecret>;
 
 constexpr const char* kStoreEnded = "rank 0, which holds it, has most likely ended: look at its log first";
 
 std::string arrival_key(int rank) { return cat("arrival/", rank); }
 
-std::string arrival_text(const RankPlace& place, int world_size) {
-  return nlohmann::json{{"host", place.host_name},
-                        {"pid", place.process},
-                        {"domain", place.domain},
-                        {"address", place.address},
-                        {"world_size", world_size}}
-      .dump();
-}
-
-std::string text_of(const RankPlace& place) { return cat(place.host_name, ", pid ", place.process); }
-
-RankPlace read_arrival(const std::string& text, int rank, int world_size) {
-  const auto json = nlohmann::json::parse(text);
-  RankPlace place{json.at("host"), json.at("pid"), json.at("domain"), json.at("address")};
-  const int theirs = json.at("world_size");
-  require<CommError>(theirs == world_size, "rendezvous: rank ", rank, " (", lazy([&] { return text_of(place); }),
-                     ") expects a world of ", theirs, " ranks, this rank one of ", world_size,
-                     ". Set WORLD_SIZE to the same value everywhere");
-  return place;
-}
-
 // Registers this rank. A second claim of the same rank is an error for the one that comes later.
-void arrive(c10d::Store& store, const RankPlace& place, int rank, int world_size) {
+void arrive(c10d::Store& store, const RankPlace& place, int rank, int world_size, const Secret& secret) {
   const int64_t claims = store.add(cat("claims/", rank), 1);
   if (claims > 1) {
     std::string first = "another process";
     if (store.check({arrival_key(rank)})) {
-      first = text_of(read_arrival(store.get_to_str(arrival_key(rank)), rank, world_size));
+      first = text_of(read_arrival(store.get_to_str(arrival_key(rank)), rank, world_size, secret));
     }
     throw CommError(cat("rendezvous: rank ", rank, " was claimed twice: by ", first, " and by ", text_of(place),
                         ". Give every process its own RANK; a file of an earlier run must be deleted, another job "
                         "needs another port, and a job of torchrun that takes hosts in or out a new start"));
   }
-  store.set(arrival_key(rank), arrival_text(place, world_size));
+  store.set(arrival_key(rank), arrival_text(place, rank, world_size, secret));
 }
 
-std::string missing_ranks(c10d::Store& store, int world_size) {
+std::string missing_ranks(c10d::Store& store, int world_size, const Secret& secret) {
   std::string missing;
   std::string present;
   for (int r = 0; r < world_size; ++r) {
     if (store.check({arrival_key(r)})) {
-      const RankPlace place = read_arrival(store.get_to_str(arrival_key(r)), r, world_size);
+      const RankPlace place = read_arrival(store.get_to_str(arrival_key(r)), r, world_size, secret);
       present += cat(present.empty() ? "" : "; ", r, " (", text_of(place), ")");
     } else {
       missing += cat(missing.empty() ? "" : ", ", r);
@@ -81,9 +64,9 @@ std::string missing_ranks(c10d::Store& store, int world_size) {
 }
 
 // What the store says after it failed with `cause`.
-std::string ranks_after(const std::string& cause, c10d::Store& store, int world_size) {
+std::string ranks_after(const std::string& cause, c10d::Store& store, int world_size, const Secret& secret) {
   try {
-    return missing_ranks(store, world_size);
+    return missing_ranks(store, world_size, secret);
   } catch (const CommError&) {
     throw;
   } catch (const std::exception&) {
@@ -91,56 +74,76 @@ std::string ranks_after(const std::string& cause, c10d::Store& store, int world_
   }
 }
 
-[[noreturn]] void fail_waiting(const std::string& cause, const std::string& who, int world_size, milliseconds waited,
-                               milliseconds timeout) {
+[[noreturn]] void fail_waiting(const std::string& cause, const std::string& who, int world_size, bool has_secret,
+                               milliseconds waited, milliseconds timeout) {
   // The store failed before the time was up, or went away.
   if (waited < timeout - timeout / 10) {
     throw CommError(cat("rendezvous: this rank waited ", waited.count(), " ms for all of ", world_size,
                         " ranks, then the store failed: ", cause, "; ", who));
   }
   throw CommError(cat("rendezvous: not all of ", world_size, " ranks came within ", timeout.count(), " ms; ", who,
-                      ". Look whether those processes were started, with the same MASTER_ADDR and MASTER_PORT"));
+                      has_secret ? "; ranks without this rank's DS_JOB_SECRET do not count" : "", ". Look whether those processes were started, with the same MASTER_ADDR and MASTER_PORT"));
 }
 
 // `left`: what is left of `timeout`.
-std::vector<RankPlace> await_all(c10d::Store& store, int world_size, std::chrono::milliseconds left,
-                                 std::chrono::milliseconds timeout) {
+std::vector<RankPlace> await_all(c10d::Store& store, int world_size, const Secret& secret, milliseconds left,
+                                 milliseconds timeout) {
   std::vector<std::string> keys;
   for (int r = 0; r < world_size; ++r) keys.push_back(arrival_key(r));
   const auto begin = Clock::now();
   std::vector<RankPlace> ranks;
   try {
     store.wait(keys, left);
-    for (int r = 0; r < world_size; ++r) ranks.push_back(read_arrival(store.get_to_str(keys[r]), r, world_size));
+    for (int r = 0; r < world_size; ++r) {
+      ranks.push_back(read_arrival(store.get_to_str(keys[r]), r, world_size, secret));
+    }
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
     const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
     const std::string cause = without_stack(error.what());
-    fail_waiting(cause, ranks_after(cause, store, world_size), world_size, waited + (timeout - left), timeout);
+    fail_waiting(cause, ranks_after(cause, store, world_size, secret), world_size, secret.has_value(), waited + (timeout - left), timeout);
   }
   return ranks;
 }
 
-Rendezvous meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, const std::string& address,
-                Clock::time_point start, std::chrono::milliseconds timeout) {
+[[noreturn]] void fail_coming(int rank, const std::exception& error) {
+  throw CommError(cat("rendezvous: rank ", rank, " came to the store, which does not answer (",
+                      without_stack(error.what()), "): ", kStoreEnded));
+}
+
+// This rank, and what it comes with.
+struct Coming {
+  int rank = 0;
+  int world_size = 1;
+  std::string address;
+  Secret secret;
+};
+
+Rendezvous meet(const c10::intrusive_ptr<c10d::Store>& store, const Coming& coming, Clock::time_point start,
+                milliseconds timeout) {
+  const auto& [rank, world_size, address, secret] = coming;
   const RankPlace place{host_name(), ::getpid(), shared_memory_domain(), address};
   auto meeting = c10::make_intrusive<c10d::PrefixStore>("rendezvous", store);
   store->setTimeout(timeout);
   note_joined();
   const QuietStore quiet;  // waits at most until the others have come, or rank 0 has ended
   try {
-    arrive(*meeting, place, rank, world_size);
+    arrive(*meeting, place, rank, world_size, secret);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
-    throw CommError(cat("rendezvous: rank ", rank, " came to the store, which does not answer (",
-                        without_stack(error.what()), "): ", kStoreEnded));
+    fail_coming(rank, error);
   }
   const auto spent = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start);
   const auto left = std::max(timeout - spent, std::chrono::milliseconds(1));
-  Rendezvous result{.store = store, .rank = rank, .world_size = world_size, .timeout = timeout};
-  result.ranks = await_all(*meeting, world_size, left, timeout);
+  Rendezvous result{.store = store,
+                    .has_secret = secret.has_value(),
+                    .rank = rank,
+                    .world_size = world_size,
+                    .ranks = {},
+                    .timeout = timeout};
+  result.ranks = await_all(*meeting, world_size, secret, left, timeout);
   for (const auto& host : result.hosts()) {
     const auto own = std::find(host.begin(), host.end(), rank);
     if (own == host.end()) continue;
@@ -148,6 +151,55 @@ Rendezvous meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int worl
     result.local_world_size = static_cast<int>(host.size());
   }
   return result;
+}
+
+constexpr milliseconds kRankZeroSpeaks{5000};
+
+// Said once, by rank 0, where others than this machine's processes may come.
+void tell_that_there_is_none(const RendezvousAddress& address) {
+  if (is_loopback(address.host)) return;
+  log::info("this job has no secret (", kJobSecretVariable, " is not set): whoever reaches ", address.host, ":",
+            address.port, " may come in its place. ds-launch makes one; with srun, mpirun or torchrun set it for all ",
+            "ranks, as docs/security.md says");
+}
+
+constexpr const char* kNoSecret =
+    "the job at the meeting place has a secret (DS_JOB_SECRET), and this process was started without it. Start it with "
+    "the ds-launch of that job; where srun, mpirun or a script starts the ranks, give all of them the same value, or none";
+
+// Whether this rank, which has no secret, is to stay outside.
+bool is_left_out(c10d::Store& outside, const RendezvousAddress& address, const std::string& own, milliseconds timeout) {
+  // Where rank 0 listens it is there, and says it at once. Where torchrun does, it may come much later.
+  const milliseconds limit = address.rank_zero_listens ? std::min(timeout, kRankZeroSpeaks) : milliseconds(0);
+  const RankPlace place{host_name(), ::getpid(), {}, own};
+  return come_without_secret(outside, arrival_text(place, address.rank, address.world_size, {}), limit);
+}
+
+// Over a store that anybody may reach who reaches its port.
+Rendezvous meet_by_port(const RendezvousAddress& address, Clock::time_point start, milliseconds timeout) {
+  Coming coming{.rank = address.rank,
+                .world_size = address.world_size,
+                .address = {},
+                .secret = JobSecret::from_environment(process_environment)};
+  const c10::intrusive_ptr<c10d::Store> outside = open_tcp_store(address, timeout);
+  coming.address = address_towards(address.host);
+  bool left_out = false;
+  try {
+    const QuietStore quiet;
+    if (address.rank == 0) {
+      say_whether_there_is_a_secret(*outside, coming.secret.has_value());
+    } else if (!coming.secret) {
+      left_out = is_left_out(*outside, address, coming.address, timeout);
+    }
+  } catch (const std::exception& error) {
+    fail_coming(address.rank, error);
+  }
+  require<CommError>(!left_out, "rendezvous: rank ", address.rank, ": ", kNoSecret);
+  if (coming.secret) {
+    return meet(c10::make_intrusive<c10d::PrefixStore>(coming.secret->key_prefix(), outside), coming, start, timeout);
+  }
+  if (address.rank == 0) tell_that_there_is_none(address);
+  return meet(outside, coming, start, timeout);
 }
 
 c10::intrusive_ptr<c10d::Store> open_file_store(const RendezvousAddress& address) {
@@ -194,11 +246,11 @@ Rendezvous rendezvous(const RendezvousOptions& options) {
       result = alone(options.timeout);
       break;
     case MeetingPlace::kTcp:
-      result = meet(open_tcp_store(address, options.timeout), address.rank, address.world_size,
-                    address_towards(address.host), start, options.timeout);
+      result = meet_by_port(address, start, options.timeout);
       break;
     case MeetingPlace::kFile:
-      result = meet(open_file_store(address), address.rank, address.world_size, {}, start, options.timeout);
+      result = meet(open_file_store(address), {.rank = address.rank, .world_size = address.world_size}, start,
+                    options.timeout);
       break;
   }
   // The launcher's word counts (it chose the device); what the ranks found out is for where it said nothing.
@@ -215,7 +267,7 @@ Rendezvous rendezvous(const c10::intrusive_ptr<c10d::Store>& store, int rank, in
     result.store = store;
     return result;
   }
-  return meet(store, rank, world_size, {}, Clock::now(), timeout);
+  return meet(store, {.rank = rank, .world_size = world_size}, Clock::now(), timeout);
 }
 
 }  // namespace ds::comm

@@ -9,18 +9,13 @@
 #include <string>
 #include <vector>
 
-namespace ds::comm {
+#include "comm/meeting/arrival.h"
 
-// What every rank knows of another one after the rendezvous.
-struct RankPlace {
-  std::string host_name;
-  int64_t process = 0;  // process id
-  std::string domain;   // shared_memory_domain(): ranks with equal ones can share memory
-  std::string address;  // from which it reaches the meeting place; empty where there is none
-};
+namespace ds::comm {
 
 struct Rendezvous {
   c10::intrusive_ptr<c10d::Store> store;  // null in a world of one
+  bool has_secret = false;  // then `store` is a PrefixStore, and what lies outside of its prefix is not of this job
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;        // position among the ranks of this host
@@ -45,7 +40,8 @@ struct RendezvousOptions {
 //   CommError    rank 0 cannot listen (port in use), the host is unknown or does not answer, ranks are missing at the
 //   time
 //                limit (they are listed, with the hosts of those that came), a rank was claimed twice (both are named),
-//                or the ranks disagree on the world size.
+//                the ranks disagree on the world size, the job has a secret (core/job_secret.h) and this rank none, or
+//                what stands at a rank's place does not prove that it is of this job.
 Rendezvous rendezvous(const RendezvousOptions& options = {});
 
 // The same over a store that the caller made and every rank shares (tests, embedding).

@@ -51,6 +51,13 @@ int knock(const addrinfo& address, milliseconds limit) {
   return error;
 }
 
+std::string port_in_use_text(int port) {
+  return cat("rendezvous: rank 0 cannot listen on port ", port,
+             ", which is in use (another job, or one that has just ended). Choose another with --master_port or "
+             "MASTER_PORT; `ss -ltnp | grep ",
+             port, "` names the process");
+}
+
 void await_listener(const RendezvousAddress& address, Clock::time_point deadline, milliseconds timeout) {
   const AddressList list = resolve(address.host, address.port);
   for (;;) {
@@ -70,6 +77,25 @@ void await_listener(const RendezvousAddress& address, Clock::time_point deadline
   }
 }
 
+// Listens on the job's interface alone. None, so that LibTorch listens on all of them, where `host` is a name, which
+// may mean another interface on other hosts, or no address of this machine (one that a router or a container passes on).
+UniqueFd listen_on_own_address(const RendezvousAddress& address) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST;
+  addrinfo* found = nullptr;
+  if (::getaddrinfo(address.host.c_str(), std::to_string(address.port).c_str(), &hints, &found) != 0) return UniqueFd();
+  const AddressList list(found, ::freeaddrinfo);
+  UniqueFd socket(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int on = 1;
+  if (!socket.valid() || ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0) return UniqueFd();
+  if (::bind(socket.get(), found->ai_addr, found->ai_addrlen) == 0 && ::listen(socket.get(), SOMAXCONN) == 0) {
+    return socket;
+  }
+  if (errno == EADDRINUSE) throw CommError(port_in_use_text(address.port));
+  return UniqueFd();
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Store> open_tcp_store(const RendezvousAddress& address, milliseconds timeout) {
@@ -84,6 +110,8 @@ c10::intrusive_ptr<c10d::Store> open_tcp_store(const RendezvousAddress& address,
     await_listener(address, deadline, timeout);
   } else {
     resolve(address.host, address.port);
+    const UniqueFd own = listen_on_own_address(address);
+    if (own.valid()) options.masterListenFd = ::fcntl(own.get(), F_DUPFD_CLOEXEC, 3);  // LibTorch's from here on
   }
   try {
     c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::TCPStore>(address.host, options);
@@ -92,10 +120,7 @@ c10::intrusive_ptr<c10d::Store> open_tcp_store(const RendezvousAddress& address,
   } catch (const std::exception& error) {
     const std::string text = error.what();
     const bool in_use = text.find("EADDRINUSE") != std::string::npos || text.find("in use") != std::string::npos;
-    require<CommError>(
-        !in_use, "rendezvous: rank 0 cannot listen on port ", address.port,
-        ", which is in use (another job, or one that has just ended). Choose another with --master_port ",
-        "or MASTER_PORT; `ss -ltnp | grep ", address.port, "` names the process");
+    if (in_use) throw CommError(port_in_use_text(address.port));
     throw CommError(cat("rendezvous: rank ", address.rank, " could not open the store at ", address.host, ":",
                         address.port, ": ", text.substr(0, text.find('\n'))));
   }

@@ -67,6 +67,8 @@ std::shared_ptr<SharedRegion> SharedRegion::attach(const std::string& name, size
                      "; all ranks must run on one host, as one user, and see the same /dev/shm");
   struct stat info {};
   require_system<CommError>(fstat(file.get(), &info) == 0, "cannot examine shared memory ", name);
+  require<CommError>(info.st_uid == geteuid(), "shared memory ", name, " is that of user ", info.st_uid,
+                     ", expected this user's, ", geteuid(), ": somebody else has made it");
   require<CommError>(static_cast<size_t>(info.st_size) == bytes, "shared memory ", name, ": expected ", bytes,
                      " bytes, found ", info.st_size, "; all ranks must run the same version of dsengine");
   return map(file.get(), bytes, name);

@@ -12,7 +12,7 @@ std::string pid_file_path() { return cat("/tmp/", getpid(), ".deepspeed"); }
 
 PidFile::PidFile(const std::string& path) : path_(path) {
   if (path_.empty()) return;
-  const UniqueFd file(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
+  const UniqueFd file(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   require_system<IoError>(file.valid(), "--save_pid: cannot make ", path_);
   const std::string text = cat(getpid(), '\n');
   const bool written = write(file.get(), text.data(), text.size()) == static_cast<ssize_t>(text.size());

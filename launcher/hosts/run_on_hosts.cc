@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "core/flight_job.h"
+#include "core/job_secret.h"
 #include "launcher/hosts/ask_intervals.h"
 #include "launcher/hosts/cluster.h"
 #include "launcher/processes/deadline.h"
@@ -41,7 +42,9 @@ int run_on_hosts(const std::vector<Host>& hosts, const Options& options, const s
   Verbosity trouble_level = Verbosity::kError;
   for (;;) {
     std::vector<std::string> entries = restarts.entries();
-    entries.push_back(cat(kFlightJobVariable, '=', new_launch_id()));  // the hosts are to agree on it
+    // The hosts are to agree on them. Both travel over ssh's standard input.
+    entries.push_back(cat(kFlightJobVariable, '=', new_launch_id()));
+    entries.push_back(cat(kJobSecretVariable, '=', new_job_secret()));
     Options of_start = options;
     if (away.contains(hosts.front().name)) of_start.master_addr.clear();  // that is no address of another host
     Cluster cluster({.asked = with_names(hosts, away, false),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string_view>
 
 #include "core/check.h"
 #include "launcher/command_line/shell_words.h"
@@ -23,6 +24,9 @@ END
 job=$!
 (read -r end <&3; kill -TERM $job) 2>/dev/null &
 watch=$!; wait $job; code=$?; kill $watch 2>/dev/null; exit $code)";
+
+// Everybody on a host reads the command lines there, and pdsh has no other way: each host's environment may have it.
+constexpr std::string_view kSecretEntry = "DS_JOB_SECRET=";
 
 // pdsh takes %n, %h and %u for its own.
 std::string with_doubled_percents(const std::string& text) {
@@ -54,7 +58,9 @@ std::string command_on_host(const Options& options, const ToolSetting& setting) 
   const HostTexts texts = texts_of(setting.hosts);
   std::string command = "exec sh -c" + quoted(kOnHost) + " sh" + quoted(setting.folder) + quoted(texts.hostfile);
   command += " env";
-  for (const std::string& entry : setting.forwarded) command += quoted(entry);
+  for (const std::string& entry : setting.forwarded) {
+    if (!entry.starts_with(kSecretEntry)) command += quoted(entry);
+  }
   command += quoted(setting.ds_launch) + " --node_rank %n --hostfile /dev/fd/4 --include" + quoted(texts.include);
   const std::string master = master_of(options, setting.hosts);
   if (!master.empty()) command += " --master_addr" + quoted(master);

@@ -10,6 +10,7 @@
 #include <optional>
 #include <utility>
 
+#include "core/job_secret.h"
 #include "core/system_call.h"
 #include "launcher/command_line/host_list.h"
 #include "launcher/command_line/pid_file.h"
@@ -145,11 +146,13 @@ void say_what_is_unknown(const Options& options, const ToolCommand& command, Not
 int run_with_tool(const Options& options, const std::vector<std::string>& environment, Notices& notices) {
   const std::string folder = std::filesystem::current_path().string();
   const std::string home = environment_value(environment, "HOME").value_or("/");
+  // By their environment, which these tools hand on themselves; pdsh has command lines alone.
+  const std::vector<std::string> secret = {cat(kJobSecretVariable, '=', new_job_secret())};
   const ToolSetting setting{.hosts = choose_tool_hosts(options, std::string(kDefaultHostfile)),
                             .folder = folder,
                             .ds_launch = find_own_program().path,
                             .environment = environment,
-                            .forwarded = forwarded_environment(environment, home, folder)};
+                            .forwarded = with_entries(forwarded_environment(environment, home, folder), secret)};
   ToolCommand command = tool_command(options, setting);
   const std::string file = find_tool(options.launcher, environment);
   const std::string launch_id = new_launch_id();

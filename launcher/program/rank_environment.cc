@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/flight_job.h"
+#include "core/job_secret.h"
 #include "core/joined_file.h"
 #include "core/restart_request.h"
 #include "core/text.h"
@@ -81,6 +82,7 @@ std::vector<std::string> rank_environment(std::vector<std::string> inherited, co
   }
   set(environment, kLaunchIdVariable, launch_ids(environment, job.launch_id));
   set(environment, kFlightJobVariable, job.flight_job);
+  if (!job.secret.empty()) set(environment, kJobSecretVariable, job.secret);
   if (!job.joined_file.empty()) set(environment, kJoinedFileVariable, joined_file_of(job, place.rank));
   return inherited;
 }

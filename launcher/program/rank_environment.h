@@ -23,6 +23,7 @@ struct JobEnvironment {
   std::string launch_id;                            // marks every process of this job, see orphan_guard.h
   std::string flight_job;                           // the same on all hosts: names the folder of flight records
   std::string joined_file;                          // core/joined_file.h, without the rank's number; empty: none
+  std::string secret;                               // core/job_secret.h; empty: the inherited one, or none
 };
 
 // The variable that holds launch ids, one for each ds-launch above the process, joined with commas.
@@ -42,8 +43,8 @@ std::string launch_ids(const std::vector<std::string>& environment, const std::s
 std::optional<int> omp_threads(const std::vector<std::string>& inherited, int cores, int ranks, int bound_cores);
 
 // `inherited` with the variables of the rank set: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, LOCAL_WORLD_SIZE,
-// CROSS_RANK, CROSS_SIZE, MASTER_ADDR, MASTER_PORT, DS_LAUNCH_ID, DS_FLIGHT_JOB, and DS_JOINED_FILE, OMP_NUM_THREADS
-// and CUDA_VISIBLE_DEVICES where given; with the last CUDA_DEVICE_MAX_CONNECTIONS and PYTORCH_ALLOC_CONF where not set;
+// CROSS_RANK, CROSS_SIZE, MASTER_ADDR, MASTER_PORT, DS_LAUNCH_ID, DS_FLIGHT_JOB, and DS_JOINED_FILE, DS_JOB_SECRET,
+// OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES where given; with the last CUDA_DEVICE_MAX_CONNECTIONS and PYTORCH_ALLOC_CONF where not set;
 // without what an outer launcher has set for its own ranks.
 std::vector<std::string> rank_environment(std::vector<std::string> inherited, const JobEnvironment& job,
                                           const RankPlace& place, const std::optional<int>& threads);

@@ -171,7 +171,7 @@ void Job::take_order(const JobOrder& order) {
 
 // Where the file cannot be made, hosts are taken in at the next failure.
 void Job::ask_program_to_end() {
-  const UniqueFd file(open(plan_.restart_file.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644));
+  const UniqueFd file(open(plan_.restart_file.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   restart_asked_ = file.valid();
   if (!restart_asked_) notices_.warning("cannot make ", plan_.restart_file, ": ", std::strerror(errno));
 }

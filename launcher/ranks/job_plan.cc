@@ -5,6 +5,7 @@
 #include <system_error>
 
 #include "core/check.h"
+#include "core/job_secret.h"
 #include "launcher/command_line/core_list.h"
 #include "launcher/machine/accelerators.h"
 #include "launcher/machine/core_binding.h"
@@ -47,8 +48,9 @@ JobEnvironment job_environment(const Options& options, const std::optional<NodeP
   if (place) {
     job.master_addr = place->master_addr;
     job.master_port = place->master_port;
-    return job;
+    return job;  // hosts agree on a secret, or have none
   }
+  job.secret = new_job_secret();
   job.master_addr = options.master_addr.empty() ? "127.0.0.1" : options.master_addr;
   if (!options.master_addr.empty()) require_own_address(job.master_addr);
   const MasterPort port = choose_master_port(options.master_port);

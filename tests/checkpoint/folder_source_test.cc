@@ -298,5 +298,35 @@ TEST_F(FolderDamage, AllDamagedBlocksAreListed) {
   EXPECT_THROW(found->tensor("weights/large"), IoError);
 }
 
+// Not even one of the right content.
+TEST(FolderSource, AFileThatIsALinkToAnotherFolderIsRefused) {
+  const test::ScratchFolder folder;
+  SmallSource source;
+  rewrite(source, folder / "tag", 1);
+  fs::path file;
+  for (const auto& entry : fs::directory_iterator(folder / "tag")) {
+    if (entry.path().filename().string().starts_with("weights-")) file = entry.path();
+  }
+  const fs::path elsewhere = folder / "elsewhere";
+  fs::rename(file, elsewhere);
+  fs::create_symlink(elsewhere, file);
+  EXPECT_THAT([&] { open_folder(folder / "tag"); },
+              ThrowsMessage<IoError>(AllOf(HasSubstr(file.filename().string()), HasSubstr("is a link to"))));
+  ASSERT_EQ(verify(folder / "tag").size(), 1U);
+  fs::rename(elsewhere, fs::path(folder / "tag") / "moved");
+  fs::remove(file);
+  fs::create_symlink("moved", file);
+  EXPECT_NO_THROW(open_folder(folder / "tag"));
+}
+
+// A file without blocks on the disk may claim any size.
+TEST(FolderSource, AnIndexOfEndlessSizeIsRefusedUnread) {
+  const test::ScratchFolder folder;
+  SmallSource source;
+  rewrite(source, folder / "tag", 1);
+  fs::resize_file(folder / "tag/index.json", uint64_t{1} << 40);
+  EXPECT_THAT([&] { open_folder(folder / "tag"); }, ThrowsMessage<IoError>(HasSubstr("expected at most 1073741824 bytes")));
+}
+
 }  // namespace
 }  // namespace ds::checkpoint

@@ -206,12 +206,17 @@ TEST(Index, TensorsAreTensors) {
                 c["tensors"]["weights/b"]["shape"] = {1LL << 40, 1LL << 40};
               }),
               HasSubstr("weights/b"));
+  EXPECT_THAT(refusal([](json& c) {
+                c["tensors"]["buffers/none"]["shape"] = {0, 1LL << 40, 1LL << 40};
+              }),
+              HasSubstr("buffers/none"));
   EXPECT_THAT(refusal([](json& c) { c["tensors"]["weights/b"]["shape"] = "none"; }), HasSubstr("here"));
   EXPECT_THAT(refusal([](json& c) { c["tensors"]["weights/b"].erase("shape"); }), HasSubstr("shape"));
 }
 
 TEST(Index, FilesHaveNoFolders) {
-  for (const char* name : {"", "../weights", "a/b", "/etc/passwd"}) {
+  for (const std::string& name : {std::string(), std::string("../weights"), std::string("a/b"), std::string("/etc/passwd"),
+                                 std::string(".."), std::string("."), std::string("a\0b", 3)}) {
     EXPECT_THAT(refusal([&](json& c) { c["files"][name] = c["files"]["weights-00001-of-00002.safetensors"]; }),
                 HasSubstr("without folders"));
   }

@@ -84,6 +84,12 @@ TEST_F(TagFolder, NamesThatAreNoTags) {
   EXPECT_THROW(make(std::string(300, 'x'), 1), IoError);
 }
 
+TEST_F(TagFolder, ALatestThatIsNoNameIsNotReadWhole) {
+  make("tag", 1);
+  fs::resize_file(fs::path(dir_) / "latest", uint64_t{1} << 40);
+  EXPECT_THAT([&] { read_latest(dir_); }, ThrowsMessage<IoError>(HasSubstr("expected at most 4096 bytes")));
+}
+
 TEST_F(TagFolder, AnOlderTagStaysUntilTheNewOneIsWhole) {
   make("tag", 1);
   abandon_tag(begin("tag"));

@@ -1,6 +1,8 @@
 // Files of weights as a checkpoint.
 #include "checkpoint/weight_files.h"
 
+#include <sys/stat.h>
+
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -101,8 +103,42 @@ TEST_F(WeightFilesTest, ATensorInTwoFilesIsNamed) {
 }
 
 TEST_F(WeightFilesTest, AnIndexReachesNoOtherFolder) {
-  write_shards(R"({"a": "../model.safetensors"})");
-  EXPECT_THAT([&] { open_weights(path()); }, ThrowsMessage<IoError>(HasSubstr("../model.safetensors")));
+  for (const std::string name : {"../model.safetensors", "/etc/passwd", "..", ".", "", "a/b", "a\\u0000b"}) {
+    write_shards("{\"a\": \"" + name + "\"}");
+    EXPECT_THAT([&] { open_weights(path()); }, ThrowsMessage<IoError>(HasSubstr("tensor \"a\""))) << name;
+  }
+}
+
+TEST_F(WeightFilesTest, ALinkLeadsToNoOtherFolderButTheBlobsOfItsCache) {
+  namespace fs = std::filesystem;
+  const test::ScratchFolder other;
+  write_shards(map_);
+  fs::rename(folder_ / "model-00001-of-00002.safetensors", other / "file");
+  fs::create_symlink(other / "file", folder_ / "model-00001-of-00002.safetensors");
+  EXPECT_THAT([&] { open_weights(path()); },
+              ThrowsMessage<IoError>(AllOf(HasSubstr("is a link to " + (other / "file")), HasSubstr("\"a\""))));
+
+  // As huggingface_hub lays its cache out.
+  const fs::path cache = other / "models--some--model";
+  const fs::path snapshot = cache / "snapshots" / "0123abcd";
+  fs::create_directories(cache / "blobs");
+  fs::create_directories(snapshot);
+  fs::rename(other / "file", cache / "blobs" / "one");
+  fs::rename(folder_ / "model-00002-of-00002.safetensors", cache / "blobs" / "two");
+  fs::create_symlink("../../blobs/one", snapshot / "model-00001-of-00002.safetensors");
+  fs::create_symlink("../../blobs/two", snapshot / "model-00002-of-00002.safetensors");
+  fs::copy(folder_ / "model.safetensors.index.json", snapshot);
+  EXPECT_TRUE(torch::equal(open_weights(snapshot.string())->tensor("weights/a"), a_));
+}
+
+TEST_F(WeightFilesTest, WhatIsNoFileIsNotWaitedFor) {
+  write_shards(map_);
+  std::filesystem::remove(folder_ / "model.safetensors.index.json");
+  ASSERT_EQ(mkfifo((folder_ / "model.safetensors.index.json").c_str(), 0600), 0);
+  EXPECT_THAT([&] { open_weights(path()); }, ThrowsMessage<IoError>(HasSubstr("expected a file")));
+  ASSERT_EQ(mkfifo((folder_ / "pipe.safetensors").c_str(), 0600), 0);
+  EXPECT_THAT([&] { open_weights(folder_ / "pipe.safetensors"); },
+              ThrowsMessage<IoError>(HasSubstr("expected a regular file")));
 }
 
 TEST_F(WeightFilesTest, WhatIsNoWeightFileIsRefused) {

@@ -1,5 +1,6 @@
 // Every input that a fuzzer or a person found worth keeping, whole, cut short, and with changed bytes: each is read, or
-// refused in words. What a fuzzer found is a file in corpus/READER. Runs with the sanitizers, too.
+// refused in words. What a fuzzer found is a file in corpus/READER. Runs with the sanitizers, too. DS_FUZZ_READERS: a list
+// of tests/fuzz/readers.h or tests/fuzz/checkpoint_readers.h.
 #include <gmock/gmock.h>
 
 #include <algorithm>
@@ -9,8 +10,10 @@
 #include <iterator>
 #include <random>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "tests/fuzz/checkpoint_readers.h"
 #include "tests/fuzz/readers.h"
 
 namespace ds::fuzz {
@@ -34,7 +37,7 @@ class Corpus : public ::testing::TestWithParam<Reader> {
     const std::filesystem::path source(DS_SOURCE_DIR);
     std::vector<std::string> found;
     for (const auto& file : files_of(source / "tests/fuzz/corpus" / GetParam().name)) found.push_back(bytes_of(file));
-    if (GetParam().read == read_config) {
+    if (std::string_view(GetParam().name) == "config") {
       for (const auto& file : files_of(source / "configs")) {
         if (file.extension() == ".json") found.push_back(bytes_of(file));
       }
@@ -76,7 +79,7 @@ TEST_P(Corpus, IsReadOrRefusedWithOtherBytes) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Each, Corpus, ::testing::ValuesIn(kReaders),
+INSTANTIATE_TEST_SUITE_P(Each, Corpus, ::testing::ValuesIn(DS_FUZZ_READERS),
                          [](const auto& reader) { return std::string(reader.param.name); });
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "tests/fuzz/checkpoint_readers.h"
 #include "tests/fuzz/readers.h"
 
 // NOLINTNEXTLINE(readability-identifier-naming): libFuzzer's name

@@ -8,8 +8,10 @@
 
 #include "comm/flight/flight_log.h"
 #include "comm/flight/stall_explanation.h"
+#include "comm/meeting/arrival.h"
 #include "comm/meeting/slurm_lists.h"
 #include "core/check.h"
+#include "core/job_secret.h"
 #include "core/json/hjson.h"
 #include "core/number_text.h"
 #include "dsengine/config.h"
@@ -18,24 +20,11 @@
 #include "launcher/command_line/options.h"
 #include "launcher/protocol/message.h"
 #include "pipeline/schedule/schedule_file.h"
+#include "tests/fuzz/refusing.h"
+#include "tools/commands.h"
 
 namespace ds::fuzz {
 namespace {
-
-// Runs what may refuse its input.
-template <class Read>
-void refusing(const Read& read) {
-  try {
-    read();
-  } catch (const InternalError&) {
-    throw;  // a defect of ours
-  } catch (const Error& error) {
-    // A message that is empty or endless would be a defect, too.
-    constexpr size_t kLongest = size_t{1} << 20;
-    const std::string_view text = error.what();
-    ensure(!text.empty() && text.size() < kLongest, "a refusal says in some words what is wrong");
-  }
-}
 
 std::vector<std::string> lines_of(std::string_view bytes) {
   std::vector<std::string> lines;
@@ -132,10 +121,42 @@ void read_arguments(std::string_view bytes) {
   refusing([&] { static_cast<void>(launcher::parse_options(lines_of(bytes))); });
 }
 
+void read_tool_arguments(std::string_view bytes) {
+  std::vector<std::string> words = lines_of(bytes);
+  std::reverse(words.begin(), words.end());  // as CLI11 takes them
+  CLI::App app("", "ds-tool");
+  tool::Command chosen;
+  for (const tool::AddCommand add :
+       {tool::add_check, tool::add_explain, tool::add_report, tool::add_schedule, tool::add_simulate}) {
+    add(app, chosen);
+  }
+  refusing([&] {
+    try {
+      app.parse(words);
+    } catch (const CLI::ParseError&) {  // a refusal, or a call for help
+    }
+  });
+}
+
 void read_numbers(std::string_view bytes) {
   const auto whole = parse_whole_number(bytes);
   const auto finite = parse_finite_number(bytes);
   ensure(!whole || finite, "a whole number is a number");
+}
+
+void read_arrivals(std::string_view bytes) {
+  const std::string text(bytes);
+  refusing([&] {
+    const comm::RankPlace place = comm::read_arrival(text, 1, 2, {});
+    ensure(!comm::text_of(place).empty(), "a place has words");
+    static_cast<void>(comm::read_arrival(comm::arrival_text(place, 1, 2, {}), 1, 2, {}));
+  });
+  bool believed = false;
+  refusing([&] {
+    static_cast<void>(comm::read_arrival(text, 1, 2, JobSecret("no fuzzer knows this one")));
+    believed = true;
+  });
+  ensure(!believed, "nobody proves what he does not know");
 }
 
 }  // namespace ds::fuzz

@@ -11,7 +11,9 @@
 namespace ds::checkpoint {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 Pickle pickle_of(const std::string& code) {
   const std::string whole = "\x80\x02" + code;
@@ -80,10 +82,30 @@ TEST(PickleReader, RecallsTheMemo) {
   EXPECT_EQ(pickle.root().items[0], pickle.root().items[2]);
 }
 
+// Nothing would be run; a file that asks for it is refused all the same, and says what it wanted.
+TEST(PickleReader, RefusesCallsOfWhatIsNotKnown) {
+  const std::string boom = "\x8c" + bytes({4}) + "boom";
+  EXPECT_THAT(error_of("cos\nsystem\n" + boom + "\x85R."),
+              AllOf(HasSubstr("file.pt: byte 20"), HasSubstr("call os.system"), HasSubstr("nothing was run")));
+  EXPECT_THAT(error_of("\x8c" + bytes({5}) + "posix\x8c" + bytes({6}) + "system\x93" + boom + "\x85R."),
+              HasSubstr("call posix.system"));
+  EXPECT_THAT(error_of("(" + boom + "ios\nsystem\n."), HasSubstr("call os.system"));
+  EXPECT_THAT(error_of("(cos\nsystem\n" + boom + "o."), HasSubstr("call os.system"));
+  EXPECT_THAT(error_of("c__builtin__\neval\n" + boom + "\x85R."), HasSubstr("call __builtin__.eval"));
+  EXPECT_THAT(error_of("cbuiltins\ngetattr\n" + boom + "\x85R."), HasSubstr("call builtins.getattr"));
+  EXPECT_THAT(error_of("ctorch.storage\n_load_from_bytes\n" + boom + "\x85R."), HasSubstr("_load_from_bytes"));
+  EXPECT_THAT(error_of("ctorch._tensor\n_rebuild_from_type_v2\n(cos\nsystem\nN)Nt" + std::string("R.")),
+              HasSubstr("call os.system"));
+  EXPECT_THAT(error_of("cos\n" + std::string(500, '\x1b') + "\n)R."), Not(HasSubstr("\x1b")));
+  EXPECT_THAT(error_of(boom + ")R."), HasSubstr("a call of what is no class or function"));
+  EXPECT_EQ(error_of("c__builtin__\nset\n)R."), "no error");
+  EXPECT_EQ(error_of("cnumpy.core.multiarray\nscalar\n)R."), "no error");
+}
+
 TEST(PickleReader, LeavesUnknownClassesAsTheyAre) {
-  const Pickle pickle = pickle_of("cos\nsystem\n\x8c" + bytes({4}) + "boom\x85R}\x8c" + bytes({1}) + "aNsb.");
+  const Pickle pickle = pickle_of("ca.b\nC\n\x8c" + bytes({4}) + "boom\x85\x81}\x8c" + bytes({1}) + "aNsb.");
   EXPECT_TRUE(pickle.root().is(PickleKind::kObject));
-  EXPECT_EQ(pickle.root().text, "os.system");
+  EXPECT_EQ(pickle.root().text, "a.b.C");
   EXPECT_EQ(pickle.root().items[0]->text, "boom");
   EXPECT_TRUE(pickle.root().attribute("a")->is(PickleKind::kNone));
   EXPECT_EQ(pickle.root().attribute("b"), nullptr);
@@ -155,7 +177,7 @@ TEST(PickleReader, HoldsItselfAndDeepNesting) {
 
 TEST(PickleReader, MemoryStaysLinear) {
   std::string code = "(" + std::string(100'000, 'N') + "tq" + bytes({0}) + "0";
-  for (int i = 0; i < 100'000; ++i) code += "cA\nB\nh" + bytes({0}) + "R0";
+  for (int i = 0; i < 100'000; ++i) code += "cA\nB\nh" + bytes({0}) + "\x81" + "0";
   EXPECT_THAT(error_of(code + "N."), HasSubstr("repeats its values too often"));
   EXPECT_THAT(error_of("c" + std::string(2000, 'm') + "\nB\n."), HasSubstr("more than 1000 characters"));
 }

@@ -1,12 +1,15 @@
 #include "comm/flight/flight_folder.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 
 #include "comm/flight/flight_memory.h"
+#include "core/check.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::comm::testing {
@@ -45,6 +48,26 @@ TEST(FlightFolder, RemovesOldRecordsAndNothingElse) {
         "mixed/notes.txt", "deep/rank0.flight", "deep/stall1/kept/rank0.flight", "file", "empty", "link", "new"}) {
     EXPECT_TRUE(fs::exists(base / kept)) << kept;
   }
+}
+
+// In a folder where everybody may write.
+TEST(FlightFolder, LeadsThroughNoLink) {
+  const test::ScratchFolder scratch;
+  const test::ScratchFolder victim;
+  ::setenv("TMPDIR", scratch.path().c_str(), 1);
+  const fs::path shared = scratch / cat("dsengine-", getuid());
+  EXPECT_EQ(make_flight_folder("", "job"), (shared / "job").string());
+  EXPECT_EQ(fs::status(shared / "job").permissions(), fs::perms::owner_all);
+  fs::remove_all(shared);
+  fs::create_directory_symlink(victim.path(), shared);
+  EXPECT_EQ(make_flight_folder("", "job"), "");
+  ::unsetenv("TMPDIR");
+  EXPECT_TRUE(fs::is_empty(victim.path()));
+
+  std::ofstream(victim / "kept") << "x";
+  fs::create_symlink(victim / "kept", scratch / "rank0.flight");
+  EXPECT_THROW(FlightMemory((scratch / "rank0.flight"), 100), IoError);
+  EXPECT_EQ(fs::file_size(victim / "kept"), 1U);
 }
 
 // What is written through a mapping may leave the time of the file as it is.

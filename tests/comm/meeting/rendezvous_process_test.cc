@@ -1,11 +1,14 @@
 // env:// between processes, as a launcher starts them.
 #include <gmock/gmock.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <cstdlib>
 #include <thread>
 
 #include "comm/meeting/rendezvous.h"
+#include "comm/meeting/strangers.h"
 #include "core/check.h"
 #include "tests/comm/meeting/launcher_environment.h"
 #include "tests/support/process_ranks.h"
@@ -77,6 +80,47 @@ DS_PROCESS_TEST(RendezvousProcesses, AStoreThatEndsEarlyIsNoTimeLimit, .world_si
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");  // LibTorch's warnings with a stack
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
   file.store->set("told", std::string("yes"));
+}
+
+// Two ranks of a job with a secret, and a process that would like to be one of them.
+DS_PROCESS_TEST(RendezvousProcesses, AStrangerIsNotLetIn, 3) {
+  const comm::Rendezvous file = ranks.meet();
+  set_launcher_environment(file);
+  const bool stranger = ranks.rank() == 2;
+  ::setenv("WORLD_SIZE", "2", 1);
+  ::setenv("LOCAL_WORLD_SIZE", "2", 1);
+  if (!stranger) {
+    ::setenv("DS_JOB_SECRET", "0123456789abcdef0123456789abcdef", 1);
+    if (ranks.rank() == 1) file.store->wait({"stranger gone"}, std::chrono::seconds(60));  // its place is free until then
+    const comm::Rendezvous meeting = comm::rendezvous({.timeout = std::chrono::seconds(60)});
+    EXPECT_TRUE(meeting.has_secret);
+    EXPECT_EQ(meeting.ranks[1].process, file.ranks[1].process);
+    if (ranks.rank() == 0) {
+      auto& outside = *dynamic_cast<c10d::PrefixStore&>(*meeting.store).getUnderlyingStore();
+      EXPECT_EQ(comm::take_stranger(outside),
+                cat("127.0.0.1 (", file.ranks[2].host_name, ", pid ", file.ranks[2].process, ")"));
+      EXPECT_EQ(comm::take_stranger(outside), "");
+      file.store->wait({"read"}, std::chrono::seconds(60));
+    } else {
+      file.store->set("read", std::string("yes"));
+    }
+    return;
+  }
+  ::setenv("RANK", "1", 1);
+  ::setenv("LOCAL_RANK", "1", 1);
+  const auto refusal = [](std::chrono::milliseconds timeout) -> std::string {
+    try {
+      comm::rendezvous({.timeout = timeout});
+      return "no error";
+    } catch (const CommError& error) {
+      return error.what();
+    }
+  };
+  ::unsetenv("DS_JOB_SECRET");
+  EXPECT_THAT(refusal(std::chrono::seconds(60)), AllOf(HasSubstr("has a secret (DS_JOB_SECRET)"), HasSubstr("ds-launch")));
+  ::setenv("DS_JOB_SECRET", "an earlier job's secret: a replay", 1);
+  EXPECT_THAT(refusal(std::chrono::milliseconds(500)), HasSubstr("not all of 2 ranks came within 500 ms"));
+  file.store->set("stranger gone", std::string("yes"));
 }
 
 }  // namespace

@@ -60,6 +60,19 @@ TEST(LaunchTool, OpenMpi) {
               ElementsAre("HOME=/home/me", "NCCL_DEBUG=INFO", "MINE=a b", "MASTER_ADDR=a"));  // and no RANK
 }
 
+// Everybody on a machine reads the command lines of its processes.
+TEST(LaunchTool, TheSecretIsOnNoCommandLine) {
+  ToolSetting setting = plain_hosts();
+  setting.forwarded.emplace_back("DS_JOB_SECRET=hush-hush-hush-hush");
+  for (const Launcher launcher :
+       {Launcher::kPdsh, Launcher::kOpenMpi, Launcher::kMpich, Launcher::kIntelMpi, Launcher::kSlurm}) {
+    const ToolCommand command = tool_command(options_for(launcher), setting);
+    EXPECT_THAT(command.words, Not(Contains(HasSubstr("hush")))) << name_of(launcher);
+    if (launcher == Launcher::kPdsh) continue;
+    EXPECT_THAT(command.environment, Contains("DS_JOB_SECRET=hush-hush-hush-hush")) << name_of(launcher);
+  }
+}
+
 TEST(LaunchTool, OpenMpiTakesHostsThatDiffer) {
   ToolSetting setting = two_hosts();
   setting.hosts[1].slots = {0, 1, 2};
