@@ -25,6 +25,9 @@ GradientBucket::GradientBucket(size_t index, const ParameterBucket& parameters, 
 void GradientBucket::begin_pass() {
   missing_ = arrived_.size();
   std::fill(arrived_.begin(), arrived_.end(), 0);
+  if (!plain()) return;
+  state_ = after(state_, BucketEvent::kReopen);
+  std::fill(filled_.begin(), filled_.end(), 0);
 }
 
 void GradientBucket::collect(size_t position, GradientCheck* check) {
@@ -40,7 +43,7 @@ void GradientBucket::collect(size_t position, GradientCheck* check) {
   const at::Tensor view = view_of(local_, segment, parameter);
   const bool same_memory = gradient.data_ptr() == view.data_ptr() && gradient.scalar_type() == view.scalar_type();
   if (!same_memory) {
-    if (filled_[position]) {
+    if (filled_[position] && !plain()) {
       add_in_order(view, gradient);
     } else {
       view.copy_(gradient);
@@ -48,7 +51,9 @@ void GradientBucket::collect(size_t position, GradientCheck* check) {
   }
   // The parameter's gradient is a view of the bucket, so that the next micro-batch adds in place; where the dtypes
   // differ (or the bucket is transient) the gradient is taken away and the next pass makes a new one.
-  if (view.scalar_type() == parameter.scalar_type() && !transient()) {
+  if (plain()) {
+    if (exchange_->options().gradients_are_views) parameter.mutable_grad() = view;
+  } else if (view.scalar_type() == parameter.scalar_type() && !transient()) {
     parameter.mutable_grad() = view;
   } else {
     parameter.mutable_grad().reset();
@@ -60,8 +65,10 @@ void GradientBucket::collect(size_t position, GradientCheck* check) {
 }
 
 void GradientBucket::open() {
-  const auto options = parameters_->flat().options().dtype(exchange_->options().gradient_dtype);
-  local_ = buffers_->take(parameters_->layout().numel, options);
+  const at::TensorOptions options = parameters_->options();
+  const at::ScalarType dtype = exchange_->options().gradient_dtype;
+  local_ = buffers_->take(parameters_->layout().numel,
+                          dtype == at::ScalarType::Undefined ? options : options.dtype(dtype));
   zero_padding();
 }
 
@@ -73,9 +80,44 @@ void GradientBucket::fill_missing() {
   if (!local_.defined()) open();
   const auto& segments = parameters_->layout().segments;
   for (size_t i = 0; i < segments.size(); ++i) {
-    if (!filled_[i]) local_.narrow(0, segments[i].slice_offset, segments[i].length).zero_();
+    if (filled_[i]) continue;
+    if (plain() && parameters()[i].tensor.grad().defined()) {
+      fill_from_parameter(i);
+    } else {
+      local_.narrow(0, segments[i].slice_offset, segments[i].length).zero_();
+    }
     filled_[i] = 1;
   }
+}
+
+// The pass gave it none: what it has is of earlier ones, or the program's own.
+void GradientBucket::fill_from_parameter(size_t position) {
+  const at::Tensor& parameter = parameters()[position].tensor;
+  at::Tensor& gradient = parameter.mutable_grad();
+  const at::Tensor view = view_of(local_, parameters_->layout().segments[position], parameter);
+  if (gradient.layout() == at::kStrided && gradient.data_ptr() == view.data_ptr()) return;
+  view.copy_(gradient.layout() == at::kStrided ? gradient : gradient.to_dense());
+  if (exchange_->options().gradients_are_views) gradient = view;
+}
+
+void GradientBucket::show(const std::vector<char>& used, double factor) {
+  ensure(plain() && state_ == BucketState::kReduced, "a bucket of plain gradients is shown when it is reduced");
+  const at::NoGradGuard no_grad;
+  if (factor != 1.0) local_.mul_(factor);
+  for (size_t i = 0; i < parameters().size(); ++i) {
+    if (!used.empty() && used[static_cast<size_t>(parameter_index(i))] == 0) continue;
+    const at::Tensor& parameter = parameters()[i].tensor;
+    at::Tensor& gradient = parameter.mutable_grad();
+    const at::Tensor view = view_of(local_, parameters_->layout().segments[i], parameter);
+    if (exchange_->options().gradients_are_views) {
+      gradient = view;
+    } else if (gradient.defined() && gradient.layout() == at::kStrided) {
+      gradient.copy_(view);
+    } else {
+      gradient = view.clone();
+    }
+  }
+  std::fill(seen_.begin(), seen_.end(), 0);
 }
 
 void GradientBucket::launch() {

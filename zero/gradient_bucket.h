@@ -29,13 +29,15 @@ class GradientBucket {
   size_t index() const { return index_; }
   BucketState state() const { return state_; }
   bool launched() const { return state_ == BucketState::kInFlight || state_ == BucketState::kReduced; }
-  at::Device device() const { return parameters_->flat().device(); }
+  at::Device device() const { return parameters_->options().device(); }
   const std::vector<Parameter>& parameters() const { return parameters_->parameters(); }
   // Its number in the model, from its position in parameters().
   int64_t parameter_index(size_t position) const { return parameters_->layout().segments[position].parameter; }
 
-  // No parameter has a gradient of this pass yet.
+  // No parameter has a gradient of this pass yet. Plain gradients: what .grad holds is reduced again.
   void begin_pass();
+  // The parameter at `position` has one.
+  bool has_arrived(size_t position) const { return arrived_[position] != 0; }
   // All parameters have one.
   bool all_arrived() const { return missing_ == 0; }
   // Was the parameter at `position` given none since reset()?
@@ -55,6 +57,9 @@ class GradientBucket {
   void set_aside(ReducedGradients* elsewhere);
   // Of a reduced bucket: adds the sum on the device to the reduced gradient, which parameters' gradients are views of.
   void join_sum();
+  // Of a reduced bucket of plain gradients: times `factor`, they become those of the parameters, but for those that
+  // are not `used` (by number; empty: all are), which stay as they are. Afterwards none was given a gradient.
+  void show(const std::vector<char>& used, double factor);
   // Drops all gradients. Waits for what is in flight.
   void reset();
   // Gives up the memory that reset() keeps.
@@ -68,11 +73,13 @@ class GradientBucket {
   void open();
   void zero_padding();
   void fill_missing();
+  void fill_from_parameter(size_t position);
   void empty();
   void drop_parameter_gradients();
   void drop_sum();
   at::Tensor kept_slice(const at::Tensor& own);
   bool transient() const { return exchange_->options().transient(); }
+  bool plain() const { return exchange_->options().plain_gradients(); }
 
   size_t index_;
   const ParameterBucket* parameters_;

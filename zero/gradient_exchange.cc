@@ -26,7 +26,7 @@ void GradientExchange::start(size_t bucket, const at::Tensor& local, GradientTra
   const int world = groups.slices.size();
   if (world == 1 || local_) return;
   at::Tensor& wire = transfer.wire;
-  wire = options_.communication_dtype == local.scalar_type() ? local : local.to(options_.communication_dtype);
+  wire = sends_as_it_is(local) ? local : local.to(options_.communication_dtype);
   auto op = comm::ReduceOp::kSum;
   if (options_.average && options_.prescale) {
     wire.div_(world);

@@ -44,14 +44,14 @@ GradientReducer::GradientReducer(const std::vector<ParameterBucket>& buckets, co
       exchange_(routes, fitting(options, routes)),
       elsewhere_(routes.elsewhere),
       late_(options.patience),
-      neighbours_(parameters, options.model) {
+      neighbours_(parameters, options.model, /*alone=*/options.plain_passes) {
   buckets_.reserve(buckets.size());
   for (size_t b = 0; b < buckets.size(); ++b) {
     buckets_.emplace_back(b, buckets[b], exchange_, buffers_);
     const auto& segments = buckets[b].layout().segments;
     for (size_t i = 0; i < segments.size(); ++i) {
       const Parameter& parameter = parameters_[static_cast<size_t>(segments[i].parameter)];
-      parameter.tensor.mutable_grad().reset();
+      if (!options.plain_gradients()) parameter.tensor.mutable_grad().reset();
       torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, std::make_unique<Hook>(*this, b, i));
     }
   }
@@ -79,6 +79,7 @@ void GradientReducer::keep_local(bool local) {
 void GradientReducer::begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass) {
   const std::lock_guard lock(mutex_);
   require(!running(), "backward() was called while a backward pass is running");
+  if (failed() && exchange_.options().plain_gradients()) recover();
   require(!failed(), "backward() was called after one that failed; call zero_grad() first, which drops what it left");
   neighbours_.require_none("backward()");
   require(state_ != PassState::kJoined,
@@ -93,12 +94,21 @@ void GradientReducer::begin_backward(bool synchronize, bool boundary, std::vecto
   for (GradientBucket& bucket : buckets_) {
     if (bucket.launched()) {
       complete(bucket);
-      set_aside(bucket);
+      if (!exchange_.options().plain_gradients()) set_aside(bucket);
     }
     bucket.begin_pass();
   }
   neighbours_.begin();
   state_ = next;
+}
+
+// Ranks that failed alike have launched as many reductions, which end; of others the failure is told here.
+void GradientReducer::recover() {
+  for (GradientBucket& bucket : buckets_) {
+    if (bucket.state() == BucketState::kInFlight) complete(bucket);
+  }
+  in_flight_.clear();
+  state_ = after(state_, PassEvent::kReset);
 }
 
 void GradientReducer::end_backward() {
@@ -120,6 +130,7 @@ void GradientReducer::abandon_backward() {
 }
 
 void GradientReducer::on_gradient(size_t index, size_t position) {
+  if (enter_) enter_();
   const std::lock_guard lock(mutex_);
   GradientBucket& bucket = buckets_[index];
   if (!running() && neighbours_.another_runs()) {
@@ -132,7 +143,9 @@ void GradientReducer::on_gradient(size_t index, size_t position) {
   require(!had_its_turn(index), "parameter ", bucket.parameters()[position].name,
           ": got a second gradient in one backward pass after its bucket was reduced; compute the gradient in one "
           "pass, or ",
-          "set zero_optimization.overlap_comm to false");
+          exchange_.options().plain_passes ? "set static_graph, which then reduces at the end of each pass"
+                                           : "set zero_optimization.overlap_comm to false");
+  any_repeated_ = any_repeated_ || bucket.has_arrived(position);
   bucket.collect(position, check_);
   if (state_ == PassState::kReducing && exchange_.options().overlap && !waits_for_end_) launch_ready(/*all=*/false);
 }
@@ -216,6 +229,11 @@ void GradientReducer::join_replicas() {
     join.add(*replicas, own, buckets_[i].device(), cat("gradients of bucket ", i));
   }
   join.finish();
+}
+
+void GradientReducer::show_gradients(const std::vector<char>& used, double factor) {
+  const std::lock_guard lock(mutex_);
+  for (GradientBucket& bucket : buckets_) bucket.show(used, factor);
 }
 
 bool GradientReducer::has_replicas() const {

@@ -19,8 +19,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/reduced_gradients.h"
@@ -39,7 +41,7 @@ namespace ds::zero {
 class GradientReducer {
  public:
   // `buckets`, `parameters` and the groups outlive the reducer. Installs a hook on every parameter and drops
-  // gradients it has. Throws UsageError for a parameter that has a hook of another reducer.
+  // gradients it has (plain gradients stay). Throws UsageError for a parameter that has a hook of another reducer.
   GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
                   ReduceRoutes routes, const ReducerOptions& options);
   ~GradientReducer();
@@ -53,10 +55,13 @@ class GradientReducer {
   bool keeps_local() const { return exchange_.keeps_local(); }
   // Shows it each gradient that autograd makes from now on, before it is added to others. It outlives the reducer.
   void check_with(GradientCheck& check) { check_ = &check; }
+  // Plain passes: called by each hook before it does anything, by several threads of autograd at once. It returns when
+  // begin_backward() has been called for the pass, and sees to its end.
+  void enter_with(std::function<void()> enter) { enter_ = std::move(enter); }
   // Around every backward pass. `synchronize`: this pass ends in a reduction if the policy asks for one at `boundary`.
   // `in_pass`, of each bucket: whether the pass may give it gradients, the same on all ranks; where the policy reduces
   // in every pass, the others are left alone. Empty: all. Throws UsageError while a pass runs, and after one that
-  // failed until reset().
+  // failed until reset(); plain gradients are as the failed one left them, as in torch.
   void begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass = {});
   void end_backward();
   // The next pass starts no reduction before it ends: passes of several engines run at once, and what is complete first
@@ -69,6 +74,11 @@ class GradientReducer {
   // Reduces what is still local (passes under no_sync, a boundary that was declared late) and waits for everything.
   // Throws UsageError while a pass runs, and after one that failed.
   void finish();
+  // After finish(), plain gradients: they become the parameters' (GradientBucket::show()).
+  void show_gradients(const std::vector<char>& used, double factor);
+  // Whether a parameter has got more than one gradient in a pass since the start: parts of it were passes of their own
+  // (activation checkpointing), or it is complete at the end only.
+  bool any_repeated() const { return any_repeated_; }
   // After finish(): the reduced gradient of a bucket, whole at stage 0, else the own slice. Undefined before any
   // backward.
   at::Tensor gradient(size_t bucket) const;
@@ -101,6 +111,7 @@ class GradientReducer {
   void join_replicas();
   void drop_all();
   bool has_replicas() const;
+  void recover();
   bool running() const { return state_ == PassState::kLocal || state_ == PassState::kReducing; }
   bool transient() const { return exchange_.options().transient(); }
   bool leaves_in_backward() const { return elsewhere_ && exchange_.options().leave_in_backward; }
@@ -120,6 +131,8 @@ class GradientReducer {
   std::vector<size_t> in_flight_;  // buckets with a collective under way, oldest first
   size_t next_ = 0;                // buckets_[size - 1 - next_] is the next to be launched in this pass
   std::vector<char> in_pass_;      // of each bucket; empty: all
+  std::function<void()> enter_;
+  bool any_repeated_ = false;
   bool waits_for_end_ = false;     // the running pass, or the next one
   std::mutex mutex_;
 };

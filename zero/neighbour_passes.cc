@@ -44,8 +44,8 @@ at::Tensor marker(const Parameter& parameter, const std::string& model) {
 
 }  // namespace
 
-NeighbourPasses::NeighbourPasses(const std::vector<Parameter>& parameters, std::string model)
-    : parameters_(parameters), model_(std::move(model)), had_foreign_(parameters.size()) {
+NeighbourPasses::NeighbourPasses(const std::vector<Parameter>& parameters, std::string model, bool alone)
+    : parameters_(parameters), model_(std::move(model)), alone_(alone), had_foreign_(parameters.size()) {
   enlist();
 }
 
@@ -72,11 +72,13 @@ std::string NeighbourPasses::model() const {
 
 void NeighbourPasses::enlist() {
   thread_ = std::this_thread::get_id();
+  if (alone_) return;
   const std::lock_guard lock(list().mutex);
   list().of_thread[thread_].push_back(this);
 }
 
 void NeighbourPasses::leave() {
+  if (alone_) return;
   const std::lock_guard lock(list().mutex);
   const auto found = list().of_thread.find(thread_);
   std::erase(found->second, this);
@@ -93,6 +95,7 @@ void NeighbourPasses::come_back() {
 }
 
 void NeighbourPasses::begin() {
+  if (alone_) return;
   const CheckTime::Scope time;
   come_back();
   running_ = true;
@@ -102,6 +105,7 @@ void NeighbourPasses::begin() {
 }
 
 void NeighbourPasses::end() {
+  if (alone_) return;
   const CheckTime::Scope time;
   running_ = false;
   const std::vector<NeighbourPasses*> all = on_thread(thread_);
@@ -112,6 +116,7 @@ void NeighbourPasses::end() {
 }
 
 bool NeighbourPasses::another_runs() const {
+  if (alone_) return false;
   const std::vector<NeighbourPasses*> all = on_thread(thread_);
   return std::any_of(all.begin(), all.end(),
                      [this](const NeighbourPasses* one) { return one != this && one->running_; });

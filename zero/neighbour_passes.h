@@ -22,8 +22,9 @@ namespace ds::zero {
 // Of one engine. On its thread, but for another_runs() and drop(), which are called from autograd's too.
 class NeighbourPasses {
  public:
-  // `parameters` outlive it. `model`: what messages call the engine's model.
-  NeighbourPasses(const std::vector<Parameter>& parameters, std::string model);
+  // `parameters` outlive it. `model`: what messages call the engine's model. `alone`: passes of others do not concern
+  // it, nor its own them: nothing of what follows does anything.
+  NeighbourPasses(const std::vector<Parameter>& parameters, std::string model, bool alone = false);
   ~NeighbourPasses();
   NeighbourPasses(const NeighbourPasses&) = delete;
   NeighbourPasses& operator=(const NeighbourPasses&) = delete;
@@ -59,6 +60,7 @@ class NeighbourPasses {
 
   const std::vector<Parameter>& parameters_;
   std::string model_;
+  bool alone_;
   std::thread::id thread_;
   std::atomic<bool> running_{false};
   bool aside_ = false;

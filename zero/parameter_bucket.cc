@@ -85,6 +85,13 @@ ParameterBucket::ParameterBucket(BucketLayout layout, const std::vector<Paramete
   }
 }
 
+ParameterBucket::ParameterBucket(BucketLayout layout, const std::vector<Parameter>& parameters)
+    : layout_(std::move(layout)) {
+  for (const Segment& segment : layout_.segments) {
+    parameters_.push_back(parameters[static_cast<size_t>(segment.parameter)]);
+  }
+}
+
 std::string ParameterBucket::describe(size_t index) const {
   const size_t more = parameters_.size() - 1;
   return cat(index, " (", parameters_.front().name, more > 0 ? cat(", ", more, " more)") : ")");

@@ -39,11 +39,16 @@ class ParameterBucket {
   ParameterBucket(BucketLayout layout, const std::vector<Parameter>& parameters, const at::Tensor& values,
                   at::ScalarType dtype);
 
+  // The parameters stay where they are, and flat() is undefined: for gradients alone.
+  ParameterBucket(BucketLayout layout, const std::vector<Parameter>& parameters);
+
   const BucketLayout& layout() const { return layout_; }
   // In the order of layout().segments.
   const std::vector<Parameter>& parameters() const { return parameters_; }
   // "3 (h.2.attn.qkv.weight, 5 more)", for messages.
   std::string describe(size_t index) const;
+  // Dtype and device of the parameters.
+  at::TensorOptions options() const { return (flat_.defined() ? flat_ : parameters_.front().tensor).options(); }
   // Has no memory while a sharded bucket is released.
   const at::Tensor& flat() const { return flat_; }
   // The part that rank `rank` owns: a view of flat() or, of a sharded bucket, what it keeps (`rank` is this one then).

@@ -20,7 +20,8 @@ struct ReducerOptions {
   bool average = true;            // divide by the number of ranks ("gradient_allreduce_op": "mean")
   bool prescale = false;          // divide before the collective instead of after
   double predivide_factor = 1.0;  // f: times 1/f before, f/W after
-  at::ScalarType gradient_dtype = at::kFloat;  // of buckets and accumulated slices
+  // Of buckets and accumulated slices, and of what travels. Undefined: that of the bucket's parameters.
+  at::ScalarType gradient_dtype = at::kFloat;
   at::ScalarType communication_dtype = at::kFloat;
   // Stage 3: how long a gradient's hook may wait for other ranks at first, also on a device, where a gather behind a
   // reduction that waits would never begin. One that waits for this rank's next gather cannot reduce, where it has no
@@ -29,9 +30,17 @@ struct ReducerOptions {
   // Where buckets stay until finish(): reduced gradients that leave them all the same leave inside backward.
   bool leave_in_backward = false;
   std::string model = "the model";  // what messages call it
+  // Backward passes are the program's own (loss.backward()). Who is named by GradientReducer::enter_with() begins one in
+  // its first hook; passes of engines on this thread are none of its business, nor its own theirs.
+  bool plain_passes = false;
+  // With plain passes and kAllReduce: .grad is torch's. What it holds at the end of a pass, of earlier passes too, is
+  // reduced, and the result is written there. True: as a view of the bucket, which saves the memory; else to its own.
+  bool gradients_are_views = true;
 
   // Does every pass reduce, and give its buckets back?
   bool transient() const { return policy == ReductionPolicy::kReduceScatterEveryBackward; }
+  // Are gradients the program's, in .grad, and buckets only how they travel?
+  bool plain_gradients() const { return plain_passes && policy == ReductionPolicy::kAllReduce; }
 };
 
 // Where reduced gradients go.

@@ -31,13 +31,15 @@ BucketState after(BucketState state, BucketEvent event) {
   using enum BucketState;
   constexpr auto kNever = std::nullopt;
   static constexpr std::array<const char*, 4> kStates = {"empty", "collecting", "in flight", "reduced"};
-  static constexpr std::array<const char*, 5> kEvents = {"collect", "launch", "complete", "set aside", "drop"};
-  static constexpr std::array<Row<BucketState, 4>, 5> kTable = {{
+  static constexpr std::array<const char*, 6> kEvents = {"collect",   "launch", "complete",
+                                                        "set aside", "drop",   "reopen"};
+  static constexpr std::array<Row<BucketState, 4>, 6> kTable = {{
       {kCollecting, kCollecting, kNever, kNever},
       {kInFlight, kInFlight, kNever, kNever},
       {kNever, kNever, kReduced, kNever},
       {kNever, kNever, kNever, kEmpty},
       {kEmpty, kEmpty, kNever, kEmpty},
+      {kEmpty, kCollecting, kNever, kCollecting},
   }};
   return look_up(kTable, kStates, kEvents, "gradient bucket", state, event);
 }

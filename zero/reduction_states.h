@@ -22,6 +22,8 @@ namespace ds::zero {
 //   set aside    the sum takes the result: stage 2 at once,    -            -            -           empty
 //                before the next pass, elsewhere in finish()
 //   drop         reset(), after completing what is in flight   empty        empty        -           empty
+//   reopen       the next pass, where .grad is the program's   empty        collecting   -           collecting
+//                and what it holds is reduced again
 // A "-" is a defect of ours: InternalError. finish() adds a sum on the device to `local`, which stays reduced.
 //
 // A pass (one backward) has a state too:
@@ -44,7 +46,7 @@ namespace ds::zero {
 // pass fails also after its end, by what the engine does in it behind the reducer's part.
 
 enum class BucketState : uint8_t { kEmpty, kCollecting, kInFlight, kReduced };
-enum class BucketEvent : uint8_t { kCollect, kLaunch, kComplete, kSetAside, kDrop };
+enum class BucketEvent : uint8_t { kCollect, kLaunch, kComplete, kSetAside, kDrop, kReopen };
 
 enum class PassState : uint8_t { kIdle, kUnreduced, kLocal, kReducing, kFailed, kJoined };
 enum class PassEvent : uint8_t { kBeginLocal, kBeginReducing, kEnd, kFail, kFinish, kJoin, kReset };

@@ -81,7 +81,7 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains,
             describe(tensor), "; convert the model first, for example with model->to(torch::kFloat)");
     const bool may_have_hooks = tensor.requires_grad();  // else it may even lack what holds them
     require(!may_have_hooks || torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr, "parameter ", item.key(),
-            ": belongs to another engine; destroy that one before the next initialize");
+            ": belongs to another engine, or to a wrapper (ds::DistributedDataParallel); destroy that one first");
     if (!trains && tensor.requires_grad()) {
       result.frozen_here.freeze(tensor);
       if (is_split(item.value())) result.frozen_here.freeze(item.value());  // whose leaf follows it

@@ -36,7 +36,7 @@ TEST(ReductionStates, OfABucket) {
   using enum BucketState;
   using enum BucketEvent;
   expect_table<BucketState, BucketEvent>({kEmpty, kCollecting, kInFlight, kReduced},
-                                         {kCollect, kLaunch, kComplete, kSetAside, kDrop},
+                                         {kCollect, kLaunch, kComplete, kSetAside, kDrop, kReopen},
                                          {{{kEmpty, kCollect}, kCollecting},
                                           {{kEmpty, kLaunch}, kInFlight},
                                           {{kEmpty, kDrop}, kEmpty},
@@ -45,7 +45,10 @@ TEST(ReductionStates, OfABucket) {
                                           {{kCollecting, kDrop}, kEmpty},
                                           {{kInFlight, kComplete}, kReduced},
                                           {{kReduced, kSetAside}, kEmpty},
-                                          {{kReduced, kDrop}, kEmpty}});
+                                          {{kReduced, kDrop}, kEmpty},
+                                          {{kEmpty, kReopen}, kEmpty},
+                                          {{kCollecting, kReopen}, kCollecting},
+                                          {{kReduced, kReopen}, kCollecting}});
 }
 
 TEST(ReductionStates, OfAPass) {
