@@ -97,8 +97,10 @@ Work Communicator::copy_alone(const at::Tensor& output, const at::Tensor& input)
   return {};
 }
 
-std::shared_ptr<Communicator> Communicator::new_group(const std::vector<int>& ranks, const std::string& name) {
-  std::shared_ptr<Communicator> group = make_group(ranks, name);
+std::shared_ptr<Communicator> Communicator::new_group(const std::vector<int>& ranks, const std::string& name,
+                                                      GroupUse use) {
+  std::shared_ptr<Communicator> group =
+      use == GroupUse::kMessages ? make_message_group(ranks, name) : make_group(ranks, name);
   if (!group) return group;
   group->step_ = step_;
   for (const Observation& own : observers_) {

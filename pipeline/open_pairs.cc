@@ -22,10 +22,10 @@ void open(comm::Communicator& ranks, int sender, int receiver, c10::Device devic
 }  // namespace
 
 // All ranks go through the pairs in one order: those of the lowest pair that is not done are both at it.
-void open_pairs(const std::vector<int>& rank_of, comm::Communicator& up, comm::Communicator& down, c10::Device device) {
+void open_pairs(const std::vector<int>& rank_of, comm::Communicator& ranks, c10::Device device) {
   for (const auto& [low, high] : neighbouring_ranks(rank_of)) {
-    open(up, low, high, device);
-    open(down, high, low, device);
+    open(ranks, low, high, device);
+    open(ranks, high, low, device);
   }
 }
 

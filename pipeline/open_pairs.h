@@ -13,10 +13,9 @@
 
 namespace ds::pipeline {
 
-// Sends one element each way between all ranks that have neighbouring stages: `up` is for messages to higher ranks,
-// `down` for those to lower ones. `rank_of`: of each stage, the same on all ranks; `device`: where they talk. Returns
-// when this rank's messages have arrived. Collective over the ranks of `up`, which are those of `down`. Throws
+// Sends one element each way between all ranks that have neighbouring stages. `rank_of`: of each stage, the same on all
+// ranks; `device`: where they talk. Returns when this rank's messages have arrived. Collective over `ranks`. Throws
 // CommError.
-void open_pairs(const std::vector<int>& rank_of, comm::Communicator& up, comm::Communicator& down, c10::Device device);
+void open_pairs(const std::vector<int>& rank_of, comm::Communicator& ranks, c10::Device device);
 
 }  // namespace ds::pipeline

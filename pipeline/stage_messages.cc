@@ -22,21 +22,18 @@ constexpr int64_t kMostDimensions = 8;
 constexpr int64_t kNumbersOfTensor = 3 + kMostDimensions;
 constexpr int64_t kShapeNumbers = 1 + kMostTensors * kNumbersOfTensor;
 
-std::shared_ptr<comm::Communicator> over_all(comm::Communicator& ranks, const char* name) {
+std::shared_ptr<comm::Communicator> for_messages(comm::Communicator& ranks) {
   std::vector<int> all(static_cast<size_t>(ranks.size()));
   std::iota(all.begin(), all.end(), 0);
-  return ranks.new_group(all, name);
+  return ranks.new_group(all, "pipeline, between stages", comm::GroupUse::kMessages);
 }
 
 }  // namespace
 
 StageMessages::StageMessages(comm::Communicator& ranks, MessageOptions options)
-    : ranks_(ranks),
-      options_(options),
-      up_(over_all(ranks, "pipeline, to later ranks")),
-      down_(over_all(ranks, "pipeline, to earlier ranks")) {}
+    : ranks_(ranks), options_(options), between_stages_(for_messages(ranks)) {}
 
-void StageMessages::open(const std::vector<int>& rank_of) { open_pairs(rank_of, *up_, *down_, options_.device); }
+void StageMessages::open(const std::vector<int>& rank_of) { open_pairs(rank_of, *between_stages_, options_.device); }
 
 StageMessages::Shapes StageMessages::shapes_of(const Tensors& tensors) {
   Shapes shapes;
@@ -60,14 +57,10 @@ std::string StageMessages::label(Content content, const Route& route) {
              route.micro_batch);
 }
 
-comm::Communicator& StageMessages::towards(int peer) const { return peer > ranks_.rank() ? *up_ : *down_; }
-
-comm::Communicator& StageMessages::from(int peer) const { return peer > ranks_.rank() ? *down_ : *up_; }
-
 void StageMessages::send(const at::Tensor& tensor, int peer, const std::string& label) {
   forget_sent();
   const at::Tensor whole = tensor.contiguous();
-  outgoing_.push_back({whole, towards(peer).isend(whole, peer, 0, label)});
+  outgoing_.push_back({whole, between_stages_->isend(whole, peer, 0, label)});
 }
 
 void StageMessages::forget_sent() {
@@ -105,7 +98,7 @@ void StageMessages::send_shapes(const Shapes& shapes, int peer, const std::strin
 
 StageMessages::Shapes StageMessages::receive_shapes(int peer, const std::string& label) {
   at::Tensor numbers = at::empty({kShapeNumbers}, at::TensorOptions().dtype(at::kLong).device(options_.device));
-  from(peer).irecv(numbers, peer, 0, cat("shapes of ", label)).wait();
+  between_stages_->irecv(numbers, peer, 0, cat("shapes of ", label)).wait();
   return from_numbers(numbers);
 }
 
@@ -204,7 +197,7 @@ void StageMessages::start(Incoming& message) {
   }
   for (const Shape& shape : message.shapes) {
     message.tensors.push_back(buffer(shape));
-    message.works.push_back(from(peer).irecv(message.tensors.back(), peer, 0, what));
+    message.works.push_back(between_stages_->irecv(message.tensors.back(), peer, 0, what));
   }
   message.started = true;
 }

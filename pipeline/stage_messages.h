@@ -2,8 +2,8 @@
 //
 // Nothing waits here but the use of what has not arrived. Shapes and dtypes are agreed once, with the first
 // micro-batch, and then checked by the sender; with dynamic shapes they travel ahead of every message. Between two
-// ranks, messages of one direction travel in the order of the schedule, on communicators of their own, so that a
-// transport with one queue a pair of ranks (NCCL) never holds up the other direction.
+// ranks, messages of one direction travel in the order of the schedule; they do not wait for those of the other one
+// (comm.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -69,7 +69,7 @@ class StageMessages {
   // The same for the shapes of passes without gradients alone.
   void reset_evaluation_shapes();
   // What it talks over, beside `ranks`.
-  std::vector<std::shared_ptr<comm::Communicator>> groups() const { return {up_, down_}; }
+  std::vector<std::shared_ptr<comm::Communicator>> groups() const { return {between_stages_}; }
   // Bytes of receive buffers, which are used again as soon as nothing refers to them.
   int64_t buffer_bytes() const;
 
@@ -99,8 +99,6 @@ class StageMessages {
   static Shapes shapes_of(const Tensors& tensors);
   static std::string text_of(const Shapes& shapes);
   static std::string label(Content content, const Route& route);
-  comm::Communicator& towards(int peer) const;
-  comm::Communicator& from(int peer) const;
   void send(const at::Tensor& tensor, int peer, const std::string& label);
   at::Tensor to_numbers(const Shapes& shapes, const std::string& label) const;
   static Shapes from_numbers(const at::Tensor& numbers);
@@ -117,8 +115,7 @@ class StageMessages {
 
   comm::Communicator& ranks_;
   MessageOptions options_;
-  std::shared_ptr<comm::Communicator> up_;    // to higher ranks
-  std::shared_ptr<comm::Communicator> down_;  // to lower ranks
+  std::shared_ptr<comm::Communicator> between_stages_;
   // Which shapes: those of a stage's outputs, with gradients or without (evaluation), sent or received.
   struct ShapesKey {
     int stage = 0;

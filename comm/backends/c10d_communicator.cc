@@ -12,8 +12,10 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <future>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "comm/collective.h"
@@ -118,14 +120,20 @@ class C10dCommunicator : public Communicator {
         group_(group),
         place_(std::make_shared<Place>(cat(" on group '", group.name, "', rank ", group.rank, " of ", group.size),
                                        group.device, group.failed)),
-        backend_(group.size > 1 ? group.connect(group.store, group.rank, group.size) : nullptr) {}
+        collectives_(group.size > 1 && group.use == GroupUse::kAll ? connect(group.store, C10dUse::kCollectives)
+                                                                   : nullptr) {}
   ~C10dCommunicator() override { end(); }
   C10dCommunicator(const C10dCommunicator&) = delete;
   C10dCommunicator& operator=(const C10dCommunicator&) = delete;
 
  protected:
   Work launch(Collective collective) override;
-  std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) override;
+  std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) override {
+    return make_group(ranks, name, GroupUse::kAll);
+  }
+  std::shared_ptr<Communicator> make_message_group(const std::vector<int>& ranks, const std::string& name) override {
+    return make_group(ranks, name, GroupUse::kMessages);
+  }
 
  private:
   // What the backend was asked for, and what is left to do afterwards.
@@ -133,6 +141,17 @@ class C10dCommunicator : public Communicator {
     BackendWork work;
     std::function<void()> finish;
   };
+  using BackendPointer = c10::intrusive_ptr<c10d::Backend>;
+
+  BackendPointer connect(const c10::intrusive_ptr<c10d::Store>& store, C10dUse use) const {
+    return group_.connect(store, group_.rank, group_.size, use);
+  }
+  std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name, GroupUse use);
+  c10d::Backend& messages(bool to_higher_rank);
+  std::unique_lock<std::mutex> recorder_lock() const;
+  void open_pair(int peer);
+  BackendWork issue_message(bool sending, std::vector<at::Tensor> tensors, int peer);
+  void for_each_backend(const std::function<void(c10d::Backend&)>& use) const;
   void end() noexcept;
   Issued issue(const Collective& c);
   Issued issue_reduction(const Collective& c);
@@ -144,7 +163,9 @@ class C10dCommunicator : public Communicator {
 
   C10dGroup group_;
   std::shared_ptr<Place> place_;
-  c10::intrusive_ptr<c10d::Backend> backend_;
+  BackendPointer collectives_;
+  BackendPointer upwards_, downwards_;  // messages to higher and to lower ranks, once there is one
+  std::set<int> open_;                  // ranks that this one has exchanged a first message with
   SelfMessages self_;
   int groups_made_ = 0;
 };
@@ -157,10 +178,11 @@ class C10dCommunicator : public Communicator {
 // The program may have caught the exception long ago, of this group or of one beside it; and where nobody was told that
 // a rank is gone, there is a limit.
 void C10dCommunicator::end() noexcept {
-  if (!backend_ || group_.device.is_cpu()) return;
+  if ((!collectives_ && !upwards_ && !downwards_) || group_.device.is_cpu()) return;
+  const auto abort = [this] { for_each_backend([](c10d::Backend& backend) { backend.abort(); }); };
   try {
     if (*place_->failed || std::uncaught_exceptions() > 0) {
-      backend_->abort();
+      abort();
       return;
     }
     const auto limit = std::min<std::chrono::milliseconds>(group_.timeout, kLongestEnd);
@@ -175,16 +197,70 @@ void C10dCommunicator::end() noexcept {
                    "after ", limit.count(), " ms, and are given up. A rank has most likely ended or issued another ",
                    "operation: look at the logs of the other ranks first");
       *place_->failed = true;
-      backend_->abort();
+      abort();
     }
     done.get();
-    if (in_time) backend_->shutdown();
+    if (in_time) for_each_backend([](c10d::Backend& backend) { backend.shutdown(); });
   } catch (const std::exception& error) {
     log::warning("the end of a communicator", place_->text, ": ", error.what());
   }
 }
 
-std::shared_ptr<Communicator> C10dCommunicator::make_group(const std::vector<int>& ranks, const std::string& name) {
+// Note [Messages on NCCL's streams]
+// A backend of c10d whose communicator was made with its group gives all operations to the one stream of that
+// communicator, messages too: a receive that waits for its sender holds up whatever this rank issues behind it, also
+// what the sender waits for. Two ranks that both send first, or an activation that cannot leave before the next one has
+// come, then stand still. c10d's answer, sends and receives between startCoalescing() and endCoalescing(), wants both
+// in one place of the program, and ties a rank's neighbours to one another. So messages have backends of their own, one
+// for each direction, which are not connected with the group: those make a communicator and a stream for each pair of
+// ranks. What is sent in one direction between two ranks keeps its order, and waits for nothing else. Each of these
+// communicators blocks its two ranks until both have come to its first message, so both directions have one, in one
+// order, before the first message of either.
+c10d::Backend& C10dCommunicator::messages(bool to_higher_rank) {
+  BackendPointer& backend = to_higher_rank ? upwards_ : downwards_;
+  if (!backend) {
+    const char* const prefix = to_higher_rank ? "messages to higher ranks" : "messages to lower ranks";
+    backend = connect(c10::make_intrusive<c10d::PrefixStore>(prefix, group_.store), C10dUse::kMessages);
+  }
+  return *backend;
+}
+
+// c10d's flight recorder, which all groups of a process share, enters new groups without a lock. (NCCL is left alone: a
+// group's first operation blocks until all its ranks issue it.)
+std::unique_lock<std::mutex> C10dCommunicator::recorder_lock() const {
+  static std::mutex recorder;
+  std::unique_lock<std::mutex> lock(recorder, std::defer_lock);
+  if (group_.device.is_cpu()) lock.lock();
+  return lock;
+}
+
+void C10dCommunicator::open_pair(int peer) {
+  if (!open_.insert(peer).second) return;
+  for (const bool up : {true, false}) {
+    std::vector<at::Tensor> token{at::zeros({1}, at::TensorOptions(group_.device).dtype(at::kByte))};
+    c10d::Backend& backend = messages(up);
+    BackendWork work;
+    {
+      const auto lock = recorder_lock();
+      work = up == (peer > rank()) ? backend.send(token, peer, 0) : backend.recv(token, peer, 0);
+    }
+    work->wait();
+  }
+}
+
+BackendWork C10dCommunicator::issue_message(bool sending, std::vector<at::Tensor> tensors, int peer) {
+  c10d::Backend& backend = messages(/*to_higher_rank=*/sending == (peer > rank()));
+  return sending ? backend.send(tensors, peer, 0) : backend.recv(tensors, peer, 0);
+}
+
+void C10dCommunicator::for_each_backend(const std::function<void(c10d::Backend&)>& use) const {
+  for (const BackendPointer& backend : {collectives_, upwards_, downwards_}) {
+    if (backend) use(*backend);
+  }
+}
+
+std::shared_ptr<Communicator> C10dCommunicator::make_group(const std::vector<int>& ranks, const std::string& name,
+                                                           GroupUse use) {
   require(!ranks.empty() && std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>()) && ranks.front() >= 0 &&
               ranks.back() < size(),
           "new_group '", name, "': expected ascending ranks of group '", this->name(), "' in [0, ", size(), ")");
@@ -196,6 +272,7 @@ std::shared_ptr<Communicator> C10dCommunicator::make_group(const std::vector<int
   sub.rank = static_cast<int>(own - ranks.begin());
   sub.size = static_cast<int>(ranks.size());
   sub.name = name;
+  sub.use = use;
   return make_c10d_communicator(sub);
 }
 
@@ -207,16 +284,17 @@ Work C10dCommunicator::launch(Collective collective) {
             ", found ", describe(tensor));
   }
   const bool sending = collective.kind == CollectiveKind::kSend;
-  if ((sending || collective.kind == CollectiveKind::kRecv) && collective.peer == rank()) {
+  const bool message = sending || collective.kind == CollectiveKind::kRecv;
+  require(message || group_.use == GroupUse::kAll, operation, place_->text,
+          ": expected a group for collectives, found ",
+          "one that was made for messages alone: make it with new_group(ranks, name)");
+  if (message && collective.peer == rank()) {
     return sending ? self_.send(collective.input, collective.tag)
                    : self_.recv(collective.output, collective.tag, OperationName(collective));
   }
   try {
-    // c10d's flight recorder, which all groups of a process share, enters new groups without a lock. (NCCL is left
-    // alone: a group's first operation blocks until all its ranks issue it.)
-    static std::mutex recorder;
-    std::unique_lock<std::mutex> lock(recorder, std::defer_lock);
-    if (group_.device.is_cpu()) lock.lock();
+    if (message) open_pair(collective.peer);
+    const auto lock = recorder_lock();
     Issued issued = issue(collective);
     return Work(std::make_shared<BackendState>(std::move(issued.work), std::move(issued.finish),
                                                OperationName(collective), place_));
@@ -307,7 +385,7 @@ BackendWork C10dCommunicator::issue_copy(const Collective& c) {
   for (int64_t& rows : from) rows *= row_bytes(c.output);
   at::Tensor out = output;
   at::Tensor in = input;
-  return backend_->alltoall_base(out, in, from, to);
+  return collectives_->alltoall_base(out, in, from, to);
 }
 
 std::vector<at::Tensor> C10dCommunicator::parts_of(const at::Tensor& bytes) const {
@@ -322,25 +400,25 @@ BackendWork C10dCommunicator::issue_on(CollectiveKind kind, at::Tensor output, a
   std::vector<std::vector<at::Tensor>> lists;
   switch (kind) {
     case CollectiveKind::kAllReduce:
-      return backend_->allreduce(tensors, {.reduceOp = c10d_op(op)});
+      return collectives_->allreduce(tensors, {.reduceOp = c10d_op(op)});
     case CollectiveKind::kReduce:
-      return backend_->reduce(tensors, {.reduceOp = c10d_op(op), .rootRank = root});
+      return collectives_->reduce(tensors, {.reduceOp = c10d_op(op), .rootRank = root});
     case CollectiveKind::kReduceScatter:
-      return backend_->_reduce_scatter_base(output, input, {.reduceOp = c10d_op(op)});
+      return collectives_->_reduce_scatter_base(output, input, {.reduceOp = c10d_op(op)});
     case CollectiveKind::kBroadcast:
-      return backend_->broadcast(tensors, {.rootRank = root});
+      return collectives_->broadcast(tensors, {.rootRank = root});
     case CollectiveKind::kAllGather:
-      return backend_->_allgather_base(output, input);
+      return collectives_->_allgather_base(output, input);
     case CollectiveKind::kGather:
       if (output.defined()) lists.push_back(parts_of(output));
-      return backend_->gather(lists, inputs, {.rootRank = root});
+      return collectives_->gather(lists, inputs, {.rootRank = root});
     case CollectiveKind::kScatter:
       if (input.defined()) lists.push_back(parts_of(input));
-      return backend_->scatter(tensors, lists, {.rootRank = root});
+      return collectives_->scatter(tensors, lists, {.rootRank = root});
     case CollectiveKind::kSend:
-      return backend_->send(inputs, root, 0);
+      return issue_message(/*sending=*/true, inputs, root);
     case CollectiveKind::kRecv:
-      return backend_->recv(tensors, root, 0);
+      return issue_message(/*sending=*/false, tensors, root);
     case CollectiveKind::kAllToAll:
     case CollectiveKind::kBarrier:
       break;

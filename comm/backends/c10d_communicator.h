@@ -17,14 +17,23 @@
 
 namespace ds::comm {
 
+// What a backend of a group is for.
+enum class C10dUse : uint8_t {
+  kCollectives,
+  kMessages,  // of one direction: from lower ranks to higher ones, or back
+};
+
 struct C10dGroup {
   c10::intrusive_ptr<c10d::Store> store;  // subgroups meet in it
   int rank = 0;
   int size = 1;
   std::string name = "world";
   c10::Device device{c10::kCPU};  // of all tensors
-  // Makes the backend of this group and of the groups made from it.
-  std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, int rank, int size)> connect;
+  // Makes the backends of this group and of the groups made from it. That of collectives with the group, by all ranks
+  // together; those of messages with this rank's first one, whether or not the others make theirs.
+  std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, int rank, int size, C10dUse)>
+      connect;
+  GroupUse use = GroupUse::kAll;
   // The backend averages floating point by itself (NCCL); else the sum is divided in wait().
   bool averages = false;
   // How long operations may take. The end of a group waits as long for them, but 30 seconds at most.
@@ -38,8 +47,10 @@ struct C10dGroup {
 // (all_gather and local operations: W times the memory of the tensor).
 //
 // wait() orders the current stream after the operation and does not block the host; barrier() does. As in NCCL,
-// messages between two ranks match in the order in which they were issued: with several tags under way, both sides must
-// issue them in one order. Errors of the backend become CommError naming operation, label, group and rank.
+// messages from one rank to another match in the order in which they were issued: with several tags under way, both
+// sides must issue them in one order (Note [Messages on NCCL's streams]). A first message between two ranks may block
+// the host until the other rank comes to it. Errors of the backend become CommError naming operation, label, group and
+// rank; a collective of a group for messages is a UsageError.
 //
 // Its destructor waits, where tensors are on a device, until the device has done what it was given, and shuts the
 // backend down. After an error of the backend, in this group or in one that shares its `failed`, or while an exception

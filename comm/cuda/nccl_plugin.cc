@@ -32,20 +32,26 @@ void check_device(const NcclGroup& group) {
                        group.device, ". Start at most one rank per GPU on each host");
 }
 
-c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                               const NcclGroup& world) {
+struct NcclPlace {
+  int rank;
+  int size;
+};
+
+c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, NcclPlace place,
+                                               C10dUse use, const NcclGroup& world) {
   // What waits for other ranks goes before what this rank computes beside it.
   auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
   options->timeout = world.timeout;
   options->group_name = world.name;
   try {
-    auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, options);
-    // Ranks make their groups in one order, here: not in a hook of autograd, whose first operation would do it.
-    group->eagerConnectSingleDevice(world.device);
+    auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, place.rank, place.size, options);
+    // Ranks make their groups in one order, here: not in a hook of autograd, whose first operation would do it. What is
+    // connected gives messages to the stream of its collectives: Note [Messages on NCCL's streams].
+    if (use == C10dUse::kCollectives) group->eagerConnectSingleDevice(world.device);
     return group;
   } catch (const std::exception& error) {
-    throw CommError(cat("nccl: rank ", rank, " of ", size, " (rank ", world.rank, " of the job, ", world.device.str(),
-                        ") could not be set up: ", without_stack(error.what())));
+    throw CommError(cat("nccl: rank ", place.rank, " of ", place.size, " (rank ", world.rank, " of the job, ",
+                        world.device.str(), ") could not be set up: ", without_stack(error.what())));
   }
 }
 
@@ -53,15 +59,17 @@ std::shared_ptr<Communicator> make_nccl_communicator(const NcclGroup& group) {
   check_nccl_version();
   check_device(group);
   c10::cuda::set_device(group.device.index());
-  return make_c10d_communicator(
-      {.store = group.store,
-       .rank = group.rank,
-       .size = group.size,
-       .name = group.name,
-       .device = group.device,
-       .connect = [group](const auto& store, int rank, int size) { return connect_nccl(store, rank, size, group); },
-       .averages = true,
-       .timeout = group.timeout});
+  return make_c10d_communicator({.store = group.store,
+                                 .rank = group.rank,
+                                 .size = group.size,
+                                 .name = group.name,
+                                 .device = group.device,
+                                 .connect =
+                                     [group](const auto& store, int rank, int size, C10dUse use) {
+                                       return connect_nccl(store, {rank, size}, use, group);
+                                     },
+                                 .averages = true,
+                                 .timeout = group.timeout});
 }
 
 }  // namespace

@@ -53,6 +53,9 @@ struct FlightWatchOptions {
 // How the elements of ranks become one. kBand, kBor and kBxor: bits of integers, and truth values.
 enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
 
+// What a group is made for: all operations, or isend and irecv alone, which takes no memory for collectives.
+enum class GroupUse : uint8_t { kAll, kMessages };
+
 // What CommCounters counts apart.
 enum class CollectiveKind : uint8_t {
   kBroadcast,
@@ -132,7 +135,8 @@ class Communicator {
   // empty for an even split. input and output must not overlap.
   Work all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<int64_t> output_splits = {},
                   std::vector<int64_t> input_splits = {}, std::string label = {});
-  // Blocking and asynchronous point to point. Messages of one (source, destination, tag) keep their order.
+  // Blocking and asynchronous point to point. Messages of one (source, destination, tag) keep their order. Messages of
+  // the two directions between two ranks, and messages and collectives, do not wait for one another.
   void send(const at::Tensor& tensor, int destination, int tag = 0) { isend(tensor, destination, tag).wait(); }
   void recv(const at::Tensor& tensor, int source, int tag = 0) { irecv(tensor, source, tag).wait(); }
   Work isend(const at::Tensor& tensor, int destination, int tag = 0, std::string label = {});
@@ -142,7 +146,8 @@ class Communicator {
 
   // A communicator over `ranks` (ascending, ranks of this group). Called by every rank of this group, also by those not
   // in `ranks`, which get nullptr.
-  std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks, const std::string& name);
+  std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks, const std::string& name,
+                                          GroupUse use = GroupUse::kAll);
 
   // Operations from now on, and those of groups made from now on, are shown to it, beside other
   // observers. Call before the first operation.
@@ -160,6 +165,10 @@ class Communicator {
   // Starts a validated operation. Never called with size() == 1 except for barrier and self send/recv.
   virtual Work launch(Collective collective) = 0;
   virtual std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) = 0;
+  // For implementations that keep something for collectives.
+  virtual std::shared_ptr<Communicator> make_message_group(const std::vector<int>& ranks, const std::string& name) {
+    return make_group(ranks, name);
+  }
 
  private:
   // One that observes this group.

@@ -48,7 +48,7 @@ inline void expect_every_collective(comm::Communicator& ranks, at::Device device
   ranks.all_to_all(output, there(torch::full({world * 3}, rank, at::kLong))).wait();
   EXPECT_TRUE(at::equal(output.cpu(), torch::arange(world).repeat_interleave(3)));
 
-  // Around a ring. Between two ranks messages of NCCL share an order: one of them sends first.
+  // Around a ring. A first message between two ranks may block until both have come to it: one of them receives first.
   at::Tensor got = there(torch::zeros({1001}));
   const int last = (rank + world - 1) % world;
   if (rank == 0 && world > 1) ranks.recv(got, last);

@@ -80,9 +80,43 @@ TEST(NcclRanks, AfterAnErrorOfAGroupBesideItTheEndWaitsForNobody) {
   if (!test::device_is_simulated()) GTEST_SKIP() << "a GPU's own watchdog may end the process first";
   ::testing::internal::CaptureStderr();
   expect_an_end(std::chrono::milliseconds(1500), [](comm::Communicator& part, at::Device device) {
-    EXPECT_THROW(part.all_reduce(at::ones({4}, at::TensorOptions(device))), CommError) << "rank 1 does not come";
+    EXPECT_THROW(part.isend(at::ones({4}, at::TensorOptions(device)), 1), CommError) << "rank 1 does not come";
   });
   EXPECT_THAT(::testing::internal::GetCapturedStderr(), ::testing::Not(::testing::HasSubstr("are given up")));
+}
+
+// On one stream, a receive would hold up what the rank issues behind it: what the other one waits for.
+TEST(NcclRanks, MessagesAndCollectivesDoNotWaitForOneAnother) {
+  constexpr int64_t kMany = int64_t{1} << 22;  // more than NCCL sends ahead of its receiver
+  on_gpus(3, [](comm::Communicator& ranks, at::Device device) {
+    const int rank = ranks.rank();
+    const at::TensorOptions there = at::TensorOptions(device);
+    at::Tensor got = at::zeros({kMany}, there);
+    at::Tensor sum = at::ones({1 << 10}, there);
+    if (rank < 2) {  // both send first
+      const comm::Work sent = ranks.isend(at::full({kMany}, rank + 1.0F, there), 1 - rank);
+      ranks.irecv(got, 1 - rank).wait();
+      sent.wait();
+      EXPECT_TRUE(got.eq(2.0 - rank).all().item<bool>());
+    }
+    // Rank 1 has come to a message from rank 0 before it sends to rank 2, which rank 0 waits for.
+    at::Tensor next = at::zeros({kMany}, there);
+    if (rank == 0) {
+      ranks.irecv(got, 2).wait();
+      ranks.isend(got + 1, 1).wait();
+    } else if (rank == 1) {
+      const comm::Work late = ranks.irecv(next, 0);
+      ranks.isend(at::full({kMany}, 5.0F, there), 2).wait();
+      ranks.all_reduce(sum).wait();
+      late.wait();
+      EXPECT_TRUE(next.eq(6.0).all().item<bool>());
+    } else {
+      ranks.irecv(got, 1).wait();
+      ranks.isend(got, 0).wait();
+    }
+    if (rank != 1) ranks.all_reduce(sum).wait();
+    EXPECT_TRUE(sum.eq(3.0).all().item<bool>());
+  });
 }
 
 // A thread that has chosen no device is on device 0, where asking about an event of another one makes a context.

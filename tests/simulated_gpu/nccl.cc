@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
 #include <atomic>
@@ -156,13 +158,15 @@ constexpr std::chrono::seconds kWatchdog{2};  // NCCL's looks from time to time 
 
 class SimulatedNccl : public c10d::Backend {
  public:
-  SimulatedNccl(c10::intrusive_ptr<c10d::Store> store, int rank, int size, c10::Device device,
+  SimulatedNccl(c10::intrusive_ptr<c10d::Store> store, NcclPlace place, c10::Device device,
                 std::chrono::milliseconds timeout)
-      : c10d::Backend(rank, size),
+      : c10d::Backend(place.rank, place.size),
         store_(std::move(store)),
+        eager_(place.eager),
         device_(device),
-        timeout_(timeout),
-        gloo_(comm::connect_gloo(store_, rank, size, {.timeout = timeout + kWatchdog, .address = "127.0.0.1"})) {}
+        timeout_(timeout) {
+    if (eager_) way_of_all();
+  }
 
   ~SimulatedNccl() override {
     if (!shut_down_) drop();
@@ -171,7 +175,7 @@ class SimulatedNccl : public c10d::Backend {
   const std::string getBackendName() const override { return "simulated nccl"; }
   void shutdown() override {
     shut_down_ = true;
-    lanes_.clear();  // they end when they have done what they were given
+    ways_.clear();  // they end when they have done what they were given
   }
   void abort() override { drop(); }
 
@@ -193,7 +197,7 @@ class SimulatedNccl : public c10d::Backend {
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return on_group("broadcast", tensors, {}, [this, tensor = on_cpu(tensors[0]), options] {
       Tensors list{tensor};
-      carry([&] { return gloo_->broadcast(list, options); });
+      carry([&] { return way_of_all().gloo->broadcast(list, options); });
     });
   }
   WorkPointer gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
@@ -209,33 +213,51 @@ class SimulatedNccl : public c10d::Backend {
       Tensors to_list{to};
       std::vector<Tensors> from_list;
       if (!from.empty()) from_list.push_back(from);
-      carry([&] { return gloo_->scatter(to_list, from_list, options); });
+      carry([&] { return way_of_all().gloo->scatter(to_list, from_list, options); });
     });
   }
   WorkPointer alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& from, std::vector<int64_t>& to,
                             const c10d::AllToAllOptions&) override {
     return on_group("all_to_all", {output}, {input},
                     [this, out = on_cpu(output), in = on_cpu(input), from, to]() mutable {
-                      carry([&] { return gloo_->alltoall_base(out, in, from, to); });
+                      carry([&] { return way_of_all().gloo->alltoall_base(out, in, from, to); });
                     });
   }
   WorkPointer send(Tensors& tensors, int peer, int) override {
-    return on_lane(lane_with(peer), "send", {}, tensors, [this, tensor = on_cpu(tensors[0]), peer] {
+    Way& way = way_to(peer);
+    return on_lane(*way.lane, "send", {}, tensors, [ends = ends_of(way, peer), tensor = on_cpu(tensors[0])] {
+      Tensors ready{at::empty({1}, at::kByte)};
+      carry([&] { return ends.gloo->recv(ready, ends.peer, kReady); });
       Tensors list{tensor};
-      carry([&] { return gloo_->send(list, peer, rank_); });
+      carry([&] { return ends.gloo->send(list, ends.peer, kMessage); });
     });
   }
   WorkPointer recv(Tensors& tensors, int peer, int) override {
-    return on_lane(lane_with(peer), "recv", tensors, {}, [this, tensor = on_cpu(tensors[0]), peer] {
+    Way& way = way_to(peer);
+    return on_lane(*way.lane, "recv", tensors, {}, [ends = ends_of(way, peer), tensor = on_cpu(tensors[0])] {
+      Tensors ready{at::zeros({1}, at::kByte)};
+      carry([&] { return ends.gloo->send(ready, ends.peer, kReady); });
       Tensors list{tensor};
-      carry([&] { return gloo_->recv(list, peer, peer); });
+      carry([&] { return ends.gloo->recv(list, ends.peer, kMessage); });
     });
   }
 
  private:
+  enum Tag : int { kMessage, kReady };
+  // A communicator of NCCL with its stream.
+  struct Way {
+    c10::intrusive_ptr<c10d::Backend> gloo;  // for longer than the lane, whose tasks use it
+    std::unique_ptr<Lane> lane;              // none where the ranks did not meet
+  };
+  // Of a message.
+  struct Ends {
+    c10::intrusive_ptr<c10d::Backend> gloo;
+    int peer;  // there
+  };
+
   void drop() {
-    for (const auto& [name, lane] : lanes_) {
-      if (lane) lane->drop();  // none where the ranks did not meet
+    for (const auto& [name, way] : ways_) {
+      if (way.lane) way.lane->drop();
     }
   }
 
@@ -261,7 +283,7 @@ class SimulatedNccl : public c10d::Backend {
     at::Tensor parts = at::empty(sizes, own.options());
     at::Tensor to = parts.view(-1).view(at::kByte);
     at::Tensor from = own.contiguous().view(-1).view(at::kByte);
-    carry([&] { return gloo_->_allgather_base(to, from); });
+    carry([&] { return way_of_all().gloo->_allgather_base(to, from); });
     return parts;
   }
 
@@ -276,7 +298,7 @@ class SimulatedNccl : public c10d::Backend {
   }
 
   WorkPointer on_group(const char* name, const Tensors& written, const Tensors& read, std::function<void()> run) {
-    return on_lane(lane("all", size_), name, written, read, std::move(run));
+    return on_lane(*way_of_all().lane, name, written, read, std::move(run));
   }
 
   WorkPointer on_lane(Lane& lane, const char* name, const Tensors& written, const Tensors& read,
@@ -293,32 +315,42 @@ class SimulatedNccl : public c10d::Backend {
                                          written);
   }
 
-  Lane& lane_with(int peer) { return lane(cat(std::min(rank_, peer), "-", std::max(rank_, peer)), 2); }
+  Way& way_of_all() { return way("all", rank_, size_); }
+  Way& way_to(int peer) {
+    if (eager_) return way_of_all();
+    return way(cat(std::min(rank_, peer), "-", std::max(rank_, peer)), rank_ > peer ? 1 : 0, 2);
+  }
+  Ends ends_of(const Way& way, int peer) const { return {way.gloo, eager_ ? peer : rank_ > peer ? 0 : 1}; }
 
-  Lane& lane(const std::string& name, int ranks) {
-    std::unique_ptr<Lane>& lane = lanes_[name];
-    if (!lane) {
+  // Called by lanes too, for a way that is there by then.
+  Way& way(const std::string& name, int rank, int ranks) {
+    const std::lock_guard lock(mutex_);
+    Way& way = ways_[name];
+    if (!way.lane) {
       const std::string count = cat("simulated nccl/", name);
       if (store_->add(count, 1) == ranks) store_->set(cat(count, "/met"), "1");
       store_->wait({cat(count, "/met")}, timeout_);
-      lane = std::make_unique<Lane>(device_);
+      way.gloo = comm::connect_gloo(c10::make_intrusive<c10d::PrefixStore>(count, store_), rank, ranks,
+                                    {.timeout = timeout_ + kWatchdog, .address = "127.0.0.1"});
+      way.lane = std::make_unique<Lane>(device_);
     }
-    return *lane;
+    return way;
   }
 
   c10::intrusive_ptr<c10d::Store> store_;
+  bool eager_;
   c10::Device device_;
   std::chrono::milliseconds timeout_;
-  c10::intrusive_ptr<c10d::Backend> gloo_;
-  std::map<std::string, std::unique_ptr<Lane>> lanes_;
+  std::mutex mutex_;
+  std::map<std::string, Way> ways_;
   bool shut_down_ = false;
 };
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, NcclPlace place,
                                                c10::Device device, std::chrono::milliseconds timeout) {
-  return c10::make_intrusive<SimulatedNccl>(store, rank, size, device, timeout);
+  return c10::make_intrusive<SimulatedNccl>(store, place, device, timeout);
 }
 
 }  // namespace ds::simulated_gpu

@@ -11,11 +11,18 @@
 
 namespace ds::simulated_gpu {
 
-// As there, the first operation of a group, and the first between two of its ranks, blocks the host until all that take
-// part have issued it; all messages between two ranks share a stream; an operation that fails, or takes two seconds
-// more than the timeout, ends the process. A group that ends without shutdown() drops what it has not done yet, and so
-// does abort().
-c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+struct NcclPlace {
+  int rank = 0;
+  int size = 1;
+  bool eager = false;  // connected at once, by all ranks: eagerConnectSingleDevice()
+};
+
+// As there, a group that is not eager connects with its first operation, and two of its ranks with their first message:
+// that blocks the host until all that take part have issued it. All messages between two ranks share a stream, those of
+// an eager group the one of its collectives. A message leaves when its receiver has come to it. An operation that
+// fails, or takes two seconds more than the timeout, ends the process. A group that ends without shutdown() drops what
+// it has not done yet, and so does abort().
+c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, NcclPlace place,
                                                c10::Device device, std::chrono::milliseconds timeout);
 
 }  // namespace ds::simulated_gpu

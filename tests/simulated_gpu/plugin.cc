@@ -22,8 +22,10 @@ std::shared_ptr<comm::Communicator> make_communicator(const comm::NcclGroup& gro
        .size = group.size,
        .name = group.name,
        .device = group.device,
-       .connect = [group](const auto& store, int rank,
-                          int size) { return connect_nccl(store, rank, size, group.device, group.timeout); },
+       .connect =
+           [group](const auto& store, int rank, int size, comm::C10dUse use) {
+             return connect_nccl(store, {rank, size, use == comm::C10dUse::kCollectives}, group.device, group.timeout);
+           },
        .averages = true,
        .timeout = group.timeout});
 }

@@ -15,7 +15,7 @@ using ::testing::HasSubstr;
 void on_c10d_threads(int world, const std::function<void(Communicator&)>& body,
                      std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
   ds::testing::on_store_threads(world, [&](const auto& store, int rank) {
-    const auto connect = [timeout](const auto& meeting, int own, int size) {
+    const auto connect = [timeout](const auto& meeting, int own, int size, comm::C10dUse) {
       return comm::connect_gloo(meeting, own, size, {.timeout = timeout, .address = "127.0.0.1"});
     };
     const auto communicator =
@@ -75,6 +75,43 @@ TEST(C10dCommunicator, TensorsOfAnotherDeviceAreRefused) {
   on_c10d_threads(2, [](Communicator& communicator) {
     const at::Tensor elsewhere = torch::empty({4}, torch::TensorOptions(at::kMeta));
     EXPECT_THROW(communicator.all_reduce(elsewhere).wait(), UsageError);
+  });
+}
+
+// Both send first, and a message does not wait for a collective that its sender comes to later.
+TEST(C10dCommunicator, MessagesOfBothDirectionsAndCollectivesDoNotWaitForOneAnother) {
+  on_c10d_threads(2, [](Communicator& communicator) {
+    const int peer = 1 - communicator.rank();
+    const at::Tensor own = torch::full({1 << 16}, communicator.rank() + 1.0F);
+    at::Tensor got = torch::zeros({1 << 16});
+    const comm::Work sent = communicator.isend(own, peer);
+    const comm::Work received = communicator.irecv(got, peer);
+    at::Tensor sum = own.clone();
+    communicator.all_reduce(sum).wait();
+    received.wait();
+    sent.wait();
+    EXPECT_TRUE(torch::equal(got, torch::full({1 << 16}, peer + 1.0F)));
+    EXPECT_TRUE(torch::equal(sum, torch::full({1 << 16}, 3.0F)));
+  });
+}
+
+TEST(C10dCommunicator, AGroupForMessagesRefusesCollectives) {
+  on_c10d_threads(2, [](Communicator& communicator) {
+    const auto group = communicator.new_group({0, 1}, "between", comm::GroupUse::kMessages);
+    at::Tensor value = torch::full({3}, communicator.rank() + 5.0F);
+    if (communicator.rank() == 0) {
+      group->send(value, 1);
+    } else {
+      group->recv(value, 0);
+    }
+    EXPECT_TRUE(torch::equal(value, torch::full({3}, 5.0F)));
+    try {
+      group->all_reduce(value, ReduceOp::kSum, "layer.weight");
+      FAIL() << "expected UsageError";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), AllOf(HasSubstr("all_reduce 'layer.weight'"), HasSubstr("group 'between'"),
+                                      HasSubstr("made for messages alone")));
+    }
   });
 }
 
