@@ -21,10 +21,10 @@ GptRun offloaded(GptRun run, const ordered_json& optimizer, const ordered_json& 
 void expect_half_files(const GptRun& run) {
   const auto kept = [&](GptRun of) {
     int64_t bytes = 0;
+    of.steps = 1;
     test::run_ranks(of.world(), [&](comm::Communicator& world) {
       const auto net = of.make();
       const auto engine = of.start(world, net).engine;
-      of.steps = 1;
       of.train(*engine, *net);
       if (world.rank() == 0) bytes = engine->offloaded_state_bytes().file;
     });

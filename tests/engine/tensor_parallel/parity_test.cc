@@ -2,6 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <utility>
+
 #include "tests/engine/tensor_parallel/split_training.h"
 #include "tests/support/grid.h"
 
@@ -44,6 +46,21 @@ TEST(TensorParallelEngine, TiedModelsInFloat64AreTheSame) {
 TEST(TensorParallelEngine, TrainsAsPlainTorchForFiftySteps) {
   expect_same_as_plain({.tensor = 2, .data = 2, .stage = 3, .steps = 50});
   expect_same_as_plain({.tensor = 4, .data = 1, .stage = 0, .steps = 50, .model = small_gpt(true)});
+}
+
+// Parts of sequences; layers that are computed again; both.
+TEST(TensorParallelEngine, TrainsAsPlainTorchForFiftyStepsInOtherWaysToo) {
+  for (const auto& [sequences, regions] : {std::pair{true, false}, {false, true}, {true, true}}) {
+    SCOPED_TRACE(testing::Message() << "sequences " << sequences << ", regions " << regions);
+    for (const int tensor : {2, 4}) {
+      GptRun run{.tensor = tensor, .data = 4 / tensor, .stage = tensor == 2 ? 3 : 1, .steps = 50};
+      run.model = small_gpt(/*tied=*/regions);
+      run.model.activation_checkpointing = regions;
+      run.more["tensor_parallel"]["sequence_parallel"] = sequences;
+      run.more["activation_checkpointing"]["partition_activations"] = regions;
+      expect_same_as_plain(run);
+    }
+  }
 }
 
 }  // namespace
