@@ -1,10 +1,12 @@
-# make train    a GPT trains on real text on two ranks through ds-launch
+# make train    a GPT trains on real text, on each GPU or on two ranks of the CPU, through ds-launch
 # make test     builds everything and runs all tests
 # make build    builds into build/release (binaries in build/release/bin)
 # make clean    removes build/ (keeps the installed LibTorch in .deps/)
 # All set-up is done by scripts/setup, which installs only what is missing.
 PRESET ?= release
 BUILD := build/$(PRESET)
+# A rank for each GPU; two on a machine without one.
+TRAIN_RANKS := $(if $(wildcard /dev/nvidia[0-9]* /dev/dxg),,--num_procs 2)
 # ccache has to be told that a precompiled header may be reused.
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 # A miss costs no second run of the preprocessor.
@@ -27,7 +29,7 @@ build: setup $(BUILD)/build.ninja
 
 train:
 	@$(MAKE) --no-print-directory build TARGETS="gpt ds-launch"
-	@$(BUILD)/bin/ds-launch --num_procs 2 $(BUILD)/bin/gpt --deepspeed_config configs/zero2.json $(TRAIN_ARGS)
+	@$(BUILD)/bin/ds-launch $(TRAIN_RANKS) $(BUILD)/bin/gpt --deepspeed_config configs/zero2.json $(TRAIN_ARGS)
 
 test: build
 	@scripts/run_tests $(PRESET)

@@ -17,6 +17,7 @@
 #include "core/host_threads.h"
 #include "dsengine/ops.h"
 #include "ops/kernels/norm_kernel.h"
+#include "ops/on_device.h"
 #include "ops/recorded_operator.h"
 #include "ops/vector_types.h"
 
@@ -90,6 +91,11 @@ NormOutput norm_forward_of(const NormKind& kind, const NormInput& given) {
                          .output = output.normed.mutable_data_ptr(),
                          .mean = kind.centered ? output.mean.mutable_data_ptr() : nullptr,
                          .rstd = output.rstd.mutable_data_ptr()};
+  if (!input.x.is_cpu()) {
+    on_device(kind.name, input.x,
+              [&](const OpsDeviceKernels& kernels, void* stream) { return kernels.norm_forward(norm, rows, stream); });
+    return output;
+  }
   for_each_range(rows, 1, std::max<int64_t>(1, kThreadGrain / size),
                  [&](int64_t begin, int64_t end) { norm_forward(norm, begin, end); });
   return output;
@@ -103,11 +109,40 @@ struct NormSaved {
   at::Tensor input, weight, mean, rstd;
 };
 
-// Rows go into a fixed number of blocks, whatever the threads: a block adds up its gradients of weight and bias, and
-// the sum over blocks is the same on any machine.
+// Rows go into a fixed number of blocks, whatever the threads or the device's processors: a block adds up its gradients
+// of weight and bias, and the sum over blocks is the same on any machine of its kind.
+NormBlocks norm_blocks(const at::Tensor& input, int64_t rows) {
+  constexpr int64_t kMostBlocks = 32;
+  constexpr int64_t kMostOnDevice = 256;
+  const int64_t most = std::min(input.is_cpu() ? kMostBlocks : kMostOnDevice, std::max<int64_t>(rows, 1));
+  const int64_t wanted = input.is_cpu() ? input.numel() / (2 * kThreadGrain) : rows;
+  const int64_t blocks = std::clamp<int64_t>(wanted, 1, most);
+  return {rows, blocks, (rows + blocks - 1) / blocks};
+}
+
+void run_norm_backward(const char* name, const at::Tensor& input, const NormBackward& norm, const NormBlocks& blocks) {
+  if (!input.is_cpu()) {
+    return on_device(name, input, [&](const OpsDeviceKernels& kernels, void* stream) {
+      return kernels.norm_backward(norm, blocks, stream);
+    });
+  }
+  const size_t part_bytes = static_cast<size_t>(norm.size) * wide_bytes_of(norm.type);
+  const auto part = [&](void* sums, int64_t block) -> void* {
+    return sums == nullptr ? nullptr : static_cast<char*>(sums) + static_cast<size_t>(block) * part_bytes;
+  };
+  for_each_range(blocks.blocks, 1, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      NormBackward own = norm;
+      own.weight_gradient = part(norm.weight_gradient, block);
+      own.bias_gradient = part(norm.bias_gradient, block);
+      norm_backward(own, std::min(blocks.rows, block * blocks.length),
+                    std::min(blocks.rows, (block + 1) * blocks.length));
+    }
+  });
+}
+
 NormGradients norm_backward_of(const char* name, const NormSaved& saved, const at::Tensor& output_gradient,
                                const at::Tensor& sum_gradient, bool wants_weight, bool wants_bias) {
-  constexpr int64_t kMostBlocks = 32;
   const at::ScalarType type = saved.input.scalar_type();
   const RecordedOperator recorded(name, {saved.input, saved.weight});
   const at::Tensor input = saved.input.contiguous();
@@ -115,12 +150,9 @@ NormGradients norm_backward_of(const char* name, const NormSaved& saved, const a
   const at::Tensor dy = output_gradient.contiguous();
   const at::Tensor more = sum_gradient.defined() ? sum_gradient.contiguous() : at::Tensor();
   const int64_t size = input.size(-1);
-  const int64_t rows = input.numel() / size;
-  const int64_t blocks =
-      std::clamp<int64_t>(input.numel() / (2 * kThreadGrain), 1, std::min(kMostBlocks, std::max<int64_t>(rows, 1)));
-  const int64_t length = (rows + blocks - 1) / blocks;
+  const NormBlocks blocks = norm_blocks(input, input.numel() / size);
   const at::Tensor parts =
-      at::zeros({wants_weight || wants_bias ? 2 : 0, blocks, size}, input.options().dtype(wide_type(type)));
+      at::zeros({wants_weight || wants_bias ? 2 : 0, blocks.blocks, size}, input.options().dtype(wide_type(type)));
   NormGradients gradients{.input = at::empty(input.sizes(), input.options())};
   NormBackward norm{.type = *float_type(type),
                     .size = size,
@@ -131,16 +163,9 @@ NormGradients norm_backward_of(const char* name, const NormSaved& saved, const a
                     .mean = data_of(saved.mean),
                     .rstd = data_of(saved.rstd),
                     .input_gradient = gradients.input.mutable_data_ptr()};
-  auto* const part_data = static_cast<char*>(parts.mutable_data_ptr());
-  const size_t part_bytes = static_cast<size_t>(size) * wide_bytes_of(norm.type);
-  for_each_range(blocks, 1, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      NormBackward own = norm;
-      if (wants_weight) own.weight_gradient = part_data + static_cast<size_t>(block) * part_bytes;
-      if (wants_bias) own.bias_gradient = part_data + static_cast<size_t>(blocks + block) * part_bytes;
-      norm_backward(own, std::min(rows, block * length), std::min(rows, (block + 1) * length));
-    }
-  });
+  if (wants_weight) norm.weight_gradient = parts[0].mutable_data_ptr();
+  if (wants_bias) norm.bias_gradient = parts[1].mutable_data_ptr();
+  run_norm_backward(name, input, norm, blocks);
   if (wants_weight) gradients.weight = parts[0].sum(0);
   if (wants_bias) gradients.bias = parts[1].sum(0);
   return gradients;
@@ -162,8 +187,7 @@ struct FusedNorm : torch::autograd::Function<FusedNorm> {
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const std::string name = context->saved_data["name"].toStringRef();
-    require(!at::GradMode::is_enabled(), name,
-            ": expected a backward pass without create_graph, its vector kernels have ",
+    require(!at::GradMode::is_enabled(), name, ": expected a backward pass without create_graph, its kernels have ",
             "no second derivative. Use at::layer_norm or at::rms_norm for it");
     const bool has_residual = context->saved_data["residual"].toBool();
     const at::Tensor sum_gradient = has_residual ? gradients[1] : at::Tensor();

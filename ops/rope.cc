@@ -17,6 +17,7 @@
 #include "core/host_threads.h"
 #include "dsengine/ops.h"
 #include "ops/kernels/rope_kernel.h"
+#include "ops/on_device.h"
 #include "ops/recorded_operator.h"
 #include "ops/vector_types.h"
 
@@ -80,6 +81,10 @@ at::Tensor rotate_rows(const at::Tensor& x, const Rotation& rotation, bool backw
     rows.output_strides[dim] = to.stride(dim);
     count *= rows.sizes[dim];
   }
+  if (!x.is_cpu()) {
+    on_device(kRope, x, [&](const OpsDeviceKernels& kernels, void* stream) { return kernels.rope(rows, stream); });
+    return to.reshape(x.sizes());
+  }
   for_each_range(count, 1, std::max<int64_t>(1, kThreadGrain / x.size(-1)),
                  [&](int64_t begin, int64_t end) { rope_rows(rows, begin, end); });
   return to.reshape(x.sizes());
@@ -94,7 +99,7 @@ struct Rope : torch::autograd::Function<Rope> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    require(!at::GradMode::is_enabled(), kRope, ": expected a backward pass without create_graph, its vector kernels ",
+    require(!at::GradMode::is_enabled(), kRope, ": expected a backward pass without create_graph, its kernels ",
             "have no second derivative");
     const variable_list saved = context->get_saved_variables();
     const bool interleaved = context->saved_data["interleaved"].toBool();

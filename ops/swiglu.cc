@@ -12,6 +12,7 @@
 #include "core/host_threads.h"
 #include "dsengine/ops.h"
 #include "ops/kernels/swiglu_kernel.h"
+#include "ops/on_device.h"
 #include "ops/recorded_operator.h"
 #include "ops/vector_types.h"
 
@@ -50,11 +51,27 @@ void for_pieces(const std::vector<at::Tensor>& arrays, const std::function<void(
   });
 }
 
+// As one row where all of them lie without gaps.
+RowsOf device_rows(const std::vector<at::Tensor>& arrays) {
+  RowsOf of{.rows = arrays[0].size(0), .columns = arrays[0].size(1)};
+  if (std::all_of(arrays.begin(), arrays.end(), [](const at::Tensor& array) { return array.is_contiguous(); })) {
+    return {.rows = std::min<int64_t>(1, of.rows), .columns = arrays[0].numel()};
+  }
+  for (size_t a = 0; a < arrays.size(); ++a) of.strides[a] = arrays[a].stride(0);
+  return of;
+}
+
 // [rows, columns] each; writes `output`.
 void write_swiglu(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& output) {
   const RecordedOperator recorded(kSwiglu, {gate, up});
   const FloatType type = *float_type(gate.scalar_type());
   const SwigluForward all{type, gate.const_data_ptr(), up.const_data_ptr(), output.mutable_data_ptr()};
+  if (!gate.is_cpu()) {
+    const RowsOf rows = device_rows({gate, up, output});
+    return on_device(kSwiglu, gate, [&](const OpsDeviceKernels& kernels, void* stream) {
+      return kernels.swiglu_forward(all, rows, stream);
+    });
+  }
   for_pieces({gate, up, output}, [&](const Offsets& at, int64_t count) {
     swiglu_forward(
         {type, element(all.gate, type, at[0]), element(all.up, type, at[1]), element(all.output, type, at[2])}, count);
@@ -71,6 +88,12 @@ void write_swiglu_gradients(const at::Tensor& gradient, const at::Tensor& gate, 
                            up.const_data_ptr(),
                            gate_gradient.mutable_data_ptr(),
                            up_gradient.mutable_data_ptr()};
+  if (!gate.is_cpu()) {
+    const RowsOf rows = device_rows({gradient, gate, up, gate_gradient, up_gradient});
+    return on_device(kSwiglu, gate, [&](const OpsDeviceKernels& kernels, void* stream) {
+      return kernels.swiglu_backward(all, rows, stream);
+    });
+  }
   for_pieces({gradient, gate, up, gate_gradient, up_gradient}, [&](const Offsets& at, int64_t count) {
     swiglu_backward(
         {type, element(all.output_gradient, type, at[0]), element(all.gate, type, at[1]), element(all.up, type, at[2]),
@@ -80,7 +103,7 @@ void write_swiglu_gradients(const at::Tensor& gradient, const at::Tensor& gate, 
 }
 
 void refuse_create_graph() {
-  require(!at::GradMode::is_enabled(), kSwiglu, ": expected a backward pass without create_graph, its vector kernels ",
+  require(!at::GradMode::is_enabled(), kSwiglu, ": expected a backward pass without create_graph, its kernels ",
           "have no second derivative. Use at::silu(gate) * up for it");
 }
 

@@ -1,4 +1,4 @@
-// What the vector kernels take of LibTorch's tensors.
+// What the kernels take of LibTorch's tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "ops/device_kernels.h"
 #include "ops/kernels/float_type.h"
 
 namespace ds::ops {
@@ -29,9 +30,10 @@ inline std::optional<FloatType> float_type(at::ScalarType type) {
 // The dtype of what is computed: float64 for float64, else float32.
 inline at::ScalarType wide_type(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
 
-// Whether the kernels can have `tensor`; else LibTorch's operators do the work.
+// Whether the kernels of the CPU or of CUDA can have `tensor`; else LibTorch's operators do the work.
 inline bool has_kernel(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.layout() == at::kStrided && float_type(tensor.scalar_type()).has_value();
+  const bool there = tensor.is_cpu() || (tensor.is_cuda() && ops_device_kernels() != nullptr);
+  return there && tensor.layout() == at::kStrided && float_type(tensor.scalar_type()).has_value();
 }
 
 inline bool is_floating(at::ScalarType type) {

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "core/storage_memory.h"
+
 namespace ds::zero {
 namespace {
 
@@ -11,6 +13,14 @@ namespace {
 constexpr size_t kMostFree = 3;
 
 }  // namespace
+
+at::Tensor BufferPool::make(int64_t numel, const at::TensorOptions& options) {
+  if (options.device().is_cpu()) return at::empty({numel}, options);
+  const size_t bytes = static_cast<size_t>(numel) * options.dtype().itemsize();
+  at::Tensor buffer = at::empty({0}, options);
+  give_storage(buffer, memory_.take(bytes, buffer.device()), bytes);
+  return buffer.as_strided({numel}, {1}, 0);
+}
 
 at::Tensor BufferPool::take(int64_t numel, const at::TensorOptions& options) {
   const auto fits =
@@ -24,7 +34,7 @@ at::Tensor BufferPool::take(int64_t numel, const at::TensorOptions& options) {
     count(-static_cast<int64_t>(free_.back().nbytes()));
     free_.pop_back();
   }
-  at::Tensor buffer = at::empty({numel}, options);
+  at::Tensor buffer = make(numel, options);
   count(static_cast<int64_t>(buffer.nbytes()));
   return buffer;
 }
@@ -45,6 +55,7 @@ void BufferPool::count(int64_t bytes) {
 void BufferPool::clear() {
   free_.clear();
   bytes_ = 0;
+  memory_.trim();
 }
 
 }  // namespace ds::zero

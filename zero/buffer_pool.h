@@ -8,24 +8,31 @@
 #include <utility>
 #include <vector>
 
+#include "core/memory_pool.h"
+
 namespace ds::zero {
 
 // Buffers go from one bucket to the next. Free ones stay here, as many as buckets that are reduced in order need: one
-// that fills and two on their way. Not thread safe: used under the reducer's lock.
+// that fills and two on their way. On a device their memory is apart from that of activations (core/memory_pool.h). Not
+// thread safe: used under the reducer's lock.
 class BufferPool {
  public:
-  // [numel], with unspecified contents. All calls have the same dtype and device.
+  // [numel], with unspecified contents. All calls have the same dtype and device. Throws c10::OutOfMemoryError.
   at::Tensor take(int64_t numel, const at::TensorOptions& options);
   // What take() gave; nobody else uses it any more.
   void give_back(const at::Tensor& buffer);
   // Counts memory of gradients that does not come from here: more, or less, of it.
   void count(int64_t bytes);
-  // Between steps, when all buffers are gone: frees the free ones too and counts from zero.
+  // Between steps, when all buffers are gone: frees the free ones too, gives their memory back to the device and counts
+  // from zero.
   void clear();
   // Most bytes since the last call, those of free buffers too.
   int64_t take_peak_bytes() { return std::exchange(peak_bytes_, bytes_); }
 
  private:
+  at::Tensor make(int64_t numel, const at::TensorOptions& options);
+
+  PooledMemory memory_;
   std::vector<at::Tensor> free_;  // the smallest first
   int64_t bytes_ = 0;
   int64_t peak_bytes_ = 0;

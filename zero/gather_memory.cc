@@ -1,6 +1,5 @@
 #include "zero/gather_memory.h"
 
-#include <c10/core/DeviceGuard.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -42,8 +41,7 @@ c10::DataPtr GatherMemory::take(size_t bytes, c10::Device device) {
       free_bytes_ -= free_.front().first;
       free_.erase(free_.begin());
     }
-    const c10::DeviceGuard guard(device);
-    block = device.is_cpu() ? map_pages(bytes) : c10::GetAllocator(device.type())->allocate(bytes);
+    block = device.is_cpu() ? map_pages(bytes) : of_device_.take(bytes, device);
   }
   taken_bytes_ += bytes;
   return block;
@@ -70,6 +68,7 @@ void GatherMemory::clear() {
   free_.clear();
   free_bytes_ = 0;
   most_taken_bytes_ = taken_bytes_;
+  of_device_.trim();
 }
 
 }  // namespace ds::zero

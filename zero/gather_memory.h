@@ -11,10 +11,12 @@
 #include <utility>
 #include <vector>
 
+#include "core/memory_pool.h"
+
 namespace ds::zero {
 
-// Not thread safe. On other devices than the CPU, blocks come from and go to LibTorch's caching allocator at once,
-// which knows streams.
+// Not thread safe. On other devices than the CPU, blocks come from and go to a pool of LibTorch's caching allocator at
+// once, which knows streams (core/memory_pool.h).
 class GatherMemory {
  public:
   // With unspecified contents. Throws std::bad_alloc or what LibTorch's allocator throws when there is none.
@@ -24,7 +26,7 @@ class GatherMemory {
   // free blocks where it needs memory; until it does, taking them again costs nothing.
   void lend_to_kernel();
   size_t free_bytes() const { return free_bytes_; }
-  // Frees what no bucket has.
+  // Frees what no bucket has, and gives it back to the device.
   void clear();
 
  private:
@@ -32,6 +34,7 @@ class GatherMemory {
   size_t free_bytes_ = 0;
   size_t taken_bytes_ = 0;
   size_t most_taken_bytes_ = 0;  // since lend_to_kernel()
+  PooledMemory of_device_;
 };
 
 }  // namespace ds::zero

@@ -44,6 +44,13 @@ bool shows_no_gpu(const char* cuda_visible_devices) {
   return begin == std::string_view::npos || first.substr(begin, first.find_last_not_of(' ') + 1 - begin) == "-1";
 }
 
+bool expects_gpu() {
+  if (shows_no_gpu(std::getenv("CUDA_VISIBLE_DEVICES"))) return false;
+  const char* const given = std::getenv(kLibraryVariable);
+  if (given == nullptr || *given == '\0') return may_have_gpu();
+  return std::string_view(given) != "none";
+}
+
 namespace {
 
 // Note [A CUDA library that comes too late]

@@ -46,6 +46,10 @@ const CudaPlugin& open_cuda_plugin(const std::vector<std::string>& paths);
 // hide, so that LibTorch has not. Thread safe.
 const CudaPlugin& cuda_plugin();
 
+// Whether this process is to find a GPU: there is an NVIDIA device, or DS_CUDA_LIBRARY names a library (not "none"),
+// and CUDA_VISIBLE_DEVICES does not hide all. Loads nothing.
+bool expects_gpu();
+
 // Whether this value of CUDA_VISIBLE_DEVICES (null: it is not set) shows no GPU: CUDA's list ends at the first -1.
 bool shows_no_gpu(const char* cuda_visible_devices);
 

@@ -16,9 +16,33 @@
 
 namespace ds::engine {
 
+namespace {
+
+// A GPU that is there and cannot be used is no reason to train on the CPU in silence.
+c10::Device present_device() {
+  if (!comm::expects_gpu()) return c10::kCPU;
+  constexpr const char* kExpected =
+      ".device: a GPU is visible to this process, and is used where no device is asked for, but ";
+  constexpr const char* kWayOut =
+      ". To train on the CPU of this machine, ask for it: .device = \"cpu\", --device cpu in the example GPT, or "
+      "CUDA_VISIBLE_DEVICES=\"\" in the environment";
+  try {
+    comm::cuda_plugin();
+  } catch (const ConfigError& error) {
+    throw ConfigError(cat(kExpected, error.what(), kWayOut));
+  }
+  require<ConfigError>(c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount() > 0, kExpected,
+                       "CUDA finds none that it can use: most often the NVIDIA driver is older than the CUDA of this ",
+                       "LibTorch (`nvidia-smi` shows what it can run)", kWayOut);
+  return c10::kCUDA;
+}
+
+}  // namespace
+
 c10::Device parse_device(const std::string& name) {
-  if (name.empty() || name == "cpu") return c10::kCPU;
-  require<ConfigError>(name.starts_with("cuda"), ".device: expected cpu, cuda or cuda:N, found \"", name, "\"");
+  if (name.empty() || name == "auto") return present_device();
+  if (name == "cpu") return c10::kCPU;
+  require<ConfigError>(name.starts_with("cuda"), ".device: expected auto, cpu, cuda or cuda:N, found \"", name, "\"");
   comm::cuda_plugin();  // loads LibTorch's CUDA half, without which there is no CUDA tensor
   return c10::Device(name);
 }

@@ -58,7 +58,8 @@ Distributed given_ranks(const InitializeOptions& options) {
   const auto group = options.mesh           ? options.mesh->world()
                      : options.communicator ? options.communicator
                                             : options.init->ranks();
-  at::Device device = parse_device(options.device);
+  // The program has made the group for a device, which nobody knows here.
+  at::Device device = options.device.empty() ? at::Device(at::kCPU) : parse_device(options.device);
   if (device.is_cuda() && !device.has_index()) {
     require<ConfigError>(group->size() == 1, "initialize: .device: expected cuda:N with a group of ", group->size(),
                          " ranks, found cuda; name the device of this rank, or pass .distributed");

@@ -9,7 +9,8 @@
 
 namespace ds::engine {
 
-// "cpu", "cuda" or "cuda:N"; ConfigError naming the option for anything else. Loads LibTorch's CUDA half for CUDA.
+// "cpu", "cuda", "cuda:N" or "auto" (also when empty): cuda where a GPU is visible, else cpu. ConfigError naming the
+// option for anything else, and where a GPU is visible and cannot be used. Loads LibTorch's CUDA half for CUDA.
 c10::Device parse_device(const std::string& name);
 int ranks_per_host(const comm::Rendezvous& meeting);  // as in Distributed
 // As parse_device; "cuda" is cuda:`local_rank`, and cuda:0 where this process sees one GPU only: its launcher has

@@ -56,7 +56,8 @@ void add_run_options(CLI::App& app, GptOptions& options) {
   app.add_option("--generate", options.generate, "Print this many bytes of sampled text at the end")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--seed", options.seed, "Of initial weights, random order and sampling");
-  app.add_option("--device", options.device, "cpu or cuda [cpu]")->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_option("--device", options.device, "auto, cpu or cuda; auto: cuda where there is a GPU [auto]")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
 }
 
 // What a ds_config may leave to its program.

@@ -35,7 +35,7 @@ struct GptOptions {
   std::optional<std::string> pipeline_schedule;
   std::optional<std::string> pipeline_trace;
   ds::engine::config::AutoValues auto_values;  // for what the ds_config leaves "auto"
-  std::string device;                          // "cpu", "cuda", or empty: cpu
+  std::string device;                          // "auto" (also when empty), "cpu", "cuda"
 
   static constexpr int64_t kDefaultSteps = 1000;
 };

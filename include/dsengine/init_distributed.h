@@ -25,8 +25,10 @@ namespace ds::engine {
 
 // How the ranks of a job find each other.
 struct InitDistributedOptions {
-  std::string device;                  // "cpu" (also when empty), "cuda" (the one of this rank on its host) or "cuda:N"
-  std::string init_method = "env://";  // "tcp://host:port", "file:///path"
+  // "cuda" (the one of this rank on its host), "cuda:N", "cpu", or "auto" (also when empty): cuda where a GPU is
+  // visible.
+  std::string device;
+  std::string init_method = "env://";                            // "tcp://host:port", "file:///path"
   comm::Backend backend = comm::Backend::kAuto;                  // as the key communication_backend
   std::chrono::milliseconds timeout = std::chrono::minutes(10);  // of every wait for other ranks
   comm::FlightWatchOptions flight;  // its stall_limit until engine::initialize sets that of the config

@@ -80,7 +80,9 @@ struct InitializeOptions {
   // Or a grid of ranks. Its axes "pipe" and "tensor" are to agree with pipeline.stages and tensor_parallel.autotp_size,
   // where the config has these; "sequence" longer than one is refused.
   std::shared_ptr<comm::DeviceMesh> mesh;
-  // "cpu" (also when empty), "cuda" or "cuda:N". The model is moved there.
+  // "auto", "cpu", "cuda" or "cuda:N"; the model is moved there. "auto": cuda where a GPU is visible to this process,
+  // else cpu; ConfigError where one is visible and cannot be used. Empty: that of `distributed`; "cpu" with
+  // `communicator`, `mesh` or `init`, whose ranks have met for a device of the program's; else "auto".
   std::string device;
   // Rendezvous: "env://" (default), "tcp://host:port", "file:///path".
   std::string init_method = "env://";

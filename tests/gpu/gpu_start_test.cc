@@ -107,6 +107,53 @@ TEST(GpuStart, ARankThatSeesOneGpuTakesIt) {
   ::unsetenv("CUDA_VISIBLE_DEVICES");
 }
 
+TEST(GpuStart, AGpuIsUsedWhereThereIsOne) {
+  expect_exit(0, [] {
+    for (const char* name : {"", "auto"}) {
+      if (device_of_rank(name, 0) != c10::Device(c10::kCUDA, 0)) std::exit(1);
+    }
+    SmallNet model;
+    const auto engine = initialize({.model = model.ptr(), .config = device_config(1, "fp32")}).engine;
+    if (engine->device() != c10::Device(c10::kCUDA, 0)) std::exit(2);
+    engine->backward(model->loss(sample(0, 0).to(engine->device())));
+    // A group that the program has made is for a device of its own.
+    SmallNet other;
+    const auto ranks = comm::ThreadGroup(1).communicator(0);
+    const auto on_cpu =
+        initialize({.model = other.ptr(), .config = device_config(1, "fp32"), .communicator = borrowed(*ranks)});
+    if (!on_cpu.engine->device().is_cpu()) std::exit(3);
+  });
+  show_gpus("8", "");
+  expect_exit(0, [] {
+    if (!device_of_rank("auto", 0).is_cpu()) std::exit(1);
+  });
+  ::unsetenv("DS_SIMULATED_GPUS");
+  ::unsetenv("CUDA_VISIBLE_DEVICES");
+}
+
+TEST(GpuStart, AGpuThatCannotBeUsedIsRefusedUnlessTheCpuIsAskedFor) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "needs a GPU that cannot be used";
+  show_gpus("0", "0");
+  expect_exit(
+      kRefused, [] { device_of_rank("", 0); },
+      "a GPU is visible to this process.*CUDA finds none that it can use.*driver is older.*ask for it: .device = .cpu");
+  expect_exit(0, [] {
+    if (!device_of_rank("cpu", 0).is_cpu()) std::exit(1);
+  });
+  ::unsetenv("DS_SIMULATED_GPUS");
+  ::unsetenv("CUDA_VISIBLE_DEVICES");
+  const std::string library = std::getenv("DS_CUDA_LIBRARY");
+  set_variable("DS_CUDA_LIBRARY", "/nowhere/libdsengine_cuda.so");
+  expect_exit(
+      kRefused, [] { device_of_rank("auto", 0); },
+      "a GPU is visible to this process.*cannot be loaded .*nowhere.*ask for it: .device = .cpu");
+  set_variable("DS_CUDA_LIBRARY", "none");
+  expect_exit(0, [] {
+    if (!device_of_rank("auto", 0).is_cpu()) std::exit(1);
+  });
+  set_variable("DS_CUDA_LIBRARY", library);
+}
+
 TEST(GpuStart, RanksBeyondTheGpusAreRefused) {
   if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
   show_gpus("2", "0,1");

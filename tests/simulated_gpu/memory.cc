@@ -1,12 +1,17 @@
 #include "tests/simulated_gpu/memory.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/util/Exception.h>
 
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
+#include <memory>
 #include <new>
 
+#include "core/memory_pool.h"
+#include "tests/simulated_gpu/reports.h"
 #include "tests/simulated_gpu/streams.h"
 
 namespace ds::simulated_gpu {
@@ -20,7 +25,12 @@ uintptr_t address_of(const void* data) { return reinterpret_cast<uintptr_t>(data
 struct Block {
   void* data;
   size_t bytes;
+  bool of_pool;
 };
+
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+std::atomic<int64_t> bytes_of_pools = 0;
+std::atomic<int64_t> most_of_pools = kNoLimit;
 
 void* take(size_t bytes) {
   const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -33,17 +43,18 @@ void* take(size_t bytes) {
 void give_back(void* context) {
   const Block block = *static_cast<Block*>(context);
   delete static_cast<Block*>(context);
+  if (block.of_pool) bytes_of_pools -= static_cast<int64_t>(block.bytes);
   Timeline::instance().free_memory(address_of(block.data), [block] {
     std::memset(block.data, kNan, block.bytes);
     std::free(block.data);
   });
 }
 
-c10::DataPtr make(size_t bytes, Where where, c10::Device device, size_t stream) {
+c10::DataPtr make(size_t bytes, Where where, c10::Device device, size_t stream, bool of_pool = false) {
   if (bytes == 0) return {nullptr, device};
   void* const data = take(bytes);
   Timeline::instance().add_memory(address_of(data), bytes, where, stream);
-  return {data, new Block{data, bytes}, &give_back, device};
+  return {data, new Block{data, bytes, of_pool}, &give_back, device};
 }
 
 class DeviceMemory : public c10::DeviceAllocator {
@@ -60,6 +71,23 @@ class DeviceMemory : public c10::DeviceAllocator {
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex) override {}
 };
+
+class PoolMemory : public MemoryPool {
+ public:
+  c10::DataPtr take(size_t bytes) override {
+    const auto more = static_cast<int64_t>(bytes);
+    if (bytes_of_pools.fetch_add(more) + more > most_of_pools) {
+      bytes_of_pools -= more;
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "simulated GPU: out of memory for ", bytes, " bytes");
+    }
+    const c10::Device device = current_device();
+    return make(bytes, Where::kDevice, device, current_number(device), /*of_pool=*/true);
+  }
+  void trim() override {}
+};
+
+const bool kPoolsRegistered =
+    (set_memory_pools([](c10::Device) -> std::unique_ptr<MemoryPool> { return std::make_unique<PoolMemory>(); }), true);
 
 // LibTorch's allocator of pinned memory waits by itself for the streams that copy.
 class PinnedMemory : public c10::Allocator {
@@ -95,3 +123,12 @@ void unregister_host_memory(void* data) {
 }
 
 }  // namespace ds::simulated_gpu
+
+extern "C" __attribute__((visibility("default"))) int64_t ds_simulated_gpu_pool_bytes() {
+  return ds::simulated_gpu::bytes_of_pools;
+}
+
+extern "C" __attribute__((visibility("default"))) void ds_simulated_gpu_limit_pools(int64_t more) {
+  using namespace ds::simulated_gpu;
+  most_of_pools = more < 0 ? kNoLimit : bytes_of_pools + more;
+}

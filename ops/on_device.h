@@ -1,0 +1,25 @@
+// Gives work of an operator to the kernels of a device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "core/check.h"
+#include "ops/device_kernels.h"
+
+namespace ds::ops {
+
+// give(kernels, stream) -> why not, or null; with the device of `tensor`, which has kernels, as the current one. Throws
+// UsageError that names the operator.
+template <class Give>
+void on_device(const char* name, const at::Tensor& tensor, const Give& give) {
+  const c10::DeviceGuard guard(tensor.device());
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
+  const char* const error = give(*ops_device_kernels(), stream.native_handle());
+  require(error == nullptr, name, ": its kernel could not be started on ", tensor.device(), ": ", error,
+          ". Where the device has no kernel image, build libdsengine_cuda for this GPU ",
+          "(-DCMAKE_CUDA_ARCHITECTURES=native)");
+}
+
+}  // namespace ds::ops
