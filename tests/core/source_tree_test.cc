@@ -61,13 +61,14 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/pipeline.h", "pipeline"},
     {"dsengine/plan.h", "engine"},
     {"dsengine/restart.h", "core"},  // the launcher knows the exit code; the engine defines the call
+    {"dsengine/spawn.h", "engine"},
     {"dsengine/split_plan.h", "parallel"},
     {"dsengine/sync_batch_norm.h", "norm"},
     {"dsengine/version.h", "core"},
     {"dsengine/weights.h", "checkpoint"},
     {"dsengine/zero.h", "zero"},
 };
-constexpr size_t kMostPublicHeaders = 33;
+constexpr size_t kMostPublicHeaders = 34;
 constexpr int kMostLines = 230;  // of a public header
 // Of the one class that a program calls, whose methods DeepSpeed's names decide.
 constexpr int kMostLinesOfTheEngine = 300;
