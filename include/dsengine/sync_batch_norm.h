@@ -41,7 +41,7 @@ namespace ds {
 // with neither weight nor running statistics, which cannot be known by its tensors, and leaves all layers as they were.
 std::vector<std::string> convert_sync_batchnorm(torch::nn::Module& module, comm::Communicator& group);
 // Likewise over the data ranks of the engine, or of the wrapper, that takes the module later. A forward pass in
-// training throws UsageError before.
+// training throws UsageError before, and after the engine's end.
 std::vector<std::string> convert_sync_batchnorm(torch::nn::Module& module);
 
 }  // namespace ds

@@ -172,6 +172,22 @@ TEST(SyncBatchNormInEngine, KeepsFloat32StatisticsUnderAutocast) {
   });
 }
 
+TEST(SyncBatchNormInEngine, SendsTwoNumbersAChannelForwardAndBackward) {
+  const auto bytes_of_step = [](const ordered_json& config) {
+    int64_t sent = 0;
+    run_ranks(2, [&](comm::Communicator& ranks) {
+      ImageNet model;
+      const auto engine = start(model.ptr(), config, ranks).engine;
+      train_rank(*engine, model, 1, plain_forward);
+      if (ranks.rank() == 0) sent = engine->comm_bytes_sent();
+    });
+    return sent;
+  };
+  int64_t expected = 0;
+  for (const int64_t channels : {4, 16}) expected += (2 * channels + 1 + 2 * channels) * 8;
+  EXPECT_EQ(bytes_of_step(synchronized(1, 1)) - bytes_of_step(small_config(1, 1)), expected);
+}
+
 TEST(SyncBatchNormInEngine, ModelsOfSixteenBits) {
   ordered_json config = synchronized(1, 1);
   config["bf16"] = {{"enabled", true}};
