@@ -44,7 +44,8 @@ at::Tensor local_statistics(const at::Tensor& input) {
   // Beside running statistics of float32 LibTorch takes inputs of 16 bits, and computes in float32. These are dropped.
   const at::Tensor running = at::zeros({channels}, type);
   const auto [mean, variance] = at::batch_norm_update_stats(input, running, running.clone(), /*momentum=*/0.0);
-  const at::Tensor count = at::full({1}, static_cast<double>(input.numel() / channels), exact);
+  const int64_t elements = input.numel() / channels;  // of a channel
+  const at::Tensor count = at::full({1}, static_cast<double>(elements), exact);
   return at::cat({mean.to(at::kDouble), variance.to(at::kDouble), count});
 }
 

@@ -61,6 +61,7 @@ class SyncBatchNormBackward : public autograd::Node {
 
   std::string name() const override { return "SyncBatchNormBackward"; }
 
+  // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): autograd's signature
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     require(
         !at::GradMode::is_enabled(), "sync batch norm ", layer_.name,
@@ -117,7 +118,7 @@ BatchStatistics joined_statistics(const LayerOverRanks& layer, const at::Tensor&
 // One number more than none on this rank: whether the ranks together have enough of them is known without a look.
 void require_values(const LayerOverRanks& layer, const at::Tensor& input, const BatchStatistics& statistics) {
   if (input.numel() > input.size(1)) return;
-  const double count = statistics.count.item<double>();
+  const auto count = statistics.count.item<double>();
   require(count > 1, "sync batch norm ", layer.name, ": expected more than 1 value per channel on all ranks together, ",
           "found ", count, " in training");
 }
@@ -185,6 +186,7 @@ std::optional<at::Tensor> sync_batch_norm(const Arguments& of, bool training) {
   return compute(*std::move(layer), of);
 }
 
+// NOLINTNEXTLINE(readability-function-size): the operator's signature
 at::Tensor batch_norm(const at::Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
                       const MaybeTensor& running_mean, const MaybeTensor& running_var, bool training, double momentum,
                       double eps, bool cudnn_enabled) {
@@ -195,6 +197,7 @@ at::Tensor batch_norm(const at::Tensor& input, const MaybeTensor& weight, const 
 }
 
 // What the former is made of, where it is decomposed before it comes to us.
+// NOLINTNEXTLINE(readability-function-size): the operator's signature
 ImplOutputs batch_norm_impl(const at::Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
                             const MaybeTensor& running_mean, const MaybeTensor& running_var, bool training,
                             double momentum, double eps, bool cudnn_enabled) {

@@ -197,7 +197,7 @@ std::optional<StartedPlace> started_place(const EnvironmentReader& environment) 
   const auto open_mpi = by_open_mpi(environment);
   const auto hydra = by_hydra(environment);
   const auto slurm = by_slurm(environment);
-  const auto lsf = by_lsf(environment);
+  auto lsf = by_lsf(environment);
   if (lsf) {  // whose jsrun sets the variables of Open MPI too, and says more
     for (const auto* other : {&open_mpi, &hydra}) {
       if (*other && !agree(*lsf, **other)) refuse_contradiction(*lsf, **other);

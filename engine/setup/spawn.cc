@@ -54,11 +54,17 @@ void say(int fd, std::string_view text) {
   }
 }
 
+// Of a variable that spawn() has set.
+int number_in(const char* variable) {
+  const char* const text = std::getenv(variable);
+  return text == nullptr ? 0 : static_cast<int>(std::strtol(text, nullptr, 10));
+}
+
 // --- in a process that was started for the call
 
 [[noreturn]] void run_here(const std::function<void(int)>& function) {
-  const int fd = std::atoi(std::getenv(kPipe));
-  const char* const rank = std::getenv("RANK");
+  const int fd = number_in(kPipe);
+  const int rank = number_in("RANK");
   fcntl(fd, F_SETFD, FD_CLOEXEC);
   unsetenv(kCall);
   unsetenv(kPipe);
@@ -66,7 +72,7 @@ void say(int fd, std::string_view text) {
   say(fd, {&kCame, 1});
   int code = EXIT_SUCCESS;
   try {
-    function(rank == nullptr ? 0 : std::atoi(rank));
+    function(rank);
   } catch (const std::exception& error) {
     say(fd, error.what());
     code = EXIT_FAILURE;
@@ -219,8 +225,8 @@ void spawn(const std::function<void(int rank)>& function, int processes) {
   require(processes > 0, "spawn: expected at least one process, found ", processes);
   require(!inside, "spawn: expected a call by the program itself, found one inside of a function that spawn() runs");
   const int call = calls++;
-  if (const char* const own = std::getenv(kCall)) {
-    if (call < std::atoi(own)) return;  // the processes of that call did it
+  if (std::getenv(kCall) != nullptr) {
+    if (call < number_in(kCall)) return;  // the processes of that call did it
     run_here(function);
   }
   std::fflush(nullptr);  // what is not written yet is written once
