@@ -8,6 +8,7 @@
 #include "core/tensor_check.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
+#include "engine/state/shared_buffers.h"
 
 namespace ds::engine {
 namespace {
@@ -105,6 +106,7 @@ void Engine::Impl::run_backward(const std::function<void()>& pass) {
 void Engine::Impl::end_backward() {
   using After = ShownGradients::After;
   const bool reduced = order.boundary_is_known() && order.at_boundary() && order.synchronizes();
+  if (state.ranks.groups.buffers && order.synchronizes()) broadcast_buffers(*state.module, *state.ranks.groups.buffers);
   order.backward_done();
   const After pass = reduced ? After::kLastGradient : order.at_boundary() ? After::kUnreduced : After::kPart;
   shown->show(pass, accumulation->loss_scale());

@@ -5,6 +5,7 @@
 #include "core/log.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
+#include "engine/state/shared_buffers.h"
 #include "engine/update/held_still.h"
 #include "parallel/axis/axis.h"
 
@@ -120,6 +121,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
     throw;
   }
   state.access->end_pass();
+  if (state.pipeline && state.ranks.groups.buffers) broadcast_buffers(*state.module, *state.ranks.groups.buffers);
   if (state.tensor) tell_of_joins(*state.tensor, state.ranks.world->rank());
   watch->renew();  // an optimizer of the program changes parameters in place
   if (progress.step_applied) {

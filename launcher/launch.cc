@@ -6,9 +6,11 @@
 
 #include "core/check.h"
 #include "launcher/command_line/console.h"
+#include "launcher/command_line/launch_lines.h"
 #include "launcher/command_line/notices.h"
 #include "launcher/command_line/options.h"
 #include "launcher/command_line/pid_file.h"
+#include "launcher/hosts/endpoint_meeting.h"
 #include "launcher/hosts/host_choice.h"
 #include "launcher/hosts/node.h"
 #include "launcher/hosts/run_on_hosts.h"
@@ -42,9 +44,32 @@ NodePlace place_by_hand(const Options& options, const HostChoice& choice) {
   return place;
 }
 
-int run_job(const Options& options, const std::vector<std::string>& environment, Console& console) {
+// The job of this machine as one of several that start the same line; returns when all of them have.
+NodePlace place_by_arrival(const Options& options, const std::vector<std::string>& environment, Notices& notices) {
+  char own[256] = "";
+  gethostname(own, sizeof(own) - 1);
+  const int nodes = *options.num_nodes;
+  notices.debug("waits for ", nodes, " nodes at ", options.master_addr, ':', *options.master_port);
+  const GivenPlace given = meet_at_endpoint(
+      {.host = options.master_addr, .port = *options.master_port, .limit_seconds = options.join_timeout_seconds},
+      {.id = options.rendezvous_id, .nodes = nodes, .ranks = count_ranks_here(options, environment), .host = own});
+  notices.info("node ", given.node, " of ", nodes, ", by arrival at ", options.master_addr, ':', *options.master_port,
+               ": ranks from ", given.first_rank, " on, of ", given.world_size);
+  return {.host = own,
+          .node = given.node,
+          .nodes = nodes,
+          .first_rank = given.first_rank,
+          .world_size = given.world_size,
+          .master_addr = options.master_addr,
+          .master_port = given.master_port,
+          .flight_job = given.flight_job};
+}
+
+int run_job(Options options, const std::vector<std::string>& environment, Console& console) {
   Notices notices(console, options.verbosity);
   try {
+    if (!options.from_environment.empty()) notices.info("from the environment: ", options.from_environment);
+    settle_counts(options, !hosts_of(options).empty(), count_local_gpus(environment), count_local_cores());
     if (options.launcher != Launcher::kSsh) return run_with_tool(options, environment, notices);
     const bool chosen_by_slot = !options.include.empty() || !options.exclude.empty();
     const HostChoice choice = choose_where(options, chosen_by_slot ? count_local_slots(environment) : 0);
@@ -64,6 +89,7 @@ int run_job(const Options& options, const std::vector<std::string>& environment,
     const PidFile pid_file(options.save_pid ? pid_file_path() : "");
     for (Restarts restarts(options.max_restarts);;) {
       const std::vector<std::string> of_start = with_entries(environment, restarts.entries());
+      if (choice.mode == HostChoice::Mode::kMeet) place = place_by_arrival(options, environment, notices);
       Job job(plan_job(options, of_start, slots, place, notices), console, notices);
       const int code = job.run();
       if (!job.failed_by_itself() || !restarts.after_failure(notices)) return code;
@@ -85,7 +111,7 @@ int launch(const std::vector<std::string>& words, const std::vector<std::string>
   Console console(STDOUT_FILENO, STDERR_FILENO);
   int result = 0;
   try {
-    const Options options = parse_options(words);
+    const Options options = parse_options(words, environment);
     if (options.answer) {
       console.raw(Console::kOut, *options.answer);
     } else {

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/recomputation.h"
 #include "core/tensor_check.h"
 
 namespace ds::recompute {
@@ -159,7 +160,8 @@ autograd::variable_list Region::backward(autograd::variable_list gradients, cons
     const at::AutoGradMode with_graph(true);
     const WithoutAutocastCache no_cache;
     const ExecutionState::Scope as_before(state);
-    const ReplayTape::Playing again(decisions);
+    const ReplayTape::Playing as_decided(decisions);
+    const Recomputation::Scope again;
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (!inputs[i].requires_grad()) continue;
       leaves[i].requires_grad_(true);

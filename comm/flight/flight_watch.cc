@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <algorithm>
 #include <cstdlib>
 #include <ctime>
 #include <exception>
@@ -13,6 +14,7 @@
 
 #include "comm/flight/flight_folder.h"
 #include "comm/flight/flight_watch_state.h"
+#include "comm/meeting/debug_level.h"
 #include "comm/meeting/process_state.h"
 #include "comm/meeting/quiet_store.h"
 #include "comm/meeting/strangers.h"
@@ -369,7 +371,11 @@ void FlightWatch::set_end_process(bool end_process) {
 }
 
 void watch_flight(const Rendezvous& meeting, Communicator& world, const FlightWatchOptions& options) {
-  if (meeting.world_size > 1) world.keep_watch(std::make_shared<FlightWatch>(meeting, world, options));
+  if (meeting.world_size == 1) return;
+  FlightWatchOptions chosen = options;
+  constexpr uint32_t kDetailed = 16384;
+  if (debug_level(process_environment) == DebugLevel::kDetail) chosen.entries = std::max(chosen.entries, kDetailed);
+  world.keep_watch(std::make_shared<FlightWatch>(meeting, world, chosen));
 }
 
 }  // namespace ds::comm

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <sstream>
 #include <string_view>
 #include <vector>
 
@@ -152,6 +153,28 @@ std::optional<StartedPlace> by_hydra(const EnvironmentReader& environment) {
   return place;
 }
 
+// "batch5 1 a01 42 a02 42" -> a01: the first host is that of the job's script, where no rank runs, if there are others.
+std::string first_lsf_host(const EnvironmentReader& environment) {
+  std::istringstream words(environment("LSB_MCPU_HOSTS").value_or(""));
+  std::vector<std::string> hosts;
+  for (std::string name, slots; words >> name >> slots;) hosts.push_back(name);
+  if (hosts.empty()) return "";
+  return hosts.size() > 1 ? hosts[1] : hosts[0];
+}
+
+// LSF's jsrun.
+std::optional<StartedPlace> by_lsf(const EnvironmentReader& environment) {
+  if (!environment("LSB_JOBID")) return std::nullopt;
+  StartedPlace place{.starter = "LSF's jsrun"};
+  if (!has_rank_and_size(environment, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", place)) return std::nullopt;
+  place.local_rank = integer_variable(environment, "JSM_NAMESPACE_LOCAL_RANK");
+  place.local_world_size = integer_variable(environment, "JSM_NAMESPACE_LOCAL_SIZE");
+  place.port = port_of(digits(environment("LSB_JOBID")));
+  place.host = place.local_world_size == place.world_size ? kLoopback : first_lsf_host(environment);
+  place.why_no_host = "LSB_MCPU_HOSTS is missing. Set MASTER_ADDR to the host of rank 0";
+  return place;
+}
+
 // Does the SLURM step only carry something that starts ranks itself: one task on each node?
 bool carries_daemons(const EnvironmentReader& environment) {
   return environment("SLURM_STEP_NUM_TASKS") == environment("SLURM_STEP_NUM_NODES");
@@ -174,6 +197,13 @@ std::optional<StartedPlace> started_place(const EnvironmentReader& environment) 
   const auto open_mpi = by_open_mpi(environment);
   const auto hydra = by_hydra(environment);
   const auto slurm = by_slurm(environment);
+  auto lsf = by_lsf(environment);
+  if (lsf) {  // whose jsrun sets the variables of Open MPI too, and says more
+    for (const auto* other : {&open_mpi, &hydra}) {
+      if (*other && !agree(*lsf, **other)) refuse_contradiction(*lsf, **other);
+    }
+    return lsf;
+  }
   if (open_mpi && hydra && !agree(*open_mpi, *hydra)) refuse_contradiction(*open_mpi, *hydra);
   const auto& mpirun = open_mpi ? open_mpi : hydra;
   if (!mpirun || !slurm) return mpirun ? mpirun : slurm;

@@ -1,11 +1,12 @@
-// The place of a process among those that SLURM's srun or the mpirun of an MPI started, from the variables that these
-// set. Torch-free. The program itself needs no MPI.
+// The place of a process among those that SLURM's srun, LSF's jsrun or the mpirun of an MPI started, from the variables
+// that these set. Torch-free. The program itself needs no MPI.
 //
 //            rank, world size                        place on the host                       several hosts meet at
 //   srun     SLURM_PROCID, SLURM_STEP_NUM_TASKS      SLURM_LOCALID,                          first of
 //                                                    SLURM_STEP_TASKS_PER_NODE               SLURM_STEP_NODELIST
 //   Open MPI OMPI_COMM_WORLD_RANK, _SIZE             OMPI_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE  mpirun's host
 //   hydra    PMI_RANK, PMI_SIZE                      MPI_LOCALRANKID, MPI_LOCALNRANKS         (MASTER_ADDR is needed)
+//   jsrun    JSM_NAMESPACE_RANK, _SIZE               JSM_NAMESPACE_LOCAL_RANK, _LOCAL_SIZE    LSB_MCPU_HOSTS
 //
 // hydra is the mpirun of MPICH and of Intel MPI. Only a step of SLURM counts: the shell of salloc and the script of
 // sbatch have SLURM_PROCID too, and are one process.

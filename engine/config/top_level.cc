@@ -149,6 +149,8 @@ void describe_top_level(JsonFields& json, DsConfig& c) {
   describe_removed(json, c);
   json.field("seed", c.seed, at_least(0));
   json.field("deterministic", c.deterministic);
+  json.field("sync_batchnorm", c.sync_batchnorm);
+  json.field("broadcast_buffers", c.broadcast_buffers);
   json.choice("float32_matmul_precision", c.float32_matmul_precision, {"highest", "high", "medium"});
   json.field("strict", c.strict);
 }

@@ -9,7 +9,6 @@
 #include "comm/flight/flight_watch.h"
 #include "comm/meeting/rendezvous.h"
 #include "core/check.h"
-#include "core/log.h"
 #include "engine/setup/error_stacks.h"
 #include "engine/setup/joined_job.h"
 #include "engine/setup/rank_device.h"
@@ -75,7 +74,7 @@ namespace {
 
 // All but the group.
 Distributed place_in(const comm::Rendezvous& meeting, const InitDistributedOptions& options) {
-  log::set_rank(meeting.rank, meeting.world_size);
+  introduce_rank(meeting);
   return {.local_rank = meeting.local_rank,
           .ranks_per_host = ranks_per_host(meeting),
           .device = device_of_rank(options.device, meeting.local_rank)};
@@ -99,6 +98,7 @@ Distributed init_distributed(const c10::intrusive_ptr<c10d::Store>& store, int r
   const comm::Rendezvous meeting = comm::rendezvous(store, rank, world_size, options.timeout);
   Distributed result = place_in(meeting, options);
   result.ranks = comm::make_communicator(meeting, result.device, options.backend);
+  note_transport(meeting, result.device, options.backend);
   comm::watch_flight(meeting, *result.ranks, options.flight);
   return result;
 }

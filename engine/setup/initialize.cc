@@ -14,6 +14,7 @@
 #include "dsengine/lr_schedule.h"
 #include "engine/agreement/shared_failure.h"
 #include "engine/engine_impl.h"
+#include "engine/setup/batch_norm_setup.h"
 #include "engine/setup/error_stacks.h"
 #include "engine/setup/join_ranks.h"
 #include "engine/setup/model_dtypes.h"
@@ -96,6 +97,7 @@ std::string settings_text(const InitializeOptions& options, const config::DsConf
   add("a client optimizer\t", options.optimizer ? "given" : "none");
   add(".weights\t", options.weights.empty() ? "none" : "given");
   add(".init\t", options.init ? "given" : "none");
+  add("layers of convert_sync_batchnorm without a group\t", layers_that_wait_for_ranks(*options.model));
   for (size_t i = 0; i < groups.group_of.size(); ++i) {
     add("the parameter group of ", i < parameters.trainable.size() ? parameters.trainable[i].name : cat(i), '\t',
         groups.group_of[i]);
@@ -220,6 +222,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   return_freed_host_memory();  // start values of a bucket, between slices that stay, would leave holes
   StartValues values(*options.model, options.weights, options.init, model.ranks);
   lay_out_model(model, config, parameters, groups.group_of, values);
+  set_up_batch_norms(model, config);
   if (model.tensor) model.tensor->follow_leaves();
   if (options.init) options.init->end();
   keep_freed_host_memory();

@@ -120,7 +120,7 @@ Distributed join_ranks(const InitializeOptions& options, config::DsConfig& confi
   Distributed job{.local_rank = meeting.local_rank,
                   .ranks_per_host = ranks_per_host(meeting),
                   .device = device_of_rank(options.device, meeting.local_rank)};
-  log::set_rank(meeting.rank, meeting.world_size);
+  introduce_rank(meeting);
   config = parse_config(options, meeting.world_size);
   job.ranks =
       joined->ranks(job.device, config.communication_backend, [&](const auto& place, comm::Communicator& ranks) {

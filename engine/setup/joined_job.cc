@@ -2,15 +2,18 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <utility>
 #include <vector>
 
 #include "comm/backends/factory.h"
+#include "comm/meeting/debug_level.h"
 #include "comm/meeting/quiet_store.h"
 #include "comm/meeting/rendezvous_address.h"
 #include "core/check.h"
+#include "core/log.h"
 #include "core/without_stack.h"
 
 namespace ds::engine {
@@ -21,7 +24,45 @@ std::string place_of(const comm::RendezvousAddress& address) {
   return cat(address.host, ":", address.port, " ", address.path, " rank ", address.rank, " of ", address.world_size);
 }
 
+const char* name_of(comm::Transport transport) {
+  switch (transport) {
+    case comm::Transport::kAlone:
+      return "none";
+    case comm::Transport::kGloo:
+      return "gloo";
+    case comm::Transport::kSharedMemory:
+      return "shm";
+    case comm::Transport::kHierarchical:
+      return "shm+gloo";
+    case comm::Transport::kNccl:
+      return "nccl";
+  }
+  return "none";
+}
+
+std::atomic<const char*> transport_of_last_job = nullptr;  // null: none was joined
+
 }  // namespace
+
+void note_transport(const comm::Rendezvous& meeting, c10::Device device, comm::Backend backend) {
+  transport_of_last_job = name_of(comm::choose_backend(meeting, device.type(), backend).transport);
+}
+
+bool is_initialized() { return transport_of_last_job != nullptr; }
+
+std::string get_backend() {
+  const char* const name = transport_of_last_job;
+  require(name != nullptr, "get_backend: expected a job that was joined, found none; call init_distributed() or ",
+          "initialize() before");
+  return name;
+}
+
+void introduce_rank(const comm::Rendezvous& meeting) {
+  log::set_rank(meeting.rank, meeting.world_size);
+  const comm::DebugLevel level = comm::debug_level(comm::process_environment);
+  if (level == comm::DebugLevel::kOff || comm::process_environment("DS_LOG_LEVEL")) return;
+  log::set_level(level == comm::DebugLevel::kDetail ? "debug" : "info");
+}
 
 std::shared_ptr<JoinedJob> JoinedJob::join(const std::string& init_method, std::chrono::milliseconds timeout) {
   const comm::RendezvousAddress address = comm::parse_rendezvous(init_method, comm::process_environment);
@@ -53,6 +94,7 @@ std::shared_ptr<comm::Communicator> JoinedJob::ranks(c10::Device device, comm::B
     meeting.store = c10::make_intrusive<c10d::PrefixStore>(cat("group ", call), meeting.store);
   }
   auto ranks = comm::make_communicator(meeting, device, backend);
+  note_transport(meeting, device, backend);
   attach(meeting, *ranks);
   last_ = ranks;
   device_ = device;

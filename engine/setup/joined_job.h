@@ -40,4 +40,9 @@ class JoinedJob {
   int calls_ = 0;
 };
 
+// What init_distributed() and join_ranks() do once the rank is known: prefix and level of its log.
+void introduce_rank(const comm::Rendezvous& meeting);
+// For get_backend().
+void note_transport(const comm::Rendezvous& meeting, c10::Device device, comm::Backend backend);
+
 }  // namespace ds::engine

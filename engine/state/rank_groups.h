@@ -24,6 +24,10 @@ struct RankGroups {
   std::shared_ptr<comm::QuantizedReducer> quantized;
   // gradient_compression: over the ranks of `shards`; else without communicators.
   CompressionGroups compression;
+  // Converted BatchNorm layers: all data-parallel ranks; else null.
+  std::shared_ptr<comm::Communicator> norms;
+  // broadcast_buffers: all data-parallel ranks; else null.
+  std::shared_ptr<comm::Communicator> buffers;
 };
 
 // Collective over `world`, the data-parallel ranks.

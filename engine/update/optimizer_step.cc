@@ -14,6 +14,7 @@
 #include "core/log.h"
 #include "engine/agreement/shared_failure.h"
 #include "engine/data/distributed_sampler.h"
+#include "engine/state/shared_buffers.h"
 #include "engine/update/axis_agreement.h"
 #include "engine/update/finished_gradients.h"
 
@@ -72,6 +73,7 @@ void OptimizerStep::agree(StepAgreement& agreement, bool updated) {
   bool parted = false;
   try {
     parts_.progress.loss = agreement.finish(parted, updated);
+    if (agreement.buffers_differ()) warn_of_buffers();
   } catch (...) {
     if (parted) parts_.order.slice_updated();  // what each rank has is no longer one model
     throw;
@@ -103,7 +105,23 @@ StepFacts OptimizerStep::facts() {
   facts.changes = changes.all;
   facts.last_changed = parts_.watch.take_name();
   if (parts_.state.tensor) agree_along_axis(facts, changes.axis);
+  if (looks_at_buffers()) facts.buffers = digest_of_buffers(*parts_.state.module);
   return facts;
+}
+
+// At steps 1, 2, 4, 8, ...: running statistics part at once, where they do. A digest waits for the device.
+bool OptimizerStep::looks_at_buffers() const {
+  const ModelState& state = parts_.state;
+  const bool one_only = state.ranks.part->size() == 1 || state.ranks.groups.buffers;
+  return !warned_of_buffers_ && !one_only && std::has_single_bit(static_cast<uint64_t>(parts_.progress.global_steps));
+}
+
+void OptimizerStep::warn_of_buffers() {
+  if (std::exchange(warned_of_buffers_, true) || parts_.state.ranks.part->rank() != 0) return;
+  log::warning("step ", parts_.progress.global_steps, of_engine(),
+               ": the model's buffers differ between data ranks: running statistics of BatchNorm are each rank's own, ",
+               "and checkpoints have those of rank 0. \"sync_batchnorm\": true computes them over all ranks, ",
+               "\"broadcast_buffers\": true gives all ranks those of rank 0 (said once)");
 }
 
 void OptimizerStep::agree_along_axis(StepFacts& facts, uint64_t changes) const {

@@ -111,6 +111,8 @@ class OptimizerStep {
   zero::SquareSum squares_of_gradients() const;
   NormGroups norm_groups() const;
   StepFacts facts();
+  bool looks_at_buffers() const;
+  void warn_of_buffers();
   // What this rank's tensor axis says of the step, instead of what the rank alone does. `changes`: ModelWatch's digest.
   void agree_along_axis(StepFacts& facts, uint64_t changes) const;
   // Whether no parameter had a gradient here.
@@ -141,6 +143,7 @@ class OptimizerStep {
   int64_t zero_steps_in_a_row_ = 0;
   bool warned_of_no_gradient_ = false;
   bool warned_of_zeros_ = false;
+  bool warned_of_buffers_ = false;
 };
 
 }  // namespace ds::engine

@@ -28,7 +28,8 @@ enum Place : int64_t {
   kPosition = kStep + 2,
   kChanges = kPosition + 2,
   kGradientChanges = kChanges + 2,
-  kPlaces = kGradientChanges + 2
+  kBuffers = kGradientChanges + 2,
+  kPlaces = kBuffers + 2
 };
 
 uint64_t folded(uint64_t value) { return (value ^ value >> 16 ^ value >> 32 ^ value >> 48) & kMask; }
@@ -72,6 +73,7 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   put(numbers + kPosition, folded(facts_.position));
   put(numbers + kChanges, folded(facts_.changes));
   put(numbers + kGradientChanges, folded(facts_.gradient_changes));
+  put(numbers + kBuffers, folded(facts_.buffers));
   values_ = sent_to(device_, values);
   if (facts_.loss.defined()) values_.select(0, kLoss).copy_(facts_.loss);
   if (facts_.axis) put_axis(*facts_.axis, values_);
@@ -149,6 +151,11 @@ bool StepAgreement::differs() const {
   const auto equal = [&](Place place) { return all_equal(numbers + place, ranks_.size()); };
   return numbers[kAxisProblem] > 0 || !equal(kStep) || !equal(kPosition) || !equal(kChanges) ||
          !equal(kGradientChanges);
+}
+
+bool StepAgreement::buffers_differ() const {
+  if (ranks_.size() == 1 || !sums_.defined()) return false;
+  return !all_equal(sums_.numbers().const_data_ptr<double>() + kBuffers, ranks_.size());
 }
 
 // Every rank's own words, exchanged only now.

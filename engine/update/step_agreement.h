@@ -22,6 +22,7 @@ struct StepFacts {
   int64_t delivered = 0;          // batches that the engine's loader has given so far, for messages
   uint64_t position = 0;          // digest of where the loader stands, which load_checkpoint() sets, too
   uint64_t gradient_changes = 0;  // digest of what the program did to reduced gradients
+  uint64_t buffers = 0;           // digest of the module's buffers; 0: not looked at
   uint64_t changes = 0;           // digest of what the program did to parameters, all ranks of the axis with it
   std::string last_changed;       // the name of one of those
   // Of this rank's tensor axis, where it has one: what it does not agree on, and `changes` of all its ranks.
@@ -29,7 +30,7 @@ struct StepFacts {
   std::string axis_problem = {};  // what it says, when it was read; empty: nothing
 };
 
-// One exchange of ten numbers, begun before the reductions of the step are waited for. Collective.
+// One exchange of twelve numbers, begun before the reductions of the step are waited for. Collective.
 class StepAgreement {
  public:
   // The group outlives it.
@@ -41,6 +42,8 @@ class StepAgreement {
   bool arrived() const { return sums_.arrived() && (!facts_.axis || facts_.axis->arrived()); }
   // Whether finish() would throw. Waits; no talk to other ranks, which know the same.
   bool differs() const;
+  // After finish(): whether buffers were looked at and are not the same on all ranks, which is no error.
+  bool buffers_differ() const;
   // As finish(), without a judgement and without talking to other ranks.
   std::optional<double> loss() const;
   // Waits. Returns the mean loss, where all ranks know theirs. Throws UsageError, on all ranks, with what each of them

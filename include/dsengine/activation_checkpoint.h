@@ -11,7 +11,7 @@
 // outputs, on the thread that runs it. Both runs must compute the same. So the function captures by value (or what
 // lives until backward), does not change its inputs or captured tensors in place, and takes random numbers from the
 // default generators only, whose states are restored. Autocast is restored too. Regions may be nested. BatchNorm counts
-// a batch twice.
+// a batch twice, but for layers of convert_sync_batchnorm.
 //
 // Differs from torch: every floating-point output requires a gradient as soon as one tensor that the function read
 // does; create_graph (double backward) is refused; an output that shares memory with an input, another output or a

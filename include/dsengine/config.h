@@ -170,6 +170,10 @@ struct DsConfig {
 
   int64_t seed = 1234;         // ours
   bool deterministic = false;  // ours: same bits on every run
+  // Ours: statistics of BatchNorm layers over all data ranks, as convert_sync_batchnorm (dsengine/sync_batch_norm.h).
+  bool sync_batchnorm = false;
+  // Ours: after each backward() outside of no_sync(), and after train_batch(), buffers become those of data rank 0.
+  bool broadcast_buffers = false;
   // Ours: "highest", "high" (TF32 on NVIDIA GPUs) or "medium" (bfloat16 where there is a kernel for it), as
   // torch.set_float32_matmul_precision, for the whole process. Empty: the program's own setting stays.
   std::optional<std::string> float32_matmul_precision;

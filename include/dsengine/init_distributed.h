@@ -4,6 +4,10 @@
 //   job.ranks->all_reduce(tensor, ds::comm::ReduceOp::kAvg).wait();
 //
 // The communicator belongs to whoever holds it and is used from one thread at a time.
+//
+// The environment variable TORCH_DISTRIBUTED_DEBUG is read as LibTorch's: INFO has all ranks log what rank 0 logs;
+// DETAIL has them log debug lines, too, and keep 16384 collectives in the flight record. That ranks issue the same
+// collectives is compared at every level. DS_LOG_LEVEL wins; another value is a ConfigError.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -52,6 +56,12 @@ Distributed init_distributed(const InitDistributedOptions& options = {});
 // The same over a store that the caller made and every rank shares (embedding); init_method means nothing then.
 Distributed init_distributed(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                              const InitDistributedOptions& options = {});
+
+// Whether this process has joined a job, with init_distributed() or initialize(); it stays so until the process ends.
+bool is_initialized();
+// What carries the collectives of the job that was joined last: "nccl", "gloo", "shm" (ranks of one host), "shm+gloo"
+// (shared memory inside hosts, gloo between them), or "none" with one rank. Throws UsageError before there is one.
+std::string get_backend();
 
 // Both in one: init_device_mesh("cpu", {2, 4}, {"dp", "tp"}) joins the ranks of the job, which are a grid then
 // (comm::NamedMesh; torch's init_device_mesh). `device` is of this rank, in place of options.device. Throws as

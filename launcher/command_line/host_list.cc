@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <charconv>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <numeric>
 #include <ostream>
+#include <system_error>
 #include <utility>
 
 #include "core/system_call.h"
@@ -131,6 +133,39 @@ std::vector<Host> parse_hostfile(std::string_view text, const std::string& file)
     lines.push_back(line_number);
   }
   require<ConfigError>(!hosts.empty(), file, ": expected lines 'host slots=N', found none");
+  return hosts;
+}
+
+std::vector<Host> parse_host_list(std::string_view text, const std::string& flag) {
+  std::vector<Host> hosts;
+  for (const std::string& part : split(text, ",", true)) {
+    const size_t colon = part.rfind(':');
+    const auto slots = colon == std::string::npos ? std::nullopt : number(std::string_view(part).substr(colon + 1));
+    require<ConfigError>(slots && *slots > 0, flag, ": expected HOST:SLOTS,..., with at least one slot each, found '",
+                         text, "'");
+    Host host{.name = part.substr(0, colon), .slots = first_slots(*slots)};
+    require_host_name(host.name, flag);
+    require<ConfigError>(!has_host(hosts, host.name), flag, ": host '", host.name,
+                         "' comes twice; name it once, with all of its slots");
+    hosts.push_back(std::move(host));
+  }
+  return hosts;
+}
+
+bool is_host_list(const std::string& text) {
+  std::error_code none;
+  return text.find(':') != std::string::npos && !std::filesystem::exists(text, none);
+}
+
+std::vector<Host> limit_ranks(std::vector<Host> hosts, int ranks, const std::string& flag) {
+  require<ConfigError>(ranks <= count_slots(hosts), flag, " ", ranks, ": there are only ", count_slots(hosts),
+                       " slots (", Names{hosts}, "); ask for fewer, or name more");
+  int left = ranks;
+  for (Host& host : hosts) {
+    host.slots.resize(static_cast<size_t>(std::min(left, static_cast<int>(host.slots.size()))));
+    left -= static_cast<int>(host.slots.size());
+  }
+  std::erase_if(hosts, [](const Host& host) { return host.slots.empty(); });
   return hosts;
 }
 

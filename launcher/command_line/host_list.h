@@ -22,6 +22,11 @@ struct Host {
 // else, a host that comes twice, and a file without hosts.
 std::vector<Host> parse_hostfile(std::string_view text, const std::string& file);
 
+// "a:4,b:2", as horovodrun and mpirun take hosts; `flag` for messages. Order is kept. Throws ConfigError.
+std::vector<Host> parse_host_list(std::string_view text, const std::string& flag);
+// Whether a word is such a list and no file: it has a colon, and there is no such file.
+bool is_host_list(const std::string& text);
+
 // The same from a file. Throws IoError when it cannot be read.
 std::vector<Host> read_hostfile(const std::string& file);
 
@@ -36,6 +41,9 @@ std::vector<Host> choose_hosts(const std::vector<Host>& hosts, Choice choice, co
 // is what the user typed.
 std::vector<Host> limit_hosts(std::vector<Host> hosts, const std::optional<int>& nodes, const std::optional<int>& slots,
                               const std::string& slots_flag);
+
+// The first `ranks` slots, host after host. Throws ConfigError when there are fewer.
+std::vector<Host> limit_ranks(std::vector<Host> hosts, int ranks, const std::string& flag);
 
 int count_slots(const std::vector<Host>& hosts);
 

@@ -11,6 +11,7 @@
 #include "core/check.h"
 #include "launcher/command_line/core_list.h"
 #include "launcher/command_line/host_list.h"
+#include "launcher/command_line/launch_lines.h"
 #include "launcher/command_line/number_flags.h"
 #include "launcher/command_line/restart_options.h"
 
@@ -29,6 +30,9 @@ constexpr std::string_view kPythonOnly =
 constexpr std::array kRefusedFlags = {
     RefusedFlag{"--module", kPythonOnly},
     RefusedFlag{"--venv_script", kPythonOnly},
+    RefusedFlag{"--use_deepspeed", "the ds_config says what runs; leave the flag out"},
+    RefusedFlag{"--mixed_precision", "the ds_config says it: fp16, bf16 or torch_autocast; leave the flag out"},
+    RefusedFlag{"--config_file", "ds-launch reads no file of accelerate; give its values as flags"},
     RefusedFlag{"--autotuning", "autotuning is not in this version of ds-launch; leave the flag out"},
 };
 
@@ -102,10 +106,16 @@ void take_program(const CLI::App& app, Options& options) {
 
 // Values that need a second look after parsing.
 struct RawFlags {
-  int procs = 0, gpus = 0, port = 0, ssh_port = 0, node_rank = 0;
-  std::string core_list, launcher, nodes, endpoint;
+  int gpus = 0, port = 0, ssh_port = 0, node_rank = 0;
+  std::string procs, core_list, launcher, nodes;
   bool quiet = false, without_python = false, without_local_rank = false, without_check = false, without_ssh = false;
 };
+
+const std::map<std::string, CountKind>& kinds() {
+  static const std::map<std::string, CountKind> kKinds = {
+      {"auto", CountKind::kAuto}, {"gpu", CountKind::kGpu}, {"cpu", CountKind::kCpu}};
+  return kKinds;
+}
 
 const std::map<std::string, Verbosity>& levels() {
   static const std::map<std::string, Verbosity> kLevels = {
@@ -114,17 +124,36 @@ const std::map<std::string, Verbosity>& levels() {
   return kLevels;
 }
 
+CLI::Validator rank_count() {
+  return {[](std::string& text) -> std::string {
+            if (kinds().contains(text)) return "";
+            const CLI::Validator number = whole_number(1, 1 << 16);
+            const std::string problem = number(text);
+            return problem.empty() ? "" : cat(problem, "; gpu, cpu and auto are there too");
+          },
+          ""};
+}
+
+void take_count(const std::string& text, Options& options) {
+  options.count_text = text;
+  if (const auto kind = kinds().find(text); kind != kinds().end()) {
+    options.count_kind = kind->second;
+  } else {
+    options.num_procs = std::stoi(text);
+  }
+}
+
 void declare_rank_flags(CLI::App& app, RawFlags& raw, Options& options) {
-  auto* procs =
-      app.add_option("--num_procs,--nproc_per_node", raw.procs,
-                     "ranks to start on each host (default: its slots; here: one for each visible GPU, else 1)");
-  procs->transform(whole_number(1, 1 << 16));
+  auto* procs = app.add_option("--num_procs,--nproc_per_node", raw.procs,
+                               "ranks to start on each host: a number, gpu (its visible GPUs), cpu (its cores) or auto "
+                               "(default: its slots; here: one for each visible GPU, else 1)");
+  procs->transform(rank_count());
   app.add_option("--num_gpus,--num_accelerators", raw.gpus, "the same, at most the visible GPUs")
       ->transform(whole_number(1, 1 << 16))
       ->excludes(procs);
-  app.add_option("--master_addr", options.master_addr,
+  app.add_option("--master_addr,--main_process_ip", options.master_addr,
                  "address of the first host where rank 0 listens (127.0.0.1; with many hosts: found out there)");
-  app.add_option("--master_port", raw.port, "port where rank 0 listens (29500, or a free one)")
+  app.add_option("--master_port,--main_process_port", raw.port, "port where rank 0 listens (29500, or a free one)")
       ->transform(whole_number(1, 65535));
   app.add_flag("--bind_cores_to_rank", options.bind_cores, "give each rank its own cores; sets OMP_NUM_THREADS");
   app.add_flag_callback(
@@ -136,23 +165,22 @@ void declare_rank_flags(CLI::App& app, RawFlags& raw, Options& options) {
 }
 
 void declare_host_flags(CLI::App& app, RawFlags& raw, Options& options) {
-  app.add_option("-H,--hostfile", options.hostfile,
-                 cat("lines 'host slots=N' (", kDefaultHostfile, " when there is one)"));
+  app.add_option("-H,--hostfile,--hosts", options.hostfile,
+                 cat("a file with lines 'host slots=N' (", kDefaultHostfile, " when there is one), or HOST:SLOTS,..."));
   auto* include = app.add_option("-i,--include", options.include, "run there only: NAME[:SLOT[,SLOT]][@NAME...]");
   auto* exclude = app.add_option("-e,--exclude", options.exclude, "do not run there: NAME[:SLOT[,SLOT]][@NAME...]");
-  auto* nodes = app.add_option("--num_nodes,--nnodes", raw.nodes, "run on the first so many hosts only");
+  auto* nodes = app.add_option("--num_nodes,--nnodes,--num_machines", raw.nodes, "run on the first so many hosts only");
   include->excludes(exclude);
   for (CLI::Option* choice : {include, exclude}) {
     choice->excludes(nodes);
     for (const char* count : {"--num_procs", "--num_gpus"}) choice->excludes(app.get_option(count));
   }
-  app.add_option("--node_rank", raw.node_rank, "number of this host, when each is started by hand (implies --no_ssh)")
+  app.add_option("--node_rank,--machine_rank", raw.node_rank,
+                 "number of this host, when each is started by hand (implies --no_ssh)")
       ->transform(whole_number(0, 1 << 16));
   app.add_flag("--no_ssh", raw.without_ssh, "start the ranks of this host only; needs --node_rank");
-  auto* endpoint = app.add_option("--rdzv_endpoint", raw.endpoint, "HOST:PORT: --master_addr and --master_port in one");
-  endpoint->excludes(app.get_option("--master_addr"))->excludes(app.get_option("--master_port"));
   auto* standalone = app.add_flag("--standalone", options.standalone, "this machine only, whatever hostfile there is");
-  for (const char* other : {"--hostfile", "--node_rank", "--no_ssh", "--rdzv_endpoint"}) {
+  for (const char* other : {"--hostfile", "--node_rank", "--no_ssh"}) {
     standalone->excludes(app.get_option(other));
   }
   auto* force = app.add_flag("--force_multi", options.force_multi, "use ssh even when the hosts are this machine only");
@@ -190,24 +218,10 @@ void take_node_count(const std::string& text, Options& options) {
   options.num_nodes = std::stoi(text);
 }
 
-void take_endpoint(const std::string& text, Options& options) {
-  const size_t colon = text.rfind(':');
-  const std::string port = colon == std::string::npos ? "" : text.substr(colon + 1);
-  const bool good = !port.empty() && port.size() < 6 && port.find_first_not_of("0123456789") == std::string::npos &&
-                    std::stoi(port) > 0 && std::stoi(port) < 65536 && colon > 0;
-  require<ConfigError>(good, "--rdzv_endpoint: expected HOST:PORT, found '", text, "'");
-  options.master_addr = text.substr(0, colon);
-  if (options.master_addr.front() == '[' && options.master_addr.back() == ']') {  // IPv6
-    options.master_addr = options.master_addr.substr(1, options.master_addr.size() - 2);
-  }
-  options.master_port = std::stoi(port);
-}
-
 // Flags for many hosts, and which of them go together.
 void take_hosts(const CLI::App& app, const RawFlags& raw, Options& options) {
   take_launcher(app, raw.launcher, options);
   if (app.count("--num_nodes") > 0) take_node_count(raw.nodes, options);
-  if (app.count("--rdzv_endpoint") > 0) take_endpoint(raw.endpoint, options);
   if (app.count("--ssh_port") > 0) options.ssh_port = raw.ssh_port;
   if (app.count("--node_rank") > 0) options.node_rank = raw.node_rank;
   require<ConfigError>(!raw.without_ssh || options.node_rank, "--no_ssh needs --node_rank: the number of this host, ",
@@ -232,10 +246,11 @@ void declare_job_flags(CLI::App& app, RawFlags& raw, Options& options) {
 
 }  // namespace
 
-Options parse_options(const std::vector<std::string>& words) {
+Options parse_options(const std::vector<std::string>& words, const std::vector<std::string>& environment) {
   Options options;
   RawFlags raw;
   RestartFlags restarts;
+  LaunchLineFlags lines;
   CLI::App app("Starts the ranks of a training program, here or on many hosts, and ends them together.", "ds-launch");
   app.formatter(std::make_shared<HelpFormatter>());
   app.prefix_command();
@@ -243,8 +258,10 @@ Options parse_options(const std::vector<std::string>& words) {
   declare_host_flags(app, raw, options);
   declare_job_flags(app, raw, options);
   declare_restart_flags(app, restarts, options);
+  declare_launch_line_flags(app, lines, options);
+  const std::vector<std::string> given = words_as_ours(app, words, environment, options.from_environment);
   try {
-    app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
+    app.parse(std::vector<std::string>(given.rbegin(), given.rend()));
   } catch (const CLI::CallForHelp&) {
     options.answer = app.help();
     return options;
@@ -254,7 +271,7 @@ Options parse_options(const std::vector<std::string>& words) {
   } catch (const CLI::ParseError& error) {
     throw ConfigError(cat(error.what(), " (ds-launch --help lists the flags)"));
   }
-  if (app.count("--num_procs") > 0) options.num_procs = raw.procs;
+  if (app.count("--num_procs") > 0) take_count(raw.procs, options);
   options.count_is_gpus = app.count("--num_gpus") > 0;
   if (options.count_is_gpus) options.num_procs = raw.gpus;
   if (options.count_is_gpus) options.count_flag = "--num_gpus";
@@ -265,6 +282,7 @@ Options parse_options(const std::vector<std::string>& words) {
   }
   if (raw.quiet) options.verbosity = Verbosity::kError;
   take_hosts(app, raw, options);
+  take_launch_lines(app, lines, options);
   take_restarts(app, restarts, options);
   take_program(app, options);
   return options;

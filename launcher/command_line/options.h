@@ -18,10 +18,16 @@ namespace ds::launcher {
 
 enum class Verbosity { kError, kWarning, kInfo, kDebug };
 
+// How the ranks of a host are counted: as a number, by its visible GPUs, its cores, or GPUs where there are some.
+enum class CountKind { kNumber, kAuto, kGpu, kCpu };
+
 struct Options {
   std::optional<int> num_procs;  // ranks to start on each host; absent: one for each slot or visible GPU, or 1
-  std::string count_flag = "--num_procs";  // the flag that gave the count
-  bool count_is_gpus = false;              // the count came as --num_gpus: it may not exceed the visible GPUs
+  std::string count_flag = "--num_procs";     // the flag that gave the count
+  CountKind count_kind = CountKind::kNumber;  // else num_procs comes of settle_counts()
+  std::string count_text;                     // as typed
+  std::optional<int> total_procs;             // ranks on all hosts together
+  bool count_is_gpus = false;                 // the count came as --num_gpus: it may not exceed the visible GPUs
   std::string master_addr;          // empty: 127.0.0.1, or what the first host says; else an address of the first host
   std::optional<int> master_port;   // absent: 29500, or a free port when that one is in use
   bool bind_cores = false;          // give each rank its own cores
@@ -32,10 +38,13 @@ struct Options {
   double failure_grace_seconds = 5;  // from SIGTERM to SIGKILL after a rank failed
   double signal_grace_seconds = 30;  // from a forwarded signal to SIGKILL; 0: no limit
 
-  std::string hostfile;                // empty: kDefaultHostfile where there is one
+  std::string hostfile;                // or a list HOST:SLOTS,...; empty: kDefaultHostfile where there is one
   std::string include, exclude;        // at most one of them
   std::optional<int> num_nodes;        // the first so many hosts
   std::optional<int> node_rank;        // set: started by hand on each host, without ssh
+  bool meets_at_endpoint = false;      // node ranks are given out at master_addr:master_port
+  std::string rendezvous_id;           // of the job there
+  std::string from_environment;        // flags that came from variables, for messages
   bool standalone = false;             // this machine only, whatever hostfile there is
   bool force_multi = false;            // ssh even for a hostfile with this machine only
   bool save_pid = false;               // write /tmp/PID.deepspeed on each host
@@ -62,6 +71,7 @@ struct Options {
 inline constexpr std::string_view kNodeFlag = "--serve_node";
 
 // `words` are argv[1...]. Throws ConfigError that names the flag, what was expected and what to type instead.
-Options parse_options(const std::vector<std::string>& words);
+// `environment`: "NAME=value", for torchrun's variables (PET_*) where no flag says it.
+Options parse_options(const std::vector<std::string>& words, const std::vector<std::string>& environment = {});
 
 }  // namespace ds::launcher

@@ -22,6 +22,10 @@ std::vector<int> slots_up_to(int count) {
 std::vector<Host> narrow(std::vector<Host> hosts, const Options& options) {
   if (!options.include.empty()) return choose_hosts(hosts, Choice::kInclude, options.include);
   if (!options.exclude.empty()) return choose_hosts(hosts, Choice::kExclude, options.exclude);
+  if (options.total_procs) {
+    hosts = limit_hosts(std::move(hosts), options.num_nodes, std::nullopt, options.count_flag);
+    return limit_ranks(std::move(hosts), *options.total_procs, options.count_flag);
+  }
   return limit_hosts(std::move(hosts), options.num_nodes, options.num_procs, options.count_flag);
 }
 
@@ -49,8 +53,10 @@ HostChoice choose_by_hand(const Options& options, std::vector<Host> hosts) {
 
 HostChoice choose_without_hostfile(const Options& options, int local_slots) {
   if (options.node_rank) return choose_by_hand(options, numbered_hosts(options));
+  if (options.meets_at_endpoint) return {.mode = HostChoice::Mode::kMeet, .hosts = {}, .slots = {}};
   require<ConfigError>(options.num_nodes.value_or(1) == 1, "--num_nodes ", *options.num_nodes, ": which hosts? Give ",
-                       "--hostfile, or start ds-launch on each host with --node_rank and --master_addr");
+                       "--hostfile, or start ds-launch on each host with --node_rank and --master_addr, or with ",
+                       "--rdzv_endpoint");
   require<ConfigError>(!options.force_multi,
                        "--force_multi needs --hostfile, for the name by which ssh reaches a host");
   HostChoice here;
@@ -68,11 +74,16 @@ bool is_this_machine(const std::string& host) {
   return host == kLocalHost || host == own || (host.find('@') == std::string::npos && is_own_address(host));
 }
 
+std::string hosts_of(const Options& options, const std::string& default_hostfile) {
+  if (!options.hostfile.empty() || options.standalone || options.meets_at_endpoint) return options.hostfile;
+  return std::filesystem::exists(default_hostfile) ? default_hostfile : "";
+}
+
 HostChoice choose_where(const Options& options, int local_slots, const std::string& default_hostfile) {
-  std::string hostfile = options.hostfile;
-  if (hostfile.empty() && !options.standalone && std::filesystem::exists(default_hostfile)) hostfile = default_hostfile;
+  const std::string hostfile = hosts_of(options, default_hostfile);
   if (hostfile.empty()) return choose_without_hostfile(options, local_slots);
-  std::vector<Host> hosts = narrow(read_hostfile(hostfile), options);
+  std::vector<Host> hosts =
+      narrow(is_host_list(hostfile) ? parse_host_list(hostfile, "--hostfile") : read_hostfile(hostfile), options);
   if (options.node_rank) return choose_by_hand(options, std::move(hosts));
   if (hosts.size() == 1 && !options.force_multi && is_this_machine(hosts.front().name)) {
     return {.mode = HostChoice::Mode::kHere, .hosts = {}, .slots = hosts.front().slots};

@@ -15,6 +15,7 @@ struct HostChoice {
     kHere,    // this machine only
     kByHand,  // this machine is hosts[node]; someone starts the others
     kSsh,     // all hosts, from here
+    kMeet,    // this machine is one of several, which meet at an endpoint; someone starts the others
   };
   Mode mode = Mode::kHere;
   std::vector<Host> hosts;                // kByHand, kSsh
@@ -26,6 +27,9 @@ struct HostChoice {
 // the flag, host or line that is wrong.
 HostChoice choose_where(const Options& options, int local_slots,
                         const std::string& default_hostfile = std::string(kDefaultHostfile));
+
+// The hostfile or list of hosts that `options` or the default name; empty: there is none.
+std::string hosts_of(const Options& options, const std::string& default_hostfile = std::string(kDefaultHostfile));
 
 // Is that the machine this runs on? "user@host" never is: another user may be meant.
 bool is_this_machine(const std::string& host);

@@ -26,7 +26,7 @@ void require_whole(bool whole) {
 }
 
 Message decode(std::string_view body) {
-  require_whole(!body.empty() && static_cast<uint8_t>(body[0]) <= static_cast<uint8_t>(MessageKind::kEnded));
+  require_whole(!body.empty() && static_cast<uint8_t>(body[0]) <= static_cast<uint8_t>(MessageKind::kRefused));
   Message message{.kind = static_cast<MessageKind>(body[0]), .fields = {}};
   for (body.remove_prefix(1); !body.empty();) {
     require_whole(body.size() >= kNumberSize && number_at(body) <= body.size() - kNumberSize);

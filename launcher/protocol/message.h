@@ -1,4 +1,5 @@
-// What two ds-launch processes say to each other over ssh's standard streams: a kind and a few fields of bytes.
+// What two ds-launch processes say to each other over ssh's standard streams, and at an endpoint: a kind and a few
+// fields of bytes.
 //
 // On the wire: 4 bytes length of what follows, 1 byte kind, then each field with 4 bytes length before it; integers are
 // little endian. In front of the first message from a host stands kGreeting, because login scripts may print.
@@ -31,6 +32,10 @@ enum class MessageKind : uint8_t {
   kLine,     // stream, whole line
   kFailure,  // see node_protocol.h
   kEnded,    // exit code
+  // at an endpoint, see endpoint_meeting.h
+  kArrive,   // from a node: job, nodes, ranks, host
+  kPlace,    // to it: node, first rank, ranks of all, port of rank 0, flight job
+  kRefused,  // to it: why
 };
 
 struct Message {

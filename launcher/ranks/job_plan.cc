@@ -82,9 +82,19 @@ std::string find_program_in(const Options& options, const std::vector<std::strin
   return find_program(options.program, search_path(environment));
 }
 
+int count_local_gpus(const std::vector<std::string>& environment) {
+  return static_cast<int>(gpus_here(environment).size());
+}
+
+int count_local_cores() { return static_cast<int>(allowed_cores().size()); }
+
 int count_local_slots(const std::vector<std::string>& environment) {
-  const size_t gpus = gpus_here(environment).size();
-  return static_cast<int>(gpus > 0 ? gpus : allowed_cores().size());
+  const int gpus = count_local_gpus(environment);
+  return gpus > 0 ? gpus : count_local_cores();
+}
+
+int count_ranks_here(const Options& options, const std::vector<std::string>& environment) {
+  return choose_rank_count(options.num_procs, options.count_is_gpus, gpus_here(environment)).ranks;
 }
 
 std::string check_slots(const std::vector<int>& slots, const std::vector<std::string>& environment) {

@@ -33,6 +33,12 @@ std::string find_program_in(const Options& options, const std::vector<std::strin
 // What --include can choose from on a machine without a hostfile: its GPUs, or the cores where there are none.
 int count_local_slots(const std::vector<std::string>& environment);
 
+// The visible GPUs and the cores of this machine.
+int count_local_gpus(const std::vector<std::string>& environment);
+int count_local_cores();
+// Ranks that plan_job will start here without slots.
+int count_ranks_here(const Options& options, const std::vector<std::string>& environment);
+
 // What the user should know about `slots` on this machine; empty: nothing. Throws ConfigError for a slot without a GPU.
 std::string check_slots(const std::vector<int>& slots, const std::vector<std::string>& environment);
 

@@ -60,6 +60,12 @@ class Ladder:
         loss = losses(text)
         check(loss[100] < loss[50], "the loss falls", loss)
 
+    def imagenet(self):
+        text = self.run("loops/imagenet", "imagenet")
+        check("15 layers of BatchNorm over all ranks" in text, "every BatchNorm of the network is converted", text)
+        accuracy = [float(value) for value in re.findall(r"Acc@1 ([\d.]+)", text)]
+        check(len(accuracy) == 3 and accuracy[-1] > 80, "the direction of stripes is learned, of four", accuracy)
+
 
 def losses(text):
     """The loss of each step that was printed."""

@@ -37,6 +37,20 @@ std::string refusal_by_env(const Variables& variables) {
   return config_error_of([&] { address_of(variables); });
 }
 
+// A pod of Kubeflow's PyTorchJob with one process: its variables, and no LOCAL_RANK.
+TEST(RendezvousEnvironment, APodOfKubeflow) {
+  const RendezvousAddress address = address_of({{"MASTER_ADDR", "job-master-0"},
+                                                {"MASTER_PORT", "23456"},
+                                                {"WORLD_SIZE", "3"},
+                                                {"RANK", "2"},
+                                                {"PET_NNODES", "3"},
+                                                {"PET_NPROC_PER_NODE", "1"}});
+  EXPECT_EQ(address.host, "job-master-0");
+  EXPECT_EQ(address.port, 23456);
+  EXPECT_EQ(address.rank, 2);
+  EXPECT_EQ(address.world_size, 3);
+}
+
 TEST(RendezvousEnvironment, AStepOfSlurm) {
   const RendezvousAddress address = address_of(kStep);
   EXPECT_EQ(address.place, MeetingPlace::kTcp);

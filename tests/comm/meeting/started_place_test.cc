@@ -42,6 +42,32 @@ std::string refusal_of(const Variables& variables) {
   return config_error_of([&] { place_of(variables); });
 }
 
+const Variables kLsf = {{"LSB_JOBID", "4242"},
+                        {"LSB_MCPU_HOSTS", "batch5 1 a01 42 a02 42"},
+                        {"JSM_NAMESPACE_RANK", "9"},
+                        {"JSM_NAMESPACE_SIZE", "12"},
+                        {"JSM_NAMESPACE_LOCAL_RANK", "3"},
+                        {"JSM_NAMESPACE_LOCAL_SIZE", "6"}};
+
+TEST(StartedPlace, ATaskOfLsf) {
+  const auto place = place_of(kLsf);
+  ASSERT_TRUE(place);
+  EXPECT_EQ(place->rank, 9);
+  EXPECT_EQ(place->world_size, 12);
+  EXPECT_EQ(place->local_rank, 3);
+  EXPECT_EQ(place->local_world_size, 6);
+  EXPECT_EQ(place->host, "a01");
+  EXPECT_EQ(place->port, 20000 + 4242);
+  EXPECT_EQ(place_of(changed(kLsf, {{"LSB_MCPU_HOSTS", "a01 6"}}))->host, "a01");
+  EXPECT_EQ(place_of(changed(kLsf, {{"LSB_MCPU_HOSTS", ""}}))->host, "");
+  EXPECT_EQ(place_of(changed(kLsf, {{"JSM_NAMESPACE_LOCAL_SIZE", "12"}}))->host, "127.0.0.1");
+  // jsrun sets Open MPI's variables, too.
+  EXPECT_EQ(place_of(changed(kLsf, {{"OMPI_COMM_WORLD_RANK", "9"}, {"OMPI_COMM_WORLD_SIZE", "12"}}))->host, "a01");
+  EXPECT_THAT(refusal_of(changed(kLsf, {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}})),
+              HasSubstr("LSF's jsrun says rank 9 of 12"));
+  EXPECT_FALSE(place_of({{"LSB_JOBID", "4242"}, {"LSB_MCPU_HOSTS", "a01 6"}}));
+}
+
 TEST(StartedPlace, NobodyStartedIt) { EXPECT_FALSE(place_of({{"PATH", "/bin"}, {"SLURM_JOB_ID", "7"}})); }
 
 TEST(StartedPlace, ATaskOfAStep) {

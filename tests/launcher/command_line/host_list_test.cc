@@ -2,6 +2,8 @@
 
 #include <gmock/gmock.h>
 
+#include <fstream>
+
 #include "core/check.h"
 #include "tests/launcher/error_text.h"
 #include "tests/support/scratch_folder.h"
@@ -27,6 +29,26 @@ std::string choice_error(Choice choice, const std::string& text) {
 TEST(HostList, ReadsAHostfile) {
   EXPECT_EQ(parse_hostfile("# all\n\na slots=4\n  b\tslots=2 # two\r\nc slots=1", "hosts"), kHosts);
   EXPECT_THAT(parse_hostfile("me@10.0.0.1 slots=1\n", "hosts").front().name, "me@10.0.0.1");
+}
+
+TEST(HostList, ReadsAListOfHosts) {
+  EXPECT_EQ(parse_host_list("a:4,b:2,c:1", "-H"), kHosts);
+  for (const char* text : {"a", "a:", "a:0", "a:x", ":2", "a:2,", "a:1,a:1", "-o:1"}) {
+    EXPECT_THAT(testing::error_text([&] { parse_host_list(text, "-H"); }), HasSubstr("-H: ")) << text;
+  }
+  EXPECT_TRUE(is_host_list("a:4,b:2"));
+  EXPECT_FALSE(is_host_list("hosts"));
+  const test::ScratchFolder folder;
+  std::ofstream(folder / "a:4") << "a slots=4\n";
+  EXPECT_FALSE(is_host_list(folder / "a:4"));
+}
+
+TEST(HostList, LimitsTheRanksOfAllHosts) {
+  EXPECT_EQ(count_slots(limit_ranks(kHosts, 7, "-np")), 7);
+  const std::vector<Host> five = limit_ranks(kHosts, 5, "-np");
+  ASSERT_EQ(five.size(), 2U);
+  EXPECT_THAT(five[1].slots, ElementsAre(0));
+  EXPECT_THAT(testing::error_text([] { limit_ranks(kHosts, 8, "-np"); }), HasSubstr("there are only 7 slots"));
 }
 
 TEST(HostList, NamesTheLineThatIsWrong) {

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include "core/check.h"
+#include "launcher/command_line/launch_lines.h"
 
 namespace ds::launcher {
 namespace {
@@ -94,6 +95,101 @@ TEST(Options, NamesOfTorchrun) {
   EXPECT_THAT(error_of({"--standalone", "--hostfile", "h", "p"}), HasSubstr("--hostfile"));
 }
 
+TEST(Options, DashesAreUnderscoresUpToTheProgram) {
+  const Options options =
+      parse_options({"--nproc-per-node", "2", "--master-port=1234", "-q", "--log-level", "error", "p", "--num-procs"});
+  EXPECT_EQ(options.num_procs, 2);
+  EXPECT_EQ(options.master_port, 1234);
+  EXPECT_EQ(options.program, "p");
+  EXPECT_THAT(options.arguments, ElementsAre("--num-procs"));
+  EXPECT_EQ(parse_options({"--", "--num-procs"}).program, "--num-procs");
+}
+
+TEST(Options, NodesThatMeetAtAnEndpoint) {
+  const Options options = parse_options({"--nnodes=2", "--nproc_per_node=8", "--max_restarts=3", "--rdzv_id=7",
+                                         "--rdzv_backend=c10d", "--rdzv_endpoint=host", "p"});
+  EXPECT_TRUE(options.meets_at_endpoint);
+  EXPECT_EQ(options.rendezvous_id, "7");
+  EXPECT_EQ(options.master_addr, "host");
+  EXPECT_EQ(options.master_port, 29400);
+  EXPECT_EQ(options.max_restarts, 3);
+  EXPECT_FALSE(parse_options({"--nnodes=2", "--rdzv_endpoint=h:1", "--node_rank=0", "p"}).meets_at_endpoint);
+  EXPECT_FALSE(parse_options({"--nnodes=1", "--rdzv_endpoint=h:1", "p"}).meets_at_endpoint);
+  EXPECT_EQ(parse_options({"--nnodes=2:2", "--rdzv_endpoint=h:1", "p"}).num_nodes, 2);
+  EXPECT_EQ(parse_options({"--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "p"}).master_port, std::nullopt);
+  EXPECT_THAT(error_of({"--nnodes=2", "--rdzv_endpoint=h:0", "p"}), HasSubstr("a port that all nodes know"));
+  EXPECT_EQ(
+      parse_options({"--nnodes=2", "--rdzv_endpoint=h:1", "--rdzv_conf=join_timeout=30,x=1", "p"}).join_timeout_seconds,
+      30);
+  EXPECT_THAT(error_of({"--nnodes=1:2", "--rdzv_endpoint=h:1", "p"}), HasSubstr("expected one number of nodes"));
+  EXPECT_THAT(error_of({"--nnodes=2", "--rdzv_backend=static", "--rdzv_endpoint=h:1", "p"}),
+              HasSubstr("needs --node_rank"));
+  EXPECT_THAT(error_of({"--nnodes=2", "--rdzv_backend=c10d", "p"}), HasSubstr("needs --rdzv_endpoint"));
+  EXPECT_THAT(error_of({"--nnodes=2", "--rdzv_backend=etcd", "p"}), HasSubstr("expected c10d or static"));
+  EXPECT_THAT(error_of({"--nnodes=2", "--rdzv_endpoint=h:1", "-H", "hosts", "p"}), HasSubstr("Leave one of the two"));
+  EXPECT_THAT(error_of({"--nnodes=2", "--rdzv_endpoint=h:99999", "p"}), HasSubstr("expected HOST:PORT"));
+}
+
+TEST(Options, NamesOfAccelerateAndHorovodrun) {
+  const Options options = parse_options({"--multi_gpu", "--num_processes=8", "--num_machines", "2", "--machine_rank",
+                                         "1", "--main_process_ip", "10.0.0.1", "--main_process_port=1234", "p"});
+  EXPECT_EQ(options.total_procs, 8);
+  EXPECT_TRUE(options.count_is_gpus);
+  EXPECT_EQ(options.num_nodes, 2);
+  EXPECT_EQ(options.node_rank, 1);
+  EXPECT_EQ(options.master_addr, "10.0.0.1");
+  EXPECT_EQ(options.master_port, 1234);
+  const Options horovod = parse_options({"-np", "6", "-H", "a:4,b:4", "p", "-np", "3"});
+  EXPECT_EQ(horovod.total_procs, 6);
+  EXPECT_EQ(horovod.hostfile, "a:4,b:4");
+  EXPECT_THAT(horovod.arguments, ElementsAre("-np", "3"));
+  EXPECT_THAT(error_of({"-np", "2", "--num_procs", "2", "p"}), HasSubstr("--num_procs"));
+  EXPECT_THAT(error_of({"-np", "2", "--launcher", "openmpi", "p"}), HasSubstr("give --num_procs"));
+  EXPECT_THAT(error_of({"--mixed_precision", "fp16", "p"}), HasSubstr("the ds_config says it"));
+}
+
+TEST(Options, CountsThatTheMachineDecides) {
+  Options options = parse_options({"--nproc_per_node", "auto", "p"});
+  settle_counts(options, /*has_hosts=*/false, /*gpus=*/4, /*cores=*/16);
+  EXPECT_EQ(options.num_procs, 4);
+  EXPECT_TRUE(options.count_is_gpus);
+  options = parse_options({"--nproc_per_node", "auto", "p"});
+  settle_counts(options, false, 0, 16);
+  EXPECT_EQ(options.num_procs, 16);
+  EXPECT_FALSE(options.count_is_gpus);
+  options = parse_options({"--nproc_per_node", "cpu", "p"});
+  settle_counts(options, false, 4, 16);
+  EXPECT_EQ(options.num_procs, 16);
+  options = parse_options({"--nproc_per_node", "gpu", "p"});
+  EXPECT_THROW(settle_counts(options, false, 0, 16), ConfigError);
+  EXPECT_THROW(settle_counts(options, true, 4, 16), ConfigError);
+  options = parse_options({"--num_processes", "8", "--num_machines", "2", "--machine_rank", "0", "p"});
+  settle_counts(options, false, 0, 16);
+  EXPECT_EQ(options.num_procs, 4);
+  options = parse_options({"--num_processes", "7", "--num_machines", "2", "--machine_rank", "0", "p"});
+  EXPECT_THROW(settle_counts(options, false, 0, 16), ConfigError);
+  EXPECT_THAT(error_of({"--nproc_per_node", "tpu", "p"}), HasSubstr("gpu, cpu and auto are there too"));
+}
+
+TEST(Options, TorchrunsVariablesAreDefaults) {
+  const std::vector<std::string> kubeflow = {"PET_NNODES=2", "PET_NPROC_PER_NODE=4", "PET_NODE_RANK=1",
+                                             "PET_MASTER_ADDR=job-master-0", "PET_MASTER_PORT=23456"};
+  const Options options = parse_options({"p"}, kubeflow);
+  EXPECT_EQ(options.num_nodes, 2);
+  EXPECT_EQ(options.num_procs, 4);
+  EXPECT_EQ(options.node_rank, 1);
+  EXPECT_EQ(options.master_addr, "job-master-0");
+  EXPECT_EQ(options.master_port, 23456);
+  EXPECT_THAT(options.from_environment, HasSubstr("--node_rank 1 (PET_NODE_RANK)"));
+  const Options typed = parse_options({"--num_procs", "3", "--standalone", "p"}, kubeflow);
+  EXPECT_EQ(typed.num_procs, 3);
+  EXPECT_FALSE(typed.node_rank || typed.num_nodes);
+  const Options elastic = parse_options(
+      {"p"}, {"PET_NNODES=2", "PET_RDZV_ENDPOINT=a:1", "PET_RDZV_BACKEND=c10d", "PET_RDZV_ID=x", "PET_MASTER_ADDR=b"});
+  EXPECT_TRUE(elastic.meets_at_endpoint);
+  EXPECT_EQ(elastic.master_addr, "a");
+}
+
 TEST(Options, RestartsAndElasticTraining) {
   EXPECT_EQ(parse_options({"p"}).max_restarts, 0);
   EXPECT_FALSE(parse_options({"--max_restarts", "4", "p"}).min_nodes);
@@ -170,7 +266,7 @@ TEST(Options, RefusesOtherFlagsOfDeepSpeedByName) {
 
 TEST(Options, SuggestsTheNearestFlag) {
   EXPECT_THAT(error_of({"--num_proc", "2", "p"}), HasSubstr("unknown flag --num_proc: did you mean --num_procs?"));
-  EXPECT_THAT(error_of({"--master-port", "2", "p"}), HasSubstr("did you mean --master_port?"));
+  EXPECT_THAT(error_of({"--master-prt", "2", "p"}), HasSubstr("did you mean --master_port?"));
   EXPECT_THAT(error_of({"--bind_cores", "p"}), HasSubstr("did you mean --bind_cores_to_rank?"));
   EXPECT_THAT(error_of({"--frobnicate", "p"}), AllOf(HasSubstr("unknown flag --frobnicate"), HasSubstr("--help")));
 }
@@ -199,6 +295,11 @@ TEST(Options, HelpNamesEveryFlag) {
                            "--node_rank",
                            "--no_ssh",
                            "--rdzv_endpoint",
+                           "--rdzv_id",
+                           "--rdzv_backend",
+                           "--rdzv_conf",
+                           "--num_processes",
+                           "--multi_gpu",
                            "--standalone",
                            "--force_multi",
                            "--launcher",

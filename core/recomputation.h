@@ -1,0 +1,21 @@
+// Whether this thread computes a region of activation checkpointing again. What a forward pass changes beside its
+// outputs (running statistics) has happened in the first run, and must not happen twice.
+#pragma once
+
+namespace ds {
+
+class Recomputation {
+ public:
+  // In force while it lives, on this thread; scopes nest.
+  class Scope {
+   public:
+    Scope();
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+  };
+
+  static bool is_running();
+};
+
+}  // namespace ds

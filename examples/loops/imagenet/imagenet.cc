@@ -1,0 +1,99 @@
+// The loop of PyTorch's imagenet example: a ResNet with SyncBatchNorm, train() and validate() by epochs, top-1 accuracy
+// over all ranks, the learning rate divided by ten on the way. The images are drawn, so that it runs anywhere.
+//
+//   cd examples/loops/imagenet && ds-launch --nproc_per_node 2 PATH/imagenet
+//
+// Against the Python program: ds::convert_sync_batchnorm for torch.nn.SyncBatchNorm.convert_sync_batchnorm (also on the
+// CPU), engine->backward() and engine->step() for loss.backward() and optimizer.step(), the engine's loader for
+// DataLoader with DistributedSampler. How the state is sharded stands in ds_config.json.
+#include <ATen/CPUGeneratorImpl.h>
+#include <dsengine/comm.h>
+#include <dsengine/engine.h>
+#include <dsengine/initialize.h>
+#include <dsengine/sync_batch_norm.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <exception>
+#include <iostream>
+#include <optional>
+
+#include "resnet.h"
+
+namespace {
+
+constexpr int64_t kKinds = 4;
+constexpr int64_t kPixels = 16;
+constexpr int kEpochs = 3;
+
+// Stripes in one of four directions, in noise; brightness and contrast differ from image to image.
+class Stripes : public torch::data::datasets::Dataset<Stripes> {
+ public:
+  Stripes(size_t size, uint64_t seed) : size_(size), seed_(seed) {}
+
+  torch::data::Example<> get(size_t index) override {
+    auto random = at::make_generator<at::CPUGeneratorImpl>(seed_ + index);  // the same sample on every rank
+    const auto kind = static_cast<int64_t>(index) % kKinds;
+    const double angle = M_PI * static_cast<double>(kind) / kKinds;
+    const auto drawn = torch::rand({3}, random);
+    const auto line = torch::arange(kPixels, torch::kFloat);
+    const auto along = line.view({-1, 1}) * std::cos(angle) + line * std::sin(angle);
+    const auto wave = torch::sin(along * 1.5 + drawn[0] * 2 * M_PI) * (drawn[1] + 0.5) + drawn[2] * 4;
+    return {wave.expand({3, kPixels, kPixels}) + torch::randn({3, kPixels, kPixels}, random) * 0.3,
+            torch::tensor(kind)};
+  }
+  torch::optional<size_t> size() const override { return size_; }
+
+ private:
+  size_t size_;
+  uint64_t seed_;
+};
+
+// Each rank looks at its share; sums travel, and no mean of parts that differ in size.
+double validate(ds::engine::Engine& engine, imagenet::ResNet& model, Stripes images) {
+  const torch::NoGradGuard no_gradient;
+  engine.eval();
+  auto right = torch::zeros({}, engine.device());
+  const auto count = static_cast<int64_t>(*images.size());
+  for (int64_t index = engine.global_rank(); index < count; index += engine.world_size()) {
+    const auto image = images.get(static_cast<size_t>(index));
+    const auto scores = model->forward(image.data.unsqueeze(0).to(engine.device()));
+    right += scores.argmax().item<int64_t>() == image.target.item<int64_t>() ? 1 : 0;
+  }
+  engine.communicator().all_reduce(right).wait();
+  engine.train();
+  return right.item<double>() / static_cast<double>(count);
+}
+
+void run() {
+  imagenet::ResNet model(/*width=*/8, kKinds);
+  const auto converted = ds::convert_sync_batchnorm(*model);  // over the ranks of the engine that takes the model
+  auto [engine, optimizer, loader, schedule] =
+      ds::engine::initialize({.model = model.ptr(),
+                              .config = "ds_config.json",
+                              .training_data = Stripes(/*size=*/512, /*seed=*/0),
+                              .lr_scheduler = [](int64_t step) { return step < 32 ? 1.0 : 0.1; }});
+  if (engine->global_rank() == 0) std::cout << converted.size() << " layers of BatchNorm over all ranks" << std::endl;
+  for (int epoch = 1; epoch <= kEpochs; ++epoch) {
+    for (auto& batch : *loader) {
+      const auto scores = model->forward(batch.data);
+      engine->backward(torch::nn::functional::cross_entropy(scores, batch.target));
+      engine->step();
+    }
+    const double top1 = validate(*engine, model, Stripes(/*size=*/200, /*seed=*/100000));
+    if (engine->global_rank() == 0) std::cout << "epoch " << epoch << "  Acc@1 " << 100 * top1 << std::endl;
+  }
+}
+
+}  // namespace
+
+int main() {
+  try {
+    run();
+    return EXIT_SUCCESS;
+  } catch (const std::exception& error) {
+    std::cerr << "imagenet: error: " << error.what() << std::endl;
+    return EXIT_FAILURE;
+  }
+}

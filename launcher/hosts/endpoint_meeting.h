@@ -1,0 +1,40 @@
+// Several ds-launch, each started by hand with the same line, get their node ranks at one address: torchrun's
+// --rdzv_endpoint with --rdzv_backend=c10d.
+//
+// The ds-launch on the machine of the endpoint listens there and is node 0; of several on that machine the first. The
+// others connect, say what they bring, and get node ranks in the order in which they came. What does not fit is told to
+// both sides: another job (--rdzv_id) is sent away, another number of nodes (--nnodes) ends the meeting for all.
+#pragma once
+
+#include <string>
+
+namespace ds::launcher {
+
+// What a node brings to the meeting.
+struct Arrival {
+  std::string id;    // of the job: --rdzv_id
+  int nodes = 1;     // how many it expects
+  int ranks = 1;     // that it will run
+  std::string host;  // for messages
+};
+
+// What it gets.
+struct GivenPlace {
+  int node = 0;
+  int first_rank = 0;
+  int world_size = 1;
+  int master_port = 0;     // on the endpoint's machine, for rank 0
+  std::string flight_job;  // the same on all nodes
+};
+
+struct Endpoint {
+  std::string host;
+  int port = 0;
+  double limit_seconds = 600;  // until all nodes have come
+};
+
+// Returns when all nodes have come, with the same world on each. Throws ConfigError where nodes do not agree, CommError
+// where they do not come in time (naming those that have), UsageError where the endpoint's name is not known.
+GivenPlace meet_at_endpoint(const Endpoint& endpoint, const Arrival& arrival);
+
+}  // namespace ds::launcher
