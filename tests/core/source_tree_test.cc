@@ -26,9 +26,10 @@ const fs::path kRoot = DS_SOURCE_DIR;
 
 // Folder -> level; a folder may include itself and folders of a lower level (docs/design.md, section 4).
 const std::map<std::string, int> kLevels = {
-    {"core", 0},       {"launcher", 1},  {"comm", 1},     {"optim", 1},       {"ops", 1},      {"zero", 2},
-    {"offload", 2},    {"recompute", 2}, {"parallel", 2}, {"compression", 2}, {"pipeline", 2}, {"profiling", 2},
-    {"checkpoint", 3}, {"engine", 4},    {"loops", 5},    {"examples", 6},    {"benchmarks", 6}, {"tests", 6},    {"tools", 6},
+    {"core", 0},     {"launcher", 1},   {"comm", 1},       {"optim", 1},    {"ops", 1},
+    {"zero", 2},     {"offload", 2},    {"recompute", 2},  {"parallel", 2}, {"compression", 2},
+    {"pipeline", 2}, {"profiling", 2},  {"checkpoint", 3}, {"engine", 4},   {"loops", 5},
+    {"examples", 6}, {"benchmarks", 6}, {"tests", 6},      {"tools", 6},
 };
 constexpr int kTopLevel = 6;
 
@@ -44,6 +45,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/config_training.h", "engine"},
     {"dsengine/data_loader.h", "engine"},
     {"dsengine/device_mesh.h", "comm"},
+    {"dsengine/distributed_data_parallel.h", "loops"},
     {"dsengine/engine.h", "engine"},
     {"dsengine/errors.h", "core"},
     {"dsengine/frozen_scope.h", "zero"},
@@ -65,7 +67,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/weights.h", "checkpoint"},
     {"dsengine/zero.h", "zero"},
 };
-constexpr size_t kMostPublicHeaders = 32;
+constexpr size_t kMostPublicHeaders = 33;
 constexpr int kMostLines = 230;  // of a public header
 // Of the one class that a program calls, whose methods DeepSpeed's names decide.
 constexpr int kMostLinesOfTheEngine = 300;

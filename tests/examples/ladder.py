@@ -60,6 +60,13 @@ class Ladder:
         loss = losses(text)
         check(loss[100] < loss[50], "the loss falls", loss)
 
+    def ddp_toy(self):
+        os.makedirs(self.scratch, exist_ok=True)
+        text = self.run("loops", "ddp_toy", f"{self.scratch}/ddp_toy.pt")
+        loss = losses(text)
+        check(loss[200] < loss[100] and loss[200] < 0.5, "sums are learned, whose mean square is 2", loss)
+        check("checkpoint: ranks agree" in text, "every rank takes the same step from the checkpoint", text)
+
 
 def losses(text):
     """The loss of each step that was printed."""
