@@ -40,7 +40,7 @@ struct Pass {
 };
 
 // Runs one pass of this rank.
-using Run = std::function<void(const Pass&)>;
+using RunPass = std::function<void(const Pass&)>;
 
 // The mean over ranks of the sum of the passes' gradients; undefined where no rank had one.
 std::vector<at::Tensor> mean_of(const std::vector<Pass>& passes) {
@@ -60,7 +60,7 @@ std::vector<Pass> first_passes(int count) {
 }
 
 // Runs `body` on each rank, with gradients as views of buckets and as memory of their own.
-void on_ranks(const std::function<void(Ddp&, const Run&, comm::Communicator&)>& body,
+void on_ranks(const std::function<void(Ddp&, const RunPass&, comm::Communicator&)>& body,
               const DistributedDataParallelOptions& options = {}) {
   test::run_ranks(kWorld, [&](comm::Communicator& group) {
     for (const bool views : {true, false}) {
@@ -71,7 +71,7 @@ void on_ranks(const std::function<void(Ddp&, const Run&, comm::Communicator&)>& 
       own.first_bucket_mb = 1e-4;
       own.gradient_as_bucket_view = views;
       Ddp ddp(model, own);
-      const Run run = [&](const Pass& pass) {
+      const RunPass run = [&](const Pass& pass) {
         loss_of(ddp(batch_of(group.rank(), pass.step), pass.ways[static_cast<size_t>(group.rank())])).backward();
       };
       body(ddp, run, group);
@@ -80,7 +80,7 @@ void on_ranks(const std::function<void(Ddp&, const Run&, comm::Communicator&)>& 
 }
 
 TEST(DdpGradients, AddToWhatIsThere) {
-  on_ranks([](Ddp& ddp, const Run& run, comm::Communicator&) {
+  on_ranks([](Ddp& ddp, const RunPass& run, comm::Communicator&) {
     for (int step = 0; step < 3; ++step) {
       run({step});
       expect_close(gradients_of(*ddp.module), mean_of(first_passes(step + 1)), kTolerance, "sum of passes");
@@ -94,7 +94,7 @@ TEST(DdpGradients, AddToWhatIsThere) {
 }
 
 TEST(DdpGradients, OfAProgramsOwnMaking) {
-  on_ranks([](Ddp& ddp, const Run& run, comm::Communicator& group) {
+  on_ranks([](Ddp& ddp, const RunPass& run, comm::Communicator& group) {
     for (const at::Tensor& parameter : ddp->parameters()) {
       parameter.mutable_grad() = torch::full_like(parameter, group.rank() == 0 ? 2.0 : 4.0);
     }
@@ -106,7 +106,7 @@ TEST(DdpGradients, OfAProgramsOwnMaking) {
 }
 
 TEST(DdpGradients, TwoBackwardsOfOneForward) {
-  on_ranks([](Ddp& ddp, const Run&, comm::Communicator& group) {
+  on_ranks([](Ddp& ddp, const RunPass&, comm::Communicator& group) {
     const at::Tensor loss = loss_of(ddp(batch_of(group.rank(), 0)));
     loss.backward({}, /*retain_graph=*/true);
     expect_close(gradients_of(*ddp.module), mean_of({{0}}), kTolerance, "the first");
@@ -120,7 +120,7 @@ TEST(DdpGradients, TwoBackwardsOfOneForward) {
 }
 
 TEST(DdpGradients, ABackwardThatThrowsLeavesItUsable) {
-  on_ranks([](Ddp& ddp, const Run& run, comm::Communicator& group) {
+  on_ranks([](Ddp& ddp, const RunPass& run, comm::Communicator& group) {
     for (int step = 0; step < 3; ++step) {
       const at::Tensor h = torch::tanh(ddp->first(batch_of(group.rank(), step)));
       h.register_hook([](const at::Tensor&) { throw std::runtime_error("in the middle"); });
@@ -135,7 +135,7 @@ TEST(DdpGradients, ABackwardThatThrowsLeavesItUsable) {
 }
 
 TEST(DdpGradients, OfPassesUnderNoSyncAreReducedByTheNextOne) {
-  on_ranks([](Ddp& ddp, const Run& run, comm::Communicator& group) {
+  on_ranks([](Ddp& ddp, const RunPass& run, comm::Communicator& group) {
     {
       const auto scope = ddp.no_sync();
       const auto inner = ddp.no_sync();
@@ -151,7 +151,7 @@ TEST(DdpGradients, OfPassesUnderNoSyncAreReducedByTheNextOne) {
 
 TEST(DdpGradients, UnusedOnSomeRanksAndOnAll) {
   on_ranks(
-      [](Ddp& ddp, const Run& run, comm::Communicator&) {
+      [](Ddp& ddp, const RunPass& run, comm::Communicator&) {
         run({0, {"left", "left"}});  // nobody uses `right`
         expect_close(gradients_of(*ddp.module), mean_of({{0, {"left", "left"}}}), kTolerance, "undefined stays");
         run({1, {"left", "right"}});
@@ -170,7 +170,7 @@ TEST(DdpGradients, UnusedOnSomeRanksAndOnAll) {
 
 TEST(DdpGradients, UsedUnderNoSyncIsUsed) {
   on_ranks(
-      [](Ddp& ddp, const Run& run, comm::Communicator&) {
+      [](Ddp& ddp, const RunPass& run, comm::Communicator&) {
         {
           const auto scope = ddp.no_sync();
           run({0, {"right", "left"}});
@@ -183,7 +183,7 @@ TEST(DdpGradients, UsedUnderNoSyncIsUsed) {
 }
 
 TEST(DdpGradients, UnusedWithoutTheOptionIsAnErrorInTheNextPass) {
-  on_ranks([](Ddp& ddp, const Run& run, comm::Communicator& group) {
+  on_ranks([](Ddp& ddp, const RunPass& run, comm::Communicator& group) {
     run({0, {"left", "left"}});
     const auto message = AllOf(HasSubstr("right.weight, right.bias"), HasSubstr(".find_unused_parameters = true"));
     EXPECT_THAT([&] { ddp(batch_of(group.rank(), 1)); }, ThrowsMessage<UsageError>(message));
@@ -201,7 +201,7 @@ TEST(DdpGradients, UnusedWithoutTheOptionIsAnErrorInTheNextPass) {
 
 TEST(DdpGradients, AStaticGraphIsFoundOutInTheFirstPass) {
   on_ranks(
-      [](Ddp& ddp, const Run& run, comm::Communicator& group) {
+      [](Ddp& ddp, const RunPass& run, comm::Communicator& group) {
         for (int step = 0; step < 3; ++step) {
           ddp->zero_grad();
           run({step, {"left", "left"}});
@@ -247,7 +247,7 @@ TEST(DdpGradients, OfPassesInsideThePass) {
   };
   for (const bool twice : {false, true}) {  // the same weight in two of them: static_graph's case
     on_ranks(
-        [&](Ddp& ddp, const Run&, comm::Communicator& group) {
+        [&](Ddp& ddp, const RunPass&, comm::Communicator& group) {
           for (int step = 0; step < 3; ++step) {
             ddp->zero_grad();
             const at::Tensor x = batch_of(group.rank(), 0).requires_grad_();

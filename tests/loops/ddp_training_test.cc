@@ -72,7 +72,7 @@ TEST_P(EveryOptimizer, TrainsAsPlainTorchDoes) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Loops, EveryOptimizer, testing::Values("SGD", "Adam", "AdamW", "RMSprop", "Adagrad"),
-                         [](const auto& info) { return info.param; });
+                         [](const auto& of) { return of.param; });
 
 TEST(DdpTraining, AccumulatesUnderNoSyncAndReducesTheSum) {
   const MakeOptimizer& make = optimizers().at("SGD");

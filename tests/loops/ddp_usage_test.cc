@@ -143,7 +143,7 @@ TEST(DdpUsage, TwoModelsOfOneLoss) {
   test::run_ranks(2, [](comm::Communicator& group) {
     Toy generator;
     Toy judge(7);
-    const auto forward = [](const Toy& made, const Toy& judged, const at::Tensor& x) {
+    const auto forward = [](Toy made, Toy judged, const at::Tensor& x) {
       return loss_of(judged->forward(torch::cat({made->forward(x), x.narrow(1, 0, 5)}, 1)));
     };
     DistributedDataParallel first(generator, test::small_buckets(group));

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What torch's DistributedDataParallel does with the network, batches and loops of replicas.h: writes torch_ddp.json.
 
-  .deps/venv/bin/python tests/loops/torch_ddp.py
+  python tests/loops/torch_ddp.py            (needs torch)
 
 Ranks are processes, with gloo. Values are float32 with nine digits.
 """
