@@ -11,6 +11,13 @@
 #include "zero/addition_order.h"
 
 namespace ds::zero {
+namespace {
+
+// The same memory, and no view as autograd counts them: zero_grad() of torch's optimizers detaches gradients in place,
+// which those refuse.
+at::Tensor plain_view(const at::Tensor& view) { return view.variable_data(); }
+
+}  // namespace
 
 GradientBucket::GradientBucket(size_t index, const ParameterBucket& parameters, const GradientExchange& exchange,
                                BufferPool& buffers)
@@ -52,7 +59,7 @@ void GradientBucket::collect(size_t position, GradientCheck* check) {
   // The parameter's gradient is a view of the bucket, so that the next micro-batch adds in place; where the dtypes
   // differ (or the bucket is transient) the gradient is taken away and the next pass makes a new one.
   if (plain()) {
-    if (exchange_->options().gradients_are_views) parameter.mutable_grad() = view;
+    if (exchange_->options().gradients_are_views) parameter.mutable_grad() = plain_view(view);
   } else if (view.scalar_type() == parameter.scalar_type() && !transient()) {
     parameter.mutable_grad() = view;
   } else {
@@ -67,8 +74,8 @@ void GradientBucket::collect(size_t position, GradientCheck* check) {
 void GradientBucket::open() {
   const at::TensorOptions options = parameters_->options();
   const at::ScalarType dtype = exchange_->options().gradient_dtype;
-  local_ = buffers_->take(parameters_->layout().numel,
-                          dtype == at::ScalarType::Undefined ? options : options.dtype(dtype));
+  local_ =
+      buffers_->take(parameters_->layout().numel, dtype == at::ScalarType::Undefined ? options : options.dtype(dtype));
   zero_padding();
 }
 
@@ -97,7 +104,7 @@ void GradientBucket::fill_from_parameter(size_t position) {
   const at::Tensor view = view_of(local_, parameters_->layout().segments[position], parameter);
   if (gradient.layout() == at::kStrided && gradient.data_ptr() == view.data_ptr()) return;
   view.copy_(gradient.layout() == at::kStrided ? gradient : gradient.to_dense());
-  if (exchange_->options().gradients_are_views) gradient = view;
+  if (exchange_->options().gradients_are_views) gradient = plain_view(view);
 }
 
 void GradientBucket::show(const std::vector<char>& used, double factor) {
@@ -110,7 +117,7 @@ void GradientBucket::show(const std::vector<char>& used, double factor) {
     at::Tensor& gradient = parameter.mutable_grad();
     const at::Tensor view = view_of(local_, parameters_->layout().segments[i], parameter);
     if (exchange_->options().gradients_are_views) {
-      gradient = view;
+      gradient = plain_view(view);
     } else if (gradient.defined() && gradient.layout() == at::kStrided) {
       gradient.copy_(view);
     } else {

@@ -133,7 +133,7 @@ class GradientReducer {
   std::vector<char> in_pass_;      // of each bucket; empty: all
   std::function<void()> enter_;
   bool any_repeated_ = false;
-  bool waits_for_end_ = false;     // the running pass, or the next one
+  bool waits_for_end_ = false;  // the running pass, or the next one
   std::mutex mutex_;
 };
 

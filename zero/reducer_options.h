@@ -30,8 +30,8 @@ struct ReducerOptions {
   // Where buckets stay until finish(): reduced gradients that leave them all the same leave inside backward.
   bool leave_in_backward = false;
   std::string model = "the model";  // what messages call it
-  // Backward passes are the program's own (loss.backward()). Who is named by GradientReducer::enter_with() begins one in
-  // its first hook; passes of engines on this thread are none of its business, nor its own theirs.
+  // Backward passes are the program's own (loss.backward()). Who is named by GradientReducer::enter_with() begins one
+  // in its first hook; passes of engines on this thread are none of its business, nor its own theirs.
   bool plain_passes = false;
   // With plain passes and kAllReduce: .grad is torch's. What it holds at the end of a pass, of earlier passes too, is
   // reduced, and the result is written there. True: as a view of the bucket, which saves the memory; else to its own.

@@ -32,7 +32,7 @@ BucketState after(BucketState state, BucketEvent event) {
   constexpr auto kNever = std::nullopt;
   static constexpr std::array<const char*, 4> kStates = {"empty", "collecting", "in flight", "reduced"};
   static constexpr std::array<const char*, 6> kEvents = {"collect",   "launch", "complete",
-                                                        "set aside", "drop",   "reopen"};
+                                                         "set aside", "drop",   "reopen"};
   static constexpr std::array<Row<BucketState, 4>, 6> kTable = {{
       {kCollecting, kCollecting, kNever, kNever},
       {kInFlight, kInFlight, kNever, kNever},

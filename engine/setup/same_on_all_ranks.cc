@@ -140,7 +140,8 @@ void require_same_on_all_ranks(const ModelParameters& parameters, const std::str
       if (of_config) what.erase(0, kOfConfig.size());
       throw CommError(cat("ranks disagree: the ", of_config ? "ds_config" : "setup", " of rank ", rank,
                           " differs from that of rank 0: ", what, "; start all ranks with the same ",
-                          of_config ? "file" : "options of initialize", " (this is rank ", ranks.rank(), ")"));
+                          of_config ? std::string("file") : cat("options of ", inputs.call), " (this is rank ",
+                          ranks.rank(), ")"));
     }
     require<CommError>(other[2] == first[2], "initialize: .training_data: ranks disagree: expected the same data set ",
                        "on each data-parallel rank, of which the engine gives each its part; found ",

@@ -15,8 +15,9 @@ namespace ds::engine {
 
 // Beside the model and the config.
 struct GivenInputs {
-  std::optional<int64_t> samples;  // of .training_data; none: it was not given
-  bool has_schedule = false;       // .lr_scheduler
+  std::optional<int64_t> samples;   // of .training_data; none: it was not given
+  bool has_schedule = false;        // .lr_scheduler
+  const char* call = "initialize";  // whose options they are, for messages
 };
 
 // A line "ds_config KEY<TAB>VALUE" for each key that the file has, sorted: the order of keys is nobody's concern.

@@ -47,6 +47,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/device_mesh.h", "comm"},
     {"dsengine/difficulty_schedule.h", "efficiency"},
     {"dsengine/efficiency.h", "engine"},
+    {"dsengine/distributed_data_parallel.h", "loops"},
     {"dsengine/engine.h", "engine"},
     {"dsengine/errors.h", "core"},
     {"dsengine/frozen_scope.h", "zero"},

@@ -65,6 +65,12 @@ class Ladder:
         check("15 layers of BatchNorm over all ranks" in text, "every BatchNorm of the network is converted", text)
         accuracy = [float(value) for value in re.findall(r"Acc@1 ([\d.]+)", text)]
         check(len(accuracy) == 3 and accuracy[-1] > 80, "the direction of stripes is learned, of four", accuracy)
+    def ddp_toy(self):
+        os.makedirs(self.scratch, exist_ok=True)
+        text = self.run("loops", "ddp_toy", f"{self.scratch}/ddp_toy.pt")
+        loss = losses(text)
+        check(loss[200] < loss[100] and loss[200] < 0.5, "sums are learned, whose mean square is 2", loss)
+        check("checkpoint: ranks agree" in text, "every rank takes the same step from the checkpoint", text)
 
 
 def losses(text):

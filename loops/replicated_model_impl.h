@@ -1,0 +1,71 @@
+// The inside of ReplicatedModel.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "dsengine/comm.h"
+#include "dsengine/distributed_data_parallel.h"
+#include "engine/state/model_layout.h"
+#include "loops/backward_pass.h"
+#include "loops/comm_hooks.h"
+#include "loops/used_parameters.h"
+#include "zero/gradient_reducer.h"
+#include "zero/parameter_bucket.h"
+
+namespace ds::loops {
+
+struct ReplicatedModel::Impl {
+  Impl(std::shared_ptr<torch::nn::Module> model, const DistributedDataParallelOptions& given);
+
+  // --- a backward pass, on autograd's thread -----------------------------------------------------------------------
+  void begin_backward();
+  void end_backward();
+  void show_gradients(const std::vector<char>& used);
+  // Throws UsageError for parameters that were added, replaced, converted or made trainable since the start.
+  void require_same_module() const;
+  void follow_buffers(int root);
+
+  // --- join(): ranks without batches --------------------------------------------------------------------------------
+  // Which ranks have a backward pass now, of which this one is one or not. Collective. Throws UsageError where the
+  // options say so.
+  void agree_on_passes(bool own);
+  // In place of the others' backward passes, until there are none. Returns whether there was none.
+  bool shadow_passes();
+  void shadow_pass();
+  int last_rank_with_pass() const;
+
+  // --- start ---------------------------------------------------------------------------------------------------------
+  void require_device() const;
+  void require_same_on_all_ranks() const;
+  void make_reducer();
+
+  std::shared_ptr<torch::nn::Module> module;
+  DistributedDataParallelOptions options;
+  engine::ModelParameters parameters;
+  std::vector<const void*> identities;   // of the module's parameters, in its order
+  std::vector<at::TensorOptions> kinds;  // dtype and device of the trainable ones
+  std::shared_ptr<comm::Communicator> group;
+  std::vector<zero::ParameterBucket> buckets;
+  UsedParameters used;
+  HookedReduction hooked;
+  BackwardPass pass;
+  std::unique_ptr<zero::GradientReducer> reducer;
+
+  int64_t passes = 0;      // begun
+  int64_t reductions = 0;  // passes that reduced
+  int no_sync_scopes = 0;
+  bool reduces = false;  // the running pass, or the last one
+  bool has_hook = false;
+  bool called_forward = false;  // the wrapper's, since the last pass that reduced
+  bool joining = false;
+  JoinOptions join_options;
+  std::vector<int64_t> with_pass;  // of each rank: has a pass now (1) or none (0)
+};
+
+}  // namespace ds::loops
