@@ -23,8 +23,9 @@ optimizers::GroupOptions group_from(const json& group) {
 }
 
 OptimizerState optimizer_from(const json& value) {
-  OptimizerState optimizer{
-      .type = value.at("type").get<std::string>(), .step_count = json_integer<int64_t>(value.at("step_count")), .groups = {}};
+  OptimizerState optimizer{.type = value.at("type").get<std::string>(),
+                           .step_count = json_integer<int64_t>(value.at("step_count")),
+                           .groups = {}};
   for (const json& group : value.at("groups")) optimizer.groups.push_back(group_from(group));
   return optimizer;
 }
@@ -76,11 +77,11 @@ TrainingState training_state_from(const json& value, const std::string& where) {
     if (value.contains("optimizer")) state.optimizer = optimizer_from(value["optimizer"]);
     if (value.contains("loss_scaler")) {
       const json& scaler = value["loss_scaler"];
-      state.loss_scaler =
-          optimizers::LossScalerState{.scale = scaler.at("scale").get<double>(),
-                                      .iteration = json_integer<int64_t>(scaler.at("iteration")),
-                                      .last_overflow_iteration = json_integer<int64_t>(scaler.at("last_overflow_iteration")),
-                                      .remaining_hysteresis = json_integer<int64_t>(scaler.at("remaining_hysteresis"))};
+      state.loss_scaler = optimizers::LossScalerState{
+          .scale = scaler.at("scale").get<double>(),
+          .iteration = json_integer<int64_t>(scaler.at("iteration")),
+          .last_overflow_iteration = json_integer<int64_t>(scaler.at("last_overflow_iteration")),
+          .remaining_hysteresis = json_integer<int64_t>(scaler.at("remaining_hysteresis"))};
     }
     if (value.contains("lr_iteration")) state.lr_iteration = json_integer<int64_t>(value["lr_iteration"]);
     if (value.contains("data")) {

@@ -11,8 +11,8 @@
 
 namespace ds {
 
-// The value as a T. Throws json::type_error for what is no integer, or none of that type: nlohmann's get() converts 1e300,
-// whose value as an integer is undefined, and cuts numbers off.
+// The value as a T. Throws json::type_error for what is no integer, or none of that type: nlohmann's get() converts
+// 1e300, whose value as an integer is undefined, and cuts numbers off.
 template <std::integral T>
 T json_integer(const nlohmann::json& value) {
   const bool fits = value.is_number_unsigned() ? std::in_range<T>(value.get<uint64_t>())
