@@ -25,8 +25,8 @@ bool is_plain_file_name(const std::string& name) {
 }
 
 std::string file_in_folder(const std::string& folder, const std::string& name, const std::string& where) {
-  require<IoError>(is_plain_file_name(name), where, ": expected the name of a file in this folder, without folders, found \"",
-                   shown_text(name), "\"");
+  require<IoError>(is_plain_file_name(name), where,
+                   ": expected the name of a file in this folder, without folders, found \"", shown_text(name), "\"");
   const fs::path path = fs::path(folder) / name;
   std::error_code error;
   if (!fs::is_symlink(fs::symlink_status(path, error))) return path.string();

@@ -9,6 +9,7 @@
 #include "checkpoint/coverage.h"
 #include "checkpoint/file_in_folder.h"
 #include "core/check.h"
+#include "core/json/json_integer.h"
 #include "core/json_depth.h"
 #include "core/safetensors.h"
 #include "core/shown_text.h"
@@ -36,13 +37,13 @@ TensorInfo tensor_from(const json& value, const std::string& where) {
   const auto dtype = safetensors_dtype(name);
   require<IoError>(dtype.has_value(), where, ": dtype \"", name, "\" is unknown");
   tensor.dtype = *dtype;
-  tensor.sizes = value.at("shape").get<std::vector<int64_t>>();
+  tensor.sizes = json_integers<int64_t>(value.at("shape"));
   int64_t numel = 1;
   for (const int64_t size : tensor.sizes) {
     // Strides are computed without sizes of 0.
-    require<IoError>(size >= 0 && !__builtin_mul_overflow(numel, std::max<int64_t>(size, 1), &numel) &&
-                         numel < kMostElements,
-                     where, ": shape ", value.at("shape"), " is none of a tensor");
+    require<IoError>(
+        size >= 0 && !__builtin_mul_overflow(numel, std::max<int64_t>(size, 1), &numel) && numel < kMostElements, where,
+        ": shape ", value.at("shape"), " is none of a tensor");
   }
   tensor.frozen = value.value("frozen", false);
   return tensor;
@@ -66,9 +67,9 @@ json file_to_json(const FileRecord& file) {
 Piece piece_from(const json& value, const std::string& where) {
   Piece piece{.path = value.at(0).get<std::string>(),
               .key = value.at(1).get<std::string>(),
-              .offset = value.at(2).get<int64_t>(),
-              .length = value.at(3).get<int64_t>(),
-              .begin = value.at(4).get<uint64_t>(),
+              .offset = json_integer<int64_t>(value.at(2)),
+              .length = json_integer<int64_t>(value.at(3)),
+              .begin = json_integer<uint64_t>(value.at(4)),
               .checksums = {},
               .part = std::nullopt};
   const std::string checksums = value.at(5).get<std::string>();
@@ -82,8 +83,8 @@ Piece piece_from(const json& value, const std::string& where) {
 
 FileRecord file_from(const json& value, const std::string& where) {
   FileRecord file;
-  file.bytes = value.at("bytes").get<uint64_t>();
-  file.header_bytes = value.at("header_bytes").get<uint64_t>();
+  file.bytes = json_integer<uint64_t>(value.at("bytes"));
+  file.header_bytes = json_integer<uint64_t>(value.at("header_bytes"));
   file.header_checksum = from_hex(value.at("header_checksum").get<std::string>(), where);
   for (const json& piece : value.at("pieces")) file.pieces.push_back(piece_from(piece, where));
   return file;

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "core/check.h"
+#include "core/json/json_integer.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -62,7 +63,7 @@ StoredPart stored_part_from(const json& value, const std::string& where) {
   part.cut.dim = number(value, "dim", 0, kMost, where);
   if (value.contains("repeats")) part.cut.repeats = number(value, "repeats", 1, kMostBlocks, where);
   if (value.contains("grain")) part.cut.grain = number(value, "grain", 1, kMost, where);
-  if (value.contains("blocks")) part.cut.blocks = value["blocks"].get<std::vector<int64_t>>();
+  if (value.contains("blocks")) part.cut.blocks = json_integers<int64_t>(value["blocks"]);
   if (value.contains("order")) {
     require<IoError>(value["order"] == "zigzag", where, ": a part's \"order\": expected \"zigzag\", found ",
                      value["order"]);

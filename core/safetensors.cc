@@ -78,8 +78,8 @@ bool is_list_of_naturals(const json& value) {
          });
 }
 
-// Bytes of a tensor, or nothing when they do not fit an int64; nor may they without sizes of 0, for strides are computed
-// without these.
+// Bytes of a tensor, or nothing when they do not fit an int64; nor may they without sizes of 0, for strides are
+// computed without these.
 std::optional<uint64_t> bytes_of(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
   for (const int64_t size : sizes) {

@@ -61,9 +61,10 @@ void PickleObjects::spend(size_t parts) {
 
 void PickleObjects::require_known(const std::string& name) const {
   if (is_known_callable(name)) return;
-  cursor_.fail(cat("it asks its reader to call ", shown_text(name),
-                   ", which is none of the classes and functions that torch, DeepSpeed, numpy and plain Python values "
-                   "need; nothing was run. If you trust the file, load it in Python and save plain values and tensors"));
+  cursor_.fail(
+      cat("it asks its reader to call ", shown_text(name),
+          ", which is none of the classes and functions that torch, DeepSpeed, numpy and plain Python values "
+          "need; nothing was run. If you trust the file, load it in Python and save plain values and tensors"));
 }
 
 PickleValue* PickleObjects::call(const PickleValue& function, const PickleValue& arguments) {

@@ -1,6 +1,7 @@
 #include "checkpoint/source/training_state.h"
 
 #include "core/check.h"
+#include "core/json/json_integer.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -22,8 +23,9 @@ optimizers::GroupOptions group_from(const json& group) {
 }
 
 OptimizerState optimizer_from(const json& value) {
-  OptimizerState optimizer{
-      .type = value.at("type").get<std::string>(), .step_count = value.at("step_count").get<int64_t>(), .groups = {}};
+  OptimizerState optimizer{.type = value.at("type").get<std::string>(),
+                           .step_count = json_integer<int64_t>(value.at("step_count")),
+                           .groups = {}};
   for (const json& group : value.at("groups")) optimizer.groups.push_back(group_from(group));
   return optimizer;
 }
@@ -61,32 +63,32 @@ json to_json(const TrainingState& state) {
 TrainingState training_state_from(const json& value, const std::string& where) {
   TrainingState state;
   try {
-    state.global_steps = value.at("global_steps").get<int64_t>();
-    state.global_samples = value.at("global_samples").get<int64_t>();
-    state.micro_steps = value.at("micro_steps").get<int64_t>();
-    state.skipped_steps = value.at("skipped_steps").get<int64_t>();
-    state.world_size = value.at("world_size").get<int>();
-    state.pipeline_stages = value.value("pipeline_stages", 1);
-    state.tensor_ranks = value.value("tensor_ranks", 1);
-    state.zero_stage = value.at("zero_stage").get<int64_t>();
+    state.global_steps = json_integer<int64_t>(value.at("global_steps"));
+    state.global_samples = json_integer<int64_t>(value.at("global_samples"));
+    state.micro_steps = json_integer<int64_t>(value.at("micro_steps"));
+    state.skipped_steps = json_integer<int64_t>(value.at("skipped_steps"));
+    state.world_size = json_integer<int>(value.at("world_size"));
+    state.pipeline_stages = json_integer<int>(value.value("pipeline_stages", json(1)));
+    state.tensor_ranks = json_integer<int>(value.value("tensor_ranks", json(1)));
+    state.zero_stage = json_integer<int64_t>(value.at("zero_stage"));
     state.precision = value.at("precision").get<std::string>();
     state.config = value.at("config");
     state.client_state = value.at("client_state");
     if (value.contains("optimizer")) state.optimizer = optimizer_from(value["optimizer"]);
     if (value.contains("loss_scaler")) {
       const json& scaler = value["loss_scaler"];
-      state.loss_scaler =
-          optimizers::LossScalerState{.scale = scaler.at("scale").get<double>(),
-                                      .iteration = scaler.at("iteration").get<int64_t>(),
-                                      .last_overflow_iteration = scaler.at("last_overflow_iteration").get<int64_t>(),
-                                      .remaining_hysteresis = scaler.at("remaining_hysteresis").get<int64_t>()};
+      state.loss_scaler = optimizers::LossScalerState{
+          .scale = scaler.at("scale").get<double>(),
+          .iteration = json_integer<int64_t>(scaler.at("iteration")),
+          .last_overflow_iteration = json_integer<int64_t>(scaler.at("last_overflow_iteration")),
+          .remaining_hysteresis = json_integer<int64_t>(scaler.at("remaining_hysteresis"))};
     }
-    if (value.contains("lr_iteration")) state.lr_iteration = value["lr_iteration"].get<int64_t>();
+    if (value.contains("lr_iteration")) state.lr_iteration = json_integer<int64_t>(value["lr_iteration"]);
     if (value.contains("data")) {
       const json& data = value["data"];
-      state.data = DataPosition{.epoch = data.at("epoch").get<int64_t>(),
-                                .next_sample = data.at("next_sample").get<int64_t>(),
-                                .seed = data.at("seed").get<uint64_t>()};
+      state.data = DataPosition{.epoch = json_integer<int64_t>(data.at("epoch")),
+                                .next_sample = json_integer<int64_t>(data.at("next_sample")),
+                                .seed = json_integer<uint64_t>(data.at("seed"))};
     }
   } catch (const json::exception& error) {
     throw IoError(cat(where, ": training state: ", error.what()));

@@ -165,7 +165,8 @@ void FlightWatch::State::look_for_strangers() {
   const std::string stranger = take_stranger(*inside.getUnderlyingStore());
   if (stranger.empty()) return;
   stranger_told = true;
-  log::warning("a process at ", stranger, " came to this job without its secret, and was not let in. This is said once");
+  log::warning("a process at ", stranger,
+               " came to this job without its secret, and was not let in. This is said once");
 }
 
 // The stack of a rank that waits in a collective says nothing new.

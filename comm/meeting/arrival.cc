@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
+#include "core/json/json_integer.h"
 #include "core/json_depth.h"
 #include "core/shown_text.h"
 
@@ -49,15 +50,16 @@ RankPlace read_arrival(const std::string& text, int rank, int world_size, const 
                      rank, " in the store, found \"", shown_text(text), "\"");
   if (secret) check_proof(value, rank, *secret);
   try {
-    RankPlace place{value.at("host").get<std::string>(), value.at("pid").get<int64_t>(),
+    RankPlace place{value.at("host").get<std::string>(), json_integer<int64_t>(value.at("pid")),
                     value.at("domain").get<std::string>(), value.at("address").get<std::string>()};
-    const auto theirs = value.at("world_size").get<int64_t>();
+    const auto theirs = json_integer<int64_t>(value.at("world_size"));
     require<CommError>(theirs == world_size, "rendezvous: rank ", rank, " (", lazy([&] { return text_of(place); }),
                        ") expects a world of ", theirs, " ranks, this rank one of ", world_size,
                        ". Set WORLD_SIZE to the same value everywhere");
     return place;
   } catch (const json::exception& error) {
-    throw CommError(cat("rendezvous: what stands at rank ", rank, "'s place in the store is no rank's: ", error.what()));
+    throw CommError(
+        cat("rendezvous: what stands at rank ", rank, "'s place in the store is no rank's: ", error.what()));
   }
 }
 

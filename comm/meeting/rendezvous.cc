@@ -82,7 +82,8 @@ std::string ranks_after(const std::string& cause, c10d::Store& store, int world_
                         " ranks, then the store failed: ", cause, "; ", who));
   }
   throw CommError(cat("rendezvous: not all of ", world_size, " ranks came within ", timeout.count(), " ms; ", who,
-                      has_secret ? "; ranks without this rank's DS_JOB_SECRET do not count" : "", ". Look whether those processes were started, with the same MASTER_ADDR and MASTER_PORT"));
+                      has_secret ? "; ranks without this rank's DS_JOB_SECRET do not count" : "",
+                      ". Look whether those processes were started, with the same MASTER_ADDR and MASTER_PORT"));
 }
 
 // `left`: what is left of `timeout`.
@@ -102,7 +103,8 @@ std::vector<RankPlace> await_all(c10d::Store& store, int world_size, const Secre
   } catch (const std::exception& error) {
     const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
     const std::string cause = without_stack(error.what());
-    fail_waiting(cause, ranks_after(cause, store, world_size, secret), world_size, secret.has_value(), waited + (timeout - left), timeout);
+    fail_waiting(cause, ranks_after(cause, store, world_size, secret), world_size, secret.has_value(),
+                 waited + (timeout - left), timeout);
   }
   return ranks;
 }
@@ -165,7 +167,8 @@ void tell_that_there_is_none(const RendezvousAddress& address) {
 
 constexpr const char* kNoSecret =
     "the job at the meeting place has a secret (DS_JOB_SECRET), and this process was started without it. Start it with "
-    "the ds-launch of that job; where srun, mpirun or a script starts the ranks, give all of them the same value, or none";
+    "the ds-launch of that job; where srun, mpirun or a script starts the ranks, give all of them the same value, or "
+    "none";
 
 // Whether this rank, which has no secret, is to stay outside.
 bool is_left_out(c10d::Store& outside, const RendezvousAddress& address, const std::string& own, milliseconds timeout) {

@@ -78,7 +78,8 @@ void await_listener(const RendezvousAddress& address, Clock::time_point deadline
 }
 
 // Listens on the job's interface alone. None, so that LibTorch listens on all of them, where `host` is a name, which
-// may mean another interface on other hosts, or no address of this machine (one that a router or a container passes on).
+// may mean another interface on other hosts, or no address of this machine (one that a router or a container passes
+// on).
 UniqueFd listen_on_own_address(const RendezvousAddress& address) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;

@@ -44,8 +44,8 @@ std::optional<int> omp_threads(const std::vector<std::string>& inherited, int co
 
 // `inherited` with the variables of the rank set: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, LOCAL_WORLD_SIZE,
 // CROSS_RANK, CROSS_SIZE, MASTER_ADDR, MASTER_PORT, DS_LAUNCH_ID, DS_FLIGHT_JOB, and DS_JOINED_FILE, DS_JOB_SECRET,
-// OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES where given; with the last CUDA_DEVICE_MAX_CONNECTIONS and PYTORCH_ALLOC_CONF where not set;
-// without what an outer launcher has set for its own ranks.
+// OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES where given; with the last CUDA_DEVICE_MAX_CONNECTIONS and
+// PYTORCH_ALLOC_CONF where not set; without what an outer launcher has set for its own ranks.
 std::vector<std::string> rank_environment(std::vector<std::string> inherited, const JobEnvironment& job,
                                           const RankPlace& place, const std::optional<int>& threads);
 

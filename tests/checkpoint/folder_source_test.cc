@@ -325,7 +325,8 @@ TEST(FolderSource, AnIndexOfEndlessSizeIsRefusedUnread) {
   SmallSource source;
   rewrite(source, folder / "tag", 1);
   fs::resize_file(folder / "tag/index.json", uint64_t{1} << 40);
-  EXPECT_THAT([&] { open_folder(folder / "tag"); }, ThrowsMessage<IoError>(HasSubstr("expected at most 1073741824 bytes")));
+  EXPECT_THAT([&] { open_folder(folder / "tag"); },
+              ThrowsMessage<IoError>(HasSubstr("expected at most 1073741824 bytes")));
 }
 
 }  // namespace

@@ -214,9 +214,22 @@ TEST(Index, TensorsAreTensors) {
   EXPECT_THAT(refusal([](json& c) { c["tensors"]["weights/b"].erase("shape"); }), HasSubstr("shape"));
 }
 
+// What nlohmann::json would convert, with an undefined result, or cut off.
+TEST(Index, NumbersAreIntegers) {
+  for (const json& odd : {json(1e300), json(2.5), json("2"), json(true), json(UINT64_MAX)}) {
+    EXPECT_THAT(refusal([&](json& c) { c["tensors"]["weights/a"]["shape"] = {2, odd}; }), HasSubstr("integer")) << odd;
+    EXPECT_THAT(refusal([&](json& c) { c["files"]["weights-00001-of-00002.safetensors"]["pieces"][0][2] = odd; }),
+                HasSubstr("integer"))
+        << odd;
+    EXPECT_THAT(refusal([&](json& c) { c["state"]["global_steps"] = odd; }), HasSubstr("integer")) << odd;
+    EXPECT_THAT(refusal([&](json& c) { c["state"]["world_size"] = odd; }), HasSubstr("integer")) << odd;
+  }
+}
+
 TEST(Index, FilesHaveNoFolders) {
-  for (const std::string& name : {std::string(), std::string("../weights"), std::string("a/b"), std::string("/etc/passwd"),
-                                 std::string(".."), std::string("."), std::string("a\0b", 3)}) {
+  for (const std::string& name :
+       {std::string(), std::string("../weights"), std::string("a/b"), std::string("/etc/passwd"), std::string(".."),
+        std::string("."), std::string("a\0b", 3)}) {
     EXPECT_THAT(refusal([&](json& c) { c["files"][name] = c["files"]["weights-00001-of-00002.safetensors"]; }),
                 HasSubstr("without folders"));
   }

@@ -24,9 +24,8 @@ TEST(JobSecret, IsAnotherOneEachTime) {
 
 TEST(JobSecret, ComesFromTheEnvironment) {
   const auto with = [](const std::string& value) {
-    return JobSecret::from_environment([&](const char* name) {
-      return std::string(name) == "DS_JOB_SECRET" ? std::optional(value) : std::nullopt;
-    });
+    return JobSecret::from_environment(
+        [&](const char* name) { return std::string(name) == "DS_JOB_SECRET" ? std::optional(value) : std::nullopt; });
   };
   EXPECT_EQ(with("0123456789abcdef")->key_prefix(), JobSecret("0123456789abcdef").key_prefix());
   EXPECT_FALSE(with(""));

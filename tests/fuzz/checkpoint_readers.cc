@@ -117,7 +117,8 @@ void read_index(std::string_view bytes) {
   refusing([&] {
     const checkpoint::Index index = checkpoint::index_from(sealed, "input");
     const std::string again = checkpoint::to_text(index);
-    ensure(checkpoint::to_text(checkpoint::index_from(again, "again")) == again, "an index that was read can be written");
+    ensure(checkpoint::to_text(checkpoint::index_from(again, "again")) == again,
+           "an index that was read can be written");
   });
 }
 
@@ -129,7 +130,8 @@ void read_weights_index(std::string_view bytes) {
     return pattern;
   }();
   const std::string index = folder + "/model.safetensors.index.json";
-  std::ofstream(index, std::ios::binary | std::ios::trunc).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  std::ofstream(index, std::ios::binary | std::ios::trunc)
+      .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
   refusing([&] {
     const auto source = checkpoint::open_weights(folder);
     ensure(source->tensors().size() == 2, "an index that fits names both tensors");

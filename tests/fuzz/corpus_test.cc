@@ -1,6 +1,6 @@
 // Every input that a fuzzer or a person found worth keeping, whole, cut short, and with changed bytes: each is read, or
-// refused in words. What a fuzzer found is a file in corpus/READER. Runs with the sanitizers, too. DS_FUZZ_READERS: a list
-// of tests/fuzz/readers.h or tests/fuzz/checkpoint_readers.h.
+// refused in words. What a fuzzer found is a file in corpus/READER. Runs with the sanitizers, too. DS_FUZZ_READERS: a
+// list of tests/fuzz/readers.h or tests/fuzz/checkpoint_readers.h.
 #include <gmock/gmock.h>
 
 #include <algorithm>

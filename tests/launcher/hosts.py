@@ -143,7 +143,7 @@ class Job:
         self.name = name
         self.words = words
         clean = {key: value for key, value in os.environ.items()
-                 if not re.fullmatch(r".*RANK|.*_SIZE|MASTER_.*|DS_LAUNCH_ID|DS_FLIGHT_JOB|OMP_NUM_THREADS", key)}
+                 if not re.fullmatch(r".*RANK|.*_SIZE|MASTER_.*|DS_LAUNCH_ID|DS_FLIGHT_JOB|DS_JOB_SECRET|OMP_NUM_THREADS", key)}
         with open(f"{SCRATCH}/{name}.out", "w") as out, open(f"{SCRATCH}/{name}.err", "w") as err:
             self.process = subprocess.Popen(self.words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=SCRATCH,
                                             env={**clean, **(environment or {})})

@@ -44,7 +44,7 @@ TEST(Arrival, IsNotBelievedWithoutProof) {
         << text;
   };
   refused(arrival_text(kPlace, 1, 2, {}), 1);
-  refused(arrival_text(kPlace, 1, 2, kOther), 1);  // a replay of an earlier job
+  refused(arrival_text(kPlace, 1, 2, kOther), 1);   // a replay of an earlier job
   refused(arrival_text(kPlace, 0, 2, kSecret), 1);  // of another rank of this one
   auto changed = nlohmann::json::parse(arrival_text(kPlace, 1, 2, kSecret));
   changed["address"] = "10.6.6.6";
@@ -54,7 +54,8 @@ TEST(Arrival, IsNotBelievedWithoutProof) {
 }
 
 TEST(Arrival, WhatIsNoneIsRefused) {
-  for (const char* text : {"", "[]", "{", "noise", R"({"host":"a"})", R"({"host":1,"pid":"x"})"}) {
+  for (const char* text : {"", "[]", "{", "noise", R"({"host":"a"})", R"({"host":1,"pid":"x"})",
+                           R"({"host":"a","pid":1e300,"domain":"","address":"","world_size":4})"}) {
     EXPECT_THAT([&] { read_arrival(text, 3, 4, {}); }, ThrowsMessage<CommError>(HasSubstr("rank 3"))) << text;
   }
   EXPECT_THAT([&] { read_arrival(std::string(1'000'000, '['), 3, 4, {}); },

@@ -91,7 +91,8 @@ DS_PROCESS_TEST(RendezvousProcesses, AStrangerIsNotLetIn, 3) {
   ::setenv("LOCAL_WORLD_SIZE", "2", 1);
   if (!stranger) {
     ::setenv("DS_JOB_SECRET", "0123456789abcdef0123456789abcdef", 1);
-    if (ranks.rank() == 1) file.store->wait({"stranger gone"}, std::chrono::seconds(60));  // its place is free until then
+    if (ranks.rank() == 1)
+      file.store->wait({"stranger gone"}, std::chrono::seconds(60));  // its place is free until then
     const comm::Rendezvous meeting = comm::rendezvous({.timeout = std::chrono::seconds(60)});
     EXPECT_TRUE(meeting.has_secret);
     EXPECT_EQ(meeting.ranks[1].process, file.ranks[1].process);
@@ -117,7 +118,8 @@ DS_PROCESS_TEST(RendezvousProcesses, AStrangerIsNotLetIn, 3) {
     }
   };
   ::unsetenv("DS_JOB_SECRET");
-  EXPECT_THAT(refusal(std::chrono::seconds(60)), AllOf(HasSubstr("has a secret (DS_JOB_SECRET)"), HasSubstr("ds-launch")));
+  EXPECT_THAT(refusal(std::chrono::seconds(60)),
+              AllOf(HasSubstr("has a secret (DS_JOB_SECRET)"), HasSubstr("ds-launch")));
   ::setenv("DS_JOB_SECRET", "an earlier job's secret: a replay", 1);
   EXPECT_THAT(refusal(std::chrono::milliseconds(500)), HasSubstr("not all of 2 ranks came within 500 ms"));
   file.store->set("stranger gone", std::string("yes"));

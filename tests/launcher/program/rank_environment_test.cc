@@ -23,6 +23,16 @@ TEST(RankEnvironment, SetsWhatDeepSpeedSets) {
                                    "MASTER_PORT=29500", "OMP_NUM_THREADS=3", "DS_LAUNCH_ID=1.2", "DS_FLIGHT_JOB=3.4"));
 }
 
+TEST(RankEnvironment, HasTheSecretOfThisStart) {
+  JobEnvironment job = kJob;
+  EXPECT_THAT(rank_environment({"DS_JOB_SECRET=of all hosts"}, job, {}, std::nullopt),
+              Contains("DS_JOB_SECRET=of all hosts"));
+  job.secret = "new";
+  const auto environment = rank_environment({"DS_JOB_SECRET=of an outer job"}, job, {}, std::nullopt);
+  EXPECT_THAT(environment, Contains("DS_JOB_SECRET=new"));
+  EXPECT_THAT(environment, Not(Contains("DS_JOB_SECRET=of an outer job")));
+}
+
 TEST(RankEnvironment, ReplacesInheritedValues) {
   JobEnvironment job = kJob;
   job.cuda_visible_devices = "2,3";
