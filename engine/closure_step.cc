@@ -32,7 +32,7 @@ at::Tensor mean_loss(const at::Tensor& loss, const Ranks& ranks) {
   const at::NoGradGuard no_grad;
   const at::Tensor mean = loss.detach().to(ranks.device).reshape({1}).clone();
   if (ranks.part->size() > 1) ranks.part->all_reduce(mean, comm::ReduceOp::kAvg, "loss of a closure").wait();
-  return mean.view({});
+  return mean.squeeze();
 }
 
 }  // namespace
@@ -52,7 +52,7 @@ at::Tensor Engine::Impl::loss_again(const std::function<at::Tensor()>& closure) 
   order.update_done();  // what backward() finds is one model
   try {
     at::Tensor loss = loss_by(closure);
-    order.end_accumulation();
+    order.drop_accumulation();
     shown->take_back();
     finish_gradients(state);
     order.slice_updated();
