@@ -21,8 +21,8 @@ struct Notes {
 };
 
 Notes& notes() {
-  static auto* const kept = new Notes;  // tensors of static variables may ask at the end
-  return *kept;
+  static auto* const kNotes = new Notes;  // tensors of static variables may ask at the end
+  return *kNotes;
 }
 
 }  // namespace

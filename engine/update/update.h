@@ -44,6 +44,7 @@ class Update {
   virtual void settle(Next /*next*/) {}
   // For the next apply(), by the program's optimizer: it asks for the loss as often as it likes. The first answer is of
   // the gradients that are there, each later one makes new ones. Null: no more.
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): a path that has one keeps it
   virtual void evaluate_by(std::function<at::Tensor()> /*closure*/) {}
   // Once a step, when it is over, applied or not.
   virtual void step_over() {}

@@ -57,7 +57,7 @@ class GradScaler {
   std::vector<at::Tensor> scale(const std::vector<at::Tensor>& outputs);
   // Divides the gradients of the optimizer's parameters by the scale, and notes whether all are finite. Once between
   // two calls of update(), after all gradients are there. Throws for float16 gradients, which have lost it already.
-  void unscale_(torch::optim::Optimizer& optimizer);
+  void unscale_(torch::optim::Optimizer& optimizer);  // NOLINT(readability-identifier-naming): torch's name
   // unscale_(), if it has not been, and the optimizer's step where all gradients are finite, without a closure. Returns
   // whether it has stepped. Once for each optimizer between two calls of update().
   bool step(torch::optim::Optimizer& optimizer);
