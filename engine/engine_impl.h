@@ -93,6 +93,10 @@ struct Engine::Impl {
   // The boundary of an accumulation, whoever drove it: update, schedule, report. `loss`: that of a pipeline.
   void complete_step(const at::Tensor& loss = {});
   void step_once();  // Engine::step()
+  // Engine::step(closure), and the losses in it, of all ranks: the first one, and those inside of the update.
+  at::Tensor step_by(const std::function<at::Tensor()>& closure);
+  at::Tensor loss_by(const std::function<at::Tensor()>& closure);
+  at::Tensor loss_again(const std::function<at::Tensor()>& closure);
   // What refuses a step at a boundary and leaves all as it was. Takes over what the program has changed. `call`: whose.
   void require_step(const char* call);
   void drop_accumulation();  // Engine::zero_grad()

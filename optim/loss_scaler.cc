@@ -4,11 +4,16 @@
 #include <cmath>
 
 namespace ds::optimizers {
-namespace {
 
-constexpr double kFactor = 2.0;
-
-}  // namespace
+LossScalerOptions torch_rule(double initial_scale, int64_t growth_interval) {
+  return {.initial_scale = initial_scale,
+          .window = growth_interval,
+          .hysteresis = 1,
+          .minimum_scale = std::numeric_limits<double>::min(),  // it has none
+          .tolerant = true,
+          .first_of_window = 0,
+          .largest_scale = std::numeric_limits<float>::max()};
+}
 
 LossScaler::LossScaler(const LossScalerOptions& options) : options_(options) {
   require<ConfigError>(std::isfinite(options.static_scale) && options.static_scale >= 0,
@@ -35,7 +40,7 @@ LossScaler::Outcome LossScaler::update(bool overflow) {
 LossScaler::Outcome LossScaler::on_overflow() {
   Outcome outcome = Outcome::kHysteresis;
   if (options_.tolerant) {
-    state_.scale = std::max(state_.scale / kFactor, options_.minimum_scale);
+    state_.scale = std::max(state_.scale * options_.backoff_factor, options_.minimum_scale);
     outcome = Outcome::kReduced;
   } else if (options_.hysteresis == 1 || state_.remaining_hysteresis == 1) {
     require<LossScaleError>(state_.scale != options_.minimum_scale, "the gradients overflow at step ",
@@ -43,7 +48,7 @@ LossScaler::Outcome LossScaler::on_overflow() {
                             options_.minimum_scale,
                             " and cannot fall further: training has diverged (lower the learning rate, clip gradients, "
                             "or use bf16) or fp16.min_loss_scale is too high");
-    state_.scale = std::max(state_.scale / kFactor, options_.minimum_scale);
+    state_.scale = std::max(state_.scale * options_.backoff_factor, options_.minimum_scale);
     outcome = Outcome::kReduced;
   } else {
     --state_.remaining_hysteresis;
@@ -54,10 +59,11 @@ LossScaler::Outcome LossScaler::on_overflow() {
 
 LossScaler::Outcome LossScaler::on_good_step() {
   if (options_.consecutive_hysteresis) state_.remaining_hysteresis = options_.hysteresis;
-  const int64_t stable = state_.iteration - state_.last_overflow_iteration - 1;
+  const int64_t stable = state_.iteration - state_.last_overflow_iteration - options_.first_of_window;
   if (stable <= 0 || stable % options_.window != 0) return Outcome::kKept;
   state_.remaining_hysteresis = options_.hysteresis;
-  state_.scale *= kFactor;
+  if (state_.scale * options_.growth_factor > options_.largest_scale) return Outcome::kKept;
+  state_.scale *= options_.growth_factor;
   return Outcome::kDoubled;
 }
 

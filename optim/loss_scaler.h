@@ -7,9 +7,13 @@
 // difference in use: the engine asks for scale() once per step and unscales with the very value the loss was multiplied
 // by, calling update() only afterwards (DeepSpeed updates first, which halves the gradient of the step on which the
 // scale doubles).
+//
+// torch_rule() is that of torch.amp.GradScaler: each overflow shrinks the scale at once, without a minimum, and the
+// last of `window` good steps in a row grows it, as long as it stays a finite float32.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "core/check.h"
 
@@ -29,7 +33,14 @@ struct LossScalerOptions {
   bool consecutive_hysteresis = false;  // refill hysteresis at every good step
   double minimum_scale = 1.0;           // fp16.min_loss_scale
   bool tolerant = false;                // the rule of stage 0: no hysteresis, and no error at the minimum
+  double growth_factor = 2.0;           // above 1
+  double backoff_factor = 0.5;          // above 0, below 1
+  int64_t first_of_window = 1;          // the good step after an overflow that is not counted yet; 0: all are
+  double largest_scale = std::numeric_limits<double>::infinity();  // it does not grow beyond
 };
+
+// torch.amp.GradScaler's.
+LossScalerOptions torch_rule(double initial_scale = 65536.0, int64_t growth_interval = 2000);
 
 // What a checkpoint keeps.
 struct LossScalerState {
@@ -46,9 +57,9 @@ class LossScaler {
  public:
   enum class Outcome {
     kKept,        // a good step, scale unchanged
-    kDoubled,     // a good step that completed a window
+    kDoubled,     // a good step that completed a window: the scale has grown
     kHysteresis,  // overflow, tolerated: scale unchanged
-    kReduced,     // overflow: the scale was halved, or set to the minimum
+    kReduced,     // overflow: the scale was halved (shrunk), or set to the minimum
     kStatic,      // overflow with a static scale
   };
 

@@ -11,24 +11,27 @@
 #include "optim/lion.h"
 #include "optim/muon.h"
 #include "optim/sgd.h"
+#include "optim/torch_optimizers.h"
 
 namespace ds::optimizers {
 namespace {
 
-enum class Type { kAdam, kAdamW, kSgd, kAdagrad, kLion, kLamb, kMuon };
+enum class Type { kAdam, kAdamW, kSgd, kAdagrad, kLion, kLamb, kMuon, kRmsprop, kAdamax, kNadam, kRadam, kAdadelta };
 
 Type parse_type(const std::string& name) {
   std::string lower = name;
   std::transform(lower.begin(), lower.end(), lower.begin(), [](unsigned char c) { return std::tolower(c); });
   constexpr std::pair<const char*, Type> kTypes[] = {
-      {"adam", Type::kAdam}, {"adamw", Type::kAdamW}, {"sgd", Type::kSgd},   {"adagrad", Type::kAdagrad},
-      {"lion", Type::kLion}, {"lamb", Type::kLamb},   {"muon", Type::kMuon},
+      {"adam", Type::kAdam},     {"adamw", Type::kAdamW}, {"sgd", Type::kSgd},     {"adagrad", Type::kAdagrad},
+      {"lion", Type::kLion},     {"lamb", Type::kLamb},   {"muon", Type::kMuon},   {"rmsprop", Type::kRmsprop},
+      {"adamax", Type::kAdamax}, {"nadam", Type::kNadam}, {"radam", Type::kRadam}, {"adadelta", Type::kAdadelta},
   };
   for (const auto& [known, type] : kTypes) {
     if (lower == known) return type;
   }
-  throw ConfigError(
-      cat("optimizer.type: expected one of Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, found \"", name, "\""));
+  throw ConfigError(cat(
+      "optimizer.type: expected one of Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, RMSprop, Adamax, NAdam, RAdam, ",
+      "Adadelta, found \"", name, "\""));
 }
 
 // As torch.optim refuses them.
@@ -44,6 +47,16 @@ void check_group(const GroupOptions& group) {
   check(group.eps >= 0, "eps", "at least 0", group.eps);
 }
 
+std::unique_ptr<ShardOptimizer> make_of_torch(TorchAlgorithm algorithm, const OptimizerOptions& options) {
+  return std::make_unique<TorchOptimizer>(options.groups,
+                                          TorchRule{.algorithm = algorithm,
+                                                    .alpha = options.alpha,
+                                                    .centered = options.centered,
+                                                    .rho = options.rho,
+                                                    .momentum_decay = options.momentum_decay,
+                                                    .decoupled_weight_decay = options.decoupled_weight_decay});
+}
+
 }  // namespace
 
 GroupOptions default_aux_adam_options() { return {.lr = 3e-4, .beta2 = 0.95, .eps = 1e-10}; }
@@ -54,6 +67,13 @@ GroupOptions default_group_options(const std::string& type) {
       return {.lr = 1e-2, .eps = 1e-10};
     case Type::kMuon:
       return {.lr = 0.02, .beta2 = 0.95, .momentum = 0.95, .eps = 1e-10};
+    case Type::kRmsprop:
+      return {.lr = 1e-2};
+    case Type::kAdamax:
+    case Type::kNadam:
+      return {.lr = 2e-3};
+    case Type::kAdadelta:
+      return {.lr = 1.0, .eps = 1e-6};
     default:
       return {};
   }
@@ -87,6 +107,16 @@ std::unique_ptr<ShardOptimizer> make_optimizer(const OptimizerOptions& options) 
     case Type::kMuon:
       return std::make_unique<Muon>(options.groups, options.ns_method,
                                     AdamRule{.decoupled_weight_decay = options.adam_w_mode});
+    case Type::kRmsprop:
+      return make_of_torch(TorchAlgorithm::kRmsprop, options);
+    case Type::kAdamax:
+      return make_of_torch(TorchAlgorithm::kAdamax, options);
+    case Type::kNadam:
+      return make_of_torch(TorchAlgorithm::kNadam, options);
+    case Type::kRadam:
+      return make_of_torch(TorchAlgorithm::kRadam, options);
+    case Type::kAdadelta:
+      return make_of_torch(TorchAlgorithm::kAdadelta, options);
   }
   throw InternalError("optimizer type without a maker");
 }

@@ -13,7 +13,7 @@ namespace ds::optimizers {
 // Everything ds_config's optimizer section can say; each optimizer reads its own fields. Defaults are DeepSpeed's (SGD
 // and lr_decay: torch.optim's).
 struct OptimizerOptions {
-  // Adam, AdamW, SGD, Adagrad, Lion, Lamb or Muon, in any case.
+  // Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, RMSprop, Adamax, NAdam, RAdam or Adadelta, in any case.
   std::string type = "AdamW";
   std::vector<GroupOptions> groups = {GroupOptions{}};
 
@@ -29,9 +29,15 @@ struct OptimizerOptions {
   double min_coeff = 0.01;                                   // Lamb
   bool eps_inside_sqrt = false;                              // Lamb
   NewtonSchulzMethod ns_method = NewtonSchulzMethod::kGram;  // Muon
+  double alpha = 0.99;                                       // RMSprop
+  bool centered = false;                                     // RMSprop
+  double rho = 0.9;                                          // Adadelta
+  double momentum_decay = 4e-3;                              // NAdam
+  bool decoupled_weight_decay = false;                       // NAdam, RAdam
 };
 
-// What a group has when the config says nothing: lr 1e-3 (Adagrad 1e-2, Muon 0.02), betas, eps, momentum. Throws
+// What a group has when the config says nothing: lr 1e-3 (Adagrad, RMSprop 1e-2, Muon 0.02, Adamax, NAdam
+// 2e-3, Adadelta 1), betas, eps, momentum. Throws
 // ConfigError for an unknown type. Muon's groups for the other parameters: default_aux_adam_options().
 GroupOptions default_group_options(const std::string& type);
 GroupOptions default_aux_adam_options();

@@ -7,6 +7,7 @@
 #include <c10/util/Type.h>
 #include <torch/serialize.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -233,7 +234,14 @@ NamedTensors generator_states(const ModelState& model) {
 
 NamedTensors rank_tensors(const ModelState& model) {
   NamedTensors tensors;
-  if (model.optimizer.client && model.ranks.world->rank() == 0) {
+  if (const auto& states = model.optimizer.client_states) {
+    require(std::all_of(states->begin(), states->end(), [](const auto& state) { return state.is_known; }),
+            "save_checkpoint: the states of the optimizer ", optimizers::client_name(*model.optimizer.client),
+            " are of a class that does not write its tensors in serialize(): write it, let it keep one of torch's, "
+            "such as ",
+            "torch::optim::AdamParamState, or save the weights alone with save_16bit_model()");
+  }
+  if (model.optimizer.steps_on_parameters() && model.ranks.world->rank() == 0) {
     tensors.emplace_back(checkpoint::rank_path(0, kClientOptimizer), serialized(*model.optimizer.client));
   }
   return tensors;

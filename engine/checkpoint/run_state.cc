@@ -27,7 +27,7 @@ std::string precision_of(const ModelState& model) {
 
 void take_groups(const ModelState& model, const checkpoint::OptimizerState& saved, bool follows_schedule) {
   model.optimizer.own->set_step_count(saved.step_count);
-  std::vector<optimizers::GroupOptions>& groups = model.optimizer.own->groups();
+  const std::vector<optimizers::GroupOptions> groups = model.optimizer.group_options();
   const bool says = model.ranks.world->rank() == 0;
   if (saved.groups.size() != groups.size()) {
     if (says) {
@@ -41,10 +41,8 @@ void take_groups(const ModelState& model, const checkpoint::OptimizerState& save
       log::info("load_checkpoint: parameter group ", i, ": lr ", saved.groups[i].lr, " from the checkpoint, in place ",
                 "of ", groups[i].lr);
     }
-    const bool non_freeze = groups[i].non_freeze;  // the program's
-    groups[i] = saved.groups[i];
-    groups[i].non_freeze = non_freeze;
   }
+  model.optimizer.set_group_options(saved.groups);
 }
 
 void take_over_states(const ModelState& model, bool with_rank_states) {
@@ -85,7 +83,7 @@ checkpoint::TrainingState training_state(const ModelState& model, const RunState
   state.zero_stage = static_cast<int>(run.config.zero_optimization.stage);
   state.precision = precision_of(model);
   if (const auto& own = model.optimizer.own) {
-    state.optimizer = {.type = own->name(), .step_count = own->step_count(), .groups = own->groups()};
+    state.optimizer = {.type = own->name(), .step_count = own->step_count(), .groups = model.optimizer.group_options()};
   } else if (model.optimizer.client) {
     state.optimizer = client_optimizer_state(*model.optimizer.client);
   }

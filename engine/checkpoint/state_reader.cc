@@ -49,7 +49,7 @@ void StateReader::read() {
   }
   if (!options_.with_states) forget_own_steps();
   if (options_.module_only) return;
-  if (options_.with_states && optimizer.client) load_client_optimizer(model_, source_);
+  if (options_.with_states && optimizer.steps_on_parameters()) load_client_optimizer(model_, source_);
   if (options_.with_states && optimizer.own) read_optimizer_memory();
   if (model_.gradients.reduction) read_compression_memory();
   load_generators(model_, source_, fit_.same_ranks());

@@ -92,6 +92,36 @@ void lion_parameters(JsonFields& json, OptimizerParams& p) {
   implementation_hints(json);
 }
 
+void rmsprop_parameters(JsonFields& json, OptimizerParams& p) {
+  json.field("alpha", p.alpha, at_least(0));
+  json.field("eps", p.eps, at_least(0));
+  json.field("momentum", p.momentum, at_least(0));
+  json.field("centered", p.centered);
+  implementation_hints(json);
+}
+
+void adamax_parameters(JsonFields& json, OptimizerParams& p) {
+  betas(json, p);
+  json.field("eps", p.eps, at_least(0));
+  implementation_hints(json);
+}
+
+void radam_parameters(JsonFields& json, OptimizerParams& p) {
+  adamax_parameters(json, p);
+  json.field("decoupled_weight_decay", p.decoupled_weight_decay);
+}
+
+void nadam_parameters(JsonFields& json, OptimizerParams& p) {
+  radam_parameters(json, p);
+  json.field("momentum_decay", p.momentum_decay, at_least(0));
+}
+
+void adadelta_parameters(JsonFields& json, OptimizerParams& p) {
+  json.field("rho", p.rho, {.minimum = 0, .maximum = 1});
+  json.field("eps", p.eps, at_least(0));
+  implementation_hints(json);
+}
+
 void one_bit_parameters(JsonFields& json, OptimizerParams& p) {
   lamb_parameters(json, p);
   json.field("cuda_aware", p.cuda_aware);
@@ -142,6 +172,11 @@ const std::map<std::string, DescribeParameters>& described_types() {
                                                                    {"Lion", lion_parameters},
                                                                    {"Muon", muon_parameters},
                                                                    {"SGD", sgd_parameters},
+                                                                   {"RMSprop", rmsprop_parameters},
+                                                                   {"Adamax", adamax_parameters},
+                                                                   {"NAdam", nadam_parameters},
+                                                                   {"RAdam", radam_parameters},
+                                                                   {"Adadelta", adadelta_parameters},
                                                                    {"OneBitAdam", one_bit_adam_parameters},
                                                                    {"OneBitLamb", one_bit_lamb_parameters},
                                                                    {"ZeroOneAdam", zero_one_adam_parameters}};
@@ -159,6 +194,13 @@ OptimizerParams defaults_of(const std::string& type) {
     p.momentum = 0.95;
     p.betas = {0.9, 0.95};
     p.eps = 1e-10;
+  } else if (type == "RMSprop") {
+    p.lr = 1e-2;
+  } else if (type == "Adamax" || type == "NAdam") {
+    p.lr = 2e-3;
+  } else if (type == "Adadelta") {
+    p.lr = 1.0;
+    p.eps = 1e-6;
   }
   return p;
 }

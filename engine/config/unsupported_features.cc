@@ -33,8 +33,9 @@ void collect_zero(const ZeroSection& s, Collector& out) {
 }
 
 bool built(const std::string& optimizer) {
-  static constexpr std::array<std::string_view, 11> kBuilt = {
-      "", "Adam", "AdamW", "Lamb", "Adagrad", "Lion", "Muon", "SGD", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"};
+  static constexpr std::array<std::string_view, 16> kBuilt = {
+      "",           "Adam",       "AdamW",       "Lamb",    "Adagrad", "Lion",  "Muon",  "SGD",
+      "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "RMSprop", "Adamax",  "NAdam", "RAdam", "Adadelta"};
   for (const std::string_view name : kBuilt) {
     if (optimizer == name) return true;
   }
@@ -44,8 +45,8 @@ bool built(const std::string& optimizer) {
 void collect_optimizer(const DsConfig& c, Collector& out) {
   out.later(!built(c.optimizer.type), "optimizer.type",
             cat(c.optimizer.type,
-                " is not available; use Adam, AdamW, Lamb, Adagrad, Lion, Muon, SGD, OneBitAdam, "
-                "OneBitLamb or ZeroOneAdam"));
+                " is not available; use Adam, AdamW, Lamb, Adagrad, Lion, Muon, SGD, RMSprop, Adamax, "
+                "NAdam, RAdam, Adadelta, OneBitAdam, OneBitLamb or ZeroOneAdam"));
   out.later(c.optimizer.values.per_head_muon, "optimizer.params.per_head_muon", "use false");
   out.later(!c.optimizer.values.fp32_optimizer_states, "optimizer.params.fp32_optimizer_states", "use true");
   out.later(c.scheduler.given() && !c.scheduler.options, "scheduler.type",

@@ -42,7 +42,8 @@ void require_consistent(const DsConfig& config, const Topology& topology) {
 void choose_non_finite(const DsConfig& config, Plan& plan) {
   using config::NonFiniteGradients;
   constexpr const char* kKey = "non_finite_gradients: ";
-  const bool skips = config.fp16.enabled || (config.bf16.enabled && config.bf16.check_grad_overflow);
+  const bool skips =
+      config.fp16.enabled || scales_autocast(config) || (config.bf16.enabled && config.bf16.check_grad_overflow);
   const bool norm = config.zero_optimization.compute_grad_norm;
   plan.non_finite = config.non_finite_gradients;
   if (plan.non_finite == NonFiniteGradients::kAuto) {
@@ -122,10 +123,12 @@ zero::Home home_of(config::OffloadDevice device) {
   return zero::Home::kDevice;
 }
 
-bool updates_elementwise(const std::string& optimizer) { return optimizer != "Lamb" && optimizer != "Muon"; }
+bool updates_elementwise(const DsConfig& config, const PlanFacts& facts) {
+  return facts.client_optimizer || (config.optimizer.type != "Lamb" && config.optimizer.type != "Muon");
+}
 
 // offload_optimizer.super_offload. The boundary of an accumulation has to find the gradient that the host has used.
-void choose_speculation(const DsConfig& config, Plan& plan) {
+void choose_speculation(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const config::ZeroSection& zero = config.zero_optimization;
   if (!zero.offload_optimizer || !zero.offload_optimizer->super_offload) return;
   constexpr const char* kKey = "zero_optimization.offload_optimizer.super_offload: true needs ";
@@ -138,7 +141,7 @@ void choose_speculation(const DsConfig& config, Plan& plan) {
   require<ConfigError>(!zero.offload_optimizer->delayed_update, kKey,
                        "zero_optimization.offload_optimizer.delayed_update false, found true: one begins the update ",
                        "before backward ends, the other after the step; keep one of them");
-  require<ConfigError>(updates_elementwise(config.optimizer.type), kKey, "an optimizer that updates each element by ",
+  require<ConfigError>(updates_elementwise(config, facts), kKey, "an optimizer that updates each element by ",
                        "itself, found optimizer.type ", config.optimizer.type, ", whose update talks to other ranks ",
                        "while these reduce gradients; use Adam, AdamW, Adagrad, Lion or SGD, or remove the key");
   require<ConfigError>(plan.shard_ranks == plan.topology.dp, kKey, "gradients that are complete when they arrive on ",
@@ -164,14 +167,14 @@ void choose_offload(const DsConfig& config, const PlanFacts& facts, Plan& plan) 
         "zero_optimization.offload_optimizer.device \"cpu\" or \"nvme\", found \"none\": it delays the ",
         "update on the host; set the device, or remove delayed_update");
     plan.delayed_update_start = zero.offload_optimizer->delayed_update_start;
-    require<ConfigError>(!plan.offload.delayed || updates_elementwise(config.optimizer.type),
+    require<ConfigError>(!plan.offload.delayed || updates_elementwise(config, facts),
                          "zero_optimization.offload_optimizer.delayed_update: expected false with the optimizer ",
                          config.optimizer.type, ", whose update talks to other ranks while these reduce gradients; ",
                          "use Adam, AdamW, Adagrad, Lion or SGD, or turn it off");
     // What such an optimizer sends is where its states are, and the ranks of accelerators talk between devices.
     require<ConfigError>(
         !facts.accelerator || plan.offload.optimizer == zero::Home::kDevice ||
-            plan.shard_ranks * plan.topology.tensor == 1 || updates_elementwise(config.optimizer.type),
+            plan.shard_ranks * plan.topology.tensor == 1 || updates_elementwise(config, facts),
         "zero_optimization.offload_optimizer.device: expected \"none\" with the optimizer ", config.optimizer.type,
         " on ", plan.shard_ranks, " ranks with accelerators, found \"", name_of(zero.optimizer_device()),
         "\": its update talks to other ranks about tensors that ",
@@ -292,7 +295,8 @@ void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, c
   require<ConfigError>(plan.topology.pipe == 1 && !facts.pipeline_module, key, "a pipeline::PipelineModule ",
                        "(pipeline.stages: ", plan.topology.pipe, "): layers of stages are not split in this version. ",
                        "Give the model as one module, or set autotp_size to 1");
-  require<ConfigError>(!facts.client_optimizer, key, "a client optimizer: it has the module's parameters, and what is ",
+  require<ConfigError>(!facts.client_optimizer || facts.client_on_slices, key,
+                       "a client optimizer: it has the module's parameters, and what is ",
                        "trained are their parts. Use the optimizer section of the config, or set autotp_size to 1");
   const std::string& type = config.optimizer.type;
   const auto& offload = config.zero_optimization.offload_optimizer;
@@ -328,7 +332,7 @@ void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan
   choose_compressed_optimizer(config, facts, plan);
   plan.require_all_gradients = !zero.ignore_unused_parameters;
   plan.clip_value = config.gradient_clip_by_value;
-  if (facts.trains) choose_speculation(config, plan);
+  if (facts.trains) choose_speculation(config, facts, plan);
   plan.clip_norm = plan.clip_value > 0 && !config.given("gradient_clipping") ? 0.0 : config.gradient_clipping;
   choose_non_finite(config, plan);
 }
@@ -342,6 +346,8 @@ int64_t optimizer_state_bytes(const std::string& type, const config::OptimizerPa
   if (type == "OneBitLamb" || type == "ZeroOneAdam") return 3 * kMoment;
   if (type == "Adagrad" || type == "Lion" || type == "Muon") return kMoment;
   if (type == "SGD") return params.momentum != 0 ? kMoment : 0;
+  if (type == "RMSprop") return (1 + (params.momentum > 0 ? 1 : 0) + (params.centered ? 1 : 0)) * kMoment;
+  if (type == "Adamax" || type == "NAdam" || type == "RAdam" || type == "Adadelta") return 2 * kMoment;
   return 0;
 }
 

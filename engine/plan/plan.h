@@ -34,6 +34,8 @@ struct PlanFacts {
   std::optional<int64_t> parameters;
   std::optional<int64_t> split_parameters;  // of these, elements of parts
   bool client_optimizer = false;            // replaces the config's
+  bool client_on_slices = false;            // it works on slices; false: on whole parameters
+  std::string client_name;                  // what it is
   bool trains = true;                       // false: there is no optimizer at all
   int64_t activation_bytes = 0;             // of a micro-batch on one rank, as memory_breakdown reports them
   bool accelerator = false;                 // the device is not the CPU

@@ -36,7 +36,7 @@ std::string precision_text(const DsConfig& config, const Plan& plan) {
   if (plan.buffer_dtype) text += cat(", buffers in ", name_of(*plan.buffer_dtype));
   if (plan.loss_scaling == LossScaling::kStatic) text += cat(", loss scale ", config.fp16.loss_scale);
   if (plan.loss_scaling == LossScaling::kDynamic) {
-    text += cat(", dynamic loss scale from 2^", config.fp16.initial_scale_power);
+    text += cat(", dynamic loss scale from 2^", config.fp16.enabled ? config.fp16.initial_scale_power : 16);
   }
   return text;
 }
@@ -174,7 +174,7 @@ void add_gradient_compression_row(const DsConfig& config, Plan& plan) {
   }
 }
 
-void add_optimizer_rows(const DsConfig& config, Plan& plan) {
+void add_optimizer_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const std::string where = plan.topology.dp == 1 ? ""
                             : plan.partition_optimizer
                                 ? cat(", each rank 1/", plan.shard_ranks,
@@ -190,7 +190,7 @@ void add_optimizer_rows(const DsConfig& config, Plan& plan) {
                          cat("optimizer.type: ", config.optimizer.type, renamed ? " (adam_w_mode: AdamW)" : "")});
   } else {
     plan.rows.push_back(
-        {"optimizer", cat("the program's own", where),
+        {"optimizer", cat("the program's own", facts.client_name.empty() ? "" : ", ", facts.client_name, where),
          config.optimizer.given() ? "initialize: .optimizer, in place of the config's" : "no optimizer section"});
   }
   add_compression_row(config, plan);
@@ -366,7 +366,7 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   if (plan.trains) add_gradient_rows(config, plan);
   add_pipeline_row(config, plan);
   add_tensor_rows(facts, plan);
-  add_optimizer_rows(config, plan);
+  add_optimizer_rows(config, facts, plan);
   add_gathering_rows(config, plan);
   add_quantization_rows(plan);
   add_offload_rows(config, plan);

@@ -43,6 +43,11 @@ void require_float64_kept(const DsConfig& config, const PlanFacts& facts) {
 
 }  // namespace
 
+bool scales_autocast(const DsConfig& config) {
+  const config::TorchAutocastSection& section = config.torch_autocast;
+  return section.enabled && section.dtype == DType::kFloat16 && !config.fp16.enabled && !config.bf16.enabled;
+}
+
 void choose_precision(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const bool float64 = !facts.first_float64.empty();
   if (float64) require_float64_kept(config, facts);
@@ -57,6 +62,8 @@ void choose_precision(const DsConfig& config, const PlanFacts& facts, Plan& plan
   if (config.torch_autocast.enabled) plan.autocast = config.torch_autocast.dtype.value_or(DType::kBFloat16);
   if (config.fp16.enabled && plan.trains) {
     plan.loss_scaling = config.fp16.loss_scale == 0 ? LossScaling::kDynamic : LossScaling::kStatic;
+  } else if (scales_autocast(config) && plan.trains) {
+    plan.loss_scaling = LossScaling::kDynamic;
   }
 }
 

@@ -10,6 +10,9 @@ namespace ds::engine {
 // model cannot have, naming the key.
 void choose_precision(const config::DsConfig& config, const PlanFacts& facts, Plan& plan);
 
+// torch_autocast to float16, whose losses are scaled.
+bool scales_autocast(const config::DsConfig& config);
+
 // What happens to parameters that come in 16 bits: a row, and a warning where the config does not ask for it.
 void note_casts(const PlanFacts& facts, Plan& plan);
 

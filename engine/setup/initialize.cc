@@ -15,6 +15,7 @@
 #include "engine/agreement/shared_failure.h"
 #include "engine/engine_impl.h"
 #include "engine/setup/batch_norm_setup.h"
+#include "engine/setup/client_setup.h"
 #include "engine/setup/error_stacks.h"
 #include "engine/setup/join_ranks.h"
 #include "engine/setup/model_dtypes.h"
@@ -39,22 +40,6 @@ void say_what_runs(const config::DsConfig& config, const Plan& plan) {
   log::info("plan:\n", to_table(plan));
 }
 
-void require_compatible_client(const InitializeOptions& options, const Plan& plan, int64_t stage) {
-  if (!options.optimizer) return;
-  require<ConfigError>(!plan.partition_optimizer && !plan.separate_master,
-                       "initialize: a client optimizer works on whole float32 or float64 parameters: expected ",
-                       "zero_optimization.stage 0 without fp16 and bf16, found stage ", stage, " and ",
-                       name_of(plan.model_dtype),
-                       " parameters. Use the optimizer section of the config instead, or change these keys");
-  require<ConfigError>(plan.gradient_dtype == plan.model_dtype, "data_types.grad_accum_dtype: expected ",
-                       name_of(plan.model_dtype), ", the model's, with a client optimizer, found ",
-                       name_of(plan.gradient_dtype), "; remove the key");
-  require<ConfigError>(
-      options.parameter_groups.empty(),
-      "initialize: .parameter_groups belong to the optimizer of the config; a client optimizer has its ",
-      "own groups. Remove one of the two");
-}
-
 std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, const config::DsConfig& config,
                                            const ModelOptimizer& optimizer) {
   if (!options.lr_scheduler && !config.scheduler.options) return nullptr;
@@ -67,12 +52,12 @@ std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, con
     rule = LrScheduler::scaled_by(options.lr_scheduler, optimizer.learning_rates());
   } else {
     std::vector<optimizers::GroupOptions> groups;
-    if (optimizer.own) {
+    if (!optimizer.client) {
       groups = optimizer.own->groups();
     } else {
       for (const double lr : optimizer.learning_rates()) groups.push_back({.lr = lr});
     }
-    const bool betas = optimizer.own && optimizer.own->uses_betas();
+    const bool betas = !optimizer.client && optimizer.own->uses_betas();
     rule = LrScheduler::of(optimizers::make_lr_schedule(*config.scheduler.options, groups, betas));
   }
   auto schedule = optimizer.client ? std::make_shared<LrScheduler>(optimizer.client, std::move(rule))
@@ -94,7 +79,7 @@ std::string settings_text(const InitializeOptions& options, const config::DsConf
                           const ModelParameters& parameters, const OptimizerGroups& groups) {
   std::string text = config_lines(config);
   const auto add = [&text](const auto&... parts) { text += cat(parts..., '\n'); };
-  add("a client optimizer\t", options.optimizer ? "given" : "none");
+  add("a client optimizer\t", options.optimizer ? optimizers::client_name(*options.optimizer) : "none");
   add(".weights\t", options.weights.empty() ? "none" : "given");
   add(".init\t", options.init ? "given" : "none");
   add("layers of convert_sync_batchnorm without a group\t", layers_that_wait_for_ranks(*options.model));
@@ -127,6 +112,8 @@ PlanFacts plan_facts(const InitializeOptions& options, const config::DsConfig& c
   PlanFacts facts;
   facts.trains = options.optimizer || config.optimizer.given();
   facts.client_optimizer = options.optimizer != nullptr;
+  facts.client_on_slices = model.optimizer.client_states != nullptr;
+  if (options.optimizer) facts.client_name = optimizers::client_name(*options.optimizer);
   facts.accelerator = !model.ranks.device.is_cpu();
   facts.pipeline_module = pipeline_of(options) != nullptr;
   facts.seeds_generators = options.seed_generators;
@@ -145,8 +132,9 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
   if (config.log_level) log::set_level(*config.log_level);
   model.ranks = place_ranks(job, options, config);
   const bool is_pipeline = pipeline_of(options) != nullptr;
+  model.optimizer = describe_client(options, config, model.ranks.tensor_ranks());
   model.plan = make_plan(config, topology_of(model.ranks, job.ranks_per_host), plan_facts(options, config, model));
-  require_compatible_client(options, model.plan, config.zero_optimization.stage);
+  require_compatible_client(model.optimizer, options, model.plan);
   require<ConfigError>(model.plan.trains || options.parameter_groups.empty(),
                        "initialize: .parameter_groups: expected ",
                        "none without an optimizer; add the section \"optimizer\" to the ds_config, or remove them");
@@ -182,11 +170,12 @@ void place_module(ModelState& model, const InitializeOptions& options, const con
   model.tensor = split_over_tensor_axis(model.ranks, options, config);
 }
 
-OptimizerGroups groups_of(const InitializeOptions& options, const config::DsConfig& config,
-                          const ModelParameters& parameters, const Plan& plan) {
-  if (!options.optimizer && plan.trains) {
-    return plan_groups(config.optimizer, parameters, options.parameter_groups, plan.topology.pipe > 1);
+OptimizerGroups groups_of(const ModelState& model, const InitializeOptions& options, const config::DsConfig& config,
+                          const ModelParameters& parameters) {
+  if (!options.optimizer && model.plan.trains) {
+    return plan_groups(config.optimizer, parameters, options.parameter_groups, model.plan.topology.pipe > 1);
   }
+  if (model.optimizer.client_states) return client_groups(model.optimizer, parameters, *model.module);
   OptimizerGroups groups;
   groups.group_of.assign(parameters.trainable.size(), 0);
   return groups;
@@ -216,7 +205,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   if (model.tensor) add_splits(*model.tensor, parameters, facts);
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);
   model.plan = make_plan(config, model.plan.topology, facts);
-  const OptimizerGroups groups = groups_of(options, config, parameters, model.plan);
+  const OptimizerGroups groups = groups_of(model, options, config, parameters);
   require_same_setup(model, options, config, parameters, groups);
   model.ranks.groups = make_rank_groups(model.plan, model.ranks.part);
   return_freed_host_memory();  // start values of a bucket, between slices that stay, would leave holes
@@ -226,8 +215,11 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   if (model.tensor) model.tensor->follow_leaves();
   if (options.init) options.init->end();
   keep_freed_host_memory();
-  model.optimizer.client = options.optimizer;
-  if (!options.optimizer && model.plan.trains) model.optimizer.own = build_optimizer(model, config.optimizer, groups);
+  if (model.optimizer.client_states) {
+    model.optimizer.own = build_client_optimizer(model);
+  } else if (!options.optimizer && model.plan.trains) {
+    model.optimizer.own = build_optimizer(model, config.optimizer, groups);
+  }
   model.choose_gradients();
   predict_exactly(model, config);
 }
@@ -310,7 +302,7 @@ Initialized initialize(const InitializeOptions& options) {
   build_steps(*impl);
   impl->accumulation_begins();
   impl->phases.note(Phases::kBetweenCalls);
-  Initialized result{nullptr, impl->state.optimizer.own, impl->loader, impl->schedule};
+  Initialized result{nullptr, impl->state.optimizer.of_config(), impl->loader, impl->schedule};
   result.engine = std::make_shared<Engine>(std::move(impl));
   result.engine->reset_comm_counters();  // what counts is training
   return result;

@@ -113,8 +113,8 @@ void predict_exactly(ModelState& model, const config::DsConfig& config) {
   plan.step_bytes = zero::predict_step(question);
   plan.offloaded_bytes = zero::predict_offloaded(question);
   if (model.gradients.reduction) plan.compression_bytes = model.gradients.reduction->memory_bytes();
-  // How much of a model is matrices is known only now.
-  if (plan.optimizer != "Muon" && !plan.error_feedback) return;
+  // How much of a model is matrices, and what the program's optimizer keeps, is known only now.
+  if (plan.optimizer != "Muon" && !plan.error_feedback && !model.optimizer.client_states) return;
   plan.bytes->optimizer = device_state_bytes(model);
   if (model.offloaded) plan.offloaded_bytes = model.offloaded->bytes();
 }

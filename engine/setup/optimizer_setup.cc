@@ -84,7 +84,8 @@ void require_alike_over_axis(const ModelState& model, const std::string& type) {
                        "with Style::kWhole), or use Adam, AdamW, Adagrad, Lion or SGD");
 }
 
-// One for each bucket. Their states live where `model` has offloaded them.
+}  // namespace
+
 void add_slices(optimizers::ShardOptimizer& optimizer, const ModelState& model, bool writes) {
   const bool partition = model.plan.partition_optimizer;
   comm::Communicator& shards = *model.ranks.groups.shards;
@@ -114,8 +115,6 @@ void add_slices(optimizers::ShardOptimizer& optimizer, const ModelState& model, 
   }
   optimizer.set_state_memory({});  // it may live longer than what is offloaded
 }
-
-}  // namespace
 
 OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,
                             const std::vector<ParameterGroup>& groups, bool part_of_model) {

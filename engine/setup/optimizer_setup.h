@@ -25,6 +25,10 @@ struct OptimizerGroups {
 OptimizerGroups plan_groups(const config::OptimizerSection& section, const ModelParameters& parameters,
                             const std::vector<ParameterGroup>& groups, bool part_of_model);
 
+// Gives the optimizer a slice for each bucket. Their states live where `model` has offloaded them. `writes`: making
+// them touches them.
+void add_slices(optimizers::ShardOptimizer& optimizer, const ModelState& model, bool writes);
+
 // The optimizer with one slice per bucket. `model`, which has its masters and buckets, outlives it.
 std::shared_ptr<optimizers::ShardOptimizer> build_optimizer(const ModelState& model,
                                                             const config::OptimizerSection& section,

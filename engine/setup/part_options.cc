@@ -102,8 +102,13 @@ OffloadedLayout offloaded_layout(const ModelState& model, const ModelLayout& lay
                                .master_dtype = optimizers::state_type(scalar_type(model.plan.model_dtype)),
                                .device = model.ranks.device,
                                .rank = model.ranks.world->rank()};
+  const auto& client = model.optimizer.client_states;
+  const auto client_tensors = [&](const zero::BucketLayout& bucket) {
+    const auto group = static_cast<size_t>(bucket.group);
+    return group < client->size() ? static_cast<int64_t>((*client)[group].names.size()) : 0;
+  };
   for (const zero::BucketLayout& bucket : layout.buckets) {
-    offloaded.states.push_back(state_tensors(optimizer, bucket, model.infos));
+    offloaded.states.push_back(client ? client_tensors(bucket) : state_tensors(optimizer, bucket, model.infos));
   }
   return offloaded;
 }
@@ -126,6 +131,11 @@ optimizers::OptimizerOptions optimizer_options(const config::OptimizerSection& s
       .eps_inside_sqrt = values.eps_inside_sqrt,
       .ns_method = values.ns_method == "standard" ? optimizers::NewtonSchulzMethod::kStandard
                                                   : optimizers::NewtonSchulzMethod::kGram,
+      .alpha = values.alpha,
+      .centered = values.centered,
+      .rho = values.rho,
+      .momentum_decay = values.momentum_decay,
+      .decoupled_weight_decay = values.decoupled_weight_decay,
   };
 }
 
@@ -144,6 +154,7 @@ compression::CompressedOptions compressed_options(const config::OptimizerParams&
 
 optimizers::LossScalerOptions loss_scaler_options(const config::DsConfig& config) {
   const config::Fp16Section& fp16 = config.fp16;
+  if (!fp16.enabled) return optimizers::torch_rule();  // of float16 autocast, as DeepSpeed: torch.amp.GradScaler's
   return {.static_scale = fp16.loss_scale,
           .initial_scale = std::ldexp(1.0, static_cast<int>(fp16.initial_scale_power)),
           .window = fp16.loss_scale_window,

@@ -6,6 +6,30 @@ namespace ds::engine {
 
 std::string ModelOptimizer::name() const { return own ? own->name() : client ? "client optimizer" : "none"; }
 
+const std::shared_ptr<optimizers::ShardOptimizer>& ModelOptimizer::of_config() const {
+  static const std::shared_ptr<optimizers::ShardOptimizer> kNone;
+  return client ? kNone : own;
+}
+
+std::vector<optimizers::GroupOptions> ModelOptimizer::group_options() const {
+  if (!client) return own ? own->groups() : std::vector<optimizers::GroupOptions>();
+  std::vector<optimizers::GroupOptions> result;
+  for (const auto& group : client->param_groups()) result.push_back(optimizers::group_options_of(group.options()));
+  return result;
+}
+
+void ModelOptimizer::set_group_options(const std::vector<optimizers::GroupOptions>& options) const {
+  for (size_t i = 0; i < options.size(); ++i) {
+    if (client) {
+      optimizers::set_group_options(client->param_groups()[i].options(), options[i]);
+      continue;
+    }
+    const bool non_freeze = own->groups()[i].non_freeze;  // the program's
+    own->groups()[i] = options[i];
+    own->groups()[i].non_freeze = non_freeze;
+  }
+}
+
 std::vector<double> ModelOptimizer::learning_rates() const {
   if (!own && !client) return {};
   return client ? engine::learning_rates(*client) : engine::learning_rates(*own);
@@ -13,7 +37,7 @@ std::vector<double> ModelOptimizer::learning_rates() const {
 
 std::vector<std::vector<double>> ModelOptimizer::momenta() const {
   std::vector<std::vector<double>> result;
-  if (!own) return result;
+  if (!own || client) return result;
   const bool has_betas = own->uses_betas();
   for (const optimizers::GroupOptions& group : own->groups()) {
     result.push_back(has_betas ? std::vector<double>{group.beta1, group.beta2}

@@ -1,4 +1,5 @@
-// Who has the optimizer's states: an optimizer of ours over the buckets, or the program's own over the parameters.
+// Who has the optimizer's states: an optimizer over the buckets, of ours or made of the program's, or the program's own
+// over the parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,17 +11,27 @@
 #include <string>
 #include <vector>
 
+#include "optim/client_states.h"
 #include "optim/shard_optimizer.h"
 
 namespace ds::engine {
 
-// One of the two is set.
+// The program's works on slices, and then `own` is made of it, or on whole parameters, and there is no `own`.
 struct ModelOptimizer {
   std::shared_ptr<optimizers::ShardOptimizer> own;  // slice b is that of bucket b
-  std::shared_ptr<torch::optim::Optimizer> client;  // stage 0 and float32 only
+  std::shared_ptr<torch::optim::Optimizer> client;  // the program's, which has the learning rates
+  // What it keeps of the parameters of each group; null: it works on whole parameters, at stage 0 in float32.
+  std::shared_ptr<const std::vector<optimizers::ClientState>> client_states;
+
+  // The config's, which the program changes by groups().
+  const std::shared_ptr<optimizers::ShardOptimizer>& of_config() const;
+  bool steps_on_parameters() const { return client && !own; }
 
   std::string name() const;
   std::vector<double> learning_rates() const;  // of each parameter group
+  // What a checkpoint has of the groups, and has had; with as many groups.
+  std::vector<optimizers::GroupOptions> group_options() const;
+  void set_group_options(const std::vector<optimizers::GroupOptions>& options) const;
   // {beta1, beta2} or {momentum, 0} of each parameter group; empty for the program's.
   std::vector<std::vector<double>> momenta() const;
   // Steps begun so far; 0 for the program's, which counts by itself.

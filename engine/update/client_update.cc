@@ -1,7 +1,10 @@
 // The program's own optimizer steps on whole parameters, whose gradients are views of the buckets'.
 #include <torch/optim/lbfgs.h>
 
+#include <utility>
+
 #include "core/check.h"
+#include "engine/update/finished_gradients.h"
 #include "engine/update/update_paths.h"
 
 namespace ds::engine {
@@ -9,15 +12,33 @@ namespace {
 
 class ClientUpdate final : public Update {
  public:
-  explicit ClientUpdate(const UpdateParts& parts) : state_(parts.state), order_(parts.order) {
-    const bool wants_closure = dynamic_cast<const torch::optim::LBFGS*>(state_.optimizer.client.get()) != nullptr;
-    require(!wants_closure,
-            "initialize: .optimizer: torch::optim::LBFGS computes the loss several times inside of its ",
-            "step(), by a closure that engine->step() does not have. Expected an optimizer that steps once with the ",
-            "gradients there are; train with LBFGS outside of the engine");
-  }
+  explicit ClientUpdate(const UpdateParts& parts)
+      : state_(parts.state),
+        order_(parts.order),
+        wants_closure_(dynamic_cast<const torch::optim::LBFGS*>(state_.optimizer.client.get()) != nullptr) {}
 
   void apply(double gradient_scale) override {
+    require(!wants_closure_ || closure_, "step(): torch::optim::LBFGS computes the loss several times inside of its ",
+            "step(), by a closure: expected engine->step(closure), where closure() returns the loss after ",
+            "engine->backward(loss), found engine->step()");
+    give_gradients(gradient_scale);
+    order_.slice_updated();
+    if (!closure_) {
+      state_.optimizer.client->step();
+      return;
+    }
+    bool first = true;
+    state_.optimizer.client->step([&] {
+      at::Tensor loss = closure_();
+      if (!std::exchange(first, false)) give_gradients(1.0);
+      return loss;
+    });
+  }
+
+  void evaluate_by(std::function<at::Tensor()> closure) override { closure_ = std::move(closure); }
+
+ private:
+  void give_gradients(double gradient_scale) const {
     const double bound = state_.plan.clip_value;
     for (size_t b = 0; b < state_.buckets.size(); ++b) {
       const at::Tensor gradient = state_.gradients.reducer->gradient(b);
@@ -31,13 +52,12 @@ class ClientUpdate final : public Update {
                                        : zero::view_of(gradient, segment, parameter);
       }
     }
-    order_.slice_updated();
-    state_.optimizer.client->step();
   }
 
- private:
   ModelState& state_;
   CallOrder& order_;
+  bool wants_closure_;
+  std::function<at::Tensor()> closure_;
 };
 
 }  // namespace

@@ -4,7 +4,7 @@ namespace ds::engine {
 
 std::unique_ptr<Update> make_update(const UpdateParts& parts) {
   const ModelState& state = parts.state;
-  if (state.optimizer.client) return make_client_update(parts);
+  if (state.optimizer.steps_on_parameters()) return make_client_update(parts);
   // No bucket may be left for the host, where the share of those that are offloaded is small.
   if (!state.offloaded || !state.offloaded->gradients()) return make_device_update(parts);
   if (state.offloaded->speculation()) return make_speculative_update(parts);

@@ -4,6 +4,8 @@
 // reduced and judged. All methods on the engine's thread.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <functional>
 #include <memory>
 
@@ -40,6 +42,10 @@ class Update {
   // Ends what is under way beside the program, as far as `next` needs it: it reaches the parameters, or is undone.
   // Collective with kStep and kRead.
   virtual void settle(Next /*next*/) {}
+  // For the next apply(), by the program's optimizer: it asks for the loss as often as it likes. The first answer is of
+  // the gradients that are there, each later one makes new ones. Null: no more.
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): a path that has one keeps it
+  virtual void evaluate_by(std::function<at::Tensor()> /*closure*/) {}
   // Once a step, when it is over, applied or not.
   virtual void step_over() {}
 };

@@ -63,11 +63,11 @@ struct DataTypesSection {
 // optimizer.params. Every parameter of every optimizer type; the type's defaults are filled in, fields it does not know
 // keep theirs.
 struct OptimizerParams {
-  double lr = 1e-3;  // Adagrad 1e-2, Muon 0.02
+  double lr = 1e-3;  // Adagrad, RMSprop 1e-2, Muon 0.02, Adamax, NAdam 2e-3, Adadelta 1
   double weight_decay = 0.0;
   std::array<double, 2> betas = {0.9, 0.999};
-  double eps = 1e-8;
-  double momentum = 0.0;  // SGD; Muon 0.95
+  double eps = 1e-8;      // Adagrad, Muon 1e-10, Adadelta 1e-6
+  double momentum = 0.0;  // SGD, RMSprop; Muon 0.95
 
   // Adam, AdamW (and Muon's other half)
   bool bias_correction = true;  // also Lamb
@@ -92,6 +92,13 @@ struct OptimizerParams {
   std::optional<double> adam_lr;   // empty: lr if it is given, else 3e-4
   std::string ns_method = "gram";  // "gram" or "standard"
   bool per_head_muon = false;
+
+  // RMSprop, Adadelta, NAdam (and, the last one, RAdam): torch's
+  double alpha = 0.99;
+  bool centered = false;
+  double rho = 0.9;
+  double momentum_decay = 4e-3;
+  bool decoupled_weight_decay = false;
 
   // OneBitAdam, OneBitLamb, ZeroOneAdam
   int64_t freeze_step = 100000;

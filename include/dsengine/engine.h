@@ -74,11 +74,13 @@ class Engine {
   // exceptions that came before the update; after one that came in the middle of it (a client optimizer that throws, a
   // file that cannot be read) calls throw UsageError until a checkpoint with optimizer states is loaded.
   void step();
+  // An optimizer of the program that computes the loss several times in a step, torch::optim::LBFGS: `closure` calls
+  // backward(loss) and returns the loss. Returns the first one, the mean over ranks. At stage 0 in float32.
+  at::Tensor step(const std::function<at::Tensor()>& closure);
   // What reports call the next micro-batch, in place of samples of the engine's loader. For pipelines in the function
   // that gives micro-batches.
   void name_batch(std::string name);
-  // Whether the next step() updates the parameters.
-  bool is_gradient_accumulation_boundary() const;
+  bool is_gradient_accumulation_boundary() const;  // whether the next step() updates the parameters
   // Overrides the counted boundary until it is set again; nullopt counts as before (with managed_gradient_accumulation:
   // false every step() is one).
   void set_gradient_accumulation_boundary(std::optional<bool> is_boundary);
@@ -132,8 +134,7 @@ class Engine {
   void zero_grad();
 
   // --- what happened -----------------------------------------------------------------------------------------------
-  // One value per parameter group.
-  std::vector<double> get_lr() const;
+  std::vector<double> get_lr() const;  // one value per parameter group
   // {beta1, beta2} or {momentum, 0} per parameter group; empty with a client optimizer.
   std::vector<std::vector<double>> get_mom() const;
   std::string get_type() const;  // the optimizer's name
@@ -256,8 +257,7 @@ class Engine {
   // Moves state to host memory, and back: see zero::OffloadStates. Collective.
   void offload_states(OffloadStates states = {});
   void reload_states();
-  // Bytes that offload_states() has moved.
-  int64_t moved_bytes() const;
+  int64_t moved_bytes() const;  // by offload_states()
 
   // What this rank holds on the device now.
   using ModelStateBytes = zero::HeldBytes;

@@ -52,9 +52,11 @@ struct InitializeOptions {
   std::shared_ptr<torch::nn::Module> model;
   // A path, a nlohmann::json object, or url-safe base64 of the JSON text.
   config::ConfigSource config;
-  // A client optimizer over the model's parameters; overrides the config's. Stage 0, without fp16 and bf16. Without
-  // one, and without the section "optimizer" in the config, the engine evaluates only: all parameters are frozen as
-  // long as it lives, there are no gradients and states, and backward() and step() throw UsageError.
+  // A client optimizer over the model's parameters; overrides the config's. Its groups get this rank's slices in the
+  // place of the parameters: one that updates each element by itself, as torch's SGD, Adam, AdamW, RMSprop and Adagrad,
+  // works at every stage and precision (docs/from_libtorch.md). Without one, and without the section "optimizer" in the
+  // config, the engine evaluates only: all parameters are frozen as long as it lives, there are no gradients and
+  // states, and backward() and step() throw UsageError.
   std::shared_ptr<torch::optim::Optimizer> optimizer;
   // Parameters with a learning rate or weight decay of their own.
   std::vector<ParameterGroup> parameter_groups;

@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -55,6 +56,37 @@ TEST(AutocastOfAThread, EnginesEndInAnyOrder) {
     EXPECT_EQ(in_force(), newest_first ? "off" : "BFloat16");
     third.reset();
     EXPECT_EQ(in_force(), "off");
+  }
+}
+
+// By the rule of torch.amp.GradScaler, as DeepSpeed does it.
+TEST(Autocast, InFloat16HasADynamicLossScale) {
+  for (const int stage : {0, 1, 2, 3}) {
+    ordered_json config = autocast_config(stage);
+    config["torch_autocast"]["dtype"] = "float16";
+    SmallNet plain;
+    torch::optim::AdamW optimizer(plain->parameters(), torch::optim::AdamWOptions(0.02).weight_decay(0.1));
+    const State expected = TorchRun{.world = 2, .steps = 2}.train(plain, optimizer);
+    test::run_ranks(2, [&](comm::Communicator& communicator) {
+      SmallNet model;
+      const auto engine = start(model.ptr(), config, communicator).engine;
+      EXPECT_TRUE(engine->dynamic_loss_scale());
+      EXPECT_EQ(engine->loss_scale(), 65536);
+      const auto step = [&](int64_t index, float factor) {
+        const at::Tensor loss = model->loss(sample(index, communicator.rank()));
+        engine->backward(communicator.rank() == 0 ? loss * factor : loss);
+        engine->step();
+        return engine->was_step_applied();
+      };
+      const State before = copy_of(engine->fp32_state_dict());
+      EXPECT_FALSE(step(0, std::numeric_limits<float>::infinity()));
+      EXPECT_EQ(engine->loss_scale(), 32768);  // at once
+      EXPECT_EQ(largest_difference(copy_of(engine->fp32_state_dict()), before), 0.0);
+      int64_t applied = 0;
+      for (int tries = 0; applied < 2 && tries < 20; ++tries) applied += step(applied, 1.0F) ? 1 : 0;
+      EXPECT_EQ(applied, 2);
+      EXPECT_LT(largest_difference(copy_of(engine->fp32_state_dict()), expected), 2e-2) << stage;
+    });
   }
 }
 

@@ -295,13 +295,17 @@ TEST(Recovery, AClientOptimizerFollowsTheScheduleOfTheConfig) {
     EXPECT_EQ(parts.engine->plan().bytes->optimizer, 0);
     train(*parts.engine, model, 5);
     EXPECT_DOUBLE_EQ(parts.engine->get_lr().front(), 0.1);
+    // What steps on whole parameters has their gradients as they are.
+    struct OwnSgd : torch::optim::SGD {
+      using SGD::SGD;
+    };
     config["data_types"]["grad_accum_dtype"] = "bf16";
     SmallNet other;
     EXPECT_THAT(
         [&] {
           initialize({.model = other.ptr(),
                       .config = config,
-                      .optimizer = std::make_shared<torch::optim::SGD>(other->parameters(), 0.5),
+                      .optimizer = std::make_shared<OwnSgd>(other->parameters(), 0.5),
                       .communicator = borrowed(communicator)});
         },
         ThrowsMessage<ConfigError>(HasSubstr("grad_accum_dtype")));

@@ -191,7 +191,7 @@ INSTANTIATE_TEST_SUITE_P(Grid, StagesTest,
                                       variant.param.accumulation);
                          });
 
-TEST(Training, AClientOptimizerUpdatesWholeParameters) {
+TEST(Training, AClientOptimizerStandsInForTheConfigs) {
   const State expected = [] {
     SmallNet model;
     torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));

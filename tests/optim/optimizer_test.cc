@@ -87,7 +87,9 @@ TEST_P(EveryOptimizer, StatesAreZeroedFlatAndCounted) {
       bytes += static_cast<int64_t>(state.nbytes());
     }
   }
-  EXPECT_EQ(model.optimizer().state_bytes(), bytes);
+  int64_t shared = 0;
+  for (const auto& [name, state] : model.optimizer().shared_states()) shared += static_cast<int64_t>(state.nbytes());
+  EXPECT_EQ(model.optimizer().state_bytes(), bytes + shared);
   if (GetParam() == "Muon") {
     EXPECT_LT(bytes, bound);
   } else {
@@ -106,13 +108,17 @@ TEST_P(EveryOptimizer, ContinuesFromCopiedStates) {
     const NamedStates to = second.optimizer().states(b);
     for (size_t i = 0; i < from.size(); ++i) to[i].second.copy_(from[i].second);
   }
+  const NamedStates shared = first.optimizer().shared_states();
+  for (size_t i = 0; i < shared.size(); ++i) second.optimizer().shared_states()[i].second.copy_(shared[i].second);
+  second.optimizer().states_changed(/*rank_states=*/true);
   first.run(4, 8);
   second.run(4, 8);
   EXPECT_TRUE(at::equal(first.weights(), second.weights()));
 }
 
 INSTANTIATE_TEST_SUITE_P(Optimizers, EveryOptimizer,
-                         testing::Values("Adam", "AdamW", "SGD", "Adagrad", "Lion", "Lamb", "Muon"),
+                         testing::Values("Adam", "AdamW", "SGD", "Adagrad", "Lion", "Lamb", "Muon", "RMSprop", "Adamax",
+                                         "NAdam", "RAdam", "Adadelta"),
                          [](const auto& test) { return test.param; });
 
 Slice flat_slice(int64_t numel) { return {.master = at::ones({numel}), .exchange = std::make_shared<Alone>()}; }

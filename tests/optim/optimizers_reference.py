@@ -3,7 +3,7 @@
 
     DS_ACCELERATOR=cpu TORCHDYNAMO_DISABLE=1 python optimizers_reference.py      (torch 2.11, deepspeed 0.19.8)
 
-Adam, AdamW, SGD, Adagrad: torch.optim. Lamb: DeepSpeed's fused_lamb_cuda_kernel.cu written out in float64. Lion: the
+Adam, AdamW, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam, Adadelta: torch.optim. Lamb: DeepSpeed's fused_lamb_cuda_kernel.cu written out in float64. Lion: the
 formula of arXiv 2302.06675 in float64. Muon: DeepSpeed's SingleDeviceMuonWithAuxAdam (which fails on convolutions with 4 dimensions), Newton-Schulz in float32.
 Weights and gradients are the splitmix64 stream of `uniform`, so that the test makes the same ones.
 """
@@ -133,6 +133,14 @@ def main():
         "sgd_nesterov": torch_case(o.SGD, lr=0.05, momentum=0.9, nesterov=True),
         "adagrad": torch_case(o.Adagrad, lr=0.05, lr_decay=0.02, weight_decay=0.01, initial_accumulator_value=0.1),
         "adagrad_default": torch_case(o.Adagrad, lr=0.01, eps=1e-10),
+        "rmsprop": torch_case(o.RMSprop, lr=0.01, weight_decay=0.01, momentum=0.5, centered=True),
+        "rmsprop_default": torch_case(o.RMSprop, foreach=False),
+        "adamax": torch_case(o.Adamax, lr=0.01, betas=(0.8, 0.95), weight_decay=0.01),
+        "nadam": torch_case(o.NAdam, lr=0.01, weight_decay=0.01),
+        "nadam_decoupled": torch_case(o.NAdam, weight_decay=0.1, momentum_decay=0.02, decoupled_weight_decay=True),
+        "radam": torch_case(o.RAdam, lr=0.01, betas=(0.9, 0.99), weight_decay=0.01),
+        "radam_decoupled": torch_case(o.RAdam, weight_decay=0.1, decoupled_weight_decay=True),
+        "adadelta": torch_case(o.Adadelta, weight_decay=0.01),
         "lion": run(lion(1e-2, (0.9, 0.99), 0.1)),
         "lamb": run(lamb(1e-2, (0.9, 0.999), 1e-8, 0.01)),
         "lamb_eps_inside": run(lamb(1e-2, (0.9, 0.99), 1e-4, 0.0, 0.5, 0.08, False, True)),

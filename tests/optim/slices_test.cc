@@ -77,7 +77,9 @@ TEST_P(Slices, TheirNumberDoesNotChangeTheResult) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Optimizers, Slices, testing::Values("Adam", "AdamW", "SGD", "Adagrad", "Lion", "Lamb", "Muon"),
+INSTANTIATE_TEST_SUITE_P(Optimizers, Slices,
+                         testing::Values("Adam", "AdamW", "SGD", "Adagrad", "Lion", "Lamb", "Muon", "RMSprop", "Adamax",
+                                         "NAdam", "RAdam", "Adadelta"),
                          [](const auto& test) { return test.param; });
 
 }  // namespace

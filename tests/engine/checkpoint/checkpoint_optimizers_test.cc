@@ -6,10 +6,12 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
 #include "tests/engine/checkpoint/checkpoint_run.h"
+#include "tests/engine/client_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 
@@ -33,7 +35,8 @@ ordered_json with_optimizer(int stage, const std::string& type) {
 class CheckpointOptimizer : public ::testing::TestWithParam<const char*> {};
 
 INSTANTIATE_TEST_SUITE_P(Types, CheckpointOptimizer,
-                         ::testing::Values("Adam", "AdamW", "SGD", "Lion", "Adagrad", "Lamb", "Muon"),
+                         ::testing::Values("Adam", "AdamW", "SGD", "Lion", "Adagrad", "Lamb", "Muon", "RMSprop",
+                                           "Adamax", "NAdam", "RAdam", "Adadelta"),
                          [](const auto& type) { return std::string(type.param); });
 
 TEST_P(CheckpointOptimizer, GoesOnAlsoInAnotherLayout) {
@@ -131,22 +134,32 @@ TEST(CheckpointOptimizers, OneThatKeepsTheSameStatesIsSaid) {
   });
 }
 
-TEST(CheckpointOptimizers, OneOfTheProgram) {
+// Of a class of the program's, which at stage 0 steps on whole parameters: torch::save() of it is in the checkpoint.
+struct OwnAdam final : torch::optim::Adam {
+  using Adam::Adam;
+};
+
+Initialized start_with(SmallNet& model, const ordered_json& like, std::shared_ptr<torch::optim::Optimizer> optimizer,
+                       comm::Communicator& communicator) {
+  ordered_json config = like;
+  config.erase("optimizer");
+  return initialize({.model = model.ptr(),
+                     .config = config,
+                     .optimizer = std::move(optimizer),
+                     .communicator = borrowed(communicator)});
+}
+
+TEST(CheckpointOptimizers, OneOfTheProgramOnWholeParameters) {
   const test::ScratchFolder folder;
   const std::string dir = folder.path().string();
-  const auto make = [](SmallNet& model, comm::Communicator& communicator, bool adam) {
-    std::shared_ptr<torch::optim::Optimizer> optimizer;
-    if (adam) optimizer = std::make_shared<torch::optim::AdamW>(model->parameters(), torch::optim::AdamWOptions(0.03));
-    if (!adam) optimizer = std::make_shared<torch::optim::SGD>(model->parameters(), torch::optim::SGDOptions(0.1));
-    ordered_json config = small_config(0, 1);
-    config.erase("optimizer");
-    return initialize(
-        {.model = model.ptr(), .config = config, .optimizer = optimizer, .communicator = borrowed(communicator)});
+  const auto make = [](SmallNet& model, comm::Communicator& communicator) {
+    return start_with(model, small_config(0, 1),
+                      std::make_shared<OwnAdam>(model->parameters(), torch::optim::AdamOptions(0.03)), communicator);
   };
   State end;
   run_ranks(2, [&](comm::Communicator& communicator) {
     SmallNet model;
-    const auto engine = make(model, communicator, true).engine;
+    const auto engine = make(model, communicator).engine;
     train(*engine, model, 3);
     engine->save_checkpoint(dir, "client");
     const State own = train(*engine, model, 3);
@@ -159,7 +172,7 @@ TEST(CheckpointOptimizers, OneOfTheProgram) {
     run_ranks(world, [&](comm::Communicator& communicator) {
       SmallNet model;
       forget(*model);
-      const auto engine = make(model, communicator, true).engine;
+      const auto engine = make(model, communicator).engine;
       engine->load_checkpoint(dir, "client");
       if (world == 2) EXPECT_EQ(largest_difference(train(*engine, model, 3), end), 0.0);
       // The configured one has no such state, and the other way round.
@@ -175,6 +188,95 @@ TEST(CheckpointOptimizers, OneOfTheProgram) {
       train(*configured, other, 1);
     });
   }
+}
+
+// Saved at stage 3 on 2 ranks, gone on with at other stages and on other numbers of ranks.
+class CheckpointClient : public ::testing::TestWithParam<const char*> {};
+
+INSTANTIATE_TEST_SUITE_P(Types, CheckpointClient, ::testing::Values("SGD", "AMSGrad", "AdamW", "RMSprop", "Adagrad"),
+                         [](const auto& type) { return std::string(type.param); });
+
+std::vector<double> losses_of(Engine& engine, SmallNet& model, int64_t first, int64_t last) {
+  std::vector<double> losses;
+  for (int64_t step = first; step < last; ++step) {
+    at::Tensor loss;
+    for (int64_t micro = 0; micro < engine.gradient_accumulation_steps(); ++micro) {
+      const int64_t index = engine.global_rank() * engine.gradient_accumulation_steps() + micro;
+      loss = model->loss(sample(step, static_cast<int>(index)));
+      engine.backward(loss);
+      engine.step();
+    }
+    losses.push_back(loss.item<double>());
+  }
+  return losses;
+}
+
+TEST_P(CheckpointClient, GoesOnInEveryLayout) {
+  const test::ScratchFolder folder;
+  const std::string dir = folder.path().string();
+  const auto begin = [](SmallNet& model, int stage, comm::Communicator& communicator) {
+    // 4 micro-batches in all.
+    return start_with(model, small_config(stage, 4 / communicator.size()), torch_optimizer(GetParam(), model),
+                      communicator)
+        .engine;
+  };
+  State end;
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = begin(model, 3, communicator);
+    losses_of(*engine, model, 0, 3);
+    engine->save_checkpoint(dir, "tag");
+    losses_of(*engine, model, 3, 6);
+    const State own = copy_of(engine->fp32_state_dict());
+    if (communicator.rank() == 0) end = own;
+  });
+  const std::vector<std::pair<int, int>> layouts = {{2, 3}, {4, 1}, {1, 0}, {2, 2}, {2, 0}};
+  for (const auto& [world, stage] : layouts) {
+    run_ranks(world, [&, world = world, stage = stage](comm::Communicator& communicator) {
+      SmallNet model;
+      forget(*model);
+      const auto engine = begin(model, stage, communicator);
+      engine->load_checkpoint(dir, "tag");
+      losses_of(*engine, model, 3, 6);
+      const double difference = largest_difference(copy_of(engine->fp32_state_dict()), end);
+      if (stage == 3) EXPECT_EQ(difference, 0.0);
+      EXPECT_LT(difference, 1e-5) << "stage " << stage << " on " << world;
+    });
+  }
+  run_ranks(3, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    forget(*model);
+    const auto engine = begin(model, 2, communicator);
+    engine->load_checkpoint(dir, "tag");
+    engine->save_checkpoint(dir, "again");
+  });
+  expect_same_state(dir + "/tag", dir + "/again");
+}
+
+// They keep the same states under the same names.
+TEST(CheckpointOptimizers, OneOfTheProgramGoesOnFromTheConfigs) {
+  const test::ScratchFolder folder;
+  const std::string dir = folder.path().string();
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto configured = start(model.ptr(), small_config(2, 1), communicator).engine;
+    losses_of(*configured, model, 0, 3);
+    configured->save_checkpoint(dir, "configured");
+    const std::vector<double> expected = losses_of(*configured, model, 3, 6);
+    SmallNet other;
+    forget(*other);
+    const auto client = std::make_shared<torch::optim::AdamW>(other->parameters(), torch::optim::AdamWOptions(0.7));
+    const auto engine = start_with(other, small_config(1, 1), client, communicator).engine;
+    engine->load_checkpoint(dir, "configured");
+    EXPECT_EQ(engine->get_lr(), std::vector<double>{0.02});
+    EXPECT_EQ(static_cast<torch::optim::AdamWOptions&>(client->param_groups()[0].options()).weight_decay(), 0.1);
+    const std::vector<double> losses = losses_of(*engine, other, 3, 6);
+    for (size_t i = 0; i < losses.size(); ++i) EXPECT_NEAR(losses[i], expected[i], 5e-6);
+    SmallNet third;
+    const auto sgd = start_with(third, small_config(1, 1), torch_optimizer("SGD", third), communicator).engine;
+    EXPECT_THAT([&] { sgd->load_checkpoint(dir, "configured"); },
+                ThrowsMessage<UsageError>(HasSubstr("load_optimizer_states = false")));
+  });
 }
 
 TEST(CheckpointOptimizers, ParameterGroups) {

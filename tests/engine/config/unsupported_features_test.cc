@@ -19,7 +19,7 @@ const Refused kRefused[] = {
     {"{aio: {use_gds: true}}", "aio.use_gds"},
     {"{zero_optimization: {zenflow: {}}}", "zero_optimization.zenflow"},
     {"{zero_optimization: {zeropp_loco_param: {}}}", "zero_optimization.zeropp_loco_param"},
-    {"{optimizer: {type: 'RMSprop'}}", "optimizer.type"},
+    {"{optimizer: {type: 'Rprop'}}", "optimizer.type"},
     {"{scheduler: {type: 'ReduceLROnPlateau'}}", "scheduler.type"},
     {"{amp: {enabled: true}}", "amp"},
     {"{torch_autocast: {enabled: true, lower_precision_safe_modules: ['a']}}",

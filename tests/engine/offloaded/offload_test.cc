@@ -139,7 +139,7 @@ TEST(OffloadEngine, AgreesWithTorch) {
 }
 
 TEST(OffloadEngine, EveryOptimizerRunsOnTheHost) {
-  for (const char* type : {"Adam", "Adagrad", "Lion", "SGD", "Lamb", "Muon"}) {
+  for (const char* type : {"Adam", "Adagrad", "Lion", "SGD", "Lamb", "Muon", "RMSprop", "NAdam", "Adadelta"}) {
     test::run_ranks(2, [&](comm::Communicator& communicator) {
       ordered_json config = small_config(2, 1);
       config["optimizer"]["type"] = type;

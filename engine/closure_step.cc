@@ -1,0 +1,86 @@
+// step(closure): an optimizer of the program that computes the loss several times inside of its step, as LBFGS.
+#include <ATen/core/grad_mode.h>
+
+#include <utility>
+
+#include "core/check.h"
+#include "dsengine/engine.h"
+#include "engine/engine_impl.h"
+#include "engine/update/finished_gradients.h"
+
+namespace ds::engine {
+namespace {
+
+void require_possible(const Engine::Impl& impl) {
+  const Plan& plan = impl.state.plan;
+  require(impl.state.optimizer.steps_on_parameters(), "step(closure): expected an optimizer of the program that steps ",
+          "on whole parameters, as torch::optim::LBFGS, found ", impl.state.optimizer.name(),
+          "; call engine->step() after engine->backward(loss)");
+  const auto require_off = [](bool off, const char* key, const char* found) {
+    require(off, "step(closure): ", key, ": expected ", found, ", because the optimizer asks for the loss and its ",
+            "gradient as they are, several times in a step");
+  };
+  require_off(plan.clip_norm == 0 && plan.clip_value == 0, "gradient_clipping", "0");
+  require_off(impl.order.micro_batches_of_update() == 1, "gradient_accumulation_steps", "1");
+  require_off(!plan.autocast, "torch_autocast.enabled", "false");
+}
+
+// That of all ranks.
+at::Tensor mean_loss(const at::Tensor& loss, const Ranks& ranks) {
+  require(loss.defined() && loss.numel() == 1, "step(closure): expected that the closure returns the loss that it has ",
+          "given to engine->backward(), a scalar");
+  const at::NoGradGuard no_grad;
+  const at::Tensor mean = loss.detach().to(ranks.device).reshape({1}).clone();
+  if (ranks.part->size() > 1) ranks.part->all_reduce(mean, comm::ReduceOp::kAvg, "loss of a closure").wait();
+  return mean.squeeze();
+}
+
+}  // namespace
+
+at::Tensor Engine::Impl::loss_by(const std::function<at::Tensor()>& closure) {
+  const at::AutoGradMode with_gradients(true);
+  const at::Tensor loss = closure();
+  require(order.awaits_step(), "step(closure): expected that the closure calls engine->backward(loss), found that it ",
+          "has not");
+  return mean_loss(loss, state.ranks);
+}
+
+// Inside of the update, whose parameters the optimizer has moved.
+at::Tensor Engine::Impl::loss_again(const std::function<at::Tensor()>& closure) {
+  watch->renew();
+  accumulation->drop();
+  order.update_done();  // what backward() finds is one model
+  try {
+    at::Tensor loss = loss_by(closure);
+    order.drop_accumulation();
+    shown->take_back();
+    finish_gradients(state);
+    order.slice_updated();
+    return loss;
+  } catch (...) {
+    order.slice_updated();
+    throw;
+  }
+}
+
+at::Tensor Engine::Impl::step_by(const std::function<at::Tensor()>& closure) {
+  require(closure != nullptr, "step(closure): expected a function, found none");
+  order.require_driver(Call::kStep);
+  require_possible(*this);
+  require(order.accumulation_begins(), "step(closure): expected no engine->backward() before it, because the closure ",
+          "calls it; remove the call, or drop its gradients with engine->zero_grad()");
+  const at::Tensor loss = loss_by(closure);
+  struct Given {
+    Update& update;
+    ~Given() { update.evaluate_by(nullptr); }
+  } const given{*update};
+  update->evaluate_by([&, first = true]() mutable { return std::exchange(first, false) ? loss : loss_again(closure); });
+  step_once();
+  return loss;
+}
+
+at::Tensor Engine::step(const std::function<at::Tensor()>& closure) {
+  return impl_->named([&] { return impl_->step_by(closure); });
+}
+
+}  // namespace ds::engine

@@ -1,0 +1,198 @@
+#include "optim/client_optimizer.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "optim/written_states.h"
+
+namespace ds::optimizers {
+namespace {
+
+// A gradient of a slice for as long as it lives.
+class GradientOf {
+ public:
+  GradientOf(const at::Tensor& leaf, at::Tensor gradient) : leaf_(leaf) { leaf_.mutable_grad() = std::move(gradient); }
+  ~GradientOf() { leaf_.mutable_grad() = at::Tensor(); }
+  GradientOf(const GradientOf&) = delete;
+  GradientOf& operator=(const GradientOf&) = delete;
+
+ private:
+  const at::Tensor& leaf_;
+};
+
+}  // namespace
+
+ClientOptimizer::ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> client, std::vector<ClientState> states,
+                                 Previous previous)
+    : ShardOptimizer(std::vector<GroupOptions>(states.size() + 1)),
+      client_(std::move(client)),
+      kinds_(std::move(states)),
+      previous_(std::move(previous)) {
+  ensure(client_ != nullptr && kinds_.size() == client_->param_groups().size(), "a state for each group");
+}
+
+const ClientState* ClientOptimizer::kind_of(const Slice& slice) const {
+  const auto group = static_cast<size_t>(slice.group);
+  return group < kinds_.size() ? &kinds_[group] : nullptr;
+}
+
+void ClientOptimizer::allocate_states(int64_t index) {
+  NamedStates& own = states_.emplace_back();
+  copies_.emplace_back();
+  const ClientState* const kind = kind_of(slice(index));
+  if (!kind) return;
+  for (const std::string& name : kind->names) own.emplace_back(name, new_state(index));
+  take_over(index);
+}
+
+void ClientOptimizer::take_over(int64_t index) const {
+  const at::NoGradGuard no_grad;
+  for (const Segment& segment : slice(index).segments) {
+    if (!previous_) return;
+    for (const auto& [name, values] : previous_(static_cast<int>(segment.parameter))) {
+      for (const auto& [own, flat] : states_[static_cast<size_t>(index)]) {
+        if (own != name) continue;
+        flat.narrow(0, segment.slice_offset, segment.length)
+            .copy_(values.narrow(0, segment.parameter_offset, segment.length));
+      }
+    }
+  }
+}
+
+void ClientOptimizer::hold(int64_t steps) {
+  std::vector<torch::optim::OptimizerParamGroup>& groups = client_->param_groups();
+  for (torch::optim::OptimizerParamGroup& group : groups) group.params().clear();
+  client_->state().clear();
+  previous_ = nullptr;
+  set_step_count(steps);
+  for (const Slice& slice : slices_) {
+    if (kind_of(slice)) groups[static_cast<size_t>(slice.group)].params().push_back(slice.master);
+  }
+  states_changed(/*rank_states=*/true);
+}
+
+void ClientOptimizer::begin_state(int64_t index) {
+  const Slice& own = slice(index);
+  const ClientState& kind = *kind_of(own);
+  std::unique_ptr<torch::optim::OptimizerParamState> state = kind.prototype->clone();
+  if (const std::optional<StateFields> fields = fields_of(*state)) {
+    for (const auto& [name, tensor] : fields->tensors) {
+      for (const auto& [kept, values] : states_[static_cast<size_t>(index)]) {
+        if (kept == name) *tensor = values;
+      }
+    }
+    if (fields->step) *fields->step = step_count_;
+  }
+  client_->state()[own.master.unsafeGetTensorImpl()] = std::move(state);
+}
+
+void ClientOptimizer::states_changed(bool /*rank_states*/) {
+  for (int64_t i = 0; i < slice_count(); ++i) {
+    const ClientState* const kind = kind_of(slice(i));
+    if (!kind || !kind->prototype || !kind->is_known) continue;
+    Copy& copy = copies_[static_cast<size_t>(i)];
+    if (kind->is_written && step_count_ > 0) {
+      const bool begun = client_->state().count(slice(i).master.unsafeGetTensorImpl()) > 0;
+      if (begun && !copy.is_current) continue;  // nobody has asked for them, so nobody has changed them
+      copy.is_current = false;
+      write_changed(i, step_count_);
+    } else if (kind->from_start || step_count_ > 0) {
+      begin_state(i);
+    } else {
+      client_->state().erase(slice(i).master.unsafeGetTensorImpl());
+    }
+  }
+}
+
+void ClientOptimizer::update(int64_t index, const at::Tensor& gradient, double gradient_scale) {
+  const Slice& own = slice_for_update(index, gradient);
+  const ClientState* const kind = kind_of(own);
+  if (!kind) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor wide = gradient.to(own.master.scalar_type());
+  if (gradient_scale != 1.0) wide.mul_(gradient_scale);
+  // Of a step that was skipped, or failed.
+  if (step_count_ == 1 && !kind->from_start) client_->state().erase(own.master.unsafeGetTensorImpl());
+  const bool is_current = copies_[static_cast<size_t>(index)].is_current;
+  if (is_current && kind->is_written && step_count_ > 1) write_changed(index, step_count_ - 1);
+  const GradientOf given(own.master, wide);
+  client_->step();
+  if (!kind->is_written) return adopt(index);
+  copies_[static_cast<size_t>(index)].is_current = false;
+  if (is_current) read_written(index);  // whoever asked may write to them
+}
+
+NamedStates ClientOptimizer::states(int64_t index) {
+  const ClientState* const kind = kind_of(slice(index));
+  if (kind && kind->is_written && !copies_[static_cast<size_t>(index)].is_current) read_written(index);
+  return states_.at(static_cast<size_t>(index));
+}
+
+uint64_t ClientOptimizer::versions_of(int64_t index) const {
+  uint64_t sum = 0;
+  for (const auto& [name, values] : states_[static_cast<size_t>(index)]) sum += values._version();
+  return sum;
+}
+
+void ClientOptimizer::read_written(int64_t index) {
+  const at::NoGradGuard no_grad;
+  const auto found = client_->state().find(slice(index).master.unsafeGetTensorImpl());
+  if (found != client_->state().end() && found->second) {
+    if (const std::optional<WrittenState> written = written_state(*found->second)) {
+      for (const auto& [name, values] : written->tensors) {
+        for (const auto& [kept, copy] : states_[static_cast<size_t>(index)]) {
+          if (kept == name) copy.copy_(values.reshape({-1}));
+        }
+      }
+    }
+  }
+  copies_[static_cast<size_t>(index)] = {.is_current = true, .versions = versions_of(index)};
+}
+
+void ClientOptimizer::write_changed(int64_t index, int64_t steps) {
+  Copy& copy = copies_[static_cast<size_t>(index)];
+  if (copy.is_current && copy.versions == versions_of(index)) return;
+  const ClientState& kind = *kind_of(slice(index));
+  WrittenState values{.tensors = states_[static_cast<size_t>(index)], .numbers = {}};
+  for (const std::string& counter : kind.counters) values.numbers[counter] = steps;
+  std::unique_ptr<torch::optim::OptimizerParamState> state = kind.prototype->clone();
+  read_state(*state, values);
+  client_->state()[slice(index).master.unsafeGetTensorImpl()] = std::move(state);
+  copy = {.is_current = true, .versions = versions_of(index)};
+}
+
+void ClientOptimizer::adopt(int64_t index) {
+  const at::Tensor& master = slice(index).master;
+  const auto found = client_->state().find(master.unsafeGetTensorImpl());
+  if (found == client_->state().end() || !found->second) return;
+  const std::optional<StateFields> fields = fields_of(*found->second);
+  if (!fields) return;
+  NamedStates& own = states_[static_cast<size_t>(index)];
+  for (const auto& [name, tensor] : fields->tensors) {
+    if (!tensor->defined()) continue;
+    const auto kept =
+        std::find_if(own.begin(), own.end(), [&, &wanted = name](const auto& one) { return one.first == wanted; });
+    if (kept == own.end()) {
+      own.emplace_back(name, *tensor);  // of an option that has changed since
+    } else if (!kept->second.is_same(*tensor)) {
+      kept->second.copy_(*tensor);
+      *tensor = kept->second;
+    }
+  }
+}
+
+int64_t ClientOptimizer::state_bytes_per_element() const {
+  constexpr size_t kFloat = 4;
+  size_t most = 0;
+  for (const ClientState& kind : kinds_) most = std::max(most, kind.names.size());
+  return static_cast<int64_t>(most * kFloat);
+}
+
+bool ClientOptimizer::has_known_states() const {
+  return std::all_of(kinds_.begin(), kinds_.end(), [](const ClientState& kind) { return kind.is_known; });
+}
+
+}  // namespace ds::optimizers

@@ -1,0 +1,68 @@
+// A torch::optim::Optimizer of the program as an optimizer of slices.
+//
+// Its groups hold the masters of this rank's slices in the place of the parameters, so that the program's object, and
+// torch's schedulers that write into its groups, go on. Each slice is updated by a step() of it in which that slice
+// alone has a gradient: it has to update each element by itself, and to leave alone what has none, as torch's do
+// (optim/elementwise_probe finds out). Its options are in its own groups; groups() here mean nothing.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "optim/client_states.h"
+#include "optim/shard_optimizer.h"
+
+namespace ds::optimizers {
+
+class ClientOptimizer final : public ShardOptimizer {
+ public:
+  // What it has had for a parameter until now: tensors by name, of the elements that this rank has of it, flat.
+  using Previous = std::function<NamedStates(int parameter)>;
+
+  // `states`: of its groups. Slices of group `states.size()` are not its own, and stay as they are.
+  ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> client, std::vector<ClientState> states, Previous previous);
+
+  // Once all slices are added: they take the places of the parameters. `steps`: that it has made before.
+  void hold(int64_t steps);
+
+  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
+  NamedStates states(int64_t index) override;
+  void states_changed(bool rank_states) override;
+  int64_t state_bytes_per_element() const override;
+  std::string name() const override { return client_name(*client_); }
+  // Whether a checkpoint can have what it keeps.
+  bool has_known_states() const;
+
+ protected:
+  void allocate_states(int64_t index) override;
+
+ private:
+  const ClientState* kind_of(const Slice& slice) const;
+  // Its entry for a slice, with the tensors that are kept here.
+  void begin_state(int64_t index);
+  void take_over(int64_t index) const;
+  // Tensors that a step has made are kept here, in memory that was foreseen for them.
+  void adopt(int64_t index);
+  // Of a class of the program's (ClientState::is_written), the state has tensors of its own, and those here are copies:
+  // as it is now, where somebody has asked for them; and back, where somebody has changed them since.
+  void read_written(int64_t index);
+  void write_changed(int64_t index, int64_t steps);
+  uint64_t versions_of(int64_t index) const;
+
+  std::shared_ptr<torch::optim::Optimizer> client_;
+  std::vector<ClientState> kinds_;  // by group
+  Previous previous_;
+  std::vector<NamedStates> states_;  // by slice
+  struct Copy {
+    bool is_current = false;
+    uint64_t versions = 0;  // of the copies, when they were made
+  };
+  std::vector<Copy> copies_;  // by slice
+};
+
+}  // namespace ds::optimizers

@@ -1,0 +1,48 @@
+// What a torch::optim::Optimizer of the program keeps of a parameter, and its groups, in the terms of optimizers here.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "dsengine/lr_schedule.h"
+
+namespace ds::optimizers {
+
+// Tensors of a state by the names that torch has for them, undefined ones too, and its count of steps. They point into
+// the state.
+struct StateFields {
+  std::vector<std::pair<std::string, at::Tensor*>> tensors;
+  int64_t* step = nullptr;  // null: it counts none
+};
+// Nothing for a class that is none of torch's.
+std::optional<StateFields> fields_of(torch::optim::OptimizerParamState& state);
+
+// What each parameter of a group has between steps.
+struct ClientState {
+  std::vector<std::string> names;                                      // tensors with an element for each weight
+  std::shared_ptr<const torch::optim::OptimizerParamState> prototype;  // null: it keeps nothing
+  bool from_start = false;                                             // its tensors are zeros before the first step
+  bool is_known = true;                                                // false: of a class whose tensors have no names
+  bool is_written = false;            // of a class of the program's, known by what it writes (optim/written_states.h)
+  std::vector<std::string> counters;  // of such a one: numbers that count steps
+};
+
+// "AdamW" for one of torch's, else the name of its class.
+std::string client_name(const torch::optim::Optimizer& optimizer);
+// Of each group of an optimizer of torch's that updates each element by itself; nothing for other classes.
+std::optional<std::vector<ClientState>> states_of_torch(const torch::optim::Optimizer& optimizer);
+
+// The options of a group that have a name here; those of a class that is none of torch's: lr. Throws c10::Error where
+// such a class does not say it.
+GroupOptions group_options_of(const torch::optim::OptimizerOptions& options);
+// Into the options, as far as they have them.
+void set_group_options(torch::optim::OptimizerOptions& options, const GroupOptions& values);
+
+}  // namespace ds::optimizers
