@@ -47,6 +47,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/engine.h", "engine"},
     {"dsengine/errors.h", "core"},
     {"dsengine/frozen_scope.h", "zero"},
+    {"dsengine/fully_shard.h", "loops"},
     {"dsengine/init_distributed.h", "engine"},
     {"dsengine/initialize.h", "engine"},
     {"dsengine/layer_spec.h", "pipeline"},
@@ -65,7 +66,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/weights.h", "checkpoint"},
     {"dsengine/zero.h", "zero"},
 };
-constexpr size_t kMostPublicHeaders = 32;
+constexpr size_t kMostPublicHeaders = 33;
 constexpr int kMostLines = 230;  // of a public header
 // Of the one class that a program calls, whose methods DeepSpeed's names decide.
 constexpr int kMostLinesOfTheEngine = 300;
