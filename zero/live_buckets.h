@@ -38,6 +38,9 @@ class LiveBuckets {
     uint64_t used_by = 0;   // outermost operator that read it last
     int held = 0;           // scopes that need it whole
     bool exact = true;      // was gathered without loss
+    bool stays = false;     // once it is whole, until the pass ends
+    bool waits = false;     // likewise, until it is used in forward
+    bool named = false;     // was fetched ahead because the program said so, until it is used
 
     bool whole() const { return state == State::kWhole; }
     bool released() const { return state == State::kReleased; }

@@ -74,7 +74,7 @@ at::Tensor flatten(const BucketLayout& layout, const std::vector<Parameter>& par
 
 ParameterBucket::ParameterBucket(BucketLayout layout, const std::vector<Parameter>& parameters,
                                  const at::Tensor& values, at::ScalarType dtype)
-    : layout_(std::move(layout)), flat_(values.to(dtype)) {
+    : layout_(std::move(layout)), flat_(values.to(dtype)), released_text_(kReleased) {
   const at::NoGradGuard no_grad;
   for (const Segment& segment : layout_.segments) {
     parameters_.push_back(parameters[static_cast<size_t>(segment.parameter)]);
@@ -117,7 +117,7 @@ void ParameterBucket::shard(int rank, int bits, std::shared_ptr<SliceStore> stor
   own_.copy_(values);
   store_->unload(own_, /*changed=*/true);
   take_storage(flat_);
-  released_ = unreadable_storage(flat_.device(), flat_.nbytes(), named(kReleased, parameters_));
+  released_ = unreadable_storage(flat_.device(), flat_.nbytes(), named(released_text_, parameters_));
   move_parameters(flat_.storage(), released_);
 }
 
@@ -142,6 +142,11 @@ void ParameterBucket::end_arrival() { move_parameters(coming_storage(), flat_.st
 const at::Storage& ParameterBucket::coming_storage() {
   if (!coming_) coming_ = unreadable_storage(flat_.device(), flat_.nbytes(), named(kComing, parameters_));
   return coming_;
+}
+
+void ParameterBucket::tell_when_released(std::string text) {
+  released_text_ = std::move(text);
+  if (sharded()) set_unreadable_text(released_, named(released_text_, parameters_));
 }
 
 void ParameterBucket::hide(const std::string& text) {
@@ -197,7 +202,7 @@ at::Tensor ParameterBucket::encoded(const at::Tensor& values) const {
 void ParameterBucket::allocate(GatherMemory& memory) {
   ensure(sharded() && !allocated(), "only a released bucket takes memory");
   give_storage(flat_, memory.take(flat_.nbytes(), flat_.device()), flat_.nbytes());
-  if (std::exchange(hidden_, false)) set_unreadable_text(released_, named(kReleased, parameters_));
+  if (std::exchange(hidden_, false)) set_unreadable_text(released_, named(released_text_, parameters_));
   move_parameters(released_, flat_.storage());
 }
 

@@ -85,6 +85,8 @@ class ParameterBucket {
   void begin_arrival();
   void end_arrival();
   const at::Storage& coming_storage();
+  // What whoever reads a parameter of a released bucket is told; {} in it is the parameter's name.
+  void tell_when_released(std::string text);
   // Until the next allocate(), whoever reads the parameters gets a c10::Error with `text`.
   void hide(const std::string& text);
   // The same for good, also for views of the parameters.
@@ -125,6 +127,7 @@ class ParameterBucket {
   std::vector<at::Tensor> views_;      // of flat_, one for each parameter
   at::Tensor own_;                     // of a sharded bucket
   at::Storage released_;               // likewise
+  std::string released_text_;          // of it
   bool hidden_ = false;                // released_ has another text than its own
   at::Storage coming_;                 // of one that is not sharded
   std::shared_ptr<SliceStore> store_;  // of own_

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <exception>
 #include <utility>
@@ -30,6 +31,9 @@ ParameterGatherer::ParameterGatherer(const std::vector<ParameterBucket*>& bucket
       node_(routes.node),
       limits_(limits),
       reuse_(elements_of(buckets), limits.max_reuse_distance),
+      end_text_(
+          "the end of its engine: at stage 3 ranks had slices of it, which have gone with the engine. Take "
+          "engine->module_state_dict() before"),
       current_(buckets.size()),
       meeting_(at::zeros({1}, buckets.at(0)->flat().options())),
       interceptor_([this](const at::Tensor& tensor) { before_read(tensor); }) {
@@ -55,9 +59,8 @@ ParameterGatherer::~ParameterGatherer() {
   }
   for (const LiveBuckets::Entry& entry : buckets_) {
     if (!entry.sharded()) continue;
-    entry.bucket->end(cat("parameter ", entry.bucket->parameters().front().name, " or one beside it was read after ",
-                          "the end of its engine: at stage 3 ranks had slices of it, which have gone with the engine. ",
-                          "Take engine->module_state_dict() before"));
+    entry.bucket->end(
+        cat("parameter ", entry.bucket->parameters().front().name, " or one beside it was read after ", end_text_));
   }
 }
 
@@ -98,7 +101,9 @@ void ParameterGatherer::choose_cast_cache(bool on) {
 }
 
 void ParameterGatherer::use(size_t bucket) {
-  const LiveBuckets::Entry& entry = buckets_[bucket];
+  LiveBuckets::Entry& entry = buckets_[bucket];
+  if (!in_backward_) entry.waits = false;
+  entry.named = false;
   if (entry.sharded()) {
     current_ = bucket;
     reuse_.use(bucket);
@@ -125,7 +130,9 @@ bool ParameterGatherer::can_be_released(size_t bucket) const {
 // Gives back what the pass has done with.
 void ParameterGatherer::release_done() {
   for (size_t b = 0; b < buckets_.size(); ++b) {
-    if (can_be_released(b) && !reuse_.stays(b)) buckets_.release(b);
+    const LiveBuckets::Entry& entry = buckets_[b];
+    const bool kept = entry.stays || entry.waits || entry.named;
+    if (can_be_released(b) && !kept && !reuse_.stays(b)) buckets_.release(b);
   }
 }
 
@@ -146,8 +153,23 @@ void ParameterGatherer::make_room(int64_t elements) {
   }
 }
 
+// Of the bucket in use, where the program has named what follows.
+bool ParameterGatherer::prefetch_named() {
+  if (current_ == buckets_.size()) return false;
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  const PrefetchRules::Named& named = in_backward ? rules_.backward : rules_.forward;
+  const auto found = named.find(current_);
+  if (found == named.end()) return in_backward && !rules_.in_backward;
+  for (const size_t bucket : found->second) {
+    if (!buckets_[bucket].released()) continue;
+    buckets_.fetch(bucket);
+    buckets_[bucket].named = true;
+  }
+  return true;
+}
+
 void ParameterGatherer::prefetch() {
-  if (buckets_.live_elements() == buckets_.sharded_elements()) return;
+  if (buckets_.live_elements() == buckets_.sharded_elements() || prefetch_named()) return;
   for (const size_t bucket : reuse_.upcoming()) {
     if (buckets_.coming_elements() >= limits_.prefetch || buckets_.out_of_memory()) break;
     const LiveBuckets::Entry& entry = buckets_[bucket];
@@ -262,6 +284,16 @@ void ParameterGatherer::keep_changes(size_t bucket) {
   entry.bucket->keep_changes(communicator_.rank());
   entry.bucket->drop_secondary();
   entry.changes.begin(*entry.bucket);
+}
+
+void ParameterGatherer::reshard(size_t bucket) {
+  LiveBuckets::Entry& entry = buckets_[bucket];
+  entry.waits = false;
+  entry.named = false;
+  if (!entry.sharded()) return;
+  buckets_.wait(bucket);
+  if (entry.whole() && entry.held == 0) buckets_.release(bucket);
+  entry.bucket->drop_secondary();
 }
 
 std::vector<LiveBuckets::Changed> ParameterGatherer::take_changed() {

@@ -12,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -26,6 +28,15 @@
 #include "zero/reuse_rule.h"
 
 namespace ds::zero {
+
+// What is gathered ahead of use.
+struct PrefetchRules {
+  using Named = std::map<size_t, std::vector<size_t>>;
+  bool in_backward = true;  // what follows in the order of the last pass, in backward too
+  // A bucket, and those that are fetched when it is used, in place of what follows in that order.
+  Named forward;
+  Named backward;
+};
 
 // Collectives start on a communicator in an order that follows from the operators alone: ranks that run different
 // ones meet in different all_gathers, and communicators that compare labels name the parameters each wanted.
@@ -74,6 +85,18 @@ class ParameterGatherer : public ParameterAccess {
   // Before slices take over what the program has changed in place (LiveBuckets).
   void call_before_changes(std::function<void()> call) { buckets_.call_before_changes(std::move(call)); }
 
+  // A bucket that is whole stays so until end_update() or reshard().
+  void keep_in_pass(size_t bucket, bool keeps) { buckets_[bucket].stays = keeps; }
+  // In backward: one that is whole stays so until it is used in forward, or reshard().
+  void keep_after_backward(size_t bucket) { buckets_[bucket].waits = true; }
+  void prefetch_by(PrefetchRules rules) { rules_ = std::move(rules); }
+  // Gives a bucket back that no scope holds: the slices are about to change, or the pass has done with it.
+  void reshard(size_t bucket);
+  bool is_whole(size_t bucket) const { return !buckets_[bucket].released(); }
+  // What a parameter says that is read after the gatherer's end, after its name.
+  void tell_at_end(std::string text) { end_text_ = std::move(text); }
+  int64_t live_elements() const { return buckets_.live_elements(); }
+
   // Between steps: gives back the memory that is kept from one gather to the next.
   void release_memory();
   // Most elements that were gathered at once since the last call.
@@ -88,6 +111,7 @@ class ParameterGatherer : public ParameterAccess {
   void release_done();
   void make_room(int64_t elements);
   void prefetch();
+  bool prefetch_named();
   void prefetch_slices();
   void meet(const char* where);
   void wait_for_others();
@@ -98,6 +122,8 @@ class ParameterGatherer : public ParameterAccess {
   comm::Communicator* node_;
   GatherLimits limits_;
   ReuseRule reuse_;
+  PrefetchRules rules_;
+  std::string end_text_;
   size_t current_ = 0;  // used last
   bool in_backward_ = false;
   bool cast_cache_off_ = false;  // turned off here

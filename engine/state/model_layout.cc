@@ -170,7 +170,7 @@ BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layou
     } else if (dtype != optimizers::state_type(dtype) || options.separate_master || (sharded && store)) {
       master = own.clone();
     }
-    if (sharded) bucket.shard(rank, 0, store);
+    if (sharded) bucket.shard(rank, 0, options.store_of ? options.store_of(master) : store);
     model.masters.push_back(master.defined() ? master : bucket.slice(rank));
   }
   if (options.shard) {

@@ -4,12 +4,14 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "core/segment.h"
+#include "core/slice_store.h"
 #include "dsengine/comm.h"
 #include "dsengine/initialize.h"
 #include "engine/offloaded/offloaded_state.h"
@@ -62,6 +64,9 @@ struct BucketOptions {
   // alone. Empty: one part. Buckets come in the order of parts' first parameters, over a tensor axis of their numbers.
   std::vector<int> parts;
   std::vector<int> shared_parts;  // those that lie in other models, too: one bucket a group, never persistent
+  // With `shard`, where the slices of a trainable bucket live that has this master (undefined: the slice itself is it).
+  // Empty: beside the bucket, or where offloaded parameters are.
+  std::function<std::shared_ptr<SliceStore>(const at::Tensor& master)> store_of;
 };
 
 // How the parameters lie in buckets of `ranks` slices.

@@ -71,6 +71,16 @@ class Ladder:
         loss = losses(text)
         check(loss[200] < loss[100] and loss[200] < 0.5, "sums are learned, whose mean square is 2", loss)
         check("checkpoint: ranks agree" in text, "every rank takes the same step from the checkpoint", text)
+    def fsdp_tutorial(self):
+        folder = f"{self.scratch}/fsdp_tutorial"
+        shutil.rmtree(folder, ignore_errors=True)
+        os.makedirs(self.scratch, exist_ok=True)
+        for flags in ([], ["--explicit-prefetching"], ["--mixed-precision"]):
+            text = self.run("loops/fsdp_tutorial", "fsdp_tutorial", *flags, "--checkpoints", folder)
+            loss = losses(text)
+            check(loss[40] < loss[10], "the loss falls", loss)
+            check(int(re.search(r"holds (\d+) KiB", text).group(1)) < 500, "half of 210,240 parameters of 4 bytes", text)
+        check(loss[10] < 1, "the third start goes on from the checkpoint of the second", loss)
 
 
 def losses(text):

@@ -1,0 +1,80 @@
+#include "loops/shard_ranks.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/subgroups.h"
+#include "core/check.h"
+#include "dsengine/init_distributed.h"
+
+namespace ds::loops {
+namespace {
+
+void require_one_source(const FullyShardOptions& options) {
+  require<ConfigError>(!options.mesh || !options.process_group,
+                       "fully_shard: expected one of .mesh and .process_group, found both; each of them names the "
+                       "ranks. Remove one");
+  require<ConfigError>(!options.sharding_strategy || !options.reshard_after_forward,
+                       "fully_shard: expected one of .sharding_strategy and .reshard_after_forward, found both; the "
+                       "names of FSDP1 say what becomes of parameters after forward. Remove one");
+}
+
+ShardRanks of_mesh(const comm::NamedMesh& mesh) {
+  const std::vector<std::string>& axes = mesh.mesh_dim_names();
+  require<ConfigError>(axes.size() == 1 || axes.size() == 2,
+                       "fully_shard: .mesh: expected one axis, which shards, or two (copies, then shards), found ",
+                       axes.size(), " in ", mesh.text(),
+                       R"(. Name those of them: mesh["dp"], mesh[{"replicate", "shard"}])");
+  ShardRanks ranks;
+  ranks.all = mesh.get_group();
+  ranks.shards = mesh.get_group(axes.back());
+  if (axes.size() == 2 && mesh.size(axes.front()) > 1) ranks.replicas = mesh.get_group(axes.front());
+  return ranks;
+}
+
+// Every rank by itself: the others have copies.
+void replicate(ShardRanks& ranks) {
+  const int size = ranks.all->size();
+  ranks.replicas = size > 1 ? ranks.all : nullptr;
+  ranks.shards = comm::own_group(*ranks.all, comm::consecutive_ranks(size, 1), "shards");
+}
+
+}  // namespace
+
+ShardRanks shard_ranks(const FullyShardOptions& options, c10::Device device) {
+  require_one_source(options);
+  ShardRanks ranks;
+  if (options.mesh) {
+    ranks = of_mesh(*options.mesh);
+  } else if (options.process_group) {
+    ranks.all = ranks.shards = options.process_group;
+  } else {
+    const engine::Distributed job = engine::init_distributed({.device = options.device});
+    ranks.all = ranks.shards = job.ranks;
+    if (!options.device.empty()) device = job.device;
+  }
+  ranks.device =
+      (options.mesh || options.process_group) && !options.device.empty() ? c10::Device(options.device) : device;
+  const auto strategy = options.sharding_strategy;
+  if (strategy == ShardingStrategy::kNoShard) replicate(ranks);
+  require<ConfigError>(
+      strategy != ShardingStrategy::kHybridShard || (options.mesh && options.mesh->shape().size() == 2),
+      "fully_shard: HYBRID_SHARD: expected a mesh with two axes, the first one for copies, the second "
+      R"(one for shards, found none; pass .mesh = init_device_mesh("cpu", {2, 4}, {"replicate", "shard"}))");
+  return ranks;
+}
+
+engine::Ranks engine_ranks(const ShardRanks& ranks) {
+  engine::Ranks result;
+  result.world = result.part = ranks.all;
+  result.device = ranks.device;
+  result.local_rank = ranks.all->rank();
+  result.groups.shards = ranks.shards;
+  result.groups.replicas = ranks.replicas;
+  const int size = ranks.shards->size();
+  result.groups.parameters = comm::own_group(*ranks.shards, comm::consecutive_ranks(size, size), "parameters");
+  return result;
+}
+
+}  // namespace ds::loops

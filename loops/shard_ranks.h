@@ -1,0 +1,28 @@
+// The ranks that a sharded module talks with.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <memory>
+
+#include "dsengine/comm.h"
+#include "dsengine/fully_shard.h"
+#include "engine/state/ranks.h"
+
+namespace ds::loops {
+
+struct ShardRanks {
+  std::shared_ptr<comm::Communicator> all;
+  std::shared_ptr<comm::Communicator> shards;    // each has a slice
+  std::shared_ptr<comm::Communicator> replicas;  // those with the same slice; null: there is one copy
+  c10::Device device = c10::kCPU;
+};
+
+// From the mesh, the group or the job, as the options say. `device`: where the parameters are. Throws ConfigError for
+// options that exclude each other. Collective.
+ShardRanks shard_ranks(const FullyShardOptions& options, c10::Device device);
+
+// As the engine's parts take them, with a group for gathers alone. Collective.
+engine::Ranks engine_ranks(const ShardRanks& ranks);
+
+}  // namespace ds::loops

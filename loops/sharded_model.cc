@@ -1,0 +1,332 @@
+#include "loops/sharded_model.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <chrono>
+#include <unordered_set>
+#include <utility>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "core/storage_memory.h"
+#include "engine/setup/part_options.h"
+#include "engine/setup/same_on_all_ranks.h"
+#include "engine/state/start_values.h"
+#include "engine/state/whole_state.h"
+
+namespace ds::loops {
+namespace {
+
+constexpr const char* kReleased =
+    "parameter {} is not in memory: fully_shard has given this rank a slice of it, and the whole only while operators "
+    "read it. Optimizers, also those made before, have to be made over sharded->parameters(); torch::save(), "
+    "data_ptr() "
+    "and accessors see it whole between sharded->unshard() and reshard(), or take sharded->full_state_dict()";
+
+constexpr const char* kEnded =
+    "the end of its fully_shard: ranks had slices of it, which have gone with it. Take sharded->full_state_dict() "
+    "before, "
+    "and keep what fully_shard() returned as long as the module is used";
+
+constexpr const char* kMark =
+    ": its gradient is not here: fully_shard has reduced it into the gradients of the ranks' slices. An optimizer made "
+    "before fully_shard, or over model->parameters(), trains nothing: make it over sharded->parameters(), and clip "
+    "with "
+    "sharded->clip_grad_norm_()";
+
+// A gradient that says so to whoever reads it.
+at::Tensor mark_of(const zero::Parameter& parameter) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor& like = parameter.tensor;
+  at::Tensor none = at::empty({0}, like.options().requires_grad(false));
+  const size_t bytes = static_cast<size_t>(like.numel()) * like.element_size();
+  at::TensorImpl* const impl = none.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(unreadable_storage(like.device(), bytes, cat("parameter ", parameter.name, kMark)));
+  impl->set_sizes_contiguous(like.sizes());
+  return none;
+}
+
+bool any_trained(const torch::nn::Module& module) {
+  const std::vector<at::Tensor> parameters = module.parameters();
+  return std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& one) { return one.requires_grad(); });
+}
+
+c10::Device device_of(const torch::nn::Module& module) {
+  const std::vector<at::Tensor> parameters = module.parameters();
+  require(!parameters.empty(), "fully_shard: expected a module with parameters, found none in ", module.name());
+  return parameters.front().device();
+}
+
+}  // namespace
+
+ShardedModel::ShardedModel(const std::shared_ptr<torch::nn::Module>& module, const FullyShardOptions& options,
+                           const std::vector<ShardPart>& parts)
+    : options_(options), ranks_(shard_ranks(options, device_of(*module))) {
+  if (device_of(*module) != ranks_.device && !device_of(*module).is_meta()) module->to(ranks_.device);
+  state_.module = module;
+  state_.ranks = engine_ranks(ranks_);
+  const engine::ModelParameters parameters = engine::collect_parameters(*module, any_trained(*module));
+  engine::require_same_on_all_ranks(parameters, settings_text(options, parts.size()), {}, ranks_.device, *ranks_.all);
+  lay_out(parameters, parts);
+  watch_slices();
+}
+
+void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std::vector<ShardPart>& parts) {
+  state_.parameters = parameters.trainable;
+  state_.infos = parameters.infos;
+  state_.frozen = parameters.frozen;
+  const ShardLayout layout = shard_layout(parameters, parts, options_, ranks_);
+  state_.plan = layout.plan;
+  dtype_before_ = layout.dtype_before;
+  engine::StartValues values(*state_.module, options_.weights, nullptr, state_.ranks);
+  const std::vector<int> one_group(parameters.trainable.size(), 0);
+  engine::ModelLayout buckets = engine::lay_out(parameters, one_group, layout.buckets, ranks_.shards->size());
+  const std::vector<int> part_of = buckets.part_of;
+  engine::BucketedModel built =
+      engine::build_buckets(parameters, std::move(buckets), layout.buckets, values, nullptr, *ranks_.shards);
+  state_.buckets = std::move(built.buckets);
+  state_.frozen_buckets = std::move(built.frozen_buckets);
+  state_.masters = std::move(built.masters);
+  make_parts(layout.reduce_dtype);
+  for (size_t b = 0; b < all_buckets(); ++b) {
+    const bool reshards = b >= part_of.size() || layout.reshards_after_forward[static_cast<size_t>(part_of[b])] != 0;
+    state_.gatherer->keep_in_pass(b, !reshards);
+  }
+  reshards_after_backward_.assign(all_buckets(), 1);
+  held_.assign(all_buckets(), 0);
+  leaves_ = slice_leaves(state_);
+}
+
+void ShardedModel::make_parts(at::ScalarType reduce_dtype) {
+  const engine::RankGroups& groups = state_.ranks.groups;
+  if (!state_.masters.empty()) gradients_.expect(state_.masters.size(), state_.masters.front().options());
+  zero::ReducerOptions options;
+  options.policy = zero::ReductionPolicy::kReduceScatterEveryBackward;
+  options.gradient_dtype = options.communication_dtype = reduce_dtype;
+  options.patience = std::chrono::milliseconds(200);  // as at stage 3
+  options.model = state_.module->name();
+  options.plain_passes = true;
+  state_.gradients.reducer = std::make_unique<zero::GradientReducer>(
+      state_.buckets, state_.parameters,
+      zero::ReduceRoutes{*groups.shards, groups.replicas.get(), nullptr, &gradients_}, options);
+  std::vector<zero::ParameterBucket*> buckets;
+  for (zero::ParameterBucket& bucket : state_.buckets) buckets.push_back(&bucket);
+  for (zero::ParameterBucket& bucket : state_.frozen_buckets) buckets.push_back(&bucket);
+  for (zero::ParameterBucket* bucket : buckets) bucket->tell_when_released(kReleased);
+  auto gatherer =
+      std::make_unique<zero::ParameterGatherer>(buckets, zero::GatherRoutes{*groups.parameters}, *state_.plan.gather);
+  gatherer->tell_at_end(kEnded);
+  prefetch_.in_backward = options_.backward_prefetch == BackwardPrefetch::kBackwardPre;
+  gatherer->prefetch_by(prefetch_);
+  state_.gatherer = gatherer.get();
+  state_.access = std::move(gatherer);
+}
+
+void ShardedModel::watch_slices() {
+  pass_ = std::make_unique<BackwardPass>(
+      PassEvents{[this] { begin_pass(); }, [this] { end_pass(); }, [this] { abandon_pass(); }});
+  state_.gradients.reducer->enter_with([this] { pass_->enter(); });
+  for (size_t b = 0; b < state_.buckets.size(); ++b) {
+    const zero::ParameterBucket& bucket = state_.buckets[b];
+    bucket_of_parameters_.emplace(bucket.flat().storage().unsafeGetStorageImpl(), b);
+    if (!bucket.sharded()) continue;
+    bucket_of_parameters_.emplace(bucket.released_storage().unsafeGetStorageImpl(), b);
+    bucket_of_slice_.emplace(state_.masters[b].storage().unsafeGetStorageImpl(), b);
+  }
+  watch_ = std::make_unique<OpInterceptor>([this](const at::Tensor& tensor) { before_operator(tensor); });
+  watch_->enable();
+}
+
+ShardedModel::~ShardedModel() { end(); }
+
+void ShardedModel::before_operator(const at::Tensor& tensor) {
+  const void* const storage = tensor.storage().unsafeGetStorageImpl();
+  // In a forward that a backward pass may follow, not in an optimizer, which is to find them.
+  if (!marks_.empty() && at::GradMode::is_enabled() && bucket_of_parameters_.contains(storage)) unmark_parameters();
+  const auto found = bucket_of_slice_.find(storage);
+  if (found != bucket_of_slice_.end() && OpInterceptor::changes_tensor()) slice_changes(found->second);
+}
+
+// Whole parameters are those before the change. Every rank's optimizer changes its slices.
+void ShardedModel::slice_changes(size_t bucket) {
+  if (!state_.gatherer->is_whole(bucket)) return;
+  drop_hold(bucket);
+  state_.gatherer->reshard(bucket);
+}
+
+void ShardedModel::drop_hold(size_t bucket) {
+  if (std::exchange(held_[bucket], 0)) state_.gatherer->drop(bucket);
+}
+
+void ShardedModel::begin_pass() {
+  unmark_parameters();
+  sync_in_pass_ = sync_;
+  state_.gatherer->begin_backward(/*update_follows=*/sync_);
+  for (size_t b = 0; b < all_buckets(); ++b) {
+    if (!reshards_after_backward_[b]) state_.gatherer->keep_after_backward(b);
+  }
+  state_.gradients.reducer->begin_backward(sync_, /*boundary=*/true);
+}
+
+void ShardedModel::end_pass() {
+  zero::GradientReducer& reducer = *state_.gradients.reducer;
+  reducer.end_backward();
+  state_.gatherer->end_backward();
+  if (sync_in_pass_) {
+    reducer.finish();
+    gradients_.hand_out(leaves_);
+    reducer.reset();
+    mark_parameters();
+  }
+  const auto stays = std::find(reshards_after_backward_.begin(), reshards_after_backward_.end(), 0);
+  for (size_t b = 0; b < all_buckets(); ++b) {
+    if (!reshards_after_backward_[b]) continue;
+    drop_hold(b);
+    state_.gatherer->reshard(b);
+  }
+  if (stays == reshards_after_backward_.end()) state_.gatherer->end_update();
+  state_.gatherer->take_changed();
+  state_.gatherer->end_pass();
+}
+
+void ShardedModel::abandon_pass() noexcept {
+  try {
+    if (!state_.gradients.reducer->failed()) state_.gradients.reducer->abandon_backward();
+    state_.gradients.reducer->reset();
+    state_.gatherer->change_mode();
+  } catch (const std::exception& error) {
+    log::error("fully_shard: after a backward pass that failed: ", error.what());
+  }
+}
+
+void ShardedModel::mark_parameters() {
+  marks_.clear();
+  for (const zero::Parameter& parameter : state_.parameters) {
+    if (parameter.tensor.grad().defined()) continue;
+    marks_.push_back(mark_of(parameter));
+    parameter.tensor.mutable_grad() = marks_.back();
+  }
+}
+
+void ShardedModel::unmark_parameters() {
+  if (marks_.empty()) return;
+  std::unordered_set<const void*> marks;
+  for (const at::Tensor& mark : marks_) marks.insert(mark.unsafeGetTensorImpl());
+  marks_.clear();
+  for (const zero::Parameter& parameter : state_.parameters) {
+    at::Tensor& gradient = parameter.tensor.mutable_grad();
+    if (gradient.defined() && marks.contains(gradient.unsafeGetTensorImpl())) gradient.reset();
+  }
+}
+
+void ShardedModel::require_between_passes(const char* call) const {
+  require(!dissolved(), call, ": this unit has become part of another fully_shard; ask that one");
+  require(!pass_->running(), call,
+          " was called while a backward pass is running; call it after loss.backward() returns");
+  state_.gatherer->wait_all();
+}
+
+std::vector<size_t> ShardedModel::buckets_of(const torch::nn::Module& module) const {
+  std::vector<size_t> buckets;
+  std::unordered_set<const void*> own;
+  for (const at::Tensor& parameter : module.parameters()) own.insert(parameter.unsafeGetTensorImpl());
+  const auto look = [&](const zero::ParameterBucket& bucket, size_t number) {
+    const auto& parameters = bucket.parameters();
+    const bool any = std::any_of(parameters.begin(), parameters.end(), [&](const zero::Parameter& parameter) {
+      return own.contains(parameter.tensor.unsafeGetTensorImpl());
+    });
+    if (any) buckets.push_back(number);
+  };
+  for (size_t b = 0; b < state_.buckets.size(); ++b) look(state_.buckets[b], b);
+  for (size_t f = 0; f < state_.frozen_buckets.size(); ++f) look(state_.frozen_buckets[f], state_.buckets.size() + f);
+  return buckets;
+}
+
+void ShardedModel::unshard(const std::vector<size_t>& buckets) {
+  for (const size_t bucket : buckets) {
+    if (!std::exchange(held_[bucket], 1)) state_.gatherer->gather(bucket);
+  }
+}
+
+void ShardedModel::reshard(const std::vector<size_t>& buckets) {
+  for (const size_t bucket : buckets) {
+    drop_hold(bucket);
+    state_.gatherer->reshard(bucket);
+  }
+}
+
+void ShardedModel::set_gradient_sync(bool on) { sync_ = on; }
+
+void ShardedModel::set_reshard_after_backward(const std::vector<size_t>& buckets, bool on) {
+  for (const size_t bucket : buckets) reshards_after_backward_[bucket] = on ? 1 : 0;
+}
+
+void ShardedModel::set_reshard_after_forward(const std::vector<size_t>& buckets, bool on) {
+  for (const size_t bucket : buckets) state_.gatherer->keep_in_pass(bucket, !on);
+}
+
+void ShardedModel::prefetch(const std::vector<size_t>& when, const std::vector<size_t>& buckets, bool in_backward) {
+  for (const size_t bucket : when) (in_backward ? prefetch_.backward : prefetch_.forward)[bucket] = buckets;
+  state_.gatherer->prefetch_by(prefetch_);
+}
+
+void ShardedModel::slices_changed() {
+  for (size_t b = 0; b < all_buckets(); ++b) {
+    drop_hold(b);
+    state_.gatherer->reshard(b);
+  }
+}
+
+zero::HeldBytes ShardedModel::held_bytes() const {
+  zero::HeldBytes bytes;
+  const auto element_bytes = static_cast<int64_t>(c10::elementSize(engine::scalar_type(state_.plan.model_dtype)));
+  const int64_t whole = state_.gatherer->live_elements() * element_bytes;
+  for (const zero::ParameterBucket& bucket : state_.buckets) bytes.parameters += bucket.held_bytes();
+  for (const zero::ParameterBucket& bucket : state_.frozen_buckets) bytes.parameters += bucket.held_bytes();
+  bytes.parameters -= whole;
+  bytes.gathered = whole;
+  for (size_t b = 0; b < state_.buckets.size(); ++b) {
+    const at::Tensor& master = state_.masters[b];
+    if (!master.is_alias_of(state_.buckets[b].kept())) bytes.master += static_cast<int64_t>(master.nbytes());
+  }
+  for (const SliceLeaf& leaf : leaves_) {
+    const at::Tensor& gradient = leaf.tensor.grad();
+    if (gradient.defined()) bytes.gradients += static_cast<int64_t>(gradient.nbytes());
+  }
+  return bytes;
+}
+
+void ShardedModel::dissolve() {
+  const at::NoGradGuard no_grad;
+  require_between_passes("fully_shard");
+  std::vector<std::pair<at::Tensor, at::Tensor>> whole;  // parameters and their values
+  for (size_t b = 0; b < state_.buckets.size(); ++b) {
+    const at::Tensor flat = engine::whole_master(state_, b).to(dtype_before_);
+    for (const Segment& segment : state_.buckets[b].layout().segments) {
+      const at::Tensor& parameter = state_.parameters[static_cast<size_t>(segment.parameter)].tensor;
+      whole.emplace_back(parameter, zero::view_of(flat, segment, parameter).clone());
+    }
+  }
+  if (!state_.frozen_buckets.empty()) {
+    engine::for_each_whole_bucket(state_, state_.buckets.size(), [&](const zero::ParameterBucket& bucket) {
+      for (const zero::Parameter& one : bucket.parameters()) {
+        whole.emplace_back(one.tensor, one.tensor.detach().clone());
+      }
+    });
+  }
+  end();
+  for (const auto& [parameter, values] : whole) zero::point_to(parameter, values);
+}
+
+void ShardedModel::end() {
+  unmark_parameters();
+  watch_.reset();
+  pass_.reset();
+  state_.gradients.reducer.reset();
+  state_.gatherer = nullptr;
+  state_.access.reset();
+}
+
+}  // namespace ds::loops

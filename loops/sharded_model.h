@@ -1,0 +1,99 @@
+// A module whose parameters are slices on the ranks, with the parts that an engine has at stage 3, driven by the
+// program's own backward passes.
+//
+// Gathers and reductions are zero's, the layout and what is saved are the engine's (engine/state, engine/checkpoint).
+// What is here is who tells them what happens: a pass begins with its first gradient and ends with autograd's callback
+// (loops/backward_pass.h); an optimizer's step is an operator that changes a slice.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/op_interceptor.h"
+#include "dsengine/fully_shard.h"
+#include "engine/state/model_layout.h"
+#include "engine/state/model_state.h"
+#include "loops/backward_pass.h"
+#include "loops/shard_layout.h"
+#include "loops/shard_ranks.h"
+#include "loops/slice_gradients.h"
+#include "loops/slice_leaves.h"
+
+namespace ds::loops {
+
+// On the thread that made it, but for what autograd's threads call in a backward pass.
+class ShardedModel {
+ public:
+  // `parts`: units inside of the module, in the order in which they take their parameters. Collective.
+  ShardedModel(const std::shared_ptr<torch::nn::Module>& module, const FullyShardOptions& options,
+               const std::vector<ShardPart>& parts);
+  ~ShardedModel();
+  ShardedModel(const ShardedModel&) = delete;
+  ShardedModel& operator=(const ShardedModel&) = delete;
+
+  const engine::ModelState& state() const { return state_; }
+  const std::vector<SliceLeaf>& leaves() const { return leaves_; }
+  const FullyShardOptions& options() const { return options_; }
+  const ShardRanks& ranks() const { return ranks_; }
+  // Buckets with parameters of a module; all of them for the outermost one. Frozen ones come last.
+  std::vector<size_t> buckets_of(const torch::nn::Module& module) const;
+
+  void unshard(const std::vector<size_t>& buckets);
+  void reshard(const std::vector<size_t>& buckets);
+  void set_gradient_sync(bool on);
+  void set_reshard_after_backward(const std::vector<size_t>& buckets, bool on);
+  void set_reshard_after_forward(const std::vector<size_t>& buckets, bool on);
+  void prefetch(const std::vector<size_t>& when, const std::vector<size_t>& buckets, bool in_backward);
+  zero::HeldBytes held_bytes() const;
+
+  // Gives the module its whole parameters back, each in memory of its own, and ends. Collective.
+  void dissolve();
+  bool dissolved() const { return !pass_; }
+  // Before anything that reads or changes slices: what failed in an operator is thrown, and nothing is on its way.
+  void require_between_passes(const char* call) const;
+  // Of anything else than its own backward passes: the parameters have new values.
+  void slices_changed();
+
+ private:
+  void lay_out(const engine::ModelParameters& parameters, const std::vector<ShardPart>& parts);
+  void make_parts(at::ScalarType reduce_dtype);
+  void end();
+  void watch_slices();
+  void begin_pass();
+  void end_pass();
+  void abandon_pass() noexcept;
+  void before_operator(const at::Tensor& tensor);
+  void slice_changes(size_t bucket);
+  void drop_hold(size_t bucket);
+  void mark_parameters();
+  void unmark_parameters();
+  size_t all_buckets() const { return state_.buckets.size() + state_.frozen_buckets.size(); }
+
+  FullyShardOptions options_;
+  ShardRanks ranks_;
+  SliceGradients gradients_;
+  engine::ModelState state_;
+  at::ScalarType dtype_before_ = at::kFloat;  // of the parameters
+  std::vector<SliceLeaf> leaves_;
+  std::vector<char> reshards_after_backward_;  // of each bucket
+  std::vector<char> held_;                     // by unshard()
+  zero::PrefetchRules prefetch_;
+  std::unordered_map<const void*, size_t> bucket_of_slice_;  // by storage
+  std::unordered_map<const void*, size_t> bucket_of_parameters_;
+  std::vector<at::Tensor> marks_;  // gradients of the module's own parameters, between passes
+  bool sync_ = true;
+  bool sync_in_pass_ = true;
+  std::unique_ptr<BackwardPass> pass_;
+  std::unique_ptr<OpInterceptor> watch_;
+};
+
+}  // namespace ds::loops

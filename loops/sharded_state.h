@@ -1,0 +1,24 @@
+// What a sharded module holds, as values by name, and from values by name.
+#pragma once
+
+#include <vector>
+
+#include "dsengine/fully_shard.h"
+#include "loops/sharded_model.h"
+
+namespace ds::loops {
+
+// As FullySharded says them. Between passes.
+StateDict full_state(const ShardedModel& model, const FullStateOptions& options);
+void load_full_state(ShardedModel& model, const StateDict& state, bool broadcast);
+std::vector<ShardedTensor> sharded_state(const ShardedModel& model);
+void load_sharded_state(ShardedModel& model, const std::vector<ShardedTensor>& parts);
+StateDict local_state(const ShardedModel& model);
+void load_local_state(ShardedModel& model, const StateDict& state);
+std::string save_state(const ShardedModel& model, const std::string& folder, const std::string& tag);
+void load_state(ShardedModel& model, const std::string& folder, const std::string& tag);
+
+// As FullySharded::clip_grad_norm_().
+double clip_gradients(const ShardedModel& model, double max_norm, double norm_type);
+
+}  // namespace ds::loops

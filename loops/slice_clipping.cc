@@ -1,0 +1,57 @@
+// Gradient norms over slices: every element of the model is one rank's, padding has none.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/check.h"
+#include "loops/sharded_state.h"
+#include "zero/gradient_norm.h"
+
+namespace ds::loops {
+namespace {
+
+constexpr double kNoDivisionByZero = 1e-6;  // as torch's clip_grad_norm_
+
+// Of this rank: the sum of |g|^p, or the largest |g|.
+double own_norm(const ShardedModel& model, double p) {
+  zero::SquareSum squares;
+  double other = 0;
+  for (const SliceLeaf& leaf : model.leaves()) {
+    const at::Tensor& gradient = leaf.tensor.grad();
+    if (!gradient.defined() || gradient.numel() == 0) continue;
+    if (p == 2.0) {
+      squares.add(gradient);
+    } else if (std::isinf(p)) {
+      const double largest = gradient.abs().max().item<double>();
+      other = std::isnan(largest) ? largest : std::max(other, largest);
+    } else {
+      other += gradient.abs().to(at::kDouble).pow(p).sum().item<double>();
+    }
+  }
+  return p == 2.0 ? squares.total() : other;
+}
+
+}  // namespace
+
+double clip_gradients(const ShardedModel& model, double max_norm, double norm_type) {
+  require(norm_type > 0, "clip_grad_norm_: norm_type: expected a positive number or infinity, found ", norm_type);
+  const at::NoGradGuard no_grad;
+  const bool largest = std::isinf(norm_type);
+  const at::Tensor joined =
+      at::full({1}, own_norm(model, norm_type), at::TensorOptions().dtype(at::kDouble).device(model.ranks().device));
+  model.ranks()
+      .shards->all_reduce(joined, largest ? comm::ReduceOp::kMax : comm::ReduceOp::kSum, "gradient norm of slices")
+      .wait();
+  const double total = joined.item<double>();
+  const double norm = largest ? total : std::pow(total, 1.0 / norm_type);
+  const double factor = max_norm / (norm + kNoDivisionByZero);
+  if (factor >= 1.0) return norm;
+  for (const SliceLeaf& leaf : model.leaves()) {
+    if (leaf.tensor.grad().defined()) leaf.tensor.mutable_grad().mul_(factor);
+  }
+  return norm;
+}
+
+}  // namespace ds::loops
