@@ -45,6 +45,10 @@ ReplayTape::Playing::Playing(const ReplayTape& tape)
 
 ReplayTape::Playing::~Playing() { innermost = scope_->outer; }
 
+bool ReplayTape::Playing::finished() const { return scope_->next == scope_->played->size(); }
+
+bool ReplayTape::recording() { return innermost != nullptr && innermost->recorded != nullptr; }
+
 int64_t ReplayTape::replayed(const std::function<int64_t()>& decide) { return value_of(innermost, decide); }
 
 }  // namespace ds

@@ -32,6 +32,8 @@ class ReplayTape {
    public:
     explicit Playing(const ReplayTape& tape);
     ~Playing();
+    // Whether all values were asked for.
+    bool finished() const;
     Playing(const Playing&) = delete;
     Playing& operator=(const Playing&) = delete;
 
@@ -39,6 +41,8 @@ class ReplayTape {
     const std::unique_ptr<ReplayScope> scope_;
   };
 
+  // Whether what this thread runs will be computed again: it is not to be taken for a mere look at the model.
+  static bool recording();
   // The next value of the innermost tape, else of `decide`. Throws UsageError where more values are asked for than the
   // first run asked for.
   static int64_t replayed(const std::function<int64_t()>& decide);

@@ -9,6 +9,7 @@ namespace ds::efficiency {
 namespace {
 
 int64_t grown(const DifficultySchedule& s, int64_t step, double root_degree) {
+  if (s.min_difficulty == s.max_difficulty) return s.max_difficulty;
   const double done = std::max(0.0, static_cast<double>(step) / static_cast<double>(s.total_curriculum_step));
   const double share = std::pow(done, 1.0 / root_degree);
   const auto span = static_cast<double>(s.max_difficulty - s.min_difficulty);

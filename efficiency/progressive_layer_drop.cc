@@ -27,27 +27,27 @@ double ProgressiveLayerDrop::theta_at(int64_t steps) const {
 
 double ProgressiveLayerDrop::theta() const { return theta_at(state_().optimizer_steps); }
 
-double ProgressiveLayerDrop::keep_probability(int64_t layer, int64_t layers) const {
+double ProgressiveLayerDrop::keep_probability_at(int64_t layer, int64_t layers, int64_t steps) const {
   require(layer >= 0 && layer < layers, "progressive_layer_drop: layer: expected one of 0 to ", layers - 1, ", found ",
           layer);
-  return 1 - static_cast<double>(layer) / static_cast<double>(layers) * (1 - theta());
+  return 1 - static_cast<double>(layer) / static_cast<double>(layers) * (1 - theta_at(steps));
+}
+
+double ProgressiveLayerDrop::keep_probability(int64_t layer, int64_t layers) const {
+  return keep_probability_at(layer, layers, state_().optimizer_steps);
 }
 
 at::Tensor ProgressiveLayerDrop::operator()(int64_t layer, int64_t layers, const at::Tensor& x,
                                             const std::function<at::Tensor(const at::Tensor&)>& function) {
-  const double keep = keep_probability(layer, layers);
-  const TrainingState now = state_();
-  if (!now.training) return function(x);
-  const bool kept = ReplayTape::replayed([&] {
-                      const int64_t run = runs_.next(layer, now.optimizer_steps);
-                      const double drawn = uniform_of({.seed = seed_,
-                                                       .step = now.optimizer_steps,
-                                                       .micro_batch = run,
-                                                       .purpose = "progressive layer drop",
-                                                       .coordinates = {layer}});
-                      return static_cast<int64_t>(drawn < keep);
-                    }) != 0;
-  if (!kept) return x;
+  if (theta_ == 1) return function(x);
+  // All that decides is what it was when the region around it ran first, whatever the program has done since.
+  if (ReplayTape::replayed([&] { return static_cast<int64_t>(state_().training); }) == 0) return function(x);
+  const int64_t step = ReplayTape::replayed([&] { return state_().optimizer_steps; });
+  const double keep = keep_probability_at(layer, layers, step);
+  const int64_t run = ReplayTape::replayed([&] { return runs_.next(layer, state_()); });
+  const double drawn = uniform_of(
+      {.seed = seed_, .step = step, .micro_batch = run, .purpose = "progressive layer drop", .coordinates = {layer}});
+  if (drawn >= keep) return x;
   at::Tensor out = function(x);
   require(out.defined() && out.sizes() == x.sizes() && out.scalar_type() == x.scalar_type(),
           "progressive_layer_drop: layer ", layer, ": expected a result of its input's shape and dtype, ", describe(x),

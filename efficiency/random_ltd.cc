@@ -37,29 +37,38 @@ bool RandomLtd::drops_in(int64_t layer) const {
   return std::find(options_.layers.begin(), options_.layers.end(), layer) != options_.layers.end();
 }
 
-at::Tensor RandomLtd::positions_of(int64_t layer, int64_t run, const at::Tensor& x, int64_t kept) const {
+RandomLtd::Draw RandomLtd::draw(int64_t layer) {
+  const bool training = ReplayTape::replayed([&] { return static_cast<int64_t>(state_().training); }) != 0;
+  if (!training) return {.training = false, .step = 0, .run = 0};
+  const int64_t step = ReplayTape::replayed([&] { return state_().optimizer_steps; });
+  return {.training = true, .step = step, .run = ReplayTape::replayed([&] { return runs_.next(layer, state_()); })};
+}
+
+at::Tensor RandomLtd::positions_of(int64_t layer, const Draw& draw, const at::Tensor& x, int64_t kept) const {
   const int64_t batch = x.size(1 - options_.sequence_dim);
   const int64_t time = x.size(options_.sequence_dim);
-  at::Generator generator = generator_of({.seed = seed_,
-                                          .step = state_().optimizer_steps,
-                                          .micro_batch = run,
-                                          .purpose = "random-LTD",
-                                          .coordinates = {layer, data_rank_}});
+  const at::Generator generator = generator_of({.seed = seed_,
+                                                .step = draw.step,
+                                                .micro_batch = draw.run,
+                                                .purpose = "random-LTD",
+                                                .coordinates = {layer, data_rank_}},
+                                               x.device());
   const at::Tensor order =
-      at::rand({batch, time}, generator, at::TensorOptions(at::kDouble)).argsort(static_cast<int64_t>(1));
-  return std::get<0>(order.slice(1, 0, kept).sort(1)).to(x.device());
+      at::rand({batch, time}, generator, at::TensorOptions(at::kDouble).device(x.device())).argsort(int64_t{1});
+  return std::get<0>(order.slice(1, 0, kept).sort(1));
 }
 
 at::Tensor RandomLtd::operator()(
     int64_t layer, const at::Tensor& x,
     const std::function<at::Tensor(const at::Tensor& x, const at::Tensor& positions)>& function) {
+  if (!drops_in(layer)) return function(x, {});
+  const Draw now = draw(layer);
+  if (!now.training) return function(x, {});
   require(x.defined() && x.dim() == 3, "random_ltd: layer ", layer, ": expected hidden states of three dimensions, ",
           "found ", describe(x));
-  const TrainingState now = state_();
-  const int64_t kept = kept_tokens();
-  if (!now.training || !drops_in(layer) || kept >= x.size(options_.sequence_dim)) return function(x, {});
-  const int64_t run = ReplayTape::replayed([&] { return runs_.next(layer, now.optimizer_steps); });
-  const at::Tensor positions = positions_of(layer, run, x, kept);
+  const int64_t kept = options_.kept.at(now.step + 1);
+  if (kept >= x.size(options_.sequence_dim)) return function(x, {});
+  const at::Tensor positions = positions_of(layer, now, x, kept);
   const at::Tensor index = index_of(positions, x, options_.sequence_dim);
   const at::Tensor tokens = x.gather(options_.sequence_dim, index);
   const at::Tensor out = function(tokens, positions);

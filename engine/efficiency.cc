@@ -23,7 +23,9 @@ std::shared_ptr<Engine> alive(const std::weak_ptr<Engine>& engine, const char* w
 efficiency::TrainingStateSource state_of(const std::shared_ptr<Engine>& engine, const char* what) {
   return [weak = std::weak_ptr<Engine>(engine), what]() -> efficiency::TrainingState {
     const std::shared_ptr<Engine> now = alive(weak, what);
-    return {.optimizer_steps = now->global_steps(), .training = now->module()->is_training()};
+    return {.optimizer_steps = now->global_steps(),
+            .training = now->module()->is_training(),
+            .accumulation = EngineAccess::impl_of(*now).accumulations};
   };
 }
 
@@ -73,7 +75,7 @@ std::shared_ptr<efficiency::RandomLtd> random_ltd(const std::shared_ptr<Engine>&
   const config::DsConfig& config = engine->config();
   const config::RandomLtdSection& section = config.data_efficiency.data_routing.random_ltd;
   efficiency::RandomLtdOptions options;
-  if (config.drops_tokens()) options.layers = section.random_ltd_layer_id;
+  if (config.data_efficiency.drops_tokens()) options.layers = section.random_ltd_layer_id;
   options.kept = section.kept;
   options.sequence_dim = section.hidden_state_order == "batch_seq_dim" ? 1 : 0;
   return std::make_shared<efficiency::RandomLtd>(std::move(options), static_cast<uint64_t>(config.data_efficiency.seed),

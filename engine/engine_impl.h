@@ -49,6 +49,7 @@ struct Engine::Impl {
   std::optional<TransferStream> inputs;  // what the program gives, to the device
   BatchNotes batches;                    // of the running accumulation
   AccumulationStart accumulation_start;
+  int64_t accumulations = 0;  // that have begun, undone ones too
   Saves saves;
   std::optional<ModelWatch> watch;
   std::unique_ptr<Update> update;
@@ -77,7 +78,10 @@ struct Engine::Impl {
             .start = unfinished ? &accumulation_start : nullptr};
   }
   // What comes next is the first micro-batch of an accumulation.
-  void accumulation_begins() { accumulation_start = engine::accumulation_start(state, loader.get()); }
+  void accumulation_begins() {
+    accumulation_start = engine::accumulation_start(state, loader.get());
+    ++accumulations;
+  }
   // Calls `action`; of several engines, what it throws says whose it is.
   template <class Action>
   auto named(const Action& action) {

@@ -39,7 +39,7 @@ void require_asked(const config::DsConfig& config, const Engine::Impl::Asked& as
   demand(config.curriculum_learning.enabled, asked.curriculum, "curriculum_learning", "engine::curriculum(engine)");
   demand(config.progressive_layer_drop.enabled, asked.layer_drop, "progressive_layer_drop",
          "engine::progressive_layer_drop(engine)");
-  demand(config.drops_tokens(), asked.token_drop, "data_efficiency.data_routing.random_ltd",
+  demand(config.data_efficiency.drops_tokens(), asked.token_drop, "data_efficiency.data_routing.random_ltd",
          "engine::random_ltd(engine)");
 }
 

@@ -169,6 +169,9 @@ autograd::variable_list Region::backward(autograd::variable_list gradients, cons
       check.may_end_at(captures.back().function.get());
     }
     found = function(leaves);
+    require(as_decided.finished(),
+            "checkpoint: the recomputation asked for fewer decisions than the first run (layers ",
+            "that may be left out)", kSameTwice);
   }
   leaves.clear();
   require_same_outputs(outputs, found);

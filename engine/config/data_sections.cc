@@ -63,7 +63,6 @@ void describe(JsonFields& json, RandomLtdSection& s) {
   json.choice("hidden_state_order", s.hidden_state_order, {"batch_seq_dim", "seq_batch_dim"});
   json.section("random_ltd_schedule", s.random_ltd_schedule, describe, UnknownKeys::kWarn);
   json.section("layer_token_lr_schedule", s.layer_token_lr_schedule, describe, UnknownKeys::kRefuseNearly);
-  read_schedule(json, s);
 }
 
 void describe(JsonFields& json, DataRoutingSection& s) {
@@ -85,6 +84,7 @@ void describe(JsonFields& json, DataEfficiencySection& s) {
   json.field("seed", s.seed);
   json.section("data_sampling", s.data_sampling, describe, UnknownKeys::kWarn);
   json.section("data_routing", s.data_routing, describe, UnknownKeys::kWarn);
+  read_schedule(json, s);
 }
 
 void describe(JsonFields& json, AutotuningSection& s) {

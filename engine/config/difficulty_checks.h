@@ -8,6 +8,6 @@ namespace ds::engine::config {
 
 // Of sections that are enabled: sets their schedules, or tells `json` what is missing or wrong.
 void read_schedule(JsonFields& json, CurriculumLearningSection& section);
-void read_schedule(JsonFields& json, RandomLtdSection& section);
+void read_schedule(JsonFields& json, DataEfficiencySection& section);
 
 }  // namespace ds::engine::config

@@ -16,7 +16,7 @@ void add_efficiency_rows(const config::DsConfig& config, Plan& plan) {
     plan.rows.push_back({"layer drop", cat("theta falls from 1 to ", layers.theta, " by exp(-", layers.gamma, " t)"),
                          "progressive_layer_drop.enabled: true; the program wraps its layers"});
   }
-  if (config.drops_tokens()) {
+  if (config.data_efficiency.drops_tokens()) {
     const config::RandomLtdSection& tokens = config.data_efficiency.data_routing.random_ltd;
     plan.rows.push_back({"token drop",
                          cat(tokens.random_ltd_layer_id.size(), " layers see ", tokens.kept.min_difficulty, " to ",

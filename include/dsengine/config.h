@@ -191,11 +191,6 @@ struct DsConfig {
   DType model_dtype() const {
     return fp16.enabled ? DType::kFloat16 : bf16.enabled ? DType::kBFloat16 : DType::kFloat32;
   }
-  // Whether random-LTD is on, with the sections around it.
-  bool drops_tokens() const {
-    return data_efficiency.enabled && data_efficiency.data_routing.enabled &&
-           data_efficiency.data_routing.random_ltd.enabled;
-  }
   bool given(const std::string& key) const { return text.is_object() && text.contains(key); }  // a top-level key
 };
 

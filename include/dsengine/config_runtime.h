@@ -210,6 +210,9 @@ struct DataEfficiencySection {
   int64_t seed = 1234;
   DataSamplingSection data_sampling;
   DataRoutingSection data_routing;
+
+  // Whether random-LTD is on, with the sections around it.
+  bool drops_tokens() const { return enabled && data_routing.enabled && data_routing.random_ltd.enabled; }
 };
 
 }  // namespace ds::engine::config

@@ -8,8 +8,8 @@
 //
 // What is dropped is a function of the seed, the optimizer step, the layer and how often the layer has run in the step:
 // it is the same on all ranks of a model and in a run that is resumed, and no generator of the program moves. Inside of
-// a checkpointed region a layer that is computed again decides as it did. Layers that run on several threads at once
-// need an object each.
+// a checkpointed region a layer that is computed again decides as it did, on the thread that computes the region.
+// Layers that run on several threads at once need an object each.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,16 +27,19 @@ namespace ds::efficiency {
 struct TrainingState {
   int64_t optimizer_steps = 0;  // done, skipped ones too
   bool training = true;         // the module's mode
+  int64_t accumulation = 0;     // changes when an accumulation begins, also one that takes the place of one undone
 };
 using TrainingStateSource = std::function<TrainingState()>;
 
-// How often each layer has run since the last optimizer step: the index of its micro-batch.
+// How often each layer has run in the running accumulation: the index of its micro-batch.
 class LayerRuns {
  public:
-  int64_t next(int64_t layer, int64_t step);
+  // Forwards without a graph are looks at the model, and not counted.
+  int64_t next(int64_t layer, const TrainingState& state);
 
  private:
   int64_t step_ = -1;
+  int64_t accumulation_ = -1;
   std::map<int64_t, int64_t> runs_;
 };
 
@@ -52,13 +55,14 @@ class ProgressiveLayerDrop {
   double theta() const;
   // Throws UsageError for a layer outside of [0, layers).
   double keep_probability(int64_t layer, int64_t layers) const;
-  // `function`: from x to a tensor of its shape and dtype, with the residual connection inside. In evaluation mode all
-  // layers run as they are. Throws UsageError for another shape.
+  // `function`: from x to a tensor of its shape and dtype, with the residual connection inside. In evaluation mode, and
+  // with a theta of 1, all layers run as they are. Throws UsageError for another shape.
   at::Tensor operator()(int64_t layer, int64_t layers, const at::Tensor& x,
                         const std::function<at::Tensor(const at::Tensor&)>& function);
 
  private:
   double theta_at(int64_t steps) const;
+  double keep_probability_at(int64_t layer, int64_t layers, int64_t steps) const;
 
   double theta_;
   double gamma_;
@@ -86,12 +90,20 @@ class RandomLtd {
   bool drops_in(int64_t layer) const;
   // `function`: from hidden states [batch, r, channels] ([r, batch, channels]) and int64 positions [batch, r] of its
   // tokens in the sequence to states of the same shape. Where nothing is dropped (other layers, evaluation, r >= s) it
-  // gets x and undefined positions. Throws UsageError for x without three dimensions and for another shape out of it.
+  // gets x as it is and undefined positions. Throws UsageError for x without three dimensions and for another shape out
+  // of it.
   at::Tensor operator()(int64_t layer, const at::Tensor& x,
                         const std::function<at::Tensor(const at::Tensor& x, const at::Tensor& positions)>& function);
 
  private:
-  at::Tensor positions_of(int64_t layer, int64_t run, const at::Tensor& x, int64_t kept) const;
+  // What a region that is computed again must find as it was.
+  struct Draw {
+    bool training;
+    int64_t step;
+    int64_t run;
+  };
+  Draw draw(int64_t layer);
+  at::Tensor positions_of(int64_t layer, const Draw& draw, const at::Tensor& x, int64_t kept) const;
 
   RandomLtdOptions options_;
   uint64_t seed_;

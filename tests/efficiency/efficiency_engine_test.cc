@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cmath>
+#include <limits>
+
 #include "core/check.h"
 #include "dsengine/efficiency.h"
 #include "tests/engine/small_run.h"
@@ -151,6 +154,28 @@ TEST(Efficiency, LayersAndTokensAreLeftOutAsInAPlainLoop) {
   }
 }
 
+// A step that throws and is tried again is the step that it would have been.
+TEST(Efficiency, AnUndoneStepDrawsAgainAsItDid) {
+  const auto losses_of = [](bool fails) {
+    std::vector<double> losses;
+    run_ranks(1, [&](comm::Communicator& communicator) {
+      ResidualNet net;
+      const auto parts = start(net.ptr(), config_of(0, 1), communicator);
+      const Drops drops = drops_of(parts.engine);
+      losses = engine_losses(*parts.engine, net, drops, 0, 3);
+      if (fails) {
+        parts.engine->backward(net->loss(tokens_of(3, 0), drops) * std::numeric_limits<double>::quiet_NaN());
+        EXPECT_THROW(parts.engine->step(), NonFiniteError);
+        parts.engine->backward(net->loss(tokens_of(3, 0), drops));
+        parts.engine->zero_grad();
+      }
+      for (const double loss : engine_losses(*parts.engine, net, drops, 3, 6)) losses.push_back(loss);
+    });
+    return losses;
+  };
+  EXPECT_EQ(losses_of(true), losses_of(false));
+}
+
 // On other ranks than before would be other samples; on the same ones all goes on bit for bit.
 TEST(Efficiency, AResumedRunLeavesOutWhatTheRunWould) {
   const test::ScratchFolder folder;
@@ -280,6 +305,21 @@ TEST(Efficiency, AnEngineThatHasEndedIsNamed) {
     }
     EXPECT_THROW(lengths->difficulty(), UsageError);
     EXPECT_THROW(net->loss(tokens_of(0, 0), drops), UsageError);
+  });
+}
+
+TEST(Efficiency, ASectionThatIsOffDoesNotNeedItsEngine) {
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    std::shared_ptr<Curriculum> lengths;
+    Drops drops;
+    ResidualNet net;
+    {
+      const auto parts = start(net.ptr(), small_config(0, 1), communicator);
+      lengths = curriculum(parts.engine);
+      drops = drops_of(parts.engine);
+    }
+    EXPECT_EQ(lengths->difficulty(), std::nullopt);
+    EXPECT_TRUE(std::isfinite(net->loss(tokens_of(0, 0), drops).item<double>()));
   });
 }
 

@@ -133,6 +133,64 @@ TEST(ProgressiveLayerDrop, ARecomputationDecidesAsTheFirstRun) {
   EXPECT_LT(kept, 40);
 }
 
+// The program has looked at its model in between, or gone on to the next step.
+TEST(ProgressiveLayerDrop, ARecomputationIsOfTheModeAndStepOfTheFirstRun) {
+  TrainingState state{.optimizer_steps = 10};
+  ProgressiveLayerDrop drop(0.2, 0.01, 5, [&] { return state; });
+  const at::Tensor weight = at::rand({4}, at::kDouble).requires_grad_();
+  const at::Tensor x = at::rand({4}, at::kDouble).requires_grad_();
+  const double p = drop.keep_probability(1, 4);
+  bool ran = false;
+  at::Tensor out;
+  while (!ran) {
+    out = recompute::checkpoint(
+        [&, weight](const at::Tensor& input) {
+          return drop(1, 4, input, [&](const at::Tensor& h) {
+            ran = true;
+            return h + h * weight;
+          });
+        },
+        x);
+  }
+  state = {.optimizer_steps = 500, .training = false, .accumulation = 7};
+  out.sum().backward();
+  EXPECT_TRUE(at::allclose(x.grad(), 1 + weight / p, 0, 1e-12));
+}
+
+// Decisions of six layers.
+std::vector<bool> decisions_of(ProgressiveLayerDrop& drop) {
+  std::vector<bool> result;
+  for (int layer = 0; layer < 6; ++layer) {
+    bool kept = false;
+    drop(layer, 6, at::zeros({1}), [&](const at::Tensor& h) {
+      kept = true;
+      return h;
+    });
+    result.push_back(kept);
+  }
+  return result;
+}
+
+TEST(ProgressiveLayerDrop, WhatIsUndoneOrLookedAtIsNotCounted) {
+  TrainingState state{.optimizer_steps = 10};
+  ProgressiveLayerDrop drop(0.2, 1000, 5, [&] { return state; });
+  const std::vector<bool> first = decisions_of(drop);
+  const std::vector<bool> second = decisions_of(drop);
+  EXPECT_NE(first, second) << "micro-batches draw by themselves";
+  state.accumulation = 1;  // the first one was undone
+  EXPECT_EQ(decisions_of(drop), first);
+  {
+    const at::NoGradGuard look;
+    decisions_of(drop);
+  }
+  EXPECT_EQ(decisions_of(drop), second);
+}
+
+TEST(ProgressiveLayerDrop, AThetaOfOneAsksForNothing) {
+  ProgressiveLayerDrop drop(1, 0.1, 1, []() -> TrainingState { throw std::runtime_error("asked"); });
+  EXPECT_EQ(drop(3, 4, at::zeros({2, 3}), [](const at::Tensor& h) { return h.sum(); }).dim(), 0);
+}
+
 TEST(ProgressiveLayerDrop, WhatCannotBeIsNamed) {
   const auto state = [] { return TrainingState{.optimizer_steps = 1}; };
   EXPECT_THROW(ProgressiveLayerDrop(0, 0.1, 1, state), UsageError);

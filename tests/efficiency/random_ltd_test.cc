@@ -138,6 +138,7 @@ TEST(RandomLtd, WhatCannotBeIsNamed) {
   RandomLtd drop(options_of(3), 9, 0, step_three);
   const auto same = [](const at::Tensor& tokens, const at::Tensor&) { return tokens; };
   EXPECT_THROW(drop(1, at::rand({3, 4}), same), UsageError);
+  EXPECT_EQ(drop(0, at::rand({3, 4}), same).dim(), 2) << "a layer that drops nothing takes what there is";
   EXPECT_THROW(drop(1, at::rand({2, 12, 4}), [](const at::Tensor& tokens, const at::Tensor&) { return tokens.sum(); }),
                UsageError);
   EXPECT_THROW(RandomLtd(options_of(3, 2), 9, 0, step_three), UsageError);

@@ -26,8 +26,11 @@ TEST(ReplayTape, GivesTheFirstRunsValuesAgain) {
   EXPECT_EQ(next(), 4);
   for (int again = 0; again < 2; ++again) {
     const ReplayTape::Playing playing(tape);
+    EXPECT_FALSE(ReplayTape::recording());
     EXPECT_EQ(next(), 2);
+    EXPECT_FALSE(playing.finished());
     EXPECT_EQ(next(), 3);
+    EXPECT_TRUE(playing.finished());
     EXPECT_THROW(next(), UsageError);
   }
   EXPECT_EQ(next(), 5);

@@ -47,6 +47,12 @@ TEST(DifficultyChecks, WhatIsMissingOrWrongIsNamed) {
   EXPECT_THAT(refusal_of(curriculum("min_difficulty: 1, max_difficulty: 8, schedule_type: 'fixed_discrete', "
                                     "schedule_config: {difficulty: [1, 2, 3], max_step: [10, 5]}")),
               HasSubstr("expected a max_step that grows, found 10 before 5"));
+  EXPECT_THAT(refusal_of(curriculum("min_difficulty: 1, max_difficulty: 9223372036854775807, schedule_type: 'custom'")),
+              HasSubstr("at most 2^40"));
+  EXPECT_THAT(
+      refusal_of(curriculum("min_difficulty: 8, max_difficulty: 64, schedule_type: 'fixed_root', schedule_config: "
+                            "{total_curriculum_step: 12, difficulty_step: 8, root_degree: 1e-9}")),
+      HasSubstr("expected root_degree, a number from 0.01 on, found 1e-09"));
   EXPECT_THAT(refusal_of("{progressive_layer_drop: {enabled: true, theta: 0}}"),
               HasSubstr("progressive_layer_drop.theta: expected a probability in (0, 1], found 0"));
 }
@@ -66,10 +72,17 @@ TEST(DifficultyChecks, TokensThatALayerKeeps) {
       "{min_value: 16, max_value: 128, schedule_type: 'fixed_linear', schedule_config: {require_steps: 10, "
       "seq_per_step: 16}}";
   const DsConfig config = parse_text(text("[1, 2]", schedule));
-  EXPECT_TRUE(config.drops_tokens());
+  EXPECT_TRUE(config.data_efficiency.drops_tokens());
   EXPECT_EQ(config.data_efficiency.data_routing.random_ltd.kept.at(0), 16);
   EXPECT_EQ(config.data_efficiency.data_routing.random_ltd.kept.at(10), 128);
   EXPECT_THAT(refusal_of(text("[1]", schedule)), HasSubstr("expected as many layers as random_ltd_layer_num says, 2"));
+  EXPECT_THAT(refusal_of(text("[1, 1]", schedule)),
+              HasSubstr("expected each layer once, counted from 0, found 1 twice"));
+  EXPECT_THAT(refusal_of(text("[-1, 4], total_layer_num: 4", schedule)),
+              AllOf(HasSubstr("below total_layer_num (4), found -1"), HasSubstr("below total_layer_num (4), found 4")));
+  EXPECT_EQ(
+      refusal_of("{data_efficiency: {enabled: false, data_routing: {enabled: true, random_ltd: {enabled: true}}}}"), "")
+      << "what is off may be incomplete";
   EXPECT_THAT(
       refusal_of(text("[1, 2]", "{min_value: 16}")),
       AllOf(HasSubstr("expected max_value"), HasSubstr("expected require_steps"), HasSubstr("expected seq_per_step")));
