@@ -4,8 +4,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <filesystem>
+#include <system_error>
 #include <vector>
 
 #include "comm/flight/flight_memory.h"
@@ -69,11 +71,16 @@ void remove_old(const fs::path& base) {
   }
 }
 
-// Where everybody may write, somebody else may have made the folder that all of this user's jobs share, and could put
-// links into it. The one that a user names is his own matter.
-bool is_of_somebody_else(const fs::path& shared) {
+// Makes it for this user alone, and what it lies in. Where everybody may write, somebody else may have made it, or put
+// a link in its place, which is looked at when nobody can do so any more. Returns why not; empty: it is there.
+std::string make_own_folder(const fs::path& folder) {
+  std::error_code error;
+  fs::create_directories(folder, error);
   struct stat status {};
-  return lstat(shared.c_str(), &status) == 0 && (!S_ISDIR(status.st_mode) || status.st_uid != geteuid());
+  if (!error && lstat(folder.c_str(), &status) != 0) error.assign(errno, std::generic_category());
+  if (!error && (!S_ISDIR(status.st_mode) || status.st_uid != geteuid())) return "is a link, or another user's";
+  if (!error) fs::permissions(folder, fs::perms::owner_all, error);
+  return error ? cat("cannot be made: ", error.message()) : "";
 }
 
 }  // namespace
@@ -81,17 +88,13 @@ bool is_of_somebody_else(const fs::path& shared) {
 std::string make_flight_folder(const std::string& base, const std::string& job) {
   const fs::path shared = base.empty() ? flight_base(process_environment) : base;
   const fs::path folder = shared / job;
-  if (base.empty() && !process_environment(kFlightFolderVariable) && is_of_somebody_else(shared)) {
-    log::warning("flight records stay in memory: ", shared.string(), " is a link, or another user's; ",
-                 "set flight_recorder.folder or DS_FLIGHT_FOLDER to a folder of your own");
-    return "";
-  }
-  std::error_code error;
-  fs::create_directories(folder, error);
-  if (!error) fs::permissions(folder, fs::perms::owner_all, error);
-  if (error) {
-    log::warning("flight records stay in memory: ", folder.string(), " cannot be made: ", error.message(),
-                 "; set flight_recorder.folder or DS_FLIGHT_FOLDER to a folder that can be written to");
+  // The base that a user names is his own matter.
+  const bool shared_by_jobs = base.empty() && process_environment(kFlightFolderVariable).value_or("").empty();
+  for (const fs::path& own : shared_by_jobs ? std::vector{shared, folder} : std::vector{folder}) {
+    const std::string problem = make_own_folder(own);
+    if (problem.empty()) continue;
+    log::warning("flight records stay in memory: ", own.string(), " ", problem,
+                 "; set flight_recorder.folder or DS_FLIGHT_FOLDER to a folder of your own that can be written to");
     return "";
   }
   remove_old(folder.parent_path());

@@ -74,21 +74,70 @@ std::string ranks_after(const std::string& cause, c10d::Store& store, int world_
   }
 }
 
-[[noreturn]] void fail_waiting(const std::string& cause, const std::string& who, int world_size, bool has_secret,
+// This rank, and what it comes with.
+struct Coming {
+  int rank = 0;
+  int world_size = 1;
+  std::string address;
+  Secret secret;
+  c10::intrusive_ptr<c10d::Store> outside;  // of a port, which strangers may reach; else null
+};
+
+constexpr const char* kOneSecret =
+    "Start this process with the ds-launch of that job; where srun, mpirun or a script starts the ranks, give all of "
+    "them the same value, or none. A job of another user, or an earlier start, may have this MASTER_PORT";
+
+// Why this rank and rank 0 are not of one job; empty: they are, as far as is known.
+std::string difference_of_secrets(SecretOfFirst first, bool has_secret) {
+  switch (first) {
+    case SecretOfFirst::kNone:
+      return cat("rank 0 has no DS_JOB_SECRET, and this rank has one. ", kOneSecret);
+    case SecretOfFirst::kAnother:
+      return has_secret ? cat("rank 0 has another DS_JOB_SECRET than this rank. ", kOneSecret)
+                        : cat("the job at the meeting place has a secret (DS_JOB_SECRET), and this process was started "
+                              "without it. ",
+                              kOneSecret);
+    case SecretOfFirst::kUnsaid:
+    case SecretOfFirst::kSame:
+      break;
+  }
+  return "";
+}
+
+// What is known of it where ranks did not come.
+std::string secrets_after(const Coming& coming) {
+  if (!coming.outside) return "";
+  try {
+    if (coming.rank != 0) {
+      const auto first = secret_of_first(*coming.outside, coming.secret, milliseconds(0));
+      const std::string difference = difference_of_secrets(first, coming.secret.has_value());
+      if (!difference.empty()) return "; " + difference;
+    } else if (const std::string stranger = take_stranger(*coming.outside); !stranger.empty()) {
+      return cat("; a process at ", stranger, " came, with another DS_JOB_SECRET than this rank or without one");
+    }
+  } catch (const std::exception&) {  // that it does not answer is said already
+    return "";
+  }
+  return coming.secret ? "; ranks without this rank's DS_JOB_SECRET do not count" : "";
+}
+
+[[noreturn]] void fail_waiting(const std::string& cause, const std::string& who, const Coming& coming,
                                milliseconds waited, milliseconds timeout) {
+  const int world_size = coming.world_size;
   // The store failed before the time was up, or went away.
   if (waited < timeout - timeout / 10) {
     throw CommError(cat("rendezvous: this rank waited ", waited.count(), " ms for all of ", world_size,
                         " ranks, then the store failed: ", cause, "; ", who));
   }
   throw CommError(cat("rendezvous: not all of ", world_size, " ranks came within ", timeout.count(), " ms; ", who,
-                      has_secret ? "; ranks without this rank's DS_JOB_SECRET do not count" : "",
+                      secrets_after(coming),
                       ". Look whether those processes were started, with the same MASTER_ADDR and MASTER_PORT"));
 }
 
 // `left`: what is left of `timeout`.
-std::vector<RankPlace> await_all(c10d::Store& store, int world_size, const Secret& secret, milliseconds left,
-                                 milliseconds timeout) {
+std::vector<RankPlace> await_all(c10d::Store& store, const Coming& coming, milliseconds left, milliseconds timeout) {
+  const int world_size = coming.world_size;
+  const Secret& secret = coming.secret;
   std::vector<std::string> keys;
   for (int r = 0; r < world_size; ++r) keys.push_back(arrival_key(r));
   const auto begin = Clock::now();
@@ -103,8 +152,7 @@ std::vector<RankPlace> await_all(c10d::Store& store, int world_size, const Secre
   } catch (const std::exception& error) {
     const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
     const std::string cause = without_stack(error.what());
-    fail_waiting(cause, ranks_after(cause, store, world_size, secret), world_size, secret.has_value(),
-                 waited + (timeout - left), timeout);
+    fail_waiting(cause, ranks_after(cause, store, world_size, secret), coming, waited + (timeout - left), timeout);
   }
   return ranks;
 }
@@ -114,18 +162,12 @@ std::vector<RankPlace> await_all(c10d::Store& store, int world_size, const Secre
                       without_stack(error.what()), "): ", kStoreEnded));
 }
 
-// This rank, and what it comes with.
-struct Coming {
-  int rank = 0;
-  int world_size = 1;
-  std::string address;
-  Secret secret;
-};
-
 Rendezvous meet(const c10::intrusive_ptr<c10d::Store>& store, const Coming& coming, Clock::time_point start,
                 milliseconds timeout) {
-  const auto& [rank, world_size, address, secret] = coming;
-  const RankPlace place{host_name(), ::getpid(), shared_memory_domain(), address};
+  const int rank = coming.rank;
+  const int world_size = coming.world_size;
+  const Secret& secret = coming.secret;
+  const RankPlace place{host_name(), ::getpid(), shared_memory_domain(), coming.address};
   auto meeting = c10::make_intrusive<c10d::PrefixStore>("rendezvous", store);
   store->setTimeout(timeout);
   note_joined();
@@ -145,7 +187,7 @@ Rendezvous meet(const c10::intrusive_ptr<c10d::Store>& store, const Coming& comi
                     .world_size = world_size,
                     .ranks = {},
                     .timeout = timeout};
-  result.ranks = await_all(*meeting, world_size, secret, left, timeout);
+  result.ranks = await_all(*meeting, coming, left, timeout);
   for (const auto& host : result.hosts()) {
     const auto own = std::find(host.begin(), host.end(), rank);
     if (own == host.end()) continue;
@@ -165,17 +207,17 @@ void tell_that_there_is_none(const RendezvousAddress& address) {
             "ranks, as docs/security.md says");
 }
 
-constexpr const char* kNoSecret =
-    "the job at the meeting place has a secret (DS_JOB_SECRET), and this process was started without it. Start it with "
-    "the ds-launch of that job; where srun, mpirun or a script starts the ranks, give all of them the same value, or "
-    "none";
-
-// Whether this rank, which has no secret, is to stay outside.
-bool is_left_out(c10d::Store& outside, const RendezvousAddress& address, const std::string& own, milliseconds timeout) {
+// Why this rank, not the first one, is to stay outside; empty: it is not, as far as is known. Then it has left its
+// place.
+std::string why_outside(const Coming& coming, const RendezvousAddress& address, milliseconds timeout) {
   // Where rank 0 listens it is there, and says it at once. Where torchrun does, it may come much later.
   const milliseconds limit = address.rank_zero_listens ? std::min(timeout, kRankZeroSpeaks) : milliseconds(0);
-  const RankPlace place{host_name(), ::getpid(), {}, own};
-  return come_without_secret(outside, arrival_text(place, address.rank, address.world_size, {}), limit);
+  const auto first = secret_of_first(*coming.outside, coming.secret, limit);
+  const std::string why = difference_of_secrets(first, coming.secret.has_value());
+  if (why.empty()) return why;
+  const RankPlace place{host_name(), ::getpid(), {}, coming.address};
+  leave_place(*coming.outside, arrival_text(place, coming.rank, coming.world_size, {}));
+  return why;
 }
 
 // Over a store that anybody may reach who reaches its port.
@@ -183,26 +225,27 @@ Rendezvous meet_by_port(const RendezvousAddress& address, Clock::time_point star
   Coming coming{.rank = address.rank,
                 .world_size = address.world_size,
                 .address = {},
-                .secret = JobSecret::from_environment(process_environment)};
-  const c10::intrusive_ptr<c10d::Store> outside = open_tcp_store(address, timeout);
+                .secret = JobSecret::from_environment(process_environment),
+                .outside = open_tcp_store(address, timeout)};
   coming.address = address_towards(address.host);
-  bool left_out = false;
+  std::string why;
   try {
     const QuietStore quiet;
     if (address.rank == 0) {
-      say_whether_there_is_a_secret(*outside, coming.secret.has_value());
-    } else if (!coming.secret) {
-      left_out = is_left_out(*outside, address, coming.address, timeout);
+      say_which_secret(*coming.outside, coming.secret);
+    } else {
+      why = why_outside(coming, address, timeout);
     }
   } catch (const std::exception& error) {
     fail_coming(address.rank, error);
   }
-  require<CommError>(!left_out, "rendezvous: rank ", address.rank, ": ", kNoSecret);
+  require<CommError>(why.empty(), "rendezvous: rank ", address.rank, ": ", why);
   if (coming.secret) {
-    return meet(c10::make_intrusive<c10d::PrefixStore>(coming.secret->key_prefix(), outside), coming, start, timeout);
+    const std::string prefix = coming.secret->key_prefix();
+    return meet(c10::make_intrusive<c10d::PrefixStore>(prefix, coming.outside), coming, start, timeout);
   }
   if (address.rank == 0) tell_that_there_is_none(address);
-  return meet(outside, coming, start, timeout);
+  return meet(coming.outside, coming, start, timeout);
 }
 
 c10::intrusive_ptr<c10d::Store> open_file_store(const RendezvousAddress& address) {

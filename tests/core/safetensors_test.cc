@@ -2,6 +2,8 @@
 // broken ones.
 #include "core/safetensors.h"
 
+#include <unistd.h>
+
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -166,6 +168,15 @@ TEST_F(SafetensorsTest, AnAtomicFileAppearsWholeOrNotAtAll) {
   file.write("text", 4);
   file.commit();
   EXPECT_EQ(test::file_text(path("f")), "text");
+
+  // What somebody else has put at the temporary name stays his, and is not what appears.
+  std::ofstream(path("his")) << "his";
+  fs::create_hard_link(path("his"), cat(path("g"), ".", getpid(), ".tmp"));
+  AtomicFile other(path("g"));
+  other.write("text", 4);
+  other.commit();
+  EXPECT_EQ(test::file_text(path("g")), "text");
+  EXPECT_EQ(test::file_text(path("his")), "his");
   EXPECT_THAT([&] { AtomicFile{folder_.path().string()}; }, ThrowsMessage<IoError>(HasSubstr("this is a folder")));
 }
 

@@ -58,6 +58,13 @@ TEST(FlightFolder, LeadsThroughNoLink) {
   const fs::path shared = scratch / cat("dsengine-", getuid());
   EXPECT_EQ(make_flight_folder("", "job"), (shared / "job").string());
   EXPECT_EQ(fs::status(shared / "job").permissions(), fs::perms::owner_all);
+  EXPECT_EQ(fs::status(shared).permissions(), fs::perms::owner_all);
+  fs::remove_all(shared / "job");
+  fs::permissions(victim.path(), fs::perms::owner_all | fs::perms::group_read);
+  fs::create_directory_symlink(victim.path(), shared / "job");
+  EXPECT_EQ(make_flight_folder("", "job"), "");
+  EXPECT_EQ(make_flight_folder(shared, "job"), "");
+  EXPECT_EQ(fs::status(victim.path()).permissions(), fs::perms::owner_all | fs::perms::group_read);
   fs::remove_all(shared);
   fs::create_directory_symlink(victim.path(), shared);
   EXPECT_EQ(make_flight_folder("", "job"), "");

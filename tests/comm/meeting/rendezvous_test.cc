@@ -11,14 +11,17 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "comm/meeting/quiet_store.h"
 #include "comm/meeting/rendezvous_address.h"
+#include "comm/meeting/strangers.h"
 #include "comm/meeting/tcp_meeting.h"
 #include "core/check.h"
 #include "tests/support/store_threads.h"
@@ -345,6 +348,39 @@ TEST(Rendezvous, HostsAreGroupedByTheirLowestRank) {
           {"b", 1, "domain b", ""}, {"a", 2, "domain a", ""}, {"b", 3, "domain b", ""}, {"a", 4, "domain a", ""}}};
   EXPECT_EQ(meeting.hosts(), (std::vector<std::vector<int>>{{0, 2}, {1, 3}}));
   EXPECT_EQ(meeting.descriptions()[2], "b, pid 3");
+}
+
+TEST(Strangers, AreToldWhichSecretRankZeroHas) {
+  const std::optional<JobSecret> job(JobSecret("0123456789abcdef"));
+  const std::optional<JobSecret> other(JobSecret("fedcba9876543210"));
+  c10d::HashStore store;
+  const auto seen_by = [&](const std::optional<JobSecret>& own) {
+    return secret_of_first(store, own, milliseconds(0));
+  };
+  EXPECT_EQ(seen_by(job), SecretOfFirst::kUnsaid);
+  say_which_secret(store, job);
+  EXPECT_EQ(seen_by(job), SecretOfFirst::kSame);
+  EXPECT_EQ(seen_by(other), SecretOfFirst::kAnother);
+  EXPECT_EQ(seen_by(std::nullopt), SecretOfFirst::kAnother);
+  say_which_secret(store, std::nullopt);
+  EXPECT_EQ(seen_by(job), SecretOfFirst::kNone);
+  EXPECT_EQ(seen_by(std::nullopt), SecretOfFirst::kSame);
+}
+
+// As where a stranger takes them away between two calls.
+class StoreWhoseKeysGo : public c10d::HashStore {
+ public:
+  bool check(const std::vector<std::string>&) override { return true; }
+};
+
+TEST(Strangers, WhoTakesAKeyAwayStopsNobody) {
+  StoreWhoseKeysGo store;
+  store.setTimeout(seconds(600));
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_EQ(secret_of_first(store, std::nullopt, milliseconds(0)), SecretOfFirst::kUnsaid);
+  EXPECT_EQ(take_stranger(store), "an unknown address");
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, seconds(30));
+  EXPECT_EQ(store.getTimeout(), seconds(600));
 }
 
 }  // namespace
