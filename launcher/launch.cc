@@ -52,7 +52,8 @@ NodePlace place_by_arrival(const Options& options, const std::vector<std::string
   notices.debug("waits for ", nodes, " nodes at ", options.master_addr, ':', *options.master_port);
   const GivenPlace given = meet_at_endpoint(
       {.host = options.master_addr, .port = *options.master_port, .limit_seconds = options.join_timeout_seconds},
-      {.id = options.rendezvous_id, .nodes = nodes, .ranks = count_ranks_here(options, environment), .host = own});
+      {.id = options.rendezvous_id, .nodes = nodes, .ranks = count_ranks_here(options, environment), .host = own},
+      [&](const std::string& text) { notices.warning(text); });
   notices.info("node ", given.node, " of ", nodes, ", by arrival at ", options.master_addr, ':', *options.master_port,
                ": ranks from ", given.first_rank, " on, of ", given.world_size);
   return {.host = own,

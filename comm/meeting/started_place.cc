@@ -153,13 +153,13 @@ std::optional<StartedPlace> by_hydra(const EnvironmentReader& environment) {
   return place;
 }
 
-// "batch5 1 a01 42 a02 42" -> a01: the first host is that of the job's script, where no rank runs, if there are others.
+// "batch5 1 a01 42 a02 42" -> a01, "a01 42 a02 42" -> a01: a first host of one slot is that of the job's script, where
+// no rank runs, if there are others.
 std::string first_lsf_host(const EnvironmentReader& environment) {
   std::istringstream words(environment("LSB_MCPU_HOSTS").value_or(""));
-  std::vector<std::string> hosts;
-  for (std::string name, slots; words >> name >> slots;) hosts.push_back(name);
-  if (hosts.empty()) return "";
-  return hosts.size() > 1 ? hosts[1] : hosts[0];
+  std::string first, first_slots, second;
+  words >> first >> first_slots >> second;
+  return first_slots == "1" && !second.empty() ? second : first;
 }
 
 // LSF's jsrun.

@@ -22,6 +22,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -87,14 +88,20 @@ struct Child {
   UniqueFd pipe;     // what it says
   std::string said;  // so far
   int status = 0;
+  int looks = 0;  // until it had ended
   bool ended = false;
+  bool lost = false;  // ended, and somebody else has taken the status; the pid may be another process by now
 
   void hear() {
     char bytes[4096];
     for (ssize_t count; (count = read(pipe.get(), bytes, sizeof(bytes))) > 0;)
       said.append(bytes, static_cast<size_t>(count));
   }
-  bool failed() const { return ended && (status != 0 || said.empty()); }
+  bool failed() const { return ended && (lost || status != 0 || said.empty()); }
+  // By a signal that is no consequence: a rank that has lost its peers may abort, or die of a closed pipe.
+  bool killed() const {
+    return ended && WIFSIGNALED(status) && WTERMSIG(status) != SIGABRT && WTERMSIG(status) != SIGPIPE;
+  }
 };
 
 std::vector<std::string> own_arguments() {
@@ -183,13 +190,40 @@ Child start(int rank, Environment environment, std::vector<std::string>& words) 
   return child;
 }
 
-// Of those that have ended since the last look.
+// While SIGCHLD is ignored, which programs inherit, the kernel keeps no status of a child for waitpid().
+class KeptStatuses {
+ public:
+  KeptStatuses() {
+    require_system(sigaction(SIGCHLD, nullptr, &before_) == 0, "spawn: the meaning of SIGCHLD");
+    const bool ignored = before_.sa_handler == SIG_IGN;
+    changed_ = ignored || (before_.sa_flags & SA_NOCLDWAIT) != 0;
+    if (!changed_) return;
+    struct sigaction kept = before_;
+    kept.sa_flags &= ~SA_NOCLDWAIT;
+    if (ignored) kept.sa_handler = SIG_DFL;
+    require_system(sigaction(SIGCHLD, &kept, nullptr) == 0, "spawn: the meaning of SIGCHLD");
+  }
+  KeptStatuses(const KeptStatuses&) = delete;
+  KeptStatuses& operator=(const KeptStatuses&) = delete;
+  ~KeptStatuses() {
+    if (changed_) sigaction(SIGCHLD, &before_, nullptr);
+  }
+
+ private:
+  struct sigaction before_ = {};
+  bool changed_ = false;
+};
+
+// Takes note of those that have ended since the last look. Whether all have.
 bool look(std::vector<Child>& children) {
   bool all = true;
   for (Child& child : children) {
     if (child.ended) continue;
     child.hear();
-    child.ended = waitpid(child.pid, &child.status, WNOHANG) == child.pid;
+    ++child.looks;
+    const pid_t found = waitpid(child.pid, &child.status, WNOHANG);
+    child.lost = found < 0 && errno == ECHILD;
+    child.ended = child.lost || found == child.pid;
     if (child.ended) child.hear();
     all = all && child.ended;
   }
@@ -198,6 +232,7 @@ bool look(std::vector<Child>& children) {
 
 void end_all(std::vector<Child>& children) {
   for (const int signal : {SIGTERM, SIGKILL}) {
+    look(children);  // no signal to a pid that is not a child any more
     for (const Child& child : children) {
       if (!child.ended) kill(child.pid, signal);
     }
@@ -206,17 +241,47 @@ void end_all(std::vector<Child>& children) {
   }
 }
 
+// Which rank is the cause, at least one having failed. The others fail for want of it, so that it is one that was
+// killed, or was the first to end; one whose end nobody has seen comes last.
+size_t rank_to_blame(const std::vector<Child>& children) {
+  const auto order = [](const Child& child) {
+    return std::tuple(!child.failed(), !child.killed(), child.lost, child.looks);
+  };
+  const auto first = std::min_element(children.begin(), children.end(),
+                                      [&](const Child& one, const Child& other) { return order(one) < order(other); });
+  return static_cast<size_t>(first - children.begin());
+}
+
 [[noreturn]] void explain(const Child& child, size_t rank, int call) {
   const std::string who = cat("spawn: rank ", rank, " (pid ", child.pid, ") ");
+  const std::string thrown = child.said.size() > 1 ? cat(": ", child.said.substr(1)) : "";
+  require<CommError>(!child.lost, who, "ended", thrown, thrown.empty() ? ", " : "; ",
+                     "how is not known, because another part of the program has waited for it (waitpid() for any ",
+                     "child, or a handler of SIGCHLD): while spawn() runs, it is to leave the ranks alone");
   require(!child.said.empty() || !WIFEXITED(child.status) || WEXITSTATUS(child.status) != 0, who,
           "ended without having come to call ", call + 1, " of spawn(): the way to it must not depend on anything but ",
           "arguments, environment and files");
-  const std::string thrown = child.said.size() > 1 ? cat(": ", child.said.substr(1)) : "";
   if (WIFSIGNALED(child.status)) {
     throw CommError(
         cat(who, "failed: killed by signal ", WTERMSIG(child.status), " (", strsignal(WTERMSIG(child.status)), ")"));
   }
   throw CommError(cat(who, "failed: exit code ", WEXITSTATUS(child.status), thrown));
+}
+
+// Returns when all have ended well.
+void wait_for(std::vector<Child>& children, int call) {
+  for (;;) {
+    const bool all = look(children);
+    const bool failed =
+        std::any_of(children.begin(), children.end(), [](const Child& child) { return child.failed(); });
+    if (all && !failed) return;
+    std::this_thread::sleep_for(kBetweenLooks);
+    if (!failed) continue;
+    look(children);  // the cause may have ended after it was looked at, and another for want of it before that one was
+    const size_t rank = rank_to_blame(children);
+    end_all(children);
+    explain(children[rank], rank, call);
+  }
 }
 
 }  // namespace
@@ -242,6 +307,7 @@ void spawn(const std::function<void(int rank)>& function, int processes) {
     environment.set("OMP_NUM_THREADS", std::to_string(std::max(1, own_cores() / processes)));
   }
   std::vector<std::string> words = own_arguments();
+  const KeptStatuses kept;
   std::vector<Child> children;
   try {
     for (int rank = 0; rank < processes; ++rank) children.push_back(start(rank, environment, words));
@@ -249,18 +315,7 @@ void spawn(const std::function<void(int rank)>& function, int processes) {
     end_all(children);
     throw;
   }
-  for (;;) {
-    const bool all = look(children);
-    const auto failed =
-        std::find_if(children.begin(), children.end(), [](const Child& child) { return child.failed(); });
-    if (failed != children.end()) {
-      const Child* const first = &*failed;
-      end_all(children);
-      explain(*first, static_cast<size_t>(failed - children.begin()), call);
-    }
-    if (all) return;
-    std::this_thread::sleep_for(kBetweenLooks);
-  }
+  wait_for(children, call);
 }
 
 }  // namespace ds

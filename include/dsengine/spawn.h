@@ -22,9 +22,11 @@ namespace ds {
 
 // Runs function(rank), rank from 0 to processes - 1, each in a process of its own. Blocks. When one fails (throws,
 // exits with another code than 0, is killed), the others get SIGTERM, 5 seconds later SIGKILL, and CommError names the
-// rank, how it ended and what it has thrown. The processes are killed when this one, or the thread that called, ends.
-// Throws UsageError for less than one process, inside of a function that spawn() runs, and when a process ends without
-// having come to the call.
+// rank, how it ended and what it has thrown; of several that end at once, one that was killed. The processes are killed
+// when this one, or the thread that called, ends. They are its own to wait for: where the program takes their status
+// (waitpid() for any child, a handler of SIGCHLD), that is an error too. A SIGCHLD that is ignored, or SA_NOCLDWAIT,
+// has its default meaning until it returns. Throws UsageError for less than one process, inside of a function that
+// spawn() runs, and when a process ends without having come to the call.
 void spawn(const std::function<void(int rank)>& function, int processes);
 
 }  // namespace ds

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <initializer_list>
 #include <set>
 #include <string_view>
 
@@ -92,17 +93,22 @@ bool says_where(const FlagReader& flags) {
   return has("--hostfile") || has("--standalone") || has("--launcher") || has("--include") || has("--exclude");
 }
 
+// Whether the flags that are typed leave the variable a meaning: those that do not go with its flag win.
 bool applies(const DefaultOfEnvironment& one, const FlagReader& flags, const std::vector<std::string>& environment) {
+  const auto any = [&](std::initializer_list<const char*> names) {
+    return std::any_of(names.begin(), names.end(), [&](const char* name) { return flags.has(name); });
+  };
   if (flags.has(one.flag)) return false;
-  const bool of_ranks = one.flag == "--nproc_per_node";
-  if (of_ranks) return !flags.has("--num_gpus") && !flags.has("--num_processes");
+  if (one.flag == "--nproc_per_node") {  // else the slots of the hosts say it
+    return !any({"--num_gpus", "--num_processes", "--hostfile", "--include", "--exclude", "--launcher"});
+  }
+  if (one.flag == "--max_restarts") return !any({"--launcher", "--node_rank"});
   if (says_where(flags)) return false;
+  if (one.flag == "--nnodes") return !any({"--min_nodes", "--max_nodes", "--elastic_training"});
   const bool by_node_rank = flags.has("--node_rank") || !value_in(environment, "PET_NODE_RANK").empty();
-  const bool of_master = one.flag.starts_with("--master_");
-  const bool of_endpoint = one.flag.starts_with("--rdzv_");
   // A node rank and an address of the first host are enough; else nodes meet at the endpoint.
-  if (of_master) return by_node_rank && !flags.has("--rdzv_endpoint");
-  if (of_endpoint) return !by_node_rank;
+  if (one.flag.starts_with("--master_")) return by_node_rank && !flags.has("--rdzv_endpoint");
+  if (one.flag.starts_with("--rdzv_")) return !by_node_rank && !any({"--master_addr", "--master_port"});
   return true;
 }
 
@@ -149,7 +155,7 @@ void take_backend(const CLI::App& app, const std::string& backend, Options& opti
 
 }  // namespace
 
-void declare_launch_line_flags(CLI::App& app, LaunchLineFlags& raw, Options& options) {
+void declare_launch_line_flags(CLI::App& app, LaunchLineFlags& raw) {
   auto* total = app.add_option("--num_processes", raw.total,
                                "ranks on all hosts together (accelerate; -np N of horovodrun is the same)");
   total->transform(whole_number(1, 1 << 20));
@@ -164,7 +170,6 @@ void declare_launch_line_flags(CLI::App& app, LaunchLineFlags& raw, Options& opt
   app.add_option("--rdzv_id", raw.id, "name of the job: other jobs are sent away from the endpoint");
   app.add_option("--rdzv_backend", raw.backend, "c10d: node ranks by arrival at the endpoint; static: by --node_rank");
   app.add_option("--rdzv_conf", raw.conf, "join_timeout=S is read, as --join_timeout; other parts mean nothing here");
-  static_cast<void>(options);
 }
 
 std::vector<std::string> words_as_ours(const CLI::App& app, const std::vector<std::string>& words,
@@ -182,6 +187,10 @@ std::vector<std::string> words_as_ours(const CLI::App& app, const std::vector<st
 }
 
 void take_launch_lines(const CLI::App& app, const LaunchLineFlags& raw, Options& options) {
+  require<ConfigError>(options.count_kind == CountKind::kNumber || options.launcher == Launcher::kSsh,
+                       "--nproc_per_node ", options.count_text, " does not go with --launcher ",
+                       name_of(options.launcher), ": it would count this machine, not the hosts of the ranks; give a ",
+                       "number, the ranks of each host");
   if (app.count("--num_processes") > 0) {
     options.total_procs = raw.total;
     options.count_flag = "--num_processes";

@@ -15,12 +15,12 @@ namespace ds::launcher {
 
 struct LaunchLineFlags {
   int total = 0;
-  std::string count, id, backend, conf, endpoint;
+  std::string id, backend, conf, endpoint;
   bool multi_gpu = false;
 };
 
 // After the flags that they exclude.
-void declare_launch_line_flags(CLI::App& app, LaunchLineFlags& raw, Options& options);
+void declare_launch_line_flags(CLI::App& app, LaunchLineFlags& raw);
 
 // The words with each flag in our spelling, up to the program, which is left alone with all that follows it; in front
 // of them what `environment` ("NAME=value") says in torchrun's variables and no flag does. `told`: for the user, what

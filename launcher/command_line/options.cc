@@ -258,7 +258,7 @@ Options parse_options(const std::vector<std::string>& words, const std::vector<s
   declare_host_flags(app, raw, options);
   declare_job_flags(app, raw, options);
   declare_restart_flags(app, restarts, options);
-  declare_launch_line_flags(app, lines, options);
+  declare_launch_line_flags(app, lines);
   const std::vector<std::string> given = words_as_ours(app, words, environment, options.from_environment);
   try {
     app.parse(std::vector<std::string>(given.rbegin(), given.rend()));

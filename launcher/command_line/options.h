@@ -58,7 +58,7 @@ struct Options {
   int max_restarts = 0;               // after failures
   std::optional<int> min_nodes;       // set: elastic, hosts may be lost and come back as long as so many are left
   std::optional<int> max_nodes;       // hosts to use of those that are ready; absent: all
-  double join_timeout_seconds = 600;  // at a restart, until enough hosts are ready
+  double join_timeout_seconds = 600;  // until enough hosts are ready at a restart, or all nodes at the endpoint
 
   std::string program;                 // as typed
   std::vector<std::string> arguments;  // of the program

@@ -29,7 +29,7 @@ void declare_restart_flags(CLI::App& app, RestartFlags& raw, Options& options) {
                  "hosts to use at most (all); the others are spare. Implies --elastic_training")
       ->transform(whole_number(1, 1 << 16));
   app.add_option("--join_timeout", options.join_timeout_seconds,
-                 "seconds to wait at a restart until enough hosts are ready (600)")
+                 "seconds to wait until enough hosts are ready at a restart, or all nodes at --rdzv_endpoint (600)")
       ->check(real_number(0));
 }
 

@@ -29,16 +29,19 @@ namespace {
 using AddressList = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
 
 constexpr auto kBetweenTries = std::chrono::milliseconds(100);
+constexpr auto kBetweenQuestions = std::chrono::seconds(1);  // to the name service, for a name that it does not know
 
 std::string name_of(const Endpoint& endpoint) { return cat(endpoint.host, ':', endpoint.port); }
 
-AddressList addresses_of(const Endpoint& endpoint) {
+// None, with the reason in `trouble`, where the name is not known now: that of a container is when the container runs.
+AddressList addresses_of(const Endpoint& endpoint, std::string& trouble, int flags = 0) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags;
   addrinfo* found = nullptr;
   const int error = getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
-  require(error == 0, "--rdzv_endpoint ", name_of(endpoint), ": ", gai_strerror(error));
-  return {found, freeaddrinfo};
+  trouble = error == 0 ? "" : cat("the name ", endpoint.host, " is not known here (", gai_strerror(error), ")");
+  return {error == 0 ? found : nullptr, freeaddrinfo};
 }
 
 int number_in(const std::string& text, int most = 1 << 24) {
@@ -180,25 +183,32 @@ class MeetingHost {
   std::vector<Guest> guests_;  // in the order of their coming
 };
 
-// None where the port is taken.
-std::optional<UniqueFd> listen_at(const Endpoint& endpoint) {
-  const AddressList addresses = addresses_of(endpoint);
-  for (const addrinfo* entry = addresses.get(); entry != nullptr; entry = entry->ai_next) {
-    UniqueFd socket(::socket(entry->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    const int on = 1;
-    if (!socket.valid()) continue;
-    setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-    if (bind(socket.get(), entry->ai_addr, entry->ai_addrlen) == 0 && listen(socket.get(), 128) == 0) return socket;
-    if (errno == EADDRINUSE) return std::nullopt;
-  }
+int listen_at_address(const addrinfo& address, UniqueFd& socket) {
+  socket = UniqueFd(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!socket.valid()) return errno;
+  const int on = 1;
+  setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  const bool listens = bind(socket.get(), address.ai_addr, address.ai_addrlen) == 0 && listen(socket.get(), 128) == 0;
+  return listens ? 0 : errno;
+}
+
+// On an address where the endpoint is one. A name may mean another address here than elsewhere (Debian's /etc/hosts has
+// 127.0.1.1 for the machine's own), so that it stands for all interfaces. None where the port is taken, or, with the
+// reason in `trouble`, where this process may not listen.
+std::optional<UniqueFd> listen_at(const Endpoint& endpoint, std::string& trouble) {
+  std::string why_not;  // it is a name then
+  const AddressList address = addresses_of(endpoint, why_not, AI_NUMERICHOST);
+  UniqueFd socket;
+  const int error = address ? listen_at_address(*address, socket) : listen_on_all_interfaces(endpoint.port, socket);
+  if (error == 0) return socket;
+  if (error != EADDRINUSE) trouble = cat("this machine, which has that address, cannot listen: ", SystemReason(error));
   return std::nullopt;
 }
 
 // --- the others
 
-std::optional<UniqueFd> connect_to(const Endpoint& endpoint) {
-  const AddressList addresses = addresses_of(endpoint);
-  for (const addrinfo* entry = addresses.get(); entry != nullptr; entry = entry->ai_next) {
+std::optional<UniqueFd> connect_to(const addrinfo* addresses) {
+  for (const addrinfo* entry = addresses; entry != nullptr; entry = entry->ai_next) {
     UniqueFd socket(::socket(entry->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (!socket.valid()) continue;
     if (connect(socket.get(), entry->ai_addr, entry->ai_addrlen) != 0 && errno != EINPROGRESS) continue;
@@ -242,23 +252,32 @@ std::optional<GivenPlace> ask_for_place(const UniqueFd& socket, const Arrival& a
 
 }  // namespace
 
-GivenPlace meet_at_endpoint(const Endpoint& endpoint, const Arrival& arrival) {
+GivenPlace meet_at_endpoint(const Endpoint& endpoint, const Arrival& arrival,
+                            const std::function<void(const std::string&)>& warn) {
   const Deadline deadline = Deadline::in(endpoint.limit_seconds);
-  const bool own = is_own_address(endpoint.host);
+  std::string trouble;
   bool answered = false;
+  bool warned = false;
   for (;;) {
-    if (own) {
-      if (auto listener = listen_at(endpoint)) return MeetingHost(endpoint, arrival, *std::move(listener)).run();
+    const AddressList addresses = addresses_of(endpoint, trouble);
+    if (addresses && is_own_address(endpoint.host)) {
+      if (auto listener = listen_at(endpoint, trouble)) {
+        return MeetingHost(endpoint, arrival, *std::move(listener)).run();
+      }
     }
-    if (const auto socket = connect_to(endpoint)) {
+    if (const auto socket = connect_to(addresses.get())) {
       answered = true;
       if (const auto place = ask_for_place(*socket, arrival, deadline)) return *place;
     }
-    require<CommError>(!deadline.passed(), "--rdzv_endpoint ", name_of(endpoint), ": ",
-                       answered ? "not all nodes came" : "no ds-launch answered there", " within ",
+    if (!trouble.empty() && !std::exchange(warned, true)) {
+      warn(cat("--rdzv_endpoint ", name_of(endpoint), ": ", trouble, "; trying again for up to ",
+               endpoint.limit_seconds, " s (--join_timeout)"));
+    }
+    if (trouble.empty()) trouble = answered ? "not all nodes came" : "no ds-launch answered there";
+    require<CommError>(!deadline.passed(), "--rdzv_endpoint ", name_of(endpoint), ": ", trouble, " within ",
                        endpoint.limit_seconds, " s (--join_timeout). Is the same line started on ", endpoint.host,
                        ", and may this machine connect to it?");
-    std::this_thread::sleep_for(kBetweenTries);
+    std::this_thread::sleep_for(addresses ? kBetweenTries : kBetweenQuestions);
   }
 }
 

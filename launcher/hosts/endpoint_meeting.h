@@ -1,11 +1,13 @@
 // Several ds-launch, each started by hand with the same line, get their node ranks at one address: torchrun's
 // --rdzv_endpoint with --rdzv_backend=c10d.
 //
-// The ds-launch on the machine of the endpoint listens there and is node 0; of several on that machine the first. The
-// others connect, say what they bring, and get node ranks in the order in which they came. What does not fit is told to
-// both sides: another job (--rdzv_id) is sent away, another number of nodes (--nnodes) ends the meeting for all.
+// The ds-launch on the machine of the endpoint listens there (at a name: on all interfaces) and is node 0; of several
+// on that machine the first. The others connect, say what they bring, and get node ranks in the order in which they
+// came. What does not fit is told to both sides: another job (--rdzv_id) is sent away, another number of nodes
+// (--nnodes) ends the meeting for all.
 #pragma once
 
+#include <functional>
 #include <string>
 
 namespace ds::launcher {
@@ -34,7 +36,9 @@ struct Endpoint {
 };
 
 // Returns when all nodes have come, with the same world on each. Throws ConfigError where nodes do not agree, CommError
-// where they do not come in time (naming those that have), UsageError where the endpoint's name is not known.
-GivenPlace meet_at_endpoint(const Endpoint& endpoint, const Arrival& arrival);
+// where they do not come in time (naming those that have), also for a name that is not known until then, or a port
+// where this machine may not listen: `warn` is told such a reason when it is first met.
+GivenPlace meet_at_endpoint(const Endpoint& endpoint, const Arrival& arrival,
+                            const std::function<void(const std::string&)>& warn);
 
 }  // namespace ds::launcher

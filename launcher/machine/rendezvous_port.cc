@@ -24,21 +24,27 @@
 namespace ds::launcher {
 namespace {
 
-UniqueFd open_tcp_socket(int family) {
+constexpr int kBacklog = 128;
+
+// What a socket of IPv6 listens to.
+enum class Families { kOwn, kBoth };
+
+UniqueFd open_tcp_socket(int family, Families families = Families::kOwn) {
   UniqueFd socket(::socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (socket.valid()) {
     const int on = 1;  // as the listening store does: connections that linger from the last run do not block the port
+    const int alone = families == Families::kOwn ? 1 : 0;
     setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-    if (family == AF_INET6) setsockopt(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, &on, sizeof(on));
+    if (family == AF_INET6) setsockopt(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, &alone, sizeof(alone));
   }
   return socket;
 }
 
-// 0 or the error number of bind() and listen() on all addresses of the family. Both are asked: with SO_REUSEADDR two
-// sockets may bind one port, and only the second listen() fails.
-int try_listen(int family, int port) {
-  UniqueFd socket = open_tcp_socket(family);
-  if (!socket.valid()) return errno == EAFNOSUPPORT ? 0 : errno;
+// `socket` listens on all addresses of the family, or the error number of socket(), bind() or listen(). All are asked:
+// with SO_REUSEADDR two sockets may bind one port, and only the second listen() fails.
+int try_listen(int family, Families families, int port, UniqueFd& socket) {
+  socket = open_tcp_socket(family, families);
+  if (!socket.valid()) return errno;
   sockaddr_in6 v6{};
   sockaddr_in v4{};
   v6.sin6_family = AF_INET6;
@@ -47,9 +53,11 @@ int try_listen(int family, int port) {
   const auto* address =
       family == AF_INET6 ? reinterpret_cast<const sockaddr*>(&v6) : reinterpret_cast<const sockaddr*>(&v4);
   const socklen_t size = family == AF_INET6 ? sizeof(v6) : sizeof(v4);
-  if (bind(socket.get(), address, size) != 0) return errno == EADDRNOTAVAIL ? 0 : errno;  // family switched off
-  return listen(socket.get(), 1) == 0 ? 0 : errno;
+  return bind(socket.get(), address, size) == 0 && listen(socket.get(), kBacklog) == 0 ? 0 : errno;
 }
+
+// Said by socket() or by bind() where the family is switched off.
+bool lacks_family(int error) { return error == EAFNOSUPPORT || error == EADDRNOTAVAIL; }
 
 bool is_loopback(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
 
@@ -107,12 +115,19 @@ int find_free_port() {
 
 bool port_in_use(int port) {
   for (int family : {AF_INET, AF_INET6}) {
-    const int error = try_listen(family, port);
+    UniqueFd socket;
+    const int error = try_listen(family, Families::kOwn, port, socket);
+    if (lacks_family(error)) continue;
     if (error == EADDRINUSE) return true;
     require<UsageError>(error == 0, "rank 0 cannot listen on port ", port, ": ", std::strerror(error),
                         error == EACCES ? "; ports below 1024 need root, choose a higher --master_port" : "");
   }
   return false;
+}
+
+int listen_on_all_interfaces(int port, UniqueFd& socket) {
+  const int error = try_listen(AF_INET6, Families::kBoth, port, socket);
+  return lacks_family(error) ? try_listen(AF_INET, Families::kOwn, port, socket) : error;
 }
 
 bool is_own_address(const std::string& address) { return resolve_own_address(address).empty(); }

@@ -5,12 +5,18 @@
 #include <string>
 #include <vector>
 
+#include "core/unique_fd.h"
+
 namespace ds::launcher {
 
 inline constexpr int kDefaultMasterPort = 29500;
 
 // Is a process listening there, on any address of this machine? (Connections of the past do not count.)
 bool port_in_use(int port);
+
+// `socket` listens there on all addresses, of IPv4 and IPv6, that this machine has. Returns 0, or the error number:
+// EADDRINUSE when another process listens.
+int listen_on_all_interfaces(int port, UniqueFd& socket);
 
 // Throws UsageError when `address` is a name that does not resolve, or an address that this machine does not have.
 void require_own_address(const std::string& address);

@@ -1,5 +1,6 @@
 // Lines as other launchers' pages print them, started for real: node ranks by arrival at an endpoint, counts of
 // accelerate and horovodrun, torchrun's variables.
+#include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -110,21 +111,45 @@ TEST(LaunchLines, NodesThatDisagreeOnTheirNumberAreTold) {
   }
 }
 
+bool is_there(const char* address, int port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in where{};
+  where.sin_family = AF_INET;
+  where.sin_port = htons(static_cast<uint16_t>(port));
+  inet_pton(AF_INET, address, &where.sin_addr);
+  const bool there = connect(fd, reinterpret_cast<sockaddr*>(&where), sizeof(where)) == 0;
+  close(fd);
+  return there;
+}
+
+// A name may mean 127.0.1.1 on its own machine, and another address on the others.
+TEST(LaunchLines, ANameIsListenedForOnAllInterfacesAnAddressThereAlone) {
+  const int by_name = free_port();
+  Launched name({.flags = torchrun_line(by_name, "2", "1"), .actions = {"print", "started"}});
+  EXPECT_TRUE(wait_until([&] { return is_there("127.0.1.1", by_name); }));
+  const int by_address = free_port();
+  Launched address({.flags = {"--nnodes=2", "--nproc_per_node=1", cat("--rdzv_endpoint=127.0.0.1:", by_address)},
+                    .actions = {"print", "started"}});
+  EXPECT_TRUE(wait_until([&] { return is_there("127.0.0.1", by_address); }));
+  EXPECT_FALSE(is_there("127.0.1.1", by_address));
+}
+
+TEST(LaunchLines, ANameThatIsNotKnownYetIsAskedForAgain) {
+  Launched launched(
+      {.flags = {"--nnodes=2", "--nproc_per_node=1", "--rdzv_endpoint=not-there.invalid:29400", "--join_timeout=2"},
+       .actions = {"print", "started"}});
+  EXPECT_EQ(launched.wait(110), 2);
+  EXPECT_THAT(launched.err(),
+              AllOf(HasSubstr("trying again for up to 2 s (--join_timeout)"),
+                    HasSubstr("the name not-there.invalid is not known here"), HasSubstr("within 2 s")));
+}
+
 TEST(LaunchLines, AnotherJobIsSentAway) {
   const int port = free_port();
   std::vector<std::string> flags = torchrun_line(port, "2", "1");
   flags.push_back("--join_timeout=6");
   Launched first({.flags = flags, .actions = {"print", "started"}});
-  ASSERT_TRUE(wait_until([&] {  // it listens
-    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_port = htons(static_cast<uint16_t>(port));
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    const bool there = connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
-    close(fd);
-    return there;
-  }));
+  ASSERT_TRUE(wait_until([&] { return is_there("127.0.0.1", port); }));  // it listens
   Launched other({.flags = torchrun_line(port, "2", "1", "another"), .actions = {"print", "started"}});
   EXPECT_EQ(other.wait(), 2);
   EXPECT_THAT(other.err(), AllOf(HasSubstr("has --rdzv_id '100'"), HasSubstr("found 'another'")));

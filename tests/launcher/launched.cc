@@ -26,6 +26,7 @@ std::vector<std::string> clean_environment() {
     const std::string_view name = text.substr(0, text.find('='));
     if (name != "OMP_NUM_THREADS" && name != "CUDA_VISIBLE_DEVICES" && name != "RANK") entries.emplace_back(text);
   }
+  entries.emplace_back("CUDA_VISIBLE_DEVICES=");  // after the test's own settings, of which the first counts
   return entries;
 }
 

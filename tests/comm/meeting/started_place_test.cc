@@ -59,6 +59,8 @@ TEST(StartedPlace, ATaskOfLsf) {
   EXPECT_EQ(place->host, "a01");
   EXPECT_EQ(place->port, 20000 + 4242);
   EXPECT_EQ(place_of(changed(kLsf, {{"LSB_MCPU_HOSTS", "a01 6"}}))->host, "a01");
+  EXPECT_EQ(place_of(changed(kLsf, {{"LSB_MCPU_HOSTS", "a01 1"}}))->host, "a01");
+  EXPECT_EQ(place_of(changed(kLsf, {{"LSB_MCPU_HOSTS", "a01 42 a02 42"}}))->host, "a01") << "no host of the script";
   EXPECT_EQ(place_of(changed(kLsf, {{"LSB_MCPU_HOSTS", ""}}))->host, "");
   EXPECT_EQ(place_of(changed(kLsf, {{"JSM_NAMESPACE_LOCAL_SIZE", "12"}}))->host, "127.0.0.1");
   // jsrun sets Open MPI's variables, too.

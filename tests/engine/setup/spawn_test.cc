@@ -78,6 +78,32 @@ TEST(Spawn, ASignalIsNamed) {
   EXPECT_THAT(ran.out, AllOf(HasSubstr("spawn: rank 0"), HasSubstr("killed by signal 9")));
 }
 
+TEST(Spawn, TheCauseIsToldNotWhatFollowedFromIt) {
+  EXPECT_THAT(run("together").out, AllOf(HasSubstr("spawn: rank 1"), HasSubstr("killed by signal 9")));
+}
+
+TEST(Spawn, AfterAFailureNoProcessIsLeft) {
+  for (const char* how : {"fail", "killed", "stay"}) {
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT_THAT(run(how).out, AllOf(HasSubstr("error: spawn: rank"), HasSubstr("no process is left"))) << how;
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(40)) << how;
+  }
+}
+
+TEST(Spawn, WhereSigchldIsIgnoredStatusesAreKept) {
+  const std::string ignored = "trap '' CHLD; exec";
+  const Ran well = run("well", ignored);
+  EXPECT_EQ(well.code, 0) << well.out;
+  EXPECT_EQ(count_of(well.out, "SIGCHLD is ignored"), 1U) << "as before the call: " << well.out;
+  EXPECT_THAT(run("fail", ignored).out, HasSubstr("exit code 1: no luck"));
+}
+
+TEST(Spawn, AStatusThatSomebodyElseTookIsAFailure) {
+  const Ran ran = run("reaped");
+  EXPECT_EQ(ran.code, 1);
+  EXPECT_THAT(ran.out, AllOf(HasSubstr("spawn: rank 1"), HasSubstr("no luck"), Not(HasSubstr("the end"))));
+}
+
 TEST(Spawn, MisuseIsNamed) {
   EXPECT_THAT(run("nested").out, HasSubstr("found one inside of a function that spawn() runs"));
   EXPECT_THAT(run("lost").out, HasSubstr("ended without having come to call 1 of spawn()"));

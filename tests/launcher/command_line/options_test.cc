@@ -190,6 +190,30 @@ TEST(Options, TorchrunsVariablesAreDefaults) {
   EXPECT_EQ(elastic.master_addr, "a");
 }
 
+TEST(Options, WhatIsTypedWinsOverTorchrunsVariables) {
+  const std::vector<std::string> count = {"PET_NPROC_PER_NODE=2", "PET_MAX_RESTARTS=3"};
+  EXPECT_EQ(parse_options({"--standalone", "p"}, count).num_procs, 2);
+  for (const char* typed : {"--include=localhost:1", "--exclude=localhost:1", "--hostfile=hosts"}) {
+    const Options options = parse_options({typed, "p"}, count);
+    EXPECT_FALSE(options.num_procs) << typed;
+    EXPECT_EQ(options.max_restarts, 3) << typed;
+  }
+  EXPECT_EQ(parse_options({"--launcher=slurm", "p"}, count).max_restarts, 0);
+  EXPECT_EQ(parse_options({"--node_rank=0", "p"}, count).max_restarts, 0);
+
+  const std::vector<std::string> endpoint = {"PET_RDZV_ENDPOINT=a:1", "PET_RDZV_BACKEND=c10d", "PET_RDZV_ID=x"};
+  EXPECT_EQ(parse_options({"--master_addr=b", "p"}, endpoint).master_addr, "b");
+  EXPECT_EQ(parse_options({"--master_port=2", "p"}, endpoint).master_port, 2);
+  EXPECT_EQ(parse_options({"--min_nodes=2", "p"}, {"PET_NNODES=4"}).min_nodes, 2);
+}
+
+TEST(Options, CountsOfThisMachineAreNotForOtherLaunchers) {
+  for (const char* count : {"auto", "gpu", "cpu"}) {
+    EXPECT_THAT(error_of({"--launcher", "slurm", "--nproc_per_node", count, "p"}),
+                HasSubstr(std::string("--nproc_per_node ") + count + " does not go with --launcher slurm"));
+  }
+}
+
 TEST(Options, RestartsAndElasticTraining) {
   EXPECT_EQ(parse_options({"p"}).max_restarts, 0);
   EXPECT_FALSE(parse_options({"--max_restarts", "4", "p"}).min_nodes);
