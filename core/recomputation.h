@@ -1,5 +1,6 @@
 // Whether this thread computes a region of activation checkpointing again. What a forward pass changes beside its
-// outputs (running statistics) has happened in the first run, and must not happen twice.
+// outputs has happened in the first run, and must not happen twice: who asks here leaves it out, as converted BatchNorm
+// layers do. LibTorch's own do not ask, and move their running statistics twice, as in torch.
 #pragma once
 
 namespace ds {

@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/optim/optimizer.h>
 
+#include <cmath>
 #include <map>
 #include <string>
 #include <utility>
@@ -19,6 +20,10 @@ namespace ds::engine {
 namespace {
 
 void require_values(const GradScalerOptions& options) {
+  require<ConfigError>(std::isfinite(options.init_scale) && options.init_scale > 0.0,
+                       "GradScaler: The scale (init_scale) must be finite and > 0.0, found ", options.init_scale);
+  require<ConfigError>(options.growth_interval > 0, "GradScaler: The growth interval must be > 0, found ",
+                       options.growth_interval);
   require<ConfigError>(options.growth_factor > 1.0, "GradScaler: The growth factor must be > 1.0, found ",
                        options.growth_factor);
   require<ConfigError>(options.backoff_factor < 1.0 && options.backoff_factor > 0.0,
@@ -74,16 +79,21 @@ struct GradScaler::Impl {
     std::optional<bool> found_inf;  // empty: nobody has looked
   };
 
-  explicit Impl(GradScalerOptions given) : options(std::move(given)), scaler(scaler_of(options)) {}
+  explicit Impl(GradScalerOptions given)
+      : options(std::move(given)), scaler(scaler_of(options.enabled ? options : GradScalerOptions())) {}
 
-  // What the rule is now, with the scale and the good steps so far.
-  void renew(double scale, int64_t good_steps) {
-    require_values(options);
-    options.init_scale = scale;
-    scaler = scaler_of(options);
-    scaler.load({.scale = scale, .iteration = good_steps, .last_overflow_iteration = -1});
+  // Another rule, with the scale and the good steps so far. Throws before any change.
+  void renew(GradScalerOptions changed, double scale, int64_t good_steps) {
+    changed.init_scale = scale;
+    if (changed.enabled) {
+      require_values(changed);
+      scaler = scaler_of(changed);
+      scaler.load({.scale = scale, .iteration = good_steps, .last_overflow_iteration = -1});
+    }
+    options = std::move(changed);
   }
   int64_t good_steps() const {
+    if (!options.enabled) return 0;
     const optimizers::LossScalerState& state = scaler.state();
     return (state.iteration - state.last_overflow_iteration - 1) % options.growth_interval;
   }
@@ -187,7 +197,7 @@ void GradScaler::update(std::optional<double> new_scale) {
   impl_->require_scaled("update");
   if (new_scale) {
     require(*new_scale > 0, "GradScaler: update(): expected a scale above 0, found ", *new_scale);
-    impl_->renew(*new_scale, impl_->good_steps());
+    impl_->renew(impl_->options, *new_scale, impl_->good_steps());
   } else {
     bool looked = false;
     bool found = false;
@@ -208,20 +218,22 @@ int64_t GradScaler::get_growth_interval() const { return impl_->options.growth_i
 bool GradScaler::is_enabled() const { return impl_->options.enabled; }
 
 void GradScaler::set_growth_factor(double factor) {
-  impl_->options.growth_factor = factor;
-  impl_->renew(impl_->scaler.scale(), impl_->good_steps());
+  GradScalerOptions options = impl_->options;
+  options.growth_factor = factor;
+  impl_->renew(std::move(options), impl_->scaler.scale(), impl_->good_steps());
 }
 
 void GradScaler::set_backoff_factor(double factor) {
-  impl_->options.backoff_factor = factor;
-  impl_->renew(impl_->scaler.scale(), impl_->good_steps());
+  GradScalerOptions options = impl_->options;
+  options.backoff_factor = factor;
+  impl_->renew(std::move(options), impl_->scaler.scale(), impl_->good_steps());
 }
 
 void GradScaler::set_growth_interval(int64_t interval) {
   require(interval > 0, "GradScaler: expected a growth interval above 0, found ", interval);
-  const int64_t good_steps = impl_->good_steps();
-  impl_->options.growth_interval = interval;
-  impl_->renew(impl_->scaler.scale(), good_steps % interval);
+  GradScalerOptions options = impl_->options;
+  options.growth_interval = interval;
+  impl_->renew(std::move(options), impl_->scaler.scale(), impl_->good_steps() % interval);
 }
 
 nlohmann::json GradScaler::state_dict() const {
@@ -247,9 +259,8 @@ void GradScaler::load_state_dict(const nlohmann::json& state) {
   options.growth_factor = state.at("growth_factor").get<double>();
   options.backoff_factor = state.at("backoff_factor").get<double>();
   options.growth_interval = interval;
-  require_values(options);
-  impl_->options = options;
-  impl_->renew(state.at("scale").get<double>(), state.at("_growth_tracker").get<int64_t>() % interval);
+  impl_->renew(std::move(options), state.at("scale").get<double>(),
+               state.at("_growth_tracker").get<int64_t>() % interval);
 }
 
 }  // namespace ds::engine

@@ -96,9 +96,18 @@ std::vector<NamedLayer> layers_without_ranks(torch::nn::Module& module) {
   for (NamedLayer& layer : batch_norms_of(module)) {
     const LayerTensors tensors = tensors_of(*layer.module);
     const auto found = find_converted(tensors.weight, tensors.running_mean);
-    if (found && !found->has_ranks) result.push_back(std::move(layer));
+    // A group that has ended was an engine's, since layers keep one that the program has given.
+    if (found && (!found->has_ranks || found->group.expired())) result.push_back(std::move(layer));
   }
   return result;
+}
+
+std::shared_ptr<comm::Communicator> give_ranks(torch::nn::Module& module, comm::Communicator& ranks) {
+  const std::vector<NamedLayer> layers = layers_without_ranks(module);
+  if (layers.empty()) return nullptr;
+  std::shared_ptr<comm::Communicator> group = group_for_layers(ranks);
+  convert_layers(layers, group, GroupOwner::kCaller);
+  return group;
 }
 
 std::shared_ptr<const ConvertedLayer> find_converted(const at::Tensor& weight, const at::Tensor& running_mean) {
@@ -107,8 +116,12 @@ std::shared_ptr<const ConvertedLayer> find_converted(const at::Tensor& weight, c
   for (const at::Tensor* tensor : {&weight, &running_mean}) {
     if (!tensor->defined()) continue;
     const auto found = table.layers.find(tensor->unsafeGetTensorImpl());
-    // A tensor may lie where one of a module that is gone has been.
-    if (found != table.layers.end() && !found->second->module.expired()) return found->second;
+    if (found == table.layers.end()) continue;
+    // A tensor may lie where one of a module that is gone has been, or one that its module has replaced.
+    const std::shared_ptr<torch::nn::Module> module = found->second->module.lock();
+    if (!module) continue;
+    const LayerTensors own = tensors_of(*module);
+    if (own.weight.is_same(*tensor) || own.running_mean.is_same(*tensor)) return found->second;
   }
   return nullptr;
 }

@@ -47,10 +47,14 @@ enum class GroupOwner { kLayers, kCaller };
 void convert_layers(const std::vector<NamedLayer>& layers, const std::shared_ptr<comm::Communicator>& group,
                     GroupOwner owner);
 
-// The converted layers of the module for which nobody has said over which ranks.
+// The converted layers of the module for which nobody has said over which ranks, or an engine that has ended.
 std::vector<NamedLayer> layers_without_ranks(torch::nn::Module& module);
 
-// The layer that one of these tensors is of, while its module lives; else null. Any thread.
+// Gives them all ranks of `ranks`, in a group of their own that the caller keeps; null: there are no such layers, of
+// which all ranks have as many. Collective.
+std::shared_ptr<comm::Communicator> give_ranks(torch::nn::Module& module, comm::Communicator& ranks);
+
+// The layer that one of these tensors is of, while its module lives and has it; else null. Any thread.
 std::shared_ptr<const ConvertedLayer> find_converted(const at::Tensor& weight, const at::Tensor& running_mean);
 
 }  // namespace ds::norm

@@ -166,8 +166,10 @@ std::optional<LayerOverRanks> layer_over_ranks(const Arguments& of, bool trainin
           ": expected the ranks to be known in training, found a layer that was converted without a group and has no ",
           "engine yet. Pass the group, convert_sync_batchnorm(module, group), or initialize the engine before");
   auto group = layer->group.lock();
-  require(group != nullptr, "sync batch norm ", layer->name,
-          ": expected the engine that trains the layer, found that it has ended; convert the module again");
+  require(
+      group != nullptr, "sync batch norm ", layer->name,
+      ": expected the engine that trains the layer, found that it has ended; initialize another one with the module, ",
+      "or convert it again");
   return LayerOverRanks{.name = layer->name, .module = std::move(module), .group = std::move(group)};
 }
 
@@ -178,10 +180,23 @@ void count_once(torch::nn::Module& module) {
   if (counted.defined()) counted.sub_(1);
 }
 
-std::optional<at::Tensor> sync_batch_norm(const Arguments& of, bool training) {
+// A rank alone is LibTorch's, which moves running statistics each time: what is computed again moves copies.
+void leave_running_statistics(LayerTensors& tensors) {
+  if (!Recomputation::is_running()) return;
+  for (at::Tensor* const running : {&tensors.running_mean, &tensors.running_var}) {
+    if (running->defined()) *running = running->detach().clone();
+  }
+}
+
+// None: LibTorch computes it, of the tensors that are here then.
+std::optional<at::Tensor> sync_batch_norm(Arguments& of, bool training) {
   auto layer = layer_over_ranks(of, training);
   if (!layer) return std::nullopt;
   count_once(*layer->module);
+  if (layer->group->size() == 1) {
+    leave_running_statistics(of.tensors);
+    return std::nullopt;
+  }
   layer->module.reset();  // graphs keep the ranks alone
   return compute(*std::move(layer), of);
 }
@@ -190,10 +205,11 @@ std::optional<at::Tensor> sync_batch_norm(const Arguments& of, bool training) {
 at::Tensor batch_norm(const at::Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
                       const MaybeTensor& running_mean, const MaybeTensor& running_var, bool training, double momentum,
                       double eps, bool cudnn_enabled) {
-  const Arguments given{
+  Arguments given{
       input, {or_none(weight), or_none(bias), or_none(running_mean), or_none(running_var), {}}, momentum, eps};
   if (auto result = sync_batch_norm(given, training)) return *std::move(result);
-  return at::native::batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled);
+  return at::native::batch_norm(input, weight, bias, given.tensors.running_mean, given.tensors.running_var, training,
+                                momentum, eps, cudnn_enabled);
 }
 
 // What the former is made of, where it is decomposed before it comes to us.
@@ -201,14 +217,14 @@ at::Tensor batch_norm(const at::Tensor& input, const MaybeTensor& weight, const 
 ImplOutputs batch_norm_impl(const at::Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
                             const MaybeTensor& running_mean, const MaybeTensor& running_var, bool training,
                             double momentum, double eps, bool cudnn_enabled) {
-  const Arguments given{
+  Arguments given{
       input, {or_none(weight), or_none(bias), or_none(running_mean), or_none(running_var), {}}, momentum, eps};
   if (auto result = sync_batch_norm(given, training)) {
     const at::Tensor none = at::empty({0}, input.options());
     return {*std::move(result), none, none, at::empty({0}, input.options().dtype(at::kByte)), 0};
   }
-  return at::native::_batch_norm_impl_index(input, weight, bias, running_mean, running_var, training, momentum, eps,
-                                            cudnn_enabled);
+  return at::native::_batch_norm_impl_index(input, weight, bias, given.tensors.running_mean, given.tensors.running_var,
+                                            training, momentum, eps, cudnn_enabled);
 }
 
 }  // namespace

@@ -116,18 +116,23 @@ void ClientOptimizer::update(int64_t index, const at::Tensor& gradient, double g
   if (gradient_scale != 1.0) wide.mul_(gradient_scale);
   // Of a step that was skipped, or failed.
   if (step_count_ == 1 && !kind->from_start) client_->state().erase(own.master.unsafeGetTensorImpl());
-  const bool is_current = copies_[static_cast<size_t>(index)].is_current;
-  if (is_current && kind->is_written && step_count_ > 1) write_changed(index, step_count_ - 1);
+  Copy& copy = copies_[static_cast<size_t>(index)];
+  const bool asked = std::exchange(copy.is_asked, false);
+  if (copy.is_current && kind->is_written && step_count_ > 1) write_changed(index, step_count_ - 1);
   const GradientOf given(own.master, wide);
   client_->step();
   if (!kind->is_written) return adopt(index);
-  copies_[static_cast<size_t>(index)].is_current = false;
-  if (is_current) read_written(index);  // whoever asked may write to them
+  copy.is_current = false;
+  if (asked) read_written(index);  // whoever asked before the step may write to them after it, as HeldStill does
 }
 
 NamedStates ClientOptimizer::states(int64_t index) {
   const ClientState* const kind = kind_of(slice(index));
-  if (kind && kind->is_written && !copies_[static_cast<size_t>(index)].is_current) read_written(index);
+  if (kind && kind->is_written) {
+    Copy& copy = copies_[static_cast<size_t>(index)];
+    if (!copy.is_current) read_written(index);
+    copy.is_asked = true;
+  }
   return states_.at(static_cast<size_t>(index));
 }
 
@@ -189,10 +194,6 @@ int64_t ClientOptimizer::state_bytes_per_element() const {
   size_t most = 0;
   for (const ClientState& kind : kinds_) most = std::max(most, kind.names.size());
   return static_cast<int64_t>(most * kFloat);
-}
-
-bool ClientOptimizer::has_known_states() const {
-  return std::all_of(kinds_.begin(), kinds_.end(), [](const ClientState& kind) { return kind.is_known; });
 }
 
 }  // namespace ds::optimizers

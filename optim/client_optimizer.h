@@ -35,8 +35,6 @@ class ClientOptimizer final : public ShardOptimizer {
   void states_changed(bool rank_states) override;
   int64_t state_bytes_per_element() const override;
   std::string name() const override { return client_name(*client_); }
-  // Whether a checkpoint can have what it keeps.
-  bool has_known_states() const;
 
  protected:
   void allocate_states(int64_t index) override;
@@ -49,7 +47,7 @@ class ClientOptimizer final : public ShardOptimizer {
   // Tensors that a step has made are kept here, in memory that was foreseen for them.
   void adopt(int64_t index);
   // Of a class of the program's (ClientState::is_written), the state has tensors of its own, and those here are copies:
-  // as it is now, where somebody has asked for them; and back, where somebody has changed them since.
+  // as it is now, where somebody has asked for them since the last step; and back, where somebody has changed them.
   void read_written(int64_t index);
   void write_changed(int64_t index, int64_t steps);
   uint64_t versions_of(int64_t index) const;
@@ -60,6 +58,7 @@ class ClientOptimizer final : public ShardOptimizer {
   std::vector<NamedStates> states_;  // by slice
   struct Copy {
     bool is_current = false;
+    bool is_asked = false;  // for, since the last step: they are kept current over one more
     uint64_t versions = 0;  // of the copies, when they were made
   };
   std::vector<Copy> copies_;  // by slice

@@ -15,6 +15,12 @@ namespace {
 
 namespace to = torch::optim;
 
+// Null for a class that is derived from it: it may keep more than we know of.
+template <class State>
+State* exactly(to::OptimizerParamState& state) {
+  return typeid(state) == typeid(State) ? static_cast<State*>(&state) : nullptr;
+}
+
 template <class State>
 StateFields adam_fields(State& state) {
   return {
@@ -75,15 +81,15 @@ bool with_options(Options& options, const Use& use) {
 }  // namespace
 
 std::optional<StateFields> fields_of(to::OptimizerParamState& state) {
-  if (auto* const adam = dynamic_cast<to::AdamParamState*>(&state)) return adam_fields(*adam);
-  if (auto* const adamw = dynamic_cast<to::AdamWParamState*>(&state)) return adam_fields(*adamw);
-  if (auto* const sgd = dynamic_cast<to::SGDParamState*>(&state)) {
+  if (auto* const adam = exactly<to::AdamParamState>(state)) return adam_fields(*adam);
+  if (auto* const adamw = exactly<to::AdamWParamState>(state)) return adam_fields(*adamw);
+  if (auto* const sgd = exactly<to::SGDParamState>(state)) {
     return StateFields{{{"momentum_buffer", &sgd->momentum_buffer()}}, nullptr};
   }
-  if (auto* const adagrad = dynamic_cast<to::AdagradParamState*>(&state)) {
+  if (auto* const adagrad = exactly<to::AdagradParamState>(state)) {
     return StateFields{{{"sum", &adagrad->sum()}}, &adagrad->step()};
   }
-  if (auto* const rmsprop = dynamic_cast<to::RMSpropParamState*>(&state)) {
+  if (auto* const rmsprop = exactly<to::RMSpropParamState>(state)) {
     return StateFields{{{"square_avg", &rmsprop->square_avg()},
                         {"momentum_buffer", &rmsprop->momentum_buffer()},
                         {"grad_avg", &rmsprop->grad_avg()}},

@@ -21,7 +21,7 @@ struct StateFields {
   std::vector<std::pair<std::string, at::Tensor*>> tensors;
   int64_t* step = nullptr;  // null: it counts none
 };
-// Nothing for a class that is none of torch's.
+// Nothing for a class that is none of torch's, or is derived from one.
 std::optional<StateFields> fields_of(torch::optim::OptimizerParamState& state);
 
 // What each parameter of a group has between steps.

@@ -90,10 +90,15 @@ double TorchOptimizer::momentum_of(const GroupOptions& group, int64_t step) cons
   return group.beta1 * (1.0 - 0.5 * std::pow(0.96, static_cast<double>(step) * rule_.momentum_decay));
 }
 
-// At the first update of a step; one that was taken back comes again under its number.
-void TorchOptimizer::note_momenta() {
-  if (mu_step_ == step_count_) return;
-  mu_before_.copy_(mu_product_);
+// On every rank, also one without a slice that is trained: the product is that of the steps. A step that was taken back
+// comes again under its number.
+void TorchOptimizer::step_began() {
+  if (rule_.algorithm != TorchAlgorithm::kNadam) return;
+  if (mu_step_ >= step_count_) {
+    mu_product_.copy_(mu_before_);
+  } else {
+    mu_before_.copy_(mu_product_);
+  }
   for (size_t g = 0; g < step_groups_.size(); ++g) {
     mu_product_.mutable_data_ptr<double>()[g] *= momentum_of(step_groups_[g], step_count_);
   }
@@ -188,7 +193,6 @@ void TorchOptimizer::update(int64_t index, const at::Tensor& gradient, double gr
   require(has_momentum_ || group.momentum == 0.0 || rule_.algorithm != TorchAlgorithm::kRmsprop, "RMSprop: group ",
           slice.group, " was made without momentum, found ", group.momentum,
           " (give the momentum when the optimizer is made)");
-  if (rule_.algorithm == TorchAlgorithm::kNadam) note_momenta();
   const double mu_product = mu_product_.const_data_ptr<double>()[slice.group];
   const NamedStates& flat = states_[static_cast<size_t>(index)];
   for_each_chunk(slice.master, gradient, KernelMemory::kTemporaries,

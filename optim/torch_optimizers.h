@@ -36,6 +36,7 @@ class TorchOptimizer final : public ShardOptimizer {
 
  protected:
   void allocate_states(int64_t index) override;
+  void step_began() override;
 
  private:
   // One step of elements: master, gradient and states of [length]; the gradient may be overwritten.
@@ -46,7 +47,6 @@ class TorchOptimizer final : public ShardOptimizer {
   };
   std::vector<std::string> state_names() const;
   double momentum_of(const GroupOptions& group, int64_t step) const;
-  void note_momenta();
   void decay(const GroupOptions& group, const Elements& own) const;
   void rmsprop(const GroupOptions& group, const Elements& own) const;
   void adamax(const GroupOptions& group, const Elements& own) const;

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <string>
+#include <tuple>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -32,13 +33,18 @@ std::vector<at::Tensor> buffers_of(const torch::nn::Module& module) {
 void broadcast_buffers(const torch::nn::Module& module, comm::Communicator& ranks) {
   if (ranks.size() == 1) return;
   const at::NoGradGuard no_grad;
-  std::map<at::ScalarType, std::vector<at::Tensor>> by_type;
-  for (const at::Tensor& buffer : buffers_of(module)) by_type[buffer.scalar_type()].push_back(buffer.variable_data());
-  for (const auto& [type, buffers] : by_type) {
+  // The host's first, on all ranks.
+  using Kind = std::tuple<c10::DeviceType, c10::DeviceIndex, at::ScalarType>;
+  std::map<Kind, std::vector<at::Tensor>> by_kind;
+  for (const at::Tensor& buffer : buffers_of(module)) {
+    const at::Device device = buffer.device();
+    by_kind[{device.type(), device.index(), buffer.scalar_type()}].push_back(buffer.variable_data());
+  }
+  for (const auto& [kind, buffers] : by_kind) {
     std::vector<at::Tensor> flat;
     for (const at::Tensor& buffer : buffers) flat.push_back(buffer.reshape({-1}));
     const at::Tensor all = at::cat(flat);
-    ranks.broadcast(all, /*root=*/0, cat("buffers of ", c10::toString(type))).wait();
+    ranks.broadcast(all, /*root=*/0, cat("buffers of ", c10::toString(std::get<2>(kind)))).wait();
     if (ranks.rank() == 0) continue;
     int64_t begin = 0;
     for (const at::Tensor& buffer : buffers) {

@@ -9,8 +9,8 @@
 
 namespace ds::engine {
 
-// Rank 0's values become those of all ranks, in one message for each dtype. Graphs that have read a buffer stay usable:
-// autograd does not count it as a change. Collective.
+// Rank 0's values become those of all ranks, in one message for each device and dtype. Graphs that have read a buffer
+// stay usable: autograd does not count it as a change. Collective.
 void broadcast_buffers(const torch::nn::Module& module, comm::Communicator& ranks);
 
 // Of all values: equal on ranks with equal buffers. 0 for a module without buffers. Waits for the device.

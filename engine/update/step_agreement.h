@@ -30,7 +30,7 @@ struct StepFacts {
   std::string axis_problem = {};  // what it says, when it was read; empty: nothing
 };
 
-// One exchange of twelve numbers, begun before the reductions of the step are waited for. Collective.
+// One exchange of thirteen numbers, begun before the reductions of the step are waited for. Collective.
 class StepAgreement {
  public:
   // The group outlives it.

@@ -61,6 +61,7 @@ class ShardOptimizer {
   void begin_step() {
     ++step_count_;
     step_groups_ = groups_;
+    step_began();
   }
   // Whether the step that comes next takes this rank's own gradient of the whole bucket, which nobody has reduced, in
   // place of the slice of the mean over ranks.
@@ -101,6 +102,8 @@ class ShardOptimizer {
 
  protected:
   explicit ShardOptimizer(std::vector<GroupOptions> groups);
+  // Called by begin_step().
+  virtual void step_began() {}
   // Allocates the states of slices_[index].
   virtual void allocate_states(int64_t index) = 0;
   // Zeros of the slice's length in state_type(), from the state memory.

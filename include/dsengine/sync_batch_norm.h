@@ -13,15 +13,17 @@
 // counted once: ranks may have batches of different sizes, also empty ones. Gradients are those of one process with the
 // joined batch; weight and bias get this rank's share, which the reduction of gradients adds up. Running statistics
 // become the same on all ranks, with the unbiased variance of the joined batch. Statistics are computed in float32 or
-// wider. In evaluation nothing is exchanged. What is computed again by activation checkpointing exchanges again, and
-// counts once.
+// wider. In evaluation, and where one rank is alone, nothing is exchanged, and LibTorch computes. What is computed
+// again by activation checkpointing exchanges again, and counts once; layers that are not converted count it twice in
+// their running statistics, as in torch.
 //
 // Per layer and step: one all-gather of 2 C + 1 numbers in forward, one all-reduce of 2 C in backward, both awaited.
 // All ranks therefore run the converted layers in the same order; the collectives carry the layers' names.
 //
 // LibTorch itself refuses a rank with one value per channel (BatchNorm1d on one sample) before the operator is called.
 // Code that calls native_batch_norm or cudnn_batch_norm with a layer's tensors is not seen. A clone() of a module is
-// not converted. Only first derivatives: a backward pass with create_graph throws UsageError.
+// not converted, nor is a layer whose weight and running mean the program has replaced by other tensors. Only first
+// derivatives: over several ranks a backward pass with create_graph throws UsageError.
 #pragma once
 
 #include <string>
@@ -41,7 +43,7 @@ namespace ds {
 // with neither weight nor running statistics, which cannot be known by its tensors, and leaves all layers as they were.
 std::vector<std::string> convert_sync_batchnorm(torch::nn::Module& module, comm::Communicator& group);
 // Likewise over the data ranks of the engine, or of the wrapper, that takes the module later. A forward pass in
-// training throws UsageError before, and after the engine's end.
+// training throws UsageError before, and after the engine's end until another takes the module.
 std::vector<std::string> convert_sync_batchnorm(torch::nn::Module& module);
 
 }  // namespace ds

@@ -107,12 +107,14 @@ TEST(GradScaler, MisuseIsNamedAsTorchDoes) {
   torch::optim::SGD halves({half}, 0.1);
   EXPECT_THAT([&] { scaler.unscale_(halves); }, says("Attempting to unscale FP16 gradients."));
   EXPECT_THAT([&] { scaler.load_state_dict({}); }, says("The source state dict is empty"));
+  EXPECT_THAT([] { GradScaler bad({.init_scale = 0.0}); }, ThrowsMessage<ConfigError>(HasSubstr("init_scale")));
+  EXPECT_THAT([] { GradScaler bad({.growth_interval = 0}); }, ThrowsMessage<ConfigError>(HasSubstr("growth interval")));
   EXPECT_THAT([] { GradScaler bad({.growth_factor = 1.0}); }, ThrowsMessage<ConfigError>(HasSubstr("growth factor")));
   EXPECT_THAT([] { GradScaler bad({.backoff_factor = 1.0}); }, ThrowsMessage<ConfigError>(HasSubstr("backoff factor")));
 }
 
 TEST(GradScaler, ThatIsOffDoesNothing) {
-  GradScaler scaler({.enabled = false});
+  GradScaler scaler({.init_scale = 0, .growth_interval = 0, .enabled = false});
   One one;
   one.backward(scaler, kInfinity);
   scaler.unscale_(one.optimizer);
@@ -141,6 +143,18 @@ TEST(GradScaler, GoesOnFromAStateWithTorchsKeys) {
   other.step(one.optimizer);
   other.update();
   EXPECT_EQ(other.get_scale(), 32);
+}
+
+TEST(GradScaler, WhatIsRefusedChangesNothing) {
+  GradScaler scaler({.init_scale = 16, .growth_interval = 3});
+  const nlohmann::json before = scaler.state_dict();
+  nlohmann::json bad = before;
+  bad["growth_factor"] = 4.0;
+  bad["scale"] = -1.0;
+  EXPECT_THAT([&] { scaler.load_state_dict(bad); }, ThrowsMessage<ConfigError>(HasSubstr("init_scale")));
+  EXPECT_THROW(scaler.set_growth_factor(1.0), ConfigError);
+  EXPECT_THROW(scaler.set_backoff_factor(2.0), ConfigError);
+  EXPECT_EQ(scaler.state_dict(), before);
 }
 
 // Ranks with slices of one model: the gradient of one is infinite.

@@ -2,11 +2,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
-
 #include "core/check.h"
 #include "optim/elementwise_probe.h"
 #include "tests/engine/client_run.h"
+#include "tests/engine/own_optimizers.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 
@@ -18,134 +17,6 @@ using test::run_ranks;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using torch::optim::AdamParamState;
-using torch::optim::OptimizerParamGroup;
-
-struct OwnOptions : torch::optim::OptimizerCloneableOptions<OwnOptions> {
-  OwnOptions(double lr = 0.1) : rate(lr) {}  // NOLINT(google-explicit-constructor): as torch's
-  double get_lr() const override { return rate; }
-  void set_lr(double lr) override { rate = lr; }
-  double rate;
-};
-
-// Calls `update` for each parameter that has a gradient.
-class OwnOptimizer : public torch::optim::Optimizer {
- public:
-  OwnOptimizer(std::vector<at::Tensor> parameters, OwnOptions options)
-      : Optimizer({OptimizerParamGroup(std::move(parameters))}, std::make_unique<OwnOptions>(options)) {}
-  at::Tensor step(LossClosure /*closure*/ = nullptr) override {
-    const torch::NoGradGuard no_grad;
-    for (OptimizerParamGroup& group : param_groups_) {
-      for (at::Tensor& parameter : group.params()) {
-        if (parameter.grad().defined()) update(parameter, group.options().get_lr());
-      }
-    }
-    return {};
-  }
-
- protected:
-  virtual void update(at::Tensor& parameter, double lr) = 0;
-};
-
-// The sign of a momentum, with the larger steps at the start: it counts by parameter.
-class SignMomentum : public OwnOptimizer {
-  using OwnOptimizer::OwnOptimizer;
-  void update(at::Tensor& parameter, double lr) override {
-    auto& entry = state_[parameter.unsafeGetTensorImpl()];
-    if (!entry) entry = std::make_unique<AdamParamState>();
-    auto& state = static_cast<AdamParamState&>(*entry);
-    if (!state.exp_avg().defined()) state.exp_avg(parameter.grad().clone());
-    state.step(state.step() + 1);
-    state.exp_avg().mul_(0.9).add_(parameter.grad(), 0.1);
-    parameter.sub_(state.exp_avg().sign(), lr / std::sqrt(static_cast<double>(state.step())));
-  }
-};
-
-// A class of states of its own, which writes itself as torch's do.
-struct OwnState : torch::optim::OptimizerCloneableParamState<OwnState> {
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    archive.write("seen", c10::IValue(seen));
-    archive.write("speed", c10::IValue(speed));
-  }
-  void serialize(torch::serialize::InputArchive& archive) override {
-    c10::IValue value;
-    archive.read("seen", value);
-    seen = value.toInt();
-    archive.read("speed", value);
-    speed = value.toTensor();
-  }
-  int64_t seen = 0;
-  at::Tensor speed;
-};
-
-class OwnMomentum : public OwnOptimizer {
-  using OwnOptimizer::OwnOptimizer;
-  void update(at::Tensor& parameter, double lr) override {
-    auto& entry = state_[parameter.unsafeGetTensorImpl()];
-    if (!entry) entry = std::make_unique<OwnState>();
-    auto& state = static_cast<OwnState&>(*entry);
-    ++state.seen;
-    // In new memory, each time.
-    state.speed = state.speed.defined() ? state.speed * 0.9 + parameter.grad() : parameter.grad().clone();
-    parameter.sub_(state.speed, lr / std::sqrt(static_cast<double>(state.seen)));
-  }
-};
-
-// The same, but for what it writes.
-struct SilentState : torch::optim::OptimizerCloneableParamState<SilentState> {
-  at::Tensor speed;
-};
-class SilentMomentum : public OwnOptimizer {
-  using OwnOptimizer::OwnOptimizer;
-  void update(at::Tensor& parameter, double lr) override {
-    auto& entry = state_[parameter.unsafeGetTensorImpl()];
-    if (!entry) entry = std::make_unique<SilentState>();
-    at::Tensor& speed = static_cast<SilentState&>(*entry).speed;
-    speed = speed.defined() ? speed * 0.9 + parameter.grad() : parameter.grad().clone();
-    parameter.sub_(speed, lr);
-  }
-};
-
-// As LARS: by the norms of a parameter and its gradient.
-class NormScaled : public OwnOptimizer {
-  using OwnOptimizer::OwnOptimizer;
-  void update(at::Tensor& parameter, double lr) override {
-    const double ratio = (parameter.norm() / parameter.grad().norm()).item<double>();
-    parameter.sub_(parameter.grad(), lr * ratio);
-  }
-};
-
-// Matrices by their rows, vectors element by element.
-class RowScaled : public OwnOptimizer {
-  using OwnOptimizer::OwnOptimizer;
-  void update(at::Tensor& parameter, double lr) override {
-    const at::Tensor& gradient = parameter.grad();
-    parameter.sub_(gradient.dim() > 1 ? gradient / gradient.norm(2, {1}, true) : gradient.sign(), lr);
-  }
-};
-
-// A counter of its own, beside state().
-class CountsItself : public OwnOptimizer {
-  using OwnOptimizer::OwnOptimizer;
-  void update(at::Tensor& parameter, double lr) override { parameter.sub_(parameter.grad(), lr / ++steps_); }
-  int steps_ = 0;
-};
-
-class DrawsNoise : public OwnOptimizer {
-  using OwnOptimizer::OwnOptimizer;
-  void update(at::Tensor& parameter, double lr) override {
-    parameter.sub_(parameter.grad() + torch::randn_like(parameter), lr);
-  }
-};
-
-class DoesNothing : public OwnOptimizer {
-  using OwnOptimizer::OwnOptimizer;
-  void update(at::Tensor& /*parameter*/, double /*lr*/) override {}
-};
-
-class Throws : public OwnOptimizer {
-  using OwnOptimizer::OwnOptimizer;
-  void update(at::Tensor& /*parameter*/, double /*lr*/) override { throw std::runtime_error("wants a matrix"); }
-};
 
 template <class Optimizer>
 std::string problem_of() {
@@ -161,6 +32,29 @@ TEST(ElementwiseProbe, FindsWhatCannotWorkOnSlices) {
   EXPECT_THAT(problem_of<DrawsNoise>(), HasSubstr("random"));
   EXPECT_THAT(problem_of<DoesNothing>(), HasSubstr("changes nothing"));
   EXPECT_THAT(problem_of<Throws>(), HasSubstr("wants a matrix"));
+  EXPECT_THAT(problem_of<KeepsSliced>(), HasSubstr("clone() makes one of another class"));
+  EXPECT_THAT(problem_of<Doubles<AdamParamState>>(), HasSubstr("exp_avg in Double for a parameter of Float"));
+}
+
+TEST(ElementwiseProbe, FindsWhatBeginsWithManyElementsOrLargeGradients) {
+  EXPECT_THAT(problem_of<ClipsLargeNorms>(), AllOf(HasSubstr("23040 elements is cut in two"), HasSubstr("gradients")));
+  EXPECT_THAT(problem_of<FactorsLargeMatrices>(), HasSubstr("160 x 144"));
+  EXPECT_THAT(problem_of<RoundsInBlocks>(), HasSubstr("23040 elements is cut in two"));
+}
+
+template <class Optimizer>
+bool is_known() {
+  Optimizer optimizer({torch::ones({2, 3})}, OwnOptions(0.1));
+  const auto probe = probe_elementwise(optimizer);
+  EXPECT_EQ(probe.problem, "");
+  return probe.states.at(0).is_known;
+}
+
+TEST(ElementwiseProbe, KnowsStatesThatAreWhatTheyWrite) {
+  EXPECT_TRUE(is_known<OwnMomentum>());
+  EXPECT_FALSE(is_known<SilentMomentum>());
+  EXPECT_FALSE(is_known<Forgets>()) << "a number that is not written";
+  EXPECT_FALSE(is_known<Doubles<OwnState>>()) << "float64 for float32";
 }
 
 TEST(ElementwiseProbe, AgreesWithWhatIsKnownOfTorchs) {
@@ -270,6 +164,28 @@ TEST(OwnClient, WhoseStatesNobodyKnowsTrainsButIsNotSaved) {
     EXPECT_LT(trained_difference(run, *engine, model, *optimizer, expected), 5e-6);
     EXPECT_THAT([&] { engine->save_checkpoint(folder.path().string()); },
                 ThrowsMessage<UsageError>(AllOf(HasSubstr("SilentMomentum"), HasSubstr("AdamParamState"))));
+  });
+}
+
+TEST(OwnClient, WritesItsStatesWhenSomebodyAsksForThemOnly) {
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start_client(model, client_config(2), make_own<OwnMomentum>(0.02)(model), communicator).engine;
+    train(*engine, model, 2);
+    const test::ScratchFolder folder;
+    engine->save_checkpoint(folder.path().string());
+    train(*engine, model, 1);  // what was asked for stays current over one step
+    const int before = OwnState::times_written;
+    train(*engine, model, 3);
+    EXPECT_EQ(OwnState::times_written, before);
+  });
+}
+
+TEST(OwnClient, WhoseCloneIsAnothersIsRefused) {
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    EXPECT_THAT([&] { start_client(model, client_config(1), make_own<KeepsSliced>(0.01)(model), communicator); },
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr("KeepsSliced"), HasSubstr("OptimizerCloneableParamState"))));
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/errors.h"
+#include "norm/converted_layers.h"
 #include "tests/norm/joined_batch.h"
 
 namespace ds {
@@ -206,8 +207,62 @@ TEST(ConvertSyncBatchNorm, ARankThatSkipsALayerIsNamed) {
   }
 }
 
-TEST(ConvertSyncBatchNorm, DoubleBackwardIsRefused) {
+// LibTorch computes it, to the bit, once computed and once computed again.
+TEST(ConvertSyncBatchNorm, ARankAloneIsLibTorchs) {
   test::run_ranks(1, [](comm::Communicator& ranks) {
+    for (const bool again : {false, true}) {
+      TwoNorms model = same_model(), plain = same_model();
+      convert_sync_batchnorm(*model, ranks);
+      for (int step = 1; step <= 3; ++step) {
+        const at::Tensor x = images(step, 4).requires_grad_(true);
+        const auto forward = [&](const at::Tensor& y) { return model->forward(y); };
+        const at::Tensor found = again ? recompute::checkpoint(forward, x) : forward(x);
+        const at::Tensor expected = plain->forward(x);
+        EXPECT_TRUE(found.equal(expected));
+        found.square().sum().backward();
+        expected.square().sum().backward();
+      }
+      const auto parameters = plain->named_parameters();
+      for (const auto& item : model->named_parameters()) {
+        EXPECT_TRUE(item.value().grad().equal(parameters[item.key()].grad())) << item.key();
+      }
+      const auto buffers = plain->named_buffers();
+      for (const auto& item : model->named_buffers()) {
+        EXPECT_TRUE(item.value().equal(buffers[item.key()])) << item.key();
+      }
+    }
+  });
+}
+
+TEST(ConvertSyncBatchNorm, AnotherEngineTakesTheLayersOfOneThatHasEnded) {
+  test::run_ranks(2, [](comm::Communicator& ranks) {
+    TwoNorms model = same_model();
+    convert_sync_batchnorm(*model);
+    auto first = norm::give_ranks(*model, ranks);
+    ASSERT_NE(first, nullptr);
+    EXPECT_EQ(norm::give_ranks(*model, ranks), nullptr) << "the first one has them";
+    first.reset();
+    EXPECT_THROW(model->forward(images(1, 2)), UsageError);
+    const auto second = norm::give_ranks(*model, ranks);
+    ASSERT_NE(second, nullptr);
+    model->forward(images(1, 2)).sum().backward();
+    convert_sync_batchnorm(*model, ranks);  // the program's, which layers keep
+    EXPECT_EQ(norm::give_ranks(*model, ranks), nullptr);
+  });
+}
+
+TEST(ConvertSyncBatchNorm, ATensorThatItsModuleHasReplacedIsNoLayers) {
+  torch::nn::BatchNorm2d layer(3);
+  convert_sync_batchnorm(*layer);
+  const at::Tensor old = layer->weight;
+  EXPECT_NE(norm::find_converted(old, {}), nullptr);
+  layer->weight = torch::ones({3}, torch::requires_grad());
+  EXPECT_EQ(norm::find_converted(old, {}), nullptr);
+  EXPECT_NE(norm::find_converted(layer->weight, layer->running_mean), nullptr) << "by its running mean";
+}
+
+TEST(ConvertSyncBatchNorm, DoubleBackwardIsRefused) {
+  test::run_ranks(2, [](comm::Communicator& ranks) {
     torch::nn::BatchNorm2d norm(3);
     convert_sync_batchnorm(*norm, ranks);
     const at::Tensor x = images(1, 2).requires_grad_(true);

@@ -211,6 +211,26 @@ TEST(Muon, ViewsAConvolutionAsAMatrix) {
   EXPECT_TRUE(at::allclose(optimizer->slice(0).master, 1.0 - 0.02 * direction, 0, 1e-6));
 }
 
+// A stage of a pipeline whose parameters are all frozen has no slices, and may be the one that a checkpoint is read
+// from.
+TEST(NAdam, TheProductOfMomentaIsThatOfTheStepsAlsoWithoutSlices) {
+  const auto with = make_optimizer({.type = "NAdam", .groups = {{.lr = 0.01}}});
+  const auto without = make_optimizer({.type = "NAdam", .groups = {{.lr = 0.01}}});
+  with->add_slice(flat_slice(4));
+  for (int step = 0; step < 3; ++step) {
+    for (const auto& optimizer : {with.get(), without.get()}) optimizer->begin_step();
+    with->update(0, at::ones({4}), 1.0);
+  }
+  const at::Tensor product = with->shared_states()[0].second.clone();
+  EXPECT_LT(product.item<double>(), 1.0);
+  EXPECT_TRUE(without->shared_states()[0].second.equal(product));
+  for (const auto& optimizer : {with.get(), without.get()}) {  // taken back, and made again
+    optimizer->set_step_count(2);
+    optimizer->begin_step();
+    EXPECT_TRUE(optimizer->shared_states()[0].second.equal(product));
+  }
+}
+
 template <class Error = UsageError, class Action>
 std::string error_of(Action action) {
   try {
