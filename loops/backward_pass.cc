@@ -62,9 +62,15 @@ class BackwardPass::Ticket {
     state_ = State::kEnded;
   }
 
+  // With the mutex held.
   static void queue(const std::shared_ptr<Shared>& shared) {
     auto ticket = std::make_shared<Ticket>(shared);
-    torch::autograd::Engine::get_default_engine().queue_callback([ticket] { ticket->task_ended(); });
+    try {
+      torch::autograd::Engine::get_default_engine().queue_callback([ticket] { ticket->task_ended(); });
+    } catch (...) {
+      ticket->state_ = State::kEnded;  // the caller abandons the pass; the ticket is not to, nor to take the mutex
+      throw;
+    }
   }
 
  private:

@@ -86,43 +86,44 @@ void FullySharded::prefetch(const std::vector<std::shared_ptr<FullySharded>>& un
 }
 
 double FullySharded::clip_grad_norm_(double max_norm, double norm_type) {
-  return loops::clip_gradients(unit_->model("clip_grad_norm_"), max_norm, norm_type);
+  return loops::clip_gradients(unit_->use("clip_grad_norm_"), max_norm, norm_type);
 }
 
 StateDict FullySharded::full_state_dict(const FullStateOptions& options) const {
-  return loops::full_state(unit_->model("full_state_dict"), options);
+  return loops::full_state(unit_->use("full_state_dict"), options);
 }
 
 void FullySharded::load_full_state_dict(const StateDict& state, bool broadcast_from_rank0) {
-  loops::load_full_state(unit_->model("load_full_state_dict"), state, broadcast_from_rank0);
+  loops::load_full_state(unit_->use("load_full_state_dict"), state, broadcast_from_rank0);
 }
 
 std::vector<ShardedTensor> FullySharded::sharded_state_dict() const {
-  return loops::sharded_state(unit_->model("sharded_state_dict"));
+  return loops::sharded_state(unit_->use("sharded_state_dict"));
 }
 
 void FullySharded::load_sharded_state_dict(const std::vector<ShardedTensor>& parts) {
-  loops::load_sharded_state(unit_->model("load_sharded_state_dict"), parts);
+  loops::load_sharded_state(unit_->use("load_sharded_state_dict"), parts);
 }
 
-StateDict FullySharded::local_state_dict() const { return loops::local_state(unit_->model("local_state_dict")); }
+StateDict FullySharded::local_state_dict() const { return loops::local_state(unit_->use("local_state_dict")); }
 
 void FullySharded::load_local_state_dict(const StateDict& state) {
-  loops::load_local_state(unit_->model("load_local_state_dict"), state);
+  loops::load_local_state(unit_->use("load_local_state_dict"), state);
 }
 
 std::string FullySharded::save(const std::string& folder, const std::string& tag) const {
-  return loops::save_state(unit_->model("save"), folder, tag);
+  return loops::save_state(unit_->use("save"), folder, tag);
 }
 
 void FullySharded::load(const std::string& folder, const std::string& tag) {
-  loops::load_state(unit_->model("load"), folder, tag);
+  loops::load_state(unit_->use("load"), folder, tag);
 }
 
 zero::HeldBytes FullySharded::held_bytes() const { return unit_->model_in_pass("held_bytes").held_bytes(); }
 
 at::Tensor FullySharded::input_of_policy(const at::Tensor& input) const {
   const MixedPrecisionPolicy& policy = unit_->model_in_pass("forward").options().mp_policy;
+  unit_->note_use();
   if (!policy.cast_forward_inputs || !policy.param_dtype || !input.defined() || !input.is_floating_point())
     return input;
   return input.to(*policy.param_dtype);

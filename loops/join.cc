@@ -12,6 +12,7 @@
 #include "engine/agreement/shared_failure.h"
 #include "loops/replicated_model_impl.h"
 #include "loops/value_broadcast.h"
+#include "norm/converted_layers.h"
 
 namespace ds::loops {
 namespace {
@@ -49,6 +50,16 @@ class Joining {
  private:
   bool& joining_;
 };
+
+// Such a layer exchanges in forward, which a rank without batches does not run.
+void require_no_exchange_in_forward(torch::nn::Module& module) {
+  for (const norm::NamedLayer& layer : norm::batch_norms_of(module)) {
+    const norm::LayerTensors tensors = norm::tensors_of(*layer.module);
+    require(norm::find_converted(tensors.weight, tensors.running_mean) == nullptr, "join(): layer ", layer.name,
+            " computes over all ranks in forward (convert_sync_batchnorm), where a rank without batches cannot take ",
+            "part: expected none such; give all ranks equally many batches, and run the loop without join()");
+  }
+}
 
 }  // namespace
 
@@ -101,6 +112,7 @@ void ReplicatedModel::join(const std::function<void()>& loop, const JoinOptions&
   Impl& impl = *impl_;
   require(!impl.joining, "join(): expected no join() inside another one of the same wrapper");
   require(impl.no_sync_scopes == 0, "join(): expected it outside of no_sync()");
+  require_no_exchange_in_forward(*impl.module);
   const Joining joining(impl.joining);
   impl.join_options = options;
   // Those of forward passes before it, which only the wrapper's calls would have brought in line.

@@ -12,6 +12,7 @@
 #include "loops/bucket_layout.h"
 #include "loops/replicated_model_impl.h"
 #include "loops/value_broadcast.h"
+#include "norm/converted_layers.h"
 
 namespace ds::loops {
 namespace {
@@ -59,10 +60,13 @@ std::vector<zero::Parameter> all_values(const engine::ModelParameters& parameter
 }
 
 // For the comparison of ranks, "what<TAB>value".
-std::string settings_of(const DistributedDataParallelOptions& options, const engine::ModelParameters& parameters) {
-  std::string text = cat(".bucket_cap_mb\t", options.bucket_cap_mb, "\n.first_bucket_mb\t", options.first_bucket_mb,
-                         "\n.broadcast_buffers\t", options.broadcast_buffers, "\n.find_unused_parameters\t",
-                         options.find_unused_parameters, "\n.static_graph\t", options.static_graph, '\n');
+std::string settings_of(const DistributedDataParallelOptions& options, const engine::ModelParameters& parameters,
+                        torch::nn::Module& module) {
+  std::string text =
+      cat(".bucket_cap_mb\t", options.bucket_cap_mb, "\n.first_bucket_mb\t", options.first_bucket_mb,
+          "\n.broadcast_buffers\t", options.broadcast_buffers, "\n.find_unused_parameters\t",
+          options.find_unused_parameters, "\n.static_graph\t", options.static_graph,
+          "\nlayers of convert_sync_batchnorm without a group\t", norm::layers_without_ranks(module).size(), '\n');
   for (const zero::Parameter& buffer : parameters.buffers) {
     text += cat("buffer ", buffer.name, '\t', buffer.tensor.scalar_type(), ' ', buffer.tensor.sizes(), '\n');
   }
@@ -94,6 +98,7 @@ ReplicatedModel::Impl::Impl(std::shared_ptr<torch::nn::Module> model, const Dist
     buckets.emplace_back(std::move(layout), parameters.trainable);
   }
   broadcast_values(all_values(parameters), 0, *group);
+  norms = norm::give_ranks(*module, *group);
   make_reducer();
 }
 
@@ -110,8 +115,9 @@ void ReplicatedModel::Impl::require_device() const {
 }
 
 void ReplicatedModel::Impl::require_same_on_all_ranks() const {
-  engine::require_same_on_all_ranks(parameters, settings_of(options, parameters), {.call = "DistributedDataParallel"},
-                                    parameters.trainable.front().tensor.device(), *group);
+  engine::require_same_on_all_ranks(parameters, settings_of(options, parameters, *module),
+                                    {.call = "DistributedDataParallel"}, parameters.trainable.front().tensor.device(),
+                                    *group);
 }
 
 void ReplicatedModel::Impl::make_reducer() {

@@ -30,6 +30,8 @@ struct ReplicatedModel::Impl {
   // Throws UsageError for parameters that were added, replaced, converted or made trainable since the start.
   void require_same_module() const;
   void follow_buffers(int root);
+  // Of BatchNorm layers that were converted without a group; null: none.
+  std::shared_ptr<comm::Communicator> norms;
 
   // --- join(): ranks without batches --------------------------------------------------------------------------------
   // Which ranks have a backward pass now, of which this one is one or not. Collective. Throws UsageError where the

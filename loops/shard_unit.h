@@ -4,7 +4,8 @@
 // fully_shard() shards at once, so that a module is sharded whatever comes next. Where a module around it follows, the
 // inner ones give their parameters back and become units of that one's layout. A unit's result is usually dropped, as
 // in FSDP2's tutorial: until a module around it follows, or somebody has used the result, the list of this thread keeps
-// it. The outermost one is kept by its result, which has been used (somebody has taken its parameters).
+// it. The outermost one is kept by its result, which has been used (somebody has taken its parameters or its state, or
+// has run it through the result).
 #pragma once
 
 #include <torch/nn/module.h>
@@ -33,8 +34,13 @@ class ShardUnit {
   // What has its parameters in it.
   std::vector<size_t> buckets(const char* call) const { return model_in_pass(call).buckets_of(*module_); }
   const FullyShardOptions& options() const { return options_; }
-  // An optimizer has its slices.
+  // The program has its slices or its state, or runs it.
   void note_use() { used_ = true; }
+  ShardedModel& use(const char* call) {
+    ShardedModel& used = model(call);
+    note_use();
+    return used;
+  }
   // Its result has gone.
   void dropped() const;
 

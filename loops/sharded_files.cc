@@ -32,6 +32,7 @@ std::string save_state(const ShardedModel& model, const std::string& folder, con
 }
 
 void load_state(ShardedModel& model, const std::string& folder, const std::string& tag) {
+  model.slices_changed();  // what is whole is of the values before
   NoRun run;
   engine::CallOrder order;
   const engine::LoadedCheckpoint loaded = engine::load_checkpoint(

@@ -8,6 +8,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "comm/gradient_groups.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "core/storage_memory.h"
@@ -15,6 +16,7 @@
 #include "engine/setup/same_on_all_ranks.h"
 #include "engine/state/start_values.h"
 #include "engine/state/whole_state.h"
+#include "norm/converted_layers.h"
 
 namespace ds::loops {
 namespace {
@@ -68,8 +70,12 @@ ShardedModel::ShardedModel(const std::shared_ptr<torch::nn::Module>& module, con
   state_.module = module;
   state_.ranks = engine_ranks(ranks_);
   const engine::ModelParameters parameters = engine::collect_parameters(*module, any_trained(*module));
-  engine::require_same_on_all_ranks(parameters, settings_text(options, parts.size()), {}, ranks_.device, *ranks_.all);
+  const std::string settings =
+      cat(settings_text(options, parts.size()), "layers of convert_sync_batchnorm without a group\t",
+          norm::layers_without_ranks(*module).size(), '\n');
+  engine::require_same_on_all_ranks(parameters, settings, {}, ranks_.device, *ranks_.all);
   lay_out(parameters, parts);
+  norms_ = norm::give_ranks(*module, *ranks_.all);
   watch_slices();
 }
 
@@ -97,6 +103,7 @@ void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std:
   reshards_after_backward_.assign(all_buckets(), 1);
   held_.assign(all_buckets(), 0);
   leaves_ = slice_leaves(state_);
+  for (const SliceLeaf& leaf : leaves_) comm::note_gradient_group(leaf.tensor, ranks_.shards);
 }
 
 void ShardedModel::make_parts(at::ScalarType reduce_dtype) {
@@ -131,12 +138,16 @@ void ShardedModel::watch_slices() {
   for (size_t b = 0; b < state_.buckets.size(); ++b) {
     const zero::ParameterBucket& bucket = state_.buckets[b];
     bucket_of_parameters_.emplace(bucket.flat().storage().unsafeGetStorageImpl(), b);
-    if (!bucket.sharded()) continue;
-    bucket_of_parameters_.emplace(bucket.released_storage().unsafeGetStorageImpl(), b);
     bucket_of_slice_.emplace(state_.masters[b].storage().unsafeGetStorageImpl(), b);
+    if (bucket.sharded()) bucket_of_parameters_.emplace(bucket.released_storage().unsafeGetStorageImpl(), b);
   }
   watch_ = std::make_unique<OpInterceptor>([this](const at::Tensor& tensor) { before_operator(tensor); });
   watch_->enable();
+  // A second backward() without a forward in between would add to the marks, before the reducer's hooks begin the pass.
+  for (const zero::Parameter& parameter : state_.parameters) {
+    leaf_hooks_.emplace_back(parameter.tensor,
+                             parameter.tensor.register_hook([this](const at::Tensor&) { unmark_parameters(); }));
+  }
 }
 
 ShardedModel::~ShardedModel() { end(); }
@@ -151,17 +162,42 @@ void ShardedModel::before_operator(const at::Tensor& tensor) {
 
 // Whole parameters are those before the change. Every rank's optimizer changes its slices.
 void ShardedModel::slice_changes(size_t bucket) {
-  if (!state_.gatherer->is_whole(bucket)) return;
-  drop_hold(bucket);
-  state_.gatherer->reshard(bucket);
+  if (state_.gatherer->is_whole(bucket)) {
+    drop_hold(bucket);
+    state_.gatherer->reshard(bucket);
+  }
+  // So that autograd refuses a backward() through a forward before the change. Last: the gatherer looks at versions.
+  for (const zero::Parameter& parameter : state_.buckets[bucket].parameters()) {
+    parameter.tensor.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 void ShardedModel::drop_hold(size_t bucket) {
   if (std::exchange(held_[bucket], 0)) state_.gatherer->drop(bucket);
 }
 
+// What trains is the slices: other values of the module's parameters, and other parameters, would go unseen.
+void ShardedModel::require_same_parameters() const {
+  const auto look = [](const zero::ParameterBucket& bucket) {
+    for (size_t i = 0; i < bucket.parameters().size(); ++i) {
+      require(bucket.is_here(i), "backward(): parameter ", bucket.parameters()[i].name, ": expected it where ",
+              "fully_shard has put it, found other memory or another dtype (torch::load, set_data, to()), which the ",
+              "slices know nothing of. Load or convert the module before fully_shard, or load with ",
+              "sharded->load_full_state_dict() or sharded->load() in place of that");
+    }
+  };
+  for (const zero::ParameterBucket& bucket : state_.buckets) look(bucket);
+  for (const zero::ParameterBucket& bucket : state_.frozen_buckets) look(bucket);
+  for (const zero::Parameter& frozen : state_.frozen) {
+    require(!frozen.tensor.requires_grad(), "backward(): parameter ", frozen.name, " requires a gradient, and did not ",
+            "when fully_shard was called: expected it frozen, for it has no slice that an optimizer could train. Call ",
+            "set_requires_grad(true) before fully_shard");
+  }
+}
+
 void ShardedModel::begin_pass() {
   unmark_parameters();
+  require_same_parameters();
   sync_in_pass_ = sync_;
   state_.gatherer->begin_backward(/*update_follows=*/sync_);
   for (size_t b = 0; b < all_buckets(); ++b) {
@@ -176,7 +212,7 @@ void ShardedModel::end_pass() {
   state_.gatherer->end_backward();
   if (sync_in_pass_) {
     reducer.finish();
-    gradients_.hand_out(leaves_);
+    gradients_.hand_out(leaves_, state_.parameters);
     reducer.reset();
     mark_parameters();
   }
@@ -195,6 +231,7 @@ void ShardedModel::abandon_pass() noexcept {
   try {
     if (!state_.gradients.reducer->failed()) state_.gradients.reducer->abandon_backward();
     state_.gradients.reducer->reset();
+    for (const zero::Parameter& parameter : state_.parameters) parameter.tensor.mutable_grad().reset();
     state_.gatherer->change_mode();
   } catch (const std::exception& error) {
     log::error("fully_shard: after a backward pass that failed: ", error.what());
@@ -321,6 +358,8 @@ void ShardedModel::dissolve() {
 }
 
 void ShardedModel::end() {
+  for (const auto& [parameter, hook] : leaf_hooks_) parameter.remove_hook(hook);
+  leaf_hooks_.clear();
   unmark_parameters();
   watch_.reset();
   pass_.reset();

@@ -16,6 +16,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/op_interceptor.h"
@@ -68,6 +69,7 @@ class ShardedModel {
   void make_parts(at::ScalarType reduce_dtype);
   void end();
   void watch_slices();
+  void require_same_parameters() const;
   void begin_pass();
   void end_pass();
   void abandon_pass() noexcept;
@@ -84,12 +86,14 @@ class ShardedModel {
   engine::ModelState state_;
   at::ScalarType dtype_before_ = at::kFloat;  // of the parameters
   std::vector<SliceLeaf> leaves_;
+  std::shared_ptr<comm::Communicator> norms_;  // of BatchNorm layers that were converted without a group; null: none
   std::vector<char> reshards_after_backward_;  // of each bucket
   std::vector<char> held_;                     // by unshard()
   zero::PrefetchRules prefetch_;
   std::unordered_map<const void*, size_t> bucket_of_slice_;  // by storage
   std::unordered_map<const void*, size_t> bucket_of_parameters_;
-  std::vector<at::Tensor> marks_;  // gradients of the module's own parameters, between passes
+  std::vector<at::Tensor> marks_;                            // gradients of the module's own parameters, between passes
+  std::vector<std::pair<at::Tensor, unsigned>> leaf_hooks_;  // that take marks away before autograd adds to them
   bool sync_ = true;
   bool sync_in_pass_ = true;
   std::unique_ptr<BackwardPass> pass_;

@@ -23,11 +23,11 @@ void SliceGradients::add(size_t bucket, const at::Tensor& own) {
 
 void SliceGradients::clear() { of_pass_.assign(of_pass_.size(), {}); }
 
-void SliceGradients::hand_out(const std::vector<SliceLeaf>& leaves) {
+void SliceGradients::hand_out(const std::vector<SliceLeaf>& leaves, const std::vector<zero::Parameter>& parameters) {
   const at::NoGradGuard no_grad;
   for (const SliceLeaf& leaf : leaves) {
     const at::Tensor& made = of_pass_[leaf.bucket];
-    if (!made.defined()) continue;
+    if (!made.defined() || !parameters[leaf.parameter].tensor.requires_grad()) continue;
     // No view as autograd counts them: Optimizer::zero_grad() detaches gradients in place.
     const at::Tensor own = made.narrow(0, leaf.place.slice_offset, leaf.place.length).variable_data();
     at::Tensor& gradient = leaf.tensor.mutable_grad();

@@ -8,6 +8,7 @@
 
 #include "core/reduced_gradients.h"
 #include "loops/slice_leaves.h"
+#include "zero/parameter_bucket.h"
 
 namespace ds::loops {
 
@@ -23,8 +24,9 @@ class SliceGradients final : public ReducedGradients {
   at::Tensor gradient(size_t bucket) override { return of_pass_[bucket]; }
   void clear() override;
 
-  // Adds what the pass has made to the leaves' gradients, and forgets it.
-  void hand_out(const std::vector<SliceLeaf>& leaves);
+  // Adds what the pass has made to the leaves' gradients, and forgets it. Of one of `parameters`, which leaves name by
+  // number, that has been frozen since the leaf keeps what it has, as in torch.
+  void hand_out(const std::vector<SliceLeaf>& leaves, const std::vector<zero::Parameter>& parameters);
 
  private:
   std::vector<at::Tensor> of_pass_;  // per bucket, flat

@@ -51,17 +51,23 @@ std::vector<char> UsedParameters::agree(std::vector<char> own, comm::Communicato
     return {};
   }
   if (rule_ == UnusedRule::kAny) return joined(own, group);
-  if (own_.empty()) {
+  if (!agreed_) {
     used_ = joined(own, group);
+    agreed_ = true;
     own_ = std::move(own);
     return used_;
   }
+  // A rank that only took part in the first pass may use any of what others did.
   std::vector<char> changed(own.size());
-  for (size_t i = 0; i < own.size(); ++i) changed[i] = own[i] != own_[i] ? 1 : 0;
+  for (size_t i = 0; i < own.size(); ++i) {
+    const bool differs = own_.empty() ? own[i] != 0 && used_[i] == 0 : own[i] != own_[i];
+    changed[i] = differs ? 1 : 0;
+  }
   const std::string names = names_where(changed, 1);
   require(names.empty(), "static_graph: expected each backward() to give gradients to the same parameters, found ",
           "another set than in the first one; it differs in ", names,
           ". Set .find_unused_parameters = true in place of .static_graph");
+  if (own_.empty()) own_ = std::move(own);
   return used_;
 }
 
@@ -70,8 +76,8 @@ void UsedParameters::take_part(comm::Communicator& group) {
   std::vector<char> none(parameters_.size(), 0);
   std::vector<char> used = joined(none, group);
   if (rule_ != UnusedRule::kTheSame) return;
-  used_ = used;
-  own_ = std::move(used);  // what this rank will have is not known: as the others
+  used_ = std::move(used);
+  agreed_ = true;
 }
 
 }  // namespace ds::loops

@@ -29,7 +29,7 @@ class UsedParameters {
   // Throws UsageError, once, where the rule is kNone and the last pass left parameters without one.
   void require_all_used(const char* call);
   // The pass has to reduce at its end: what is used is not yet known.
-  bool is_first_of_many() const { return rule_ == UnusedRule::kTheSame && own_.empty(); }
+  bool is_first_of_many() const { return rule_ == UnusedRule::kTheSame && !agreed_; }
   // At the end of a pass that reduces, behind its buckets: `own`, that had a gradient on this rank since the last
   // reduction. Returns those that had one on any rank; empty: all. Throws UsageError where a graph that is said to stay
   // the same did not. Collective.
@@ -45,7 +45,8 @@ class UsedParameters {
   const std::vector<zero::Parameter>& parameters_;
   UnusedRule rule_;
   at::Device device_;
-  std::vector<char> own_;   // kTheSame: of the first pass
+  bool agreed_ = false;     // kTheSame: `used_` is known
+  std::vector<char> own_;   // kTheSame: of this rank's first pass; empty: it has had none
   std::vector<char> used_;  // kTheSame: on any rank
   std::string missing_;     // kNone: names of the last pass
 };

@@ -97,14 +97,18 @@ void GradientBucket::fill_missing() {
   }
 }
 
-// The pass gave it none: what it has is of earlier ones, or the program's own.
+// The pass gave it none: what it has is of earlier ones, or the program's own. It becomes part of the bucket where this
+// rank has used it since the last reduction; else show() says whether another one has, and if not it stays as it is.
 void GradientBucket::fill_from_parameter(size_t position) {
   const at::Tensor& parameter = parameters()[position].tensor;
   at::Tensor& gradient = parameter.mutable_grad();
   const at::Tensor view = view_of(local_, parameters_->layout().segments[position], parameter);
-  if (gradient.layout() == at::kStrided && gradient.data_ptr() == view.data_ptr()) return;
+  if (gradient.layout() == at::kStrided && gradient.data_ptr() == view.data_ptr()) {
+    if (!seen_[position]) gradient = gradient.clone();
+    return;
+  }
   view.copy_(gradient.layout() == at::kStrided ? gradient : gradient.to_dense());
-  if (exchange_->options().gradients_are_views) gradient = plain_view(view);
+  if (seen_[position] && exchange_->options().gradients_are_views) gradient = plain_view(view);
 }
 
 void GradientBucket::show(const std::vector<char>& used, double factor) {

@@ -60,6 +60,8 @@ class GradientBucket {
   // Of a reduced bucket of plain gradients: times `factor`, they become those of the parameters, but for those that
   // are not `used` (by number; empty: all are), which stay as they are. Afterwards none was given a gradient.
   void show(const std::vector<char>& used, double factor);
+  // Drops those gradients of the parameters that are views of the bucket.
+  void drop_parameter_gradients();
   // Drops all gradients. Waits for what is in flight.
   void reset();
   // Gives up the memory that reset() keeps.
@@ -75,7 +77,6 @@ class GradientBucket {
   void fill_missing();
   void fill_from_parameter(size_t position);
   void empty();
-  void drop_parameter_gradients();
   void drop_sum();
   at::Tensor kept_slice(const at::Tensor& own);
   bool transient() const { return exchange_->options().transient(); }

@@ -61,13 +61,14 @@ class GradientReducer {
   // Around every backward pass. `synchronize`: this pass ends in a reduction if the policy asks for one at `boundary`.
   // `in_pass`, of each bucket: whether the pass may give it gradients, the same on all ranks; where the policy reduces
   // in every pass, the others are left alone. Empty: all. Throws UsageError while a pass runs, and after one that
-  // failed until reset(); plain gradients are as the failed one left them, as in torch.
+  // failed until reset(); plain gradients are as the failed one left them, as in torch, but for abandon_backward().
   void begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass = {});
   void end_backward();
   // The next pass starts no reduction before it ends: passes of several engines run at once, and what is complete first
   // may be another one's on another rank.
   void reduce_after_next_pass() { waits_for_end_ = true; }
-  // In place of end_backward() when the pass threw: what it left can only be dropped.
+  // In place of end_backward() when the pass threw: what it left can only be dropped. Plain gradients that are views of
+  // a bucket whose reduction is under way are dropped here.
   void abandon_backward();
   bool failed() const { return state_ == PassState::kFailed; }  // did the last pass throw?
 

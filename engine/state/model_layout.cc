@@ -177,8 +177,9 @@ BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layou
     for (zero::BucketLayout& layout : layouts.frozen) {
       const at::Tensor values = start.of_bucket(layout, parameters.frozen);
       model.frozen_buckets.emplace_back(std::move(layout), parameters.frozen, values, options.dtype);
-      if (!model.frozen_buckets.back().layout().persistent)
-        model.frozen_buckets.back().shard(shards.rank(), options.frozen_bits, store);
+      if (model.frozen_buckets.back().layout().persistent) continue;
+      model.frozen_buckets.back().shard(shards.rank(), options.frozen_bits,
+                                        options.store_of ? options.store_of(/*master=*/{}) : store);
     }
   } else {
     for (const zero::Parameter& parameter : parameters.frozen) {

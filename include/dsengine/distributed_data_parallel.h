@@ -40,7 +40,8 @@ namespace ds {
 // Names and meanings are torch's.
 struct DistributedDataParallelOptions {
   // The ranks that hold the model: a group, or an axis of a mesh (mesh["dp"]). Null: all ranks of the job
-  // (engine::init_distributed).
+  // (engine::init_distributed). Wrappers of one loss may share it where all ranks run the same graph on one device;
+  // else each needs one of its own (Communicator::new_group), for they reduce in the order in which gradients are made.
   std::shared_ptr<comm::Communicator> process_group;
   // Empty: wherever the module's parts are, on one device or several. One number: all of it must be on that CUDA
   // device.
@@ -196,7 +197,7 @@ class DistributedDataParallel {
   // Runs `loop`, whose batches may be fewer than other ranks': then this rank takes part in the others' reductions,
   // with zeros, until all have ended, and parameters and buffers become those of a rank that ended last. Every backward
   // in the loops must reduce (no_sync() inside an iteration is fine). Collective. Throws what the loop throws, and
-  // UsageError as JoinOptions say.
+  // UsageError as JoinOptions say, and for BatchNorm layers that compute over ranks (convert_sync_batchnorm).
   void join(const std::function<void()>& loop, const JoinOptions& options = {}) { replica_.join(loop, options); }
 
   // What travels from now on. Before the first backward(), once. Collective. Throws UsageError at another time, for

@@ -200,6 +200,9 @@ class FullySharded {
 // Optimizers are made afterwards, over FullySharded::parameters(); one that was made before has the module's own
 // parameters, whose gradients then throw what to do when they are read.
 //
+// Values are loaded before, or by FullySharded's functions: backward() throws UsageError, naming it, for a parameter
+// that has got other memory or another dtype since, and for a frozen one that requires a gradient.
+//
 // Throws UsageError for a module that is sharded already, is inside of one that is, or belongs to an engine or another
 // wrapper; ConfigError for options that exclude each other. A unit's result need not be kept.
 std::shared_ptr<FullySharded> fully_shard(const std::shared_ptr<torch::nn::Module>& module,

@@ -119,17 +119,38 @@ TEST(DdpGradients, TwoBackwardsOfOneForward) {
   });
 }
 
+// A pass that throws when all but the first layer's gradients are there, and are being reduced.
+void fail_in_the_middle(Ddp& ddp, const at::Tensor& x) {
+  const at::Tensor h = torch::tanh(ddp->first(x));
+  h.register_hook([](const at::Tensor&) { throw std::runtime_error("in the middle"); });
+  const at::Tensor loss = loss_of(ddp->last(torch::tanh(ddp->left(h)) * ddp->right(h)));
+  EXPECT_THAT([&] { loss.backward(); }, ThrowsMessage<std::runtime_error>(HasSubstr("in the middle")));
+}
+
 TEST(DdpGradients, ABackwardThatThrowsLeavesItUsable) {
   on_ranks([](Ddp& ddp, const RunPass& run, comm::Communicator& group) {
     for (int step = 0; step < 3; ++step) {
-      const at::Tensor h = torch::tanh(ddp->first(batch_of(group.rank(), step)));
-      h.register_hook([](const at::Tensor&) { throw std::runtime_error("in the middle"); });
-      const at::Tensor loss = loss_of(ddp->last(torch::tanh(ddp->left(h)) * ddp->right(h)));
-      EXPECT_THAT([&] { loss.backward(); }, ThrowsMessage<std::runtime_error>(HasSubstr("in the middle")));
+      fail_in_the_middle(ddp, batch_of(group.rank(), step));
       ddp->zero_grad();
       run({step});
       expect_close(gradients_of(*ddp.module), mean_of({{step}}), kTolerance, "afterwards");
       ddp->zero_grad();
+    }
+  });
+}
+
+TEST(DdpGradients, AFailedPassIsNotInThoseOfTheNextOne) {
+  test::run_ranks(kWorld, [](comm::Communicator& group) {
+    for (const bool half : {false, true}) {
+      Toy model;
+      Ddp ddp(model, test::small_buckets(group));
+      if (half) ddp.register_comm_hook(comm_hooks::Float16{});
+      for (int step = 0; step < 3; ++step) {
+        fail_in_the_middle(ddp, batch_of(group.rank(), step + 7));
+        ddp->zero_grad(/*set_to_none=*/false);
+        loss_of(ddp(batch_of(group.rank(), step))).backward();
+        expect_close(gradients_of(*model), mean_of({{step}}), half ? 1e-3 : kTolerance, half ? "halves" : "whole");
+      }
     }
   });
 }
@@ -166,6 +187,30 @@ TEST(DdpGradients, UnusedOnSomeRanksAndOnAll) {
         expect_close(gradients_of(*ddp.module), mean_of({{3}}), kTolerance, "all again");
       },
       {.find_unused_parameters = true});
+}
+
+// Neither a mean of three equal numbers nor what a hook sends is the number itself.
+TEST(DdpGradients, UnusedOnesKeepEveryBit) {
+  test::run_ranks(3, [](comm::Communicator& group) {
+    for (const bool half : {false, true}) {
+      Toy model;
+      DistributedDataParallelOptions options = test::small_buckets(group);
+      options.find_unused_parameters = true;
+      Ddp ddp(model, options);
+      if (half) ddp.register_comm_hook(comm_hooks::Float16{});
+      loss_of(ddp(batch_of(group.rank(), 0), "both")).backward();
+      const at::Tensor kept = model->right->weight.grad().clone();
+      for (int step = 1; step < 4; ++step) {
+        loss_of(ddp(batch_of(group.rank(), step), "left")).backward();
+        EXPECT_TRUE(torch::equal(model->right->weight.grad(), kept)) << "step " << step;
+      }
+      loss_of(ddp(batch_of(group.rank(), 4), group.rank() == 1 ? "right" : "left")).backward();
+      Toy alone;
+      (loss_of(alone->forward(batch_of(1, 4), "right")) / 3).backward();
+      expect_close({model->right->weight.grad()}, {kept + alone->right->weight.grad()}, half ? 1e-3 : kTolerance,
+                   "used by one rank");
+    }
+  });
 }
 
 TEST(DdpGradients, UsedUnderNoSyncIsUsed) {

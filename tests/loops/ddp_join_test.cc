@@ -9,6 +9,7 @@
 
 #include "dsengine/distributed_data_parallel.h"
 #include "dsengine/errors.h"
+#include "dsengine/sync_batch_norm.h"
 #include "tests/loops/replicas.h"
 
 namespace ds::ddp_join {
@@ -141,6 +142,39 @@ TEST(DdpJoin, ThrowsOnEveryRankWhereTold) {
                                                 HasSubstr(".throw_on_early_termination"))));
     EXPECT_EQ(steps, 3);
     EXPECT_NO_THROW(run(/*even=*/true));
+  });
+}
+
+TEST(DdpJoin, RefusesLayersThatExchangeInForward) {
+  test::run_ranks(2, [](comm::Communicator& group) {
+    torch::nn::Sequential model(torch::nn::Linear(7, 4), torch::nn::BatchNorm1d(4));
+    convert_sync_batchnorm(*model);
+    DistributedDataParallel ddp(model, {.process_group = shared(group)});
+    EXPECT_THAT([&] { ddp.join([] {}); },
+                ThrowsMessage<UsageError>(
+                    AllOf(HasSubstr("join(): layer 1 computes over all"), HasSubstr("equally many batches"))));
+  });
+}
+
+TEST(DdpJoin, AStaticGraphOfARankThatHadNoFirstPass) {
+  test::run_ranks(2, [](comm::Communicator& group) {
+    const std::string way = group.rank() == 0 ? "left" : "both";
+    Toy model;
+    auto options = test::small_buckets(group);
+    options.static_graph = true;
+    DistributedDataParallel ddp(model, options);
+    ddp.join([&] {
+      if (group.rank() == 1) loss_of(ddp(batch_of(1, 0), way)).backward();
+    });
+    Toy alone;
+    for (int step = 1; step < 3; ++step) {
+      model->zero_grad();
+      alone->zero_grad();
+      loss_of(ddp(batch_of(group.rank(), step), way)).backward();
+      (loss_of(alone->forward(batch_of(0, step), "left")) / 2).backward();
+      (loss_of(alone->forward(batch_of(1, step), "both")) / 2).backward();
+      expect_close(test::gradients_of(*model), test::gradients_of(*alone), 1e-6, "step " + std::to_string(step));
+    }
   });
 }
 

@@ -130,7 +130,6 @@ TEST(FullyShard, AccumulatesWithAndWithoutSynchronisation) {
   const test::NamedValues expected = test::train_plain(2, 10, make, /*micro_batches=*/3);
   for (const bool synchronises : {true, false}) {
     for (const bool hybrid : {false, true}) {
-      if (hybrid && !synchronises) continue;
       test::run_ranks(2, [&](comm::Communicator& communicator) {
         test::BlockNet model;
         FullyShardOptions options;
