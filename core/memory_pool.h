@@ -24,7 +24,8 @@ class MemoryPool {
   // With unspecified contents, on the pool's device, which is current. Throws c10::OutOfMemoryError where there is
   // none, also after what LibTorch's allocator kept was given back to the device.
   virtual c10::DataPtr take(size_t bytes) = 0;
-  // Gives back to the device what no block has. May wait for the device.
+  // Gives back to the device what no block has; blocks that are still there go, once they are freed, when memory runs
+  // out. May wait for the device.
   virtual void trim() = 0;
 };
 

@@ -18,9 +18,12 @@ struct NormBlocks {
   int64_t length = 0;
 };
 
+// Why work could not be given: the library was built for other devices.
+inline constexpr const char* kNoKernelImage = "it has no kernel image for this device";
+
 // Each function gives the work to `stream` (of the current device, CUDA: a cudaStream_t) and does not wait for it. What
-// it is given is in the host's memory and read before it returns; arrays are in the device's. Returns why the work
-// could not be given, or null. Thread safe.
+// it is given is in the host's memory and read before it returns; arrays are in the device's. Returns null, or why
+// the work could not be given: kNoKernelImage, or what the device reported, perhaps of something before. Thread safe.
 struct OpsDeviceKernels {
   const char* (*norm_forward)(const NormForward& norm, int64_t rows, void* stream) = nullptr;
   const char* (*norm_backward)(const NormBackward& norm, const NormBlocks& blocks, void* stream) = nullptr;

@@ -5,6 +5,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <string_view>
+
 #include "core/check.h"
 #include "ops/device_kernels.h"
 
@@ -17,9 +19,11 @@ void on_device(const char* name, const at::Tensor& tensor, const Give& give) {
   const c10::DeviceGuard guard(tensor.device());
   const c10::Stream stream = c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
   const char* const error = give(*ops_device_kernels(), stream.native_handle());
-  require(error == nullptr, name, ": its kernel could not be started on ", tensor.device(), ": ", error,
-          ". Where the device has no kernel image, build libdsengine_cuda for this GPU ",
-          "(-DCMAKE_CUDA_ARCHITECTURES=native)");
+  if (error == nullptr) return;
+  require(error != std::string_view(kNoKernelImage), name, ": libdsengine_cuda has no kernel image for ",
+          tensor.device(), "; build it for this GPU (-DCMAKE_CUDA_ARCHITECTURES=native)");
+  throw UsageError(cat(name, ": its kernel could not be started on ", tensor.device(), ": the device reported \"",
+                       error, "\", perhaps of an earlier kernel"));
 }
 
 }  // namespace ds::ops

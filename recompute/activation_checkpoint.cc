@@ -135,6 +135,18 @@ FirstRun run_without_graph(const RegionFunction& function, const std::vector<at:
   return run;
 }
 
+// Of the engine that has split what the region reads; null: none has, and its inputs may differ by rank.
+std::shared_ptr<comm::Communicator> group_of_engine(const std::vector<at::Tensor>& inputs,
+                                                    const std::vector<OutsideTensor>& outside) {
+  for (const OutsideTensor& read : outside) {
+    if (auto group = split_group_of(read.tensor)) return group;
+  }
+  for (const at::Tensor& input : inputs) {
+    if (auto group = split_group_of(input)) return group;
+  }
+  return nullptr;
+}
+
 // Gives the outputs one node of autograd.
 std::vector<at::Tensor> with_graph(std::shared_ptr<const Region> region, autograd::edge_list edges,
                                    const std::vector<at::Tensor>& outputs) {
@@ -183,6 +195,9 @@ std::vector<at::Tensor> checkpoint_tensors(const CheckpointOptions& options, Reg
       if (run.outputs[i].defined() && !shared[i]) run.outputs[i] = alias_of(run.outputs[i]);
     }
     return std::move(run.outputs);
+  }
+  if (region->options.partition_activations && !region->options.tensor_parallel_group) {
+    region->options.tensor_parallel_group = group_of_engine(inputs, run.outside);
   }
   int64_t bytes = 0;
   for (size_t i = 0; i < inputs.size(); ++i) {

@@ -2,11 +2,32 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "core/check.h"
+#include "core/split_tensor.h"
 
 namespace ds::recompute {
+namespace {
+
+struct SplitGroup {
+  std::shared_ptr<comm::Communicator> group;
+  RanksOfSplit ranks_of = nullptr;
+};
+
+struct SplitGroups {
+  std::mutex mutex;
+  std::vector<SplitGroup> all;  // engines over the same ranks have one each
+};
+
+// Never destroyed: an engine may be a static object.
+SplitGroups& split_groups() {
+  static auto* const groups = new SplitGroups;
+  return *groups;
+}
+
+}  // namespace
 
 void StatisticsSum::add(const CheckpointStatistics& more) {
   const std::lock_guard lock(mutex_);
@@ -44,6 +65,33 @@ void configure_checkpointing(const CheckpointOptions& options) {
 const CheckpointOptions& checkpoint_options() { return CheckpointThread::current().options; }
 
 CheckpointStatistics take_checkpoint_statistics() { return CheckpointThread::current().statistics->take(); }
+
+void add_split_group(std::shared_ptr<comm::Communicator> group, RanksOfSplit ranks_of) {
+  SplitGroups& groups = split_groups();
+  const std::lock_guard lock(groups.mutex);
+  groups.all.push_back({std::move(group), ranks_of});
+}
+
+void remove_split_group(const comm::Communicator* group) noexcept {
+  SplitGroup removed;  // after the lock
+  SplitGroups& groups = split_groups();
+  const std::lock_guard lock(groups.mutex);
+  const auto at = std::find_if(groups.all.begin(), groups.all.end(),
+                               [&](const SplitGroup& known) { return known.group.get() == group; });
+  if (at == groups.all.end()) return;
+  removed = std::move(*at);
+  groups.all.erase(at);
+}
+
+std::shared_ptr<comm::Communicator> split_group_of(const at::Tensor& tensor) {
+  if (!is_split(tensor)) return nullptr;
+  SplitGroups& groups = split_groups();
+  const std::lock_guard lock(groups.mutex);
+  for (const SplitGroup& known : groups.all) {
+    if (known.ranks_of(tensor) == known.group.get()) return known.group;
+  }
+  return nullptr;
+}
 
 void checkpoint_boundary(const CheckpointOptions& options, const std::vector<at::Device>& devices) {
   if (!options.synchronize_checkpoint_boundary) return;

@@ -2,6 +2,7 @@
 // region again.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
 #include <memory>
@@ -43,6 +44,15 @@ struct CheckpointThread {
     std::unique_ptr<CheckpointThread> before_;
   };
 };
+
+// Ranks over which an engine has split its model, for partition_activations. Those of all engines of the process, each
+// found by the tensors that are split over it: engines of one thread, and ranks that are threads, have others. Thread
+// safe.
+using RanksOfSplit = const comm::Communicator* (*)(const at::Tensor& split);
+void add_split_group(std::shared_ptr<comm::Communicator> group, RanksOfSplit ranks_of);
+void remove_split_group(const comm::Communicator* group) noexcept;
+// Null for a tensor that is not split, or over ranks that nobody has added.
+std::shared_ptr<comm::Communicator> split_group_of(const at::Tensor& tensor);
 
 // Where a region begins and where it ends: waits for the devices if asked.
 void checkpoint_boundary(const CheckpointOptions& options, const std::vector<at::Device>& devices);

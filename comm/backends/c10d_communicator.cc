@@ -166,6 +166,7 @@ class C10dCommunicator : public Communicator {
   BackendPointer collectives_;
   BackendPointer upwards_, downwards_;  // messages to higher and to lower ranks, once there is one
   std::set<int> open_;                  // ranks that this one has exchanged a first message with
+  std::vector<at::Tensor> tokens_;      // these messages, a byte each, that a device may be at
   SelfMessages self_;
   int groups_made_ = 0;
 };
@@ -215,7 +216,7 @@ void C10dCommunicator::end() noexcept {
 // for each direction, which are not connected with the group: those make a communicator and a stream for each pair of
 // ranks. What is sent in one direction between two ranks keeps its order, and waits for nothing else. Each of these
 // communicators blocks its two ranks until both have come to its first message, so both directions have one, in one
-// order, before the first message of either.
+// order, before the first message of either. Then these are under way on streams of the pair's own.
 c10d::Backend& C10dCommunicator::messages(bool to_higher_rank) {
   BackendPointer& backend = to_higher_rank ? upwards_ : downwards_;
   if (!backend) {
@@ -234,8 +235,10 @@ std::unique_lock<std::mutex> C10dCommunicator::recorder_lock() const {
   return lock;
 }
 
+// On a device the current stream does not wait for the peer's tokens: what comes next between the two has its order
+// from the pair's stream, and a wait here would tie all that this rank computes to how far the peer is.
 void C10dCommunicator::open_pair(int peer) {
-  if (!open_.insert(peer).second) return;
+  if (open_.contains(peer)) return;
   for (const bool up : {true, false}) {
     std::vector<at::Tensor> token{at::zeros({1}, at::TensorOptions(group_.device).dtype(at::kByte))};
     c10d::Backend& backend = messages(up);
@@ -244,8 +247,13 @@ void C10dCommunicator::open_pair(int peer) {
       const auto lock = recorder_lock();
       work = up == (peer > rank()) ? backend.send(token, peer, 0) : backend.recv(token, peer, 0);
     }
-    work->wait();
+    if (group_.device.is_cpu()) {
+      work->wait();
+    } else {
+      tokens_.push_back(token.front());
+    }
   }
+  open_.insert(peer);
 }
 
 BackendWork C10dCommunicator::issue_message(bool sending, std::vector<at::Tensor> tensors, int peer) {

@@ -48,9 +48,9 @@ struct C10dGroup {
 //
 // wait() orders the current stream after the operation and does not block the host; barrier() does. As in NCCL,
 // messages from one rank to another match in the order in which they were issued: with several tags under way, both
-// sides must issue them in one order (Note [Messages on NCCL's streams]). A first message between two ranks may block
-// the host until the other rank comes to it. Errors of the backend become CommError naming operation, label, group and
-// rank; a collective of a group for messages is a UsageError.
+// sides must issue them in one order (Note [Messages on NCCL's streams]). A first message between two ranks blocks
+// the host, on NCCL, until the other rank comes to it. Errors of the backend become CommError naming operation, label,
+// group and rank; a collective of a group for messages is a UsageError.
 //
 // Its destructor waits, where tensors are on a device, until the device has done what it was given, and shuts the
 // backend down. After an error of the backend, in this group or in one that shares its `failed`, or while an exception

@@ -307,7 +307,8 @@ void add_activation_rows(const DsConfig& config, Plan& plan) {
   add(section.cpu_checkpointing, "cpu_checkpointing", "inputs of checkpointed regions are kept on the host",
       "activation_checkpointing.cpu_checkpointing: true; no effect where the device is the CPU");
   add(over_axis, "partition_activations",
-      cat("each rank keeps 1/", plan.topology.tensor, " of whole inputs of regions, gathered again in backward"),
+      cat("each rank keeps 1/", plan.topology.tensor,
+          " of whole inputs of regions that read split parameters, gathered again in backward"),
       "activation_checkpointing.partition_activations: true, over the tensor axis");
   add(section.partition_activations && !over_axis, "partition_activations", "no effect by itself",
       "needs tensor_parallel.autotp_size, or recompute::CheckpointOptions::tensor_parallel_group of the program");

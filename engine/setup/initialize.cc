@@ -25,7 +25,6 @@
 #include "engine/setup/same_on_all_ranks.h"
 #include "engine/setup/seed.h"
 #include "engine/setup/tensor_setup.h"
-#include "engine/state/region_group.h"
 
 namespace ds::engine {
 namespace {
@@ -148,7 +147,6 @@ void configure_process(const InitializeOptions& options, const config::DsConfig&
   if (options.seed_generators) seed_everything(static_cast<uint64_t>(config.seed), ranks.stream());
   if (config.deterministic) set_deterministic(true);
   if (config.float32_matmul_precision) set_float32_matmul_precision(*config.float32_matmul_precision);
-  forget_region_group();
   // Without the section the program's own settings stay.
   if (!config.given("activation_checkpointing")) return;
   recompute::configure_checkpointing(

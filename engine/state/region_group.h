@@ -1,5 +1,6 @@
-// The tensor axis of an engine as the group of activation_checkpointing.partition_activations: checkpointed regions of
-// the thread that made the engine divide their whole inputs over it, as long as the engine lives.
+// The tensor axis of an engine as the group of activation_checkpointing.partition_activations: checkpointed regions
+// that read tensors split over it divide their whole inputs over it, as long as the engine lives. Regions of other
+// models, and settings of the program, are left alone.
 #pragma once
 
 #include <memory>
@@ -8,10 +9,10 @@
 
 namespace ds::engine {
 
+// May end on another thread than it was made on.
 class RegionGroup {
  public:
   explicit RegionGroup(const std::shared_ptr<comm::Communicator>& axis);
-  // Where another group was set since, that one stays.
   ~RegionGroup();
   RegionGroup(const RegionGroup&) = delete;
   RegionGroup& operator=(const RegionGroup&) = delete;
@@ -19,8 +20,5 @@ class RegionGroup {
  private:
   const comm::Communicator* axis_;  // to compare
 };
-
-// In this thread's settings the axis of an engine that ended on another thread would stay.
-void forget_region_group();
 
 }  // namespace ds::engine

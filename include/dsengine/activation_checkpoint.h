@@ -97,9 +97,10 @@ void put_tensors(T& value, const std::vector<at::Tensor>& tensors) {
 struct CheckpointOptions {
   // Floating-point inputs that live on an accelerator are kept on the host, in pinned memory, and copied back.
   bool cpu_checkpointing = false;
-  // With a tensor_parallel_group of T > 1 ranks, on which the inputs are equal: each rank keeps 1/T of every
-  // floating-point input, padded, and all-gathers them for the recomputation. Inputs of less than T elements stay
-  // whole, split tensors, of which a rank has a part, as they are.
+  // Over T > 1 ranks on which the inputs are equal: each rank keeps 1/T of every floating-point input, padded, and
+  // all-gathers them for the recomputation. Inputs of less than T elements stay whole, split tensors, of which a rank
+  // has a part, as they are. The ranks: tensor_parallel_group, else the tensor axis of a living engine with the key
+  // (docs/tensor_parallel.md), for regions that read a tensor split over it: an input, or one that is trained.
   bool partition_activations = false;
   // The copies that partition_activations and cpu_checkpointing make go to buffers of number_checkpoints slots each,
   // allocated at first use, one per position, size and dtype of an input. A slot is free again after its backward.
@@ -107,7 +108,7 @@ struct CheckpointOptions {
   std::optional<int64_t> number_checkpoints;  // regions between forward and backward at once; required with the former
   bool synchronize_checkpoint_boundary = false;  // wait for the devices where a region begins and ends
   bool profile = false;                          // count; see take_checkpoint_statistics()
-  // An engine with a tensor axis (docs/tensor_parallel.md) and the section sets it as long as it lives.
+  // Of the program, for all regions.
   std::shared_ptr<comm::Communicator> tensor_parallel_group = nullptr;
   bool preserve_rng_state = true;  // false: the recomputation draws other random numbers
 };

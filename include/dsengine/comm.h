@@ -136,7 +136,9 @@ class Communicator {
   Work all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<int64_t> output_splits = {},
                   std::vector<int64_t> input_splits = {}, std::string label = {});
   // Blocking and asynchronous point to point. Messages of one (source, destination, tag) keep their order. Messages of
-  // the two directions between two ranks, and messages and collectives, do not wait for one another.
+  // the two directions between two ranks, and messages and collectives, do not wait for one another. On NCCL the first
+  // message between two ranks blocks the host until the other comes to one with this rank: a program that posts
+  // receives ahead sends a first message between all pairs that will talk, in one order (docs/communication.md).
   void send(const at::Tensor& tensor, int destination, int tag = 0) { isend(tensor, destination, tag).wait(); }
   void recv(const at::Tensor& tensor, int source, int tag = 0) { irecv(tensor, source, tag).wait(); }
   Work isend(const at::Tensor& tensor, int destination, int tag = 0, std::string label = {});

@@ -64,7 +64,7 @@ template <class Format, bool kCentered, int kPack>
 __global__ void __launch_bounds__(kMostThreads)
     norm_backward_kernel(NormBackward norm, const __grid_constant__ NormBlocks blocks, bool in_shared) {
   using T = WideOf<Format>;
-  extern __shared__ __align__(16) unsigned char shared[];
+  extern __shared__ __align__(32) unsigned char shared[];  // of a pack: eight floats
   const BlockTeam team;
   void* const results[2] = {row_at<WideBits<T>>(norm.weight_gradient, blockIdx.x, norm.size),
                             row_at<WideBits<T>>(norm.bias_gradient, blockIdx.x, norm.size)};
@@ -120,6 +120,7 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ 
 
 const char* last_error() {
   const cudaError_t error = cudaGetLastError();
+  if (error == cudaErrorNoKernelImageForDevice) return kNoKernelImage;
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

@@ -1,4 +1,5 @@
 // Memory of gathered buckets and of gradients, apart from activations; and what happens where there is none left.
+#include <c10/core/CachingDeviceAllocator.h>
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -31,6 +32,8 @@ Function* of_simulation(const char* name) {
 }
 
 int64_t pool_bytes() { return of_simulation<decltype(ds_simulated_gpu_pool_bytes)>("ds_simulated_gpu_pool_bytes")(); }
+
+int64_t pool_trims() { return of_simulation<decltype(ds_simulated_gpu_pool_trims)>("ds_simulated_gpu_pool_trims")(); }
 
 // While it lives, pools have so many bytes more.
 class PoolLimit {
@@ -66,6 +69,50 @@ TEST(GpuPools, BlocksAreMemoryLikeAnyOther) {
     }
   }
   EXPECT_TRUE(kept.eq(2).all().item<bool>()) << "a block outlives its pool";
+}
+
+// What LibTorch's allocator has of the device.
+int64_t reserved_bytes() {
+  constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  return c10::getDeviceAllocator(c10::kCUDA)->getDeviceStats(tested_device().index()).reserved_bytes[kAll].current;
+}
+
+TEST(GpuPools, FreeMemoryGoesBackToTheDevice) {
+  if (!tested_device().is_cuda() || device_is_simulated()) GTEST_SKIP() << "asks LibTorch's allocator of a GPU";
+  constexpr size_t kBytes = size_t{64} << 20;
+  const at::Tensor first = at::empty({1}, at::TensorOptions(tested_device()));
+  const int64_t before = reserved_bytes();
+  {
+    PooledMemory memory;
+    for (int round = 0; round < 3; ++round) {
+      for (int i = 0; i < 3; ++i) memory.take(kBytes, tested_device());
+      EXPECT_GE(reserved_bytes(), before + static_cast<int64_t>(kBytes)) << "kept for the next block";
+      memory.trim();
+      EXPECT_EQ(reserved_bytes(), before) << "round " << round;
+    }
+    memory.take(kBytes, tested_device());
+  }
+  EXPECT_EQ(reserved_bytes(), before) << "the pool has ended";
+  c10::DataPtr kept;
+  {
+    PooledMemory memory;
+    kept = memory.take(kBytes, tested_device());
+  }
+  EXPECT_GE(reserved_bytes(), before + static_cast<int64_t>(kBytes));
+  kept.clear();
+  c10::getDeviceAllocator(c10::kCUDA)->emptyCache();
+  EXPECT_LE(reserved_bytes(), before);
+}
+
+TEST(GpuPools, TrimsReachThem) {
+  if (!device_is_simulated()) GTEST_SKIP() << "counted by the simulated GPU";
+  PooledMemory memory;
+  const int64_t before = pool_trims();
+  memory.trim();
+  EXPECT_EQ(pool_trims(), before) << "nothing was taken";
+  memory.take(512, tested_device());
+  memory.trim();
+  EXPECT_EQ(pool_trims(), before + 1);
 }
 
 std::shared_ptr<Engine> engine_of(SmallNet& model, int stage, comm::Communicator& ranks, at::Device device) {

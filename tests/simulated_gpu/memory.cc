@@ -31,6 +31,7 @@ struct Block {
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 std::atomic<int64_t> bytes_of_pools = 0;
 std::atomic<int64_t> most_of_pools = kNoLimit;
+std::atomic<int64_t> trims_of_pools = 0;
 
 void* take(size_t bytes) {
   const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -83,7 +84,7 @@ class PoolMemory : public MemoryPool {
     const c10::Device device = current_device();
     return make(bytes, Where::kDevice, device, current_number(device), /*of_pool=*/true);
   }
-  void trim() override {}
+  void trim() override { ++trims_of_pools; }
 };
 
 const bool kPoolsRegistered =
@@ -126,6 +127,10 @@ void unregister_host_memory(void* data) {
 
 extern "C" __attribute__((visibility("default"))) int64_t ds_simulated_gpu_pool_bytes() {
   return ds::simulated_gpu::bytes_of_pools;
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t ds_simulated_gpu_pool_trims() {
+  return ds::simulated_gpu::trims_of_pools;
 }
 
 extern "C" __attribute__((visibility("default"))) void ds_simulated_gpu_limit_pools(int64_t more) {

@@ -11,6 +11,8 @@ void ds_simulated_gpu_reports(void (*take)(const char*));
 void ds_simulated_gpu_waits(void (*take)(const char* what, int64_t times));
 // Bytes of all devices that blocks of memory pools (core/memory_pool.h) have.
 int64_t ds_simulated_gpu_pool_bytes();
+// How often their free memory was to go back to the device.
+int64_t ds_simulated_gpu_pool_trims();
 // From now on the pools have so many bytes more than now, all devices together; negative: no limit.
 void ds_simulated_gpu_limit_pools(int64_t more);
 }

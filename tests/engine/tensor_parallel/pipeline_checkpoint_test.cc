@@ -41,7 +41,8 @@ class LayoutJob {
     test::run_ranks(layout_.pipe * layout_.tensor, [&](comm::Communicator& world) {
       const std::shared_ptr<comm::Communicator> ranks(std::shared_ptr<void>(), &world);
       if (layout_.pipe > 1) {
-        const auto layers = gpt::make_layers(run_.model, 3, layout_.pipe, "1f1b");
+        const auto layers =
+            gpt::make_layers(run_.model, 3, {layout_.pipe, "1f1b"}, std::make_shared<const gpt::Drops>());
         const auto engine =
             initialize({.model = layers, .config = run_.config(), .communicator = ranks, .seed_generators = false})
                 .engine;

@@ -43,7 +43,6 @@ void expect_kept(const GptRun& run, int64_t bytes) {
       EXPECT_EQ(kept.recomputations, kept.regions);
       EXPECT_EQ(kept.bytes_kept, kept.regions * bytes);
     }
-    EXPECT_EQ(recompute::checkpoint_options().tensor_parallel_group, nullptr) << "the engine has ended";
   });
 }
 
@@ -76,21 +75,73 @@ TEST(TensorParallelRegions, InBuffersThatStay) {
   expect_kept(run, hidden_bytes(run) / 2);
 }
 
-// An engine after another on one thread, without an axis: its ranks have different inputs.
-TEST(TensorParallelRegions, TheNextEngineHasItsOwnAxis) {
-  const GptRun split = with_regions({.tensor = 2, .steps = 3}, {{"partition_activations", true}});
-  GptRun plain = with_regions({.tensor = 1, .data = 2, .stage = 1, .steps = 3}, {{"partition_activations", true}});
+GptRun over_axis() { return with_regions({.tensor = 2, .steps = 3}, {{"partition_activations", true}}); }
+// Its ranks have different inputs.
+GptRun over_data() {
+  return with_regions({.tensor = 1, .data = 2, .stage = 1, .steps = 3}, {{"partition_activations", true}});
+}
+
+// Trains and keeps `bytes` of each input. Settings, among them profile, are those of the last engine of the thread.
+void expect_kept_by(Engine& engine, gpt::Gpt& net, const GptRun& run, const Curve& expected, int64_t bytes) {
+  recompute::take_checkpoint_statistics();
+  expect_same(run.train(engine, net), expected, 5e-6, 2e-5);
+  const recompute::CheckpointStatistics kept = recompute::take_checkpoint_statistics();
+  EXPECT_EQ(kept.regions, run.steps * run.model.layers);
+  EXPECT_EQ(kept.bytes_kept, kept.regions * bytes);
+}
+
+TEST(TensorParallelRegions, EnginesOfOneThreadHaveTheirOwnRanks) {
+  const GptRun split = over_axis();
+  const GptRun plain = over_data();
+  const Curve of_split = split.plain();
+  const Curve of_plain = plain.plain();
+  for (const bool split_first : {true, false}) {
+    SCOPED_TRACE(split_first);
+    test::run_ranks(2, [&](comm::Communicator& world) {
+      const auto cut = split.make();
+      const auto whole = plain.make();
+      std::shared_ptr<Engine> of_cut;
+      std::shared_ptr<Engine> of_whole;
+      if (split_first) of_cut = split.start(world, cut).engine;
+      of_whole = plain.start(world, whole).engine;
+      if (!split_first) of_cut = split.start(world, cut).engine;
+      expect_kept_by(*of_whole, *whole, plain, of_plain, hidden_bytes(plain));
+      expect_kept_by(*of_cut, *cut, split, of_split, hidden_bytes(split) / 2);
+    });
+  }
+}
+
+TEST(TensorParallelRegions, AnEngineThatEndedElsewhereLeavesNothing) {
+  const GptRun split = over_axis();
+  const GptRun plain = over_data();
   const Curve expected = plain.plain();
   test::run_ranks(2, [&](comm::Communicator& world) {
     const auto first = split.make();
     auto engine = split.start(world, first).engine;
     split.train(*engine, *first);
     std::thread([&] { engine.reset(); }).join();
-    EXPECT_NE(recompute::checkpoint_options().tensor_parallel_group, nullptr) << "it ended elsewhere";
     const auto second = plain.make();
     const auto next = plain.start(world, second).engine;
-    EXPECT_EQ(recompute::checkpoint_options().tensor_parallel_group, nullptr);
-    expect_same(plain.train(*next, *second), expected, 5e-6, 2e-5);
+    expect_kept_by(*next, *second, plain, expected, hidden_bytes(plain));
+  });
+}
+
+TEST(TensorParallelRegions, TheProgramsGroupStays) {
+  const GptRun split = over_axis();
+  const Curve expected = split.plain();
+  test::run_ranks(2, [&](comm::Communicator& world) {
+    const std::shared_ptr<comm::Communicator> own(std::shared_ptr<void>(), &world);
+    recompute::CheckpointOptions options;
+    options.tensor_parallel_group = own;
+    recompute::configure_checkpointing(options);
+    {
+      const auto net = split.make();
+      const auto engine = split.start(world, net).engine;
+      EXPECT_EQ(recompute::checkpoint_options().tensor_parallel_group, own);
+      expect_kept_by(*engine, *net, split, expected, hidden_bytes(split) / 2);
+    }
+    EXPECT_EQ(recompute::checkpoint_options().tensor_parallel_group, own);
+    recompute::configure_checkpointing({});  // the ranks end before their threads may
   });
 }
 
