@@ -4,10 +4,8 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <cstring>
 #include <exception>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -36,22 +34,6 @@ pipeline::BatchSource source_of(Engine::Impl& impl, std::shared_ptr<DataLoader> 
     impl.batches.name_next(name_of_samples(loader->indices()));
     return batch;
   };
-}
-
-// The micro-batches of the passes of a stage, in order; -1 where its first and its second passes come in different
-// ones, so that it depends on the graph which of them adds to gradients.
-std::vector<int> micro_batches_of(const pipeline::Schedule& schedule, int stage) {
-  const auto rank = static_cast<size_t>(schedule.rank_of.at(static_cast<size_t>(stage)));
-  std::vector<int> first;
-  std::vector<int> second;
-  for (const pipeline::Action& action : schedule.actions.at(rank)) {
-    if (action.stage != stage) continue;
-    using enum pipeline::ActionKind;
-    if (action.kind == kBackward || action.kind == kBackwardInput) first.push_back(action.micro_batch);
-    if (action.kind == kBackwardWeight) second.push_back(action.micro_batch);
-  }
-  if (!second.empty() && second != first) std::fill(first.begin(), first.end(), -1);
-  return first;
 }
 
 // Of micro-batches on the ranks of the last stage, as a scalar on all ranks: float32, of a float64 model float64.
@@ -93,6 +75,7 @@ class EvaluationMode {
 void drop_batch(Engine::Impl& impl, const std::exception_ptr& failure) {
   impl.state.access->change_mode();
   if (impl.state.pipeline_ranks() > 1) return;
+  ++impl.accumulations;
   try {
     impl.accumulation->drop(/*unused=*/true);
   } catch (const std::exception& error) {
@@ -125,8 +108,6 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   self.progress.step_applied = false;
   if (!self.state.module->is_training()) train();
   int64_t given = 0;
-  std::map<int, std::vector<int>> order;  // of each stage, until its passes have been
-  std::map<int, size_t> passes;
   const pipeline::StageCallbacks callbacks = {
       .next =
           [&] {
@@ -140,11 +121,10 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
             return self.accumulation->scaled(self.accumulation->averaged(loss));
           },
       .accumulate =
-          [&](int stage, bool last, const std::function<void()>& pass) {
+          [&](const pipeline::Action& action, bool last, const std::function<void()>& pass) {
             const Autocast::Pause pause(self.state.ranks.device.type());
-            if (order[stage].empty()) order[stage] = micro_batches_of(schedule, stage);
-            self.accumulation->begin_micro_batch(order[stage].at(passes[stage]++));
-            self.accumulation->run(last, pass, parts.bucket_in_pass.at(static_cast<size_t>(stage)));
+            self.accumulation->begin_micro_batch(action.micro_batch);
+            self.accumulation->run(last, pass, parts.bucket_in_pass.at(static_cast<size_t>(action.stage)));
           },
       .inputs_only =
           [&](const std::function<void()>& pass) {

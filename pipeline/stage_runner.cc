@@ -235,7 +235,7 @@ void StageRunner::backward(Run& run, const Action& action) {
     run.callbacks.inputs_only([&] { own.gradients = own.backward->inputs_only(gradients); });
     return;
   }
-  run.callbacks.accumulate(stage, run.passes_left == 0, [&] { own.gradients = own.backward->whole(gradients); });
+  run.callbacks.accumulate(action, run.passes_left == 0, [&] { own.gradients = own.backward->whole(gradients); });
   own.backward.reset();
   if (stage == 0) run.passing.erase({stage, action.micro_batch});
 }
@@ -246,7 +246,7 @@ void StageRunner::backward_weight(Run& run, const Action& action) {
   if (found == run.passing.end() || !found->second.backward) return;
   Passing& own = found->second;
   --run.passes_left;
-  run.callbacks.accumulate(action.stage, run.passes_left == 0, [&] { own.backward->weights(); });
+  run.callbacks.accumulate(action, run.passes_left == 0, [&] { own.backward->weights(); });
   own.backward.reset();
   if (own.inputs.empty()) run.passing.erase(found);
 }

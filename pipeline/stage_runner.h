@@ -27,8 +27,9 @@ struct StageCallbacks {
   BatchSource next;
   // What backward starts from: the loss, scaled.
   std::function<at::Tensor(const at::Tensor& loss)> root;
-  // Runs `pass`, which adds to gradients of weights of `stage`; `last`: none of this rank follows in this batch.
-  std::function<void(int stage, bool last, const std::function<void()>& pass)> accumulate;
+  // Runs `pass`, which adds to gradients of weights of `action`'s stage; `last`: none of this rank follows in this
+  // batch.
+  std::function<void(const Action& action, bool last, const std::function<void()>& pass)> accumulate;
   // Runs `pass`, a backward pass that makes gradients of a stage's inputs alone.
   std::function<void(const std::function<void()>& pass)> inputs_only;
 };

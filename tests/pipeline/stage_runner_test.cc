@@ -25,12 +25,12 @@ constexpr int kMicroBatches = 4;
 
 // One rank of a pipeline with a stage on each.
 struct StageRank {
-  StageRank(comm::Communicator& world, ScheduleKind kind)
+  StageRank(comm::Communicator& world, ScheduleKind kind, const std::vector<LayerSpec>& layers = layers_of(6, false))
       : ranks(world),
         shape{.ranks = world.size(), .chunks = default_chunks(kind), .micro_batches = kMicroBatches},
         training(make_schedule(kind, shape)),
         inference(make_schedule(ScheduleKind::kInference, {.ranks = world.size(), .micro_batches = kMicroBatches})),
-        module(layers_of(6, false), {.loss = cross_entropy}) {
+        module(layers, {.loss = cross_entropy}) {
     torch::set_num_threads(1);
     module.build({.rank = world.rank(), .rank_of = training.rank_of, .ranks = &world, .partition = "uniform"});
     runner = std::make_unique<StageRunner>(module, world, MessageOptions{});
@@ -39,7 +39,7 @@ struct StageRank {
   StageCallbacks callbacks(const BatchSource& next) const {
     return {.next = next,
             .root = [](const at::Tensor& loss) { return loss / kMicroBatches; },
-            .accumulate = [](int, bool, const std::function<void()>& pass) { pass(); },
+            .accumulate = [](const Action&, bool, const std::function<void()>& pass) { pass(); },
             .inputs_only = [](const std::function<void()>& pass) { pass(); }};
   }
   // Tokens [2, length] each.
@@ -135,6 +135,41 @@ TEST(StageRunner, BuffersOfFormerShapesAreGivenBack) {
     EXPECT_EQ(messages.buffer_bytes(), 0);
     rank.train(/*length=*/2);
     EXPECT_EQ(5 * messages.buffer_bytes(), 2 * training);
+  });
+}
+
+// One that leaves itself out of a micro-batch, whose graph then cannot be split.
+struct LeftOutImpl : MixerImpl {
+  using MixerImpl::MixerImpl;
+  at::Tensor forward(const at::Tensor& x) { return calls++ == 1 ? x : MixerImpl::forward(x); }
+  int calls = 0;
+};
+TORCH_MODULE(LeftOut);
+
+TEST(StageRunner, APassSaysItsMicroBatchWhereOneCannotBeSplit) {
+  test::run_ranks(3, [](comm::Communicator& world) {
+    std::vector<LayerSpec> layers = layers_of(1, false);
+    layers[1] = LayerSpec::of<LeftOut>("h.0").named("h.0");
+    StageRank rank(world, ScheduleKind::kZbH1, layers);
+    const auto sum = [&rank] {
+      double all = 0;
+      for (const at::Tensor& weight : rank.module.parameters()) {
+        if (weight.grad().defined()) all += weight.grad().abs().sum().item<double>();
+      }
+      return all;
+    };
+    std::vector<int> changed;
+    std::vector<int> unchanged;
+    StageCallbacks callbacks = rank.callbacks(rank.source());
+    callbacks.accumulate = [&](const Action& action, bool, const std::function<void()>& pass) {
+      const double before = sum();
+      pass();
+      (sum() == before ? unchanged : changed).push_back(action.micro_batch);
+    };
+    rank.runner->run(rank.training, callbacks);
+    const bool leaves_out = world.rank() == 1;
+    EXPECT_EQ(unchanged, leaves_out ? std::vector{1} : std::vector<int>{});
+    EXPECT_EQ(changed, leaves_out ? (std::vector{0, 2, 3}) : (std::vector{0, 1, 2, 3}));
   });
 }
 
