@@ -1,3 +1,5 @@
+#include <ATen/TensorOperators.h>
+
 #include <cmath>
 #include <utility>
 

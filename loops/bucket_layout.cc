@@ -46,7 +46,7 @@ void lay_out_some(const std::vector<zero::Parameter>& parameters, const Numbers&
   if (numbers.empty()) return;
   std::vector<zero::LayoutParameter> shapes;
   for (const size_t number : numbers) shapes.push_back({parameters[number].name, parameters[number].tensor.numel()});
-  const auto element = static_cast<int64_t>(parameters[numbers.front()].tensor.element_size());
+  const int64_t element = parameters[numbers.front()].tensor.element_size();
   const int64_t elements = std::max<int64_t>(1, cap / element);
   for (zero::BucketLayout& bucket : zero::lay_out(
            shapes, {.world_size = ranks, .max_bucket_elements = elements, .target_bucket_elements = elements})) {

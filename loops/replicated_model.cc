@@ -209,7 +209,7 @@ void ReplicatedModel::begin_no_sync() { ++impl_->no_sync_scopes; }
 
 void ReplicatedModel::end_no_sync() { --impl_->no_sync_scopes; }
 
-void ReplicatedModel::register_comm_hook(CommHook hook) {
+void ReplicatedModel::register_comm_hook(const CommHook& hook) {
   require(!impl_->has_hook, "register_comm_hook: expected one call of it, found a second one");
   require(impl_->passes == 0, "register_comm_hook: expected it before the first backward(), found ", impl_->passes,
           " that were");

@@ -24,7 +24,7 @@ double own_norm(const ShardedModel& model, double p) {
     if (p == 2.0) {
       squares.add(gradient);
     } else if (std::isinf(p)) {
-      const double largest = gradient.abs().max().item<double>();
+      const auto largest = gradient.abs().max().item<double>();
       other = std::isnan(largest) ? largest : std::max(other, largest);
     } else {
       other += gradient.abs().to(at::kDouble).pow(p).sum().item<double>();
@@ -44,7 +44,7 @@ double clip_gradients(const ShardedModel& model, double max_norm, double norm_ty
   model.ranks()
       .shards->all_reduce(joined, largest ? comm::ReduceOp::kMax : comm::ReduceOp::kSum, "gradient norm of slices")
       .wait();
-  const double total = joined.item<double>();
+  const auto total = joined.item<double>();
   const double norm = largest ? total : std::pow(total, 1.0 / norm_type);
   const double factor = max_norm / (norm + kNoDivisionByZero);
   if (factor >= 1.0) return norm;

@@ -188,10 +188,10 @@ void leave_running_statistics(LayerTensors& tensors) {
   }
 }
 
-// None: LibTorch computes it, of the tensors that are here then.
-std::optional<at::Tensor> sync_batch_norm(Arguments& of, bool training) {
+// None: LibTorch computes it, of the tensors that are here then. `comes_again`: by an operator that comes here too.
+std::optional<at::Tensor> sync_batch_norm(Arguments& of, bool training, bool comes_again) {
   auto layer = layer_over_ranks(of, training);
-  if (!layer) return std::nullopt;
+  if (!layer || (comes_again && layer->group->size() == 1)) return std::nullopt;
   count_once(*layer->module);
   if (layer->group->size() == 1) {
     leave_running_statistics(of.tensors);
@@ -207,9 +207,8 @@ at::Tensor batch_norm(const at::Tensor& input, const MaybeTensor& weight, const 
                       double eps, bool cudnn_enabled) {
   Arguments given{
       input, {or_none(weight), or_none(bias), or_none(running_mean), or_none(running_var), {}}, momentum, eps};
-  if (auto result = sync_batch_norm(given, training)) return *std::move(result);
-  return at::native::batch_norm(input, weight, bias, given.tensors.running_mean, given.tensors.running_var, training,
-                                momentum, eps, cudnn_enabled);
+  if (auto result = sync_batch_norm(given, training, /*comes_again=*/true)) return *std::move(result);
+  return at::native::batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled);
 }
 
 // What the former is made of, where it is decomposed before it comes to us.
@@ -219,7 +218,7 @@ ImplOutputs batch_norm_impl(const at::Tensor& input, const MaybeTensor& weight, 
                             double momentum, double eps, bool cudnn_enabled) {
   Arguments given{
       input, {or_none(weight), or_none(bias), or_none(running_mean), or_none(running_var), {}}, momentum, eps};
-  if (auto result = sync_batch_norm(given, training)) {
+  if (auto result = sync_batch_norm(given, training, /*comes_again=*/false)) {
     const at::Tensor none = at::empty({0}, input.options());
     return {*std::move(result), none, none, at::empty({0}, input.options().dtype(at::kByte)), 0};
   }

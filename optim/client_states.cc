@@ -29,8 +29,8 @@ StateFields adam_fields(State& state) {
 }
 
 template <class State>
-ClientState kind_of(std::vector<std::string> names, bool from_start = true) {
-  return {.names = std::move(names), .prototype = std::make_shared<State>(), .from_start = from_start};
+ClientState kind_of(const std::vector<std::string>& names, bool from_start = true) {
+  return {.names = names, .prototype = std::make_shared<State>(), .from_start = from_start};
 }
 
 // Of the options of one of torch's; `State` is what it keeps.
@@ -38,14 +38,14 @@ template <class State, class Options>
 ClientState adam_state(const Options& options) {
   std::vector<std::string> names = {"exp_avg", "exp_avg_sq"};
   if (options.amsgrad()) names.emplace_back("max_exp_avg_sq");
-  return kind_of<State>(std::move(names));
+  return kind_of<State>(names);
 }
 
 ClientState rmsprop_state(const to::RMSpropOptions& options) {
   std::vector<std::string> names = {"square_avg"};
   if (options.momentum() > 0) names.emplace_back("momentum_buffer");
   if (options.centered()) names.emplace_back("grad_avg");
-  return kind_of<to::RMSpropParamState>(std::move(names));
+  return kind_of<to::RMSpropParamState>(names);
 }
 
 // The first step makes the buffer, from the gradient alone.

@@ -93,7 +93,7 @@ class Emptied {
       if (step == 0) early = state->clone();
       if (step + 2 != kSteps) continue;
       read_state(*early, written_state(*state).value());
-      state = std::move(early);
+      state = early->clone();
     }
     return parameters.front().detach();
   }

@@ -23,8 +23,8 @@ struct SplitGroups {
 
 // Never destroyed: an engine may be a static object.
 SplitGroups& split_groups() {
-  static auto* const groups = new SplitGroups;
-  return *groups;
+  static auto* const kGroups = new SplitGroups;
+  return *kGroups;
 }
 
 }  // namespace

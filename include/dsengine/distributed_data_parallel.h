@@ -133,7 +133,7 @@ class ReplicatedModel {
   void end_no_sync();
   // As of DistributedDataParallel.
   void join(const std::function<void()>& loop, const JoinOptions& options);
-  void register_comm_hook(CommHook hook);
+  void register_comm_hook(const CommHook& hook);
 
  private:
   struct Impl;
@@ -202,7 +202,7 @@ class DistributedDataParallel {
 
   // What travels from now on. Before the first backward(), once. Collective. Throws UsageError at another time, for
   // numbers out of range, and for gradients that the hook cannot take, naming the parameter.
-  void register_comm_hook(CommHook hook) { replica_.register_comm_hook(std::move(hook)); }
+  void register_comm_hook(const CommHook& hook) { replica_.register_comm_hook(hook); }
 
  private:
   loops::ReplicatedModel replica_;

@@ -144,6 +144,7 @@ class FullySharded {
 
   // Scales the gradients of the model's slices so that their norm over all ranks is at most `max_norm`; returns what it
   // was. `norm_type` may be infinity. Collective.
+  // NOLINTNEXTLINE(readability-identifier-naming): torch's name
   double clip_grad_norm_(double max_norm, double norm_type = 2.0);
 
   // --- state of the model: values of trained parameters are the float32 ones -----------------------------------------

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <type_traits>
 
 #include "ops/kernels/norm_kernel.h"
 #include "ops/kernels/rope_kernel.h"
@@ -72,11 +73,9 @@ bool rope_packs(const RopeRows& rows) {
   return fit;
 }
 
-// use(format, pack), the latter a std::integral_constant-like type: with whole packs where `fits(format)`.
+// use(format, pack), the latter a std::integral_constant: with whole packs where `fits(format)`.
 template <int kElements>
-struct PackOf {
-  static constexpr int value = kElements;
-};
+using PackOf = std::integral_constant<int, kElements>;
 
 template <class Fits, class Use>
 auto with_packs(FloatType type, const Fits& fits, const Use& use) {

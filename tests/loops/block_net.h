@@ -40,7 +40,7 @@ TORCH_MODULE(Block);
 
 struct BlockNetImpl : torch::nn::Module {
   BlockNetImpl() {
-    in = register_module("in", torch::nn::Linear(5, 6));
+    in = register_module("enter", torch::nn::Linear(5, 6));
     for (int i = 0; i < 3; ++i) blocks.push_back(register_module(cat("block", i), Block()));
     out = register_module("out", torch::nn::Linear(6, 2));
     scale = register_buffer("scale", torch::full({1}, 0.5));

@@ -156,7 +156,7 @@ TEST(FullyShardState, WhatDoesNotFitIsNamedAndChangesNothing) {
                 ThrowsMessage<UsageError>(HasSubstr("expected a value for scale")));
     other = state;
     other[0].second = torch::zeros({3});
-    EXPECT_THAT([&] { sharded->load_full_state_dict(other); }, ThrowsMessage<UsageError>(HasSubstr("in.weight")));
+    EXPECT_THAT([&] { sharded->load_full_state_dict(other); }, ThrowsMessage<UsageError>(HasSubstr("enter.weight")));
     other = state;
     other.emplace_back("head.weight", torch::zeros({3}));
     EXPECT_THAT([&] { sharded->load_full_state_dict(other); }, ThrowsMessage<UsageError>(HasSubstr("head.weight")));
@@ -309,7 +309,7 @@ TEST(FullyShardMisuse, AnOptimizerMadeBeforeSaysWhatToDo) {
     for (int step = 0; step < 2; ++step) {
       model->loss(test::batch_of(step, communicator.rank())).backward();
       EXPECT_THAT([&] { before.step(); },
-                  ThrowsMessage<c10::Error>(AllOf(HasSubstr("in.weight"), HasSubstr("made before fully_shard"))));
+                  ThrowsMessage<c10::Error>(AllOf(HasSubstr("enter.weight"), HasSubstr("made before fully_shard"))));
       after.step();
       after.zero_grad();
     }

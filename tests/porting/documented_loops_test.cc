@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "dsengine/sync_batch_norm.h"
 #include "tests/core/page.h"
 #include "tests/porting/ported_run.h"
 #include "tests/support/scratch_folder.h"
@@ -282,6 +283,24 @@ TEST_F(DocumentedLoops, ClippingAndRates) {
   });
 }
 
+// --- an optimizer of the program's own -------------------------------------------------------------------------------
+
+TEST_F(DocumentedLoops, AnOptimizerOfTheProgramsOwnWithItsSchedule) {
+  folder_.write("ds_config.json", small_config(2, 1).dump());
+  Model model = make_model();
+  auto optimizer = std::make_shared<torch::optim::AdamW>(model->parameters(), torch::optim::AdamWOptions(3e-4));
+  torch::optim::StepLR schedule(*optimizer, /*step_size=*/1000, /*gamma=*/0.5);
+  auto [engine, none, loader, no_schedule] =
+      ds::engine::initialize({.model = model.ptr(), .config = "ds_config.json", .optimizer = optimizer});
+  // engine->backward(loss); engine->step(); schedule.step();
+  const State before = copy_of(engine->fp32_state_dict());
+  for (int step = 0; step <= 1000; ++step) schedule.step();  // LibTorch counts from 0
+  EXPECT_DOUBLE_EQ(engine->get_lr()[0], 1.5e-4);
+  engine->backward(model->forward(torch::ones({4, 6})).sum());
+  engine->step();
+  EXPECT_GT(largest_difference(before, copy_of(engine->fp32_state_dict())), 0.0);
+}
+
 // --- several models and buffers --------------------------------------------------------------------------------------
 
 void train_gan(const EnginePointer& generator, const EnginePointer& critic, Model& g, Model& d, const at::Tensor& real,
@@ -333,6 +352,33 @@ TEST_F(DocumentedLoops, RunningStatisticsOfBatchNormAreMadeEqual) {
     EXPECT_FALSE(torch::allclose(own[0], own[1])) << "each rank has those of its own batches";
     average_buffers(engine, model);
     EXPECT_TRUE(torch::allclose(model->named_buffers()["0.running_mean"], (own[0] + own[1]) / 2));
+  });
+}
+
+Model ResNet(int channels) {
+  Model model(torch::nn::BatchNorm1d(channels), torch::nn::Linear(channels, 1));
+  fill(*model);
+  return model;
+}
+
+// The page leaves the layers out.
+template <class Job>
+Model converted(const Job& job) {
+  auto model = ResNet(6);
+  ds::convert_sync_batchnorm(*model);              // over the ranks of the engine that takes the model
+  ds::convert_sync_batchnorm(*model, *job.ranks);  // or, in a loop of one's own, over these
+  return model;
+}
+
+TEST_F(DocumentedLoops, BatchNormOverAllRanks) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    struct {
+      comm::Communicator* ranks;
+    } const job{&communicator};
+    Model model = converted(job);
+    model->forward(sample(0, communicator.rank()));
+    const at::Tensor joined = torch::cat({sample(0, 0), sample(0, 1)});
+    EXPECT_TRUE(torch::allclose(model->named_buffers()["0.running_mean"], joined.mean(0) * 0.1, 0, 1e-6));
   });
 }
 
