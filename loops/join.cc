@@ -11,7 +11,6 @@
 #include "core/check.h"
 #include "engine/agreement/shared_failure.h"
 #include "loops/replicated_model_impl.h"
-#include "loops/value_broadcast.h"
 #include "norm/converted_layers.h"
 
 namespace ds::loops {
@@ -122,8 +121,8 @@ void ReplicatedModel::join(const std::function<void()>& loop, const JoinOptions&
   const at::Device device = impl.parameters.trainable.front().tensor.device();
   const auto root = static_cast<int>(
       engine::largest_of_ranks(among_the_last ? impl.group->rank() : -1, device, *impl.group, "ranks that ended last"));
-  broadcast_values(impl.parameters.trainable, root, *impl.group);
-  broadcast_values(impl.parameters.buffers, root, *impl.group);
+  impl.take_values(impl.parameters.trainable, root, "parameters");
+  impl.follow_buffers(root);
 }
 
 }  // namespace ds::loops

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "comm/value_broadcast.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
 #include "dsengine/distributed_data_parallel.h"
@@ -11,7 +12,6 @@
 #include "engine/setup/same_on_all_ranks.h"
 #include "loops/bucket_layout.h"
 #include "loops/replicated_model_impl.h"
-#include "loops/value_broadcast.h"
 #include "norm/converted_layers.h"
 
 namespace ds::loops {
@@ -52,7 +52,7 @@ std::vector<at::TensorOptions> kinds_of(const std::vector<zero::Parameter>& para
   return result;
 }
 
-std::vector<zero::Parameter> all_values(const engine::ModelParameters& parameters) {
+std::vector<zero::Parameter> all_tensors(const engine::ModelParameters& parameters) {
   std::vector<zero::Parameter> all = parameters.trainable;
   all.insert(all.end(), parameters.frozen.begin(), parameters.frozen.end());
   all.insert(all.end(), parameters.buffers.begin(), parameters.buffers.end());
@@ -97,8 +97,8 @@ ReplicatedModel::Impl::Impl(std::shared_ptr<torch::nn::Module> model, const Dist
   for (zero::BucketLayout& layout : lay_out_gradients(parameters.trainable, caps, group->size())) {
     buckets.emplace_back(std::move(layout), parameters.trainable);
   }
-  broadcast_values(all_values(parameters), 0, *group);
-  norms = norm::give_ranks(*module, *group);
+  take_values(all_tensors(parameters), 0, "values");
+  norms = norm::give_ranks(norm::layers_without_ranks(*module), *group);
   make_reducer();
 }
 
@@ -107,7 +107,7 @@ void ReplicatedModel::Impl::require_device() const {
   require(options.device_ids.size() == 1, "DistributedDataParallel: .device_ids: expected one device, found ",
           options.device_ids.size(), "; a module whose parts are on several is given without device_ids");
   const at::Device device(at::kCUDA, static_cast<at::DeviceIndex>(options.device_ids.front()));
-  for (const zero::Parameter& one : all_values(parameters)) {
+  for (const zero::Parameter& one : all_tensors(parameters)) {
     require(one.tensor.device() == device, "DistributedDataParallel: .device_ids: expected the module on ", device,
             ", found ", one.name, ", ", describe(one.tensor), "; call model->to(torch::Device(\"", device,
             "\")) before the wrapper is made, or leave .device_ids empty");
@@ -190,7 +190,13 @@ void ReplicatedModel::Impl::show_gradients(const std::vector<char>& any_used) {
   reducer->show_gradients(any_used, factor);
 }
 
-void ReplicatedModel::Impl::follow_buffers(int root) { broadcast_values(parameters.buffers, root, *group); }
+void ReplicatedModel::Impl::take_values(const std::vector<zero::Parameter>& of, int root, const char* what) {
+  std::vector<at::Tensor> tensors;
+  for (const zero::Parameter& one : of) tensors.push_back(one.tensor);
+  comm::broadcast_values(tensors, root, *group, what);
+}
+
+void ReplicatedModel::Impl::follow_buffers(int root) { take_values(parameters.buffers, root, "buffers"); }
 
 ReplicatedModel::ReplicatedModel(std::shared_ptr<torch::nn::Module> module,
                                  const DistributedDataParallelOptions& options)

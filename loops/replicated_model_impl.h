@@ -29,6 +29,8 @@ struct ReplicatedModel::Impl {
   void show_gradients(const std::vector<char>& used);
   // Throws UsageError for parameters that were added, replaced, converted or made trainable since the start.
   void require_same_module() const;
+  // Values become rank `root`'s.
+  void take_values(const std::vector<zero::Parameter>& of, int root, const char* what);
   void follow_buffers(int root);
   // Of BatchNorm layers that were converted without a group; null: none.
   std::shared_ptr<comm::Communicator> norms;

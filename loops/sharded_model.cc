@@ -75,7 +75,7 @@ ShardedModel::ShardedModel(const std::shared_ptr<torch::nn::Module>& module, con
           norm::layers_without_ranks(*module).size(), '\n');
   engine::require_same_on_all_ranks(parameters, settings, {}, ranks_.device, *ranks_.all);
   lay_out(parameters, parts);
-  norms_ = norm::give_ranks(*module, *ranks_.all);
+  norms_ = norm::give_ranks(norm::layers_without_ranks(*module), *ranks_.all);
   watch_slices();
 }
 

@@ -102,8 +102,7 @@ std::vector<NamedLayer> layers_without_ranks(torch::nn::Module& module) {
   return result;
 }
 
-std::shared_ptr<comm::Communicator> give_ranks(torch::nn::Module& module, comm::Communicator& ranks) {
-  const std::vector<NamedLayer> layers = layers_without_ranks(module);
+std::shared_ptr<comm::Communicator> give_ranks(const std::vector<NamedLayer>& layers, comm::Communicator& ranks) {
   if (layers.empty()) return nullptr;
   std::shared_ptr<comm::Communicator> group = group_for_layers(ranks);
   convert_layers(layers, group, GroupOwner::kCaller);

@@ -50,9 +50,9 @@ void convert_layers(const std::vector<NamedLayer>& layers, const std::shared_ptr
 // The converted layers of the module for which nobody has said over which ranks, or an engine that has ended.
 std::vector<NamedLayer> layers_without_ranks(torch::nn::Module& module);
 
-// Gives them all ranks of `ranks`, in a group of their own that the caller keeps; null: there are no such layers, of
-// which all ranks have as many. Collective.
-std::shared_ptr<comm::Communicator> give_ranks(torch::nn::Module& module, comm::Communicator& ranks);
+// From now on these layers compute over all ranks of `ranks`, in a group of their own that the caller keeps; null:
+// there are none. Ranks have as many layers. Collective. Throws as convert_layers().
+std::shared_ptr<comm::Communicator> give_ranks(const std::vector<NamedLayer>& layers, comm::Communicator& ranks);
 
 // The layer that one of these tensors is of, while its module lives and has it; else null. Any thread.
 std::shared_ptr<const ConvertedLayer> find_converted(const at::Tensor& weight, const at::Tensor& running_mean);

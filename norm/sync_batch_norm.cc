@@ -231,16 +231,16 @@ ImplOutputs batch_norm_impl(const at::Tensor& input, const MaybeTensor& weight, 
 void register_sync_batch_norm() {
   // Both aliases are before the one of composed operators, on every device. In this order: entries of autograd are
   // chosen again with a registration for autograd alone, and then see that there is a kernel below. Never destroyed:
-  // the dispatcher may be used until the process ends.
-  static const bool kRegistered = [] {
+  // the dispatcher may be used until the process ends. Used by nobody, and kept where leak checkers find it.
+  [[gnu::used]] static const auto* const kRegistrations = [] {
+    auto* const libraries = new std::vector<torch::Library>;
     for (const c10::DispatchKey key : {c10::DispatchKey::CompositeExplicitAutograd, c10::DispatchKey::Autograd}) {
-      auto* const library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
-      library->impl("batch_norm", TORCH_FN(batch_norm));
-      library->impl("_batch_norm_impl_index", TORCH_FN(batch_norm_impl));
+      torch::Library& library = libraries->emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+      library.impl("batch_norm", TORCH_FN(batch_norm));
+      library.impl("_batch_norm_impl_index", TORCH_FN(batch_norm_impl));
     }
-    return true;
+    return libraries;
   }();
-  static_cast<void>(kRegistered);
 }
 
 }  // namespace ds::norm

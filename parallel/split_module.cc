@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/value_broadcast.h"
 #include "core/check.h"
 #include "dsengine/parallel.h"
 #include "parallel/axis/collectives.h"
@@ -32,17 +33,11 @@ std::string literal(const std::string& name) {
   return result;
 }
 
-// Rank 0's values on all ranks.
-void broadcast_values(torch::nn::Module& module, comm::Communicator& communicator) {
-  const at::NoGradGuard no_grad;
-  const auto send = [&](const at::Tensor& tensor) {
-    if (!tensor.defined() || tensor.numel() == 0) return;
-    const at::Tensor values = tensor.contiguous();
-    communicator.broadcast(values, 0).wait();
-    if (!values.is_same(tensor)) tensor.copy_(values);
-  };
-  for (const at::Tensor& parameter : module.parameters()) send(parameter.detach());
-  for (const at::Tensor& buffer : module.buffers()) send(buffer.detach());
+// Parameters and buffers.
+std::vector<at::Tensor> tensors_of(const torch::nn::Module& module) {
+  std::vector<at::Tensor> result = module.parameters();
+  for (const at::Tensor& buffer : module.buffers()) result.push_back(buffer);
+  return result;
 }
 
 // A whole parameter that an autograd function of the program reads beside split tensors gets a split gradient.
@@ -208,7 +203,7 @@ SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::
   std::vector<SplitRule> all_rules = rules;
   for (SplitRule& declared : declared_splits(module)) all_rules.push_back(std::move(declared));
   SplitPlan plan = plan_module(module, all_rules, axis->size());
-  broadcast_values(module, axis->communicator());
+  comm::broadcast_values(tensors_of(module), /*root=*/0, axis->communicator(), "values");  // rank 0's
   return split_module(module, axis, std::move(plan),
                       [](const std::string& /*name*/, const at::Tensor& parameter, const Placement& placement) {
                         // A tensor of its own: the whole's memory is given back.

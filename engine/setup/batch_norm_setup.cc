@@ -1,7 +1,5 @@
 #include "engine/setup/batch_norm_setup.h"
 
-#include <vector>
-
 #include "comm/subgroups.h"
 #include "core/log.h"
 #include "norm/converted_layers.h"
@@ -15,13 +13,10 @@ void set_up_batch_norms(ModelState& model, const config::DsConfig& config) {
   if (config.broadcast_buffers && ranks.size() > 1) {
     model.ranks.groups.buffers = comm::own_group(ranks, comm::consecutive_ranks(ranks.size(), ranks.size()), "buffers");
   }
-  const std::vector<norm::NamedLayer> layers =
+  const auto layers =
       config.sync_batchnorm ? norm::batch_norms_of(*model.module) : norm::layers_without_ranks(*model.module);
-  if (!layers.empty()) {
-    model.ranks.groups.norms = norm::group_for_layers(ranks);
-    return norm::convert_layers(layers, model.ranks.groups.norms, norm::GroupOwner::kCaller);
-  }
-  if (config.sync_batchnorm && !model.pipeline && ranks.rank() == 0) {
+  model.ranks.groups.norms = norm::give_ranks(layers, ranks);
+  if (config.sync_batchnorm && layers.empty() && !model.pipeline && ranks.rank() == 0) {
     log::warning("sync_batchnorm: expected BatchNorm1d, 2d or 3d layers in the model, found none");
   }
 }

@@ -238,16 +238,16 @@ TEST(ConvertSyncBatchNorm, AnotherEngineTakesTheLayersOfOneThatHasEnded) {
   test::run_ranks(2, [](comm::Communicator& ranks) {
     TwoNorms model = same_model();
     convert_sync_batchnorm(*model);
-    auto first = norm::give_ranks(*model, ranks);
+    auto first = norm::give_ranks(norm::layers_without_ranks(*model), ranks);
     ASSERT_NE(first, nullptr);
-    EXPECT_EQ(norm::give_ranks(*model, ranks), nullptr) << "the first one has them";
+    EXPECT_EQ(norm::give_ranks(norm::layers_without_ranks(*model), ranks), nullptr) << "the first one has them";
     first.reset();
     EXPECT_THROW(model->forward(images(1, 2)), UsageError);
-    const auto second = norm::give_ranks(*model, ranks);
+    const auto second = norm::give_ranks(norm::layers_without_ranks(*model), ranks);
     ASSERT_NE(second, nullptr);
     model->forward(images(1, 2)).sum().backward();
     convert_sync_batchnorm(*model, ranks);  // the program's, which layers keep
-    EXPECT_EQ(norm::give_ranks(*model, ranks), nullptr);
+    EXPECT_EQ(norm::give_ranks(norm::layers_without_ranks(*model), ranks), nullptr);
   });
 }
 
