@@ -53,13 +53,14 @@ class SignMomentum : public OwnOptimizer {
 };
 
 // A class of states of its own, which writes itself as torch's do.
-struct OwnState : torch::optim::OptimizerCloneableParamState<OwnState> {
+template <class State>
+struct WrittenState : torch::optim::OptimizerCloneableParamState<State> {
   void serialize(torch::serialize::OutputArchive& archive) const override {
     ++times_written;
     archive.write("seen", c10::IValue(seen));
     archive.write("speed", c10::IValue(speed));
   }
-  static inline std::atomic<int> times_written = 0;
+  static inline std::atomic<int> times_written = 0;  // of this class
   void serialize(torch::serialize::InputArchive& archive) override {
     c10::IValue value;
     archive.read("seen", value);
@@ -70,6 +71,7 @@ struct OwnState : torch::optim::OptimizerCloneableParamState<OwnState> {
   int64_t seen = 0;
   at::Tensor speed;
 };
+struct OwnState : WrittenState<OwnState> {};
 
 class OwnMomentum : public OwnOptimizer {
   using OwnOptimizer::OwnOptimizer;
@@ -103,20 +105,7 @@ class SilentMomentum : public OwnOptimizer {
 struct SlicedState : torch::optim::AdamParamState {
   double mean = 0;
 };
-struct ForgetfulState : torch::optim::OptimizerCloneableParamState<ForgetfulState> {
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    archive.write("seen", c10::IValue(seen));
-    archive.write("speed", c10::IValue(speed));
-  }
-  void serialize(torch::serialize::InputArchive& archive) override {
-    c10::IValue value;
-    archive.read("seen", value);
-    seen = value.toInt();
-    archive.read("speed", value);
-    speed = value.toTensor();
-  }
-  int64_t seen = 0;
-  at::Tensor speed;
+struct ForgetfulState : WrittenState<ForgetfulState> {
   double decay = 1;
 };
 

@@ -111,6 +111,15 @@ inline NamedValues train_plain(int ranks, int steps, const MakeOptimizer& make, 
   return values;
 }
 
+// One rank's steps of a plain loop.
+inline void train(BlockNet& model, torch::optim::Optimizer& optimizer, int rank, int steps) {
+  for (int step = 0; step < steps; ++step) {
+    model->loss(batch_of(step, rank)).backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+}
+
 // Over all elements of the parameters that `expected` names.
 inline double largest_difference(const NamedValues& found, const NamedValues& expected) {
   double largest = 0;

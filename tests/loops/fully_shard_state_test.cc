@@ -27,11 +27,7 @@ std::shared_ptr<FullySharded> shard(test::BlockNet& model, comm::Communicator& c
 
 void train_some(FullySharded& sharded, test::BlockNet& model, int rank, int steps = 3) {
   torch::optim::SGD optimizer(sharded.parameters(), 0.1);
-  for (int step = 0; step < steps; ++step) {
-    model->loss(test::batch_of(step, rank)).backward();
-    optimizer.step();
-    optimizer.zero_grad();
-  }
+  test::train(model, optimizer, rank, steps);
 }
 
 struct Trained {
@@ -210,11 +206,7 @@ TEST(FullyShardUnits, NamedPrefetchAndBackwardPostGiveTheSameNumbers) {
     units[0]->set_modules_to_forward_prefetch({units[1], units[2]});
     units[2]->set_modules_to_backward_prefetch({units[1], units[0]});
     const auto optimizer = make(sharded->parameters());
-    for (int step = 0; step < 5; ++step) {
-      model->loss(test::batch_of(step, communicator.rank())).backward();
-      optimizer->step();
-      optimizer->zero_grad();
-    }
+    test::train(model, *optimizer, communicator.rank(), 5);
     EXPECT_LT(test::largest_difference(sharded->full_state_dict(), expected), 5e-6);
   });
 }
@@ -229,11 +221,7 @@ TEST(FullyShardUnits, OldNamesOfStrategiesGiveTheSameNumbers) {
       const auto sharded =
           fully_shard(model, {.process_group = test::borrowed(communicator), .sharding_strategy = strategy});
       const auto optimizer = make(sharded->parameters());
-      for (int step = 0; step < 5; ++step) {
-        model->loss(test::batch_of(step, communicator.rank())).backward();
-        optimizer->step();
-        optimizer->zero_grad();
-      }
+      test::train(model, *optimizer, communicator.rank(), 5);
       EXPECT_LT(test::largest_difference(sharded->full_state_dict(), expected), 5e-6);
     });
   }

@@ -29,11 +29,7 @@ std::shared_ptr<FullySharded> shard_blocks(test::BlockNet& model, const FullySha
 }
 
 void train(FullySharded& sharded, test::BlockNet& model, torch::optim::Optimizer& optimizer, int rank, int steps) {
-  for (int step = 0; step < steps; ++step) {
-    model->loss(test::batch_of(step, rank)).backward();
-    optimizer.step();
-    optimizer.zero_grad();
-  }
+  test::train(model, optimizer, rank, steps);
   EXPECT_EQ(sharded.held_bytes().gathered, 0);
 }
 

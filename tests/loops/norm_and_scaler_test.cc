@@ -10,6 +10,7 @@
 #include "dsengine/fully_shard.h"
 #include "dsengine/grad_scaler.h"
 #include "dsengine/sync_batch_norm.h"
+#include "tests/loops/block_net.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds {
@@ -42,8 +43,6 @@ at::Tensor norm_batch_of(int step, int rank) {
   const at::Tensor steps = torch::arange(30, torch::kDouble) * 1.3 + static_cast<double>(17 * step + 5 * rank);
   return torch::cos(steps).view({6, 5}).to(torch::kFloat);
 }
-
-std::shared_ptr<comm::Communicator> borrowed(comm::Communicator& ranks) { return {std::shared_ptr<void>(), &ranks}; }
 
 // Losses, running mean and variance of one process with the joined batches.
 struct JoinedRun {
@@ -86,7 +85,7 @@ TEST(NormsOfWrappers, ReplicasNormalizeTheJoinedBatch) {
   test::run_ranks(kNormRanks, [](comm::Communicator& ranks) {
     NormNet net;
     convert_sync_batchnorm(*net);
-    const DistributedDataParallel ddp(net, {.process_group = borrowed(ranks)});
+    const DistributedDataParallel ddp(net, {.process_group = test::borrowed(ranks)});
     torch::optim::SGD optimizer(net->parameters(), 0.1);
     expect_joined(net, ranks, optimizer);
   });
@@ -97,7 +96,7 @@ TEST(NormsOfWrappers, ShardsNormalizeTheJoinedBatch) {
     NormNet net;
     convert_sync_batchnorm(*net);
     FullyShardOptions options;
-    options.process_group = borrowed(ranks);
+    options.process_group = test::borrowed(ranks);
     const auto sharded = fully_shard(net, options);
     torch::optim::SGD optimizer(sharded->parameters(), 0.1);
     expect_joined(net, ranks, optimizer);
@@ -110,7 +109,7 @@ TEST(NormsOfWrappers, AUnitOfShardsNormalizesTheJoinedBatch) {
     NormNet net;
     convert_sync_batchnorm(*net);
     FullyShardOptions options;
-    options.process_group = borrowed(ranks);
+    options.process_group = test::borrowed(ranks);
     fully_shard(net->norm, options);
     const auto sharded = fully_shard(net, options);
     torch::optim::SGD optimizer(sharded->parameters(), 0.1);
@@ -122,8 +121,8 @@ TEST(NormsOfWrappers, AWrapperThatIsMadeAgainNormalizesTheJoinedBatch) {
   test::run_ranks(kNormRanks, [](comm::Communicator& ranks) {
     NormNet net;
     convert_sync_batchnorm(*net);
-    { const DistributedDataParallel first(net, {.process_group = borrowed(ranks)}); }
-    const DistributedDataParallel again(net, {.process_group = borrowed(ranks)});
+    { const DistributedDataParallel first(net, {.process_group = test::borrowed(ranks)}); }
+    const DistributedDataParallel again(net, {.process_group = test::borrowed(ranks)});
     torch::optim::SGD optimizer(net->parameters(), 0.1);
     expect_joined(net, ranks, optimizer);
   });
@@ -134,7 +133,7 @@ TEST(ScalersOfWrappers, RanksThatShardAgreeOnASkippedStep) {
   test::run_ranks(kNormRanks, [](comm::Communicator& ranks) {
     NormNet net;
     FullyShardOptions options;
-    options.process_group = borrowed(ranks);
+    options.process_group = test::borrowed(ranks);
     const auto sharded = fully_shard(net, options);
     torch::optim::SGD optimizer(sharded->parameters(), 0.1);
     engine::GradScaler scaler({.init_scale = 8});
