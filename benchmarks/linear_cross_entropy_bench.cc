@@ -20,7 +20,7 @@
 
 #include "benchmarks/paired_timing.h"
 #include "core/check.h"
-#include "core/host_memory.h"
+#include "core/memory/host_memory.h"
 #include "dsengine/ops.h"
 
 namespace {

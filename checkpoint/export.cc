@@ -14,9 +14,9 @@
 
 #include "checkpoint/source/tensor_parts.h"
 #include "checkpoint/weight_files.h"
-#include "core/atomic_file.h"
 #include "core/check.h"
-#include "core/safetensors.h"
+#include "core/files/atomic_file.h"
+#include "core/files/safetensors.h"
 #include "core/system_call.h"
 
 namespace ds::checkpoint {

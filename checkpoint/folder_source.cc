@@ -15,7 +15,7 @@
 #include "checkpoint/source/part_reader.h"
 #include "checkpoint/stored_file.h"
 #include "core/check.h"
-#include "core/part_runs.h"
+#include "core/split/part_runs.h"
 #include "core/tensor_check.h"
 
 namespace ds::checkpoint {

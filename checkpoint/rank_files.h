@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "checkpoint/index.h"
-#include "core/safetensors.h"
-#include "core/tensor_part.h"
+#include "core/files/safetensors.h"
+#include "core/split/tensor_part.h"
 
 namespace ds::checkpoint {
 
@@ -43,8 +43,8 @@ class RankFiles {
 
   // The elements of piece number `index`: contiguous, on the CPU, of its dtype. Throws IoError.
   void write(size_t index, const at::Tensor& values);
-  // Completes the files, `durable` as core/atomic_file.h says. Throws IoError, and UsageError when a piece was not
-  // written. Returns tensors and files.
+  // Completes the files, `durable` as core/files/atomic_file.h says. Throws IoError, and UsageError when a piece was
+  // not written. Returns tensors and files.
   Index finish(bool durable = true);
 
  private:

@@ -12,8 +12,8 @@
 
 #include "checkpoint/stored_file.h"
 #include "checkpoint/tag_folder.h"
-#include "core/atomic_file.h"
 #include "core/check.h"
+#include "core/files/atomic_file.h"
 #include "core/log.h"
 #include "core/unique_fd.h"
 

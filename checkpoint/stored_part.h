@@ -1,5 +1,5 @@
 // Which part of its logical tensor a piece of a checkpoint is taken from, when the writer was one of several ranks that
-// have a part each (core/tensor_part.h).
+// have a part each (core/split/tensor_part.h).
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "core/tensor_part.h"
+#include "core/split/tensor_part.h"
 
 namespace ds::checkpoint {
 

@@ -17,8 +17,8 @@
 
 #include "checkpoint/index.h"
 #include "checkpoint/stored_file.h"
-#include "core/atomic_file.h"
 #include "core/check.h"
+#include "core/files/atomic_file.h"
 #include "core/system_call.h"
 
 namespace ds::checkpoint {

@@ -15,8 +15,8 @@
 
 #include "checkpoint/source/training_state.h"
 #include "checkpoint/tag_folder.h"
-#include "core/atomic_file.h"
 #include "core/check.h"
+#include "core/files/atomic_file.h"
 #include "core/system_call.h"
 
 namespace ds::checkpoint {

@@ -14,8 +14,8 @@
 #include "checkpoint/stored_file.h"
 #include "checkpoint/torch_weights.h"
 #include "core/check.h"
+#include "core/files/safetensors.h"
 #include "core/json_depth.h"
-#include "core/safetensors.h"
 #include "dsengine/weights.h"
 
 namespace ds::checkpoint {

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/segment_gaps.h"
+#include "core/slices/segment_gaps.h"
 #include "core/tensor_check.h"
 #include "optim/slice_update.h"
 

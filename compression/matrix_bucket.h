@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/segment.h"
+#include "core/slices/segment.h"
 
 namespace ds::compression {
 

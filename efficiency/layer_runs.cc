@@ -1,6 +1,6 @@
 #include <ATen/core/grad_mode.h>
 
-#include "core/replayed_values.h"
+#include "core/replay/replayed_values.h"
 #include "dsengine/layer_drop.h"
 
 namespace ds::efficiency {

@@ -5,7 +5,7 @@
 
 #include "core/check.h"
 #include "core/random_streams.h"
-#include "core/replayed_values.h"
+#include "core/replay/replayed_values.h"
 #include "core/tensor_check.h"
 #include "dsengine/layer_drop.h"
 

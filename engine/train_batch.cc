@@ -9,8 +9,8 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "core/atomic_file.h"
 #include "core/check.h"
+#include "core/files/atomic_file.h"
 #include "dsengine/engine.h"
 #include "engine/agreement/shared_failure.h"
 #include "engine/engine_impl.h"

@@ -6,7 +6,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/Allocator.h>
 
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 
 namespace ds::loops {
 

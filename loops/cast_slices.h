@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "core/slice_store.h"
+#include "core/slices/slice_store.h"
 
 namespace ds::loops {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "comm/bucket_reduction.h"
-#include "core/segment.h"
+#include "core/slices/segment.h"
 #include "dsengine/comm.h"
 #include "dsengine/distributed_data_parallel.h"
 #include "zero/parameter_bucket.h"

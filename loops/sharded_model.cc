@@ -11,7 +11,7 @@
 #include "comm/gradient_groups.h"
 #include "core/check.h"
 #include "core/log.h"
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 #include "engine/setup/part_options.h"
 #include "engine/setup/same_on_all_ranks.h"
 #include "engine/state/start_values.h"

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/reduced_gradients.h"
+#include "core/slices/reduced_gradients.h"
 #include "loops/slice_leaves.h"
 #include "zero/parameter_bucket.h"
 

@@ -18,7 +18,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/recomputation.h"
+#include "core/replay/recomputation.h"
 #include "norm/batch_statistics.h"
 #include "norm/converted_layers.h"
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <utility>
 
-#include "core/slice_store.h"
+#include "core/slices/slice_store.h"
 #include "offload/pinned_arena.h"
 
 namespace ds::offload {

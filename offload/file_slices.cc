@@ -8,7 +8,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 #include "offload/slice_swapper.h"
 
 namespace ds::offload {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/slice_store.h"
+#include "core/slices/slice_store.h"
 #include "offload/pinned_arena.h"
 #include "offload/tensor_file.h"
 

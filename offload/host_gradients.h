@@ -13,7 +13,7 @@
 #include <optional>
 #include <vector>
 
-#include "core/reduced_gradients.h"
+#include "core/slices/reduced_gradients.h"
 #include "core/transfer_stream.h"
 
 namespace ds::offload {

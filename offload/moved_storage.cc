@@ -7,7 +7,7 @@
 
 #include <set>
 
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 
 namespace ds::offload {
 namespace {

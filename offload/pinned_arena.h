@@ -36,8 +36,8 @@ class PinnedArena {
   // warning that says why.
   PinnedArena(std::string purpose, size_t bytes, ArenaOptions options);
 
-  // Zeros, flat, in a storage of its own, so that its memory can be exchanged (core/storage_memory.h). The region lives
-  // as long as the arena or any of its tensors; a part is never handed out twice.
+  // Zeros, flat, in a storage of its own, so that its memory can be exchanged (core/memory/storage_memory.h). The
+  // region lives as long as the arena or any of its tensors; a part is never handed out twice.
   at::Tensor take(int64_t numel, at::ScalarType dtype);
 
   size_t size() const;  // whole pages

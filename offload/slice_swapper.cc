@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/memory/storage_memory.h"
 #include "core/round_up.h"
-#include "core/storage_memory.h"
 
 namespace ds::offload {
 namespace {

@@ -13,7 +13,7 @@
 #include <optional>
 
 #include "core/check.h"
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "dsengine/ops.h"
 #include "ops/chunked_loss.h"
 

@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/segment.h"
+#include "core/slices/segment.h"
 #include "dsengine/optimizer.h"
 
 namespace ds::optimizers {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "dsengine/parallel.h"
 
 namespace ds::parallel {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/tensor_part.h"
+#include "core/split/tensor_part.h"
 #include "dsengine/split_plan.h"
 
 namespace ds::parallel {

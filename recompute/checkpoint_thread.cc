@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 
 namespace ds::recompute {
 namespace {

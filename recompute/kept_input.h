@@ -8,14 +8,14 @@
 #include <optional>
 #include <vector>
 
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "dsengine/activation_checkpoint.h"
 #include "recompute/slot_pool.h"
 
 namespace ds::recompute {
 
 // The tensor itself, with the count of its changes; or a copy: on the host, or this rank's part of it. Of a split
-// tensor (core/split_tensor.h), which has a part only, it is the part that is copied to the host.
+// tensor (core/split/split_tensor.h), which has a part only, it is the part that is copied to the host.
 class KeptInput {
  public:
   KeptInput(const at::Tensor& input, size_t position, const CheckpointOptions& options, SlotPool& pool);

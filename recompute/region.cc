@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/recomputation.h"
+#include "core/replay/recomputation.h"
 #include "core/tensor_check.h"
 
 namespace ds::recompute {

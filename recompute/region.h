@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/replayed_values.h"
+#include "core/replay/replayed_values.h"
 #include "dsengine/activation_checkpoint.h"
 #include "recompute/checkpoint_thread.h"
 #include "recompute/execution_state.h"

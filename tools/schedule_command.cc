@@ -5,8 +5,8 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "core/atomic_file.h"
 #include "core/check.h"
+#include "core/files/atomic_file.h"
 #include "core/shown_text.h"
 #include "pipeline/schedule/schedule.h"
 #include "pipeline/schedule/schedule_check.h"

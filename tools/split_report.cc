@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/shown_text.h"
-#include "core/tensor_part.h"
+#include "core/split/tensor_part.h"
 #include "core/text.h"
 #include "engine/plan/layer_names.h"
 #include "engine/plan/name_rules.h"

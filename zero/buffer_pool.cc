@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 
 namespace ds::zero {
 namespace {

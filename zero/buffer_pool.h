@@ -8,13 +8,13 @@
 #include <utility>
 #include <vector>
 
-#include "core/memory_pool.h"
+#include "core/memory/memory_pool.h"
 
 namespace ds::zero {
 
 // Buffers go from one bucket to the next. Free ones stay here, as many as buckets that are reduced in order need: one
-// that fills and two on their way. On a device their memory is apart from that of activations (core/memory_pool.h). Not
-// thread safe: used under the reducer's lock.
+// that fills and two on their way. On a device their memory is apart from that of activations
+// (core/memory/memory_pool.h). Not thread safe: used under the reducer's lock.
 class BufferPool {
  public:
   // [numel], with unspecified contents. All calls have the same dtype and device. Throws c10::OutOfMemoryError.

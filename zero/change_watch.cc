@@ -1,7 +1,7 @@
 #include "zero/change_watch.h"
 
 #include "core/check_time.h"
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 
 namespace ds::zero {
 

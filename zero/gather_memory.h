@@ -11,12 +11,12 @@
 #include <utility>
 #include <vector>
 
-#include "core/memory_pool.h"
+#include "core/memory/memory_pool.h"
 
 namespace ds::zero {
 
 // Not thread safe. On other devices than the CPU, blocks come from and go to a pool of LibTorch's caching allocator at
-// once, which knows streams (core/memory_pool.h).
+// once, which knows streams (core/memory/memory_pool.h).
 class GatherMemory {
  public:
   // With unspecified contents. Throws std::bad_alloc or what LibTorch's allocator throws when there is none.

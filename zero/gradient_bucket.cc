@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 #include "zero/addition_order.h"
 
 namespace ds::zero {

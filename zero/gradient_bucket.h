@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "core/reduced_gradients.h"
+#include "core/slices/reduced_gradients.h"
 #include "core/stream_point.h"
 #include "zero/buffer_pool.h"
 #include "zero/gradient_check.h"

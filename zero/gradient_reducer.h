@@ -25,7 +25,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/reduced_gradients.h"
+#include "core/slices/reduced_gradients.h"
 #include "zero/buffer_pool.h"
 #include "zero/gradient_bucket.h"
 #include "zero/gradient_check.h"

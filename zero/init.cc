@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/host_memory.h"
 #include "core/log.h"
-#include "core/storage_memory.h"
+#include "core/memory/host_memory.h"
+#include "core/memory/storage_memory.h"
 #include "zero/init_parameters.h"
 #include "zero/parameter_bucket.h"
 

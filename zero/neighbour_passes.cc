@@ -10,7 +10,7 @@
 
 #include "core/check.h"
 #include "core/check_time.h"
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 
 namespace ds::zero {
 namespace {

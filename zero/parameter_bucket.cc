@@ -10,7 +10,7 @@
 
 #include "core/block_codec.h"
 #include "core/check.h"
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 #include "core/tensor_check.h"
 
 namespace ds::zero {

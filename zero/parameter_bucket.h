@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "core/slice_store.h"
-#include "core/tensor_part.h"
+#include "core/slices/slice_store.h"
+#include "core/split/tensor_part.h"
 #include "zero/gather_memory.h"
 #include "zero/partition.h"
 
@@ -60,7 +60,7 @@ class ParameterBucket {
   void shard(int rank, int bits = 0, std::shared_ptr<SliceStore> store = nullptr);
   // Calls `use` while slice() and encoded_slice() of a sharded bucket have memory. `changes`: what it writes is kept.
   void use_slice(bool changes, const std::function<void()>& use) const;
-  // The two ends of that, see core/slice_store.h.
+  // The two ends of that, see core/slices/slice_store.h.
   void load_slice() const;
   void unload_slice(bool changed) const;
   void prefetch_slice() const;

@@ -11,7 +11,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 
 namespace ds::zero {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "core/check.h"
 #include "core/round_up.h"
-#include "core/segment_gaps.h"
+#include "core/slices/segment_gaps.h"
 
 namespace ds::zero {
 namespace {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "core/segment.h"
+#include "core/slices/segment.h"
 
 namespace ds::zero {
 

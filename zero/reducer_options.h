@@ -8,7 +8,7 @@
 #include <string>
 
 #include "comm/bucket_reduction.h"
-#include "core/reduced_gradients.h"
+#include "core/slices/reduced_gradients.h"
 #include "dsengine/comm.h"
 #include "dsengine/memory.h"
 

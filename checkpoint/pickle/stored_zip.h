@@ -10,7 +10,7 @@
 #include <span>
 #include <string>
 
-#include "core/mapped_file.h"
+#include "core/files/mapped_file.h"
 
 namespace ds::checkpoint {
 

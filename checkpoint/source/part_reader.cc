@@ -8,7 +8,7 @@
 
 #include "checkpoint/source/tensor_parts.h"
 #include "core/check.h"
-#include "core/part_runs.h"
+#include "core/split/part_runs.h"
 #include "core/tensor_check.h"
 
 namespace ds::checkpoint {

@@ -1,4 +1,4 @@
-// Reading what one rank has of a tensor (core/tensor_part.h) from a checkpoint, whatever parts its writers had.
+// Reading what one rank has of a tensor (core/split/tensor_part.h) from a checkpoint, whatever parts its writers had.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/tensor_part.h"
+#include "core/split/tensor_part.h"
 #include "dsengine/weights.h"
 
 namespace ds::checkpoint {

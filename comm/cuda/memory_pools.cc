@@ -1,5 +1,5 @@
-// core/memory_pool.h on LibTorch's CUDA allocator. Registered when the library is loaded.
-#include "core/memory_pool.h"
+// core/memory/memory_pool.h on LibTorch's CUDA allocator. Registered when the library is loaded.
+#include "core/memory/memory_pool.h"
 
 #include <ATen/cuda/MemPool.h>
 #include <c10/cuda/CUDACachingAllocator.h>

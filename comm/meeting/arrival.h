@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-#include "core/job_secret.h"
+#include "core/secret/job_secret.h"
 
 namespace ds::comm {
 

@@ -16,9 +16,9 @@
 #include "comm/meeting/strangers.h"
 #include "comm/meeting/tcp_meeting.h"
 #include "core/check.h"
-#include "core/job_secret.h"
-#include "core/joined_file.h"
+#include "core/files/joined_file.h"
 #include "core/log.h"
+#include "core/secret/job_secret.h"
 #include "core/system_call.h"
 #include "core/without_stack.h"
 

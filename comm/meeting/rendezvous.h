@@ -40,8 +40,8 @@ struct RendezvousOptions {
 //   CommError    rank 0 cannot listen (port in use), the host is unknown or does not answer, ranks are missing at the
 //                time limit (they are listed, with the hosts of those that came), a rank was claimed twice (both are
 //                named), the ranks disagree on the world size, rank 0 and this rank have different secrets
-//                (core/job_secret.h) or one of them none, or what stands at a rank's place does not prove that it is of
-//                this job.
+//                (core/secret/job_secret.h) or one of them none, or what stands at a rank's place does not prove that
+//                it is of this job.
 Rendezvous rendezvous(const RendezvousOptions& options = {});
 
 // The same over a store that the caller made and every rank shares (tests, embedding).

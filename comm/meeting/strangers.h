@@ -1,5 +1,5 @@
 // Processes that come to the store of a job without its secret. Keys of the job begin with what is derived from the
-// secret (core/job_secret.h), so that what a stranger writes lies outside, and is nobody's rank.
+// secret (core/secret/job_secret.h), so that what a stranger writes lies outside, and is nobody's rank.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "core/job_secret.h"
+#include "core/secret/job_secret.h"
 
 namespace ds::comm {
 

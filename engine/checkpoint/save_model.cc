@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
 #include "engine/agreement/shared_failure.h"
 #include "engine/state/whole_state.h"
 

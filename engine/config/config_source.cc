@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/regular_file.h"
+#include "core/files/regular_file.h"
 #include "core/shown_text.h"
 
 namespace ds::engine::config {

@@ -13,8 +13,8 @@
 #include <memory>
 #include <vector>
 
-#include "core/reduced_gradients.h"
-#include "core/slice_store.h"
+#include "core/slices/reduced_gradients.h"
+#include "core/slices/slice_store.h"
 #include "core/task_queue.h"
 #include "dsengine/comm.h"
 #include "dsengine/config.h"

@@ -17,7 +17,7 @@
 #include <optional>
 #include <vector>
 
-#include "core/reduced_gradients.h"
+#include "core/slices/reduced_gradients.h"
 #include "core/task_queue.h"
 #include "offload/host_gradients.h"
 #include "offload/undo_copy.h"

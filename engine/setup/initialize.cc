@@ -6,9 +6,9 @@
 
 #include "checkpoint/block_checksum.h"
 #include "core/check.h"
-#include "core/host_memory.h"
-#include "core/joined_file.h"
+#include "core/files/joined_file.h"
 #include "core/log.h"
+#include "core/memory/host_memory.h"
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/engine.h"
 #include "dsengine/lr_schedule.h"

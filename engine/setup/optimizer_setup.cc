@@ -7,7 +7,7 @@
 
 #include "compression/compressed_factory.h"
 #include "core/check.h"
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "core/text_hash.h"
 #include "engine/agreement/shared_failure.h"
 #include "engine/setup/parameter_groups.h"

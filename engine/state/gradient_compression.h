@@ -9,7 +9,7 @@
 #include "comm/bucket_reduction.h"
 #include "compression/exchange_groups.h"
 #include "compression/node_reduction.h"
-#include "core/segment.h"
+#include "core/slices/segment.h"
 #include "engine/plan/plan.h"
 #include "zero/parameter_bucket.h"
 

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "core/tensor_check.h"
 #include "engine/state/tensor_parts.h"
 #include "optim/slice_update.h"

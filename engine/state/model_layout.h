@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "core/segment.h"
-#include "core/slice_store.h"
+#include "core/slices/segment.h"
+#include "core/slices/slice_store.h"
 #include "dsengine/comm.h"
 #include "dsengine/initialize.h"
 #include "engine/offloaded/offloaded_state.h"

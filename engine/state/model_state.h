@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "comm/bucket_reduction.h"
-#include "core/segment.h"
+#include "core/slices/segment.h"
 #include "engine/offloaded/offloaded_state.h"
 #include "engine/plan/plan.h"
 #include "engine/stages/pipeline_parts.h"

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "core/segment.h"
+#include "core/slices/segment.h"
 #include "engine/state/model_state.h"
 
 namespace ds::engine {

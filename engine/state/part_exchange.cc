@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 
 namespace ds::engine {
 namespace {

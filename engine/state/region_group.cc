@@ -1,6 +1,6 @@
 #include "engine/state/region_group.h"
 
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "parallel/axis/axis.h"
 #include "recompute/checkpoint_thread.h"
 

@@ -7,7 +7,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "core/tensor_check.h"
 #include "engine/agreement/shared_failure.h"
 #include "engine/state/tensor_parts.h"

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "core/tensor_part.h"
-#include "core/whole_in_place.h"
+#include "core/split/tensor_part.h"
+#include "core/split/whole_in_place.h"
 #include "engine/state/model_state.h"
 #include "zero/split_wholes.h"
 

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/split_tensor.h"
-#include "core/tensor_part.h"
+#include "core/split/split_tensor.h"
+#include "core/split/tensor_part.h"
 #include "dsengine/comm.h"
 #include "dsengine/parallel.h"
 #include "engine/state/region_group.h"

@@ -7,7 +7,7 @@
 
 #include "core/check.h"
 #include "core/check_time.h"
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 #include "engine/update/finished_gradients.h"
 
 namespace ds::engine {

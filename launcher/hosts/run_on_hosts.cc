@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "core/flight_job.h"
-#include "core/job_secret.h"
+#include "core/secret/job_secret.h"
 #include "launcher/hosts/ask_intervals.h"
 #include "launcher/hosts/cluster.h"
 #include "launcher/processes/deadline.h"

@@ -10,7 +10,7 @@
 #include <optional>
 #include <utility>
 
-#include "core/job_secret.h"
+#include "core/secret/job_secret.h"
 #include "core/system_call.h"
 #include "launcher/command_line/host_list.h"
 #include "launcher/command_line/pid_file.h"

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
+#include "core/files/joined_file.h"
 #include "core/flight_job.h"
-#include "core/job_secret.h"
-#include "core/joined_file.h"
 #include "core/restart_request.h"
+#include "core/secret/job_secret.h"
 #include "core/text.h"
 
 namespace ds::launcher {

@@ -22,8 +22,8 @@ struct JobEnvironment {
   std::optional<std::string> cuda_visible_devices;  // absent: leave the inherited one
   std::string launch_id;                            // marks every process of this job, see orphan_guard.h
   std::string flight_job;                           // the same on all hosts: names the folder of flight records
-  std::string joined_file;                          // core/joined_file.h, without the rank's number; empty: none
-  std::string secret;                               // core/job_secret.h; empty: the inherited one, or none
+  std::string joined_file;                          // core/files/joined_file.h, without the rank's number; empty: none
+  std::string secret;                               // core/secret/job_secret.h; empty: the inherited one, or none
 };
 
 // The variable that holds launch ids, one for each ds-launch above the process, joined with commas.

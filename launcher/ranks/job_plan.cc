@@ -5,7 +5,7 @@
 #include <system_error>
 
 #include "core/check.h"
-#include "core/job_secret.h"
+#include "core/secret/job_secret.h"
 #include "launcher/command_line/core_list.h"
 #include "launcher/machine/accelerators.h"
 #include "launcher/machine/core_binding.h"

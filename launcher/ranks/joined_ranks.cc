@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "core/check.h"
-#include "core/mapped_file.h"
+#include "core/files/mapped_file.h"
 
 namespace ds::launcher {
 

@@ -1,4 +1,4 @@
-// Which ranks have come to the others; see core/joined_file.h.
+// Which ranks have come to the others; see core/files/joined_file.h.
 #pragma once
 
 #include <string>

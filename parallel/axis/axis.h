@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "dsengine/comm.h"
 #include "dsengine/parallel.h"
 

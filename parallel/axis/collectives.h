@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "dsengine/comm.h"
 
 namespace ds::parallel {

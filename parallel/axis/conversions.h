@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 
 namespace ds::parallel {
 

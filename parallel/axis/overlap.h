@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 
 namespace ds::parallel {
 

@@ -14,7 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "parallel/axis/axis.h"
 
 namespace ds::parallel {

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 #include "parallel/axis/conversions.h"
 
 namespace ds::parallel {

@@ -9,7 +9,7 @@
 
 #include "checkpoint/weight_files.h"
 #include "core/check.h"
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
 #include "tests/checkpoint/source/memory_source.h"
 #include "tests/support/scratch_folder.h"
 

@@ -6,7 +6,7 @@
 
 #include "checkpoint/block_checksum.h"
 #include "core/check.h"
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::checkpoint {

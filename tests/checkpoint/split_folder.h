@@ -15,8 +15,8 @@
 #include "checkpoint/save_job.h"
 #include "checkpoint/source/training_state.h"
 #include "checkpoint/tag_folder.h"
-#include "core/part_runs.h"
-#include "core/tensor_part.h"
+#include "core/split/part_runs.h"
+#include "core/split/tensor_part.h"
 
 namespace ds::checkpoint {
 

@@ -17,7 +17,7 @@
 #include "checkpoint/source/part_reader.h"
 #include "checkpoint/verify.h"
 #include "core/check.h"
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
 #include "tests/checkpoint/source/memory_source.h"
 #include "tests/checkpoint/split_folder.h"
 #include "tests/core/random_cut.h"

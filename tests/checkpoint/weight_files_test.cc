@@ -9,7 +9,7 @@
 
 #include "checkpoint/source/training_state.h"
 #include "core/check.h"
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
 #include "dsengine/weights.h"
 #include "tests/support/scratch_folder.h"
 

@@ -1,4 +1,4 @@
-#include "core/job_secret.h"
+#include "core/secret/job_secret.h"
 
 #include <gmock/gmock.h>
 

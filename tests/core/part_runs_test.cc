@@ -1,5 +1,5 @@
 // Runs found from either side against the walk through the whole part.
-#include "core/part_runs.h"
+#include "core/split/part_runs.h"
 
 #include <gtest/gtest.h>
 

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "core/tensor_part.h"
+#include "core/split/tensor_part.h"
 
 namespace ds::test {
 

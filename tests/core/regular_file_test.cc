@@ -1,4 +1,4 @@
-#include "core/regular_file.h"
+#include "core/files/regular_file.h"
 
 #include <gmock/gmock.h>
 #include <sys/stat.h>

@@ -1,6 +1,6 @@
 // Files as the Python package writes them (safetensors_python.safetensors, made by safetensors_python.py), our own, and
 // broken ones.
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
 
 #include <unistd.h>
 
@@ -9,8 +9,8 @@
 #include <limits>
 #include <string>
 
-#include "core/atomic_file.h"
 #include "core/check.h"
+#include "core/files/atomic_file.h"
 #include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 

@@ -1,5 +1,5 @@
 // The vectors of FIPS 180-4 (as RFC 6234 has them) and RFC 4231.
-#include "core/sha256.h"
+#include "core/secret/sha256.h"
 
 #include <gmock/gmock.h>
 

@@ -1,6 +1,6 @@
 // Parts of tensors against an index map: each element of the whole is given to a rank by the definition of a cut, and
 // everything else must agree with that.
-#include "core/tensor_part.h"
+#include "core/split/tensor_part.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

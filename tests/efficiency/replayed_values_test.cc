@@ -1,5 +1,5 @@
 // Decisions of a piece that is computed again are those of its first run, inside of other pieces too.
-#include "core/replayed_values.h"
+#include "core/replay/replayed_values.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

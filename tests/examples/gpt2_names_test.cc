@@ -8,7 +8,7 @@
 #include <string>
 
 #include "core/check.h"
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
 #include "examples/gpt/gpt_init.h"
 #include "examples/gpt/gpt_options.h"
 #include "tests/support/scratch_folder.h"

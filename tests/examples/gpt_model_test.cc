@@ -5,7 +5,7 @@
 #include <string>
 
 #include "core/check.h"
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
 #include "examples/gpt/gpt_init.h"
 #include "examples/gpt/gpt_model.h"
 #include "examples/gpt/text_corpus.h"

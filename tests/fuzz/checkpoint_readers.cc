@@ -16,7 +16,7 @@
 #include "checkpoint/pickle/pickle_reader.h"
 #include "checkpoint/pickle/torch_archive.h"
 #include "core/check.h"
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
 #include "core/text.h"
 #include "core/unique_fd.h"
 #include "dsengine/weights.h"

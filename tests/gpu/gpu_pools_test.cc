@@ -9,7 +9,7 @@
 #include <memory>
 #include <string>
 
-#include "core/memory_pool.h"
+#include "core/memory/memory_pool.h"
 #include "tests/gpu/device_run.h"
 #include "tests/gpu/nccl_ranks.h"
 #include "tests/gpu/tested_device.h"

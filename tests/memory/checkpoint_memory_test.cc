@@ -6,7 +6,7 @@
 #include <string>
 
 #include "comm/backends/factory.h"
-#include "core/host_memory.h"
+#include "core/memory/host_memory.h"
 #include "dsengine/engine.h"
 #include "tests/memory/large_net.h"
 #include "tests/support/process_ranks.h"

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "comm/backends/factory.h"
-#include "core/host_memory.h"
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
+#include "core/memory/host_memory.h"
 #include "dsengine/engine.h"
 #include "engine/plan/plan.h"
 #include "profiling/tensor_memory.h"

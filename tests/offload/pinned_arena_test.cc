@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 #include "offload/pinned_arena.h"
 
 namespace ds::offload {

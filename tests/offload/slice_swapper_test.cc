@@ -7,7 +7,7 @@
 #include <stdexcept>
 
 #include "core/check.h"
-#include "core/storage_memory.h"
+#include "core/memory/storage_memory.h"
 #include "offload/slice_swapper.h"
 #include "tests/offload/aligned_memory.h"
 #include "tests/offload/open_descriptors.h"

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "dsengine/parallel.h"
 #include "parallel/axis/axis.h"
 #include "parallel/axis/conversions.h"

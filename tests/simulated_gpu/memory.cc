@@ -10,7 +10,7 @@
 #include <memory>
 #include <new>
 
-#include "core/memory_pool.h"
+#include "core/memory/memory_pool.h"
 #include "tests/simulated_gpu/reports.h"
 #include "tests/simulated_gpu/streams.h"
 

@@ -9,7 +9,7 @@ extern "C" {
 void ds_simulated_gpu_reports(void (*take)(const char*));
 // Calls `take` with what the host has waited for since the last call, and how often (Timeline::take_waits).
 void ds_simulated_gpu_waits(void (*take)(const char* what, int64_t times));
-// Bytes of all devices that blocks of memory pools (core/memory_pool.h) have.
+// Bytes of all devices that blocks of memory pools (core/memory/memory_pool.h) have.
 int64_t ds_simulated_gpu_pool_bytes();
 // How often their free memory was to go back to the device.
 int64_t ds_simulated_gpu_pool_trims();

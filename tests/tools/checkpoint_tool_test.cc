@@ -8,7 +8,7 @@
 #include "checkpoint/rewrite.h"
 #include "checkpoint/weight_files.h"
 #include "core/check.h"
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
 #include "dsengine/weights.h"
 #include "tests/checkpoint/source/memory_source.h"
 #include "tests/checkpoint/split_folder.h"

@@ -12,7 +12,7 @@
 #include "checkpoint/source/training_state.h"
 #include "checkpoint/universal_export.h"
 #include "core/check.h"
-#include "core/regular_file.h"
+#include "core/files/regular_file.h"
 #include "tools/checkpoint/text_columns.h"
 
 namespace ds::checkpoint::tool {

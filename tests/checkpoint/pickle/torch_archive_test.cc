@@ -10,7 +10,7 @@
 
 #include "checkpoint/pickle/pickle_field.h"
 #include "core/check.h"
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
 #include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 

@@ -5,7 +5,7 @@
 #include <filesystem>
 
 #include "core/check.h"
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
 #include "dsengine/engine.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/scratch_folder.h"

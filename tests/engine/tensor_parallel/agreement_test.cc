@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "core/check.h"
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "tests/engine/tensor_parallel/split_training.h"
 
 namespace ds::engine {

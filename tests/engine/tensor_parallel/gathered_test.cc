@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "core/text.h"
 #include "tests/engine/tensor_parallel/split_training.h"
 

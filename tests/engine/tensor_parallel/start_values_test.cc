@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "core/check.h"
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 #include "dsengine/weights.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/scratch_folder.h"

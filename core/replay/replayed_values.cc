@@ -1,4 +1,4 @@
-#include "core/replayed_values.h"
+#include "core/replay/replayed_values.h"
 
 #include "core/check.h"
 

@@ -1,5 +1,5 @@
 // Runs of elements of a tensor that lie together both in the whole and in one rank's part, found from either side.
-// What for_each_run of core/tensor_part.h gives, without going through the elements before. Torch-free.
+// What for_each_run of core/split/tensor_part.h gives, without going through the elements before. Torch-free.
 //
 // Elements are counted in row-major order, and ascend in the whole as they do in the part: so the elements of any range
 // of the whole are one range of the part.
@@ -9,7 +9,7 @@
 #include <functional>
 #include <vector>
 
-#include "core/tensor_part.h"
+#include "core/split/tensor_part.h"
 
 namespace ds {
 

@@ -17,7 +17,7 @@
 #include <optional>
 #include <string>
 
-#include "core/tensor_part.h"
+#include "core/split/tensor_part.h"
 
 namespace ds {
 

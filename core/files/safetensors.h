@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/atomic_file.h"
-#include "core/mapped_file.h"
+#include "core/files/atomic_file.h"
+#include "core/files/mapped_file.h"
 
 namespace ds {
 
@@ -87,7 +87,7 @@ class SafetensorsWriter {
   size_t bytes() const { return bytes_; }
   // The file's first bytes: length, JSON, padding.
   const std::string& header() const { return header_; }
-  // Throws UsageError naming a tensor that was not written, IoError. `durable`: see core/atomic_file.h.
+  // Throws UsageError naming a tensor that was not written, IoError. `durable`: see core/files/atomic_file.h.
   void commit(bool durable = true);
 
  private:

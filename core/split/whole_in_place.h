@@ -10,9 +10,10 @@ namespace ds {
 // What made a parameter a split one; opaque.
 using SplitState = c10::intrusive_ptr<c10::BackendMeta>;
 
-// Makes a split parameter (core/split_tensor.h) a plain tensor in place, with the memory of `whole`: of its sizes,
-// dtype and device. Operators may read and change it. A gradient that arrives at it would miss its part, so that one
-// throws a UsageError that names the parameter, also after split_again(). Local; throws UsageError for another tensor.
+// Makes a split parameter (core/split/split_tensor.h) a plain tensor in place, with the memory of `whole`: of its
+// sizes, dtype and device. Operators may read and change it. A gradient that arrives at it would miss its part, so that
+// one throws a UsageError that names the parameter, also after split_again(). Local; throws UsageError for another
+// tensor.
 [[nodiscard]] SplitState make_whole(const at::Tensor& parameter, const at::Tensor& whole);
 
 // The split parameter as it was, with its leaf's values; what it showed is dropped, whatever it is by now.

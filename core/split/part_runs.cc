@@ -1,4 +1,4 @@
-#include "core/part_runs.h"
+#include "core/split/part_runs.h"
 
 #include <algorithm>
 

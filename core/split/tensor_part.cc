@@ -1,4 +1,4 @@
-#include "core/tensor_part.h"
+#include "core/split/tensor_part.h"
 
 #include <algorithm>
 #include <numeric>

@@ -1,4 +1,4 @@
-#include "core/safetensors.h"
+#include "core/files/safetensors.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/segment.h"
+#include "core/slices/segment.h"
 
 namespace ds {
 

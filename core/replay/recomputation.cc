@@ -1,4 +1,4 @@
-#include "core/recomputation.h"
+#include "core/replay/recomputation.h"
 
 namespace ds {
 namespace {

@@ -1,4 +1,4 @@
-#include "core/split_tensor.h"
+#include "core/split/split_tensor.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/whole_in_place.h"
+#include "core/split/whole_in_place.h"
 
 namespace ds {
 namespace {
@@ -96,7 +96,7 @@ class PartGradient : public autograd::Node {
   std::vector<int64_t> sizes_;
 };
 
-// Of a parameter that is shown whole (core/whole_in_place.h).
+// Of a parameter that is shown whole (core/split/whole_in_place.h).
 class ShownWhole : public autograd::Node {
  public:
   explicit ShownWhole(std::string parameter) : parameter_(std::move(parameter)) {}

@@ -1,4 +1,4 @@
-#include "core/job_secret.h"
+#include "core/secret/job_secret.h"
 
 #include <sys/random.h>
 
@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/sha256.h"
+#include "core/secret/sha256.h"
 #include "core/system_call.h"
 
 namespace ds {
