@@ -102,17 +102,10 @@ void rope_of(const RopeRows& rows, int64_t begin, int64_t end) {
   const auto pairs = static_cast<size_t>(rows.pairs);
   const auto rest = static_cast<size_t>(rows.channels) - 2 * pairs;
   for (int64_t row = begin; row < end; ++row) {
-    const int64_t index[3] = {row / (rows.sizes[1] * rows.sizes[2]), row / rows.sizes[2] % rows.sizes[1],
-                              row % rows.sizes[2]};
-    int64_t from = 0;
-    int64_t to = 0;
-    for (int dim = 0; dim < 3; ++dim) {
-      from += index[dim] * rows.input_strides[dim];
-      to += index[dim] * rows.output_strides[dim];
-    }
-    const auto* x = static_cast<const Raw*>(rows.input) + from;
-    auto* y = static_cast<Raw*>(rows.output) + to;
-    const size_t position = static_cast<size_t>(index[rows.position_dim]) * pairs;
+    const RopePlace place = place_of(rows, row);
+    const auto* x = static_cast<const Raw*>(rows.input) + place.input;
+    auto* y = static_cast<Raw*>(rows.output) + place.output;
+    const size_t position = static_cast<size_t>(place.position) * pairs;
     const Angles<Format> angles{static_cast<const T*>(rows.cos) + position, static_cast<const T*>(rows.sin) + position,
                                 rows.backward};
     if (rows.interleaved) {

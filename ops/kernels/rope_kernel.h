@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/float_bits.h"
 #include "ops/kernels/float_type.h"
 
 namespace ds::ops {
@@ -24,6 +25,25 @@ struct RopeRows {
   const void* input = nullptr;
   void* output = nullptr;
 };
+
+// Where a row lies, in elements of the arrays, and at which position.
+struct RopePlace {
+  int64_t input = 0;
+  int64_t output = 0;
+  int64_t position = 0;
+};
+
+DS_HOST_DEVICE inline RopePlace place_of(const RopeRows& rows, int64_t row) {
+  const int64_t index[3] = {row / (rows.sizes[1] * rows.sizes[2]), row / rows.sizes[2] % rows.sizes[1],
+                            row % rows.sizes[2]};
+  RopePlace place;
+  for (int dim = 0; dim < 3; ++dim) {
+    place.input += index[dim] * rows.input_strides[dim];
+    place.output += index[dim] * rows.output_strides[dim];
+  }
+  place.position = index[rows.position_dim];
+  return place;
+}
 
 // Rows `begin` to `end` - 1 of all, the last dimension counts fastest.
 void rope_rows(const RopeRows& rows, int64_t begin, int64_t end);

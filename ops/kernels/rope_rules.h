@@ -25,17 +25,10 @@ class RopeRule {
 
  public:
   DS_HOST_DEVICE RopeRule(const RopeRows& rows, int64_t row) : rows_(rows) {
-    const int64_t index[3] = {row / (rows.sizes[1] * rows.sizes[2]), row / rows.sizes[2] % rows.sizes[1],
-                              row % rows.sizes[2]};
-    int64_t from = 0;
-    int64_t to = 0;
-    for (int dim = 0; dim < 3; ++dim) {
-      from += index[dim] * rows.input_strides[dim];
-      to += index[dim] * rows.output_strides[dim];
-    }
-    x_ = static_cast<const Bits*>(rows.input) + from;
-    y_ = static_cast<Bits*>(rows.output) + to;
-    position_ = index[rows.position_dim];
+    const RopePlace place = place_of(rows, row);
+    x_ = static_cast<const Bits*>(rows.input) + place.input;
+    y_ = static_cast<Bits*>(rows.output) + place.output;
+    position_ = place.position;
   }
 
   DS_HOST_DEVICE void operator()(int64_t item) const {
