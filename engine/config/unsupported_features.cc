@@ -51,8 +51,8 @@ void collect_optimizer(const DsConfig& c, Collector& out) {
   out.later(!c.optimizer.values.fp32_optimizer_states, "optimizer.params.fp32_optimizer_states", "use true");
   out.later(c.scheduler.given() && !c.scheduler.options, "scheduler.type",
             cat(c.scheduler.type,
-                " is not available; use another one, as OneCycle or CosineAnnealingLR, or give the program's own "
-                "schedule (.lr_scheduler)"));
+                " takes a function or a measured value, which no file can hold; use another one, as OneCycle or "
+                "CosineAnnealingLR, or give the program's own schedule (.lr_scheduler)"));
 }
 
 void collect_precision(const DsConfig& c, Collector& out) {
