@@ -50,8 +50,11 @@ void each_tensor(const c10::IValue& value, Visit&& visit) {
 std::shared_ptr<StoredValue> OperatorLog::made_value_of(const at::Tensor& tensor) const {
   const auto found = places_.find(storage_impl(tensor));
   if (found == places_.end() || !found->second.made || found->second.made->blank) return nullptr;
-  // Another count of changes: something that was not seen has written to it, or it is another tensor's `data`.
-  return found->second.version == version_of(tensor) ? found->second.made : nullptr;
+  // Another count of changes: something that was not seen has written to it, or it is another tensor's `data`. Another
+  // size: resize_().
+  const bool as_made =
+      found->second.version == version_of(tensor) && found->second.made->bytes == storage_bytes(tensor);
+  return as_made ? found->second.made : nullptr;
 }
 
 std::shared_ptr<StoredValue> OperatorLog::value_of(const at::Tensor& tensor) {

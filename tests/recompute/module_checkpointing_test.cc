@@ -1,6 +1,7 @@
 // Chosen modules give the losses and gradients that they give without, bit for bit, and keep less.
 #include "dsengine/module_checkpointing.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -175,6 +176,42 @@ TEST(ModuleCheckpointing, ChangesInPlaceOfWhatIsNeededAreRight) {
     const at::Tensor before = (scale * 2).cos();
     scale.data().add_(0.5);
     return torch::matmul(torch::matmul(x, own.weight) * before, own.weight) * (scale * 2).cos();
+  });
+}
+
+TEST(ModuleCheckpointing, ChangesByListsOutputsAndSizesAreSeen) {
+  expect_same_body([](const at::Tensor& x, WeightedBody& own) {
+    const at::Tensor scale = torch::matmul(x, own.weight).detach().exp();
+    const at::Tensor before = (scale * 2).cos();
+    {
+      const torch::NoGradGuard no_graph;
+      std::vector<at::Tensor> list = {scale};
+      at::_foreach_mul_(list, 0.5);
+    }
+    return torch::matmul(torch::matmul(x, own.weight) * before, own.weight) * (scale * 2).cos();
+  });
+  expect_same_body([](const at::Tensor& x, WeightedBody& own) {
+    at::Tensor scale = torch::matmul(x, own.weight).detach().exp();
+    const at::Tensor before = (scale * 2).cos();
+    at::mul_out(scale, scale, before);
+    return torch::matmul(torch::matmul(x, own.weight) * before, own.weight) * (scale * 2).cos();
+  });
+  expect_same_body([](const at::Tensor& x, WeightedBody& own) {
+    at::Tensor scale = torch::matmul(x, own.weight).detach().exp();
+    scale.resize_({8, 8});
+    scale.narrow(0, 4, 4).fill_(0.5);
+    at::Tensor replaced = torch::sigmoid(torch::matmul(x, own.weight).detach());
+    replaced.set_data(scale * 3);
+    scale = replaced * replaced.cos();
+    return torch::matmul(own.weight * scale.sin(), own.weight);
+  });
+  // A generator of the program's own.
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  expect_same_body([&](const at::Tensor& x, WeightedBody& own) {
+    generator.set_current_seed(5);
+    const at::Tensor h = torch::matmul(x, own.weight);
+    return torch::matmul(h * torch::empty_like(h).bernoulli_(0.5, generator) * at::rand(h.sizes(), generator),
+                         own.weight);
   });
 }
 
