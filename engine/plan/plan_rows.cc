@@ -320,6 +320,12 @@ void add_activation_rows(const DsConfig& config, Plan& plan) {
   add(section.synchronize_checkpoint_boundary, "synchronize_checkpoint_boundary",
       "waits for the device where a checkpointed region begins and ends",
       "activation_checkpointing.synchronize_checkpoint_boundary: true");
+  std::string patterns;
+  for (const std::string& pattern : section.modules) patterns += cat(patterns.empty() ? "" : ", ", pattern);
+  add(!section.modules.empty(), "recomputed modules",
+      cat(section.recompute == "all" ? "all of " : "what is pointwise in ", patterns,
+          ": dropped in forward, made again in backward"),
+      "activation_checkpointing.modules");
   add(section.profile, "checkpoint profile", "counts and times of checkpointed regions, every steps_per_print steps",
       "activation_checkpointing.profile: true");
 }

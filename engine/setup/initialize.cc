@@ -22,6 +22,7 @@
 #include "engine/setup/model_setup.h"
 #include "engine/setup/optimizer_setup.h"
 #include "engine/setup/part_options.h"
+#include "engine/setup/recomputed_modules.h"
 #include "engine/setup/same_on_all_ranks.h"
 #include "engine/setup/seed.h"
 #include "engine/setup/tensor_setup.h"
@@ -210,6 +211,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   StartValues values(*options.model, options.weights, options.init, model.ranks);
   lay_out_model(model, config, parameters, groups.group_of, values);
   set_up_batch_norms(model, config);
+  choose_recomputed_modules(model, config);
   if (model.tensor) model.tensor->follow_leaves();
   if (options.init) options.init->end();
   keep_freed_host_memory();

@@ -60,6 +60,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/lr_schedule.h", "optim"},
     {"dsengine/lr_scheduler.h", "engine"},
     {"dsengine/memory.h", "zero"},
+    {"dsengine/module_checkpointing.h", "recompute"},
     {"dsengine/ops.h", "ops"},
     {"dsengine/optimizer.h", "optim"},
     {"dsengine/parallel.h", "parallel"},
@@ -74,7 +75,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/weights.h", "checkpoint"},
     {"dsengine/zero.h", "zero"},
 };
-constexpr size_t kMostPublicHeaders = 40;
+constexpr size_t kMostPublicHeaders = 41;
 constexpr int kMostLines = 230;  // of a public header
 // Of the one class that a program calls, whose methods DeepSpeed's names decide.
 constexpr int kMostLinesOfTheEngine = 300;
