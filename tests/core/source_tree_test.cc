@@ -53,6 +53,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/frozen_scope.h", "zero"},
     {"dsengine/grad_scaler.h", "engine"},
     {"dsengine/fully_shard.h", "loops"},
+    {"dsengine/fused_optimizers.h", "optim"},
     {"dsengine/init_distributed.h", "engine"},
     {"dsengine/initialize.h", "engine"},
     {"dsengine/layer_drop.h", "efficiency"},
@@ -74,7 +75,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/weights.h", "checkpoint"},
     {"dsengine/zero.h", "zero"},
 };
-constexpr size_t kMostPublicHeaders = 40;
+constexpr size_t kMostPublicHeaders = 41;
 constexpr int kMostLines = 230;  // of a public header
 // Of the one class that a program calls, whose methods DeepSpeed's names decide.
 constexpr int kMostLinesOfTheEngine = 300;
