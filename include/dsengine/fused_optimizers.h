@@ -1,4 +1,4 @@
-// torch.optim.Adam(fused=True) and AdamW(fused=True), which LibTorch's classes do not have: the update of a parameter is
+// torch.optim.Adam(fused=True) and AdamW(fused=True), which LibTorch's classes do not have: an update of a parameter is
 // one pass over its memory in place of about ten.
 //
 //   ds::FusedAdamW optimizer(model->parameters(), torch::optim::AdamWOptions(3e-4));
