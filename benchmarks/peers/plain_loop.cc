@@ -69,10 +69,9 @@ Step engine_step(const std::shared_ptr<gpt::Gpt>& model, double lr, int stage) {
   const nlohmann::json config = {{"train_micro_batch_size_per_gpu", kMicroBatch},
                                  {"gradient_clipping", 1.0},
                                  {"zero_optimization", {{"stage", stage}}}};
-  auto run = ds::engine::initialize(
-      {.model = model,
-       .config = config,
-       .optimizer = std::make_shared<ds::FusedAdamW>(model->parameters(), adamw(lr))});
+  auto run = ds::engine::initialize({.model = model,
+                                     .config = config,
+                                     .optimizer = std::make_shared<ds::FusedAdamW>(model->parameters(), adamw(lr))});
   return [model, engine = run.engine](const gpt::TokenBatch& batch) {
     const at::Tensor loss = model->forward(batch.data, batch.target);
     engine->backward(loss);
