@@ -53,6 +53,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/frozen_scope.h", "zero"},
     {"dsengine/grad_scaler.h", "engine"},
     {"dsengine/fully_shard.h", "loops"},
+    {"dsengine/fused_optimizers.h", "optim"},
     {"dsengine/init_distributed.h", "engine"},
     {"dsengine/initialize.h", "engine"},
     {"dsengine/layer_drop.h", "efficiency"},
