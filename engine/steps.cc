@@ -134,7 +134,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   reporter->step_ends({.state = state,
                        .progress = progress,
                        .train_batch_size = samples,
-                       .loss_scale = accumulation->loss_scale(),
+                       .loss_scale = told ? accumulation->loss_scale() : 1.0,
                        .loss = told && loss.defined() ? loss.item<double>() : progress.loss});
 }
 
