@@ -59,9 +59,8 @@ void set_layers(const std::vector<NamedLinear>& layers, const std::shared_ptr<Sc
   register_fp8_linear();
   LayerTable& table = LayerTable::of_process();
   const std::unique_lock lock(table.mutex);
-  std::erase_if(table.layers, [](const auto& entry) {
-    return entry.second->weight.expired() || entry.second->scaling.expired();
-  });
+  std::erase_if(table.layers,
+                [](const auto& entry) { return entry.second->weight.expired() || entry.second->scaling.expired(); });
   for (size_t i = 0; i < layers.size(); ++i) {
     const at::Tensor& weight = layers[i].weight;
     table.layers[weight.unsafeGetTensorImpl()] = std::make_shared<const Fp8Layer>(

@@ -33,7 +33,8 @@ struct Fp8Layer {
   std::weak_ptr<Scaling> scaling;
 };
 
-// From now on these layers, those of `scaling` in order, compute on FP8, as long as it lives. Puts our kernels in front of LibTorch's, for the rest of the process. Any thread.
+// From now on these layers, those of `scaling` in order, compute on FP8, as long as it lives. Puts our kernels in front
+// of LibTorch's, for the rest of the process. Any thread.
 void set_layers(const std::vector<NamedLinear>& layers, const std::shared_ptr<Scaling>& scaling);
 
 // Null: LibTorch computes it. Any thread.

@@ -35,9 +35,9 @@ Quantized quantize_parts(const at::Tensor& values, at::ScalarType format, int64_
   const int64_t columns = values.size(1);
   ensure(rows % rows_of_block == 0 && columns % kBlock == 0, "blocks divide the matrix");
   const at::Tensor parts = values.view({rows / rows_of_block, rows_of_block, columns / kBlock, kBlock});
-  const at::Tensor amax = values.numel() == 0 ? at::zeros({rows / rows_of_block, columns / kBlock},
-                                                          values.options().dtype(at::kFloat))
-                                              : parts.abs().amax({1, 3}).to(at::kFloat);
+  const at::Tensor amax = values.numel() == 0
+                              ? at::zeros({rows / rows_of_block, columns / kBlock}, values.options().dtype(at::kFloat))
+                              : parts.abs().amax({1, 3}).to(at::kFloat);
   const at::Tensor scale = scale_for(amax, format, margin);
   const at::Tensor cast = cast_scaled(parts, format, scale.unsqueeze(1).unsqueeze(3));
   return {cast.view({rows, columns}), inverse_of(scale, amax)};

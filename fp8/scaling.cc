@@ -42,8 +42,9 @@ int64_t Scaling::generation() const {
 at::Tensor Scaling::scales(int64_t generation) const {
   const std::lock_guard lock(mutex_);
   const int64_t last = first_generation_ + static_cast<int64_t>(scales_.size()) - 1;
-  require(generation >= first_generation_ && generation <= last, "fp8: expected a region that is computed again within ",
-          kGenerationsKept, " optimizer steps of its first run, found one of step ", generation, ", and the scales of ",
+  require(generation >= first_generation_ && generation <= last,
+          "fp8: expected a region that is computed again within ", kGenerationsKept,
+          " optimizer steps of its first run, found one of step ", generation, ", and the scales of ",
           first_generation_, " to ", last, " only; call backward() sooner");
   return scales_[static_cast<size_t>(generation - first_generation_)];
 }

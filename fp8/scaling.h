@@ -1,9 +1,9 @@
 // Scales of the FP8 layers of one model: a recipe, and what it remembers from step to step.
 //
-// Delayed scaling, as Transformer Engine's: a tensor's scale comes from the largest magnitudes ("amax") of steps before,
-// so that quantising is one pass. Here an entry of the history is an optimizer step, over its micro-batches and all data
-// ranks, so that all micro-batches of a step, and what is computed again for backward, have one scale. A tensor without
-// a history is scaled by itself, where Transformer Engine begins with 1.
+// Delayed scaling, as Transformer Engine's: a tensor's scale comes from the largest magnitudes ("amax") of steps
+// before, so that quantising is one pass. Here an entry of the history is an optimizer step, over its micro-batches and
+// all data ranks, so that all micro-batches of a step, and what is computed again for backward, have one scale. A
+// tensor without a history is scaled by itself, where Transformer Engine begins with 1.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,12 +23,12 @@ enum class Recipe { kDelayed, kCurrent };
 
 struct ScalingOptions {
   Recipe recipe = Recipe::kDelayed;
-  bool blocks = false;                  // scales of 1 x 128 and 128 x 128 elements; current scaling only
-  at::ScalarType gradients = kE5M2;     // all else is E4M3
-  int64_t history = 1024;               // steps that a scale looks back at
-  bool most_recent = false;             // at the last one alone
-  int64_t margin = 0;                   // scales are smaller by 2^margin
-  bool weight_gradients = false;        // on FP8, too
+  bool blocks = false;               // scales of 1 x 128 and 128 x 128 elements; current scaling only
+  at::ScalarType gradients = kE5M2;  // all else is E4M3
+  int64_t history = 1024;            // steps that a scale looks back at
+  bool most_recent = false;          // at the last one alone
+  int64_t margin = 0;                // scales are smaller by 2^margin
+  bool weight_gradients = false;     // on FP8, too
   Arithmetic arithmetic = Arithmetic::kHardware;
 };
 
@@ -74,9 +74,9 @@ class Scaling {
   const ScalingOptions options_;
   const std::vector<std::string> layers_;
   mutable std::mutex mutex_;
-  at::Tensor amax_;     // float32 [layers, 3], of the running step
-  at::Tensor history_;  // float32 [history, layers, 3], a ring
-  int64_t next_ = 0;    // the entry of the ring that is written next
+  at::Tensor amax_;                // float32 [layers, 3], of the running step
+  at::Tensor history_;             // float32 [history, layers, 3], a ring
+  int64_t next_ = 0;               // the entry of the ring that is written next
   std::deque<at::Tensor> scales_;  // the last one is in force
   int64_t first_generation_ = 0;   // that of the first of them
   std::vector<char> used_;         // of each layer: it has been computed

@@ -92,11 +92,11 @@ void note_products(const config::DsConfig& config, Plan& plan) {
   if (const config::Fp8Section& fp8 = config.fp8; fp8.enabled) {
     const bool delayed = fp8.recipe == config::Fp8Recipe::kDelayed;
     const bool blocks = fp8.granularity == config::Fp8Granularity::kBlock;
-    plan.rows.push_back({"linear layers",
-                         cat("on FP8, ", fp8.format == "hybrid" ? "E4M3 and E5M2" : "E4M3", ", ",
-                             delayed ? "delayed" : "current", " scaling per ", blocks ? "128-block" : "tensor",
-                             fp8.emulate ? ", emulated" : ""),
-                         "fp8.enabled: true"});
+    plan.rows.push_back(
+        {"linear layers",
+         cat("on FP8, ", fp8.format == "hybrid" ? "E4M3 and E5M2" : "E4M3", ", ", delayed ? "delayed" : "current",
+             " scaling per ", blocks ? "128-block" : "tensor", fp8.emulate ? ", emulated" : ""),
+         "fp8.enabled: true"});
   }
   if (const auto& precision = config.float32_matmul_precision) {
     plan.rows.push_back({"float32 products",

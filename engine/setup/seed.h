@@ -19,9 +19,9 @@ void seed_everything(uint64_t seed, int rank = 0);
 // bit.
 void set_deterministic(bool deterministic, bool warn_only = false);
 
-// What scaled_dot_product_attention uses on a GPU: of these ("cudnn", "flash", "efficient", "math") the first that takes
-// the inputs, and nothing else. `device`: LibTorch sets its own order at the first use of a CUDA device, so that this
-// use is made before.
+// What scaled_dot_product_attention uses on a GPU: of these ("cudnn", "flash", "efficient", "math") the first that
+// takes the inputs, and nothing else. `device`: LibTorch sets its own order at the first use of a CUDA device, so that
+// this use is made before.
 void set_sdpa_backends(const std::vector<std::string>& backends, c10::Device device);
 
 // "highest", "high" or "medium": of products of float32 matrices, and of convolutions by cuDNN.

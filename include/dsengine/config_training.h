@@ -56,14 +56,14 @@ struct Fp8Section {
   bool enabled = false;
   Fp8Recipe recipe = Fp8Recipe::kDelayed;
   Fp8Granularity granularity = Fp8Granularity::kTensor;
-  std::string format = "hybrid";              // "hybrid": gradients are E5M2, all else E4M3; "e4m3": gradients too
-  int64_t amax_history_len = 1024;            // delayed: optimizer steps that a scale looks back at
-  std::string amax_compute_algo = "max";      // delayed: "max" of them, or the "most_recent"
-  int64_t margin = 0;                         // scales are smaller by 2^margin
-  bool fp8_wgrad = false;                     // gradients of weights on FP8, too; else on what the layer was given
-  std::vector<std::string> modules = {"*"};   // names of Linear layers, * for any text
-  std::vector<std::string> exclude;           // likewise, of those that stay as they are
-  bool emulate = false;                       // the same numbers without FP8 hardware, slowly: for tests
+  std::string format = "hybrid";             // "hybrid": gradients are E5M2, all else E4M3; "e4m3": gradients too
+  int64_t amax_history_len = 1024;           // delayed: optimizer steps that a scale looks back at
+  std::string amax_compute_algo = "max";     // delayed: "max" of them, or the "most_recent"
+  int64_t margin = 0;                        // scales are smaller by 2^margin
+  bool fp8_wgrad = false;                    // gradients of weights on FP8, too; else on what the layer was given
+  std::vector<std::string> modules = {"*"};  // names of Linear layers, * for any text
+  std::vector<std::string> exclude;          // likewise, of those that stay as they are
+  bool emulate = false;                      // the same numbers without FP8 hardware, slowly: for tests
 };
 
 // torch_autocast

@@ -39,7 +39,8 @@ struct WideNetImpl : torch::nn::Module {
 TORCH_MODULE(WideNet);
 
 at::Tensor batch_of(int64_t micro_batch, int rank) {
-  const at::Tensor steps = torch::arange(4 * kIn, torch::kDouble) * 1.3 + static_cast<double>(17 * micro_batch + 5 * rank);
+  const at::Tensor steps =
+      torch::arange(4 * kIn, torch::kDouble) * 1.3 + static_cast<double>(17 * micro_batch + 5 * rank);
   return (torch::cos(steps) * (1 + rank)).view({4, kIn}).to(torch::kFloat);
 }
 
@@ -84,9 +85,9 @@ TEST(Fp8Engine, TrainsAsAPlainLoopWithTheRecipe) {
     std::vector<fp8::NamedLinear> layers = fp8::linears_of(*model);
     ASSERT_EQ(layers.size(), 3U);
     layers.pop_back();
-    const auto scaling = std::make_shared<fp8::Scaling>(
-        fp8::ScalingOptions{.history = 3, .arithmetic = fp8::Arithmetic::kEmulated},
-        std::vector<std::string>{"first", "middle"}, c10::kCPU);
+    const auto scaling =
+        std::make_shared<fp8::Scaling>(fp8::ScalingOptions{.history = 3, .arithmetic = fp8::Arithmetic::kEmulated},
+                                       std::vector<std::string>{"first", "middle"}, c10::kCPU);
     fp8::set_layers(layers, scaling);
     torch::optim::AdamW adamw(model->parameters(), torch::optim::AdamWOptions(0.02).weight_decay(0.1));
     std::vector<double> expected;

@@ -75,8 +75,8 @@ Gradients stated_run(const torch::nn::Linear& layer, const at::Tensor& values, c
   Gradients result;
   result.output = (torch::mm(x, w.t()) + bias).view(gradient.sizes());
   result.input = torch::mm(g, w).view(values.sizes());
-  result.weight = options.weight_gradients ? torch::mm(g.t(), x)
-                                           : torch::mm(plain.t(), values.to(at::kDouble).reshape({-1, kIn}));
+  result.weight =
+      options.weight_gradients ? torch::mm(g.t(), x) : torch::mm(plain.t(), values.to(at::kDouble).reshape({-1, kIn}));
   result.bias = plain.sum(0);
   return result;
 }
@@ -99,9 +99,9 @@ TEST(Fp8Linear, IsTheFormula) {
           expect_near(found.weight, expected.weight, type);
           expect_near(found.bias, expected.bias, type);
           // It is not what the layer computes without.
-          const at::Tensor plain = torch::mm(values.to(at::kDouble).view({-1, kIn}),
-                                             layer->weight.detach().to(at::kDouble).t()) +
-                                   layer->bias.detach().to(at::kDouble);
+          const at::Tensor plain =
+              torch::mm(values.to(at::kDouble).view({-1, kIn}), layer->weight.detach().to(at::kDouble).t()) +
+              layer->bias.detach().to(at::kDouble);
           EXPECT_GT((found.output.to(at::kDouble).view({-1, kOut}) - plain).abs().max().item<double>(), 0.01);
         }
       }
@@ -163,7 +163,7 @@ TEST(Fp8Linear, EndsWithItsScales) {
   scaling.reset();
   EXPECT_TRUE(torch::equal(layer->forward(values), plain));
   EXPECT_TRUE(torch::allclose(torch::addmm(layer->bias, values, layer->weight.t(), 1, 2),
-                           layer->bias + 2 * torch::mm(values, layer->weight.t())));
+                              layer->bias + 2 * torch::mm(values, layer->weight.t())));
   torch::nn::Linear other = layer_of(at::kFloat);
   EXPECT_TRUE(torch::equal(other->forward(values), plain));
 }

@@ -42,7 +42,7 @@ TEST(Fp8Scaling, LooksBackAtTheStepsBefore) {
         EXPECT_FLOAT_EQ(scale_of(scaling, steps[i], Kind::kInput), 448.0F / amax / 2.0F) << i;
         EXPECT_FLOAT_EQ(scale_of(scaling, steps[i], Kind::kGradient), 57344.0F / amax / 2.0F) << i;
         scale_of(scaling, steps[i] / 2, Kind::kInput);             // a second micro-batch
-        scale_of(scaling, 1000, Kind::kInput, /*records=*/false);        // evaluation
+        scale_of(scaling, 1000, Kind::kInput, /*records=*/false);  // evaluation
         scaling.end_step(ranks);
       }
     });

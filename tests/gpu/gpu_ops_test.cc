@@ -50,7 +50,7 @@ double tolerance_of(at::ScalarType type) {
     case at::kFloat:
       return 4e-6;
     case at::kHalf:
-      return 0x1p-10;
+      return 0x1p-9;
     default:
       return 0x1p-7;
   }

@@ -193,7 +193,8 @@ const char* give_rope(const ops::RopeRows& rows, void* stream) {
 // That of an H100, or what DS_SIMULATED_CAPABILITY says (10 * major + minor).
 int simulated_capability(int /*device*/) {
   constexpr int kHopper = 90;
-  const char* const given = std::getenv("DS_SIMULATED_CAPABILITY");  // NOLINT(concurrency-mt-unsafe): tests set it first
+  const char* const given =
+      std::getenv("DS_SIMULATED_CAPABILITY");  // NOLINT(concurrency-mt-unsafe): tests set it first
   return given == nullptr ? kHopper : std::atoi(given);
 }
 
