@@ -62,6 +62,13 @@ void collect_precision(const DsConfig& c, Collector& out) {
             "data_types.keep_in_fp32_modules", "use \"auto\"");
   out.later(c.torch_autocast.enabled && c.torch_autocast.lower_precision_safe_modules,
             "torch_autocast.lower_precision_safe_modules", "remove it");
+  if (c.fp8.enabled) {
+    const std::string fp8 = "fp8 with ";
+    out.later(c.tensor_parallel.autotp_size > 1, fp8 + "tensor_parallel", "turn one of them off");
+    out.later(c.pipeline.stages.value_or(1) > 1, fp8 + "pipeline.stages", "turn one of them off");
+    out.later(c.torch_autocast.enabled, fp8 + "torch_autocast", "use bf16 in its place");
+    out.later(c.fp16.auto_cast, fp8 + "fp16.auto_cast", "use bf16");
+  }
   bool amp = false;
   if (c.amp.is_object() && c.amp.contains("enabled")) ds::convert(c.amp["enabled"], amp);
   out.add(amp, "amp", "NVIDIA Apex is a Python package; use fp16, bf16 or torch_autocast");

@@ -17,6 +17,7 @@
 #include "engine/setup/batch_norm_setup.h"
 #include "engine/setup/client_setup.h"
 #include "engine/setup/error_stacks.h"
+#include "engine/setup/fp8_setup.h"
 #include "engine/setup/join_ranks.h"
 #include "engine/setup/model_dtypes.h"
 #include "engine/setup/model_setup.h"
@@ -148,6 +149,7 @@ void configure_process(const InitializeOptions& options, const config::DsConfig&
   if (options.seed_generators) seed_everything(static_cast<uint64_t>(config.seed), ranks.stream());
   if (config.deterministic) set_deterministic(true);
   if (config.float32_matmul_precision) set_float32_matmul_precision(*config.float32_matmul_precision);
+  if (config.sdpa_backends) set_sdpa_backends(*config.sdpa_backends, ranks.device);
   // Without the section the program's own settings stay.
   if (!config.given("activation_checkpointing")) return;
   recompute::configure_checkpointing(
@@ -212,6 +214,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   lay_out_model(model, config, parameters, groups.group_of, values);
   set_up_batch_norms(model, config);
   choose_recomputed_modules(model, config);
+  if (config.fp8.enabled) set_up_fp8(model, config.fp8);
   if (model.tensor) model.tensor->follow_leaves();
   if (options.init) options.init->end();
   keep_freed_host_memory();

@@ -26,10 +26,10 @@ const fs::path kRoot = DS_SOURCE_DIR;
 
 // Folder -> level; a folder may include itself and folders of a lower level (docs/design.md, section 4).
 const std::map<std::string, int> kLevels = {
-    {"core", 0},       {"launcher", 1},   {"comm", 1},       {"optim", 1},    {"ops", 1},         {"zero", 2},
-    {"offload", 2},    {"recompute", 2},  {"norm", 2},       {"parallel", 2}, {"compression", 2}, {"pipeline", 2},
-    {"profiling", 2},  {"efficiency", 2}, {"checkpoint", 3}, {"engine", 4},   {"loops", 5},       {"examples", 6},
-    {"benchmarks", 6}, {"tests", 6},      {"tools", 6},
+    {"core", 0},     {"launcher", 1},   {"comm", 1},       {"optim", 1},      {"ops", 1},      {"zero", 2},
+    {"offload", 2},  {"recompute", 2},  {"norm", 2},       {"fp8", 2},        {"parallel", 2}, {"compression", 2},
+    {"pipeline", 2}, {"profiling", 2},  {"efficiency", 2}, {"checkpoint", 3}, {"engine", 4},   {"loops", 5},
+    {"examples", 6}, {"benchmarks", 6}, {"tests", 6},      {"tools", 6},
 };
 constexpr int kTopLevel = 6;
 
