@@ -3,6 +3,7 @@
 #include <array>
 #include <regex>
 #include <string_view>
+#include <tuple>
 
 #include "core/check.h"
 #include "engine/config/tensor_checks.h"
@@ -131,7 +132,7 @@ void check_activations(const DsConfig& c, JsonProblems& problems) {
   }
   for (size_t i = 0; i < s.modules.size(); ++i) {
     try {
-      const std::regex pattern(s.modules[i]);
+      std::ignore = std::regex(s.modules[i]);
     } catch (const std::regex_error& error) {
       problems.error(cat("/activation_checkpointing/modules/", i),
                      cat("expected a regular expression, found \"", s.modules[i], "\" (", error.what(),

@@ -31,9 +31,10 @@ constexpr std::array<std::string_view, 8> kBatchNorms = {
     "aten::native_batch_norm",        "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
     "aten::_native_batch_norm_legit", "aten::batch_norm",       "aten::_batch_norm_impl_index",
     "aten::_batch_norm_with_update",  "aten::mkldnn_batch_norm"};
-// Give a workspace, of which parts are never written.
-constexpr std::array<std::string_view, 3> kWithWorkspace = {"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn",
-                                                            "aten::miopen_rnn"};
+// Give outputs of which parts may never be written.
+constexpr std::array<std::string_view, 6> kWithWorkspace = {"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn",
+                                                            "aten::miopen_rnn",       "aten::_embedding_bag",
+                                                            "aten::_ctc_loss",        "aten::_cudnn_ctc_loss"};
 // Along one row, or copies: as cheap as what is tagged pointwise.
 constexpr std::array<std::string_view, 17> kCheap = {"aten::native_layer_norm",
                                                      "aten::native_group_norm",

@@ -146,7 +146,7 @@ std::shared_ptr<Step> OperatorLog::step_of(const c10::OperatorHandle& op, const 
     if (auto blank = facts.overwrites && i == 0 ? blank_value_of(value) : nullptr) {
       Argument& argument = step->arguments.emplace_back();
       argument.kind = Argument::Kind::kTensor;
-      argument.tensors.push_back(TensorRef{std::move(blank), Geometry(value.toTensor())});
+      argument.tensors.emplace_back(TensorRef{std::move(blank), Geometry(value.toTensor())});
       continue;
     }
     each_tensor(value, [&](const at::Tensor& tensor) { read.push_back(tensor); });

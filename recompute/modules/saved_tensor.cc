@@ -49,7 +49,7 @@ std::vector<uint8_t> samples_of(const at::Tensor& tensor) {
   std::vector<uint8_t> result;
   if (!tensor.is_cpu() || tensor.numel() == 0) return result;
   const auto* const memory = static_cast<const uint8_t*>(tensor.const_data_ptr());
-  const auto size = static_cast<int64_t>(tensor.element_size());
+  const int64_t size = tensor.element_size();
   const int64_t count = std::min(kSamples, tensor.numel());
   for (int64_t sample = 0; sample < count; ++sample) {
     int64_t index = sample * tensor.numel() / count;
