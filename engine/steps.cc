@@ -41,6 +41,8 @@ void require_asked(const config::DsConfig& config, const Engine::Impl::Asked& as
          "engine::progressive_layer_drop(engine)");
   demand(config.data_efficiency.drops_tokens(), asked.token_drop, "data_efficiency.data_routing.random_ltd",
          "engine::random_ltd(engine)");
+  demand(config.sparse_attention.has_value(), asked.sparse_attention, "sparse_attention",
+         "engine::sparse_self_attention(engine, heads)");
 }
 
 }  // namespace

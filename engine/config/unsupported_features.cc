@@ -106,7 +106,6 @@ void collect_features(const DsConfig& c, Collector& out) {
             "use false; rank 0 joins the parts of all ranks, so that they lie on a file system all hosts share");
   out.later(c.checkpoint.writer && c.checkpoint.writer->type == "MOCK", "checkpoint.writer.type",
             "use FAST; MOCK writes nothing");
-  out.later(c.sparse_attention.has_value(), "sparse_attention", "remove it");
   out.later(c.eigenvalue.enabled, "eigenvalue", "turn it off");
   out.later(c.quantize_training.is_object(), "quantize_training", "remove it");
   out.later(c.sparse_gradients, "sparse_gradients", "use false");

@@ -47,7 +47,7 @@ def losses(config, ranks, *flags):
 def main():
     os.makedirs(SCRATCH, exist_ok=True)
     whole = losses(config_of("zero1"), 1)
-    for name in ("curriculum", "progressive_layer_drop", "random_ltd"):
+    for name in ("curriculum", "progressive_layer_drop", "random_ltd", "sparse_attention"):
         config = config_of(name)
         alone = losses(config, 1)
         check(len(alone) == STEPS and alone != whole, f"{name} changes losses", alone, whole)

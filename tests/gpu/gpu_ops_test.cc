@@ -11,6 +11,7 @@
 
 #include "core/text.h"
 #include "dsengine/ops.h"
+#include "dsengine/sparse_attention.h"
 #include "tests/gpu/tested_device.h"
 
 namespace ds::ops {
@@ -268,6 +269,33 @@ TEST_F(GpuOps, AutocastChangesNothing) {
         EXPECT_EQ(found[i].scalar_type(), type) << "result " << i;
         EXPECT_TRUE(at::equal(found[i].cpu(), expected[i].cpu())) << "result " << i << " of " << type;
       }
+    }
+  }
+}
+
+// Beside the kernels of the CPU in float64.
+TEST_F(GpuOps, SparseAttentionIsThatOfTheCpu) {
+  const SparsityPattern pattern{.mode = SparsityMode::kBigBird,
+                                .block = 8,
+                                .different_layout_per_head = true,
+                                .num_random_blocks = 1,
+                                .num_sliding_window_blocks = 1};
+  for (const at::ScalarType type : kTypes) {
+    for (const bool causal : {false, true}) {
+      const SparseSelfAttention attend(pattern, 2, 5);
+      const auto of = [&](const Tensors& in) {
+        const at::Tensor padding = at::arange(2 * 43, in[0].device()).view({2, 43}).remainder(9).ne(4);
+        const at::Tensor bias = values({1, 2, 43, 43}, 0.6, at::kDouble).to(in[0].options());
+        return Tensors{attend(in[0], in[1], in[2],
+                              {.causal = causal,
+                               .key_padding_mask = padding,
+                               .key_padding_mask_mode = MaskMode::kMultiply,
+                               .attention_mask = bias.detach(),
+                               .attention_mask_mode = MaskMode::kAdd})};
+      };
+      Tensors inputs;
+      for (const double phase : {0.2, 0.9, 1.7}) inputs.push_back(values({2, 2, 43, 6}, phase, at::kDouble) * 0.5);
+      expect_as_chain(of, of, inputs, type, cat("sparse attention, ", causal ? "causal" : "not causal"));
     }
   }
 }

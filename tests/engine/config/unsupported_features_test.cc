@@ -42,7 +42,6 @@ const Refused kRefused[] = {
     {"{weight_quantization: {}}", "weight_quantization"},
     {"{checkpoint: {use_node_local_storage: true}}", "checkpoint.use_node_local_storage"},
     {"{checkpoint: {writer: {type: 'MOCK'}}}", "checkpoint.writer.type"},
-    {"{sparse_attention: {}}", "sparse_attention"},
     {"{eigenvalue: {enabled: true}}", "eigenvalue"},
     {"{quantize_training: {}}", "quantize_training"},
     {"{sparse_gradients: true}", "sparse_gradients"},
