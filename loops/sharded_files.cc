@@ -152,7 +152,11 @@ void load_state(ShardedModel& model, const std::string& folder, const std::strin
   engine::CallOrder order;
   const engine::LoadedCheckpoint loaded =
       engine::load_checkpoint(model.state(), run.state(), order,
-                              {.load_dir = folder, .tag = tag, .options = {.load_module_only = optimizer == nullptr}});
+                              {.load_dir = folder,
+                               .tag = tag,
+                               .options = {.load_module_only = optimizer == nullptr},
+                               .hints = {.fresh_states = "load(folder, tag) without the optimizer",
+                                         .less = "Load it into a module with the same parameters and buffers"}});
   require<IoError>(static_cast<bool>(loaded), "load: expected a checkpoint in ", folder, ", found none");
   with.take();
 }

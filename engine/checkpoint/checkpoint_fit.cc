@@ -19,8 +19,8 @@ CheckpointFit::CheckpointFit(const ModelState& model, checkpoint::Source& source
   find_weights(options);
   if (!options.with_states) return;
   if (model.optimizer.own) {
-    require_states();
-    require_own_states_only();
+    require_states(options.hints);
+    require_own_states_only(options.hints);
   } else if (model.optimizer.client) {
     require_client_optimizer(model, source);
   }
@@ -63,8 +63,7 @@ void CheckpointFit::find_weights(const FitOptions& options) {
   checkpoint::require_shapes(source_, wanted);
   const std::string differs = checkpoint::difference(source_, wanted);
   require(!options.strict || differs.empty(), source_.location(),
-          ": load_checkpoint: the checkpoint does not fit the model: ", differs,
-          ". Pass load_module_strict = false to take what both have");
+          ": load_checkpoint: the checkpoint does not fit the model: ", differs, ". ", options.hints.less);
   if (!differs.empty() && model_.ranks.world->rank() == 0) {
     log::warning("load_checkpoint: ", source_.location(), ": ", differs, " (load_module_strict is false)");
   }
@@ -91,10 +90,10 @@ void CheckpointFit::add_other_stages(Shapes& wanted) const {
 }
 
 // Of an optimizer of ours.
-void CheckpointFit::require_states() const {
+void CheckpointFit::require_states(const FitHints& hints) const {
   const optimizers::ShardOptimizer& own = *model_.optimizer.own;
   require(source_.state().optimizer.has_value(), source_.location(), ": load_checkpoint: the checkpoint has no ",
-          "optimizer states; pass load_optimizer_states = false to begin with fresh ones");
+          "optimizer states; ", hints.fresh_states, " to begin with fresh ones");
   const std::string& writer = source_.state().optimizer->type;
   if (writer != own.name() && model_.ranks.world->rank() == 0) {
     log::warning("load_checkpoint: ", source_.location(), ": written by ", writer, ", goes on with ", own.name());
@@ -106,14 +105,14 @@ void CheckpointFit::require_states() const {
         if (segment.length == 0 || path.empty()) continue;
         require(source_.contains(path) && source_.info(path).sizes == sizes, source_.location(),
                 ": load_checkpoint: expected \"", path, "\" of shape ", c10::IntArrayRef(sizes), " for ", own.name(),
-                ", found none: the checkpoint was written by ", writer,
-                "; pass load_optimizer_states = false to begin with fresh states");
+                ", found none: the checkpoint was written by ", writer, "; ", hints.fresh_states,
+                " to begin with fresh states");
       }
     }
   }
 }
 
-void CheckpointFit::require_own_states_only() const {
+void CheckpointFit::require_own_states_only(const FitHints& hints) const {
   if (model_.buckets.empty()) return;
   const std::string name = model_.optimizer.own->name();
   std::set<std::string> own;
@@ -125,7 +124,7 @@ void CheckpointFit::require_own_states_only() const {
     const std::string rest = checkpoint::name_in("optimizer/", path);
     require(rest.empty() || own.contains(rest.substr(0, rest.find('/'))), source_.location(),
             ": load_checkpoint: found \"", path, "\", which ", name, " does not have: the checkpoint was written by ",
-            source_.state().optimizer->type, "; pass load_optimizer_states = false to begin with fresh states");
+            source_.state().optimizer->type, "; ", hints.fresh_states, " to begin with fresh states");
   }
 }
 

@@ -12,10 +12,17 @@
 
 namespace ds::engine {
 
+// What to do about a checkpoint that does not fit, in the terms of what was called.
+struct FitHints {
+  std::string fresh_states = "pass load_optimizer_states = false";
+  std::string less = "Pass load_module_strict = false to take what both have";
+};
+
 struct FitOptions {
   bool strict = true;        // an error names what only one of the two has
   bool with_states = true;   // of the optimizer
   bool all_weights = false;  // what the model has is a mixture: nothing of it may stay
+  FitHints hints = {};
 };
 
 // Changes nothing. Both outlive it.
@@ -40,8 +47,8 @@ class CheckpointFit {
   void find_weights(const FitOptions& options);
   void add_buffers(Shapes& wanted) const;
   void add_other_stages(Shapes& wanted) const;
-  void require_states() const;
-  void require_own_states_only() const;
+  void require_states(const FitHints& hints) const;
+  void require_own_states_only(const FitHints& hints) const;
 
   const ModelState& model_;
   checkpoint::Source& source_;

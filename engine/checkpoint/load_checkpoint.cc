@@ -106,7 +106,8 @@ class Attempt {
       fit_.emplace(model_, *source_,
                    FitOptions{.strict = request_.options.load_module_strict,
                               .with_states = options.with_states,
-                              .all_weights = order_.is_mixture()});
+                              .all_weights = order_.is_mixture(),
+                              .hints = request_.hints});
     });
     if (outcome != Outcome::kGood) return outcome;
     order_.load_begins(options.with_states);

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "dsengine/checkpoint.h"
+#include "engine/checkpoint/checkpoint_fit.h"
 #include "engine/checkpoint/run_state.h"
 #include "engine/order/call_order.h"
 #include "engine/state/model_state.h"
@@ -14,6 +15,7 @@ struct LoadRequest {
   std::string load_dir;
   std::string tag;  // empty: what `latest` names, or the whole one with the latest step
   LoadOptions options;
+  FitHints hints = {};
   bool with_states() const { return !options.load_module_only && options.load_optimizer_states; }
 };
 

@@ -76,7 +76,7 @@ std::string StartValues::path_in_file(const at::Tensor& tensor) const {
 // What to copy from; undefined where rank 0's values come over anyway.
 at::Tensor StartValues::source(const zero::Parameter& tensor) const {
   if (!from_file_) {
-    require(!tensor.tensor.is_meta(), "initialize: ", tensor.name, " is on the meta device and has no values; pass ",
+    require(!tensor.tensor.is_meta(), tensor.name, " is on the meta device and has no values; pass ",
             ".weights = \"model.safetensors\"");
     return tensor.tensor.detach();
   }

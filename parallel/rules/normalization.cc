@@ -68,9 +68,14 @@ Outcome softmax(Call& call) {
   return call.finish_split(result.to(x.tensor.scalar_type()), *x.cut, x.sizes);
 }
 
+// Joined as it is, not what it is made of: a layer of convert_sync_batchnorm is known by this operator's tensors.
+Outcome batch_norm(Call& /*call*/) { return Outcome::kJoin; }
+
 }  // namespace
 
 void add_normalization_rules(RuleTable& table) {
+  table["aten::batch_norm"] = batch_norm;
+  table["aten::_batch_norm_impl_index"] = batch_norm;
   table["aten::layer_norm"] = normalize_last;
   table["aten::rms_norm"] = normalize_last;
   table["aten::softmax.int"] = softmax;

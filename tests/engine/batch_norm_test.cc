@@ -152,6 +152,13 @@ TEST_P(SyncBatchNormStages, ConvertedByTheProgramLayersGetTheEnginesRanks) {
 
 INSTANTIATE_TEST_SUITE_P(Engine, SyncBatchNormStages, ::testing::Values(0, 1, 2, 3));
 
+// Slices are of one rank, the other one has a copy: statistics are those of both.
+TEST(SyncBatchNormInEngine, JoinsCopiesOfAModelThatMicsMakes) {
+  ordered_json config = synchronized(3, 2);
+  config["zero_optimization"]["mics_shard_size"] = 1;
+  expect_as_joined(config, plain_forward, 1e-9);
+}
+
 TEST(SyncBatchNormInEngine, KeepsFloat32StatisticsUnderAutocast) {
   ordered_json config = synchronized(2, 1);
   config["torch_autocast"] = {{"enabled", true}, {"dtype", "bfloat16"}};

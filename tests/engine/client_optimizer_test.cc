@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "core/check.h"
+#include "dsengine/fused_optimizers.h"
 #include "tests/engine/client_run.h"
 #include "tests/support/thread_ranks.h"
 
@@ -56,6 +57,25 @@ std::vector<Case> cases() {
 
 INSTANTIATE_TEST_SUITE_P(Stages, ClientOptimizers, ::testing::ValuesIn(cases()),
                          [](const auto& variant) { return cat(variant.param.name, "Stage", variant.param.stage); });
+
+// FusedAdamW against torch's class, with the same two groups.
+TEST(FusedClientOptimizer, FusedAdamWAgreesWithTorchsAdamW) {
+  const auto options = torch::optim::AdamWOptions(0.02).weight_decay(0.1);
+  const MakeOptimizer fused = [&](const SmallNet& model) { return two_groups<FusedAdamW>(model, options, 0.005); };
+  const std::vector<double> expected = plain_losses({}, of_torch("AdamW"));
+  for (const int stage : {0, 2}) {
+    std::vector<double> largest(2, 1e9);
+    run_ranks(2, [&](comm::Communicator& communicator) {
+      SmallNet model;
+      const auto optimizer = fused(model);
+      const Initialized parts = start_client(model, client_config(stage), optimizer, communicator);
+      largest[static_cast<size_t>(communicator.rank())] =
+          trained_difference({}, *parts.engine, model, *optimizer, expected);
+    });
+    EXPECT_LT(largest[0], kFloat32) << "stage " << stage;
+    EXPECT_LT(largest[1], kFloat32) << "stage " << stage;
+  }
+}
 
 class ClientOptimizerAtStages : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Stages, ClientOptimizerAtStages, ::testing::Values(0, 1, 2, 3));
