@@ -74,13 +74,10 @@ void collect_parallel(const DsConfig& c, Collector& out) {
 
 void collect_compression(const CompressionTrainingSection& s, Collector& out) {
   const std::string p = "compression_training.";
-  out.later(s.layer_reduction.enabled, p + "layer_reduction", "turn it off");
-  out.later(s.weight_quantization.enabled, p + "weight_quantization", "turn it off");
-  out.later(s.activation_quantization.enabled, p + "activation_quantization", "turn it off");
-  out.later(s.sparse_pruning.enabled, p + "sparse_pruning", "turn it off");
-  out.later(s.row_pruning.enabled, p + "row_pruning", "turn it off");
-  out.later(s.head_pruning.enabled, p + "head_pruning", "turn it off");
-  out.later(s.channel_pruning.enabled, p + "channel_pruning", "turn it off");
+  const nlohmann::ordered_json& sparse = s.sparse_pruning.shared_parameters;
+  const bool is_snip = sparse.is_object() && sparse.value("method", nlohmann::ordered_json()) == "snip_momentum";
+  out.later(s.sparse_pruning.enabled && is_snip, p + "sparse_pruning.shared_parameters.method",
+            "use topk, which learns what stays, or l1");
 }
 
 void collect_features(const DsConfig& c, Collector& out) {
