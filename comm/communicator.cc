@@ -8,6 +8,7 @@
 
 #include "comm/collective_observer.h"
 #include "core/check.h"
+#include "core/replay/memory_writes.h"
 #include "core/tensor_check.h"
 
 namespace ds::comm {
@@ -129,6 +130,7 @@ void Communicator::keep_watch(std::shared_ptr<FlightWatch> watch) { watch_ = std
 Work Communicator::checked_launch(Collective collective) {
   collective.step = *step_;
   count(collective);
+  note_memory_write(collective.output);
   return observed_launch(collective, 0);
 }
 

@@ -109,7 +109,7 @@ void Engine::Impl::end_backward() {
   if (state.ranks.groups.buffers && order.synchronizes()) broadcast_buffers(*state.module, *state.ranks.groups.buffers);
   order.backward_done();
   const After pass = reduced ? After::kLastGradient : order.at_boundary() ? After::kUnreduced : After::kPart;
-  shown->show(pass, accumulation->loss_scale());
+  shown->show(pass, accumulation->scales_loss());
   reporter->backward_ends();
 }
 

@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "dsengine/comm.h"
+#include "engine/config/sparsity_section.h"
 #include "engine/engine_impl.h"
 
 namespace ds::engine {
@@ -80,6 +81,16 @@ std::shared_ptr<efficiency::RandomLtd> random_ltd(const std::shared_ptr<Engine>&
   options.sequence_dim = section.hidden_state_order == "batch_seq_dim" ? 1 : 0;
   return std::make_shared<efficiency::RandomLtd>(std::move(options), static_cast<uint64_t>(config.data_efficiency.seed),
                                                  engine->communicator().rank(), state_of(engine, "random_ltd"));
+}
+
+std::shared_ptr<ops::SparseSelfAttention> sparse_self_attention(const std::shared_ptr<Engine>& engine, int64_t heads) {
+  asked_of(engine, "sparse_self_attention").sparse_attention = true;
+  const config::DsConfig& config = engine->config();
+  if (!config.sparse_attention) {
+    return std::make_shared<ops::SparseSelfAttention>(ops::SparseSelfAttention::dense(heads));
+  }
+  return std::make_shared<ops::SparseSelfAttention>(config::pattern_of(*config.sparse_attention), heads,
+                                                    static_cast<uint64_t>(config.seed));
 }
 
 }  // namespace ds::engine

@@ -65,6 +65,7 @@ struct Engine::Impl {
     bool curriculum = false;
     bool layer_drop = false;
     bool token_drop = false;
+    bool sparse_attention = false;
   } asked;
 
   RunState run_state() {

@@ -41,6 +41,8 @@ void require_asked(const config::DsConfig& config, const Engine::Impl::Asked& as
          "engine::progressive_layer_drop(engine)");
   demand(config.data_efficiency.drops_tokens(), asked.token_drop, "data_efficiency.data_routing.random_ltd",
          "engine::random_ltd(engine)");
+  demand(config.sparse_attention.has_value(), asked.sparse_attention, "sparse_attention",
+         "engine::sparse_self_attention(engine, heads)");
 }
 
 }  // namespace
@@ -121,6 +123,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
     throw;
   }
   state.access->end_pass();
+  if (state.fp8) state.fp8->end_step(*state.ranks.part);
   if (state.pipeline && state.ranks.groups.buffers) broadcast_buffers(*state.module, *state.ranks.groups.buffers);
   if (state.tensor) tell_of_joins(*state.tensor, state.ranks.world->rank());
   watch->renew();  // an optimizer of the program changes parameters in place
@@ -134,7 +137,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   reporter->step_ends({.state = state,
                        .progress = progress,
                        .train_batch_size = samples,
-                       .loss_scale = accumulation->loss_scale(),
+                       .loss_scale = told ? accumulation->loss_scale() : 1.0,
                        .loss = told && loss.defined() ? loss.item<double>() : progress.loss});
 }
 

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "loops/optimizer_states.h"
 #include "loops/shard_unit.h"
 #include "loops/sharded_state.h"
 
@@ -112,11 +113,43 @@ void FullySharded::load_local_state_dict(const StateDict& state) {
 }
 
 std::string FullySharded::save(const std::string& folder, const std::string& tag) const {
-  return loops::save_state(unit_->use("save"), folder, tag);
+  return loops::save_state(unit_->use("save"), folder, tag, nullptr);
 }
 
 void FullySharded::load(const std::string& folder, const std::string& tag) {
-  loops::load_state(unit_->use("load"), folder, tag);
+  loops::load_state(unit_->use("load"), folder, tag, nullptr);
+}
+
+std::string FullySharded::save(const std::string& folder, const std::string& tag,
+                               torch::optim::Optimizer& optimizer) const {
+  return loops::save_state(unit_->use("save"), folder, tag, &optimizer);
+}
+
+void FullySharded::load(const std::string& folder, const std::string& tag, torch::optim::Optimizer& optimizer) {
+  loops::load_state(unit_->use("load"), folder, tag, &optimizer);
+}
+
+StateDict FullySharded::full_optim_state_dict(torch::optim::Optimizer& optimizer,
+                                              const FullStateOptions& options) const {
+  constexpr const char* kCall = "full_optim_state_dict";
+  return loops::full_optimizer_state({unit_->use(kCall), optimizer, kCall}, options);
+}
+
+void FullySharded::load_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state,
+                                              bool broadcast_from_rank0) {
+  constexpr const char* kCall = "load_full_optim_state_dict";
+  loops::load_full_optimizer_state({unit_->use(kCall), optimizer, kCall}, state, broadcast_from_rank0);
+}
+
+std::vector<ShardedTensor> FullySharded::sharded_optim_state_dict(torch::optim::Optimizer& optimizer) const {
+  constexpr const char* kCall = "sharded_optim_state_dict";
+  return loops::sharded_optimizer_state({unit_->use(kCall), optimizer, kCall});
+}
+
+void FullySharded::load_sharded_optim_state_dict(torch::optim::Optimizer& optimizer,
+                                                 const std::vector<ShardedTensor>& parts) {
+  constexpr const char* kCall = "load_sharded_optim_state_dict";
+  loops::load_sharded_optimizer_state({unit_->use(kCall), optimizer, kCall}, parts);
 }
 
 zero::HeldBytes FullySharded::held_bytes() const { return unit_->model_in_pass("held_bytes").held_bytes(); }

@@ -42,8 +42,23 @@ void replicate(ShardRanks& ranks) {
 
 }  // namespace
 
+void shard_inside_hosts(ShardRanks& ranks, int ranks_per_host) {
+  const int size = ranks.all->size();
+  require<ConfigError>(size == 1 || (ranks_per_host > 1 && size % ranks_per_host == 0),
+                       "fully_shard: HYBRID_SHARD without .mesh shards inside of each host: expected hosts with as "
+                       "many consecutive ranks "
+                       "each, more than one, found ",
+                       ranks_per_host, " of ", size, R"( ranks; pass .mesh = init_device_mesh("cpu", {2, )",
+                       R"(4}, {"replicate", "shard"}), or use FULL_SHARD)");
+  if (size <= ranks_per_host) return;  // one host: there are no copies
+  ranks.shards = comm::own_group(*ranks.all, comm::consecutive_ranks(size, ranks_per_host), "shards");
+  ranks.replicas = comm::own_group(*ranks.all, comm::ranks_of_one_place(size, ranks_per_host), "replicas");
+}
+
 ShardRanks shard_ranks(const FullyShardOptions& options, c10::Device device) {
   require_one_source(options);
+  const auto strategy = options.sharding_strategy;
+  const bool hybrid = strategy == ShardingStrategy::kHybridShard;
   ShardRanks ranks;
   if (options.mesh) {
     ranks = of_mesh(*options.mesh);
@@ -53,15 +68,24 @@ ShardRanks shard_ranks(const FullyShardOptions& options, c10::Device device) {
     const engine::Distributed job = engine::init_distributed({.device = options.device});
     ranks.all = ranks.shards = job.ranks;
     if (!options.device.empty()) device = job.device;
+    if (hybrid) shard_inside_hosts(ranks, job.ranks_per_host);
   }
   ranks.device =
       (options.mesh || options.process_group) && !options.device.empty() ? c10::Device(options.device) : device;
-  const auto strategy = options.sharding_strategy;
+  require<ConfigError>(
+      !ranks.device.is_meta(),
+      "fully_shard: the module is on the meta device: expected .device, where its parameters shall be, and "
+      ".weights, a file that has them, found no .device");
   if (strategy == ShardingStrategy::kNoShard) replicate(ranks);
   require<ConfigError>(
-      strategy != ShardingStrategy::kHybridShard || (options.mesh && options.mesh->shape().size() == 2),
+      !hybrid || !options.process_group,
+      "fully_shard: HYBRID_SHARD: expected a mesh with two axes, the first one for copies, the second one for shards, "
+      R"(found .process_group, of whose ranks nobody says which are of one host; pass .mesh = init_device_mesh("cpu", )"
+      R"({2, 4}, {"replicate", "shard"}), or neither, for copies over the hosts of the job)");
+  require<ConfigError>(
+      !hybrid || !options.mesh || options.mesh->shape().size() == 2,
       "fully_shard: HYBRID_SHARD: expected a mesh with two axes, the first one for copies, the second "
-      R"(one for shards, found none; pass .mesh = init_device_mesh("cpu", {2, 4}, {"replicate", "shard"}))");
+      "one for shards, found one axis; name two, or pass no mesh, for copies over the hosts of the job");
   return ranks;
 }
 

@@ -22,6 +22,10 @@ struct ShardRanks {
 // options that exclude each other. Collective.
 ShardRanks shard_ranks(const FullyShardOptions& options, c10::Device device);
 
+// HYBRID_SHARD without a mesh: shards inside of hosts with so many consecutive ranks each, copies over the hosts.
+// Throws ConfigError where hosts are not like that. Collective.
+void shard_inside_hosts(ShardRanks& ranks, int ranks_per_host);
+
 // As the engine's parts take them, with a group for gathers alone. Collective.
 engine::Ranks engine_ranks(const ShardRanks& ranks);
 

@@ -86,7 +86,7 @@ void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std:
   const ShardLayout layout = shard_layout(parameters, parts, options_, ranks_);
   state_.plan = layout.plan;
   dtype_before_ = layout.dtype_before;
-  engine::StartValues values(*state_.module, options_.weights, nullptr, state_.ranks);
+  engine::StartValues values(*state_.module, options_.weights, options_.init, state_.ranks);
   const std::vector<int> one_group(parameters.trainable.size(), 0);
   engine::ModelLayout buckets = engine::lay_out(parameters, one_group, layout.buckets, ranks_.shards->size());
   const std::vector<int> part_of = buckets.part_of;
@@ -95,6 +95,8 @@ void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std:
   state_.buckets = std::move(built.buckets);
   state_.frozen_buckets = std::move(built.frozen_buckets);
   state_.masters = std::move(built.masters);
+  if (options_.init) options_.init->end();  // the leaves are no parameters of the model
+  options_.init = nullptr;
   make_parts(layout.reduce_dtype);
   for (size_t b = 0; b < all_buckets(); ++b) {
     const bool reshards = b >= part_of.size() || layout.reshards_after_forward[static_cast<size_t>(part_of[b])] != 0;

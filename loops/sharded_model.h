@@ -61,6 +61,8 @@ class ShardedModel {
   bool dissolved() const { return !pass_; }
   // Before anything that reads or changes slices: what failed in an operator is thrown, and nothing is on its way.
   void require_between_passes(const char* call) const;
+  // Whose states are in checkpoints; none but while one is written or read.
+  void set_optimizer(engine::ModelOptimizer optimizer) { state_.optimizer = std::move(optimizer); }
   // Of anything else than its own backward passes: the parameters have new values.
   void slices_changed();
 

@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
 #include <exception>
 #include <functional>
 #include <string>
@@ -14,6 +13,7 @@
 #include "core/tensor_check.h"
 #include "engine/agreement/shared_failure.h"
 #include "engine/state/whole_state.h"
+#include "loops/own_parts.h"
 
 namespace ds::loops {
 namespace {
@@ -21,14 +21,6 @@ namespace {
 at::Tensor host_copy(const at::Tensor& tensor) {
   return tensor.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
 }
-
-// A run of elements of a parameter that this rank has.
-struct OwnPart {
-  std::string name;
-  std::vector<int64_t> sizes;
-  int64_t offset = 0;  // in the flattened whole
-  at::Tensor values;   // flat, shares memory with the slice
-};
 
 // Frozen parameters too: of each the part that this rank has, which stays where it is.
 std::vector<OwnPart> own_parts(const ShardedModel& model) {
@@ -128,34 +120,14 @@ at::ScalarType kept_dtype(const ShardedModel& model, const at::Tensor& of_module
   return of_module.requires_grad() && !masters.empty() ? masters.front().scalar_type() : of_module.scalar_type();
 }
 
-[[noreturn]] void throw_uncovered(const OwnPart& part, int64_t covered) {
-  throw UsageError(cat("load_sharded_state_dict: ", part.name, ": expected parts with all of its elements ",
-                       part.offset, " to ", part.offset + part.values.numel(), ", which are this rank's, found ",
-                       covered, " of them; give it the parts of all ranks that wrote them"));
-}
-
-// Elements of `part` that others have, copied where `copy` says so.
-int64_t covered(const OwnPart& part, const std::vector<const ShardedTensor*>& given, bool copy) {
-  int64_t elements = 0;
-  for (const ShardedTensor* one : given) {
-    const int64_t from = std::max(part.offset, one->offset);
-    const int64_t to = std::min(part.offset + part.values.numel(), one->offset + one->values.numel());
-    if (from >= to) continue;
-    elements += to - from;
-    if (!copy) continue;
-    part.values.narrow(0, from - part.offset, to - from)
-        .copy_(one->values.reshape({-1}).narrow(0, from - one->offset, to - from));
-  }
-  return elements;
-}
-
 }  // namespace
 
 StateDict full_state(const ShardedModel& model, const FullStateOptions& options) {
+  const bool wanted = !options.rank0_only || model.ranks().all->rank() == 0;
   ValuesByName values;
-  for (auto& [name, value] : engine::whole_masters(model.state())) values[name] = std::move(value);
+  for (auto& [name, value] : engine::whole_masters(model.state(), wanted)) values[name] = std::move(value);
   StateDict state;
-  if (options.rank0_only && model.ranks().all->rank() != 0) return state;
+  if (!wanted) return state;
   const torch::nn::Module& module = *model.state().module;
   const auto names = first_names(module);
   for (const auto& item : module.named_parameters()) state.emplace_back(item.key(), values.at(names.at(item.key())));
@@ -201,19 +173,10 @@ std::vector<ShardedTensor> sharded_state(const ShardedModel& model) {
 
 void load_sharded_state(ShardedModel& model, const std::vector<ShardedTensor>& parts) {
   const at::NoGradGuard no_grad;
-  std::unordered_map<std::string, std::vector<const ShardedTensor*>> given;
-  for (const ShardedTensor& part : parts) given[part.name].push_back(&part);
+  const GivenParts given = given_parts(parts);
   const std::vector<OwnPart> own = own_parts(model);
-  for (const OwnPart& part : own) {
-    for (const ShardedTensor* one : given[part.name]) {
-      require(one->sizes == part.sizes, "load_sharded_state_dict: ", part.name,
-              ": expected parts of a parameter of shape ", at::IntArrayRef(part.sizes), ", found ",
-              at::IntArrayRef(one->sizes));
-    }
-    const int64_t found = covered(part, given[part.name], /*copy=*/false);
-    if (found != part.values.numel()) throw_uncovered(part, found);
-  }
-  for (const OwnPart& part : own) covered(part, given[part.name], /*copy=*/true);
+  for (const OwnPart& part : own) require_covered("load_sharded_state_dict", part, given);
+  for (const OwnPart& part : own) copy_parts(part, given);
   model.slices_changed();
 }
 

@@ -1,6 +1,9 @@
 // What a sharded module holds, as values by name, and from values by name.
 #pragma once
 
+#include <torch/optim/optimizer.h>
+
+#include <string>
 #include <vector>
 
 #include "dsengine/fully_shard.h"
@@ -15,8 +18,11 @@ std::vector<ShardedTensor> sharded_state(const ShardedModel& model);
 void load_sharded_state(ShardedModel& model, const std::vector<ShardedTensor>& parts);
 StateDict local_state(const ShardedModel& model);
 void load_local_state(ShardedModel& model, const StateDict& state);
-std::string save_state(const ShardedModel& model, const std::string& folder, const std::string& tag);
-void load_state(ShardedModel& model, const std::string& folder, const std::string& tag);
+// `optimizer`: null: without its states.
+std::string save_state(ShardedModel& model, const std::string& folder, const std::string& tag,
+                       torch::optim::Optimizer* optimizer);
+void load_state(ShardedModel& model, const std::string& folder, const std::string& tag,
+                torch::optim::Optimizer* optimizer);
 
 // As FullySharded::clip_grad_norm_().
 double clip_gradients(const ShardedModel& model, double max_norm, double norm_type);

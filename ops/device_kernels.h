@@ -30,6 +30,8 @@ struct OpsDeviceKernels {
   const char* (*swiglu_forward)(const SwigluForward& arrays, const RowsOf& rows, void* stream) = nullptr;
   const char* (*swiglu_backward)(const SwigluBackward& arrays, const RowsOf& rows, void* stream) = nullptr;
   const char* (*rope)(const RopeRows& rows, void* stream) = nullptr;
+  // 10 * major + minor of a device, as 90; 0 where it cannot be asked.
+  int (*compute_capability)(int device) = nullptr;
 };
 
 // The table for CUDA devices: null until libdsengine_cuda is loaded. What is set stays for the life of the process.

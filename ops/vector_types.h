@@ -20,6 +20,8 @@ inline std::optional<FloatType> float_type(at::ScalarType type) {
       return FloatType::kFloat32;
     case at::kBFloat16:
       return FloatType::kBFloat16;
+    case at::kHalf:
+      return FloatType::kFloat16;
     case at::kDouble:
       return FloatType::kFloat64;
     default:
@@ -32,7 +34,8 @@ inline at::ScalarType wide_type(at::ScalarType type) { return type == at::kDoubl
 
 // Whether the kernels of the CPU or of CUDA can have `tensor`; else LibTorch's operators do the work.
 inline bool has_kernel(const at::Tensor& tensor) {
-  const bool there = tensor.is_cpu() || (tensor.is_cuda() && ops_device_kernels() != nullptr);
+  const bool there =
+      (tensor.is_cpu() && tensor.scalar_type() != at::kHalf) || (tensor.is_cuda() && ops_device_kernels() != nullptr);
   return there && tensor.layout() == at::kStrided && float_type(tensor.scalar_type()).has_value();
 }
 

@@ -94,6 +94,16 @@ void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, con
       [&] { update_by_libtorch(master, gradient, step, states); });
 }
 
+std::pair<SliceTensors, AdamCoefficients> describe_adam_slice(const at::Tensor& master, const SliceUpdate& update,
+                                                              const AdamStep& step, const AdamStates& states) {
+  return {{master,
+           {states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq},
+           update.gradient,
+           step.gradient_scale,
+           update.copy},
+          coefficients_of(step)};
+}
+
 Adam::Adam(std::vector<GroupOptions> groups, AdamRule rule) : ShardOptimizer(std::move(groups)), rule_(rule) {}
 
 void Adam::allocate_states(int64_t index) {
@@ -111,13 +121,8 @@ void Adam::update_all(const std::vector<SliceUpdate>& slices, const StepScale& s
       slices, scale, &UpdateDeviceKernels::adam,
       [&](const SliceUpdate& update) {
         const Slice& slice = slice_for_update(update.index, update.gradient);
-        const AdamStates& states = states_[static_cast<size_t>(update.index)];
-        return std::pair(SliceTensors{slice.master,
-                                      {states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq},
-                                      update.gradient,
-                                      scale.factor,
-                                      update.copy},
-                         coefficients_of({step_count_, scale.factor, step_group(slice), rule_}));
+        return describe_adam_slice(slice.master, update, {step_count_, scale.factor, step_group(slice), rule_},
+                                   states_[static_cast<size_t>(update.index)]);
       },
       [&](const SliceUpdate& update) { update_into(update.index, update.gradient, scale.factor, update.copy); });
 }

@@ -4,9 +4,12 @@
 
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "optim/kernels/adam_kernel.h"
 #include "optim/shard_optimizer.h"
+#include "optim/vector_update.h"
 
 namespace ds::optimizers {
 
@@ -36,6 +39,10 @@ struct AdamStep {
 // The new weights are in `copy` too, if it is defined.
 void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, const AdamStep& step,
                        const AdamStates& states, const at::Tensor& copy);
+
+// The same for ShardOptimizer::update_all: what update_together() asks of a slice.
+std::pair<SliceTensors, AdamCoefficients> describe_adam_slice(const at::Tensor& master, const SliceUpdate& update,
+                                                              const AdamStep& step, const AdamStates& states);
 
 class Adam final : public ShardOptimizer {
  public:

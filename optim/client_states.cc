@@ -10,6 +10,8 @@
 
 #include <typeinfo>
 
+#include "dsengine/fused_optimizers.h"
+
 namespace ds::optimizers {
 namespace {
 
@@ -101,8 +103,8 @@ std::optional<StateFields> fields_of(to::OptimizerParamState& state) {
 std::string client_name(const to::Optimizer& optimizer) {
   const std::type_info& type = typeid(optimizer);
   if (type == typeid(to::SGD)) return "SGD";
-  if (type == typeid(to::Adam)) return "Adam";
-  if (type == typeid(to::AdamW)) return "AdamW";
+  if (type == typeid(to::Adam) || type == typeid(FusedAdam)) return "Adam";
+  if (type == typeid(to::AdamW) || type == typeid(FusedAdamW)) return "AdamW";
   if (type == typeid(to::RMSprop)) return "RMSprop";
   if (type == typeid(to::Adagrad)) return "Adagrad";
   if (type == typeid(to::LBFGS)) return "LBFGS";
@@ -112,10 +114,10 @@ std::string client_name(const to::Optimizer& optimizer) {
 std::optional<std::vector<ClientState>> states_of_torch(const to::Optimizer& optimizer) {
   const std::type_info& type = typeid(optimizer);
   if (type == typeid(to::SGD)) return of_groups<to::SGDOptions>(optimizer, sgd_state);
-  if (type == typeid(to::Adam)) {
+  if (type == typeid(to::Adam) || type == typeid(FusedAdam)) {
     return of_groups<to::AdamOptions>(optimizer, adam_state<to::AdamParamState, to::AdamOptions>);
   }
-  if (type == typeid(to::AdamW)) {
+  if (type == typeid(to::AdamW) || type == typeid(FusedAdamW)) {
     return of_groups<to::AdamWOptions>(optimizer, adam_state<to::AdamWParamState, to::AdamWOptions>);
   }
   if (type == typeid(to::RMSprop)) return of_groups<to::RMSpropOptions>(optimizer, rmsprop_state);

@@ -6,7 +6,9 @@
 
 #include "optim/kernels/adagrad_kernel.h"
 #include "optim/kernels/adam_kernel.h"
+#include "optim/kernels/lamb_rules.h"
 #include "optim/kernels/lion_kernel.h"
+#include "optim/kernels/muon_rules.h"
 #include "optim/kernels/sgd_coefficients.h"
 #include "optim/kernels/slice_arrays.h"
 
@@ -33,11 +35,40 @@ template <class Coefficients>
 using DeviceUpdate = const char* (*)(const DeviceSlice* slices, const Coefficients* coefficients, int64_t count,
                                      const UpdateScale& scale, void* stream);
 
+// A run of elements of one parameter in a slice: its arrays alone, with the two running means as states.
+struct LambRun {
+  DeviceSlice part;
+  LambCoefficients coefficients;
+  int64_t parameter = 0;  // whose sums are its
+};
+
+constexpr int64_t kLambTile = 1 << 12;  // elements of a run that are summed at a time
+constexpr int64_t lamb_tiles(int64_t numel) { return (numel + kLambTile - 1) / kLambTile; }
+
+// float64, in the device's memory.
+struct LambSums {
+  double* tiles = nullptr;       // [lamb_tiles of all runs, 2], which nobody else uses until the work is done
+  double* parameters = nullptr;  // [parameters, 2]: squares of weights and of steps before they get their size
+};
+
+// The two passes of LAMB, each on `count` runs, otherwise as DeviceUpdate. Sums do not depend on how the device runs.
+struct LambDeviceKernels {
+  // Moves the means and adds the squares of a run to those of its parameter. Nothing where the step is skipped.
+  const char* (*advance)(const LambRun* runs, int64_t count, const UpdateScale& scale, const LambSums& sums,
+                         void* stream) = nullptr;
+  // Changes the weights by the sums that parameters have by now, of all ranks.
+  const char* (*apply)(const LambRun* runs, int64_t count, const UpdateScale& scale, const LambSums& sums,
+                       void* stream) = nullptr;
+};
+
 struct UpdateDeviceKernels {
   DeviceUpdate<AdamCoefficients> adam = nullptr;  // amsgrad: the same for all slices of a call
   DeviceUpdate<LionCoefficients> lion = nullptr;
   DeviceUpdate<AdagradCoefficients> adagrad = nullptr;
   DeviceUpdate<SgdCoefficients> sgd = nullptr;  // with momentum where slices have a state, all of a call or none
+  DeviceUpdate<MuonBlendCoefficients> muon_blend = nullptr;  // into masters, whose values before do not matter
+  DeviceUpdate<MuonStepCoefficients> muon_step = nullptr;
+  LambDeviceKernels lamb;
 };
 
 // The table for CUDA devices: null until libdsengine_cuda is loaded. What is set stays for the life of the process.

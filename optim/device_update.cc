@@ -55,14 +55,21 @@ void DeviceBatch::add(const SliceTensors& slice) {
 }
 
 void DeviceBatch::run(const StepScale& scale, const Give& give) const {
+  give_to_device(device_, scale, [&](const UpdateScale& factor, void* stream) {
+    return give(slices_.data(), static_cast<int64_t>(slices_.size()), factor, stream);
+  });
+}
+
+void give_to_device(at::Device device, const StepScale& scale,
+                    const std::function<const char*(const UpdateScale& scale, void* stream)>& give) {
   const at::NoGradGuard no_grad;
-  const c10::DeviceGuard guard(device_);
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  const c10::DeviceGuard guard(device);
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   const UpdateScale factor{.factor = static_cast<float>(scale.factor),
-                           .device_factor = scalar(scale.device_factor, device_),
-                           .skip = scalar(scale.skip, device_)};
-  const char* const error = give(slices_.data(), static_cast<int64_t>(slices_.size()), factor, stream.native_handle());
-  require<ConfigError>(error == nullptr, "optimizer: expected ", device_, " to take a kernel, found: ", error,
+                           .device_factor = scalar(scale.device_factor, device),
+                           .skip = scalar(scale.skip, device)};
+  const char* const error = give(factor, stream.native_handle());
+  require<ConfigError>(error == nullptr, "optimizer: expected ", device, " to take a kernel, found: ", error,
                        ". Errors of earlier work on the device show here too. Where it says that there is no kernel ",
                        "image, build libdsengine_cuda for this GPU (-DCMAKE_CUDA_ARCHITECTURES=native)");
 }

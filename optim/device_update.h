@@ -23,12 +23,17 @@ bool kernels_take(const SliceTensors& slice);
 // Throws InternalError where `scale` is the device's: the caller works with the host's factor.
 void require_host_scale(const StepScale& scale);
 
+// give(scale, stream) of the current stream of `device` -> why the work could not be given, or null. Throws ConfigError
+// then.
+void give_to_device(at::Device device, const StepScale& scale,
+                    const std::function<const char*(const UpdateScale& scale, void* stream)>& give);
+
 // What is given to one call of a kernel.
 class DeviceBatch {
  public:
   void add(const SliceTensors& slice);
   bool empty() const { return slices_.empty(); }
-  // give(slices, count, scale, stream) -> why the work could not be given, or null. Throws ConfigError then.
+  // As give_to_device().
   using Give =
       std::function<const char*(const DeviceSlice* slices, int64_t count, const UpdateScale& scale, void* stream)>;
   void run(const StepScale& scale, const Give& give) const;

@@ -6,7 +6,7 @@
 //   w -= lr sqrt(1 - beta2^t) / (1 - beta1^t) coefficient u       (bias correction sits in the step size)
 //
 // The norms are summed in float64 over the ranks that hold the parameter, so the result does not depend on where slices
-// cut it. Weights that belong to no segment (padding) are left alone.
+// cut it (beyond the last digits of float64). Weights that belong to no segment (padding) are left alone.
 #pragma once
 
 #include <string>
@@ -23,6 +23,9 @@ class Lamb final : public ShardOptimizer {
   Lamb(std::vector<GroupOptions> groups, LambRule rule);
   // Collective over the slice's exchange.
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
+  // On a device two passes over all slices, with sums in an order of their own; between them the slices' exchanges.
+  void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
+  bool takes_device_scale() const override { return kernels_take_all(); }
   NamedStates states(int64_t index) override;
   int64_t state_bytes_per_element() const override { return 8; }
   std::string name() const override { return "Lamb"; }

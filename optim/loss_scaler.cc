@@ -37,15 +37,26 @@ LossScaler::Outcome LossScaler::update(bool overflow) {
   return outcome;
 }
 
+std::optional<double> LossScaler::scale_after(bool overflow) const {
+  if (overflow && cannot_fall()) return std::nullopt;
+  LossScaler next = *this;
+  next.update(overflow);
+  return next.scale();
+}
+
+bool LossScaler::cannot_fall() const {
+  return dynamic() && !options_.tolerant && (options_.hysteresis == 1 || state_.remaining_hysteresis == 1) &&
+         state_.scale == options_.minimum_scale;
+}
+
 LossScaler::Outcome LossScaler::on_overflow() {
   Outcome outcome = Outcome::kHysteresis;
   if (options_.tolerant) {
     state_.scale = std::max(state_.scale * options_.backoff_factor, options_.minimum_scale);
     outcome = Outcome::kReduced;
   } else if (options_.hysteresis == 1 || state_.remaining_hysteresis == 1) {
-    require<LossScaleError>(state_.scale != options_.minimum_scale, "the gradients overflow at step ",
-                            state_.iteration + 1, " although the loss scale is at its minimum of ",
-                            options_.minimum_scale,
+    require<LossScaleError>(!cannot_fall(), "the gradients overflow at step ", state_.iteration + 1,
+                            " although the loss scale is at its minimum of ", options_.minimum_scale,
                             " and cannot fall further: training has diverged (lower the learning rate, clip gradients, "
                             "or use bf16) or fp16.min_loss_scale is too high");
     state_.scale = std::max(state_.scale * options_.backoff_factor, options_.minimum_scale);

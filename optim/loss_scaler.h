@@ -14,6 +14,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 
 #include "core/check.h"
 
@@ -72,6 +73,8 @@ class LossScaler {
   // Once per optimizer step, after the gradients were judged (and unscaled). Throws LossScaleError, leaving the state
   // as it was, when the scale would have to fall below its minimum, unless it is tolerant.
   Outcome update(bool overflow);
+  // scale() after update(overflow); nothing where that throws.
+  std::optional<double> scale_after(bool overflow) const;
 
   // A dynamic scale becomes this one, which is smaller.
   void lower_to(double scale) { state_.scale = scale; }
@@ -82,6 +85,8 @@ class LossScaler {
  private:
   Outcome on_overflow();
   Outcome on_good_step();
+  // Whether an overflow is an error.
+  bool cannot_fall() const;
 
   LossScalerOptions options_;
   LossScalerState state_;

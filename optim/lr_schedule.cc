@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "optim/one_cycle.h"
+#include "optim/torch_cycles.h"
 #include "optim/torch_lr_schedules.h"
 
 namespace ds::optimizers {
@@ -150,6 +151,8 @@ struct Maker {
   Result operator()(const WarmupCosineLrOptions& o) const { return std::make_unique<WarmupCosineLr>(o, groups); }
   Result operator()(const LrRangeTestOptions& o) const { return std::make_unique<LrRangeTest>(o, groups.size()); }
   Result operator()(const OneCycleOptions& o) const { return std::make_unique<OneCycle>(o, groups.size(), uses_betas); }
+  Result operator()(const CyclicLrOptions& o) const { return std::make_unique<CyclicLr>(o, groups, uses_betas); }
+  Result operator()(const OneCycleLrOptions& o) const { return std::make_unique<OneCycleLr>(o, groups, uses_betas); }
   template <class Options>
   Result operator()(const Options& o) const {
     return std::make_unique<TorchLrSchedule<Options>>(o, groups);

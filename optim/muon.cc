@@ -2,11 +2,15 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/stack.h>
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "core/check.h"
+#include "optim/device_update.h"
 #include "optim/slice_update.h"
 
 namespace ds::optimizers {
@@ -18,14 +22,53 @@ at::Tensor join(const at::Tensor& bucket, const BucketParameter& parameter) {
   return runs.size() == 1 ? runs[0] : at::cat(runs);
 }
 
-// The whole parameter's step from its whole momentum: flat.
-at::Tensor matrix_step(const at::Tensor& flat, const std::vector<int64_t>& sizes, NewtonSchulzMethod method) {
-  const at::Tensor matrix = sizes.size() == 4 ? flat.view({sizes[0], -1}) : flat.view(sizes);
+// As it is made orthogonal. `flat` may have several parameters of these sizes, in its first dimension.
+at::Tensor matrix_of(const at::Tensor& flat, at::IntArrayRef sizes) {
+  std::vector<int64_t> shape(flat.sizes().begin(), flat.sizes().end() - 1);
+  if (sizes.size() == 4) {
+    shape.insert(shape.end(), {sizes[0], -1});
+  } else {
+    shape.insert(shape.end(), sizes.begin(), sizes.end());
+  }
+  return flat.view(shape);
+}
+
+// The whole parameter's step from its whole momentum: flat, as `flat` is.
+at::Tensor matrix_step(const at::Tensor& flat, at::IntArrayRef sizes, NewtonSchulzMethod method) {
   const auto rows = static_cast<double>(sizes[sizes.size() - 2]);
   const auto cols = static_cast<double>(sizes[sizes.size() - 1]);
-  at::Tensor step = orthogonalize(matrix, method);
+  at::Tensor step = orthogonalize(matrix_of(flat, sizes), method);
   if (rows > cols) step = step.mul(std::sqrt(rows / cols));
-  return step.reshape({-1});
+  return step.reshape(flat.sizes());
+}
+
+// Elements that are made orthogonal together: enough to fill a device, and the temporaries stay small.
+constexpr int64_t kTogether = int64_t{1} << 25;
+
+// A whole matrix whose step is wanted.
+struct WantedStep {
+  int64_t parameter = 0;
+  at::Tensor flat;
+  std::vector<int64_t> sizes;
+};
+
+// [n] steps of all, by the place in `wanted`. Those of one shape are made together.
+std::vector<at::Tensor> steps_by_shape(const std::vector<WantedStep>& wanted, NewtonSchulzMethod method) {
+  std::map<std::vector<int64_t>, std::vector<size_t>> of_shape;
+  for (size_t i = 0; i < wanted.size(); ++i) of_shape[wanted[i].sizes].push_back(i);
+  std::vector<at::Tensor> steps(wanted.size());
+  for (const auto& [sizes, places] : of_shape) {
+    const int64_t numel = wanted[places.front()].flat.numel();
+    const auto most = static_cast<size_t>(std::max<int64_t>(1, kTogether / std::max<int64_t>(1, numel)));
+    for (size_t begin = 0; begin < places.size(); begin += most) {
+      const size_t end = std::min(places.size(), begin + most);
+      std::vector<at::Tensor> together;
+      for (size_t i = begin; i < end; ++i) together.push_back(wanted[places[i]].flat);
+      const at::Tensor made = matrix_step(at::stack(together), sizes, method);
+      for (size_t i = begin; i < end; ++i) steps[places[i]] = made[static_cast<int64_t>(i - begin)];
+    }
+  }
+  return steps;
 }
 
 }  // namespace
@@ -106,6 +149,92 @@ void Muon::update_matrices(const Slice& slice, const GroupOptions& group, const 
                      });
     }
   }
+}
+
+std::map<int64_t, at::Tensor> Muon::own_steps(const Slice& slice, const State& state, const at::Tensor& bucket) const {
+  const auto has_elements = [&](int64_t parameter) {
+    return std::any_of(slice.segments.begin(), slice.segments.end(),
+                       [&](const Segment& segment) { return segment.parameter == parameter && segment.length > 0; });
+  };
+  std::vector<WantedStep> wanted;
+  for (const BucketParameter& matrix : state.matrices) {
+    if (!has_elements(matrix.parameter)) continue;
+    const std::vector<int64_t>& sizes = (*slice.parameters)[static_cast<size_t>(matrix.parameter)].sizes;
+    const at::Tensor flat = join(bucket, matrix);
+    if (slice.parts) {
+      const at::Tensor whole = slice.parts->whole(matrix.parameter, flat.view(sizes));
+      wanted.push_back({matrix.parameter, whole.reshape({-1}), whole.sizes().vec()});
+    } else {
+      wanted.push_back({matrix.parameter, flat, sizes});
+    }
+  }
+  const std::vector<at::Tensor> made = steps_by_shape(wanted, method_);
+  std::map<int64_t, at::Tensor> steps;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const at::Tensor own =
+        slice.parts ? slice.parts->part(wanted[i].parameter, made[i].view(wanted[i].sizes)) : made[i];
+    steps[wanted[i].parameter] = own.reshape({-1});
+  }
+  return steps;
+}
+
+void Muon::update_matrices_together(const Slice& slice, const GroupOptions& group, const SliceUpdate& update,
+                                    const StepScale& scale) const {
+  const State& state = states_[static_cast<size_t>(update.index)];
+  const at::Tensor own = at::empty_like(state.momentum);  // where the step is skipped nobody uses it
+  DeviceBatch blend;
+  blend.add({own, {state.momentum}, update.gradient, scale.factor, at::Tensor()});
+  const MuonBlendCoefficients blends{.momentum = static_cast<float>(group.momentum),
+                                     .gradient_share = static_cast<float>(1 - group.momentum)};
+  blend.run(scale, [&](const DeviceSlice* slices, int64_t count, const UpdateScale& factor, void* stream) {
+    return update_device_kernels()->muon_blend(slices, &blends, count, factor, stream);
+  });
+  const at::Tensor bucket = slice.exchange->size() > 1 ? slice.exchange->all_gather(own) : own;
+  const std::map<int64_t, at::Tensor> steps = own_steps(slice, state, bucket);
+  DeviceBatch apply;
+  std::vector<MuonStepCoefficients> coefficients;
+  for (const Segment& segment : slice.segments) {
+    if (segment.length == 0) continue;
+    const auto part = [&](const at::Tensor& flat) {
+      return flat.defined() ? flat.narrow(0, segment.slice_offset, segment.length) : flat;
+    };
+    apply.add({part(slice.master),
+               {},
+               steps.at(segment.parameter).narrow(0, segment.parameter_offset, segment.length),
+               1.0,
+               part(update.copy)});
+    coefficients.push_back(
+        {.lr = static_cast<float>(group.lr), .master_decay = static_cast<float>(1 - group.lr * group.weight_decay)});
+  }
+  if (apply.empty()) return;
+  apply.run({.factor = 1.0, .device_factor = {}, .skip = scale.skip},
+            [&](const DeviceSlice* slices, int64_t count, const UpdateScale& factor, void* stream) {
+              return update_device_kernels()->muon_step(slices, coefficients.data(), count, factor, stream);
+            });
+}
+
+void Muon::update_all(const std::vector<SliceUpdate>& updates, const StepScale& scale) {
+  const at::NoGradGuard no_grad;
+  std::vector<SliceUpdate> others;
+  for (const SliceUpdate& update : updates) {
+    const Slice& slice = slice_for_update(update.index, update.gradient);
+    const State& state = states_[static_cast<size_t>(update.index)];
+    if (!state.momentum.defined()) {
+      others.push_back(update);
+    } else if (kernels_take({slice.master, {state.momentum}, update.gradient, scale.factor, update.copy})) {
+      update_matrices_together(slice, step_group(slice), update, scale);
+    } else {
+      ShardOptimizer::update_all({update}, scale);
+    }
+  }
+  update_together(
+      others, scale, &UpdateDeviceKernels::adam,
+      [&](const SliceUpdate& update) {
+        const Slice& slice = slice_for_update(update.index, update.gradient);
+        return describe_adam_slice(slice.master, update, {step_count_, scale.factor, step_group(slice), aux_},
+                                   states_[static_cast<size_t>(update.index)].adam);
+      },
+      [&](const SliceUpdate& update) { update_into(update.index, update.gradient, scale.factor, update.copy); });
 }
 
 NamedStates Muon::states(int64_t index) {

@@ -9,6 +9,8 @@
 // two; rows and cols of the factor are its last two dimensions.
 #pragma once
 
+#include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -32,6 +34,9 @@ class Muon final : public ShardOptimizer {
     update_into(index, gradient, gradient_scale, /*copy=*/{});
   }
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
+  // On a device: matrices of one shape of a bucket are made orthogonal together.
+  void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
+  bool takes_device_scale() const override { return kernels_take_all(); }
   NamedStates states(int64_t index) override;
   // Slices of matrices have 4 bytes, those that Adam updates 8, which is the value given here.
   int64_t state_bytes_per_element() const override { return 8; }
@@ -50,8 +55,13 @@ class Muon final : public ShardOptimizer {
 
   void update_matrices(const Slice& slice, const GroupOptions& group, const State& state, const at::Tensor& gradient,
                        double gradient_scale) const;
+  // Likewise by kernels of the device.
+  void update_matrices_together(const Slice& slice, const GroupOptions& group, const SliceUpdate& update,
+                                const StepScale& scale) const;
   // The step of what the bucket has of a matrix, from its `flat` momentum: flat.
   at::Tensor own_step(const Slice& slice, const BucketParameter& matrix, const at::Tensor& flat) const;
+  // Those of all matrices of which the slice has elements, by parameter: of what is in the bucket, flat.
+  std::map<int64_t, at::Tensor> own_steps(const Slice& slice, const State& state, const at::Tensor& bucket) const;
   // The slice's part of the bucket's update, before it is orthogonalised: [n] in the state type.
   at::Tensor blend_momentum(const GroupOptions& group, const State& state, const at::Tensor& gradient,
                             double gradient_scale) const;

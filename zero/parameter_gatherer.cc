@@ -210,13 +210,18 @@ void ParameterGatherer::wait_for_others() {
 void ParameterGatherer::begin_backward(bool update_follows) {
   reuse_.expect_update(update_follows);
   choose_cast_cache(true);
-  meet("start of backward");
-  wait_for_others();
+  if (meets_in_every_pass() || update_follows) {
+    meet("start of backward");
+    wait_for_others();
+  } else {
+    buckets_.rethrow();
+  }
   in_backward_ = true;
 }
 
 void ParameterGatherer::end_backward() {
   in_backward_ = false;
+  if (!meets_in_every_pass()) return buckets_.rethrow();
   meet("end of backward");
 }
 

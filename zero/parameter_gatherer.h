@@ -41,7 +41,9 @@ struct PrefetchRules {
 // Collectives start on a communicator in an order that follows from the operators alone: ranks that run different
 // ones meet in different all_gathers, and communicators that compare labels name the parameters each wanted.
 //
-// Passes end together: a rank that runs fewer operators than others is found at the start of backward or at its end.
+// Passes end together: a rank that runs fewer operators than others is found at the start of backward or at its end. On
+// a device, whose communicators compare nothing, ranks meet once a step, at the start of its last backward: there such
+// a rank hangs its peers in any case, and the flight record says where each of them is.
 //
 // Parameters of a failed gather throw where an operator reads them (views of them hold NaN), and so does the next call
 // from the engine.
@@ -113,6 +115,7 @@ class ParameterGatherer : public ParameterAccess {
   void prefetch();
   bool prefetch_named();
   void prefetch_slices();
+  bool meets_in_every_pass() const { return meeting_.is_cpu(); }
   void meet(const char* where);
   void wait_for_others();
 

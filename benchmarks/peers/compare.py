@@ -24,7 +24,10 @@ TEXT = os.path.join(ROOT, "tests", "parity", "data", "kjv_1m.bin")
 WARM = 3
 SIZES = {"tiny": dict(layers=4, hidden=128, heads=4, seq_len=128), "small": dict(layers=6, hidden=512, heads=8, seq_len=256)}
 CASES = ["ddp", "fsdp2", "ds0", "ds1", "ds2", "ds3", "ours0", "ours1", "ours2", "ours3"]
-MORE = ["ds2offload", "ours2offload", "ds3offload", "ours3offload"]  # run when --only names them
+MORE = ["ds2offload", "ours2offload", "ds3offload", "ours3offload",  # run when --only names them
+        "loop-ddp", "loop-fsdp", "engine0", "engine3"]  # loops of the program's own, and the engine's, with ds::FusedAdamW
+# What a loop is compared with: torch's, the engine's with the same optimizer, the engine's with its own.
+PARTNERS = {"loop-ddp": ["ddp", "engine0", "ours0"], "loop-fsdp": ["fsdp2", "engine3", "ours3"]}
 
 
 def zero_section(case):
@@ -86,6 +89,10 @@ def optimizer_section(lr):
 def run_peer(case, a, size, steps, folder):
     begin = time.time()
     ranks = run_python(os.path.join(HERE, "peer.py"), a.ranks, [case, size, str(steps), str(WARM), str(a.lr)], folder, case)
+    return figures_of(ranks, begin)
+
+
+def figures_of(ranks, begin):
     return {"step_seconds": ranks[0]["step_seconds"], "peak": [r["peak_rss_bytes"] for r in ranks],
             "loss": [statistics.mean(v) for v in zip(*(r["loss"] for r in ranks))],
             "start": max(r["first_step_at"] for r in ranks) - begin}
@@ -103,7 +110,19 @@ def run_ours(case, a, size, steps, folder):
             "loss": [r["loss"] for r in rows], "start": whole - sum(r["step_seconds"] for r in rows[1:])}
 
 
+def run_loop(case, a, size, steps, folder):
+    out = os.path.join(folder, "loop")
+    shape = [str(value) for value in SIZES[size].values()]
+    begin = time.time()
+    run([os.path.join(a.build, "bin", "ds-launch"), "--num_procs", str(a.ranks), "--master_port", str(free_port()),
+         os.path.join(a.build, "bin", "plain_loop"), case, *shape, str(steps), str(WARM), str(a.lr), TEXT, out],
+        os.path.join(folder, case + ".log"))
+    return figures_of([json.load(open(f"{out}.{r}")) for r in range(a.ranks)], begin)
+
+
 def run_case(case, a, size, steps, folder):
+    if case.startswith(("loop", "engine")):
+        return run_loop(case, a, size, steps, folder)
     return (run_ours if case.startswith("ours") else run_peer)(case, a, size, steps, folder)
 
 
@@ -154,6 +173,7 @@ def main():
         if peer:
             line += (f"     {peer['step_seconds'] / f['step_seconds']:.3f} x / {f['peak_gib'] / peer['peak_gib']:.3f}"
                      f" / {f['start_seconds'] / peer['start_seconds']:.3f}")
+        line += "".join(f"     {figures[p]['step_seconds'] / f['step_seconds']:.3f} x {p}" for p in PARTNERS.get(c, []) if p in figures)
         print(line)
         if f["loss_difference_to_ddp"] > 1e-4:
             wrong.append(c)

@@ -24,9 +24,15 @@ struct NcclGroup {
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
 };
 
+// As CUDA writes them: 12020 is 12.2.
+struct CudaVersions {
+  int driver = 0;   // the newest CUDA that the driver runs; 0: there is no driver
+  int runtime = 0;  // the CUDA of this LibTorch
+};
+
 // What the library offers. Both sides are built from this header: `version` says whether it was the same one.
 struct CudaPlugin {
-  static constexpr int kVersion = 2;
+  static constexpr int kVersion = 3;
   static constexpr const char* kSymbol = "dsengine_cuda_plugin";  // extern "C" const CudaPlugin* dsengine_cuda_plugin()
 
   int version = kVersion;
@@ -34,6 +40,7 @@ struct CudaPlugin {
   // Pins pages of the host for copies of all devices, from the current device. Returns why not, or nothing.
   std::string (*register_host_memory)(void* data, size_t bytes) = nullptr;
   void (*unregister_host_memory)(void* data) = nullptr;  // never throws: called by destructors
+  CudaVersions (*versions)() = nullptr;
 };
 
 // Opens the first library of `paths` that the loader takes. Throws ConfigError that says how to build it when none can

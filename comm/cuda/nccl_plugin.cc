@@ -1,7 +1,10 @@
 // The entry of libdsengine_cuda, and its communicators on NCCL, as c10d::ProcessGroupNCCL runs it.
 #include <c10/cuda/CUDAFunctions.h>
+#include <cuda_runtime_api.h>
 #include <torch/csrc/cuda/nccl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+#include <string_view>
 
 #include "comm/backends/c10d_communicator.h"
 #include "comm/backends/cuda_plugin.h"
@@ -50,9 +53,23 @@ c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::St
     if (use == C10dUse::kCollectives) group->eagerConnectSingleDevice(world.device);
     return group;
   } catch (const std::exception& error) {
+    require<ConfigError>(
+        std::string_view(error.what()).find("Duplicate GPU") == std::string_view::npos, "nccl: rank ", place.rank,
+        " of ", place.size, " (rank ", world.rank, " of the job, ", world.device.str(),
+        ") shares its GPU with another rank, and NCCL takes one rank for each GPU. Start as many ",
+        "ranks as there are GPUs (ds-launch without --num_procs does), or set ",
+        "\"communication_backend\": \"gloo\", by which ranks can share one. NCCL says: ", without_stack(error.what()));
     throw CommError(cat("nccl: rank ", place.rank, " of ", place.size, " (rank ", world.rank, " of the job, ",
                         world.device.str(), ") could not be set up: ", without_stack(error.what())));
   }
+}
+
+CudaVersions cuda_versions() {
+  CudaVersions versions;
+  if (cudaDriverGetVersion(&versions.driver) != cudaSuccess) versions.driver = 0;
+  if (cudaRuntimeGetVersion(&versions.runtime) != cudaSuccess) versions.runtime = 0;
+  cudaGetLastError();  // else the next kernel launch reports it
+  return versions;
 }
 
 std::shared_ptr<Communicator> make_nccl_communicator(const NcclGroup& group) {
@@ -78,6 +95,7 @@ std::shared_ptr<Communicator> make_nccl_communicator(const NcclGroup& group) {
 extern "C" __attribute__((visibility("default"))) const ds::comm::CudaPlugin* dsengine_cuda_plugin() {
   static constexpr ds::comm::CudaPlugin kPlugin{.make_nccl_communicator = ds::comm::make_nccl_communicator,
                                                 .register_host_memory = ds::comm::register_host_memory,
-                                                .unregister_host_memory = ds::comm::unregister_host_memory};
+                                                .unregister_host_memory = ds::comm::unregister_host_memory,
+                                                .versions = ds::comm::cuda_versions};
   return &kPlugin;
 }

@@ -182,6 +182,13 @@ bool is_dead(const FlightLog* log, double dead_after) {
   return log != nullptr && (log->header.left != 0 || log->silent_seconds > dead_after);
 }
 
+// Ranks that entered what they wait in, as far as anybody knows, and have fallen silent in it.
+std::vector<int> silent_waiters(const WaitGraph& graph, double dead_after) {
+  std::vector<int> silent = graph.waiters();
+  std::erase_if(silent, [&](int rank) { return !is_dead(graph.log_of(rank), dead_after); });
+  return silent;
+}
+
 std::string guilty_text(const std::vector<FlightLog>& logs, const WaitGraph& graph, int rank, double dead_after) {
   const FlightLog* const log = graph.log_of(rank);
   if (log == nullptr) return cat("nothing is known of rank ", rank, ", which has not begun");
@@ -260,6 +267,20 @@ StallExplanation explain_stall(const std::vector<FlightLog>& logs, int world_siz
     result.cause = dead(result.guilty.front()) ? StallCause::kDead : StallCause::kLate;
     for (size_t i = 0; i < std::min(kGuiltyInSentence, result.guilty.size()); ++i) {
       result.sentence += cat("; ", guilty_text(logs, graph, result.guilty[i], dead_after_seconds));
+    }
+    if (result.guilty.size() > kGuiltyInSentence) {
+      result.sentence += cat("; and ", result.guilty.size() - kGuiltyInSentence, " more ranks");
+    }
+    return result;
+  }
+  // Before a circle is told: what such a rank did last may not be known.
+  result.guilty = silent_waiters(graph, dead_after_seconds);
+  if (!result.guilty.empty()) {
+    result.cause = StallCause::kDead;
+    for (size_t i = 0; i < std::min(kGuiltyInSentence, result.guilty.size()); ++i) {
+      const FlightLog& log = *graph.log_of(result.guilty[i]);
+      result.sentence +=
+          cat("; ", who(log), " is among them: ", silence_text(log, process_state(logs, result.guilty[i])));
     }
     if (result.guilty.size() > kGuiltyInSentence) {
       result.sentence += cat("; and ", result.guilty.size() - kGuiltyInSentence, " more ranks");

@@ -11,7 +11,7 @@ namespace ds::comm {
 enum class StallCause : uint8_t {
   kNone,        // nobody waits
   kLate,        // a rank that lives has not come; it may yet
-  kDead,        // a rank that has not come gives no sign of life, or has ended
+  kDead,        // a rank that has not come, or waits with the others, gives no sign of life, or has ended
   kCircle,      // ranks wait for each other
   kDifference,  // ranks issued different collectives
   kTransport,   // all have come, and still wait

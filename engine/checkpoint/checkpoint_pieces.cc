@@ -165,6 +165,7 @@ std::vector<StatePiece> state_pieces(const ModelState& state, bool with_frozen) 
   add_memory(optimizer_memory(state), pieces);
   if (state.ranks.part->rank() == 0) add_memory(shared_optimizer_memory(state), pieces);
   add_memory(compression_memory(state), pieces);
+  if (state.ranks.part->rank() == 0) add_memory(fp8_memory(state), pieces);
   if (!with_frozen) return pieces.take();
   for (size_t f = 0; f < state.frozen_buckets.size(); ++f) add_frozen_bucket(state, f, pieces);
   if (!state.gatherer) add_frozen_parameters(state, pieces);

@@ -116,6 +116,8 @@ NamedTensors at_paths(int rank, const char* folder, const NamedTensors& memory) 
   return result;
 }
 
+std::string fp8_path(const std::string& layer) { return checkpoint::rank_path(0, cat("fp8.", layer)); }
+
 }  // namespace
 
 NamedTensors optimizer_memory(const ModelState& model) {
@@ -183,6 +185,29 @@ std::string load_shared_optimizer_memory(const ModelState& model, checkpoint::So
 NamedTensors compression_memory(const ModelState& model) {
   if (!model.gradients.reduction) return {};
   return at_paths(model.ranks.world->rank(), "gradient_compression.", model.gradients.reduction->memory());
+}
+
+NamedTensors fp8_memory(const ModelState& model) {
+  NamedTensors result;
+  if (!model.fp8) return result;
+  const std::vector<std::string>& layers = model.fp8->layers();
+  for (size_t i = 0; i < layers.size(); ++i) {
+    result.emplace_back(fp8_path(layers[i]), model.fp8->memory(static_cast<int64_t>(i)).view({-1}));
+  }
+  return result;
+}
+
+std::string load_fp8_memory(const ModelState& model, checkpoint::Source& source) {
+  const std::vector<std::string>& layers = model.fp8->layers();
+  model.fp8->forget();
+  std::string missing;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const std::string path = fp8_path(layers[i]);
+    const bool there = source.contains(path) && source.info(path).numel() % fp8::kKinds == 0;
+    if (!there && missing.empty()) missing = layers[i];
+    if (there) model.fp8->take(static_cast<int64_t>(i), source.tensor(path).view({fp8::kKinds, -1}));
+  }
+  return missing;
 }
 
 checkpoint::OptimizerState client_optimizer_state(const torch::optim::Optimizer& optimizer) {

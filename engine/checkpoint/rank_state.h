@@ -39,6 +39,10 @@ void add_buffers(const ModelState& model, const BufferCopies& copies, NamedTenso
 NamedTensors optimizer_memory(const ModelState& model);
 NamedTensors shared_optimizer_memory(const ModelState& model);
 NamedTensors compression_memory(const ModelState& model);
+// Copies of what FP8 layers remember of steps before, the same on all ranks: rank 0's stand for all.
+NamedTensors fp8_memory(const ModelState& model);
+// Layers that the checkpoint has none of begin anew; returns the name of the first, empty: none.
+std::string load_fp8_memory(const ModelState& model, checkpoint::Source& source);
 
 // STATE of a shared state "STATE/PARAMETER"; empty: it is of no parameter.
 std::string state_of_parameter(const std::string& shared_state);

@@ -52,6 +52,7 @@ void StateReader::read() {
   if (options_.with_states && optimizer.steps_on_parameters()) load_client_optimizer(model_, source_);
   if (options_.with_states && optimizer.own) read_optimizer_memory();
   if (model_.gradients.reduction) read_compression_memory();
+  if (model_.fp8) read_fp8_memory();
   load_generators(model_, source_, fit_.same_ranks());
 }
 
@@ -171,6 +172,15 @@ void StateReader::read_compression_memory() {
     log::info("load_checkpoint: ", source_.location(), ": gradient_compression begins without what it remembered: ",
               "the checkpoint has none for these ranks and buckets");
   }
+}
+
+// Scales belong to the weights that have come, whatever becomes of the optimizer.
+void StateReader::read_fp8_memory() const {
+  const std::string missing = load_fp8_memory(model_, source_);
+  if (missing.empty() || model_.fp8->options().recipe == fp8::Recipe::kCurrent || model_.ranks.world->rank() != 0)
+    return;
+  log::info("load_checkpoint: ", source_.location(), ": has no scales of the FP8 layer ", missing,
+            "; layers without any begin with those of the tensors at hand");
 }
 
 void StateReader::publish() const {

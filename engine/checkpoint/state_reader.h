@@ -38,6 +38,7 @@ class StateReader {
   bool read_memory(const NamedTensors& memory);
   void read_optimizer_memory();
   void read_compression_memory();
+  void read_fp8_memory() const;
   void forget_own_steps() const;
 
   const ModelState& model_;

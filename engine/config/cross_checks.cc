@@ -1,7 +1,9 @@
 #include "engine/config/cross_checks.h"
 
 #include <array>
+#include <regex>
 #include <string_view>
+#include <tuple>
 
 #include "core/check.h"
 #include "engine/config/tensor_checks.h"
@@ -123,6 +125,20 @@ void check_compression(const DsConfig& c, JsonProblems& problems) {
 
 void check_activations(const DsConfig& c, JsonProblems& problems) {
   const ActivationCheckpointingSection& s = c.activation_checkpointing;
+  if (s.modules.empty() && s.recompute != "all") {
+    problems.error("/activation_checkpointing/recompute",
+                   cat("found \"", s.recompute, "\" without modules: expected activation_checkpointing.modules beside ",
+                       "it, which names the modules that it is about; add them or remove it"));
+  }
+  for (size_t i = 0; i < s.modules.size(); ++i) {
+    try {
+      std::ignore = std::regex(s.modules[i]);
+    } catch (const std::regex_error& error) {
+      problems.error(cat("/activation_checkpointing/modules/", i),
+                     cat("expected a regular expression, found \"", s.modules[i], "\" (", error.what(),
+                         "); dots of names are written \\\\. in JSON"));
+    }
+  }
   if (s.contiguous_memory_optimization && (!s.partition_activations || !s.number_checkpoints)) {
     problems.warning("/activation_checkpointing/contiguous_memory_optimization",
                      "needs partition_activations true and number_checkpoints beside it when layers are checkpointed; "

@@ -10,6 +10,7 @@ const JsonFields::Names<DType>& dtype_names();
 
 void describe(JsonFields& json, Fp16Section& section);
 void describe(JsonFields& json, Bf16Section& section);
+void describe(JsonFields& json, Fp8Section& section);
 void describe(JsonFields& json, TorchAutocastSection& section);
 void describe(JsonFields& json, DataTypesSection& section);
 void describe(JsonFields& json, GradientCompressionSection& section);

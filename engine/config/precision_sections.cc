@@ -57,6 +57,33 @@ void describe(JsonFields& json, Fp16Section& s) {
   }
 }
 
+void describe(JsonFields& json, Fp8Section& s) {
+  json.field("enabled", s.enabled);
+  json.enumerator("recipe", s.recipe, {{"delayed", Fp8Recipe::kDelayed}, {"current", Fp8Recipe::kCurrent}});
+  json.enumerator("granularity", s.granularity,
+                  {{"tensor", Fp8Granularity::kTensor}, {"block", Fp8Granularity::kBlock}});
+  json.choice("format", s.format, {"hybrid", "e4m3"});
+  json.field("amax_history_len", s.amax_history_len, JsonRange{.minimum = 1, .booleans = false});
+  json.choice("amax_compute_algo", s.amax_compute_algo, {"max", "most_recent"});
+  json.field("margin", s.margin, JsonRange{.minimum = 0, .booleans = false});
+  json.field("fp8_wgrad", s.fp8_wgrad);
+  json.field("modules", s.modules);
+  json.field("exclude", s.exclude);
+  json.field("emulate", s.emulate);
+  if (!json.reading() || !s.enabled) return;
+  if (s.granularity == Fp8Granularity::kBlock && s.recipe == Fp8Recipe::kDelayed) {
+    json.error("recipe", json.has("recipe")
+                             ? "\"delayed\" excludes granularity \"block\", whose scales are those of the tensor at "
+                               "hand; use \"current\""
+                             : "expected \"current\" with granularity \"block\", whose scales are those of the "
+                               "tensor at hand, found none, which means \"delayed\"");
+  }
+  if (s.granularity == Fp8Granularity::kBlock && s.fp8_wgrad) {
+    json.error("fp8_wgrad", "expected false with granularity \"block\", found true");
+  }
+  if (s.modules.empty()) json.error("modules", "expected at least one pattern, found none; \"*\" is every layer");
+}
+
 void describe(JsonFields& json, Bf16Section& s) {
   json.field("enabled", s.enabled);
   json.field("immediate_grad_update", s.immediate_grad_update);

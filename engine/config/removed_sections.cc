@@ -1,13 +1,24 @@
 #include "dsengine/config_removed.h"
 
+#include <map>
 #include <string>
 
 #include "engine/config/compression_rules.h"
 #include "engine/config/describe.h"
 #include "engine/config/difficulty_checks.h"
+#include "engine/config/sparsity_section.h"
 
 namespace ds::engine::config {
 namespace {
+
+using SparsityMode = ops::SparsityMode;
+
+const std::map<std::string, SparsityMode> kModes = {{"dense", SparsityMode::kDense},
+                                                    {"fixed", SparsityMode::kFixed},
+                                                    {"variable", SparsityMode::kVariable},
+                                                    {"bigbird", SparsityMode::kBigBird},
+                                                    {"bslongformer", SparsityMode::kBSLongformer},
+                                                    {"sliding_window", SparsityMode::kSlidingWindow}};
 
 void describe(JsonFields& json, LayerReductionSection& s) {
   json.field("enabled", s.enabled);
@@ -35,7 +46,31 @@ void describe(JsonFields& json, DifficultySection& s) {
   json.field("max_step", s.max_step);
 }
 
+void check_pattern(JsonFields& json, const SparseAttentionSection& s) {
+  if (s.block < 1 || !kModes.contains(s.mode)) return;  // said already
+  const std::string problem = ops::problem_of(pattern_of(s));
+  if (problem.empty()) return;
+  const size_t end = problem.find(": ");
+  json.error(problem.substr(0, end), problem.substr(end + 2));
+}
+
 }  // namespace
+
+ops::SparsityPattern pattern_of(const SparseAttentionSection& s) {
+  return {.mode = kModes.at(s.mode),
+          .block = s.block,
+          .different_layout_per_head = s.different_layout_per_head,
+          .unidirectional = s.attention == "unidirectional",
+          .num_local_blocks = s.num_local_blocks,
+          .num_global_blocks = s.num_global_blocks,
+          .horizontal_global_attention = s.horizontal_global_attention,
+          .num_different_global_patterns = s.num_different_global_patterns,
+          .num_random_blocks = s.num_random_blocks,
+          .local_window_blocks = s.local_window_blocks,
+          .global_block_indices = s.global_block_indices,
+          .global_block_end_indices = s.global_block_end_indices,
+          .num_sliding_window_blocks = s.num_sliding_window_blocks};
+}
 
 void describe(JsonFields& json, ProgressiveLayerDropSection& s) {
   json.field("enabled", s.enabled);
@@ -76,7 +111,7 @@ void describe(JsonFields& json, ElasticitySection& s) {
 }
 
 void describe(JsonFields& json, SparseAttentionSection& s) {
-  json.choice("mode", s.mode, {"dense", "fixed", "variable", "bigbird", "bslongformer"});
+  json.choice("mode", s.mode, {"dense", "fixed", "variable", "bigbird", "bslongformer", "sliding_window"});
   json.field("block", s.block, above(0));
   json.field("different_layout_per_head", s.different_layout_per_head);
   json.field("num_local_blocks", s.num_local_blocks);
@@ -89,6 +124,7 @@ void describe(JsonFields& json, SparseAttentionSection& s) {
   json.field("global_block_indices", s.global_block_indices);
   json.field("global_block_end_indices", s.global_block_end_indices);
   json.field("num_sliding_window_blocks", s.num_sliding_window_blocks);
+  if (json.reading()) check_pattern(json, s);
 }
 
 void describe(JsonFields& json, EigenvalueSection& s) {

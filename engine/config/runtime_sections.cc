@@ -53,6 +53,8 @@ void describe(JsonFields& json, ActivationCheckpointingSection& s) {
   json.field("number_checkpoints", s.number_checkpoints);
   json.field("synchronize_checkpoint_boundary", s.synchronize_checkpoint_boundary);
   json.field("profile", s.profile);
+  json.field("modules", s.modules);
+  json.choice("recompute", s.recompute, {"all", "pointwise"});
 }
 
 void describe(JsonFields& json, AioSection& s) {

@@ -143,6 +143,36 @@ void parameters(JsonFields& json, optimizers::CosineAnnealingWarmRestartsOptions
   json.field("eta_min", s.eta_min);
 }
 
+void parameters(JsonFields& json, optimizers::CyclicLrOptions& s) {
+  per_group(json, "base_lr", s.base_lr);
+  per_group(json, "max_lr", s.max_lr);
+  json.field("step_size_up", s.step_size_up, above(0));
+  json.field("step_size_down", s.step_size_down, above(0));
+  json.enumerator("mode", s.mode,
+                  {{"triangular", optimizers::CyclicMode::kTriangular},
+                   {"triangular2", optimizers::CyclicMode::kTriangular2},
+                   {"exp_range", optimizers::CyclicMode::kExpRange}});
+  json.field("gamma", s.gamma);
+  json.field("cycle_momentum", s.cycle_momentum);
+  per_group(json, "base_momentum", s.base_momentum);
+  per_group(json, "max_momentum", s.max_momentum);
+}
+
+void parameters(JsonFields& json, optimizers::OneCycleLrOptions& s) {
+  per_group(json, "max_lr", s.max_lr);
+  json.field("total_steps", s.total_steps, above(0));
+  json.field("epochs", s.epochs, above(0));
+  json.field("steps_per_epoch", s.steps_per_epoch, above(0));
+  json.field("pct_start", s.pct_start, between(0, 1));
+  json.enumerator("anneal_strategy", s.cosine, {{"cos", true}, {"linear", false}});
+  json.field("cycle_momentum", s.cycle_momentum);
+  per_group(json, "base_momentum", s.base_momentum);
+  per_group(json, "max_momentum", s.max_momentum);
+  json.field("div_factor", s.div_factor, above(0));
+  json.field("final_div_factor", s.final_div_factor, above(0));
+  json.field("three_phase", s.three_phase);
+}
+
 struct ScheduleType {
   const char* name;
   optimizers::LrScheduleOptions options;  // the defaults
@@ -163,7 +193,9 @@ const std::vector<ScheduleType>& schedule_types() {
       {"ExponentialLR", optimizers::ExponentialLrOptions{}, {"gamma"}},
       {"PolynomialLR", optimizers::PolynomialLrOptions{}, {}},
       {"CosineAnnealingLR", optimizers::CosineAnnealingLrOptions{}, {"T_max"}},
-      {"CosineAnnealingWarmRestarts", optimizers::CosineAnnealingWarmRestartsOptions{}, {"T_0"}}};
+      {"CosineAnnealingWarmRestarts", optimizers::CosineAnnealingWarmRestartsOptions{}, {"T_0"}},
+      {"CyclicLR", optimizers::CyclicLrOptions{}, {"base_lr", "max_lr"}},
+      {"OneCycleLR", optimizers::OneCycleLrOptions{}, {"max_lr"}}};
   return kTypes;
 }
 
@@ -174,11 +206,10 @@ const ScheduleType* find_type(const std::string& name) {
   return nullptr;
 }
 
-// The other classes of torch.optim.lr_scheduler, which DeepSpeed builds by name: they take Python functions, measured
-// values, or momenta of torch's optimizers.
+// The other classes of torch.optim.lr_scheduler, which DeepSpeed builds by name: they take Python functions or measured
+// values.
 const std::vector<std::string>& torch_types() {
-  static const std::vector<std::string> kTypes = {"LambdaLR", "MultiplicativeLR", "CyclicLR", "OneCycleLR",
-                                                  "ReduceLROnPlateau"};
+  static const std::vector<std::string> kTypes = {"LambdaLR", "MultiplicativeLR", "ReduceLROnPlateau"};
   return kTypes;
 }
 

@@ -50,6 +50,7 @@ void describe_precision(JsonFields& json, DsConfig& c) {
     json.section("bf16", c.bf16, describe, UnknownKeys::kRefuse);
     json.ignore("bfloat16");
   }
+  json.section("fp8", c.fp8, describe, UnknownKeys::kRefuse);
   json.section("torch_autocast", c.torch_autocast, describe, UnknownKeys::kWarn);
   json.section("data_types", c.data_types, describe, UnknownKeys::kWarn);
 }
@@ -137,6 +138,23 @@ void describe_removed(JsonFields& json, DsConfig& c) {
   json.field("datastates_ckpt", c.datastates_ckpt);
 }
 
+void sdpa_backends(JsonFields& json, DsConfig& c) {
+  constexpr const char* kKey = "sdpa_backends";
+  json.field(kKey, c.sdpa_backends);
+  if (!json.reading() || !c.sdpa_backends) return;
+  static const std::vector<std::string> kKnown = {"cudnn", "flash", "efficient", "math"};
+  const std::vector<std::string>& given = *c.sdpa_backends;
+  for (size_t i = 0; i < given.size(); ++i) {
+    const auto here = given.begin() + static_cast<std::ptrdiff_t>(i);
+    if (std::find(kKnown.begin(), kKnown.end(), given[i]) == kKnown.end()) {
+      json.error(kKey, cat("expected \"cudnn\", \"flash\", \"efficient\" and \"math\", found \"", given[i], "\""));
+    } else if (std::find(given.begin(), here, given[i]) != here) {
+      json.error(kKey, cat("has \"", given[i], "\" twice; remove one of them"));
+    }
+  }
+  if (given.empty()) json.error(kKey, "expected at least one backend, found none; remove the key, or add \"math\"");
+}
+
 }  // namespace
 
 void describe_top_level(JsonFields& json, DsConfig& c) {
@@ -152,6 +170,7 @@ void describe_top_level(JsonFields& json, DsConfig& c) {
   json.field("sync_batchnorm", c.sync_batchnorm);
   json.field("broadcast_buffers", c.broadcast_buffers);
   json.choice("float32_matmul_precision", c.float32_matmul_precision, {"highest", "high", "medium"});
+  sdpa_backends(json, c);
   json.field("strict", c.strict);
 }
 

@@ -51,8 +51,13 @@ void collect_optimizer(const DsConfig& c, Collector& out) {
   out.later(!c.optimizer.values.fp32_optimizer_states, "optimizer.params.fp32_optimizer_states", "use true");
   out.later(c.scheduler.given() && !c.scheduler.options, "scheduler.type",
             cat(c.scheduler.type,
-                " is not available; use another one, as OneCycle or CosineAnnealingLR, or give the program's own "
-                "schedule (.lr_scheduler)"));
+                " takes a function or a measured value, which no file can hold; use another one, as OneCycle or "
+                "CosineAnnealingLR, or give the program's own schedule (.lr_scheduler)"));
+}
+
+bool compresses_layers(const CompressionTrainingSection& s) {
+  return s.layer_reduction.enabled || s.weight_quantization.enabled || s.activation_quantization.enabled ||
+         s.sparse_pruning.enabled || s.row_pruning.enabled || s.head_pruning.enabled || s.channel_pruning.enabled;
 }
 
 void collect_precision(const DsConfig& c, Collector& out) {
@@ -62,6 +67,14 @@ void collect_precision(const DsConfig& c, Collector& out) {
             "data_types.keep_in_fp32_modules", "use \"auto\"");
   out.later(c.torch_autocast.enabled && c.torch_autocast.lower_precision_safe_modules,
             "torch_autocast.lower_precision_safe_modules", "remove it");
+  if (c.fp8.enabled) {
+    const std::string fp8 = "fp8 with ";
+    out.later(c.tensor_parallel.autotp_size > 1, fp8 + "tensor_parallel", "turn one of them off");
+    out.later(c.pipeline.stages.value_or(1) > 1, fp8 + "pipeline.stages", "turn one of them off");
+    out.later(c.torch_autocast.enabled, fp8 + "torch_autocast", "use bf16 in its place");
+    out.later(c.fp16.auto_cast, fp8 + "fp16.auto_cast", "use bf16");
+    out.later(compresses_layers(c.compression_training), fp8 + "compression_training", "turn one of them off");
+  }
   bool amp = false;
   if (c.amp.is_object() && c.amp.contains("enabled")) ds::convert(c.amp["enabled"], amp);
   out.add(amp, "amp", "NVIDIA Apex is a Python package; use fp16, bf16 or torch_autocast");
@@ -96,7 +109,6 @@ void collect_features(const DsConfig& c, Collector& out) {
             "use false; rank 0 joins the parts of all ranks, so that they lie on a file system all hosts share");
   out.later(c.checkpoint.writer && c.checkpoint.writer->type == "MOCK", "checkpoint.writer.type",
             "use FAST; MOCK writes nothing");
-  out.later(c.sparse_attention.has_value(), "sparse_attention", "remove it");
   out.later(c.eigenvalue.enabled, "eigenvalue", "turn it off");
   out.later(c.quantize_training.is_object(), "quantize_training", "remove it");
   out.later(c.sparse_gradients, "sparse_gradients", "use false");

@@ -23,6 +23,11 @@ void add_efficiency_rows(const config::DsConfig& config, Plan& plan) {
                              tokens.kept.max_difficulty, " tokens"),
                          "data_efficiency.data_routing.random_ltd.enabled: true; the program wraps its layers"});
   }
+  if (config.sparse_attention) {
+    const config::SparseAttentionSection& blocks = *config.sparse_attention;
+    plan.rows.push_back({"attention", cat(blocks.mode, ", blocks of ", blocks.block, " tokens, ", blocks.attention),
+                         "sparse_attention is there; the program takes it in its layers"});
+  }
 }
 
 }  // namespace ds::engine

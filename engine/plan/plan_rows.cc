@@ -320,6 +320,12 @@ void add_activation_rows(const DsConfig& config, Plan& plan) {
   add(section.synchronize_checkpoint_boundary, "synchronize_checkpoint_boundary",
       "waits for the device where a checkpointed region begins and ends",
       "activation_checkpointing.synchronize_checkpoint_boundary: true");
+  std::string patterns;
+  for (const std::string& pattern : section.modules) patterns += cat(patterns.empty() ? "" : ", ", pattern);
+  add(!section.modules.empty(), "recomputed modules",
+      cat(section.recompute == "all" ? "all of " : "what is pointwise in ", patterns,
+          ": dropped in forward, made again in backward"),
+      "activation_checkpointing.modules");
   add(section.profile, "checkpoint profile", "counts and times of checkpointed regions, every steps_per_print steps",
       "activation_checkpointing.profile: true");
 }
@@ -378,11 +384,7 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   if (config.sync_batchnorm) plan.rows.push_back({"batch norm", "of all data ranks", "sync_batchnorm: true"});
   if (config.broadcast_buffers) plan.rows.push_back({"buffers", "those of rank 0", "broadcast_buffers: true"});
   if (config.deterministic) plan.rows.push_back({"deterministic", "same bits on every run", "deterministic: true"});
-  if (const auto& precision = config.float32_matmul_precision) {
-    plan.rows.push_back({"float32 products",
-                         *precision == "highest" ? "in float32" : cat(*precision, ": TF32 on a GPU"),
-                         cat("float32_matmul_precision: ", *precision)});
-  }
+  note_products(config, plan);
   if (plan.require_all_gradients) {
     plan.rows.push_back({"unused parameters", "an error",
                          cat("zero_optimization.ignore_unused_parameters: ", yes_no(!plan.require_all_gradients))});

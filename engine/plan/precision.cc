@@ -88,4 +88,25 @@ void note_casts(const PlanFacts& facts, Plan& plan) {
   }
 }
 
+void note_products(const config::DsConfig& config, Plan& plan) {
+  if (const config::Fp8Section& fp8 = config.fp8; fp8.enabled) {
+    const bool delayed = fp8.recipe == config::Fp8Recipe::kDelayed;
+    const bool blocks = fp8.granularity == config::Fp8Granularity::kBlock;
+    plan.rows.push_back(
+        {"linear layers",
+         cat("on FP8, ", fp8.format == "hybrid" ? "E4M3 and E5M2" : "E4M3", ", ", delayed ? "delayed" : "current",
+             " scaling per ", blocks ? "128-block" : "tensor", fp8.emulate ? ", emulated" : ""),
+         "fp8.enabled: true"});
+  }
+  if (const auto& precision = config.float32_matmul_precision) {
+    plan.rows.push_back({"float32 products",
+                         *precision == "highest" ? "in float32" : cat(*precision, ": TF32 on a GPU"),
+                         cat("float32_matmul_precision: ", *precision)});
+  }
+  if (!config.sdpa_backends) return;
+  std::string names;
+  for (const std::string& name : *config.sdpa_backends) names += cat(names.empty() ? "" : ", ", name);
+  plan.rows.push_back({"attention on a GPU", names, "sdpa_backends"});
+}
+
 }  // namespace ds::engine

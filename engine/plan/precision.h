@@ -16,4 +16,7 @@ bool scales_autocast(const config::DsConfig& config);
 // What happens to parameters that come in 16 bits: a row, and a warning where the config does not ask for it.
 void note_casts(const PlanFacts& facts, Plan& plan);
 
+// How products are computed, where the config says so: rows.
+void note_products(const config::DsConfig& config, Plan& plan);
+
 }  // namespace ds::engine

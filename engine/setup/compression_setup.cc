@@ -11,6 +11,9 @@ void set_up_compression(const InitializeOptions& options, const config::DsConfig
                         int tensor_ranks) {
   const config::CompressionTrainingSection& section = config.compression_training;
   const bool has_rules = !config::compression_rules(section).empty();
+  require<ConfigError>(!config.fp8.enabled || !model_compression::find_model(*options.model), "fp8: expected a model ",
+                       "whose layers have their own weights, found one that init_compression() has prepared; fp8 with ",
+                       "compression_training is not available: turn one of them off");
   if (!has_rules && !section.layer_reduction.enabled) return;
   require<ConfigError>(!is_pipeline,
                        "compression_training: expected a model that each rank has all layers of, found a ",

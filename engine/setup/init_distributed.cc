@@ -17,6 +17,21 @@ namespace ds::engine {
 
 namespace {
 
+std::string version_name(int version) { return cat(version / 1000, ".", version % 1000 / 10); }
+
+// Why CUDA finds no GPU although there is one, as far as it tells.
+std::string why_no_gpu() {
+  const auto [driver, runtime] = comm::cuda_plugin().versions();
+  if (driver == 0) return "there is no NVIDIA driver, or it does not answer (`nvidia-smi` shows it)";
+  if (driver / 1000 < runtime / 1000) {
+    return cat("the NVIDIA driver is too old: it runs CUDA ", version_name(driver), ", and this LibTorch needs CUDA ",
+               version_name(runtime), "; install a newer driver, or a LibTorch for CUDA ", driver / 1000);
+  }
+  return cat("its driver runs CUDA ", version_name(driver), ", which is new enough for this LibTorch's CUDA ",
+             version_name(runtime), ": is the GPU given to this process (`nvidia-smi`, CUDA_VISIBLE_DEVICES, the ",
+             "container's devices)?");
+}
+
 // A GPU that is there and cannot be used is no reason to train on the CPU in silence.
 c10::Device present_device() {
   if (!comm::expects_gpu()) return c10::kCPU;
@@ -31,8 +46,7 @@ c10::Device present_device() {
     throw ConfigError(cat(kExpected, error.what(), kWayOut));
   }
   require<ConfigError>(c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount() > 0, kExpected,
-                       "CUDA finds none that it can use: most often the NVIDIA driver is older than the CUDA of this ",
-                       "LibTorch (`nvidia-smi` shows what it can run)", kWayOut);
+                       "CUDA finds none that it can use: ", why_no_gpu(), kWayOut);
   return c10::kCUDA;
 }
 
@@ -50,6 +64,7 @@ c10::Device device_of_rank(const std::string& name, int local_rank) {
   c10::Device device = parse_device(name);
   if (!device.is_cuda() || device.has_index()) return device;
   const auto visible = static_cast<int>(c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount());
+  require<ConfigError>(visible > 0, ".device: ", name, ": CUDA finds no GPU that it can use: ", why_no_gpu());
   require<ConfigError>(visible == 1 || local_rank < visible, ".device: the rank with LOCAL_RANK ", local_rank,
                        " expects ", local_rank + 1, " GPUs, or one of its own, found ", visible,
                        " visible. Start at most one rank per GPU on each host, or widen CUDA_VISIBLE_DEVICES");

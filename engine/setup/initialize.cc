@@ -18,11 +18,13 @@
 #include "engine/setup/client_setup.h"
 #include "engine/setup/compression_setup.h"
 #include "engine/setup/error_stacks.h"
+#include "engine/setup/fp8_setup.h"
 #include "engine/setup/join_ranks.h"
 #include "engine/setup/model_dtypes.h"
 #include "engine/setup/model_setup.h"
 #include "engine/setup/optimizer_setup.h"
 #include "engine/setup/part_options.h"
+#include "engine/setup/recomputed_modules.h"
 #include "engine/setup/same_on_all_ranks.h"
 #include "engine/setup/seed.h"
 #include "engine/setup/tensor_setup.h"
@@ -148,6 +150,7 @@ void configure_process(const InitializeOptions& options, const config::DsConfig&
   if (options.seed_generators) seed_everything(static_cast<uint64_t>(config.seed), ranks.stream());
   if (config.deterministic) set_deterministic(true);
   if (config.float32_matmul_precision) set_float32_matmul_precision(*config.float32_matmul_precision);
+  if (config.sdpa_backends) set_sdpa_backends(*config.sdpa_backends, ranks.device);
   // Without the section the program's own settings stay.
   if (!config.given("activation_checkpointing")) return;
   recompute::configure_checkpointing(
@@ -212,6 +215,8 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   StartValues values(*options.model, options.weights, options.init, model.ranks);
   lay_out_model(model, config, parameters, groups.group_of, values);
   set_up_batch_norms(model, config);
+  choose_recomputed_modules(model, config);
+  if (config.fp8.enabled) set_up_fp8(model, config.fp8);
   if (model.tensor) model.tensor->follow_leaves();
   if (options.init) options.init->end();
   keep_freed_host_memory();

@@ -1,8 +1,11 @@
 // Seeds, deterministic mode and the precision of products, process-wide.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace ds::engine {
 
@@ -15,6 +18,11 @@ void seed_everything(uint64_t seed, int rank = 0);
 // stops choosing algorithms by timing. Two runs with the same seed, ranks, batches and thread counts then agree bit by
 // bit.
 void set_deterministic(bool deterministic, bool warn_only = false);
+
+// What scaled_dot_product_attention uses on a GPU: of these ("cudnn", "flash", "efficient", "math") the first that
+// takes the inputs, and nothing else. `device`: LibTorch sets its own order at the first use of a CUDA device, so that
+// this use is made before.
+void set_sdpa_backends(const std::vector<std::string>& backends, c10::Device device);
 
 // "highest", "high" or "medium": of products of float32 matrices, and of convolutions by cuDNN.
 void set_float32_matmul_precision(const std::string& precision);

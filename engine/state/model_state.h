@@ -22,6 +22,7 @@
 #include "engine/state/model_optimizer.h"
 #include "engine/state/ranks.h"
 #include "engine/state/tensor_parts.h"
+#include "fp8/scaling.h"
 #include "zero/gradient_check.h"
 #include "zero/gradient_reducer.h"
 #include "zero/parameter_access.h"
@@ -64,6 +65,7 @@ struct ModelState {
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`
   ModelOptimizer optimizer;
+  std::shared_ptr<fp8::Scaling> fp8;  // null: no layer computes on FP8
 
   // The one place that says which ranks share a bucket.
   BucketGroups groups_of(size_t bucket) const;

@@ -30,16 +30,21 @@ void for_each_whole_bucket(const ModelState& state, size_t first,
   }
 }
 
+at::Tensor joined_slices(const ModelState& state, size_t bucket, const at::Tensor& own, const std::string& label) {
+  comm::Communicator& shards = state.groups_of(bucket).shards;
+  const at::Tensor here = own.to(state.ranks.device);
+  if (!state.plan.partition_optimizer || shards.size() == 1) return here.clone();
+  at::Tensor whole = at::empty({state.buckets[bucket].layout().numel}, here.options());
+  shards.all_gather(whole, here, label).wait();
+  return whole;
+}
+
 at::Tensor whole_master(const ModelState& state, size_t bucket) {
   const zero::ParameterBucket& parameters_of = state.buckets[bucket];
   if (!state.plan.separate_master && !parameters_of.sharded()) return parameters_of.flat();
   at::Tensor flat;
   state.use_master(bucket, /*changes=*/false, [&](const at::Tensor& master) {
-    comm::Communicator& shards = state.groups_of(bucket).shards;
-    const bool joins = state.plan.partition_optimizer && shards.size() > 1;
-    const at::Tensor own = master.to(state.ranks.device);
-    flat = joins ? at::empty({parameters_of.layout().numel}, own.options()) : own.clone();
-    if (joins) shards.all_gather(flat, own, cat("master weights of bucket ", bucket)).wait();
+    flat = joined_slices(state, bucket, master, cat("master weights of bucket ", bucket));
   });
   return flat;
 }
@@ -77,20 +82,23 @@ std::vector<std::pair<std::string, at::Tensor>> whole_module(const ModelState& s
   return result;
 }
 
-std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& state) {
+std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& state, bool wanted) {
   std::vector<at::Tensor> own(state.parameters.size());
   for (size_t b = 0; b < state.buckets.size(); ++b) {
     const zero::BucketLayout& layout = state.buckets[b].layout();
     const at::Tensor flat = whole_master(state, b);
     for (const Segment& segment : layout.segments) {
       const auto index = static_cast<size_t>(segment.parameter);
+      if (!wanted && !state.parameters[index].part) continue;  // of a split one the ranks of its axis want the part
       own[index] = copy_on_host(zero::view_of(flat, segment, state.parameters[index].tensor));
     }
   }
   std::vector<std::pair<std::string, at::Tensor>> result;
-  for (size_t i = 0; i < own.size(); ++i) {
-    result.emplace_back(state.parameters[i].name, joined_over_axis(state, state.parameters[i], own[i]));
-  }
+  const auto add = [&](const zero::Parameter& parameter, const at::Tensor& values) {
+    at::Tensor whole = joined_over_axis(state, parameter, values);
+    if (wanted) result.emplace_back(parameter.name, std::move(whole));
+  };
+  for (size_t i = 0; i < own.size(); ++i) add(state.parameters[i], own[i]);
   std::unordered_map<const void*, at::Tensor> gathered;
   const auto cast = [](const at::Tensor& tensor) {
     return copy_on_host(tensor.detach().to(optimizers::state_type(tensor.scalar_type())));
@@ -98,14 +106,14 @@ std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& 
   if (state.gatherer) {
     for_each_whole_bucket(state, state.buckets.size(), [&](const zero::ParameterBucket& bucket) {
       for (const zero::Parameter& one : bucket.parameters()) {
-        gathered[one.tensor.unsafeGetTensorImpl()] = cast(one.tensor);
+        if (wanted || one.part) gathered[one.tensor.unsafeGetTensorImpl()] = cast(one.tensor);
       }
     });
   }
   for (const zero::Parameter& frozen : state.frozen) {
+    if (!wanted && !frozen.part) continue;
     const auto found = gathered.find(frozen.tensor.unsafeGetTensorImpl());
-    const at::Tensor values = found == gathered.end() ? cast(frozen.tensor) : found->second;
-    result.emplace_back(frozen.name, joined_over_axis(state, frozen, values));
+    add(frozen, found == gathered.end() ? cast(frozen.tensor) : found->second);
   }
   return result;
 }

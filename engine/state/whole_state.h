@@ -18,6 +18,10 @@ namespace ds::engine {
 void for_each_whole_bucket(const ModelState& state, size_t first,
                            const std::function<void(const zero::ParameterBucket&)>& use);
 
+// From this rank's part of a bucket, which has an element for each of its master's, the whole [layout.numel], on the
+// device; new memory. Collective over the ranks that have the bucket's slices. `label`: what the exchange is called.
+at::Tensor joined_slices(const ModelState& state, size_t bucket, const at::Tensor& own, const std::string& label);
+
 // All ranks' masters of a bucket, float32 [layout.numel], on the device.
 at::Tensor whole_master(const ModelState& state, size_t bucket);
 
@@ -28,7 +32,8 @@ at::Tensor joined_over_axis(const ModelState& state, const zero::Parameter& para
 // Parameters and buffers by name, on the host, in the model's dtype.
 std::vector<std::pair<std::string, at::Tensor>> whole_module(const ModelState& state);
 
-// float32 weights by name, on the host: masters of what is trained (a tied weight once), then frozen parameters.
-std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& state);
+// float32 weights by name, on the host: masters of what is trained (a tied weight once), then frozen parameters. A rank
+// that does not want them takes part, holds one bucket at a time, and gets an empty list.
+std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& state, bool wanted = true);
 
 }  // namespace ds::engine

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "core/check.h"
 #include "engine/update/finished_gradients.h"
 
 namespace ds::engine {
@@ -12,8 +13,21 @@ at::Tensor Accumulation::averaged(const at::Tensor& loss) const {
 }
 
 at::Tensor Accumulation::scaled(const at::Tensor& averaged) const {
+  if (device_scale_.defined()) return averaged.to(at::kFloat) * device_scale_.to(averaged.device());
   const double scale = loss_scale();
   return scale == 1.0 ? averaged : averaged.to(at::kFloat) * scale;
+}
+
+double Accumulation::loss_scale() const {
+  if (!parts_.loss_scaler) return 1.0;
+  if (device_scale_.defined()) read_scale_();
+  ensure(!device_scale_.defined(), "a step that is read has told its loss scale");
+  return parts_.loss_scaler->scale();
+}
+
+void Accumulation::take_device_scale(at::Tensor scale, std::function<void()> read) {
+  device_scale_ = std::move(scale);
+  read_scale_ = std::move(read);
 }
 
 void Accumulation::begin_micro_batch(int64_t micro_batch) {
@@ -33,7 +47,7 @@ void Accumulation::run(bool boundary, const std::function<void()>& pass, std::ve
   };
   try {
     if (parts_.order.gives_last_gradients(boundary)) {
-      parts_.update.run_last_pass(1.0 / loss_scale(), reduced_pass);
+      parts_.update.run_last_pass([this] { return 1.0 / loss_scale(); }, reduced_pass);
     } else {
       reduced_pass();
     }

@@ -35,7 +35,14 @@ class Accumulation {
   // What backward starts from: over the micro-batches of an update, with loss scale.
   at::Tensor averaged(const at::Tensor& loss) const;
   at::Tensor scaled(const at::Tensor& averaged) const;
-  double loss_scale() const { return parts_.loss_scaler ? parts_.loss_scaler->scale() : 1.0; }
+  // Of the passes that come. Waits where only the device knows it.
+  double loss_scale() const;
+  // Whether it is another than 1. Does not wait.
+  bool scales_loss() const { return device_scale_.defined() || loss_scale() != 1.0; }
+  // Only the device knows the loss scale of the passes that come: float32 [], never 1. `read` has the loss scaler know
+  // it, and calls loss_scaler_knows().
+  void take_device_scale(at::Tensor scale, std::function<void()> read);
+  void loss_scaler_knows() { device_scale_.reset(); }
 
   // Of the micro-batch that the next pass belongs to, from 0; -1: nobody knows.
   void begin_micro_batch(int64_t micro_batch);
@@ -47,6 +54,8 @@ class Accumulation {
 
  private:
   AccumulationParts parts_;
+  at::Tensor device_scale_;
+  std::function<void()> read_scale_;
 };
 
 }  // namespace ds::engine

@@ -22,8 +22,9 @@ class DelayedUpdate final : public Update {
     optimizer.begin_step();
     steps_.all_on_device({.factor = factor, .device_factor = {}, .skip = {}});
     if (optimizer.step_count() >= state_.plan.delayed_update_start) {
-      state_.offloaded->start_update(
-          optimizer, factor, [this, factor](const at::Tensor& gradient) { steps_.clip_by_value(gradient, factor); });
+      state_.offloaded->start_update(optimizer, factor, [this, factor](const at::Tensor& gradient) {
+        steps_.clip_by_value(gradient, {.factor = factor, .device_factor = {}, .skip = {}});
+      });
     } else {
       steps_.all_on_host(factor);
     }

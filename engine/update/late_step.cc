@@ -1,12 +1,15 @@
 // Steps on a device whose host does not wait: what is judged of them, one step later (docs/gpu.md).
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/nan_to_num.h>
+#include <ATen/ops/where.h>
 
 #include <cmath>
 #include <exception>
 #include <initializer_list>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "core/check.h"
@@ -38,6 +41,7 @@ void OptimizerStep::note_late(StepAgreement agreement) {
   late_.emplace(Late{.step = parts_.progress.global_steps,
                      .optimizer_steps = parts_.state.optimizer.step_count(),
                      .agreement = std::move(agreement),
+                     .loss_scale = {},
                      .norm = {},
                      .batches = parts_.batches});
 }
@@ -45,7 +49,26 @@ void OptimizerStep::note_late(StepAgreement agreement) {
 bool OptimizerStep::judges_late() const {
   const Plan& plan = parts_.state.plan;
   return late_ && parts_.may_judge_late && plan.non_finite != config::NonFiniteGradients::kError &&
-         !parts_.loss_scaler && !plan.locate_non_finite && plan.clip_value <= 0;
+         !plan.locate_non_finite && loss_scale_may_be_late();
+}
+
+// The host knows the scale of the step that comes here: the step before is read.
+bool OptimizerStep::loss_scale_may_be_late() const {
+  if (!parts_.loss_scaler) return true;
+  const std::optional<double> good = parts_.loss_scaler->scale_after(false);
+  const std::optional<double> bad = parts_.loss_scaler->scale_after(true);
+  // With a scale of 1 programs find gradients as they are (ShownGradients).
+  return good && bad && (*good == *bad || (*good != 1.0 && *bad != 1.0));
+}
+
+void OptimizerStep::scale_next_on_device(const at::Tensor& bad) {
+  const double good_scale = parts_.loss_scaler->scale_after(false).value();
+  const double bad_scale = parts_.loss_scaler->scale_after(true).value();
+  if (good_scale == bad_scale) return;
+  const auto options = at::TensorOptions().dtype(at::kFloat).device(bad.device());
+  parts_.accumulation.take_device_scale(
+      at::where(bad.squeeze(), at::full({}, bad_scale, options), at::full({}, good_scale, options)),
+      [this] { read_late(); });
 }
 
 void OptimizerStep::run_late() {
@@ -54,11 +77,11 @@ void OptimizerStep::run_late() {
   const std::optional<double> clip_once = std::exchange(clip_once_, std::nullopt);
   optimizers::StepScale scale{.factor = 1.0 / loss_scale, .device_factor = {}, .skip = {}};
   at::Tensor norm;
+  at::Tensor bad;
   if (plan.compute_grad_norm || clip_once) {
     norm = norm_on_device(squares_of_gradients()) / loss_scale;
-    if (plan.non_finite == config::NonFiniteGradients::kSkip) {
-      scale.skip = at::isfinite(norm).logical_not_().to(at::kFloat);
-    }
+    bad = at::isfinite(norm).logical_not_();
+    if (plan.non_finite == config::NonFiniteGradients::kSkip) scale.skip = bad.to(at::kFloat);
     scale.device_factor = clip_factor(norm, {clip_once.value_or(0), plan.clip_norm});
   }
   Readback told(norm);
@@ -69,6 +92,13 @@ void OptimizerStep::run_late() {
   note_update();
   step_over();
   late_->norm = std::move(told);
+  if (!parts_.loss_scaler) return;
+  late_->loss_scale = loss_scale;
+  if (bad.defined()) {
+    scale_next_on_device(bad);
+  } else {
+    parts_.loss_scaler->update(/*overflow=*/false);
+  }
 }
 
 void OptimizerStep::read_late(bool judged_next) {
@@ -78,6 +108,10 @@ void OptimizerStep::read_late(bool judged_next) {
   parts_.progress.loss = late_->agreement.loss();
   if (!late_->norm.defined()) return;
   const auto norm = late_->norm.numbers().item<double>();
+  if (parts_.loss_scaler) {
+    parts_.loss_scaler->update(!std::isfinite(norm));  // as loss_scale_may_be_late(): throws nothing
+    parts_.accumulation.loss_scaler_knows();
+  }
   parts_.progress.gradient_norm = norm;
   if (std::isfinite(norm) || parts_.state.plan.non_finite != config::NonFiniteGradients::kSkip) return;
   parts_.progress.gradient_norm = std::numeric_limits<double>::infinity();
@@ -131,7 +165,7 @@ void OptimizerStep::judge_late() {
   const auto norm = late.norm.numbers().item<double>();
   warn_of_zeros(norm, late.no_gradient, late.step);
   if (const uint64_t row = count_bad_step(norm); row > 0) {
-    explain(row, late.batches, {.number = late.step, .norm = norm, .late = true});
+    explain(row, late.batches, {.number = late.step, .norm = norm, .loss_scale = late.loss_scale, .late = true});
   }
 }
 

@@ -222,7 +222,7 @@ std::string OptimizerStep::explain(uint64_t row, const BatchNotes& batches, NonF
   const ModelState& state = parts_.state;
   step.judged_by_default = parts_.judged_by_default;
   if (parts_.loss_scaler) {
-    step.loss_scale = parts_.loss_scaler->scale();
+    if (!step.late) step.loss_scale = parts_.loss_scaler->scale();
     step.dynamic_scale = parts_.loss_scaler->dynamic();
   }
   const std::string report = explain_non_finite(state, batches, step);

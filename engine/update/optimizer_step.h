@@ -67,9 +67,11 @@ class OptimizerStep {
   // A host that waits for the norm of a step leaves the device without work. Where the update's kernels can skip a step
   // by themselves, run() gives them the norm as the device has it and does not wait: the step counts as applied. Norm
   // and loss come to the host meanwhile. Whoever asks for one of them has it by read_late(), which waits, and takes
-  // back the counts of a step that was skipped. What ranks have done is compared late on every device, so that they
-  // issue the same collectives where they differ. judge_late() judges all of it, in the next run() and before the model
-  // is saved: it throws what run() would have thrown, one step later. Collective.
+  // back the counts of a step that was skipped. The loss scale of the next step is what the scaler makes of a good step
+  // or of one that was skipped: the device chooses, and the host learns with the norm which it was. What ranks have
+  // done is compared late on every device, so that they issue the same collectives where they differ. judge_late()
+  // judges all of it, in the next run() and before the model is saved: it throws what run() would have thrown, one step
+  // later. Collective.
   void judge_late();
   // Waits for the device; of no effect where nothing is late. What it has seen of ranks that differ is logged, because
   // perhaps nobody judges it any more. `judged_next`: judge_late() comes at once, and throws it, or forget_late().
@@ -87,7 +89,8 @@ class OptimizerStep {
     int64_t step = 0;
     int64_t optimizer_steps = 0;  // before it
     StepAgreement agreement;
-    Readback norm;  // float64 [1]; of nothing: there is none
+    std::optional<double> loss_scale;  // of its gradients, where there is a scaler
+    Readback norm;                     // float64 [1]; of nothing: there is none
     BatchNotes batches;
     bool no_gradient = false;
     bool updated = false;  // the update has been made
@@ -103,6 +106,10 @@ class OptimizerStep {
   // Whether run_late() makes the step that comes: all ranks of the world, or none, for they wait for each other at
   // other places then.
   bool judges_late() const;
+  // Whether nothing of the loss scale after this step needs the host at once: an error, or what programs see.
+  bool loss_scale_may_be_late() const;
+  // The loss scale after a step of which the device knows whether it is `bad`, bool [1].
+  void scale_next_on_device(const at::Tensor& bad);
   void run_late();
   // L2 norm of the reduced gradient over the whole model, with loss scale still in it.
   double global_norm() const;

@@ -27,15 +27,15 @@ class ShownGradients {
     kUnreduced,    // it was the last pass of the step, and does not reduce (no_sync)
     kLastGradient  // it was, and reduces
   };
-  // After a pass. `loss_scale`: what is in the gradients. Waits for the reductions where they are shown.
-  void show(After pass, double loss_scale);
+  // After a pass. `scaled`: there is a loss scale in the gradients. Waits for the reductions where they are shown.
+  void show(After pass, bool scaled);
   // Throws UsageError where .grad of a parameter is not what was shown. `call`: whose.
   void require_untouched(const char* call) const;
   // What was shown goes, before gradients are made or used. Returns how often the program has changed it in place.
   uint64_t take_back();
 
  private:
-  const char* reason_against(After pass, double loss_scale) const;
+  const char* reason_against(After pass, bool scaled) const;
   void show_split(const char* reason);
   const at::Tensor& stand_in(size_t parameter, const char* reason);
 

@@ -15,17 +15,23 @@ double SliceSteps::factor(double gradient_scale) const {
   return sums ? gradient_scale * state_.ranks.groups.shards->size() : gradient_scale;
 }
 
-void SliceSteps::clip_by_value(const at::Tensor& gradient, double gradient_scale) const {
+void SliceSteps::clip_by_value(const at::Tensor& gradient, const optimizers::StepScale& scale) const {
   if (state_.plan.clip_value <= 0) return;
   // With the loss scale still in it: without it small values may be lost to float16.
-  const double bound = state_.plan.clip_value / gradient_scale;
+  const double bound = state_.plan.clip_value / scale.factor;
+  if (scale.device_factor.defined()) {
+    const at::Tensor limit =
+        scale.device_factor.reciprocal().mul_(bound).squeeze();  // infinite in float16: clips nothing
+    gradient.clamp_(limit.neg(), limit);
+    return;
+  }
   constexpr double kLargestHalf = 65504.0;
   if (gradient.scalar_type() != at::kHalf || bound < kLargestHalf) gradient.clamp_(-bound, bound);
 }
 
 void SliceSteps::update(size_t b, double gradient_scale, const UpdateInto& update_into) {
   const at::Tensor gradient = state_.gradients.reducer->gradient(b);
-  clip_by_value(gradient, gradient_scale);
+  clip_by_value(gradient, {.factor = gradient_scale, .device_factor = {}, .skip = {}});
   const zero::ParameterBucket& bucket = state_.buckets[b];
   const at::Tensor own = state_.own_part(b);
   const bool is_master = own.is_alias_of(state_.masters[b]);
@@ -71,7 +77,7 @@ void SliceSteps::all_on_device(const optimizers::StepScale& scale) {
     }
     if (HeldStill::wanted(state_, b)) still.emplace_back(state_, b, own);
     const at::Tensor gradient = state_.gradients.reducer->gradient(b);
-    clip_by_value(gradient, scale.factor);
+    clip_by_value(gradient, scale);
     together.push_back(b);
     updates.push_back({.index = static_cast<int64_t>(b),
                        .gradient = gradient,

@@ -22,8 +22,8 @@ class SliceSteps {
   void all_on_device(const optimizers::StepScale& scale);
   // All others, one by one.
   void all_on_host(double gradient_scale);
-  // gradient_clip_by_value, on a gradient that the update will multiply by `gradient_scale`.
-  void clip_by_value(const at::Tensor& gradient, double gradient_scale) const;
+  // gradient_clip_by_value, on a gradient that the update will multiply by `scale`.
+  void clip_by_value(const at::Tensor& gradient, const optimizers::StepScale& scale) const;
   // New weights, on the host, of a bucket whose master is updated.
   void publish(size_t bucket, const at::Tensor& weights);
 

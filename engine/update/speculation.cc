@@ -29,8 +29,8 @@ class Speculation final : public Update {
   Speculation& operator=(const Speculation&) = delete;
 
   // The reducer is in a backward already: what it has set aside from an earlier one is no last gradient.
-  void run_last_pass(double gradient_scale, const std::function<void()>& pass) override {
-    if (gate_.open()) begin(gradient_scale);
+  void run_last_pass(const std::function<double()>& gradient_scale, const std::function<void()>& pass) override {
+    if (gate_.open()) begin(gradient_scale());
     pass();
     begun_.end_arrivals();
   }
@@ -71,7 +71,7 @@ class Speculation final : public Update {
   void begin(double gradient_scale) {
     saving_.wait_copied();
     begun_.begin(*state_.optimizer.own, gradient_scale, [this, gradient_scale](const at::Tensor& gradient) {
-      steps_.clip_by_value(gradient, gradient_scale);
+      steps_.clip_by_value(gradient, {.factor = gradient_scale, .device_factor = {}, .skip = {}});
     });
     outcome_ = SpeculationOutcome::kRolledBack;
   }

@@ -28,9 +28,11 @@ class Update {
   };
 
   virtual ~Update() = default;
-  // Runs `pass`, which gives the last gradients of the step. They will be multiplied by `gradient_scale` if nothing is
-  // clipped.
-  virtual void run_last_pass(double /*gradient_scale*/, const std::function<void()>& pass) { pass(); }
+  // Runs `pass`, which gives the last gradients of the step. They will be multiplied by `gradient_scale()`, for which
+  // the host may have to wait, if nothing is clipped.
+  virtual void run_last_pass(const std::function<double()>& /*gradient_scale*/, const std::function<void()>& pass) {
+    pass();
+  }
   // Updates all weights from the reducer's gradients times `gradient_scale`, and publishes them. What is thrown may
   // leave some slices updated, which the order of calls then knows.
   virtual void apply(double gradient_scale) = 0;

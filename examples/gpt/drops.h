@@ -1,8 +1,10 @@
-// What a training step leaves out of the blocks: whole blocks (progressive_layer_drop of the ds_config) and tokens of a
-// block (random_ltd). Filled when the engine is there; null and empty: nothing.
+// What a training step leaves out of the blocks: whole blocks (progressive_layer_drop of the ds_config), tokens of a
+// block (random_ltd) and blocks of its attention (sparse_attention). Filled when the engine is there; null and empty:
+// nothing.
 #pragma once
 
 #include <dsengine/layer_drop.h>
+#include <dsengine/sparse_attention.h>
 
 #include <functional>
 #include <memory>
@@ -12,6 +14,7 @@ namespace gpt {
 struct Drops {
   std::shared_ptr<ds::efficiency::ProgressiveLayerDrop> layers = nullptr;
   std::shared_ptr<ds::efficiency::RandomLtd> tokens = nullptr;
+  std::shared_ptr<const ds::ops::SparseSelfAttention> attention = nullptr;
 };
 
 // Block `index` of `count` on x [batch, time, hidden]. Causal attention needs the order of tokens alone, so that a

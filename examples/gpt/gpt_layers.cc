@@ -55,7 +55,8 @@ std::shared_ptr<ds::pipeline::PipelineModule> make_layers(const GptConfig& confi
   for (int64_t i = 0; i < config.layers; ++i) {
     const std::string name = cat("h.", i);
     const auto forward = [drops, i, count = config.layers](const Block& block, const at::Tensor& x) {
-      return run_block(*drops, i, count, x, [&block](const at::Tensor& input) { return block.forward(input); });
+      return run_block(*drops, i, count, x,
+                       [&](const at::Tensor& input) { return block.forward(input, drops->attention.get()); });
     };
     layers.push_back(LayerSpec::made_by(part_of<Block>(config, seed, name, config), forward).named(name));
   }

@@ -57,7 +57,7 @@ Attention::Attention(const GptConfig& config)
       qkv(register_module("qkv", std::make_shared<Linear>(config.hidden, 3 * config.hidden, true))),
       proj(register_module("proj", std::make_shared<Linear>(config.hidden, config.hidden, true))) {}
 
-at::Tensor Attention::forward(const at::Tensor& x) const {
+at::Tensor Attention::forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse) const {
   const int64_t batch = x.size(0);
   const int64_t time = x.size(1);
   const int64_t hidden = x.size(2);
@@ -66,9 +66,12 @@ at::Tensor Attention::forward(const at::Tensor& x) const {
   const auto split_heads = [&](const at::Tensor& part) {
     return part.view({batch, time, heads, hidden / heads}).transpose(1, 2);
   };
-  const at::Tensor mixed =
-      at::scaled_dot_product_attention(split_heads(parts[0]), split_heads(parts[1]), split_heads(parts[2]),
-                                       /*attn_mask=*/{}, /*dropout_p=*/0.0, /*is_causal=*/true);
+  const at::Tensor query = split_heads(parts[0]);
+  const at::Tensor key = split_heads(parts[1]);
+  const at::Tensor value = split_heads(parts[2]);
+  const at::Tensor mixed = sparse != nullptr ? (*sparse)(query, key, value, {.causal = true})
+                                             : at::scaled_dot_product_attention(query, key, value, /*attn_mask=*/{},
+                                                                                /*dropout_p=*/0.0, /*is_causal=*/true);
   return proj->forward(mixed.transpose(1, 2).reshape({batch, time, hidden}));
 }
 
@@ -85,8 +88,8 @@ Block::Block(const GptConfig& config)
       ln2(register_module("ln2", std::make_shared<LayerNorm>(config.hidden))),
       mlp(register_module("mlp", std::make_shared<Mlp>(config))) {}
 
-at::Tensor Block::forward(const at::Tensor& x) const {
-  const at::Tensor attended = x + attn->forward(ln1->forward(x));
+at::Tensor Block::forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse) const {
+  const at::Tensor attended = x + attn->forward(ln1->forward(x), sparse);
   return attended + mlp->forward(ln2->forward(attended));
 }
 
@@ -112,8 +115,8 @@ at::Tensor Gpt::last_hidden(const at::Tensor& tokens) const {
   const at::Tensor positions = at::arange(tokens.size(1), tokens.options());
   at::Tensor x = wte_->forward(tokens) + wpe_->forward(positions);
   for (int64_t i = 0; i < config_.layers; ++i) {
-    const auto forward = [block = blocks_[static_cast<size_t>(i)]](const at::Tensor& input) {
-      return block->forward(input);
+    const auto forward = [block = blocks_[static_cast<size_t>(i)], sparse = drops_.attention](const at::Tensor& input) {
+      return block->forward(input, sparse.get());
     };
     x = run_block(drops_, i, config_.layers, x, [&](const at::Tensor& input) {
       return config_.activation_checkpointing ? ds::recompute::checkpoint(forward, input) : forward(input);

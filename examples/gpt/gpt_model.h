@@ -57,7 +57,8 @@ struct Embedding : torch::nn::Module {
 
 struct Attention : torch::nn::Module {
   explicit Attention(const GptConfig& config);
-  at::Tensor forward(const at::Tensor& x) const;  // [batch, time, hidden] -> the same
+  // [batch, time, hidden] -> the same; without `sparse` all earlier positions are seen.
+  at::Tensor forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse = nullptr) const;
   int64_t heads;
   std::shared_ptr<Linear> qkv, proj;
 };
@@ -71,7 +72,7 @@ struct Mlp : torch::nn::Module {
 
 struct Block : torch::nn::Module {
   explicit Block(const GptConfig& config);
-  at::Tensor forward(const at::Tensor& x) const;
+  at::Tensor forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse = nullptr) const;
   std::shared_ptr<LayerNorm> ln1;
   std::shared_ptr<Attention> attn;
   std::shared_ptr<LayerNorm> ln2;

@@ -161,7 +161,8 @@ int train(const GptOptions& options) {
                               .device = options.device,
                               .auto_values = options.auto_values});
   require_used(*engine, options.auto_values);
-  *drops = {ds::engine::progressive_layer_drop(engine), ds::engine::random_ltd(engine)};
+  *drops = {ds::engine::progressive_layer_drop(engine), ds::engine::random_ltd(engine),
+            ds::engine::sparse_self_attention(engine, options.model.heads)};
   if (model) model->leave_out(*drops);
   TokenBatches batches(corpus, batch_options(options, engine));
   print_start(options.model, corpus, *engine);

@@ -1,4 +1,5 @@
-// PyTorch's DDP tutorial in C++: a toy model, and a checkpoint that rank 0 writes and all ranks read.
+// PyTorch's DDP tutorial in C++: a toy model, a checkpoint that rank 0 writes and all ranks read, and a model that is
+// itself on two devices.
 //
 //   ds-launch --num_procs 2 ddp_toy
 #include <dsengine/distributed_data_parallel.h>
@@ -8,6 +9,7 @@
 #include <filesystem>
 #include <iostream>
 #include <string>
+#include <utility>
 
 struct ToyModelImpl : torch::nn::Module {
   ToyModelImpl() {
@@ -38,6 +40,18 @@ void demo_basic(const ds::engine::Distributed& job) {
   }
 }
 
+// The same steps everywhere, from the same start.
+void tell_agreement(const char* what, const ds::engine::Distributed& job, const torch::nn::Module& model) {
+  at::Tensor sum = torch::zeros({2}, torch::kDouble);
+  for (const at::Tensor& parameter : model.parameters()) sum += parameter.detach().cpu().to(torch::kDouble).sum();
+  sum[1] = -sum[1];
+  sum = sum.to(job.device);
+  job.ranks->all_reduce(sum, ds::comm::ReduceOp::kMax).wait();
+  if (job.ranks->rank() != 0) return;
+  std::cout << what << ": ranks " << (sum[0].item<double>() == -sum[1].item<double>() ? "agree" : "differ")
+            << std::endl;
+}
+
 void demo_checkpoint(const ds::engine::Distributed& job, const std::string& path) {
   ToyModel model;
   ds::DistributedDataParallel ddp_model(model, {.process_group = job.ranks});
@@ -52,16 +66,47 @@ void demo_checkpoint(const ds::engine::Distributed& job, const std::string& path
   torch::mse_loss(ddp_model(inputs), labels_of(inputs)).backward();
   optimizer.step();
 
-  // The same step everywhere, from the same start.
-  at::Tensor sum = torch::zeros({2}, torch::kDouble);
-  for (const at::Tensor& parameter : model->parameters()) sum += parameter.detach().to(torch::kDouble).sum();
-  sum[1] = -sum[1];
-  job.ranks->all_reduce(sum, ds::comm::ReduceOp::kMax).wait();
-  if (job.ranks->rank() == 0) {
-    std::cout << "checkpoint: ranks " << (sum[0].item<double>() == -sum[1].item<double>() ? "agree" : "differ")
-              << std::endl;
-    std::filesystem::remove(path);
+  tell_agreement("checkpoint", job, *model);
+  if (job.ranks->rank() == 0) std::filesystem::remove(path);
+}
+
+// --- DDP combined with model parallel
+// -----------------------------------------------------------------------------------
+
+struct ToyMpModelImpl : torch::nn::Module {
+  ToyMpModelImpl(torch::Device first, torch::Device second) : dev0(first), dev1(second) {
+    net1 = register_module("net1", torch::nn::Linear(10, 10));
+    net2 = register_module("net2", torch::nn::Linear(10, 5));
+    net1->to(dev0);
+    net2->to(dev1);
   }
+  at::Tensor forward(const at::Tensor& x) { return net2(torch::relu(net1(x.to(dev0))).to(dev1)); }
+  torch::Device dev0, dev1;
+  torch::nn::Linear net1{nullptr}, net2{nullptr};
+};
+TORCH_MODULE(ToyMpModel);
+
+// Two GPUs for each rank of this host where there are so many; else both parts are on the rank's one device.
+std::pair<torch::Device, torch::Device> devices_of(const ds::engine::Distributed& job) {
+  if (!job.device.is_cuda() || static_cast<int>(torch::cuda::device_count()) < 2 * job.ranks_per_host) {
+    return {job.device, job.device};
+  }
+  const auto first = static_cast<torch::DeviceIndex>(2 * job.local_rank);
+  return {{torch::kCUDA, first}, {torch::kCUDA, static_cast<torch::DeviceIndex>(first + 1)}};
+}
+
+void demo_model_parallel(const ds::engine::Distributed& job) {
+  const auto [dev0, dev1] = devices_of(job);
+  ToyMpModel mp_model(dev0, dev1);
+  ds::DistributedDataParallel ddp_mp_model(mp_model, {.process_group = job.ranks});  // device_ids stay empty
+  torch::optim::SGD optimizer(mp_model->parameters(), 0.001);
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    const at::Tensor inputs = torch::randn({20, 10});
+    torch::mse_loss(ddp_mp_model(inputs), labels_of(inputs).to(dev1)).backward();
+    optimizer.step();
+  }
+  tell_agreement("two parts", job, *mp_model);
 }
 
 int main(int argc, char** argv) {
@@ -70,4 +115,5 @@ int main(int argc, char** argv) {
   torch::manual_seed(job.ranks->rank());  // batches and start values of its own: the wrapper takes rank 0's
   demo_basic(job);
   demo_checkpoint(job, path);
+  demo_model_parallel(job);
 }

@@ -108,6 +108,7 @@ struct DsConfig {
 
   Fp16Section fp16;
   Bf16Section bf16;
+  Fp8Section fp8;  // ours
   TorchAutocastSection torch_autocast;
   DataTypesSection data_types;
 
@@ -174,9 +175,10 @@ struct DsConfig {
   bool sync_batchnorm = false;
   // Ours: after each backward() outside of no_sync(), and after train_batch(), buffers become those of data rank 0.
   bool broadcast_buffers = false;
-  // Ours: "highest", "high" (TF32 on NVIDIA GPUs) or "medium" (bfloat16 where there is a kernel for it), as
-  // torch.set_float32_matmul_precision, for the whole process. Empty: the program's own setting stays.
+  // Ours: "highest", "high" (TF32 on NVIDIA GPUs) or "medium", for the whole process; empty: the program's setting.
   std::optional<std::string> float32_matmul_precision;
+  // Ours: "cudnn", "flash", "efficient", "math": what attention uses on a GPU, in this order; empty: LibTorch's choice.
+  std::optional<std::vector<std::string>> sdpa_backends;
   bool strict = false;  // ours: every unknown key is an error
 
   // Not keys.

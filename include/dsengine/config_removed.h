@@ -60,7 +60,7 @@ struct ElasticitySection {
 
 // sparse_attention
 struct SparseAttentionSection {
-  std::string mode = "fixed";  // dense, fixed, variable, bigbird, bslongformer
+  std::string mode = "fixed";  // dense, fixed, variable, bigbird, bslongformer; ours: sliding_window
   int64_t block = 16;
   bool different_layout_per_head = false;
   int64_t num_local_blocks = 4;

@@ -22,6 +22,10 @@ struct ActivationCheckpointingSection {
   std::optional<int64_t> number_checkpoints;
   bool synchronize_checkpoint_boundary = false;
   bool profile = false;
+  // Own key. Modules whose activations are computed again without a call in forward: regular expressions (ECMAScript)
+  // of whole names, as named_modules() gives them. Empty: none.
+  std::vector<std::string> modules;
+  std::string recompute = "all";  // own key. Of these modules: "all", or "pointwise", which keeps outputs of products
 };
 
 // aio

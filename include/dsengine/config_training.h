@@ -1,4 +1,4 @@
-// Sections of a ds_config about training itself: fp16, bf16, torch_autocast, data_types, optimizer, scheduler and
+// Sections of a ds_config about training itself: fp16, bf16, fp8, torch_autocast, data_types, optimizer, scheduler and
 // gradient_compression. Field names and defaults are the keys and defaults of ds_config; configs/README.md explains
 // each.
 //
@@ -43,6 +43,27 @@ struct Bf16Section {
   bool check_grad_overflow = true;  // skip the step on inf or nan
   bool bf16_master_weights_and_grads = false;
   bool bf16_optimizer_states = false;
+};
+
+// fp8.recipe: scales out of the largest elements of steps before, or of the tensor at hand.
+enum class Fp8Recipe { kDelayed, kCurrent };
+// fp8.granularity: one scale for a tensor; or one for each 128 elements of a row and each 128 x 128 block of a weight.
+enum class Fp8Granularity { kTensor, kBlock };
+
+// fp8, a section of ours (docs/fp8.md): products of Linear layers on 8-bit floating point. Spelled as Transformer
+// Engine and Megatron spell it.
+struct Fp8Section {
+  bool enabled = false;
+  Fp8Recipe recipe = Fp8Recipe::kDelayed;
+  Fp8Granularity granularity = Fp8Granularity::kTensor;
+  std::string format = "hybrid";             // "hybrid": gradients are E5M2, all else E4M3; "e4m3": gradients too
+  int64_t amax_history_len = 1024;           // delayed: optimizer steps that a scale looks back at
+  std::string amax_compute_algo = "max";     // delayed: "max" of them, or the "most_recent"
+  int64_t margin = 0;                        // scales are smaller by 2^margin
+  bool fp8_wgrad = false;                    // gradients of weights on FP8, too; else on what the layer was given
+  std::vector<std::string> modules = {"*"};  // names of Linear layers, * for any text
+  std::vector<std::string> exclude;          // likewise, of those that stay as they are
+  bool emulate = false;                      // the same numbers without FP8 hardware, slowly: for tests
 };
 
 // torch_autocast

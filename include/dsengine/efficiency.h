@@ -1,6 +1,7 @@
 // What a ds_config asks of the program's own forward: a curriculum of samples (curriculum_learning), layers that are
-// left out (progressive_layer_drop), tokens that are left out (data_efficiency.data_routing.random_ltd). Made once, of
-// the engine, after initialize(); used in forward or where batches are made:
+// left out (progressive_layer_drop), tokens that are left out (data_efficiency.data_routing.random_ltd), blocks of
+// attention that are left out (sparse_attention). Made once, of the engine, after initialize(); used in forward or
+// where batches are made:
 //
 //   const auto curriculum = engine::curriculum(engine);
 //   model->drop = engine::progressive_layer_drop(engine);   // a member that forward uses
@@ -22,6 +23,7 @@
 
 #include "dsengine/engine.h"
 #include "dsengine/layer_drop.h"
+#include "dsengine/sparse_attention.h"
 
 namespace ds::engine {
 
@@ -45,5 +47,9 @@ class Curriculum {
 std::shared_ptr<Curriculum> curriculum(const std::shared_ptr<Engine>& engine);
 std::shared_ptr<efficiency::ProgressiveLayerDrop> progressive_layer_drop(const std::shared_ptr<Engine>& engine);
 std::shared_ptr<efficiency::RandomLtd> random_ltd(const std::shared_ptr<Engine>& engine);
+// The pattern of `sparse_attention` for layers of `heads` heads, all of them, of a model that is split over ranks too;
+// without the section attention to all. Random blocks are drawn from the config's `seed`. It needs no engine after
+// this.
+std::shared_ptr<ops::SparseSelfAttention> sparse_self_attention(const std::shared_ptr<Engine>& engine, int64_t heads);
 
 }  // namespace ds::engine

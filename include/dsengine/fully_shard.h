@@ -11,9 +11,8 @@
 //     optimizer.zero_grad();
 //   }
 //
-// The module stays what it is and runs as it did: its parameters are whole while operators read them (ZeRO-3,
-// docs/fully_shard.md). What is trained are this rank's slices. One FullySharded belongs to one rank and is used on the
-// thread that made it, which also runs forward, backward and the optimizer; all ranks do the same in the same order.
+// The module stays what it is: its parameters are whole while operators read them (docs/fully_shard.md). What is
+// trained are this rank's slices. One thread uses a FullySharded, which made it; all ranks do the same in one order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,10 +34,16 @@
 namespace torch::nn {
 class Module;
 }
+namespace torch::optim {
+class Optimizer;
+}
 
 namespace ds {
 namespace loops {
 class ShardUnit;
+}
+namespace zero {
+class Init;
 }
 
 // Dtypes; what is empty stays as it is. The optimizer's slices are float32 (float64 in a float64 model) in any case.
@@ -61,11 +66,10 @@ enum class ShardingStrategy {
   kFullShard,    // FULL_SHARD: reshard_after_forward true
   kShardGradOp,  // SHARD_GRAD_OP: false
   kNoShard,      // NO_SHARD: every rank has all, gradients are all-reduced
-  kHybridShard,  // HYBRID_SHARD: sharded along the last axis of a mesh with two, which is needed
+  kHybridShard,  // HYBRID_SHARD: sharded along the last axis of a mesh with two; without one inside of each host
 };
 
-// BACKWARD_PRE: a unit's parameters are gathered while the unit before it computes gradients. BACKWARD_POST: after
-// that.
+// BACKWARD_PRE: a unit's parameters are gathered while the unit before it computes gradients; BACKWARD_POST: after it.
 enum class BackwardPrefetch { kBackwardPre, kBackwardPost };
 
 // Of the outermost module all of it counts; of units inside it reshard_after_forward alone, and the rest has to be that
@@ -87,6 +91,7 @@ struct FullyShardOptions {
   std::string device;
   // A file with the first values, as InitializeOptions::weights; empty: rank 0's module has them.
   std::string weights;
+  zero::Init* init = nullptr;  // which has sliced parameters while the whole model was built; ends with this call
 };
 
 // A part of a parameter: elements [offset, offset + values.numel()) of the flattened whole.
@@ -99,7 +104,7 @@ struct ShardedTensor {
 
 // Which ranks get a full state dict.
 struct FullStateOptions {
-  bool rank0_only = false;  // others get an empty one
+  bool rank0_only = false;  // others get an empty one, and hold one unit at a time meanwhile
 };
 
 using StateDict = std::vector<std::pair<std::string, at::Tensor>>;
@@ -159,11 +164,20 @@ class FullySharded {
   // This rank's slices by name, as parameters() has them; for the same number of ranks and the same units.
   StateDict local_state_dict() const;
   void load_local_state_dict(const StateDict& state);
-  // All ranks' parts as a checkpoint in `folder`/`tag`, which engine->load_checkpoint(), checkpoint::open() and ds-tool
-  // read too, returns its path; and from such a checkpoint, of any number of ranks and of engines, its weights and
-  // buffers (an empty tag: the latest). Throw as Engine::save_checkpoint and load_checkpoint. Collective.
+  // All ranks' parts as a checkpoint of the engine's in `folder`/`tag`, whose path it returns; and from one of any
+  // number of ranks (an empty tag: the latest). Throw as Engine::save_checkpoint and load_checkpoint. Collective.
   std::string save(const std::string& folder, const std::string& tag) const;
   void load(const std::string& folder, const std::string& tag = "");
+
+  // --- of an elementwise optimizer over parameters(): "state.PARAMETER.KEY" and "state.PARAMETER.step", as torch's
+  // flattened states. save() and load() have the options of its groups, and random generators, too. As above else.
+  StateDict full_optim_state_dict(torch::optim::Optimizer& optimizer, const FullStateOptions& options = {}) const;
+  void load_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state,
+                                  bool broadcast_from_rank0 = false);
+  std::vector<ShardedTensor> sharded_optim_state_dict(torch::optim::Optimizer& optimizer) const;
+  void load_sharded_optim_state_dict(torch::optim::Optimizer& optimizer, const std::vector<ShardedTensor>& parts);
+  std::string save(const std::string& folder, const std::string& tag, torch::optim::Optimizer& optimizer) const;
+  void load(const std::string& folder, const std::string& tag, torch::optim::Optimizer& optimizer);
 
   // Bytes that this rank holds now: parameters (slices, and what is whole in `gathered`), and gradients of slices.
   zero::HeldBytes held_bytes() const;
@@ -198,8 +212,7 @@ class FullySharded {
 // the same thread, it makes each of these a unit, which is gathered as one; the rest is cut into units by itself.
 // Collective.
 //
-// Optimizers are made afterwards, over FullySharded::parameters(); one that was made before has the module's own
-// parameters, whose gradients then throw what to do when they are read.
+// Optimizers are made afterwards, over FullySharded::parameters(); one that was made before throws what to do.
 //
 // Values are loaded before, or by FullySharded's functions: backward() throws UsageError, naming it, for a parameter
 // that has got other memory or another dtype since, and for a frozen one that requires a gradient.

@@ -16,7 +16,7 @@ namespace ds::optimizers {
 
 // The hyper-parameters of one parameter group.
 // May change from step to step. Fields an optimizer does not know are ignored by it. LR schedules write lr (and the
-// betas for OneCycle).
+// betas for OneCycle, beta1 or momentum for torch's cycles).
 struct GroupOptions {
   double lr = 1e-3;
   double weight_decay = 0.0;
@@ -121,11 +121,41 @@ struct CosineAnnealingWarmRestartsOptions {
   double eta_min = 0;
 };
 
+// How the peaks of CyclicLR change from one cycle to the next.
+enum class CyclicMode { kTriangular, kTriangular2, kExpRange };
+
+// torch's CyclicLR (arXiv 1506.01186): straight lines from base_lr to max_lr and back.
+struct CyclicLrOptions {
+  PerGroup base_lr, max_lr;               // required
+  int64_t step_size_up = 2000;            // steps of the way up
+  std::optional<int64_t> step_size_down;  // empty: as many
+  CyclicMode mode = CyclicMode::kTriangular;
+  double gamma = 1.0;          // of kExpRange: a factor for each step
+  bool cycle_momentum = true;  // beta1, or momentum, the other way
+  PerGroup base_momentum = {0.8}, max_momentum = {0.9};
+};
+
+// torch's OneCycleLR (arXiv 1708.07120): from max_lr / div_factor up to max_lr, and down to the first rate /
+// final_div_factor. A step beyond total_steps is an error, as in PyTorch.
+struct OneCycleLrOptions {
+  PerGroup max_lr;                     // required
+  std::optional<int64_t> total_steps;  // or epochs and steps_per_epoch
+  std::optional<int64_t> epochs, steps_per_epoch;
+  double pct_start = 0.3;      // share of the steps that go up
+  bool cosine = true;          // "anneal_strategy": "cos" or "linear"
+  bool cycle_momentum = true;  // beta1, or momentum, the other way
+  PerGroup base_momentum = {0.85}, max_momentum = {0.95};
+  double div_factor = 25;
+  double final_div_factor = 1e4;
+  bool three_phase = false;  // down as fast as up, then to the last rate
+};
+
 // Of one of the schedules.
 using LrScheduleOptions =
     std::variant<WarmupLrOptions, WarmupDecayLrOptions, WarmupCosineLrOptions, LrRangeTestOptions, OneCycleOptions,
                  StepLrOptions, MultiStepLrOptions, ConstantLrOptions, LinearLrOptions, ExponentialLrOptions,
-                 PolynomialLrOptions, CosineAnnealingLrOptions, CosineAnnealingWarmRestartsOptions>;
+                 PolynomialLrOptions, CosineAnnealingLrOptions, CosineAnnealingWarmRestartsOptions, CyclicLrOptions,
+                 OneCycleLrOptions>;
 
 // Which learning rate each iteration has. Immutable, so safe from any thread.
 class LrSchedule {
@@ -138,7 +168,8 @@ class LrSchedule {
 };
 
 // `groups` are the optimizer's at this moment: their number, and the base lr of the schedules that use it. OneCycle's
-// cycle_momentum is dropped with a warning when the optimizer does not use betas. Throws ConfigError naming the key for
+// cycle_momentum is dropped with a warning when the optimizer does not use betas; that of CyclicLR and OneCycleLR asks
+// for betas, or for a momentum above 0 in all groups. Throws ConfigError naming the key for
 // a value out of range or a list that does not have one value for each group.
 std::unique_ptr<const LrSchedule> make_lr_schedule(const LrScheduleOptions& options,
                                                    const std::vector<GroupOptions>& groups, bool optimizer_uses_betas);

@@ -72,12 +72,12 @@ struct LinearCrossEntropyOptions {
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
                                 const at::Tensor& targets, const LinearCrossEntropyOptions& options = {});
 
-// The operators below run as kernels for float32, bfloat16 (float32 inside) and float64, forward and backward in one
-// pass each: on a CPU as vector kernels on LibTorch's threads, on CUDA as those of libdsengine_cuda. On other devices,
-// without that library, and for float16 they are LibTorch's operators. Results have the dtype of x; tensors that are
-// not contiguous are copied where a kernel needs it. They save their inputs for backward, as said. Double backward of
-// the kernels is refused: backward with create_graph throws UsageError, which also tells of a kernel that cannot be
-// started on the device. Autocast changes nothing.
+// The operators below run as kernels for float32, bfloat16, float16 (float32 inside) and float64, forward and backward
+// in one pass each: on a CPU as vector kernels on LibTorch's threads, on CUDA as those of libdsengine_cuda. On other
+// devices, without that library, and for float16 on a CPU they are LibTorch's operators. Results have the dtype of x;
+// tensors that are not contiguous are copied where a kernel needs it. They save their inputs for backward, as said.
+// Double backward of the kernels is refused: backward with create_graph throws UsageError, which also tells of a kernel
+// that cannot be started on the device. Autocast changes nothing.
 
 // RMSNorm (arXiv:1910.07467) over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
 //

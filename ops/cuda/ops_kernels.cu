@@ -193,8 +193,18 @@ const char* rope_of(const RopeRows& rows, void* stream) {
   return last_error();
 }
 
-constexpr OpsDeviceKernels kCudaOps{norm_forward_of, norm_backward_of, swiglu_of<SwigluForward>,
-                                    swiglu_of<SwigluBackward>, rope_of};
+int compute_capability_of(int device) {
+  int major = 0;
+  int minor = 0;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
+    return 0;
+  }
+  return 10 * major + minor;
+}
+
+constexpr OpsDeviceKernels kCudaOps{norm_forward_of,           norm_backward_of, swiglu_of<SwigluForward>,
+                                    swiglu_of<SwigluBackward>, rope_of,          compute_capability_of};
 
 const bool kOpsRegistered = (set_ops_device_kernels(&kCudaOps), true);
 

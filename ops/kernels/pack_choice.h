@@ -86,6 +86,8 @@ auto with_packs(FloatType type, const Fits& fits, const Use& use) {
   switch (type) {
     case FloatType::kBFloat16:
       return choose(BFloat16Bits());
+    case FloatType::kFloat16:
+      return choose(Float16Bits());
     case FloatType::kFloat64:
       return choose(Float64Bits());
     case FloatType::kFloat32:

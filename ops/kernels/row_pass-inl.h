@@ -111,6 +111,8 @@ HWY_INLINE void with_format(FloatType type, const Run& run) {
       return run(BFloat16());
     case FloatType::kFloat64:
       return run(Float64());
+    case FloatType::kFloat16:
+      HWY_ABORT("the vector kernels of operators have no float16");
   }
 }
 

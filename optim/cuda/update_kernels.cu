@@ -9,15 +9,16 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "core/float_bits.h"
+#include "optim/cuda/lamb_kernels.h"
+#include "optim/cuda/vector_access.h"
 #include "optim/device_kernels.h"
 #include "optim/kernels/element_rules.h"
+#include "optim/kernels/muon_rules.h"
 
 namespace ds::optimizers {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 4;  // elements
 constexpr int kAtOnce = 2;
 constexpr int kTile = kThreads * kVector * kAtOnce * 2;
 constexpr int kSlices = 20;  // of a launch: arguments of a kernel are limited to 4 KiB
@@ -32,70 +33,6 @@ struct Launch {
   int count;
 };
 static_assert(sizeof(Launch<AdamCoefficients>) <= 4096, "arguments of a kernel");
-
-// Four elements side by side, in one access.
-template <class Bits>
-struct alignas(sizeof(Bits) * kVector) Vector {
-  Bits of[kVector];
-};
-
-template <class Bits>
-__device__ Vector<Bits> load(const Bits* from) {
-  return *reinterpret_cast<const Vector<Bits>*>(from);
-}
-
-template <class Bits>
-__device__ void store(Bits* to, const Vector<Bits>& values) {
-  *reinterpret_cast<Vector<Bits>*>(to) = values;
-}
-
-// use(format) with the format of `type`. The same branch for all threads; what it chooses is kept short, so that the
-// arithmetic is there once.
-template <class Use>
-__device__ void with_format(ValueType type, const Use& use) {
-  switch (type) {
-    case ValueType::kFloat32:
-      return use(Float32Bits());
-    case ValueType::kBFloat16:
-      return use(BFloat16Bits());
-    case ValueType::kFloat16:
-      return use(Float16Bits());
-  }
-}
-
-__device__ Vector<float> load_decoded(const void* data, ValueType type, int64_t i) {
-  Vector<float> values;
-  with_format(type, [&](auto format) {
-    using Format = decltype(format);
-    const auto bits = load(static_cast<const typename Format::Bits*>(data) + i);
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) values.of[e] = Format::decode(bits.of[e]);
-  });
-  return values;
-}
-
-__device__ void store_encoded(void* data, ValueType type, int64_t i, const Vector<float>& values) {
-  with_format(type, [&](auto format) {
-    using Format = decltype(format);
-    Vector<typename Format::Bits> bits;
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) bits.of[e] = Format::encode(values.of[e]);
-    store(static_cast<typename Format::Bits*>(data) + i, bits);
-  });
-}
-
-__device__ bool in_one_access(const void* data, ValueType type) {
-  const uintptr_t bytes = kVector * (type == ValueType::kFloat32 ? sizeof(float) : sizeof(uint16_t));
-  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
-}
-
-// Whether four elements of each array lie in one access, from a multiple of four on.
-__device__ bool aligned(const SliceArrays& arrays) {
-  bool all = in_one_access(arrays.master, ValueType::kFloat32) &&
-             in_one_access(arrays.gradient, arrays.gradient_type) && in_one_access(arrays.copy, arrays.copy_type);
-  for (const float* state : arrays.states) all = all && in_one_access(state, ValueType::kFloat32);
-  return all;
-}
 
 template <class Rule>
 __device__ void update_one(const Rule& rule, const SliceArrays& arrays, float scale, int64_t i) {
@@ -176,21 +113,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Blocks that the current device runs at a time.
-cudaError_t find_blocks(int64_t& blocks) {
-  int device = 0;
-  int processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  blocks = int64_t{processors} * kBlocksOfAProcessor;
-  return error;
-}
-
 template <class Rule>
 const char* update(const DeviceSlice* slices, const typename Rule::Coefficients* coefficients, int64_t count,
                    const UpdateScale& scale, void* stream) {
   int64_t most_blocks = 0;
-  cudaError_t error = find_blocks(most_blocks);
+  cudaError_t error = find_blocks(kBlocksOfAProcessor, most_blocks);
   for (int64_t done = 0; done < count && error == cudaSuccess; done += kSlices) {
     Launch<typename Rule::Coefficients> launch{};
     launch.scale = scale;
@@ -221,7 +148,13 @@ const char* update_sgd(const DeviceSlice* slices, const SgdCoefficients* coeffic
   return (momentum ? update<SgdElement<true>> : update<SgdElement<false>>)(slices, coefficients, count, scale, stream);
 }
 
-constexpr UpdateDeviceKernels kCudaKernels{update_adam, update<LionElement>, update<AdagradElement>, update_sgd};
+constexpr UpdateDeviceKernels kCudaKernels{update_adam,
+                                           update<LionElement>,
+                                           update<AdagradElement>,
+                                           update_sgd,
+                                           update<MuonBlendElement>,
+                                           update<MuonStepElement>,
+                                           {advance_lamb_runs, apply_lamb_runs}};
 
 const bool kRegistered = (set_update_device_kernels(&kCudaKernels), true);
 

@@ -61,16 +61,29 @@ class Ladder:
         check(loss[100] < loss[50], "the loss falls", loss)
 
     def imagenet(self):
-        text = self.run("loops/imagenet", "imagenet")
+        self.learn_stripes("imagenet")
+
+    def imagenet_ddp(self):
+        self.learn_stripes("imagenet_ddp")
+
+    def learn_stripes(self, program):
+        text = self.run("loops/imagenet", program)
         check("15 layers of BatchNorm over all ranks" in text, "every BatchNorm of the network is converted", text)
         accuracy = [float(value) for value in re.findall(r"Acc@1 ([\d.]+)", text)]
         check(len(accuracy) == 3 and accuracy[-1] > 80, "the direction of stripes is learned, of four", accuracy)
+
+    def lit_autoencoder(self):
+        loss = losses(self.run("loops", "lit_autoencoder"))
+        check(len(loss) == 4 and loss[200] < loss[50] and loss[200] < 0.03, "rectangles are learned, whose variance is 0.15", loss)
+
     def ddp_toy(self):
         os.makedirs(self.scratch, exist_ok=True)
         text = self.run("loops", "ddp_toy", f"{self.scratch}/ddp_toy.pt")
         loss = losses(text)
         check(loss[200] < loss[100] and loss[200] < 0.5, "sums are learned, whose mean square is 2", loss)
         check("checkpoint: ranks agree" in text, "every rank takes the same step from the checkpoint", text)
+        check("two parts: ranks agree" in text, "replicas of a model with parts on two devices take the same steps", text)
+
     def fsdp_tutorial(self):
         folder = f"{self.scratch}/fsdp_tutorial"
         shutil.rmtree(folder, ignore_errors=True)

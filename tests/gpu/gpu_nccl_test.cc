@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
@@ -236,6 +237,25 @@ TEST_P(NcclTraining, DoesWhatTheCpuDoes) {
     const DeviceRun found = train_on(device, cell.config, ranks);
     expect_same_losses(found.losses, expected[static_cast<size_t>(ranks.rank())].losses, cell.tolerance);
     expect_changed_weights(found);
+  });
+}
+
+// Two micro-batches a step: nothing compares what ranks meet in, so that once is enough.
+TEST(NcclGathers, RanksMeetOnceAStep) {
+  on_gpus(2, [](comm::Communicator& ranks, at::Device device) {
+    const auto recorder = std::make_shared<comm::FlightRecorder>(
+        comm::FlightRecorderOptions{.rank = ranks.rank(), .world_size = 2, .host = "test"});
+    ranks.observe_with(recorder);
+    train_on(device, device_config(3, "bf16"), ranks);
+    int meetings = 0;
+    int steps = 0;
+    for (const comm::FlightEntry& entry : recorder->log().entries) {
+      meetings += entry.label.text() == "start of backward" ? 1 : 0;
+      steps += entry.label.text() == "gradient norm" ? 1 : 0;
+      EXPECT_NE(entry.label.text(), "end of backward");
+    }
+    EXPECT_GT(steps, 1);
+    EXPECT_LE(std::abs(meetings - steps), 1) << meetings << " of " << steps << " steps";
   });
 }
 

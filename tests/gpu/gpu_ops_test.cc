@@ -1,4 +1,4 @@
-// Operators of <dsengine/ops.h> on a GPU: kernels, and LibTorch's operators for float16.
+// Operators of <dsengine/ops.h> on a GPU: kernels, in every dtype.
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
@@ -11,6 +11,7 @@
 
 #include "core/text.h"
 #include "dsengine/ops.h"
+#include "dsengine/sparse_attention.h"
 #include "tests/gpu/tested_device.h"
 
 namespace ds::ops {
@@ -43,7 +44,18 @@ Tensors results_of(const Function& function, const Tensors& inputs, const Tensor
   return results;
 }
 
-double tolerance_of(at::ScalarType type) { return type == at::kDouble ? 1e-12 : type == at::kFloat ? 4e-6 : 0x1p-7; }
+double tolerance_of(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble:
+      return 1e-12;
+    case at::kFloat:
+      return 4e-6;
+    case at::kHalf:
+      return 0x1p-9;
+    default:
+      return 0x1p-7;
+  }
+}
 
 // The operator on the device, of `type`, against LibTorch's chain in float64 on the CPU: of the same values, which
 // `type` can hold.
@@ -70,7 +82,7 @@ void expect_as_chain(const Function& ours, const Function& chain, const Tensors&
   }
 }
 
-constexpr at::ScalarType kTypes[] = {at::kFloat, at::kBFloat16, at::kDouble};
+constexpr at::ScalarType kTypes[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
 
 // Rows that end with a pack, inside of one, and such as one team has to go through several times; more rows than
 // blocks of a backward pass.
@@ -190,8 +202,8 @@ class Operators {
   at::CallbackHandle handle_;
 };
 
-TEST_F(GpuOps, AreKernelsButForFloat16) {
-  for (const at::ScalarType type : {at::kFloat, at::kHalf}) {
+TEST_F(GpuOps, AreKernels) {
+  for (const at::ScalarType type : kTypes) {
     const at::Tensor x = there(values({3, 8}, 0.2, type));
     const RopeTables tables = rope_tables(3, 8);
     const at::Tensor cos = there(tables.cos);
@@ -202,9 +214,9 @@ TEST_F(GpuOps, AreKernelsButForFloat16) {
     swiglu(x, x);
     rope(x, cos, sin);
     for (const char* name : {"dsengine::rms_norm", "dsengine::add_layer_norm", "dsengine::swiglu", "dsengine::rope"}) {
-      EXPECT_EQ(Operators::names().contains(name), type == at::kFloat) << name << " of " << type;
+      EXPECT_TRUE(Operators::names().contains(name)) << name << " of " << type;
     }
-    EXPECT_EQ(Operators::names().contains("aten::silu"), type == at::kHalf);
+    EXPECT_FALSE(Operators::names().contains("aten::silu")) << type;
   }
 }
 
@@ -257,6 +269,33 @@ TEST_F(GpuOps, AutocastChangesNothing) {
         EXPECT_EQ(found[i].scalar_type(), type) << "result " << i;
         EXPECT_TRUE(at::equal(found[i].cpu(), expected[i].cpu())) << "result " << i << " of " << type;
       }
+    }
+  }
+}
+
+// Beside the kernels of the CPU in float64.
+TEST_F(GpuOps, SparseAttentionIsThatOfTheCpu) {
+  const SparsityPattern pattern{.mode = SparsityMode::kBigBird,
+                                .block = 8,
+                                .different_layout_per_head = true,
+                                .num_random_blocks = 1,
+                                .num_sliding_window_blocks = 1};
+  for (const at::ScalarType type : kTypes) {
+    for (const bool causal : {false, true}) {
+      const SparseSelfAttention attend(pattern, 2, 5);
+      const auto of = [&](const Tensors& in) {
+        const at::Tensor padding = at::arange(2 * 43, in[0].device()).view({2, 43}).remainder(9).ne(4);
+        const at::Tensor bias = values({1, 2, 43, 43}, 0.6, at::kDouble).to(in[0].options());
+        return Tensors{attend(in[0], in[1], in[2],
+                              {.causal = causal,
+                               .key_padding_mask = padding,
+                               .key_padding_mask_mode = MaskMode::kMultiply,
+                               .attention_mask = bias.detach(),
+                               .attention_mask_mode = MaskMode::kAdd})};
+      };
+      Tensors inputs;
+      for (const double phase : {0.2, 0.9, 1.7}) inputs.push_back(values({2, 2, 43, 6}, phase, at::kDouble) * 0.5);
+      expect_as_chain(of, of, inputs, type, cat("sparse attention, ", causal ? "causal" : "not causal"));
     }
   }
 }

@@ -136,7 +136,18 @@ TEST(GpuStart, AGpuThatCannotBeUsedIsRefusedUnlessTheCpuIsAskedFor) {
   show_gpus("0", "0");
   expect_exit(
       kRefused, [] { device_of_rank("", 0); },
-      "a GPU is visible to this process.*CUDA finds none that it can use.*driver is older.*ask for it: .device = .cpu");
+      "a GPU is visible to this process.*CUDA finds none that it can use: its driver runs CUDA 13.0, which is new "
+      "enough.*ask for it: .device = .cpu");
+  set_variable("DS_SIMULATED_DRIVER", "12020");
+  const std::string too_old = "driver is too old: it runs CUDA 12.2, and this LibTorch needs CUDA 13.0";
+  expect_exit(
+      kRefused, [] { device_of_rank("", 0); }, "a GPU is visible.*" + too_old + ".*ask for it: .device = .cpu");
+  expect_exit(
+      kRefused, [] { device_of_rank("cuda", 0); }, ".device: cuda: CUDA finds no GPU.*" + too_old);
+  set_variable("DS_SIMULATED_DRIVER", "0");
+  expect_exit(
+      kRefused, [] { device_of_rank("cuda", 0); }, "there is no NVIDIA driver");
+  ::unsetenv("DS_SIMULATED_DRIVER");
   expect_exit(0, [] {
     if (!device_of_rank("cpu", 0).is_cpu()) std::exit(1);
   });

@@ -74,22 +74,69 @@ Waits waits_of_steps(const ordered_json& config, int world) {
 struct WaitsCell {
   int stage;
   int world;
+  std::string precision = "bf16";
 };
+
+// The scale of fp16 grows in most steps: only the device knows the next one.
+ordered_json waits_config(int stage, const std::string& precision) {
+  ordered_json config = device_config(stage, precision);
+  if (precision != "fp16") return config;
+  config["fp16"]["initial_scale_power"] = 4;
+  config["fp16"]["loss_scale_window"] = 1;
+  return config;
+}
 
 class GpuWaits : public ::testing::TestWithParam<WaitsCell> {};
 
-INSTANTIATE_TEST_SUITE_P(Grid, GpuWaits,
-                         ::testing::ValuesIn(std::vector<WaitsCell>{
-                             {0, 1}, {1, 1}, {2, 1}, {3, 1}, {0, 2}, {1, 2}, {2, 2}, {3, 2}}),
-                         [](const auto& cell) { return cat("Stage", cell.param.stage, "Ranks", cell.param.world); });
+std::vector<WaitsCell> waits_cells() {
+  std::vector<WaitsCell> cells;
+  for (const char* precision : {"bf16", "fp16"}) {
+    for (const int world : {1, 2}) {
+      for (const int stage : {0, 1, 2, 3}) cells.push_back({stage, world, precision});
+    }
+  }
+  return cells;
+}
+
+INSTANTIATE_TEST_SUITE_P(Grid, GpuWaits, ::testing::ValuesIn(waits_cells()), [](const auto& cell) {
+  return cat("Stage", cell.param.stage, "Ranks", cell.param.world, cell.param.precision);
+});
 
 TEST_P(GpuWaits, NothingInAStepLetsTheHostWait) {
   if (!test::device_is_simulated()) GTEST_SKIP() << "the simulated GPU counts";
-  Waits waits = waits_of_steps(device_config(GetParam().stage, "bf16"), GetParam().world);
+  Waits waits = waits_of_steps(waits_config(GetParam().stage, GetParam().precision), GetParam().world);
   // What the step before told, which the device has long done: it has another forward and backward to do.
   EXPECT_LE(waits["an event"], kSteps * GetParam().world);
   waits.erase("an event");
   EXPECT_EQ(text_of(waits), "");
+}
+
+// Optimizers that need whole parameters: their norms and products stay on the device.
+TEST(GpuWholeOptimizers, LetTheHostNotWait) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "the simulated GPU counts";
+  for (const std::string type : {"Lamb", "Muon"}) {
+    for (const WaitsCell& cell : std::vector<WaitsCell>{{0, 1}, {1, 2}, {2, 1, "fp16"}, {3, 2}}) {
+      SCOPED_TRACE(cat(type, ", stage ", cell.stage, ", ranks ", cell.world));
+      ordered_json config = waits_config(cell.stage, cell.precision);
+      config["optimizer"] = {{"type", type}, {"params", {{"lr", 0.02}, {"weight_decay", 0.1}}}};
+      config["zero_allow_untested_optimizer"] = true;
+      Waits waits = waits_of_steps(config, cell.world);
+      waits.erase("an event");
+      EXPECT_EQ(text_of(waits), "");
+    }
+  }
+}
+
+TEST(GpuClipByValue, LetsTheHostNotWait) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "the simulated GPU counts";
+  for (const char* precision : {"bf16", "fp16"}) {
+    ordered_json config = waits_config(2, precision);
+    config["gradient_clipping"] = 0.0;
+    config["gradient_clip_by_value"] = 0.01;
+    Waits waits = waits_of_steps(config, 1);
+    waits.erase("an event");
+    EXPECT_EQ(text_of(waits), "") << precision;
+  }
 }
 
 // A parameter that is frozen between steps stays as it is, by copies on the device.

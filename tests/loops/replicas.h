@@ -41,6 +41,7 @@ struct ToyImpl : torch::nn::Module {
     if (way == "right") return last(right(h));
     return last(torch::tanh(left(h)) * right(h));
   }
+  std::vector<torch::nn::Linear> layers() { return {first, left, right, last}; }
   torch::nn::Linear first{nullptr}, left{nullptr}, right{nullptr}, last{nullptr};
 };
 TORCH_MODULE(Toy);

@@ -3,14 +3,13 @@
 #include <torch/torch.h>
 
 #include <array>
-#include <fstream>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "dsengine/distributed_data_parallel.h"
 #include "tests/loops/replicas.h"
+#include "tests/loops/torch_values.h"
 
 namespace ds::torch_ddp {
 namespace {
@@ -24,24 +23,12 @@ using test::values_of;
 constexpr double kTolerance = 5e-6;
 
 const nlohmann::json& reference() {
-  static const nlohmann::json kAll = [] {
-    std::ifstream file(DS_SOURCE_DIR "/tests/loops/torch_ddp.json");
-    if (!file) throw std::runtime_error("tests/loops/torch_ddp.json is missing: run tests/loops/torch_ddp.py");
-    return nlohmann::json::parse(file);
-  }();
+  static const nlohmann::json kAll = test::recorded("torch_ddp");
   return kAll;
 }
 
-// Of each parameter the elements, or none.
 void expect_as_torch(const std::vector<at::Tensor>& found, const nlohmann::json& wanted, const std::string& where) {
-  ASSERT_EQ(found.size(), wanted.size()) << where;
-  for (size_t i = 0; i < found.size(); ++i) {
-    ASSERT_EQ(found[i].defined(), !wanted[i].is_null()) << where << ", parameter " << i;
-    if (!found[i].defined()) continue;
-    const auto values = wanted[i].get<std::vector<float>>();
-    const at::Tensor of_torch = torch::tensor(values).view(found[i].sizes());
-    EXPECT_LE((found[i] - of_torch).abs().max().item<double>(), kTolerance) << where << ", parameter " << i;
-  }
+  test::expect_as_torch(found, wanted, kTolerance, where);
 }
 
 TEST(TorchDdp, FiveOptimizersFiftySteps) {

@@ -100,6 +100,27 @@ TEST(LossScaler, ContinuesFromASavedState) {
   }
 }
 
+TEST(LossScaler, TellsTheScaleThatAStepWouldLeave) {
+  for (const LossScalerOptions& options :
+       {LossScalerOptions{.initial_scale = 8, .window = 2, .hysteresis = 2, .minimum_scale = 2},
+        LossScalerOptions{.initial_scale = 8, .window = 1, .hysteresis = 1, .minimum_scale = 2},
+        LossScalerOptions{.initial_scale = 4, .window = 1, .minimum_scale = 3, .tolerant = true},
+        LossScalerOptions{.static_scale = 16}}) {
+    LossScaler scaler(options);
+    for (const bool overflow : {false, false, true, true, false, true, true, false, false, false, true}) {
+      const LossScalerState before = scaler.state();
+      const std::optional<double> told = scaler.scale_after(overflow);
+      EXPECT_EQ(scaler.state(), before);
+      if (!told) {
+        EXPECT_THROW(scaler.update(overflow), LossScaleError);
+        continue;
+      }
+      scaler.update(overflow);
+      EXPECT_EQ(scaler.scale(), *told);
+    }
+  }
+}
+
 TEST(LossScaler, RefusesValuesOutOfRange) {
   EXPECT_THROW(LossScaler({.static_scale = -1}), ConfigError);
   EXPECT_THROW(LossScaler({.window = 0}), ConfigError);

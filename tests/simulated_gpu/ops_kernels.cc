@@ -1,6 +1,7 @@
 // ops/device_kernels.h for the simulated GPU: the same rules, by a team of lanes that work one after the other.
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <functional>
 #include <string>
 #include <utility>
@@ -189,8 +190,16 @@ const char* give_rope(const ops::RopeRows& rows, void* stream) {
   });
 }
 
-constexpr ops::OpsDeviceKernels kOpsKernels{give_norm_forward, give_norm_backward, give_swiglu_forward,
-                                            give_swiglu_backward, give_rope};
+// That of an H100, or what DS_SIMULATED_CAPABILITY says (10 * major + minor).
+int simulated_capability(int /*device*/) {
+  constexpr int kHopper = 90;
+  const char* const given =
+      std::getenv("DS_SIMULATED_CAPABILITY");  // NOLINT(concurrency-mt-unsafe): tests set it first
+  return given == nullptr ? kHopper : std::atoi(given);
+}
+
+constexpr ops::OpsDeviceKernels kOpsKernels{give_norm_forward,    give_norm_backward, give_swiglu_forward,
+                                            give_swiglu_backward, give_rope,          simulated_capability};
 
 const bool kOpsKernelsRegistered = (ops::set_ops_device_kernels(&kOpsKernels), true);
 

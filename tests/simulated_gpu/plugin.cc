@@ -38,6 +38,13 @@ void fail_with_reports() {
   if (!reports.empty()) std::_Exit(kExitCode);
 }
 
+// DS_SIMULATED_DRIVER: the newest CUDA of the driver.
+comm::CudaVersions versions() {
+  constexpr int kRuntime = 13000;
+  const char* const driver = std::getenv("DS_SIMULATED_DRIVER");
+  return {.driver = driver == nullptr ? kRuntime : std::atoi(driver), .runtime = kRuntime};
+}
+
 const bool kLooksAtTheEnd = std::atexit(&fail_with_reports) == 0;
 
 }  // namespace
@@ -46,7 +53,8 @@ const bool kLooksAtTheEnd = std::atexit(&fail_with_reports) == 0;
 extern "C" __attribute__((visibility("default"))) const ds::comm::CudaPlugin* dsengine_cuda_plugin() {
   static constexpr ds::comm::CudaPlugin kPlugin{.make_nccl_communicator = ds::simulated_gpu::make_communicator,
                                                 .register_host_memory = ds::simulated_gpu::register_host_memory,
-                                                .unregister_host_memory = ds::simulated_gpu::unregister_host_memory};
+                                                .unregister_host_memory = ds::simulated_gpu::unregister_host_memory,
+                                                .versions = ds::simulated_gpu::versions};
   return &kPlugin;
 }
 

@@ -4,11 +4,12 @@
 #include <utility>
 #include <vector>
 
-#include "core/float_bits.h"
 #include "optim/device_kernels.h"
 #include "optim/kernels/element_rules.h"
+#include "optim/kernels/muon_rules.h"
 #include "tests/simulated_gpu/streams.h"
 #include "tests/simulated_gpu/timeline.h"
+#include "tests/simulated_gpu/update_kernels.h"
 
 namespace ds::simulated_gpu {
 namespace {
@@ -16,33 +17,6 @@ namespace {
 using optimizers::DeviceSlice;
 using optimizers::SliceArrays;
 using optimizers::UpdateScale;
-using optimizers::ValueType;
-
-float value_at(const void* data, ValueType type, int64_t i) {
-  switch (type) {
-    case ValueType::kBFloat16:
-      return BFloat16Bits::decode(static_cast<const uint16_t*>(data)[i]);
-    case ValueType::kFloat16:
-      return Float16Bits::decode(static_cast<const uint16_t*>(data)[i]);
-    case ValueType::kFloat32:
-      break;
-  }
-  return static_cast<const float*>(data)[i];
-}
-
-void put_value(void* data, ValueType type, int64_t i, float value) {
-  switch (type) {
-    case ValueType::kBFloat16:
-      static_cast<uint16_t*>(data)[i] = BFloat16Bits::encode(value);
-      return;
-    case ValueType::kFloat16:
-      static_cast<uint16_t*>(data)[i] = Float16Bits::encode(value);
-      return;
-    case ValueType::kFloat32:
-      static_cast<float*>(data)[i] = value;
-      return;
-  }
-}
 
 template <class Rule>
 void update_slice_by(const Rule& rule, const DeviceSlice& slice, float scale) {
@@ -56,13 +30,6 @@ void update_slice_by(const Rule& rule, const DeviceSlice& slice, float scale) {
     if (arrays.copy != nullptr) put_value(arrays.copy, arrays.copy_type, i, w);
   }
 }
-
-Access update_access(const void* data, int64_t bytes, bool write) {
-  const auto begin = reinterpret_cast<uintptr_t>(data);
-  return {begin, begin + static_cast<size_t>(bytes), write};
-}
-
-int64_t bytes_of_value(ValueType type) { return type == ValueType::kFloat32 ? 4 : 2; }
 
 std::vector<Access> accesses_of(const std::vector<DeviceSlice>& slices, const UpdateScale& scale) {
   std::vector<Access> accesses;
@@ -109,8 +76,13 @@ const char* give_sgd(const DeviceSlice* slices, const optimizers::SgdCoefficient
   return give(slices, coefficients, count, scale, stream);
 }
 
-constexpr optimizers::UpdateDeviceKernels kUpdateKernels{give_adam, give_update<optimizers::LionElement>,
-                                                         give_update<optimizers::AdagradElement>, give_sgd};
+constexpr optimizers::UpdateDeviceKernels kUpdateKernels{give_adam,
+                                                         give_update<optimizers::LionElement>,
+                                                         give_update<optimizers::AdagradElement>,
+                                                         give_sgd,
+                                                         give_update<optimizers::MuonBlendElement>,
+                                                         give_update<optimizers::MuonStepElement>,
+                                                         {give_lamb_advance, give_lamb_apply}};
 
 const bool kUpdateKernelsRegistered = (optimizers::set_update_device_kernels(&kUpdateKernels), true);
 

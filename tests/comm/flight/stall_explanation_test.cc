@@ -64,6 +64,22 @@ TEST(StallExplanation, ASilentRankIsDead) {
   EXPECT_TRUE(explain(logs).hopeless());
 }
 
+// A rank that is stopped in the middle of an operation, which all have entered.
+TEST(StallExplanation, ARankThatFallsSilentAmongTheOthersIsDead) {
+  auto ranks = logged_ranks(3);
+  for (auto& rank : ranks) rank->wait_in(all_reduce_of(4, "loss"));
+  auto logs = logs_of(ranks, 10);
+  EXPECT_EQ(explain(logs).cause, StallCause::kTransport);
+  logs[1].silent_seconds = 9;
+  logs[0].neighbours[1] = 'T';
+  const StallExplanation stall = explain(logs);
+  EXPECT_EQ(stall.cause, StallCause::kDead);
+  EXPECT_TRUE(stall.hopeless());
+  EXPECT_THAT(stall.guilty, ElementsAre(1));
+  EXPECT_THAT(stall.sentence,
+              HasSubstr("is among them: it is stopped by a signal (SIGSTOP, or a debugger) for 9.0 s"));
+}
+
 TEST(StallExplanation, ARankThatHasEndedIsNamed) {
   auto ranks = logged_ranks(2);
   ranks[0]->wait_in(all_reduce_of(4, "loss"));

@@ -185,5 +185,20 @@ TEST(GradientCompression, TellsOfKeysThatAMethodDoesNotRead) {
   EXPECT_EQ(warnings_of("{gradient_compression: {method: 'power_sgd', rank: 1, start_step: 3}}"), "");
 }
 
+TEST(SdpaBackends, AreNamedOnce) {
+  EXPECT_EQ(parse_text("{sdpa_backends: ['cudnn', 'math']}").sdpa_backends->size(), 2U);
+  EXPECT_THAT(refusal_of("{sdpa_backends: ['fa3']}"), HasSubstr("found \"fa3\""));
+  EXPECT_THAT(refusal_of("{sdpa_backends: ['math', 'math']}"), HasSubstr("has \"math\" twice"));
+  EXPECT_THAT(refusal_of("{sdpa_backends: []}"), HasSubstr("at least one backend"));
+}
+
+TEST(Fp8Section, SaysWhatBlocksExclude) {
+  EXPECT_THAT(refusal_of("{fp8: {enabled: true, granularity: 'block'}}"), HasSubstr("expected \"current\""));
+  EXPECT_THAT(refusal_of("{fp8: {enabled: true, granularity: 'block', recipe: 'current', fp8_wgrad: true}}"),
+              HasSubstr("expected false with granularity"));
+  EXPECT_THAT(refusal_of("{fp8: {enabled: true, format: 'e5m2'}}"), HasSubstr("hybrid"));
+  EXPECT_THAT(refusal_of("{fp8: {enabled: true, modules: []}}"), HasSubstr("at least one pattern"));
+}
+
 }  // namespace
 }  // namespace ds::engine::config

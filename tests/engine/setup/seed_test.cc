@@ -46,5 +46,20 @@ TEST(Seed, ThePrecisionOfProductsIsThatOfTheProcess) {
   ASSERT_EQ(before, at::Float32MatmulPrecision::HIGHEST) << "what it is again";
 }
 
+TEST(Seed, TheBackendsOfAttentionAreThoseOfTheList) {
+  at::Context& context = at::globalContext();
+  set_sdpa_backends({"math", "flash"}, c10::kCPU);
+  EXPECT_EQ(context.sDPPriorityOrder()[0], at::SDPBackend::math);
+  EXPECT_EQ(context.sDPPriorityOrder()[1], at::SDPBackend::flash_attention);
+  EXPECT_TRUE(context.userEnabledMathSDP());
+  EXPECT_TRUE(context.userEnabledFlashSDP());
+  EXPECT_FALSE(context.userEnabledCuDNNSDP());
+  EXPECT_FALSE(context.userEnabledMemEfficientSDP());
+  set_sdpa_backends({"cudnn", "flash", "efficient", "math"}, c10::kCPU);
+  EXPECT_EQ(context.sDPPriorityOrder()[0], at::SDPBackend::cudnn_attention);
+  EXPECT_EQ(context.sDPPriorityOrder()[3], at::SDPBackend::math);
+  EXPECT_TRUE(context.userEnabledCuDNNSDP());
+}
+
 }  // namespace
 }  // namespace ds::engine

@@ -41,7 +41,12 @@ TEST(Accelerators, ChoosesTheNumberOfRanks) {
   const RankCount alone = choose_rank_count(std::nullopt, false, {});
   EXPECT_EQ(alone.ranks, 1);
   EXPECT_THAT(alone.note, HasSubstr("--num_procs"));
-  EXPECT_EQ(choose_rank_count(4, false, {"0"}).ranks, 4);  // ranks that share a GPU
+  const RankCount shared = choose_rank_count(4, false, {"0"});
+  EXPECT_EQ(shared.ranks, 4);
+  EXPECT_THAT(shared.note,
+              HasSubstr("share 1 GPU, which NCCL refuses: they train on it with \"communication_backend\""));
+  EXPECT_THAT(choose_rank_count(4, false, {"0", "1"}).note, HasSubstr("ranks beyond the GPUs end with an error"));
+  EXPECT_EQ(choose_rank_count(2, false, {"0", "1"}).note, "");
   EXPECT_THAT(choose_rank_count(2, true, {}).note, HasSubstr("no GPU"));
   EXPECT_THROW(choose_rank_count(2, true, {"0"}), ConfigError);
 }

@@ -1,0 +1,12 @@
+// The section sparse_attention as the pattern that operators take.
+#pragma once
+
+#include "dsengine/config_removed.h"
+#include "dsengine/sparsity_pattern.h"
+
+namespace ds::engine::config {
+
+// Of a section that was read: its mode is a known word.
+ops::SparsityPattern pattern_of(const SparseAttentionSection& section);
+
+}  // namespace ds::engine::config

@@ -1,0 +1,14 @@
+// activation_checkpointing.modules: modules of the model that drop activations, by patterns of names.
+#pragma once
+
+#include "dsengine/config.h"
+#include "engine/state/model_state.h"
+
+namespace ds::engine {
+
+// Chooses them on this thread (dsengine/module_checkpointing.h). Of a pipeline these are layers of this rank's stages;
+// collective over all ranks then. Throws ConfigError for a pattern that names no module, on no rank, and for a module
+// that cannot be known.
+void choose_recomputed_modules(ModelState& model, const config::DsConfig& config);
+
+}  // namespace ds::engine

@@ -1,0 +1,149 @@
+#include "fp8/scaling.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "core/log.h"
+
+namespace ds::fp8 {
+namespace {
+
+// Steps for which scales are kept for what is computed again; a backward pass follows its forward within one or two.
+constexpr size_t kGenerationsKept = 16;
+
+}  // namespace
+
+Scaling::Scaling(const ScalingOptions& options, std::vector<std::string> layers, c10::Device device)
+    : options_(options), layers_(std::move(layers)) {
+  used_.resize(layers_.size());
+  ensure(!options_.blocks || options_.recipe == Recipe::kCurrent, "scales of blocks are those of the tensor at hand");
+  const auto count = static_cast<int64_t>(layers_.size());
+  const auto floats = at::TensorOptions().dtype(at::kFloat).device(device);
+  amax_ = at::zeros({count, kKinds}, floats);
+  scales_.push_back(at::zeros({count, kKinds}, floats));
+  if (options_.recipe == Recipe::kDelayed) history_ = at::zeros({options_.history, count, kKinds}, floats);
+}
+
+int64_t Scaling::generation() const {
+  const std::lock_guard lock(mutex_);
+  return first_generation_ + static_cast<int64_t>(scales_.size()) - 1;
+}
+
+at::Tensor Scaling::scales(int64_t generation) const {
+  const std::lock_guard lock(mutex_);
+  const int64_t last = first_generation_ + static_cast<int64_t>(scales_.size()) - 1;
+  require(generation >= first_generation_ && generation <= last,
+          "fp8: expected a region that is computed again within ", kGenerationsKept,
+          " optimizer steps of its first run, found one of step ", generation, ", and the scales of ",
+          first_generation_, " to ", last, " only; call backward() sooner");
+  return scales_[static_cast<size_t>(generation - first_generation_)];
+}
+
+Quantized Scaling::quantized(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales,
+                             bool records) {
+  const at::Tensor amax = amax_of(values);
+  const at::Tensor own = scale_for(amax, format_of(kind), options_.margin);
+  if (options_.recipe == Recipe::kCurrent) return quantize(values, format_of(kind), own, amax);
+  const auto column = static_cast<int64_t>(kind);
+  if (records) {
+    // A step with numbers that are not finite says nothing of the next one's.
+    const at::Tensor finite = at::where(amax.isfinite(), amax, at::zeros_like(amax));
+    const std::lock_guard lock(mutex_);
+    const at::Tensor place = amax_.select(0, layer).select(0, column);
+    place.copy_(at::maximum(place, finite));
+  }
+  const at::Tensor stored = scales.select(0, layer).select(0, column);
+  return quantize(values, format_of(kind), at::where(stored.gt(0), stored, own), amax);
+}
+
+// As scale_for(); a tensor that has had no elements but zeros keeps the scale that it had, or none.
+at::Tensor Scaling::scales_from(const at::Tensor& amax, const at::Tensor& before) const {
+  std::vector<at::Tensor> columns;
+  for (int64_t kind = 0; kind < kKinds; ++kind) {
+    const at::Tensor of_kind = amax.select(1, kind);
+    const at::Tensor scale = scale_for(of_kind, format_of(static_cast<Kind>(kind)), options_.margin);
+    columns.push_back(at::where(of_kind.gt(0), scale, before.select(1, kind)).unsqueeze(1));
+  }
+  return at::cat(columns, 1);
+}
+
+void Scaling::note_use(int64_t layer) {
+  const std::lock_guard lock(mutex_);
+  used_[static_cast<size_t>(layer)] = 1;
+}
+
+// A program that multiplies with the weight by itself, or leaves the layer out, gets what it would without FP8.
+void Scaling::tell_of_unused(int rank) {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(told_of_unused_, true) || rank != 0) return;
+  std::string names;
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    if (used_[i] == 0) names += cat(names.empty() ? "" : ", ", layers_[i]);
+  }
+  if (names.empty()) return;
+  log::warning("fp8: expected all of its layers to be computed as Linear layers, found none of it in the first step ",
+               "for ", names, ": what the program computes with their weights is not on FP8; leave them out ",
+               "(fp8.exclude) if that is meant (said once)");
+}
+
+void Scaling::end_step(comm::Communicator& ranks) {
+  tell_of_unused(ranks.rank());
+  if (options_.recipe == Recipe::kCurrent) return;
+  const at::NoGradGuard no_grad;
+  at::Tensor amax;
+  {
+    const std::lock_guard lock(mutex_);
+    amax = std::exchange(amax_, at::zeros_like(amax_));
+  }
+  if (ranks.size() > 1) ranks.all_reduce(amax, comm::ReduceOp::kMax, "amax of fp8").wait();
+  const std::lock_guard lock(mutex_);
+  history_.select(0, next_).copy_(amax);
+  next_ = (next_ + 1) % options_.history;
+  scales_.push_back(scales_from(options_.most_recent ? amax : history_.amax(0), scales_.back()));
+  if (scales_.size() <= kGenerationsKept) return;
+  scales_.pop_front();
+  ++first_generation_;
+}
+
+at::Tensor Scaling::memory(int64_t layer) const {
+  const std::lock_guard lock(mutex_);
+  const at::Tensor scale = scales_.back().select(0, layer).unsqueeze(1);
+  if (!history_.defined()) return scale.clone();
+  return at::cat({history_.select(1, layer).roll(-next_, 0).t(), scale}, 1).contiguous();
+}
+
+void Scaling::take(int64_t layer, const at::Tensor& memory) {
+  if (options_.recipe == Recipe::kCurrent) return;
+  const at::NoGradGuard no_grad;
+  const std::lock_guard lock(mutex_);
+  const int64_t steps = std::min(memory.size(1) - 1, options_.history);
+  // In order, the newest one last: what is written next is the oldest.
+  history_.copy_(history_.roll(-next_, 0));
+  next_ = 0;
+  const at::Tensor of_layer = history_.select(1, layer);
+  of_layer.zero_();
+  of_layer.narrow(0, options_.history - steps, steps).copy_(memory.narrow(1, memory.size(1) - 1 - steps, steps).t());
+  // Graphs may have the scales that were.
+  scales_.back() = scales_.back().clone();
+  scales_.back().select(0, layer).copy_(memory.select(1, memory.size(1) - 1));
+  amax_.select(0, layer).zero_();
+}
+
+void Scaling::forget() {
+  const std::lock_guard lock(mutex_);
+  amax_.zero_();
+  scales_.back() = at::zeros_like(scales_.back());
+  if (history_.defined()) history_.zero_();
+}
+
+}  // namespace ds::fp8

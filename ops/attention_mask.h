@@ -1,0 +1,20 @@
+// Masks of attention as numbers that are added to scores.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "dsengine/sparse_attention.h"
+
+namespace ds::ops {
+
+struct AddedMasks {
+  at::Tensor keys;    // [batch, time], contiguous, or undefined
+  at::Tensor scores;  // [batch or 1, heads or 1, time, time], its last dimension side by side, or undefined
+};
+
+// On the query's device and of `type`; -inf where a key is left out. Throws UsageError, naming `name`, for masks that
+// do not fit the query [batch, heads, time, channels].
+AddedMasks added_masks(const char* name, const at::Tensor& query, const SparseAttentionOptions& options,
+                       at::ScalarType type);
+
+}  // namespace ds::ops

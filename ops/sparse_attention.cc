@@ -1,0 +1,241 @@
+#include "dsengine/sparse_attention.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/host_threads.h"
+#include "core/split/split_tensor.h"
+#include "core/tensor_check.h"
+#include "ops/attention_mask.h"
+#include "ops/block_rows.h"
+#include "ops/kernels/sparse_attention_kernel.h"
+#include "ops/recorded_operator.h"
+#include "ops/sparse_attention_blocks.h"
+#include "ops/vector_types.h"
+
+namespace ds::ops {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kSparseAttention = "dsengine::sparse_attention";
+
+void check_shapes(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const BlockLayout& layout) {
+  require(query.defined() && query.dim() == 4 && query.numel() > 0 && is_floating(query.scalar_type()),
+          kSparseAttention, ": expected a query of [batch, heads, time, channels] in float32, float64, bfloat16 or ",
+          "float16, found ", describe(query));
+  for (const auto& [what, x] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
+    require(x->defined() && x->sizes() == query.sizes() && x->scalar_type() == query.scalar_type() &&
+                x->device() == query.device(),
+            kSparseAttention, ": expected a ", what, " of the query's shape, dtype and device, ", describe(query),
+            ", since it is self-attention, found ", describe(*x));
+  }
+  require(layout.block > 0 && layout.blocks == (query.size(2) + layout.block - 1) / layout.block, kSparseAttention,
+          ": expected a layout of ", query.size(2), " tokens, found one of ", layout.blocks, " blocks of ",
+          layout.block);
+  require(layout.heads == 1 || layout.heads == query.size(1), kSparseAttention, ": expected a layout of 1 or ",
+          query.size(1), " heads, found ", layout.heads);
+  require(static_cast<int64_t>(layout.kept.size()) == layout.heads * layout.blocks * layout.blocks, kSparseAttention,
+          ": expected a layout of [", layout.heads, ", ", layout.blocks, ", ", layout.blocks, "] numbers, found ",
+          layout.kept.size());
+}
+
+// What the kernels take; keeps what their pointers point to.
+struct KernelCall {
+  BlockRows rows;
+  AddedMasks masks;
+  SparseAttentionShape shape;
+};
+
+struct CallOptions {
+  int64_t block, layout_heads;
+  double scale;
+  bool causal;
+};
+
+KernelCall kernel_call(const at::Tensor& query, const BlockRows& rows, const AddedMasks& masks,
+                       const CallOptions& options) {
+  KernelCall call{.rows = rows, .masks = masks, .shape = {}};
+  call.shape = {.type = *float_type(query.scalar_type()),
+                .heads = query.size(1),
+                .length = query.size(2),
+                .channels = query.size(3),
+                .block = options.block,
+                .blocks = (query.size(2) + options.block - 1) / options.block,
+                .scale = options.scale,
+                .causal = options.causal,
+                .layout_heads = options.layout_heads,
+                .offsets = rows.offsets.const_data_ptr<int64_t>(),
+                .columns = rows.columns.const_data_ptr<int64_t>()};
+  if (masks.keys.defined()) call.shape.key_mask = masks.keys.const_data_ptr();
+  if (masks.scores.defined()) {
+    call.shape.attention_mask = masks.scores.const_data_ptr();
+    for (int64_t dim = 0; dim < 3; ++dim) {
+      call.shape.mask_strides[dim] = dim < 2 && masks.scores.size(dim) == 1 ? 0 : masks.scores.stride(dim);
+    }
+  }
+  return call;
+}
+
+AttentionTensor tensor_of(const at::Tensor& x) {
+  return {const_cast<void*>(x.const_data_ptr()), {x.stride(0), x.stride(1), x.stride(2)}};
+}
+
+// Channels side by side.
+at::Tensor with_rows(const at::Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); }
+
+// [batch, heads, time, channels] in the order of memory that a program's next view takes.
+at::Tensor empty_output(const at::Tensor& like) {
+  return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options().requires_grad(false))
+      .transpose(1, 2);
+}
+
+// Output and logsumexp.
+variable_list run_forward(const KernelCall& call, const at::Tensor& query, const at::Tensor& key,
+                          const at::Tensor& value) {
+  const SparseAttentionShape& shape = call.shape;
+  const int64_t heads = query.size(0) * shape.heads;
+  const at::TensorOptions wide = at::TensorOptions(wide_type(query.scalar_type()));
+  const at::Tensor scratch = at::empty({2, heads * shape.packed_size()}, wide);
+  const PackedKeys packed{scratch[0].mutable_data_ptr(), scratch[1].mutable_data_ptr()};
+  const at::Tensor output = empty_output(query);
+  const at::Tensor logsumexp = at::empty({heads, shape.length}, wide);
+  for_each_range(heads, 1, 1, [&](int64_t begin, int64_t end) {
+    pack_keys(shape, tensor_of(key), tensor_of(value), packed, begin, end);
+  });
+  const SparseAttentionForward arrays{tensor_of(query), tensor_of(output), packed, logsumexp.mutable_data_ptr()};
+  for_each_range(heads * shape.blocks, 1, 1,
+                 [&](int64_t begin, int64_t end) { sparse_attention_forward(shape, arrays, begin, end); });
+  return {output, logsumexp};
+}
+
+struct BlockAttention : torch::autograd::Function<BlockAttention> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& query, const at::Tensor& key,
+                            const at::Tensor& value, const BlockRows& rows, const AddedMasks& masks,
+                            const CallOptions& options) {
+    const RecordedOperator recorded(kSparseAttention, {query, key, value});
+    const variable_list made =
+        run_forward(kernel_call(query, rows, masks, options), with_rows(query), with_rows(key), with_rows(value));
+    context->set_materialize_grads(false);
+    context->save_for_backward(
+        {query, key, value, made[0], made[1], rows.offsets, rows.columns, masks.keys, masks.scores});
+    context->saved_data["block"] = options.block;
+    context->saved_data["layout_heads"] = options.layout_heads;
+    context->saved_data["scale"] = options.scale;
+    context->saved_data["causal"] = options.causal;
+    return made[0];
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    require(!at::GradMode::is_enabled(), kSparseAttention, ": expected a backward pass without create_graph, its ",
+            "kernels have no second derivative. Use at::scaled_dot_product_attention with a mask for it");
+    if (!gradients[0].defined()) return variable_list(6);
+    const variable_list saved = context->get_saved_variables();
+    const RecordedOperator recorded("dsengine::sparse_attention_backward", {saved[0], saved[1], saved[2]});
+    const KernelCall call = kernel_call(saved[0], {saved[5], saved[6]}, {saved[7], saved[8]},
+                                        {.block = context->saved_data["block"].toInt(),
+                                         .layout_heads = context->saved_data["layout_heads"].toInt(),
+                                         .scale = context->saved_data["scale"].toDouble(),
+                                         .causal = context->saved_data["causal"].toBool()});
+    const at::Tensor query = with_rows(saved[0]);
+    const at::Tensor key = with_rows(saved[1]);
+    const at::Tensor value = with_rows(saved[2]);
+    const at::Tensor upstream = with_rows(gradients[0]);
+    const variable_list made = {empty_output(query), empty_output(query), empty_output(query)};
+    const SparseAttentionBackward arrays{.query = tensor_of(query),
+                                         .key = tensor_of(key),
+                                         .value = tensor_of(value),
+                                         .output = tensor_of(saved[3]),
+                                         .output_gradient = tensor_of(upstream),
+                                         .logsumexp = saved[4].const_data_ptr(),
+                                         .query_gradient = tensor_of(made[0]),
+                                         .key_gradient = tensor_of(made[1]),
+                                         .value_gradient = tensor_of(made[2])};
+    for_each_range(query.size(0) * query.size(1), 1, 1,
+                   [&](int64_t begin, int64_t end) { sparse_attention_backward(call.shape, arrays, begin, end); });
+    return {made[0], made[1], made[2], {}, {}, {}};
+  }
+};
+
+at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const BlockLayout& layout,
+                  const SparseAttentionOptions& options) {
+  check_shapes(query, key, value, layout);
+  const at::ScalarType wide = wide_type(query.scalar_type());
+  const AddedMasks masks = added_masks(kSparseAttention, query, options, wide);
+  const double scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3))));
+  const bool kernel = query.is_cpu() && query.layout() == at::kStrided && float_type(query.scalar_type()).has_value();
+  if (!kernel) return attention_of_blocks(query, key, value, layout, masks, options.causal, scale);
+  return BlockAttention::apply(query, key, value, block_rows(layout, options.causal), masks,
+                               CallOptions{layout.block, layout.heads, scale, options.causal});
+}
+
+// The rows of `x` that a part of dimension `dim` has, or all where x has one for all.
+at::Tensor part_of_mask(const at::Tensor& x, int64_t dim, const std::vector<DimRange>& ranges, int64_t whole) {
+  if (!x.defined() || x.dim() <= dim || x.size(dim) != whole) return x;
+  std::vector<at::Tensor> pieces;
+  for (const DimRange& range : ranges) pieces.push_back(x.narrow(dim, range.begin, range.length));
+  return pieces.size() == 1 ? pieces[0] : at::cat(pieces, dim);
+}
+
+BlockLayout part_of_layout(const BlockLayout& layout, const std::vector<DimRange>& ranges) {
+  BlockLayout own{.heads = 0, .blocks = layout.blocks, .block = layout.block, .kept = {}};
+  const int64_t size = layout.blocks * layout.blocks;
+  for (const DimRange& range : ranges) {
+    own.heads += range.length;
+    own.kept.insert(own.kept.end(), layout.kept.begin() + range.begin * size,
+                    layout.kept.begin() + (range.begin + range.length) * size);
+  }
+  return own;
+}
+
+// Heads, or samples, on the ranks that have them.
+at::Tensor attend_in_parts(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                           const BlockLayout& layout, SparseAttentionOptions options) {
+  require(
+      is_split(query) && is_split(key) && is_split(value), kSparseAttention,
+      ": expected query, key and value all split over ranks, or none of them; parallel::whole_of(x) gives the whole");
+  const Placement& placement = placement_of(query);
+  const auto cut_of = [](const at::Tensor& x) { return placement_of(x).cut; };
+  require(placement.cut && placement.cut == cut_of(key) && placement.cut == cut_of(value) && placement.cut->dim < 2 &&
+              query.sizes() == key.sizes() && query.sizes() == value.sizes(),
+          kSparseAttention,
+          ": expected query, key and value of one shape, cut alike along their batch or heads, found ",
+          "others; parallel::whole_of(x) gives the whole");
+  for (const at::Tensor* mask : {&options.key_padding_mask, &options.attention_mask}) {
+    require(!mask->defined() || !is_split(*mask), kSparseAttention, ": expected masks that are not split over ranks");
+  }
+  const int64_t dim = placement.cut->dim;
+  const int64_t whole = query.size(dim);
+  const TensorPart part(query.sizes().vec(), *placement.cut, placement.axis->rank(), placement.axis->size());
+  const std::vector<DimRange> ranges = part.ranges();
+  if (dim == 0) options.key_padding_mask = part_of_mask(options.key_padding_mask, 0, ranges, whole);
+  if (options.attention_mask.defined() && options.attention_mask.dim() == 4) {
+    options.attention_mask = part_of_mask(options.attention_mask, dim, ranges, whole);
+  }
+  require(layout.heads == 1 || layout.heads == query.size(1), kSparseAttention, ": expected a layout of 1 or ",
+          query.size(1), " heads, found ", layout.heads);
+  const bool own_layout = dim == 1 && layout.heads > 1;
+  const at::Tensor own = attend(part_of(query), part_of(key), part_of(value),
+                                own_layout ? part_of_layout(layout, ranges) : layout, options);
+  return make_split(own, placement, query.sizes());
+}
+
+}  // namespace
+
+at::Tensor sparse_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                            const BlockLayout& layout, const SparseAttentionOptions& options) {
+  const auto split = [](const at::Tensor& x) { return x.defined() && is_split(x); };
+  if (split(query) || split(key) || split(value)) return attend_in_parts(query, key, value, layout, options);
+  return attend(query, key, value, layout, options);
+}
+
+}  // namespace ds::ops

@@ -1,0 +1,106 @@
+// Linear layers on FP8 on a GPU, through at::_scaled_mm, against the same numbers emulated on the CPU.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "comm/shared_memory/thread_group.h"
+#include "dsengine/errors.h"
+#include "ops/device_kernels.h"
+#include "tests/engine/small_run.h"
+#include "tests/gpu/tested_device.h"
+
+namespace ds::engine {
+namespace {
+
+using nlohmann::ordered_json;
+using ::testing::HasSubstr;
+
+constexpr int kAda = 89;
+
+torch::nn::Sequential layers_of(at::ScalarType type) {
+  torch::nn::Sequential model(torch::nn::Linear(32, 48), torch::nn::Tanh(), torch::nn::Linear(48, 16));
+  fill(*model);
+  model->to(type);
+  return model;
+}
+
+class GpuFp8 : public ::testing::Test {
+ protected:
+  // The simulated GPU is what the test says, a real one what it is.
+  static void SetUpTestSuite() {
+    if (test::device_is_simulated()) ::setenv("DS_SIMULATED_CAPABILITY", "90", 1);
+  }
+
+  bool has_fp8() const {
+    if (device_.is_cpu()) return false;
+    return ops::ops_device_kernels()->compute_capability(device_.index()) >= kAda;
+  }
+  std::vector<double> losses_on(at::Device device, const ordered_json& config, at::ScalarType type) {
+    torch::nn::Sequential model = layers_of(type);
+    const auto engine =
+        initialize({.model = model.ptr(), .config = config, .communicator = borrowed(*ranks_), .device = device.str()})
+            .engine;
+    std::vector<double> losses;
+    for (int64_t micro = 0; micro < 12; ++micro) {
+      const at::Tensor steps = torch::arange(24 * 32, torch::kDouble) * 1.3 + static_cast<double>(17 * micro);
+      const at::Tensor x = torch::cos(steps).view({24, 32}).to(type).to(engine->device());
+      const at::Tensor loss = (model->forward(x) - x.narrow(1, 0, 16).sin()).to(at::kFloat).pow(2).mean();
+      engine->backward(loss);
+      engine->step();
+      losses.push_back(loss.item<double>());
+    }
+    return losses;
+  }
+  static ordered_json config_of(int stage, bool emulate, const ordered_json& more) {
+    ordered_json config = small_config(stage, 2);
+    config["bf16"] = {{"enabled", true}};
+    config["fp8"] = {{"enabled", true}, {"emulate", emulate}, {"amax_history_len", 4}};
+    config["fp8"].update(more);
+    return config;
+  }
+
+  const at::Device device_ = test::tested_device();
+  std::shared_ptr<comm::Communicator> ranks_ = comm::ThreadGroup(1).communicator(0);
+};
+
+TEST_F(GpuFp8, TrainsAsEmulatedOnTheCpu) {
+  const bool on_hardware = has_fp8();
+  if (!on_hardware && !device_.is_cpu()) GTEST_SKIP() << "this GPU has no FP8";
+  for (const int stage : {0, 2, 3}) {
+    for (const ordered_json& more :
+         std::vector<ordered_json>{ordered_json::object(), {{"recipe", "current"}}, {{"fp8_wgrad", true}}}) {
+      const auto expected = losses_on(at::kCPU, config_of(stage, true, more), at::kBFloat16);
+      const auto found = losses_on(device_, config_of(stage, !on_hardware, more), at::kBFloat16);
+      for (size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_NEAR(found[i], expected[i], 0.05 * (1.0 + expected[i])) << "stage " << stage << ", " << more.dump();
+      }
+    }
+  }
+}
+
+// Of the simulated GPU, which can be any.
+TEST_F(GpuFp8, AnOlderGpuIsRefusedByName) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "a real GPU has the compute capability that it has";
+  const auto refusal_of = [&](const char* capability, const ordered_json& more) -> std::string {
+    ::setenv("DS_SIMULATED_CAPABILITY", capability, 1);
+    try {
+      losses_on(device_, config_of(0, false, more), at::kBFloat16);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "none";
+  };
+  const ordered_json blocks = {{"granularity", "block"}, {"recipe", "current"}};
+  EXPECT_THAT(refusal_of("80", ordered_json::object()), HasSubstr("capability 8.9 or newer, found 8.0 (cuda:0)"));
+  EXPECT_THAT(refusal_of("89", blocks), HasSubstr("found 8.9 (cuda:0); use \"tensor\""));
+  EXPECT_THAT(refusal_of("100", blocks), HasSubstr("found 10.0"));
+  EXPECT_THAT(refusal_of("90", blocks), HasSubstr("multiples of 512"));
+  ::setenv("DS_SIMULATED_CAPABILITY", "90", 1);
+}
+
+}  // namespace
+}  // namespace ds::engine

@@ -1,0 +1,212 @@
+// Steps whose loss scale, bounds and norms of parameters only the device knows: the same training as on the CPU.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <limits>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/shared_memory/thread_group.h"
+#include "core/text.h"
+#include "optim/loss_scaler.h"
+#include "tests/gpu/device_run.h"
+#include "tests/gpu/nccl_ranks.h"
+
+namespace ds::engine {
+namespace {
+
+using nlohmann::ordered_json;
+
+TEST(GpuWholeOptimizers, TrainAsOnTheCpu) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
+  for (const std::string type : {"Lamb", "Muon"}) {
+    for (const int stage : {0, 1, 3}) {
+      SCOPED_TRACE(cat(type, ", stage ", stage));
+      ordered_json config = device_config(stage, "bf16");
+      config["optimizer"] = {{"type", type}, {"params", {{"lr", 0.02}, {"weight_decay", 0.1}}}};
+      config["zero_allow_untested_optimizer"] = true;
+      comm::ThreadGroup group(2);
+      std::vector<DeviceRun> expected(2);
+      std::vector<std::thread> threads;
+      for (int rank = 0; rank < 2; ++rank) {
+        threads.emplace_back([&, rank] {
+          const auto own = group.communicator(rank);
+          expected[static_cast<size_t>(rank)] = train_on(at::kCPU, config, *own);
+        });
+      }
+      for (std::thread& thread : threads) thread.join();
+      test::on_gpus(2, [&](comm::Communicator& ranks, at::Device device) {
+        const DeviceRun found = train_on(device, config, ranks);
+        expect_same_losses(found.losses, expected[static_cast<size_t>(ranks.rank())].losses, tolerance_of("bf16"));
+        EXPECT_LT(largest_difference(found.weights, expected[0].weights), type == "Muon" ? 0.05 : 0.02);
+      });
+    }
+  }
+}
+
+// Where the program clips the norm too, the bounds of single gradients are the device's.
+DeviceRun run_clipped(at::Device device, const ordered_json& config, double norm) {
+  const auto ranks = comm::ThreadGroup(1).communicator(0);
+  SmallNet model;
+  const auto engine =
+      initialize({.model = model.ptr(), .config = config, .communicator = borrowed(*ranks), .device = device.str()})
+          .engine;
+  DeviceRun run;
+  for (int64_t micro = 0; micro < 16; ++micro) {
+    const at::Tensor loss = model->loss(sample(micro, 0).to(device));
+    engine->backward(loss);
+    if (norm > 0 && micro % 2 == 1) engine->clip_grad_norm_(norm);
+    engine->step();
+    run.losses.push_back(loss.item<double>());
+  }
+  run.weights = copy_of(engine->fp32_state_dict());
+  return run;
+}
+
+TEST(GpuClipByValue, ClipsAsOnTheCpu) {
+  for (const double norm : {0.0, 0.5}) {
+    for (const char* precision : {"bf16", "fp16"}) {
+      SCOPED_TRACE(cat(precision, ", norm clipped to ", norm));
+      ordered_json config = device_config(1, precision);
+      config["gradient_clipping"] = 0.0;
+      config["optimizer"] = {{"type", "SGD"}, {"params", {{"lr", 0.1}}}};  // which the size of a gradient matters to
+      config["zero_allow_untested_optimizer"] = true;
+      const DeviceRun without = run_clipped(at::kCPU, config, norm);
+      config["gradient_clip_by_value"] = 0.05;
+      const DeviceRun expected = run_clipped(at::kCPU, config, norm);
+      const DeviceRun found = run_clipped(test::tested_device(), config, norm);
+      expect_same_losses(found.losses, expected.losses, tolerance_of(precision));
+      EXPECT_LT(largest_difference(found.weights, expected.weights), 0.01);
+      EXPECT_GT(largest_difference(without.weights, expected.weights), 0.02) << "nothing was clipped";
+    }
+  }
+}
+
+// fp16 with gradients that are not finite in steps 3, 4 and 7.
+struct ScaledRun {
+  std::vector<double> losses;
+  std::vector<double> scales;  // after each step
+  State weights;
+  std::vector<double> rates;
+  int64_t skipped = 0;
+};
+
+ScaledRun run_with_overflows(at::Device device, const ordered_json& fp16, int stage, bool asks) {
+  ordered_json config = device_config(stage, "fp16");
+  config["fp16"].update(fp16);
+  config["scheduler"] = {{"type", "WarmupLR"}, {"params", {{"warmup_num_steps", 20}, {"warmup_max_lr", 0.02}}}};
+  const auto ranks = comm::ThreadGroup(1).communicator(0);
+  SmallNet model;
+  const auto engine =
+      initialize({.model = model.ptr(), .config = config, .communicator = borrowed(*ranks), .device = device.str()})
+          .engine;
+  ScaledRun run;
+  std::vector<at::Tensor> losses;
+  for (int step = 0; step < 10; ++step) {
+    const bool bad = step == 2 || step == 3 || step == 6;
+    for (int64_t micro = 0; micro < 2; ++micro) {
+      losses.push_back(model->loss(sample(2 * step + micro, 0).to(device)));
+      engine->backward(bad ? losses.back() * std::numeric_limits<float>::infinity() : losses.back());
+      engine->step();
+    }
+    if (asks) run.scales.push_back(engine->loss_scale());
+  }
+  run.weights = copy_of(engine->fp32_state_dict());
+  for (const at::Tensor& loss : losses) run.losses.push_back(loss.item<double>());
+  run.rates = engine->get_lr();
+  run.skipped = engine->skipped_steps();
+  if (!asks) run.scales.push_back(engine->loss_scale());
+  return run;
+}
+
+class GpuLateScale : public ::testing::TestWithParam<int> {};
+
+INSTANTIATE_TEST_SUITE_P(Stages, GpuLateScale, ::testing::Values(0, 1, 2, 3));
+
+// Scales that grow and fall in every step, those that fall at the second overflow, those near the minimum, and a
+// fixed one.
+TEST_P(GpuLateScale, IsThatOfTheCpu) {
+  const std::vector<ordered_json> sections = {{{"loss_scale_window", 1}, {"hysteresis", 1}},
+                                              {{"loss_scale_window", 2}, {"hysteresis", 2}, {"initial_scale_power", 4}},
+                                              {{"loss_scale_window", 1}, {"hysteresis", 1}, {"initial_scale_power", 2}},
+                                              {{"loss_scale", 64}}};
+  for (const ordered_json& fp16 : sections) {
+    SCOPED_TRACE(fp16.dump());
+    const ScaledRun expected = run_with_overflows(at::kCPU, fp16, GetParam(), true);
+    EXPECT_EQ(expected.skipped, 3);
+    for (const bool asks : {false, true}) {
+      const ScaledRun found = run_with_overflows(test::tested_device(), fp16, GetParam(), asks);
+      EXPECT_EQ(found.skipped, 3);
+      EXPECT_EQ(found.rates, expected.rates);
+      EXPECT_EQ(found.scales.back(), expected.scales.back());
+      if (asks) EXPECT_EQ(found.scales, expected.scales);
+      expect_same_losses(found.losses, expected.losses, tolerance_of("fp16"));
+      EXPECT_LT(largest_difference(found.weights, expected.weights), 0.02);
+    }
+  }
+}
+
+// The error comes from the step itself: where the scale could not fall, the host waits.
+TEST(GpuLateScale, ThatCannotFallIsAnErrorOfItsStep) {
+  const auto ranks = comm::ThreadGroup(1).communicator(0);
+  ordered_json config = device_config(2, "fp16");
+  config["fp16"].update({{"initial_scale_power", 3}, {"hysteresis", 1}, {"min_loss_scale", 4}});
+  SmallNet model;
+  const auto engine = initialize({.model = model.ptr(),
+                                  .config = config,
+                                  .communicator = borrowed(*ranks),
+                                  .device = test::tested_device().str()})
+                          .engine;
+  const auto step = [&](double factor) {
+    for (int64_t micro = 0; micro < 2; ++micro) {
+      engine->backward(model->loss(sample(micro, 0).to(test::tested_device())) * factor);
+      engine->step();
+    }
+  };
+  const double infinite = std::numeric_limits<double>::infinity();
+  step(1.0);
+  step(infinite);  // the scale falls from 8 to 4
+  EXPECT_THROW(step(infinite), optimizers::LossScaleError);
+  EXPECT_EQ(engine->skipped_steps(), 2);
+  EXPECT_EQ(engine->loss_scale(), 4.0);
+  step(1.0);
+  EXPECT_TRUE(engine->was_step_applied());
+}
+
+// The loss scale of a checkpoint that is written right after a step that was skipped.
+TEST(GpuLateScale, IsInACheckpoint) {
+  const std::string folder = ::testing::TempDir() + "late_scale";
+  const auto ranks = comm::ThreadGroup(1).communicator(0);
+  ordered_json config = device_config(0, "fp16");
+  const auto start = [&](SmallNet& model) {
+    return initialize({.model = model.ptr(),
+                       .config = config,
+                       .communicator = borrowed(*ranks),
+                       .device = test::tested_device().str()})
+        .engine;
+  };
+  const auto step = [&](SmallNet& model, Engine& engine, double factor) {
+    for (int64_t micro = 0; micro < 2; ++micro) {
+      engine.backward(model->loss(sample(micro, 0).to(test::tested_device())) * factor);
+      engine.step();
+    }
+  };
+  SmallNet model;
+  const auto engine = start(model);
+  step(model, *engine, std::numeric_limits<double>::infinity());
+  engine->save_checkpoint(folder, "one");
+  EXPECT_EQ(engine->loss_scale(), 128.0);
+  step(model, *engine, std::numeric_limits<double>::infinity());
+  ASSERT_TRUE(engine->load_checkpoint(folder, "one"));  // what the last step told goes with it
+  EXPECT_EQ(engine->loss_scale(), 128.0);
+  SmallNet other;
+  const auto resumed = start(other);
+  ASSERT_TRUE(resumed->load_checkpoint(folder, "one"));
+  EXPECT_EQ(resumed->loss_scale(), 128.0);
+  step(other, *resumed, 1.0);
+  EXPECT_TRUE(resumed->was_step_applied());
+}
+
+}  // namespace
+}  // namespace ds::engine
