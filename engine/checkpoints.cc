@@ -51,7 +51,7 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   const auto loaded = engine::load_checkpoint(self.state, self.run_state(), self.order, request);
   if (loaded) self.step->forget_late();  // else, or where it threw, training goes on from that step
   self.watch->renew();
-  self.accumulation_begins();
+  self.accumulation_begins(/*restarted=*/true);
   return loaded;
 }
 

@@ -79,9 +79,11 @@ struct Engine::Impl {
             .start = unfinished ? &accumulation_start : nullptr};
   }
   // What comes next is the first micro-batch of an accumulation.
-  void accumulation_begins() {
+  // `restarted`: from another state than the last step left.
+  void accumulation_begins(bool restarted = false) {
     accumulation_start = engine::accumulation_start(state, loader.get());
     ++accumulations;
+    follow_compression(restarted);
   }
   // Calls `action`; of several engines, what it throws says whose it is.
   template <class Action>
@@ -95,6 +97,8 @@ struct Engine::Impl {
     }
   }
   std::string with_engine(const std::string& message) const;
+  // Compressed layers go on with the step; see dsengine/model_compression.h. Collective.
+  void follow_compression(bool restarted);
   // The boundary of an accumulation, whoever drove it: update, schedule, report. `loss`: that of a pipeline.
   void complete_step(const at::Tensor& loss = {});
   void step_once();  // Engine::step()

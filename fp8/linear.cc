@@ -21,6 +21,7 @@
 
 #include "core/check.h"
 #include "core/replay/replayed_values.h"
+#include "core/transposed.h"
 #include "fp8/linear_table.h"
 
 namespace ds::fp8 {
@@ -152,16 +153,6 @@ at::Tensor compute(LayerInUse layer, const at::Tensor& input, const at::Tensor& 
   node->set_next_edges(autograd::collect_next_edges(input, weight, bias));
   autograd::set_history(output, node);
   return output;
-}
-
-// What a transposed matrix is the transposed of; undefined: it is none.
-at::Tensor base_of_transposed(const at::Tensor& matrix) {
-  if (matrix.dim() != 2 || !matrix.is_view()) return {};
-  const at::Tensor base(matrix._base());
-  const bool fits = base.dim() == 2 && base.size(0) == matrix.size(1) && base.size(1) == matrix.size(0) &&
-                    base.stride(0) == matrix.stride(1) && base.stride(1) == matrix.stride(0) &&
-                    base.storage_offset() == matrix.storage_offset();
-  return fits ? base : at::Tensor();
 }
 
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const MaybeTensor& bias) {

@@ -3,6 +3,7 @@
 #include <map>
 #include <string>
 
+#include "engine/config/compression_rules.h"
 #include "engine/config/describe.h"
 #include "engine/config/difficulty_checks.h"
 #include "engine/config/sparsity_section.h"
@@ -145,6 +146,10 @@ void describe(JsonFields& json, CompressionTrainingSection& s) {
   json.section("row_pruning", s.row_pruning, describe, UnknownKeys::kWarn);
   json.section("head_pruning", s.head_pruning, describe, UnknownKeys::kWarn);
   json.section("channel_pruning", s.channel_pruning, describe, UnknownKeys::kWarn);
+  if (!json.reading()) return;
+  compression_rules(s, [&json](const std::string& path, const std::string& message, bool fatal) {
+    fatal ? json.error(path, message) : json.warning(path, message);
+  });
 }
 
 }  // namespace ds::engine::config

@@ -55,6 +55,11 @@ void collect_optimizer(const DsConfig& c, Collector& out) {
                 "CosineAnnealingLR, or give the program's own schedule (.lr_scheduler)"));
 }
 
+bool compresses_layers(const CompressionTrainingSection& s) {
+  return s.layer_reduction.enabled || s.weight_quantization.enabled || s.activation_quantization.enabled ||
+         s.sparse_pruning.enabled || s.row_pruning.enabled || s.head_pruning.enabled || s.channel_pruning.enabled;
+}
+
 void collect_precision(const DsConfig& c, Collector& out) {
   out.later(c.fp16.fp16_master_weights_and_grads, "fp16.fp16_master_weights_and_grads", "use false");
   out.later(c.bf16.bf16_master_weights_and_grads, "bf16.bf16_master_weights_and_grads", "use false");
@@ -68,6 +73,7 @@ void collect_precision(const DsConfig& c, Collector& out) {
     out.later(c.pipeline.stages.value_or(1) > 1, fp8 + "pipeline.stages", "turn one of them off");
     out.later(c.torch_autocast.enabled, fp8 + "torch_autocast", "use bf16 in its place");
     out.later(c.fp16.auto_cast, fp8 + "fp16.auto_cast", "use bf16");
+    out.later(compresses_layers(c.compression_training), fp8 + "compression_training", "turn one of them off");
   }
   bool amp = false;
   if (c.amp.is_object() && c.amp.contains("enabled")) ds::convert(c.amp["enabled"], amp);
@@ -81,13 +87,10 @@ void collect_parallel(const DsConfig& c, Collector& out) {
 
 void collect_compression(const CompressionTrainingSection& s, Collector& out) {
   const std::string p = "compression_training.";
-  out.later(s.layer_reduction.enabled, p + "layer_reduction", "turn it off");
-  out.later(s.weight_quantization.enabled, p + "weight_quantization", "turn it off");
-  out.later(s.activation_quantization.enabled, p + "activation_quantization", "turn it off");
-  out.later(s.sparse_pruning.enabled, p + "sparse_pruning", "turn it off");
-  out.later(s.row_pruning.enabled, p + "row_pruning", "turn it off");
-  out.later(s.head_pruning.enabled, p + "head_pruning", "turn it off");
-  out.later(s.channel_pruning.enabled, p + "channel_pruning", "turn it off");
+  const nlohmann::ordered_json& sparse = s.sparse_pruning.shared_parameters;
+  const bool is_snip = sparse.is_object() && sparse.value("method", nlohmann::ordered_json()) == "snip_momentum";
+  out.later(s.sparse_pruning.enabled && is_snip, p + "sparse_pruning.shared_parameters.method",
+            "use topk, which learns what stays, or l1");
 }
 
 void collect_features(const DsConfig& c, Collector& out) {

@@ -16,6 +16,7 @@
 #include "engine/engine_impl.h"
 #include "engine/setup/batch_norm_setup.h"
 #include "engine/setup/client_setup.h"
+#include "engine/setup/compression_setup.h"
 #include "engine/setup/error_stacks.h"
 #include "engine/setup/fp8_setup.h"
 #include "engine/setup/join_ranks.h"
@@ -165,6 +166,7 @@ void place_module(ModelState& model, const InitializeOptions& options, const con
     model.pipeline = build_pipeline(layers, model.ranks.mesh->group(comm::MeshAxis::kPipe), config, model.plan,
                                     model.ranks.device, *model.ranks.world);
   }
+  set_up_compression(options, config, model.pipeline != nullptr, model.ranks.tensor_ranks());
   const bool placed_later = options.init || has_meta_tensors(*options.model);
   if (!model.ranks.device.is_cpu() && !placed_later) options.model->to(model.ranks.device);
   if (model.pipeline) share_start_values(*model.pipeline);

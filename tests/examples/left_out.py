@@ -44,6 +44,24 @@ def losses(config, ranks, *flags):
     return [row["loss"] for row in rows if "step" in row and "loss" in row]
 
 
+def check_compression(whole):
+    """Methods that begin at step 2, on two ranks at stages 1 to 3, and recomputed. Rows are pruned from step 0 on."""
+    config = config_of("compression")
+    for method in config["compression_training"].values():
+        shared = method["shared_parameters"]
+        shared["schedule_offset"] = min(shared["schedule_offset"], 2)
+    first = losses(config, 2)
+    check(len(first) == STEPS and first[0] != whole[0] and first[-1] < first[0], "compression changes losses, and learns",
+          first, whole)
+    others = {"stage 1": (dict(config, zero_optimization={"stage": 1}), 2),
+              "stage 3": (dict(config, zero_optimization={"stage": 3}), 2),
+              "recomputation": (config, 2, "--activation_checkpointing")}
+    for what, run in others.items():
+        found = losses(*run)
+        apart = max(abs(a - b) for a, b in zip(first, found, strict=True))
+        check(apart < 1e-3, f"compression with {what} gives the losses of stage 2", apart, found, first)
+
+
 def main():
     os.makedirs(SCRATCH, exist_ok=True)
     whole = losses(config_of("zero1"), 1)
@@ -60,6 +78,7 @@ def main():
             found = losses(*run)
             apart = max(abs(a - b) for a, b in zip(alone, found, strict=True))
             check(apart < 1e-5, f"{name} with {what} gives the losses of one rank", apart, found, alone)
+    check_compression(whole)
     config = config_of("progressive_layer_drop")
     config["fp16"] = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
     skipped = losses(config, 2)

@@ -29,8 +29,11 @@ const Refused kRefused[] = {
     {"{data_types: {keep_in_fp32_modules: ['norm']}}", "data_types.keep_in_fp32_modules"},
     {"{expert_parallel: {enabled: true}}", "expert_parallel"},
     {"{sequence_parallel_size: 2}", "sequence_parallel_size"},
-    {"{compression_training: {sparse_pruning: {shared_parameters: {enabled: true}}}}",
-     "compression_training.sparse_pruning"},
+    {"{fp8: {enabled: true}, compression_training: {row_pruning: {shared_parameters: {enabled: true}, "
+     "different_groups: {g: {params: {dense_ratio: 0.5}, modules: ['*']}}}}}",
+     "fp8 with compression_training"},
+    {"{compression_training: {sparse_pruning: {shared_parameters: {enabled: true, method: 'snip_momentum'}}}}",
+     "compression_training.sparse_pruning.shared_parameters.method"},
     {"{flops_profiler: {enabled: true}}", "flops_profiler"},
     {"{comms_logger: {enabled: true}}", "comms_logger"},
     {"{data_efficiency: {enabled: true, data_sampling: {enabled: true}}}", "data_efficiency.data_sampling"},

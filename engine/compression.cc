@@ -1,0 +1,97 @@
+// What dsengine/model_compression.h declares, and the engine's part in it: steps.
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <utility>
+
+#include "core/check.h"
+#include "dsengine/model_compression.h"
+#include "engine/config/compression_rules.h"
+#include "engine/engine_impl.h"
+#include "engine/state/parameter_scope.h"
+#include "fp8/linear.h"
+#include "model_compression/compressed_model.h"
+#include "model_compression/layer_reduction.h"
+#include "model_compression/small_model.h"
+#include "zero/gathered_scope.h"
+
+namespace ds::engine {
+
+namespace compression = model_compression;
+
+std::vector<std::string> init_compression(torch::nn::Module& module, const config::ConfigSource& config,
+                                          torch::nn::Module* teacher) {
+  const config::CompressionTraining asked = config::read_compression_training(config);
+  require(!compression::find_model(module), "init_compression: expected a module that is not prepared yet, found one ",
+          "that is; call it once");
+  const config::LayerReductionSection& reduction = asked.section.layer_reduction;
+  if (reduction.enabled) {
+    require(teacher != nullptr,
+            "init_compression: compression_training.layer_reduction: expected a teacher, found none; ",
+            "pass the model whose layers the student begins with");
+    compression::reduce_layers(module, *teacher,
+                               {.prefix = reduction.module_name_prefix.value_or(""),
+                                .teacher_layers = reduction.teacher_layer,
+                                .kept_layers = reduction.keep_number_layer,
+                                .other_modules = reduction.other_module_name});
+  }
+  auto model =
+      std::make_shared<compression::CompressedModel>(module, config::compression_rules(asked.section), asked.seed);
+  std::vector<std::string> names;
+  for (const auto& layer : model->layers()) names.push_back(layer->name());
+  // Before ours, whoever needs them later: weights are compressed first in all processes, and what has FP8 layers of
+  // another model beside computes them.
+  fp8::register_fp8_linear();
+  compression::attach(module.shared_from_this(), std::move(model));
+  return names;
+}
+
+void set_compression_step(torch::nn::Module& module, int64_t steps) {
+  const auto model = compression::find_model(module);
+  require(model != nullptr, "set_compression_step: expected a module that init_compression() has prepared");
+  model->advance(steps,
+                 {.with_whole = [](const at::Tensor&, const std::function<void()>& use) { use(); }, .largest = {}});
+}
+
+void Engine::Impl::follow_compression(bool restarted) {
+  const auto model = compression::find_model(*state.module);
+  if (!model) return;
+  if (restarted) model->restart();
+  const auto with_whole = [this](const at::Tensor& parameter, const std::function<void()>& use) {
+    synchronize();
+    zero::GatheredParameters::Scope scope = scope_of_parameters(state, {parameter}, std::nullopt);
+    scope.closed = [] {};
+    zero::GatheredParameters whole(std::move(scope));
+    use();
+    whole.close();
+  };
+  const auto largest = [this](at::Tensor& values) {
+    state.ranks.part->all_reduce(values, comm::ReduceOp::kMax, "ranges of quantised inputs").wait();
+  };
+  model->advance(progress.global_steps, {.with_whole = with_whole, .largest = largest});
+}
+
+std::vector<std::pair<std::string, at::Tensor>> redundancy_clean(const std::shared_ptr<Engine>& engine) {
+  require(engine != nullptr, "redundancy_clean: expected the engine that initialize() returned, found null");
+  const auto model = compression::find_model(*engine->module());
+  require(model != nullptr, "redundancy_clean: expected a model with compression_training, found one without");
+  return compression::small_state(*model, engine->module_state_dict());
+}
+
+void redundancy_clean(torch::nn::Module& module) {
+  const auto model = compression::find_model(module);
+  require(model != nullptr, "redundancy_clean: expected a module that init_compression() has prepared");
+  compression::NamedTensors state;
+  for (const auto& item : module.named_parameters()) state.emplace_back(item.key(), item.value().detach());
+  for (const auto& item : module.named_buffers()) state.emplace_back(item.key(), item.value().detach());
+  const compression::NamedTensors small = compression::small_state(*model, std::move(state));
+  compression::drop_method_tensors(*model);
+  compression::detach(module);
+  compression::take_state(module, small);
+}
+
+void load_small_model(torch::nn::Module& module, const std::vector<std::pair<std::string, at::Tensor>>& state) {
+  compression::take_state(module, state);
+}
+
+}  // namespace ds::engine

@@ -1,0 +1,60 @@
+// Training with compressed layers, as compression_training of a ds_config says: quantised weights and inputs, pruned
+// elements, rows, heads and channels, fewer layers. The names are those of deepspeed.compression, for unmodified
+// modules:
+//
+//   auto model = Gpt(config);
+//   engine::init_compression(*model, "ds_config.json", teacher.get());    // teacher: for layer_reduction alone
+//   auto [engine, ...] = engine::initialize({.model = model.ptr(), .config = "ds_config.json"});
+//   ... train ...
+//   checkpoint::write_weights("small.safetensors", engine::redundancy_clean(engine));
+//
+// Members of a LibTorch module have their types, so that nothing is exchanged in it: a layer (Linear, Embedding,
+// Conv2d) is known by its weight, and it is the operators that get it (linear, embedding, conv2d; addmm and matmul with
+// it transposed, as torch::nn's Linear calls them, which adds its bias with add_) that compute otherwise. Gradients
+// pass straight through to the weight, which stays as the optimizer has it. Learned scores ("topk") become parameters,
+// masks ("l1") and static ranges buffers, of a child "compression" of the layer, under DeepSpeed's names: they are
+// trained, sharded, saved and loaded as all others. Schedules are functions of the optimizer step.
+// docs/model_compression.md.
+//
+// Modules are held by a shared_ptr (any ModuleHolder does); clone() of one that is prepared throws.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "dsengine/config.h"
+#include "dsengine/engine.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace ds::engine {
+
+// Prepares the layers that the section names; returns their names, in the module's order. With layer_reduction the
+// module, the student, first gets values of `teacher`, a model with more layers. initialize() does this for a module
+// that has not been prepared, unless there is a layer_reduction. Throws ConfigError with the json path for patterns
+// that match nothing and layers that do not fit, UsageError for a module that is prepared already.
+std::vector<std::string> init_compression(torch::nn::Module& module, const config::ConfigSource& config,
+                                          torch::nn::Module* teacher = nullptr);
+
+// For loops without an engine, with the whole model on this rank: `steps` optimizer steps are done. Call it once before
+// the first forward pass, with 0, and after each step. Throws UsageError for a module that is not prepared.
+void set_compression_step(torch::nn::Module& module, int64_t steps);
+
+// The small model: whole parameters and buffers by name, on the host, pruned and quantised to target_bits, without the
+// dimensions that related_modules take away, nor scores and masks. The engine trains on as before. Collective. Throws
+// UsageError for a method whose schedule_offset has not come, and where related layers do not fit.
+std::vector<std::pair<std::string, at::Tensor>> redundancy_clean(const std::shared_ptr<Engine>& engine);
+// Makes the module itself small, which no engine holds: its layers are plain ones afterwards.
+void redundancy_clean(torch::nn::Module& module);
+// Gives a module built with the full sizes the values and sizes of a small one. Throws UsageError, before any change,
+// when a name is missing.
+void load_small_model(torch::nn::Module& module, const std::vector<std::pair<std::string, at::Tensor>>& state);
+
+}  // namespace ds::engine

@@ -1,0 +1,110 @@
+// One layer that computes with other values than its parameters hold: quantised weights and inputs, pruned weights.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "model_compression/methods.h"
+
+namespace ds::model_compression {
+
+enum class LayerKind { kLinear, kEmbedding, kConv2d };
+
+// A mask over the weight: over elements, rows, channels (output dimensions) or heads (blocks of input dimensions).
+struct Pruning {
+  Rule rule;
+  at::Tensor scores;  // "topk": a parameter of the layer, of the mask's shape
+  at::Tensor mask;    // "l1": a buffer of the layer, bool; all true until the method begins
+  bool decided = false;
+  int64_t seen_version = -1;
+};
+
+// What layers of a model share.
+struct Progress {
+  int64_t step = 0;  // optimizer steps that are done
+  uint64_t seed = 0;
+};
+
+// The child of a layer that keeps scores, masks and ranges.
+constexpr const char* kKeeper = "compression";
+
+struct Operands {
+  at::Tensor weight;
+  at::Tensor bias;  // undefined: none
+};
+
+class CompressedLayer {
+ public:
+  CompressedLayer(std::string name, const std::shared_ptr<torch::nn::Module>& module,
+                  std::shared_ptr<const Progress> progress);
+
+  // Registers what the method keeps, under DeepSpeed's names in a child of the layer. Throws ConfigError,
+  // with the path of the rule, where layer and rule do not fit, before anything is registered.
+  void add(const Rule& rule);
+
+  // What an operator computes with, in the graph, in the place of what the module gives it.
+  at::Tensor compressed_weight(const at::Tensor& weight);
+  at::Tensor compressed_bias(const at::Tensor& bias) const;
+  at::Tensor compressed_input(const at::Tensor& input);
+  bool changes_bias() const;
+
+  const std::string& name() const { return name_; }
+  LayerKind kind() const { return kind_; }
+  std::shared_ptr<torch::nn::Module> module() const { return module_.lock(); }
+  at::Tensor weight() const;
+  const std::vector<Pruning>& prunings() const { return prunings_; }
+  const std::optional<Rule>& weight_rule() const { return weight_rule_; }
+  bool used() const { return used_; }  // an operator has come with the weight
+  bool has_begun(const Rule& rule) const { return progress_->step >= rule.schedule_offset; }
+
+  // Masks that are to be decided from the weight now, since their method has begun.
+  bool awaits_masks();
+  void decide_masks();  // with the weight whole
+
+  // Of static ranges: whether training steps look at inputs now; {-minimum, maximum} of what this rank saw since the
+  // last call of take_observed(), float32, -inf where nothing; and the range from what all ranks saw.
+  bool observes() const;
+  at::Tensor take_observed();
+  void follow_range(const at::Tensor& observed);
+
+  // The weight and bias that a trained layer is left with: `operands` whole values, at target bits. No graph.
+  Operands final_values(const Operands& operands, const std::vector<at::Tensor>& scores) const;
+  // Of one pruning, bool, flat: rows, channels or heads that stay. `scores`: whole values; unused with "l1".
+  static at::Tensor final_mask(const Pruning& pruning, const at::Tensor& scores);
+
+ private:
+  at::Tensor quantized_weight(const at::Tensor& weight, const Rule& rule, int64_t step, bool final) const;
+  at::Tensor quantized_input(const at::Tensor& input);
+  at::Tensor in_static_range(const at::Tensor& input);
+  void add_pruning(const Rule& rule);
+  static at::Tensor mask_now(const Pruning& pruning);
+  std::shared_ptr<torch::nn::Module> keeper();
+  at::Tensor l1_scores(const Rule& rule) const;
+
+  const std::string name_;
+  const std::weak_ptr<torch::nn::Module> module_;
+  const std::shared_ptr<const Progress> progress_;
+  LayerKind kind_ = LayerKind::kLinear;
+  std::optional<Rule> weight_rule_;
+  std::optional<Rule> input_rule_;
+  at::Tensor range_;     // a buffer: the bits of float32 [2], so that no cast of the model's dtype touches them
+  at::Tensor observed_;  // undefined: nothing
+  bool used_ = false;
+  std::vector<Pruning> prunings_;  // in the order in which they are applied
+};
+
+// Of torch::nn's Linear, Embedding and Conv2d. A module of the program's own is a Linear where it has a parameter
+// "weight" of two dimensions, [outputs, inputs], and a Conv2d where it has one of four.
+std::optional<LayerKind> kind_of(const torch::nn::Module& module);
+bool applies_to(Method method, LayerKind kind);
+// Undefined where the layer has none.
+at::Tensor bias_of(torch::nn::Module& module);
+at::Tensor weight_of(torch::nn::Module& module);
+
+}  // namespace ds::model_compression

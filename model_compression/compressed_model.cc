@@ -1,0 +1,223 @@
+#include "model_compression/compressed_model.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/stack.h>
+#include <torch/nn/modules/batchnorm.h>
+
+#include <algorithm>
+#include <mutex>
+#include <regex>
+#include <set>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "core/check.h"
+#include "core/log.h"
+
+namespace ds::model_compression {
+namespace {
+
+class Pattern {
+ public:
+  explicit Pattern(const std::string& text) : all_(text == "*"), compiled_(all_ ? "" : text) {}
+  bool matches(const std::string& name) const { return all_ || std::regex_search(name, compiled_); }
+
+ private:
+  bool all_;
+  std::regex compiled_;
+};
+
+template <class Wanted>
+std::vector<RelatedLayer> matching(torch::nn::Module& module, const std::string& pattern, const Wanted& wanted) {
+  const Pattern compiled(pattern);
+  std::vector<RelatedLayer> result;
+  for (const auto& item : module.named_modules("", /*include_self=*/true)) {
+    if (compiled.matches(item.key()) && wanted(*item.value(), item.key())) result.push_back({item.key(), item.value()});
+  }
+  return result;
+}
+
+bool has_dimensions(const torch::nn::Module& module) {
+  const auto kind = kind_of(module);
+  return (kind && *kind != LayerKind::kEmbedding) ||
+         dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) != nullptr;
+}
+
+// Of each of `count` layers, those that the patterns give it: the k-th match of a pattern is of the k-th layer.
+std::vector<std::vector<RelatedLayer>> related_of(torch::nn::Module& module, const Rule& rule, size_t entry,
+                                                  size_t count) {
+  std::vector<std::vector<RelatedLayer>> result(count);
+  for (const std::string& pattern : rule.related[entry]) {
+    const auto found = matching(module, pattern, [](const auto& of, const std::string&) { return has_dimensions(of); });
+    require<ConfigError>(found.size() == count, rule.path, ".related_modules: expected ", pattern, " to match as many ",
+                         "layers as \"", rule.modules[entry], "\" of modules, ", count, ", found ", found.size());
+    for (size_t i = 0; i < count; ++i) result[i].push_back(found[i]);
+  }
+  return result;
+}
+
+// By the identity of weights, which to(), set_data() and an engine keep.
+struct Table {
+  std::shared_mutex mutex;
+  using Layers = std::unordered_map<const at::TensorImpl*, std::vector<std::shared_ptr<CompressedLayer>>>;
+  Layers layers;
+  Layers by_bias;
+  struct Attached {
+    std::weak_ptr<torch::nn::Module> module;
+    std::shared_ptr<CompressedModel> model;
+  };
+  std::unordered_map<const torch::nn::Module*, Attached> models;
+
+  static Table& of_process() {
+    static Table table;
+    return table;
+  }
+  void drop_layers(const std::function<bool(const CompressedLayer&)>& gone) {
+    for (Layers* const table : {&layers, &by_bias}) {
+      for (auto entry = table->begin(); entry != table->end();) {
+        std::erase_if(entry->second, [&](const auto& layer) { return gone(*layer); });
+        entry = entry->second.empty() ? table->erase(entry) : std::next(entry);
+      }
+    }
+  }
+};
+
+}  // namespace
+
+CompressedModel::CompressedModel(torch::nn::Module& module, const std::vector<Rule>& rules, uint64_t seed) {
+  progress_->seed = seed;
+  for (const Rule& rule : rules) add_rule(module, rule);
+}
+
+std::shared_ptr<CompressedLayer> CompressedModel::layer_of(const RelatedLayer& found) {
+  for (const auto& layer : layers_) {
+    if (layer->name() == found.name) return layer;
+  }
+  return layers_.emplace_back(std::make_shared<CompressedLayer>(found.name, found.module, progress_));
+}
+
+void CompressedModel::add_rule(torch::nn::Module& module, const Rule& rule) {
+  for (size_t entry = 0; entry < rule.modules.size(); ++entry) {
+    const auto wanted = [&](const torch::nn::Module& of, const std::string& name) {
+      const auto kind = kind_of(of);
+      const bool excluded = std::any_of(rule.excluded.begin(), rule.excluded.end(),
+                                        [&](const std::string& pattern) { return Pattern(pattern).matches(name); });
+      return kind && applies_to(rule.method, *kind) && !excluded;
+    };
+    const auto found = matching(module, rule.modules[entry], wanted);
+    require<ConfigError>(!found.empty(), rule.path, ".modules: expected \"", rule.modules[entry],
+                         "\" to match a layer ", "that ", name_of(rule.method),
+                         " has a meaning for, found none in the model");
+    std::vector<std::vector<RelatedLayer>> related(found.size());
+    if (!rule.related.empty()) related = related_of(module, rule, entry, found.size());
+    for (size_t i = 0; i < found.size(); ++i) {
+      const auto layer = layer_of(found[i]);
+      layer->add(rule);
+      if (!rule.related.empty()) cuts_.push_back({layer, rule.method, related[i]});
+    }
+  }
+}
+
+void CompressedModel::advance(int64_t step, const RanksOfModel& ranks) {
+  const at::NoGradGuard no_grad;
+  std::vector<CompressedLayer*> observing;  // in the step that is over
+  for (const auto& layer : layers_) {
+    if (layer->observes()) observing.push_back(layer.get());
+  }
+  if (!observing.empty()) {
+    std::vector<at::Tensor> seen;
+    for (CompressedLayer* const layer : observing) seen.push_back(layer->take_observed());
+    at::Tensor all = at::stack(seen);
+    if (ranks.largest) ranks.largest(all);
+    for (size_t i = 0; i < observing.size(); ++i) observing[i]->follow_range(all[static_cast<int64_t>(i)]);
+  }
+  if (step == progress_->step + 1 && !restarted_) warn_of_unused();
+  restarted_ = false;
+  progress_->step = step;
+  for (const auto& layer : layers_) {
+    if (layer->awaits_masks()) ranks.with_whole(layer->weight(), [&] { layer->decide_masks(); });
+  }
+}
+
+void CompressedModel::warn_of_unused() {
+  if (std::exchange(looked_for_unused_, true)) return;
+  std::string names;
+  for (const auto& layer : layers_) {
+    if (!layer->used()) names += cat(names.empty() ? "" : ", ", layer->name());
+  }
+  if (names.empty()) return;
+  log::warning("compression_training: in the first step no operator linear, embedding or conv2d got the weight of ",
+               names,
+               ", whose rules have no effect until one does: layers are known by their weight as their module has it ",
+               "(said once)");
+}
+
+void CompressedModel::restart() {
+  restarted_ = true;
+  for (const auto& layer : layers_) {
+    if (layer->observes()) layer->take_observed();
+  }
+}
+
+void attach(const std::shared_ptr<torch::nn::Module>& module, std::shared_ptr<CompressedModel> model) {
+  register_operators_of(model->layers());
+  Table& table = Table::of_process();
+  const std::unique_lock lock(table.mutex);
+  table.drop_layers([](const CompressedLayer& layer) { return layer.module() == nullptr; });
+  std::erase_if(table.models, [](const auto& entry) { return entry.second.module.expired(); });
+  for (const auto& layer : model->layers()) {
+    table.layers[layer->weight().unsafeGetTensorImpl()].push_back(layer);
+    const at::Tensor bias = layer->changes_bias() ? bias_of(*layer->module()) : at::Tensor();
+    if (bias.defined()) table.by_bias[bias.unsafeGetTensorImpl()].push_back(layer);
+  }
+  table.models[module.get()] = {module, std::move(model)};
+}
+
+std::shared_ptr<CompressedModel> find_model(torch::nn::Module& module) {
+  Table& table = Table::of_process();
+  const std::shared_lock lock(table.mutex);
+  if (table.models.empty()) return nullptr;
+  for (const auto& part : module.modules(/*include_self=*/true)) {
+    const auto found = table.models.find(part.get());
+    if (found != table.models.end() && found->second.module.lock() == part) return found->second.model;
+  }
+  return nullptr;
+}
+
+void detach(torch::nn::Module& module) {
+  Table& table = Table::of_process();
+  const std::unique_lock lock(table.mutex);
+  const auto found = table.models.find(&module);
+  if (found == table.models.end()) return;
+  std::set<const CompressedLayer*> own;
+  for (const auto& layer : found->second.model->layers()) own.insert(layer.get());
+  table.drop_layers([&](const CompressedLayer& layer) { return own.contains(&layer); });
+  table.models.erase(found);
+}
+
+std::shared_ptr<CompressedLayer> find_layer_of_bias(const at::Tensor& bias) {
+  Table& table = Table::of_process();
+  const std::shared_lock lock(table.mutex);
+  const auto found = table.by_bias.find(bias.unsafeGetTensorImpl());
+  if (found == table.by_bias.end()) return nullptr;
+  for (const auto& layer : found->second) {
+    const auto module = layer->module();
+    if (module && bias_of(*module).is_same(bias)) return layer;
+  }
+  return nullptr;
+}
+
+std::shared_ptr<CompressedLayer> find_layer(const at::Tensor& weight, LayerKind kind) {
+  Table& table = Table::of_process();
+  const std::shared_lock lock(table.mutex);
+  const auto found = table.layers.find(weight.unsafeGetTensorImpl());
+  if (found == table.layers.end()) return nullptr;
+  for (const auto& layer : found->second) {
+    // A tensor may lie where one of a module that is gone has been, or one that its module has replaced.
+    if (layer->kind() == kind && layer->weight().is_same(weight)) return layer;
+  }
+  return nullptr;
+}
+
+}  // namespace ds::model_compression

@@ -1,0 +1,190 @@
+#include "model_compression/small_model.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/linear.h>
+
+#include <algorithm>
+#include <map>
+
+#include "core/check.h"
+
+namespace ds::model_compression {
+namespace {
+
+std::string member(const std::string& layer, const char* name) { return layer.empty() ? name : cat(layer, ".", name); }
+
+const char* scores_name(Method method) {
+  switch (method) {
+    case Method::kSparsePruning:
+      return "sparse_mask_scores";
+    case Method::kRowPruning:
+      return "row_mask_scores";
+    case Method::kHeadPruning:
+      return "head_pruning_scores";
+    default:
+      return "channel_mask_scores";
+  }
+}
+
+// Whole tensors by name. A tied weight has several names and changes under all of them.
+class State {
+ public:
+  explicit State(NamedTensors& values) : values_(values) {
+    for (size_t i = 0; i < values_.size(); ++i) place_[values_[i].first] = i;
+  }
+  bool has(const std::string& name) const { return place_.contains(name); }
+  const at::Tensor& get(const std::string& name) const {
+    const auto found = place_.find(name);
+    require(found != place_.end(), "redundancy_clean: expected the model to have ", name, ", found no such tensor");
+    return values_[found->second].second;
+  }
+  void put(const std::string& name, const at::Tensor& value) {
+    const at::Tensor before = get(name);
+    for (auto& [other, tensor] : values_) {
+      const bool is_same = other == name || (tensor.numel() > 0 && tensor.data_ptr() == before.data_ptr() &&
+                                             tensor.sizes() == before.sizes());
+      if (is_same) tensor = value;
+    }
+  }
+  // Entries `kept` of a dimension.
+  void cut(const std::string& name, int64_t dim, const at::Tensor& kept) {
+    const at::Tensor& value = get(name);
+    put(name, value.index_select(dim, kept.to(value.device())));
+  }
+
+ private:
+  NamedTensors& values_;
+  std::map<std::string, size_t> place_;
+};
+
+at::Tensor scores_of(const State& state, const CompressedLayer& layer, const Pruning& pruning) {
+  return pruning.scores.defined() ? state.get(cat(member(layer.name(), kKeeper), ".", scores_name(pruning.rule.method)))
+                                  : at::Tensor();
+}
+
+void finish_values(State& state, const CompressedLayer& layer) {
+  std::vector<at::Tensor> scores;
+  for (const Pruning& pruning : layer.prunings()) {
+    require(layer.has_begun(pruning.rule), "redundancy_clean: expected a step from which on ", pruning.rule.path,
+            " is in force, schedule_offset ", pruning.rule.schedule_offset, "; train further, or lower it");
+    scores.push_back(scores_of(state, layer, pruning));
+  }
+  require(!layer.weight_rule() || layer.has_begun(*layer.weight_rule()), "redundancy_clean: expected a step from ",
+          "which on weight_quantization of ", layer.name(),
+          " is in force; train further, or lower its schedule_offset");
+  const std::string weight = member(layer.name(), "weight");
+  const std::string bias = member(layer.name(), "bias");
+  const Operands values = layer.final_values(
+      {.weight = state.get(weight), .bias = state.has(bias) ? state.get(bias) : at::Tensor()}, scores);
+  state.put(weight, values.weight);
+  if (values.bias.defined()) state.put(bias, values.bias);
+}
+
+// Indices of what stays, where each entry of the mask stands for `block` entries, `times` times over.
+at::Tensor kept_of(const at::Tensor& mask, int64_t block, int64_t times) {
+  return mask.repeat_interleave(block).repeat({times}).nonzero().view(-1);
+}
+
+void cut_outputs(State& state, const std::string& layer, const at::Tensor& kept) {
+  state.cut(member(layer, "weight"), 0, kept);
+  for (const char* name : {"bias", "running_mean", "running_var"}) {
+    if (state.has(member(layer, name))) state.cut(member(layer, name), 0, kept);
+  }
+}
+
+// Layers before attention: queries, keys and values, each apart or one after the other in one layer.
+void cut_heads_before(State& state, const RelatedLayer& related, const at::Tensor& mask, int64_t hidden) {
+  const at::Tensor& weight = state.get(member(related.name, "weight"));
+  require(dynamic_cast<torch::nn::LinearImpl*>(related.module.get()) != nullptr && weight.size(0) % hidden == 0,
+          "redundancy_clean: head_pruning: expected the related layer ", related.name, " to be a Linear with ", hidden,
+          " outputs, or a multiple for queries, keys and values in one, found ", weight.size(0));
+  cut_outputs(state, related.name, kept_of(mask, hidden / mask.numel(), weight.size(0) / hidden));
+}
+
+void cut_inputs(State& state, const RelatedLayer& related, const at::Tensor& mask) {
+  if (dynamic_cast<torch::nn::BatchNorm2dImpl*>(related.module.get()) != nullptr) {
+    return cut_outputs(state, related.name, kept_of(mask, 1, 1));
+  }
+  const std::string name = member(related.name, "weight");
+  const int64_t inputs = state.get(name).size(1);
+  const auto* const conv = dynamic_cast<torch::nn::Conv2dImpl*>(related.module.get());
+  require(conv == nullptr || conv->options.groups() == 1, "redundancy_clean: expected the related layer ", related.name,
+          " to have groups = 1, found ", conv == nullptr ? 0 : conv->options.groups());
+  // A Linear after flatten() sees each channel as many times as it has pixels.
+  require(inputs % mask.numel() == 0 && (conv == nullptr || inputs == mask.numel()), "redundancy_clean: expected the ",
+          "related layer ", related.name, " to have an input for each of ", mask.numel(), " outputs, found ", inputs);
+  state.cut(name, 1, kept_of(mask, inputs / mask.numel(), 1));
+}
+
+void cut_dimensions(State& state, const Cut& cut, const at::Tensor& mask) {
+  const std::string& name = cut.layer->name();
+  if (cut.method == Method::kHeadPruning) {
+    const int64_t hidden = cut.layer->weight().size(1);
+    for (const RelatedLayer& related : cut.related) cut_heads_before(state, related, mask, hidden);
+    return state.cut(member(name, "weight"), 1, kept_of(mask, hidden / mask.numel(), 1));
+  }
+  for (const RelatedLayer& related : cut.related) cut_inputs(state, related, mask);
+  cut_outputs(state, name, kept_of(mask, 1, 1));
+}
+
+void follow_sizes(torch::nn::Module& module) {
+  if (auto* linear = dynamic_cast<torch::nn::LinearImpl*>(&module)) {
+    linear->options.out_features(linear->weight.size(0)).in_features(linear->weight.size(1));
+  } else if (auto* conv = dynamic_cast<torch::nn::Conv2dImpl*>(&module)) {
+    conv->options.out_channels(conv->weight.size(0)).in_channels(conv->weight.size(1) * conv->options.groups());
+  } else if (auto* norm = dynamic_cast<torch::nn::BatchNorm2dImpl*>(&module)) {
+    if (norm->weight.defined()) norm->options.num_features(norm->weight.size(0));
+  }
+}
+
+}  // namespace
+
+NamedTensors small_state(const CompressedModel& model, NamedTensors values) {
+  const at::NoGradGuard no_grad;
+  State state(values);
+  std::vector<std::pair<const Cut*, at::Tensor>> masks;  // of the whole scores, before anything is cut
+  for (const Cut& cut : model.cuts()) {
+    for (const Pruning& pruning : cut.layer->prunings()) {
+      if (pruning.rule.method != cut.method) continue;
+      masks.emplace_back(&cut,
+                         CompressedLayer::final_mask(pruning, scores_of(state, *cut.layer, pruning)).to(at::kCPU));
+    }
+  }
+  for (const auto& layer : model.layers()) finish_values(state, *layer);
+  for (const auto& [cut, mask] : masks) cut_dimensions(state, *cut, mask);
+  std::erase_if(values, [&](const auto& item) {
+    return std::any_of(model.layers().begin(), model.layers().end(),
+                       [&](const auto& layer) { return item.first.starts_with(member(layer->name(), kKeeper) + "."); });
+  });
+  return values;
+}
+
+void take_state(torch::nn::Module& module, const NamedTensors& state) {
+  const at::NoGradGuard no_grad;
+  std::map<std::string, at::Tensor> wanted(state.begin(), state.end());
+  std::vector<std::pair<at::Tensor, at::Tensor>> changes;
+  const auto match = [&](const std::string& name, const at::Tensor& tensor) {
+    const auto found = wanted.find(name);
+    require(found != wanted.end(), "load_small_model: expected a value for ", name, ", found none");
+    changes.emplace_back(tensor, found->second);
+  };
+  for (const auto& item : module.named_parameters()) match(item.key(), item.value());
+  for (const auto& item : module.named_buffers()) match(item.key(), item.value());
+  for (auto& [tensor, value] : changes) {
+    tensor.mutable_grad() = at::Tensor();
+    tensor.set_data(value.to(tensor.options()).clone());
+  }
+  for (const auto& part : module.modules(/*include_self=*/true)) follow_sizes(*part);
+}
+
+void drop_method_tensors(const CompressedModel& model) {
+  for (const auto& layer : model.layers()) {
+    const auto module = layer->module();
+    if (!module) continue;
+    if (module->named_children().contains(kKeeper)) module->unregister_module(kKeeper);
+  }
+}
+
+}  // namespace ds::model_compression
