@@ -49,6 +49,8 @@ void require_one_accumulation(const std::vector<Engine::Impl*>& engines) {
 
 // Likewise of loss scales: dynamic ones follow the smallest.
 void agree_on_loss_scale(const std::vector<Engine::Impl*>& engines) {
+  // A scaler that has yet to hear of a step would change the lowered scale by it.
+  for (Engine::Impl* const engine : engines) engine->step->read_late();
   double smallest = engines.front()->accumulation->loss_scale();
   for (const Engine::Impl* const engine : engines) smallest = std::min(smallest, engine->accumulation->loss_scale());
   for (Engine::Impl* const engine : engines) {

@@ -147,6 +147,27 @@ TEST_P(GpuLateScale, IsThatOfTheCpu) {
   }
 }
 
+// A scale that begins below its minimum: the second step makes the minimum of it, whether it is good or not. What nobody
+// has asked until the third shows in the norm of that one.
+TEST(GpuLateScale, RisesToItsMinimum) {
+  const auto norm_of_third = [](at::Device device) {
+    ordered_json config = device_config(0, "fp16");
+    config["fp16"].update({{"loss_scale_window", 1}, {"initial_scale_power", 2}, {"min_loss_scale", 8}});
+    const auto ranks = comm::ThreadGroup(1).communicator(0);
+    SmallNet model;
+    const auto engine =
+        initialize({.model = model.ptr(), .config = config, .communicator = borrowed(*ranks), .device = device.str()})
+            .engine;
+    for (int64_t micro = 0; micro < 6; ++micro) {
+      engine->backward(model->loss(sample(micro, 0).to(device)));
+      engine->step();
+    }
+    return engine->get_global_grad_norm().value();
+  };
+  const double expected = norm_of_third(at::kCPU);
+  EXPECT_NEAR(norm_of_third(test::tested_device()), expected, 0.05 * expected);
+}
+
 // The error comes from the step itself: where the scale could not fall, the host waits.
 TEST(GpuLateScale, ThatCannotFallIsAnErrorOfItsStep) {
   const auto ranks = comm::ThreadGroup(1).communicator(0);
