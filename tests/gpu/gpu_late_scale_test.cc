@@ -2,9 +2,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
 #include <limits>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "comm/shared_memory/thread_group.h"
@@ -86,27 +88,29 @@ TEST(GpuClipByValue, ClipsAsOnTheCpu) {
 // fp16 with gradients that are not finite in steps 3, 4 and 7.
 struct ScaledRun {
   std::vector<double> losses;
-  std::vector<double> scales;  // after each step
+  std::vector<double> scales;
   State weights;
   std::vector<double> rates;
   int64_t skipped = 0;
 };
 
-ScaledRun run_with_overflows(at::Device device, const ordered_json& fp16, int stage, bool asks) {
+// They are those of the last rank only. `asks`: for the loss scale, between micro-batches and after each step.
+ScaledRun run_with_overflows(comm::Communicator& ranks, at::Device device, const ordered_json& fp16, int stage,
+                             bool asks) {
   ordered_json config = device_config(stage, "fp16");
   config["fp16"].update(fp16);
   config["scheduler"] = {{"type", "WarmupLR"}, {"params", {{"warmup_num_steps", 20}, {"warmup_max_lr", 0.02}}}};
-  const auto ranks = comm::ThreadGroup(1).communicator(0);
   SmallNet model;
   const auto engine =
-      initialize({.model = model.ptr(), .config = config, .communicator = borrowed(*ranks), .device = device.str()})
+      initialize({.model = model.ptr(), .config = config, .communicator = borrowed(ranks), .device = device.str()})
           .engine;
   ScaledRun run;
   std::vector<at::Tensor> losses;
   for (int step = 0; step < 10; ++step) {
-    const bool bad = step == 2 || step == 3 || step == 6;
+    const bool bad = (step == 2 || step == 3 || step == 6) && ranks.rank() == ranks.size() - 1;
     for (int64_t micro = 0; micro < 2; ++micro) {
-      losses.push_back(model->loss(sample(2 * step + micro, 0).to(device)));
+      losses.push_back(model->loss(sample(2 * step + micro, ranks.rank()).to(device)));
+      if (asks && micro == 1) run.scales.push_back(engine->loss_scale());
       engine->backward(bad ? losses.back() * std::numeric_limits<float>::infinity() : losses.back());
       engine->step();
     }
@@ -120,9 +124,31 @@ ScaledRun run_with_overflows(at::Device device, const ordered_json& fp16, int st
   return run;
 }
 
-class GpuLateScale : public ::testing::TestWithParam<int> {};
+std::vector<ScaledRun> run_on_the_cpu(int world, const ordered_json& fp16, int stage) {
+  comm::ThreadGroup group(world);
+  std::vector<ScaledRun> runs(static_cast<size_t>(world));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto own = group.communicator(rank);
+      runs[static_cast<size_t>(rank)] = run_with_overflows(*own, at::kCPU, fp16, stage, true);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return runs;
+}
 
-INSTANTIATE_TEST_SUITE_P(Stages, GpuLateScale, ::testing::Values(0, 1, 2, 3));
+void on_devices(int world, const std::function<void(comm::Communicator& ranks, at::Device device)>& body) {
+  if (world > 1) return test::on_gpus(world, body);
+  const auto ranks = comm::ThreadGroup(1).communicator(0);
+  body(*ranks, test::tested_device());
+}
+
+// Stage, ranks.
+class GpuLateScale : public ::testing::TestWithParam<std::tuple<int, int>> {};
+
+INSTANTIATE_TEST_SUITE_P(StagesAndRanks, GpuLateScale,
+                         ::testing::Combine(::testing::Values(0, 1, 2, 3), ::testing::Values(1, 2)));
 
 // Scales that grow and fall in every step, those that fall at the second overflow, those near the minimum, and a
 // fixed one.
@@ -131,24 +157,29 @@ TEST_P(GpuLateScale, IsThatOfTheCpu) {
                                               {{"loss_scale_window", 2}, {"hysteresis", 2}, {"initial_scale_power", 4}},
                                               {{"loss_scale_window", 1}, {"hysteresis", 1}, {"initial_scale_power", 2}},
                                               {{"loss_scale", 64}}};
+  const auto [stage, world] = GetParam();
+  if (world > 1 && !test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
   for (const ordered_json& fp16 : sections) {
     SCOPED_TRACE(fp16.dump());
-    const ScaledRun expected = run_with_overflows(at::kCPU, fp16, GetParam(), true);
-    EXPECT_EQ(expected.skipped, 3);
+    const std::vector<ScaledRun> runs = run_on_the_cpu(world, fp16, stage);
     for (const bool asks : {false, true}) {
-      const ScaledRun found = run_with_overflows(test::tested_device(), fp16, GetParam(), asks);
-      EXPECT_EQ(found.skipped, 3);
-      EXPECT_EQ(found.rates, expected.rates);
-      EXPECT_EQ(found.scales.back(), expected.scales.back());
-      if (asks) EXPECT_EQ(found.scales, expected.scales);
-      expect_same_losses(found.losses, expected.losses, tolerance_of("fp16"));
-      EXPECT_LT(largest_difference(found.weights, expected.weights), 0.02);
+      on_devices(world, [&, stage = stage](comm::Communicator& ranks, at::Device device) {
+        const ScaledRun& expected = runs[static_cast<size_t>(ranks.rank())];
+        const ScaledRun found = run_with_overflows(ranks, device, fp16, stage, asks);
+        EXPECT_EQ(expected.skipped, 3);
+        EXPECT_EQ(found.skipped, 3);
+        EXPECT_EQ(found.rates, expected.rates);
+        EXPECT_EQ(found.scales.back(), expected.scales.back());
+        if (asks) EXPECT_EQ(found.scales, expected.scales);
+        expect_same_losses(found.losses, expected.losses, tolerance_of("fp16"));
+        EXPECT_LT(largest_difference(found.weights, expected.weights), 0.02);
+      });
     }
   }
 }
 
-// A scale that begins below its minimum: the second step makes the minimum of it, whether it is good or not. What nobody
-// has asked until the third shows in the norm of that one.
+// A scale that begins below its minimum: the second step makes the minimum of it, whether it is good or not. What
+// nobody has asked until the third shows in the norm of that one.
 TEST(GpuLateScale, RisesToItsMinimum) {
   const auto norm_of_third = [](at::Device device) {
     ordered_json config = device_config(0, "fp16");
