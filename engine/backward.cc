@@ -49,8 +49,6 @@ void require_one_accumulation(const std::vector<Engine::Impl*>& engines) {
 
 // Likewise of loss scales: dynamic ones follow the smallest.
 void agree_on_loss_scale(const std::vector<Engine::Impl*>& engines) {
-  // A scaler that has yet to hear of a step would change the lowered scale by it.
-  for (Engine::Impl* const engine : engines) engine->step->read_late();
   double smallest = engines.front()->accumulation->loss_scale();
   for (const Engine::Impl* const engine : engines) smallest = std::min(smallest, engine->accumulation->loss_scale());
   for (Engine::Impl* const engine : engines) {
@@ -60,6 +58,8 @@ void agree_on_loss_scale(const std::vector<Engine::Impl*>& engines) {
             "backward(loss, engines): expected one loss scale, found ", own, " (of ", engine->state.module->name(),
             ", which cannot change it ", engine->order.accumulation_begins() ? "" : "inside an accumulation", ") and ",
             smallest, "; give the fp16 sections of the configs the same values");
+    // The scaler may not have heard yet of a step that leaves its scale as it is, and could change the lowered one.
+    engine->step->read_late();
     engine->loss_scaler->lower_to(smallest);
   }
 }
