@@ -58,6 +58,8 @@ void agree_on_loss_scale(const std::vector<Engine::Impl*>& engines) {
             "backward(loss, engines): expected one loss scale, found ", own, " (of ", engine->state.module->name(),
             ", which cannot change it ", engine->order.accumulation_begins() ? "" : "inside an accumulation", ") and ",
             smallest, "; give the fp16 sections of the configs the same values");
+    // The scaler may not have heard yet of a step that leaves its scale as it is, and could change the lowered one.
+    engine->step->read_late();
     engine->loss_scaler->lower_to(smallest);
   }
 }

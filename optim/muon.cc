@@ -156,25 +156,37 @@ std::map<int64_t, at::Tensor> Muon::own_steps(const Slice& slice, const State& s
     return std::any_of(slice.segments.begin(), slice.segments.end(),
                        [&](const Segment& segment) { return segment.parameter == parameter && segment.length > 0; });
   };
+  std::map<int64_t, at::Tensor> steps;
   std::vector<WantedStep> wanted;
+  const auto make = [&] {
+    const std::vector<at::Tensor> made = steps_by_shape(wanted, method_);
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      at::Tensor& step = steps[wanted[i].parameter];
+      step = made[i];
+      // A copy: the whole step goes.
+      if (slice.parts) step = slice.parts->part(wanted[i].parameter, step.view(wanted[i].sizes)).clone();
+      step = step.reshape({-1});
+    }
+    wanted.clear();
+  };
+  int64_t elements = 0;  // of whole matrices that ranks of an axis have gathered: more than the bucket has
   for (const BucketParameter& matrix : state.matrices) {
     if (!has_elements(matrix.parameter)) continue;
     const std::vector<int64_t>& sizes = (*slice.parameters)[static_cast<size_t>(matrix.parameter)].sizes;
     const at::Tensor flat = join(bucket, matrix);
-    if (slice.parts) {
-      const at::Tensor whole = slice.parts->whole(matrix.parameter, flat.view(sizes));
-      wanted.push_back({matrix.parameter, whole.reshape({-1}), whole.sizes().vec()});
-    } else {
+    if (!slice.parts) {
       wanted.push_back({matrix.parameter, flat, sizes});
+      continue;
     }
+    const at::Tensor whole = slice.parts->whole(matrix.parameter, flat.view(sizes));
+    if (elements + whole.numel() > kTogether && !wanted.empty()) {
+      make();
+      elements = 0;
+    }
+    wanted.push_back({matrix.parameter, whole.reshape({-1}), whole.sizes().vec()});
+    elements += whole.numel();
   }
-  const std::vector<at::Tensor> made = steps_by_shape(wanted, method_);
-  std::map<int64_t, at::Tensor> steps;
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    const at::Tensor own =
-        slice.parts ? slice.parts->part(wanted[i].parameter, made[i].view(wanted[i].sizes)) : made[i];
-    steps[wanted[i].parameter] = own.reshape({-1});
-  }
+  make();
   return steps;
 }
 

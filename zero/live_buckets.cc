@@ -58,8 +58,11 @@ LiveBuckets::LiveBuckets(const std::vector<ParameterBucket*>& buckets, const Gat
 
 int64_t LiveBuckets::take_peak_elements() { return std::exchange(peak_, live_); }
 
-void LiveBuckets::start(Entry& entry, bool exact) {
+void LiveBuckets::start(size_t bucket, bool exact) {
+  constexpr uint64_t kMixing = 0x9E3779B97F4A7C15;
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
+  Entry& entry = entries_[bucket];
+  digest_ = digest_ * kMixing + bucket + 1;
   entry.exact = gathers_.is_exact(*entry.bucket, exact);
   gathers_.start(*entry.bucket, entry.label, exact, entry.gather);
 }
@@ -72,7 +75,7 @@ void LiveBuckets::fetch(size_t bucket, bool exact) {
   coming_ += entry.elements();
   peak_ = std::max(peak_, live_);
   try {
-    start(entry, exact);
+    start(bucket, exact);
   } catch (...) {
     fail(entry);
   }
@@ -108,7 +111,7 @@ void LiveBuckets::refresh(size_t bucket) {
   ensure(entry.whole() && !entry.sharded(), "what is not sharded is whole, and refreshed after updates");
   entry.state = State::kComing;
   try {
-    start(entry, /*exact=*/false);
+    start(bucket, /*exact=*/false);
   } catch (...) {
     entry.state = State::kWhole;
     throw;

@@ -78,6 +78,10 @@ class LiveBuckets {
   void lend_memory() { memory_.lend_to_kernel(); }
   void free_memory() { memory_.clear(); }
 
+  // Of the buckets whose gathers were begun since the last call, in their order: ranks of `routes.slices` that have the
+  // same one have met in the same gathers.
+  uint64_t take_digest() { return std::exchange(digest_, 0); }
+
   bool out_of_memory() const { return no_memory_ != nullptr; }
   bool failed() const { return failure_ != nullptr || out_of_memory(); }
   // Buckets whose parameters the program has changed in place since the last call, with a digest of what they then held
@@ -96,7 +100,7 @@ class LiveBuckets {
   void rethrow();
 
  private:
-  void start(Entry& entry, bool exact);
+  void start(size_t bucket, bool exact);
   bool allocate(const Entry& entry);
   void fail(const Entry& entry);
   void keep_changes(size_t bucket);
@@ -109,6 +113,7 @@ class LiveBuckets {
   int64_t live_ = 0;
   int64_t coming_ = 0;
   int64_t peak_ = 0;
+  uint64_t digest_ = 0;
   int rank_;  // of slices
   std::vector<Changed> changed_;
   std::function<void()> before_changes_;

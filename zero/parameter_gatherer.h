@@ -42,8 +42,10 @@ struct PrefetchRules {
 // ones meet in different all_gathers, and communicators that compare labels name the parameters each wanted.
 //
 // Passes end together: a rank that runs fewer operators than others is found at the start of backward or at its end. On
-// a device, whose communicators compare nothing, ranks meet once a step, at the start of its last backward: there such
-// a rank hangs its peers in any case, and the flight record says where each of them is.
+// a device communicators compare nothing: all_gathers of different buckets of one size would go on with wrong weights.
+// There ranks meet once a step, at the start of its last backward where that is known, and step() compares what they
+// gathered (take_gather_digest()). Where sizes or numbers of gathers differ, peers may hang before; the flight record
+// says where each of them is.
 //
 // Parameters of a failed gather throw where an operator reads them (views of them hold NaN), and so does the next call
 // from the engine.
@@ -101,6 +103,8 @@ class ParameterGatherer : public ParameterAccess {
 
   // Between steps: gives back the memory that is kept from one gather to the next.
   void release_memory();
+  // Of all gathers since the last call, in their order: the same on ranks that ran the same operators.
+  uint64_t take_gather_digest() { return buckets_.take_digest(); }
   // Most elements that were gathered at once since the last call.
   int64_t take_peak_elements();
 

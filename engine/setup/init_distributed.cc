@@ -45,8 +45,9 @@ c10::Device present_device() {
   } catch (const ConfigError& error) {
     throw ConfigError(cat(kExpected, error.what(), kWayOut));
   }
-  require<ConfigError>(c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount() > 0, kExpected,
-                       "CUDA finds none that it can use: ", why_no_gpu(), kWayOut);
+  if (c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount() == 0) {
+    throw ConfigError(cat(kExpected, "CUDA finds none that it can use: ", why_no_gpu(), kWayOut));
+  }
   return c10::kCUDA;
 }
 
@@ -64,7 +65,7 @@ c10::Device device_of_rank(const std::string& name, int local_rank) {
   c10::Device device = parse_device(name);
   if (!device.is_cuda() || device.has_index()) return device;
   const auto visible = static_cast<int>(c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount());
-  require<ConfigError>(visible > 0, ".device: ", name, ": CUDA finds no GPU that it can use: ", why_no_gpu());
+  if (visible == 0) throw ConfigError(cat(".device: ", name, ": CUDA finds no GPU that it can use: ", why_no_gpu()));
   require<ConfigError>(visible == 1 || local_rank < visible, ".device: the rank with LOCAL_RANK ", local_rank,
                        " expects ", local_rank + 1, " GPUs, or one of its own, found ", visible,
                        " visible. Start at most one rank per GPU on each host, or widen CUDA_VISIBLE_DEVICES");

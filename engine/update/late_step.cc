@@ -57,14 +57,17 @@ bool OptimizerStep::loss_scale_may_be_late() const {
   if (!parts_.loss_scaler) return true;
   const std::optional<double> good = parts_.loss_scaler->scale_after(false);
   const std::optional<double> bad = parts_.loss_scaler->scale_after(true);
+  if (!good || !bad) return false;
+  if (*good == *bad && *good == parts_.loss_scaler->scale()) return true;
   // With a scale of 1 programs find gradients as they are (ShownGradients).
-  return good && bad && (*good == *bad || (*good != 1.0 && *bad != 1.0));
+  return *good != 1.0 && *bad != 1.0;
 }
 
 void OptimizerStep::scale_next_on_device(const at::Tensor& bad) {
   const double good_scale = parts_.loss_scaler->scale_after(false).value();
   const double bad_scale = parts_.loss_scaler->scale_after(true).value();
-  if (good_scale == bad_scale) return;
+  // They may be one and still another than the scale of this step: both the minimum, of a scale that was below it.
+  if (good_scale == bad_scale && good_scale == parts_.loss_scaler->scale()) return;
   const auto options = at::TensorOptions().dtype(at::kFloat).device(bad.device());
   parts_.accumulation.take_device_scale(
       at::where(bad.squeeze(), at::full({}, bad_scale, options), at::full({}, good_scale, options)),

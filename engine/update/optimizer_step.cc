@@ -105,6 +105,13 @@ StepFacts OptimizerStep::facts() {
   facts.changes = changes.all;
   facts.last_changed = parts_.watch.take_name();
   if (parts_.state.tensor) agree_along_axis(facts, changes.axis);
+  if (parts_.state.gatherer) {
+    facts.gathers = parts_.state.gatherer->take_gather_digest();
+    if (const comm::Communicator* const copies = parts_.state.ranks.groups.replicas.get()) {
+      facts.gather_group = copies->rank();
+      facts.gather_groups = copies->size();
+    }
+  }
   if (looks_at_buffers()) facts.buffers = digest_of_buffers(*parts_.state.module);
   return facts;
 }

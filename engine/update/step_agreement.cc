@@ -29,8 +29,10 @@ enum Place : int64_t {
   kChanges = kPosition + 2,
   kGradientChanges = kChanges + 2,
   kBuffers = kGradientChanges + 2,
-  kPlaces = kBuffers + 2
+  kGathers = kBuffers + 2  // of the first group; the others follow
 };
+
+int64_t places(const StepFacts& facts) { return kGathers + int64_t{2} * facts.gather_groups; }
 
 uint64_t folded(uint64_t value) { return (value ^ value >> 16 ^ value >> 32 ^ value >> 48) & kMask; }
 
@@ -65,7 +67,7 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   if (facts_.axis && device_.is_cpu()) read_axis();
   if (ranks_.size() == 1) return;
   const CheckTime::Scope time;
-  const at::Tensor values = at::zeros({kPlaces}, at::kDouble);
+  const at::Tensor values = at::zeros({places(facts_)}, at::kDouble);
   auto* const numbers = values.mutable_data_ptr<double>();
   numbers[kWithLoss] = facts_.loss.defined() ? 1.0 : 0.0;
   numbers[kAxisProblem] = facts_.axis_problem.empty() ? 0.0 : 1.0;
@@ -74,6 +76,7 @@ StepAgreement::StepAgreement(StepFacts facts, comm::Communicator& ranks, at::Dev
   put(numbers + kChanges, folded(facts_.changes));
   put(numbers + kGradientChanges, folded(facts_.gradient_changes));
   put(numbers + kBuffers, folded(facts_.buffers));
+  put(numbers + kGathers + int64_t{2} * facts_.gather_group, folded(facts_.gathers));
   values_ = sent_to(device_, values);
   if (facts_.loss.defined()) values_.select(0, kLoss).copy_(facts_.loss);
   if (facts_.axis) put_axis(*facts_.axis, values_);
@@ -127,6 +130,14 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
   if (!all_equal(numbers + kPosition, ranks_.size())) {
     explain("have taken different numbers of batches from the engine's loader: one of them has left a batch out");
   }
+  if (gathers_differ()) {
+    parted = updated;
+    explain(
+        "have run different operators at stage 3: parameters were gathered in another order, so that some were "
+        "computed "
+        "with in the place of others. All ranks run the same forwards together, also under NoGradGuard; where they "
+        "cannot, run them in a scope of engine->gathered_parameters(model->parameters())");
+  }
   if (!all_equal(numbers + kChanges, ranks_.size())) {
     parted = true;
     explain(
@@ -150,7 +161,15 @@ bool StepAgreement::differs() const {
   const auto* const numbers = sums_.numbers().const_data_ptr<double>();
   const auto equal = [&](Place place) { return all_equal(numbers + place, ranks_.size()); };
   return numbers[kAxisProblem] > 0 || !equal(kStep) || !equal(kPosition) || !equal(kChanges) ||
-         !equal(kGradientChanges);
+         !equal(kGradientChanges) || gathers_differ();
+}
+
+bool StepAgreement::gathers_differ() const {
+  const auto* const numbers = sums_.numbers().const_data_ptr<double>() + kGathers;
+  for (int group = 0; group < facts_.gather_groups; ++group) {
+    if (!all_equal(numbers + int64_t{2} * group, ranks_.size() / facts_.gather_groups)) return true;
+  }
+  return false;
 }
 
 bool StepAgreement::buffers_differ() const {
@@ -171,6 +190,7 @@ void StepAgreement::explain(const char* what) const {
   }
   own += facts_.gradient_changes == 0 ? ", gradients as reduced"
                                       : cat(", changed gradients (digest ", facts_.gradient_changes, ")");
+  if (facts_.gathers != 0) own += cat(", gathered parameters (digest ", facts_.gathers, ")");
   at::Tensor text = at::zeros({kLength}, at::kByte);
   std::memcpy(text.mutable_data_ptr(), own.data(), std::min<size_t>(own.size(), kLength - 1));
   text = text.to(device_);

@@ -23,6 +23,9 @@ struct StepFacts {
   uint64_t position = 0;          // digest of where the loader stands, which load_checkpoint() sets, too
   uint64_t gradient_changes = 0;  // digest of what the program did to reduced gradients
   uint64_t buffers = 0;           // digest of the module's buffers; 0: not looked at
+  uint64_t gathers = 0;           // stage 3: digest of the parameters that were gathered, in their order
+  int gather_group = 0;           // of ranks that gather from one another: its number,
+  int gather_groups = 1;          // and how many there are, all of one size
   uint64_t changes = 0;           // digest of what the program did to parameters, all ranks of the axis with it
   std::string last_changed;       // the name of one of those
   // Of this rank's tensor axis, where it has one: what it does not agree on, and `changes` of all its ranks.
@@ -30,7 +33,7 @@ struct StepFacts {
   std::string axis_problem = {};  // what it says, when it was read; empty: nothing
 };
 
-// One exchange of thirteen numbers, begun before the reductions of the step are waited for. Collective.
+// One exchange of a few numbers, begun before the reductions of the step are waited for. Collective.
 class StepAgreement {
  public:
   // The group outlives it.
@@ -53,6 +56,8 @@ class StepAgreement {
 
  private:
   void read_axis();
+  // Whether ranks of one group, of any, have gathered other parameters. Of sums that are there.
+  bool gathers_differ() const;
   [[noreturn]] void explain(const char* what) const;
 
   StepFacts facts_;

@@ -64,8 +64,8 @@ RankCount choose_rank_count(const std::optional<int>& asked, bool asked_as_gpus,
   if (!asked_as_gpus && visible > 0 && *asked > visible) {
     return {
         .ranks = *asked,
-        .note = cat("--num_procs ", *asked, ": the ranks share ", visible, visible == 1 ? " GPU" : " GPUs",
-                    ", which NCCL refuses: ",
+        .note = cat("--num_procs ", *asked, ": where the program uses the GPU", visible == 1 ? "" : "s",
+                    ", its ranks share ", visible, visible == 1 ? " GPU" : " GPUs", ", which NCCL refuses: ",
                     visible == 1 ? "they train on it with \"communication_backend\": \"gloo\" only"
                                  : "ranks beyond the GPUs end with an error",
                     ", or on the CPU (CUDA_VISIBLE_DEVICES=\"\"). Without --num_procs there is one rank for each GPU")};

@@ -1,10 +1,12 @@
-// Steps whose loss scale, bounds and norms of parameters only the device knows: the same training as on the CPU.
+// Steps whose loss scale only the device knows: the same training as on the CPU.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
 #include <limits>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "comm/shared_memory/thread_group.h"
@@ -18,95 +20,32 @@ namespace {
 
 using nlohmann::ordered_json;
 
-TEST(GpuWholeOptimizers, TrainAsOnTheCpu) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
-  for (const std::string type : {"Lamb", "Muon"}) {
-    for (const int stage : {0, 1, 3}) {
-      SCOPED_TRACE(cat(type, ", stage ", stage));
-      ordered_json config = device_config(stage, "bf16");
-      config["optimizer"] = {{"type", type}, {"params", {{"lr", 0.02}, {"weight_decay", 0.1}}}};
-      config["zero_allow_untested_optimizer"] = true;
-      comm::ThreadGroup group(2);
-      std::vector<DeviceRun> expected(2);
-      std::vector<std::thread> threads;
-      for (int rank = 0; rank < 2; ++rank) {
-        threads.emplace_back([&, rank] {
-          const auto own = group.communicator(rank);
-          expected[static_cast<size_t>(rank)] = train_on(at::kCPU, config, *own);
-        });
-      }
-      for (std::thread& thread : threads) thread.join();
-      test::on_gpus(2, [&](comm::Communicator& ranks, at::Device device) {
-        const DeviceRun found = train_on(device, config, ranks);
-        expect_same_losses(found.losses, expected[static_cast<size_t>(ranks.rank())].losses, tolerance_of("bf16"));
-        EXPECT_LT(largest_difference(found.weights, expected[0].weights), type == "Muon" ? 0.05 : 0.02);
-      });
-    }
-  }
-}
-
-// Where the program clips the norm too, the bounds of single gradients are the device's.
-DeviceRun run_clipped(at::Device device, const ordered_json& config, double norm) {
-  const auto ranks = comm::ThreadGroup(1).communicator(0);
-  SmallNet model;
-  const auto engine =
-      initialize({.model = model.ptr(), .config = config, .communicator = borrowed(*ranks), .device = device.str()})
-          .engine;
-  DeviceRun run;
-  for (int64_t micro = 0; micro < 16; ++micro) {
-    const at::Tensor loss = model->loss(sample(micro, 0).to(device));
-    engine->backward(loss);
-    if (norm > 0 && micro % 2 == 1) engine->clip_grad_norm_(norm);
-    engine->step();
-    run.losses.push_back(loss.item<double>());
-  }
-  run.weights = copy_of(engine->fp32_state_dict());
-  return run;
-}
-
-TEST(GpuClipByValue, ClipsAsOnTheCpu) {
-  for (const double norm : {0.0, 0.5}) {
-    for (const char* precision : {"bf16", "fp16"}) {
-      SCOPED_TRACE(cat(precision, ", norm clipped to ", norm));
-      ordered_json config = device_config(1, precision);
-      config["gradient_clipping"] = 0.0;
-      config["optimizer"] = {{"type", "SGD"}, {"params", {{"lr", 0.1}}}};  // which the size of a gradient matters to
-      config["zero_allow_untested_optimizer"] = true;
-      const DeviceRun without = run_clipped(at::kCPU, config, norm);
-      config["gradient_clip_by_value"] = 0.05;
-      const DeviceRun expected = run_clipped(at::kCPU, config, norm);
-      const DeviceRun found = run_clipped(test::tested_device(), config, norm);
-      expect_same_losses(found.losses, expected.losses, tolerance_of(precision));
-      EXPECT_LT(largest_difference(found.weights, expected.weights), 0.01);
-      EXPECT_GT(largest_difference(without.weights, expected.weights), 0.02) << "nothing was clipped";
-    }
-  }
-}
-
 // fp16 with gradients that are not finite in steps 3, 4 and 7.
 struct ScaledRun {
   std::vector<double> losses;
-  std::vector<double> scales;  // after each step
+  std::vector<double> scales;
   State weights;
   std::vector<double> rates;
   int64_t skipped = 0;
 };
 
-ScaledRun run_with_overflows(at::Device device, const ordered_json& fp16, int stage, bool asks) {
+// They are those of the last rank only. `asks`: for the loss scale, between micro-batches and after each step.
+ScaledRun run_with_overflows(comm::Communicator& ranks, at::Device device, const ordered_json& fp16, int stage,
+                             bool asks) {
   ordered_json config = device_config(stage, "fp16");
   config["fp16"].update(fp16);
   config["scheduler"] = {{"type", "WarmupLR"}, {"params", {{"warmup_num_steps", 20}, {"warmup_max_lr", 0.02}}}};
-  const auto ranks = comm::ThreadGroup(1).communicator(0);
   SmallNet model;
   const auto engine =
-      initialize({.model = model.ptr(), .config = config, .communicator = borrowed(*ranks), .device = device.str()})
+      initialize({.model = model.ptr(), .config = config, .communicator = borrowed(ranks), .device = device.str()})
           .engine;
   ScaledRun run;
   std::vector<at::Tensor> losses;
   for (int step = 0; step < 10; ++step) {
-    const bool bad = step == 2 || step == 3 || step == 6;
+    const bool bad = (step == 2 || step == 3 || step == 6) && ranks.rank() == ranks.size() - 1;
     for (int64_t micro = 0; micro < 2; ++micro) {
-      losses.push_back(model->loss(sample(2 * step + micro, 0).to(device)));
+      losses.push_back(model->loss(sample(2 * step + micro, ranks.rank()).to(device)));
+      if (asks && micro == 1) run.scales.push_back(engine->loss_scale());
       engine->backward(bad ? losses.back() * std::numeric_limits<float>::infinity() : losses.back());
       engine->step();
     }
@@ -120,9 +59,31 @@ ScaledRun run_with_overflows(at::Device device, const ordered_json& fp16, int st
   return run;
 }
 
-class GpuLateScale : public ::testing::TestWithParam<int> {};
+std::vector<ScaledRun> run_on_the_cpu(int world, const ordered_json& fp16, int stage) {
+  comm::ThreadGroup group(world);
+  std::vector<ScaledRun> runs(static_cast<size_t>(world));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto own = group.communicator(rank);
+      runs[static_cast<size_t>(rank)] = run_with_overflows(*own, at::kCPU, fp16, stage, true);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return runs;
+}
 
-INSTANTIATE_TEST_SUITE_P(Stages, GpuLateScale, ::testing::Values(0, 1, 2, 3));
+void on_devices(int world, const std::function<void(comm::Communicator& ranks, at::Device device)>& body) {
+  if (world > 1) return test::on_gpus(world, body);
+  const auto ranks = comm::ThreadGroup(1).communicator(0);
+  body(*ranks, test::tested_device());
+}
+
+// Stage, ranks.
+class GpuLateScale : public ::testing::TestWithParam<std::tuple<int, int>> {};
+
+INSTANTIATE_TEST_SUITE_P(StagesAndRanks, GpuLateScale,
+                         ::testing::Combine(::testing::Values(0, 1, 2, 3), ::testing::Values(1, 2)));
 
 // Scales that grow and fall in every step, those that fall at the second overflow, those near the minimum, and a
 // fixed one.
@@ -131,20 +92,46 @@ TEST_P(GpuLateScale, IsThatOfTheCpu) {
                                               {{"loss_scale_window", 2}, {"hysteresis", 2}, {"initial_scale_power", 4}},
                                               {{"loss_scale_window", 1}, {"hysteresis", 1}, {"initial_scale_power", 2}},
                                               {{"loss_scale", 64}}};
+  const auto [stage, world] = GetParam();
+  if (world > 1 && !test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
   for (const ordered_json& fp16 : sections) {
     SCOPED_TRACE(fp16.dump());
-    const ScaledRun expected = run_with_overflows(at::kCPU, fp16, GetParam(), true);
-    EXPECT_EQ(expected.skipped, 3);
+    const std::vector<ScaledRun> runs = run_on_the_cpu(world, fp16, stage);
     for (const bool asks : {false, true}) {
-      const ScaledRun found = run_with_overflows(test::tested_device(), fp16, GetParam(), asks);
-      EXPECT_EQ(found.skipped, 3);
-      EXPECT_EQ(found.rates, expected.rates);
-      EXPECT_EQ(found.scales.back(), expected.scales.back());
-      if (asks) EXPECT_EQ(found.scales, expected.scales);
-      expect_same_losses(found.losses, expected.losses, tolerance_of("fp16"));
-      EXPECT_LT(largest_difference(found.weights, expected.weights), 0.02);
+      on_devices(world, [&, stage = stage](comm::Communicator& ranks, at::Device device) {
+        const ScaledRun& expected = runs[static_cast<size_t>(ranks.rank())];
+        const ScaledRun found = run_with_overflows(ranks, device, fp16, stage, asks);
+        EXPECT_EQ(expected.skipped, 3);
+        EXPECT_EQ(found.skipped, 3);
+        EXPECT_EQ(found.rates, expected.rates);
+        EXPECT_EQ(found.scales.back(), expected.scales.back());
+        if (asks) EXPECT_EQ(found.scales, expected.scales);
+        expect_same_losses(found.losses, expected.losses, tolerance_of("fp16"));
+        EXPECT_LT(largest_difference(found.weights, expected.weights), 0.02);
+      });
     }
   }
+}
+
+// A scale that begins below its minimum: the second step makes the minimum of it, whether it is good or not. What
+// nobody has asked until the third shows in the norm of that one.
+TEST(GpuLateScale, RisesToItsMinimum) {
+  const auto norm_of_third = [](at::Device device) {
+    ordered_json config = device_config(0, "fp16");
+    config["fp16"].update({{"loss_scale_window", 1}, {"initial_scale_power", 2}, {"min_loss_scale", 8}});
+    const auto ranks = comm::ThreadGroup(1).communicator(0);
+    SmallNet model;
+    const auto engine =
+        initialize({.model = model.ptr(), .config = config, .communicator = borrowed(*ranks), .device = device.str()})
+            .engine;
+    for (int64_t micro = 0; micro < 6; ++micro) {
+      engine->backward(model->loss(sample(micro, 0).to(device)));
+      engine->step();
+    }
+    return engine->get_global_grad_norm().value();
+  };
+  const double expected = norm_of_third(at::kCPU);
+  EXPECT_NEAR(norm_of_third(test::tested_device()), expected, 0.05 * expected);
 }
 
 // The error comes from the step itself: where the scale could not fall, the host waits.

@@ -23,6 +23,9 @@ namespace {
 
 using nlohmann::ordered_json;
 using test::on_gpus;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 
 TEST(NcclRanks, CarryEveryCollective) {
   for (const int world : {2, 3}) {
@@ -240,7 +243,52 @@ TEST_P(NcclTraining, DoesWhatTheCpuDoes) {
   });
 }
 
-// Two micro-batches a step: nothing compares what ranks meet in, so that once is enough.
+// Layers of one size.
+struct TwinNetImpl : torch::nn::Module {
+  TwinNetImpl() {
+    const torch::nn::LinearOptions options = torch::nn::LinearOptions(6, 6).bias(false);
+    one = register_module("one", torch::nn::Linear(options));
+    other = register_module("other", torch::nn::Linear(options));
+    fill(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return other(torch::tanh(one(x.to(one->weight.scalar_type())))); }
+
+  torch::nn::Linear one{nullptr};
+  torch::nn::Linear other{nullptr};
+};
+TORCH_MODULE(TwinNet);
+
+// All_gathers of one size go together whatever they are of: each rank computes with the other's layer.
+TEST(NcclGathers, OfOtherParametersAreAnErrorOfTheNextStep) {
+  on_gpus(2, [](comm::Communicator& ranks, at::Device device) {
+    TwinNet model;
+    const auto engine = initialize({.model = model.ptr(),
+                                    .config = device_config(3, "bf16"),
+                                    .communicator = borrowed(ranks),
+                                    .device = device.str()})
+                            .engine;
+    const auto step = [&](int64_t number) {
+      for (int64_t micro = 0; micro < 2; ++micro) {
+        engine->backward(model->forward(sample(2 * number + micro, ranks.rank()).to(device)).pow(2).mean());
+        engine->step();
+      }
+    };
+    for (int64_t number = 0; number < 3; ++number) step(number);
+    {
+      const torch::NoGradGuard no_grad;
+      const at::Tensor x = sample(0, 0).to(device).to(model->one->weight.scalar_type());
+      engine->eval();
+      ranks.rank() == 0 ? model->one(x) : model->other(x);
+      ranks.rank() == 0 ? model->other(x) : model->one(x);
+      engine->train();
+    }
+    step(3);
+    EXPECT_THAT([&] { step(4); }, ThrowsMessage<UsageError>(AllOf(HasSubstr("have run different operators at stage 3"),
+                                                                  HasSubstr("rank 1: step 4"))));
+  });
+}
+
+// Two micro-batches a step: what ranks gathered is compared in step().
 TEST(NcclGathers, RanksMeetOnceAStep) {
   on_gpus(2, [](comm::Communicator& ranks, at::Device device) {
     const auto recorder = std::make_shared<comm::FlightRecorder>(

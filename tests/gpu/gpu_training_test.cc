@@ -2,13 +2,17 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <limits>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "comm/shared_memory/thread_group.h"
 #include "core/check.h"
+#include "core/text.h"
 #include "offload/aio_file.h"
 #include "tests/gpu/device_run.h"
+#include "tests/gpu/nccl_ranks.h"
 
 namespace ds::engine {
 namespace {
@@ -140,6 +144,71 @@ TEST(GpuOverflow, SkipsTheStep) {
     step_with(1.0);
     EXPECT_TRUE(engine->was_step_applied());
     EXPECT_GT(largest_difference(copy_of(engine->fp32_state_dict()), before), 0.0);
+  }
+}
+
+TEST(GpuWholeOptimizers, TrainAsOnTheCpu) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
+  for (const std::string type : {"Lamb", "Muon"}) {
+    for (const int stage : {0, 1, 3}) {
+      SCOPED_TRACE(cat(type, ", stage ", stage));
+      ordered_json config = device_config(stage, "bf16");
+      config["optimizer"] = {{"type", type}, {"params", {{"lr", 0.02}, {"weight_decay", 0.1}}}};
+      config["zero_allow_untested_optimizer"] = true;
+      comm::ThreadGroup group(2);
+      std::vector<DeviceRun> expected(2);
+      std::vector<std::thread> threads;
+      for (int rank = 0; rank < 2; ++rank) {
+        threads.emplace_back([&, rank] {
+          const auto own = group.communicator(rank);
+          expected[static_cast<size_t>(rank)] = train_on(at::kCPU, config, *own);
+        });
+      }
+      for (std::thread& thread : threads) thread.join();
+      test::on_gpus(2, [&](comm::Communicator& ranks, at::Device device) {
+        const DeviceRun found = train_on(device, config, ranks);
+        expect_same_losses(found.losses, expected[static_cast<size_t>(ranks.rank())].losses, tolerance_of("bf16"));
+        EXPECT_LT(largest_difference(found.weights, expected[0].weights), type == "Muon" ? 0.05 : 0.02);
+      });
+    }
+  }
+}
+
+// Where the program clips the norm too, the bounds of single gradients are the device's.
+DeviceRun run_clipped(at::Device device, const ordered_json& config, double norm) {
+  const auto ranks = comm::ThreadGroup(1).communicator(0);
+  SmallNet model;
+  const auto engine =
+      initialize({.model = model.ptr(), .config = config, .communicator = borrowed(*ranks), .device = device.str()})
+          .engine;
+  DeviceRun run;
+  for (int64_t micro = 0; micro < 16; ++micro) {
+    const at::Tensor loss = model->loss(sample(micro, 0).to(device));
+    engine->backward(loss);
+    if (norm > 0 && micro % 2 == 1) engine->clip_grad_norm_(norm);
+    engine->step();
+    run.losses.push_back(loss.item<double>());
+  }
+  run.weights = copy_of(engine->fp32_state_dict());
+  return run;
+}
+
+TEST(GpuClipByValue, ClipsAsOnTheCpu) {
+  for (const double norm : {0.0, 0.5}) {
+    for (const char* precision : {"bf16", "fp16"}) {
+      SCOPED_TRACE(cat(precision, ", norm clipped to ", norm));
+      ordered_json config = device_config(1, precision);
+      config["gradient_clipping"] = 0.0;
+      config["optimizer"] = {{"type", "SGD"}, {"params", {{"lr", 0.1}}}};  // which the size of a gradient matters to
+      config["zero_allow_untested_optimizer"] = true;
+      const DeviceRun without = run_clipped(at::kCPU, config, norm);
+      config["gradient_clip_by_value"] = 0.05;
+      const DeviceRun expected = run_clipped(at::kCPU, config, norm);
+      const DeviceRun found = run_clipped(test::tested_device(), config, norm);
+      expect_same_losses(found.losses, expected.losses, tolerance_of(precision));
+      EXPECT_LT(largest_difference(found.weights, expected.weights), 0.01);
+      EXPECT_GT(largest_difference(without.weights, expected.weights), 0.02) << "nothing was clipped";
+    }
   }
 }
 

@@ -97,6 +97,24 @@ class ShardedLayers {
 
 const std::vector<int> kForward = {0, 1, 2, 3, 4};
 
+// Ranks on devices compare it, where nothing compares what they meet in.
+TEST(ParameterGatherer, DigestIsThatOfTheOrderOfGathers) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    const auto digest_of = [&](const std::vector<int>& order) {
+      ShardedLayers layers(communicator, 3, {.max_reuse_distance = 0});
+      layers.expect_pass(order);
+      const uint64_t digest = layers.gatherer->take_gather_digest();
+      EXPECT_EQ(layers.gatherer->take_gather_digest(), 0U);
+      return digest;
+    };
+    const uint64_t digest = digest_of({0, 1, 2});
+    EXPECT_NE(digest, 0U);
+    EXPECT_EQ(digest_of({0, 1, 2}), digest);
+    EXPECT_NE(digest_of({1, 0, 2}), digest);
+    EXPECT_NE(digest_of({0, 1}), digest);
+  });
+}
+
 TEST(ParameterGatherer, UnmodifiedCodeSeesWholeParameters) {
   for (const int world : {2, 3, 4}) {
     test::run_ranks(world, [&](comm::Communicator& communicator) {
