@@ -123,7 +123,6 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
     throw;
   }
   state.access->end_pass();
-  if (state.fp8) state.fp8->end_step(*state.ranks.part);
   if (state.pipeline && state.ranks.groups.buffers) broadcast_buffers(*state.module, *state.ranks.groups.buffers);
   if (state.tensor) tell_of_joins(*state.tensor, state.ranks.world->rank());
   watch->renew();  // an optimizer of the program changes parameters in place
@@ -149,6 +148,7 @@ void Engine::Impl::undo_accumulation(const Undo& undo) noexcept {
     update->settle(Update::Next::kDrop);
     state.optimizer.go_back_to(undo.optimizer_steps);
     step->forget_gradient_changes();
+    if (state.fp8) state.fp8->drop_step();
     accumulation->drop();
     state.access->end_pass();
     accumulation_begins();
@@ -186,6 +186,7 @@ void Engine::Impl::drop_accumulation() {
   const bool had_begun = !order.accumulation_begins() || state.gradients.reducer->failed();
   shown->take_back();
   step->forget_gradient_changes();
+  if (state.fp8) state.fp8->drop_step();
   accumulation->drop(/*unused=*/true);
   progress.micro_steps -= order.drop_accumulation();
   if (had_begun) accumulation_begins();

@@ -112,11 +112,18 @@ class Fp8LinearBackward : public autograd::Node {
   bool released_ = false;
 };
 
+// W W^T, as of a penalty on the weight, is no product of a layer.
+bool is_part_of(const at::Tensor& input, const at::Tensor& weight) {
+  if (!input.has_storage() || !weight.has_storage() || !input.is_alias_of(weight)) return false;
+  const int64_t distance = input.storage_offset() - weight.storage_offset();
+  return distance >= 0 && distance < weight.numel();
+}
+
 // None: LibTorch computes it.
 std::optional<LayerInUse> layer_of(const at::Tensor& input, const at::Tensor& weight) {
   if (input.is_meta() || weight.dim() != 2 || input.dim() == 0) return std::nullopt;
   const auto layer = find_layer(weight);
-  if (!layer) return std::nullopt;
+  if (!layer || is_part_of(input, weight)) return std::nullopt;
   auto scaling = layer->scaling.lock();
   // What does not fit is LibTorch's to refuse.
   if (!scaling || input.scalar_type() != weight.scalar_type() || input.size(-1) != weight.size(1)) return std::nullopt;

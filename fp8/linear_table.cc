@@ -3,7 +3,6 @@
 #include <torch/nn/modules/linear.h>
 
 #include <mutex>
-#include <set>
 #include <shared_mutex>
 #include <unordered_map>
 
@@ -44,11 +43,13 @@ at::Tensor weight_if_linear(const torch::nn::Module& module) {
 
 std::vector<NamedLinear> linears_of(torch::nn::Module& module) {
   std::vector<NamedLinear> result;
-  std::set<const at::TensorImpl*> seen;
+  std::unordered_map<const at::TensorImpl*, size_t> places;
   for (const auto& item : module.named_modules("", /*include_self=*/true)) {
     at::Tensor weight = weight_if_linear(*item.value());
-    if (!weight.defined() || !seen.insert(weight.unsafeGetTensorImpl()).second) continue;
-    result.push_back({item.key().empty() ? "itself" : item.key(), std::move(weight)});
+    if (!weight.defined()) continue;
+    const auto [place, is_new] = places.emplace(weight.unsafeGetTensorImpl(), result.size());
+    if (is_new) result.push_back({{}, std::move(weight)});
+    result[place->second].names.push_back(item.key().empty() ? "itself" : item.key());
   }
   return result;
 }
@@ -64,7 +65,7 @@ void set_layers(const std::vector<NamedLinear>& layers, const std::shared_ptr<Sc
   for (size_t i = 0; i < layers.size(); ++i) {
     const at::Tensor& weight = layers[i].weight;
     table.layers[weight.unsafeGetTensorImpl()] = std::make_shared<const Fp8Layer>(
-        Fp8Layer{layers[i].name, static_cast<int64_t>(i), Fp8Layer::Weak(weight.getIntrusivePtr()), scaling});
+        Fp8Layer{layers[i].name(), static_cast<int64_t>(i), Fp8Layer::Weak(weight.getIntrusivePtr()), scaling});
   }
 }
 

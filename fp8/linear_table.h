@@ -15,12 +15,14 @@ namespace ds::fp8 {
 
 // A Linear layer of a module.
 struct NamedLinear {
-  std::string name;
-  at::Tensor weight;  // [out, in]
+  std::vector<std::string> names;  // more than one: layers that share the weight
+  at::Tensor weight;               // [out, in]
+
+  const std::string& name() const { return names.front(); }
 };
 
 // torch::nn::Linear, and modules of classes whose name has "Linear" in it and that have a parameter "weight" of two
-// dimensions, in the module's order. One that is registered twice, or has the weight of one before, is there once.
+// dimensions, in the module's order. One that has the weight of one before, is there as another name of that one.
 std::vector<NamedLinear> linears_of(torch::nn::Module& module);
 
 // What an FP8 layer is to the operator.

@@ -23,7 +23,9 @@ constexpr double kLargestE5M2 = 57344.0;
 // values [..], scale broadcast over them.
 at::Tensor cast_scaled(const at::Tensor& values, at::ScalarType format, const at::Tensor& scale) {
   const double largest = largest_of(format);
-  return (values.to(at::kFloat) * scale).clamp_(-largest, largest).to(format);
+  const at::Tensor wide = values.to(at::kFloat);
+  const at::Tensor scaled = wide.is_same(values) ? wide * scale : at::Tensor(wide).mul_(scale);  // one copy, not two
+  return at::Tensor(scaled).clamp_(-largest, largest).to(format);
 }
 
 // 1 / scale, and NaN where the values were not finite.

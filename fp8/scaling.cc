@@ -10,6 +10,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "core/check.h"
@@ -26,6 +27,7 @@ constexpr size_t kGenerationsKept = 16;
 Scaling::Scaling(const ScalingOptions& options, std::vector<std::string> layers, c10::Device device)
     : options_(options), layers_(std::move(layers)) {
   used_.resize(layers_.size());
+  told_.resize(layers_.size());
   ensure(!options_.blocks || options_.recipe == Recipe::kCurrent, "scales of blocks are those of the tensor at hand");
   const auto count = static_cast<int64_t>(layers_.size());
   const auto floats = at::TensorOptions().dtype(at::kFloat).device(device);
@@ -63,7 +65,9 @@ Quantized Scaling::quantized(const at::Tensor& values, int64_t layer, Kind kind,
     place.copy_(at::maximum(place, finite));
   }
   const at::Tensor stored = scales.select(0, layer).select(0, column);
-  return quantize(values, format_of(kind), at::where(stored.gt(0), stored, own), amax);
+  at::Tensor usable = stored.gt(0);
+  if (kind == Kind::kWeight) usable.logical_and_((stored * amax).le(largest_of(format_of(kind))));
+  return quantize(values, format_of(kind), at::where(usable, stored, own), amax);
 }
 
 // As scale_for(); a tensor that has had no elements but zeros keeps the scale that it had, or none.
@@ -85,18 +89,26 @@ void Scaling::note_use(int64_t layer) {
 // A program that multiplies with the weight by itself, or leaves the layer out, gets what it would without FP8.
 void Scaling::tell_of_unused(int rank) {
   const std::lock_guard lock(mutex_);
-  if (std::exchange(told_of_unused_, true) || rank != 0) return;
+  const bool is_first = !std::exchange(first_step_is_over_, true);
   std::string names;
   for (size_t i = 0; i < layers_.size(); ++i) {
-    if (used_[i] == 0) names += cat(names.empty() ? "" : ", ", layers_[i]);
+    if (std::exchange(used_[i], 0) != 0 || std::exchange(told_[i], 1) != 0) continue;
+    names += cat(names.empty() ? "" : ", ", layers_[i]);
   }
-  if (names.empty()) return;
-  log::warning("fp8: expected all of its layers to be computed as Linear layers, found none of it in the first step ",
-               "for ", names, ": what the program computes with their weights is not on FP8; leave them out ",
-               "(fp8.exclude) if that is meant (said once)");
+  if (rank != 0 || names.empty()) return;
+  log::warning("fp8: expected all of its layers to be computed as Linear layers, found none of it in ",
+               is_first ? "the first step" : "a step, as before it,", " for ", names, ", on rank 0: what the program ",
+               "computes with their weights is not on FP8; leave them out (fp8.exclude) if that is meant (said once)");
 }
 
-void Scaling::end_step(comm::Communicator& ranks) {
+void Scaling::begin_scales(at::Tensor scales) {
+  scales_.push_back(std::move(scales));
+  if (scales_.size() <= kGenerationsKept) return;
+  scales_.pop_front();
+  ++first_generation_;
+}
+
+void Scaling::end_step(comm::Communicator& ranks, const at::Tensor& skip) {
   tell_of_unused(ranks.rank());
   if (options_.recipe == Recipe::kCurrent) return;
   const at::NoGradGuard no_grad;
@@ -107,12 +119,41 @@ void Scaling::end_step(comm::Communicator& ranks) {
   }
   if (ranks.size() > 1) ranks.all_reduce(amax, comm::ReduceOp::kMax, "amax of fp8").wait();
   const std::lock_guard lock(mutex_);
-  history_.select(0, next_).copy_(amax);
+  const at::Tensor entry = history_.select(0, next_);
+  const at::Tensor& before = scales_.back();
+  const at::Tensor skipped = skip.defined() ? skip.gt(0) : at::Tensor();
+  entry.copy_(skip.defined() ? at::where(skipped, entry, amax) : amax);
   next_ = (next_ + 1) % options_.history;
-  scales_.push_back(scales_from(options_.most_recent ? amax : history_.amax(0), scales_.back()));
-  if (scales_.size() <= kGenerationsKept) return;
-  scales_.pop_front();
-  ++first_generation_;
+  const at::Tensor scales = scales_from(options_.most_recent ? amax : history_.amax(0), before);
+  begin_scales(skip.defined() ? at::where(skipped, before, scales) : scales);
+}
+
+// The entry that is written next holds what it did, and the scales in force are those that were.
+void Scaling::take_back_step() {
+  if (options_.recipe == Recipe::kCurrent) return;
+  const std::lock_guard lock(mutex_);
+  next_ = (next_ + options_.history - 1) % options_.history;
+}
+
+void Scaling::drop_step() {
+  const at::NoGradGuard no_grad;
+  const std::lock_guard lock(mutex_);
+  amax_.zero_();
+}
+
+void Scaling::gradients_scaled(const at::Tensor& factor) {
+  if (options_.recipe == Recipe::kCurrent) return;
+  const at::NoGradGuard no_grad;
+  const std::lock_guard lock(mutex_);
+  constexpr auto kColumn = static_cast<int64_t>(Kind::kGradient);
+  history_.select(2, kColumn).mul_(factor);
+  // Graphs may have the scales that were.
+  scales_.back() = scales_.back().clone();
+  scales_.back().select(1, kColumn).div_(factor).clamp_max_(std::numeric_limits<float>::max());
+}
+
+void Scaling::gradients_scaled(double factor) {
+  if (factor != 1.0) gradients_scaled(at::full({}, factor, amax_.options()));
 }
 
 at::Tensor Scaling::memory(int64_t layer) const {

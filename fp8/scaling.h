@@ -51,14 +51,24 @@ class Scaling {
   int64_t generation() const;
   at::Tensor scales(int64_t generation) const;
 
-  // A matrix with one scale: that of `scales`, else its own. `records`: its amax counts for later steps.
+  // A matrix with one scale: that of `scales`, else its own. A weight whose largest is beyond what the scale takes has
+  // its own, too: a program may have changed it. `records`: its amax counts for later steps.
   Quantized quantized(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales, bool records);
 
-  // A layer is computed. The first step's end tells, in rank 0's log, of layers that never were.
+  // A layer is computed. The end of a step tells, in rank 0's log, of layers that never were on that rank, or that are
+  // no longer; of each once.
   void note_use(int64_t layer);
 
-  // After an optimizer step: scales of the next one. Collective over `ranks`, all of which get the same.
-  void end_step(comm::Communicator& ranks);
+  // After an optimizer step: scales of the next one. Collective over `ranks`, all of which get the same. `skip`
+  // (undefined: 0): float32 [1] on the device, 1 of a step that was skipped, which leaves history and scales as they
+  // are; the host, when it learns of it, calls take_back_step(), before the next end_step().
+  void end_step(comm::Communicator& ranks, const at::Tensor& skip = {});
+  void take_back_step();
+  // In place of end_step(): what was recorded since the last one is of a step that has not been.
+  void drop_step();
+  // The gradients that come are `factor` times as large as they were, float32 [] or [1]: another loss scale.
+  void gradients_scaled(const at::Tensor& factor);
+  void gradients_scaled(double factor);
 
   // What a checkpoint keeps of a layer: float32 [3, history + 1], amax of steps from the oldest on, then the scale.
   // take() also takes longer and shorter histories.
@@ -69,6 +79,7 @@ class Scaling {
 
  private:
   void tell_of_unused(int rank);
+  void begin_scales(at::Tensor scales);
   at::Tensor scales_from(const at::Tensor& amax, const at::Tensor& before) const;
 
   const ScalingOptions options_;
@@ -79,8 +90,9 @@ class Scaling {
   int64_t next_ = 0;               // the entry of the ring that is written next
   std::deque<at::Tensor> scales_;  // the last one is in force
   int64_t first_generation_ = 0;   // that of the first of them
-  std::vector<char> used_;         // of each layer: it has been computed
-  bool told_of_unused_ = false;
+  std::vector<char> used_;         // of each layer: it has been computed in the running step
+  std::vector<char> told_;         // of each layer: that it is not
+  bool first_step_is_over_ = false;
 };
 
 }  // namespace ds::fp8

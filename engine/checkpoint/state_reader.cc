@@ -48,7 +48,10 @@ void StateReader::read() {
     if (!path.empty()) at::Tensor(item.value().detach()).copy_(source_.tensor(path));
   }
   if (!options_.with_states) forget_own_steps();
-  if (options_.module_only) return;
+  if (options_.module_only) {
+    if (model_.fp8) model_.fp8->forget();  // they are of the weights before
+    return;
+  }
   if (options_.with_states && optimizer.steps_on_parameters()) load_client_optimizer(model_, source_);
   if (options_.with_states && optimizer.own) read_optimizer_memory();
   if (model_.gradients.reduction) read_compression_memory();

@@ -65,7 +65,7 @@ void describe(JsonFields& json, Fp8Section& s) {
   json.choice("format", s.format, {"hybrid", "e4m3"});
   json.field("amax_history_len", s.amax_history_len, JsonRange{.minimum = 1, .booleans = false});
   json.choice("amax_compute_algo", s.amax_compute_algo, {"max", "most_recent"});
-  json.field("margin", s.margin, JsonRange{.minimum = 0, .booleans = false});
+  json.field("margin", s.margin, JsonRange{.minimum = 0, .maximum = 16, .booleans = false});
   json.field("fp8_wgrad", s.fp8_wgrad);
   json.field("modules", s.modules);
   json.field("exclude", s.exclude);

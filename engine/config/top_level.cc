@@ -153,6 +153,11 @@ void sdpa_backends(JsonFields& json, DsConfig& c) {
     }
   }
   if (given.empty()) json.error(kKey, "expected at least one backend, found none; remove the key, or add \"math\"");
+  if (c.deterministic && given == std::vector<std::string>{"cudnn"}) {
+    json.error(kKey,
+               "expected another backend than \"cudnn\" with \"deterministic\": true, which excludes cuDNN's, found "
+               "none; add \"math\", or turn deterministic off");
+  }
 }
 
 }  // namespace

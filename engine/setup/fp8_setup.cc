@@ -22,22 +22,25 @@ bool matches(const std::string& pattern, const std::string& name) {
   return ::fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
 }
 
-bool matches_any(const std::vector<std::string>& patterns, const std::string& name) {
-  return std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) { return matches(pattern, name); });
+// Whether one of the patterns is one of the names: a weight that several layers share has all of theirs.
+bool matches_any(const std::vector<std::string>& patterns, const std::vector<std::string>& names) {
+  return std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) {
+    return std::any_of(names.begin(), names.end(), [&](const auto& name) { return matches(pattern, name); });
+  });
 }
 
 std::string some_names(const std::vector<fp8::NamedLinear>& layers) {
   constexpr size_t kMost = 5;
   std::string names;
-  for (size_t i = 0; i < std::min(kMost, layers.size()); ++i) names += cat(i == 0 ? "" : ", ", layers[i].name);
+  for (size_t i = 0; i < std::min(kMost, layers.size()); ++i) names += cat(i == 0 ? "" : ", ", layers[i].name());
   return layers.size() > kMost ? cat(names, " and ", layers.size() - kMost, " more") : names;
 }
 
 void require_used(const char* key, const std::vector<std::string>& patterns,
                   const std::vector<fp8::NamedLinear>& layers) {
   for (const std::string& pattern : patterns) {
-    const bool used =
-        std::any_of(layers.begin(), layers.end(), [&](const auto& layer) { return matches(pattern, layer.name); });
+    const bool used = std::any_of(layers.begin(), layers.end(),
+                                  [&](const auto& layer) { return matches_any({pattern}, layer.names); });
     require<ConfigError>(used, key, ": expected \"", pattern, "\" to be the name of a Linear layer, or a pattern of ",
                          "some, found none among ", some_names(layers));
   }
@@ -49,23 +52,25 @@ std::vector<fp8::NamedLinear> chosen_layers(torch::nn::Module& module, const con
   require_used("fp8.modules", section.modules, layers);
   require_used("fp8.exclude", section.exclude, layers);
   std::erase_if(layers, [&](const fp8::NamedLinear& layer) {
-    return !matches_any(section.modules, layer.name) || matches_any(section.exclude, layer.name);
+    return !matches_any(section.modules, layer.names) || matches_any(section.exclude, layer.names);
   });
   require<ConfigError>(!layers.empty(), "fp8.exclude: expected it to leave a layer, found none; turn fp8 off");
   return layers;
 }
 
-void require_fitting(const fp8::NamedLinear& layer, int64_t multiple) {
-  const at::Tensor& weight = layer.weight;
-  const at::ScalarType type = weight.scalar_type();
-  require<ConfigError>(type == at::kBFloat16 || type == at::kHalf || type == at::kFloat, "fp8: layer ", layer.name,
+void require_dtype(const fp8::NamedLinear& layer) {
+  const at::ScalarType type = layer.weight.scalar_type();
+  require<ConfigError>(type == at::kBFloat16 || type == at::kHalf || type == at::kFloat, "fp8: layer ", layer.name(),
                        ": expected a weight of bfloat16, float16 or float32, found ", c10::toString(type),
                        "; leave it out (fp8.exclude)");
-  const int64_t in = weight.size(1);
-  const int64_t out = weight.size(0);
-  require<ConfigError>(in % multiple == 0 && out % multiple == 0, "fp8: layer ", layer.name,
+}
+
+void require_sizes(const fp8::NamedLinear& layer, int64_t multiple) {
+  const int64_t in = layer.weight.size(1);
+  const int64_t out = layer.weight.size(0);
+  require<ConfigError>(in % multiple == 0 && out % multiple == 0, "fp8: layer ", layer.name(),
                        ": expected in_features and out_features that are multiples of ", multiple, ", found ", in,
-                       " and ", out, "; leave it out (\"fp8\": {\"exclude\": [\"", layer.name, "\"]}), or pad it");
+                       " and ", out, "; leave it out (\"fp8\": {\"exclude\": [\"", layer.name(), "\"]}), or pad it");
 }
 
 void require_hardware(c10::Device device, bool blocks) {
@@ -96,20 +101,26 @@ fp8::ScalingOptions scaling_options(const config::Fp8Section& section) {
 
 }  // namespace
 
-void set_up_fp8(ModelState& model, const config::Fp8Section& section) {
-  require<ConfigError>(model.pipeline_ranks() == 1 && !model.tensor, "fp8.enabled: expected neither a pipeline of ",
+void require_fp8(const ModelState& model, const config::Fp8Section& section) {
+  require<ConfigError>(model.plan.topology.pipe == 1 && !model.tensor, "fp8.enabled: expected neither a pipeline of ",
                        "several stages nor a tensor axis, found ", model.tensor ? "a tensor axis" : "a pipeline",
                        "; turn fp8 off");
-  const fp8::ScalingOptions options = scaling_options(section);
-  if (!section.emulate) require_hardware(model.ranks.device, options.blocks);
-  const std::vector<fp8::NamedLinear> layers = chosen_layers(*model.module, section);
+  const bool blocks = section.granularity == config::Fp8Granularity::kBlock;
+  if (!section.emulate) require_hardware(model.ranks.device, blocks);
   const int64_t block_sizes = section.emulate ? fp8::kBlock : kBlockSizesOnDevice;
+  for (const fp8::NamedLinear& layer : chosen_layers(*model.module, section)) {
+    require_sizes(layer, blocks ? block_sizes : kTensorSizes);
+  }
+}
+
+void set_up_fp8(ModelState& model, const config::Fp8Section& section) {
+  const std::vector<fp8::NamedLinear> layers = chosen_layers(*model.module, section);
   std::vector<std::string> names;
   for (const fp8::NamedLinear& layer : layers) {
-    require_fitting(layer, options.blocks ? block_sizes : kTensorSizes);
-    names.push_back(layer.name);
+    require_dtype(layer);
+    names.push_back(layer.name());
   }
-  model.fp8 = std::make_shared<fp8::Scaling>(options, std::move(names), model.ranks.device);
+  model.fp8 = std::make_shared<fp8::Scaling>(scaling_options(section), std::move(names), model.ranks.device);
   fp8::set_layers(layers, model.fp8);
 }
 

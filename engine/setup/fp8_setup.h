@@ -6,8 +6,12 @@
 
 namespace ds::engine {
 
-// Sets ModelState::fp8. Throws ConfigError, before any change, that names the key and the layer: a pattern without
-// layers, sizes or dtypes that FP8 products do not take, or a device without them.
+// Before the model is laid out: throws ConfigError that names the key and the layer: a pattern without layers, sizes
+// that FP8 products do not take, or a device without them.
+void require_fp8(const ModelState& model, const config::Fp8Section& section);
+
+// Sets ModelState::fp8, of a model that has its dtypes. Throws ConfigError, before any change, for a dtype that FP8
+// products do not take.
 void set_up_fp8(ModelState& model, const config::Fp8Section& section);
 
 }  // namespace ds::engine

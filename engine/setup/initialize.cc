@@ -210,6 +210,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   model.plan = make_plan(config, model.plan.topology, facts);
   const OptimizerGroups groups = groups_of(model, options, config, parameters);
   require_same_setup(model, options, config, parameters, groups);
+  if (config.fp8.enabled) require_fp8(model, config.fp8);
   model.ranks.groups = make_rank_groups(model.plan, model.ranks.part);
   return_freed_host_memory();  // start values of a bucket, between slices that stay, would leave holes
   StartValues values(*options.model, options.weights, options.init, model.ranks);

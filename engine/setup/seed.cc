@@ -27,15 +27,23 @@ void set_float32_matmul_precision(const std::string& precision) {
 }
 
 void set_sdpa_backends(const std::vector<std::string>& backends, c10::Device device) {
+  if (device.is_cpu()) return;
+  at::Context& context = at::globalContext();
+  context.setSDPUseMath(true);  // the use needs a kernel that takes it, whatever an engine before has set
+  const at::Tensor any = at::zeros({1, 1, 1, 8}, at::TensorOptions().dtype(at::kHalf).device(device));
+  at::_fused_sdp_choice(any, any, any);
+  order_sdpa_backends(backends);
+  // CUDA has no kernel of that kind: with it LibTorch says "Invalid backend" where none of the list takes the inputs,
+  // and without it why each of them does not.
+  if (device.is_cuda()) context.setSDPUseOverrideable(false);
+}
+
+void order_sdpa_backends(const std::vector<std::string>& backends) {
   static constexpr std::array<std::pair<std::string_view, at::SDPBackend>, 4> kBackends = {
       {{"cudnn", at::SDPBackend::cudnn_attention},
        {"flash", at::SDPBackend::flash_attention},
        {"efficient", at::SDPBackend::efficient_attention},
        {"math", at::SDPBackend::math}}};
-  if (!device.is_cpu()) {
-    const at::Tensor any = at::zeros({1, 1, 1, 8}, at::TensorOptions().dtype(at::kHalf).device(device));
-    at::_fused_sdp_choice(any, any, any);
-  }
   at::Context& context = at::globalContext();
   std::vector<int64_t> order;
   for (const std::string& name : backends) {

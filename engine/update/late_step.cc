@@ -93,6 +93,7 @@ void OptimizerStep::run_late() {
   parts_.update.apply_on_device(scale);
   late_->updated = true;
   note_update();
+  if (parts_.state.fp8) end_fp8_step(/*applied=*/true, scale.skip);
   step_over();
   late_->norm = std::move(told);
   if (!parts_.loss_scaler) return;
@@ -124,6 +125,7 @@ void OptimizerStep::read_late(bool judged_next) {
 // The device has changed nothing.
 void OptimizerStep::take_back_late_step() {
   parts_.state.optimizer.go_back_to(late_->optimizer_steps);
+  if (parts_.state.fp8) parts_.state.fp8->take_back_step();
   parts_.progress.step_applied = false;
   --parts_.progress.applied_steps;
   if (parts_.schedule) parts_.schedule->load_last_batch_iteration(parts_.schedule->last_batch_iteration() - 1);

@@ -57,9 +57,20 @@ void OptimizerStep::run() {
   const std::string report = judge(norm);
   warn_of_zeros(norm, warn_of_no_gradient(), parts_.progress.global_steps);
   if (!drops) apply(norm, scale, clip_once.value_or(0));
+  if (parts_.state.fp8) end_fp8_step(/*applied=*/!drops);
   step_over();
   require<NonFiniteError>(!drops || plan.non_finite != config::NonFiniteGradients::kError, report);
   if (parts_.loss_scaler) parts_.loss_scaler->update(overflow);  // last: throws when the scale cannot fall any further
+  if (parts_.loss_scaler && parts_.state.fp8) parts_.state.fp8->gradients_scaled(parts_.loss_scaler->scale() / scale);
+}
+
+// The largest of gradients that overflow, and of what gave them, say nothing of the steps that come.
+void OptimizerStep::end_fp8_step(bool applied, const at::Tensor& skip) {
+  if (applied) {
+    parts_.state.fp8->end_step(*parts_.state.ranks.part, skip);
+  } else {
+    parts_.state.fp8->drop_step();
+  }
 }
 
 void OptimizerStep::step_over() {

@@ -139,6 +139,8 @@ class OptimizerStep {
   void tell_of_difference();  // once, where ranks differ
   void apply(double norm, double loss_scale, double clip_once);
   void note_update();
+  // Scales of FP8 layers. `skip`: as StepScale's, of a step that only the device has judged.
+  void end_fp8_step(bool applied, const at::Tensor& skip = {});
   void step_over();
   void note_peaks();
 

@@ -2,6 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/errors.h"
 #include "fp8/linear_table.h"
@@ -163,6 +165,90 @@ TEST(Fp8Engine, GoesOnFromACheckpointOfAnotherStageBitByBit) {
     losses_of(*engine, model, 0, 1);  // scales of its own
     engine->load_checkpoint(folder.path().string());
     EXPECT_EQ(losses_of(*engine, model, 4, 3), expected);
+  });
+}
+
+// What layers remember: amax of steps, and scales.
+at::Tensor memory_of(WideNet& model) {
+  const auto layer = fp8::find_layer(model->first->weight);
+  const auto scaling = layer->scaling.lock();
+  return torch::cat({scaling->memory(0), scaling->memory(1)}, 1);
+}
+
+void train_one(Engine& engine, WideNet& model, int64_t step, double factor = 1.0) {
+  engine.backward(model->loss(batch_of(step, engine.global_rank())).to(torch::kFloat) * factor);
+  engine.step();
+}
+
+// float16, with the loss scale that follows: rows of gradients are those of the scaled loss.
+TEST(Fp8Engine, ASkippedStepLeavesNoTraceAndGradientsFollowTheLossScale) {
+  run_ranks(2, [](comm::Communicator& ranks) {
+    ordered_json config = fp8_config(1, 1);
+    config["fp16"] = {{"enabled", true}, {"initial_scale_power", 8}, {"hysteresis", 1}, {"loss_scale_window", 100}};
+    WideNet model;
+    const auto engine = start(model.ptr(), config, ranks).engine;
+    for (int64_t step = 0; step < 4; ++step) train_one(*engine, model, step);
+    ASSERT_TRUE(engine->was_step_applied());
+    const at::Tensor before = memory_of(model);
+    const double scale = engine->loss_scale();
+    train_one(*engine, model, 4, 1e9);
+    ASSERT_FALSE(engine->was_step_applied());
+    ASSERT_EQ(engine->loss_scale(), scale / 2);
+    const at::Tensor after = memory_of(model);
+    EXPECT_TRUE(torch::equal(after.narrow(0, 0, 2), before.narrow(0, 0, 2)));
+    const int64_t width = before.size(1) / 2;
+    // The second layer's: the input of the first one needs no gradient.
+    const at::Tensor had = before[2].narrow(0, width, width);
+    const at::Tensor has = after[2].narrow(0, width, width);
+    ASSERT_GT(had.min().item<float>(), 0);
+    EXPECT_TRUE(torch::equal(has.narrow(0, 0, width - 1), had.narrow(0, 0, width - 1) * 0.5)) << "amax";
+    EXPECT_EQ(has[width - 1].item<float>(), had[width - 1].item<float>() * 2) << "scale";
+  });
+}
+
+TEST(Fp8Engine, WhatIsDroppedDoesNotCount) {
+  run_ranks(1, [](comm::Communicator& ranks) {
+    WideNet model;
+    const auto engine = start(model.ptr(), fp8_config(1, 1), ranks).engine;
+    WideNet other;
+    const auto expected = start(other.ptr(), fp8_config(1, 1), ranks).engine;
+    for (int64_t step = 0; step < 3; ++step) {
+      engine->backward(model->loss(batch_of(step, 0) * 50) * 100);
+      engine->zero_grad();
+      train_one(*engine, model, step);
+      train_one(*expected, other, step);
+    }
+    EXPECT_TRUE(torch::equal(memory_of(model), memory_of(other)));
+  });
+}
+
+TEST(Fp8Engine, AStepThatThrowsDoesNotCount) {
+  run_ranks(1, [](comm::Communicator& ranks) {
+    ordered_json config = fp8_config(1, 1);
+    config["non_finite_gradients"] = "error";
+    WideNet model;
+    const auto engine = start(model.ptr(), config, ranks).engine;
+    for (int64_t step = 0; step < 3; ++step) train_one(*engine, model, step);
+    const at::Tensor before = memory_of(model);
+    EXPECT_THROW(train_one(*engine, model, 3, std::numeric_limits<double>::infinity()), NonFiniteError);
+    EXPECT_TRUE(torch::equal(memory_of(model), before));
+    train_one(*engine, model, 4);
+    EXPECT_FALSE(torch::equal(memory_of(model), before));
+  });
+}
+
+// Other weights than those that the scales are of.
+TEST(Fp8Engine, WeightsWithoutStatesBeginWithoutScales) {
+  const test::ScratchFolder folder;
+  run_ranks(1, [&](comm::Communicator& ranks) {
+    WideNet model;
+    const auto engine = start(model.ptr(), fp8_config(1, 1), ranks).engine;
+    train_one(*engine, model, 0);
+    engine->save_checkpoint(folder.path().string());
+    train_one(*engine, model, 1);
+    EXPECT_GT(memory_of(model).abs().max().item<float>(), 0);
+    engine->load_checkpoint(folder.path().string(), "", {.load_module_only = true});
+    EXPECT_EQ(memory_of(model).abs().max().item<float>(), 0);
   });
 }
 

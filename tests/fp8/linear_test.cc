@@ -145,6 +145,34 @@ TEST(Fp8Linear, TakesNoRowsOneDimensionAndFrozenParts) {
   EXPECT_TRUE(input.grad().defined());
 }
 
+TEST(Fp8Linear, TheWeightTimesItselfIsNoLayer) {
+  torch::nn::Linear layer = layer_of(at::kFloat, kIn, kIn, /*bias=*/false);
+  const at::Tensor plain = torch::matmul(layer->weight, layer->weight.t());
+  const at::Tensor of_layer = layer->forward(waves({4, kIn}, 1.3).to(at::kFloat));
+  const auto scaling = on_fp8(layer, {});
+  EXPECT_TRUE(torch::equal(torch::matmul(layer->weight, layer->weight.t()), plain));
+  EXPECT_TRUE(
+      torch::equal(torch::matmul(layer->weight.detach().narrow(0, 4, 8), layer->weight.t()), plain.narrow(0, 4, 8)));
+  EXPECT_TRUE(torch::equal(torch::addmm(torch::zeros({kIn}), layer->weight, layer->weight.t()), plain));
+  EXPECT_FALSE(torch::equal(layer->forward(waves({4, kIn}, 1.3).to(at::kFloat)), of_layer));
+}
+
+struct SharedLinear : torch::nn::Module {
+  explicit SharedLinear(const at::Tensor& of_another) { register_parameter("weight", of_another); }
+};
+
+TEST(Fp8Linear, ASharedWeightHasTheNamesOfAllItsLayers) {
+  const auto model = std::make_shared<torch::nn::Module>();
+  const auto first = model->register_module("first", torch::nn::Linear(kIn, kOut));
+  model->register_module("other", torch::nn::Linear(kIn, kOut));
+  model->register_module("head", std::make_shared<SharedLinear>(first->weight));
+  const std::vector<NamedLinear> layers = linears_of(*model);
+  ASSERT_EQ(layers.size(), 2U);
+  EXPECT_THAT(layers[0].names, testing::ElementsAre("first", "head"));
+  EXPECT_EQ(layers[0].name(), "first");
+  EXPECT_THAT(layers[1].names, testing::ElementsAre("other"));
+}
+
 TEST(Fp8Linear, EndsWithItsScales) {
   torch::nn::Linear layer = layer_of(at::kFloat);
   const at::Tensor values = waves({4, kIn}, 1.3).to(at::kFloat);

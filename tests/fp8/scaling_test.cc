@@ -61,7 +61,7 @@ TEST(Fp8Scaling, IsOneOnAllRanks) {
     Scaling scaling(delayed(2), {"a"}, c10::kCPU);
     scale_of(scaling, static_cast<float>(1 + ranks.rank()), Kind::kWeight);
     scaling.end_step(ranks);
-    EXPECT_FLOAT_EQ(scale_of(scaling, 100, Kind::kWeight), 448.0F / 3.0F / 2.0F);
+    EXPECT_FLOAT_EQ(scale_of(scaling, 2, Kind::kWeight), 448.0F / 3.0F / 2.0F);
   });
 }
 
@@ -75,6 +75,59 @@ TEST(Fp8Scaling, StepsOfZerosAndOfInfinityKeepTheScale) {
       scaling.end_step(ranks);
       EXPECT_FLOAT_EQ(scale_of(scaling, 1, Kind::kGradient, /*records=*/false), 57344.0F / 4.0F / 2.0F);
     }
+  });
+}
+
+// Two models: one drops what the other skips by a flag of the device, and takes back later.
+TEST(Fp8Scaling, AStepThatIsSkippedLeavesNoTrace) {
+  for (const bool most_recent : {false, true}) {
+    run_ranks(2, [&](comm::Communicator& ranks) {
+      Scaling dropped(delayed(3, most_recent), {"a"}, c10::kCPU);
+      Scaling skipped(delayed(3, most_recent), {"a"}, c10::kCPU);
+      const std::vector<float> steps = {4, 8, 0.5F, 2, 1, 1, 1};
+      for (size_t i = 0; i < steps.size(); ++i) {
+        const bool bad = i == 1 || i == 4;
+        EXPECT_EQ(scale_of(dropped, steps[i], Kind::kInput), scale_of(skipped, steps[i], Kind::kInput)) << i;
+        if (bad) {
+          dropped.drop_step();
+        } else {
+          dropped.end_step(ranks);
+        }
+        skipped.end_step(ranks, torch::full({1}, bad ? 1.0F : 0.0F));
+        const at::Tensor scales = skipped.scales(skipped.generation());
+        EXPECT_TRUE(torch::equal(scales, dropped.scales(dropped.generation()))) << "before the host knows, " << i;
+        if (bad) skipped.take_back_step();
+        EXPECT_TRUE(torch::equal(skipped.memory(0), dropped.memory(0))) << i;
+      }
+    });
+  }
+}
+
+TEST(Fp8Scaling, FollowsTheLossScale) {
+  run_ranks(1, [](comm::Communicator& ranks) {
+    Scaling scaling(delayed(2), {"a"}, c10::kCPU);
+    for (const Kind kind : {Kind::kInput, Kind::kGradient}) scale_of(scaling, 4, kind);
+    scaling.end_step(ranks);
+    const at::Tensor of_graph = scaling.scales(scaling.generation());
+    scaling.gradients_scaled(2.0);
+    EXPECT_FLOAT_EQ(scale_of(scaling, 1, Kind::kGradient, /*records=*/false), 57344.0F / 8.0F / 2.0F);
+    EXPECT_FLOAT_EQ(scale_of(scaling, 1, Kind::kInput, /*records=*/false), 448.0F / 4.0F / 2.0F);
+    EXPECT_FLOAT_EQ(of_graph[0][2].item<float>(), 57344.0F / 4.0F / 2.0F) << "what a graph has is as it was";
+    scale_of(scaling, 6, Kind::kGradient);
+    scaling.end_step(ranks);
+    EXPECT_FLOAT_EQ(scale_of(scaling, 1, Kind::kGradient), 57344.0F / 8.0F / 2.0F) << "the history follows";
+  });
+}
+
+// Of a program that has changed it: what is known is not cut off.
+TEST(Fp8Scaling, AWeightBeyondItsScaleIsScaledByItself) {
+  run_ranks(1, [](comm::Communicator& ranks) {
+    Scaling scaling(delayed(2), {"a"}, c10::kCPU);
+    for (const Kind kind : {Kind::kInput, Kind::kWeight}) scale_of(scaling, 1, kind);
+    scaling.end_step(ranks);
+    EXPECT_FLOAT_EQ(scale_of(scaling, 2, Kind::kWeight, /*records=*/false), 448.0F / 1.0F / 2.0F) << "the margin";
+    EXPECT_FLOAT_EQ(scale_of(scaling, 100, Kind::kWeight, /*records=*/false), 448.0F / 100.0F / 2.0F);
+    EXPECT_FLOAT_EQ(scale_of(scaling, 100, Kind::kInput, /*records=*/false), 448.0F / 1.0F / 2.0F);
   });
 }
 

@@ -1,14 +1,19 @@
 // Linear layers on FP8 on a GPU, through at::_scaled_mm, against the same numbers emulated on the CPU.
+#include <ATen/record_function.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <atomic>
 #include <cstdlib>
+#include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "comm/shared_memory/thread_group.h"
 #include "dsengine/errors.h"
+#include "fp8/linear_table.h"
 #include "ops/device_kernels.h"
 #include "tests/engine/small_run.h"
 #include "tests/gpu/tested_device.h"
@@ -80,6 +85,68 @@ TEST_F(GpuFp8, TrainsAsEmulatedOnTheCpu) {
       }
     }
   }
+}
+
+struct LayerRun {
+  at::Tensor output, input, weight, bias;
+};
+
+LayerRun layer_on(at::Device device, fp8::Arithmetic arithmetic, at::ScalarType type, int64_t rows, bool bias) {
+  torch::nn::Linear layer(torch::nn::LinearOptions(32, 48).bias(bias));
+  fill(*layer);
+  layer->to(type);
+  layer->to(device);
+  const auto scaling =
+      std::make_shared<fp8::Scaling>(fp8::ScalingOptions{.weight_gradients = true, .arithmetic = arithmetic},
+                                     std::vector<std::string>{"itself"}, device);
+  fp8::set_layers(fp8::linears_of(*layer), scaling);
+  const auto waves = [&](int64_t columns, double step) {
+    return torch::sin(torch::arange(rows * columns, torch::kDouble) * step).view({rows, columns}).to(type).to(device);
+  };
+  const at::Tensor input = waves(32, 1.3).requires_grad_(true);
+  const at::Tensor output = layer->forward(input);
+  output.backward(waves(48, 0.7));
+  const auto on_host = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.detach().to(at::kCPU).to(at::kDouble) : at::Tensor();
+  };
+  return {on_host(output), on_host(input.grad()), on_host(layer->weight.grad()),
+          bias ? on_host(layer->bias.grad()) : at::Tensor()};
+}
+
+// How often an operator is called, on any thread.
+std::atomic<int> scaled_products;
+
+std::unique_ptr<at::ObserverContext> count_scaled_product(const at::RecordFunction& function) {
+  if (std::string_view(function.name()) == "aten::_scaled_mm") ++scaled_products;
+  return nullptr;
+}
+
+// A training that is a little wrong learns, too: a layer's own numbers, and that it is the hardware that has them.
+TEST_F(GpuFp8, ALayerIsTheEmulatedOne) {
+  if (!has_fp8()) GTEST_SKIP() << "no GPU that has FP8";
+  const at::CallbackHandle handle =
+      at::addGlobalCallback(at::RecordFunctionCallback(&count_scaled_product).scopes({at::RecordScope::FUNCTION}));
+  for (const at::ScalarType type : {at::kFloat, at::kHalf, at::kBFloat16}) {
+    for (const int64_t rows : {1, 24}) {
+      for (const bool bias : {false, true}) {
+        const LayerRun expected = layer_on(at::kCPU, fp8::Arithmetic::kEmulated, type, rows, bias);
+        scaled_products = 0;
+        const LayerRun found = layer_on(device_, fp8::Arithmetic::kHardware, type, rows, bias);
+        EXPECT_EQ(scaled_products, 3) << "the output, and the gradients of input and weight";
+        const auto expect_near = [&](const at::Tensor& has, const at::Tensor& stated, const char* what) {
+          ASSERT_EQ(has.defined(), stated.defined()) << what;
+          if (!has.defined()) return;
+          EXPECT_LT((has - stated).abs().max().item<double>(), 1e-2 * stated.abs().max().item<double>())
+              << what << ", " << type << ", " << rows << " rows, bias " << bias;
+        };
+        expect_near(found.output, expected.output, "output");
+        expect_near(found.input, expected.input, "gradient of the input");
+        expect_near(found.weight, expected.weight, "gradient of the weight");
+        expect_near(found.bias, expected.bias, "gradient of the bias");
+      }
+    }
+  }
+  at::removeCallback(handle);
 }
 
 // Of the simulated GPU, which can be any.

@@ -190,6 +190,9 @@ TEST(SdpaBackends, AreNamedOnce) {
   EXPECT_THAT(refusal_of("{sdpa_backends: ['fa3']}"), HasSubstr("found \"fa3\""));
   EXPECT_THAT(refusal_of("{sdpa_backends: ['math', 'math']}"), HasSubstr("has \"math\" twice"));
   EXPECT_THAT(refusal_of("{sdpa_backends: []}"), HasSubstr("at least one backend"));
+  EXPECT_THAT(refusal_of("{deterministic: true, sdpa_backends: ['cudnn']}"), HasSubstr("which excludes cuDNN's"));
+  EXPECT_EQ(parse_text("{deterministic: true, sdpa_backends: ['cudnn', 'math']}").sdpa_backends->size(), 2U);
+  EXPECT_THAT(refusal_of("{fp8: {margin: 17}}"), HasSubstr("margin"));
 }
 
 TEST(Fp8Section, SaysWhatBlocksExclude) {

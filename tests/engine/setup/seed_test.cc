@@ -48,14 +48,17 @@ TEST(Seed, ThePrecisionOfProductsIsThatOfTheProcess) {
 
 TEST(Seed, TheBackendsOfAttentionAreThoseOfTheList) {
   at::Context& context = at::globalContext();
-  set_sdpa_backends({"math", "flash"}, c10::kCPU);
+  order_sdpa_backends({"math", "flash"});
   EXPECT_EQ(context.sDPPriorityOrder()[0], at::SDPBackend::math);
   EXPECT_EQ(context.sDPPriorityOrder()[1], at::SDPBackend::flash_attention);
   EXPECT_TRUE(context.userEnabledMathSDP());
   EXPECT_TRUE(context.userEnabledFlashSDP());
   EXPECT_FALSE(context.userEnabledCuDNNSDP());
   EXPECT_FALSE(context.userEnabledMemEfficientSDP());
-  set_sdpa_backends({"cudnn", "flash", "efficient", "math"}, c10::kCPU);
+  set_sdpa_backends({"cudnn"}, c10::kCPU);  // the settings choose kernels of the CPU, too: they stay
+  EXPECT_TRUE(context.userEnabledMathSDP());
+  EXPECT_TRUE(context.userEnabledFlashSDP());
+  order_sdpa_backends({"cudnn", "flash", "efficient", "math"});
   EXPECT_EQ(context.sDPPriorityOrder()[0], at::SDPBackend::cudnn_attention);
   EXPECT_EQ(context.sDPPriorityOrder()[3], at::SDPBackend::math);
   EXPECT_TRUE(context.userEnabledCuDNNSDP());
