@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/replay/memory_writes.h"
 #include "zero/value_digest.h"
 
 namespace ds::zero {
@@ -75,6 +77,7 @@ void LiveBuckets::fetch(size_t bucket, bool exact) {
   coming_ += entry.elements();
   peak_ = std::max(peak_, live_);
   try {
+    const SameValues same;  // as before it was released
     start(bucket, exact);
   } catch (...) {
     fail(entry);
@@ -125,6 +128,8 @@ void LiveBuckets::wait(size_t bucket) {
   if (entry.sharded()) coming_ -= entry.elements();
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
   try {
+    std::optional<SameValues> same;
+    if (entry.sharded()) same.emplace();
     gathers_.wait(*entry.bucket, entry.gather);
   } catch (...) {
     fail(entry);

@@ -13,4 +13,16 @@ void note_memory_write(const at::Tensor& tensor);
 using MemoryWriteObserver = void (*)(const at::Tensor& tensor);
 void observe_memory_writes(MemoryWriteObserver observer);
 
+// What this thread writes while it lives are the values that the memory has for all who know it, as where a released
+// parameter is gathered again: writes are not told, nor are operators among them recorded. Scopes nest.
+class SameValues {
+ public:
+  SameValues();
+  ~SameValues();
+  SameValues(const SameValues&) = delete;
+  SameValues& operator=(const SameValues&) = delete;
+
+  static bool in_force();
+};
+
 }  // namespace ds

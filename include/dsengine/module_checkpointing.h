@@ -18,7 +18,8 @@
 // than it has (parameters and tensors that are saved in any case cost nothing). Kept always: outputs of factories, of
 // batch normalization (a batch counts once), of recurrent layers' fused operators, of operators that are not LibTorch's
 // (custom ones, ds::ops), of operators inside autograd functions, of those that draw from a generator of the program's
-// own, and what reads split, sparse, quantized or complex-conjugate tensors. Code that writes by a pointer to memory
+// own, of copies that do not wait (non_blocking), and what reads split, nested, sparse, quantized or complex-conjugate
+// tensors. Code that writes by a pointer to memory
 // that an operator made has to stand in an autograd function; on an accelerator nothing finds out if it does not.
 //
 // It costs a look at each operator that the thread calls. Threads: it holds for the thread that calls it, as
@@ -49,7 +50,7 @@ enum class Recompute : uint8_t {
 struct ModuleCheckpointOptions {
   Recompute recompute = Recompute::kEverything;
   // Operators by name, as "aten::mm", whose outputs are kept beside those that `recompute` keeps; none: no others.
-  // Called once for an operator.
+  // Called at least once for an operator: for each of its overloads, in each chosen module.
   std::function<bool(std::string_view name)> keep = nullptr;
 };
 

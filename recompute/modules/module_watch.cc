@@ -213,6 +213,11 @@ bool is_above_autograd(c10::DispatchKey key) {
 void see_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::DispatchKeySet below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kWatchKey);
   Watch& watch = Watch::current();
+  if (SameValues::in_force()) {
+    const c10::impl::ExcludeDispatchKeyGuard unseen(kWatchKey);
+    op.redispatchBoxed(below, stack);
+    return;
+  }
   if (watch.inside == 0 && at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()) {
     find_region(watch, op, *stack);
   }

@@ -27,10 +27,18 @@ constexpr std::array<std::string_view, 8> kOverwriting = {"aten::bernoulli_", "a
                                                           "aten::copy_",      "aten::exponential_"};
 // Their schemas do not say that they change running statistics, arguments 3 and 4. Never computed again: a batch counts
 // once.
-constexpr std::array<std::string_view, 8> kBatchNorms = {
-    "aten::native_batch_norm",        "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
-    "aten::_native_batch_norm_legit", "aten::batch_norm",       "aten::_batch_norm_impl_index",
-    "aten::_batch_norm_with_update",  "aten::mkldnn_batch_norm"};
+constexpr std::array<std::string_view, 10> kBatchNorms = {"aten::native_batch_norm",
+                                                          "aten::cudnn_batch_norm",
+                                                          "aten::miopen_batch_norm",
+                                                          "aten::_native_batch_norm_legit",
+                                                          "aten::batch_norm",
+                                                          "aten::_batch_norm_impl_index",
+                                                          "aten::_batch_norm_with_update",
+                                                          "aten::mkldnn_batch_norm",
+                                                          "aten::batch_norm_gather_stats",
+                                                          "aten::batch_norm_gather_stats_with_counts"};
+// Likewise, arguments 1 and 2.
+constexpr std::string_view kUpdateOfStatistics = "aten::batch_norm_update_stats";
 // Give outputs of which parts may never be written.
 constexpr std::array<std::string_view, 6> kWithWorkspace = {"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn",
                                                             "aten::miopen_rnn",       "aten::_embedding_bag",
@@ -100,7 +108,8 @@ OperatorFacts find_facts(const c10::OperatorHandle& op) {
   facts.name = schema.overload_name().empty() ? name : name + "." + schema.overload_name();
   facts.returns = schema.returns().size();
   using c10::DispatchKey;
-  const bool is_batch_norm = is_one_of(name, kBatchNorms);
+  const bool is_update = name == kUpdateOfStatistics;
+  const bool is_batch_norm = is_update || is_one_of(name, kBatchNorms);
   // A kernel below autograd is taken before the composition. Batch normalization may get one (convert_sync_batchnorm).
   facts.composite = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
                     !op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) &&
@@ -113,7 +122,8 @@ OperatorFacts find_facts(const c10::OperatorHandle& op) {
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     if ((is_written(schema.arguments()[i]) && !keeps_elements) || is_collective) facts.writes.push_back(i);
   }
-  if (is_batch_norm && facts.writes.empty()) facts.writes = {3, 4};
+  if (is_batch_norm && facts.writes.empty())
+    facts.writes = is_update ? std::vector<size_t>{1, 2} : std::vector<size_t>{3, 4};
   facts.makes_blank = is_one_of(name, kBlank);
   facts.overwrites = is_one_of(name, kOverwriting);
   facts.random = op.hasTag(at::Tag::nondeterministic_seeded);
@@ -121,9 +131,10 @@ OperatorFacts find_facts(const c10::OperatorHandle& op) {
   const bool in_place = is_in_place(schema, facts.writes);
   facts.replayable = name.starts_with("aten::") && !is_batch_norm && !facts.makes_blank && !facts.composite &&
                      !is_one_of(name, kWithWorkspace) && !is_one_of(name, kFactories) &&
-                     !op.hasTag(at::Tag::inplace_view) && !op.hasTag(at::Tag::dynamic_output_shape) &&
-                     !op.hasTag(at::Tag::data_dependent_output) && gives_tensors_alone(schema) &&
-                     !gives_views(schema) && takes_tensors(schema) && (facts.writes.empty() || in_place);
+                     !op.hasTag(at::Tag::inplace_view) && !op.hasTag(at::Tag::maybe_aliasing_or_mutating) &&
+                     !op.hasTag(at::Tag::dynamic_output_shape) && !op.hasTag(at::Tag::data_dependent_output) &&
+                     gives_tensors_alone(schema) && !gives_views(schema) && takes_tensors(schema) &&
+                     (facts.writes.empty() || in_place);
   return facts;
 }
 

@@ -47,6 +47,10 @@ void each_tensor(const c10::IValue& value, Visit&& visit) {
 
 }  // namespace
 
+Counts counts_of(const at::Tensor& tensor) {
+  return Counts(tensor.is_view() ? tensor._base().getIntrusivePtr() : tensor.getIntrusivePtr());
+}
+
 std::shared_ptr<StoredValue> OperatorLog::made_value_of(const at::Tensor& tensor) const {
   const auto found = places_.find(storage_impl(tensor));
   if (found == places_.end() || !found->second.made || found->second.made->blank) return nullptr;
@@ -57,10 +61,13 @@ std::shared_ptr<StoredValue> OperatorLog::made_value_of(const at::Tensor& tensor
   return as_made ? found->second.made : nullptr;
 }
 
-std::shared_ptr<StoredValue> OperatorLog::value_of(const at::Tensor& tensor) {
+std::shared_ptr<StoredValue> OperatorLog::value_of(const at::Tensor& tensor, const Counts& counts) {
   if (auto made = made_value_of(tensor)) return made;
   Place& place = places_[storage_impl(tensor)];
-  if (auto held = place.held.lock(); held && held->version == version_of(tensor)) return held;
+  for (const Held& each : place.held) {
+    if (each.counts != counts) continue;
+    if (auto held = each.value.lock(); held && held->version == version_of(tensor)) return held;
+  }
   place.storage = tensor.storage().getWeakStorageImpl();
   place.made.reset();
   auto value = std::make_shared<StoredValue>(mutex_);
@@ -69,12 +76,12 @@ std::shared_ptr<StoredValue> OperatorLog::value_of(const at::Tensor& tensor) {
   value->held = alias_of(tensor);
   value->version = version_of(tensor);
   value->anchored = is_parameter(tensor);
-  place.held = value;
+  add_held(place, value, counts);
   place.version = value->version;
   return value;
 }
 
-void OperatorLog::hold(const std::shared_ptr<StoredValue>& value, const at::Tensor& tensor) {
+void OperatorLog::hold(const std::shared_ptr<StoredValue>& value, const at::Tensor& tensor, const Counts& counts) {
   std::shared_ptr<Step> ended;  // outside of the lock
   {
     const std::lock_guard lock(*mutex_);
@@ -85,13 +92,18 @@ void OperatorLog::hold(const std::shared_ptr<StoredValue>& value, const at::Tens
   }
   const auto found = places_.find(storage_impl(tensor));
   if (found == places_.end() || found->second.made != value) return;
-  found->second.held = value;
+  add_held(found->second, value, counts);
   found->second.made.reset();
+}
+
+void OperatorLog::add_held(Place& place, const std::shared_ptr<StoredValue>& value, const Counts& counts) {
+  std::erase_if(place.held, [](const Held& each) { return each.value.expired(); });
+  place.held.push_back({value, counts});
 }
 
 std::optional<TensorRef> OperatorLog::ref_of(const at::Tensor& tensor) {
   if (!is_plain(tensor)) return std::nullopt;
-  std::shared_ptr<StoredValue> value = value_of(tensor);
+  std::shared_ptr<StoredValue> value = value_of(tensor, counts_of(tensor));
   value->is_argument = true;
   return TensorRef{std::move(value), Geometry(tensor)};
 }
@@ -142,6 +154,8 @@ std::shared_ptr<Step> OperatorLog::step_of(const c10::OperatorHandle& op, const 
   std::vector<at::Tensor> read;
   for (size_t i = 0; i < count; ++i) {
     const c10::IValue& value = stack[stack.size() - count + i];
+    // The program waits for such a copy when it likes; who computes it again does not know when.
+    if (value.isBool() && value.toBool() && op.schema().arguments()[i].name() == "non_blocking") return nullptr;
     // Memory that nobody has written is no argument but of what writes it.
     if (auto blank = facts.overwrites && i == 0 ? blank_value_of(value) : nullptr) {
       Argument& argument = step->arguments.emplace_back();
@@ -160,19 +174,30 @@ std::shared_ptr<Step> OperatorLog::step_of(const c10::OperatorHandle& op, const 
   return step;
 }
 
-// Whoever needs the memory as it is now gets a copy of it.
+// Whoever needs the memory as it is now gets a copy of it, by whichever tensor it is known and written.
 void OperatorLog::before_write(const at::Tensor& tensor) {
   const auto found = places_.find(storage_impl(tensor));
   if (found == places_.end()) return;
-  const std::shared_ptr<StoredValue> value = found->second.held.lock();
-  if (!value || !value->is_argument || value->version != version_of(tensor)) return;
-  const at::NoGradGuard no_graph;
-  const Geometry geometry(value->held);
-  at::Tensor copy = geometry.on(copy_of_storage(tensor.storage()));
-  const std::lock_guard lock(*mutex_);
-  value->held = std::move(copy);
-  value->version = version_of(value->held);
-  found->second.held.reset();
+  c10::Storage copy;
+  for (const Held& each : std::exchange(found->second.held, {})) {
+    const std::shared_ptr<StoredValue> value = each.value.lock();
+    // Of another version: changed by what was not seen, which is an error where the value is asked for.
+    if (!value || !value->is_argument || value->version != version_of(value->held)) continue;
+    const at::NoGradGuard no_graph;
+    if (!copy) copy = copy_of_storage(tensor.storage());
+    at::Tensor own = Geometry(value->held).on(copy);
+    const std::lock_guard lock(*mutex_);
+    value->held = std::move(own);
+    value->version = version_of(value->held);
+  }
+}
+
+// What is held already, and is needed by nobody yet, would be copied for nothing.
+bool OperatorLog::continues(const c10::OperatorHandle& op, const OperatorFacts& facts,
+                            const torch::jit::Stack& stack) const {
+  const c10::IValue& written = stack[stack.size() - op.schema().arguments().size()];
+  if (!written.isTensor() || !is_plain(written.toTensor())) return false;
+  return made_value_of(written.toTensor()) != nullptr || (facts.overwrites && blank_value_of(written) != nullptr);
 }
 
 void OperatorLog::before_unseen_write(const at::Tensor& tensor) {
@@ -192,7 +217,7 @@ OperatorLog::Draft OperatorLog::begin(const c10::OperatorHandle& op, const Opera
       if (is_plain(tensor)) draft.written.push_back(tensor);
     });
   }
-  if (record) draft.step = step_of(op, facts, stack);
+  if (record && (facts.writes.empty() || continues(op, facts, stack))) draft.step = step_of(op, facts, stack);
   if (draft.step && !facts.writes.empty()) {
     // Only what was dropped before, or never held, goes on to be dropped.
     draft.before = draft.step->arguments[0].tensors.empty() ? nullptr : draft.step->arguments[0].tensors[0]->value;
@@ -222,7 +247,7 @@ void OperatorLog::enter(const at::Tensor& tensor, std::shared_ptr<StoredValue> v
   place.storage = tensor.storage().getWeakStorageImpl();
   place.version = version_of(tensor);
   place.made = std::move(value);
-  place.held.reset();
+  place.held.clear();
 }
 
 void OperatorLog::end(const Draft& draft, const OperatorFacts& facts, const torch::jit::Stack& stack) {

@@ -63,7 +63,8 @@ std::vector<uint8_t> samples_of(const at::Tensor& tensor) {
   return result;
 }
 
-SavedTensor::SavedTensor(const at::Tensor& tensor) : kept_(alias_of(tensor)), version_(version_of(tensor)) {
+SavedTensor::SavedTensor(const at::Tensor& tensor)
+    : kept_(alias_of(tensor)), counts_(counts_of(tensor)), version_(version_of(tensor)) {
   if (!tensor.is_inference()) changes_ = tensor.unsafeGetTensorImpl()->version_counter();
 }
 
@@ -75,16 +76,17 @@ SavedTensor::~SavedTensor() {
 }
 
 int64_t SavedTensor::decide(OperatorLog& log) {
+  const Counts counts = *std::exchange(counts_, std::nullopt);
   if (!is_plain(kept_)) return 0;
   auto made = log.made_value_of(kept_);
   if (!made) {
-    value_ = log.value_of(kept_);
+    value_ = log.value_of(kept_, counts);
     value_->anchored = true;
     return 0;
   }
   const Needs needs = needs_of(*made, made->bytes);
   if (needs.bytes >= made->bytes) {
-    log.hold(made, kept_);
+    log.hold(made, kept_, counts);
     value_ = std::move(made);
     value_->anchored = true;
     return 0;

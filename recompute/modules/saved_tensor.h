@@ -37,6 +37,7 @@ class SavedTensor {
   at::Tensor made_again() const;
 
   at::Tensor kept_;                     // undefined: dropped
+  std::optional<Counts> counts_;        // until decide()
   int64_t version_;                     // when it was saved
   c10::VariableVersion changes_;        // of whoever shares its memory
   std::shared_ptr<StoredValue> value_;  // of the memory

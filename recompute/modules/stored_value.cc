@@ -34,7 +34,8 @@ int64_t Geometry::elements() const { return c10::multiply_integers(sizes); }
 bool is_plain(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_meta() &&
          !tensor.is_quantized() && !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor() &&
-         !tensor.is_inference() && !is_split(tensor) && !tensor.key_set().has(c10::DispatchKey::Python);
+         !tensor.is_inference() && !tensor.is_nested() && !is_split(tensor) &&
+         !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
 // Chains of steps may be longer than a stack is deep: they end one after the other.

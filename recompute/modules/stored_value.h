@@ -40,7 +40,8 @@ struct Geometry {
   int64_t elements() const;
 };
 
-// Whether a tensor is elements in a storage and nothing else: no split, sparse, quantized, conjugate or meta tensor.
+// Whether a tensor is elements in a storage and nothing else: no split, nested, sparse, quantized, conjugate or
+// meta tensor.
 bool is_plain(const at::Tensor& tensor);
 
 struct Step;

@@ -89,6 +89,44 @@ TEST(RecomputedModules, Bfloat16AndAutocastTrainTheSame) {
   }
 }
 
+// Each weight is used again after it was released and gathered again.
+struct RepeatedImpl : torch::nn::Module {
+  RepeatedImpl() {
+    first = register_module("first", torch::nn::Linear(6, 6));
+    second = register_module("second", torch::nn::Linear(6, 6));
+    test::fill(*this, 0.2);
+  }
+  at::Tensor forward(const at::Tensor& x) { return first(second(first(second(x).exp())).exp()); }
+  torch::nn::Linear first{nullptr}, second{nullptr};
+};
+TORCH_MODULE(Repeated);
+
+TEST(RecomputedModules, WeightsThatAreGatheredAgainAreNoOthers) {
+  run_ranks(2, [](comm::Communicator& communicator) {
+    const auto train = [&](const char* recompute) {
+      Repeated model;
+      ordered_json config = small_config(3, 1);
+      config["zero_optimization"]["stage3_max_reuse_distance"] = 0;
+      config["zero_optimization"]["reduce_bucket_size"] = 1;
+      config["zero_optimization"]["allgather_bucket_size"] = 1;
+      if (recompute != nullptr) config["activation_checkpointing"] = {{"modules", {""}}, {"recompute", recompute}};
+      const auto engine = start(model.ptr(), config, communicator).engine;
+      for (int64_t step = 0; step < 3; ++step) {
+        const at::Tensor x = sample(step, communicator.rank());
+        engine->backward(model->forward(x).pow(2).mean());
+        engine->step();
+      }
+      const State weights = copy_of(engine->fp32_state_dict());
+      remove_activation_checkpointing(*model);
+      return weights;
+    };
+    const State plain = train(nullptr);
+    for (const char* recompute : {"all", "pointwise"}) {
+      EXPECT_EQ(largest_difference(train(recompute), plain), 0.0) << recompute;
+    }
+  });
+}
+
 // Names of parameters and their values after some steps of a loop around `wrap`.
 template <class Wrap>
 State train_loop(comm::Communicator& communicator, bool chosen, Wrap&& wrap) {

@@ -215,6 +215,98 @@ TEST(ModuleCheckpointing, ChangesByListsOutputsAndSizesAreSeen) {
   });
 }
 
+// One memory, known by tensors that count their changes apart.
+TEST(ModuleCheckpointing, ChangesByTensorsThatCountApartAreRight) {
+  const auto start_center = [] {
+    at::Tensor center = torch::sin(torch::arange(32, torch::kFloat)).view({4, 8});
+    center.mul_(2);  // changed before: `data` begins to count anew
+    return center;
+  };
+  const auto statistics = expect_same_body([&](const at::Tensor& x, WeightedBody& own) {
+    const at::Tensor center = start_center();
+    const at::Tensor z = torch::tanh(torch::matmul(x, own.weight) - center.data());
+    {
+      const torch::NoGradGuard no_graph;
+      center.mul_(0.9).add_(0.3);
+    }
+    return torch::matmul(z.exp(), own.weight).sin() * (center * 1).cos();
+  });
+  EXPECT_GT(statistics.dropped_tensors, 0);
+  // Two values of one memory are needed, one by each tensor.
+  expect_same_body([&](const at::Tensor& x, WeightedBody& own) {
+    const at::Tensor center = start_center();
+    const at::Tensor other = center.data();
+    const at::Tensor h = torch::matmul(x, own.weight);
+    const at::Tensor z = torch::tanh(h - center) * torch::sin(h + other.mul(2)) * torch::cos(h * center.mul(3));
+    {
+      const torch::NoGradGuard no_graph;
+      other.add_(0.7);
+    }
+    return torch::matmul(z.exp(), own.weight).sin() * (other * 1).cos();
+  });
+}
+
+TEST(ModuleCheckpointing, StatisticsThatASchemaDoesNotNameCountOnce) {
+  for (const Recompute recompute : kBothWays) {
+    std::vector<at::Tensor> expected;
+    for (const bool chosen : {false, true}) {
+      const at::Tensor mean = torch::zeros({8});
+      const at::Tensor variance = torch::ones({8});
+      const auto module = std::make_shared<WeightedBody>([&](const at::Tensor& x, WeightedBody& own) {
+        const at::Tensor h = torch::matmul(x, own.weight);
+        const auto [average, scale] = at::batch_norm_update_stats(h.detach(), mean, variance, 0.1);
+        return torch::matmul(h * average.exp() * (mean * 2).cos() * scale.sin(), own.weight);
+      });
+      if (chosen) apply_activation_checkpointing(*module, modules_named({""}), {.recompute = recompute});
+      module->forward(torch::cos(torch::arange(32, torch::kFloat)).view({4, 8})).pow(2).sum().backward();
+      const std::vector<at::Tensor> found = {mean, variance, module->weight.grad()};
+      if (chosen) {
+        expect_same_tensors(found, expected);
+      } else {
+        expected = found;
+      }
+      remove_activation_checkpointing(*module);
+    }
+  }
+}
+
+TEST(ModuleCheckpointing, NestedTensorsAreKept) {
+  expect_same_body([](const at::Tensor& x, WeightedBody& own) {
+    const at::Tensor h = torch::matmul(x, own.weight).tanh();
+    const at::Tensor nested =
+        at::_nested_tensor_from_mask(h.view({2, 2, 8}), torch::tensor({{true, true}, {true, false}}));
+    const at::Tensor padded = at::nested_to_padded_tensor(torch::relu(nested), 0.0);
+    return torch::matmul(padded, own.weight).sin();
+  });
+}
+
+TEST(ModuleCheckpointing, CopiesThatDoNotWaitAreKept) {
+  const auto dropped = [](bool non_blocking) {
+    return expect_same_body([=](const at::Tensor& x, WeightedBody& own) {
+             const at::Tensor h = torch::matmul(x, own.weight).to(torch::kDouble, non_blocking, /*copy=*/false);
+             return torch::matmul(h.sin().to(torch::kFloat), own.weight);
+           })
+        .dropped_bytes;
+  };
+  EXPECT_EQ(dropped(false) - dropped(true), 4 * 8 * 8) << "what sin() read";
+}
+
+TEST(ModuleCheckpointing, AnOperatorInPlaceOnKeptMemoryCopiesNothing) {
+  constexpr int64_t kBytes = 8 * 16 * 64 * 4;
+  torch::nn::Sequential net(torch::nn::Linear(16, 16), torch::nn::BatchNorm1d(64),
+                            torch::nn::ReLU(torch::nn::ReLUOptions(true)), torch::nn::Linear(16, 16));
+  const at::Tensor x = torch::sin(torch::arange(8 * 64 * 16, torch::kFloat)).view({8, 64, 16});
+  const auto peak = [&] {
+    profiling::TensorMemory memory;
+    const at::Tensor loss = net->forward(x).sum();
+    return memory.take_peak_bytes();
+  };
+  const int64_t plain = peak();
+  apply_activation_checkpointing(*net, modules_named({""}));
+  EXPECT_LT(peak(), plain + kBytes / 2);
+  remove_activation_checkpointing(*net);
+}
+
 TEST(ModuleCheckpointing, OperatorsOfManyKindsAreMadeAgain) {
   const auto statistics = expect_same_body([](const at::Tensor& x, WeightedBody& own) {
     const at::Tensor h = torch::matmul(x, own.weight);
