@@ -70,8 +70,7 @@ void demo_checkpoint(const ds::engine::Distributed& job, const std::string& path
   if (job.ranks->rank() == 0) std::filesystem::remove(path);
 }
 
-// --- DDP combined with model parallel
-// -----------------------------------------------------------------------------------
+// --- DDP combined with model parallel ---
 
 struct ToyMpModelImpl : torch::nn::Module {
   ToyMpModelImpl(torch::Device first, torch::Device second) : dev0(first), dev1(second) {
