@@ -269,6 +269,38 @@ TEST(OptimizerParts, TwoOptimizersOfAModelGoOnFromStateDictsAndAreRefusedInFiles
   });
 }
 
+TEST(OptimizerParts, FilesBringTheOptionsOfGroupsAndStateDictsDoNot) {
+  const test::ScratchFolder folder;
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    test::BlockNet model;
+    const auto sharded = fully_shard(model, {.process_group = test::borrowed(communicator)});
+    const auto all = sharded->parameters();
+    const auto make = [&](double first, double second) {
+      std::vector<torch::optim::OptimizerParamGroup> groups;
+      groups.emplace_back(test::Tensors{all.begin(), all.begin() + 4});
+      groups.emplace_back(test::Tensors{all.begin() + 4, all.end()});
+      auto optimizer = std::make_unique<torch::optim::AdamW>(groups, torch::optim::AdamWOptions(1e-3));
+      optimizer->param_groups()[0].options().set_lr(first);
+      optimizer->param_groups()[1].options().set_lr(second);
+      return optimizer;
+    };
+    const auto rate = [](torch::optim::Optimizer& optimizer, size_t group) {
+      return optimizer.param_groups()[group].options().get_lr();
+    };
+    const auto saved = make(0.125, 0.25);
+    train_joined(model, *saved, 0, 1);
+    sharded->save(folder.path().string(), "groups", *saved);
+    communicator.barrier();
+    const auto other = make(0.5, 0.75);
+    sharded->load_full_optim_state_dict(*other, sharded->full_optim_state_dict(*saved));
+    EXPECT_EQ(rate(*other, 0), 0.5);
+    EXPECT_EQ(rate(*other, 1), 0.75);
+    sharded->load(folder.path().string(), "groups", *other);
+    EXPECT_EQ(rate(*other, 0), 0.125);
+    EXPECT_EQ(rate(*other, 1), 0.25);
+  });
+}
+
 // --- copies of the model ---
 
 void expect_goes_on_with_copies(int ranks, bool mesh) {

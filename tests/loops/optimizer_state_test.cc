@@ -208,7 +208,8 @@ TEST(HybridShardByHosts, ShardsInsideOfAHostAndCopiesOverHosts) {
     loops::shard_inside_hosts(ranks, 4);
     EXPECT_EQ(ranks.shards->size(), 4);
     EXPECT_EQ(ranks.replicas, nullptr);
-    EXPECT_THAT([&] { loops::shard_inside_hosts(ranks, 1); }, ThrowsMessage<ConfigError>(HasSubstr("pass .mesh")));
+    EXPECT_THAT([&] { loops::shard_inside_hosts(ranks, 1); },
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr("uneven or scattered"), HasSubstr("pass .mesh"))));
   });
 }
 
