@@ -8,7 +8,9 @@
 #include <map>
 #include <set>
 #include <sstream>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "core/check.h"
 #include "core/tensor_check.h"
@@ -47,7 +49,7 @@ at::Tensor slice_with(const OptimizerStates& states, const std::vector<LeafState
 std::set<std::string> names_in(const std::vector<LeafStates>& all, size_t bucket) {
   std::set<std::string> names;
   for (const LeafStates& one : all) {
-    if (one.leaf->bucket != bucket) continue;
+    if (one.leaf->bucket != bucket || one.steps == 0) continue;
     for (const auto& [name, values] : one.tensors) names.insert(name);
   }
   return names;
@@ -55,30 +57,82 @@ std::set<std::string> names_in(const std::vector<LeafStates>& all, size_t bucket
 
 using Given = std::map<std::string, at::Tensor>;
 
-// Steps of each leaf in a full state dict, 0 for one that it has nothing of. Throws UsageError for what does not fit.
-std::map<std::string, int64_t> require_states(const OptimizerStates& states, const Given& given) {
-  std::map<std::string, int64_t> steps;
-  size_t known = 0;
+// What a state dict says of a leaf: how many steps, 0 where it says "step" 0 and nothing else. Throws UsageError for a
+// part that is missing. `has`, `step`: of a key.
+template <class Has, class Step>
+int64_t given_steps(const OptimizerStates& states, const LeafStates& one, const Has& has, const Step& step) {
+  const bool counts = OptimizerStates::counts_steps(*one.kind);
+  const std::string step_key = key_of(one, kStep);
+  const int64_t steps = has(step_key) ? step(step_key) : counts ? -1 : 1;
+  require(steps >= 0, states.call(), ": expected ", step_key, ", a number of steps, found ",
+          has(step_key) ? cat(steps) : "none", "; a parameter that had no step has 0 there, and nothing else");
+  require(counts || steps == 0 || !has(step_key), states.call(), ": expected no ", step_key, " but 0, which ",
+          optimizers::client_name(states.optimizer()), " does not count, found ", steps);
+  for (const std::string& name : one.kind->names) {
+    require(has(key_of(one, name)) == (steps > 0), states.call(), ": expected ", steps > 0 ? "" : "no ",
+            key_of(one, name), steps > 0 ? ", found none" : ", as its steps are 0, found one",
+            steps > 0 && !counts ? cat("; a parameter that had no step has ", step_key, ", 0, instead") : "");
+  }
+  return steps;
+}
+
+// Throws UsageError for a name that the optimizer has no place for.
+template <class Named>
+void require_known(const OptimizerStates& states, const Named& given) {
+  std::set<std::string> known;
   for (const LeafStates& one : states.leaves()) {
     if (!one.kind->prototype) continue;
-    const bool counts = OptimizerStates::counts_steps(*one.kind);
-    const bool present = given.contains(key_of(one, counts ? kStep : one.kind->names.front()));
-    for (const std::string& name : one.kind->names) {
-      const auto found = given.find(key_of(one, name));
-      require((found != given.end()) == present, states.call(), ": expected ", present ? "" : "no ", key_of(one, name),
-              present ? ", found none" : " without the others of this parameter, found one");
-      if (!present) continue;
-      require(found->second.sizes() == sizes_of(states, one), states.call(), ": ", key_of(one, name),
-              ": expected a tensor of shape ", at::IntArrayRef(sizes_of(states, one)), ", found ",
-              describe(found->second));
-      ++known;
-    }
-    known += present && counts ? 1 : 0;
-    steps[one.leaf->name] = !present ? 0 : counts ? given.at(key_of(one, kStep)).item<int64_t>() : 1;
+    known.insert(key_of(one, kStep));
+    for (const std::string& name : one.kind->names) known.insert(key_of(one, name));
   }
-  require(known == given.size(), states.call(), ": expected states of ", optimizers::client_name(states.optimizer()),
-          " alone, which are ", known, " here, found ", given.size(),
-          "; was the optimizer that saved them another one, or over other parameters?");
+  for (const auto& [key, value] : given) {
+    require(known.contains(key), states.call(), ": expected states of ", optimizers::client_name(states.optimizer()),
+            " over its parameters alone, found ", key,
+            "; was the optimizer that saved them another one, with other options, or over other parameters?");
+  }
+}
+
+int64_t whole_number(const char* call, const std::string& key, const at::Tensor& value) {
+  require(value.defined() && value.numel() == 1, call, ": ", key, ": expected a tensor with one number, found ",
+          describe(value));
+  return value.item<int64_t>();
+}
+
+// Steps of each leaf in a full state dict. Throws UsageError for what does not fit.
+std::map<std::string, int64_t> require_states(const OptimizerStates& states, const Given& given) {
+  std::map<std::string, int64_t> steps;
+  const auto has = [&](const std::string& key) { return given.contains(key); };
+  const auto step = [&](const std::string& key) { return whole_number(states.call(), key, given.at(key)); };
+  for (const LeafStates& one : states.leaves()) {
+    if (!one.kind->prototype) continue;
+    const int64_t own = steps[one.leaf->name] = given_steps(states, one, has, step);
+    for (size_t i = 0; own > 0 && i < one.kind->names.size(); ++i) {
+      const std::string key = key_of(one, one.kind->names[i]);
+      const at::Tensor& value = given.at(key);
+      require(value.defined() && value.sizes() == sizes_of(states, one), states.call(), ": ", key,
+              ": expected a tensor of shape ", at::IntArrayRef(sizes_of(states, one)), ", found ", describe(value));
+    }
+  }
+  require_known(states, given);
+  return steps;
+}
+
+Given by_name(const char* call, const StateDict& state) {
+  Given given;
+  for (const auto& [name, tensor] : state) {
+    require(given.emplace(name, tensor).second, call, ": expected each name once, found ", name, " twice");
+  }
+  return given;
+}
+
+// All ranks write the same.
+int64_t steps_of_parts(const char* call, const std::string& key, const std::vector<const ShardedTensor*>& parts) {
+  const int64_t steps = whole_number(call, key, parts.front()->values);
+  for (const ShardedTensor* part : parts) {
+    const int64_t other = whole_number(call, key, part->values);
+    require(other == steps, call, ": ", key, ": expected one number in the parts of all ranks, found ", steps, " and ",
+            other, "; give it parts that were taken after the same step");
+  }
   return steps;
 }
 
@@ -121,9 +175,13 @@ StateDict full_optimizer_state(const OptimizerStates& states, const FullStateOpt
   StateDict result;
   if (!keeps) return result;
   for (const LeafStates& one : all) {
-    if (one.steps == 0) continue;
-    for (const auto& [name, values] : one.tensors) result.emplace_back(key_of(one, name), wholes.at(key_of(one, name)));
-    if (OptimizerStates::counts_steps(*one.kind)) result.emplace_back(key_of(one, kStep), steps_tensor(one.steps));
+    if (!one.kind->prototype) continue;
+    for (size_t i = 0; one.steps > 0 && i < one.tensors.size(); ++i) {
+      const std::string key = key_of(one, one.tensors[i].first);
+      result.emplace_back(key, wholes.at(key));
+    }
+    if (one.steps == 0 || OptimizerStates::counts_steps(*one.kind))
+      result.emplace_back(key_of(one, kStep), steps_tensor(one.steps));
   }
   return result;
 }
@@ -137,7 +195,7 @@ void load_full_optimizer_state(const OptimizerStates& states, const StateDict& s
   std::map<std::string, int64_t> steps;
   std::exception_ptr failure;
   try {
-    if (reads) given.insert(state.begin(), state.end());
+    if (reads) given = by_name(states.call(), state);
     if (reads) steps = require_states(states, given);
   } catch (...) {
     failure = std::current_exception();
@@ -163,20 +221,22 @@ void load_full_optimizer_state(const OptimizerStates& states, const StateDict& s
                                    .to(one.leaf->tensor.device()));
     }
     states.give(one);
+    one.tensors.clear();  // it has copies; these are views of whole ones
   }
 }
 
 std::vector<ShardedTensor> sharded_optimizer_state(const OptimizerStates& states) {
   std::vector<ShardedTensor> result;
   for (const LeafStates& one : states.read()) {
-    if (one.steps == 0) continue;
+    if (!one.kind->prototype) continue;
     for (const auto& [name, values] : one.tensors) {
+      if (one.steps == 0) break;
       result.push_back({.name = key_of(one, name),
                         .sizes = sizes_of(states, one),
                         .offset = one.leaf->place.parameter_offset,
                         .values = values.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true)});
     }
-    if (!OptimizerStates::counts_steps(*one.kind)) continue;
+    if (one.steps > 0 && !OptimizerStates::counts_steps(*one.kind)) continue;
     result.push_back(
         {.name = key_of(one, kStep), .sizes = {}, .offset = 0, .values = steps_tensor(one.steps).view({1})});
   }
@@ -186,14 +246,14 @@ std::vector<ShardedTensor> sharded_optimizer_state(const OptimizerStates& states
 void load_sharded_optimizer_state(const OptimizerStates& states, const std::vector<ShardedTensor>& parts) {
   const at::NoGradGuard no_grad;
   const GivenParts given = given_parts(parts);
+  const auto has = [&](const std::string& key) { return given.contains(key); };
+  const auto step = [&](const std::string& key) { return steps_of_parts(states.call(), key, given.at(key)); };
   std::vector<LeafStates> all = states.leaves();
   for (LeafStates& one : all) {
     if (!one.kind->prototype) continue;
-    const bool counts = OptimizerStates::counts_steps(*one.kind);
-    const auto first = given.find(key_of(one, counts ? kStep : one.kind->names.front()));
-    if (first == given.end()) continue;
-    one.steps = counts ? first->second.front()->values.item<int64_t>() : 1;
+    one.steps = given_steps(states, one, has, step);
     for (const std::string& name : one.kind->names) {
+      if (one.steps == 0) break;
       one.tensors.emplace_back(name, at::zeros_like(one.leaf->tensor.detach()));
       const OwnPart own = {key_of(one, name), sizes_of(states, one), one.leaf->place.parameter_offset,
                            one.tensors.back().second};
@@ -201,6 +261,7 @@ void load_sharded_optimizer_state(const OptimizerStates& states, const std::vect
       copy_parts(own, given);
     }
   }
+  require_known(states, given);
   for (const LeafStates& one : all) states.give(one);
 }
 

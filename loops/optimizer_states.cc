@@ -1,9 +1,13 @@
 #include "loops/optimizer_states.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full_like.h>
+#include <torch/optim/adagrad.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
+#include <typeinfo>
 #include <utility>
 
 #include "core/check.h"
@@ -95,7 +99,6 @@ std::vector<LeafStates> OptimizerStates::read() const {
     const auto found = optimizer_.state().find(one.leaf->tensor.unsafeGetTensorImpl());
     if (found == optimizer_.state().end() || !found->second || !one.kind->prototype) continue;
     read_state_of(*found->second, call_, one);
-    if (one.steps == 0) one.tensors.clear();
     require(one.steps == 0 || one.tensors.size() == one.kind->names.size(), call_, ": ", one.leaf->name, ": expected ",
             one.kind->names.size(), " tensors in the optimizer's state, as its options say, found ",
             one.tensors.size());
@@ -103,11 +106,26 @@ std::vector<LeafStates> OptimizerStates::read() const {
   return result;
 }
 
+// torch's Adagrad makes its states when it is made, and expects to find them.
+void OptimizerStates::begin_anew(const LeafStates& states) const {
+  void* const key = states.leaf->tensor.unsafeGetTensorImpl();
+  if (typeid(optimizer_) != typeid(torch::optim::Adagrad)) {
+    optimizer_.state().erase(key);
+    return;
+  }
+  const auto& group = optimizer_.param_groups()[group_of_.at(key)];
+  const auto& options = static_cast<const torch::optim::AdagradOptions&>(group.options());
+  auto state = std::make_unique<torch::optim::AdagradParamState>();
+  state->step(0);
+  state->sum(at::full_like(states.leaf->tensor.detach(), options.initial_accumulator_value()));
+  optimizer_.state()[key] = std::move(state);
+}
+
 void OptimizerStates::give(const LeafStates& states) const {
   const ClientState& kind = *states.kind;
   void* const key = states.leaf->tensor.unsafeGetTensorImpl();
   if (!kind.prototype || states.steps == 0) {
-    optimizer_.state().erase(key);
+    begin_anew(states);
     return;
   }
   std::unique_ptr<torch::optim::OptimizerParamState> state = kind.prototype->clone();

@@ -21,7 +21,7 @@ struct LeafStates {
   const SliceLeaf* leaf = nullptr;
   const optimizers::ClientState* kind = nullptr;
   int64_t steps = 0;                // that its state has seen; 0: it has none
-  optimizers::NamedStates tensors;  // flat [elements of the leaf], by the names of `kind`; none without steps
+  optimizers::NamedStates tensors;  // flat [elements of the leaf], by the names of `kind`
 };
 
 // Between passes. It and what it refers to are of one call.
@@ -45,6 +45,8 @@ class OptimizerStates {
   const char* call() const { return call_; }
 
  private:
+  void begin_anew(const LeafStates& states) const;
+
   const ShardedModel& model_;
   torch::optim::Optimizer& optimizer_;
   const char* call_;

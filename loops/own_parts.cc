@@ -13,17 +13,28 @@ const std::vector<const ShardedTensor*>& parts_of(const OwnPart& own, const Give
   return found == given.end() ? kNone : found->second;
 }
 
-// Elements of `own` that others have, copied where `copy` says so.
-int64_t covered(const OwnPart& own, const std::vector<const ShardedTensor*>& given, bool copy) {
-  int64_t elements = 0;
+// What both have, as offsets in the flattened whole; empty where `from` is not before `to`.
+struct Run {
+  int64_t from = 0, to = 0;
+};
+
+Run common_run(const OwnPart& own, const ShardedTensor& one) {
+  return {std::max(own.offset, one.offset), std::min(own.offset + own.values.numel(), one.offset + one.values.numel())};
+}
+
+// Elements of `own` that others have, each counted once: copies of the model write the same ones.
+int64_t covered(const OwnPart& own, const std::vector<const ShardedTensor*>& given) {
+  std::vector<Run> runs;
   for (const ShardedTensor* one : given) {
-    const int64_t from = std::max(own.offset, one->offset);
-    const int64_t to = std::min(own.offset + own.values.numel(), one->offset + one->values.numel());
-    if (from >= to) continue;
-    elements += to - from;
-    if (!copy) continue;
-    own.values.narrow(0, from - own.offset, to - from)
-        .copy_(one->values.reshape({-1}).narrow(0, from - one->offset, to - from));
+    const Run run = common_run(own, *one);
+    if (run.from < run.to) runs.push_back(run);
+  }
+  std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.from < b.from; });
+  int64_t elements = 0;
+  int64_t end = own.offset;
+  for (const Run& run : runs) {
+    elements += std::max<int64_t>(run.to - std::max(run.from, end), 0);
+    end = std::max(end, run.to);
   }
   return elements;
 }
@@ -42,12 +53,19 @@ void require_covered(const char* call, const OwnPart& own, const GivenParts& giv
     require(one->sizes == own.sizes, call, ": ", own.name, ": expected parts of a tensor of shape ",
             at::IntArrayRef(own.sizes), ", found ", at::IntArrayRef(one->sizes));
   }
-  const int64_t found = covered(own, parts, /*copy=*/false);
+  const int64_t found = covered(own, parts);
   require(found == own.values.numel(), call, ": ", own.name, ": expected parts with all of its elements ", own.offset,
           " to ", own.offset + own.values.numel(), ", which are this rank's, found ", found,
           " of them; give it the parts of all ranks that wrote them");
 }
 
-void copy_parts(const OwnPart& own, const GivenParts& given) { covered(own, parts_of(own, given), /*copy=*/true); }
+void copy_parts(const OwnPart& own, const GivenParts& given) {
+  for (const ShardedTensor* one : parts_of(own, given)) {
+    const auto [from, to] = common_run(own, *one);
+    if (from >= to) continue;
+    own.values.narrow(0, from - own.offset, to - from)
+        .copy_(one->values.reshape({-1}).narrow(0, from - one->offset, to - from));
+  }
+}
 
 }  // namespace ds::loops

@@ -46,9 +46,10 @@ void shard_inside_hosts(ShardRanks& ranks, int ranks_per_host) {
   const int size = ranks.all->size();
   require<ConfigError>(size == 1 || (ranks_per_host > 1 && size % ranks_per_host == 0),
                        "fully_shard: HYBRID_SHARD without .mesh shards inside of each host: expected hosts with as "
-                       "many consecutive ranks "
-                       "each, more than one, found ",
-                       ranks_per_host, " of ", size, R"( ranks; pass .mesh = init_device_mesh("cpu", {2, )",
+                       "many consecutive ranks each, more than one, found ",
+                       ranks_per_host == 1 ? std::string("hosts with one rank each, or with uneven or scattered ranks")
+                                           : cat(ranks_per_host, " ranks of each host"),
+                       " of ", size, R"( ranks; pass .mesh = init_device_mesh("cpu", {2, )",
                        R"(4}, {"replicate", "shard"}), or use FULL_SHARD)");
   if (size <= ranks_per_host) return;  // one host: there are no copies
   ranks.shards = comm::own_group(*ranks.all, comm::consecutive_ranks(size, ranks_per_host), "shards");
@@ -75,7 +76,8 @@ ShardRanks shard_ranks(const FullyShardOptions& options, c10::Device device) {
   require<ConfigError>(
       !ranks.device.is_meta(),
       "fully_shard: the module is on the meta device: expected .device, where its parameters shall be, and "
-      ".weights, a file that has them, found no .device");
+      ".weights, a file that has them, found no .device; as one call for the whole model, without units of the "
+      "program's own, for which a file of the model has no names");
   if (strategy == ShardingStrategy::kNoShard) replicate(ranks);
   require<ConfigError>(
       !hybrid || !options.process_group,

@@ -48,6 +48,10 @@ void require_same_policy(const FullyShardOptions& unit, const FullyShardOptions&
   require<ConfigError>(!own.output_dtype || own.output_dtype == of_outer.output_dtype, where,
                        "mp_policy.output_dtype: LibTorch modules have no hooks that could cast what a unit's forward() "
                        "returns; cast it in the module, or leave it out");
+  require<ConfigError>(!unit.init && !outer.init, where,
+                       ".init: expected no units of the program's own in a model that is built under zero::Init: their "
+                       "parameters would be whole all at once while the module around them is sharded. Leave out the "
+                       "calls for modules inside of it: the model is cut into units by itself");
   require<ConfigError>(!unit.offload_policy || outer.offload_policy, where,
                        ".offload_policy: expected none, as of the module around it: all slices live in one place");
 }

@@ -114,7 +114,13 @@ class WithOptimizer {
  public:
   WithOptimizer(ShardedModel& model, torch::optim::Optimizer* optimizer, bool saves) : model_(model) {
     if (!optimizer) return;
-    states_.emplace(model, *optimizer, saves ? "save" : "load");
+    const char* const call = saves ? "save" : "load";
+    states_.emplace(model, *optimizer, call);
+    const size_t own = states_->leaves().size();
+    require(own == model.leaves().size(), call, ": expected an optimizer over all of sharded->parameters(), which are ",
+            model.leaves().size(), ", found one over ", own,
+            ": a checkpoint has the states of one optimizer for the whole model. Keep those of several with ",
+            "sharded_optim_state_dict(), and ", call, " the model without them");
     own_ = std::make_shared<StatesForFiles>(*states_, saves);
     model.set_optimizer({.own = own_, .client = {std::shared_ptr<void>(), optimizer}, .client_states = nullptr});
   }

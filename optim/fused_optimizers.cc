@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -24,6 +25,13 @@ struct Batch {
 
 using Batches = std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, at::ScalarType, int64_t>, Batch>;
 
+// The kernel reads memory in a row, whatever the strides: all that it takes has the parameter's.
+at::Tensor in_layout_of(const at::Tensor& parameter, const at::Tensor& values) {
+  if (values.strides() == parameter.strides()) return values;
+  const at::Tensor copy = at::empty_strided(parameter.sizes(), parameter.strides(), values.options());
+  return copy.copy_(values);
+}
+
 // Its state, begun as torch begins it.
 template <class State, class States>
 State& state_of(States& states, const at::Tensor& parameter, bool amsgrad) {
@@ -31,7 +39,7 @@ State& state_of(States& states, const at::Tensor& parameter, bool amsgrad) {
   if (!state) state = std::make_unique<State>();
   State& own = static_cast<State&>(*state);
   const auto begin = [&](at::Tensor& moment) {
-    if (!moment.defined()) moment = at::zeros_like(parameter, at::MemoryFormat::Preserve);
+    moment = moment.defined() ? in_layout_of(parameter, moment) : at::zeros_like(parameter, at::MemoryFormat::Preserve);
   };
   begin(own.exp_avg());
   begin(own.exp_avg_sq());
@@ -46,16 +54,23 @@ Batches batches_of(States& states, const std::vector<at::Tensor>& parameters, bo
     const at::Tensor& gradient = parameter.grad();
     if (!gradient.defined()) continue;
     TORCH_CHECK(!gradient.is_sparse(), "Adam does not support sparse gradients");
+    TORCH_CHECK(parameter.is_non_overlapping_and_dense(),
+                "FusedAdam: expected parameters whose elements lie in memory ", "without gaps, found one of shape ",
+                parameter.sizes(), " with strides ", parameter.strides(),
+                "; give it a contiguous copy, or use torch::optim::Adam");
     State& state = state_of<State>(states, parameter, amsgrad);
     state.step(state.step() + 1);
-    if (parameter.numel() == 0) continue;  // a slice of which this rank has nothing
+    if (parameter.numel() == 0) {  // a slice of which this rank has nothing: fully_shard sees steps by what they change
+      at::Tensor(parameter).zero_();
+      continue;
+    }
     const c10::Device device = parameter.device();
     Batch& batch = batches[{device.type(), device.index(), parameter.scalar_type(), state.step()}];
     if (batch.parameters.empty()) {
       batch.steps = {at::full({}, static_cast<double>(state.step()), at::TensorOptions(at::kFloat).device(device))};
     }
     batch.parameters.push_back(parameter);
-    batch.gradients.push_back(gradient);
+    batch.gradients.push_back(in_layout_of(parameter, gradient));
     batch.exp_avgs.push_back(state.exp_avg());
     batch.exp_avg_sqs.push_back(state.exp_avg_sq());
     if (amsgrad) batch.max_exp_avg_sqs.push_back(state.max_exp_avg_sq());

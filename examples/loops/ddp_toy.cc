@@ -70,8 +70,7 @@ void demo_checkpoint(const ds::engine::Distributed& job, const std::string& path
   if (job.ranks->rank() == 0) std::filesystem::remove(path);
 }
 
-// --- DDP combined with model parallel
-// -----------------------------------------------------------------------------------
+// --- DDP combined with model parallel ---
 
 struct ToyMpModelImpl : torch::nn::Module {
   ToyMpModelImpl(torch::Device first, torch::Device second) : dev0(first), dev1(second) {
@@ -86,11 +85,12 @@ struct ToyMpModelImpl : torch::nn::Module {
 };
 TORCH_MODULE(ToyMpModel);
 
-// Two GPUs for each rank of this host where there are so many; else both parts are on the rank's one device.
+// Two GPUs for each rank where every host has so many; else both parts are on the rank's one device.
 std::pair<torch::Device, torch::Device> devices_of(const ds::engine::Distributed& job) {
-  if (!job.device.is_cuda() || static_cast<int>(torch::cuda::device_count()) < 2 * job.ranks_per_host) {
-    return {job.device, job.device};
-  }
+  const bool lacks = !job.device.is_cuda() || static_cast<int>(torch::cuda::device_count()) < 2 * (job.local_rank + 1);
+  const at::Tensor some_lack = torch::full({1}, lacks ? 1.0 : 0.0, torch::TensorOptions(job.device));
+  job.ranks->all_reduce(some_lack, ds::comm::ReduceOp::kMax).wait();
+  if (some_lack.item<double>() > 0) return {job.device, job.device};
   const auto first = static_cast<torch::DeviceIndex>(2 * job.local_rank);
   return {{torch::kCUDA, first}, {torch::kCUDA, static_cast<torch::DeviceIndex>(first + 1)}};
 }

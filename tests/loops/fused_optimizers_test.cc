@@ -1,11 +1,13 @@
 // FusedAdam and FusedAdamW beside torch's classes: numbers, states, and where they are used.
 #include "dsengine/fused_optimizers.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <memory>
 #include <sstream>
+#include <type_traits>
 #include <vector>
 
 #include "dsengine/fully_shard.h"
@@ -53,6 +55,14 @@ void expect_same_training(const test::MakeOptimizer& plain, const test::MakeOpti
   });
 }
 
+StateDict before_training() {
+  test::BlockNet model;
+  StateDict state;
+  for (const auto& item : model->named_parameters()) state.emplace_back(item.key(), item.value().detach());
+  for (const auto& item : model->named_buffers()) state.emplace_back(item.key(), item.value());
+  return state;
+}
+
 TEST(FusedOptimizers, TrainAsTorchsDoOnOneRankAndOnSlices) {
   for (const bool amsgrad : {false, true}) {
     const auto adam = torch::optim::AdamOptions(2e-3).amsgrad(amsgrad).weight_decay(0.02);
@@ -92,6 +102,76 @@ TEST(FusedOptimizers, GoOnWithWhatTorchsHaveSavedAndTheOtherWayRound) {
       EXPECT_LE((found[i] - expected[i]).abs().max().item<double>(), kFusedTolerance) << i;
     }
   }
+}
+
+// Column-major, with row-major gradients, and moments as torch::load() brings them.
+TEST(FusedOptimizers, ParametersGradientsAndMomentsOfOtherStridesTrainAsTorchs) {
+  const auto trained = [](auto* kind) {
+    using Optimizer = std::remove_pointer_t<decltype(kind)>;
+    const at::Tensor parameter = torch::linspace(-1, 1, 12).view({3, 4}).t().detach().requires_grad_();
+    EXPECT_FALSE(parameter.is_contiguous());
+    auto optimizer = std::make_unique<Optimizer>(test::Tensors{parameter}, torch::optim::AdamWOptions(0.05));
+    for (int step = 0; step < 6; ++step) {
+      parameter.mutable_grad() = torch::sin(torch::arange(12, torch::kFloat) * (step + 1.0)).view({4, 3});
+      optimizer->step();
+      if (step != 2) continue;
+      std::stringstream saved;
+      torch::save(*optimizer, saved);
+      optimizer = std::make_unique<Optimizer>(test::Tensors{parameter}, torch::optim::AdamWOptions(0.05));
+      torch::load(*optimizer, saved);
+      for (const auto& [key, state] : optimizer->state()) {
+        auto& own = static_cast<torch::optim::AdamWParamState&>(*state);
+        own.exp_avg(own.exp_avg().contiguous());
+        own.exp_avg_sq(own.exp_avg_sq().contiguous());
+      }
+    }
+    return parameter.detach();
+  };
+  const at::Tensor expected = trained(static_cast<torch::optim::AdamW*>(nullptr));
+  const at::Tensor found = trained(static_cast<FusedAdamW*>(nullptr));
+  EXPECT_LE((found - expected).abs().max().item<double>(), kFusedTolerance);
+}
+
+TEST(FusedOptimizers, AParameterWithGapsInMemoryIsRefused) {
+  const at::Tensor parameter = torch::ones({4, 6}).narrow(1, 0, 3).detach().requires_grad_();
+  parameter.mutable_grad() = torch::ones({4, 3});
+  FusedAdam optimizer({parameter}, torch::optim::AdamOptions(0.1));
+  EXPECT_THAT([&] { optimizer.step(); }, ::testing::ThrowsMessage<c10::Error>(::testing::HasSubstr("without gaps")));
+}
+
+// Of three ranks some have nothing of a bias: they see the step too, and gather what the others have changed.
+TEST(FusedOptimizers, StepsEndWhatStaysWholeAfterBackwardOnEveryRank) {
+  const auto options = torch::optim::AdamWOptions(2e-3);
+  const test::NamedValues expected = test::train_plain(3, 6, maker<PlainAdamW>(options));
+  test::run_ranks(3, [&](comm::Communicator& communicator) {
+    test::BlockNet model;
+    fully_shard(model->in, {.process_group = test::borrowed(communicator)});
+    for (test::Block& block : model->blocks) {
+      for (const auto& layer : block->children()) fully_shard(layer, {.process_group = test::borrowed(communicator)});
+    }
+    const auto sharded = fully_shard(model, {.process_group = test::borrowed(communicator)});
+    sharded->set_reshard_after_backward(false);
+    const auto parameters = sharded->parameters();
+    for (const bool one_by_one : {false, true}) {
+      std::vector<std::unique_ptr<torch::optim::Optimizer>> optimizers;
+      if (one_by_one) {
+        for (const at::Tensor& one : parameters) {
+          optimizers.push_back(maker<OurAdamW>(options)({one}));
+        }
+        sharded->load_full_state_dict(before_training());
+      } else {
+        optimizers.push_back(maker<OurAdamW>(options)(parameters));
+      }
+      for (int step = 0; step < 6; ++step) {
+        model->loss(test::batch_of(step, communicator.rank())).backward();
+        for (const auto& optimizer : optimizers) {
+          optimizer->step();
+          optimizer->zero_grad();
+        }
+      }
+      EXPECT_LT(test::largest_difference(sharded->full_state_dict(), expected), kFusedTolerance) << one_by_one;
+    }
+  });
 }
 
 TEST(FusedOptimizers, WhatHasNoGradientStaysAndAClosureGivesTheLoss) {

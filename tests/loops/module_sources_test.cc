@@ -26,11 +26,8 @@ using ::testing::ThrowsMessage;
 
 constexpr int kSourceSteps = 5;
 
-void expect_trains_as_torch(test::BlockNet& model, FullyShardOptions options, int rank, bool units) {
+void expect_trains_as_torch(test::BlockNet& model, const FullyShardOptions& options, int rank) {
   const test::MakeOptimizer make = test::optimizers()[2].second;
-  if (units) {
-    for (test::Block& block : model->blocks) fully_shard(block, options);
-  }
   const auto sharded = fully_shard(model, options);
   const auto optimizer = make(sharded->parameters());
   test::train(model, *optimizer, rank, kSourceSteps);
@@ -38,16 +35,25 @@ void expect_trains_as_torch(test::BlockNet& model, FullyShardOptions options, in
 }
 
 TEST(ModuleSources, BuiltInPartsByZeroInit) {
-  for (const bool units : {false, true}) {
-    test::run_ranks(2, [&](comm::Communicator& communicator) {
-      zero::Init init(test::borrowed(communicator), {.max_live = 100, .smallest = 8});
-      test::BlockNet model;
-      EXPECT_GT(init.held_bytes(), 0);
-      expect_trains_as_torch(model, {.process_group = test::borrowed(communicator), .init = &init}, communicator.rank(),
-                             units);
-      EXPECT_EQ(init.held_bytes(), 0);
-    });
-  }
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    zero::Init init(test::borrowed(communicator), {.max_live = 100, .smallest = 8});
+    test::BlockNet model;
+    EXPECT_GT(init.held_bytes(), 0);
+    expect_trains_as_torch(model, {.process_group = test::borrowed(communicator), .init = &init}, communicator.rank());
+    EXPECT_EQ(init.held_bytes(), 0);
+  });
+}
+
+TEST(ModuleSources, UnitsUnderZeroInitAreRefusedByName) {
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    zero::Init init(test::borrowed(communicator), {.max_live = 100, .smallest = 8});
+    test::BlockNet model;
+    const FullyShardOptions options{.process_group = test::borrowed(communicator), .init = &init};
+    for (test::Block& block : model->blocks) fully_shard(block, options);
+    EXPECT_THAT([&] { fully_shard(model, options); },
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr("fully_shard: the unit a "), HasSubstr(".init"),
+                                                 HasSubstr("Leave out the calls for modules inside"))));
+  });
 }
 
 TEST(ModuleSources, SplitAlreadyIsRefusedByName) {
@@ -137,7 +143,8 @@ TEST(ModuleSources, MetaWithoutADeviceOrWeightsIsRefusedByName) {
     MetaSource model(at::kMeta);
     EXPECT_THAT([&] { fully_shard(model, {.process_group = test::borrowed(communicator), .weights = path}); },
                 ThrowsMessage<ConfigError>(AllOf(HasSubstr("fully_shard: the module is on the meta device"),
-                                                 HasSubstr("expected .device"), HasSubstr("found no .device"))));
+                                                 HasSubstr("expected .device"), HasSubstr("found no .device"),
+                                                 HasSubstr("without units"))));
     MetaSource other(at::kMeta);
     EXPECT_THAT([&] { fully_shard(other, {.process_group = test::borrowed(communicator), .device = "cpu"}); },
                 ThrowsMessage<UsageError>(AllOf(HasSubstr("meta"), HasSubstr("weights"))));
