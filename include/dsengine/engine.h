@@ -141,7 +141,7 @@ class Engine {
   // L2 norm over the whole model before clipping, without loss scale; +inf after an overflow, nullopt before the first
   // step.
   std::optional<double> get_global_grad_norm() const;
-  // 1 where losses are not scaled.
+  // 1 where losses are not scaled. On a GPU it may wait for the last step, and take back one that was skipped.
   double loss_scale() const;
   bool dynamic_loss_scale() const;
   // Whether the last step() changed the parameters: not inside an accumulation, nor after an overflow.
