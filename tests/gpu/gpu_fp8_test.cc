@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -147,6 +148,38 @@ TEST_F(GpuFp8, ALayerIsTheEmulatedOne) {
     }
   }
   at::removeCallback(handle);
+}
+
+// The device judges the steps of the second run, and the host learns of it one step later.
+TEST_F(GpuFp8, AStepThatIsSkippedLeavesTheHistoryOfTheCpu) {
+  if (device_.is_cpu()) GTEST_SKIP() << "no GPU";
+  const auto memory_on = [&](at::Device device) {
+    torch::nn::Sequential model = layers_of(at::kBFloat16);
+    ordered_json config = config_of(1, /*emulate=*/true, ordered_json::object());
+    config["train_batch_size"] = config["train_micro_batch_size_per_gpu"];
+    config["gradient_accumulation_steps"] = 1;
+    config["non_finite_gradients"] = "skip";
+    const auto engine =
+        initialize({.model = model.ptr(), .config = config, .communicator = borrowed(*ranks_), .device = device.str()})
+            .engine;
+    int skipped = 0;
+    for (int64_t step = 0; step < 6; ++step) {
+      const at::Tensor x = (torch::cos(torch::arange(24 * 32, torch::kDouble)) * static_cast<double>(step + 1))
+                               .view({24, 32})
+                               .to(at::kBFloat16)
+                               .to(engine->device());
+      const double factor = step == 3 ? std::numeric_limits<double>::infinity() : 1.0;
+      engine->backward(model->forward(x).to(at::kFloat).pow(2).mean() * factor);
+      engine->step();
+      if (step == 5) skipped = static_cast<int>(engine->skipped_steps());
+    }
+    EXPECT_EQ(skipped, 1);
+    const auto layer = fp8::find_layer(model->ptr<torch::nn::LinearImpl>(0)->weight);
+    return layer->scaling.lock()->memory(0)[static_cast<int64_t>(fp8::Kind::kInput)].to(at::kCPU);
+  };
+  const at::Tensor expected = memory_on(at::kCPU);
+  EXPECT_TRUE(torch::equal(memory_on(device_), expected)) << expected;
+  EXPECT_TRUE(torch::equal(expected.narrow(0, 0, 4), torch::tensor({2.0F, 3.0F, 5.0F, 6.0F}))) << expected;
 }
 
 // Of the simulated GPU, which can be any.
