@@ -51,6 +51,15 @@ ExecutionState ExecutionState::capture(const std::vector<at::Device>& devices, b
   return state;
 }
 
+ExecutionState ExecutionState::capture_of(const std::vector<at::Device>& drawn) {
+  ExecutionState state;
+  state.autocast_ = state_of_autocast();
+  for (const at::Device device : drawn) {
+    state.generators_.push_back(state_of(at::globalContext().defaultGenerator(device)));
+  }
+  return state;
+}
+
 void ExecutionState::set() const {
   for (const OfAutocast& autocast : autocast_) {
     at::autocast::set_autocast_enabled(autocast.device, autocast.enabled);

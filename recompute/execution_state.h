@@ -18,6 +18,9 @@ class ExecutionState {
   // Autocast of this thread; the default generators of the CPU and of `devices` when `generators`.
   static ExecutionState capture(const std::vector<at::Device>& devices, bool generators);
 
+  // Likewise; the default generators of `drawn` alone.
+  static ExecutionState capture_of(const std::vector<at::Device>& drawn);
+
   // In force while it lives, then what was before.
   class Scope {
    public:

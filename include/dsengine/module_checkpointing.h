@@ -11,8 +11,9 @@
 // views, autocast, several uses and several backward passes of a graph (retain_graph, create_graph).
 //
 // A chosen module is known by its parameters: its region begins with the first operator that reads one of them, and
-// ends with the first that reads a parameter of none of its own, or with backward. What runs between (a residual sum,
-// an activation function) belongs to it. Where a region ends decides what is kept, never what is computed.
+// ends with the first that reads a parameter of none of its own (a leaf that was read beside one of its own, an input
+// that requires a gradient, is none), or with backward. What runs between (a residual sum, an activation function)
+// belongs to it. Where a region ends decides what is kept, never what is computed.
 //
 // A tensor is dropped only where that saves memory: where making it again keeps fewer bytes that would else be free
 // than it has (parameters and tensors that are saved in any case cost nothing). Kept always: outputs of factories, of

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <unordered_map>
 #include <utility>
 
@@ -48,6 +49,8 @@ struct Watch {
   std::unordered_map<const at::TensorImpl*, KnownParameter> parameters;
   std::shared_ptr<Choice> region;  // null: none runs
   std::unique_ptr<OperatorLog> log;
+  // Leaves that the region reads beside parameters of its own: what it computes on.
+  std::unordered_map<const at::TensorImpl*, c10::weak_intrusive_ptr<at::TensorImpl>> inputs;
   std::vector<std::shared_ptr<SavedTensor>> undecided;  // of the operator that runs
   int inside = 0;                                       // composed operators under way
   bool at_operator = false;                             // one that is recorded runs
@@ -64,6 +67,7 @@ struct Watch {
     decide();
     region.reset();
     log.reset();
+    inputs.clear();
   }
   void begin(std::shared_ptr<Choice> choice) {
     end();
@@ -158,19 +162,24 @@ void find_region(Watch& watch, const c10::OperatorHandle& op, const torch::jit::
   if (++watch.seen % kLookEvery == 0) forget_ended(watch);
   if (watch.parameters.empty() || autograd::get_current_graph_task_id() != -1) return;
   std::shared_ptr<Choice> found;
-  bool others = false;
+  std::vector<at::Tensor> others;
   each_argument(op, stack, [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return;
     const auto known = watch.parameters.find(tensor.unsafeGetTensorImpl());
     if (known != watch.parameters.end()) {
       if (!found || known->second.choice == watch.region) found = known->second.choice;
     } else if (tensor.requires_grad() && tensor.is_leaf()) {
-      others = true;
+      others.push_back(tensor);
     }
   });
   if (found) {
     if (found != watch.region) watch.begin(std::move(found));
-  } else if (others) {
+    for (const at::Tensor& leaf : others) {
+      watch.inputs.try_emplace(leaf.unsafeGetTensorImpl(),
+                               c10::weak_intrusive_ptr<at::TensorImpl>(leaf.getIntrusivePtr()));
+    }
+  } else if (std::any_of(others.begin(), others.end(),
+                         [&](const at::Tensor& leaf) { return !watch.inputs.contains(leaf.unsafeGetTensorImpl()); })) {
     watch.end();
   }
 }

@@ -2,7 +2,9 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "recompute/kept_input.h"
@@ -27,6 +29,21 @@ bool is_parameter(const at::TensorBase& tensor) {
 bool fills_storage(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && tensor.storage_offset() == 0 &&
          static_cast<int64_t>(tensor.nbytes()) == storage_bytes(tensor);
+}
+
+// Where an operator draws: beside its tensors, of which those on the CPU may be numbers.
+std::vector<at::Device> devices_drawn_on(const std::vector<at::Tensor>& read, const std::optional<at::Device>& asked) {
+  std::vector<at::Device> devices;
+  const auto add = [&](at::Device device) {
+    if (std::find(devices.begin(), devices.end(), device) == devices.end()) devices.push_back(device);
+  };
+  // Without an index it is the current one.
+  if (asked) add(asked->is_cpu() || asked->has_index() ? *asked : at::empty({0}, at::TensorOptions(*asked)).device());
+  for (const at::Tensor& tensor : read) {
+    if (!asked && !tensor.is_cpu()) add(tensor.device());
+  }
+  if (devices.empty()) add(at::kCPU);
+  return devices;
 }
 
 bool is_optional_list(const c10::IValue& value) {
@@ -152,6 +169,7 @@ std::shared_ptr<Step> OperatorLog::step_of(const c10::OperatorHandle& op, const 
   auto step = std::make_shared<Step>(op, operators_);
   const size_t count = op.schema().arguments().size();
   std::vector<at::Tensor> read;
+  std::optional<at::Device> asked;  // for where its output is
   for (size_t i = 0; i < count; ++i) {
     const c10::IValue& value = stack[stack.size() - count + i];
     // The program waits for such a copy when it likes; who computes it again does not know when.
@@ -161,14 +179,15 @@ std::shared_ptr<Step> OperatorLog::step_of(const c10::OperatorHandle& op, const 
       Argument& argument = step->arguments.emplace_back();
       argument.kind = Argument::Kind::kTensor;
       argument.tensors.emplace_back(TensorRef{std::move(blank), Geometry(value.toTensor())});
+      read.push_back(value.toTensor());
       continue;
     }
+    if (value.isDevice()) asked = value.toDevice();
     each_tensor(value, [&](const at::Tensor& tensor) { read.push_back(tensor); });
     if (!add_argument(*step, value)) return nullptr;
   }
   if (facts.random) {
-    const std::vector<at::Device> devices = accelerators_in_use(read);
-    step->state = ExecutionState::capture(devices, /*generators=*/true);
+    step->state = ExecutionState::capture_of(devices_drawn_on(read, asked));
     step->state_bytes = kGeneratorBytes;
   }
   return step;

@@ -307,6 +307,16 @@ TEST(ModuleCheckpointing, AnOperatorInPlaceOnKeptMemoryCopiesNothing) {
   remove_activation_checkpointing(*net);
 }
 
+TEST(ModuleCheckpointing, AnInputThatRequiresAGradientEndsNoRegion) {
+  const auto net = std::make_shared<TestBlock>(16, 0.1, false);
+  for (const bool leaf : {false, true}) {
+    const at::Tensor input = test_input().requires_grad_(leaf);
+    const auto statistics =
+        expect_same_step(*net, modules_named({""}), {}, [&] { return net->forward(input).pow(2).sum(); });
+    EXPECT_EQ(statistics.regions, 1);
+  }
+}
+
 TEST(ModuleCheckpointing, OperatorsOfManyKindsAreMadeAgain) {
   const auto statistics = expect_same_body([](const at::Tensor& x, WeightedBody& own) {
     const at::Tensor h = torch::matmul(x, own.weight);
