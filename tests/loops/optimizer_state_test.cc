@@ -14,6 +14,7 @@
 #include "dsengine/fused_optimizers.h"
 #include "dsengine/weights.h"
 #include "loops/shard_ranks.h"
+#include "tests/engine/own_optimizers.h"
 #include "tests/loops/block_net.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
@@ -92,6 +93,10 @@ std::vector<std::pair<std::string, test::MakeOptimizer>> kept_optimizers() {
   all.emplace_back("AmsGrad", [](const test::Tensors& p) {
     return std::make_unique<FusedAdamW>(p, torch::optim::AdamWOptions(2e-3).amsgrad(true));
   });
+  all.emplace_back("OfTheProgram",
+                   [](const test::Tensors& p) { return std::make_unique<engine::OwnMomentum>(p, 0.02); });
+  all.emplace_back("OfTheProgramWithAStateOfTorchs",
+                   [](const test::Tensors& p) { return std::make_unique<engine::SignMomentum>(p, 2e-3); });
   all.emplace_back("Sgd", [](const test::Tensors& p) { return std::make_unique<torch::optim::SGD>(p, 0.05); });
   return all;
 }
