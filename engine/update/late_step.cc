@@ -66,12 +66,13 @@ bool OptimizerStep::loss_scale_may_be_late() const {
 void OptimizerStep::scale_next_on_device(const at::Tensor& bad) {
   const double good_scale = parts_.loss_scaler->scale_after(false).value();
   const double bad_scale = parts_.loss_scaler->scale_after(true).value();
+  const double now = parts_.loss_scaler->scale();
   // They may be one and still another than the scale of this step: both the minimum, of a scale that was below it.
-  if (good_scale == bad_scale && good_scale == parts_.loss_scaler->scale()) return;
+  if (good_scale == bad_scale && good_scale == now) return;
   const auto options = at::TensorOptions().dtype(at::kFloat).device(bad.device());
-  parts_.accumulation.take_device_scale(
-      at::where(bad.squeeze(), at::full({}, bad_scale, options), at::full({}, good_scale, options)),
-      [this] { read_late(); });
+  const at::Tensor next = at::where(bad.squeeze(), at::full({}, bad_scale, options), at::full({}, good_scale, options));
+  if (parts_.state.fp8) parts_.state.fp8->gradients_scaled(next / now);
+  parts_.accumulation.take_device_scale(next, [this] { read_late(); });
 }
 
 void OptimizerStep::run_late() {
@@ -102,6 +103,7 @@ void OptimizerStep::run_late() {
     scale_next_on_device(bad);
   } else {
     parts_.loss_scaler->update(/*overflow=*/false);
+    if (parts_.state.fp8) parts_.state.fp8->gradients_scaled(parts_.loss_scaler->scale() / loss_scale);
   }
 }
 
