@@ -1,5 +1,6 @@
 #include "engine/setup/recomputed_modules.h"
 
+#include <exception>
 #include <regex>
 #include <string>
 
@@ -16,9 +17,20 @@ int64_t count_matches(torch::nn::Module& module, const std::string& pattern) {
   const std::regex expression(pattern);
   int64_t count = 0;
   for (const auto& item : module.named_modules("", /*include_self=*/true)) {
+    if (item.value()->parameters().empty()) continue;  // a module is known by them
     count += std::regex_match(item.key(), expression) ? 1 : 0;
   }
   return count;
+}
+
+void choose(torch::nn::Module& module, const config::ActivationCheckpointingSection& section) {
+  const ModulePredicate named = modules_named(section.modules);
+  apply_activation_checkpointing(
+      module,
+      [&](const std::string& name, const torch::nn::Module& each) {
+        return !each.parameters().empty() && named(name, each);
+      },
+      {.recompute = section.recompute == "all" ? Recompute::kEverything : Recompute::kPointwise});
 }
 
 }  // namespace
@@ -30,18 +42,23 @@ void choose_recomputed_modules(ModelState& model, const config::DsConfig& config
     const int64_t own = count_matches(*model.module, pattern);
     here += own;
     const int64_t anywhere = model.pipeline ? largest_of_ranks(own, model.ranks.device, *model.ranks.world, kKey) : own;
-    require<ConfigError>(anywhere > 0, kKey, ": \"", pattern, "\": expected the whole name of a module, found that it ",
-                         "matches none of ", model.module->named_modules("", false).size(),
+    require<ConfigError>(anywhere > 0, kKey, ": \"", pattern, "\": expected the whole name of a module with parameters, ",
+                         "found that it matches none of ", model.module->named_modules("", false).size(),
                          "; names are those of named_modules()");
   }
-  if (here == 0) return;
+  if (section.modules.empty()) return;
+  std::exception_ptr failure;
   try {
-    apply_activation_checkpointing(
-        *model.module, modules_named(section.modules),
-        {.recompute = section.recompute == "all" ? Recompute::kEverything : Recompute::kPointwise});
+    if (here > 0) choose(*model.module, section);
   } catch (const UsageError& error) {
-    throw ConfigError(cat(kKey, ": ", error.what()));
+    failure = std::make_exception_ptr(ConfigError(cat(kKey, ": ", error.what())));
   }
+  if (!model.pipeline) {
+    if (failure) std::rethrow_exception(failure);
+    return;
+  }
+  const int failed = failed_rank(failure, model.ranks.device, *model.ranks.world);
+  require<ConfigError>(failed < 0, kKey, ": rank ", failed, " could not choose its modules; its error says why");
 }
 
 }  // namespace ds::engine

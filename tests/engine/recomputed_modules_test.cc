@@ -216,6 +216,22 @@ TEST(RecomputedModules, WhatTheKeysCannotMeanIsNamed) {
   refused({{"modules", {"block0"}}, {"recompute", "products"}}, "pointwise");
 }
 
+TEST(RecomputedModules, MatchesWithoutParametersAreLeftOut) {
+  run_ranks(1, [](comm::Communicator& communicator) {
+    torch::nn::Sequential net(torch::nn::Linear(6, 6), torch::nn::ReLU(), torch::nn::Linear(6, 3));
+    ordered_json config = small_config(1, 1);
+    config["activation_checkpointing"] = {{"modules", {"1"}}};
+    EXPECT_THAT([&] { start(net.ptr(), config, communicator); },
+                testing::ThrowsMessage<ConfigError>(HasSubstr("with parameters")));
+    config["activation_checkpointing"] = {{"modules", {"\\d"}}};
+    const auto engine = start(net.ptr(), config, communicator).engine;
+    take_module_checkpoint_statistics();
+    engine->backward(net->forward(sample(0, 0)).pow(2).mean());
+    EXPECT_EQ(take_module_checkpoint_statistics().regions, 2);
+    remove_activation_checkpointing(*net);
+  });
+}
+
 TEST(RecomputedModules, ThePlanNamesThem) {
   const auto table = [](const ordered_json& section) {
     const ordered_json config = {{"train_batch_size", 2}, {"activation_checkpointing", section}};
