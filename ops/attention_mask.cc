@@ -10,6 +10,14 @@
 namespace ds::ops {
 namespace {
 
+// Without the repetition of expanded dimensions; the last one stays.
+at::Tensor unexpanded(at::Tensor mask) {
+  for (int64_t dim = 0; dim + 1 < mask.dim(); ++dim) {
+    if (mask.stride(dim) == 0 && mask.size(dim) > 1) mask = mask.narrow(dim, 0, 1);
+  }
+  return mask;
+}
+
 at::Tensor added(const char* name, const char* what, const at::Tensor& mask, MaskMode mode, at::ScalarType type) {
   require(!mask.requires_grad(), name, ": ", what, " requires a gradient, and masks get none; give mask.detach()");
   if (mode == MaskMode::kAdd) {
@@ -49,9 +57,10 @@ AddedMasks added_masks(const char* name, const at::Tensor& query, const SparseAt
     masks.keys = added(name, "key_padding_mask", mask, options.key_padding_mask_mode, type).contiguous();
   }
   if (const at::Tensor& mask = options.attention_mask; mask.defined()) {
-    const at::Tensor whole = added(name, "attention_mask", mask, options.attention_mask_mode, type);
+    at::Tensor own = added(name, "attention_mask", unexpanded(mask), options.attention_mask_mode, type);
+    if (own.stride(-1) != 1) own = own.contiguous();
+    const at::Tensor whole = own.expand(mask.sizes());
     masks.scores = whole.dim() == 2 ? whole.unsqueeze(0).unsqueeze(0) : whole;
-    if (masks.scores.stride(-1) != 1) masks.scores = masks.scores.contiguous();
   }
   return masks;
 }

@@ -9,7 +9,8 @@ namespace ds::ops {
 
 struct AddedMasks {
   at::Tensor keys;    // [batch, time], contiguous, or undefined
-  at::Tensor scores;  // [batch or 1, heads or 1, time, time], its last dimension side by side, or undefined
+  at::Tensor scores;  // [batch or 1, heads or 1, time, time], its last dimension side by side, expanded as the
+                      // program's, or undefined
 };
 
 // Throws UsageError, naming `name`, for masks that do not fit a query on `device` of the sizes [batch, heads, time,

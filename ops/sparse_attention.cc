@@ -131,14 +131,18 @@ variable_list run_forward(const KernelCall& call, const at::Tensor& query, const
 
 struct BlockAttention : torch::autograd::Function<BlockAttention> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& query, const at::Tensor& key,
-                            const at::Tensor& value, const BlockRows& rows, const AddedMasks& masks,
+                            const at::Tensor& value, const BlockRows& rows, const SparseAttentionOptions& given,
                             const CallOptions& options) {
     const RecordedOperator recorded(kSparseAttention, {query, key, value});
+    const AddedMasks masks = added_masks(kSparseAttention, query, given, wide_type(query.scalar_type()));
     const variable_list made =
         run_forward(kernel_call(query, rows, masks, options), with_rows(query), with_rows(key), with_rows(value));
     context->set_materialize_grads(false);
-    context->save_for_backward(
-        {query, key, value, made[0], made[1], rows.offsets, rows.columns, masks.keys, masks.scores});
+    // The program's own masks, which its layers share, not their wide copies.
+    context->save_for_backward({query, key, value, made[0], made[1], rows.offsets, rows.columns, given.key_padding_mask,
+                                given.attention_mask});
+    context->saved_data["key_padding_mask_adds"] = given.key_padding_mask_mode == MaskMode::kAdd;
+    context->saved_data["attention_mask_adds"] = given.attention_mask_mode == MaskMode::kAdd;
     context->saved_data["block"] = options.block;
     context->saved_data["layout_heads"] = options.layout_heads;
     context->saved_data["scale"] = options.scale;
@@ -152,7 +156,15 @@ struct BlockAttention : torch::autograd::Function<BlockAttention> {
     if (!gradients[0].defined()) return variable_list(6);
     const variable_list saved = context->get_saved_variables();
     const RecordedOperator recorded("dsengine::sparse_attention_backward", {saved[0], saved[1], saved[2]});
-    const KernelCall call = kernel_call(saved[0], {saved[5], saved[6]}, {saved[7], saved[8]},
+    const auto mode = [&](const char* adds) {
+      return context->saved_data[adds].toBool() ? MaskMode::kAdd : MaskMode::kMultiply;
+    };
+    const SparseAttentionOptions given{.key_padding_mask = saved[7],
+                                       .key_padding_mask_mode = mode("key_padding_mask_adds"),
+                                       .attention_mask = saved[8],
+                                       .attention_mask_mode = mode("attention_mask_adds")};
+    const AddedMasks masks = added_masks(kSparseAttention, saved[0], given, wide_type(saved[0].scalar_type()));
+    const KernelCall call = kernel_call(saved[0], {saved[5], saved[6]}, masks,
                                         {.block = context->saved_data["block"].toInt(),
                                          .layout_heads = context->saved_data["layout_heads"].toInt(),
                                          .scale = context->saved_data["scale"].toDouble(),
@@ -182,13 +194,15 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
                   const SparseAttentionOptions& options) {
   check_shapes(query, key, value, layout);
   const bool causal = options.causal || layout.causal;
-  const at::ScalarType wide = wide_type(query.scalar_type());
-  const AddedMasks masks = added_masks(kSparseAttention, query, options, wide);
+  check_masks(kSparseAttention, query.sizes(), query.device(), options);
   if (query.numel() == 0) return query * 0 + key * 0 + value * 0;  // such as the part of a rank that has no head
   const double scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3))));
   const bool kernel = query.is_cpu() && query.layout() == at::kStrided && float_type(query.scalar_type()).has_value();
-  if (!kernel) return attention_of_blocks(query, key, value, layout, masks, {causal, scale});
-  return BlockAttention::apply(query, key, value, block_rows(layout, causal), masks,
+  if (!kernel) {
+    const AddedMasks masks = added_masks(kSparseAttention, query, options, wide_type(query.scalar_type()));
+    return attention_of_blocks(query, key, value, layout, masks, {causal, scale});
+  }
+  return BlockAttention::apply(query, key, value, block_rows(layout, causal), options,
                                CallOptions{layout.block, layout.heads, scale, causal});
 }
 

@@ -14,12 +14,12 @@
 // gathered for LibTorch's operators. A query without any key, since its row of blocks is empty or masks leave nothing,
 // gives 0 and gets no gradient. Sequences need not be multiples of the block: the last block is shorter.
 //
-// For those who watch operators the kernels are one, dsengine::sparse_attention. They save query, key, value, the
-// result and two numbers a query, so that a result that is changed in place before backward is LibTorch's error there,
-// and hold keys and values in the wide type as scratch, 2 copies forward and 5 of each head that a thread works on
-// backward, with blocks and channels rounded up to a multiple of 16: blocks of less take more. They refuse double
-// backward (create_graph) with UsageError. Split tensors (dsengine/parallel.h) are taken where all three are cut alike,
-// along batch or heads: a rank has its heads' layouts. There is no dropout of weights, as DeepSpeed's has none.
+// For those who watch operators the kernels are one, dsengine::sparse_attention. They save query, key, value, masks,
+// the result and two numbers a query, so that a mask or result that is changed in place before backward is LibTorch's
+// error there, and hold keys and values in the wide type as scratch, 2 copies forward and 5 of each head that a thread
+// works on backward, with blocks and channels rounded up to a multiple of 16: blocks of less take more. They refuse
+// double backward (create_graph) with UsageError. Split tensors (dsengine/parallel.h) are taken where all three are cut
+// alike, along batch or heads: a rank has its heads' layouts. There is no dropout of weights, as DeepSpeed's has none.
 // docs/sparse_attention.md tells more.
 #pragma once
 

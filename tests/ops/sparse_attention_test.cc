@@ -296,6 +296,29 @@ TEST(SparseAttention, ResultsLieAlikeInMemory) {
   }
 }
 
+TEST(SparseAttention, ExpandedMasksStayExpanded) {
+  const AttentionSize size;
+  const BlockLayout layout = some_layout(size, 1);
+  const at::Tensor keys = at::arange(size.time).remainder(5).ne(2);
+  const at::Tensor mask = keys.view({1, 1, 1, size.time}).expand({size.batch, size.heads, size.time, size.time});
+  expect_dense(size, layout, {.attention_mask = mask}, "one row of keys, expanded");
+  expect_dense(size, layout, {.attention_mask = mask.transpose(2, 3)}, "expanded along its keys");
+  const Tensors in = some_inputs(size);
+  const AddedMasks added = added_masks("masks", in[0], {.attention_mask = mask}, at::kFloat);
+  EXPECT_EQ(added.scores.sizes(), mask.sizes());
+  EXPECT_EQ(added.scores.storage().nbytes(), static_cast<size_t>(size.time) * sizeof(float));
+}
+
+TEST(SparseAttention, MasksAreSavedAsTheyAre) {
+  const Tensors in = some_inputs({});
+  at::Tensor mask = at::ones({40, 40}, at::kBool).tril();
+  const at::Tensor leaf = in[0].clone().requires_grad_(true);
+  const at::Tensor result = sparse_attention(leaf, in[1], in[2], some_layout({}, 1), {.attention_mask = mask});
+  mask.fill_(true);
+  EXPECT_THAT([&] { result.sum().backward(); },
+              ThrowsMessage<c10::Error>(HasSubstr("modified by an inplace operation")));
+}
+
 TEST(SparseAttention, LargeNegativeMasksLeaveGradientsRight) {
   const AttentionSize size;
   const BlockLayout layout = some_layout(size, 1);
