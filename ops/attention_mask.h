@@ -9,8 +9,14 @@ namespace ds::ops {
 
 struct AddedMasks {
   at::Tensor keys;    // [batch, time], contiguous, or undefined
-  at::Tensor scores;  // [batch or 1, heads or 1, time, time], its last dimension side by side, or undefined
+  at::Tensor scores;  // [batch or 1, heads or 1, time, time], its last dimension side by side, expanded as the
+                      // program's, or undefined
 };
+
+// Throws UsageError, naming `name`, for masks that do not fit a query on `device` of the sizes [batch, heads, time,
+// channels].
+void check_masks(const char* name, at::IntArrayRef sizes, const at::Device& device,
+                 const SparseAttentionOptions& options);
 
 // On the query's device and of `type`; -inf where a key is left out. Throws UsageError, naming `name`, for masks that
 // do not fit the query [batch, heads, time, channels].

@@ -1,8 +1,11 @@
 #include "dsengine/sparse_attention.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -29,24 +32,28 @@ using torch::autograd::variable_list;
 
 constexpr const char* kSparseAttention = "dsengine::sparse_attention";
 
+// `sizes`: of a query, [batch, heads, time, channels].
+void check_layout(const BlockLayout& layout, at::IntArrayRef sizes) {
+  require(layout.block > 0 && layout.blocks == (sizes[2] + layout.block - 1) / layout.block, kSparseAttention,
+          ": expected a layout of ", sizes[2], " tokens, found one of ", layout.blocks, " blocks of ", layout.block);
+  require(layout.heads == 1 || layout.heads == sizes[1], kSparseAttention, ": expected a layout of 1 or ", sizes[1],
+          " heads, found ", layout.heads);
+  require(static_cast<int64_t>(layout.kept.size()) == layout.heads * layout.blocks * layout.blocks, kSparseAttention,
+          ": expected a layout of [", layout.heads, ", ", layout.blocks, ", ", layout.blocks, "] numbers, found ",
+          layout.kept.size());
+}
+
 void check_shapes(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const BlockLayout& layout) {
-  require(query.defined() && query.dim() == 4 && query.numel() > 0 && is_floating(query.scalar_type()),
-          kSparseAttention, ": expected a query of [batch, heads, time, channels] in float32, float64, bfloat16 or ",
-          "float16, found ", describe(query));
+  require(query.defined() && query.dim() == 4 && is_floating(query.scalar_type()), kSparseAttention,
+          ": expected a query of [batch, heads, time, channels] in float32, float64, bfloat16 or ", "float16, found ",
+          describe(query));
   for (const auto& [what, x] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
     require(x->defined() && x->sizes() == query.sizes() && x->scalar_type() == query.scalar_type() &&
                 x->device() == query.device(),
             kSparseAttention, ": expected a ", what, " of the query's shape, dtype and device, ", describe(query),
             ", since it is self-attention, found ", describe(*x));
   }
-  require(layout.block > 0 && layout.blocks == (query.size(2) + layout.block - 1) / layout.block, kSparseAttention,
-          ": expected a layout of ", query.size(2), " tokens, found one of ", layout.blocks, " blocks of ",
-          layout.block);
-  require(layout.heads == 1 || layout.heads == query.size(1), kSparseAttention, ": expected a layout of 1 or ",
-          query.size(1), " heads, found ", layout.heads);
-  require(static_cast<int64_t>(layout.kept.size()) == layout.heads * layout.blocks * layout.blocks, kSparseAttention,
-          ": expected a layout of [", layout.heads, ", ", layout.blocks, ", ", layout.blocks, "] numbers, found ",
-          layout.kept.size());
+  check_layout(layout, query.sizes());
 }
 
 // What the kernels take; keeps what their pointers point to.
@@ -93,13 +100,16 @@ AttentionTensor tensor_of(const at::Tensor& x) {
 // Channels side by side.
 at::Tensor with_rows(const at::Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); }
 
-// [batch, heads, time, channels] in the order of memory that a program's next view takes.
+// [batch, heads, time, channels] in the order of memory that a program's next view takes. No view itself: autograd
+// refuses operators in place on views that a function of its own makes.
 at::Tensor empty_output(const at::Tensor& like) {
-  return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options().requires_grad(false))
-      .transpose(1, 2);
+  const int64_t channels = like.size(3);
+  const int64_t token = like.size(1) * channels;
+  return at::empty_strided(like.sizes(), {like.size(2) * token, channels, token, 1},
+                           like.options().requires_grad(false));
 }
 
-// Output and logsumexp.
+// Output, and [2, batch * heads, time]: of each query the largest score, and the logarithm of the sum.
 variable_list run_forward(const KernelCall& call, const at::Tensor& query, const at::Tensor& key,
                           const at::Tensor& value) {
   const SparseAttentionShape& shape = call.shape;
@@ -108,26 +118,31 @@ variable_list run_forward(const KernelCall& call, const at::Tensor& query, const
   const at::Tensor scratch = at::empty({2, heads * shape.packed_size()}, wide);
   const PackedKeys packed{scratch[0].mutable_data_ptr(), scratch[1].mutable_data_ptr()};
   const at::Tensor output = empty_output(query);
-  const at::Tensor logsumexp = at::empty({heads, shape.length}, wide);
+  const at::Tensor softmax = at::empty({2, heads, shape.length}, wide);
   for_each_range(heads, 1, 1, [&](int64_t begin, int64_t end) {
     pack_keys(shape, tensor_of(key), tensor_of(value), packed, begin, end);
   });
-  const SparseAttentionForward arrays{tensor_of(query), tensor_of(output), packed, logsumexp.mutable_data_ptr()};
+  const SparseAttentionForward arrays{tensor_of(query), tensor_of(output), packed, softmax[0].mutable_data_ptr(),
+                                      softmax[1].mutable_data_ptr()};
   for_each_range(heads * shape.blocks, 1, 1,
                  [&](int64_t begin, int64_t end) { sparse_attention_forward(shape, arrays, begin, end); });
-  return {output, logsumexp};
+  return {output, softmax};
 }
 
 struct BlockAttention : torch::autograd::Function<BlockAttention> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& query, const at::Tensor& key,
-                            const at::Tensor& value, const BlockRows& rows, const AddedMasks& masks,
+                            const at::Tensor& value, const BlockRows& rows, const SparseAttentionOptions& given,
                             const CallOptions& options) {
     const RecordedOperator recorded(kSparseAttention, {query, key, value});
+    const AddedMasks masks = added_masks(kSparseAttention, query, given, wide_type(query.scalar_type()));
     const variable_list made =
         run_forward(kernel_call(query, rows, masks, options), with_rows(query), with_rows(key), with_rows(value));
     context->set_materialize_grads(false);
-    context->save_for_backward(
-        {query, key, value, made[0], made[1], rows.offsets, rows.columns, masks.keys, masks.scores});
+    // The program's own masks, which its layers share, not their wide copies.
+    context->save_for_backward({query, key, value, made[0], made[1], rows.offsets, rows.columns, given.key_padding_mask,
+                                given.attention_mask});
+    context->saved_data["key_padding_mask_adds"] = given.key_padding_mask_mode == MaskMode::kAdd;
+    context->saved_data["attention_mask_adds"] = given.attention_mask_mode == MaskMode::kAdd;
     context->saved_data["block"] = options.block;
     context->saved_data["layout_heads"] = options.layout_heads;
     context->saved_data["scale"] = options.scale;
@@ -141,7 +156,15 @@ struct BlockAttention : torch::autograd::Function<BlockAttention> {
     if (!gradients[0].defined()) return variable_list(6);
     const variable_list saved = context->get_saved_variables();
     const RecordedOperator recorded("dsengine::sparse_attention_backward", {saved[0], saved[1], saved[2]});
-    const KernelCall call = kernel_call(saved[0], {saved[5], saved[6]}, {saved[7], saved[8]},
+    const auto mode = [&](const char* adds) {
+      return context->saved_data[adds].toBool() ? MaskMode::kAdd : MaskMode::kMultiply;
+    };
+    const SparseAttentionOptions given{.key_padding_mask = saved[7],
+                                       .key_padding_mask_mode = mode("key_padding_mask_adds"),
+                                       .attention_mask = saved[8],
+                                       .attention_mask_mode = mode("attention_mask_adds")};
+    const AddedMasks masks = added_masks(kSparseAttention, saved[0], given, wide_type(saved[0].scalar_type()));
+    const KernelCall call = kernel_call(saved[0], {saved[5], saved[6]}, masks,
                                         {.block = context->saved_data["block"].toInt(),
                                          .layout_heads = context->saved_data["layout_heads"].toInt(),
                                          .scale = context->saved_data["scale"].toDouble(),
@@ -156,7 +179,8 @@ struct BlockAttention : torch::autograd::Function<BlockAttention> {
                                          .value = tensor_of(value),
                                          .output = tensor_of(saved[3]),
                                          .output_gradient = tensor_of(upstream),
-                                         .logsumexp = saved[4].const_data_ptr(),
+                                         .largest = saved[4][0].const_data_ptr(),
+                                         .log_of_sum = saved[4][1].const_data_ptr(),
                                          .query_gradient = tensor_of(made[0]),
                                          .key_gradient = tensor_of(made[1]),
                                          .value_gradient = tensor_of(made[2])};
@@ -169,13 +193,30 @@ struct BlockAttention : torch::autograd::Function<BlockAttention> {
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const BlockLayout& layout,
                   const SparseAttentionOptions& options) {
   check_shapes(query, key, value, layout);
-  const at::ScalarType wide = wide_type(query.scalar_type());
-  const AddedMasks masks = added_masks(kSparseAttention, query, options, wide);
+  const bool causal = options.causal || layout.causal;
+  check_masks(kSparseAttention, query.sizes(), query.device(), options);
+  if (query.numel() == 0) return query * 0 + key * 0 + value * 0;  // such as the part of a rank that has no head
   const double scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3))));
   const bool kernel = query.is_cpu() && query.layout() == at::kStrided && float_type(query.scalar_type()).has_value();
-  if (!kernel) return attention_of_blocks(query, key, value, layout, masks, options.causal, scale);
-  return BlockAttention::apply(query, key, value, block_rows(layout, options.causal), masks,
-                               CallOptions{layout.block, layout.heads, scale, options.causal});
+  if (!kernel) {
+    const AddedMasks masks = added_masks(kSparseAttention, query, options, wide_type(query.scalar_type()));
+    return attention_of_blocks(query, key, value, layout, masks, {causal, scale});
+  }
+  return BlockAttention::apply(query, key, value, block_rows(layout, causal), options,
+                               CallOptions{layout.block, layout.heads, scale, causal});
+}
+
+// Under autocast inputs are cast as those of scaled_dot_product_attention.
+at::Tensor attend_as_cast(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                          const BlockLayout& layout, const SparseAttentionOptions& options) {
+  bool casts = query.defined() && at::autocast::is_autocast_available(query.device().type()) &&
+               at::autocast::is_autocast_enabled(query.device().type());
+  for (const at::Tensor* x : {&query, &key, &value}) {
+    casts = casts && x->defined() && is_floating(x->scalar_type()) && x->scalar_type() != at::kDouble;
+  }
+  if (!casts) return attend(query, key, value, layout, options);
+  const at::ScalarType type = at::autocast::get_autocast_dtype(query.device().type());
+  return attend(query.to(type), key.to(type), value.to(type), layout, options);
 }
 
 // The rows of `x` that a part of dimension `dim` has, or all where x has one for all.
@@ -187,7 +228,7 @@ at::Tensor part_of_mask(const at::Tensor& x, int64_t dim, const std::vector<DimR
 }
 
 BlockLayout part_of_layout(const BlockLayout& layout, const std::vector<DimRange>& ranges) {
-  BlockLayout own{.heads = 0, .blocks = layout.blocks, .block = layout.block, .kept = {}};
+  BlockLayout own{.heads = 0, .blocks = layout.blocks, .block = layout.block, .kept = {}, .causal = layout.causal};
   const int64_t size = layout.blocks * layout.blocks;
   for (const DimRange& range : ranges) {
     own.heads += range.length;
@@ -205,14 +246,17 @@ at::Tensor attend_in_parts(const at::Tensor& query, const at::Tensor& key, const
       ": expected query, key and value all split over ranks, or none of them; parallel::whole_of(x) gives the whole");
   const Placement& placement = placement_of(query);
   const auto cut_of = [](const at::Tensor& x) { return placement_of(x).cut; };
-  require(placement.cut && placement.cut == cut_of(key) && placement.cut == cut_of(value) && placement.cut->dim < 2 &&
-              query.sizes() == key.sizes() && query.sizes() == value.sizes(),
+  require(query.dim() == 4 && placement.cut && placement.cut == cut_of(key) && placement.cut == cut_of(value) &&
+              placement.cut->dim < 2 && query.sizes() == key.sizes() && query.sizes() == value.sizes(),
           kSparseAttention,
           ": expected query, key and value of one shape, cut alike along their batch or heads, found ",
           "others; parallel::whole_of(x) gives the whole");
   for (const at::Tensor* mask : {&options.key_padding_mask, &options.attention_mask}) {
     require(!mask->defined() || !is_split(*mask), kSparseAttention, ": expected masks that are not split over ranks");
   }
+  // Of the whole: what fits a part alone would be taken for all.
+  check_layout(layout, query.sizes());
+  check_masks(kSparseAttention, query.sizes(), query.device(), options);
   const int64_t dim = placement.cut->dim;
   const int64_t whole = query.size(dim);
   const TensorPart part(query.sizes().vec(), *placement.cut, placement.axis->rank(), placement.axis->size());
@@ -221,11 +265,9 @@ at::Tensor attend_in_parts(const at::Tensor& query, const at::Tensor& key, const
   if (options.attention_mask.defined() && options.attention_mask.dim() == 4) {
     options.attention_mask = part_of_mask(options.attention_mask, dim, ranges, whole);
   }
-  require(layout.heads == 1 || layout.heads == query.size(1), kSparseAttention, ": expected a layout of 1 or ",
-          query.size(1), " heads, found ", layout.heads);
   const bool own_layout = dim == 1 && layout.heads > 1;
-  const at::Tensor own = attend(part_of(query), part_of(key), part_of(value),
-                                own_layout ? part_of_layout(layout, ranges) : layout, options);
+  const at::Tensor own = attend_as_cast(part_of(query), part_of(key), part_of(value),
+                                        own_layout ? part_of_layout(layout, ranges) : layout, options);
   return make_split(own, placement, query.sizes());
 }
 
@@ -235,7 +277,7 @@ at::Tensor sparse_attention(const at::Tensor& query, const at::Tensor& key, cons
                             const BlockLayout& layout, const SparseAttentionOptions& options) {
   const auto split = [](const at::Tensor& x) { return x.defined() && is_split(x); };
   if (split(query) || split(key) || split(value)) return attend_in_parts(query, key, value, layout, options);
-  return attend(query, key, value, layout, options);
+  return attend_as_cast(query, key, value, layout, options);
 }
 
 }  // namespace ds::ops

@@ -80,7 +80,7 @@ at::Tensor group_output(const Blocked& of, const RowGroup& group, const at::Tens
 }  // namespace
 
 at::Tensor attention_of_blocks(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                               const BlockLayout& layout, const AddedMasks& masks, bool causal, double scale) {
+                               const BlockLayout& layout, const AddedMasks& masks, const BlocksOptions& options) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Blocked of{in_blocks(query, layout),
                    in_blocks(key, layout),
@@ -96,8 +96,8 @@ at::Tensor attention_of_blocks(const at::Tensor& query, const at::Tensor& key, c
   std::vector<at::Tensor> rows;
   int64_t done = 0;
   at::Tensor places = at::full({of.heads * of.blocks}, -1, at::kLong);  // of each row among the outputs
-  for (const RowGroup& group : row_groups(layout, of.heads, causal)) {
-    outputs.push_back(group_output(of, group, group_mask(of, group, masks, causal, wide), scale));
+  for (const RowGroup& group : row_groups(layout, of.heads, options.causal)) {
+    outputs.push_back(group_output(of, group, group_mask(of, group, masks, options.causal, wide), options.scale));
     places.index_put_({group.rows}, at::arange(done, done + group.rows.size(0)));
     done += group.rows.size(0);
   }
@@ -105,7 +105,9 @@ at::Tensor attention_of_blocks(const at::Tensor& query, const at::Tensor& key, c
   outputs.push_back(at::zeros({of.batch, 1, of.block, of.channels}, query.options().requires_grad(false)));
   places.masked_fill_(places.lt(0), done);
   const at::Tensor in_order = at::cat(outputs, 1).index_select(1, places.to(query.device()));
-  return in_order.view({of.batch, of.heads, of.blocks * of.block, of.channels}).narrow(2, 0, of.length);
+  const at::Tensor whole = in_order.view({of.batch, of.heads, of.blocks * of.block, of.channels});
+  // In the kernels' order of memory, so that a program's next view works on every device.
+  return whole.narrow(2, 0, of.length).transpose(1, 2).contiguous().transpose(1, 2);
 }
 
 }  // namespace ds::ops

@@ -68,9 +68,7 @@ at::Tensor SparseSelfAttention::operator()(const at::Tensor& query, const at::Te
   require(query.defined() && query.dim() == 4 && query.size(1) == heads_, kSelfAttention,
           ": expected a query of [batch, ", heads_, " heads, time, channels], found ", describe(query));
   if (!pattern_) return attend_to_all(query, key, value, options);
-  SparseAttentionOptions own = options;
-  own.causal = options.causal || pattern_->unidirectional;
-  return sparse_attention(query, key, value, *layout(query.size(2)), own);
+  return sparse_attention(query, key, value, *layout(query.size(2)), options);
 }
 
 }  // namespace ds::ops

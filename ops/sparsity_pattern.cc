@@ -1,6 +1,7 @@
 #include "dsengine/sparsity_pattern.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <numeric>
 #include <utility>
 
@@ -143,7 +144,20 @@ std::string problem_of_global_blocks(const SparsityPattern& p) {
   return {};
 }
 
+using NamedNumbers = std::initializer_list<std::pair<const char*, int64_t>>;
+
+std::string problem_of_positive(NamedNumbers numbers) {
+  for (const auto& [name, value] : numbers) {
+    if (value < 1) return cat(name, ": expected an integer > 0, found ", value);
+  }
+  return {};
+}
+
 std::string problem_of_fixed(const SparsityPattern& p) {
+  const std::string problem = problem_of_positive({{"num_local_blocks", p.num_local_blocks},
+                                                   {"num_global_blocks", p.num_global_blocks},
+                                                   {"num_different_global_patterns", p.num_different_global_patterns}});
+  if (!problem.empty()) return problem;
   if (p.num_local_blocks % p.num_global_blocks != 0) {
     return cat("num_local_blocks: expected a multiple of num_global_blocks, ", p.num_global_blocks, ", found ",
                p.num_local_blocks);
@@ -170,26 +184,31 @@ bool heads_differ(const SparsityPattern& p) {
 }  // namespace
 
 std::string problem_of(const SparsityPattern& p) {
-  for (const auto& [name, value] : {std::pair{"block", p.block}, std::pair{"num_local_blocks", p.num_local_blocks},
-                                    std::pair{"num_global_blocks", p.num_global_blocks},
-                                    std::pair{"num_different_global_patterns", p.num_different_global_patterns},
-                                    std::pair{"num_sliding_window_blocks", p.num_sliding_window_blocks}}) {
-    if (value < 1) return cat(name, ": expected an integer > 0, found ", value);
+  using Mode = SparsityMode;
+  if (std::string problem = problem_of_positive({{"block", p.block}}); !problem.empty()) return problem;
+  if (p.mode == Mode::kBigBird || p.mode == Mode::kBSLongformer || p.mode == Mode::kSlidingWindow) {
+    std::string problem = problem_of_positive({{"num_sliding_window_blocks", p.num_sliding_window_blocks}});
+    if (!problem.empty()) return problem;
   }
-  if (p.num_random_blocks < 0) return cat("num_random_blocks: expected an integer >= 0, found ", p.num_random_blocks);
-  const bool windows = p.mode == SparsityMode::kFixed || p.mode == SparsityMode::kVariable;
+  if (p.mode == Mode::kBigBird && p.num_global_blocks < 0) {
+    return cat("num_global_blocks: expected an integer >= 0, found ", p.num_global_blocks);
+  }
+  if ((p.mode == Mode::kVariable || p.mode == Mode::kBigBird) && p.num_random_blocks < 0) {
+    return cat("num_random_blocks: expected an integer >= 0, found ", p.num_random_blocks);
+  }
+  const bool windows = p.mode == Mode::kFixed || p.mode == Mode::kVariable;
   if (windows && p.unidirectional && p.horizontal_global_attention) {
     return "horizontal_global_attention: expected false, since attention is unidirectional; or set attention to "
            "bidirectional";
   }
-  if (p.mode == SparsityMode::kFixed) return problem_of_fixed(p);
-  if (p.mode == SparsityMode::kVariable) {
+  if (p.mode == Mode::kFixed) return problem_of_fixed(p);
+  if (p.mode == Mode::kVariable) {
     if (p.local_window_blocks.empty()) return "local_window_blocks: expected at least one size, found none";
     for (const int64_t size : p.local_window_blocks) {
       if (size < 1) return cat("local_window_blocks: expected integers > 0, found ", size);
     }
   }
-  const bool global = p.mode == SparsityMode::kVariable || p.mode == SparsityMode::kBSLongformer;
+  const bool global = p.mode == Mode::kVariable || p.mode == Mode::kBSLongformer;
   return global ? problem_of_global_blocks(p) : std::string();
 }
 
@@ -202,7 +221,8 @@ BlockLayout block_layout(const SparsityPattern& pattern, int64_t heads, int64_t 
   BlockLayout layout{.heads = heads_differ(pattern) ? heads : 1,
                      .blocks = (length + pattern.block - 1) / pattern.block,
                      .block = pattern.block,
-                     .kept = {}};
+                     .kept = {},
+                     .causal = pattern.unidirectional};
   for (int64_t head = 0; head < layout.heads; ++head) {
     const std::vector<uint8_t> own = HeadLayout(pattern, head, layout.blocks, seed).take();
     layout.kept.insert(layout.kept.end(), own.begin(), own.end());

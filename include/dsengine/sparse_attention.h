@@ -14,10 +14,13 @@
 // gathered for LibTorch's operators. A query without any key, since its row of blocks is empty or masks leave nothing,
 // gives 0 and gets no gradient. Sequences need not be multiples of the block: the last block is shorter.
 //
-// For those who watch operators the kernels are one, dsengine::sparse_attention. They save query, key, value, the
-// result and one number a query, and refuse double backward (create_graph) with UsageError. Split tensors
-// (dsengine/parallel.h) are taken where all three are cut alike, along batch or heads: a rank has its heads' layouts.
-// There is no dropout of weights, as DeepSpeed's has none. docs/sparse_attention.md tells more.
+// For those who watch operators the kernels are one, dsengine::sparse_attention. They save query, key, value, masks,
+// the result and two numbers a query, so that a mask or result that is changed in place before backward is LibTorch's
+// error there, and hold keys and values in the wide type as scratch, 2 copies forward and 5 of each head that a thread
+// works on backward, with blocks and channels rounded up to a multiple of 16: blocks of less take more. They refuse
+// double backward (create_graph) with UsageError. Split tensors (dsengine/parallel.h) are taken where all three are cut
+// alike, along batch or heads: a rank has its heads' layouts. There is no dropout of weights, as DeepSpeed's has none.
+// docs/sparse_attention.md tells more.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,7 +42,7 @@ enum class MaskMode {
 
 // Masks get no gradient and must not require one.
 struct SparseAttentionOptions {
-  bool causal = false;          // a query sees no later key; so it is with a unidirectional pattern, too
+  bool causal = false;          // a query sees no later key; so it is with a unidirectional layout, too
   at::Tensor key_padding_mask;  // [batch, time], or undefined
   MaskMode key_padding_mask_mode = MaskMode::kAdd;  // DeepSpeed's defaults
   // [time, time], or [batch or 1, heads or 1, time, time], or undefined. With kAdd: a relative position bias, too.
@@ -51,6 +54,8 @@ struct SparseAttentionOptions {
 //   query, key, value  [batch, heads, time, channels] of one shape, floating dtype and device
 //   layout             of `time` tokens and 1 head or as many as they have
 //   result             their shape and dtype, laid out in memory as [batch, time, heads, channels]
+//
+// Under autocast inputs other than float64 are cast to its dtype, as those of scaled_dot_product_attention.
 //
 // Any layout serves, those of block_layout() and a program's own. Throws UsageError for shapes, dtypes, devices and
 // masks that do not fit.

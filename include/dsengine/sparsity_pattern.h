@@ -29,7 +29,7 @@ struct SparsityPattern {
   bool different_layout_per_head = false;     // random columns and, of kFixed, global columns differ from head to head
   bool unidirectional = false;                // blocks above the diagonal are left out
   int64_t num_local_blocks = 4;               // fixed: blocks of a window
-  int64_t num_global_blocks = 1;              // fixed: of each window; bigbird: the first of the sequence
+  int64_t num_global_blocks = 1;              // fixed: of each window; bigbird: the first of the sequence, or 0
   bool horizontal_global_attention = false;   // fixed, variable: global blocks also attend to all. Bidirectional only
   int64_t num_different_global_patterns = 1;  // fixed: head h has pattern h modulo this
   int64_t num_random_blocks = 0;              // variable, bigbird: columns drawn for each row
@@ -49,6 +49,7 @@ struct BlockLayout {
   int64_t blocks = 0;         // n
   int64_t block = 16;         // tokens
   std::vector<uint8_t> kept;  // [heads, n, n], row-major: 1 where the block of keys is computed for that of queries
+  bool causal = false;        // a query sees no later key, within blocks too: so it is of unidirectional patterns
 
   bool has(int64_t head, int64_t row, int64_t column) const {
     return kept[static_cast<size_t>(((heads == 1 ? 0 : head) * blocks + row) * blocks + column)] != 0;
@@ -63,7 +64,8 @@ struct BlockLayout {
 // Random columns of a row are the num_random_blocks columns c of the smallest keys, of 0 to n - 1, or 0 to row where
 // the pattern is unidirectional: key = m(m(m(m(seed + g) + g (head + 1)) + g (row + 1)) + g (c + 1)) modulo 2^64, with
 // the function m and the constant g of SplitMix64. So a layout of a unidirectional pattern is the upper left corner of
-// that of a longer sequence.
+// that of a longer sequence; but not of kFixed where both num_global_blocks and num_different_global_patterns are above
+// 1: a last window that is too short for its global columns has other ones then, as DeepSpeed's.
 //
 // Throws UsageError for a pattern with a problem, heads < 1 and length < 1.
 BlockLayout block_layout(const SparsityPattern& pattern, int64_t heads, int64_t length, uint64_t seed);

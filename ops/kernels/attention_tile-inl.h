@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <vector>
 
 #include "ops/kernels/row_pass-inl.h"
@@ -28,6 +29,10 @@ struct KeyPiece {
   int64_t start;     // in packed memory
   int64_t position;  // token of the first
   int64_t width, valid;
+};
+
+struct PieceRange {
+  const KeyPiece *first, *end;
 };
 
 // One head of packed memory, and the sizes in it.
@@ -189,10 +194,10 @@ HWY_INLINE void mask_piece(const SparseAttentionShape& shape, const QueryRows& q
 // Scores of a tile, [count, kTileStride]: scaled, masked; -inf where there is no key.
 template <class T>
 HWY_INLINE void score_tile(const SparseAttentionShape& shape, const QueryRows& queries, const T* scaled_queries,
-                           const T* key_panels, const KeyPiece* first, const KeyPiece* end, T* scores) {
+                           const T* key_panels, const PieceRange& pieces, T* scores) {
   const PackedSize size(shape);
   T* to = scores;
-  for (const KeyPiece* piece = first; piece != end; to += piece->width, ++piece) {
+  for (const KeyPiece* piece = pieces.first; piece != pieces.end; to += piece->width, ++piece) {
     multiply<false>(LeftFactor<T>{scaled_queries, size.padded_channels, 1}, size.panels_at(key_panels, piece->start),
                     ProductSum<T>{to, kTileStride}, static_cast<size_t>(queries.count),
                     static_cast<size_t>(piece->width), size.channels);
@@ -209,6 +214,14 @@ HWY_INLINE hn::Vec<D> exponential_of(D d, hn::Vec<D> v, hn::Vec<D> base) {
 
 template <class T>
 using Scratch = hwy::AlignedFreeUniquePtr<T[]>;
+
+// Highway's allocation gives null where there is no memory.
+template <class T>
+Scratch<T> aligned_scratch(size_t count) {
+  Scratch<T> memory = hwy::AllocateAligned<T>(count);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
 
 }  // namespace ds::ops::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

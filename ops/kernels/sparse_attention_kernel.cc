@@ -23,9 +23,9 @@ class ForwardRows {
       : shape_(shape),
         arrays_(arrays),
         size_(shape),
-        queries_(hwy::AllocateAligned<T>(kMostRows * size_.padded_channels)),
-        outputs_(hwy::AllocateAligned<T>(kMostRows * size_.padded_channels)),
-        scores_(hwy::AllocateAligned<T>(kMostRows * kTileStride)) {}
+        queries_(aligned_scratch<T>(kMostRows * size_.padded_channels)),
+        outputs_(aligned_scratch<T>(kMostRows * size_.padded_channels)),
+        scores_(aligned_scratch<T>(kMostRows * kTileStride)) {}
 
   void run(int64_t unit) {
     const int64_t head = unit / shape_.blocks;  // of all batches
@@ -51,7 +51,7 @@ class ForwardRows {
       sums_[i] = T{0};
     }
     for_tiles(pieces_, [&](const KeyPiece* first, const KeyPiece* end, size_t columns) HWY_ATTR {
-      score_tile(shape_, queries, queries_.get(), key_panels, first, end, scores_.get());
+      score_tile(shape_, queries, queries_.get(), key_panels, PieceRange{first, end}, scores_.get());
       for (int64_t i = 0; i < queries.count; ++i) soften(i, columns);
       const T* from = scores_.get();
       for (const KeyPiece* piece = first; piece != end; from += piece->width, ++piece) {
@@ -90,12 +90,15 @@ class ForwardRows {
   }
 
   void finish(const QueryRows& queries, int64_t head) {
-    T* const logsumexp = static_cast<T*>(arrays_.logsumexp) + head * shape_.length + queries.first;
+    const int64_t at = head * shape_.length + queries.first;
+    T* const largest = static_cast<T*>(arrays_.largest) + at;
+    T* const log_of_sum = static_cast<T*>(arrays_.log_of_sum) + at;
     for (int64_t i = 0; i < queries.count; ++i) {
       const bool empty = sums_[i] == T{0};  // no key, or -inf for all
       narrow_row<Format>(output_row(i), size_.channels, empty ? T{0} : T{1} / sums_[i],
                          own_token_of<Format>(arrays_.output, queries.batch, queries.head, queries.first + i));
-      logsumexp[i] = empty ? std::numeric_limits<T>::infinity() : largest_[i] + std::log(sums_[i]);
+      largest[i] = empty ? T{0} : largest_[i];
+      log_of_sum[i] = empty ? std::numeric_limits<T>::infinity() : std::log(sums_[i]);
     }
   }
 
@@ -121,9 +124,9 @@ class BackwardHead {
         size_(shape),
         rows_(kMostRows * size_.padded_channels),
         packed_(static_cast<size_t>(shape.packed_size())),
-        memory_(hwy::AllocateAligned<T>(5 * packed_)),
-        queries_(hwy::AllocateAligned<T>(3 * rows_)),
-        scores_(hwy::AllocateAligned<T>(2 * kMostRows * kTileStride)) {}
+        memory_(aligned_scratch<T>(5 * packed_)),
+        queries_(aligned_scratch<T>(3 * rows_)),
+        scores_(aligned_scratch<T>(2 * kMostRows * kTileStride)) {}
 
   void run(int64_t index) {
     const int64_t batch = index / shape_.heads;
@@ -153,7 +156,7 @@ class BackwardHead {
   void run_rows(const QueryRows& queries, int64_t index) {
     read(queries, index);
     for_tiles(pieces_, [&](const KeyPiece* first, const KeyPiece* end, size_t columns) HWY_ATTR {
-      score_tile(shape_, queries, scaled_queries(), key_panels(), first, end, weights());
+      score_tile(shape_, queries, scaled_queries(), key_panels(), PieceRange{first, end}, weights());
       T* to = changes();
       for (const KeyPiece* piece = first; piece != end; to += piece->width, ++piece) {
         multiply<false>(LeftFactor<T>{upstream(), size_.padded_channels, 1},
@@ -189,7 +192,9 @@ class BackwardHead {
         product = hn::MulAdd(hn::LoadU(d, output + c), hn::LoadU(d, upstream() + row_at(i) + c), product);
       }
       products_[i] = hn::GetLane(hn::SumOfLanes(d, product));
-      logsumexp_[i] = static_cast<const T*>(arrays_.logsumexp)[index * shape_.length + queries.first + i];
+      const int64_t at = index * shape_.length + queries.first + i;
+      largest_[i] = static_cast<const T*>(arrays_.largest)[at];
+      logs_of_sums_[i] = static_cast<const T*>(arrays_.log_of_sum)[at];
       std::fill(output, output + size_.padded_channels, T{0});
     }
   }
@@ -199,10 +204,11 @@ class BackwardHead {
     const PanelTag<T> d;
     T* const weight = weights() + i * kTileStride;
     T* const change = changes() + i * kTileStride;
-    const auto base = hn::Set(d, logsumexp_[i]);
+    const auto largest = hn::Set(d, largest_[i]);
+    const auto log_of_sum = hn::Set(d, logs_of_sums_[i]);
     const auto product = hn::Set(d, products_[i]);
     for (size_t j = 0; j < columns; j += hn::Lanes(d)) {
-      const auto p = exponential_of(d, hn::LoadU(d, weight + j), base);
+      const auto p = exponential_of(d, hn::Sub(hn::LoadU(d, weight + j), largest), log_of_sum);
       hn::StoreU(p, d, weight + j);
       hn::StoreU(hn::Mul(p, hn::Sub(hn::LoadU(d, change + j), product)), d, change + j);
     }
@@ -251,7 +257,7 @@ class BackwardHead {
   size_t rows_, packed_;
   Scratch<T> memory_, queries_, scores_;
   std::vector<KeyPiece> pieces_;
-  T products_[kMostRows], logsumexp_[kMostRows];
+  T products_[kMostRows], largest_[kMostRows], logs_of_sums_[kMostRows];
 };
 
 void pack_keys_pass(const SparseAttentionShape& shape, const AttentionTensor& key, const AttentionTensor& value,
@@ -260,7 +266,7 @@ void pack_keys_pass(const SparseAttentionShape& shape, const AttentionTensor& ke
     using Format = decltype(format);
     using T = typename Format::Lane;
     const PackedSize size(shape);
-    const Scratch<T> rows = hwy::AllocateAligned<T>(static_cast<size_t>(size.padded_block) * size.padded_channels);
+    const Scratch<T> rows = aligned_scratch<T>(static_cast<size_t>(size.padded_block) * size.padded_channels);
     for (int64_t index = begin; index < end; ++index) {
       const size_t own = static_cast<size_t>(index) * static_cast<size_t>(shape.packed_size());
       for (int64_t block = 0; block < shape.blocks; ++block) {

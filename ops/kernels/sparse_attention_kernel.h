@@ -6,6 +6,7 @@
 // kPanel], so that vectors run over channels or over keys without gathers.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "ops/kernels/float_type.h"
@@ -38,7 +39,7 @@ struct SparseAttentionShape {
   const void* attention_mask = nullptr;  // elements of a row lie side by side
   int64_t mask_strides[3] = {0, 0, 0};   // batch, head, query
 
-  int64_t padded_block() const { return (block + kPanel - 1) / kPanel * kPanel; }
+  int64_t padded_block() const { return (std::min(block, length) + kPanel - 1) / kPanel * kPanel; }
   int64_t padded_length() const { return blocks * padded_block(); }
   int64_t padded_channels() const { return (channels + kPanel - 1) / kPanel * kPanel; }
   int64_t packed_size() const { return padded_length() * padded_channels(); }  // elements of one head
@@ -57,7 +58,10 @@ void pack_keys(const SparseAttentionShape& shape, const AttentionTensor& key, co
 struct SparseAttentionForward {
   AttentionTensor query, output;
   PackedKeys packed;
-  void* logsumexp = nullptr;  // wide [batch * heads, length]; +inf for a query without keys, whose output is 0
+  // Wide [batch * heads, length] each. Two numbers, since their sum is the largest score alone where that is -1e9. A
+  // query without keys, whose output is 0, has 0 and +inf.
+  void* largest = nullptr;     // score
+  void* log_of_sum = nullptr;  // of the exponentials of scores less the largest
 };
 // Blocks of queries `begin` to `end` - 1 of batch * heads * blocks.
 void sparse_attention_forward(const SparseAttentionShape& shape, const SparseAttentionForward& arrays, int64_t begin,
@@ -65,7 +69,8 @@ void sparse_attention_forward(const SparseAttentionShape& shape, const SparseAtt
 
 struct SparseAttentionBackward {
   AttentionTensor query, key, value, output, output_gradient;
-  const void* logsumexp = nullptr;
+  const void* largest = nullptr;  // as forward gives them
+  const void* log_of_sum = nullptr;
   AttentionTensor query_gradient, key_gradient, value_gradient;
 };
 // Heads `begin` to `end` - 1 of batch * heads; scratch is its own, 5 packed_size().

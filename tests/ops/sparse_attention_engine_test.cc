@@ -181,6 +181,24 @@ TEST(SparseAttentionOverRanks, HeadsHaveTheirLayouts) {
       for (size_t i = 0; i < 3; ++i) EXPECT_LE(parallel::relative_error(own[i], gradients[i]), 1e-12) << i;
       EXPECT_THAT([&] { attend(split[0], leaves[1], leaves[2]); },
                   ThrowsMessage<UsageError>(HasSubstr("all split over ranks, or none")));
+      // What would fit this rank's part alone.
+      if (dim == 1) {
+        EXPECT_THAT(
+            [&] {
+              attend(split[0], split[1], split[2], {.attention_mask = at::zeros({2, 2, 20, 20})});
+            },
+            ThrowsMessage<UsageError>(HasSubstr("[2, 4, 20, 20]")));
+      } else {
+        EXPECT_THAT(
+            [&] {
+              attend(split[0], split[1], split[2], {.key_padding_mask = at::zeros({1, 20})});
+            },
+            ThrowsMessage<UsageError>(HasSubstr("[batch, time] = [2, 20]")));
+      }
+      ops::BlockLayout cut_short = *attend.layout(20);
+      cut_short.kept.resize(cut_short.kept.size() / 2);
+      EXPECT_THAT([&] { ops::sparse_attention(split[0], split[1], split[2], cut_short); },
+                  ThrowsMessage<UsageError>(HasSubstr("numbers, found")));
     });
   }
 }

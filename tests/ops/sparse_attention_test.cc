@@ -1,5 +1,6 @@
 // Sparse attention beside dense attention under the mask of its layout.
 #include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -90,7 +91,7 @@ TensorFunction blocks_of(const BlockLayout& layout, const SparseAttentionOptions
     const at::ScalarType wide = in[0].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const double scale = options.scale.value_or(1 / std::sqrt(static_cast<double>(in[0].size(3))));
     return Tensors{attention_of_blocks(in[0], in[1], in[2], layout, added_masks("blocks", in[0], options, wide),
-                                       options.causal, scale)};
+                                       {options.causal, scale})};
   };
 }
 
@@ -270,6 +271,96 @@ TEST(SparseSelfAttention, DenseIsLibTorchs) {
                                       .attention_mask = wave({40, 40}, 0.2),
                                       .attention_mask_mode = MaskMode::kAdd};
   EXPECT_LE(relative_difference(attend(in[0], in[1], in[2], masked), dense(in, all, masked)), 1e-6);
+}
+
+TEST(SparseAttention, ResultsMayBeChangedInPlace) {
+  const Tensors in = some_inputs({});
+  const BlockLayout layout = some_layout({}, 1);
+  const at::Tensor expected = sparse_attention(in[0], in[1], in[2], layout) * 2;
+  EXPECT_TRUE(sparse_attention(in[0], in[1], in[2], layout).mul_(2).equal(expected));
+  const at::Tensor leaf = in[0].clone().requires_grad_(true);
+  const at::Tensor changed = sparse_attention(leaf, in[1], in[2], layout).mul_(2);
+  EXPECT_TRUE(changed.equal(expected));
+  // Backward needs the result: it names what happened, and gives no wrong number.
+  EXPECT_THAT([&] { changed.sum().backward(); },
+              ThrowsMessage<c10::Error>(HasSubstr("modified by an inplace operation")));
+}
+
+TEST(SparseAttention, ResultsLieAlikeInMemory) {
+  const AttentionSize size{.time = 37};
+  const BlockLayout layout = some_layout(size, 1);
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    const Tensors in = some_inputs(size, type);
+    EXPECT_TRUE(sparse_of(layout, {})(in)[0].transpose(1, 2).is_contiguous()) << type;
+    EXPECT_TRUE(blocks_of(layout, {})(in)[0].transpose(1, 2).is_contiguous()) << type;
+  }
+}
+
+TEST(SparseAttention, ExpandedMasksStayExpanded) {
+  const AttentionSize size;
+  const BlockLayout layout = some_layout(size, 1);
+  const at::Tensor keys = at::arange(size.time).remainder(5).ne(2);
+  const at::Tensor mask = keys.view({1, 1, 1, size.time}).expand({size.batch, size.heads, size.time, size.time});
+  expect_dense(size, layout, {.attention_mask = mask}, "one row of keys, expanded");
+  expect_dense(size, layout, {.attention_mask = mask.transpose(2, 3)}, "expanded along its keys");
+  const Tensors in = some_inputs(size);
+  const AddedMasks added = added_masks("masks", in[0], {.attention_mask = mask}, at::kFloat);
+  EXPECT_EQ(added.scores.sizes(), mask.sizes());
+  EXPECT_EQ(added.scores.storage().nbytes(), static_cast<size_t>(size.time) * sizeof(float));
+}
+
+TEST(SparseAttention, MasksAreSavedAsTheyAre) {
+  const Tensors in = some_inputs({});
+  at::Tensor mask = at::ones({40, 40}, at::kBool).tril();
+  const at::Tensor leaf = in[0].clone().requires_grad_(true);
+  const at::Tensor result = sparse_attention(leaf, in[1], in[2], some_layout({}, 1), {.attention_mask = mask});
+  mask.fill_(true);
+  EXPECT_THAT([&] { result.sum().backward(); },
+              ThrowsMessage<c10::Error>(HasSubstr("modified by an inplace operation")));
+}
+
+TEST(SparseAttention, LargeNegativeMasksLeaveGradientsRight) {
+  const AttentionSize size;
+  const BlockLayout layout = some_layout(size, 1);
+  at::Tensor padding = at::zeros({size.batch, size.time});
+  padding[0] = -1e9;  // of float32's scores nothing is left: all keys count the same
+  for (const bool causal : {false, true}) {
+    const SparseAttentionOptions options{.causal = causal, .key_padding_mask = padding};
+    const Evaluated expected = evaluate(dense_of(layout, options), some_inputs(size));
+    EXPECT_GT(expected.gradients[2][0].abs().max().item<double>(), 1e-3);
+    expect_same(evaluate(sparse_of(layout, options), some_inputs(size)), expected, 5e-6, "kernels");
+    expect_same(evaluate(blocks_of(layout, options), some_inputs(size)), expected, 5e-6, "LibTorch's operators");
+  }
+}
+
+TEST(SparseAttention, UnidirectionalLayoutsLookAheadNowhere) {
+  const BlockLayout layout = block_layout({.block = 8, .unidirectional = true}, 3, 40, 0);
+  expect_same(evaluate(sparse_of(layout, {}), some_inputs({})),
+              evaluate(dense_of(layout, {.causal = true}), some_inputs({})), 5e-6, "a unidirectional layout");
+}
+
+TEST(SparseAttention, EmptyTensorsGiveEmptyOnes) {
+  const AttentionSize size{.batch = 0};
+  const Evaluated found = evaluate(sparse_of(some_layout(size, 1), {}), some_inputs(size));
+  EXPECT_EQ(found.results[0].sizes(), (std::vector<int64_t>{0, 3, 40, 10}));
+  for (const at::Tensor& gradient : found.gradients) EXPECT_EQ(gradient.numel(), 0);
+}
+
+TEST(SparseAttention, AutocastCastsAsLibTorchDoes) {
+  const Tensors in = some_inputs({});
+  const BlockLayout layout = some_layout({}, 1);
+  const Tensors rounded = {in[0].to(at::kBFloat16), in[1].to(at::kBFloat16), in[2].to(at::kBFloat16)};
+  const at::Tensor expected = sparse_attention(rounded[0], rounded[1], rounded[2], layout);
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  const at::ScalarType before = at::autocast::get_autocast_dtype(at::kCPU);
+  at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+  const at::Tensor found = sparse_attention(rounded[0], in[1], in[2], layout);
+  const at::Tensor exact =
+      sparse_attention(in[0].to(at::kDouble), in[1].to(at::kDouble), in[2].to(at::kDouble), layout);
+  at::autocast::set_autocast_dtype(at::kCPU, before);
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  EXPECT_TRUE(found.equal(expected));
+  EXPECT_EQ(exact.scalar_type(), at::kDouble);
 }
 
 TEST(SparseAttention, MisuseIsRefused) {

@@ -76,6 +76,19 @@ TEST(SparsityPattern, UnidirectionalLayoutsOfPrefixesAreCorners) {
   }
 }
 
+// What the header excepts.
+TEST(SparsityPattern, ShortLastWindowsOfOtherPatternsAreNoCorners) {
+  const SparsityPattern pattern{.different_layout_per_head = true,
+                                .unidirectional = true,
+                                .num_global_blocks = 2,
+                                .num_different_global_patterns = 2};
+  const BlockLayout part = block_layout(pattern, 2, 16 * 5, 7);
+  const BlockLayout whole = block_layout(pattern, 2, 16 * 8, 7);
+  EXPECT_TRUE(part.has(1, 4, 3));
+  EXPECT_FALSE(whole.has(1, 4, 3));
+  EXPECT_TRUE(part.causal);
+}
+
 TEST(SparsityPattern, SeedsAndHeadsDrawApart) {
   const SparsityPattern pattern{
       .mode = SparsityMode::kBigBird, .different_layout_per_head = true, .num_random_blocks = 3};
@@ -126,6 +139,11 @@ TEST(SparsityPattern, WhatFitsNoLayoutIsNamed) {
   refused({{"mode", "bigbird"}, {"num_random_blocks", -1}}, "num_random_blocks: expected an integer >= 0");
   EXPECT_EQ(read({{"mode", "bigbird"}, {"num_local_blocks", 5}, {"num_global_blocks", 3}}).num_global_blocks, 3)
       << "the keys of other modes are not compared";
+  // Nor are they checked.
+  EXPECT_EQ(problem_of({.mode = SparsityMode::kBSLongformer, .num_local_blocks = 0, .num_random_blocks = -1}), "");
+  EXPECT_EQ(problem_of({.num_sliding_window_blocks = 0}), "");
+  EXPECT_EQ(problem_of({.mode = SparsityMode::kBigBird, .num_global_blocks = 0}), "");
+  EXPECT_THAT(problem_of({.mode = SparsityMode::kBigBird, .num_global_blocks = -1}), HasSubstr("integer >= 0"));
 }
 
 }  // namespace
