@@ -203,5 +203,17 @@ TEST(SparseAttentionOverRanks, HeadsHaveTheirLayouts) {
   }
 }
 
+TEST(SparseAttentionOverRanks, ARankMayHaveNothing) {
+  const ops::SparseSelfAttention attend({.block = 2}, 2, 3);
+  const at::Tensor whole = at::sin(at::arange(1 * 2 * 8 * 3, at::kDouble) * 1.7).view({1, 2, 8, 3});
+  const at::Tensor expected = attend(whole, whole, whole);
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    const auto axis = parallel::make_axis(parallel::shared(communicator));
+    const at::Tensor split = parallel::split_as(whole, axis, {.dim = 0});
+    const at::Tensor joined = parallel::whole_of(attend(split, split, split));
+    EXPECT_LE(parallel::relative_error(joined, expected), 1e-13);
+  });
+}
+
 }  // namespace
 }  // namespace ds::engine
