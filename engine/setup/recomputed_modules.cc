@@ -42,9 +42,9 @@ void choose_recomputed_modules(ModelState& model, const config::DsConfig& config
     const int64_t own = count_matches(*model.module, pattern);
     here += own;
     const int64_t anywhere = model.pipeline ? largest_of_ranks(own, model.ranks.device, *model.ranks.world, kKey) : own;
-    require<ConfigError>(anywhere > 0, kKey, ": \"", pattern, "\": expected the whole name of a module with parameters, ",
-                         "found that it matches none of ", model.module->named_modules("", false).size(),
-                         "; names are those of named_modules()");
+    require<ConfigError>(anywhere > 0, kKey, ": \"", pattern,
+                         "\": expected the whole name of a module with parameters, ", "found that it matches none of ",
+                         model.module->named_modules("", false).size(), "; names are those of named_modules()");
   }
   if (section.modules.empty()) return;
   std::exception_ptr failure;

@@ -14,8 +14,8 @@
 #include "dsengine/fused_optimizers.h"
 #include "dsengine/weights.h"
 #include "loops/shard_ranks.h"
-#include "tests/engine/own_optimizers.h"
 #include "tests/loops/block_net.h"
+#include "tests/support/own_optimizers.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 

@@ -76,8 +76,7 @@ TEST(StallExplanation, ARankThatFallsSilentAmongTheOthersIsDead) {
   EXPECT_EQ(stall.cause, StallCause::kDead);
   EXPECT_TRUE(stall.hopeless());
   EXPECT_THAT(stall.guilty, ElementsAre(1));
-  EXPECT_THAT(stall.sentence,
-              HasSubstr("is among them: it is stopped by a signal (SIGSTOP, or a debugger) for 9.0 s"));
+  EXPECT_THAT(stall.sentence, HasSubstr("is among them: it is stopped by a signal (SIGSTOP, or a debugger) for 9.0 s"));
 }
 
 TEST(StallExplanation, ARankThatHasEndedIsNamed) {
