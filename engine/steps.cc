@@ -151,7 +151,7 @@ void Engine::Impl::undo_accumulation(const Undo& undo) noexcept {
     step->forget_gradient_changes();
     accumulation->drop();
     state.access->end_pass();
-    accumulation_begins();
+    accumulation_begins(/*restarted=*/true);
   } catch (const std::exception& error) {  // what is thrown is the first failure
     log::error("after a step() that failed: ", error.what());
   }
@@ -188,7 +188,7 @@ void Engine::Impl::drop_accumulation() {
   step->forget_gradient_changes();
   accumulation->drop(/*unused=*/true);
   progress.micro_steps -= order.drop_accumulation();
-  if (had_begun) accumulation_begins();
+  if (had_begun) accumulation_begins(/*restarted=*/true);
 }
 
 }  // namespace ds::engine
