@@ -24,6 +24,9 @@ std::vector<std::string> init_compression(torch::nn::Module& module, const confi
   const config::CompressionTraining asked = config::read_compression_training(config);
   require(!compression::find_model(module), "init_compression: expected a module that is not prepared yet, found one ",
           "that is; call it once");
+  const std::string prepared = compression::layer_of_another(module);
+  require(prepared.empty(), "init_compression: expected a module none of whose layers is prepared, found ", prepared,
+          ", which is as a layer of another module; call it once, with the module that initialize() gets");
   const config::LayerReductionSection& reduction = asked.section.layer_reduction;
   if (reduction.enabled) {
     require(teacher != nullptr,
@@ -48,7 +51,8 @@ std::vector<std::string> init_compression(torch::nn::Module& module, const confi
 
 void set_compression_step(torch::nn::Module& module, int64_t steps) {
   const auto model = compression::find_model(module);
-  require(model != nullptr, "set_compression_step: expected a module that init_compression() has prepared");
+  require(model != nullptr, "set_compression_step: expected the module that init_compression() has prepared, found ",
+          "another one, or a part of it or one around it");
   model->advance(steps,
                  {.with_whole = [](const at::Tensor&, const std::function<void()>& use) { use(); }, .largest = {}});
 }
@@ -80,7 +84,8 @@ std::vector<std::pair<std::string, at::Tensor>> redundancy_clean(const std::shar
 
 void redundancy_clean(torch::nn::Module& module) {
   const auto model = compression::find_model(module);
-  require(model != nullptr, "redundancy_clean: expected a module that init_compression() has prepared");
+  require(model != nullptr, "redundancy_clean: expected the module that init_compression() has prepared, found ",
+          "another one, or a part of it or one around it");
   compression::NamedTensors state;
   for (const auto& item : module.named_parameters()) state.emplace_back(item.key(), item.value().detach());
   for (const auto& item : module.named_buffers()) state.emplace_back(item.key(), item.value().detach());

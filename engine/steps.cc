@@ -151,7 +151,7 @@ void Engine::Impl::undo_accumulation(const Undo& undo) noexcept {
     if (state.fp8) state.fp8->drop_step();
     accumulation->drop();
     state.access->end_pass();
-    accumulation_begins();
+    accumulation_begins(/*restarted=*/true);
   } catch (const std::exception& error) {  // what is thrown is the first failure
     log::error("after a step() that failed: ", error.what());
   }
@@ -189,7 +189,7 @@ void Engine::Impl::drop_accumulation() {
   if (state.fp8) state.fp8->drop_step();
   accumulation->drop(/*unused=*/true);
   progress.micro_steps -= order.drop_accumulation();
-  if (had_begun) accumulation_begins();
+  if (had_begun) accumulation_begins(/*restarted=*/true);
 }
 
 }  // namespace ds::engine

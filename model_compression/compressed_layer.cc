@@ -159,12 +159,14 @@ void CompressedLayer::add(const Rule& rule) {
     weight_rule_ = rule;
   } else if (rule.method == Method::kActivationQuantization) {
     input_rule_ = rule;
-    if (!rule.static_range) return;
     const at::Device device = own.is_meta() ? at::Device(at::kCPU) : own.device();
-    range_ = keeper()->register_buffer("activation_range", at::zeros({2}, at::dtype(at::kInt).device(device)));
+    if (rule.static_range) {
+      range_ = keeper()->register_buffer("activation_range", at::zeros({2, 2}, at::dtype(at::kFloat).device(device)));
+    }
   } else {
     add_pruning(rule);
   }
+  keeper();
 }
 
 void CompressedLayer::add_pruning(const Rule& rule) {
@@ -217,6 +219,13 @@ at::Tensor CompressedLayer::quantized_input(const at::Tensor& input) {
   return straight_through(input, in_static_range(input));
 }
 
+at::Tensor CompressedLayer::range() const { return range_.to(at::kFloat).sum(0); }
+
+void CompressedLayer::set_range(const at::Tensor& range) {
+  range_.select(0, 0).copy_(range);
+  range_.select(0, 1).copy_(range - range_.select(0, 0).to(at::kFloat));
+}
+
 at::Tensor CompressedLayer::in_static_range(const at::Tensor& input) {
   const at::NoGradGuard no_grad;
   if (module_.lock()->is_training() && !Recomputation::is_running() && input.numel() > 0) {
@@ -224,7 +233,7 @@ at::Tensor CompressedLayer::in_static_range(const at::Tensor& input) {
     const at::Tensor seen = at::stack({-values.min(), values.max()});
     observed_ = observed_.defined() ? at::maximum(observed_, seen) : seen;
   }
-  const at::Tensor range = range_.view(at::kFloat);
+  const at::Tensor range = this->range();
   // Before the first training step has been seen there is none.
   const at::Tensor known = range.select(0, 0) != range.select(0, 1);
   const at::Tensor values = quantized_in_range(input, range, input_rule_->bits.start, input_rule_->symmetric);
@@ -250,7 +259,8 @@ at::Tensor CompressedLayer::compressed_weight(const at::Tensor& weight) {
   return result;
 }
 
-at::Tensor CompressedLayer::compressed_bias(const at::Tensor& bias) const {
+at::Tensor CompressedLayer::compressed_bias(const at::Tensor& bias) {
+  bias_used_ = true;
   at::Tensor result = bias;
   for (const Pruning& pruning : prunings_) {
     if (masks_outputs(pruning.rule) && has_begun(pruning.rule)) result = result * mask_now(pruning).view(-1);
@@ -310,11 +320,11 @@ at::Tensor CompressedLayer::take_observed() {
 
 void CompressedLayer::follow_range(const at::Tensor& observed) {
   const at::NoGradGuard no_grad;
-  const at::Tensor range = range_.view(at::kFloat);
+  const at::Tensor range = this->range();
   const at::Tensor seen = at::stack({-observed.select(0, 0), observed.select(0, 1)});
   const at::Tensor moved = range * kRangeMomentum + seen * (1 - kRangeMomentum);
   const at::Tensor known = range.select(0, 0) != range.select(0, 1);
-  range.copy_(at::where(seen.isfinite(), at::where(known, moved, seen), range));
+  set_range(at::where(seen.isfinite(), at::where(known, moved, seen), range));
 }
 
 at::Tensor CompressedLayer::final_mask(const Pruning& pruning, const at::Tensor& scores) {

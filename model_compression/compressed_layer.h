@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -44,13 +45,14 @@ class CompressedLayer {
   CompressedLayer(std::string name, const std::shared_ptr<torch::nn::Module>& module,
                   std::shared_ptr<const Progress> progress);
 
-  // Registers what the method keeps, under DeepSpeed's names in a child of the layer. Throws ConfigError,
-  // with the path of the rule, where layer and rule do not fit, before anything is registered.
+  // Registers what the method keeps, under DeepSpeed's names in a child of the layer, which is there for each method: a
+  // layer that has it cannot be cloned into one with plain weights. Throws ConfigError, with the path of the rule,
+  // where layer and rule do not fit, before anything is registered.
   void add(const Rule& rule);
 
   // What an operator computes with, in the graph, in the place of what the module gives it.
   at::Tensor compressed_weight(const at::Tensor& weight);
-  at::Tensor compressed_bias(const at::Tensor& bias) const;
+  at::Tensor compressed_bias(const at::Tensor& bias);
   at::Tensor compressed_input(const at::Tensor& input);
   bool changes_bias() const;
 
@@ -60,7 +62,8 @@ class CompressedLayer {
   at::Tensor weight() const;
   const std::vector<Pruning>& prunings() const { return prunings_; }
   const std::optional<Rule>& weight_rule() const { return weight_rule_; }
-  bool used() const { return used_; }  // an operator has come with the weight
+  bool used() const { return used_; }            // an operator has come with the weight
+  bool bias_used() const { return bias_used_; }  // and one that adds the bias to what that gave
   bool has_begun(const Rule& rule) const { return progress_->step >= rule.schedule_offset; }
 
   // Masks that are to be decided from the weight now, since their method has begun.
@@ -82,6 +85,8 @@ class CompressedLayer {
   at::Tensor quantized_weight(const at::Tensor& weight, const Rule& rule, int64_t step, bool final) const;
   at::Tensor quantized_input(const at::Tensor& input);
   at::Tensor in_static_range(const at::Tensor& input);
+  at::Tensor range() const;  // float32 [2]
+  void set_range(const at::Tensor& range);
   void add_pruning(const Rule& rule);
   static at::Tensor mask_now(const Pruning& pruning);
   std::shared_ptr<torch::nn::Module> keeper();
@@ -93,9 +98,12 @@ class CompressedLayer {
   LayerKind kind_ = LayerKind::kLinear;
   std::optional<Rule> weight_rule_;
   std::optional<Rule> input_rule_;
-  at::Tensor range_;     // a buffer: the bits of float32 [2], so that no cast of the model's dtype touches them
+  // A buffer [2, 2]: minimum and maximum, and below each what the buffer's dtype left of it. Their sum is the range,
+  // also after a cast of the model.
+  at::Tensor range_;
   at::Tensor observed_;  // undefined: nothing
-  bool used_ = false;
+  std::atomic<bool> used_ = false;
+  std::atomic<bool> bias_used_ = false;
   std::vector<Pruning> prunings_;  // in the order in which they are applied
 };
 

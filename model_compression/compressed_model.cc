@@ -121,30 +121,61 @@ void CompressedModel::add_rule(torch::nn::Module& module, const Rule& rule) {
 
 void CompressedModel::advance(int64_t step, const RanksOfModel& ranks) {
   const at::NoGradGuard no_grad;
-  std::vector<CompressedLayer*> observing;  // in the step that is over
-  for (const auto& layer : layers_) {
-    if (layer->observes()) observing.push_back(layer.get());
+  const bool ends_step = !std::exchange(restarted_, false) && step == progress_->step + 1;
+  if (ends_step) {
+    move_ranges(ranks);
+    warn_of_unused();
+  } else if (step != progress_->step) {
+    forget_observed();
   }
-  if (!observing.empty()) {
-    std::vector<at::Tensor> seen;
-    for (CompressedLayer* const layer : observing) seen.push_back(layer->take_observed());
-    at::Tensor all = at::stack(seen);
-    if (ranks.largest) ranks.largest(all);
-    for (size_t i = 0; i < observing.size(); ++i) observing[i]->follow_range(all[static_cast<int64_t>(i)]);
-  }
-  if (step == progress_->step + 1 && !restarted_) warn_of_unused();
-  restarted_ = false;
   progress_->step = step;
   for (const auto& layer : layers_) {
     if (layer->awaits_masks()) ranks.with_whole(layer->weight(), [&] { layer->decide_masks(); });
   }
 }
 
+void CompressedModel::move_ranges(const RanksOfModel& ranks) {
+  std::vector<CompressedLayer*> observing;  // in the step that is over
+  for (const auto& layer : layers_) {
+    if (layer->observes()) observing.push_back(layer.get());
+  }
+  if (observing.empty()) return;
+  std::vector<at::Tensor> seen;
+  for (CompressedLayer* const layer : observing) seen.push_back(layer->take_observed());
+  at::Tensor all = at::stack(seen);
+  if (ranks.largest) ranks.largest(all);
+  for (size_t i = 0; i < observing.size(); ++i) observing[i]->follow_range(all[static_cast<int64_t>(i)]);
+}
+
+void CompressedModel::forget_observed() {
+  for (const auto& layer : layers_) {
+    if (layer->observes()) layer->take_observed();
+  }
+}
+
+bool CompressedModel::has_scores(const at::Tensor& parameter) const {
+  return std::any_of(layers_.begin(), layers_.end(), [&](const auto& layer) {
+    return std::any_of(layer->prunings().begin(), layer->prunings().end(),
+                       [&](const Pruning& one) { return one.scores.defined() && one.scores.is_same(parameter); });
+  });
+}
+
 void CompressedModel::warn_of_unused() {
   if (std::exchange(looked_for_unused_, true)) return;
   std::string names;
+  std::string biases;
+  const auto add = [](std::string& list, const CompressedLayer& layer) {
+    list += cat(list.empty() ? "" : ", ", layer.name().empty() ? "the model" : layer.name());
+  };
   for (const auto& layer : layers_) {
-    if (!layer->used()) names += cat(names.empty() ? "" : ", ", layer->name());
+    if (!layer->used()) add(names, *layer);
+    const bool has_bias = layer->changes_bias() && layer->module() && bias_of(*layer->module()).defined();
+    if (layer->used() && has_bias && !layer->bias_used()) add(biases, *layer);
+  }
+  if (!biases.empty()) {
+    log::warning("compression_training: in the first step no operator added the bias of ", biases, ", whose outputs ",
+                 "are pruned, to the product as linear, addmm or add_ do: it stays whole, and redundancy_clean() will ",
+                 "refuse it (said once)");
   }
   if (names.empty()) return;
   log::warning("compression_training: in the first step no operator linear, embedding or conv2d got the weight of ",
@@ -155,9 +186,7 @@ void CompressedModel::warn_of_unused() {
 
 void CompressedModel::restart() {
   restarted_ = true;
-  for (const auto& layer : layers_) {
-    if (layer->observes()) layer->take_observed();
-  }
+  forget_observed();
 }
 
 void attach(const std::shared_ptr<torch::nn::Module>& module, std::shared_ptr<CompressedModel> model) {
@@ -174,15 +203,30 @@ void attach(const std::shared_ptr<torch::nn::Module>& module, std::shared_ptr<Co
   table.models[module.get()] = {module, std::move(model)};
 }
 
-std::shared_ptr<CompressedModel> find_model(torch::nn::Module& module) {
+std::shared_ptr<CompressedModel> find_model(const torch::nn::Module& module) {
   Table& table = Table::of_process();
   const std::shared_lock lock(table.mutex);
-  if (table.models.empty()) return nullptr;
-  for (const auto& part : module.modules(/*include_self=*/true)) {
-    const auto found = table.models.find(part.get());
-    if (found != table.models.end() && found->second.module.lock() == part) return found->second.model;
+  const auto found = table.models.find(&module);
+  return found == table.models.end() || found->second.module.expired() ? nullptr : found->second.model;
+}
+
+std::string layer_of_another(torch::nn::Module& module) {
+  const auto own = find_model(module);
+  const auto is_own = [&](const std::shared_ptr<CompressedLayer>& layer) {
+    return own && std::find(own->layers().begin(), own->layers().end(), layer) != own->layers().end();
+  };
+  Table& table = Table::of_process();
+  const std::shared_lock lock(table.mutex);
+  if (table.layers.empty()) return "";
+  for (const auto& item : module.named_modules("", /*include_self=*/true)) {
+    const at::Tensor weight = kind_of(*item.value()) ? weight_of(*item.value()) : at::Tensor();
+    const auto found = weight.defined() ? table.layers.find(weight.unsafeGetTensorImpl()) : table.layers.end();
+    if (found == table.layers.end()) continue;
+    for (const auto& layer : found->second) {
+      if (layer->weight().is_same(weight) && !is_own(layer)) return item.key().empty() ? "the model" : item.key();
+    }
   }
-  return nullptr;
+  return "";
 }
 
 void detach(torch::nn::Module& module) {

@@ -48,6 +48,8 @@ class CompressedModel {
   void advance(int64_t step, const RanksOfModel& ranks);
   // The next advance() is to another state than that of the last step: what was seen since is of no step.
   void restart();
+  // Whether the parameter is scores that a method has registered: weights from elsewhere do not have it.
+  bool has_scores(const at::Tensor& parameter) const;
 
   int64_t step() const { return progress_->step; }
   const std::vector<std::shared_ptr<CompressedLayer>>& layers() const { return layers_; }
@@ -55,6 +57,8 @@ class CompressedModel {
 
  private:
   void add_rule(torch::nn::Module& module, const Rule& rule);
+  void move_ranges(const RanksOfModel& ranks);
+  void forget_observed();
   void warn_of_unused();
   std::shared_ptr<CompressedLayer> layer_of(const RelatedLayer& found);
 
@@ -66,10 +70,13 @@ class CompressedModel {
 };
 
 // Keeps the model as that of the module and puts kernels in front of the operators of its layers, for the rest of the
-// process: others cost a look into a table. Any thread.
+// process: others cost a look into a table. Any thread, while no other one computes with the operators for the first
+// model of a kind, as for each registration with LibTorch.
 void attach(const std::shared_ptr<torch::nn::Module>& module, std::shared_ptr<CompressedModel> model);
-// Of the module or a part of it; null: none.
-std::shared_ptr<CompressedModel> find_model(torch::nn::Module& module);
+// Of the module itself, not of a part of it; null: none.
+std::shared_ptr<CompressedModel> find_model(const torch::nn::Module& module);
+// A layer of the module whose weight another module, a part of it or one around it, was prepared with; empty: none.
+std::string layer_of_another(torch::nn::Module& module);
 void detach(torch::nn::Module& module);
 
 // The layer that an operator of this kind with this weight is; null: none. Any thread.

@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -11,7 +12,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -48,16 +51,31 @@ constexpr std::array<Intercepted, 7> kOperators = {
 
 using Key = c10::DispatchKey;
 
-// What was registered before, by schema and key.
-struct Originals {
-  std::map<const c10::FunctionSchema*, Places> places;
-  std::map<std::pair<const c10::FunctionSchema*, Key>, c10::SafeKernelFunction> kernels;
-
+// What was registered before, by schema and key. Entries stay where they are: operators of other threads hold them
+// while another model registers its own.
+class Originals {
+ public:
+  struct Entry {
+    Places places;
+    c10::SafeKernelFunction kernel;
+  };
+  void add(const c10::FunctionSchema* schema, Key key, Entry entry) {
+    const std::unique_lock lock(mutex_);
+    entries_.emplace(std::pair(schema, key), std::move(entry));
+  }
+  const Entry& of(const c10::FunctionSchema* schema, Key key) {
+    const std::shared_lock lock(mutex_);
+    return entries_.at({schema, key});
+  }
   static Originals& of_process() {
     // Never destroyed: the dispatcher may be used until the process ends.
     [[gnu::used]] static auto* const kOriginals = new Originals;
     return *kOriginals;
   }
+
+ private:
+  std::shared_mutex mutex_;
+  std::map<std::pair<const c10::FunctionSchema*, Key>, Entry> entries_;
 };
 
 // While a layer is computed on this thread: operators inside, those of the same operator at the keys below too, have
@@ -73,6 +91,27 @@ class Inside {
   Inside(const Inside&) = delete;
   Inside& operator=(const Inside&) = delete;
 };
+
+// Of layers whose bias changes, what they computed last on this thread: add_ of the bias is theirs on that alone, and
+// anything else may add the same tensor to something of its own.
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+std::unordered_map<const CompressedLayer*, WeakTensor>& last_products() {
+  thread_local std::unordered_map<const CompressedLayer*, WeakTensor> products;
+  return products;
+}
+
+void note_product(const Places& places, const CompressedLayer& layer, const c10::IValue& output) {
+  if (places.role == Role::kAddedBias || places.kind != LayerKind::kLinear || !layer.changes_bias()) return;
+  last_products().insert_or_assign(&layer, WeakTensor(output.toTensor().getIntrusivePtr()));
+}
+
+// add_(product, bias, alpha) of the layer.
+bool adds_to_product(const CompressedLayer& layer, const c10::IValue* arguments) {
+  const auto found = last_products().find(&layer);
+  return found != last_products().end() && !found->second.expired() && arguments[0].isTensor() &&
+         found->second._unsafe_get_target() == arguments[0].toTensor().unsafeGetTensorImpl() &&
+         arguments[2].toScalar().equal(1);
+}
 
 // Undefined: this is no operator of a layer.
 at::Tensor tensor_of_layer(const Places& places, const c10::IValue* arguments) {
@@ -92,28 +131,34 @@ void compress_operands(const Places& places, CompressedLayer& layer, const at::T
     const at::Tensor compressed = layer.compressed_weight(weight);
     arguments[*places.weight] = places.role == Role::kTransposed ? compressed.t() : compressed;
   }
-  if (places.bias && arguments[*places.bias].isTensor()) {
-    arguments[*places.bias] = layer.compressed_bias(arguments[*places.bias].toTensor());
+  if (!places.bias || !layer.changes_bias() || !arguments[*places.bias].isTensor()) return;
+  // addmm adds what it is given, a residual perhaps.
+  const at::Tensor bias = arguments[*places.bias].toTensor();
+  const auto module = layer.module();
+  if (bias.defined() && module && bias_of(*module).is_same(bias)) {
+    arguments[*places.bias] = layer.compressed_bias(bias);
   }
 }
 
 template <Key kKey>
 void compute(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const Originals& originals = Originals::of_process();
   const c10::FunctionSchema* const schema = &op.schema();
-  const c10::SafeKernelFunction& original = originals.kernels.at({schema, kKey});
+  const Originals::Entry& entry = Originals::of_process().of(schema, kKey);
+  const c10::SafeKernelFunction& original = entry.kernel;
   if (is_inside()) return original.callBoxed(op, keys, stack);
-  const Places& places = originals.places.at(schema);
+  const Places& places = entry.places;
   c10::IValue* const arguments = stack->data() + (stack->size() - schema->arguments().size());
   const at::Tensor tensor = tensor_of_layer(places, arguments);
   std::shared_ptr<CompressedLayer> layer;
   if (tensor.defined()) {
     layer = places.role == Role::kAddedBias ? find_layer_of_bias(tensor) : find_layer(tensor, places.kind);
   }
+  if (layer && places.role == Role::kAddedBias && !adds_to_product(*layer, arguments)) layer = nullptr;
   if (!layer || !layer->module()) return original.callBoxed(op, keys, stack);
   const Inside inside;
   compress_operands(places, *layer, tensor, arguments);
   original.callBoxed(op, keys, stack);
+  note_product(places, *layer, stack->back());
 }
 
 // torch says it where a kernel takes the place of another one; here it is meant.
@@ -127,9 +172,8 @@ void put_before(const Intercepted& one, std::vector<torch::Library>& libraries) 
   if (!op.hasComputedKernelForDispatchKey(kKey)) return;
   // Autocast lets some pass.
   if (c10::autocast_dispatch_keyset.has(kKey) && !op.hasKernelForDispatchKey(kKey)) return;
-  Originals& originals = Originals::of_process();
-  originals.places.emplace(&op.schema(), one.places);
-  originals.kernels.emplace(std::pair(&op.schema(), kKey), op.getComputedKernelForDispatchKey(kKey));
+  Originals::of_process().add(&op.schema(), kKey,
+                              {.places = one.places, .kernel = op.getComputedKernelForDispatchKey(kKey)});
   const std::string name = std::string(one.name).substr(6) + (*one.overload ? std::string(".") + one.overload : "");
   torch::Library& library = libraries.emplace_back(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
   library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&compute<kKey>>());

@@ -1,6 +1,7 @@
 #include "model_compression/small_model.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/equal.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
@@ -40,18 +41,32 @@ class State {
     require(found != place_.end(), "redundancy_clean: expected the model to have ", name, ", found no such tensor");
     return values_[found->second].second;
   }
-  void put(const std::string& name, const at::Tensor& value) {
-    const at::Tensor before = get(name);
-    for (auto& [other, tensor] : values_) {
-      const bool is_same = other == name || (tensor.numel() > 0 && tensor.data_ptr() == before.data_ptr() &&
-                                             tensor.sizes() == before.sizes());
-      if (is_same) tensor = value;
-    }
-  }
-  // Entries `kept` of a dimension.
-  void cut(const std::string& name, int64_t dim, const at::Tensor& kept) {
+  // Of one tensor, that with this name too.
+  std::vector<std::string> names_of_same(const std::string& name) const {
     const at::Tensor& value = get(name);
-    put(name, value.index_select(dim, kept.to(value.device())));
+    std::vector<std::string> result;
+    for (const auto& [other, tensor] : values_) {
+      const bool is_same = other == name || (tensor.numel() > 0 && tensor.data_ptr() == value.data_ptr() &&
+                                             tensor.sizes() == value.sizes());
+      if (is_same) result.push_back(other);
+    }
+    return result;
+  }
+  void put(const std::string& name, const at::Tensor& value) {
+    for (const std::string& same : names_of_same(name)) values_[place_.at(same)].second = value;
+  }
+  // Of a dimension what `stays`, bool for each of its entries.
+  void cut(const std::string& name, int64_t dim, const at::Tensor& stays) {
+    const at::Tensor value = get(name);
+    require(value.dim() > dim && value.size(dim) == stays.numel(), "redundancy_clean: expected ", name, " to have ",
+            stays.numel(), " entries in dimension ", dim, ", of which ", stays.sum().item<int64_t>(),
+            " stay, found a tensor ", value.sizes(),
+            "; a layer can be a related one only of layers whose outputs it has, once for each dimension");
+    const std::vector<std::string> names = names_of_same(name);
+    require(names.size() == 1, "redundancy_clean: expected a tensor of its own for ", name,
+            ", which loses dimensions, ", "found ", names.front(), " and ", names.back(),
+            " to be one tensor; untie them, or take away related_modules");
+    put(name, value.index_select(dim, stays.nonzero().view(-1).to(value.device())));
   }
 
  private:
@@ -64,7 +79,24 @@ at::Tensor scores_of(const State& state, const CompressedLayer& layer, const Pru
                                   : at::Tensor();
 }
 
-void finish_values(State& state, const CompressedLayer& layer) {
+// What the layer was trained with is what the small model has.
+void require_known(const State& state, const CompressedLayer& layer, bool any_used) {
+  if (!layer.weight_rule() && layer.prunings().empty()) return;
+  require(
+      layer.used() || !any_used, "redundancy_clean: expected ", member(layer.name(), "weight"), " to have been used ",
+      "compressed, found that no operator linear, embedding or conv2d ever got it, as others did; leave the layer out ",
+      "of modules, or hand the weight to one of them");
+  const std::string bias = member(layer.name(), "bias");
+  require(!layer.used() || !layer.changes_bias() || !state.has(bias) || layer.bias_used(),
+          "redundancy_clean: expected ", bias,
+          " to have been pruned with the outputs of its layer, found that no operator added it to their product as ",
+          "linear, addmm or add_ do: the small model would compute something else; add the bias in one of these ways");
+}
+
+// By name.
+using Finished = std::map<std::string, at::Tensor>;
+
+void finish_values(const State& state, const CompressedLayer& layer, Finished& finished) {
   std::vector<at::Tensor> scores;
   for (const Pruning& pruning : layer.prunings()) {
     require(layer.has_begun(pruning.rule), "redundancy_clean: expected a step from which on ", pruning.rule.path,
@@ -78,13 +110,26 @@ void finish_values(State& state, const CompressedLayer& layer) {
   const std::string bias = member(layer.name(), "bias");
   const Operands values = layer.final_values(
       {.weight = state.get(weight), .bias = state.has(bias) ? state.get(bias) : at::Tensor()}, scores);
-  state.put(weight, values.weight);
-  if (values.bias.defined()) state.put(bias, values.bias);
+  finished[weight] = values.weight;
+  if (values.bias.defined()) finished[bias] = values.bias;
 }
 
-// Indices of what stays, where each entry of the mask stands for `block` entries, `times` times over.
+// A tied tensor is one in the small model, too.
+void put_finished(State& state, const Finished& finished) {
+  for (const auto& [name, value] : finished) {
+    for (const std::string& other : state.names_of_same(name)) {
+      const auto found = finished.find(other);
+      const at::Tensor& expected = found == finished.end() ? state.get(other) : found->second;
+      require(at::equal(value, expected), "redundancy_clean: expected one compression for ", name, " and ", other,
+              ", which are one tensor, found different values; untie them or give both one rule");
+    }
+  }
+  for (const auto& [name, value] : finished) state.put(name, value);
+}
+
+// What stays, where each entry of the mask stands for `block` entries, `times` times over.
 at::Tensor kept_of(const at::Tensor& mask, int64_t block, int64_t times) {
-  return mask.repeat_interleave(block).repeat({times}).nonzero().view(-1);
+  return mask.repeat_interleave(block).repeat({times});
 }
 
 void cut_outputs(State& state, const std::string& layer, const at::Tensor& kept) {
@@ -103,7 +148,7 @@ void cut_heads_before(State& state, const RelatedLayer& related, const at::Tenso
   cut_outputs(state, related.name, kept_of(mask, hidden / mask.numel(), weight.size(0) / hidden));
 }
 
-void cut_inputs(State& state, const RelatedLayer& related, const at::Tensor& mask) {
+void cut_inputs(State& state, const RelatedLayer& related, Method method, const at::Tensor& mask) {
   if (dynamic_cast<torch::nn::BatchNorm2dImpl*>(related.module.get()) != nullptr) {
     return cut_outputs(state, related.name, kept_of(mask, 1, 1));
   }
@@ -113,8 +158,9 @@ void cut_inputs(State& state, const RelatedLayer& related, const at::Tensor& mas
   require(conv == nullptr || conv->options.groups() == 1, "redundancy_clean: expected the related layer ", related.name,
           " to have groups = 1, found ", conv == nullptr ? 0 : conv->options.groups());
   // A Linear after flatten() sees each channel as many times as it has pixels.
-  require(inputs % mask.numel() == 0 && (conv == nullptr || inputs == mask.numel()), "redundancy_clean: expected the ",
-          "related layer ", related.name, " to have an input for each of ", mask.numel(), " outputs, found ", inputs);
+  const bool may_repeat = conv == nullptr && method == Method::kChannelPruning;
+  require(may_repeat ? inputs % mask.numel() == 0 : inputs == mask.numel(), "redundancy_clean: expected the related ",
+          "layer ", related.name, " to have an input for each of ", mask.numel(), " outputs, found ", inputs);
   state.cut(name, 1, kept_of(mask, inputs / mask.numel(), 1));
 }
 
@@ -125,7 +171,7 @@ void cut_dimensions(State& state, const Cut& cut, const at::Tensor& mask) {
     for (const RelatedLayer& related : cut.related) cut_heads_before(state, related, mask, hidden);
     return state.cut(member(name, "weight"), 1, kept_of(mask, hidden / mask.numel(), 1));
   }
-  for (const RelatedLayer& related : cut.related) cut_inputs(state, related, mask);
+  for (const RelatedLayer& related : cut.related) cut_inputs(state, related, cut.method, mask);
   cut_outputs(state, name, kept_of(mask, 1, 1));
 }
 
@@ -152,7 +198,14 @@ NamedTensors small_state(const CompressedModel& model, NamedTensors values) {
                          CompressedLayer::final_mask(pruning, scores_of(state, *cut.layer, pruning)).to(at::kCPU));
     }
   }
-  for (const auto& layer : model.layers()) finish_values(state, *layer);
+  const bool any_used =
+      std::any_of(model.layers().begin(), model.layers().end(), [](const auto& layer) { return layer->used(); });
+  Finished finished;  // all from the trained values
+  for (const auto& layer : model.layers()) {
+    require_known(state, *layer, any_used);
+    finish_values(state, *layer, finished);
+  }
+  put_finished(state, finished);
   for (const auto& [cut, mask] : masks) cut_dimensions(state, *cut, mask);
   std::erase_if(values, [&](const auto& item) {
     return std::any_of(model.layers().begin(), model.layers().end(),

@@ -1,5 +1,7 @@
 #include "engine/setup/compression_setup.h"
 
+#include <string>
+
 #include "core/check.h"
 #include "dsengine/model_compression.h"
 #include "engine/config/compression_rules.h"
@@ -14,6 +16,11 @@ void set_up_compression(const InitializeOptions& options, const config::DsConfig
   require<ConfigError>(!config.fp8.enabled || !model_compression::find_model(*options.model), "fp8: expected a model ",
                        "whose layers have their own weights, found one that init_compression() has prepared; fp8 with ",
                        "compression_training is not available: turn one of them off");
+  const std::string prepared = model_compression::layer_of_another(*options.model);
+  require(prepared.empty(),
+          "initialize: expected a .model that init_compression() has prepared itself, or not at all, ", "found ",
+          prepared, ", which is prepared as a layer of another module, whose schedules no step of this engine ",
+          "would reach; call init_compression() with the module that is .model");
   if (!has_rules && !section.layer_reduction.enabled) return;
   require<ConfigError>(!is_pipeline,
                        "compression_training: expected a model that each rank has all layers of, found a ",

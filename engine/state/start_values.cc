@@ -12,6 +12,7 @@
 #include "dsengine/pipeline.h"
 #include "engine/agreement/shared_failure.h"
 #include "engine/state/tensor_parts.h"
+#include "model_compression/compressed_model.h"
 #include "optim/slice_update.h"
 
 namespace ds::engine {
@@ -59,7 +60,12 @@ void StartValues::check_file(const torch::nn::Module& module, const std::string&
     require(found == tensor.sizes(), "initialize: .weights: ", weights, ": tensor \"", tensor_name(path),
             "\": expected shape ", tensor.sizes(), ", found ", found);
   };
-  for (const auto& item : module.named_parameters()) check(item.key(), item.value(), /*needed=*/true);
+  // Scores that a method has registered are in no file of weights; they start as they were drawn.
+  const auto compressed = model_compression::find_model(module);
+  for (const auto& item : module.named_parameters()) {
+    const bool drawn = compressed && compressed->has_scores(item.value()) && !item.value().is_meta();
+    check(item.key(), item.value(), /*needed=*/!drawn);
+  }
   for (const auto& item : module.named_buffers()) check(item.key(), item.value(), item.value().is_meta());
   const auto* stages = dynamic_cast<const pipeline::PipelineModule*>(&module);
   for (const auto& [path, info] : file_->tensors()) {

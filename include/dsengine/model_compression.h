@@ -16,7 +16,8 @@
 // trained, sharded, saved and loaded as all others. Schedules are functions of the optimizer step.
 // docs/model_compression.md.
 //
-// Modules are held by a shared_ptr (any ModuleHolder does); clone() of one that is prepared throws.
+// Modules are held by a shared_ptr (any ModuleHolder does); clone() of one that is prepared throws. A model is prepared
+// while no other thread computes, and computed by one thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,17 +40,21 @@ namespace ds::engine {
 // Prepares the layers that the section names; returns their names, in the module's order. With layer_reduction the
 // module, the student, first gets values of `teacher`, a model with more layers. initialize() does this for a module
 // that has not been prepared, unless there is a layer_reduction. Throws ConfigError with the json path for patterns
-// that match nothing and layers that do not fit, UsageError for a module that is prepared already.
+// that match nothing and layers that do not fit, UsageError for a module that is prepared already, or has a layer that
+// is. The module is the one that initialize() gets: a part of it, or one around it, is refused there.
 std::vector<std::string> init_compression(torch::nn::Module& module, const config::ConfigSource& config,
                                           torch::nn::Module* teacher = nullptr);
 
 // For loops without an engine, with the whole model on this rank: `steps` optimizer steps are done. Call it once before
-// the first forward pass, with 0, and after each step. Throws UsageError for a module that is not prepared.
+// the first forward pass, with 0, and after each step: static ranges move when it is one more than before. Throws
+// UsageError for another module than the one that init_compression() got.
 void set_compression_step(torch::nn::Module& module, int64_t steps);
 
 // The small model: whole parameters and buffers by name, on the host, pruned and quantised to target_bits, without the
 // dimensions that related_modules take away, nor scores and masks. The engine trains on as before. Collective. Throws
-// UsageError for a method whose schedule_offset has not come, and where related layers do not fit.
+// UsageError for a method whose schedule_offset has not come, where related layers do not fit, and where the model did
+// not compute with what its layers would be left with: tied weights of different compression, a layer that no operator
+// came to while others were, a bias that was added otherwise than to the product of its layer.
 std::vector<std::pair<std::string, at::Tensor>> redundancy_clean(const std::shared_ptr<Engine>& engine);
 // Makes the module itself small, which no engine holds: its layers are plain ones afterwards.
 void redundancy_clean(torch::nn::Module& module);
