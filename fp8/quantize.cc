@@ -29,7 +29,9 @@ at::Tensor cast_scaled(const at::Tensor& values, at::ScalarType format, const at
 }
 
 // 1 / scale, and NaN where the values were not finite.
-at::Tensor inverse_of(const at::Tensor& scale, const at::Tensor& amax) { return scale.reciprocal() + (amax - amax); }
+at::Tensor inverse_of(const at::Tensor& scale, const at::Tensor& amax) {
+  return scale.reciprocal() + (amax - amax);  // NOLINT(misc-redundant-expression): NaN where amax is not finite
+}
 
 // [rows / a, a, columns / b, b] with one scale for each [a, b].
 Quantized quantize_parts(const at::Tensor& values, at::ScalarType format, int64_t margin, int64_t rows_of_block) {

@@ -199,7 +199,7 @@ TEST(CudaPlugin, AnotherLibraryIsRefusedByItsVersion) {
     open_cuda_plugin({"libm.so.6"});
     FAIL() << "expected ConfigError";
   } catch (const ConfigError& error) {
-    EXPECT_THAT(error.what(), AllOf(HasSubstr("expected version 2, found 0"), HasSubstr("one source tree")));
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("expected version 3, found 0"), HasSubstr("one source tree")));
   }
 }
 
