@@ -202,7 +202,7 @@ at::Tensor CompressedLayer::quantized_weight(const at::Tensor& weight, const Rul
     const at::Tensor draws = at::rand(weight.sizes(), generator_of(stream), at::TensorOptions().dtype(at::kFloat));
     levels.noise = (draws - 0.5).to(weight.device());
   }
-  const at::Tensor values = quantized(weight, levels);
+  at::Tensor values = quantized(weight, levels);
   const double share = final ? 0.0 : float_share_at(rule.bits, step);
   if (share == 0) return values;
   const at::NoGradGuard no_grad;
@@ -293,7 +293,7 @@ bool CompressedLayer::awaits_masks() {
 at::Tensor CompressedLayer::l1_scores(const Rule& rule) const {
   const at::Tensor values = weight().detach();
   const at::ScalarType type = values.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const at::Tensor size = values.abs().to(type);
+  at::Tensor size = values.abs().to(type);
   if (rule.method == Method::kSparsePruning) return size;
   if (rule.method == Method::kHeadPruning)
     return size.view({size.size(0), rule.heads, -1}).sum(at::IntArrayRef({0, 2})).view({1, -1});

@@ -86,7 +86,7 @@ class Keys {
     for (const std::string& pattern : patterns) {
       if (pattern == "*") continue;
       try {
-        const std::regex compiled(pattern);
+        static_cast<void>(std::regex(pattern));
       } catch (const std::regex_error& error) {
         problem(key,
                 cat("expected a regular expression (or \"*\" for all modules), found ", pattern, ": ", error.what()));

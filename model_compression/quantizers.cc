@@ -1,5 +1,6 @@
 #include "model_compression/quantizers.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/abs.h>
 #include <ATen/ops/amax.h>

@@ -1,5 +1,6 @@
 #include "ops/attention_mask.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/zeros.h>
 
 #include <limits>

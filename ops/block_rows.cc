@@ -43,8 +43,8 @@ BlockRows block_rows(const BlockLayout& layout, bool causal) {
 
 std::vector<RowGroup> row_groups(const BlockLayout& layout, int64_t heads, bool causal) {
   const BlockRows rows = block_rows(layout, causal);
-  const int64_t* const offsets = rows.offsets.const_data_ptr<int64_t>();
-  const int64_t* const columns = rows.columns.const_data_ptr<int64_t>();
+  const auto* const offsets = rows.offsets.const_data_ptr<int64_t>();
+  const auto* const columns = rows.columns.const_data_ptr<int64_t>();
   std::map<int64_t, std::vector<int64_t>> by_width;  // head * blocks + row
   for (int64_t row = 0; row < heads * layout.blocks; ++row) {
     const int64_t own = row % (layout.heads * layout.blocks);

@@ -129,10 +129,16 @@ variable_list run_forward(const KernelCall& call, const at::Tensor& query, const
   return {output, softmax};
 }
 
+// What is computed, beside tensors and masks.
+struct PlannedCall {
+  BlockRows rows;
+  CallOptions options;
+};
+
 struct BlockAttention : torch::autograd::Function<BlockAttention> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& query, const at::Tensor& key,
-                            const at::Tensor& value, const BlockRows& rows, const SparseAttentionOptions& given,
-                            const CallOptions& options) {
+                            const at::Tensor& value, const PlannedCall& planned, const SparseAttentionOptions& given) {
+    const auto& [rows, options] = planned;
     const RecordedOperator recorded(kSparseAttention, {query, key, value});
     const AddedMasks masks = added_masks(kSparseAttention, query, given, wide_type(query.scalar_type()));
     const variable_list made =
@@ -153,7 +159,7 @@ struct BlockAttention : torch::autograd::Function<BlockAttention> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     require(!at::GradMode::is_enabled(), kSparseAttention, ": expected a backward pass without create_graph, its ",
             "kernels have no second derivative. Use at::scaled_dot_product_attention with a mask for it");
-    if (!gradients[0].defined()) return variable_list(6);
+    if (!gradients[0].defined()) return variable_list(5);
     const variable_list saved = context->get_saved_variables();
     const RecordedOperator recorded("dsengine::sparse_attention_backward", {saved[0], saved[1], saved[2]});
     const auto mode = [&](const char* adds) {
@@ -186,7 +192,7 @@ struct BlockAttention : torch::autograd::Function<BlockAttention> {
                                          .value_gradient = tensor_of(made[2])};
     for_each_range(query.size(0) * query.size(1), 1, 1,
                    [&](int64_t begin, int64_t end) { sparse_attention_backward(call.shape, arrays, begin, end); });
-    return {made[0], made[1], made[2], {}, {}, {}};
+    return {made[0], made[1], made[2], {}, {}};
   }
 };
 
@@ -202,8 +208,8 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
     const AddedMasks masks = added_masks(kSparseAttention, query, options, wide_type(query.scalar_type()));
     return attention_of_blocks(query, key, value, layout, masks, {causal, scale});
   }
-  return BlockAttention::apply(query, key, value, block_rows(layout, causal), options,
-                               CallOptions{layout.block, layout.heads, scale, causal});
+  return BlockAttention::apply(
+      query, key, value, PlannedCall{block_rows(layout, causal), {layout.block, layout.heads, scale, causal}}, options);
 }
 
 // Under autocast inputs are cast as those of scaled_dot_product_attention.

@@ -154,9 +154,9 @@ std::string problem_of_positive(NamedNumbers numbers) {
 }
 
 std::string problem_of_fixed(const SparsityPattern& p) {
-  const std::string problem = problem_of_positive({{"num_local_blocks", p.num_local_blocks},
-                                                   {"num_global_blocks", p.num_global_blocks},
-                                                   {"num_different_global_patterns", p.num_different_global_patterns}});
+  std::string problem = problem_of_positive({{"num_local_blocks", p.num_local_blocks},
+                                             {"num_global_blocks", p.num_global_blocks},
+                                             {"num_different_global_patterns", p.num_different_global_patterns}});
   if (!problem.empty()) return problem;
   if (p.num_local_blocks % p.num_global_blocks != 0) {
     return cat("num_local_blocks: expected a multiple of num_global_blocks, ", p.num_global_blocks, ", found ",

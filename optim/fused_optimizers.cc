@@ -35,9 +35,10 @@ at::Tensor in_layout_of(const at::Tensor& parameter, const at::Tensor& values) {
 // Its state, begun as torch begins it.
 template <class State, class States>
 State& state_of(States& states, const at::Tensor& parameter, bool amsgrad) {
-  auto& state = states[parameter.unsafeGetTensorImpl()];
+  void* const key = parameter.unsafeGetTensorImpl();
+  auto& state = states[key];
   if (!state) state = std::make_unique<State>();
-  State& own = static_cast<State&>(*state);
+  auto& own = static_cast<State&>(*state);
   const auto begin = [&](at::Tensor& moment) {
     moment = moment.defined() ? in_layout_of(parameter, moment) : at::zeros_like(parameter, at::MemoryFormat::Preserve);
   };
@@ -58,7 +59,7 @@ Batches batches_of(States& states, const std::vector<at::Tensor>& parameters, bo
                 "FusedAdam: expected parameters whose elements lie in memory ", "without gaps, found one of shape ",
                 parameter.sizes(), " with strides ", parameter.strides(),
                 "; give it a contiguous copy, or use torch::optim::Adam");
-    State& state = state_of<State>(states, parameter, amsgrad);
+    auto& state = state_of<State>(states, parameter, amsgrad);
     state.step(state.step() + 1);
     if (parameter.numel() == 0) {  // a slice of which this rank has nothing: fully_shard sees steps by what they change
       at::Tensor(parameter).zero_();

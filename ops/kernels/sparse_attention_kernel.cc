@@ -132,7 +132,7 @@ class BackwardHead {
     const int64_t batch = index / shape_.heads;
     const int64_t head = index % shape_.heads;
     for (int64_t block = 0; block < shape_.blocks; ++block) {
-      const size_t at = static_cast<size_t>(block * size_.padded_block);
+      const auto at = static_cast<size_t>(block * size_.padded_block);
       // The block of value rows is scratch of the value panels.
       pack_block_rows<Format>(shape_, arrays_.value, batch, head, block, key_rows() + at * size_.padded_channels);
       rows_to_panels(size_, key_rows() + at * size_.padded_channels, value_panels() + at * size_.channels);
@@ -270,7 +270,7 @@ void pack_keys_pass(const SparseAttentionShape& shape, const AttentionTensor& ke
     for (int64_t index = begin; index < end; ++index) {
       const size_t own = static_cast<size_t>(index) * static_cast<size_t>(shape.packed_size());
       for (int64_t block = 0; block < shape.blocks; ++block) {
-        const size_t at = static_cast<size_t>(block * size.padded_block);
+        const auto at = static_cast<size_t>(block * size.padded_block);
         pack_block_rows<Format>(shape, key, index / shape.heads, index % shape.heads, block, rows.get());
         rows_to_panels(size, rows.get(), static_cast<T*>(packed.key_panels) + own + at * size.channels);
         pack_block_rows<Format>(shape, value, index / shape.heads, index % shape.heads, block,
