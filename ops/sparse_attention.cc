@@ -203,7 +203,7 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   check_masks(kSparseAttention, query.sizes(), query.device(), options);
   if (query.numel() == 0) return query * 0 + key * 0 + value * 0;  // such as the part of a rank that has no head
   const double scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3))));
-  const bool kernel = query.is_cpu() && query.layout() == at::kStrided && float_type(query.scalar_type()).has_value();
+  const bool kernel = query.is_cpu() && has_kernel(query);
   if (!kernel) {
     const AddedMasks masks = added_masks(kSparseAttention, query, options, wide_type(query.scalar_type()));
     return attention_of_blocks(query, key, value, layout, masks, {causal, scale});
