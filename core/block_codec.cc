@@ -17,6 +17,8 @@
 #include <cstring>
 #include <limits>
 
+#include "core/block_device_codec.h"
+#include "core/block_rules.h"
 #include "core/check.h"
 #include "core/round_up.h"
 #include "core/tensor_check.h"
@@ -33,26 +35,18 @@ namespace ds {
 namespace {
 
 constexpr int64_t kCodecBlock = BlockCodec::kBlock;
-constexpr uint8_t kZeroPair = 0x88;  // two zeros of 4 bits
 // Blocks that one thread takes at least.
 constexpr int64_t kGrain = 64;
 // Values worked on at a time by operators: bounds their temporaries.
 constexpr int64_t kOperatorRows = (int64_t{1} << 22) / kCodecBlock;
-// Added to a small number, it leaves the nearest integer in the low bits of the sum.
-constexpr float kRounder = 12582912.0F;  // 1.5 * 2^23
 
 using BlockBuffer = std::array<float, kCodecBlock>;
-
-// 1 / levels as float32: a product with it is the same on every device, a quotient need not be.
-float per_level(int levels) { return 1.0F / static_cast<float>(levels); }
-// Largest magnitudes below this make no scale.
-float smallest_magnitude(int levels) { return static_cast<float>(levels + 1) * std::numeric_limits<float>::min(); }
 
 // The largest magnitude's bits, which compare as integers: finite < Inf < NaN.
 DS_CODEC_CLONES int32_t largest_magnitude(const float* values, int64_t count) {
   int32_t largest = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const int32_t magnitude = std::bit_cast<int32_t>(values[i]) & 0x7FFFFFFF;
+    const int32_t magnitude = magnitude_bits(values[i]);
     largest = magnitude > largest ? magnitude : largest;
   }
   return largest;
@@ -140,14 +134,10 @@ DS_CODEC_CLONES void convert(const float* from, at::Half* to, int64_t count) {
 // Returns the scale.
 float encode_block(const float* values, int64_t count, int bits, uint8_t* codes) {
   const int levels = (1 << (bits - 1)) - 1;
-  const auto largest = std::bit_cast<float>(largest_magnitude(values, count));
-  const bool finite = largest <= std::numeric_limits<float>::max();
-  if (!finite || largest < smallest_magnitude(levels)) {
+  const float scale = block_scale(largest_magnitude(values, count), levels);
+  if (!(scale > 0.0F)) {
     std::memset(codes, bits == 8 ? 0 : kZeroPair, static_cast<size_t>(bits == 8 ? count : (count + 1) / 2));
-    return finite ? 0.0F : std::numeric_limits<float>::quiet_NaN();
-  }
-  const float scale = largest * per_level(levels);
-  if (bits == 8) {
+  } else if (bits == 8) {
     quantise_8(values, count, scale, codes);
   } else {
     quantise_4(values, count, scale, codes);
@@ -263,11 +253,13 @@ at::Tensor BlockCodec::scales_of(const at::Tensor& encoded, int64_t numel) const
 }
 
 void BlockCodec::encode(const at::Tensor& values, const at::Tensor& encoded) const {
-  if (!values.defined() || !values.is_cpu()) return encode_by_operators(values, encoded);
+  const bool on_device = block_kernels_take(values);
+  if (!on_device && (!values.defined() || !values.is_cpu())) return encode_by_operators(values, encoded);
   const at::NoGradGuard no_grad;
   require_tensors("encode", values, encoded);
   const int64_t numel = values.numel();
   if (numel == 0) return;
+  if (on_device) return encode_on_device(values, bits_, payload_bytes(numel), encoded);
   auto* codes = encoded.mutable_data_ptr<uint8_t>();
   const int64_t used = (numel * bits_ + 7) / 8;
   std::memset(codes + used, 0, static_cast<size_t>(payload_bytes(numel) - used));
@@ -283,9 +275,15 @@ void BlockCodec::encode(const at::Tensor& values, const at::Tensor& encoded) con
 }
 
 void BlockCodec::decode_sum(const std::vector<at::Tensor>& parts, const at::Tensor& values, int divisor) const {
-  if (!values.defined() || !values.is_cpu()) return decode_sum_by_operators(parts, values, divisor);
+  const bool on_device = block_kernels_take(values, parts.size());
+  if (!on_device && (!values.defined() || !values.is_cpu())) return decode_sum_by_operators(parts, values, divisor);
   const at::NoGradGuard no_grad;
   require(!parts.empty(), "decode_sum: expected at least one encoded part, found none");
+  if (on_device) {
+    for (const at::Tensor& part : parts) require_tensors("decode_sum", values, part);
+    if (values.numel() == 0) return;
+    return decode_sum_on_device(parts, bits_, payload_bytes(values.numel()), values, divisor);
+  }
   std::vector<CpuPart> cpu_parts;
   for (const at::Tensor& part : parts) {
     require_tensors("decode_sum", values, part);

@@ -26,8 +26,10 @@ namespace ds {
 // Holds no tensors; copyable; thread safe. Values are contiguous float32, bfloat16 or float16 of any shape; encoded
 // tensors are contiguous uint8 [encoded_bytes(numel)] on the same device that begin at a multiple of four bytes of
 // their storage. Tensors that break this give UsageError. CPU tensors are worked on by LibTorch's intra-op threads and
-// need no memory beside the tensors. Others go through LibTorch's operators, on the current stream, with temporaries of
-// at most 100 MiB. Both ways give the same bits. Gradients are not recorded.
+// need no memory beside the tensors, nor do CUDA tensors where libdsengine_cuda is loaded: one kernel a call, on the
+// current stream, for up to 448 parts. Others go through LibTorch's operators, with temporaries of at most 100 MiB. All
+// ways give the same bits, but for the sign of a NaN. Gradients are not recorded. Throws ConfigError where the device
+// does not take a kernel.
 class BlockCodec {
  public:
   static constexpr int64_t kBlock = 512;  // a scale adds 0.8 % to 8 bits, 1.6 % to 4 bits
@@ -42,7 +44,7 @@ class BlockCodec {
   // values = (parts[0] + parts[1] + ...) / divisor, added in this order in float32 and rounded once. At least one part.
   void decode_sum(const std::vector<at::Tensor>& parts, const at::Tensor& values, int divisor = 1) const;
 
-  // By LibTorch's operators on any device, the CPU included: what the above do where tensors are not on the CPU.
+  // By LibTorch's operators on any device, the CPU included: what the above do where there is nothing better.
   void encode_by_operators(const at::Tensor& values, const at::Tensor& encoded) const;
   void decode_sum_by_operators(const std::vector<at::Tensor>& parts, const at::Tensor& values, int divisor = 1) const;
 

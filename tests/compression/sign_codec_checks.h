@@ -56,14 +56,14 @@ inline at::Tensor unwritten(int64_t numel, at::ScalarType type, at::Device devic
 }
 
 // Equal to the sign of a zero; one NaN is as another. `found` may be on any device, `expected` is on the CPU.
-inline testing::AssertionResult same(const at::Tensor& found, const at::Tensor& expected) {
+inline ::testing::AssertionResult same(const at::Tensor& found, const at::Tensor& expected) {
   const at::Tensor here = found.cpu();
   if (at::equal(at::nan_to_num(here, 0, kInf, -kInf).view(at::kInt),
                 at::nan_to_num(expected, 0, kInf, -kInf).view(at::kInt)) &&
       at::equal(here.isnan(), expected.isnan())) {
-    return testing::AssertionSuccess();
+    return ::testing::AssertionSuccess();
   }
-  return testing::AssertionFailure() << "found " << here.slice(0, 0, 64) << "expected " << expected.slice(0, 0, 64);
+  return ::testing::AssertionFailure() << "found " << here.slice(0, 0, 64) << "expected " << expected.slice(0, 0, 64);
 }
 
 // All passes over more elements than operators take at a time, by the device's kernels and by operators.

@@ -17,7 +17,7 @@
 namespace ds::compression {
 namespace {
 
-class SignCodecCuda : public testing::Test {
+class SignCodecCuda : public ::testing::Test {
  protected:
   // LibTorch looks once for what its CUDA library offers: that has to be loaded before anything asks.
   void SetUp() override {
@@ -38,7 +38,7 @@ at::Tensor scales_for(const Layout& layout) {
 }
 
 void expect_what_the_cpu_does(const Layout& layout) {
-  SCOPED_TRACE(testing::Message() << layout.numel << " elements in " << layout.ranges.size() << " ranges");
+  SCOPED_TRACE(::testing::Message() << layout.numel << " elements in " << layout.ranges.size() << " ranges");
   const SignCodec codec(layout.ranges, layout.numel);
   const at::Tensor start = values_of(layout.numel, true);
   const at::Tensor scales = scales_for(layout);
