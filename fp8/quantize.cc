@@ -13,6 +13,7 @@
 #include <limits>
 
 #include "core/check.h"
+#include "fp8/quantize_on_device.h"
 
 namespace ds::fp8 {
 namespace {
@@ -38,6 +39,7 @@ Quantized quantize_parts(const at::Tensor& values, at::ScalarType format, int64_
   const int64_t rows = values.size(0);
   const int64_t columns = values.size(1);
   ensure(rows % rows_of_block == 0 && columns % kBlock == 0, "blocks divide the matrix");
+  if (quantize_kernels_take(values)) return parts_on_device(values, format, margin, rows_of_block);
   const at::Tensor parts = values.view({rows / rows_of_block, rows_of_block, columns / kBlock, kBlock});
   const at::Tensor amax = values.numel() == 0
                               ? at::zeros({rows / rows_of_block, columns / kBlock}, values.options().dtype(at::kFloat))

@@ -15,6 +15,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "fp8/quantize_measured.h"
 
 namespace ds::fp8 {
 namespace {
@@ -53,21 +54,21 @@ at::Tensor Scaling::scales(int64_t generation) const {
 
 Quantized Scaling::quantized(const at::Tensor& values, int64_t layer, Kind kind, const at::Tensor& scales,
                              bool records) {
-  const at::Tensor amax = amax_of(values);
-  const at::Tensor own = scale_for(amax, format_of(kind), options_.margin);
-  if (options_.recipe == Recipe::kCurrent) return quantize(values, format_of(kind), own, amax);
+  const bool delayed = options_.recipe == Recipe::kDelayed;
   const auto column = static_cast<int64_t>(kind);
-  if (records) {
+  const auto [matrix, amax] =
+      quantize_measured(values, format_of(kind),
+                        {.stored = delayed ? scales.select(0, layer).select(0, column) : at::Tensor(),
+                         .covers = kind == Kind::kWeight,
+                         .margin = options_.margin});
+  if (delayed && records) {
     // A step with numbers that are not finite says nothing of the next one's.
     const at::Tensor finite = at::where(amax.isfinite(), amax, at::zeros_like(amax));
     const std::lock_guard lock(mutex_);
     const at::Tensor place = amax_.select(0, layer).select(0, column);
     place.copy_(at::maximum(place, finite));
   }
-  const at::Tensor stored = scales.select(0, layer).select(0, column);
-  at::Tensor usable = stored.gt(0);
-  if (kind == Kind::kWeight) usable.logical_and_((stored * amax).le(largest_of(format_of(kind))));
-  return quantize(values, format_of(kind), at::where(usable, stored, own), amax);
+  return matrix;
 }
 
 // As scale_for(); a tensor that has had no elements but zeros keeps the scale that it had, or none.

@@ -4,8 +4,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cstring>
 #include <limits>
+#include <vector>
 
+#include "fp8/quantize_rules.h"
 #include "tests/fp8/fp8_numbers.h"
 
 namespace ds::fp8 {
@@ -50,6 +53,29 @@ TEST(Fp8Quantize, LeavesTheBitsOfLibTorchsCast) {
     const at::Tensor scale = scale_for(amax, format, 0);
     const at::Tensor expected = (values * scale).to(format);  // nothing is beyond the largest here
     EXPECT_TRUE(torch::equal(quantize(values, format, scale, amax).values.view(at::kByte), expected.view(at::kByte)));
+  }
+}
+
+// The rule of the device's kernels, on the host: of each exponent and leading bits, with what lies just before a number
+// in the middle of two, on it and behind it; and NaN.
+TEST(Fp8Quantize, TheRuleOfKernelsLeavesTheBitsOfLibTorchsCast) {
+  for (const at::ScalarType format : {kE4M3, kE5M2}) {
+    std::vector<uint32_t> patterns;
+    for (uint32_t high = 0; high < 1U << 16; ++high) {
+      for (const uint32_t low : {0U, 1U, 0x7FFFU, 0x8000U, 0xFFFFU}) patterns.push_back(high << 16 | low);
+    }
+    const at::Tensor all = torch::empty({static_cast<int64_t>(patterns.size())});
+    std::memcpy(all.data_ptr(), patterns.data(), all.nbytes());
+    const at::Tensor values = all.masked_select(all.abs().le(largest_of(format)).logical_or(all.isnan())).contiguous();
+    ASSERT_GT(values.numel(), 100000);
+    const at::Tensor expected = values.to(format).view(at::kByte);
+    const at::Tensor found = torch::empty_like(expected);
+    const float* from = values.const_data_ptr<float>();
+    uint8_t* to = found.mutable_data_ptr<uint8_t>();
+    for (int64_t i = 0; i < values.numel(); ++i) {
+      to[i] = format == kE4M3 ? E4M3Bits::encode(from[i]) : E5M2Bits::encode(from[i]);
+    }
+    EXPECT_TRUE(torch::equal(found, expected));
   }
 }
 

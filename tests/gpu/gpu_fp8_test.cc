@@ -13,8 +13,11 @@
 #include <vector>
 
 #include "comm/shared_memory/thread_group.h"
+#include "core/text.h"
 #include "dsengine/errors.h"
 #include "fp8/linear_table.h"
+#include "fp8/quantize.h"
+#include "fp8/quantize_measured.h"
 #include "ops/device_kernels.h"
 #include "tests/engine/small_run.h"
 #include "tests/gpu/tested_device.h"
@@ -44,6 +47,11 @@ class GpuFp8 : public ::testing::Test {
   bool has_fp8() const {
     if (device_.is_cpu()) return false;
     return ops::ops_device_kernels()->compute_capability(device_.index()) >= kAda;
+  }
+  std::string why_no_fp8() const {
+    if (device_.is_cpu()) return "DS_TEST_DEVICE=cpu: the CPU has no FP8";
+    return cat("FP8 needs compute capability 8.9 or newer, found ",
+               ops::ops_device_kernels()->compute_capability(device_.index()) / 10.0);
   }
   std::vector<double> losses_on(at::Device device, const ordered_json& config, at::ScalarType type) {
     torch::nn::Sequential model = layers_of(type);
@@ -75,7 +83,7 @@ class GpuFp8 : public ::testing::Test {
 
 TEST_F(GpuFp8, TrainsAsEmulatedOnTheCpu) {
   const bool on_hardware = has_fp8();
-  if (!on_hardware && !device_.is_cpu()) GTEST_SKIP() << "this GPU has no FP8";
+  if (!on_hardware && !device_.is_cpu()) GTEST_SKIP() << why_no_fp8();
   for (const int stage : {0, 2, 3}) {
     for (const ordered_json& more :
          std::vector<ordered_json>{ordered_json::object(), {{"recipe", "current"}}, {{"fp8_wgrad", true}}}) {
@@ -124,7 +132,7 @@ std::unique_ptr<at::ObserverContext> count_scaled_product(const at::RecordFuncti
 
 // A training that is a little wrong learns, too: a layer's own numbers, and that it is the hardware that has them.
 TEST_F(GpuFp8, ALayerIsTheEmulatedOne) {
-  if (!has_fp8()) GTEST_SKIP() << "no GPU that has FP8";
+  if (!has_fp8()) GTEST_SKIP() << why_no_fp8();
   const at::CallbackHandle handle =
       at::addGlobalCallback(at::RecordFunctionCallback(&count_scaled_product).scopes({at::RecordScope::FUNCTION}));
   for (const at::ScalarType type : {at::kFloat, at::kHalf, at::kBFloat16}) {
@@ -152,7 +160,7 @@ TEST_F(GpuFp8, ALayerIsTheEmulatedOne) {
 
 // The device judges the steps of the second run, and the host learns of it one step later.
 TEST_F(GpuFp8, AStepThatIsSkippedLeavesTheHistoryOfTheCpu) {
-  if (device_.is_cpu()) GTEST_SKIP() << "no GPU";
+  if (device_.is_cpu()) GTEST_SKIP() << "DS_TEST_DEVICE=cpu: the run on the CPU is what a device is compared with";
   const auto memory_on = [&](at::Device device) {
     torch::nn::Sequential model = layers_of(at::kBFloat16);
     ordered_json config = config_of(1, /*emulate=*/true, ordered_json::object());
@@ -180,6 +188,76 @@ TEST_F(GpuFp8, AStepThatIsSkippedLeavesTheHistoryOfTheCpu) {
   const at::Tensor expected = memory_on(at::kCPU);
   EXPECT_TRUE(torch::equal(memory_on(device_), expected)) << expected;
   EXPECT_TRUE(torch::equal(expected.narrow(0, 0, 4), torch::tensor({2.0F, 3.0F, 5.0F, 6.0F}))) << expected;
+}
+
+// Numbers of very different sizes, zeros of both signs and, where asked for, one that is not finite.
+at::Tensor spread_values(int64_t rows, int64_t columns, at::ScalarType type, double bad) {
+  const at::Tensor steps = torch::arange(rows * columns, torch::kDouble);
+  at::Tensor values = (torch::sin(steps * 1.7) * torch::exp(torch::cos(steps * 0.3) * 9.0)).view({rows, columns});
+  values[0].slice(0, 0, columns, 5).fill_(-0.0);
+  if (rows > 1) values[rows - 1].fill_(0.0);
+  if (bad != 0) values[0][1] = bad;
+  return values.to(type);
+}
+
+// In every bit; one NaN is as another.
+void expect_same_quantized(const fp8::Quantized& found, const fp8::Quantized& expected, const std::string& of) {
+  const auto numbers = [](const at::Tensor& values) { return values.cpu().to(at::kFloat); };
+  const at::Tensor wrong_bits = found.values.cpu().view(at::kByte).ne(expected.values.view(at::kByte));
+  EXPECT_FALSE(wrong_bits.logical_and_(numbers(expected.values).isnan().logical_not_()).any().item<bool>()) << of;
+  EXPECT_TRUE(torch::equal(numbers(found.values).isnan(), numbers(expected.values).isnan())) << of;
+  EXPECT_TRUE(torch::allclose(numbers(found.inverse), expected.inverse, 0, 0, /*equal_nan=*/true)) << of;
+  EXPECT_TRUE(found.values.is_contiguous() && found.values.sizes() == expected.values.sizes()) << of;
+}
+
+// The kernels, against LibTorch's operators on the CPU. Stored scales are taken, too large, too small, and none.
+TEST_F(GpuFp8, QuantisesAsOperatorsDo) {
+  if (device_.is_cpu()) GTEST_SKIP() << "DS_TEST_DEVICE=cpu: the operators are what kernels are compared with";
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const at::ScalarType format : {fp8::kE4M3, fp8::kE5M2}) {
+      for (const double bad : {0.0, kInfinity, -kInfinity, std::numeric_limits<double>::quiet_NaN()}) {
+        const at::Tensor values = spread_values(37, 48, type, bad);
+        for (const double stored : {-1.0, 0.0, 1e-3, 0.01, 1e6}) {
+          for (const bool covers : {false, true}) {
+            const at::Tensor scale = stored < 0 ? at::Tensor() : torch::full({}, stored, torch::kFloat);
+            const fp8::Measured expected =
+                fp8::quantize_measured_by_operators(values, format, {.stored = scale, .covers = covers, .margin = 1});
+            const fp8::Measured found = fp8::quantize_measured(
+                values.to(device_), format,
+                {.stored = scale.defined() ? scale.to(device_) : scale, .covers = covers, .margin = 1});
+            const std::string of = cat(c10::toString(type), " to ", c10::toString(format), ", bad ", bad, ", stored ",
+                                       stored, ", covers ", covers);
+            expect_same_quantized(found.matrix, expected.matrix, of);
+            EXPECT_TRUE(torch::allclose(found.amax.cpu(), expected.amax, 0, 0, /*equal_nan=*/true)) << of;
+          }
+        }
+      }
+    }
+  }
+  const at::Tensor values = spread_values(32, 48, at::kBFloat16, 0).t();
+  expect_same_quantized(fp8::quantize_measured(values.to(device_), fp8::kE4M3, {}).matrix,
+                        fp8::quantize_measured(values, fp8::kE4M3, {}).matrix, "columns of a matrix");
+  const auto none = fp8::quantize_measured(torch::zeros({0, 16}).to(device_), fp8::kE4M3, {});
+  EXPECT_EQ(none.amax.item<float>(), 0.0F);
+  EXPECT_EQ(none.matrix.inverse.item<float>(), 1.0F);
+}
+
+TEST_F(GpuFp8, QuantisesRowsAndBlocksAsOperatorsDo) {
+  if (device_.is_cpu()) GTEST_SKIP() << "DS_TEST_DEVICE=cpu: the operators are what kernels are compared with";
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const at::ScalarType format : {fp8::kE4M3, fp8::kE5M2}) {
+      for (const double bad : {0.0, std::numeric_limits<double>::quiet_NaN()}) {
+        const at::Tensor values = spread_values(256, 384, type, bad);
+        const std::string of = cat(c10::toString(type), " to ", c10::toString(format), ", bad ", bad);
+        expect_same_quantized(fp8::quantize_rows(values.to(device_), format, 0), fp8::quantize_rows(values, format, 0),
+                              of + ", rows");
+        expect_same_quantized(fp8::quantize_blocks(values.to(device_), format, 2),
+                              fp8::quantize_blocks(values, format, 2), of + ", blocks");
+      }
+    }
+  }
+  EXPECT_EQ(fp8::quantize_rows(torch::zeros({0, 256}).to(device_), fp8::kE4M3, 0).inverse.size(1), 2);
 }
 
 // Of the simulated GPU, which can be any.

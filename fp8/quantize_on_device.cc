@@ -1,0 +1,80 @@
+#include "fp8/quantize_on_device.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cmath>
+
+#include "core/check.h"
+#include "core/float_format_of.h"
+#include "fp8/quantize_device_kernels.h"
+
+namespace ds::fp8 {
+namespace {
+
+static_assert(kBlock == kPartLength, "kernels have the blocks of quantize.h");
+
+// With the matrix that is written.
+QuantizeArrays arrays_of(const at::Tensor& values, at::ScalarType format, int64_t margin, const Quantized& matrix) {
+  return {.format = float_format_of(values.scalar_type()).value(),
+          .to = format == kE4M3 ? EightBitFormat::kFourBitExponent : EightBitFormat::kFiveBitExponent,
+          .values = values.const_data_ptr(),
+          .bits = static_cast<uint8_t*>(matrix.values.mutable_data_ptr()),
+          .inverse = matrix.inverse.mutable_data_ptr<float>(),
+          .shrink = static_cast<float>(std::ldexp(1.0, -static_cast<int>(margin)))};
+}
+
+// give(kernels, stream) on the device of `values`.
+template <class Give>
+void give_quantize(const at::Tensor& values, const Give& give) {
+  const at::Device device = values.device();
+  const c10::DeviceGuard guard(device);
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  const char* const error = give(*quantize_device_kernels(), stream.native_handle());
+  require<ConfigError>(error == nullptr, "fp8: expected ", device, " to take a kernel, found: ", error,
+                       ". Errors of earlier work on the device show here too. Where it says that there is no kernel ",
+                       "image, build libdsengine_cuda for this GPU (-DCMAKE_CUDA_ARCHITECTURES=native)");
+}
+
+}  // namespace
+
+bool quantize_kernels_take(const at::Tensor& values) {
+  return values.is_cuda() && float_format_of(values.scalar_type()).has_value() && quantize_device_kernels() != nullptr;
+}
+
+Measured measured_on_device(const at::Tensor& given, at::ScalarType format, const ScaleChoice& choice) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor values = given.contiguous();
+  const auto floats = values.options().dtype(at::kFloat);
+  Measured result{{at::empty(values.sizes(), values.options().dtype(format)), at::empty({}, floats)},
+                  at::empty({}, floats)};
+  WholeTensor whole{.numel = values.numel(), .covers = choice.covers};
+  whole.amax = static_cast<int32_t*>(result.amax.mutable_data_ptr());
+  if (choice.stored.defined()) {
+    ensure(choice.stored.device() == values.device() && choice.stored.scalar_type() == at::kFloat &&
+               choice.stored.numel() == 1,
+           "a stored scale is one float32 beside the values");
+    whole.stored = choice.stored.const_data_ptr<float>();
+  }
+  const QuantizeArrays arrays = arrays_of(values, format, choice.margin, result.matrix);
+  give_quantize(
+      values, [&](const QuantizeDeviceKernels& kernels, void* stream) { return kernels.whole(arrays, whole, stream); });
+  return result;
+}
+
+Quantized parts_on_device(const at::Tensor& values, at::ScalarType format, int64_t margin, int64_t rows_of_block) {
+  const at::NoGradGuard no_grad;
+  const MatrixParts parts{.rows = values.size(0), .columns = values.size(1), .height = rows_of_block};
+  const auto options = values.options();
+  Quantized result{at::empty(values.sizes(), options.dtype(format)),
+                   at::empty({parts.rows / parts.height, parts.across()}, options.dtype(at::kFloat))};
+  const QuantizeArrays arrays = arrays_of(values, format, margin, result);
+  give_quantize(
+      values, [&](const QuantizeDeviceKernels& kernels, void* stream) { return kernels.parts(arrays, parts, stream); });
+  return result;
+}
+
+}  // namespace ds::fp8

@@ -1,0 +1,75 @@
+// fp8/quantize_device_kernels.h for the simulated GPU: the same rules, one element or part after the other.
+#include <algorithm>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fp8/quantize_device_kernels.h"
+#include "tests/simulated_gpu/lone_team.h"
+#include "tests/simulated_gpu/streams.h"
+#include "tests/simulated_gpu/timeline.h"
+
+namespace ds::simulated_gpu {
+namespace {
+
+using fp8::MatrixParts;
+using fp8::QuantizeArrays;
+using fp8::WholeTensor;
+
+Access quantize_access(const void* data, int64_t bytes, bool write) {
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  return {begin, begin + static_cast<size_t>(bytes), write};
+}
+
+std::vector<Access> accesses_of_quantize(const QuantizeArrays& arrays, int64_t numel, int64_t inverses) {
+  return {quantize_access(arrays.values, numel * (arrays.format == FloatFormat::kFloat32 ? 4 : 2), false),
+          quantize_access(arrays.bits, numel, true), quantize_access(arrays.inverse, inverses * 4, true)};
+}
+
+// Runs at once, after what the stream was given before.
+const char* give_quantize(void* stream, const std::vector<Access>& accesses, std::function<void()> run) {
+  Timeline& timeline = Timeline::instance();
+  timeline.run_until(timeline.enqueue(number_of_handle(stream), "quantise to FP8", accesses, std::move(run)));
+  return nullptr;
+}
+
+template <class Use>
+void with_formats(const QuantizeArrays& arrays, const Use& use) {
+  with_float_format(arrays.format,
+                    [&](auto from) { fp8::with_eight_bits(arrays.to, [&](auto to) { use(from, to); }); });
+}
+
+const char* give_whole(const QuantizeArrays& arrays, const WholeTensor& whole, void* stream) {
+  std::vector<Access> accesses = accesses_of_quantize(arrays, whole.numel, 1);
+  accesses.push_back(quantize_access(whole.amax, 4, true));
+  if (whole.stored != nullptr) accesses.push_back(quantize_access(whole.stored, 4, false));
+  return give_quantize(stream, accesses, [=] {
+    with_formats(arrays, [&](auto from, auto to) {
+      const fp8::WholeQuantizeRule<decltype(from), decltype(to)> rule(arrays, whole);
+      *whole.amax = 0;
+      for (int64_t i = 0; i < whole.numel; ++i) *whole.amax = std::max(*whole.amax, rule.measure(i));
+      const float amax = float_of_bits(static_cast<uint32_t>(*whole.amax));
+      const float scale = rule.scale(amax);
+      *arrays.inverse = fp8::inverse_of_scale(scale, amax);
+      if (rule.stored_is_good(amax)) return;
+      for (int64_t i = 0; i < whole.numel; ++i) rule.settle(i, scale);
+    });
+  });
+}
+
+const char* give_parts(const QuantizeArrays& arrays, const MatrixParts& parts, void* stream) {
+  return give_quantize(stream, accesses_of_quantize(arrays, parts.rows * parts.columns, parts.count()), [=] {
+    with_formats(arrays, [&](auto from, auto to) {
+      const fp8::PartQuantizeRule<decltype(from), decltype(to)> rule(arrays, parts);
+      for (int64_t part = 0; part < parts.count(); ++part) rule(part, LoneTeam());
+    });
+  });
+}
+
+constexpr fp8::QuantizeDeviceKernels kQuantizeKernels{give_whole, give_parts};
+
+const bool kQuantizeKernelsRegistered = (fp8::set_quantize_device_kernels(&kQuantizeKernels), true);
+
+}  // namespace
+}  // namespace ds::simulated_gpu
