@@ -2,10 +2,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <functional>
 #include <limits>
 #include <string>
-#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -14,6 +12,8 @@
 #include "optim/loss_scaler.h"
 #include "tests/gpu/device_run.h"
 #include "tests/gpu/nccl_ranks.h"
+#include "tests/support/scratch_folder.h"
+#include "tests/support/thread_ranks.h"
 
 namespace ds::engine {
 namespace {
@@ -60,23 +60,11 @@ ScaledRun run_with_overflows(comm::Communicator& ranks, at::Device device, const
 }
 
 std::vector<ScaledRun> run_on_the_cpu(int world, const ordered_json& fp16, int stage) {
-  comm::ThreadGroup group(world);
   std::vector<ScaledRun> runs(static_cast<size_t>(world));
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world; ++rank) {
-    threads.emplace_back([&, rank] {
-      const auto own = group.communicator(rank);
-      runs[static_cast<size_t>(rank)] = run_with_overflows(*own, at::kCPU, fp16, stage, true);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  test::run_ranks(world, [&](comm::Communicator& ranks) {
+    runs[static_cast<size_t>(ranks.rank())] = run_with_overflows(ranks, at::kCPU, fp16, stage, true);
+  });
   return runs;
-}
-
-void on_devices(int world, const std::function<void(comm::Communicator& ranks, at::Device device)>& body) {
-  if (world > 1) return test::on_gpus(world, body);
-  const auto ranks = comm::ThreadGroup(1).communicator(0);
-  body(*ranks, test::tested_device());
 }
 
 // Stage, ranks.
@@ -93,12 +81,12 @@ TEST_P(GpuLateScale, IsThatOfTheCpu) {
                                               {{"loss_scale_window", 1}, {"hysteresis", 1}, {"initial_scale_power", 2}},
                                               {{"loss_scale", 64}}};
   const auto [stage, world] = GetParam();
-  if (world > 1 && !test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
+  if (const std::string why = world > 1 ? test::missing_gpus(world) : ""; !why.empty()) GTEST_SKIP() << why;
   for (const ordered_json& fp16 : sections) {
     SCOPED_TRACE(fp16.dump());
     const std::vector<ScaledRun> runs = run_on_the_cpu(world, fp16, stage);
     for (const bool asks : {false, true}) {
-      on_devices(world, [&, stage = stage](comm::Communicator& ranks, at::Device device) {
+      test::on_devices(world, [&, stage = stage](comm::Communicator& ranks, at::Device device) {
         const ScaledRun& expected = runs[static_cast<size_t>(ranks.rank())];
         const ScaledRun found = run_with_overflows(ranks, device, fp16, stage, asks);
         EXPECT_EQ(expected.skipped, 3);
@@ -163,7 +151,8 @@ TEST(GpuLateScale, ThatCannotFallIsAnErrorOfItsStep) {
 
 // The loss scale of a checkpoint that is written right after a step that was skipped.
 TEST(GpuLateScale, IsInACheckpoint) {
-  const std::string folder = ::testing::TempDir() + "late_scale";
+  const test::ScratchFolder scratch;
+  const std::string folder = scratch / "late_scale";
   const auto ranks = comm::ThreadGroup(1).communicator(0);
   ordered_json config = device_config(0, "fp16");
   const auto start = [&](SmallNet& model) {

@@ -146,7 +146,7 @@ TEST(GpuPools, GatheredBucketsAndGradientsComeFromThem) {
 
 // The operator has nothing to read, and the engine says why: on all ranks, which have as little memory.
 TEST(GpuPools, WithoutMemoryForABucketTheOperatorFailsAndTheEngineSaysWhy) {
-  if (!device_is_simulated()) GTEST_SKIP() << "a GPU's memory has no such limit";
+  if (!device_is_simulated()) GTEST_SKIP() << "only pools of the simulated GPU have a limit that a test sets";
   test::on_gpus(2, [&](comm::Communicator& ranks, at::Device device) {
     SmallNet model;
     const auto engine = engine_of(model, 3, ranks, device);
@@ -166,7 +166,7 @@ TEST(GpuPools, WithoutMemoryForABucketTheOperatorFailsAndTheEngineSaysWhy) {
 
 // In a hook of autograd, which hands it to the caller of backward(). The program may go on with less.
 TEST(GpuPools, WithoutMemoryForGradientsBackwardThrows) {
-  if (!device_is_simulated()) GTEST_SKIP() << "a GPU's memory has no such limit";
+  if (!device_is_simulated()) GTEST_SKIP() << "only pools of the simulated GPU have a limit that a test sets";
   test::on_gpus(2, [&](comm::Communicator& ranks, at::Device device) {
     SmallNet model;
     const auto engine = engine_of(model, 2, ranks, device);

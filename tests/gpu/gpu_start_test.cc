@@ -132,7 +132,8 @@ TEST(GpuStart, AGpuIsUsedWhereThereIsOne) {
 }
 
 TEST(GpuStart, AGpuThatCannotBeUsedIsRefusedUnlessTheCpuIsAskedFor) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "needs a GPU that cannot be used";
+  if (!test::device_is_simulated())
+    GTEST_SKIP() << "needs a GPU that cannot be used, which only the simulated one can be";
   show_gpus("0", "0");
   expect_exit(
       kRefused, [] { device_of_rank("", 0); },
@@ -166,7 +167,7 @@ TEST(GpuStart, AGpuThatCannotBeUsedIsRefusedUnlessTheCpuIsAskedFor) {
 }
 
 TEST(GpuStart, RanksBeyondTheGpusAreRefused) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
+  if (!test::device_is_simulated()) GTEST_SKIP() << "how many GPUs there are is the simulated GPU's to say";
   show_gpus("2", "0,1");
   expect_exit(0, [] {
     if (device_of_rank("cuda", 1).index() != 1) std::exit(1);

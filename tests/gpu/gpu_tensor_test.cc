@@ -112,7 +112,7 @@ void expect_told(const GptRun& run, const std::string& said,
 }
 
 TEST(GpuTensorAgreement, AnotherBatchOrLossIsAnErrorOneStepLater) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "needs four GPUs";
+  if (const std::string why = test::missing_gpus(4); !why.empty()) GTEST_SKIP() << why;
   for (const int data : {1, 2}) {
     GptRun run{.tensor = 2, .data = data, .stage = 1};
     run.more["bf16"]["enabled"] = true;
@@ -161,7 +161,7 @@ class GpuTensorWaits : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Stages, GpuTensorWaits, ::testing::Values(0, 3));
 
 TEST_P(GpuTensorWaits, NothingInAStepLetsTheHostWait) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "the simulated GPU counts";
+  if (!test::device_is_simulated()) GTEST_SKIP() << "waits of the host are counted by the simulated GPU";
   constexpr int kSteps = 5;
   GptRun run{.tensor = 2, .stage = GetParam()};
   run.more["bf16"]["enabled"] = true;

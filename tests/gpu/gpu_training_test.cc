@@ -4,7 +4,6 @@
 
 #include <limits>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "comm/shared_memory/thread_group.h"
@@ -13,6 +12,7 @@
 #include "offload/aio_file.h"
 #include "tests/gpu/device_run.h"
 #include "tests/gpu/nccl_ranks.h"
+#include "tests/support/thread_ranks.h"
 
 namespace ds::engine {
 namespace {
@@ -148,23 +148,17 @@ TEST(GpuOverflow, SkipsTheStep) {
 }
 
 TEST(GpuWholeOptimizers, TrainAsOnTheCpu) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
+  if (const std::string why = test::missing_gpus(2); !why.empty()) GTEST_SKIP() << why;
   for (const std::string type : {"Lamb", "Muon"}) {
     for (const int stage : {0, 1, 3}) {
       SCOPED_TRACE(cat(type, ", stage ", stage));
       ordered_json config = device_config(stage, "bf16");
       config["optimizer"] = {{"type", type}, {"params", {{"lr", 0.02}, {"weight_decay", 0.1}}}};
       config["zero_allow_untested_optimizer"] = true;
-      comm::ThreadGroup group(2);
       std::vector<DeviceRun> expected(2);
-      std::vector<std::thread> threads;
-      for (int rank = 0; rank < 2; ++rank) {
-        threads.emplace_back([&, rank] {
-          const auto own = group.communicator(rank);
-          expected[static_cast<size_t>(rank)] = train_on(at::kCPU, config, *own);
-        });
-      }
-      for (std::thread& thread : threads) thread.join();
+      test::run_ranks(2, [&](comm::Communicator& ranks) {
+        expected[static_cast<size_t>(ranks.rank())] = train_on(at::kCPU, config, ranks);
+      });
       test::on_gpus(2, [&](comm::Communicator& ranks, at::Device device) {
         const DeviceRun found = train_on(device, config, ranks);
         expect_same_losses(found.losses, expected[static_cast<size_t>(ranks.rank())].losses, tolerance_of("bf16"));

@@ -159,7 +159,7 @@ TEST(GpuUpdate, SgdIsLibTorchs) {
 }
 
 TEST(GpuUpdate, FactorAndSkipComeFromTheDevice) {
-  if (tested_device().is_cpu()) return;  // the CPU's are the host's
+  if (tested_device().is_cpu()) GTEST_SKIP() << "DS_TEST_DEVICE=cpu: the CPU's factor and skip are the host's";
   const at::TensorOptions on_device = torch::dtype(at::kFloat).device(tested_device());
   for (const Rule& rule : rules()) {
     Slices here(rule, tested_device(), at::kBFloat16, at::kBFloat16);

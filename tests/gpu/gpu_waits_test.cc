@@ -17,6 +17,7 @@
 #include "tests/gpu/device_run.h"
 #include "tests/gpu/host_waits.h"
 #include "tests/gpu/nccl_ranks.h"
+#include "tests/support/scratch_folder.h"
 
 namespace ds::engine {
 namespace {
@@ -63,11 +64,7 @@ Waits waits_of_steps(const ordered_json& config, int world) {
     make_steps(kSteps);
     count(waits);
   };
-  if (world > 1) {
-    test::on_gpus(world, train);
-  } else {
-    train(*comm::ThreadGroup(1).communicator(0), test::tested_device());
-  }
+  test::on_devices(world, train);
   return waits;
 }
 
@@ -103,7 +100,7 @@ INSTANTIATE_TEST_SUITE_P(Grid, GpuWaits, ::testing::ValuesIn(waits_cells()), [](
 });
 
 TEST_P(GpuWaits, NothingInAStepLetsTheHostWait) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "the simulated GPU counts";
+  if (!test::device_is_simulated()) GTEST_SKIP() << "waits of the host are counted by the simulated GPU";
   Waits waits = waits_of_steps(waits_config(GetParam().stage, GetParam().precision), GetParam().world);
   // What the step before told, which the device has long done: it has another forward and backward to do.
   EXPECT_LE(waits["an event"], kSteps * GetParam().world);
@@ -113,7 +110,7 @@ TEST_P(GpuWaits, NothingInAStepLetsTheHostWait) {
 
 // Optimizers that need whole parameters: their norms and products stay on the device.
 TEST(GpuWholeOptimizers, LetTheHostNotWait) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "the simulated GPU counts";
+  if (!test::device_is_simulated()) GTEST_SKIP() << "waits of the host are counted by the simulated GPU";
   for (const std::string type : {"Lamb", "Muon"}) {
     for (const WaitsCell& cell : std::vector<WaitsCell>{{0, 1}, {1, 2}, {2, 1, "fp16"}, {3, 2}}) {
       SCOPED_TRACE(cat(type, ", stage ", cell.stage, ", ranks ", cell.world));
@@ -128,7 +125,7 @@ TEST(GpuWholeOptimizers, LetTheHostNotWait) {
 }
 
 TEST(GpuClipByValue, LetsTheHostNotWait) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "the simulated GPU counts";
+  if (!test::device_is_simulated()) GTEST_SKIP() << "waits of the host are counted by the simulated GPU";
   for (const char* precision : {"bf16", "fp16"}) {
     ordered_json config = waits_config(2, precision);
     config["gradient_clipping"] = 0.0;
@@ -141,7 +138,7 @@ TEST(GpuClipByValue, LetsTheHostNotWait) {
 
 // A parameter that is frozen between steps stays as it is, by copies on the device.
 TEST(GpuFrozenLater, StaysStillWithoutAWait) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "the simulated GPU counts";
+  if (!test::device_is_simulated()) GTEST_SKIP() << "waits of the host are counted by the simulated GPU";
   for (const int stage : {0, 1, 2}) {
     SCOPED_TRACE(cat("stage ", stage));
     const auto ranks = comm::ThreadGroup(1).communicator(0);
@@ -175,7 +172,7 @@ TEST(GpuFrozenLater, StaysStillWithoutAWait) {
 
 // Times are those of the device, one step late.
 TEST(GpuTimes, AreToldWithoutAWaitForTheRunningStep) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "the simulated GPU counts";
+  if (!test::device_is_simulated()) GTEST_SKIP() << "waits of the host are counted by the simulated GPU";
   ordered_json config = device_config(2, "bf16");
   config["wall_clock_breakdown"] = true;
   ::testing::internal::CaptureStderr();
@@ -254,6 +251,7 @@ TEST_P(GpuLateSteps, ThatWasSkippedIsTakenBack) {
 void expect_an_error_one_step_later(const std::string& precision, const std::function<void(Engine&, SmallNet&)>& apart,
                                     const std::string& said, bool saves = false) {
   SCOPED_TRACE(precision);
+  const test::ScratchFolder folder;
   test::on_gpus(2, [&](comm::Communicator& ranks, at::Device device) {
     SmallNet model;
     const auto engine = initialize({.model = model.ptr(),
@@ -272,7 +270,7 @@ void expect_an_error_one_step_later(const std::string& precision, const std::fun
     EXPECT_NO_THROW(step(ranks.rank() == 1));
     engine->synchronize_parameters();  // which a rank may do alone: judges nothing
     const auto next = [&] {
-      if (saves) engine->save_16bit_model(::testing::TempDir(), "parted.safetensors");
+      if (saves) engine->save_16bit_model(folder.path().string(), "parted.safetensors");
       step(false);
     };
     EXPECT_THAT(next, ::testing::ThrowsMessage<UsageError>(::testing::HasSubstr(said)));
@@ -280,7 +278,7 @@ void expect_an_error_one_step_later(const std::string& precision, const std::fun
 }
 
 TEST(GpuLateStep, RanksThatPartAreAnErrorOneStepLater) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
+  if (const std::string why = test::missing_gpus(2); !why.empty()) GTEST_SKIP() << why;
   const auto change = [](Engine&, SmallNet& model) {
     const at::NoGradGuard no_grad;
     model->last->bias.mul_(2.0);
@@ -318,7 +316,7 @@ std::string said_of_parted_ranks(const std::function<void(Engine&)>& then) {
 }
 
 TEST(GpuLateStep, ThatPartsIsToldWhereNobodyJudgesIt) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
+  if (const std::string why = test::missing_gpus(2); !why.empty()) GTEST_SKIP() << why;
   const auto expected = ::testing::HasSubstr("step 1: the ranks differ");
   EXPECT_THAT(said_of_parted_ranks([](Engine& engine) { engine.fp32_state_dict(); }), expected);
   EXPECT_THAT(said_of_parted_ranks([](Engine& engine) { engine.module_state_dict(); }), expected);
@@ -326,12 +324,13 @@ TEST(GpuLateStep, ThatPartsIsToldWhereNobodyJudgesIt) {
 }
 
 TEST(GpuLateStep, IsJudgedAfterALoadThatFails) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
-  const std::string said = said_of_parted_ranks([](Engine& engine) {
-    const std::string nowhere = ::testing::TempDir() + "no_such_checkpoint";
+  if (const std::string why = test::missing_gpus(2); !why.empty()) GTEST_SKIP() << why;
+  const test::ScratchFolder folder;
+  const std::string said = said_of_parted_ranks([&](Engine& engine) {
+    const std::string nowhere = folder / "no_such_checkpoint";
     EXPECT_FALSE(engine.load_checkpoint(nowhere));
     EXPECT_ANY_THROW(engine.load_checkpoint(nowhere, "no_such_tag"));
-    EXPECT_THAT([&] { engine.save_16bit_model(::testing::TempDir(), "parted.safetensors"); },
+    EXPECT_THAT([&] { engine.save_16bit_model(folder.path().string(), "parted.safetensors"); },
                 ::testing::ThrowsMessage<UsageError>(::testing::HasSubstr("changed last.bias")));
   });
   EXPECT_THAT(said, ::testing::Not(::testing::HasSubstr("the ranks differ"))) << "it was thrown";
@@ -375,7 +374,7 @@ TEST(GpuLateStep, ThatWasSkippedIsTakenBackBeforeOneThatFails) {
 }
 
 TEST(GpuLateStep, ThatFailedHasPartedNobody) {
-  if (!test::device_is_simulated()) GTEST_SKIP() << "needs two GPUs";
+  if (const std::string why = test::missing_gpus(2); !why.empty()) GTEST_SKIP() << why;
   test::on_gpus(2, [&](comm::Communicator& ranks, at::Device device) {
     StrictRun run(ranks, device);
     run.step(true);

@@ -204,7 +204,7 @@ TEST(GpuWholeUpdate, LargeMatricesAreMadeOrthogonalAFewAtATime) {
 }
 
 TEST(GpuWholeUpdate, FactorAndSkipComeFromTheDevice) {
-  if (tested_device().is_cpu()) return;  // the CPU's are the host's
+  if (tested_device().is_cpu()) GTEST_SKIP() << "DS_TEST_DEVICE=cpu: the CPU's factor and skip are the host's";
   const at::TensorOptions on_device = torch::dtype(at::kFloat).device(tested_device());
   for (const WholeRule& rule : whole_rules()) {
     WholeModel here(rule.options, tested_device(), at::kBFloat16, at::kBFloat16);
