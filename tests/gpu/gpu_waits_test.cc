@@ -136,6 +136,16 @@ TEST(GpuClipByValue, LetsTheHostNotWait) {
   }
 }
 
+// What a rank knows without others.
+TEST(GpuUnusedParameters, AloneLetTheHostNotWait) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "waits of the host are counted by the simulated GPU";
+  ordered_json config = waits_config(2, "bf16");
+  config["zero_optimization"]["ignore_unused_parameters"] = false;
+  Waits waits = waits_of_steps(config, 1);
+  waits.erase("an event");
+  EXPECT_EQ(text_of(waits), "");
+}
+
 // A parameter that is frozen between steps stays as it is, by copies on the device.
 TEST(GpuFrozenLater, StaysStillWithoutAWait) {
   if (!test::device_is_simulated()) GTEST_SKIP() << "waits of the host are counted by the simulated GPU";
