@@ -64,7 +64,7 @@ comm::Work BlockQuantizedReduction::start(size_t bucket, const at::Tensor& outpu
     codec_.decode(message, decoded.narrow(0, 0, length));
     corrected.error.narrow(0, begin, length).sub_(decoded.narrow(0, 0, length));
   }
-  ErrorMemory::close(corrected);
+  ErrorMemory::close(exchange->corrected);
   comm::Work first = groups_.first->all_to_all(exchange->received, exchange->sent, {}, {}, label);
   if (!takes_all(output, gradient)) {
     return chained(std::move(first), {[this, exchange]() -> comm::Work {

@@ -14,16 +14,21 @@ namespace ds::compression {
 
 // Whether no element is Inf or NaN. Waits for the device.
 bool all_finite(const at::Tensor& values);
+// The same as bool [] on the device, without a wait.
+at::Tensor finiteness_of(const at::Tensor& values);
 
 // What one start() of a reduction sends, and where the rest of it stays.
 struct Corrected {
   at::Tensor values;  // [n]: the gradient as it is or, in float32, with what was remembered
   at::Tensor error;   // float32 [n], `values` itself; subtract what is sent. Undefined: nothing is remembered
   double scale = 1.0;
+  at::Tensor finite = {};  // bool [] of a gradient that its device judges: what is sent, and what is remembered of it,
+                           // follows from it there. Undefined: the host has judged
+  at::Tensor memory = {};  // float32 [n]: where the error is kept; `error` itself where the host has judged
 };
 
-// The error of every bucket, float32, without the loss scale, so that a scale that changes does no harm. Not thread
-// safe.
+// The error of every bucket, float32, without the loss scale, so that a scale that changes does no harm. On a device
+// nothing waits: until close() a bucket then takes as much memory again. Not thread safe.
 class ErrorMemory {
  public:
   // `numels`: elements of the buckets, 0 for one that never comes. Without `feedback` it has no memory.
@@ -35,9 +40,9 @@ class ErrorMemory {
   // on.
   Corrected open(size_t bucket, const at::Tensor& gradient) const;
   // When what is sent has been subtracted.
-  static void close(const Corrected& corrected);
+  static void close(Corrected& corrected);
   // In place of close(), before anything has been subtracted: as if the gradient had never come.
-  static void give_up(const Corrected& corrected, const at::Tensor& gradient);
+  static void give_up(Corrected& corrected, const at::Tensor& gradient);
   // After close(): an error found later, part of the bucket from `begin` on. Not where it has Inf or NaN.
   static void add(const Corrected& corrected, int64_t begin, const at::Tensor& error);
 

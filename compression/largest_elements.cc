@@ -36,12 +36,22 @@ at::Tensor candidates_for(const at::Tensor& magnitudes, int64_t count) {
   return candidates.numel() >= count ? candidates : at::Tensor();
 }
 
+// A device's elements as numbers of which no two are equal: the magnitude's bits, then the place from the end. What was
+// compared with nonzero() would make the host wait for how many there are.
+at::Tensor largest_by_keys(const at::Tensor& values, int64_t count) {
+  constexpr int64_t kPlaceBits = 32;
+  const at::Tensor keys = values.to(at::kFloat).abs().view(at::kInt).to(at::kLong);
+  keys.bitwise_left_shift_(kPlaceBits).sub_(at::arange(values.numel(), keys.options().dtype(at::kInt)));
+  return std::get<1>(at::topk(keys, count, 0, /*largest=*/true, /*sorted=*/false));
+}
+
 }  // namespace
 
 at::Tensor largest_elements(const at::Tensor& values, int64_t count) {
   const auto positions = values.options().dtype(at::kLong);
   if (count == values.numel()) return at::arange(count, positions);
   if (count == 0) return at::empty({0}, positions);
+  if (!values.is_cpu()) return largest_by_keys(values, count);
   const at::Tensor magnitudes = values.abs();
   const at::Tensor candidates = candidates_for(magnitudes, count);
   if (!candidates.defined()) return largest_of(magnitudes, count);

@@ -118,7 +118,7 @@ comm::Work PowerSgdReduction::start(size_t index, const at::Tensor& output, cons
 
 comm::Work PowerSgdReduction::exchange_right(Exchange& exchange, const std::string& label) const {
   const MatrixBucket& bucket = buckets_[exchange.bucket];
-  const Corrected& corrected = exchange.corrected;
+  Corrected& corrected = exchange.corrected;
   exchange.finite = all_finite(exchange.left);  // the same bits, so the same answer on every rank
   if (!exchange.finite) {
     ErrorMemory::give_up(corrected, exchange.gradient);

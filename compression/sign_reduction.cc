@@ -2,7 +2,9 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include "compression/bucket_parts.h"
@@ -58,11 +60,16 @@ void SignReduction::forget() {
 void SignReduction::exchange(size_t bucket, const at::Tensor& worker, const at::Tensor& result,
                              const std::string& label) const {
   const CompressedAllReduce& all_reduce = *exchanges_[bucket];
-  const at::Tensor& server = servers_[bucket];
+  at::Tensor server = servers_[bucket];
   const at::Tensor scratch =
       server.defined() ? server * scale_ : at::zeros({all_reduce.own_numel()}, worker.options().dtype(at::kFloat));
   all_reduce.decode(all_reduce.run(worker, scratch, label), result);
-  if (server.defined() && all_finite(scratch)) server.copy_(scratch).div_(scale_);
+  if (!server.defined()) return;
+  if (!server.is_cpu()) {
+    at::where_out(server, finiteness_of(scratch), at::div(scratch, scale_), server);
+  } else if (all_finite(scratch)) {
+    server.copy_(scratch).div_(scale_);
+  }
 }
 
 comm::Work SignReduction::start(size_t bucket, const at::Tensor& output, const at::Tensor& gradient, comm::ReduceOp op,
@@ -74,7 +81,7 @@ comm::Work SignReduction::start(size_t bucket, const at::Tensor& output, const a
           "): expected bucket ", bucket, " with its ", exchanges_[bucket] ? exchanges_[bucket]->numel() : 0,
           " elements, found ", gradient.numel());
   if (ranks == 1) return keep_alone(output, gradient);
-  const Corrected corrected = errors_.open(bucket, gradient);
+  Corrected corrected = errors_.open(bucket, gradient);
   const at::Tensor worker =
       corrected.error.defined() ? corrected.error : gradient.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
   const bool direct = takes_all(output, gradient) && output.scalar_type() == at::kFloat;

@@ -4,6 +4,8 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -63,21 +65,27 @@ int64_t TopKReduction::count_of(int64_t numel) const {
 }
 
 // The largest of a range of the bucket, positions counted from its begin, into `message`.
-void TopKReduction::pack(const Corrected& corrected, Part range, at::ScalarType dtype, bool finite,
+void TopKReduction::pack(const Corrected& corrected, Part range, at::ScalarType dtype, const Verdict& verdict,
                          const at::Tensor& message) const {
   const int64_t count = count_of(range.length);
   const at::Tensor values = corrected.values.narrow(0, range.begin, range.length);
   const at::Tensor sent = values_in(message, count, dtype);
-  if (!finite) {
-    positions_in(message, count).copy_(at::arange(count, message.options().dtype(at::kInt)));
+  const auto first_positions = [&] { return at::arange(count, message.options().dtype(at::kLong)); };
+  if (!verdict.finite) {
+    positions_in(message, count).copy_(first_positions());
     sent.fill_(std::numeric_limits<double>::quiet_NaN());
     return;
   }
-  const at::Tensor positions = largest_elements(values, count);
+  const at::Tensor& finite = verdict.on_device;
+  at::Tensor positions = largest_elements(values, count);
+  if (finite.defined()) positions = at::where(finite, positions, first_positions());
   positions_in(message, count).copy_(positions);
   at::Tensor picked = values.index_select(0, positions);
   // What is remembered may have grown beyond float16, whose Inf would stay in the memory for good.
   if (dtype == at::kHalf && corrected.error.defined()) picked.clamp_(-kLargestHalf, kLargestHalf);
+  if (finite.defined()) {
+    picked = at::where(finite, picked, at::full_like(picked, std::numeric_limits<double>::quiet_NaN()));
+  }
   sent.copy_(picked);
   if (corrected.error.defined()) values.index_add_(0, positions, sent.to(at::kFloat), -1);
 }
@@ -97,10 +105,15 @@ comm::Work TopKReduction::start(size_t bucket, const at::Tensor& output, const a
   const at::Tensor received = at::empty({ranks * bytes}, gradient.options().dtype(at::kByte));
   const at::Tensor sent = all ? received.narrow(0, group_->rank() * bytes, bytes) : at::empty_like(received);
   sent.zero_();  // what fills a message up
-  const Corrected corrected = errors_.open(bucket, gradient);
-  const bool finite = corrected.error.defined() || all_finite(gradient);
+  Corrected corrected = errors_.open(bucket, gradient);
+  Verdict verdict;
+  if (!gradient.is_cpu()) {
+    verdict.on_device = corrected.finite.defined() ? corrected.finite : finiteness_of(gradient);
+  } else if (!corrected.error.defined()) {
+    verdict.finite = all_finite(gradient);
+  }
   for (int64_t part = 0; part < gradient.numel() / length; ++part) {
-    pack(corrected, {part * length, length}, gradient.scalar_type(), finite, sent.narrow(0, part * bytes, bytes));
+    pack(corrected, {part * length, length}, gradient.scalar_type(), verdict, sent.narrow(0, part * bytes, bytes));
   }
   ErrorMemory::close(corrected);
   comm::Work work = all ? group_->all_gather(received, sent, std::move(label))

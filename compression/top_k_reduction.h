@@ -36,8 +36,15 @@ class TopKReduction final : public comm::BucketReduction {
   void forget() override { errors_.forget(); }
 
  private:
+  // Whether the gradient is finite: what the host knows, or what only the device does (bool []).
+  struct Verdict {
+    bool finite = true;
+    at::Tensor on_device = {};
+  };
+
   int64_t count_of(int64_t numel) const;
-  void pack(const Corrected& corrected, Part range, at::ScalarType dtype, bool finite, const at::Tensor& message) const;
+  void pack(const Corrected& corrected, Part range, at::ScalarType dtype, const Verdict& verdict,
+            const at::Tensor& message) const;
 
   std::shared_ptr<comm::Communicator> group_;
   ErrorMemory errors_;
