@@ -77,7 +77,12 @@ KeptInput::KeptInput(const at::Tensor& input, size_t position, const CheckpointO
     kept_ = at::empty({numel}, target);
   }
   const int64_t own = std::min(numel, flat.numel() - begin);
-  kept_.narrow(0, 0, own).copy_(flat.narrow(0, begin, own), /*non_blocking=*/true);
+  if (host) {
+    copies_ = pool.copies_on(device_);
+    arrived_ = copies_->keep(kept_.narrow(0, 0, own), flat.narrow(0, begin, own));
+  } else {
+    kept_.narrow(0, 0, own).copy_(flat.narrow(0, begin, own));
+  }
   if (own < numel) kept_.narrow(0, own, numel - own).zero_();
 }
 
@@ -96,10 +101,11 @@ at::Tensor KeptInput::gathered() const {
     const int64_t numel = kept_.numel();
     flat = at::empty({numel * group_->size()}, kept_.options().device(device_).pinned_memory(false));
     const at::Tensor own = flat.narrow(0, numel * group_->rank(), numel);
+    if (copies_) copies_->wait_for(arrived_);
     own.copy_(kept_, /*non_blocking=*/true);
     group_->all_gather(flat, own, cat("activation checkpoint, input ", position_)).wait();
   } else {
-    flat = kept_.to(kept_.options().device(device_).pinned_memory(false), /*non_blocking=*/true, /*copy=*/true);
+    flat = copies_->bring(kept_);
   }
   const at::Tensor dense = alias_of(flat.as_strided(sizes_, strides_, 0));
   return placement_ ? make_split(dense, *placement_, shown_sizes_) : dense;

@@ -40,6 +40,8 @@ class KeptInput {
   std::vector<int64_t> strides_;               // and its strides
   std::shared_ptr<comm::Communicator> group_;  // set: kept_ is this rank's part
   std::shared_ptr<void> lease_;                // holds kept_'s place in the pool
+  std::shared_ptr<HostCopies> copies_;         // set: kept_ is on the host
+  TransferStream::Mark arrived_;               // when it has its values
 };
 
 // A tensor on the same memory, with the same count of changes, without graph.

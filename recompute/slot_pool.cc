@@ -42,4 +42,11 @@ SlotPool::Slot SlotPool::take(size_t position, int64_t numel, const at::TensorOp
   return {buffer->memory.select(0, slot), std::shared_ptr<void>(buffer.get(), give_back)};
 }
 
+std::shared_ptr<HostCopies> SlotPool::copies_on(at::Device device) {
+  const std::lock_guard lock(mutex_);
+  std::shared_ptr<HostCopies>& copies = copies_[device.index()];
+  if (!copies) copies = std::make_shared<HostCopies>(device);
+  return copies;
+}
+
 }  // namespace ds::recompute

@@ -10,6 +10,7 @@
 #include "offload/pinned_arena.h"
 #include "offload/write_back.h"
 #include "tests/gpu/tested_device.h"
+#include "tests/recompute/region_gradients.h"
 
 namespace ds::offload {
 namespace {
@@ -168,6 +169,41 @@ TEST(GpuWriteBack, TheCurrentStreamSeesTheNewWeights) {
       EXPECT_TRUE(weights[i].eq(static_cast<double>(10 * round + static_cast<int>(i))).all().item<bool>()) << i;
     }
   }
+}
+
+// A chain of regions whose inputs leave for the host and return, twice, in memory that is given out again.
+TEST(GpuKeptInputs, ReturnAsTheyWere) {
+  for (const bool slots : {false, true}) {
+    recompute::CheckpointOptions options{.cpu_checkpointing = true};
+    if (slots) {
+      options.contiguous_memory_optimization = true;
+      options.number_checkpoints = 6;
+    }
+    recompute::configure_checkpointing(options);
+    const at::Tensor input = recompute::waves({64, 64}, 0.3).to(tested_device()).requires_grad_(true);
+    const at::Tensor weight = (recompute::waves({64, 64}, 1.1) / 8).to(tested_device()).requires_grad_(true);
+    const auto train = [&](const recompute::Around& around) {
+      at::Tensor x = input;
+      for (int region = 0; region < 6; ++region) {
+        x = around([&](const recompute::Tensors& of) -> recompute::Tensors { return {of[0].mm(weight).tanh()}; },
+                   {x})[0];
+      }
+      torch::full({64, 64}, -1.0F, on_device());  // takes memory that is free
+      return x.pow(2).sum();
+    };
+    for (int step = 0; step < 2; ++step) {
+      const at::Tensor plain = train(recompute::plainly);
+      plain.backward();
+      const std::vector<at::Tensor> expected = {input.grad().clone(), weight.grad().clone()};
+      for (const at::Tensor& leaf : {input, weight}) leaf.mutable_grad().reset();
+      const at::Tensor loss = train(recompute::as_region);
+      loss.backward();
+      EXPECT_TRUE(at::equal(loss, plain));
+      EXPECT_TRUE(at::equal(input.grad(), expected[0]) && at::equal(weight.grad(), expected[1])) << "slots " << slots;
+      for (const at::Tensor& leaf : {input, weight}) leaf.mutable_grad().reset();
+    }
+  }
+  recompute::configure_checkpointing({});
 }
 
 }  // namespace
