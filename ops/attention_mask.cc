@@ -50,9 +50,7 @@ void check_masks(const char* name, at::IntArrayRef sizes, const at::Device& devi
   }
 }
 
-AddedMasks added_masks(const char* name, const at::Tensor& query, const SparseAttentionOptions& options,
-                       at::ScalarType type) {
-  check_masks(name, query.sizes(), query.device(), options);
+AddedMasks added_masks(const char* name, const SparseAttentionOptions& options, at::ScalarType type) {
   AddedMasks masks;
   if (const at::Tensor& mask = options.key_padding_mask; mask.defined()) {
     masks.keys = added(name, "key_padding_mask", mask, options.key_padding_mask_mode, type).contiguous();

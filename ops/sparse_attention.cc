@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,7 @@
 #include "ops/attention_mask.h"
 #include "ops/block_rows.h"
 #include "ops/kernels/sparse_attention_kernel.h"
+#include "ops/layout_attention.h"
 #include "ops/recorded_operator.h"
 #include "ops/sparse_attention_blocks.h"
 #include "ops/vector_types.h"
@@ -140,7 +142,7 @@ struct BlockAttention : torch::autograd::Function<BlockAttention> {
                             const at::Tensor& value, const PlannedCall& planned, const SparseAttentionOptions& given) {
     const auto& [rows, options] = planned;
     const RecordedOperator recorded(kSparseAttention, {query, key, value});
-    const AddedMasks masks = added_masks(kSparseAttention, query, given, wide_type(query.scalar_type()));
+    const AddedMasks masks = added_masks(kSparseAttention, given, wide_type(query.scalar_type()));
     const variable_list made =
         run_forward(kernel_call(query, rows, masks, options), with_rows(query), with_rows(key), with_rows(value));
     context->set_materialize_grads(false);
@@ -169,7 +171,7 @@ struct BlockAttention : torch::autograd::Function<BlockAttention> {
                                        .key_padding_mask_mode = mode("key_padding_mask_adds"),
                                        .attention_mask = saved[8],
                                        .attention_mask_mode = mode("attention_mask_adds")};
-    const AddedMasks masks = added_masks(kSparseAttention, saved[0], given, wide_type(saved[0].scalar_type()));
+    const AddedMasks masks = added_masks(kSparseAttention, given, wide_type(saved[0].scalar_type()));
     const KernelCall call = kernel_call(saved[0], {saved[5], saved[6]}, masks,
                                         {.block = context->saved_data["block"].toInt(),
                                          .layout_heads = context->saved_data["layout_heads"].toInt(),
@@ -196,8 +198,9 @@ struct BlockAttention : torch::autograd::Function<BlockAttention> {
   }
 };
 
-at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const BlockLayout& layout,
+at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const LayoutRows& rows,
                   const SparseAttentionOptions& options) {
+  const BlockLayout& layout = *rows.layout();
   check_shapes(query, key, value, layout);
   const bool causal = options.causal || layout.causal;
   check_masks(kSparseAttention, query.sizes(), query.device(), options);
@@ -205,24 +208,24 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   const double scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3))));
   const bool kernel = query.is_cpu() && has_kernel(query);
   if (!kernel) {
-    const AddedMasks masks = added_masks(kSparseAttention, query, options, wide_type(query.scalar_type()));
-    return attention_of_blocks(query, key, value, layout, masks, {causal, scale});
+    const AddedMasks masks = added_masks(kSparseAttention, options, wide_type(query.scalar_type()));
+    return attention_of_blocks(query, key, value, rows, masks, {causal, scale});
   }
-  return BlockAttention::apply(
-      query, key, value, PlannedCall{block_rows(layout, causal), {layout.block, layout.heads, scale, causal}}, options);
+  return BlockAttention::apply(query, key, value,
+                               PlannedCall{rows.rows(causal), {layout.block, layout.heads, scale, causal}}, options);
 }
 
 // Under autocast inputs are cast as those of scaled_dot_product_attention.
 at::Tensor attend_as_cast(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                          const BlockLayout& layout, const SparseAttentionOptions& options) {
+                          const LayoutRows& rows, const SparseAttentionOptions& options) {
   bool casts = query.defined() && at::autocast::is_autocast_available(query.device().type()) &&
                at::autocast::is_autocast_enabled(query.device().type());
   for (const at::Tensor* x : {&query, &key, &value}) {
     casts = casts && x->defined() && is_floating(x->scalar_type()) && x->scalar_type() != at::kDouble;
   }
-  if (!casts) return attend(query, key, value, layout, options);
+  if (!casts) return attend(query, key, value, rows, options);
   const at::ScalarType type = at::autocast::get_autocast_dtype(query.device().type());
-  return attend(query.to(type), key.to(type), value.to(type), layout, options);
+  return attend(query.to(type), key.to(type), value.to(type), rows, options);
 }
 
 // The rows of `x` that a part of dimension `dim` has, or all where x has one for all.
@@ -246,7 +249,8 @@ BlockLayout part_of_layout(const BlockLayout& layout, const std::vector<DimRange
 
 // Heads, or samples, on the ranks that have them.
 at::Tensor attend_in_parts(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                           const BlockLayout& layout, SparseAttentionOptions options) {
+                           const LayoutRows& rows, SparseAttentionOptions options) {
+  const BlockLayout& layout = *rows.layout();
   require(
       is_split(query) && is_split(key) && is_split(value), kSparseAttention,
       ": expected query, key and value all split over ranks, or none of them; parallel::whole_of(x) gives the whole");
@@ -272,18 +276,28 @@ at::Tensor attend_in_parts(const at::Tensor& query, const at::Tensor& key, const
     options.attention_mask = part_of_mask(options.attention_mask, dim, ranges, whole);
   }
   const bool own_layout = dim == 1 && layout.heads > 1;
-  const at::Tensor own = attend_as_cast(part_of(query), part_of(key), part_of(value),
-                                        own_layout ? part_of_layout(layout, ranges) : layout, options);
+  const auto attend_own = [&](const LayoutRows& own) {
+    return attend_as_cast(part_of(query), part_of(key), part_of(value), own, options);
+  };
+  const at::Tensor own =
+      own_layout ? attend_own(LayoutRows(std::make_shared<const BlockLayout>(part_of_layout(layout, ranges))))
+                 : attend_own(rows);
   return make_split(own, placement, query.sizes());
 }
 
 }  // namespace
 
+at::Tensor attention_of_layout(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                               const LayoutRows& rows, const SparseAttentionOptions& options) {
+  const auto split = [](const at::Tensor& x) { return x.defined() && is_split(x); };
+  if (split(query) || split(key) || split(value)) return attend_in_parts(query, key, value, rows, options);
+  return attend_as_cast(query, key, value, rows, options);
+}
+
 at::Tensor sparse_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                             const BlockLayout& layout, const SparseAttentionOptions& options) {
-  const auto split = [](const at::Tensor& x) { return x.defined() && is_split(x); };
-  if (split(query) || split(key) || split(value)) return attend_in_parts(query, key, value, layout, options);
-  return attend_as_cast(query, key, value, layout, options);
+  const std::shared_ptr<const BlockLayout> lent(std::shared_ptr<void>(), &layout);
+  return attention_of_layout(query, key, value, LayoutRows(lent), options);
 }
 
 }  // namespace ds::ops

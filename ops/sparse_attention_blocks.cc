@@ -6,7 +6,6 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -37,9 +36,8 @@ at::Tensor in_blocks(const at::Tensor& x, const BlockLayout& layout) {
 // key.
 at::Tensor group_mask(const Blocked& of, const RowGroup& group, const AddedMasks& masks, bool causal,
                       at::ScalarType type) {
-  const at::Device device = of.query.device();
-  const at::Tensor columns = group.columns.to(device);
-  const at::Tensor rows = group.rows.to(device);
+  const at::Tensor& columns = group.columns;
+  const at::Tensor& rows = group.rows;
   const int64_t count = rows.size(0);
   const int64_t keys = columns.size(1) * of.block;
   const at::Tensor inside = at::arange(of.block, columns.options());
@@ -62,25 +60,23 @@ at::Tensor group_mask(const Blocked& of, const RowGroup& group, const AddedMasks
 }
 
 at::Tensor group_output(const Blocked& of, const RowGroup& group, const at::Tensor& mask, double scale) {
-  const at::Device device = of.query.device();
   const int64_t count = group.rows.size(0);
   const int64_t width = group.columns.size(1);
   // A block that is not there is the first of its head: the mask leaves it out.
-  const at::Tensor first = group.rows.div(of.blocks, "floor").unsqueeze(1) * of.blocks;
-  const at::Tensor blocks = (first + group.columns.clamp_min(0)).view({-1}).to(device);
   const auto gathered = [&](const at::Tensor& x) {
-    return x.index_select(1, blocks).view({of.batch, count, width * of.block, of.channels});
+    return x.index_select(1, group.gathered).view({of.batch, count, width * of.block, of.channels});
   };
-  const at::Tensor query = of.query.index_select(1, group.rows.to(device)) * scale;
-  const at::ScalarType wide = wide_type(query.scalar_type());
-  const at::Tensor scores = at::matmul(query, gathered(of.key).transpose(-1, -2)).to(wide) + mask;
-  return at::matmul(at::_safe_softmax(scores, -1).to(query.scalar_type()), gathered(of.value));
+  const at::ScalarType wide = wide_type(of.query.scalar_type());
+  const at::Tensor query = of.query.index_select(1, group.rows).to(wide) * scale;
+  const at::Tensor scores = at::matmul(query, gathered(of.key).to(wide).transpose(-1, -2)) + mask;
+  return at::matmul(at::_safe_softmax(scores, -1).to(of.value.scalar_type()), gathered(of.value));
 }
 
 }  // namespace
 
 at::Tensor attention_of_blocks(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                               const BlockLayout& layout, const AddedMasks& masks, const BlocksOptions& options) {
+                               const LayoutRows& rows, const AddedMasks& masks, const BlocksOptions& options) {
+  const BlockLayout& layout = *rows.layout();
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Blocked of{in_blocks(query, layout),
                    in_blocks(key, layout),
@@ -92,19 +88,14 @@ at::Tensor attention_of_blocks(const at::Tensor& query, const at::Tensor& key, c
                    layout.blocks,
                    layout.block};
   const at::ScalarType wide = wide_type(query.scalar_type());
+  const RowGroups& groups = rows.groups(of.heads, options.causal, query.device());
   std::vector<at::Tensor> outputs;
-  std::vector<at::Tensor> rows;
-  int64_t done = 0;
-  at::Tensor places = at::full({of.heads * of.blocks}, -1, at::kLong);  // of each row among the outputs
-  for (const RowGroup& group : row_groups(layout, of.heads, options.causal)) {
+  for (const RowGroup& group : groups.groups) {
     outputs.push_back(group_output(of, group, group_mask(of, group, masks, options.causal, wide), options.scale));
-    places.index_put_({group.rows}, at::arange(done, done + group.rows.size(0)));
-    done += group.rows.size(0);
   }
   // Of rows without keys.
   outputs.push_back(at::zeros({of.batch, 1, of.block, of.channels}, query.options().requires_grad(false)));
-  places.masked_fill_(places.lt(0), done);
-  const at::Tensor in_order = at::cat(outputs, 1).index_select(1, places.to(query.device()));
+  const at::Tensor in_order = at::cat(outputs, 1).index_select(1, groups.places);
   const at::Tensor whole = in_order.view({of.batch, of.heads, of.blocks * of.block, of.channels});
   // In the kernels' order of memory, so that a program's next view works on every device.
   return whole.narrow(2, 0, of.length).transpose(1, 2).contiguous().transpose(1, 2);

@@ -5,6 +5,7 @@
 
 #include "dsengine/sparse_attention.h"
 #include "ops/attention_mask.h"
+#include "ops/block_rows.h"
 
 namespace ds::ops {
 
@@ -14,9 +15,9 @@ struct BlocksOptions {
 };
 
 // As sparse_attention(), of plain tensors that fit; masks of the wide type. Differentiable, twice too. Keys and values
-// are gathered for each block of queries: memory is in proportion to the blocks. Scores of 16-bit dtypes are rounded to
-// them before the softmax, which is computed wide.
+// are gathered for each block of queries: memory is in proportion to the blocks. Scores and softmax are computed wide,
+// also of 16-bit dtypes, to which weights are rounded before they meet values.
 at::Tensor attention_of_blocks(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                               const BlockLayout& layout, const AddedMasks& masks, const BlocksOptions& options);
+                               const LayoutRows& rows, const AddedMasks& masks, const BlocksOptions& options);
 
 }  // namespace ds::ops

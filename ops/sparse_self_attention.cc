@@ -9,16 +9,18 @@
 #include "core/tensor_check.h"
 #include "dsengine/sparse_attention.h"
 #include "ops/attention_mask.h"
+#include "ops/layout_attention.h"
 
 namespace ds::ops {
 namespace {
 
 constexpr const char* kSelfAttention = "dsengine::sparse_self_attention";
-constexpr size_t kMostLayouts = 16;  // lengths that are kept
+constexpr size_t kMostLayouts = 16;  // that are kept
 
 at::Tensor attend_to_all(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const SparseAttentionOptions& options) {
-  AddedMasks masks = added_masks(kSelfAttention, query, options, query.scalar_type());
+  check_masks(kSelfAttention, query.sizes(), query.device(), options);
+  AddedMasks masks = added_masks(kSelfAttention, options, query.scalar_type());
   std::optional<at::Tensor> mask;
   if (masks.keys.defined()) mask = masks.keys.unsqueeze(1).unsqueeze(1);
   if (masks.scores.defined()) mask = mask ? *mask + masks.scores : masks.scores;
@@ -52,15 +54,20 @@ SparseSelfAttention::SparseSelfAttention(SparseSelfAttention&& other) noexcept
       seed_(other.seed_),
       layouts_(std::move(other.layouts_)) {}
 
-std::shared_ptr<const BlockLayout> SparseSelfAttention::layout(int64_t length) const {
-  if (!pattern_) return nullptr;
+std::shared_ptr<const LayoutRows> SparseSelfAttention::rows(int64_t length) const {
+  const int64_t blocks = (length + pattern_->block - 1) / pattern_->block;  // a layout has no other lengths
   const std::lock_guard lock(mutex_);
-  const auto found = layouts_.find(length);
+  const auto found = layouts_.find(blocks);
   if (found != layouts_.end()) return found->second;
-  auto made = std::make_shared<const BlockLayout>(block_layout(*pattern_, heads_, length, seed_));
+  auto layout = std::make_shared<const BlockLayout>(block_layout(*pattern_, heads_, length, seed_));
+  auto made = std::make_shared<const LayoutRows>(std::move(layout));
   if (layouts_.size() >= kMostLayouts) layouts_.erase(layouts_.begin());
-  layouts_[length] = made;
+  layouts_[blocks] = made;
   return made;
+}
+
+std::shared_ptr<const BlockLayout> SparseSelfAttention::layout(int64_t length) const {
+  return pattern_ ? rows(length)->layout() : nullptr;
 }
 
 at::Tensor SparseSelfAttention::operator()(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -68,7 +75,7 @@ at::Tensor SparseSelfAttention::operator()(const at::Tensor& query, const at::Te
   require(query.defined() && query.dim() == 4 && query.size(1) == heads_, kSelfAttention,
           ": expected a query of [batch, ", heads_, " heads, time, channels], found ", describe(query));
   if (!pattern_) return attend_to_all(query, key, value, options);
-  return sparse_attention(query, key, value, *layout(query.size(2)), options);
+  return attention_of_layout(query, key, value, *rows(query.size(2)), options);
 }
 
 }  // namespace ds::ops

@@ -62,7 +62,10 @@ struct SparseAttentionOptions {
 at::Tensor sparse_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                             const BlockLayout& layout, const SparseAttentionOptions& options = {});
 
-// A pattern, and its layouts of the lengths that came by. May be called from several threads at once.
+class LayoutRows;  // a layout, and what calls read of it
+
+// A pattern, and its layouts of the lengths that came by, which are scanned once. May be called from several threads at
+// once.
 class SparseSelfAttention {
  public:
   // Throws UsageError for a pattern with a problem (problem_of) and for heads < 1.
@@ -81,12 +84,13 @@ class SparseSelfAttention {
 
  private:
   explicit SparseSelfAttention(int64_t heads);
+  std::shared_ptr<const LayoutRows> rows(int64_t length) const;
 
   std::optional<SparsityPattern> pattern_;
   int64_t heads_;
   uint64_t seed_ = 0;
   mutable std::mutex mutex_;
-  mutable std::map<int64_t, std::shared_ptr<const BlockLayout>> layouts_;  // by length, a few
+  mutable std::map<int64_t, std::shared_ptr<const LayoutRows>> layouts_;  // by number of blocks, a few
 };
 
 }  // namespace ds::ops

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -90,8 +91,9 @@ TensorFunction blocks_of(const BlockLayout& layout, const SparseAttentionOptions
   return [=](const Tensors& in) {
     const at::ScalarType wide = in[0].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const double scale = options.scale.value_or(1 / std::sqrt(static_cast<double>(in[0].size(3))));
-    return Tensors{attention_of_blocks(in[0], in[1], in[2], layout, added_masks("blocks", in[0], options, wide),
-                                       {options.causal, scale})};
+    const LayoutRows rows(std::make_shared<const BlockLayout>(layout));
+    return Tensors{
+        attention_of_blocks(in[0], in[1], in[2], rows, added_masks("blocks", options, wide), {options.causal, scale})};
   };
 }
 
@@ -258,6 +260,50 @@ TEST(SparseSelfAttention, HasTheLayoutsOfItsPattern) {
   EXPECT_THAT([&] { attend(two[0], two[1], two[2]); }, ThrowsMessage<UsageError>(HasSubstr("[batch, 3 heads")));
 }
 
+TEST(SparseSelfAttention, ScansALayoutOnce) {
+  const SparseSelfAttention attend({.mode = SparsityMode::kBigBird, .block = 8, .num_random_blocks = 1}, 3, 9);
+  EXPECT_EQ(attend.layout(33), attend.layout(40));  // five blocks both
+  EXPECT_NE(attend.layout(32), attend.layout(40));
+  const LayoutRows rows(attend.layout(40));
+  EXPECT_EQ(&rows.rows(true), &rows.rows(true));
+  EXPECT_NE(&rows.rows(true), &rows.rows(false));
+  EXPECT_EQ(&rows.groups(3, false, at::kCPU), &rows.groups(3, false, at::kCPU));
+  for (const bool causal : {false, true, false}) {
+    const Tensors in = some_inputs({});
+    const at::Tensor expected = dense(in, *attend.layout(40), {.causal = causal});
+    EXPECT_LE(relative_difference(attend(in[0], in[1], in[2], {.causal = causal}), expected), 1e-6);
+  }
+}
+
+TEST(SparseSelfAttention, TrainsAfterACallInInferenceMode) {
+  for (const at::ScalarType type : {at::kFloat, at::kHalf}) {  // the kernels, and LibTorch's operators
+    const SparseSelfAttention attend({.mode = SparsityMode::kFixed, .block = 8}, 3, 9);
+    Tensors in = some_inputs({}, type);
+    {
+      const c10::InferenceMode inference;
+      attend(in[0], in[1], in[2]);
+    }
+    in[0].requires_grad_(true);
+    attend(in[0], in[1], in[2]).sum().backward();
+    EXPECT_GT(in[0].grad().abs().max().item<double>(), 0) << type;
+  }
+}
+
+// A score of 30 in 16 bits may be off by an eighth, and its weight by as much.
+TEST(SparseAttention, ScoresOf16BitsAreNotRounded) {
+  const AttentionSize size{.time = 40, .channels = 32, .block = 8};
+  const BlockLayout layout = some_layout(size, 1);
+  for (const at::ScalarType type : {at::kBFloat16, at::kHalf}) {
+    Tensors in = some_inputs(size, type);
+    in[0] = in[0] * 6;
+    in[1] = in[1] * 6;
+    const Tensors exact = {in[0].to(at::kDouble), in[1].to(at::kDouble), in[2].to(at::kDouble)};
+    const double allowed = type == at::kHalf ? 1e-3 : 8e-3;  // weights, and the result, are rounded
+    EXPECT_LE(relative_difference(blocks_of(layout, {})(in)[0].to(at::kDouble), dense(exact, layout, {})), allowed)
+        << type;
+  }
+}
+
 TEST(SparseSelfAttention, DenseIsLibTorchs) {
   const SparseSelfAttention attend = SparseSelfAttention::dense(3);
   const Tensors in = some_inputs({});
@@ -304,7 +350,7 @@ TEST(SparseAttention, ExpandedMasksStayExpanded) {
   expect_dense(size, layout, {.attention_mask = mask}, "one row of keys, expanded");
   expect_dense(size, layout, {.attention_mask = mask.transpose(2, 3)}, "expanded along its keys");
   const Tensors in = some_inputs(size);
-  const AddedMasks added = added_masks("masks", in[0], {.attention_mask = mask}, at::kFloat);
+  const AddedMasks added = added_masks("masks", {.attention_mask = mask}, at::kFloat);
   EXPECT_EQ(added.scores.sizes(), mask.sizes());
   EXPECT_EQ(added.scores.storage().nbytes(), static_cast<size_t>(size.time) * sizeof(float));
 }
