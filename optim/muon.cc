@@ -50,21 +50,22 @@ struct WantedStep {
   int64_t parameter = 0;
   at::Tensor flat;
   std::vector<int64_t> sizes;
+  std::vector<int64_t> blocks;  // the same, as it is made orthogonal
 };
 
 // [n] steps of all, by the place in `wanted`. Those of one shape are made together.
 std::vector<at::Tensor> steps_by_shape(const std::vector<WantedStep>& wanted, NewtonSchulzMethod method) {
   std::map<std::vector<int64_t>, std::vector<size_t>> of_shape;
-  for (size_t i = 0; i < wanted.size(); ++i) of_shape[wanted[i].sizes].push_back(i);
+  for (size_t i = 0; i < wanted.size(); ++i) of_shape[wanted[i].blocks].push_back(i);
   std::vector<at::Tensor> steps(wanted.size());
-  for (const auto& [sizes, places] : of_shape) {
+  for (const auto& [blocks, places] : of_shape) {
     const int64_t numel = wanted[places.front()].flat.numel();
     const auto most = static_cast<size_t>(std::max<int64_t>(1, kTogether / std::max<int64_t>(1, numel)));
     for (size_t begin = 0; begin < places.size(); begin += most) {
       const size_t end = std::min(places.size(), begin + most);
       std::vector<at::Tensor> together;
       for (size_t i = begin; i < end; ++i) together.push_back(wanted[places[i]].flat);
-      const at::Tensor made = matrix_step(at::stack(together), sizes, method);
+      const at::Tensor made = matrix_step(at::stack(together), blocks, method);
       for (size_t i = begin; i < end; ++i) steps[places[i]] = made[static_cast<int64_t>(i - begin)];
     }
   }
@@ -78,8 +79,16 @@ bool uses_muon(const ParameterInfo& parameter) {
          parameter.name.find("lm_head") == std::string::npos;
 }
 
-Muon::Muon(std::vector<GroupOptions> groups, NewtonSchulzMethod method, AdamRule aux)
-    : ShardOptimizer(std::move(groups)), method_(method), aux_(aux) {}
+Muon::Muon(std::vector<GroupOptions> groups, NewtonSchulzMethod method, AdamRule aux, std::vector<int64_t> block_rows)
+    : ShardOptimizer(std::move(groups)), method_(method), aux_(aux), block_rows_(std::move(block_rows)) {}
+
+std::vector<int64_t> Muon::in_blocks(int64_t parameter, const std::vector<int64_t>& sizes) const {
+  const int64_t rows = block_rows_.empty() ? 0 : block_rows_.at(static_cast<size_t>(parameter));
+  if (rows == 0) return sizes;
+  require(sizes.size() == 2 && sizes[0] % rows == 0, "Muon: parameter ", parameter, ": expected a matrix of blocks of ",
+          rows, " rows, found sizes ", at::IntArrayRef(sizes));
+  return {sizes[0] / rows, rows, sizes[1]};
+}
 
 void Muon::allocate_states(int64_t index) {
   const Slice& own = slice(index);
@@ -126,9 +135,10 @@ at::Tensor Muon::blend_momentum(const GroupOptions& group, const State& state, c
 // Of a part it is that of the whole matrix.
 at::Tensor Muon::own_step(const Slice& slice, const BucketParameter& matrix, const at::Tensor& flat) const {
   const std::vector<int64_t>& sizes = (*slice.parameters)[static_cast<size_t>(matrix.parameter)].sizes;
-  if (!slice.parts) return matrix_step(flat, sizes, method_);
+  if (!slice.parts) return matrix_step(flat, in_blocks(matrix.parameter, sizes), method_);
   const at::Tensor whole = slice.parts->whole(matrix.parameter, flat.view(sizes));
-  const at::Tensor step = matrix_step(whole.reshape({-1}), whole.sizes().vec(), method_);
+  const std::vector<int64_t> blocks = in_blocks(matrix.parameter, whole.sizes().vec());
+  const at::Tensor step = matrix_step(whole.reshape({-1}), blocks, method_);
   return slice.parts->part(matrix.parameter, step.view(whole.sizes())).reshape({-1});
 }
 
@@ -175,7 +185,7 @@ std::map<int64_t, at::Tensor> Muon::own_steps(const Slice& slice, const State& s
     const std::vector<int64_t>& sizes = (*slice.parameters)[static_cast<size_t>(matrix.parameter)].sizes;
     const at::Tensor flat = join(bucket, matrix);
     if (!slice.parts) {
-      wanted.push_back({matrix.parameter, flat, sizes});
+      wanted.push_back({matrix.parameter, flat, sizes, in_blocks(matrix.parameter, sizes)});
       continue;
     }
     const at::Tensor whole = slice.parts->whole(matrix.parameter, flat.view(sizes));
@@ -183,7 +193,8 @@ std::map<int64_t, at::Tensor> Muon::own_steps(const Slice& slice, const State& s
       make();
       elements = 0;
     }
-    wanted.push_back({matrix.parameter, whole.reshape({-1}), whole.sizes().vec()});
+    const std::vector<int64_t> whole_sizes = whole.sizes().vec();
+    wanted.push_back({matrix.parameter, whole.reshape({-1}), whole_sizes, in_blocks(matrix.parameter, whole_sizes)});
     elements += whole.numel();
   }
   make();

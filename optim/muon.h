@@ -6,7 +6,8 @@
 //
 // Parameters of the two kinds never share a bucket: the engine puts them into different groups, with their own lr. A
 // parameter with 4 dimensions is orthogonalised as [d0, d1 d2 d3], one with 3 or more than 4 as a batch of its last
-// two; rows and cols of the factor are its last two dimensions.
+// two; rows and cols of the factor are its last two dimensions. Of a matrix whose rows are heads (per_head_muon) each
+// head's block is one of a batch, as in Kimi K3 (arXiv:2607.24653, section 2.5).
 #pragma once
 
 #include <cstdint>
@@ -26,8 +27,9 @@ bool uses_muon(const ParameterInfo& parameter);
 
 class Muon final : public ShardOptimizer {
  public:
-  // `aux`: how the other parameters are updated.
-  Muon(std::vector<GroupOptions> groups, NewtonSchulzMethod method, AdamRule aux);
+  // `aux`: how the other parameters are updated. `block_rows`, by parameter, as OptimizerOptions says it; they divide
+  // the rows of the whole matrix.
+  Muon(std::vector<GroupOptions> groups, NewtonSchulzMethod method, AdamRule aux, std::vector<int64_t> block_rows = {});
   // Collective over the slice's exchange when the slice's parameters use Muon. Beside the slice it holds the bucket's
   // update in float32, and the products of one matrix at a time.
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
@@ -66,8 +68,12 @@ class Muon final : public ShardOptimizer {
   at::Tensor blend_momentum(const GroupOptions& group, const State& state, const at::Tensor& gradient,
                             double gradient_scale) const;
 
+  // The sizes of a whole matrix with its blocks as a batch.
+  std::vector<int64_t> in_blocks(int64_t parameter, const std::vector<int64_t>& sizes) const;
+
   NewtonSchulzMethod method_;
   AdamRule aux_;
+  std::vector<int64_t> block_rows_;
   std::vector<State> states_;
 };
 

@@ -106,7 +106,7 @@ std::unique_ptr<ShardOptimizer> make_optimizer(const OptimizerOptions& options) 
                                                              options.max_coeff, options.min_coeff});
     case Type::kMuon:
       return std::make_unique<Muon>(options.groups, options.ns_method,
-                                    AdamRule{.decoupled_weight_decay = options.adam_w_mode});
+                                    AdamRule{.decoupled_weight_decay = options.adam_w_mode}, options.block_rows);
     case Type::kRmsprop:
       return make_of_torch(TorchAlgorithm::kRmsprop, options);
     case Type::kAdamax:

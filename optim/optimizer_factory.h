@@ -29,11 +29,13 @@ struct OptimizerOptions {
   double min_coeff = 0.01;                                   // Lamb
   bool eps_inside_sqrt = false;                              // Lamb
   NewtonSchulzMethod ns_method = NewtonSchulzMethod::kGram;  // Muon
-  double alpha = 0.99;                                       // RMSprop
-  bool centered = false;                                     // RMSprop
-  double rho = 0.9;                                          // Adadelta
-  double momentum_decay = 4e-3;                              // NAdam
-  bool decoupled_weight_decay = false;                       // NAdam, RAdam
+  // Muon, by parameter: rows that are made orthogonal by themselves; 0, or empty: the matrix is one.
+  std::vector<int64_t> block_rows;
+  double alpha = 0.99;                  // RMSprop
+  bool centered = false;                // RMSprop
+  double rho = 0.9;                     // Adadelta
+  double momentum_decay = 4e-3;         // NAdam
+  bool decoupled_weight_decay = false;  // NAdam, RAdam
 };
 
 // What a group has when the config says nothing: lr 1e-3 (Adagrad, RMSprop 1e-2, Muon 0.02, Adamax, NAdam

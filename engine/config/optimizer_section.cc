@@ -60,6 +60,12 @@ void muon_parameters(JsonFields& json, OptimizerParams& p) {
   json.field("momentum", p.momentum, kBelowOne);
   json.choice("ns_method", p.ns_method, {"gram", "standard"});
   json.field("per_head_muon", p.per_head_muon);
+  json.field("head_dim", p.head_dim, at_least(0));
+  if (json.reading() && p.per_head_muon && p.head_dim == 0) {
+    json.error("per_head_muon",
+               "true needs head_dim beside it, the rows of one head: modules have no model config that "
+               "says it");
+  }
   betas(json, p);
   json.field("eps", p.eps, at_least(0));
   json.field("adam_w_mode", p.adam_w_mode);

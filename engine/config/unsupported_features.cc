@@ -47,7 +47,6 @@ void collect_optimizer(const DsConfig& c, Collector& out) {
             cat(c.optimizer.type,
                 " is not available; use Adam, AdamW, Lamb, Adagrad, Lion, Muon, SGD, RMSprop, Adamax, "
                 "NAdam, RAdam, Adadelta, OneBitAdam, OneBitLamb or ZeroOneAdam"));
-  out.later(c.optimizer.values.per_head_muon, "optimizer.params.per_head_muon", "use false");
   out.later(!c.optimizer.values.fp32_optimizer_states, "optimizer.params.fp32_optimizer_states", "use true");
   out.later(c.scheduler.given() && !c.scheduler.options, "scheduler.type",
             cat(c.scheduler.type,

@@ -179,6 +179,13 @@ bool is_attention_layer(const std::string& module) {
                  "value",  "wq",     "wk",     "wv",     "wo",       "q",   "k",        "v",    "o",     "c_attn"});
 }
 
+bool makes_heads(const std::string& parameter) {
+  const std::string name = last_name(parameter);
+  if (name != "weight") return known_parameter(name).has_value();
+  return one_of(last_name(owner_of(parameter)), {"q_proj", "k_proj", "v_proj", "query", "key", "value", "wq", "wk",
+                                                 "wv", "qkv", "qkv_proj", "query_key_value", "Wqkv"});
+}
+
 bool is_gpt2_name(const std::string& module) {
   return one_of(last_name(module), {"c_attn", "c_fc", "c_proj", "q_attn"});
 }

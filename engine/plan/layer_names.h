@@ -43,6 +43,10 @@ bool is_word_embedding(const std::string& module);
 bool is_position_embedding(const std::string& module);
 // Layers whose outputs or inputs are heads.
 bool is_attention_layer(const std::string& module);
+// Weights, by their whole names, whose rows are heads of queries, keys or values, one behind another: DeepSpeed's names
+// of per_head_muon, and fused ones. Not those of which heads have other sizes (q_b_proj, kv_b_proj) or whose heads may
+// be columns (c_attn).
+bool makes_heads(const std::string& parameter);
 // Weights of which nanoGPT and GPT-2 have two forms, [out, in] and [in, out].
 bool is_gpt2_name(const std::string& module);
 

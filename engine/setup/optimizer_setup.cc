@@ -10,6 +10,7 @@
 #include "core/split/split_tensor.h"
 #include "core/text_hash.h"
 #include "engine/agreement/shared_failure.h"
+#include "engine/setup/head_rows.h"
 #include "engine/setup/parameter_groups.h"
 #include "engine/setup/part_options.h"
 #include "engine/state/part_exchange.h"
@@ -155,7 +156,10 @@ std::shared_ptr<optimizers::ShardOptimizer> build_optimizer(const ModelState& mo
                                                             const config::OptimizerSection& section,
                                                             const OptimizerGroups& groups) {
   require_alike_over_axis(model, section.type);
-  const optimizers::OptimizerOptions options = optimizer_options(section, groups.options);
+  optimizers::OptimizerOptions options = optimizer_options(section, groups.options);
+  if (section.values.per_head_muon) {
+    options.block_rows = head_rows(model.parameters, section.values.head_dim, model.ranks);
+  }
   std::shared_ptr<compression::CompressedOptimizer> compressed;
   if (section.compresses()) {
     compressed =

@@ -113,6 +113,7 @@ struct OptimizerParams {
   std::optional<double> adam_lr;   // empty: lr if it is given, else 3e-4
   std::string ns_method = "gram";  // "gram" or "standard"
   bool per_head_muon = false;
+  int64_t head_dim = 0;  // per_head_muon: rows of one head in weights of queries, keys and values
 
   // RMSprop, Adadelta, NAdam (and, the last one, RAdam): torch's
   double alpha = 0.99;

@@ -2,6 +2,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+
 #include "core/check.h"
 #include "optim/muon.h"
 #include "optim/slice_update.h"
@@ -209,6 +212,54 @@ TEST(Muon, ViewsAConvolutionAsAMatrix) {
   optimizer->update(0, gradient.clone(), 1.0);
   const at::Tensor direction = orthogonalize(gradient.view({4, 18}), NewtonSchulzMethod::kGram).flatten();
   EXPECT_TRUE(at::allclose(optimizer->slice(0).master, 1.0 - 0.02 * direction, 0, 1e-6));
+}
+
+// Newton-Schulz as it is defined, of one block, in plain float32.
+at::Tensor plain_step(const at::Tensor& u) {
+  const bool tall = u.size(0) > u.size(1);
+  at::Tensor x = (tall ? u.t() : u) / (u.norm() + 1e-7);
+  for (int i = 0; i < 5; ++i) {
+    const at::Tensor gram = x.mm(x.t());
+    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram.mm(gram)).mm(x);
+  }
+  const double factor = std::sqrt(std::max(1.0, static_cast<double>(u.size(0)) / static_cast<double>(u.size(1))));
+  return (tall ? x.t() : x) * factor;
+}
+
+TEST(Muon, MakesHeadsOrthogonalByThemselves) {
+  // Six heads of 4 rows that are wide, three of 8 that are tall; the last matrix is one.
+  const std::vector<ParameterInfo> parameters = {
+      {"attn.qkv.weight", {24, 10}, 240}, {"attn.q_proj.weight", {24, 5}, 120}, {"mlp.weight", {6, 10}, 60}};
+  const std::vector<int64_t> rows = {4, 8, 0};
+  for (const NewtonSchulzMethod method : {NewtonSchulzMethod::kStandard, NewtonSchulzMethod::kGram}) {
+    GroupOptions group = default_group_options("Muon");
+    group.weight_decay = 0.1;
+    const auto optimizer = make_optimizer({.type = "Muon", .groups = {group}, .ns_method = method, .block_rows = rows});
+    Slice slice = flat_slice(420);
+    slice.segments = slice.bucket_segments = {{0, 0, 0, 240}, {1, 0, 240, 120}, {2, 0, 360, 60}};
+    slice.parameters = &parameters;
+    optimizer->add_slice(std::move(slice));
+    at::Tensor expected = optimizer->slice(0).master.clone();
+    const at::Tensor momentum = at::zeros({420});
+    for (int64_t step = 1; step <= 3; ++step) {
+      const at::Tensor gradient = uniform(static_cast<uint64_t>(step), 420);
+      optimizer->begin_step();
+      optimizer->update(0, gradient.clone(), 1.0);
+      momentum.lerp_(gradient, 1 - group.momentum);
+      const at::Tensor u = gradient.lerp(momentum, group.momentum);
+      expected.mul_(1 - group.lr * group.weight_decay);
+      int64_t begin = 0;
+      for (size_t p = 0; p < parameters.size(); ++p) {
+        const int64_t block = rows[p] > 0 ? rows[p] : parameters[p].sizes[0];
+        const int64_t numel = block * parameters[p].sizes[1];
+        for (int64_t end = begin + parameters[p].numel; begin < end; begin += numel) {
+          const at::Tensor own = plain_step(u.narrow(0, begin, numel).view({block, parameters[p].sizes[1]}));
+          expected.narrow(0, begin, numel).sub_(own.reshape({-1}), group.lr);
+        }
+      }
+      EXPECT_TRUE(at::allclose(optimizer->slice(0).master, expected, 0, 1e-5)) << step;
+    }
+  }
 }
 
 // A stage of a pipeline whose parameters are all frozen has no slices, and may be the one that a checkpoint is read

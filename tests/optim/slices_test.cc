@@ -77,6 +77,16 @@ TEST_P(Slices, TheirNumberDoesNotChangeTheResult) {
   }
 }
 
+TEST(SlicesOfMuon, CutHeadsAnywhere) {
+  const OptimizerOptions options{.type = "Muon",
+                                 .groups = {default_group_options("Muon"), default_aux_adam_options()},
+                                 .block_rows = {3, 5, 0, 0, 1, 0}};
+  const at::Tensor alone = weights_of_world(1, options, 5);
+  for (const int world : {2, 3, 7}) {
+    EXPECT_LE((weights_of_world(world, options, 5) - alone).abs().max().item<double>(), 5e-7) << "world " << world;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Optimizers, Slices,
                          testing::Values("Adam", "AdamW", "SGD", "Adagrad", "Lion", "Lamb", "Muon", "RMSprop", "Adamax",
                                          "NAdam", "RAdam", "Adadelta"),

@@ -68,6 +68,7 @@ TEST(OptimizerSection, ChecksRanges) {
   EXPECT_THAT(refusal_of("{optimizer: {type: 'Adam', params: {betas: 0.9}}}"), HasSubstr("a list of 2"));
   EXPECT_THAT(refusal_of("{optimizer: {type: 'SGD', params: {nesterov: true}}}"), HasSubstr("momentum > 0"));
   EXPECT_THAT(refusal_of("{optimizer: {type: 'Muon', params: {ns_method: 'other'}}}"), HasSubstr("\"standard\""));
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'Muon', params: {per_head_muon: true}}}"), HasSubstr("needs head_dim"));
   EXPECT_THAT(refusal_of("{optimizer: {type: 'Lamb', params: {amsgrad: true}}}"), HasSubstr("expected false"));
 }
 
