@@ -19,6 +19,8 @@ class BucketReduction {
  public:
   virtual ~BucketReduction() = default;
 
+  // Whether it reduces this bucket; others are sent as they are. Alike on all ranks, and at all times.
+  virtual bool takes(size_t /*bucket*/) const { return true; }
   // Before the first start() of a backward pass. `step`: optimizer steps that are done. `scale`: the loss scale, which
   // the gradients contain.
   virtual void begin_pass(int64_t /*step*/, double /*scale*/) {}

@@ -6,8 +6,9 @@
 
 namespace ds::zero {
 
-BucketGroups GradientExchange::groups_of(size_t /*bucket*/) const {
-  return {.slices = routes_.slices, .replicas = routes_.replicas, .instead = routes_.reduction};
+BucketGroups GradientExchange::groups_of(size_t bucket) const {
+  const bool instead = routes_.reduction != nullptr && routes_.reduction->takes(bucket);
+  return {.slices = routes_.slices, .replicas = routes_.replicas, .instead = instead ? routes_.reduction : nullptr};
 }
 
 at::Tensor GradientExchange::own_part(size_t bucket, const at::Tensor& flat) const {

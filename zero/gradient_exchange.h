@@ -30,8 +30,7 @@ class GradientExchange {
   GradientExchange(const ReduceRoutes& routes, const ReducerOptions& options) : routes_(routes), options_(options) {}
 
   const ReducerOptions& options() const { return options_; }
-  // Today the same for every bucket. Whatever reduces asks here, so that buckets of one model may have groups of their
-  // own.
+  // Whatever reduces asks here: buckets of one model may be reduced in ways of their own.
   BucketGroups groups_of(size_t bucket) const;
   // While true, gradients stay those of this rank, whole buckets, and nothing is sent.
   void keep_local(bool local) { local_ = local; }

@@ -123,6 +123,23 @@ void check_compression(const DsConfig& c, JsonProblems& problems) {
   warn_of_unused_compression_keys(c, problems);
 }
 
+void check_sparse_gradients(const DsConfig& c, JsonProblems& problems) {
+  if (!c.sparse_gradients) return;
+  const auto excludes = [&](bool asked, const std::string& other, const char* why) {
+    if (asked) problems.error("/sparse_gradients", cat("true excludes ", other, ": ", why));
+  };
+  const std::string zero = "zero_optimization.";
+  excludes(c.zero_optimization.stage == 3, zero + "stage 3",
+           "tables are whole on no rank there, and are gathered whole before each lookup; use stage 0, 1 or 2");
+  excludes(c.zero_optimization.zero_quantized_gradients, zero + "zero_quantized_gradients",
+           "both take the place of the same reductions; keep one");
+  excludes(c.gradient_compression.compresses(),
+           cat("gradient_compression.method ", name_of(c.gradient_compression.method)),
+           "both take the place of the same reductions; keep one");
+  excludes(c.optimizer.compresses(), cat("optimizer.type ", c.optimizer.type),
+           "it compresses what ranks exchange itself; keep one");
+}
+
 void check_activations(const DsConfig& c, JsonProblems& problems) {
   const ActivationCheckpointingSection& s = c.activation_checkpointing;
   if (s.modules.empty() && s.recompute != "all") {
@@ -180,6 +197,7 @@ void check_across_sections(const DsConfig& config, JsonProblems& problems) {
   check_optimizer(config, problems);
   check_gradients(config, problems);
   check_compression(config, problems);
+  check_sparse_gradients(config, problems);
   check_activations(config, problems);
   check_elasticity(config, problems);
   check_tensor_parallel(config, problems);

@@ -110,7 +110,6 @@ void collect_features(const DsConfig& c, Collector& out) {
             "use FAST; MOCK writes nothing");
   out.later(c.eigenvalue.enabled, "eigenvalue", "turn it off");
   out.later(c.quantize_training.is_object(), "quantize_training", "remove it");
-  out.later(c.sparse_gradients, "sparse_gradients", "use false");
   out.later(c.graph_harvesting, "graph_harvesting", "use false");
 }
 

@@ -254,6 +254,8 @@ void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan)
                        "pipeline::PipelineModule, found ", ranks,
                        "; give the model as a list of layers, or remove the ", "key");
   if (!facts.pipeline_module) return;
+  require<ConfigError>(!config.sparse_gradients, "sparse_gradients: true excludes a pipeline::PipelineModule, whose ",
+                       "buckets follow its stages and what they share; remove it, or give the model as one module");
   require<ConfigError>(facts.trains,
                        "optimizer: expected this section in the ds_config with a pipeline::PipelineModule, ",
                        "found none; add \"optimizer\": {\"type\": \"AdamW\", \"params\": {\"lr\": 1e-3}}, also where ",
@@ -298,6 +300,9 @@ void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, c
   require<ConfigError>(!facts.client_optimizer || facts.client_on_slices, key,
                        "a client optimizer: it has the module's parameters, and what is ",
                        "trained are their parts. Use the optimizer section of the config, or set autotp_size to 1");
+  require<ConfigError>(!config.sparse_gradients, key,
+                       "sparse_gradients: of a table of words a rank has a part. Set it ",
+                       "to false, or autotp_size to 1");
   const std::string& type = config.optimizer.type;
   const auto& offload = config.zero_optimization.offload_optimizer;
   require<ConfigError>(
@@ -329,6 +334,7 @@ void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan
   }
   choose_gradient_quantization(zero, plan);
   choose_gradient_compression(config.gradient_compression, plan);
+  plan.sparse_gradients = config.sparse_gradients && plan.shard_ranks > 1;
   choose_compressed_optimizer(config, facts, plan);
   plan.require_all_gradients = !zero.ignore_unused_parameters;
   plan.clip_value = config.gradient_clip_by_value;

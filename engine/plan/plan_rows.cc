@@ -163,6 +163,10 @@ std::string reductions_text(const Plan& plan) {
 
 void add_gradient_compression_row(const DsConfig& config, Plan& plan) {
   const config::GradientCompressionSection& section = config.gradient_compression;
+  if (plan.sparse_gradients) {
+    plan.rows.push_back({"embeddings", "rows of their gradients that are not zero travel alone where that is less",
+                         "sparse_gradients: true"});
+  }
   if (!section.compresses()) return;
   if (plan.compression.compresses()) {
     plan.rows.push_back(

@@ -33,6 +33,7 @@ void require_float64_kept(const DsConfig& config, const PlanFacts& facts) {
   require_absent(config.gradient_compression.method != config::CompressionMethod::kNone,
                  cat("gradient_compression.method: ", name_of(config.gradient_compression.method)),
                  "gradients are reduced in float64");
+  require_absent(config.sparse_gradients, "sparse_gradients: true", "it adds rows in float32");
   require_absent(zero.zero_quantized_weights, "zero_optimization.zero_quantized_weights: true", kInteger);
   require_absent(zero.zero_quantized_nontrainable_weights,
                  "zero_optimization.zero_quantized_nontrainable_weights: true", "it keeps integers of 8 bits");

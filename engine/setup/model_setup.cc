@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/log.h"
 #include "engine/setup/part_options.h"
+#include "engine/state/embedding_rows.h"
 #include "engine/state/gradient_compression.h"
 #include "engine/state/held_bytes.h"
 #include "zero/parameter_publisher.h"
@@ -20,12 +22,15 @@ std::unique_ptr<OffloadedState> make_offloaded(const ModelState& model, const co
                                           *model.ranks.world);
 }
 
-GradientParts make_gradients(const ModelState& model) {
+// `widths`: of tables of embeddings (table_widths()).
+GradientParts make_gradients(const ModelState& model, const std::vector<int64_t>& widths) {
   const RankGroups& groups = model.ranks.groups;
   const at::Device device = model.ranks.device;
   GradientParts parts;
   if (!model.buckets.empty())
     parts.reduction = make_gradient_reduction(model.plan, groups, model.buckets, model.infos, device);
+  if (model.plan.sparse_gradients)
+    parts.reduction = make_row_reduction(groups.compression.compressed, model.buckets, widths);
   if (model.plan.locate_non_finite) {
     parts.check = std::make_unique<zero::GradientCheck>(device, /*lazy=*/!device.is_cpu());
   }
@@ -36,6 +41,19 @@ GradientParts make_gradients(const ModelState& model) {
       reducer_options(model.plan, model.module->name(), device.is_cpu()));
   if (parts.check) parts.reducer->check_with(*parts.check);
   return parts;
+}
+
+// Of tables whose rows travel alone; empty without sparse_gradients.
+std::vector<int64_t> widths_of_tables(const ModelState& model) {
+  if (!model.plan.sparse_gradients) return {};
+  std::vector<int64_t> widths = table_widths(*model.module, model.parameters);
+  const bool any = std::any_of(widths.begin(), widths.end(), [](int64_t width) { return width > 0; });
+  if (!any && model.ranks.world->rank() == 0) {
+    log::warning(
+        "sparse_gradients: true has no effect: no trainable parameter is the weight of a torch::nn::Embedding, ",
+        "of an EmbeddingBag, or of a layer named as one (wte, embed_tokens, ...); remove it, or rename the layer");
+  }
+  return widths;
 }
 
 void make_access(ModelState& model) {
@@ -92,6 +110,8 @@ void lay_out_model(ModelState& model, const config::DsConfig& config, const Mode
   if (!model.ranks.device.is_cpu() && shards.size() > 1) {
     options.most_target_elements = kDeviceBucketBytes / static_cast<int64_t>(c10::elementSize(options.dtype));
   }
+  const std::vector<int64_t> widths = widths_of_tables(model);
+  if (model.plan.sparse_gradients) options.parts = parts_by_width(widths);
   ModelLayout layout = lay_out(parameters, group_of, options, shards.size());
   model.offloaded = make_offloaded(model, config, layout);
   BucketedModel built = build_buckets(parameters, std::move(layout), options, values, model.offloaded.get(), shards);
@@ -99,7 +119,7 @@ void lay_out_model(ModelState& model, const config::DsConfig& config, const Mode
   model.frozen_buckets = std::move(built.frozen_buckets);
   model.masters = std::move(built.masters);
   if (model.pipeline) note_buckets(*model.pipeline, model.buckets);
-  model.gradients = make_gradients(model);
+  model.gradients = make_gradients(model, widths);
   make_access(model);
 }
 

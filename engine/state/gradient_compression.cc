@@ -105,7 +105,7 @@ std::vector<std::shared_ptr<comm::Communicator>> CompressionGroups::all() const 
 
 CompressionGroups make_compression_groups(const Plan& plan, const std::shared_ptr<comm::Communicator>& shards) {
   CompressionGroups groups;
-  if (!plan.compression.compresses()) return groups;
+  if (!plan.compression.compresses() && !plan.sparse_gradients) return groups;
   const int size = shards->size();
   const auto make = [&](const std::vector<std::vector<int>>& ranks, const char* name) {
     return comm::own_group(*shards, ranks, name);

@@ -17,7 +17,7 @@ namespace ds::engine {
 
 struct RankGroups;
 
-// What gradient_compression talks over.
+// What gradient_compression and sparse_gradients talk over.
 struct CompressionGroups {
   // Ranks between which gradients are compressed: those of `shards` or, between nodes only, those of one place.
   compression::ExchangeGroups compressed;
@@ -26,7 +26,7 @@ struct CompressionGroups {
   std::vector<std::shared_ptr<comm::Communicator>> all() const;
 };
 
-// Without communicators where nothing is compressed. Collective over `shards`.
+// Without communicators where neither is on. Collective over `shards`.
 CompressionGroups make_compression_groups(const Plan& plan, const std::shared_ptr<comm::Communicator>& shards);
 
 // Null: gradients are sent as they are. What it remembers is on `device`.

@@ -68,6 +68,7 @@ struct Plan {
   int64_t gradient_node_ranks = 1;  // then: ranks whose gradients are added before they leave a node
   // gradient_compression of reductions; method kNone: gradients are sent as they are, in communication_dtype.
   config::GradientCompressionSection compression;
+  bool sparse_gradients = false;       // of gradients of embeddings, rows alone travel
   int64_t compression_node_ranks = 1;  // then: ranks that add gradients as they are before a node sends
   int64_t persistent_numel = 0;        // stage 3: parameters of at most so many elements stay whole,
   int64_t persistent_total = 0;        // and not more than so many in all

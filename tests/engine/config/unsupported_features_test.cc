@@ -47,7 +47,6 @@ const Refused kRefused[] = {
     {"{checkpoint: {writer: {type: 'MOCK'}}}", "checkpoint.writer.type"},
     {"{eigenvalue: {enabled: true}}", "eigenvalue"},
     {"{quantize_training: {}}", "quantize_training"},
-    {"{sparse_gradients: true}", "sparse_gradients"},
     {"{graph_harvesting: true}", "graph_harvesting"},
 };
 
