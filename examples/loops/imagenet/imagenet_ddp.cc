@@ -1,7 +1,7 @@
 // The loop of PyTorch's imagenet example as a plain one: DistributedDataParallel, torch::optim::SGD with a StepLR,
 // torch::data's loader with a distributed sampler, SyncBatchNorm, train() and validate() by epochs.
 //
-//   ds-launch --nproc_per_node 2 imagenet_ddp
+//   ds-launch --nproc_per_node 2 imagenet_ddp [--seed N]
 //
 // Against the Python program: ds::convert_sync_batchnorm for torch.nn.SyncBatchNorm.convert_sync_batchnorm (also on the
 // CPU), ddp_model->train() and its forward as there; imagenet.cc beside it is the same with the engine.
@@ -16,16 +16,17 @@
 #include <memory>
 #include <optional>
 
+#include "loop.h"
 #include "resnet.h"
 #include "stripes.h"
 
 namespace {
 
+using imagenet::kEpochs;
 using imagenet::Stripes;
 using Job = ds::engine::Distributed;
 using Replica = ds::DistributedDataParallel<imagenet::ResNet>;
 
-constexpr int kEpochs = 3;
 constexpr int64_t kBatch = 16;  // of one rank
 
 void train(const Job& job, Replica& model, torch::optim::SGD& optimizer, int epoch) {
@@ -48,26 +49,21 @@ void train(const Job& job, Replica& model, torch::optim::SGD& optimizer, int epo
 double validate(const Job& job, imagenet::ResNet& model, Stripes images) {
   const torch::NoGradGuard no_gradient;
   model->eval();
-  auto right = torch::zeros({}, job.device);
-  const auto count = static_cast<int64_t>(*images.size());
-  for (int64_t index = job.ranks->rank(); index < count; index += job.ranks->size()) {
-    const auto image = images.get(static_cast<size_t>(index));
-    const auto scores = model->forward(image.data.unsqueeze(0).to(job.device));
-    right += scores.argmax().item<int64_t>() == image.target.item<int64_t>() ? 1 : 0;
-  }
+  auto right = imagenet::count_top1(model, images, job.ranks->rank(), job.ranks->size(), job.device);
   job.ranks->all_reduce(right).wait();
-  return right.item<double>() / static_cast<double>(count);
+  return right.item<double>() / static_cast<double>(*images.size());
 }
 
-void run() {
+void run(uint64_t seed) {
   const Job job = ds::engine::init_distributed();
   const bool first = job.ranks->rank() == 0;
+  torch::manual_seed(seed);  // of the weights that the model starts with
   imagenet::ResNet model(/*width=*/8, imagenet::kKinds);
   model->to(job.device);
   const auto converted = ds::convert_sync_batchnorm(*model);  // over the ranks of the wrapper that takes the model
   Replica ddp_model(model, {.process_group = job.ranks});
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(1e-4));
-  torch::optim::StepLR scheduler(optimizer, /*step_size=*/2, /*gamma=*/0.1);
+  torch::optim::StepLR scheduler(optimizer, imagenet::kEpochsUntilDecay, /*gamma=*/0.1);
   if (first) std::cout << converted.size() << " layers of BatchNorm over all ranks" << std::endl;
   for (int epoch = 1; epoch <= kEpochs; ++epoch) {
     train(job, ddp_model, optimizer, epoch);
@@ -79,9 +75,9 @@ void run() {
 
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
   try {
-    run();
+    run(imagenet::seed_of(count, arguments));
     return EXIT_SUCCESS;
   } catch (const std::exception& error) {
     std::cerr << "imagenet_ddp: error: " << error.what() << std::endl;
