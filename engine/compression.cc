@@ -9,7 +9,6 @@
 #include "engine/config/compression_rules.h"
 #include "engine/engine_impl.h"
 #include "engine/state/parameter_scope.h"
-#include "fp8/linear.h"
 #include "model_compression/compressed_model.h"
 #include "model_compression/layer_reduction.h"
 #include "model_compression/small_model.h"
@@ -42,9 +41,6 @@ std::vector<std::string> init_compression(torch::nn::Module& module, const confi
       std::make_shared<compression::CompressedModel>(module, config::compression_rules(asked.section), asked.seed);
   std::vector<std::string> names;
   for (const auto& layer : model->layers()) names.push_back(layer->name());
-  // Before ours, whoever needs them later: weights are compressed first in all processes, and what has FP8 layers of
-  // another model beside computes them.
-  fp8::register_fp8_linear();
   compression::attach(module.shared_from_this(), std::move(model));
   return names;
 }

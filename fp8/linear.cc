@@ -1,25 +1,27 @@
 #include "fp8/linear.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/_unsafe_view.h>
-#include <ATen/ops/linear_native.h>
-#include <ATen/ops/matmul_native.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/library.h>
 
+#include <array>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
+#include "core/kernel_in_front.h"
+#include "core/replay/own_results.h"
 #include "core/replay/replayed_values.h"
 #include "core/transposed.h"
 #include "fp8/linear_table.h"
@@ -28,14 +30,12 @@ namespace ds::fp8 {
 namespace {
 
 namespace autograd = torch::autograd;
-using MaybeTensor = std::optional<at::Tensor>;
 
 at::Tensor rows_of(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
 
 // A layer at work: the same scales in forward, in backward, and where forward is computed again.
 struct LayerInUse {
-  std::string name;
-  int64_t index = 0;
+  std::shared_ptr<const Fp8Layer> layer;
   std::shared_ptr<Scaling> scaling;
   at::Tensor scales;  // undefined with blocks
 
@@ -43,15 +43,15 @@ struct LayerInUse {
 
   Quantized input(const at::Tensor& rows, bool records) const {
     if (options().blocks) return quantize_rows(rows, kE4M3, options().margin);
-    return scaling->quantized(rows, index, Kind::kInput, scales, records);
+    return scaling->quantized(rows, layer->index, Kind::kInput, scales, records);
   }
   Quantized weight(const at::Tensor& values, bool records) const {
     if (options().blocks) return quantize_blocks(values, kE4M3, options().margin);
-    return scaling->quantized(values, index, Kind::kWeight, scales, records);
+    return scaling->quantized(values, layer->index, Kind::kWeight, scales, records);
   }
   Quantized gradient(const at::Tensor& rows) const {
     if (options().blocks) return quantize_rows(rows, options().gradients, options().margin);
-    return scaling->quantized(rows, index, Kind::kGradient, scales, /*records=*/true);
+    return scaling->quantized(rows, layer->index, Kind::kGradient, scales, /*records=*/true);
   }
 };
 
@@ -68,7 +68,7 @@ class Fp8LinearBackward : public autograd::Node {
 
   // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): autograd's signature
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
-    require(!at::GradMode::is_enabled(), "fp8, layer ", layer_.name,
+    require(!at::GradMode::is_enabled(), "fp8, layer ", layer_.layer->name,
             ": backward with create_graph: expected first derivatives only, found a double backward through FP8; ",
             "leave the layer out (fp8.exclude)");
     TORCH_CHECK(!released_, autograd::ERR_BACKWARD_TWICE);
@@ -119,16 +119,26 @@ bool is_part_of(const at::Tensor& input, const at::Tensor& weight) {
   return distance >= 0 && distance < weight.numel();
 }
 
-// None: LibTorch computes it.
-std::optional<LayerInUse> layer_of(const at::Tensor& input, const at::Tensor& weight) {
-  if (input.is_meta() || weight.dim() != 2 || input.dim() == 0) return std::nullopt;
-  const auto layer = find_layer(weight);
-  if (!layer || is_part_of(input, weight)) return std::nullopt;
+struct Operands {
+  at::Tensor input, weight, bias;  // without a weight: it is no layer's; without a bias: there is none
+};
+
+// Null: the kernel behind computes it.
+std::shared_ptr<const Fp8Layer> layer_of(const Operands& of) {
+  if (c10::InferenceMode::is_enabled()) return nullptr;  // also under autocast, whose keys are above autograd's
+  if (!of.weight.defined() || of.weight.dim() != 2 || of.input.is_meta() || of.input.dim() == 0) return nullptr;
+  auto layer = find_layer(of.weight);
+  return layer && !is_part_of(of.input, of.weight) ? std::move(layer) : nullptr;
+}
+
+// None: likewise, what does not fit is LibTorch's to refuse.
+std::optional<LayerInUse> in_use(std::shared_ptr<const Fp8Layer> layer, const Operands& of) {
   auto scaling = layer->scaling.lock();
-  // What does not fit is LibTorch's to refuse.
-  if (!scaling || input.scalar_type() != weight.scalar_type() || input.size(-1) != weight.size(1)) return std::nullopt;
+  if (!scaling || of.input.scalar_type() != of.weight.scalar_type() || of.input.size(-1) != of.weight.size(1)) {
+    return std::nullopt;
+  }
   scaling->note_use(layer->index);
-  LayerInUse result{layer->name, layer->index, std::move(scaling), {}};
+  LayerInUse result{std::move(layer), std::move(scaling), {}};
   if (result.options().recipe == Recipe::kDelayed) {
     const int64_t generation = ReplayTape::replayed([&] { return result.scaling->generation(); });
     result.scales = result.scaling->scales(generation);
@@ -151,65 +161,105 @@ at::Tensor output_of(const LayerInUse& layer, const at::Tensor& input, const at:
   return at::_unsafe_view(result, sizes);  // a view could not be changed in place, as torch's Linear does
 }
 
-// bias: undefined where there is none.
-at::Tensor compute(LayerInUse layer, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
-  at::Tensor output = output_of(layer, input, weight, bias);
-  if (!autograd::compute_requires_grad(input, weight, bias)) return output;
-  const std::shared_ptr<autograd::Node> node(new Fp8LinearBackward(std::move(layer), input, weight),
+at::Tensor compute(LayerInUse layer, const Operands& of) {
+  OwnResults::note();
+  at::Tensor output = output_of(layer, of.input, of.weight, of.bias);
+  if (!autograd::compute_requires_grad(of.input, of.weight, of.bias)) return output;
+  const std::shared_ptr<autograd::Node> node(new Fp8LinearBackward(std::move(layer), of.input, of.weight),
                                              autograd::deleteNode);
-  node->set_next_edges(autograd::collect_next_edges(input, weight, bias));
+  node->set_next_edges(autograd::collect_next_edges(of.input, of.weight, of.bias));
   autograd::set_history(output, node);
   return output;
 }
 
-at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const MaybeTensor& bias) {
-  auto layer = layer_of(input, weight);
-  if (!layer) return at::native::linear(input, weight, bias);
-  return compute(*std::move(layer), input, weight, bias ? *bias : at::Tensor());
+using FindOperands = Operands (*)(const c10::IValue* arguments);
+
+Operands of_linear(const c10::IValue* arguments) {
+  return {arguments[0].toTensor(), arguments[1].toTensor(),
+          arguments[2].isTensor() ? arguments[2].toTensor() : at::Tensor()};
 }
 
 // torch::nn::Linear without a bias, or of more than two dimensions.
-at::Tensor matmul(const at::Tensor& input, const at::Tensor& matrix) {
-  const at::Tensor weight = base_of_transposed(matrix);
-  auto layer = weight.defined() ? layer_of(input, weight) : std::nullopt;
-  if (!layer) return at::native::matmul(input, matrix);
-  return compute(*std::move(layer), input, weight, {});
+Operands of_matmul(const c10::IValue* arguments) {
+  return {arguments[0].toTensor(), base_of_transposed(arguments[1].toTensor()), {}};
 }
 
-// torch::nn::Linear of two dimensions: addmm(bias, input, weight.t()). Boxed, as LibTorch's own kernel, which has a
-// graph to make, can be called in no other way.
-void addmm(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  constexpr size_t kArguments = 5;
-  const auto argument = [&](size_t i) -> c10::IValue& { return (*stack)[stack->size() - kArguments + i]; };
-  const at::Tensor weight = base_of_transposed(argument(2).toTensor());
-  const bool is_sum = argument(3).toScalar().equal(1) && argument(4).toScalar().equal(1);
-  if (weight.defined() && is_sum && argument(0).toTensor().dim() == 1) {
-    const at::Tensor bias = argument(0).toTensor();
-    const at::Tensor input = argument(1).toTensor();
-    auto layer = bias.size(0) == weight.size(0) ? layer_of(input, weight) : std::nullopt;
-    if (layer) {
-      torch::jit::drop(*stack, kArguments);
-      torch::jit::push(*stack, compute(*std::move(layer), input, weight, bias));
-      return;
+// torch::nn::Linear of two dimensions: addmm(bias, input, weight.t()).
+Operands of_addmm(const c10::IValue* arguments) {
+  const at::Tensor weight = base_of_transposed(arguments[2].toTensor());
+  const at::Tensor bias = arguments[0].toTensor();
+  const bool is_sum = arguments[3].toScalar().equal(1) && arguments[4].toScalar().equal(1);
+  const bool fits = weight.defined() && is_sum && bias.dim() == 1 && bias.size(0) == weight.size(0);
+  return {arguments[1].toTensor(), fits ? weight : at::Tensor(), bias};
+}
+
+// As autocast casts them for a product.
+Operands cast_for_product(const Operands& of, at::DeviceType device) {
+  const at::ScalarType type = at::autocast::get_autocast_dtype(device);
+  const auto cast = [&](const at::Tensor& tensor) {
+    return tensor.defined() ? at::autocast::cached_cast(type, tensor, device) : tensor;
+  };
+  return {cast(of.input), cast(of.weight), cast(of.bias)};
+}
+
+// Stands in front of one operator at one key. Boxed: kernels of LibTorch that have a graph to make can be called in no
+// other way.
+class InFront : public c10::OperatorKernel {
+ public:
+  InFront(FindOperands find, std::optional<at::DeviceType> autocast_of, size_t arguments,
+          c10::SafeKernelFunction behind)
+      : find_(find), autocast_of_(autocast_of), count_(arguments), behind_(std::move(behind)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    Operands operands = find_(stack->data() + (stack->size() - count_));
+    auto known = layer_of(operands);
+    if (!known) return behind_.callBoxed(op, keys, stack);
+    std::optional<c10::impl::ExcludeDispatchKeyGuard> without_autocast;
+    if (autocast_of_) {
+      without_autocast.emplace(c10::autocast_dispatch_keyset);
+      operands = cast_for_product(operands, *autocast_of_);
     }
+    auto layer = in_use(std::move(known), operands);
+    if (!layer) return behind_.callBoxed(op, keys, stack);
+    torch::jit::drop(*stack, count_);
+    torch::jit::push(*stack, compute(*std::move(layer), operands));
   }
-  op.callBoxedForDispatchKey(c10::DispatchKey::Autograd, *stack);
+
+ private:
+  const FindOperands find_;
+  const std::optional<at::DeviceType> autocast_of_;  // none: it stands at a key below
+  const size_t count_;                               // of the operator's arguments
+  const c10::SafeKernelFunction behind_;
+};
+
+struct Place {
+  c10::DispatchKey key;
+  std::optional<at::DeviceType> autocast_of;
+};
+constexpr std::array<Place, 4> kPlaces = {Place{c10::DispatchKey::AutocastCPU, at::kCPU},
+                                      Place{c10::DispatchKey::AutocastCUDA, at::kCUDA},
+                                      Place{c10::DispatchKey::AutogradCPU, std::nullopt},
+                                      Place{c10::DispatchKey::AutogradCUDA, std::nullopt}};
+
+void put_in_front_of(const char* name, FindOperands find) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  for (const Place& place : kPlaces) {
+    auto behind = kernel_at(op, place.key);
+    if (!behind) continue;
+    auto kernel =
+        std::make_unique<InFront>(find, place.autocast_of, op.schema().arguments().size(), *std::move(behind));
+    put_in_front(op, place.key, c10::BoxedKernel::makeFromFunctor(std::move(kernel)));
+  }
 }
 
 }  // namespace
 
 void register_fp8_linear() {
-  // Never destroyed: the dispatcher may be used until the process ends. Used by nobody, and kept where leak checkers
-  // find it.
-  [[gnu::used]] static const auto* const kRegistrations = [] {
-    auto* const libraries = new std::vector<torch::Library>;
-    for (const c10::DispatchKey key : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
-      torch::Library& library = libraries->emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
-      library.impl("linear", TORCH_FN(linear));
-      library.impl("matmul", TORCH_FN(matmul));
-      library.impl("addmm", torch::CppFunction::makeFromBoxedFunction<&addmm>());
-    }
-    return libraries;
+  [[maybe_unused]] static const bool kDone = [] {
+    put_in_front_of("aten::linear", of_linear);
+    put_in_front_of("aten::matmul", of_matmul);
+    put_in_front_of("aten::addmm", of_addmm);
+    return true;
   }();
 }
 

@@ -4,8 +4,8 @@
 
 namespace ds::fp8 {
 
-// Puts our kernel in front of LibTorch's, for the rest of the process. Other layers are computed by LibTorch as before.
-// Idempotent; any thread.
+// Puts our kernels in front of those that are there, for the rest of the process. Other layers are computed by these as
+// before. Idempotent; any thread.
 void register_fp8_linear();
 
 }  // namespace ds::fp8

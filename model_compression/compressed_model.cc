@@ -98,11 +98,12 @@ std::shared_ptr<CompressedLayer> CompressedModel::layer_of(const RelatedLayer& f
 }
 
 void CompressedModel::add_rule(torch::nn::Module& module, const Rule& rule) {
+  const std::vector<Pattern> excluding(rule.excluded.begin(), rule.excluded.end());
   for (size_t entry = 0; entry < rule.modules.size(); ++entry) {
     const auto wanted = [&](const torch::nn::Module& of, const std::string& name) {
       const auto kind = kind_of(of);
-      const bool excluded = std::any_of(rule.excluded.begin(), rule.excluded.end(),
-                                        [&](const std::string& pattern) { return Pattern(pattern).matches(name); });
+      const bool excluded = std::any_of(excluding.begin(), excluding.end(),
+                                        [&](const Pattern& pattern) { return pattern.matches(name); });
       return kind && applies_to(rule.method, *kind) && !excluded;
     };
     const auto found = matching(module, rule.modules[entry], wanted);

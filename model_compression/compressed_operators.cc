@@ -1,23 +1,20 @@
 // Operators of compressed layers: ours change the operands and hand them to the kernel that was there before, at the
 // key where the operator comes in.
-#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <shared_mutex>
-#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "core/kernel_in_front.h"
+#include "core/replay/own_results.h"
 #include "core/transposed.h"
 #include "model_compression/compressed_model.h"
 
@@ -50,33 +47,6 @@ constexpr std::array<Intercepted, 7> kOperators = {
     Intercepted{"aten::embedding", "", {Role::kWeight, LayerKind::kEmbedding, std::nullopt, 0, std::nullopt}}};
 
 using Key = c10::DispatchKey;
-
-// What was registered before, by schema and key. Entries stay where they are: operators of other threads hold them
-// while another model registers its own.
-class Originals {
- public:
-  struct Entry {
-    Places places;
-    c10::SafeKernelFunction kernel;
-  };
-  void add(const c10::FunctionSchema* schema, Key key, Entry entry) {
-    const std::unique_lock lock(mutex_);
-    entries_.emplace(std::pair(schema, key), std::move(entry));
-  }
-  const Entry& of(const c10::FunctionSchema* schema, Key key) {
-    const std::shared_lock lock(mutex_);
-    return entries_.at({schema, key});
-  }
-  static Originals& of_process() {
-    // Never destroyed: the dispatcher may be used until the process ends.
-    [[gnu::used]] static auto* const kOriginals = new Originals;
-    return *kOriginals;
-  }
-
- private:
-  std::shared_mutex mutex_;
-  std::map<std::pair<const c10::FunctionSchema*, Key>, Entry> entries_;
-};
 
 // While a layer is computed on this thread: operators inside, those of the same operator at the keys below too, have
 // its operands already.
@@ -140,43 +110,47 @@ void compress_operands(const Places& places, CompressedLayer& layer, const at::T
   }
 }
 
-template <Key kKey>
-void compute(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const c10::FunctionSchema* const schema = &op.schema();
-  const Originals::Entry& entry = Originals::of_process().of(schema, kKey);
-  const c10::SafeKernelFunction& original = entry.kernel;
-  if (is_inside()) return original.callBoxed(op, keys, stack);
-  const Places& places = entry.places;
-  c10::IValue* const arguments = stack->data() + (stack->size() - schema->arguments().size());
-  const at::Tensor tensor = tensor_of_layer(places, arguments);
-  std::shared_ptr<CompressedLayer> layer;
-  if (tensor.defined()) {
-    layer = places.role == Role::kAddedBias ? find_layer_of_bias(tensor) : find_layer(tensor, places.kind);
-  }
-  if (layer && places.role == Role::kAddedBias && !adds_to_product(*layer, arguments)) layer = nullptr;
-  if (!layer || !layer->module()) return original.callBoxed(op, keys, stack);
-  const Inside inside;
-  compress_operands(places, *layer, tensor, arguments);
-  original.callBoxed(op, keys, stack);
-  note_product(places, *layer, stack->back());
+// Null: this is no operator of a layer.
+std::shared_ptr<CompressedLayer> layer_of(const Places& places, const at::Tensor& tensor,
+                                          const c10::IValue* arguments) {
+  if (!tensor.defined()) return nullptr;
+  const bool is_bias = places.role == Role::kAddedBias;
+  auto layer = is_bias ? find_layer_of_bias(tensor) : find_layer(tensor, places.kind);
+  const bool is_layers = layer && layer->module() && (!is_bias || adds_to_product(*layer, arguments));
+  return is_layers ? std::move(layer) : nullptr;
 }
 
-// torch says it where a kernel takes the place of another one; here it is meant.
-struct Silent : c10::WarningHandler {
-  void process(const c10::Warning& /*warning*/) override {}
+// Stands in front of one operator at one key.
+class InFront : public c10::OperatorKernel {
+ public:
+  InFront(const Places& places, size_t arguments, c10::SafeKernelFunction behind)
+      : places_(places), count_(arguments), behind_(std::move(behind)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    if (is_inside()) return behind_.callBoxed(op, keys, stack);
+    c10::IValue* const arguments = stack->data() + (stack->size() - count_);
+    const at::Tensor tensor = tensor_of_layer(places_, arguments);
+    const auto layer = layer_of(places_, tensor, arguments);
+    if (!layer) return behind_.callBoxed(op, keys, stack);
+    OwnResults::note();
+    const Inside inside;
+    compress_operands(places_, *layer, tensor, arguments);
+    behind_.callBoxed(op, keys, stack);
+    note_product(places_, *layer, stack->back());
+  }
+
+ private:
+  const Places places_;
+  const size_t count_;  // of the operator's arguments
+  const c10::SafeKernelFunction behind_;
 };
 
-template <Key kKey>
-void put_before(const Intercepted& one, std::vector<torch::Library>& libraries) {
+void put_in_front_of(const Intercepted& one, Key key) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(one.name, one.overload);
-  if (!op.hasComputedKernelForDispatchKey(kKey)) return;
-  // Autocast lets some pass.
-  if (c10::autocast_dispatch_keyset.has(kKey) && !op.hasKernelForDispatchKey(kKey)) return;
-  Originals::of_process().add(&op.schema(), kKey,
-                              {.places = one.places, .kernel = op.getComputedKernelForDispatchKey(kKey)});
-  const std::string name = std::string(one.name).substr(6) + (*one.overload ? std::string(".") + one.overload : "");
-  torch::Library& library = libraries.emplace_back(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
-  library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&compute<kKey>>());
+  auto behind = kernel_at(op, key);
+  if (!behind) return;
+  auto kernel = std::make_unique<InFront>(one.places, op.schema().arguments().size(), *std::move(behind));
+  put_in_front(op, key, c10::BoxedKernel::makeFromFunctor(std::move(kernel)));
 }
 
 // add_ is everywhere, and of a layer only where that changes its bias.
@@ -189,25 +163,17 @@ bool is_needed(const Intercepted& one, const std::vector<std::shared_ptr<Compres
 }  // namespace
 
 void register_operators_of(const std::vector<std::shared_ptr<CompressedLayer>>& layers) {
-  struct Registrations {
-    std::mutex mutex;
-    std::array<bool, kOperators.size()> done = {};
-    std::vector<torch::Library> libraries;
-  };
-  [[gnu::used]] static auto* const kRegistrations = new Registrations;
-  const std::lock_guard lock(kRegistrations->mutex);
-  Silent silent;
-  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  static std::mutex mutex;
+  static std::array<bool, kOperators.size()> done = {};
+  const std::lock_guard lock(mutex);
   for (size_t i = 0; i < kOperators.size(); ++i) {
-    if (kRegistrations->done[i] || !is_needed(kOperators[i], layers)) continue;
-    kRegistrations->done[i] = true;
+    if (done[i] || !is_needed(kOperators[i], layers)) continue;
+    done[i] = true;
     // From above: what comes in at one key passes those below as it is.
-    put_before<Key::AutocastCPU>(kOperators[i], kRegistrations->libraries);
-    put_before<Key::AutocastCUDA>(kOperators[i], kRegistrations->libraries);
-    put_before<Key::AutogradCPU>(kOperators[i], kRegistrations->libraries);
-    put_before<Key::AutogradCUDA>(kOperators[i], kRegistrations->libraries);
-    put_before<Key::CPU>(kOperators[i], kRegistrations->libraries);
-    put_before<Key::CUDA>(kOperators[i], kRegistrations->libraries);
+    for (const Key key : {Key::AutocastCPU, Key::AutocastCUDA, Key::AutogradCPU, Key::AutogradCUDA, Key::CPU,
+                          Key::CUDA}) {
+      put_in_front_of(kOperators[i], key);
+    }
   }
 }
 

@@ -117,9 +117,9 @@ class Keys {
 void read_weight_quantization(Keys& shared, Rule& rule) {
   rule.schedule_offset = shared.integer("schedule_offset", 0, 0);
   rule.groups = shared.integer("quantize_groups", 1, 1);
-  rule.verbose = shared.boolean("quantize_verbose", false);
   rule.symmetric = shared.word("quantization_type", {"symmetric", "asymmetric"}) == "symmetric";
   rule.stochastic = shared.word("rounding", {"nearest", "stochastic"}) == "stochastic";
+  shared.boolean("quantize_verbose", false);            // DeepSpeed prints what it does
   shared.boolean("quantizer_kernel", false);            // the same values by another kernel
   shared.boolean("quantize_weight_in_forward", false);  // they always are: the optimizer's weights stay as they are
   const Json* const mixed = shared.find("fp16_mixed_quantize", /*has_default=*/true);

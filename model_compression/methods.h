@@ -43,7 +43,6 @@ struct Rule {
   BitSchedule bits;  // of activations: start alone
   bool symmetric = true;
   bool stochastic = false;
-  bool verbose = false;
   bool static_range = false;
   int64_t groups = 1;
   // Of pruning.

@@ -184,6 +184,15 @@ void warn_without_effect(const DsConfig& c, JsonProblems& problems) {
   python_only(c.nebula.enabled, "/nebula");
   python_only(c.disable_python_gc, "/disable_python_gc");
   python_only(!c.datastates_ckpt.is_null() && c.datastates_ckpt != false, "/datastates_ckpt");
+  if (c.zero_optimization.elastic_checkpoint && c.zero_optimization.stage == 3) {
+    problems.warning("/zero_optimization/elastic_checkpoint",
+                     "changes nothing: every checkpoint loads into any number of ranks");
+  }
+  if (c.weight_quantization) {
+    problems.warning("/weight_quantization",
+                     "read by DeepSpeed's inference alone; a training run there is the same with it and without it, as "
+                     "here");
+  }
   if (c.vocabulary_size && *c.vocabulary_size % kVocabularyMultiple != 0) {
     problems.warning("/vocabulary_size", cat(*c.vocabulary_size, " is no multiple of ", kVocabularyMultiple,
                                              ", which costs speed on GPUs"));

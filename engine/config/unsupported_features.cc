@@ -93,7 +93,9 @@ void collect_compression(const CompressionTrainingSection& s, Collector& out) {
 }
 
 void collect_features(const DsConfig& c, Collector& out) {
-  out.later(c.aio.use_gds, "aio.use_gds", "use false; files are read into host memory");
+  out.add(c.aio.use_gds, "aio.use_gds",
+          "needs cuFile (libcufile.so) and a GPU whose memory it reads files into, and this build does not call it; use "
+          "false: files are read into host memory");
   out.later(c.flops_profiler.enabled, "flops_profiler", "turn it off");
   out.later(c.comms_logger.enabled, "comms_logger", "turn it off");
   const DataEfficiencySection& data = c.data_efficiency;
@@ -103,7 +105,10 @@ void collect_features(const DsConfig& c, Collector& out) {
   out.later(data.enabled && data.data_routing.enabled && ltd.enabled && ltd.layer_token_lr_schedule.enabled,
             "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule", "turn it off, as DeepSpeed asks");
   out.later(c.autotuning.enabled, "autotuning", "turn it off");
-  out.later(c.weight_quantization && c.weight_quantization->enabled, "weight_quantization", "remove it");
+  out.add(c.weight_quantization && !c.weight_quantization->quantized_initialization.empty(),
+          "weight_quantization.quantized_initialization",
+          "makes sense for inference alone: weights of Linear and Embedding layers become integers as they are made, "
+          "which no gradient changes; remove it");
   out.later(c.checkpoint.use_node_local_storage, "checkpoint.use_node_local_storage",
             "use false; rank 0 joins the parts of all ranks, so that they lie on a file system all hosts share");
   out.later(c.checkpoint.writer && c.checkpoint.writer->type == "MOCK", "checkpoint.writer.type",

@@ -98,9 +98,11 @@ void describe_stage3(JsonFields& json, ZeroSection& s) {
   json.field({"stage3_max_reuse_distance", "max_reuse_distance"}, s.stage3_max_reuse_distance, at_least(0));
   json.field({"stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"},
              s.stage3_gather_16bit_weights_on_model_save);
-  json.field("stage3_module_granularity_threshold", s.stage3_module_granularity_threshold);
-  json.field("stage3_use_all_reduce_for_fetch_params", s.stage3_use_all_reduce_for_fetch_params);
-  json.field("stage3_allgather_sequential", s.stage3_allgather_sequential);
+  json.field({"stage3_module_granularity_threshold", "module_granularity_threshold"},
+             s.stage3_module_granularity_threshold);
+  json.field({"stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"},
+             s.stage3_use_all_reduce_for_fetch_params);
+  json.field({"stage3_allgather_sequential", "allgather_sequential"}, s.stage3_allgather_sequential);
   json.field("stage3_release_always", s.stage3_release_always);
   json.field("zero_hpz_partition_size", s.zero_hpz_partition_size, at_least(0));
   json.field("zero_quantized_weights", s.zero_quantized_weights);

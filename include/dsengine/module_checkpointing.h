@@ -18,10 +18,10 @@
 // A tensor is dropped only where that saves memory: where making it again keeps fewer bytes that would else be free
 // than it has (parameters and tensors that are saved in any case cost nothing). Kept always: outputs of factories, of
 // batch normalization (a batch counts once), of recurrent layers' fused operators, of operators that are not LibTorch's
-// (custom ones, ds::ops), of operators inside autograd functions, of those that draw from a generator of the program's
-// own, of copies that do not wait (non_blocking), and what reads split, nested, sparse, quantized or complex-conjugate
-// tensors. Code that writes by a pointer to memory
-// that an operator made has to stand in an autograd function; on an accelerator nothing finds out if it does not.
+// (custom ones, ds::ops), of layers on FP8 and compressed ones, of operators inside autograd functions, of those that
+// draw from a generator of the program's own, of copies that do not wait (non_blocking), and what reads split, nested,
+// sparse, quantized or complex-conjugate tensors. Code that writes by a pointer to memory that an operator made has to
+// stand in an autograd function; on an accelerator nothing finds out if it does not.
 //
 // It costs a look at each operator that the thread calls. Threads: it holds for the thread that calls it, as
 // interception by an engine does; forward passes of other threads keep all. Backward may run anywhere.

@@ -14,6 +14,7 @@
 
 #include "core/check.h"
 #include "core/replay/memory_writes.h"
+#include "core/replay/own_results.h"
 #include "core/split/split_tensor.h"
 #include "recompute/modules/operator_log.h"
 #include "recompute/modules/saved_tensor.h"
@@ -201,9 +202,12 @@ void run_recorded(Watch& watch, const c10::OperatorHandle& op, c10::DispatchKeyS
   OperatorLog::Draft draft;
   if (notes) draft = watch.log->begin(op, facts, *stack, records);
   const OperatorScope scope(watch);
+  const uint64_t own = OwnResults::noted();
   op.redispatchBoxed(below, stack);
   // A backward pass inside of the operator has ended the region.
   if (!watch.region) return;
+  // Run again it would be LibTorch's: what it gave is kept.
+  if (OwnResults::noted() != own) draft.step.reset();
   if (notes) watch.log->end(draft, facts, *stack);
   watch.decide();
 }

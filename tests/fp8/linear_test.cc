@@ -1,4 +1,5 @@
 // Unmodified Linear layers on FP8 against the formula in float64.
+#include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -7,6 +8,7 @@
 #include "dsengine/errors.h"
 #include "fp8/linear_table.h"
 #include "tests/fp8/fp8_numbers.h"
+#include "tests/recompute/chosen_modules.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::fp8 {
@@ -143,6 +145,60 @@ TEST(Fp8Linear, TakesNoRowsOneDimensionAndFrozenParts) {
   EXPECT_FALSE(layer->weight.grad().defined());
   EXPECT_TRUE(layer->bias.grad().defined());
   EXPECT_TRUE(input.grad().defined());
+}
+
+// Recorded operators run again on tensors by which no layer is known: products on FP8 are kept, what follows them is
+// dropped.
+TEST(Fp8Linear, InChosenModulesGradientsAreThoseWithout) {
+  for (const Recipe recipe : {Recipe::kDelayed, Recipe::kCurrent}) {
+    torch::nn::Sequential model(layer_of(at::kFloat), torch::nn::GELU(), layer_of(at::kFloat, kOut, kIn));
+    const auto scaling =
+        std::make_shared<Scaling>(ScalingOptions{.recipe = recipe, .arithmetic = Arithmetic::kEmulated},
+                                  std::vector<std::string>{"0", "2"}, c10::kCPU);
+    set_layers(linears_of(*model), scaling);
+    const at::Tensor rows = waves({6, kIn}, 1.3).to(at::kFloat);
+    for (const at::Tensor& input : {rows, rows.view({2, 3, kIn})}) {
+      for (const ds::Recompute way : recompute::kBothWays) {
+        const auto statistics = recompute::expect_same_step(
+            *model, [](const std::string& name, const torch::nn::Module&) { return name.empty(); }, {.recompute = way},
+            [&] { return torch::gelu(model->forward(input)).pow(2).sum(); });
+        EXPECT_GE(statistics.dropped_tensors, 2) << "the inputs of the second layer and of pow";
+      }
+    }
+  }
+}
+
+// What autocast casts to bfloat16 is on FP8 as a layer of bfloat16; gradients come back in the weights' dtype.
+TEST(Fp8Linear, UnderAutocastIsTheLayerInItsPrecision) {
+  torch::nn::Linear wide = layer_of(at::kFloat);
+  torch::nn::Linear narrow = layer_of(at::kBFloat16);
+  {
+    const torch::NoGradGuard no_grad;
+    for (size_t i = 0; i < 2; ++i) wide->parameters()[i].copy_(narrow->parameters()[i]);
+  }
+  for (const Recipe recipe : {Recipe::kDelayed, Recipe::kCurrent}) {
+    const auto of_wide = on_fp8(wide, {.recipe = recipe});
+    const auto of_narrow = on_fp8(narrow, {.recipe = recipe});
+    const at::Tensor rows = waves({6, kIn}, 1.3).to(at::kFloat);
+    for (const at::Tensor& values : {rows, rows.view({2, 3, kIn})}) {
+      std::vector<int64_t> sizes = values.sizes().vec();
+      sizes.back() = kOut;
+      const at::Tensor of_output = waves(sizes, 0.7).to(at::kBFloat16);
+      const Gradients expected = run(narrow, values.to(at::kBFloat16), of_output);
+      const at::Tensor input = values.clone().requires_grad_(true);
+      wide->zero_grad();
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      const at::Tensor output = wide->forward(input);
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+      at::autocast::clear_cache();
+      output.backward(of_output);
+      EXPECT_TRUE(torch::equal(output, expected.output)) << values.sizes();
+      EXPECT_TRUE(torch::equal(input.grad(), expected.input.to(at::kFloat)));
+      EXPECT_TRUE(torch::equal(wide->weight.grad(), expected.weight.to(at::kFloat)));
+      EXPECT_TRUE(torch::equal(wide->bias.grad(), expected.bias.to(at::kFloat)));
+    }
+    EXPECT_TRUE(torch::equal(of_wide->memory(0), of_narrow->memory(0)));
+  }
 }
 
 TEST(Fp8Linear, TheWeightTimesItselfIsNoLayer) {

@@ -11,6 +11,7 @@
 #include "dsengine/model_compression.h"
 #include "dsengine/weights.h"
 #include "tests/engine/small_run.h"
+#include "tests/recompute/chosen_modules.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 
@@ -104,6 +105,48 @@ TEST(PreparedModel, IsNotClonedIntoOneWithPlainLayers) {
   EXPECT_THROW(layer->clone(), c10::Error);
   redundancy_clean(*layer);
   EXPECT_NO_THROW(layer->clone());
+}
+
+struct AllKindsImpl : torch::nn::Module {
+  AllKindsImpl() {
+    places = register_module("places", torch::nn::Embedding(8, 6));
+    first = register_module("first", torch::nn::Linear(6, 8));
+    last = register_module("last", torch::nn::Linear(8, 6));
+    picture = register_module("picture", torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 2, 3)));
+    fill(*this);
+  }
+  at::Tensor forward(const at::Tensor& ids) {
+    const at::Tensor hidden = torch::gelu(last(torch::gelu(first(torch::gelu(places(ids))))));
+    return torch::gelu(picture(hidden.reshape({1, 1, -1, 6}))).pow(2).sum();
+  }
+  torch::nn::Embedding places{nullptr};
+  torch::nn::Linear first{nullptr}, last{nullptr};
+  torch::nn::Conv2d picture{nullptr};
+};
+TORCH_MODULE(AllKinds);
+
+// Recorded operators run again on tensors by which no layer is known: what compressed layers give is kept, what
+// follows them is dropped.
+TEST(PreparedModel, InChosenModulesGradientsAreThoseWithout) {
+  const at::Tensor ids = torch::arange(6);
+  for (const ordered_json& config : {four_bits({"*"}), half_of_rows({"first"}), static_inputs({"first", "picture"})}) {
+    AllKinds model;
+    init_compression(*model, config);
+    set_compression_step(*model, 0);
+    model->forward(ids);
+    set_compression_step(*model, 1);
+    const double compressed = model->forward(ids).item<double>();
+    for (const at::Tensor& input : {ids, ids.view({2, 3})}) {
+      for (const ds::Recompute way : recompute::kBothWays) {
+        const auto statistics = recompute::expect_same_step(
+            *model, [](const std::string& name, const torch::nn::Module&) { return name.empty(); }, {.recompute = way},
+            [&] { return model->forward(input); });
+        EXPECT_GE(statistics.dropped_tensors, 2) << config.dump();
+      }
+    }
+    AllKinds plain;
+    EXPECT_NE(plain->forward(ids).item<double>(), compressed) << config.dump();
+  }
 }
 
 struct HeadImpl : torch::nn::Module {

@@ -5,6 +5,7 @@
 
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/errors.h"
+#include "dsengine/module_checkpointing.h"
 #include "norm/converted_layers.h"
 #include "tests/norm/joined_batch.h"
 
@@ -131,6 +132,19 @@ TEST(ConvertSyncBatchNorm, RecomputationCountsABatchOnce) {
         return recompute::checkpoint([model](const at::Tensor& y) mutable { return model->forward(y); }, x);
       },
       2e-5);
+}
+
+TEST(ConvertSyncBatchNorm, AModuleWhoseActivationsAreDroppedCountsABatchOnce) {
+  for (const Recompute way : {Recompute::kEverything, Recompute::kPointwise}) {
+    expect_trained_as_joined(
+        [way](TwoNorms& model, const at::Tensor& x) {
+          apply_activation_checkpointing(
+              *model, [](const std::string& name, const torch::nn::Module&) { return name.empty(); },
+              {.recompute = way});
+          return model->forward(x);
+        },
+        2e-5);
+  }
 }
 
 TEST(ConvertSyncBatchNorm, NestedRecomputationCountsABatchOnce) {

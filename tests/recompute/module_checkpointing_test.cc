@@ -12,6 +12,8 @@
 
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/errors.h"
+#include "dsengine/ops.h"
+#include "dsengine/sparse_attention.h"
 #include "profiling/tensor_memory.h"
 #include "tests/recompute/chosen_modules.h"
 
@@ -330,6 +332,19 @@ TEST(ModuleCheckpointing, OperatorsOfManyKindsAreMadeAgain) {
             torch::nn::functional::pad(values, torch::nn::functional::PadFuncOptions({0, 7})))
         .abs()
         .sqrt();
+  });
+  EXPECT_GT(statistics.dropped_tensors, 0);
+}
+
+// Their kernels write by pointers.
+TEST(ModuleCheckpointing, OperatorsOfOursAreKept) {
+  const auto statistics = expect_same_body([](const at::Tensor& x, WeightedBody& own) {
+    const ops::SparseSelfAttention attend({.block = 2, .num_local_blocks = 1}, 2, 9);
+    const at::Tensor h = ops::rms_norm(torch::gelu(torch::matmul(x, own.weight)), own.weight[0]);
+    const at::Tensor heads = ops::swiglu(h, torch::matmul(h, own.weight)).view({1, 4, 2, 4}).transpose(1, 2);
+    const at::Tensor angles = torch::arange(8, torch::kFloat).view({4, 2});
+    const at::Tensor mixed = attend(ops::rope(heads, angles.cos(), angles.sin()), heads, torch::tanh(heads));
+    return torch::matmul(mixed.transpose(1, 2).reshape({4, 8}), own.weight).sigmoid();
   });
   EXPECT_GT(statistics.dropped_tensors, 0);
 }

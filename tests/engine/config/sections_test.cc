@@ -141,6 +141,16 @@ TEST(Sections, PythonOnlyOnesGetOneWarning) {
   EXPECT_TRUE(unsupported_features(config).empty());
 }
 
+// What a training run of DeepSpeed does not read either.
+TEST(Sections, WhatChangesNothingIsTold) {
+  EXPECT_THAT(warnings_of("{weight_quantization: {num_bits: 4, post_init_quant: {fc: {num_bits: 4}}}}"),
+              HasSubstr("weight_quantization: read by DeepSpeed's inference alone"));
+  EXPECT_THAT(warnings_of("{zero_optimization: {stage: 3, elastic_checkpoint: true}}"),
+              HasSubstr("zero_optimization.elastic_checkpoint: changes nothing"));
+  EXPECT_EQ(warnings_of("{zero_optimization: {stage: 2, elastic_checkpoint: true}}"), "");
+  EXPECT_TRUE(unsupported_features(parse_text("{weight_quantization: {}}")).empty());
+}
+
 TEST(GradientCompression, HasDefaultsAndRanges) {
   const GradientCompressionSection none = parse_text("{}").gradient_compression;
   EXPECT_EQ(none.method, CompressionMethod::kNone);

@@ -42,7 +42,7 @@ const Refused kRefused[] = {
      "{enabled: true}}}}}",
      "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule"},
     {"{autotuning: {enabled: true}}", "autotuning"},
-    {"{weight_quantization: {}}", "weight_quantization"},
+    {"{weight_quantization: {quantized_initialization: {num_bits: 4}}}", "weight_quantization.quantized_initialization"},
     {"{checkpoint: {use_node_local_storage: true}}", "checkpoint.use_node_local_storage"},
     {"{checkpoint: {writer: {type: 'MOCK'}}}", "checkpoint.writer.type"},
     {"{eigenvalue: {enabled: true}}", "eigenvalue"},
