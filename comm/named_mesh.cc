@@ -117,6 +117,19 @@ NamedMesh NamedMesh::part(const std::vector<std::string>& names) const {
   return NamedMesh(grid_, std::move(in_order));
 }
 
+std::optional<NamedMesh> NamedMesh::joined_with(const Communicator& group) const {
+  for (size_t axis = 0; axis < grid_->names.size(); ++axis) {
+    const std::string& name = grid_->names[axis];
+    const bool own = std::find(names_.begin(), names_.end(), name) != names_.end();
+    if (own || grid_->group({axis}).get() != &group) continue;
+    NamedMesh whole(grid_, grid_->names);
+    std::vector<std::string> names = names_;
+    names.push_back(name);
+    return whole.part(names);
+  }
+  return std::nullopt;
+}
+
 std::shared_ptr<Communicator> NamedMesh::get_group() const { return grid_->group(grid_->axes_of(names_)); }
 
 std::vector<int> NamedMesh::get_coordinate() const {

@@ -8,6 +8,7 @@
 #include "engine/engine_impl.h"
 #include "engine/state/held_bytes.h"
 #include "engine/state/parameter_scope.h"
+#include "engine/state/recomputed_modules.h"
 #include "engine/state/whole_state.h"
 #include "engine/update/finished_gradients.h"
 #include "zero/gathered_scope.h"
@@ -30,6 +31,7 @@ void Engine::use_from_this_thread() {
   self.state.access->use_from_this_thread();
   self.state.gradients.reducer->use_from_this_thread();
   self.autocast->use_from_this_thread();
+  recompute_on_this_thread(self.state, self.config);
 }
 
 void Engine::synchronize_parameters() { impl_->synchronize(); }

@@ -2,21 +2,17 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros_like.h>
 
-#include <exception>
-#include <map>
 #include <set>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
-#include "core/tensor_check.h"
-#include "engine/agreement/shared_failure.h"
-#include "engine/agreement/shared_text.h"
 #include "engine/state/whole_state.h"
+#include "loops/given_values.h"
 #include "loops/optimizer_states.h"
 #include "loops/own_parts.h"
 
@@ -29,8 +25,18 @@ std::string key_of(const LeafStates& one, const std::string& name) { return cat(
 
 at::Tensor steps_tensor(int64_t steps) { return at::full({}, steps, at::kLong); }
 
-const std::vector<int64_t>& sizes_of(const OptimizerStates& states, const LeafStates& one) {
-  return states.model().state().infos[one.leaf->parameter].sizes;
+const zero::Parameter& parameter_of(const OptimizerStates& states, const LeafStates& one) {
+  return states.model().state().parameters[one.leaf->parameter];
+}
+
+std::vector<int64_t> sizes_of(const OptimizerStates& states, const LeafStates& one) {
+  return parameter_of(states, one).whole_sizes();
+}
+
+// What the leaf has of a state.
+OwnPart own_part_of(const OptimizerStates& states, const LeafStates& one, std::string key, const at::Tensor& values) {
+  return {std::move(key), sizes_of(states, one), one.leaf->place.parameter_offset, values,
+          parameter_of(states, one).part};
 }
 
 // This rank's slice of a bucket with what its leaves have under a name, zeros elsewhere.
@@ -54,8 +60,6 @@ std::set<std::string> names_in(const std::vector<LeafStates>& all, size_t bucket
   }
   return names;
 }
-
-using Given = std::map<std::string, at::Tensor>;
 
 // What a state dict says of a leaf: how many steps, 0 where it says "step" 0 and nothing else. Throws UsageError for a
 // part that is missing. `has`, `step`: of a key.
@@ -92,37 +96,20 @@ void require_known(const OptimizerStates& states, const Named& given) {
   }
 }
 
-int64_t whole_number(const char* call, const std::string& key, const at::Tensor& value) {
-  require(value.defined() && value.numel() == 1, call, ": ", key, ": expected a tensor with one number, found ",
-          describe(value));
-  return value.item<int64_t>();
-}
-
-// Steps of each leaf in a full state dict. Throws UsageError for what does not fit.
-std::map<std::string, int64_t> require_states(const OptimizerStates& states, const Given& given) {
-  std::map<std::string, int64_t> steps;
+// Steps of each leaf in a full state dict, in their order. Throws UsageError for what does not fit.
+std::vector<int64_t> require_states(const OptimizerStates& states, const ValuesByName& given) {
+  std::vector<int64_t> steps;
   const auto has = [&](const std::string& key) { return given.contains(key); };
   const auto step = [&](const std::string& key) { return whole_number(states.call(), key, given.at(key)); };
   for (const LeafStates& one : states.leaves()) {
-    if (!one.kind->prototype) continue;
-    const int64_t own = steps[one.leaf->name] = given_steps(states, one, has, step);
+    const int64_t own = steps.emplace_back(one.kind->prototype ? given_steps(states, one, has, step) : 0);
     for (size_t i = 0; own > 0 && i < one.kind->names.size(); ++i) {
       const std::string key = key_of(one, one.kind->names[i]);
-      const at::Tensor& value = given.at(key);
-      require(value.defined() && value.sizes() == sizes_of(states, one), states.call(), ": ", key,
-              ": expected a tensor of shape ", at::IntArrayRef(sizes_of(states, one)), ", found ", describe(value));
+      require_shape(states.call(), key, given.at(key), sizes_of(states, one));
     }
   }
   require_known(states, given);
   return steps;
-}
-
-Given by_name(const char* call, const StateDict& state) {
-  Given given;
-  for (const auto& [name, tensor] : state) {
-    require(given.emplace(name, tensor).second, call, ": expected each name once, found ", name, " twice");
-  }
-  return given;
 }
 
 // All ranks write the same.
@@ -136,20 +123,14 @@ int64_t steps_of_parts(const char* call, const std::string& key, const std::vect
   return steps;
 }
 
-std::string text_of(const std::map<std::string, int64_t>& steps) {
-  std::string text;
-  for (const auto& [name, count] : steps) text += cat(name, '\t', count, '\n');
-  return text;
-}
-
-std::map<std::string, int64_t> steps_of(const std::string& text) {
-  std::map<std::string, int64_t> steps;
-  std::istringstream lines(text);
-  for (std::string line; std::getline(lines, line);) {
-    const size_t tab = line.find('\t');
-    steps[line.substr(0, tab)] = std::stoll(line.substr(tab + 1));
-  }
-  return steps;
+// Rank 0's, of each leaf.
+std::vector<int64_t> steps_of_first_rank(const Givers& givers, std::vector<int64_t> steps, size_t leaves) {
+  steps.resize(leaves);
+  const at::Tensor numbers = at::tensor(at::IntArrayRef(steps), at::kLong).to(givers.device);
+  if (leaves > 0) givers.ranks.broadcast(numbers, 0, "steps of optimizer states").wait();
+  const at::Tensor here = numbers.to(at::kCPU);
+  const auto* const first = here.const_data_ptr<int64_t>();
+  return {first, first + leaves};
 }
 
 }  // namespace
@@ -158,28 +139,31 @@ StateDict full_optimizer_state(const OptimizerStates& states, const FullStateOpt
   const at::NoGradGuard no_grad;
   const engine::ModelState& model = states.model().state();
   const std::vector<LeafStates> all = states.read();
-  const bool keeps = !options.rank0_only || states.model().ranks().all->rank() == 0;
-  Given wholes;
+  const bool keeps = !options.rank0_only || states.model().ranks().world->rank() == 0;
+  ValuesByName wholes;  // or this rank's parts, over a tensor axis
   for (size_t b = 0; b < model.buckets.size(); ++b) {
     for (const std::string& name : names_in(all, b)) {
       const at::Tensor flat =
           engine::joined_slices(model, b, slice_with(states, all, b, name), cat(name, " of bucket ", b));
-      if (!keeps) continue;
       for (const Segment& segment : model.buckets[b].layout().segments) {
         const zero::Parameter& parameter = model.parameters[static_cast<size_t>(segment.parameter)];
+        if (!keeps && !parameter.part) continue;
         wholes[cat("state.", parameter.name, ".", name)] =
             zero::view_of(flat, segment, parameter.tensor).to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
       }
     }
   }
   StateDict result;
-  if (!keeps) return result;
   for (const LeafStates& one : all) {
     if (!one.kind->prototype) continue;
+    const zero::Parameter& parameter = parameter_of(states, one);
     for (size_t i = 0; one.steps > 0 && i < one.tensors.size(); ++i) {
+      if (!keeps && !parameter.part) continue;
       const std::string key = key_of(one, one.tensors[i].first);
-      result.emplace_back(key, wholes.at(key));
+      at::Tensor whole = engine::joined_over_axis(model, parameter, wholes.at(key));
+      if (keeps) result.emplace_back(key, std::move(whole));
     }
+    if (!keeps) continue;
     if (one.steps == 0 || OptimizerStates::counts_steps(*one.kind))
       result.emplace_back(key_of(one, kStep), steps_tensor(one.steps));
   }
@@ -188,37 +172,27 @@ StateDict full_optimizer_state(const OptimizerStates& states, const FullStateOpt
 
 void load_full_optimizer_state(const OptimizerStates& states, const StateDict& state, bool broadcast) {
   const at::NoGradGuard no_grad;
-  comm::Communicator& ranks = *states.model().ranks().all;
   const c10::Device device = states.model().ranks().device;
-  const bool reads = !broadcast || ranks.rank() == 0;
-  Given given;
-  std::map<std::string, int64_t> steps;
-  std::exception_ptr failure;
-  try {
-    if (reads) given = by_name(states.call(), state);
-    if (reads) steps = require_states(states, given);
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  if (failure && !broadcast) std::rethrow_exception(failure);
-  if (broadcast) {
-    const int failed = engine::failed_rank(failure, device, ranks);
-    require(failed < 0, states.call(), ": the state of rank ", failed,
-            " does not fit the optimizer, its message says why");
-    steps = steps_of(engine::text_of_first_rank(text_of(steps), device, ranks));
-  }
-  for (LeafStates& one : states.leaves()) {
-    one.steps = steps[one.leaf->name];
+  const Givers givers{states.call(), *states.model().ranks().world, device, broadcast};
+  ValuesByName given;
+  std::vector<LeafStates> all = states.leaves();
+  std::vector<int64_t> steps;
+  givers.check("the optimizer", [&] {
+    given = by_name(givers.call, state);
+    steps = require_states(states, given);
+  });
+  if (broadcast) steps = steps_of_first_rank(givers, std::move(steps), all.size());
+  for (size_t l = 0; l < all.size(); ++l) {
+    LeafStates& one = all[l];
+    one.steps = steps[l];
     const at::TensorOptions options = one.leaf->tensor.options().requires_grad(false);
     for (size_t i = 0; one.steps > 0 && i < one.kind->names.size(); ++i) {
       const std::string key = key_of(one, one.kind->names[i]);
-      at::Tensor whole = reads ? given.at(key).to(options.device(device)).contiguous()
-                               : at::empty(sizes_of(states, one), options.device(device));
-      if (broadcast) ranks.broadcast(whole, 0, key).wait();
-      one.tensors.emplace_back(one.kind->names[i],
-                               whole.view({-1})
-                                   .narrow(0, one.leaf->place.parameter_offset, one.leaf->tensor.numel())
-                                   .to(one.leaf->tensor.device()));
+      at::Tensor whole = givers.reads() ? given.at(key).to(options.device(device)).contiguous()
+                                        : at::empty(sizes_of(states, one), options.device(device));
+      if (broadcast) givers.ranks.broadcast(whole, 0, key).wait();
+      const OwnPart own = own_part_of(states, one, key, one.leaf->tensor);
+      one.tensors.emplace_back(one.kind->names[i], elements_of(own, whole).to(one.leaf->tensor.device()));
     }
     states.give(one);
     one.tensors.clear();  // it has copies; these are views of whole ones
@@ -231,10 +205,12 @@ std::vector<ShardedTensor> sharded_optimizer_state(const OptimizerStates& states
     if (!one.kind->prototype) continue;
     for (const auto& [name, values] : one.tensors) {
       if (one.steps == 0) break;
-      result.push_back({.name = key_of(one, name),
-                        .sizes = sizes_of(states, one),
-                        .offset = one.leaf->place.parameter_offset,
-                        .values = values.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true)});
+      for (const OwnPart& run : runs_of(own_part_of(states, one, key_of(one, name), values))) {
+        result.push_back({.name = run.name,
+                          .sizes = run.sizes,
+                          .offset = run.offset,
+                          .values = run.values.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true)});
+      }
     }
     if (one.steps > 0 && !OptimizerStates::counts_steps(*one.kind)) continue;
     result.push_back(
@@ -255,10 +231,10 @@ void load_sharded_optimizer_state(const OptimizerStates& states, const std::vect
     for (const std::string& name : one.kind->names) {
       if (one.steps == 0) break;
       one.tensors.emplace_back(name, at::zeros_like(one.leaf->tensor.detach()));
-      const OwnPart own = {key_of(one, name), sizes_of(states, one), one.leaf->place.parameter_offset,
-                           one.tensors.back().second};
-      require_covered(states.call(), own, given);
-      copy_parts(own, given);
+      for (const OwnPart& run : runs_of(own_part_of(states, one, key_of(one, name), one.tensors.back().second))) {
+        require_covered(states.call(), run, given);
+        copy_parts(run, given);
+      }
     }
   }
   require_known(states, given);

@@ -3,6 +3,9 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "core/split/part_runs.h"
+#include "core/split/split_tensor.h"
+#include "loops/sharded_model.h"
 
 namespace ds::loops {
 namespace {
@@ -40,6 +43,45 @@ int64_t covered(const OwnPart& own, const std::vector<const ShardedTensor*>& giv
 }
 
 }  // namespace
+
+std::vector<OwnPart> own_parts(const ShardedModel& model) {
+  const engine::ModelState& state = model.state();
+  std::vector<OwnPart> parts;
+  for (const SliceLeaf& leaf : model.leaves()) {
+    const zero::Parameter& parameter = state.parameters[leaf.parameter];
+    parts.push_back(
+        {leaf.name, parameter.whole_sizes(), leaf.place.parameter_offset, leaf.tensor.detach(), parameter.part});
+  }
+  const int rank = model.ranks().shards->rank();
+  for (const zero::ParameterBucket& bucket : state.frozen_buckets) {
+    const at::Tensor slice = bucket.slice(rank);
+    for (const Segment& own : zero::slice_segments(bucket.layout(), rank)) {
+      const zero::Parameter& parameter = state.frozen[static_cast<size_t>(own.parameter)];
+      parts.push_back({parameter.name, parameter.whole_sizes(), own.parameter_offset,
+                       slice.narrow(0, own.slice_offset, own.length), parameter.part});
+    }
+  }
+  if (!state.frozen_buckets.empty()) return parts;
+  for (const zero::Parameter& frozen : state.frozen) {
+    parts.push_back({frozen.name, frozen.whole_sizes(), 0, frozen.tensor.detach().view({-1}), frozen.part});
+  }
+  return parts;
+}
+
+std::vector<OwnPart> runs_of(const OwnPart& own) {
+  if (!own.part || own.values.numel() == 0) return {own};
+  std::vector<OwnPart> runs;
+  PartRuns(*own.part)
+      .in_part(own.offset, own.offset + own.values.numel(), [&](int64_t whole, int64_t part, int64_t length) {
+        runs.push_back({own.name, own.sizes, whole, own.values.narrow(0, part - own.offset, length)});
+      });
+  return runs;
+}
+
+at::Tensor elements_of(const OwnPart& own, const at::Tensor& whole) {
+  const at::Tensor there = own.part ? slice_of(whole, *own.part) : whole;
+  return there.reshape({-1}).narrow(0, own.offset, own.values.numel());
+}
 
 GivenParts given_parts(const std::vector<ShardedTensor>& parts) {
   GivenParts given;

@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "engine/state/tensor_parts.h"
 #include "loops/cast_slices.h"
 #include "optim/slice_update.h"
 
@@ -47,18 +48,21 @@ at::ScalarType dtype_of(const engine::ModelParameters& parameters, const MixedPr
   return dtype;
 }
 
+// A unit's number and, of its parameters that are split over a tensor axis, that and the count of all.
 void choose_parts(const engine::ModelParameters& parameters, const std::vector<ShardPart>& parts,
                   engine::BucketOptions& options) {
   std::unordered_map<const void*, int> part_of;
-  for (size_t p = 0; p < parts.size(); ++p) {
-    options.shared_parts.push_back(static_cast<int>(p));
-    for (const at::Tensor& parameter : parts[p].module->parameters()) {
-      part_of.emplace(parameter.unsafeGetTensorImpl(), static_cast<int>(p));
+  const int rest = static_cast<int>(parts.size());
+  const int count = rest + 1;
+  for (int p = 0; p < rest; ++p) {
+    options.shared_parts.insert(options.shared_parts.end(), {p, p + count});
+    for (const at::Tensor& parameter : parts[static_cast<size_t>(p)].module->parameters()) {
+      part_of.emplace(engine::trained_tensor(parameter).unsafeGetTensorImpl(), p);
     }
   }
   for (const zero::Parameter& parameter : parameters.trainable) {
     const auto found = part_of.find(parameter.tensor.unsafeGetTensorImpl());
-    options.parts.push_back(found == part_of.end() ? static_cast<int>(parts.size()) : found->second);
+    options.parts.push_back((found == part_of.end() ? rest : found->second) + (parameter.part ? count : 0));
   }
 }
 
@@ -75,7 +79,9 @@ std::shared_ptr<SliceStore> store_of(const at::Tensor& master, bool to_host, boo
 
 engine::Plan plan_of(const ShardRanks& ranks, at::ScalarType dtype, at::ScalarType reduce_dtype, bool limit_gathers) {
   engine::Plan plan;
-  plan.topology = {.world_size = ranks.all->size(), .dp = ranks.all->size()};
+  plan.topology = {.world_size = ranks.world->size(),
+                   .dp = ranks.all->size(),
+                   .tensor = ranks.tensor ? ranks.tensor->size() : 1};
   plan.model_dtype = config_dtype(dtype);
   plan.gradient_dtype = plan.communication_dtype = config_dtype(reduce_dtype);
   plan.separate_master = dtype != optimizers::state_type(dtype);
@@ -103,8 +109,8 @@ ShardLayout shard_layout(const engine::ModelParameters& parameters, const std::v
   require_floating("mp_policy.param_dtype", policy.param_dtype);
   require_floating("mp_policy.reduce_dtype", policy.reduce_dtype);
   ShardLayout layout;
-  layout.dtype_before = dtype_of(parameters, policy);
-  const at::ScalarType dtype = policy.param_dtype.value_or(layout.dtype_before);
+  const at::ScalarType dtype_before = dtype_of(parameters, policy);
+  const at::ScalarType dtype = policy.param_dtype.value_or(dtype_before);
   layout.reduce_dtype = policy.reduce_dtype.value_or(dtype);
   layout.plan = plan_of(ranks, dtype, layout.reduce_dtype, options.limit_all_gathers);
   const bool to_host = options.offload_policy && !ranks.device.is_cpu();
@@ -125,16 +131,18 @@ ShardLayout shard_layout(const engine::ModelParameters& parameters, const std::v
     layout.reshards_after_forward.push_back(part.reshard_after_forward.value_or(of_all.value_or(true)) ? 1 : 0);
   }
   layout.reshards_after_forward.push_back(of_all.value_or(parts.empty()) ? 1 : 0);
+  const std::vector<char> once = layout.reshards_after_forward;  // and of what is split over a tensor axis
+  layout.reshards_after_forward.insert(layout.reshards_after_forward.end(), once.begin(), once.end());
   return layout;
 }
 
-std::string settings_text(const FullyShardOptions& options, size_t parts) {
+std::string settings_text(const FullyShardOptions& options, size_t parts, size_t without_values) {
   const auto text_of = [](const std::optional<at::ScalarType>& dtype) {
     return dtype ? c10::toString(*dtype) : "none";
   };
   const std::optional<bool> reshards = reshards_after_forward(options);
-  return cat("fully_shard units\t", parts, "\nfully_shard .mp_policy.param_dtype\t",
-             text_of(options.mp_policy.param_dtype), "\nfully_shard .mp_policy.reduce_dtype\t",
+  return cat("fully_shard units\t", parts, "\nfully_shard tensors on the meta device\t", without_values,
+             "\nfully_shard .mp_policy.param_dtype\t", text_of(options.mp_policy.param_dtype), "\nfully_shard .mp_policy.reduce_dtype\t",
              text_of(options.mp_policy.reduce_dtype), "\nfully_shard .reshard_after_forward\t",
              reshards ? (*reshards ? "true" : "false") : "not said", "\nfully_shard .sharding_strategy\t",
              options.sharding_strategy ? static_cast<int>(*options.sharding_strategy) : -1,

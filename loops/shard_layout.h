@@ -27,8 +27,7 @@ struct ShardLayout {
   engine::BucketOptions buckets;  // a part for each unit, and one for the rest, which is cut by itself
   engine::Plan plan;
   at::ScalarType reduce_dtype = at::kFloat;
-  at::ScalarType dtype_before = at::kFloat;  // of the parameters
-  std::vector<char> reshards_after_forward;  // by part, the rest last
+  std::vector<char> reshards_after_forward;  // by part as `buckets` numbers them
 };
 
 // Throws ConfigError for dtypes that do not go together, naming a parameter.
@@ -38,7 +37,7 @@ ShardLayout shard_layout(const engine::ModelParameters& parameters, const std::v
 // reshard_after_forward, whatever name it was given by; empty: it is not said.
 std::optional<bool> reshards_after_forward(const FullyShardOptions& options);
 
-// What has to be the same on every rank: lines "what<TAB>value".
-std::string settings_text(const FullyShardOptions& options, size_t parts);
+// What has to be the same on every rank: lines "what<TAB>value". `without_values`: tensors on the meta device.
+std::string settings_text(const FullyShardOptions& options, size_t parts, size_t without_values);
 
 }  // namespace ds::loops

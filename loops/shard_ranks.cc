@@ -1,5 +1,6 @@
 #include "loops/shard_ranks.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,6 +34,31 @@ ShardRanks of_mesh(const comm::NamedMesh& mesh) {
   return ranks;
 }
 
+constexpr const char* kBothAxes =
+    R"(: auto mesh = init_device_mesh("cpu", {2, 2}, {"dp", "tp"}), parallelize_module(*model, mesh["tp"], rules), )"
+    R"(fully_shard(model, {.mesh = mesh["dp"]}))";
+
+void require_mesh(const FullyShardOptions& options, const comm::Communicator& tensor) {
+  require<ConfigError>(options.mesh.has_value(), "fully_shard: the module is split over ", tensor.size(),
+                       " ranks (parallelize_module): expected .mesh, the data-parallel axis of a mesh whose other ",
+                       "axis parallelize_module got, found ", options.process_group ? ".process_group" : "none", kBothAxes);
+}
+
+// 2-D parallelism: what is sharded are parts of parameters.
+void add_tensor_axis(ShardRanks& ranks, const FullyShardOptions& options, const comm::Communicator& tensor) {
+  const auto both = options.mesh->joined_with(tensor);
+  require<ConfigError>(both.has_value(), "fully_shard: .mesh: the module is split over ", tensor.size(),
+                       " ranks (parallelize_module): expected a mesh with them along another axis, found ",
+                       options.mesh->text(), ", beside which there is no such axis. Take both of one mesh", kBothAxes);
+  const std::string& innermost = both->mesh_dim_names().back();
+  const std::vector<std::string>& own = options.mesh->mesh_dim_names();
+  require<ConfigError>(std::find(own.begin(), own.end(), innermost) == own.end(),
+                       "fully_shard: .mesh: expected the axis that the module is split over as the innermost of ",
+                       both->text(), ", found ", innermost, "; make the mesh with that axis last", kBothAxes);
+  ranks.tensor = both->get_group(innermost);
+  ranks.world = both->get_group();
+}
+
 // Every rank by itself: the others have copies.
 void replicate(ShardRanks& ranks) {
   const int size = ranks.all->size();
@@ -56,8 +82,9 @@ void shard_inside_hosts(ShardRanks& ranks, int ranks_per_host) {
   ranks.replicas = comm::own_group(*ranks.all, comm::ranks_of_one_place(size, ranks_per_host), "replicas");
 }
 
-ShardRanks shard_ranks(const FullyShardOptions& options, c10::Device device) {
+ShardRanks shard_ranks(const FullyShardOptions& options, c10::Device device, const comm::Communicator* tensor) {
   require_one_source(options);
+  if (tensor) require_mesh(options, *tensor);
   const auto strategy = options.sharding_strategy;
   const bool hybrid = strategy == ShardingStrategy::kHybridShard;
   ShardRanks ranks;
@@ -75,9 +102,8 @@ ShardRanks shard_ranks(const FullyShardOptions& options, c10::Device device) {
       (options.mesh || options.process_group) && !options.device.empty() ? c10::Device(options.device) : device;
   require<ConfigError>(
       !ranks.device.is_meta(),
-      "fully_shard: the module is on the meta device: expected .device, where its parameters shall be, and "
-      ".weights, a file that has them, found no .device; as one call for the whole model, without units of the "
-      "program's own, for which a file of the model has no names");
+      "fully_shard: the module is on the meta device: expected .device, where its slices shall be, found none. Their "
+      "values come from .weights, a file, in the call for the whole model, or are loaded or made in place afterwards");
   if (strategy == ShardingStrategy::kNoShard) replicate(ranks);
   require<ConfigError>(
       !hybrid || !options.process_group,
@@ -88,14 +114,18 @@ ShardRanks shard_ranks(const FullyShardOptions& options, c10::Device device) {
       !hybrid || !options.mesh || options.mesh->shape().size() == 2,
       "fully_shard: HYBRID_SHARD: expected a mesh with two axes, the first one for copies, the second "
       "one for shards, found one axis; name two, or pass no mesh, for copies over the hosts of the job");
+  ranks.world = ranks.all;
+  if (tensor) add_tensor_axis(ranks, options, *tensor);
   return ranks;
 }
 
 engine::Ranks engine_ranks(const ShardRanks& ranks) {
   engine::Ranks result;
-  result.world = result.part = ranks.all;
+  result.world = ranks.world;
+  result.part = ranks.all;
+  result.tensor = ranks.tensor;
   result.device = ranks.device;
-  result.local_rank = ranks.all->rank();
+  result.local_rank = ranks.world->rank();
   result.groups.shards = ranks.shards;
   result.groups.replicas = ranks.replicas;
   const int size = ranks.shards->size();

@@ -48,10 +48,6 @@ void require_same_policy(const FullyShardOptions& unit, const FullyShardOptions&
   require<ConfigError>(!own.output_dtype || own.output_dtype == of_outer.output_dtype, where,
                        "mp_policy.output_dtype: LibTorch modules have no hooks that could cast what a unit's forward() "
                        "returns; cast it in the module, or leave it out");
-  require<ConfigError>(!unit.init && !outer.init, where,
-                       ".init: expected no units of the program's own in a model that is built under zero::Init: their "
-                       "parameters would be whole all at once while the module around them is sharded. Leave out the "
-                       "calls for modules inside of it: the model is cut into units by itself");
   require<ConfigError>(!unit.offload_policy || outer.offload_policy, where,
                        ".offload_policy: expected none, as of the module around it: all slices live in one place");
 }
@@ -74,13 +70,16 @@ std::shared_ptr<ShardUnit> ShardUnit::make(const std::shared_ptr<torch::nn::Modu
     inner.push_back(other);
   }
   std::vector<ShardPart> parts;
+  EarlierUnits earlier;
   for (const std::shared_ptr<ShardUnit>& unit : inner) {
-    if (unit->own_) unit->own_->dissolve();
-    unit->own_.reset();
+    if (unit->own_) {
+      unit->own_->end_as_unit();
+      earlier.add(std::move(unit->own_));
+    }
     parts.push_back({unit->module_, reshards_after_forward(unit->options_)});
   }
   auto unit = std::make_shared<ShardUnit>(module, options);
-  unit->own_ = std::make_shared<ShardedModel>(module, options, parts);
+  unit->own_ = std::make_shared<ShardedModel>(module, options, parts, earlier);
   for (const std::shared_ptr<ShardUnit>& one : inner) {
     one->outer_ = unit->own_;
     one->inner_.clear();

@@ -15,7 +15,9 @@
 #include "engine/setup/part_options.h"
 #include "engine/setup/same_on_all_ranks.h"
 #include "engine/state/start_values.h"
-#include "engine/state/whole_state.h"
+#include "engine/update/finished_gradients.h"
+#include "loops/meta_values.h"
+#include "loops/split_parts.h"
 #include "norm/converted_layers.h"
 
 namespace ds::loops {
@@ -55,38 +57,53 @@ bool any_trained(const torch::nn::Module& module) {
   return std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& one) { return one.requires_grad(); });
 }
 
-c10::Device device_of(const torch::nn::Module& module) {
-  const std::vector<at::Tensor> parameters = module.parameters();
-  require(!parameters.empty(), "fully_shard: expected a module with parameters, found none in ", module.name());
-  return parameters.front().device();
+// What has memory.
+void move_to(c10::Device device, const torch::nn::Module& module, const EarlierUnits& earlier) {
+  std::vector<at::Tensor> tensors = module.parameters();
+  for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.device() == device || tensor.is_meta() || earlier.have(tensor)) continue;
+    tensor.set_data(tensor.detach().to(device));
+  }
 }
 
 }  // namespace
 
 ShardedModel::ShardedModel(const std::shared_ptr<torch::nn::Module>& module, const FullyShardOptions& options,
-                           const std::vector<ShardPart>& parts)
-    : options_(options), ranks_(shard_ranks(options, device_of(*module))) {
-  if (device_of(*module) != ranks_.device && !device_of(*module).is_meta()) module->to(ranks_.device);
+                           const std::vector<ShardPart>& parts, EarlierUnits& earlier)
+    : options_(options), ranks_(ranks_of(*module, options)) {
+  move_to(ranks_.device, *module, earlier);
   state_.module = module;
   state_.ranks = engine_ranks(ranks_);
-  const engine::ModelParameters parameters = engine::collect_parameters(*module, any_trained(*module));
+  state_.tensor = tensor_parts_of(*module, ranks_);
+  const engine::ModelParameters parameters =
+      engine::collect_parameters(*module, any_trained(*module), state_.tensor != nullptr);
   const std::string settings =
-      cat(settings_text(options, parts.size()), "layers of convert_sync_batchnorm without a group\t",
+      cat(settings_text(options, parts.size(), count_on_meta(*module)), "layers of convert_sync_batchnorm without a group\t",
           norm::layers_without_ranks(*module).size(), '\n');
-  engine::require_same_on_all_ranks(parameters, settings, {}, ranks_.device, *ranks_.all);
-  lay_out(parameters, parts);
+  const engine::GivenInputs inputs{.call = "fully_shard"};
+  if (state_.tensor) {
+    engine::require_same_on_all_ranks({}, settings + split_text(*module), inputs, ranks_.device, *ranks_.world);
+  }
+  engine::require_same_on_all_ranks(parameters, settings, inputs, ranks_.device, *ranks_.all);
+  awaits_values_ = options.weights.empty() && (count_on_meta(*module) > 0 || earlier.await_values());
+  lay_out(parameters, parts, earlier);
   norms_ = norm::give_ranks(norm::layers_without_ranks(*module), *ranks_.all);
   watch_slices();
 }
 
-void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std::vector<ShardPart>& parts) {
+void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std::vector<ShardPart>& parts,
+                           EarlierUnits& earlier) {
   state_.parameters = parameters.trainable;
   state_.infos = parameters.infos;
   state_.frozen = parameters.frozen;
   const ShardLayout layout = shard_layout(parameters, parts, options_, ranks_);
   state_.plan = layout.plan;
-  dtype_before_ = layout.dtype_before;
-  engine::StartValues values(*state_.module, options_.weights, options_.init, state_.ranks);
+  engine::StartValues values(*state_.module, options_.weights, options_.init, state_.ranks,
+                             [&](const zero::Parameter& tensor) {
+                               const at::Tensor known = earlier.value_of(tensor.tensor);
+                               return known.defined() ? known : no_values(tensor, ranks_.device);
+                             });
   const std::vector<int> one_group(parameters.trainable.size(), 0);
   engine::ModelLayout buckets = engine::lay_out(parameters, one_group, layout.buckets, ranks_.shards->size());
   const std::vector<int> part_of = buckets.part_of;
@@ -95,6 +112,7 @@ void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std:
   state_.buckets = std::move(built.buckets);
   state_.frozen_buckets = std::move(built.frozen_buckets);
   state_.masters = std::move(built.masters);
+  if (state_.tensor) state_.tensor->follow_leaves();
   if (options_.init) options_.init->end();  // the leaves are no parameters of the model
   options_.init = nullptr;
   make_parts(layout.reduce_dtype);
@@ -105,7 +123,9 @@ void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std:
   reshards_after_backward_.assign(all_buckets(), 1);
   held_.assign(all_buckets(), 0);
   leaves_ = slice_leaves(state_);
-  for (const SliceLeaf& leaf : leaves_) comm::note_gradient_group(leaf.tensor, ranks_.shards);
+  for (const SliceLeaf& leaf : leaves_) {
+    comm::note_gradient_group(leaf.tensor, ranks_.tensor ? ranks_.world : ranks_.shards);
+  }
 }
 
 void ShardedModel::make_parts(at::ScalarType reduce_dtype) {
@@ -180,6 +200,10 @@ void ShardedModel::drop_hold(size_t bucket) {
 
 // What trains is the slices: other values of the module's parameters, and other parameters, would go unseen.
 void ShardedModel::require_same_parameters() const {
+  if (state_.tensor) {
+    state_.tensor->require_leaves("backward()");
+    state_.tensor->follow_flags();
+  }
   const auto look = [](const zero::ParameterBucket& bucket) {
     for (size_t i = 0; i < bucket.parameters().size(); ++i) {
       require(bucket.is_here(i), "backward(): parameter ", bucket.parameters()[i].name, ": expected it where ",
@@ -199,6 +223,8 @@ void ShardedModel::require_same_parameters() const {
 
 void ShardedModel::begin_pass() {
   unmark_parameters();
+  if (awaits_values_) require_values(*this);
+  awaits_values_ = false;
   require_same_parameters();
   sync_in_pass_ = sync_;
   state_.gatherer->begin_backward(/*update_follows=*/sync_);
@@ -214,6 +240,7 @@ void ShardedModel::end_pass() {
   state_.gatherer->end_backward();
   if (sync_in_pass_) {
     reducer.finish();
+    add_up_summed();
     gradients_.hand_out(leaves_, state_.parameters);
     reducer.reset();
     mark_parameters();
@@ -227,6 +254,15 @@ void ShardedModel::end_pass() {
   if (stays == reshards_after_backward_.end()) state_.gatherer->end_update();
   state_.gatherer->take_changed();
   state_.gatherer->end_pass();
+}
+
+// Of whole parameters between parts of sequences each rank of the tensor axis has a part of the gradient.
+void ShardedModel::add_up_summed() {
+  for (size_t b = 0; b < state_.buckets.size(); ++b) {
+    const at::Tensor gradient = gradients_.gradient(b);
+    if (!state_.is_summed(b) || !gradient.defined()) continue;
+    engine::add_up(gradient, *ranks_.tensor, ranks_.device, cat("summed gradients of bucket ", b));
+  }
 }
 
 void ShardedModel::abandon_pass() noexcept {
@@ -261,7 +297,7 @@ void ShardedModel::unmark_parameters() {
 }
 
 void ShardedModel::require_between_passes(const char* call) const {
-  require(!dissolved(), call, ": this unit has become part of another fully_shard; ask that one");
+  require(!ended(), call, ": this unit has become part of another fully_shard; ask that one");
   require(!pass_->running(), call,
           " was called while a backward pass is running; call it after loss.backward() returns");
   state_.gatherer->wait_all();
@@ -270,7 +306,9 @@ void ShardedModel::require_between_passes(const char* call) const {
 std::vector<size_t> ShardedModel::buckets_of(const torch::nn::Module& module) const {
   std::vector<size_t> buckets;
   std::unordered_set<const void*> own;
-  for (const at::Tensor& parameter : module.parameters()) own.insert(parameter.unsafeGetTensorImpl());
+  for (const at::Tensor& parameter : module.parameters()) {
+    own.insert(engine::trained_tensor(parameter).unsafeGetTensorImpl());
+  }
   const auto look = [&](const zero::ParameterBucket& bucket, size_t number) {
     const auto& parameters = bucket.parameters();
     const bool any = std::any_of(parameters.begin(), parameters.end(), [&](const zero::Parameter& parameter) {
@@ -337,26 +375,11 @@ zero::HeldBytes ShardedModel::held_bytes() const {
   return bytes;
 }
 
-void ShardedModel::dissolve() {
-  const at::NoGradGuard no_grad;
+void ShardedModel::end_as_unit() {
   require_between_passes("fully_shard");
-  std::vector<std::pair<at::Tensor, at::Tensor>> whole;  // parameters and their values
-  for (size_t b = 0; b < state_.buckets.size(); ++b) {
-    const at::Tensor flat = engine::whole_master(state_, b).to(dtype_before_);
-    for (const Segment& segment : state_.buckets[b].layout().segments) {
-      const at::Tensor& parameter = state_.parameters[static_cast<size_t>(segment.parameter)].tensor;
-      whole.emplace_back(parameter, zero::view_of(flat, segment, parameter).clone());
-    }
-  }
-  if (!state_.frozen_buckets.empty()) {
-    engine::for_each_whole_bucket(state_, state_.buckets.size(), [&](const zero::ParameterBucket& bucket) {
-      for (const zero::Parameter& one : bucket.parameters()) {
-        whole.emplace_back(one.tensor, one.tensor.detach().clone());
-      }
-    });
-  }
+  slices_changed();  // with what the program has changed in place
+  norms_.reset();    // those of the module around it take their place
   end();
-  for (const auto& [parameter, values] : whole) zero::point_to(parameter, values);
 }
 
 void ShardedModel::end() {

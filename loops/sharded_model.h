@@ -24,6 +24,7 @@
 #include "engine/state/model_layout.h"
 #include "engine/state/model_state.h"
 #include "loops/backward_pass.h"
+#include "loops/earlier_units.h"
 #include "loops/shard_layout.h"
 #include "loops/shard_ranks.h"
 #include "loops/slice_gradients.h"
@@ -34,9 +35,10 @@ namespace ds::loops {
 // On the thread that made it, but for what autograd's threads call in a backward pass.
 class ShardedModel {
  public:
-  // `parts`: units inside of the module, in the order in which they take their parameters. Collective.
+  // `parts`: units inside of the module, in the order in which they take their parameters; `earlier`: those of them
+  // that have been sharded by themselves. Collective.
   ShardedModel(const std::shared_ptr<torch::nn::Module>& module, const FullyShardOptions& options,
-               const std::vector<ShardPart>& parts);
+               const std::vector<ShardPart>& parts, EarlierUnits& earlier);
   ~ShardedModel();
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;
@@ -56,9 +58,11 @@ class ShardedModel {
   void prefetch(const std::vector<size_t>& when, const std::vector<size_t>& buckets, bool in_backward);
   zero::HeldBytes held_bytes() const;
 
-  // Gives the module its whole parameters back, each in memory of its own, and ends. Collective.
-  void dissolve();
-  bool dissolved() const { return !pass_; }
+  // Parameters cannot be read any more; state() keeps its slices. Collective.
+  void end_as_unit();
+  bool ended() const { return !pass_; }
+  // Parameters were on the meta device, and nobody has looked whether they have got values since.
+  bool awaits_values() const { return awaits_values_; }
   // Before anything that reads or changes slices: what failed in an operator is thrown, and nothing is on its way.
   void require_between_passes(const char* call) const;
   // Whose states are in checkpoints; none but while one is written or read.
@@ -67,13 +71,14 @@ class ShardedModel {
   void slices_changed();
 
  private:
-  void lay_out(const engine::ModelParameters& parameters, const std::vector<ShardPart>& parts);
+  void lay_out(const engine::ModelParameters& parameters, const std::vector<ShardPart>& parts, EarlierUnits& earlier);
   void make_parts(at::ScalarType reduce_dtype);
   void end();
   void watch_slices();
   void require_same_parameters() const;
   void begin_pass();
   void end_pass();
+  void add_up_summed();
   void abandon_pass() noexcept;
   void before_operator(const at::Tensor& tensor);
   void slice_changes(size_t bucket);
@@ -86,7 +91,7 @@ class ShardedModel {
   ShardRanks ranks_;
   SliceGradients gradients_;
   engine::ModelState state_;
-  at::ScalarType dtype_before_ = at::kFloat;  // of the parameters
+  bool awaits_values_ = false;
   std::vector<SliceLeaf> leaves_;
   std::shared_ptr<comm::Communicator> norms_;  // of BatchNorm layers that were converted without a group; null: none
   std::vector<char> reshards_after_backward_;  // of each bucket

@@ -3,16 +3,14 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include <exception>
 #include <functional>
 #include <string>
 #include <unordered_map>
 #include <utility>
 
 #include "core/check.h"
-#include "core/tensor_check.h"
-#include "engine/agreement/shared_failure.h"
 #include "engine/state/whole_state.h"
+#include "loops/given_values.h"
 #include "loops/own_parts.h"
 
 namespace ds::loops {
@@ -20,29 +18,6 @@ namespace {
 
 at::Tensor host_copy(const at::Tensor& tensor) {
   return tensor.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
-}
-
-// Frozen parameters too: of each the part that this rank has, which stays where it is.
-std::vector<OwnPart> own_parts(const ShardedModel& model) {
-  const engine::ModelState& state = model.state();
-  std::vector<OwnPart> parts;
-  for (const SliceLeaf& leaf : model.leaves()) {
-    parts.push_back({leaf.name, state.infos[leaf.parameter].sizes, leaf.place.parameter_offset, leaf.tensor.detach()});
-  }
-  const int rank = model.ranks().shards->rank();
-  for (const zero::ParameterBucket& bucket : state.frozen_buckets) {
-    const at::Tensor slice = bucket.slice(rank);
-    for (const Segment& own : zero::slice_segments(bucket.layout(), rank)) {
-      const zero::Parameter& parameter = state.frozen[static_cast<size_t>(own.parameter)];
-      parts.push_back({parameter.name, parameter.tensor.sizes().vec(), own.parameter_offset,
-                       slice.narrow(0, own.slice_offset, own.length)});
-    }
-  }
-  if (!state.frozen_buckets.empty()) return parts;
-  for (const zero::Parameter& frozen : state.frozen) {
-    parts.push_back({frozen.name, frozen.tensor.sizes().vec(), 0, frozen.tensor.detach().view({-1})});
-  }
-  return parts;
 }
 
 // First names of the module's parameters by identity: what tied ones are stored under.
@@ -53,21 +28,6 @@ std::unordered_map<std::string, std::string> first_names(const torch::nn::Module
     names[item.key()] = first.emplace(item.value().unsafeGetTensorImpl(), item.key()).first->second;
   }
   return names;
-}
-
-using ValuesByName = std::unordered_map<std::string, at::Tensor>;
-
-ValuesByName by_name(const StateDict& state, const char* call) {
-  ValuesByName values;
-  for (const auto& [name, tensor] : state) {
-    require(values.emplace(name, tensor).second, call, ": expected each name once, found ", name, " twice");
-  }
-  return values;
-}
-
-void require_shape(const char* call, const std::string& name, const at::Tensor& value, at::IntArrayRef sizes) {
-  require(value.defined() && value.sizes() == sizes, call, ": ", name, ": expected a tensor of shape ", sizes,
-          ", found ", describe(value));
 }
 
 // Every name of the module, with its shape, and no other.
@@ -104,11 +64,10 @@ void take_wholes(ShardedModel& model,
   const auto names = first_names(module);
   for (const auto& item : module.named_parameters()) {
     if (names.at(item.key()) != item.key()) continue;
-    const at::Tensor whole = value_of(item.key(), item.value()).reshape({-1});
+    const at::Tensor whole = value_of(item.key(), item.value());
     const auto part = parts.find(item.key());
     if (part == parts.end()) continue;  // a frozen one of other ranks
-    const at::Tensor& own = part->second.values;
-    at::Tensor(own).copy_(whole.narrow(0, part->second.offset, own.numel()));
+    at::Tensor(part->second.values).copy_(elements_of(part->second, whole));
   }
   for (const auto& item : module.named_buffers()) at::Tensor(item.value()).copy_(value_of(item.key(), item.value()));
   model.slices_changed();
@@ -123,7 +82,7 @@ at::ScalarType kept_dtype(const ShardedModel& model, const at::Tensor& of_module
 }  // namespace
 
 StateDict full_state(const ShardedModel& model, const FullStateOptions& options) {
-  const bool wanted = !options.rank0_only || model.ranks().all->rank() == 0;
+  const bool wanted = !options.rank0_only || model.ranks().world->rank() == 0;
   ValuesByName values;
   for (auto& [name, value] : engine::whole_masters(model.state(), wanted)) values[name] = std::move(value);
   StateDict state;
@@ -136,29 +95,19 @@ StateDict full_state(const ShardedModel& model, const FullStateOptions& options)
 }
 
 void load_full_state(ShardedModel& model, const StateDict& state, bool broadcast) {
-  comm::Communicator& ranks = *model.ranks().all;
-  const bool reads = !broadcast || ranks.rank() == 0;
+  const Givers givers{"load_full_state_dict", *model.ranks().world, model.ranks().device, broadcast};
   ValuesByName values;
-  std::exception_ptr failure;
-  try {
-    if (reads) values = by_name(state, "load_full_state_dict");
-    if (reads) require_names(model, values);
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  if (!broadcast) {
-    if (failure) std::rethrow_exception(failure);
-    take_wholes(model, [&](const std::string& name, const at::Tensor& /*of_module*/) { return values.at(name); });
-    return;
-  }
-  const int failed = engine::failed_rank(failure, model.ranks().device, ranks);
-  require(failed < 0, "load_full_state_dict: the state of rank ", failed,
-          " does not fit the module, its message says why");
+  givers.check("the module", [&] {
+    values = by_name(givers.call, state);
+    require_names(model, values);
+  });
   take_wholes(model, [&](const std::string& name, const at::Tensor& of_module) {
+    if (!broadcast) return values.at(name);
     const at::TensorOptions options =
         at::TensorOptions().dtype(kept_dtype(model, of_module)).device(model.ranks().device);
-    const at::Tensor value = reads ? values.at(name).to(options).contiguous() : at::empty(of_module.sizes(), options);
-    ranks.broadcast(value, 0, cat("full state: ", name)).wait();
+    const at::Tensor value =
+        givers.reads() ? values.at(name).to(options).contiguous() : at::empty(of_module.sizes(), options);
+    givers.ranks.broadcast(value, 0, cat("full state: ", name)).wait();
     return value;
   });
 }
@@ -166,7 +115,9 @@ void load_full_state(ShardedModel& model, const StateDict& state, bool broadcast
 std::vector<ShardedTensor> sharded_state(const ShardedModel& model) {
   std::vector<ShardedTensor> state;
   for (const OwnPart& part : own_parts(model)) {
-    state.push_back({.name = part.name, .sizes = part.sizes, .offset = part.offset, .values = host_copy(part.values)});
+    for (const OwnPart& run : runs_of(part)) {
+      state.push_back({.name = run.name, .sizes = run.sizes, .offset = run.offset, .values = host_copy(run.values)});
+    }
   }
   return state;
 }
@@ -174,7 +125,10 @@ std::vector<ShardedTensor> sharded_state(const ShardedModel& model) {
 void load_sharded_state(ShardedModel& model, const std::vector<ShardedTensor>& parts) {
   const at::NoGradGuard no_grad;
   const GivenParts given = given_parts(parts);
-  const std::vector<OwnPart> own = own_parts(model);
+  std::vector<OwnPart> own;
+  for (const OwnPart& part : own_parts(model)) {
+    for (OwnPart& run : runs_of(part)) own.push_back(std::move(run));
+  }
   for (const OwnPart& part : own) require_covered("load_sharded_state_dict", part, given);
   for (const OwnPart& part : own) copy_parts(part, given);
   model.slices_changed();
@@ -188,7 +142,7 @@ StateDict local_state(const ShardedModel& model) {
 
 void load_local_state(ShardedModel& model, const StateDict& state) {
   const at::NoGradGuard no_grad;
-  const ValuesByName values = by_name(state, "load_local_state_dict");
+  const ValuesByName values = by_name("load_local_state_dict", state);
   for (const SliceLeaf& leaf : model.leaves()) {
     const auto found = values.find(leaf.name);
     require(found != values.end(), "load_local_state_dict: expected a slice of ", leaf.name, ", found none");

@@ -1,4 +1,5 @@
-// Gradient norms over slices: every element of the model is one rank's, padding has none.
+// Gradient norms over slices: every element of the model is one rank's, padding has none. What is whole along a tensor
+// axis counts on its first rank.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 
@@ -20,7 +21,7 @@ double own_norm(const ShardedModel& model, double p) {
   double other = 0;
   for (const SliceLeaf& leaf : model.leaves()) {
     const at::Tensor& gradient = leaf.tensor.grad();
-    if (!gradient.defined() || gradient.numel() == 0) continue;
+    if (!gradient.defined() || gradient.numel() == 0 || !model.state().counts(leaf.bucket)) continue;
     if (p == 2.0) {
       squares.add(gradient);
     } else if (std::isinf(p)) {
@@ -41,9 +42,9 @@ double clip_gradients(const ShardedModel& model, double max_norm, double norm_ty
   const bool largest = std::isinf(norm_type);
   const at::Tensor joined =
       at::full({1}, own_norm(model, norm_type), at::TensorOptions().dtype(at::kDouble).device(model.ranks().device));
-  model.ranks()
-      .shards->all_reduce(joined, largest ? comm::ReduceOp::kMax : comm::ReduceOp::kSum, "gradient norm of slices")
-      .wait();
+  const auto op = largest ? comm::ReduceOp::kMax : comm::ReduceOp::kSum;
+  model.ranks().shards->all_reduce(joined, op, "gradient norm of slices").wait();
+  if (model.ranks().tensor) model.ranks().tensor->all_reduce(joined, op, "gradient norm of parts").wait();
   const auto total = joined.item<double>();
   const double norm = largest ? total : std::pow(total, 1.0 / norm_type);
   const double factor = max_norm / (norm + kNoDivisionByZero);

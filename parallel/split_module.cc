@@ -203,6 +203,11 @@ SplitModule parallelize_module(torch::nn::Module& module, std::shared_ptr<comm::
   std::vector<SplitRule> all_rules = rules;
   for (SplitRule& declared : declared_splits(module)) all_rules.push_back(std::move(declared));
   SplitPlan plan = plan_module(module, all_rules, axis->size());
+  for (const auto& item : module.named_parameters()) {
+    require(!item.value().is_meta(), "parallelize_module: parameter ", item.key(), " is on the meta device: expected ",
+            "values to give parts of. Build the module with memory; engine::initialize splits one on the meta device, ",
+            "by tensor_parallel.autotp_size and .weights");
+  }
   comm::broadcast_values(tensors_of(module), /*root=*/0, axis->communicator(), "values");  // rank 0's
   return split_module(module, axis, std::move(plan),
                       [](const std::string& /*name*/, const at::Tensor& parameter, const Placement& placement) {

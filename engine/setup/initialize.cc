@@ -24,10 +24,10 @@
 #include "engine/setup/model_setup.h"
 #include "engine/setup/optimizer_setup.h"
 #include "engine/setup/part_options.h"
-#include "engine/setup/recomputed_modules.h"
 #include "engine/setup/same_on_all_ranks.h"
 #include "engine/setup/seed.h"
 #include "engine/setup/tensor_setup.h"
+#include "engine/state/recomputed_modules.h"
 
 namespace ds::engine {
 namespace {

@@ -66,6 +66,8 @@ struct ModelState {
   zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`
   ModelOptimizer optimizer;
   std::shared_ptr<fp8::Scaling> fp8;  // null: no layer computes on FP8
+  // Modules that the config has chosen drop activations as long as this lives; null: none do.
+  std::shared_ptr<const void> recomputed;
 
   // The one place that says which ranks share a bucket.
   BucketGroups groups_of(size_t bucket) const;

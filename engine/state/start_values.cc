@@ -5,6 +5,7 @@
 
 #include <exception>
 #include <set>
+#include <utility>
 
 #include "checkpoint/module_weights.h"
 #include "core/check.h"
@@ -23,8 +24,12 @@ std::string tensor_name(const std::string& path) { return checkpoint::name_in("w
 }  // namespace
 
 StartValues::StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init,
-                         const Ranks& ranks)
-    : from_file_(!weights.empty()), init_(init), device_(ranks.device), world_(*ranks.part) {
+                         const Ranks& ranks, Elsewhere elsewhere)
+    : from_file_(!weights.empty()),
+      init_(init),
+      elsewhere_(std::move(elsewhere)),
+      device_(ranks.device),
+      world_(*ranks.part) {
   for (const auto& item : module.named_parameters()) {
     names_[trained_tensor(item.value()).unsafeGetTensorImpl()].push_back(item.key());
   }
@@ -82,6 +87,7 @@ std::string StartValues::path_in_file(const at::Tensor& tensor) const {
 // What to copy from; undefined where rank 0's values come over anyway.
 at::Tensor StartValues::source(const zero::Parameter& tensor) const {
   if (!from_file_) {
+    if (at::Tensor values = elsewhere_ ? elsewhere_(tensor) : at::Tensor(); values.defined()) return values;
     require(!tensor.tensor.is_meta(), tensor.name, " is on the meta device and has no values; pass ",
             ".weights = \"model.safetensors\"");
     return tensor.tensor.detach();

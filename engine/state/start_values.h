@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -22,11 +23,17 @@ namespace ds::engine {
 // constructor is so on all ranks.
 class StartValues {
  public:
+  // Without a file: values of a tensor that the module does not have; undefined: it has them. Called on every rank in the
+  // same order.
+  using Elsewhere = std::function<at::Tensor(const zero::Parameter& tensor)>;
+
   // `weights`: what open_weights() takes, read by the first rank of each part of the model; empty: the
   // module's own values. `init`: has sliced parameters of the module, or null. Values are made on `device`. Throws
   // IoError and UsageError on every rank when the file cannot be read, lacks a parameter under all its names, or has
   // one of another shape; UsageError for a tensor on the meta device that the file does not give.
-  StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init, const Ranks& ranks);
+  // `elsewhere` may be null.
+  StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init, const Ranks& ranks,
+              Elsewhere elsewhere = nullptr);
 
   // Values of a whole bucket, float32 (of a float64 bucket, float64) [layout.numel]; padding is zero. The parameters
   // may get other memory afterwards.
@@ -45,6 +52,7 @@ class StartValues {
   std::map<const void*, std::vector<std::string>> names_;  // of parameters and buffers, by identity
   bool from_file_ = false;
   zero::Init* init_;
+  Elsewhere elsewhere_;
   at::Device device_;
   comm::Communicator& world_;  // those with the same part of the model
 };

@@ -34,8 +34,8 @@ void TensorParts::require_leaves(const char* call) const {
                           one.parameter.scalar_type() == one.leaf.scalar_type();
     require(
         is_there, call, ": parameter ", one.name, ": it is split over the tensor axis, and has got other memory or ",
-        "another dtype since initialize() (model->to(), torch::load(), set_data()), which its part does not follow. ",
-        "Move and convert the model before initialize(), and give it values there (.weights)");
+        "another dtype since (model->to(), torch::load(), set_data()), which its part does not follow. Move, convert ",
+        "and load the model before initialize() or parallelize_module() splits it, or pass .weights there");
   }
 }
 

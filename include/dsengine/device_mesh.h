@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -130,6 +131,9 @@ class NamedMesh {
     return part({std::string(name)});
   }
   NamedMesh operator[](const std::vector<std::string>& names) const { return part(names); }
+  // These axes and that one of the grid they are a part of whose group, as get_group() gives it, `group` is: of a
+  // mesh["dp"] and the group of mesh["tp"] both. Nothing where no other axis has it.
+  std::optional<NamedMesh> joined_with(const Communicator& group) const;
 
   // The ranks that differ from this one along all axes of this mesh alone, in rank order. Those of single axes are
   // there from the start; making one of several is collective over all ranks of the grid, in the same order on each.

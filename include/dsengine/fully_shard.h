@@ -76,7 +76,8 @@ enum class BackwardPrefetch { kBackwardPre, kBackwardPost };
 // of the outermost one, or left out.
 struct FullyShardOptions {
   // The ranks: one axis shards; of two the last one shards and the first one has copies (gradients are averaged over
-  // both). Else `process_group`; else the job's (engine::init_distributed).
+  // both). Else `process_group`; else the job's (engine::init_distributed). Of a module that parallelize_module has split
+  // over the innermost axis of a mesh, other axes of that mesh: what is sharded are this rank's parts.
   std::optional<comm::NamedMesh> mesh;
   std::shared_ptr<comm::Communicator> process_group;
   // Whether parameters are given back after forward and gathered again for backward (ZeRO-3); else they stay until the
@@ -87,11 +88,13 @@ struct FullyShardOptions {
   std::optional<ShardingStrategy> sharding_strategy;  // in place of reshard_after_forward
   BackwardPrefetch backward_prefetch = BackwardPrefetch::kBackwardPre;
   bool limit_all_gathers = true;  // at most one unit is on its way ahead of use; else up to 50 Mi elements
-  // "cpu", "cuda" or "cuda:N", where the module is moved; empty: where its parameters are.
+  // "cpu", "cuda" or "cuda:N", where the module is moved; empty: where its parameters are. Of a module on the meta
+  // device, where slices are made, as FSDP2's to_empty() does: without `weights` they are NaN until they are loaded or
+  // made in place, and backward() throws UsageError, naming one, where that has not been done.
   std::string device;
   // A file with the first values, as InitializeOptions::weights; empty: rank 0's module has them.
   std::string weights;
-  zero::Init* init = nullptr;  // which has sliced parameters while the whole model was built; ends with this call
+  zero::Init* init = nullptr;  // which has sliced parameters while the whole model was built; ends with the first call
 };
 
 // A part of a parameter: elements [offset, offset + values.numel()) of the flattened whole.
@@ -218,7 +221,9 @@ class FullySharded {
 // that has got other memory or another dtype since, and for a frozen one that requires a gradient.
 //
 // Throws UsageError for a module that is sharded already, is inside of one that is, or belongs to an engine or another
-// wrapper; ConfigError for options that exclude each other. A unit's result need not be kept.
+// wrapper; ConfigError for options that exclude each other, and for a mesh that does not fit a split module. A unit's
+// result need not be kept. Units' slices are taken over bucket by bucket, so that no rank has all of the model at a time;
+// where a call for the module around them throws, they have gone.
 std::shared_ptr<FullySharded> fully_shard(const std::shared_ptr<torch::nn::Module>& module,
                                           const FullyShardOptions& options = {});
 template <class Contained>

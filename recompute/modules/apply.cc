@@ -6,6 +6,7 @@
 
 #include "core/check.h"
 #include "dsengine/module_checkpointing.h"
+#include "recompute/modules/choose_modules.h"
 #include "recompute/modules/module_watch.h"
 
 namespace ds {
@@ -33,8 +34,9 @@ ModulePredicate modules_named(const std::vector<std::string>& patterns) {
   };
 }
 
-std::vector<std::string> apply_activation_checkpointing(torch::nn::Module& module, const ModulePredicate& predicate,
-                                                        const ModuleCheckpointOptions& options) {
+std::vector<std::string> recompute::choose_modules(torch::nn::Module& module, const ModulePredicate& predicate,
+                                                   const ModuleCheckpointOptions& options,
+                                                   const std::shared_ptr<const void>& owner) {
   require(predicate != nullptr,
           "apply_activation_checkpointing: expected a predicate that chooses modules, found none; ",
           "modules_named({\"layers\\\\.\\\\d+\"}) chooses by names");
@@ -53,8 +55,13 @@ std::vector<std::string> apply_activation_checkpointing(torch::nn::Module& modul
   require(!chosen.empty(), "apply_activation_checkpointing: expected the predicate to choose a module, found that it ",
           "chooses none of ", module.modules().size(), "; patterns match whole names, as named_modules() gives them");
   recompute::require_watchable();
-  recompute::watch_modules(chosen, options);
+  recompute::watch_modules(chosen, options, owner);
   return names;
+}
+
+std::vector<std::string> apply_activation_checkpointing(torch::nn::Module& module, const ModulePredicate& predicate,
+                                                        const ModuleCheckpointOptions& options) {
+  return recompute::choose_modules(module, predicate, options, /*owner=*/nullptr);
 }
 
 void remove_activation_checkpointing(torch::nn::Module& module) { recompute::forget_parameters(module); }

@@ -9,6 +9,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
@@ -30,7 +32,9 @@ struct Choice {
   std::string name;
   ModuleCheckpointOptions options;
   std::unordered_map<const OperatorFacts*, bool> drops;
+  std::optional<std::weak_ptr<const void>> owner;  // none: it holds as long as the modules live
 
+  bool is_over() const { return owner && owner->expired(); }
   bool may_drop(const OperatorFacts& facts) {
     const auto [entry, is_new] = drops.try_emplace(&facts, false);
     if (is_new) {
@@ -149,9 +153,11 @@ void each_argument(const c10::OperatorHandle& op, const torch::jit::Stack& stack
   }
 }
 
-// Modules end without a word: a thread without any is watched no more.
+// Modules, and owners on other threads, end without a word: a thread without any is watched no more.
 void forget_ended(Watch& watch) {
-  std::erase_if(watch.parameters, [](const auto& known) { return known.second.parameter.expired(); });
+  std::erase_if(watch.parameters, [](const auto& known) {
+    return known.second.parameter.expired() || known.second.choice->is_over();
+  });
   if (!watch.parameters.empty()) return;
   watch.end();
   c10::impl::tls_set_dispatch_key_included(kWatchKey, false);
@@ -162,12 +168,13 @@ void find_region(Watch& watch, const c10::OperatorHandle& op, const torch::jit::
   constexpr uint64_t kLookEvery = 4096;
   if (++watch.seen % kLookEvery == 0) forget_ended(watch);
   if (watch.parameters.empty() || autograd::get_current_graph_task_id() != -1) return;
+  if (watch.region && watch.region->is_over()) watch.end();
   std::shared_ptr<Choice> found;
   std::vector<at::Tensor> others;
   each_argument(op, stack, [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return;
     const auto known = watch.parameters.find(tensor.unsafeGetTensorImpl());
-    if (known != watch.parameters.end()) {
+    if (known != watch.parameters.end() && !known->second.choice->is_over()) {
       if (!found || known->second.choice == watch.region) found = known->second.choice;
     } else if (tensor.requires_grad() && tensor.is_leaf()) {
       others.push_back(tensor);
@@ -283,11 +290,14 @@ void require_watchable() {
   register_watch();
 }
 
-void watch_modules(const std::vector<ChosenModule>& modules, const ModuleCheckpointOptions& options) {
+void watch_modules(const std::vector<ChosenModule>& modules, const ModuleCheckpointOptions& options,
+                   const std::shared_ptr<const void>& owner) {
   Watch& watch = Watch::current();
   watch.end();
   for (const ChosenModule& chosen : modules) {
-    const auto choice = std::make_shared<Choice>(Choice{.name = chosen.name, .options = options, .drops = {}});
+    const auto choice =
+        std::make_shared<Choice>(Choice{.name = chosen.name, .options = options, .drops = {}, .owner = {}});
+    if (owner) choice->owner = owner;
     for (const at::Tensor& parameter : chosen.module->parameters()) {
       if (!parameter.defined()) continue;
       watch.parameters.insert_or_assign(

@@ -19,8 +19,9 @@ struct ChosenModule {
   std::shared_ptr<torch::nn::Module> module;
 };
 
-// On this thread. The parameters of each one's tree are known from now on.
-void watch_modules(const std::vector<ChosenModule>& modules, const ModuleCheckpointOptions& options);
+// On this thread. The parameters of each one's tree are known from now on, until `owner` ends (null: until they do).
+void watch_modules(const std::vector<ChosenModule>& modules, const ModuleCheckpointOptions& options,
+                   const std::shared_ptr<const void>& owner);
 void forget_parameters(const torch::nn::Module& module);
 ModuleCheckpointStatistics take_watch_statistics();
 

@@ -56,6 +56,13 @@ TEST(NamedMesh, SeveralAxesAreOneFlatGroup) {
     EXPECT_EQ(both.get_group(), (mesh[{"dp", "cp"}].get_group()));
     EXPECT_EQ(mesh.get_group()->size(), 8);
     EXPECT_EQ(both["cp"].get_local_rank(), rank / 2 % 2);
+    const auto joined = both.joined_with(*mesh.get_group("tp"));
+    ASSERT_TRUE(joined.has_value());
+    EXPECT_THAT(joined->mesh_dim_names(), ElementsAre("dp", "cp", "tp"));
+    EXPECT_EQ(joined->get_group(), mesh.get_group());
+    EXPECT_THAT(mesh["tp"].joined_with(*mesh.get_group("dp"))->mesh_dim_names(), ElementsAre("dp", "tp"));
+    EXPECT_FALSE(both.joined_with(*mesh.get_group("dp")).has_value());  // its own
+    EXPECT_FALSE(both.joined_with(world).has_value());                  // of no axis
     const std::string name = "tp";
     EXPECT_EQ(mesh[name].size(), 2);
     EXPECT_THROW(both["tp"], ConfigError);

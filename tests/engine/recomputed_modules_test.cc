@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/check.h"
@@ -199,6 +200,42 @@ TEST(RecomputedModules, ALoopOverFullyShard) {
       return InFullyShard{fully_shard(model, options)};
     });
   }
+}
+
+int64_t regions_of(test::BlockNet& model) {
+  take_module_checkpoint_statistics();
+  model->loss(test::batch_of(0, 0)).backward();
+  return take_module_checkpoint_statistics().regions;
+}
+
+TEST(RecomputedModules, TheConfigsChoiceFollowsTheEnginesThreadAndEndsWithTheEngine) {
+  run_ranks(1, [](comm::Communicator& communicator) {
+    test::BlockNet model;
+    test::BlockNet of_the_program;
+    apply_activation_checkpointing(*of_the_program, modules_named({"block0"}));
+    {
+      const auto engine = start(model.ptr(), with_modules(small_config(0, 1), "all"), communicator).engine;
+      const auto step = [&] {
+        take_module_checkpoint_statistics();
+        engine->backward(model->loss(test::batch_of(0, 0)));
+        engine->step();
+        return take_module_checkpoint_statistics().regions;
+      };
+      EXPECT_EQ(step(), 3);
+      std::thread([&] {
+        engine->use_from_this_thread();
+        EXPECT_EQ(step(), 3);
+      }).join();
+      take_module_checkpoint_statistics();
+      model->loss(test::batch_of(0, 0));  // another thread is the engine's
+      EXPECT_EQ(take_module_checkpoint_statistics().regions, 0);
+      engine->use_from_this_thread();
+      EXPECT_EQ(step(), 3);
+    }
+    EXPECT_EQ(regions_of(model), 0);
+    EXPECT_EQ(regions_of(of_the_program), 1);
+    remove_activation_checkpointing(*of_the_program);
+  });
 }
 
 TEST(RecomputedModules, WhatTheKeysCannotMeanIsNamed) {

@@ -95,6 +95,20 @@ inline std::vector<std::pair<std::string, MakeOptimizer>> optimizers() {
 
 using NamedValues = std::vector<std::pair<std::string, at::Tensor>>;
 
+// Copies of a module's parameters.
+inline NamedValues named_values(const torch::nn::Module& module) {
+  NamedValues values;
+  for (const auto& item : module.named_parameters()) values.emplace_back(item.key(), item.value().detach().clone());
+  return values;
+}
+
+// And of its buffers.
+inline NamedValues state_values(const torch::nn::Module& module) {
+  NamedValues values = named_values(module);
+  for (const auto& item : module.named_buffers()) values.emplace_back(item.key(), item.value().clone());
+  return values;
+}
+
 // A loop of plain torch; `micro_batches` add up before a step.
 inline NamedValues train_plain(int ranks, int steps, const MakeOptimizer& make, int micro_batches = 1) {
   BlockNet model;
@@ -106,9 +120,16 @@ inline NamedValues train_plain(int ranks, int steps, const MakeOptimizer& make, 
     }
     optimizer->step();
   }
-  NamedValues values;
-  for (const auto& item : model->named_parameters()) values.emplace_back(item.key(), item.value().detach().clone());
-  return values;
+  return named_values(*model);
+}
+
+// Steps in which a rank sees the batches of two.
+inline void train_joined(BlockNet& model, torch::optim::Optimizer& optimizer, int from, int steps) {
+  for (int step = from; step < from + steps; ++step) {
+    model->loss(joined_batch(step, 2)).backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
 }
 
 // One rank's steps of a plain loop.

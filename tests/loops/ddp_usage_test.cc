@@ -126,6 +126,20 @@ TEST(DdpUsage, ARankThatLeavesIsNamed) {
   });
 }
 
+TEST(DdpUsage, BackwardTwiceWithoutForwardIsTorchsErrorAndTrainingGoesOn) {
+  test::run_ranks(2, [](comm::Communicator& group) {
+    Toy model;
+    DistributedDataParallel ddp(model, test::small_buckets(group));
+    const at::Tensor loss = loss_of(ddp(batch_of(group.rank(), 0)));
+    loss.backward();
+    const std::vector<at::Tensor> once = gradients_of(*model);
+    expect_error<c10::Error>([&] { loss.backward(); }, "second time");
+    ddp->zero_grad();
+    loss_of(ddp(batch_of(group.rank(), 0))).backward();
+    expect_close(gradients_of(*model), once, 1e-6, "afterwards");
+  });
+}
+
 TEST(DdpUsage, OverAnAxisOfAMesh) {
   test::run_ranks(4, [](comm::Communicator& world) {
     comm::NamedMesh mesh = comm::init_device_mesh(shared(world), {2, 2}, {"dp", "tp"});

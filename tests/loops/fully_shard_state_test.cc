@@ -250,8 +250,7 @@ TEST(FullyShardUnits, FrozenParametersAreShardedToo) {
       by_torch.step();
       by_torch.zero_grad();
     }
-    test::NamedValues expected;
-    for (const auto& item : plain->named_parameters()) expected.emplace_back(item.key(), item.value().detach());
+    const test::NamedValues expected = test::named_values(*plain);
     EXPECT_LT(test::largest_difference(sharded->full_state_dict(), expected), 5e-6);
     const StateDict state = sharded->full_state_dict();
     sharded->load_full_state_dict(state, /*broadcast_from_rank0=*/true);

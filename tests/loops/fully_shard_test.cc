@@ -99,9 +99,7 @@ test::NamedValues train_in_bfloat16(int ranks, const test::MakeOptimizer& make) 
     }
     optimizer->step();
   }
-  test::NamedValues values;
-  for (const auto& item : masters->named_parameters()) values.emplace_back(item.key(), item.value().detach().clone());
-  return values;
+  return test::named_values(*masters);
 }
 
 TEST(FullyShard, Bfloat16AgreesWithTorch) {

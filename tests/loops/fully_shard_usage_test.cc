@@ -1,16 +1,22 @@
 // What loops do with fully_shard beside one forward, one backward and one step: several passes, values and parameters
 // that change behind its back, its end.
+#include <c10/util/Exception.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <functional>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "core/check.h"
+#include "dsengine/distributed_data_parallel.h"
+#include "dsengine/engine.h"
 #include "dsengine/fully_shard.h"
+#include "dsengine/initialize.h"
 #include "tests/loops/block_net.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
@@ -28,12 +34,6 @@ constexpr int kSteps = 3;
 std::shared_ptr<FullySharded> shard_blocks(test::BlockNet& model, const FullyShardOptions& options) {
   for (test::Block& block : model->blocks) fully_shard(block, options);
   return fully_shard(model, options);
-}
-
-test::NamedValues values_of(test::BlockNet& model) {
-  test::NamedValues values;
-  for (const auto& item : model->named_parameters()) values.emplace_back(item.key(), item.value().detach().clone());
-  return values;
 }
 
 // --- several backwards before a step
@@ -68,7 +68,7 @@ TEST(FullyShardPasses, BackwardsWithoutAForwardInBetweenAddUp) {
   for (const Passes& passes : {Passes(two_losses), Passes(one_graph_twice)}) {
     test::BlockNet plain;
     train(plain, plain->parameters(), passes, [](int64_t number) { return test::joined_batch(number, 2); });
-    const test::NamedValues expected = values_of(plain);
+    const test::NamedValues expected = test::named_values(*plain);
     test::run_ranks(2, [&](comm::Communicator& communicator) {
       for (const bool reshards : {true, false}) {
         test::BlockNet model;
@@ -162,7 +162,7 @@ void train_and_freeze(test::BlockNet& model, const test::Tensors& parameters, co
 TEST(FullyShardChanges, AParameterThatIsFrozenLaterStaysAsItIs) {
   test::BlockNet plain;
   train_and_freeze(plain, plain->parameters(), [](int64_t number) { return test::joined_batch(number, 2); });
-  const test::NamedValues expected = values_of(plain);
+  const test::NamedValues expected = test::named_values(*plain);
   test::run_ranks(2, [&](comm::Communicator& communicator) {
     test::BlockNet model;
     const auto sharded = shard_blocks(model, {.process_group = test::borrowed(communicator)});
@@ -223,6 +223,61 @@ TEST(FullyShardUse, AResultThatWasUsedInAnyWayEndsTheModel) {
                   ThrowsMessage<c10::Error>(HasSubstr("after the end of its fully_shard")));
     });
   }
+}
+
+// --- misuse
+// ------------------------------------------------------------------------------------------------------------
+
+TEST(FullyShardUse, OneWrapperOrEngineForAModule) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    const auto group = test::borrowed(communicator);
+    const auto belongs = [] {
+      return ThrowsMessage<UsageError>(
+          AllOf(HasSubstr("parameter enter.weight"), HasSubstr("belongs to another engine, or to a wrapper")));
+    };
+    test::BlockNet model;
+    {
+      const auto sharded = fully_shard(model, {.process_group = group});
+      EXPECT_THAT([&] { const DistributedDataParallel ddp(model, {.process_group = group}); }, belongs());
+      const nlohmann::json config = {{"train_batch_size", 2}, {"optimizer", {{"type", "Adam"}}}};
+      EXPECT_THAT([&] { engine::initialize({.model = model.ptr(), .config = config, .communicator = group}); },
+                  belongs());
+      model->loss(test::batch_of(0, communicator.rank())).backward();  // what was refused has changed nothing
+      EXPECT_TRUE(sharded->parameters()[0].grad().defined());
+    }
+    test::BlockNet other;
+    const DistributedDataParallel ddp(other, {.process_group = group});
+    EXPECT_THAT([&] { fully_shard(other, {.process_group = group}); }, belongs());
+  });
+}
+
+TEST(FullyShardUse, AHookThatThrowsEndsThePassAndTrainingGoesOn) {
+  const test::MakeOptimizer make = test::optimizers()[0].second;
+  const test::NamedValues expected = test::train_plain(2, kSteps, make);
+  test::run_ranks(2, [&](comm::Communicator& communicator) {
+    test::BlockNet model;
+    const auto sharded = shard_blocks(model, {.process_group = test::borrowed(communicator)});
+    const at::Tensor& middle = model->blocks[1]->up->weight;
+    const unsigned hook = middle.register_hook(
+        [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("a hook of the program's"); });
+    EXPECT_THAT([&] { model->loss(test::batch_of(7, communicator.rank())).backward(); },
+                ThrowsMessage<std::runtime_error>(HasSubstr("a hook of the program's")));
+    middle.remove_hook(hook);
+    const auto optimizer = make(sharded->parameters());
+    test::train(model, *optimizer, communicator.rank(), kSteps);
+    EXPECT_LT(test::largest_difference(sharded->full_state_dict(), expected), kTolerance);
+  });
+}
+
+TEST(FullyShardUse, ARankThatLeavesIsNamed) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    test::BlockNet model;
+    const auto sharded = shard_blocks(model, {.process_group = test::borrowed(communicator)});
+    model->loss(test::batch_of(0, communicator.rank())).backward();
+    if (communicator.rank() == 1) return;
+    EXPECT_THAT([&] { model->loss(test::batch_of(1, 0)).backward(); },
+                ThrowsMessage<c10::Error>(HasSubstr("rank 1 has destroyed its communicator")));
+  });
 }
 
 }  // namespace

@@ -56,11 +56,7 @@ void expect_same_training(const test::MakeOptimizer& plain, const test::MakeOpti
 }
 
 StateDict before_training() {
-  test::BlockNet model;
-  StateDict state;
-  for (const auto& item : model->named_parameters()) state.emplace_back(item.key(), item.value().detach());
-  for (const auto& item : model->named_buffers()) state.emplace_back(item.key(), item.value());
-  return state;
+  return test::state_values(*test::BlockNet());
 }
 
 TEST(FusedOptimizers, TrainAsTorchsDoOnOneRankAndOnSlices) {

@@ -88,9 +88,7 @@ TEST(OptimizerAndEngine, TheEngineGoesOnFromFullyShards) {
       train_engine(*started.engine, model, 20, 1);
       started.engine->load_checkpoint(folder.path().string(), "sharded");
       train_engine(*started.engine, model, kSavedSteps, kNextSteps);
-      test::NamedValues found;
-      for (const auto& item : model->named_parameters()) found.emplace_back(item.key(), item.value().detach());
-      EXPECT_LT(test::largest_difference(found, expected), kAsOne);
+      EXPECT_LT(test::largest_difference(test::named_values(*model), expected), kAsOne);
     });
   }
 }

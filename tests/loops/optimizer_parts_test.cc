@@ -27,15 +27,6 @@ constexpr int kFirstSteps = 3;
 constexpr int kMoreSteps = 3;
 constexpr double kSameTraining = 5e-6;
 
-// Each rank sees the batches of two.
-void train_joined(test::BlockNet& model, torch::optim::Optimizer& optimizer, int from, int steps) {
-  for (int step = from; step < from + steps; ++step) {
-    model->loss(test::joined_batch(step, 2)).backward();
-    optimizer.step();
-    optimizer.zero_grad();
-  }
-}
-
 // Of all ranks, in a list.
 class AllParts {
  public:
@@ -56,7 +47,7 @@ std::vector<ShardedTensor> parts_after_a_step(const test::MakeOptimizer& make) {
     test::BlockNet model;
     const auto sharded = fully_shard(model, {.process_group = test::borrowed(communicator)});
     const auto optimizer = make(sharded->parameters());
-    train_joined(model, *optimizer, 0, 1);
+    test::train_joined(model, *optimizer, 0, 1);
     parts.add(sharded->sharded_optim_state_dict(*optimizer));
   });
   return parts.get();
@@ -79,7 +70,7 @@ TEST(OptimizerParts, AFullStateWithLessOrMoreIsRefusedByNameOnEveryRank) {
     const auto sharded = fully_shard(model, {.process_group = test::borrowed(communicator)});
     for (const size_t kind : {size_t{0}, size_t{2}}) {  // without steps, and with
       const auto optimizer = test::optimizers()[kind].second(sharded->parameters());
-      train_joined(model, *optimizer, 0, 1);
+      test::train_joined(model, *optimizer, 0, 1);
       const StateDict full = sharded->full_optim_state_dict(*optimizer);
       const auto expect_refused = [&](const StateDict& state, const std::string& what) {
         EXPECT_THAT([&] { sharded->load_full_optim_state_dict(*optimizer, state); },
@@ -181,13 +172,13 @@ TEST(OptimizerParts, AStateWithoutStepsBeginsAnewInEveryWayToKeepIt) {
       communicator.barrier();
       const auto optimizer = make(sharded->parameters());
       for (int way = 0; way < 4; ++way) {
-        train_joined(model, *optimizer, 10, 1);
+        test::train_joined(model, *optimizer, 10, 1);
         if (way == 0) sharded->load_full_optim_state_dict(*optimizer, full);
         if (way == 1) sharded->load_full_optim_state_dict(*optimizer, full, /*broadcast_from_rank0=*/true);
         if (way == 2) sharded->load_sharded_optim_state_dict(*optimizer, parts.get());
         if (way == 3) sharded->load(folder.path().string(), "fresh", *optimizer);
         sharded->load_full_state_dict(weights);
-        train_joined(model, *optimizer, 0, kMoreSteps);
+        test::train_joined(model, *optimizer, 0, kMoreSteps);
         EXPECT_LT(test::largest_difference(sharded->full_state_dict(), expected), kSameTraining) << way;
       }
     });
@@ -206,10 +197,10 @@ TEST(OptimizerParts, AdagradBeginsAnewWithItsInitialValue) {
     const auto optimizer = make(sharded->parameters());
     const StateDict weights = sharded->full_state_dict();
     const StateDict fresh = sharded->full_optim_state_dict(*optimizer);
-    train_joined(model, *optimizer, 10, 1);
+    test::train_joined(model, *optimizer, 10, 1);
     sharded->load_full_optim_state_dict(*optimizer, fresh);
     sharded->load_full_state_dict(weights);
-    train_joined(model, *optimizer, 0, kMoreSteps);
+    test::train_joined(model, *optimizer, 0, kMoreSteps);
     EXPECT_LT(test::largest_difference(sharded->full_state_dict(), expected), kSameTraining);
   });
 }
@@ -227,9 +218,7 @@ test::NamedValues plain_with_two(int steps) {
     first->step();
     second->step();
   }
-  test::NamedValues values;
-  for (const auto& item : model->named_parameters()) values.emplace_back(item.key(), item.value().detach().clone());
-  return values;
+  return test::named_values(*model);
 }
 
 TEST(OptimizerParts, TwoOptimizersOfAModelGoOnFromStateDictsAndAreRefusedInFiles) {
@@ -288,7 +277,7 @@ TEST(OptimizerParts, FilesBringTheOptionsOfGroupsAndStateDictsDoNot) {
       return optimizer.param_groups()[group].options().get_lr();
     };
     const auto saved = make(0.125, 0.25);
-    train_joined(model, *saved, 0, 1);
+    test::train_joined(model, *saved, 0, 1);
     sharded->save(folder.path().string(), "groups", *saved);
     communicator.barrier();
     const auto other = make(0.5, 0.75);
@@ -319,21 +308,21 @@ void expect_goes_on_with_copies(int ranks, bool mesh) {
     test::BlockNet model;
     const auto sharded = fully_shard(model, options);
     const auto first = make(sharded->parameters());
-    train_joined(model, *first, 0, kFirstSteps);
+    test::train_joined(model, *first, 0, kFirstSteps);
     weights.add(sharded->sharded_state_dict());
     parts.add(sharded->sharded_optim_state_dict(*first));
     sharded->save(folder.path().string(), "copies", *first);
     communicator.barrier();
     for (const bool from_files : {false, true}) {
       const auto second = make(sharded->parameters());
-      train_joined(model, *second, 20, 1);
+      test::train_joined(model, *second, 20, 1);
       if (from_files) {
         sharded->load(folder.path().string(), "copies", *second);
       } else {
         sharded->load_sharded_state_dict(weights.get());
         sharded->load_sharded_optim_state_dict(*second, parts.get());
       }
-      train_joined(model, *second, kFirstSteps, kMoreSteps);
+      test::train_joined(model, *second, kFirstSteps, kMoreSteps);
       EXPECT_LT(test::largest_difference(sharded->full_state_dict(), expected), kSameTraining) << from_files;
     }
   });

@@ -36,15 +36,6 @@ std::shared_ptr<FullySharded> shard_all(test::BlockNet& model, comm::Communicato
   return fully_shard(model, {.process_group = test::borrowed(communicator)});
 }
 
-// Batches as of two ranks, whatever the number of ranks: each sees all of them.
-void train_on(test::BlockNet& model, torch::optim::Optimizer& optimizer, int from, int steps) {
-  for (int step = from; step < from + steps; ++step) {
-    model->loss(test::joined_batch(step, 2)).backward();
-    optimizer.step();
-    optimizer.zero_grad();
-  }
-}
-
 struct Saved {
   StateDict weights, full;
   std::vector<ShardedTensor> weight_parts, parts;  // of all ranks
@@ -57,7 +48,7 @@ Saved saved_by(int ranks, const test::MakeOptimizer& make, const std::string& fo
     test::BlockNet model;
     const auto sharded = shard_all(model, communicator);
     const auto optimizer = make(sharded->parameters());
-    train_on(model, *optimizer, 0, kBefore);
+    test::train_joined(model, *optimizer, 0, kBefore);
     sharded->save(folder, "saved", *optimizer);
     const StateDict weights = sharded->full_state_dict();
     const StateDict full = sharded->full_optim_state_dict(*optimizer);
@@ -81,9 +72,9 @@ void expect_goes_on(int ranks, const test::MakeOptimizer& make, const test::Name
     test::BlockNet model;
     const auto sharded = shard_all(model, communicator);
     const auto optimizer = make(sharded->parameters());
-    train_on(model, *optimizer, 20, 1);  // states and weights of something else
+    test::train_joined(model, *optimizer, 20, 1);  // states and weights of something else
     load(*sharded, *optimizer, communicator.rank());
-    train_on(model, *optimizer, kBefore, kAfter);
+    test::train_joined(model, *optimizer, kBefore, kAfter);
     EXPECT_LT(test::largest_difference(sharded->full_state_dict(), expected), kGoesOn);
   });
 }
@@ -133,7 +124,7 @@ TEST(OptimizerStates, NamesAndShapesAreTorchsAndFilesHaveThemAsTheEngines) {
   const Saved saved = saved_by(2, adamw, folder.path().string());
   test::BlockNet plain;
   const auto optimizer = adamw(plain->parameters());
-  train_on(plain, *optimizer, 0, kBefore);
+  test::train_joined(plain, *optimizer, 0, kBefore);
   const auto source = checkpoint::open(folder / "saved");
   size_t found = 0;
   for (const auto& item : plain->named_parameters()) {
@@ -160,7 +151,7 @@ TEST(OptimizerStates, WhatDoesNotFitIsNamedAndChangesNothing) {
     test::BlockNet model;
     const auto sharded = shard_all(model, communicator);
     const auto adagrad = all[4].second(sharded->parameters());
-    train_on(model, *adagrad, 0, 1);
+    test::train_joined(model, *adagrad, 0, 1);
     const StateDict before = sharded->full_optim_state_dict(*adagrad);
     EXPECT_THAT([&] { sharded->load_full_optim_state_dict(*adagrad, saved.full); },
                 ThrowsMessage<UsageError>(HasSubstr("enter.weight.sum")));

@@ -1,12 +1,14 @@
-#include "engine/setup/recomputed_modules.h"
+#include "engine/state/recomputed_modules.h"
 
 #include <exception>
+#include <memory>
 #include <regex>
 #include <string>
 
 #include "core/check.h"
 #include "dsengine/module_checkpointing.h"
 #include "engine/agreement/shared_failure.h"
+#include "recompute/modules/choose_modules.h"
 
 namespace ds::engine {
 namespace {
@@ -23,14 +25,16 @@ int64_t count_matches(torch::nn::Module& module, const std::string& pattern) {
   return count;
 }
 
-void choose(torch::nn::Module& module, const config::ActivationCheckpointingSection& section) {
+// In place of what was chosen before, on whatever thread.
+void choose(ModelState& model, const config::ActivationCheckpointingSection& section) {
   const ModulePredicate named = modules_named(section.modules);
-  apply_activation_checkpointing(
-      module,
+  model.recomputed = std::make_shared<int>();
+  recompute::choose_modules(
+      *model.module,
       [&](const std::string& name, const torch::nn::Module& each) {
         return !each.parameters().empty() && named(name, each);
       },
-      {.recompute = section.recompute == "all" ? Recompute::kEverything : Recompute::kPointwise});
+      {.recompute = section.recompute == "all" ? Recompute::kEverything : Recompute::kPointwise}, model.recomputed);
 }
 
 }  // namespace
@@ -49,7 +53,7 @@ void choose_recomputed_modules(ModelState& model, const config::DsConfig& config
   if (section.modules.empty()) return;
   std::exception_ptr failure;
   try {
-    if (here > 0) choose(*model.module, section);
+    if (here > 0) choose(model, section);
   } catch (const UsageError& error) {
     failure = std::make_exception_ptr(ConfigError(cat(kKey, ": ", error.what())));
   }
@@ -59,6 +63,10 @@ void choose_recomputed_modules(ModelState& model, const config::DsConfig& config
   }
   const int failed = failed_rank(failure, model.ranks.device, *model.ranks.world);
   require<ConfigError>(failed < 0, kKey, ": rank ", failed, " could not choose its modules; its error says why");
+}
+
+void recompute_on_this_thread(ModelState& model, const config::DsConfig& config) {
+  if (model.recomputed) choose(model, config.activation_checkpointing);
 }
 
 }  // namespace ds::engine
