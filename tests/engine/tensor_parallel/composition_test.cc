@@ -133,6 +133,12 @@ TEST(TensorParallelWith, Muon) {
   }
 }
 
+TEST(TensorParallelWith, MuonOfHeads) {
+  GptRun run{.data = 2, .stage = 2};
+  run.more = {{"optimizer", {{"type", "Muon"}, {"params", {{"lr", 5e-3}, {"per_head_muon", true}, {"head_dim", 8}}}}}};
+  expect_same_as_one_rank(run, 1e-4, 1e-3);
+}
+
 TEST(TensorParallelWith, MuonOfUnevenPartsIsRefusedByName) {
   GptRun run{.data = 2, .stage = 2, .model = small_gpt(/*tied=*/true)};
   run.model.vocab = 500;
