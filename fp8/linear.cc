@@ -236,10 +236,9 @@ struct Place {
   c10::DispatchKey key;
   std::optional<at::DeviceType> autocast_of;
 };
-constexpr std::array<Place, 4> kPlaces = {Place{c10::DispatchKey::AutocastCPU, at::kCPU},
-                                      Place{c10::DispatchKey::AutocastCUDA, at::kCUDA},
-                                      Place{c10::DispatchKey::AutogradCPU, std::nullopt},
-                                      Place{c10::DispatchKey::AutogradCUDA, std::nullopt}};
+constexpr std::array<Place, 4> kPlaces = {
+    Place{c10::DispatchKey::AutocastCPU, at::kCPU}, Place{c10::DispatchKey::AutocastCUDA, at::kCUDA},
+    Place{c10::DispatchKey::AutogradCPU, std::nullopt}, Place{c10::DispatchKey::AutogradCUDA, std::nullopt}};
 
 void put_in_front_of(const char* name, FindOperands find) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");

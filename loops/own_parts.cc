@@ -71,8 +71,8 @@ std::vector<OwnPart> own_parts(const ShardedModel& model) {
 std::vector<OwnPart> runs_of(const OwnPart& own) {
   if (!own.part || own.values.numel() == 0) return {own};
   std::vector<OwnPart> runs;
-  PartRuns(*own.part)
-      .in_part(own.offset, own.offset + own.values.numel(), [&](int64_t whole, int64_t part, int64_t length) {
+  PartRuns(*own.part).in_part(
+      own.offset, own.offset + own.values.numel(), [&](int64_t whole, int64_t part, int64_t length) {
         runs.push_back({own.name, own.sizes, whole, own.values.narrow(0, part - own.offset, length)});
       });
   return runs;

@@ -79,9 +79,8 @@ std::shared_ptr<SliceStore> store_of(const at::Tensor& master, bool to_host, boo
 
 engine::Plan plan_of(const ShardRanks& ranks, at::ScalarType dtype, at::ScalarType reduce_dtype, bool limit_gathers) {
   engine::Plan plan;
-  plan.topology = {.world_size = ranks.world->size(),
-                   .dp = ranks.all->size(),
-                   .tensor = ranks.tensor ? ranks.tensor->size() : 1};
+  plan.topology = {
+      .world_size = ranks.world->size(), .dp = ranks.all->size(), .tensor = ranks.tensor ? ranks.tensor->size() : 1};
   plan.model_dtype = config_dtype(dtype);
   plan.gradient_dtype = plan.communication_dtype = config_dtype(reduce_dtype);
   plan.separate_master = dtype != optimizers::state_type(dtype);
@@ -142,9 +141,10 @@ std::string settings_text(const FullyShardOptions& options, size_t parts, size_t
   };
   const std::optional<bool> reshards = reshards_after_forward(options);
   return cat("fully_shard units\t", parts, "\nfully_shard tensors on the meta device\t", without_values,
-             "\nfully_shard .mp_policy.param_dtype\t", text_of(options.mp_policy.param_dtype), "\nfully_shard .mp_policy.reduce_dtype\t",
-             text_of(options.mp_policy.reduce_dtype), "\nfully_shard .reshard_after_forward\t",
-             reshards ? (*reshards ? "true" : "false") : "not said", "\nfully_shard .sharding_strategy\t",
+             "\nfully_shard .mp_policy.param_dtype\t", text_of(options.mp_policy.param_dtype),
+             "\nfully_shard .mp_policy.reduce_dtype\t", text_of(options.mp_policy.reduce_dtype),
+             "\nfully_shard .reshard_after_forward\t", reshards ? (*reshards ? "true" : "false") : "not said",
+             "\nfully_shard .sharding_strategy\t",
              options.sharding_strategy ? static_cast<int>(*options.sharding_strategy) : -1,
              "\nfully_shard .backward_prefetch\t", static_cast<int>(options.backward_prefetch),
              "\nfully_shard .limit_all_gathers\t", options.limit_all_gathers ? "true" : "false", "\n");

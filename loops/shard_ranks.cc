@@ -41,7 +41,8 @@ constexpr const char* kBothAxes =
 void require_mesh(const FullyShardOptions& options, const comm::Communicator& tensor) {
   require<ConfigError>(options.mesh.has_value(), "fully_shard: the module is split over ", tensor.size(),
                        " ranks (parallelize_module): expected .mesh, the data-parallel axis of a mesh whose other ",
-                       "axis parallelize_module got, found ", options.process_group ? ".process_group" : "none", kBothAxes);
+                       "axis parallelize_module got, found ", options.process_group ? ".process_group" : "none",
+                       kBothAxes);
 }
 
 // 2-D parallelism: what is sharded are parts of parameters.

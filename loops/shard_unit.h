@@ -4,8 +4,8 @@
 // fully_shard() shards at once, so that a module is sharded whatever comes next. Where a module around it follows, the
 // inner ones end, and their slices are taken over, bucket by bucket, into that one's layout as its units. A unit's
 // result is usually dropped, as in FSDP2's tutorial: until a module around it follows, or somebody has used the result,
-// the list of this thread keeps it. The outermost one is kept by its result, which has been used (somebody has taken its
-// parameters or its state, or has run it through the result).
+// the list of this thread keeps it. The outermost one is kept by its result, which has been used (somebody has taken
+// its parameters or its state, or has run it through the result).
 #pragma once
 
 #include <torch/nn/module.h>

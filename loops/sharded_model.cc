@@ -79,8 +79,8 @@ ShardedModel::ShardedModel(const std::shared_ptr<torch::nn::Module>& module, con
   const engine::ModelParameters parameters =
       engine::collect_parameters(*module, any_trained(*module), state_.tensor != nullptr);
   const std::string settings =
-      cat(settings_text(options, parts.size(), count_on_meta(*module)), "layers of convert_sync_batchnorm without a group\t",
-          norm::layers_without_ranks(*module).size(), '\n');
+      cat(settings_text(options, parts.size(), count_on_meta(*module)),
+          "layers of convert_sync_batchnorm without a group\t", norm::layers_without_ranks(*module).size(), '\n');
   const engine::GivenInputs inputs{.call = "fully_shard"};
   if (state_.tensor) {
     engine::require_same_on_all_ranks({}, settings + split_text(*module), inputs, ranks_.device, *ranks_.world);

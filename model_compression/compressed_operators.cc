@@ -170,8 +170,8 @@ void register_operators_of(const std::vector<std::shared_ptr<CompressedLayer>>& 
     if (done[i] || !is_needed(kOperators[i], layers)) continue;
     done[i] = true;
     // From above: what comes in at one key passes those below as it is.
-    for (const Key key : {Key::AutocastCPU, Key::AutocastCUDA, Key::AutogradCPU, Key::AutogradCUDA, Key::CPU,
-                          Key::CUDA}) {
+    for (const Key key :
+         {Key::AutocastCPU, Key::AutocastCUDA, Key::AutogradCPU, Key::AutogradCUDA, Key::CPU, Key::CUDA}) {
       put_in_front_of(kOperators[i], key);
     }
   }

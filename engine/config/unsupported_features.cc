@@ -93,9 +93,10 @@ void collect_compression(const CompressionTrainingSection& s, Collector& out) {
 }
 
 void collect_features(const DsConfig& c, Collector& out) {
-  out.add(c.aio.use_gds, "aio.use_gds",
-          "needs cuFile (libcufile.so) and a GPU whose memory it reads files into, and this build does not call it; use "
-          "false: files are read into host memory");
+  out.add(
+      c.aio.use_gds, "aio.use_gds",
+      "needs cuFile (libcufile.so) and a GPU whose memory it reads files into, and this build does not call it; use "
+      "false: files are read into host memory");
   out.later(c.flops_profiler.enabled, "flops_profiler", "turn it off");
   out.later(c.comms_logger.enabled, "comms_logger", "turn it off");
   const DataEfficiencySection& data = c.data_efficiency;

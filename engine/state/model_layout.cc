@@ -67,11 +67,10 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains,
   ModelParameters result;
   std::unordered_set<const void*> seen;
   for (const auto& item : module.named_parameters()) {
-    require(
-        split || !is_split(item.value()), "parameter ", item.key(), " is split over ranks already ",
-        "(parallel::parallelize_module): expected a whole module. engine::initialize splits one by itself, by ",
-        "InitializeOptions::split and tensor_parallel.autotp_size; fully_shard takes a split one with .mesh, ",
-        "DistributedDataParallel whole ones only");
+    require(split || !is_split(item.value()), "parameter ", item.key(), " is split over ranks already ",
+            "(parallel::parallelize_module): expected a whole module. engine::initialize splits one by itself, by ",
+            "InitializeOptions::split and tensor_parallel.autotp_size; fully_shard takes a split one with .mesh, ",
+            "DistributedDataParallel whole ones only");
     const at::Tensor tensor = trained_tensor(item.value());
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
     const std::shared_ptr<const TensorPart> part = part_of_parameter(item.value());

@@ -23,8 +23,8 @@ namespace ds::engine {
 // constructor is so on all ranks.
 class StartValues {
  public:
-  // Without a file: values of a tensor that the module does not have; undefined: it has them. Called on every rank in the
-  // same order.
+  // Without a file: values of a tensor that the module does not have; undefined: it has them. Called on every rank in
+  // the same order.
   using Elsewhere = std::function<at::Tensor(const zero::Parameter& tensor)>;
 
   // `weights`: what open_weights() takes, read by the first rank of each part of the model; empty: the

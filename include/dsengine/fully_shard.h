@@ -76,8 +76,8 @@ enum class BackwardPrefetch { kBackwardPre, kBackwardPost };
 // of the outermost one, or left out.
 struct FullyShardOptions {
   // The ranks: one axis shards; of two the last one shards and the first one has copies (gradients are averaged over
-  // both). Else `process_group`; else the job's (engine::init_distributed). Of a module that parallelize_module has split
-  // over the innermost axis of a mesh, other axes of that mesh: what is sharded are this rank's parts.
+  // both). Else `process_group`; else the job's (engine::init_distributed). Of a module that parallelize_module has
+  // split over the innermost axis of a mesh, other axes of that mesh: what is sharded are this rank's parts.
   std::optional<comm::NamedMesh> mesh;
   std::shared_ptr<comm::Communicator> process_group;
   // Whether parameters are given back after forward and gathered again for backward (ZeRO-3); else they stay until the
@@ -222,8 +222,8 @@ class FullySharded {
 //
 // Throws UsageError for a module that is sharded already, is inside of one that is, or belongs to an engine or another
 // wrapper; ConfigError for options that exclude each other, and for a mesh that does not fit a split module. A unit's
-// result need not be kept. Units' slices are taken over bucket by bucket, so that no rank has all of the model at a time;
-// where a call for the module around them throws, they have gone.
+// result need not be kept. Units' slices are taken over bucket by bucket, so that no rank has all of the model at a
+// time; where a call for the module around them throws, they have gone.
 std::shared_ptr<FullySharded> fully_shard(const std::shared_ptr<torch::nn::Module>& module,
                                           const FullyShardOptions& options = {});
 template <class Contained>

@@ -155,9 +155,8 @@ void each_argument(const c10::OperatorHandle& op, const torch::jit::Stack& stack
 
 // Modules, and owners on other threads, end without a word: a thread without any is watched no more.
 void forget_ended(Watch& watch) {
-  std::erase_if(watch.parameters, [](const auto& known) {
-    return known.second.parameter.expired() || known.second.choice->is_over();
-  });
+  std::erase_if(watch.parameters,
+                [](const auto& known) { return known.second.parameter.expired() || known.second.choice->is_over(); });
   if (!watch.parameters.empty()) return;
   watch.end();
   c10::impl::tls_set_dispatch_key_included(kWatchKey, false);

@@ -55,9 +55,7 @@ void expect_same_training(const test::MakeOptimizer& plain, const test::MakeOpti
   });
 }
 
-StateDict before_training() {
-  return test::state_values(*test::BlockNet());
-}
+StateDict before_training() { return test::state_values(*test::BlockNet()); }
 
 TEST(FusedOptimizers, TrainAsTorchsDoOnOneRankAndOnSlices) {
   for (const bool amsgrad : {false, true}) {

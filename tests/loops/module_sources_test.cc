@@ -211,8 +211,9 @@ struct MetaUnits {
 
 void expect_meta_units_train_as_torch(const MetaUnits& way) {
   MetaNet plain = real_net();
-  train_net(plain, {plain->first, plain->layers[0]->weight, plain->layers[0]->bias, plain->layers[1]->weight,
-                    plain->layers[1]->bias},
+  train_net(plain,
+            {plain->first, plain->layers[0]->weight, plain->layers[0]->bias, plain->layers[1]->weight,
+             plain->layers[1]->bias},
             [](int64_t step) { return test::joined_batch(step, 2); });
   const StateDict expected = test::state_values(*plain);
   test::run_ranks(2, [&](comm::Communicator& communicator) {

@@ -36,9 +36,8 @@ Curve train_gpt(const GptRun& run, comm::Communicator& world) {
 TEST(SplitShardsGpt, LossesAndNormsAreThoseOfTorch) {
   const GptRun run{.tensor = 2, .data = 2, .model = small_gpt(/*tied=*/true)};
   const Curve expected = run.plain();
-  test::run_ranks(run.world(), [&](comm::Communicator& world) {
-    expect_same(train_gpt(run, world), expected, 5e-6, 2e-5);
-  });
+  test::run_ranks(run.world(),
+                  [&](comm::Communicator& world) { expect_same(train_gpt(run, world), expected, 5e-6, 2e-5); });
 }
 
 }  // namespace

@@ -212,7 +212,8 @@ TEST(SplitShardsMisuse, WhatTrainsNothingOrIsOtherwiseOnARankIsNamed) {
                   ThrowsMessage<c10::Error>(AllOf(HasSubstr("enter.weight"), HasSubstr("sharded->parameters()"))));
       const at::Tensor& leaf = own.split.named_leaves[2].second;
       leaf.set_data(torch::zeros(leaf.sizes()));
-      EXPECT_THAT([&] { own.backward(1); }, ThrowsMessage<UsageError>(HasSubstr("block0.up.weight: expected it where")));
+      EXPECT_THAT([&] { own.backward(1); },
+                  ThrowsMessage<UsageError>(HasSubstr("block0.up.weight: expected it where")));
     }
     const auto mesh = comm::init_device_mesh(test::borrowed(world), {2, 2}, {"dp", "tp"});
     test::BlockNet model;

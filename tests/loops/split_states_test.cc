@@ -23,7 +23,7 @@ using ::testing::ThrowsMessage;
 constexpr int kBefore = 4;  // steps
 
 struct Saved {
-  StateDict weights, states;                      // full
+  StateDict weights, states;                       // full
   std::vector<ShardedTensor> weight_parts, parts;  // of all ranks
 };
 

@@ -138,9 +138,9 @@ TEST(ConvertSyncBatchNorm, AModuleWhoseActivationsAreDroppedCountsABatchOnce) {
   for (const Recompute way : {Recompute::kEverything, Recompute::kPointwise}) {
     expect_trained_as_joined(
         [way](TwoNorms& model, const at::Tensor& x) {
-          apply_activation_checkpointing(
-              *model, [](const std::string& name, const torch::nn::Module&) { return name.empty(); },
-              {.recompute = way});
+          apply_activation_checkpointing(*model,
+                                         [](const std::string& name, const torch::nn::Module&) { return name.empty(); },
+                                         {.recompute = way});
           return model->forward(x);
         },
         2e-5);
