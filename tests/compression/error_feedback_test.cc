@@ -128,10 +128,11 @@ at::Tensor placed_error(const at::Tensor& error, const NodeGroups& groups, bool 
   return whole.narrow(0, 0, numel);
 }
 
+class Float16Feedback : public ::testing::TestWithParam<std::tuple<Method, int, bool>> {};
+
 // A loss scale that begins too high: float16 overflows on some ranks, in some elements, until it has fallen.
-TEST_P(ErrorFeedback, OverflowPasses) {
-  const auto [method, world, scatter, dtype] = GetParam();
-  if (dtype != at::kFloat) return;
+TEST_P(Float16Feedback, OverflowPasses) {
+  const auto [method, world, scatter] = GetParam();
   run_ranks(world, [method = method, scatter = scatter](Communicator& communicator) {
     const auto reduction = make_method(method, exchange_groups(lent(communicator)), kFeedbackNumel);
     double scale = 1 << 22;
@@ -151,9 +152,8 @@ TEST_P(ErrorFeedback, OverflowPasses) {
 
 // Gradients near the end of float16, which add up to more in the memory. Sums that overflow arrive as such; what is
 // remembered stays finite, and it passes.
-TEST_P(ErrorFeedback, WhatIsRememberedStaysFiniteInFloat16) {
-  const auto [method, world, scatter, dtype] = GetParam();
-  if (dtype != at::kFloat) return;
+TEST_P(Float16Feedback, WhatIsRememberedStaysFinite) {
+  const auto [method, world, scatter] = GetParam();
   run_ranks(world, [method = method, scatter = scatter](Communicator& communicator) {
     const auto reduction = make_method(method, exchange_groups(lent(communicator)), kFeedbackNumel);
     for (int64_t step = 0; step < 24; ++step) {
@@ -168,6 +168,11 @@ TEST_P(ErrorFeedback, WhatIsRememberedStaysFiniteInFloat16) {
     }
   });
 }
+
+INSTANTIATE_TEST_SUITE_P(Methods, Float16Feedback,
+                         ::testing::Combine(::testing::Values(Method::kInt8, Method::kInt4, Method::kTopK,
+                                                              Method::kPowerSgd, Method::kSign),
+                                            ::testing::Values(1, 2, 3, 4), ::testing::Bool()));
 
 class NodeFeedback : public ::testing::TestWithParam<std::tuple<Method, int, bool>> {};
 

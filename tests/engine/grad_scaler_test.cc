@@ -1,7 +1,6 @@
 // GradScaler against the rules of torch.amp.GradScaler.
 #include "dsengine/grad_scaler.h"
 
-#include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -11,6 +10,7 @@
 #include "comm/gradient_groups.h"
 #include "core/check.h"
 #include "tests/engine/client_run.h"
+#include "tests/support/autocast_scope.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {
@@ -190,17 +190,16 @@ TEST(GradScaler, TrainsUnderFloat16Autocast) {
   double largest = 0;
   for (int64_t step = 0; step < run.steps; ++step) {
     optimizer->zero_grad();
-    at::autocast::set_autocast_dtype(at::kCPU, at::kHalf);
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    const at::Tensor loss = model->loss(sample(step, 0));
-    at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::Tensor loss;
+    {
+      const test::AutocastScope autocast(at::kHalf);
+      loss = model->loss(sample(step, 0));
+    }
     largest = std::max(largest, std::abs(loss.item<double>() - expected[static_cast<size_t>(step)]));
     scaler.scale(loss).backward();
     EXPECT_TRUE(scaler.step(*optimizer));
     scaler.update();
   }
-  at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
   EXPECT_LT(largest, 2e-2);  // of losses between 1 and 6
 }
 

@@ -71,7 +71,7 @@ TEST(Fp8Curve, IsNearThatOfBfloat16) {
     const double last = mean_of_last(found, 20);
     std::cout << "bfloat16 " << plain.front() << " to " << expected << ", FP8 " << more.dump() << " to " << last
               << "\n";
-    EXPECT_NEAR(last, expected, 0.02 * expected) << more.dump();
+    EXPECT_NEAR(last, expected, 0.005 * expected) << more.dump();
     EXPECT_NE(last, expected);
   }
 }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "dsengine/errors.h"
@@ -152,9 +153,12 @@ TEST(Fp8Scaling, KeepsTheScalesOfStepsBefore) {
   });
 }
 
+// The scale that is in force comes with it; then as many of its last three steps (7, 2, 1) count as the history has.
 TEST(Fp8Scaling, GoesOnFromACheckpoint) {
-  run_ranks(1, [](comm::Communicator& ranks) {
-    for (const int64_t history : {3, 5, 2}) {
+  const std::vector<std::pair<int64_t, std::vector<float>>> expected = {
+      {3, {7, 2, 1, 1}}, {5, {7, 7, 7, 2}}, {2, {7, 1, 1, 0.5F}}};
+  run_ranks(1, [&](comm::Communicator& ranks) {
+    for (const auto& [history, largest] : expected) {
       Scaling first(delayed(3), {"a"}, c10::kCPU);
       for (const float amax : {9.0F, 5.0F, 7.0F, 2.0F, 1.0F}) {
         scale_of(first, amax, Kind::kInput);
@@ -164,12 +168,11 @@ TEST(Fp8Scaling, GoesOnFromACheckpoint) {
       scale_of(second, 50, Kind::kInput);
       second.end_step(ranks);
       second.take(0, first.memory(0));
-      for (const float amax : {1.0F, 0.5F, 0.25F}) {
-        if (history == 3) {
-          EXPECT_EQ(scale_of(first, amax, Kind::kInput), scale_of(second, amax, Kind::kInput));
-        } else {
-          scale_of(second, amax, Kind::kInput);
-        }
+      const std::vector<float> steps = {1.0F, 0.5F, 0.25F, 0.25F};
+      for (size_t i = 0; i < steps.size(); ++i) {
+        const float found = scale_of(second, steps[i], Kind::kInput);
+        EXPECT_FLOAT_EQ(found, 448.0F / largest[i] / 2.0F) << "history " << history << ", step " << i;
+        if (history == 3) EXPECT_EQ(found, scale_of(first, steps[i], Kind::kInput)) << "step " << i;
         first.end_step(ranks);
         second.end_step(ranks);
       }

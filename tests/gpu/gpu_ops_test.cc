@@ -1,5 +1,4 @@
 // Operators of <dsengine/ops.h> on a GPU: kernels, in every dtype.
-#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -13,6 +12,7 @@
 #include "dsengine/ops.h"
 #include "dsengine/sparse_attention.h"
 #include "tests/gpu/tested_device.h"
+#include "tests/support/autocast_scope.h"
 
 namespace ds::ops {
 namespace {
@@ -231,20 +231,6 @@ TEST_F(GpuOps, RefuseASecondDerivative) {
   }
 }
 
-struct Autocast {
-  explicit Autocast(at::DeviceType of) : device(of) {
-    at::autocast::set_autocast_dtype(device, at::kBFloat16);
-    at::autocast::set_autocast_enabled(device, true);
-  }
-  ~Autocast() {
-    at::autocast::set_autocast_enabled(device, false);
-    at::autocast::clear_cache();
-  }
-  Autocast(const Autocast&) = delete;
-  Autocast& operator=(const Autocast&) = delete;
-  at::DeviceType device;
-};
-
 // Autocast has layer_norm among the operators that it runs in float32, and gives their results.
 TEST_F(GpuOps, AutocastChangesNothing) {
   for (const at::ScalarType type : {at::kBFloat16, at::kHalf, at::kFloat}) {
@@ -263,7 +249,7 @@ TEST_F(GpuOps, AutocastChangesNothing) {
                 swiglu(x, residual),         rope(x, cos, sin)};
       };
       const std::vector<at::Tensor> expected = all();
-      const Autocast on(device_.type());
+      const test::AutocastScope on(at::kBFloat16, device_.type());
       const std::vector<at::Tensor> found = all();
       for (size_t i = 0; i < found.size(); ++i) {
         EXPECT_EQ(found[i].scalar_type(), type) << "result " << i;

@@ -1,5 +1,4 @@
 // The loops of torch_fsdp.py against what Python's torch FSDP2, autocast and GradScaler made of them (torch_fsdp.json).
-#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -15,6 +14,7 @@
 #include "dsengine/grad_scaler.h"
 #include "tests/loops/replicas.h"
 #include "tests/loops/torch_values.h"
+#include "tests/support/autocast_scope.h"
 
 namespace ds::torch_fsdp {
 namespace {
@@ -24,27 +24,6 @@ using test::loss_of;
 using test::Toy;
 
 constexpr int kSteps = 50;
-
-// torch.autocast as a context manager, which LibTorch has no class for.
-class AutocastScope {
- public:
-  explicit AutocastScope(std::optional<at::ScalarType> dtype) : on_(dtype.has_value()) {
-    if (!on_) return;
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, *dtype);
-    at::autocast::increment_nesting();
-  }
-  ~AutocastScope() {
-    if (!on_) return;
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-  }
-  AutocastScope(const AutocastScope&) = delete;
-  AutocastScope& operator=(const AutocastScope&) = delete;
-
- private:
-  bool on_;
-};
 
 // How the model is spread over the ranks, under its name in the file.
 struct Spread {
@@ -136,7 +115,7 @@ Scaling train(Toy& model, torch::optim::Optimizer& optimizer, const Precision& p
     optimizer.zero_grad();
     at::Tensor loss;
     {
-      const AutocastScope autocast(precision.autocast);
+      const test::AutocastScope autocast(precision.autocast);
       loss = loss_of(model->forward(batch_of(rank, step)));
     }
     scaler.scale(loss).backward();

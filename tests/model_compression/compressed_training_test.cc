@@ -1,5 +1,4 @@
 // Training with compressed layers: the engine against a plain loop that states the formulas, on ranks and stages.
-#include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -11,6 +10,7 @@
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/model_compression.h"
 #include "tests/engine/small_run.h"
+#include "tests/support/autocast_scope.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 
@@ -287,9 +287,11 @@ TEST(ModelCompression, AutocastCastsWhatIsCompressed) {
     const torch::InferenceMode inference;
     EXPECT_TRUE(torch::allclose(layer->forward(input), torch::linear(input, q, layer->bias)));
   }
-  at::autocast::set_autocast_enabled(at::kCPU, true);
-  const at::Tensor found = layer(input);
-  at::autocast::set_autocast_enabled(at::kCPU, false);
+  at::Tensor found;
+  {
+    const test::AutocastScope autocast;
+    found = layer(input);
+  }
   EXPECT_EQ(found.scalar_type(), torch::kBFloat16);
   const at::Tensor expected =
       torch::linear(input.to(torch::kBFloat16), q.to(torch::kBFloat16), layer->bias.to(torch::kBFloat16));

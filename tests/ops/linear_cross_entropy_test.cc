@@ -1,5 +1,4 @@
 // The chunked loss and its gradients beside at::linear and at::cross_entropy_loss of the whole.
-#include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -13,6 +12,7 @@
 #include "dsengine/errors.h"
 #include "dsengine/ops.h"
 #include "tests/ops/numerical_gradient.h"
+#include "tests/support/autocast_scope.h"
 
 namespace ds::ops {
 namespace {
@@ -238,12 +238,13 @@ TEST(LinearCrossEntropy, GradientsGoOnThroughWhatIsBefore) {
 
 TEST(LinearCrossEntropy, AutocastCastsAsLinearDoes) {
   const Problem made = problem(at::kFloat);
-  at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-  at::autocast::set_autocast_enabled(at::kCPU, true);
-  const at::Tensor found = chunked(made, {});
-  const at::Tensor expected = whole_loss(made, {});
-  at::autocast::set_autocast_enabled(at::kCPU, false);
-  at::autocast::clear_cache();
+  at::Tensor found;
+  at::Tensor expected;
+  {
+    const test::AutocastScope autocast;
+    found = chunked(made, {});
+    expected = whole_loss(made, {});
+  }
   EXPECT_LE(relative_difference(found, expected), 1e-6) << "the same products in bfloat16";
   EXPECT_GT(relative_difference(found, whole_loss(made, {})), 1e-6) << "autocast was on";
   const std::vector<at::Tensor> inputs = {made.hidden, made.weight, made.bias};

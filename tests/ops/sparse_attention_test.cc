@@ -1,6 +1,5 @@
 // Sparse attention beside dense attention under the mask of its layout.
 #include <ATen/Parallel.h>
-#include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -18,6 +17,7 @@
 #include "ops/sparse_attention_blocks.h"
 #include "tests/ops/same_function.h"
 #include "tests/optim/vector_targets.h"
+#include "tests/support/autocast_scope.h"
 
 namespace ds::ops {
 namespace {
@@ -397,14 +397,10 @@ TEST(SparseAttention, AutocastCastsAsLibTorchDoes) {
   const BlockLayout layout = some_layout({}, 1);
   const Tensors rounded = {in[0].to(at::kBFloat16), in[1].to(at::kBFloat16), in[2].to(at::kBFloat16)};
   const at::Tensor expected = sparse_attention(rounded[0], rounded[1], rounded[2], layout);
-  at::autocast::set_autocast_enabled(at::kCPU, true);
-  const at::ScalarType before = at::autocast::get_autocast_dtype(at::kCPU);
-  at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+  const test::AutocastScope autocast;
   const at::Tensor found = sparse_attention(rounded[0], in[1], in[2], layout);
   const at::Tensor exact =
       sparse_attention(in[0].to(at::kDouble), in[1].to(at::kDouble), in[2].to(at::kDouble), layout);
-  at::autocast::set_autocast_dtype(at::kCPU, before);
-  at::autocast::set_autocast_enabled(at::kCPU, false);
   EXPECT_TRUE(found.equal(expected));
   EXPECT_EQ(exact.scalar_type(), at::kDouble);
 }

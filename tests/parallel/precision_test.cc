@@ -1,5 +1,4 @@
 // 16-bit tensors, and autocast: values that fit where the plain operator's fit, and its dtypes.
-#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -9,6 +8,7 @@
 #include "examples/gpt/gpt_init.h"
 #include "examples/gpt/gpt_model.h"
 #include "tests/parallel/split_ranks.h"
+#include "tests/support/autocast_scope.h"
 
 namespace ds::parallel {
 namespace {
@@ -49,21 +49,6 @@ TEST(Precision, LossesOfHalvesWhoseSumsDoNotFit) {
   });
 }
 
-class Autocast {
- public:
-  Autocast() {
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-    at::autocast::increment_nesting();
-  }
-  ~Autocast() {
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-  }
-  Autocast(const Autocast&) = delete;
-  Autocast& operator=(const Autocast&) = delete;
-};
-
 TEST(Precision, ResultsUnderAutocastHaveThePlainDtypes) {
   const at::Tensor x = at::arange(48, at::kFloat).view({6, 8}).sin();
   const at::Tensor target = at::arange(6);
@@ -92,7 +77,7 @@ TEST(Precision, ResultsUnderAutocastHaveThePlainDtypes) {
        }},
   };
   on_two_ranks([&](const std::shared_ptr<Axis>& axis) {
-    const Autocast autocast;
+    const test::AutocastScope autocast;
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       for (const auto& [name, run] : runs) {
         const at::Tensor plain = x.to(dtype);
@@ -119,7 +104,7 @@ TEST(Precision, AGptUnderAutocastIsThePlainOne) {
     const at::Tensor tokens = at::arange(32).view({2, 16}) * 5 % 96;
     expect_same_as_whole<gpt::Gpt>(make,
                                    [&](gpt::Gpt& model) {
-                                     const Autocast autocast;
+                                     const test::AutocastScope autocast;
                                      const at::Tensor loss = model.forward(tokens, tokens.flip(1));
                                      EXPECT_EQ(loss.scalar_type(), at::kFloat);
                                      return loss;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "tests/recompute/region_gradients.h"
+#include "tests/support/autocast_scope.h"
 
 namespace ds::recompute {
 namespace {
@@ -236,13 +237,14 @@ TEST(ActivationCheckpoint, AutocastIsRestoredAndItsCacheIsNotUsed) {
   Tensors leaves = {layer->weight, layer->bias, x};
   const auto gradients = [&](bool region) {
     for (const at::Tensor& each : leaves) each.mutable_grad().reset();
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-    at::autocast::set_autocast_enabled(at::kCPU, true);
     const auto block = [layer = layer.ptr()](const at::Tensor& t) { return layer->forward(t).relu(); };
-    const at::Tensor first = region ? checkpoint(block, x) : block(x);
-    const at::Tensor second = layer->forward(first);  // would find the region's cast weight
-    at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::Tensor first;
+    at::Tensor second;
+    {
+      const test::AutocastScope autocast;
+      first = region ? checkpoint(block, x) : block(x);
+      second = layer->forward(first);  // would find the region's cast weight
+    }
     EXPECT_EQ(first.scalar_type(), at::kBFloat16);
     second.to(at::kFloat).pow(2).sum().backward();
     EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));

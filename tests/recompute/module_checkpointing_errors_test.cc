@@ -121,9 +121,15 @@ TEST(ModuleCheckpointingUse, AnOperatorThatFailsLeavesAllAsItWas) {
   apply_activation_checkpointing(net, kBlocks);
   EXPECT_THROW(net.blocks[1]->forward(torch::ones({2, 6, 5})), c10::Error);
   expect_same_tensors(step_of(net, loss), expected);
-  const at::Tensor half = net.blocks[0]->forward(torch::ones({2, 6, 16}));
-  EXPECT_THROW(throw std::runtime_error("between two operators"), std::runtime_error);
+  // What a program throws between two operators of a block ends the block there.
+  const auto interrupted = [&] {
+    const at::Tensor half = net.blocks[0]->qkv(net.blocks[0]->ln1(torch::ones({2, 6, 16})));
+    if (half.requires_grad()) throw std::runtime_error("between two operators");
+  };
+  EXPECT_THROW(interrupted(), std::runtime_error);
+  take_module_checkpoint_statistics();
   expect_same_tensors(step_of(net, loss), expected);
+  EXPECT_GT(take_module_checkpoint_statistics().dropped_tensors, 0) << "and the next ones drop theirs";
   remove_activation_checkpointing(net);
 }
 
@@ -233,12 +239,20 @@ TEST(ModuleCheckpointingUse, NothingIsKeptAfterTheModuleAndItsGraphs) {
     EXPECT_FALSE(weight.expired());
   }
   EXPECT_TRUE(weight.expired());
+}
+
+TEST(ModuleCheckpointingUse, WithoutAGraphNothingIsDropped) {
+  const auto shared_net = std::make_shared<TestNet>(1, 16, 0.0);
+  TestNet& net = *shared_net;
+  const at::Tensor expected = net.forward(test_input()).detach();
+  apply_activation_checkpointing(net, kBlocks);
+  take_module_checkpoint_statistics();
   {
     const torch::NoGradGuard no_graph;
-    const auto shared_other = std::make_shared<TestNet>(1);
-    TestNet& other = *shared_other;
-    EXPECT_EQ(other.forward(test_input()).requires_grad(), false);
+    EXPECT_TRUE(torch::equal(net.forward(test_input()), expected));
   }
+  EXPECT_EQ(take_module_checkpoint_statistics().dropped_tensors, 0);
+  remove_activation_checkpointing(net);
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include "dsengine/sparse_attention.h"
 #include "profiling/tensor_memory.h"
 #include "tests/recompute/chosen_modules.h"
+#include "tests/support/autocast_scope.h"
 
 namespace ds::recompute {
 namespace {
@@ -388,20 +389,13 @@ TEST(ModuleCheckpointing, RecurrentAndTransformerLayersOfTorchTrainTheSame) {
 }
 
 TEST(ModuleCheckpointing, AutocastIsThatOfForward) {
-  const auto with_autocast = [](const std::function<at::Tensor()>& body) {
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-    at::Tensor result = body();
-    at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-    return result;
-  };
   for (const Recompute recompute : kBothWays) {
     const auto shared_net = std::make_shared<TestNet>(3, 16, 0.1, true);
     TestNet& net = *shared_net;
     const at::Tensor input = test_input();
     const auto statistics = expect_same_step(net, kBlocks, {.recompute = recompute}, [&] {
-      return with_autocast([&] { return net.forward(input).to(torch::kFloat).pow(2).mean(); });
+      const test::AutocastScope autocast;
+      return net.forward(input).to(torch::kFloat).pow(2).mean();
     });
     EXPECT_GT(statistics.dropped_tensors, 6);
   }

@@ -195,13 +195,16 @@ TEST(PickleReader, SurvivesNoise) {
   std::mt19937 random(7);
   const std::string opcodes =
       "(.0JKMNQRTUXabcde}ghijlotu)GBCpqrsIFL2\x80\x81\x85\x86\x87\x88\x8a\x8c\x8f\x90\x91\x92\x93\x94";
-  for (int round = 0; round < 20'000; ++round) {
+  int refused = 0;
+  constexpr int kRounds = 20'000;
+  for (int round = 0; round < kRounds; ++round) {
     std::string code;
     for (int i = 0; i < 60; ++i) {
       code += random() % 4 == 0 ? static_cast<char>(random()) : opcodes[random() % opcodes.size()];
     }
-    EXPECT_NO_FATAL_FAILURE(error_of(code));
+    if (error_of(code) != "no error") ++refused;  // which catches IoError alone
   }
+  EXPECT_GT(refused, kRounds / 2);
 }
 
 }  // namespace

@@ -24,12 +24,15 @@ TEST(ShippedConfigs, ParseAndRunOnTwoRanks) {
     EXPECT_TRUE(config.warnings.empty()) << entry.path() << ": " << config.warnings.front();
     EXPECT_TRUE(unsupported_features(config).empty()) << entry.path();
     const int64_t stages = config.pipeline.stages.value_or(1);
-    EXPECT_NO_THROW(
-        engine::make_plan(config, {.world_size = 2 * stages, .dp = 2, .pipe = stages}, {.pipeline_module = stages > 1}))
+    const int64_t tensor = config.tensor_parallel.size();
+    EXPECT_NO_THROW(engine::make_plan(config,
+                                      {.world_size = 2 * stages * tensor, .dp = 2, .pipe = stages, .tensor = tensor},
+                                      {.pipeline_module = stages > 1}))
         << entry.path();
     const std::string name = entry.path().filename().string();
     EXPECT_EQ(config.optimizer.type, name == "onebit_adam.json"     ? "OneBitAdam"
                                      : name == "zero_one_adam.json" ? "ZeroOneAdam"
+                                     : name == "muon.json"          ? "Muon"
                                                                     : "AdamW")
         << entry.path();
     EXPECT_EQ(config.optimizer.values.lr, 1e-3) << entry.path();
