@@ -76,8 +76,7 @@ enum class BackwardPrefetch { kBackwardPre, kBackwardPost };
 // of the outermost one, or left out.
 struct FullyShardOptions {
   // The ranks: one axis shards; of two the last one shards and the first one has copies (gradients are averaged over
-  // both). Else `process_group`; else the job's (engine::init_distributed). Of a module that parallelize_module has
-  // split over the innermost axis of a mesh, other axes of that mesh: what is sharded are this rank's parts.
+  // both). Else `process_group`; else the job's (engine::init_distributed). Of a split module other axes of its mesh.
   std::optional<comm::NamedMesh> mesh;
   std::shared_ptr<comm::Communicator> process_group;
   // Whether parameters are given back after forward and gathered again for backward (ZeRO-3); else they stay until the
@@ -89,8 +88,7 @@ struct FullyShardOptions {
   BackwardPrefetch backward_prefetch = BackwardPrefetch::kBackwardPre;
   bool limit_all_gathers = true;  // at most one unit is on its way ahead of use; else up to 50 Mi elements
   // "cpu", "cuda" or "cuda:N", where the module is moved; empty: where its parameters are. Of a module on the meta
-  // device, where slices are made, as FSDP2's to_empty() does: without `weights` they are NaN until they are loaded or
-  // made in place, and backward() throws UsageError, naming one, where that has not been done.
+  // device, where its slices are made: NaN, which backward() refuses, until `weights`, a load or the program sets them.
   std::string device;
   // A file with the first values, as InitializeOptions::weights; empty: rank 0's module has them.
   std::string weights;
@@ -216,14 +214,11 @@ class FullySharded {
 // Collective.
 //
 // Optimizers are made afterwards, over FullySharded::parameters(); one that was made before throws what to do.
-//
 // Values are loaded before, or by FullySharded's functions: backward() throws UsageError, naming it, for a parameter
 // that has got other memory or another dtype since, and for a frozen one that requires a gradient.
-//
 // Throws UsageError for a module that is sharded already, is inside of one that is, or belongs to an engine or another
 // wrapper; ConfigError for options that exclude each other, and for a mesh that does not fit a split module. A unit's
-// result need not be kept. Units' slices are taken over bucket by bucket, so that no rank has all of the model at a
-// time; where a call for the module around them throws, they have gone.
+// result need not be kept. Its slices are taken over bucket by bucket, and have gone where the call around it throws.
 std::shared_ptr<FullySharded> fully_shard(const std::shared_ptr<torch::nn::Module>& module,
                                           const FullyShardOptions& options = {});
 template <class Contained>

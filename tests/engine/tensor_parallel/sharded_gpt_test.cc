@@ -1,16 +1,20 @@
 // A GPT with a tied vocabulary, split over one axis and sharded along the other one.
 #include <gtest/gtest.h>
 
+#include <memory>
+
+#include "dsengine/device_mesh.h"
 #include "dsengine/fully_shard.h"
+#include "dsengine/parallel.h"
 #include "tests/engine/tensor_parallel/split_training.h"
-#include "tests/loops/block_net.h"
 
 namespace ds::engine {
 namespace {
 
 Curve train_gpt(const GptRun& run, comm::Communicator& world) {
   const auto net = run.make();
-  const auto mesh = comm::init_device_mesh(test::borrowed(world), {run.data, run.tensor}, {"dp", "tp"});
+  const std::shared_ptr<comm::Communicator> ranks(std::shared_ptr<void>(), &world);  // the caller's
+  const auto mesh = comm::init_device_mesh(ranks, {run.data, run.tensor}, {"dp", "tp"});
   const auto split = parallel::parallelize_module(*net, mesh["tp"], gpt_rules(run.model));
   for (const auto& item : net->named_modules()) {
     if (std::dynamic_pointer_cast<gpt::Block>(item.value())) fully_shard(item.value(), {.mesh = mesh["dp"]});
