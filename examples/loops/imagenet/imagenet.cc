@@ -27,7 +27,7 @@ using imagenet::kEpochs;
 using imagenet::kKinds;
 using imagenet::Stripes;
 
-constexpr int64_t kDecayStep = 16 * imagenet::kEpochsUntilDecay;  // 16 steps: 512 images, 2 ranks with batches of 16
+constexpr int kDecayStep = 16 * imagenet::kEpochsUntilDecay;  // 16 steps: 512 images, 2 ranks with batches of 16
 
 // Each rank looks at its share; sums travel, and no mean of parts that differ in size.
 double validate(ds::engine::Engine& engine, imagenet::ResNet& model, Stripes images) {
