@@ -9,22 +9,16 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
-#include <cmath>
-
 #include "core/check.h"
 #include "core/tensor_check.h"
 
 namespace ds::compression {
 
-bool all_finite(const at::Tensor& values) {
-  if (values.numel() == 0) return true;
-  const auto [least, most] = at::aminmax(values);  // NaN where one is
-  return std::isfinite((most.to(at::kDouble) - least.to(at::kDouble)).item<double>());
-}
+bool all_finite(const at::Tensor& values) { return finiteness_of(values).item<bool>(); }
 
 at::Tensor finiteness_of(const at::Tensor& values) {
   if (values.numel() == 0) return at::ones({}, values.options().dtype(at::kBool));
-  const auto [least, most] = at::aminmax(values);
+  const auto [least, most] = at::aminmax(values);  // NaN where one is
   return (most.to(at::kDouble) - least.to(at::kDouble)).isfinite();
 }
 

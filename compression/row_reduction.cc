@@ -54,14 +54,14 @@ std::vector<NumberedMatrix> numbered(const RowBucket& bucket) {
 class RowExchange {
  public:
   RowExchange(const ExchangeGroups& groups, const RowBucket& bucket, const at::Tensor& output,
-              const at::Tensor& gradient, int divisor, std::string label)
+              const at::Tensor& gradient, comm::ReduceOp op, std::string label)
       : groups_(groups),
         width_(bucket.width),
         matrices_(numbered(bucket)),
         output_(output),
         gradient_(gradient),
         all_(takes_all(output, gradient)),
-        divisor_(divisor),
+        op_(op),
         label_(std::move(label)) {}
 
   // How many rows each rank has, for all or for each other one.
@@ -86,9 +86,8 @@ class RowExchange {
     const int64_t by_rows = row_bytes * (all_ ? ranks * most : counts.sum().item<int64_t>());
     if (by_rows >= bytes * (all_ ? 2 : ranks)) {
       dense_ = true;
-      const comm::ReduceOp op = divisor_ == 1 ? comm::ReduceOp::kSum : comm::ReduceOp::kAvg;
-      return all_ ? groups_.second->all_reduce(gradient_, op, label_)
-                  : groups_.second->reduce_scatter(output_, gradient_, op, label_);
+      return all_ ? groups_.second->all_reduce(gradient_, op_, label_)
+                  : groups_.second->reduce_scatter(output_, gradient_, op_, label_);
     }
     for (int from = 0; from < groups_.size(); ++from) from_.push_back(count(from, all_ ? 0 : groups_.rank()));
     if (most == 0) return {};
@@ -115,7 +114,7 @@ class RowExchange {
       sum.index_add_(0, place.narrow(0, begin, of_rank.size(0)), of_rank.to(at::kFloat));
       begin += of_rank.size(0);
     }
-    if (divisor_ != 1) sum.div_(divisor_);
+    if (const int divisor = divisor_of(op_, groups_.size()); divisor != 1) sum.div_(divisor);
     put(rows, sum.to(output_.scalar_type()));
   }
 
@@ -240,7 +239,7 @@ class RowExchange {
   at::Tensor output_;
   at::Tensor gradient_;
   bool all_;
-  int divisor_;
+  comm::ReduceOp op_;
   std::string label_;
   at::Tensor rows_;              // of this rank that are not zero
   std::vector<Part> to_;         // of each part of the bucket: places in rows_
@@ -275,8 +274,8 @@ comm::Work RowReduction::start(size_t bucket, const at::Tensor& output, const at
   const int ranks = groups_.size();
   require_reduction("sparse gradients", label, output, gradient, op, ranks);
   if (ranks == 1 || gradient.numel() == 0) return keep_alone(output, gradient);
-  const auto exchange = std::make_shared<RowExchange>(groups_, buckets_.at(bucket), output, gradient,
-                                                      divisor_of(op, ranks), std::move(label));
+  const auto exchange =
+      std::make_shared<RowExchange>(groups_, buckets_.at(bucket), output, gradient, op, std::move(label));
   return chained(exchange->send_counts(), {[exchange] { return exchange->send_rows(); },
                                            [exchange]() -> comm::Work {
                                              exchange->add_up();

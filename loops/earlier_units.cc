@@ -1,7 +1,6 @@
 #include "loops/earlier_units.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 
 #include <utility>
 
@@ -15,12 +14,10 @@ namespace {
 at::Tensor whole_frozen(const engine::ModelState& unit, size_t bucket) {
   const zero::ParameterBucket& frozen = unit.frozen_buckets[bucket - unit.buckets.size()];
   if (!frozen.sharded()) return frozen.flat();
-  comm::Communicator& shards = unit.groups_of(bucket).shards;
   at::Tensor whole;
   frozen.use_slice(/*changes=*/false, [&] {
-    const at::Tensor own = frozen.slice(shards.rank()).to(unit.ranks.device);
-    whole = at::empty({frozen.layout().numel}, own.options());
-    shards.all_gather(whole, own, cat("frozen bucket ", bucket)).wait();
+    const at::Tensor own = frozen.slice(unit.groups_of(bucket).shards.rank());
+    whole = engine::joined_slices(unit, bucket, own, cat("frozen bucket ", bucket));
   });
   return whole;
 }

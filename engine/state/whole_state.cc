@@ -34,7 +34,7 @@ at::Tensor joined_slices(const ModelState& state, size_t bucket, const at::Tenso
   comm::Communicator& shards = state.groups_of(bucket).shards;
   const at::Tensor here = own.to(state.ranks.device);
   if (!state.plan.partition_optimizer || shards.size() == 1) return here.clone();
-  at::Tensor whole = at::empty({state.buckets[bucket].layout().numel}, here.options());
+  at::Tensor whole = at::empty({here.numel() * shards.size()}, here.options());
   shards.all_gather(whole, here, label).wait();
   return whole;
 }

@@ -18,8 +18,9 @@ namespace ds::engine {
 void for_each_whole_bucket(const ModelState& state, size_t first,
                            const std::function<void(const zero::ParameterBucket&)>& use);
 
-// From this rank's part of a bucket, which has an element for each of its master's, the whole [layout.numel], on the
-// device; new memory. Collective over the ranks that have the bucket's slices. `label`: what the exchange is called.
+// From this rank's part of a bucket (trainable ones, then frozen ones), which has an element for each of its slice's,
+// the whole [layout.numel], on the device; new memory. Collective over the ranks that have the bucket's slices.
+// `label`: what the exchange is called.
 at::Tensor joined_slices(const ModelState& state, size_t bucket, const at::Tensor& own, const std::string& label);
 
 // All ranks' masters of a bucket, float32 [layout.numel], on the device.
