@@ -2,9 +2,10 @@
 #include <gmock/gmock.h>
 
 #include <nlohmann/json.hpp>
-#include <sstream>
+#include <string>
+#include <utility>
 
-#include "tests/support/scratch_folder.h"
+#include "tests/tools/simulated_case.h"
 #include "tools/data_parallel_cost.h"
 #include "tools/model_cost.h"
 #include "tools/simulate_command.h"
@@ -20,33 +21,24 @@ constexpr double kPrecision = 1e-9;
 
 // Two layers of 2 and 2 operations for a micro-batch, an operation and a byte take a second.
 SimulateOptions shared_layers(int64_t ranks) {
-  SimulateOptions options;
-  options.ranks = ranks;
+  SimulateOptions options = in_seconds(ranks);
   options.layers = 2;
-  options.parameters = 2000;
   options.flops = 4;
   options.message_bytes = 3;
   options.tflops = 1e-12;
-  options.node_gbps = 8e-9;
   options.ranks_per_node = ranks;
-  options.latency_us = 0;
   return options;
 }
 
-std::string output_of(const std::string& config, SimulateOptions options, bool as_json = true) {
-  const test::ScratchFolder folder;
-  options.config = folder.write("ds_config.json", config);
-  options.json = as_json;
-  std::ostringstream out;
-  std::ostringstream err;
-  EXPECT_EQ(simulate(options, out, err), 0) << err.str();
-  return out.str();
+Case two_ranks_a_layer(json section = json::object()) {
+  section["autotp_size"] = 2;
+  return Case(json::object({{"tensor_parallel", std::move(section)}}));
 }
 
-std::string two_ranks_a_layer(const std::string& more = "") {
-  return R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"},
-             "tensor_parallel": {"autotp_size": 2)" +
-         more + "}}";
+std::string text_of(const SimulateOptions& options) {
+  const Outcome outcome = two_ranks_a_layer().run(options);
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  return outcome.out;
 }
 
 TEST(TensorCost, OfAGpt) {
@@ -90,7 +82,7 @@ TEST(TensorCost, SumsAreRingsOfNeighbours) {
 }
 
 TEST(SimulateTensor, SharesLayersAndWaitsForSums) {
-  const json report = json::parse(output_of(two_ranks_a_layer(), shared_layers(2)));
+  const json report = two_ranks_a_layer().report(shared_layers(2));
   EXPECT_EQ(report["tensor"], 2);
   EXPECT_EQ(report["data_parallel"], 1);
   EXPECT_EQ(report["parameters"], 2000);
@@ -103,7 +95,7 @@ TEST(SimulateTensor, SharesLayersAndWaitsForSums) {
 }
 
 TEST(SimulateTensor, OverlapHidesSumsOfBackward) {
-  const json report = json::parse(output_of(two_ranks_a_layer(", \"tp_overlap_comm\": true"), shared_layers(2)));
+  const json report = two_ranks_a_layer({{"tp_overlap_comm", true}}).report(shared_layers(2));
   // Backward's 12 s in 4 sums, beside 2 s of weights' products: 12 - 2 x 3 / 4.
   EXPECT_NEAR(report["step_seconds"]["tensor"].get<double>(), 12 + 12 - 1.5, kPrecision);
 }
@@ -112,7 +104,7 @@ TEST(SimulateTensor, DataParallelRingsGoOverEveryTensorRank) {
   SimulateOptions options = shared_layers(4);
   options.ranks_per_node = 2;  // ranks 0 and 1 share layers, 0 and 2 gradients
   options.link_gbps = 8e-9;
-  const json report = json::parse(output_of(two_ranks_a_layer(), options));
+  const json report = two_ranks_a_layer().report(options);
   const auto sent = report["fullest"]["sent_per_step"]["data_parallel"].get<int64_t>();
   EXPECT_GT(sent, 0);
   EXPECT_EQ(report["sent_by_a_node_per_step"], 2 * sent);
@@ -122,7 +114,7 @@ TEST(SimulateTensor, DataParallelRingsGoOverEveryTensorRank) {
 }
 
 TEST(SimulateTensor, PrintsTheAxis) {
-  const std::string text = output_of(two_ranks_a_layer(), shared_layers(4), /*as_json=*/false);
+  const std::string text = text_of(shared_layers(4));
   EXPECT_THAT(text, ::testing::AllOf(HasSubstr("x data parallel 2 x tensor 2 (each inside a node)"),
                                      HasSubstr("share layers"), HasSubstr("a rank, to those that share its layers")));
 }
@@ -132,9 +124,8 @@ TEST(SimulateTensor, SaysWhetherTheAxisLiesInsideANode) {
     SimulateOptions options = shared_layers(6);
     options.ranks_per_node = ranks_per_node;
     options.link_gbps = 8e-9;
-    EXPECT_THAT(output_of(two_ranks_a_layer(), options, /*as_json=*/false),
-                HasSubstr(ranks_per_node % 2 == 0 ? "(each inside a node)" : "(across nodes)"));
-    return json::parse(output_of(two_ranks_a_layer(), options))["tensor_inside_node"].get<bool>();
+    EXPECT_THAT(text_of(options), HasSubstr(ranks_per_node % 2 == 0 ? "(each inside a node)" : "(across nodes)"));
+    return two_ranks_a_layer().report(options)["tensor_inside_node"].get<bool>();
   };
   EXPECT_TRUE(inside(2));
   EXPECT_TRUE(inside(6));
