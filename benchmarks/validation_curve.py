@@ -6,6 +6,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -56,6 +57,14 @@ def train(what, config, seed, folder, options, *flags):
 
 def shown(values, digits=2):
     return f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def print_table(head, compare, options):
+    """Under its head line the rows that compare(folder, options) gives."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = compare(folder, options)
+    print(f"\n{where_and_when()}\n\n{head}\n|" + "---|" * (head.count("|") - 1))
+    print("\n".join(rows))
 
 
 def where_and_when():

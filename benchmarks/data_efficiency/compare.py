@@ -14,10 +14,9 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from validation_curve import add_options, config_of, shown, train, where_and_when  # noqa: E402
+from validation_curve import add_options, config_of, print_table, shown, train  # noqa: E402
 
 CASES = ("progressive_layer_drop", "random_ltd", "curriculum")
 PLAIN = "zero1"  # what the others are without their sections
@@ -67,11 +66,7 @@ def main():
     parser.add_argument("--beyond", type=float, default=1.5, help="times the steps that the others have at most (1.5)")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = compare(folder, options)
-    print(f"\n{where_and_when()}\n")
-    print("| config | seconds | steps | tokens | loss after the same steps |\n|---|---|---|---|---|")
-    print("\n".join(rows))
+    print_table("| config | seconds | steps | tokens | loss after the same steps |", compare, options)
 
 
 if __name__ == "__main__":

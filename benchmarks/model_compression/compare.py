@@ -11,10 +11,9 @@ seeds the mean, the least and the most.
 import argparse
 import os
 import sys
-import tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from validation_curve import add_options, config_of, shown, train, where_and_when  # noqa: E402
+from validation_curve import add_options, config_of, print_table, shown, train  # noqa: E402
 
 CASE = "compression"
 SECTION = "compression_training"
@@ -40,11 +39,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, steps=600)  # with fewer, weights are not yet at their 4 bits
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = compare(folder, options)
-    print(f"\n{where_and_when()}\n")
-    print("| model | bytes of parameters | loss |\n|---|---|---|")
-    print("\n".join(rows))
+    print_table("| model | bytes of parameters | loss |", compare, options)
 
 
 if __name__ == "__main__":
