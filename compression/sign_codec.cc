@@ -124,7 +124,7 @@ void SignCodec::scales(const at::Tensor& values, const at::Tensor& scales) const
         const auto range = static_cast<size_t>(r);
         const int64_t block = begin / kSumBlock - ranges_[range].begin / kSumBlock;
         sums[static_cast<size_t>(first_sums_[range] + block)] =
-            optimizers::square_sum(from + first, optimizers::ValueType::kFloat32, length);
+            optimizers::square_sum(from + first, FloatFormat::kFloat32, length);
       });
     }
   });

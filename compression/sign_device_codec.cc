@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
@@ -12,6 +11,7 @@
 #include "comm/backends/cuda_plugin.h"
 #include "compression/sign_codec.h"
 #include "core/check.h"
+#include "core/device_work.h"
 
 namespace ds::compression {
 namespace {
@@ -64,10 +64,9 @@ void SignDeviceCodec::give_work(const SignCodec& codec, const at::Tensor& values
   const at::Device device = values.device();
   const c10::DeviceGuard guard(device);
   const c10::impl::VirtualGuardImpl impl(device.type());
-  const c10::Stream stream = impl.getStream(device);
   const Tables tables = tables_on(device, codec);
   // LibTorch must not give this memory to others before the work is done, though the codec may end before.
-  impl.recordDataPtrOnStream(tables.memory.storage().data_ptr(), stream);
+  impl.recordDataPtrOnStream(tables.memory.storage().data_ptr(), impl.getStream(device));
 
   const int64_t count = codec.range_count();
   const auto* table = tables.memory.const_data_ptr<int64_t>();
@@ -78,10 +77,8 @@ void SignDeviceCodec::give_work(const SignCodec& codec, const at::Tensor& values
                                 .count = count,
                                 .parts = tables.parts,
                                 .numel = codec.numel()};
-  const char* error = give(kernels, ranges, stream.native_handle());
-  require<ConfigError>(error == nullptr, "SignCodec: expected ", device, " to take a kernel, found: ", error,
-                       ". Errors of earlier work on the device show here too. Where it says that there is no kernel ",
-                       "image, build libdsengine_cuda for this GPU (-DCMAKE_CUDA_ARCHITECTURES=native)");
+  const char* const error = give_to_current_stream(device, [&](void* stream) { return give(kernels, ranges, stream); });
+  require_given(error, "SignCodec", device);
 }
 
 void SignDeviceCodec::scales(const SignCodec& codec, const at::Tensor& values, const at::Tensor& scales) {

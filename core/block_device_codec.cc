@@ -1,12 +1,8 @@
 #include "core/block_device_codec.h"
 
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/Stream.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include "core/block_codec.h"
 #include "core/block_device_kernels.h"
-#include "core/check.h"
+#include "core/device_work.h"
 #include "core/float_format_of.h"
 
 namespace ds {
@@ -17,17 +13,13 @@ static_assert(BlockCodec::kBlock == kBlockLength, "kernels and codec have one bl
 // give(kernels, arrays, stream) on the device of `values`.
 template <class Give>
 void give_blocks(const at::Tensor& values, int bits, int64_t payload_bytes, const Give& give) {
-  const at::Device device = values.device();
-  const c10::DeviceGuard guard(device);
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   const BlockArrays arrays{.format = float_format_of(values.scalar_type()).value(),
                            .bits = bits,
                            .numel = values.numel(),
                            .payload_bytes = payload_bytes};
-  const char* const error = give(*block_device_kernels(), arrays, stream.native_handle());
-  require<ConfigError>(error == nullptr, "BlockCodec: expected ", device, " to take a kernel, found: ", error,
-                       ". Errors of earlier work on the device show here too. Where it says that there is no kernel ",
-                       "image, build libdsengine_cuda for this GPU (-DCMAKE_CUDA_ARCHITECTURES=native)");
+  const char* const error = give_to_current_stream(
+      values.device(), [&](void* stream) { return give(*block_device_kernels(), arrays, stream); });
+  require_given(error, "BlockCodec", values.device());
 }
 
 }  // namespace

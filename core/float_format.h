@@ -10,6 +10,9 @@ namespace ds {
 
 enum class FloatFormat : uint8_t { kFloat32, kBFloat16, kFloat16 };
 
+// Of one number.
+constexpr int64_t bytes_of(FloatFormat format) { return format == FloatFormat::kFloat32 ? 4 : 2; }
+
 // use(format), on the host.
 template <class Use>
 auto with_float_format(FloatFormat format, const Use& use) {

@@ -2,13 +2,11 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/Stream.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cmath>
 
 #include "core/check.h"
+#include "core/device_work.h"
 #include "core/float_format_of.h"
 #include "fp8/quantize_device_kernels.h"
 
@@ -30,13 +28,9 @@ QuantizeArrays arrays_of(const at::Tensor& values, at::ScalarType format, int64_
 // give(kernels, stream) on the device of `values`.
 template <class Give>
 void give_quantize(const at::Tensor& values, const Give& give) {
-  const at::Device device = values.device();
-  const c10::DeviceGuard guard(device);
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  const char* const error = give(*quantize_device_kernels(), stream.native_handle());
-  require<ConfigError>(error == nullptr, "fp8: expected ", device, " to take a kernel, found: ", error,
-                       ". Errors of earlier work on the device show here too. Where it says that there is no kernel ",
-                       "image, build libdsengine_cuda for this GPU (-DCMAKE_CUDA_ARCHITECTURES=native)");
+  const char* const error =
+      give_to_current_stream(values.device(), [&](void* stream) { return give(*quantize_device_kernels(), stream); });
+  require_given(error, "fp8", values.device());
 }
 
 }  // namespace

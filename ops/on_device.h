@@ -2,12 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <string_view>
 
 #include "core/check.h"
+#include "core/device_work.h"
 #include "ops/device_kernels.h"
 
 namespace ds::ops {
@@ -16,9 +15,8 @@ namespace ds::ops {
 // UsageError that names the operator.
 template <class Give>
 void on_device(const char* name, const at::Tensor& tensor, const Give& give) {
-  const c10::DeviceGuard guard(tensor.device());
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
-  const char* const error = give(*ops_device_kernels(), stream.native_handle());
+  const char* const error =
+      give_to_current_stream(tensor.device(), [&](void* stream) { return give(*ops_device_kernels(), stream); });
   if (error == nullptr) return;
   require(error != std::string_view(kNoKernelImage), name, ": libdsengine_cuda has no kernel image for ",
           tensor.device(), "; build it for this GPU (-DCMAKE_CUDA_ARCHITECTURES=native)");

@@ -1,14 +1,13 @@
 #include "optim/device_update.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/Stream.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <iterator>
 
 #include "core/check.h"
+#include "core/device_work.h"
+#include "core/float_format_of.h"
 
 namespace ds::optimizers {
 namespace {
@@ -35,7 +34,7 @@ bool kernels_take(const SliceTensors& slice) {
   if (!kernels_take(slice.master)) return false;
   const at::Device device = slice.master.device();
   const auto has_known_type = [&](const at::Tensor& tensor) {
-    return is_array_on(tensor, device) && value_type(tensor.scalar_type()).has_value();
+    return is_array_on(tensor, device) && float_format_of(tensor.scalar_type()).has_value();
   };
   return has_known_type(slice.gradient) && (!slice.copy.defined() || has_known_type(slice.copy)) &&
          std::all_of(slice.states.begin(), slice.states.end(), [&](const at::Tensor& state) {
@@ -63,15 +62,11 @@ void DeviceBatch::run(const StepScale& scale, const Give& give) const {
 void give_to_device(at::Device device, const StepScale& scale,
                     const std::function<const char*(const UpdateScale& scale, void* stream)>& give) {
   const at::NoGradGuard no_grad;
-  const c10::DeviceGuard guard(device);
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   const UpdateScale factor{.factor = static_cast<float>(scale.factor),
                            .device_factor = scalar(scale.device_factor, device),
                            .skip = scalar(scale.skip, device)};
-  const char* const error = give(factor, stream.native_handle());
-  require<ConfigError>(error == nullptr, "optimizer: expected ", device, " to take a kernel, found: ", error,
-                       ". Errors of earlier work on the device show here too. Where it says that there is no kernel ",
-                       "image, build libdsengine_cuda for this GPU (-DCMAKE_CUDA_ARCHITECTURES=native)");
+  require_given(give_to_current_stream(device, [&](void* stream) { return give(factor, stream); }), "optimizer",
+                device);
 }
 
 }  // namespace ds::optimizers

@@ -27,8 +27,6 @@ LambCoefficients coefficients_of(const LambRule& rule, const GroupOptions& group
   return c;
 }
 
-int64_t bytes_of(ValueType type) { return type == ValueType::kFloat32 ? 4 : 2; }
-
 DeviceSlice part_of(const SliceArrays& whole, const Segment& segment) {
   const int64_t begin = segment.slice_offset;
   SliceArrays part = whole;

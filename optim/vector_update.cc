@@ -3,9 +3,9 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <optional>
 
 #include "core/check.h"
+#include "core/float_format_of.h"
 #include "core/host_threads.h"
 
 namespace ds::optimizers {
@@ -21,23 +21,16 @@ bool is_float_array(const at::Tensor& tensor) {
 
 bool fits(const SliceTensors& slice) {
   return is_float_array(slice.master) && slice.gradient.is_cpu() && slice.gradient.is_contiguous() &&
-         value_type(slice.gradient.scalar_type()).has_value() &&
+         float_format_of(slice.gradient.scalar_type()).has_value() &&
          std::all_of(slice.states.begin(), slice.states.end(),
                      [](const at::Tensor& state) { return !state.defined() || is_float_array(state); });
 }
 
 bool is_copy_array(const at::Tensor& copy) {
-  return copy.defined() && copy.is_cpu() && copy.is_contiguous() && value_type(copy.scalar_type()).has_value();
+  return copy.defined() && copy.is_cpu() && copy.is_contiguous() && float_format_of(copy.scalar_type()).has_value();
 }
 
 }  // namespace
-
-std::optional<ValueType> value_type(at::ScalarType type) {
-  if (type == at::kFloat) return ValueType::kFloat32;
-  if (type == at::kBFloat16) return ValueType::kBFloat16;
-  if (type == at::kHalf) return ValueType::kFloat16;
-  return std::nullopt;
-}
 
 SliceArrays arrays_of(const SliceTensors& slice, bool with_copy) {
   SliceArrays arrays;
@@ -47,11 +40,11 @@ SliceArrays arrays_of(const SliceTensors& slice, bool with_copy) {
     if (slice.states[s].defined()) arrays.states[s] = slice.states[s].mutable_data_ptr<float>();
   }
   arrays.gradient = slice.gradient.const_data_ptr();
-  arrays.gradient_type = *value_type(slice.gradient.scalar_type());
+  arrays.gradient_type = *float_format_of(slice.gradient.scalar_type());
   arrays.gradient_scale = static_cast<float>(slice.gradient_scale);
   if (with_copy && slice.copy.defined()) {
     arrays.copy = slice.copy.mutable_data_ptr();
-    arrays.copy_type = *value_type(slice.copy.scalar_type());
+    arrays.copy_type = *float_format_of(slice.copy.scalar_type());
   }
   return arrays;
 }

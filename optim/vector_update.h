@@ -5,15 +5,11 @@
 
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <vector>
 
 #include "optim/kernels/slice_arrays.h"
 
 namespace ds::optimizers {
-
-// The kernels' name of a dtype; nothing where they do not know it.
-std::optional<ValueType> value_type(at::ScalarType type);
 
 // The tensors of one slice, flat and of equal length. `copy` gets the new weights; undefined: not wanted.
 struct SliceTensors {

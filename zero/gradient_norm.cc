@@ -13,9 +13,9 @@
 #include <numeric>
 #include <vector>
 
+#include "core/float_format_of.h"
 #include "core/host_threads.h"
 #include "optim/kernels/square_sum.h"
-#include "optim/vector_update.h"
 
 namespace ds::zero {
 namespace {
@@ -25,11 +25,11 @@ constexpr int64_t kGrain = 4 * kChunk;
 constexpr int64_t kDeviceChunk = 1 << 24;
 
 bool is_summed_on_cpu(const at::Tensor& flat) {
-  return flat.is_cpu() && flat.is_contiguous() && optimizers::value_type(flat.scalar_type());
+  return flat.is_cpu() && flat.is_contiguous() && float_format_of(flat.scalar_type());
 }
 
 // Sums of whole chunks, added in order: the threads that made them do not matter.
-double sum_of_squares_on_cpu(const at::Tensor& flat, optimizers::ValueType type) {
+double sum_of_squares_on_cpu(const at::Tensor& flat, FloatFormat type) {
   std::vector<double> sums(static_cast<size_t>((flat.numel() + kChunk - 1) / kChunk));
   const auto* values = static_cast<const char*>(flat.const_data_ptr());
   const auto bytes = flat.element_size();
@@ -78,7 +78,7 @@ double sum_beyond_float32(const at::Tensor& flat) {
 
 double sum_of_squares(const at::Tensor& flat) {
   const at::NoGradGuard no_grad;
-  if (is_summed_on_cpu(flat)) return sum_of_squares_on_cpu(flat, *optimizers::value_type(flat.scalar_type()));
+  if (is_summed_on_cpu(flat)) return sum_of_squares_on_cpu(flat, *float_format_of(flat.scalar_type()));
   return sum_in_pieces(flat.reshape(-1));
 }
 

@@ -31,19 +31,19 @@ __device__ void store(Bits* to, const Vector<Bits, kCount>& values) {
 // use(format) with the format of `type`. The same branch for all threads; what it chooses is kept short, so that the
 // arithmetic is there once.
 template <class Use>
-__device__ void with_format(ValueType type, const Use& use) {
+__device__ void with_format(FloatFormat type, const Use& use) {
   switch (type) {
-    case ValueType::kFloat32:
+    case FloatFormat::kFloat32:
       return use(Float32Bits());
-    case ValueType::kBFloat16:
+    case FloatFormat::kBFloat16:
       return use(BFloat16Bits());
-    case ValueType::kFloat16:
+    case FloatFormat::kFloat16:
       return use(Float16Bits());
   }
 }
 
 template <int kCount = kVector>
-__device__ Vector<float, kCount> load_decoded(const void* data, ValueType type, int64_t i) {
+__device__ Vector<float, kCount> load_decoded(const void* data, FloatFormat type, int64_t i) {
   Vector<float, kCount> values;
   with_format(type, [&](auto format) {
     using Format = decltype(format);
@@ -55,7 +55,7 @@ __device__ Vector<float, kCount> load_decoded(const void* data, ValueType type, 
 }
 
 template <int kCount>
-__device__ void store_encoded(void* data, ValueType type, int64_t i, const Vector<float, kCount>& values) {
+__device__ void store_encoded(void* data, FloatFormat type, int64_t i, const Vector<float, kCount>& values) {
   with_format(type, [&](auto format) {
     using Format = decltype(format);
     Vector<typename Format::Bits, kCount> bits;
@@ -65,16 +65,16 @@ __device__ void store_encoded(void* data, ValueType type, int64_t i, const Vecto
   });
 }
 
-__device__ inline bool in_one_access(const void* data, ValueType type) {
-  const uintptr_t bytes = kVector * (type == ValueType::kFloat32 ? sizeof(float) : sizeof(uint16_t));
+__device__ inline bool in_one_access(const void* data, FloatFormat type) {
+  const uintptr_t bytes = kVector * (type == FloatFormat::kFloat32 ? sizeof(float) : sizeof(uint16_t));
   return reinterpret_cast<uintptr_t>(data) % bytes == 0;
 }
 
 // Whether kVector elements of each array lie in one access, from a multiple of kVector on.
 __device__ inline bool aligned(const SliceArrays& arrays) {
-  bool all = in_one_access(arrays.master, ValueType::kFloat32) &&
+  bool all = in_one_access(arrays.master, FloatFormat::kFloat32) &&
              in_one_access(arrays.gradient, arrays.gradient_type) && in_one_access(arrays.copy, arrays.copy_type);
-  for (const float* state : arrays.states) all = all && in_one_access(state, ValueType::kFloat32);
+  for (const float* state : arrays.states) all = all && in_one_access(state, FloatFormat::kFloat32);
   return all;
 }
 

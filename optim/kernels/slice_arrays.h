@@ -8,20 +8,20 @@
 
 #include <cstdint>
 
+#include "core/float_format.h"
+
 namespace ds::optimizers {
 
-// Types a kernel reads and writes; arithmetic is in float32. Writing rounds to nearest even, a NaN stays one.
-enum class ValueType : uint8_t { kFloat32, kBFloat16, kFloat16 };
-
-// The arrays of one slice, all of the same length. They do not overlap, and belong to the caller.
+// The arrays of one slice, all of the same length. They do not overlap, and belong to the caller. Arithmetic is in
+// float32; what is written in another format is rounded to nearest even, a NaN stays one.
 struct SliceArrays {
   float* master = nullptr;  // weights, updated in place
   float* states[3] = {};    // as the kernel says; those it does not know are null
   const void* gradient = nullptr;
-  ValueType gradient_type = ValueType::kFloat32;
+  FloatFormat gradient_type = FloatFormat::kFloat32;
   float gradient_scale = 1.0F;  // the gradient is multiplied by it
   void* copy = nullptr;         // also gets the new weights; null: not wanted
-  ValueType copy_type = ValueType::kFloat32;
+  FloatFormat copy_type = FloatFormat::kFloat32;
 };
 
 }  // namespace ds::optimizers

@@ -114,11 +114,11 @@ template <class Gradient, class Rule>
 void pass_with_gradient(const Rule& rule, const SliceArrays& arrays, size_t begin, size_t end) {
   if (arrays.copy == nullptr) return pass_with<Gradient, NoCopy>(rule, arrays, begin, end);
   switch (arrays.copy_type) {
-    case ValueType::kFloat32:
+    case FloatFormat::kFloat32:
       return pass_with<Gradient, CopyAs<Float32>>(rule, arrays, begin, end);
-    case ValueType::kBFloat16:
+    case FloatFormat::kBFloat16:
       return pass_with<Gradient, CopyAs<BFloat16>>(rule, arrays, begin, end);
-    case ValueType::kFloat16:
+    case FloatFormat::kFloat16:
       return pass_with<Gradient, CopyAs<Float16>>(rule, arrays, begin, end);
   }
 }
@@ -127,11 +127,11 @@ void pass_with_gradient(const Rule& rule, const SliceArrays& arrays, size_t begi
 template <class Rule>
 void slice_pass(const Rule& rule, const SliceArrays& arrays, size_t begin, size_t end) {
   switch (arrays.gradient_type) {
-    case ValueType::kFloat32:
+    case FloatFormat::kFloat32:
       return pass_with_gradient<Float32>(rule, arrays, begin, end);
-    case ValueType::kBFloat16:
+    case FloatFormat::kBFloat16:
       return pass_with_gradient<BFloat16>(rule, arrays, begin, end);
-    case ValueType::kFloat16:
+    case FloatFormat::kFloat16:
       return pass_with_gradient<Float16>(rule, arrays, begin, end);
   }
 }

@@ -53,11 +53,11 @@ double square_sum_of(const void* values, size_t count) {
   return total;
 }
 
-double square_sum_pass(const void* values, ValueType type, size_t count) {
+double square_sum_pass(const void* values, FloatFormat type, size_t count) {
   switch (type) {
-    case ValueType::kBFloat16:
+    case FloatFormat::kBFloat16:
       return square_sum_of<BFloat16>(values, count);
-    case ValueType::kFloat16:
+    case FloatFormat::kFloat16:
       return square_sum_of<Float16>(values, count);
     default:
       return square_sum_of<Float32>(values, count);
@@ -72,7 +72,7 @@ namespace ds::optimizers {
 
 HWY_EXPORT(square_sum_pass);
 
-double square_sum(const void* values, ValueType type, int64_t count) {
+double square_sum(const void* values, FloatFormat type, int64_t count) {
   return HWY_DYNAMIC_DISPATCH(square_sum_pass)(values, type, static_cast<size_t>(count));
 }
 

@@ -9,6 +9,6 @@ namespace ds::optimizers {
 
 // The sum of the squares of `count` values of `type`. Not finite if and only if a value is not. The order of the
 // additions depends on the machine's vector length, on nothing else.
-double square_sum(const void* values, ValueType type, int64_t count);
+double square_sum(const void* values, FloatFormat type, int64_t count);
 
 }  // namespace ds::optimizers

@@ -5,8 +5,7 @@
 
 #include "optim/device_kernels.h"
 #include "optim/kernels/lamb_rules.h"
-#include "tests/simulated_gpu/streams.h"
-#include "tests/simulated_gpu/timeline.h"
+#include "tests/simulated_gpu/kernel_work.h"
 #include "tests/simulated_gpu/update_kernels.h"
 
 namespace ds::simulated_gpu {
@@ -59,17 +58,17 @@ std::vector<Access> accesses_of_runs(const std::vector<LambRun>& runs, const Upd
   for (const LambRun& run : runs) {
     const SliceArrays& arrays = run.part.arrays;
     const int64_t numel = run.part.numel;
-    accesses.push_back(update_access(arrays.master, numel * 4, !advances));
-    for (const int state : {0, 1}) accesses.push_back(update_access(arrays.states[state], numel * 4, advances));
+    accesses.push_back(access_to(arrays.master, numel * 4, !advances));
+    for (const int state : {0, 1}) accesses.push_back(access_to(arrays.states[state], numel * 4, advances));
     if (advances) {
-      const int64_t bytes = numel * bytes_of_value(arrays.gradient_type);
-      accesses.push_back(update_access(arrays.gradient, bytes, false));
+      const int64_t bytes = numel * bytes_of(arrays.gradient_type);
+      accesses.push_back(access_to(arrays.gradient, bytes, false));
     } else if (arrays.copy != nullptr) {
-      accesses.push_back(update_access(arrays.copy, numel * bytes_of_value(arrays.copy_type), true));
+      accesses.push_back(access_to(arrays.copy, numel * bytes_of(arrays.copy_type), true));
     }
   }
   for (const float* scalar : {scale.device_factor, scale.skip}) {
-    if (scalar != nullptr) accesses.push_back(update_access(scalar, 4, false));
+    if (scalar != nullptr) accesses.push_back(access_to(scalar, 4, false));
   }
   return accesses;
 }
@@ -80,10 +79,9 @@ const char* give_lamb_advance(const LambRun* runs, int64_t count, const UpdateSc
                               void* stream) {
   const std::vector<LambRun> taken(runs, runs + count);
   std::vector<Access> accesses = accesses_of_runs(taken, scale, /*advances=*/true);
-  accesses.push_back(update_access(sums.tiles, tiles_of(taken) * 16, true));
-  for (const LambRun& run : taken) accesses.push_back(update_access(sums.parameters + 2 * run.parameter, 16, true));
-  Timeline& timeline = Timeline::instance();
-  timeline.run_until(timeline.enqueue(number_of_handle(stream), "first pass of Lamb", accesses, [=] {
+  accesses.push_back(access_to(sums.tiles, tiles_of(taken) * 16, true));
+  for (const LambRun& run : taken) accesses.push_back(access_to(sums.parameters + 2 * run.parameter, 16, true));
+  return run_kernel(stream, "first pass of Lamb", accesses, [=] {
     if (skipped(scale)) return;
     const float factor = scale.device_factor == nullptr ? scale.factor : scale.factor * *scale.device_factor;
     double* tiles = sums.tiles;
@@ -93,21 +91,18 @@ const char* give_lamb_advance(const LambRun* runs, int64_t count, const UpdateSc
         for (const int which : {0, 1}) sums.parameters[2 * run.parameter + which] += tiles[which];
       }
     }
-  }));
-  return nullptr;
+  });
 }
 
 const char* give_lamb_apply(const LambRun* runs, int64_t count, const UpdateScale& scale, const LambSums& sums,
                             void* stream) {
   const std::vector<LambRun> taken(runs, runs + count);
   std::vector<Access> accesses = accesses_of_runs(taken, scale, /*advances=*/false);
-  for (const LambRun& run : taken) accesses.push_back(update_access(sums.parameters + 2 * run.parameter, 16, false));
-  Timeline& timeline = Timeline::instance();
-  timeline.run_until(timeline.enqueue(number_of_handle(stream), "second pass of Lamb", accesses, [=] {
+  for (const LambRun& run : taken) accesses.push_back(access_to(sums.parameters + 2 * run.parameter, 16, false));
+  return run_kernel(stream, "second pass of Lamb", accesses, [=] {
     if (skipped(scale)) return;
     for (const LambRun& run : taken) apply_run(run, sums.parameters + 2 * run.parameter);
-  }));
-  return nullptr;
+  });
 }
 
 }  // namespace ds::simulated_gpu

@@ -2,9 +2,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
-#include <functional>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "ops/device_kernels.h"
@@ -12,8 +9,7 @@
 #include "ops/kernels/pack_choice.h"
 #include "ops/kernels/rope_rules.h"
 #include "ops/kernels/swiglu_rules.h"
-#include "tests/simulated_gpu/streams.h"
-#include "tests/simulated_gpu/timeline.h"
+#include "tests/simulated_gpu/kernel_work.h"
 
 namespace ds::simulated_gpu {
 namespace {
@@ -49,14 +45,7 @@ class LaneTeam {
 // `count` elements, none where there is no array.
 void add_array(std::vector<Access>& accesses, const void* data, int64_t count, size_t bytes, bool write) {
   if (data == nullptr || count <= 0) return;
-  const auto begin = reinterpret_cast<uintptr_t>(data);
-  accesses.push_back({begin, begin + static_cast<size_t>(count) * bytes, write});
-}
-
-const char* give_ops(const char* name, const std::vector<Access>& accesses, void* stream, std::function<void()> run) {
-  Timeline& timeline = Timeline::instance();
-  timeline.run_until(timeline.enqueue(number_of_handle(stream), name, accesses, std::move(run)));
-  return nullptr;
+  accesses.push_back(access_to(data, count * static_cast<int64_t>(bytes), write));
 }
 
 const char* give_norm_forward(const ops::NormForward& norm, int64_t rows, void* stream) {
@@ -67,7 +56,7 @@ const char* give_norm_forward(const ops::NormForward& norm, int64_t rows, void* 
   for (const void* read : {norm.weight, norm.bias}) add_array(accesses, read, norm.size, wide, false);
   for (const void* written : {norm.sum, norm.output}) add_array(accesses, written, rows * norm.size, bytes, true);
   for (const void* written : {norm.mean, norm.rstd}) add_array(accesses, written, rows, wide, true);
-  return give_ops("norm", accesses, stream, [=] {
+  return run_kernel(stream, "norm", accesses, [=] {
     ops::with_packs(
         norm.type, [&](auto format) { return ops::norm_packs<decltype(format)>(norm); },
         [&](auto format, auto pack) {
@@ -110,7 +99,7 @@ const char* give_norm_backward(const ops::NormBackward& norm, const ops::NormBlo
   for (const void* sums : {norm.weight_gradient, norm.bias_gradient}) {
     add_array(accesses, sums, blocks.blocks * norm.size, wide, true);
   }
-  return give_ops("gradients of a norm", accesses, stream, [=] {
+  return run_kernel(stream, "gradients of a norm", accesses, [=] {
     ops::with_packs(
         norm.type, [&](auto format) { return ops::norm_packs<decltype(format)>(norm); },
         [&](auto format, auto pack) {
@@ -133,7 +122,7 @@ std::vector<Access> accesses_of_rows(const ops::RowsOf& of, ops::FloatType type,
 
 const char* give_swiglu_forward(const ops::SwigluForward& arrays, const ops::RowsOf& of, void* stream) {
   const auto accesses = accesses_of_rows(of, arrays.type, {arrays.gate, arrays.up, arrays.output}, 2);
-  return give_ops("swiglu", accesses, stream, [=] {
+  return run_kernel(stream, "swiglu", accesses, [=] {
     ops::with_packs(
         arrays.type, [&](auto format) { return ops::swiglu_packs<decltype(format)>(arrays, of); },
         [&](auto format, auto pack) {
@@ -150,7 +139,7 @@ const char* give_swiglu_forward(const ops::SwigluForward& arrays, const ops::Row
 const char* give_swiglu_backward(const ops::SwigluBackward& arrays, const ops::RowsOf& of, void* stream) {
   const auto accesses = accesses_of_rows(
       of, arrays.type, {arrays.output_gradient, arrays.gate, arrays.up, arrays.gate_gradient, arrays.up_gradient}, 3);
-  return give_ops("gradients of swiglu", accesses, stream, [=] {
+  return run_kernel(stream, "gradients of swiglu", accesses, [=] {
     ops::with_packs(
         arrays.type, [&](auto format) { return ops::swiglu_packs<decltype(format)>(arrays, of); },
         [&](auto format, auto pack) {
@@ -177,7 +166,7 @@ const char* give_rope(const ops::RopeRows& rows, void* stream) {
   }
   add_array(accesses, rows.input, span(rows.input_strides), ops::bytes_of(rows.type), false);
   add_array(accesses, rows.output, span(rows.output_strides), ops::bytes_of(rows.type), true);
-  return give_ops("rope", accesses, stream, [=] {
+  return run_kernel(stream, "rope", accesses, [=] {
     ops::with_packs(
         rows.type, [&](auto format) { return ops::rope_packs<decltype(format)>(rows); },
         [&](auto format, auto pack) {

@@ -1,14 +1,10 @@
 // fp8/quantize_device_kernels.h for the simulated GPU: the same rules, one element or part after the other.
 #include <algorithm>
-#include <functional>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "fp8/quantize_device_kernels.h"
+#include "tests/simulated_gpu/kernel_work.h"
 #include "tests/simulated_gpu/lone_team.h"
-#include "tests/simulated_gpu/streams.h"
-#include "tests/simulated_gpu/timeline.h"
 
 namespace ds::simulated_gpu {
 namespace {
@@ -17,22 +13,12 @@ using fp8::MatrixParts;
 using fp8::QuantizeArrays;
 using fp8::WholeTensor;
 
-Access quantize_access(const void* data, int64_t bytes, bool write) {
-  const auto begin = reinterpret_cast<uintptr_t>(data);
-  return {begin, begin + static_cast<size_t>(bytes), write};
-}
-
 std::vector<Access> accesses_of_quantize(const QuantizeArrays& arrays, int64_t numel, int64_t inverses) {
-  return {quantize_access(arrays.values, numel * (arrays.format == FloatFormat::kFloat32 ? 4 : 2), false),
-          quantize_access(arrays.bits, numel, true), quantize_access(arrays.inverse, inverses * 4, true)};
+  return {access_to(arrays.values, numel * bytes_of(arrays.format), false), access_to(arrays.bits, numel, true),
+          access_to(arrays.inverse, inverses * 4, true)};
 }
 
-// Runs at once, after what the stream was given before.
-const char* give_quantize(void* stream, const std::vector<Access>& accesses, std::function<void()> run) {
-  Timeline& timeline = Timeline::instance();
-  timeline.run_until(timeline.enqueue(number_of_handle(stream), "quantise to FP8", accesses, std::move(run)));
-  return nullptr;
-}
+constexpr const char* kQuantize = "quantise to FP8";
 
 template <class Use>
 void with_formats(const QuantizeArrays& arrays, const Use& use) {
@@ -42,9 +28,9 @@ void with_formats(const QuantizeArrays& arrays, const Use& use) {
 
 const char* give_whole(const QuantizeArrays& arrays, const WholeTensor& whole, void* stream) {
   std::vector<Access> accesses = accesses_of_quantize(arrays, whole.numel, 1);
-  accesses.push_back(quantize_access(whole.amax, 4, true));
-  if (whole.stored != nullptr) accesses.push_back(quantize_access(whole.stored, 4, false));
-  return give_quantize(stream, accesses, [=] {
+  accesses.push_back(access_to(whole.amax, 4, true));
+  if (whole.stored != nullptr) accesses.push_back(access_to(whole.stored, 4, false));
+  return run_kernel(stream, kQuantize, accesses, [=] {
     with_formats(arrays, [&](auto from, auto to) {
       const fp8::WholeQuantizeRule<decltype(from), decltype(to)> rule(arrays, whole);
       *whole.amax = 0;
@@ -59,7 +45,7 @@ const char* give_whole(const QuantizeArrays& arrays, const WholeTensor& whole, v
 }
 
 const char* give_parts(const QuantizeArrays& arrays, const MatrixParts& parts, void* stream) {
-  return give_quantize(stream, accesses_of_quantize(arrays, parts.rows * parts.columns, parts.count()), [=] {
+  return run_kernel(stream, kQuantize, accesses_of_quantize(arrays, parts.rows * parts.columns, parts.count()), [=] {
     with_formats(arrays, [&](auto from, auto to) {
       const fp8::PartQuantizeRule<decltype(from), decltype(to)> rule(arrays, parts);
       for (int64_t part = 0; part < parts.count(); ++part) rule(part, LoneTeam());

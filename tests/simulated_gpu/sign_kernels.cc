@@ -10,8 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "tests/simulated_gpu/streams.h"
-#include "tests/simulated_gpu/timeline.h"
+#include "tests/simulated_gpu/kernel_work.h"
 
 namespace ds::simulated_gpu {
 namespace {
@@ -103,24 +102,20 @@ void add_signs(const SignDeviceRanges& ranges, const uint8_t* bits, const float*
 
 template <class Element>
 Access elements(const Element* data, int64_t count, bool write) {
-  const auto begin = reinterpret_cast<uintptr_t>(data);
-  return {begin, begin + static_cast<size_t>(count) * sizeof(Element), write};
+  return access_to(data, count * static_cast<int64_t>(sizeof(Element)), write);
 }
 
 Access bytes_of_signs(const SignDeviceRanges& ranges, const uint8_t* bits, bool write) {
   return elements(bits, (ranges.numel + 7) / 8, write);
 }
 
-// Runs at once, after what the stream was given before.
 const char* give_kernel(void* stream, std::string name, const SignDeviceRanges& ranges, std::vector<Access> accesses,
                         std::function<void()> run) {
   accesses.push_back(elements(ranges.begins, ranges.count, false));
   accesses.push_back(elements(ranges.ends, ranges.count, false));
   accesses.push_back(elements(ranges.first_parts, ranges.count + 1, false));
   accesses.push_back(elements(ranges.first_ranges, sign_tiles(ranges) + 1, false));
-  Timeline& timeline = Timeline::instance();
-  timeline.run_until(timeline.enqueue(number_of_handle(stream), std::move(name), accesses, std::move(run)));
-  return nullptr;
+  return run_kernel(stream, std::move(name), accesses, std::move(run));
 }
 
 const char* give_scales(const SignDeviceRanges& ranges, const float* values, double* sums, float* scales,

@@ -1,14 +1,10 @@
 // optim/device_kernels.h for the simulated GPU: the same rules, one element after the other.
-#include <functional>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "optim/device_kernels.h"
 #include "optim/kernels/element_rules.h"
 #include "optim/kernels/muon_rules.h"
-#include "tests/simulated_gpu/streams.h"
-#include "tests/simulated_gpu/timeline.h"
+#include "tests/simulated_gpu/kernel_work.h"
 #include "tests/simulated_gpu/update_kernels.h"
 
 namespace ds::simulated_gpu {
@@ -34,16 +30,16 @@ void update_slice_by(const Rule& rule, const DeviceSlice& slice, float scale) {
 std::vector<Access> accesses_of(const std::vector<DeviceSlice>& slices, const UpdateScale& scale) {
   std::vector<Access> accesses;
   for (const auto& [arrays, numel] : slices) {
-    accesses.push_back(update_access(arrays.master, numel * 4, true));
+    accesses.push_back(access_to(arrays.master, numel * 4, true));
     for (const float* state : arrays.states) {
-      if (state != nullptr) accesses.push_back(update_access(state, numel * 4, true));
+      if (state != nullptr) accesses.push_back(access_to(state, numel * 4, true));
     }
-    accesses.push_back(update_access(arrays.gradient, numel * bytes_of_value(arrays.gradient_type), false));
+    accesses.push_back(access_to(arrays.gradient, numel * bytes_of(arrays.gradient_type), false));
     if (arrays.copy == nullptr) continue;
-    accesses.push_back(update_access(arrays.copy, numel * bytes_of_value(arrays.copy_type), true));
+    accesses.push_back(access_to(arrays.copy, numel * bytes_of(arrays.copy_type), true));
   }
   for (const float* scalar : {scale.device_factor, scale.skip}) {
-    if (scalar != nullptr) accesses.push_back(update_access(scalar, 4, false));
+    if (scalar != nullptr) accesses.push_back(access_to(scalar, 4, false));
   }
   return accesses;
 }
@@ -53,13 +49,11 @@ const char* give_update(const DeviceSlice* slices, const typename Rule::Coeffici
                         const UpdateScale& scale, void* stream) {
   const std::vector<DeviceSlice> taken(slices, slices + count);
   const std::vector<typename Rule::Coefficients> rules(coefficients, coefficients + count);
-  Timeline& timeline = Timeline::instance();
-  timeline.run_until(timeline.enqueue(number_of_handle(stream), "update of slices", accesses_of(taken, scale), [=] {
+  return run_kernel(stream, "update of slices", accesses_of(taken, scale), [=] {
     if (scale.skip != nullptr && *scale.skip != 0.0F) return;
     const float factor = scale.device_factor == nullptr ? scale.factor : scale.factor * *scale.device_factor;
     for (size_t i = 0; i < taken.size(); ++i) update_slice_by(Rule(rules[i]), taken[i], factor);
-  }));
-  return nullptr;
+  });
 }
 
 const char* give_adam(const DeviceSlice* slices, const optimizers::AdamCoefficients* coefficients, int64_t count,
