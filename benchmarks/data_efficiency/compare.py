@@ -66,6 +66,8 @@ def main():
     parser.add_argument("--beyond", type=float, default=1.5, help="times the steps that the others have at most (1.5)")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()
+    if options.steps < 2 * options.every:
+        parser.error(f"--steps: expected two validations or more, one each {options.every} steps (--every), found {options.steps}")
     print_table("| config | seconds | steps | tokens | loss after the same steps |", compare, options)
 
 
