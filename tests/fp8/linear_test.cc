@@ -1,5 +1,4 @@
 // Unmodified Linear layers on FP8 against the formula in float64.
-#include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -9,6 +8,7 @@
 #include "fp8/linear_table.h"
 #include "tests/fp8/fp8_numbers.h"
 #include "tests/recompute/chosen_modules.h"
+#include "tests/support/autocast_scope.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::fp8 {
@@ -187,10 +187,10 @@ TEST(Fp8Linear, UnderAutocastIsTheLayerInItsPrecision) {
       const Gradients expected = run(narrow, values.to(at::kBFloat16), of_output);
       const at::Tensor input = values.clone().requires_grad_(true);
       wide->zero_grad();
-      at::autocast::set_autocast_enabled(at::kCPU, true);
-      const at::Tensor output = wide->forward(input);
-      at::autocast::set_autocast_enabled(at::kCPU, false);
-      at::autocast::clear_cache();
+      const at::Tensor output = [&] {
+        const test::AutocastScope autocast;
+        return wide->forward(input);
+      }();
       output.backward(of_output);
       EXPECT_TRUE(torch::equal(output, expected.output)) << values.sizes();
       EXPECT_TRUE(torch::equal(input.grad(), expected.input.to(at::kFloat)));
