@@ -6,7 +6,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "core/element_pack.h"
 #include "core/float_bits.h"
 #include "core/float_format.h"
 
@@ -50,8 +52,9 @@ struct BlockArrays {
   DS_HOST_DEVICE int64_t first_byte_of(int64_t block) const { return block * kBlockLength * bits / 8; }
 };
 
-// Encodes block by block; the last one writes the zeros between integers and scales too.
-template <class Format>
+// Encodes block by block, kPack values at a time in whole blocks; the last block writes the zeros between integers and
+// scales too.
+template <class Format, int kPack>
 class BlockEncodeRule {
  public:
   using Bits = typename Format::Bits;
@@ -60,22 +63,50 @@ class BlockEncodeRule {
 
   template <class Team>
   DS_HOST_DEVICE void operator()(int64_t block, const Team& team) const {
-    const int64_t count = arrays_.length_of(block);
+    if (arrays_.length_of(block) == kBlockLength) {
+      encode<kPack>(block, kBlockLength, team);
+    } else {
+      encode<1>(block, arrays_.length_of(block), team);
+    }
+  }
+
+ private:
+  template <int kAtOnce, class Team>
+  DS_HOST_DEVICE void encode(int64_t block, int64_t count, const Team& team) const {
     const int64_t half = (count + 1) / 2;
     const Bits* const own = values_ + block * kBlockLength;
     uint8_t* const codes = encoded_ + arrays_.first_byte_of(block);
-    const int32_t largest = team.largest(count, [&](int64_t i) { return magnitude_bits(Format::decode(own[i])); });
+    const int32_t largest = team.largest(count / kAtOnce, [&](int64_t i) {
+      const Pack<float, kAtOnce> values = load_pack<Format, kAtOnce>(own, i);
+      int32_t most = 0;
+      for (int e = 0; e < kAtOnce; ++e) {
+        const int32_t magnitude = magnitude_bits(values.of[e]);
+        if (magnitude > most) most = magnitude;
+      }
+      return most;
+    });
     const float scale = block_scale(largest, (1 << (arrays_.bits - 1)) - 1);
-    const auto code_of = [&](int64_t i) -> uint32_t {
-      return scale > 0.0F ? bits_of_float(Format::decode(own[i]) / scale + kRounder) : 0U;
+    const auto code_of = [&](float value) -> uint32_t {
+      return scale > 0.0F ? bits_of_float(value / scale + kRounder) : 0U;
     };
     if (arrays_.bits == 8) {
-      team.each(count, [&](int64_t i) { codes[i] = static_cast<uint8_t>(code_of(i)); });
+      team.each(count / kAtOnce, [&](int64_t i) {
+        const Pack<float, kAtOnce> values = load_pack<Format, kAtOnce>(own, i);
+        Pack<uint8_t, kAtOnce> made;
+        for (int e = 0; e < kAtOnce; ++e) made.of[e] = static_cast<uint8_t>(code_of(values.of[e]));
+        store_pack<ByteBits, kAtOnce>(codes, i, made);
+      });
     } else {
-      team.each(half, [&](int64_t i) {
-        const uint32_t low = (code_of(i) + 8U) & 15U;
-        const uint32_t high = i + half < count ? (code_of(i + half) + 8U) & 15U : 8U;
-        codes[i] = static_cast<uint8_t>(low | high << 4);
+      team.each(half / kAtOnce, [&](int64_t i) {
+        const Pack<float, kAtOnce> low = load_pack<Format, kAtOnce>(own, i);
+        Pack<float, kAtOnce> high{};  // of an odd count: the last code has a zero
+        if (kAtOnce > 1 || i + half < count) high = load_pack<Format, kAtOnce>(own + half, i);
+        Pack<uint8_t, kAtOnce> made;
+        for (int e = 0; e < kAtOnce; ++e) {
+          const uint32_t codes_of_both = ((code_of(low.of[e]) + 8U) & 15U) | ((code_of(high.of[e]) + 8U) & 15U) << 4;
+          made.of[e] = static_cast<uint8_t>(codes_of_both);
+        }
+        store_pack<ByteBits, kAtOnce>(codes, i, made);
       });
     }
     team.once([&] {
@@ -85,7 +116,6 @@ class BlockEncodeRule {
     });
   }
 
- private:
   const BlockArrays& arrays_;
   const Bits* values_;
   uint8_t* encoded_;
@@ -100,8 +130,8 @@ struct BlockParts {
   float divisor;  // of the sum
 };
 
-// Decodes all parts of a block and adds them up, in registers.
-template <class Format>
+// Decodes all parts of a block and adds them up, in registers, kPack values at a time in whole blocks.
+template <class Format, int kPack>
 class BlockSumRule {
  public:
   using Bits = typename Format::Bits;
@@ -110,40 +140,68 @@ class BlockSumRule {
 
   template <class Team>
   DS_HOST_DEVICE void operator()(int64_t block, const Team& team) const {
-    const int64_t count = arrays_.length_of(block);
-    const int64_t half = (count + 1) / 2;
-    const int64_t first = arrays_.first_byte_of(block);
-    Bits* const own = values_ + block * kBlockLength;
-    if (arrays_.bits == 8) {
-      team.each(count, [&](int64_t i) {
-        own[i] =
-            Format::encode(sum_of(block, [&](const uint8_t* part) { return static_cast<int8_t>(part[first + i]); }));
-      });
-      return;
+    if (arrays_.length_of(block) == kBlockLength) {
+      decode<kPack>(block, kBlockLength, team);
+    } else {
+      decode<1>(block, arrays_.length_of(block), team);
     }
-    team.each(half, [&](int64_t i) {
-      own[i] = Format::encode(sum_of(block, [&](const uint8_t* part) { return (part[first + i] & 15) - 8; }));
-      if (i + half >= count) return;
-      own[i + half] = Format::encode(sum_of(block, [&](const uint8_t* part) { return (part[first + i] >> 4) - 8; }));
-    });
   }
 
  private:
-  template <class Integer>
-  DS_HOST_DEVICE float sum_of(int64_t block, const Integer& integer) const {
-    float sum = 0.0F;
+  template <int kAtOnce, class Team>
+  DS_HOST_DEVICE void decode(int64_t block, int64_t count, const Team& team) const {
+    const int64_t half = (count + 1) / 2;
+    Bits* const own = values_ + block * kBlockLength;
+    if (arrays_.bits == 8) {
+      team.each(count / kAtOnce, [&](int64_t i) {
+        store_pack<Format, kAtOnce>(own, i,
+                                    sums_of<kAtOnce>(block, i, [](uint8_t code) { return static_cast<int8_t>(code); }));
+      });
+      return;
+    }
+    team.each(half / kAtOnce, [&](int64_t i) {
+      store_pack<Format, kAtOnce>(own, i, sums_of<kAtOnce>(block, i, [](uint8_t codes) { return (codes & 15) - 8; }));
+      if (kAtOnce == 1 && i + half >= count) return;
+      store_pack<Format, kAtOnce>(own + half, i,
+                                  sums_of<kAtOnce>(block, i, [](uint8_t codes) { return (codes >> 4) - 8; }));
+    });
+  }
+
+  // Of pack `i` of the block's bytes.
+  template <int kAtOnce, class Integer>
+  DS_HOST_DEVICE Pack<float, kAtOnce> sums_of(int64_t block, int64_t i, const Integer& integer) const {
+    Pack<float, kAtOnce> sums{};
     for (int part = 0; part < parts_.count; ++part) {
       const uint8_t* const encoded = parts_.of[part];
       const float scale = reinterpret_cast<const float*>(encoded + arrays_.payload_bytes)[block];
-      const float next = static_cast<float>(integer(encoded)) * scale;
-      sum = part == 0 ? next : sum + next;
+      const auto codes = load_pack<ByteBits, kAtOnce>(encoded + arrays_.first_byte_of(block), i);
+      for (int e = 0; e < kAtOnce; ++e) {
+        const float next = static_cast<float>(integer(codes.of[e])) * scale;
+        sums.of[e] = part == 0 ? next : sums.of[e] + next;
+      }
     }
-    return parts_.divisor == 1.0F ? sum : sum / parts_.divisor;
+    if (parts_.divisor == 1.0F) return sums;
+    for (int e = 0; e < kAtOnce; ++e) sums.of[e] /= parts_.divisor;
+    return sums;
   }
 
   const BlockArrays& arrays_;
   const BlockParts& parts_;
   Bits* values_;
 };
+
+// use(format, pack), the latter a std::integral_constant: whole packs where values and codes lie aligned for them, else
+// one. On the host.
+template <class Use>
+auto with_block_packs(FloatFormat format, const void* values, const uint8_t* const* encoded, int count,
+                      const Use& use) {
+  return with_float_format(format, [&](auto of) {
+    using Format = decltype(of);
+    constexpr int kPack = kWholePack<Format>;
+    bool fit = packs_lie_aligned(values, kPack, sizeof(typename Format::Bits));
+    for (int part = 0; part < count; ++part) fit = fit && packs_lie_aligned(encoded[part], kPack, 1);
+    return fit ? use(of, std::integral_constant<int, kPack>()) : use(of, std::integral_constant<int, 1>());
+  });
+}
 
 }  // namespace ds

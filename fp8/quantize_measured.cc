@@ -1,7 +1,9 @@
 #include "fp8/quantize_measured.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "fp8/quantize_on_device.h"
 
@@ -20,6 +22,11 @@ Measured quantize_measured_by_operators(const at::Tensor& values, at::ScalarType
     at::Tensor usable = stored.gt(0);
     if (choice.covers) usable.logical_and_((stored * amax).le(largest_of(format)));
     scale = at::where(usable, stored, scale);
+  }
+  if (choice.record.defined()) {
+    // A tensor that is not finite says nothing of the next step's.
+    const at::Tensor finite = at::where(amax.isfinite(), amax, at::zeros_like(amax));
+    choice.record.copy_(at::maximum(choice.record, finite));
   }
   return {quantize(values, format, scale, amax), amax};
 }

@@ -17,6 +17,7 @@ struct ScaleChoice {
   at::Tensor stored;    // float32 []; undefined: none
   bool covers = false;  // `stored` only where it takes the largest of the values
   int64_t margin = 0;
+  at::Tensor record;  // float32 []: becomes the amax where that is finite and larger; undefined: nothing does
 };
 
 struct Measured {

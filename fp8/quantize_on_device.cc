@@ -53,6 +53,12 @@ Measured measured_on_device(const at::Tensor& given, at::ScalarType format, cons
            "a stored scale is one float32 beside the values");
     whole.stored = choice.stored.const_data_ptr<float>();
   }
+  if (choice.record.defined()) {
+    ensure(choice.record.device() == values.device() && choice.record.scalar_type() == at::kFloat &&
+               choice.record.numel() == 1,
+           "a largest magnitude is recorded in one float32 beside the values");
+    whole.record = choice.record.mutable_data_ptr<float>();
+  }
   const QuantizeArrays arrays = arrays_of(values, format, choice.margin, result.matrix);
   give_quantize(
       values, [&](const QuantizeDeviceKernels& kernels, void* stream) { return kernels.whole(arrays, whole, stream); });
@@ -68,6 +74,16 @@ Quantized parts_on_device(const at::Tensor& values, at::ScalarType format, int64
   const QuantizeArrays arrays = arrays_of(values, format, margin, result);
   give_quantize(
       values, [&](const QuantizeDeviceKernels& kernels, void* stream) { return kernels.parts(arrays, parts, stream); });
+  return result;
+}
+
+at::Tensor transposed_on_device(const at::Tensor& matrix) {
+  const at::NoGradGuard no_grad;
+  at::Tensor result = at::empty({matrix.size(1), matrix.size(0)}, matrix.options());
+  give_quantize(matrix, [&](const QuantizeDeviceKernels& kernels, void* stream) {
+    return kernels.transpose(static_cast<const uint8_t*>(matrix.const_data_ptr()), matrix.size(0), matrix.size(1),
+                             static_cast<uint8_t*>(result.mutable_data_ptr()), stream);
+  });
   return result;
 }
 

@@ -15,5 +15,7 @@ bool quantize_kernels_take(const at::Tensor& values);
 // take it.
 Measured measured_on_device(const at::Tensor& values, at::ScalarType format, const ScaleChoice& choice);
 Quantized parts_on_device(const at::Tensor& values, at::ScalarType format, int64_t margin, int64_t rows_of_block);
+// [rows, columns] of either format as [columns, rows], contiguous.
+at::Tensor transposed_on_device(const at::Tensor& matrix);
 
 }  // namespace ds::fp8

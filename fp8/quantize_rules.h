@@ -4,8 +4,12 @@
 #pragma once
 
 #include <cstdint>
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#include <cuda_fp8.h>
+#endif
 
 #include "core/block_rules.h"
+#include "core/element_pack.h"
 #include "core/float_bits.h"
 #include "core/float_format.h"
 
@@ -20,6 +24,10 @@ struct EightBits {
     const uint32_t magnitude = bits & 0x7FFFFFFFU;
     const uint32_t sign = bits >> 24 & 0x80U;
     if (magnitude > 0x7F800000U) return static_cast<uint8_t>(sign | 0x7FU);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    constexpr __nv_fp8_interpretation_t kFormat = kMantissa == 3 ? __NV_E4M3 : __NV_E5M2;
+    return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, kFormat);
+#else
     constexpr int kDropped = 23 - kMantissa;
     constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(128 - kBias) << 23;
     if (magnitude < kSmallestNormal) {
@@ -29,6 +37,7 @@ struct EightBits {
     }
     const uint32_t rounded = magnitude + (1U << (kDropped - 1)) - 1U + (magnitude >> kDropped & 1U);
     return static_cast<uint8_t>(sign | ((rounded - (static_cast<uint32_t>(127 - kBias) << 23)) >> kDropped));
+#endif
   }
 };
 
@@ -86,6 +95,7 @@ struct WholeTensor {
   const float* stored = nullptr;  // a scale that is taken where it is above 0; null: none
   bool covers = false;            // ... and takes the largest of the values
   int32_t* amax = nullptr;        // bits of the largest magnitude, 0 before
+  float* record = nullptr;        // becomes amax where that is finite and larger; null: nothing does
 };
 
 // A tensor is quantised in two passes. The first one finds the largest magnitude and takes the stored scale, if there
@@ -94,34 +104,59 @@ template <class Format, class To>
 class WholeQuantizeRule {
  public:
   DS_HOST_DEVICE WholeQuantizeRule(const QuantizeArrays& arrays, const WholeTensor& whole)
-      : values_(static_cast<const typename Format::Bits*>(arrays.values)),
+      : values_(arrays.values),
         bits_(arrays.bits),
         shrink_(arrays.shrink),
         covers_(whole.covers),
         stored_(whole.stored == nullptr ? 0.0F : *whole.stored) {}
 
-  // Element i of the first pass. Returns the bits of its magnitude.
+  // Whether packs of kPack elements can be read and written.
+  template <int kPack>
+  static bool packs_fit(const QuantizeArrays& arrays) {
+    return packs_lie_aligned(arrays.values, kPack, sizeof(typename Format::Bits)) &&
+           packs_lie_aligned(arrays.bits, kPack, 1);
+  }
+  // Pack i of the first pass. Returns the bits of its largest magnitude.
+  template <int kPack>
   DS_HOST_DEVICE int32_t measure(int64_t i) const {
-    const float value = Format::decode(values_[i]);
-    if (stored_ > 0.0F) bits_[i] = eight_bits_of<To>(value, stored_);
-    return magnitude_bits(value);
+    const Pack<float, kPack> values = load_pack<Format, kPack>(values_, i);
+    if (stored_ > 0.0F) write(i, values, stored_);
+    int32_t most = 0;
+    for (int e = 0; e < kPack; ++e) {
+      const int32_t magnitude = magnitude_bits(values.of[e]);
+      if (magnitude > most) most = magnitude;
+    }
+    return most;
   }
   DS_HOST_DEVICE bool stored_is_good(float amax) const {
     return stored_ > 0.0F && (!covers_ || stored_ * amax <= To::kLargest);
   }
   DS_HOST_DEVICE float scale(float amax) const { return stored_is_good(amax) ? stored_ : scale_of<To>(amax, shrink_); }
-  // Element i of the second pass, if there is one.
+  // Pack i of the second pass, if there is one.
+  template <int kPack>
   DS_HOST_DEVICE void settle(int64_t i, float scale) const {
-    bits_[i] = eight_bits_of<To>(Format::decode(values_[i]), scale);
+    write(i, load_pack<Format, kPack>(values_, i), scale);
   }
 
  private:
-  const typename Format::Bits* values_;
+  template <int kPack>
+  DS_HOST_DEVICE void write(int64_t i, const Pack<float, kPack>& values, float scale) const {
+    Pack<uint8_t, kPack> bits;
+    for (int e = 0; e < kPack; ++e) bits.of[e] = eight_bits_of<To>(values.of[e], scale);
+    store_pack<ByteBits, kPack>(bits_, i, bits);
+  }
+
+  const void* values_;
   uint8_t* bits_;
   float shrink_;
   bool covers_;
   float stored_;
 };
+
+// Of what a step remembers of its tensors. A tensor that is not finite says nothing of the next step's.
+DS_HOST_DEVICE inline void record_amax(float* record, float amax) {
+  if (record != nullptr && amax <= kLargestFloat && amax > *record) *record = amax;
+}
 
 constexpr int64_t kPartLength = 128;  // columns that share a scale
 

@@ -56,19 +56,17 @@ Quantized Scaling::quantized(const at::Tensor& values, int64_t layer, Kind kind,
                              bool records) {
   const bool delayed = options_.recipe == Recipe::kDelayed;
   const auto column = static_cast<int64_t>(kind);
-  const auto [matrix, amax] =
-      quantize_measured(values, format_of(kind),
-                        {.stored = delayed ? scales.select(0, layer).select(0, column) : at::Tensor(),
-                         .covers = kind == Kind::kWeight,
-                         .margin = options_.margin});
+  at::Tensor record;
   if (delayed && records) {
-    // A step with numbers that are not finite says nothing of the next one's.
-    const at::Tensor finite = at::where(amax.isfinite(), amax, at::zeros_like(amax));
     const std::lock_guard lock(mutex_);
-    const at::Tensor place = amax_.select(0, layer).select(0, column);
-    place.copy_(at::maximum(place, finite));
+    record = amax_.select(0, layer).select(0, column);
   }
-  return matrix;
+  return quantize_measured(values, format_of(kind),
+                           {.stored = delayed ? scales.select(0, layer).select(0, column) : at::Tensor(),
+                            .covers = kind == Kind::kWeight,
+                            .margin = options_.margin,
+                            .record = record})
+      .matrix;
 }
 
 // As scale_for(); a tensor that has had no elements but zeros keeps the scale that it had, or none.

@@ -25,16 +25,16 @@ __device__ void run_blocks(const Rule& rule, int64_t blocks) {
   }
 }
 
-template <class Format>
+template <class Format, int kPack>
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(const __grid_constant__ BlockArrays arrays, const void* values, uint8_t* encoded) {
-  run_blocks(BlockEncodeRule<Format>(arrays, values, encoded), arrays.blocks());
+  run_blocks(BlockEncodeRule<Format, kPack>(arrays, values, encoded), arrays.blocks());
 }
 
-template <class Format>
+template <class Format, int kPack>
 __global__ void __launch_bounds__(kThreads)
     sum_kernel(const __grid_constant__ BlockArrays arrays, const __grid_constant__ BlockParts parts, void* values) {
-  run_blocks(BlockSumRule<Format>(arrays, parts, values), arrays.blocks());
+  run_blocks(BlockSumRule<Format, kPack>(arrays, parts, values), arrays.blocks());
 }
 static_assert(sizeof(BlockArrays) + sizeof(BlockParts) + sizeof(void*) <= 4096, "arguments of a kernel");
 
@@ -49,8 +49,8 @@ const char* last_error() {
 
 const char* launch_encode(const BlockArrays& arrays, const void* values, uint8_t* encoded, void* stream) {
   if (arrays.numel == 0) return nullptr;
-  with_float_format(arrays.format, [&](auto format) {
-    encode_kernel<decltype(format)>
+  with_block_packs(arrays.format, values, &encoded, 1, [&](auto format, auto pack) {
+    encode_kernel<decltype(format), decltype(pack)::value>
         <<<grid_of(arrays), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(arrays, values, encoded);
   });
   return last_error();
@@ -58,8 +58,8 @@ const char* launch_encode(const BlockArrays& arrays, const void* values, uint8_t
 
 const char* launch_sum(const BlockArrays& arrays, const BlockParts& parts, void* values, void* stream) {
   if (arrays.numel == 0) return nullptr;
-  with_float_format(arrays.format, [&](auto format) {
-    sum_kernel<decltype(format)>
+  with_block_packs(arrays.format, values, parts.of, parts.count, [&](auto format, auto pack) {
+    sum_kernel<decltype(format), decltype(pack)::value>
         <<<grid_of(arrays), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(arrays, parts, values);
   });
   return last_error();

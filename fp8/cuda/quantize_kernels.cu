@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/cuda/warp_team.h"
 
@@ -17,6 +18,8 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpLanes;
 constexpr int64_t kMostBlocks = 1 << 12;  // of a tensor: each ends with an atomic operation on one place
 constexpr int64_t kMostParts = 1 << 16;   // more: blocks take several turns
+constexpr int kSide = 128;                // of a square that is transposed
+constexpr int kSideWords = kSide / 4;
 
 // The largest of all threads of a block, for each of them.
 __device__ int32_t largest_of_block(int32_t most) {
@@ -52,28 +55,80 @@ class BlockTeam {
   }
 };
 
-template <class Format, class To>
+// use(pack, i) for packs of kPack elements, and for those that are left one by one; a thread's are apart.
+template <int kPack, class Use>
+__device__ void for_each_pack(int64_t numel, const Use& use) {
+  const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t step = int64_t{gridDim.x} * kThreads;
+  const int64_t packs = numel / kPack;
+#pragma unroll 4
+  for (int64_t i = first; i < packs; i += step) use(std::integral_constant<int, kPack>(), i);
+  if constexpr (kPack > 1) {
+    for (int64_t i = packs * kPack + first; i < numel; i += step) use(std::integral_constant<int, 1>(), i);
+  }
+}
+
+template <class Format, class To, int kPack>
 __global__ void __launch_bounds__(kThreads) measure_kernel(QuantizeArrays arrays, WholeTensor whole) {
   const WholeQuantizeRule<Format, To> rule(arrays, whole);
   int32_t most = 0;
-#pragma unroll 4
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < whole.numel; i += int64_t{gridDim.x} * kThreads) {
-    most = max(most, rule.measure(i));
-  }
+  for_each_pack<kPack>(
+      whole.numel, [&](auto pack, int64_t i) { most = max(most, rule.template measure<decltype(pack)::value>(i)); });
   most = largest_of_block(most);
   if (threadIdx.x == 0) atomicMax(whole.amax, most);
 }
 
-template <class Format, class To>
+template <class Format, class To, int kPack>
 __global__ void __launch_bounds__(kThreads) settle_kernel(QuantizeArrays arrays, WholeTensor whole) {
   const WholeQuantizeRule<Format, To> rule(arrays, whole);
   const float amax = float_of_bits(static_cast<uint32_t>(*whole.amax));
   const float scale = rule.scale(amax);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *arrays.inverse = inverse_of_scale(scale, amax);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    *arrays.inverse = inverse_of_scale(scale, amax);
+    record_amax(whole.record, amax);
+  }
   if (rule.stored_is_good(amax)) return;
-#pragma unroll 4
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < whole.numel; i += int64_t{gridDim.x} * kThreads) {
-    rule.settle(i, scale);
+  for_each_pack<kPack>(whole.numel,
+                       [&](auto pack, int64_t i) { rule.template settle<decltype(pack)::value>(i, scale); });
+}
+
+// Squares of kSide x kSide bytes by way of shared memory, four bytes of a row at a time, which `words` allows.
+__global__ void __launch_bounds__(kThreads)
+    transpose_kernel(const uint8_t* from, int64_t rows, int64_t columns, uint8_t* to, bool words) {
+  __shared__ uint32_t square[kSide][kSideWords + 1];  // a row's words lie in other banks than the next one's
+  const int64_t across = (columns + kSide - 1) / kSide;
+  const int64_t squares = (rows + kSide - 1) / kSide * across;
+  for (int64_t at = blockIdx.x; at < squares; at += gridDim.x) {
+    const int64_t row = at / across * kSide;
+    const int64_t column = at % across * kSide;
+    if (!words) {
+      for (int64_t i = threadIdx.x; i < kSide * kSide; i += kThreads) {
+        const int64_t r = row + i / kSide;
+        const int64_t c = column + i % kSide;
+        if (r < rows && c < columns) to[c * rows + r] = from[r * columns + c];
+      }
+      continue;
+    }
+    for (int i = threadIdx.x; i < kSide * kSideWords; i += kThreads) {
+      const int64_t r = row + i / kSideWords;
+      const int64_t c = column + i % kSideWords * 4;
+      if (r < rows && c < columns) {
+        square[i / kSideWords][i % kSideWords] = *reinterpret_cast<const uint32_t*>(from + r * columns + c);
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kSide * kSideWords; i += kThreads) {
+      // A warp has 32 rows of 4 columns whose bytes are in one word: no two of its words are in one bank.
+      const int warp = i / kWarpLanes;
+      const int r = (i % 8 + warp % 4 * 8) * 4;
+      const int c = i % kWarpLanes / 8 + warp / 4 * 4;
+      if (row + r >= rows || column + c >= columns) continue;
+      uint32_t word = 0;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) word |= (square[r + k][c / 4] >> (c % 4 * 8) & 0xFFU) << (k * 8);
+      *reinterpret_cast<uint32_t*>(to + (column + c) * rows + row + r) = word;
+    }
+    __syncthreads();  // before the next square
   }
 }
 
@@ -104,11 +159,23 @@ const char* quantize_whole(const QuantizeArrays& arrays, const WholeTensor& whol
   const auto stream = static_cast<cudaStream_t>(handle);
   const cudaError_t cleared = cudaMemsetAsync(whole.amax, 0, sizeof(*whole.amax), stream);
   if (cleared != cudaSuccess) return text_of(cleared);
-  const auto blocks =
-      static_cast<unsigned>(std::clamp<int64_t>((whole.numel + 4 * kThreads - 1) / (4 * kThreads), 1, kMostBlocks));
   with_formats(arrays, [&](auto from, auto to) {
-    measure_kernel<decltype(from), decltype(to)><<<blocks, kThreads, 0, stream>>>(arrays, whole);
-    settle_kernel<decltype(from), decltype(to)><<<blocks, kThreads, 0, stream>>>(arrays, whole);
+    using Format = decltype(from);
+    using To = decltype(to);
+    const auto give = [&](auto pack) {
+      constexpr int kPack = decltype(pack)::value;
+      constexpr int64_t kOfABlock = int64_t{4} * kThreads * kPack;
+      const auto blocks =
+          static_cast<unsigned>(std::clamp<int64_t>((whole.numel + kOfABlock - 1) / kOfABlock, 1, kMostBlocks));
+      measure_kernel<Format, To, kPack><<<blocks, kThreads, 0, stream>>>(arrays, whole);
+      settle_kernel<Format, To, kPack><<<blocks, kThreads, 0, stream>>>(arrays, whole);
+    };
+    constexpr int kWhole = kWholePack<Format>;
+    if (WholeQuantizeRule<Format, To>::template packs_fit<kWhole>(arrays)) {
+      give(std::integral_constant<int, kWhole>());
+    } else {
+      give(std::integral_constant<int, 1>());
+    }
   });
   return text_of(cudaGetLastError());
 }
@@ -126,7 +193,16 @@ const char* quantize_matrix_parts(const QuantizeArrays& arrays, const MatrixPart
   return text_of(cudaGetLastError());
 }
 
-constexpr QuantizeDeviceKernels kCudaQuantize{quantize_whole, quantize_matrix_parts};
+const char* transpose(const uint8_t* from, int64_t rows, int64_t columns, uint8_t* to, void* handle) {
+  const int64_t squares = (rows + kSide - 1) / kSide * ((columns + kSide - 1) / kSide);
+  if (squares == 0) return nullptr;
+  const bool words = rows % 4 == 0 && columns % 4 == 0 && packs_lie_aligned(from, 4, 1) && packs_lie_aligned(to, 4, 1);
+  transpose_kernel<<<static_cast<unsigned>(std::min(squares, kMostParts)), kThreads, 0,
+                     static_cast<cudaStream_t>(handle)>>>(from, rows, columns, to, words);
+  return text_of(cudaGetLastError());
+}
+
+constexpr QuantizeDeviceKernels kCudaQuantize{quantize_whole, quantize_matrix_parts, transpose};
 
 const bool kQuantizeRegistered = (set_quantize_device_kernels(&kCudaQuantize), true);
 

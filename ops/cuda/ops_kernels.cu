@@ -18,7 +18,9 @@ namespace ds::ops {
 namespace {
 
 constexpr int kMostThreads = 512;
-constexpr int kThreads = 256;  // of passes over elements
+constexpr int64_t kForwardPacks = 4;   // of a thread
+constexpr int64_t kBackwardPacks = 2;  // whose blocks are fewer
+constexpr int kThreads = 256;          // of passes over elements
 constexpr int64_t kMostBlocks = 1 << 16;
 constexpr size_t kSharedBytes = 40 << 10;  // for sums of gradients, beside those of the team
 
@@ -34,6 +36,7 @@ class BlockTeam {
  public:
   template <class Body>
   __device__ void each(int64_t count, const Body& body) const {
+#pragma unroll 4
     for (int64_t i = threadIdx.x; i < count; i += blockDim.x) body(i);
   }
 
@@ -41,6 +44,7 @@ class BlockTeam {
   __device__ T sum(int64_t count, T part, const Body& body) const {
     __shared__ alignas(16) unsigned char memory[kMostThreads / kWarp * sizeof(T)];
     T* const warps = reinterpret_cast<T*>(memory);
+#pragma unroll 4
     for (int64_t i = threadIdx.x; i < count; i += blockDim.x) part = body(i, part);
     for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) part = part + shuffled(part, lanes);
     __syncthreads();  // the sum before is read
@@ -124,10 +128,12 @@ const char* last_error() {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// A thread for each pack of a row, in whole warps.
-unsigned threads_of(int64_t packs) {
-  const int64_t warps = (packs + kWarp - 1) / kWarp;
-  return static_cast<unsigned>(kWarp * std::clamp<int64_t>(warps, 1, kMostThreads / kWarp));
+// Whole warps whose threads have `each` packs of a row, two of them for shorter rows. More threads would wait for one
+// another more often than they would read at once: what hides the memory's latency are the other rows of a processor.
+unsigned threads_of(int64_t packs, int64_t each) {
+  const auto warps = [=](int64_t of_a_warp) { return (packs + of_a_warp - 1) / of_a_warp; };
+  const int64_t wanted = std::max(warps(kWarp * each), std::min<int64_t>(warps(kWarp), 2));
+  return static_cast<unsigned>(kWarp * std::clamp<int64_t>(wanted, 1, kMostThreads / kWarp));
 }
 
 unsigned blocks_of(int64_t items) {
@@ -144,7 +150,8 @@ const char* norm_forward_of(const NormForward& norm, int64_t rows, void* stream)
         constexpr int kPack = decltype(pack)::value;
         const auto kernel =
             norm.mean == nullptr ? norm_forward_kernel<Format, false, kPack> : norm_forward_kernel<Format, true, kPack>;
-        kernel<<<blocks, threads_of(norm.size / kPack), 0, static_cast<cudaStream_t>(stream)>>>(norm, rows);
+        kernel<<<blocks, threads_of(norm.size / kPack, kForwardPacks), 0, static_cast<cudaStream_t>(stream)>>>(norm,
+                                                                                                               rows);
       });
   return last_error();
 }
@@ -161,8 +168,8 @@ const char* norm_backward_of(const NormBackward& norm, const NormBlocks& blocks,
         constexpr int kPack = decltype(pack)::value;
         const auto kernel = norm.mean == nullptr ? norm_backward_kernel<Format, false, kPack>
                                                  : norm_backward_kernel<Format, true, kPack>;
-        kernel<<<static_cast<unsigned>(blocks.blocks), threads_of(norm.size / kPack), in_shared ? bytes : 0,
-                 static_cast<cudaStream_t>(stream)>>>(norm, blocks, in_shared);
+        kernel<<<static_cast<unsigned>(blocks.blocks), threads_of(norm.size / kPack, kBackwardPacks),
+                 in_shared ? bytes : 0, static_cast<cudaStream_t>(stream)>>>(norm, blocks, in_shared);
       });
   return last_error();
 }

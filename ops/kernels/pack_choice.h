@@ -12,13 +12,9 @@
 
 namespace ds::ops {
 
-// Sixteen bytes of the format.
-template <class Format>
-constexpr int kWholePack = 16 / sizeof(typename Format::Bits);
-
 // Whether packs of `pack` elements of `bytes` bytes lie aligned in rows that begin at multiples of `stride` elements.
 inline bool packs_fit(const void* data, int64_t stride, int pack, size_t bytes) {
-  return reinterpret_cast<uintptr_t>(data) % (static_cast<size_t>(pack) * bytes) == 0 && stride % pack == 0;
+  return packs_lie_aligned(data, pack, bytes) && stride % pack == 0;
 }
 
 template <class Format>

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "core/element_pack.h"
 #include "core/float_bits.h"
 #include "ops/kernels/float_type.h"
 
@@ -21,10 +22,6 @@ struct Float64Bits {
   DS_HOST_DEVICE static double decode(double bits) { return bits; }
   DS_HOST_DEVICE static double encode(double value) { return value; }
 };
-
-// The wide type of a format.
-template <class Format>
-using WideOf = decltype(Format::decode(typename Format::Bits()));
 
 // A format in registers, in memory: what weights, tables and statistics are kept in.
 template <class T>
@@ -40,33 +37,6 @@ DS_HOST_DEVICE inline float exponential_of(float v) { return expf(v); }
 DS_HOST_DEVICE inline double exponential_of(double v) { return exp(v); }
 DS_HOST_DEVICE inline float root_of(float v) { return sqrtf(v); }
 DS_HOST_DEVICE inline double root_of(double v) { return sqrt(v); }
-
-template <class T, int kPack>
-struct Pack {
-  T of[kPack];
-};
-
-// In memory, read and written in one access.
-template <class Bits, int kPack>
-struct alignas(sizeof(Bits) * kPack) StoredPack {
-  Bits of[kPack];
-};
-
-// Pack `i` of the elements at `data`, which is aligned for it.
-template <class Format, int kPack>
-DS_HOST_DEVICE Pack<WideOf<Format>, kPack> load_pack(const void* data, int64_t i) {
-  const auto stored = static_cast<const StoredPack<typename Format::Bits, kPack>*>(data)[i];
-  Pack<WideOf<Format>, kPack> values;
-  for (int e = 0; e < kPack; ++e) values.of[e] = Format::decode(stored.of[e]);
-  return values;
-}
-
-template <class Format, int kPack>
-DS_HOST_DEVICE void store_pack(void* data, int64_t i, const Pack<WideOf<Format>, kPack>& values) {
-  StoredPack<typename Format::Bits, kPack> stored;
-  for (int e = 0; e < kPack; ++e) stored.of[e] = Format::encode(values.of[e]);
-  static_cast<StoredPack<typename Format::Bits, kPack>*>(data)[i] = stored;
-}
 
 // Row `row` of [rows, size] at `data`; null where there is no array.
 template <class Format>

@@ -217,19 +217,24 @@ TEST_F(GpuFp8, QuantisesAsOperatorsDo) {
   for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
     for (const at::ScalarType format : {fp8::kE4M3, fp8::kE5M2}) {
       for (const double bad : {0.0, kInfinity, -kInfinity, std::numeric_limits<double>::quiet_NaN()}) {
-        const at::Tensor values = spread_values(37, 48, type, bad);
+        const at::Tensor values = spread_values(37, 51, type, bad);  // not in whole packs
         for (const double stored : {-1.0, 0.0, 1e-3, 0.01, 1e6}) {
           for (const bool covers : {false, true}) {
             const at::Tensor scale = stored < 0 ? at::Tensor() : torch::full({}, stored, torch::kFloat);
-            const fp8::Measured expected =
-                fp8::quantize_measured_by_operators(values, format, {.stored = scale, .covers = covers, .margin = 1});
-            const fp8::Measured found = fp8::quantize_measured(
-                values.to(device_), format,
-                {.stored = scale.defined() ? scale.to(device_) : scale, .covers = covers, .margin = 1});
+            const at::Tensor record = torch::full({}, covers ? 1e30 : 0.5, torch::kFloat);
+            const at::Tensor record_there = record.to(device_, /*non_blocking=*/false, /*copy=*/true);
+            const fp8::Measured expected = fp8::quantize_measured_by_operators(
+                values, format, {.stored = scale, .covers = covers, .margin = 1, .record = record});
+            const fp8::Measured found = fp8::quantize_measured(values.to(device_), format,
+                                                               {.stored = scale.defined() ? scale.to(device_) : scale,
+                                                                .covers = covers,
+                                                                .margin = 1,
+                                                                .record = record_there});
             const std::string of = cat(c10::toString(type), " to ", c10::toString(format), ", bad ", bad, ", stored ",
                                        stored, ", covers ", covers);
             expect_same_quantized(found.matrix, expected.matrix, of);
             EXPECT_TRUE(torch::allclose(found.amax.cpu(), expected.amax, 0, 0, /*equal_nan=*/true)) << of;
+            EXPECT_EQ(record_there.item<float>(), record.item<float>()) << of;
           }
         }
       }
@@ -241,6 +246,17 @@ TEST_F(GpuFp8, QuantisesAsOperatorsDo) {
   const auto none = fp8::quantize_measured(torch::zeros({0, 16}).to(device_), fp8::kE4M3, {});
   EXPECT_EQ(none.amax.item<float>(), 0.0F);
   EXPECT_EQ(none.matrix.inverse.item<float>(), 1.0F);
+}
+
+TEST_F(GpuFp8, TransposesBytes) {
+  for (const auto& [rows, columns] : {std::pair(1, 1), std::pair(3, 200), std::pair(128, 128), std::pair(132, 260),
+                                      std::pair(16, 4096), std::pair(129, 131), std::pair(0, 16)}) {
+    const at::Tensor bytes = torch::randint(0, 120, {rows, columns}, torch::kByte);
+    const fp8::Quantized matrix{bytes.to(device_).view(fp8::kE4M3), torch::ones({}).to(device_)};
+    const at::Tensor found = fp8::transposed(matrix).values;
+    EXPECT_TRUE(found.is_contiguous());
+    EXPECT_TRUE(torch::equal(found.view(torch::kByte).cpu(), bytes.t())) << rows << " x " << columns;
+  }
 }
 
 TEST_F(GpuFp8, QuantisesRowsAndBlocksAsOperatorsDo) {

@@ -19,8 +19,8 @@ Access encoded_blocks(const BlockArrays& arrays, const uint8_t* encoded, bool wr
 const char* give_block_encode(const BlockArrays& arrays, const void* values, uint8_t* encoded, void* stream) {
   return run_kernel(stream, "encode of BlockCodec",
                     {block_values(arrays, values, false), encoded_blocks(arrays, encoded, true)}, [=] {
-                      with_float_format(arrays.format, [&](auto format) {
-                        const BlockEncodeRule<decltype(format)> rule(arrays, values, encoded);
+                      with_block_packs(arrays.format, values, &encoded, 1, [&](auto format, auto pack) {
+                        const BlockEncodeRule<decltype(format), decltype(pack)::value> rule(arrays, values, encoded);
                         for (int64_t block = 0; block < arrays.blocks(); ++block) rule(block, LoneTeam());
                       });
                     });
@@ -30,8 +30,8 @@ const char* give_block_sum(const BlockArrays& arrays, const BlockParts& parts, v
   std::vector<Access> accesses{block_values(arrays, values, true)};
   for (int part = 0; part < parts.count; ++part) accesses.push_back(encoded_blocks(arrays, parts.of[part], false));
   return run_kernel(stream, "sum of BlockCodec", accesses, [=] {
-    with_float_format(arrays.format, [&](auto format) {
-      const BlockSumRule<decltype(format)> rule(arrays, parts, values);
+    with_block_packs(arrays.format, values, parts.of, parts.count, [&](auto format, auto pack) {
+      const BlockSumRule<decltype(format), decltype(pack)::value> rule(arrays, parts, values);
       for (int64_t block = 0; block < arrays.blocks(); ++block) rule(block, LoneTeam());
     });
   });

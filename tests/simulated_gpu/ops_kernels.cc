@@ -73,7 +73,7 @@ const char* give_norm_forward(const ops::NormForward& norm, int64_t rows, void* 
 // The rows of one block.
 template <class Format, int kPack>
 void run_norm_block(ops::NormBackward norm, const ops::NormBlocks& blocks, int64_t block) {
-  using T = ops::WideOf<Format>;
+  using T = WideOf<Format>;
   for (void** sum : {&norm.weight_gradient, &norm.bias_gradient}) {
     *sum = ops::row_at<ops::WideBits<T>>(*sum, block, norm.size);
     if (*sum != nullptr) std::fill_n(static_cast<T*>(*sum), norm.size, T(0));

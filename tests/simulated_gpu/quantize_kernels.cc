@@ -30,16 +30,18 @@ const char* give_whole(const QuantizeArrays& arrays, const WholeTensor& whole, v
   std::vector<Access> accesses = accesses_of_quantize(arrays, whole.numel, 1);
   accesses.push_back(access_to(whole.amax, 4, true));
   if (whole.stored != nullptr) accesses.push_back(access_to(whole.stored, 4, false));
+  if (whole.record != nullptr) accesses.push_back(access_to(whole.record, 4, true));
   return run_kernel(stream, kQuantize, accesses, [=] {
     with_formats(arrays, [&](auto from, auto to) {
       const fp8::WholeQuantizeRule<decltype(from), decltype(to)> rule(arrays, whole);
       *whole.amax = 0;
-      for (int64_t i = 0; i < whole.numel; ++i) *whole.amax = std::max(*whole.amax, rule.measure(i));
+      for (int64_t i = 0; i < whole.numel; ++i) *whole.amax = std::max(*whole.amax, rule.template measure<1>(i));
       const float amax = float_of_bits(static_cast<uint32_t>(*whole.amax));
       const float scale = rule.scale(amax);
       *arrays.inverse = fp8::inverse_of_scale(scale, amax);
+      fp8::record_amax(whole.record, amax);
       if (rule.stored_is_good(amax)) return;
-      for (int64_t i = 0; i < whole.numel; ++i) rule.settle(i, scale);
+      for (int64_t i = 0; i < whole.numel; ++i) rule.template settle<1>(i, scale);
     });
   });
 }
@@ -53,7 +55,14 @@ const char* give_parts(const QuantizeArrays& arrays, const MatrixParts& parts, v
   });
 }
 
-constexpr fp8::QuantizeDeviceKernels kQuantizeKernels{give_whole, give_parts};
+const char* give_transpose(const uint8_t* from, int64_t rows, int64_t columns, uint8_t* to, void* stream) {
+  return run_kernel(stream, "transpose 8 bits",
+                    {access_to(from, rows * columns, false), access_to(to, rows * columns, true)}, [=] {
+                      for (int64_t i = 0; i < rows * columns; ++i) to[i % columns * rows + i / columns] = from[i];
+                    });
+}
+
+constexpr fp8::QuantizeDeviceKernels kQuantizeKernels{give_whole, give_parts, give_transpose};
 
 const bool kQuantizeKernelsRegistered = (fp8::set_quantize_device_kernels(&kQuantizeKernels), true);
 
