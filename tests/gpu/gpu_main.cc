@@ -57,11 +57,14 @@ void listen_to_simulation() {
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   if (ds::test::tested_device().is_cpu()) return RUN_ALL_TESTS();
-  const std::string reason = ds::test::device_is_simulated() ? "" : why_no_gpu();
+  // Asked once: a test's own processes may be shown no GPU by intent.
+  const bool found = ds::test::device_is_simulated() || std::getenv("DS_TEST_GPU_FOUND") != nullptr;
+  const std::string reason = found ? "" : why_no_gpu();
   if (!reason.empty()) {
     std::cout << "skipped, these tests need GPUs: " << reason << std::endl;
     return kSkipped;
   }
+  ::setenv("DS_TEST_GPU_FOUND", "1", /*overwrite=*/1);
   try {
     // LibTorch looks once for what its CUDA library offers: what opens it must not be these lines where that is tested.
     if (DS_OPENS_CUDA) ds::comm::cuda_plugin();
