@@ -1,12 +1,14 @@
-// The operators of dsengine/ops.h beside the chains of LibTorch's operators that they replace, on the CPU.
+// The operators of dsengine/ops.h beside the chains of LibTorch's operators that they replace, on the CPU or a GPU.
 //
-//   fused_ops_bench [--rows 2048] [--size 1024] [--heads 16] [--pairs 15] [--threads 1] [--only NAME]
+//   fused_ops_bench [--rows 2048] [--size 1024] [--heads 16] [--pairs 15] [--threads 1] [--only NAME] [--device cuda]
 //
 // Each runs in turn with its chain on the same tensors; printed are medians of forward, and of forward and backward,
 // the median of the ratios of neighbours (below 1: the operator is faster), and between which quartiles these lie (the
-// noise). Checked: results and gradients agree with the chain's in float32.
+// noise). Checked: results and gradients agree with the chain's in float32. On a GPU a run is kRepeats of them in a
+// row, then waited for; forward with backward is bound by the host there at small sizes.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <CLI/CLI.hpp>
@@ -19,8 +21,11 @@
 #include "benchmarks/paired_timing.h"
 #include "core/check.h"
 #include "dsengine/ops.h"
+#include "engine/setup/rank_device.h"
 
 namespace {
+
+constexpr int kRepeats = 20;
 
 using ds::benchmarks::quantile;
 using ds::benchmarks::seconds;
@@ -31,6 +36,7 @@ struct Size {
   int64_t rows = 2048;
   int64_t size = 1024;
   int64_t heads = 16;
+  at::Device device = at::kCPU;
 };
 
 struct Operator {
@@ -80,7 +86,7 @@ Operator swiglu(const Size& size) {
 // Of [1, positions, heads, channels], turned to [1, heads, positions, channels] as attention takes it.
 Operator rope(const std::string& name, const Size& size, ds::ops::RopePairs pairs) {
   const int64_t channels = size.size / size.heads;
-  const ds::ops::RopeTables tables = ds::ops::rope_tables(size.rows, channels);
+  const ds::ops::RopeTables tables = ds::ops::rope_tables(size.rows, channels, 10000.0, at::device(size.device));
   const auto fused = [=](const Tensors& in) {
     return Tensors{ds::ops::rope(in[0].transpose(1, 2), tables.cos, tables.sin, {.pairs = pairs})};
   };
@@ -99,9 +105,9 @@ Operator rope(const std::string& name, const Size& size, ds::ops::RopePairs pair
   return {name, {at::randn({1, size.rows, size.heads, channels})}, fused, chain};
 }
 
-Tensors leaves_of(const Tensors& inputs, at::ScalarType type) {
+Tensors leaves_of(const Tensors& inputs, at::Device device, at::ScalarType type) {
   Tensors leaves;
-  for (const at::Tensor& input : inputs) leaves.push_back(input.to(type).detach().requires_grad_(true));
+  for (const at::Tensor& input : inputs) leaves.push_back(input.to(device, type).detach().requires_grad_(true));
   return leaves;
 }
 
@@ -154,25 +160,37 @@ void print(const Operator& of, at::ScalarType type, const char* what, const Timi
   std::fflush(stdout);
 }
 
-void measure(const Operator& of, at::ScalarType type, int64_t pairs) {
-  const Tensors leaves = leaves_of(of.inputs, type);
+std::function<void()> repeated(at::Device device, const std::function<void()>& body) {
+  if (device.is_cpu()) return body;
+  return [=] {
+    for (int repeat = 0; repeat < kRepeats; ++repeat) body();
+    c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+  };
+}
+
+void measure(const Operator& of, at::Device device, at::ScalarType type, int64_t pairs) {
+  const Tensors leaves = leaves_of(of.inputs, device, type);
   Tensors cotangents;
   for (const at::Tensor& result : of.chain(leaves)) cotangents.push_back(at::randn_like(result));
   check(of, leaves, cotangents, type);
   const auto forward = [&](const Function& function) {
-    return [&] {
+    return repeated(device, [&] {
       const at::NoGradGuard no_grad;
       function(leaves);
-    };
+    });
   };
-  const auto both = [&](const Function& function) { return [&] { pass(function, leaves, cotangents); }; };
+  const auto both = [&](const Function& function) {
+    return repeated(device, [&] { pass(function, leaves, cotangents); });
+  };
   print(of, type, "forward", timed(pairs, forward(of.fused), forward(of.chain)));
   print(of, type, "forward, backward", timed(pairs, both(of.fused), both(of.chain)));
 }
 
 void run(const Size& size, int64_t pairs, const std::string& only) {
-  std::printf("%ld rows of %ld, %d thread(s), medians of %ld pairs\n%-24s %-9s %-17s %10s %10s %8s  %s\n", size.rows,
-              size.size, at::get_num_threads(), pairs, "", "", "", "fused, ms", "chain, ms", "ratio", "quartiles");
+  const std::string on = size.device.is_cpu() ? ds::cat(at::get_num_threads(), " thread(s)")
+                                              : ds::cat(size.device, ", runs of ", kRepeats);
+  std::printf("%ld rows of %ld, %s, medians of %ld pairs\n%-24s %-9s %-17s %10s %10s %8s  %s\n", size.rows, size.size,
+              on.c_str(), pairs, "", "", "", "fused, ms", "chain, ms", "ratio", "quartiles");
   const std::vector<Operator> operators = {norm("layer_norm", size, true, false),
                                            norm("add_layer_norm", size, true, true),
                                            norm("rms_norm", size, false, false),
@@ -183,7 +201,7 @@ void run(const Size& size, int64_t pairs, const std::string& only) {
                                            rope("rope, interleaved", size, ds::ops::RopePairs::kInterleaved)};
   for (const Operator& of : operators) {
     if (!only.empty() && of.name != only) continue;
-    for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) measure(of, type, pairs);
+    for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) measure(of, size.device, type, pairs);
   }
 }
 
@@ -200,11 +218,14 @@ int main(int argc, char** argv) {
   app.add_option("--heads", size.heads)->check(CLI::PositiveNumber);
   app.add_option("--pairs", pairs, "runs of each kind")->check(CLI::PositiveNumber);
   app.add_option("--threads", threads)->check(CLI::PositiveNumber);
+  std::string device = "cpu";
   app.add_option("--only", only, "one operator, by the name in the table");
+  app.add_option("--device", device, "cpu, cuda or cuda:N");
   CLI11_PARSE(app, argc, argv);
   try {
     at::set_num_threads(threads);
     at::manual_seed(1);
+    size.device = ds::engine::device_of_rank(device, 0);
     run(size, pairs, only);
     return 0;
   } catch (const std::exception& error) {

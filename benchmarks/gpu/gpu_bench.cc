@@ -1,10 +1,12 @@
 // What a GPU, its host and the way between them do; scripts/gpu_check runs it.
 //
 //   gpu_bench copies [--megabytes 1 16 256] [--rounds 9]
+//   gpu_bench kernels [--values 268435456] [--rounds 9]
 //   gpu_bench train --config FILE [--layers 20 --hidden 2048 --heads 16 --seq_len 1024 --batch 8] [--steps 6]
 //
 // `copies` times single copies between pinned (offload/pinned_arena) or pageable host memory and the device, the device
 // being idle before and waited for after each; printed is the median of the rounds, in bytes a second.
+// `kernels` times the codecs' kernels beside a copy on the device.
 // `train` trains the example's GPT on random tokens with one rank. First --steps steps in which the device is waited
 // for after forward, backward and step, which gives the time of each; then as many in which nothing waits, which gives
 // the time of a step. Medians, one JSON object on stdout; with --profile also the kernels of two more steps.
@@ -25,6 +27,7 @@
 #include <vector>
 
 #include "benchmarks/gpu/kernel_profile.h"
+#include "benchmarks/gpu/kernel_speed.h"
 #include "core/check.h"
 #include "dsengine/engine.h"
 #include "dsengine/init_distributed.h"
@@ -43,6 +46,7 @@ struct Options {
   std::string device = "cuda";
   std::vector<int64_t> megabytes = {1, 16, 256};
   int rounds = 9;
+  int64_t values = int64_t{1} << 28;
   std::string config;
   gpt::GptConfig model = {.layers = 20, .hidden = 2048, .heads = 16, .seq_len = 1024};
   int64_t batch = 8;
@@ -181,6 +185,9 @@ ordered_json train(const Options& options, at::Device device) {
     const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
     result["device_peak_allocated_bytes"] = peak_of(stats.allocated_bytes);
     result["device_peak_reserved_bytes"] = peak_of(stats.reserved_bytes);
+    // Of all programs on the device, so of this one where it is alone: context, kernels, libraries' own memory.
+    const auto [free, total] = c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index());
+    result["device_bytes_beside_allocator"] = static_cast<int64_t>(total - free) - stats.reserved_bytes[0].current;
   }
   const auto speculation = engine->speculation();
   if (speculation.stood + speculation.rolled_back > 0) {
@@ -203,6 +210,9 @@ void run(int argc, char** argv) {
   CLI::App* const copies = app.add_subcommand("copies", "Bandwidth between host and device");
   copies->add_option("--megabytes", options.megabytes, "MiB of a copy")->check(CLI::PositiveNumber);
   copies->add_option("--rounds", options.rounds, "Copies of each kind")->check(CLI::PositiveNumber);
+  CLI::App* const kernels = app.add_subcommand("kernels", "Speed of the codecs' kernels");
+  kernels->add_option("--values", options.values, "Values that are encoded")->check(CLI::PositiveNumber);
+  kernels->add_option("--rounds", options.rounds, "Timed runs of each kind")->check(CLI::PositiveNumber);
   CLI::App* const training = app.add_subcommand("train", "Steps of a GPT");
   training->add_option("--config", options.config, "A ds_config")->required();
   training->add_option("--layers", options.model.layers, "Blocks")->check(CLI::PositiveNumber);
@@ -222,8 +232,14 @@ void run(int argc, char** argv) {
     std::exit(app.exit(error));
   }
   const at::Device device = ds::engine::device_of_rank(options.device, 0);
-  const ordered_json result =
-      app.got_subcommand(copies) ? ordered_json({{"copies", time_copies(options, device)}}) : train(options, device);
+  ordered_json result;
+  if (app.got_subcommand(copies)) {
+    result["copies"] = time_copies(options, device);
+  } else if (app.got_subcommand(kernels)) {
+    result["kernels"] = ds::bench::kernel_speeds(device, options.values, options.rounds);
+  } else {
+    result = train(options, device);
+  }
   std::cout << result.dump() << std::endl;
 }
 
