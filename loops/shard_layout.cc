@@ -83,7 +83,8 @@ engine::Plan plan_of(const ShardRanks& ranks, at::ScalarType dtype, at::ScalarTy
       .world_size = ranks.world->size(), .dp = ranks.all->size(), .tensor = ranks.tensor ? ranks.tensor->size() : 1};
   plan.model_dtype = config_dtype(dtype);
   plan.gradient_dtype = plan.communication_dtype = config_dtype(reduce_dtype);
-  plan.separate_master = dtype != optimizers::state_type(dtype);
+  plan.master_dtype = plan.state_dtype = config_dtype(optimizers::state_type(dtype));
+  plan.separate_master = plan.master_dtype != plan.model_dtype;
   plan.gradient_policy = zero::ReductionPolicy::kReduceScatterEveryBackward;
   plan.partition_optimizer = true;
   plan.shard_ranks = ranks.shards->size();
@@ -120,6 +121,7 @@ ShardLayout shard_layout(const engine::ModelParameters& parameters, const std::v
   const bool pinned = to_host && options.offload_policy->pin_memory;
   layout.buckets = {.max_bucket_elements = kNoLimit,
                     .dtype = dtype,
+                    .master_dtype = optimizers::state_type(dtype),
                     .partition = true,
                     .shard = ranks.shards->size() > 1 || layout.plan.separate_master || to_host,
                     .persistent_numel = -1};

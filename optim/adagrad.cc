@@ -39,11 +39,11 @@ void Adagrad::update_into(int64_t index, const at::Tensor& gradient, double grad
   const auto by_libtorch = [&] {
     const at::Tensor state_step = fused_step(static_cast<double>(step_count_), slice.master.device());
     const std::optional<at::Tensor> scale = fused_grad_scale(gradient_scale, slice.master);
-    for_each_chunk(slice.master, gradient, KernelMemory::kFused,
-                   [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
+    for_each_chunk(slice.master, {sum}, gradient, KernelMemory::kFused,
+                   [&](const at::Tensor& m, const at::Tensor& g, const std::vector<at::Tensor>& states) {
                      scale_wide(g, gradient_scale);
-                     at::_fused_adagrad_(m, g, sum.narrow(0, begin, m.numel()), state_step, group.lr, rule_.lr_decay,
-                                         group.weight_decay, group.eps, /*maximize=*/false, scale);
+                     at::_fused_adagrad_(m, g, states[0], state_step, group.lr, rule_.lr_decay, group.weight_decay,
+                                         group.eps, /*maximize=*/false, scale);
                    });
   };
   update_slice(

@@ -60,15 +60,13 @@ void update_by_libtorch(const at::Tensor& master, const at::Tensor& gradient, co
       step.rule.bias_correction ? static_cast<double>(step.count) : std::numeric_limits<double>::infinity();
   const at::Tensor count = fused_step(kernel_step, master.device());
   const std::optional<at::Tensor> scale = fused_grad_scale(step.gradient_scale, master);
-  for_each_chunk(master, gradient, KernelMemory::kFused, [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
-    const auto chunk_of = [&](const at::Tensor& state) { return state.narrow(0, begin, m.numel()); };
-    const AdamStates chunk{.exp_avg = chunk_of(states.exp_avg),
-                           .exp_avg_sq = chunk_of(states.exp_avg_sq),
-                           .max_exp_avg_sq = step.rule.amsgrad ? chunk_of(states.max_exp_avg_sq) : at::Tensor()};
-    scale_wide(g, step.gradient_scale);
-    const auto kernel = step.rule.decoupled_weight_decay ? fused_adamw : fused_adam;
-    kernel(m, g, chunk, step, count, scale);
-  });
+  for_each_chunk(master, {states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq}, gradient, KernelMemory::kFused,
+                 [&](const at::Tensor& m, const at::Tensor& g, const std::vector<at::Tensor>& own) {
+                   const AdamStates chunk{.exp_avg = own[0], .exp_avg_sq = own[1], .max_exp_avg_sq = own[2]};
+                   scale_wide(g, step.gradient_scale);
+                   const auto kernel = step.rule.decoupled_weight_decay ? fused_adamw : fused_adam;
+                   kernel(m, g, chunk, step, count, scale);
+                 });
 }
 
 }  // namespace

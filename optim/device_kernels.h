@@ -61,6 +61,7 @@ struct LambDeviceKernels {
                        void* stream) = nullptr;
 };
 
+// muon_blend, muon_step and lamb take float32 masters and states alone.
 struct UpdateDeviceKernels {
   DeviceUpdate<AdamCoefficients> adam = nullptr;  // amsgrad: the same for all slices of a call
   DeviceUpdate<LionCoefficients> lion = nullptr;

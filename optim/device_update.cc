@@ -26,7 +26,7 @@ const float* scalar(const at::Tensor& tensor, at::Device device) {
 }  // namespace
 
 bool kernels_take(const at::Tensor& master) {
-  return master.is_cuda() && master.is_contiguous() && master.scalar_type() == at::kFloat &&
+  return master.is_cuda() && master.is_contiguous() && float_format_of(master.scalar_type()).has_value() &&
          update_device_kernels() != nullptr;
 }
 
@@ -37,10 +37,11 @@ bool kernels_take(const SliceTensors& slice) {
     return is_array_on(tensor, device) && float_format_of(tensor.scalar_type()).has_value();
   };
   return has_known_type(slice.gradient) && (!slice.copy.defined() || has_known_type(slice.copy)) &&
-         std::all_of(slice.states.begin(), slice.states.end(), [&](const at::Tensor& state) {
-           return !state.defined() || (is_array_on(state, device) && state.scalar_type() == at::kFloat);
-         });
+         std::all_of(slice.states.begin(), slice.states.end(),
+                     [&](const at::Tensor& state) { return !state.defined() || has_known_type(state); });
 }
+
+bool wide_kernels_take(const SliceTensors& slice) { return kernels_take(slice) && arrays_of(slice).is_wide(); }
 
 void require_host_scale(const StepScale& scale) {
   ensure(!scale.device_factor.defined() && !scale.skip.defined(),

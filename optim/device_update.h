@@ -15,11 +15,12 @@
 
 namespace ds::optimizers {
 
-// Whether there are kernels that update this master: float32 on a CUDA device, contiguous.
+// Whether there are kernels that update this master: of a type that kernels know, on a CUDA device, contiguous.
 bool kernels_take(const at::Tensor& master);
-// The same for all tensors of an update: states are float32, gradient and copy of a type that kernels know, on the
-// master's device.
+// The same for all tensors of an update: states, gradient and copy, too, on the master's device.
 bool kernels_take(const SliceTensors& slice);
+// The same for kernels that know float32 masters and states alone.
+bool wide_kernels_take(const SliceTensors& slice);
 // Throws InternalError where `scale` is the device's: the caller works with the host's factor.
 void require_host_scale(const StepScale& scale);
 

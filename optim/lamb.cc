@@ -30,8 +30,8 @@ LambCoefficients coefficients_of(const LambRule& rule, const GroupOptions& group
 DeviceSlice part_of(const SliceArrays& whole, const Segment& segment) {
   const int64_t begin = segment.slice_offset;
   SliceArrays part = whole;
-  part.master += begin;
-  for (float*& state : part.states) state = state == nullptr ? nullptr : state + begin;
+  part.master = whole.wide_master() + begin;
+  for (int s : {0, 1}) part.states[s] = whole.wide_state(s) + begin;
   part.gradient = static_cast<const char*>(whole.gradient) + begin * bytes_of(whole.gradient_type);
   if (whole.copy != nullptr) part.copy = static_cast<char*>(whole.copy) + begin * bytes_of(whole.copy_type);
   return {.arrays = part, .numel = segment.length};
@@ -116,7 +116,7 @@ void Lamb::update_all(const std::vector<SliceUpdate>& updates, const StepScale& 
     const LambState& state = states_[static_cast<size_t>(update.index)];
     const SliceTensors tensors{
         slice.master, {state.exp_avg, state.exp_avg_sq}, update.gradient, scale.factor, update.copy};
-    if (kernels_take(tensors)) {
+    if (wide_kernels_take(tensors)) {
       const GroupOptions& group = step_group(slice);
       passes.add(slice, state, tensors, coefficients_of(rule_, group, step_count_));
     } else {

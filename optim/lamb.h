@@ -25,7 +25,7 @@ class Lamb final : public ShardOptimizer {
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override;
   // On a device two passes over all slices, with sums in an order of their own; between them the slices' exchanges.
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
-  bool takes_device_scale() const override { return kernels_take_all(); }
+  bool takes_device_scale() const override { return is_wide() && kernels_take_all(); }
   NamedStates states(int64_t index) override;
   int64_t state_bytes_per_element() const override { return 8; }
   std::string name() const override { return "Lamb"; }

@@ -17,13 +17,16 @@
 namespace ds::optimizers {
 namespace {
 
-// u of the elements from `begin` on; `master` is the weights of the same elements.
-at::Tensor lamb_direction(const LambState& state, const LambRule& rule, const GroupOptions& group, int64_t begin,
-                          const at::Tensor& master) {
-  const at::Tensor exp_avg = state.exp_avg.narrow(0, begin, master.numel());
-  at::Tensor result = exp_avg.div(lamb_divisor(rule, group, state.exp_avg_sq.narrow(0, begin, master.numel())));
+// u of some elements, from their weights and both means.
+at::Tensor lamb_direction(const LambRule& rule, const GroupOptions& group, const at::Tensor& master,
+                          const std::vector<at::Tensor>& means) {
+  at::Tensor result = means[0].div(lamb_divisor(rule, group, means[1]));
   if (group.weight_decay != 0.0) result.add_(master * group.weight_decay);
   return result;
+}
+
+std::vector<at::Tensor> means_of(const LambState& state, const Segment& segment) {
+  return {segment_part(state.exp_avg, segment), segment_part(state.exp_avg_sq, segment)};
 }
 
 }  // namespace
@@ -65,14 +68,14 @@ at::Tensor advance_lamb(const Slice& slice, const LambState& state, const LambRu
                                        slice.master.options().dtype(at::kDouble).requires_grad(false));
   for (size_t i = 0; i < slice.segments.size(); ++i) {
     const Segment& segment = slice.segments[i];
-    for_each_chunk(segment_part(slice.master, segment), segment_part(gradient, segment), KernelMemory::kTemporaries,
-                   [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
+    for_each_chunk(segment_part(slice.master, segment), means_of(state, segment), segment_part(gradient, segment),
+                   KernelMemory::kTemporaries,
+                   [&](const at::Tensor& m, const at::Tensor& g, const std::vector<at::Tensor>& means) {
                      if (gradient_scale != 1.0) g.mul_(gradient_scale);
-                     const int64_t offset = segment.slice_offset + begin;
-                     state.exp_avg.narrow(0, offset, m.numel()).mul_(group.beta1).add_(g, 1 - group.beta1);
-                     state.exp_avg_sq.narrow(0, offset, m.numel()).mul_(group.beta2).addcmul_(g, g, 1 - group.beta2);
+                     means[0].mul_(group.beta1).add_(g, 1 - group.beta1);
+                     means[1].mul_(group.beta2).addcmul_(g, g, 1 - group.beta2);
                      squares[0][state.position[i]].add_(sum_of_squares(m));
-                     squares[1][state.position[i]].add_(sum_of_squares(lamb_direction(state, rule, group, offset, m)));
+                     squares[1][state.position[i]].add_(sum_of_squares(lamb_direction(rule, group, m, means)));
                    });
   }
   slice.exchange->sum(squares);
@@ -91,9 +94,10 @@ void apply_lamb(const Slice& slice, const LambState& state, const LambRule& rule
   for (size_t i = 0; i < slice.segments.size(); ++i) {
     const Segment& segment = slice.segments[i];
     const at::Tensor factor = coefficients.select(0, state.position[i]) * step_size;
-    for_each_chunk(segment_part(slice.master, segment), segment_part(state.exp_avg, segment),
-                   KernelMemory::kTemporaries, [&](int64_t begin, const at::Tensor& m, const at::Tensor& /*average*/) {
-                     m.sub_(lamb_direction(state, rule, group, segment.slice_offset + begin, m).mul_(factor));
+    const std::vector<at::Tensor> means = means_of(state, segment);
+    for_each_chunk(segment_part(slice.master, segment), means, means[0], KernelMemory::kTemporaries,
+                   [&](const at::Tensor& m, const at::Tensor& /*average*/, const std::vector<at::Tensor>& own) {
+                     m.sub_(lamb_direction(rule, group, m, own).mul_(factor));
                    });
   }
 }

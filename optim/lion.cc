@@ -33,10 +33,10 @@ void Lion::update_into(int64_t index, const at::Tensor& gradient, double gradien
   const at::Tensor& exp_avg = exp_avg_[static_cast<size_t>(index)];
   const LionCoefficients coefficients = coefficients_of(group);
   const auto by_libtorch = [&] {
-    for_each_chunk(slice.master, gradient, KernelMemory::kTemporaries,
-                   [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
+    for_each_chunk(slice.master, {exp_avg}, gradient, KernelMemory::kTemporaries,
+                   [&](const at::Tensor& m, const at::Tensor& g, const std::vector<at::Tensor>& states) {
                      if (gradient_scale != 1.0) g.mul_(gradient_scale);
-                     const at::Tensor momentum = exp_avg.narrow(0, begin, m.numel());
+                     const at::Tensor& momentum = states[0];
                      const at::Tensor blend = momentum.mul(group.beta1).add_(g, 1 - group.beta1);
                      // LibTorch's sign of a NaN is 0, and the weight would not show that the step is none.
                      const at::Tensor direction = at::where(blend.isnan(), blend, blend.sign());

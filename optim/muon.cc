@@ -126,10 +126,13 @@ void Muon::update_into(int64_t index, const at::Tensor& gradient, double gradien
 
 at::Tensor Muon::blend_momentum(const GroupOptions& group, const State& state, const at::Tensor& gradient,
                                 double gradient_scale) const {
-  const at::Tensor result = gradient.to(state.momentum.scalar_type());
+  const at::ScalarType type = state_type(state.momentum.scalar_type());
+  const at::Tensor result = gradient.to(type);
   if (gradient_scale != 1.0) result.mul_(gradient_scale);
-  state.momentum.lerp_(result, 1 - group.momentum);
-  return result.lerp_(state.momentum, group.momentum);
+  const at::Tensor momentum = state.momentum.to(type);  // itself, unless it is kept in 16 bits
+  momentum.lerp_(result, 1 - group.momentum);
+  if (!momentum.is_same(state.momentum)) state.momentum.copy_(momentum);
+  return result.lerp_(momentum, group.momentum);
 }
 
 // Of a part it is that of the whole matrix.
@@ -244,7 +247,7 @@ void Muon::update_all(const std::vector<SliceUpdate>& updates, const StepScale& 
     const State& state = states_[static_cast<size_t>(update.index)];
     if (!state.momentum.defined()) {
       others.push_back(update);
-    } else if (kernels_take({slice.master, {state.momentum}, update.gradient, scale.factor, update.copy})) {
+    } else if (wide_kernels_take({slice.master, {state.momentum}, update.gradient, scale.factor, update.copy})) {
       update_matrices_together(slice, step_group(slice), update, scale);
     } else {
       ShardOptimizer::update_all({update}, scale);

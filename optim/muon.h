@@ -38,7 +38,7 @@ class Muon final : public ShardOptimizer {
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   // On a device: matrices of one shape of a bucket are made orthogonal together.
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
-  bool takes_device_scale() const override { return kernels_take_all(); }
+  bool takes_device_scale() const override { return is_wide() && kernels_take_all(); }
   NamedStates states(int64_t index) override;
   // Slices of matrices have 4 bytes, those that Adam updates 8, which is the value given here.
   int64_t state_bytes_per_element() const override { return 8; }

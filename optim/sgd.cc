@@ -65,9 +65,9 @@ void Sgd::update(int64_t index, const at::Tensor& gradient, double gradient_scal
   const at::Tensor& momentum = momentum_[static_cast<size_t>(index)];
   const std::optional<at::Tensor> scale = fused_grad_scale(gradient_scale, slice.master);
   const bool first = step_count_ == 1;
-  for_each_chunk(slice.master, gradient, KernelMemory::kFused,
-                 [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
-                   const at::Tensor own = group.momentum != 0.0 ? momentum.narrow(0, begin, m.numel()) : at::Tensor();
+  for_each_chunk(slice.master, {group.momentum != 0.0 ? momentum : at::Tensor()}, gradient, KernelMemory::kFused,
+                 [&](const at::Tensor& m, const at::Tensor& g, const std::vector<at::Tensor>& states) {
+                   const at::Tensor& own = states[0];
                    scale_wide(g, gradient_scale);
                    at::_fused_sgd_(m, g, own.defined() ? at::TensorList(own) : at::TensorList(), group.weight_decay,
                                    group.momentum, group.lr, rule_.dampening, rule_.nesterov, /*maximize=*/false,

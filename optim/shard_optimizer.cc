@@ -81,7 +81,7 @@ Slice& ShardOptimizer::slice_for_update(int64_t index, const at::Tensor& gradien
 
 at::Tensor ShardOptimizer::new_state(int64_t index) const {
   const at::Tensor& master = slice(index).master;
-  const at::ScalarType type = state_type(master.scalar_type());
+  const at::ScalarType type = state_dtype_.value_or(state_type(master.scalar_type()));
   at::Tensor given = state_memory_ ? state_memory_(index, master.numel(), type) : at::Tensor();
   if (given.defined()) return given;
   return at::zeros({master.numel()}, master.options().dtype(type).requires_grad(false));
@@ -106,7 +106,14 @@ void ShardOptimizer::update_all(const std::vector<SliceUpdate>& slices, const St
 }
 
 bool ShardOptimizer::kernels_take_all() const {
-  return std::all_of(slices_.begin(), slices_.end(), [](const Slice& slice) { return kernels_take(slice.master); });
+  return state_dtype_.value_or(at::kFloat) != at::kDouble &&
+         std::all_of(slices_.begin(), slices_.end(), [](const Slice& slice) { return kernels_take(slice.master); });
+}
+
+bool ShardOptimizer::is_wide() const {
+  return state_dtype_.value_or(at::kFloat) == at::kFloat &&
+         std::all_of(slices_.begin(), slices_.end(),
+                     [](const Slice& slice) { return slice.master.scalar_type() == at::kFloat; });
 }
 
 int64_t ShardOptimizer::state_bytes() {

@@ -13,6 +13,28 @@ namespace {
 constexpr int64_t kHostChunk = int64_t{1} << 18;
 constexpr int64_t kDeviceChunk = int64_t{1} << 24;
 
+// A flat tensor in the dtype of the arithmetic, one chunk at a time: itself, or converted. Undefined stays undefined.
+class ChunkValues {
+ public:
+  ChunkValues(const at::Tensor& flat, at::ScalarType type, int64_t most)
+      : flat_(flat), converts_(flat.defined() && flat.scalar_type() != type) {
+    if (converts_) buffer_ = at::empty({most}, flat.options().dtype(type));
+  }
+  at::Tensor read(int64_t begin, int64_t length) const {
+    if (!flat_.defined()) return {};
+    const at::Tensor own = flat_.narrow(0, begin, length);
+    return converts_ ? buffer_.narrow(0, 0, length).copy_(own) : own;
+  }
+  void write(int64_t begin, const at::Tensor& values) const {
+    if (converts_) flat_.narrow(0, begin, values.numel()).copy_(values);
+  }
+
+ private:
+  at::Tensor flat_;
+  bool converts_;
+  at::Tensor buffer_;
+};
+
 }  // namespace
 
 at::ScalarType state_type(at::ScalarType master) { return master == at::kDouble ? at::kDouble : at::kFloat; }
@@ -21,27 +43,41 @@ void for_each_chunk(const at::Tensor& master, const at::Tensor& gradient, Kernel
                     const SliceKernel& kernel) {
   const at::NoGradGuard no_grad;
   const at::ScalarType type = state_type(master.scalar_type());
-  const bool converts_master = master.scalar_type() != type;
-  const bool converts_gradient = gradient.scalar_type() != type;
   const int64_t total = master.numel();
   if (total == 0) return;
-  if (memory == KernelMemory::kFused && !converts_master && !converts_gradient) {
+  if (memory == KernelMemory::kFused && master.scalar_type() == type && gradient.scalar_type() == type) {
     kernel(0, master, gradient);
     return;
   }
-  const int64_t chunk = std::min(total, master.is_cpu() ? kHostChunk : kDeviceChunk);
-  const at::TensorOptions options = master.options().dtype(type);
-  const at::Tensor master_buffer = converts_master ? at::empty({chunk}, options) : at::Tensor();
-  const at::Tensor gradient_buffer = converts_gradient ? at::empty({chunk}, options) : at::Tensor();
-  for (int64_t begin = 0; begin < total; begin += chunk) {
-    const int64_t length = std::min(chunk, total - begin);
-    const at::Tensor own = master.narrow(0, begin, length);
-    const at::Tensor received = gradient.narrow(0, begin, length);
-    const at::Tensor m = converts_master ? master_buffer.narrow(0, 0, length).copy_(own) : own;
-    const at::Tensor g = converts_gradient ? gradient_buffer.narrow(0, 0, length).copy_(received) : received;
-    kernel(begin, m, g);
-    if (converts_master) own.copy_(m);
+  const int64_t most = std::min(total, master.is_cpu() ? kHostChunk : kDeviceChunk);
+  ChunkValues masters(master, type, most);
+  ChunkValues gradients(gradient, type, most);
+  for (int64_t begin = 0; begin < total; begin += most) {
+    const int64_t length = std::min(most, total - begin);
+    const at::Tensor m = masters.read(begin, length);
+    kernel(begin, m, gradients.read(begin, length));
+    masters.write(begin, m);
   }
+}
+
+void for_each_chunk(const at::Tensor& master, const std::vector<at::Tensor>& states, const at::Tensor& gradient,
+                    KernelMemory memory, const StatefulKernel& kernel) {
+  const at::ScalarType type = state_type(master.scalar_type());
+  for (const at::Tensor& state : states) {
+    if (state.defined() && state.scalar_type() != type) memory = KernelMemory::kTemporaries;
+  }
+  std::vector<ChunkValues> values;
+  int64_t most = 0;  // of a chunk, which the first one has
+  for_each_chunk(master, gradient, memory, [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
+    most = std::max(most, m.numel());
+    if (values.empty()) {
+      for (const at::Tensor& state : states) values.emplace_back(state, type, most);
+    }
+    std::vector<at::Tensor> chunks;
+    for (ChunkValues& value : values) chunks.push_back(value.read(begin, m.numel()));
+    kernel(m, g, chunks);
+    for (size_t i = 0; i < values.size(); ++i) values[i].write(begin, chunks[i]);
+  });
 }
 
 std::optional<at::Tensor> fused_grad_scale(double gradient_scale, const at::Tensor& master) {

@@ -6,14 +6,19 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <vector>
 
 namespace ds::optimizers {
 
-// The dtype that states, and the arithmetic, have for a master of dtype `master`: float32, or float64 for float64.
+// The dtype that the arithmetic, and states of which nobody says otherwise, have for a master of dtype `master`:
+// float32, or float64 for float64.
 at::ScalarType state_type(at::ScalarType master);
 
 // kernel(begin, master, gradient): both [length], in state_type(); `master` is updated in place, `gradient` may be.
 using SliceKernel = std::function<void(int64_t begin, const at::Tensor& master, const at::Tensor& gradient)>;
+// The same with the states, [length] and in state_type() too, updated in place; undefined where the given one is.
+using StatefulKernel =
+    std::function<void(const at::Tensor& master, const at::Tensor& gradient, const std::vector<at::Tensor>& states)>;
 
 // kFused: the kernel makes no temporaries, so it gets the whole slice at once where no dtype must be converted.
 // kTemporaries: it makes some, so it always gets chunks.
@@ -23,6 +28,9 @@ enum class KernelMemory { kFused, kTemporaries };
 // the state type: memory beside the slice stays bounded. No gradients are recorded.
 void for_each_chunk(const at::Tensor& master, const at::Tensor& gradient, KernelMemory memory,
                     const SliceKernel& kernel);
+// The same with states, of any floating dtype.
+void for_each_chunk(const at::Tensor& master, const std::vector<at::Tensor>& states, const at::Tensor& gradient,
+                    KernelMemory memory, const StatefulKernel& kernel);
 
 // LibTorch's fused kernels divide the gradient by this, a float32; nothing for a factor of exactly 1, and nothing for a
 // float64 master: a float32 factor would cost half of the digits. See scale_wide().

@@ -195,10 +195,10 @@ void TorchOptimizer::update(int64_t index, const at::Tensor& gradient, double gr
           " (give the momentum when the optimizer is made)");
   const double mu_product = mu_product_.const_data_ptr<double>()[slice.group];
   const NamedStates& flat = states_[static_cast<size_t>(index)];
-  for_each_chunk(slice.master, gradient, KernelMemory::kTemporaries,
-                 [&](int64_t begin, const at::Tensor& m, const at::Tensor& g) {
-                   std::vector<at::Tensor> states;
-                   for (const auto& [name, values] : flat) states.push_back(values.narrow(0, begin, m.numel()));
+  std::vector<at::Tensor> all;
+  for (const auto& [name, values] : flat) all.push_back(values);
+  for_each_chunk(slice.master, all, gradient, KernelMemory::kTemporaries,
+                 [&](const at::Tensor& m, const at::Tensor& g, const std::vector<at::Tensor>& states) {
                    if (gradient_scale != 1.0) g.mul_(gradient_scale);
                    const Elements own{m, g, states};
                    decay(group, own);

@@ -15,29 +15,30 @@ namespace {
 constexpr int64_t kRangeUnit = 1024;
 constexpr int64_t kRangeGrain = int64_t{1} << 15;
 
-bool is_float_array(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.is_contiguous() && tensor.scalar_type() == at::kFloat;
+bool is_array(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.is_contiguous() && float_format_of(tensor.scalar_type()).has_value();
 }
 
 bool fits(const SliceTensors& slice) {
-  return is_float_array(slice.master) && slice.gradient.is_cpu() && slice.gradient.is_contiguous() &&
-         float_format_of(slice.gradient.scalar_type()).has_value() &&
+  return is_array(slice.master) && is_array(slice.gradient) &&
          std::all_of(slice.states.begin(), slice.states.end(),
-                     [](const at::Tensor& state) { return !state.defined() || is_float_array(state); });
-}
-
-bool is_copy_array(const at::Tensor& copy) {
-  return copy.defined() && copy.is_cpu() && copy.is_contiguous() && float_format_of(copy.scalar_type()).has_value();
+                     [](const at::Tensor& state) { return !state.defined() || is_array(state); });
 }
 
 }  // namespace
 
 SliceArrays arrays_of(const SliceTensors& slice, bool with_copy) {
   SliceArrays arrays;
-  arrays.master = slice.master.mutable_data_ptr<float>();
+  arrays.master = slice.master.mutable_data_ptr();
+  arrays.master_type = *float_format_of(slice.master.scalar_type());
   ensure(slice.states.size() <= std::size(arrays.states), "a slice has at most 3 states");
+  std::optional<FloatFormat> type;
   for (size_t s = 0; s < slice.states.size(); ++s) {
-    if (slice.states[s].defined()) arrays.states[s] = slice.states[s].mutable_data_ptr<float>();
+    if (!slice.states[s].defined()) continue;
+    arrays.states[s] = slice.states[s].mutable_data_ptr();
+    arrays.state_type = *float_format_of(slice.states[s].scalar_type());
+    ensure(type.value_or(arrays.state_type) == arrays.state_type, "states of a slice have one dtype");
+    type = arrays.state_type;
   }
   arrays.gradient = slice.gradient.const_data_ptr();
   arrays.gradient_type = *float_format_of(slice.gradient.scalar_type());
@@ -53,7 +54,7 @@ void update_slice(const SliceTensors& slice, const VectorKernel& kernel, const s
   const at::NoGradGuard no_grad;
   bool copied = false;
   if (fits(slice)) {
-    copied = is_copy_array(slice.copy);
+    copied = slice.copy.defined() && is_array(slice.copy);
     const SliceArrays arrays = arrays_of(slice, copied);
     for_each_range(slice.master, kRangeUnit, kRangeGrain,
                    [&](int64_t begin, int64_t end) { kernel(arrays, begin, end); });

@@ -26,9 +26,9 @@ SliceArrays arrays_of(const SliceTensors& slice, bool with_copy = true);
 // Updates elements `begin` to `end` - 1 of arrays.
 using VectorKernel = std::function<void(const SliceArrays& arrays, int64_t begin, int64_t end)>;
 
-// Runs `kernel` on LibTorch's threads where it can: master and states are float32 on the CPU, the gradient is float32,
-// bfloat16 or float16 there, everything is contiguous. It writes the copy too, if that is such a tensor as well.
-// Otherwise runs `libtorch`, which updates master and states itself. No gradients are recorded.
+// Runs `kernel` on LibTorch's threads where it can: master, states (all of one dtype) and gradient are float32,
+// bfloat16 or float16 on the CPU, and contiguous. It writes the copy too, if that is such a tensor as well. Otherwise
+// runs `libtorch`, which updates master and states itself. No gradients are recorded.
 void update_slice(const SliceTensors& slice, const VectorKernel& kernel, const std::function<void()>& libtorch);
 
 }  // namespace ds::optimizers

@@ -215,7 +215,10 @@ OffloadedBytes predict_offloaded(const MemoryQuestion& question) {
     bytes = place_parameters(slices, offload);
   }
   const std::vector<char> chosen = offloaded_buckets(buckets, offload);
-  const int64_t moments = question.optimizer_state_bytes / question.master_bytes;
+  const int64_t moments = question.optimizer_state_bytes / question.state_bytes;
+  const auto swapped_pages = [&](int64_t owned) {  // of a slice: master and states
+    return in_pages(owned * question.master_bytes) + in_pages(owned * question.state_bytes) * moments;
+  };
   int64_t masters = 0;
   int64_t states = 0;
   int64_t longest = 0;
@@ -225,10 +228,10 @@ OffloadedBytes predict_offloaded(const MemoryQuestion& question) {
     longest = std::max(longest, owned);
     bytes.host.gradients += in_pages(owned * question.gradient_bytes) * (offload.delayed ? 2 : 1);
     if (offload.delayed || offload.speculative) bytes.staging += in_pages(owned * question.parameter_bytes);
-    if (offload.speculative) bytes.staging += in_pages(owned * question.master_bytes) * (1 + moments);
+    if (offload.speculative) bytes.staging += swapped_pages(owned);
     if (!shares_master(offload, question.separate_master) || is_persistent(question, b))
       masters += in_pages(owned * question.master_bytes);
-    states += in_pages(owned * question.master_bytes) * moments;
+    states += in_pages(owned * question.state_bytes) * moments;
   }
   if (offload.speculation_copies_gradient) bytes.staging += in_pages(longest * question.gradient_bytes);
   if (offload.staged) {
@@ -237,7 +240,7 @@ OffloadedBytes predict_offloaded(const MemoryQuestion& question) {
   }
   if (offload.optimizer == Home::kFile) {
     bytes.file += masters + states;
-    bytes.staging += in_pages(longest * question.master_bytes) * (1 + moments) * offload.optimizer_buffers;
+    bytes.staging += swapped_pages(longest) * offload.optimizer_buffers;
   } else {
     bytes.host.master = masters;
     bytes.host.optimizer = states;

@@ -39,7 +39,8 @@ struct MemoryQuestion {
   int64_t communication_bytes = 4;     // per gradient element on the wire
   int64_t master_bytes = 4;            // per element of masters, wherever they are
   bool separate_master = false;        // master slices beside the parameters
-  int64_t optimizer_state_bytes = 8;   // per element: Adam in float32; a multiple of master_bytes
+  int64_t state_bytes = 4;             // per element of one tensor of optimizer state
+  int64_t optimizer_state_bytes = 8;   // per element: Adam in float32; a multiple of state_bytes
   bool error_feedback = false;         // what ranks exchange is compressed: an error of all elements and one of a part
   int weight_bits = 0;                 // stage 3: bits of a gathered element; 0 = parameter_bytes
   int gradient_bits = 0;               // bits of a reduced element; 0 = communication_bytes

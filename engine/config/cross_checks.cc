@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "core/check.h"
+#include "engine/config/master_checks.h"
 #include "engine/config/tensor_checks.h"
 
 namespace ds::engine::config {
@@ -14,7 +15,6 @@ namespace {
 constexpr int64_t kVocabularyMultiple = 8;
 
 void check_precision(const DsConfig& c, JsonProblems& problems) {
-  const int64_t stage = c.zero_optimization.stage;
   if (c.fp16.enabled && c.bf16.enabled) {
     problems.error("/fp16/enabled",
                    cat("excludes ", problems.place("/bf16/enabled"), ", which is true too; turn one of them off"));
@@ -23,22 +23,6 @@ void check_precision(const DsConfig& c, JsonProblems& problems) {
     problems.error("/data_types/param_dtype",
                    cat("expected ", name_of(c.model_dtype()), ", which fp16.enabled and bf16.enabled imply, found ",
                        name_of(*c.data_types.param_dtype)));
-  }
-  if (c.fp16.fp16_master_weights_and_grads && stage == 0) {
-    problems.error("/fp16/fp16_master_weights_and_grads", "needs zero_optimization.stage 1, 2 or 3, found 0");
-  }
-  if (c.bf16.bf16_master_weights_and_grads && stage == 0) {
-    problems.error("/bf16/bf16_master_weights_and_grads", "needs zero_optimization.stage 1, 2 or 3, found 0");
-  }
-  if (c.fp16.fp16_master_weights_and_grads && c.bf16.bf16_master_weights_and_grads) {
-    problems.error("/fp16/fp16_master_weights_and_grads",
-                   "excludes bf16.bf16_master_weights_and_grads; set one of them");
-  }
-  if (c.bf16.bf16_optimizer_states && !c.bf16.bf16_master_weights_and_grads) {
-    problems.error("/bf16/bf16_optimizer_states", "needs bf16.bf16_master_weights_and_grads true, found false");
-  }
-  if (c.bf16.bf16_optimizer_states && stage == 0) {
-    problems.error("/bf16/bf16_optimizer_states", "needs zero_optimization.stage 1, 2 or 3, found 0");
   }
   if (c.torch_autocast.enabled && c.zero_optimization.zero_quantized_weights) {
     problems.error("/torch_autocast/enabled",
@@ -203,6 +187,7 @@ void warn_without_effect(const DsConfig& c, JsonProblems& problems) {
 
 void check_across_sections(const DsConfig& config, JsonProblems& problems) {
   check_precision(config, problems);
+  check_masters(config, problems);
   check_optimizer(config, problems);
   check_gradients(config, problems);
   check_compression(config, problems);

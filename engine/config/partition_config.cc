@@ -15,7 +15,8 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr const char* kRoot = "/tensor_parallel/partition_config";
-constexpr std::array<PartitionType, 3> kTypes = {PartitionType::kColumn, PartitionType::kRow, PartitionType::kSkip};
+constexpr std::array<PartitionType, 3> kPartitionTypes = {PartitionType::kColumn, PartitionType::kRow,
+                                                          PartitionType::kSkip};
 
 // An object of the section, key by key.
 class PartitionObject {
@@ -71,7 +72,7 @@ void read_type(PartitionObject& object, PartitionType& out) {
   std::string text;
   if (convert(*value, text)) {
     std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
-    for (const PartitionType type : kTypes) {
+    for (const PartitionType type : kPartitionTypes) {
       if (text != name_of(type)) continue;
       out = type;
       return;

@@ -47,7 +47,6 @@ void collect_optimizer(const DsConfig& c, Collector& out) {
             cat(c.optimizer.type,
                 " is not available; use Adam, AdamW, Lamb, Adagrad, Lion, Muon, SGD, RMSprop, Adamax, "
                 "NAdam, RAdam, Adadelta, OneBitAdam, OneBitLamb or ZeroOneAdam"));
-  out.later(!c.optimizer.values.fp32_optimizer_states, "optimizer.params.fp32_optimizer_states", "use true");
   out.later(c.scheduler.given() && !c.scheduler.options, "scheduler.type",
             cat(c.scheduler.type,
                 " takes a function or a measured value, which no file can hold; use another one, as OneCycle or "
@@ -60,8 +59,6 @@ bool compresses_layers(const CompressionTrainingSection& s) {
 }
 
 void collect_precision(const DsConfig& c, Collector& out) {
-  out.later(c.fp16.fp16_master_weights_and_grads, "fp16.fp16_master_weights_and_grads", "use false");
-  out.later(c.bf16.bf16_master_weights_and_grads, "bf16.bf16_master_weights_and_grads", "use false");
   out.later(c.data_types.keep_in_fp32_modules && !c.data_types.keep_in_fp32_modules->empty(),
             "data_types.keep_in_fp32_modules", "use \"auto\"");
   out.later(c.torch_autocast.enabled && c.torch_autocast.lower_precision_safe_modules,

@@ -61,10 +61,14 @@ int64_t longest_slice(const OffloadedLayout& layout, const std::vector<char>& up
 
 // Bytes of the tensors of each slice that the optimizer has in a file: master, then states.
 std::vector<std::vector<int64_t>> swapped_sizes(const OffloadedLayout& layout, const std::vector<char>& updates) {
-  const auto element = static_cast<int64_t>(at::elementSize(layout.master_dtype));
+  const auto master = static_cast<int64_t>(at::elementSize(layout.master_dtype));
+  const auto state = static_cast<int64_t>(at::elementSize(layout.state_dtype));
   std::vector<std::vector<int64_t>> sizes;
   for (size_t b = 0; b < layout.buckets.size(); ++b) {
-    if (updates[b]) sizes.emplace_back(1 + layout.states[b], layout.buckets[b].slice_numel * element);
+    if (!updates[b]) continue;
+    const int64_t numel = layout.buckets[b].slice_numel;
+    sizes.emplace_back(layout.states[b], numel * state);
+    sizes.back().insert(sizes.back().begin(), numel * master);
   }
   return sizes;
 }
@@ -97,6 +101,14 @@ int64_t travel_bytes(const OffloadedLayout& layout, int64_t longest) {
          zero::kArrivals * arena_bytes(longest, layout.gradient_dtype);
 }
 
+// In an arena, of one slice: its master, and all its states.
+int64_t master_bytes(const OffloadedLayout& layout, size_t bucket) {
+  return arena_bytes(layout.buckets[bucket].slice_numel, layout.master_dtype);
+}
+int64_t state_bytes(const OffloadedLayout& layout, size_t bucket) {
+  return arena_bytes(layout.buckets[bucket].slice_numel, layout.state_dtype) * layout.states[bucket];
+}
+
 std::string file_name(const char* what, int rank) { return cat("dsengine-", what, "-rank", rank); }
 
 }  // namespace
@@ -106,6 +118,8 @@ OffloadedState::OffloadedState(const Plan& plan, const config::DsConfig& config,
     : device_(layout.device),
       updates_(zero::offloaded_buckets(elements_of(layout.buckets), plan.offload)),
       states_(layout.states),
+      master_dtype_(layout.master_dtype),
+      state_dtype_(layout.state_dtype),
       swapped_(layout.buckets.size(), -1),
       fresh_(layout.buckets.size()) {
   const int64_t longest = longest_slice(layout, updates_);
@@ -130,10 +144,9 @@ void OffloadedState::count_bytes(const Plan& plan, const OffloadedLayout& layout
     if (offload.delayed || offload.speculative)
       bytes_.staging += arena_bytes(bucket.slice_numel, layout.parameter_dtype);
     if (in_file) continue;
-    const int64_t tensor = arena_bytes(bucket.slice_numel, layout.master_dtype);
-    if (!shares_master_ || bucket.persistent) bytes_.host.master += tensor;
-    bytes_.host.optimizer += tensor * layout.states[b];
-    if (offload.speculative) bytes_.staging += tensor * (1 + layout.states[b]);
+    if (!shares_master_ || bucket.persistent) bytes_.host.master += master_bytes(layout, b);
+    bytes_.host.optimizer += state_bytes(layout, b);
+    if (offload.speculative) bytes_.staging += master_bytes(layout, b) + state_bytes(layout, b);
   }
   if (offload.speculation_copies_gradient) bytes_.staging += arena_bytes(longest, layout.gradient_dtype);
   if (in_file) {
@@ -242,7 +255,7 @@ void OffloadedState::prepare_speculation(const Plan& plan, const config::DsConfi
   const bool pin = config.zero_optimization.offload_optimizer->pin_memory;
   int64_t bytes = 0;
   for (size_t b = 0; b < layout.buckets.size(); ++b) {
-    if (updates_[b]) bytes += arena_bytes(layout.buckets[b].slice_numel, layout.master_dtype) * (1 + layout.states[b]);
+    if (updates_[b]) bytes += master_bytes(layout, b) + state_bytes(layout, b);
   }
   const auto before = arena("master weights and optimizer states before a speculative update", bytes, false);
   SpeculationMemory memory = {
@@ -250,8 +263,10 @@ void OffloadedState::prepare_speculation(const Plan& plan, const config::DsConfi
       .weights = slices_of("weights of a speculative update", layout, layout.parameter_dtype, pin),
       .gradient = {}};
   for (size_t b = 0; b < layout.buckets.size(); ++b) {
-    for (int64_t i = 0; updates_[b] && i < 1 + layout.states[b]; ++i)
-      memory.undo[b].push_back(before->take(layout.buckets[b].slice_numel, layout.master_dtype));
+    if (!updates_[b]) continue;
+    const int64_t numel = layout.buckets[b].slice_numel;
+    memory.undo[b].push_back(before->take(numel, layout.master_dtype));
+    for (int64_t i = 0; i < layout.states[b]; ++i) memory.undo[b].push_back(before->take(numel, layout.state_dtype));
   }
   if (plan.offload.speculation_copies_gradient) {
     memory.gradient = arena("a gradient of a speculative update", arena_bytes(longest, layout.gradient_dtype), false)
@@ -268,10 +283,10 @@ ReducedGradients* OffloadedState::gradients() {
 at::Tensor OffloadedState::master_of(size_t bucket, const at::Tensor& values, bool sharded) {
   if (shares_master_ && sharded) return {};
   const at::NoGradGuard no_grad;
-  if (!swapper_) return optimizer_->take(values.numel(), values.scalar_type()).copy_(values);
-  const at::Tensor master = values.to(at::kCPU, values.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+  if (!swapper_) return optimizer_->take(values.numel(), master_dtype_).copy_(values);
+  const at::Tensor master = values.to(at::kCPU, master_dtype_, /*non_blocking=*/false, /*copy=*/true);
   for (int64_t i = 0; i < states_[bucket]; ++i) {
-    fresh_[bucket].push_back(offload::tensor_without_memory(values.numel(), values.scalar_type()));
+    fresh_[bucket].push_back(offload::tensor_without_memory(values.numel(), state_dtype_));
   }
   std::vector<at::Tensor> tensors = {master};
   tensors.insert(tensors.end(), fresh_[bucket].begin(), fresh_[bucket].end());

@@ -33,10 +33,11 @@ namespace ds::engine {
 struct OffloadedLayout {
   const std::vector<zero::BucketLayout>& buckets;  // trainable
   const std::vector<zero::BucketLayout>& frozen;   // stage 3
-  std::vector<int64_t> states;                     // float32 tensors of optimizer state for each trainable bucket
+  std::vector<int64_t> states;                     // tensors of optimizer state for each trainable bucket
   at::ScalarType parameter_dtype = at::kFloat;
   at::ScalarType gradient_dtype = at::kFloat;
-  at::ScalarType master_dtype = at::kFloat;  // and of optimizer states
+  at::ScalarType master_dtype = at::kFloat;
+  at::ScalarType state_dtype = at::kFloat;  // of optimizer states
   at::Device device = at::kCPU;
   int rank = 0;
 };
@@ -60,8 +61,8 @@ class OffloadedState {
   // With super_offload: between the reducer and gradients. Else null.
   SpeculativeUpdate* speculation() { return speculation_.get(); }
 
-  // The master of a bucket that is updated here: a copy of `values` ([slice], float32), or undefined where the slice of
-  // the bucket will be the master (float32 in host memory already).
+  // The master of a bucket that is updated here: a copy of `values` ([slice]) in the masters' dtype, or undefined where
+  // the slice of the bucket will be the master (of this dtype, and in host memory already).
   at::Tensor master_of(size_t bucket, const at::Tensor& values, bool sharded);
   // For the optimizer whose slices are the buckets. States in a file have no memory outside of use().
   optimizers::StateMemory state_memory();
@@ -103,6 +104,8 @@ class OffloadedState {
   at::Device device_;
   std::vector<char> updates_;
   std::vector<int64_t> states_;  // per bucket
+  at::ScalarType master_dtype_;
+  at::ScalarType state_dtype_;
   bool shares_master_ = false;
   zero::OffloadedBytes bytes_;
   std::shared_ptr<SliceStore> parameter_slices_;

@@ -180,7 +180,7 @@ void choose_offload(const DsConfig& config, const PlanFacts& facts, Plan& plan) 
         "\": its update talks to other ranks about tensors that ",
         "would be in host memory; use Adam, AdamW, Adagrad, Lion or SGD, or turn offload_optimizer off");
     // buffer_count counts tensors, as DeepSpeed's does: master, gradient and states of a slice.
-    const int64_t tensors = 2 + optimizer_state_bytes(config.optimizer.algorithm(), config.optimizer.values) / 4;
+    const int64_t tensors = 2 + optimizer_state_tensors(config.optimizer.algorithm(), config.optimizer.values);
     const int64_t overlapping =
         1 + (zero.offload_optimizer->pipeline_read ? 1 : 0) + (zero.offload_optimizer->pipeline_write ? 1 : 0);
     plan.offload.optimizer_buffers = std::max(overlapping, zero.offload_optimizer->buffer_count / tensors);
@@ -345,22 +345,21 @@ void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan
 
 }  // namespace
 
-int64_t optimizer_state_bytes(const std::string& type, const config::OptimizerParams& params) {
-  constexpr int64_t kMoment = 4;  // float32
-  if (type == "Adam" || type == "AdamW") return (params.amsgrad ? 3 : 2) * kMoment;
-  if (type == "Lamb" || type == "OneBitAdam") return 2 * kMoment;
-  if (type == "OneBitLamb" || type == "ZeroOneAdam") return 3 * kMoment;
-  if (type == "Adagrad" || type == "Lion" || type == "Muon") return kMoment;
-  if (type == "SGD") return params.momentum != 0 ? kMoment : 0;
-  if (type == "RMSprop") return (1 + (params.momentum > 0 ? 1 : 0) + (params.centered ? 1 : 0)) * kMoment;
-  if (type == "Adamax" || type == "NAdam" || type == "RAdam" || type == "Adadelta") return 2 * kMoment;
+int64_t optimizer_state_tensors(const std::string& type, const config::OptimizerParams& params) {
+  if (type == "Adam" || type == "AdamW") return params.amsgrad ? 3 : 2;
+  if (type == "Lamb" || type == "OneBitAdam") return 2;
+  if (type == "OneBitLamb" || type == "ZeroOneAdam") return 3;
+  if (type == "Adagrad" || type == "Lion" || type == "Muon") return 1;
+  if (type == "SGD") return params.momentum != 0 ? 1 : 0;
+  if (type == "RMSprop") return 1 + (params.momentum > 0 ? 1 : 0) + (params.centered ? 1 : 0);
+  if (type == "Adamax" || type == "NAdam" || type == "RAdam" || type == "Adadelta") return 2;
   return 0;
 }
 
 zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, int64_t parameters) {
   const bool whole_gradients = plan.gradient_policy != zero::ReductionPolicy::kReduceScatterEveryBackward;
   const auto stage = static_cast<int>(config.zero_optimization.stage);
-  const int64_t master_bytes = plan.model_dtype == DType::kFloat64 ? 8 : 4;
+  const int64_t states = optimizer_state_tensors(plan.optimizer, config.optimizer.values);
   return {.stage = whole_gradients ? std::min(stage, 1) : stage,
           .dp = plan.shard_ranks,
           .copies = plan.topology.dp / plan.shard_ranks,
@@ -370,9 +369,10 @@ zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, i
           .parameter_bytes = bytes_of(plan.model_dtype),
           .gradient_bytes = bytes_of(plan.gradient_dtype),
           .communication_bytes = bytes_of(plan.communication_dtype),
-          .master_bytes = master_bytes,
+          .master_bytes = bytes_of(plan.master_dtype),
           .separate_master = plan.separate_master,
-          .optimizer_state_bytes = optimizer_state_bytes(plan.optimizer, config.optimizer.values) / 4 * master_bytes,
+          .state_bytes = bytes_of(plan.state_dtype),
+          .optimizer_state_bytes = states * bytes_of(plan.state_dtype),
           .error_feedback = plan.error_feedback,
           .weight_bits = plan.weight_bits,
           .gradient_bits = plan.gradient_bits,

@@ -48,9 +48,9 @@ struct PlanFacts {
   std::vector<GivenDtype> halves;           // one for each such dtype
 };
 
-// Bytes of optimizer state per trainable element, in float32; 0 for a type that is not known. Muon: of a matrix; the
-// rest of the model has AdamW's.
-int64_t optimizer_state_bytes(const std::string& type, const config::OptimizerParams& params);
+// Tensors of optimizer state, each of an element for a trainable one; 0 for a type that is not known. Muon: of a
+// matrix; the rest of the model has AdamW's.
+int64_t optimizer_state_tensors(const std::string& type, const config::OptimizerParams& params);
 
 // Throws ConfigError, naming both keys, for combinations that exclude each other, and for features this build lacks.
 Plan make_plan(const config::DsConfig& config, const Topology& topology, const PlanFacts& facts = {});

@@ -30,7 +30,9 @@ const char* yes_no(bool value) { return value ? "true" : "false"; }
 
 std::string precision_text(const DsConfig& config, const Plan& plan) {
   std::string text = name_of(plan.model_dtype);
-  if (plan.separate_master) text += " parameters, fp32 master weights";
+  if (plan.separate_master) text += cat(" parameters, ", name_of(plan.master_dtype), " master weights");
+  if (config.narrow_masters() != nullptr) text += " parameters, gradients and master weights";
+  if (plan.state_dtype != plan.master_dtype) text += cat(", optimizer states in ", name_of(plan.state_dtype));
   if (plan.model_dtype == DType::kFloat64) text += " parameters, gradients and optimizer states";
   if (plan.autocast) text += cat(", autocast to ", name_of(*plan.autocast));
   if (plan.buffer_dtype) text += cat(", buffers in ", name_of(*plan.buffer_dtype));
@@ -43,8 +45,9 @@ std::string precision_text(const DsConfig& config, const Plan& plan) {
 
 std::string precision_reason(const DsConfig& config, const Plan& plan) {
   if (plan.model_dtype == DType::kFloat64) return "the model's parameters are float64";
-  if (config.fp16.enabled) return reason_of(config, "fp16.enabled", "true");
-  if (config.bf16.enabled) return reason_of(config, "bf16.enabled", "true");
+  const std::string masters = config.narrow_masters() != nullptr ? cat(", ", config.narrow_masters(), ": true") : "";
+  if (config.fp16.enabled) return reason_of(config, "fp16.enabled", "true") + masters;
+  if (config.bf16.enabled) return reason_of(config, "bf16.enabled", "true") + masters;
   if (config.torch_autocast.enabled) return reason_of(config, "torch_autocast.enabled", "true");
   return "neither fp16 nor bf16 enabled";
 }
@@ -275,7 +278,7 @@ void add_offload_rows(const DsConfig& config, Plan& plan) {
                          cat("slices in ", place_of(offload.parameters, "a file"), ", gathered from there",
                              plan.separate_master || offload.optimizer != zero::Home::kDevice
                                  ? ""
-                                 : "; float32 masters are on the device: offload_optimizer moves them too"),
+                                 : "; masters are on the device: offload_optimizer moves them too"),
                          cat("zero_optimization.offload_param.device: ", name_of(zero.param_device()))});
   }
 }

@@ -1,6 +1,9 @@
 #include "engine/plan/precision.h"
 
+#include <algorithm>
+#include <array>
 #include <string>
+#include <string_view>
 
 #include "core/check.h"
 #include "core/text.h"
@@ -42,6 +45,40 @@ void require_float64_kept(const DsConfig& config, const PlanFacts& facts) {
                  "it exchanges momenta of one bit");
 }
 
+bool is_half(DType dtype) { return dtype == DType::kBFloat16 || dtype == DType::kFloat16; }
+
+// Moved by beta2.
+bool has_mean_of_squares(const std::string& optimizer) {
+  constexpr std::array<std::string_view, 5> kAveraging = {"Adam", "AdamW", "Lamb", "NAdam", "RAdam"};
+  return std::find(kAveraging.begin(), kAveraging.end(), optimizer) != kAveraging.end();
+}
+
+// The one place that says in which dtype masters and optimizer states are.
+void choose_masters(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
+  const char* const key = config.narrow_masters();
+  require<ConfigError>(key == nullptr || !facts.client_optimizer, key != nullptr ? key : "", ": true excludes an ",
+                       "optimizer of the program (", facts.client_name, "), which has masters and states of its own; ",
+                       "remove the key, or give the optimizer in the ds_config");
+  const DType wide = plan.model_dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  plan.master_dtype = key != nullptr ? plan.model_dtype : wide;
+  const bool wide_states = config.optimizer.values.fp32_optimizer_states || facts.client_optimizer;
+  const bool narrow_states = (config.bf16.enabled && config.bf16.bf16_optimizer_states) || !wide_states;
+  plan.state_dtype = narrow_states ? plan.model_dtype : wide;
+  plan.separate_master = plan.master_dtype != plan.model_dtype;
+  constexpr double kHalfUnit = 1.0 / 512;  // of a bfloat16, at least
+  const double beta2 = config.optimizer.values.betas[1];
+  if (plan.state_dtype == DType::kBFloat16 && has_mean_of_squares(config.optimizer.type) && 1 - beta2 < kHalfUnit) {
+    plan.warnings.push_back(cat(
+        "optimizer.params.betas[1]: ", beta2, " with optimizer states in bf16: the mean of squares cannot fall, as ",
+        "a step takes less of it away than bf16 can tell. Use at most 0.99, or states in fp32"));
+  }
+  if (plan.state_dtype == DType::kFloat16) {
+    plan.warnings.push_back(
+        "optimizer.params.fp32_optimizer_states: false keeps squares of gradients in fp16, where what is below 6e-8 is "
+        "0 and a step is then limited by eps alone. Use bf16, whose range is that of float32, or true");
+  }
+}
+
 }  // namespace
 
 bool scales_autocast(const DsConfig& config) {
@@ -55,10 +92,10 @@ void choose_precision(const DsConfig& config, const PlanFacts& facts, Plan& plan
   plan.model_dtype = float64 ? DType::kFloat64 : config.model_dtype();
   plan.gradient_dtype = config.data_types.grad_accum_dtype.value_or(plan.model_dtype);
   plan.communication_dtype = config.communication_data_type.value_or(plan.model_dtype);
-  plan.separate_master = plan.model_dtype == DType::kBFloat16 || plan.model_dtype == DType::kFloat16;
+  choose_masters(config, facts, plan);
   plan.buffer_dtype = config.data_types.buffer_dtype;
   // As DeepSpeed's module.bfloat16() and module.half(): kernels of normalisation want one dtype.
-  if (plan.separate_master && !plan.buffer_dtype) plan.buffer_dtype = plan.model_dtype;
+  if (is_half(plan.model_dtype) && !plan.buffer_dtype) plan.buffer_dtype = plan.model_dtype;
   plan.cast_inputs = config.fp16.enabled && config.fp16.auto_cast;
   if (config.torch_autocast.enabled) plan.autocast = config.torch_autocast.dtype.value_or(DType::kBFloat16);
   if (config.fp16.enabled && plan.trains) {
@@ -75,7 +112,7 @@ void note_casts(const PlanFacts& facts, Plan& plan) {
     const char* to = name_of(plan.model_dtype);
     const std::string which =
         cat(given.count, " of ", facts.tensors, " parameters (", given.first, given.count > 1 ? ", ...)" : ")");
-    if (plan.separate_master) {
+    if (is_half(plan.model_dtype)) {
       plan.rows.push_back({"cast", cat(which, " from ", from, " to ", to), cat(to, ".enabled: true")});
       continue;
     }

@@ -94,6 +94,7 @@ void add_slices(optimizers::ShardOptimizer& optimizer, const ModelState& model, 
       partition && shards.size() > 1 ? zero::make_slice_exchange(shards) : zero::make_whole_exchange();
   const auto sums = model.tensor ? make_part_sums(exchange, *model.tensor) : nullptr;
   const auto parts = model.tensor ? make_part_exchange(*model.tensor, model.parameters) : nullptr;
+  optimizer.set_state_dtype(scalar_type(model.plan.state_dtype));
   if (model.offloaded) optimizer.set_state_memory(model.offloaded->state_memory());
   for (size_t b = 0; b < model.buckets.size(); ++b) {
     const zero::BucketLayout& layout = model.buckets[b].layout();

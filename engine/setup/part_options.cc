@@ -6,7 +6,6 @@
 
 #include "core/check.h"
 #include "optim/muon.h"
-#include "optim/slice_update.h"
 
 namespace ds::engine {
 namespace {
@@ -35,7 +34,7 @@ int64_t state_tensors(const config::OptimizerSection& section, const zero::Bucke
   if (section.type == "Muon") {
     return optimizers::uses_muon(infos[static_cast<size_t>(bucket.segments.front().parameter)]) ? 1 : 2;
   }
-  return optimizer_state_bytes(section.algorithm(), section.values) / 4;
+  return optimizer_state_tensors(section.algorithm(), section.values);
 }
 
 }  // namespace
@@ -79,6 +78,7 @@ BucketOptions bucket_options(const Plan& plan, const PipelineParts* pipeline, co
   BucketOptions options = {.max_bucket_elements = plan.bucket_elements,
                            .dtype = scalar_type(plan.model_dtype),
                            .buffer_dtype = scalar_type(plan.buffer_dtype),
+                           .master_dtype = scalar_type(plan.master_dtype),
                            .separate_master = plan.separate_master,
                            .partition = plan.partition_optimizer,
                            .shard = plan.gather.has_value(),
@@ -99,7 +99,8 @@ OffloadedLayout offloaded_layout(const ModelState& model, const ModelLayout& lay
                                .states = {},
                                .parameter_dtype = scalar_type(model.plan.model_dtype),
                                .gradient_dtype = scalar_type(model.plan.gradient_dtype),
-                               .master_dtype = optimizers::state_type(scalar_type(model.plan.model_dtype)),
+                               .master_dtype = scalar_type(model.plan.master_dtype),
+                               .state_dtype = scalar_type(model.plan.state_dtype),
                                .device = model.ranks.device,
                                .rank = model.ranks.world->rank()};
   const auto& client = model.optimizer.client_states;

@@ -12,7 +12,6 @@
 #include "core/split/split_tensor.h"
 #include "core/tensor_check.h"
 #include "engine/state/tensor_parts.h"
-#include "optim/slice_update.h"
 #include "zero/partition.h"
 
 namespace ds::engine {
@@ -163,13 +162,13 @@ BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layou
     zero::ParameterBucket& bucket = model.buckets.back();
     const int rank = options.partition ? shards.rank() : 0;
     const bool sharded = options.shard && !bucket.layout().persistent;
-    // The values from before the cast, except where the slice itself, in float32 or float64, is the master.
+    // The values from before the cast, except where the slice itself is the master.
     const at::Tensor own = values.narrow(0, rank * bucket.layout().slice_numel, bucket.layout().slice_numel);
     at::Tensor master;
     if (offloaded && offloaded->updates(model.masters.size())) {
       master = offloaded->master_of(model.masters.size(), own, sharded);
-    } else if (dtype != optimizers::state_type(dtype) || options.separate_master || (sharded && store)) {
-      master = own.clone();
+    } else if (dtype != options.master_dtype || options.separate_master || (sharded && store)) {
+      master = own.to(options.master_dtype, /*non_blocking=*/false, /*copy=*/true);
     }
     if (sharded) bucket.shard(rank, 0, options.store_of ? options.store_of(master) : store);
     model.masters.push_back(master.defined() ? master : bucket.slice(rank));

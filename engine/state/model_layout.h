@@ -54,7 +54,8 @@ struct BucketOptions {
   int64_t most_target_elements = 0;            // as zero::LayoutOptions says it
   at::ScalarType dtype = at::kFloat;           // parameters are cast to it
   std::optional<at::ScalarType> buffer_dtype;  // floating-point buffers of the module are cast to it
-  bool separate_master = false;                // masters are no views of the buckets in float32 either
+  at::ScalarType master_dtype = at::kFloat;    // another one than `dtype`: masters are copies
+  bool separate_master = false;                // masters are no views of the buckets in the same dtype either
   bool partition = false;                      // masters are the own slice, else whole buckets
   bool shard = false;                          // stage 3: parameters are kept as slices, but for persistent ones:
   int64_t persistent_numel = 0;                // of at most so many elements,
@@ -74,7 +75,7 @@ ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& g
                     int ranks);
 
 // Lays the trainable parameters into buckets with the start values, casts them, and gives frozen parameters and buffers
-// theirs (cast too). float32 master values are taken before the cast. With `shard` a parameter's memory is
+// theirs (cast too). Master values are taken before the cast. With `shard` a parameter's memory is
 // released as soon as its bucket is there. Slices are those of `shards`; some live in `offloaded` (may be null).
 BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layout, const BucketOptions& options,
                             StartValues& values, OffloadedState* offloaded, comm::Communicator& shards);

@@ -59,7 +59,8 @@ struct ModelState {
   std::vector<char> held_still;  // of `parameters`: the program has frozen it since (ModelWatch)
   std::vector<zero::ParameterBucket> buckets;
   std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3
-  // Per bucket: what the optimizer updates. float32 models: views of the buckets; else float32 copies.
+  // Per bucket: what the optimizer updates. Of the model's dtype: views of the buckets; else copies
+  // (plan.master_dtype).
   std::vector<at::Tensor> masters;
   GradientParts gradients;
   std::unique_ptr<zero::ParameterAccess> access;

@@ -9,6 +9,7 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
+#include "optim/slice_update.h"
 #include "zero/partition.h"
 
 namespace ds::engine {
@@ -44,7 +45,9 @@ ParameterValues::ParameterValues(const ModelState& state, const at::Tensor& give
   std::erase_if(own_, [&](const Segment& segment) { return segment.parameter != index; });
 }
 
-at::ScalarType ParameterValues::value_type() const { return state_.masters[bucket_].scalar_type(); }
+at::ScalarType ParameterValues::value_type() const {
+  return optimizers::state_type(state_.masters[bucket_].scalar_type());
+}
 
 int64_t ParameterValues::local_numel() const {
   int64_t numel = 0;

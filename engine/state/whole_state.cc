@@ -83,6 +83,9 @@ std::vector<std::pair<std::string, at::Tensor>> whole_module(const ModelState& s
 }
 
 std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& state, bool wanted) {
+  const auto cast = [](const at::Tensor& tensor) {
+    return copy_on_host(tensor.detach().to(optimizers::state_type(tensor.scalar_type())));
+  };
   std::vector<at::Tensor> own(state.parameters.size());
   for (size_t b = 0; b < state.buckets.size(); ++b) {
     const zero::BucketLayout& layout = state.buckets[b].layout();
@@ -90,7 +93,7 @@ std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& 
     for (const Segment& segment : layout.segments) {
       const auto index = static_cast<size_t>(segment.parameter);
       if (!wanted && !state.parameters[index].part) continue;  // of a split one the ranks of its axis want the part
-      own[index] = copy_on_host(zero::view_of(flat, segment, state.parameters[index].tensor));
+      own[index] = cast(zero::view_of(flat, segment, state.parameters[index].tensor));
     }
   }
   std::vector<std::pair<std::string, at::Tensor>> result;
@@ -100,9 +103,6 @@ std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& 
   };
   for (size_t i = 0; i < own.size(); ++i) add(state.parameters[i], own[i]);
   std::unordered_map<const void*, at::Tensor> gathered;
-  const auto cast = [](const at::Tensor& tensor) {
-    return copy_on_host(tensor.detach().to(optimizers::state_type(tensor.scalar_type())));
-  };
   if (state.gatherer) {
     for_each_whole_bucket(state, state.buckets.size(), [&](const zero::ParameterBucket& bucket) {
       for (const zero::Parameter& one : bucket.parameters()) {

@@ -23,7 +23,7 @@ void for_each_whole_bucket(const ModelState& state, size_t first,
 // `label`: what the exchange is called.
 at::Tensor joined_slices(const ModelState& state, size_t bucket, const at::Tensor& own, const std::string& label);
 
-// All ranks' masters of a bucket, float32 [layout.numel], on the device.
+// All ranks' masters of a bucket, in their dtype [layout.numel], on the device.
 at::Tensor whole_master(const ModelState& state, size_t bucket);
 
 // The whole of a parameter of which `values` are this rank's part, on their device; `values` themselves where it is not

@@ -193,6 +193,11 @@ struct DsConfig {
   DType model_dtype() const {
     return fp16.enabled ? DType::kFloat16 : bf16.enabled ? DType::kBFloat16 : DType::kFloat32;
   }
+  // The key by which masters are in 16 bits: fp16's or bf16's ..._master_weights_and_grads. Null: they are float32.
+  const char* narrow_masters() const {
+    if (fp16.enabled && fp16.fp16_master_weights_and_grads) return "fp16.fp16_master_weights_and_grads";
+    return bf16.enabled && bf16.bf16_master_weights_and_grads ? "bf16.bf16_master_weights_and_grads" : nullptr;
+  }
   bool given(const std::string& key) const { return text.is_object() && text.contains(key); }  // a top-level key
 };
 

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -51,6 +52,9 @@ class ShardOptimizer {
 
   // Where states live that are allocated from now on; by default beside their master.
   void set_state_memory(StateMemory memory) { state_memory_ = std::move(memory); }
+  // The dtype of states that are allocated from now on; by default float32, or float64 for a float64 master. Updates
+  // are in float32 in any case, and round what they store.
+  void set_state_dtype(at::ScalarType dtype) { state_dtype_ = dtype; }
   // Takes a slice and allocates its states, zeroed; returns its index. Throws UsageError for a slice that is not flat,
   // contiguous and floating point, or whose group, segments or exchange do not fit.
   int64_t add_slice(Slice slice);
@@ -79,8 +83,7 @@ class ShardOptimizer {
 
   // What the model has of a slice after an update: the master, but for optimizers whose ranks step by themselves.
   virtual at::Tensor weights(int64_t index);
-  // State tensors of a slice by name, for example {"exp_avg", t}, {"exp_avg_sq", t}; live references. float32, or
-  // float64 for a float64 master.
+  // State tensors of a slice by name, for example {"exp_avg", t}, {"exp_avg_sq", t}; live references.
   virtual NamedStates states(int64_t index) = 0;
   // What else a checkpoint has to keep, by names that are not those of states(); live references. rank_states()
   // belong to this rank alone and may have any length. shared_states() are equal on all ranks, and their shape does not
@@ -91,7 +94,7 @@ class ShardOptimizer {
   // To be called when states and the step count were changed from outside. Without `rank_states` those are of another
   // run, and begin anew.
   virtual void states_changed(bool /*rank_states*/) {}
-  // Bytes of state per element of a slice: Adam in float32 has 8.
+  // Bytes of state per element of a slice, in float32: Adam has 8.
   virtual int64_t state_bytes_per_element() const = 0;
   // Bytes of all states, counted from the tensors.
   int64_t state_bytes();
@@ -106,11 +109,13 @@ class ShardOptimizer {
   virtual void step_began() {}
   // Allocates the states of slices_[index].
   virtual void allocate_states(int64_t index) = 0;
-  // Zeros of the slice's length in state_type(), from the state memory.
+  // Zeros of the slice's length in the states' dtype, from the state memory.
   at::Tensor new_state(int64_t index) const;
   const GroupOptions& step_group(const Slice& slice) const;
   // Whether there are kernels of a device for all slices.
   bool kernels_take_all() const;
+  // Whether all masters and states are float32.
+  bool is_wide() const;
   // The slice, once update()'s arguments are checked. Throws UsageError.
   Slice& slice_for_update(int64_t index, const at::Tensor& gradient);
 
@@ -119,6 +124,7 @@ class ShardOptimizer {
   std::vector<Slice> slices_;
   int64_t step_count_ = 0;
   StateMemory state_memory_;
+  std::optional<at::ScalarType> state_dtype_;
 };
 
 }  // namespace ds::optimizers

@@ -45,7 +45,9 @@ struct Plan {
   DType model_dtype = DType::kFloat32;          // parameters in forward and backward
   DType gradient_dtype = DType::kFloat32;       // gradient buckets and accumulated slices
   DType communication_dtype = DType::kFloat32;  // on the wire when gradients are reduced
-  bool separate_master = false;                 // float32 masters beside the parameters
+  DType master_dtype = DType::kFloat32;         // what the optimizer updates; the model's: it is the parameters
+  DType state_dtype = DType::kFloat32;          // optimizer states
+  bool separate_master = false;                 // masters beside the parameters
   std::optional<DType> autocast;                // torch_autocast around forward
   std::optional<DType> buffer_dtype;            // cast the module's buffers
   bool cast_inputs = false;                     // fp16.auto_cast

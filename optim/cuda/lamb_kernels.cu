@@ -59,10 +59,10 @@ __device__ Squares added_over_block(const Squares& own) {
 template <int kCount>
 __device__ void advance_pack(const LambElement& rule, const SliceArrays& arrays, float scale, int64_t i,
                              Squares& squares) {
-  const Vector<float, kCount> w = load<kCount>(arrays.master + i);
+  const Vector<float, kCount> w = load<kCount>(arrays.wide_master() + i);
   const Vector<float, kCount> g = load_decoded<kCount>(arrays.gradient, arrays.gradient_type, i);
-  Vector<float, kCount> mean = load<kCount>(arrays.states[0] + i);
-  Vector<float, kCount> square = load<kCount>(arrays.states[1] + i);
+  Vector<float, kCount> mean = load<kCount>(arrays.wide_state(0) + i);
+  Vector<float, kCount> square = load<kCount>(arrays.wide_state(1) + i);
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
     float states[2] = {mean.of[e], square.of[e]};
@@ -74,21 +74,21 @@ __device__ void advance_pack(const LambElement& rule, const SliceArrays& arrays,
     mean.of[e] = states[0];
     square.of[e] = states[1];
   }
-  store(arrays.states[0] + i, mean);
-  store(arrays.states[1] + i, square);
+  store(arrays.wide_state(0) + i, mean);
+  store(arrays.wide_state(1) + i, square);
 }
 
 template <int kCount>
 __device__ void apply_pack(const LambElement& rule, const SliceArrays& arrays, float factor, int64_t i) {
-  Vector<float, kCount> w = load<kCount>(arrays.master + i);
-  const Vector<float, kCount> mean = load<kCount>(arrays.states[0] + i);
-  const Vector<float, kCount> square = load<kCount>(arrays.states[1] + i);
+  Vector<float, kCount> w = load<kCount>(arrays.wide_master() + i);
+  const Vector<float, kCount> mean = load<kCount>(arrays.wide_state(0) + i);
+  const Vector<float, kCount> square = load<kCount>(arrays.wide_state(1) + i);
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
     const float states[2] = {mean.of[e], square.of[e]};
     w.of[e] = w.of[e] - rule.direction(w.of[e], states) * factor;
   }
-  store(arrays.master + i, w);
+  store(arrays.wide_master() + i, w);
   if (arrays.copy != nullptr) store_encoded(arrays.copy, arrays.copy_type, i, w);
 }
 

@@ -34,21 +34,27 @@ struct Launch {
 };
 static_assert(sizeof(Launch<AdamCoefficients>) <= 4096, "arguments of a kernel");
 
-template <class Rule>
+template <bool kNarrow, class Rule>
 __device__ void update_one(const Rule& rule, const SliceArrays& arrays, float scale, int64_t i) {
   float own[3] = {};
 #pragma unroll
-  for (int s = 0; s < Rule::kStates; ++s) own[s] = arrays.states[s][i];
+  for (int s = 0; s < Rule::kStates; ++s) {
+    own[s] = load_kept<kNarrow, 1>(arrays.states[s], arrays.state_type, i).of[0];
+  }
   float g = 0;
   with_format(arrays.gradient_type, [&](auto format) {
     using Format = decltype(format);
     g = Format::decode(static_cast<const typename Format::Bits*>(arrays.gradient)[i]);
   });
-  const float w = rule(arrays.master[i], g * scale, own);
-  arrays.master[i] = w;
+  const float before = load_kept<kNarrow, 1>(arrays.master, arrays.master_type, i).of[0];
+  float w = rule(before, g * scale, own);
+  store_kept<kNarrow>(arrays.master, arrays.master_type, i, Vector<float, 1>{{w}});
 #pragma unroll
-  for (int s = 0; s < Rule::kStates; ++s) arrays.states[s][i] = own[s];
+  for (int s = 0; s < Rule::kStates; ++s) {
+    store_kept<kNarrow>(arrays.states[s], arrays.state_type, i, Vector<float, 1>{{own[s]}});
+  }
   if (arrays.copy == nullptr) return;
+  if (kNarrow) w = load_kept<kNarrow, 1>(arrays.master, arrays.master_type, i).of[0];  // as it was rounded
   with_format(arrays.copy_type, [&](auto format) {
     using Format = decltype(format);
     static_cast<typename Format::Bits*>(arrays.copy)[i] = Format::encode(w);
@@ -56,7 +62,7 @@ __device__ void update_one(const Rule& rule, const SliceArrays& arrays, float sc
 }
 
 // kAtOnce vectors of this thread, kThreads vectors apart.
-template <class Rule>
+template <bool kNarrow, class Rule>
 __device__ void update_several(const Rule& rule, const SliceArrays& arrays, float scale, int64_t first) {
   Vector<float> w[kAtOnce];
   Vector<float> own[3][kAtOnce];
@@ -64,9 +70,9 @@ __device__ void update_several(const Rule& rule, const SliceArrays& arrays, floa
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
     const int64_t i = first + int64_t{k} * kThreads * kVector;
-    w[k] = load(arrays.master + i);
+    w[k] = load_kept<kNarrow>(arrays.master, arrays.master_type, i);
 #pragma unroll
-    for (int s = 0; s < Rule::kStates; ++s) own[s][k] = load(arrays.states[s] + i);
+    for (int s = 0; s < Rule::kStates; ++s) own[s][k] = load_kept<kNarrow>(arrays.states[s], arrays.state_type, i);
     g[k] = load_decoded(arrays.gradient, arrays.gradient_type, i);
   }
 #pragma unroll
@@ -81,24 +87,26 @@ __device__ void update_several(const Rule& rule, const SliceArrays& arrays, floa
 #pragma unroll
       for (int s = 0; s < Rule::kStates; ++s) own[s][k].of[e] = of_element[s];
     }
-    store(arrays.master + i, w[k]);
+    store_kept<kNarrow>(arrays.master, arrays.master_type, i, w[k]);
 #pragma unroll
-    for (int s = 0; s < Rule::kStates; ++s) store(arrays.states[s] + i, own[s][k]);
-    if (arrays.copy != nullptr) store_encoded(arrays.copy, arrays.copy_type, i, w[k]);
+    for (int s = 0; s < Rule::kStates; ++s) store_kept<kNarrow>(arrays.states[s], arrays.state_type, i, own[s][k]);
+    if (arrays.copy == nullptr) continue;
+    if (kNarrow) w[k] = load_kept<kNarrow>(arrays.master, arrays.master_type, i);  // as it was rounded
+    store_encoded(arrays.copy, arrays.copy_type, i, w[k]);
   }
 }
 
-template <class Rule>
+template <bool kNarrow, class Rule>
 __device__ void update_tile(const Rule& rule, const SliceArrays& arrays, float scale, int64_t begin, int64_t end) {
   int64_t i = begin;
   if (aligned(arrays)) {
     constexpr int64_t kRound = int64_t{kThreads} * kVector * kAtOnce;
-    for (; i + kRound <= end; i += kRound) update_several(rule, arrays, scale, i + threadIdx.x * kVector);
+    for (; i + kRound <= end; i += kRound) update_several<kNarrow>(rule, arrays, scale, i + threadIdx.x * kVector);
   }
-  for (i += threadIdx.x; i < end; i += kThreads) update_one(rule, arrays, scale, i);
+  for (i += threadIdx.x; i < end; i += kThreads) update_one<kNarrow>(rule, arrays, scale, i);
 }
 
-template <class Rule>
+template <class Rule, bool kNarrow>
 __global__ void __launch_bounds__(kThreads)
     update_kernel(const __grid_constant__ Launch<typename Rule::Coefficients> launch) {
   if (launch.scale.skip != nullptr && *launch.scale.skip != 0.0F) return;
@@ -109,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
     while (launch.first_tiles[slice + 1] <= tile) ++slice;
     const DeviceSlice& own = launch.slices[slice];
     const int64_t begin = (tile - launch.first_tiles[slice]) * kTile;
-    update_tile(Rule(launch.coefficients[slice]), own.arrays, scale, begin, min(own.numel, begin + kTile));
+    update_tile<kNarrow>(Rule(launch.coefficients[slice]), own.arrays, scale, begin, min(own.numel, begin + kTile));
   }
 }
 
@@ -122,15 +130,18 @@ const char* update(const DeviceSlice* slices, const typename Rule::Coefficients*
     Launch<typename Rule::Coefficients> launch{};
     launch.scale = scale;
     launch.count = static_cast<int>(std::min<int64_t>(kSlices, count - done));
+    bool narrow = false;
     for (int i = 0; i < launch.count; ++i) {
       launch.slices[i] = slices[done + i];
+      narrow = narrow || !slices[done + i].arrays.is_wide();
       launch.coefficients[i] = coefficients[done + i];
       launch.first_tiles[i + 1] = launch.first_tiles[i] + (slices[done + i].numel + kTile - 1) / kTile;
     }
     const int64_t tiles = launch.first_tiles[launch.count];
     if (tiles == 0) continue;
     const auto blocks = static_cast<unsigned>(std::min(tiles, most_blocks));
-    update_kernel<Rule><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(launch);
+    const auto kernel = narrow ? update_kernel<Rule, true> : update_kernel<Rule, false>;
+    kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(launch);
     error = cudaGetLastError();
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

@@ -65,6 +65,25 @@ __device__ void store_encoded(void* data, FloatFormat type, int64_t i, const Vec
   });
 }
 
+// Of masters and states: kNarrow where some of a launch are no float32. Without it the code is that of float32 alone.
+template <bool kNarrow, int kCount = kVector>
+__device__ Vector<float, kCount> load_kept(const void* data, FloatFormat type, int64_t i) {
+  if constexpr (kNarrow) {
+    return load_decoded<kCount>(data, type, i);
+  } else {
+    return load<kCount>(static_cast<const float*>(data) + i);
+  }
+}
+
+template <bool kNarrow, int kCount>
+__device__ void store_kept(void* data, FloatFormat type, int64_t i, const Vector<float, kCount>& values) {
+  if constexpr (kNarrow) {
+    store_encoded(data, type, i, values);
+  } else {
+    store(static_cast<float*>(data) + i, values);
+  }
+}
+
 __device__ inline bool in_one_access(const void* data, FloatFormat type) {
   const uintptr_t bytes = kVector * (type == FloatFormat::kFloat32 ? sizeof(float) : sizeof(uint16_t));
   return reinterpret_cast<uintptr_t>(data) % bytes == 0;
@@ -72,9 +91,9 @@ __device__ inline bool in_one_access(const void* data, FloatFormat type) {
 
 // Whether kVector elements of each array lie in one access, from a multiple of kVector on.
 __device__ inline bool aligned(const SliceArrays& arrays) {
-  bool all = in_one_access(arrays.master, FloatFormat::kFloat32) &&
-             in_one_access(arrays.gradient, arrays.gradient_type) && in_one_access(arrays.copy, arrays.copy_type);
-  for (const float* state : arrays.states) all = all && in_one_access(state, FloatFormat::kFloat32);
+  bool all = in_one_access(arrays.master, arrays.master_type) && in_one_access(arrays.gradient, arrays.gradient_type) &&
+             in_one_access(arrays.copy, arrays.copy_type);
+  for (const void* state : arrays.states) all = all && in_one_access(state, arrays.state_type);
   return all;
 }
 

@@ -8,20 +8,31 @@
 
 #include <cstdint>
 
+#include "core/float_bits.h"
 #include "core/float_format.h"
 
 namespace ds::optimizers {
 
 // The arrays of one slice, all of the same length. They do not overlap, and belong to the caller. Arithmetic is in
-// float32; what is written in another format is rounded to nearest even, a NaN stays one.
+// float32: an element is read, updated and written once; what is written in another format is rounded to nearest even,
+// a NaN stays one.
 struct SliceArrays {
-  float* master = nullptr;  // weights, updated in place
-  float* states[3] = {};    // as the kernel says; those it does not know are null
+  void* master = nullptr;  // weights, updated in place
+  void* states[3] = {};    // as the kernel says; those it does not know are null
   const void* gradient = nullptr;
   FloatFormat gradient_type = FloatFormat::kFloat32;
+  FloatFormat master_type = FloatFormat::kFloat32;
+  FloatFormat state_type = FloatFormat::kFloat32;
   float gradient_scale = 1.0F;  // the gradient is multiplied by it
-  void* copy = nullptr;         // also gets the new weights; null: not wanted
+  void* copy = nullptr;         // also gets the new weights, as the master has them; null: not wanted
   FloatFormat copy_type = FloatFormat::kFloat32;
+
+  // Where they are float32.
+  DS_HOST_DEVICE bool is_wide() const {
+    return master_type == FloatFormat::kFloat32 && state_type == FloatFormat::kFloat32;
+  }
+  DS_HOST_DEVICE float* wide_master() const { return static_cast<float*>(master); }
+  DS_HOST_DEVICE float* wide_state(int s) const { return static_cast<float*>(states[s]); }
 };
 
 }  // namespace ds::optimizers

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "core/float_formats-inl.h"
+#include "optim/kernels/narrow_pass-inl.h"
 #include "optim/kernels/slice_arrays.h"
 
 #if defined(DS_OPTIM_KERNELS_SLICE_PASS_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -94,8 +95,8 @@ HWY_INLINE void short_step(const Cursor<Gradient, Copy>& all, const Rule& rule, 
 template <class Gradient, class Copy, class Rule>
 void pass_with(const Rule& shared_rule, const SliceArrays& arrays, size_t begin, size_t end) {
   const Rule rule = shared_rule;  // own, so that its values stay in registers
-  const Cursor<Gradient, Copy> cursor{arrays.master,
-                                      {arrays.states[0], arrays.states[1], arrays.states[2]},
+  const Cursor<Gradient, Copy> cursor{arrays.wide_master(),
+                                      {arrays.wide_state(0), arrays.wide_state(1), arrays.wide_state(2)},
                                       static_cast<const typename Gradient::Raw*>(arrays.gradient),
                                       arrays.gradient_scale,
                                       static_cast<typename Copy::Raw*>(arrays.copy)};
@@ -123,9 +124,9 @@ void pass_with_gradient(const Rule& rule, const SliceArrays& arrays, size_t begi
   }
 }
 
-// Elements `begin` to `end` - 1.
+// Of masters and states in float32.
 template <class Rule>
-void slice_pass(const Rule& rule, const SliceArrays& arrays, size_t begin, size_t end) {
+void wide_pass(const Rule& rule, const SliceArrays& arrays, size_t begin, size_t end) {
   switch (arrays.gradient_type) {
     case FloatFormat::kFloat32:
       return pass_with_gradient<Float32>(rule, arrays, begin, end);
@@ -134,6 +135,13 @@ void slice_pass(const Rule& rule, const SliceArrays& arrays, size_t begin, size_
     case FloatFormat::kFloat16:
       return pass_with_gradient<Float16>(rule, arrays, begin, end);
   }
+}
+
+// Elements `begin` to `end` - 1.
+template <class Rule>
+void slice_pass(const Rule& rule, const SliceArrays& arrays, size_t begin, size_t end) {
+  if (arrays.is_wide()) return wide_pass(rule, arrays, begin, end);
+  narrow_pass(arrays, begin, end, [&](const SliceArrays& block, size_t count) { wide_pass(rule, block, 0, count); });
 }
 
 }  // namespace ds::optimizers::HWY_NAMESPACE

@@ -51,13 +51,21 @@ std::vector<Rule> rules() {
   };
 }
 
+// The dtypes of masters and states.
+struct Kept {
+  at::ScalarType master = at::kFloat;
+  at::ScalarType state = at::kFloat;
+};
+
 // Slices of one optimizer on one device, some of them not where a vector begins.
 class Slices {
  public:
-  Slices(const Rule& rule, at::Device device, at::ScalarType gradient, std::optional<at::ScalarType> copy)
+  Slices(const Rule& rule, at::Device device, at::ScalarType gradient, std::optional<at::ScalarType> copy,
+         const Kept& kept = {})
       : device_(device), gradient_(gradient), optimizer_(make_optimizer(rule.options)) {
+    optimizer_->set_state_dtype(kept.state);
     for (size_t i = 0; i < lengths().size(); ++i) {
-      const at::Tensor master = placed(uniform(7 + i, lengths()[i]), i);
+      const at::Tensor master = placed(uniform(7 + i, lengths()[i]).to(kept.master), i);
       optimizer_->add_slice(
           {.master = master, .group = static_cast<int>(i % 2), .exchange = std::make_shared<Alone>()});
       copies_.push_back(copy ? placed(at::full({lengths()[i]}, 9.0, *copy), i) : at::Tensor());
@@ -119,6 +127,28 @@ void expect_equal(Slices& found, Slices& expected, bool exact, const std::string
       const bool equal = exact ? at::equal(bits(here[t]), bits(there[t]))
                                : at::allclose(here[t].to(at::kFloat), there[t].to(at::kFloat), 1e-2, 1e-6);
       EXPECT_TRUE(equal) << what << ", slice " << i << ", tensor " << t;
+    }
+  }
+}
+
+TEST(GpuUpdate, HasTheBitsOfTheCpuForMastersAndStatesOfSixteenBits) {
+  const std::vector<Kept> all = {{at::kBFloat16, at::kBFloat16},
+                                 {at::kBFloat16, at::kFloat},
+                                 {at::kFloat, at::kBFloat16},
+                                 {at::kHalf, at::kFloat}};
+  for (const Rule& rule : rules()) {
+    for (const Kept& kept : all) {
+      for (const std::optional<at::ScalarType> copy : {std::optional<at::ScalarType>(), std::optional(at::kBFloat16)}) {
+        Slices here(rule, tested_device(), kept.master, copy, kept);
+        Slices there(rule, at::kCPU, kept.master, copy, kept);
+        EXPECT_EQ(here.optimizer().takes_device_scale(), tested_device().is_cuda()) << rule.name;
+        for (int64_t step = 1; step <= kSteps; ++step) {
+          here.step(step, {.factor = kScale, .device_factor = {}, .skip = {}});
+          there.step(step, {.factor = kScale, .device_factor = {}, .skip = {}});
+        }
+        expect_equal(here, there, rule.exact,
+                     rule.name + ", masters " + at::toString(kept.master) + ", states " + at::toString(kept.state));
+      }
     }
   }
 }

@@ -3,51 +3,14 @@
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
 
-#include <bit>
 #include <cmath>
 
 #include "optim/kernels/slice_arrays.h"
-#include "tests/optim/sharded_model.h"
+#include "tests/optim/vector_rules.h"
 #include "tests/optim/vector_targets.h"
 
 namespace ds::optimizers {
 namespace {
-
-constexpr std::array kTypes = {at::kFloat, at::kBFloat16, at::kHalf};
-constexpr int64_t kSteps = 3;
-
-struct Rule {
-  std::string name;
-  OptimizerOptions options;
-};
-
-std::vector<Rule> rules() {
-  const std::vector<GroupOptions> decay = {{.lr = 1e-2, .weight_decay = 0.1}};
-  const std::vector<GroupOptions> plain = {{.lr = 1e-2, .beta1 = 0.3, .beta2 = 0.9, .eps = 1e-4}};
-  return {
-      {"AdamW", {.type = "AdamW", .groups = decay}},
-      {"AdamWithL2", {.type = "Adam", .groups = decay, .adam_w_mode = false}},
-      {"AdamAmsgrad", {.type = "Adam", .groups = decay, .amsgrad = true}},
-      {"AdamWithoutBiasCorrection", {.type = "Adam", .groups = plain, .bias_correction = false}},
-      {"Adagrad", {.type = "Adagrad", .groups = decay, .lr_decay = 0.1, .initial_accumulator_value = 0.2}},
-      {"Lion", {.type = "Lion", .groups = decay}},
-  };
-}
-
-// `values` that begin `offset` elements after an aligned address.
-at::Tensor at_offset(const at::Tensor& values, int64_t offset) {
-  return at::empty({values.numel() + offset}, values.options()).narrow(0, offset, values.numel()).copy_(values);
-}
-
-std::unique_ptr<ShardOptimizer> optimizer_of(const Rule& rule, const at::Tensor& master) {
-  auto optimizer = make_optimizer(rule.options);
-  optimizer->add_slice({.master = master, .exchange = std::make_shared<Alone>()});
-  return optimizer;
-}
-
-at::Tensor gradient_at(int64_t step, int64_t numel, at::ScalarType type) {
-  return uniform(100 + static_cast<uint64_t>(step), numel).to(type);
-}
 
 void run(ShardOptimizer& optimizer, at::ScalarType gradient, int64_t offset, const at::Tensor& copy = {},
          int64_t steps = kSteps) {
@@ -65,16 +28,6 @@ void expect_near(const at::Tensor& found, const at::Tensor& exact, const std::st
   const at::Tensor bound = (exact.abs() + 0.1) * (1.5 * kSteps * std::ldexp(1.0, -23));
   EXPECT_TRUE(((found - exact).abs() <= bound).all().item<bool>())
       << what << ": error " << (found - exact).abs().max().item<double>();
-}
-
-// NaN where `expected` is NaN, otherwise the same bits.
-void expect_same_values(const at::Tensor& found, const at::Tensor& expected, const std::string& what) {
-  EXPECT_EQ(found.scalar_type(), expected.scalar_type()) << what;
-  const at::ScalarType bits = found.element_size() == 4 ? at::kInt : at::kShort;
-  const at::Tensor nan = expected.isnan();
-  EXPECT_TRUE(at::equal(found.isnan(), nan)) << what;
-  const at::Tensor different = found.view(bits).ne(expected.view(bits)).logical_and(nan.logical_not());
-  EXPECT_EQ(different.sum().item<int64_t>(), 0) << what;
 }
 
 class EveryTarget : public testing::TestWithParam<int64_t> {

@@ -31,13 +31,13 @@ void advance_run(const LambRun& run, float scale, double* tiles) {
   for (int64_t begin = 0; begin < run.part.numel; begin += optimizers::kLambTile, tiles += 2) {
     tiles[0] = tiles[1] = 0;
     for (int64_t i = begin; i < std::min(run.part.numel, begin + optimizers::kLambTile); ++i) {
-      float states[2] = {arrays.states[0][i], arrays.states[1][i]};
+      float states[2] = {arrays.wide_state(0)[i], arrays.wide_state(1)[i]};
       rule.advance(value_at(arrays.gradient, arrays.gradient_type, i) * scale, states);
-      const double u = rule.direction(arrays.master[i], states);
-      tiles[0] += static_cast<double>(arrays.master[i]) * arrays.master[i];
+      const double u = rule.direction(arrays.wide_master()[i], states);
+      tiles[0] += static_cast<double>(arrays.wide_master()[i]) * arrays.wide_master()[i];
       tiles[1] += u * u;
-      arrays.states[0][i] = states[0];
-      arrays.states[1][i] = states[1];
+      arrays.wide_state(0)[i] = states[0];
+      arrays.wide_state(1)[i] = states[1];
     }
   }
 }
@@ -47,9 +47,9 @@ void apply_run(const LambRun& run, const double* sums) {
   const LambElement rule(run.coefficients);
   const float factor = optimizers::lamb_factor(run.coefficients, sums);
   for (int64_t i = 0; i < run.part.numel; ++i) {
-    const float states[2] = {arrays.states[0][i], arrays.states[1][i]};
-    arrays.master[i] = arrays.master[i] - rule.direction(arrays.master[i], states) * factor;
-    if (arrays.copy != nullptr) put_value(arrays.copy, arrays.copy_type, i, arrays.master[i]);
+    const float states[2] = {arrays.wide_state(0)[i], arrays.wide_state(1)[i]};
+    arrays.wide_master()[i] = arrays.wide_master()[i] - rule.direction(arrays.wide_master()[i], states) * factor;
+    if (arrays.copy != nullptr) put_value(arrays.copy, arrays.copy_type, i, arrays.wide_master()[i]);
   }
 }
 

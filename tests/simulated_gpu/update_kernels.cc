@@ -19,20 +19,22 @@ void update_slice_by(const Rule& rule, const DeviceSlice& slice, float scale) {
   const SliceArrays& arrays = slice.arrays;
   for (int64_t i = 0; i < slice.numel; ++i) {
     float own[3] = {};
-    for (size_t s = 0; s < Rule::kStates; ++s) own[s] = arrays.states[s][i];
-    const float w = rule(arrays.master[i], value_at(arrays.gradient, arrays.gradient_type, i) * scale, own);
-    arrays.master[i] = w;
-    for (size_t s = 0; s < Rule::kStates; ++s) arrays.states[s][i] = own[s];
-    if (arrays.copy != nullptr) put_value(arrays.copy, arrays.copy_type, i, w);
+    for (size_t s = 0; s < Rule::kStates; ++s) own[s] = value_at(arrays.states[s], arrays.state_type, i);
+    const float before = value_at(arrays.master, arrays.master_type, i);
+    const float w = rule(before, value_at(arrays.gradient, arrays.gradient_type, i) * scale, own);
+    put_value(arrays.master, arrays.master_type, i, w);
+    for (size_t s = 0; s < Rule::kStates; ++s) put_value(arrays.states[s], arrays.state_type, i, own[s]);
+    if (arrays.copy == nullptr) continue;
+    put_value(arrays.copy, arrays.copy_type, i, value_at(arrays.master, arrays.master_type, i));
   }
 }
 
 std::vector<Access> accesses_of(const std::vector<DeviceSlice>& slices, const UpdateScale& scale) {
   std::vector<Access> accesses;
   for (const auto& [arrays, numel] : slices) {
-    accesses.push_back(access_to(arrays.master, numel * 4, true));
-    for (const float* state : arrays.states) {
-      if (state != nullptr) accesses.push_back(access_to(state, numel * 4, true));
+    accesses.push_back(access_to(arrays.master, numel * bytes_of(arrays.master_type), true));
+    for (const void* state : arrays.states) {
+      if (state != nullptr) accesses.push_back(access_to(state, numel * bytes_of(arrays.state_type), true));
     }
     accesses.push_back(access_to(arrays.gradient, numel * bytes_of(arrays.gradient_type), false));
     if (arrays.copy == nullptr) continue;

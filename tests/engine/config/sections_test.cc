@@ -90,6 +90,37 @@ TEST(Precision, Bf16AndItsOldName) {
               HasSubstr("needs bf16.bf16_master_weights_and_grads"));
 }
 
+// DeepSpeed's asserts, by both keys' names.
+TEST(Precision, MastersOfSixteenBits) {
+  const auto refusal = [](const std::string& fp16_or_bf16, const std::string& zero, const std::string& optimizer) {
+    return refusal_of("{" + fp16_or_bf16 + ", zero_optimization: {" + zero + "}, optimizer: {" + optimizer + "}, " +
+                      "zero_allow_untested_optimizer: true}");
+  };
+  const std::string fp16 = "fp16: {enabled: true, fp16_master_weights_and_grads: true}";
+  const std::string bf16 = "bf16: {enabled: true, bf16_master_weights_and_grads: true}";
+  const std::string all = "bf16: {enabled: true, bf16_master_weights_and_grads: true, bf16_optimizer_states: true}";
+  const std::string on_host = "stage: 2, offload_optimizer: {device: 'cpu'}";
+  for (const std::string& masters : {fp16, bf16}) {
+    EXPECT_EQ(refusal(masters, on_host, "type: 'AdamW'"), "");
+    EXPECT_EQ(refusal(masters, on_host, "type: 'Adam', params: {fp32_optimizer_states: false}"), "");
+    EXPECT_THAT(refusal(masters, "stage: 2", "type: 'AdamW'"),
+                AllOf(HasSubstr("master_weights_and_grads"), HasSubstr("needs zero_optimization.offload_optimizer")));
+    EXPECT_THAT(refusal(masters, on_host, "type: 'Lion'"), HasSubstr("needs optimizer.type Adam or AdamW, found Lion"));
+    EXPECT_THAT(refusal(masters, on_host, "type: 'AdamW', params: {torch_adam: true}"), HasSubstr("torch_adam"));
+    EXPECT_THAT(refusal(masters, "stage: 0", "type: 'AdamW'"), HasSubstr("needs zero_optimization.stage 1, 2 or 3"));
+  }
+  EXPECT_EQ(refusal(all, "stage: 1", "type: 'Lion'"), "");
+  EXPECT_EQ(refusal(all, on_host, "type: 'AdamW'"), "");
+  EXPECT_THAT(refusal(all, on_host, "type: 'Lion'"), HasSubstr("Adam or AdamW"));
+  EXPECT_THAT(refusal(all, "stage: 1", "type: 'OneBitAdam'"),
+              AllOf(HasSubstr("bf16_master_weights_and_grads"), HasSubstr("excludes optimizer.type OneBitAdam")));
+  EXPECT_THAT(refusal_of("{fp16: {fp16_master_weights_and_grads: true}, bf16: {bf16_master_weights_and_grads: true}}"),
+              HasSubstr("excludes bf16.bf16_master_weights_and_grads"));
+  EXPECT_THAT(warnings_of("{bf16: {bf16_master_weights_and_grads: true, bf16_optimizer_states: true}, "
+                          "zero_optimization: {stage: 1}}"),
+              HasSubstr("means nothing while bf16.enabled is false"));
+}
+
 TEST(Precision, DataTypes) {
   EXPECT_EQ(parse_text("{data_types: {grad_accum_dtype: 'fp32'}}").data_types.grad_accum_dtype, DType::kFloat32);
   EXPECT_THAT(refusal_of("{data_types: {grad_accum_dtype: 'fp8'}}"), HasSubstr("\"bf16\""));
