@@ -1,5 +1,6 @@
 #include "zero/bucket_gather.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
 #include <exception>
@@ -19,6 +20,8 @@ void BucketGather::start(const ParameterBucket& bucket, const std::string& label
   gather.reads_slice = true;
   if (bucket.bits() > 0) {
     gather.work = comm::encoded_all_gather(bucket.flat(), own_slice(bucket), bucket.bits(), slices, label);
+  } else if (!is_exact(bucket, exact) && routes_.bits == 0) {
+    start_cast(bucket, label, gather);
   } else if (!is_exact(bucket, exact)) {
     gather.work = comm::quantized_all_gather(bucket.flat(), own_slice(bucket), routes_.bits, slices, label);
   } else if (bucket.slice(slices.rank()).device() != bucket.flat().device()) {
@@ -26,6 +29,14 @@ void BucketGather::start(const ParameterBucket& bucket, const std::string& label
   } else {
     gather.work = slices.all_gather(bucket.flat(), own_slice(bucket), label);
   }
+}
+
+// wait() puts what has come into the bucket.
+void BucketGather::start_cast(const ParameterBucket& bucket, const std::string& label, GatherUnderWay& gather) {
+  const at::NoGradGuard no_grad;
+  gather.own = own_slice(bucket).to(static_cast<at::ScalarType>(*bucket.layout().sent_as));
+  gather.sent = at::empty(bucket.flat().sizes(), gather.own.options());
+  gather.work = routes_.slices.all_gather(gather.sent, gather.own, label);
 }
 
 // The slice travels beside what the device computes, which waits for the whole bucket only where it is used.
@@ -53,6 +64,10 @@ void BucketGather::wait(ParameterBucket& bucket, GatherUnderWay& gather) {
   try {
     copies_.wait_on_device(std::exchange(gather.arrived, {}));
     gather.work.wait();
+    if (gather.sent.defined()) {
+      const at::NoGradGuard no_grad;
+      bucket.flat().copy_(gather.sent);
+    }
     // On every rank of the node alike: a gather that failed here fails there.
     if (routes_.node && bucket.sharded() && !bucket.secondary().defined()) {
       bucket.keep_secondary(routes_.node->rank(), routes_.node->size());

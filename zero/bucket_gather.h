@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
 
 #include "core/transfer_stream.h"
@@ -29,7 +30,8 @@ struct GatherUnderWay {
   comm::Work work;
   bool reads_slice = false;      // the own one, which stays loaded meanwhile
   TransferStream::Mark arrived;  // of the own slice, where it comes from the host,
-  at::Tensor own;                // to here, where others have slices too
+  at::Tensor own;                // to here, where others have slices too. Likewise what is sent in a dtype of its own,
+  at::Tensor sent;               // and all that comes
 };
 
 // Collective: all ranks start the same gathers in the same order. Not thread safe.
@@ -39,9 +41,9 @@ class BucketGather {
   BucketGather(const GatherRoutes& routes, at::Device device) : routes_(routes), copies_(device) {}
 
   const GatherRoutes& routes() const { return routes_; }
-  // Whether start() brings the values that the slices have, not those of 8 bits.
+  // Whether start() brings the values that the slices have, not those of 8 bits or of a narrower dtype.
   bool is_exact(const ParameterBucket& bucket, bool exact) const {
-    return exact || routes_.bits == 0 || !bucket.sharded();
+    return exact || (routes_.bits == 0 && !is_cast(bucket)) || !bucket.sharded();
   }
   // Begins to fill the bucket's memory. `exact` as asked for; an encoded bucket has no other values than its own.
   void start(const ParameterBucket& bucket, const std::string& label, bool exact, GatherUnderWay& gather);
@@ -50,6 +52,12 @@ class BucketGather {
   void wait(ParameterBucket& bucket, GatherUnderWay& gather);
 
  private:
+  // Whether the bucket's slices are sent in another dtype than they have.
+  static bool is_cast(const ParameterBucket& bucket) {
+    const std::optional<int>& dtype = bucket.layout().sent_as;
+    return dtype && static_cast<at::ScalarType>(*dtype) != bucket.options().dtype().toScalarType();
+  }
+  void start_cast(const ParameterBucket& bucket, const std::string& label, GatherUnderWay& gather);
   void start_from_host(const ParameterBucket& bucket, const std::string& label, GatherUnderWay& gather);
   at::Tensor own_slice(const ParameterBucket& bucket) const;
 

@@ -19,7 +19,8 @@ at::Tensor GradientExchange::own_part(size_t bucket, const at::Tensor& flat) con
 }
 
 bool GradientExchange::makes_copies() const {
-  return routes_.reduction != nullptr || options_.communication_dtype != options_.gradient_dtype;
+  return routes_.reduction != nullptr || options_.communication_dtype != options_.gradient_dtype ||
+         !options_.bucket_dtypes.empty();
 }
 
 void GradientExchange::start(size_t bucket, const at::Tensor& local, GradientTransfer& transfer) const {
@@ -27,7 +28,8 @@ void GradientExchange::start(size_t bucket, const at::Tensor& local, GradientTra
   const int world = groups.slices.size();
   if (world == 1 || local_) return;
   at::Tensor& wire = transfer.wire;
-  wire = sends_as_it_is(local) ? local : local.to(options_.communication_dtype);
+  const at::ScalarType dtype = groups.instead ? options_.communication_dtype : options_.dtype_sent(bucket);
+  wire = dtype == at::ScalarType::Undefined ? local : local.to(dtype);
   auto op = comm::ReduceOp::kSum;
   if (options_.average && options_.prescale) {
     wire.div_(world);

@@ -46,10 +46,6 @@ class GradientExchange {
   void finish(size_t bucket, const at::Tensor& local, GradientTransfer& transfer) const;
 
  private:
-  bool sends_as_it_is(const at::Tensor& local) const {
-    return options_.communication_dtype == at::ScalarType::Undefined ||
-           options_.communication_dtype == local.scalar_type();
-  }
   bool divides_in_two() const { return options_.average && !options_.prescale && options_.predivide_factor != 1.0; }
   // NCCL multiplies before an average, and does without its fastest ways: switches that add (NVLS), and reduce_scatter
   // as a tree (PAT). A sum of float16 may be too large.

@@ -227,12 +227,12 @@ void GradientReducer::join_replicas() {
   state_ = after(state_, PassEvent::kJoin);
   const at::NoGradGuard no_grad;
   const ReducerOptions& options = exchange_.options();
-  ReplicaJoin join(options.average ? comm::ReduceOp::kAvg : comm::ReduceOp::kSum, options.communication_dtype);
+  ReplicaJoin join(options.average ? comm::ReduceOp::kAvg : comm::ReduceOp::kSum);
   for (size_t i = buckets_.size(); i-- > 0;) {
     comm::Communicator* const replicas = exchange_.groups_of(i).replicas;
     const at::Tensor own = replicas ? gradient(i) : at::Tensor();
     if (!own.defined()) continue;  // before any backward, on every rank
-    join.add(*replicas, own, buckets_[i].device(), cat("gradients of bucket ", i));
+    join.add(*replicas, own, buckets_[i].device(), options.dtype_sent(i), cat("gradients of bucket ", i));
   }
   join.finish();
 }

@@ -48,10 +48,12 @@ void split_into_units(const std::vector<LayoutParameter>& parameters, Unit range
   }
 }
 
-// What parameters of one bucket have in common: group, dtype, persistence.
-using BucketKey = std::tuple<int, int, bool>;
+// What parameters of one bucket have in common: group, dtype, persistence, the dtype in which they are sent.
+using BucketKey = std::tuple<int, int, bool, std::optional<int>>;
 
-BucketKey key_of(const LayoutParameter& parameter) { return {parameter.group, parameter.dtype, parameter.persistent}; }
+BucketKey key_of(const LayoutParameter& parameter) {
+  return {parameter.group, parameter.dtype, parameter.persistent, parameter.sent_as};
+}
 
 // Buckets that still grow, one for each key.
 class BucketBuilder {
@@ -75,6 +77,7 @@ class BucketBuilder {
       fresh.group = parameter.group;
       fresh.dtype = parameter.dtype;
       fresh.persistent = parameter.persistent;
+      fresh.sent_as = parameter.sent_as;
       buckets_.push_back(fresh);
       found = open_.emplace(key_of(parameter), buckets_.size() - 1).first;
     }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,8 @@ struct LayoutParameter {
   int group = 0;            // hyper-parameter group; groups never share a bucket
   int dtype = 0;            // opaque; dtypes never share a bucket
   bool persistent = false;  // stays whole at stage 3; does not share a bucket with those that do not
+  // Opaque: a dtype of its own in which ranks send it; never shares a bucket with others. Empty: that of all.
+  std::optional<int> sent_as = std::nullopt;
 };
 
 struct LayoutOptions {
@@ -40,6 +43,7 @@ struct BucketLayout {
   int group = 0;
   int dtype = 0;
   bool persistent = false;
+  std::optional<int> sent_as;
 };
 
 // The target for a model of so many elements when LayoutOptions names none.

@@ -4,8 +4,10 @@
 #include <c10/core/ScalarType.h>
 
 #include <chrono>
+#include <cstddef>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "comm/bucket_reduction.h"
 #include "core/slices/reduced_gradients.h"
@@ -23,6 +25,9 @@ struct ReducerOptions {
   // Of buckets and accumulated slices, and of what travels. Undefined: that of the bucket's parameters.
   at::ScalarType gradient_dtype = at::kFloat;
   at::ScalarType communication_dtype = at::kFloat;
+  // Of what travels of each bucket; Undefined: communication_dtype. Empty: that of all. Not of what a BucketReduction
+  // takes.
+  std::vector<at::ScalarType> bucket_dtypes;
   // Stage 3: how long a gradient's hook may wait for other ranks at first, also on a device, where a gather behind a
   // reduction that waits would never begin. One that waits for this rank's next gather cannot reduce, where it has no
   // gradient for a parameter that has one here; the buckets that would be given back stay then.
@@ -37,6 +42,10 @@ struct ReducerOptions {
   // reduced, and the result is written there. True: as a view of the bucket, which saves the memory; else to its own.
   bool gradients_are_views = true;
 
+  at::ScalarType dtype_sent(size_t bucket) const {
+    const bool own = bucket < bucket_dtypes.size() && bucket_dtypes[bucket] != at::ScalarType::Undefined;
+    return own ? bucket_dtypes[bucket] : communication_dtype;
+  }
   // Does every pass reduce, and give its buckets back?
   bool transient() const { return policy == ReductionPolicy::kReduceScatterEveryBackward; }
   // Are gradients the program's, in .grad, and buckets only how they travel?

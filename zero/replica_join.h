@@ -16,12 +16,13 @@ namespace ds::zero {
 // CommError. Ended without finish(), what is on its way is not waited for: the gradients are unspecified then.
 class ReplicaJoin {
  public:
-  // `op`: kSum or kAvg over the replicas. `dtype`: what travels.
-  ReplicaJoin(comm::ReduceOp op, at::ScalarType dtype) : op_(op), dtype_(dtype) {}
+  // `op`: kSum or kAvg over the replicas.
+  explicit ReplicaJoin(comm::ReduceOp op) : op_(op) {}
 
-  // `gradient` becomes the sum or average over `replicas`, when finish() has returned. What travels lies on `device`,
-  // also where the gradient does not.
-  void add(comm::Communicator& replicas, const at::Tensor& gradient, at::Device device, std::string label);
+  // `gradient` becomes the sum or average over `replicas`, when finish() has returned. What travels has this dtype and
+  // lies on `device`, also where the gradient does not.
+  void add(comm::Communicator& replicas, const at::Tensor& gradient, at::Device device, at::ScalarType dtype,
+           std::string label);
   void finish();
 
  private:
@@ -33,7 +34,6 @@ class ReplicaJoin {
   void finish_oldest();
 
   comm::ReduceOp op_;
-  at::ScalarType dtype_;
   std::deque<Part> parts_;  // under way
 };
 

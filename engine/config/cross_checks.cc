@@ -28,6 +28,17 @@ void check_precision(const DsConfig& c, JsonProblems& problems) {
     problems.error("/torch_autocast/enabled",
                    "excludes zero_optimization.zero_quantized_weights; turn one of them off");
   }
+  const auto& listed = c.torch_autocast.lower_precision_safe_modules;
+  if (!c.torch_autocast.enabled || !listed || listed->empty()) return;
+  constexpr const char* kListed = "/torch_autocast/lower_precision_safe_modules";
+  if (c.zero_optimization.zero_quantized_gradients) {
+    problems.error(kListed,
+                   "excludes zero_optimization.zero_quantized_gradients: both say how gradients travel; keep one");
+  }
+  if (c.gradient_compression.method != CompressionMethod::kNone) {
+    problems.error(kListed, cat("excludes gradient_compression.method ", name_of(c.gradient_compression.method),
+                                ": both say how gradients travel; keep one"));
+  }
 }
 
 bool tested_with_zero(const std::string& type) {

@@ -61,8 +61,6 @@ bool compresses_layers(const CompressionTrainingSection& s) {
 void collect_precision(const DsConfig& c, Collector& out) {
   out.later(c.data_types.keep_in_fp32_modules && !c.data_types.keep_in_fp32_modules->empty(),
             "data_types.keep_in_fp32_modules", "use \"auto\"");
-  out.later(c.torch_autocast.enabled && c.torch_autocast.lower_precision_safe_modules,
-            "torch_autocast.lower_precision_safe_modules", "remove it");
   if (c.fp8.enabled) {
     const std::string fp8 = "fp8 with ";
     out.later(c.tensor_parallel.autotp_size > 1, fp8 + "tensor_parallel", "turn one of them off");

@@ -256,6 +256,10 @@ void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan)
   if (!facts.pipeline_module) return;
   require<ConfigError>(!config.sparse_gradients, "sparse_gradients: true excludes a pipeline::PipelineModule, whose ",
                        "buckets follow its stages and what they share; remove it, or give the model as one module");
+  const auto& listed = config.torch_autocast.lower_precision_safe_modules;
+  require<ConfigError>(!config.torch_autocast.enabled || !listed || listed->empty(),
+                       "torch_autocast.lower_precision_safe_modules excludes a pipeline::PipelineModule, whose ",
+                       "buckets follow its stages and what they share; remove it, or give the model as one module");
   require<ConfigError>(facts.trains,
                        "optimizer: expected this section in the ds_config with a pipeline::PipelineModule, ",
                        "found none; add \"optimizer\": {\"type\": \"AdamW\", \"params\": {\"lr\": 1e-3}}, also where ",
@@ -336,6 +340,8 @@ void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan
   choose_gradient_compression(config.gradient_compression, plan);
   plan.sparse_gradients = config.sparse_gradients && plan.shard_ranks > 1;
   choose_compressed_optimizer(config, facts, plan);
+  const auto& listed = config.torch_autocast.lower_precision_safe_modules;
+  if (plan.autocast && listed && plan.shard_ranks > 1 && !plan.error_feedback) plan.sent_in_autocast = *listed;
   plan.require_all_gradients = !zero.ignore_unused_parameters;
   plan.clip_value = config.gradient_clip_by_value;
   if (facts.trains) choose_speculation(config, facts, plan);

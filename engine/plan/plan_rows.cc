@@ -68,6 +68,7 @@ std::string gradients_text(const Plan& plan) {
   }
   text += plan.overlap_reduction ? ", overlapped with backward" : ", after backward";
   text += cat("; ", plan.average_gradients ? "mean" : "sum", " in ", name_of(plan.communication_dtype));
+  if (!plan.sent_in_autocast.empty()) text += cat(", of listed modules in ", name_of(*plan.autocast));
   if (plan.gradient_dtype != plan.communication_dtype) text += cat(", accumulated in ", name_of(plan.gradient_dtype));
   return text;
 }
@@ -169,6 +170,14 @@ void add_gradient_compression_row(const DsConfig& config, Plan& plan) {
   if (plan.sparse_gradients) {
     plan.rows.push_back({"embeddings", "rows of their gradients that are not zero travel alone where that is less",
                          "sparse_gradients: true"});
+  }
+  if (!plan.sent_in_autocast.empty()) {
+    std::string classes;
+    for (const std::string& name : plan.sent_in_autocast) classes += cat(classes.empty() ? "" : ", ", name);
+    plan.rows.push_back({"listed modules",
+                         cat(classes, ": gradients", plan.gather ? " and gathered parameters" : "", " travel in ",
+                             name_of(*plan.autocast)),
+                         "torch_autocast.lower_precision_safe_modules"});
   }
   if (!section.compresses()) return;
   if (plan.compression.compresses()) {

@@ -57,6 +57,9 @@ void add_rows_without_effect(const config::DsConfig& config, Plan& plan) {
   moot(zero.zero_quantized_gradients && plan.gradient_bits == 0, "zero_quantized_gradients",
        plan.partition_optimizer ? "no ranks share slices; copies are joined as they are"
                                 : "stage 0 reduces whole buckets by all-reduce");
+  const auto& listed = config.torch_autocast.lower_precision_safe_modules;
+  moot(plan.autocast && listed && !listed->empty() && plan.sent_in_autocast.empty(), "lower_precision_safe_modules",
+       plan.error_feedback ? "the optimizer compresses what ranks exchange itself" : "no ranks share gradients");
   moot(config.sparse_gradients && !plan.sparse_gradients, "sparse_gradients", "no ranks share gradients");
   moot(zero.mics_hierarchical_params_gather, "mics_hierarchical_params_gather",
        "collectives go through shared memory inside a host and between hosts once already");

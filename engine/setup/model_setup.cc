@@ -8,6 +8,7 @@
 #include "engine/state/embedding_rows.h"
 #include "engine/state/gradient_compression.h"
 #include "engine/state/held_bytes.h"
+#include "engine/state/module_classes.h"
 #include "zero/parameter_publisher.h"
 
 namespace ds::engine {
@@ -34,11 +35,18 @@ GradientParts make_gradients(const ModelState& model, const std::vector<int64_t>
   if (model.plan.locate_non_finite) {
     parts.check = std::make_unique<zero::GradientCheck>(device, /*lazy=*/!device.is_cpu());
   }
+  zero::ReducerOptions options = reducer_options(model.plan, model.module->name(), device.is_cpu());
+  if (!model.plan.sent_in_autocast.empty()) {
+    for (const zero::ParameterBucket& bucket : model.buckets) {
+      options.bucket_dtypes.push_back(static_cast<at::ScalarType>(
+          bucket.layout().sent_as.value_or(static_cast<int>(at::ScalarType::Undefined))));
+    }
+  }
   parts.reducer = std::make_unique<zero::GradientReducer>(
       model.buckets, model.parameters,
       zero::ReduceRoutes{*groups.shards, groups.replicas.get(), parts.reduction.get(),
                          model.offloaded ? model.offloaded->gradients() : nullptr},
-      reducer_options(model.plan, model.module->name(), device.is_cpu()));
+      options);
   if (parts.check) parts.reducer->check_with(*parts.check);
   return parts;
 }
@@ -54,6 +62,20 @@ std::vector<int64_t> widths_of_tables(const ModelState& model) {
         "of an EmbeddingBag, or of a layer named as one (wte, embed_tokens, ...); remove it, or rename the layer");
   }
   return widths;
+}
+
+// torch_autocast.lower_precision_safe_modules, whose names are looked at where nothing is sent, too.
+void choose_listed(const ModelState& model, const config::TorchAutocastSection& section, BucketOptions& options) {
+  if (!section.enabled || !section.lower_precision_safe_modules) return;
+  const std::vector<std::string>& names = *section.lower_precision_safe_modules;
+  auto tensors = tensors_of_classes(*model.module, names, "torch_autocast.lower_precision_safe_modules");
+  if (model.plan.sent_in_autocast.empty()) return;
+  if (tensors.empty() && model.ranks.world->rank() == 0) {
+    log::warning("torch_autocast.lower_precision_safe_modules has no effect: no module of these classes has ",
+                 "parameters of its own; all travel in ", name_of(model.plan.communication_dtype));
+  }
+  options.sent_as = scalar_type(*model.plan.autocast);
+  options.sent_in_it = std::move(tensors);
 }
 
 void make_access(ModelState& model) {
@@ -112,6 +134,7 @@ void lay_out_model(ModelState& model, const config::DsConfig& config, const Mode
   }
   const std::vector<int64_t> widths = widths_of_tables(model);
   if (model.plan.sparse_gradients) options.parts = parts_by_width(widths);
+  choose_listed(model, config.torch_autocast, options);
   ModelLayout layout = lay_out(parameters, group_of, options, shards.size());
   model.offloaded = make_offloaded(model, config, layout);
   BucketedModel built = build_buckets(parameters, std::move(layout), options, values, model.offloaded.get(), shards);

@@ -113,6 +113,9 @@ ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& g
       const int64_t numel = list[i].tensor.numel();
       const bool persistent = !shared && persistent_budget.takes(numel);
       shapes.push_back({list[i].name, numel, group_of[i], static_cast<int>(options.dtype), persistent});
+      if (options.sent_as && options.sent_in_it.contains(list[i].tensor.unsafeGetTensorImpl())) {
+        shapes.back().sent_as = static_cast<int>(*options.sent_as);
+      }
     }
     std::vector<zero::BucketLayout> buckets =
         zero::lay_out(shapes, {.world_size = options.partition ? ranks : 1,

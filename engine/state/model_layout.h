@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "core/slices/segment.h"
@@ -65,6 +66,10 @@ struct BucketOptions {
   // alone. Empty: one part. Buckets come in the order of parts' first parameters, over a tensor axis of their numbers.
   std::vector<int> parts;
   std::vector<int> shared_parts;  // those that lie in other models, too: one bucket a group, never persistent
+  // Parameters, by their tensors, that ranks send each other in a dtype of their own: gradients and, with `shard`, the
+  // values of those that are gathered.
+  std::optional<at::ScalarType> sent_as;
+  std::unordered_set<const void*> sent_in_it;
   // With `shard`, where the slices of a trainable bucket live that has this master (undefined: the slice itself is it).
   // Empty: beside the bucket, or where offloaded parameters are.
   std::function<std::shared_ptr<SliceStore>(const at::Tensor& master)> store_of;

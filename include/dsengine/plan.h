@@ -49,6 +49,7 @@ struct Plan {
   DType state_dtype = DType::kFloat32;          // optimizer states
   bool separate_master = false;                 // masters beside the parameters
   std::optional<DType> autocast;                // torch_autocast around forward
+  std::vector<std::string> sent_in_autocast;    // classes of modules whose parameters ranks send in `autocast`
   std::optional<DType> buffer_dtype;            // cast the module's buffers
   bool cast_inputs = false;                     // fp16.auto_cast
 

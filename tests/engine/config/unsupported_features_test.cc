@@ -22,8 +22,6 @@ const Refused kRefused[] = {
     {"{optimizer: {type: 'Rprop'}}", "optimizer.type"},
     {"{scheduler: {type: 'ReduceLROnPlateau'}}", "scheduler.type"},
     {"{amp: {enabled: true}}", "amp"},
-    {"{torch_autocast: {enabled: true, lower_precision_safe_modules: ['a']}}",
-     "torch_autocast.lower_precision_safe_modules"},
     {"{fp8: {enabled: true}, torch_autocast: {enabled: true}}", "fp8 with torch_autocast"},
     {"{fp8: {enabled: true}, fp16: {enabled: true, auto_cast: true}}", "fp8 with fp16.auto_cast"},
     {"{data_types: {keep_in_fp32_modules: ['norm']}}", "data_types.keep_in_fp32_modules"},
