@@ -14,6 +14,7 @@
 #include "checkpoint/index.h"
 #include "checkpoint/source/part_reader.h"
 #include "checkpoint/stored_file.h"
+#include "comm/meeting/host_identity.h"
 #include "core/check.h"
 #include "core/split/part_runs.h"
 #include "core/tensor_check.h"
@@ -28,9 +29,7 @@ class FolderSource final : public Source, public PartReader {
     const std::string index = (place / kIndexName).string();
     index_ = index_from(read_text(index), index);
     for (const auto& [name, record] : index_.files) {
-      File& file = files_.emplace(name, File{StoredFile(file_in_folder(folder, name, index)), &record}).first->second;
-      require<IoError>(file.stored.bytes() == record.bytes, file.stored.path(), ": expected ", record.bytes,
-                       " bytes, found ", file.stored.bytes(), file.stored.bytes() < record.bytes ? ": truncated" : "");
+      File& file = files_.emplace(name, file_of(file_in_folder(folder, name, index), record)).first->second;
       for (const Piece& piece : record.pieces) {
         if (piece.length > 0) group_of(piece).pieces.push_back({&file, &piece});
       }
@@ -93,7 +92,8 @@ class FolderSource final : public Source, public PartReader {
   // Where everything lies is in the index, so a file is not opened before something in it is wanted: of a checkpoint of
   // many ranks each rank needs few.
   struct File {
-    StoredFile stored;
+    std::string path;
+    std::optional<StoredFile> stored;  // none: on another host
     const FileRecord* record = nullptr;
     bool header_read = false;
   };
@@ -108,6 +108,16 @@ class FolderSource final : public Source, public PartReader {
     std::vector<Stored> pieces;  // ascending
   };
 
+  File file_of(std::string path, const FileRecord& record) const {
+    File file{std::move(path), std::nullopt, &record};
+    std::error_code error;
+    if (index_.of_one_host && !std::filesystem::exists(file.path, error)) return file;
+    const StoredFile& stored = file.stored.emplace(file.path);
+    require<IoError>(stored.bytes() == record.bytes, file.path, ": expected ", record.bytes, " bytes, found ",
+                     stored.bytes(), stored.bytes() < record.bytes ? ": truncated" : "");
+    return file;
+  }
+
   Group& group_of(const Piece& piece) {
     Group& group = stored_[piece.path][piece.part ? piece.part->index : 0];
     group.part = piece.part;
@@ -117,8 +127,8 @@ class FolderSource final : public Source, public PartReader {
   static void require_header(File& file) {
     if (file.header_read) return;
     std::string header(file.record->header_bytes, '\0');
-    file.stored.read(0, header.data(), header.size());
-    require<IoError>(checksum(header.data(), header.size()) == file.record->header_checksum, file.stored.path(),
+    file.stored->read(0, header.data(), header.size());
+    require<IoError>(checksum(header.data(), header.size()) == file.record->header_checksum, file.path,
                      ": its first ", header.size(), " bytes are not those that were written: damaged");
     file.header_read = true;
   }
@@ -178,12 +188,17 @@ class FolderSource final : public Source, public PartReader {
   }
 
   void read_block(const Stored& stored, size_t block, void* to, size_t bytes) {
-    if (open_ && open_ != stored.file) open_->stored.close();
+    require<IoError>(stored.file->stored.has_value(), stored.file->path, ": tensor \"", stored.piece->path,
+                     "\": expected this file on host ", comm::host_name(), ", found none. The checkpoint was written ",
+                     "with checkpoint.use_node_local_storage, each host has the files of its own ranks: load it with ",
+                     "the same ranks on the same hosts at the same ZeRO stage, or copy the files of all hosts to one ",
+                     "folder first");
+    if (open_ && open_ != stored.file) open_->stored->close();
     open_ = stored.file;
     require_header(*stored.file);
     const uint64_t position = stored.piece->begin + block * kChecksumBlock;
-    stored.file->stored.read(position, to, bytes);
-    require<IoError>(checksum(to, bytes) == stored.piece->checksums[block], stored.file->stored.path(), ": tensor \"",
+    stored.file->stored->read(position, to, bytes);
+    require<IoError>(checksum(to, bytes) == stored.piece->checksums[block], stored.file->path, ": tensor \"",
                      stored.piece->path, "\": bytes ", position, " to ", position + bytes,
                      " are not those that were written: the file is damaged; load another checkpoint");
   }

@@ -161,6 +161,7 @@ std::string to_text(const Index& index) {
   json content = table_to_json(index);
   content["state"] = to_json(index.state);
   content["aliases"] = index.aliases;
+  if (index.of_one_host) content["of_one_host"] = true;
   return sealed(content);
 }
 
@@ -170,6 +171,7 @@ Index index_from(const std::string& text, const std::string& where) {
   try {
     index.state = training_state_from(content.at("state"), where);
     index.aliases = content.at("aliases").get<std::map<std::string, std::string>>();
+    index.of_one_host = content.value("of_one_host", false);
   } catch (const json::exception& error) {
     throw IoError(cat(where, ": ", error.what()));
   }

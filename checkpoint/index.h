@@ -44,6 +44,8 @@ struct Index {
   std::map<std::string, std::string> aliases;
   std::map<std::string, TensorInfo> tensors;
   std::map<std::string, FileRecord> files;  // by their names in the folder
+  // The folder is one host's, and has the files of its ranks; those of others lie on their hosts, in folders like it.
+  bool of_one_host = false;
 };
 
 inline constexpr const char* kIndexName = "index.json";

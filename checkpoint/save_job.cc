@@ -59,6 +59,15 @@ void SaveJob::give_up() noexcept {
   }
 }
 
+nlohmann::json SaveJob::table_of(int rank) const {
+  const std::string path = rank_file(target_, rank, "json");
+  return unsealed(read_text(path), path);
+}
+
+void SaveJob::put_table(int rank, const nlohmann::json& table) {
+  write_file(rank_file(target_, rank, "json"), sealed(table), /*durable=*/false);
+}
+
 void SaveJob::join_tables(Index& index, std::chrono::milliseconds patience) {
   const auto begin = std::chrono::steady_clock::now();
   const auto limit = begin + patience;
@@ -100,6 +109,7 @@ void SaveJob::publish(TrainingState state, std::map<std::string, std::string> al
     Index index;
     index.state = std::move(state);
     index.aliases = std::move(aliases);
+    index.of_one_host = target_.of_one_host;
     join_tables(index, patience);
     const std::string text = to_text(index);
     const std::string path = (std::filesystem::path(target_.save.incomplete) / kIndexName).string();

@@ -28,6 +28,7 @@ struct SaveTarget {
   bool save_latest = true;
   int64_t keep_last = 0;  // whole tags that stay; 0: all
   bool durable = true;    // on the disk when it is published; else a crash of the machine may damage it
+  bool of_one_host = false;  // as Index: the folder is for the ranks of this host
 };
 
 // begin_tag() comes before any rank makes one. Methods in this order, from one thread at a time, cancel() from any.
@@ -43,9 +44,13 @@ class SaveJob {
   void finish();
   // To be called in place of finish(), after a failure.
   void give_up() noexcept;
+  // With of_one_host, between finish() and publish(), by the rank that publishes: the table of a rank that has
+  // finished here; what publish() takes for the table of a rank of another host, whose files lie there.
+  nlohmann::json table_of(int rank) const;
+  void put_table(int rank, const nlohmann::json& table);
 
-  // Rank 0: waits for the tables of all ranks, then publishes. Throws IoError, naming the rank, when one gave up, when
-  // `patience` is over, or cancel() was called; nothing of the save is left then.
+  // Rank 0, or the first one of a host: waits for the tables of all ranks, then publishes. Throws IoError, naming the
+  // rank, when one gave up, when `patience` is over, or cancel() was called; nothing of the save is left then.
   void publish(TrainingState state, std::map<std::string, std::string> aliases, std::chrono::milliseconds patience);
   void cancel() { cancelled_ = true; }
   // From any thread: publish() waits for others so long at most, from now on.

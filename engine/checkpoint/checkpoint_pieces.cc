@@ -19,18 +19,25 @@ std::pair<int64_t, int64_t> part_of(int64_t begin, int64_t end, int64_t index, i
   return {std::min(end, begin + index * part), std::min(end, begin + (index + 1) * part)};
 }
 
-// Which of the ranks that hold the same slices this one is, and how many they are.
-std::pair<int, int> copy_of(const ModelState& state, size_t bucket, bool partitioned) {
-  if (!partitioned) return {state.ranks.part->rank(), state.ranks.part->size()};
+// Which of the ranks that hold the whole part of the model this one is, and how many they are.
+std::pair<int, int> copy_of_part(const ModelState& state, const HostFolders& folders) {
+  if (folders.apart()) return folders.place_among(ranks_of_part(state.ranks));
+  return {state.ranks.part->rank(), state.ranks.part->size()};
+}
+
+// Likewise of those that hold the same of a bucket.
+std::pair<int, int> copy_of(const ModelState& state, const HostFolders& folders, size_t bucket, bool partitioned) {
+  if (!partitioned) return copy_of_part(state, folders);
   const comm::Communicator* replicas = state.groups_of(bucket).replicas;
   if (!replicas) return {0, 1};
+  if (folders.apart()) return folders.place_among(ranks_of_slice(state.ranks));
   return {replicas->rank(), replicas->size()};
 }
 
 // Of what this rank holds, the part that it writes.
-BucketRange written_range(const ModelState& state, size_t bucket, bool partitioned) {
+BucketRange written_range(const ModelState& state, const HostFolders& folders, size_t bucket, bool partitioned) {
   BucketRange range = held_range(state, bucket, partitioned);
-  const auto [index, count] = copy_of(state, bucket, partitioned);
+  const auto [index, count] = copy_of(state, folders, bucket, partitioned);
   std::tie(range.begin, range.end) = part_of(range.begin, range.end, index, count);
   return range;
 }
@@ -68,10 +75,10 @@ bool is_written_here(const ModelState& state, const zero::Parameter& parameter) 
   return parameter.part || !state.tensor || state.tensor->ranks->rank() == 0;
 }
 
-void add_trained(const ModelState& state, size_t b, PieceList& pieces) {
+void add_trained(const ModelState& state, const HostFolders& folders, size_t b, PieceList& pieces) {
   const zero::BucketLayout& layout = state.buckets[b].layout();
   const bool partitioned = state.plan.partition_optimizer;
-  const BucketRange range = written_range(state, b, partitioned);
+  const BucketRange range = written_range(state, folders, b, partitioned);
   const auto add = [&](const at::Tensor& flat, const auto& path_of) {
     for_each_run(layout, range, [&](const Segment& run, int64_t position) {
       const zero::Parameter& parameter = state.parameters[static_cast<size_t>(run.parameter)];
@@ -86,10 +93,10 @@ void add_trained(const ModelState& state, size_t b, PieceList& pieces) {
 }
 
 // Stage 3.
-void add_frozen_bucket(const ModelState& state, size_t f, PieceList& pieces) {
+void add_frozen_bucket(const ModelState& state, const HostFolders& folders, size_t f, PieceList& pieces) {
   const zero::ParameterBucket& bucket = state.frozen_buckets[f];
   const bool partitioned = bucket.sharded();
-  const BucketRange range = written_range(state, state.buckets.size() + f, partitioned);
+  const BucketRange range = written_range(state, folders, state.buckets.size() + f, partitioned);
   at::Tensor flat = partitioned ? at::Tensor() : bucket.flat();
   if (partitioned && bucket.bits() > 0) {
     flat = at::empty({bucket.layout().slice_numel}, bucket.flat().options().device(bucket.encoded_slice().device()));
@@ -106,17 +113,18 @@ void add_frozen_bucket(const ModelState& state, size_t f, PieceList& pieces) {
 }
 
 // Below stage 3 every rank has them whole.
-void add_frozen_parameters(const ModelState& state, PieceList& pieces) {
+void add_frozen_parameters(const ModelState& state, const HostFolders& folders, PieceList& pieces) {
   int64_t total = 0;
   for (const zero::Parameter& parameter : state.frozen) total += parameter.tensor.numel();
-  const auto [begin, end] = part_of(0, total, state.ranks.part->rank(), state.ranks.part->size());
+  const auto [index, count] = copy_of_part(state, folders);
+  const auto [begin, end] = part_of(0, total, index, count);
   int64_t first = 0;
   for (const zero::Parameter& parameter : state.frozen) {
     const int64_t numel = parameter.tensor.numel();
     const int64_t from = std::clamp<int64_t>(begin - first, 0, numel);
     const int64_t to = std::clamp<int64_t>(end - first, 0, numel);
     first += numel;
-    const bool empty = numel == 0 && state.ranks.part->rank() == 0;
+    const bool empty = numel == 0 && index == 0;
     if (from == to && !empty) continue;
     if (!is_written_here(state, parameter)) continue;
     pieces.add(checkpoint::weight_path(parameter.name), parameter, /*frozen=*/true,
@@ -157,18 +165,19 @@ void for_each_run(const zero::BucketLayout& layout, const BucketRange& range,
   }
 }
 
-std::vector<StatePiece> state_pieces(const ModelState& state, bool with_frozen) {
+std::vector<StatePiece> state_pieces(const ModelState& state, const HostFolders& folders, bool with_frozen) {
   PieceList pieces;
   for (size_t b = 0; b < state.buckets.size(); ++b) {
-    if (state.counts(b)) add_trained(state, b, pieces);
+    if (state.counts(b)) add_trained(state, folders, b, pieces);
   }
+  const bool first = copy_of_part(state, folders).first == 0;
   add_memory(optimizer_memory(state), pieces);
-  if (state.ranks.part->rank() == 0) add_memory(shared_optimizer_memory(state), pieces);
+  if (first) add_memory(shared_optimizer_memory(state), pieces);
   add_memory(compression_memory(state), pieces);
-  if (state.ranks.part->rank() == 0) add_memory(fp8_memory(state), pieces);
+  if (first) add_memory(fp8_memory(state), pieces);
   if (!with_frozen) return pieces.take();
-  for (size_t f = 0; f < state.frozen_buckets.size(); ++f) add_frozen_bucket(state, f, pieces);
-  if (!state.gatherer) add_frozen_parameters(state, pieces);
+  for (size_t f = 0; f < state.frozen_buckets.size(); ++f) add_frozen_bucket(state, folders, f, pieces);
+  if (!state.gatherer) add_frozen_parameters(state, folders, pieces);
   return pieces.take();
 }
 

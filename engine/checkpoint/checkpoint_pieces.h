@@ -15,6 +15,7 @@
 
 #include "checkpoint/rank_files.h"
 #include "dsengine/weights.h"
+#include "engine/checkpoint/host_folders.h"
 #include "engine/state/model_state.h"
 #include "zero/partition.h"
 
@@ -47,8 +48,9 @@ BucketRange held_range(const ModelState& state, size_t bucket, bool partitioned)
 void for_each_run(const zero::BucketLayout& layout, const BucketRange& range,
                   const std::function<void(const Segment& run, int64_t position)>& use);
 
-// All pieces of weights, optimizer states and frozen parameters that this rank is to write.
-std::vector<StatePiece> state_pieces(const ModelState& state, bool with_frozen);
+// All pieces of weights, optimizer states and frozen parameters that this rank is to write. Where hosts have folders
+// apart, what several ranks hold is divided among those of a host, so that each folder has all that its ranks need.
+std::vector<StatePiece> state_pieces(const ModelState& state, const HostFolders& folders, bool with_frozen);
 
 // Calls `use` while slice, master and states of a bucket are in memory. `changes`: what it writes there is kept.
 void use_bucket(const ModelState& state, size_t bucket, bool changes, const std::function<void()>& use);

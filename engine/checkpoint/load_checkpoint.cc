@@ -16,6 +16,7 @@
 #include "engine/agreement/shared_failure.h"
 #include "engine/agreement/shared_text.h"
 #include "engine/checkpoint/checkpoint_fit.h"
+#include "engine/checkpoint/host_folders.h"
 #include "engine/checkpoint/state_reader.h"
 #include "engine/update/finished_gradients.h"
 
@@ -80,11 +81,12 @@ std::vector<std::string> lines_of(const std::string& text) {
 }
 
 // What rank 0 finds, on all ranks.
-std::vector<std::string> shared_tags(const Ranks& ranks, const std::string& folder, const std::string& tag) {
+std::vector<std::string> shared_tags(const Ranks& ranks, const HostFolders& folders, const std::string& folder,
+                                     const std::string& tag) {
   std::string joined;
   std::exception_ptr failure;
   const Outcome listed = on_all_ranks(ranks, failure, [&] {
-    if (ranks.world->rank() != 0) return;
+    if (!folders.leads()) return;
     for (const std::string& candidate : tags_to_try(folder, tag)) joined += candidate + '\n';
   });
   if (listed != Outcome::kGood) throw_failure(failure, folder);
@@ -152,11 +154,13 @@ class Attempt {
 LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, CallOrder& order,
                                  const LoadRequest& request) {
   const bool first = model.ranks.world->rank() == 0;
-  const std::string folder = text_of_first_rank(request.load_dir, model.ranks.device, *model.ranks.world);
+  const HostFolders folders =
+      run.config.checkpoint.use_node_local_storage ? host_folders(model.ranks) : one_folder(model.ranks);
+  const std::string folder = text_of_leader(request.load_dir, folders, model.ranks);
   require(!folder.empty(),
           "load_checkpoint: expected a folder of checkpoints, found an empty name; pass \".\" for the ",
           "working folder");
-  const std::vector<std::string> tags = shared_tags(model.ranks, folder, request.tag);
+  const std::vector<std::string> tags = shared_tags(model.ranks, folders, folder, request.tag);
   if (tags.empty()) {
     if (first) {
       log::warning("load_checkpoint: no checkpoint in ", folder, ": no file `latest` and no whole tag; ",

@@ -227,7 +227,8 @@ BufferCopies copy_buffers(const ModelState& model) {
   return copies;
 }
 
-void add_buffers(const ModelState& model, const BufferCopies& copies, NamedTensors& tensors) {
+void add_buffers(const ModelState& model, const HostFolders& folders, const BufferCopies& copies,
+                 NamedTensors& tensors) {
   if (copies.values.empty()) return;
   const at::Tensor& own = copies.checksums;
   at::Tensor first = own.clone().to(model.ranks.device);
@@ -235,11 +236,12 @@ void add_buffers(const ModelState& model, const BufferCopies& copies, NamedTenso
   comm::Communicator& sharing = model.tensor ? *model.ranks.world : *model.ranks.part;
   if (sharing.size() > 1) sharing.broadcast(first, 0, "checksums of buffers").wait();
   first = first.to(at::kCPU);
+  const bool sees_first = folders.shares(model.tensor ? 0 : model.ranks.first_of_part());
   for (size_t i = 0; i < copies.values.size(); ++i) {
     const auto& [name, values] = copies.values[i];
     if (sharing.rank() == 0) {
       tensors.emplace_back(checkpoint::buffer_path(name), values);
-    } else if (first.const_data_ptr<int64_t>()[i] != own.const_data_ptr<int64_t>()[i]) {
+    } else if (!sees_first || first.const_data_ptr<int64_t>()[i] != own.const_data_ptr<int64_t>()[i]) {
       tensors.emplace_back(checkpoint::rank_path(model.ranks.world->rank(), checkpoint::buffer_path(name)), values);
     }
   }
@@ -257,7 +259,7 @@ NamedTensors generator_states(const ModelState& model) {
   return tensors;
 }
 
-NamedTensors rank_tensors(const ModelState& model) {
+NamedTensors rank_tensors(const ModelState& model, const HostFolders& folders) {
   NamedTensors tensors;
   if (const auto& states = model.optimizer.client_states) {
     require(std::all_of(states->begin(), states->end(), [](const auto& state) { return state.is_known; }),
@@ -266,7 +268,7 @@ NamedTensors rank_tensors(const ModelState& model) {
             "such as ",
             "torch::optim::AdamParamState, or save the weights alone with save_16bit_model()");
   }
-  if (model.optimizer.steps_on_parameters() && model.ranks.world->rank() == 0) {
+  if (model.optimizer.steps_on_parameters() && folders.leads()) {
     tensors.emplace_back(checkpoint::rank_path(0, kClientOptimizer), serialized(*model.optimizer.client));
   }
   return tensors;

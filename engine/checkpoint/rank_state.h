@@ -10,6 +10,7 @@
 
 #include "checkpoint/source/training_state.h"
 #include "dsengine/weights.h"
+#include "engine/checkpoint/host_folders.h"
 #include "engine/state/model_state.h"
 
 namespace ds::engine {
@@ -19,8 +20,9 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 // Copies on the host of the states of this rank's random generators, by path.
 NamedTensors generator_states(const ModelState& model);
-// Likewise of what else is this rank's own beside its part of the model state: a client optimizer.
-NamedTensors rank_tensors(const ModelState& model);
+// Likewise of what else is this rank's own beside its part of the model state: a client optimizer, which the first rank
+// of each folder writes.
+NamedTensors rank_tensors(const ModelState& model, const HostFolders& folders);
 
 // Copies of the module's buffers on the host, under the model's names, with checksums as bit patterns.
 struct BufferCopies {
@@ -29,8 +31,10 @@ struct BufferCopies {
 };
 BufferCopies copy_buffers(const ModelState& model);
 // By path: those of the first rank with this part of the model are everybody's; another rank adds those that differ,
-// such as running statistics of its own batches. Collective.
-void add_buffers(const ModelState& model, const BufferCopies& copies, NamedTensors& tensors);
+// such as running statistics of its own batches, and one that does not see the first one's folder all of its own.
+// Collective.
+void add_buffers(const ModelState& model, const HostFolders& folders, const BufferCopies& copies,
+                 NamedTensors& tensors);
 
 // What the optimizer remembers beside states of elements, and gradient_compression, under its paths in a checkpoint:
 // live references. Of this rank alone, and what is the same on all ranks, which the first one with this part of the

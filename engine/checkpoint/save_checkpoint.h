@@ -1,4 +1,4 @@
-// Saving a checkpoint: every rank writes its part, rank 0 publishes.
+// Saving a checkpoint: every rank writes its part, rank 0 publishes; with folders of hosts, the first rank of each.
 #pragma once
 
 #include <string>

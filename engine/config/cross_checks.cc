@@ -158,6 +158,14 @@ void check_activations(const DsConfig& c, JsonProblems& problems) {
   }
 }
 
+void check_checkpoint(const DsConfig& c, JsonProblems& problems) {
+  if (c.checkpoint.use_node_local_storage && c.checkpoint.writer && c.checkpoint.writer->decoupled) {
+    problems.error("/checkpoint/use_node_local_storage",
+                   "excludes checkpoint.writer.decoupled: hosts tell each other what they have written, which they "
+                   "cannot beside training; set one of them to false");
+  }
+}
+
 void check_elasticity(const DsConfig& c, JsonProblems& problems) {
   if (!c.elasticity.enabled || c.elasticity.ignore_non_elastic_batch_info) return;
   for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
@@ -204,6 +212,7 @@ void check_across_sections(const DsConfig& config, JsonProblems& problems) {
   check_compression(config, problems);
   check_sparse_gradients(config, problems);
   check_activations(config, problems);
+  check_checkpoint(config, problems);
   check_elasticity(config, problems);
   check_tensor_parallel(config, problems);
   warn_without_effect(config, problems);

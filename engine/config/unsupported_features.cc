@@ -105,8 +105,6 @@ void collect_features(const DsConfig& c, Collector& out) {
           "weight_quantization.quantized_initialization",
           "makes sense for inference alone: weights of Linear and Embedding layers become integers as they are made, "
           "which no gradient changes; remove it");
-  out.later(c.checkpoint.use_node_local_storage, "checkpoint.use_node_local_storage",
-            "use false; rank 0 joins the parts of all ranks, so that they lie on a file system all hosts share");
   out.later(c.checkpoint.writer && c.checkpoint.writer->type == "MOCK", "checkpoint.writer.type",
             "use FAST; MOCK writes nothing");
   out.later(c.eigenvalue.enabled, "eigenvalue", "turn it off");

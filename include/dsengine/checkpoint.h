@@ -13,7 +13,8 @@ namespace ds::engine {
 // What save_checkpoint(save_dir, tag, options) does.
 //
 // Writes all state to <save_dir>/<tag> (default: "global_step<N>"), each rank its part, in one piece or not at all: a
-// folder under that name is complete and on the disk. Returns its path. Collective; save_dir must be seen by all hosts.
+// folder under that name is complete and on the disk. Returns its path. Collective; save_dir must be seen by all hosts
+// or, with checkpoint.use_node_local_storage, is the same on the ranks of a host, each of which reads there again.
 // When a rank cannot write, all throw (that rank the cause, the others IoError) and what was in save_dir before is
 // untouched.
 // Asynchronous: returns at once; the state is copied beside the next forward and backward (the next update waits for
