@@ -29,6 +29,7 @@ struct SaveTarget {
   int64_t keep_last = 0;  // whole tags that stay; 0: all
   bool durable = true;    // on the disk when it is published; else a crash of the machine may damage it
   bool of_one_host = false;  // as Index: the folder is for the ranks of this host
+  bool mock = false;         // nothing is written and nothing published: checksums are all that is made of the state
 };
 
 // begin_tag() comes before any rank makes one. Methods in this order, from one thread at a time, cancel() from any.
@@ -39,7 +40,7 @@ class SaveJob {
 
   // Creates the files. Throws IoError.
   void open(const std::vector<PlannedPiece>& pieces);
-  void write(size_t piece, const at::Tensor& values) { files_->write(piece, values); }
+  void write(size_t piece, const at::Tensor& values);
   // Completes files and table. Throws IoError.
   void finish();
   // To be called in place of finish(), after a failure.

@@ -53,6 +53,11 @@ void require_json(const checkpoint::TrainingState& training) {
   }
 }
 
+// checkpoint.writer.type "MOCK".
+bool writes_nothing(const config::DsConfig& config) {
+  return config.checkpoint.writer && config.checkpoint.writer->type == "MOCK";
+}
+
 // One save. Its steps are called in their order, by all ranks.
 class Saving {
  public:
@@ -85,7 +90,7 @@ class Saving {
     together("begin it", [&] {
       if (!folders_.leads()) return;
       require_json(training_);
-      checkpoint::begin_tag(job_->target().save);
+      if (!writes_nothing(run_.config)) checkpoint::begin_tag(job_->target().save);
     });
     together("list its part",
              [&] { saved_->pieces = state_pieces(model_, folders_, !options_.exclude_frozen_parameters); });
@@ -93,7 +98,7 @@ class Saving {
 
   void write_now() {
     together("write its part", [&] { write_live(model_, *job_, *saved_); });
-    if (folders_.apart()) exchange_tables();
+    if (folders_.apart() && !writes_nothing(run_.config)) exchange_tables();
     together("publish it", [&] { publication()(kVisible); });
   }
 
@@ -104,7 +109,10 @@ class Saving {
     saves.start(job_, std::move(parts));
   }
 
-  std::string path() const { return checkpoint::tag_path(job_->target().save.save_dir, job_->target().save.tag); }
+  std::string path() const {
+    if (writes_nothing(run_.config)) return {};
+    return checkpoint::tag_path(job_->target().save.save_dir, job_->target().save.tag);
+  }
 
  private:
   std::shared_ptr<SaveJob> make_job(const SaveRequest& request) const {
@@ -123,7 +131,8 @@ class Saving {
                                .save_latest = options_.save_latest,
                                .keep_last = options_.keep_last.value_or(run_.config.checkpoint.keep_last),
                                .durable = run_.config.checkpoint.durable,
-                               .of_one_host = folders_.apart()});
+                               .of_one_host = folders_.apart(),
+                               .mock = writes_nothing(run_.config)});
   }
 
   // Ranks of one host meet in its folder, hosts here: each tells what its ranks have written.
@@ -197,6 +206,7 @@ class Saving {
 }  // namespace
 
 std::string save_checkpoint(const ModelState& model, const RunState& run, Saves& saves, const SaveRequest& request) {
+  if (writes_nothing(run.config)) saves.say_that_nothing_is_written(model.ranks);
   Saving saving(model, run, request);
   const bool by_default = run.config.checkpoint.writer && run.config.checkpoint.writer->decoupled;
   const bool later = request.options.asynchronous.value_or(by_default);

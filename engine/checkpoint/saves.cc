@@ -38,6 +38,13 @@ std::string Saves::finish(const Ranks& ranks) {
              failure ? message_of(failure) : cat("rank ", failed, " failed, its message says why"));
 }
 
+void Saves::say_that_nothing_is_written(const Ranks& ranks) {
+  if (std::exchange(said_that_nothing_is_written_, true) || ranks.world->rank() != 0) return;
+  log::warning("save_checkpoint(): checkpoint.writer.type is MOCK: all of a save is done but its files, `latest` and ",
+               "folders stay as they are, there is nothing to load, and the path that is returned is empty; use FAST ",
+               "to keep checkpoints (said once)");
+}
+
 void Saves::end() noexcept {
   if (!job_) return;
   if (std::uncaught_exceptions() > 0) job_->hurry(kVisible);  // another rank may be gone

@@ -28,11 +28,14 @@ class Saves {
   void start(std::shared_ptr<checkpoint::SaveJob> job, checkpoint::BackgroundSave::Parts parts);
   // Returns when no save is in flight, with the message of the last one's failure, if any. Collective.
   std::string finish(const Ranks& ranks);
+  // checkpoint.writer.type "MOCK", once, in rank 0's log.
+  void say_that_nothing_is_written(const Ranks& ranks);
   void end() noexcept;  // likewise when the engine ends: not collective, the message goes to the log
 
  private:
   std::shared_ptr<checkpoint::SaveJob> job_;  // of the last asynchronous save, until finish()
   checkpoint::BackgroundSave background_;
+  bool said_that_nothing_is_written_ = false;
 };
 
 }  // namespace ds::engine

@@ -105,8 +105,6 @@ void collect_features(const DsConfig& c, Collector& out) {
           "weight_quantization.quantized_initialization",
           "makes sense for inference alone: weights of Linear and Embedding layers become integers as they are made, "
           "which no gradient changes; remove it");
-  out.later(c.checkpoint.writer && c.checkpoint.writer->type == "MOCK", "checkpoint.writer.type",
-            "use FAST; MOCK writes nothing");
   out.later(c.eigenvalue.enabled, "eigenvalue", "turn it off");
   out.later(c.quantize_training.is_object(), "quantize_training", "remove it");
   out.later(c.graph_harvesting, "graph_harvesting", "use false");

@@ -242,9 +242,9 @@ class Engine {
   std::vector<std::pair<std::string, at::Tensor>> fp32_state_dict();
 
   // --- checkpoints: dsengine/checkpoint.h says what they do, docs/checkpoints.md how they are kept ------------------
-  // Collective. Returns the path of the tag's folder. Inside an accumulation, or between backward() and step(), it
-  // saves the state in which that began, without gradients, and warns: a run that loads it begins the accumulation
-  // anew.
+  // Collective. Returns the path of the tag's folder; empty with checkpoint.writer.type "MOCK", which writes nothing.
+  // Inside an accumulation, or between backward() and step(), it saves the state in which that began, without
+  // gradients, and warns: a run that loads it begins the accumulation anew.
   std::string save_checkpoint(const std::string& save_dir, const std::string& tag = "",
                               const SaveOptions& options = {});
   // Returns when the save in flight is published. Throws IoError on all ranks when it failed. Collective.

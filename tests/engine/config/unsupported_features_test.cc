@@ -42,7 +42,6 @@ const Refused kRefused[] = {
     {"{autotuning: {enabled: true}}", "autotuning"},
     {"{weight_quantization: {quantized_initialization: {num_bits: 4}}}",
      "weight_quantization.quantized_initialization"},
-    {"{checkpoint: {writer: {type: 'MOCK'}}}", "checkpoint.writer.type"},
     {"{eigenvalue: {enabled: true}}", "eigenvalue"},
     {"{quantize_training: {}}", "quantize_training"},
     {"{graph_harvesting: true}", "graph_harvesting"},
