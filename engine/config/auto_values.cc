@@ -56,6 +56,9 @@ const std::vector<Entry>& entries() {
       entry<&AutoValues::total_num_steps>("total_num_steps", {"/scheduler/params/total_num_steps"}),
       entry<&AutoValues::fp16>("fp16", {"/fp16/enabled"}),
       entry<&AutoValues::bf16>("bf16", {"/bf16/enabled", "/bfloat16/enabled"}),
+      entry<&AutoValues::nvme_path>(
+          "nvme_path",
+          {"/zero_optimization/offload_param/nvme_path", "/zero_optimization/offload_optimizer/nvme_path"}),
       entry<&AutoValues::hidden_size>("hidden_size", {}),
   };
   return kEntries;
@@ -117,8 +120,10 @@ void set_auto_value(AutoValues& values, const std::string& key, const std::strin
                         meant ? cat("did you mean ", *meant, "?") : cat("expected one of ", known)));
 }
 
+// But for the folder, which no trainer gives; this is the one of its documents.
 AutoValues hugging_face_values() {
   AutoValues values;
+  values.nvme_path = "/local_nvme";
   values.train_micro_batch_size_per_gpu = 8;
   values.gradient_accumulation_steps = 1;
   values.gradient_clipping = 1.0;

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "core/check.h"
+#include "core/json/json_convert.h"
 #include "engine/config/master_checks.h"
 #include "engine/config/tensor_checks.h"
 
@@ -166,6 +167,26 @@ void check_checkpoint(const DsConfig& c, JsonProblems& problems) {
   }
 }
 
+// JSON text that reads as a number. DeepSpeed's pydantic sections take it too; where it reads a key by itself it fails
+// with a TypeError, at the start or in the optimizer's first step.
+void warn_of_text(const DsConfig& c, JsonProblems& problems) {
+  const auto warn = [&problems](const std::string& pointer, const nlohmann::ordered_json& value) {
+    double number = 0;
+    if (!value.is_string() || !ds::convert(value, number)) return;
+    problems.warning(pointer, cat("found text, \"", value.get<std::string>(), "\", read as the number ", number,
+                                  "; write it without quotes: DeepSpeed stops at it"));
+  };
+  for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+                          "gradient_clipping"}) {
+    if (c.text.contains(key)) warn(cat("/", key), c.text[key]);
+  }
+  const auto optimizer = c.text.find("optimizer");
+  if (optimizer == c.text.end() || !optimizer->is_object() || !optimizer->contains("params")) return;
+  const nlohmann::ordered_json& params = (*optimizer)["params"];
+  if (!params.is_object()) return;
+  for (const auto& [key, value] : params.items()) warn(cat("/optimizer/params/", key), value);
+}
+
 void check_elasticity(const DsConfig& c, JsonProblems& problems) {
   if (!c.elasticity.enabled || c.elasticity.ignore_non_elastic_batch_info) return;
   for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
@@ -213,6 +234,7 @@ void check_across_sections(const DsConfig& config, JsonProblems& problems) {
   check_sparse_gradients(config, problems);
   check_activations(config, problems);
   check_checkpoint(config, problems);
+  warn_of_text(config, problems);
   check_elasticity(config, problems);
   check_tensor_parallel(config, problems);
   warn_without_effect(config, problems);

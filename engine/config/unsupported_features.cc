@@ -29,7 +29,9 @@ void collect_zero(const ZeroSection& s, Collector& out) {
   out.later(s.zenflow.has_value(), z + "zenflow",
             "remove it; offload_optimizer.super_offload updates on the host beside backward with the same results, "
             "offload_optimizer.delayed_update beside the next step with gradients one update old");
-  out.later(s.zeropp_loco_param.has_value(), z + "zeropp_loco_param", "remove it");
+  out.later(s.zeropp_loco_param.has_value(), z + "zeropp_loco_param",
+            "remove it (DeepSpeed has removed LoCo too); gradient_compression in place of zero_quantized_gradients "
+            "adds what was not sent to the next gradient (error_feedback)");
 }
 
 bool built(const std::string& optimizer) {
@@ -75,8 +77,12 @@ void collect_precision(const DsConfig& c, Collector& out) {
 }
 
 void collect_parallel(const DsConfig& c, Collector& out) {
-  out.later(c.expert_parallel.enabled, "expert_parallel", "turn it off");
-  out.later(c.sequence_parallel_size.value_or(1) > 1, "sequence_parallel_size", "use 1");
+  out.later(c.expert_parallel.enabled, "expert_parallel",
+            "turn it off: experts train as any other parameters, partitioned by zero_optimization.stage; DeepSpeed's "
+            "section finds mixtures of experts by Python classes");
+  out.later(c.sequence_parallel_size.value_or(1) > 1, "sequence_parallel_size",
+            "use 1; tensor_parallel with autotp_size and sequence_parallel cuts activations along the sequence between "
+            "layers, activation_checkpointing keeps fewer of them");
 }
 
 void collect_compression(const CompressionTrainingSection& s, Collector& out) {
@@ -91,23 +97,34 @@ void collect_features(const DsConfig& c, Collector& out) {
   out.add(
       c.aio.use_gds, "aio.use_gds",
       "needs cuFile (libcufile.so) and a GPU whose memory it reads files into, and this build does not call it; use "
-      "false: files are read into host memory");
-  out.later(c.flops_profiler.enabled, "flops_profiler", "turn it off");
-  out.later(c.comms_logger.enabled, "comms_logger", "turn it off");
+      "false: files are read into host memory and copied from there");
+  out.later(c.flops_profiler.enabled, "flops_profiler",
+            "turn it off: it counts operations of Python modules; wall_clock_breakdown prints what parts of a step "
+            "take, ds-tool simulate predicts them");
+  out.later(c.comms_logger.enabled, "comms_logger",
+            "turn it off; engine->comm_bytes_sent() counts bytes, flight_recorder keeps the last collectives (ds-tool "
+            "explain reads them), ds-tool bench measures them");
   const DataEfficiencySection& data = c.data_efficiency;
   out.later(data.enabled && data.data_sampling.enabled, "data_efficiency.data_sampling",
             "turn it off; curriculum_learning at the top level gives a difficulty by step");
   const RandomLtdSection& ltd = data.data_routing.random_ltd;
   out.later(data.enabled && data.data_routing.enabled && ltd.enabled && ltd.layer_token_lr_schedule.enabled,
             "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule", "turn it off, as DeepSpeed asks");
-  out.later(c.autotuning.enabled, "autotuning", "turn it off");
+  out.later(c.autotuning.enabled, "autotuning",
+            "turn it off: it starts a Python program many times; ds-tool check --parameters predicts the memory of a "
+            "config, ds-tool simulate its time, without a run");
   out.add(c.weight_quantization && !c.weight_quantization->quantized_initialization.empty(),
           "weight_quantization.quantized_initialization",
           "makes sense for inference alone: weights of Linear and Embedding layers become integers as they are made, "
           "which no gradient changes; remove it");
-  out.later(c.eigenvalue.enabled, "eigenvalue", "turn it off");
-  out.later(c.quantize_training.is_object(), "quantize_training", "remove it");
-  out.later(c.graph_harvesting, "graph_harvesting", "use false");
+  out.later(c.eigenvalue.enabled, "eigenvalue",
+            "turn it off: it chooses periods for quantize_training alone (DeepSpeed has removed both); "
+            "compression_training.weight_quantization has a quantization_period for each group of layers");
+  out.later(c.quantize_training.is_object(), "quantize_training",
+            "remove it (DeepSpeed has removed it too) and write compression_training.weight_quantization: start_bits, "
+            "target_bits and quantization_period by layers, docs/model_compression.md");
+  out.later(c.graph_harvesting, "graph_harvesting",
+            "use false: CUDA graphs of Python's forward, which DeepSpeed has removed too");
 }
 
 }  // namespace

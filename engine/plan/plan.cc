@@ -79,10 +79,10 @@ void choose_shards(const config::ZeroSection& zero, Plan& plan) {
   plan.shard_ranks = zero.mics_shard_size;
 }
 
-// zero_hpz_partition_size: ranks of a node. A node of all ranks is the plain case.
+// zero_hpz_partition_size: ranks of a node. A node of all ranks is the plain case; DeepSpeed takes a larger one for it.
 void choose_node(const config::ZeroSection& zero, Plan& plan) {
   const int64_t node = zero.zero_hpz_partition_size;
-  if (node <= 1 || node == plan.shard_ranks || plan.shard_ranks == 1) return;
+  if (node <= 1 || node >= plan.shard_ranks) return;
   require<ConfigError>(plan.shard_ranks % node == 0,
                        "zero_optimization.zero_hpz_partition_size: expected a divisor of ", plan.shard_ranks,
                        ", the ranks that share the parameters, found ", node, "; it is the number of ranks on a node");

@@ -79,7 +79,8 @@ struct AutoValues {
   std::optional<int64_t> total_num_steps;
   std::optional<bool> fp16;
   std::optional<bool> bf16;
-  std::optional<int64_t> hidden_size;  // of the model: sizes of stage 3
+  std::optional<std::string> nvme_path;  // of offload_param and offload_optimizer: a folder on a local disk
+  std::optional<int64_t> hidden_size;    // of the model: sizes of stage 3
 };
 
 // Whether the gradient of a step is the mean over ranks or their sum.
