@@ -87,6 +87,7 @@ void Engine::set_train_batch_size(int64_t size) {
   require(size > 0 && size % unit == 0, "set_train_batch_size: expected a positive multiple of ", unit, " (",
           train_micro_batch_size_per_gpu(), " per rank x ", dp_world_size(), " ranks), found ", size);
   impl_->order.require(Call::kSetTrainBatchSize);
+  if (impl_->sampler) impl_->sampler->set_accumulation(size / unit);
   impl_->config.gradient_accumulation_steps = size / unit;
   impl_->order.set_micro_batches_of_update(size / unit);
   impl_->config.train_batch_size = size;
@@ -94,7 +95,7 @@ void Engine::set_train_batch_size(int64_t size) {
 
 void Engine::set_train_micro_batch_size(int64_t size) {
   require(size > 0, "set_train_micro_batch_size: expected a positive size, found ", size);
-  if (impl_->loader) impl_->loader->set_micro_batch_size(size);
+  if (impl_->sampler) impl_->sampler->set_batch_size(size);
   if (impl_->state.pipeline) impl_->state.pipeline->runner->messages().reset_shapes();
   impl_->config.train_micro_batch_size_per_gpu = size;
   impl_->config.train_batch_size = size * gradient_accumulation_steps() * dp_world_size();

@@ -16,6 +16,7 @@
 #include "dsengine/lr_scheduler.h"
 #include "engine/checkpoint/run_state.h"
 #include "engine/checkpoint/saves.h"
+#include "engine/data/make_sampler.h"
 #include "engine/order/call_order.h"
 #include "engine/report/batch_notes.h"
 #include "engine/report/phases.h"
@@ -46,6 +47,7 @@ struct Engine::Impl {
   std::unique_ptr<Reporter> reporter;
   std::unique_ptr<Autocast> autocast;
   std::shared_ptr<DataLoader> loader;
+  std::shared_ptr<BatchSampler> sampler;  // the loader's, or what the program has asked for
   std::optional<TransferStream> inputs;  // what the program gives, to the device
   BatchNotes batches;                    // of the running accumulation
   AccumulationStart accumulation_start;
@@ -66,22 +68,24 @@ struct Engine::Impl {
     bool layer_drop = false;
     bool token_drop = false;
     bool sparse_attention = false;
+    bool data_sampler = false;
   } asked;
 
+  SamplerPlace sampler_place() const;
   RunState run_state() {
     const bool unfinished = !order.accumulation_begins();
     return {.config = config,
             .progress = progress,
             .loss_scaler = loss_scaler,
             .schedule = schedule.get(),
-            .loader = loader.get(),
+            .sampler = sampler.get(),
             .unfinished_micro_batches = order.micro_batches_done(),
             .start = unfinished ? &accumulation_start : nullptr};
   }
   // What comes next is the first micro-batch of an accumulation.
   // `restarted`: from another state than the last step left.
   void accumulation_begins(bool restarted = false) {
-    accumulation_start = engine::accumulation_start(state, loader.get());
+    accumulation_start = engine::accumulation_start(state, sampler.get());
     ++accumulations;
     follow_compression(restarted);
   }

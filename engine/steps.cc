@@ -30,7 +30,7 @@ void tell_of_joins(TensorParts& parts, int rank) {
 }
 
 // What only the program can do, at its own place in forward, and has not.
-void require_asked(const config::DsConfig& config, const Engine::Impl::Asked& asked) {
+void require_asked(const config::DsConfig& config, const Engine::Impl::Asked& asked, bool with_loader) {
   const auto demand = [&](bool enabled, bool done, const char* section, const char* call) {
     require(!enabled || done, section, " is enabled in ", config.source,
             ", and the program never asks for it: ", "expected a call of ", call,
@@ -43,6 +43,13 @@ void require_asked(const config::DsConfig& config, const Engine::Impl::Asked& as
          "engine::random_ltd(engine)");
   demand(config.sparse_attention.has_value(), asked.sparse_attention, "sparse_attention",
          "engine::sparse_self_attention(engine, heads)");
+  const auto& metrics = config.data_efficiency.data_sampling.curriculum_learning.metrics;
+  const bool loader_does_all = with_loader && std::all_of(metrics.begin(), metrics.end(),
+                                                          [](const efficiency::SampleMetric& m) { return m.chooses; });
+  demand(config.data_efficiency.chooses_samples(), asked.data_sampler || loader_does_all,
+         "data_efficiency.data_sampling",
+         with_loader ? "engine::data_sampler(engine), for the difficulty of the metrics of single_cluster,"
+                     : "engine::data_sampler(engine, size)");
 }
 
 }  // namespace
@@ -91,7 +98,7 @@ void Engine::Impl::warn_of_own_accumulation() {
 }
 
 void Engine::Impl::require_step(const char* call) {
-  require_asked(config, asked);
+  require_asked(config, asked, loader != nullptr);
   watch->look(call);
   watch->look_at_module(call);
   HeldStill::require_possible(state);

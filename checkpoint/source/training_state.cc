@@ -30,6 +30,32 @@ OptimizerState optimizer_from(const json& value) {
   return optimizer;
 }
 
+json curriculum_to_json(const efficiency::CurriculumPosition& position) {
+  json clusters = json::array();
+  for (const auto& cluster : position.clusters) {
+    clusters.push_back({{"difficulties", cluster.difficulties}, {"drawn", cluster.drawn}});
+  }
+  return {{"batches", position.batches},
+          {"batch_size", position.batch_size},
+          {"taken", position.taken},
+          {"files", position.files},
+          {"clusters", clusters}};
+}
+
+efficiency::CurriculumPosition curriculum_from(const json& value) {
+  efficiency::CurriculumPosition position{.batches = json_integer<int64_t>(value.at("batches")),
+                                          .batch_size = json_integer<int64_t>(value.at("batch_size")),
+                                          .taken = json_integer<int64_t>(value.at("taken")),
+                                          .files = json_integer<uint64_t>(value.at("files")),
+                                          .clusters = {}};
+  for (const json& cluster : value.at("clusters")) {
+    auto& to = position.clusters.emplace_back();
+    to.drawn = json_integer<int64_t>(cluster.at("drawn"));
+    to.difficulties = json_integers<int64_t>(cluster.at("difficulties"));
+  }
+  return position;
+}
+
 }  // namespace
 
 json to_json(const TrainingState& state) {
@@ -56,6 +82,7 @@ json to_json(const TrainingState& state) {
   if (state.data) {
     result["data"] = {
         {"epoch", state.data->epoch}, {"next_sample", state.data->next_sample}, {"seed", state.data->seed}};
+    if (state.data->curriculum) result["data"]["curriculum"] = curriculum_to_json(*state.data->curriculum);
   }
   return result;
 }
@@ -89,6 +116,7 @@ TrainingState training_state_from(const json& value, const std::string& where) {
       state.data = DataPosition{.epoch = json_integer<int64_t>(data.at("epoch")),
                                 .next_sample = json_integer<int64_t>(data.at("next_sample")),
                                 .seed = json_integer<uint64_t>(data.at("seed"))};
+      if (data.contains("curriculum")) state.data->curriculum = curriculum_from(data["curriculum"]);
     }
   } catch (const json::exception& error) {
     throw IoError(cat(where, ": training state: ", error.what()));

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "dsengine/lr_schedule.h"
+#include "efficiency/curriculum_position.h"
 #include "optim/loss_scaler.h"
 
 namespace ds::checkpoint {
@@ -18,11 +19,12 @@ struct OptimizerState {
   std::vector<optimizers::GroupOptions> groups;  // as they were at the save
 };
 
-// Where a sampler stands (engine/data/distributed_sampler.h): a position counted over all ranks.
+// Where a sampler stands (engine/data/batch_sampler.h): a position counted over all ranks.
 struct DataPosition {
   int64_t epoch = 0;
   int64_t next_sample = 0;
   uint64_t seed = 0;
+  std::optional<efficiency::CurriculumPosition> curriculum = {};
 
   bool operator==(const DataPosition&) const = default;
 };

@@ -56,9 +56,12 @@ void take_over_states(const ModelState& model, bool with_rank_states) {
   }
 }
 
-void take_position(DataLoader& loader, const checkpoint::DataPosition& saved, const std::string& location) {
+void take_position(BatchSampler& sampler, const checkpoint::DataPosition& saved, const std::string& location) {
   try {
-    loader.load_state({.epoch = saved.epoch, .next_sample = saved.next_sample, .seed = saved.seed});
+    sampler.load_state({.epoch = saved.epoch,
+                        .next_sample = saved.next_sample,
+                        .seed = saved.seed,
+                        .curriculum = saved.curriculum});
   } catch (const UsageError& error) {  // other data than the run had that saved, so its position means nothing
     log::warning("load_checkpoint: ", location, ": the training data begins anew: ", error.what());
   }
@@ -66,8 +69,8 @@ void take_position(DataLoader& loader, const checkpoint::DataPosition& saved, co
 
 }  // namespace
 
-AccumulationStart accumulation_start(const ModelState& model, const DataLoader* loader) {
-  return {.data = loader ? std::optional(loader->state()) : std::nullopt, .generators = generator_states(model)};
+AccumulationStart accumulation_start(const ModelState& model, const BatchSampler* sampler) {
+  return {.data = sampler ? std::optional(sampler->state()) : std::nullopt, .generators = generator_states(model)};
 }
 
 checkpoint::TrainingState training_state(const ModelState& model, const RunState& run,
@@ -89,9 +92,12 @@ checkpoint::TrainingState training_state(const ModelState& model, const RunState
   }
   if (run.loss_scaler) state.loss_scaler = run.loss_scaler->state();
   if (run.schedule) state.lr_iteration = run.schedule->last_batch_iteration();
-  if (run.loader) {
-    const SamplerState position = run.start && run.start->data ? *run.start->data : run.loader->state();
-    state.data = {.epoch = position.epoch, .next_sample = position.next_sample, .seed = position.seed};
+  if (run.sampler) {
+    const SamplerState position = run.start && run.start->data ? *run.start->data : run.sampler->state();
+    state.data = {.epoch = position.epoch,
+                  .next_sample = position.next_sample,
+                  .seed = position.seed,
+                  .curriculum = position.curriculum};
   }
   state.config = nlohmann::json(run.config.text);
   state.client_state = client_state;
@@ -120,7 +126,7 @@ void take_run_state(const ModelState& model, const RunState& run, const checkpoi
     const int64_t own = run.schedule->last_batch_iteration();
     run.schedule->load_last_batch_iteration(taken.with_schedule ? state.lr_iteration.value_or(own) : own);
   }
-  if (run.loader && state.data) take_position(*run.loader, *state.data, source.location());
+  if (run.sampler && state.data) take_position(*run.sampler, *state.data, source.location());
 }
 
 }  // namespace ds::engine

@@ -7,11 +7,10 @@
 
 #include "checkpoint/source/training_state.h"
 #include "dsengine/config.h"
-#include "dsengine/data_loader.h"
 #include "dsengine/lr_scheduler.h"
 #include "dsengine/weights.h"
 #include "engine/checkpoint/rank_state.h"
-#include "engine/data/distributed_sampler.h"
+#include "engine/data/batch_sampler.h"
 #include "engine/state/model_state.h"
 #include "engine/state/progress.h"
 #include "optim/loss_scaler.h"
@@ -20,10 +19,10 @@ namespace ds::engine {
 
 // Where a run stands when an accumulation begins: what a checkpoint that is saved inside of it goes on from.
 struct AccumulationStart {
-  std::optional<SamplerState> data;  // of the engine's loader
+  std::optional<SamplerState> data;  // of the engine's sampler
   NamedTensors generators;           // generator_states()
 };
-AccumulationStart accumulation_start(const ModelState& model, const DataLoader* loader);
+AccumulationStart accumulation_start(const ModelState& model, const BatchSampler* sampler);
 
 // All of it outlives the object.
 struct RunState {
@@ -31,7 +30,7 @@ struct RunState {
   Progress& progress;
   std::optional<optimizers::LossScaler>& loss_scaler;
   LrScheduler* schedule = nullptr;  // null: constant
-  DataLoader* loader = nullptr;     // null: the program's own data
+  BatchSampler* sampler = nullptr;  // null: the program's own data
   // Of the running accumulation, which a checkpoint leaves out: its micro-batches so far, and where it began. Null
   // between accumulations.
   int64_t unfinished_micro_batches = 0;

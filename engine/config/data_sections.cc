@@ -2,6 +2,7 @@
 
 #include "engine/config/describe.h"
 #include "engine/config/difficulty_checks.h"
+#include "engine/config/sample_metrics.h"
 
 namespace ds::engine::config {
 namespace {
@@ -10,10 +11,13 @@ void describe(JsonFields& json, CurriculumSection& s) {
   json.field("enabled", s.enabled);
   json.field("data_cluster_path", s.data_cluster_path);
   json.field("curriculum_metrics", s.curriculum_metrics);
-  if (json.reading() && s.enabled && !s.curriculum_metrics.is_object()) {
+  if (!json.reading() || !s.enabled) return;
+  if (!s.curriculum_metrics.is_object() || s.curriculum_metrics.empty()) {
     json.error("curriculum_metrics",
                "expected an object, one entry for each metric, since curriculum_learning is enabled");
+    return;
   }
+  json.section("curriculum_metrics", s, describe_sample_metrics, UnknownKeys::kWarn);
 }
 
 void describe(JsonFields& json, DynamicBatchingSection& s) {

@@ -38,6 +38,8 @@ void describe(JsonFields& json, WeightQuantizationSection& section);
 void describe(JsonFields& json, NebulaSection& section);
 void describe(JsonFields& json, ProgressiveLayerDropSection& section);
 void describe(JsonFields& json, CurriculumLearningSection& section);
+// Its schedule_config.
+void describe(JsonFields& json, DifficultySection& section);
 void describe(JsonFields& json, ElasticitySection& section);
 void describe(JsonFields& json, SparseAttentionSection& section);
 void describe(JsonFields& json, EigenvalueSection& section);

@@ -38,14 +38,6 @@ void describe(JsonFields& json, CompressionMethodSection& s) {
   }
 }
 
-void describe(JsonFields& json, DifficultySection& s) {
-  json.field("total_curriculum_step", s.total_curriculum_step);
-  json.field("difficulty_step", s.difficulty_step);
-  json.field("root_degree", s.root_degree);
-  json.field("difficulty", s.difficulty);
-  json.field("max_step", s.max_step);
-}
-
 void check_pattern(JsonFields& json, const SparseAttentionSection& s) {
   if (s.block < 1 || !kModes.contains(s.mode)) return;  // said already
   const std::string problem = ops::problem_of(pattern_of(s));
@@ -79,6 +71,14 @@ void describe(JsonFields& json, ProgressiveLayerDropSection& s) {
   if (json.reading() && s.enabled && (s.theta <= 0 || s.theta > 1)) {
     json.error("theta", cat("expected a probability in (0, 1], found ", s.theta));
   }
+}
+
+void describe(JsonFields& json, DifficultySection& s) {
+  json.field("total_curriculum_step", s.total_curriculum_step);
+  json.field("difficulty_step", s.difficulty_step);
+  json.field("root_degree", s.root_degree);
+  json.field("difficulty", s.difficulty);
+  json.field("max_step", s.max_step);
 }
 
 void describe(JsonFields& json, CurriculumLearningSection& s) {

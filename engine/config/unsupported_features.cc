@@ -105,8 +105,9 @@ void collect_features(const DsConfig& c, Collector& out) {
             "turn it off; engine->comm_bytes_sent() counts bytes, flight_recorder keeps the last collectives (ds-tool "
             "explain reads them), ds-tool bench measures them");
   const DataEfficiencySection& data = c.data_efficiency;
-  out.later(data.enabled && data.data_sampling.enabled, "data_efficiency.data_sampling",
-            "turn it off; curriculum_learning at the top level gives a difficulty by step");
+  out.later(data.enabled && data.data_sampling.enabled && data.data_sampling.dynamic_batching.enabled,
+            "data_efficiency.data_sampling.dynamic_batching",
+            "turn it off; batches have train_micro_batch_size_per_gpu samples each");
   const RandomLtdSection& ltd = data.data_routing.random_ltd;
   out.later(data.enabled && data.data_routing.enabled && ltd.enabled && ltd.layer_token_lr_schedule.enabled,
             "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule", "turn it off, as DeepSpeed asks");

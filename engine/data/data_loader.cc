@@ -54,7 +54,10 @@ int64_t TrainingData::size() const {
 DataLoader::DataLoader(TrainingData data, const DataLoaderOptions& options)
     : data_(std::move(data)),
       copies_(std::make_unique<TransferStream>(options.device)),
-      sampler_(std::make_unique<DistributedSampler>(sampler_options(data_, options))) {}
+      sampler_(std::make_shared<DistributedSampler>(sampler_options(data_, options))) {}
+
+DataLoader::DataLoader(TrainingData data, std::shared_ptr<BatchSampler> sampler, at::Device device)
+    : data_(std::move(data)), copies_(std::make_unique<TransferStream>(device)), sampler_(std::move(sampler)) {}
 
 DataLoader::~DataLoader() = default;
 

@@ -1,51 +1,11 @@
 #include "engine/data/distributed_sampler.h"
 
 #include <algorithm>
-#include <bit>
 
 #include "core/check.h"
+#include "engine/data/permutation.h"
 
 namespace ds::engine {
-namespace {
-
-// SplitMix64 (Steele, Lea and Flood 2014): one output for the state `z`.
-uint64_t splitmix64(uint64_t z) {
-  z += 0x9E3779B97F4A7C15ULL;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
-  return z ^ (z >> 31);
-}
-
-}  // namespace
-
-Permutation::Permutation(uint64_t seed, uint64_t epoch, int64_t size) : size_(size) {
-  require(size > 0, "permutation: expected at least one sample, found ", size);
-  const int bits = std::bit_width(static_cast<uint64_t>(size - 1));
-  half_bits_ = std::max(1, (bits + 1) / 2);
-  uint64_t key = splitmix64(seed) ^ splitmix64(~epoch);
-  for (uint64_t& round_key : keys_) round_key = key = splitmix64(key);
-}
-
-uint64_t Permutation::encrypt(uint64_t value) const {
-  const uint64_t mask = (uint64_t{1} << half_bits_) - 1;
-  uint64_t left = value >> half_bits_;
-  uint64_t right = value & mask;
-  for (const uint64_t key : keys_) {
-    const uint64_t next = left ^ (splitmix64(right ^ key) & mask);
-    left = right;
-    right = next;
-  }
-  return left << half_bits_ | right;
-}
-
-int64_t Permutation::operator()(int64_t position) const {
-  auto value = static_cast<uint64_t>(position);
-  do {
-    value = encrypt(value);
-  } while (value >= static_cast<uint64_t>(size_));
-  return static_cast<int64_t>(value);
-}
-
 DistributedSampler::DistributedSampler(const SamplerOptions& options) : options_(options) {
   require(options.dataset_size > 0, "sampler: expected a dataset with at least one sample, found ",
           options.dataset_size);
@@ -109,6 +69,8 @@ void DistributedSampler::require_a_batch(int64_t batch_size) const {
 }
 
 void DistributedSampler::load_state(const SamplerState& state) {
+  require(!state.curriculum, "sampler: cannot go on where a curriculum of samples (data_efficiency.data_sampling) was ",
+          "left; resume with the config that the state was saved with");
   require(state.epoch >= 0 && state.next_sample >= 0 && state.next_sample <= options_.dataset_size,
           "sampler: cannot go on at sample ", state.next_sample, " of epoch ", state.epoch, ": this dataset has ",
           options_.dataset_size, " samples; resume with the dataset the state was saved with");

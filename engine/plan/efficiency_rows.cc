@@ -1,7 +1,20 @@
+#include <string>
+
 #include "core/text.h"
 #include "engine/plan/plan_rows.h"
 
 namespace ds::engine {
+
+namespace {
+
+std::string text_of(const efficiency::SampleMetric& metric, const config::CurriculumSection& section) {
+  const nlohmann::ordered_json& written = section.curriculum_metrics[metric.name];
+  return cat(metric.name, metric.by_percentile ? " percentile " : " ", metric.schedule.min_difficulty, " to ",
+             metric.schedule.max_difficulty, ", ", written.value("schedule_type", ""),
+             metric.chooses ? "" : ", for the program");
+}
+
+}  // namespace
 
 void add_efficiency_rows(const config::DsConfig& config, Plan& plan) {
   const config::CurriculumLearningSection& curriculum = config.curriculum_learning;
@@ -10,6 +23,15 @@ void add_efficiency_rows(const config::DsConfig& config, Plan& plan) {
                          cat(curriculum.curriculum_type, " ", curriculum.schedule.min_difficulty, " to ",
                              curriculum.schedule.max_difficulty, ", ", curriculum.schedule_type.value_or("")),
                          "curriculum_learning.enabled: true; the program cuts its batches"});
+  }
+  if (config.data_efficiency.chooses_samples()) {
+    const config::CurriculumSection& section = config.data_efficiency.data_sampling.curriculum_learning;
+    std::string text;
+    for (const efficiency::SampleMetric& metric : section.metrics) {
+      text += cat(text.empty() ? "" : "; ", text_of(metric, section));
+    }
+    plan.rows.push_back({"data sampling", text,
+                         "data_efficiency.data_sampling.enabled: true; global batches are drawn of what all metrics admit"});
   }
   const config::ProgressiveLayerDropSection& layers = config.progressive_layer_drop;
   if (layers.enabled) {

@@ -13,6 +13,7 @@
 #include "dsengine/engine.h"
 #include "dsengine/lr_schedule.h"
 #include "engine/agreement/shared_failure.h"
+#include "engine/data/make_sampler.h"
 #include "engine/engine_impl.h"
 #include "engine/setup/batch_norm_setup.h"
 #include "engine/setup/client_setup.h"
@@ -240,7 +241,8 @@ void build_company(Engine::Impl& impl, const InitializeOptions& options) {
   impl.inputs.emplace(model.ranks.device);
   impl.autocast = std::make_unique<Autocast>(model.ranks.device.type(), scalar_type(model.plan.autocast));
   if (options.training_data) {
-    impl.loader = std::make_shared<DataLoader>(options.training_data, loader_options(config, model.ranks));
+    impl.sampler = make_sampler(config, impl.sampler_place(), options.training_data.size());
+    impl.loader = std::make_shared<DataLoader>(options.training_data, impl.sampler, model.ranks.device);
   }
 }
 
@@ -283,6 +285,7 @@ void build_steps(Engine::Impl& impl) {
                                        .batches = impl.batches,
                                        .watch = *impl.watch,
                                        .loader = impl.loader,
+                                       .sampler = impl.sampler,
                                        .schedule = impl.schedule,
                                        .reporter = *impl.reporter,
                                        .saving = impl.saves.background(),

@@ -165,15 +165,6 @@ optimizers::LossScalerOptions loss_scaler_options(const config::DsConfig& config
           .tolerant = config.zero_optimization.stage == 0};
 }
 
-DataLoaderOptions loader_options(const config::DsConfig& config, const Ranks& ranks) {
-  return {.micro_batch_size = config.train_micro_batch_size_per_gpu,
-          .rank = ranks.part->rank(),
-          .world_size = ranks.part->size(),
-          .seed = static_cast<uint64_t>(config.seed),
-          .drop_last = config.dataloader_drop_last,
-          .device = ranks.device};
-}
-
 recompute::CheckpointOptions checkpoint_options(const config::ActivationCheckpointingSection& section,
                                                 recompute::CheckpointOptions own) {
   require<ConfigError>(section.number_checkpoints.value_or(1) > 0,

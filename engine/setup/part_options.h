@@ -10,7 +10,6 @@
 #include "compression/compressed_factory.h"
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/config.h"
-#include "dsengine/data_loader.h"
 #include "engine/plan/plan.h"
 #include "engine/state/model_layout.h"
 #include "engine/state/model_state.h"
@@ -41,8 +40,6 @@ optimizers::OptimizerOptions optimizer_options(const config::OptimizerSection& s
 compression::CompressedOptions compressed_options(const config::OptimizerParams& values);
 
 optimizers::LossScalerOptions loss_scaler_options(const config::DsConfig& config);
-
-DataLoaderOptions loader_options(const config::DsConfig& config, const Ranks& ranks);
 
 // Of recompute::checkpoint() on this thread; what has no key is as in `own`. Throws ConfigError.
 recompute::CheckpointOptions checkpoint_options(const config::ActivationCheckpointingSection& section,

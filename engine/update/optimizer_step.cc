@@ -13,7 +13,6 @@
 #include "core/check_time.h"
 #include "core/log.h"
 #include "engine/agreement/shared_failure.h"
-#include "engine/data/distributed_sampler.h"
 #include "engine/state/shared_buffers.h"
 #include "engine/update/axis_agreement.h"
 #include "engine/update/finished_gradients.h"
@@ -102,14 +101,8 @@ StepFacts OptimizerStep::facts() {
   facts.loss = parts_.batches.loss_of_step();
   if (facts.loss.defined()) facts.loss = facts.loss.to(parts_.state.ranks.device);
   facts.step = parts_.progress.global_steps;
-  if (parts_.loader) {
-    facts.delivered = parts_.loader->delivered();
-    const SamplerState position = parts_.loader->state();
-    for (const uint64_t part : {static_cast<uint64_t>(position.epoch), static_cast<uint64_t>(position.next_sample),
-                                static_cast<uint64_t>(position.seed)}) {
-      facts.position = facts.position * kMixing + part;
-    }
-  }
+  if (parts_.loader) facts.delivered = parts_.loader->delivered();
+  if (parts_.sampler) facts.position = digest_of(parts_.sampler->state());
   facts.gradient_changes = std::exchange(gradient_changes_, 0) * kMixing;
   if (clip_once_) facts.gradient_changes += std::bit_cast<uint64_t>(*clip_once_) + 1;
   const ModelWatch::Digests changes = parts_.watch.take_digests();

@@ -13,6 +13,7 @@
 #include "core/readback.h"
 #include "dsengine/data_loader.h"
 #include "dsengine/lr_scheduler.h"
+#include "engine/data/batch_sampler.h"
 #include "engine/order/call_order.h"
 #include "engine/report/batch_notes.h"
 #include "engine/report/non_finite_report.h"
@@ -39,6 +40,7 @@ struct OptimizerStepParts {
   const BatchNotes& batches;
   ModelWatch& watch;
   const std::shared_ptr<DataLoader>& loader;     // may be null
+  const std::shared_ptr<BatchSampler>& sampler;  // of its batches, or of the program's; may be null
   const std::shared_ptr<LrScheduler>& schedule;  // likewise
   Reporter& reporter;
   checkpoint::BackgroundSave& saving;

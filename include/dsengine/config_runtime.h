@@ -144,7 +144,8 @@ struct CometSection {
 struct CurriculumSection {
   bool enabled = false;
   std::optional<std::string> data_cluster_path;
-  nlohmann::ordered_json curriculum_metrics;  // {name: {...}}, as written
+  nlohmann::ordered_json curriculum_metrics;      // {name: {...}}, as written
+  std::vector<efficiency::SampleMetric> metrics;  // that these are, where it is enabled
 };
 
 // data_efficiency.data_sampling.dynamic_batching
@@ -215,6 +216,8 @@ struct DataEfficiencySection {
   DataSamplingSection data_sampling;
   DataRoutingSection data_routing;
 
+  // Whether a curriculum chooses samples, with the sections around it.
+  bool chooses_samples() const { return enabled && data_sampling.enabled && data_sampling.curriculum_learning.enabled; }
   // Whether random-LTD is on, with the sections around it.
   bool drops_tokens() const { return enabled && data_routing.enabled && data_routing.random_ltd.enabled; }
 };

@@ -25,8 +25,8 @@ class TransferStream;
 
 namespace ds::engine {
 
-class DistributedSampler;  // which samples a rank sees, in which order
-struct SamplerState;       // where it stands; the engine's checkpoints keep it
+class BatchSampler;   // which samples a rank sees, in which order
+struct SamplerState;  // where it stands; the engine's checkpoints keep it
 
 // One sample, or samples stacked along dimension 0. `target` is undefined for datasets without one.
 struct Batch {
@@ -163,6 +163,8 @@ class DataLoader {
  public:
   // Throws UsageError for an empty dataset, or one that does not know its size.
   DataLoader(TrainingData data, const DataLoaderOptions& options);
+  // Of samples that somebody else chooses, as the engine's curriculum of samples does.
+  DataLoader(TrainingData data, std::shared_ptr<BatchSampler> sampler, at::Device device);
   ~DataLoader();
 
   class Iterator {
@@ -207,6 +209,7 @@ class DataLoader {
   // The position after the batch that was delivered last. A run may be resumed with another number of ranks.
   SamplerState state() const;
   void load_state(const SamplerState& state);
+  const std::shared_ptr<BatchSampler>& sampler() const { return sampler_; }
 
  private:
   // Loads the next batch; false at the end of the epoch.
@@ -214,7 +217,7 @@ class DataLoader {
 
   TrainingData data_;
   std::unique_ptr<TransferStream> copies_;  // to where batches are delivered
-  std::unique_ptr<DistributedSampler> sampler_;
+  std::shared_ptr<BatchSampler> sampler_;
   Batch batch_;
   std::vector<int64_t> indices_;  // of batch_
   int64_t delivered_ = 0;

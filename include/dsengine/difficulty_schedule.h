@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 namespace ds::efficiency {
@@ -32,6 +33,18 @@ struct DifficultySchedule {
 
   // Of a step, counted from 1: the run's first optimizer step is 1. Throws UsageError for kCustom without a function.
   int64_t at(int64_t step) const;
+};
+
+// How hard a sample is by one metric, and what a step may have (data_efficiency.data_sampling).
+struct SampleMetric {
+  std::string name;
+  // Files of DeepSpeed's DataAnalyzer, without .bin and .idx. Of a metric that chooses nothing neither is read, by
+  // percentile only the first.
+  std::string index_to_sample_path;
+  std::string index_to_metric_path;
+  bool by_percentile = false;  // false: a sample is admitted up to a value, true: up to a share of max_difficulty
+  bool chooses = true;         // false (single_cluster): all samples are admitted, the program uses the difficulty
+  DifficultySchedule schedule;
 };
 
 }  // namespace ds::efficiency

@@ -1,0 +1,28 @@
+// Where a curriculum of samples stands: what a checkpoint keeps of it. Numbers are counted over all ranks, so that a run
+// may go on with other ones. Torch-free.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace ds::efficiency {
+
+struct CurriculumPosition {
+  // Samples that one growth of the difficulties has admitted.
+  struct Cluster {
+    std::vector<int64_t> difficulties;  // up to which: of each metric that chooses samples, in the config's order
+    int64_t drawn = 0;                  // samples that were drawn of it before the running global batch
+
+    bool operator==(const Cluster&) const = default;
+  };
+
+  int64_t batches = 0;     // global batches before the running one: its difficulties are those of step batches + 1
+  int64_t batch_size = 0;  // samples of the running global batch; 0: it has not begun
+  int64_t taken = 0;       // of them, that are dealt to ranks
+  uint64_t files = 0;      // digest of the metric files
+  std::vector<Cluster> clusters;
+
+  bool operator==(const CurriculumPosition&) const = default;
+};
+
+}  // namespace ds::efficiency
