@@ -52,6 +52,7 @@ class Measurements:
         self.log, self.build, self.scratch = log, build, scratch
         self.gpu_bytes, self.host_bytes = gpu["bytes"], host_bytes
         self.peak = next((peak for name, peak in PEAK_BF16.items() if name in gpu["name"]), None)
+        self.models, self.kinds = list(MODELS), PEERS  # of peers()
         self.result = {}
         os.makedirs(scratch, exist_ok=True)
 
@@ -167,7 +168,8 @@ class Measurements:
         """Steps of one model, here and in torch from Python, one after the other; and here with FP8."""
         rows = self.result["beside_torch"] = []
         with_torch = importlib.util.find_spec("torch") is not None
-        for model, (layers, hidden, _, seq_len, vocab, batch) in MODELS.items():
+        for model in self.models:
+            layers, hidden, _, seq_len, vocab, batch = MODELS[model]
             states = BYTES_OF_STATES * matmul_parameters(layers, hidden, vocab)
             if states > 0.75 * self.gpu_bytes:
                 continue
@@ -178,7 +180,7 @@ class Measurements:
             runs = [(name, self.train(f"{model}, {name}", ds_config(batch=batch, **of_config),
                                       [*self.arguments_of(model), *start], 100)) for name, of_config in programs]
             if with_torch:
-                kinds = PEERS[:1] if large else PEERS
+                kinds = [kind for kind in self.kinds if kind == "fsdp2" or not large]  # others keep more than it
                 runs += [(f"torch, {kind}", self.json_of_command(
                     f"{model}, torch, {kind}", [sys.executable, PEER, kind, *self.arguments_of(model)], 120)) for kind in kinds]
             for name, run in runs:
