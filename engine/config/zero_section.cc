@@ -156,8 +156,9 @@ void check(JsonFields& json, const ZeroSection& s) {
   }
   const auto needs_path = [&](const char* key, OffloadDevice device, const std::optional<std::string>& path) {
     if (device == OffloadDevice::kNvme && path.value_or("").empty()) {
-      json.error(key, "device \"nvme\" needs nvme_path, a folder on a local disk (\"auto\" is one that the program gives, "
-                      "AutoValues::nvme_path); add it, or use \"cpu\"");
+      json.error(key,
+                 "device \"nvme\" needs nvme_path, a folder on a local disk (\"auto\" is one that the program gives, "
+                 "AutoValues::nvme_path); add it, or use \"cpu\"");
     }
   };
   if (s.offload_optimizer) needs_path("offload_optimizer", s.optimizer_device(), s.offload_optimizer->nvme_path);

@@ -9,8 +9,8 @@
 #include <typeinfo>
 
 #include "core/check.h"
-#include "core/split/split_tensor.h"
 #include "core/text.h"
+#include "engine/state/tensor_parts.h"
 
 namespace ds::engine {
 namespace {

@@ -77,8 +77,7 @@ struct AutoValues {
   std::optional<double> warmup_max_lr;
   std::optional<int64_t> warmup_num_steps;
   std::optional<int64_t> total_num_steps;
-  std::optional<bool> fp16;
-  std::optional<bool> bf16;
+  std::optional<bool> fp16, bf16;
   std::optional<std::string> nvme_path;  // of offload_param and offload_optimizer: a folder on a local disk
   std::optional<int64_t> hidden_size;    // of the model: sizes of stage 3
 };
