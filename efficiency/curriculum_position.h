@@ -1,5 +1,5 @@
-// Where a curriculum of samples stands: what a checkpoint keeps of it. Numbers are counted over all ranks, so that a run
-// may go on with other ones. Torch-free.
+// Where a curriculum of samples stands: what a checkpoint keeps of it. Numbers are counted over all ranks, so that a
+// run may go on with other ones. Torch-free.
 #pragma once
 
 #include <cstdint>

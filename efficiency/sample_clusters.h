@@ -1,5 +1,5 @@
-// The samples that a curriculum has admitted, in clusters: those that one growth of the difficulties has added. A sample
-// is admitted where all metrics admit it, and is in one cluster. Torch-free.
+// The samples that a curriculum has admitted, in clusters: those that one growth of the difficulties has added. A
+// sample is admitted where all metrics admit it, and is in one cluster. Torch-free.
 #pragma once
 
 #include <cstddef>

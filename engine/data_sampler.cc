@@ -10,7 +10,9 @@
 namespace ds::engine {
 
 SamplerPlace Engine::Impl::sampler_place() const {
-  return {.rank = state.ranks.part->rank(), .world_size = state.ranks.part->size(), .tells = state.ranks.world->rank() == 0};
+  return {.rank = state.ranks.part->rank(),
+          .world_size = state.ranks.part->size(),
+          .tells = state.ranks.world->rank() == 0};
 }
 
 DataSampler::DataSampler(std::shared_ptr<BatchSampler> sampler, bool of_loader)
@@ -19,8 +21,8 @@ DataSampler::DataSampler(std::shared_ptr<BatchSampler> sampler, bool of_loader)
       of_loader_(of_loader) {}
 
 std::vector<int64_t> DataSampler::next_batch() {
-  require(!of_loader_, "data sampler: next_batch: the engine's loader takes the batches of .training_data; expected no ",
-          "call, or an engine without training data");
+  require(!of_loader_, "data sampler: next_batch: the engine's loader takes the batches of .training_data; expected ",
+          "no call, or an engine without training data");
   return sampler_->next_batch();
 }
 
@@ -43,8 +45,8 @@ std::shared_ptr<DataSampler> data_sampler(const std::shared_ptr<Engine>& engine,
   if (!self.sampler) {
     require(dataset_size.has_value(), "data_sampler: expected the number of samples, for the engine has no training ",
             "data: data_sampler(engine, size)");
-    require(self.progress.global_steps == 0 && self.order.accumulation_begins(), "data_sampler: expected the first call ",
-            "before the first micro-batch and before load_checkpoint(), which sets where it stands; found step ",
+    require(self.progress.global_steps == 0 && self.order.accumulation_begins(), "data_sampler: expected the first ",
+            "call before the first micro-batch and before load_checkpoint(), which sets where it stands; found step ",
             self.progress.global_steps);
     self.sampler = make_sampler(self.config, self.sampler_place(), *dataset_size);
     self.accumulation_start.data = self.sampler->state();

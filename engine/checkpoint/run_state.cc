@@ -126,7 +126,13 @@ void take_run_state(const ModelState& model, const RunState& run, const checkpoi
     const int64_t own = run.schedule->last_batch_iteration();
     run.schedule->load_last_batch_iteration(taken.with_schedule ? state.lr_iteration.value_or(own) : own);
   }
-  if (run.sampler && state.data) take_position(*run.sampler, *state.data, source.location());
+  if (!run.sampler) return;
+  if (state.data) {
+    take_position(*run.sampler, *state.data, source.location());
+  } else if (run.sampler->state().curriculum && model.ranks.world->rank() == 0) {
+    log::warning("load_checkpoint: ", source.location(), " has no position in the training data: the curriculum of ",
+                 "samples goes on from where it is, at step ", run.sampler->state().curriculum->batches + 1);
+  }
 }
 
 }  // namespace ds::engine

@@ -24,8 +24,8 @@ struct SampleMetricKeys {
 
 void require_path(JsonFields& json, const char* key, const std::optional<std::string>& path, const char* why) {
   if (path && !path->empty()) return;
-  json.error(key, cat("expected the path of a file of DeepSpeed's DataAnalyzer, without .bin and .idx, found none; ", why,
-                      " needs it"));
+  json.error(key, cat("expected the path of a file of DeepSpeed's DataAnalyzer, without .bin and .idx, found none; ",
+                      why, " needs it"));
 }
 
 void require_rise(JsonFields& json, const DifficultySchedule& schedule) {

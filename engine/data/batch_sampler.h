@@ -41,7 +41,7 @@ class BatchSampler {
   virtual void set_batch_size(int64_t batch_size) = 0;
   virtual void set_accumulation(int64_t batches) = 0;
 
-  virtual SamplerState state() const = 0;
+  virtual const SamplerState& state() const = 0;
   // Throws UsageError, and changes nothing, for a state of other data or of another sampler.
   virtual void load_state(const SamplerState& state) = 0;
 };

@@ -149,8 +149,8 @@ void CurriculumSampler::grow(int64_t step) {
                           easiest, ". Raise min_difficulty"));
   }
   if (!options_.tells || clusters_.metrics().empty()) return;
-  log::info(kSection, ": step ", step, ": ", text, ": ", clusters_.admitted(), " samples admitted",
-            grown ? "" : ", none of them new");
+  log::debug(kSection, ": step ", step, ": ", text, ": ", clusters_.admitted(), " samples admitted",
+             grown ? "" : ", none of them new");
 }
 
 void CurriculumSampler::draw() {
@@ -168,10 +168,11 @@ void CurriculumSampler::draw() {
   std::vector<int64_t> samples;
   drawn_.clear();
   for (size_t c = 0; c < clusters_.count(); ++c) {
-    ClusterOrder order(state_.seed, c, clusters_.size(c));
     const int64_t before = position.clusters[c].drawn;
-    for (int64_t i = 0; i < wanted[c]; ++i) samples.push_back(clusters_.sample(c, order.place(before + i)));
     drawn_.push_back(before + wanted[c]);
+    if (wanted[c] == 0) continue;
+    ClusterOrder order(state_.seed, c, clusters_.size(c));
+    for (int64_t i = 0; i < wanted[c]; ++i) samples.push_back(clusters_.sample(c, order.place(before + i)));
   }
   const Permutation shuffled(key_of({.seed = state_.seed, .step = step, .purpose = "order of a global batch"}), 0,
                              position.batch_size);
@@ -203,11 +204,11 @@ void CurriculumSampler::set_accumulation(int64_t batches) {
 }
 
 void CurriculumSampler::load_state(const SamplerState& state) {
-  require(state.curriculum.has_value(), "sampler: cannot begin a curriculum of samples where the data of a run without ",
-          "one was left");
+  require(state.curriculum.has_value(), "sampler: cannot begin a curriculum of samples where the data of a run ",
+          "without one was left");
   const CurriculumPosition& position = *state.curriculum;
-  require(position.files == state_.curriculum->files, "sampler: the metric files are not those that the curriculum was ",
-          "saved with");
+  require(position.files == state_.curriculum->files, "sampler: the metric files are not those that the curriculum ",
+          "was saved with");
   require(state.epoch >= 0 && state.next_sample >= 0 && position.batches >= 0 && position.taken >= 0 &&
               (position.taken < position.batch_size || (position.taken == 0 && position.batch_size == 0)) &&
               position.batch_size <= std::numeric_limits<int32_t>::max(),
@@ -219,7 +220,7 @@ void CurriculumSampler::load_state(const SamplerState& state) {
     bool follows = cluster.difficulties.size() == clusters.metrics().size() && cluster.drawn >= 0;
     for (size_t m = 0; follows && m < difficulties.size(); ++m) follows = cluster.difficulties[m] >= difficulties[m];
     require(follows && clusters.grow(cluster.difficulties), "sampler: cluster ", clusters.count() + 1, " of ",
-            position.clusters.size(), " is not one of these metrics; resume with the metrics of the run that was saved");
+            position.clusters.size(), " is not one of these metrics; resume with those of the run that was saved");
     difficulties = cluster.difficulties;
   }
   require(position.batch_size == 0 || clusters.count() > 0, "sampler: a global batch without samples");

@@ -1,7 +1,7 @@
 // A curriculum of samples: DeepSpeed's DeepSpeedDataSampler (data_efficiency.data_sampling).
 //
-// Global batch b, counted from 1, has the difficulties of step b. Where they have grown, the samples that they admit and
-// earlier ones did not are a new cluster. Each sample of the batch is of a cluster that is drawn with a probability
+// Global batch b, counted from 1, has the difficulties of step b. Where they have grown, the samples that they admit
+// and earlier ones did not are a new cluster. Each sample of the batch is of a cluster that is drawn with a probability
 // proportional to its size, and is the next one of that cluster's order, which is drawn anew when it is used up; then
 // the batch is shuffled and dealt: micro-batch after micro-batch, of each the r-th part to rank r.
 //
@@ -55,7 +55,7 @@ class CurriculumSampler : public BatchSampler {
   void set_batch_size(int64_t batch_size) override;
   void set_accumulation(int64_t batches) override;
 
-  SamplerState state() const override { return state_; }
+  const SamplerState& state() const override { return state_; }
   void load_state(const SamplerState& state) override;
 
   // Of the batch that was given last; before the first one, and after a load, of the next. Throws UsageError for a name

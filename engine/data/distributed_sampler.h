@@ -44,7 +44,7 @@ class DistributedSampler : public BatchSampler {
   void set_batch_size(int64_t batch_size) override;
   void set_accumulation(int64_t) override {}
 
-  SamplerState state() const override { return state_; }
+  const SamplerState& state() const override { return state_; }
   // Throws UsageError when the position lies outside this dataset, or is of a curriculum.
   void load_state(const SamplerState& state) override;
 

@@ -31,7 +31,7 @@ void add_efficiency_rows(const config::DsConfig& config, Plan& plan) {
       text += cat(text.empty() ? "" : "; ", text_of(metric, section));
     }
     plan.rows.push_back({"data sampling", text,
-                         "data_efficiency.data_sampling.enabled: true; global batches are drawn of what all metrics admit"});
+                         "data_efficiency.data_sampling.enabled: true; batches are drawn of what all metrics admit"});
   }
   const config::ProgressiveLayerDropSection& layers = config.progressive_layer_drop;
   if (layers.enabled) {

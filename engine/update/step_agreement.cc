@@ -128,7 +128,9 @@ std::optional<double> StepAgreement::finish(bool& parted, bool updated) {
   }
   if (!all_equal(numbers + kStep, ranks_.size())) explain("are at different steps");
   if (!all_equal(numbers + kPosition, ranks_.size())) {
-    explain("have taken different numbers of batches from the engine's loader: one of them has left a batch out");
+    explain(
+        "have taken different numbers of batches from the engine's loader or sampler: one of them has left a batch "
+        "out");
   }
   if (gathers_differ()) {
     parted = updated;

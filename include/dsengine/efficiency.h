@@ -1,7 +1,7 @@
 // What a ds_config asks of the program's own forward: shorter samples at first (curriculum_learning), easier ones
 // (data_efficiency.data_sampling), layers that are left out (progressive_layer_drop), tokens that are left out
-// (data_efficiency.data_routing.random_ltd), blocks of attention that are left out (sparse_attention). Made once, of the
-// engine, after initialize(); used in forward or where batches are made:
+// (data_efficiency.data_routing.random_ltd), blocks of attention that are left out (sparse_attention). Made once, of
+// the engine, after initialize(); used in forward or where batches are made:
 //
 //   const auto curriculum = engine::curriculum(engine);
 //   model->drop = engine::progressive_layer_drop(engine);   // a member that forward uses
@@ -60,9 +60,9 @@ class DataSampler {
  public:
   DataSampler(std::shared_ptr<BatchSampler> sampler, bool of_loader);  // by data_sampler()
 
-  // Numbers of samples, train_micro_batch_size_per_gpu of them, the same on all ranks of a pipeline. Empty at the end of
-  // an epoch: the call after that begins the next one. Throws UsageError where the engine's loader takes the batches;
-  // ConfigError where no sample is easy enough, and for a difficulty that falls.
+  // Numbers of samples, train_micro_batch_size_per_gpu of them, the same on all ranks of a pipeline. Empty at the end
+  // of an epoch: the call after that begins the next one. Throws UsageError where the engine's loader takes the
+  // batches; ConfigError where no sample is easy enough, and for a difficulty that falls.
   std::vector<int64_t> next_batch();
   // With a curriculum an epoch is num_epochs times the dataset.
   int64_t batches_per_epoch() const;

@@ -25,7 +25,7 @@ using test::run_ranks;
 using testing::HasSubstr;
 
 constexpr int64_t kSamples = 48;
-constexpr int kSteps = 9;
+constexpr int kRunSteps = 9;
 
 // Difficulty of sample i: 1 to 8, six samples each.
 int64_t difficulty_of(int64_t sample) { return sample * 5 % 8 + 1; }
@@ -59,7 +59,8 @@ class DataSampling : public testing::Test {
     return metric;
   }
   // 16 samples a step.
-  ordered_json config(int world, int accumulation, int stage = 1, const std::string& clustering = "schedule_based") const {
+  ordered_json config(int world, int accumulation, int stage = 1,
+                      const std::string& clustering = "schedule_based") const {
     ordered_json config = small_config(stage, accumulation);
     config["train_micro_batch_size_per_gpu"] = 16 / world / accumulation;
     config["log_level"] = "error";
@@ -75,16 +76,16 @@ class DataSampling : public testing::Test {
   test::MetricPaths paths_;
 };
 
-struct Run {
+struct Trained {
   std::vector<std::multiset<int64_t>> samples;  // of each step, of all ranks
   State weights;
 };
 
 // Trains by the engine's loader from step `first` on.
-void train_by_loader(const Initialized& parts, SmallNet& net, int first, Run& run, std::mutex& mutex) {
+void train_by_loader(const Initialized& parts, SmallNet& net, int first, Trained& run, std::mutex& mutex) {
   const int64_t accumulation = parts.engine->gradient_accumulation_steps();
   auto next = parts.loader->begin();
-  for (int64_t micro = first * accumulation; micro < kSteps * accumulation; ++micro) {
+  for (int64_t micro = first * accumulation; micro < kRunSteps * accumulation; ++micro) {
     if (micro > first * accumulation) ++next;
     {
       const std::lock_guard lock(mutex);
@@ -105,7 +106,7 @@ Initialized start_with_rows(SmallNet& net, const ordered_json& config, comm::Com
 
 TEST_F(DataSampling, StepsHaveSamplesOfTheirDifficultyAndAreTheSameOnAnyRanks) {
   const auto run_on = [&](int world, int accumulation, int stage) {
-    Run run{.samples = std::vector<std::multiset<int64_t>>(kSteps), .weights = {}};
+    Trained run{.samples = std::vector<std::multiset<int64_t>>(kRunSteps), .weights = {}};
     std::mutex mutex;
     run_ranks(world, [&](comm::Communicator& communicator) {
       SmallNet net;
@@ -113,9 +114,9 @@ TEST_F(DataSampling, StepsHaveSamplesOfTheirDifficultyAndAreTheSameOnAnyRanks) {
     });
     return run;
   };
-  const Run one = run_on(1, 1, 0);
+  const Trained one = run_on(1, 1, 0);
   std::set<int64_t> seen;
-  for (int step = 1; step <= kSteps; ++step) {
+  for (int step = 1; step <= kRunSteps; ++step) {
     const auto& samples = one.samples[static_cast<size_t>(step - 1)];
     ASSERT_EQ(samples.size(), 16U);
     for (const int64_t sample : samples) {
@@ -125,7 +126,7 @@ TEST_F(DataSampling, StepsHaveSamplesOfTheirDifficultyAndAreTheSameOnAnyRanks) {
   }
   EXPECT_EQ(seen.size(), 8U) << "in the end all";
   for (const auto& [world, accumulation, stage] : {std::tuple{1, 2, 1}, {2, 1, 2}, {2, 2, 3}, {4, 2, 1}}) {
-    const Run other = run_on(world, accumulation, stage);
+    const Trained other = run_on(world, accumulation, stage);
     EXPECT_EQ(other.samples, one.samples) << world << " ranks";
     EXPECT_LT(largest_difference(other.weights, one.weights), 1e-5) << world << " ranks, stage " << stage;
   }
@@ -136,7 +137,7 @@ TEST_F(DataSampling, AResumedRunHasTheSamplesOfTheRunOnOtherRanksToo) {
   const test::ScratchFolder saved;
   const std::string dir = saved.path().string();
   constexpr int kSaved = 4;
-  Run whole{.samples = std::vector<std::multiset<int64_t>>(kSteps), .weights = {}};
+  Trained whole{.samples = std::vector<std::multiset<int64_t>>(kRunSteps), .weights = {}};
   std::mutex mutex;
   run_ranks(2, [&](comm::Communicator& communicator) {
     SmallNet net;
@@ -158,7 +159,7 @@ TEST_F(DataSampling, AResumedRunHasTheSamplesOfTheRunOnOtherRanksToo) {
     train_by_loader(resumed, again, kSaved, whole, mutex);
   });
   // What the run itself would have had.
-  Run plain{.samples = std::vector<std::multiset<int64_t>>(kSteps), .weights = {}};
+  Trained plain{.samples = std::vector<std::multiset<int64_t>>(kRunSteps), .weights = {}};
   run_ranks(2, [&](comm::Communicator& communicator) {
     SmallNet net;
     train_by_loader(start_with_rows(net, config(2, 2), communicator), net, 0, plain, mutex);
@@ -168,7 +169,7 @@ TEST_F(DataSampling, AResumedRunHasTheSamplesOfTheRunOnOtherRanksToo) {
   EXPECT_EQ(largest_difference(whole.weights, plain.weights), 0) << "bit for bit";
   for (const auto& [world, accumulation, tag] :
        {std::tuple{2, 2, "inside"}, {1, 1, "boundary"}, {4, 1, "boundary"}, {1, 4, "inside"}}) {
-    Run other{.samples = std::vector<std::multiset<int64_t>>(kSteps), .weights = {}};
+    Trained other{.samples = std::vector<std::multiset<int64_t>>(kRunSteps), .weights = {}};
     run_ranks(world, [&, world = world, accumulation = accumulation, tag = tag](comm::Communicator& communicator) {
       SmallNet net;
       const Initialized parts = start_with_rows(net, config(world, accumulation), communicator);
@@ -191,7 +192,7 @@ TEST_F(DataSampling, AProgramThatLoadsDataItself) {
       const auto sampler = data_sampler(parts.engine, kSamples);
       if (resumed) parts.engine->load_checkpoint(saved.path());
       EXPECT_EQ(data_sampler(parts.engine)->difficulty("hard"), std::min(8, 2 + first)) << "of the step to come";
-      for (int step = first; step < kSteps; ++step) {
+      for (int step = first; step < kRunSteps; ++step) {
         if (step == 5 && !resumed) parts.engine->save_checkpoint(saved.path());
         const std::vector<int64_t> batch = sampler->next_batch();
         EXPECT_EQ(sampler->difficulty("hard"), std::min(8, 2 + step));
@@ -206,7 +207,7 @@ TEST_F(DataSampling, AProgramThatLoadsDataItself) {
     return batches;
   };
   const auto plain = batches_of(0, false);
-  EXPECT_EQ(plain.size(), static_cast<size_t>(kSteps - 5));
+  EXPECT_EQ(plain.size(), static_cast<size_t>(kRunSteps - 5));
   EXPECT_EQ(batches_of(5, true), plain);
 }
 
@@ -310,7 +311,8 @@ TEST_F(DataSampling, MistakesOfThePartsAreNamed) {
       cropped.engine->backward(third->loss(batch.data));
       break;
     }
-    EXPECT_THAT(message([&] { cropped.engine->step(); }), HasSubstr("engine::data_sampler(engine), for the difficulty"));
+    EXPECT_THAT(message([&] { cropped.engine->step(); }),
+                HasSubstr("engine::data_sampler(engine), for the difficulty"));
     EXPECT_EQ(data_sampler(cropped.engine)->difficulty("hard"), 2);
     EXPECT_NO_THROW(cropped.engine->step());
     ordered_json broken = config(1, 1);
@@ -318,8 +320,8 @@ TEST_F(DataSampling, MistakesOfThePartsAreNamed) {
           ["index_to_metric_path"] = paths_.index_to_sample;
     SmallNet fourth;
     EXPECT_THAT(message([&] { start_with_rows(fourth, broken, communicator); }),
-                HasSubstr("curriculum_metrics.hard.index_to_metric_path: " + paths_.index_to_sample + ".idx: expected one "
-                          "value in row 0, found 6"));
+                HasSubstr("curriculum_metrics.hard.index_to_metric_path: " + paths_.index_to_sample +
+                          ".idx: expected one value in row 0, found 6"));
   });
 }
 

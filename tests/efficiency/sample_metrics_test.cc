@@ -116,8 +116,8 @@ TEST(IndexedDataset, WhatIsWrongIsNamed) {
   EXPECT_THAT(refusal_of([&] { large.element(0); }), HasSubstr("u.bin: element 0 is 18446744073709551615"));
 }
 
-SampleMetric metric_of(const test::ScratchFolder& folder, const std::vector<int64_t>& values, bool by_percentile = false,
-                       const std::string& name = "length") {
+SampleMetric metric_of(const test::ScratchFolder& folder, const std::vector<int64_t>& values,
+                       bool by_percentile = false, const std::string& name = "length") {
   const test::MetricPaths paths = test::write_metric(folder.path().string(), name, values);
   SampleMetric metric{.name = name,
                       .index_to_sample_path = paths.index_to_sample,
@@ -164,8 +164,8 @@ TEST(MetricFiles, WhatIsWrongIsNamed) {
   const auto refusal = [&](int64_t size) { return refusal_of([&] { const MetricFiles files(metric, size); }); };
   EXPECT_EQ(refusal(3), "");
   EXPECT_EQ(refusal(4), "") << "samples that the metric does not know are never admitted";
-  EXPECT_THAT(refusal(2), AllOf(StartsWith("data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.length."
-                                           "index_to_sample_path: "),
+  EXPECT_THAT(refusal(2), AllOf(StartsWith("data_efficiency.data_sampling.curriculum_learning.curriculum_metrics."
+                                           "length.index_to_sample_path: "),
                                 HasSubstr(metric.index_to_sample_path + ".bin: element 1 is sample 2"),
                                 HasSubstr("the 2 samples of the training data; was another dataset analysed?")));
   test::write_indexed_dataset<int32_t>(metric.index_to_metric_path, {{10}, {20}});

@@ -61,7 +61,8 @@ struct MetricPaths {
 };
 
 // Of a metric whose value for sample i is values[i].
-inline MetricPaths write_metric(const std::string& folder, const std::string& name, const std::vector<int64_t>& values) {
+inline MetricPaths write_metric(const std::string& folder, const std::string& name,
+                                const std::vector<int64_t>& values) {
   std::map<int64_t, std::vector<uint32_t>> samples;
   for (size_t i = 0; i < values.size(); ++i) samples[values[i]].push_back(static_cast<uint32_t>(i));
   std::vector<std::vector<uint32_t>> rows;

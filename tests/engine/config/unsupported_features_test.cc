@@ -34,7 +34,9 @@ const Refused kRefused[] = {
      "compression_training.sparse_pruning.shared_parameters.method"},
     {"{flops_profiler: {enabled: true}}", "flops_profiler"},
     {"{comms_logger: {enabled: true}}", "comms_logger"},
-    {"{data_efficiency: {enabled: true, data_sampling: {enabled: true}}}", "data_efficiency.data_sampling"},
+    {"{data_efficiency: {enabled: true, data_sampling: {enabled: true, dynamic_batching: {enabled: true, max_tokens: "
+     "8}}}}",
+     "data_efficiency.data_sampling.dynamic_batching"},
     {"{data_efficiency: {enabled: true, data_routing: {enabled: true, random_ltd: {enabled: true, random_ltd_schedule: "
      "{min_value: 1, max_value: 2, schedule_config: {require_steps: 1, seq_per_step: 1}}, layer_token_lr_schedule: "
      "{enabled: true}}}}}",

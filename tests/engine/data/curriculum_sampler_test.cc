@@ -23,12 +23,12 @@ using testing::HasSubstr;
 using testing::ThrowsMessage;
 using Indices = std::vector<int64_t>;
 
-constexpr int64_t kSize = 60;
+constexpr int64_t kCurriculumSamples = 60;
 
 // Values 1 to 12, five samples each.
 std::vector<int64_t> lengths() {
-  std::vector<int64_t> values(kSize);
-  for (int64_t i = 0; i < kSize; ++i) values[static_cast<size_t>(i)] = i * 7 % 12 + 1;
+  std::vector<int64_t> values(kCurriculumSamples);
+  for (int64_t i = 0; i < kCurriculumSamples; ++i) values[static_cast<size_t>(i)] = i * 7 % 12 + 1;
   return values;
 }
 
@@ -51,7 +51,7 @@ class CurriculumSamplerTest : public testing::Test {
   }
   CurriculumOptions options(int rank = 0, int world = 1, int64_t batch = 4, int64_t accumulation = 2) const {
     return {.metrics = {metric("length", lengths(), listed())},
-            .dataset_size = kSize,
+            .dataset_size = kCurriculumSamples,
             .batch_size = batch,
             .accumulation = accumulation,
             .rank = rank,
@@ -101,7 +101,7 @@ TEST_F(CurriculumSamplerTest, AClusterIsUsedUpBeforeASampleComesAgain) {
       const Indices own = sampler.next_batch();
       samples.insert(samples.end(), own.begin(), own.end());
     }
-    EXPECT_EQ(std::set<int64_t>(samples.begin(), samples.end()).size(), static_cast<size_t>(kSize));
+    EXPECT_EQ(std::set<int64_t>(samples.begin(), samples.end()).size(), static_cast<size_t>(kCurriculumSamples));
     rounds.push_back(samples);
   }
   EXPECT_NE(rounds[0], rounds[1]);
@@ -116,7 +116,7 @@ TEST_F(CurriculumSamplerTest, EachClusterGoesThroughItsSamples) {
     const int64_t value = values[static_cast<size_t>(sample)];
     return value <= 2 ? 0U : value <= 4 ? 1U : 2U;
   };
-  std::vector<int64_t> times(kSize);
+  std::vector<int64_t> times(kCurriculumSamples);
   std::vector<int64_t> drawn(3);
   for (int step = 0; step < 150; ++step) {
     for (const int64_t sample : sampler.next_batch()) {
@@ -124,7 +124,7 @@ TEST_F(CurriculumSamplerTest, EachClusterGoesThroughItsSamples) {
       ++drawn[cluster_of(sample)];
     }
     const std::vector<int64_t> sizes = {10, 10, 40};
-    for (int64_t sample = 0; sample < kSize; ++sample) {
+    for (int64_t sample = 0; sample < kCurriculumSamples; ++sample) {
       const size_t c = cluster_of(sample);
       EXPECT_GE(times[static_cast<size_t>(sample)], drawn[c] / sizes[c]) << sample;
       EXPECT_LE(times[static_cast<size_t>(sample)], (drawn[c] + sizes[c] - 1) / sizes[c]) << sample;
@@ -200,8 +200,8 @@ TEST_F(CurriculumSamplerTest, AnEpochIsNumEpochsTimesTheDataset) {
 }
 
 TEST_F(CurriculumSamplerTest, SeveralMetricsAdmitTogether) {
-  std::vector<int64_t> rarity(kSize);
-  for (int64_t i = 0; i < kSize; ++i) rarity[static_cast<size_t>(i)] = i % 10;
+  std::vector<int64_t> rarity(kCurriculumSamples);
+  for (int64_t i = 0; i < kCurriculumSamples; ++i) rarity[static_cast<size_t>(i)] = i % 10;
   CurriculumOptions both = options();
   both.metrics.push_back(metric("rarity", rarity,
                                 {.kind = DifficultySchedule::Kind::kFixedLinear,
@@ -249,19 +249,19 @@ TEST_F(CurriculumSamplerTest, AScheduleOfTheProgram) {
     }
   }
   EXPECT_THAT([&] { sampler.next_batch(); },
-              ThrowsMessage<ConfigError>(HasSubstr("metric length: expected a difficulty that does not fall, for samples "
-                                                   "that are admitted stay so, found 2 at step 3 after 7")));
+              ThrowsMessage<ConfigError>(HasSubstr("metric length: expected a difficulty that does not fall, for "
+                                                   "samples that are admitted stay so, found 2 at step 3 after 7")));
   EXPECT_THROW(CurriculumSampler(options()).set_custom_schedule("length", [](int64_t) { return 1; }), UsageError);
 }
 
 TEST_F(CurriculumSamplerTest, ADifficultyThatAdmitsNothingIsAnError) {
   CurriculumOptions hard = options();
-  std::vector<int64_t> values(kSize, 50);
+  std::vector<int64_t> values(kCurriculumSamples, 50);
   hard.metrics[0] = metric("hard", values, listed());
   CurriculumSampler sampler(hard);
   EXPECT_THAT([&] { sampler.next_batch(); },
-              ThrowsMessage<ConfigError>(HasSubstr("no sample is admitted at step 1: hard 2; the easiest ones have hard "
-                                                   "value 50. Raise min_difficulty")));
+              ThrowsMessage<ConfigError>(HasSubstr("no sample is admitted at step 1: hard 2; the easiest ones have "
+                                                   "hard value 50. Raise min_difficulty")));
 }
 
 // The running global batch stays; what its rest is no whole micro-batch of is filled up, or left out.

@@ -1,4 +1,5 @@
 #include "engine/data/distributed_sampler.h"
+#include "engine/data/permutation.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
