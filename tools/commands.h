@@ -13,6 +13,7 @@ using Command = std::function<int()>;
 // Adds a subcommand with its flags to `app`. When it is the one that is given, parsing sets `chosen`.
 using AddCommand = void (*)(CLI::App& app, Command& chosen);
 
+void add_analyze(CLI::App& app, Command& chosen);
 void add_check(CLI::App& app, Command& chosen);
 void add_explain(CLI::App& app, Command& chosen);
 void add_report(CLI::App& app, Command& chosen);

@@ -29,7 +29,11 @@ std::string explanation(const std::string& path, const KeyReference& reference) 
   if (entry && entry->without_effect) {
     return own ? "Read and checked; without effect in C++." : cat("A part of ", entry->path, ", which has no effect.");
   }
-  if (!own) return is_known(path) ? "A key of DeepSpeed's; see configs/README.md." : "No key of a ds_config: ignored.";
+  if (!own && is_known(path)) return "A key of DeepSpeed's; see configs/README.md.";
+  if (!own && entry && !reference.has_below(entry->path)) {  // what that holds is of the file's own
+    return cat("A part of ", entry->path, ": ", sentence(entry->meaning));
+  }
+  if (!own) return "No key of a ds_config: ignored.";
   const std::string without = entry->standard.empty() ? "" : cat(" Without it: ", sentence(entry->standard));
   const std::string limits = refused ? cat(" Refused: ", sentence(entry->refused)) : "";
   const std::string text = cat(sentence(entry->meaning), limits, without);

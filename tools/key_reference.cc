@@ -58,6 +58,19 @@ std::string cell_of(const char* name, const std::vector<std::string>& columns, c
   return column == columns.end() || index >= cells.size() ? std::string() : plain(cells[index]);
 }
 
+// Whether a path is that of an entry, in which * stands for any one name.
+bool is_path_of(std::string_view entry, std::string_view path) {
+  for (;;) {
+    const size_t star = entry.find('*');
+    if (star == std::string_view::npos) return entry == path;
+    if (path.substr(0, star) != entry.substr(0, star)) return false;
+    const size_t dot = std::min(path.find('.', star), path.size());
+    if (dot == star) return false;
+    entry.remove_prefix(star + 1);
+    path.remove_prefix(dot);
+  }
+}
+
 // The section that a heading names: "### `fp16`"; nothing: keys are given from the top.
 std::string section_of(std::string_view heading) {
   const std::vector<std::string> names = names_in(heading);
@@ -114,10 +127,18 @@ KeyReference::KeyReference(std::string_view markdown) {
   }
 }
 
+bool KeyReference::has_below(const std::string& path) const {
+  return std::any_of(entries_.begin(), entries_.end(),
+                     [&path](const Entry& entry) { return entry.path.starts_with(path + "."); });
+}
+
 std::optional<KeyReference::Entry> KeyReference::find(const std::string& path) const {
   for (std::string nearest = path; !nearest.empty();) {
     for (const Entry& entry : entries_) {
-      if (entry.path == nearest) return entry;
+      if (!is_path_of(entry.path, nearest)) continue;
+      Entry found = entry;
+      found.path = nearest;
+      return found;
     }
     const size_t dot = nearest.rfind('.');
     nearest.resize(dot == std::string::npos ? 0 : dot);

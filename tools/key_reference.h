@@ -21,11 +21,14 @@ class KeyReference {
     bool without_effect = false;  // read and checked alone
   };
 
-  // Tables of Markdown with a column "Key" each; a heading of one name in backquotes says which section it is.
+  // Tables of Markdown with a column "Key" each; a heading of one name in backquotes says which section it is. In it *
+  // is a name of the file's own: "curriculum_metrics.*".
   explicit KeyReference(std::string_view markdown);
 
-  // The entry of a key, or of the nearest section around it that has one.
+  // The entry of a key, or of the nearest section around it that has one, with the path that it has in the file.
   std::optional<Entry> find(const std::string& path) const;
+  // Whether there are entries of keys inside of this one.
+  bool has_below(const std::string& path) const;
 
  private:
   void read_row(const std::string& section, const std::vector<std::string>& columns,

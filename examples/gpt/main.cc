@@ -80,8 +80,10 @@ void require_used(const ds::engine::Engine& engine, ds::engine::config::AutoValu
                            ", for which the ds_config has its own value; write \"auto\" there, or remove the flag");
 }
 
-BatchOptions batch_options(const GptOptions& options, const std::shared_ptr<ds::engine::Engine>& of) {
+BatchOptions batch_options(const GptOptions& options, const std::shared_ptr<ds::engine::Engine>& of,
+                           const TextCorpus& corpus) {
   const ds::engine::Engine& engine = *of;
+  const bool chosen = engine.config().data_efficiency.chooses_samples();
   return {.order = options.order,
           .batch_size = engine.train_micro_batch_size_per_gpu(),
           .seq_len = options.seq_len,
@@ -90,7 +92,8 @@ BatchOptions batch_options(const GptOptions& options, const std::shared_ptr<ds::
           .world_size = engine.dp_world_size(),
           .seed = options.seed,
           .device = engine.device(),
-          .curriculum = ds::engine::curriculum(of)};
+          .curriculum = ds::engine::curriculum(of),
+          .sampler = chosen ? ds::engine::data_sampler(of, sequences_of(corpus, options.seq_len)) : nullptr};
 }
 
 void print_start(const GptConfig& model, const TextCorpus& corpus, const ds::engine::Engine& engine) {
@@ -164,7 +167,7 @@ int train(const GptOptions& options) {
   *drops = {ds::engine::progressive_layer_drop(engine), ds::engine::random_ltd(engine),
             ds::engine::sparse_self_attention(engine, options.model.heads)};
   if (model) model->leave_out(*drops);
-  TokenBatches batches(corpus, batch_options(options, engine));
+  TokenBatches batches(corpus, batch_options(options, engine, corpus));
   print_start(options.model, corpus, *engine);
 
   RunCheckpoints checkpoints(*engine, options, corpus.size());

@@ -9,13 +9,24 @@
 
 namespace gpt {
 
+int64_t sequences_of(const TextCorpus& corpus, int64_t seq_len) { return (corpus.size() - 1) / seq_len; }
+
 TokenBatches::TokenBatches(TextCorpus& corpus, const BatchOptions& options)
     : corpus_(corpus), options_(options), bytes_(static_cast<size_t>(options.seq_len + 1)) {
   require<ds::ConfigError>(corpus.size() >= options.seq_len + 2, corpus.path(), ": --seq_len ", options.seq_len,
                            " needs a text of ", options.seq_len + 2, " bytes at least, found ", corpus.size());
 }
 
+const std::vector<int64_t>& TokenBatches::sampled(int64_t first) const {
+  if (first == sampled_first_) return sampled_;
+  sampled_ = options_.sampler->next_batch();
+  if (sampled_.empty()) sampled_ = options_.sampler->next_batch();  // of the next epoch
+  sampled_first_ = first;
+  return sampled_;
+}
+
 int64_t TokenBatches::offset(int64_t first, int64_t b) const {
+  if (options_.sampler) return sampled(first).at(static_cast<size_t>(b)) * options_.seq_len;
   const int64_t number = first + options_.rank * options_.batch_size + b;
   const int64_t length = corpus_.size();
   if (options_.order == Order::kSequential) return number * options_.seq_len % (length - options_.seq_len - 1);
