@@ -128,8 +128,8 @@ class FolderSource final : public Source, public PartReader {
     if (file.header_read) return;
     std::string header(file.record->header_bytes, '\0');
     file.stored->read(0, header.data(), header.size());
-    require<IoError>(checksum(header.data(), header.size()) == file.record->header_checksum, file.path,
-                     ": its first ", header.size(), " bytes are not those that were written: damaged");
+    require<IoError>(checksum(header.data(), header.size()) == file.record->header_checksum, file.path, ": its first ",
+                     header.size(), " bytes are not those that were written: damaged");
     file.header_read = true;
   }
 

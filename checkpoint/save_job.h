@@ -26,8 +26,8 @@ struct SaveTarget {
   int rank = 0;
   int ranks = 1;
   bool save_latest = true;
-  int64_t keep_last = 0;  // whole tags that stay; 0: all
-  bool durable = true;    // on the disk when it is published; else a crash of the machine may damage it
+  int64_t keep_last = 0;     // whole tags that stay; 0: all
+  bool durable = true;       // on the disk when it is published; else a crash of the machine may damage it
   bool of_one_host = false;  // as Index: the folder is for the ranks of this host
   bool mock = false;         // nothing is written and nothing published: checksums are all that is made of the state
 };

@@ -72,9 +72,9 @@ void IndexedDataset::check_rows() {
   const auto check_begin = [&](int64_t row, int64_t expected) {
     const auto found = read<int64_t>(begins + 8 * row);
     if (found == expected) return;
-    wrong(".idx", cat("row ", row, " begins at byte ", found, " of the .bin, expected ", expected,
-                      ", behind the rows before it of ", element_bytes_, " bytes an element (dtype code ", dtype_,
-                      ")"));
+    wrong(".idx",
+          cat("row ", row, " begins at byte ", found, " of the .bin, expected ", expected,
+              ", behind the rows before it of ", element_bytes_, " bytes an element (dtype code ", dtype_, ")"));
   };
   int64_t begin = 0;
   if (rows_ > 0) check_begin(0, 0);

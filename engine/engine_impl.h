@@ -48,8 +48,8 @@ struct Engine::Impl {
   std::unique_ptr<Autocast> autocast;
   std::shared_ptr<DataLoader> loader;
   std::shared_ptr<BatchSampler> sampler;  // the loader's, or what the program has asked for
-  std::optional<TransferStream> inputs;  // what the program gives, to the device
-  BatchNotes batches;                    // of the running accumulation
+  std::optional<TransferStream> inputs;   // what the program gives, to the device
+  BatchNotes batches;                     // of the running accumulation
   AccumulationStart accumulation_start;
   int64_t accumulations = 0;  // that have begun, undone ones too
   Saves saves;

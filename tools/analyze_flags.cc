@@ -24,8 +24,7 @@ void add_analyze(CLI::App& app, Command& chosen) {
   flags->add_option("--seq_len", options->seq_len, "Samples of so many tokens, each with the one that follows")
       ->transform(whole_number(1, kMostWidth))
       ->type_name("N");
-  flags
-      ->add_option("--separator", options->separator, "Samples between tokens of this number: 10 for lines of a text")
+  flags->add_option("--separator", options->separator, "Samples between tokens of this number: 10 for lines of a text")
       ->transform(whole_number(0, std::numeric_limits<uint32_t>::max()))
       ->type_name("TOKEN");
   flags->add_option("--metric", options->metrics, "vocab_rarity (the default), seqlen, or both")

@@ -26,8 +26,8 @@ namespace {
 
 constexpr int kUsageError = 2;
 
-constexpr ds::tool::AddCommand kCommands[] = {ds::tool::add_check, ds::tool::add_schedule, ds::tool::add_simulate,
-                                              ds::tool::add_report, ds::tool::add_explain, ds::tool::add_analyze};
+constexpr ds::tool::AddCommand kCommands[] = {ds::tool::add_check,  ds::tool::add_schedule, ds::tool::add_simulate,
+                                              ds::tool::add_report, ds::tool::add_explain,  ds::tool::add_analyze};
 
 struct Program {
   const char* command;

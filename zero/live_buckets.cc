@@ -167,11 +167,10 @@ void LiveBuckets::keep_changes(size_t bucket) {
   const std::string name = entry.changes.name(*entry.bucket);
   if (failed()) return;  // what it holds is nothing to keep
   if (!entry.exact) {
-    keep_error(std::make_exception_ptr(
-        UsageError(cat("parameter ", name, " was changed in place while it was gathered for an operator with the loss ",
-                       "of zero_quantized_weights or of torch_autocast.lower_precision_safe_modules, which its ",
-                       "slices must not take over. Change it in a scope of engine->gathered_parameters(..., ",
-                       "modifier_rank)"))));
+    keep_error(std::make_exception_ptr(UsageError(cat(
+        "parameter ", name, " was changed in place while it was gathered for an operator with the loss ",
+        "of zero_quantized_weights or of torch_autocast.lower_precision_safe_modules, which its ",
+        "slices must not take over. Change it in a scope of engine->gathered_parameters(..., ", "modifier_rank)"))));
     return;
   }
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);

@@ -9,8 +9,8 @@ constexpr size_t kMostWires = 2;  // bounds the memory of copies
 
 }  // namespace
 
-void ReplicaJoin::add(comm::Communicator& replicas, const at::Tensor& gradient, at::Device device,
-                      at::ScalarType dtype, std::string label) {
+void ReplicaJoin::add(comm::Communicator& replicas, const at::Tensor& gradient, at::Device device, at::ScalarType dtype,
+                      std::string label) {
   Part& part = parts_.emplace_back(Part{gradient, gradient.to(device, dtype), {}});
   part.work = replicas.all_reduce(part.wire, op_, std::move(label));
   if (parts_.size() > kMostWires) finish_oldest();

@@ -18,9 +18,7 @@ struct HostFolders {
   bool apart() const { return leaders.size() > 1; }
   int leader() const { return leaders[static_cast<size_t>(host_of[static_cast<size_t>(rank)])]; }
   bool leads() const { return leader() == rank; }
-  bool shares(int other) const {
-    return host_of[static_cast<size_t>(other)] == host_of[static_cast<size_t>(rank)];
-  }
+  bool shares(int other) const { return host_of[static_cast<size_t>(other)] == host_of[static_cast<size_t>(rank)]; }
   // Of ranks that hold the same, this one among them: its place among those that share its folder, and their number.
   std::pair<int, int> place_among(const std::vector<int>& holders) const;
 };

@@ -58,10 +58,8 @@ void take_over_states(const ModelState& model, bool with_rank_states) {
 
 void take_position(BatchSampler& sampler, const checkpoint::DataPosition& saved, const std::string& location) {
   try {
-    sampler.load_state({.epoch = saved.epoch,
-                        .next_sample = saved.next_sample,
-                        .seed = saved.seed,
-                        .curriculum = saved.curriculum});
+    sampler.load_state(
+        {.epoch = saved.epoch, .next_sample = saved.next_sample, .seed = saved.seed, .curriculum = saved.curriculum});
   } catch (const UsageError& error) {  // other data than the run had that saved, so its position means nothing
     log::warning("load_checkpoint: ", location, ": the training data begins anew: ", error.what());
   }

@@ -187,11 +187,10 @@ class Saving {
   }
 
   std::function<void(std::chrono::milliseconds patience)> publication() const {
-    return
-        [job = job_, training = training_, aliases = aliases_of(*model_.module),
-         publishes = folders_.leads()](std::chrono::milliseconds patience) {
-          if (publishes) job->publish(training, aliases, patience);
-        };
+    return [job = job_, training = training_, aliases = aliases_of(*model_.module),
+            publishes = folders_.leads()](std::chrono::milliseconds patience) {
+      if (publishes) job->publish(training, aliases, patience);
+    };
   }
 
   const ModelState& model_;

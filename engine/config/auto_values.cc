@@ -56,9 +56,8 @@ const std::vector<Entry>& entries() {
       entry<&AutoValues::total_num_steps>("total_num_steps", {"/scheduler/params/total_num_steps"}),
       entry<&AutoValues::fp16>("fp16", {"/fp16/enabled"}),
       entry<&AutoValues::bf16>("bf16", {"/bf16/enabled", "/bfloat16/enabled"}),
-      entry<&AutoValues::nvme_path>(
-          "nvme_path",
-          {"/zero_optimization/offload_param/nvme_path", "/zero_optimization/offload_optimizer/nvme_path"}),
+      entry<&AutoValues::nvme_path>("nvme_path", {"/zero_optimization/offload_param/nvme_path",
+                                                  "/zero_optimization/offload_optimizer/nvme_path"}),
       entry<&AutoValues::hidden_size>("hidden_size", {}),
   };
   return kEntries;

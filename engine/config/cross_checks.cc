@@ -176,8 +176,8 @@ void warn_of_text(const DsConfig& c, JsonProblems& problems) {
     problems.warning(pointer, cat("found text, \"", value.get<std::string>(), "\", read as the number ", number,
                                   "; write it without quotes: DeepSpeed stops at it"));
   };
-  for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-                          "gradient_clipping"}) {
+  for (const char* key :
+       {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}) {
     if (c.text.contains(key)) warn(cat("/", key), c.text[key]);
   }
   const auto optimizer = c.text.find("optimizer");

@@ -327,9 +327,8 @@ void require_local_checkpoints(const DsConfig& config, const PlanFacts& facts, c
   };
   excludes(plan.topology.pipe > 1,
            cat("pipeline.stages: ", plan.topology.pipe, ", whose stages write what they share once"));
-  excludes(!facts.tensor_inside_host.value_or(true),
-           cat("tensor_parallel.autotp_size: ", plan.topology.tensor,
-               " across hosts, whose ranks write what they share once"));
+  excludes(!facts.tensor_inside_host.value_or(true), cat("tensor_parallel.autotp_size: ", plan.topology.tensor,
+                                                         " across hosts, whose ranks write what they share once"));
   excludes(plan.frozen_bits > 0,
            "zero_optimization.zero_quantized_nontrainable_weights, which is encoded from whole tensors at a load");
 }

@@ -38,8 +38,8 @@ GradientParts make_gradients(const ModelState& model, const std::vector<int64_t>
   zero::ReducerOptions options = reducer_options(model.plan, model.module->name(), device.is_cpu());
   if (!model.plan.sent_in_autocast.empty()) {
     for (const zero::ParameterBucket& bucket : model.buckets) {
-      options.bucket_dtypes.push_back(static_cast<at::ScalarType>(
-          bucket.layout().sent_as.value_or(static_cast<int>(at::ScalarType::Undefined))));
+      options.bucket_dtypes.push_back(
+          static_cast<at::ScalarType>(bucket.layout().sent_as.value_or(static_cast<int>(at::ScalarType::Undefined))));
     }
   }
   parts.reducer = std::make_unique<zero::GradientReducer>(

@@ -18,14 +18,37 @@ namespace {
 constexpr std::string_view kTorch = "torch::nn::";
 
 // With parameters; a model need not have them.
-constexpr std::array<std::string_view, 31> kLayersOfTorch = {
-    "Bilinear",        "BatchNorm1d",     "BatchNorm2d",     "BatchNorm3d",        "Conv1d",
-    "Conv2d",          "Conv3d",          "ConvTranspose1d", "ConvTranspose2d",    "ConvTranspose3d",
-    "Embedding",       "EmbeddingBag",    "GRU",             "GRUCell",            "GroupNorm",
-    "InstanceNorm1d",  "InstanceNorm2d",  "InstanceNorm3d",  "LSTM",               "LSTMCell",
-    "LayerNorm",       "Linear",          "MultiheadAttention", "PReLU",           "RNN",
-    "RNNCell",         "RMSNorm",         "Transformer",     "TransformerDecoder", "TransformerDecoderLayer",
-    "TransformerEncoderLayer"};
+constexpr std::array<std::string_view, 31> kLayersOfTorch = {"Bilinear",
+                                                             "BatchNorm1d",
+                                                             "BatchNorm2d",
+                                                             "BatchNorm3d",
+                                                             "Conv1d",
+                                                             "Conv2d",
+                                                             "Conv3d",
+                                                             "ConvTranspose1d",
+                                                             "ConvTranspose2d",
+                                                             "ConvTranspose3d",
+                                                             "Embedding",
+                                                             "EmbeddingBag",
+                                                             "GRU",
+                                                             "GRUCell",
+                                                             "GroupNorm",
+                                                             "InstanceNorm1d",
+                                                             "InstanceNorm2d",
+                                                             "InstanceNorm3d",
+                                                             "LSTM",
+                                                             "LSTMCell",
+                                                             "LayerNorm",
+                                                             "Linear",
+                                                             "MultiheadAttention",
+                                                             "PReLU",
+                                                             "RNN",
+                                                             "RNNCell",
+                                                             "RMSNorm",
+                                                             "Transformer",
+                                                             "TransformerDecoder",
+                                                             "TransformerDecoderLayer",
+                                                             "TransformerEncoderLayer"};
 
 void replace_all(std::string& text, std::string_view from, std::string_view to) {
   for (size_t at = text.find(from); at != std::string::npos; at = text.find(from, at + to.size())) {

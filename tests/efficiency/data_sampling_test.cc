@@ -228,8 +228,8 @@ TEST_F(DataSampling, APipelineReadsWhatTheCurriculumChooses) {
       text["optimizer"]["params"]["lr"] = 1e-3;
       const auto model = std::make_shared<pipeline::PipelineModule>(
           pipeline::layers_of(4, true), pipeline::PipelineOptions{.loss = pipeline::cross_entropy});
-      const Initialized parts = initialize(
-          {.model = model, .config = text, .training_data = Tokens(), .communicator = borrowed(world)});
+      const Initialized parts =
+          initialize({.model = model, .config = text, .training_data = Tokens(), .communicator = borrowed(world)});
       for (int step = 0; step < 4; ++step) {
         const double loss = parts.engine->train_batch().item<double>();
         EXPECT_EQ(data_sampler(parts.engine)->difficulty("hard"), 2 + step);

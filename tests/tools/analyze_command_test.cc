@@ -36,8 +36,7 @@ std::vector<int64_t> elements_of(const std::string& path) {
 TEST(AnalyzeCommand, RarityIsTheSumOfNegativeLogarithms) {
   const test::ScratchFolder folder;
   const std::string text = "aaaaaaaabcaaaabbzaaac";  // 21 bytes: 5 sequences of 4, each with the one that follows
-  const Outcome outcome =
-      run({.tokens = folder.write("t", text), .seq_len = 4, .output = folder / "out"});
+  const Outcome outcome = run({.tokens = folder.write("t", text), .seq_len = 4, .output = folder / "out"});
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   EXPECT_THAT(outcome.out, HasSubstr("vocab_rarity: 5 samples; values at percentiles 0: "));
   std::map<char, double> count;
