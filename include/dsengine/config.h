@@ -65,18 +65,13 @@ struct ResolvedAuto {
 
 // What the program knows and the file may leave "auto". Empty: the default.
 struct AutoValues {
-  std::optional<int64_t> train_batch_size;
-  std::optional<int64_t> train_micro_batch_size_per_gpu;
-  std::optional<int64_t> gradient_accumulation_steps;
+  std::optional<int64_t> train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps;
   std::optional<double> gradient_clipping;
   std::optional<double> lr;
   std::optional<std::array<double, 2>> betas;
-  std::optional<double> eps;
-  std::optional<double> weight_decay;
-  std::optional<double> warmup_min_lr;
-  std::optional<double> warmup_max_lr;
-  std::optional<int64_t> warmup_num_steps;
-  std::optional<int64_t> total_num_steps;
+  std::optional<double> eps, weight_decay;
+  std::optional<double> warmup_min_lr, warmup_max_lr;
+  std::optional<int64_t> warmup_num_steps, total_num_steps;
   std::optional<bool> fp16, bf16;
   std::optional<std::string> nvme_path;  // of offload_param and offload_optimizer: a folder on a local disk
   std::optional<int64_t> hidden_size;    // of the model: sizes of stage 3
