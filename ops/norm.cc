@@ -15,6 +15,7 @@
 
 #include "core/check.h"
 #include "core/host_threads.h"
+#include "core/split/split_tensor.h"
 #include "dsengine/ops.h"
 #include "ops/kernels/norm_kernel.h"
 #include "ops/on_device.h"
@@ -232,7 +233,10 @@ NormedSum normalize(const NormKind& kind, NormInput input) {
     input.x = input.x.to(common);
     input.residual = input.residual.to(common);
   }
-  if (has_kernel(input.x)) {
+  // Of tensors that are split over ranks LibTorch's operators compute each rank's part.
+  const auto split = [](const at::Tensor& tensor) { return tensor.defined() && is_split(tensor); };
+  const bool is_whole = !split(input.x) && !split(input.residual) && !split(input.weight) && !split(input.bias);
+  if (is_whole && has_kernel(input.x)) {
     variable_list result =
         FusedNorm::apply(input.x, maybe(input.residual), maybe(input.weight), maybe(input.bias), kind);
     return {result[0], result.size() > 1 ? result[1] : at::Tensor()};

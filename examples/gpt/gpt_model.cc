@@ -83,13 +83,19 @@ Mlp::Mlp(const GptConfig& config)
 at::Tensor Mlp::forward(const at::Tensor& x) const { return proj->forward(at::gelu(fc->forward(x), approximate)); }
 
 Block::Block(const GptConfig& config)
-    : ln1(register_module("ln1", std::make_shared<LayerNorm>(config.hidden))),
+    : fused_norms(config.fused_norms),
+      ln1(register_module("ln1", std::make_shared<LayerNorm>(config.hidden))),
       attn(register_module("attn", std::make_shared<Attention>(config))),
       ln2(register_module("ln2", std::make_shared<LayerNorm>(config.hidden))),
       mlp(register_module("mlp", std::make_shared<Mlp>(config))) {}
 
 at::Tensor Block::forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse) const {
-  const at::Tensor attended = x + attn->forward(ln1->forward(x), sparse);
+  const at::Tensor change = attn->forward(ln1->forward(x), sparse);
+  if (fused_norms) {
+    const auto [normed, sum] = ds::ops::add_layer_norm(change, x, ln2->weight, ln2->bias, kLayerNormEps);
+    return sum + mlp->forward(normed);
+  }
+  const at::Tensor attended = x + change;
   return attended + mlp->forward(ln2->forward(attended));
 }
 

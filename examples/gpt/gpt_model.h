@@ -28,6 +28,7 @@ struct GptConfig {
   bool freeze_embeddings = false;         // wte and wpe are not trained, and with them a tied head
   bool tanh_gelu = false;                 // GELU's tanh approximation, as GPT-2's; otherwise exact (erf)
   bool activation_checkpointing = false;  // blocks keep their input only and are computed again in backward
+  bool fused_norms = false;               // blocks add and normalize in one operator (dsengine/ops.h)
   bool whole_logits = false;              // forward makes all logits at once, as plain LibTorch; otherwise in chunks
 };
 
@@ -73,6 +74,7 @@ struct Mlp : torch::nn::Module {
 struct Block : torch::nn::Module {
   explicit Block(const GptConfig& config);
   at::Tensor forward(const at::Tensor& x, const ds::ops::SparseSelfAttention* sparse = nullptr) const;
+  bool fused_norms;
   std::shared_ptr<LayerNorm> ln1;
   std::shared_ptr<Attention> attn;
   std::shared_ptr<LayerNorm> ln2;

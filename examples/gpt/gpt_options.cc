@@ -27,6 +27,9 @@ void add_model_options(CLI::App& app, GptConfig& model) {
   app.add_flag("--activation_checkpointing", model.activation_checkpointing,
                "Blocks keep their input only and are computed again in backward: less memory, more time")
       ->group("Model");
+  app.add_flag("--fused_norms", model.fused_norms,
+               "Blocks add the attention's output and normalize in one operator, which is faster on a GPU")
+      ->group("Model");
   app.add_flag("--whole_logits", model.whole_logits,
                "The loss from all logits at once, as plain LibTorch; otherwise in chunks, which saves their memory")
       ->group("Model");
@@ -145,6 +148,7 @@ void complete(GptOptions& options, bool seq_len_given) {
                            model.seq_len, " positions of ", *options.load_hf);
   model.freeze_embeddings = options.model.freeze_embeddings;
   model.activation_checkpointing = options.model.activation_checkpointing;
+  model.fused_norms = options.model.fused_norms;
   model.whole_logits = options.model.whole_logits;
   options.model = model;
 }

@@ -37,6 +37,7 @@ uint64_t checksum(const at::Tensor& tensor) {
 class GptModelTest : public testing::TestWithParam<bool> {
  protected:
   GptConfig config() const { return {.tie_embeddings = GetParam()}; }
+  void expect_torchs_training(const GptConfig& config) const;
 };
 
 TEST_P(GptModelTest, NamesOrderAndEveryBitOfTheInitialWeights) {
@@ -51,9 +52,9 @@ TEST_P(GptModelTest, NamesOrderAndEveryBitOfTheInitialWeights) {
   }
 }
 
-TEST_P(GptModelTest, LossesAndGradientsAreThoseOfTorch) {
+void GptModelTest::expect_torchs_training(const GptConfig& config) const {
   const nlohmann::json& wanted = golden(GetParam());
-  Gpt model(config());
+  Gpt model(config);
   initialize_weights(model, 1234);
   TextCorpus text = TextCorpus::open(DS_SOURCE_DIR "/tests/parity/data/kjv_1m.bin");
   TokenBatches batches(text, {.order = Order::kSequential, .batch_size = 16});
@@ -72,6 +73,14 @@ TEST_P(GptModelTest, LossesAndGradientsAreThoseOfTorch) {
     }
     optimizer.step();
   }
+}
+
+TEST_P(GptModelTest, LossesAndGradientsAreThoseOfTorch) { expect_torchs_training(config()); }
+
+TEST_P(GptModelTest, WithFusedNormsToo) {
+  GptConfig fused = config();
+  fused.fused_norms = true;
+  expect_torchs_training(fused);
 }
 
 INSTANTIATE_TEST_SUITE_P(Heads, GptModelTest, testing::Bool(),

@@ -79,11 +79,29 @@ TEST(Overloads, ThatWriteToATensorOfTheProgramWriteIt) {
   });
 }
 
+TEST(Overloads, NormsAreThoseOfTheWhole) {
+  test::run_ranks(2, [](comm::Communicator& communicator) {
+    const std::shared_ptr<Axis> axis = make_axis(shared(communicator));
+    const at::Tensor values = at::arange(24, at::kDouble).view({4, 6}).sin();
+    const at::Tensor more = values.cos();
+    const at::Tensor weight = at::arange(6, at::kDouble) + 0.5;
+    const ops::NormedSum expected = ops::add_layer_norm(values, more, weight, {});
+    for (const int64_t dim : {0, 1}) {
+      const at::Tensor x = distribute(values, axis, dim);
+      EXPECT_LE(relative_error(whole(ops::rms_norm(x, {})), ops::rms_norm(values, {})), 1e-12);
+      for (const at::Tensor& residual : {more, distribute(more, axis, dim)}) {
+        const ops::NormedSum found = ops::add_layer_norm(x, residual, weight, {});
+        EXPECT_LE(relative_error(whole(found.normed), expected.normed), 1e-12) << "dimension " << dim;
+        EXPECT_LE(relative_error(whole(found.sum), expected.sum), 1e-12) << "dimension " << dim;
+      }
+    }
+  });
+}
+
 TEST(Overloads, VectorKernelsRefuseSplitTensors) {
   test::run_ranks(2, [](comm::Communicator& communicator) {
     const std::shared_ptr<Axis> axis = make_axis(shared(communicator));
     const at::Tensor x = distribute(at::ones({4, 6}), axis, 1);
-    EXPECT_THROW(ops::rms_norm(x, {}), c10::Error);
     EXPECT_THROW(ops::swiglu(x, x), c10::Error);
     EXPECT_THROW(ops::rope(x, at::ones({4, 3}), at::ones({4, 3})), c10::Error);
   });

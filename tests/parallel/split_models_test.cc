@@ -60,6 +60,11 @@ TEST(SplitModels, GptWithWholeLogits) {
   config.whole_logits = true;
   expect_gpt(config, 2, gpt_rules(64, false));
 }
+TEST(SplitModels, GptWithFusedNorms) {
+  gpt::GptConfig config = small_gpt(false);
+  config.fused_norms = true;
+  expect_gpt(config, 2, gpt_rules(64, false));
+}
 TEST(SplitModels, GptOverFourRanks) { expect_gpt(small_gpt(false), 4, gpt_rules(64, false)); }
 TEST(SplitModels, GptWithATiedVocabulary) {
   expect_gpt(small_gpt(true), 2, gpt_rules(64, true));
