@@ -73,7 +73,7 @@ void choose_masters(const DsConfig& config, const PlanFacts& facts, Plan& plan) 
         "a step takes less of it away than bf16 can tell. Use at most 0.99, or states in fp32"));
   }
   if (plan.state_dtype == DType::kFloat16) {
-    plan.warnings.push_back(
+    plan.warnings.emplace_back(
         "optimizer.params.fp32_optimizer_states: false keeps squares of gradients in fp16, where what is below 6e-8 is "
         "0 and a step is then limited by eps alone. Use bf16, whose range is that of float32, or true");
   }

@@ -2,6 +2,22 @@
 #include "engine/plan/plan_rows.h"
 
 namespace ds::engine {
+namespace {
+
+// moot(asked, key, why)
+template <class Moot>
+void add_rows_of_sampling(const config::DataEfficiencySection& data, const Moot& moot) {
+  const config::DataSamplingSection& sampling = data.data_sampling;
+  if (!data.enabled || !sampling.enabled) return;
+  const config::CurriculumSection& curriculum = sampling.curriculum_learning;
+  moot(!curriculum.enabled, "data_sampling", "curriculum_learning in it is off, as is dynamic_batching");
+  moot(curriculum.enabled && curriculum.data_cluster_path.has_value(), "data_cluster_path",
+       "clusters are made of the metric files again, nothing is written");
+  moot(sampling.num_workers > 0, "num_workers", "the loader reads samples on the program's thread");
+  moot(sampling.pin_memory, "pin_memory", "what travels to a GPU is pinned already");
+}
+
+}  // namespace
 
 bool is_given(const config::DsConfig& config, const std::string& key) {
   const size_t dot = key.find('.');
@@ -61,17 +77,9 @@ void add_rows_without_effect(const config::DsConfig& config, Plan& plan) {
   moot(plan.autocast && listed && !listed->empty() && plan.sent_in_autocast.empty(), "lower_precision_safe_modules",
        plan.error_feedback ? "the optimizer compresses what ranks exchange itself" : "no ranks share gradients");
   moot(config.sparse_gradients && !plan.sparse_gradients, "sparse_gradients", "no ranks share gradients");
-  const config::DataSamplingSection& sampling = config.data_efficiency.data_sampling;
-  if (config.data_efficiency.enabled && sampling.enabled) {
-    const config::CurriculumSection& curriculum = sampling.curriculum_learning;
-    moot(!curriculum.enabled, "data_sampling", "curriculum_learning in it is off, as is dynamic_batching");
-    moot(curriculum.enabled && curriculum.data_cluster_path.has_value(), "data_cluster_path",
-         "clusters are made of the metric files again, nothing is written");
-    moot(sampling.num_workers > 0, "num_workers", "the loader reads samples on the program's thread");
-    moot(sampling.pin_memory, "pin_memory", "what travels to a GPU is pinned already");
-  }
   moot(zero.mics_hierarchical_params_gather, "mics_hierarchical_params_gather",
        "collectives go through shared memory inside a host and between hosts once already");
+  add_rows_of_sampling(config.data_efficiency, moot);
 }
 
 }  // namespace ds::engine
