@@ -48,11 +48,12 @@ def ds_config(offload=None, batch=8, more=None, stage=2):
 
 
 class Measurements:
-    def __init__(self, log, build, scratch, gpu, host_bytes):
+    def __init__(self, log, build, scratch, gpu, host_bytes, models=tuple(MODELS), kinds=PEERS):
+        """`models`, `kinds`: of peers(), and what that runs of torch."""
         self.log, self.build, self.scratch = log, build, scratch
         self.gpu_bytes, self.host_bytes = gpu["bytes"], host_bytes
         self.peak = next((peak for name, peak in PEAK_BF16.items() if name in gpu["name"]), None)
-        self.models, self.kinds = list(MODELS), PEERS  # of peers()
+        self.models, self.kinds = models, kinds
         self.result = {}
         os.makedirs(scratch, exist_ok=True)
 
