@@ -13,7 +13,6 @@
 #include <limits>
 
 #include "core/check.h"
-#include "fp8/quantize_device_kernels.h"
 #include "fp8/quantize_on_device.h"
 
 namespace ds::fp8 {
@@ -87,8 +86,8 @@ Quantized quantize_blocks(const at::Tensor& values, at::ScalarType format, int64
 Quantized transposed(const Quantized& matrix) {
   ensure(!matrix.has_blocks() || matrix.inverse.size(0) * kBlock == matrix.values.size(0),
          "scales of rows are not those of columns");
-  const bool on_device = matrix.values.is_cuda() && quantize_device_kernels() != nullptr;
-  return {on_device ? transposed_on_device(matrix.values) : matrix.values.t().contiguous(),
+  return {has_quantize_kernels(matrix.values.device()) ? transposed_on_device(matrix.values)
+                                                       : matrix.values.t().contiguous(),
           matrix.has_blocks() ? matrix.inverse.t().contiguous() : matrix.inverse};
 }
 

@@ -35,8 +35,10 @@ void give_quantize(const at::Tensor& values, const Give& give) {
 
 }  // namespace
 
+bool has_quantize_kernels(at::Device device) { return device.is_cuda() && quantize_device_kernels() != nullptr; }
+
 bool quantize_kernels_take(const at::Tensor& values) {
-  return values.is_cuda() && float_format_of(values.scalar_type()).has_value() && quantize_device_kernels() != nullptr;
+  return has_quantize_kernels(values.device()) && float_format_of(values.scalar_type()).has_value();
 }
 
 Measured measured_on_device(const at::Tensor& given, at::ScalarType format, const ScaleChoice& choice) {

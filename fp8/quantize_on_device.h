@@ -8,7 +8,8 @@
 
 namespace ds::fp8 {
 
-// Whether there are kernels for tensors on this device, of this dtype.
+// Whether there are kernels for tensors on this device, and for values of this dtype.
+bool has_quantize_kernels(at::Device device);
 bool quantize_kernels_take(const at::Tensor& values);
 
 // As those of quantize.h. They return when the current stream has the work. Throw ConfigError where the device does not
