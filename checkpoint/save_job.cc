@@ -27,12 +27,6 @@ std::string rank_file(const SaveTarget& target, int rank, const char* ending) {
   return (std::filesystem::path(target.save.incomplete) / name).string();
 }
 
-void write_file(const std::string& path, const std::string& text, bool durable) {
-  AtomicFile file(path);
-  file.write(text.data(), text.size());
-  file.commit(durable);
-}
-
 // Over NFS a name that was not there stays away for the life of the cache of attributes, 30 s and more. Opening the
 // folder asks the server (close-to-open consistency).
 void ask_again(const std::string& folder) {
@@ -57,7 +51,7 @@ void SaveJob::finish() {
   const Index part = files_->finish(target_.durable);
   files_.reset();
   // Rank 0 reads it now, and removes it before anything is published.
-  write_file(rank_file(target_, target_.rank, "json"), sealed(table_to_json(part)), /*durable=*/false);
+  write_whole_file(rank_file(target_, target_.rank, "json"), sealed(table_to_json(part)), /*durable=*/false);
 }
 
 void SaveJob::give_up() noexcept {
@@ -75,7 +69,7 @@ nlohmann::json SaveJob::table_of(int rank) const {
 }
 
 void SaveJob::put_table(int rank, const nlohmann::json& table) {
-  write_file(rank_file(target_, rank, "json"), sealed(table), /*durable=*/false);
+  write_whole_file(rank_file(target_, rank, "json"), sealed(table), /*durable=*/false);
 }
 
 void SaveJob::join_tables(Index& index, std::chrono::milliseconds patience) {
@@ -126,7 +120,7 @@ void SaveJob::publish(TrainingState state, std::map<std::string, std::string> al
     const std::string path = (std::filesystem::path(target_.save.incomplete) / kIndexName).string();
     index_from(text, path);  // that it can be read again, before it takes the place of an older one
     for (int rank = 0; rank < target_.ranks; ++rank) std::filesystem::remove(rank_file(target_, rank, "json"));
-    write_file(path, text, target_.durable);
+    write_whole_file(path, text, target_.durable);
     publish_tag(target_.save, target_.durable);
   } catch (const std::filesystem::filesystem_error& error) {
     abandon_tag(target_.save);

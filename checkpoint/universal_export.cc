@@ -53,9 +53,7 @@ IValue to_python(const json& value) {
 
 void save(const fs::path& path, const IValue& value) {
   const std::vector<char> bytes = torch::jit::pickle_save(value);
-  AtomicFile file(path.string());
-  file.write(bytes.data(), bytes.size());
-  file.commit();
+  write_whole_file(path.string(), {bytes.data(), bytes.size()});
 }
 
 // torch's Adam counts in a float32 tensor, DeepSpeed's in an int.
@@ -181,9 +179,7 @@ void export_universal(Source& source, const std::string& folder) {
     abandon_tag(target);
     throw;
   }
-  AtomicFile latest((fs::path(save_dir) / kLatestUniversal).string());
-  latest.write(tag.data(), tag.size());
-  latest.commit();
+  write_whole_file((fs::path(save_dir) / kLatestUniversal).string(), tag);
 }
 
 }  // namespace ds::checkpoint

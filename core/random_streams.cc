@@ -5,21 +5,15 @@
 
 #include <mutex>
 
+#include "core/splitmix64.h"
+
 namespace ds {
 namespace {
-
-// SplitMix64's finalizer: a bijection of which every output bit depends on every input bit.
-uint64_t mixed(uint64_t x) {
-  x += 0x9E3779B97F4A7C15ULL;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
-  return x ^ (x >> 31);
-}
 
 // Takes one number after another; not commutative.
 struct Chain {
   uint64_t state = 0;
-  void take(uint64_t value) { state = mixed(state ^ mixed(value)); }
+  void take(uint64_t value) { state = splitmix64(state ^ splitmix64(value)); }
 };
 
 }  // namespace

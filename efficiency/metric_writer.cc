@@ -37,12 +37,6 @@ void append(std::string& bytes, Number value) {
   bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-void write_file(const std::string& path, const std::string& bytes) {
-  AtomicFile file(path);
-  file.write(bytes.data(), bytes.size());
-  file.commit(/*durable=*/false);
-}
-
 // Row r has sizes[r] of the elements.
 void write_rows(const std::string& path, ElementType type, const std::vector<int64_t>& elements,
                 const std::vector<int64_t>& sizes) {
@@ -63,8 +57,8 @@ void write_rows(const std::string& path, ElementType type, const std::vector<int
   }
   append(index, int64_t{0});
   append(index, static_cast<int64_t>(sizes.size()));
-  write_file(path + ".bin", data);
-  write_file(path + ".idx", index);
+  write_whole_file(path + ".bin", data, /*durable=*/false);
+  write_whole_file(path + ".idx", index, /*durable=*/false);
 }
 
 }  // namespace

@@ -259,10 +259,7 @@ void Engine::write_pipeline_trace(const std::string& path) {
       for (const std::string& text : texts) {
         for (nlohmann::json& event : nlohmann::json::parse(text)) all.push_back(std::move(event));
       }
-      const std::string text = nlohmann::json{{"traceEvents", std::move(all)}}.dump();
-      AtomicFile file(path);
-      file.write(text.data(), text.size());
-      file.commit(/*durable=*/false);
+      write_whole_file(path, nlohmann::json{{"traceEvents", std::move(all)}}.dump(), /*durable=*/false);
     }
   } catch (...) {
     failure = std::current_exception();

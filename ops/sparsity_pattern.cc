@@ -6,19 +6,14 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/splitmix64.h"
 
 namespace ds::ops {
 namespace {
 
-constexpr uint64_t kGamma = 0x9E3779B97F4A7C15U;
-
-uint64_t mixed(uint64_t z) {
-  z = (z ^ (z >> 30U)) * 0xBF58476D1CE4E5B9U;
-  z = (z ^ (z >> 27U)) * 0x94D049BB133111EBU;
-  return z ^ (z >> 31U);
+uint64_t next_key(uint64_t key, int64_t number) {
+  return splitmix64(key + kSplitMixGamma * static_cast<uint64_t>(number));
 }
-
-uint64_t next_key(uint64_t key, int64_t number) { return mixed(key + kGamma * (static_cast<uint64_t>(number) + 1)); }
 
 // One head's blocks, as they are added.
 class HeadLayout {
@@ -108,7 +103,7 @@ class HeadLayout {
   }
 
   void add_random_columns(int64_t head, uint64_t seed) {
-    const uint64_t of_head = next_key(mixed(seed + kGamma), head);
+    const uint64_t of_head = next_key(splitmix64(seed), head);
     for (int64_t row = 0; row < n_; ++row) {
       const uint64_t of_row = next_key(of_head, row);
       const int64_t columns = p_.unidirectional ? row + 1 : n_;

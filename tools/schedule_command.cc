@@ -105,9 +105,7 @@ ScheduleReport examine(const ScheduleOptions& options) {
 
 void write_file(const std::string& path, const std::string& text) {
   if (path.empty()) return;
-  AtomicFile file(path);
-  file.write(text.data(), text.size());
-  file.commit(/*durable=*/false);
+  write_whole_file(path, text, /*durable=*/false);
 }
 
 void write_files(const ScheduleOptions& options, const ScheduleReport& report) {

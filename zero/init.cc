@@ -1,12 +1,12 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/tensor.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <limits>
 #include <utility>
 
+#include "comm/rank_numbers.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "core/memory/host_memory.h"
@@ -72,12 +72,9 @@ Init::Parameters::Parameters(std::shared_ptr<comm::Communicator> ranks, InitOpti
 }
 
 void Init::Parameters::require_same_options() {
-  const at::Tensor own = at::tensor({options_.max_live, options_.smallest}, at::kLong).to(options_.device);
-  at::Tensor all = at::empty({int64_t{2} * ranks_->size()}, own.options());
-  ranks_->all_gather(all, own, "options of zero::Init").wait();
-  all = all.to(at::kCPU);
-  const auto* values = all.const_data_ptr<int64_t>();
-  for (int64_t rank = 1; rank < ranks_->size(); ++rank) {
+  const std::vector<int64_t> values =
+      comm::numbers_of_ranks(*ranks_, options_.device, {options_.max_live, options_.smallest}, "options of zero::Init");
+  for (size_t rank = 1; rank < static_cast<size_t>(ranks_->size()); ++rank) {
     require(values[2 * rank] == values[0] && values[2 * rank + 1] == values[1], "zero::Init: expected the options of ",
             "rank 0 on every rank, max_live ", values[0], " and smallest ", values[1], ", found ", values[2 * rank],
             " and ", values[2 * rank + 1], " on rank ", rank);

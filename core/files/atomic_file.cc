@@ -74,4 +74,10 @@ void AtomicFile::fail(const char* what, int error) const {
                     "; check that the folder exists, may be written and has space"));
 }
 
+void write_whole_file(const std::string& path, std::string_view content, bool durable) {
+  AtomicFile file(path);
+  file.write(content.data(), content.size());
+  file.commit(durable);
+}
+
 }  // namespace ds

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <string>
+#include <string_view>
 
 #include "core/unique_fd.h"
 
@@ -34,6 +35,9 @@ class AtomicFile {
   UniqueFd descriptor_;  // none once committed
   size_t end_ = 0;       // where write() appends
 };
+
+// `content` as all of the file at `path`.
+void write_whole_file(const std::string& path, std::string_view content, bool durable = true);
 
 // Makes durable what happened to names in a folder. Returns 0, or the system's error number.
 int sync_folder(const std::string& folder) noexcept;

@@ -1,29 +1,13 @@
 #include "engine/checkpoint/host_folders.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/tensor.h>
-
-#include <algorithm>
 #include <map>
 
 #include "comm/rank_hosts.h"
+#include "comm/rank_numbers.h"
 #include "core/check.h"
 #include "engine/agreement/shared_text.h"
 
 namespace ds::engine {
-namespace {
-
-std::vector<int64_t> local_ranks(const Ranks& ranks) {
-  const at::Tensor own = at::tensor({static_cast<int64_t>(ranks.local_rank)}, at::kLong).to(ranks.device);
-  const at::Tensor all = at::empty({ranks.world->size()}, own.options());
-  ranks.world->all_gather(all, own, "local ranks").wait();
-  const at::Tensor on_host = all.to(at::kCPU);
-  const auto* first = on_host.const_data_ptr<int64_t>();
-  return {first, first + on_host.numel()};
-}
-
-}  // namespace
-
 std::pair<int, int> HostFolders::place_among(const std::vector<int>& holders) const {
   int place = -1;
   int count = 0;
@@ -44,7 +28,8 @@ HostFolders one_folder(const Ranks& ranks) {
 
 HostFolders host_folders(const Ranks& ranks) {
   const std::vector<int> memory = comm::hosts_of(*ranks.world, ranks.device);
-  const std::vector<int64_t> local = local_ranks(ranks);
+  const std::vector<int64_t> local =
+      comm::numbers_of_ranks(*ranks.world, ranks.device, {ranks.local_rank}, "local ranks");
   HostFolders folders{.host_of = {}, .leaders = {}, .rank = ranks.world->rank()};
   std::map<int, int> open;  // of ranks that share memory, the host that has been found last
   for (size_t rank = 0; rank < memory.size(); ++rank) {

@@ -90,7 +90,7 @@ class Saving {
     together("begin it", [&] {
       if (!folders_.leads()) return;
       require_json(training_);
-      if (!writes_nothing(run_.config)) checkpoint::begin_tag(job_->target().save);
+      if (!job_->target().mock) checkpoint::begin_tag(job_->target().save);
     });
     together("list its part",
              [&] { saved_->pieces = state_pieces(model_, folders_, !options_.exclude_frozen_parameters); });
@@ -98,7 +98,7 @@ class Saving {
 
   void write_now() {
     together("write its part", [&] { write_live(model_, *job_, *saved_); });
-    if (folders_.apart() && !writes_nothing(run_.config)) exchange_tables();
+    if (folders_.apart() && !job_->target().mock) exchange_tables();
     together("publish it", [&] { publication()(kVisible); });
   }
 
@@ -110,7 +110,7 @@ class Saving {
   }
 
   std::string path() const {
-    if (writes_nothing(run_.config)) return {};
+    if (job_->target().mock) return {};
     return checkpoint::tag_path(job_->target().save.save_dir, job_->target().save.tag);
   }
 

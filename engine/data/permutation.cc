@@ -4,20 +4,9 @@
 #include <bit>
 
 #include "core/check.h"
+#include "core/splitmix64.h"
 
 namespace ds::engine {
-namespace {
-
-// SplitMix64 (Steele, Lea and Flood 2014): one output for the state `z`.
-uint64_t splitmix64(uint64_t z) {
-  z += 0x9E3779B97F4A7C15ULL;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
-  return z ^ (z >> 31);
-}
-
-}  // namespace
-
 Permutation::Permutation(uint64_t seed, uint64_t epoch, int64_t size) : size_(size) {
   require(size > 0, "permutation: expected at least one sample, found ", size);
   const int bits = std::bit_width(static_cast<uint64_t>(size - 1));

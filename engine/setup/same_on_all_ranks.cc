@@ -1,14 +1,12 @@
 #include "engine/setup/same_on_all_ranks.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/tensor.h>
-
 #include <algorithm>
 #include <map>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "comm/rank_numbers.h"
 #include "core/check.h"
 #include "core/json/json_problems.h"
 #include "core/shown_text.h"
@@ -111,15 +109,11 @@ void require_same_on_all_ranks(const ModelParameters& parameters, const std::str
   for (const zero::Parameter& parameter : parameters.trainable) text += signature(parameter);
   text += cat(kFrozen, '\n');
   for (const zero::Parameter& parameter : parameters.frozen) text += signature(parameter);
-  const at::Tensor own = at::tensor({static_cast<int64_t>(fnv1a(settings)), static_cast<int64_t>(fnv1a(text)),
-                                     inputs.samples.value_or(kNotGiven), int64_t{inputs.has_schedule}},
-                                    at::kLong)
-                             .to(device);
-  const int64_t count = own.numel();
-  at::Tensor all = at::empty({count * ranks.size()}, own.options());
-  ranks.all_gather(all, own, "hash of config and parameters").wait();
-  all = all.to(at::kCPU);
-  const auto* const first = all.const_data_ptr<int64_t>();
+  const std::vector<int64_t> own = {static_cast<int64_t>(fnv1a(settings)), static_cast<int64_t>(fnv1a(text)),
+                                    inputs.samples.value_or(kNotGiven), int64_t{inputs.has_schedule}};
+  const std::vector<int64_t> all = comm::numbers_of_ranks(ranks, device, own, "hash of config and parameters");
+  const auto count = static_cast<int64_t>(own.size());
+  const int64_t* const first = all.data();
   // All ranks see the same numbers, so that all of them ask for the texts of the two that differ.
   const auto both = [&](const std::string& of_this, int rank) {
     return std::pair(text_of_rank(of_this, 0, device, ranks), text_of_rank(of_this, rank, device, ranks));
