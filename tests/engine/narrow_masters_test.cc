@@ -262,6 +262,77 @@ TEST(NarrowMasters, ACheckpointGoesOnBitByBitAndNamesTheirDtype) {
   }
 }
 
+// What ranks hold twice, and what travels in few bits.
+TEST(NarrowMasters, SecondarySlicesAreTheSame) {
+  ordered_json config = all_bf16(3);
+  config["zero_optimization"]["stage3_param_persistence_threshold"] = 0;
+  const State plain = run(config, 4);
+  config["zero_optimization"]["zero_hpz_partition_size"] = 2;
+  EXPECT_EQ(largest_difference(run(config, 4), plain), 0.0);
+}
+
+TEST(NarrowMasters, CopiesOfTheModelStateStayTheSame) {
+  for (const int stage : {1, 2, 3}) {
+    for (ordered_json config : {all_bf16(stage), bf16_masters_on_host(stage)}) {
+      config["zero_optimization"]["mics_shard_size"] = 2;
+      std::vector<State> weights(4);
+      run_ranks(4, [&](comm::Communicator& communicator) {
+        SmallNet model;
+        const auto engine = start(model.ptr(), config, communicator).engine;
+        train(*engine, model, 4);
+        const auto whole = engine->gathered_parameters(model->parameters());
+        weights[static_cast<size_t>(communicator.rank())] = parameters_of(*model);
+        EXPECT_EQ(engine->model_state_bytes().master, engine->plan().bytes->master);
+        EXPECT_EQ(engine->model_state_bytes().optimizer, engine->plan().bytes->optimizer);
+      });
+      for (const State& other : weights) EXPECT_EQ(largest_difference(other, weights.front()), 0.0) << config.dump();
+      const State exact = TorchRun{.world = 4, .steps = 4}.train_adamw();
+      EXPECT_LT(largest_difference(weights.front(), exact), 0.06) << config.dump();
+    }
+  }
+}
+
+TEST(NarrowMasters, TrainWithGathersAndReductionsOfFewBits) {
+  for (const ordered_json& keys :
+       {ordered_json{{"zero_quantized_weights", true}}, ordered_json{{"zero_quantized_gradients", true}},
+        ordered_json{{"zero_quantized_weights", true}, {"zero_quantized_gradients", true}}}) {
+    for (ordered_json config : {all_bf16(3), bf16_masters_on_host(3)}) {
+      config["zero_optimization"].update(keys);
+      config["zero_optimization"]["stage3_param_persistence_threshold"] = 0;
+      const State trained = run(config, 2, 4);
+      const State exact = TorchRun{.world = 2, .steps = 4}.train_adamw();
+      EXPECT_LT(largest_difference(trained, exact), 0.12) << config.dump();
+      EXPECT_GT(largest_difference(trained, exact), 1e-4) << config.dump();
+    }
+  }
+}
+
+// On ranks and stages that differ, values of the same dtype are moved as they are.
+TEST(NarrowMasters, ACheckpointMovesToOtherRanksAndToFloat32Masters) {
+  const test::ScratchFolder folder;
+  const std::string dir = folder.path().string();
+  State saved;
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), all_bf16(2), communicator).engine;
+    const State weights = train(*engine, model, 3);
+    engine->save_checkpoint(dir, "tag");
+    if (communicator.rank() == 0) saved = weights;
+  });
+  ordered_json wide = small_config(1, 1);
+  wide["bf16"]["enabled"] = true;
+  for (const ordered_json& config : {all_bf16(3), all_bf16(1), bf16_masters_on_host(3), wide, small_config(0, 1)}) {
+    run_ranks(3, [&](comm::Communicator& communicator) {
+      SmallNet model;
+      const auto engine = start(model.ptr(), config, communicator).engine;
+      engine->load_checkpoint(dir, "tag");
+      EXPECT_EQ(largest_difference(copy_of(engine->fp32_state_dict()), saved), 0.0) << config.dump();
+      train(*engine, model, 1);
+      EXPECT_TRUE(engine->was_step_applied());
+    });
+  }
+}
+
 TEST(NarrowMasters, OneParameterIsReadAndWrittenInFloat32) {
   run_ranks(2, [&](comm::Communicator& communicator) {
     SmallNet model;

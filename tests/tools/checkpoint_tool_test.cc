@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/folder_source.h"
 #include "checkpoint/rewrite.h"
 #include "checkpoint/weight_files.h"
 #include "core/check.h"
@@ -257,6 +258,33 @@ TEST_F(CheckpointToolTest, ConvertWritesDeepSpeedsUniversalLayout) {
   EXPECT_THAT(outcome.out, HasSubstr("load_universal"));
   EXPECT_TRUE(std::filesystem::exists(folder_ / "uni/step20/zero/wte.weight/exp_avg_sq.pt"));
   EXPECT_EQ(run_tool({"convert", tag, folder_ / "uni/step20", "--format", "universal", "--exclude_frozen"}).code, 2);
+}
+
+// Masters and states of 16 bits: files keep their dtype, DeepSpeed's layout has float32.
+TEST_F(CheckpointToolTest, MastersOf16Bits) {
+  const at::Tensor weight = torch::randn({6, 4}).to(torch::kBFloat16);
+  source_.add("weights/wte.weight", weight);
+  source_.add("weights/ln.weight", torch::ones({4}).to(torch::kBFloat16), /*frozen=*/true);
+  for (const char* state : {"exp_avg", "exp_avg_sq"}) {
+    source_.add(state_path(state, "wte.weight"), torch::rand({6, 4}).to(torch::kBFloat16));
+  }
+  const std::string tag = write_tag("global_step20");
+  const Outcome inspected = run_tool({"inspect", tag, "--tensors"});
+  EXPECT_THAT(inspected.out, AllOf(ContainsRegex("weights/wte.weight +BFloat16"), ContainsRegex("weights +2 +56 B\n"),
+                                   ContainsRegex("optimizer/exp_avg +1 +48 B\n")));
+  const std::string again = folder_ / "again/global_step20";
+  ASSERT_EQ(run_tool({"convert", tag, again, "--format", "dsengine", "--ranks", "3"}).code, 0);
+  const Outcome same = run_tool({"diff", tag, again});
+  EXPECT_EQ(same.code, 0) << same.out;
+  EXPECT_EQ(open_folder(again)->info("weights/wte.weight").dtype, at::kBFloat16);
+  const std::string universal = folder_ / "uni/step20";
+  const Outcome converted = run_tool({"convert", tag, universal, "--format", "universal"});
+  ASSERT_EQ(converted.code, 0) << converted.err;
+  const auto source = open_folder(universal);
+  EXPECT_EQ(source->info("weights/wte.weight").dtype, at::kFloat);
+  EXPECT_TRUE(torch::equal(source->tensor("weights/wte.weight"), weight.to(torch::kFloat)));
+  EXPECT_TRUE(torch::equal(source->tensor(state_path("exp_avg", "wte.weight")),
+                           source_.tensor(state_path("exp_avg", "wte.weight")).to(torch::kFloat)));
 }
 
 // What four ranks of a tensor axis wrote is the same checkpoint.

@@ -176,6 +176,64 @@ TEST(TensorCheckpoint, MastersOfBfloat16) {
   }
 }
 
+// Masters and states in bfloat16, which files have as they are.
+TEST(TensorCheckpoint, MastersThatAreBfloat16Themselves) {
+  const test::ScratchFolder scratch;
+  const std::string folder = scratch.path().string();
+  for (const int stage : {1, 3}) {
+    GptRun two = layout(2, stage);
+    two.more["bf16"] = {{"enabled", true}, {"bf16_master_weights_and_grads", true}, {"bf16_optimizer_states", true}};
+    const Losses unbroken = save(two, folder);
+    const auto source = checkpoint::open_folder(folder + "/" + tag_of(two));
+    EXPECT_EQ(source->info("weights/wte.weight").dtype, at::kBFloat16);
+    EXPECT_EQ(go_on(two, folder, tag_of(two), "again"), unbroken);
+    for (const GptRun& other : {layout(4, 4 - stage), layout(1, stage, 2)}) {
+      GptRun run = other;
+      run.more = two.more;
+      go_on(run, folder, tag_of(two), "again");
+    }
+  }
+}
+
+// Each host keeps the parts of its own ranks: two hosts whose tensor axes lie inside, and one axis over both.
+TEST(TensorCheckpoint, OnTheDisksOfHosts) {
+  for (const auto& [tensor, data] : {std::pair(2, 2), std::pair(4, 1)}) {
+    for (const int stage : {1, 3}) {
+      SCOPED_TRACE(cat("tensor ", tensor, ", stage ", stage));
+      const test::ScratchFolder scratch;
+      GptRun run = layout(tensor, stage, data);
+      run.more["checkpoint"]["use_node_local_storage"] = true;
+      const auto on_hosts = [&](const Action& action) {
+        test::run_ranks(run.world(), [&](comm::Communicator& world) {
+          constexpr int kRanksPerHost = 2;
+          const auto net = run.make();
+          const auto engine = initialize({.model = net,
+                                          .config = run.config(),
+                                          .split = gpt_rules(run.model),
+                                          .distributed = Distributed{.ranks = {std::shared_ptr<void>(), &world},
+                                                                     .local_rank = world.rank() % kRanksPerHost,
+                                                                     .ranks_per_host = kRanksPerHost,
+                                                                     .device = at::kCPU},
+                                          .seed_generators = false})
+                                  .engine;
+          action(*engine, *net, world);
+        });
+      };
+      const auto disk = [&](int rank) { return scratch / cat("host", rank / 2); };
+      std::vector<Losses> unbroken(static_cast<size_t>(run.world()));
+      on_hosts([&](Engine& engine, gpt::Gpt& net, comm::Communicator& world) {
+        train(engine, net, run, 0, kSaved);
+        engine.save_checkpoint(disk(world.rank()), "tag");
+        unbroken[static_cast<size_t>(world.rank())] = train(engine, net, run, kSaved, kEnd);
+      });
+      on_hosts([&](Engine& engine, gpt::Gpt& net, comm::Communicator& world) {
+        engine.load_checkpoint(disk(world.rank()), "tag");
+        EXPECT_EQ(train(engine, net, run, kSaved, kEnd), unbroken[static_cast<size_t>(world.rank())]);
+      });
+    }
+  }
+}
+
 // What ranks remember of compression comes back in the same layout; what is for all ranks also in another.
 TEST(TensorCheckpoint, CompressedOptimizers) {
   const test::ScratchFolder scratch;

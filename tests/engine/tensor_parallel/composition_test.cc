@@ -49,6 +49,15 @@ TEST(TensorParallelWith, BFloat16) {
   expect_same_as_one_rank({.data = 2, .stage = 1, .more = {{"bf16", {{"enabled", true}}}}}, 5e-3, 5e-2);
 }
 
+TEST(TensorParallelWith, MastersOf16Bits) {
+  for (const int stage : {1, 3}) {
+    GptRun run{.data = 2, .stage = stage};
+    run.more["bf16"] = {{"enabled", true}, {"bf16_master_weights_and_grads", true}, {"bf16_optimizer_states", true}};
+    run.more["optimizer"]["params"]["betas"] = {0.9, 0.95};
+    expect_same_as_one_rank(run, 2e-2, 1e-1);
+  }
+}
+
 TEST(TensorParallelWith, Float16AndALossScale) {
   for (const auto& [tensor, stage, sequences] :
        test::grid_sample(2, std::vector{2, 4}, std::vector{0, 1, 2, 3}, std::vector{false, true})) {

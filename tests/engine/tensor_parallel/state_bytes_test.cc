@@ -23,13 +23,17 @@ int64_t elements_of_part(const GptRun& run) {
 
 TEST(TensorParallelStateBytes, AreThePredictedOnes) {
   for (const auto& [tensor, stage, precision, sequences] :
-       test::grid_sample(2, std::vector{2, 4}, std::vector{0, 1, 2, 3}, std::vector<std::string>{"fp32", "bf16"},
-                         std::vector{false, true})) {
+       test::grid_sample(2, std::vector{2, 4}, std::vector{0, 1, 2, 3},
+                         std::vector<std::string>{"fp32", "bf16", "bf16 masters"}, std::vector{false, true})) {
     SCOPED_TRACE(testing::Message() << "tensor " << tensor << ", stage " << stage << ", " << precision << ", sequences "
                                     << sequences);
     GptRun run{.tensor = tensor, .data = 4 / tensor, .stage = stage, .steps = 2};
     run.model.vocab = 52;
-    if (precision == "bf16") run.more["bf16"]["enabled"] = true;
+    const bool narrow = precision != "fp32";
+    if (narrow) run.more["bf16"]["enabled"] = true;
+    const bool narrow_masters = precision == "bf16 masters" && stage > 0;
+    if (narrow_masters)
+      run.more["bf16"].update({{"bf16_master_weights_and_grads", true}, {"bf16_optimizer_states", true}});
     run.more["tensor_parallel"]["sequence_parallel"] = sequences;
     const int64_t elements = elements_of_part(run);
     test::run_ranks(run.world(), [&](comm::Communicator& world) {
@@ -40,14 +44,15 @@ TEST(TensorParallelStateBytes, AreThePredictedOnes) {
       const zero::ModelStateBytes& predicted = *engine->plan().bytes;
       EXPECT_EQ(measured.parameters, predicted.parameters);
       // Parts and what is whole have buckets of their own: where reduced ones are dropped, one more may be open.
-      const int64_t bucket = stage < 2 ? 0 : 5000 * (precision == "bf16" ? 2 : 4);
+      const int64_t bucket = stage < 2 ? 0 : 5000 * (narrow ? 2 : 4);
       EXPECT_GE(measured.gradients, predicted.gradients);
       EXPECT_LE(measured.gradients, predicted.gradients + bucket);
       EXPECT_EQ(measured.master, predicted.master);
+      if (narrow_masters) EXPECT_EQ(measured.master, 0);
       EXPECT_EQ(measured.optimizer, predicted.optimizer);
       EXPECT_EQ(engine->plan().parameters, elements);
       if (stage > 0) return;
-      const int64_t weights = elements * (precision == "bf16" ? 2 : 4);  // and buckets have whole cache lines
+      const int64_t weights = elements * (narrow ? 2 : 4);  // and buckets have whole cache lines
       EXPECT_GE(measured.parameters, weights);
       EXPECT_LT(measured.parameters, weights + weights / 50);
       EXPECT_GE(measured.optimizer, elements * 8);
