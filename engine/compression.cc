@@ -9,6 +9,7 @@
 #include "engine/config/compression_rules.h"
 #include "engine/engine_impl.h"
 #include "engine/state/parameter_scope.h"
+#include "engine/state/parameter_values.h"
 #include "model_compression/compressed_model.h"
 #include "model_compression/layer_reduction.h"
 #include "model_compression/small_model.h"
@@ -49,14 +50,32 @@ void set_compression_step(torch::nn::Module& module, int64_t steps) {
   const auto model = compression::find_model(module);
   require(model != nullptr, "set_compression_step: expected the module that init_compression() has prepared, found ",
           "another one, or a part of it or one around it");
+  require(steps != model->step() + 1 || !model->needs_gradients(),
+          "set_compression_step: "
+          "compression_training.sparse_pruning.shared_parameters.method: snip_momentum chooses by the gradients of "
+          "steps, which only an engine's step() shows: train with engine::initialize(), or use l1 or topk");
   model->advance(steps,
                  {.with_whole = [](const at::Tensor&, const std::function<void()>& use) { use(); }, .largest = {}});
+}
+
+void Engine::Impl::show_gradients_to_compression() {
+  const auto model = compression::find_model(*state.module);
+  if (!model || !model->needs_gradients()) return;
+  model->see_gradients([this](const at::Tensor& weight) {
+    const ParameterValues values(state, weight, "snip_momentum");
+    const at::Tensor gradient = reduced_gradient(values, "snip_momentum");
+    compression::WeightAndGradient result = {.weight = {},
+                                             .gradient = values.whole(gradient) / accumulation->loss_scale()};
+    values.use_master(/*changes=*/false, [&](const at::Tensor& master) { result.weight = values.whole(master); });
+    return result;
+  });
 }
 
 void Engine::Impl::follow_compression(bool restarted) {
   const auto model = compression::find_model(*state.module);
   if (!model) return;
   if (restarted) model->restart();
+  if (!progress.step_applied) model->drop_gradients();
   const auto with_whole = [this](const at::Tensor& parameter, const std::function<void()>& use) {
     synchronize();
     zero::GatheredParameters::Scope scope = scope_of_parameters(state, {parameter}, std::nullopt);

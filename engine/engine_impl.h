@@ -103,6 +103,8 @@ struct Engine::Impl {
   std::string with_engine(const std::string& message) const;
   // Compressed layers go on with the step; see dsengine/model_compression.h. Collective.
   void follow_compression(bool restarted);
+  // Of the step that comes, where masks follow from its gradients. Collective.
+  void show_gradients_to_compression();
   // The boundary of an accumulation, whoever drove it: update, schedule, report. `loss`: that of a pipeline.
   void complete_step(const at::Tensor& loss = {});
   void step_once();  // Engine::step()
@@ -133,6 +135,9 @@ struct Engine::Impl {
   void end_backward();
   // Waits for what is on its way, so that the state may be read. `judged_next` as of OptimizerStep::read_late().
   void synchronize(bool judged_next = false);
+  // The reduced gradient of the step that comes: what this rank has of the parameter's bucket. `call`: whose.
+  // Collective.
+  at::Tensor reduced_gradient(const ParameterValues& values, const char* call);
   void change_master(const at::Tensor& parameter, const char* call,
                      const std::function<void(const ParameterValues& of, const at::Tensor& master)>& change);
 };

@@ -10,23 +10,19 @@
 #include "engine/update/finished_gradients.h"
 
 namespace ds::engine {
-namespace {
 
-// Of the reduced gradient of the step that comes.
-at::Tensor reduced_gradient(Engine::Impl& engine, const ParameterValues& values, const char* call) {
-  engine.order.require(Call::kFullGradient);
-  const zero::GradientReducer& reducer = *engine.state.gradients.reducer;
-  require(!engine.state.pipeline && !reducer.keeps_local(), call, ": parameter ", values.name(), ": there is no mean ",
-          "gradient between backward() and step() of ", engine.state.pipeline ? "a pipeline" : "this optimizer");
-  require(engine.order.at_boundary() && engine.order.synchronizes(), call, ": parameter ", values.name(),
+at::Tensor Engine::Impl::reduced_gradient(const ParameterValues& values, const char* call) {
+  order.require(Call::kFullGradient);
+  const zero::GradientReducer& reducer = *state.gradients.reducer;
+  require(!state.pipeline && !reducer.keeps_local(), call, ": parameter ", values.name(), ": there is no mean ",
+          "gradient between backward() and step() of ", state.pipeline ? "a pipeline" : "this optimizer");
+  require(order.at_boundary() && order.synchronizes(), call, ": parameter ", values.name(),
           ": expected the backward() of the last micro-batch of a step, found micro-batch ",
-          engine.order.micro_batches_done() + 1, " of ", engine.order.micro_batches_of_update());
-  engine.update->settle(Update::Next::kRead);
-  finish_gradients(engine.state);
+          order.micro_batches_done() + 1, " of ", order.micro_batches_of_update());
+  update->settle(Update::Next::kRead);
+  finish_gradients(state);
   return reducer.gradient(values.bucket());
 }
-
-}  // namespace
 
 double Engine::clip_grad_norm_(double max_norm) {
   Impl& self = *impl_;
@@ -40,24 +36,24 @@ double Engine::clip_grad_norm_(double max_norm) {
 
 at::Tensor Engine::safe_get_full_grad(const at::Tensor& parameter) {
   const ParameterValues values(impl_->state, parameter, "safe_get_full_grad()");
-  return values.whole(reduced_gradient(*impl_, values, "safe_get_full_grad()")) / impl_->accumulation->loss_scale();
+  return values.whole(impl_->reduced_gradient(values, "safe_get_full_grad()")) / impl_->accumulation->loss_scale();
 }
 
 void Engine::safe_set_full_grad(const at::Tensor& parameter, const at::Tensor& value) {
   const ParameterValues values(impl_->state, parameter, "safe_set_full_grad()");
-  const at::Tensor flat = reduced_gradient(*impl_, values, "safe_set_full_grad()");
+  const at::Tensor flat = impl_->reduced_gradient(values, "safe_set_full_grad()");
   values.write_whole(flat, value * impl_->accumulation->loss_scale());
   if (!impl_->state.plan.partition_optimizer) impl_->step->note_gradient_change();  // of a copy that all ranks have
 }
 
 at::Tensor Engine::safe_get_local_grad(const at::Tensor& parameter) {
   const ParameterValues values(impl_->state, parameter, "safe_get_local_grad()");
-  return values.local(reduced_gradient(*impl_, values, "safe_get_local_grad()")) / impl_->accumulation->loss_scale();
+  return values.local(impl_->reduced_gradient(values, "safe_get_local_grad()")) / impl_->accumulation->loss_scale();
 }
 
 void Engine::safe_set_local_grad(const at::Tensor& parameter, const at::Tensor& value) {
   const ParameterValues values(impl_->state, parameter, "safe_set_local_grad()");
-  const at::Tensor flat = reduced_gradient(*impl_, values, "safe_set_local_grad()");
+  const at::Tensor flat = impl_->reduced_gradient(values, "safe_set_local_grad()");
   values.write_local(flat, value * impl_->accumulation->loss_scale());
   if (!impl_->state.plan.partition_optimizer) impl_->step->note_gradient_change();
 }

@@ -72,6 +72,7 @@ void Engine::Impl::step_once() {
   const bool boundary = order.at_boundary();
   if (boundary) {
     require_step("step()");  // before anything is counted: a step that is refused has not been
+    show_gradients_to_compression();
   } else {
     warn_of_own_accumulation();
   }

@@ -21,10 +21,12 @@
 #include "core/random_streams.h"
 #include "core/replay/recomputation.h"
 #include "model_compression/quantizers.h"
+#include "model_compression/snip_momentum.h"
 
 namespace ds::model_compression {
 namespace {
 
+constexpr const char* kBlockScores = "sparse_pruning_scores";
 constexpr double kRangeMomentum = 0.95;  // DeepSpeed's act_range_momentum
 
 struct MaskNames {
@@ -184,6 +186,11 @@ void CompressedLayer::add_pruning(const Rule& rule) {
   } else {
     const at::Device device = own.is_meta() ? at::Device(at::kCPU) : own.device();
     pruning.mask = keeper()->register_buffer(names.mask, at::ones(shape, at::dtype(at::kBool).device(device)));
+    if (rule.snip) {
+      const BlockSize& block = rule.snip->block;
+      const std::vector<int64_t> blocks = {own.size(0) / block.rows, own.numel() / own.size(0) / block.columns};
+      pruning.blocks = keeper()->register_buffer(kBlockScores, at::zeros(blocks, at::dtype(at::kFloat).device(device)));
+    }
   }
   prunings_.push_back(std::move(pruning));
   std::stable_sort(prunings_.begin(), prunings_.end(),
@@ -279,7 +286,7 @@ bool CompressedLayer::changes_bias() const {
 bool CompressedLayer::awaits_masks() {
   bool any = false;
   for (Pruning& pruning : prunings_) {
-    if (!pruning.mask.defined() || !has_begun(pruning.rule)) continue;
+    if (!pruning.mask.defined() || pruning.rule.snip || !has_begun(pruning.rule)) continue;
     // Also one that a checkpoint has brought, or taken away.
     if (const int64_t version = pruning.mask._version(); version != pruning.seen_version) {
       pruning.decided = !pruning.mask.all().item<bool>();
@@ -303,11 +310,33 @@ at::Tensor CompressedLayer::l1_scores(const Rule& rule) const {
 void CompressedLayer::decide_masks() {
   const at::NoGradGuard no_grad;
   for (Pruning& pruning : prunings_) {
-    if (!pruning.mask.defined() || !has_begun(pruning.rule) || pruning.decided) continue;
+    if (!pruning.mask.defined() || pruning.rule.snip || !has_begun(pruning.rule) || pruning.decided) continue;
     pruning.mask.copy_(largest_mask(l1_scores(pruning.rule), pruning.rule.dense_ratio).view(pruning.mask.sizes()));
     pruning.decided = true;
     pruning.seen_version = pruning.mask._version();
   }
+}
+
+Pruning* CompressedLayer::snip() {
+  if (!weight().requires_grad()) return nullptr;
+  const auto found = std::find_if(prunings_.begin(), prunings_.end(), [](const Pruning& one) { return one.rule.snip; });
+  return found == prunings_.end() ? nullptr : &*found;
+}
+
+void CompressedLayer::see_gradient(const at::Tensor& weight, const at::Tensor& gradient) {
+  Pruning& pruning = *snip();
+  // Of a pruned element the gradient is zero: its operator computed with the mask.
+  pruning.seen = block_means((weight * gradient).abs(), pruning.rule.snip->block).to(pruning.blocks.device());
+}
+
+void CompressedLayer::keep_seen() {
+  Pruning* const pruning = snip();
+  if (pruning == nullptr || !pruning->seen.defined()) return;
+  follow_score(pruning->blocks, std::exchange(pruning->seen, at::Tensor()));
+}
+
+void CompressedLayer::drop_seen() {
+  for (Pruning& pruning : prunings_) pruning.seen.reset();
 }
 
 bool CompressedLayer::observes() const { return input_rule_ && input_rule_->static_range && has_begun(*input_rule_); }

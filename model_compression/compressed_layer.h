@@ -21,7 +21,9 @@ enum class LayerKind { kLinear, kEmbedding, kConv2d };
 struct Pruning {
   Rule rule;
   at::Tensor scores;  // "topk": a parameter of the layer, of the mask's shape
-  at::Tensor mask;    // "l1": a buffer of the layer, bool; all true until the method begins
+  at::Tensor mask;    // else: a buffer of the layer, bool; all true until the method begins
+  at::Tensor blocks;  // "snip_momentum": scores of blocks, a buffer of the layer, float32
+  at::Tensor seen;    // likewise: of the gradient of the step at hand; undefined: none
   bool decided = false;
   int64_t seen_version = -1;
 };
@@ -69,6 +71,14 @@ class CompressedLayer {
   // Masks that are to be decided from the weight now, since their method has begun.
   bool awaits_masks();
   void decide_masks();  // with the weight whole
+
+  // Of "snip_momentum", null without: the layer's pruning where its weight is trained. What an optimizer step adds to
+  // the scores of its blocks is kept by see_gradient(), of the whole weight and its gradient, and added by keep_seen()
+  // once the step was made.
+  Pruning* snip();
+  void see_gradient(const at::Tensor& weight, const at::Tensor& gradient);
+  void keep_seen();
+  void drop_seen();
 
   // Of static ranges: whether training steps look at inputs now; {-minimum, maximum} of what this rank saw since the
   // last call of take_observed(), float32, -inf where nothing; and the range from what all ranks saw.

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
 #include <regex>
 #include <set>
 #include <shared_mutex>
@@ -14,6 +15,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "model_compression/snip_momentum.h"
 
 namespace ds::model_compression {
 namespace {
@@ -42,6 +44,16 @@ bool has_dimensions(const torch::nn::Module& module) {
   const auto kind = kind_of(module);
   return (kind && *kind != LayerKind::kEmbedding) ||
          dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) != nullptr;
+}
+
+// Whether blocks divide the layer's weight; said where they do not.
+bool takes_blocks(torch::nn::Module& module, const std::string& name, const Rule& rule) {
+  const at::Tensor weight = weight_of(module);
+  const BlockSize& block = rule.snip->block;
+  if (has_blocks(weight, block)) return true;
+  log::warning(rule.path, ".block_pattern: ", name, " is not pruned: blocks of ", block.rows, "x", block.columns,
+               " do not divide its weight, ", weight.sizes());
+  return false;
 }
 
 // Of each of `count` layers, those that the patterns give it: the k-th match of a pattern is of the k-th layer.
@@ -100,11 +112,11 @@ std::shared_ptr<CompressedLayer> CompressedModel::layer_of(const RelatedLayer& f
 void CompressedModel::add_rule(torch::nn::Module& module, const Rule& rule) {
   const std::vector<Pattern> excluding(rule.excluded.begin(), rule.excluded.end());
   for (size_t entry = 0; entry < rule.modules.size(); ++entry) {
-    const auto wanted = [&](const torch::nn::Module& of, const std::string& name) {
+    const auto wanted = [&](torch::nn::Module& of, const std::string& name) {
       const auto kind = kind_of(of);
       const bool excluded = std::any_of(excluding.begin(), excluding.end(),
                                         [&](const Pattern& pattern) { return pattern.matches(name); });
-      return kind && applies_to(rule.method, *kind) && !excluded;
+      return kind && applies_to(rule.method, *kind) && !excluded && (!rule.snip || takes_blocks(of, name, rule));
     };
     const auto found = matching(module, rule.modules[entry], wanted);
     require<ConfigError>(!found.empty(), rule.path, ".modules: expected \"", rule.modules[entry],
@@ -125,13 +137,73 @@ void CompressedModel::advance(int64_t step, const RanksOfModel& ranks) {
   const bool ends_step = !std::exchange(restarted_, false) && step == progress_->step + 1;
   if (ends_step) {
     move_ranges(ranks);
+    for (const auto& layer : layers_) layer->keep_seen();
     warn_of_unused();
   } else if (step != progress_->step) {
     forget_observed();
+    drop_gradients();
   }
   progress_->step = step;
+  prune_blocks();
   for (const auto& layer : layers_) {
     if (layer->awaits_masks()) ranks.with_whole(layer->weight(), [&] { layer->decide_masks(); });
+  }
+}
+
+bool CompressedModel::follows_gradients() const {
+  return std::any_of(layers_.begin(), layers_.end(), [](const auto& layer) { return layer->snip() != nullptr; });
+}
+
+bool CompressedModel::needs_gradients() const {
+  return std::any_of(layers_.begin(), layers_.end(), [&](const auto& layer) {
+    const Pruning* const pruning = layer->snip();
+    return pruning != nullptr && snip_counts(pruning->rule, progress_->step);
+  });
+}
+
+void CompressedModel::see_gradients(const std::function<WeightAndGradient(const at::Tensor& weight)>& values_of) {
+  const at::NoGradGuard no_grad;
+  for (const auto& layer : layers_) {
+    if (layer->snip() == nullptr) continue;
+    const WeightAndGradient values = values_of(layer->weight());
+    layer->see_gradient(values.weight, values.gradient);
+  }
+}
+
+void CompressedModel::drop_gradients() {
+  for (const auto& layer : layers_) layer->drop_seen();
+}
+
+std::vector<at::Tensor> CompressedModel::float32_buffers() const {
+  std::vector<at::Tensor> buffers;
+  for (const auto& layer : layers_) {
+    for (const Pruning& pruning : layer->prunings()) {
+      if (pruning.blocks.defined()) buffers.push_back(pruning.blocks);
+    }
+  }
+  return buffers;
+}
+
+// Masks of "snip_momentum" that change with the step, of all layers together.
+void CompressedModel::prune_blocks() {
+  std::vector<Pruning*> prunings;
+  std::vector<at::Tensor> scores;
+  std::optional<double> ratio;
+  bool any = false;
+  for (const auto& layer : layers_) {
+    Pruning* const pruning = layer->snip();
+    if (pruning == nullptr) continue;
+    ratio = snip_dense_ratio(pruning->rule, progress_->step);
+    if (!ratio) return;
+    prunings.push_back(pruning);
+    scores.push_back(pruning->blocks);
+    any = any || pruning->blocks.any().item<bool>();
+  }
+  if (!any) return;  // no gradient was seen: a model that only computes
+  const std::vector<at::Tensor> masks = best_blocks(scores, *ratio);
+  for (size_t i = 0; i < prunings.size(); ++i) {
+    const at::Tensor& mask = prunings[i]->mask;
+    mask.copy_(elements_of_blocks(masks[i], prunings[i]->rule.snip->block, mask.sizes()));
   }
 }
 
@@ -188,6 +260,7 @@ void CompressedModel::warn_of_unused() {
 void CompressedModel::restart() {
   restarted_ = true;
   forget_observed();
+  drop_gradients();
 }
 
 void attach(const std::shared_ptr<torch::nn::Module>& module, std::shared_ptr<CompressedModel> model) {

@@ -37,6 +37,12 @@ struct RanksOfModel {
   std::function<void(at::Tensor& values)> largest;
 };
 
+// Whole, float32 or wider.
+struct WeightAndGradient {
+  at::Tensor weight;
+  at::Tensor gradient;  // of the mean loss of all ranks, as it is before it is clipped
+};
+
 class CompressedModel {
  public:
   // Prepares the layers that rules name, in the module's order. Throws ConfigError with the rule's path for a pattern
@@ -46,6 +52,16 @@ class CompressedModel {
   // From now on `step` optimizer steps are done: schedules follow, masks of methods that begin are decided, static
   // ranges move. Collective over the ranks.
   void advance(int64_t step, const RanksOfModel& ranks);
+  // Whether masks follow from the gradients of the step that comes ("snip_momentum"): see_gradients() is to be called
+  // between its backward and its update, with what gives the values of a weight, and drop_gradients() where no update
+  // was made.
+  bool needs_gradients() const;
+  void see_gradients(const std::function<WeightAndGradient(const at::Tensor& weight)>& values_of);
+  void drop_gradients();
+  // Whether any rule is "snip_momentum".
+  bool follows_gradients() const;
+  // Buffers that lose their meaning in 16 bits.
+  std::vector<at::Tensor> float32_buffers() const;
   // The next advance() is to another state than that of the last step: what was seen since is of no step.
   void restart();
   // Whether the parameter is scores that a method has registered: weights from elsewhere do not have it.
@@ -58,6 +74,7 @@ class CompressedModel {
  private:
   void add_rule(torch::nn::Module& module, const Rule& rule);
   void move_ranges(const RanksOfModel& ranks);
+  void prune_blocks();
   void forget_observed();
   void warn_of_unused();
   std::shared_ptr<CompressedLayer> layer_of(const RelatedLayer& found);

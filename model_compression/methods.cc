@@ -1,9 +1,12 @@
 #include "model_compression/methods.h"
 
 #include <algorithm>
+#include <charconv>
 #include <exception>
 #include <limits>
 #include <regex>
+#include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "core/check.h"
@@ -36,13 +39,13 @@ class Keys {
     }
     return found;
   }
-  double ratio(const char* key) {
-    const Json* const json = find(key, /*has_default=*/false);
+  double ratio(const char* key, std::optional<double> by_default = std::nullopt) {
+    const Json* const json = find(key, by_default.has_value());
     double found = 1;
-    if (json == nullptr) return 1;
+    if (json == nullptr) return by_default.value_or(1);
     if (json->is_boolean() || !convert(*json, found) || !(found > 0 && found <= 1)) {
       problem(key, cat("expected a ratio in (0, 1], found ", shown(*json)));
-      return 1;
+      return by_default.value_or(1);
     }
     return found;
   }
@@ -145,6 +148,38 @@ void read_activation_quantization(Keys& shared, Rule& rule) {
   rule.static_range = shared.word("range_calibration", {"dynamic", "static"}) == "static";
 }
 
+// "4x1": rows x columns.
+std::optional<BlockSize> block_named(const std::string& text) {
+  BlockSize block;
+  const size_t cross = text.find('x');
+  if (cross == std::string::npos) return std::nullopt;
+  const auto number = [](std::string_view digits, int64_t& value) {
+    const char* const end = digits.data() + digits.size();
+    const auto [read, failure] = std::from_chars(digits.data(), end, value);
+    return failure == std::errc() && read == end && value > 0;
+  };
+  const std::string_view view = text;
+  if (!number(view.substr(0, cross), block.rows) || !number(view.substr(cross + 1), block.columns)) return std::nullopt;
+  return block;
+}
+
+void read_snip(Keys& shared, Rule& rule, int64_t end) {
+  SnipSchedule snip{.last = end, .stride = shared.integer("schedule_offset_stride", 1, 1), .block = {}};
+  rule.dense_ratio = shared.ratio("dense_ratio", 0.1);
+  if (rule.dense_ratio == 1) shared.problem("dense_ratio", "expected less than 1, found 1, which prunes nothing");
+  if (const Json* const pattern = shared.find("block_pattern", /*has_default=*/true)) {
+    const auto block = pattern->is_string() ? block_named(pattern->get<std::string>()) : std::nullopt;
+    if (!block) shared.problem("block_pattern", cat("expected rows x columns, as \"4x1\", found ", shown(*pattern)));
+    snip.block = block.value_or(BlockSize());
+  }
+  if (rule.schedule_offset == 0 && snip.last < snip.stride) {
+    shared.problem("schedule_offset",
+                   "expected at least 1 where masks are decided once (schedule_offset_end), found "
+                   "0: no gradient has been seen before step 0");
+  }
+  rule.snip = snip;
+}
+
 void read_pruning(Keys& shared, Rule& rule) {
   rule.schedule_offset = shared.integer("schedule_offset", 1000, 0);
   if (rule.method == Method::kHeadPruning) {
@@ -164,6 +199,7 @@ void read_pruning(Keys& shared, Rule& rule) {
                    cat("expected at least schedule_offset, ", rule.schedule_offset, ", found ", end));
   }
   rule.excluded = shared.patterns("excluded_modules");
+  if (method == "snip_momentum") return read_snip(shared, rule, end);
   for (const char* of_snip : {"schedule_offset_stride", "block_pattern", "dense_ratio"}) shared.find(of_snip, true);
 }
 
@@ -302,7 +338,15 @@ std::vector<Rule> read_method(Method method, const Json& shared, const Json& gro
   read_shared(keys, rule);
   keys.finish();
   std::vector<Rule> rules;
-  if (shared.contains("method") && shared["method"] == "snip_momentum") return {};  // refused, and needs no groups
+  if (rule.snip) {
+    if (groups.is_object() && !groups.empty()) {
+      add(cat(name_of(method), ".different_groups"),
+          "ignored with snip_momentum, which prunes all layers but excluded_modules by one ranking", false);
+    }
+    rule.path = cat("compression_training.", name_of(method), ".shared_parameters");
+    rule.modules = {"*"};
+    return {rule};
+  }
   if (!groups.is_object() || groups.empty()) {
     add(cat(name_of(method), ".different_groups"),
         "expected at least one group, {\"NAME\": {\"params\": {...}, \"modules\": [...]}}, since the method is enabled",

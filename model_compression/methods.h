@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,19 @@ int64_t bits_at(const BitSchedule& schedule, int64_t step);
 // The share of the unquantised weight, from 1 down to 0 since the last change of bits.
 double float_share_at(const BitSchedule& schedule, int64_t step);
 
+// Of a weight as a matrix: elements that are pruned together.
+struct BlockSize {
+  int64_t rows = 4;
+  int64_t columns = 1;
+};
+
+// Of "snip_momentum", see model_compression/snip_momentum.h.
+struct SnipSchedule {
+  int64_t last = 0;    // the last step that may change masks
+  int64_t stride = 1;  // steps between changes
+  BlockSize block;
+};
+
 struct Rule {
   Method method = Method::kWeightQuantization;
   std::string path;                               // "compression_training.row_pruning.different_groups.rp1"
@@ -46,7 +60,8 @@ struct Rule {
   bool static_range = false;
   int64_t groups = 1;
   // Of pruning.
-  bool learns_scores = false;  // "topk"; else "l1"
+  bool learns_scores = false;        // "topk"; else "l1" or
+  std::optional<SnipSchedule> snip;  // "snip_momentum"
   double dense_ratio = 1;
   int64_t heads = 0;
   std::vector<std::string> excluded;  // of sparse_pruning

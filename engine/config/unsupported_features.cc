@@ -61,8 +61,6 @@ bool compresses_layers(const CompressionTrainingSection& s) {
 }
 
 void collect_precision(const DsConfig& c, Collector& out) {
-  out.later(c.data_types.keep_in_fp32_modules && !c.data_types.keep_in_fp32_modules->empty(),
-            "data_types.keep_in_fp32_modules", "use \"auto\"");
   if (c.fp8.enabled) {
     const std::string fp8 = "fp8 with ";
     out.later(c.tensor_parallel.autotp_size > 1, fp8 + "tensor_parallel", "turn one of them off");
@@ -85,12 +83,13 @@ void collect_parallel(const DsConfig& c, Collector& out) {
             "layers, activation_checkpointing keeps fewer of them");
 }
 
-void collect_compression(const CompressionTrainingSection& s, Collector& out) {
-  const std::string p = "compression_training.";
-  const nlohmann::ordered_json& sparse = s.sparse_pruning.shared_parameters;
-  const bool is_snip = sparse.is_object() && sparse.value("method", nlohmann::ordered_json()) == "snip_momentum";
-  out.later(s.sparse_pruning.enabled && is_snip, p + "sparse_pruning.shared_parameters.method",
-            "use topk, which learns what stays, or l1");
+void collect_compression(const DsConfig& c, Collector& out) {
+  const nlohmann::ordered_json& sparse = c.compression_training.sparse_pruning.shared_parameters;
+  const bool is_snip = c.compression_training.sparse_pruning.enabled && sparse.is_object() &&
+                       sparse.value("method", nlohmann::ordered_json()) == "snip_momentum";
+  out.add(is_snip && c.optimizer.compresses(), "compression_training.sparse_pruning.shared_parameters.method",
+          cat("snip_momentum chooses by mean gradients of all ranks, which ", c.optimizer.type,
+              " does not make; use topk or l1, or another optimizer"));
 }
 
 void collect_features(const DsConfig& c, Collector& out) {
@@ -136,7 +135,7 @@ std::vector<UnsupportedFeature> unsupported_features(const DsConfig& config) {
   collect_optimizer(config, out);
   collect_precision(config, out);
   collect_parallel(config, out);
-  collect_compression(config.compression_training, out);
+  collect_compression(config, out);
   collect_features(config, out);
   return out.take();
 }

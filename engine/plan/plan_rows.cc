@@ -36,6 +36,9 @@ std::string precision_text(const DsConfig& config, const Plan& plan) {
   if (plan.model_dtype == DType::kFloat64) text += " parameters, gradients and optimizer states";
   if (plan.autocast) text += cat(", autocast to ", name_of(*plan.autocast));
   if (plan.buffer_dtype) text += cat(", buffers in ", name_of(*plan.buffer_dtype));
+  if (const auto& kept = config.data_types.keep_in_fp32_modules; kept && !kept->empty() && is_half(plan.model_dtype)) {
+    text += ", those that data_types.keep_in_fp32_modules names in fp32";
+  }
   if (plan.loss_scaling == LossScaling::kStatic) text += cat(", loss scale ", config.fp16.loss_scale);
   if (plan.loss_scaling == LossScaling::kDynamic) {
     text += cat(", dynamic loss scale from 2^", config.fp16.enabled ? config.fp16.initial_scale_power : 16);

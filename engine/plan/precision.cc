@@ -45,8 +45,6 @@ void require_float64_kept(const DsConfig& config, const PlanFacts& facts) {
                  "it exchanges momenta of one bit");
 }
 
-bool is_half(DType dtype) { return dtype == DType::kBFloat16 || dtype == DType::kFloat16; }
-
 // Moved by beta2.
 bool has_mean_of_squares(const std::string& optimizer) {
   constexpr std::array<std::string_view, 5> kAveraging = {"Adam", "AdamW", "Lamb", "NAdam", "RAdam"};
@@ -80,6 +78,8 @@ void choose_masters(const DsConfig& config, const PlanFacts& facts, Plan& plan) 
 }
 
 }  // namespace
+
+bool is_half(DType dtype) { return dtype == DType::kBFloat16 || dtype == DType::kFloat16; }
 
 bool scales_autocast(const DsConfig& config) {
   const config::TorchAutocastSection& section = config.torch_autocast;

@@ -10,6 +10,9 @@ namespace ds::engine {
 // model cannot have, naming the key.
 void choose_precision(const config::DsConfig& config, const PlanFacts& facts, Plan& plan);
 
+// Of 16 bits.
+bool is_half(DType dtype);
+
 // torch_autocast to float16, whose losses are scaled.
 bool scales_autocast(const config::DsConfig& config);
 

@@ -29,6 +29,7 @@
 #include "engine/setup/seed.h"
 #include "engine/setup/tensor_setup.h"
 #include "engine/state/recomputed_modules.h"
+#include "model_compression/compressed_model.h"
 
 namespace ds::engine {
 namespace {
@@ -261,7 +262,9 @@ void prepare_schedule(Engine::Impl& impl) {
 bool all_may_judge_late(const Engine::Impl& impl) {
   const Ranks& ranks = impl.state.ranks;
   if (ranks.device.is_cpu()) return false;
-  const int64_t may_not = impl.update->takes_device_scale() ? 0 : 1;
+  const auto compressed = model_compression::find_model(*impl.state.module);
+  const bool looks_at_gradients = compressed && compressed->follows_gradients();  // of steps that are made alone
+  const int64_t may_not = impl.update->takes_device_scale() && !looks_at_gradients ? 0 : 1;
   return largest_of_ranks(may_not, ranks.device, *ranks.world, "steps that are judged late") == 0;
 }
 

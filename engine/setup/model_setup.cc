@@ -4,11 +4,14 @@
 #include <utility>
 
 #include "core/log.h"
+#include "engine/plan/precision.h"
 #include "engine/setup/part_options.h"
 #include "engine/state/embedding_rows.h"
 #include "engine/state/gradient_compression.h"
 #include "engine/state/held_bytes.h"
+#include "engine/state/kept_buffers.h"
 #include "engine/state/module_classes.h"
+#include "model_compression/compressed_model.h"
 #include "zero/parameter_publisher.h"
 
 namespace ds::engine {
@@ -78,6 +81,20 @@ void choose_listed(const ModelState& model, const config::TorchAutocastSection& 
   options.sent_in_it = std::move(tensors);
 }
 
+// In a model of 16 bits: data_types.keep_in_fp32_modules, and sums of ours.
+void choose_kept(const ModelState& model, const config::DataTypesSection& section, const ModelParameters& parameters,
+                 BucketOptions& options) {
+  if (!is_half(model.plan.model_dtype)) return;
+  if (section.keep_in_fp32_modules) {
+    options.float32_buffers = buffers_kept_in_float32(parameters, *section.keep_in_fp32_modules, model.ranks);
+  }
+  const auto compressed = model_compression::find_model(*model.module);
+  if (!compressed) return;
+  for (const at::Tensor& buffer : compressed->float32_buffers()) {
+    options.float32_buffers.insert(buffer.unsafeGetTensorImpl());
+  }
+}
+
 void make_access(ModelState& model) {
   const RankGroups& groups = model.ranks.groups;
   if (!model.plan.gather) {
@@ -135,6 +152,7 @@ void lay_out_model(ModelState& model, const config::DsConfig& config, const Mode
   const std::vector<int64_t> widths = widths_of_tables(model);
   if (model.plan.sparse_gradients) options.parts = parts_by_width(widths);
   choose_listed(model, config.torch_autocast, options);
+  choose_kept(model, config.data_types, parameters, options);
   ModelLayout layout = lay_out(parameters, group_of, options, shards.size());
   model.offloaded = make_offloaded(model, config, layout);
   BucketedModel built = build_buckets(parameters, std::move(layout), options, values, model.offloaded.get(), shards);

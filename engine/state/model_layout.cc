@@ -200,7 +200,9 @@ BucketedModel build_buckets(const ModelParameters& parameters, ModelLayout layou
         zero::point_to(tensor, values);
       }
     }
-    if (options.buffer_dtype && tensor.is_floating_point()) tensor.set_data(tensor.to(*options.buffer_dtype));
+    const bool kept = options.float32_buffers.contains(tensor.unsafeGetTensorImpl());
+    const std::optional<at::ScalarType> dtype = kept ? at::kFloat : options.buffer_dtype;
+    if (dtype && tensor.is_floating_point()) tensor.set_data(tensor.to(*dtype));
   }
   return model;
 }

@@ -51,17 +51,18 @@ struct BucketedModel {
 };
 
 struct BucketOptions {
-  int64_t max_bucket_elements = 0;             // 0: every parameter by itself
-  int64_t most_target_elements = 0;            // as zero::LayoutOptions says it
-  at::ScalarType dtype = at::kFloat;           // parameters are cast to it
-  std::optional<at::ScalarType> buffer_dtype;  // floating-point buffers of the module are cast to it
-  at::ScalarType master_dtype = at::kFloat;    // another one than `dtype`: masters are copies
-  bool separate_master = false;                // masters are no views of the buckets in the same dtype either
-  bool partition = false;                      // masters are the own slice, else whole buckets
-  bool shard = false;                          // stage 3: parameters are kept as slices, but for persistent ones:
-  int64_t persistent_numel = 0;                // of at most so many elements,
-  int64_t persistent_total = 0;                // as long as they are not more than this together
-  int frozen_bits = 0;                         // 8: slices of frozen parameters are encoded
+  int64_t max_bucket_elements = 0;                  // 0: every parameter by itself
+  int64_t most_target_elements = 0;                 // as zero::LayoutOptions says it
+  at::ScalarType dtype = at::kFloat;                // parameters are cast to it
+  std::optional<at::ScalarType> buffer_dtype;       // floating-point buffers of the module are cast to it,
+  std::unordered_set<const void*> float32_buffers;  // but for these, which become float32
+  at::ScalarType master_dtype = at::kFloat;         // another one than `dtype`: masters are copies
+  bool separate_master = false;                     // masters are no views of the buckets in the same dtype either
+  bool partition = false;                           // masters are the own slice, else whole buckets
+  bool shard = false;                               // stage 3: parameters are kept as slices, but for persistent ones:
+  int64_t persistent_numel = 0;                     // of at most so many elements,
+  int64_t persistent_total = 0;                     // as long as they are not more than this together
+  int frozen_bits = 0;                              // 8: slices of frozen parameters are encoded
   // Of each trainable parameter: parameters of unlike parts share no bucket, and a part lies in its buckets as it would
   // alone. Empty: one part. Buckets come in the order of parts' first parameters, over a tensor axis of their numbers.
   std::vector<int> parts;

@@ -5,8 +5,10 @@
 #include <cmath>
 #include <limits>
 
+#include "engine/state/kept_buffers.h"
 #include "optim/loss_scaler.h"
 #include "tests/engine/small_run.h"
+#include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {
@@ -206,6 +208,90 @@ TEST(DataTypes, BuffersAreCastUnlessTheConfigSaysOtherwise) {
     EXPECT_EQ(cast->buffer.scalar_type(), at::kBFloat16);
     EXPECT_EQ(cast->counter.scalar_type(), at::kLong);
   });
+}
+
+// A router whose bias chooses experts: values that bfloat16 cannot tell apart.
+struct RouterImpl : torch::nn::Module {
+  RouterImpl() {
+    gate = register_module("gate", torch::nn::Linear(6, 4));
+    bias = register_buffer("e_score_correction_bias", torch::tensor({5.001F, 5.002F, 5.003F, 5.004F}));
+    running = register_buffer("running", torch::tensor({5.001F, 5.002F, 5.003F, 5.004F}));
+    counter = register_buffer("e_score_count", torch::zeros({1}, torch::kLong));
+    fill(*this);
+  }
+  at::Tensor loss(const at::Tensor& x) { return (gate(x.to(torch::kBFloat16)) + bias).pow(2).mean(); }
+
+  torch::nn::Linear gate{nullptr};
+  at::Tensor bias, running, counter;
+};
+TORCH_MODULE(Router);
+
+class KeptBuffers : public ::testing::TestWithParam<int> {};
+
+TEST_P(KeptBuffers, StayFloat32WhatEverTheOthersAre) {
+  ordered_json config = small_config(GetParam(), 1);
+  config["bf16"]["enabled"] = true;
+  config["data_types"] = {{"keep_in_fp32_modules", {"score_*_bias"}}, {"buffer_dtype", "bf16"}};
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    Router model;
+    const at::Tensor before = model->bias.clone();
+    model->bias.set_data(model->bias.to(torch::kDouble));  // whatever it comes in
+    const auto engine = start(model.ptr(), config, communicator).engine;
+    EXPECT_EQ(model->bias.scalar_type(), at::kFloat);
+    EXPECT_TRUE(model->bias.equal(before));
+    EXPECT_EQ(model->running.scalar_type(), at::kBFloat16);
+    EXPECT_EQ(model->counter.scalar_type(), at::kLong);
+    EXPECT_EQ(model->gate->weight.scalar_type(), at::kBFloat16);
+    const at::Tensor loss = model->loss(sample(0, communicator.rank()));
+    EXPECT_EQ(loss.scalar_type(), at::kFloat);  // a sum with float32 is float32
+    engine->backward(loss);
+    engine->step();
+    EXPECT_TRUE(engine->was_step_applied());
+    EXPECT_TRUE(model->bias.equal(before));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Stages, KeptBuffers, ::testing::Values(0, 2, 3));
+
+TEST(KeptBufferNames, ComeBackFromACheckpointAsTheyWere) {
+  const test::ScratchFolder folder;
+  ordered_json config = small_config(2, 1);
+  config["bf16"]["enabled"] = true;
+  config["data_types"]["keep_in_fp32_modules"] = {"e_score"};
+  run_ranks(2, [&](comm::Communicator& communicator) {
+    Router saved;
+    const auto first = start(saved.ptr(), config, communicator).engine;
+    saved->bias.add_(0.0005);
+    first->save_checkpoint(folder.path(), "tag");
+    Router loaded;
+    const auto second = start(loaded.ptr(), config, communicator).engine;
+    second->load_checkpoint(folder.path(), "tag");
+    EXPECT_EQ(loaded->bias.scalar_type(), at::kFloat);
+    EXPECT_TRUE(loaded->bias.equal(saved->bias));
+  });
+}
+
+TEST(KeptBufferNames, ANameThatKeepsNothingIsTold) {
+  ordered_json config = small_config(0, 1);
+  config["bf16"]["enabled"] = true;
+  config["data_types"]["keep_in_fp32_modules"] = {"gate", "router?", "e_score"};
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    Router model;
+    ::testing::internal::CaptureStderr();
+    const auto engine = start(model.ptr(), config, communicator).engine;
+    const std::string log = ::testing::internal::GetCapturedStderr();
+    EXPECT_THAT(log, ::testing::HasSubstr("\"gate\" has no effect: it is in names of parameters alone"));
+    EXPECT_THAT(log, ::testing::HasSubstr("\"router?\" has no effect: no floating-point buffer"));
+    EXPECT_THAT(log, ::testing::Not(::testing::HasSubstr("\"e_score\"")));
+  });
+}
+
+TEST(KeptBufferNames, ANameIsFoundAnywhereWithStarsForAnyText) {
+  EXPECT_TRUE(is_found_in("score_correction", "layers.3.mlp.e_score_correction_bias"));
+  EXPECT_TRUE(is_found_in("layers.*.bias", "model.layers.3.mlp.bias_of_experts"));
+  EXPECT_FALSE(is_found_in("layers.*.weight", "model.layers.3.mlp.bias"));
+  EXPECT_FALSE(is_found_in("b?as", "model.bias"));  // only the star is special
+  EXPECT_TRUE(is_found_in("[x]", "a[x]b"));
 }
 
 }  // namespace

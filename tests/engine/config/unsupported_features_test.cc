@@ -24,13 +24,13 @@ const Refused kRefused[] = {
     {"{amp: {enabled: true}}", "amp"},
     {"{fp8: {enabled: true}, torch_autocast: {enabled: true}}", "fp8 with torch_autocast"},
     {"{fp8: {enabled: true}, fp16: {enabled: true, auto_cast: true}}", "fp8 with fp16.auto_cast"},
-    {"{data_types: {keep_in_fp32_modules: ['norm']}}", "data_types.keep_in_fp32_modules"},
     {"{expert_parallel: {enabled: true}}", "expert_parallel"},
     {"{sequence_parallel_size: 2}", "sequence_parallel_size"},
     {"{fp8: {enabled: true}, compression_training: {row_pruning: {shared_parameters: {enabled: true}, "
      "different_groups: {g: {params: {dense_ratio: 0.5}, modules: ['*']}}}}}",
      "fp8 with compression_training"},
-    {"{compression_training: {sparse_pruning: {shared_parameters: {enabled: true, method: 'snip_momentum'}}}}",
+    {"{optimizer: {type: 'OneBitAdam', params: {lr: 0.1}}, compression_training: {sparse_pruning: {shared_parameters: "
+     "{enabled: true, method: 'snip_momentum'}}}}",
      "compression_training.sparse_pruning.shared_parameters.method"},
     {"{flops_profiler: {enabled: true}}", "flops_profiler"},
     {"{comms_logger: {enabled: true}}", "comms_logger"},
