@@ -80,7 +80,7 @@ at::Tensor matrix_of(const at::Tensor& weight) {
   return weight.dim() == 2 ? weight : weight.permute({0, 2, 3, 1}).contiguous().view({weight.size(0), -1});
 }
 
-struct Block {
+struct ScoredBlock {
   std::string layer;
   int64_t row, column;  // of the first element
   double score = 0;
@@ -101,8 +101,9 @@ class PlainSnip {
     if (step != 4 && step != 6) return;
     const double share = std::pow(kDense, step == 4 ? 0.5 : 1.0);
     const auto kept = static_cast<size_t>(std::ceil(share * static_cast<double>(blocks_.size())));
-    std::vector<Block> ranked = blocks_;
-    std::stable_sort(ranked.begin(), ranked.end(), [](const Block& a, const Block& b) { return a.score > b.score; });
+    std::vector<ScoredBlock> ranked = blocks_;
+    std::stable_sort(ranked.begin(), ranked.end(),
+                     [](const ScoredBlock& a, const ScoredBlock& b) { return a.score > b.score; });
     for (const std::string& name : pruned_layers()) {
       at::Tensor matrix = torch::zeros_like(matrix_of(weight(name)));
       for (size_t i = 0; i < kept; ++i) {
@@ -124,7 +125,7 @@ class PlainSnip {
   }
   void see_gradients() {
     const torch::NoGradGuard no_grad;
-    for (Block& block : blocks_) {
+    for (ScoredBlock& block : blocks_) {
       const at::Tensor product = matrix_of(weight(block.layer) * weight(block.layer).grad());
       double mean = 0;
       for (int64_t row = block.row; row < block.row + 4; ++row) {
@@ -141,7 +142,7 @@ class PlainSnip {
 
   SnipNet& net_;
   std::map<std::string, at::Tensor> masks_;
-  std::vector<Block> blocks_;
+  std::vector<ScoredBlock> blocks_;
 };
 
 std::vector<double> plain_losses(int world, int accumulation, double clip, std::map<std::string, at::Tensor>* masks) {
