@@ -4,9 +4,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "comm/operation_timer.h"
 #include "dsengine/comm.h"
 
 namespace ds::comm {
@@ -37,6 +39,12 @@ struct Collective {
   std::vector<int64_t> output_splits;  // likewise
   int64_t step = 0;                    // of the engine, from 1; 0: not known
   std::string label;                   // parameter or bucket it belongs to, the same on all ranks; in errors
+  std::vector<std::shared_ptr<OperationTimer>> timers = {};
 };
+
+// The host has carried it out.
+inline void tell_end(const std::vector<std::shared_ptr<OperationTimer>>& timers) {
+  for (const std::shared_ptr<OperationTimer>& timer : timers) timer->ended();
+}
 
 }  // namespace ds::comm

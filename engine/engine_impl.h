@@ -19,6 +19,7 @@
 #include "engine/data/make_sampler.h"
 #include "engine/order/call_order.h"
 #include "engine/report/batch_notes.h"
+#include "engine/report/comms_report.h"
 #include "engine/report/phases.h"
 #include "engine/report/reporter.h"
 #include "engine/state/autocast.h"
@@ -41,6 +42,7 @@ struct Engine::Impl {
   Progress progress;
   Phases phases{progress, order};  // before all that talks to other ranks, so that the watch ends last
   config::DsConfig config;
+  std::optional<CommsReport> comms;  // comms_logger
   ModelState state;
   std::optional<optimizers::LossScaler> loss_scaler;
   std::shared_ptr<LrScheduler> schedule;

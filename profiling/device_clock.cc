@@ -19,6 +19,12 @@ DeviceClock::Moment DeviceClock::mark() const {
   return moment;
 }
 
+bool DeviceClock::passed(const Moment& moment) {
+  if (!moment.event_) return true;
+  const c10::DeviceGuard guard(moment.event_->device());
+  return moment.event_->query();
+}
+
 double DeviceClock::seconds(const Moment& from, const Moment& to) {
   constexpr double kMillisecondsPerSecond = 1e3;
   if (!from.event_ || !to.event_) return to.seconds_ - from.seconds_;

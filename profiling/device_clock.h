@@ -27,6 +27,8 @@ class DeviceClock {
   // When the device has done what the calling thread's current stream was given so far; the host does not wait for it.
   // On the CPU: now.
   Moment mark() const;
+  // Whether the device has passed it; true for the host's.
+  static bool passed(const Moment& moment);
   // Seconds between two moments of one clock. Waits until the device has passed both.
   static double seconds(const Moment& from, const Moment& to);
 

@@ -304,6 +304,10 @@ Work C10dCommunicator::launch(Collective collective) {
     if (message) open_pair(collective.peer);
     const auto lock = recorder_lock();
     Issued issued = issue(collective);
+    // What is left to do afterwards is done where somebody waits: such an operation ends there.
+    if (!group_.device.is_cpu() && !issued.finish) {
+      for (const auto& timer : collective.timers) timer->issued([&] { issued.work->wait(); });
+    }
     return Work(std::make_shared<BackendState>(std::move(issued.work), std::move(issued.finish),
                                                OperationName(collective), place_));
   } catch (const Error&) {

@@ -155,6 +155,7 @@ Work HierarchicalCommunicator::launch(Collective collective) {
     const at::NoGradGuard no_grad;
     try {
       run(work);
+      tell_end(work.timers);
     } catch (const CommError& error) {
       fail(error.what());
       throw;

@@ -167,7 +167,7 @@ int FlightRecorder::add_to_others() {
   return kSharedGroup;
 }
 
-Work FlightRecorder::observe(int group, const Collective& collective, c10::function_ref<Work()> launch) {
+Work FlightRecorder::observe(int group, Collective& collective, c10::function_ref<Work()> launch) {
   const Ticket ticket = begin(group, collective);
   try {
     return follow(ticket, launch());

@@ -50,7 +50,7 @@ class FlightRecorder final : public CollectiveObserver, public std::enable_share
   int add_group(const std::string& name, const std::vector<int>& ranks, int own) override;
 
   // begin(), and follow() or failed(), around the operation.
-  Work observe(int group, const Collective& collective, c10::function_ref<Work()> launch) override;
+  Work observe(int group, Collective& collective, c10::function_ref<Work()> launch) override;
   // Throws CommError after doom().
   Ticket begin(int group, const Collective& collective);
   // Also sleeps a moment, the first time.

@@ -196,7 +196,10 @@ Work GlooCommunicator::launch(Collective collective) {
   collective.output = same ? collective.input : host_space_for(collective.output);
   const at::Tensor host_output = collective.output;
   const int tag = tag_of(collective, sequence_++);
-  auto task = queue_.push([this, work = std::move(collective), tag] { run(work, tag); });
+  auto task = queue_.push([this, work = std::move(collective), tag] {
+    run(work, tag);
+    tell_end(work.timers);
+  });
   return Work(std::make_shared<GlooCollectiveWork>(std::move(task), std::move(device_output), host_output));
 }
 

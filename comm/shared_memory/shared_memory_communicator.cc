@@ -90,6 +90,7 @@ Work SharedMemoryCommunicator::enqueue(Collective collective, uint64_t check) {
     require_usable(collective);
     try {
       collectives_.run(collective, record);
+      tell_end(collective.timers);
     } catch (const CommError& error) {
       fail(error.what());
       throw;

@@ -26,6 +26,7 @@ SharedMemoryMessage::SharedMemoryMessage(const Collective& collective, Clock::ti
     : is_send_(collective.kind == CollectiveKind::kSend),
       peer_(collective.peer),
       tensor_(is_send_ ? collective.input : collective.output),
+      timers_(collective.timers),
       data_(static_cast<std::byte*>(tensor_.data_ptr())),
       deadline_(deadline) {
   head_.bytes = static_cast<int64_t>(tensor_.nbytes());
@@ -47,6 +48,8 @@ void SharedMemoryMessage::wait() {
 
 void SharedMemoryMessage::finish(std::exception_ptr error) {
   tensor_.reset();
+  if (!error) tell_end(timers_);
+  timers_.clear();
   const std::lock_guard lock(mutex_);
   error_ = std::move(error);
   done_ = true;

@@ -57,6 +57,7 @@ class SharedMemoryMessage final : public WorkState {
   const int peer_;
   MessageHead head_;
   at::Tensor tensor_;
+  std::vector<std::shared_ptr<OperationTimer>> timers_;
   std::byte* data_;
   const SharedMemoryPeers::Clock::time_point deadline_;
   std::mutex mutex_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cctype>
 
+#include "engine/config/comms_operations.h"
 #include "engine/config/describe.h"
 
 namespace ds::engine::config {
@@ -86,6 +87,10 @@ void describe(JsonFields& json, CommsLoggerSection& s) {
   json.field("verbose", s.verbose);
   json.field("prof_all", s.prof_all);
   json.field("prof_ops", s.prof_ops);
+  for (const std::string& name : s.prof_ops) {
+    if (!json.reading() || find_operation(name)) continue;
+    json.error("prof_ops", cat("expected names of operations, ", known_operations(), "; found \"", name, "\""));
+  }
   json.field("debug", s.debug);
 }
 

@@ -100,9 +100,6 @@ void collect_features(const DsConfig& c, Collector& out) {
   out.later(c.flops_profiler.enabled, "flops_profiler",
             "turn it off: it counts operations of Python modules; wall_clock_breakdown prints what parts of a step "
             "take, ds-tool simulate predicts them");
-  out.later(c.comms_logger.enabled, "comms_logger",
-            "turn it off; engine->comm_bytes_sent() counts bytes, flight_recorder keeps the last collectives (ds-tool "
-            "explain reads them), ds-tool bench measures them");
   const DataEfficiencySection& data = c.data_efficiency;
   out.later(data.enabled && data.data_sampling.enabled && data.data_sampling.dynamic_batching.enabled,
             "data_efficiency.data_sampling.dynamic_batching",

@@ -134,7 +134,9 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
   impl.phases.tell(job.ranks);
   impl.phases.note("initialize");
   if (config.log_level) log::set_level(*config.log_level);
+  if (config.comms_logger.enabled) impl.comms.emplace(config.comms_logger, *job.ranks);  // before groups are made
   model.ranks = place_ranks(job, options, config);
+  if (impl.comms) impl.comms->observe_all_of(model.ranks);
   const bool is_pipeline = pipeline_of(options) != nullptr;
   model.optimizer = describe_client(options, config, model.ranks.tensor_ranks());
   model.plan = make_plan(config, topology_of(model.ranks, job.ranks_per_host), plan_facts(options, config, model));
@@ -314,6 +316,7 @@ Initialized initialize(const InitializeOptions& options) {
   build_steps(*impl);
   impl->accumulation_begins();
   impl->phases.note(Phases::kBetweenCalls);
+  if (impl->comms) impl->comms->begin();
   Initialized result{nullptr, impl->state.optimizer.of_config(), impl->loader, impl->schedule};
   result.engine = std::make_shared<Engine>(std::move(impl));
   result.engine->reset_comm_counters();  // what counts is training

@@ -31,7 +31,7 @@ class Notes final : public CollectiveObserver {
     lines_.push_back(cat(text, ", own ", own));
     return groups_++;
   }
-  Work observe(int group, const Collective& collective, c10::function_ref<Work()> launch) override {
+  Work observe(int group, Collective& collective, c10::function_ref<Work()> launch) override {
     const std::string text = cat(name_, ": ", name_of(collective.kind), " ", collective.label, " of group ", group);
     lines_.push_back(text + " begins");
     try {

@@ -40,6 +40,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/activation_checkpoint.h", "recompute"},
     {"dsengine/checkpoint.h", "engine"},
     {"dsengine/comm.h", "comm"},
+    {"dsengine/comms_log.h", "engine"},
     {"dsengine/config.h", "engine"},
     {"dsengine/config_parallel.h", "engine"},
     {"dsengine/config_removed.h", "engine"},

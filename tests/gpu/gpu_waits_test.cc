@@ -14,6 +14,7 @@
 
 #include "comm/shared_memory/thread_group.h"
 #include "core/check.h"
+#include "dsengine/comms_log.h"
 #include "tests/gpu/device_run.h"
 #include "tests/gpu/host_waits.h"
 #include "tests/gpu/nccl_ranks.h"
@@ -196,6 +197,47 @@ TEST(GpuTimes, AreToldWithoutAWaitForTheRunningStep) {
     EXPECT_GT(std::stod((*found)[1]) + std::stod((*found)[2]) + std::stod((*found)[3]), 0.0);
   }
   EXPECT_EQ(lines, 3 + kSteps - 1) << text;
+}
+
+// Operations between ranks are timed by events, which are read in a later step.
+TEST(GpuCommsLog, TimesOperationsWithoutAWait) {
+  if (!test::device_is_simulated()) GTEST_SKIP() << "waits of the host are counted by the simulated GPU";
+  for (const int stage : {0, 2, 3}) {
+    SCOPED_TRACE(cat("stage ", stage));
+    ordered_json config = device_config(stage, "bf16");
+    config["comms_logger"] = {{"enabled", true}};
+    Waits waits = waits_of_steps(config, 2);
+    EXPECT_LE(waits["an event"], kSteps * 2) << "as without the log";
+    waits.erase("an event");
+    EXPECT_EQ(text_of(waits), "");
+  }
+}
+
+TEST(GpuCommsLog, CountsWhatIsSent) {
+  if (const std::string why = test::missing_gpus(2); !why.empty()) GTEST_SKIP() << why;
+  for (const int stage : {0, 2, 3}) {
+    SCOPED_TRACE(cat("stage ", stage));
+    test::on_gpus(2, [&](comm::Communicator& ranks, at::Device device) {
+      SmallNet model;
+      ordered_json config = device_config(stage, "bf16");
+      config["comms_logger"] = {{"enabled", true}};
+      const auto engine =
+          initialize({.model = model.ptr(), .config = config, .communicator = borrowed(ranks), .device = device.str()})
+              .engine;
+      for (int64_t micro = 0; micro < 2 * engine->gradient_accumulation_steps(); ++micro) {
+        engine->backward(model->loss(sample(micro, ranks.rank()).to(device)));
+        engine->step();
+      }
+      engine->synchronize_parameters();
+      double sent = 0;
+      for (const CommsStatistics& one : comms_statistics(*engine)) {
+        const double factor = one.operation == "all_reduce" ? 1 : 0.5;  // of two ranks
+        sent += factor * static_cast<double>(one.count * one.message_bytes);
+        EXPECT_GE(one.total_ms, 0);
+      }
+      EXPECT_NEAR(sent, static_cast<double>(engine->comm_bytes_sent()), 1.0);
+    });
+  }
 }
 
 struct SkippedRun {

@@ -33,7 +33,6 @@ const Refused kRefused[] = {
      "{enabled: true, method: 'snip_momentum'}}}}",
      "compression_training.sparse_pruning.shared_parameters.method"},
     {"{flops_profiler: {enabled: true}}", "flops_profiler"},
-    {"{comms_logger: {enabled: true}}", "comms_logger"},
     {"{data_efficiency: {enabled: true, data_sampling: {enabled: true, dynamic_batching: {enabled: true, max_tokens: "
      "8}}}}",
      "data_efficiency.data_sampling.dynamic_batching"},
