@@ -4,7 +4,6 @@
 #include <array>
 #include <map>
 #include <numeric>
-#include <sstream>
 #include <tuple>
 
 #include "core/text.h"
@@ -18,18 +17,23 @@ constexpr double kMilliseconds = 1e3;
 constexpr size_t kWidth = 20;
 constexpr size_t kMostRanks = 8;  // of a line, those that waited longest
 
-// Columns of one width; a longer cell moves those behind it.
-template <size_t N>
-void add_line(std::ostringstream& out, const std::array<std::string, N>& cells) {
-  std::string line;
-  size_t end = 0;
-  for (const std::string& cell : cells) {
-    end += kWidth;
-    line += cell;
-    line += std::string(line.size() < end ? end - line.size() : 1, ' ');
+constexpr size_t kColumns = 8;
+using Line = std::array<std::string, kColumns>;
+
+// Columns as wide as their widest cell, DeepSpeed's width at least.
+std::string text_of(const std::vector<Line>& lines) {
+  std::array<size_t, kColumns> widths;
+  widths.fill(kWidth);
+  for (const Line& line : lines) {
+    for (size_t i = 0; i < kColumns; ++i) widths[i] = std::max(widths[i], line[i].size() + 2);
   }
-  line.erase(line.find_last_not_of(' ') + 1);
-  out << '\n' << line;
+  std::string text;
+  for (const Line& line : lines) {
+    text += '\n';
+    for (size_t i = 0; i + 1 < kColumns; ++i) text += line[i] + std::string(widths[i] - line[i].size(), ' ');
+    text += line.back();
+  }
+  return text;
 }
 
 std::string milliseconds(double seconds) { return fixed(seconds * kMilliseconds, 2); }
@@ -118,31 +122,31 @@ std::string size_text(int64_t bytes) {
 }
 
 std::string summary_table(const std::vector<CommsRecord>& records) {
-  std::ostringstream out;
-  add_line<8>(out, {"Comm. Op", "Group (ranks)", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)",
-                    "tput_avg (Gbps)", "busbw_avg (Gbps)"});
+  std::vector<Line> lines;
+  lines.push_back({"Comm. Op", "Group (ranks)", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)",
+                   "tput_avg (Gbps)", "busbw_avg (Gbps)"});
   for (const CommsRecord& record : records) {
     const Bandwidth bandwidth = bandwidth_of(record);
-    add_line<8>(out, {record.operation, group_text(record.group, record.ranks), size_text(record.bytes),
-                      cat(record.count), milliseconds(record.seconds), milliseconds(record.average_seconds()),
-                      fixed(bandwidth.algorithm, 2), fixed(bandwidth.bus, 2)});
+    lines.push_back({record.operation, group_text(record.group, record.ranks), size_text(record.bytes),
+                     cat(record.count), milliseconds(record.seconds), milliseconds(record.average_seconds()),
+                     fixed(bandwidth.algorithm, 2), fixed(bandwidth.bus, 2)});
   }
-  return std::move(out).str();
+  return text_of(lines);
 }
 
 std::string straggler_table(const std::vector<Straggling>& compared) {
-  std::ostringstream out;
-  add_line<8>(out, {"Comm. Op", "Group (ranks)", "Message Size", "Count", "Total comm lat(ms)", "Avg comm lat(ms)",
-                    "Last to come", "Straggler effect by rank (ms)"});
+  std::vector<Line> lines;
+  lines.push_back({"Comm. Op", "Group (ranks)", "Message Size", "Count", "Total comm lat(ms)", "Avg comm lat(ms)",
+                   "Last to come", "Straggler effect by rank (ms)"});
   for (const Straggling& one : compared) {
     const auto last = std::min_element(one.waited_seconds.begin(), one.waited_seconds.end());
-    add_line<8>(out,
-                {one.operation, group_text(one.group, one.ranks), size_text(one.bytes), cat(one.count),
-                 milliseconds(one.communication_seconds),
-                 milliseconds(one.communication_seconds / static_cast<double>(one.count)),
-                 cat("rank ", one.ranks.at(static_cast<size_t>(last - one.waited_seconds.begin()))), waited_text(one)});
+    lines.push_back({one.operation, group_text(one.group, one.ranks), size_text(one.bytes), cat(one.count),
+                     milliseconds(one.communication_seconds),
+                     milliseconds(one.communication_seconds / static_cast<double>(one.count)),
+                     cat("rank ", one.ranks.at(static_cast<size_t>(last - one.waited_seconds.begin()))),
+                     waited_text(one)});
   }
-  return std::move(out).str();
+  return text_of(lines);
 }
 
 }  // namespace ds::profiling

@@ -17,10 +17,10 @@ using ::testing::Not;
 using ::testing::SizeIs;
 
 constexpr double kTenMilliseconds = 0.01;
-constexpr int64_t kBytes = 1 << 20;
+constexpr int64_t kMebibyte = 1 << 20;
 
 CommsRecord record_of(CollectiveKind kind, const std::string& name, const std::vector<double>& seconds,
-                      int64_t bytes = kBytes) {
+                      int64_t bytes = kMebibyte) {
   CommsRecord record{.operation = name, .kind = kind, .group = "world", .ranks = {0, 1}, .bytes = bytes};
   for (const double duration : seconds) record.end(record.launch(), duration, bytes);
   return record;
@@ -28,8 +28,8 @@ CommsRecord record_of(CollectiveKind kind, const std::string& name, const std::v
 
 // Of the whole tensor, n ranks, time t: DeepSpeed's calc_bw_log.
 TEST(Bandwidth, FollowsDeepSpeedsFormulas) {
-  const double plain = 8.0 * kBytes / 1e9 / kTenMilliseconds;
-  const auto of = [](CollectiveKind kind) { return bandwidth_of(kind, kBytes, 4, kTenMilliseconds); };
+  const double plain = 8.0 * kMebibyte / 1e9 / kTenMilliseconds;
+  const auto of = [](CollectiveKind kind) { return bandwidth_of(kind, kMebibyte, 4, kTenMilliseconds); };
   EXPECT_DOUBLE_EQ(of(CollectiveKind::kAllReduce).algorithm, 2 * plain);
   EXPECT_DOUBLE_EQ(of(CollectiveKind::kAllReduce).bus, plain * 2 * 3 / 4);
   for (const CollectiveKind kind :
@@ -43,7 +43,7 @@ TEST(Bandwidth, FollowsDeepSpeedsFormulas) {
     EXPECT_DOUBLE_EQ(of(kind).bus, plain) << static_cast<int>(kind);
   }
   EXPECT_EQ(bandwidth_of(CollectiveKind::kBarrier, 0, 4, kTenMilliseconds).bus, 0);
-  EXPECT_EQ(bandwidth_of(CollectiveKind::kAllReduce, kBytes, 4, 0).bus, 0) << "no time";
+  EXPECT_EQ(bandwidth_of(CollectiveKind::kAllReduce, kMebibyte, 4, 0).bus, 0) << "no time";
 }
 
 TEST(CommsRecord, LeavesOutliersOutOfTheMean) {
@@ -59,9 +59,9 @@ TEST(CommsRecord, LeavesOutliersOutOfTheMean) {
 TEST(CommsRecord, KeepsTheLatestTimesAlone) {
   CommsRecord record = record_of(CollectiveKind::kAllReduce, "all_reduce", std::vector<double>(CommsRecord::kKept, 1));
   const int64_t late = record.launch();
-  for (size_t i = 0; i < CommsRecord::kKept; ++i) record.end(record.launch(), 3, kBytes);
+  for (size_t i = 0; i < CommsRecord::kKept; ++i) record.end(record.launch(), 3, kMebibyte);
   EXPECT_THAT(record.latest, SizeIs(CommsRecord::kKept));
-  record.end(late, 100, kBytes);
+  record.end(late, 100, kMebibyte);
   EXPECT_DOUBLE_EQ(record.average_seconds(), 3) << "its place has been given away";
   EXPECT_EQ(record.count, 2 * static_cast<int64_t>(CommsRecord::kKept) + 1);
 }
@@ -74,7 +74,7 @@ TEST(CommsRecord, TravelsAsBytes) {
   EXPECT_EQ(found[0].operation, record.operation);
   EXPECT_EQ(found[0].kind, record.kind);
   EXPECT_EQ(found[0].ranks, record.ranks);
-  EXPECT_EQ(found[0].bytes, kBytes);
+  EXPECT_EQ(found[0].bytes, kMebibyte);
   EXPECT_EQ(found[0].launched, 3);
   EXPECT_EQ(found[0].count, 2);
   EXPECT_THAT(found[0].latest, ElementsAre(FloatEq(0.5), FloatEq(0.25), FloatEq(-1)));

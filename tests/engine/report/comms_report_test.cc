@@ -206,7 +206,11 @@ TEST(CommsLog, SeesGroupsThatTheProgramHasMadeBefore) {
     mesh->group({comm::MeshAxis::kData, comm::MeshAxis::kExpert});
     mesh->group(comm::MeshAxis::kTensor);
     SmallNet model;
-    const auto engine = initialize({.model = model.ptr(), .config = logged_config(2), .mesh = mesh}).engine;
+    const auto engine = initialize({.model = model.ptr(),
+                                    .config = logged_config(2),
+                                    .split = {{"first", parallel::Style::kColumn}},
+                                    .mesh = mesh})
+                            .engine;
     for (int64_t micro = 0; micro < 2; ++micro) {
       engine->backward(model->loss(sample(micro, world.rank() / 2)));
       engine->step();
