@@ -57,7 +57,7 @@ double CommsRecord::average_seconds() const {
 Bandwidth bandwidth_of(CollectiveKind kind, double bytes, size_t ranks, double seconds) {
   if (seconds <= 0) return {};
   const double plain = bytes * kBitsOfByte / kGiga / seconds;
-  const double n = static_cast<double>(ranks);
+  const auto n = static_cast<double>(ranks);
   switch (kind) {
     case CollectiveKind::kAllReduce:
       return {.algorithm = 2 * plain, .bus = plain * 2 * (n - 1) / n};
