@@ -13,32 +13,41 @@
 namespace ds::engine {
 namespace {
 
-// Part `index` of `count` of [begin, end), cut at aligned elements.
-std::pair<int64_t, int64_t> part_of(int64_t begin, int64_t end, int64_t index, int64_t count) {
-  const int64_t part = round_up((end - begin + count - 1) / count, zero::kAlignment);
-  return {std::min(end, begin + index * part), std::min(end, begin + (index + 1) * part)};
+// What this rank writes of something that `count` ranks hold: the part `index`. Of none: others write it.
+struct Share {
+  int index = 0;
+  int count = 0;
+};
+
+// Of [begin, end), cut at aligned elements.
+std::pair<int64_t, int64_t> part_of(int64_t begin, int64_t end, const Share& share) {
+  if (share.count == 0) return {end, end};
+  const int64_t part = round_up((end - begin + share.count - 1) / share.count, zero::kAlignment);
+  return {std::min(end, begin + share.index * part), std::min(end, begin + (share.index + 1) * part)};
 }
 
-// Which of the ranks that hold the whole part of the model this one is, and how many they are.
-std::pair<int, int> copy_of_part(const ModelState& state, const HostFolders& folders) {
-  if (folders.apart()) return folders.place_among(ranks_of_part(state.ranks));
-  return {state.ranks.part->rank(), state.ranks.part->size()};
-}
-
-// Likewise of those that hold the same of a bucket.
-std::pair<int, int> copy_of(const ModelState& state, const HostFolders& folders, size_t bucket, bool partitioned) {
-  if (!partitioned) return copy_of_part(state, folders);
-  const comm::Communicator* replicas = state.groups_of(bucket).replicas;
-  if (!replicas) return {0, 1};
-  if (folders.apart()) return folders.place_among(ranks_of_slice(state.ranks));
-  return {replicas->rank(), replicas->size()};
+// `sliced`: what ranks of the replicas hold, not all with the same part of the model. `whole`: also all ranks of a
+// tensor axis hold it. In one folder the axis' first rank writes that.
+Share share_of(const ModelState& state, const HostFolders& folders, bool sliced, bool whole) {
+  const Ranks& ranks = state.ranks;
+  if (folders.apart()) {
+    std::vector<int> holders = sliced ? ranks_of_slice(ranks) : ranks_of_part(ranks);
+    if (whole) holders = with_tensor_axes(holders, ranks);
+    const auto [index, count] = folders.place_among(holders);
+    return {index, count};
+  }
+  if (whole && ranks.tensor && ranks.tensor->rank() > 0) return {};
+  if (!sliced) return {ranks.part->rank(), ranks.part->size()};
+  const std::shared_ptr<comm::Communicator>& replicas = ranks.groups.replicas;
+  return replicas ? Share{replicas->rank(), replicas->size()} : Share{0, 1};
 }
 
 // Of what this rank holds, the part that it writes.
-BucketRange written_range(const ModelState& state, const HostFolders& folders, size_t bucket, bool partitioned) {
+BucketRange written_range(const ModelState& state, const HostFolders& folders, size_t bucket, bool partitioned,
+                          bool whole) {
   BucketRange range = held_range(state, bucket, partitioned);
-  const auto [index, count] = copy_of(state, folders, bucket, partitioned);
-  std::tie(range.begin, range.end) = part_of(range.begin, range.end, index, count);
+  const Share share = share_of(state, folders, partitioned, whole);
+  std::tie(range.begin, range.end) = part_of(range.begin, range.end, share);
   return range;
 }
 
@@ -69,16 +78,13 @@ class PieceList {
   std::vector<StatePiece> pieces_;
 };
 
-// Of a frozen parameter: by no other stage, and by no other rank of the tensor axis.
-bool is_written_here(const ModelState& state, const zero::Parameter& parameter) {
-  if (state.is_copy(parameter.name)) return false;
-  return parameter.part || !state.tensor || state.tensor->ranks->rank() == 0;
-}
+// Whether all ranks of a tensor axis have it.
+bool is_whole(const zero::Parameter& parameter) { return parameter.part == nullptr; }
 
 void add_trained(const ModelState& state, const HostFolders& folders, size_t b, PieceList& pieces) {
   const zero::BucketLayout& layout = state.buckets[b].layout();
   const bool partitioned = state.plan.partition_optimizer;
-  const BucketRange range = written_range(state, folders, b, partitioned);
+  const BucketRange range = written_range(state, folders, b, partitioned, !state.is_part(b));
   const auto add = [&](const at::Tensor& flat, const auto& path_of) {
     for_each_run(layout, range, [&](const Segment& run, int64_t position) {
       const zero::Parameter& parameter = state.parameters[static_cast<size_t>(run.parameter)];
@@ -96,7 +102,6 @@ void add_trained(const ModelState& state, const HostFolders& folders, size_t b, 
 void add_frozen_bucket(const ModelState& state, const HostFolders& folders, size_t f, PieceList& pieces) {
   const zero::ParameterBucket& bucket = state.frozen_buckets[f];
   const bool partitioned = bucket.sharded();
-  const BucketRange range = written_range(state, folders, state.buckets.size() + f, partitioned);
   at::Tensor flat = partitioned ? at::Tensor() : bucket.flat();
   if (partitioned && bucket.bits() > 0) {
     flat = at::empty({bucket.layout().slice_numel}, bucket.flat().options().device(bucket.encoded_slice().device()));
@@ -104,29 +109,31 @@ void add_frozen_bucket(const ModelState& state, const HostFolders& folders, size
   } else if (partitioned) {
     flat = bucket.slice(state.groups_of(state.buckets.size() + f).shards.rank());
   }
-  for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
-    const zero::Parameter& parameter = state.frozen[static_cast<size_t>(run.parameter)];
-    if (!is_written_here(state, parameter)) return;
-    pieces.add(checkpoint::weight_path(parameter.name), parameter, /*frozen=*/true, run,
-               {flat, position, state.buckets.size() + f});
-  });
+  for (const bool whole : {false, true}) {
+    const BucketRange range = written_range(state, folders, state.buckets.size() + f, partitioned, whole);
+    for_each_run(bucket.layout(), range, [&](const Segment& run, int64_t position) {
+      const zero::Parameter& parameter = state.frozen[static_cast<size_t>(run.parameter)];
+      if (is_whole(parameter) != whole || state.is_copy(parameter.name)) return;
+      pieces.add(checkpoint::weight_path(parameter.name), parameter, /*frozen=*/true, run,
+                 {flat, position, state.buckets.size() + f});
+    });
+  }
 }
 
 // Below stage 3 every rank has them whole.
 void add_frozen_parameters(const ModelState& state, const HostFolders& folders, PieceList& pieces) {
   int64_t total = 0;
   for (const zero::Parameter& parameter : state.frozen) total += parameter.tensor.numel();
-  const auto [index, count] = copy_of_part(state, folders);
-  const auto [begin, end] = part_of(0, total, index, count);
   int64_t first = 0;
   for (const zero::Parameter& parameter : state.frozen) {
     const int64_t numel = parameter.tensor.numel();
+    const Share share = share_of(state, folders, /*sliced=*/false, is_whole(parameter));
+    const auto [begin, end] = part_of(0, total, share);
     const int64_t from = std::clamp<int64_t>(begin - first, 0, numel);
     const int64_t to = std::clamp<int64_t>(end - first, 0, numel);
     first += numel;
-    const bool empty = numel == 0 && index == 0;
-    if (from == to && !empty) continue;
-    if (!is_written_here(state, parameter)) continue;
+    const bool empty = numel == 0 && share.index == 0 && share.count > 0;
+    if ((from == to && !empty) || state.is_copy(parameter.name)) continue;
     pieces.add(checkpoint::weight_path(parameter.name), parameter, /*frozen=*/true,
                {.parameter_offset = from, .length = to - from},
                {parameter.tensor.detach().contiguous().view({-1}), from});
@@ -168,11 +175,15 @@ void for_each_run(const zero::BucketLayout& layout, const BucketRange& range,
 std::vector<StatePiece> state_pieces(const ModelState& state, const HostFolders& folders, bool with_frozen) {
   PieceList pieces;
   for (size_t b = 0; b < state.buckets.size(); ++b) {
-    if (state.counts(b)) add_trained(state, folders, b, pieces);
+    if (state.counts_in_stage(b)) add_trained(state, folders, b, pieces);
   }
-  const bool first = copy_of_part(state, folders).first == 0;
+  const bool first = share_of(state, folders, /*sliced=*/false, /*whole=*/false).index == 0;
   add_memory(optimizer_memory(state), pieces);
-  if (first) add_memory(shared_optimizer_memory(state), pieces);
+  const auto begins_bucket = [&](size_t b) {
+    const Share share = share_of(state, folders, /*sliced=*/false, !state.is_part(b));
+    return state.counts_in_stage(b) && share.count > 0 && share.index == 0;
+  };
+  if (first) add_memory(shared_optimizer_memory(state, begins_bucket), pieces);
   add_memory(compression_memory(state), pieces);
   if (first) add_memory(fp8_memory(state), pieces);
   if (!with_frozen) return pieces.take();

@@ -2,7 +2,8 @@
 //
 // Every element of the state belongs to exactly one rank: its own slice or, where several ranks hold the same (stage 0,
 // the replicas of MiCS), an equal part of it. So all ranks write, and nothing is written twice. Of parameters that are
-// split over a tensor axis each rank writes its own part, as such; whole ones are written by the axis' first rank.
+// split over a tensor axis each rank writes its own part, as such; whole ones are written by the axis' first rank or,
+// where hosts have folders apart, by those of a host together.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -59,6 +59,15 @@ std::vector<int> ranks_of_slice(const Ranks& ranks) {
   return holders;
 }
 
+std::vector<int> with_tensor_axes(const std::vector<int>& holders, const Ranks& ranks) {
+  std::vector<int> all;
+  for (const int holder : holders) {
+    const int first = holder - holder % ranks.tensor_ranks();
+    for (int i = 0; i < ranks.tensor_ranks(); ++i) all.push_back(first + i);
+  }
+  return all;
+}
+
 std::string text_of_leader(const std::string& text, const HostFolders& folders, const Ranks& ranks) {
   std::string result;
   for (const int leader : folders.leaders) {

@@ -33,6 +33,9 @@ std::vector<int> ranks_of_part(const Ranks& ranks);
 // Those that own the same slices.
 std::vector<int> ranks_of_slice(const Ranks& ranks);
 
+// `holders` with all ranks of their tensor axes, ascending.
+std::vector<int> with_tensor_axes(const std::vector<int>& holders, const Ranks& ranks);
+
 // The text of the first rank that shares this one's folder. Collective.
 std::string text_of_leader(const std::string& text, const HostFolders& folders, const Ranks& ranks);
 

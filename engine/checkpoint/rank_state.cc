@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -95,11 +96,11 @@ std::optional<Place> place_by_part(const ModelState& model, const checkpoint::So
   return Place{.path = path, .offset = number, .of = all};
 }
 
-// Parameters that another stage has too, and writes.
-std::set<std::string> copies_of_tied(const ModelState& model) {
+// Parameters that another rank has too, and writes.
+std::set<std::string> written_elsewhere(const ModelState& model, const std::function<bool(size_t)>& is_written_here) {
   std::set<std::string> names;
   for (size_t b = 0; b < model.buckets.size(); ++b) {
-    if (model.counts(b)) continue;
+    if (is_written_here(b)) continue;
     for (const Segment& segment : model.buckets[b].layout().segments) {
       names.insert(model.infos[static_cast<size_t>(segment.parameter)].name);
     }
@@ -130,9 +131,9 @@ std::string state_of_parameter(const std::string& shared_state) {
   return slash == std::string::npos ? std::string() : shared_state.substr(0, slash);
 }
 
-NamedTensors shared_optimizer_memory(const ModelState& model) {
+NamedTensors shared_optimizer_memory(const ModelState& model, const std::function<bool(size_t)>& is_written_here) {
   if (!model.optimizer.own) return {};
-  const std::set<std::string> copies = copies_of_tied(model);
+  const std::set<std::string> copies = written_elsewhere(model, is_written_here);
   NamedTensors result;
   for (const auto& [name, values] : model.optimizer.own->shared_states()) {
     const std::string state = state_of_parameter(name);

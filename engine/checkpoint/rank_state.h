@@ -39,9 +39,10 @@ void add_buffers(const ModelState& model, const HostFolders& folders, const Buff
 // What the optimizer remembers beside states of elements, and gradient_compression, under its paths in a checkpoint:
 // live references. Of this rank alone, and what is the same on all ranks, which the first one with this part of the
 // model writes: shared states named "STATE/PARAMETER" are of one parameter and lie with its other states, so that any
-// layout finds them; tied weights are the first stage's.
+// layout finds them; they are written with the parameter's bucket.
 NamedTensors optimizer_memory(const ModelState& model);
-NamedTensors shared_optimizer_memory(const ModelState& model);
+NamedTensors shared_optimizer_memory(const ModelState& model,
+                                     const std::function<bool(size_t bucket)>& is_written_here);
 NamedTensors compression_memory(const ModelState& model);
 // Copies of what FP8 layers remember of steps before, the same on all ranks: rank 0's stand for all.
 NamedTensors fp8_memory(const ModelState& model);

@@ -88,8 +88,10 @@ struct ModelState {
   // Whether this rank stands for a bucket in what is counted once.
   bool counts(size_t bucket) const {
     const bool elsewhere = tensor && tensor->ranks->rank() > 0 && !is_part(bucket);
-    return !elsewhere && (!pipeline || pipeline->counts(bucket));
+    return !elsewhere && counts_in_stage(bucket);
   }
+  // Likewise, with all other ranks of its tensor axis.
+  bool counts_in_stage(size_t bucket) const { return !pipeline || pipeline->counts(bucket); }
   // Whether a trainable bucket has parts of parameters, other ones on each rank of the tensor axis.
   bool is_summed(size_t bucket) const { return tensor && tensor->sums_wholes && !is_part(bucket); }
   bool is_part(size_t bucket) const { return buckets[bucket].parameters().front().part != nullptr; }
