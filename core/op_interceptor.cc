@@ -63,6 +63,7 @@ struct InterceptorCallback {
     Thread& operator=(const Thread&) = delete;
 
     std::vector<OpInterceptor*> active;
+    std::atomic<int> watchers = 0;  // of the active ones
     at::CallbackHandle handle = 0;
     bool listed = false;  // has a place and a callback
     size_t place = 0;
@@ -114,7 +115,14 @@ struct InterceptorCallback {
     explicit Running(Thread& of) : thread(of) {
       if (thread.depth++ == 0) ++thread.outermost;
     }
-    ~Running() override { --thread.depth; }
+    ~Running() override {
+      --thread.depth;
+      if (thread.watchers == 0 || visited != nullptr) return;
+      const std::lock_guard one(thread.visit);
+      for (OpInterceptor* interceptor : thread.active) {
+        if (interceptor->watcher_ != nullptr) interceptor->watcher_->ends();
+      }
+    }
     Thread& thread;
   };
 
@@ -158,6 +166,10 @@ struct InterceptorCallback {
     for (const c10::IValue& input : function.inputs()) {
       visit(thread, input);
       ++thread.argument;
+    }
+    if (thread.watchers == 0) return running;
+    for (OpInterceptor* interceptor : thread.active) {
+      if (interceptor->watcher_ != nullptr) interceptor->watcher_->begins(function);
     }
     return running;
   }
@@ -203,12 +215,14 @@ void OpInterceptor::enable() {
   }
   enabled_on_ = &thread;
   thread.active.push_back(this);
+  if (watcher_ != nullptr) ++thread.watchers;
 }
 
 void OpInterceptor::disable() {
   if (!enabled()) return;
   auto& thread = *static_cast<InterceptorCallback::Thread*>(std::exchange(enabled_on_, nullptr));
   std::erase(thread.active, this);
+  if (watcher_ != nullptr) --thread.watchers;
   // Only a thread itself can take its callback away: until it does, it keeps its place.
   if (!thread.active.empty() || &thread != &InterceptorCallback::own) return;
   at::removeCallback(thread.handle);

@@ -12,13 +12,28 @@
 #include <functional>
 #include <utility>
 
+namespace at {
+struct RecordFunction;
+}
+
 namespace ds {
+
+// Told of operators as a whole, beside the tensors that they read: begin and end nest. An operator that was under way
+// when its interceptor was enabled ends without having begun. What a call throws is logged by LibTorch and lost.
+class OperatorWatcher {
+ public:
+  virtual ~OperatorWatcher() = default;
+  virtual void begins(const at::RecordFunction& function) = 0;
+  virtual void ends() = 0;
+};
 
 class OpInterceptor {
  public:
   using BeforeRead = std::function<void(const at::Tensor&)>;
 
-  explicit OpInterceptor(BeforeRead before_read) : before_read_(std::move(before_read)) {}
+  // `watcher`, which may be null, outlives it.
+  explicit OpInterceptor(BeforeRead before_read, OperatorWatcher* watcher = nullptr)
+      : before_read_(std::move(before_read)), watcher_(watcher) {}
   ~OpInterceptor();
   OpInterceptor(const OpInterceptor&) = delete;
   OpInterceptor& operator=(const OpInterceptor&) = delete;
@@ -38,6 +53,7 @@ class OpInterceptor {
  private:
   friend struct InterceptorCallback;
   BeforeRead before_read_;
+  OperatorWatcher* watcher_;
   void* enabled_on_ = nullptr;  // what is kept of the thread
 };
 

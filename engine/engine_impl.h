@@ -89,6 +89,7 @@ struct Engine::Impl {
   void accumulation_begins(bool restarted = false) {
     accumulation_start = engine::accumulation_start(state, sampler.get());
     ++accumulations;
+    if (restarted) reporter->step_comes(progress.global_steps);
     follow_compression(restarted);
   }
   // Calls `action`; of several engines, what it throws says whose it is.

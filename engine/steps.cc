@@ -143,6 +143,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   if (told) step->read_late();
   reporter->step_ends({.state = state,
                        .progress = progress,
+                       .micro_batches = undo.micro_batches,
                        .train_batch_size = samples,
                        .loss_scale = told ? accumulation->loss_scale() : 1.0,
                        .loss = told && loss.defined() ? loss.item<double>() : progress.loss});

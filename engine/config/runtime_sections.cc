@@ -75,9 +75,9 @@ void describe(JsonFields& json, AioSection& s) {
 void describe(JsonFields& json, FlopsProfilerSection& s) {
   json.field("enabled", s.enabled);
   json.field("recompute_fwd_factor", s.recompute_fwd_factor);
-  json.field("profile_step", s.profile_step);
-  json.field("module_depth", s.module_depth);
-  json.field("top_modules", s.top_modules);
+  json.field("profile_step", s.profile_step, at_least(0));
+  json.field("module_depth", s.module_depth, at_least(-1));
+  json.field("top_modules", s.top_modules, at_least(0));
   json.field("detailed", s.detailed);
   json.field("output_file", s.output_file);
 }

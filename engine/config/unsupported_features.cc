@@ -97,9 +97,6 @@ void collect_features(const DsConfig& c, Collector& out) {
       c.aio.use_gds, "aio.use_gds",
       "needs cuFile (libcufile.so) and a GPU whose memory it reads files into, and this build does not call it; use "
       "false: files are read into host memory and copied from there");
-  out.later(c.flops_profiler.enabled, "flops_profiler",
-            "turn it off: it counts operations of Python modules; wall_clock_breakdown prints what parts of a step "
-            "take, ds-tool simulate predicts them");
   const DataEfficiencySection& data = c.data_efficiency;
   out.later(data.enabled && data.data_sampling.enabled && data.data_sampling.dynamic_batching.enabled,
             "data_efficiency.data_sampling.dynamic_batching",

@@ -400,6 +400,7 @@ void add_rows(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   plan.rows.push_back(
       {"communication", name_of(plan.backend), reason_of(config, "communication_backend", name_of(plan.backend))});
   add_comms_log_row(config, plan);
+  add_flops_row(config, plan);
   plan.rows.push_back(seeds_row(config, facts, plan.topology.tensor));
   if (config.sync_batchnorm) plan.rows.push_back({"batch norm", "of all data ranks", "sync_batchnorm: true"});
   if (config.broadcast_buffers) plan.rows.push_back({"buffers", "those of rank 0", "broadcast_buffers: true"});

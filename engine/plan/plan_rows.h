@@ -19,6 +19,7 @@ void add_efficiency_rows(const config::DsConfig& config, Plan& plan);
 
 // Its row of the log of communication.
 void add_comms_log_row(const config::DsConfig& config, Plan& plan);
+void add_flops_row(const config::DsConfig& config, Plan& plan);
 
 // Its rows of keys that change how DeepSpeed moves data and that this layout has no use for.
 void add_rows_without_effect(const config::DsConfig& config, Plan& plan);

@@ -21,17 +21,18 @@ std::string list_of(const std::vector<double>& values) {
 
 }  // namespace
 
-Reporter::Reporter(const config::DsConfig& config, int rank, at::Device device)
-    : is_first_rank_(rank == 0),
+Reporter::Reporter(const config::DsConfig& config, const ModelState& model)
+    : is_first_rank_(model.ranks.world->rank() == 0),
       breakdown_(config.wall_clock_breakdown),
       memory_(config.memory_breakdown),
       checkpoints_(config.activation_checkpointing.profile),
       scales_loss_(config.fp16.enabled),
       steps_per_print_(config.steps_per_print.value_or(0)),
-      late_(breakdown_ && is_first_rank_ && !device.is_cpu()),
-      clock_(late_ ? device : at::Device(at::kCPU)),
+      late_(breakdown_ && is_first_rank_ && !model.ranks.device.is_cpu()),
+      clock_(late_ ? model.ranks.device : at::Device(at::kCPU)),
       forward_begin_(clock_.mark()),
       last_step_end_(profiling::monotonic_seconds()) {
+  if (config.flops_profiler.enabled) flops_.emplace(config, model);
   if (!is_first_rank_) return;
   if (memory_) tensors_.emplace();
   if (config.csv_monitor.enabled) {
@@ -50,7 +51,12 @@ void Reporter::add(Phase phase, const Moment& from, const Moment& to) {
   }
 }
 
+void Reporter::step_comes(int64_t steps) {
+  if (flops_) flops_->step_comes(steps);
+}
+
 void Reporter::backward_begins() {
+  if (flops_) flops_->backward_begins();
   backward_begin_ = clock_.mark();
   if (tensors_) activation_bytes_ = std::max(activation_bytes_, tensors_->live_bytes() - before_forward_);
   // What lies between two calls of the engine is the program's forward.
@@ -58,17 +64,27 @@ void Reporter::backward_begins() {
 }
 
 void Reporter::backward_ends() {
+  if (flops_) flops_->backward_ends();
   forward_begin_ = clock_.mark();
   if (tensors_) before_forward_ = tensors_->live_bytes();
   add(Phase::kBackward, backward_begin_, forward_begin_);
   add(Phase::kBackwardInner, backward_begin_, forward_begin_);
 }
 
-void Reporter::step_begins() { step_begin_ = clock_.mark(); }
+void Reporter::step_begins() {
+  if (flops_) flops_->step_begins();
+  step_begin_ = clock_.mark();
+}
 
 void Reporter::reductions_end() { add(Phase::kBackwardReduce, step_begin_, clock_.mark()); }
 
 void Reporter::step_ends(const StepReport& step) {
+  if (flops_) flops_->step_ends(step.micro_batches);
+  tell_step(step);
+  step_comes(step.progress.global_steps);
+}
+
+void Reporter::tell_step(const StepReport& step) {
   const double now = profiling::monotonic_seconds();
   forward_begin_ = clock_.mark();
   add(Phase::kStep, step_begin_, forward_begin_);

@@ -1,5 +1,5 @@
 // What a run tells: the steps_per_print line, the profile of activation checkpoints, wall_clock_breakdown,
-// memory_breakdown, monitors.
+// memory_breakdown, monitors, the flops profile.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "dsengine/config.h"
+#include "engine/report/flops_report.h"
 #include "engine/state/model_state.h"
 #include "engine/state/progress.h"
 #include "profiling/device_clock.h"
@@ -21,19 +22,22 @@ namespace ds::engine {
 struct StepReport {
   const ModelState& state;
   const Progress& progress;
+  int64_t micro_batches = 1;
   int64_t train_batch_size = 0;
   double loss_scale = 1.0;
   std::optional<double> loss;  // of the global batch, where the engine knows it
 };
 
-// One per engine; writes on rank 0 only. Not thread safe.
+// One per engine, on all ranks; writes on rank 0 only. Not thread safe.
 class Reporter {
  public:
-  // Throws IoError when a monitor's folder cannot be written. One that fails later is dropped with an error in the log:
-  // the step it would report is applied.
-  // `device`: whose time the breakdown tells. A device that is not the CPU tells it one step later.
-  Reporter(const config::DsConfig& config, int rank, at::Device device);
+  // Throws IoError when a monitor's folder or the file of the flops profile cannot be written. One that fails later is
+  // dropped with an error in the log: the step it would report is applied. `model`, which outlives it, has the device
+  // whose time the breakdown tells: one step later where it is not the CPU.
+  Reporter(const config::DsConfig& config, const ModelState& model);
 
+  // The first micro-batch of a step comes, after `steps` of them, perhaps again.
+  void step_comes(int64_t steps);
   void backward_begins();
   void backward_ends();
   void step_begins();
@@ -43,11 +47,15 @@ class Reporter {
   bool needs_numbers(int64_t step) const {
     return is_first_rank_ && (!monitors_.empty() || (steps_per_print_ > 0 && step % steps_per_print_ == 0));
   }
+  // Collective in the step whose flops are profiled.
   void step_ends(const StepReport& step);
+  // Null: without flops_profiler.
+  const FlopsReport* flops() const { return flops_ ? &*flops_ : nullptr; }
 
  private:
   using Moment = profiling::DeviceClock::Moment;
 
+  void tell_step(const StepReport& step);
   void print_step(const StepReport& step) const;
   void print_memory(const StepReport& step);
   // Of the regions that this thread began since the last line.
@@ -66,6 +74,7 @@ class Reporter {
   profiling::MonitorList monitors_;
   profiling::StepTimers timers_;
   profiling::ThroughputMeter throughput_;
+  std::optional<FlopsReport> flops_;                // flops_profiler
   std::optional<profiling::TensorMemory> tensors_;  // memory_breakdown
   int64_t before_forward_ = 0;                      // bytes of tensors when forward began
   int64_t activation_bytes_ = 0;                    // most that a forward left for its backward since the last line

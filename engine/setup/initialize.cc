@@ -240,7 +240,7 @@ void build_company(Engine::Impl& impl, const InitializeOptions& options) {
   const ModelState& model = impl.state;
   impl.schedule = make_schedule(options, config, model.optimizer);
   if (model.plan.loss_scaling != LossScaling::kNone) impl.loss_scaler.emplace(loss_scaler_options(config));
-  impl.reporter = std::make_unique<Reporter>(config, model.ranks.world->rank(), model.ranks.device);
+  impl.reporter = std::make_unique<Reporter>(config, model);
   impl.inputs.emplace(model.ranks.device);
   impl.autocast = std::make_unique<Autocast>(model.ranks.device.type(), scalar_type(model.plan.autocast));
   if (options.training_data) {
@@ -317,6 +317,7 @@ Initialized initialize(const InitializeOptions& options) {
   impl->accumulation_begins();
   impl->phases.note(Phases::kBetweenCalls);
   if (impl->comms) impl->comms->begin();
+  impl->reporter->step_comes(impl->progress.global_steps);
   Initialized result{nullptr, impl->state.optimizer.of_config(), impl->loader, impl->schedule};
   result.engine = std::make_shared<Engine>(std::move(impl));
   result.engine->reset_comm_counters();  // what counts is training

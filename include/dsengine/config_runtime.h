@@ -38,15 +38,15 @@ struct AioSection {
   bool use_gds = false;
 };
 
-// flops_profiler
+// flops_profiler; see docs/flops_profiler.md
 struct FlopsProfilerSection {
   bool enabled = false;
   double recompute_fwd_factor = 0.0;
-  int64_t profile_step = 1;
+  int64_t profile_step = 1;   // the step after so many
   int64_t module_depth = -1;  // -1: the deepest
   int64_t top_modules = 1;
   bool detailed = true;
-  std::optional<std::string> output_file;  // empty: standard output
+  std::optional<std::string> output_file;  // empty: the log
 };
 
 // comms_logger

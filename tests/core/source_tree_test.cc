@@ -53,6 +53,7 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/distributed_data_parallel.h", "loops"},
     {"dsengine/engine.h", "engine"},
     {"dsengine/errors.h", "core"},
+    {"dsengine/flops_profiler.h", "profiling"},
     {"dsengine/frozen_scope.h", "zero"},
     {"dsengine/grad_scaler.h", "engine"},
     {"dsengine/fully_shard.h", "loops"},

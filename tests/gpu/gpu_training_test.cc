@@ -9,6 +9,7 @@
 #include "comm/shared_memory/thread_group.h"
 #include "core/check.h"
 #include "core/text.h"
+#include "dsengine/flops_profiler.h"
 #include "offload/aio_file.h"
 #include "tests/gpu/device_run.h"
 #include "tests/gpu/nccl_ranks.h"
@@ -203,6 +204,29 @@ TEST(GpuClipByValue, ClipsAsOnTheCpu) {
       EXPECT_LT(largest_difference(found.weights, expected.weights), 0.01);
       EXPECT_GT(largest_difference(without.weights, expected.weights), 0.02) << "nothing was clipped";
     }
+  }
+}
+
+// Operations are those of the CPU, whatever kernels compute them; times are events', modules have none.
+TEST(GpuFlops, AreThoseOfTheCpu) {
+  const auto ranks = comm::ThreadGroup(1).communicator(0);
+  for (const int stage : {0, 3}) {
+    nlohmann::ordered_json config = device_config(stage, "bf16");
+    config["flops_profiler"] = {{"enabled", true}};
+    std::vector<profiling::FlopsProfile> profiles;
+    for (const at::Device device : {at::Device(at::kCPU), test::tested_device()}) {
+      train_on(device, config, *ranks, [&](Engine& engine) {
+        if (engine.global_steps() == 2) profiles.push_back(flops_profile(engine).value());
+      });
+    }
+    ASSERT_EQ(profiles.size(), 2U);
+    ASSERT_EQ(profiles[0].modules.size(), profiles[1].modules.size());
+    for (size_t i = 0; i < profiles[0].modules.size(); ++i) {
+      SCOPED_TRACE(profiles[0].modules[i].name);
+      EXPECT_EQ(profiles[1].modules[i].macs, profiles[0].modules[i].macs);
+      EXPECT_EQ(profiles[1].modules[i].backward_macs, profiles[0].modules[i].backward_macs);
+    }
+    EXPECT_NE(profiles[1].text.find("latencies of modules are not measured on a device"), std::string::npos);
   }
 }
 

@@ -32,7 +32,6 @@ const Refused kRefused[] = {
     {"{optimizer: {type: 'OneBitAdam', params: {lr: 0.1}}, compression_training: {sparse_pruning: {shared_parameters: "
      "{enabled: true, method: 'snip_momentum'}}}}",
      "compression_training.sparse_pruning.shared_parameters.method"},
-    {"{flops_profiler: {enabled: true}}", "flops_profiler"},
     {"{data_efficiency: {enabled: true, data_sampling: {enabled: true, dynamic_batching: {enabled: true, max_tokens: "
      "8}}}}",
      "data_efficiency.data_sampling.dynamic_batching"},

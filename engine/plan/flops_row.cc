@@ -1,0 +1,15 @@
+#include "core/text.h"
+#include "engine/plan/plan_rows.h"
+
+namespace ds::engine {
+
+void add_flops_row(const config::DsConfig& config, Plan& plan) {
+  const config::FlopsProfilerSection& section = config.flops_profiler;
+  if (!section.enabled) return;
+  plan.rows.push_back({"flops profile",
+                       cat("of step ", section.profile_step + 1, ", ",
+                           section.output_file ? cat("to the file ", *section.output_file) : std::string("in the log")),
+                       cat("flops_profiler.enabled: true, profile_step: ", section.profile_step)});
+}
+
+}  // namespace ds::engine
