@@ -118,6 +118,8 @@ struct Engine::Impl {
   // What refuses a step at a boundary and leaves all as it was. Takes over what the program has changed. `call`: whose.
   void require_step(const char* call);
   void drop_accumulation();  // Engine::zero_grad()
+  // Of ReduceLROnPlateau without what it follows.
+  void warn_of_no_value() const;
   // Of backward() calls as many as an accumulation has micro-batches, before one step() inside of it.
   void warn_of_own_accumulation();
   // After an update that threw: as if its accumulation had not been.

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "optim/plateau.h"
 
 namespace ds::engine {
 
@@ -34,6 +35,8 @@ LrScheduler::LrScheduler(std::shared_ptr<torch::optim::Optimizer> optimizer, Rul
   apply();
 }
 
+LrScheduler::~LrScheduler() = default;
+
 LrScheduler::Rule LrScheduler::of(std::shared_ptr<const optimizers::LrSchedule> schedule) {
   require(schedule != nullptr, "learning-rate scheduler: expected a schedule, found none");
   return [schedule = std::move(schedule)](int64_t t, std::vector<optimizers::GroupOptions>& groups) {
@@ -56,6 +59,30 @@ void LrScheduler::step() {
   apply();
 }
 
+void LrScheduler::step(double value) {
+  require(plateau_ != nullptr, "lr_scheduler()->step(value): expected the scheduler ReduceLROnPlateau, found another ",
+          "one, which the engine moves with its steps; remove the call, or set scheduler.type");
+  const double mean = mean_of_ranks_(value);
+  change([&](std::vector<optimizers::GroupOptions>& groups) { plateau_->observe(mean, groups); });
+}
+
+void LrScheduler::follow(const optimizers::ReduceLrOnPlateauOptions& options,
+                         std::function<double(double)> mean_of_ranks) {
+  plateau_ = std::make_unique<optimizers::Plateau>(options, get_last_lr().size());
+  mean_of_ranks_ = std::move(mean_of_ranks);
+}
+
+std::optional<optimizers::PlateauState> LrScheduler::plateau() const {
+  return plateau_ ? std::optional(plateau_->state()) : std::nullopt;
+}
+
+void LrScheduler::load_plateau(const optimizers::PlateauState& state) {
+  require(plateau_ != nullptr, "learning-rate scheduler: expected ReduceLROnPlateau, found another one");
+  require(state.bad_values >= 0 && state.cooldown >= 0 && state.values >= 0,
+          "learning-rate scheduler: expected counts of values from 0 on, found a negative one");
+  plateau_->load(state);
+}
+
 std::vector<double> LrScheduler::get_last_lr() const {
   return client_ ? learning_rates(*client_) : learning_rates(*optimizer_);
 }
@@ -68,13 +95,14 @@ void LrScheduler::load_last_batch_iteration(int64_t last_batch_iteration) {
 }
 
 void LrScheduler::apply() {
-  if (optimizer_) {
-    rule_(last_batch_iteration_, optimizer_->groups());
-    return;
-  }
+  change([this](std::vector<optimizers::GroupOptions>& groups) { rule_(last_batch_iteration_, groups); });
+}
+
+void LrScheduler::change(const std::function<void(std::vector<optimizers::GroupOptions>&)>& write) {
+  if (optimizer_) return write(optimizer_->groups());
   std::vector<optimizers::GroupOptions> groups;
   for (const double lr : learning_rates(*client_)) groups.push_back({.lr = lr});
-  rule_(last_batch_iteration_, groups);
+  write(groups);
   for (size_t i = 0; i < groups.size(); ++i) client_->param_groups()[i].options().set_lr(groups[i].lr);
 }
 

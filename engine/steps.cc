@@ -98,6 +98,16 @@ void Engine::Impl::warn_of_own_accumulation() {
       "calls step() after each backward() and leaves the counting to the engine (said once)");
 }
 
+void Engine::Impl::warn_of_no_value() const {
+  constexpr int64_t kPatience = 1000;
+  if (progress.applied_steps != kPatience || !schedule || state.ranks.world->rank() != 0) return;
+  const auto plateau = schedule->plateau();
+  if (!plateau || plateau->values > 0) return;
+  log::warning("scheduler.type: ReduceLROnPlateau has been given no value in ", kPatience,
+               " steps, so that rates stay ",
+               "as they are; call engine->lr_scheduler()->step(value) on all ranks with what you measure");
+}
+
 void Engine::Impl::require_step(const char* call) {
   require_asked(config, asked, loader != nullptr);
   watch->look(call);
@@ -137,6 +147,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   if (progress.step_applied) {
     ++progress.applied_steps;
     if (schedule) schedule->step();
+    warn_of_no_value();
   }
   accumulation_begins();
   const bool told = reporter->needs_numbers(progress.global_steps);

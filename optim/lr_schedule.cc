@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "optim/one_cycle.h"
+#include "optim/plateau.h"
 #include "optim/torch_cycles.h"
 #include "optim/torch_lr_schedules.h"
 
@@ -134,6 +135,16 @@ class LrRangeTest final : public LrSchedule {
   PerGroup min_lr_;
 };
 
+// The program's values move it, and no step.
+class ReduceLrOnPlateau final : public LrSchedule {
+ public:
+  ReduceLrOnPlateau(const ReduceLrOnPlateauOptions& options, size_t group_count) {
+    const Plateau valid(options, group_count);
+  }
+  std::string name() const override { return "ReduceLROnPlateau"; }
+  void apply(int64_t /*t*/, std::vector<GroupOptions>& /*groups*/) const override {}
+};
+
 // Picks the schedule of each kind of options.
 struct Maker {
   const std::vector<GroupOptions>& groups;
@@ -153,6 +164,9 @@ struct Maker {
   Result operator()(const OneCycleOptions& o) const { return std::make_unique<OneCycle>(o, groups.size(), uses_betas); }
   Result operator()(const CyclicLrOptions& o) const { return std::make_unique<CyclicLr>(o, groups, uses_betas); }
   Result operator()(const OneCycleLrOptions& o) const { return std::make_unique<OneCycleLr>(o, groups, uses_betas); }
+  Result operator()(const ReduceLrOnPlateauOptions& o) const {
+    return std::make_unique<ReduceLrOnPlateau>(o, groups.size());
+  }
   template <class Options>
   Result operator()(const Options& o) const {
     return std::make_unique<TorchLrSchedule<Options>>(o, groups);

@@ -79,6 +79,12 @@ json to_json(const TrainingState& state) {
                              {"remaining_hysteresis", state.loss_scaler->remaining_hysteresis}};
   }
   if (state.lr_iteration) result["lr_iteration"] = *state.lr_iteration;
+  if (state.plateau) {
+    const optimizers::PlateauState& plateau = *state.plateau;
+    result["plateau"] = {
+        {"bad_values", plateau.bad_values}, {"cooldown", plateau.cooldown}, {"values", plateau.values}};
+    if (plateau.best) result["plateau"]["best"] = *plateau.best;
+  }
   if (state.data) {
     result["data"] = {
         {"epoch", state.data->epoch}, {"next_sample", state.data->next_sample}, {"seed", state.data->seed}};
@@ -111,6 +117,13 @@ TrainingState training_state_from(const json& value, const std::string& where) {
           .remaining_hysteresis = json_integer<int64_t>(scaler.at("remaining_hysteresis"))};
     }
     if (value.contains("lr_iteration")) state.lr_iteration = json_integer<int64_t>(value["lr_iteration"]);
+    if (value.contains("plateau")) {
+      const json& plateau = value["plateau"];
+      state.plateau = optimizers::PlateauState{.bad_values = json_integer<int64_t>(plateau.at("bad_values")),
+                                               .cooldown = json_integer<int64_t>(plateau.at("cooldown")),
+                                               .values = json_integer<int64_t>(plateau.at("values"))};
+      if (plateau.contains("best")) state.plateau->best = plateau["best"].get<double>();
+    }
     if (value.contains("data")) {
       const json& data = value["data"];
       state.data = DataPosition{.epoch = json_integer<int64_t>(data.at("epoch")),

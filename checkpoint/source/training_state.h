@@ -41,7 +41,8 @@ struct TrainingState {
   std::string precision;  // dtype of the model's parameters: "float32", "bfloat16", "float16", "float64"
   std::optional<OptimizerState> optimizer;  // none: weights only
   std::optional<optimizers::LossScalerState> loss_scaler;
-  std::optional<int64_t> lr_iteration;  // LrScheduler::last_batch_iteration()
+  std::optional<int64_t> lr_iteration;              // LrScheduler::last_batch_iteration()
+  std::optional<optimizers::PlateauState> plateau;  // LrScheduler::plateau()
   std::optional<DataPosition> data;
   nlohmann::json config = nlohmann::json::object();        // the ds_config as it was given
   nlohmann::json client_state = nlohmann::json::object();  // what the program gave to be kept

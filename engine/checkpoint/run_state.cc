@@ -45,6 +45,14 @@ void take_groups(const ModelState& model, const checkpoint::OptimizerState& save
   model.optimizer.set_group_options(saved.groups);
 }
 
+void take_plateau(const ModelState& model, LrScheduler& schedule, const checkpoint::Source& source) {
+  if (!schedule.plateau()) return;
+  if (source.state().plateau) return schedule.load_plateau(*source.state().plateau);
+  if (model.ranks.world->rank() == 0) {
+    log::warning("load_checkpoint: ", source.location(), " has no values of ReduceLROnPlateau: it begins anew");
+  }
+}
+
 void take_over_states(const ModelState& model, bool with_rank_states) {
   model.optimizer.own->states_changed(with_rank_states);
   if (!model.plan.error_feedback) return;
@@ -89,7 +97,10 @@ checkpoint::TrainingState training_state(const ModelState& model, const RunState
     state.optimizer = client_optimizer_state(*model.optimizer.client);
   }
   if (run.loss_scaler) state.loss_scaler = run.loss_scaler->state();
-  if (run.schedule) state.lr_iteration = run.schedule->last_batch_iteration();
+  if (run.schedule) {
+    state.lr_iteration = run.schedule->last_batch_iteration();
+    state.plateau = run.schedule->plateau();
+  }
   if (run.sampler) {
     const SamplerState position = run.start && run.start->data ? *run.start->data : run.sampler->state();
     state.data = {.epoch = position.epoch,
@@ -117,12 +128,13 @@ void take_run_state(const ModelState& model, const RunState& run, const checkpoi
     model.fp8->gradients_scaled((run.loss_scaler ? run.loss_scaler->scale() : 1.0) / saved);
   }
   if (taken.with_optimizer && model.optimizer.own && state.optimizer) {
-    take_groups(model, *state.optimizer, /*follows_schedule=*/run.schedule != nullptr);
+    take_groups(model, *state.optimizer, /*follows_schedule=*/run.schedule != nullptr && !run.schedule->plateau());
     take_over_states(model, taken.with_rank_states);
   }
   if (run.schedule) {  // also where it stays: its values are those of the groups, not the checkpoint's
     const int64_t own = run.schedule->last_batch_iteration();
     run.schedule->load_last_batch_iteration(taken.with_schedule ? state.lr_iteration.value_or(own) : own);
+    if (taken.with_schedule) take_plateau(model, *run.schedule, source);
   }
   if (!run.sampler) return;
   if (state.data) {

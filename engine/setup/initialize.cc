@@ -12,6 +12,7 @@
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/engine.h"
 #include "dsengine/lr_schedule.h"
+#include "engine/agreement/mean_of_ranks.h"
 #include "engine/agreement/shared_failure.h"
 #include "engine/data/make_sampler.h"
 #include "engine/engine_impl.h"
@@ -45,8 +46,9 @@ void say_what_runs(const config::DsConfig& config, const Plan& plan) {
 }
 
 std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, const config::DsConfig& config,
-                                           const ModelOptimizer& optimizer) {
+                                           const ModelState& model) {
   if (!options.lr_scheduler && !config.scheduler.options) return nullptr;
+  const ModelOptimizer& optimizer = model.optimizer;
   require<ConfigError>(optimizer.own || optimizer.client,
                        options.lr_scheduler ? "initialize: .lr_scheduler" : "scheduler",
                        ": expected none without an optimizer, whose learning rates it would set; add the section ",
@@ -66,7 +68,13 @@ std::shared_ptr<LrScheduler> make_schedule(const InitializeOptions& options, con
   }
   auto schedule = optimizer.client ? std::make_shared<LrScheduler>(optimizer.client, std::move(rule))
                                    : std::make_shared<LrScheduler>(optimizer.own, std::move(rule));
-  if (!options.lr_scheduler) schedule->load_last_batch_iteration(config.scheduler.last_batch_iteration);
+  if (options.lr_scheduler) return schedule;
+  if (const auto* plateau = std::get_if<optimizers::ReduceLrOnPlateauOptions>(&*config.scheduler.options)) {
+    schedule->follow(*plateau, [world = model.ranks.world, device = model.ranks.device](double value) {
+      return mean_of_ranks(value, device, *world, "values of lr_scheduler()->step(value)");
+    });
+  }
+  schedule->load_last_batch_iteration(config.scheduler.last_batch_iteration);
   return schedule;
 }
 
@@ -238,7 +246,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
 void build_company(Engine::Impl& impl, const InitializeOptions& options) {
   const config::DsConfig& config = impl.config;
   const ModelState& model = impl.state;
-  impl.schedule = make_schedule(options, config, model.optimizer);
+  impl.schedule = make_schedule(options, config, model);
   if (model.plan.loss_scaling != LossScaling::kNone) impl.loss_scaler.emplace(loss_scaler_options(config));
   impl.reporter = std::make_unique<Reporter>(config, model);
   impl.inputs.emplace(model.ranks.device);

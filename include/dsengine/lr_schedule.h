@@ -150,14 +150,33 @@ struct OneCycleLrOptions {
   bool three_phase = false;  // down as fast as up, then to the last rate
 };
 
+// torch's ReduceLROnPlateau: moves with values that the program measures, not with steps (LrScheduler::step(value)).
+struct ReduceLrOnPlateauOptions {
+  bool largest = false;  // "mode": "max", the largest value is the best one; "min"
+  double factor = 0.1;   // of the rates, after more than `patience` values of which none was the best
+  int64_t patience = 10;
+  double threshold = 1e-4;  // by which a value must be better than the best one
+  bool relative = true;     // "threshold_mode": "rel", a share of the best one; "abs"
+  int64_t cooldown = 0;     // values after a change that do not count
+  PerGroup min_lr = {0.0};
+  double eps = 1e-8;  // a smaller change is not made
+};
+// What it remembers of them.
+struct PlateauState {
+  std::optional<double> best;  // empty: there was none yet
+  int64_t bad_values = 0;      // in a row
+  int64_t cooldown = 0;        // that is left
+  int64_t values = 0;          // in all
+};
+
 // Of one of the schedules.
 using LrScheduleOptions =
     std::variant<WarmupLrOptions, WarmupDecayLrOptions, WarmupCosineLrOptions, LrRangeTestOptions, OneCycleOptions,
                  StepLrOptions, MultiStepLrOptions, ConstantLrOptions, LinearLrOptions, ExponentialLrOptions,
                  PolynomialLrOptions, CosineAnnealingLrOptions, CosineAnnealingWarmRestartsOptions, CyclicLrOptions,
-                 OneCycleLrOptions>;
+                 OneCycleLrOptions, ReduceLrOnPlateauOptions>;
 
-// Which learning rate each iteration has. Immutable, so safe from any thread.
+// Which learning rate each iteration has; of ReduceLROnPlateau none. Immutable, so safe from any thread.
 class LrSchedule {
  public:
   virtual ~LrSchedule() = default;
