@@ -80,6 +80,11 @@ const ordered_json* JsonFields::find(const JsonKey& key) {
   return &(*object_)[spelled];
 }
 
+const ordered_json* JsonFields::peek(const std::string& key) const {
+  if (!has(key) || (*object_)[key] == kAuto) return nullptr;
+  return &(*object_)[key];
+}
+
 bool JsonFields::has_object(const JsonKey& key) {
   return (object_->contains(key.name) && (*object_)[key.name].is_object()) ||
          (!key.alias.empty() && object_->contains(key.alias) && (*object_)[key.alias].is_object());

@@ -124,6 +124,8 @@ class JsonFields {
   void ignore(const std::string& key) { known_.push_back(key); }
   // The value of a key, null pointer when absent, "auto" or unreadable. Declares the key.
   const nlohmann::ordered_json* find(const JsonKey& key);
+  // Likewise, of a key that something else declares.
+  const nlohmann::ordered_json* peek(const std::string& key) const;
   bool has(const std::string& key) const { return reading() && object_->contains(key); }
 
   void error(const std::string& key, const std::string& message) const;

@@ -55,8 +55,9 @@ std::string suggestions(const GivenBatchSizes& given, const BatchSizes& sizes, i
   const int64_t unit = given.micro && given.accumulation ? *given.micro * *given.accumulation
                                                          : given.micro.value_or(given.accumulation.value_or(1));
   if (sizes.train % unit == 0 && !(given.micro && given.accumulation && sizes.train / unit == dp)) {
-    text += cat(", or run on ", sizes.train / unit, " data-parallel ranks");
+    text += cat(", or run on ", sizes.train / unit, " data-parallel rank", sizes.train / unit == 1 ? "" : "s");
   }
+  if (sizes.micro == 0 || sizes.accumulation == 0) text += "; the batch is too small for so many ranks";
   return text;
 }
 

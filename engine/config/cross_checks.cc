@@ -152,10 +152,13 @@ void check_activations(const DsConfig& c, JsonProblems& problems) {
                          "); dots of names are written \\\\. in JSON"));
     }
   }
-  if (s.contiguous_memory_optimization && (!s.partition_activations || !s.number_checkpoints)) {
+  const bool copies = s.partition_activations || s.cpu_checkpointing;
+  if (s.contiguous_memory_optimization && (!copies || !s.number_checkpoints)) {
     problems.warning("/activation_checkpointing/contiguous_memory_optimization",
-                     "needs partition_activations true and number_checkpoints beside it when layers are checkpointed; "
-                     "add them or turn it off");
+                     !copies ? "no effect: it packs the copies of partition_activations and cpu_checkpointing, which "
+                               "are both off"
+                             : "needs number_checkpoints beside it when layers are checkpointed; add it or turn this "
+                               "off");
   }
 }
 

@@ -35,6 +35,9 @@ constexpr Meaning kTop[] = {
     {"scheduler.params.total_num_steps", "totalsteps maxsteps numtrainingsteps trainsteps"},
     {"gradient_clipping", "maxgradnorm gradclip clipgrad clipgradnorm gradientclipval gradclipnorm clipnorm maxnorm"},
     {"zero_optimization.stage", "zerostage zero deepspeedstage"},
+    {"zero_optimization.stage3_gather_16bit_weights_on_model_save", "zero3save16bitmodel"},
+    {"tensorboard, csv_monitor, wandb or comet, each a section of its own", "monitorconfig monitor", false},
+    {"comms_logger", "commsconfig"},
     {"zero_optimization.offload_optimizer.device", "cpuoffload offload offloadoptimizerdevice"},
     {"zero_optimization.offload_param.device", "offloadparamdevice"},
     {"\"bf16\": {\"enabled\": true} or \"fp16\": {\"enabled\": true}", "mixedprecision precision dtype torchdtype",
@@ -67,6 +70,7 @@ constexpr Meaning kZero[] = {
     {"zero_optimization.offload_optimizer", "offload offloadoptim optimizeroffload"},
     {"zero_optimization.offload_param", "offloadparams paramoffload parameteroffload offloadparameters"},
     {"zero_optimization.reduce_bucket_size", "bucketsize bucket"},
+    {"zero_optimization.stage3_gather_16bit_weights_on_model_save", "zero3save16bitmodel gather16bitweights"},
 };
 
 constexpr Meaning kOptimizer[] = {
@@ -77,6 +81,8 @@ constexpr Meaning kOptimizer[] = {
     {"optimizer.params.eps", "eps epsilon"},
     {"optimizer.params.momentum", "momentum"},
     {"optimizer.params", "parameters args kwargs options"},
+    {"optimizer.params.adam_w_mode", "adamwmode"},
+    {"optimizer.params.torch_adam", "torchadam"},
 };
 
 constexpr Meaning kOptimizerParams[] = {
@@ -97,6 +103,11 @@ constexpr Meaning kSchedulerParams[] = {
     {"scheduler.params.total_num_steps", "totalsteps maxsteps numtrainingsteps tmax"},
     {"scheduler.params.warmup_max_lr", "lr maxlr peaklr baselr learningrate"},
     {"scheduler.params.warmup_min_lr", "minlr startlr etamin"},
+};
+
+constexpr Meaning kPipeline[] = {
+    {"pipeline.partition", "partitionmethod"},
+    {"pipeline.stages", "pipelineparallelsize numstages pp"},
 };
 
 constexpr Meaning kHalf[] = {
@@ -130,6 +141,7 @@ Meanings all_meanings() {
   add("optimizer.params.", kOptimizerParams, meanings);
   add("scheduler.", kScheduler, meanings);
   add("scheduler.params.", kSchedulerParams, meanings);
+  add("pipeline.", kPipeline, meanings);
   add("fp16.", kHalf, meanings);
   add("bf16.", {kHalf[0]}, meanings);
   return meanings;

@@ -32,12 +32,22 @@ void implementation_hints(JsonFields& json) {
   for (const char* hint : {"foreach", "fused", "capturable", "set_grad_none"}) json.ignore(hint);
 }
 
+// What Python takes as true: programs for other accelerators name an implementation here ("torch_impl").
+void torch_adam(JsonFields& json, OptimizerParams& p) {
+  const nlohmann::ordered_json* value = json.peek("torch_adam");
+  if (value == nullptr || !value->is_string() || value->empty()) return json.field("torch_adam", p.torch_adam);
+  json.ignore("torch_adam");
+  json.warning("torch_adam",
+               cat("expected true or false, found ", shown(*value), "; taken as true, as Python takes it"));
+  p.torch_adam = true;
+}
+
 void adam_parameters(JsonFields& json, OptimizerParams& p) {
   betas(json, p);
   json.field("eps", p.eps, at_least(0));
   json.field("bias_correction", p.bias_correction);
   json.field("amsgrad", p.amsgrad);
-  json.field("torch_adam", p.torch_adam);
+  torch_adam(json, p);
   json.field("adam_w_mode", p.adam_w_mode);
   json.field("fp32_optimizer_states", p.fp32_optimizer_states);
   implementation_hints(json);
@@ -69,7 +79,7 @@ void muon_parameters(JsonFields& json, OptimizerParams& p) {
   betas(json, p);
   json.field("eps", p.eps, at_least(0));
   json.field("adam_w_mode", p.adam_w_mode);
-  json.field("torch_adam", p.torch_adam);
+  torch_adam(json, p);
   json.field("fp32_optimizer_states", p.fp32_optimizer_states);
   implementation_hints(json);
 }

@@ -48,8 +48,9 @@ void per_group(JsonFields& json, const char* key, std::optional<PerGroup>& out) 
 
 // Of an unknown one DeepSpeed takes the curve that is the default, and says so.
 void warmup_type(JsonFields& json, optimizers::WarmupType& out) {
-  const nlohmann::ordered_json* value = json.find("warmup_type");
+  const nlohmann::ordered_json* value = json.peek("warmup_type");
   if (value != nullptr && value->is_string() && *value != "log" && *value != "linear") {
+    json.ignore("warmup_type");
     json.warning("warmup_type", cat("expected \"log\" or \"linear\", found ", shown(*value),
                                     "; taken as \"log\", as DeepSpeed takes it"));
     out = optimizers::WarmupType::kLog;
@@ -59,10 +60,20 @@ void warmup_type(JsonFields& json, optimizers::WarmupType& out) {
                   {{"log", optimizers::WarmupType::kLog}, {"linear", optimizers::WarmupType::kLinear}});
 }
 
+// A file that says 0 is refused, as DeepSpeed's schedules refuse it. Hugging Face's "auto" may be 0, and runs.
+void warmup_steps(JsonFields& json, int64_t& out) {
+  json.field("warmup_num_steps", out, at_least(0));
+  const nlohmann::ordered_json* value = json.peek("warmup_num_steps");
+  if (value == nullptr || !value->is_number() || *value != 0) return;
+  json.error("warmup_num_steps",
+             "expected at least 1, found 0, which DeepSpeed refuses too; 1 and 2 are the shortest warm-up, of 2 steps. "
+             "For none remove the scheduler, or use ConstantLR with \"factor\": 1");
+}
+
 void parameters(JsonFields& json, optimizers::WarmupLrOptions& s) {
   per_group(json, "warmup_min_lr", s.warmup_min_lr);
   per_group(json, "warmup_max_lr", s.warmup_max_lr);
-  json.field("warmup_num_steps", s.warmup_num_steps, at_least(0));
+  warmup_steps(json, s.warmup_num_steps);
   warmup_type(json, s.warmup_type);
 }
 
@@ -70,14 +81,14 @@ void parameters(JsonFields& json, optimizers::WarmupDecayLrOptions& s) {
   json.field("total_num_steps", s.total_num_steps, above(0));
   per_group(json, "warmup_min_lr", s.warmup_min_lr);
   per_group(json, "warmup_max_lr", s.warmup_max_lr);
-  json.field("warmup_num_steps", s.warmup_num_steps, at_least(0));
+  warmup_steps(json, s.warmup_num_steps);
   warmup_type(json, s.warmup_type);
 }
 
 void parameters(JsonFields& json, optimizers::WarmupCosineLrOptions& s) {
   json.field("total_num_steps", s.total_num_steps, above(0));
   json.field("warmup_min_ratio", s.warmup_min_ratio);
-  json.field("warmup_num_steps", s.warmup_num_steps, at_least(0));
+  warmup_steps(json, s.warmup_num_steps);
   json.field("cos_min_ratio", s.cos_min_ratio);
   warmup_type(json, s.warmup_type);
 }
@@ -173,6 +184,18 @@ void parameters(JsonFields& json, optimizers::OneCycleLrOptions& s) {
   json.field("three_phase", s.three_phase);
 }
 
+void parameters(JsonFields& json, optimizers::ReduceLrOnPlateauOptions& s) {
+  json.enumerator("mode", s.largest, {{"min", false}, {"max", true}});
+  json.field("factor", s.factor, between(0, 1));
+  if (json.reading() && s.factor >= 1) json.error("factor", cat("expected a number below 1, found ", s.factor));
+  json.field("patience", s.patience, at_least(0));
+  json.field("threshold", s.threshold);
+  json.enumerator("threshold_mode", s.relative, {{"rel", true}, {"abs", false}});
+  json.field("cooldown", s.cooldown, at_least(0));
+  per_group(json, "min_lr", s.min_lr);
+  json.field("eps", s.eps, at_least(0));
+}
+
 struct ScheduleType {
   const char* name;
   optimizers::LrScheduleOptions options;  // the defaults
@@ -195,7 +218,8 @@ const std::vector<ScheduleType>& schedule_types() {
       {"CosineAnnealingLR", optimizers::CosineAnnealingLrOptions{}, {"T_max"}},
       {"CosineAnnealingWarmRestarts", optimizers::CosineAnnealingWarmRestartsOptions{}, {"T_0"}},
       {"CyclicLR", optimizers::CyclicLrOptions{}, {"base_lr", "max_lr"}},
-      {"OneCycleLR", optimizers::OneCycleLrOptions{}, {"max_lr"}}};
+      {"OneCycleLR", optimizers::OneCycleLrOptions{}, {"max_lr"}},
+      {"ReduceLROnPlateau", optimizers::ReduceLrOnPlateauOptions{}, {}}};
   return kTypes;
 }
 
@@ -206,10 +230,9 @@ const ScheduleType* find_type(const std::string& name) {
   return nullptr;
 }
 
-// The other classes of torch.optim.lr_scheduler, which DeepSpeed builds by name: they take Python functions or measured
-// values.
+// The other classes of torch.optim.lr_scheduler, which DeepSpeed builds by name: they take Python functions.
 const std::vector<std::string>& torch_types() {
-  static const std::vector<std::string> kTypes = {"LambdaLR", "MultiplicativeLR", "ReduceLROnPlateau"};
+  static const std::vector<std::string> kTypes = {"LambdaLR", "MultiplicativeLR"};
   return kTypes;
 }
 

@@ -73,6 +73,11 @@ void allreduce_op(JsonFields& json, GradientAllreduceOp& out) {
 
 void describe_gradients(JsonFields& json, DsConfig& c) {
   json.field("gradient_clipping", c.gradient_clipping, at_least(0));
+  if (const auto* value = json.peek("gradient_clipping"); value != nullptr && value->is_boolean()) {
+    json.warning("gradient_clipping",
+                 cat("expected the largest norm, found ", shown(*value), ", which Python takes as ",
+                     *value == true ? "1; write 1.0" : "0; write 0.0"));
+  }
   json.field("gradient_clip_by_value", c.gradient_clip_by_value, at_least(0));
   json.field("prescale_gradients", c.prescale_gradients);
   json.field("gradient_predivide_factor", c.gradient_predivide_factor, above(0));

@@ -51,7 +51,7 @@ void collect_optimizer(const DsConfig& c, Collector& out) {
                 "NAdam, RAdam, Adadelta, OneBitAdam, OneBitLamb or ZeroOneAdam"));
   out.later(c.scheduler.given() && !c.scheduler.options, "scheduler.type",
             cat(c.scheduler.type,
-                " takes a function or a measured value, which no file can hold; use another one, as OneCycle or "
+                " takes a function, which no file can hold; use another one, as OneCycle or "
                 "CosineAnnealingLR, or give the program's own schedule (.lr_scheduler)"));
 }
 

@@ -403,8 +403,9 @@ zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, i
           .offload = plan.offload};
 }
 
-Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts& facts) {
-  config::require_supported(config);
+namespace {
+
+Plan planned(const DsConfig& config, const Topology& topology, const PlanFacts& facts) {
   require_consistent(config, topology);
   Plan plan;
   plan.topology = topology;
@@ -433,6 +434,17 @@ Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts
   }
   add_rows(config, facts, plan);
   return plan;
+}
+
+}  // namespace
+
+Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts& facts) {
+  config::require_supported(config);
+  try {
+    return planned(config, topology, facts);
+  } catch (const ConfigError& error) {
+    throw ConfigError(cat(config.source, ": ", error.what()));
+  }
 }
 
 }  // namespace ds::engine

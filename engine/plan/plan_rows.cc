@@ -214,7 +214,10 @@ void add_optimizer_rows(const DsConfig& config, const PlanFacts& facts, Plan& pl
   }
   add_compression_row(config, plan);
   plan.rows.push_back(
-      {"lr schedule", plan.schedule.empty() ? "constant, or the program's own" : plan.schedule,
+      {"lr schedule",
+       plan.schedule.empty()                  ? "constant, or the program's own"
+       : plan.schedule == "ReduceLROnPlateau" ? cat(plan.schedule, ", by what the program gives lr_scheduler()->step()")
+                                              : plan.schedule,
        config.scheduler.given() ? cat("scheduler.type: ", config.scheduler.type) : "no scheduler section"});
   add_efficiency_rows(config, plan);
 }

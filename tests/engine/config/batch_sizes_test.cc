@@ -37,6 +37,12 @@ TEST(BatchSizes, NullIsAbsentAndTextIsANumber) {
   EXPECT_EQ(resolved("{train_batch_size: null, train_micro_batch_size_per_gpu: '8'}", 1), (Triple{8, 8, 1}));
 }
 
+TEST(BatchSizes, TooManyRanksForABatchAreTold) {
+  EXPECT_THAT(refusal_of("{train_batch_size: 4}", {.dp_world_size = 8}),
+              AllOf(HasSubstr("found 4 != 0 x 1 x 8"), HasSubstr("or run on 4 data-parallel ranks"),
+                    HasSubstr("the batch is too small for so many ranks")));
+}
+
 TEST(BatchSizes, NumbersThatDoNotFitAreShownWithWhatWouldFit) {
   EXPECT_THAT(refusal_of("{train_batch_size: 20, train_micro_batch_size_per_gpu: 3}", {.dp_world_size = 2}),
               AllOf(HasSubstr("found 20 != 3 x 3 x 2"), HasSubstr("gradient_accumulation_steps 3 (derived)"),

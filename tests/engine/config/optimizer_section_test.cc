@@ -121,8 +121,23 @@ TEST(SchedulerSection, RefusesMistakes) {
   EXPECT_THAT(refusal_of("{scheduler: {type: 'OneCycle', params: {cycle_min_lr: 1}}}"), HasSubstr("cycle_max_lr"));
   EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLr2'}}"), HasSubstr("did you mean WarmupLR?"));
   EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLR', params: {warmup_num_steps: -1}}}"), HasSubstr(">= 0"));
+  for (const std::string type : {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"}) {
+    const std::string text = "{scheduler: {type: '" + type + "', params: {warmup_num_steps: 0, total_num_steps: 9}}}";
+    EXPECT_THAT(refusal_of(text), HasSubstr("scheduler.params.warmup_num_steps: expected at least 1, found 0")) << type;
+  }
+  EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupCosineLR', params: {lr: 1, total_num_steps: 9}}}"),
+              HasSubstr("\"cos_min_ratio\", \"warmup_type\", \"last_batch_iteration\""))
+      << "each known key once";
   EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLR', params: {total_num_steps: 9}}}"),
               AllOf(HasSubstr("unknown key"), HasSubstr("\"warmup_max_lr\"")));
+}
+
+TEST(OptimizerSection, TextIsTrueForTorchAdam) {
+  const std::string text = "{optimizer: {type: 'AdamW', params: {torch_adam: 'torch_impl'}}}";
+  EXPECT_TRUE(parse_text(text).optimizer.values.torch_adam);
+  EXPECT_THAT(warnings_of(text),
+              HasSubstr("optimizer.params.torch_adam: expected true or false, found \"torch_impl\""));
+  EXPECT_THAT(refusal_of("{optimizer: {type: 'AdamW', params: {torch_adam: ''}}}"), HasSubstr("torch_adam"));
 }
 
 TEST(SchedulerSection, MayStartLater) {

@@ -150,6 +150,21 @@ TEST(Sections, WordsInAnyCase) {
   EXPECT_THAT(refusal_of("{checkpoint: {tag_validation: 'sometimes'}}"), HasSubstr("\"Ignore\", \"Warn\", \"Fail\""));
 }
 
+TEST(Sections, ANormThatIsTrueOrFalseIsTold) {
+  EXPECT_THAT(warnings_of("{gradient_clipping: true}"), HasSubstr("found true, which Python takes as 1; write 1.0"));
+  EXPECT_THAT(warnings_of("{gradient_clipping: false}"), HasSubstr("write 0.0"));
+  EXPECT_EQ(warnings_of("{gradient_clipping: 1}"), "");
+}
+
+TEST(Sections, PackedCopiesOfInputsNeedCopiesAndTheirNumber) {
+  const auto warning = [](const std::string& keys) {
+    return warnings_of("{activation_checkpointing: {contiguous_memory_optimization: true, " + keys + "}}");
+  };
+  EXPECT_THAT(warning("number_checkpoints: 4"), HasSubstr("no effect: it packs the copies"));
+  EXPECT_THAT(warning("partition_activations: true"), HasSubstr("needs number_checkpoints beside it"));
+  EXPECT_EQ(warning("cpu_checkpointing: true, number_checkpoints: 4"), "");
+}
+
 TEST(Sections, TheFlopsProfilerTurnsTimersOn) {
   EXPECT_TRUE(parse_text("{flops_profiler: {enabled: true}}").wall_clock_breakdown);
 }

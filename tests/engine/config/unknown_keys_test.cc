@@ -65,6 +65,9 @@ TEST(UnknownKeys, HabitsOfOtherTrainersAreTold) {
   hint("per_device_train_batch_size", "did you mean train_micro_batch_size_per_gpu?");
   hint("max_grad_norm", "did you mean gradient_clipping?");
   hint("warmup_steps", "did you mean scheduler.params.warmup_num_steps?");
+  hint("zero3_save_16bit_model", "did you mean zero_optimization.stage3_gather_16bit_weights_on_model_save?");
+  hint("comms_config", "did you mean comms_logger?");
+  hint("monitor_config", "use tensorboard, csv_monitor");
   hint("Epochs", "no key of a ds_config");
   EXPECT_THAT(refusal_of("{zero_optimization: {offload: 'cpu'}}"),
               HasSubstr("zero_optimization.offload: unknown key in zero_optimization; did you mean "
@@ -72,6 +75,9 @@ TEST(UnknownKeys, HabitsOfOtherTrainersAreTold) {
   EXPECT_THAT(refusal_of("{optimizer: {type: 'AdamW', params: {learning_rate: 1}}}"),
               HasSubstr("did you mean optimizer.params.lr?"));
   EXPECT_THAT(warnings_of("{optimizer: {type: 'AdamW', lr: 1}}"), HasSubstr("did you mean optimizer.params.lr?"));
+  EXPECT_THAT(warnings_of("{optimizer: {type: 'AdamW', adam_w_mode: true}}"),
+              HasSubstr("did you mean optimizer.params.adam_w_mode?"));
+  EXPECT_THAT(warnings_of("{pipeline: {partition_method: 'uniform'}}"), HasSubstr("did you mean pipeline.partition?"));
 }
 
 // A hint that leads to a key that there is not would be worse than none.

@@ -20,7 +20,7 @@ const Refused kRefused[] = {
     {"{zero_optimization: {zenflow: {}}}", "zero_optimization.zenflow"},
     {"{zero_optimization: {zeropp_loco_param: {}}}", "zero_optimization.zeropp_loco_param"},
     {"{optimizer: {type: 'Rprop'}}", "optimizer.type"},
-    {"{scheduler: {type: 'ReduceLROnPlateau'}}", "scheduler.type"},
+    {"{scheduler: {type: 'LambdaLR'}}", "scheduler.type"},
     {"{amp: {enabled: true}}", "amp"},
     {"{fp8: {enabled: true}, torch_autocast: {enabled: true}}", "fp8 with torch_autocast"},
     {"{fp8: {enabled: true}, fp16: {enabled: true, auto_cast: true}}", "fp8 with fp16.auto_cast"},
