@@ -99,11 +99,11 @@ void Engine::Impl::warn_of_own_accumulation() {
 }
 
 void Engine::Impl::warn_of_no_value() const {
-  constexpr int64_t kPatience = 1000;
-  if (progress.applied_steps != kPatience || !schedule || state.ranks.world->rank() != 0) return;
+  constexpr int64_t kStepsWithout = 1000;
+  if (progress.applied_steps != kStepsWithout || !schedule || state.ranks.world->rank() != 0) return;
   const auto plateau = schedule->plateau();
   if (!plateau || plateau->values > 0) return;
-  log::warning("scheduler.type: ReduceLROnPlateau has been given no value in ", kPatience,
+  log::warning("scheduler.type: ReduceLROnPlateau has been given no value in ", kStepsWithout,
                " steps, so that rates stay ",
                "as they are; call engine->lr_scheduler()->step(value) on all ranks with what you measure");
 }

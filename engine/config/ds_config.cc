@@ -18,6 +18,8 @@
 namespace ds::engine::config {
 namespace {
 
+std::string ranks_in_words(int64_t ranks) { return cat(ranks, ranks == 1 ? " rank" : " ranks"); }
+
 using nlohmann::ordered_json;
 
 void report_duplicates(const HjsonDocument& document, JsonProblems& problems) {
@@ -117,13 +119,13 @@ void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, Js
   const int64_t tensor = choose_tensor_ranks(config, options, problems);
   if (!options.world_size || stages < 1) return;
   if (*options.world_size % stages != 0) {
-    problems.error(kStages, cat("expected a divisor of the number of ranks, ", *options.world_size, ", found ", stages,
+    problems.error(kStages, cat("expected a divisor of the ", ranks_in_words(*options.world_size), ", found ", stages,
                                 "; start a multiple of ", stages, " ranks, or change the stages"));
   } else if (*options.world_size / stages % tensor != 0) {
-    problems.error("/tensor_parallel/autotp_size",
-                   cat("expected a divisor of the number of ranks", stages > 1 ? " of a stage" : "", ", ",
-                       *options.world_size / stages, ", found ", tensor, "; start a multiple of ", tensor * stages,
-                       " ranks, or change it"));
+    problems.error(
+        "/tensor_parallel/autotp_size",
+        cat("expected a divisor of the ", ranks_in_words(*options.world_size / stages), stages > 1 ? " of a stage" : "",
+            ", found ", tensor, "; start a multiple of ", tensor * stages, " ranks, or change it"));
   }
   config.dp_world_size = std::max<int64_t>(1, *options.world_size / stages / tensor);
 }

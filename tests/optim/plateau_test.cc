@@ -47,6 +47,7 @@ TEST(Plateau, RatesAreTorchs) {
   std::mt19937 random(7);
   int moved = 0;
   for (int trial = 0; trial < 300; ++trial) {
+    if (trial % 4 == 3) continue;  // "max" with "abs", where LibTorch's rates never fall
     const ReduceLrOnPlateauOptions options{.largest = trial % 2 == 1,
                                            .factor = trial % 3 == 0 ? 0.25 : 0.5,
                                            .patience = trial % 5,
@@ -61,7 +62,14 @@ TEST(Plateau, RatesAreTorchs) {
     moved += rates.back() < 0.5 ? 1 : 0;
     ASSERT_EQ(rates, rates_of_torch(options, values)) << "trial " << trial;
   }
-  EXPECT_GT(moved, 250);
+  EXPECT_GT(moved, 180);
+}
+
+// As torch.optim.lr_scheduler states it: better means above the best one by more than the threshold.
+TEST(Plateau, TheLargestByAnAbsoluteThreshold) {
+  const std::vector<double> rates = rates_of(
+      {.largest = true, .factor = 0.5, .patience = 0, .threshold = 1, .relative = false}, {5, 6, 6.5, 7, 7.5, 7.75});
+  EXPECT_THAT(rates, testing::ElementsAre(0.5, 0.25, 0.25, 0.125, 0.0625, 0.0625));
 }
 
 TEST(Plateau, WhatIsNotFiniteIsNotBetter) {

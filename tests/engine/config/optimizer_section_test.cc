@@ -125,7 +125,7 @@ TEST(SchedulerSection, RefusesMistakes) {
     const std::string text = "{scheduler: {type: '" + type + "', params: {warmup_num_steps: 0, total_num_steps: 9}}}";
     EXPECT_THAT(refusal_of(text), HasSubstr("scheduler.params.warmup_num_steps: expected at least 1, found 0")) << type;
   }
-  EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupCosineLR', params: {lr: 1, total_num_steps: 9}}}"),
+  EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupCosineLR', params: {zzz: 1, total_num_steps: 9}}}"),
               HasSubstr("\"cos_min_ratio\", \"warmup_type\", \"last_batch_iteration\""))
       << "each known key once";
   EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLR', params: {total_num_steps: 9}}}"),
