@@ -231,6 +231,8 @@ int64_t AioFile::bytes() const { return impl_->bytes; }
 
 const std::string& AioFile::path() const { return impl_->file.path(); }
 
+int AioFile::descriptor() const { return impl_->file.descriptor(); }
+
 AioFile::Ticket AioFile::read(int64_t offset, void* memory, int64_t bytes) {
   return impl_->start(false, offset, memory, bytes);
 }

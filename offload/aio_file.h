@@ -12,7 +12,7 @@
 
 namespace ds::offload {
 
-// The `aio` section of ds_config. `use_gds` has no counterpart here.
+// The `aio` section of ds_config, but for `use_gds` (offload/device_copies.h).
 struct AioOptions {
   int64_t block_size = 1 << 20;      // bytes of one request; a multiple of AioFile::alignment()
   int64_t queue_depth = 8;           // requests of one transfer in flight, times intra_op_parallelism
@@ -52,6 +52,8 @@ class AioFile {
 
   int64_t bytes() const;
   const std::string& path() const;
+  // Of the file, open for direct IO.
+  int descriptor() const;
 
   // Start a transfer. Throw UsageError for what is not aligned, or not within the file, IoError when it is given up.
   Ticket read(int64_t offset, void* memory, int64_t bytes);

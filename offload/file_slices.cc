@@ -79,7 +79,33 @@ FileSlices::Buffer* FileSlices::oldest_free() {
   return oldest;
 }
 
+void FileSlices::gather_on_device(std::vector<at::Tensor> buffers) {
+  const AioFile& file = file_.file();
+  copies_ = std::make_unique<DeviceCopies>(std::make_unique<DeviceFile>(file.descriptor(), file.path(), device_),
+                                           std::move(buffers), device_);
+}
+
+FilePart FileSlices::part_of(int64_t slice) const {
+  const at::Tensor& tensor = slices_[static_cast<size_t>(slice)];
+  return {file_.offset(slice), TensorFile::memory_bytes(tensor.numel() * static_cast<int64_t>(tensor.element_size()))};
+}
+
+at::Tensor FileSlices::begin_gather(const at::Tensor& slice) {
+  const int64_t index = index_of(slice);
+  if (!copies_ || index < 0) return SliceStore::begin_gather(slice);
+  require<IoError>(failure_.empty(), failure_);
+  if (Buffer* const buffer = holder(index); buffer != nullptr && buffer->writes) settle(*buffer);
+  return copies_->take(index, part_of(index)).view(slice.scalar_type()).narrow(0, 0, slice.numel());
+}
+
+void FileSlices::end_gather(const at::Tensor& slice) {
+  const int64_t index = index_of(slice);
+  if (!copies_ || index < 0) return SliceStore::end_gather(slice);
+  copies_->give_back(index);
+}
+
 bool FileSlices::has_room() const {
+  if (copies_) return copies_->has_room();
   return std::any_of(buffers_.begin(), buffers_.end(), [](const Buffer& buffer) { return buffer.loads == 0; });
 }
 
@@ -136,6 +162,12 @@ void FileSlices::note_copies(Buffer& buffer) {
 void FileSlices::prefetch(const at::Tensor& slice) {
   if (!failure_.empty()) return;  // load() says it
   const int64_t index = index_of(slice);
+  if (copies_ && index >= 0) {
+    const Buffer* const buffer = holder(index);
+    const bool is_written = buffer != nullptr && buffer->under_way && buffer->writes;
+    if (!is_written) copies_->prefetch(index, part_of(index));
+    return;
+  }
   // One buffer stays for a load that nobody foresaw.
   const auto is_free = [](const Buffer& buffer) { return buffer.loads == 0; };
   if (index < 0 || holder(index) || std::count_if(buffers_.begin(), buffers_.end(), is_free) < 2) return;
@@ -165,6 +197,7 @@ void FileSlices::unload(const at::Tensor& slice, bool changed) {
   if (--buffer->loads == 0) take_storage(slice);
   note_copies(*buffer);
   if (!changed) return;
+  if (copies_) copies_->drop(index);
   settle(*buffer);
   start(*buffer, /*writes=*/true);
 }

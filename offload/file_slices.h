@@ -14,6 +14,7 @@
 
 #include "core/check.h"
 #include "core/slices/slice_store.h"
+#include "offload/device_copies.h"
 #include "offload/pinned_arena.h"
 #include "offload/tensor_file.h"
 
@@ -35,12 +36,16 @@ class FileSlices final : public SliceStore {
   // stream is given copies of loaded slices, before unload(). A buffer waits for them before another slice gets it.
   FileSlices(std::unique_ptr<AioFile> file, const std::vector<int64_t>& sizes, std::vector<at::Tensor> buffers,
              std::shared_ptr<PinnedArena> kept, size_t kept_count, at::Device device = at::kCPU);
+  // From now on gathers read slices of the file straight into `buffers`, as those of DeviceCopies. Throws ConfigError.
+  void gather_on_device(std::vector<at::Tensor> buffers);
   // Waits for what is in flight.
   ~FileSlices() override;
 
   at::Tensor allocate(int64_t numel, at::ScalarType dtype) override;
   void load(const at::Tensor& slice) override;
   void unload(const at::Tensor& slice, bool changed) override;
+  at::Tensor begin_gather(const at::Tensor& slice) override;
+  void end_gather(const at::Tensor& slice) override;
   void prefetch(const at::Tensor& slice) override;
   bool has_room() const override;
 
@@ -65,6 +70,7 @@ class FileSlices final : public SliceStore {
   [[noreturn]] void fail(Buffer& buffer, const IoError& error);
   void note_copies(Buffer& buffer);
   at::Tensor contents(const Buffer& buffer) const;
+  FilePart part_of(int64_t slice) const;
 
   TensorFile file_;
   std::vector<Buffer> buffers_;
@@ -73,6 +79,7 @@ class FileSlices final : public SliceStore {
   std::shared_ptr<PinnedArena> kept_;
   size_t kept_left_;  // slices to be allocated there
   at::Device device_;
+  std::unique_ptr<DeviceCopies> copies_;  // null: gathers read what is in host memory
   uint64_t uses_ = 0;
   std::string failure_;  // why a write failed; empty: none has
 };

@@ -31,6 +31,10 @@ class TensorFile {
   void wait(AioFile::Ticket ticket);
   bool done(AioFile::Ticket ticket) { return file_->done(ticket); }
 
+  const AioFile& file() const { return *file_; }
+  // Where tensor `index` begins in it.
+  int64_t offset(int64_t index) const { return parts_.at(static_cast<size_t>(index)).offset; }
+
  private:
   void require_fits(int64_t index, const at::Tensor& tensor) const;
 

@@ -16,32 +16,31 @@ void BucketGather::start(const ParameterBucket& bucket, const std::string& label
     return;
   }
   comm::Communicator& slices = routes_.slices;
-  bucket.load_slice();
-  gather.reads_slice = true;
+  gather.slice = bucket.begin_gather();
   if (bucket.bits() > 0) {
-    gather.work = comm::encoded_all_gather(bucket.flat(), own_slice(bucket), bucket.bits(), slices, label);
+    gather.work = comm::encoded_all_gather(bucket.flat(), on_device(bucket, gather), bucket.bits(), slices, label);
   } else if (!is_exact(bucket, exact) && routes_.bits == 0) {
     start_cast(bucket, label, gather);
   } else if (!is_exact(bucket, exact)) {
-    gather.work = comm::quantized_all_gather(bucket.flat(), own_slice(bucket), routes_.bits, slices, label);
-  } else if (bucket.slice(slices.rank()).device() != bucket.flat().device()) {
+    gather.work = comm::quantized_all_gather(bucket.flat(), on_device(bucket, gather), routes_.bits, slices, label);
+  } else if (gather.slice.device() != bucket.flat().device()) {
     start_from_host(bucket, label, gather);
   } else {
-    gather.work = slices.all_gather(bucket.flat(), own_slice(bucket), label);
+    gather.work = slices.all_gather(bucket.flat(), on_device(bucket, gather), label);
   }
 }
 
 // wait() puts what has come into the bucket.
 void BucketGather::start_cast(const ParameterBucket& bucket, const std::string& label, GatherUnderWay& gather) {
   const at::NoGradGuard no_grad;
-  gather.own = own_slice(bucket).to(static_cast<at::ScalarType>(*bucket.layout().sent_as));
+  gather.own = on_device(bucket, gather).to(static_cast<at::ScalarType>(*bucket.layout().sent_as));
   gather.sent = at::empty(bucket.flat().sizes(), gather.own.options());
   gather.work = routes_.slices.all_gather(gather.sent, gather.own, label);
 }
 
 // The slice travels beside what the device computes, which waits for the whole bucket only where it is used.
 void BucketGather::start_from_host(const ParameterBucket& bucket, const std::string& label, GatherUnderWay& gather) {
-  const at::Tensor slice = bucket.slice(routes_.slices.rank());
+  const at::Tensor& slice = gather.slice;
   const at::Tensor& whole = bucket.flat();
   if (routes_.slices.size() == 1) {
     gather.arrived = copies_.copy_of_kept(whole, slice);
@@ -53,10 +52,8 @@ void BucketGather::start_from_host(const ParameterBucket& bucket, const std::str
   gather.work = routes_.slices.all_gather(whole, gather.own, label);
 }
 
-// Where collectives take it: on the device.
-at::Tensor BucketGather::own_slice(const ParameterBucket& bucket) const {
-  const at::Tensor slice = bucket.bits() > 0 ? bucket.encoded_slice() : bucket.slice(routes_.slices.rank());
-  return slice.to(bucket.flat().device(), slice.scalar_type(), /*non_blocking=*/true);
+at::Tensor BucketGather::on_device(const ParameterBucket& bucket, const GatherUnderWay& gather) {
+  return gather.slice.to(bucket.flat().device(), gather.slice.scalar_type(), /*non_blocking=*/true);
 }
 
 void BucketGather::wait(ParameterBucket& bucket, GatherUnderWay& gather) {
@@ -75,7 +72,7 @@ void BucketGather::wait(ParameterBucket& bucket, GatherUnderWay& gather) {
   } catch (...) {
     failure = std::current_exception();
   }
-  if (gather.reads_slice) bucket.unload_slice(/*changed=*/false);
+  if (gather.slice.defined()) bucket.end_gather();
   gather = {};
   if (failure) std::rethrow_exception(failure);
 }

@@ -28,7 +28,7 @@ struct GatherRoutes {
 // What a gather under way holds. Default constructed: none is.
 struct GatherUnderWay {
   comm::Work work;
-  bool reads_slice = false;      // the own one, which stays loaded meanwhile
+  at::Tensor slice;              // the own one, which has its elements meanwhile
   TransferStream::Mark arrived;  // of the own slice, where it comes from the host,
   at::Tensor own;                // to here, where others have slices too. Likewise what is sent in a dtype of its own,
   at::Tensor sent;               // and all that comes
@@ -59,7 +59,8 @@ class BucketGather {
   }
   void start_cast(const ParameterBucket& bucket, const std::string& label, GatherUnderWay& gather);
   void start_from_host(const ParameterBucket& bucket, const std::string& label, GatherUnderWay& gather);
-  at::Tensor own_slice(const ParameterBucket& bucket) const;
+  // The own slice where collectives take it.
+  static at::Tensor on_device(const ParameterBucket& bucket, const GatherUnderWay& gather);
 
   GatherRoutes routes_;
   TransferStream copies_;  // of slices on the host

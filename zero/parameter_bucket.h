@@ -60,9 +60,11 @@ class ParameterBucket {
   void shard(int rank, int bits = 0, std::shared_ptr<SliceStore> store = nullptr);
   // Calls `use` while slice() and encoded_slice() of a sharded bucket have memory. `changes`: what it writes is kept.
   void use_slice(bool changes, const std::function<void()>& use) const;
-  // The two ends of that, see core/slices/slice_store.h.
-  void load_slice() const;
-  void unload_slice(bool changed) const;
+  // Of a sharded bucket, around a gather: what this rank keeps, to be read alone; see core/slices/slice_store.h.
+  at::Tensor begin_gather() const { return store_ ? store_->begin_gather(own_) : own_; }
+  void end_gather() const {
+    if (store_) store_->end_gather(own_);
+  }
   void prefetch_slice() const;
   bool slice_has_room() const { return !store_ || store_->has_room(); }
   // Bits of an encoded slice, else 0; the slice.
@@ -116,6 +118,8 @@ class ParameterBucket {
 
  private:
   at::Tensor part(int rank) const;  // of flat()
+  void load_slice() const;
+  void unload_slice(bool changed) const;
   void require_shape(size_t position) const;
   void point_back(size_t position) const;
   void move_parameters(const at::Storage& from, const at::Storage& to) const;

@@ -24,9 +24,15 @@ class SliceStore {
   // of one slice may nest.
   virtual void load(const at::Tensor& /*slice*/) {}
   virtual void unload(const at::Tensor& /*slice*/, bool /*changed*/) {}
-  // Says that the slice will be loaded soon.
+  // Around a gather of the slice: its elements, to be read alone, which may be a copy on the device that gathers.
+  virtual at::Tensor begin_gather(const at::Tensor& slice) {
+    load(slice);
+    return slice;
+  }
+  virtual void end_gather(const at::Tensor& slice) { unload(slice, /*changed=*/false); }
+  // Says that the slice will be gathered soon.
   virtual void prefetch(const at::Tensor& /*slice*/) {}
-  // Whether another slice can be loaded now, beside those that are.
+  // Whether another slice can be gathered now, beside those that are.
   virtual bool has_room() const { return true; }
 
  private:

@@ -93,10 +93,6 @@ void collect_compression(const DsConfig& c, Collector& out) {
 }
 
 void collect_features(const DsConfig& c, Collector& out) {
-  out.add(
-      c.aio.use_gds, "aio.use_gds",
-      "needs cuFile (libcufile.so) and a GPU whose memory it reads files into, and this build does not call it; use "
-      "false: files are read into host memory and copied from there");
   const DataEfficiencySection& data = c.data_efficiency;
   out.later(data.enabled && data.data_sampling.enabled && data.data_sampling.dynamic_batching.enabled,
             "data_efficiency.data_sampling.dynamic_batching",

@@ -1,6 +1,7 @@
 #include "engine/offloaded/offloaded_state.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <exception>
@@ -199,8 +200,22 @@ void OffloadedState::keep_parameters(const Plan& plan, const config::DsConfig& c
   auto file = std::make_unique<offload::AioFile>(*section.nvme_path, file_name("parameters", layout.rank),
                                                  offload::FileSlices::file_bytes(sizes), aio_options(config.aio),
                                                  kParameterPath);
-  parameter_slices_ = std::make_shared<offload::FileSlices>(std::move(file), sizes, std::move(buffers), std::move(kept),
-                                                            kept_slices, device_);
+  const auto in_file = std::make_shared<offload::FileSlices>(std::move(file), sizes, std::move(buffers),
+                                                             std::move(kept), kept_slices, device_);
+  if (config.aio.use_gds) read_on_device(*in_file, buffer, plan.offload.parameter_buffers);
+  parameter_slices_ = in_file;
+}
+
+void OffloadedState::read_on_device(offload::FileSlices& slices, int64_t bytes, int64_t count) const {
+  require<ConfigError>(!device_.is_cpu(),
+                       "aio.use_gds: expected a GPU into whose memory files are read, found the CPU; ", "use false");
+  std::vector<at::Tensor> buffers;
+  for (int64_t i = 0; i < count; ++i) {
+    buffers.push_back(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_)));
+  }
+  slices.gather_on_device(std::move(buffers));
+  log::info("device memory: ", size_text(bytes * count), " for parameter slices that are read from their file into ",
+            "it (aio.use_gds)");
 }
 
 void OffloadedState::swap_optimizer(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout) {

@@ -20,6 +20,7 @@
 #include "dsengine/config.h"
 #include "engine/offloaded/speculative_update.h"
 #include "engine/plan/plan.h"
+#include "offload/file_slices.h"
 #include "offload/host_gradients.h"
 #include "offload/pinned_arena.h"
 #include "offload/slice_swapper.h"
@@ -92,6 +93,7 @@ class OffloadedState {
   void count_bytes(const Plan& plan, const OffloadedLayout& layout, int64_t longest);
   void take_memory(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout, int64_t longest);
   void keep_parameters(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout);
+  void read_on_device(offload::FileSlices& slices, int64_t bytes, int64_t count) const;
   void swap_optimizer(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout);
   void keep_gradients(const config::DsConfig& config, const OffloadedLayout& layout, int64_t longest);
   void prepare_delay(const config::DsConfig& config, const OffloadedLayout& layout);

@@ -291,6 +291,12 @@ void add_offload_rows(const DsConfig& config, Plan& plan) {
   if (offload.parameters != zero::Home::kDevice) {
     plan.rows.push_back({"offloaded parameters",
                          cat("slices in ", place_of(offload.parameters, "a file"), ", gathered from there",
+                             config.aio.use_gds && offload.parameters == zero::Home::kFile
+                                 ? ", by cuFile into the device's memory (aio.use_gds)"
+                                 : "",
+                             config.aio.use_gds && offload.parameters == zero::Home::kFile
+                                 ? ", read into the device's memory by cuFile (aio.use_gds)"
+                                 : "",
                              plan.separate_master || offload.optimizer != zero::Home::kDevice
                                  ? ""
                                  : "; masters are on the device: offload_optimizer moves them too"),

@@ -63,6 +63,8 @@ void add_rows_without_effect(const config::DsConfig& config, Plan& plan) {
        "stage 0 keeps everything on the device");
   moot(zero.stage < 3 && zero.param_device() != config::OffloadDevice::kNone, "offload_param",
        "parameters are whole on the device below stage 3");
+  moot(config.aio.use_gds && plan.offload.parameters != zero::Home::kFile, "use_gds",
+       "no parameters are in files: optimizer states are updated on the host, which reads them there");
   moot(zero.stage == 0 && zero.mics_shard_size > 0, "mics_shard_size", "stage 0 partitions nothing");
   moot(zero.zero_hpz_partition_size > 1 && !plan.gather, "zero_hpz_partition_size", "parameters are whole already");
   moot(zero.zero_hpz_partition_size > 1 && plan.gather && plan.node_ranks == 1, "zero_hpz_partition_size",

@@ -35,7 +35,7 @@ struct AioSection {
   int64_t intra_op_parallelism = 1;
   bool single_submit = false;
   bool overlap_events = true;
-  bool use_gds = false;
+  bool use_gds = false;  // parameters in files are read straight into a GPU's memory
 };
 
 // flops_profiler; see docs/flops_profiler.md

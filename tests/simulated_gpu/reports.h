@@ -13,6 +13,8 @@ void ds_simulated_gpu_waits(void (*take)(const char* what, int64_t times));
 int64_t ds_simulated_gpu_pool_bytes();
 // How often their free memory was to go back to the device.
 int64_t ds_simulated_gpu_pool_trims();
+// How many reads of files straight into memory of a device there were since the last call.
+int64_t ds_simulated_gpu_file_reads();
 // From now on the pools have so many bytes more than now, all devices together; negative: no limit.
 void ds_simulated_gpu_limit_pools(int64_t more);
 }

@@ -16,7 +16,6 @@ struct Refused {
 };
 
 const Refused kRefused[] = {
-    {"{aio: {use_gds: true}}", "aio.use_gds"},
     {"{zero_optimization: {zenflow: {}}}", "zero_optimization.zenflow"},
     {"{zero_optimization: {zeropp_loco_param: {}}}", "zero_optimization.zeropp_loco_param"},
     {"{optimizer: {type: 'Rprop'}}", "optimizer.type"},

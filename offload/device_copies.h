@@ -1,0 +1,63 @@
+// Copies of slices in a device's memory, where gathers read them, brought there straight from their file (aio.use_gds).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+
+#include <cstdint>
+#include <future>
+#include <memory>
+#include <vector>
+
+#include "offload/device_file.h"
+
+namespace ds::offload {
+
+// A part of the file, in whole blocks of AioFile::alignment().
+struct FilePart {
+  int64_t offset = 0;
+  int64_t bytes = 0;
+};
+
+// Not thread safe: each read has a thread of its own, which waits for the device's library.
+class DeviceCopies {
+ public:
+  // `buffers`: at least one, flat bytes on the device, each as long as the longest part that is read. The file outlives
+  // this.
+  DeviceCopies(std::unique_ptr<DeviceFile> file, std::vector<at::Tensor> buffers, c10::Device device);
+  // Waits for what is on its way.
+  ~DeviceCopies();
+
+  // Whether another copy can be taken, beside those that are.
+  bool has_room() const;
+  // Begins to read a slice, where there is room for it beside one that nobody foresaw. Nothing writes that part
+  // meanwhile.
+  void prefetch(int64_t slice, const FilePart& part);
+  // The slice's bytes, there until it is given back. Reads them unless a copy is there, or on its way. Throws IoError.
+  at::Tensor take(int64_t slice, const FilePart& part);
+  // After what reads the copy was given to the device's current stream.
+  void give_back(int64_t slice);
+  // The slice has changed: a copy is worth nothing.
+  void drop(int64_t slice);
+
+ private:
+  struct Buffer {
+    at::Tensor memory;
+    int64_t slice = -1;  // of which it has a copy, or will have
+    int taken = 0;
+    std::future<void> read;  // that is under way
+    uint64_t last_use = 0;
+    std::shared_ptr<c10::Event> used;  // by the device, at the last give_back()
+  };
+
+  Buffer* holder(int64_t slice);
+  Buffer& start(int64_t slice, const FilePart& part);
+
+  std::unique_ptr<DeviceFile> file_;
+  std::vector<Buffer> buffers_;
+  c10::Device device_;
+  uint64_t uses_ = 0;
+};
+
+}  // namespace ds::offload
