@@ -10,21 +10,21 @@
 namespace ds::offload {
 namespace {
 
-constexpr const char* kAdvice = "; use false: files are then read into host memory and copied from there";
+constexpr const char* kElse = "; use false: files are then read into host memory and copied from there";
 
 }  // namespace
 
 DeviceFile::DeviceFile(int descriptor, std::string path, c10::Device device) : path_(std::move(path)), device_(device) {
   require<ConfigError>(!device_.is_cpu(), "aio.use_gds: expected a GPU whose memory files are read into, found the CPU",
-                       kAdvice);
+                       kElse);
   const DeviceFileCalls* const calls = device_file_calls();
   require<ConfigError>(calls != nullptr, "aio.use_gds: expected libdsengine_cuda, which calls cuFile, found no such ",
-                       "library for ", device_, kAdvice);
+                       "library for ", device_, kElse);
   const c10::DeviceGuard guard(device_);
   std::string reason;
   handle_ = calls->open(descriptor, reason);
   require<ConfigError>(handle_ != nullptr, "aio.use_gds: ", path_, ": expected a file that cuFile reads into ", device_,
-                       ", found: ", reason, kAdvice);
+                       ", found: ", reason, kElse);
 }
 
 DeviceFile::~DeviceFile() {

@@ -214,8 +214,8 @@ void OffloadedState::read_on_device(offload::FileSlices& slices, int64_t bytes, 
     buffers.push_back(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_)));
   }
   slices.gather_on_device(std::move(buffers));
-  log::info("device memory: ", size_text(bytes * count), " for parameter slices that are read from their file into ",
-            "it (aio.use_gds)");
+  log::info("device memory: ", offload::size_text(bytes * count),
+            " for parameter slices that are read from their file into ", "it (aio.use_gds)");
 }
 
 void OffloadedState::swap_optimizer(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout) {

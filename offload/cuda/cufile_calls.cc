@@ -4,9 +4,9 @@
 #include <sys/types.h>
 
 #include <cerrno>
-#include <cstring>
 #include <string>
 
+#include "core/system_call.h"
 #include "core/text.h"
 #include "offload/device_file_calls.h"
 
@@ -102,8 +102,9 @@ void close_file(void* handle) { cufile().handle_deregister(handle); }
 
 int64_t read_file(void* handle, void* memory, int64_t bytes, int64_t offset, std::string& reason) {
   const ssize_t read = cufile().read(handle, memory, static_cast<size_t>(bytes), offset, 0);
+  const int error = errno;
   if (read >= 0) return read;
-  reason = read == -1 ? std::string(std::strerror(errno)) : text_of(static_cast<int>(read), 0);
+  reason = read == -1 ? cat(SystemReason(error)) : text_of(static_cast<int>(read), 0);
   return -1;
 }
 

@@ -67,28 +67,38 @@ class GpuFiles : public ::testing::Test {
   }
 };
 
+struct FilesCell {
+  std::string precision;
+  ordered_json optimizer;
+  ordered_json parameters;
+  int world = 1;
+};
+
 TEST_F(GpuFiles, GiveTheSameBits) {
-  const std::vector<ordered_json> optimizers = {ordered_json(), on_host(), on_disk()};
-  for (const int world : {1, 2}) {
-    if (world > 1 && !test::missing_gpus(world).empty()) continue;
-    for (const std::string precision : {"fp32", "bf16", "fp16"}) {
-      for (const ordered_json& optimizer : optimizers) {
-        for (const ordered_json& parameters :
-             {ordered_json{{"max_in_cpu", 0}}, ordered_json{{"max_in_cpu", 0}, {"buffer_count", 2}},
-              ordered_json{{"max_in_cpu", 40}}}) {
-          SCOPED_TRACE(
-              cat(world, " ranks, ", precision, ", optimizer ", optimizer.dump(), ", parameters ", parameters.dump()));
-          test::on_devices(world, [&](comm::Communicator& ranks, at::Device device) {
-            const DeviceRun host = train_on(device, in_files(precision, false, parameters, optimizer), ranks);
-            if (test::device_is_simulated() && world == 1) take_reads();
-            const DeviceRun direct = train_on(device, in_files(precision, true, parameters, optimizer), ranks);
-            if (test::device_is_simulated() && world == 1) EXPECT_GT(take_reads(), kDeviceRunSteps);
-            EXPECT_EQ(direct.losses, host.losses);
-            EXPECT_EQ(largest_difference(direct.weights, host.weights), 0);
-          });
-        }
-      }
-    }
+  const ordered_json all = {{"max_in_cpu", 0}};
+  const std::vector<FilesCell> cells = {{"fp32", {}, all},
+                                        {"fp32", on_host(), {{"max_in_cpu", 0}, {"buffer_count", 2}}},
+                                        {"bf16", on_disk(), all},
+                                        {"bf16", on_host(), {{"max_in_cpu", 40}}},
+                                        {"fp16", on_host(), all},
+                                        {"fp32", on_host(), all, 2},
+                                        {"bf16", {}, {{"max_in_cpu", 0}, {"buffer_count", 2}}, 2}};
+  for (const FilesCell& cell : cells) {
+    if (cell.world > 1 && !test::missing_gpus(cell.world).empty()) continue;
+    SCOPED_TRACE(cat(cell.world, " ranks, ", cell.precision, ", optimizer ", cell.optimizer.dump(), ", parameters ",
+                     cell.parameters.dump()));
+    test::on_devices(cell.world, [&](comm::Communicator& ranks, at::Device device) {
+      const auto run = [&](bool direct) {
+        return train_on(device, in_files(cell.precision, direct, cell.parameters, cell.optimizer), ranks);
+      };
+      const DeviceRun host = run(false);
+      const bool counts = test::device_is_simulated() && cell.world == 1;
+      if (counts) take_reads();
+      const DeviceRun direct = run(true);
+      if (counts) EXPECT_GT(take_reads(), kDeviceRunSteps);
+      EXPECT_EQ(direct.losses, host.losses);
+      EXPECT_EQ(largest_difference(direct.weights, host.weights), 0);
+    });
   }
 }
 
@@ -119,8 +129,13 @@ TEST_F(GpuFiles, FailuresAreErrorsThatSayWhere) {
     };
     make_step();
     const Mishap mishap(what);
-    EXPECT_THAT(make_step, ThrowsMessage<IoError>(
-                               AllOf(HasSubstr("parameters"), HasSubstr(" bytes from offset "), HasSubstr(text))));
+    std::string message;
+    try {
+      make_step();
+    } catch (const std::exception& error) {  // in forward LibTorch's, by whom it is told there
+      message = error.what();
+    }
+    EXPECT_THAT(message, AllOf(HasSubstr("parameters"), HasSubstr(" bytes from offset "), HasSubstr(text)));
   }
 }
 

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/system_call.h"
 #include "offload/device_file_calls.h"
 #include "tests/simulated_gpu/kernel_work.h"
 #include "tests/simulated_gpu/reports.h"
@@ -36,7 +37,7 @@ void close_device_file(void* handle) { delete static_cast<int*>(handle); }
 
 int64_t read_device_file(void* handle, void* memory, int64_t bytes, int64_t offset, std::string& reason) {
   ++file_reads;
-  if (is_asked_for("fails")) reason = std::strerror(EIO);
+  if (is_asked_for("fails")) reason = cat(SystemReason(EIO));
   if (!reason.empty()) return -1;
   if (is_asked_for("ends")) return 0;
   constexpr int64_t kBlock = 4096;
@@ -48,7 +49,7 @@ int64_t read_device_file(void* handle, void* memory, int64_t bytes, int64_t offs
                        {access_to(memory, bytes, /*write=*/true)},
                        [&] { read = ::pread(*static_cast<int*>(handle), memory, static_cast<size_t>(bytes), offset); });
   timeline.wait(end, "");
-  if (read < 0) reason = std::strerror(errno);
+  if (read < 0) reason = "the file cannot be read";
   return read;
 }
 
