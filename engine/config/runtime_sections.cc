@@ -75,7 +75,11 @@ void describe(JsonFields& json, AioSection& s) {
 void describe(JsonFields& json, FlopsProfilerSection& s) {
   json.field("enabled", s.enabled);
   json.field("recompute_fwd_factor", s.recompute_fwd_factor);
-  json.field("profile_step", s.profile_step, at_least(0));
+  json.field("profile_step", s.profile_step);
+  if (json.reading() && s.enabled && s.profile_step < 0) {
+    json.warning("profile_step", cat("expected the number of steps before the profiled one, found ", s.profile_step,
+                                     ": no step is profiled"));
+  }
   json.field("module_depth", s.module_depth, at_least(-1));
   json.field("top_modules", s.top_modules, at_least(0));
   json.field("detailed", s.detailed);

@@ -145,12 +145,22 @@ TEST(FlopsReport, Mistakes) {
     EXPECT_THAT([&] { start(model.ptr(), config, ranks); },
                 ThrowsMessage<IoError>(AllOf(HasSubstr("flops_profiler.output_file"), HasSubstr("/no/such/folder"))));
     config = profiled_config(0);
-    config["flops_profiler"]["profile_step"] = -1;
+    config["flops_profiler"]["module_depth"] = -2;
     EXPECT_THAT([&] { start(model.ptr(), config, ranks); },
-                ThrowsMessage<ConfigError>(HasSubstr("flops_profiler.profile_step")));
+                ThrowsMessage<ConfigError>(HasSubstr("flops_profiler.module_depth")));
     const auto engine = start(model.ptr(), small_config(0, 1), ranks).engine;
     EXPECT_THAT([&] { flops_profile(*engine); }, ThrowsMessage<UsageError>(HasSubstr("flops_profiler")));
     EXPECT_THROW(profile_flops(*model, nullptr), UsageError);
+  });
+}
+
+TEST(FlopsReport, ANegativeStepIsNeverProfiled) {
+  test::run_ranks(1, [](comm::Communicator& ranks) {
+    SmallNet model;
+    const auto engine = start(model.ptr(), profiled_config(0, /*profile_step=*/-1), ranks).engine;
+    make_steps(*engine, model, 2);
+    EXPECT_FALSE(flops_profile(*engine));
+    EXPECT_THAT(config::parse(profiled_config(0, -1)).warnings, ::testing::Contains(HasSubstr("no step is profiled")));
   });
 }
 
