@@ -16,7 +16,7 @@ void BucketGather::start(const ParameterBucket& bucket, const std::string& label
     return;
   }
   comm::Communicator& slices = routes_.slices;
-  gather.slice = bucket.begin_gather();
+  gather.slice = bucket.begin_gather(slices.rank());
   if (bucket.bits() > 0) {
     gather.work = comm::encoded_all_gather(bucket.flat(), on_device(bucket, gather), bucket.bits(), slices, label);
   } else if (!is_exact(bucket, exact) && routes_.bits == 0) {

@@ -60,8 +60,11 @@ class ParameterBucket {
   void shard(int rank, int bits = 0, std::shared_ptr<SliceStore> store = nullptr);
   // Calls `use` while slice() and encoded_slice() of a sharded bucket have memory. `changes`: what it writes is kept.
   void use_slice(bool changes, const std::function<void()>& use) const;
-  // Of a sharded bucket, around a gather: what this rank keeps, to be read alone; see core/slices/slice_store.h.
-  at::Tensor begin_gather() const { return store_ ? store_->begin_gather(own_) : own_; }
+  // Around a gather: the slice of `rank`, this one, encoded or not, to be read alone; see core/slices/slice_store.h.
+  at::Tensor begin_gather(int rank) const {
+    if (store_) return store_->begin_gather(own_);
+    return sharded() ? own_ : slice(rank);
+  }
   void end_gather() const {
     if (store_) store_->end_gather(own_);
   }
