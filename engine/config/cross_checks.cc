@@ -183,11 +183,13 @@ void warn_of_text(const DsConfig& c, JsonProblems& problems) {
        {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}) {
     if (c.text.contains(key)) warn(cat("/", key), c.text[key]);
   }
-  const auto optimizer = c.text.find("optimizer");
-  if (optimizer == c.text.end() || !optimizer->is_object() || !optimizer->contains("params")) return;
-  const nlohmann::ordered_json& params = (*optimizer)["params"];
-  if (!params.is_object()) return;
-  for (const auto& [key, value] : params.items()) warn(cat("/optimizer/params/", key), value);
+  for (const char* name : {"optimizer", "scheduler"}) {
+    const auto section = c.text.find(name);
+    if (section == c.text.end() || !section->is_object() || !section->contains("params")) continue;
+    const nlohmann::ordered_json& params = (*section)["params"];
+    if (!params.is_object()) continue;
+    for (const auto& [key, value] : params.items()) warn(cat("/", name, "/params/", key), value);
+  }
 }
 
 void check_elasticity(const DsConfig& c, JsonProblems& problems) {

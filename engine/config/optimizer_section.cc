@@ -35,7 +35,10 @@ void implementation_hints(JsonFields& json) {
 // What Python takes as true: programs for other accelerators name an implementation here ("torch_impl").
 void torch_adam(JsonFields& json, OptimizerParams& p) {
   const nlohmann::ordered_json* value = json.peek("torch_adam");
-  if (value == nullptr || !value->is_string() || *value == "") return json.field("torch_adam", p.torch_adam);
+  bool word = false;
+  if (value == nullptr || !value->is_string() || *value == "" || ds::convert(*value, word)) {
+    return json.field("torch_adam", p.torch_adam);
+  }
   json.ignore("torch_adam");
   json.warning("torch_adam",
                cat("expected true or false, found ", shown(*value), "; taken as true, as Python takes it"));

@@ -60,14 +60,21 @@ void warmup_type(JsonFields& json, optimizers::WarmupType& out) {
                   {{"log", optimizers::WarmupType::kLog}, {"linear", optimizers::WarmupType::kLinear}});
 }
 
-// A file that says 0 is refused, as DeepSpeed's schedules refuse it. Hugging Face's "auto" may be 0, and runs.
+// A file that says 0 is refused, as DeepSpeed's schedules refuse it. In place of "auto" it is a trainer's word for no
+// warm-up, and runs: as 1, which is as short, so that the resolved config can be read again.
 void warmup_steps(JsonFields& json, int64_t& out) {
-  json.field("warmup_num_steps", out, at_least(0));
-  const nlohmann::ordered_json* value = json.peek("warmup_num_steps");
-  if (value == nullptr || !value->is_number() || *value != 0) return;
-  json.error("warmup_num_steps",
-             "expected at least 1, found 0, which DeepSpeed refuses too; 1 and 2 are the shortest warm-up, of 2 steps. "
-             "For none remove the scheduler, or use ConstantLR with \"factor\": 1");
+  constexpr const char* kKey = "warmup_num_steps";
+  const nlohmann::ordered_json* value = json.peek(kKey);
+  int64_t written = 1;
+  if (value != nullptr && ds::convert(*value, written) && written == 0) {
+    json.ignore(kKey);
+    return json.error(kKey,
+                      cat("expected an integer > 0, found ", shown(*value), ", which DeepSpeed refuses too; 1 is ",
+                          "the shortest warm-up, of 2 steps. For none remove the scheduler, or use ConstantLR ",
+                          "with \"factor\": 1"));
+  }
+  json.field(kKey, out, value != nullptr ? above(0) : at_least(0));
+  if (json.reading()) out = std::max<int64_t>(out, 1);
 }
 
 void parameters(JsonFields& json, optimizers::WarmupLrOptions& s) {

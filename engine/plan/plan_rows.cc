@@ -341,10 +341,17 @@ void add_activation_rows(const DsConfig& config, Plan& plan) {
   add(section.partition_activations && !over_axis, "partition_activations", "no effect by itself",
       "needs tensor_parallel.autotp_size, or recompute::CheckpointOptions::tensor_parallel_group of the program");
   const bool copies = section.cpu_checkpointing || over_axis;
-  add(section.contiguous_memory_optimization && !copies, "contiguous_memory_optimization", "no effect",
-      "it packs the copies of partition_activations and cpu_checkpointing; without them there are none");
-  add(section.contiguous_memory_optimization && copies, "contiguous_memory_optimization",
-      "copies of inputs in preallocated slots", "activation_checkpointing.number_checkpoints of each input");
+  constexpr const char* kContiguous = "contiguous_memory_optimization";
+  const bool contiguous = section.contiguous_memory_optimization;
+  const bool counted = section.number_checkpoints.has_value();
+  add(contiguous && !copies, kContiguous, section.partition_activations ? "no effect by itself" : "no effect",
+      section.partition_activations
+          ? "it packs the copies of partition_activations, see there"
+          : "it packs the copies of partition_activations and cpu_checkpointing; without them there are none");
+  add(contiguous && copies && !counted, kContiguous, "needs activation_checkpointing.number_checkpoints",
+      "without it the first region whose inputs are copied is an error");
+  add(contiguous && copies && counted, kContiguous, "copies of inputs in preallocated slots",
+      "activation_checkpointing.number_checkpoints of each input");
   add(section.synchronize_checkpoint_boundary, "synchronize_checkpoint_boundary",
       "waits for the device where a checkpointed region begins and ends",
       "activation_checkpointing.synchronize_checkpoint_boundary: true");

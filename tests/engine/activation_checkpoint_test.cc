@@ -149,5 +149,30 @@ TEST(EngineActivationCheckpoint, ThePlanSaysWhatTheKeysDo) {
   EXPECT_THAT(table({{"cpu_checkpointing", true}}), HasSubstr("no effect where the device is the CPU"));
 }
 
+// What is said of contiguous_memory_optimization: one warning, one line of the plan.
+TEST(EngineActivationCheckpoint, WarningAndPlanSayTheSameOfContiguousMemory) {
+  const auto said = [](ordered_json section) {
+    section["contiguous_memory_optimization"] = true;
+    const ordered_json config = {{"train_batch_size", 2}, {"activation_checkpointing", section}};
+    const config::DsConfig parsed = config::parse(config, {.dp_world_size = 2});
+    std::string text = to_table(make_plan(parsed, {.world_size = 2, .dp = 2}));
+    for (const std::string& warning : parsed.warnings) text += "\n" + warning;
+    return text;
+  };
+  using testing::Not;
+  EXPECT_THAT(said(ordered_json::object()),
+              AllOf(HasSubstr("without them there are none"),
+                    HasSubstr("activation_checkpointing.contiguous_memory_optimization: has no effect"),
+                    Not(HasSubstr("number_checkpoints"))));
+  EXPECT_THAT(said({{"cpu_checkpointing", true}}),
+              AllOf(HasSubstr("needs activation_checkpointing.number_checkpoints"),
+                    HasSubstr("contiguous_memory_optimization: needs number_checkpoints"),
+                    Not(HasSubstr("preallocated slots"))));
+  EXPECT_THAT(said({{"cpu_checkpointing", true}, {"number_checkpoints", 4}}),
+              AllOf(HasSubstr("preallocated slots"), Not(HasSubstr("contiguous_memory_optimization: "))));
+  EXPECT_THAT(said({{"partition_activations", true}, {"number_checkpoints", 4}}),
+              AllOf(HasSubstr("no effect by itself"), Not(HasSubstr("contiguous_memory_optimization: "))));
+}
+
 }  // namespace
 }  // namespace ds::engine

@@ -185,7 +185,7 @@ TEST(LrSchedule, NamesTheKeyOfABadValue) {
   EXPECT_THAT(error_of(CosineAnnealingWarmRestartsOptions{.t_0 = 3, .t_mult = 0}), HasSubstr("T_mult"));
 }
 
-// No step at all counts as two, as DeepSpeed counts.
+// No step at all counts as two, as DeepSpeed counts one. DeepSpeed refuses it, as a ds_config does here.
 TEST(LrSchedule, NoWarmupIsTheShortestOne) {
   const std::vector<GroupOptions> base(1, GroupOptions{.lr = 0.1});
   const auto none = make_lr_schedule(WarmupLrOptions{.warmup_num_steps = 0}, base, true);

@@ -138,6 +138,23 @@ TEST(CheckCommand, PipelinesNeedRanks) {
   EXPECT_THAT(outcome.err, AllOf(HasSubstr("pipeline.stages"), HasSubstr("a divisor of the 6 ranks, found 4")));
 }
 
+TEST(CheckCommand, OneRankIsNoRanks) {
+  const ScratchFile file(kPipeline);
+  EXPECT_THAT(run({.config = file.path(), .world_size = 1}).err, HasSubstr("a divisor of the 1 rank, found 4"));
+  const ScratchFile tensor(R"({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 4}})");
+  EXPECT_THAT(run({.config = tensor.path(), .world_size = 1}).err, HasSubstr("a divisor of the 1 rank, found 4"));
+}
+
+// What only the plan finds out begins with the file too.
+TEST(CheckCommand, NamesTheFileOfWhatThePlanRefuses) {
+  const ScratchFile file(R"({"train_batch_size": 8, "optimizer": {"type": "ZeroOneAdam"},
+                             "zero_optimization": {"stage": 1}})");
+  const Outcome outcome = run({.config = file.path()});
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, AllOf(::testing::StartsWith(file.path()),
+                                 HasSubstr(": optimizer.type: ZeroOneAdam needs zero_optimization.stage 0")));
+}
+
 constexpr const char* kElastic = R"({
   "elasticity": {"enabled": true, "max_train_batch_size": 50, "micro_batch_sizes": [2, 3], "version": 0.1},
   "optimizer": {"type": "AdamW"}, "pipeline": {"stages": 2}

@@ -104,7 +104,7 @@ TEST(AutoValues, AssumedOnesAreToldAsSuch) {
   EXPECT_EQ(config.gradient_accumulation_steps, 1);
   EXPECT_EQ(config.optimizer.values.weight_decay, 0.0);
   const auto schedule = std::get<optimizers::WarmupDecayLrOptions>(*config.scheduler.options);
-  EXPECT_EQ(schedule.warmup_num_steps, 0);
+  EXPECT_EQ(schedule.warmup_num_steps, 1);
   EXPECT_EQ(schedule.total_num_steps, 1000);
   EXPECT_THAT(*schedule.warmup_max_lr, ElementsAre(3e-4));  // the program's, before an assumed one
   const std::string text = chosen(config);
@@ -112,6 +112,21 @@ TEST(AutoValues, AssumedOnesAreToldAsSuch) {
   EXPECT_THAT(text, HasSubstr("train_batch_size = 32 from the other batch sizes\n"));
   EXPECT_THAT(text, HasSubstr("optimizer.params.lr = 0.0003 from the program\n"));
   EXPECT_THAT(text, HasSubstr("bf16.enabled = false from assumed\n"));
+}
+
+// A written 0 is refused.
+TEST(AutoValues, NoWarmupIsTheShortestOneThatAFileMaySay) {
+  AutoValues values;
+  values.warmup_num_steps = 0;
+  for (const char* params : {"{type: 'WarmupLR', params: {warmup_num_steps: 'auto'}}",
+                             "{type: 'WarmupCosineLR', params: {warmup_num_steps: 'auto', total_num_steps: 9}}"}) {
+    const DsConfig config = parse_text(std::string("{scheduler: ") + params + "}", {.auto_values = values});
+    EXPECT_THAT(chosen(config), HasSubstr("scheduler.params.warmup_num_steps = 0 from the program\n"));
+    const nlohmann::ordered_json resolved = to_json(config);
+    EXPECT_EQ(resolved["scheduler"]["params"]["warmup_num_steps"], 1);
+    EXPECT_EQ(config.scheduler.params["warmup_num_steps"], 1);
+    EXPECT_NO_THROW(parse(resolved));
+  }
 }
 
 TEST(AutoValues, NothingIsAssumedUnasked) { EXPECT_THAT(refusal_of(kLeftToTheTrainer), HasSubstr("train_batch_size")); }

@@ -120,10 +120,11 @@ TEST(SchedulerSection, RefusesMistakes) {
   EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupDecayLR'}}"), HasSubstr("needs \"total_num_steps\""));
   EXPECT_THAT(refusal_of("{scheduler: {type: 'OneCycle', params: {cycle_min_lr: 1}}}"), HasSubstr("cycle_max_lr"));
   EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLr2'}}"), HasSubstr("did you mean WarmupLR?"));
-  EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLR', params: {warmup_num_steps: -1}}}"), HasSubstr(">= 0"));
+  EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLR', params: {warmup_num_steps: -1}}}"), HasSubstr("> 0"));
   for (const std::string type : {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"}) {
     const std::string text = "{scheduler: {type: '" + type + "', params: {warmup_num_steps: 0, total_num_steps: 9}}}";
-    EXPECT_THAT(refusal_of(text), HasSubstr("scheduler.params.warmup_num_steps: expected at least 1, found 0")) << type;
+    EXPECT_THAT(refusal_of(text), HasSubstr("scheduler.params.warmup_num_steps: expected an integer > 0, found 0"))
+        << type;
   }
   EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupCosineLR', params: {zzz: 1, total_num_steps: 9}}}"),
               HasSubstr("\"cos_min_ratio\", \"warmup_type\", \"last_batch_iteration\""))
@@ -138,6 +139,17 @@ TEST(OptimizerSection, TextIsTrueForTorchAdam) {
   EXPECT_THAT(warnings_of(text),
               HasSubstr("optimizer.params.torch_adam: expected true or false, found \"torch_impl\""));
   EXPECT_THAT(refusal_of("{optimizer: {type: 'AdamW', params: {torch_adam: ''}}}"), HasSubstr("torch_adam"));
+  EXPECT_FALSE(parse_text("{optimizer: {type: 'AdamW', params: {torch_adam: 'off'}}}").optimizer.values.torch_adam);
+}
+
+TEST(SchedulerSection, NoStepsInOtherWordsAreRefusedToo) {
+  for (const std::string none : {"0.0", "'0'", "false"}) {
+    EXPECT_THAT(refusal_of("{scheduler: {type: 'WarmupLR', params: {warmup_num_steps: " + none + "}}}"),
+                AllOf(HasSubstr("1 mistake"), HasSubstr("warmup_num_steps: expected an integer > 0, found ")))
+        << none;
+  }
+  EXPECT_THAT(warnings_of("{scheduler: {type: 'WarmupLR', params: {warmup_num_steps: '10'}}}"),
+              HasSubstr("scheduler.params.warmup_num_steps: found text, \"10\", read as the number 10"));
 }
 
 TEST(SchedulerSection, MayStartLater) {
