@@ -283,6 +283,20 @@ TEST_F(DocumentedLoops, ClippingAndRates) {
   });
 }
 
+TEST_F(DocumentedLoops, RatesThatFollowAValidation) {
+  nlohmann::ordered_json config = small_config(2, 1);
+  config["scheduler"] = {{"type", "ReduceLROnPlateau"}, {"params", {{"factor", 0.5}, {"patience", 1}}}};
+  folder_.write("ds_config.json", config.dump());
+  Model model = make_model();
+  const auto engine = ds::engine::initialize({.model = model.ptr(), .config = "ds_config.json"}).engine;
+  for (const double validation_loss : {3.0, 3.0, 3.0}) {
+    engine->backward(model->forward(torch::ones({4, 6})).sum());
+    engine->step();
+    engine->lr_scheduler()->step(validation_loss);
+  }
+  EXPECT_DOUBLE_EQ(engine->get_lr()[0], 0.01);
+}
+
 // --- an optimizer of the program's own -------------------------------------------------------------------------------
 
 TEST_F(DocumentedLoops, AnOptimizerOfTheProgramsOwnWithItsSchedule) {
