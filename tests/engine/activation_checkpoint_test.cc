@@ -162,7 +162,7 @@ TEST(EngineActivationCheckpoint, WarningAndPlanSayTheSameOfContiguousMemory) {
   using testing::Not;
   EXPECT_THAT(said(ordered_json::object()),
               AllOf(HasSubstr("without them there are none"),
-                    HasSubstr("activation_checkpointing.contiguous_memory_optimization: has no effect"),
+                    HasSubstr("activation_checkpointing.contiguous_memory_optimization: no effect"),
                     Not(HasSubstr("number_checkpoints"))));
   EXPECT_THAT(said({{"cpu_checkpointing", true}}),
               AllOf(HasSubstr("needs activation_checkpointing.number_checkpoints"),
