@@ -154,8 +154,9 @@ std::optional<BlockSize> block_named(const std::string& text) {
   const size_t cross = text.find('x');
   if (cross == std::string::npos) return std::nullopt;
   const auto number = [](std::string_view digits, int64_t& value) {
-    const char* const end = digits.data() + digits.size();
-    const auto [read, failure] = std::from_chars(digits.data(), end, value);
+    const char* const begin = digits.data();
+    const char* const end = begin + digits.size();
+    const auto [read, failure] = std::from_chars(begin, end, value);
     return failure == std::errc() && read == end && value > 0;
   };
   const std::string_view view = text;

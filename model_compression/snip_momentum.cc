@@ -63,7 +63,7 @@ at::Tensor block_means(const at::Tensor& values, const BlockSize& block) {
 }
 
 at::Tensor elements_of_blocks(const at::Tensor& blocks, const BlockSize& block, c10::IntArrayRef sizes) {
-  const at::Tensor matrix = blocks.repeat_interleave(block.rows, 0).repeat_interleave(block.columns, 1);
+  at::Tensor matrix = blocks.repeat_interleave(block.rows, 0).repeat_interleave(block.columns, 1);
   if (sizes.size() != 4) return matrix;
   return matrix.view({sizes[0], sizes[2], sizes[3], sizes[1]}).permute({0, 3, 1, 2}).contiguous();
 }

@@ -87,7 +87,7 @@ void FileSlices::gather_on_device(std::vector<at::Tensor> buffers) {
 
 FilePart FileSlices::part_of(int64_t slice) const {
   const at::Tensor& tensor = slices_[static_cast<size_t>(slice)];
-  return {file_.offset(slice), TensorFile::memory_bytes(tensor.numel() * static_cast<int64_t>(tensor.element_size()))};
+  return {file_.offset(slice), TensorFile::memory_bytes(tensor.numel() * tensor.element_size())};
 }
 
 at::Tensor FileSlices::begin_gather(const at::Tensor& slice) {

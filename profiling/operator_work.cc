@@ -50,7 +50,8 @@ OperatorWork per_element(Inputs inputs) {
 template <size_t kInput, size_t kWeight, int kTimes>
 OperatorWork normalization(Inputs inputs) {
   const at::Tensor values = tensor(inputs, kInput);
-  return of_flops(kTimes * (tensor(inputs, kWeight).defined() ? 5 : 4) * values.numel());
+  const int64_t per_element = tensor(inputs, kWeight).defined() ? 5 : 4;
+  return of_flops(kTimes * per_element * values.numel());
 }
 
 // Training counts statistics, too.
@@ -131,7 +132,8 @@ OperatorWork pointwise(Inputs inputs) {
 
 using Rules = std::unordered_map<std::string_view, Rule>;
 
-const Rules& named_rules() {
+// Products, convolutions, attention.
+const Rules& product_rules() {
   static const Rules kRules = {
       {"aten::mm", product<0>},
       {"aten::bmm", product<0>},
@@ -158,48 +160,54 @@ const Rules& named_rules() {
       {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", attention<1, 3, 2>},
       {"aten::_scaled_dot_product_flash_attention_backward", attention<1, 3, 2>},
       {"aten::_scaled_dot_product_efficient_attention_backward", attention<1, 3, 2>},
-      {"aten::_scaled_dot_product_cudnn_attention_backward", attention<1, 3, 2>},
-      {"aten::native_layer_norm", normalization<0, 2, 1>},
-      {"aten::native_layer_norm_backward", normalization<1, 5, 2>},
-      {"aten::native_group_norm", normalization<0, 1, 1>},
-      {"aten::native_group_norm_backward", normalization<1, 4, 2>},
-      {"aten::_fused_rms_norm", normalization<0, 2, 1>},
-      {"aten::_fused_rms_norm_backward", normalization<1, 4, 2>},
-      {"aten::native_batch_norm", batch_norm},
-      {"aten::native_batch_norm_backward", normalization<1, 2, 2>},
-      {"aten::cudnn_batch_norm", batch_norm},
-      {"aten::cudnn_batch_norm_backward", normalization<0, 2, 2>},
-      {"dsengine::rms_norm", per_element<5>},
-      {"dsengine::layer_norm", per_element<5>},
-      {"dsengine::add_rms_norm", per_element<6>},
-      {"dsengine::add_layer_norm", per_element<6>},
-      {"dsengine::swiglu", per_element<2>},
-      {"dsengine::rope", per_element<3>},
-      {"aten::_softmax", per_element<1>},
-      {"aten::_softmax_backward_data", per_element<1>},
-      {"aten::_log_softmax", per_element<1>},
-      {"aten::_log_softmax_backward_data", per_element<1>},
-      {"aten::avg_pool1d", per_element<1>},
-      {"aten::avg_pool2d", per_element<1>},
-      {"aten::avg_pool3d", per_element<1>},
-      {"aten::max_pool2d_with_indices", per_element<1>},
-      {"aten::max_pool3d_with_indices", per_element<1>},
-      {"aten::_adaptive_avg_pool2d", per_element<1>},
-      {"aten::adaptive_max_pool2d", per_element<1>},
-      // Copies and conversions are pointwise to LibTorch.
-      {"aten::copy_", nothing},
-      {"aten::_to_copy", nothing},
-      {"aten::clone", nothing},
-      {"aten::fill_", nothing},
-      {"aten::zero_", nothing},
-      {"aten::detach", nothing},
-      {"aten::alias", nothing}};
+      {"aten::_scaled_dot_product_cudnn_attention_backward", attention<1, 3, 2>}};
+  return kRules;
+}
+
+const Rules& other_rules() {
+  static const Rules kRules = {{"aten::native_layer_norm", normalization<0, 2, 1>},
+                               {"aten::native_layer_norm_backward", normalization<1, 5, 2>},
+                               {"aten::native_group_norm", normalization<0, 1, 1>},
+                               {"aten::native_group_norm_backward", normalization<1, 4, 2>},
+                               {"aten::_fused_rms_norm", normalization<0, 2, 1>},
+                               {"aten::_fused_rms_norm_backward", normalization<1, 4, 2>},
+                               {"aten::native_batch_norm", batch_norm},
+                               {"aten::native_batch_norm_backward", normalization<1, 2, 2>},
+                               {"aten::cudnn_batch_norm", batch_norm},
+                               {"aten::cudnn_batch_norm_backward", normalization<0, 2, 2>},
+                               {"dsengine::rms_norm", per_element<5>},
+                               {"dsengine::layer_norm", per_element<5>},
+                               {"dsengine::add_rms_norm", per_element<6>},
+                               {"dsengine::add_layer_norm", per_element<6>},
+                               {"dsengine::swiglu", per_element<2>},
+                               {"dsengine::rope", per_element<3>},
+                               {"aten::_softmax", per_element<1>},
+                               {"aten::_softmax_backward_data", per_element<1>},
+                               {"aten::_log_softmax", per_element<1>},
+                               {"aten::_log_softmax_backward_data", per_element<1>},
+                               {"aten::avg_pool1d", per_element<1>},
+                               {"aten::avg_pool2d", per_element<1>},
+                               {"aten::avg_pool3d", per_element<1>},
+                               {"aten::max_pool2d_with_indices", per_element<1>},
+                               {"aten::max_pool3d_with_indices", per_element<1>},
+                               {"aten::_adaptive_avg_pool2d", per_element<1>},
+                               {"aten::adaptive_max_pool2d", per_element<1>},
+                               // Copies and conversions are pointwise to LibTorch.
+                               {"aten::copy_", nothing},
+                               {"aten::_to_copy", nothing},
+                               {"aten::clone", nothing},
+                               {"aten::fill_", nothing},
+                               {"aten::zero_", nothing},
+                               {"aten::detach", nothing},
+                               {"aten::alias", nothing}};
   return kRules;
 }
 
 Rule find_rule(const char* name) {
-  const auto named = named_rules().find(name);
-  if (named != named_rules().end()) return named->second;
+  for (const Rules* rules : {&product_rules(), &other_rules()}) {
+    const auto named = rules->find(name);
+    if (named != rules->end()) return named->second;
+  }
   // By any overload: those of one operator are alike in this.
   const std::string text = name;
   for (const char* overload : {"", "Tensor", "Scalar"}) {

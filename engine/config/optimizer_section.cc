@@ -36,7 +36,8 @@ void implementation_hints(JsonFields& json) {
 void torch_adam(JsonFields& json, OptimizerParams& p) {
   const nlohmann::ordered_json* value = json.peek("torch_adam");
   bool word = false;
-  if (value == nullptr || !value->is_string() || *value == "" || ds::convert(*value, word)) {
+  if (value == nullptr || !value->is_string() || value->get_ref<const std::string&>().empty() ||
+      ds::convert(*value, word)) {
     return json.field("torch_adam", p.torch_adam);
   }
   json.ignore("torch_adam");

@@ -89,7 +89,7 @@ profiling::StepFlops FlopsReport::facts(const profiling::FlopsProfile& profile, 
                             .step_seconds = profiling::DeviceClock::seconds(step_begin_, end),
                             .iteration_seconds = profiling::DeviceClock::seconds(begin_, end),
                             .micro_batches = micro_batches};
-  const double times = static_cast<double>(micro_batches);
+  const auto times = static_cast<double>(micro_batches);
   step.backward_seconds = seconds_of(backwards_) / times;
   if (!model_.pipeline) step.forward_seconds = seconds_of(forwards_) / times;
   // Of one copy of the model, on average.
