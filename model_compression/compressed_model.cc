@@ -119,6 +119,8 @@ void CompressedModel::add_rule(torch::nn::Module& module, const Rule& rule) {
       return kind && applies_to(rule.method, *kind) && !excluded && (!rule.snip || takes_blocks(of, name, rule));
     };
     const auto found = matching(module, rule.modules[entry], wanted);
+    require<ConfigError>(!found.empty() || !rule.snip, rule.path, ": expected a Linear or Conv2d layer that ",
+                         "excluded_modules leaves and that block_pattern divides, found none in the model");
     require<ConfigError>(!found.empty(), rule.path, ".modules: expected \"", rule.modules[entry],
                          "\" to match a layer ", "that ", name_of(rule.method),
                          " has a meaning for, found none in the model");
@@ -144,7 +146,7 @@ void CompressedModel::advance(int64_t step, const RanksOfModel& ranks) {
     drop_gradients();
   }
   progress_->step = step;
-  prune_blocks();
+  prune_blocks(/*jumped=*/!ends_step);
   for (const auto& layer : layers_) {
     if (layer->awaits_masks()) ranks.with_whole(layer->weight(), [&] { layer->decide_masks(); });
   }
@@ -157,7 +159,7 @@ bool CompressedModel::follows_gradients() const {
 bool CompressedModel::needs_gradients() const {
   return std::any_of(layers_.begin(), layers_.end(), [&](const auto& layer) {
     const Pruning* const pruning = layer->snip();
-    return pruning != nullptr && snip_counts(pruning->rule, progress_->step);
+    return pruning != nullptr && (masks_are_due_ || snip_counts(pruning->rule, progress_->step));
   });
 }
 
@@ -184,22 +186,32 @@ std::vector<at::Tensor> CompressedModel::float32_buffers() const {
   return buffers;
 }
 
-// Masks of "snip_momentum" that change with the step, of all layers together.
-void CompressedModel::prune_blocks() {
+// Masks of "snip_momentum" that change with the step, of all layers together. A change before which no gradient was
+// seen, as where all steps before it overflowed, waits for one.
+void CompressedModel::prune_blocks(bool jumped) {
   std::vector<Pruning*> prunings;
-  std::vector<at::Tensor> scores;
-  std::optional<double> ratio;
-  bool any = false;
   for (const auto& layer : layers_) {
-    Pruning* const pruning = layer->snip();
-    if (pruning == nullptr) continue;
-    ratio = snip_dense_ratio(pruning->rule, progress_->step);
-    if (!ratio) return;
-    prunings.push_back(pruning);
+    if (Pruning* const pruning = layer->snip()) prunings.push_back(pruning);
+  }
+  if (prunings.empty()) return;
+  const Rule& rule = prunings.front()->rule;  // one for all
+  const std::optional<double> ratio = snip_due_ratio(rule, progress_->step);
+  const bool changes = snip_dense_ratio(rule, progress_->step).has_value();
+  if (!ratio) masks_are_due_ = false;
+  if (!ratio || (!changes && !masks_are_due_ && !jumped)) return;
+  std::vector<at::Tensor> scores;
+  bool any = false;
+  for (const Pruning* const pruning : prunings) {
     scores.push_back(pruning->blocks);
     any = any || pruning->blocks.any().item<bool>();
   }
-  if (!any) return;  // no gradient was seen: a model that only computes
+  const bool was_due = std::exchange(masks_are_due_, !any);
+  if (!any && !was_due) {
+    log::warning(rule.path, ": at step ", progress_->step,
+                 " no layer has lost blocks, as no gradient has been seen: they ",
+                 "are chosen after the first step that is applied");
+  }
+  if (!any || (!changes && !was_due)) return;  // after a load masks are those that were saved
   const std::vector<at::Tensor> masks = best_blocks(scores, *ratio);
   for (size_t i = 0; i < prunings.size(); ++i) {
     const at::Tensor& mask = prunings[i]->mask;

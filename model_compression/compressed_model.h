@@ -60,6 +60,8 @@ class CompressedModel {
   void drop_gradients();
   // Whether any rule is "snip_momentum".
   bool follows_gradients() const;
+  // Whether its masks should have changed, and no gradient was seen by which to choose.
+  bool masks_are_due() const { return masks_are_due_; }
   // Buffers that lose their meaning in 16 bits.
   std::vector<at::Tensor> float32_buffers() const;
   // The next advance() is to another state than that of the last step: what was seen since is of no step.
@@ -74,7 +76,7 @@ class CompressedModel {
  private:
   void add_rule(torch::nn::Module& module, const Rule& rule);
   void move_ranges(const RanksOfModel& ranks);
-  void prune_blocks();
+  void prune_blocks(bool jumped);
   void forget_observed();
   void warn_of_unused();
   std::shared_ptr<CompressedLayer> layer_of(const RelatedLayer& found);
@@ -84,6 +86,7 @@ class CompressedModel {
   std::vector<Cut> cuts_;
   bool looked_for_unused_ = false;
   bool restarted_ = false;
+  bool masks_are_due_ = false;  // of "snip_momentum", until a gradient is seen
 };
 
 // Keeps the model as that of the module and puts kernels in front of the operators of its layers, for the rest of the

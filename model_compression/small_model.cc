@@ -200,6 +200,9 @@ NamedTensors small_state(const CompressedModel& model, NamedTensors values) {
   }
   const bool any_used =
       std::any_of(model.layers().begin(), model.layers().end(), [](const auto& layer) { return layer->used(); });
+  require(!model.masks_are_due(),
+          "redundancy_clean: expected a step that was applied, by whose gradients snip_momentum ",
+          "chooses what leaves, found none; train further");
   Finished finished;  // all from the trained values
   for (const auto& layer : model.layers()) {
     require_known(state, *layer, any_used);

@@ -37,10 +37,16 @@ int64_t share_of(double ratio, int64_t count) {
 
 std::optional<double> snip_dense_ratio(const Rule& rule, int64_t step) {
   const int64_t since = step - rule.schedule_offset;
-  if (since < 0 || step > rule.snip->last || since % rule.snip->stride != 0) return std::nullopt;
+  if (step > rule.snip->last || since % rule.snip->stride != 0) return std::nullopt;
+  return snip_due_ratio(rule, step);
+}
+
+std::optional<double> snip_due_ratio(const Rule& rule, int64_t step) {
+  const int64_t since = step - rule.schedule_offset;
+  if (since < 0) return std::nullopt;
   const int64_t changes = changes_of(rule);
   if (changes == 0) return rule.dense_ratio;  // all at once
-  const int64_t change = since / rule.snip->stride;
+  const int64_t change = std::min(changes, since / rule.snip->stride);
   if (change == 0) return std::nullopt;
   return std::pow(rule.dense_ratio, static_cast<double>(change) / static_cast<double>(changes));
 }

@@ -19,6 +19,8 @@ namespace ds::model_compression {
 // The share of all blocks that stays from the step on, counted from 0: dense_ratio^(k / changes) at change k. Empty:
 // the step changes no mask.
 std::optional<double> snip_dense_ratio(const Rule& rule, int64_t step);
+// That of the last change up to the step, whether it is at the step or before. Empty: there was none.
+std::optional<double> snip_due_ratio(const Rule& rule, int64_t step);
 // Whether the gradient of the step counts: masks are still to change, and float32 can tell what is left of it then.
 bool snip_counts(const Rule& rule, int64_t step);
 

@@ -47,7 +47,8 @@ std::vector<std::string> init_compression(torch::nn::Module& module, const confi
 
 // For loops without an engine, with the whole model on this rank: `steps` optimizer steps are done. Call it once before
 // the first forward pass, with 0, and after each step: static ranges move when it is one more than before. Throws
-// UsageError for another module than the one that init_compression() got.
+// UsageError for another module than the one that init_compression() got, and for a step of training with
+// "snip_momentum", whose gradients an engine alone shows.
 void set_compression_step(torch::nn::Module& module, int64_t steps);
 
 // The small model: whole parameters and buffers by name, on the host, pruned and quantised to target_bits, without the

@@ -290,6 +290,49 @@ TEST(SnipMomentum, TheSmallModelHasZerosWhereBlocksLeft) {
   });
 }
 
+// As with fp16, whose scale is too large at first.
+TEST(SnipMomentum, AChangeWaitsForTheFirstStepThatIsApplied) {
+  ordered_json config = snip_config(0, 1);
+  config["fp16"] = {{"enabled", true}, {"initial_scale_power", 24}, {"hysteresis", 1}};
+  config["compression_training"]["sparse_pruning"]["shared_parameters"].update(
+      {{"schedule_offset", 1}, {"schedule_offset_end", 1}});
+  run_ranks(2, [&](comm::Communicator& ranks) {
+    SnipNet model;
+    const auto engine = start(model.ptr(), config, ranks).engine;
+    const auto share = [&] {
+      double kept = 0;
+      double all = 0;
+      for (const std::string& name : pruned_layers()) {
+        kept += mask_buffer(model, name).sum().item<double>();
+        all += static_cast<double>(mask_buffer(model, name).numel());
+      }
+      return kept / all;
+    };
+    int64_t step = 0;
+    do {
+      if (step == 1) EXPECT_FALSE(engine->was_step_applied());
+      if (step >= 1) EXPECT_THROW(redundancy_clean(engine), UsageError);
+      EXPECT_EQ(share(), 1);
+      engine->backward(model->loss(sample(step, ranks.rank())));
+      engine->step();
+    } while (!engine->was_step_applied() && ++step < 30);
+    EXPECT_GT(step, 0);
+    EXPECT_TRUE(engine->was_step_applied());
+    EXPECT_NEAR(share(), kDense, 0.05);
+    EXPECT_NO_THROW(redundancy_clean(engine));
+  });
+}
+
+TEST(SnipMomentum, NoLayerAtAllIsRefused) {
+  ordered_json config = snip_config(0, 1);
+  config["compression_training"]["sparse_pruning"]["shared_parameters"]["excluded_modules"] = {"."};
+  run_ranks(1, [&](comm::Communicator& ranks) {
+    SnipNet model;
+    EXPECT_THAT([&] { start(model.ptr(), config, ranks); },
+                ThrowsMessage<ConfigError>(HasSubstr("excluded_modules leaves")));
+  });
+}
+
 TEST(SnipMomentum, ALayerThatBlocksDoNotDivideIsTold) {
   ordered_json config = snip_config(0, 1);
   config["compression_training"]["sparse_pruning"]["shared_parameters"]["excluded_modules"] = ordered_json::array();
@@ -340,6 +383,9 @@ TEST(SnipMomentum, TheShareThatStaysFallsByEqualFactors) {
   EXPECT_EQ(model_compression::snip_dense_ratio(rule, 25), std::nullopt);
   EXPECT_DOUBLE_EQ(*model_compression::snip_dense_ratio(rule, 30), 0.25);
   EXPECT_EQ(model_compression::snip_dense_ratio(rule, 40), std::nullopt);
+  EXPECT_EQ(model_compression::snip_due_ratio(rule, 19), std::nullopt);
+  EXPECT_DOUBLE_EQ(*model_compression::snip_due_ratio(rule, 25), 0.5);
+  EXPECT_DOUBLE_EQ(*model_compression::snip_due_ratio(rule, 99), 0.25);
   EXPECT_TRUE(model_compression::snip_counts(rule, 29));
   EXPECT_FALSE(model_compression::snip_counts(rule, 30));
   rule.snip->last = 10;
