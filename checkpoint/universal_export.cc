@@ -63,6 +63,20 @@ IValue step_for(const TrainingState& state) {
   return at::scalar_tensor(static_cast<double>(state.optimizer->step_count), at::kFloat);
 }
 
+// Under the names of DeepSpeed's schedules, and of torch's ReduceLROnPlateau.
+IValue schedule_of(const TrainingState& state) {
+  if (!state.lr_iteration) return {};
+  PythonDict result = python_dict();
+  result.insert("last_batch_iteration", *state.lr_iteration);
+  if (!state.plateau) return result;
+  const optimizers::PlateauState& plateau = *state.plateau;
+  if (plateau.best) result.insert("best", *plateau.best);
+  result.insert("num_bad_epochs", plateau.bad_values);
+  result.insert("cooldown_counter", plateau.cooldown);
+  result.insert("last_epoch", plateau.values);
+  return result;
+}
+
 PythonDict groups_of(const TrainingState& state, const PythonDict& optimizer) {
   PythonList groups = python_list();
   for (const optimizers::GroupOptions& group : state.optimizer->groups) {
@@ -111,8 +125,7 @@ IValue model_states(Source& source) {
   result.insert_or_assign("mp_world_size", int64_t{1});
   result.insert_or_assign("ds_version", kDeepSpeedVersion);
   result.insert_or_assign("ds_config", to_python(state.config));
-  result.insert_or_assign("lr_scheduler",
-                          state.lr_iteration ? to_python({{"last_batch_iteration", *state.lr_iteration}}) : IValue());
+  result.insert_or_assign("lr_scheduler", schedule_of(state));
   return result;
 }
 

@@ -246,6 +246,19 @@ std::optional<optimizers::LossScalerState> loss_scaler_of(const SavedCheckpoint&
   return state;
 }
 
+// Of torch's ReduceLROnPlateau. Before the first value its best is infinite.
+std::optional<optimizers::PlateauState> plateau_of(const PickleField& schedule) {
+  if (!schedule.find("num_bad_epochs")) return std::nullopt;
+  const auto count = [&](const char* key) {
+    const auto value = schedule.find(key);
+    return value ? value->integer() : 0;
+  };
+  optimizers::PlateauState state{
+      .bad_values = count("num_bad_epochs"), .cooldown = count("cooldown_counter"), .values = count("last_epoch")};
+  if (const auto best = schedule.find("best"); best && state.values > 0) state.best = best->number();
+  return state;
+}
+
 }  // namespace
 
 TrainingState saved_state(const SavedCheckpoint& saved) {
@@ -268,6 +281,7 @@ TrainingState saved_state(const SavedCheckpoint& saved) {
   if (state.precision == "float16") state.loss_scaler = loss_scaler_of(saved);
   if (const auto schedule = model.find("lr_scheduler"); schedule && schedule->is(PickleKind::kDict)) {
     if (const auto iteration = schedule->find("last_batch_iteration")) state.lr_iteration = iteration->integer();
+    state.plateau = plateau_of(*schedule);
   }
   return state;
 }

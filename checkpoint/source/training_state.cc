@@ -1,5 +1,8 @@
 #include "checkpoint/source/training_state.h"
 
+#include <cmath>
+#include <limits>
+
 #include "core/check.h"
 #include "core/json/json_integer.h"
 
@@ -20,6 +23,15 @@ optimizers::GroupOptions group_from(const json& group) {
           .beta2 = group.at("beta2").get<double>(),
           .momentum = group.at("momentum").get<double>(),
           .eps = group.at("eps").get<double>()};
+}
+
+// JSON has no infinity, which may be the best of what a program measured.
+json number_to_json(double value) { return std::isinf(value) ? json(value > 0 ? "inf" : "-inf") : json(value); }
+
+double number_from(const json& value) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  if (value == "inf") return kInfinity;
+  return value == "-inf" ? -kInfinity : value.get<double>();
 }
 
 OptimizerState optimizer_from(const json& value) {
@@ -83,7 +95,7 @@ json to_json(const TrainingState& state) {
     const optimizers::PlateauState& plateau = *state.plateau;
     result["plateau"] = {
         {"bad_values", plateau.bad_values}, {"cooldown", plateau.cooldown}, {"values", plateau.values}};
-    if (plateau.best) result["plateau"]["best"] = *plateau.best;
+    if (plateau.best) result["plateau"]["best"] = number_to_json(*plateau.best);
   }
   if (state.data) {
     result["data"] = {
@@ -122,7 +134,7 @@ TrainingState training_state_from(const json& value, const std::string& where) {
       state.plateau = optimizers::PlateauState{.bad_values = json_integer<int64_t>(plateau.at("bad_values")),
                                                .cooldown = json_integer<int64_t>(plateau.at("cooldown")),
                                                .values = json_integer<int64_t>(plateau.at("values"))};
-      if (plateau.contains("best")) state.plateau->best = plateau["best"].get<double>();
+      if (plateau.contains("best")) state.plateau->best = number_from(plateau["best"]);
     }
     if (value.contains("data")) {
       const json& data = value["data"];

@@ -47,7 +47,8 @@ void take_groups(const ModelState& model, const checkpoint::OptimizerState& save
 
 void take_plateau(const ModelState& model, LrScheduler& schedule, const checkpoint::Source& source) {
   if (!schedule.plateau()) return;
-  if (source.state().plateau) return schedule.load_plateau(*source.state().plateau);
+  schedule.load_plateau(source.state().plateau.value_or(optimizers::PlateauState()));
+  if (source.state().plateau) return;
   if (model.ranks.world->rank() == 0) {
     log::warning("load_checkpoint: ", source.location(), " has no values of ReduceLROnPlateau: it begins anew");
   }

@@ -78,6 +78,8 @@ CASES = {
     "stage0_bf16": (2, 0, "bf16", True, {}),
     "stage1_fp32": (2, 1, "fp32", True, {"scheduler": {"type": "WarmupLR", "params": {
         "warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 8, "warmup_type": "linear"}}}),
+    "stage0_plateau": (2, 0, "fp32", True, {"scheduler": {"type": "ReduceLROnPlateau", "params": {
+        "factor": 0.5, "patience": 5, "threshold": 0.5}}}),  # of the loss of each step
     "stage1_bf16": (2, 1, "bf16", True, {"data_types": {"grad_accum_dtype": "fp32"}}),  # DeepSpeed's BF16_Optimizer
     "stage2_fp32": (3, 2, "fp32", True, {}),
     "stage2_bf16": (2, 2, "bf16", False, {}),
@@ -110,9 +112,10 @@ def step(engine, number, rank, ranks):
     logits = engine(tokens)
     loss = torch.nn.functional.cross_entropy(logits.float().reshape(-1, VOCABULARY), targets.reshape(-1))
     engine.backward(loss)
-    engine.step()
     mean = loss.detach().clone()
     torch.distributed.all_reduce(mean)
+    follows = isinstance(engine.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    engine.step(lr_kwargs={"metrics": mean.item() / ranks} if follows else None)
     return mean.item() / ranks
 
 

@@ -78,6 +78,16 @@ TEST_F(UniversalExportTest, HoldsWholeTensorsGroupsAndCounters) {
   EXPECT_EQ(named, "step12");
 }
 
+TEST_F(UniversalExportTest, ReduceLROnPlateauGoesOn) {
+  source_.mutable_state().plateau = optimizers::PlateauState{.best = 0.5, .bad_values = 3, .cooldown = 2, .values = 8};
+  export_universal(source_, tag());
+  const c10::IValue schedule = at_key(value_in(tag() + "/mp_rank_00_model_states.pt"), "lr_scheduler");
+  EXPECT_EQ(at_key(schedule, "best").toDouble(), 0.5);  // torch's names
+  EXPECT_EQ(at_key(schedule, "num_bad_epochs").toInt(), 3);
+  EXPECT_EQ(at_key(schedule, "cooldown_counter").toInt(), 2);
+  EXPECT_EQ(at_key(schedule, "last_epoch").toInt(), 8);
+}
+
 TEST_F(UniversalExportTest, TorchsAdamCountsInATensor) {
   source_.mutable_state().config = {{"optimizer", {{"params", {{"torch_adam", true}}}}}};
   export_universal(source_, tag());

@@ -83,6 +83,34 @@ TEST(ReduceLrOnPlateau, GoesOnAfterAResume) {
   }
 }
 
+TEST(ReduceLrOnPlateau, AnInfiniteBestComesBack) {
+  const test::ScratchFolder scratch;
+  test::run_ranks(1, [&](comm::Communicator& ranks) {
+    SmallNet model;
+    const auto parts = start(model.ptr(), plateau_config(0), ranks);
+    parts.schedule->step(-INFINITY);
+    parts.engine->save_checkpoint(scratch.path().string(), "infinite");
+    parts.schedule->load_plateau({});
+    parts.engine->load_checkpoint(scratch.path().string());
+    EXPECT_EQ(parts.schedule->plateau()->best, -INFINITY);
+    EXPECT_EQ(parts.schedule->plateau()->values, 1);
+  });
+}
+
+TEST(ReduceLrOnPlateau, BeginsAnewWithACheckpointOfAnotherSchedule) {
+  const test::ScratchFolder scratch;
+  test::run_ranks(1, [&](comm::Communicator& ranks) {
+    SmallNet other;
+    start(other.ptr(), small_config(0, 1), ranks).engine->save_checkpoint(scratch.path().string(), "other");
+    SmallNet model;
+    const auto parts = start(model.ptr(), plateau_config(0), ranks);
+    parts.schedule->step(0.5);
+    parts.engine->load_checkpoint(scratch.path().string());
+    EXPECT_EQ(parts.schedule->plateau()->best, std::nullopt);
+    EXPECT_EQ(parts.schedule->plateau()->values, 0);
+  });
+}
+
 TEST(ReduceLrOnPlateau, OfAnOptimizerOfTheProgram) {
   test::run_ranks(1, [](comm::Communicator& ranks) {
     SmallNet model;

@@ -115,6 +115,12 @@ std::vector<std::vector<std::string>> state_rows(const TrainingState& state) {
   }
   if (state.loss_scaler) rows.push_back({"loss scale", number(state.loss_scaler->scale)});
   if (state.lr_iteration) rows.push_back({"lr schedule", cat("iteration ", *state.lr_iteration)});
+  if (state.plateau) {
+    const optimizers::PlateauState& plateau = *state.plateau;
+    rows.push_back(
+        {"ReduceLROnPlateau", cat(plateau.values, " values, best ", plateau.best ? number(*plateau.best) : "none", ", ",
+                                  plateau.bad_values, " since then, cooldown ", plateau.cooldown)});
+  }
   if (state.data) {
     rows.push_back({"data", cat("epoch ", state.data->epoch, ", next sample ", state.data->next_sample, ", seed ",
                                 state.data->seed)});

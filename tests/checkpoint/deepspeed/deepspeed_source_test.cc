@@ -128,6 +128,13 @@ TEST(DeepspeedSource, ReadsTheLossScaler) {
 TEST(DeepspeedSource, ReadsTheSchedule) {
   EXPECT_EQ(open(saved("stage1_fp32"))->state().lr_iteration, 3);
   EXPECT_FALSE(open(saved("stage2_fp32"))->state().lr_iteration);
+  EXPECT_FALSE(open(saved("stage1_fp32"))->state().plateau);
+  const auto plateau = open(saved("stage0_plateau"))->state().plateau;
+  ASSERT_TRUE(plateau);
+  EXPECT_EQ(plateau->best, 2.6235852241516113);
+  EXPECT_EQ(plateau->bad_values, 3);
+  EXPECT_EQ(plateau->cooldown, 0);
+  EXPECT_EQ(plateau->values, 4);
 }
 
 // --- what is missing or too much -------------------------------------------------------------------------------------

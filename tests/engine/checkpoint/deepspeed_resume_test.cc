@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "dsengine/engine.h"
+#include "dsengine/lr_scheduler.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 
@@ -77,6 +78,10 @@ nlohmann::ordered_json config_of(const Resumption& resumption) {
         {"params",
          {{"warmup_min_lr", 0.001}, {"warmup_max_lr", 0.01}, {"warmup_num_steps", 8}, {"warmup_type", "linear"}}}};
   }
+  if (std::string(resumption.from) == "stage0_plateau") {
+    config["scheduler"] = {{"type", "ReduceLROnPlateau"},
+                           {"params", {{"factor", 0.5}, {"patience", 5}, {"threshold", 0.5}}}};
+  }
   config.erase("gradient_clipping");  // DeepSpeed's default, as in the script
   return config;
 }
@@ -106,6 +111,7 @@ TEST_P(DeepspeedResume, LossesAreThoseOfDeepspeed) {
       losses[static_cast<size_t>(engine.global_rank())].push_back(loss.item<double>());
       engine.backward(loss);
       engine.step();
+      if (started.schedule && started.schedule->plateau()) started.schedule->step(loss.item<double>());
     }
   });
   for (size_t step = 0; step < wanted.size(); ++step) {
@@ -116,7 +122,8 @@ TEST_P(DeepspeedResume, LossesAreThoseOfDeepspeed) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Stages, DeepspeedResume,
-                         testing::Values(Resumption{"stage0_fp32", 2, 0}, Resumption{"stage1_fp32", 2, 1},
+                         testing::Values(Resumption{"stage0_fp32", 2, 0}, Resumption{"stage0_plateau", 2, 0},
+                                         Resumption{"stage0_plateau", 1, 3}, Resumption{"stage1_fp32", 2, 1},
                                          Resumption{"stage2_fp32", 3, 2}, Resumption{"stage3_fp32", 2, 3},
                                          Resumption{"stage3_fp32", 3, 1}, Resumption{"stage1_fp32", 1, 3},
                                          Resumption{"stage2_fp32", 2, 3}),
