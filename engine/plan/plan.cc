@@ -319,7 +319,7 @@ void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, c
 }
 
 // With a folder for each host, a rank reads what ranks of its own host have written.
-void require_local_checkpoints(const DsConfig& config, const PlanFacts& facts, const Plan& plan) {
+void require_local_checkpoints(const DsConfig& config, const Plan& plan) {
   if (!config.checkpoint.use_node_local_storage) return;
   const auto excludes = [](bool asked, const std::string& what) {
     require<ConfigError>(!asked, "checkpoint.use_node_local_storage excludes ", what,
@@ -327,8 +327,6 @@ void require_local_checkpoints(const DsConfig& config, const PlanFacts& facts, c
   };
   excludes(plan.topology.pipe > 1,
            cat("pipeline.stages: ", plan.topology.pipe, ", whose stages write what they share once"));
-  excludes(!facts.tensor_inside_host.value_or(true), cat("tensor_parallel.autotp_size: ", plan.topology.tensor,
-                                                         " across hosts, whose ranks write what they share once"));
   excludes(plan.frozen_bits > 0,
            "zero_optimization.zero_quantized_nontrainable_weights, which is encoded from whole tensors at a load");
 }
@@ -414,7 +412,7 @@ Plan planned(const DsConfig& config, const Topology& topology, const PlanFacts& 
   choose_precision(config, facts, plan);
   choose_gradients(config, facts, plan);
   choose_pipeline(config, facts, plan);
-  require_local_checkpoints(config, facts, plan);
+  require_local_checkpoints(config, plan);
   if (!facts.client_optimizer && facts.trains) plan.optimizer = config.optimizer.algorithm();
   plan.schedule = config.scheduler.type;
   plan.backend = config.communication_backend;

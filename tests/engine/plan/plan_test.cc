@@ -45,7 +45,9 @@ TEST(Plan, SaysHowGradientsAreAveraged) {
 // Sums of every layer go along it.
 TEST(Plan, SaysWhetherATensorAxisLiesInsideAHost) {
   const auto plan = [](std::optional<bool> inside) {
-    const ordered_json config = {{"train_micro_batch_size_per_gpu", 2}, {"tensor_parallel", {{"autotp_size", 2}}}};
+    const ordered_json config = {{"train_micro_batch_size_per_gpu", 2},
+                                 {"tensor_parallel", {{"autotp_size", 2}}},
+                                 {"checkpoint", {{"use_node_local_storage", true}}}};  // wherever they lie
     return make_plan(config::parse(config, {.world_size = 4}), {.world_size = 4, .dp = 2, .tensor = 2},
                      {.tensor_inside_host = inside});
   };
