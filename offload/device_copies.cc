@@ -7,24 +7,33 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "offload/aio_file.h"
 
 namespace ds::offload {
 
 DeviceCopies::DeviceCopies(std::unique_ptr<DeviceFile> file, std::vector<at::Tensor> buffers, c10::Device device)
     : file_(std::move(file)), device_(device) {
   ensure(!buffers.empty(), "slices are read into at least one buffer");
-  for (at::Tensor& buffer : buffers) buffers_.push_back({.memory = std::move(buffer)});
+  for (at::Tensor& buffer : buffers) {
+    ensure(reinterpret_cast<uintptr_t>(buffer.data_ptr()) % AioFile::alignment() == 0, "buffers are whole blocks");
+    note_use(buffers_.emplace_back(Buffer{.memory = std::move(buffer)}));
+  }
 }
 
 DeviceCopies::~DeviceCopies() {
   for (Buffer& buffer : buffers_) {
-    if (!buffer.read.valid()) continue;
     try {
-      buffer.read.get();
+      if (buffer.read.valid()) buffer.read.get();
+      if (buffer.used) buffer.used->synchronize();
     } catch (const std::exception& error) {
       log::warning("slices of parameters: ", error.what());
     }
   }
+}
+
+void DeviceCopies::note_use(Buffer& buffer) const {
+  buffer.used = std::make_shared<c10::Event>(device_.type());
+  buffer.used->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
 DeviceCopies::Buffer* DeviceCopies::holder(int64_t slice) {
@@ -82,8 +91,7 @@ void DeviceCopies::give_back(int64_t slice) {
   Buffer* const buffer = holder(slice);
   ensure(buffer != nullptr && buffer->taken > 0, "a copy is given back as often as it was taken");
   --buffer->taken;
-  buffer->used = std::make_shared<c10::Event>(device_.type());
-  buffer->used->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  note_use(*buffer);
 }
 
 void DeviceCopies::drop(int64_t slice) {

@@ -23,10 +23,11 @@ struct FilePart {
 // Not thread safe: each read has a thread of its own, which waits for the device's library.
 class DeviceCopies {
  public:
-  // `buffers`: at least one, flat bytes on the device, each as long as the longest part that is read. The file outlives
+  // `buffers`: at least one, flat bytes on the device, each as long as the longest part that is read, at multiples of
+  // AioFile::alignment(). What the device's current stream has been given may still use their memory. The file outlives
   // this.
   DeviceCopies(std::unique_ptr<DeviceFile> file, std::vector<at::Tensor> buffers, c10::Device device);
-  // Waits for what is on its way.
+  // Waits for what is on its way, and for the device's use of the copies.
   ~DeviceCopies();
 
   // Whether another copy can be taken, beside those that are.
@@ -48,9 +49,10 @@ class DeviceCopies {
     int taken = 0;
     std::future<void> read;  // that is under way
     uint64_t last_use = 0;
-    std::shared_ptr<c10::Event> used;  // by the device, at the last give_back()
+    std::shared_ptr<c10::Event> used;  // by the device: before there was a copy, or at the last give_back()
   };
 
+  void note_use(Buffer& buffer) const;
   Buffer* holder(int64_t slice);
   Buffer& start(int64_t slice, const FilePart& part);
 

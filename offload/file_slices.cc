@@ -159,13 +159,24 @@ void FileSlices::note_copies(Buffer& buffer) {
   buffer.copied->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
+// Whether nothing is being written from the buffer any more. begin_gather() says what went wrong.
+bool FileSlices::has_written(Buffer& buffer) {
+  if (!buffer.under_way || !buffer.writes) return true;
+  try {
+    if (!file_.done(buffer.ticket)) return false;
+    settle(buffer);
+  } catch (const IoError&) {
+    return false;
+  }
+  return true;
+}
+
 void FileSlices::prefetch(const at::Tensor& slice) {
   if (!failure_.empty()) return;  // load() says it
   const int64_t index = index_of(slice);
   if (copies_ && index >= 0) {
-    const Buffer* const buffer = holder(index);
-    const bool is_written = buffer != nullptr && buffer->under_way && buffer->writes;
-    if (!is_written) copies_->prefetch(index, part_of(index));
+    Buffer* const buffer = holder(index);
+    if (buffer == nullptr || has_written(*buffer)) copies_->prefetch(index, part_of(index));
     return;
   }
   // One buffer stays for a load that nobody foresaw.

@@ -67,6 +67,7 @@ class FileSlices final : public SliceStore {
   Buffer& take_buffer(int64_t slice);
   void start(Buffer& buffer, bool writes);
   void settle(Buffer& buffer);
+  bool has_written(Buffer& buffer);
   [[noreturn]] void fail(Buffer& buffer, const IoError& error);
   void note_copies(Buffer& buffer);
   at::Tensor contents(const Buffer& buffer) const;

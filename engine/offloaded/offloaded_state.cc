@@ -187,6 +187,11 @@ void OffloadedState::keep_parameters(const Plan& plan, const config::DsConfig& c
   if (bytes_.host.parameters > 0) kept = arena("parameter slices", bytes_.host.parameters, section.pin_memory);
   if (kept_slices == slices.size()) {
     if (kept) parameter_slices_ = std::make_shared<offload::ArenaSlices>(std::move(kept));
+    if (config.aio.use_gds && plan.offload.parameters == zero::Home::kFile && layout.rank == 0) {
+      log::warning("aio.use_gds: nothing to read from a file: zero_optimization.offload_param.max_in_cpu: ",
+                   plan.offload.kept_parameters,
+                   " keeps all slices in host memory. Set max_in_cpu to 0, or use_gds to ", "false");
+    }
     return;
   }
   std::vector<int64_t> sizes;
@@ -209,10 +214,20 @@ void OffloadedState::keep_parameters(const Plan& plan, const config::DsConfig& c
 void OffloadedState::read_on_device(offload::FileSlices& slices, int64_t bytes, int64_t count) const {
   require<ConfigError>(!device_.is_cpu(),
                        "aio.use_gds: expected a GPU into whose memory files are read, found the CPU; ", "use false");
-  std::vector<at::Tensor> buffers;
-  for (int64_t i = 0; i < count; ++i) {
-    buffers.push_back(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_)));
+  constexpr int64_t kAlignment = offload::AioFile::alignment();
+  at::Tensor memory;
+  try {
+    memory = at::empty({bytes * count + kAlignment}, at::TensorOptions().dtype(at::kByte).device(device_));
+  } catch (const c10::OutOfMemoryError& error) {
+    throw ConfigError(cat("aio.use_gds: expected room on ", device_,
+                          " for zero_optimization.offload_param.buffer_count: ", count, " slices of ",
+                          offload::size_text(bytes), ", found: ", error.what_without_backtrace(),
+                          ". Lower buffer_count, or set use_gds to false"));
   }
+  const auto address = reinterpret_cast<uintptr_t>(memory.data_ptr());
+  const auto first = static_cast<int64_t>((kAlignment - address % kAlignment) % kAlignment);
+  std::vector<at::Tensor> buffers;
+  for (int64_t i = 0; i < count; ++i) buffers.push_back(memory.narrow(0, first + i * bytes, bytes));
   slices.gather_on_device(std::move(buffers));
   log::info("device memory: ", offload::size_text(bytes * count),
             " for parameter slices that are read from their file into ", "it (aio.use_gds)");

@@ -36,7 +36,7 @@ std::string precision_text(const DsConfig& config, const Plan& plan) {
   if (plan.model_dtype == DType::kFloat64) text += " parameters, gradients and optimizer states";
   if (plan.autocast) text += cat(", autocast to ", name_of(*plan.autocast));
   if (plan.buffer_dtype) text += cat(", buffers in ", name_of(*plan.buffer_dtype));
-  if (const auto& kept = config.data_types.keep_in_fp32_modules; kept && !kept->empty() && is_half(plan.model_dtype)) {
+  if (const auto& kept = config.data_types.keep_in_fp32_modules; kept && !kept->empty() && narrows_buffers(plan)) {
     text += ", those that data_types.keep_in_fp32_modules names in fp32";
   }
   if (plan.loss_scaling == LossScaling::kStatic) text += cat(", loss scale ", config.fp16.loss_scale);
@@ -293,9 +293,6 @@ void add_offload_rows(const DsConfig& config, Plan& plan) {
                          cat("slices in ", place_of(offload.parameters, "a file"), ", gathered from there",
                              config.aio.use_gds && offload.parameters == zero::Home::kFile
                                  ? ", by cuFile into the device's memory (aio.use_gds)"
-                                 : "",
-                             config.aio.use_gds && offload.parameters == zero::Home::kFile
-                                 ? ", read into the device's memory by cuFile (aio.use_gds)"
                                  : "",
                              plan.separate_master || offload.optimizer != zero::Home::kDevice
                                  ? ""

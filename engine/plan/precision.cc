@@ -81,6 +81,8 @@ void choose_masters(const DsConfig& config, const PlanFacts& facts, Plan& plan) 
 
 bool is_half(DType dtype) { return dtype == DType::kBFloat16 || dtype == DType::kFloat16; }
 
+bool narrows_buffers(const Plan& plan) { return plan.buffer_dtype && is_half(*plan.buffer_dtype); }
+
 bool scales_autocast(const DsConfig& config) {
   const config::TorchAutocastSection& section = config.torch_autocast;
   return section.enabled && section.dtype == DType::kFloat16 && !config.fp16.enabled && !config.bf16.enabled;

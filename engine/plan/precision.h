@@ -12,6 +12,8 @@ void choose_precision(const config::DsConfig& config, const PlanFacts& facts, Pl
 
 // Of 16 bits.
 bool is_half(DType dtype);
+// Whether floating-point buffers are cast to 16 bits.
+bool narrows_buffers(const Plan& plan);
 
 // torch_autocast to float16, whose losses are scaled.
 bool scales_autocast(const config::DsConfig& config);

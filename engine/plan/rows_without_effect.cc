@@ -80,8 +80,7 @@ void add_rows_without_effect(const config::DsConfig& config, Plan& plan) {
   moot(plan.autocast && listed && !listed->empty() && plan.sent_in_autocast.empty(), "lower_precision_safe_modules",
        plan.error_feedback ? "the optimizer compresses what ranks exchange itself" : "no ranks share gradients");
   const auto& kept = config.data_types.keep_in_fp32_modules;
-  moot(kept && !kept->empty() && !is_half(plan.model_dtype), "keep_in_fp32_modules",
-       "neither fp16 nor bf16 is enabled: buffers stay as they are");
+  moot(kept && !kept->empty() && !narrows_buffers(plan), "keep_in_fp32_modules", "no buffers are cast to 16 bits");
   moot(config.sparse_gradients && !plan.sparse_gradients, "sparse_gradients", "no ranks share gradients");
   moot(zero.mics_hierarchical_params_gather, "mics_hierarchical_params_gather",
        "collectives go through shared memory inside a host and between hosts once already");

@@ -81,10 +81,10 @@ void choose_listed(const ModelState& model, const config::TorchAutocastSection& 
   options.sent_in_it = std::move(tensors);
 }
 
-// In a model of 16 bits: data_types.keep_in_fp32_modules, and sums of ours.
+// Of buffers that are cast to 16 bits: data_types.keep_in_fp32_modules, and sums of ours.
 void choose_kept(const ModelState& model, const config::DataTypesSection& section, const ModelParameters& parameters,
                  BucketOptions& options) {
-  if (!is_half(model.plan.model_dtype)) return;
+  if (!narrows_buffers(model.plan)) return;
   if (section.keep_in_fp32_modules) {
     options.float32_buffers = buffers_kept_in_float32(parameters, *section.keep_in_fp32_modules, model.ranks);
   }

@@ -1,5 +1,6 @@
 // The functions of offload/device_file_calls.h by NVIDIA's cuFile, which is looked for when a file is opened: programs
 // that do not use it need not have it.
+#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <sys/types.h>
 
@@ -40,7 +41,7 @@ struct CuFile {
 
 // Of cufile.h's list, those that tell a user what to do.
 std::string text_of(int code, int cuda) {
-  switch (code < 0 ? -code : code) {
+  switch (code) {
     case kFirstCode + 1:
       return "the driver nvidia-fs is not loaded, and cufile.json does not allow_compat_mode";
     case kFirstCode + 7:
@@ -50,7 +51,7 @@ std::string text_of(int code, int cuda) {
     case kFirstCode + 9:
       return "no GPUDirect Storage into this GPU";
     case kOfCuda:
-      return cat("an error of CUDA's driver: ", cuda);
+      return cat("an error of CUDA's driver", cuda == 0 ? std::string(" (see cufile.log)") : cat(": ", cuda));
     default:
       return cat("cuFile's error ", code);
   }
@@ -100,11 +101,23 @@ void* open_file(int descriptor, std::string& reason) {
 
 void close_file(void* handle) { cufile().handle_deregister(handle); }
 
+// cuFile works in the driver's current context. A thread that has not called CUDA has a current device, but no context
+// until it sets that device, which guards leave out where it is the current one already.
+cudaError_t bind_context() {
+  int device = 0;
+  const cudaError_t found = cudaGetDevice(&device);
+  return found == cudaSuccess ? cudaSetDevice(device) : found;
+}
+
 int64_t read_file(void* handle, void* memory, int64_t bytes, int64_t offset, std::string& reason) {
+  if (const cudaError_t bound = bind_context(); bound != cudaSuccess) {
+    reason = cat("no context of CUDA: ", cudaGetErrorString(bound));
+    return -1;
+  }
   const ssize_t read = cufile().read(handle, memory, static_cast<size_t>(bytes), offset, 0);
   const int error = errno;
   if (read >= 0) return read;
-  reason = read == -1 ? cat(SystemReason(error)) : text_of(static_cast<int>(read), 0);
+  reason = read == -1 ? cat(SystemReason(error)) : text_of(static_cast<int>(-read), 0);
   return -1;
 }
 

@@ -253,6 +253,18 @@ TEST_P(KeptBuffers, StayFloat32WhatEverTheOthersAre) {
 
 INSTANTIATE_TEST_SUITE_P(Stages, KeptBuffers, ::testing::Values(0, 2, 3));
 
+TEST(KeptBufferNames, CountWhereBuffersAloneAreNarrow) {
+  ordered_json config = small_config(0, 1);
+  config["data_types"] = {{"keep_in_fp32_modules", {"e_score"}}, {"buffer_dtype", "bf16"}};
+  run_ranks(1, [&](comm::Communicator& communicator) {
+    Router model;
+    const auto engine = start(model.ptr(), config, communicator).engine;
+    EXPECT_EQ(model->bias.scalar_type(), at::kFloat);
+    EXPECT_EQ(model->running.scalar_type(), at::kBFloat16);
+    EXPECT_EQ(model->gate->weight.scalar_type(), at::kFloat);
+  });
+}
+
 TEST(KeptBufferNames, ComeBackFromACheckpointAsTheyWere) {
   const test::ScratchFolder folder;
   ordered_json config = small_config(2, 1);

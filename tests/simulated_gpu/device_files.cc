@@ -44,12 +44,15 @@ int64_t read_device_file(void* handle, void* memory, int64_t bytes, int64_t offs
   if (is_asked_for("half") && bytes > kBlock) bytes = bytes / 2 / kBlock * kBlock;
   Timeline& timeline = Timeline::instance();
   ssize_t read = 0;
+  int error = 0;
   const Point end =
       timeline.enqueue(timeline.stream(current_device().index(), kFileStream), "a read of a file",
-                       {access_to(memory, bytes, /*write=*/true)},
-                       [&] { read = ::pread(*static_cast<int*>(handle), memory, static_cast<size_t>(bytes), offset); });
+                       {access_to(memory, bytes, /*write=*/true)}, [&] {
+                         read = ::pread(*static_cast<int*>(handle), memory, static_cast<size_t>(bytes), offset);
+                         error = errno;
+                       });
   timeline.wait(end, "");
-  if (read < 0) reason = "the file cannot be read";
+  if (read < 0) reason = cat(SystemReason(error));
   return read;
 }
 
