@@ -64,11 +64,11 @@ Bandwidth bandwidth_of(CollectiveKind kind, double bytes, size_t ranks, double s
     case CollectiveKind::kAllGather:
     case CollectiveKind::kReduceScatter:
     case CollectiveKind::kAllToAll:
+    case CollectiveKind::kGather:
+    case CollectiveKind::kScatter:
       return {.algorithm = plain, .bus = plain * (n - 1) / n};
     case CollectiveKind::kBroadcast:
     case CollectiveKind::kReduce:
-    case CollectiveKind::kGather:
-    case CollectiveKind::kScatter:
     case CollectiveKind::kSend:
     case CollectiveKind::kRecv:
     case CollectiveKind::kBarrier:

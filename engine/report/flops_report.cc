@@ -32,7 +32,7 @@ FlopsReport::FlopsReport(const config::DsConfig& config, const ModelState& model
 }
 
 void FlopsReport::step_comes(int64_t steps) {
-  profiles_ = steps == section_.profile_step && !profile_;
+  profiles_ = steps == section_.profile_step && !profile_ && model_.plan.trains;  // else no step ends it
   work_.stop();
   if (!profiles_) return;
   forwards_.clear();

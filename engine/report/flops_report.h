@@ -17,8 +17,8 @@
 namespace ds::engine {
 
 // One per engine, on all ranks, told of one step after the other. Watches the operators of the step that comes when
-// profile_step steps are done (deepspeed/runtime/engine.py), once in a run; before and after it costs nothing. On the
-// engine's thread.
+// profile_step steps are done (deepspeed/runtime/engine.py), once in a run; before and after it no operator is looked
+// at. On the engine's thread.
 class FlopsReport {
  public:
   // Throws IoError where rank 0 cannot write the output file. `model` outlives it.

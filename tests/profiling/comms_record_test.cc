@@ -32,13 +32,13 @@ TEST(Bandwidth, FollowsDeepSpeedsFormulas) {
   const auto of = [](CollectiveKind kind) { return bandwidth_of(kind, kMebibyte, 4, kTenMilliseconds); };
   EXPECT_DOUBLE_EQ(of(CollectiveKind::kAllReduce).algorithm, 2 * plain);
   EXPECT_DOUBLE_EQ(of(CollectiveKind::kAllReduce).bus, plain * 2 * 3 / 4);
-  for (const CollectiveKind kind :
-       {CollectiveKind::kAllGather, CollectiveKind::kReduceScatter, CollectiveKind::kAllToAll}) {
+  for (const CollectiveKind kind : {CollectiveKind::kAllGather, CollectiveKind::kReduceScatter,
+                                    CollectiveKind::kAllToAll, CollectiveKind::kGather, CollectiveKind::kScatter}) {
     EXPECT_DOUBLE_EQ(of(kind).algorithm, plain) << static_cast<int>(kind);
     EXPECT_DOUBLE_EQ(of(kind).bus, plain * 3 / 4) << static_cast<int>(kind);
   }
-  for (const CollectiveKind kind : {CollectiveKind::kBroadcast, CollectiveKind::kReduce, CollectiveKind::kGather,
-                                    CollectiveKind::kScatter, CollectiveKind::kSend, CollectiveKind::kRecv}) {
+  for (const CollectiveKind kind :
+       {CollectiveKind::kBroadcast, CollectiveKind::kReduce, CollectiveKind::kSend, CollectiveKind::kRecv}) {
     EXPECT_DOUBLE_EQ(of(kind).algorithm, plain) << static_cast<int>(kind);
     EXPECT_DOUBLE_EQ(of(kind).bus, plain) << static_cast<int>(kind);
   }
