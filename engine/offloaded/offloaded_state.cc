@@ -10,6 +10,7 @@
 #include "core/block_codec.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "core/round_up.h"
 #include "engine/agreement/host_room.h"
 #include "engine/agreement/shared_failure.h"
 #include "offload/arena_slices.h"
@@ -224,8 +225,8 @@ void OffloadedState::read_on_device(offload::FileSlices& slices, int64_t bytes, 
                           offload::size_text(bytes), ", found: ", error.what_without_backtrace(),
                           ". Lower buffer_count, or set use_gds to false"));
   }
-  const auto address = reinterpret_cast<uintptr_t>(memory.data_ptr());
-  const auto first = static_cast<int64_t>((kAlignment - address % kAlignment) % kAlignment);
+  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data_ptr()));
+  const int64_t first = round_up(address, kAlignment) - address;
   std::vector<at::Tensor> buffers;
   for (int64_t i = 0; i < count; ++i) buffers.push_back(memory.narrow(0, first + i * bytes, bytes));
   slices.gather_on_device(std::move(buffers));

@@ -111,8 +111,8 @@ TEST_P(DeepspeedCheckpoint, OptimizerIsThatOfTheJob) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, DeepspeedCheckpoint,
-                         testing::Values("stage0_fp32", "stage0_bf16", "stage1_fp32", "stage1_bf16", "stage2_fp32",
-                                         "stage2_bf16", "stage2_fp16", "stage3_fp32", "stage3_bf16"),
+                         testing::Values("stage0_fp32", "stage0_bf16", "stage0_plateau", "stage1_fp32", "stage1_bf16",
+                                         "stage2_fp32", "stage2_bf16", "stage2_fp16", "stage3_fp32", "stage3_bf16"),
                          [](const auto& test_case) { return std::string(test_case.param); });
 
 TEST(DeepspeedSource, ReadsTheLossScaler) {
