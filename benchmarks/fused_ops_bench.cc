@@ -19,9 +19,9 @@
 #include <vector>
 
 #include "benchmarks/paired_timing.h"
+#include "comm/job/rank_device.h"
 #include "core/check.h"
 #include "dsengine/ops.h"
-#include "engine/setup/rank_device.h"
 
 namespace {
 

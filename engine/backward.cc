@@ -8,7 +8,7 @@
 #include "core/tensor_check.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
-#include "engine/state/shared_buffers.h"
+#include "model/state/shared_buffers.h"
 
 namespace ds::engine {
 namespace {

@@ -7,10 +7,10 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "dsengine/engine.h"
-#include "engine/checkpoint/load_checkpoint.h"
-#include "engine/checkpoint/save_checkpoint.h"
-#include "engine/checkpoint/save_model.h"
 #include "engine/engine_impl.h"
+#include "model/checkpoint/load_checkpoint.h"
+#include "model/checkpoint/save_checkpoint.h"
+#include "model/checkpoint/save_model.h"
 
 namespace ds::engine {
 

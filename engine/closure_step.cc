@@ -6,7 +6,7 @@
 #include "core/check.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
-#include "engine/update/finished_gradients.h"
+#include "model/state/finished_gradients.h"
 
 namespace ds::engine {
 namespace {

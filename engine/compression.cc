@@ -4,15 +4,15 @@
 
 #include <utility>
 
+#include "config/compression_rules.h"
 #include "core/check.h"
 #include "dsengine/model_compression.h"
-#include "engine/config/compression_rules.h"
 #include "engine/engine_impl.h"
-#include "engine/state/parameter_scope.h"
-#include "engine/state/parameter_values.h"
-#include "model_compression/compressed_model.h"
-#include "model_compression/layer_reduction.h"
-#include "model_compression/small_model.h"
+#include "layers/compressed/compressed_model.h"
+#include "layers/compressed/layer_reduction.h"
+#include "layers/compressed/small_model.h"
+#include "model/state/parameter_scope.h"
+#include "model/state/parameter_values.h"
 #include "zero/gathered_scope.h"
 
 namespace ds::engine {

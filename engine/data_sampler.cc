@@ -2,10 +2,10 @@
 #include <utility>
 
 #include "core/check.h"
+#include "data/curriculum_sampler.h"
 #include "dsengine/efficiency.h"
-#include "engine/data/curriculum_sampler.h"
-#include "engine/data/make_sampler.h"
 #include "engine/engine_impl.h"
+#include "engine/setup/make_sampler.h"
 
 namespace ds::engine {
 

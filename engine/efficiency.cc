@@ -2,9 +2,9 @@
 
 #include <utility>
 
+#include "config/sparsity_section.h"
 #include "core/check.h"
 #include "dsengine/comm.h"
-#include "engine/config/sparsity_section.h"
 #include "engine/engine_impl.h"
 
 namespace ds::engine {

@@ -5,9 +5,9 @@
 #include "core/check.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
-#include "engine/state/parameter_scope.h"
-#include "engine/state/parameter_values.h"
-#include "engine/update/finished_gradients.h"
+#include "model/state/finished_gradients.h"
+#include "model/state/parameter_scope.h"
+#include "model/state/parameter_values.h"
 
 namespace ds::engine {
 

@@ -6,7 +6,7 @@
 
 #include "core/restart_request.h"
 #include "dsengine/engine.h"
-#include "engine/agreement/shared_failure.h"
+#include "model/agreement/shared_failure.h"
 
 namespace ds::engine {
 

@@ -6,11 +6,11 @@
 #include "core/check.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
-#include "engine/state/held_bytes.h"
-#include "engine/state/parameter_scope.h"
-#include "engine/state/recomputed_modules.h"
-#include "engine/state/whole_state.h"
-#include "engine/update/finished_gradients.h"
+#include "model/state/finished_gradients.h"
+#include "model/state/held_bytes.h"
+#include "model/state/parameter_scope.h"
+#include "model/state/recomputed_modules.h"
+#include "model/state/whole_state.h"
 #include "zero/gathered_scope.h"
 
 namespace ds::engine {

@@ -5,8 +5,8 @@
 #include "core/log.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
-#include "engine/state/shared_buffers.h"
 #include "engine/update/held_still.h"
+#include "model/state/shared_buffers.h"
 #include "parallel/axis/axis.h"
 
 namespace ds::engine {

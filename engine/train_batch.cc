@@ -12,8 +12,8 @@
 #include "core/check.h"
 #include "core/files/atomic_file.h"
 #include "dsengine/engine.h"
-#include "engine/agreement/shared_failure.h"
 #include "engine/engine_impl.h"
+#include "model/agreement/shared_failure.h"
 
 namespace ds::engine {
 namespace {

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "core/text.h"
-#include "engine/state/whole_state.h"
 #include "loops/sharded_model.h"
+#include "model/state/whole_state.h"
 
 namespace ds::loops {
 namespace {

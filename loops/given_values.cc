@@ -4,7 +4,7 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
-#include "engine/agreement/shared_failure.h"
+#include "model/agreement/shared_failure.h"
 
 namespace ds::loops {
 

@@ -9,9 +9,9 @@
 #include <utility>
 
 #include "core/check.h"
-#include "engine/agreement/shared_failure.h"
+#include "layers/batch_norm/converted_layers.h"
 #include "loops/replicated_model_impl.h"
-#include "norm/converted_layers.h"
+#include "model/agreement/shared_failure.h"
 
 namespace ds::loops {
 namespace {

@@ -9,8 +9,8 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
-#include "engine/agreement/shared_failure.h"
 #include "loops/own_parts.h"
+#include "model/agreement/shared_failure.h"
 
 namespace ds::loops {
 

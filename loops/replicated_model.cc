@@ -9,10 +9,10 @@
 #include "core/tensor_check.h"
 #include "dsengine/distributed_data_parallel.h"
 #include "dsengine/init_distributed.h"
-#include "engine/setup/same_on_all_ranks.h"
+#include "layers/batch_norm/converted_layers.h"
 #include "loops/bucket_layout.h"
 #include "loops/replicated_model_impl.h"
-#include "norm/converted_layers.h"
+#include "model/state/same_on_all_ranks.h"
 
 namespace ds::loops {
 namespace {

@@ -11,10 +11,10 @@
 
 #include "dsengine/comm.h"
 #include "dsengine/distributed_data_parallel.h"
-#include "engine/state/model_layout.h"
 #include "loops/backward_pass.h"
 #include "loops/comm_hooks.h"
 #include "loops/used_parameters.h"
+#include "model/state/model_layout.h"
 #include "zero/gradient_reducer.h"
 #include "zero/parameter_bucket.h"
 

@@ -8,8 +8,8 @@
 
 #include "core/check.h"
 #include "core/tensor_check.h"
-#include "engine/state/tensor_parts.h"
 #include "loops/cast_slices.h"
+#include "model/state/tensor_parts.h"
 #include "optim/slice_update.h"
 
 namespace ds::loops {

@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
+#include "config/plan/plan.h"
 #include "dsengine/fully_shard.h"
-#include "engine/plan/plan.h"
-#include "engine/state/model_layout.h"
 #include "loops/shard_ranks.h"
+#include "model/state/model_layout.h"
 
 namespace ds::loops {
 

@@ -7,7 +7,7 @@
 
 #include "dsengine/comm.h"
 #include "dsengine/fully_shard.h"
-#include "engine/state/ranks.h"
+#include "model/state/ranks.h"
 
 namespace ds::loops {
 

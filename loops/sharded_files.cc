@@ -8,14 +8,14 @@
 #include <string>
 #include <vector>
 
+#include "config/order/call_order.h"
 #include "core/check.h"
 #include "dsengine/config.h"
-#include "engine/checkpoint/load_checkpoint.h"
-#include "engine/checkpoint/run_state.h"
-#include "engine/checkpoint/save_checkpoint.h"
-#include "engine/order/call_order.h"
 #include "loops/optimizer_states.h"
 #include "loops/sharded_state.h"
+#include "model/checkpoint/load_checkpoint.h"
+#include "model/checkpoint/run_state.h"
+#include "model/checkpoint/save_checkpoint.h"
 #include "optim/client_states.h"
 #include "optim/shard_optimizer.h"
 

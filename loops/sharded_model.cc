@@ -12,13 +12,13 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "core/memory/storage_memory.h"
-#include "engine/setup/part_options.h"
-#include "engine/setup/same_on_all_ranks.h"
-#include "engine/state/start_values.h"
-#include "engine/update/finished_gradients.h"
+#include "layers/batch_norm/converted_layers.h"
 #include "loops/meta_values.h"
 #include "loops/split_parts.h"
-#include "norm/converted_layers.h"
+#include "model/state/finished_gradients.h"
+#include "model/state/part_options.h"
+#include "model/state/same_on_all_ranks.h"
+#include "model/state/start_values.h"
 
 namespace ds::loops {
 namespace {

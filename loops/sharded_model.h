@@ -1,7 +1,7 @@
 // A module whose parameters are slices on the ranks, with the parts that an engine has at stage 3, driven by the
 // program's own backward passes.
 //
-// Gathers and reductions are zero's, the layout and what is saved are the engine's (engine/state, engine/checkpoint).
+// Gathers and reductions are zero's, the layout and what is saved are the engine's (model/state, model/checkpoint).
 // What is here is who tells them what happens: a pass begins with its first gradient and ends with autograd's callback
 // (loops/backward_pass.h); an optimizer's step is an operator that changes a slice.
 #pragma once
@@ -21,14 +21,14 @@
 
 #include "core/op_interceptor.h"
 #include "dsengine/fully_shard.h"
-#include "engine/state/model_layout.h"
-#include "engine/state/model_state.h"
 #include "loops/backward_pass.h"
 #include "loops/earlier_units.h"
 #include "loops/shard_layout.h"
 #include "loops/shard_ranks.h"
 #include "loops/slice_gradients.h"
 #include "loops/slice_leaves.h"
+#include "model/state/model_layout.h"
+#include "model/state/model_state.h"
 
 namespace ds::loops {
 

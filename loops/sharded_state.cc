@@ -9,9 +9,9 @@
 #include <utility>
 
 #include "core/check.h"
-#include "engine/state/whole_state.h"
 #include "loops/given_values.h"
 #include "loops/own_parts.h"
+#include "model/state/whole_state.h"
 
 namespace ds::loops {
 namespace {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/slices/segment.h"
-#include "engine/state/model_state.h"
+#include "model/state/model_state.h"
 
 namespace ds::loops {
 

@@ -7,8 +7,8 @@
 #include <memory>
 #include <string>
 
-#include "engine/state/tensor_parts.h"
 #include "loops/shard_ranks.h"
+#include "model/state/tensor_parts.h"
 #include "parallel/axis/axis.h"
 
 namespace ds::loops {

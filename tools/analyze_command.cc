@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "core/check.h"
-#include "efficiency/metric_writer.h"
-#include "efficiency/token_metrics.h"
+#include "data/metric_writer.h"
+#include "data/token_metrics.h"
 
 namespace ds::tool {
 namespace {

@@ -6,14 +6,14 @@
 #include <utility>
 #include <vector>
 
+#include "config/auto_values.h"
+#include "config/plan/device_overhead.h"
+#include "config/plan/plan.h"
 #include "core/check.h"
 #include "core/json/json_convert.h"
 #include "core/shown_text.h"
 #include "core/text.h"
 #include "dsengine/config.h"
-#include "engine/config/auto_values.h"
-#include "engine/plan/device_overhead.h"
-#include "engine/plan/plan.h"
 #include "tools/explained_keys.h"
 #include "tools/parameter_shapes.h"
 #include "tools/split_report.h"

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "config/supported.h"
 #include "core/text.h"
-#include "engine/config/supported.h"
 
 namespace ds::tool {
 namespace {

@@ -5,9 +5,9 @@
 #include <utility>
 #include <vector>
 
+#include "config/plan/device_overhead.h"
 #include "core/check.h"
 #include "core/shown_text.h"
-#include "engine/plan/device_overhead.h"
 
 namespace ds::tool {
 namespace {

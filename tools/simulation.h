@@ -32,8 +32,8 @@
 #include <string>
 #include <vector>
 
+#include "config/plan/plan.h"
 #include "dsengine/config.h"
-#include "engine/plan/plan.h"
 #include "pipeline/schedule/schedule_timing.h"
 #include "tools/machine.h"
 #include "tools/model_cost.h"

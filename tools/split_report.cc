@@ -6,12 +6,12 @@
 #include <tuple>
 #include <vector>
 
+#include "config/split/layer_names.h"
+#include "config/split/name_rules.h"
+#include "config/split/split_rules.h"
 #include "core/shown_text.h"
 #include "core/split/tensor_part.h"
 #include "core/text.h"
-#include "engine/plan/layer_names.h"
-#include "engine/plan/name_rules.h"
-#include "engine/plan/split_rules.h"
 
 namespace ds::tool {
 namespace {

@@ -28,10 +28,10 @@
 
 #include "benchmarks/gpu/kernel_profile.h"
 #include "benchmarks/gpu/kernel_speed.h"
+#include "comm/job/rank_device.h"
 #include "core/check.h"
 #include "dsengine/engine.h"
 #include "dsengine/init_distributed.h"
-#include "engine/setup/rank_device.h"
 #include "examples/gpt/gpt_init.h"
 #include "examples/gpt/gpt_model.h"
 #include "offload/pinned_arena.h"

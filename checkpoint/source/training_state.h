@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "data/curriculum_position.h"
 #include "dsengine/lr_schedule.h"
-#include "efficiency/curriculum_position.h"
 #include "optim/loss_scaler.h"
 
 namespace ds::checkpoint {
@@ -19,7 +19,7 @@ struct OptimizerState {
   std::vector<optimizers::GroupOptions> groups;  // as they were at the save
 };
 
-// Where a sampler stands (engine/data/batch_sampler.h): a position counted over all ranks.
+// Where a sampler stands (data/batch_sampler.h): a position counted over all ranks.
 struct DataPosition {
   int64_t epoch = 0;
   int64_t next_sample = 0;

@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "comm/rank_numbers.h"
+#include "config/comms_operations.h"
 #include "core/log.h"
-#include "engine/agreement/shared_text.h"
-#include "engine/config/comms_operations.h"
+#include "model/agreement/shared_text.h"
 #include "profiling/comms_table.h"
 
 namespace ds::engine {

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "dsengine/config.h"
-#include "engine/state/ranks.h"
+#include "model/state/ranks.h"
 #include "profiling/comms_log.h"
 
 namespace ds::engine {

@@ -9,7 +9,7 @@
 
 #include "dsengine/config.h"
 #include "dsengine/flops_profiler.h"
-#include "engine/state/model_state.h"
+#include "model/state/model_state.h"
 #include "profiling/device_clock.h"
 #include "profiling/flops_report.h"
 #include "profiling/module_work.h"

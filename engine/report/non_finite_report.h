@@ -6,7 +6,7 @@
 #include <string>
 
 #include "engine/report/batch_notes.h"
-#include "engine/state/model_state.h"
+#include "model/state/model_state.h"
 
 namespace ds::engine {
 

@@ -4,9 +4,9 @@
 #include <memory>
 #include <utility>
 
+#include "config/order/call_order.h"
 #include "dsengine/comm.h"
-#include "engine/order/call_order.h"
-#include "engine/state/progress.h"
+#include "model/state/progress.h"
 
 namespace ds::engine {
 

@@ -5,7 +5,7 @@
 
 #include "core/log.h"
 #include "dsengine/activation_checkpoint.h"
-#include "engine/state/held_bytes.h"
+#include "model/state/held_bytes.h"
 #include "profiling/process_memory.h"
 
 namespace ds::engine {

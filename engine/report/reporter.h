@@ -8,8 +8,8 @@
 
 #include "dsengine/config.h"
 #include "engine/report/flops_report.h"
-#include "engine/state/model_state.h"
-#include "engine/state/progress.h"
+#include "model/state/model_state.h"
+#include "model/state/progress.h"
 #include "profiling/device_clock.h"
 #include "profiling/monitor_list.h"
 #include "profiling/step_timers.h"

@@ -2,7 +2,7 @@
 
 #include "comm/subgroups.h"
 #include "core/log.h"
-#include "norm/converted_layers.h"
+#include "layers/batch_norm/converted_layers.h"
 
 namespace ds::engine {
 

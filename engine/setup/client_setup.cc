@@ -11,7 +11,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "core/split/split_tensor.h"
-#include "engine/state/tensor_parts.h"
+#include "model/state/tensor_parts.h"
 #include "optim/client_optimizer.h"
 #include "optim/elementwise_probe.h"
 

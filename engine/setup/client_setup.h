@@ -5,8 +5,8 @@
 
 #include "dsengine/initialize.h"
 #include "engine/setup/optimizer_setup.h"
-#include "engine/state/model_layout.h"
-#include "engine/state/model_state.h"
+#include "model/state/model_layout.h"
+#include "model/state/model_state.h"
 
 namespace ds::engine {
 

@@ -2,10 +2,10 @@
 
 #include <string>
 
+#include "config/compression_rules.h"
 #include "core/check.h"
 #include "dsengine/model_compression.h"
-#include "engine/config/compression_rules.h"
-#include "model_compression/compressed_model.h"
+#include "layers/compressed/compressed_model.h"
 
 namespace ds::engine {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "dsengine/config.h"
-#include "engine/state/model_state.h"
+#include "model/state/model_state.h"
 
 namespace ds::engine {
 

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <exception>
 
+#include "config/split/layer_names.h"
 #include "core/check.h"
-#include "engine/agreement/shared_failure.h"
-#include "engine/plan/layer_names.h"
+#include "model/agreement/shared_failure.h"
 
 namespace ds::engine {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/state/ranks.h"
+#include "model/state/ranks.h"
 #include "zero/parameter_bucket.h"
 
 namespace ds::engine {

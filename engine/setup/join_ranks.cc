@@ -5,15 +5,15 @@
 #include <optional>
 
 #include "comm/flight/flight_watch.h"
+#include "comm/job/joined_job.h"
+#include "comm/job/rank_device.h"
 #include "comm/meeting/rendezvous.h"
 #include "comm/mesh_hosts.h"
 #include "comm/rank_hosts.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "dsengine/init_distributed.h"
-#include "engine/setup/joined_job.h"
-#include "engine/setup/part_options.h"
-#include "engine/setup/rank_device.h"
+#include "model/state/part_options.h"
 
 namespace ds::engine {
 namespace {

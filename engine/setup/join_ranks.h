@@ -3,12 +3,12 @@
 
 #include <memory>
 
+#include "config/plan/plan.h"
 #include "dsengine/config.h"
 #include "dsengine/device_mesh.h"
 #include "dsengine/initialize.h"
 #include "dsengine/pipeline.h"
-#include "engine/plan/plan.h"
-#include "engine/state/ranks.h"
+#include "model/state/ranks.h"
 
 namespace ds::engine {
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "engine/agreement/shared_failure.h"
+#include "model/agreement/shared_failure.h"
 
 namespace ds::engine {
 namespace {

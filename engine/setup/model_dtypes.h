@@ -5,9 +5,9 @@
 
 #include <string>
 
-#include "engine/plan/plan.h"
-#include "engine/state/model_layout.h"
-#include "engine/state/ranks.h"
+#include "config/plan/plan.h"
+#include "model/state/model_layout.h"
+#include "model/state/ranks.h"
 
 namespace ds::engine {
 

@@ -3,15 +3,15 @@
 #include <algorithm>
 #include <utility>
 
+#include "config/plan/precision.h"
 #include "core/log.h"
-#include "engine/plan/precision.h"
-#include "engine/setup/part_options.h"
-#include "engine/state/embedding_rows.h"
-#include "engine/state/gradient_compression.h"
-#include "engine/state/held_bytes.h"
-#include "engine/state/kept_buffers.h"
-#include "engine/state/module_classes.h"
-#include "model_compression/compressed_model.h"
+#include "layers/compressed/compressed_model.h"
+#include "model/state/embedding_rows.h"
+#include "model/state/gradient_compression.h"
+#include "model/state/held_bytes.h"
+#include "model/state/kept_buffers.h"
+#include "model/state/module_classes.h"
+#include "model/state/part_options.h"
 #include "zero/parameter_publisher.h"
 
 namespace ds::engine {

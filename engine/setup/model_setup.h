@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "dsengine/config.h"
-#include "engine/state/model_layout.h"
-#include "engine/state/model_state.h"
-#include "engine/state/start_values.h"
+#include "model/state/model_layout.h"
+#include "model/state/model_state.h"
+#include "model/state/start_values.h"
 
 namespace ds::engine {
 

@@ -6,8 +6,8 @@
 
 #include "dsengine/config.h"
 #include "dsengine/initialize.h"
-#include "engine/state/model_layout.h"
-#include "engine/state/model_state.h"
+#include "model/state/model_layout.h"
+#include "model/state/model_state.h"
 #include "optim/shard_optimizer.h"
 
 namespace ds::engine {

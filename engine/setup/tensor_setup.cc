@@ -8,11 +8,11 @@
 #include <string>
 #include <utility>
 
+#include "config/split/name_rules.h"
+#include "config/split/split_rules.h"
 #include "core/check.h"
 #include "core/log.h"
-#include "engine/plan/name_rules.h"
-#include "engine/plan/split_rules.h"
-#include "engine/setup/same_on_all_ranks.h"
+#include "model/state/same_on_all_ranks.h"
 #include "parallel/axis/axis.h"
 #include "parallel/split_module.h"
 

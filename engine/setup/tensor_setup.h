@@ -4,12 +4,12 @@
 #include <memory>
 #include <vector>
 
+#include "config/plan/plan.h"
 #include "dsengine/config.h"
 #include "dsengine/initialize.h"
-#include "engine/plan/plan.h"
-#include "engine/state/model_layout.h"
-#include "engine/state/ranks.h"
-#include "engine/state/tensor_parts.h"
+#include "model/state/model_layout.h"
+#include "model/state/ranks.h"
+#include "model/state/tensor_parts.h"
 
 namespace ds::engine {
 

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "engine/update/finished_gradients.h"
+#include "model/state/finished_gradients.h"
 
 namespace ds::engine {
 

@@ -8,11 +8,11 @@
 #include <optional>
 #include <vector>
 
-#include "engine/order/call_order.h"
+#include "config/order/call_order.h"
 #include "engine/report/batch_notes.h"
-#include "engine/state/model_state.h"
-#include "engine/state/progress.h"
 #include "engine/update/update.h"
+#include "model/state/model_state.h"
+#include "model/state/progress.h"
 #include "optim/loss_scaler.h"
 
 namespace ds::engine {

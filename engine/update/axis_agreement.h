@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/readback.h"
-#include "engine/state/tensor_parts.h"
+#include "model/state/tensor_parts.h"
 
 namespace ds::engine {
 

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "core/check.h"
-#include "engine/update/finished_gradients.h"
 #include "engine/update/update_paths.h"
+#include "model/state/finished_gradients.h"
 
 namespace ds::engine {
 namespace {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/state/model_state.h"
+#include "model/state/model_state.h"
 
 namespace ds::engine {
 

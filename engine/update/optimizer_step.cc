@@ -12,10 +12,10 @@
 #include "core/check.h"
 #include "core/check_time.h"
 #include "core/log.h"
-#include "engine/agreement/shared_failure.h"
-#include "engine/state/shared_buffers.h"
 #include "engine/update/axis_agreement.h"
-#include "engine/update/finished_gradients.h"
+#include "model/agreement/shared_failure.h"
+#include "model/state/finished_gradients.h"
+#include "model/state/shared_buffers.h"
 
 namespace ds::engine {
 namespace {

@@ -8,7 +8,7 @@
 #include "core/check.h"
 #include "core/check_time.h"
 #include "core/memory/storage_memory.h"
-#include "engine/update/finished_gradients.h"
+#include "model/state/finished_gradients.h"
 
 namespace ds::engine {
 namespace {

@@ -13,7 +13,7 @@
 #include <map>
 #include <vector>
 
-#include "engine/state/model_state.h"
+#include "model/state/model_state.h"
 
 namespace ds::engine {
 

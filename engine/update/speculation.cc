@@ -1,5 +1,5 @@
 // The host begins to update inside the last backward, before the gradient is judged, and goes back when the step is
-// then clipped or skipped, or somebody uses the state before it (super_offload, engine/offloaded/speculative_update.h).
+// then clipped or skipped, or somebody uses the state before it (super_offload, model/offloaded/speculative_update.h).
 #include <string>
 #include <utility>
 

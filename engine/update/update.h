@@ -10,9 +10,9 @@
 #include <memory>
 
 #include "checkpoint/background_save.h"
-#include "engine/order/call_order.h"
-#include "engine/state/model_state.h"
-#include "engine/state/progress.h"
+#include "config/order/call_order.h"
+#include "model/state/model_state.h"
+#include "model/state/progress.h"
 #include "optim/step_scale.h"
 
 namespace ds::engine {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/engine/checkpoint/checkpoint_run.h"
+#include "tests/model/checkpoint/checkpoint_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 

@@ -12,7 +12,7 @@
 #include "checkpoint/rewrite.h"
 #include "compression/compressed_factory.h"
 #include "tests/checkpoint/source/memory_source.h"
-#include "tests/engine/checkpoint/checkpoint_run.h"
+#include "tests/model/checkpoint/checkpoint_run.h"
 #include "tests/pipeline/layered_model.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"

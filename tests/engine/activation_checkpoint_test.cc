@@ -8,8 +8,8 @@
 #include <memory>
 #include <vector>
 
+#include "config/plan/plan.h"
 #include "core/check.h"
-#include "engine/plan/plan.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 

@@ -1,5 +1,5 @@
 // torch_autocast as a state of the thread that several engines share, one after the other or at once.
-#include "engine/state/autocast.h"
+#include "model/state/autocast.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>

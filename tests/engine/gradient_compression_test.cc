@@ -2,11 +2,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "config/plan/plan.h"
 #include "core/check.h"
 #include "dsengine/engine.h"
-#include "engine/plan/plan.h"
-#include "tests/engine/checkpoint/checkpoint_run.h"
 #include "tests/engine/small_run.h"
+#include "tests/model/checkpoint/checkpoint_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 

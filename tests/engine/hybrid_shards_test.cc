@@ -3,9 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "config/plan/plan.h"
 #include "core/check.h"
 #include "dsengine/engine.h"
-#include "engine/plan/plan.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 #include "zero/memory_model.h"

@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
+#include "config/plan/plan.h"
 #include "core/check.h"
 #include "dsengine/engine.h"
-#include "engine/plan/plan.h"
-#include "engine/state/autocast.h"
-#include "engine/state/module_classes.h"
+#include "model/state/autocast.h"
+#include "model/state/module_classes.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 

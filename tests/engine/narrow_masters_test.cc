@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "checkpoint/folder_source.h"
+#include "config/plan/plan.h"
 #include "core/check.h"
-#include "engine/plan/plan.h"
-#include "tests/engine/offloaded/offload_run.h"
 #include "tests/engine/small_run.h"
+#include "tests/model/offloaded/offload_run.h"
 #include "tests/optim/plain_adamw.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "engine/state/kept_buffers.h"
+#include "model/state/kept_buffers.h"
 #include "optim/loss_scaler.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/scratch_folder.h"

@@ -19,10 +19,10 @@
 #include <utility>
 #include <vector>
 
+#include "config/plan/plan.h"
 #include "core/check.h"
-#include "engine/plan/plan.h"
-#include "tests/engine/offloaded/offload_run.h"
 #include "tests/engine/small_run.h"
+#include "tests/model/offloaded/offload_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 

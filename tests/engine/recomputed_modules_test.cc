@@ -8,11 +8,11 @@
 #include <thread>
 #include <vector>
 
+#include "config/plan/plan.h"
 #include "core/check.h"
 #include "dsengine/distributed_data_parallel.h"
 #include "dsengine/fully_shard.h"
 #include "dsengine/module_checkpointing.h"
-#include "engine/plan/plan.h"
 #include "tests/engine/small_run.h"
 #include "tests/loops/block_net.h"
 #include "tests/support/thread_ranks.h"

@@ -4,9 +4,9 @@
 
 #include <cmath>
 
+#include "config/plan/plan.h"
 #include "core/check.h"
 #include "dsengine/engine.h"
-#include "engine/plan/plan.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "comm/shared_memory/thread_group.h"
-#include "tests/engine/checkpoint/checkpoint_run.h"
 #include "tests/gpu/device_run.h"
+#include "tests/model/checkpoint/checkpoint_run.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::engine {

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "comm/backends/cuda_plugin.h"
+#include "comm/job/rank_device.h"
 #include "comm/shared_memory/thread_group.h"
 #include "core/check.h"
-#include "engine/setup/rank_device.h"
 #include "tests/gpu/device_run.h"
 
 namespace ds::engine {

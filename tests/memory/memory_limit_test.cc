@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "comm/backends/factory.h"
+#include "config/plan/plan.h"
 #include "dsengine/engine.h"
-#include "engine/plan/plan.h"
 #include "tests/memory/large_net.h"
 #include "tests/support/process_ranks.h"
 

@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "comm/backends/factory.h"
+#include "config/plan/plan.h"
 #include "core/files/safetensors.h"
 #include "core/memory/host_memory.h"
 #include "dsengine/engine.h"
-#include "engine/plan/plan.h"
 #include "profiling/tensor_memory.h"
 #include "tests/memory/large_net.h"
 #include "tests/support/process_ranks.h"

@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
+#include "config/sparsity_section.h"
 #include "core/text.h"
 #include "dsengine/config.h"
 #include "dsengine/errors.h"
 #include "dsengine/sparsity_pattern.h"
-#include "engine/config/sparsity_section.h"
 
 namespace ds::ops {
 namespace {

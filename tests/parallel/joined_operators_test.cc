@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 #include "dsengine/errors.h"
-#include "engine/state/model_layout.h"
+#include "model/state/model_layout.h"
 #include "tests/parallel/split_ranks.h"
 
 namespace ds::parallel {

@@ -29,7 +29,7 @@
 #include "core/check.h"
 #include "core/text.h"
 #include "dsengine/engine.h"
-#include "tests/engine/checkpoint/checkpoint_run.h"
+#include "tests/model/checkpoint/checkpoint_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 

@@ -1,8 +1,8 @@
-// fp8/quantize_device_kernels.h for the simulated GPU: the same rules, one element or part after the other.
+// layers/fp8/quantize_device_kernels.h for the simulated GPU: the same rules, one element or part after the other.
 #include <algorithm>
 #include <vector>
 
-#include "fp8/quantize_device_kernels.h"
+#include "layers/fp8/quantize_device_kernels.h"
 #include "tests/simulated_gpu/kernel_work.h"
 #include "tests/simulated_gpu/lone_team.h"
 

@@ -7,8 +7,8 @@
 #include <cmath>
 #include <map>
 
-#include "efficiency/metric_files.h"
-#include "efficiency/metric_writer.h"
+#include "data/metric_files.h"
+#include "data/metric_writer.h"
 #include "tests/support/file_text.h"
 #include "tests/support/metric_writer.h"
 #include "tests/support/scratch_folder.h"

@@ -6,8 +6,8 @@
 #include <chrono>
 #include <nlohmann/json.hpp>
 
-#include "engine/plan/device_overhead.h"
-#include "tests/engine/config/scratch_file.h"
+#include "config/plan/device_overhead.h"
+#include "tests/config/scratch_file.h"
 #include "tests/tools/command_outcome.h"
 
 namespace ds::tool {

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "engine/config/supported.h"
+#include "config/supported.h"
 #include "tools/explained_keys.h"
 
 namespace ds::tool {

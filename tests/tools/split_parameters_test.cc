@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
-#include "tests/engine/config/scratch_file.h"
+#include "tests/config/scratch_file.h"
 #include "tests/tools/command_outcome.h"
 #include "tools/check_command.h"
 #include "tools/parameter_shapes.h"

@@ -7,11 +7,11 @@
 #include <utility>
 
 #include "comm/backends/factory.h"
+#include "comm/job/rank_device.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "core/shown_text.h"
 #include "dsengine/init_distributed.h"
-#include "engine/setup/rank_device.h"
 #include "tools/bench/bench_options.h"
 #include "tools/bench/bench_output.h"
 #include "tools/bench/trial.h"

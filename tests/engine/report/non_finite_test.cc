@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "core/text.h"
-#include "tests/engine/offloaded/offload_run.h"
 #include "tests/engine/report/non_finite_run.h"
 #include "tests/engine/small_run.h"
+#include "tests/model/offloaded/offload_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

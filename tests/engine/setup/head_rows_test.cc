@@ -2,9 +2,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "config/split/layer_names.h"
 #include "core/check.h"
 #include "dsengine/engine.h"
-#include "engine/plan/layer_names.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 

@@ -9,7 +9,7 @@
 #include "core/check.h"
 #include "core/split/split_tensor.h"
 #include "dsengine/activation_checkpoint.h"
-#include "engine/state/tensor_parts.h"
+#include "model/state/tensor_parts.h"
 #include "tests/engine/tensor_parallel/split_training.h"
 
 namespace ds::engine {

@@ -2,8 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "tests/engine/offloaded/offload_run.h"
 #include "tests/engine/tensor_parallel/split_training.h"
+#include "tests/model/offloaded/offload_run.h"
 
 namespace ds::engine {
 namespace {

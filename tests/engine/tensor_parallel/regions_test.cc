@@ -5,8 +5,8 @@
 
 #include <thread>
 
+#include "config/plan/plan.h"
 #include "dsengine/activation_checkpoint.h"
-#include "engine/plan/plan.h"
 #include "tests/engine/tensor_parallel/split_training.h"
 #include "tests/support/grid.h"
 

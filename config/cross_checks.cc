@@ -1,0 +1,248 @@
+#include "config/cross_checks.h"
+
+#include <array>
+#include <regex>
+#include <string_view>
+#include <tuple>
+
+#include "config/master_checks.h"
+#include "config/tensor_checks.h"
+#include "core/check.h"
+#include "core/json/json_convert.h"
+
+namespace ds::engine::config {
+namespace {
+
+constexpr int64_t kVocabularyMultiple = 8;
+
+void check_precision(const DsConfig& c, JsonProblems& problems) {
+  if (c.fp16.enabled && c.bf16.enabled) {
+    problems.error("/fp16/enabled",
+                   cat("excludes ", problems.place("/bf16/enabled"), ", which is true too; turn one of them off"));
+  }
+  if (c.data_types.param_dtype && *c.data_types.param_dtype != c.model_dtype()) {
+    problems.error("/data_types/param_dtype",
+                   cat("expected ", name_of(c.model_dtype()), ", which fp16.enabled and bf16.enabled imply, found ",
+                       name_of(*c.data_types.param_dtype)));
+  }
+  if (c.torch_autocast.enabled && c.zero_optimization.zero_quantized_weights) {
+    problems.error("/torch_autocast/enabled",
+                   "excludes zero_optimization.zero_quantized_weights; turn one of them off");
+  }
+  const auto& listed = c.torch_autocast.lower_precision_safe_modules;
+  if (!c.torch_autocast.enabled || !listed || listed->empty()) return;
+  constexpr const char* kListed = "/torch_autocast/lower_precision_safe_modules";
+  if (c.zero_optimization.zero_quantized_gradients) {
+    problems.error(kListed,
+                   "excludes zero_optimization.zero_quantized_gradients: both say how gradients travel; keep one");
+  }
+  if (c.gradient_compression.method != CompressionMethod::kNone) {
+    problems.error(kListed, cat("excludes gradient_compression.method ", name_of(c.gradient_compression.method),
+                                ": both say how gradients travel; keep one"));
+  }
+}
+
+bool tested_with_zero(const std::string& type) {
+  static constexpr std::array<std::string_view, 9> kTested = {"Adam",       "AdamW",      "Adagrad",     "Lion", "Muon",
+                                                              "OneBitAdam", "OneBitLamb", "ZeroOneAdam", ""};
+  for (const std::string_view tested : kTested) {
+    if (type == tested) return true;
+  }
+  return false;
+}
+
+void check_optimizer(const DsConfig& c, JsonProblems& problems) {
+  if (c.zero_optimization.stage > 0 && !tested_with_zero(c.optimizer.type) && !c.zero_allow_untested_optimizer) {
+    problems.error("/optimizer/type", cat(c.optimizer.type, " with zero_optimization.stage ", c.zero_optimization.stage,
+                                          " needs \"zero_allow_untested_optimizer\": true; add it, or use stage 0"));
+  }
+  if (c.optimizer.type == "Lamb" && c.fp16.enabled && c.fp16.loss_scale != 0) {
+    problems.error("/fp16/loss_scale", cat("expected 0 (dynamic) with the optimizer Lamb, found ", c.fp16.loss_scale));
+  }
+  if (c.optimizer.type == "Adagrad" && c.optimizer.params.contains("amsgrad")) {
+    problems.warning("/optimizer/params/amsgrad", "means nothing to Adagrad, ignored");
+  }
+}
+
+void check_gradients(const DsConfig& c, JsonProblems& problems) {
+  const ZeroSection& zero = c.zero_optimization;
+  if (c.gradient_allreduce_op == GradientAllreduceOp::kSum) {
+    const char* other = zero.stage == 3         ? "zero_optimization.stage 3"
+                        : zero.zenflow          ? "zero_optimization.zenflow"
+                        : c.compile.deepcompile ? "compile.deepcompile"
+                                                : nullptr;
+    if (other != nullptr) problems.error("/gradient_allreduce_op", cat("\"sum\" excludes ", other, "; use \"mean\""));
+  }
+  if (!zero.compute_grad_norm && c.gradient_clipping > 0) {
+    problems.error("/zero_optimization/compute_grad_norm",
+                   cat("false excludes gradient_clipping ", c.gradient_clipping,
+                       c.given("gradient_clipping") ? "" : " (its default)", "; set \"gradient_clipping\": 0"));
+  }
+  if (zero.legacy_stage1) {
+    problems.error("/zero_optimization/legacy_stage1", "expected false: this form of stage 1 is gone; remove the key");
+  }
+  if (!c.managed_gradient_accumulation && zero.stage < 2 && zero.overlap_comm_given && zero.overlap_comm) {
+    problems.error("/managed_gradient_accumulation",
+                   "false excludes zero_optimization.overlap_comm below stage 2; set overlap_comm to false");
+  }
+}
+
+// A key of gradient_compression that its method does not read.
+void warn_of_unused_compression_keys(const DsConfig& c, JsonProblems& problems) {
+  const GradientCompressionSection& s = c.gradient_compression;
+  const auto unused = [&](const char* key, bool used) {
+    if (used || !c.text["gradient_compression"].contains(key)) return;
+    problems.warning(cat("/gradient_compression/", key), cat("means nothing to method \"", name_of(s.method), "\""));
+  };
+  unused("top_k", s.method == CompressionMethod::kTopK);
+  unused("rank", s.method == CompressionMethod::kPowerSgd);
+  for (const char* key : {"start_step", "error_feedback", "between_nodes_only"}) unused(key, s.compresses());
+}
+
+void check_compression(const DsConfig& c, JsonProblems& problems) {
+  const GradientCompressionSection& s = c.gradient_compression;
+  if (s.method == CompressionMethod::kNone) return;
+  constexpr const char* kMethod = "/gradient_compression/method";
+  const std::string found = cat("\"", name_of(s.method), "\" excludes ");
+  if (c.zero_optimization.zero_quantized_gradients) {
+    problems.error(kMethod,
+                   cat(found, "zero_optimization.zero_quantized_gradients; both compress gradients, keep one"));
+  }
+  if (c.optimizer.compresses()) {
+    problems.error(kMethod, cat(found, "optimizer.type ", c.optimizer.type,
+                                ", which compresses what ranks exchange itself; keep one of them"));
+  }
+  if (c.communication_data_type) {
+    problems.error(kMethod, cat(found, problems.place("/communication_data_type"),
+                                ": the method decides what is sent; remove one of them"));
+  }
+  warn_of_unused_compression_keys(c, problems);
+}
+
+void check_sparse_gradients(const DsConfig& c, JsonProblems& problems) {
+  if (!c.sparse_gradients) return;
+  const auto excludes = [&](bool asked, const std::string& other, const char* why) {
+    if (asked) problems.error("/sparse_gradients", cat("true excludes ", other, ": ", why));
+  };
+  const std::string zero = "zero_optimization.";
+  excludes(c.zero_optimization.stage == 3, zero + "stage 3",
+           "tables are whole on no rank there, and are gathered whole before each lookup; use stage 0, 1 or 2");
+  excludes(c.zero_optimization.zero_quantized_gradients, zero + "zero_quantized_gradients",
+           "both take the place of the same reductions; keep one");
+  excludes(c.gradient_compression.compresses(),
+           cat("gradient_compression.method ", name_of(c.gradient_compression.method)),
+           "both take the place of the same reductions; keep one");
+  excludes(c.optimizer.compresses(), cat("optimizer.type ", c.optimizer.type),
+           "it compresses what ranks exchange itself; keep one");
+}
+
+void check_activations(const DsConfig& c, JsonProblems& problems) {
+  const ActivationCheckpointingSection& s = c.activation_checkpointing;
+  if (s.modules.empty() && s.recompute != "all") {
+    problems.error("/activation_checkpointing/recompute",
+                   cat("found \"", s.recompute, "\" without modules: expected activation_checkpointing.modules beside ",
+                       "it, which names the modules that it is about; add them or remove it"));
+  }
+  for (size_t i = 0; i < s.modules.size(); ++i) {
+    try {
+      std::ignore = std::regex(s.modules[i]);
+    } catch (const std::regex_error& error) {
+      problems.error(cat("/activation_checkpointing/modules/", i),
+                     cat("expected a regular expression, found \"", s.modules[i], "\" (", error.what(),
+                         "); dots of names are written \\\\. in JSON"));
+    }
+  }
+  const bool copies = s.partition_activations || s.cpu_checkpointing;
+  if (s.contiguous_memory_optimization && (!copies || !s.number_checkpoints)) {
+    problems.warning("/activation_checkpointing/contiguous_memory_optimization",
+                     !copies ? "no effect: it packs the copies of partition_activations and cpu_checkpointing, which "
+                               "are both off"
+                             : "needs number_checkpoints beside it when layers are checkpointed; add it or turn this "
+                               "off");
+  }
+}
+
+void check_checkpoint(const DsConfig& c, JsonProblems& problems) {
+  if (c.checkpoint.use_node_local_storage && c.checkpoint.writer && c.checkpoint.writer->decoupled) {
+    problems.error("/checkpoint/use_node_local_storage",
+                   "excludes checkpoint.writer.decoupled: hosts tell each other what they have written, which they "
+                   "cannot beside training; set one of them to false");
+  }
+}
+
+// JSON text that reads as a number. DeepSpeed's pydantic sections take it too; where it reads a key by itself it fails
+// with a TypeError, at the start or in the optimizer's first step.
+void warn_of_text(const DsConfig& c, JsonProblems& problems) {
+  const auto warn = [&problems](const std::string& pointer, const nlohmann::ordered_json& value) {
+    double number = 0;
+    if (!value.is_string() || !ds::convert(value, number)) return;
+    problems.warning(pointer, cat("found text, \"", value.get<std::string>(), "\", read as the number ", number,
+                                  "; write it without quotes: DeepSpeed stops at it"));
+  };
+  for (const char* key :
+       {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}) {
+    if (c.text.contains(key)) warn(cat("/", key), c.text[key]);
+  }
+  for (const char* name : {"optimizer", "scheduler"}) {
+    const auto section = c.text.find(name);
+    if (section == c.text.end() || !section->is_object() || !section->contains("params")) continue;
+    const nlohmann::ordered_json& params = (*section)["params"];
+    if (!params.is_object()) continue;
+    for (const auto& [key, value] : params.items()) warn(cat("/", name, "/params/", key), value);
+  }
+}
+
+void check_elasticity(const DsConfig& c, JsonProblems& problems) {
+  if (!c.elasticity.enabled || c.elasticity.ignore_non_elastic_batch_info) return;
+  for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
+    if (!c.given(key)) continue;
+    problems.error(cat("/", key),
+                   "excludes elasticity.enabled, which chooses the batch sizes; remove the key, or set "
+                   "elasticity.ignore_non_elastic_batch_info");
+  }
+}
+
+void warn_without_effect(const DsConfig& c, JsonProblems& problems) {
+  const auto python_only = [&problems](bool on, const char* pointer) {
+    if (on) problems.warning(pointer, "works in Python only, has no effect here");
+  };
+  python_only(c.wandb.enabled, "/wandb");
+  python_only(c.comet.enabled, "/comet");
+  python_only(c.compile.deepcompile, "/compile");
+  python_only(c.hybrid_engine.enabled, "/hybrid_engine");
+  python_only(c.nebula.enabled, "/nebula");
+  python_only(c.disable_python_gc, "/disable_python_gc");
+  python_only(!c.datastates_ckpt.is_null() && c.datastates_ckpt != false, "/datastates_ckpt");
+  if (c.zero_optimization.elastic_checkpoint && c.zero_optimization.stage == 3) {
+    problems.warning("/zero_optimization/elastic_checkpoint",
+                     "changes nothing: every checkpoint loads into any number of ranks");
+  }
+  if (c.weight_quantization) {
+    problems.warning("/weight_quantization",
+                     "read by DeepSpeed's inference alone; a training run there is the same with it and without it, as "
+                     "here");
+  }
+  if (c.vocabulary_size && *c.vocabulary_size % kVocabularyMultiple != 0) {
+    problems.warning("/vocabulary_size", cat(*c.vocabulary_size, " is no multiple of ", kVocabularyMultiple,
+                                             ", which costs speed on GPUs"));
+  }
+}
+
+}  // namespace
+
+void check_across_sections(const DsConfig& config, JsonProblems& problems) {
+  check_precision(config, problems);
+  check_masters(config, problems);
+  check_optimizer(config, problems);
+  check_gradients(config, problems);
+  check_compression(config, problems);
+  check_sparse_gradients(config, problems);
+  check_activations(config, problems);
+  check_checkpoint(config, problems);
+  warn_of_text(config, problems);
+  check_elasticity(config, problems);
+  check_tensor_parallel(config, problems);
+  warn_without_effect(config, problems);
+}
+
+}  // namespace ds::engine::config

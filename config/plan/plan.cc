@@ -1,0 +1,448 @@
+#include "config/plan/plan.h"
+
+#include <algorithm>
+
+#include "config/plan/plan_rows.h"
+#include "config/plan/precision.h"
+#include "config/supported.h"
+#include "core/check.h"
+#include "pipeline/schedule/schedule.h"
+#include "pipeline/schedule/schedule_file.h"
+
+namespace ds::engine {
+namespace {
+
+using config::DsConfig;
+
+// What the config says in one place and denies in another.
+void require_consistent(const DsConfig& config, const Topology& topology) {
+  require<UsageError>(topology.dp > 0 && topology.dp <= topology.world_size,
+                      "make_plan: expected 0 < dp <= world_size, found dp ", topology.dp, " and world_size ",
+                      topology.world_size);
+  require<UsageError>(topology.pipe * topology.dp * topology.tensor == topology.world_size,
+                      "make_plan: expected pipe x dp x tensor = world_size, ", "found ", topology.pipe, " x ",
+                      topology.dp, " x ", topology.tensor, " and ", topology.world_size);
+  require<ConfigError>(config.tensor_parallel.size() == topology.tensor, "tensor_parallel.autotp_size: expected ",
+                       topology.tensor, ", the ranks that share a layer here, found ", config.tensor_parallel.size(),
+                       "; change the key, or the arrangement of the ranks");
+  require<ConfigError>(config.dp_world_size == topology.dp, "train_batch_size was resolved for ", config.dp_world_size,
+                       " data-parallel ranks, found ", topology.dp, "; parse the config for the ranks that run");
+  require<ConfigError>(!config.data_parallel_size || *config.data_parallel_size == topology.dp,
+                       "data_parallel_size: expected ", topology.dp, ", the ranks that run, found ",
+                       config.data_parallel_size.value_or(0), "; remove the key or start ",
+                       config.data_parallel_size.value_or(0), " ranks");
+  require<ConfigError>(
+      config.gradient_clip_by_value == 0 || config.gradient_clipping == 0 || !config.given("gradient_clipping"),
+      "gradient_clip_by_value: ", config.gradient_clip_by_value,
+      " excludes gradient_clipping: ", config.gradient_clipping,
+      " (clipping by norm); keep one, or set the other to 0");
+}
+
+// non_finite_gradients. What is judged is the norm.
+void choose_non_finite(const DsConfig& config, Plan& plan) {
+  using config::NonFiniteGradients;
+  constexpr const char* kKey = "non_finite_gradients: ";
+  const bool skips =
+      config.fp16.enabled || scales_autocast(config) || (config.bf16.enabled && config.bf16.check_grad_overflow);
+  const bool norm = config.zero_optimization.compute_grad_norm;
+  plan.non_finite = config.non_finite_gradients;
+  if (plan.non_finite == NonFiniteGradients::kAuto) {
+    plan.non_finite = skips                          ? NonFiniteGradients::kSkip
+                      : config.bf16.enabled || !norm ? NonFiniteGradients::kContinue
+                                                     : NonFiniteGradients::kError;
+  }
+  const bool is_continue = plan.non_finite == NonFiniteGradients::kContinue;
+  const char* name = is_continue                                    ? "\"continue\""
+                     : plan.non_finite == NonFiniteGradients::kSkip ? "\"skip\""
+                                                                    : "\"error\"";
+  require<ConfigError>(plan.loss_scaling != LossScaling::kDynamic || plan.non_finite == NonFiniteGradients::kSkip, kKey,
+                       name, " excludes a dynamic loss scale, which finds its size by overflows; remove the key, or ",
+                       "set fp16.loss_scale to a number");
+  require<ConfigError>(is_continue || norm || skips, kKey, name, " needs the gradient norm, found ",
+                       "zero_optimization.compute_grad_norm: false; remove one of them");
+  plan.compute_grad_norm = norm || !is_continue;
+  plan.locate_non_finite = config.locate_non_finite;
+  require<ConfigError>(!plan.locate_non_finite || plan.compute_grad_norm, "locate_non_finite: true needs the gradient ",
+                       "norm, found zero_optimization.compute_grad_norm: false; remove one of them");
+}
+
+// mics_shard_size: copies of the model state on groups of so many ranks each.
+void choose_shards(const config::ZeroSection& zero, Plan& plan) {
+  const int64_t dp = plan.topology.dp;
+  plan.shard_ranks = dp;
+  if (zero.stage == 0 || zero.mics_shard_size <= 0) return;
+  require<ConfigError>(dp % zero.mics_shard_size == 0, "zero_optimization.mics_shard_size: expected a divisor of ", dp,
+                       ", the data-parallel ranks, found ", zero.mics_shard_size);
+  require<ConfigError>(zero.zero_hpz_partition_size <= 1, "zero_optimization.mics_shard_size: ", zero.mics_shard_size,
+                       " excludes zero_hpz_partition_size: ", zero.zero_hpz_partition_size,
+                       "; both keep copies of parameters close. Keep one of them");
+  plan.shard_ranks = zero.mics_shard_size;
+}
+
+// zero_hpz_partition_size: ranks of a node. A node of all ranks is the plain case; DeepSpeed takes a larger one for it.
+void choose_node(const config::ZeroSection& zero, Plan& plan) {
+  const int64_t node = zero.zero_hpz_partition_size;
+  if (node <= 1 || node >= plan.shard_ranks) return;
+  require<ConfigError>(plan.shard_ranks % node == 0,
+                       "zero_optimization.zero_hpz_partition_size: expected a divisor of ", plan.shard_ranks,
+                       ", the ranks that share the parameters, found ", node, "; it is the number of ranks on a node");
+  plan.node_ranks = node;
+}
+
+void choose_gathering(const config::ZeroSection& zero, Plan& plan) {
+  choose_node(zero, plan);
+  plan.gather = zero::GatherLimits{.max_live = zero.stage3_max_live_parameters,
+                                   .max_reuse_distance = zero.stage3_max_reuse_distance,
+                                   .prefetch = zero.stage3_prefetch_bucket_size};
+  plan.persistent_numel = zero.stage3_param_persistence_threshold;
+  plan.persistent_total = zero.stage3_model_persistence_threshold / plan.shard_ranks;
+  // One bucket in use and one on its way fit under the limit. A parameter that is larger has a bucket of its own.
+  plan.bucket_elements = std::clamp<int64_t>(zero.stage3_max_live_parameters / 2, 1, plan.bucket_elements);
+  if (zero.stage3_allgather_sequential) {
+    plan.bucket_elements = 1;
+    plan.gather->prefetch = 1;
+  }
+  if (zero.stage3_release_always) {
+    plan.bucket_elements = 1;
+    plan.persistent_numel = 0;
+    plan.gather = zero::GatherLimits{.max_live = 1, .max_reuse_distance = 0, .prefetch = 0};
+  }
+  if (zero.zero_quantized_weights && plan.shard_ranks > 1) plan.weight_bits = 8;
+  if (zero.zero_quantized_nontrainable_weights) plan.frozen_bits = 8;
+}
+
+zero::Home home_of(config::OffloadDevice device) {
+  switch (device) {
+    case config::OffloadDevice::kCpu:
+      return zero::Home::kHost;
+    case config::OffloadDevice::kNvme:
+      return zero::Home::kFile;
+    case config::OffloadDevice::kNone:
+      break;
+  }
+  return zero::Home::kDevice;
+}
+
+bool updates_elementwise(const DsConfig& config, const PlanFacts& facts) {
+  return facts.client_optimizer || (config.optimizer.type != "Lamb" && config.optimizer.type != "Muon");
+}
+
+// offload_optimizer.super_offload. The boundary of an accumulation has to find the gradient that the host has used.
+void choose_speculation(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
+  const config::ZeroSection& zero = config.zero_optimization;
+  if (!zero.offload_optimizer || !zero.offload_optimizer->super_offload) return;
+  constexpr const char* kKey = "zero_optimization.offload_optimizer.super_offload: true needs ";
+  require<ConfigError>(zero.stage > 0, kKey, "zero_optimization.stage 1, 2 or 3, found ", zero.stage,
+                       ", where the optimizer is not offloaded; raise the stage, or remove the key");
+  require<ConfigError>(plan.offload.optimizer == zero::Home::kHost, kKey,
+                       "zero_optimization.offload_optimizer.device \"cpu\", found \"", name_of(zero.optimizer_device()),
+                       "\": it updates in host memory, and keeps a copy there to go back to; set it to \"cpu\", or ",
+                       "remove super_offload");
+  require<ConfigError>(!zero.offload_optimizer->delayed_update, kKey,
+                       "zero_optimization.offload_optimizer.delayed_update false, found true: one begins the update ",
+                       "before backward ends, the other after the step; keep one of them");
+  require<ConfigError>(updates_elementwise(config, facts), kKey, "an optimizer that updates each element by ",
+                       "itself, found optimizer.type ", config.optimizer.type, ", whose update talks to other ranks ",
+                       "while these reduce gradients; use Adam, AdamW, Adagrad, Lion or SGD, or remove the key");
+  require<ConfigError>(plan.shard_ranks == plan.topology.dp, kKey, "gradients that are complete when they arrive on ",
+                       "the host, found zero_optimization.mics_shard_size: ", plan.shard_ranks, " of ",
+                       plan.topology.dp, " ranks, where copies of the model join theirs after backward; remove one of ",
+                       "the two keys");
+  plan.offload.speculative = true;
+  // The others' kernels for the host read the gradient only.
+  plan.offload.speculation_copies_gradient = plan.clip_value > 0 || config.optimizer.algorithm() == "SGD" ||
+                                             plan.model_dtype == DType::kFloat64;  // without such kernels
+}
+
+void choose_offload(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
+  const config::ZeroSection& zero = config.zero_optimization;
+  plan.offload.staged = facts.accelerator;
+  if (zero.stage > 0 && zero.offload_optimizer && facts.trains) {
+    plan.offload.optimizer = home_of(zero.offload_optimizer->device);
+    plan.offload.ratio = zero.offload_optimizer->ratio;
+    plan.offload.delayed = zero.offload_optimizer->delayed_update;
+    require<ConfigError>(
+        !plan.offload.delayed || plan.offload.optimizer != zero::Home::kDevice,
+        "zero_optimization.offload_optimizer.delayed_update: true needs ",
+        "zero_optimization.offload_optimizer.device \"cpu\" or \"nvme\", found \"none\": it delays the ",
+        "update on the host; set the device, or remove delayed_update");
+    plan.delayed_update_start = zero.offload_optimizer->delayed_update_start;
+    require<ConfigError>(!plan.offload.delayed || updates_elementwise(config, facts),
+                         "zero_optimization.offload_optimizer.delayed_update: expected false with the optimizer ",
+                         config.optimizer.type, ", whose update talks to other ranks while these reduce gradients; ",
+                         "use Adam, AdamW, Adagrad, Lion or SGD, or turn it off");
+    // What such an optimizer sends is where its states are, and the ranks of accelerators talk between devices.
+    require<ConfigError>(
+        !facts.accelerator || plan.offload.optimizer == zero::Home::kDevice ||
+            plan.shard_ranks * plan.topology.tensor == 1 || updates_elementwise(config, facts),
+        "zero_optimization.offload_optimizer.device: expected \"none\" with the optimizer ", config.optimizer.type,
+        " on ", plan.shard_ranks, " ranks with accelerators, found \"", name_of(zero.optimizer_device()),
+        "\": its update talks to other ranks about tensors that ",
+        "would be in host memory; use Adam, AdamW, Adagrad, Lion or SGD, or turn offload_optimizer off");
+    // buffer_count counts tensors, as DeepSpeed's does: master, gradient and states of a slice.
+    const int64_t tensors = 2 + optimizer_state_tensors(config.optimizer.algorithm(), config.optimizer.values);
+    const int64_t overlapping =
+        1 + (zero.offload_optimizer->pipeline_read ? 1 : 0) + (zero.offload_optimizer->pipeline_write ? 1 : 0);
+    plan.offload.optimizer_buffers = std::max(overlapping, zero.offload_optimizer->buffer_count / tensors);
+  }
+  if (zero.stage == 3 && zero.offload_param) {
+    constexpr int64_t kFewestBuffers = 2;  // one is read while the other is written
+    plan.offload.parameters = home_of(zero.param_device());
+    plan.offload.parameter_buffers = std::max(kFewestBuffers, zero.offload_param->buffer_count);
+    plan.offload.kept_parameters = zero.offload_param->max_in_cpu;
+  }
+}
+
+// zero_quantized_gradients: a node is what zero_hpz_partition_size says, else a host.
+void choose_gradient_quantization(const config::ZeroSection& zero, Plan& plan) {
+  if (!zero.zero_quantized_gradients || !plan.partition_optimizer || plan.shard_ranks == 1) return;
+  plan.gradient_bits = 4;
+  const int64_t node = plan.node_ranks > 1 ? plan.node_ranks : plan.topology.ranks_per_host;
+  if (plan.shard_ranks % node == 0) plan.gradient_node_ranks = node;
+}
+
+// gradient_compression. A node is what it is to zero_quantized_gradients.
+void choose_gradient_compression(const config::GradientCompressionSection& section, Plan& plan) {
+  if (section.method == config::CompressionMethod::kFloat16) plan.communication_dtype = DType::kFloat16;
+  if (section.method == config::CompressionMethod::kBFloat16) plan.communication_dtype = DType::kBFloat16;
+  if (!section.compresses() || plan.shard_ranks == 1) return;
+  const int64_t node = plan.node_ranks > 1 ? plan.node_ranks : plan.topology.ranks_per_host;
+  if (section.between_nodes_only) {
+    if (node >= plan.shard_ranks) return;  // nothing goes between nodes
+    require<ConfigError>(plan.shard_ranks % node == 0, "gradient_compression.between_nodes_only: expected nodes that ",
+                         "divide the ", plan.shard_ranks, " ranks that share gradients, found ", node,
+                         " ranks in a node; set it to false, or change zero_optimization.zero_hpz_partition_size or ",
+                         "mics_shard_size");
+    plan.compression_node_ranks = node;
+  }
+  plan.compression = section;
+  plan.communication_dtype = plan.gradient_dtype;  // of what is compressed
+}
+
+// What error feedback keeps of so many elements; warm starts are small beside it.
+int64_t compression_memory(const Plan& plan, int64_t parameters) {
+  constexpr int64_t kError = 4;  // float32
+  if (!plan.compression.compresses() || !plan.compression.error_feedback) return 0;
+  return parameters * kError / plan.compression_node_ranks;
+}
+
+// OneBitAdam, OneBitLamb, ZeroOneAdam: ranks exchange what the optimizer makes of their own whole gradients.
+void choose_compressed_optimizer(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
+  const std::string& type = config.optimizer.type;
+  if (facts.client_optimizer || !config.optimizer.compresses()) return;
+  const config::ZeroSection& zero = config.zero_optimization;
+  const bool whole = type == "ZeroOneAdam";
+  require<ConfigError>(zero.stage <= (whole ? 0 : 2), "optimizer.type: ", type, " needs zero_optimization.stage ",
+                       whole ? "0, because ranks step on whole parameters by themselves" : "0, 1 or 2", ", found ",
+                       zero.stage);
+  require<ConfigError>(plan.offload.optimizer == zero::Home::kDevice, "optimizer.type: ", type, " excludes ",
+                       "zero_optimization.offload_optimizer; remove one of them");
+  require<ConfigError>(!zero.zero_quantized_gradients, "optimizer.type: ", type, " excludes ",
+                       "zero_optimization.zero_quantized_gradients; it compresses what it sends itself");
+  require<ConfigError>(plan.shard_ranks == plan.topology.dp, "optimizer.type: ", type, " excludes ",
+                       "zero_optimization.mics_shard_size; remove one of them");
+  plan.error_feedback = true;
+  plan.separate_master = plan.separate_master || whole;
+  // Local gradients need whole buckets.
+  if (zero.stage == 2) plan.gradient_policy = zero::ReductionPolicy::kReduceScatterAtBoundary;
+}
+
+// Stages, chunks and schedule; what a pipeline excludes.
+void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
+  const int64_t ranks = plan.topology.pipe;
+  require<ConfigError>(facts.pipeline_module || ranks == 1, "pipeline.stages: expected 1 for a model that is no ",
+                       "pipeline::PipelineModule, found ", ranks,
+                       "; give the model as a list of layers, or remove the ", "key");
+  if (!facts.pipeline_module) return;
+  require<ConfigError>(!config.sparse_gradients, "sparse_gradients: true excludes a pipeline::PipelineModule, whose ",
+                       "buckets follow its stages and what they share; remove it, or give the model as one module");
+  const auto& listed = config.torch_autocast.lower_precision_safe_modules;
+  require<ConfigError>(!config.torch_autocast.enabled || !listed || listed->empty(),
+                       "torch_autocast.lower_precision_safe_modules excludes a pipeline::PipelineModule, whose ",
+                       "buckets follow its stages and what they share; remove it, or give the model as one module");
+  require<ConfigError>(facts.trains,
+                       "optimizer: expected this section in the ds_config with a pipeline::PipelineModule, ",
+                       "found none; add \"optimizer\": {\"type\": \"AdamW\", \"params\": {\"lr\": 1e-3}}, also where ",
+                       "eval_batch() alone is called");
+  const std::string& schedule = config.pipeline.schedule;
+  plan.pipeline = {.schedule = schedule, .chunks = config.pipeline.chunks.value_or(1)};
+  if (pipeline::is_schedule_file(schedule)) {
+    const pipeline::Schedule own = pipeline::read_schedule(schedule);
+    require<ConfigError>(own.shape.ranks == ranks, "pipeline.schedule: ", schedule, ": expected actions of ", ranks,
+                         " ranks, which pipeline.stages says, found ", own.shape.ranks);
+    require<ConfigError>(own.shape.micro_batches == config.gradient_accumulation_steps, "pipeline.schedule: ", schedule,
+                         ": expected ", config.gradient_accumulation_steps, " micro-batches, which ",
+                         "gradient_accumulation_steps says, found ", own.shape.micro_batches);
+    plan.pipeline->chunks = own.shape.chunks;
+  } else {
+    const pipeline::ScheduleKind kind = pipeline::parse_schedule_kind(schedule);
+    require<ConfigError>(kind != pipeline::ScheduleKind::kInference, "pipeline.schedule: expected one that trains, ",
+                         "found ", schedule);
+    if (!config.pipeline.chunks) plan.pipeline->chunks = pipeline::default_chunks(kind);
+    plan.pipeline->schedule = pipeline::name_of(kind);
+    // Throws where they do not fit.
+    pipeline::make_schedule(kind, {.ranks = static_cast<int>(ranks),
+                                   .chunks = static_cast<int>(plan.pipeline->chunks),
+                                   .micro_batches = static_cast<int>(config.gradient_accumulation_steps)});
+  }
+  require<ConfigError>(!facts.client_optimizer || ranks == 1, "pipeline.stages: expected 1 with a client optimizer, ",
+                       "found ", ranks, ": no rank has all parameters; use the optimizer section of the config");
+  require<ConfigError>(
+      !plan.offload.speculative, "zero_optimization.offload_optimizer.super_offload: expected false ",
+      "with a pipeline, found true: its last backward of a batch is known to one rank only; remove it");
+  require<ConfigError>(config.managed_gradient_accumulation, "managed_gradient_accumulation: expected true with a ",
+                       "pipeline, found false: train_batch() is one step; remove the key");
+}
+
+// What parts of parameters exclude. All else works on each rank's parts as on whole parameters.
+void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, const Plan& plan) {
+  if (plan.topology.tensor == 1) return;
+  const std::string key = cat("tensor_parallel.autotp_size: ", plan.topology.tensor, " excludes ");
+  require<ConfigError>(plan.topology.pipe == 1 && !facts.pipeline_module, key, "a pipeline::PipelineModule ",
+                       "(pipeline.stages: ", plan.topology.pipe, "): layers of stages are not split in this version. ",
+                       "Give the model as one module, or set autotp_size to 1");
+  require<ConfigError>(!facts.client_optimizer || facts.client_on_slices, key,
+                       "a client optimizer: it has the module's parameters, and what is ",
+                       "trained are their parts. Use the optimizer section of the config, or set autotp_size to 1");
+  require<ConfigError>(!config.sparse_gradients, key,
+                       "sparse_gradients: of a table of words a rank has a part. Set it ",
+                       "to false, or autotp_size to 1");
+  const std::string& type = config.optimizer.type;
+  const auto& offload = config.zero_optimization.offload_optimizer;
+  require<ConfigError>(
+      !config.tensor_parallel.sequence_parallel || !offload || !offload->super_offload,
+      "tensor_parallel.sequence_parallel: true excludes offload_optimizer.super_offload: it updates ",
+      "whole parameters before their gradients are added up over the tensor axis. Remove one of the two");
+  require<ConfigError>(type != "OneBitLamb", key, "optimizer.type: ", type,
+                       ", whose factors are of whole tensors, where ",
+                       "each rank has a part. Use Lamb, OneBitAdam or another optimizer, or set autotp_size to 1");
+}
+
+// With a folder for each host, a rank reads what ranks of its own host have written.
+void require_local_checkpoints(const DsConfig& config, const Plan& plan) {
+  if (!config.checkpoint.use_node_local_storage) return;
+  const auto excludes = [](bool asked, const std::string& what) {
+    require<ConfigError>(!asked, "checkpoint.use_node_local_storage excludes ", what,
+                         ". Set it to false and save to a file system that all hosts share");
+  };
+  excludes(plan.topology.pipe > 1,
+           cat("pipeline.stages: ", plan.topology.pipe, ", whose stages write what they share once"));
+  excludes(plan.frozen_bits > 0,
+           "zero_optimization.zero_quantized_nontrainable_weights, which is encoded from whole tensors at a load");
+}
+
+void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
+  const config::ZeroSection& zero = config.zero_optimization;
+  plan.gradient_policy = zero.stage == 0   ? zero::ReductionPolicy::kAllReduce
+                         : zero.stage == 1 ? zero::ReductionPolicy::kReduceScatterAtBoundary
+                                           : zero::ReductionPolicy::kReduceScatterEveryBackward;
+  plan.partition_optimizer = zero.stage > 0;
+  plan.overlap_reduction = !zero.overlap_comm_given || zero.overlap_comm;
+  plan.average_gradients = config.gradient_allreduce_op == config::GradientAllreduceOp::kMean;
+  plan.prescale_gradients = config.prescale_gradients;
+  plan.predivide_factor = config.gradient_predivide_factor;
+  const int64_t limit =
+      zero.stage == 0 ? zero.reduce_bucket_size : std::min(zero.reduce_bucket_size, zero.allgather_bucket_size);
+  plan.bucket_elements = std::max<int64_t>(limit, 1);  // 0: every parameter by itself
+  choose_shards(zero, plan);
+  choose_offload(config, facts, plan);
+  if (zero.stage == 3 && (plan.shard_ranks > 1 || plan.offload.parameters != zero::Home::kDevice)) {
+    choose_gathering(zero, plan);
+  }
+  choose_gradient_quantization(zero, plan);
+  choose_gradient_compression(config.gradient_compression, plan);
+  plan.sparse_gradients = config.sparse_gradients && plan.shard_ranks > 1;
+  choose_compressed_optimizer(config, facts, plan);
+  const auto& listed = config.torch_autocast.lower_precision_safe_modules;
+  if (plan.autocast && listed && plan.shard_ranks > 1 && !plan.error_feedback) plan.sent_in_autocast = *listed;
+  plan.require_all_gradients = !zero.ignore_unused_parameters;
+  plan.clip_value = config.gradient_clip_by_value;
+  if (facts.trains) choose_speculation(config, facts, plan);
+  plan.clip_norm = plan.clip_value > 0 && !config.given("gradient_clipping") ? 0.0 : config.gradient_clipping;
+  choose_non_finite(config, plan);
+}
+
+}  // namespace
+
+int64_t optimizer_state_tensors(const std::string& type, const config::OptimizerParams& params) {
+  if (type == "Adam" || type == "AdamW") return params.amsgrad ? 3 : 2;
+  if (type == "Lamb" || type == "OneBitAdam") return 2;
+  if (type == "OneBitLamb" || type == "ZeroOneAdam") return 3;
+  if (type == "Adagrad" || type == "Lion" || type == "Muon") return 1;
+  if (type == "SGD") return params.momentum != 0 ? 1 : 0;
+  if (type == "RMSprop") return 1 + (params.momentum > 0 ? 1 : 0) + (params.centered ? 1 : 0);
+  if (type == "Adamax" || type == "NAdam" || type == "RAdam" || type == "Adadelta") return 2;
+  return 0;
+}
+
+zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, int64_t parameters) {
+  const bool whole_gradients = plan.gradient_policy != zero::ReductionPolicy::kReduceScatterEveryBackward;
+  const auto stage = static_cast<int>(config.zero_optimization.stage);
+  const int64_t states = optimizer_state_tensors(plan.optimizer, config.optimizer.values);
+  return {.stage = whole_gradients ? std::min(stage, 1) : stage,
+          .dp = plan.shard_ranks,
+          .copies = plan.topology.dp / plan.shard_ranks,
+          .node_ranks = plan.node_ranks,
+          .parameters = parameters,
+          .bucket_limit = plan.bucket_elements,
+          .parameter_bytes = bytes_of(plan.model_dtype),
+          .gradient_bytes = bytes_of(plan.gradient_dtype),
+          .communication_bytes = bytes_of(plan.communication_dtype),
+          .master_bytes = bytes_of(plan.master_dtype),
+          .separate_master = plan.separate_master,
+          .state_bytes = bytes_of(plan.state_dtype),
+          .optimizer_state_bytes = states * bytes_of(plan.state_dtype),
+          .error_feedback = plan.error_feedback,
+          .weight_bits = plan.weight_bits,
+          .gradient_bits = plan.gradient_bits,
+          .gradient_node_ranks = plan.gradient_node_ranks,
+          .accumulation_steps = config.gradient_accumulation_steps,
+          .gather = plan.gather,
+          .offload = plan.offload};
+}
+
+namespace {
+
+Plan planned(const DsConfig& config, const Topology& topology, const PlanFacts& facts) {
+  require_consistent(config, topology);
+  Plan plan;
+  plan.topology = topology;
+  plan.trains = facts.trains;
+  require_possible_on_parts(config, facts, plan);
+  choose_precision(config, facts, plan);
+  choose_gradients(config, facts, plan);
+  choose_pipeline(config, facts, plan);
+  require_local_checkpoints(config, plan);
+  if (!facts.client_optimizer && facts.trains) plan.optimizer = config.optimizer.algorithm();
+  plan.schedule = config.scheduler.type;
+  plan.backend = config.communication_backend;
+  const config::TensorParallelSection& tensor = config.tensor_parallel;
+  plan.tensor = {.sequence_parallel = tensor.sequence_parallel,
+                 .overlap = tensor.tp_overlap_comm,
+                 .verify = tensor.verify,
+                 .split_parameters = facts.split_parameters};
+  plan.parameters = facts.parameters;
+  plan.activation_bytes = facts.activation_bytes;
+  if (plan.parameters) {
+    const zero::MemoryQuestion question = memory_question(config, plan, *plan.parameters);
+    plan.bytes = zero::predict_model_state(question);
+    plan.step_bytes = zero::predict_step(question);
+    plan.offloaded_bytes = zero::predict_offloaded(question);
+    plan.compression_bytes = compression_memory(plan, *plan.parameters);
+  }
+  add_rows(config, facts, plan);
+  return plan;
+}
+
+}  // namespace
+
+Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts& facts) {
+  config::require_supported(config);
+  try {
+    return planned(config, topology, facts);
+  } catch (const ConfigError& error) {
+    throw ConfigError(cat(config.source, ": ", error.what()));
+  }
+}
+
+}  // namespace ds::engine

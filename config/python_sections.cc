@@ -1,0 +1,56 @@
+#include "dsengine/config_removed.h"
+
+#include "config/describe.h"
+
+namespace ds::engine::config {
+
+void describe(JsonFields& json, CompileSection& s) {
+  json.field("deepcompile", s.deepcompile);
+  json.field("autoep_non_moe", s.autoep_non_moe);
+  json.field("free_activation", s.free_activation);
+  json.field("free_activation_threshold", s.free_activation_threshold);
+  json.field("offload_activation", s.offload_activation);
+  json.field("offload_activation_pin_memory", s.offload_activation_pin_memory);
+  json.field("offload_opt_states", s.offload_opt_states);
+  json.field("double_buffer", s.double_buffer);
+  json.field("symmetric_memory", s.symmetric_memory);
+  json.field("debug_log", s.debug_log);
+  json.field("offload_parameters", s.offload_parameters);
+  json.field("sync_before_reduce", s.sync_before_reduce);
+  json.field("sync_after_reduce", s.sync_after_reduce);
+  json.field("sync_before_allgather", s.sync_before_allgather);
+  json.field("sync_after_allgather", s.sync_after_allgather);
+  json.field("keep_int_input_tensors", s.keep_int_input_tensors);
+  json.field("keep_all_input_tensors", s.keep_all_input_tensors);
+  json.field("passes", s.passes);
+}
+
+void describe(JsonFields& json, HybridEngineSection& s) {
+  json.field("enabled", s.enabled);
+  json.field("max_out_tokens", s.max_out_tokens, above(0));
+  json.field("inference_tp_size", s.inference_tp_size, above(0));
+  json.field("release_inference_cache", s.release_inference_cache);
+  json.field("pin_parameters", s.pin_parameters);
+  json.field("tp_gather_partition_size", s.tp_gather_partition_size);
+  json.field("enable_cuda_graph", s.enable_cuda_graph);
+}
+
+void describe(JsonFields& json, WeightQuantizationSection& s) {
+  json.field("enabled", s.enabled);
+  json.field("num_bits", s.num_bits);
+  json.field("q_type", s.q_type);
+  json.field("q_groups", s.q_groups);
+  json.field("quantized_initialization", s.quantized_initialization);
+  json.field("post_init_quant", s.post_init_quant);
+}
+
+void describe(JsonFields& json, NebulaSection& s) {
+  json.field("enabled", s.enabled);
+  json.field("enable_nebula_load", s.enable_nebula_load);
+  json.field("nebula_load_path", s.nebula_load_path);
+  json.field("persistent_storage_path", s.persistent_storage_path);
+  json.field("persistent_time_interval", s.persistent_time_interval);
+  json.field("num_of_version_in_retention", s.num_of_version_in_retention);
+}
+
+}  // namespace ds::engine::config

@@ -1,0 +1,353 @@
+#include "layers/compressed/compressed_model.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/stack.h>
+#include <torch/nn/modules/batchnorm.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <regex>
+#include <set>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "layers/compressed/snip_momentum.h"
+
+namespace ds::model_compression {
+namespace {
+
+class Pattern {
+ public:
+  explicit Pattern(const std::string& text) : all_(text == "*"), compiled_(all_ ? "" : text) {}
+  bool matches(const std::string& name) const { return all_ || std::regex_search(name, compiled_); }
+
+ private:
+  bool all_;
+  std::regex compiled_;
+};
+
+template <class Wanted>
+std::vector<RelatedLayer> matching(torch::nn::Module& module, const std::string& pattern, const Wanted& wanted) {
+  const Pattern compiled(pattern);
+  std::vector<RelatedLayer> result;
+  for (const auto& item : module.named_modules("", /*include_self=*/true)) {
+    if (compiled.matches(item.key()) && wanted(*item.value(), item.key())) result.push_back({item.key(), item.value()});
+  }
+  return result;
+}
+
+bool has_dimensions(const torch::nn::Module& module) {
+  const auto kind = kind_of(module);
+  return (kind && *kind != LayerKind::kEmbedding) ||
+         dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) != nullptr;
+}
+
+// Whether blocks divide the layer's weight; said where they do not.
+bool takes_blocks(torch::nn::Module& module, const std::string& name, const Rule& rule) {
+  const at::Tensor weight = weight_of(module);
+  const BlockSize& block = rule.snip->block;
+  if (has_blocks(weight, block)) return true;
+  log::warning(rule.path, ".block_pattern: ", name, " is not pruned: blocks of ", block.rows, "x", block.columns,
+               " do not divide its weight, ", weight.sizes());
+  return false;
+}
+
+// Of each of `count` layers, those that the patterns give it: the k-th match of a pattern is of the k-th layer.
+std::vector<std::vector<RelatedLayer>> related_of(torch::nn::Module& module, const Rule& rule, size_t entry,
+                                                  size_t count) {
+  std::vector<std::vector<RelatedLayer>> result(count);
+  for (const std::string& pattern : rule.related[entry]) {
+    const auto found = matching(module, pattern, [](const auto& of, const std::string&) { return has_dimensions(of); });
+    require<ConfigError>(found.size() == count, rule.path, ".related_modules: expected ", pattern, " to match as many ",
+                         "layers as \"", rule.modules[entry], "\" of modules, ", count, ", found ", found.size());
+    for (size_t i = 0; i < count; ++i) result[i].push_back(found[i]);
+  }
+  return result;
+}
+
+// By the identity of weights, which to(), set_data() and an engine keep.
+struct Table {
+  std::shared_mutex mutex;
+  using Layers = std::unordered_map<const at::TensorImpl*, std::vector<std::shared_ptr<CompressedLayer>>>;
+  Layers layers;
+  Layers by_bias;
+  struct Attached {
+    std::weak_ptr<torch::nn::Module> module;
+    std::shared_ptr<CompressedModel> model;
+  };
+  std::unordered_map<const torch::nn::Module*, Attached> models;
+
+  static Table& of_process() {
+    static Table table;
+    return table;
+  }
+  void drop_layers(const std::function<bool(const CompressedLayer&)>& gone) {
+    for (Layers* const table : {&layers, &by_bias}) {
+      for (auto entry = table->begin(); entry != table->end();) {
+        std::erase_if(entry->second, [&](const auto& layer) { return gone(*layer); });
+        entry = entry->second.empty() ? table->erase(entry) : std::next(entry);
+      }
+    }
+  }
+};
+
+}  // namespace
+
+CompressedModel::CompressedModel(torch::nn::Module& module, const std::vector<Rule>& rules, uint64_t seed) {
+  progress_->seed = seed;
+  for (const Rule& rule : rules) add_rule(module, rule);
+}
+
+std::shared_ptr<CompressedLayer> CompressedModel::layer_of(const RelatedLayer& found) {
+  for (const auto& layer : layers_) {
+    if (layer->name() == found.name) return layer;
+  }
+  return layers_.emplace_back(std::make_shared<CompressedLayer>(found.name, found.module, progress_));
+}
+
+void CompressedModel::add_rule(torch::nn::Module& module, const Rule& rule) {
+  const std::vector<Pattern> excluding(rule.excluded.begin(), rule.excluded.end());
+  for (size_t entry = 0; entry < rule.modules.size(); ++entry) {
+    const auto wanted = [&](torch::nn::Module& of, const std::string& name) {
+      const auto kind = kind_of(of);
+      const bool excluded = std::any_of(excluding.begin(), excluding.end(),
+                                        [&](const Pattern& pattern) { return pattern.matches(name); });
+      return kind && applies_to(rule.method, *kind) && !excluded && (!rule.snip || takes_blocks(of, name, rule));
+    };
+    const auto found = matching(module, rule.modules[entry], wanted);
+    require<ConfigError>(!found.empty() || !rule.snip, rule.path, ": expected a Linear or Conv2d layer that ",
+                         "excluded_modules leaves and that block_pattern divides, found none in the model");
+    require<ConfigError>(!found.empty(), rule.path, ".modules: expected \"", rule.modules[entry],
+                         "\" to match a layer ", "that ", name_of(rule.method),
+                         " has a meaning for, found none in the model");
+    std::vector<std::vector<RelatedLayer>> related(found.size());
+    if (!rule.related.empty()) related = related_of(module, rule, entry, found.size());
+    for (size_t i = 0; i < found.size(); ++i) {
+      const auto layer = layer_of(found[i]);
+      layer->add(rule);
+      if (!rule.related.empty()) cuts_.push_back({layer, rule.method, related[i]});
+    }
+  }
+}
+
+void CompressedModel::advance(int64_t step, const RanksOfModel& ranks) {
+  const at::NoGradGuard no_grad;
+  const bool ends_step = !std::exchange(restarted_, false) && step == progress_->step + 1;
+  if (ends_step) {
+    move_ranges(ranks);
+    for (const auto& layer : layers_) layer->keep_seen();
+    warn_of_unused();
+  } else if (step != progress_->step) {
+    forget_observed();
+    drop_gradients();
+  }
+  progress_->step = step;
+  prune_blocks(/*jumped=*/!ends_step);
+  for (const auto& layer : layers_) {
+    if (layer->awaits_masks()) ranks.with_whole(layer->weight(), [&] { layer->decide_masks(); });
+  }
+}
+
+bool CompressedModel::follows_gradients() const {
+  return std::any_of(layers_.begin(), layers_.end(), [](const auto& layer) { return layer->snip() != nullptr; });
+}
+
+bool CompressedModel::needs_gradients() const {
+  return std::any_of(layers_.begin(), layers_.end(), [&](const auto& layer) {
+    const Pruning* const pruning = layer->snip();
+    return pruning != nullptr && (masks_are_due_ || snip_counts(pruning->rule, progress_->step));
+  });
+}
+
+void CompressedModel::see_gradients(const std::function<WeightAndGradient(const at::Tensor& weight)>& values_of) {
+  const at::NoGradGuard no_grad;
+  for (const auto& layer : layers_) {
+    if (layer->snip() == nullptr) continue;
+    const WeightAndGradient values = values_of(layer->weight());
+    layer->see_gradient(values.weight, values.gradient);
+  }
+}
+
+void CompressedModel::drop_gradients() {
+  for (const auto& layer : layers_) layer->drop_seen();
+}
+
+std::vector<at::Tensor> CompressedModel::float32_buffers() const {
+  std::vector<at::Tensor> buffers;
+  for (const auto& layer : layers_) {
+    for (const Pruning& pruning : layer->prunings()) {
+      if (pruning.blocks.defined()) buffers.push_back(pruning.blocks);
+    }
+  }
+  return buffers;
+}
+
+// Masks of "snip_momentum" that change with the step, of all layers together. A change before which no gradient was
+// seen, as where all steps before it overflowed, waits for one.
+void CompressedModel::prune_blocks(bool jumped) {
+  std::vector<Pruning*> prunings;
+  for (const auto& layer : layers_) {
+    if (Pruning* const pruning = layer->snip()) prunings.push_back(pruning);
+  }
+  if (prunings.empty()) return;
+  const Rule& rule = prunings.front()->rule;  // one for all
+  const std::optional<double> ratio = snip_due_ratio(rule, progress_->step);
+  const bool changes = snip_dense_ratio(rule, progress_->step).has_value();
+  if (!ratio) masks_are_due_ = false;
+  if (!ratio || (!changes && !masks_are_due_ && !jumped)) return;
+  std::vector<at::Tensor> scores;
+  bool any = false;
+  for (const Pruning* const pruning : prunings) {
+    scores.push_back(pruning->blocks);
+    any = any || pruning->blocks.any().item<bool>();
+  }
+  const bool was_due = std::exchange(masks_are_due_, !any);
+  if (!any && !was_due) {
+    log::warning(rule.path, ": at step ", progress_->step,
+                 " no layer has lost blocks, as no gradient has been seen: they ",
+                 "are chosen after the first step that is applied");
+  }
+  if (!any || (!changes && !was_due)) return;  // after a load masks are those that were saved
+  const std::vector<at::Tensor> masks = best_blocks(scores, *ratio);
+  for (size_t i = 0; i < prunings.size(); ++i) {
+    const at::Tensor& mask = prunings[i]->mask;
+    mask.copy_(elements_of_blocks(masks[i], prunings[i]->rule.snip->block, mask.sizes()));
+  }
+}
+
+void CompressedModel::move_ranges(const RanksOfModel& ranks) {
+  std::vector<CompressedLayer*> observing;  // in the step that is over
+  for (const auto& layer : layers_) {
+    if (layer->observes()) observing.push_back(layer.get());
+  }
+  if (observing.empty()) return;
+  std::vector<at::Tensor> seen;
+  for (CompressedLayer* const layer : observing) seen.push_back(layer->take_observed());
+  at::Tensor all = at::stack(seen);
+  if (ranks.largest) ranks.largest(all);
+  for (size_t i = 0; i < observing.size(); ++i) observing[i]->follow_range(all[static_cast<int64_t>(i)]);
+}
+
+void CompressedModel::forget_observed() {
+  for (const auto& layer : layers_) {
+    if (layer->observes()) layer->take_observed();
+  }
+}
+
+bool CompressedModel::has_scores(const at::Tensor& parameter) const {
+  return std::any_of(layers_.begin(), layers_.end(), [&](const auto& layer) {
+    return std::any_of(layer->prunings().begin(), layer->prunings().end(),
+                       [&](const Pruning& one) { return one.scores.defined() && one.scores.is_same(parameter); });
+  });
+}
+
+void CompressedModel::warn_of_unused() {
+  if (std::exchange(looked_for_unused_, true)) return;
+  std::string names;
+  std::string biases;
+  const auto add = [](std::string& list, const CompressedLayer& layer) {
+    list += cat(list.empty() ? "" : ", ", layer.name().empty() ? "the model" : layer.name());
+  };
+  for (const auto& layer : layers_) {
+    if (!layer->used()) add(names, *layer);
+    const bool has_bias = layer->changes_bias() && layer->module() && bias_of(*layer->module()).defined();
+    if (layer->used() && has_bias && !layer->bias_used()) add(biases, *layer);
+  }
+  if (!biases.empty()) {
+    log::warning("compression_training: in the first step no operator added the bias of ", biases, ", whose outputs ",
+                 "are pruned, to the product as linear, addmm or add_ do: it stays whole, and redundancy_clean() will ",
+                 "refuse it (said once)");
+  }
+  if (names.empty()) return;
+  log::warning("compression_training: in the first step no operator linear, embedding or conv2d got the weight of ",
+               names,
+               ", whose rules have no effect until one does: layers are known by their weight as their module has it ",
+               "(said once)");
+}
+
+void CompressedModel::restart() {
+  restarted_ = true;
+  forget_observed();
+  drop_gradients();
+}
+
+void attach(const std::shared_ptr<torch::nn::Module>& module, std::shared_ptr<CompressedModel> model) {
+  register_operators_of(model->layers());
+  Table& table = Table::of_process();
+  const std::unique_lock lock(table.mutex);
+  table.drop_layers([](const CompressedLayer& layer) { return layer.module() == nullptr; });
+  std::erase_if(table.models, [](const auto& entry) { return entry.second.module.expired(); });
+  for (const auto& layer : model->layers()) {
+    table.layers[layer->weight().unsafeGetTensorImpl()].push_back(layer);
+    const at::Tensor bias = layer->changes_bias() ? bias_of(*layer->module()) : at::Tensor();
+    if (bias.defined()) table.by_bias[bias.unsafeGetTensorImpl()].push_back(layer);
+  }
+  table.models[module.get()] = {module, std::move(model)};
+}
+
+std::shared_ptr<CompressedModel> find_model(const torch::nn::Module& module) {
+  Table& table = Table::of_process();
+  const std::shared_lock lock(table.mutex);
+  const auto found = table.models.find(&module);
+  return found == table.models.end() || found->second.module.expired() ? nullptr : found->second.model;
+}
+
+std::string layer_of_another(torch::nn::Module& module) {
+  const auto own = find_model(module);
+  const auto is_own = [&](const std::shared_ptr<CompressedLayer>& layer) {
+    return own && std::find(own->layers().begin(), own->layers().end(), layer) != own->layers().end();
+  };
+  Table& table = Table::of_process();
+  const std::shared_lock lock(table.mutex);
+  if (table.layers.empty()) return "";
+  for (const auto& item : module.named_modules("", /*include_self=*/true)) {
+    const at::Tensor weight = kind_of(*item.value()) ? weight_of(*item.value()) : at::Tensor();
+    const auto found = weight.defined() ? table.layers.find(weight.unsafeGetTensorImpl()) : table.layers.end();
+    if (found == table.layers.end()) continue;
+    for (const auto& layer : found->second) {
+      if (layer->weight().is_same(weight) && !is_own(layer)) return item.key().empty() ? "the model" : item.key();
+    }
+  }
+  return "";
+}
+
+void detach(torch::nn::Module& module) {
+  Table& table = Table::of_process();
+  const std::unique_lock lock(table.mutex);
+  const auto found = table.models.find(&module);
+  if (found == table.models.end()) return;
+  std::set<const CompressedLayer*> own;
+  for (const auto& layer : found->second.model->layers()) own.insert(layer.get());
+  table.drop_layers([&](const CompressedLayer& layer) { return own.contains(&layer); });
+  table.models.erase(found);
+}
+
+std::shared_ptr<CompressedLayer> find_layer_of_bias(const at::Tensor& bias) {
+  Table& table = Table::of_process();
+  const std::shared_lock lock(table.mutex);
+  const auto found = table.by_bias.find(bias.unsafeGetTensorImpl());
+  if (found == table.by_bias.end()) return nullptr;
+  for (const auto& layer : found->second) {
+    const auto module = layer->module();
+    if (module && bias_of(*module).is_same(bias)) return layer;
+  }
+  return nullptr;
+}
+
+std::shared_ptr<CompressedLayer> find_layer(const at::Tensor& weight, LayerKind kind) {
+  Table& table = Table::of_process();
+  const std::shared_lock lock(table.mutex);
+  const auto found = table.layers.find(weight.unsafeGetTensorImpl());
+  if (found == table.layers.end()) return nullptr;
+  for (const auto& layer : found->second) {
+    // A tensor may lie where one of a module that is gone has been, or one that its module has replaced.
+    if (layer->kind() == kind && layer->weight().is_same(weight)) return layer;
+  }
+  return nullptr;
+}
+
+}  // namespace ds::model_compression

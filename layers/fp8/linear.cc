@@ -1,0 +1,265 @@
+#include "layers/fp8/linear.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/_unsafe_view.h>
+#include <ATen/ops/mm.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/kernel_in_front.h"
+#include "core/replay/own_results.h"
+#include "core/replay/replayed_values.h"
+#include "core/transposed.h"
+#include "layers/fp8/linear_table.h"
+
+namespace ds::fp8 {
+namespace {
+
+namespace autograd = torch::autograd;
+
+at::Tensor rows_of(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
+
+// A layer at work: the same scales in forward, in backward, and where forward is computed again.
+struct LayerInUse {
+  std::shared_ptr<const Fp8Layer> layer;
+  std::shared_ptr<Scaling> scaling;
+  at::Tensor scales;  // undefined with blocks
+
+  const ScalingOptions& options() const { return scaling->options(); }
+
+  Quantized input(const at::Tensor& rows, bool records) const {
+    if (options().blocks) return quantize_rows(rows, kE4M3, options().margin);
+    return scaling->quantized(rows, layer->index, Kind::kInput, scales, records);
+  }
+  Quantized weight(const at::Tensor& values, bool records) const {
+    if (options().blocks) return quantize_blocks(values, kE4M3, options().margin);
+    return scaling->quantized(values, layer->index, Kind::kWeight, scales, records);
+  }
+  Quantized gradient(const at::Tensor& rows) const {
+    if (options().blocks) return quantize_rows(rows, options().gradients, options().margin);
+    return scaling->quantized(rows, layer->index, Kind::kGradient, scales, /*records=*/true);
+  }
+};
+
+class Fp8LinearBackward : public autograd::Node {
+ public:
+  Fp8LinearBackward(LayerInUse layer, const at::Tensor& input, const at::Tensor& weight)
+      : layer_(std::move(layer)),
+        input_sizes_(input.sizes().vec()),
+        type_(input.scalar_type()),
+        input_(weight.requires_grad() ? input : at::Tensor(), /*is_output=*/false),
+        weight_(input.requires_grad() ? weight : at::Tensor(), /*is_output=*/false) {}
+
+  std::string name() const override { return "Fp8LinearBackward"; }
+
+  // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): autograd's signature
+  autograd::variable_list apply(autograd::variable_list&& gradients) override {
+    require(!at::GradMode::is_enabled(), "fp8, layer ", layer_.layer->name,
+            ": backward with create_graph: expected first derivatives only, found a double backward through FP8; ",
+            "leave the layer out (fp8.exclude)");
+    TORCH_CHECK(!released_, autograd::ERR_BACKWARD_TWICE);
+    autograd::variable_list result(3);
+    if (!gradients[0].defined()) return result;
+    const at::Tensor gradient = rows_of(gradients[0]);
+    const bool of_weight = task_should_compute_output(1);
+    const bool weight_on_fp8 = of_weight && layer_.options().weight_gradients;
+    Quantized quantized;
+    if (task_should_compute_output(0) || weight_on_fp8) quantized = layer_.gradient(gradient);
+    if (task_should_compute_output(0)) result[0] = of_input(quantized);
+    if (of_weight) {
+      const at::Tensor input = rows_of(input_.unpack());
+      result[1] = weight_on_fp8 ? product_over_rows(quantized, layer_.input(input, /*records=*/false), options())
+                                : at::mm(gradient.t(), input);
+    }
+    if (task_should_compute_output(2)) result[2] = gradient.sum(0);
+    return result;
+  }
+
+  void release_variables() override {
+    input_.reset_data();
+    weight_.reset_data();
+    released_ = true;
+  }
+
+ private:
+  ProductOptions options() const { return {.type = type_, .arithmetic = layer_.options().arithmetic}; }
+
+  // Rows of the gradient times the weight: scales of blocks are those of forward, as a weight's blocks are square.
+  at::Tensor of_input(const Quantized& gradient) {
+    const Quantized weight = layer_.weight(weight_.unpack(), /*records=*/false);
+    return at::_unsafe_view(product(gradient, transposed(weight), {}, options()), input_sizes_);
+  }
+
+  const LayerInUse layer_;
+  const std::vector<int64_t> input_sizes_;
+  const at::ScalarType type_;
+  autograd::SavedVariable input_;
+  autograd::SavedVariable weight_;
+  bool released_ = false;
+};
+
+// W W^T, as of a penalty on the weight, is no product of a layer.
+bool is_part_of(const at::Tensor& input, const at::Tensor& weight) {
+  if (!input.has_storage() || !weight.has_storage() || !input.is_alias_of(weight)) return false;
+  const int64_t distance = input.storage_offset() - weight.storage_offset();
+  return distance >= 0 && distance < weight.numel();
+}
+
+struct Operands {
+  at::Tensor input, weight, bias;  // without a weight: it is no layer's; without a bias: there is none
+};
+
+// Null: the kernel behind computes it.
+std::shared_ptr<const Fp8Layer> layer_of(const Operands& of) {
+  if (c10::InferenceMode::is_enabled()) return nullptr;  // also under autocast, whose keys are above autograd's
+  if (!of.weight.defined() || of.weight.dim() != 2 || of.input.is_meta() || of.input.dim() == 0) return nullptr;
+  auto layer = find_layer(of.weight);
+  return layer && !is_part_of(of.input, of.weight) ? std::move(layer) : nullptr;
+}
+
+// None: likewise, what does not fit is LibTorch's to refuse.
+std::optional<LayerInUse> in_use(std::shared_ptr<const Fp8Layer> layer, const Operands& of) {
+  auto scaling = layer->scaling.lock();
+  if (!scaling || of.input.scalar_type() != of.weight.scalar_type() || of.input.size(-1) != of.weight.size(1)) {
+    return std::nullopt;
+  }
+  scaling->note_use(layer->index);
+  LayerInUse result{std::move(layer), std::move(scaling), {}};
+  if (result.options().recipe == Recipe::kDelayed) {
+    const int64_t generation = ReplayTape::replayed([&] { return result.scaling->generation(); });
+    result.scales = result.scaling->scales(generation);
+  }
+  return result;
+}
+
+at::Tensor output_of(const LayerInUse& layer, const at::Tensor& input, const at::Tensor& weight,
+                     const at::Tensor& bias) {
+  // What is computed without a graph is evaluation, or a region's first run, which comes again with one.
+  const bool records = at::GradMode::is_enabled();
+  const at::AutoGradMode no_graph(false);
+  const Quantized rows = layer.input(rows_of(input.detach()), records);
+  const Quantized of_weight = layer.weight(weight.detach(), records);
+  const at::Tensor result =
+      product(rows, of_weight, bias.defined() ? bias.detach() : bias,
+              {.type = input.scalar_type(), .arithmetic = layer.options().arithmetic, .fast_accumulation = true});
+  std::vector<int64_t> sizes = input.sizes().vec();
+  sizes.back() = weight.size(0);
+  return at::_unsafe_view(result, sizes);  // a view could not be changed in place, as torch's Linear does
+}
+
+at::Tensor compute(LayerInUse layer, const Operands& of) {
+  OwnResults::note();
+  at::Tensor output = output_of(layer, of.input, of.weight, of.bias);
+  if (!autograd::compute_requires_grad(of.input, of.weight, of.bias)) return output;
+  const std::shared_ptr<autograd::Node> node(new Fp8LinearBackward(std::move(layer), of.input, of.weight),
+                                             autograd::deleteNode);
+  node->set_next_edges(autograd::collect_next_edges(of.input, of.weight, of.bias));
+  autograd::set_history(output, node);
+  return output;
+}
+
+using FindOperands = Operands (*)(const c10::IValue* arguments);
+
+Operands of_linear(const c10::IValue* arguments) {
+  return {arguments[0].toTensor(), arguments[1].toTensor(),
+          arguments[2].isTensor() ? arguments[2].toTensor() : at::Tensor()};
+}
+
+// torch::nn::Linear without a bias, or of more than two dimensions.
+Operands of_matmul(const c10::IValue* arguments) {
+  return {arguments[0].toTensor(), base_of_transposed(arguments[1].toTensor()), {}};
+}
+
+// torch::nn::Linear of two dimensions: addmm(bias, input, weight.t()).
+Operands of_addmm(const c10::IValue* arguments) {
+  const at::Tensor weight = base_of_transposed(arguments[2].toTensor());
+  const at::Tensor bias = arguments[0].toTensor();
+  const bool is_sum = arguments[3].toScalar().equal(1) && arguments[4].toScalar().equal(1);
+  const bool fits = weight.defined() && is_sum && bias.dim() == 1 && bias.size(0) == weight.size(0);
+  return {arguments[1].toTensor(), fits ? weight : at::Tensor(), bias};
+}
+
+// As autocast casts them for a product.
+Operands cast_for_product(const Operands& of, at::DeviceType device) {
+  const at::ScalarType type = at::autocast::get_autocast_dtype(device);
+  const auto cast = [&](const at::Tensor& tensor) {
+    return tensor.defined() ? at::autocast::cached_cast(type, tensor, device) : tensor;
+  };
+  return {cast(of.input), cast(of.weight), cast(of.bias)};
+}
+
+// Stands in front of one operator at one key. Boxed: kernels of LibTorch that have a graph to make can be called in no
+// other way.
+class InFront : public c10::OperatorKernel {
+ public:
+  InFront(FindOperands find, std::optional<at::DeviceType> autocast_of, size_t arguments,
+          c10::SafeKernelFunction behind)
+      : find_(find), autocast_of_(autocast_of), count_(arguments), behind_(std::move(behind)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    Operands operands = find_(stack->data() + (stack->size() - count_));
+    auto known = layer_of(operands);
+    if (!known) return behind_.callBoxed(op, keys, stack);
+    std::optional<c10::impl::ExcludeDispatchKeyGuard> without_autocast;
+    if (autocast_of_) {
+      without_autocast.emplace(c10::autocast_dispatch_keyset);
+      operands = cast_for_product(operands, *autocast_of_);
+    }
+    auto layer = in_use(std::move(known), operands);
+    if (!layer) return behind_.callBoxed(op, keys, stack);
+    torch::jit::drop(*stack, count_);
+    torch::jit::push(*stack, compute(*std::move(layer), operands));
+  }
+
+ private:
+  const FindOperands find_;
+  const std::optional<at::DeviceType> autocast_of_;  // none: it stands at a key below
+  const size_t count_;                               // of the operator's arguments
+  const c10::SafeKernelFunction behind_;
+};
+
+struct Place {
+  c10::DispatchKey key;
+  std::optional<at::DeviceType> autocast_of;
+};
+constexpr std::array<Place, 4> kPlaces = {
+    Place{c10::DispatchKey::AutocastCPU, at::kCPU}, Place{c10::DispatchKey::AutocastCUDA, at::kCUDA},
+    Place{c10::DispatchKey::AutogradCPU, std::nullopt}, Place{c10::DispatchKey::AutogradCUDA, std::nullopt}};
+
+void put_in_front_of(const char* name, FindOperands find) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  for (const Place& place : kPlaces) {
+    auto behind = kernel_at(op, place.key);
+    if (!behind) continue;
+    auto kernel =
+        std::make_unique<InFront>(find, place.autocast_of, op.schema().arguments().size(), *std::move(behind));
+    put_in_front(op, place.key, c10::BoxedKernel::makeFromFunctor(std::move(kernel)));
+  }
+}
+
+}  // namespace
+
+void register_fp8_linear() {
+  [[maybe_unused]] static const bool kDone = [] {
+    put_in_front_of("aten::linear", of_linear);
+    put_in_front_of("aten::matmul", of_matmul);
+    put_in_front_of("aten::addmm", of_addmm);
+    return true;
+  }();
+}
+
+}  // namespace ds::fp8

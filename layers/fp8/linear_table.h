@@ -1,0 +1,45 @@
+// Which Linear layers compute on FP8, found by the weight that the operator gets.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "layers/fp8/scaling.h"
+
+namespace ds::fp8 {
+
+// A Linear layer of a module.
+struct NamedLinear {
+  std::vector<std::string> names;  // more than one: layers that share the weight
+  at::Tensor weight;               // [out, in]
+
+  const std::string& name() const { return names.front(); }
+};
+
+// torch::nn::Linear, and modules of classes whose name has "Linear" in it and that have a parameter "weight" of two
+// dimensions, in the module's order. One that has the weight of one before, is there as another name of that one.
+std::vector<NamedLinear> linears_of(torch::nn::Module& module);
+
+// What an FP8 layer is to the operator.
+struct Fp8Layer {
+  using Weak = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
+
+  std::string name;
+  int64_t index = 0;  // among the layers of `scaling`
+  Weak weight;
+  std::weak_ptr<Scaling> scaling;
+};
+
+// From now on these layers, those of `scaling` in order, compute on FP8, as long as it lives. Puts our kernels in front
+// of LibTorch's, for the rest of the process. Any thread.
+void set_layers(const std::vector<NamedLinear>& layers, const std::shared_ptr<Scaling>& scaling);
+
+// Null: LibTorch computes it. Any thread.
+std::shared_ptr<const Fp8Layer> find_layer(const at::Tensor& weight);
+
+}  // namespace ds::fp8

@@ -1,0 +1,59 @@
+// Which tensors of a checkpoint are those of this model, and whether they fit.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "dsengine/weights.h"
+#include "model/state/model_state.h"
+
+namespace ds::engine {
+
+// What to do about a checkpoint that does not fit, in the terms of what was called.
+struct FitHints {
+  std::string fresh_states = "pass load_optimizer_states = false";
+  std::string less = "Pass load_module_strict = false to take what both have";
+};
+
+struct FitOptions {
+  bool strict = true;        // an error names what only one of the two has
+  bool with_states = true;   // of the optimizer
+  bool all_weights = false;  // what the model has is a mixture: nothing of it may stay
+  FitHints hints = {};
+};
+
+// Changes nothing. Both outlive it.
+class CheckpointFit {
+ public:
+  // Throws UsageError, naming the source, where the checkpoint does not fit.
+  CheckpointFit(const ModelState& model, checkpoint::Source& source, const FitOptions& options);
+
+  // The path of a parameter's weight in the source; empty where it has none.
+  const std::string& weight(const std::string& parameter) const { return weights_.at(parameter); }
+  // The name that the checkpoint has for a parameter, also of another stage; empty where it has none.
+  std::string stored_name(const std::string& parameter) const;
+  // The path of the state of a parameter in a trainable bucket, and the whole's shape; an empty path where the
+  // checkpoint does not have the parameter.
+  std::pair<std::string, std::vector<int64_t>> state_of(const std::string& kind, const Segment& segment) const;
+  // Written by as many ranks, stages and ranks of a tensor axis as are here.
+  bool same_ranks() const { return same_ranks_; }
+
+ private:
+  using Shapes = std::map<std::string, std::vector<int64_t>>;
+
+  void find_weights(const FitOptions& options);
+  void add_buffers(Shapes& wanted) const;
+  void add_other_stages(Shapes& wanted) const;
+  void require_states(const FitHints& hints) const;
+  void require_own_states_only(const FitHints& hints) const;
+
+  const ModelState& model_;
+  checkpoint::Source& source_;
+  bool same_ranks_;
+  std::map<std::string, std::string> weights_;  // by parameter name: its path in the source, or empty
+};
+
+}  // namespace ds::engine

@@ -1,0 +1,190 @@
+#include "model/checkpoint/load_checkpoint.h"
+
+#include <cstdint>
+#include <exception>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/tag_folder.h"
+#include "core/check.h"
+#include "core/log.h"
+#include "dsengine/weights.h"
+#include "model/agreement/shared_failure.h"
+#include "model/agreement/shared_text.h"
+#include "model/checkpoint/checkpoint_fit.h"
+#include "model/checkpoint/host_folders.h"
+#include "model/checkpoint/state_reader.h"
+#include "model/state/finished_gradients.h"
+
+namespace ds::engine {
+namespace {
+
+using checkpoint::Source;
+
+// What a rank met, worst last.
+enum class Outcome : int64_t { kGood, kDamaged, kUnfit };
+
+// Calls `action`, collects what it throws, and returns what is worst on any rank.
+template <class Action>
+Outcome on_all_ranks(const Ranks& ranks, std::exception_ptr& failure, const Action& action) {
+  Outcome own = Outcome::kGood;
+  try {
+    action();
+  } catch (const IoError&) {
+    own = Outcome::kDamaged;
+    failure = std::current_exception();
+  } catch (const std::filesystem::filesystem_error& error) {
+    own = Outcome::kDamaged;
+    failure = std::make_exception_ptr(IoError(error.what()));
+  } catch (...) {
+    own = Outcome::kUnfit;
+    failure = std::current_exception();
+  }
+  return static_cast<Outcome>(
+      largest_of_ranks(static_cast<int64_t>(own), ranks.device, *ranks.world, "outcome of reading a checkpoint"));
+}
+
+[[noreturn]] void throw_failure(const std::exception_ptr& failure, const std::string& path) {
+  if (failure) std::rethrow_exception(failure);
+  throw IoError(cat("load_checkpoint: ", path, ": another rank could not load it, its message says why"));
+}
+
+// Rank 0: tags to try, the preferred one first.
+std::vector<std::string> tags_to_try(const std::string& load_dir, const std::string& tag) {
+  checkpoint::put_back_replaced(load_dir);
+  if (!tag.empty()) return {tag};
+  std::vector<std::string> tags;
+  std::optional<std::string> latest;
+  try {
+    latest = checkpoint::read_latest(load_dir);
+    if (latest) checkpoint::require_tag(*latest);
+  } catch (const Error& error) {
+    log::error("load_checkpoint: the file `latest` cannot be used: ", error.what());
+    latest.reset();
+  }
+  if (latest) tags.push_back(*latest);
+  for (const checkpoint::TagInfo& whole : checkpoint::whole_tags(load_dir)) {
+    if (whole.tag != latest) tags.push_back(whole.tag);
+  }
+  return tags;
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  return lines;
+}
+
+// What rank 0 finds, on all ranks.
+std::vector<std::string> shared_tags(const Ranks& ranks, const HostFolders& folders, const std::string& folder,
+                                     const std::string& tag) {
+  std::string joined;
+  std::exception_ptr failure;
+  const Outcome listed = on_all_ranks(ranks, failure, [&] {
+    if (!folders.leads()) return;
+    for (const std::string& candidate : tags_to_try(folder, tag)) joined += candidate + '\n';
+  });
+  if (listed != Outcome::kGood) throw_failure(failure, folder);
+  return lines_of(text_of_first_rank(joined, ranks.device, *ranks.world));
+}
+
+// One folder. Its failure is this rank's; the outcome is that of all.
+class Attempt {
+ public:
+  Attempt(const ModelState& model, CallOrder& order, const LoadRequest& request)
+      : model_(model), order_(order), request_(request) {}
+
+  Outcome read(const std::string& path) {
+    const Ranks& ranks = model_.ranks;
+    const ReadOptions options = {.with_states = request_.with_states(),
+                                 .module_only = request_.options.load_module_only};
+    Outcome outcome = on_all_ranks(ranks, failure_, [&] {
+      source_ = checkpoint::open(path);
+      fit_.emplace(model_, *source_,
+                   FitOptions{.strict = request_.options.load_module_strict,
+                              .with_states = options.with_states,
+                              .all_weights = order_.is_mixture(),
+                              .hints = request_.hints});
+    });
+    if (outcome != Outcome::kGood) return outcome;
+    order_.load_begins(options.with_states);
+    StateReader& reader = reader_.emplace(model_, *source_, *fit_, options);
+    outcome = on_all_ranks(ranks, failure_, [&] { reader.read(); });
+    if (outcome != Outcome::kGood) return outcome;
+    const std::exception_ptr encoded = reader.read_encoded();
+    return on_all_ranks(ranks, failure_, [&] {
+      if (encoded) std::rethrow_exception(encoded);
+    });
+  }
+
+  // After a good one.
+  void finish(const RunState& run) {
+    reader_->publish();
+    if (!request_.options.load_module_only) {
+      take_run_state(model_, run, *source_,
+                     {.with_optimizer = request_.with_states(),
+                      .with_schedule = request_.options.load_lr_scheduler_states,
+                      .with_rank_states = reader_->has_rank_states()});
+    }
+    order_.load_done();
+    forget_gradients(model_);
+    model_.choose_gradients();
+  }
+
+  const std::exception_ptr& failure() const { return failure_; }
+  const nlohmann::json& client_state() const { return source_->state().client_state; }
+
+ private:
+  const ModelState& model_;
+  CallOrder& order_;
+  const LoadRequest& request_;
+  std::unique_ptr<Source> source_;
+  std::optional<CheckpointFit> fit_;
+  std::optional<StateReader> reader_;
+  std::exception_ptr failure_;
+};
+
+}  // namespace
+
+LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, CallOrder& order,
+                                 const LoadRequest& request) {
+  const bool first = model.ranks.world->rank() == 0;
+  const HostFolders folders =
+      run.config.checkpoint.use_node_local_storage ? host_folders(model.ranks) : one_folder(model.ranks);
+  const std::string folder = text_of_leader(request.load_dir, folders, model.ranks);
+  require(!folder.empty(),
+          "load_checkpoint: expected a folder of checkpoints, found an empty name; pass \".\" for the ",
+          "working folder");
+  const std::vector<std::string> tags = shared_tags(model.ranks, folders, folder, request.tag);
+  if (tags.empty()) {
+    if (first) {
+      log::warning("load_checkpoint: no checkpoint in ", folder, ": no file `latest` and no whole tag; ",
+                   "nothing is loaded");
+    }
+    return {};
+  }
+  for (size_t i = 0; i < tags.size(); ++i) {
+    const std::string path = checkpoint::tag_path(folder, tags[i]);
+    Attempt attempt(model, order, request);
+    const Outcome outcome = attempt.read(path);
+    if (outcome == Outcome::kGood) {
+      attempt.finish(run);
+      return {.path = path, .tag = tags[i], .client_state = attempt.client_state()};
+    }
+    if (outcome == Outcome::kUnfit || i + 1 == tags.size()) throw_failure(attempt.failure(), path);
+    if (first) {
+      const auto& failure = attempt.failure();
+      log::error("load_checkpoint: ", path, " cannot be used: ",
+                 failure ? message_of(failure) : std::string("another rank could not read it, its message says why"),
+                 ". Falling back to ", tags[i + 1]);
+    }
+  }
+  throw InternalError("load_checkpoint: no outcome");
+}
+
+}  // namespace ds::engine

@@ -1,0 +1,27 @@
+// Loading a checkpoint: finding a tag that can be read, on all ranks together.
+#pragma once
+
+#include <string>
+
+#include "config/order/call_order.h"
+#include "dsengine/checkpoint.h"
+#include "model/checkpoint/checkpoint_fit.h"
+#include "model/checkpoint/run_state.h"
+#include "model/state/model_state.h"
+
+namespace ds::engine {
+
+struct LoadRequest {
+  std::string load_dir;
+  std::string tag;  // empty: what `latest` names, or the whole one with the latest step
+  LoadOptions options;
+  FitHints hints = {};
+  bool with_states() const { return !options.load_module_only && options.load_optimizer_states; }
+};
+
+// Between optimizer steps, with nothing on its way and no save in flight. The order of calls is told when the model is
+// a mixture, and when not any more. Collective; see Engine::load_checkpoint for what it returns and throws.
+LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, CallOrder& order,
+                                 const LoadRequest& request);
+
+}  // namespace ds::engine

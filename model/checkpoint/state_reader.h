@@ -1,0 +1,51 @@
+// Reads a checkpoint into the model: every rank the parts of logical tensors that its own layout has.
+#pragma once
+
+#include <exception>
+
+#include "dsengine/weights.h"
+#include "model/checkpoint/checkpoint_fit.h"
+#include "model/checkpoint/rank_state.h"
+#include "model/state/model_state.h"
+
+namespace ds::engine {
+
+struct ReadOptions {
+  bool with_states = true;  // of the optimizer
+  bool module_only = false;
+};
+
+// Methods in this order; what they throw leaves the model as a mixture. All arguments outlive it.
+class StateReader {
+ public:
+  StateReader(const ModelState& model, checkpoint::Source& source, const CheckpointFit& fit, const ReadOptions& options)
+      : model_(model), source_(source), fit_(fit), options_(options) {}
+
+  // No collective.
+  void read();
+  // Encoded slices are made from whole buckets. Collective; returns what this rank met.
+  std::exception_ptr read_encoded();
+  // New parameters for operators. Collective.
+  void publish() const;
+  // read() has found what the optimizer keeps for this rank alone.
+  bool has_rank_states() const { return has_rank_states_; }
+
+ private:
+  void read_trained(size_t bucket);
+  void read_frozen_bucket(size_t frozen);
+  void read_frozen_parameters();
+  void read_encoded_bucket(size_t frozen);
+  bool read_memory(const NamedTensors& memory);
+  void read_optimizer_memory();
+  void read_compression_memory();
+  void read_fp8_memory() const;
+  void forget_own_steps() const;
+
+  const ModelState& model_;
+  checkpoint::Source& source_;
+  const CheckpointFit& fit_;
+  ReadOptions options_;
+  bool has_rank_states_ = false;
+};
+
+}  // namespace ds::engine

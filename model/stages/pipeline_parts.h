@@ -1,0 +1,74 @@
+// What an engine has when its model is a pipeline: this rank's stages, the ranks it runs them with, the schedules.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "config/plan/plan.h"
+#include "dsengine/comm.h"
+#include "dsengine/config.h"
+#include "dsengine/data_loader.h"
+#include "dsengine/pipeline.h"
+#include "pipeline/schedule/schedule.h"
+#include "pipeline/stage_runner.h"
+#include "zero/parameter_bucket.h"
+
+namespace ds::engine {
+
+// Weights that several ranks of the pipeline have, each a copy.
+struct TiedWeights {
+  std::shared_ptr<comm::Communicator> ranks;  // null on a rank that has none of them
+  std::vector<at::Tensor> parameters;         // of this rank
+  std::string name;                           // of their layers
+  // The one that counts for the norm of the model and writes checkpoints.
+  bool is_first() const { return ranks && ranks->rank() == 0; }
+};
+
+struct PipelineParts {
+  std::shared_ptr<pipeline::PipelineModule> module;
+  std::shared_ptr<comm::Communicator> ranks;  // this rank's pipeline: one rank of each data-parallel group
+  std::vector<TiedWeights> tied;
+  std::vector<int> tied_of_bucket;                // of each bucket: its place in `tied`, or -1
+  std::vector<std::vector<char>> bucket_in_pass;  // of each stage: the buckets that its backward gives gradients to
+  std::unique_ptr<pipeline::StageRunner> runner;
+  pipeline::BatchSource source;                   // of train_batch() without one
+  std::map<int, pipeline::Schedule> schedules;    // by number of micro-batches
+  std::map<int, pipeline::Schedule> evaluations;  // likewise
+
+  int stages() const { return static_cast<int>(module->bounds().size()) - 1; }
+  // Whether this rank stands for a bucket in what is counted once.
+  bool counts(size_t bucket) const {
+    const int index = tied_of_bucket[bucket];
+    return index < 0 || tied[static_cast<size_t>(index)].is_first();
+  }
+  // Whether a parameter or buffer of this name is a copy of what the first rank of its tie has.
+  bool is_copy(const std::string& name) const;
+};
+
+// Builds the layers of this rank. Collective over `ranks`, the pipeline's, and over `world`, all pipelines.
+std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::PipelineModule>& module,
+                                              const std::shared_ptr<comm::Communicator>& ranks,
+                                              const config::DsConfig& config, const Plan& plan, at::Device device,
+                                              comm::Communicator& world);
+
+// Throws ConfigError for a loader whose last batch of an epoch is shorter than the others, where stages agree on one
+// shape: the rank that has it would throw at the end of the epoch, and the others wait for it. `what`: for the message.
+void require_equal_batches(const PipelineParts& parts, const DataLoader& loader, const char* what);
+
+// What has to be the same on all ranks: layers, and where they are, as lines "what<TAB>value".
+std::string layers_text(const PipelineParts& parts);
+
+// Ranks that share weights go on from the first one's values. Collective, likewise.
+void share_start_values(PipelineParts& parts);
+
+// What follows from the buckets.
+void note_buckets(PipelineParts& parts, const std::vector<zero::ParameterBucket>& buckets);
+
+// The training schedule of so many micro-batches, proved.
+const pipeline::Schedule& training_schedule(PipelineParts& parts, const Plan& plan, int micro_batches);
+// Forwards only.
+const pipeline::Schedule& evaluation_schedule(PipelineParts& parts, int micro_batches);
+
+}  // namespace ds::engine

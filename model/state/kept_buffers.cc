@@ -1,0 +1,66 @@
+#include "model/state/kept_buffers.h"
+
+#include <fnmatch.h>
+
+#include <algorithm>
+
+#include "core/log.h"
+#include "model/agreement/shared_failure.h"
+
+namespace ds::engine {
+namespace {
+
+// For fnmatch, to which more than "*" is special.
+std::string glob_of(const std::string& pattern) {
+  std::string glob = "*";
+  for (const char c : pattern) {
+    if (c == '?' || c == '[' || c == '\\') glob += '\\';
+    glob += c;
+  }
+  return glob + '*';
+}
+
+bool is_in_any(const std::string& pattern, const std::vector<zero::Parameter>& list) {
+  return std::any_of(list.begin(), list.end(), [&](const auto& one) { return is_found_in(pattern, one.name); });
+}
+
+// What became of a pattern, the largest of all ranks: those of a pipeline know the layers of their own stages alone.
+enum class Found { kNothing, kParameters, kBuffers };
+
+Found look_for(const std::string& pattern, const ModelParameters& parameters,
+               std::unordered_set<const void*>& buffers) {
+  const bool names_parameters = is_in_any(pattern, parameters.trainable) || is_in_any(pattern, parameters.frozen);
+  Found found = names_parameters ? Found::kParameters : Found::kNothing;
+  for (const zero::Parameter& buffer : parameters.buffers) {
+    if (!buffer.tensor.is_floating_point() || !is_found_in(pattern, buffer.name)) continue;
+    buffers.insert(buffer.tensor.unsafeGetTensorImpl());
+    found = Found::kBuffers;
+  }
+  return found;
+}
+
+}  // namespace
+
+bool is_found_in(const std::string& pattern, const std::string& name) {
+  return ::fnmatch(glob_of(pattern).c_str(), name.c_str(), 0) == 0;
+}
+
+std::unordered_set<const void*> buffers_kept_in_float32(const ModelParameters& parameters,
+                                                        const std::vector<std::string>& patterns, const Ranks& ranks) {
+  std::unordered_set<const void*> buffers;
+  for (const std::string& pattern : patterns) {
+    const Found here = look_for(pattern, parameters, buffers);
+    const auto found =
+        static_cast<Found>(largest_of_ranks(static_cast<int64_t>(here), ranks.device, *ranks.world, "kept buffers"));
+    if (found == Found::kBuffers || ranks.world->rank() != 0) continue;
+    log::warning("data_types.keep_in_fp32_modules: \"", pattern, "\" has no effect: ",
+                 found == Found::kParameters
+                     ? "it is in names of parameters alone, which follow the model's dtype; their master weights are "
+                       "those of the optimizer"
+                     : "no floating-point buffer of the model has it in its name; remove it, or look at "
+                       "module->named_buffers()");
+  }
+  return buffers;
+}
+
+}  // namespace ds::engine

@@ -1,0 +1,102 @@
+// The model as one rank of an engine has it: what saving, loading and reading the state need.
+//
+// It has no steps and no order of calls: those are CallOrder's and the update's. Buckets are numbered: trainable ones
+// first, then frozen ones. One per engine, used by the engine's thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/bucket_reduction.h"
+#include "config/plan/plan.h"
+#include "core/slices/segment.h"
+#include "layers/fp8/scaling.h"
+#include "model/offloaded/offloaded_state.h"
+#include "model/stages/pipeline_parts.h"
+#include "model/state/frozen_here.h"
+#include "model/state/model_optimizer.h"
+#include "model/state/ranks.h"
+#include "model/state/tensor_parts.h"
+#include "zero/gradient_check.h"
+#include "zero/gradient_reducer.h"
+#include "zero/parameter_access.h"
+#include "zero/parameter_bucket.h"
+#include "zero/parameter_gatherer.h"
+
+namespace ds::engine {
+
+// Of a bucket: who owns its slices, and who has copies of them.
+struct BucketGroups {
+  comm::Communicator& shards;
+  comm::Communicator* replicas;  // null: there is one copy
+};
+
+// How gradients come together, in the order of construction.
+struct GradientParts {
+  std::unique_ptr<comm::BucketReduction> reduction;  // null: gradients are sent as they are
+  std::unique_ptr<zero::GradientCheck> check;        // null: without locate_non_finite
+  std::unique_ptr<zero::GradientReducer> reducer;
+};
+
+// Order of members is order of construction; later ones refer to earlier ones.
+struct ModelState {
+  std::shared_ptr<torch::nn::Module> module;
+  Plan plan;
+  Ranks ranks;
+  std::unique_ptr<PipelineParts> pipeline;    // null: the model is no PipelineModule
+  std::unique_ptr<TensorParts> tensor;        // null: no parameter is split over ranks
+  std::unique_ptr<OffloadedState> offloaded;  // null: all stays on the device
+  std::vector<zero::Parameter> parameters;    // trainable, tied ones once, in module order
+  std::vector<ParameterInfo> infos;           // of them
+  std::vector<zero::Parameter> frozen;
+  FrozenHere frozen_here;        // without an optimizer: of `frozen`, until the engine ends
+  std::vector<char> held_still;  // of `parameters`: the program has frozen it since (ModelWatch)
+  std::vector<zero::ParameterBucket> buckets;
+  std::vector<zero::ParameterBucket> frozen_buckets;  // stage 3
+  // Per bucket: what the optimizer updates. Of the model's dtype: views of the buckets; else copies
+  // (plan.master_dtype).
+  std::vector<at::Tensor> masters;
+  GradientParts gradients;
+  std::unique_ptr<zero::ParameterAccess> access;
+  zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`
+  ModelOptimizer optimizer;
+  std::shared_ptr<fp8::Scaling> fp8;  // null: no layer computes on FP8
+  // Modules that the config has chosen drop activations as long as this lives; null: none do.
+  std::shared_ptr<const void> recomputed;
+
+  // The one place that says which ranks share a bucket.
+  BucketGroups groups_of(size_t bucket) const;
+  // All groups of ranks, each once.
+  std::vector<comm::Communicator*> all_groups() const;
+  // Whether the optimizer of a trainable bucket works on the host.
+  bool updates_on_host(size_t bucket) const { return offloaded && offloaded->updates(bucket); }
+  // What of a trainable bucket this rank updates: its slice, or the whole bucket.
+  at::Tensor own_part(size_t bucket) const;
+  // Calls `use` with the master of a bucket while it is in memory. `changes`: it writes there.
+  void use_master(size_t bucket, bool changes, const std::function<void(const at::Tensor&)>& use) const;
+  // Between steps: whether gradients are reduced, as the optimizer's next step takes them.
+  void choose_gradients() const;
+
+  // Of pipelines; without one, of one stage.
+  int pipeline_ranks() const { return pipeline ? pipeline->ranks->size() : 1; }
+  // Whether this rank stands for a bucket in what is counted once.
+  bool counts(size_t bucket) const {
+    const bool elsewhere = tensor && tensor->ranks->rank() > 0 && !is_part(bucket);
+    return !elsewhere && counts_in_stage(bucket);
+  }
+  // Likewise, with all other ranks of its tensor axis.
+  bool counts_in_stage(size_t bucket) const { return !pipeline || pipeline->counts(bucket); }
+  // Whether a trainable bucket has parts of parameters, other ones on each rank of the tensor axis.
+  bool is_summed(size_t bucket) const { return tensor && tensor->sums_wholes && !is_part(bucket); }
+  bool is_part(size_t bucket) const { return buckets[bucket].parameters().front().part != nullptr; }
+  // Whether a parameter or buffer is a copy of what another stage has.
+  bool is_copy(const std::string& name) const { return pipeline && pipeline->is_copy(name); }
+};
+
+}  // namespace ds::engine

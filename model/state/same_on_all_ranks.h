@@ -1,0 +1,33 @@
+// What data-parallel ranks have to bring to initialize() alike.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "dsengine/comm.h"
+#include "dsengine/config.h"
+#include "model/state/model_layout.h"
+
+namespace ds::engine {
+
+// Beside the model and the config.
+struct GivenInputs {
+  std::optional<int64_t> samples;   // of .training_data; none: it was not given
+  bool has_schedule = false;        // .lr_scheduler
+  const char* call = "initialize";  // whose options they are, for messages
+};
+
+// A line "ds_config KEY<TAB>VALUE" for each key that the file has, sorted: the order of keys is nobody's concern.
+std::string config_lines(const config::DsConfig& config);
+
+// Throws CommError, on all ranks of the group, naming the first rank whose parameters (names, shapes, dtypes), settings
+// or inputs differ from rank 0's, and what differs first, by name and with both values: training would hang at the
+// latest at the end of an epoch, or step with other learning rates. `settings`: lines "what<TAB>value", of the config
+// and of what else must agree. Collective.
+void require_same_on_all_ranks(const ModelParameters& parameters, const std::string& settings,
+                               const GivenInputs& inputs, c10::Device device, comm::Communicator& ranks);
+
+}  // namespace ds::engine

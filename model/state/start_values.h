@@ -1,0 +1,60 @@
+// Where the parameters of a model get their first values from: the module itself or a weight file, rank 0's in any
+// case.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "dsengine/comm.h"
+#include "dsengine/weights.h"
+#include "dsengine/zero.h"
+#include "model/state/ranks.h"
+#include "zero/parameter_bucket.h"
+
+namespace ds::engine {
+
+// Collective on the ranks with the same part of the model: they ask for the same things in the same order. The
+// constructor is so on all ranks.
+class StartValues {
+ public:
+  // Without a file: values of a tensor that the module does not have; undefined: it has them. Called on every rank in
+  // the same order.
+  using Elsewhere = std::function<at::Tensor(const zero::Parameter& tensor)>;
+
+  // `weights`: what open_weights() takes, read by the first rank of each part of the model; empty: the
+  // module's own values. `init`: has sliced parameters of the module, or null. Values are made on `device`. Throws
+  // IoError and UsageError on every rank when the file cannot be read, lacks a parameter under all its names, or has
+  // one of another shape; UsageError for a tensor on the meta device that the file does not give.
+  // `elsewhere` may be null.
+  StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init, const Ranks& ranks,
+              Elsewhere elsewhere = nullptr);
+
+  // Values of a whole bucket, float32 (of a float64 bucket, float64) [layout.numel]; padding is zero. The parameters
+  // may get other memory afterwards.
+  at::Tensor of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters);
+  // The module's own values stay where they are: one rank, no file, the right device.
+  bool keeps(const at::Tensor& tensor) const { return !from_file_ && world_.size() == 1 && tensor.device() == device_; }
+  // Values of one tensor in its own dtype.
+  at::Tensor of(const zero::Parameter& tensor);
+
+ private:
+  void check_file(const torch::nn::Module& module, const std::string& weights);
+  std::string path_in_file(const at::Tensor& tensor) const;
+  at::Tensor source(const zero::Parameter& tensor) const;
+
+  std::unique_ptr<checkpoint::Source> file_;               // its first rank
+  std::map<const void*, std::vector<std::string>> names_;  // of parameters and buffers, by identity
+  bool from_file_ = false;
+  zero::Init* init_;
+  Elsewhere elsewhere_;
+  at::Device device_;
+  comm::Communicator& world_;  // those with the same part of the model
+};
+
+}  // namespace ds::engine

@@ -1,0 +1,75 @@
+#include "model/state/tensor_parts.h"
+
+#include <ATen/TensorOperators.h>
+#include <c10/core/ScalarType.h>
+
+#include "core/check.h"
+#include "core/text.h"
+#include "core/text_hash.h"
+#include "parallel/axis/axis.h"
+#include "parallel/axis/collectives.h"
+#include "zero/value_digest.h"
+
+namespace ds::engine {
+
+std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter) {
+  if (!is_split(parameter) || !placement_of(parameter).cut) return nullptr;
+  const Placement& placement = placement_of(parameter);
+  return std::make_shared<TensorPart>(parameter.sizes().vec(), *placement.cut, placement.axis->rank(),
+                                      placement.axis->size());
+}
+
+TensorParts::~TensorParts() {
+  if (!split.axis) return;
+  split.axis->watch_data({});
+  split.axis->tell_joins(true);
+}
+
+void TensorParts::require_leaves(const char* call) const {
+  require(shown == 0, call,
+          ": expected no open scope of gathered_parameters() with parameters that are split over the ",
+          "tensor axis, found ", shown, " of them whole; close it first");
+  for (const SplitParameter& one : parameters) {
+    const bool is_there = is_split(one.parameter) && leaf_of(one.parameter).is_same(one.leaf) &&
+                          one.parameter.scalar_type() == one.leaf.scalar_type();
+    require(
+        is_there, call, ": parameter ", one.name, ": it is split over the tensor axis, and has got other memory or ",
+        "another dtype since (model->to(), torch::load(), set_data()), which its part does not follow. Move, convert ",
+        "and load the model before initialize() or parallelize_module() splits it, or pass .weights there");
+  }
+}
+
+void TensorParts::follow_leaves() const {
+  for (const SplitParameter& one : parameters) follow_leaf(one.parameter);
+}
+
+void TensorParts::follow_flags() const {
+  for (const SplitParameter& one : parameters) follow_flag(one.parameter);
+}
+
+void TensorParts::note_data(const at::Tensor& plain) {
+  // Tokens and targets all; of others, among which are the tables and masks of every layer, the first ones.
+  constexpr int kMostIntegers = 64;
+  constexpr int kMostOthers = 8;
+  if (plain.layout() != at::kStrided || plain.numel() == 0) return;
+  const bool integers = at::isIntegralType(plain.scalar_type(), /*includeBool=*/false);
+  int& seen = integers ? seen_integers_ : seen_others_;
+  if (seen++ >= (integers ? kMostIntegers : kMostOthers)) return;
+  data_digest_.of_host = data_digest_.of_host * 31 + fnv1a(cat(c10::toString(plain.scalar_type()), plain.sizes()));
+  // Numbers that an operator has made before may differ in their last bits, and cannot be told from those of the
+  // program: of them type and shape. The loss tells of the rest.
+  if (!integers) return;
+  if (plain.is_cpu()) {
+    data_digest_.of_host = data_digest_.of_host * 31 + zero::digest_of(plain);
+    return;
+  }
+  const at::Tensor digest = zero::device_digest_of(plain);
+  at::Tensor& before = data_digest_.of_device;
+  before = before.defined() ? before * 31 + digest : digest;
+}
+
+at::Tensor TensorParts::joined(const at::Tensor& part, const TensorPart& of) const {
+  return parallel::all_gather_parts(part, {.axis = split.axis, .cut = of.cut()}, of.whole_sizes());
+}
+
+}  // namespace ds::engine
