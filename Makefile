@@ -1,8 +1,8 @@
 # make train    a GPT trains on real text, on each GPU or on two ranks of the CPU, through ds-launch
 # make test     builds everything and runs all tests
-# make build    builds into build/release (binaries in build/release/bin)
+# make build    builds into build/release (binaries in build/release/bin); make benchmarks builds what measures
 # make clean    removes build/ (keeps the installed LibTorch in .deps/)
-# All set-up is done by scripts/setup, which installs only what is missing.
+# All set-up is done by scripts/setup, which installs only what is missing; servers that tests start, only for make test.
 PRESET ?= release
 BUILD := build/$(PRESET)
 # A rank for each GPU; two on a machine without one.
@@ -31,10 +31,16 @@ train:
 	@$(MAKE) --no-print-directory build TARGETS="gpt ds-launch"
 	@$(BUILD)/bin/ds-launch $(TRAIN_RANKS) $(BUILD)/bin/gpt --deepspeed_config configs/zero2.json $(TRAIN_ARGS)
 
-test: build
+test:
+	@scripts/setup test
+	@$(MAKE) --no-print-directory build
 	@scripts/run_tests $(PRESET)
+
+benchmarks:
+	@scripts/setup benchmarks
+	@$(MAKE) --no-print-directory build TARGETS=ds_benchmarks
 
 clean:
 	@rm -rf build
 
-.PHONY: help setup build train test clean
+.PHONY: help setup build train test benchmarks clean
