@@ -1,8 +1,10 @@
 #include "tests/support/grid.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -35,6 +37,24 @@ std::vector<Combination> combinations_in(const GridCell& cell, const std::vector
     result.push_back(std::move(combination));
   }
   return result;
+}
+
+// Every count-th cell of a grid, beginning with cell number `first`.
+struct Piece {
+  size_t first = 0, count = 1;
+};
+
+// Empty where the sample is wanted.
+std::optional<Piece> piece_of_environment() {
+  const char* const wish = std::getenv("DS_TEST_GRID");
+  if (wish == nullptr || *wish == '\0') return std::nullopt;
+  if (std::string(wish) == "all") return Piece{};
+  Piece piece;
+  char after = 0;
+  if (std::sscanf(wish, "%zu/%zu%c", &piece.first, &piece.count, &after) == 2 && piece.first < piece.count)
+    return piece;
+  throw std::invalid_argument("DS_TEST_GRID: expected \"all\", K/N with K below N, or nothing, found \"" +
+                              std::string(wish) + "\"");
 }
 
 }  // namespace
@@ -78,10 +98,19 @@ std::vector<GridCell> covering_cells(const std::vector<size_t>& sizes, size_t st
 }
 
 bool whole_grid_wanted() {
-  const char* const wish = std::getenv("DS_TEST_GRID");
-  if (wish == nullptr || *wish == '\0') return false;
-  if (std::string(wish) == "all") return true;
-  throw std::invalid_argument("DS_TEST_GRID: expected \"all\" or nothing, found \"" + std::string(wish) + "\"");
+  const std::optional<Piece> piece = piece_of_environment();
+  return piece && piece->count == 1;
+}
+
+std::vector<GridCell> wanted_cells(const std::vector<size_t>& sizes, size_t strength) {
+  const std::optional<Piece> piece = piece_of_environment();
+  if (!piece) return covering_cells(sizes, strength);
+  const std::vector<GridCell> all = all_cells(sizes);
+  std::vector<GridCell> cells;
+  for (size_t number = piece->first % all.size(); number < all.size(); number += piece->count) {
+    cells.push_back(all[number]);
+  }
+  return cells;
 }
 
 }  // namespace ds::test

@@ -1,7 +1,9 @@
 // Which cells of a grid of cases a test runs: all of them with DS_TEST_GRID=all in the environment (`scripts/run_tests
-// --all`), otherwise a sample in which every combination of values of any two axes (or any three) occurs. What breaks
-// for one combination of that many settings is then found by the sample; what takes more settings is left to the grid.
-// The sample depends on the axes alone: it is the same on every machine and in every run. Torch-free.
+// --all`), every N-th from cell K on with DS_TEST_GRID=K/N (a piece of the grid: `scripts/run_tests --piece K/N`; the
+// pieces 0/N to N-1/N are the whole), otherwise a sample in which every combination of values of any two axes (or any
+// three) occurs. What breaks for one combination of that many settings is then found by the sample; what takes more
+// settings is left to the grid. The sample depends on the axes alone: it is the same on every machine and in every run.
+// Torch-free.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +22,11 @@ std::vector<GridCell> all_cells(const std::vector<size_t>& sizes);
 // In the order of all_cells: cells so that every combination of values of `strength` axes (at most all) is in one.
 std::vector<GridCell> covering_cells(const std::vector<size_t>& sizes, size_t strength);
 
-// Throws std::invalid_argument when DS_TEST_GRID is neither unset, empty nor "all".
+// The cells that DS_TEST_GRID asks for. Throws std::invalid_argument when it is neither unset, empty, "all" nor K/N
+// with K below N.
+std::vector<GridCell> wanted_cells(const std::vector<size_t>& sizes, size_t strength);
+
+// Whether DS_TEST_GRID is "all". Throws as wanted_cells().
 bool whole_grid_wanted();
 
 // The cells to run, as values. `strength`: of the sample.
@@ -31,7 +37,7 @@ std::vector<std::tuple<Values...>> grid_sample(size_t strength, const std::vecto
     return std::tuple<Values...>(axes[cell[kAxis]]...);
   };
   std::vector<std::tuple<Values...>> result;
-  for (const GridCell& cell : whole_grid_wanted() ? all_cells(sizes) : covering_cells(sizes, strength)) {
+  for (const GridCell& cell : wanted_cells(sizes, strength)) {
     result.push_back(values_of(cell, std::index_sequence_for<Values...>()));
   }
   return result;

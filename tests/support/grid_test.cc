@@ -83,9 +83,28 @@ TEST_F(GridWish, DecidesBetweenSampleAndGrid) {
   EXPECT_EQ(grid_sample(2, letters, numbers, flags)[1], std::tuple("a", 1, true));
 }
 
+TEST_F(GridWish, PiecesAreTheWholeGridTogether) {
+  std::set<GridCell> cells;
+  size_t count = 0;
+  for (const char* piece : {"0/5", "1/5", "2/5", "3/5", "4/5"}) {
+    setenv("DS_TEST_GRID", piece, 1);
+    EXPECT_FALSE(whole_grid_wanted());
+    const std::vector<GridCell> part = wanted_cells({3, 2, 2}, 2);
+    EXPECT_LE(part.size(), 3U) << piece;
+    cells.insert(part.begin(), part.end());
+    count += part.size();
+  }
+  EXPECT_EQ(count, 12U);
+  EXPECT_EQ(cells.size(), 12U);
+  setenv("DS_TEST_GRID", "7/9", 1);
+  EXPECT_EQ(wanted_cells({2}, 1).size(), 1U) << "a piece of a small grid has a cell too";
+}
+
 TEST_F(GridWish, IsRefusedWhenUnknown) {
-  setenv("DS_TEST_GRID", "some", 1);
-  EXPECT_THROW(whole_grid_wanted(), std::invalid_argument);
+  for (const char* wish : {"some", "1", "3/3", "1/2/3", "-1/4", "/"}) {
+    setenv("DS_TEST_GRID", wish, 1);
+    EXPECT_THROW(whole_grid_wanted(), std::invalid_argument) << wish;
+  }
 }
 
 }  // namespace
