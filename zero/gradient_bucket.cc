@@ -136,7 +136,7 @@ void GradientBucket::launch() {
   const BucketState next = after(state_, BucketEvent::kLaunch);
   fill_missing();
   // An overflow that is compressed spreads to its neighbours.
-  if (exchange_->groups_of(index_).instead) zero_padding();
+  if (exchange_->replacement_of(index_)) zero_padding();
   state_ = next;  // also where the collective throws: what it has of the buffer is then unknown
   if (transient()) launch_point_ = StreamPoint::here(device());
   exchange_->start(index_, local_, transfer_);

@@ -6,16 +6,19 @@
 
 namespace ds::zero {
 
-BucketGroups GradientExchange::groups_of(size_t bucket) const {
-  const bool instead = routes_.reduction != nullptr && routes_.reduction->takes(bucket);
-  return {.slices = routes_.slices, .replicas = routes_.replicas, .instead = instead ? routes_.reduction : nullptr};
+BucketGroups GradientExchange::groups_of(size_t /*bucket*/) const {
+  return {.shards = routes_.slices, .replicas = routes_.replicas};
+}
+
+comm::BucketReduction* GradientExchange::replacement_of(size_t bucket) const {
+  return routes_.reduction != nullptr && routes_.reduction->takes(bucket) ? routes_.reduction : nullptr;
 }
 
 at::Tensor GradientExchange::own_part(size_t bucket, const at::Tensor& flat) const {
-  const comm::Communicator& slices = groups_of(bucket).slices;
-  if (options_.policy == ReductionPolicy::kAllReduce || slices.size() == 1 || local_) return flat;
-  const int64_t length = flat.numel() / slices.size();
-  return flat.narrow(0, slices.rank() * length, length);
+  const comm::Communicator& shards = groups_of(bucket).shards;
+  if (options_.policy == ReductionPolicy::kAllReduce || shards.size() == 1 || local_) return flat;
+  const int64_t length = flat.numel() / shards.size();
+  return flat.narrow(0, shards.rank() * length, length);
 }
 
 bool GradientExchange::makes_copies() const {
@@ -24,11 +27,12 @@ bool GradientExchange::makes_copies() const {
 }
 
 void GradientExchange::start(size_t bucket, const at::Tensor& local, GradientTransfer& transfer) const {
-  const BucketGroups groups = groups_of(bucket);
-  const int world = groups.slices.size();
+  comm::Communicator& shards = groups_of(bucket).shards;
+  comm::BucketReduction* const replacement = replacement_of(bucket);
+  const int world = shards.size();
   if (world == 1 || local_) return;
   at::Tensor& wire = transfer.wire;
-  const at::ScalarType dtype = groups.instead ? options_.communication_dtype : options_.dtype_sent(bucket);
+  const at::ScalarType dtype = replacement ? options_.communication_dtype : options_.dtype_sent(bucket);
   wire = dtype == at::ScalarType::Undefined ? local : local.to(dtype);
   auto op = comm::ReduceOp::kSum;
   if (options_.average && options_.prescale) {
@@ -39,12 +43,12 @@ void GradientExchange::start(size_t bucket, const at::Tensor& local, GradientTra
     op = comm::ReduceOp::kAvg;
   }
   const std::string label = cat("gradients of bucket ", bucket);
-  if (groups.instead) {
-    transfer.work = groups.instead->start(bucket, own_part(bucket, wire), wire, op, label);
+  if (replacement) {
+    transfer.work = replacement->start(bucket, own_part(bucket, wire), wire, op, label);
   } else if (options_.policy == ReductionPolicy::kAllReduce) {
-    transfer.work = groups.slices.all_reduce(wire, op, label);
+    transfer.work = shards.all_reduce(wire, op, label);
   } else {
-    transfer.work = groups.slices.reduce_scatter(own_part(bucket, wire), wire, op, label);
+    transfer.work = shards.reduce_scatter(own_part(bucket, wire), wire, op, label);
   }
 }
 
@@ -54,8 +58,8 @@ void GradientExchange::finish(size_t bucket, const at::Tensor& local, GradientTr
   if (!transfer.wire.defined()) return;
   const at::Tensor sent = own_part(bucket, transfer.wire);
   // Before the copy: the sum may be beyond what a narrower gradient_dtype holds.
-  if (divides_in_two()) at::Tensor(sent).mul_(options_.predivide_factor / groups_of(bucket).slices.size());
-  if (divides_after(bucket, transfer.wire)) at::Tensor(sent).div_(groups_of(bucket).slices.size());
+  if (divides_in_two()) at::Tensor(sent).mul_(options_.predivide_factor / groups_of(bucket).shards.size());
+  if (divides_after(bucket, transfer.wire)) at::Tensor(sent).div_(groups_of(bucket).shards.size());
   if (!transfer.wire.is_same(local)) own_part(bucket, local).copy_(sent);
   transfer.wire.reset();
 }

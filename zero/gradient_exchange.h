@@ -10,13 +10,6 @@
 
 namespace ds::zero {
 
-// The ranks with which a bucket is reduced. An average is one over the ranks of both.
-struct BucketGroups {
-  comm::Communicator& slices;      // own the slices of the bucket; reduced by every launch
-  comm::Communicator* replicas;    // own equal slices; joined once, at the boundary. May be null
-  comm::BucketReduction* instead;  // of the collective over `slices`. May be null
-};
-
 // One reduction under way.
 struct GradientTransfer {
   comm::Work work;
@@ -30,8 +23,12 @@ class GradientExchange {
   GradientExchange(const ReduceRoutes& routes, const ReducerOptions& options) : routes_(routes), options_(options) {}
 
   const ReducerOptions& options() const { return options_; }
-  // Whatever reduces asks here: buckets of one model may be reduced in ways of their own.
+  // The ranks with which a bucket is reduced: every launch reduces over `shards`, and the boundary of an accumulation
+  // once over `replicas`. An average is one over the ranks of both. All code that reduces asks here, since the buckets
+  // of one model may be reduced in different ways.
   BucketGroups groups_of(size_t bucket) const;
+  // The reduction that replaces the collective over `shards` for a bucket; null: none does.
+  comm::BucketReduction* replacement_of(size_t bucket) const;
   // While true, gradients stay those of this rank, whole buckets, and nothing is sent.
   void keep_local(bool local) { local_ = local; }
   bool keeps_local() const { return local_; }
@@ -51,7 +48,7 @@ class GradientExchange {
   // as a tree (PAT). A sum of float16 may be too large.
   bool divides_after(size_t bucket, const at::Tensor& wire) const {
     return options_.average && !options_.prescale && !divides_in_two() && !wire.is_cpu() &&
-           wire.scalar_type() != at::kHalf && !groups_of(bucket).instead;
+           wire.scalar_type() != at::kHalf && !replacement_of(bucket);
   }
 
   ReduceRoutes routes_;

@@ -52,6 +52,12 @@ struct ReducerOptions {
   bool plain_gradients() const { return plain_passes && policy == ReductionPolicy::kAllReduce; }
 };
 
+// The ranks that share a bucket.
+struct BucketGroups {
+  comm::Communicator& shards;    // each rank owns a slice of the bucket
+  comm::Communicator* replicas;  // each rank owns the equal slice of another copy; null: there is one copy
+};
+
 // Where reduced gradients go.
 struct ReduceRoutes {
   comm::Communicator& slices;  // its ranks own the slices of a bucket

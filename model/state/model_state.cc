@@ -5,8 +5,8 @@
 
 namespace ds::engine {
 
-BucketGroups ModelState::groups_of(size_t /*bucket*/) const {
-  return {*ranks.groups.shards, ranks.groups.replicas.get()};
+zero::BucketGroups ModelState::groups_of(size_t /*bucket*/) const {
+  return {.shards = *ranks.groups.shards, .replicas = ranks.groups.replicas.get()};
 }
 
 std::vector<comm::Communicator*> ModelState::all_groups() const {

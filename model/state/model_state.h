@@ -31,12 +31,6 @@
 
 namespace ds::engine {
 
-// Of a bucket: who owns its slices, and who has copies of them.
-struct BucketGroups {
-  comm::Communicator& shards;
-  comm::Communicator* replicas;  // null: there is one copy
-};
-
 // How gradients come together, in the order of construction.
 struct GradientParts {
   std::unique_ptr<comm::BucketReduction> reduction;  // null: gradients are sent as they are
@@ -71,7 +65,7 @@ struct ModelState {
   std::shared_ptr<const void> recomputed;
 
   // The one place that says which ranks share a bucket.
-  BucketGroups groups_of(size_t bucket) const;
+  zero::BucketGroups groups_of(size_t bucket) const;
   // All groups of ranks, each once.
   std::vector<comm::Communicator*> all_groups() const;
   // Whether the optimizer of a trainable bucket works on the host.
