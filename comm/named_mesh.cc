@@ -4,8 +4,8 @@
 #include <optional>
 #include <set>
 
+#include "comm/agreement.h"
 #include "comm/mesh_hosts.h"
-#include "comm/rank_hosts.h"
 #include "comm/subgroups.h"
 #include "core/check.h"
 #include "core/log.h"

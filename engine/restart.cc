@@ -4,9 +4,9 @@
 
 #include <cstdlib>
 
+#include "comm/agreement.h"
 #include "core/restart_request.h"
 #include "dsengine/engine.h"
-#include "model/agreement/shared_failure.h"
 
 namespace ds::engine {
 

@@ -9,11 +9,11 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/files/atomic_file.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
-#include "model/agreement/shared_failure.h"
 
 namespace ds::engine {
 namespace {
@@ -79,7 +79,8 @@ void drop_batch(Engine::Impl& impl, const std::exception_ptr& failure) {
   try {
     impl.accumulation->drop(/*unused=*/true);
   } catch (const std::exception& error) {
-    throw CommError(cat(message_of(failure), "; the gradients of the batch could not be dropped: ", error.what()));
+    throw CommError(
+        cat(comm::message_of(failure), "; the gradients of the batch could not be dropped: ", error.what()));
   }
 }
 

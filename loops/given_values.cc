@@ -2,9 +2,9 @@
 
 #include <exception>
 
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
-#include "model/agreement/shared_failure.h"
 
 namespace ds::loops {
 
@@ -38,7 +38,7 @@ void Givers::check(const char* what, const std::function<void()>& look) const {
     if (failure) std::rethrow_exception(failure);
     return;
   }
-  const int failed = engine::failed_rank(failure, device, ranks);
+  const int failed = comm::failed_rank(failure, device, ranks);
   require(failed < 0, call, ": the state of rank ", failed, " does not fit ", what, ", its message says why");
 }
 

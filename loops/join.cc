@@ -8,10 +8,10 @@
 #include <string>
 #include <utility>
 
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "layers/batch_norm/converted_layers.h"
 #include "loops/replicated_model_impl.h"
-#include "model/agreement/shared_failure.h"
 
 namespace ds::loops {
 namespace {
@@ -120,7 +120,7 @@ void ReplicatedModel::join(const std::function<void()>& loop, const JoinOptions&
   const bool among_the_last = impl.shadow_passes();
   const at::Device device = impl.parameters.trainable.front().tensor.device();
   const auto root = static_cast<int>(
-      engine::largest_of_ranks(among_the_last ? impl.group->rank() : -1, device, *impl.group, "ranks that ended last"));
+      comm::largest_of_ranks(among_the_last ? impl.group->rank() : -1, device, *impl.group, "ranks that ended last"));
   impl.take_values(impl.parameters.trainable, root, "parameters");
   impl.follow_buffers(root);
 }

@@ -7,10 +7,10 @@
 #include <limits>
 #include <string>
 
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
 #include "loops/own_parts.h"
-#include "model/agreement/shared_failure.h"
 
 namespace ds::loops {
 
@@ -42,7 +42,7 @@ void require_values(const ShardedModel& model) {
   };
   for (const OwnPart& part : own_parts(model)) look(cat("parameter ", part.name), part.values);
   for (const auto& item : model.state().module->named_buffers()) look(cat("buffer ", item.key()), item.value());
-  const int failed = engine::failed_rank(failure, model.ranks().device, *model.ranks().world);
+  const int failed = comm::failed_rank(failure, model.ranks().device, *model.ranks().world);
   require(failed < 0, "backward(): rank ", failed, " has slices without values, its message says which");
 }
 

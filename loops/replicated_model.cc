@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "comm/value_broadcast.h"
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/tensor_check.h"
 #include "dsengine/distributed_data_parallel.h"

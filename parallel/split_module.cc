@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/value_broadcast.h"
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "dsengine/parallel.h"
 #include "parallel/axis/collectives.h"

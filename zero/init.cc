@@ -6,7 +6,7 @@
 #include <limits>
 #include <utility>
 
-#include "comm/rank_numbers.h"
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "core/memory/host_memory.h"

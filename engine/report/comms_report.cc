@@ -4,10 +4,9 @@
 #include <numeric>
 #include <vector>
 
-#include "comm/rank_numbers.h"
+#include "comm/agreement.h"
 #include "config/comms_operations.h"
 #include "core/log.h"
-#include "model/agreement/shared_text.h"
 #include "profiling/comms_table.h"
 
 namespace ds::engine {

@@ -1,6 +1,6 @@
 #include "engine/report/flops_report.h"
 
-#include "comm/rank_numbers.h"
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/files/atomic_file.h"
 #include "core/log.h"

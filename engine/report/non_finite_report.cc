@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "comm/agreement.h"
 #include "engine/report/non_finite.h"
-#include "model/agreement/shared_failure.h"
 #include "zero/gradient_norm.h"
 
 namespace ds::engine {

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <exception>
 
+#include "comm/agreement.h"
 #include "config/split/layer_names.h"
 #include "core/check.h"
-#include "model/agreement/shared_failure.h"
 
 namespace ds::engine {
 namespace {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "checkpoint/block_checksum.h"
+#include "comm/agreement.h"
 #include "comm/job/error_stacks.h"
 #include "core/check.h"
 #include "core/files/joined_file.h"
@@ -26,8 +27,6 @@
 #include "engine/setup/seed.h"
 #include "engine/setup/tensor_setup.h"
 #include "layers/compressed/compressed_model.h"
-#include "model/agreement/mean_of_ranks.h"
-#include "model/agreement/shared_failure.h"
 #include "model/state/part_options.h"
 #include "model/state/recomputed_modules.h"
 #include "model/state/same_on_all_ranks.h"

@@ -4,12 +4,12 @@
 #include <chrono>
 #include <optional>
 
+#include "comm/agreement.h"
 #include "comm/flight/flight_watch.h"
 #include "comm/job/joined_job.h"
 #include "comm/job/rank_device.h"
 #include "comm/meeting/rendezvous.h"
 #include "comm/mesh_hosts.h"
-#include "comm/rank_hosts.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "dsengine/init_distributed.h"

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "comm/agreement.h"
 #include "core/check.h"
-#include "model/agreement/shared_failure.h"
 
 namespace ds::engine {
 namespace {

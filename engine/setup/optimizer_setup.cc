@@ -5,13 +5,13 @@
 
 #include <utility>
 
+#include "comm/agreement.h"
 #include "compression/compressed_factory.h"
 #include "core/check.h"
 #include "core/split/split_tensor.h"
 #include "core/text_hash.h"
 #include "engine/setup/head_rows.h"
 #include "engine/setup/parameter_groups.h"
-#include "model/agreement/shared_failure.h"
 #include "model/state/part_exchange.h"
 #include "model/state/part_options.h"
 #include "optim/muon.h"

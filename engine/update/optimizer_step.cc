@@ -9,11 +9,11 @@
 #include <limits>
 #include <utility>
 
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/check_time.h"
 #include "core/log.h"
 #include "engine/update/axis_agreement.h"
-#include "model/agreement/shared_failure.h"
 #include "model/state/finished_gradients.h"
 #include "model/state/shared_buffers.h"
 

@@ -7,10 +7,10 @@
 #include <exception>
 #include <vector>
 
+#include "comm/agreement.h"
 #include "comm/meeting/host_identity.h"
 #include "core/check.h"
 #include "core/text_hash.h"
-#include "model/agreement/shared_failure.h"
 
 namespace ds::engine {
 namespace {
@@ -57,7 +57,7 @@ void require_room_on_hosts(int64_t bytes, const std::string& purpose_and_key, c1
   } catch (...) {
     failure = std::current_exception();
   }
-  const int failed = failed_rank(failure, device, world);
+  const int failed = comm::failed_rank(failure, device, world);
   require<ConfigError>(failed < 0, "host memory for ", purpose_and_key, ": host ",
                        failed < 0 ? "" : needs[static_cast<size_t>(failed)].host_name.data(), " has no room for rank ",
                        failed,

@@ -2,10 +2,8 @@
 
 #include <map>
 
-#include "comm/rank_hosts.h"
-#include "comm/rank_numbers.h"
+#include "comm/agreement.h"
 #include "core/check.h"
-#include "model/agreement/shared_text.h"
 
 namespace ds::engine {
 std::pair<int, int> HostFolders::place_among(const std::vector<int>& holders) const {
@@ -71,7 +69,7 @@ std::vector<int> with_tensor_axes(const std::vector<int>& holders, const Ranks& 
 std::string text_of_leader(const std::string& text, const HostFolders& folders, const Ranks& ranks) {
   std::string result;
   for (const int leader : folders.leaders) {
-    std::string found = text_of_rank(text, leader, ranks.device, *ranks.world);
+    std::string found = comm::text_of_rank(text, leader, ranks.device, *ranks.world);
     if (leader == folders.leader()) result = std::move(found);
   }
   return result;

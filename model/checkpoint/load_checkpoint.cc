@@ -10,11 +10,10 @@
 #include <vector>
 
 #include "checkpoint/tag_folder.h"
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "dsengine/weights.h"
-#include "model/agreement/shared_failure.h"
-#include "model/agreement/shared_text.h"
 #include "model/checkpoint/checkpoint_fit.h"
 #include "model/checkpoint/host_folders.h"
 #include "model/checkpoint/state_reader.h"
@@ -45,7 +44,7 @@ Outcome on_all_ranks(const Ranks& ranks, std::exception_ptr& failure, const Acti
     failure = std::current_exception();
   }
   return static_cast<Outcome>(
-      largest_of_ranks(static_cast<int64_t>(own), ranks.device, *ranks.world, "outcome of reading a checkpoint"));
+      comm::largest_of_ranks(static_cast<int64_t>(own), ranks.device, *ranks.world, "outcome of reading a checkpoint"));
 }
 
 [[noreturn]] void throw_failure(const std::exception_ptr& failure, const std::string& path) {
@@ -90,7 +89,7 @@ std::vector<std::string> shared_tags(const Ranks& ranks, const HostFolders& fold
     for (const std::string& candidate : tags_to_try(folder, tag)) joined += candidate + '\n';
   });
   if (listed != Outcome::kGood) throw_failure(failure, folder);
-  return lines_of(text_of_first_rank(joined, ranks.device, *ranks.world));
+  return lines_of(comm::text_of_first_rank(joined, ranks.device, *ranks.world));
 }
 
 // One folder. Its failure is this rank's; the outcome is that of all.
@@ -179,9 +178,10 @@ LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, C
     if (outcome == Outcome::kUnfit || i + 1 == tags.size()) throw_failure(attempt.failure(), path);
     if (first) {
       const auto& failure = attempt.failure();
-      log::error("load_checkpoint: ", path, " cannot be used: ",
-                 failure ? message_of(failure) : std::string("another rank could not read it, its message says why"),
-                 ". Falling back to ", tags[i + 1]);
+      log::error(
+          "load_checkpoint: ", path, " cannot be used: ",
+          failure ? comm::message_of(failure) : std::string("another rank could not read it, its message says why"),
+          ". Falling back to ", tags[i + 1]);
     }
   }
   throw InternalError("load_checkpoint: no outcome");

@@ -9,9 +9,9 @@
 #include "checkpoint/host_tables.h"
 #include "checkpoint/save_job.h"
 #include "checkpoint/tag_folder.h"
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/log.h"
-#include "model/agreement/shared_text.h"
 #include "model/checkpoint/checkpoint_pieces.h"
 #include "model/checkpoint/host_folders.h"
 #include "model/checkpoint/rank_state.h"
@@ -35,7 +35,8 @@ std::map<std::string, std::string> aliases_of(const torch::nn::Module& module) {
 
 // checkpoint.tag_validation. Collective.
 void check_tags(const Ranks& ranks, config::TagValidation validation, const std::string& tag) {
-  if (validation == config::TagValidation::kIgnore || same_text_on_all_ranks(tag, ranks.device, *ranks.world)) return;
+  if (validation == config::TagValidation::kIgnore || comm::same_text_on_all_ranks(tag, ranks.device, *ranks.world))
+    return;
   const std::string text = "save_checkpoint: ranks gave different tags (checkpoint.tag_validation)";
   require<ConfigError>(validation != config::TagValidation::kFail, text, ", this one \"", tag,
                        "\"; expected the same on every rank");
@@ -119,7 +120,7 @@ class Saving {
     const Ranks& ranks = model_.ranks;
     std::string tag = request.tag.empty() ? cat("global_step", run_.progress.global_steps) : request.tag;
     check_tags(ranks, run_.config.checkpoint.tag_validation, tag);
-    tag = text_of_first_rank(tag, ranks.device, *ranks.world);
+    tag = comm::text_of_first_rank(tag, ranks.device, *ranks.world);
     require(!request.save_dir.empty(), "save_checkpoint: expected a folder for checkpoints, found an empty name; pass ",
             "\".\" for the working folder");
     checkpoint::TagSave save = checkpoint::new_save(std::filesystem::absolute(request.save_dir).string(), tag);
@@ -146,7 +147,8 @@ class Saving {
     });
     const std::string own = folders_.leads() ? checkpoint::table_to_json(here).dump() : std::string();
     std::vector<std::string> tables;
-    for (const int leader : folders_.leaders) tables.push_back(text_of_rank(own, leader, ranks.device, *ranks.world));
+    for (const int leader : folders_.leaders)
+      tables.push_back(comm::text_of_rank(own, leader, ranks.device, *ranks.world));
     together("note what other hosts have", [&] {
       if (folders_.leads()) put_tables(here, tables);
     });

@@ -7,9 +7,9 @@
 #include <unordered_map>
 #include <utility>
 
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/files/safetensors.h"
-#include "model/agreement/shared_failure.h"
 #include "model/state/whole_state.h"
 
 namespace ds::engine {
@@ -106,7 +106,7 @@ void save_model(const ModelState& state, const std::string& path, bool with_froz
     for (const auto& item : state.module->named_buffers()) file->write(item.key(), item.value());
     file->commit();
   }
-  require<IoError>(failed_rank(file ? file->failure() : nullptr, state.ranks.device, ranks) < 0,
+  require<IoError>(comm::failed_rank(file ? file->failure() : nullptr, state.ranks.device, ranks) < 0,
                    "save_16bit_model: rank 0 could not write ", path, ", its message says why");
 }
 

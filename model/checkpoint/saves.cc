@@ -3,14 +3,14 @@
 #include <utility>
 
 #include "checkpoint/tag_folder.h"
+#include "comm/agreement.h"
 #include "core/log.h"
-#include "model/agreement/shared_failure.h"
 
 namespace ds::engine {
 
 int which_failed(const Ranks& ranks, const std::exception_ptr& failure) {
   try {
-    return failed_rank(failure, ranks.device, *ranks.world);
+    return comm::failed_rank(failure, ranks.device, *ranks.world);
   } catch (...) {
     if (!failure) throw;  // of the collective
     return ranks.world->rank();
@@ -35,7 +35,7 @@ std::string Saves::finish(const Ranks& ranks) {
   if (failed < 0) return {};
   if (target.rank == 0) checkpoint::abandon_tag(target.save);
   return cat("checkpoint \"", target.save.tag, "\" was not written: ",
-             failure ? message_of(failure) : cat("rank ", failed, " failed, its message says why"));
+             failure ? comm::message_of(failure) : cat("rank ", failed, " failed, its message says why"));
 }
 
 void Saves::say_that_nothing_is_written(const Ranks& ranks) {
@@ -52,7 +52,7 @@ void Saves::end() noexcept {
   const checkpoint::SaveTarget target = job_->target();
   job_.reset();
   if (!failure) return;
-  log::error("checkpoint \"", target.save.tag, "\" was not written: ", message_of(failure));
+  log::error("checkpoint \"", target.save.tag, "\" was not written: ", comm::message_of(failure));
   if (target.rank == 0) checkpoint::abandon_tag(target.save);
 }
 

@@ -7,12 +7,12 @@
 #include <exception>
 #include <utility>
 
+#include "comm/agreement.h"
 #include "core/block_codec.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "core/round_up.h"
 #include "model/agreement/host_room.h"
-#include "model/agreement/shared_failure.h"
 #include "offload/arena_slices.h"
 #include "offload/file_slices.h"
 
@@ -91,7 +91,7 @@ void on_all_ranks(comm::Communicator& world, at::Device device, const std::funct
   } catch (...) {
     failure = std::current_exception();
   }
-  const int failed = failed_rank(failure, device, world);
+  const int failed = comm::failed_rank(failure, device, world);
   require<ConfigError>(failed < 0, "zero_optimization.offload_optimizer, zero_optimization.offload_param: rank ",
                        failed, " could not take memory or files for what is offloaded; its message says why (this ",
                        "is rank ", world.rank(), ")");

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
+#include "comm/agreement.h"
 #include "core/log.h"
-#include "model/agreement/shared_failure.h"
 
 namespace ds::engine {
 namespace {
@@ -50,8 +50,8 @@ std::unordered_set<const void*> buffers_kept_in_float32(const ModelParameters& p
   std::unordered_set<const void*> buffers;
   for (const std::string& pattern : patterns) {
     const Found here = look_for(pattern, parameters, buffers);
-    const auto found =
-        static_cast<Found>(largest_of_ranks(static_cast<int64_t>(here), ranks.device, *ranks.world, "kept buffers"));
+    const auto found = static_cast<Found>(
+        comm::largest_of_ranks(static_cast<int64_t>(here), ranks.device, *ranks.world, "kept buffers"));
     if (found == Found::kBuffers || ranks.world->rank() != 0) continue;
     log::warning("data_types.keep_in_fp32_modules: \"", pattern, "\" has no effect: ",
                  found == Found::kParameters

@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <exception>
 
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "model/agreement/host_room.h"
-#include "model/agreement/shared_failure.h"
 
 namespace ds::engine {
 namespace {
@@ -61,7 +61,7 @@ MovedStates::MovedStates(const ModelState& state, const MovedParts& parts) {
   } catch (...) {
     failure = std::current_exception();
   }
-  if (const int failed = failed_rank(failure, device, world); failed >= 0) {
+  if (const int failed = comm::failed_rank(failure, device, world); failed >= 0) {
     memory_->restore();
     throw ConfigError(cat("offload_states(): rank ", failed,
                           " could not take host memory; its message says why. Nothing was moved (this is rank ",

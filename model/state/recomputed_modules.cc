@@ -5,9 +5,9 @@
 #include <regex>
 #include <string>
 
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "dsengine/module_checkpointing.h"
-#include "model/agreement/shared_failure.h"
 #include "recompute/modules/choose_modules.h"
 
 namespace ds::engine {
@@ -45,7 +45,8 @@ void choose_recomputed_modules(ModelState& model, const config::DsConfig& config
   for (const std::string& pattern : section.modules) {
     const int64_t own = count_matches(*model.module, pattern);
     here += own;
-    const int64_t anywhere = model.pipeline ? largest_of_ranks(own, model.ranks.device, *model.ranks.world, kKey) : own;
+    const int64_t anywhere =
+        model.pipeline ? comm::largest_of_ranks(own, model.ranks.device, *model.ranks.world, kKey) : own;
     require<ConfigError>(anywhere > 0, kKey, ": \"", pattern,
                          "\": expected the whole name of a module with parameters, ", "found that it matches none of ",
                          model.module->named_modules("", false).size(), "; names are those of named_modules()");
@@ -61,7 +62,7 @@ void choose_recomputed_modules(ModelState& model, const config::DsConfig& config
     if (failure) std::rethrow_exception(failure);
     return;
   }
-  const int failed = failed_rank(failure, model.ranks.device, *model.ranks.world);
+  const int failed = comm::failed_rank(failure, model.ranks.device, *model.ranks.world);
   require<ConfigError>(failed < 0, kKey, ": rank ", failed, " could not choose its modules; its error says why");
 }
 

@@ -6,13 +6,12 @@
 #include <utility>
 #include <vector>
 
-#include "comm/rank_numbers.h"
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/json/json_problems.h"
 #include "core/shown_text.h"
 #include "core/tensor_check.h"
 #include "core/text_hash.h"
-#include "model/agreement/shared_text.h"
 
 namespace ds::engine {
 namespace {
@@ -116,7 +115,7 @@ void require_same_on_all_ranks(const ModelParameters& parameters, const std::str
   const int64_t* const first = all.data();
   // All ranks see the same numbers, so that all of them ask for the texts of the two that differ.
   const auto both = [&](const std::string& of_this, int rank) {
-    return std::pair(text_of_rank(of_this, 0, device, ranks), text_of_rank(of_this, rank, device, ranks));
+    return std::pair(comm::text_of_rank(of_this, 0, device, ranks), comm::text_of_rank(of_this, rank, device, ranks));
   };
   for (int rank = 1; rank < ranks.size(); ++rank) {
     const auto* const other = first + count * rank;

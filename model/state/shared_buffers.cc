@@ -3,7 +3,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "comm/value_broadcast.h"
+#include "comm/agreement.h"
 #include "zero/value_digest.h"
 
 namespace ds::engine {

@@ -9,7 +9,7 @@
 
 namespace ds::engine {
 
-// Rank 0's values become those of all ranks, in few messages (comm/value_broadcast.h). Graphs that have read a buffer
+// Rank 0's values become those of all ranks, in few messages (comm/agreement.h). Graphs that have read a buffer
 // stay usable: autograd does not count it as a change. Collective.
 void broadcast_buffers(const torch::nn::Module& module, comm::Communicator& ranks);
 

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <exception>
 
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "core/split/split_tensor.h"
 #include "core/tensor_check.h"
-#include "model/agreement/shared_failure.h"
 #include "model/state/tensor_parts.h"
 #include "zero/value_digest.h"
 
@@ -64,7 +64,7 @@ void SplitScope::require_shapes() const {
   } catch (...) {
     failure = std::current_exception();
   }
-  const int failed = failed_rank(failure, state_.ranks.device, *state_.ranks.world);
+  const int failed = comm::failed_rank(failure, state_.ranks.device, *state_.ranks.world);
   require(failed < 0, "gathered parameters: rank ", failed,
           " has a parameter of another shape, its message says which");
 }

@@ -8,11 +8,11 @@
 #include <utility>
 
 #include "checkpoint/module_weights.h"
+#include "comm/agreement.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "dsengine/pipeline.h"
 #include "layers/compressed/compressed_model.h"
-#include "model/agreement/shared_failure.h"
 #include "model/state/tensor_parts.h"
 #include "optim/slice_update.h"
 
@@ -44,7 +44,7 @@ StartValues::StartValues(const torch::nn::Module& module, const std::string& wei
       failure = std::current_exception();
     }
   }
-  const int failed = failed_rank(failure, device_, *ranks.world);
+  const int failed = comm::failed_rank(failure, device_, *ranks.world);
   require<IoError>(failed < 0, "initialize: .weights: rank ", failed, " could not use ", weights,
                    ", its message says why");
 }
