@@ -11,10 +11,10 @@ namespace ds::engine {
 
 // Where a sampler stands; what a checkpoint stores.
 struct SamplerState {
-  int64_t epoch = 0;        // from 0
+  int64_t epoch = 0;        // counts from 0
   int64_t next_sample = 0;  // position inside the epoch, counted over all ranks
   uint64_t seed = 1234;
-  std::optional<efficiency::CurriculumPosition> curriculum = {};  // of a curriculum of samples
+  std::optional<efficiency::CurriculumPosition> curriculum = {};  // the position of a curriculum of samples
 
   bool operator==(const SamplerState&) const = default;
 };
@@ -28,7 +28,7 @@ class BatchSampler {
 
   // Indices of this rank's next batch. Empty when the epoch is over: the call after that begins the next epoch.
   virtual std::vector<int64_t> next_batch() = 0;
-  // Of which batches are made.
+  // The numbers of samples of which batches are made.
   virtual int64_t dataset_size() const = 0;
   // Batches of a whole epoch, the same number on every rank.
   virtual int64_t batches_per_epoch() const = 0;

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "data/batch_sampler.h"
-#include "data/sample_clusters.h"
+#include "data/sample_metrics.h"
 #include "dsengine/difficulty_schedule.h"
 
 namespace ds::engine {
@@ -58,8 +58,8 @@ class CurriculumSampler : public BatchSampler {
   const SamplerState& state() const override { return state_; }
   void load_state(const SamplerState& state) override;
 
-  // Of the batch that was given last; before the first one, and after a load, of the next. Throws UsageError for a name
-  // that is none of the metrics'.
+  // The difficulty of the batch that was given last; before the first one, and after a load, that of the next. Throws
+  // UsageError for a name that is none of the metrics'.
   int64_t difficulty(const std::string& metric) const;
   // For schedule_type "custom".
   void set_custom_schedule(const std::string& metric, std::function<int64_t(int64_t step)> schedule);
@@ -68,7 +68,7 @@ class CurriculumSampler : public BatchSampler {
   size_t index_of(const std::string& metric) const;
   int64_t dealt_at_once() const { return options_.batch_size * options_.world_size; }
   int64_t samples_of_epoch() const { return options_.dataset_size * options_.num_epochs; }
-  // Of the metrics that choose samples.
+  // The metrics that choose samples.
   std::vector<int64_t> difficulties_of(int64_t step) const;
   void grow(int64_t step);
   // The global batch that state_ stands in, from the clusters as they are.
@@ -76,12 +76,12 @@ class CurriculumSampler : public BatchSampler {
   void end_global_batch();
 
   CurriculumOptions options_;
-  std::shared_ptr<const std::vector<efficiency::MetricFiles>> files_;  // of the metrics that choose samples
+  std::shared_ptr<const std::vector<efficiency::MetricFiles>> files_;  // files of the metrics that choose samples
   efficiency::SampleClusters clusters_;
   SamplerState state_;                 // always with a curriculum
-  std::vector<int64_t> difficulties_;  // that clusters_ have grown to; empty: they have not
+  std::vector<int64_t> difficulties_;  // the difficulties that clusters_ have grown to; empty: not grown
   std::vector<int64_t> batch_;         // the running global batch; empty: none is
-  std::vector<int64_t> drawn_;         // of each cluster, with the running global batch
+  std::vector<int64_t> drawn_;         // samples drawn of each cluster, with the running global batch
   int64_t shown_step_ = 1;
 };
 

@@ -3,8 +3,7 @@
 #include <algorithm>
 
 #include "core/check.h"
-#include "data/metric_writer.h"
-#include "data/token_metrics.h"
+#include "data/sample_metrics.h"
 
 namespace ds::tool {
 namespace {

@@ -8,8 +8,7 @@
 
 #include "core/check.h"
 #include "data/indexed_dataset.h"
-#include "data/metric_files.h"
-#include "data/sample_clusters.h"
+#include "data/sample_metrics.h"
 #include "tests/support/file_text.h"
 #include "tests/support/metric_writer.h"
 #include "tests/support/scratch_folder.h"

@@ -7,8 +7,7 @@
 #include <cmath>
 #include <map>
 
-#include "data/metric_files.h"
-#include "data/metric_writer.h"
+#include "data/sample_metrics.h"
 #include "tests/support/file_text.h"
 #include "tests/support/metric_writer.h"
 #include "tests/support/scratch_folder.h"
