@@ -10,7 +10,7 @@ void BackgroundSave::start(Parts parts) {
     std::exception_ptr failure;  // of an earlier part; used on the thread only
   };
   const auto progress = std::make_shared<Progress>(Progress{.failed = std::move(parts.failed), .failure = nullptr});
-  // What a part holds (copies, files) goes with it.
+  // The function goes with its task, and with it what it holds (copies, files).
   const auto push = [&](std::function<void()> part) {
     return thread_.push([progress, part = std::move(part)] {
       if (progress->failure) std::rethrow_exception(progress->failure);

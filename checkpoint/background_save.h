@@ -17,8 +17,9 @@ class BackgroundSave {
  public:
   // Any part may be empty. When one throws, the later ones do not run, and `failed` is called on the thread.
   struct Parts {
-    // hurry(): whether somebody waits for it or soon may, so that it had better be quick. So it is once half of the
-    // time is over that passed between the last save's start and the first wait_copied(), and always at the first save.
+    // hurry() returns whether somebody waits for it or soon may, so that it had better be quick. So it is once half of
+    // the time is over that passed between the last save's start and the first wait_copied(), and always at the first
+    // save.
     std::function<void(const std::function<bool()>& hurry)> copy;
     std::function<void()> write;
     std::function<void()> publish;
@@ -29,8 +30,8 @@ class BackgroundSave {
   bool runs() const { return publish_ && !publish_->done(); }
   // Returns when `copy` is over: what it read may change. At once when no save runs.
   void wait_copied() noexcept;
-  // Each returns what this part or an earlier one of the last save threw, null when it went well. That of
-  // wait_published() is told once.
+  // Each returns what this part or an earlier one of the last save threw, null when it went well. wait_published()
+  // returns it once.
   std::exception_ptr wait_written() noexcept;
   std::exception_ptr wait_published() noexcept;
 

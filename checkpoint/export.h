@@ -1,4 +1,15 @@
-// The weights of a checkpoint as files in Hugging Face's layout.
+// Writing a checkpoint in another form: its weights in Hugging Face's layout, all of it in DeepSpeed's universal
+// layout, or all of it again in dsengine's own.
+//
+// DeepSpeed's universal layout lets a program in Python go on with any number of ranks and ZeRO stage 1, 2 or 3
+// ("checkpoint": {"load_universal": true} in its ds_config):
+//
+//   <save_dir>/<tag>/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt    whole tensors, float32
+//   <save_dir>/<tag>/zero/optimizer_state.pt                               settings of the groups, step
+//   <save_dir>/<tag>/mp_rank_00_model_states.pt, zero_pp_rank_0_mp_rank_00_model_states.pt   counters, client_state
+//   <save_dir>/latest_universal
+//
+// After DeepSpeed 0.19.8: checkpoint/universal_checkpoint.py, runtime/base_optimizer.py, runtime/zero/stage3.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -45,5 +56,18 @@ struct ExportedFiles {
 // Throws IoError (source, disk, a value beyond float16), UsageError (two tensors of one name after renaming, nothing to
 // write).
 ExportedFiles export_weights(Source& source, const std::string& folder, const ExportOptions& options = {});
+
+// Writes any checkpoint again in dsengine's format, as `ranks` ranks would have written it. `folder`: <save_dir>/<tag>;
+// <save_dir>/latest then names it. Goes tensor by tensor: at most one piece is in memory. Throws IoError.
+void rewrite(Source& source, const std::string& folder, int ranks = 1);
+
+// Writes a checkpoint in DeepSpeed's universal layout. `folder`: <save_dir>/<tag>. It appears complete or not at all;
+// one tensor at a time is in memory. Adam and AdamW only: throws UsageError for a source without optimizer or with one
+// that keeps other states. Throws IoError.
+//
+// What DeepSpeed does not take from this layout, the program has to provide: frozen weights and buffers (written to the
+// model states all the same, under "module"), the loss scale of float16, and, at stage 3, settings of groups other than
+// the first.
+void export_universal(Source& source, const std::string& folder);
 
 }  // namespace ds::checkpoint

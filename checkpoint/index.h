@@ -6,9 +6,10 @@
 // one of a part of its tensor, and 1 otherwise, which builds from before can read.
 #pragma once
 
+#include <nlohmann/json.hpp>
+
 #include <cstdint>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -20,8 +21,8 @@
 namespace ds::checkpoint {
 
 // A run of elements of a logical tensor, or of one rank's part of it, as one tensor of a file: under the tensor's name
-// and shape if it is whole, as a flat one "NAME@OFFSET" otherwise. Of a part it is "NAME@part-INDEX-of-COUNT" with the
-// part's shape, or flat with "@OFFSET" behind.
+// and shape if it is whole, as a flat one "NAME@OFFSET" otherwise. A part is stored as "NAME@part-INDEX-of-COUNT" with
+// the part's shape, or flat with "@OFFSET" behind.
 struct Piece {
   std::string path;                 // the logical tensor's, as in dsengine/weights.h
   std::string key;                  // the name under which the file has it
@@ -29,9 +30,10 @@ struct Piece {
   int64_t length = 0;               // elements
   uint64_t begin = 0;               // where its data begins in the file, in bytes
   std::vector<uint64_t> checksums;  // one for each of its blocks (checkpoint/block_checksum.h)
-  std::optional<StoredPart> part = std::nullopt;  // none: of the whole
+  std::optional<StoredPart> part = std::nullopt;  // none: a piece of the whole tensor
 };
 
+// One file of a checkpoint.
 struct FileRecord {
   uint64_t bytes = 0;
   uint64_t header_bytes = 0;
@@ -39,31 +41,37 @@ struct FileRecord {
   std::vector<Piece> pieces;
 };
 
+// Everything that index.json says.
 struct Index {
   TrainingState state;
   std::map<std::string, std::string> aliases;
   std::map<std::string, TensorInfo> tensors;
-  std::map<std::string, FileRecord> files;  // by their names in the folder
+  std::map<std::string, FileRecord> files;  // files by their names in the folder
   // The folder is one host's, and has the files of its ranks; those of others lie on their hosts, in folders like it.
   bool of_one_host = false;
 };
 
 inline constexpr const char* kIndexName = "index.json";
 
-// The part of the index that one rank contributes: tensors and files.
+// Returns the part of the index that one rank contributes: tensors and files.
 nlohmann::json table_to_json(const Index& index);
-// Adds such a part. Throws IoError that begins with `where`: what is missing or wrong, a tensor that two ranks describe
-// differently, a file given twice.
+// Adds the part that one rank contributes. Throws IoError that begins with `where`: what is missing or wrong, a tensor
+// that two ranks describe differently, a file given twice.
 void add_table(Index& index, const nlohmann::json& table, const std::string& where);
 
-// The text of index.json.
+// Returns the text of index.json.
 std::string to_text(const Index& index);
-// Throws IoError that begins with `where`: no JSON, another format or version, a checksum that differs, pieces that do
-// not cover their tensor exactly once (checkpoint/coverage.h).
+// Reads the text of index.json. Throws IoError that begins with `where`: no JSON, another format or version, a checksum
+// that differs, pieces that do not cover their tensor exactly once.
 Index index_from(const std::string& text, const std::string& where);
 
-// {"checksum", "content"} around a JSON value, and back; for index.json and the tables of ranks.
+// Wraps a JSON value as {"checksum", "content"}, and unwraps it; for index.json and the tables of ranks.
 std::string sealed(const nlohmann::json& content);
 nlohmann::json unsealed(const std::string& text, const std::string& where);
+
+// Leaves out of `other`, the index of another host's files, the pieces whose elements `here` has, so that each element
+// has one place. Hosts that hold the same piece have each written all of it: throws IoError for a piece of which `here`
+// has some elements only.
+void leave_out_covered(Index& other, const Index& here);
 
 }  // namespace ds::checkpoint

@@ -10,8 +10,8 @@
 
 namespace ds::checkpoint {
 
-// Which weight of a checkpoint a parameter takes. `names`: all names of the parameter (a tied one has several), the
-// first being the one it is stored under. Empty: the checkpoint has none of them.
+// Returns the weight of a checkpoint that a parameter takes. `names`: all names of the parameter (a tied one has
+// several), the first being the one it is stored under. Empty: the checkpoint has none of them.
 std::string weight_for(const Source& source, const std::vector<std::string>& names);
 
 // Adds weights of a checkpoint that are stored under further ones of a parameter's names, where their values are the
@@ -19,8 +19,8 @@ std::string weight_for(const Source& source, const std::vector<std::string>& nam
 void add_stored_names(Source& source, const std::vector<std::string>& names, const std::vector<int64_t>& sizes,
                       std::map<std::string, std::vector<int64_t>>& wanted);
 
-// What `wanted` (paths -> shape) and the weights and buffers of `source` do not have in common, in words; empty:
-// nothing.
+// Returns, in words, what `wanted` (paths -> shape) and the weights and buffers of `source` do not have in common;
+// empty: nothing.
 std::string difference(const Source& source, const std::map<std::string, std::vector<int64_t>>& wanted);
 // Throws UsageError for a wanted path (that the source has) of another shape, naming both shapes.
 void require_shapes(const Source& source, const std::map<std::string, std::vector<int64_t>>& wanted);

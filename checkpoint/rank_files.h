@@ -17,16 +17,16 @@
 
 namespace ds::checkpoint {
 
-// What a rank will write.
+// One piece of a tensor that a rank will write.
 struct PlannedPiece {
   std::string path;
   TensorInfo tensor;   // the logical one
   int64_t offset = 0;  // the piece's first element in the flattened tensor or part
   int64_t length = 0;  // elements
-  // Of the logical tensor, what the writer has of it; null: the whole.
+  // The part of the logical tensor that the writer has; null: all of it.
   std::shared_ptr<const TensorPart> part = nullptr;
 
-  // Of what offset and length run in.
+  // The sizes of the tensor or part in which offset and length count.
   std::vector<int64_t> sizes() const { return part ? part->sizes() : tensor.sizes; }
   int64_t bytes() const { return length * static_cast<int64_t>(c10::elementSize(tensor.dtype)); }
 };

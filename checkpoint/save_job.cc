@@ -42,7 +42,7 @@ void SaveJob::open(const std::vector<PlannedPiece>& pieces) {
 
 void SaveJob::write(size_t piece, const at::Tensor& values) {
   if (!target_.mock) return files_->write(piece, values);
-  // As of a run of blocks that is written.
+  // Makes the checksums that a written run of blocks would get.
   static_cast<void>(block_checksums(values.const_data_ptr(), values.nbytes()));
 }
 
@@ -98,7 +98,7 @@ void SaveJob::join_tables(Index& index, std::chrono::milliseconds patience) {
   }
 }
 
-// What was saved stands, whatever becomes of the old ones.
+// Does not throw: what was saved stands, whatever becomes of the old tags.
 void SaveJob::remove_old_tags() const {
   try {
     keep_last_tags(target_.save.save_dir, target_.keep_last, target_.save.tag);

@@ -28,7 +28,7 @@ struct SaveTarget {
   bool save_latest = true;
   int64_t keep_last = 0;     // whole tags that stay; 0: all
   bool durable = true;       // on the disk when it is published; else a crash of the machine may damage it
-  bool of_one_host = false;  // as Index: the folder is for the ranks of this host
+  bool of_one_host = false;  // the folder is for the ranks of this host only, see Index
   bool mock = false;         // nothing is written and nothing published: checksums are all that is made of the state
 };
 

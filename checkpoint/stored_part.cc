@@ -11,7 +11,7 @@ namespace {
 using nlohmann::json;
 
 // More than any job has ranks and any parameter has blocks, and so few that a list of them is small.
-constexpr int64_t kMostParts = int64_t{1} << 20;
+constexpr int64_t kMostPartsOfACut = int64_t{1} << 20;
 constexpr int64_t kMostBlocks = int64_t{1} << 20;
 
 int64_t number(const json& value, const char* key, int64_t least, int64_t most, const std::string& where) {
@@ -23,7 +23,7 @@ int64_t number(const json& value, const char* key, int64_t least, int64_t most, 
   return found.get<int64_t>();
 }
 
-// What cut_problem() may add up without an overflow.
+// Requires as few blocks as cut_problem() can add up without an overflow.
 void require_blocks(const Cut& cut, int64_t extent, const std::string& where) {
   const auto blocks = static_cast<int64_t>(std::max<size_t>(cut.blocks.size(), 1));
   require<IoError>(blocks <= kMostBlocks && cut.repeats <= kMostBlocks / blocks, where, ": a part of ", blocks,
@@ -58,7 +58,7 @@ StoredPart stored_part_from(const json& value, const std::string& where) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   require<IoError>(value.is_object(), where, ": expected the part that a piece is of, found ", value);
   StoredPart part;
-  part.count = static_cast<int>(number(value, "count", 1, kMostParts, where));
+  part.count = static_cast<int>(number(value, "count", 1, kMostPartsOfACut, where));
   part.index = static_cast<int>(number(value, "index", 0, part.count - 1, where));
   part.cut.dim = number(value, "dim", 0, kMost, where);
   if (value.contains("repeats")) part.cut.repeats = number(value, "repeats", 1, kMostBlocks, where);

@@ -19,7 +19,7 @@ struct StoredPart {
   bool operator==(const StoredPart&) const = default;
 };
 
-// As an index names it: cuts that give the same parts compare equal.
+// Returns the part as an index names it: cuts that give the same parts compare equal.
 StoredPart stored_part_of(const TensorPart& part);
 
 // {"dim", "index", "count"}, and where they are not the usual ones "blocks", "repeats", "grain", "order": "zigzag".

@@ -59,7 +59,7 @@ bool exchange(const std::string& one, const std::string& other) {
   return syscall(SYS_renameat2, AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) == 0;
 }
 
-// What is between in names of hidden_path() in a folder.
+// Returns the middle of each name in a folder that hidden_path() has made with this ending.
 std::vector<std::string> hidden_names(const std::string& save_dir, const std::string& ending) {
   std::vector<std::string> names;
   std::error_code error;

@@ -27,9 +27,9 @@ struct TagSave {
   std::string tag;
   std::string incomplete;  // path
 };
-// With a folder of a new name, which is not made yet.
+// Begins a save under a new name of a folder, which is not made yet.
 TagSave new_save(const std::string& save_dir, const std::string& tag);
-// Paths of the folders of all saves of this tag that are not over, or that dead jobs left.
+// Returns the paths of the folders of all saves of this tag that are not over, or that dead jobs left.
 std::vector<std::string> incomplete_paths(const std::string& save_dir, const std::string& tag);
 
 // Makes the folder, and removes those that dead jobs left. Throws IoError, also when tag_path() is there and holds
@@ -41,7 +41,7 @@ void publish_tag(const TagSave& save, bool durable = true);
 // Removes the folder, if it is there.
 void abandon_tag(const TagSave& save) noexcept;
 
-// What the file `latest` says; nothing when there is none.
+// Returns the tag that the file `latest` names; nothing when there is none.
 std::optional<std::string> read_latest(const std::string& save_dir);
 void write_latest(const std::string& save_dir, const std::string& tag, bool durable = true);
 
@@ -52,7 +52,7 @@ struct TagInfo {
   std::string tag;
   int64_t global_steps = 0;
 };
-// Tags whose index is whole, latest step first. Puts back a folder whose replacement was cut off.
+// Returns the tags whose index is whole, latest step first. Puts back a folder whose replacement was cut off.
 std::vector<TagInfo> whole_tags(const std::string& save_dir);
 // Removes all whole tags but the `count` with the latest steps, `kept` always staying, and incomplete ones of dead
 // jobs.

@@ -50,7 +50,7 @@ class TorchWeights : public Source {
            value.state->is(PickleKind::kDict);
   }
 
-  // What a module has beside tensors and modules: flags such as "training".
+  // Whether a value is none of tensor and module: flags such as "training" are.
   static bool is_plain(const PickleValue& value) {
     using enum PickleValue::Kind;
     return value.is(kNone) || value.is(kBool) || value.is(kInt) || value.is(kFloat) || value.is(kString) ||
@@ -62,16 +62,16 @@ class TorchWeights : public Source {
            int depth) {
     constexpr int kDeepest = 100;     // values may contain themselves
     constexpr int kMost = 1'000'000;  // one value may be in many places, so that a small file could have any number
-    constexpr size_t kLongestName = 1024;
+    constexpr size_t kLongestPath = 1024;
     const bool is_module = is_archived_module(from);
     require<IoError>(depth < kDeepest && ++containers_ < kMost, path_, ": \"", prefix.substr(0, 100),
                      "\": expected at most ", kDeepest, " modules in one another, and ", kMost, " in all");
     for (const auto& [key, value] : is_module ? from.state->entries : from.entries) {
       require<IoError>(key->is(PickleKind::kString), path_, ": an entry behind \"", prefix, "\" has ", key->in_words(),
                        " for a name", kAdvice);
-      require<IoError>(prefix.size() + key->text.size() <= kLongestName, path_, ": a name that begins with \"",
+      require<IoError>(prefix.size() + key->text.size() <= kLongestPath, path_, ": a name that begins with \"",
                        (prefix + key->text.substr(0, 100)).substr(0, 100), "\" has ", prefix.size() + key->text.size(),
-                       " characters: expected at most ", kLongestName);
+                       " characters: expected at most ", kLongestPath);
       const std::string name = prefix + key->text;
       if (value->is(PickleKind::kTensor)) {
         require<IoError>(++found_ <= kMost, path_, ": expected at most ", kMost, " tensors, found more at \"", name,

@@ -1,4 +1,4 @@
-#include "checkpoint/universal_export.h"
+#include "checkpoint/export.h"
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>

@@ -19,11 +19,12 @@ struct SavedCheckpoint {
   int64_t stage = 0;
   int64_t ranks = 1;  // data-parallel ranks that wrote it
 
-  // What a rank's model_states file holds.
+  // Returns the contents of a rank's model_states file.
   PickleField model(size_t rank = 0) const;
-  // The optimizer_state_dict of a rank's optim_states file.
+  // Returns the optimizer_state_dict of a rank's optim_states file.
   PickleField optim(size_t rank = 0) const;
-  // The state dict of torch's optimizer, a dict: it describes one rank's partition, or with stage 0 all parameters.
+  // Returns the state dict of torch's optimizer, a dict: it describes one rank's partition, or with stage 0 all
+  // parameters.
   PickleField torch_optimizer(size_t rank = 0) const;
   bool has_optimizer() const;
 };

@@ -7,8 +7,75 @@
 
 #include "checkpoint/pickle/pickle_cursor.h"
 #include "checkpoint/pickle/pickle_objects.h"
-#include "checkpoint/pickle/pickle_opcodes.h"
 #include "checkpoint/pickle/pickle_stack.h"
+
+namespace ds::checkpoint::pickle {
+
+// The opcodes that torch.save can write, by their names in Python's pickle.py.
+enum Opcode : uint8_t {
+  kMark = '(',
+  kStop = '.',
+  kPop = '0',
+  kPopMark = '1',
+  kDup = '2',
+  kFloatLine = 'F',
+  kIntLine = 'I',
+  kBinInt = 'J',
+  kBinInt1 = 'K',
+  kLongLine = 'L',
+  kBinInt2 = 'M',
+  kNoneCode = 'N',
+  kBinPersId = 'Q',
+  kReduce = 'R',
+  kBinString = 'T',
+  kShortBinString = 'U',
+  kBinUnicode = 'X',
+  kAppend = 'a',
+  kBuild = 'b',
+  kGlobal = 'c',
+  kDictCode = 'd',
+  kEmptyDict = '}',
+  kAppends = 'e',
+  kGet = 'g',
+  kBinGet = 'h',
+  kInst = 'i',
+  kLongBinGet = 'j',
+  kListCode = 'l',
+  kEmptyList = ']',
+  kObj = 'o',
+  kPut = 'p',
+  kBinPut = 'q',
+  kLongBinPut = 'r',
+  kSetItem = 's',
+  kTupleCode = 't',
+  kEmptyTuple = ')',
+  kSetItems = 'u',
+  kBinFloat = 'G',
+  kBinBytes = 'B',
+  kShortBinBytes = 'C',
+  kProto = 0x80,
+  kNewObj = 0x81,
+  kTuple1 = 0x85,
+  kTuple2 = 0x86,
+  kTuple3 = 0x87,
+  kNewTrue = 0x88,
+  kNewFalse = 0x89,
+  kLong1 = 0x8a,
+  kLong4 = 0x8b,
+  kShortBinUnicode = 0x8c,
+  kBinUnicode8 = 0x8d,
+  kBinBytes8 = 0x8e,
+  kEmptySet = 0x8f,
+  kAddItems = 0x90,
+  kFrozenSet = 0x91,
+  kNewObjEx = 0x92,
+  kStackGlobal = 0x93,
+  kMemoize = 0x94,
+  kFrame = 0x95,
+  kByteArray8 = 0x96,
+};
+
+}  // namespace ds::checkpoint::pickle
 
 namespace ds::checkpoint {
 namespace {

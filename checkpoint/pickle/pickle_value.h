@@ -1,4 +1,4 @@
-// What a pickle of Python holds, as plain data.
+// The values of a Python pickle, as plain data.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -57,7 +57,7 @@ struct PickleValue {
   std::string text;                         // kString (UTF-8), kBytes, kBigInt; kClass, kObject: "module.Name"
   std::vector<const PickleValue*> items;    // kList, kTuple, kSet; kObject: arguments of its making, items appended
   std::vector<Entry> entries;               // kDict, and of a kObject that is one, in the order of writing
-  const PickleValue* state = nullptr;       // what __setstate__ would get; usually a dict of attributes
+  const PickleValue* state = nullptr;       // the argument of __setstate__; usually a dict of attributes
   std::unique_ptr<TensorReference> tensor;  // kTensor; kStorage
 
   bool is(Kind wanted) const { return kind == wanted; }

@@ -15,7 +15,7 @@ namespace ds::checkpoint {
 class PartReader {
  public:
   virtual ~PartReader() = default;
-  // As read_part() below, whose arguments it gets once they are checked.
+  // Does what read_part() below says, with arguments that have been checked.
   virtual void read_own_part(const std::string& path, const TensorPart& part, int64_t offset,
                              const at::Tensor& destination) = 0;
 };

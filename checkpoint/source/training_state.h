@@ -1,4 +1,5 @@
-// What a checkpoint keeps beside tensors: counters, optimizer settings, schedules, where the data stood.
+// The state of a run that a checkpoint keeps beside tensors: counters, optimizer settings, schedules, where the data
+// stood.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@ namespace ds::checkpoint {
 struct OptimizerState {
   std::string type;                              // ShardOptimizer::name()
   int64_t step_count = 0;                        // updates applied; bias correction uses it
-  std::vector<optimizers::GroupOptions> groups;  // as they were at the save
+  std::vector<optimizers::GroupOptions> groups;  // the groups at the save
 };
 
 // Where a sampler stands (data/batch_sampler.h): a position counted over all ranks.
@@ -36,7 +37,7 @@ struct TrainingState {
   int64_t skipped_steps = 0;
   int world_size = 1;       // number of ranks that wrote it
   int pipeline_stages = 1;  // ranks that make up one pipeline; a divisor of world_size
-  int tensor_ranks = 1;     // ranks of which each has a part of the split parameters; likewise
+  int tensor_ranks = 1;     // ranks of which each has a part of the split parameters; a divisor too
   int64_t zero_stage = 0;
   std::string precision;  // dtype of the model's parameters: "float32", "bfloat16", "float16", "float64"
   std::optional<OptimizerState> optimizer;  // none: weights only
@@ -45,7 +46,7 @@ struct TrainingState {
   std::optional<optimizers::PlateauState> plateau;  // LrScheduler::plateau()
   std::optional<DataPosition> data;
   nlohmann::json config = nlohmann::json::object();        // the ds_config as it was given
-  nlohmann::json client_state = nlohmann::json::object();  // what the program gave to be kept
+  nlohmann::json client_state = nlohmann::json::object();  // the program's own values
 };
 
 nlohmann::json to_json(const TrainingState& state);

@@ -13,9 +13,8 @@
 #include <vector>
 
 #include "checkpoint/block_checksum.h"
+#include "checkpoint/export.h"
 #include "checkpoint/index.h"
-#include "checkpoint/rewrite.h"
-#include "checkpoint/verify.h"
 #include "core/check.h"
 #include "tests/checkpoint/source/memory_source.h"
 #include "tests/support/file_text.h"

@@ -1,5 +1,5 @@
 // Any checkpoint written again in dsengine's format.
-#include "checkpoint/rewrite.h"
+#include "checkpoint/export.h"
 
 #include <filesystem>
 #include <string>
@@ -7,7 +7,6 @@
 #include "checkpoint/folder_source.h"
 #include "checkpoint/index.h"
 #include "checkpoint/tag_folder.h"
-#include "checkpoint/verify.h"
 #include "core/check.h"
 #include "tests/checkpoint/source/memory_source.h"
 #include "tests/support/scratch_folder.h"

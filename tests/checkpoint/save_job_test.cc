@@ -17,7 +17,6 @@
 
 #include "checkpoint/folder_source.h"
 #include "checkpoint/tag_folder.h"
-#include "checkpoint/verify.h"
 #include "core/check.h"
 #include "tests/support/scratch_folder.h"
 

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/export.h"
 #include "checkpoint/folder_source.h"
 #include "checkpoint/index.h"
-#include "checkpoint/rewrite.h"
 #include "core/check.h"
 #include "tests/checkpoint/source/memory_source.h"
 #include "tests/support/scratch_folder.h"

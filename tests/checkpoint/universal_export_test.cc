@@ -1,5 +1,5 @@
 // DeepSpeed's universal layout; deepspeed_reads_our_universal.py goes on from it with DeepSpeed itself.
-#include "checkpoint/universal_export.h"
+#include "checkpoint/export.h"
 
 #include <torch/csrc/jit/serialization/pickle.h>
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/export.h"
 #include "checkpoint/folder_source.h"
-#include "checkpoint/rewrite.h"
 #include "compression/compressed_factory.h"
 #include "tests/checkpoint/source/memory_source.h"
 #include "tests/model/checkpoint/checkpoint_run.h"

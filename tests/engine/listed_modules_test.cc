@@ -11,7 +11,6 @@
 #include "core/check.h"
 #include "dsengine/engine.h"
 #include "model/state/autocast.h"
-#include "model/state/module_classes.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 

@@ -9,7 +9,7 @@
 #include "comm/flight/flight_log.h"
 #include "comm/flight/stall_explanation.h"
 #include "comm/meeting/arrival.h"
-#include "comm/meeting/slurm_lists.h"
+#include "comm/meeting/started_place.h"
 #include "config/plan/plan.h"
 #include "core/check.h"
 #include "core/json/hjson.h"

@@ -24,8 +24,8 @@
 #include <vector>
 
 #include "checkpoint/block_checksum.h"
+#include "checkpoint/folder_source.h"
 #include "checkpoint/tag_folder.h"
-#include "checkpoint/verify.h"
 #include "core/check.h"
 #include "core/text.h"
 #include "dsengine/engine.h"

@@ -10,8 +10,8 @@
 #include <filesystem>
 #include <string>
 
+#include "checkpoint/folder_source.h"
 #include "checkpoint/tag_folder.h"
-#include "checkpoint/verify.h"
 #include "core/check.h"
 #include "core/text.h"
 #include "dsengine/engine.h"

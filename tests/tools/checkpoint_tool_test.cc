@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/export.h"
 #include "checkpoint/folder_source.h"
-#include "checkpoint/rewrite.h"
 #include "checkpoint/weight_files.h"
 #include "core/check.h"
 #include "core/files/safetensors.h"

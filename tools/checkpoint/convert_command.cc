@@ -8,9 +8,7 @@
 #include <utility>
 
 #include "checkpoint/export.h"
-#include "checkpoint/rewrite.h"
 #include "checkpoint/source/training_state.h"
-#include "checkpoint/universal_export.h"
 #include "core/check.h"
 #include "core/files/regular_file.h"
 #include "tools/checkpoint/text_columns.h"

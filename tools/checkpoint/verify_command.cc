@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/folder_source.h"
 #include "checkpoint/source/tensor_parts.h"
-#include "checkpoint/verify.h"
 #include "core/check.h"
 #include "dsengine/weights.h"
 

@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "checkpoint/deepspeed/parameter_match.h"
+#include "checkpoint/deepspeed/layout.h"
 #include "checkpoint/source/training_state.h"
 #include "core/check.h"
 #include "core/files/safetensors.h"

@@ -15,7 +15,6 @@
 #include "checkpoint/export.h"
 #include "checkpoint/folder_source.h"
 #include "checkpoint/source/training_state.h"
-#include "checkpoint/verify.h"
 #include "core/text.h"
 #include "tests/engine/tensor_parallel/split_training.h"
 #include "tests/support/file_text.h"

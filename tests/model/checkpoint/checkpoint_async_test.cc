@@ -12,7 +12,6 @@
 
 #include "checkpoint/folder_source.h"
 #include "checkpoint/tag_folder.h"
-#include "checkpoint/verify.h"
 #include "core/check.h"
 #include "core/text.h"
 #include "tests/model/checkpoint/checkpoint_run.h"

@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <string>
 
-#include "checkpoint/verify.h"
+#include "checkpoint/folder_source.h"
 #include "core/check.h"
 #include "core/text.h"
 #include "tests/model/checkpoint/checkpoint_run.h"

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "checkpoint/folder_source.h"
-#include "checkpoint/verify.h"
 #include "tests/model/checkpoint/checkpoint_run.h"
 #include "tests/model/offloaded/offload_run.h"
 #include "tests/support/scratch_folder.h"

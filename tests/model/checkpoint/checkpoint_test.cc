@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/verify.h"
+#include "checkpoint/folder_source.h"
 #include "core/text.h"
 #include "tests/model/checkpoint/checkpoint_run.h"
 #include "tests/support/grid.h"

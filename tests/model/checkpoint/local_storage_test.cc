@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/verify.h"
+#include "checkpoint/folder_source.h"
 #include "config/plan/plan.h"
 #include "core/check.h"
 #include "tests/model/checkpoint/checkpoint_run.h"

@@ -11,7 +11,7 @@
 #include "config/plan/plan.h"
 #include "core/check.h"
 #include "model/offloaded/offloaded_state.h"
-#include "model/offloaded/speculation_gate.h"
+#include "model/offloaded/speculative_update.h"
 #include "offload/undo_copy.h"
 #include "tests/engine/small_run.h"
 #include "tests/model/offloaded/super_offload_run.h"
