@@ -136,7 +136,7 @@ std::string first_difference(const std::vector<FlightLog>& logs) {
       first = std::max(first, position + 1);
       for (const auto& [held, entry] : view.collectives) positions.insert(held);
     }
-    // Those that a ring holds, since a damaged record may say any number.
+    // Walks the positions that a ring holds, since a damaged record may say any number.
     for (auto position = positions.lower_bound(first); position != positions.end(); ++position) {
       if (std::string text = sides_text(views, *position); !text.empty()) return text;
     }

@@ -11,7 +11,7 @@
 
 namespace ds::comm {
 
-// Hash of a text or of parts; not for anything but comparing.
+// Mixes a number or a text into a hash, which is for comparing only.
 uint64_t mix(uint64_t hash, uint64_t value);
 uint64_t mix(uint64_t hash, const std::string& text);
 
@@ -20,7 +20,7 @@ void extend_contract(FlightGroup& group, uint64_t signature);
 
 // Two ranks of a group whose sequences differ.
 struct ContractBreach {
-  int rank = 0, other = 0;  // of the world; `other` is with the most ranks
+  int rank = 0, other = 0;  // numbers in the world; `other` is with the most ranks
   std::string group;
   uint64_t before = 0;  // the lowest position at which they are known to differ
 };

@@ -1,4 +1,4 @@
-// Where flight records lie.
+// The folders and files of flight records.
 #pragma once
 
 #include <string>
@@ -10,11 +10,13 @@ namespace ds::comm {
 // it cannot be made.
 std::string make_flight_folder(const std::string& base, const std::string& job);
 
+// Returns the path of a rank's record in the folder.
 std::string flight_file(const std::string& folder, int rank);
-// Of any rank, or of a stall.
+// Whether a folder holds the record of any rank, and whether it is that of a stall.
 bool holds_records(const std::string& folder);
 bool is_stall_folder(const std::string& folder);
-// In a job's folder: for the records of its so many-th stall, and in that one, what they say.
+// Returns the folder for the records of stall number `stall` in a job's folder, and the file in it that says what they
+// mean.
 std::string stall_folder(const std::string& folder, int stall);
 std::string stall_summary(const std::string& folder);
 

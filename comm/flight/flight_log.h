@@ -1,5 +1,6 @@
-// What a flight recorder holds: the last collectives of a rank, where it is in each of its groups, and what it is
-// doing. Plain memory of fixed layout, so that it can lie in a mapped file, which outlives the process. Torch-free.
+// The record that a flight recorder keeps: the last collectives of a rank, where it is in each of its groups, and what
+// it is doing. Plain memory of fixed layout, so that it can lie in a mapped file, which outlives the process.
+// Torch-free.
 //
 // Follows the idea of PyTorch's NCCL flight recorder: the rank that hangs is found by what the others have that it has
 // not.
@@ -32,6 +33,7 @@ struct FixedText {
   }
 };
 
+// How far an operation is.
 enum class FlightState : uint8_t {
   kIssued,    // begun; nobody has waited for it yet
   kWaiting,   // a thread waits
@@ -46,11 +48,11 @@ const char* name_of(FlightState state);
 // peer and tag of a group.
 struct FlightEntry {
   uint64_t sequence;                       // among all operations of this rank, from 1; 0: no entry
-  uint64_t position;                       // in its group, as above
-  uint64_t signature;                      // of this one alone
-  int64_t issued_ns, waited_ns, ended_ns;  // of the rank's clock, see FlightHeader::now_ns; 0: not yet
-  int64_t elements;                        // of the larger of input and output
-  int64_t step;                            // of the engine, when it was issued; 0: not known
+  uint64_t position;                       // number in its group, counted as said above
+  uint64_t signature;                      // hash of this operation alone
+  int64_t issued_ns, waited_ns, ended_ns;  // by the rank's clock, see FlightHeader::now_ns; 0: not yet
+  int64_t elements;                        // elements of the larger of input and output
+  int64_t step;                            // the engine's step when it was issued; 0: not known
   int32_t peer;                            // root, destination or source: a rank of the group; -1: none
   int32_t tag;
   uint16_t group;
@@ -62,7 +64,7 @@ struct FlightEntry {
   FixedText<96> label;
 };
 
-// The contract of a group after so many collectives.
+// The contract of a group after `position` collectives.
 struct ContractMark {
   uint64_t position;  // 0: none yet
   uint64_t contract;
@@ -70,9 +72,10 @@ struct ContractMark {
 
 inline constexpr std::array<int, 6> kMarkShifts = {0, 3, 6, 10, 14, 20};
 
+// Where a rank is in one of its groups.
 struct FlightGroup {
   FixedText<48> name;
-  FixedText<192> ranks;  // of the world, in the order of the group, as rank_list_text() writes them
+  FixedText<192> ranks;  // world ranks in the order of the group, as rank_list_text() writes them
   int32_t own;           // this rank's place in it; -1: several groups that are not told apart
   uint64_t position;     // collectives issued
   uint64_t contract;
@@ -81,17 +84,18 @@ struct FlightGroup {
   std::array<std::array<ContractMark, 2>, kMarkShifts.size()> marks;
 };
 
+// The head of a record, which describes the rank.
 struct FlightHeader {
   std::array<char, 8> magic;
   uint32_t version;
-  uint32_t groups;   // in use
-  uint32_t entries;  // of the ring
+  uint32_t groups;   // number of groups in use
+  uint32_t entries;  // entries of the ring
   int32_t rank, world_size;
   uint32_t left;  // 1: the rank has ended in good order
   int64_t process;
-  int64_t now_ns;  // of a clock of this rank's host, when this was last brought up to date: the heartbeat
+  int64_t now_ns;  // the heartbeat: when this was last brought up to date, by a clock of this rank's host
   uint64_t next_sequence;
-  int64_t step, micro_step;  // of the engine, as of phase
+  int64_t step, micro_step;  // the engine's, when `phase` began
   int64_t phase_ns;
   FixedText<64> host;
   FixedText<48> phase;  // "between steps", "backward", "step", ...
@@ -104,34 +108,36 @@ inline constexpr uint32_t kMostFlightEntries = 65536;
 struct FlightLog {
   FlightHeader header{};
   std::vector<FlightGroup> groups;
-  std::vector<FlightEntry> entries;  // in the order of issue; none where only a board was read
-  std::vector<std::string> stack;    // of the thread that issues collectives, innermost first; may be empty
+  std::vector<FlightEntry> entries;  // operations in the order of issue; none where only a board was read
+  std::vector<std::string> stack;    // functions on the stack of the issuing thread, innermost first; may be empty
   std::map<int, char> neighbours;    // rank of the same host -> state of its process (proc(5)); '-': gone
-  double dead_after_seconds = 0;     // of silence, as the watch has it; 0: not said
+  double dead_after_seconds = 0;     // the watch's limit of silence; 0: not said
   double silent_seconds = 0;         // since its last heartbeat, when this was put together
 
-  // The oldest operation that a thread waits for, or null.
+  // Returns the oldest operation that a thread waits for, or null.
   const FlightEntry* waiting() const;
-  // The newest operation, or null.
+  // Returns the newest operation, or null.
   const FlightEntry* last() const;
 };
 
-// Bytes of a recorder with so many entries: header, kFlightGroups groups, ring.
+// Returns the bytes of a recorder with so many entries: header, kFlightGroups groups, ring.
 size_t flight_bytes(uint32_t entries);
-// Marks the header of a recorder's memory.
+// Writes the magic number into the header of a recorder's memory.
 void set_magic(FlightHeader& header);
 
-// Everything, and the header with the groups in use and the entries that waiting() and last() need.
+// Writes a log as bytes: all of it, or a board, which is the header with the groups in use and the entries that
+// waiting() and last() need.
 std::string to_bytes(const FlightLog& log);
 std::string to_board(const FlightLog& log);
-// Of to_bytes() or to_board(). Throws ConfigError naming `source`.
+// Reads the result of to_bytes() or to_board(). Throws ConfigError naming `source`.
 FlightLog log_from_bytes(const std::string& bytes, const std::string& source);
-// Of a recorder's memory, which may be written meanwhile: entries that are half written are left out.
+// Reads a recorder's memory, which may be written meanwhile: entries that are half written are left out.
 FlightLog log_from_memory(const void* memory, size_t size, const std::string& source);
-// A file: a recorder's own (mapped), or what to_bytes() gave. Throws IoError or ConfigError naming it.
+// Reads a file: a recorder's own (mapped), or one with the result of to_bytes(). Throws IoError or ConfigError naming
+// it.
 FlightLog read_flight_file(const std::string& path);
 
-// "all_reduce 'bucket 3' (float32[1000], sum, number 17 of group data, step 5)".
+// Returns the name of an operation: "all_reduce 'bucket 3' (float32[1000], sum, number 17 of group data, step 5)".
 std::string operation_text(const FlightEntry& entry, const FlightGroup& group);
 
 }  // namespace ds::comm

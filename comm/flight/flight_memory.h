@@ -17,17 +17,18 @@ class FlightFileInUse : public IoError {
   using IoError::IoError;
 };
 
-// A mapped file that somebody else cuts off ends this process with SIGBUS, so whoever writes to one holds a lock
-// (flock) on it, and takes over only the file of a process that is gone. Where the file system has no locks, nobody is
-// checked.
+// The memory of one recorder. A mapped file that somebody else cuts off ends this process with SIGBUS, so whoever
+// writes to one holds a lock (flock) on it, and takes over only the file of a process that is gone. Where the file
+// system has no locks, nobody is checked.
 class FlightMemory {
  public:
-  // Whether somebody writes to the file, as above. One that cannot be looked at counts as in use.
+  // Whether somebody writes to the file, by its lock. A file that cannot be looked at counts as in use.
   static bool is_in_use(const std::string& file);
 
-  // All zero. `file` empty: no file. Throws FlightFileInUse, and IoError when the file cannot be made.
+  // The memory is zero at first. `file` empty: no file. Throws FlightFileInUse, and IoError when the file cannot be
+  // made.
   FlightMemory(std::string file, size_t size);
-  // The file goes too, and its folder when it is empty then, unless keep() was called.
+  // Removes the file, and its folder when that is empty then, unless keep() was called.
   ~FlightMemory();
   FlightMemory(const FlightMemory&) = delete;
   FlightMemory& operator=(const FlightMemory&) = delete;

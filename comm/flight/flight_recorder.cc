@@ -38,7 +38,7 @@ bool reduces(CollectiveKind kind) {
          kind == CollectiveKind::kReduceScatter;
 }
 
-// The same on all ranks that issue the same collective.
+// Returns a number of elements that is the same on all ranks that issue the same collective.
 int64_t shared_elements(const Collective& c) {
   const int64_t in = c.input.defined() ? c.input.numel() : 0;
   const int64_t out = c.output.defined() ? c.output.numel() : 0;
@@ -65,7 +65,7 @@ uint64_t signature_of(const Collective& c, const at::Tensor& tensor) {
   uint64_t hash = mix(0, static_cast<uint64_t>(c.kind));
   if (reduces(c.kind)) hash = mix(hash, static_cast<uint64_t>(c.op));
   if (has_root(c.kind)) hash = mix(hash, static_cast<uint64_t>(c.peer));
-  // What goes from one to another may differ; even splits may be given or left out.
+  // The elements that go from rank to rank may differ; even splits may be given or left out.
   if (c.kind != CollectiveKind::kAllToAll) hash = mix(hash, static_cast<uint64_t>(shared_elements(c)));
   if (tensor.defined()) hash = mix(hash, static_cast<uint64_t>(tensor.scalar_type()));
   return mix(hash, c.label);

@@ -1,7 +1,7 @@
 // Keeps the last collectives of this rank: what, of which group, how far. Always on.
 //
-// An observer of communicators (comm/collective_observer.h): the group that it is attached to is its world. Recording
-// one costs about a microsecond. Any thread may call anything.
+// It is an observer of communicators (comm/collective_observer.h): the group that it is attached to is its world.
+// Recording one costs about a microsecond. Any thread may call anything.
 #pragma once
 
 #include <atomic>
@@ -38,10 +38,10 @@ class FlightRecorder final : public CollectiveObserver, public std::enable_share
   struct Ticket {
     size_t slot = 0;
     uint64_t sequence = 0;          // 0: nothing was recorded
-    c10::Device device{c10::kCPU};  // of the tensors; a wait may put the operation in order only
+    c10::Device device{c10::kCPU};  // device of the tensors; a wait may put the operation in order only
   };
 
-  // Throws IoError as FlightMemory, UsageError for a wrong number of entries.
+  // Throws IoError where FlightMemory does, UsageError for a wrong number of entries.
   explicit FlightRecorder(const FlightRecorderOptions& options);
   FlightRecorder(const FlightRecorder&) = delete;
   FlightRecorder& operator=(const FlightRecorder&) = delete;
@@ -49,18 +49,18 @@ class FlightRecorder final : public CollectiveObserver, public std::enable_share
   // Groups beyond kFlightGroups - 1 share the last, which is not compared between ranks.
   int add_group(const std::string& name, const std::vector<int>& ranks, int own) override;
 
-  // begin(), and follow() or failed(), around the operation.
+  // Calls begin(), and follow() or failed(), around the operation.
   Work observe(int group, Collective& collective, c10::function_ref<Work()> launch) override;
-  // Throws CommError after doom().
+  // Records that an operation begins. Throws CommError after doom().
   Ticket begin(int group, const Collective& collective);
-  // Also sleeps a moment, the first time.
+  // Notes that an operation has failed; sleeps a moment, the first time.
   void failed(const Ticket& ticket);
-  // `work`, with its waits recorded.
+  // Returns `work` with its waits recorded.
   Work follow(const Ticket& ticket, Work work);
 
   void phase(const char* name, int64_t step, int64_t micro_step) override;
 
-  // Brings the heartbeat up to date, and operations that end on a device.
+  // Brings the heartbeat up to date, and the state of operations that end on a device.
   void beat();
   void leave();  // the rank ends in good order
   void keep();   // the file is to stay

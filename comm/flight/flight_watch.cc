@@ -1,7 +1,6 @@
 #include "comm/flight/flight_watch.h"
 
 #include <pthread.h>
-#include <unistd.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -10,6 +9,7 @@
 #include <cstdlib>
 #include <ctime>
 #include <exception>
+#include <memory>
 #include <thread>
 
 #include "comm/flight/flight_folder.h"
@@ -59,160 +59,158 @@ bool FlightWatch::State::was_stopped(Clock::time_point& last) const {
   return stopped;
 }
 
-void FlightWatch::State::talk() {
+FlightWatch::Talk::Talk(State& state) : state_(state) {
+  if (state_.rank == 0) judge_ = std::make_unique<Judge>(state_, *this);
+}
+
+void FlightWatch::Talk::run() {
   bool again = true;
   while (again) {
     try {
       do {
-        asked_ns = Clock::now().time_since_epoch().count();
+        state_.asked_ns = Clock::now().time_since_epoch().count();
         {
           const QuietStore quiet;  // rank 0 may end at any time
           exchange();
         }
-        asked_ns = 0;
-        exchanged = Clock::now();
-      } while (!ending && !closed && pause(interval()));
+        state_.asked_ns = 0;
+        exchanged_ = Clock::now();
+      } while (!state_.ending && !state_.closed && state_.pause(state_.interval()));
       const QuietStore quiet;
-      if (!ending && !closed) say_goodbye();
+      if (!state_.ending && !state_.closed) say_goodbye();
       again = false;
     } catch (const std::exception& error) {
-      asked_ns = 0;
+      state_.asked_ns = 0;
       again = reconnect(without_stack(error.what()));
     }
   }
 }
 
 // Whether to go on, on a new connection. Where there is none, the process with the store has most likely ended.
-bool FlightWatch::State::reconnect(const std::string& why) {
+bool FlightWatch::Talk::reconnect(const std::string& why) {
   log::debug("flight watch: ", why);
-  if (exchanged - connected > kSteady) reconnections = 0;
-  for (int attempt = 0; attempt < kReconnections && pause(interval()); ++attempt) {
+  if (exchanged_ - connected_ > kSteady) reconnections_ = 0;
+  for (int attempt = 0; attempt < kReconnections && state_.pause(state_.interval()); ++attempt) {
     try {
       const QuietStore quiet;
-      asked_ns = Clock::now().time_since_epoch().count();
-      store = connect(meeting);
-      asked_ns = 0;
-      connected = Clock::now();
-      if (++reconnections <= kReconnections) return true;
+      state_.asked_ns = Clock::now().time_since_epoch().count();
+      state_.store = connect(state_.meeting);
+      state_.asked_ns = 0;
+      connected_ = Clock::now();
+      if (++reconnections_ <= kReconnections) return true;
       give_up(why);
       return false;
     } catch (const std::exception&) {
-      asked_ns = 0;
+      state_.asked_ns = 0;
     }
   }
-  lost = true;
+  state_.lost = true;
   return false;
 }
 
 // So that rank 0 does not take this rank for dead.
-void FlightWatch::State::give_up(const std::string& why) {
+void FlightWatch::Talk::give_up(const std::string& why) {
   log::warning("stalls are not reported any more: the store of the rendezvous fails again and again: ", why);
-  deaf = true;
+  state_.deaf = true;
   try {
     const QuietStore quiet;
-    store->set(deaf_key(rank), to_value("1"));
+    state_.store->set(deaf_key(state_.rank), to_value("1"));
   } catch (const std::exception& error) {
     log::debug("flight watch: ", error.what());
   }
 }
 
 // The store may be in rank 0's process: it waits a little, so that nobody finds it closed.
-void FlightWatch::State::say_goodbye() {
+void FlightWatch::Talk::say_goodbye() {
   show_board();
-  store->set(gone_key(rank), to_value("1"));
-  if (rank != 0 || recorder->log().header.left == 0) return;
-  store->set(kClosing, to_value("1"));
+  state_.store->set(gone_key(state_.rank), to_value("1"));
+  if (state_.rank != 0 || state_.recorder->log().header.left == 0) return;
+  state_.store->set(kClosing, to_value("1"));
   std::vector<std::string> keys;
-  for (size_t other = 1; other < ranks.size(); ++other) keys.push_back(gone_key(static_cast<int>(other)));
-  const auto end = Clock::now() + interval() + kStackLimit;
-  while (!store->check(keys) && Clock::now() < end) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  for (size_t other = 1; other < state_.ranks.size(); ++other) keys.push_back(gone_key(static_cast<int>(other)));
+  const auto end = Clock::now() + state_.interval() + kStackLimit;
+  while (!state_.store->check(keys) && Clock::now() < end) std::this_thread::sleep_for(std::chrono::milliseconds(5));
 }
 
-FlightLog FlightWatch::State::show_board() {
-  recorder->beat();
-  FlightLog own = recorder->log();
-  store->set(board_key(rank), to_value(to_board(own)));
+FlightLog FlightWatch::Talk::show_board() {
+  state_.recorder->beat();
+  FlightLog own = state_.recorder->log();
+  state_.store->set(board_key(state_.rank), to_value(to_board(own)));
   return own;
 }
 
-void FlightWatch::State::exchange() {
-  if (was_stopped(last_turn)) {
-    quiet_until = last_turn + std::chrono::milliseconds(limit_ms.load());
-    first_heard = last_turn;
-    for (Peer& peer : peers) peer.heard = last_turn;
+void FlightWatch::Talk::exchange() {
+  if (state_.was_stopped(last_turn_)) {
+    quiet_until_ = last_turn_ + std::chrono::milliseconds(state_.limit_ms.load());
+    first_heard_ = last_turn_;
+    if (judge_) judge_->count_from(last_turn_);
   }
   const FlightLog own = show_board();
-  if (rank == 0) {
+  if (judge_) {
     look_for_strangers();
-    read_boards();
-    judge();
+    judge_->look();
   } else {
-    if (store->check({kClosing})) {
-      store->set(gone_key(rank), to_value("1"));
-      closed = true;
+    if (state_.store->check({kClosing})) {
+      state_.store->set(gone_key(state_.rank), to_value("1"));
+      state_.closed = true;
       return;
     }
     listen_to_first(own);
-    while (store->check({alarm_key(alarms_seen + 1)})) answer(++alarms_seen);
-    if (store->check({kVerdict})) obey(to_text(store->get(kVerdict)));
+    while (state_.store->check({alarm_key(alarms_seen_ + 1)})) answer(++alarms_seen_);
+    if (state_.store->check({kVerdict})) obey(to_text(state_.store->get(kVerdict)));
   }
 }
 
+void FlightWatch::Talk::listen_to_first(const FlightLog& own) {
+  const auto now = Clock::now();
+  if (waiting_seconds(own) < state_.limit() / 4 || !state_.store->check({board_key(0)})) {
+    first_heard_ = now;
+    return;
+  }
+  const int64_t beat = log_from_bytes(to_text(state_.store->get(board_key(0))), board_key(0)).header.now_ns;
+  if (beat != first_beat_) first_heard_ = now;
+  first_beat_ = beat;
+  state_.first_silent =
+      Seconds(now - first_heard_).count() > state_.dead_after() && !state_.store->check({deaf_key(0)});
+}
+
 // Once: who comes again and again would fill the log.
-void FlightWatch::State::look_for_strangers() {
-  if (!has_secret || stranger_told) return;
-  auto& inside = dynamic_cast<c10d::PrefixStore&>(*dynamic_cast<c10d::PrefixStore&>(*store).getUnderlyingStore());
+void FlightWatch::Talk::look_for_strangers() {
+  if (!state_.has_secret || stranger_told_) return;
+  auto& inside =
+      dynamic_cast<c10d::PrefixStore&>(*dynamic_cast<c10d::PrefixStore&>(*state_.store).getUnderlyingStore());
   const std::string stranger = take_stranger(*inside.getUnderlyingStore());
   if (stranger.empty()) return;
-  stranger_told = true;
+  stranger_told_ = true;
   log::warning("a process at ", stranger,
                " came to this job without its secret, and was not let in. This is said once");
 }
 
 // The stack of a rank that waits in a collective says nothing new.
-FlightLog FlightWatch::State::full_log() {
-  recorder->beat();
-  FlightLog log = recorder->log();
-  if (stack && log.waiting() == nullptr) log.stack = stack->frames(kStackLimit);
-  for (size_t other = 0; other < ranks.size(); ++other) {
-    if (static_cast<int>(other) != rank && near(static_cast<int>(other))) {
-      log.neighbours[static_cast<int>(other)] = state_of_process(ranks[other].process);
+FlightLog FlightWatch::Talk::full_log() {
+  state_.recorder->beat();
+  FlightLog log = state_.recorder->log();
+  if (state_.stack && log.waiting() == nullptr) log.stack = state_.stack->frames(kStackLimit);
+  for (size_t other = 0; other < state_.ranks.size(); ++other) {
+    if (static_cast<int>(other) != state_.rank && state_.near(static_cast<int>(other))) {
+      log.neighbours[static_cast<int>(other)] = state_of_process(state_.ranks[other].process);
     }
   }
   return log;
 }
 
-void FlightWatch::State::answer(int alarm) {
-  recorder->keep();
-  store->set(record_key(alarm, rank), to_value(to_bytes(full_log())));
+void FlightWatch::Talk::answer(int alarm) {
+  state_.recorder->keep();
+  state_.store->set(record_key(alarm, state_.rank), to_value(to_bytes(full_log())));
 }
 
-void FlightWatch::State::obey(const std::string& verdict) {
+void FlightWatch::Talk::obey(const std::string& verdict) {
   try {
-    store->set(read_key(rank), to_value("1"));
+    state_.store->set(read_key(state_.rank), to_value("1"));
   } catch (const std::exception& error) {  // rank 0 has not waited
     log::debug("flight watch: ", error.what());
   }
-  end(verdict);
-}
-
-void FlightWatch::State::guard() {
-  while (pause(interval() / 2)) {
-    try {
-      if (!ending) judge_alone();
-    } catch (const std::exception& error) {
-      log::warning("flight watch: ", error.what());
-    }
-    if (!ending) continue;
-    const auto more = rank == 0 ? interval() : std::chrono::milliseconds(0);  // others read the verdict in its store
-    if (!pause(kGrace + more)) return;
-    if (!end_process) {
-      log::error("this rank does not end by itself, and is left as it is: flight_recorder.end_process is false");
-      return;
-    }
-    log::error("this rank does not end by itself, so it is ended, with exit code ", kExitCode);
-    _exit(kExitCode);
-  }
+  state_.end(verdict);
 }
 
 void FlightWatch::State::end(const std::string& text) {
@@ -326,17 +324,18 @@ FlightWatch::FlightWatch(const Rendezvous& meeting, Communicator& world, const F
   state_->limit_ms = options.stall_limit.count();
   state_->end_process = options.end_process;
   if (options.stacks) state_->stack.emplace();
-  if (meeting.rank == 0) state_->peers.resize(meeting.ranks.size());
   state_->running = 2;
-  for (void (State::*const body)() : {&State::talk, &State::guard}) {
+  const auto start = [this](void (*body)(State&)) {
     std::thread([state = state_, body] {
       pthread_setname_np(pthread_self(), "ds-watch");
-      (*state.*body)();
+      body(*state);
       const std::lock_guard lock(state->mutex);
       --state->running;
       state->changed.notify_all();
     }).detach();
-  }
+  };
+  start([](State& state) { Talk(state).run(); });
+  start([](State& state) { Guard(state).run(); });
 }
 
 FlightWatch::~FlightWatch() {

@@ -26,7 +26,7 @@ namespace ds::comm {
 class FlightWatch {
  public:
   static constexpr std::chrono::seconds kGrace{3};
-  static constexpr int kExitCode = 124;  // as timeout(1)
+  static constexpr int kExitCode = 124;  // the exit code of timeout(1)
 
   // Called on the thread that issues collectives; world_size > 1. The communicator is that of the rendezvous.
   FlightWatch(const Rendezvous& meeting, Communicator& world, const FlightWatchOptions& options);
@@ -43,6 +43,9 @@ class FlightWatch {
 
  private:
   struct State;
+  class Judge;
+  class Talk;
+  class Guard;
   c10::intrusive_ptr<c10d::Store> meeting_;  // rank 0's serves the others
   std::shared_ptr<FlightRecorder> recorder_;
   std::shared_ptr<State> state_;  // null: nobody watches

@@ -1,4 +1,5 @@
-// What the threads of a FlightWatch share. Included by flight_watch.cc and flight_judge*.cc only.
+// The threads of a FlightWatch and the state that they share. Included by flight_watch.cc, flight_judge.cc and
+// flight_guard.cc only.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -7,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -28,7 +30,7 @@ constexpr std::chrono::milliseconds kLongestInterval{1000};
 constexpr std::chrono::milliseconds kStackLimit{300};
 constexpr int kRanksPerSecond = 512;  // boards that rank 0 reads
 constexpr double kShortestSilence = 3;
-constexpr std::chrono::seconds kSteady{60};  // of a connection that has proved good
+constexpr std::chrono::seconds kSteady{60};  // age of a connection that has proved good
 
 // Keys of the store.
 inline std::string board_key(int rank) { return cat("board/", rank); }
@@ -52,15 +54,15 @@ inline double waiting_seconds(const FlightLog& log) {
 
 }  // namespace flight
 
-// What the threads share with their owner; outlives it where a store does not answer.
+// The state that the threads share with their owner; it outlives the owner where a store does not answer.
 struct FlightWatch::State {
   c10::intrusive_ptr<c10d::Store> meeting;
-  c10::intrusive_ptr<c10d::Store> store;  // a connection of the watch's own
-  int reconnections = 0;                  // since the last connection that proved good
+  c10::intrusive_ptr<c10d::Store> store;  // a connection of the watch's own, for the thread that talks
   std::atomic<bool> deaf{false};          // the thread that talks has given up
   std::shared_ptr<FlightRecorder> recorder;
   std::vector<RankPlace> ranks;
   int rank = 0;
+  bool has_secret = false;
   std::string folder;
   std::optional<HostStack> stack;  // empty: stacks are not asked for
   std::atomic<bool> end_process{true};
@@ -72,35 +74,10 @@ struct FlightWatch::State {
   int running = 0;  // threads
 
   std::atomic<bool> lost{false};          // the store has ended
-  std::atomic<bool> closed{false};        // in good order, and rank 0 with it
+  std::atomic<bool> closed{false};        // the store has ended in good order, and rank 0 with it
   std::atomic<int64_t> asked_ns{0};       // since when the store has not answered; 0: it has
   std::atomic<bool> first_silent{false};  // rank 0 gives no sign of life, though the store does (torchrun keeps it)
   std::atomic<bool> ending{false};
-
-  // Of the thread that talks.
-  int alarms_seen = 0;
-  flight::Clock::time_point last_turn = flight::Clock::now();
-  flight::Clock::time_point connected = flight::Clock::now();
-  flight::Clock::time_point exchanged = flight::Clock::now();
-  int64_t first_beat = 0;  // of rank 0, when this rank waits for long
-  flight::Clock::time_point first_heard = flight::Clock::now();
-  flight::Clock::time_point quiet_until{};  // after this process was stopped for a while, others may have been as well
-
-  // Of the thread that guards.
-  flight::Clock::time_point last_look = flight::Clock::now();
-  flight::Clock::time_point trusts_from{};  // as quiet_until
-  bool told = false;                        // that nobody judges stalls any more
-
-  // Of rank 0's.
-  struct Peer {
-    std::optional<FlightLog> board;
-    flight::Clock::time_point heard = flight::Clock::now();
-    bool deaf = false;  // it lives, but its connection does not
-  };
-  std::vector<Peer> peers;
-  bool has_secret = false, stranger_told = false;
-  flight::Clock::time_point next_comparison{};
-  double next_report = 0;  // seconds of the running stall at which to say more; 0: none runs
 
   double limit() const { return static_cast<double>(limit_ms.load()) * 1e-3; }
   std::chrono::milliseconds interval() const {
@@ -117,31 +94,103 @@ struct FlightWatch::State {
 
   // Whether this process was stopped (SIGSTOP, Ctrl-Z) since `last`, which becomes now.
   bool was_stopped(flight::Clock::time_point& last) const;
-  void talk();
-  bool reconnect(const std::string& why);
-  void give_up(const std::string& why);
-  FlightLog show_board();  // returns what it shows
-  void guard();
-  bool pause(std::chrono::milliseconds time);  // false: it is time to stop
-  void exchange();
-  void answer(int alarm);
-  FlightLog full_log();
-  void listen_to_first(const FlightLog& own);
-  void look_for_strangers();
+  // Sleeps. False: it is time to stop.
+  bool pause(std::chrono::milliseconds time);
+  // Lets every later collective of this rank throw CommError with this text.
+  void end(const std::string& text);
+};
+
+// On rank 0: compares the boards of all ranks, and raises the alarm when they stall. Used by the thread that talks.
+class FlightWatch::Judge {
+ public:
+  // Both arguments outlive it.
+  Judge(State& state, Talk& talk) : state_(state), talk_(talk), peers_(state.ranks.size()) {}
+
+  // Reads the boards and judges them.
+  void look();
+  // Takes all ranks for heard from at `time`: this process was stopped until now.
+  void count_from(flight::Clock::time_point time);
+
+ private:
+  struct Peer {
+    std::optional<FlightLog> board;
+    flight::Clock::time_point heard = flight::Clock::now();
+    bool deaf = false;  // it lives, but its connection does not
+  };
+
   void read_boards();
   void judge();
-  void raise_alarm();
-  std::vector<FlightLog> collect(int alarm);
+  double silence(int other) const;
   bool answers(int other) const;
   bool is_of(const FlightLog& log, int other) const;
   FlightLog unheard(int other) const;
-  void await_readers();
+  void raise_alarm();
+  std::vector<FlightLog> collect(int alarm);
   std::string write_records(const std::vector<FlightLog>& logs, const StallExplanation& stall, int alarm);
+  void await_readers();
+
+  State& state_;
+  Talk& talk_;
+  std::vector<Peer> peers_;
+  int alarms_ = 0;
+  flight::Clock::time_point next_comparison_{};
+  double next_report_ = 0;  // seconds of the running stall at which to say more; 0: none runs
+};
+
+// The thread that talks to the store: shows this rank's board, answers alarms and obeys the verdict; on rank 0 it
+// judges.
+class FlightWatch::Talk {
+ public:
+  // `state` outlives it.
+  explicit Talk(State& state);
+  // Returns when the watch ends, or the store does not answer any more.
+  void run();
+
+  // For the judge: shows this rank's board and returns it; this rank's whole record; and until when nobody is judged,
+  // since other processes may have been stopped as this one was.
+  FlightLog show_board();
+  FlightLog full_log();
+  flight::Clock::time_point quiet_until() const { return quiet_until_; }
+
+ private:
+  bool reconnect(const std::string& why);
+  void give_up(const std::string& why);
+  void exchange();
+  void answer(int alarm);
+  void listen_to_first(const FlightLog& own);
+  void look_for_strangers();
   void say_goodbye();
   void obey(const std::string& verdict);
+
+  State& state_;
+  std::unique_ptr<Judge> judge_;  // rank 0's; else null
+  int reconnections_ = 0;         // since the last connection that proved good
+  int alarms_seen_ = 0;
+  flight::Clock::time_point last_turn_ = flight::Clock::now();
+  flight::Clock::time_point connected_ = flight::Clock::now();
+  flight::Clock::time_point exchanged_ = flight::Clock::now();
+  int64_t first_beat_ = 0;  // rank 0's heartbeat, when this rank waits for long
+  flight::Clock::time_point first_heard_ = flight::Clock::now();
+  flight::Clock::time_point quiet_until_{};
+  bool stranger_told_ = false;
+};
+
+// The thread that guards: judges this rank alone where the store does not answer, and ends the process when it hangs
+// on.
+class FlightWatch::Guard {
+ public:
+  // `state` outlives it.
+  explicit Guard(State& state) : state_(state) {}
+  // Returns when the watch ends.
+  void run();
+
+ private:
   void judge_alone();
-  void end(const std::string& text);
-  double silence(int other) const;
+
+  State& state_;
+  flight::Clock::time_point last_look_ = flight::Clock::now();
+  flight::Clock::time_point trusts_from_{};  // until when nobody is judged after this process was stopped
+  bool told_ = false;                        // has said that nobody judges stalls any more
 };
 
 }  // namespace ds::comm

@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kMostFrames = 64;
 
-// What the handler writes. Of the process: handlers have no object.
+// The stack that the signal handler writes. There is one in the process: handlers have no object.
 struct Sample {
   std::array<void*, kMostFrames> frames{};
   std::atomic<int> count{-1};  // -1: nothing asked; 0: asked

@@ -1,4 +1,4 @@
-// Where a thread of this process is, asked from another one.
+// The stack of a thread of this process, read from another thread.
 #pragma once
 
 #include <pthread.h>
@@ -9,7 +9,7 @@
 
 namespace ds::comm {
 
-// Made on the thread that is to be looked at, and used while that thread lives.
+// The stack of the thread that makes it. Made on the thread that is to be looked at, and used while that thread lives.
 class HostStack {
  public:
   // Takes a free real-time signal, once in a process. Where none is free, frames() is empty.

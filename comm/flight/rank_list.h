@@ -6,13 +6,13 @@
 
 namespace ds::comm {
 
-// Runs of equal distance: "0-3,8", "0-4088/8" (every eighth). `ranks` in any order, which is kept.
+// Writes runs of equal distance: "0-3,8", "0-4088/8" (every eighth). `ranks` in any order, which is kept.
 std::string rank_list_text(const std::vector<int>& ranks);
 
-// The reverse; a text that was cut gives the ranks before the cut.
+// Reads such a list; a text that was cut gives the ranks before the cut.
 std::vector<int> parse_rank_list(const std::string& text);
 
-// For sentences: "rank 3", "ranks 0, 1 and 5", "ranks 0-6 and 9". Ascending.
+// Writes ranks for sentences: "rank 3", "ranks 0, 1 and 5", "ranks 0-6 and 9". Ascending.
 std::string ranks_in_words(std::vector<int> ranks);
 
 }  // namespace ds::comm

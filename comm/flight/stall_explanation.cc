@@ -28,7 +28,7 @@ std::string who(const FlightLog& log) {
 
 const FlightGroup& group_of(const FlightLog& log, const FlightEntry& entry) { return log.groups[entry.group]; }
 
-// The same group in another rank's table, or null.
+// Finds a group in another rank's table; null where it is not there.
 const FlightGroup* same_group(const FlightLog& log, const FlightGroup& group) {
   const auto found = std::find_if(log.groups.begin(), log.groups.end(), [&](const FlightGroup& other) {
     return other.name.text() == group.name.text() && other.ranks.text() == group.ranks.text();
@@ -123,7 +123,7 @@ class WaitGraph {
   std::map<int, std::vector<int>> missing_;
 };
 
-// What another rank of the host saw of its process.
+// Returns the state of a rank's process as another rank of the host saw it.
 std::optional<char> process_state(const std::vector<FlightLog>& logs, int rank) {
   for (const FlightLog& log : logs) {
     const auto found = log.neighbours.find(rank);

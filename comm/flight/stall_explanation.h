@@ -19,7 +19,7 @@ enum class StallCause : uint8_t {
 
 struct StallExplanation {
   StallCause cause = StallCause::kNone;
-  std::string sentence;     // for people; empty for kNone
+  std::string sentence;     // the explanation for people; empty for kNone
   std::vector<int> guilty;  // ranks that the others wait for; empty where none stands out
   double seconds = 0;       // since when the first rank waits
 
@@ -33,7 +33,7 @@ struct StallExplanation {
 // heartbeat is older than `dead_after_seconds` counts as dead.
 StallExplanation explain_stall(const std::vector<FlightLog>& logs, int world_size, double dead_after_seconds);
 
-// What a rank did last and does now: a few lines for a report of all ranks.
+// Describes in a few lines what a rank did last and does now, for a report of all ranks.
 std::string rank_report(const FlightLog& log, size_t entries);
 
 }  // namespace ds::comm
