@@ -19,16 +19,16 @@ class CollectiveObserver {
  public:
   virtual ~CollectiveObserver() = default;
 
-  // A group of these ranks of the group that the observer was attached to, where this rank has place `own`. Returns the
-  // number by which observe() names it.
+  // Adds a group of these ranks of the group that the observer was attached to, where this rank has place `own`.
+  // Returns the number by which observe() names it.
   virtual int add_group(const std::string& name, const std::vector<int>& ranks, int own) = 0;
 
-  // Around one operation: `launch` issues it, and is called once at most, with what it throws passed on. Returns the
-  // Work that the caller gets, launch()'s own or one around it. launch() takes the tensors of `collective` away; before
-  // it, whoever measures adds to `collective.timers`. May throw CommError instead of issuing.
+  // Runs around one operation: `launch` issues it, and is called once at most, with what it throws passed on. Returns
+  // the Work that the caller gets, launch()'s own or one around it. launch() takes the tensors of `collective` away;
+  // before it, whoever measures adds to `collective.timers`. May throw CommError instead of issuing.
   virtual Work observe(int group, Collective& collective, c10::function_ref<Work()> launch) = 0;
 
-  // What the program does from now on: "backward", "step", ...; micro_step -1: none.
+  // Notes what the program does from now on: "backward", "step", ...; micro_step -1: none.
   virtual void phase(const char* name, int64_t step, int64_t micro_step) = 0;
 };
 

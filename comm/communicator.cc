@@ -56,6 +56,15 @@ const char* name_of(ReduceOp op) {
   return kNames[static_cast<size_t>(op)];
 }
 
+std::vector<int64_t> split_bytes(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size) {
+  const auto total = static_cast<int64_t>(tensor.nbytes());
+  if (splits.empty()) return std::vector<int64_t>(static_cast<size_t>(size), total / size);
+  std::vector<int64_t> bytes(splits);
+  const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+  for (int64_t& part : bytes) part = rows == 0 ? 0 : part * (total / rows);
+  return bytes;
+}
+
 bool Work::is_completed() const { return !state_ || state_->is_completed(); }
 
 bool Work::is_ready() const { return !state_ || state_->is_ready(); }

@@ -6,22 +6,22 @@
 
 namespace ds::comm {
 
-// Sizes from the outermost axis to the innermost; rank = place in row-major order.
+// A grid of ranks: sizes from the outermost axis to the innermost; rank = place in row-major order.
 struct GridShape {
   std::vector<int> sizes;
 
   int ranks() const;
   std::vector<int> coordinates(int rank) const;
-  // All groups of ranks that differ along these axes (by number) alone: a partition, each ascending, in the order of
-  // their first ranks.
+  // Returns all groups of ranks that differ along these axes (by number) alone: a partition, each ascending, in the
+  // order of their first ranks.
   std::vector<std::vector<int>> groups(const std::vector<size_t>& axes) const;
 };
 
 // Whether every group along the axis is on one host; `hosts` has a number for each rank.
 bool inside_hosts(const GridShape& shape, size_t axis, const std::vector<int>& hosts);
-// "dp 2 x tp 4; tp inside hosts, dp between them"; axes of one rank are left out.
+// Describes a grid: "dp 2 x tp 4; tp inside hosts, dp between them"; axes of one rank are left out.
 std::string grid_text(const GridShape& shape, const std::vector<std::string>& names, const std::vector<int>& hosts);
-// What to change where the innermost axis leaves a host; empty where it does not.
+// Returns what to change where the innermost axis leaves a host; empty where it does not.
 std::string innermost_problem(const GridShape& shape, const std::vector<std::string>& names,
                               const std::vector<int>& hosts);
 

@@ -13,7 +13,7 @@
 
 namespace ds::comm {
 
-// What all parts of a mesh share.
+// The grid that all parts of a mesh share.
 struct NamedMesh::Grid {
   std::shared_ptr<Communicator> world;
   GridShape shape;

@@ -10,7 +10,7 @@
 
 namespace ds::comm {
 
-// "all_reduce 'bucket 3'", without the label where there is none. A view: the collective must outlive it.
+// Prints "all_reduce 'bucket 3'", without the label where there is none. A view: the collective must outlive it.
 class OperationTitle {
  public:
   explicit OperationTitle(const Collective& collective) : kind_(collective.kind), label_(collective.label) {}
@@ -21,9 +21,9 @@ class OperationTitle {
   const std::string& label_;
 };
 
-// "all_reduce 'bucket 3' (Float [12] on cpu)", with the input, or the output where there is no input. Holds what it
-// says and no tensor, for whoever may have to name an operation after its tensors have gone. Made into text when it is
-// written.
+// Prints "all_reduce 'bucket 3' (Float [12] on cpu)", with the input, or the output where there is no input. Holds what
+// it says and no tensor, for whoever may have to name an operation after its tensors have gone. Made into text when it
+// is written.
 class OperationName {
  public:
   explicit OperationName(const Collective& collective);

@@ -15,10 +15,10 @@ namespace ds::comm {
 // Matches sends and receives by tag, in order. Any device. One thread at a time, which includes wait().
 class SelfMessages {
  public:
-  // Complete at once: the tensor is copied.
+  // Sends a message, which is complete at once: the tensor is copied.
   Work send(const at::Tensor& tensor, int tag);
-  // Complete once the matching send was issued. Its wait() throws UsageError when there was none, as none can come any
-  // more. Both throw UsageError when the matching tensors differ in elements or data type.
+  // Receives a message; complete once the matching send was issued. Its wait() throws UsageError when there was none,
+  // as none can come any more. Both throw UsageError when the matching tensors differ in elements or data type.
   Work recv(const at::Tensor& tensor, int tag, OperationName name);
 
  private:

@@ -9,8 +9,8 @@
 
 namespace ds::comm {
 
-// Of ranks 0 to size - 1, where length divides size: runs of `length` consecutive ranks; the ranks that have the same
-// place in these runs.
+// Split ranks 0 to size - 1, where `length` divides size, into runs of `length` consecutive ranks, or into the ranks
+// that have the same place in these runs.
 std::vector<std::vector<int>> consecutive_ranks(int size, int length);
 std::vector<std::vector<int>> ranks_of_one_place(int size, int length);
 

@@ -71,7 +71,7 @@ void combine_bitwise(const at::Tensor& into, const at::Tensor& next, ReduceOp op
   }
 }
 
-// Of a rank in a group, shared with its operations.
+// The place of a rank in a group, shared with its operations.
 struct Place {
   std::string text;  // for messages
   c10::Device device;
@@ -84,7 +84,7 @@ class BackendState : public WorkState {
   BackendState(BackendWork work, std::function<void()> finish, OperationName name, std::shared_ptr<Place> place)
       : work_(std::move(work)), finish_(std::move(finish)), name_(std::move(name)), place_(std::move(place)) {}
 
-  // Also asked by the thread that watches for stalls, which has chosen no device: see TransferStream::wait_on_host.
+  // The thread that watches for stalls calls it too, and has chosen no device: see TransferStream::wait_on_host.
   bool is_completed() override {
     c10::OptionalDeviceGuard guard;
     if (!place_->device.is_cpu()) guard.reset_device(place_->device);
@@ -136,7 +136,7 @@ class C10dCommunicator : public Communicator {
   }
 
  private:
-  // What the backend was asked for, and what is left to do afterwards.
+  // An operation of the backend, and what is left to do after it.
   struct Issued {
     BackendWork work;
     std::function<void()> finish;
@@ -304,7 +304,7 @@ Work C10dCommunicator::launch(Collective collective) {
     if (message) open_pair(collective.peer);
     const auto lock = recorder_lock();
     Issued issued = issue(collective);
-    // What is left to do afterwards is done where somebody waits: such an operation ends there.
+    // An operation with something left to do afterwards ends where somebody waits.
     if (!group_.device.is_cpu() && !issued.finish) {
       for (const auto& timer : collective.timers) timer->issued([&] { issued.work->wait(); });
     }

@@ -17,28 +17,29 @@
 
 namespace ds::comm {
 
-// What a backend of a group is for.
+// The purpose of a backend of a group.
 enum class C10dUse : uint8_t {
   kCollectives,
   kMessages,  // of one direction: from lower ranks to higher ones, or back
 };
 
+// A group to be made on a c10d backend.
 struct C10dGroup {
   c10::intrusive_ptr<c10d::Store> store;  // subgroups meet in it
   int rank = 0;
   int size = 1;
   std::string name = "world";
-  c10::Device device{c10::kCPU};  // of all tensors
-  // Makes the backends of this group and of the groups made from it. That of collectives with the group, by all ranks
-  // together; those of messages with this rank's first one, whether or not the others make theirs.
+  c10::Device device{c10::kCPU};  // device of all tensors
+  // Makes the backends of this group and of the groups made from it. The backend of collectives is made with the group,
+  // by all ranks together; a backend of messages with this rank's first message, whether or not the others make theirs.
   std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, int rank, int size, C10dUse)>
       connect;
   GroupUse use = GroupUse::kAll;
   // The backend averages floating point by itself (NCCL); else the sum is divided in wait().
   bool averages = false;
-  // How long operations may take. The end of a group waits as long for them, but 30 seconds at most.
+  // The time limit of operations. The end of a group waits as long for them, but 30 seconds at most.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
-  // Set by the first error of this group or of one made from it: they have the same ranks to lose.
+  // Set by the first error of this group or of a group made from it: they have the same ranks to lose.
   std::shared_ptr<std::atomic<bool>> failed = std::make_shared<std::atomic<bool>>(false);
 };
 

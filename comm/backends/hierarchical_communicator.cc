@@ -275,7 +275,7 @@ void HierarchicalCommunicator::run_flat(const Collective& c) {
   }
 }
 
-// What does not divide by the ranks of a host (fewer elements than those) goes whole through both levels.
+// The remainder of a division by the ranks of a host goes whole through both levels.
 void HierarchicalCommunicator::all_reduce(const at::Tensor& tensor, ReduceOp op, const std::string& label) {
   const int64_t slice = tensor.numel() / inner_->size();
   const int64_t body = slice * inner_->size();

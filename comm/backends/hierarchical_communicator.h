@@ -12,6 +12,7 @@
 
 namespace ds::comm {
 
+// A group of ranks and the hosts that they are on.
 struct PlacedGroup {
   c10::intrusive_ptr<c10d::Store> store;
   int rank = 0;
@@ -19,15 +20,15 @@ struct PlacedGroup {
   std::string name = "world";
   std::vector<std::vector<int>> hosts;  // the ranks on each host, ascending: Rendezvous::hosts()
   std::vector<std::string> peers;       // who each rank is, for messages; may be empty
-  std::string address;                  // of this rank's network interface; empty: see GlooOptions
+  std::string address;                  // address of this rank's network interface; empty: see GlooOptions
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
 };
 
 // Whether every host has the same number of ranks, at least two: what a hierarchy takes.
 bool is_even(const std::vector<std::vector<int>>& hosts);
 
-// The fastest communicator for where the ranks are: shared memory on one host, else a HierarchicalCommunicator, which
-// is flat gloo where the hosts are not even. Every rank of the group calls it. Throws CommError.
+// Makes the fastest communicator for where the ranks are: shared memory on one host, else a HierarchicalCommunicator,
+// which is flat gloo where the hosts are not even. Every rank of the group calls it. Throws CommError.
 //
 // With L ranks on each of H hosts, an all_reduce of n bytes reduces inside the hosts, then each rank all_reduces its
 // n/L bytes with the ranks of the same position on the other hosts, then gathers inside the host: 2 (n/L) (H-1)/H bytes

@@ -4,16 +4,31 @@
 #include <torch/csrc/cuda/nccl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include <cstddef>
+#include <string>
 #include <string_view>
 
 #include "comm/backends/c10d_communicator.h"
 #include "comm/backends/cuda_plugin.h"
-#include "comm/cuda/host_registration.h"
 #include "core/check.h"
+#include "core/text.h"
 #include "core/without_stack.h"
 
 namespace ds::comm {
 namespace {
+
+// Pins host memory that is mapped already, as CudaPlugin::register_host_memory says.
+std::string register_host_memory(void* data, size_t bytes) {
+  const cudaError_t error = cudaHostRegister(data, bytes, cudaHostRegisterPortable);
+  if (error == cudaSuccess) return {};
+  cudaGetLastError();  // else the next kernel launch reports it
+  return cat("cudaHostRegister: ", cudaGetErrorString(error), " (", cudaGetErrorName(error), ")");
+}
+
+// Undoes register_host_memory().
+void unregister_host_memory(void* data) {
+  if (cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
+}
 
 // c10d's classes hold structures of nccl.h by value: they must be those that libtorch_cuda was built with.
 void check_nccl_version() {
@@ -42,7 +57,7 @@ struct NcclPlace {
 
 c10::intrusive_ptr<c10d::Backend> connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, NcclPlace place,
                                                C10dUse use, const NcclGroup& world) {
-  // What waits for other ranks goes before what this rank computes beside it.
+  // Work that waits for other ranks goes before what this rank computes beside it.
   auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
   options->timeout = world.timeout;
   options->group_name = world.name;
@@ -90,12 +105,5 @@ std::shared_ptr<Communicator> make_nccl_communicator(const NcclGroup& group) {
 }
 
 }  // namespace
-}  // namespace ds::comm
 
-extern "C" __attribute__((visibility("default"))) const ds::comm::CudaPlugin* dsengine_cuda_plugin() {
-  static constexpr ds::comm::CudaPlugin kPlugin{.make_nccl_communicator = ds::comm::make_nccl_communicator,
-                                                .register_host_memory = ds::comm::register_host_memory,
-                                                .unregister_host_memory = ds::comm::unregister_host_memory,
-                                                .versions = ds::comm::cuda_versions};
-  return &kPlugin;
-}
+}  // namespace ds::comm

@@ -57,15 +57,6 @@ int message_tag(int tag, int64_t bytes) {
   return static_cast<int>((hash >> 50) << 16) | tag;
 }
 
-std::vector<int64_t> split_bytes(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size) {
-  const auto total = static_cast<int64_t>(tensor.nbytes());
-  if (splits.empty()) return std::vector<int64_t>(size, total / size);
-  std::vector<int64_t> bytes(splits);
-  const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
-  for (int64_t& part : bytes) part = rows == 0 ? 0 : part * (total / rows);
-  return bytes;
-}
-
 // A collective on the communicator's thread. Holds the tensors until it is done.
 class GlooCollectiveWork : public WorkState {
  public:

@@ -63,7 +63,7 @@ class GlooExchange {
     const std::byte* input = nullptr;  // whole tensor
     std::byte* output = nullptr;       // own slice
     std::byte* gathered = nullptr;     // whole tensor: also send the own result to all; nullptr = do not
-    std::vector<Slice> slices;         // by rank
+    std::vector<Slice> slices;         // one for each rank
     at::ScalarType dtype = at::kFloat;
     ReduceOp op = ReduceOp::kSum;
   };
@@ -77,7 +77,7 @@ class GlooExchange {
   std::byte* staging(int64_t bytes);
 
   GlooWire& wire_;
-  std::optional<OperationName> operation_;  // of begin()
+  std::optional<OperationName> operation_;  // the one given to begin()
   int tag_ = 0;
   std::vector<GlooWire::Message> posted_;
   std::vector<std::byte> staging_;

@@ -1,10 +1,12 @@
-// Stacks in the text of LibTorch's exceptions.
+// Stacks in the text of LibTorch's exceptions. Files of comm/job are in namespace ds::engine, where init_distributed(),
+// which is public, has its place beside initialize().
 #pragma once
 
 namespace ds::engine {
 
-// From here on c10::Error::what() says what happened and where it was raised, without the 60 frames that led there, as
-// in Python. TORCH_SHOW_CPP_STACKTRACES=1, LibTorch's own variable, keeps them. Of the process; once.
+// Makes c10::Error::what() say what happened and where it was raised, without the 60 frames that led there, as
+// in Python. TORCH_SHOW_CPP_STACKTRACES=1, LibTorch's own variable, keeps them. Works for the whole process; later
+// calls do nothing.
 void hide_error_stacks();
 
 }  // namespace ds::engine

@@ -19,7 +19,7 @@
 namespace ds::engine {
 namespace {
 
-// What tells meeting places apart, and ranks that are threads of one process.
+// Returns a text that tells meeting places apart, and ranks that are threads of one process.
 std::string place_of(const comm::RendezvousAddress& address) {
   return cat(address.host, ":", address.port, " ", address.path, " rank ", address.rank, " of ", address.world_size);
 }

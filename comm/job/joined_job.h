@@ -1,4 +1,5 @@
 // The job that this process has joined: every later initialize() and init_distributed() of the program is of it too.
+// In namespace ds::engine, as all of comm/job, since the public init_distributed() is there beside initialize().
 #pragma once
 
 #include <c10/core/Device.h>
@@ -14,20 +15,21 @@
 
 namespace ds::engine {
 
-// One for each rank of each meeting place that this process is; they stay until it ends, and with rank 0's the store.
+// There is one for each rank of each meeting place that this process is; it stays until the process ends, and with rank
+// 0's the store.
 // Any thread; calls of one rank come in the same order on all ranks.
 class JoinedJob {
  public:
-  // The ranks meet the first time. Throws as comm::rendezvous().
+  // Joins the job; the ranks meet the first time. Throws what comm::rendezvous() throws.
   static std::shared_ptr<JoinedJob> join(const std::string& init_method, std::chrono::milliseconds timeout);
 
   explicit JoinedJob(comm::Rendezvous meeting) : meeting_(std::move(meeting)) {}
 
   const comm::Rendezvous& meeting() const { return meeting_; }
-  // Called for a new group of the ranks, which `meeting` has a store for.
+  // A function called for a new group of the ranks, which `meeting` has a store for.
   using Attach = std::function<void(const comm::Rendezvous& meeting, comm::Communicator& ranks)>;
-  // All ranks on `device` by `backend`: the group of an earlier call where every rank still has it, and has asked for
-  // the same; else a new one. Collective. Throws as comm::make_communicator().
+  // Returns the communicator of all ranks on `device` by `backend`: the group of an earlier call where every rank still
+  // has it, and has asked for the same; else a new one. Collective. Throws what comm::make_communicator() throws.
   std::shared_ptr<comm::Communicator> ranks(c10::Device device, comm::Backend backend, const Attach& attach);
 
  private:
@@ -35,14 +37,14 @@ class JoinedJob {
 
   comm::Rendezvous meeting_;
   std::weak_ptr<comm::Communicator> last_;
-  c10::Device device_ = c10::kCPU;  // of last_
+  c10::Device device_ = c10::kCPU;  // the device of last_
   comm::Backend backend_ = comm::Backend::kAuto;
   int calls_ = 0;
 };
 
-// What init_distributed() and join_ranks() do once the rank is known: prefix and level of its log.
+// Sets prefix and level of the log once the rank is known, for init_distributed() and join_ranks().
 void introduce_rank(const comm::Rendezvous& meeting);
-// For get_backend().
+// Notes what get_backend() returns.
 void note_transport(const comm::Rendezvous& meeting, c10::Device device, comm::Backend backend);
 
 }  // namespace ds::engine

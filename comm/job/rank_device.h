@@ -1,4 +1,4 @@
-// The device of a rank, and how ranks lie on hosts.
+// The device of a rank, and how many ranks a host has. In namespace ds::engine, as all of comm/job.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -9,12 +9,13 @@
 
 namespace ds::engine {
 
-// "cpu", "cuda", "cuda:N" or "auto" (also when empty): cuda where a GPU is visible, else cpu. ConfigError naming the
-// option for anything else, and where a GPU is visible and cannot be used. Loads LibTorch's CUDA half for CUDA.
+// Reads "cpu", "cuda", "cuda:N" or "auto" (also when empty): cuda where a GPU is visible, else cpu. Throws ConfigError
+// naming the option for anything else, and where a GPU is visible and cannot be used. Loads LibTorch's CUDA half for
+// CUDA.
 c10::Device parse_device(const std::string& name);
-int ranks_per_host(const comm::Rendezvous& meeting);  // as in Distributed
-// As parse_device; "cuda" is cuda:`local_rank`, and cuda:0 where this process sees one GPU only: its launcher has
-// chosen. ConfigError where it sees too few.
+int ranks_per_host(const comm::Rendezvous& meeting);  // the number that Distributed has
+// Returns the device that `name` means for a rank: what parse_device() says, where "cuda" is cuda:`local_rank`, and
+// cuda:0 where this process sees one GPU only: its launcher has chosen. Throws ConfigError where it sees too few.
 c10::Device device_of_rank(const std::string& name, int local_rank);
 
 }  // namespace ds::engine

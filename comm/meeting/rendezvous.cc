@@ -63,7 +63,7 @@ std::string missing_ranks(c10d::Store& store, int world_size, const Secret& secr
                          : cat("missing: rank ", missing, "; present: ", present);
 }
 
-// What the store says after it failed with `cause`.
+// Returns which ranks the store misses after it failed with `cause`.
 std::string ranks_after(const std::string& cause, c10d::Store& store, int world_size, const Secret& secret) {
   try {
     return missing_ranks(store, world_size, secret);
@@ -104,7 +104,7 @@ std::string difference_of_secrets(SecretOfFirst first, bool has_secret) {
   return "";
 }
 
-// What is known of it where ranks did not come.
+// Returns what is known of secrets where ranks did not come.
 std::string secrets_after(const Coming& coming) {
   if (!coming.outside) return "";
   try {

@@ -13,6 +13,7 @@
 
 namespace ds::comm {
 
+// The ranks of a job that have met.
 struct Rendezvous {
   c10::intrusive_ptr<c10d::Store> store;  // null in a world of one
   bool has_secret = false;  // then `store` is a PrefixStore, and what lies outside of its prefix is not of this job
@@ -23,9 +24,9 @@ struct Rendezvous {
   std::vector<RankPlace> ranks;
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
 
-  // Ranks grouped by host, hosts in the order of their lowest rank, ranks ascending.
+  // Returns the ranks grouped by host, hosts in the order of their lowest rank, ranks ascending.
   std::vector<std::vector<int>> hosts() const;
-  // "host7, pid 4711" for each rank.
+  // Returns "host7, pid 4711" for each rank.
   std::vector<std::string> descriptions() const;
 };
 
@@ -35,7 +36,7 @@ struct RendezvousOptions {
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
 };
 
-// Returns once all ranks have come. A world of one returns at once, without a socket. Throws
+// Lets the ranks meet; returns once all of them have come. A world of one returns at once, without a socket. Throws
 //   ConfigError  the address or the environment is wrong (the variable or part is named);
 //   CommError    rank 0 cannot listen (port in use), the host is unknown or does not answer, ranks are missing at the
 //                time limit (they are listed, with the hosts of those that came), a rank was claimed twice (both are
@@ -44,7 +45,7 @@ struct RendezvousOptions {
 //                it is of this job.
 Rendezvous rendezvous(const RendezvousOptions& options = {});
 
-// The same over a store that the caller made and every rank shares (tests, embedding).
+// Lets the ranks meet over a store that the caller made and every rank shares (tests, embedding).
 Rendezvous rendezvous(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                       std::chrono::milliseconds timeout);
 

@@ -1,4 +1,4 @@
-// What an init_method and the environment say about this rank and the meeting place. Torch-free.
+// This rank and the meeting place, as an init_method and the environment give them. Torch-free.
 #pragma once
 
 #include <optional>
@@ -18,13 +18,13 @@ struct RendezvousAddress {
   MeetingPlace place = MeetingPlace::kAlone;
   int rank = 0;
   int world_size = 1;
-  std::optional<int> local_rank;        // as the launcher said it; checked against what the ranks find out
-  std::optional<int> local_world_size;  // likewise
+  std::optional<int> local_rank;        // the launcher's number; checked against what the ranks find out
+  std::optional<int> local_world_size;  // the launcher's number; checked too
   std::string host;                     // kTcp
   int port = 0;                         // kTcp
   std::string path;                     // kFile
   bool rank_zero_listens = true;        // kTcp; else the launcher does (torchrun's agent) and rank 0 connects too
-  std::string prefix;  // kTcp: of all keys in the store, so that they are not the launcher's; may be empty
+  std::string prefix;  // kTcp: the prefix of all keys in the store, so that they are not the launcher's; may be empty
 };
 
 // `init_method`:

@@ -14,7 +14,8 @@ constexpr const char* kWithout = "rendezvous/without_secret";
 constexpr const char* kPurpose = "which secret";
 constexpr const char* kNoSecret = "0";
 
-// Of a key that is there. Nothing where it is gone again: without a limit that would wait for the store's timeout.
+// Returns the value of a key that is there; nothing where it is gone again: without a limit that would wait for the
+// store's timeout.
 std::optional<std::string> text_of_key(c10d::Store& outside, const char* key) {
   constexpr std::chrono::milliseconds kLimit{1000};
   const std::chrono::milliseconds before = outside.getTimeout();

@@ -18,20 +18,20 @@ namespace ds::comm {
 // Rank 0 says which secret the job has, in a way that only who has it too understands, before anything else.
 void say_which_secret(c10d::Store& outside, const std::optional<JobSecret>& own);
 
-// What rank 0 has, as another rank sees it.
+// The secret that rank 0 has, as another rank sees it.
 enum class SecretOfFirst {
   kUnsaid,
   kSame,  // or both have none
   kNone,
   kAnother,
 };
-// Waits so long for rank 0 to say it.
+// Returns which secret rank 0 has; waits at most `limit` for rank 0 to say it.
 SecretOfFirst secret_of_first(c10d::Store& outside, const std::optional<JobSecret>& own,
                               std::chrono::milliseconds limit);
 
-// Who does not come in leaves its place (arrival_text()).
+// Leaves the place (arrival_text()) of a rank that does not come in.
 void leave_place(c10d::Store& outside, const std::string& arrival);
-// What such a rank wrote: "ADDRESS (host7, pid 4711)"; empty where none came. It is forgotten.
+// Returns, once, what such a rank has left: "ADDRESS (host7, pid 4711)"; empty where none came.
 std::string take_stranger(c10d::Store& outside);
 
 }  // namespace ds::comm

@@ -29,16 +29,6 @@ int64_t aligned_part(int64_t bytes, int64_t parts) { return (bytes / parts) / 64
 
 int64_t even_part(int64_t bytes, int64_t parts) { return ((bytes + parts - 1) / parts + 63) / 64 * 64; }
 
-// Bytes to (or from) each rank.
-std::vector<int64_t> split_bytes(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size) {
-  const int64_t total = nbytes_of(tensor);
-  if (splits.empty()) return std::vector<int64_t>(static_cast<size_t>(size), total / size);
-  const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
-  std::vector<int64_t> bytes(splits);
-  for (int64_t& part : bytes) part = rows == 0 ? 0 : part * (total / rows);
-  return bytes;
-}
-
 }  // namespace
 
 OperationRecord record_of(const Collective& collective, int size) {

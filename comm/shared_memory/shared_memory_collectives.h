@@ -21,7 +21,7 @@
 
 namespace ds::comm {
 
-// What this rank announces of a collective; sequence 0.
+// Returns the record by which this rank announces a collective; its sequence is 0.
 OperationRecord record_of(const Collective& collective, int size);
 
 // One rank's side. All calls from one thread at a time.

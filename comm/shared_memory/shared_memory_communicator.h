@@ -44,7 +44,7 @@ class SharedMemoryCommunicator final : public Communicator {
   struct Memory {
     std::shared_ptr<SharedRegion> region;        // initialised
     std::shared_ptr<RegionDirectory> directory;  // where new_group finds further regions
-    std::string region_name;                     // what the names of those begin with
+    std::string region_name;                     // the beginning of their names
   };
   SharedMemoryCommunicator(int rank, int size, std::string name, Memory memory, std::chrono::milliseconds timeout);
   ~SharedMemoryCommunicator() override;

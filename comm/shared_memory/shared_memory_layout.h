@@ -1,4 +1,4 @@
-// What a group's shared region holds, and where.
+// The contents of a group's shared region, and where they lie.
 //
 //   RankBlock[W]                 progress, identity, operation under way, failure
 //   row[W][2][W]                 bytes that a rank sends to each other one in an all_to_all
@@ -8,6 +8,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -16,11 +17,36 @@
 #include <string>
 #include <type_traits>
 
-#include "comm/shared_memory/shared_memory_signal.h"
 #include "comm/shared_memory/shared_region.h"
 #include "dsengine/comm.h"
 
 namespace ds::comm {
+
+// A counter in shared memory that others can sleep on, on a cache line of its own. Lock-free, so it works between
+// processes; all zero is its initial state.
+struct alignas(64) Signal {
+  std::atomic<uint32_t> value{0};
+  std::atomic<uint32_t> sleepers{0};
+
+  // Makes all that was written before visible to whoever reads the value, and wakes the sleepers.
+  void publish(uint32_t new_value);
+  void ring();  // publishes the next value; any number of threads
+  void wake();
+
+  // Sleeps until the value is no longer `seen`, at most for `limit`; may return early.
+  void sleep(uint32_t seen, std::chrono::microseconds limit);
+};
+static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
+
+// Counters may wrap around: true when `value` is at or behind `target`.
+inline bool reached(uint32_t value, uint32_t target) { return static_cast<int32_t>(value - target) >= 0; }
+
+// One turn of a busy wait.
+void relax_core();
+
+// Turns of busy wait before a sleep, when this many ranks share the cores this process may use: spinning beside threads
+// that compute steals their time, so it is short unless there are cores to spare.
+int spin_turns(int ranks);
 
 // A small struct that may be read while it is being written (the reader then sees a mixture, which only error texts
 // ever do).
@@ -49,15 +75,15 @@ class AtomicRecord {
 
 // A collective as its rank announces it. All fields must agree on all ranks.
 struct OperationRecord {
-  uint64_t sequence;  // from 1; 0 = none yet
+  uint64_t sequence;  // counts from 1; 0: none yet
   CollectiveKind kind;
   ReduceOp op;
   int8_t dtype;
   int8_t unused;
   int32_t root;
   int64_t count;   // elements, as the kind counts them (those of one part where there are W parts)
-  uint64_t check;  // what else must agree
-  int64_t step;    // of the engine, for messages; 0: not known
+  uint64_t check;  // hash of what else must agree
+  int64_t step;    // the engine's step, for messages; 0: not known
   char label[88];
 
   bool agrees_with(const OperationRecord& other) const;
@@ -65,12 +91,14 @@ struct OperationRecord {
   friend std::ostream& operator<<(std::ostream& out, const OperationRecord& record);
 };
 
+// Why a rank has failed.
 struct FailureText {
   char text[1024];
 };
 
 enum class RankState : uint32_t { kAbsent, kPresent, kFailed, kLeft };
 
+// The block of one rank, which the others read.
 struct RankBlock {
   Signal progress;  // steps of collectives this rank has published
   Signal bell;      // rung for this rank when a message or room for one is there

@@ -25,7 +25,7 @@
 
 namespace ds::comm {
 
-// What a message says of itself, ahead of its data.
+// The head of a message, ahead of its data.
 struct MessageHead {
   int64_t bytes = 0;
   int32_t tag = 0;
@@ -126,7 +126,7 @@ class SharedMemoryMessages {
   bool stopping_ = false;
   std::exception_ptr failure_;
 
-  // Of the thread alone.
+  // The state of the thread alone.
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
   std::thread thread_;

@@ -50,7 +50,7 @@ class SharedMemoryPeers {
   [[noreturn]] void give_up(const Printable& operation, const std::string& reason) const;
   void sleep_until(int peer, uint32_t step, const OperationRecord& operation);
   std::string missing(uint32_t step) const;
-  // Of a process that has ended; nothing is known of threads and of other process-id namespaces.
+  // Whether the process of a rank has ended; nothing is known of threads and of other process-id namespaces.
   bool dead(int peer) const;
 
   GroupMemory& memory_;

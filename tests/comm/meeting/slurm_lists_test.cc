@@ -1,4 +1,4 @@
-#include "comm/meeting/slurm_lists.h"
+#include "comm/meeting/started_place.h"
 
 #include <gmock/gmock.h>
 
