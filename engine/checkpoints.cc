@@ -10,7 +10,6 @@
 #include "engine/engine_impl.h"
 #include "model/checkpoint/load_checkpoint.h"
 #include "model/checkpoint/save_checkpoint.h"
-#include "model/checkpoint/save_model.h"
 
 namespace ds::engine {
 

@@ -6,11 +6,10 @@
 #include "config/plan/precision.h"
 #include "core/log.h"
 #include "layers/compressed/compressed_model.h"
-#include "model/state/embedding_rows.h"
+#include "model/state/autocast.h"
 #include "model/state/gradient_compression.h"
 #include "model/state/held_bytes.h"
 #include "model/state/kept_buffers.h"
-#include "model/state/module_classes.h"
 #include "model/state/part_options.h"
 #include "zero/parameter_publisher.h"
 

@@ -15,7 +15,7 @@
 namespace ds::engine {
 namespace {
 
-// What ranks tell each other, as elements of a tensor.
+// The need of one rank, as ranks send it to each other in a tensor.
 struct RankNeed {
   uint64_t domain = 0;  // a hash
   int64_t bytes = 0;

@@ -78,7 +78,7 @@ void CheckpointFit::add_buffers(Shapes& wanted) const {
   }
 }
 
-// What ranks of other stages look for.
+// Adds what ranks of other pipeline stages look for.
 void CheckpointFit::add_other_stages(Shapes& wanted) const {
   if (!model_.pipeline) return;
   for (const auto& [path, tensor] : source_.tensors()) {
@@ -89,7 +89,7 @@ void CheckpointFit::add_other_stages(Shapes& wanted) const {
   }
 }
 
-// Of an optimizer of ours.
+// Requires the states of an optimizer of ours.
 void CheckpointFit::require_states(const FitHints& hints) const {
   const optimizers::ShardOptimizer& own = *model_.optimizer.own;
   require(source_.state().optimizer.has_value(), source_.location(), ": load_checkpoint: the checkpoint has no ",

@@ -12,20 +12,21 @@
 
 namespace ds::engine {
 
-// What to do about a checkpoint that does not fit, in the terms of what was called.
+// Advice for a checkpoint that does not fit, in the terms of the call that loads it.
 struct FitHints {
   std::string fresh_states = "pass load_optimizer_states = false";
   std::string less = "Pass load_module_strict = false to take what both have";
 };
 
+// The demands on a checkpoint.
 struct FitOptions {
   bool strict = true;        // an error names what only one of the two has
-  bool with_states = true;   // of the optimizer
-  bool all_weights = false;  // what the model has is a mixture: nothing of it may stay
+  bool with_states = true;   // optimizer states have to fit too
+  bool all_weights = false;  // the model is a mixture now: none of its values may stay
   FitHints hints = {};
 };
 
-// Changes nothing. Both outlive it.
+// Matches a checkpoint with the model, and changes nothing. Model and source outlive it.
 class CheckpointFit {
  public:
   // Throws UsageError, naming the source, where the checkpoint does not fit.
@@ -38,7 +39,7 @@ class CheckpointFit {
   // The path of the state of a parameter in a trainable bucket, and the whole's shape; an empty path where the
   // checkpoint does not have the parameter.
   std::pair<std::string, std::vector<int64_t>> state_of(const std::string& kind, const Segment& segment) const;
-  // Written by as many ranks, stages and ranks of a tensor axis as are here.
+  // Whether it was written by as many ranks, stages and ranks of a tensor axis as are here.
   bool same_ranks() const { return same_ranks_; }
 
  private:
@@ -53,7 +54,7 @@ class CheckpointFit {
   const ModelState& model_;
   checkpoint::Source& source_;
   bool same_ranks_;
-  std::map<std::string, std::string> weights_;  // by parameter name: its path in the source, or empty
+  std::map<std::string, std::string> weights_;  // parameter name -> path in the source, or empty
 };
 
 }  // namespace ds::engine

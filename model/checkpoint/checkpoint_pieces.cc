@@ -13,13 +13,13 @@
 namespace ds::engine {
 namespace {
 
-// What this rank writes of something that `count` ranks hold: the part `index`. Of none: others write it.
+// The share that this rank writes of something that `count` ranks hold: number `index`. count 0: others write it.
 struct Share {
   int index = 0;
   int count = 0;
 };
 
-// Of [begin, end), cut at aligned elements.
+// Returns the range of a share of [begin, end), cut at aligned elements.
 std::pair<int64_t, int64_t> part_of(int64_t begin, int64_t end, const Share& share) {
   if (share.count == 0) return {end, end};
   const int64_t part = round_up((end - begin + share.count - 1) / share.count, zero::kAlignment);
@@ -42,7 +42,7 @@ Share share_of(const ModelState& state, const HostFolders& folders, bool sliced,
   return replicas ? Share{replicas->rank(), replicas->size()} : Share{0, 1};
 }
 
-// Of what this rank holds, the part that it writes.
+// Returns the part that this rank writes of what it holds of a bucket.
 BucketRange written_range(const ModelState& state, const HostFolders& folders, size_t bucket, bool partitioned,
                           bool whole) {
   BucketRange range = held_range(state, bucket, partitioned);
@@ -66,7 +66,7 @@ class PieceList {
                        .position = live.position,
                        .bucket = live.bucket});
   }
-  // Of a parameter, or of something that has an element for each of its own.
+  // Adds a run of a parameter, or of a tensor that has an element for each of the parameter's.
   void add(const std::string& path, const zero::Parameter& parameter, bool frozen, const Segment& run, LiveRun live) {
     const at::ScalarType dtype = live.flat.scalar_type();
     add(path, {.dtype = dtype, .sizes = parameter.whole_sizes(), .frozen = frozen}, run, std::move(live));

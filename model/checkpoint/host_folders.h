@@ -10,8 +10,9 @@
 
 namespace ds::engine {
 
+// The folders of a checkpoint and the ranks that write into each.
 struct HostFolders {
-  std::vector<int> host_of;  // of each rank of the job, from 0
+  std::vector<int> host_of;  // the host of each rank of the job, from 0
   std::vector<int> leaders;  // the first rank of each host: does there what rank 0 does where there is one folder
   int rank = 0;              // this one
 
@@ -19,24 +20,25 @@ struct HostFolders {
   int leader() const { return leaders[static_cast<size_t>(host_of[static_cast<size_t>(rank)])]; }
   bool leads() const { return leader() == rank; }
   bool shares(int other) const { return host_of[static_cast<size_t>(other)] == host_of[static_cast<size_t>(rank)]; }
-  // Of ranks that hold the same, this one among them: its place among those that share its folder, and their number.
+  // Returns this rank's place among those of `holders` that share its folder, and their number. `holders` are ranks
+  // that hold the same, this one among them.
   std::pair<int, int> place_among(const std::vector<int>& holders) const;
 };
 
-// One folder for all ranks.
+// Returns one folder for all ranks.
 HostFolders one_folder(const Ranks& ranks);
-// A folder for each host: ranks that share memory, from one with local rank 0 to the next. Collective.
+// Returns a folder for each host: ranks that share memory, from one with local rank 0 to the next. Collective.
 HostFolders host_folders(const Ranks& ranks);
 
-// The ranks of the job with the same part of the model as this one.
+// Returns the ranks of the job with the same part of the model as this one.
 std::vector<int> ranks_of_part(const Ranks& ranks);
-// Those that own the same slices.
+// Returns the ranks of the job that own the same slices as this one.
 std::vector<int> ranks_of_slice(const Ranks& ranks);
 
-// `holders` with all ranks of their tensor axes, ascending.
+// Returns `holders` with all ranks of their tensor axes, ascending.
 std::vector<int> with_tensor_axes(const std::vector<int>& holders, const Ranks& ranks);
 
-// The text of the first rank that shares this one's folder. Collective.
+// Returns the text of the first rank that shares this one's folder. Collective.
 std::string text_of_leader(const std::string& text, const HostFolders& folders, const Ranks& ranks);
 
 }  // namespace ds::engine

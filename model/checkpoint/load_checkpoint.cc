@@ -24,7 +24,7 @@ namespace {
 
 using checkpoint::Source;
 
-// What a rank met, worst last.
+// The outcome of reading on a rank, worst last.
 enum class Outcome : int64_t { kGood, kDamaged, kUnfit };
 
 // Calls `action`, collects what it throws, and returns what is worst on any rank.
@@ -79,7 +79,7 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-// What rank 0 finds, on all ranks.
+// Returns, on all ranks, the tags that rank 0 finds.
 std::vector<std::string> shared_tags(const Ranks& ranks, const HostFolders& folders, const std::string& folder,
                                      const std::string& tag) {
   std::string joined;

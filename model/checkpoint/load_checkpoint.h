@@ -11,6 +11,7 @@
 
 namespace ds::engine {
 
+// A call that loads a checkpoint.
 struct LoadRequest {
   std::string load_dir;
   std::string tag;  // empty: what `latest` names, or the whole one with the latest step
@@ -19,8 +20,9 @@ struct LoadRequest {
   bool with_states() const { return !options.load_module_only && options.load_optimizer_states; }
 };
 
-// Between optimizer steps, with nothing on its way and no save in flight. The order of calls is told when the model is
-// a mixture, and when not any more. Collective; see Engine::load_checkpoint for what it returns and throws.
+// Loads a checkpoint. To be called between optimizer steps, with nothing on its way and no save in flight. The order of
+// calls is told when the model is a mixture, and when not any more. Collective; see Engine::load_checkpoint for what it
+// returns and throws.
 LoadedCheckpoint load_checkpoint(const ModelState& model, const RunState& run, CallOrder& order,
                                  const LoadRequest& request);
 

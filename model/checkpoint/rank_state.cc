@@ -39,7 +39,7 @@ void set_generator_state(at::Generator generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-// As torch::save writes it.
+// Returns the bytes that torch::save writes of an optimizer.
 at::Tensor serialized(const torch::optim::Optimizer& optimizer) {
   torch::serialize::OutputArchive archive;
   optimizer.save(archive);
@@ -71,7 +71,7 @@ at::Tensor checksums_of(const NamedTensors& buffers) {
   return sums;
 }
 
-// Of what is equal on all ranks with this part of the model.
+// Returns the path of an optimizer tensor that is equal on all ranks with this part of the model.
 std::string part_path(const ModelState& model, const std::string& name) {
   return checkpoint::rank_path(model.ranks.first_of_part(), cat("optimizer.", name));
 }
@@ -83,8 +83,8 @@ struct Place {
   std::optional<int64_t> of = {};  // elements of what lies there, if it is more
 };
 
-// Of checkpoints that have a state of parameters as one array for each part of the model, in the order of its
-// parameters: only ranks that have the same parts can read it.
+// Finds the state of a parameter in a checkpoint that has one array of them for each part of the model, in the order of
+// its parameters: only ranks that have the same parts can read it.
 std::optional<Place> place_by_part(const ModelState& model, const checkpoint::Source& source, const std::string& state,
                                    int64_t number) {
   const int stages = model.pipeline_ranks();

@@ -11,7 +11,7 @@
 namespace ds::engine {
 namespace {
 
-// As torch writes it.
+// Returns the model's dtype as torch writes it.
 std::string precision_of(const ModelState& model) {
   switch (model.plan.model_dtype) {
     case config::DType::kFloat16:

@@ -1,4 +1,4 @@
-// What a run is beside its model: what a checkpoint keeps of it, and a load goes on from.
+// The state of a run beside its model: what a checkpoint keeps of it, and a load goes on from.
 #pragma once
 
 #include <cstdint>
@@ -19,20 +19,20 @@ namespace ds::engine {
 
 // Where a run stands when an accumulation begins: what a checkpoint that is saved inside of it goes on from.
 struct AccumulationStart {
-  std::optional<SamplerState> data;  // of the engine's sampler
+  std::optional<SamplerState> data;  // position of the engine's sampler
   NamedTensors generators;           // generator_states()
 };
 AccumulationStart accumulation_start(const ModelState& model, const BatchSampler* sampler);
 
-// All of it outlives the object.
+// The parts of a run that saving and loading use. All of them outlive the object.
 struct RunState {
   const config::DsConfig& config;
   Progress& progress;
   std::optional<optimizers::LossScaler>& loss_scaler;
-  LrScheduler* schedule = nullptr;  // null: constant
+  LrScheduler* schedule = nullptr;  // null: constant rates
   BatchSampler* sampler = nullptr;  // null: the program's own data
-  // Of the running accumulation, which a checkpoint leaves out: its micro-batches so far, and where it began. Null
-  // between accumulations.
+  // The micro-batches of the running accumulation so far, which a checkpoint leaves out, and where it began (null
+  // between accumulations).
   int64_t unfinished_micro_batches = 0;
   const AccumulationStart* start = nullptr;
 };
@@ -40,14 +40,15 @@ struct RunState {
 checkpoint::TrainingState training_state(const ModelState& model, const RunState& run,
                                          const nlohmann::json& client_state);
 
-// What of a checkpoint a run goes on from.
+// Which states of a checkpoint a run goes on from.
 struct TakenStates {
   bool with_optimizer = true;    // groups and step count; states are read already
-  bool with_schedule = true;     // else its values are made again for the groups
-  bool with_rank_states = true;  // what the optimizer keeps for this rank alone has been read
+  bool with_schedule = true;     // false: its values are made again for the groups
+  bool with_rank_states = true;  // the optimizer's memory of this rank alone has been read
 };
 
-// Counters, loss scale, groups of the optimizer, schedule and position in the data. Warns where they do not fit.
+// Takes over counters, loss scale, groups of the optimizer, schedule and position in the data. Warns where they do not
+// fit.
 void take_run_state(const ModelState& model, const RunState& run, const checkpoint::Source& source,
                     const TakenStates& taken);
 

@@ -1,4 +1,5 @@
-// Saving a checkpoint: every rank writes its part, rank 0 publishes; with folders of hosts, the first rank of each.
+// Saving a checkpoint: every rank writes its part, rank 0 publishes; with folders of hosts, the first rank of each. And
+// writing the weights of the model to one file.
 #pragma once
 
 #include <string>
@@ -10,14 +11,20 @@
 
 namespace ds::engine {
 
+// A call that saves a checkpoint.
 struct SaveRequest {
   std::string save_dir;
   std::string tag;  // empty: "global_step<N>"
   SaveOptions options;
 };
 
-// Returns the path of the tag's folder. Between optimizer steps, with nothing on its way and no save in flight.
-// Collective; see Engine::save_checkpoint for what it throws.
+// Saves a checkpoint and returns the path of the tag's folder. To be called between optimizer steps, with nothing on
+// its way and no save in flight. Collective; see Engine::save_checkpoint for what it throws.
 std::string save_checkpoint(const ModelState& model, const RunState& run, Saves& saves, const SaveRequest& request);
+
+// Writes parameters, under all their names, and buffers to a safetensors file, by the first rank with this part of the
+// model. Makes its folder. Collective; when the file cannot be written, every rank throws (that rank the cause, the
+// others IoError) and an older file is left as it was.
+void save_model(const ModelState& state, const std::string& path, bool with_frozen);
 
 }  // namespace ds::engine

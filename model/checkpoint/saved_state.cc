@@ -61,7 +61,7 @@ void copy_piece(StatePiece& piece) {
   piece.position = 0;
 }
 
-// What was not copied before the save returned.
+// Copies or writes the pieces that were not copied before the save returned.
 void copy_or_write(SaveJob& job, SavedState& saved, const std::function<bool()>& hurry) {
   for (size_t i = 0; i < saved.pieces.size(); ++i) {
     StatePiece& piece = saved.pieces[i];
@@ -107,7 +107,7 @@ void write_live(const ModelState& model, SaveJob& job, const SavedState& saved) 
   job.finish();
 }
 
-// What lies in files has memory only within for_each_piece(), which is for this thread. Frozen parameters that are not
+// State in files has memory only within for_each_piece(), which is for this thread. Frozen parameters that are not
 // divided are the module's own tensors: a program may change them (moving averages).
 void copy_what_cannot_wait(const ModelState& model, SavedState& saved) {
   const bool in_files = model.offloaded && model.offloaded->bytes().file > 0;

@@ -1,4 +1,4 @@
-// What a rank writes of one save, and how it gets from live tensors to files: at once, or beside training.
+// The tensors that a rank writes in one save, and how they get from live memory to files: at once, or beside training.
 #pragma once
 
 #include <memory>
@@ -13,21 +13,22 @@
 
 namespace ds::engine {
 
-// Own pieces: those of the model state, then copies of what is the rank's own.
+// The pieces that this rank writes: those of the model state, then copies of what is the rank's own.
 struct SavedState {
   std::vector<StatePiece> pieces;
-  std::vector<bool> copied;  // of the pieces, before an asynchronous save returns
+  std::vector<bool> copied;  // whether a piece is copied before an asynchronous save returns
   NamedTensors own;
 
   std::vector<checkpoint::PlannedPiece> plan() const;
 };
 
-// Writes all of it.
+// Writes all pieces from live memory.
 void write_live(const ModelState& model, checkpoint::SaveJob& job, const SavedState& saved);
 
-// For an asynchronous save: copies what training may change at any time, or what has memory only now.
+// Copies, for an asynchronous save, what training may change at any time and what has memory only now.
 void copy_what_cannot_wait(const ModelState& model, SavedState& saved);
-// Its parts that run on another thread, after what the device has to do by now; without the publication.
+// Returns the parts of an asynchronous save that run on another thread, after what the device has to do by now; without
+// the publication.
 checkpoint::BackgroundSave::Parts background_parts(const std::shared_ptr<checkpoint::SaveJob>& job,
                                                    const std::shared_ptr<SavedState>& saved, at::Device device);
 

@@ -17,23 +17,24 @@ namespace ds::engine {
 inline constexpr std::chrono::minutes kPatience(10);
 inline constexpr std::chrono::seconds kVisible(60);
 
-// The number of a rank that failed, or -1; this rank's failure is not thrown. Collective.
+// Returns the number of a rank that failed, or -1; this rank's failure is not thrown. Collective.
 int which_failed(const Ranks& ranks, const std::exception_ptr& failure);
 
 // One save at a time. On the engine's thread.
 class Saves {
  public:
-  // What reads the live state: to be waited for before that changes.
+  // The thread that reads the live state, which has to be waited for before that state changes.
   checkpoint::BackgroundSave& background() { return background_; }
   void start(std::shared_ptr<checkpoint::SaveJob> job, checkpoint::BackgroundSave::Parts parts);
   // Returns when no save is in flight, with the message of the last one's failure, if any. Collective.
   std::string finish(const Ranks& ranks);
-  // checkpoint.writer.type "MOCK", once, in rank 0's log.
+  // Says once, in rank 0's log, that checkpoint.writer.type is "MOCK".
   void say_that_nothing_is_written(const Ranks& ranks);
-  void end() noexcept;  // likewise when the engine ends: not collective, the message goes to the log
+  // Ends the save in flight with the engine: not collective, the message of a failure goes to the log.
+  void end() noexcept;
 
  private:
-  std::shared_ptr<checkpoint::SaveJob> job_;  // of the last asynchronous save, until finish()
+  std::shared_ptr<checkpoint::SaveJob> job_;  // the last asynchronous save, until finish()
   checkpoint::BackgroundSave background_;
   bool said_that_nothing_is_written_ = false;
 };

@@ -145,7 +145,7 @@ bool StateReader::read_memory(const NamedTensors& memory) {
   return true;
 }
 
-// What only other ranks, or another layout, have begins anew.
+// Memory that only other ranks, or another layout, have begins anew.
 void StateReader::read_optimizer_memory() {
   const std::string missing =
       load_shared_optimizer_memory(model_, source_, [this](const std::string& name) { return fit_.stored_name(name); });
@@ -161,7 +161,7 @@ void StateReader::read_optimizer_memory() {
   }
 }
 
-// What ranks remember of steps of their own and of compression belongs to the weights that have gone.
+// Forgets what ranks remember of steps of their own and of compression: it belongs to the weights that have gone.
 void StateReader::forget_own_steps() const {
   if (model_.optimizer.own) model_.optimizer.own->states_changed(/*rank_states=*/false);
   if (model_.gradients.reduction) model_.gradients.reduction->forget();
@@ -189,7 +189,7 @@ void StateReader::read_fp8_memory() const {
 void StateReader::publish() const {
   zero::ParameterAccess& access = *model_.access;
   for (size_t b = 0; b < model_.buckets.size(); ++b) access.updated(b);
-  // What ranks of a node keep of frozen ones is of the values before.
+  // The copies that the ranks of a node keep of frozen buckets have the values before.
   for (size_t f = 0; f < model_.frozen_buckets.size(); ++f) {
     if (model_.frozen_buckets[f].sharded()) access.updated(model_.buckets.size() + f);
   }

@@ -10,24 +10,26 @@
 
 namespace ds::engine {
 
+// Options of reading a checkpoint.
 struct ReadOptions {
-  bool with_states = true;  // of the optimizer
+  bool with_states = true;  // read optimizer states
   bool module_only = false;
 };
 
-// Methods in this order; what they throw leaves the model as a mixture. All arguments outlive it.
+// Reads one checkpoint. The methods are called in this order; after an exception the model is a mixture of old and new
+// values. All arguments outlive the reader.
 class StateReader {
  public:
   StateReader(const ModelState& model, checkpoint::Source& source, const CheckpointFit& fit, const ReadOptions& options)
       : model_(model), source_(source), fit_(fit), options_(options) {}
 
-  // No collective.
+  // Reads what this rank has by itself, without a collective.
   void read();
-  // Encoded slices are made from whole buckets. Collective; returns what this rank met.
+  // Reads encoded slices, which are made from whole buckets. Collective; returns the exception of this rank.
   std::exception_ptr read_encoded();
-  // New parameters for operators. Collective.
+  // Gives operators the new parameters. Collective.
   void publish() const;
-  // read() has found what the optimizer keeps for this rank alone.
+  // Whether read() has found what the optimizer keeps for this rank alone.
   bool has_rank_states() const { return has_rank_states_; }
 
  private:

@@ -97,7 +97,8 @@ void on_all_ranks(comm::Communicator& world, at::Device device, const std::funct
                        "is rank ", world.rank(), ")");
 }
 
-// Of the buffers through which slices of at most `longest` elements travel from and to a device that is not the host.
+// Returns the bytes of the buffers through which slices of at most `longest` elements travel from and to a device that
+// is not the host.
 int64_t travel_bytes(const OffloadedLayout& layout, int64_t longest) {
   return zero::kWriteBackBuffers * arena_bytes(longest, layout.parameter_dtype) +
          zero::kArrivals * arena_bytes(longest, layout.gradient_dtype);

@@ -1,4 +1,4 @@
-// What offload_optimizer and offload_param keep away from the device: which buckets, in which memory or file.
+// The state that offload_optimizer and offload_param keep away from the device: which buckets, in which memory or file.
 //
 // Host memory is taken once, before training: one arena of exact size for each purpose (offload/pinned_arena.h), after
 // a check that all ranks of the host find room for theirs. Where the device is the CPU the same code runs with host
@@ -38,12 +38,12 @@ struct OffloadedLayout {
   at::ScalarType parameter_dtype = at::kFloat;
   at::ScalarType gradient_dtype = at::kFloat;
   at::ScalarType master_dtype = at::kFloat;
-  at::ScalarType state_dtype = at::kFloat;  // of optimizer states
+  at::ScalarType state_dtype = at::kFloat;  // dtype of optimizer states
   at::Device device = at::kCPU;
   int rank = 0;
 };
 
-// Not thread safe, but for gradients().
+// The offloaded state of one rank. Not thread safe, but for gradients().
 class OffloadedState {
  public:
   // Takes memory and files. Collective over `world`: all ranks ask for room before any takes it. Throws ConfigError or
@@ -53,19 +53,20 @@ class OffloadedState {
 
   // Whether the optimizer of this trainable bucket works here.
   bool updates(size_t bucket) const { return updates_.at(bucket); }
-  // What was taken.
+  // The bytes that were taken.
   const zero::OffloadedBytes& bytes() const { return bytes_; }
-  // Of sharded buckets, trainable and frozen. Null: beside their buckets.
+  // The store of the slices of sharded buckets, trainable and frozen. Null: slices lie beside their buckets.
   const std::shared_ptr<SliceStore>& parameter_slices() const { return parameter_slices_; }
-  // Where the reducer leaves gradients of these buckets. Null: none is here.
+  // The place where the reducer leaves gradients of these buckets. Null: none of them is here.
   ReducedGradients* gradients();
-  // With super_offload: between the reducer and gradients. Else null.
+  // The update that stands between the reducer and the gradients with super_offload; else null.
   SpeculativeUpdate* speculation() { return speculation_.get(); }
 
   // The master of a bucket that is updated here: a copy of `values` ([slice]) in the masters' dtype, or undefined where
   // the slice of the bucket will be the master (of this dtype, and in host memory already).
   at::Tensor master_of(size_t bucket, const at::Tensor& values, bool sharded);
-  // For the optimizer whose slices are the buckets. States in a file have no memory outside of use().
+  // The memory for the states of the optimizer whose slices are the buckets. States in a file have no memory outside of
+  // use().
   optimizers::StateMemory state_memory();
 
   // Calls `use` while master and states of the bucket are in memory, as they are without a speculative update, which is
@@ -73,7 +74,7 @@ class OffloadedState {
   void use(size_t bucket, bool changes, const std::function<void()>& use);
   // Calls `update` for every bucket that is updated here, in order, as use() does; files are read and written beside.
   void for_each(const std::function<void(size_t bucket)>& update);
-  // One update, with the new weights in `own` on the device.
+  // Updates one bucket, and puts the new weights into `own` on the device.
   void update(optimizers::ShardOptimizer& optimizer, size_t bucket, const at::Tensor& gradient, double gradient_scale,
               const at::Tensor& own);
 
@@ -112,7 +113,7 @@ class OffloadedState {
   zero::OffloadedBytes bytes_;
   std::shared_ptr<SliceStore> parameter_slices_;
   std::shared_ptr<offload::PinnedArena> optimizer_;  // masters and states
-  std::unique_ptr<offload::SliceSwapper> swapper_;   // in place of optimizer_
+  std::unique_ptr<offload::SliceSwapper> swapper_;   // replaces optimizer_ where states are in a file
   offload::PassOptions pass_;
   std::vector<int64_t> swapped_;                // per bucket: its slice of swapper_
   std::vector<std::vector<at::Tensor>> fresh_;  // per bucket: states in a file that no optimizer has yet
@@ -120,10 +121,10 @@ class OffloadedState {
   std::unique_ptr<SpeculativeUpdate> speculation_;
   std::unique_ptr<offload::WriteBack> write_back_;
 
-  // Of delayed updates, per bucket.
-  std::vector<at::Tensor> other_gradients_;  // those that do not arrive now
+  // The tensors of delayed updates, per bucket.
+  std::vector<at::Tensor> other_gradients_;  // memory into which no gradient arrives now
   std::vector<at::Tensor> taken_;            // gradients that the update uses
-  std::vector<at::Tensor> weights_;          // in the parameters' dtype
+  std::vector<at::Tensor> weights_;          // new weights in the parameters' dtype
   std::shared_ptr<TaskQueue::Task> running_;
   TaskQueue worker_;  // last: ends before what it uses
 };

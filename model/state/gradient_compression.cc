@@ -1,14 +1,24 @@
 #include "model/state/gradient_compression.h"
 
+#include <torch/nn/modules/embedding.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_set>
 #include <utility>
 
-#include "comm/quantized_bucket_reduction.h"
+#include "comm/bucket_reduction.h"
+#include "comm/quantized_collectives.h"
 #include "comm/subgroups.h"
 #include "compression/block_quantized_reduction.h"
 #include "compression/dense_first.h"
 #include "compression/power_sgd_reduction.h"
+#include "compression/row_reduction.h"
 #include "compression/sign_reduction.h"
 #include "compression/top_k_reduction.h"
+#include "config/split/layer_names.h"
 #include "core/check.h"
 #include "model/state/rank_groups.h"
 
@@ -17,7 +27,23 @@ namespace {
 
 using config::CompressionMethod;
 
-// Of this method whole parameters meet, so that in a node one rank takes the bucket.
+// Reduce-scatters gradients with a QuantizedReducer (qgZ of ZeRO++, Wang et al., arXiv:2306.10209). Remembers nothing.
+// Throws UsageError for an all-reduce, but with one rank.
+class QuantizedBucketReduction final : public comm::BucketReduction {
+ public:
+  explicit QuantizedBucketReduction(std::shared_ptr<const comm::QuantizedReducer> reducer)
+      : reducer_(std::move(reducer)) {}
+
+  comm::Work start(size_t /*bucket*/, const at::Tensor& output, const at::Tensor& gradient, comm::ReduceOp op,
+                   std::string label) override {
+    return reducer_->reduce_scatter(output, gradient, op, std::move(label));
+  }
+
+ private:
+  std::shared_ptr<const comm::QuantizedReducer> reducer_;
+};
+
+// Whether the method works on whole parameters, so that one rank of a node takes the bucket.
 bool needs_whole_parameters(CompressionMethod method) {
   return method == CompressionMethod::kPowerSgd || method == CompressionMethod::kSign;
 }
@@ -28,7 +54,7 @@ compression::SignBucket sign_bucket(const zero::BucketLayout& layout) {
   return bucket;
 }
 
-// What the ranks between which it is compressed see of each bucket.
+// Makes the reduction from what the ranks that exchange compressed gradients have of each bucket.
 class ReductionMaker {
  public:
   ReductionMaker(const Plan& plan, const CompressionGroups& groups, const std::vector<zero::ParameterBucket>& buckets,
@@ -128,7 +154,7 @@ std::unique_ptr<comm::BucketReduction> make_gradient_reduction(const Plan& plan,
                                                                const std::vector<zero::ParameterBucket>& buckets,
                                                                const std::vector<ParameterInfo>& infos,
                                                                at::Device device) {
-  if (groups.quantized) return std::make_unique<comm::QuantizedBucketReduction>(groups.quantized);
+  if (groups.quantized) return std::make_unique<QuantizedBucketReduction>(groups.quantized);
   if (!plan.compression.compresses()) return nullptr;
   auto reduction = ReductionMaker(plan, groups.compression, buckets, infos, device).make();
   if (plan.compression_node_ranks > 1) {
@@ -141,6 +167,56 @@ std::unique_ptr<comm::BucketReduction> make_gradient_reduction(const Plan& plan,
   }
   if (plan.compression.start_step == 0) return reduction;
   return std::make_unique<compression::DenseFirst>(groups.shards, std::move(reduction), plan.compression.start_step);
+}
+
+namespace {
+
+bool has_name_of_table(const std::string& parameter) {
+  const std::string module = owner_of(parameter);
+  return last_name(parameter) == "weight" && (is_word_embedding(module) || is_position_embedding(module));
+}
+
+}  // namespace
+
+std::vector<int64_t> table_widths(const torch::nn::Module& module, const std::vector<zero::Parameter>& parameters) {
+  std::unordered_set<const void*> tables;
+  for (const std::shared_ptr<torch::nn::Module>& layer : module.modules()) {
+    if (const auto* embedding = layer->as<torch::nn::EmbeddingImpl>()) {
+      tables.insert(embedding->weight.unsafeGetTensorImpl());
+    } else if (const auto* bag = layer->as<torch::nn::EmbeddingBagImpl>()) {
+      tables.insert(bag->weight.unsafeGetTensorImpl());
+    }
+  }
+  std::vector<int64_t> widths;
+  for (const zero::Parameter& parameter : parameters) {
+    const bool of_layer = tables.contains(parameter.tensor.unsafeGetTensorImpl()) || has_name_of_table(parameter.name);
+    const bool is_table = of_layer && parameter.tensor.dim() == 2 && parameter.tensor.numel() > 0;
+    widths.push_back(is_table ? parameter.tensor.size(1) : 0);
+  }
+  return widths;
+}
+
+std::vector<int> parts_by_width(const std::vector<int64_t>& widths) {
+  std::map<int64_t, int> part_of = {{0, 0}};
+  std::vector<int> parts;
+  for (const int64_t width : widths)
+    parts.push_back(part_of.emplace(width, static_cast<int>(part_of.size())).first->second);
+  return parts;
+}
+
+std::unique_ptr<comm::BucketReduction> make_row_reduction(const compression::ExchangeGroups& groups,
+                                                          const std::vector<zero::ParameterBucket>& buckets,
+                                                          const std::vector<int64_t>& widths) {
+  std::vector<compression::RowBucket> rows;
+  for (const zero::ParameterBucket& bucket : buckets) {
+    compression::RowBucket& own = rows.emplace_back();
+    for (const Segment& segment : bucket.layout().segments) {
+      own.width = widths[static_cast<size_t>(segment.parameter)];
+      if (own.width > 0) own.matrices.push_back({segment.slice_offset, segment.length / own.width});
+    }
+  }
+  const bool any = std::any_of(rows.begin(), rows.end(), [](const auto& bucket) { return !bucket.matrices.empty(); });
+  return any ? std::make_unique<compression::RowReduction>(groups, std::move(rows)) : nullptr;
 }
 
 }  // namespace ds::engine

@@ -1,4 +1,4 @@
-// What a rank's part of the model takes, counted from the tensors themselves.
+// The memory that a rank's part of the model takes, counted from the tensors themselves.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace ds::engine {
 
-// On the device now; gradients at their peak in the last step.
+// The bytes on the device now; for gradients, their peak in the last step.
 struct HeldBytes {
   zero::ModelStateBytes state;
   int64_t gathered = 0;   // stage 3: whole for operators at once, at most in the last step

@@ -41,7 +41,7 @@ void require_real(const char* what, const std::string& name, const at::Tensor& t
           "imaginary parts");
 }
 
-// Of each part the trainable parameters that belong to it.
+// Returns the trainable parameters of each part.
 std::vector<std::pair<int, std::vector<size_t>>> parts_of(const ModelParameters& parameters,
                                                           const BucketOptions& options) {
   std::vector<std::pair<int, std::vector<size_t>>> parts;  // in the order of their first parameters
@@ -105,7 +105,7 @@ ModelParameters collect_parameters(const torch::nn::Module& module, bool trains,
 ModelLayout lay_out(const ModelParameters& parameters, const std::vector<int>& groups, const BucketOptions& options,
                     int ranks) {
   PersistenceBudget persistent_budget(options);
-  // Of the parameters `chosen` of a list, in the numbers of the list.
+  // Lays out the parameters `chosen` of a list, in the numbers of the list.
   const auto layout_of = [&](const std::vector<zero::Parameter>& list, const std::vector<int>& group_of,
                              const std::vector<size_t>& chosen, bool shared) {
     std::vector<zero::LayoutParameter> shapes;

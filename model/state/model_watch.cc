@@ -78,7 +78,7 @@ void ModelWatch::look(const char* call) {
     state_.tensor->require_leaves(call);
     state_.tensor->follow_flags();
   }
-  look_at_flags(call);
+  note_frozen(call);
   look_at_buckets(call, state_.buckets, 0);
   look_at_buckets(call, state_.frozen_buckets, state_.buckets.size());
   if (!state_.gatherer) return;
@@ -90,7 +90,7 @@ void ModelWatch::look(const char* call) {
   }
 }
 
-void ModelWatch::look_at_flags(const char* call) {
+void ModelWatch::note_frozen(const char* call) {
   frozen_ = 0;
   for (size_t i = 0; i < trained_.size(); ++i) {
     const bool frozen = !trained_[i].parameter->tensor.requires_grad();

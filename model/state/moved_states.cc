@@ -17,7 +17,7 @@ namespace {
 
 constexpr const char* kMovedPurpose = "states that are offloaded until reload_states()";
 
-// What was freed goes back to the device: LibTorch keeps it for this process otherwise.
+// Gives freed memory back to the device: LibTorch keeps it for this process otherwise.
 void release_freed_memory(at::Device device) {
   if (device.is_cpu()) return;
   const c10::DeviceGuard guard(device);

@@ -1,4 +1,4 @@
-// The device's memory for something else between two steps: state that is in host memory until it is brought back.
+// Frees device memory between two steps: moves state to host memory until it is brought back.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@
 
 namespace ds::engine {
 
-// What is moved of what this rank holds on the device.
+// Which state of this rank is moved off the device.
 struct MovedParts {
   bool optimizer = true;   // its states
   bool masters = true;     // where they are not the parameters themselves
@@ -24,8 +24,8 @@ struct MovedParts {
 // Holds the memory from construction until restore(). In between, moved parameters have no elements.
 class MovedStates {
  public:
-  // Moves. Between steps, with nothing on its way. Collective; throws ConfigError on all ranks, and moves nothing, when
-  // a host has no room for what its ranks move together.
+  // Moves the state, between steps, with nothing on its way. Collective; throws ConfigError on all ranks, and moves
+  // nothing, when a host has no room for what its ranks move together.
   MovedStates(const ModelState& state, const MovedParts& parts);
   void restore();
   int64_t bytes() const { return memory_->bytes(); }

@@ -12,16 +12,16 @@
 
 namespace ds::engine {
 
-// Without `closed`, which is the caller's. `state` outlives the scope. Throws UsageError for a tensor that is no
-// parameter of the model, and with a modifier rank for one that other stages have copies of.
+// Makes the scope, without `closed`, which is the caller's. `state` outlives the scope. Throws UsageError for a tensor
+// that is no parameter of the model, and with a modifier rank for one that other stages have copies of.
 zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std::vector<at::Tensor>& parameters,
                                                     std::optional<int> modifier_rank);
 
 // Throws UsageError for a parameter that other stages of a pipeline have copies of, which would keep the old values.
-// `call`: whose, with what it expected.
+// `call` names the call and what it expected.
 void require_on_one_stage(const ModelState& state, const std::vector<at::Tensor>& parameters, const char* call);
 
-// The parameters of a bucket were changed by the program, the same way on all ranks: the optimizer goes on from them.
+// Lets the optimizer go on from the parameters of a bucket that the program has changed, the same way on all ranks.
 void take_over_changes(const ModelState& state, size_t bucket);
 
 }  // namespace ds::engine

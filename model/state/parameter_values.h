@@ -1,5 +1,5 @@
-// What an engine has of one parameter beside its weights, part by part on the ranks: its master, optimizer states, and
-// the reduced gradient. DeepSpeed's deepspeed/utils/tensor_fragment.py.
+// The values that an engine has of one parameter beside its weights, part by part on the ranks: its master, optimizer
+// states, and the reduced gradient. DeepSpeed's deepspeed/utils/tensor_fragment.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,15 +18,16 @@ namespace ds::engine {
 // A trained parameter: where it lies in what this rank updates of its bucket. The state outlives it.
 class ParameterValues {
  public:
-  // `parameter` as the module has it. Throws UsageError for one that is none of the model's, or frozen; `call`: whose.
+  // `parameter` is as the module has it. Throws UsageError, naming `call`, for a parameter that is none of the model's
+  // or is frozen.
   ParameterValues(const ModelState& state, const at::Tensor& parameter, const char* call);
 
   size_t bucket() const { return bucket_; }
   const std::string& name() const { return name_; }
-  // Of flat values of the bucket that are split as its optimizer is: whole, of the parameter's shape, on the
-  // device. Collective over the ranks that share the parameter.
+  // Gathers the full values of the parameter, in its shape and on the device, from flat values of the bucket that are
+  // split as its optimizer is. Collective over the ranks that share the parameter.
   at::Tensor whole(const at::Tensor& flat) const;
-  // This rank's part: [elements that it updates], a copy. Both are float32, or float64 in a float64 model.
+  // Copies this rank's part: [elements that it updates]. Both are float32, or float64 in a float64 model.
   at::Tensor local(const at::Tensor& flat) const;
   // Writes this rank's part of `value`, which has the parameter's shape; or a value of the part's.
   void write_whole(const at::Tensor& flat, const at::Tensor& value) const;
@@ -36,7 +37,7 @@ class ParameterValues {
   // Calls `use` with the optimizer's state of this name while it is in memory. Throws UsageError with the names there
   // are for another one.
   void use_state(const std::string& state, bool changes, const std::function<void(const at::Tensor& flat)>& use) const;
-  // Likewise with the master. `changes`: the weights follow it. Not collective by itself.
+  // Calls `use` with the master while it is in memory. `changes`: the weights follow it. Not collective by itself.
   void use_master(bool changes, const std::function<void(const at::Tensor& flat)>& use) const;
 
  private:
@@ -47,9 +48,9 @@ class ParameterValues {
   const char* call_;
   std::string name_;
   size_t bucket_ = 0;
-  std::vector<int64_t> sizes_;              // of the whole parameter
-  std::shared_ptr<const TensorPart> part_;  // that this rank has of it; null: all
-  int64_t numel_ = 0;                       // of what this rank's data-parallel ranks share
+  std::vector<int64_t> sizes_;              // sizes of the full parameter
+  std::shared_ptr<const TensorPart> part_;  // the part that this rank has of it; null: all
+  int64_t numel_ = 0;                       // elements that this rank's data-parallel ranks share
   bool split_ = false;
   std::vector<Segment> own_;  // slice_offset counts from the start of what this rank updates
 };

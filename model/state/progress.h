@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "model/offloaded/speculation_gate.h"
+#include "model/offloaded/speculative_update.h"
 
 namespace ds::engine {
 
@@ -15,11 +15,11 @@ struct Progress {
   int64_t applied_steps = 0;
   int64_t skipped_steps() const { return global_steps - applied_steps; }
 
-  bool step_applied = false;            // the last one
-  std::optional<double> gradient_norm;  // of the last step, without loss scale; infinite where it was dropped
-  std::optional<double> loss;           // of the last step, the mean over micro-batches and ranks, where it is known
-  int64_t gradient_bytes = 0;           // peak of the last step
-  int64_t gathered_bytes = 0;           // likewise
+  bool step_applied = false;            // whether the last step was applied
+  std::optional<double> gradient_norm;  // norm in the last step, without loss scale; infinite where that was dropped
+  std::optional<double> loss;           // mean over micro-batches and ranks in the last step, where it is known
+  int64_t gradient_bytes = 0;           // peak bytes of gradients in the last step
+  int64_t gathered_bytes = 0;           // peak bytes of gathered parameters in the last step
   SpeculationGate speculation;          // super_offload
 };
 

@@ -1,4 +1,4 @@
-// What data-parallel ranks have to bring to initialize() alike.
+// Checks that data-parallel ranks bring the same to initialize().
 #pragma once
 
 #include <c10/core/Device.h>
@@ -13,14 +13,15 @@
 
 namespace ds::engine {
 
-// Beside the model and the config.
+// The inputs of initialize() beside the model and the config.
 struct GivenInputs {
-  std::optional<int64_t> samples;   // of .training_data; none: it was not given
+  std::optional<int64_t> samples;   // samples of .training_data; none: it was not given
   bool has_schedule = false;        // .lr_scheduler
-  const char* call = "initialize";  // whose options they are, for messages
+  const char* call = "initialize";  // the call that takes these options, for messages
 };
 
-// A line "ds_config KEY<TAB>VALUE" for each key that the file has, sorted: the order of keys is nobody's concern.
+// Returns a line "ds_config KEY<TAB>VALUE" for each key that the file has, sorted: the order of keys is nobody's
+// concern.
 std::string config_lines(const config::DsConfig& config);
 
 // Throws CommError, on all ranks of the group, naming the first rank whose parameters (names, shapes, dtypes), settings

@@ -35,7 +35,7 @@ StartValues::StartValues(const torch::nn::Module& module, const std::string& wei
   }
   for (const auto& item : module.named_buffers()) names_[item.value().unsafeGetTensorImpl()].push_back(item.key());
   if (!from_file_) return;
-  // What those who read say is shared with all ranks, before anybody waits for values.
+  // The outcome of reading is shared with all ranks, before anybody waits for values.
   std::exception_ptr failure;
   if (world_.rank() == 0) {
     try {
@@ -84,7 +84,7 @@ std::string StartValues::path_in_file(const at::Tensor& tensor) const {
   return checkpoint::weight_for(*file_, names_.at(tensor.unsafeGetTensorImpl()));
 }
 
-// What to copy from; undefined where rank 0's values come over anyway.
+// Returns the tensor to copy from; undefined where rank 0's values come over anyway.
 at::Tensor StartValues::source(const zero::Parameter& tensor) const {
   if (!from_file_) {
     if (at::Tensor values = elsewhere_ ? elsewhere_(tensor) : at::Tensor(); values.defined()) return values;

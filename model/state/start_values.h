@@ -19,12 +19,12 @@
 
 namespace ds::engine {
 
-// Collective on the ranks with the same part of the model: they ask for the same things in the same order. The
-// constructor is so on all ranks.
+// The first values of a model's tensors. Collective on the ranks with the same part of the model: they ask for the same
+// tensors in the same order. The constructor is collective over all ranks.
 class StartValues {
  public:
-  // Without a file: values of a tensor that the module does not have; undefined: it has them. Called on every rank in
-  // the same order.
+  // Returns, without a file, values of a tensor that the module does not have; undefined: it has them. Called on every
+  // rank in the same order.
   using Elsewhere = std::function<at::Tensor(const zero::Parameter& tensor)>;
 
   // `weights`: what open_weights() takes, read by the first rank of each part of the model; empty: the
@@ -35,12 +35,12 @@ class StartValues {
   StartValues(const torch::nn::Module& module, const std::string& weights, zero::Init* init, const Ranks& ranks,
               Elsewhere elsewhere = nullptr);
 
-  // Values of a whole bucket, float32 (of a float64 bucket, float64) [layout.numel]; padding is zero. The parameters
-  // may get other memory afterwards.
+  // Returns the values of a whole bucket, float32 (of a float64 bucket, float64) [layout.numel]; padding is zero. The
+  // parameters may get other memory afterwards.
   at::Tensor of_bucket(const zero::BucketLayout& layout, const std::vector<zero::Parameter>& parameters);
-  // The module's own values stay where they are: one rank, no file, the right device.
+  // Whether the module's own values stay where they are: one rank, no file, the right device.
   bool keeps(const at::Tensor& tensor) const { return !from_file_ && world_.size() == 1 && tensor.device() == device_; }
-  // Values of one tensor in its own dtype.
+  // Returns the values of one tensor in its own dtype.
   at::Tensor of(const zero::Parameter& tensor);
 
  private:
@@ -49,12 +49,12 @@ class StartValues {
   at::Tensor source(const zero::Parameter& tensor) const;
 
   std::unique_ptr<checkpoint::Source> file_;               // its first rank
-  std::map<const void*, std::vector<std::string>> names_;  // of parameters and buffers, by identity
+  std::map<const void*, std::vector<std::string>> names_;  // names of parameters and buffers, by identity
   bool from_file_ = false;
   zero::Init* init_;
   Elsewhere elsewhere_;
   at::Device device_;
-  comm::Communicator& world_;  // those with the same part of the model
+  comm::Communicator& world_;  // the ranks with the same part of the model
 };
 
 }  // namespace ds::engine

@@ -3,18 +3,35 @@
 #include <ATen/TensorOperators.h>
 #include <c10/core/ScalarType.h>
 
+#include <utility>
+
 #include "core/check.h"
+#include "core/split/split_tensor.h"
 #include "core/text.h"
 #include "core/text_hash.h"
 #include "parallel/axis/axis.h"
 #include "parallel/axis/collectives.h"
+#include "recompute/checkpoint_thread.h"
 #include "zero/value_digest.h"
 
 namespace ds::engine {
+namespace {
+
+const comm::Communicator* ranks_of(const at::Tensor& split) {
+  return &parallel::axis_of(ds::placement_of(split))->communicator();
+}
+
+}  // namespace
+
+RegionGroup::RegionGroup(const std::shared_ptr<comm::Communicator>& axis) : axis_(axis.get()) {
+  recompute::add_split_group(axis, &ranks_of);
+}
+
+RegionGroup::~RegionGroup() { recompute::remove_split_group(axis_); }
 
 std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter) {
-  if (!is_split(parameter) || !placement_of(parameter).cut) return nullptr;
-  const Placement& placement = placement_of(parameter);
+  if (!is_split(parameter) || !ds::placement_of(parameter).cut) return nullptr;
+  const Placement& placement = ds::placement_of(parameter);
   return std::make_shared<TensorPart>(parameter.sizes().vec(), *placement.cut, placement.axis->rank(),
                                       placement.axis->size());
 }
@@ -70,6 +87,55 @@ void TensorParts::note_data(const at::Tensor& plain) {
 
 at::Tensor TensorParts::joined(const at::Tensor& part, const TensorPart& of) const {
   return parallel::all_gather_parts(part, {.axis = split.axis, .cut = of.cut()}, of.whole_sizes());
+}
+
+namespace {
+
+class PartSums final : public optimizers::SliceExchange {
+ public:
+  PartSums(std::shared_ptr<optimizers::SliceExchange> slices, const TensorParts& parts)
+      : slices_(std::move(slices)), parts_(parts) {}
+  int rank() const override { return slices_->rank(); }
+  int size() const override { return slices_->size(); }
+  void sum(const at::Tensor& values) override {
+    slices_->sum(values);
+    parts_.ranks->all_reduce(values, comm::ReduceOp::kSum, "optimizer norms").wait();
+  }
+  at::Tensor all_gather(const at::Tensor& slice) override { return slices_->all_gather(slice); }
+
+ private:
+  std::shared_ptr<optimizers::SliceExchange> slices_;
+  const TensorParts& parts_;
+};
+
+class PartsOfAxis final : public optimizers::PartExchange {
+ public:
+  PartsOfAxis(const TensorParts& parts, const std::vector<zero::Parameter>& parameters)
+      : parts_(parts), parameters_(parameters) {}
+  at::Tensor whole(int64_t parameter, const at::Tensor& part) override {
+    return parts_.joined(part.contiguous(), part_of(parameter));
+  }
+  at::Tensor part(int64_t parameter, const at::Tensor& whole) const override {
+    return slice_of(whole, part_of(parameter));
+  }
+
+ private:
+  const TensorPart& part_of(int64_t parameter) const { return *parameters_[static_cast<size_t>(parameter)].part; }
+
+  const TensorParts& parts_;
+  const std::vector<zero::Parameter>& parameters_;
+};
+
+}  // namespace
+
+std::shared_ptr<optimizers::SliceExchange> make_part_sums(std::shared_ptr<optimizers::SliceExchange> slices,
+                                                          const TensorParts& parts) {
+  return std::make_shared<PartSums>(std::move(slices), parts);
+}
+
+std::shared_ptr<optimizers::PartExchange> make_part_exchange(const TensorParts& parts,
+                                                             const std::vector<zero::Parameter>& parameters) {
+  return std::make_shared<PartsOfAxis>(parts, parameters);
 }
 
 }  // namespace ds::engine

@@ -1,5 +1,5 @@
-// What an engine has when its model is split over a tensor axis (docs/tensor_parallel.md): the ranks of the axis, and
-// the leaves, which alone it trains. The module keeps its parameters, which have no memory then.
+// The tensor axis of an engine whose model is split over one (docs/tensor_parallel.md): its ranks, and the leaves,
+// which alone the engine trains. The module keeps its parameters, which have no memory then.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,17 +16,32 @@
 #include "core/split/tensor_part.h"
 #include "dsengine/comm.h"
 #include "dsengine/parallel.h"
-#include "model/state/region_group.h"
+#include "optim/shard_optimizer.h"
+#include "zero/parameter_bucket.h"
 
 namespace ds::engine {
 
-// What the engine trains of a module's parameter: the leaf of a split one, and others themselves. Buckets, optimizer
-// and everything else by identity know a parameter by it.
+// Makes the tensor axis the group of activation_checkpointing.partition_activations while it lives: checkpointed
+// regions that read tensors split over the axis divide their whole inputs over it. Regions of other models, and
+// settings of the program, are left alone. May end on another thread than it was made on.
+class RegionGroup {
+ public:
+  explicit RegionGroup(const std::shared_ptr<comm::Communicator>& axis);
+  ~RegionGroup();
+  RegionGroup(const RegionGroup&) = delete;
+  RegionGroup& operator=(const RegionGroup&) = delete;
+
+ private:
+  const comm::Communicator* axis_;  // identity of the axis, only compared
+};
+
+// Returns the tensor that the engine trains for a module's parameter: the leaf of a split one, and others themselves.
+// Buckets, optimizer and everything else by identity know a parameter by it.
 inline at::Tensor trained_tensor(const at::Tensor& parameter) {
   return is_split(parameter) ? leaf_of(parameter) : parameter;
 }
 
-// Of a parameter that is cut; null for another one, also where its gradient is a sum over the axis.
+// Returns the part of a parameter that is cut; null for another one, also where its gradient is a sum over the axis.
 std::shared_ptr<const TensorPart> part_of_parameter(const at::Tensor& parameter);
 
 // Short numbers for data that ranks compare: what the host knows, and what a device knows alone, to be added.
@@ -43,34 +58,36 @@ struct TensorParts {
   TensorParts& operator=(const TensorParts&) = delete;
 
   std::shared_ptr<comm::Communicator> ranks;  // along the axis: each has a part of the split parameters
-  std::vector<int> world_ranks;               // of the job, in the order of `ranks`
+  std::vector<int> world_ranks;               // numbers in the job, in the order of `ranks`
   parallel::SplitModule split;                // axis, plan, leaves under the names of their parameters
-  // Split parameters of the module, each with its name and leaf as they were at first.
+  // A split parameter of the module, with its name and leaf as they were at first.
   struct SplitParameter {
     std::string name;
     at::Tensor parameter, leaf;
   };
   std::vector<SplitParameter> parameters;
   std::optional<RegionGroup> regions;  // where checkpointed regions divide their inputs over the axis
-  bool sums_wholes =
-      false;  // tensor_parallel.sequence_parallel: of whole parameters each rank has a part of the gradient
-  bool gradients_summed = false;  // and these parts have been added up since the last backward pass
+  // tensor_parallel.sequence_parallel: each rank has a partial sum of the gradients of whole parameters.
+  bool sums_wholes = false;
+  bool gradients_summed = false;  // the partial sums have been added up since the last backward pass
   bool told_of_joins = false;
   int shown = 0;  // split parameters that are whole in open scopes
 
-  // Throws UsageError, naming the parameter, when one has lost its leaf: model->to() after initialize(). `call`: whose.
+  // Throws UsageError, naming the parameter, when one has lost its leaf: model->to() after initialize(). `call` names
+  // the call.
   void require_leaves(const char* call) const;
-  // After the leaves got the dtype and the memory of their buckets.
+  // To be called after the leaves got the dtype and the memory of their buckets.
   void follow_leaves() const;
-  // After the program may have frozen parameters, or let them require a gradient again. Leaves are where they were.
+  // To be called after the program may have frozen parameters, or let them require a gradient again. Leaves are where
+  // they were.
   void follow_flags() const;
-  // Of the plain data that split operators have read since the last call, of integers their values, of others type and
-  // shape: equal on ranks with equal batches. Nothing waits for the device.
+  // Returns a digest of the plain data that split operators have read since the last call (the values of integers, type
+  // and shape of others): equal on ranks with equal batches. Nothing waits for the device.
   DataDigest take_data_digest() { return std::exchange(data_digest_, {}); }
-  // After the backward of a micro-batch: of the next one the first tensors are looked at.
+  // To be called after the backward of a micro-batch: note_data() looks at the first tensors of the next one.
   void next_batch() { seen_integers_ = seen_others_ = 0; }
   void note_data(const at::Tensor& plain);
-  // Of a parameter's part on each rank, the whole, in new memory. Collective.
+  // Gathers the full parameter from each rank's part, in new memory. Collective.
   at::Tensor joined(const at::Tensor& part, const TensorPart& of) const;
 
  private:
@@ -78,5 +95,13 @@ struct TensorParts {
   int seen_integers_ = 0;  // since next_batch()
   int seen_others_ = 0;
 };
+
+// Lets an optimizer that looks at whole tensors (Lamb, Muon) sum over `slices`, then over the axis. `parts` outlives
+// the result.
+std::shared_ptr<optimizers::SliceExchange> make_part_sums(std::shared_ptr<optimizers::SliceExchange> slices,
+                                                          const TensorParts& parts);
+// Lets such an optimizer gather and split the engine's parameters. Both arguments outlive the result.
+std::shared_ptr<optimizers::PartExchange> make_part_exchange(const TensorParts& parts,
+                                                             const std::vector<zero::Parameter>& parameters);
 
 }  // namespace ds::engine
