@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <string>
 
+#include "comm/flight/flight_log.h"
 #include "core/check.h"
 #include "core/unique_fd.h"
 
@@ -33,6 +34,12 @@ class FlightMemory {
   FlightMemory(const FlightMemory&) = delete;
   FlightMemory& operator=(const FlightMemory&) = delete;
 
+  // The record that lies in the memory: its header, kFlightGroups groups, and the ring of entries.
+  FlightHeader& header() const { return *static_cast<FlightHeader*>(data_); }
+  FlightGroup* groups() const {
+    return reinterpret_cast<FlightGroup*>(static_cast<char*>(data_) + sizeof(FlightHeader));
+  }
+  FlightEntry* entries() const { return reinterpret_cast<FlightEntry*>(groups() + kFlightGroups); }
   void* data() const { return data_; }
   size_t size() const { return size_; }
   void keep() { keep_ = true; }

@@ -122,28 +122,23 @@ FlightRecorder::FlightRecorder(const FlightRecorderOptions& options)
     : memory_(options.file, flight_bytes(options.entries)) {
   require(options.entries >= 1 && options.entries <= kMostFlightEntries, "flight recorder: entries: expected a number ",
           "from 1 to ", kMostFlightEntries, ", found ", options.entries);
-  set_magic(header());
-  header().entries = options.entries;
-  header().rank = options.rank;
-  header().world_size = options.world_size;
-  header().process = getpid();
-  header().now_ns = now_ns();
-  header().next_sequence = 1;
-  header().micro_step = -1;
-  header().phase_ns = header().now_ns;
-  header().host.assign(options.host);
+  FlightHeader& header = memory_.header();
+  set_magic(header);
+  header.entries = options.entries;
+  header.rank = options.rank;
+  header.world_size = options.world_size;
+  header.process = getpid();
+  header.now_ns = now_ns();
+  header.next_sequence = 1;
+  header.micro_step = -1;
+  header.phase_ns = header.now_ns;
+  header.host.assign(options.host);
 }
-
-FlightGroup* FlightRecorder::groups() const {
-  return reinterpret_cast<FlightGroup*>(static_cast<char*>(memory_.data()) + sizeof(FlightHeader));
-}
-
-FlightEntry* FlightRecorder::entries() const { return reinterpret_cast<FlightEntry*>(groups() + kFlightGroups); }
 
 int FlightRecorder::add_group(const std::string& name, const std::vector<int>& ranks, int own) {
   const std::lock_guard lock(mutex_);
-  if (header().groups >= kSharedGroup) return add_to_others();
-  FlightGroup& group = groups()[header().groups];
+  if (memory_.header().groups >= kSharedGroup) return add_to_others();
+  FlightGroup& group = memory_.groups()[memory_.header().groups];
   const std::string list = whole_part(rank_list_text(ranks), group.ranks.limit());
   const std::string start = name.substr(0, group.name.limit() - kRoomForNumber);
   const int same = ++names_[{start, list}];
@@ -151,18 +146,18 @@ int FlightRecorder::add_group(const std::string& name, const std::vector<int>& r
   group.name.assign(same == 1 ? name : start + number);
   group.ranks.assign(list);
   group.own = own;
-  return static_cast<int>(header().groups++);
+  return static_cast<int>(memory_.header().groups++);
 }
 
 // Their operations are recorded; they count for nothing.
 int FlightRecorder::add_to_others() {
-  FlightGroup& others = groups()[kSharedGroup];
-  if (header().groups == kSharedGroup) {
+  FlightGroup& others = memory_.groups()[kSharedGroup];
+  if (memory_.header().groups == kSharedGroup) {
     log::warning("flight record: there are more than ", kSharedGroup,
                  " groups of ranks; the collectives of later ones are ", "not compared between ranks");
     others.name.assign("of other ranks");
     others.own = -1;
-    ++header().groups;
+    ++memory_.header().groups;
   }
   return kSharedGroup;
 }
@@ -183,20 +178,20 @@ FlightRecorder::Ticket FlightRecorder::begin(int group, const Collective& c) {
   if (!recording_) return {};
   const at::Tensor& tensor = c.input.defined() ? c.input : c.output;
   const bool message = c.kind == CollectiveKind::kSend || c.kind == CollectiveKind::kRecv;
-  const uint64_t sequence = header().next_sequence;
-  const size_t slot = (sequence - 1) % header().entries;
-  FlightEntry& entry = entries()[slot];
+  const uint64_t sequence = memory_.header().next_sequence;
+  const size_t slot = (sequence - 1) % memory_.header().entries;
+  FlightEntry& entry = memory_.entries()[slot];
   entry.sequence = 0;  // whoever reads meanwhile leaves it out
   entry.group = static_cast<uint16_t>(group);
   entry.message = message;
   entry.signature = signature_of(c, tensor);
   if (message) {
     entry.position = ++messages_[{group, c.kind, c.peer, c.tag}];
-  } else if (groups()[group].own < 0) {
+  } else if (memory_.groups()[group].own < 0) {
     entry.position = 0;
   } else {
-    extend_contract(groups()[group], entry.signature);
-    entry.position = groups()[group].position;
+    extend_contract(memory_.groups()[group], entry.signature);
+    entry.position = memory_.groups()[group].position;
   }
   entry.issued_ns = now_ns();
   entry.waited_ns = entry.issued_ns;  // until it is launched, which may wait for others
@@ -211,13 +206,13 @@ FlightRecorder::Ticket FlightRecorder::begin(int group, const Collective& c) {
   entry.dtype.assign(tensor.defined() ? c10::toString(tensor.scalar_type()) : "");
   entry.label.assign(c.label);
   entry.sequence = sequence;
-  header().next_sequence = sequence + 1;
+  memory_.header().next_sequence = sequence + 1;
   return {.slot = slot, .sequence = sequence, .device = tensor.defined() ? tensor.device() : c10::Device(c10::kCPU)};
 }
 
 FlightEntry* FlightRecorder::find(const Ticket& ticket) const {
   if (ticket.sequence == 0) return nullptr;
-  FlightEntry& entry = entries()[ticket.slot];
+  FlightEntry& entry = memory_.entries()[ticket.slot];
   return entry.sequence == ticket.sequence ? &entry : nullptr;
 }
 
@@ -283,22 +278,22 @@ Work FlightRecorder::follow(const Ticket& ticket, Work work) {
 
 void FlightRecorder::phase(const char* name, int64_t step, int64_t micro_step) {
   const std::lock_guard lock(mutex_);
-  header().phase.assign(name);
-  header().step = step;
-  header().micro_step = micro_step;
-  header().phase_ns = now_ns();
+  memory_.header().phase.assign(name);
+  memory_.header().step = step;
+  memory_.header().micro_step = micro_step;
+  memory_.header().phase_ns = now_ns();
 }
 
 void FlightRecorder::beat() {
   end_those_on_device();
   const std::lock_guard lock(mutex_);
-  header().now_ns = now_ns();
+  memory_.header().now_ns = now_ns();
 }
 
 void FlightRecorder::leave() {
   const std::lock_guard lock(mutex_);
-  header().left = 1;
-  header().now_ns = now_ns();
+  memory_.header().left = 1;
+  memory_.header().now_ns = now_ns();
 }
 
 void FlightRecorder::stop() {

@@ -74,9 +74,6 @@ class FlightRecorder final : public CollectiveObserver, public std::enable_share
   class FollowedWork;
   class OrderedWork;
 
-  FlightHeader& header() const { return *static_cast<FlightHeader*>(memory_.data()); }
-  FlightGroup* groups() const;
-  FlightEntry* entries() const;
   void waiting(const Ticket& ticket);
   void ended(const Ticket& ticket, FlightState state);
   void waited(const Ticket& ticket, const Work& work);

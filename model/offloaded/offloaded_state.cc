@@ -116,82 +116,96 @@ std::string file_name(const char* what, int rank) { return cat("dsengine-", what
 
 }  // namespace
 
-OffloadedState::OffloadedState(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout,
-                               comm::Communicator& world)
-    : device_(layout.device),
-      updates_(zero::offloaded_buckets(elements_of(layout.buckets), plan.offload)),
-      states_(layout.states),
-      master_dtype_(layout.master_dtype),
-      state_dtype_(layout.state_dtype),
-      swapped_(layout.buckets.size(), -1),
-      fresh_(layout.buckets.size()) {
-  const int64_t longest = longest_slice(layout, updates_);
-  count_bytes(plan, layout, longest);
-  require_room_on_hosts(bytes_.host_total(),
-                        "model state (zero_optimization.offload_optimizer, zero_optimization.offload_param)", device_,
-                        world);
-  on_all_ranks(world, device_, [&] { take_memory(plan, config, layout, longest); });
-}
+// Counts and takes the memory and the files of an OffloadedState.
+class OffloadedState::Setup {
+ public:
+  // All arguments outlive it.
+  Setup(OffloadedState& state, const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout)
+      : state_(state), plan_(plan), config_(config), layout_(layout), longest_(longest_slice(layout, state.updates_)) {}
 
-void OffloadedState::count_bytes(const Plan& plan, const OffloadedLayout& layout, int64_t longest) {
-  const zero::Offload& offload = plan.offload;
-  shares_master_ = zero::shares_master(offload, /*separate_master=*/layout.parameter_dtype != layout.master_dtype);
+  // Fills in how many bytes will be taken.
+  void count_bytes();
+  // Takes them. Throws ConfigError or IoError.
+  void take_memory();
+
+ private:
+  void keep_parameters();
+  void read_on_device(offload::FileSlices& slices, int64_t bytes, int64_t count) const;
+  void swap_optimizer();
+  void keep_gradients();
+  void prepare_delay();
+  void prepare_speculation();
+  std::vector<at::Tensor> slices_of(const char* purpose, at::ScalarType dtype, bool pin) const;
+  std::shared_ptr<PinnedArena> arena(const char* purpose, int64_t bytes, bool pin) const;
+
+  OffloadedState& state_;
+  const Plan& plan_;
+  const config::DsConfig& config_;
+  const OffloadedLayout& layout_;
+  int64_t longest_;  // elements of the longest slice that is updated on the host
+};
+
+void OffloadedState::Setup::count_bytes() {
+  const zero::Offload& offload = plan_.offload;
+  state_.shares_master_ =
+      zero::shares_master(offload, /*separate_master=*/layout_.parameter_dtype != layout_.master_dtype);
   if (offload.parameters != zero::Home::kDevice) {
-    bytes_ = zero::place_parameters(parameter_slices_of(plan, layout), offload);
+    state_.bytes_ = zero::place_parameters(parameter_slices_of(plan_, layout_), offload);
   }
   const bool in_file = offload.optimizer == zero::Home::kFile;
-  for (size_t b = 0; b < layout.buckets.size(); ++b) {
-    if (!updates_[b]) continue;
-    const zero::BucketLayout& bucket = layout.buckets[b];
-    bytes_.host.gradients += arena_bytes(bucket.slice_numel, layout.gradient_dtype) * (offload.delayed ? 2 : 1);
+  for (size_t b = 0; b < layout_.buckets.size(); ++b) {
+    if (!state_.updates_[b]) continue;
+    const zero::BucketLayout& bucket = layout_.buckets[b];
+    state_.bytes_.host.gradients += arena_bytes(bucket.slice_numel, layout_.gradient_dtype) * (offload.delayed ? 2 : 1);
     if (offload.delayed || offload.speculative)
-      bytes_.staging += arena_bytes(bucket.slice_numel, layout.parameter_dtype);
+      state_.bytes_.staging += arena_bytes(bucket.slice_numel, layout_.parameter_dtype);
     if (in_file) continue;
-    if (!shares_master_ || bucket.persistent) bytes_.host.master += master_bytes(layout, b);
-    bytes_.host.optimizer += state_bytes(layout, b);
-    if (offload.speculative) bytes_.staging += master_bytes(layout, b) + state_bytes(layout, b);
+    if (!state_.shares_master_ || bucket.persistent) state_.bytes_.host.master += master_bytes(layout_, b);
+    state_.bytes_.host.optimizer += state_bytes(layout_, b);
+    if (offload.speculative) state_.bytes_.staging += master_bytes(layout_, b) + state_bytes(layout_, b);
   }
-  if (offload.speculation_copies_gradient) bytes_.staging += arena_bytes(longest, layout.gradient_dtype);
+  if (offload.speculation_copies_gradient) state_.bytes_.staging += arena_bytes(longest_, layout_.gradient_dtype);
   if (in_file) {
-    const auto sizes = offload::SliceSwapper::sizes(swapped_sizes(layout, updates_), offload.optimizer_buffers);
-    bytes_.file += sizes.file_bytes;
-    bytes_.staging += sizes.buffer_bytes;
+    const auto sizes = offload::SliceSwapper::sizes(swapped_sizes(layout_, state_.updates_), offload.optimizer_buffers);
+    state_.bytes_.file += sizes.file_bytes;
+    state_.bytes_.staging += sizes.buffer_bytes;
   }
-  if (!device_.is_cpu()) bytes_.staging += travel_bytes(layout, longest);
+  if (!state_.device_.is_cpu()) state_.bytes_.staging += travel_bytes(layout_, longest_);
 }
 
-void OffloadedState::take_memory(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout,
-                                 int64_t longest) {
-  const zero::Offload& offload = plan.offload;
-  if (offload.parameters != zero::Home::kDevice) keep_parameters(plan, config, layout);
-  if (longest == 0) return;
+void OffloadedState::Setup::take_memory() {
+  const zero::Offload& offload = plan_.offload;
+  if (offload.parameters != zero::Home::kDevice) keep_parameters();
+  if (longest_ == 0) return;
   if (offload.optimizer == zero::Home::kFile) {
-    swap_optimizer(plan, config, layout);
+    swap_optimizer();
   } else {
     // Never copied to a device.
-    optimizer_ = arena("master weights and optimizer states", bytes_.host.master + bytes_.host.optimizer, false);
+    state_.optimizer_ =
+        arena("master weights and optimizer states", state_.bytes_.host.master + state_.bytes_.host.optimizer, false);
   }
-  keep_gradients(config, layout, longest);
-  if (offload.delayed) prepare_delay(config, layout);
-  if (offload.speculative) prepare_speculation(plan, config, layout, longest);
+  keep_gradients();
+  if (offload.delayed) prepare_delay();
+  if (offload.speculative) prepare_speculation();
 }
 
-std::shared_ptr<PinnedArena> OffloadedState::arena(const char* purpose, int64_t bytes, bool pin) const {
+std::shared_ptr<PinnedArena> OffloadedState::Setup::arena(const char* purpose, int64_t bytes, bool pin) const {
   return std::make_shared<PinnedArena>(purpose, static_cast<size_t>(bytes),
-                                       offload::ArenaOptions{.pin = pin, .device = device_});
+                                       offload::ArenaOptions{.pin = pin, .device = state_.device_});
 }
 
-void OffloadedState::keep_parameters(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout) {
-  const config::OffloadParamSection& section = *config.zero_optimization.offload_param;
-  const std::vector<zero::StoredSlice> slices = parameter_slices_of(plan, layout);
-  const size_t kept_slices = zero::kept_slices(slices, plan.offload);
+void OffloadedState::Setup::keep_parameters() {
+  const config::OffloadParamSection& section = *config_.zero_optimization.offload_param;
+  const std::vector<zero::StoredSlice> slices = parameter_slices_of(plan_, layout_);
+  const size_t kept_slices = zero::kept_slices(slices, plan_.offload);
   std::shared_ptr<PinnedArena> kept;
-  if (bytes_.host.parameters > 0) kept = arena("parameter slices", bytes_.host.parameters, section.pin_memory);
+  if (state_.bytes_.host.parameters > 0)
+    kept = arena("parameter slices", state_.bytes_.host.parameters, section.pin_memory);
   if (kept_slices == slices.size()) {
-    if (kept) parameter_slices_ = std::make_shared<offload::ArenaSlices>(std::move(kept));
-    if (config.aio.use_gds && plan.offload.parameters == zero::Home::kFile && layout.rank == 0) {
+    if (kept) state_.parameter_slices_ = std::make_shared<offload::ArenaSlices>(std::move(kept));
+    if (config_.aio.use_gds && plan_.offload.parameters == zero::Home::kFile && layout_.rank == 0) {
       log::warning("aio.use_gds: nothing to read from a file: zero_optimization.offload_param.max_in_cpu: ",
-                   plan.offload.kept_parameters,
+                   plan_.offload.kept_parameters,
                    " keeps all slices in host memory. Set max_in_cpu to 0, or use_gds to ", "false");
     }
     return;
@@ -200,28 +214,28 @@ void OffloadedState::keep_parameters(const Plan& plan, const config::DsConfig& c
   for (size_t i = kept_slices; i < slices.size(); ++i) sizes.push_back(slices[i].bytes);
   const int64_t buffer = offload::FileSlices::buffer_bytes(sizes);
   const auto buffers_arena =
-      arena("buffers of parameter slices", buffer * plan.offload.parameter_buffers, section.pin_memory);
+      arena("buffers of parameter slices", buffer * plan_.offload.parameter_buffers, section.pin_memory);
   std::vector<at::Tensor> buffers;
-  for (int64_t i = 0; i < plan.offload.parameter_buffers; ++i)
+  for (int64_t i = 0; i < plan_.offload.parameter_buffers; ++i)
     buffers.push_back(buffers_arena->take(buffer, at::kByte));
-  auto file = std::make_unique<offload::AioFile>(*section.nvme_path, file_name("parameters", layout.rank),
-                                                 offload::FileSlices::file_bytes(sizes), aio_options(config.aio),
+  auto file = std::make_unique<offload::AioFile>(*section.nvme_path, file_name("parameters", layout_.rank),
+                                                 offload::FileSlices::file_bytes(sizes), aio_options(config_.aio),
                                                  kParameterPath);
   const auto in_file = std::make_shared<offload::FileSlices>(std::move(file), sizes, std::move(buffers),
-                                                             std::move(kept), kept_slices, device_);
-  if (config.aio.use_gds) read_on_device(*in_file, buffer, plan.offload.parameter_buffers);
-  parameter_slices_ = in_file;
+                                                             std::move(kept), kept_slices, state_.device_);
+  if (config_.aio.use_gds) read_on_device(*in_file, buffer, plan_.offload.parameter_buffers);
+  state_.parameter_slices_ = in_file;
 }
 
-void OffloadedState::read_on_device(offload::FileSlices& slices, int64_t bytes, int64_t count) const {
-  require<ConfigError>(!device_.is_cpu(),
+void OffloadedState::Setup::read_on_device(offload::FileSlices& slices, int64_t bytes, int64_t count) const {
+  require<ConfigError>(!state_.device_.is_cpu(),
                        "aio.use_gds: expected a GPU into whose memory files are read, found the CPU; ", "use false");
   constexpr int64_t kAlignment = offload::AioFile::alignment();
   at::Tensor memory;
   try {
-    memory = at::empty({bytes * count + kAlignment}, at::TensorOptions().dtype(at::kByte).device(device_));
+    memory = at::empty({bytes * count + kAlignment}, at::TensorOptions().dtype(at::kByte).device(state_.device_));
   } catch (const c10::OutOfMemoryError& error) {
-    throw ConfigError(cat("aio.use_gds: expected room on ", device_,
+    throw ConfigError(cat("aio.use_gds: expected room on ", state_.device_,
                           " for zero_optimization.offload_param.buffer_count: ", count, " slices of ",
                           offload::size_text(bytes), ", found: ", error.what_without_backtrace(),
                           ". Lower buffer_count, or set use_gds to false"));
@@ -235,76 +249,91 @@ void OffloadedState::read_on_device(offload::FileSlices& slices, int64_t bytes, 
             " for parameter slices that are read from their file into ", "it (aio.use_gds)");
 }
 
-void OffloadedState::swap_optimizer(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout) {
-  const config::OffloadOptimizerSection& section = *config.zero_optimization.offload_optimizer;
-  const int64_t count = plan.offload.optimizer_buffers;
-  const auto sizes = offload::SliceSwapper::sizes(swapped_sizes(layout, updates_), count);
-  auto file = std::make_unique<offload::AioFile>(*section.nvme_path, file_name("optimizer", layout.rank),
-                                                 sizes.file_bytes, aio_options(config.aio), kOptimizerPath);
+void OffloadedState::Setup::swap_optimizer() {
+  const config::OffloadOptimizerSection& section = *config_.zero_optimization.offload_optimizer;
+  const int64_t count = plan_.offload.optimizer_buffers;
+  const auto sizes = offload::SliceSwapper::sizes(swapped_sizes(layout_, state_.updates_), count);
+  auto file = std::make_unique<offload::AioFile>(*section.nvme_path, file_name("optimizer", layout_.rank),
+                                                 sizes.file_bytes, aio_options(config_.aio), kOptimizerPath);
   const at::Tensor buffers =
       arena("buffers of optimizer states", sizes.buffer_bytes, false)->take(sizes.buffer_bytes, at::kByte);
-  swapper_ = std::make_unique<offload::SliceSwapper>(std::move(file), buffers, count);
-  pass_ = {.read_ahead = section.pipeline_read, .write_behind = section.pipeline_write};
+  state_.swapper_ = std::make_unique<offload::SliceSwapper>(std::move(file), buffers, count);
+  state_.pass_ = {.read_ahead = section.pipeline_read, .write_behind = section.pipeline_write};
 }
 
-void OffloadedState::keep_gradients(const config::DsConfig& config, const OffloadedLayout& layout, int64_t longest) {
-  const bool pin = config.zero_optimization.offload_optimizer->pin_memory;
-  std::vector<at::Tensor> slices = slices_of("gradients", layout, layout.gradient_dtype, pin);
+void OffloadedState::Setup::keep_gradients() {
+  const bool pin = config_.zero_optimization.offload_optimizer->pin_memory;
+  std::vector<at::Tensor> slices = slices_of("gradients", layout_.gradient_dtype, pin);
   std::vector<at::Tensor> arrivals;
   std::vector<at::Tensor> buffers;
-  if (!device_.is_cpu()) {
-    const auto staged = arena("what is on its way from and to the device", travel_bytes(layout, longest), pin);
-    for (int i = 0; i < zero::kArrivals; ++i) arrivals.push_back(staged->take(longest, layout.gradient_dtype));
-    for (int i = 0; i < zero::kWriteBackBuffers; ++i) buffers.push_back(staged->take(longest, layout.parameter_dtype));
-    write_back_ = std::make_unique<offload::WriteBack>(device_, std::move(buffers));
+  if (!state_.device_.is_cpu()) {
+    const auto staged = arena("what is on its way from and to the device", travel_bytes(layout_, longest_), pin);
+    for (int i = 0; i < zero::kArrivals; ++i) arrivals.push_back(staged->take(longest_, layout_.gradient_dtype));
+    for (int i = 0; i < zero::kWriteBackBuffers; ++i)
+      buffers.push_back(staged->take(longest_, layout_.parameter_dtype));
+    state_.write_back_ = std::make_unique<offload::WriteBack>(state_.device_, std::move(buffers));
   }
-  gradients_ = std::make_unique<offload::HostGradients>(std::move(slices), device_, std::move(arrivals));
+  state_.gradients_ = std::make_unique<offload::HostGradients>(std::move(slices), state_.device_, std::move(arrivals));
 }
 
 // An arena with a tensor for each bucket that is updated here.
-std::vector<at::Tensor> OffloadedState::slices_of(const char* purpose, const OffloadedLayout& layout,
-                                                  at::ScalarType dtype, bool pin) const {
+std::vector<at::Tensor> OffloadedState::Setup::slices_of(const char* purpose, at::ScalarType dtype, bool pin) const {
   int64_t bytes = 0;
-  for (size_t b = 0; b < layout.buckets.size(); ++b) {
-    if (updates_[b]) bytes += arena_bytes(layout.buckets[b].slice_numel, dtype);
+  for (size_t b = 0; b < layout_.buckets.size(); ++b) {
+    if (state_.updates_[b]) bytes += arena_bytes(layout_.buckets[b].slice_numel, dtype);
   }
   const auto memory = arena(purpose, bytes, pin);
-  std::vector<at::Tensor> slices(layout.buckets.size());
-  for (size_t b = 0; b < layout.buckets.size(); ++b) {
-    if (updates_[b]) slices[b] = memory->take(layout.buckets[b].slice_numel, dtype);
+  std::vector<at::Tensor> slices(layout_.buckets.size());
+  for (size_t b = 0; b < layout_.buckets.size(); ++b) {
+    if (state_.updates_[b]) slices[b] = memory->take(layout_.buckets[b].slice_numel, dtype);
   }
   return slices;
 }
 
-void OffloadedState::prepare_delay(const config::DsConfig& config, const OffloadedLayout& layout) {
-  const bool pin = config.zero_optimization.offload_optimizer->pin_memory;
-  other_gradients_ = slices_of("gradients of a delayed update", layout, layout.gradient_dtype, pin);
-  weights_ = slices_of("weights of a delayed update", layout, layout.parameter_dtype, pin);
+void OffloadedState::Setup::prepare_delay() {
+  const bool pin = config_.zero_optimization.offload_optimizer->pin_memory;
+  state_.other_gradients_ = slices_of("gradients of a delayed update", layout_.gradient_dtype, pin);
+  state_.weights_ = slices_of("weights of a delayed update", layout_.parameter_dtype, pin);
 }
 
-void OffloadedState::prepare_speculation(const Plan& plan, const config::DsConfig& config,
-                                         const OffloadedLayout& layout, int64_t longest) {
-  const bool pin = config.zero_optimization.offload_optimizer->pin_memory;
+void OffloadedState::Setup::prepare_speculation() {
+  const bool pin = config_.zero_optimization.offload_optimizer->pin_memory;
   int64_t bytes = 0;
-  for (size_t b = 0; b < layout.buckets.size(); ++b) {
-    if (updates_[b]) bytes += master_bytes(layout, b) + state_bytes(layout, b);
+  for (size_t b = 0; b < layout_.buckets.size(); ++b) {
+    if (state_.updates_[b]) bytes += master_bytes(layout_, b) + state_bytes(layout_, b);
   }
   const auto before = arena("master weights and optimizer states before a speculative update", bytes, false);
-  SpeculationMemory memory = {
-      .undo = std::vector<std::vector<at::Tensor>>(layout.buckets.size()),
-      .weights = slices_of("weights of a speculative update", layout, layout.parameter_dtype, pin),
-      .gradient = {}};
-  for (size_t b = 0; b < layout.buckets.size(); ++b) {
-    if (!updates_[b]) continue;
-    const int64_t numel = layout.buckets[b].slice_numel;
-    memory.undo[b].push_back(before->take(numel, layout.master_dtype));
-    for (int64_t i = 0; i < layout.states[b]; ++i) memory.undo[b].push_back(before->take(numel, layout.state_dtype));
+  SpeculationMemory memory = {.undo = std::vector<std::vector<at::Tensor>>(layout_.buckets.size()),
+                              .weights = slices_of("weights of a speculative update", layout_.parameter_dtype, pin),
+                              .gradient = {}};
+  for (size_t b = 0; b < layout_.buckets.size(); ++b) {
+    if (!state_.updates_[b]) continue;
+    const int64_t numel = layout_.buckets[b].slice_numel;
+    memory.undo[b].push_back(before->take(numel, layout_.master_dtype));
+    for (int64_t i = 0; i < layout_.states[b]; ++i) memory.undo[b].push_back(before->take(numel, layout_.state_dtype));
   }
-  if (plan.offload.speculation_copies_gradient) {
-    memory.gradient = arena("a gradient of a speculative update", arena_bytes(longest, layout.gradient_dtype), false)
-                          ->take(longest, layout.gradient_dtype);
+  if (plan_.offload.speculation_copies_gradient) {
+    memory.gradient = arena("a gradient of a speculative update", arena_bytes(longest_, layout_.gradient_dtype), false)
+                          ->take(longest_, layout_.gradient_dtype);
   }
-  speculation_ = std::make_unique<SpeculativeUpdate>(*gradients_, std::move(memory));
+  state_.speculation_ = std::make_unique<SpeculativeUpdate>(*state_.gradients_, std::move(memory));
+}
+
+OffloadedState::OffloadedState(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout,
+                               comm::Communicator& world)
+    : device_(layout.device),
+      updates_(zero::offloaded_buckets(elements_of(layout.buckets), plan.offload)),
+      states_(layout.states),
+      master_dtype_(layout.master_dtype),
+      state_dtype_(layout.state_dtype),
+      swapped_(layout.buckets.size(), -1),
+      fresh_(layout.buckets.size()) {
+  Setup setup(*this, plan, config, layout);
+  setup.count_bytes();
+  require_room_on_hosts(bytes_.host_total(),
+                        "model state (zero_optimization.offload_optimizer, zero_optimization.offload_param)", device_,
+                        world);
+  on_all_ranks(world, device_, [&] { setup.take_memory(); });
 }
 
 ReducedGradients* OffloadedState::gradients() {

@@ -91,18 +91,7 @@ class OffloadedState {
   void finish_update(const std::function<void(size_t bucket, const at::Tensor& weights)>& publish);
 
  private:
-  void count_bytes(const Plan& plan, const OffloadedLayout& layout, int64_t longest);
-  void take_memory(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout, int64_t longest);
-  void keep_parameters(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout);
-  void read_on_device(offload::FileSlices& slices, int64_t bytes, int64_t count) const;
-  void swap_optimizer(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout);
-  void keep_gradients(const config::DsConfig& config, const OffloadedLayout& layout, int64_t longest);
-  void prepare_delay(const config::DsConfig& config, const OffloadedLayout& layout);
-  void prepare_speculation(const Plan& plan, const config::DsConfig& config, const OffloadedLayout& layout,
-                           int64_t longest);
-  std::vector<at::Tensor> slices_of(const char* purpose, const OffloadedLayout& layout, at::ScalarType dtype,
-                                    bool pin) const;
-  std::shared_ptr<offload::PinnedArena> arena(const char* purpose, int64_t bytes, bool pin) const;
+  class Setup;
 
   at::Device device_;
   std::vector<char> updates_;
