@@ -105,5 +105,12 @@ std::shared_ptr<Communicator> make_nccl_communicator(const NcclGroup& group) {
 }
 
 }  // namespace
-
 }  // namespace ds::comm
+
+extern "C" __attribute__((visibility("default"))) const ds::comm::CudaPlugin* dsengine_cuda_plugin() {
+  static constexpr ds::comm::CudaPlugin kPlugin{.make_nccl_communicator = ds::comm::make_nccl_communicator,
+                                                .register_host_memory = ds::comm::register_host_memory,
+                                                .unregister_host_memory = ds::comm::unregister_host_memory,
+                                                .versions = ds::comm::cuda_versions};
+  return &kPlugin;
+}
