@@ -21,6 +21,7 @@
 
 namespace ds::checkpoint {
 
+// Where and how a checkpoint is saved.
 struct SaveTarget {
   TagSave save;
   int rank = 0;
@@ -32,7 +33,8 @@ struct SaveTarget {
   bool mock = false;         // nothing is written and nothing published: checksums are all that is made of the state
 };
 
-// begin_tag() comes before any rank makes one. Methods in this order, from one thread at a time, cancel() from any.
+// One save of one rank. begin_tag() comes before any rank makes one. The methods are called in this order, from one
+// thread at a time; cancel() from any.
 class SaveJob {
  public:
   explicit SaveJob(SaveTarget target) : target_(std::move(target)) {}
@@ -43,18 +45,20 @@ class SaveJob {
   void write(size_t piece, const at::Tensor& values);
   // Completes files and table. Throws IoError.
   void finish();
-  // To be called in place of finish(), after a failure.
+  // Ends the save after a failure; called in place of finish().
   void give_up() noexcept;
-  // With of_one_host, between finish() and publish(), by the rank that publishes: the table of a rank that has
-  // finished here; what publish() takes for the table of a rank of another host, whose files lie there.
+  // Called with of_one_host, between finish() and publish(), by the rank that publishes. table_of() returns the table
+  // of a rank that has finished here; put_table() sets what publish() takes for the table of a rank of another host,
+  // whose files lie there.
   nlohmann::json table_of(int rank) const;
   void put_table(int rank, const nlohmann::json& table);
 
-  // Rank 0, or the first one of a host: waits for the tables of all ranks, then publishes. Throws IoError, naming the
-  // rank, when one gave up, when `patience` is over, or cancel() was called; nothing of the save is left then.
+  // Called by rank 0, or the first one of a host: waits for the tables of all ranks, then publishes. Throws IoError,
+  // naming the rank, when one gave up, when `patience` is over, or cancel() was called; nothing of the save is left
+  // then.
   void publish(TrainingState state, std::map<std::string, std::string> aliases, std::chrono::milliseconds patience);
   void cancel() { cancelled_ = true; }
-  // From any thread: publish() waits for others so long at most, from now on.
+  // Lets publish() wait for others at most `patience` from now on. May be called from any thread.
   void hurry(std::chrono::milliseconds patience) { latest_end_ = std::chrono::steady_clock::now() + patience; }
 
  private:

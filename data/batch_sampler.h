@@ -9,7 +9,7 @@
 
 namespace ds::engine {
 
-// Where a sampler stands; what a checkpoint stores.
+// The position of a sampler, as a checkpoint stores it.
 struct SamplerState {
   int64_t epoch = 0;        // counts from 0
   int64_t next_sample = 0;  // position inside the epoch, counted over all ranks
@@ -19,30 +19,32 @@ struct SamplerState {
   bool operator==(const SamplerState&) const = default;
 };
 
-// For ranks to compare: states that differ have other digests.
+// Returns a digest for ranks to compare: states that differ have other digests.
 uint64_t digest_of(const SamplerState& state);
 
+// Chooses the samples of each batch of this rank.
 class BatchSampler {
  public:
   virtual ~BatchSampler() = default;
 
-  // Indices of this rank's next batch. Empty when the epoch is over: the call after that begins the next epoch.
+  // Returns the indices of this rank's next batch. Empty when the epoch is over: the call after that begins the next
+  // epoch.
   virtual std::vector<int64_t> next_batch() = 0;
-  // The numbers of samples of which batches are made.
+  // The number of samples of which batches are made.
   virtual int64_t dataset_size() const = 0;
-  // Batches of a whole epoch, the same number on every rank.
+  // The number of batches of a whole epoch, the same number on every rank.
   virtual int64_t batches_per_epoch() const = 0;
   // Whether all batches of a whole epoch have as many samples; the last one may have less.
   virtual bool has_equal_batches() const = 0;
 
-  // The next batch is the first of `epoch`.
+  // Makes the next batch the first of `epoch`.
   virtual void set_epoch(int64_t epoch) = 0;
-  // For a new number of samples per batch, or of batches per step, from the next one on.
+  // Set a new number of samples per batch, or of batches per step, from the next one on.
   virtual void set_batch_size(int64_t batch_size) = 0;
   virtual void set_accumulation(int64_t batches) = 0;
 
   virtual const SamplerState& state() const = 0;
-  // Throws UsageError, and changes nothing, for a state of other data or of another sampler.
+  // Goes to the position. Throws UsageError, and changes nothing, for a state of other data or of another sampler.
   virtual void load_state(const SamplerState& state) = 0;
 };
 

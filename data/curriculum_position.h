@@ -1,4 +1,4 @@
-// Where a curriculum of samples stands: what a checkpoint keeps of it. Numbers are counted over all ranks, so that a
+// The position of a curriculum of samples, as a checkpoint keeps it. Numbers are counted over all ranks, so that a
 // run may go on with other ones. Torch-free.
 #pragma once
 

@@ -61,7 +61,7 @@ class CurriculumSampler : public BatchSampler {
   // The difficulty of the batch that was given last; before the first one, and after a load, that of the next. Throws
   // UsageError for a name that is none of the metrics'.
   int64_t difficulty(const std::string& metric) const;
-  // For schedule_type "custom".
+  // Sets the difficulties of a metric with schedule_type "custom".
   void set_custom_schedule(const std::string& metric, std::function<int64_t(int64_t step)> schedule);
 
  private:

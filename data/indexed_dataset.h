@@ -14,7 +14,7 @@
 
 namespace ds::efficiency {
 
-// Mapped, read where it is touched. Any thread.
+// One dataset. The files are mapped, and read where they are touched. May be used from any thread.
 class IndexedDataset {
  public:
   // `path` without .bin and .idx. Throws IoError that names the file, what was expected and what was found.
@@ -23,7 +23,7 @@ class IndexedDataset {
   const std::string& path() const { return path_; }
   int64_t rows() const { return rows_; }
   int64_t elements() const { return elements_; }
-  // Where a row begins among all elements; of rows() where the last one ends.
+  // Returns where a row begins among all elements; for rows(), where the last one ends.
   int64_t begin_of(int64_t row) const;
   // Throws IoError for a number beyond int64.
   int64_t element(int64_t place) const;

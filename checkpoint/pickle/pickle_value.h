@@ -71,8 +71,8 @@ struct PickleValue {
 
 using PickleKind = PickleValue::Kind;
 
-// None, booleans, 64-bit integers, finite floats, UTF-8 strings, and lists, tuples and dicts (keys: strings or
-// integers) of them. Nothing for any other value, and for one with more than a million parts or 100 levels.
+// Converts to JSON: None, booleans, 64-bit integers, finite floats, UTF-8 strings, and lists, tuples and dicts (keys:
+// strings or integers) of them. Nothing for any other value, and for one with more than a million parts or 100 levels.
 std::optional<nlohmann::json> plain_json(const PickleValue& value);
 
 }  // namespace ds::checkpoint

@@ -20,7 +20,7 @@ struct OptimizerState {
   std::vector<optimizers::GroupOptions> groups;  // the groups at the save
 };
 
-// Where a sampler stands (data/batch_sampler.h): a position counted over all ranks.
+// The position of a sampler (data/batch_sampler.h), counted over all ranks.
 struct DataPosition {
   int64_t epoch = 0;
   int64_t next_sample = 0;

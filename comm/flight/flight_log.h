@@ -72,7 +72,7 @@ struct ContractMark {
 
 inline constexpr std::array<int, 6> kMarkShifts = {0, 3, 6, 10, 14, 20};
 
-// Where a rank is in one of its groups.
+// The position of a rank in one of its groups.
 struct FlightGroup {
   FixedText<48> name;
   FixedText<192> ranks;  // world ranks in the order of the group, as rank_list_text() writes them

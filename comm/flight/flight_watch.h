@@ -36,7 +36,7 @@ class FlightWatch {
   FlightWatch& operator=(const FlightWatch&) = delete;
 
   FlightRecorder& recorder() { return *recorder_; }
-  // Nothing is recorded, compared or reported from now on; on all ranks. Waits two seconds at most.
+  // Stops recording, comparing and reporting; called on all ranks. Waits two seconds at most.
   void stop();
   void set_stall_limit(std::chrono::milliseconds limit);
   void set_end_process(bool end_process);

@@ -100,7 +100,7 @@ struct FlightWatch::State {
   void end(const std::string& text);
 };
 
-// On rank 0: compares the boards of all ranks, and raises the alarm when they stall. Used by the thread that talks.
+// Compares, on rank 0, the boards of all ranks, and raises the alarm when they stall. Used by the thread that talks.
 class FlightWatch::Judge {
  public:
   // Both arguments outlive it.
@@ -146,10 +146,11 @@ class FlightWatch::Talk {
   // Returns when the watch ends, or the store does not answer any more.
   void run();
 
-  // For the judge: shows this rank's board and returns it; this rank's whole record; and until when nobody is judged,
-  // since other processes may have been stopped as this one was.
+  // Shows this rank's board to the others and returns it.
   FlightLog show_board();
+  // Returns this rank's whole record, with its stack and the state of its neighbours.
   FlightLog full_log();
+  // Until when nobody is judged: other processes may have been stopped as this one was.
   flight::Clock::time_point quiet_until() const { return quiet_until_; }
 
  private:

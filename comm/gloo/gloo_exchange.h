@@ -35,7 +35,8 @@ class GlooExchange {
   // (in [0, 2^29)).
   void begin(OperationName operation, int tag);
 
-  // After an exception: forgets the messages still under way, so that nothing writes into the caller's memory any more.
+  // Forgets, after an exception, the messages still under way, so that nothing writes into the caller's memory any
+  // more.
   void abandon() { posted_.clear(); }
 
   // Sizes are in bytes and multiples of the element size; pointers are host memory.

@@ -48,7 +48,7 @@ class GlooWire {
   // rank, the peer, the first loss and what to look at: when the peer closed its connection or the time limit passed.
   void complete(const Message& message, const Printable& what);
 
-  // After a failure: lets go of the connections, so that ranks that wait for this one learn of it, and makes every
+  // Lets go, after a failure, of the connections, so that ranks that wait for this one learn of it, and makes every
   // later post throw `reason`.
   void close(const std::string& reason);
 

@@ -1,5 +1,4 @@
-// Stacks in the text of LibTorch's exceptions. Files of comm/job are in namespace ds::engine, where init_distributed(),
-// which is public, has its place beside initialize().
+// Stacks in the text of LibTorch's exceptions. Namespace: see joined_job.h.
 #pragma once
 
 namespace ds::engine {

@@ -1,5 +1,5 @@
 // The job that this process has joined: every later initialize() and init_distributed() of the program is of it too.
-// In namespace ds::engine, as all of comm/job, since the public init_distributed() is there beside initialize().
+// Files of comm/job are in namespace ds::engine, since the public init_distributed() is there beside initialize().
 #pragma once
 
 #include <c10/core/Device.h>

@@ -1,4 +1,4 @@
-// The device of a rank, and how many ranks a host has. In namespace ds::engine, as all of comm/job.
+// The device of a rank, and how many ranks a host has. Namespace: see joined_job.h.
 #pragma once
 
 #include <c10/core/Device.h>

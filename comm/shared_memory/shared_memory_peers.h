@@ -40,7 +40,7 @@ class SharedMemoryPeers {
   // Tells all ranks that this one cannot go on. The first text counts.
   void publish_failure(const std::string& text);
   void publish_departure();
-  // From now on waits end with CommError at `limit`.
+  // Lets waits end with CommError at `limit` from now on.
   void abandon_at(Clock::time_point limit) { abandon_at_.store(limit.time_since_epoch().count()); }
 
   const std::string& group() const { return group_; }

@@ -41,8 +41,8 @@ class SharedRegion {
   bool between_processes_;
 };
 
-// Where the ranks of a group find regions by name: one rank creates, the others attach afterwards, and once all have
-// attached one of them seals. Thread safe.
+// A directory in which the ranks of a group find regions by name: one rank creates, the others attach afterwards, and
+// once all have attached one of them seals. Thread safe.
 class RegionDirectory {
  public:
   virtual ~RegionDirectory() = default;
@@ -51,7 +51,7 @@ class RegionDirectory {
   virtual void seal(const std::string& name) noexcept = 0;
 };
 
-// For ranks that are processes of one host.
+// The directory for ranks that are processes of one host.
 class PosixRegionDirectory final : public RegionDirectory {
  public:
   std::shared_ptr<SharedRegion> create(const std::string& name, size_t bytes) override;
@@ -59,7 +59,7 @@ class PosixRegionDirectory final : public RegionDirectory {
   void seal(const std::string& name) noexcept override;
 };
 
-// For ranks that are threads: all of them share one object of this class.
+// The directory for ranks that are threads: all of them share one object of this class.
 class ThreadRegionDirectory final : public RegionDirectory {
  public:
   std::shared_ptr<SharedRegion> create(const std::string& name, size_t bytes) override;

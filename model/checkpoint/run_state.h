@@ -17,7 +17,7 @@
 
 namespace ds::engine {
 
-// Where a run stands when an accumulation begins: what a checkpoint that is saved inside of it goes on from.
+// The position of a run when an accumulation begins, from which a checkpoint that is saved inside of it goes on.
 struct AccumulationStart {
   std::optional<SamplerState> data;  // position of the engine's sampler
   NamedTensors generators;           // generator_states()

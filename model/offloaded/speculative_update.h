@@ -79,7 +79,7 @@ class SpeculativeUpdate final : public ReducedGradients {
   SpeculativeUpdate& operator=(const SpeculativeUpdate&) = delete;
 
   bool takes(size_t bucket) const override { return gradients_.takes(bucket); }
-  // After begin(): the gradient is complete, its update begins.
+  // Takes a reduced gradient. After begin() it is complete, and its update begins.
   void add(size_t bucket, const at::Tensor& own) override;
   at::Tensor gradient(size_t bucket) override;
   // Rolls back and drops the gradients.

@@ -1,4 +1,4 @@
-// Where the parameters of a model get their first values from: the module itself or a weight file, rank 0's in any
+// The source of the first values of a model's parameters: the module itself or a weight file, rank 0's in any
 // case.
 #pragma once
 
