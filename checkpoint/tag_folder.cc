@@ -39,7 +39,7 @@ std::string replaced_path(const std::string& save_dir, const std::string& tag) {
   return hidden_path(save_dir, tag, kReplaced);
 }
 
-// False where it cannot be looked at.
+// Whether the path exists; false where it cannot be looked at.
 bool there(const fs::path& path) {
   std::error_code error;
   return fs::exists(path, error);
@@ -54,7 +54,7 @@ void rename_folder(const std::string& from, const std::string& to) {
   require_system<IoError>(rename(from.c_str(), to.c_str()) == 0, "cannot rename ", from, " to ", to);
 }
 
-// False where the file system cannot.
+// Exchanges two folders. Returns false where the file system cannot.
 bool exchange(const std::string& one, const std::string& other) {
   return syscall(SYS_renameat2, AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) == 0;
 }

@@ -60,7 +60,7 @@ std::vector<fs::path> old_records(const fs::path& folder) {
   return files;
 }
 
-// Nothing that is not ours: the base may be a folder with other things in it.
+// Removes nothing that is not ours: the base may be a folder with other things in it.
 void remove_old(const fs::path& base) {
   for (const fs::directory_entry& job : entries_of(base)) {
     std::error_code error;

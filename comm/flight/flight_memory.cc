@@ -24,7 +24,7 @@ bool leads_to(const std::string& file, int descriptor) {
          named.st_ino == opened.st_ino;
 }
 
-// False: somebody else has it.
+// Locks the file. False: somebody else has the lock.
 bool lock(int descriptor) { return flock(descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK; }
 
 UniqueFd open_locked(const std::string& file) {

@@ -36,7 +36,7 @@ const FlightGroup* same_group(const FlightLog& log, const FlightGroup& group) {
   return found == log.groups.end() ? nullptr : &*found;
 }
 
-// Who has not entered the operation that each rank waits in.
+// The ranks that have not entered the operation that each rank waits in.
 class WaitGraph {
  public:
   WaitGraph(const std::vector<FlightLog>& logs, int world_size) : world_size_(world_size) {

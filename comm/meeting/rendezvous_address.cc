@@ -82,7 +82,7 @@ void take_from_starter(std::optional<int>& value, const char* variable, const st
   if (!value) value = started;
 }
 
-// Who this process is. RANK and WORLD_SIZE together win over what started it.
+// The rank of this process, and where it comes from. RANK and WORLD_SIZE together win over what started it.
 struct Identity {
   std::optional<int> rank, world_size, local_rank, local_world_size;
   std::optional<StartedPlace> started;  // absent where RANK and WORLD_SIZE are set

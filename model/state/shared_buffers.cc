@@ -9,7 +9,7 @@
 namespace ds::engine {
 namespace {
 
-// Each once, in the order of the module.
+// Returns each buffer once, in the order of the module.
 std::vector<at::Tensor> buffers_of(const torch::nn::Module& module) {
   std::vector<at::Tensor> result;
   std::unordered_set<const at::TensorImpl*> seen;

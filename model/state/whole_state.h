@@ -1,4 +1,5 @@
-// Whole parameters and masters of a model, put together from the ranks that have parts of them. All collective.
+// Full (unsharded) parameters and masters of a model, gathered from the ranks that have parts of them. All functions
+// are collective.
 #pragma once
 
 #include <ATen/core/Tensor.h>
