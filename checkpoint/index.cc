@@ -30,7 +30,7 @@ struct Found {
   std::map<int, Runs> runs;                         // by index of the part; 0 for the whole
 };
 
-// Elements of what a piece's offset and length run in.
+// Returns the elements of the tensor or part in which a piece's offset and length count.
 int64_t elements_of(const Piece& piece, const TensorInfo& tensor, const std::string& where) {
   return piece.part ? tensor_part_of(*piece.part, tensor.sizes, where).numel() : tensor.numel();
 }
@@ -54,7 +54,7 @@ void require_piece(const TensorInfo& tensor, const FileRecord& record, const Pie
                    what, " of ", bytes, " bytes has ", piece.checksums.size(), " checksums");
 }
 
-// Pieces are of one cut, or all of the whole.
+// Notes a piece. The pieces of a tensor are of one cut, or all of the whole.
 void add_piece(Found& found, const Piece& piece, const std::string& where) {
   if (!found.part) found.part = &piece.part;
   const std::optional<StoredPart>& first = *found.part;
@@ -66,7 +66,7 @@ void add_piece(Found& found, const Piece& piece, const std::string& where) {
   if (piece.length > 0) found.runs[piece.part ? piece.part->index : 0].emplace_back(piece.offset, piece.length);
 }
 
-// Elements 0 to `numel`, each once. `what`: of what, with the tensor's name.
+// Requires that the runs have elements 0 to `numel`, each once. `what` names the tensor.
 void require_covered(Runs& runs, int64_t numel, const std::string& what) {
   std::sort(runs.begin(), runs.end());
   int64_t end = 0;
@@ -78,7 +78,8 @@ void require_covered(Runs& runs, int64_t numel, const std::string& what) {
   require<IoError>(end == numel, what, ": elements from ", end, " to ", numel, " are in no file");
 }
 
-// Parts with elements are the first ones, so that no more are looked at than there are pieces.
+// Requires all parts of a tensor. Parts with elements come first, so that no more parts are looked at than there are
+// pieces.
 void require_all_parts(Found& found, const std::string& path, const TensorInfo& tensor, const std::string& where) {
   StoredPart part = **found.part;
   int64_t rest = tensor.numel();
@@ -192,7 +193,7 @@ FileRecord file_from(const json& value, const std::string& where) {
   return file;
 }
 
-// In what an index or a table of a rank has; false for anything else.
+// Whether an index or a table of a rank has parts of tensors; false for anything else.
 bool has_parts(const json& content) {
   const auto files = content.find("files");
   if (files == content.end() || !files->is_object()) return false;
@@ -298,7 +299,7 @@ RunsByTensor runs_of(const Index& index) {
   return runs;
 }
 
-// Elements of [begin, end) that the runs have.
+// Returns how many elements of [begin, end) the runs have.
 int64_t covered(const ElementRuns& runs, int64_t begin, int64_t end) {
   int64_t count = 0;
   auto run = runs.upper_bound(begin);

@@ -6,6 +6,7 @@
 #include "core/check.h"
 
 namespace ds::engine {
+
 std::pair<int, int> HostFolders::place_among(const std::vector<int>& holders) const {
   int place = -1;
   int count = 0;
