@@ -13,7 +13,7 @@
 #include "layers/compressed/small_model.h"
 #include "model/state/parameter_scope.h"
 #include "model/state/parameter_values.h"
-#include "zero/gathered_scope.h"
+#include "zero/gather/gathered_scope.h"
 
 namespace ds::engine {
 

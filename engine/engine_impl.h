@@ -10,7 +10,7 @@
 #include <string>
 
 #include "config/order/call_order.h"
-#include "core/transfer_stream.h"
+#include "core/device/transfer_stream.h"
 #include "dsengine/config.h"
 #include "dsengine/engine.h"
 #include "dsengine/errors.h"

@@ -15,8 +15,8 @@
 #include "loops/comm_hooks.h"
 #include "loops/used_parameters.h"
 #include "model/state/model_layout.h"
-#include "zero/gradient_reducer.h"
 #include "zero/parameter_bucket.h"
+#include "zero/reduction/gradient_reducer.h"
 
 namespace ds::loops {
 

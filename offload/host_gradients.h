@@ -13,8 +13,8 @@
 #include <optional>
 #include <vector>
 
+#include "core/device/transfer_stream.h"
 #include "core/slices/reduced_gradients.h"
-#include "core/transfer_stream.h"
 
 namespace ds::offload {
 

@@ -7,7 +7,7 @@
 #include <functional>
 #include <vector>
 
-#include "core/transfer_stream.h"
+#include "core/device/transfer_stream.h"
 
 namespace ds::offload {
 

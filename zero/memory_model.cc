@@ -118,7 +118,7 @@ int64_t gradient_elements(const MemoryQuestion& question, const std::vector<int6
 
 int64_t in_pages(int64_t bytes) { return round_up(bytes, int64_t{4096}); }
 
-// Integers, and a float32 scale for 512 of them: core/block_codec.h, but for short blocks.
+// Integers, and a float32 scale for 512 of them: core/numbers/block_codec.h, but for short blocks.
 int64_t encoded_bytes(int64_t elements, int bits) { return elements * bits / 8 + elements / 512 * 4; }
 
 // Of one reduction of all buckets.

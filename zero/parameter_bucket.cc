@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/block_codec.h"
 #include "core/check.h"
 #include "core/memory/storage_memory.h"
+#include "core/numbers/block_codec.h"
 #include "core/tensor_check.h"
 
 namespace ds::zero {

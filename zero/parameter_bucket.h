@@ -29,9 +29,9 @@ struct Parameter {
 
 // Owns `flat` ([layout.numel], the model's dtype and device). Padding holds zeros. Not thread safe.
 //
-// A sharded bucket (stage 3) owns its rank's slice, as it is or encoded (core/block_codec.h), and the memory of `flat`
-// comes and goes: all views of it, those that autograd saved too, share one storage, so that they are whole again as
-// soon as the storage is.
+// A sharded bucket (stage 3) owns its rank's slice, as it is or encoded (core/numbers/block_codec.h), and the memory of
+// `flat` comes and goes: all views of it, those that autograd saved too, share one storage, so that they are whole
+// again as soon as the storage is.
 class ParameterBucket {
  public:
   // `values` are the float32 (or original dtype) values of the whole bucket, as made by `flatten`; the bucket is

@@ -12,7 +12,7 @@
 #include "model/state/kept_buffers.h"
 #include "model/state/module_classes.h"
 #include "model/state/part_options.h"
-#include "zero/parameter_publisher.h"
+#include "zero/gather/parameter_publisher.h"
 
 namespace ds::engine {
 namespace {

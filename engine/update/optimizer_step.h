@@ -11,7 +11,7 @@
 
 #include "checkpoint/background_save.h"
 #include "config/order/call_order.h"
-#include "core/readback.h"
+#include "core/device/readback.h"
 #include "data/batch_sampler.h"
 #include "dsengine/data_loader.h"
 #include "dsengine/lr_scheduler.h"

@@ -7,9 +7,9 @@
 #include <exception>
 #include <utility>
 
-#include "core/block_codec.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "core/numbers/block_codec.h"
 #include "core/round_up.h"
 #include "model/agreement/host_room.h"
 #include "model/agreement/shared_failure.h"

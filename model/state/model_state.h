@@ -23,11 +23,11 @@
 #include "model/state/model_optimizer.h"
 #include "model/state/ranks.h"
 #include "model/state/tensor_parts.h"
-#include "zero/gradient_check.h"
-#include "zero/gradient_reducer.h"
-#include "zero/parameter_access.h"
+#include "zero/gather/parameter_access.h"
+#include "zero/gather/parameter_gatherer.h"
 #include "zero/parameter_bucket.h"
-#include "zero/parameter_gatherer.h"
+#include "zero/reduction/gradient_check.h"
+#include "zero/reduction/gradient_reducer.h"
 
 namespace ds::engine {
 

@@ -12,7 +12,7 @@
 
 #include "core/check.h"
 #include "model/state/split_scope.h"
-#include "zero/gathered_scope.h"
+#include "zero/gather/gathered_scope.h"
 
 namespace ds::engine {
 

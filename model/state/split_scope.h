@@ -13,7 +13,7 @@
 #include "core/split/tensor_part.h"
 #include "core/split/whole_in_place.h"
 #include "model/state/model_state.h"
-#include "zero/split_wholes.h"
+#include "zero/gather/split_wholes.h"
 
 namespace ds::engine {
 

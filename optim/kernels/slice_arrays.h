@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-#include "core/float_bits.h"
-#include "core/float_format.h"
+#include "core/numbers/float_bits.h"
+#include "core/numbers/float_format.h"
 
 namespace ds::optimizers {
 

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "core/transfer_stream.h"
+#include "core/device/transfer_stream.h"
 #include "offload/host_gradients.h"
 #include "offload/pinned_arena.h"
 #include "offload/write_back.h"

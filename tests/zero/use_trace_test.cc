@@ -1,4 +1,4 @@
-#include "zero/use_trace.h"
+#include "zero/gather/use_trace.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,0 +1,69 @@
+// One gather: brings the elements of a bucket from where they are kept to the bucket's memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+
+#include "core/device/transfer_stream.h"
+#include "dsengine/comm.h"
+#include "zero/parameter_bucket.h"
+
+namespace ds::zero {
+
+// Where the elements of a bucket come from.
+struct GatherRoutes {
+  // Holds a slice of each bucket on every rank. Serves the gatherer alone, so that gathers and reductions need no
+  // common order.
+  comm::Communicator& slices;
+  // hpZ (Wang et al., ZeRO++, arXiv:2306.10209): ranks of one node, consecutive ones of `slices` in their order. What
+  // was gathered once after an update is gathered from their secondary slices until the next one. May be null.
+  comm::Communicator* node = nullptr;
+  // qwZ, same paper: 8 = slices are sent as 8-bit integers, and operators see values of that precision; 0 = as they
+  // are.
+  int bits = 0;
+};
+
+// What a gather under way holds. Default constructed: none is.
+struct GatherUnderWay {
+  comm::Work work;
+  at::Tensor slice;              // the own one, which has its elements meanwhile
+  TransferStream::Mark arrived;  // of the own slice, where it comes from the host,
+  at::Tensor own;                // to here, where others have slices too. Likewise what is sent in a dtype of its own,
+  at::Tensor sent;               // and all that comes
+};
+
+// Collective: all ranks start the same gathers in the same order. Not thread safe.
+class BucketGather {
+ public:
+  // What `routes` names outlives it. Of buckets on `device`.
+  BucketGather(const GatherRoutes& routes, at::Device device) : routes_(routes), copies_(device) {}
+
+  const GatherRoutes& routes() const { return routes_; }
+  // Whether start() brings the values that the slices have, not those of 8 bits or of a narrower dtype.
+  bool is_exact(const ParameterBucket& bucket, bool exact) const {
+    return exact || (routes_.bits == 0 && !is_cast(bucket)) || !bucket.sharded();
+  }
+  // Begins to fill the bucket's memory. `exact` as asked for; an encoded bucket has no other values than its own.
+  void start(const ParameterBucket& bucket, const std::string& label, bool exact, GatherUnderWay& gather);
+  // Returns when the current stream is ordered after the gather, and throws CommError when it failed. Nothing is under
+  // way then.
+  void wait(ParameterBucket& bucket, GatherUnderWay& gather);
+
+ private:
+  // Whether the bucket's slices are sent in another dtype than they have.
+  static bool is_cast(const ParameterBucket& bucket) {
+    const std::optional<int>& dtype = bucket.layout().sent_as;
+    return dtype && static_cast<at::ScalarType>(*dtype) != bucket.options().dtype().toScalarType();
+  }
+  void start_cast(const ParameterBucket& bucket, const std::string& label, GatherUnderWay& gather);
+  void start_from_host(const ParameterBucket& bucket, const std::string& label, GatherUnderWay& gather);
+  // The own slice where collectives take it.
+  static at::Tensor on_device(const ParameterBucket& bucket, const GatherUnderWay& gather);
+
+  GatherRoutes routes_;
+  TransferStream copies_;  // of slices on the host
+};
+
+}  // namespace ds::zero

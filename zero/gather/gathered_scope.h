@@ -1,0 +1,31 @@
+// What a scope of gathered parameters covers: the engine fills it in, zero::GatheredParameters opens it.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "dsengine/comm.h"
+#include "dsengine/zero.h"
+#include "zero/gather/parameter_gatherer.h"
+#include "zero/gather/split_wholes.h"
+#include "zero/parameter_bucket.h"
+
+namespace ds::zero {
+
+struct GatheredParameters::Scope {
+  std::vector<std::pair<size_t, ParameterBucket*>> buckets;  // with their numbers, ascending
+  std::vector<Parameter> others;                             // in no bucket, whole on every rank
+  ParameterGatherer* gatherer = nullptr;                     // null: all parameters are whole already
+  comm::Communicator* world = nullptr;                       // all ranks that hold parts or copies
+  std::optional<int> modifier_rank;                          // of world
+  // A bucket that is whole and the same on all ranks may have new values; called before it is released.
+  std::function<void(size_t)> changed;
+  std::function<void()> closed;         // always, once
+  std::unique_ptr<SplitWholes> wholes;  // null: no parameter is split over a tensor axis
+};
+
+}  // namespace ds::zero

@@ -1,0 +1,62 @@
+// How one bucket of gradients is reduced between ranks: the groups, what travels, what it is divided by.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+
+#include "dsengine/comm.h"
+#include "zero/reduction/reducer_options.h"
+
+namespace ds::zero {
+
+// The ranks with which a bucket is reduced. An average is one over the ranks of both.
+struct BucketGroups {
+  comm::Communicator& slices;      // own the slices of the bucket; reduced by every launch
+  comm::Communicator* replicas;    // own equal slices; joined once, at the boundary. May be null
+  comm::BucketReduction* instead;  // of the collective over `slices`. May be null
+};
+
+// One reduction under way.
+struct GradientTransfer {
+  comm::Work work;
+  at::Tensor wire;  // what the collective runs on: `local`, or a copy where its dtype differs; undefined: nothing sent
+};
+
+// Not thread safe: used under the reducer's lock, which also keeps collectives in order. Throws CommError.
+class GradientExchange {
+ public:
+  // What `routes` names outlives it.
+  GradientExchange(const ReduceRoutes& routes, const ReducerOptions& options) : routes_(routes), options_(options) {}
+
+  const ReducerOptions& options() const { return options_; }
+  // Whatever reduces asks here: buckets of one model may be reduced in ways of their own.
+  BucketGroups groups_of(size_t bucket) const;
+  // While true, gradients stay those of this rank, whole buckets, and nothing is sent.
+  void keep_local(bool local) { local_ = local; }
+  bool keeps_local() const { return local_; }
+
+  // The part of `flat` (the bucket, [numel]) that this rank has after a reduction.
+  at::Tensor own_part(size_t bucket, const at::Tensor& flat) const;
+  // Reductions under way hold copies, whose number is to be bounded where buckets stay.
+  bool makes_copies() const;
+  // Begins the reduction of `local`, [numel]. `transfer` has what the collective uses even where this throws.
+  void start(size_t bucket, const at::Tensor& local, GradientTransfer& transfer) const;
+  // Waits for it; afterwards the own part of `local` is the reduced gradient.
+  void finish(size_t bucket, const at::Tensor& local, GradientTransfer& transfer) const;
+
+ private:
+  bool divides_in_two() const { return options_.average && !options_.prescale && options_.predivide_factor != 1.0; }
+  // NCCL multiplies before an average, and does without its fastest ways: switches that add (NVLS), and reduce_scatter
+  // as a tree (PAT). A sum of float16 may be too large.
+  bool divides_after(size_t bucket, const at::Tensor& wire) const {
+    return options_.average && !options_.prescale && !divides_in_two() && !wire.is_cpu() &&
+           wire.scalar_type() != at::kHalf && !groups_of(bucket).instead;
+  }
+
+  ReduceRoutes routes_;
+  ReducerOptions options_;
+  bool local_ = false;
+};
+
+}  // namespace ds::zero

@@ -1,0 +1,141 @@
+// Collects gradients in buckets and reduces each bucket while backward is still running.
+//
+// What c10d's Reducer is to DDP, for every ZeRO stage up to 2: a stage is only a policy on buckets. A hook on every
+// parameter hands its gradient over as soon as autograd has made it; the last gradient of a bucket starts that bucket's
+// collective. Buckets are always reduced in the same order (the last bucket of the model first), whatever order or
+// subset of gradients a rank produces, so nothing can wait for a parameter that got none: it contributes zeros.
+//
+// Gradients add up: over the micro-batches of an accumulation, over several backward passes in one micro-batch, and
+// over passes that were reduced and passes that were not. What a bucket and a pass can be, and what follows what, is
+// Note [Life of a gradient bucket] (zero/reduction/reduction_states.h).
+//
+// Several engines on one thread: zero/reduction/neighbour_passes.h.
+//
+// Threads: begin_backward, end_backward, finish and reset belong to the engine's thread; the hooks may run on
+// autograd's device threads and take a lock.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/slices/reduced_gradients.h"
+#include "zero/buffer_pool.h"
+#include "zero/parameter_bucket.h"
+#include "zero/reduction/gradient_bucket.h"
+#include "zero/reduction/gradient_check.h"
+#include "zero/reduction/gradient_exchange.h"
+#include "zero/reduction/late_reductions.h"
+#include "zero/reduction/neighbour_passes.h"
+#include "zero/reduction/reducer_options.h"
+#include "zero/reduction/reduction_states.h"
+
+namespace ds::zero {
+
+class GradientReducer {
+ public:
+  // `buckets`, `parameters` and the groups outlive the reducer. Installs a hook on every parameter and drops
+  // gradients it has (plain gradients stay). Throws UsageError for a parameter that has a hook of another reducer.
+  GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
+                  ReduceRoutes routes, const ReducerOptions& options);
+  ~GradientReducer();
+  GradientReducer(const GradientReducer&) = delete;
+  GradientReducer& operator=(const GradientReducer&) = delete;
+
+  // From now on gradients stay those of this rank, whole buckets, and nothing is sent; or are reduced again. For
+  // optimizers that exchange something else than gradients. Between steps: no gradient may be held. With the policy
+  // kReduceScatterEveryBackward, and with gradients elsewhere, it throws UsageError.
+  void keep_local(bool local);
+  bool keeps_local() const { return exchange_.keeps_local(); }
+  // Shows it each gradient that autograd makes from now on, before it is added to others. It outlives the reducer.
+  void check_with(GradientCheck& check) { check_ = &check; }
+  // Plain passes: called by each hook before it does anything, by several threads of autograd at once. It returns when
+  // begin_backward() has been called for the pass, and sees to its end.
+  void enter_with(std::function<void()> enter) { enter_ = std::move(enter); }
+  // Around every backward pass. `synchronize`: this pass ends in a reduction if the policy asks for one at `boundary`.
+  // `in_pass`, of each bucket: whether the pass may give it gradients, the same on all ranks; where the policy reduces
+  // in every pass, the others are left alone. Empty: all. Throws UsageError while a pass runs, and after one that
+  // failed until reset(); plain gradients are as the failed one left them, as in torch, but for abandon_backward().
+  void begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass = {});
+  void end_backward();
+  // The next pass starts no reduction before it ends: passes of several engines run at once, and what is complete first
+  // may be another one's on another rank.
+  void reduce_after_next_pass() { waits_for_end_ = true; }
+  // In place of end_backward() when the pass threw: what it left can only be dropped. Plain gradients that are views of
+  // a bucket whose reduction is under way are dropped here.
+  void abandon_backward();
+  bool failed() const { return state_ == PassState::kFailed; }  // did the last pass throw?
+
+  // Reduces what is still local (passes under no_sync, a boundary that was declared late) and waits for everything.
+  // Throws UsageError while a pass runs, and after one that failed.
+  void finish();
+  // After finish(), plain gradients: they become the parameters' (GradientBucket::show()).
+  void show_gradients(const std::vector<char>& used, double factor);
+  // Whether a parameter has got more than one gradient in a pass since the start: parts of it were passes of their own
+  // (activation checkpointing), or it is complete at the end only.
+  bool any_repeated() const { return any_repeated_; }
+  // After finish(): the reduced gradient of a bucket, whole at stage 0, else the own slice. Undefined before any
+  // backward.
+  at::Tensor gradient(size_t bucket) const;
+  // Drops all gradients, reduced or not. Not while a pass runs, as finish().
+  void reset();
+  // Gives up the memory that is kept from step to step. Between steps: all gradients are dropped.
+  void release_buffers();
+  // Throws UsageError where passes of other engines have made gradients that the program has not dropped.
+  void require_own_gradients(const char* call) { neighbours_.require_none(call); }
+  // "the engine of MODEL"; empty where it is the only one on its thread.
+  std::string engine_if_several() const {
+    return neighbours_.has_neighbours() ? "the engine of " + neighbours_.model() : std::string();
+  }
+  // begin_backward() and end_backward() come from this thread from now on.
+  void use_from_this_thread() { neighbours_.use_from_this_thread(); }
+  // Parameters that took part in no backward since the last reset.
+  std::vector<int64_t> parameters_without_gradient() const;
+  // Largest number of bytes held in gradient tensors since the last call.
+  int64_t take_peak_bytes();
+
+ private:
+  class Hook;
+
+  void on_gradient(size_t index, size_t position);
+  void launch_ready(bool all);
+  void launch(GradientBucket& bucket);
+  void complete(GradientBucket& bucket);
+  void set_aside(GradientBucket& bucket);
+  void retire(size_t staying, bool inside_backward);
+  void join_replicas();
+  void drop_all();
+  bool has_replicas() const;
+  void recover();
+  bool running() const { return state_ == PassState::kLocal || state_ == PassState::kReducing; }
+  bool transient() const { return exchange_.options().transient(); }
+  bool leaves_in_backward() const { return elsewhere_ && exchange_.options().leave_in_backward; }
+  bool is_in_pass(size_t index) const { return in_pass_.empty() || in_pass_[index]; }
+  bool had_its_turn(size_t index) const { return buckets_.size() - 1 - index < next_; }
+  bool is_elsewhere(const GradientBucket& bucket) const { return elsewhere_ && elsewhere_->takes(bucket.index()); }
+
+  const std::vector<Parameter>& parameters_;
+  GradientExchange exchange_;
+  ReducedGradients* elsewhere_;
+  GradientCheck* check_ = nullptr;
+  BufferPool buffers_;
+  std::vector<GradientBucket> buckets_;
+  LateReductions late_;
+  NeighbourPasses neighbours_;
+  PassState state_ = PassState::kIdle;
+  std::vector<size_t> in_flight_;  // buckets with a collective under way, oldest first
+  size_t next_ = 0;                // buckets_[size - 1 - next_] is the next to be launched in this pass
+  std::vector<char> in_pass_;      // of each bucket; empty: all
+  std::function<void()> enter_;
+  bool any_repeated_ = false;
+  bool waits_for_end_ = false;  // the running pass, or the next one
+  std::mutex mutex_;
+};
+
+}  // namespace ds::zero
