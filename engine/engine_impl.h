@@ -17,7 +17,6 @@
 #include "dsengine/lr_scheduler.h"
 #include "engine/report/batch_notes.h"
 #include "engine/report/comms_report.h"
-#include "engine/report/phases.h"
 #include "engine/report/reporter.h"
 #include "engine/setup/make_sampler.h"
 #include "engine/update/accumulation.h"

@@ -1,13 +1,18 @@
-// The ranks that a sharded module talks with.
+// The ranks that a sharded module talks with, also where parallelize_module has split it over a tensor axis: 2-D
+// parallelism, in which each rank has slices of its parts of the parameters.
 #pragma once
 
 #include <c10/core/Device.h>
+#include <torch/nn/module.h>
 
 #include <memory>
+#include <string>
 
 #include "dsengine/comm.h"
 #include "dsengine/fully_shard.h"
 #include "model/state/ranks.h"
+#include "model/state/tensor_parts.h"
+#include "parallel/axis/axis.h"
 
 namespace ds::loops {
 
@@ -20,16 +25,29 @@ struct ShardRanks {
   c10::Device device = c10::kCPU;
 };
 
-// From the mesh, the group or the job, as the options say. `device`: where the parameters are. `tensor`: the ranks that
-// they are split over, null: they are whole. Throws ConfigError for options that exclude each other, and for a mesh
-// that does not have the ranks of `tensor` along its innermost axis. Collective.
+// Makes the groups from the mesh, the group or the job, as the options say. `device`: where the parameters are.
+// `tensor`: the ranks that they are split over, null: they are whole. Throws ConfigError for options that exclude each
+// other, and for a mesh that does not have the ranks of `tensor` along its innermost axis. Collective.
 ShardRanks shard_ranks(const FullyShardOptions& options, c10::Device device, const comm::Communicator* tensor);
 
 // HYBRID_SHARD without a mesh: shards inside of hosts with so many consecutive ranks each, copies over the hosts.
 // Throws ConfigError where hosts are not like that. Collective.
 void shard_inside_hosts(ShardRanks& ranks, int ranks_per_host);
 
-// As the engine's parts take them, with a group for gathers alone. Collective.
+// The same ranks in the form of model/state, with a group for gathers alone. Collective.
 engine::Ranks engine_ranks(const ShardRanks& ranks);
+
+// The ranks of a module, as shard_ranks() says them. Throws UsageError for one without parameters, ConfigError for
+// options that a split one does not take. Collective.
+ShardRanks ranks_of(const torch::nn::Module& module, const FullyShardOptions& options);
+
+// The axis of a module's split parameters; null: none is split. Throws UsageError, naming two, where there are several.
+std::shared_ptr<parallel::Axis> tensor_axis_of(const torch::nn::Module& module);
+
+// What each rank of the tensor axis has of the split parameters; null without an axis.
+std::unique_ptr<engine::TensorParts> tensor_parts_of(const torch::nn::Module& module, const ShardRanks& ranks);
+
+// How each parameter is cut, which is the same on all ranks of the axis: lines "what<TAB>value". Empty without an axis.
+std::string split_text(const torch::nn::Module& module);
 
 }  // namespace ds::loops

@@ -22,10 +22,9 @@
 #include "core/op_interceptor.h"
 #include "dsengine/fully_shard.h"
 #include "loops/backward_pass.h"
-#include "loops/earlier_units.h"
+#include "loops/first_values.h"
 #include "loops/shard_layout.h"
 #include "loops/shard_ranks.h"
-#include "loops/slice_gradients.h"
 #include "loops/slice_leaves.h"
 #include "model/state/model_layout.h"
 #include "model/state/model_state.h"
@@ -35,10 +34,10 @@ namespace ds::loops {
 // On the thread that made it, but for what autograd's threads call in a backward pass.
 class ShardedModel {
  public:
-  // `parts`: units inside of the module, in the order in which they take their parameters; `earlier`: those of them
+  // `units`: those inside of the module, in the order in which they take their parameters; `earlier`: those of them
   // that have been sharded by themselves. Collective.
   ShardedModel(const std::shared_ptr<torch::nn::Module>& module, const FullyShardOptions& options,
-               const std::vector<ShardPart>& parts, EarlierUnits& earlier);
+               const std::vector<LayoutUnit>& units, EarlierUnits& earlier);
   ~ShardedModel();
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;
@@ -71,7 +70,7 @@ class ShardedModel {
   void slices_changed();
 
  private:
-  void lay_out(const engine::ModelParameters& parameters, const std::vector<ShardPart>& parts, EarlierUnits& earlier);
+  void lay_out(const engine::ModelParameters& parameters, const std::vector<LayoutUnit>& units, EarlierUnits& earlier);
   void make_parts(at::ScalarType reduce_dtype);
   void end();
   void watch_slices();

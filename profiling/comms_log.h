@@ -26,7 +26,7 @@
 #include "comm/collective_observer.h"
 #include "profiling/comms_record.h"
 #include "profiling/device_clock.h"
-#include "profiling/step_timers.h"
+#include "profiling/meters.h"
 
 namespace ds::profiling {
 

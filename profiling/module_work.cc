@@ -15,7 +15,7 @@
 #include "core/split/split_tensor.h"
 #include "core/transposed.h"
 #include "profiling/flops_report.h"
-#include "profiling/step_timers.h"
+#include "profiling/meters.h"
 
 namespace ds::profiling {
 namespace {

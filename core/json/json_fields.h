@@ -17,10 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/json/enum_names.h"
 #include "core/json/json_convert.h"
-#include "core/json/json_reading.h"
-#include "core/json/json_rules.h"
+#include "core/json/json_types.h"
 #include "core/json/near_miss.h"
 
 namespace ds {

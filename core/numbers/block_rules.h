@@ -8,9 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "core/numbers/element_pack.h"
 #include "core/numbers/float_bits.h"
-#include "core/numbers/float_format.h"
 
 namespace ds {
 

@@ -1,10 +1,12 @@
-// bfloat16 and float16 as bits in memory, float32 in registers, one element at a time: for kernels of a device and for
-// what stands for them on the host. Torch-free; a compiler of kernels reads it.
+// bfloat16 and float16 as bits in memory, float32 in registers: the formats, the choice of one at run time, and packs
+// of elements that a kernel reads and writes in one access. For kernels of a device and for what stands for them on the
+// host. Torch-free; a compiler of kernels reads it.
 //
 // Encoding rounds to nearest even, a NaN stays one. The vector code of the host is in
 // core/numbers/float_formats-inl.h.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -76,5 +78,72 @@ struct Float16Bits {
   }
 #endif
 };
+
+// The format that an array has, where only the running program knows.
+enum class FloatFormat : uint8_t { kFloat32, kBFloat16, kFloat16 };
+
+// The size of one number.
+constexpr int64_t bytes_of(FloatFormat format) { return format == FloatFormat::kFloat32 ? 4 : 2; }
+
+// use(format), on the host.
+template <class Use>
+auto with_float_format(FloatFormat format, const Use& use) {
+  switch (format) {
+    case FloatFormat::kBFloat16:
+      return use(BFloat16Bits());
+    case FloatFormat::kFloat16:
+      return use(Float16Bits());
+    case FloatFormat::kFloat32:
+      break;
+  }
+  return use(Float32Bits());
+}
+
+// The wide type of a format, which its elements have in registers.
+template <class Format>
+using WideOf = decltype(Format::decode(typename Format::Bits()));
+
+// The number of elements of the format in sixteen bytes.
+template <class Format>
+constexpr int kWholePack = 16 / sizeof(typename Format::Bits);
+
+template <class T, int kPack>
+struct Pack {
+  T of[kPack];
+};
+
+// A pack as it lies in memory, read and written in one access.
+template <class Bits, int kPack>
+struct alignas(sizeof(Bits) * kPack) StoredPack {
+  Bits of[kPack];
+};
+
+// The format of bytes that are taken as they are.
+struct ByteBits {
+  using Bits = uint8_t;
+  DS_HOST_DEVICE static uint8_t decode(uint8_t bits) { return bits; }
+  DS_HOST_DEVICE static uint8_t encode(uint8_t bits) { return bits; }
+};
+
+// Pack `i` of the elements at `data`, which is aligned for it.
+template <class Format, int kPack>
+DS_HOST_DEVICE Pack<WideOf<Format>, kPack> load_pack(const void* data, int64_t i) {
+  const auto stored = static_cast<const StoredPack<typename Format::Bits, kPack>*>(data)[i];
+  Pack<WideOf<Format>, kPack> values;
+  for (int e = 0; e < kPack; ++e) values.of[e] = Format::decode(stored.of[e]);
+  return values;
+}
+
+template <class Format, int kPack>
+DS_HOST_DEVICE void store_pack(void* data, int64_t i, const Pack<WideOf<Format>, kPack>& values) {
+  StoredPack<typename Format::Bits, kPack> stored;
+  for (int e = 0; e < kPack; ++e) stored.of[e] = Format::encode(values.of[e]);
+  static_cast<StoredPack<typename Format::Bits, kPack>*>(data)[i] = stored;
+}
+
+// Whether packs of `pack` elements of `bytes` bytes each lie aligned in memory at `data`.
+inline bool packs_lie_aligned(const void* data, int pack, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(data) % (static_cast<size_t>(pack) * bytes) == 0;
+}
 
 }  // namespace ds

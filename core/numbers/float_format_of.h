@@ -1,11 +1,11 @@
-// Which of the formats that kernels know a tensor's dtype is.
+// The kernels' format (core/numbers/float_bits.h) for a tensor's dtype.
 #pragma once
 
 #include <c10/core/ScalarType.h>
 
 #include <optional>
 
-#include "core/numbers/float_format.h"
+#include "core/numbers/float_bits.h"
 
 namespace ds {
 

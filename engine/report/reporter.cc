@@ -6,7 +6,7 @@
 #include "core/log.h"
 #include "dsengine/activation_checkpoint.h"
 #include "model/state/held_bytes.h"
-#include "profiling/process_memory.h"
+#include "profiling/meters.h"
 
 namespace ds::engine {
 namespace {

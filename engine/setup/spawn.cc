@@ -27,8 +27,12 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/restart_request.h"
 #include "core/system_call.h"
 #include "core/unique_fd.h"
+#include "dsengine/engine.h"
+#include "dsengine/restart.h"
+#include "model/agreement/shared_failure.h"
 
 extern char** environ;
 
@@ -319,3 +323,14 @@ void spawn(const std::function<void(int rank)>& function, int processes) {
 }
 
 }  // namespace ds
+
+namespace ds::engine {
+
+bool restart_wanted(Engine& engine) {
+  const char* file = std::getenv(kRestartFileVariable);
+  const bool seen = file != nullptr && access(file, F_OK) == 0;
+  // The hosts hear of it one after the other.
+  return largest_of_ranks(seen ? 1 : 0, engine.device(), engine.world(), "is a restart wanted") > 0;
+}
+
+}  // namespace ds::engine

@@ -16,7 +16,7 @@
 #include "dsengine/data_loader.h"
 #include "dsengine/lr_scheduler.h"
 #include "engine/report/batch_notes.h"
-#include "engine/report/non_finite_report.h"
+#include "engine/report/non_finite.h"
 #include "engine/report/reporter.h"
 #include "engine/update/accumulation.h"
 #include "engine/update/step_agreement.h"

@@ -9,9 +9,7 @@
 #endif
 
 #include "core/numbers/block_rules.h"
-#include "core/numbers/element_pack.h"
 #include "core/numbers/float_bits.h"
-#include "core/numbers/float_format.h"
 
 namespace ds::fp8 {
 

@@ -13,8 +13,8 @@
 #include "core/round_up.h"
 #include "model/agreement/host_room.h"
 #include "model/agreement/shared_failure.h"
-#include "offload/arena_slices.h"
 #include "offload/file_slices.h"
+#include "offload/pinned_arena.h"
 
 namespace ds::engine {
 namespace {

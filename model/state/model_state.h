@@ -38,7 +38,7 @@ struct BucketGroups {
 };
 
 // How gradients come together, in the order of construction.
-struct GradientParts {
+struct GradientDeps {
   std::unique_ptr<comm::BucketReduction> reduction;  // null: gradients are sent as they are
   std::unique_ptr<zero::GradientCheck> check;        // null: without locate_non_finite
   std::unique_ptr<zero::GradientReducer> reducer;
@@ -62,7 +62,7 @@ struct ModelState {
   // Per bucket: what the optimizer updates. Of the model's dtype: views of the buckets; else copies
   // (plan.master_dtype).
   std::vector<at::Tensor> masters;
-  GradientParts gradients;
+  GradientDeps gradients;
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`
   ModelOptimizer optimizer;

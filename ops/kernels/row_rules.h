@@ -11,7 +11,6 @@
 #include <cmath>
 #include <cstdint>
 
-#include "core/numbers/element_pack.h"
 #include "core/numbers/float_bits.h"
 #include "ops/kernels/float_type.h"
 

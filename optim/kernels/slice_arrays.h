@@ -9,7 +9,6 @@
 #include <cstdint>
 
 #include "core/numbers/float_bits.h"
-#include "core/numbers/float_format.h"
 
 namespace ds::optimizers {
 

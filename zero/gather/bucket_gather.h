@@ -12,7 +12,7 @@
 
 namespace ds::zero {
 
-// Where the elements of a bucket come from.
+// The ranks that the elements of a bucket come from, and the form in which they are sent.
 struct GatherRoutes {
   // Holds a slice of each bucket on every rank. Serves the gatherer alone, so that gathers and reductions need no
   // common order.
@@ -25,23 +25,23 @@ struct GatherRoutes {
   int bits = 0;
 };
 
-// What a gather under way holds. Default constructed: none is.
+// The tensors that a gather under way holds. Default constructed: none is under way.
 struct GatherUnderWay {
   comm::Work work;
-  at::Tensor slice;              // the own one, which has its elements meanwhile
-  TransferStream::Mark arrived;  // of the own slice, where it comes from the host,
-  at::Tensor own;                // to here, where others have slices too. Likewise what is sent in a dtype of its own,
-  at::Tensor sent;               // and all that comes
+  at::Tensor slice;              // this rank's slice, which has its elements meanwhile
+  TransferStream::Mark arrived;  // the arrival of this rank's slice, where it comes from the host
+  at::Tensor own;   // this rank's slice on the device or in the dtype that is sent, where others have slices
+  at::Tensor sent;  // all slices, where they are sent in a dtype of their own
 };
 
 // Collective: all ranks start the same gathers in the same order. Not thread safe.
 class BucketGather {
  public:
-  // What `routes` names outlives it. Of buckets on `device`.
+  // The groups of `routes` outlive it. `device`: the one that the buckets lie on.
   BucketGather(const GatherRoutes& routes, at::Device device) : routes_(routes), copies_(device) {}
 
   const GatherRoutes& routes() const { return routes_; }
-  // Whether start() brings the values that the slices have, not those of 8 bits or of a narrower dtype.
+  // Whether start() brings exactly the values of the slices, not values of 8 bits or of a narrower dtype.
   bool is_exact(const ParameterBucket& bucket, bool exact) const {
     return exact || (routes_.bits == 0 && !is_cast(bucket)) || !bucket.sharded();
   }
@@ -59,7 +59,7 @@ class BucketGather {
   }
   void start_cast(const ParameterBucket& bucket, const std::string& label, GatherUnderWay& gather);
   void start_from_host(const ParameterBucket& bucket, const std::string& label, GatherUnderWay& gather);
-  // The own slice where collectives take it.
+  // This rank's slice in the memory where collectives take it.
   static at::Tensor on_device(const ParameterBucket& bucket, const GatherUnderWay& gather);
 
   GatherRoutes routes_;

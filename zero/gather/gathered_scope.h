@@ -1,4 +1,4 @@
-// What a scope of gathered parameters covers: the engine fills it in, zero::GatheredParameters opens it.
+// The contents of a scope of gathered parameters: the engine fills it in, zero::GatheredParameters opens it.
 #pragma once
 
 #include <cstddef>

@@ -10,7 +10,9 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/check_time.h"
 #include "core/log.h"
+#include "core/memory/storage_memory.h"
 #include "core/replay/memory_writes.h"
 #include "zero/value_digest.h"
 
@@ -141,7 +143,8 @@ void LiveBuckets::wait_all() {
   for (size_t b = 0; b < entries_.size(); ++b) wait(b);
 }
 
-// In a handler of what was thrown. An operator that reads a parameter throws; one that reads a view has NaN as result.
+// Keeps the exception that is being handled. From then on an operator that reads a parameter throws; one that reads a
+// view has NaN as its result.
 void LiveBuckets::fail(const Entry& entry) {
   const std::exception_ptr error = std::current_exception();
   keep_error(with_way_out(error));
@@ -161,7 +164,8 @@ void LiveBuckets::release(size_t bucket) {
   entry.bucket->release(memory_);
 }
 
-// Of a bucket that an operator has changed in place, on all ranks alike, which the engine compares.
+// Copies the changes of a bucket that an operator has changed in place to its slice. All ranks make the same changes,
+// which the engine compares.
 void LiveBuckets::keep_changes(size_t bucket) {
   const Entry& entry = entries_[bucket];
   const std::string name = entry.changes.name(*entry.bucket);
@@ -203,6 +207,31 @@ void LiveBuckets::keep_error(const std::exception_ptr& error) {
 void LiveBuckets::rethrow() {
   if (no_memory_) std::rethrow_exception(no_memory_);
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+}
+
+bool is_part_of(const at::Tensor& tensor, const Parameter& parameter) {
+  if (!is_same_storage(tensor.storage(), parameter.tensor.storage())) return false;
+  const int64_t offset = tensor.storage_offset() - parameter.tensor.storage_offset();
+  return offset >= 0 && offset < parameter.tensor.numel();
+}
+
+void ChangeWatch::begin(const ParameterBucket& bucket) {
+  const CheckTime::Scope time;
+  noted_ = false;
+  versions_.clear();
+  for (const Parameter& parameter : bucket.parameters()) versions_.push_back(parameter.tensor._version());
+}
+
+size_t ChangeWatch::changed_version(const ParameterBucket& bucket) const {
+  const CheckTime::Scope time;
+  size_t i = 0;
+  while (i < versions_.size() && bucket.parameters()[i].tensor._version() == versions_[i]) ++i;
+  return i;
+}
+
+std::string ChangeWatch::name(const ParameterBucket& bucket) const {
+  const size_t changed = changed_version(bucket);
+  return bucket.parameters()[changed < versions_.size() ? changed : 0].name;
 }
 
 }  // namespace ds::zero

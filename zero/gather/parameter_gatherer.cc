@@ -92,7 +92,7 @@ void ParameterGatherer::before_read(const at::Tensor& tensor) {
   if (entry.held == 0 && OpInterceptor::changes_tensor()) entry.changes.note();
 }
 
-// Of this thread. It is left alone where somebody else has turned it off.
+// Turns the cast cache of this thread on or off. It is left alone where somebody else has turned it off.
 void ParameterGatherer::choose_cast_cache(bool on) {
   const bool stays = on ? !cast_cache_off_ : !at::autocast::is_autocast_cache_enabled();
   if (stays) return;
@@ -121,13 +121,14 @@ void ParameterGatherer::use(size_t bucket) {
   prefetch();
 }
 
-// Whole, and not of the operator under way, which may read it again in operators that it calls.
+// Whether the bucket is full and is not used by the operator under way, which may read it again in operators that it
+// calls.
 bool ParameterGatherer::can_be_released(size_t bucket) const {
   const LiveBuckets::Entry& entry = buckets_[bucket];
   return entry.whole() && entry.sharded() && entry.held == 0 && entry.used_by != OpInterceptor::outermost_operator();
 }
 
-// Gives back what the pass has done with.
+// Releases the buckets that the pass has done with.
 void ParameterGatherer::release_done() {
   for (size_t b = 0; b < buckets_.size(); ++b) {
     const LiveBuckets::Entry& entry = buckets_[b];
@@ -136,7 +137,7 @@ void ParameterGatherer::release_done() {
   }
 }
 
-// Gives back what is used last of all, or was used longest ago, until `elements` fit under the limit.
+// Releases the bucket that is used last of all, or was used longest ago, until `elements` fit under the limit.
 void ParameterGatherer::make_room(int64_t elements) {
   while (buckets_.live_elements() + elements > limits_.max_live) {
     size_t victim = buckets_.size();
@@ -153,7 +154,7 @@ void ParameterGatherer::make_room(int64_t elements) {
   }
 }
 
-// Of the bucket in use, where the program has named what follows.
+// Prefetches the buckets that the program has named to follow the one in use. Returns whether it has named any.
 bool ParameterGatherer::prefetch_named() {
   if (current_ == buckets_.size()) return false;
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
@@ -180,7 +181,7 @@ void ParameterGatherer::prefetch() {
   if (!buckets_.out_of_memory()) prefetch_slices();
 }
 
-// One gather further: slices that are not in memory are on their way when it starts.
+// Prefetches the slice of the next bucket, so that it is in memory when its gather starts.
 void ParameterGatherer::prefetch_slices() {
   for (const size_t bucket : reuse_.upcoming()) {
     const LiveBuckets::Entry& entry = buckets_[bucket];

@@ -1,4 +1,4 @@
-// ZeRO-3: parameters are whole only while operators read them.
+// ZeRO-3: parameters are full (unsharded) only while operators read them.
 //
 // Every rank keeps its slice of each bucket. Before an operator reads a parameter whose bucket is released, the
 // bucket's memory is taken and filled by an all_gather; it is given back once the pass has moved on. The order of use
@@ -6,7 +6,8 @@
 // section 6.2), as DeepSpeed does per module: here an operator is what uses a parameter, so modules need no hooks and
 // no declarations.
 //
-// A bucket that is not sharded (persistent parameters) stays whole: gathered after an update, waited for at first use.
+// A bucket that is not sharded (persistent parameters) stays full: it is gathered after an update, and waited for at
+// its first use. What else keeps a bucket full: Note [What keeps a bucket full] (zero/gather/live_buckets.h).
 #pragma once
 
 #include <cstddef>
@@ -29,17 +30,19 @@
 
 namespace ds::zero {
 
-// What is gathered ahead of use.
+// Which buckets are gathered ahead of their use.
 struct PrefetchRules {
   using Named = std::map<size_t, std::vector<size_t>>;
-  bool in_backward = true;  // what follows in the order of the last pass, in backward too
-  // A bucket, and those that are fetched when it is used, in place of what follows in that order.
+  bool in_backward = true;  // buckets are prefetched by the order of the last pass in backward too
+  // For some buckets, the ones that are fetched when it is used, in place of those that follow in that order.
   Named forward;
   Named backward;
 };
 
+// Makes the parameters of a bucket full before an operator reads them, and releases them afterwards.
+//
 // Collectives start on a communicator in an order that follows from the operators alone: ranks that run different
-// ones meet in different all_gathers, and communicators that compare labels name the parameters each wanted.
+// operators meet in different all_gathers, and communicators that compare labels name the parameters that each wanted.
 //
 // Passes end together: a rank that runs fewer operators than others is found at the start of backward or at its end. On
 // a device communicators compare nothing: all_gathers of different buckets of one size would go on with wrong weights.
@@ -50,20 +53,21 @@ struct PrefetchRules {
 // Parameters of a failed gather throw where an operator reads them (views of them hold NaN), and so does the next call
 // from the engine.
 //
-// What an operator changes in place, outside of a scope, goes to the slices when the bucket is released
+// A change in place by an operator, outside of a scope, goes to the slices when the bucket is released
 // (LiveBuckets::take_changed); all ranks make the same change.
 //
-// A rank without memory for a bucket cannot go on, and takes part in no gather from then on: what an operator was about
-// to read has no elements, so that the operator fails in its own check of shapes, and the next call from the engine and
-// every later one throw a ConfigError that says what is missing. Other ranks get a CommError once this one has left.
+// A rank without memory for a bucket cannot go on, and takes part in no gather from then on: the tensor that an
+// operator was about to read has no elements, so that the operator fails in its own check of shapes, and the next call
+// from the engine and every later one throw a ConfigError that says what is missing. Other ranks get a CommError once
+// this one has left.
 //
-// Autocast keeps a cast copy of each weight until the next backward. Without a graph that needs it, it would collect
-// the whole model: its cache is off for operators that read sliced parameters while gradients are.
+// Autocast keeps a cast copy of each weight until the next backward. Without a graph that needs the copies, it would
+// collect the whole model: its cache is off for operators that read sliced parameters while gradients are.
 class ParameterGatherer : public ParameterAccess {
  public:
-  // Trainable and frozen ones. All outlive the gatherer.
+  // `buckets`: those of trainable and of frozen parameters. They and the groups of `routes` outlive the gatherer.
   ParameterGatherer(const std::vector<ParameterBucket*>& buckets, GatherRoutes routes, GatherLimits limits);
-  // Waits for what is on its way. Sharded parameters lose their elements: read them before.
+  // Waits for gathers under way. Sharded parameters lose their elements: read them before.
   ~ParameterGatherer() override;
 
   void begin_backward(bool update_follows) override;
@@ -75,37 +79,39 @@ class ParameterGatherer : public ParameterAccess {
   void wait_all() override;
   void use_from_this_thread() override;
 
-  // Makes a bucket whole until as many calls of drop(), beside any pass, with exact values (but for those of an encoded
-  // bucket). gather() is collective and throws CommError.
+  // Makes a bucket full until drop() was called as often, beside any pass, with exact values (but for an encoded
+  // bucket, which has no others than its own). gather() is collective and throws CommError.
   void gather(size_t bucket);
   void drop(size_t bucket);
-  // Of a gathered bucket: the parameters were changed, on every rank alike.
+  // Copies the parameters of a bucket that gather() has made full to the slices: they were changed, on every rank
+  // alike.
   void keep_changes(size_t bucket);
-  // Of a gathered bucket: what was changed is lost with the next drop().
+  // Ignores changes of the parameters of such a bucket, which are lost with the last drop().
   void forget_changes(size_t bucket) { buckets_[bucket].changes.begin(*buckets_[bucket].bucket); }
 
-  // Releases what the program has changed in place, and says what it has changed since the last call.
+  // Releases the buckets that the program has changed in place, and returns its changes since the last call.
   std::vector<LiveBuckets::Changed> take_changed();
-  // Before slices take over what the program has changed in place (LiveBuckets).
+  // Has `call` called before slices take over what the program has changed in place (LiveBuckets).
   void call_before_changes(std::function<void()> call) { buckets_.call_before_changes(std::move(call)); }
 
-  // A bucket that is whole stays so until end_update() or reshard().
+  // With `keeps`, a bucket that is full stays so until end_update() or reshard().
   void keep_in_pass(size_t bucket, bool keeps) { buckets_[bucket].stays = keeps; }
-  // In backward: one that is whole stays so until it is used in forward, or reshard().
+  // To be called in backward: if the bucket is full, it stays so until it is used in forward, or reshard().
   void keep_after_backward(size_t bucket) { buckets_[bucket].waits = true; }
   void prefetch_by(PrefetchRules rules) { rules_ = std::move(rules); }
-  // Gives a bucket back that no scope holds: the slices are about to change, or the pass has done with it.
+  // Releases the bucket, unless a scope holds it: its slices are about to change, or the pass has done with it.
   void reshard(size_t bucket);
   bool is_whole(size_t bucket) const { return !buckets_[bucket].released(); }
-  // What a parameter says that is read after the gatherer's end, after its name.
+  // Sets the end of the error message for a parameter that is read after the gatherer was destroyed: "parameter NAME
+  // ... was read after TEXT".
   void tell_at_end(std::string text) { end_text_ = std::move(text); }
   int64_t live_elements() const { return buckets_.live_elements(); }
 
-  // Between steps: gives back the memory that is kept from one gather to the next.
+  // Gives back the memory that is kept from one gather to the next. To be called between steps.
   void release_memory();
-  // Of all gathers since the last call, in their order: the same on ranks that ran the same operators.
+  // A digest of all gathers since the last call, in their order: equal on ranks that ran the same operators.
   uint64_t take_gather_digest() { return buckets_.take_digest(); }
-  // Most elements that were gathered at once since the last call.
+  // The most elements that were gathered at once since the last call.
   int64_t take_peak_elements();
 
  private:

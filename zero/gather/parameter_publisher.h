@@ -18,7 +18,7 @@
 
 namespace ds::zero {
 
-// All methods on the engine's thread, which is also the thread that runs forward.
+// All methods are called on the engine's thread, which is also the thread that runs forward.
 class ParameterPublisher : public ParameterAccess {
  public:
   // Both outlive the publisher. `partitioned`: ranks update slices. Does nothing with one rank. The destructor waits
@@ -26,11 +26,11 @@ class ParameterPublisher : public ParameterAccess {
   ParameterPublisher(std::vector<ParameterBucket>& buckets, comm::Communicator& communicator, bool partitioned);
   ~ParameterPublisher() override;
 
-  // All parameters are whole before gradients are made from them.
+  // Waits for all parameters: gradients are made from them.
   void begin_backward(bool /*update_follows*/) override { wait_all(); }
   void end_backward() override {}
   void end_pass() override {}
-  // The others' parts of the bucket may not be read before an operator's wait.
+  // Begins the all_gather of the bucket. The slices of other ranks may not be read before an operator's wait.
   void updated(size_t bucket) override;
   void end_update() override {}
   void change_mode() override {}

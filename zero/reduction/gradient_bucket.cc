@@ -1,5 +1,6 @@
 #include "zero/reduction/gradient_bucket.h"
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 
@@ -8,13 +9,25 @@
 
 #include "core/check.h"
 #include "core/memory/storage_memory.h"
-#include "zero/reduction/addition_order.h"
 
 namespace ds::zero {
 namespace {
 
-// The same memory, and no view as autograd counts them: zero_grad() of torch's optimizers detaches gradients in place,
-// which those refuse.
+// Note [AdditionOrder]
+// Gradients of micro-batches are added as they come: each is added to the sum of all before it. So the bits of a sum
+// follow from the order of the passes, which all ranks share, and from how the passes are cut into reductions. That
+// order is decided here and in what calls this:
+//   * GradientBucket::collect: a pass's gradient to those of passes that are not reduced yet. Where the parameter's
+//     gradient is a view of the bucket, autograd itself has added, in the same order;
+//   * GradientBucket::set_aside: a reduced gradient to the sum of those reduced before. Slices that are kept elsewhere
+//     are added there (ReducedGradients::add), in the order of the calls;
+//   * GradientBucket::join_sum: that sum to what was reduced last.
+// Another order (a fixed tree over micro-batches, say) takes the place of this function, and needs every gradient
+// taken away from its parameter, so that autograd has nothing to add to.
+void add_in_order(const at::Tensor& sum, const at::Tensor& gradient) { sum.add_(gradient); }
+
+// A tensor over the same memory that autograd does not count as a view: zero_grad() of torch's optimizers detaches
+// gradients in place, which views refuse.
 at::Tensor plain_view(const at::Tensor& view) { return view.variable_data(); }
 
 }  // namespace

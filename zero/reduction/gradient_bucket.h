@@ -18,11 +18,12 @@
 
 namespace ds::zero {
 
-// Its transitions are those of Note [Life of a gradient bucket]; one that the note does not have is an InternalError,
-// and one that throws leaves the state as it was, but for launch(). Not thread safe: used under the reducer's lock.
+// The buffer, the state and the sum of one bucket. Its transitions are those of Note [Life of a gradient bucket]; one
+// that the note does not have is an InternalError, and one that throws leaves the state as it was, but for launch().
+// Not thread safe: used under the reducer's lock.
 class GradientBucket {
  public:
-  // All outlive it. `index`: the bucket's number, the same on every rank.
+  // All arguments outlive it. `index`: the bucket's number, the same on every rank.
   GradientBucket(size_t index, const ParameterBucket& parameters, const GradientExchange& exchange,
                  BufferPool& buffers);
 
@@ -31,34 +32,34 @@ class GradientBucket {
   bool launched() const { return state_ == BucketState::kInFlight || state_ == BucketState::kReduced; }
   at::Device device() const { return parameters_->options().device(); }
   const std::vector<Parameter>& parameters() const { return parameters_->parameters(); }
-  // Its number in the model, from its position in parameters().
+  // A parameter's number in the model, from its position in parameters().
   int64_t parameter_index(size_t position) const { return parameters_->layout().segments[position].parameter; }
 
-  // No parameter has a gradient of this pass yet. Plain gradients: what .grad holds is reduced again.
+  // Begins a pass: no parameter has a gradient of it yet. With plain gradients, what .grad holds is reduced again.
   void begin_pass();
-  // The parameter at `position` has one.
+  // Whether the parameter at `position` has a gradient of this pass.
   bool has_arrived(size_t position) const { return arrived_[position] != 0; }
-  // All parameters have one.
+  // Whether all parameters have one.
   bool all_arrived() const { return missing_ == 0; }
-  // Was the parameter at `position` given none since reset()?
+  // Whether the parameter at `position` was given no gradient since reset().
   bool without_gradient(size_t position) const { return !seen_[position]; }
 
   // Takes over the gradient of the parameter at `position`; shows it to `check` first, if there is one.
   void collect(size_t position, GradientCheck* check);
   // Begins the reduction; parameters without a gradient contribute zeros. Collective.
   void launch();
-  // Waits for it. Throws CommError.
+  // Waits for the reduction. Throws CommError.
   void complete();
   const comm::Work& work() const { return transfer_.work; }
-  // Of a reduction that may be late: whether the device has come to its launch.
+  // Whether the device has come to the launch of the reduction, from where the time of one that may be late counts.
   bool launch_reached() const { return launch_point_.reached(); }
   // Takes the reduced gradient out of the bucket, so that a new pass can fill it: to `elsewhere`, which takes this
   // bucket, or (null) to the sum on the device.
   void set_aside(ReducedGradients* elsewhere);
-  // Of a reduced bucket: adds the sum on the device to the reduced gradient, which parameters' gradients are views of.
+  // Adds the sum on the device to the reduced gradient of a reduced bucket; parameters' gradients are views of that.
   void join_sum();
-  // Of a reduced bucket of plain gradients: times `factor`, they become those of the parameters, but for those that
-  // are not `used` (by number; empty: all are), which stay as they are. Afterwards none was given a gradient.
+  // Multiplies the plain gradients of a reduced bucket by `factor` and makes them those of the parameters. Parameters
+  // that are not `used` (by number; empty: all are) keep what they have. Afterwards none counts as given a gradient.
   void show(const std::vector<char>& used, double factor);
   // Drops those gradients of the parameters that are views of the bucket.
   void drop_parameter_gradients();
@@ -67,7 +68,8 @@ class GradientBucket {
   // Gives up the memory that reset() keeps.
   void release();
 
-  // The reduced gradient on the device, whole at stage 0, else the own slice. Undefined where there is none.
+  // The reduced gradient on the device: of the full bucket at stage 0, else of this rank's slice. Undefined where there
+  // is none.
   at::Tensor gradient() const;
   bool has_sum() const { return sum_.defined(); }
 
@@ -94,7 +96,7 @@ class GradientBucket {
   size_t missing_ = 0;         // parameters that had none in this pass
   GradientTransfer transfer_;
   StreamPoint launch_point_;
-  at::Tensor sum_;    // of earlier reductions: whole at stage 0, else the own slice
+  at::Tensor sum_;    // the sum of earlier reductions: full at stage 0, else this rank's slice
   at::Tensor slice_;  // memory of sum_ as a slice, kept from step to step
 };
 

@@ -26,11 +26,11 @@ struct GradientTransfer {
 // Not thread safe: used under the reducer's lock, which also keeps collectives in order. Throws CommError.
 class GradientExchange {
  public:
-  // What `routes` names outlives it.
+  // The groups of `routes` outlive it.
   GradientExchange(const ReduceRoutes& routes, const ReducerOptions& options) : routes_(routes), options_(options) {}
 
   const ReducerOptions& options() const { return options_; }
-  // Whatever reduces asks here: buckets of one model may be reduced in ways of their own.
+  // The groups of one bucket. Whatever reduces asks here: buckets of one model may have different groups.
   BucketGroups groups_of(size_t bucket) const;
   // While true, gradients stay those of this rank, whole buckets, and nothing is sent.
   void keep_local(bool local) { local_ = local; }
@@ -38,11 +38,11 @@ class GradientExchange {
 
   // The part of `flat` (the bucket, [numel]) that this rank has after a reduction.
   at::Tensor own_part(size_t bucket, const at::Tensor& flat) const;
-  // Reductions under way hold copies, whose number is to be bounded where buckets stay.
+  // Whether reductions under way hold copies, whose number is to be bounded where buckets stay.
   bool makes_copies() const;
   // Begins the reduction of `local`, [numel]. `transfer` has what the collective uses even where this throws.
   void start(size_t bucket, const at::Tensor& local, GradientTransfer& transfer) const;
-  // Waits for it; afterwards the own part of `local` is the reduced gradient.
+  // Waits for the reduction; afterwards this rank's part of `local` is the reduced gradient.
   void finish(size_t bucket, const at::Tensor& local, GradientTransfer& transfer) const;
 
  private:

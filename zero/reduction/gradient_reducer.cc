@@ -1,15 +1,19 @@
 #include "zero/reduction/gradient_reducer.h"
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <deque>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "core/check.h"
-#include "zero/reduction/replica_join.h"
+#include "dsengine/comm.h"
 
 namespace ds::zero {
 namespace {
@@ -22,6 +26,53 @@ ReducerOptions fitting(ReducerOptions options, const ReduceRoutes& routes) {
   if (routes.slices.size() == 1 && options.transient() && !routes.elsewhere)
     options.policy = ReductionPolicy::kReduceScatterAtBoundary;
   return options;
+}
+
+constexpr size_t kMostWires = 2;  // bounds the memory of copies
+
+// Adds gradients that replicas of the model state have reduced each for itself (MiCS, Zhang et al., arXiv:2205.00119,
+// section 3.3: once, at the boundary of an accumulation). For one boundary: add() for bucket after bucket, in the same
+// order on every rank, then finish(). Both throw CommError. Ended without finish(), what is on its way is not waited
+// for: the gradients are unspecified then.
+class ReplicaJoin {
+ public:
+  // `op`: kSum or kAvg over the replicas.
+  explicit ReplicaJoin(comm::ReduceOp op) : op_(op) {}
+
+  // `gradient` becomes the sum or average over `replicas`, when finish() has returned. What travels has this dtype and
+  // lies on `device`, also where the gradient does not.
+  void add(comm::Communicator& replicas, const at::Tensor& gradient, at::Device device, at::ScalarType dtype,
+           std::string label);
+  void finish();
+
+ private:
+  struct Part {
+    at::Tensor gradient;
+    at::Tensor wire;  // what the collective runs on
+    comm::Work work;
+  };
+  void finish_oldest();
+
+  comm::ReduceOp op_;
+  std::deque<Part> parts_;  // under way
+};
+
+void ReplicaJoin::add(comm::Communicator& replicas, const at::Tensor& gradient, at::Device device, at::ScalarType dtype,
+                      std::string label) {
+  Part& part = parts_.emplace_back(Part{gradient, gradient.to(device, dtype), {}});
+  part.work = replicas.all_reduce(part.wire, op_, std::move(label));
+  if (parts_.size() > kMostWires) finish_oldest();
+}
+
+void ReplicaJoin::finish() {
+  while (!parts_.empty()) finish_oldest();
+}
+
+void ReplicaJoin::finish_oldest() {
+  Part& part = parts_.front();
+  part.work.wait();
+  if (!part.wire.is_same(part.gradient)) part.gradient.copy_(part.wire);
+  parts_.pop_front();
 }
 
 }  // namespace

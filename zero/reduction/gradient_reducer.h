@@ -1,12 +1,13 @@
 // Collects gradients in buckets and reduces each bucket while backward is still running.
 //
-// What c10d's Reducer is to DDP, for every ZeRO stage up to 2: a stage is only a policy on buckets. A hook on every
-// parameter hands its gradient over as soon as autograd has made it; the last gradient of a bucket starts that bucket's
-// collective. Buckets are always reduced in the same order (the last bucket of the model first), whatever order or
-// subset of gradients a rank produces, so nothing can wait for a parameter that got none: it contributes zeros.
+// It does for every ZeRO stage up to 2 what c10d's Reducer does for DDP: a stage is only a policy on buckets. A hook on
+// every parameter hands its gradient over as soon as autograd has made it; the last gradient of a bucket starts that
+// bucket's collective. Buckets are always reduced in the same order (the last bucket of the model first), whatever
+// order or subset of gradients a rank produces, so nothing can wait for a parameter that got none: it contributes
+// zeros.
 //
 // Gradients add up: over the micro-batches of an accumulation, over several backward passes in one micro-batch, and
-// over passes that were reduced and passes that were not. What a bucket and a pass can be, and what follows what, is
+// over passes that were reduced and passes that were not. The states of a bucket and of a pass, and their transitions:
 // Note [Life of a gradient bucket] (zero/reduction/reduction_states.h).
 //
 // Several engines on one thread: zero/reduction/neighbour_passes.h.
@@ -48,27 +49,30 @@ class GradientReducer {
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
 
-  // From now on gradients stay those of this rank, whole buckets, and nothing is sent; or are reduced again. For
-  // optimizers that exchange something else than gradients. Between steps: no gradient may be held. With the policy
-  // kReduceScatterEveryBackward, and with gradients elsewhere, it throws UsageError.
+  // With `local`, gradients stay those of this rank from now on, full buckets, and nothing is sent; without, they are
+  // reduced again. For optimizers that exchange something else than gradients. Between steps: no gradient may be held.
+  // With the policy kReduceScatterEveryBackward, and with gradients elsewhere, it throws UsageError.
   void keep_local(bool local);
   bool keeps_local() const { return exchange_.keeps_local(); }
-  // Shows it each gradient that autograd makes from now on, before it is added to others. It outlives the reducer.
+  // Shows `check` each gradient that autograd makes from now on, before it is added to others. `check` outlives the
+  // reducer.
   void check_with(GradientCheck& check) { check_ = &check; }
-  // Plain passes: called by each hook before it does anything, by several threads of autograd at once. It returns when
-  // begin_backward() has been called for the pass, and sees to its end.
+  // For programs that call loss.backward() themselves (ReducerOptions::plain_passes). `enter` is called at the start of
+  // every hook, from several autograd threads at once. It must call begin_backward() for the pass if nobody has, and
+  // arrange that end_backward() follows.
   void enter_with(std::function<void()> enter) { enter_ = std::move(enter); }
-  // Around every backward pass. `synchronize`: this pass ends in a reduction if the policy asks for one at `boundary`.
-  // `in_pass`, of each bucket: whether the pass may give it gradients, the same on all ranks; where the policy reduces
-  // in every pass, the others are left alone. Empty: all. Throws UsageError while a pass runs, and after one that
-  // failed until reset(); plain gradients are as the failed one left them, as in torch, but for abandon_backward().
+  // Begin and end every backward pass. `synchronize`: the pass ends in a reduction if the policy asks for one at
+  // `boundary`, the last micro-batch of an accumulation. `in_pass` says for each bucket whether the pass may give it
+  // gradients, the same on all ranks; where the policy reduces in every pass, the others are left alone. Empty: all
+  // may. Throws UsageError while a pass runs, and after one that failed until reset(); plain gradients are as the
+  // failed one left them, as in torch, but for abandon_backward().
   void begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass = {});
   void end_backward();
-  // The next pass starts no reduction before it ends: passes of several engines run at once, and what is complete first
-  // may be another one's on another rank.
+  // Makes the next pass start no reduction before it ends: passes of several engines run at once, and the bucket that
+  // is complete first may be another engine's on another rank.
   void reduce_after_next_pass() { waits_for_end_ = true; }
-  // In place of end_backward() when the pass threw: what it left can only be dropped. Plain gradients that are views of
-  // a bucket whose reduction is under way are dropped here.
+  // Ends a pass that threw, in place of end_backward(): the gradients it left can only be dropped. Plain gradients that
+  // are views of a bucket whose reduction is under way are dropped here.
   void abandon_backward();
   bool failed() const { return state_ == PassState::kFailed; }  // did the last pass throw?
 

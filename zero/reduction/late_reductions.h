@@ -21,7 +21,7 @@
 
 namespace ds::zero {
 
-// Not thread safe: used under the reducer's lock.
+// Decides for hooks whether a reduction is worth waiting for. Not thread safe: used under the reducer's lock.
 class LateReductions {
  public:
   static constexpr int kMostPasses = 4;
@@ -35,7 +35,7 @@ class LateReductions {
   // false once it is late. In a pass in which one was late, and when kMostPasses were, hooks do not wait at all. Logs a
   // warning when that begins. `launched`: whether the device has come to where it was launched.
   bool in_time(const comm::Work& work, size_t bucket, c10::function_ref<bool()> launched);
-  // Passes in which a reduction was late, but those that are forgotten.
+  // The number of passes in which a reduction was late, without those that are forgotten.
   int passes() const { return passes_; }
 
  private:

@@ -19,33 +19,36 @@
 
 namespace ds::zero {
 
-// Of one engine. On its thread, but for another_runs() and drop(), which are called from autograd's too.
+// The passes of one engine beside those of others on its thread. Used on that thread, but for another_runs() and
+// drop(), which autograd's threads call too.
 class NeighbourPasses {
  public:
   // `parameters` outlive it. `model`: what messages call the engine's model. `alone`: passes of others do not concern
-  // it, nor its own them: nothing of what follows does anything.
+  // this one, nor its passes others: the methods do nothing.
   NeighbourPasses(const std::vector<Parameter>& parameters, std::string model, bool alone = false);
   ~NeighbourPasses();
   NeighbourPasses(const NeighbourPasses&) = delete;
   NeighbourPasses& operator=(const NeighbourPasses&) = delete;
 
-  // Around a pass of this engine. Parameters of the others have no gradients meanwhile, so that nothing is added to
-  // what those collect; passes of several engines may run at once, for one loss.
+  // Begin and end a pass of this engine. Parameters of the others have no gradients meanwhile, so that nothing is added
+  // to what those collect; passes of several engines may run at once, for one loss.
   void begin();
   void end();
-  // Before begin(), where the pass of another engine has taken the gradients away that this one's goes on with.
+  // Gives the parameters back the gradients that the pass of another engine has taken away, and this engine's goes on
+  // with. To be called before begin().
   void come_back();
 
   // Whether a pass of another engine of the thread runs.
   bool another_runs() const;
-  // In such a pass: the gradient of a parameter of this engine is dropped, and remembered.
+  // Drops the gradient that such a pass has made for a parameter of this engine, and remembers that.
   void drop(size_t parameter);
-  // Throws UsageError where some were, and the program has not dropped them.
+  // Throws UsageError where other passes have made gradients, and the program has not dropped them.
   void require_none(const char* call);
-  // The engine's zero_grad().
+  // Forgets such gradients: called by the engine's zero_grad().
   void clear();
   void use_from_this_thread();
-  // What messages call it; of several engines on the thread whose models have one name, with its number among them.
+  // The model's name in messages; where several engines on the thread have models of one name, with its number among
+  // them.
   std::string model() const;
   // Whether there are other engines on the thread.
   bool has_neighbours() const { return on_thread(thread_).size() > 1; }

@@ -1,4 +1,4 @@
-// What a bucket of gradients is doing, what a backward pass is doing, and what may come next. Torch-free.
+// The states of a bucket of gradients and of a backward pass, and their transitions. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -51,7 +51,8 @@ enum class BucketEvent : uint8_t { kCollect, kLaunch, kComplete, kSetAside, kDro
 enum class PassState : uint8_t { kIdle, kUnreduced, kLocal, kReducing, kFailed, kJoined };
 enum class PassEvent : uint8_t { kBeginLocal, kBeginReducing, kEnd, kFail, kFinish, kJoin, kReset };
 
-// The tables above. Throw InternalError, with the names of both, for an event that the state does not allow.
+// The state after an event, by the tables above. Throw InternalError, with the names of both, for an event that the
+// state does not allow.
 BucketState after(BucketState state, BucketEvent event);
 PassState after(PassState state, PassEvent event);
 

@@ -1,6 +1,8 @@
+// Gives programs the measurements of an engine's comms_logger and flops_profiler.
 #include "dsengine/comms_log.h"
 
 #include "core/check.h"
+#include "dsengine/flops_profiler.h"
 #include "engine/engine_impl.h"
 
 namespace ds::engine {
@@ -36,6 +38,14 @@ std::vector<CommsStatistics> comms_statistics(Engine& engine) {
 
 std::string log_summary(Engine& engine, bool show_straggler) {
   return report_of(engine, "log_summary").summary(EngineAccess::impl_of(engine).state.ranks, show_straggler);
+}
+
+std::optional<profiling::FlopsProfile> flops_profile(Engine& engine) {
+  const Reporter& reporter = *EngineAccess::impl_of(engine).reporter;
+  require(reporter.flops() != nullptr,
+          "flops_profile: expected a ds_config with \"flops_profiler\": {\"enabled\": true}, found none; "
+          "profiling::profile_flops counts without an engine");
+  return reporter.flops()->profile();
 }
 
 }  // namespace ds::engine

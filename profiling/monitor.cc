@@ -1,16 +1,30 @@
-#include "profiling/monitor_folder.h"
+#include "profiling/monitor.h"
 
 #include <unistd.h>
 
 #include <cerrno>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <system_error>
 
 #include "core/check.h"
+#include "core/log.h"
 #include "core/system_call.h"
 
 namespace ds::profiling {
+
+void MonitorList::write_events(const std::vector<Event>& events) {
+  std::erase_if(monitors_, [&](const std::unique_ptr<Monitor>& monitor) {
+    try {
+      monitor->write_events(events);
+      return false;
+    } catch (const std::exception& error) {
+      log::error(error.what(), ". Training goes on without this monitor; what it has written stays");
+      return true;
+    }
+  });
+}
 
 void fail_to_write(const char* section, const std::string& path) {
   throw IoError(cat(section, ": cannot write ", path, ": ", SystemReason(errno), " (set ", section,

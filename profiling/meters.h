@@ -1,8 +1,10 @@
-// Wall-clock time of the phases of a training step (wall_clock_breakdown). Torch-free.
+// Meters of a training step: wall-clock time of its phases (wall_clock_breakdown), samples and tokens per second,
+// memory of the process. Torch-free.
 #pragma once
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <utility>
@@ -57,5 +59,40 @@ class StepTimers {
   Seconds micro_step_{};
   Seconds step_{};
 };
+
+// Samples and tokens per second of a run. The first steps allocate, page in and warm up: they do not count. Not thread
+// safe.
+class ThroughputMeter {
+ public:
+  static constexpr int64_t kSkippedSteps = 2;  // as DeepSpeed
+
+  // One optimizer step has ended, over all ranks.
+  void add_step(double seconds, int64_t samples, int64_t tokens = 0);
+
+  // The rates over all counted steps; 0 before the first of them.
+  double samples_per_second() const { return rate(static_cast<double>(samples_), seconds_); }
+  double tokens_per_second() const { return rate(static_cast<double>(tokens_), seconds_); }
+  // The last step's rate; 0 before the first counted step.
+  double current_samples_per_second() const { return current_samples_per_second_; }
+  int64_t counted_steps() const { return steps_ > kSkippedSteps ? steps_ - kSkippedSteps : 0; }
+
+  // "RunningAvgSamplesPerSec=12.5, CurrSamplesPerSec=13.1", as in DeepSpeed's line.
+  std::string summary() const;
+
+ private:
+  static double rate(double amount, double seconds) { return seconds > 0 ? amount / seconds : 0.0; }
+
+  int64_t steps_ = 0;
+  double seconds_ = 0;
+  int64_t samples_ = 0;
+  int64_t tokens_ = 0;
+  double current_samples_per_second_ = 0;
+};
+
+// Bytes of this process that are in memory now (VmRSS), and the most that were so far (VmHWM), as Linux counts them.
+// Both count pages shared with other processes and pages of mapped files. Throw IoError where /proc/self/status cannot
+// be read.
+int64_t resident_bytes();
+int64_t peak_resident_bytes();
 
 }  // namespace ds::profiling
