@@ -1,4 +1,4 @@
-// What dsengine/model_compression.h declares, and the engine's part in it: steps.
+// The functions of dsengine/model_compression.h, and the engine's part in compression: steps.
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 

@@ -33,7 +33,7 @@ struct BackwardPass::Shared {
   }
 };
 
-// What autograd keeps with a graph task: called at its end, destroyed with it.
+// The object that autograd keeps with a graph task: called at its end, destroyed with it.
 class BackwardPass::Ticket {
  public:
   explicit Ticket(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}

@@ -114,7 +114,7 @@ void ReplicatedModel::join(const std::function<void()>& loop, const JoinOptions&
   require_no_exchange_in_forward(*impl.module);
   const Joining joining(impl.joining);
   impl.join_options = options;
-  // Those of forward passes before it, which only the wrapper's calls would have brought in line.
+  // The buffers of forward passes before it, which only the wrapper's calls would have brought in line.
   if (impl.options.broadcast_buffers) impl.follow_buffers(0);
   loop();
   const bool among_the_last = impl.shadow_passes();

@@ -33,7 +33,7 @@ std::vector<int64_t> sizes_of(const OptimizerStates& states, const LeafStates& o
   return parameter_of(states, one).whole_sizes();
 }
 
-// What the leaf has of a state.
+// The values that the leaf has of a state.
 OwnPart own_part_of(const OptimizerStates& states, const LeafStates& one, std::string key, const at::Tensor& values) {
   return {std::move(key), sizes_of(states, one), one.leaf->place.parameter_offset, values,
           parameter_of(states, one).part};

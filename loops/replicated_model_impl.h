@@ -1,4 +1,4 @@
-// The inside of ReplicatedModel.
+// The implementation of ReplicatedModel.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,17 +29,17 @@ struct ReplicatedModel::Impl {
   void show_gradients(const std::vector<char>& used);
   // Throws UsageError for parameters that were added, replaced, converted or made trainable since the start.
   void require_same_module() const;
-  // Values become rank `root`'s.
+  // Gives the values rank `root`'s.
   void take_values(const std::vector<zero::Parameter>& of, int root, const char* what);
   void follow_buffers(int root);
-  // Of BatchNorm layers that were converted without a group; null: none.
+  // The group of BatchNorm layers that were converted without one; null: none were.
   std::shared_ptr<comm::Communicator> norms;
 
   // --- join(): ranks without batches --------------------------------------------------------------------------------
-  // Which ranks have a backward pass now, of which this one is one or not. Collective. Throws UsageError where the
+  // Agrees which ranks have a backward pass now; `own`: whether this one has. Collective. Throws UsageError where the
   // options say so.
   void agree_on_passes(bool own);
-  // In place of the others' backward passes, until there are none. Returns whether there was none.
+  // Takes part in the others' backward passes, until there are none. Returns whether there was none.
   bool shadow_passes();
   void shadow_pass();
   int last_rank_with_pass() const;

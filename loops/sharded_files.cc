@@ -57,7 +57,7 @@ class StatesForFiles final : public optimizers::ShardOptimizer {
   int64_t state_bytes_per_element() const override { return 0; }  // none stay
   std::string name() const override { return name_; }
 
-  // What a checkpoint has brought.
+  // The contents that a checkpoint has brought.
   void give_to(const OptimizerStates& states) const {
     for (LeafStates& one : states.leaves()) {
       one.steps = step_count();

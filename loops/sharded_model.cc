@@ -198,7 +198,7 @@ void ShardedModel::drop_hold(size_t bucket) {
   if (std::exchange(held_[bucket], 0)) state_.gatherer->drop(bucket);
 }
 
-// What trains is the slices: other values of the module's parameters, and other parameters, would go unseen.
+// Slices are what trains: other values of the module's parameters, and other parameters, would go unseen.
 void ShardedModel::require_same_parameters() const {
   if (state_.tensor) {
     state_.tensor->require_leaves("backward()");

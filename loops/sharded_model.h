@@ -31,7 +31,8 @@
 
 namespace ds::loops {
 
-// On the thread that made it, but for what autograd's threads call in a backward pass.
+// A module with sharded parameters. Used on the thread that made it, but for what autograd's threads call in a backward
+// pass.
 class ShardedModel {
  public:
   // `units`: those inside of the module, in the order in which they take their parameters; `earlier`: those of them
@@ -46,7 +47,7 @@ class ShardedModel {
   const std::vector<SliceLeaf>& leaves() const { return leaves_; }
   const FullyShardOptions& options() const { return options_; }
   const ShardRanks& ranks() const { return ranks_; }
-  // Buckets with parameters of a module; all of them for the outermost one. Frozen ones come last.
+  // The buckets with parameters of a module; all of them for the outermost one. Frozen ones come last.
   std::vector<size_t> buckets_of(const torch::nn::Module& module) const;
 
   void unshard(const std::vector<size_t>& buckets);
@@ -57,16 +58,16 @@ class ShardedModel {
   void prefetch(const std::vector<size_t>& when, const std::vector<size_t>& buckets, bool in_backward);
   zero::HeldBytes held_bytes() const;
 
-  // Parameters cannot be read any more; state() keeps its slices. Collective.
+  // Ends the model: parameters cannot be read any more; state() keeps its slices. Collective.
   void end_as_unit();
   bool ended() const { return !pass_; }
-  // Parameters were on the meta device, and nobody has looked whether they have got values since.
+  // Whether parameters were on the meta device, and nobody has looked whether they have got values since.
   bool awaits_values() const { return awaits_values_; }
   // Before anything that reads or changes slices: what failed in an operator is thrown, and nothing is on its way.
   void require_between_passes(const char* call) const;
-  // Whose states are in checkpoints; none but while one is written or read.
+  // Sets the optimizer whose states are in checkpoints; none but while one is written or read.
   void set_optimizer(engine::ModelOptimizer optimizer) { state_.optimizer = std::move(optimizer); }
-  // Of anything else than its own backward passes: the parameters have new values.
+  // Notes that the parameters have new values, by anything else than the model's own backward passes.
   void slices_changed();
 
  private:

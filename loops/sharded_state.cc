@@ -73,7 +73,7 @@ void take_wholes(ShardedModel& model,
   model.slices_changed();
 }
 
-// What trained parameters are kept in, and others too.
+// The tensors that trained parameters are kept in, and others too.
 at::ScalarType kept_dtype(const ShardedModel& model, const at::Tensor& of_module) {
   const std::vector<at::Tensor>& masters = model.state().masters;
   return of_module.requires_grad() && !masters.empty() ? masters.front().scalar_type() : of_module.scalar_type();

@@ -38,7 +38,7 @@ FileSlices::~FileSlices() {
   }
 }
 
-// What the buffer holds of its slice, as that slice's tensor would show it.
+// The contents of the buffer, as the tensor of its slice would show them.
 at::Tensor FileSlices::contents(const Buffer& buffer) const {
   const at::Tensor& slice = slices_[static_cast<size_t>(buffer.slice)];
   return buffer.memory.view(slice.scalar_type()).narrow(0, 0, slice.numel());

@@ -1,4 +1,4 @@
-// What an update on the host copies: new weights, which go to the device, and old values, to go back to.
+// Copies around an update on the host: new weights, which go to the device, and old values, to go back to.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,8 +18,8 @@ class WriteBack {
   // `buffers`: at least one, flat host memory in the dtype of the weights, each as long as the longest slice.
   WriteBack(at::Device device, std::vector<at::Tensor> buffers);
 
-  // `fill(buffer)` writes new weights into a host buffer of the length of `to`; then they are on their way to `to`, and
-  // what the current stream is given next sees them.
+  // Sends new weights: `fill(buffer)` writes them into a host buffer of the length of `to`; then they are on their way
+  // to `to`, and the work that the current stream is given next sees them.
   void send(const at::Tensor& to, const std::function<void(const at::Tensor& buffer)>& fill);
 
  private:

@@ -30,7 +30,7 @@
 
 namespace ds::profiling {
 
-// By comm::CollectiveKind, whether it is logged.
+// For each comm::CollectiveKind, whether it is logged.
 using LoggedOperations = std::array<bool, comm::kCollectiveKinds>;
 
 struct CommsLogOptions {
@@ -40,8 +40,8 @@ struct CommsLogOptions {
   bool with_labels = false;  // records by label too
 };
 
-// Bytes of the whole tensor that ranks of a group exchange: of all_gather, gather, reduce_scatter and scatter the parts
-// of all ranks together; of a message its own; of all_to_all what this rank gives away. A barrier has none.
+// The bytes of the full tensor that ranks of a group exchange: of all_gather, gather, reduce_scatter and scatter the
+// parts of all ranks together; of a message its own; of all_to_all what this rank gives away. A barrier has none.
 int64_t whole_bytes(const comm::Collective& collective, size_t ranks);
 
 class CommsLog final : public std::enable_shared_from_this<CommsLog> {
@@ -53,11 +53,11 @@ class CommsLog final : public std::enable_shared_from_this<CommsLog> {
   CommsLog(const CommsLog&) = delete;
   CommsLog& operator=(const CommsLog&) = delete;
 
-  // For Communicator::observe_with of a group of these ranks of the world. Holds the log.
+  // Makes an observer, for Communicator::observe_with, of a group of these ranks of the world. It holds the log.
   std::shared_ptr<comm::CollectiveObserver> observer_of(std::vector<int> ranks);
   // Whether it observes a group of this name.
   bool sees(const std::string& group) const;
-  // Nothing is timed while it lives, on this rank.
+  // Pauses the log on this rank while it lives: nothing is timed.
   class Pause {
    public:
     explicit Pause(CommsLog& log) : log_(log) { ++log_.pauses_; }
@@ -68,10 +68,10 @@ class CommsLog final : public std::enable_shared_from_this<CommsLog> {
    private:
     CommsLog& log_;
   };
-  // Nothing is timed from now on.
+  // Ends the log: nothing is timed from now on.
   void stop() { ++pauses_; }
 
-  // What has ended so far. `waits`: for what a device has been given, too.
+  // The records of what has ended so far. `waits`: also waits for what a device has been given.
   std::vector<CommsRecord> records(bool waits);
 
  private:
@@ -95,7 +95,7 @@ class CommsLog final : public std::enable_shared_from_this<CommsLog> {
     bool used_on_device = false;
     std::map<std::pair<comm::CollectiveKind, int>, c10::Stream> streams;  // by kind and peer of messages
   };
-  // What is timed, apart from when.
+  // The operation that is timed, apart from its times.
   struct Subject {
     Group* group = nullptr;
     CommsRecord* record = nullptr;
@@ -105,7 +105,7 @@ class CommsLog final : public std::enable_shared_from_this<CommsLog> {
     int peer = 0;
     bool is_message() const { return kind == comm::CollectiveKind::kSend || kind == comm::CollectiveKind::kRecv; }
   };
-  // A device has not been seen to end it.
+  // An operation that a device has not been seen to end.
   struct UnderWay {
     Subject subject;
     Moment begin;
@@ -121,9 +121,9 @@ class CommsLog final : public std::enable_shared_from_this<CommsLog> {
   c10::Stream stream_of(const Subject& subject, c10::Device device);
   void end_on_host(const Subject& subject, double begin);
   void end_on_device(UnderWay operation);
-  // Until the device has come to the end.
+  // Holds the tensors until the device has come to the end.
   void hold(std::vector<at::Tensor> tensors, const Moment& end);
-  // With the lock; what it returns is told without.
+  // Adds an operation to its record. Called with the lock; returns a line for the log, which is to be written without.
   std::string add(const Subject& subject, double seconds);
   void read_ended(bool waits);
 

@@ -10,11 +10,11 @@
 
 namespace ds::profiling {
 
-// Of a module: adds a part of it, without its name and place.
+// Adds a part of a module to it, without its name and place.
 void add_part(ModuleFlops& module, const ModuleFlops& part);
 void divide_by(ModuleFlops& module, int64_t times);
 
-// Of one micro-batch on one rank, but for what says otherwise.
+// The facts about a profiled step; those of one micro-batch on one rank, but for what says otherwise.
 struct StepFlops {
   int64_t step = 0;
   int64_t world_size = 1;
@@ -37,10 +37,10 @@ struct FlopsReportOptions {
   bool host_times = true;  // false: modules have none, a device runs behind the host
 };
 
-// `step`: null where no engine trains.
+// Writes the text. `step`: null where no engine trains.
 std::string flops_report(const StepFlops* step, const FlopsProfile& profile, const FlopsReportOptions& options);
 
-// "532", "12.50 M", of seconds "1.20 ms"; with a unit "532 FLOPS", "12.50 MFLOPS".
+// Numbers with a prefix: "532", "12.50 M", for seconds "1.20 ms"; with a unit "532 FLOPS", "12.50 MFLOPS".
 std::string with_prefix(double value, const std::string& unit = "");
 std::string duration(double seconds);
 

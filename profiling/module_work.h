@@ -39,8 +39,8 @@ class ModuleWork final : private OperatorWatcher {
   // Operators outside of backward's graph do not count while it is true: an engine's own, around a backward pass.
   void pause_forward(bool paused) { paused_ = paused; }
 
-  // Of all that ran between start() and stop(), divided by `times`: in the module's order, the module itself first.
-  // Times are those of the host, of operators of forward, in seconds.
+  // The work of everything that ran between start() and stop(), divided by `times`: in the module's order, the module
+  // itself first. Times are those of the host, of operators of forward, in seconds.
   std::vector<ModuleFlops> rows(int64_t times = 1) const;
   // Names of operators that are not LibTorch's and have no rule, which count as nothing.
   std::vector<std::string> unknown_operators() const;
@@ -73,7 +73,7 @@ class ModuleWork final : private OperatorWatcher {
   void begins(const at::RecordFunction& function) override;
   void ends() override;
   int owner_of(const at::RecordFunction& function) const;
-  // Of each event of forward, its module; of one of backward -1.
+  // For each event of forward its module; for one of backward -1.
   std::vector<int> resolved() const;
   int common_part(int a, int b) const;
 

@@ -27,7 +27,7 @@ at::Tensor tensor(Inputs inputs, size_t i) {
 OperatorWork of_macs(int64_t macs) { return {macs, 2 * macs}; }
 OperatorWork of_flops(int64_t flops) { return {0, flops}; }
 
-// Of [..., m, k] and [..., k, n], whose leading dimensions are those of the first.
+// The work of a product of [..., m, k] and [..., k, n], whose leading dimensions are those of the first.
 OperatorWork of_product(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined() || !b.defined() || b.dim() == 0) return {};
   return of_macs(a.numel() * (b.dim() > 1 ? b.size(-1) : 1));
@@ -117,7 +117,7 @@ OperatorWork attention(Inputs inputs) {
   return of_macs(pairs * (kScores * query.size(-1) + kValues * value.size(-1)));
 }
 
-// Of the broadcast result.
+// The elements of the broadcast result.
 OperatorWork pointwise(Inputs inputs) {
   std::vector<int64_t> sizes;
   bool any = false;

@@ -60,8 +60,8 @@ at::Tensor padded(const at::Tensor& parameter, int64_t numel, at::Device device)
 
 }  // namespace
 
-// What a zero::Init keeps of the parameters of a model under construction: which ones it has seen, and their slices.
-// There is one per Init, which documents the calls.
+// The parameters of a model under construction, as a zero::Init sees them, and their slices. There is one per Init,
+// which documents the calls.
 class Init::Parameters {
  public:
   Parameters(std::shared_ptr<comm::Communicator> ranks, InitOptions options);
@@ -108,7 +108,7 @@ class Init::Parameters {
   template <class Action>
   void guarded(const Action& action);
 
-  // That of this thread: callbacks of at::RecordFunction carry no state.
+  // The one of this thread: callbacks of at::RecordFunction carry no state.
   static thread_local Parameters* building;
 
   std::shared_ptr<comm::Communicator> ranks_;
@@ -233,7 +233,8 @@ void Init::Parameters::made(const at::Tensor& tensor) {
   if (std::none_of(candidates_.begin(), candidates_.end(), same)) candidates_.emplace_back(tensor.getIntrusivePtr());
 }
 
-// What requires a gradient without a graph is a parameter: module code says so after the operator that made it.
+// A tensor that requires a gradient without a graph is a parameter: module code says so after the operator that made
+// it.
 void Init::Parameters::adopt_parameters() {
   std::vector<at::Tensor> parameters;
   std::vector<WeakTensor> left;

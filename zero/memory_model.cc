@@ -121,7 +121,7 @@ int64_t in_pages(int64_t bytes) { return round_up(bytes, int64_t{4096}); }
 // Integers, and a float32 scale for 512 of them: core/numbers/block_codec.h, but for short blocks.
 int64_t encoded_bytes(int64_t elements, int bits) { return elements * bits / 8 + elements / 512 * 4; }
 
-// Of one reduction of all buckets.
+// The bytes of one reduction of all buckets.
 int64_t reduced_bytes(const MemoryQuestion& question, const std::vector<int64_t>& buckets) {
   const int64_t elements = sum(buckets);
   const int64_t others = elements / question.dp * (question.dp - 1);

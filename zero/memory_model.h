@@ -1,6 +1,6 @@
 // Predicted bytes of model state and of communication, per rank. Pure arithmetic; torch-free.
 //
-// Of the device; what offload_optimizer and offload_param keep elsewhere is counted apart.
+// The bytes are those on the device; what offload_optimizer and offload_param keep elsewhere is counted apart.
 //
 // The arithmetic of the ZeRO paper (arXiv 1910.02054, section 3) for the layout of this project: parameters lie in
 // buckets, every bucket is cut into dp equal slices (padded), and in float32 the slice of the parameter bucket is
@@ -15,11 +15,11 @@
 
 namespace ds::zero {
 
-// Slices, the largest, in host memory on the way to a device and from it.
+// The numbers of buffers in host memory, each as long as the largest slice, on the way to a device and from it.
 inline constexpr int kWriteBackBuffers = 2;  // one is filled while the other is sent
 inline constexpr int kArrivals = 2;          // one gradient arrives while another is added
 
-// Elements as they are kept (bytes, where they are encoded) and the bytes of all.
+// The elements of a slice and its bytes as it is kept (encoded, or not).
 struct StoredSlice {
   int64_t numel = 0;
   int64_t bytes = 0;
@@ -55,27 +55,28 @@ struct MemoryQuestion {
   Offload offload;
 };
 
-// Between steps: at stage 3 without what is gathered for the operators of a pass, but gradients at their peak, where
-// they arrive bucket by bucket (a bucket that cuts a module in two may fill together with its neighbour). Throws
-// UsageError for another stage or numbers out of range.
+// Predicts the model state between steps: at stage 3 without what is gathered for the operators of a pass, but
+// gradients at their peak, where they arrive bucket by bucket (a bucket that cuts a module in two may fill together
+// with its neighbour). Throws UsageError for another stage or numbers out of range.
 ModelStateBytes predict_model_state(const MemoryQuestion& question);
 
-// Which buckets (elements of each, in their order) offload.ratio means: the last ones, as many as their share asks for.
-// Those that operators need first are updated where they are.
+// Says for each bucket (given by its elements, in order) whether offload.ratio means it: the last ones, as many as
+// their share asks for. The buckets that operators need first are updated where they are.
 std::vector<char> offloaded_buckets(const std::vector<int64_t>& buckets, const Offload& offload);
 
 OffloadedBytes predict_offloaded(const MemoryQuestion& question);
-// Without masters of another dtype the slice of a parameter is its own master where both are in host memory, and no
-// update changes one while the other is read or has to be undone.
+// Whether the slice of a parameter is its own master: without masters of another dtype it is, where both are in host
+// memory, and no update changes one while the other is read or has to be undone.
 bool shares_master(const Offload& offload, bool separate_master);
 // How many of these slices of parameters, the first ones, stay in host memory.
 size_t kept_slices(const std::vector<StoredSlice>& slices, const Offload& offload);
 // The bytes of slices of parameters, in the order in which they are made, by where they live.
 OffloadedBytes place_parameters(const std::vector<StoredSlice>& slices, const Offload& offload);
 
-// Nothing without `gather`. Gathered parameters are bounded by the limits: what is used again within
-// max_reuse_distance, what the prefetch brings, and the buckets of the operator under way, but no more than max_live
-// where an operator does not need more. A gather of integers holds these beside for as long as it is on its way.
+// Predicts what a step holds beside the model state; nothing without `gather`. Gathered parameters are bounded by the
+// limits: what is used again within max_reuse_distance, what the prefetch brings, and the buckets of the operator under
+// way, but no more than max_live where an operator does not need more. A gather of integers holds these beside for as
+// long as it is on its way.
 StepBytes predict_step(const MemoryQuestion& question);
 
 // Bytes this rank sends in one optimizer step: reductions of gradients and the gather of parameters. At stage 3

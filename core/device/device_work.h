@@ -8,8 +8,8 @@
 
 namespace ds {
 
-// give(stream) with `device` as the current one and the handle of its current stream (CUDA: a cudaStream_t). Returns
-// what it does: why the work could not be given, or null.
+// Calls give(stream) with `device` as the current one and the handle of its current stream (CUDA: a cudaStream_t).
+// Returns the result of the call: why the work could not be given, or null.
 template <class Give>
 const char* give_to_current_stream(at::Device device, const Give& give) {
   const c10::DeviceGuard guard(device);

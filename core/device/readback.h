@@ -1,4 +1,4 @@
-// Numbers of a device on their way to the host, which reads them later.
+// Numbers of a device that are copied to the host, which reads them later.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@ namespace ds {
 // Movable and copyable; copies are the same numbers. One thread at a time.
 class Readback {
  public:
-  Readback() = default;  // of nothing
+  Readback() = default;  // has no numbers
   // Begins the copy, after what the current stream was given. `numbers` may be freed or changed afterwards by what that
   // stream is given later; on the CPU they are the numbers themselves.
   explicit Readback(const at::Tensor& numbers);
@@ -18,7 +18,7 @@ class Readback {
   bool defined() const { return host_.defined(); }
   // Whether numbers() would not wait.
   bool arrived() const { return arrived_.reached(); }
-  // Waits for them.
+  // Waits for the numbers to arrive.
   const at::Tensor& numbers() const;
 
  private:

@@ -1,4 +1,4 @@
-// A point in what a device has been given: whether it has come so far.
+// A point in the order of a device's work, and whether the device has come to it.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -13,13 +13,15 @@ namespace ds {
 class StreamPoint {
  public:
   StreamPoint() = default;  // reached already
-  // After all that the calling thread's current stream on `device` was given. On the CPU: reached already.
+  // The point after all work that the calling thread's current stream on `device` was given. On the CPU: reached
+  // already.
   static StreamPoint here(c10::Device device);
 
   bool reached() const;
-  // The host waits.
+  // Makes the host wait for the point.
   void wait_on_host() const;
-  // What the current stream on the device is given from now on comes after the point; the host does not wait.
+  // Makes all work that the current stream on the device is given from now on wait for the point; the host does not
+  // wait.
   void wait_on_device() const;
 
  private:

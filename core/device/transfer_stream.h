@@ -36,20 +36,21 @@ class TransferStream {
   TransferStream(const TransferStream&) = delete;
   TransferStream& operator=(const TransferStream&) = delete;
 
-  // Copies, after everything that the current stream was given before. Equal sizes, both contiguous; dtypes may differ,
-  // they are converted on the device.
+  // Begins a copy, after everything that the current stream was given before. Equal sizes, both contiguous; dtypes may
+  // differ, they are converted on the device.
   Mark copy(const at::Tensor& to, const at::Tensor& from);
-  // The same of device memory that the caller keeps until wait_on_device() of the mark: LibTorch's allocator need not
-  // know of the copy, and gives the memory out again at once when it is freed then.
+  // Begins a copy from or to device memory that the caller keeps until wait_on_device() of the mark: LibTorch's
+  // allocator need not know of the copy, and gives the memory out again at once when it is freed then.
   Mark copy_of_kept(const at::Tensor& to, const at::Tensor& from);
-  // `host` on the device, or itself where it is there already, for what the calling thread's current stream is given
-  // from now on. Neither the host nor the copy waits for what the device has to do before; the bytes are copied to
-  // pinned memory first, so that `host` may change at once. A tensor that requires a gradient is copied as a part of
-  // its graph, which waits; so is one that is not strided (sparse).
+  // Returns `host` on the device, or itself where it is there already, for the work that the calling thread's current
+  // stream is given from now on. Neither the host nor the copy waits for what the device has to do before; the bytes
+  // are copied to pinned memory first, so that `host` may change at once. A tensor that requires a gradient is copied
+  // as a part of its graph, which waits; so is one that is not strided (sparse).
   at::Tensor upload(const at::Tensor& host);
   // Returns when the copies up to the mark are done.
   static void wait_on_host(Mark& mark);
-  // What the current stream is given from now on runs after the copies up to the mark; the host does not wait.
+  // Makes all work that the current stream is given from now on wait for the copies up to the mark; the host does not
+  // wait.
   void wait_on_device(const Mark& mark);
   // While the result lives, this stream is the calling thread's current one: what it is given comes after the copies,
   // and what the stream of before is given does not wait for it. Memory that is taken meanwhile belongs to this stream.

@@ -1,4 +1,4 @@
-// What a struct's fields say of their JSON (names, ranges, enumerators), and how a document is read into them:
+// The description of a struct's fields in JSON (names, ranges, enumerators), and how a document is read into them:
 // strictness, values for "auto", and where mistakes go. Torch-free.
 #pragma once
 

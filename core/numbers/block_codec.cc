@@ -377,7 +377,7 @@ void BlockCodec::encode_by_operators(const at::Tensor& values, const at::Tensor&
   });
 }
 
-// Of whole or one short block, as float32 [rows, columns].
+// The values of full blocks, or of one short block, as float32 [rows, columns].
 at::Tensor BlockCodec::integers_of(const at::Tensor& encoded, int64_t begin, int64_t rows, int64_t columns) const {
   const int64_t row_bytes = bits_ == 8 ? columns : (columns + 1) / 2;
   const at::Tensor codes = encoded.view(-1).narrow(0, begin * bits_ / 8, rows * row_bytes).view({rows, row_bytes});

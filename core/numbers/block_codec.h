@@ -1,9 +1,9 @@
 // Block quantisation: floating point as 8-bit or 4-bit integers with one float32 scale per block.
 //
-// What ZeRO++ (Wang et al., arXiv:2306.10209) sends in place of weights and gradients. Symmetric: with
-// L = 2^(bits-1) - 1 levels on each side of zero, a block of kBlock values has scale = largest magnitude / L, and a
-// value x becomes the integer nearest to x / scale (ties to even). Decoded values differ from x by at most scale / 2
-// (and the rounding of float32, and of the type they are written in).
+// ZeRO++ (Wang et al., arXiv:2306.10209) sends these in place of weights and gradients. Symmetric: with L = 2^(bits-1)
+// - 1 levels on each side of zero, a block of kBlock values has scale = largest magnitude / L, and a value x becomes
+// the integer nearest to x / scale (ties to even). Decoded values differ from x by at most scale / 2 (and the rounding
+// of float32, and of the type they are written in).
 //
 //   all zero in a block         decodes to zeros
 //   only very small values      below (L + 1) * 1.2e-38 (float32's smallest normal number) they decode to zeros
@@ -44,7 +44,7 @@ class BlockCodec {
   // values = (parts[0] + parts[1] + ...) / divisor, added in this order in float32 and rounded once. At least one part.
   void decode_sum(const std::vector<at::Tensor>& parts, const at::Tensor& values, int divisor = 1) const;
 
-  // By LibTorch's operators on any device, the CPU included: what the above do where there is nothing better.
+  // Do that work by LibTorch's operators, on any device, the CPU included: the way where there is nothing better.
   void encode_by_operators(const at::Tensor& values, const at::Tensor& encoded) const;
   void decode_sum_by_operators(const std::vector<at::Tensor>& parts, const at::Tensor& values, int divisor = 1) const;
 

@@ -1,4 +1,4 @@
-// What block_codec.h says of one block, for kernels of a device and for what stands for them on the host: to be
+// The rules of block_codec.h for one block, for kernels of a device and for what stands for them on the host: to be
 // compiled without fused multiply-adds of the compiler's own. Torch-free; a compiler of kernels reads it.
 //
 // A team is some lanes that work on a block together. team.each(n, body) calls body(i) for i in [0, n), item i on lane
@@ -27,7 +27,8 @@ DS_HOST_DEVICE inline int32_t magnitude_bits(float value) {
   return static_cast<int32_t>(bits_of_float(value) & 0x7FFFFFFFU);
 }
 
-// Of a block whose largest magnitude has these bits; not above 0: all its codes are zero.
+// The scale of a block whose largest magnitude has these bits; where it is not above 0, all codes of the block are
+// zero.
 DS_HOST_DEVICE inline float block_scale(int32_t largest, int levels) {
   constexpr int32_t kInfinity = 0x7F800000;
   if (largest >= kInfinity) return float_of_bits(0x7FC00000U);
@@ -35,7 +36,7 @@ DS_HOST_DEVICE inline float block_scale(int32_t largest, int levels) {
   return magnitude < smallest_magnitude(levels) ? 0.0F : magnitude * per_level(levels);
 }
 
-// What is encoded, and how: `payload_bytes` of integers, then the scales.
+// The format and the sizes of what is encoded: `payload_bytes` of integers, then the scales.
 struct BlockArrays {
   FloatFormat format = FloatFormat::kFloat32;  // of the values
   int bits = 8;                                // or 4
@@ -97,7 +98,7 @@ class BlockEncodeRule {
     } else {
       team.each(half / kAtOnce, [&](int64_t i) {
         const Pack<float, kAtOnce> low = load_pack<Format, kAtOnce>(own, i);
-        Pack<float, kAtOnce> high{};  // of an odd count: the last code has a zero
+        Pack<float, kAtOnce> high{};  // zero beside the last value of an odd count
         if (kAtOnce > 1 || i + half < count) high = load_pack<Format, kAtOnce>(own + half, i);
         Pack<uint8_t, kAtOnce> made;
         for (int e = 0; e < kAtOnce; ++e) {
@@ -125,7 +126,7 @@ constexpr int kMostBlockParts = 448;  // arguments of a kernel are limited to 4 
 struct BlockParts {
   const uint8_t* of[kMostBlockParts];
   int count;
-  float divisor;  // of the sum
+  float divisor;  // the sum is divided by it
 };
 
 // Decodes all parts of a block and adds them up, in registers, kPack values at a time in whole blocks.
@@ -165,7 +166,7 @@ class BlockSumRule {
     });
   }
 
-  // Of pack `i` of the block's bytes.
+  // The sums of the values in pack `i` of the block's bytes.
   template <int kAtOnce, class Integer>
   DS_HOST_DEVICE Pack<float, kAtOnce> sums_of(int64_t block, int64_t i, const Integer& integer) const {
     Pack<float, kAtOnce> sums{};
@@ -188,8 +189,8 @@ class BlockSumRule {
   Bits* values_;
 };
 
-// use(format, pack), the latter a std::integral_constant: whole packs where values and codes lie aligned for them, else
-// one. On the host.
+// Calls use(format, pack) on the host, the latter a std::integral_constant: full packs where values and codes lie
+// aligned for them, else one element.
 template <class Use>
 auto with_block_packs(FloatFormat format, const void* values, const uint8_t* const* encoded, int count,
                       const Use& use) {

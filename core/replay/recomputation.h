@@ -7,7 +7,7 @@ namespace ds {
 
 class Recomputation {
  public:
-  // In force while it lives, on this thread; scopes nest.
+  // Marks this thread as computing again while it lives; scopes nest.
   class Scope {
    public:
     Scope();

@@ -41,7 +41,7 @@ class ReplayTape {
     const std::unique_ptr<ReplayScope> scope_;
   };
 
-  // Whether what this thread runs will be computed again: it is not to be taken for a mere look at the model.
+  // Whether this thread's code will be computed again: it is not to be taken for a mere look at the model.
   static bool recording();
   // The next value of the innermost tape, else of `decide`. Throws UsageError where more values are asked for than the
   // first run asked for.

@@ -54,7 +54,7 @@ class Bridge : public autograd::Node {
   }
 
  private:
-  // Of a gradient that every rank has.
+  // This rank's part of a gradient that every rank has.
   at::Tensor own_part_of(const at::Tensor& gradient) const {
     const at::Tensor part = slice_of(gradient, placement_).contiguous();
     return placement_.summed ? part / static_cast<double>(placement_.axis->size()) : part;
@@ -96,7 +96,7 @@ class PartGradient : public autograd::Node {
   std::vector<int64_t> sizes_;
 };
 
-// Of a parameter that is shown whole (core/split/whole_in_place.h).
+// The gradient edge of a parameter that is shown full (core/split/whole_in_place.h).
 class ShownWhole : public autograd::Node {
  public:
   explicit ShownWhole(std::string parameter) : parameter_(std::move(parameter)) {}
@@ -113,7 +113,7 @@ class ShownWhole : public autograd::Node {
   std::string parameter_;
 };
 
-// What makes a tensor a split one.
+// The data that make a tensor a split one.
 struct SplitMeta : c10::BackendMeta {
   at::Tensor part;
   Placement placement;
@@ -149,7 +149,7 @@ struct ImplAccess : c10::TensorImpl {
   static void hide_memory(c10::TensorImpl& impl) { (impl.*(&ImplAccess::set_storage_access_should_throw))(); }
 };
 
-// What a tensor has that an operator made: the split key in the place of its backend's.
+// Gives a tensor the keys of one that an operator made: the split key in the place of its backend's.
 void take_keys(c10::TensorImpl& impl, const at::Tensor& like) {
   ImplAccess::set_keys(
       impl,

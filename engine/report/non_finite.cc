@@ -122,7 +122,7 @@ int64_t stage_of(const PipelineParts* pipeline, size_t bucket) {
   return static_cast<int64_t>(in_pass.size());
 }
 
-// What this rank's slices of reduced gradients tell.
+// The facts that this rank's slices of reduced gradients tell.
 std::optional<NonFiniteFacts::Element> first_bad_element(const ModelState& state) {
   const bool sliced = state.plan.partition_optimizer && !state.gradients.reducer->keeps_local();
   std::optional<NonFiniteFacts::Element> first;

@@ -1,4 +1,4 @@
-// Which sampler a config asks for. Torch-free.
+// The sampler that a config asks for. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,8 @@ struct SamplerPlace {
   bool tells = false;  // whether it writes to the log
 };
 
-// A CurriculumSampler where data_efficiency.data_sampling chooses samples, else a DistributedSampler. Throws as those.
+// Makes a CurriculumSampler where data_efficiency.data_sampling chooses samples, else a DistributedSampler. Throws as
+// those do.
 std::shared_ptr<BatchSampler> make_sampler(const config::DsConfig& config, const SamplerPlace& place,
                                            int64_t dataset_size);
 

@@ -59,7 +59,7 @@ void say(int fd, std::string_view text) {
   }
 }
 
-// Of a variable that spawn() has set.
+// The number in a variable that spawn() has set.
 int number_in(const char* variable) {
   const char* const text = std::getenv(variable);
   return text == nullptr ? 0 : static_cast<int>(std::strtol(text, nullptr, 10));
@@ -142,7 +142,7 @@ class Environment {
  public:
   Environment() {
     for (char** entry = environ; *entry != nullptr; ++entry) entries_.emplace_back(*entry);
-    // What an outer launcher says of this process is not true of those that it starts.
+    // The variables of an outer launcher are not true of the processes that this one starts.
     for (const char* name :
          {"DS_JOINED_FILE", "DS_FLIGHT_JOB", "TORCHELASTIC_USE_AGENT_STORE", "CROSS_RANK", "CROSS_SIZE"})
       drop(name);

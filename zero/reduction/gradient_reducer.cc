@@ -178,7 +178,7 @@ void GradientReducer::abandon_backward() {
   neighbours_.end();
   waits_for_end_ = false;
   if (exchange_.options().plain_gradients()) {
-    // What is on its way comes later, over what the program and the next pass have made of these gradients by then.
+    // A reduction under way ends later, over what the program and the next pass have made of these gradients by then.
     for (GradientBucket& bucket : buckets_) {
       if (bucket.state() == BucketState::kInFlight) bucket.drop_parameter_gradients();
     }
