@@ -49,7 +49,7 @@ class OpInterceptor {
   // Counts the outermost operators that this thread has begun while interceptors were enabled: inside the callback, the
   // number of the one that is running, whatever operators it calls.
   static uint64_t outermost_operator();
-  // Inside the callback: whether the operator's schema says that it changes the elements of the tensor at hand.
+  // Whether, inside the callback, the operator's schema says that it changes the elements of the tensor at hand.
   static bool changes_tensor();
 
  private:

@@ -1,4 +1,4 @@
-// Where the first values of a sharded module come from: units inside of it that were sharded before, or, for modules on
+// The sources of the first values of a sharded module: units inside of it that were sharded before, or, for modules on
 // the meta device, the program, after their slices were made.
 #pragma once
 

@@ -16,8 +16,8 @@ namespace ds::loops {
 
 using ValuesByName = std::map<std::string, at::Tensor>;
 
-// All throw UsageError, as `call`.
-// A name that comes twice.
+// The values by their names. This and the functions below throw UsageError, as `call`; here for a name that comes
+// twice.
 ValuesByName by_name(const char* call, const StateDict& state);
 void require_shape(const char* call, const std::string& name, const at::Tensor& value, at::IntArrayRef sizes);
 int64_t whole_number(const char* call, const std::string& name, const at::Tensor& value);

@@ -16,8 +16,8 @@
 namespace ds::loops {
 namespace {
 
-// What the parameters' gradients are after the others' passes is what they were before: the buckets they are views of
-// are used meanwhile.
+// Keeps the parameters' gradients as they are before the others' passes, which use the buckets that they are views of,
+// and restores them afterwards.
 class KeptGradients {
  public:
   explicit KeptGradients(const std::vector<zero::Parameter>& parameters) : parameters_(parameters) {

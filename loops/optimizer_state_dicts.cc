@@ -61,8 +61,8 @@ std::set<std::string> names_in(const std::vector<LeafStates>& all, size_t bucket
   return names;
 }
 
-// What a state dict says of a leaf: how many steps, 0 where it says "step" 0 and nothing else. Throws UsageError for a
-// part that is missing. `has`, `step`: of a key.
+// The number of steps that a state dict gives for a leaf; 0 where it gives "step" 0 and nothing else. Throws UsageError
+// for a part that is missing. `has`, `step`: called with a key.
 template <class Has, class Step>
 int64_t given_steps(const OptimizerStates& states, const LeafStates& one, const Has& has, const Step& step) {
   const bool counts = OptimizerStates::counts_steps(*one.kind);

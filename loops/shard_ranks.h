@@ -34,17 +34,17 @@ ShardRanks shard_ranks(const FullyShardOptions& options, c10::Device device, con
 // Throws ConfigError where hosts are not like that. Collective.
 void shard_inside_hosts(ShardRanks& ranks, int ranks_per_host);
 
-// The same ranks in the form of model/state, with a group for gathers alone. Collective.
+// Makes the ranks in the form of model/state, with a group for gathers alone. Collective.
 engine::Ranks engine_ranks(const ShardRanks& ranks);
 
-// The ranks of a module, as shard_ranks() says them. Throws UsageError for one without parameters, ConfigError for
+// Finds the ranks of a module, as shard_ranks() does. Throws UsageError for one without parameters, ConfigError for
 // options that a split one does not take. Collective.
 ShardRanks ranks_of(const torch::nn::Module& module, const FullyShardOptions& options);
 
 // The axis of a module's split parameters; null: none is split. Throws UsageError, naming two, where there are several.
 std::shared_ptr<parallel::Axis> tensor_axis_of(const torch::nn::Module& module);
 
-// What each rank of the tensor axis has of the split parameters; null without an axis.
+// Makes the parts of the split parameters that each rank of the tensor axis has; null without an axis.
 std::unique_ptr<engine::TensorParts> tensor_parts_of(const torch::nn::Module& module, const ShardRanks& ranks);
 
 // How each parameter is cut, which is the same on all ranks of the axis: lines "what<TAB>value". Empty without an axis.

@@ -57,7 +57,7 @@ bool any_trained(const torch::nn::Module& module) {
   return std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& one) { return one.requires_grad(); });
 }
 
-// What has memory.
+// Moves the parameters and buffers that have memory to `device`.
 void move_to(c10::Device device, const torch::nn::Module& module, const EarlierUnits& earlier) {
   std::vector<at::Tensor> tensors = module.parameters();
   for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);

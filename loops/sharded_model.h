@@ -63,7 +63,8 @@ class ShardedModel {
   bool ended() const { return !pass_; }
   // Whether parameters were on the meta device, and nobody has looked whether they have got values since.
   bool awaits_values() const { return awaits_values_; }
-  // Before anything that reads or changes slices: what failed in an operator is thrown, and nothing is on its way.
+  // Called before anything that reads or changes slices: waits for gathers under way and throws what failed in them.
+  // Throws UsageError while a pass runs, and for a model that has ended.
   void require_between_passes(const char* call) const;
   // Sets the optimizer whose states are in checkpoints; none but while one is written or read.
   void set_optimizer(engine::ModelOptimizer optimizer) { state_.optimizer = std::move(optimizer); }

@@ -40,7 +40,8 @@ struct FilePart {
   int64_t bytes = 0;
 };
 
-// Not thread safe: each read has a thread of its own, which waits for the device's library.
+// The buffers for such copies, and the reads into them. Not thread safe: each read has a thread of its own, which waits
+// for the device's library.
 class DeviceCopies {
  public:
   // `buffers`: at least one, flat bytes on the device, each as long as the longest part that is read, at multiples of

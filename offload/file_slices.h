@@ -42,7 +42,7 @@ class TensorFile {
   bool done(AioFile::Ticket ticket) { return file_->done(ticket); }
 
   const AioFile& file() const { return *file_; }
-  // Where tensor `index` begins in it.
+  // The place where tensor `index` begins in the file.
   int64_t offset(int64_t index) const { return parts_.at(static_cast<size_t>(index)).offset; }
 
  private:
@@ -73,7 +73,8 @@ class FileSlices final : public SliceStore {
   // stream is given copies of loaded slices, before unload(). A buffer waits for them before another slice gets it.
   FileSlices(std::unique_ptr<AioFile> file, const std::vector<int64_t>& sizes, std::vector<at::Tensor> buffers,
              std::shared_ptr<PinnedArena> kept, size_t kept_count, at::Device device = at::kCPU);
-  // From now on gathers read slices of the file straight into `buffers`, as those of DeviceCopies. Throws ConfigError.
+  // Makes gathers read slices of the file straight into `buffers` from now on, which are as those of DeviceCopies.
+  // Throws ConfigError.
   void gather_on_device(std::vector<at::Tensor> buffers);
   // Waits for what is in flight.
   ~FileSlices() override;

@@ -25,7 +25,7 @@ class HostGradients final : public ReducedGradients {
   // slices: on the host, flat, one per bucket, in the gradients' dtype; undefined: this bucket is not offloaded.
   // stagings: on the host, flat, of the same dtype, each as long as the longest slice; two let a gradient travel while
   // another is added. At least one unless `device` is the CPU, where without any gradients are added in place.
-  // Both are best parts of a PinnedArena, and are kept alive.
+  // Both lists are best parts of a PinnedArena, and are kept alive.
   HostGradients(std::vector<at::Tensor> slices, at::Device device, std::vector<at::Tensor> stagings);
 
   bool takes(size_t bucket) const override { return buckets_.at(bucket).slice.defined(); }

@@ -28,7 +28,7 @@ struct ArenaOptions {
   at::Device device = at::kCPU;  // the device that the memory is copied from and to
 };
 
-// Not thread safe; its tensors are as any others.
+// A region that is cut into tensors. Not thread safe; its tensors are as any others.
 class PinnedArena {
  public:
   static constexpr size_t kAlignment = 4096;  // bytes, of every tensor's address: direct IO and vector stores need it

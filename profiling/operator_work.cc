@@ -66,8 +66,8 @@ int64_t product_of(c10::IntArrayRef sizes, size_t from) {
   return result;
 }
 
-// Of a weight [out, in / groups, kernel...] (transposed: [in, out / groups, kernel...]) at each place of the output
-// (of the input).
+// The work of a convolution: a weight [out, in / groups, kernel...] (transposed: [in, out / groups, kernel...]) at each
+// place of the output (of the input).
 int64_t convolution_macs(const at::Tensor& weight, int64_t batch, int64_t places) {
   return batch * places * weight.numel();
 }

@@ -55,8 +55,8 @@ int64_t persistent_elements(const MemoryQuestion& question, const std::vector<in
   return elements;
 }
 
-// What GradientReducer holds at stage 2 beside its slices: transient buckets are taken from a pool, the last bucket of
-// the model first, stay until two more have been launched, and are used again in the next step.
+// The elements that GradientReducer holds at stage 2 beside its slices: transient buckets are taken from a pool, the
+// last bucket of the model first, stay until two more have been launched, and are used again in the next step.
 class TransientBuckets {
  public:
   explicit TransientBuckets(const std::vector<int64_t>& buckets) : buckets_(buckets) {}

@@ -140,7 +140,7 @@ class ParameterBucket {
   std::string released_text_;          // the error text of released_
   bool hidden_ = false;                // released_ has another text than its own
   at::Storage coming_;                 // the storage of parameters during an arrival
-  std::shared_ptr<SliceStore> store_;  // the store of own_; null: own_ is beside flat_
+  std::shared_ptr<SliceStore> store_;  // the store of own_; null: the bucket is not sharded
   bool in_store_ = false;              // store_ was given to shard()
   int bits_ = 0;                       // bits of an encoded own_
   at::Tensor secondary_;               // of a sharded bucket, a copy for the ranks of a node

@@ -81,7 +81,7 @@ class SafetensorsWriter {
   // Writes part of a tensor's data, from `position` bytes into it. Once all its bytes are given, in any order, without
   // overlap, the tensor is written. Throws UsageError for bytes that lie outside, IoError.
   void write_bytes(const std::string& name, size_t position, const void* data, size_t bytes);
-  // Where a tensor's data begins in the file, in bytes.
+  // The place where a tensor's data begins in the file, in bytes.
   size_t position(const std::string& name) const;
   // The length of the whole file.
   size_t bytes() const { return bytes_; }

@@ -15,7 +15,7 @@ struct ReplayScope;
 // The values of one piece in the order in which they were asked for. On a thread, tapes nest as pieces do.
 class ReplayTape {
  public:
-  // While it lives, replayed() of this thread records on the tape. A piece inside one that is computed again takes its
+  // Records the values of replayed() on this thread while it lives. A piece inside one that is computed again takes its
   // values from the outer one's tape.
   class Recording {
    public:
@@ -27,7 +27,7 @@ class ReplayTape {
    private:
     const std::unique_ptr<ReplayScope> scope_;
   };
-  // While it lives, replayed() of this thread gives the tape's values again, from the first.
+  // Makes replayed() on this thread give the tape's values again while it lives, from the first.
   class Playing {
    public:
     explicit Playing(const ReplayTape& tape);

@@ -1,4 +1,5 @@
-// Where reduced gradient slices wait for the update when they do not stay beside their buckets: on the host, say.
+// The place where reduced gradient slices wait for the update when they do not stay beside their buckets: on the host,
+// say.
 #pragma once
 
 #include <ATen/core/Tensor.h>

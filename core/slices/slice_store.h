@@ -1,4 +1,5 @@
-// Where the slices live that a rank keeps of sharded parameters: beside the parameters, in host memory, in a file.
+// The memory where the slices live that a rank keeps of sharded parameters: beside the parameters, in host memory, in a
+// file.
 #pragma once
 
 #include <ATen/core/Tensor.h>

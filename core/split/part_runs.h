@@ -20,7 +20,7 @@ class PartRuns {
   // Elements that the part has.
   int64_t numel() const { return outer_ * part_row_; }
 
-  // Where in the whole, where in the part, how many.
+  // Called with the place of a run in the full tensor, its place in the part, and its length.
   using Run = TensorPart::Run;
   // Calls `run` for each run of the elements [begin, end) of the part.
   void in_part(int64_t begin, int64_t end, const Run& run) const;

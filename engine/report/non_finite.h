@@ -1,5 +1,5 @@
-// Where a gradient that is infinite or NaN came from: the facts that each rank knows, and the message made from those
-// of all ranks.
+// Tells where a gradient that is infinite or NaN came from: the facts that each rank knows, and the message made from
+// those of all ranks.
 #pragma once
 
 #include <cstdint>

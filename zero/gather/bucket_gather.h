@@ -34,7 +34,7 @@ struct GatherUnderWay {
   at::Tensor sent;  // all slices, where they are sent in a dtype of their own
 };
 
-// Collective: all ranks start the same gathers in the same order. Not thread safe.
+// Gathers buckets. Collective: all ranks start the same gathers in the same order. Not thread safe.
 class BucketGather {
  public:
   // The groups of `routes` outlive it. `device`: the one that the buckets lie on.
@@ -47,8 +47,8 @@ class BucketGather {
   }
   // Begins to fill the bucket's memory. `exact` as asked for; an encoded bucket has no other values than its own.
   void start(const ParameterBucket& bucket, const std::string& label, bool exact, GatherUnderWay& gather);
-  // Returns when the current stream is ordered after the gather, and throws CommError when it failed. Nothing is under
-  // way then.
+  // Waits for a gather: returns when the current stream is ordered after it, and throws CommError when it failed.
+  // Nothing is under way then.
   void wait(ParameterBucket& bucket, GatherUnderWay& gather);
 
  private:

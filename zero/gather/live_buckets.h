@@ -132,7 +132,7 @@ class LiveBuckets {
   void call_before_changes(std::function<void()> call) { before_changes_ = std::move(call); }
   // Keeps an error for rethrow(), unless there is one already. Null: does nothing.
   void keep_error(const std::exception_ptr& error);
-  // Throws the error that was kept, once; that there was no memory, in every call.
+  // Throws the error that was kept, once; the error that there was no memory, in every call.
   void rethrow();
 
  private:

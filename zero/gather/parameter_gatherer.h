@@ -96,7 +96,7 @@ class ParameterGatherer : public ParameterAccess {
 
   // With `keeps`, a bucket that is full stays so until end_update() or reshard().
   void keep_in_pass(size_t bucket, bool keeps) { buckets_[bucket].stays = keeps; }
-  // To be called in backward: if the bucket is full, it stays so until it is used in forward, or reshard().
+  // Called in backward: if the bucket is full, it stays so until it is used in forward, or reshard().
   void keep_after_backward(size_t bucket) { buckets_[bucket].waits = true; }
   void prefetch_by(PrefetchRules rules) { rules_ = std::move(rules); }
   // Releases the bucket, unless a scope holds it: its slices are about to change, or the pass has done with it.

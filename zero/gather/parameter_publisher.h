@@ -21,8 +21,8 @@ namespace ds::zero {
 // All methods are called on the engine's thread, which is also the thread that runs forward.
 class ParameterPublisher : public ParameterAccess {
  public:
-  // Both outlive the publisher. `partitioned`: ranks update slices. Does nothing with one rank. The destructor waits
-  // for what is on its way: the parameters outlive the engine.
+  // `buckets` and `communicator` outlive the publisher. `partitioned`: ranks update slices. Does nothing with one rank.
+  // The destructor waits for what is on its way: the parameters outlive the engine.
   ParameterPublisher(std::vector<ParameterBucket>& buckets, comm::Communicator& communicator, bool partitioned);
   ~ParameterPublisher() override;
 

@@ -23,7 +23,8 @@ struct GradientTransfer {
   at::Tensor wire;  // what the collective runs on: `local`, or a copy where its dtype differs; undefined: nothing sent
 };
 
-// Not thread safe: used under the reducer's lock, which also keeps collectives in order. Throws CommError.
+// Reduces buckets of gradients between ranks. Not thread safe: used under the reducer's lock, which also keeps
+// collectives in order. Throws CommError.
 class GradientExchange {
  public:
   // The groups of `routes` outlive it.
@@ -32,7 +33,7 @@ class GradientExchange {
   const ReducerOptions& options() const { return options_; }
   // The groups of one bucket. Whatever reduces asks here: buckets of one model may have different groups.
   BucketGroups groups_of(size_t bucket) const;
-  // While true, gradients stay those of this rank, whole buckets, and nothing is sent.
+  // While `local`, gradients stay those of this rank, full buckets, and nothing is sent.
   void keep_local(bool local) { local_ = local; }
   bool keeps_local() const { return local_; }
 

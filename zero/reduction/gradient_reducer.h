@@ -50,8 +50,8 @@ class GradientReducer {
   GradientReducer& operator=(const GradientReducer&) = delete;
 
   // With `local`, gradients stay those of this rank from now on, full buckets, and nothing is sent; without, they are
-  // reduced again. For optimizers that exchange something else than gradients. Between steps: no gradient may be held.
-  // With the policy kReduceScatterEveryBackward, and with gradients elsewhere, it throws UsageError.
+  // reduced again. For optimizers that exchange something else than gradients. To be called between steps, while no
+  // gradient is held. Throws UsageError with the policy kReduceScatterEveryBackward, and with gradients elsewhere.
   void keep_local(bool local);
   bool keeps_local() const { return exchange_.keeps_local(); }
   // Shows `check` each gradient that autograd makes from now on, before it is added to others. `check` outlives the
@@ -64,8 +64,8 @@ class GradientReducer {
   // Begin and end every backward pass. `synchronize`: the pass ends in a reduction if the policy asks for one at
   // `boundary`, the last micro-batch of an accumulation. `in_pass` says for each bucket whether the pass may give it
   // gradients, the same on all ranks; where the policy reduces in every pass, the others are left alone. Empty: all
-  // may. Throws UsageError while a pass runs, and after one that failed until reset(); plain gradients are as the
-  // failed one left them, as in torch, but for abandon_backward().
+  // may. Throws UsageError while a pass runs, and after one that failed until reset(). Plain gradients, after a failed
+  // pass, are as it left them, as in torch, but for abandon_backward().
   void begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass = {});
   void end_backward();
   // Makes the next pass start no reduction before it ends: passes of several engines run at once, and the bucket that
@@ -74,22 +74,22 @@ class GradientReducer {
   // Ends a pass that threw, in place of end_backward(): the gradients it left can only be dropped. Plain gradients that
   // are views of a bucket whose reduction is under way are dropped here.
   void abandon_backward();
-  bool failed() const { return state_ == PassState::kFailed; }  // did the last pass throw?
+  bool failed() const { return state_ == PassState::kFailed; }  // whether the last pass threw
 
   // Reduces what is still local (passes under no_sync, a boundary that was declared late) and waits for everything.
   // Throws UsageError while a pass runs, and after one that failed.
   void finish();
-  // After finish(), plain gradients: they become the parameters' (GradientBucket::show()).
+  // Makes plain gradients those of the parameters (GradientBucket::show()). To be called after finish().
   void show_gradients(const std::vector<char>& used, double factor);
   // Whether a parameter has got more than one gradient in a pass since the start: parts of it were passes of their own
   // (activation checkpointing), or it is complete at the end only.
   bool any_repeated() const { return any_repeated_; }
-  // After finish(): the reduced gradient of a bucket, whole at stage 0, else the own slice. Undefined before any
-  // backward.
+  // The reduced gradient of a bucket after finish(): of the full bucket at stage 0, else of this rank's slice.
+  // Undefined before any backward.
   at::Tensor gradient(size_t bucket) const;
-  // Drops all gradients, reduced or not. Not while a pass runs, as finish().
+  // Drops all gradients, reduced or not. Not to be called while a pass runs.
   void reset();
-  // Gives up the memory that is kept from step to step. Between steps: all gradients are dropped.
+  // Drops all gradients and gives up the memory that is kept from step to step. To be called between steps.
   void release_buffers();
   // Throws UsageError where passes of other engines have made gradients that the program has not dropped.
   void require_own_gradients(const char* call) { neighbours_.require_none(call); }
@@ -97,11 +97,11 @@ class GradientReducer {
   std::string engine_if_several() const {
     return neighbours_.has_neighbours() ? "the engine of " + neighbours_.model() : std::string();
   }
-  // begin_backward() and end_backward() come from this thread from now on.
+  // Makes this thread the one that calls begin_backward() and end_backward() from now on.
   void use_from_this_thread() { neighbours_.use_from_this_thread(); }
-  // Parameters that took part in no backward since the last reset.
+  // The numbers of the parameters that took part in no backward since the last reset.
   std::vector<int64_t> parameters_without_gradient() const;
-  // Largest number of bytes held in gradient tensors since the last call.
+  // The largest number of bytes held in gradient tensors since the last call.
   int64_t take_peak_bytes();
 
  private:
