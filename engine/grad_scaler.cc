@@ -61,7 +61,7 @@ ByKind gradients_of(const torch::optim::Optimizer& optimizer) {
   return result;
 }
 
-// On which ranks agree.
+// The device on which ranks agree.
 c10::Device device_of(const torch::optim::Optimizer& optimizer) {
   for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups()) {
     if (!group.params().empty()) return group.params().front().device();

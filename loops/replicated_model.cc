@@ -136,7 +136,7 @@ std::vector<zero::Parameter> all_tensors(const engine::ModelParameters& paramete
   return all;
 }
 
-// For the comparison of ranks, "what<TAB>value".
+// The settings for the comparison of ranks, as lines "what<TAB>value".
 std::string settings_of(const DistributedDataParallelOptions& options, const engine::ModelParameters& parameters,
                         torch::nn::Module& module) {
   std::string text =

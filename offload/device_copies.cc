@@ -49,7 +49,7 @@ bool DeviceCopies::has_room() const {
   return std::any_of(buffers_.begin(), buffers_.end(), [](const Buffer& buffer) { return buffer.taken == 0; });
 }
 
-// In the buffer that was used longest ago, of those that nobody has taken.
+// Begins to read a slice into the buffer that was used longest ago, of those that nobody has taken.
 DeviceCopies::Buffer& DeviceCopies::start(int64_t slice, const FilePart& part) {
   Buffer* oldest = nullptr;
   for (Buffer& buffer : buffers_) {

@@ -19,7 +19,7 @@ namespace {
 using Inputs = c10::ArrayRef<const c10::IValue>;
 using Rule = OperatorWork (*)(Inputs inputs);
 
-// Without memory of its own where there is none.
+// The tensor at input `i`; undefined where there is none.
 at::Tensor tensor(Inputs inputs, size_t i) {
   return i < inputs.size() && inputs[i].isTensor() ? inputs[i].toTensor() : at::Tensor();
 }

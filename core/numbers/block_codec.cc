@@ -119,7 +119,7 @@ DS_CODEC_CLONES void convert(const float* from, at::BFloat16* to, int64_t count)
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<at::BFloat16>(from[i]);
 }
 
-// To the nearest, ties to even, as at::Half does.
+// Rounds to the nearest, ties to even, as at::Half does.
 DS_CODEC_CLONES void convert(const float* from, at::Half* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const auto bits = std::bit_cast<uint32_t>(from[i]);

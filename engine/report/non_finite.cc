@@ -93,7 +93,7 @@ std::string describe_local(const NonFiniteQuestion& question, const std::vector<
   return text + and_more(found.size());
 }
 
-// In the order of ranks. Collective. No text is empty or has a NUL in it.
+// Exchanges one text of each rank; returns them in the order of ranks. Collective. No text is empty or has a NUL in it.
 std::vector<std::string> texts_of_all_ranks(const std::string& text, at::Device device, comm::Communicator& world) {
   if (world.size() == 1) return {text};
   const int64_t length = largest_of_ranks(static_cast<int64_t>(text.size()), device, world, "length of what is bad");

@@ -102,7 +102,8 @@ struct Child {
       said.append(bytes, static_cast<size_t>(count));
   }
   bool failed() const { return ended && (lost || status != 0 || said.empty()); }
-  // By a signal that is no consequence: a rank that has lost its peers may abort, or die of a closed pipe.
+  // Whether a signal killed it that is no consequence: a rank that has lost its peers may abort, or die of a closed
+  // pipe.
   bool killed() const {
     return ended && WIFSIGNALED(status) && WTERMSIG(status) != SIGABRT && WTERMSIG(status) != SIGPIPE;
   }
@@ -165,7 +166,7 @@ class Environment {
   std::vector<std::string> entries_;
 };
 
-// Between fork and exec: async-signal-safe calls alone.
+// Runs between fork and exec: async-signal-safe calls alone.
 [[noreturn]] void become_program(pid_t parent, int pipe, char* const* words, char* const* environment) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(127);  // it has ended meanwhile

@@ -8,7 +8,7 @@
 namespace ds::zero {
 namespace {
 
-// For a device to come to a launch: in training it is seconds behind at most.
+// The longest time that a device takes to come to a launch: in training it is seconds behind at most.
 constexpr std::chrono::seconds kLongestWay{30};
 
 }  // namespace

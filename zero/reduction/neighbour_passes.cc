@@ -15,7 +15,7 @@
 namespace ds::zero {
 namespace {
 
-// By thread. Not destroyed: engines of the program may end after everything else.
+// The engines of each thread. Not destroyed: engines of the program may end after everything else.
 struct List {
   std::mutex mutex;
   std::map<std::thread::id, std::vector<NeighbourPasses*>> of_thread;
@@ -26,7 +26,7 @@ List& list() {
   return all;
 }
 
-// In place of a gradient that was dropped: whether the program has dropped it too is seen where it is gone.
+// A marker in place of a gradient that was dropped: where it is gone, the program has dropped it too.
 at::Tensor marker(const Parameter& parameter, const std::string& model) {
   const at::NoGradGuard no_grad;
   const at::Tensor& like = parameter.tensor;
