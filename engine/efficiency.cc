@@ -7,7 +7,7 @@
 #include "data/curriculum_sampler.h"
 #include "dsengine/comm.h"
 #include "engine/engine_impl.h"
-#include "engine/setup/make_sampler.h"
+#include "engine/make_sampler.h"
 
 namespace ds::engine {
 namespace {

@@ -1,4 +1,4 @@
-#include "engine/setup/make_sampler.h"
+#include "engine/make_sampler.h"
 
 #include "data/curriculum_sampler.h"
 #include "data/distributed_sampler.h"
