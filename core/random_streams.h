@@ -22,7 +22,7 @@ struct RandomStream {
   int64_t step = 0;
   int64_t micro_batch = 0;
   std::string_view purpose = {};          // who draws, and for what: "h.0.moe.gate noise"
-  std::vector<int64_t> coordinates = {};  // of the rank, along the axes over which draws are to differ
+  std::vector<int64_t> coordinates = {};  // the rank's place along the axes over which draws are to differ
 };
 
 // The key of a stream. Streams that differ in one number or letter have keys without any relation.

@@ -8,8 +8,8 @@
 
 namespace ds {
 
-inline constexpr size_t kShownBytes = 120;       // of one thing that a message names
-inline constexpr size_t kShownLineBytes = 4000;  // of a line of a message
+inline constexpr size_t kShownBytes = 120;       // the most of one thing that a message names
+inline constexpr size_t kShownLineBytes = 4000;  // the most of a line of a message
 inline constexpr size_t kShownMessageBytes = 64 << 10;
 
 // Returns `text` with control characters and what is no UTF-8 as \n, \t or \xNN. More than `most` bytes of it are cut,

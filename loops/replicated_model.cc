@@ -22,8 +22,8 @@ namespace ds::loops {
 namespace {
 
 struct BucketCaps {
-  int64_t first_bytes = 0;  // of the bucket that is reduced first
-  int64_t bytes = 0;        // of the others
+  int64_t first_bytes = 0;  // the cap of the bucket that is reduced first
+  int64_t bytes = 0;        // the cap of the others
 };
 
 // Some of the parameters, by their numbers, in ascending order.

@@ -52,7 +52,7 @@ struct ReplicatedModel::Impl {
   std::shared_ptr<torch::nn::Module> module;
   DistributedDataParallelOptions options;
   engine::ModelParameters parameters;
-  std::vector<const void*> identities;   // of the module's parameters, in its order
+  std::vector<const void*> identities;   // the module's parameters, in its order
   std::vector<at::TensorOptions> kinds;  // dtype and device of the trainable ones
   std::shared_ptr<comm::Communicator> group;
   std::vector<zero::ParameterBucket> buckets;
@@ -69,7 +69,7 @@ struct ReplicatedModel::Impl {
   bool called_forward = false;  // the wrapper's, since the last pass that reduced
   bool joining = false;
   JoinOptions join_options;
-  std::vector<int64_t> with_pass;  // of each rank: has a pass now (1) or none (0)
+  std::vector<int64_t> with_pass;  // for each rank: it has a pass now (1) or none (0)
 };
 
 }  // namespace ds::loops

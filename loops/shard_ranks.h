@@ -19,9 +19,10 @@ namespace ds::loops {
 struct ShardRanks {
   std::shared_ptr<comm::Communicator> all;       // data-parallel ranks: each has batches of its own
   std::shared_ptr<comm::Communicator> shards;    // each has a slice
-  std::shared_ptr<comm::Communicator> replicas;  // those with the same slice; null: there is one copy
-  std::shared_ptr<comm::Communicator> tensor;    // those with parts of the same parameters; null: they are whole
-  std::shared_ptr<comm::Communicator> world;     // `all` of every rank of `tensor`
+  std::shared_ptr<comm::Communicator> replicas;  // the ranks with the same slice; null: there is one copy
+  std::shared_ptr<comm::Communicator>
+      tensor;  // the ranks with parts of the same parameters; null: parameters are not split
+  std::shared_ptr<comm::Communicator> world;  // `all` of every rank of `tensor`
   c10::Device device = c10::kCPU;
 };
 

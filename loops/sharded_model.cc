@@ -379,7 +379,7 @@ zero::HeldBytes ShardedModel::held_bytes() const {
 void ShardedModel::end_as_unit() {
   require_between_passes("fully_shard");
   slices_changed();  // with what the program has changed in place
-  norms_.reset();    // those of the module around it take their place
+  norms_.reset();    // the groups of the module around it take their place
   end();
 }
 

@@ -94,14 +94,15 @@ class ShardedModel {
   engine::ModelState state_;
   bool awaits_values_ = false;
   std::vector<SliceLeaf> leaves_;
-  std::shared_ptr<comm::Communicator> norms_;  // of BatchNorm layers that were converted without a group; null: none
-  std::vector<char> reshards_after_backward_;  // of each bucket
+  std::shared_ptr<comm::Communicator>
+      norms_;  // the group of BatchNorm layers that were converted without one; null: none
+  std::vector<char> reshards_after_backward_;  // a flag for each bucket
   std::vector<char> held_;                     // by unshard()
   zero::PrefetchRules prefetch_;
   std::unordered_map<const void*, size_t> bucket_of_slice_;  // by storage
   std::unordered_map<const void*, size_t> bucket_of_parameters_;
   std::vector<at::Tensor> marks_;                            // gradients of the module's own parameters, between passes
-  std::vector<std::pair<at::Tensor, unsigned>> leaf_hooks_;  // that take marks away before autograd adds to them
+  std::vector<std::pair<at::Tensor, unsigned>> leaf_hooks_;  // hooks that take marks away before autograd adds to them
   bool sync_ = true;
   bool sync_in_pass_ = true;
   std::unique_ptr<BackwardPass> pass_;

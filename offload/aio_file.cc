@@ -17,7 +17,8 @@
 namespace ds::offload {
 namespace {
 
-constexpr unsigned kMostRequests = 4096;  // of a file in flight, linked ones that have not started included
+constexpr unsigned kMostRequests =
+    4096;  // the most requests of a file in flight, with linked ones that have not started
 
 void require_options(const AioOptions& options) {
   require<ConfigError>(options.block_size > 0 && options.block_size % AioFile::alignment() == 0,

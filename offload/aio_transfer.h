@@ -15,7 +15,7 @@ class AioTransfer {
     int64_t begin = 0;
     int64_t bytes = 0;
     int retries = 0;           // in a row
-    int64_t bytes_before = 0;  // that the transfer had moved at the last of them
+    int64_t bytes_before = 0;  // bytes that the transfer had moved at the last retry
     bool operator==(const Piece& other) const { return begin == other.begin && bytes == other.bytes; }
   };
   enum class State { kUnderWay, kDone, kFailed };  // kDone, kFailed: nothing is in flight any more

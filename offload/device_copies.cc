@@ -57,7 +57,7 @@ DeviceCopies::Buffer& DeviceCopies::start(int64_t slice, const FilePart& part) {
   }
   ensure(oldest != nullptr, "copies are taken as long as there are buffers");
   oldest->slice = -1;
-  if (oldest->read.valid()) oldest->read.wait();  // of a slice that nobody took
+  if (oldest->read.valid()) oldest->read.wait();  // the read of a slice that nobody took
   if (oldest->used) std::exchange(oldest->used, nullptr)->synchronize();
   oldest->read = std::async(std::launch::async, [file = file_.get(), part, memory = oldest->memory.data_ptr()] {
     file->read(part.offset, memory, part.bytes);
@@ -80,7 +80,7 @@ at::Tensor DeviceCopies::take(int64_t slice, const FilePart& part) {
     try {
       buffer.read.get();
     } catch (...) {
-      buffer.slice = -1;  // what it holds is nobody's
+      buffer.slice = -1;  // it holds no slice any more
       throw;
     }
   }

@@ -67,9 +67,9 @@ class DeviceCopies {
  private:
   struct Buffer {
     at::Tensor memory;
-    int64_t slice = -1;  // of which it has a copy, or will have
+    int64_t slice = -1;  // the slice that it has a copy of, or will have
     int taken = 0;
-    std::future<void> read;  // that is under way
+    std::future<void> read;  // the read under way
     uint64_t last_use = 0;
     std::shared_ptr<c10::Event> used;  // by the device: before there was a copy, or at the last give_back()
   };

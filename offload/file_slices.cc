@@ -143,7 +143,7 @@ void FileSlices::settle(Buffer& buffer) {
 
 void FileSlices::fail(Buffer& buffer, const IoError& error) {
   const int64_t slice = buffer.slice;
-  if (buffer.loads == 0) buffer.slice = -1;  // what it holds is nobody's
+  if (buffer.loads == 0) buffer.slice = -1;  // it holds no slice any more
   if (buffer.writes && failure_.empty()) {
     failure_ = cat("slice ", slice, " of the parameters could not be written: ", error.what(),
                    ". What the last update made of it is lost; checkpoints saved earlier are not affected: start again "
@@ -195,7 +195,7 @@ void FileSlices::load(const at::Tensor& slice) {
     buffer = &take_buffer(index);
     start(*buffer, /*writes=*/false);
   }
-  settle(*buffer);  // also a write: what it writes must not change
+  settle(*buffer);  // waits for a write too: the values that it writes must not change
   buffer->last_use = ++uses_;
   if (buffer->loads++ > 0) return;
   give_storage(slice, c10::DataPtr(buffer->memory.data_ptr(), at::kCPU), slice.numel() * slice.element_size());

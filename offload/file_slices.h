@@ -93,7 +93,7 @@ class FileSlices final : public SliceStore {
     int64_t slice = -1;  // whose elements it holds, or will hold
     int loads = 0;       // without unload()
     bool under_way = false;
-    bool writes = false;  // what is under way
+    bool writes = false;  // the transfer under way is a write
     AioFile::Ticket ticket = 0;
     uint64_t last_use = 0;
     std::shared_ptr<c10::Event> copied;  // by the device, at the last unload()

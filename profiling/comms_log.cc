@@ -278,7 +278,7 @@ void CommsLog::step_begins(int64_t step) {
 
 void CommsLog::read_ended(bool waits) {
   std::deque<UnderWay> rest;
-  std::deque<UnderWay> done;  // what they hold goes without the lock
+  std::deque<UnderWay> done;  // their tensors are freed without the lock
   {
     const std::lock_guard lock(mutex_);
     done.swap(under_way_);

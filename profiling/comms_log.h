@@ -34,7 +34,7 @@ namespace ds::profiling {
 using LoggedOperations = std::array<bool, comm::kCollectiveKinds>;
 
 struct CommsLogOptions {
-  int rank = 0;  // of the world, in lines
+  int rank = 0;  // the rank of the world that lines name
   LoggedOperations operations{};
   bool verbose = false;      // a line of the log for each operation, where the level info is logged
   bool with_labels = false;  // records by label too
@@ -46,7 +46,7 @@ int64_t whole_bytes(const comm::Collective& collective, size_t ranks);
 
 class CommsLog final : public std::enable_shared_from_this<CommsLog> {
  public:
-  static constexpr size_t kMostSizes = 1024;  // of a group; operations of further ones share records
+  static constexpr size_t kMostSizes = 1024;  // sizes of a group; operations of further ones share records
   using Clock = std::function<double()>;      // seconds
 
   explicit CommsLog(const CommsLogOptions& options, Clock clock = monotonic_seconds);
@@ -90,8 +90,8 @@ class CommsLog final : public std::enable_shared_from_this<CommsLog> {
     std::string name;
     std::vector<int> ranks;
     std::map<Key, CommsRecord> records;  // they stay where they are
-    double last_end = 0;                 // of its collectives on the host
-    Moment last_end_on_device;           // likewise
+    double last_end = 0;                 // the end of its last collective on the host
+    Moment last_end_on_device;           // the end of its last collective on a device
     bool used_on_device = false;
     std::map<std::pair<comm::CollectiveKind, int>, c10::Stream> streams;  // by kind and peer of messages
   };

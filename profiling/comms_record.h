@@ -13,7 +13,7 @@
 
 namespace ds::profiling {
 
-inline constexpr int64_t kOtherSizes = -1;  // of a record that holds operations of several sizes
+inline constexpr int64_t kOtherSizes = -1;  // the size of a record that holds operations of several sizes
 
 // Times are from the launch, or from the end of the operation before it in its group where that is later, to the end;
 // waiting for other ranks included.
@@ -23,12 +23,12 @@ struct CommsRecord {
   std::string operation;  // "all_reduce"; with its label "all_reduce | bucket 3"
   comm::CollectiveKind kind = comm::CollectiveKind::kBarrier;
   std::string group;
-  std::vector<int> ranks;  // of the group, numbers of the world
-  int64_t bytes = 0;       // of the whole tensor, see whole_bytes(); or kOtherSizes
+  std::vector<int> ranks;  // the group's ranks, as numbers of the world
+  int64_t bytes = 0;       // the size of the full tensor, see whole_bytes(); or kOtherSizes
   int64_t launched = 0;
-  int64_t count = 0;  // that have ended
+  int64_t count = 0;  // operations that have ended
   double seconds = 0;
-  double total_bytes = 0;     // of those that have ended
+  double total_bytes = 0;     // the bytes of those that have ended
   std::vector<float> latest;  // seconds of the latest kKept launched, number n (from 0) at n % kKept; negative: unknown
 
   // Counts a launch and returns its number.

@@ -21,14 +21,14 @@ struct StepFlops {
   int64_t data_parallel_size = 1;
   int64_t model_parallel_size = 1;  // ranks that have parts of one model: of a pipeline, of a tensor axis
   int64_t batch_size = 1;
-  int64_t parameters = 0;                 // of this rank
-  int64_t model_parameters = 0;           // of the whole model
-  int64_t model_flops = 0;                // of forward, over all parts of the model
+  int64_t parameters = 0;                 // the elements of this rank
+  int64_t model_parameters = 0;           // the elements of the full model
+  int64_t model_flops = 0;                // the operations of forward, over all parts of the model
   double recompute_fwd_factor = 0;        // the config's, for the line as DeepSpeed reckons it
   std::optional<double> forward_seconds;  // empty: mixed with backward (a pipeline)
   double backward_seconds = 0;            // else of both
-  double step_seconds = 0;                // of the update
-  double iteration_seconds = 0;           // of a whole step, all its micro-batches
+  double step_seconds = 0;                // the time of the update
+  double iteration_seconds = 0;           // the time of a full step, all its micro-batches
   int64_t micro_batches = 1;
 };
 

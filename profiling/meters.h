@@ -64,7 +64,7 @@ class StepTimers {
 // safe.
 class ThroughputMeter {
  public:
-  static constexpr int64_t kSkippedSteps = 2;  // as DeepSpeed
+  static constexpr int64_t kSkippedSteps = 2;  // as many as DeepSpeed skips
 
   // One optimizer step has ended, over all ranks.
   void add_step(double seconds, int64_t samples, int64_t tokens = 0);

@@ -12,7 +12,7 @@ namespace ds::profiling {
 // Operations as hardware vendors count them: a multiplication and an addition are two, or one multiply-accumulate
 // (MAC).
 struct OperatorWork {
-  int64_t macs = 0;   // of products of matrices, convolutions and attention
+  int64_t macs = 0;   // those of products of matrices, convolutions and attention
   int64_t flops = 0;  // twice those, and those of all else
 
   OperatorWork& operator+=(const OperatorWork& other) {

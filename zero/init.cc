@@ -85,9 +85,9 @@ class Init::Parameters {
         : parameter(tensor), label(std::move(name)), storage(tensor.storage().getWeakStorageImpl()) {}
     at::Tensor parameter;  // shares its identity with the module's
     std::string label;
-    WeakStorage storage;  // that the parameter had when it was looked at last; its address is not used again meanwhile
+    WeakStorage storage;  // the parameter's storage when it was looked at last; its address is not used again meanwhile
     at::Tensor slice;     // [ceil(numel / W)], while the parameter is not whole
-    uint64_t last_use = 0;  // of a whole one: by count of reads
+    uint64_t last_use = 0;  // the last use of a full one, by count of reads
     uint64_t used_by = 0;   // outermost operator that read it last
     bool whole() const { return !slice.defined(); }
   };
@@ -273,7 +273,7 @@ void Init::Parameters::find_moved() {
     entry->storage = entry->parameter.storage().getWeakStorageImpl();
     by_storage_[storage_of(entry->parameter)] = entry.get();
     if (entry->whole()) continue;
-    entry->slice.reset();  // of values that are gone
+    entry->slice.reset();  // its values are gone
     live_ += entry->parameter.numel();
     peak_ = std::max(peak_, live_);
   }
@@ -326,7 +326,7 @@ void Init::Parameters::slice(Entry& entry) {
   const at::Tensor& parameter = entry.parameter;
   const int64_t length = (parameter.numel() + ranks_->size() - 1) / ranks_->size();
   const at::Tensor part = at::empty({length}, parameter.options().device(options_.device).requires_grad(false));
-  at::Tensor whole;  // what rank 0 has counts
+  at::Tensor whole;  // rank 0's values count
   if (ranks_->rank() == 0) whole = padded(parameter, length * ranks_->size(), options_.device);
   ranks_->scatter(part, whole, 0, entry.label).wait();
   entry.slice = part;

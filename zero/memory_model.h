@@ -41,13 +41,13 @@ struct MemoryQuestion {
   bool separate_master = false;        // master slices beside the parameters
   int64_t state_bytes = 4;             // per element of one tensor of optimizer state
   int64_t optimizer_state_bytes = 8;   // per element: Adam in float32; a multiple of state_bytes
-  bool error_feedback = false;         // what ranks exchange is compressed: an error of all elements and one of a part
+  bool error_feedback = false;         // ranks exchange compressed values: an error of all elements and one of a part
   int weight_bits = 0;                 // stage 3: bits of a gathered element; 0 = parameter_bytes
   int gradient_bits = 0;               // bits of a reduced element; 0 = communication_bytes
   int64_t gradient_node_ranks = 1;     // with gradient_bits: ranks that add before a node sends
   int64_t accumulation_steps = 1;
-  int64_t frozen_bytes = 0;                // of parameters without gradient that a rank holds
-  int64_t buffer_bytes = 0;                // of module buffers, whole on every rank
+  int64_t frozen_bytes = 0;                // the bytes of parameters without gradient that a rank holds
+  int64_t buffer_bytes = 0;                // the bytes of module buffers, replicated on every rank
   std::optional<GatherLimits> gather;      // stage 3 on several ranks
   int64_t frozen_elements = 0;             // stage 3: in buckets that are gathered as well
   int64_t largest_frozen_bucket = 0;       // elements

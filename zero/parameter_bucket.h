@@ -123,7 +123,7 @@ class ParameterBucket {
   int64_t secondary_bytes() const { return secondary_.defined() ? static_cast<int64_t>(secondary_.nbytes()) : 0; }
 
  private:
-  at::Tensor part(int rank) const;  // of flat()
+  at::Tensor part(int rank) const;  // the rank's part of flat()
   void load_slice() const;
   void unload_slice(bool changed) const;
   void require_shape(size_t position) const;
@@ -134,7 +134,7 @@ class ParameterBucket {
   BucketLayout layout_;
   std::vector<Parameter> parameters_;
   at::Tensor flat_;
-  std::vector<at::Tensor> views_;      // of flat_, one for each parameter
+  std::vector<at::Tensor> views_;      // views of flat_, one for each parameter
   at::Tensor own_;                     // the slice of a sharded bucket
   at::Storage released_;               // the storage of its parameters while it is released
   std::string released_text_;          // the error text of released_
@@ -143,7 +143,7 @@ class ParameterBucket {
   std::shared_ptr<SliceStore> store_;  // the store of own_; null: the bucket is not sharded
   bool in_store_ = false;              // store_ was given to shard()
   int bits_ = 0;                       // bits of an encoded own_
-  at::Tensor secondary_;               // of a sharded bucket, a copy for the ranks of a node
+  at::Tensor secondary_;               // a copy of a sharded bucket for the ranks of a node
 };
 
 // Joins values of a bucket's parameters, by default their current ones, in one new flat tensor; padding is zero. Where

@@ -33,7 +33,7 @@ struct LayoutOptions {
   // Buckets grow to about this size by joining neighbouring modules; 0 = an eighth of the model, at least 1 Mi
   // elements.
   int64_t target_bucket_elements = 0;
-  int64_t most_target_elements = 0;  // of that eighth; 0: no limit
+  int64_t most_target_elements = 0;  // the limit of that eighth; 0: none
 };
 
 struct BucketLayout {

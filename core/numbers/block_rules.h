@@ -38,7 +38,7 @@ DS_HOST_DEVICE inline float block_scale(int32_t largest, int levels) {
 
 // The format and the sizes of what is encoded: `payload_bytes` of integers, then the scales.
 struct BlockArrays {
-  FloatFormat format = FloatFormat::kFloat32;  // of the values
+  FloatFormat format = FloatFormat::kFloat32;  // the format of the values
   int bits = 8;                                // or 4
   int64_t numel = 0;
   int64_t payload_bytes = 0;

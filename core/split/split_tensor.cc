@@ -117,8 +117,8 @@ class ShownWhole : public autograd::Node {
 struct SplitMeta : c10::BackendMeta {
   at::Tensor part;
   Placement placement;
-  std::string name;            // of a parameter
-  std::vector<int64_t> sizes;  // of its whole
+  std::string name;            // the name of a split parameter
+  std::vector<int64_t> sizes;  // the sizes of the full tensor
   bool copied = false;
   bool joins_output = false;
   bool trained = false;  // a parameter, see Note [Flags of split parameters]

@@ -51,8 +51,8 @@ class FlopsReport {
   Spans forwards_;
   Spans backwards_;
   Moment step_begin_;
-  Moment begin_;          // of the step's first forward
-  Moment forward_begin_;  // of the running one
+  Moment begin_;          // the begin of the step's first forward
+  Moment forward_begin_;  // the begin of the running forward
   Moment backward_begin_;
   std::optional<profiling::FlopsProfile> profile_;
 };

@@ -22,7 +22,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr size_t kMostRanks = 4;  // that a report names
+constexpr size_t kMostRanks = 4;  // the most ranks that a report names
 
 // " (samples 17, 99 of the training data)"
 std::string in_brackets(const std::string& batch) { return batch.empty() ? "" : cat(" (", batch, ")"); }

@@ -16,10 +16,10 @@ namespace ds::engine {
 struct NonFiniteFacts {
   // The first bad element of the reduced gradient, as far as this rank has it.
   struct Element {
-    int64_t stage = 0;      // of the pipeline
+    int64_t stage = 0;      // the stage of the pipeline
     int64_t parameter = 0;  // index among those of the rank
     int64_t offset = 0;     // inside the parameter, flattened
-    std::string name;       // of the parameter
+    std::string name;       // the name of the parameter
     std::string value;      // "nan", "inf" or "-inf"
   };
   // The first bad loss of the accumulation.
@@ -34,7 +34,7 @@ struct NonFiniteFacts {
     int64_t micro_batch = 0;  // -1: not known
     std::string batch;
     std::string parameter;
-    int64_t ranks_before = 0;  // of the pipeline: whose backward comes before this one's
+    int64_t ranks_before = 0;  // the ranks of the pipeline whose backward comes before this one's
   };
 
   std::optional<Element> element;
@@ -48,7 +48,7 @@ NonFiniteFacts non_finite_facts(const std::string& text);
 
 // The gradient that describe_non_finite() is asked about.
 struct NonFiniteQuestion {
-  double norm = 0;             // of the whole gradient
+  double norm = 0;             // the norm of the full gradient
   bool own_gradients = false;  // ranks keep those of their own, which are not reduced
   bool located = false;        // locate_non_finite
   bool expected = false;       // a dynamic loss scale, which is found by overflows

@@ -62,7 +62,7 @@ struct StepReport {
   int64_t micro_batches = 1;
   int64_t train_batch_size = 0;
   double loss_scale = 1.0;
-  std::optional<double> loss;  // of the global batch, where the engine knows it
+  std::optional<double> loss;  // the loss of the global batch, where the engine knows it
 };
 
 // One per engine, on all ranks; writes on rank 0 only. Not thread safe.
@@ -125,8 +125,8 @@ class Reporter {
     Moment from;
     Moment to;
   };
-  std::vector<Span> spans_;       // of the running step, where times are a device's
-  std::vector<Span> past_spans_;  // of the step before
+  std::vector<Span> spans_;       // the spans of the running step, where times are a device's
+  std::vector<Span> past_spans_;  // the spans of the step before
   int64_t past_samples_ = 0;      // samples of the step before
   double last_step_end_;          // by the host's clock
 };

@@ -89,7 +89,7 @@ int number_in(const char* variable) {
 
 struct Child {
   pid_t pid = -1;
-  UniqueFd pipe;     // what it says
+  UniqueFd pipe;     // the pipe that it writes its errors to
   std::string said;  // so far
   int status = 0;
   int looks = 0;  // until it had ended
@@ -299,7 +299,7 @@ void spawn(const std::function<void(int rank)>& function, int processes) {
     if (call < number_in(kCall)) return;  // the processes of that call did it
     run_here(function);
   }
-  std::fflush(nullptr);  // what is not written yet is written once
+  std::fflush(nullptr);  // so that output that is not written yet is written once
   Environment environment;
   environment.set(kCall, std::to_string(call));
   environment.set("WORLD_SIZE", std::to_string(processes));

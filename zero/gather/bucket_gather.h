@@ -63,7 +63,7 @@ class BucketGather {
   static at::Tensor on_device(const ParameterBucket& bucket, const GatherUnderWay& gather);
 
   GatherRoutes routes_;
-  TransferStream copies_;  // of slices on the host
+  TransferStream copies_;  // copies slices on the host
 };
 
 }  // namespace ds::zero

@@ -36,7 +36,7 @@ class GatheredParameters::Opened {
   void give_back_after_failure();
 
   Scope scope_;
-  std::vector<int64_t> versions_;  // of parameters() when the scope opened
+  std::vector<int64_t> versions_;  // the version counters of parameters() when the scope opened
   // Without a modifier rank: the storages of parameters(), and the first of these that an operator was seen to change,
   // also where its version does not tell (.data()).
   std::unordered_set<const void*> storages_;

@@ -21,7 +21,7 @@ struct GatheredParameters::Scope {
   std::vector<Parameter> others;                             // in no bucket, whole on every rank
   ParameterGatherer* gatherer = nullptr;                     // null: all parameters are whole already
   comm::Communicator* world = nullptr;                       // all ranks that hold parts or copies
-  std::optional<int> modifier_rank;                          // of world
+  std::optional<int> modifier_rank;                          // a rank of `world`
   // A bucket that is whole and the same on all ranks may have new values; called before it is released.
   std::function<void(size_t)> changed;
   std::function<void()> closed;         // always, once

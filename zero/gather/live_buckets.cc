@@ -79,7 +79,7 @@ void LiveBuckets::fetch(size_t bucket, bool exact) {
   coming_ += entry.elements();
   peak_ = std::max(peak_, live_);
   try {
-    const SameValues same;  // as before it was released
+    const SameValues same;  // the values of before it was released
     start(bucket, exact);
   } catch (...) {
     fail(entry);
@@ -169,7 +169,7 @@ void LiveBuckets::release(size_t bucket) {
 void LiveBuckets::keep_changes(size_t bucket) {
   const Entry& entry = entries_[bucket];
   const std::string name = entry.changes.name(*entry.bucket);
-  if (failed()) return;  // what it holds is nothing to keep
+  if (failed()) return;  // its values are not worth keeping
   if (!entry.exact) {
     keep_error(std::make_exception_ptr(UsageError(cat(
         "parameter ", name, " was changed in place while it was gathered for an operator with the loss ",

@@ -33,7 +33,7 @@ class ChangeWatch {
  private:
   size_t changed_version(const ParameterBucket& bucket) const;
 
-  std::vector<int64_t> versions_;  // of the parameters
+  std::vector<int64_t> versions_;  // the version counters of the parameters
   bool noted_ = false;
 };
 
@@ -150,7 +150,7 @@ class LiveBuckets {
   int64_t coming_ = 0;
   int64_t peak_ = 0;
   uint64_t digest_ = 0;
-  int rank_;  // of slices
+  int rank_;  // this rank among the owners of slices
   std::vector<Changed> changed_;
   std::function<void()> before_changes_;
   std::exception_ptr failure_;

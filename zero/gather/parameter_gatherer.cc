@@ -67,7 +67,7 @@ ParameterGatherer::~ParameterGatherer() {
 void ParameterGatherer::use_from_this_thread() {
   interceptor_.disable();  // which the end of its thread may have done
   if (sees_operators()) interceptor_.enable();
-  cast_cache_off_ = false;  // of the other thread
+  cast_cache_off_ = false;  // it was that of the other thread
 }
 
 void ParameterGatherer::before_read(const at::Tensor& tensor) {

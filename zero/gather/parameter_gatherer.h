@@ -131,7 +131,7 @@ class ParameterGatherer : public ParameterAccess {
 
   LiveBuckets buckets_;
   std::unordered_map<const void*, size_t> bucket_of_storage_;
-  comm::Communicator& communicator_;  // of slices
+  comm::Communicator& communicator_;  // the ranks that own slices
   comm::Communicator* node_;
   GatherLimits limits_;
   ReuseRule reuse_;
@@ -140,7 +140,7 @@ class ParameterGatherer : public ParameterAccess {
   size_t current_ = 0;  // used last
   bool in_backward_ = false;
   bool cast_cache_off_ = false;  // turned off here
-  at::Tensor meeting_;           // what meet() sends
+  at::Tensor meeting_;           // the tensor that meet() sends
   comm::Work met_;
   OpInterceptor interceptor_;
 };

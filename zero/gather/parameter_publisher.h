@@ -48,7 +48,7 @@ class ParameterPublisher : public ParameterAccess {
   std::vector<comm::Work> works_;
   std::vector<bool> pending_;
   size_t pending_count_ = 0;
-  std::exception_ptr failure_;  // of a wait
+  std::exception_ptr failure_;  // the failure of a wait
   OpInterceptor interceptor_;
 };
 

@@ -20,7 +20,8 @@ struct BucketGroups {
 // One reduction under way.
 struct GradientTransfer {
   comm::Work work;
-  at::Tensor wire;  // what the collective runs on: `local`, or a copy where its dtype differs; undefined: nothing sent
+  at::Tensor
+      wire;  // the tensor that the collective runs on: `local`, or a copy of another dtype; undefined: nothing is sent
 };
 
 // Reduces buckets of gradients between ranks. Not thread safe: used under the reducer's lock, which also keeps

@@ -48,7 +48,7 @@ class ReplicaJoin {
  private:
   struct Part {
     at::Tensor gradient;
-    at::Tensor wire;  // what the collective runs on
+    at::Tensor wire;  // the tensor that the collective runs on
     comm::Work work;
   };
   void finish_oldest();

@@ -135,7 +135,7 @@ class GradientReducer {
   PassState state_ = PassState::kIdle;
   std::vector<size_t> in_flight_;  // buckets with a collective under way, oldest first
   size_t next_ = 0;                // buckets_[size - 1 - next_] is the next to be launched in this pass
-  std::vector<char> in_pass_;      // of each bucket; empty: all
+  std::vector<char> in_pass_;      // for each bucket: the pass may give it gradients; empty: all
   std::function<void()> enter_;
   bool any_repeated_ = false;
   bool waits_for_end_ = false;  // the running pass, or the next one

@@ -68,7 +68,7 @@ class NeighbourPasses {
   std::atomic<bool> running_{false};
   bool aside_ = false;
   std::vector<at::Tensor> own_;                 // while aside: gradients that parameters had
-  std::vector<std::atomic<char>> had_foreign_;  // of each parameter
+  std::vector<std::atomic<char>> had_foreign_;  // for each parameter: it had a gradient of another engine
 };
 
 }  // namespace ds::zero
