@@ -195,7 +195,7 @@ void load_full_optimizer_state(const OptimizerStates& states, const StateDict& s
       one.tensors.emplace_back(one.kind->names[i], elements_of(own, whole).to(one.leaf->tensor.device()));
     }
     states.give(one);
-    one.tensors.clear();  // it has copies; these are views of whole ones
+    one.tensors.clear();  // it has copies; these are views of full ones
   }
 }
 

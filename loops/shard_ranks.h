@@ -27,8 +27,8 @@ struct ShardRanks {
 };
 
 // Makes the groups from the mesh, the group or the job, as the options say. `device`: where the parameters are.
-// `tensor`: the ranks that they are split over, null: they are whole. Throws ConfigError for options that exclude each
-// other, and for a mesh that does not have the ranks of `tensor` along its innermost axis. Collective.
+// `tensor`: the ranks that they are split over, null: they are not split. Throws ConfigError for options that exclude
+// each other, and for a mesh that does not have the ranks of `tensor` along its innermost axis. Collective.
 ShardRanks shard_ranks(const FullyShardOptions& options, c10::Device device, const comm::Communicator* tensor);
 
 // HYBRID_SHARD without a mesh: shards inside of hosts with so many consecutive ranks each, copies over the hosts.

@@ -51,7 +51,7 @@ void require_names(const ShardedModel& model, const ValuesByName& values) {
   }
 }
 
-// One name after the other, in module order: `value_of` gives the whole.
+// One name after the other, in module order: `value_of` gives the full tensor.
 void take_wholes(ShardedModel& model,
                  const std::function<at::Tensor(const std::string&, const at::Tensor&)>& value_of) {
   const at::NoGradGuard no_grad;

@@ -86,7 +86,7 @@ class Init::Parameters {
     at::Tensor parameter;  // shares its identity with the module's
     std::string label;
     WeakStorage storage;  // the parameter's storage when it was looked at last; its address is not used again meanwhile
-    at::Tensor slice;     // [ceil(numel / W)], while the parameter is not whole
+    at::Tensor slice;     // [ceil(numel / W)], while the parameter is not full
     uint64_t last_use = 0;  // the last use of a full one, by count of reads
     uint64_t used_by = 0;   // outermost operator that read it last
     bool whole() const { return !slice.defined(); }

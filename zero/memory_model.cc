@@ -274,7 +274,7 @@ int64_t predict_sent_bytes(const MemoryQuestion& question) {
   const std::vector<int64_t> buckets = buckets_of(question);
   const int64_t elements = sum(buckets);
   const int64_t slice = elements / question.dp;
-  const int64_t others = slice * (question.dp - 1);  // all slices but the own one
+  const int64_t others = slice * (question.dp - 1);  // all slices but this rank's
   const int64_t joins = 2 * slice * (question.copies - 1) / question.copies * question.communication_bytes;
   if (question.stage == 0) return 2 * others * question.communication_bytes;
   const int64_t reductions = question.stage >= 2 ? question.accumulation_steps : 1;

@@ -21,7 +21,7 @@ namespace ds::zero {
 struct Parameter {
   std::string name;
   at::Tensor tensor;
-  std::shared_ptr<const TensorPart> part = nullptr;  // which part of the parameter `tensor` is; null: the whole
+  std::shared_ptr<const TensorPart> part = nullptr;  // which part of the parameter `tensor` is; null: all of it
 
   // The sizes of the full parameter.
   std::vector<int64_t> whole_sizes() const { return part ? part->whole_sizes() : tensor.sizes().vec(); }
@@ -31,11 +31,11 @@ struct Parameter {
 // zeros. Not thread safe.
 //
 // A sharded bucket (stage 3) owns its rank's slice, as it is or encoded (core/numbers/block_codec.h), and the memory of
-// `flat` comes and goes: all views of it, those that autograd saved too, share one storage, so that they are whole
+// `flat` comes and goes: all views of it, those that autograd saved too, share one storage, so that they are full
 // again as soon as the storage is.
 class ParameterBucket {
  public:
-  // `values` are the float32 (or original dtype) values of the whole bucket, as made by `flatten`; the bucket is
+  // `values` are the float32 (or original dtype) values of the full bucket, as made by `flatten`; the bucket is
   // allocated in `dtype` on the parameters' device and the parameters are re-pointed into it.
   ParameterBucket(BucketLayout layout, const std::vector<Parameter>& parameters, const at::Tensor& values,
                   at::ScalarType dtype);

@@ -22,7 +22,7 @@ struct LayoutParameter {
   int64_t numel = 0;
   int group = 0;            // hyper-parameter group; groups never share a bucket
   int dtype = 0;            // opaque; dtypes never share a bucket
-  bool persistent = false;  // stays whole at stage 3; does not share a bucket with those that do not
+  bool persistent = false;  // stays full at stage 3; does not share a bucket with those that do not
   // Opaque: a dtype of its own in which ranks send it; never shares a bucket with others. Empty: that of all.
   std::optional<int> sent_as = std::nullopt;
 };

@@ -157,7 +157,7 @@ void take_keys(c10::TensorImpl& impl, const at::Tensor& like) {
   ImplAccess::set_type_and_device(impl, like);
 }
 
-// Strides of the whole in the order of the part's, so that what is contiguous stays so.
+// The strides of the full tensor in the order of the part's, so that what is contiguous stays so.
 std::vector<int64_t> whole_strides(const at::Tensor& part, int64_t dim, c10::IntArrayRef sizes) {
   const c10::IntArrayRef strides = part.strides();
   const int64_t end = strides[dim] * part.size(dim);

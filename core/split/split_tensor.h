@@ -1,7 +1,7 @@
-// Tensors of which each rank has a part: ordinary at::Tensors that show the sizes of the whole.
+// Tensors of which each rank has a part: ordinary at::Tensors that show the sizes of the full tensor.
 //
 // A split tensor has no memory. It carries a dispatch key of its own, above autocast and autograd, the part, and how
-// the whole is cut; folder parallel computes operators on it. Below the key there are plain tensors with plain
+// the full tensor is cut; folder parallel computes operators on it. Below the key there are plain tensors with plain
 // autograd. Along an axis a tensor without the key is the same on all ranks, and so is its gradient, complete on each.
 // The idea is that of torch's DTensor, one level higher.
 //
@@ -34,15 +34,17 @@ class SplitAxis {
   virtual at::Tensor joined_values(const at::Tensor& split) = 0;
 };
 
-// How a tensor is placed along an axis. Without a cut it is summed, an addend, or for reading only: what a view of a
-// joined tensor is, since a change of it would be lost.
+// The placement of a tensor along an axis: cut into parts (a shard on each rank), or summed, or an addend (a partial
+// sum on each rank). Without any of these it is for reading only, as a view of a gathered tensor is: a change of it
+// would be lost.
 struct Placement {
   std::shared_ptr<SplitAxis> axis;
   std::optional<Cut> cut;
-  // Every rank has the whole, and a part of its gradient, which is the sum of these over the axis. Used by an operator
-  // on parts the tensor gets the part of the gradient that comes of them, used by a plain one 1/T of the whole.
+  // Every rank has the full tensor (a replica) and a partial sum of its gradient, which is the sum of these over the
+  // axis. Used by an operator on parts, the tensor gets the part of the gradient that comes of them; used by a plain
+  // one, 1/T of the full gradient.
   bool summed = false;
-  // The whole is the sum of what the ranks have: the gradient of a summed tensor.
+  // The full tensor is the sum of what the ranks have: each has a partial sum, as of the gradient of a summed tensor.
   bool addend = false;
 };
 
@@ -55,7 +57,7 @@ at::Tensor part_of(const at::Tensor& split);
 // Makes a split tensor of `sizes` whose part here is `part`: plain, of the sizes that TensorPart says. It shares the
 // part's memory and history. The placement's cut is normalized. Throws UsageError when the sizes do not fit.
 at::Tensor make_split(at::Tensor part, Placement placement, c10::IntArrayRef sizes);
-// This rank's part of a plain tensor, without history; a view of it where the part is one range, or everything since
+// This rank's part of a plain tensor, without history; a view of it where the part is one range, or all of it where
 // there is no cut.
 at::Tensor slice_of(const at::Tensor& whole, const Placement& placement);
 at::Tensor slice_of(const at::Tensor& whole, const TensorPart& part);

@@ -79,8 +79,8 @@ class TensorPart {
   int64_t numel() const;
   // Ranges of the cut dimension that the part has, in its order.
   std::vector<DimRange> ranges() const;
-  // Runs of elements [begin, end) of the part, row-major, which lie together in the whole too: where in the whole,
-  // where in the part, how many.
+  // Runs of elements [begin, end) of the part, row-major, which lie together in the full tensor too: the place in that,
+  // the place in the part, the length.
   using Run = std::function<void(int64_t whole, int64_t part, int64_t length)>;
   void for_each_run(int64_t begin, int64_t end, const Run& run) const;
 

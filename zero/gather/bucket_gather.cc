@@ -38,7 +38,7 @@ void BucketGather::start_cast(const ParameterBucket& bucket, const std::string& 
   gather.work = routes_.slices.all_gather(gather.sent, gather.own, label);
 }
 
-// The slice travels beside what the device computes, which waits for the whole bucket only where it is used.
+// The slice travels beside what the device computes, which waits for the full bucket only where it is used.
 void BucketGather::start_from_host(const ParameterBucket& bucket, const std::string& label, GatherUnderWay& gather) {
   const at::Tensor& slice = gather.slice;
   const at::Tensor& whole = bucket.flat();

@@ -37,12 +37,12 @@ class GatheredParameters::Opened {
 
   Scope scope_;
   std::vector<int64_t> versions_;  // the version counters of parameters() when the scope opened
-  // Without a modifier rank: the storages of parameters(), and the first of these that an operator was seen to change,
-  // also where its version does not tell (.data()).
+  // The storages of parameters(), and the name of the first that an operator was seen to change, also where its version
+  // does not tell (.data()). Used without a modifier rank.
   std::unordered_set<const void*> storages_;
   std::optional<std::string> changed_;
   OpInterceptor watch_;
-  // With a modifier rank: the values that nothing else holds, of whole buckets and of others.
+  // Used with a modifier rank: the values that nothing else holds, of full buckets and of others.
   std::vector<std::pair<at::Tensor, at::Tensor>> before_;
   size_t gathered_ = 0;  // buckets so far
   bool open_ = true;

@@ -18,11 +18,11 @@ namespace ds::zero {
 
 struct GatheredParameters::Scope {
   std::vector<std::pair<size_t, ParameterBucket*>> buckets;  // with their numbers, ascending
-  std::vector<Parameter> others;                             // in no bucket, whole on every rank
-  ParameterGatherer* gatherer = nullptr;                     // null: all parameters are whole already
+  std::vector<Parameter> others;                             // in no bucket, full on every rank
+  ParameterGatherer* gatherer = nullptr;                     // null: all parameters are full already
   comm::Communicator* world = nullptr;                       // all ranks that hold parts or copies
   std::optional<int> modifier_rank;                          // a rank of `world`
-  // A bucket that is whole and the same on all ranks may have new values; called before it is released.
+  // Called before a bucket is released that is full and the same on all ranks, and may have new values.
   std::function<void(size_t)> changed;
   std::function<void()> closed;         // always, once
   std::unique_ptr<SplitWholes> wholes;  // null: no parameter is split over a tensor axis

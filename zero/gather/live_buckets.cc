@@ -35,7 +35,7 @@ constexpr const char* kForwardsTogether =
 
 }  // namespace
 
-std::exception_ptr with_way_out(const std::exception_ptr& error) {
+std::exception_ptr add_advice(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const CommError& parted) {
@@ -147,7 +147,7 @@ void LiveBuckets::wait_all() {
 // view has NaN as its result.
 void LiveBuckets::fail(const Entry& entry) {
   const std::exception_ptr error = std::current_exception();
-  keep_error(with_way_out(error));
+  keep_error(add_advice(error));
   if (!entry.sharded()) return;
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);

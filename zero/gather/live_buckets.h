@@ -41,7 +41,7 @@ class ChangeWatch {
 bool is_part_of(const at::Tensor& tensor, const Parameter& parameter);
 
 // Returns `error` with advice added, where it says that ranks issued different collectives; any other error as it is.
-std::exception_ptr with_way_out(const std::exception_ptr& error);
+std::exception_ptr add_advice(const std::exception_ptr& error);
 
 // Note [What keeps a bucket full]
 // A sharded bucket is released once the pass has moved on from it. These keep it full:

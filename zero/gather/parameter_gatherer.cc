@@ -204,7 +204,7 @@ void ParameterGatherer::wait_for_others() {
   try {
     met_.wait();
   } catch (...) {
-    std::rethrow_exception(with_way_out(std::current_exception()));
+    std::rethrow_exception(add_advice(std::current_exception()));
   }
 }
 

@@ -1,4 +1,4 @@
-// Brings updated slices back to all ranks (stages 1 and 2); at stage 0, where every rank updates whole buckets,
+// Brings updated slices back to all ranks (stages 1 and 2); at stage 0, where every rank updates full buckets,
 // nothing.
 //
 // After the optimizer has updated this rank's slice of a bucket, an all_gather of the bucket in place starts.

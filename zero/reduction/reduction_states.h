@@ -11,7 +11,7 @@ namespace ds::zero {
 //   empty        nothing that counts; where buckets stay (stages 0 and 1) the memory is kept for the next pass
 //   collecting   gradients of this rank, of passes that were not reduced yet
 //   in flight    what a collective runs on; in a group of one, or kept local, what is passed on as it is
-//   reduced      in its own part the reduced gradient: the whole bucket at stage 0, else the own slice
+//   reduced      in its own part the reduced gradient: the full bucket at stage 0, else this rank's slice
 // The sum holds what was reduced before and had to make room: set aside on the device, or elsewhere (ReducedGradients).
 //
 //   event        who                                           empty        collecting   in flight   reduced
