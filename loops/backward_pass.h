@@ -1,9 +1,9 @@
 // Finds where a backward pass that the program runs by itself (loss.backward()) begins and ends.
 //
-// Nobody tells us of such a pass. What runs in it does: the hooks of AccumulateGrad nodes, hooks on tensors, callbacks
-// on operators. Each of them calls enter(), and the first one of a pass begins it: what the pass does at its end is
-// then queued with autograd (torch::autograd::Engine::queue_callback, as c10d's Reducer does), and runs when all
-// gradients are there, before loss.backward() returns, which throws what it throws.
+// Nobody announces such a pass, but its parts can be seen: the hooks of AccumulateGrad nodes, hooks on tensors,
+// callbacks on operators. Each of them calls enter(), and the first one of a pass begins it: the work at the end of the
+// pass is then queued with autograd (torch::autograd::Engine::queue_callback, as c10d's Reducer does), and runs when
+// all gradients are there, before loss.backward() returns, which throws what it throws.
 //
 // Note [Passes inside a pass]
 // A node may run backward() itself (activation checkpointing): what is made in there belongs to the pass around it.

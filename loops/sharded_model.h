@@ -1,8 +1,8 @@
 // A module whose parameters are slices on the ranks, with the parts that an engine has at stage 3, driven by the
 // program's own backward passes.
 //
-// Gathers and reductions are zero's, the layout and what is saved are the engine's (model/state, model/checkpoint).
-// What is here is who tells them what happens: a pass begins with its first gradient and ends with autograd's callback
+// Gathers and reductions are zero's, the layout and the saved files are those of model/state and model/checkpoint.
+// ShardedModel tells them what happens: a pass begins with its first gradient and ends with autograd's callback
 // (loops/backward_pass.h); an optimizer's step is an operator that changes a slice.
 #pragma once
 

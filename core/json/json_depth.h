@@ -6,7 +6,7 @@
 
 namespace ds {
 
-// The callback of parse(text, std::ref(depth)) of nlohmann::json, ordered or not. What lies deeper is not kept.
+// The callback of parse(text, std::ref(depth)) of nlohmann::json, ordered or not. Deeper values are not kept.
 class JsonDepth {
  public:
   static constexpr int kDeepest = 100;

@@ -1,6 +1,6 @@
 // Values that a piece of code decides when it runs, and must find again when it is computed again for backward: whether
-// a layer is dropped, which tokens it keeps. What computes pieces again (activation checkpointing) keeps them on a
-// tape; what decides asks replayed() and needs to know of none.
+// a layer is dropped, which tokens it keeps. Activation checkpointing, which computes pieces again, keeps the values on
+// a tape; the code that decides asks replayed() and needs to know of no tape.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,10 @@
 // The backward passes of several engines on one thread, whose losses run through each other's models: the generator's
 // of a GAN through the discriminator, say.
 //
-// A pass is one engine's. What it makes on parameters of another is dropped: torch would leave it in their .grad, and
-// every such program drops it there with zero_grad() before that model's own pass. So has it to do here, on the engine
-// or the module: gradients that are left are a UsageError at that engine's next backward() or step(), never added and
-// never lost in silence.
+// A pass is one engine's. Gradients that it makes on parameters of another are dropped: torch would leave them in their
+// .grad, and every such program drops them there with zero_grad() before that model's own pass. So has it to do here,
+// on the engine or the module: gradients that are left are a UsageError at that engine's next backward() or step(),
+// never added and never lost in silence.
 #pragma once
 
 #include <ATen/core/Tensor.h>
