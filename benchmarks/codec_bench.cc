@@ -1,4 +1,5 @@
-// Speed of core/block_codec: GB/s of the values' own type, beside a plain copy. --benchmark_filter=REGEX picks some,
+// Speed of core/numbers/block_codec: GB/s of the values' own type, beside a plain copy. --benchmark_filter=REGEX picks
+// some,
 // --benchmark_min_time=SECONDS sets the least time of each. Names: bits, type; threads: LibTorch's.
 //
 // Each result is checked once before it is timed.
@@ -8,8 +9,8 @@
 
 #include <vector>
 
-#include "core/block_codec.h"
 #include "core/check.h"
+#include "core/numbers/block_codec.h"
 
 namespace {
 

@@ -67,7 +67,7 @@ class OperatorCount {
 };
 thread_local int64_t OperatorCount::count_ = 0;
 
-// Does what zero/parameter_gatherer.cc does before an operator reads a tensor, for buckets that are whole.
+// Does what zero/gather/parameter_gatherer.cc does before an operator reads a tensor, for buckets that are whole.
 class Watcher {
  public:
   explicit Watcher(const std::vector<ParameterBucket>& buckets)

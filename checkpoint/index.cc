@@ -14,8 +14,8 @@
 #include "checkpoint/stored_file.h"
 #include "core/check.h"
 #include "core/files/safetensors.h"
+#include "core/json/json_depth.h"
 #include "core/json/json_integer.h"
-#include "core/json_depth.h"
 #include "core/shown_text.h"
 
 namespace ds::checkpoint {

@@ -15,7 +15,7 @@
 #include "checkpoint/torch_weights.h"
 #include "core/check.h"
 #include "core/files/safetensors.h"
-#include "core/json_depth.h"
+#include "core/json/json_depth.h"
 #include "dsengine/weights.h"
 
 namespace ds::checkpoint {

@@ -1,5 +1,6 @@
-// Collectives that send 8-bit or 4-bit integers in place of floating point (core/block_codec.h): ZeRO++'s quantised
-// all-gather of weights (qwZ) and all-to-all reduce-scatter of gradients (qgZ), Wang et al., arXiv:2306.10209.
+// Collectives that send 8-bit or 4-bit integers in place of floating point (core/numbers/block_codec.h): ZeRO++'s
+// quantised all-gather of weights (qwZ) and all-to-all reduce-scatter of gradients (qgZ), Wang et al.,
+// arXiv:2306.10209.
 //
 // Tensors are contiguous float32, bfloat16 or float16 on the communicators' device; input and output may differ in type
 // and have any shape. 8 bits send 0.252 of the bytes of float32, 4 bits 0.127. A block with Inf or NaN arrives as NaN.
@@ -15,7 +16,7 @@
 #include <memory>
 #include <string>
 
-#include "core/block_codec.h"
+#include "core/numbers/block_codec.h"
 #include "dsengine/comm.h"
 
 namespace ds::comm {

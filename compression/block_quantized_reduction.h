@@ -1,4 +1,4 @@
-// Reductions of gradients that send integers with a scale per block (core/block_codec.h).
+// Reductions of gradients that send integers with a scale per block (core/numbers/block_codec.h).
 //
 //   all ranks   x = gradient + error; part r of x, encoded, to rank r (all-to-all)
 //   rank r      adds what it received in float32, in rank order: reduce-scatter ends here
@@ -16,7 +16,7 @@
 #include "comm/bucket_reduction.h"
 #include "compression/error_memory.h"
 #include "compression/exchange_groups.h"
-#include "core/block_codec.h"
+#include "core/numbers/block_codec.h"
 
 namespace ds::compression {
 

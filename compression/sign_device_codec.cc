@@ -11,7 +11,7 @@
 #include "comm/backends/cuda_plugin.h"
 #include "compression/sign_codec.h"
 #include "core/check.h"
-#include "core/device_work.h"
+#include "core/device/device_work.h"
 
 namespace ds::compression {
 namespace {

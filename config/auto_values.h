@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-#include "core/json/json_fields.h"
+#include "core/json/json_types.h"
 #include "dsengine/config.h"
 
 namespace ds::engine::config {

@@ -1,5 +1,5 @@
-// How long a thread has spent on finding out what the program has done to its model, data and steps: what a ported
-// program that never trains wrong in silence costs. benchmarks/checks_bench.cc reads it. Torch-free.
+// The time that a thread has spent on finding out what the program has done to its model, data and steps: the cost of
+// keeping a ported program from training wrong in silence. benchmarks/checks_bench.cc reads it. Torch-free.
 #pragma once
 
 #include <chrono>
@@ -12,10 +12,10 @@ class CheckTime {
     std::chrono::nanoseconds own{0};
     std::chrono::nanoseconds waiting{0};  // for other ranks, which come later or compute
   };
-  // Of all scopes of this thread that have ended.
+  // The time of all scopes of this thread that have ended.
   static Total of_this_thread();
 
-  // Adds its own life; one inside of another counts once, as waiting where it is that.
+  // Adds the time from its construction to its end. A scope inside of another counts once, as waiting if it waits.
   class Scope {
    public:
     explicit Scope(bool waits = false);

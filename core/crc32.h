@@ -7,7 +7,7 @@
 
 namespace ds {
 
-// The polynomial, bits reversed: the lowest one stands for x^31.
+// The polynomials, bits reversed: the lowest one stands for x^31.
 enum class Crc32Polynomial : uint32_t {
   kIeee = 0xedb88320,        // zip, gzip, PNG: "123456789" has 0xcbf43926
   kCastagnoli = 0x82f63b78,  // CRC-32C, of iSCSI and TFRecord: "123456789" has 0xe3069283
@@ -25,7 +25,8 @@ constexpr std::array<uint32_t, 256> crc32_table() {
   return table;
 }
 
-// Starts from all ones and inverts the result. Takes one byte at a time: meant for headers and small records.
+// Computes the checksum of `bytes`, which starts from all ones and is inverted at the end. Takes one byte at a time:
+// meant for headers and small records.
 template <Crc32Polynomial kPolynomial>
 uint32_t crc32(std::span<const uint8_t> bytes) {
   static constexpr std::array<uint32_t, 256> kTable = crc32_table<kPolynomial>();

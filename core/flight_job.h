@@ -1,6 +1,6 @@
-// What ds-launch and the ranks agree on about flight records (comm/flight/flight_folder.h): those of a job lie in the
-// folder $DS_FLIGHT_FOLDER/$DS_FLIGHT_JOB, without DS_FLIGHT_FOLDER in dsengine-UID/$DS_FLIGHT_JOB of the temporary
-// folder. Torch-free.
+// The place of flight records, on which ds-launch and the ranks agree (comm/flight/flight_folder.h): those of a job lie
+// in the folder $DS_FLIGHT_FOLDER/$DS_FLIGHT_JOB, without DS_FLIGHT_FOLDER in dsengine-UID/$DS_FLIGHT_JOB of the
+// temporary folder. Torch-free.
 #pragma once
 
 #include <unistd.h>

@@ -9,13 +9,13 @@
 
 namespace ds {
 
-// What the operator is computed with at a key (a backend's, its autograd's or autocast's) as long as nothing is put in
-// front of it; none: calls pass the key. For a boxed functor (c10::OperatorKernel) to hold: what is registered later
+// The kernel that computes the operator at a key (a backend's, its autograd's or autocast's) as long as nothing is put
+// in front of it; none: calls pass the key. For a boxed functor (c10::OperatorKernel) to hold: what is registered later
 // stands in front of it and leaves it as it is. Any thread.
 std::optional<c10::SafeKernelFunction> kernel_at(const c10::OperatorHandle& op, c10::DispatchKey key);
 
-// From now on, for the rest of the process, the operator is computed with `kernel` at the key. Any thread, while no
-// other one runs the operator, as for each registration with LibTorch.
+// Makes `kernel` compute the operator at the key from now on, for the rest of the process. Any thread, while no other
+// one runs the operator, as for each registration with LibTorch.
 void put_in_front(const c10::OperatorHandle& op, c10::DispatchKey key, c10::BoxedKernel kernel);
 
 }  // namespace ds

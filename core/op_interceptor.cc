@@ -63,7 +63,7 @@ struct InterceptorCallback {
     Thread& operator=(const Thread&) = delete;
 
     std::vector<OpInterceptor*> active;
-    std::atomic<int> watchers = 0;  // of the active ones
+    std::atomic<int> watchers = 0;  // the number of active ones with a watcher
     at::CallbackHandle handle = 0;
     bool listed = false;  // has a place and a callback
     size_t place = 0;

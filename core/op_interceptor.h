@@ -18,8 +18,9 @@ struct RecordFunction;
 
 namespace ds {
 
-// Told of operators as a whole, beside the tensors that they read: begin and end nest. An operator that was under way
-// when its interceptor was enabled ends without having begun. What a call throws is logged by LibTorch and lost.
+// Is called before and after whole operators, beside the tensors that they read: begin and end nest. An operator that
+// was under way when its interceptor was enabled ends without having begun. An exception from a call is logged by
+// LibTorch and lost.
 class OperatorWatcher {
  public:
   virtual ~OperatorWatcher() = default;
@@ -38,23 +39,24 @@ class OpInterceptor {
   OpInterceptor(const OpInterceptor&) = delete;
   OpInterceptor& operator=(const OpInterceptor&) = delete;
 
-  // Idempotent; on the thread that runs the operators. Several may be enabled on one thread (one for each engine), on
-  // up to 128 threads; throws on the next.
+  // Begins to intercept; idempotent. To be called on the thread that runs the operators. Several interceptors may be
+  // enabled on one thread (one for each engine), on up to 128 threads; throws on the next.
   void enable();
-  // Not from inside the callback. From another thread only while the one that enabled it runs no operators.
+  // Ends that. Not to be called from inside the callback; from another thread only while the one that enabled it runs
+  // no operators.
   void disable();
   bool enabled() const { return enabled_on_ != nullptr; }
   // Counts the outermost operators that this thread has begun while interceptors were enabled: inside the callback, the
   // number of the one that is running, whatever operators it calls.
   static uint64_t outermost_operator();
-  // Inside the callback: whether the operator's schema says that it changes the elements of the tensor at hand.
+  // Whether, inside the callback, the operator's schema says that it changes the elements of the tensor at hand.
   static bool changes_tensor();
 
  private:
   friend struct InterceptorCallback;
   BeforeRead before_read_;
   OperatorWatcher* watcher_;
-  void* enabled_on_ = nullptr;  // what is kept of the thread
+  void* enabled_on_ = nullptr;  // the record of the thread
 };
 
 }  // namespace ds

@@ -18,14 +18,14 @@
 namespace ds {
 
 struct RandomStream {
-  uint64_t seed = 0;  // of the run
+  uint64_t seed = 0;  // the seed of the run
   int64_t step = 0;
   int64_t micro_batch = 0;
   std::string_view purpose = {};          // who draws, and for what: "h.0.moe.gate noise"
-  std::vector<int64_t> coordinates = {};  // of the rank, along the axes over which draws are to differ
+  std::vector<int64_t> coordinates = {};  // the rank's place along the axes over which draws are to differ
 };
 
-// Streams that differ in one number or letter have keys without any relation.
+// The key of a stream. Streams that differ in one number or letter have keys without any relation.
 uint64_t key_of(const RandomStream& stream);
 // A new generator at the stream's begin. On the CPU it is seeded by 32 bits of the key alone (LibTorch's Mersenne
 // twister): of 10,000 streams two are the same with a probability of one in a hundred.

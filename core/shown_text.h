@@ -8,16 +8,16 @@
 
 namespace ds {
 
-inline constexpr size_t kShownBytes = 120;       // of one thing that a message names
-inline constexpr size_t kShownLineBytes = 4000;  // of a line of a message
+inline constexpr size_t kShownBytes = 120;       // the most of one thing that a message names
+inline constexpr size_t kShownLineBytes = 4000;  // the most of a line of a message
 inline constexpr size_t kShownMessageBytes = 64 << 10;
 
-// `text` with control characters and what is no UTF-8 as \n, \t or \xNN. More than `most` bytes of it are cut, at a
-// character: "abc...".
+// Returns `text` with control characters and what is no UTF-8 as \n, \t or \xNN. More than `most` bytes of it are cut,
+// at a character: "abc...".
 std::string shown_text(std::string_view text, size_t most = kShownBytes);
 
-// A whole message, whose line ends and tabs stay: each line as shown_text() has it, cut after kShownLineBytes, and the
-// message after kShownMessageBytes. Programs print what others have thrown through it.
+// Returns a full message, whose line ends and tabs stay: each line as shown_text() has it, cut after kShownLineBytes,
+// and the message after kShownMessageBytes. Programs print what others have thrown through it.
 std::string shown_message(std::string_view message);
 
 }  // namespace ds

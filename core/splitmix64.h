@@ -5,7 +5,7 @@
 
 namespace ds {
 
-constexpr uint64_t kSplitMixGamma = 0x9E3779B97F4A7C15ULL;  // what a state moves by
+constexpr uint64_t kSplitMixGamma = 0x9E3779B97F4A7C15ULL;  // the step of a state
 
 // The output for the state `z`: a bijection of which every output bit depends on every input bit.
 constexpr uint64_t splitmix64(uint64_t z) {

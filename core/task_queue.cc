@@ -22,7 +22,7 @@ void TaskQueue::Task::run() {
   } catch (...) {
     error = std::current_exception();
   }
-  body_ = nullptr;  // what it holds is let go before anyone hears that it is done
+  body_ = nullptr;  // frees what the task holds before anyone hears that it is done
   std::lock_guard lock(mutex_);
   error_ = std::move(error);
   done_ = true;

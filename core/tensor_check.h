@@ -8,7 +8,7 @@
 
 namespace ds {
 
-// What describe() gives: a view, made into text when it is written. The tensor must outlive it.
+// The result of describe(): a view, made into text when it is written. The tensor must outlive it.
 class TensorText {
  public:
   explicit TensorText(const at::Tensor& tensor) : tensor_(tensor) {}
@@ -18,10 +18,11 @@ class TensorText {
   const at::Tensor& tensor_;
 };
 
-// Part of a message: "Float [128, 512] on cpu", or "undefined".
+// Describes a tensor as a part of a message: "Float [128, 512] on cpu", or "undefined".
 inline TensorText describe(const at::Tensor& tensor) { return TensorText(tensor); }
 
-// The same of a defined tensor, without its memory: for messages that may come after the tensor has gone.
+// The description of a defined tensor that does not keep its memory: for messages that may come after the tensor has
+// gone.
 class TensorFacts {
  public:
   explicit TensorFacts(const at::Tensor& tensor)

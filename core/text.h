@@ -20,7 +20,7 @@ std::string cat(const Parts&... parts) {
   return std::move(out).str();
 }
 
-// A part that is made when it is written, and not before: lazy([&] { return list_of(names); }).
+// A part whose text is made when it is written, and not before: lazy([&] { return list_of(names); }).
 template <class Make>
 class Lazy {
  public:
@@ -36,7 +36,7 @@ Lazy<Make> lazy(Make make) {
   return Lazy<Make>(std::move(make));
 }
 
-// Any part, for a function that names it in a message only when it throws. A view: what it was made of must outlive it,
+// A reference to any part, for a function that names it in a message only when it throws. The part must outlive it,
 // which arguments of a call do.
 class Printable {
  public:
@@ -57,7 +57,7 @@ class Printable {
   void (*write_)(std::ostream& out, const void* part);
 };
 
-// A number with so many digits after the point: fixed(2.5, 2) is "2.50".
+// Formats a number with so many digits after the point: fixed(2.5, 2) is "2.50".
 inline std::string fixed(double value, int digits) {
   std::ostringstream out;
   out << std::fixed << std::setprecision(digits) << value;

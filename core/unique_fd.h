@@ -24,7 +24,8 @@ class UniqueFd {
   int get() const { return fd_; }
   bool valid() const { return fd_ >= 0; }
   void reset() { close(); }
-  // Closes it. False, with errno, when the system could not keep what was written; the descriptor is gone all the same.
+  // Closes the descriptor. Returns false, with errno, when the system could not keep what was written; the descriptor
+  // is gone all the same.
   bool close() { return fd_ < 0 || ::close(std::exchange(fd_, -1)) == 0; }
 
  private:

@@ -6,7 +6,7 @@
 
 namespace ds {
 
-// Bytes of the valid sequence at the front of `text`, which is not empty; 0: there is none.
+// The number of bytes of the valid sequence at the front of `text`, which is not empty; 0: there is none.
 inline size_t utf8_length(std::string_view text) {
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned lead = byte(0);

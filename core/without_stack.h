@@ -1,4 +1,4 @@
-// What an exception of LibTorch says, for a message of ours. Torch-free.
+// The text of a LibTorch exception without its stack, for a message of ours. Torch-free.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace ds {
 
-// The text before "Exception raised from ..." and the frames after it.
+// Returns the text before "Exception raised from ..." and the frames after it.
 inline std::string without_stack(std::string_view text) {
   for (const std::string_view begin : {"\nException raised from ", "\nframe #"}) {
     text = text.substr(0, std::min(text.find(begin), text.size()));

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/device/transfer_stream.h"
 #include "core/tensor_check.h"
-#include "core/transfer_stream.h"
 #include "data/distributed_sampler.h"
 
 namespace ds::engine {

@@ -1,4 +1,4 @@
-// What an engine writes and reads: checkpoints, and the model's weights in one file.
+// The files that an engine writes and reads: checkpoints, and the model's weights in one file.
 #include <ATen/core/grad_mode.h>
 
 #include <filesystem>

@@ -1,4 +1,4 @@
-// What dsengine/model_compression.h declares, and the engine's part in it: steps.
+// The functions of dsengine/model_compression.h, and the engine's part in compression: steps.
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
@@ -13,7 +13,7 @@
 #include "layers/compressed/small_model.h"
 #include "model/state/parameter_scope.h"
 #include "model/state/parameter_values.h"
-#include "zero/gathered_scope.h"
+#include "zero/gather/gathered_scope.h"
 
 namespace ds::engine {
 

@@ -10,16 +10,15 @@
 #include <string>
 
 #include "config/order/call_order.h"
-#include "core/transfer_stream.h"
+#include "core/device/transfer_stream.h"
 #include "dsengine/config.h"
 #include "dsengine/engine.h"
 #include "dsengine/errors.h"
 #include "dsengine/lr_scheduler.h"
+#include "engine/make_sampler.h"
 #include "engine/report/batch_notes.h"
 #include "engine/report/comms_report.h"
-#include "engine/report/phases.h"
 #include "engine/report/reporter.h"
-#include "engine/setup/make_sampler.h"
 #include "engine/update/accumulation.h"
 #include "engine/update/optimizer_step.h"
 #include "engine/update/shown_gradients.h"

@@ -61,7 +61,7 @@ ByKind gradients_of(const torch::optim::Optimizer& optimizer) {
   return result;
 }
 
-// On which ranks agree.
+// The device on which ranks agree.
 c10::Device device_of(const torch::optim::Optimizer& optimizer) {
   for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups()) {
     if (!group.params().empty()) return group.params().front().device();
@@ -73,7 +73,7 @@ c10::Device device_of(const torch::optim::Optimizer& optimizer) {
 
 struct GradScaler::Impl {
   enum class Stage { kReady, kUnscaled, kStepped };
-  // Of an optimizer, since the last update().
+  // The state of an optimizer since the last update().
   struct OfOptimizer {
     Stage stage = Stage::kReady;
     std::optional<bool> found_inf;  // empty: nobody has looked
@@ -122,7 +122,7 @@ void GradScaler::Impl::unscale(torch::optim::Optimizer& optimizer, OfOptimizer& 
   const at::NoGradGuard no_grad;
   bool found = false;
   ByKind gradients = gradients_of(optimizer);
-  // As torch: the reciprocal in float64, then as float32.
+  // The reciprocal is computed in float64 and then cast to float32, as in torch.
   const double inverse = static_cast<float>(1.0 / scaler.scale());
   for (auto& [kind, tensors] : gradients) {
     const auto options_there = at::TensorOptions().dtype(at::kFloat).device(tensors.front().device());

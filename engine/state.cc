@@ -11,7 +11,7 @@
 #include "model/state/parameter_scope.h"
 #include "model/state/recomputed_modules.h"
 #include "model/state/whole_state.h"
-#include "zero/gathered_scope.h"
+#include "zero/gather/gathered_scope.h"
 
 namespace ds::engine {
 

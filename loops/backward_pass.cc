@@ -33,7 +33,7 @@ struct BackwardPass::Shared {
   }
 };
 
-// What autograd keeps with a graph task: called at its end, destroyed with it.
+// The object that autograd keeps with a graph task: called at its end, destroyed with it.
 class BackwardPass::Ticket {
  public:
   explicit Ticket(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}
@@ -62,7 +62,7 @@ class BackwardPass::Ticket {
     state_ = State::kEnded;
   }
 
-  // With the mutex held.
+  // Queues the callback at the end of the pass. Called with the mutex held.
   static void queue(const std::shared_ptr<Shared>& shared) {
     auto ticket = std::make_shared<Ticket>(shared);
     try {
@@ -76,7 +76,7 @@ class BackwardPass::Ticket {
  private:
   enum class State { kQueued, kInner, kEnded };
 
-  // To the task around the one that is being destroyed.
+  // Hands the pass over to the task around the one that is being destroyed.
   bool hand_over() noexcept {
     if (torch::autograd::get_current_graph_task_id() == -1) return false;
     try {

@@ -1,9 +1,9 @@
-// Where a backward pass that the program runs by itself (loss.backward()) begins and ends.
+// Finds where a backward pass that the program runs by itself (loss.backward()) begins and ends.
 //
-// Nobody tells us of such a pass. What runs in it does: the hooks of AccumulateGrad nodes, hooks on tensors, callbacks
-// on operators. Each of them calls enter(), and the first one of a pass begins it: what the pass does at its end is
-// then queued with autograd (torch::autograd::Engine::queue_callback, as c10d's Reducer does), and runs when all
-// gradients are there, before loss.backward() returns, which throws what it throws.
+// Nobody announces such a pass, but its parts can be seen: the hooks of AccumulateGrad nodes, hooks on tensors,
+// callbacks on operators. Each of them calls enter(), and the first one of a pass begins it: the work at the end of the
+// pass is then queued with autograd (torch::autograd::Engine::queue_callback, as c10d's Reducer does), and runs when
+// all gradients are there, before loss.backward() returns, which throws what it throws.
 //
 // Note [Passes inside a pass]
 // A node may run backward() itself (activation checkpointing): what is made in there belongs to the pass around it.
@@ -22,19 +22,21 @@
 
 namespace ds::loops {
 
-// What happens at the ends of a pass. Each is called by the thread that autograd is on; never two at once.
+// The functions that are called at the ends of a pass. Each is called by the thread that autograd is on; never two at
+// once.
 struct PassEvents {
-  // In the first enter() of a pass, before that returns. What it throws ends the pass, and comes out of backward().
+  // Called in the first enter() of a pass, before that returns. An exception ends the pass, and comes out of
+  // backward().
   std::function<void()> begin;
-  // When all gradients of the pass are there. What it throws comes out of backward(), and `abandon` follows.
+  // Called when all gradients of the pass are there. An exception comes out of backward(), and `abandon` follows.
   std::function<void()> end;
-  // In place of `end` or after it: `begin`, the pass or `end` threw. By the time backward() has thrown, where autograd
-  // runs on the calling thread; else soon after. Does not throw.
+  // Called in place of `end` or after it: `begin`, the pass or `end` threw. By the time backward() has thrown, where
+  // autograd runs on the calling thread; else soon after. Does not throw.
   std::function<void()> abandon;
 };
 
-// Of one model. enter() may be called by several threads of autograd at once. It outlives no pass: destroyed in one, it
-// hears nothing of its end.
+// The backward passes of one model. enter() may be called by several threads of autograd at once. It outlives no pass:
+// destroyed in one, it hears nothing of its end.
 class BackwardPass {
  public:
   explicit BackwardPass(PassEvents events);
@@ -42,8 +44,8 @@ class BackwardPass {
   BackwardPass(const BackwardPass&) = delete;
   BackwardPass& operator=(const BackwardPass&) = delete;
 
-  // Inside a backward pass only (a hook, a node's apply(), a callback on an operator of either): begins it, where
-  // nobody has. Throws UsageError elsewhere.
+  // Begins the pass, where nobody has. To be called inside a backward pass only (a hook, a node's apply(), a callback
+  // on an operator of either). Throws UsageError elsewhere.
   void enter();
   bool running() const;
 

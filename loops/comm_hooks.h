@@ -1,4 +1,4 @@
-// What travels in place of gradients, as DistributedDataParallel::register_comm_hook() names it.
+// The hooks of DistributedDataParallel::register_comm_hook(), as reductions of buckets.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -16,12 +16,12 @@ namespace ds::loops {
 
 struct HookedReduction {
   std::unique_ptr<comm::BucketReduction> reduction;  // null: an all-reduce
-  at::ScalarType wire = at::ScalarType::Undefined;   // of it; undefined: that of the gradients
-  bool prescale = false;                             // divided before it
+  at::ScalarType wire = at::ScalarType::Undefined;   // the dtype that is sent; undefined: that of the gradients
+  bool prescale = false;                             // gradients are divided before the reduction
 };
 
-// `infos`: of the parameters, by number. What it returns uses `group` and lives no longer. Throws UsageError for
-// numbers out of range, and for buckets that the hook cannot take. Collective.
+// Makes the reduction of a hook. `infos`: those of the parameters, by number. The result uses `group` and lives no
+// longer. Throws UsageError for numbers out of range, and for buckets that the hook cannot take. Collective.
 HookedReduction make_hooked_reduction(const CommHook& hook, const std::shared_ptr<comm::Communicator>& group,
                                       const std::vector<zero::ParameterBucket>& buckets,
                                       const std::vector<ParameterInfo>& infos);

@@ -1,4 +1,4 @@
-// Values that a program gives by name: looked at before anything is changed.
+// Checks values that a program gives by name before anything is changed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,13 +16,13 @@ namespace ds::loops {
 
 using ValuesByName = std::map<std::string, at::Tensor>;
 
-// All throw UsageError, as `call`.
-// A name that comes twice.
+// The values by their names. This and the functions below throw UsageError, as `call`; here for a name that comes
+// twice.
 ValuesByName by_name(const char* call, const StateDict& state);
 void require_shape(const char* call, const std::string& name, const at::Tensor& value, at::IntArrayRef sizes);
 int64_t whole_number(const char* call, const std::string& name, const at::Tensor& value);
 
-// Who gives values: every rank its own, or rank 0 for all.
+// Says who gives values: every rank its own, or rank 0 for all.
 struct Givers {
   const char* call;
   comm::Communicator& ranks;
@@ -30,7 +30,7 @@ struct Givers {
   bool broadcasts;
 
   bool reads() const { return !broadcasts || ranks.rank() == 0; }
-  // Runs `look` where values are given; where rank 0's do not fit `what` every rank throws, the others a UsageError.
+  // Runs `look` where values are given. Where rank 0's do not fit `what`, every rank throws, the others a UsageError.
   void check(const char* what, const std::function<void()>& look) const;
 };
 

@@ -16,8 +16,8 @@
 namespace ds::loops {
 namespace {
 
-// What the parameters' gradients are after the others' passes is what they were before: the buckets they are views of
-// are used meanwhile.
+// Keeps the parameters' gradients as they are before the others' passes, which use the buckets that they are views of,
+// and restores them afterwards.
 class KeptGradients {
  public:
   explicit KeptGradients(const std::vector<zero::Parameter>& parameters) : parameters_(parameters) {
@@ -114,7 +114,7 @@ void ReplicatedModel::join(const std::function<void()>& loop, const JoinOptions&
   require_no_exchange_in_forward(*impl.module);
   const Joining joining(impl.joining);
   impl.join_options = options;
-  // Those of forward passes before it, which only the wrapper's calls would have brought in line.
+  // The buffers of forward passes before it, which only the wrapper's calls would have brought in line.
   if (impl.options.broadcast_buffers) impl.follow_buffers(0);
   loop();
   const bool among_the_last = impl.shadow_passes();

@@ -33,7 +33,7 @@ std::vector<int64_t> sizes_of(const OptimizerStates& states, const LeafStates& o
   return parameter_of(states, one).whole_sizes();
 }
 
-// What the leaf has of a state.
+// The values that the leaf has of a state.
 OwnPart own_part_of(const OptimizerStates& states, const LeafStates& one, std::string key, const at::Tensor& values) {
   return {std::move(key), sizes_of(states, one), one.leaf->place.parameter_offset, values,
           parameter_of(states, one).part};
@@ -61,8 +61,8 @@ std::set<std::string> names_in(const std::vector<LeafStates>& all, size_t bucket
   return names;
 }
 
-// What a state dict says of a leaf: how many steps, 0 where it says "step" 0 and nothing else. Throws UsageError for a
-// part that is missing. `has`, `step`: of a key.
+// The number of steps that a state dict gives for a leaf; 0 where it gives "step" 0 and nothing else. Throws UsageError
+// for a part that is missing. `has`, `step`: called with a key.
 template <class Has, class Step>
 int64_t given_steps(const OptimizerStates& states, const LeafStates& one, const Has& has, const Step& step) {
   const bool counts = OptimizerStates::counts_steps(*one.kind);
@@ -195,7 +195,7 @@ void load_full_optimizer_state(const OptimizerStates& states, const StateDict& s
       one.tensors.emplace_back(one.kind->names[i], elements_of(own, whole).to(one.leaf->tensor.device()));
     }
     states.give(one);
-    one.tensors.clear();  // it has copies; these are views of whole ones
+    one.tensors.clear();  // it has copies; these are views of full ones
   }
 }
 

@@ -1,4 +1,4 @@
-// What an optimizer of the program keeps of this rank's slices, apart from where it is written or read.
+// The states that an optimizer of the program keeps for this rank's slices, apart from where they are written or read.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -16,26 +16,26 @@
 
 namespace ds::loops {
 
-// Of one leaf that the optimizer has.
+// The states of one leaf that the optimizer has.
 struct LeafStates {
   const SliceLeaf* leaf = nullptr;
   const optimizers::ClientState* kind = nullptr;
-  int64_t steps = 0;                // that its state has seen; 0: it has none
+  int64_t steps = 0;                // steps that its state has seen; 0: it has none
   optimizers::NamedStates tensors;  // flat [elements of the leaf], by the names of `kind`
 };
 
-// Between passes. It and what it refers to are of one call.
+// Reads and replaces the states of one optimizer, between passes. Lives for one call.
 class OptimizerStates {
  public:
   // Throws UsageError, as `call`, for an optimizer that is not elementwise, whose states have no names, or that has
   // other tensors than slices of the model.
   OptimizerStates(const ShardedModel& model, torch::optim::Optimizer& optimizer, const char* call);
 
-  // Of the leaves that are in a group of the optimizer, in module order.
+  // The states of the leaves that are in a group of the optimizer, in module order.
   std::vector<LeafStates> read() const;
-  // In place of what the optimizer has of that leaf; without steps it begins anew.
+  // Replaces the states that the optimizer has of that leaf; without steps it begins anew.
   void give(const LeafStates& states) const;
-  // Leaves in the optimizer, without states.
+  // The leaves in the optimizer, without states.
   std::vector<LeafStates> leaves() const;
   // Whether a state of that kind says how many steps it has seen.
   static bool counts_steps(const optimizers::ClientState& kind);
@@ -54,7 +54,7 @@ class OptimizerStates {
   std::unordered_map<const void*, size_t> group_of_;
 };
 
-// As FullySharded says them.
+// Implement the functions of these names of FullySharded, which documents them.
 StateDict full_optimizer_state(const OptimizerStates& states, const FullStateOptions& options);
 void load_full_optimizer_state(const OptimizerStates& states, const StateDict& state, bool broadcast);
 std::vector<ShardedTensor> sharded_optimizer_state(const OptimizerStates& states);

@@ -16,7 +16,7 @@ const std::vector<const ShardedTensor*>& parts_of(const OwnPart& own, const Give
   return found == given.end() ? kNone : found->second;
 }
 
-// What both have, as offsets in the flattened whole; empty where `from` is not before `to`.
+// The elements that both have, as offsets in the flattened full tensor; empty where `from` is not before `to`.
 struct Run {
   int64_t from = 0, to = 0;
 };

@@ -1,8 +1,12 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "comm/agreement.h"
 #include "core/check.h"
@@ -10,12 +14,85 @@
 #include "dsengine/distributed_data_parallel.h"
 #include "dsengine/init_distributed.h"
 #include "layers/batch_norm/converted_layers.h"
-#include "loops/bucket_layout.h"
 #include "loops/replicated_model_impl.h"
 #include "model/state/same_on_all_ranks.h"
+#include "zero/parameter_bucket.h"
 
 namespace ds::loops {
 namespace {
+
+struct BucketCaps {
+  int64_t first_bytes = 0;  // the cap of the bucket that is reduced first
+  int64_t bytes = 0;        // the cap of the others
+};
+
+// Some of the parameters, by their numbers, in ascending order.
+using Numbers = std::vector<size_t>;
+
+// Parameters of one device and dtype.
+std::vector<Numbers> alike(const std::vector<zero::Parameter>& parameters) {
+  std::vector<Numbers> result;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& tensor = parameters[i].tensor;
+    const auto same = std::find_if(result.begin(), result.end(), [&](const Numbers& numbers) {
+      const at::Tensor& other = parameters[numbers.front()].tensor;
+      return other.device() == tensor.device() && other.scalar_type() == tensor.scalar_type();
+    });
+    if (same == result.end()) {
+      result.push_back({i});
+    } else {
+      same->push_back(i);
+    }
+  }
+  return result;
+}
+
+// The first of the last parameters that are at most `bytes` together, one at least.
+size_t begin_of_first_bucket(const std::vector<zero::Parameter>& parameters, const Numbers& numbers, int64_t bytes) {
+  size_t begin = numbers.size();
+  int64_t total = 0;
+  while (begin > 0) {
+    total += static_cast<int64_t>(parameters[numbers[begin - 1]].tensor.nbytes());
+    if (total > bytes && begin < numbers.size()) break;
+    --begin;
+  }
+  return begin;
+}
+
+void lay_out_some(const std::vector<zero::Parameter>& parameters, const Numbers& numbers, int64_t cap, int ranks,
+                  std::vector<zero::BucketLayout>& result) {
+  if (numbers.empty()) return;
+  std::vector<zero::LayoutParameter> shapes;
+  for (const size_t number : numbers) shapes.push_back({parameters[number].name, parameters[number].tensor.numel()});
+  const int64_t element = parameters[numbers.front()].tensor.element_size();
+  const int64_t elements = std::max<int64_t>(1, cap / element);
+  for (zero::BucketLayout& bucket : zero::lay_out(
+           shapes, {.world_size = ranks, .max_bucket_elements = elements, .target_bucket_elements = elements})) {
+    for (Segment& segment : bucket.segments) {
+      segment.parameter = static_cast<int64_t>(numbers[static_cast<size_t>(segment.parameter)]);
+    }
+    result.push_back(std::move(bucket));
+  }
+}
+
+// Lays the gradients of a module that stays as it is into buckets, by the rules of torch's DistributedDataParallel:
+// parameters of one device and dtype together, cut at module boundaries. Buckets come in the order of their first
+// parameters and are reduced from the last to the first: the last parameters of the model, whose gradients come first,
+// have the small one. A parameter larger than its cap has a bucket of its own. `ranks`: the number of ranks that share
+// them.
+std::vector<zero::BucketLayout> lay_out_gradients(const std::vector<zero::Parameter>& parameters,
+                                                  const BucketCaps& caps, int ranks) {
+  std::vector<zero::BucketLayout> result;
+  for (const Numbers& numbers : alike(parameters)) {
+    const auto begin = static_cast<std::ptrdiff_t>(begin_of_first_bucket(parameters, numbers, caps.first_bytes));
+    lay_out_some(parameters, {numbers.begin(), numbers.begin() + begin}, caps.bytes, ranks, result);
+    lay_out_some(parameters, {numbers.begin() + begin, numbers.end()}, caps.first_bytes, ranks, result);
+  }
+  std::sort(result.begin(), result.end(), [](const zero::BucketLayout& a, const zero::BucketLayout& b) {
+    return a.segments.front().parameter < b.segments.front().parameter;
+  });
+  return result;
+}
 
 constexpr double kMiB = 1024.0 * 1024.0;
 constexpr const char* kBetweenPasses = "the program (data, forward)";
@@ -59,7 +136,7 @@ std::vector<zero::Parameter> all_tensors(const engine::ModelParameters& paramete
   return all;
 }
 
-// For the comparison of ranks, "what<TAB>value".
+// The settings for the comparison of ranks, as lines "what<TAB>value".
 std::string settings_of(const DistributedDataParallelOptions& options, const engine::ModelParameters& parameters,
                         torch::nn::Module& module) {
   std::string text =

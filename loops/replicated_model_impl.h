@@ -1,4 +1,4 @@
-// The inside of ReplicatedModel.
+// The implementation of ReplicatedModel.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,8 @@
 #include "loops/comm_hooks.h"
 #include "loops/used_parameters.h"
 #include "model/state/model_layout.h"
-#include "zero/gradient_reducer.h"
 #include "zero/parameter_bucket.h"
+#include "zero/reduction/gradient_reducer.h"
 
 namespace ds::loops {
 
@@ -29,17 +29,17 @@ struct ReplicatedModel::Impl {
   void show_gradients(const std::vector<char>& used);
   // Throws UsageError for parameters that were added, replaced, converted or made trainable since the start.
   void require_same_module() const;
-  // Values become rank `root`'s.
+  // Gives the values rank `root`'s.
   void take_values(const std::vector<zero::Parameter>& of, int root, const char* what);
   void follow_buffers(int root);
-  // Of BatchNorm layers that were converted without a group; null: none.
+  // The group of BatchNorm layers that were converted without one; null: none were.
   std::shared_ptr<comm::Communicator> norms;
 
   // --- join(): ranks without batches --------------------------------------------------------------------------------
-  // Which ranks have a backward pass now, of which this one is one or not. Collective. Throws UsageError where the
+  // Agrees which ranks have a backward pass now; `own`: whether this one has. Collective. Throws UsageError where the
   // options say so.
   void agree_on_passes(bool own);
-  // In place of the others' backward passes, until there are none. Returns whether there was none.
+  // Takes part in the others' backward passes, until there are none. Returns whether there was none.
   bool shadow_passes();
   void shadow_pass();
   int last_rank_with_pass() const;
@@ -52,7 +52,7 @@ struct ReplicatedModel::Impl {
   std::shared_ptr<torch::nn::Module> module;
   DistributedDataParallelOptions options;
   engine::ModelParameters parameters;
-  std::vector<const void*> identities;   // of the module's parameters, in its order
+  std::vector<const void*> identities;   // the module's parameters, in its order
   std::vector<at::TensorOptions> kinds;  // dtype and device of the trainable ones
   std::shared_ptr<comm::Communicator> group;
   std::vector<zero::ParameterBucket> buckets;
@@ -69,7 +69,7 @@ struct ReplicatedModel::Impl {
   bool called_forward = false;  // the wrapper's, since the last pass that reduced
   bool joining = false;
   JoinOptions join_options;
-  std::vector<int64_t> with_pass;  // of each rank: has a pass now (1) or none (0)
+  std::vector<int64_t> with_pass;  // for each rank: it has a pass now (1) or none (0)
 };
 
 }  // namespace ds::loops

@@ -1,14 +1,18 @@
 #include "loops/shard_layout.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
+#include <ATen/record_function.h>
+#include <c10/core/Allocator.h>
 
 #include <limits>
 #include <unordered_map>
 #include <utility>
 
 #include "core/check.h"
+#include "core/memory/storage_memory.h"
 #include "core/tensor_check.h"
-#include "loops/cast_slices.h"
 #include "model/state/tensor_parts.h"
 #include "optim/slice_update.h"
 
@@ -49,14 +53,14 @@ at::ScalarType dtype_of(const engine::ModelParameters& parameters, const MixedPr
 }
 
 // A unit's number and, of its parameters that are split over a tensor axis, that and the count of all.
-void choose_parts(const engine::ModelParameters& parameters, const std::vector<ShardPart>& parts,
+void choose_parts(const engine::ModelParameters& parameters, const std::vector<LayoutUnit>& units,
                   engine::BucketOptions& options) {
   std::unordered_map<const void*, int> part_of;
-  const int rest = static_cast<int>(parts.size());
+  const int rest = static_cast<int>(units.size());
   const int count = rest + 1;
   for (int p = 0; p < rest; ++p) {
     options.shared_parts.insert(options.shared_parts.end(), {p, p + count});
-    for (const at::Tensor& parameter : parts[static_cast<size_t>(p)].module->parameters()) {
+    for (const at::Tensor& parameter : units[static_cast<size_t>(p)].module->parameters()) {
       part_of.emplace(engine::trained_tensor(parameter).unsafeGetTensorImpl(), p);
     }
   }
@@ -103,7 +107,7 @@ std::optional<bool> reshards_after_forward(const FullyShardOptions& options) {
   return *options.sharding_strategy != ShardingStrategy::kShardGradOp;
 }
 
-ShardLayout shard_layout(const engine::ModelParameters& parameters, const std::vector<ShardPart>& parts,
+ShardLayout shard_layout(const engine::ModelParameters& parameters, const std::vector<LayoutUnit>& units,
                          const FullyShardOptions& options, const ShardRanks& ranks) {
   const MixedPrecisionPolicy& policy = options.mp_policy;
   require_floating("mp_policy.param_dtype", policy.param_dtype);
@@ -126,23 +130,23 @@ ShardLayout shard_layout(const engine::ModelParameters& parameters, const std::v
                     .shard = ranks.shards->size() > 1 || layout.plan.separate_master || to_host,
                     .persistent_numel = -1};
   layout.buckets.store_of = [to_host, pinned](const at::Tensor& master) { return store_of(master, to_host, pinned); };
-  choose_parts(parameters, parts, layout.buckets);
+  choose_parts(parameters, units, layout.buckets);
   const std::optional<bool> of_all = reshards_after_forward(options);
-  for (const ShardPart& part : parts) {
-    layout.reshards_after_forward.push_back(part.reshard_after_forward.value_or(of_all.value_or(true)) ? 1 : 0);
+  for (const LayoutUnit& unit : units) {
+    layout.reshards_after_forward.push_back(unit.reshard_after_forward.value_or(of_all.value_or(true)) ? 1 : 0);
   }
-  layout.reshards_after_forward.push_back(of_all.value_or(parts.empty()) ? 1 : 0);
+  layout.reshards_after_forward.push_back(of_all.value_or(units.empty()) ? 1 : 0);
   const std::vector<char> once = layout.reshards_after_forward;  // and of what is split over a tensor axis
   layout.reshards_after_forward.insert(layout.reshards_after_forward.end(), once.begin(), once.end());
   return layout;
 }
 
-std::string settings_text(const FullyShardOptions& options, size_t parts, size_t without_values) {
+std::string settings_text(const FullyShardOptions& options, size_t units, size_t without_values) {
   const auto text_of = [](const std::optional<at::ScalarType>& dtype) {
     return dtype ? c10::toString(*dtype) : "none";
   };
   const std::optional<bool> reshards = reshards_after_forward(options);
-  return cat("fully_shard units\t", parts, "\nfully_shard tensors on the meta device\t", without_values,
+  return cat("fully_shard units\t", units, "\nfully_shard tensors on the meta device\t", without_values,
              "\nfully_shard .mp_policy.param_dtype\t", text_of(options.mp_policy.param_dtype),
              "\nfully_shard .mp_policy.reduce_dtype\t", text_of(options.mp_policy.reduce_dtype),
              "\nfully_shard .reshard_after_forward\t", reshards ? (*reshards ? "true" : "false") : "not said",
@@ -150,6 +154,35 @@ std::string settings_text(const FullyShardOptions& options, size_t parts, size_t
              options.sharding_strategy ? static_cast<int>(*options.sharding_strategy) : -1,
              "\nfully_shard .backward_prefetch\t", static_cast<int>(options.backward_prefetch),
              "\nfully_shard .limit_all_gathers\t", options.limit_all_gathers ? "true" : "false", "\n");
+}
+
+at::Tensor CastSlices::allocate(int64_t numel, at::ScalarType dtype) {
+  uses_ = 1;
+  return at::empty({numel}, master_.options().dtype(dtype));
+}
+
+void CastSlices::load(const at::Tensor& slice) {
+  if (uses_++ > 0) return;
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
+  const size_t bytes = static_cast<size_t>(slice.numel()) * slice.element_size();
+  give_storage(slice, c10::GetAllocator(slice.device().type())->allocate(bytes), bytes);
+  at::Tensor(slice).copy_(master_);
+}
+
+void CastSlices::unload(const at::Tensor& slice, bool changed) {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard not_intercepted(/*is_enabled=*/false);
+  if (changed && made_) {
+    const at::Tensor stays = master_.to(slice.scalar_type()).eq(slice);
+    master_.copy_(at::where(stays, master_, slice.to(master_.scalar_type())));
+  }
+  made_ = true;
+  if (--uses_ == 0) take_storage(slice);
+}
+
+at::Tensor HostSlices::allocate(int64_t numel, at::ScalarType dtype) {
+  return at::empty({numel}, at::TensorOptions().dtype(dtype).pinned_memory(pinned_));
 }
 
 }  // namespace ds::loops

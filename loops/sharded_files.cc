@@ -57,7 +57,7 @@ class StatesForFiles final : public optimizers::ShardOptimizer {
   int64_t state_bytes_per_element() const override { return 0; }  // none stay
   std::string name() const override { return name_; }
 
-  // What a checkpoint has brought.
+  // The contents that a checkpoint has brought.
   void give_to(const OptimizerStates& states) const {
     for (LeafStates& one : states.leaves()) {
       one.steps = step_count();
@@ -152,7 +152,7 @@ std::string save_state(ShardedModel& model, const std::string& folder, const std
 void load_state(ShardedModel& model, const std::string& folder, const std::string& tag,
                 torch::optim::Optimizer* optimizer) {
   const at::NoGradGuard no_grad;
-  model.slices_changed();  // what is whole is of the values before
+  model.slices_changed();  // full parameters still have the values of before
   const WithOptimizer with(model, optimizer, /*saves=*/false);
   NoRun run;
   engine::CallOrder order;

@@ -13,8 +13,8 @@
 #include "core/log.h"
 #include "core/memory/storage_memory.h"
 #include "layers/batch_norm/converted_layers.h"
-#include "loops/meta_values.h"
-#include "loops/split_parts.h"
+#include "loops/first_values.h"
+#include "loops/shard_ranks.h"
 #include "model/state/finished_gradients.h"
 #include "model/state/part_options.h"
 #include "model/state/same_on_all_ranks.h"
@@ -57,7 +57,7 @@ bool any_trained(const torch::nn::Module& module) {
   return std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& one) { return one.requires_grad(); });
 }
 
-// What has memory.
+// Moves the parameters and buffers that have memory to `device`.
 void move_to(c10::Device device, const torch::nn::Module& module, const EarlierUnits& earlier) {
   std::vector<at::Tensor> tensors = module.parameters();
   for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
@@ -70,7 +70,7 @@ void move_to(c10::Device device, const torch::nn::Module& module, const EarlierU
 }  // namespace
 
 ShardedModel::ShardedModel(const std::shared_ptr<torch::nn::Module>& module, const FullyShardOptions& options,
-                           const std::vector<ShardPart>& parts, EarlierUnits& earlier)
+                           const std::vector<LayoutUnit>& units, EarlierUnits& earlier)
     : options_(options), ranks_(ranks_of(*module, options)) {
   move_to(ranks_.device, *module, earlier);
   state_.module = module;
@@ -79,7 +79,7 @@ ShardedModel::ShardedModel(const std::shared_ptr<torch::nn::Module>& module, con
   const engine::ModelParameters parameters =
       engine::collect_parameters(*module, any_trained(*module), state_.tensor != nullptr);
   const std::string settings =
-      cat(settings_text(options, parts.size(), count_on_meta(*module)),
+      cat(settings_text(options, units.size(), count_on_meta(*module)),
           "layers of convert_sync_batchnorm without a group\t", norm::layers_without_ranks(*module).size(), '\n');
   const engine::GivenInputs inputs{.call = "fully_shard"};
   if (state_.tensor) {
@@ -87,17 +87,17 @@ ShardedModel::ShardedModel(const std::shared_ptr<torch::nn::Module>& module, con
   }
   engine::require_same_on_all_ranks(parameters, settings, inputs, ranks_.device, *ranks_.all);
   awaits_values_ = options.weights.empty() && (count_on_meta(*module) > 0 || earlier.await_values());
-  lay_out(parameters, parts, earlier);
+  lay_out(parameters, units, earlier);
   norms_ = norm::give_ranks(norm::layers_without_ranks(*module), *ranks_.all);
   watch_slices();
 }
 
-void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std::vector<ShardPart>& parts,
+void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std::vector<LayoutUnit>& units,
                            EarlierUnits& earlier) {
   state_.parameters = parameters.trainable;
   state_.infos = parameters.infos;
   state_.frozen = parameters.frozen;
-  const ShardLayout layout = shard_layout(parameters, parts, options_, ranks_);
+  const ShardLayout layout = shard_layout(parameters, units, options_, ranks_);
   state_.plan = layout.plan;
   engine::StartValues values(*state_.module, options_.weights, options_.init, state_.ranks,
                              [&](const zero::Parameter& tensor) {
@@ -198,7 +198,7 @@ void ShardedModel::drop_hold(size_t bucket) {
   if (std::exchange(held_[bucket], 0)) state_.gatherer->drop(bucket);
 }
 
-// What trains is the slices: other values of the module's parameters, and other parameters, would go unseen.
+// Slices are what trains: other values of the module's parameters, and other parameters, would go unseen.
 void ShardedModel::require_same_parameters() const {
   if (state_.tensor) {
     state_.tensor->require_leaves("backward()");
@@ -256,7 +256,8 @@ void ShardedModel::end_pass() {
   state_.gatherer->end_pass();
 }
 
-// Of whole parameters between parts of sequences each rank of the tensor axis has a part of the gradient.
+// Adds up partial sums: of full parameters between parts of sequences each rank of the tensor axis has a part of the
+// gradient.
 void ShardedModel::add_up_summed() {
   for (size_t b = 0; b < state_.buckets.size(); ++b) {
     const at::Tensor gradient = gradients_.gradient(b);
@@ -378,7 +379,7 @@ zero::HeldBytes ShardedModel::held_bytes() const {
 void ShardedModel::end_as_unit() {
   require_between_passes("fully_shard");
   slices_changed();  // with what the program has changed in place
-  norms_.reset();    // those of the module around it take their place
+  norms_.reset();    // the groups of the module around it take their place
   end();
 }
 

@@ -1,8 +1,8 @@
 // A module whose parameters are slices on the ranks, with the parts that an engine has at stage 3, driven by the
 // program's own backward passes.
 //
-// Gathers and reductions are zero's, the layout and what is saved are the engine's (model/state, model/checkpoint).
-// What is here is who tells them what happens: a pass begins with its first gradient and ends with autograd's callback
+// Gathers and reductions are zero's, the layout and the saved files are those of model/state and model/checkpoint.
+// ShardedModel tells them what happens: a pass begins with its first gradient and ends with autograd's callback
 // (loops/backward_pass.h); an optimizer's step is an operator that changes a slice.
 #pragma once
 
@@ -22,23 +22,23 @@
 #include "core/op_interceptor.h"
 #include "dsengine/fully_shard.h"
 #include "loops/backward_pass.h"
-#include "loops/earlier_units.h"
+#include "loops/first_values.h"
 #include "loops/shard_layout.h"
 #include "loops/shard_ranks.h"
-#include "loops/slice_gradients.h"
 #include "loops/slice_leaves.h"
 #include "model/state/model_layout.h"
 #include "model/state/model_state.h"
 
 namespace ds::loops {
 
-// On the thread that made it, but for what autograd's threads call in a backward pass.
+// A module with sharded parameters. Used on the thread that made it, but for what autograd's threads call in a backward
+// pass.
 class ShardedModel {
  public:
-  // `parts`: units inside of the module, in the order in which they take their parameters; `earlier`: those of them
+  // `units`: those inside of the module, in the order in which they take their parameters; `earlier`: those of them
   // that have been sharded by themselves. Collective.
   ShardedModel(const std::shared_ptr<torch::nn::Module>& module, const FullyShardOptions& options,
-               const std::vector<ShardPart>& parts, EarlierUnits& earlier);
+               const std::vector<LayoutUnit>& units, EarlierUnits& earlier);
   ~ShardedModel();
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;
@@ -47,7 +47,7 @@ class ShardedModel {
   const std::vector<SliceLeaf>& leaves() const { return leaves_; }
   const FullyShardOptions& options() const { return options_; }
   const ShardRanks& ranks() const { return ranks_; }
-  // Buckets with parameters of a module; all of them for the outermost one. Frozen ones come last.
+  // The buckets with parameters of a module; all of them for the outermost one. Frozen ones come last.
   std::vector<size_t> buckets_of(const torch::nn::Module& module) const;
 
   void unshard(const std::vector<size_t>& buckets);
@@ -58,20 +58,21 @@ class ShardedModel {
   void prefetch(const std::vector<size_t>& when, const std::vector<size_t>& buckets, bool in_backward);
   zero::HeldBytes held_bytes() const;
 
-  // Parameters cannot be read any more; state() keeps its slices. Collective.
+  // Ends the model: parameters cannot be read any more; state() keeps its slices. Collective.
   void end_as_unit();
   bool ended() const { return !pass_; }
-  // Parameters were on the meta device, and nobody has looked whether they have got values since.
+  // Whether parameters were on the meta device, and nobody has looked whether they have got values since.
   bool awaits_values() const { return awaits_values_; }
-  // Before anything that reads or changes slices: what failed in an operator is thrown, and nothing is on its way.
+  // Called before anything that reads or changes slices: waits for gathers under way and throws what failed in them.
+  // Throws UsageError while a pass runs, and for a model that has ended.
   void require_between_passes(const char* call) const;
-  // Whose states are in checkpoints; none but while one is written or read.
+  // Sets the optimizer whose states are in checkpoints; none but while one is written or read.
   void set_optimizer(engine::ModelOptimizer optimizer) { state_.optimizer = std::move(optimizer); }
-  // Of anything else than its own backward passes: the parameters have new values.
+  // Notes that the parameters have new values, by anything else than the model's own backward passes.
   void slices_changed();
 
  private:
-  void lay_out(const engine::ModelParameters& parameters, const std::vector<ShardPart>& parts, EarlierUnits& earlier);
+  void lay_out(const engine::ModelParameters& parameters, const std::vector<LayoutUnit>& units, EarlierUnits& earlier);
   void make_parts(at::ScalarType reduce_dtype);
   void end();
   void watch_slices();
@@ -93,14 +94,15 @@ class ShardedModel {
   engine::ModelState state_;
   bool awaits_values_ = false;
   std::vector<SliceLeaf> leaves_;
-  std::shared_ptr<comm::Communicator> norms_;  // of BatchNorm layers that were converted without a group; null: none
-  std::vector<char> reshards_after_backward_;  // of each bucket
+  std::shared_ptr<comm::Communicator>
+      norms_;  // the group of BatchNorm layers that were converted without one; null: none
+  std::vector<char> reshards_after_backward_;  // a flag for each bucket
   std::vector<char> held_;                     // by unshard()
   zero::PrefetchRules prefetch_;
   std::unordered_map<const void*, size_t> bucket_of_slice_;  // by storage
   std::unordered_map<const void*, size_t> bucket_of_parameters_;
   std::vector<at::Tensor> marks_;                            // gradients of the module's own parameters, between passes
-  std::vector<std::pair<at::Tensor, unsigned>> leaf_hooks_;  // that take marks away before autograd adds to them
+  std::vector<std::pair<at::Tensor, unsigned>> leaf_hooks_;  // hooks that take marks away before autograd adds to them
   bool sync_ = true;
   bool sync_in_pass_ = true;
   std::unique_ptr<BackwardPass> pass_;

@@ -51,7 +51,7 @@ void require_names(const ShardedModel& model, const ValuesByName& values) {
   }
 }
 
-// One name after the other, in module order: `value_of` gives the whole.
+// One name after the other, in module order: `value_of` gives the full tensor.
 void take_wholes(ShardedModel& model,
                  const std::function<at::Tensor(const std::string&, const at::Tensor&)>& value_of) {
   const at::NoGradGuard no_grad;
@@ -73,7 +73,7 @@ void take_wholes(ShardedModel& model,
   model.slices_changed();
 }
 
-// What trained parameters are kept in, and others too.
+// The tensors that trained parameters are kept in, and others too.
 at::ScalarType kept_dtype(const ShardedModel& model, const at::Tensor& of_module) {
   const std::vector<at::Tensor>& masters = model.state().masters;
   return of_module.requires_grad() && !masters.empty() ? masters.front().scalar_type() : of_module.scalar_type();

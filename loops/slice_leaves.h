@@ -1,4 +1,4 @@
-// A rank's slices as leaf tensors: what an optimizer of the program works on.
+// A rank's slices as leaf tensors, which an optimizer of the program updates, and how gradients get into their .grad.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,8 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "core/slices/reduced_gradients.h"
 #include "core/slices/segment.h"
 #include "model/state/model_state.h"
+#include "zero/parameter_bucket.h"
 
 namespace ds::loops {
 
@@ -23,5 +25,27 @@ struct SliceLeaf {
 
 // One for each trained parameter, in module order, the same on every rank but for their places.
 std::vector<SliceLeaf> slice_leaves(const engine::ModelState& state);
+
+// Takes reduced gradients of slices from the reducer and, at the end of a pass, adds them to .grad of the leaves. The
+// gradients of a pass stay apart until those of all ranks are there: replicas average them, and what .grad held before
+// is an average already.
+class SliceGradients final : public ReducedGradients {
+ public:
+  // Prepares for so many buckets, whose slices' gradients have this dtype and lie on this device.
+  void expect(size_t buckets, const at::TensorOptions& options);
+
+  bool takes(size_t /*bucket*/) const override { return true; }
+  void add(size_t bucket, const at::Tensor& own) override;
+  at::Tensor gradient(size_t bucket) override { return of_pass_[bucket]; }
+  void clear() override;
+
+  // Adds the gradients of the pass to those of the leaves, and forgets them. `parameters`: the tensors that leaves name
+  // by number; the leaf of one that has been frozen since keeps the gradient it has, as in torch.
+  void hand_out(const std::vector<SliceLeaf>& leaves, const std::vector<zero::Parameter>& parameters);
+
+ private:
+  std::vector<at::Tensor> of_pass_;  // per bucket, flat
+  at::TensorOptions options_;
+};
 
 }  // namespace ds::loops

@@ -1,4 +1,4 @@
-// Which parameters got gradients in a backward pass, on this rank and on any.
+// Finds which parameters got gradients in a backward pass, on this rank and on any.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -12,14 +12,14 @@
 
 namespace ds::loops {
 
-// What a wrapper's options say of parameters without a gradient.
+// The rule of a wrapper's options for parameters without a gradient.
 enum class UnusedRule {
   kNone,     // there are none: such a pass makes the next one throw
   kAny,      // find_unused_parameters
   kTheSame,  // static_graph: those of the first pass that reduces
 };
 
-// Flags are of each parameter, by number. Not thread safe: one pass after the other.
+// The flags that tell it have one element for each parameter, by number. Not thread safe: one pass after the other.
 class UsedParameters {
  public:
   // `parameters` outlive it. `device`: of what ranks exchange.
@@ -28,13 +28,13 @@ class UsedParameters {
 
   // Throws UsageError, once, where the rule is kNone and the last pass left parameters without one.
   void require_all_used(const char* call);
-  // The pass has to reduce at its end: what is used is not yet known.
+  // Whether the pass has to reduce at its end, because the parameters it uses are not yet known.
   bool is_first_of_many() const { return rule_ == UnusedRule::kTheSame && !agreed_; }
-  // At the end of a pass that reduces, behind its buckets: `own`, that had a gradient on this rank since the last
-  // reduction. Returns those that had one on any rank; empty: all. Throws UsageError where a graph that is said to stay
-  // the same did not. Collective.
+  // Agrees with the other ranks, at the end of a pass that reduces, behind its buckets. `own` marks the parameters that
+  // had a gradient on this rank since the last reduction. Returns those that had one on any rank; empty: all. Throws
+  // UsageError where a graph that is said to stay the same did not. Collective.
   std::vector<char> agree(std::vector<char> own, comm::Communicator& group);
-  // In its place on a rank that has no pass.
+  // Takes part in agree() on a rank that has no pass.
   void take_part(comm::Communicator& group);
 
  private:

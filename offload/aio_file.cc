@@ -17,7 +17,8 @@
 namespace ds::offload {
 namespace {
 
-constexpr unsigned kMostRequests = 4096;  // of a file in flight, linked ones that have not started included
+constexpr unsigned kMostRequests =
+    4096;  // the most requests of a file in flight, with linked ones that have not started
 
 void require_options(const AioOptions& options) {
   require<ConfigError>(options.block_size > 0 && options.block_size % AioFile::alignment() == 0,
@@ -72,9 +73,9 @@ struct AioFile::Impl {
 
   void require_intact() const { require<IoError>(broken.empty(), broken); }
 
-  // What was prepared for a transfer that is given up would be handed over with a later one, and move into memory that
-  // holds something else by then. So nothing is handed over any more, and what is in flight is waited for here: after
-  // this no memory is touched.
+  // Requests prepared for a transfer that is given up would be handed over with a later one, and move into memory that
+  // holds something else by then. So nothing is handed over any more, and this waits for the requests in flight: after
+  // it no memory is touched.
   [[noreturn]] void give_up(const std::string& reason) {
     broken = cat(file.path(), ": ", reason,
                  "; this file is given up, with what it holds: start again from the last checkpoint");

@@ -52,10 +52,11 @@ class AioFile {
 
   int64_t bytes() const;
   const std::string& path() const;
-  // Of the file, open for direct IO.
+  // The descriptor of the file, open for direct IO.
   int descriptor() const;
 
-  // Start a transfer. Throw UsageError for what is not aligned, or not within the file, IoError when it is given up.
+  // Start a transfer. Throw UsageError for a part that is not aligned, or not within the file, IoError when the file is
+  // given up.
   Ticket read(int64_t offset, void* memory, int64_t bytes);
   Ticket write(int64_t offset, const void* memory, int64_t bytes);
   // Whether wait() would return, or throw, at once. Moves transfers on.

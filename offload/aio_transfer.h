@@ -1,4 +1,4 @@
-// One read or write of a file, cut into requests: what to ask for next, and what the answers mean. Torch-free, no IO.
+// One read or write of a file, cut into requests: which to make next, and what the answers mean. Torch-free, no IO.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace ds::offload {
 
-// Not thread safe.
+// The progress of one transfer. Not thread safe.
 class AioTransfer {
  public:
   // A part of the transfer, in bytes from its start.
@@ -15,23 +15,23 @@ class AioTransfer {
     int64_t begin = 0;
     int64_t bytes = 0;
     int retries = 0;           // in a row
-    int64_t bytes_before = 0;  // that the transfer had moved at the last of them
+    int64_t bytes_before = 0;  // bytes that the transfer had moved at the last retry
     bool operator==(const Piece& other) const { return begin == other.begin && bytes == other.bytes; }
   };
   enum class State { kUnderWay, kDone, kFailed };  // kDone, kFailed: nothing is in flight any more
 
-  // Pieces of `block_size` (> 0) bytes, the last one shorter.
+  // Cuts the transfer into pieces of `block_size` (> 0) bytes, the last one shorter.
   AioTransfer(int64_t bytes, int64_t block_size) : bytes_(bytes), block_size_(block_size) {}
 
-  // What to ask for next: first what is left of pieces that came back short or not at all. Nothing once all is asked
+  // The next piece to ask for: first the rest of pieces that came back short or not at all. Nothing once all is asked
   // for, or the transfer has failed.
   std::optional<Piece> next();
-  // How many pieces next() would give now.
+  // The number of pieces that next() would give now.
   int64_t remaining() const;
-  // The kernel's answer to a piece of next(): bytes moved, or -errno. A piece that moved in part is continued; one that
-  // was interrupted (EINTR), put off (EAGAIN), cancelled with a broken chain (ECANCELED), or whose turn came after the
-  // end of the thread that asked for it (EFAULT), is asked for again. Any other error, no progress at all, or more than
-  // kMostRetries of these for one piece while no piece moves (ECANCELED aside), fail the transfer.
+  // Takes the kernel's answer to a piece of next(): bytes moved, or -errno. A piece that moved in part is continued;
+  // one that was interrupted (EINTR), put off (EAGAIN), cancelled with a broken chain (ECANCELED), or whose turn came
+  // after the end of the thread that asked for it (EFAULT), is asked for again. Any other error, no progress at all, or
+  // more than kMostRetries of these for one piece while no piece moves (ECANCELED aside), fail the transfer.
   void answered(const Piece& piece, int result);
 
   State state() const;

@@ -1,5 +1,6 @@
 #include "offload/device_copies.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "offload/aio_file.h"
+#include "offload/device_file_calls.h"
 
 namespace ds::offload {
 
@@ -47,7 +49,7 @@ bool DeviceCopies::has_room() const {
   return std::any_of(buffers_.begin(), buffers_.end(), [](const Buffer& buffer) { return buffer.taken == 0; });
 }
 
-// In the buffer that was used longest ago, of those that nobody has taken.
+// Begins to read a slice into the buffer that was used longest ago, of those that nobody has taken.
 DeviceCopies::Buffer& DeviceCopies::start(int64_t slice, const FilePart& part) {
   Buffer* oldest = nullptr;
   for (Buffer& buffer : buffers_) {
@@ -55,7 +57,7 @@ DeviceCopies::Buffer& DeviceCopies::start(int64_t slice, const FilePart& part) {
   }
   ensure(oldest != nullptr, "copies are taken as long as there are buffers");
   oldest->slice = -1;
-  if (oldest->read.valid()) oldest->read.wait();  // of a slice that nobody took
+  if (oldest->read.valid()) oldest->read.wait();  // the read of a slice that nobody took
   if (oldest->used) std::exchange(oldest->used, nullptr)->synchronize();
   oldest->read = std::async(std::launch::async, [file = file_.get(), part, memory = oldest->memory.data_ptr()] {
     file->read(part.offset, memory, part.bytes);
@@ -78,7 +80,7 @@ at::Tensor DeviceCopies::take(int64_t slice, const FilePart& part) {
     try {
       buffer.read.get();
     } catch (...) {
-      buffer.slice = -1;  // what it holds is nobody's
+      buffer.slice = -1;  // it holds no slice any more
       throw;
     }
   }
@@ -99,6 +101,41 @@ void DeviceCopies::drop(int64_t slice) {
   if (buffer == nullptr) return;
   ensure(buffer->taken == 0, "a slice changes while nobody gathers it");
   buffer->slice = -1;
+}
+
+namespace {
+
+constexpr const char* kElse = "; use false: files are then read into host memory and copied from there";
+
+}  // namespace
+
+DeviceFile::DeviceFile(int descriptor, std::string path, c10::Device device) : path_(std::move(path)), device_(device) {
+  require<ConfigError>(!device_.is_cpu(), "aio.use_gds: expected a GPU whose memory files are read into, found the CPU",
+                       kElse);
+  const DeviceFileCalls* const calls = device_file_calls();
+  require<ConfigError>(calls != nullptr, "aio.use_gds: expected libdsengine_cuda, which calls cuFile, found no such ",
+                       "library for ", device_, kElse);
+  const c10::DeviceGuard guard(device_);
+  std::string reason;
+  handle_ = calls->open(descriptor, reason);
+  require<ConfigError>(handle_ != nullptr, "aio.use_gds: ", path_, ": expected a file that cuFile reads into ", device_,
+                       ", found: ", reason, kElse);
+}
+
+DeviceFile::~DeviceFile() {
+  if (handle_ != nullptr) device_file_calls()->close(handle_);
+}
+
+void DeviceFile::read(int64_t offset, void* memory, int64_t bytes) const {
+  const c10::DeviceGuard guard(device_);
+  for (int64_t done = 0; done < bytes;) {
+    std::string reason;
+    const int64_t read =
+        device_file_calls()->read(handle_, static_cast<char*>(memory) + done, bytes - done, offset + done, reason);
+    require<IoError>(read > 0, path_, ": read ", bytes, " bytes from offset ", offset, " into ", device_,
+                     ": expected all of them, found ", done, ": ", read == 0 ? "the file ends there" : reason);
+    done += read;
+  }
 }
 
 }  // namespace ds::offload

@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "core/memory/storage_memory.h"
+#include "core/round_up.h"
 #include "offload/slice_swapper.h"
 
 namespace ds::offload {
@@ -37,7 +38,7 @@ FileSlices::~FileSlices() {
   }
 }
 
-// What the buffer holds of its slice, as that slice's tensor would show it.
+// The contents of the buffer, as the tensor of its slice would show them.
 at::Tensor FileSlices::contents(const Buffer& buffer) const {
   const at::Tensor& slice = slices_[static_cast<size_t>(buffer.slice)];
   return buffer.memory.view(slice.scalar_type()).narrow(0, 0, slice.numel());
@@ -142,7 +143,7 @@ void FileSlices::settle(Buffer& buffer) {
 
 void FileSlices::fail(Buffer& buffer, const IoError& error) {
   const int64_t slice = buffer.slice;
-  if (buffer.loads == 0) buffer.slice = -1;  // what it holds is nobody's
+  if (buffer.loads == 0) buffer.slice = -1;  // it holds no slice any more
   if (buffer.writes && failure_.empty()) {
     failure_ = cat("slice ", slice, " of the parameters could not be written: ", error.what(),
                    ". What the last update made of it is lost; checkpoints saved earlier are not affected: start again "
@@ -194,7 +195,7 @@ void FileSlices::load(const at::Tensor& slice) {
     buffer = &take_buffer(index);
     start(*buffer, /*writes=*/false);
   }
-  settle(*buffer);  // also a write: what it writes must not change
+  settle(*buffer);  // waits for a write too: the values that it writes must not change
   buffer->last_use = ++uses_;
   if (buffer->loads++ > 0) return;
   give_storage(slice, c10::DataPtr(buffer->memory.data_ptr(), at::kCPU), slice.numel() * slice.element_size());
@@ -211,6 +212,68 @@ void FileSlices::unload(const at::Tensor& slice, bool changed) {
   if (copies_) copies_->drop(index);
   settle(*buffer);
   start(*buffer, /*writes=*/true);
+}
+
+int64_t TensorFile::memory_bytes(int64_t size) { return round_up(size, AioFile::alignment()); }
+
+int64_t TensorFile::file_bytes(const std::vector<int64_t>& sizes) {
+  int64_t total = 0;
+  for (const int64_t size : sizes) total += memory_bytes(size);
+  return total;
+}
+
+TensorFile::TensorFile(std::unique_ptr<AioFile> file, const std::vector<int64_t>& sizes) : file_(std::move(file)) {
+  require(file_->bytes() >= file_bytes(sizes), file_->path(),
+          ": expected a file of TensorFile::file_bytes(sizes) = ", file_bytes(sizes), " bytes, found ", file_->bytes());
+  int64_t offset = 0;
+  for (const int64_t size : sizes) {
+    parts_.push_back({offset, size});
+    offset += memory_bytes(size);
+  }
+}
+
+void TensorFile::require_fits(int64_t index, const at::Tensor& tensor) const {
+  require(index >= 0 && index < static_cast<int64_t>(parts_.size()), file_->path(), ": expected a tensor from 0 to ",
+          parts_.size() - 1, ", found ", index);
+  const int64_t bytes = parts_[index].bytes;
+  require(tensor.defined() && tensor.device().is_cpu() && tensor.dim() == 1 && tensor.is_contiguous() &&
+              static_cast<int64_t>(tensor.nbytes()) == bytes,
+          file_->path(), ": tensor ", index, ": expected a flat, contiguous tensor of ", bytes,
+          " bytes on the CPU, found ", lazy([&] {
+            return tensor.defined() ? cat(tensor.nbytes(), " bytes of shape ", tensor.sizes(), " on ", tensor.device())
+                                    : "none";
+          }));
+  const auto room = static_cast<int64_t>(tensor.storage().nbytes()) - tensor.storage_offset() * tensor.element_size();
+  require(room >= memory_bytes(bytes), file_->path(), ": tensor ", index, ": expected a storage with ",
+          memory_bytes(bytes), " bytes from the tensor's first element on, found ", room,
+          "; make it TensorFile::memory_bytes() long");
+}
+
+AioFile::Ticket TensorFile::start_read(int64_t index, const at::Tensor& into) {
+  require_fits(index, into);
+  const Part& part = parts_[index];
+  const auto ticket = file_->read(part.offset, into.data_ptr(), memory_bytes(part.bytes));
+  under_way_.emplace_back(ticket, into);
+  return ticket;
+}
+
+AioFile::Ticket TensorFile::start_write(int64_t index, const at::Tensor& from) {
+  require_fits(index, from);
+  const Part& part = parts_[index];
+  const auto ticket = file_->write(part.offset, from.data_ptr(), memory_bytes(part.bytes));
+  under_way_.emplace_back(ticket, from);
+  return ticket;
+}
+
+void TensorFile::wait(AioFile::Ticket ticket) {
+  const auto found =
+      std::find_if(under_way_.begin(), under_way_.end(), [&](const auto& entry) { return entry.first == ticket; });
+  at::Tensor kept;
+  if (found != under_way_.end()) {
+    kept = std::move(found->second);
+    under_way_.erase(found);
+  }
+  file_->wait(ticket);
 }
 
 }  // namespace ds::offload

@@ -13,30 +13,31 @@
 #include <optional>
 #include <vector>
 
+#include "core/device/transfer_stream.h"
 #include "core/slices/reduced_gradients.h"
-#include "core/transfer_stream.h"
 
 namespace ds::offload {
 
-// One caller at a time, from any thread. Takes device memory for one slice per staging.
+// The slices and what is on its way to them. One caller at a time, from any thread. Takes device memory for one slice
+// per staging.
 class HostGradients final : public ReducedGradients {
  public:
   // slices: on the host, flat, one per bucket, in the gradients' dtype; undefined: this bucket is not offloaded.
   // stagings: on the host, flat, of the same dtype, each as long as the longest slice; two let a gradient travel while
   // another is added. At least one unless `device` is the CPU, where without any gradients are added in place.
-  // Both are best parts of a PinnedArena, and are kept alive.
+  // Both lists are best parts of a PinnedArena, and are kept alive.
   HostGradients(std::vector<at::Tensor> slices, at::Device device, std::vector<at::Tensor> stagings);
 
   bool takes(size_t bucket) const override { return buckets_.at(bucket).slice.defined(); }
-  // own: as long as the bucket's slice.
+  // Adds a gradient, which is as long as the bucket's slice.
   void add(size_t bucket, const at::Tensor& own) override;
-  // All gradients of the bucket so far have arrived on the host at this mark.
+  // The mark at which all gradients of the bucket so far have arrived on the host.
   TransferStream::Mark arrival(size_t bucket) const;
   // The slice itself.
   at::Tensor gradient(size_t bucket) override;
   void clear() override;
-  // Waits for all that arrives, and goes on with `slices` in place of the present ones, which it returns: undefined
-  // where nothing was added.
+  // Waits for all that arrives, and goes on with `slices` in place of the present ones. Returns these: undefined where
+  // nothing was added.
   std::vector<at::Tensor> exchange(std::vector<at::Tensor> slices);
 
  private:
@@ -45,7 +46,7 @@ class HostGradients final : public ReducedGradients {
     bool filled = false;
     TransferStream::Mark arrived;
   };
-  // What one gradient on its way occupies.
+  // The tensors that one gradient on its way occupies.
   struct Lane {
     at::Tensor staging;
     at::Tensor device_copy;  // made at first use

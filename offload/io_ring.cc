@@ -74,7 +74,7 @@ bool IoRing::take(uint64_t& id, int& result) {
 }
 
 void IoRing::settle() noexcept {
-  // What the kernel has not taken is the end of the queue.
+  // The requests that the kernel has not taken are the end of the queue.
   const uint64_t handed_over = prepared_ - io_uring_sq_ready(ring_.get());
   uint64_t id = 0;
   int result = 0;

@@ -1,4 +1,5 @@
-// Host memory for what is offloaded: one region of exact size for one purpose, cut into tensors.
+// Host memory for what is offloaded: one region of exact size for one purpose, cut into tensors. Slices of parameters
+// are kept in such a region, and storages of tensors are moved to one for a while.
 //
 // LibTorch's allocator of pinned memory rounds every block to a power of two, and its plain one comes from malloc. A
 // region is mapped for itself, to the page. Its pages are touched when it is made, by the thread that makes it and, for
@@ -14,6 +15,10 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
+
+#include "core/slices/slice_store.h"
 
 namespace ds::offload {
 
@@ -23,7 +28,7 @@ struct ArenaOptions {
   at::Device device = at::kCPU;  // the device that the memory is copied from and to
 };
 
-// Not thread safe; its tensors are as any others.
+// A region that is cut into tensors. Not thread safe; its tensors are as any others.
 class PinnedArena {
  public:
   static constexpr size_t kAlignment = 4096;  // bytes, of every tensor's address: direct IO and vector stores need it
@@ -51,6 +56,44 @@ class PinnedArena {
   std::string purpose_;
   std::shared_ptr<Region> region_;
   size_t used_ = 0;
+};
+
+// Keeps slices of parameters in the host memory of an arena (offload_param: cpu).
+class ArenaSlices final : public SliceStore {
+ public:
+  explicit ArenaSlices(std::shared_ptr<PinnedArena> arena) : arena_(std::move(arena)) {}
+  at::Tensor allocate(int64_t numel, at::ScalarType dtype) override { return arena_->take(numel, dtype); }
+
+ private:
+  std::shared_ptr<PinnedArena> arena_;
+};
+
+// Memory of tensors, moved to the host for a while: the tensors and all views of them stay, without elements. A storage
+// that several tensors share is moved once. Not thread safe; nothing may read the tensors before restore() has
+// returned.
+class MovedStorage {
+ public:
+  // Bytes of an arena that holds the storages of `tensors`.
+  static int64_t arena_bytes(const std::vector<at::Tensor>& tensors);
+
+  // Copies the whole storages of `tensors` (those that have memory) to an arena and frees them. Throws ConfigError when
+  // the host has no room; then nothing was moved.
+  MovedStorage(const std::vector<at::Tensor>& tensors, const std::string& purpose, const ArenaOptions& options);
+  // Takes memory of the device again and copies everything back. Throws what the allocator throws when there is none;
+  // then what was not copied is still on the host, and the call may be repeated.
+  void restore();
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  struct Part {
+    at::Tensor tensor;  // one that has the storage
+    at::Tensor copy;    // [bytes], in the arena
+  };
+
+  static std::vector<Part> parts_of(const std::vector<at::Tensor>& tensors);
+
+  std::vector<Part> parts_;
+  int64_t bytes_ = 0;
 };
 
 }  // namespace ds::offload

@@ -59,7 +59,7 @@ at::Tensor tensor_without_memory(int64_t numel, at::ScalarType dtype) {
   return tensor;
 }
 
-// From here to the end of a call: no other call.
+// Refuses other calls from its construction to the end of a call.
 class SliceSwapper::Busy {
  public:
   explicit Busy(SliceSwapper& swapper) : swapper_(swapper) {
@@ -287,7 +287,7 @@ void SliceSwapper::finish_writes() {
   }
 }
 
-// After a failure: waits for what is in flight. A failure of a write stays in failure_.
+// Waits, after a failure, for what is in flight. A failure of a write stays in failure_.
 void SliceSwapper::abandon() noexcept {
   for (Buffer& buffer : buffers_) {
     try {

@@ -19,14 +19,14 @@ struct SwapSizes {
   int64_t buffer_bytes = 0;
 };
 
-// What goes on while a slice is used. Needs buffers: with 3 both, with 2 one of them, with 1 neither.
+// The transfers that go on while a slice is used. With 3 buffers both can, with 2 one of them, with 1 neither.
 struct PassOptions {
   bool read_ahead = true;    // read the next slice (pipeline_read)
   bool write_behind = true;  // write the last ones (pipeline_write)
 };
 
-// A tensor of `numel` elements on the CPU in a storage of its own that has no memory. As a state of a slice it begins
-// as zeros, which need not be written.
+// Makes a tensor of `numel` elements on the CPU in a storage of its own that has no memory. As a state of a slice it
+// begins as zeros, which need not be written.
 at::Tensor tensor_without_memory(int64_t numel, at::ScalarType dtype);
 
 // A slice is a group of tensors that are used together: master and optimizer states. Its place in the file is as in a
@@ -36,14 +36,14 @@ at::Tensor tensor_without_memory(int64_t numel, at::ScalarType dtype);
 // Tensors keep their identity: references to them stay good, but they can be read only within `use`. One call at a
 // time, from a thread that lives until the call returns; `use` must not call the swapper.
 //
-// What a failure leaves on the disk: a slice that `use` was not called for, or threw for, is as before, also when a
-// read failed. Slices used before it have their new contents. When a write fails, the contents of its slice are lost;
-// when the file is given up (offload/aio_file.h), those of all: from then on every call throws IoError with the reason.
+// After a failure, a slice that `use` was not called for, or threw for, is on the disk as before, also when a read
+// failed. Slices used before it have their new contents. When a write fails, the contents of its slice are lost; when
+// the file is given up (offload/aio_file.h), those of all: from then on every call throws IoError with the reason.
 class SliceSwapper {
  public:
   using Use = std::function<void(int64_t index)>;
 
-  // What slices, given by the bytes of each of their tensors, and so many buffers need.
+  // The sizes that slices, given by the bytes of each of their tensors, and so many buffers need.
   static SwapSizes sizes(const std::vector<std::vector<int64_t>>& slices, int64_t buffer_count);
 
   // The file must hold nothing yet. `buffers`: flat bytes at an address that is a multiple of AioFile::alignment(),

@@ -43,7 +43,7 @@ UniqueFd make_without_name(const std::string& path, const std::string& folder, c
   for (int attempt = 0; attempt < 2 && !descriptor.valid(); ++attempt) {
     descriptor = UniqueFd(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_DIRECT | O_CLOEXEC, 0600));
     if (descriptor.valid() || errno != EEXIST) break;
-    ::unlink(path.c_str());  // of a process that was killed between its open and its unlink
+    ::unlink(path.c_str());  // left by a process that was killed between its open and its unlink
   }
   const int error = errno;
   if (!descriptor.valid() && error == EINVAL) {

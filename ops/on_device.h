@@ -6,7 +6,7 @@
 #include <string_view>
 
 #include "core/check.h"
-#include "core/device_work.h"
+#include "core/device/device_work.h"
 #include "ops/device_kernels.h"
 
 namespace ds::ops {

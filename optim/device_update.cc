@@ -6,8 +6,8 @@
 #include <iterator>
 
 #include "core/check.h"
-#include "core/device_work.h"
-#include "core/float_format_of.h"
+#include "core/device/device_work.h"
+#include "core/numbers/float_format_of.h"
 
 namespace ds::optimizers {
 namespace {

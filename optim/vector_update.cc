@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "core/check.h"
-#include "core/float_format_of.h"
 #include "core/host_threads.h"
+#include "core/numbers/float_format_of.h"
 
 namespace ds::optimizers {
 namespace {

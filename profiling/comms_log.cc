@@ -57,7 +57,7 @@ int64_t whole_bytes(const Collective& c, size_t ranks) {
   return bytes_of(c.input);
 }
 
-// For groups of ranks that have places in another group.
+// The observer of a group and of the groups that are made of its ranks.
 class CommsLog::Observer final : public comm::CollectiveObserver {
  public:
   Observer(std::shared_ptr<CommsLog> log, std::vector<int> ranks) : log_(std::move(log)), ranks_(std::move(ranks)) {}
@@ -77,7 +77,7 @@ class CommsLog::Observer final : public comm::CollectiveObserver {
   std::vector<int> ranks_;
 };
 
-// From its launch on. Ends once.
+// The time of one operation, from its launch on. Ends once.
 class CommsLog::Operation final : public comm::OperationTimer {
  public:
   Operation(std::shared_ptr<CommsLog> log, const Subject& subject, c10::Device device)
@@ -278,7 +278,7 @@ void CommsLog::step_begins(int64_t step) {
 
 void CommsLog::read_ended(bool waits) {
   std::deque<UnderWay> rest;
-  std::deque<UnderWay> done;  // what they hold goes without the lock
+  std::deque<UnderWay> done;  // their tensors are freed without the lock
   {
     const std::lock_guard lock(mutex_);
     done.swap(under_way_);

@@ -26,38 +26,38 @@
 #include "comm/collective_observer.h"
 #include "profiling/comms_record.h"
 #include "profiling/device_clock.h"
-#include "profiling/step_timers.h"
+#include "profiling/meters.h"
 
 namespace ds::profiling {
 
-// By comm::CollectiveKind, whether it is logged.
+// For each comm::CollectiveKind, whether it is logged.
 using LoggedOperations = std::array<bool, comm::kCollectiveKinds>;
 
 struct CommsLogOptions {
-  int rank = 0;  // of the world, in lines
+  int rank = 0;  // the rank of the world that lines name
   LoggedOperations operations{};
   bool verbose = false;      // a line of the log for each operation, where the level info is logged
   bool with_labels = false;  // records by label too
 };
 
-// Bytes of the whole tensor that ranks of a group exchange: of all_gather, gather, reduce_scatter and scatter the parts
-// of all ranks together; of a message its own; of all_to_all what this rank gives away. A barrier has none.
+// The bytes of the full tensor that ranks of a group exchange: of all_gather, gather, reduce_scatter and scatter the
+// parts of all ranks together; of a message its own; of all_to_all what this rank gives away. A barrier has none.
 int64_t whole_bytes(const comm::Collective& collective, size_t ranks);
 
 class CommsLog final : public std::enable_shared_from_this<CommsLog> {
  public:
-  static constexpr size_t kMostSizes = 1024;  // of a group; operations of further ones share records
+  static constexpr size_t kMostSizes = 1024;  // sizes of a group; operations of further ones share records
   using Clock = std::function<double()>;      // seconds
 
   explicit CommsLog(const CommsLogOptions& options, Clock clock = monotonic_seconds);
   CommsLog(const CommsLog&) = delete;
   CommsLog& operator=(const CommsLog&) = delete;
 
-  // For Communicator::observe_with of a group of these ranks of the world. Holds the log.
+  // Makes an observer, for Communicator::observe_with, of a group of these ranks of the world. It holds the log.
   std::shared_ptr<comm::CollectiveObserver> observer_of(std::vector<int> ranks);
   // Whether it observes a group of this name.
   bool sees(const std::string& group) const;
-  // Nothing is timed while it lives, on this rank.
+  // Pauses the log on this rank while it lives: nothing is timed.
   class Pause {
    public:
     explicit Pause(CommsLog& log) : log_(log) { ++log_.pauses_; }
@@ -68,10 +68,10 @@ class CommsLog final : public std::enable_shared_from_this<CommsLog> {
    private:
     CommsLog& log_;
   };
-  // Nothing is timed from now on.
+  // Ends the log: nothing is timed from now on.
   void stop() { ++pauses_; }
 
-  // What has ended so far. `waits`: for what a device has been given, too.
+  // The records of what has ended so far. `waits`: also waits for what a device has been given.
   std::vector<CommsRecord> records(bool waits);
 
  private:
@@ -90,12 +90,12 @@ class CommsLog final : public std::enable_shared_from_this<CommsLog> {
     std::string name;
     std::vector<int> ranks;
     std::map<Key, CommsRecord> records;  // they stay where they are
-    double last_end = 0;                 // of its collectives on the host
-    Moment last_end_on_device;           // likewise
+    double last_end = 0;                 // the end of its last collective on the host
+    Moment last_end_on_device;           // the end of its last collective on a device
     bool used_on_device = false;
     std::map<std::pair<comm::CollectiveKind, int>, c10::Stream> streams;  // by kind and peer of messages
   };
-  // What is timed, apart from when.
+  // The operation that is timed, apart from its times.
   struct Subject {
     Group* group = nullptr;
     CommsRecord* record = nullptr;
@@ -105,7 +105,7 @@ class CommsLog final : public std::enable_shared_from_this<CommsLog> {
     int peer = 0;
     bool is_message() const { return kind == comm::CollectiveKind::kSend || kind == comm::CollectiveKind::kRecv; }
   };
-  // A device has not been seen to end it.
+  // An operation that a device has not been seen to end.
   struct UnderWay {
     Subject subject;
     Moment begin;
@@ -121,9 +121,9 @@ class CommsLog final : public std::enable_shared_from_this<CommsLog> {
   c10::Stream stream_of(const Subject& subject, c10::Device device);
   void end_on_host(const Subject& subject, double begin);
   void end_on_device(UnderWay operation);
-  // Until the device has come to the end.
+  // Holds the tensors until the device has come to the end.
   void hold(std::vector<at::Tensor> tensors, const Moment& end);
-  // With the lock; what it returns is told without.
+  // Adds an operation to its record. Called with the lock; returns a line for the log, which is to be written without.
   std::string add(const Subject& subject, double seconds);
   void read_ended(bool waits);
 

@@ -14,7 +14,7 @@ constexpr float kUnknown = -1;
 constexpr double kBitsOfByte = 8;
 constexpr double kGiga = 1e9;
 
-// Of the latest that have ended.
+// The times of the latest that have ended.
 std::vector<float> known(const std::vector<float>& latest) {
   std::vector<float> times;
   std::copy_if(latest.begin(), latest.end(), std::back_inserter(times), [](float time) { return time >= 0; });

@@ -1,4 +1,4 @@
-// What a log of communication knows of operations of one kind, group and size, and what follows from it. Torch-free.
+// The operations of one kind, group and size in a log of communication, and the bandwidths that follow. Torch-free.
 //
 // Counted as DeepSpeed's comms_logger does, but for the size of reduce_scatter, which is multiplied there once more by
 // the number of ranks.
@@ -13,7 +13,7 @@
 
 namespace ds::profiling {
 
-inline constexpr int64_t kOtherSizes = -1;  // of a record that holds operations of several sizes
+inline constexpr int64_t kOtherSizes = -1;  // the size of a record that holds operations of several sizes
 
 // Times are from the launch, or from the end of the operation before it in its group where that is later, to the end;
 // waiting for other ranks included.
@@ -23,35 +23,35 @@ struct CommsRecord {
   std::string operation;  // "all_reduce"; with its label "all_reduce | bucket 3"
   comm::CollectiveKind kind = comm::CollectiveKind::kBarrier;
   std::string group;
-  std::vector<int> ranks;  // of the group, numbers of the world
-  int64_t bytes = 0;       // of the whole tensor, see whole_bytes(); or kOtherSizes
+  std::vector<int> ranks;  // the group's ranks, as numbers of the world
+  int64_t bytes = 0;       // the size of the full tensor, see whole_bytes(); or kOtherSizes
   int64_t launched = 0;
-  int64_t count = 0;  // that have ended
+  int64_t count = 0;  // operations that have ended
   double seconds = 0;
-  double total_bytes = 0;     // of those that have ended
+  double total_bytes = 0;     // the bytes of those that have ended
   std::vector<float> latest;  // seconds of the latest kKept launched, number n (from 0) at n % kKept; negative: unknown
 
-  // Returns its number.
+  // Counts a launch and returns its number.
   int64_t launch();
   void end(int64_t number, double duration, int64_t moved);
-  // Mean of the latest without the tenth of them that took longest and the tenth that took shortest, as DeepSpeed's; 0
-  // where none has ended.
+  // The mean of the latest without the tenth of them that took longest and the tenth that took shortest, as
+  // DeepSpeed's; 0 where none has ended.
   double average_seconds() const;
 };
 
-// 10^9 bits a second.
+// Bandwidths in 10^9 bits a second.
 struct Bandwidth {
   double algorithm = 0;
   double bus = 0;  // comparable with the speed of the slowest link, whatever the number of ranks (nccl-tests)
 };
 
-// Of the whole tensor of so many bytes over so many ranks; zeros for no time. The bandwidth of all_reduce counts each
-// byte twice, as DeepSpeed does and nccl-tests does not.
+// The bandwidth for a full tensor of so many bytes over so many ranks; zeros for no time. The bandwidth of all_reduce
+// counts each byte twice, as DeepSpeed does and nccl-tests does not.
 Bandwidth bandwidth_of(comm::CollectiveKind kind, double bytes, size_t ranks, double seconds);
-// At the average time.
+// The bandwidth at the average time of a record.
 Bandwidth bandwidth_of(const CommsRecord& record);
 
-// For another rank.
+// Records as bytes, to be sent to another rank, and back.
 std::string to_bytes(const std::vector<CommsRecord>& records);
 std::vector<CommsRecord> records_from_bytes(const std::string& bytes);
 

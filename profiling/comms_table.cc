@@ -15,7 +15,7 @@ using comm::CollectiveKind;
 
 constexpr double kMilliseconds = 1e3;
 constexpr size_t kWidth = 20;
-constexpr size_t kMostRanks = 8;  // of a line, those that waited longest
+constexpr size_t kMostRanks = 8;  // ranks of a line: those that waited longest
 
 constexpr size_t kColumns = 8;
 using Line = std::array<std::string, kColumns>;

@@ -1,4 +1,4 @@
-// The tables of a log of communication, and what ranks waited for one another. Torch-free.
+// The tables of a log of communication, and the times that ranks waited for one another. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,8 @@
 
 namespace ds::profiling {
 
-// What ranks of a group waited for one another in operations of one record, as far as all of them have the times.
+// The times that ranks of a group waited for one another in operations of one record, as far as all of them have the
+// times.
 struct Straggling {
   std::string operation;
   std::string group;
@@ -20,11 +21,11 @@ struct Straggling {
   std::vector<double> waited_seconds;  // by place in `ranks`: sum of what the rank's time was longer than that
 };
 
-// `ranks`: the records of each rank of the world. Messages between two ranks, and sizes that differ between ranks, are
-// left out.
+// Compares the ranks' times. `ranks`: the records of each rank of the world. Messages between two ranks, and sizes that
+// differ between ranks, are left out.
 std::vector<Straggling> compare_ranks(const std::vector<std::vector<CommsRecord>>& ranks);
 
-// Operations, by group and size: "0 B", "1.50 MiB", "other sizes".
+// The table of operations, by group and size: "0 B", "1.50 MiB", "other sizes".
 std::string size_text(int64_t bytes);
 std::string summary_table(const std::vector<CommsRecord>& records);
 std::string straggler_table(const std::vector<Straggling>& compared);

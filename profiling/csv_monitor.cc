@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "profiling/monitor.h"
-#include "profiling/monitor_folder.h"
 
 namespace ds::profiling {
 namespace {

@@ -3,7 +3,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "profiling/step_timers.h"
+#include "profiling/meters.h"
 
 namespace ds::profiling {
 

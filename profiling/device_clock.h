@@ -8,10 +8,10 @@
 
 namespace ds::profiling {
 
-// Not thread safe.
+// The clock of one device. Not thread safe.
 class DeviceClock {
  public:
-  // Copyable; copies are the same moment.
+  // A moment of the clock. Copyable; copies are the same moment.
   class Moment {
    public:
     Moment() = default;
@@ -24,12 +24,12 @@ class DeviceClock {
 
   explicit DeviceClock(c10::Device device) : device_(device) {}
 
-  // When the device has done what the calling thread's current stream was given so far; the host does not wait for it.
-  // On the CPU: now.
+  // The moment when the device has done what the calling thread's current stream was given so far; the host does not
+  // wait for it. On the CPU: now.
   Moment mark() const;
   // Whether the device has passed it; true for the host's.
   static bool passed(const Moment& moment);
-  // Seconds between two moments of one clock. Waits until the device has passed both.
+  // The seconds between two moments of one clock. Waits until the device has passed both.
   static double seconds(const Moment& from, const Moment& to);
 
  private:

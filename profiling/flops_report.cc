@@ -99,7 +99,7 @@ constexpr std::array<Ranking, 3> kRankings = {
     Ranking{"MACs", [](const ModuleFlops& row) { return static_cast<double>(row.macs); }, false},
     Ranking{"fwd latency", [](const ModuleFlops& row) { return row.seconds; }, true}};
 
-// At each depth the types of modules with the most, all of a type together.
+// Adds, for each depth, the types of modules with the most, all of a type together.
 void add_ranking(const std::vector<ModuleFlops>& rows, const FlopsReportOptions& options, Lines& lines) {
   int deepest = 0;
   for (const ModuleFlops& row : rows) deepest = std::max(deepest, row.depth);

@@ -15,7 +15,7 @@
 #include "core/split/split_tensor.h"
 #include "core/transposed.h"
 #include "profiling/flops_report.h"
-#include "profiling/step_timers.h"
+#include "profiling/meters.h"
 
 namespace ds::profiling {
 namespace {
@@ -38,7 +38,7 @@ int parent_of(const std::string& name, const std::unordered_map<std::string, int
   return 0;
 }
 
-// Of a parameter in parts, those of this rank's.
+// The elements of a parameter; of one in parts, those of this rank.
 int64_t elements_here(const at::Tensor& parameter) {
   return (is_split(parameter) ? part_of(parameter) : parameter).numel();
 }
@@ -168,7 +168,7 @@ int ModuleWork::common_part(int a, int b) const {
 std::vector<int> ModuleWork::resolved() const {
   const size_t count = events_.size();
   std::vector<int> result(count, -1);
-  // What an operator's own calls read is what it reads.
+  // Tensors that an operator's own calls read count as its own.
   std::vector<int> reads(count, -1);
   for (size_t i = count; i-- > 0;) {
     if (events_[i].node >= 0) continue;

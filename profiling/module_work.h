@@ -39,8 +39,8 @@ class ModuleWork final : private OperatorWatcher {
   // Operators outside of backward's graph do not count while it is true: an engine's own, around a backward pass.
   void pause_forward(bool paused) { paused_ = paused; }
 
-  // Of all that ran between start() and stop(), divided by `times`: in the module's order, the module itself first.
-  // Times are those of the host, of operators of forward, in seconds.
+  // The work of everything that ran between start() and stop(), divided by `times`: in the module's order, the module
+  // itself first. Times are those of the host, of operators of forward, in seconds.
   std::vector<ModuleFlops> rows(int64_t times = 1) const;
   // Names of operators that are not LibTorch's and have no rule, which count as nothing.
   std::vector<std::string> unknown_operators() const;
@@ -48,11 +48,11 @@ class ModuleWork final : private OperatorWatcher {
  private:
   // An operator that ran, in order.
   struct Event {
-    int module = -1;    // that owns a parameter it reads; -1: none
+    int module = -1;    // the module that owns a parameter it reads; -1: none
     int parent = -1;    // the event that called it
     int64_t node = -1;  // in backward: of the graph; see key_of()
     OperatorWork work;
-    double seconds = 0;  // of an outermost one in forward
+    double seconds = 0;  // the time of an outermost one in forward
     bool recomputed = false;
   };
   struct Running {
@@ -66,23 +66,23 @@ class ModuleWork final : private OperatorWatcher {
   struct Part {
     std::string name, type;
     int parent = -1;
-    int64_t parameters = 0;  // of its own, tied ones where they come first
+    int64_t parameters = 0;  // the elements of its own ones, of tied ones where they come first
     bool looks_up = false;   // an Embedding
   };
 
   void begins(const at::RecordFunction& function) override;
   void ends() override;
   int owner_of(const at::RecordFunction& function) const;
-  // Of each event of forward, its module; of one of backward -1.
+  // For each event of forward its module; for one of backward -1.
   std::vector<int> resolved() const;
   int common_part(int a, int b) const;
 
   std::vector<Part> parts_;
-  std::unordered_map<const void*, std::vector<int>> owners_;  // of parameters, by identity
+  std::unordered_map<const void*, std::vector<int>> owners_;  // the owners of parameters, by identity
   std::vector<Event> events_;
   std::vector<Running> under_way_;
   std::map<std::pair<uint64_t, int64_t>, int> node_of_;  // by thread and number: the last event that may have made it
-  std::vector<std::pair<uint64_t, int64_t>> nodes_;      // of events of backward
+  std::vector<std::pair<uint64_t, int64_t>> nodes_;      // the nodes of events of backward
   std::map<std::string, int64_t> unknown_;
   bool paused_ = false;
   OpInterceptor interceptor_;

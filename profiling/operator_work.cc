@@ -19,7 +19,7 @@ namespace {
 using Inputs = c10::ArrayRef<const c10::IValue>;
 using Rule = OperatorWork (*)(Inputs inputs);
 
-// Without memory of its own where there is none.
+// The tensor at input `i`; undefined where there is none.
 at::Tensor tensor(Inputs inputs, size_t i) {
   return i < inputs.size() && inputs[i].isTensor() ? inputs[i].toTensor() : at::Tensor();
 }
@@ -27,7 +27,7 @@ at::Tensor tensor(Inputs inputs, size_t i) {
 OperatorWork of_macs(int64_t macs) { return {macs, 2 * macs}; }
 OperatorWork of_flops(int64_t flops) { return {0, flops}; }
 
-// Of [..., m, k] and [..., k, n], whose leading dimensions are those of the first.
+// The work of a product of [..., m, k] and [..., k, n], whose leading dimensions are those of the first.
 OperatorWork of_product(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined() || !b.defined() || b.dim() == 0) return {};
   return of_macs(a.numel() * (b.dim() > 1 ? b.size(-1) : 1));
@@ -66,8 +66,8 @@ int64_t product_of(c10::IntArrayRef sizes, size_t from) {
   return result;
 }
 
-// Of a weight [out, in / groups, kernel...] (transposed: [in, out / groups, kernel...]) at each place of the output
-// (of the input).
+// The work of a convolution: a weight [out, in / groups, kernel...] (transposed: [in, out / groups, kernel...]) at each
+// place of the output (of the input).
 int64_t convolution_macs(const at::Tensor& weight, int64_t batch, int64_t places) {
   return batch * places * weight.numel();
 }
@@ -117,7 +117,7 @@ OperatorWork attention(Inputs inputs) {
   return of_macs(pairs * (kScores * query.size(-1) + kValues * value.size(-1)));
 }
 
-// Of the broadcast result.
+// The elements of the broadcast result.
 OperatorWork pointwise(Inputs inputs) {
   std::vector<int64_t> sizes;
   bool any = false;

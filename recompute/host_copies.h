@@ -5,7 +5,7 @@
 
 #include <mutex>
 
-#include "core/transfer_stream.h"
+#include "core/device/transfer_stream.h"
 
 namespace ds::recompute {
 

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/json_depth.h"
+#include "core/json/json_depth.h"
 #include "core/shown_text.h"
 #include "tools/flag_limits.h"
 

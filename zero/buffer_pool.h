@@ -1,4 +1,4 @@
-// Memory of gradients, kept from step to step, and how much of it there is.
+// The memory of gradients, kept from step to step, and how much of it there is.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,16 +17,17 @@ namespace ds::zero {
 // (core/memory/memory_pool.h). Not thread safe: used under the reducer's lock.
 class BufferPool {
  public:
-  // [numel], with unspecified contents. All calls have the same dtype and device. Throws c10::OutOfMemoryError.
+  // Gives a buffer [numel] with unspecified contents. All calls have the same dtype and device. Throws
+  // c10::OutOfMemoryError.
   at::Tensor take(int64_t numel, const at::TensorOptions& options);
-  // What take() gave; nobody else uses it any more.
+  // Takes back a buffer of take(), which nobody else uses any more.
   void give_back(const at::Tensor& buffer);
   // Counts memory of gradients that does not come from here: more, or less, of it.
   void count(int64_t bytes);
-  // Between steps, when all buffers are gone: frees the free ones too, gives their memory back to the device and counts
+  // Frees the free buffers, between steps, when all others are gone; gives their memory back to the device and counts
   // from zero.
   void clear();
-  // Most bytes since the last call, those of free buffers too.
+  // The most bytes since the last call, those of free buffers too.
   int64_t take_peak_bytes() { return std::exchange(peak_bytes_, bytes_); }
 
  private:

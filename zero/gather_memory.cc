@@ -55,7 +55,7 @@ void GatherMemory::give_back(c10::DataPtr block, size_t bytes) {
 }
 
 void GatherMemory::lend_to_kernel() {
-  // What was needed at most since the last time is what is kept.
+  // Keeps as much as was needed at most since the last time.
   while (!free_.empty() && free_bytes_ + taken_bytes_ > most_taken_bytes_) {
     free_bytes_ -= free_.front().first;
     free_.erase(free_.begin());

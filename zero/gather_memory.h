@@ -15,18 +15,19 @@
 
 namespace ds::zero {
 
-// Not thread safe. On other devices than the CPU, blocks come from and go to a pool of LibTorch's caching allocator at
-// once, which knows streams (core/memory/memory_pool.h).
+// The free blocks of gathered buckets. Not thread safe. On other devices than the CPU, blocks come from and go to a
+// pool of LibTorch's caching allocator at once, which knows streams (core/memory/memory_pool.h).
 class GatherMemory {
  public:
-  // With unspecified contents. Throws std::bad_alloc or what LibTorch's allocator throws when there is none.
+  // Takes a block with unspecified contents. Throws std::bad_alloc or what LibTorch's allocator throws when there is
+  // none.
   c10::DataPtr take(size_t bytes, c10::Device device);
   void give_back(c10::DataPtr block, size_t bytes);
-  // At the end of a step: frees what was not needed since the last call. The kernel may take the pages of the other
+  // Frees, at the end of a step, what was not needed since the last call. The kernel may take the pages of the other
   // free blocks where it needs memory; until it does, taking them again costs nothing.
   void lend_to_kernel();
   size_t free_bytes() const { return free_bytes_; }
-  // Frees what no bucket has, and gives it back to the device.
+  // Frees the blocks that no bucket has, and gives them back to the device.
   void clear();
 
  private:

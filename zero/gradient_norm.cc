@@ -13,8 +13,8 @@
 #include <numeric>
 #include <vector>
 
-#include "core/float_format_of.h"
 #include "core/host_threads.h"
+#include "core/numbers/float_format_of.h"
 #include "optim/kernels/square_sum.h"
 
 namespace ds::zero {

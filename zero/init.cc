@@ -1,17 +1,29 @@
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/Storage.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <exception>
 #include <limits>
+#include <memory>
+#include <string>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "core/memory/host_memory.h"
 #include "core/memory/storage_memory.h"
-#include "zero/init_parameters.h"
+#include "core/op_interceptor.h"
+#include "dsengine/comm.h"
+#include "dsengine/zero.h"
 #include "zero/parameter_bucket.h"
 
 namespace ds::zero {
@@ -47,6 +59,74 @@ at::Tensor padded(const at::Tensor& parameter, int64_t numel, at::Device device)
 }
 
 }  // namespace
+
+// The parameters of a model under construction, as a zero::Init sees them, and their slices. There is one per Init,
+// which documents the calls.
+class Init::Parameters {
+ public:
+  Parameters(std::shared_ptr<comm::Communicator> ranks, InitOptions options);
+  ~Parameters();
+  Parameters(const Parameters&) = delete;
+  Parameters& operator=(const Parameters&) = delete;
+
+  const std::shared_ptr<comm::Communicator>& ranks() const { return ranks_; }
+  void rethrow();
+  void forget(const at::Tensor& parameter);
+  void end();
+  int64_t live_elements() const { return live_; }
+  int64_t peak_elements() const { return peak_; }
+  int64_t held_bytes() const;
+
+ private:
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  struct Entry {
+    Entry(const at::Tensor& tensor, std::string name)
+        : parameter(tensor), label(std::move(name)), storage(tensor.storage().getWeakStorageImpl()) {}
+    at::Tensor parameter;  // shares its identity with the module's
+    std::string label;
+    WeakStorage storage;  // the parameter's storage when it was looked at last; its address is not used again meanwhile
+    at::Tensor slice;     // [ceil(numel / W)], while the parameter is not full
+    uint64_t last_use = 0;  // the last use of a full one, by count of reads
+    uint64_t used_by = 0;   // outermost operator that read it last
+    bool whole() const { return !slice.defined(); }
+  };
+
+  static void on_made(const at::RecordFunction& function, at::ObserverContext* context);
+  void made(const at::Tensor& tensor);
+  void before_read(const at::Tensor& tensor);
+  void adopt_parameters();
+  void adopt(const at::Tensor& parameter);
+  void find_moved();
+  void touch(Entry& entry);
+  void make_room(int64_t elements);
+  void slice(Entry& entry);
+  void gather(Entry& entry);
+  void drop(size_t entry);
+  void stop_watching();
+  void require_same_options();
+  template <class Action>
+  void guarded(const Action& action);
+
+  // The one of this thread: callbacks of at::RecordFunction carry no state.
+  static thread_local Parameters* building;
+
+  std::shared_ptr<comm::Communicator> ranks_;
+  InitOptions options_;
+  std::vector<std::unique_ptr<Entry>> entries_;  // in the order in which they became parameters: the same on all ranks
+  std::unordered_map<const void*, Entry*> by_storage_;
+  std::vector<WeakTensor> candidates_;  // made and not known to be anything yet
+  int64_t adopted_ = 0;
+  uint64_t uses_ = 0;
+  int64_t live_ = 0;
+  int64_t peak_ = 0;
+  bool adopts_ = true;
+  bool busy_ = false;
+  std::exception_ptr failure_;
+  bool failed_ = false;  // no collectives any more: ranks may have parted
+  OpInterceptor interceptor_;
+  at::CallbackHandle made_handle_ = 0;
+};
 
 thread_local Init::Parameters* Init::Parameters::building = nullptr;
 
@@ -153,7 +233,8 @@ void Init::Parameters::made(const at::Tensor& tensor) {
   if (std::none_of(candidates_.begin(), candidates_.end(), same)) candidates_.emplace_back(tensor.getIntrusivePtr());
 }
 
-// What requires a gradient without a graph is a parameter: module code says so after the operator that made it.
+// A tensor that requires a gradient without a graph is a parameter: module code says so after the operator that made
+// it.
 void Init::Parameters::adopt_parameters() {
   std::vector<at::Tensor> parameters;
   std::vector<WeakTensor> left;
@@ -192,7 +273,7 @@ void Init::Parameters::find_moved() {
     entry->storage = entry->parameter.storage().getWeakStorageImpl();
     by_storage_[storage_of(entry->parameter)] = entry.get();
     if (entry->whole()) continue;
-    entry->slice.reset();  // of values that are gone
+    entry->slice.reset();  // its values are gone
     live_ += entry->parameter.numel();
     peak_ = std::max(peak_, live_);
   }
@@ -245,7 +326,7 @@ void Init::Parameters::slice(Entry& entry) {
   const at::Tensor& parameter = entry.parameter;
   const int64_t length = (parameter.numel() + ranks_->size() - 1) / ranks_->size();
   const at::Tensor part = at::empty({length}, parameter.options().device(options_.device).requires_grad(false));
-  at::Tensor whole;  // what rank 0 has counts
+  at::Tensor whole;  // rank 0's values count
   if (ranks_->rank() == 0) whole = padded(parameter, length * ranks_->size(), options_.device);
   ranks_->scatter(part, whole, 0, entry.label).wait();
   entry.slice = part;

@@ -55,8 +55,8 @@ int64_t persistent_elements(const MemoryQuestion& question, const std::vector<in
   return elements;
 }
 
-// What GradientReducer holds at stage 2 beside its slices: transient buckets are taken from a pool, the last bucket of
-// the model first, stay until two more have been launched, and are used again in the next step.
+// The elements that GradientReducer holds at stage 2 beside its slices: transient buckets are taken from a pool, the
+// last bucket of the model first, stay until two more have been launched, and are used again in the next step.
 class TransientBuckets {
  public:
   explicit TransientBuckets(const std::vector<int64_t>& buckets) : buckets_(buckets) {}
@@ -118,10 +118,10 @@ int64_t gradient_elements(const MemoryQuestion& question, const std::vector<int6
 
 int64_t in_pages(int64_t bytes) { return round_up(bytes, int64_t{4096}); }
 
-// Integers, and a float32 scale for 512 of them: core/block_codec.h, but for short blocks.
+// Integers, and a float32 scale for 512 of them: core/numbers/block_codec.h, but for short blocks.
 int64_t encoded_bytes(int64_t elements, int bits) { return elements * bits / 8 + elements / 512 * 4; }
 
-// Of one reduction of all buckets.
+// The bytes of one reduction of all buckets.
 int64_t reduced_bytes(const MemoryQuestion& question, const std::vector<int64_t>& buckets) {
   const int64_t elements = sum(buckets);
   const int64_t others = elements / question.dp * (question.dp - 1);
@@ -274,7 +274,7 @@ int64_t predict_sent_bytes(const MemoryQuestion& question) {
   const std::vector<int64_t> buckets = buckets_of(question);
   const int64_t elements = sum(buckets);
   const int64_t slice = elements / question.dp;
-  const int64_t others = slice * (question.dp - 1);  // all slices but the own one
+  const int64_t others = slice * (question.dp - 1);  // all slices but this rank's
   const int64_t joins = 2 * slice * (question.copies - 1) / question.copies * question.communication_bytes;
   if (question.stage == 0) return 2 * others * question.communication_bytes;
   const int64_t reductions = question.stage >= 2 ? question.accumulation_steps : 1;

@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/block_codec.h"
 #include "core/check.h"
 #include "core/memory/storage_memory.h"
+#include "core/numbers/block_codec.h"
 #include "core/tensor_check.h"
 
 namespace ds::zero {
@@ -242,7 +242,7 @@ void ParameterBucket::point_back(size_t position) const {
   if (sharded() && !allocated()) tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(released_);
 }
 
-// Slices need no memory of the whole: each rank takes its part.
+// Slices need no memory for the full bucket: each rank takes its part.
 at::Tensor ParameterBucket::take_value_back(size_t position, int rank) {
   const at::NoGradGuard no_grad;
   require_shape(position);

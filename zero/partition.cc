@@ -48,7 +48,8 @@ void split_into_units(const std::vector<LayoutParameter>& parameters, Unit range
   }
 }
 
-// What parameters of one bucket have in common: group, dtype, persistence, the dtype in which they are sent.
+// The properties that the parameters of one bucket have in common: group, dtype, persistence, the dtype in which they
+// are sent.
 using BucketKey = std::tuple<int, int, bool, std::optional<int>>;
 
 BucketKey key_of(const LayoutParameter& parameter) {

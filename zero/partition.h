@@ -1,4 +1,4 @@
-// How parameters are laid into buckets and buckets into slices. Pure arithmetic, torch-free.
+// The layout of parameters in buckets and of buckets in slices. Pure arithmetic, torch-free.
 //
 // A bucket is a flat buffer of parameters that share group, dtype and trainability, cut at module boundaries. It is
 // split into W equal slices; slice r belongs to rank r (the partitioning of ZeRO, Rajbhandari et al., arXiv:1910.02054,
@@ -22,7 +22,7 @@ struct LayoutParameter {
   int64_t numel = 0;
   int group = 0;            // hyper-parameter group; groups never share a bucket
   int dtype = 0;            // opaque; dtypes never share a bucket
-  bool persistent = false;  // stays whole at stage 3; does not share a bucket with those that do not
+  bool persistent = false;  // stays full at stage 3; does not share a bucket with those that do not
   // Opaque: a dtype of its own in which ranks send it; never shares a bucket with others. Empty: that of all.
   std::optional<int> sent_as = std::nullopt;
 };
@@ -33,7 +33,7 @@ struct LayoutOptions {
   // Buckets grow to about this size by joining neighbouring modules; 0 = an eighth of the model, at least 1 Mi
   // elements.
   int64_t target_bucket_elements = 0;
-  int64_t most_target_elements = 0;  // of that eighth; 0: no limit
+  int64_t most_target_elements = 0;  // the limit of that eighth; 0: none
 };
 
 struct BucketLayout {
@@ -46,14 +46,14 @@ struct BucketLayout {
   std::optional<int> sent_as;
 };
 
-// The target for a model of so many elements when LayoutOptions names none.
+// The target size of buckets for a model of so many elements when LayoutOptions names none.
 int64_t default_target_elements(int64_t parameters);
 
 // Lays `parameters` (in module order) into buckets, in the order of their first parameter. Every parameter is in
 // exactly one bucket. Throws UsageError for a non-positive limit or world size.
 std::vector<BucketLayout> lay_out(const std::vector<LayoutParameter>& parameters, const LayoutOptions& options);
 
-// The part of `bucket` that rank `rank` owns: segments with slice_offset counted from the start of the slice.
+// The slice of `bucket` that rank `rank` owns: segments with slice_offset counted from the start of the slice.
 std::vector<Segment> slice_segments(const BucketLayout& bucket, int rank);
 
 // Runs of elements in [0, bucket.numel) that no parameter covers, as {offset, length}.

@@ -1,4 +1,4 @@
-// optimizers::SliceExchange over a communicator.
+// An optimizer's exchange of slices (optimizers::SliceExchange), over a communicator.
 #pragma once
 
 #include <memory>
@@ -8,9 +8,9 @@
 
 namespace ds::zero {
 
-// Slices of all ranks of `communicator`, which outlives the result.
+// Exchanges the slices of all ranks of `communicator`, which outlives the result.
 std::shared_ptr<optimizers::SliceExchange> make_slice_exchange(comm::Communicator& communicator);
-// One slice that is the whole bucket (stage 0): no peers.
+// Stands in where one slice is the full bucket (stage 0): there are no peers.
 std::shared_ptr<optimizers::SliceExchange> make_whole_exchange();
 
 }  // namespace ds::zero

@@ -1,4 +1,4 @@
-// A short number for what a tensor holds, by which ranks that should hold the same can be compared.
+// A short number for the values of a tensor, by which ranks that should hold the same can be compared.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,9 +7,10 @@
 
 namespace ds::zero {
 
-// Of shape and dtype and of up to 1024 elements, evenly spread: equal for equal tensors. Waits for the device.
+// The digest of a tensor's shape, dtype and of up to 1024 elements, evenly spread: equal for equal tensors. Waits for
+// the device.
 uint64_t digest_of(const at::Tensor& values);
-// Of as many elements of a tensor of integers, another number, int64 [] on their device. Does not wait.
+// Another digest, of as many elements of a tensor of integers: int64 [] on their device. Does not wait.
 at::Tensor device_digest_of(const at::Tensor& integers);
 
 }  // namespace ds::zero

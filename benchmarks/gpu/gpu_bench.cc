@@ -35,7 +35,7 @@
 #include "examples/gpt/gpt_init.h"
 #include "examples/gpt/gpt_model.h"
 #include "offload/pinned_arena.h"
-#include "profiling/process_memory.h"
+#include "profiling/meters.h"
 
 namespace {
 

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "compression/sign_codec.h"
-#include "core/block_codec.h"
 #include "core/check.h"
+#include "core/numbers/block_codec.h"
 
 namespace ds::bench {
 namespace {

@@ -10,8 +10,8 @@
 #include "comm/flight/contract.h"
 #include "comm/flight/rank_list.h"
 #include "core/check.h"
+#include "core/device/stream_point.h"
 #include "core/log.h"
-#include "core/stream_point.h"
 #include "dsengine/comm.h"
 
 namespace ds::comm {

@@ -4,8 +4,8 @@
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
+#include "core/json/json_depth.h"
 #include "core/json/json_integer.h"
-#include "core/json_depth.h"
 #include "core/shown_text.h"
 
 namespace ds::comm {

@@ -1,7 +1,7 @@
-// core/block_device_kernels.h for CUDA: the rules of core/block_rules.h, a warp for each block of values, which stay in
-// the first cache from the search for the largest to the rounding. Compiled without fused multiply-adds; registered
-// when the library is loaded.
-#include "core/block_device_kernels.h"
+// core/numbers/block_device_kernels.h for CUDA: the rules of core/numbers/block_rules.h, a warp for each block of
+// values, which stay in the first cache from the search for the largest to the rounding. Compiled without fused
+// multiply-adds; registered when the library is loaded.
+#include "core/numbers/block_device_kernels.h"
 
 #include <cuda_runtime.h>
 

@@ -1,4 +1,4 @@
-// The lanes of a warp as a team, as core/block_rules.h says. For CUDA kernels of any folder.
+// The lanes of a warp as a team, as core/numbers/block_rules.h says. For CUDA kernels of any folder.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -15,7 +15,7 @@ namespace ds {
 
 AtomicFile::AtomicFile(std::string path) : path_(std::move(path)), temporary_(cat(path_, ".", getpid(), ".tmp")) {
   require<IoError>(!std::filesystem::is_directory(path_), path_, ": cannot write: this is a folder; name a file");
-  // Of an earlier process with this number, or what another user has put there to own what is written.
+  // The file may be of an earlier process with this number, or another user's, put there to own what is written.
   unlink(temporary_.c_str());
   descriptor_ = UniqueFd(open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
   if (!descriptor_.valid()) fail("cannot write", errno);

@@ -1,4 +1,4 @@
-// Writing a file so that readers see the old one or the whole new one, never a part. Torch-free.
+// Writes a file so that readers see the old one or the complete new one, never a part. Torch-free.
 #pragma once
 
 #include <cstddef>
@@ -21,9 +21,10 @@ class AtomicFile {
 
   // Appends. Throws IoError, for example when the disk is full.
   void write(const void* data, size_t bytes);
-  // At a position from the start of the file, in any order; does not move where write() appends.
+  // Writes at a position from the start of the file, in any order; does not move where write() appends.
   void write_at(size_t position, const void* data, size_t bytes);
-  // Without `durable` a crash of the machine, unlike one of the program, may lose the contents.
+  // Renames the file to `path`. Without `durable` a crash of the machine, unlike one of the program, may lose the
+  // contents.
   void commit(bool durable = true);
 
  private:
@@ -36,10 +37,10 @@ class AtomicFile {
   size_t end_ = 0;       // where write() appends
 };
 
-// `content` as all of the file at `path`.
+// Makes `content` all of the file at `path`.
 void write_whole_file(const std::string& path, std::string_view content, bool durable = true);
 
-// Makes durable what happened to names in a folder. Returns 0, or the system's error number.
+// Makes created, renamed and removed names in a folder durable. Returns 0, or the system's error number.
 int sync_folder(const std::string& folder) noexcept;
 
 }  // namespace ds

@@ -12,7 +12,7 @@ namespace ds {
 
 inline constexpr const char* kJoinedFileVariable = "DS_JOINED_FILE";
 
-// Of a rank; without a launcher, or without the file's folder, nothing. May be called again.
+// Makes the file of this rank. Does nothing without a launcher, or without the file's folder. May be called again.
 inline void note_joined() {
   const char* const file = std::getenv(kJoinedFileVariable);
   if (file == nullptr || *file == '\0') return;

@@ -8,8 +8,8 @@
 
 namespace ds {
 
-// Read-only for other processes: what is written to its memory (possible, so that a stray write is no crash) stays in
-// this one. Valid while the object lives. Safe for concurrent readers.
+// A mapping that is read-only for other processes: what is written to its memory (possible, so that a stray write is no
+// crash) stays in this one. Valid while the object lives. Safe for concurrent readers.
 class MappedFile {
  public:
   // Throws IoError naming the path and the system's reason. An empty file maps to an empty span.

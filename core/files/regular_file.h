@@ -1,4 +1,4 @@
-// Reading a small file whole, and nothing else: a fifo would wait for ever, a device may never end. Torch-free.
+// Reads a small file as a whole, and nothing else: a fifo would wait for ever, a device may never end. Torch-free.
 #pragma once
 
 #include <cstddef>

@@ -14,7 +14,7 @@
 #include <string_view>
 
 #include "core/check.h"
-#include "core/json_depth.h"
+#include "core/json/json_depth.h"
 #include "core/tensor_check.h"
 
 namespace ds {

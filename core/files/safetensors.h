@@ -39,12 +39,12 @@ class SafetensorsFile {
   explicit SafetensorsFile(const std::string& path);
 
   const std::string& path() const { return path_; }
-  // In the order of their data.
+  // The tensors of the file, in the order of their data.
   const std::vector<Entry>& entries() const { return entries_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   bool contains(const std::string& name) const { return index_.contains(name); }
 
-  // A view of the mapping, which it keeps alive beyond this object (a copy where a foreign writer left the data
+  // Returns a view of the mapping, which it keeps alive beyond this object (a copy where a foreign writer left the data
   // unaligned). What is written to it never reaches the file. Throws IoError for an unknown name.
   at::Tensor tensor(const std::string& name) const;
 
@@ -78,16 +78,17 @@ class SafetensorsWriter {
   // Writes a tensor, which may be on any device. Throws UsageError when it is not as announced or was written before,
   // IoError.
   void write(const std::string& name, const at::Tensor& tensor);
-  // Part of a tensor's data, from `position` bytes into it. Once all its bytes are given, in any order, without
-  // overlap, it is written. Throws UsageError for what lies outside, IoError.
+  // Writes part of a tensor's data, from `position` bytes into it. Once all its bytes are given, in any order, without
+  // overlap, the tensor is written. Throws UsageError for bytes that lie outside, IoError.
   void write_bytes(const std::string& name, size_t position, const void* data, size_t bytes);
-  // Where a tensor's data begins in the file, in bytes.
+  // The place where a tensor's data begins in the file, in bytes.
   size_t position(const std::string& name) const;
   // The length of the whole file.
   size_t bytes() const { return bytes_; }
   // The file's first bytes: length, JSON, padding.
   const std::string& header() const { return header_; }
-  // Throws UsageError naming a tensor that was not written, IoError. `durable`: see core/files/atomic_file.h.
+  // Completes the file. Throws UsageError naming a tensor that was not written, IoError. `durable`: see
+  // core/files/atomic_file.h.
   void commit(bool durable = true);
 
  private:

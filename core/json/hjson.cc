@@ -123,7 +123,7 @@ class Reader {
     return list;
   }
 
-  // Between two members: one comma, or none.
+  // Skips what separates two members: one comma, or none.
   void separate() {
     text_.skip_space_and_comments();
     if (text_.peek() == ',') {

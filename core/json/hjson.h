@@ -24,11 +24,12 @@ struct HjsonDocument {
   std::map<std::string, int> lines;  // JSON pointer -> line of its key (of the element in a list), from 1
   std::vector<DuplicateKey> duplicates;
 
-  // 0: unknown (the document was built in code).
+  // The line of a key; 0: unknown (the document was built in code).
   int line_of(const std::string& pointer) const;
 };
 
-// Throws ConfigError "NAME:LINE:COLUMN: expected ..., found ..." for a syntax error. `name` is used in messages only.
+// Parses a text. Throws ConfigError "NAME:LINE:COLUMN: expected ..., found ..." for a syntax error. `name` is used in
+// messages only.
 HjsonDocument parse_hjson(std::string_view text, const std::string& name);
 
 }  // namespace ds

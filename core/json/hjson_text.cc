@@ -227,7 +227,7 @@ std::string HjsonText::read_multiline() {
   return out;
 }
 
-// What Python writes in place of JSON.
+// The names that Python writes in place of JSON.
 void HjsonText::refuse_no_json(size_t begin, std::string_view word) const {
   static constexpr std::array kNumbers = {"NaN", "nan", "Infinity", "-Infinity", "inf", "-inf"};
   if (std::find(kNumbers.begin(), kNumbers.end(), word) != kNumbers.end()) {

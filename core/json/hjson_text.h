@@ -14,7 +14,7 @@ class HjsonText {
  public:
   HjsonText(std::string_view text, std::string name);
 
-  // 0 at the end of the text.
+  // The character under the cursor or `ahead` of it; 0 at the end of the text.
   char peek(size_t ahead = 0) const { return position_ + ahead < text_.size() ? text_[position_ + ahead] : '\0'; }
   bool at_end() const { return position_ >= text_.size(); }
   void advance() { ++position_; }
@@ -25,17 +25,17 @@ class HjsonText {
   int line_of(size_t position) const;
   int line() const { return line_of(position_); }
 
-  // At the key's first character; leaves the cursor after it, before the colon.
+  // Reads a key, from its first character on; leaves the cursor after it, before the colon.
   std::string read_key();
-  // At ' or ".
+  // Reads a string in quotes, from ' or " on.
   std::string read_quoted();
-  // At '''.
+  // Reads a multi-line string, from ''' on.
   std::string read_multiline();
-  // true, false, null, a number, or a string up to the end of the line. What is meant for JSON and is none, NaN or a
-  // missing comma, fails by name.
+  // Reads true, false, null, a number, or a string up to the end of the line. Fails by name for what is meant for JSON
+  // and is none, NaN or a missing comma.
   nlohmann::ordered_json read_quoteless();
 
-  // Where a string without quotes took what closes an object or list with it: which, and what to do. Else empty.
+  // Says which string without quotes took what closes an object or list with it, and what to do; empty: none did.
   std::string swallowed() const;
 
   // "end of file", "'}'", ...

@@ -1,5 +1,5 @@
-// From a JSON value to a C++ one, as leniently as pydantic (which checks DeepSpeed's configs) in its lax mode, and
-// back. Torch-free.
+// Conversions from a JSON value to a C++ one, as leniently as pydantic (which checks DeepSpeed's configs) in its lax
+// mode, and back. Torch-free.
 #pragma once
 
 #include <array>
@@ -11,12 +11,12 @@
 
 namespace ds {
 
-// Each sets `out` and returns true, or leaves it and returns false.
-// bool: true, false, 0, 1, "true", "yes", "on", "t", "y", "1" and their opposites in any case.
+// Each convert() sets `out` and returns true, or leaves it and returns false. A bool is true, false, 0, 1, "true",
+// "yes", "on", "t", "y", "1" and their opposites in any case.
 bool convert(const nlohmann::ordered_json& value, bool& out);
-// Integer: 5, 5e8, 5.0, "5", true; not 1.5, "5e8", null.
+// An integer is 5, 5e8, 5.0, "5", true; not 1.5, "5e8", null.
 bool convert(const nlohmann::ordered_json& value, int64_t& out);
-// Finite: 0.1, 1, "0.1", true.
+// A number is finite: 0.1, 1, "0.1", true.
 bool convert(const nlohmann::ordered_json& value, double& out);
 bool convert(const nlohmann::ordered_json& value, std::string& out);
 bool convert(const nlohmann::ordered_json& value, nlohmann::ordered_json& out);
@@ -40,7 +40,7 @@ bool convert(const nlohmann::ordered_json& value, std::array<T, N>& out) {
   return true;
 }
 
-// null empties it.
+// An optional is emptied by null.
 template <class T>
 bool convert(const nlohmann::ordered_json& value, std::optional<T>& out) {
   if (value.is_null()) {
@@ -53,7 +53,7 @@ bool convert(const nlohmann::ordered_json& value, std::optional<T>& out) {
   return true;
 }
 
-// What is expected, in words: "an integer".
+// The words for what convert() expects: "an integer".
 inline std::string wanted(const bool&) { return "true or false"; }
 inline std::string wanted(const int64_t&) { return "an integer"; }
 inline std::string wanted(const double&) { return "a number"; }

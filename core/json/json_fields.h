@@ -17,10 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/json/enum_names.h"
 #include "core/json/json_convert.h"
-#include "core/json/json_reading.h"
-#include "core/json/json_rules.h"
+#include "core/json/json_types.h"
 #include "core/json/near_miss.h"
 
 namespace ds {
@@ -39,7 +37,7 @@ class JsonFields {
   void field(const JsonKey& key, T& out) {
     field_if(key, out, wanted(out), [](const nlohmann::ordered_json&, const T&) { return true; });
   }
-  // int64_t, double, or an optional of them.
+  // Describes a number within a range: int64_t, double, or an optional of them.
   template <class T>
   void field(const JsonKey& key, T& out, const JsonRange& range) {
     field_if(key, out, wanted_within(out, range), [&range](const nlohmann::ordered_json& json, const T& value) {
@@ -51,7 +49,7 @@ class JsonFields {
       }
     });
   }
-  // An optional whose absence is written "auto".
+  // Describes an optional whose absence is written "auto".
   template <class T>
   void field_or_auto(const JsonKey& key, std::optional<T>& out, const JsonRange& range = {}) {
     if (!reading() && !out) return put(key.name, "auto");
@@ -61,7 +59,7 @@ class JsonFields {
       field(key, out);
     }
   }
-  // A string, or optional string, out of a few.
+  // Describes a string, or optional string, out of a few.
   template <class T>
   void choice(const JsonKey& key, T& out, const std::vector<std::string>& choices) {
     field_if(key, out, "one of " + joined(choices), [&choices](const nlohmann::ordered_json& json, const T&) {
@@ -72,7 +70,7 @@ class JsonFields {
       return false;
     });
   }
-  // An enumerator, or an optional one, by its name.
+  // Describes an enumerator, or an optional one, by its name.
   template <class E>
   using Names = EnumNames<E>;
   template <class E>
@@ -95,7 +93,7 @@ class JsonFields {
     }
   }
 
-  // A nested object. In reading, "auto" and (where null_is_absent) null leave the defaults.
+  // Describes a nested object. In reading, "auto" and (where null_is_absent) null leave the defaults.
   template <class S>
   void section(const JsonKey& key, S& out, void (*describe)(JsonFields&, S&), UnknownKeys unknown) {
     if (!reading()) {
@@ -107,7 +105,7 @@ class JsonFields {
       inner.finish(unknown);
     }
   }
-  // Present only where the document has it.
+  // Describes a nested object that is present only where the document has it.
   template <class S>
   void section(const JsonKey& key, std::optional<S>& out, void (*describe)(JsonFields&, S&), UnknownKeys unknown) {
     if (!reading()) {
@@ -124,13 +122,13 @@ class JsonFields {
   void ignore(const std::string& key) { known_.push_back(key); }
   // The value of a key, null pointer when absent, "auto" or unreadable. Declares the key.
   const nlohmann::ordered_json* find(const JsonKey& key);
-  // Likewise, of a key that something else declares.
+  // The value of a key that something else declares, null pointer when absent, "auto" or unreadable.
   const nlohmann::ordered_json* peek(const std::string& key) const;
   bool has(const std::string& key) const { return reading() && object_->contains(key); }
 
   void error(const std::string& key, const std::string& message) const;
   void warning(const std::string& key, const std::string& message) const;
-  // Messages on unknown keys then name the known ones.
+  // Makes messages on unknown keys name the known ones.
   void list_known_keys() { lists_known_keys_ = true; }
   // Deals with the keys that no call above has named.
   void finish(UnknownKeys unknown);
@@ -168,7 +166,7 @@ class JsonFields {
   static std::string joined(const std::vector<std::string>& choices);
 
   void put(const std::string& key, nlohmann::ordered_json value);
-  // Whether there is a value to convert, with "auto" replaced.
+  // Reads the value to convert, with "auto" replaced; returns whether there is one.
   bool fetch(const JsonKey& key, const nlohmann::ordered_json& fallback, bool null_allowed,
              nlohmann::ordered_json& value);
   // The spelling the document uses; empty: absent. Both spellings are an error.

@@ -19,7 +19,7 @@ class JsonProblems {
  public:
   explicit JsonProblems(const HjsonDocument& document) : document_(document) {}
 
-  // So many are kept of each; of the others only the number is told.
+  // So many errors and warnings are kept; of further ones only the number is told.
   static constexpr size_t kMostLines = 100;
 
   // `message` says the value found, the rule and the fix; the path and line are put before it.
@@ -28,7 +28,7 @@ class JsonProblems {
 
   bool has_errors() const { return !errors_.lines.empty(); }
   const std::vector<std::string>& errors() const { return errors_.lines; }
-  // With a line on those that are left out.
+  // The warnings, with a line on those that are left out.
   std::vector<std::string> warnings() const { return warnings_.told("warnings"); }
   // Throws ConfigError with all errors, one line each, after a line that begins with `name`.
   void throw_errors(const std::string& name) const;

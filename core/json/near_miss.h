@@ -1,4 +1,4 @@
-// Which known name did the writer mean? Torch-free.
+// Finds the known name that a misspelled word was meant for. Torch-free.
 #pragma once
 
 #include <cstddef>
@@ -29,10 +29,10 @@ class NearMisses {
   std::vector<Name> names_;
 };
 
-// Of one word.
+// The known name nearest to one word, as NearMisses::of().
 std::optional<std::string> near_miss(std::string_view word, std::span<const std::string> known);
 
-// Number of edits between the two; more than `most` may come out as any larger number.
+// The number of edits between the two; more than `most` may come out as any larger number.
 size_t edit_distance(std::string_view a, std::string_view b, size_t most = std::string_view::npos);
 
 }  // namespace ds

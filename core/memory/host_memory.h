@@ -1,4 +1,4 @@
-// How the C library's allocator treats large blocks. Torch-free.
+// Sets how the C library's allocator treats large blocks. Torch-free.
 //
 // glibc returns every block above 128 KiB to the kernel when it is freed. A training step frees and allocates the same
 // activations again and again, and each time the kernel clears and maps their pages anew.
@@ -12,8 +12,8 @@ namespace ds {
 
 // Keeps freed blocks of up to 32 MiB in the process for the next allocation.
 void keep_freed_host_memory();
-// Blocks from 256 KiB on have pages of their own, which go back to the kernel when they are freed. For a model that is
-// sliced while it is built: whole parameters between slices that stay would leave holes that fit nothing.
+// Gives blocks from 256 KiB on pages of their own, which go back to the kernel when they are freed. For a model that is
+// sliced while it is built: full parameters between slices that stay would leave holes that fit nothing.
 void return_freed_host_memory();
 
 }  // namespace ds

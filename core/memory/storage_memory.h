@@ -11,7 +11,7 @@
 
 namespace ds {
 
-// Whether it is one storage; asked of memory that must not be read, where is_alias_of() throws.
+// Whether the two are one storage; for memory that must not be read, where is_alias_of() throws.
 inline bool is_same_storage(const at::Storage& a, const at::Storage& b) {
   return a.unsafeGetStorageImpl() == b.unsafeGetStorageImpl();
 }
@@ -35,7 +35,7 @@ inline c10::DataPtr take_storage(const at::Tensor& tensor) {
 inline void set_unreadable_text(const at::Storage& storage, std::string text) {
   storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(text));
 }
-// `bytes`: its size as far as views of it are concerned.
+// Makes such a storage. `bytes`: its size as far as views of it are concerned.
 inline at::Storage unreadable_storage(at::Device device, size_t bytes, std::string text) {
   at::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
                                                             c10::DataPtr(nullptr, device), /*allocator=*/nullptr,

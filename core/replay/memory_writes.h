@@ -6,15 +6,17 @@
 
 namespace ds {
 
-// Before the first byte changes, on the thread that asks for it. Costs a load where nobody records.
+// Tells the observer that a tensor's memory is about to be written; to be called before the first byte changes, on the
+// thread that asks for it. Costs a load where nobody records.
 void note_memory_write(const at::Tensor& tensor);
 
-// Who is told, for the rest of the process; one at most. Must not throw.
+// Sets the observer for the rest of the process; there is one at most. It must not throw.
 using MemoryWriteObserver = void (*)(const at::Tensor& tensor);
 void observe_memory_writes(MemoryWriteObserver observer);
 
-// What this thread writes while it lives are the values that the memory has for all who know it, as where a released
-// parameter is gathered again: writes are not told, nor are operators among them recorded. Scopes nest.
+// While it lives, this thread's writes bring values that the memory already has for all who know it, as where a
+// released parameter is gathered again: the observer is not told of writes, nor are operators among them recorded.
+// Scopes nest.
 class SameValues {
  public:
   SameValues();

@@ -7,12 +7,12 @@
 
 namespace ds {
 
-// Of this thread.
+// The count of such operators on this thread.
 class OwnResults {
  public:
-  // By such a kernel, for each operator that it computes.
+  // Called by such a kernel, for each operator that it computes.
   static void note();
-  // How many were noted: another number than before an operator says that it was one, or has called one.
+  // The number of calls of note(): another number than before an operator says that it was one, or has called one.
   static uint64_t noted();
 };
 

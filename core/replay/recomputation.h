@@ -1,13 +1,14 @@
-// Whether this thread computes a region of activation checkpointing again. What a forward pass changes beside its
-// outputs has happened in the first run, and must not happen twice: who asks here leaves it out, as converted BatchNorm
-// layers do. LibTorch's own do not ask, and move their running statistics twice, as in torch.
+// Tells whether this thread computes a region of activation checkpointing again. Changes of a forward pass beside its
+// outputs have happened in the first run, and must not happen twice: code that makes such a change asks here and leaves
+// it out, as converted BatchNorm layers do. LibTorch's own do not ask, and move their running statistics twice, as in
+// torch.
 #pragma once
 
 namespace ds {
 
 class Recomputation {
  public:
-  // In force while it lives, on this thread; scopes nest.
+  // Marks this thread as computing again while it lives; scopes nest.
   class Scope {
    public:
     Scope();

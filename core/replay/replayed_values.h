@@ -1,6 +1,6 @@
 // Values that a piece of code decides when it runs, and must find again when it is computed again for backward: whether
-// a layer is dropped, which tokens it keeps. What computes pieces again (activation checkpointing) keeps them on a
-// tape; what decides asks replayed() and needs to know of none.
+// a layer is dropped, which tokens it keeps. Activation checkpointing, which computes pieces again, keeps the values on
+// a tape; the code that decides asks replayed() and needs to know of no tape.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct ReplayScope;
 // The values of one piece in the order in which they were asked for. On a thread, tapes nest as pieces do.
 class ReplayTape {
  public:
-  // While it lives, replayed() of this thread records on the tape. A piece inside one that is computed again takes its
+  // Records the values of replayed() on this thread while it lives. A piece inside one that is computed again takes its
   // values from the outer one's tape.
   class Recording {
    public:
@@ -27,7 +27,7 @@ class ReplayTape {
    private:
     const std::unique_ptr<ReplayScope> scope_;
   };
-  // While it lives, replayed() of this thread gives the tape's values again, from the first.
+  // Makes replayed() on this thread give the tape's values again while it lives, from the first.
   class Playing {
    public:
     explicit Playing(const ReplayTape& tape);
@@ -41,7 +41,7 @@ class ReplayTape {
     const std::unique_ptr<ReplayScope> scope_;
   };
 
-  // Whether what this thread runs will be computed again: it is not to be taken for a mere look at the model.
+  // Whether this thread's code will be computed again: it is not to be taken for a mere look at the model.
   static bool recording();
   // The next value of the innermost tape, else of `decide`. Throws UsageError where more values are asked for than the
   // first run asked for.

@@ -11,21 +11,22 @@ namespace ds {
 
 inline constexpr const char* kJobSecretVariable = "DS_JOB_SECRET";
 
-// 64 hexadecimal digits from the kernel. Throws IoError where it gives none.
+// Makes a secret: 64 hexadecimal digits from the kernel. Throws IoError where it gives none.
 std::string new_job_secret();
 
-// What is made of a secret, so that it is never shown or sent itself. A copy costs nothing but its text.
+// A secret with the keys and proofs made from it, so that it is never shown or sent itself. A copy costs nothing but
+// its text.
 class JobSecret {
  public:
   // Throws ConfigError, which does not show it, for one that can be guessed: fewer than 16 characters.
   explicit JobSecret(std::string secret);
-  // DS_JOB_SECRET; nothing where it is not set or empty.
+  // The secret in DS_JOB_SECRET; nothing where it is not set or empty.
   static std::optional<JobSecret> from_environment(
       const std::function<std::optional<std::string>(const char* name)>& variable);
 
-  // What the keys of the job in a store begin with: another one for each secret.
+  // The beginning of the keys that the job has in a store: another one for each secret.
   std::string key_prefix() const;
-  // Proves that who wrote `message`, for that purpose, has the secret.
+  // A proof that the writer of `message`, for that purpose, has the secret.
   std::string proof_of(std::string_view purpose, std::string_view message) const;
   bool proves(std::string_view proof, std::string_view purpose, std::string_view message) const;
 

@@ -1,4 +1,4 @@
-// How a flat slice maps onto parameters. Torch-free.
+// The map from a flat slice to parameters. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct Segment {
   bool operator==(const Segment&) const = default;
 };
 
-// What optimizers need to know of a parameter.
+// The facts about a parameter that optimizers need.
 struct ParameterInfo {
   std::string name;            // dotted path in the module, for example "h.0.attn.qkv.weight"
   std::vector<int64_t> sizes;  // the parameter's shape

@@ -1,4 +1,4 @@
-// What the segments of a flat tensor leave uncovered. Torch-free.
+// The gaps that the segments of a flat tensor leave uncovered. Torch-free.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Where the slices live that a rank keeps of sharded parameters: beside the parameters, in host memory, in a file.
+// The memory where the slices live that a rank keeps of sharded parameters: beside the parameters, in host memory, in a
+// file.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +9,7 @@
 
 namespace ds {
 
-// Not thread safe. This one keeps slices on a device.
+// A store of slices; this one keeps them on a device. Not thread safe.
 class SliceStore {
  public:
   explicit SliceStore(at::Device device = at::kCPU) : device_(device) {}
@@ -16,15 +17,16 @@ class SliceStore {
   SliceStore(const SliceStore&) = delete;
   SliceStore& operator=(const SliceStore&) = delete;
 
-  // A flat slice, loaded, with unspecified contents.
+  // Makes a flat slice, loaded, with unspecified contents.
   virtual at::Tensor allocate(int64_t numel, at::ScalarType dtype) {
     return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device_));
   }
-  // Around every use of a slice's elements: between them it has memory. `changed`: its elements are to be kept. Pairs
-  // of one slice may nest.
+  // Called around every use of a slice's elements: between the two it has memory. `changed`: its elements are to be
+  // kept. Pairs for one slice may nest.
   virtual void load(const at::Tensor& /*slice*/) {}
   virtual void unload(const at::Tensor& /*slice*/, bool /*changed*/) {}
-  // Around a gather of the slice: its elements, to be read alone, which may be a copy on the device that gathers.
+  // Called around a gather of the slice. Returns its elements, to be read alone, which may be a copy on the device that
+  // gathers.
   virtual at::Tensor begin_gather(const at::Tensor& slice) {
     load(slice);
     return slice;

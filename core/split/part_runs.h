@@ -1,8 +1,8 @@
-// Runs of elements of a tensor that lie together both in the whole and in one rank's part, found from either side.
-// What for_each_run of core/split/tensor_part.h gives, without going through the elements before. Torch-free.
+// Runs of elements of a tensor that lie together both in the full tensor and in one rank's part, found from either
+// side: those of for_each_run in core/split/tensor_part.h, without going through the elements before. Torch-free.
 //
-// Elements are counted in row-major order, and ascend in the whole as they do in the part: so the elements of any range
-// of the whole are one range of the part.
+// Elements are counted in row-major order, and ascend in the full tensor as they do in the part: so the elements of any
+// range of the full tensor are one range of the part.
 #pragma once
 
 #include <cstdint>
@@ -20,15 +20,15 @@ class PartRuns {
   // Elements that the part has.
   int64_t numel() const { return outer_ * part_row_; }
 
-  // Where in the whole, where in the part, how many.
+  // Called with the place of a run in the full tensor, its place in the part, and its length.
   using Run = TensorPart::Run;
-  // Of elements [begin, end) of the part.
+  // Calls `run` for each run of the elements [begin, end) of the part.
   void in_part(int64_t begin, int64_t end, const Run& run) const;
-  // Of elements [begin, end) of the whole, those that the part has.
+  // Calls `run` for each run of those of the elements [begin, end) of the full tensor that the part has.
   void in_whole(int64_t begin, int64_t end, const Run& run) const;
 
  private:
-  struct Range {  // of one row: where it begins in the whole's row, in the part's row, and its elements
+  struct Range {  // a part of one row: its begin in the full tensor's row and in the part's row, and its elements
     int64_t whole;
     int64_t part;
     int64_t length;

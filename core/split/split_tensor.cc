@@ -54,7 +54,7 @@ class Bridge : public autograd::Node {
   }
 
  private:
-  // Of a gradient that every rank has.
+  // This rank's part of a gradient that every rank has.
   at::Tensor own_part_of(const at::Tensor& gradient) const {
     const at::Tensor part = slice_of(gradient, placement_).contiguous();
     return placement_.summed ? part / static_cast<double>(placement_.axis->size()) : part;
@@ -96,7 +96,7 @@ class PartGradient : public autograd::Node {
   std::vector<int64_t> sizes_;
 };
 
-// Of a parameter that is shown whole (core/split/whole_in_place.h).
+// The gradient edge of a parameter that is shown full (core/split/whole_in_place.h).
 class ShownWhole : public autograd::Node {
  public:
   explicit ShownWhole(std::string parameter) : parameter_(std::move(parameter)) {}
@@ -113,12 +113,12 @@ class ShownWhole : public autograd::Node {
   std::string parameter_;
 };
 
-// What makes a tensor a split one.
+// The data that make a tensor a split one.
 struct SplitMeta : c10::BackendMeta {
   at::Tensor part;
   Placement placement;
-  std::string name;            // of a parameter
-  std::vector<int64_t> sizes;  // of its whole
+  std::string name;            // the name of a split parameter
+  std::vector<int64_t> sizes;  // the sizes of the full tensor
   bool copied = false;
   bool joins_output = false;
   bool trained = false;  // a parameter, see Note [Flags of split parameters]
@@ -149,7 +149,7 @@ struct ImplAccess : c10::TensorImpl {
   static void hide_memory(c10::TensorImpl& impl) { (impl.*(&ImplAccess::set_storage_access_should_throw))(); }
 };
 
-// What a tensor has that an operator made: the split key in the place of its backend's.
+// Gives a tensor the keys of one that an operator made: the split key in the place of its backend's.
 void take_keys(c10::TensorImpl& impl, const at::Tensor& like) {
   ImplAccess::set_keys(
       impl,
@@ -157,7 +157,7 @@ void take_keys(c10::TensorImpl& impl, const at::Tensor& like) {
   ImplAccess::set_type_and_device(impl, like);
 }
 
-// Strides of the whole in the order of the part's, so that what is contiguous stays so.
+// The strides of the full tensor in the order of the part's, so that what is contiguous stays so.
 std::vector<int64_t> whole_strides(const at::Tensor& part, int64_t dim, c10::IntArrayRef sizes) {
   const c10::IntArrayRef strides = part.strides();
   const int64_t end = strides[dim] * part.size(dim);

@@ -25,7 +25,7 @@ int64_t extent_in_block(const Cut& cut, int64_t block, int index, int count) {
          chunk_of(block, cut.grain, 2 * count - 1 - index, 2 * count).length;
 }
 
-// Of the blocks of one repeat.
+// The ranges in the blocks of one repeat.
 int64_t extent_in_blocks(const Cut& cut, const std::vector<int64_t>& blocks, int index, int count) {
   int64_t result = 0;
   for (const int64_t block : blocks) result += extent_in_block(cut, block, index, count);

@@ -37,19 +37,20 @@ struct DimRange {
   bool operator==(const DimRange&) const = default;
 };
 
-// What fits no dimension of `extent` elements, in words; empty: the cut is possible.
+// Says in words why no dimension of `extent` elements can be cut so; empty: the cut is possible.
 std::string cut_problem(const Cut& cut, int64_t extent);
-// Sizes of the blocks that are repeated; one of extent / repeats where the cut has none.
+// The sizes of the blocks that are repeated; one of extent / repeats where the cut has none.
 std::vector<int64_t> blocks_of(const Cut& cut, int64_t extent);
 // Chunk `index` of `count` of a block, from the block's begin.
 DimRange chunk_of(int64_t block, int64_t grain, int index, int count);
-// What rank `index` of `count` has of one block, from the block's begin, in the order in which the part has it.
+// The ranges that rank `index` of `count` has of one block, from the block's begin, in the order in which the part has
+// them.
 std::vector<DimRange> ranges_in_block(const Cut& cut, int64_t block, int index, int count);
-// Elements along the dimension that rank `index` has.
+// The number of elements along the dimension that rank `index` has.
 int64_t part_extent(const Cut& cut, int64_t extent, int index, int count);
 // Whether all ranks have equally many of each block.
 bool is_even(const Cut& cut, int64_t extent, int count);
-// The same cut written in one way: equal blocks without a list, grain 1 where all parts are even.
+// The cut in its one normal form: equal blocks without a list, grain 1 where all parts are even.
 Cut normalized(Cut cut, int64_t extent, int count);
 
 // The cut of a tensor of sizes `from` after a reshape to `to`, when each rank can reshape its part alone and has the
@@ -64,7 +65,7 @@ struct NarrowedCut {
 };
 std::optional<NarrowedCut> narrowed(const Cut& cut, int64_t extent, DimRange range, int index, int count);
 
-// A rank's part of a tensor.
+// One rank's part of a tensor.
 class TensorPart {
  public:
   // Throws UsageError when the cut fits no tensor of these sizes, or index is none of 0 to count - 1.
@@ -78,8 +79,8 @@ class TensorPart {
   int64_t numel() const;
   // Ranges of the cut dimension that the part has, in its order.
   std::vector<DimRange> ranges() const;
-  // Runs of elements [begin, end) of the part, row-major, which lie together in the whole too: where in the whole,
-  // where in the part, how many.
+  // Runs of elements [begin, end) of the part, row-major, which lie together in the full tensor too: the place in that,
+  // the place in the part, the length.
   using Run = std::function<void(int64_t whole, int64_t part, int64_t length)>;
   void for_each_run(int64_t begin, int64_t end, const Run& run) const;
 

@@ -1,4 +1,4 @@
-// A split parameter as a plain tensor for a while: for programs that read and write its memory.
+// Shows a split parameter as a plain, full tensor for a while: for programs that read and write its memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,7 +7,7 @@
 
 namespace ds {
 
-// What made a parameter a split one; opaque.
+// The state that made a parameter a split one; opaque.
 using SplitState = c10::intrusive_ptr<c10::BackendMeta>;
 
 // Makes a split parameter (core/split/split_tensor.h) a plain tensor in place, with the memory of `whole`: of its
@@ -16,7 +16,8 @@ using SplitState = c10::intrusive_ptr<c10::BackendMeta>;
 // tensor.
 [[nodiscard]] SplitState make_whole(const at::Tensor& parameter, const at::Tensor& whole);
 
-// The split parameter as it was, with its leaf's values; what it showed is dropped, whatever it is by now.
+// Makes the parameter a split one again, with its leaf's values; the tensor that it showed is dropped, whatever it is
+// by now.
 void split_again(const at::Tensor& parameter, SplitState state);
 
 }  // namespace ds

@@ -1,4 +1,4 @@
-// What a rank keeps of the micro-batches of the running accumulation, to tell later where a NaN came from.
+// Notes about the micro-batches of the running accumulation, to tell later where a NaN came from.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,29 +15,31 @@ namespace ds::engine {
 // Micro-batches count from 0. Nothing here waits for an accelerator, but first_bad_loss(). Not thread safe.
 class BatchNotes {
  public:
-  // What the next micro-batch is called.
+  // Sets the name of the next micro-batch.
   void name_next(std::string name) { next_name_ = std::move(name); }
   // Begins or goes on with a micro-batch. One without a name is called by the samples of the batch that `loader` (may
   // be null) has given since the last call, if that was one: which of several it is, nobody knows.
   void begin(int64_t micro_batch, const DataLoader* loader);
-  // A scalar without graph; several of one micro-batch are all kept. `weight`: of it in the loss of the step.
+  // Keeps a loss, a scalar without graph; several of one micro-batch are all kept. `weight`: its weight in the loss of
+  // the step.
   void keep_loss(int64_t micro_batch, const at::Tensor& loss, double weight = 0.0);
-  // A pass without a known loss: that of the step is not known either.
+  // Notes a pass without a known loss: the loss of the step is not known either.
   void lose_loss() { unknown_ = true; }
   // The sum of all losses times their weights, float64 [] on their device; undefined: there are none, or some are not
   // known.
   at::Tensor loss_of_step() const;
-  // The accumulation is over, or dropped: then the loader may have given batches that were not used.
+  // Forgets the micro-batches: the accumulation is over, or was dropped; then the loader may have given batches that
+  // were not used.
   void forget(bool dropped = false);
 
-  // "samples 17, 99 of the training data"; empty: it is not known.
+  // The name of a micro-batch: "samples 17, 99 of the training data"; empty: it is not known.
   std::string name_of(int64_t micro_batch) const;
   struct BadLoss {
     int64_t micro_batch = 0;
     double loss = 0;
     int64_t others = 0;  // losses after it that are not finite either
   };
-  // Nothing: all are finite.
+  // The first loss that is not finite; nothing: all are.
   std::optional<BadLoss> first_bad_loss() const;
 
  private:
@@ -60,7 +62,7 @@ class BatchNotes {
   bool unknown_ = false;  // a loss of the accumulation
 };
 
-// As name_of() says it.
+// The name of a micro-batch from its samples, as in name_of().
 std::string name_of_samples(const std::vector<int64_t>& samples);
 
 }  // namespace ds::engine

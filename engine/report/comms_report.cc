@@ -21,7 +21,7 @@ profiling::LoggedOperations operations_of(const config::CommsLoggerSection& sect
   return logged;
 }
 
-// By rank.
+// The records of each rank, by rank.
 std::vector<std::vector<profiling::CommsRecord>> records_of_ranks(const std::vector<profiling::CommsRecord>& own,
                                                                   const Ranks& ranks) {
   const std::string text = profiling::to_bytes(own);

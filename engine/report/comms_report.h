@@ -11,7 +11,7 @@
 
 namespace ds::engine {
 
-// One per engine. Observes the ranks' group, which may outlive it, and what is made of it.
+// The log of an engine, which has one. Observes the ranks' group, which may outlive it, and the groups made of it.
 class CommsReport {
  public:
   CommsReport(const config::CommsLoggerSection& section, comm::Communicator& world);
@@ -19,15 +19,16 @@ class CommsReport {
   CommsReport(const CommsReport&) = delete;
   CommsReport& operator=(const CommsReport&) = delete;
 
-  // Operations are timed from here on: not those of initialize.
+  // Begins to time operations: those of initialize are left out.
   void begin() { before_training_.reset(); }
-  // Also groups that the program has made of a mesh before. Collective.
+  // Observes the groups that the program has made of a mesh before, too. Collective.
   void observe_all_of(const Ranks& ranks);
 
   profiling::CommsLog& log() const { return *log_; }
-  // Of rank 0, which logs it; empty on others. `show_straggler`: collective over ranks.world.
+  // The summary on rank 0, which logs it; empty on others. `show_straggler`: collective over ranks.world.
   std::string summary(const Ranks& ranks, bool show_straggler);
-  // The engine ends: rank 0 logs what has ended, unless it was asked for before. Throws nothing, waits for nothing.
+  // Ends the report with the engine: rank 0 logs what has ended, unless it was asked for before. Throws nothing, waits
+  // for nothing.
   void end() noexcept;
 
  private:

@@ -44,7 +44,7 @@ void FlopsReport::step_comes(int64_t steps) {
 void FlopsReport::backward_begins() {
   if (!profiles_) return;
   backward_begin_ = clock_.mark();
-  // What lies between two calls of the engine is the program's forward; a pipeline's schedule has its own.
+  // The time between two calls of the engine is the program's forward; a pipeline's schedule has its own.
   forwards_.emplace_back(forward_begin_, backward_begin_);
   if (!model_.pipeline) work_.pause_forward(true);
 }
@@ -92,7 +92,7 @@ profiling::StepFlops FlopsReport::facts(const profiling::FlopsProfile& profile, 
   const auto times = static_cast<double>(micro_batches);
   step.backward_seconds = seconds_of(backwards_) / times;
   if (!model_.pipeline) step.forward_seconds = seconds_of(forwards_) / times;
-  // Of one copy of the model, on average.
+  // The numbers of one copy of the model, on average.
   for (const int64_t flops : comm::numbers_of_ranks(*ranks.world, ranks.device, {total.flops}, "flops of a step")) {
     step.model_flops += flops;
   }

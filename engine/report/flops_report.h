@@ -24,13 +24,13 @@ class FlopsReport {
   // Throws IoError where rank 0 cannot write the output file. `model` outlives it.
   FlopsReport(const config::DsConfig& config, const ModelState& model);
 
-  // After `steps` steps the next one begins, for the first time or again.
+  // Called when the next step begins after `steps` steps, for the first time or again.
   void step_comes(int64_t steps);
   void backward_begins();
   void backward_ends();
   void step_begins();
-  // Counts of the step that is over, on average over its micro-batches. Collective; rank 0 logs or writes the text. A
-  // file that cannot be written any more is an error in the log: the step has been applied.
+  // Reports the counts of the step that is over, on average over its micro-batches. Collective; rank 0 logs or writes
+  // the text. A file that cannot be written any more is an error in the log: the step has been applied.
   void step_ends(int64_t micro_batches);
 
   const std::optional<profiling::FlopsProfile>& profile() const { return profile_; }
@@ -51,8 +51,8 @@ class FlopsReport {
   Spans forwards_;
   Spans backwards_;
   Moment step_begin_;
-  Moment begin_;          // of the step's first forward
-  Moment forward_begin_;  // of the running one
+  Moment begin_;          // the begin of the step's first forward
+  Moment forward_begin_;  // the begin of the running forward
   Moment backward_begin_;
   std::optional<profiling::FlopsProfile> profile_;
 };

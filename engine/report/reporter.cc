@@ -6,7 +6,7 @@
 #include "core/log.h"
 #include "dsengine/activation_checkpoint.h"
 #include "model/state/held_bytes.h"
-#include "profiling/process_memory.h"
+#include "profiling/meters.h"
 
 namespace ds::engine {
 namespace {
@@ -59,7 +59,7 @@ void Reporter::backward_begins() {
   if (flops_) flops_->backward_begins();
   backward_begin_ = clock_.mark();
   if (tensors_) activation_bytes_ = std::max(activation_bytes_, tensors_->live_bytes() - before_forward_);
-  // What lies between two calls of the engine is the program's forward.
+  // The time between two calls of the engine is the program's forward.
   add(Phase::kForward, forward_begin_, backward_begin_);
 }
 

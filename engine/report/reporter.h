@@ -1,22 +1,59 @@
-// What a run tells: the steps_per_print line, the profile of activation checkpoints, wall_clock_breakdown,
-// memory_breakdown, monitors, the flops profile.
+// The reports of a run: its phases as observers see them, the steps_per_print line, the profile of activation
+// checkpoints, wall_clock_breakdown, memory_breakdown, monitors, the flops profile.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
+#include "config/order/call_order.h"
+#include "dsengine/comm.h"
 #include "dsengine/config.h"
 #include "engine/report/flops_report.h"
 #include "model/state/model_state.h"
 #include "model/state/progress.h"
 #include "profiling/device_clock.h"
-#include "profiling/monitor_list.h"
-#include "profiling/step_timers.h"
+#include "profiling/meters.h"
+#include "profiling/monitor.h"
 #include "profiling/tensor_memory.h"
-#include "profiling/throughput_meter.h"
 
 namespace ds::engine {
+
+// Tells the observers of the world group what this rank is doing, for reports of a stall and for traces. Used on the
+// engine's thread. Keeps the group, and so what watches it, alive as long as it lives itself.
+class Phases {
+ public:
+  static constexpr const char* kBetweenCalls = "the program (data, forward)";
+
+  // `progress` and `order` outlive it.
+  Phases(const Progress& progress, const CallOrder& order) : progress_(progress), order_(order) {}
+  // Sets the group whose observers are told; until then nobody is.
+  void tell(std::shared_ptr<comm::Communicator> world) { world_ = std::move(world); }
+
+  // Tells the observers that `phase`, a string literal, begins.
+  void note(const char* phase) const {
+    if (world_) world_->note_phase(phase, progress_.global_steps + 1, order_.micro_batches_done());
+  }
+
+  // Tells the observers that a phase begins, and, when it is destroyed, that the program runs again.
+  class Scope {
+   public:
+    Scope(const Phases& phases, const char* phase) : phases_(phases) { phases_.note(phase); }
+    ~Scope() { phases_.note(kBetweenCalls); }
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    const Phases& phases_;
+  };
+
+ private:
+  std::shared_ptr<comm::Communicator> world_;  // null before initialize has it
+  const Progress& progress_;
+  const CallOrder& order_;
+};
 
 // A step that is over, applied or skipped.
 struct StepReport {
@@ -25,7 +62,7 @@ struct StepReport {
   int64_t micro_batches = 1;
   int64_t train_batch_size = 0;
   double loss_scale = 1.0;
-  std::optional<double> loss;  // of the global batch, where the engine knows it
+  std::optional<double> loss;  // the loss of the global batch, where the engine knows it
 };
 
 // One per engine, on all ranks; writes on rank 0 only. Not thread safe.
@@ -36,20 +73,20 @@ class Reporter {
   // whose time the breakdown tells: one step later where it is not the CPU.
   Reporter(const config::DsConfig& config, const ModelState& model);
 
-  // The first micro-batch of a step comes, after `steps` of them, perhaps again.
+  // Called before the first micro-batch of a step, after `steps` steps; perhaps again, if the micro-batch is repeated.
   void step_comes(int64_t steps);
   void backward_begins();
   void backward_ends();
   void step_begins();
-  // The part of the step spent waiting for reductions that backward did not hide.
+  // Called when the step has waited for the reductions that backward did not hide.
   void reductions_end();
-  // Whether step_ends() will tell numbers of this step that a device may not have told yet.
+  // Whether step_ends() will report numbers of this step that a device may not have told yet.
   bool needs_numbers(int64_t step) const {
     return is_first_rank_ && (!monitors_.empty() || (steps_per_print_ > 0 && step % steps_per_print_ == 0));
   }
   // Collective in the step whose flops are profiled.
   void step_ends(const StepReport& step);
-  // Null: without flops_profiler.
+  // The flops report; null without flops_profiler.
   const FlopsReport* flops() const { return flops_ ? &*flops_ : nullptr; }
 
  private:
@@ -58,11 +95,11 @@ class Reporter {
   void tell_step(const StepReport& step);
   void print_step(const StepReport& step) const;
   void print_memory(const StepReport& step);
-  // Of the regions that this thread began since the last line.
+  // Prints the profile of the regions that this thread began since the last line.
   static void print_checkpoints();
   void write_events(const StepReport& step);
   void add(profiling::Phase phase, const Moment& from, const Moment& to);
-  // The times of the step that is over, or of the one before, whose samples those are.
+  // Reports the times of the step that is over, or of the one before; `samples`: its samples.
   void tell_times(int64_t samples);
 
   const bool is_first_rank_;
@@ -88,9 +125,9 @@ class Reporter {
     Moment from;
     Moment to;
   };
-  std::vector<Span> spans_;       // of the running step, where times are a device's
-  std::vector<Span> past_spans_;  // of the step before
-  int64_t past_samples_ = 0;      // likewise
+  std::vector<Span> spans_;       // the spans of the running step, where times are a device's
+  std::vector<Span> past_spans_;  // the spans of the step before
+  int64_t past_samples_ = 0;      // samples of the step before
   double last_step_end_;          // by the host's clock
 };
 

@@ -11,7 +11,7 @@
 #include "model/state/held_bytes.h"
 #include "model/state/kept_buffers.h"
 #include "model/state/part_options.h"
-#include "zero/parameter_publisher.h"
+#include "zero/gather/parameter_publisher.h"
 
 namespace ds::engine {
 namespace {
@@ -26,10 +26,10 @@ std::unique_ptr<OffloadedState> make_offloaded(const ModelState& model, const co
 }
 
 // `widths`: of tables of embeddings (table_widths()).
-GradientParts make_gradients(const ModelState& model, const std::vector<int64_t>& widths) {
+GradientDeps make_gradients(const ModelState& model, const std::vector<int64_t>& widths) {
   const RankGroups& groups = model.ranks.groups;
   const at::Device device = model.ranks.device;
-  GradientParts parts;
+  GradientDeps parts;
   if (!model.buckets.empty())
     parts.reduction = make_gradient_reduction(model.plan, groups, model.buckets, model.infos, device);
   if (model.plan.sparse_gradients)

@@ -26,9 +26,13 @@
 #include <utility>
 #include <vector>
 
+#include "comm/agreement.h"
 #include "core/check.h"
+#include "core/restart_request.h"
 #include "core/system_call.h"
 #include "core/unique_fd.h"
+#include "dsengine/engine.h"
+#include "dsengine/restart.h"
 
 extern char** environ;
 
@@ -55,7 +59,7 @@ void say(int fd, std::string_view text) {
   }
 }
 
-// Of a variable that spawn() has set.
+// The number in a variable that spawn() has set.
 int number_in(const char* variable) {
   const char* const text = std::getenv(variable);
   return text == nullptr ? 0 : static_cast<int>(std::strtol(text, nullptr, 10));
@@ -85,7 +89,7 @@ int number_in(const char* variable) {
 
 struct Child {
   pid_t pid = -1;
-  UniqueFd pipe;     // what it says
+  UniqueFd pipe;     // the pipe that it writes its errors to
   std::string said;  // so far
   int status = 0;
   int looks = 0;  // until it had ended
@@ -98,7 +102,8 @@ struct Child {
       said.append(bytes, static_cast<size_t>(count));
   }
   bool failed() const { return ended && (lost || status != 0 || said.empty()); }
-  // By a signal that is no consequence: a rank that has lost its peers may abort, or die of a closed pipe.
+  // Whether a signal killed it that is no consequence: a rank that has lost its peers may abort, or die of a closed
+  // pipe.
   bool killed() const {
     return ended && WIFSIGNALED(status) && WTERMSIG(status) != SIGABRT && WTERMSIG(status) != SIGPIPE;
   }
@@ -138,7 +143,7 @@ class Environment {
  public:
   Environment() {
     for (char** entry = environ; *entry != nullptr; ++entry) entries_.emplace_back(*entry);
-    // What an outer launcher says of this process is not true of those that it starts.
+    // The variables of an outer launcher are not true of the processes that this one starts.
     for (const char* name :
          {"DS_JOINED_FILE", "DS_FLIGHT_JOB", "TORCHELASTIC_USE_AGENT_STORE", "CROSS_RANK", "CROSS_SIZE"})
       drop(name);
@@ -161,7 +166,7 @@ class Environment {
   std::vector<std::string> entries_;
 };
 
-// Between fork and exec: async-signal-safe calls alone.
+// Runs between fork and exec: async-signal-safe calls alone.
 [[noreturn]] void become_program(pid_t parent, int pipe, char* const* words, char* const* environment) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(127);  // it has ended meanwhile
@@ -294,7 +299,7 @@ void spawn(const std::function<void(int rank)>& function, int processes) {
     if (call < number_in(kCall)) return;  // the processes of that call did it
     run_here(function);
   }
-  std::fflush(nullptr);  // what is not written yet is written once
+  std::fflush(nullptr);  // so that output that is not written yet is written once
   Environment environment;
   environment.set(kCall, std::to_string(call));
   environment.set("WORLD_SIZE", std::to_string(processes));
@@ -319,3 +324,14 @@ void spawn(const std::function<void(int rank)>& function, int processes) {
 }
 
 }  // namespace ds
+
+namespace ds::engine {
+
+bool restart_wanted(Engine& engine) {
+  const char* file = std::getenv(kRestartFileVariable);
+  const bool seen = file != nullptr && access(file, F_OK) == 0;
+  // The hosts hear of it one after the other.
+  return largest_of_ranks(seen ? 1 : 0, engine.device(), engine.world(), "is a restart wanted") > 0;
+}
+
+}  // namespace ds::engine

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "core/readback.h"
+#include "core/device/readback.h"
 #include "model/state/tensor_parts.h"
 
 namespace ds::engine {

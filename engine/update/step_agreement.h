@@ -9,7 +9,7 @@
 #include <optional>
 #include <string>
 
-#include "core/readback.h"
+#include "core/device/readback.h"
 #include "dsengine/comm.h"
 #include "engine/update/axis_agreement.h"
 

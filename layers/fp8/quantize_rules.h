@@ -1,6 +1,6 @@
 // What quantize.h says of an element, of its scale and of a part of a matrix, for kernels of a device and for what
 // stands for them on the host: to be compiled without fused multiply-adds of the compiler's own. Torch-free; a compiler
-// of kernels reads it. Teams are those of core/block_rules.h.
+// of kernels reads it. Teams are those of core/numbers/block_rules.h.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,8 @@
 #include <cuda_fp8.h>
 #endif
 
-#include "core/block_rules.h"
-#include "core/element_pack.h"
-#include "core/float_bits.h"
-#include "core/float_format.h"
+#include "core/numbers/block_rules.h"
+#include "core/numbers/float_bits.h"
 
 namespace ds::fp8 {
 

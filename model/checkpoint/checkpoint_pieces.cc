@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/block_codec.h"
 #include "core/check.h"
+#include "core/numbers/block_codec.h"
 #include "core/round_up.h"
 #include "model/checkpoint/rank_state.h"
 

@@ -8,13 +8,13 @@
 #include <utility>
 
 #include "comm/agreement.h"
-#include "core/block_codec.h"
 #include "core/check.h"
 #include "core/log.h"
+#include "core/numbers/block_codec.h"
 #include "core/round_up.h"
 #include "model/agreement/host_room.h"
-#include "offload/arena_slices.h"
 #include "offload/file_slices.h"
+#include "offload/pinned_arena.h"
 
 namespace ds::engine {
 namespace {

@@ -24,7 +24,7 @@
 #include "offload/host_gradients.h"
 #include "offload/pinned_arena.h"
 #include "offload/slice_swapper.h"
-#include "offload/write_back.h"
+#include "offload/update_copies.h"
 #include "optim/shard_optimizer.h"
 #include "zero/partition.h"
 

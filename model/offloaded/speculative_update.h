@@ -20,7 +20,7 @@
 #include "core/slices/reduced_gradients.h"
 #include "core/task_queue.h"
 #include "offload/host_gradients.h"
-#include "offload/undo_copy.h"
+#include "offload/update_copies.h"
 #include "optim/shard_optimizer.h"
 
 namespace ds::engine {

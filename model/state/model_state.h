@@ -23,16 +23,16 @@
 #include "model/state/model_optimizer.h"
 #include "model/state/ranks.h"
 #include "model/state/tensor_parts.h"
-#include "zero/gradient_check.h"
-#include "zero/gradient_reducer.h"
-#include "zero/parameter_access.h"
+#include "zero/gather/parameter_access.h"
+#include "zero/gather/parameter_gatherer.h"
 #include "zero/parameter_bucket.h"
-#include "zero/parameter_gatherer.h"
+#include "zero/reduction/gradient_check.h"
+#include "zero/reduction/gradient_reducer.h"
 
 namespace ds::engine {
 
 // How gradients come together, in the order of construction.
-struct GradientParts {
+struct GradientDeps {
   std::unique_ptr<comm::BucketReduction> reduction;  // null: gradients are sent as they are
   std::unique_ptr<zero::GradientCheck> check;        // null: without locate_non_finite
   std::unique_ptr<zero::GradientReducer> reducer;
@@ -56,7 +56,7 @@ struct ModelState {
   // Per bucket: what the optimizer updates. Of the model's dtype: views of the buckets; else copies
   // (plan.master_dtype).
   std::vector<at::Tensor> masters;
-  GradientParts gradients;
+  GradientDeps gradients;
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`
   ModelOptimizer optimizer;

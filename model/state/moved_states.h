@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "model/state/model_state.h"
-#include "offload/moved_storage.h"
+#include "offload/pinned_arena.h"
 
 namespace ds::engine {
 

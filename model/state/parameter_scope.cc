@@ -26,8 +26,8 @@
 #include "core/tensor_check.h"
 #include "model/state/model_state.h"
 #include "model/state/tensor_parts.h"
-#include "zero/gathered_scope.h"
-#include "zero/split_wholes.h"
+#include "zero/gather/gathered_scope.h"
+#include "zero/gather/split_wholes.h"
 #include "zero/value_digest.h"
 
 namespace ds::engine {

@@ -8,7 +8,7 @@
 
 #include "dsengine/zero.h"
 #include "model/state/model_state.h"
-#include "zero/gathered_scope.h"
+#include "zero/gather/gathered_scope.h"
 
 namespace ds::engine {
 

@@ -15,7 +15,7 @@
 #include "model/state/model_state.h"
 #include "optim/loss_scaler.h"
 #include "optim/optimizer_factory.h"
-#include "zero/gradient_reducer.h"
+#include "zero/reduction/gradient_reducer.h"
 
 namespace ds::engine {
 

@@ -14,7 +14,7 @@
 namespace ds::offload {
 namespace {
 
-// As cufile.h declares them, in all versions so far: the toolkit need not have the header.
+// These types are those of cufile.h, in all versions so far: the toolkit need not have the header.
 struct CuFileError {
   int code;  // CUfileOpError; 0: none
   int cuda;  // CUresult, where the code says that it is CUDA's
@@ -39,7 +39,7 @@ struct CuFile {
   std::string missing;  // why it cannot be used; empty: it can
 };
 
-// Of cufile.h's list, those that tell a user what to do.
+// The errors of cufile.h that tell a user what to do.
 std::string text_of(int code, int cuda) {
   switch (code) {
     case kFirstCode + 1:

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "core/float_bits.h"
+#include "core/numbers/float_bits.h"
 #include "ops/kernels/float_type.h"
 
 namespace ds::ops {

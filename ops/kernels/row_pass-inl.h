@@ -5,7 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "core/float_formats-inl.h"
+#include "core/numbers/float_formats-inl.h"
 #include "ops/kernels/float_type.h"
 
 #if defined(DS_OPS_KERNELS_ROW_PASS_INL_H_) == defined(HWY_TARGET_TOGGLE)

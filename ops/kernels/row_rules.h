@@ -11,8 +11,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "core/element_pack.h"
-#include "core/float_bits.h"
+#include "core/numbers/float_bits.h"
 #include "ops/kernels/float_type.h"
 
 namespace ds::ops {

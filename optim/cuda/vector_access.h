@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "core/float_bits.h"
+#include "core/numbers/float_bits.h"
 #include "optim/kernels/slice_arrays.h"
 
 namespace ds::optimizers {

@@ -9,7 +9,7 @@
 
 #include <cmath>
 
-#include "core/float_bits.h"
+#include "core/numbers/float_bits.h"
 #include "optim/kernels/adagrad_kernel.h"
 #include "optim/kernels/adam_kernel.h"
 #include "optim/kernels/lion_kernel.h"

@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "core/float_bits.h"
+#include "core/numbers/float_bits.h"
 
 namespace ds::optimizers {
 

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include "core/float_formats-inl.h"
+#include "core/numbers/float_formats-inl.h"
 #include "optim/kernels/slice_arrays.h"
 
 #if defined(DS_OPTIM_KERNELS_NARROW_PASS_INL_H_) == defined(HWY_TARGET_TOGGLE)

@@ -8,8 +8,7 @@
 
 #include <cstdint>
 
-#include "core/float_bits.h"
-#include "core/float_format.h"
+#include "core/numbers/float_bits.h"
 
 namespace ds::optimizers {
 

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "core/float_formats-inl.h"
+#include "core/numbers/float_formats-inl.h"
 #include "optim/kernels/narrow_pass-inl.h"
 #include "optim/kernels/slice_arrays.h"
 

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include "core/float_formats-inl.h"
+#include "core/numbers/float_formats-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace ds::optimizers::HWY_NAMESPACE {

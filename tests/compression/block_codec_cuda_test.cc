@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "comm/backends/cuda_plugin.h"
-#include "core/block_codec.h"
-#include "core/block_device_kernels.h"
+#include "core/numbers/block_codec.h"
+#include "core/numbers/block_device_kernels.h"
 #include "dsengine/errors.h"
 #include "tests/gpu/tested_device.h"
 

@@ -1,5 +1,5 @@
 // Block quantisation: the format, the error bound, what is not finite, and one result from both ways to compute it.
-#include "core/block_codec.h"
+#include "core/numbers/block_codec.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -3,7 +3,7 @@
 #include <torch/torch.h>
 
 #include "core/check.h"
-#include "core/transfer_stream.h"
+#include "core/device/transfer_stream.h"
 
 namespace ds::offload {
 namespace {

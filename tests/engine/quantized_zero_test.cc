@@ -2,7 +2,7 @@
 // integers.
 #include <gtest/gtest.h>
 
-#include "core/block_codec.h"
+#include "core/numbers/block_codec.h"
 #include "dsengine/engine.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"

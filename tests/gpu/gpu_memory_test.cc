@@ -5,10 +5,10 @@
 
 #include <vector>
 
-#include "core/transfer_stream.h"
+#include "core/device/transfer_stream.h"
 #include "offload/host_gradients.h"
 #include "offload/pinned_arena.h"
-#include "offload/write_back.h"
+#include "offload/update_copies.h"
 #include "tests/gpu/tested_device.h"
 #include "tests/recompute/region_gradients.h"
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "comm/flight/flight_recorder.h"
-#include "core/transfer_stream.h"
+#include "core/device/transfer_stream.h"
 #include "tests/gpu/collective_checks.h"
 #include "tests/gpu/device_run.h"
 #include "tests/gpu/nccl_ranks.h"

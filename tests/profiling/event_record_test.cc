@@ -1,4 +1,4 @@
-#include "profiling/event_record.h"
+#include "profiling/tensorboard_monitor.h"
 
 #include <gtest/gtest.h>
 

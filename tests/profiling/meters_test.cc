@@ -4,9 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "profiling/process_memory.h"
-#include "profiling/step_timers.h"
-#include "profiling/throughput_meter.h"
+#include "profiling/meters.h"
 
 namespace ds::profiling {
 namespace {

@@ -1,4 +1,4 @@
-#include "profiling/monitor_list.h"
+#include "profiling/monitor.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -7,7 +7,7 @@
 #include <fstream>
 
 #include "core/check.h"
-#include "profiling/event_record.h"
+#include "profiling/tensorboard_monitor.h"
 #include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
 

@@ -1,7 +1,7 @@
-// core/block_device_kernels.h for the simulated GPU: the same rules, one block after the other.
+// core/numbers/block_device_kernels.h for the simulated GPU: the same rules, one block after the other.
 #include <vector>
 
-#include "core/block_device_kernels.h"
+#include "core/numbers/block_device_kernels.h"
 #include "tests/simulated_gpu/kernel_work.h"
 #include "tests/simulated_gpu/lone_team.h"
 

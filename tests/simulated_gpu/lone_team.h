@@ -1,5 +1,5 @@
-// A team of one lane, as the rules of kernels ask for one (core/block_rules.h): for rules without sums, whose results
-// do not depend on how many lanes there are.
+// A team of one lane, as the rules of kernels ask for one (core/numbers/block_rules.h): for rules without sums, whose
+// results do not depend on how many lanes there are.
 #pragma once
 
 #include <algorithm>

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "core/float_format.h"
+#include "core/numbers/float_bits.h"
 #include "optim/device_kernels.h"
 
 namespace ds::simulated_gpu {

@@ -12,7 +12,7 @@
 #include "comm/backends/factory.h"
 #include "core/check.h"
 #include "tests/support/process_ranks.h"
-#include "zero/parameter_gatherer.h"
+#include "zero/gather/parameter_gatherer.h"
 
 namespace ds::zero {
 namespace {

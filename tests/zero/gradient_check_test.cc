@@ -1,4 +1,4 @@
-#include "zero/gradient_check.h"
+#include "zero/reduction/gradient_check.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,4 +1,4 @@
-#include "zero/gradient_reducer.h"
+#include "zero/reduction/gradient_reducer.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,4 +1,4 @@
-#include "zero/late_reductions.h"
+#include "zero/reduction/late_reductions.h"
 
 #include <gtest/gtest.h>
 

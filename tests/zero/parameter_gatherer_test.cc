@@ -1,4 +1,4 @@
-#include "zero/parameter_gatherer.h"
+#include "zero/gather/parameter_gatherer.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

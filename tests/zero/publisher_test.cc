@@ -8,7 +8,7 @@
 
 #include "core/op_interceptor.h"
 #include "tests/support/thread_ranks.h"
-#include "zero/parameter_publisher.h"
+#include "zero/gather/parameter_publisher.h"
 
 namespace ds::zero {
 namespace {

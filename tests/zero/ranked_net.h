@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "dsengine/comm.h"
-#include "zero/gradient_reducer.h"
+#include "zero/reduction/gradient_reducer.h"
 
 namespace ds::test {
 

@@ -12,8 +12,8 @@
 #include "core/check.h"
 #include "tests/support/thread_ranks.h"
 #include "tests/zero/ranked_net.h"
-#include "zero/gradient_bucket.h"
-#include "zero/gradient_reducer.h"
+#include "zero/reduction/gradient_bucket.h"
+#include "zero/reduction/gradient_reducer.h"
 
 namespace ds::zero {
 namespace {

@@ -1,4 +1,4 @@
-#include "zero/reduction_states.h"
+#include "zero/reduction/reduction_states.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

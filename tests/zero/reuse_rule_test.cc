@@ -1,4 +1,4 @@
-#include "zero/reuse_rule.h"
+#include "zero/gather/reuse_rule.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "zero/use_trace.h"
+#include "zero/gather/reuse_rule.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

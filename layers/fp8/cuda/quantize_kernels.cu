@@ -32,7 +32,7 @@ __device__ int32_t largest_of_block(int32_t most) {
   return most;
 }
 
-// The threads of a block, as core/block_rules.h says.
+// The threads of a block, as core/numbers/block_rules.h says.
 class BlockTeam {
  public:
   template <class Body>

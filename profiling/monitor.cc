@@ -1,0 +1,46 @@
+#include "profiling/monitor.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <exception>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
+
+#include "core/check.h"
+#include "core/log.h"
+#include "core/system_call.h"
+
+namespace ds::profiling {
+
+void MonitorList::write_events(const std::vector<Event>& events) {
+  std::erase_if(monitors_, [&](const std::unique_ptr<Monitor>& monitor) {
+    try {
+      monitor->write_events(events);
+      return false;
+    } catch (const std::exception& error) {
+      log::error(error.what(), ". Training goes on without this monitor; what it has written stays");
+      return true;
+    }
+  });
+}
+
+void fail_to_write(const char* section, const std::string& path) {
+  throw IoError(cat(section, ": cannot write ", path, ": ", SystemReason(errno), " (set ", section,
+                    ".output_path to a folder that can be written)"));
+}
+
+std::string make_monitor_folder(const std::string& output_path, const std::string& job_name, const char* section) {
+  const std::filesystem::path folder = std::filesystem::path(output_path) / job_name;
+  std::error_code error;
+  if (!folder.empty()) std::filesystem::create_directories(folder, error);
+  errno = error.value();
+  if (error) fail_to_write(section, folder.string());
+  const std::filesystem::path probe = folder / cat(".write_test.", ::getpid());
+  if (!std::ofstream(probe)) fail_to_write(section, folder.string());
+  std::filesystem::remove(probe, error);
+  return folder.string();
+}
+
+}  // namespace ds::profiling

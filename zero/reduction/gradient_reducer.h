@@ -1,0 +1,145 @@
+// Collects gradients in buckets and reduces each bucket while backward is still running.
+//
+// It does for every ZeRO stage up to 2 what c10d's Reducer does for DDP: a stage is only a policy on buckets. A hook on
+// every parameter hands its gradient over as soon as autograd has made it; the last gradient of a bucket starts that
+// bucket's collective. Buckets are always reduced in the same order (the last bucket of the model first), whatever
+// order or subset of gradients a rank produces, so nothing can wait for a parameter that got none: it contributes
+// zeros.
+//
+// Gradients add up: over the micro-batches of an accumulation, over several backward passes in one micro-batch, and
+// over passes that were reduced and passes that were not. The states of a bucket and of a pass, and their transitions:
+// Note [Life of a gradient bucket] (zero/reduction/reduction_states.h).
+//
+// Several engines on one thread: zero/reduction/neighbour_passes.h.
+//
+// Threads: begin_backward, end_backward, finish and reset belong to the engine's thread; the hooks may run on
+// autograd's device threads and take a lock.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/slices/reduced_gradients.h"
+#include "zero/buffer_pool.h"
+#include "zero/parameter_bucket.h"
+#include "zero/reduction/gradient_bucket.h"
+#include "zero/reduction/gradient_check.h"
+#include "zero/reduction/gradient_exchange.h"
+#include "zero/reduction/late_reductions.h"
+#include "zero/reduction/neighbour_passes.h"
+#include "zero/reduction/reducer_options.h"
+#include "zero/reduction/reduction_states.h"
+
+namespace ds::zero {
+
+class GradientReducer {
+ public:
+  // `buckets`, `parameters` and the groups outlive the reducer. Installs a hook on every parameter and drops
+  // gradients it has (plain gradients stay). Throws UsageError for a parameter that has a hook of another reducer.
+  GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
+                  ReduceRoutes routes, const ReducerOptions& options);
+  ~GradientReducer();
+  GradientReducer(const GradientReducer&) = delete;
+  GradientReducer& operator=(const GradientReducer&) = delete;
+
+  // With `local`, gradients stay those of this rank from now on, full buckets, and nothing is sent; without, they are
+  // reduced again. For optimizers that exchange something else than gradients. To be called between steps, while no
+  // gradient is held. Throws UsageError with the policy kReduceScatterEveryBackward, and with gradients elsewhere.
+  void keep_local(bool local);
+  bool keeps_local() const { return exchange_.keeps_local(); }
+  // Shows `check` each gradient that autograd makes from now on, before it is added to others. `check` outlives the
+  // reducer.
+  void check_with(GradientCheck& check) { check_ = &check; }
+  // For programs that call loss.backward() themselves (ReducerOptions::plain_passes). `enter` is called at the start of
+  // every hook, from several autograd threads at once. It must call begin_backward() for the pass if nobody has, and
+  // arrange that end_backward() follows.
+  void enter_with(std::function<void()> enter) { enter_ = std::move(enter); }
+  // Begin and end every backward pass. `synchronize`: the pass ends in a reduction if the policy asks for one at
+  // `boundary`, the last micro-batch of an accumulation. `in_pass` says for each bucket whether the pass may give it
+  // gradients, the same on all ranks; where the policy reduces in every pass, the others are left alone. Empty: all
+  // may. Throws UsageError while a pass runs, and after one that failed until reset(). Plain gradients, after a failed
+  // pass, are as it left them, as in torch, but for abandon_backward().
+  void begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass = {});
+  void end_backward();
+  // Makes the next pass start no reduction before it ends: passes of several engines run at once, and the bucket that
+  // is complete first may be another engine's on another rank.
+  void reduce_after_next_pass() { waits_for_end_ = true; }
+  // Ends a pass that threw, in place of end_backward(): the gradients it left can only be dropped. Plain gradients that
+  // are views of a bucket whose reduction is under way are dropped here.
+  void abandon_backward();
+  bool failed() const { return state_ == PassState::kFailed; }  // whether the last pass threw
+
+  // Reduces what is still local (passes under no_sync, a boundary that was declared late) and waits for everything.
+  // Throws UsageError while a pass runs, and after one that failed.
+  void finish();
+  // Makes plain gradients those of the parameters (GradientBucket::show()). To be called after finish().
+  void show_gradients(const std::vector<char>& used, double factor);
+  // Whether a parameter has got more than one gradient in a pass since the start: parts of it were passes of their own
+  // (activation checkpointing), or it is complete at the end only.
+  bool any_repeated() const { return any_repeated_; }
+  // The reduced gradient of a bucket after finish(): of the full bucket at stage 0, else of this rank's slice.
+  // Undefined before any backward.
+  at::Tensor gradient(size_t bucket) const;
+  // Drops all gradients, reduced or not. Not to be called while a pass runs.
+  void reset();
+  // Drops all gradients and gives up the memory that is kept from step to step. To be called between steps.
+  void release_buffers();
+  // Throws UsageError where passes of other engines have made gradients that the program has not dropped.
+  void require_own_gradients(const char* call) { neighbours_.require_none(call); }
+  // "the engine of MODEL"; empty where it is the only one on its thread.
+  std::string engine_if_several() const {
+    return neighbours_.has_neighbours() ? "the engine of " + neighbours_.model() : std::string();
+  }
+  // Makes this thread the one that calls begin_backward() and end_backward() from now on.
+  void use_from_this_thread() { neighbours_.use_from_this_thread(); }
+  // The numbers of the parameters that took part in no backward since the last reset.
+  std::vector<int64_t> parameters_without_gradient() const;
+  // The largest number of bytes held in gradient tensors since the last call.
+  int64_t take_peak_bytes();
+
+ private:
+  class Hook;
+
+  void on_gradient(size_t index, size_t position);
+  void launch_ready(bool all);
+  void launch(GradientBucket& bucket);
+  void complete(GradientBucket& bucket);
+  void set_aside(GradientBucket& bucket);
+  void retire(size_t staying, bool inside_backward);
+  void join_replicas();
+  void drop_all();
+  bool has_replicas() const;
+  void recover();
+  bool running() const { return state_ == PassState::kLocal || state_ == PassState::kReducing; }
+  bool transient() const { return exchange_.options().transient(); }
+  bool leaves_in_backward() const { return elsewhere_ && exchange_.options().leave_in_backward; }
+  bool is_in_pass(size_t index) const { return in_pass_.empty() || in_pass_[index]; }
+  bool had_its_turn(size_t index) const { return buckets_.size() - 1 - index < next_; }
+  bool is_elsewhere(const GradientBucket& bucket) const { return elsewhere_ && elsewhere_->takes(bucket.index()); }
+
+  const std::vector<Parameter>& parameters_;
+  GradientExchange exchange_;
+  ReducedGradients* elsewhere_;
+  GradientCheck* check_ = nullptr;
+  BufferPool buffers_;
+  std::vector<GradientBucket> buckets_;
+  LateReductions late_;
+  NeighbourPasses neighbours_;
+  PassState state_ = PassState::kIdle;
+  std::vector<size_t> in_flight_;  // buckets with a collective under way, oldest first
+  size_t next_ = 0;                // buckets_[size - 1 - next_] is the next to be launched in this pass
+  std::vector<char> in_pass_;      // for each bucket: the pass may give it gradients; empty: all
+  std::function<void()> enter_;
+  bool any_repeated_ = false;
+  bool waits_for_end_ = false;  // the running pass, or the next one
+  std::mutex mutex_;
+};
+
+}  // namespace ds::zero
