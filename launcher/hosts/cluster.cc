@@ -9,7 +9,6 @@
 #include "core/restart_request.h"
 #include "launcher/hosts/host_start.h"
 #include "launcher/hosts/lost_link.h"
-#include "launcher/hosts/ready_hosts.h"
 #include "launcher/processes/handled_signals.h"
 #include "launcher/protocol/node_link.h"
 
@@ -22,7 +21,7 @@ constexpr double kQuietSeconds = 4;  // before the start, until hosts that have 
 
 }  // namespace
 
-Cluster::Cluster(StartHosts hosts, const Options& options, std::vector<std::string> environment, OfJob job,
+Cluster::Cluster(StartHosts hosts, const Options& options, std::vector<std::string> environment, JobDeps job,
                  Console& console, Notices& notices)
     : options_(options),
       environment_(std::move(environment)),

@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::chrono::seconds kBetweenTries(1);
 
-// Those of `hosts` whose names are, or are not, among `names`.
+// The hosts whose names are, or are not, among `names`.
 std::vector<Host> with_names(const std::vector<Host>& hosts, const std::set<std::string>& names, bool among) {
   std::vector<Host> found;
   for (const Host& host : hosts) {

@@ -2,7 +2,7 @@
 
 #include <gmock/gmock.h>
 
-#include "launcher/program/file_hash.h"
+#include "launcher/program/own_program.h"
 #include "tests/launcher/error_text.h"
 #include "tests/support/scratch_folder.h"
 

@@ -7,7 +7,7 @@
 #include <fstream>
 
 #include "core/text.h"
-#include "launcher/other_launchers/tool_program.h"
+#include "launcher/other_launchers/tool_run.h"
 #include "tests/launcher/error_text.h"
 
 namespace ds::launcher {

@@ -2,7 +2,6 @@
 
 #include <gmock/gmock.h>
 
-#include "launcher/protocol/clock_difference.h"
 #include "launcher/protocol/node_protocol.h"
 #include "tests/launcher/error_text.h"
 
