@@ -18,7 +18,7 @@ struct CoreRanges {
 };
 std::ostream& operator<<(std::ostream& out, const CoreRanges& ranges);
 
-// That text of {0, 1, 2, 5}: "0-2,5".
+// The list as text: "0-2,5" for {0, 1, 2, 5}.
 std::string core_list_text(const std::vector<int>& cores);
 
 }  // namespace ds::launcher

@@ -1,4 +1,5 @@
-// Which cells of a grid of cases a test runs: all of them with DS_TEST_GRID=all in the environment (`scripts/run_tests
+// Chooses the cells of a grid of cases that a test runs: all of them with DS_TEST_GRID=all in the environment
+// (`scripts/run_tests
 // --all`), otherwise a sample in which every combination of values of any two axes (or any three) occurs. What breaks
 // for one combination of that many settings is then found by the sample; what takes more settings is left to the grid.
 // The sample depends on the axes alone: it is the same on every machine and in every run. Torch-free.
