@@ -103,7 +103,7 @@ void Cluster::wait_for_something(const Deadline& limit) {
   if (lacks_hosts()) look_for_returned_hosts();
 }
 
-// Does the job run with fewer hosts than it may?
+// Whether the job runs with fewer hosts than it may.
 bool Cluster::lacks_hosts() const {
   const size_t most = options_.max_nodes ? static_cast<size_t>(*options_.max_nodes) : members_.size() + 1;
   return started_ && options_.min_nodes && members_.size() < most && !failed_ && !restart_begun_ && ending_signal_ == 0;
