@@ -42,7 +42,7 @@ struct Options {
 
 struct Stack : torch::nn::Module {
   explicit Stack(const Options& options) {
-    // As torch.nn.Linear begins: numbers so small that they are denormal would slow the steps down.
+    // The start values of torch.nn.Linear: numbers so small that they are denormal would slow the steps down.
     at::manual_seed(1);
     const double bound = 1 / std::sqrt(static_cast<double>(options.width));
     for (int64_t i = 0; i < options.layers; ++i) {

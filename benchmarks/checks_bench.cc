@@ -1,6 +1,6 @@
-// What it costs that the engine compares in every step what the program did: parameters and gradients that were taken
-// away, changed or frozen, passes of other engines, ranks that part. Trains the tiny GPT of scripts/compare_peers by
-// the engine and reads the checks' own timer (core/check_time.h).
+// The cost of the checks that the engine makes in every step of what the program did: parameters and gradients that
+// were taken away, changed or frozen, passes of other engines, ranks that part. Trains the tiny GPT of
+// scripts/compare_peers by the engine and reads the checks' own timer (core/check_time.h).
 //
 //   checks_bench [--ranks 2] [--batch 4] [--steps 60]
 //

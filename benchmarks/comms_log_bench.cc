@@ -1,4 +1,4 @@
-// What it costs to time an operation between ranks: launch, end and wait, without the operation.
+// The cost of timing an operation between ranks: launch, end and wait, without the operation.
 #include <ATen/ops/empty.h>
 #include <benchmark/benchmark.h>
 

@@ -179,7 +179,7 @@ class Torch {
   at::Tensor steps_ = at::zeros({}, at::kFloat);
 };
 
-// The same results from both, before they are timed.
+// Checks that both give the same results, before they are timed.
 void check_results() {
   at::manual_seed(1);
   const at::Tensor start = at::randn({100003});

@@ -1,4 +1,4 @@
-// What it costs to write a collective down: begin, wait and end, without the collective.
+// The cost of writing a collective down: begin, wait and end, without the collective.
 #include <ATen/ops/empty.h>
 #include <benchmark/benchmark.h>
 
@@ -18,7 +18,7 @@ void record(benchmark::State& state) {
 }
 BENCHMARK(record);
 
-// What a heartbeat sends.
+// Measures what a heartbeat sends.
 void board(benchmark::State& state) {
   const auto recorder =
       std::make_shared<FlightRecorder>(FlightRecorderOptions{.rank = 0, .world_size = 2, .host = "h"});

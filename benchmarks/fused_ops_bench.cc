@@ -83,7 +83,7 @@ Operator swiglu(const Size& size) {
           [](const Tensors& in) { return Tensors{at::silu(in[0]) * in[1]}; }};
 }
 
-// Of [1, positions, heads, channels], turned to [1, heads, positions, channels] as attention takes it.
+// RoPE on [1, positions, heads, channels], turned to [1, heads, positions, channels] as attention takes it.
 Operator rope(const std::string& name, const Size& size, ds::ops::RopePairs pairs) {
   const int64_t channels = size.size / size.heads;
   const ds::ops::RopeTables tables = ds::ops::rope_tables(size.rows, channels, 10000.0, at::device(size.device));

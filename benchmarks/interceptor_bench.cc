@@ -1,4 +1,4 @@
-// What it costs to watch every operator, as stage 3 does, while all parameters are there: a training step of the
+// The cost of watching every operator, as stage 3 does, while all parameters are there: a training step of the
 // example's GPT, plain and watched in turn, on one rank and one thread.
 //
 //   interceptor_bench [--layers 6] [--hidden 512] [--heads 8] [--seq_len 256] [--batch 4] [--pairs 60]

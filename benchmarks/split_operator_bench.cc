@@ -1,4 +1,4 @@
-// What an operator costs more on split tensors than on plain ones of the part's sizes: finding its rule, and a tensor
+// The extra cost of an operator on split tensors over plain ones of the shard's sizes: finding its rule, and a tensor
 // that shows the whole.
 //
 //   split_operator_bench --benchmark_repetitions=9 --benchmark_enable_random_interleaving=true

@@ -10,12 +10,12 @@
 namespace ds::tool {
 
 struct AnalyzeOptions {
-  std::string tokens;  // the file
+  std::string tokens;  // the file of tokens
   int token_bytes = 1;
-  std::optional<int64_t> seq_len;                       // samples of so many tokens ...
+  std::optional<int64_t> seq_len;                       // samples of so many tokens each ...
   std::optional<int64_t> separator;                     // ... or those between tokens of this number
-  std::vector<std::string> metrics = {"vocab_rarity"};  // of these and seqlen
-  std::string output;                                   // a folder
+  std::vector<std::string> metrics = {"vocab_rarity"};  // "vocab_rarity", "seqlen"
+  std::string output;                                   // the folder to write
 };
 
 // Writes a metric's files and, to `out`, its percentiles; mistakes to `err`. Returns the exit code: 0 when all was

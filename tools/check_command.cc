@@ -1,6 +1,9 @@
 #include "tools/check_command.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <iostream>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
@@ -14,9 +17,11 @@
 #include "core/shown_text.h"
 #include "core/text.h"
 #include "dsengine/config.h"
-#include "tools/explained_keys.h"
-#include "tools/parameter_shapes.h"
-#include "tools/split_report.h"
+#include "launcher/command_line/number_flags.h"
+#include "tools/commands.h"
+#include "tools/flag_limits.h"
+#include "tools/key_reference.h"
+#include "tools/split_parameters.h"
 #include "zero/memory_model.h"
 
 namespace ds::tool {
@@ -146,7 +151,7 @@ ordered_json bytes_to_json(const Report& report) {
           {"tensor_sent_per_step", number_or_null(report.tensor_sent)}};
 }
 
-// That have a copy of the model together.
+// The number of ranks that share one copy of the model.
 int64_t model_ranks(const Report& report) { return report.plan.topology.pipe * report.plan.topology.tensor; }
 
 // World sizes that share a global batch; null without elasticity.
@@ -205,7 +210,7 @@ std::string shown_value(const ordered_json& value) {
   return shown_text(value.dump(-1, ' ', false, ordered_json::error_handler_t::replace), kLongest);
 }
 
-// What the file says, with the values it resolves to.
+// Appends the keys that the file has, with the values they resolve to.
 void append_given(const std::string& prefix, const ordered_json& written, const ordered_json& resolved, Columns& rows) {
   for (const auto& [key, value] : written.items()) {
     if (!resolved.contains(key)) continue;
@@ -229,7 +234,7 @@ Columns resolved_values(const DsConfig& config) {
   return rows;
 }
 
-// What the number of elements is of.
+// Says for how many elements the bytes per rank are.
 std::string elements_text(const Report& report) {
   const int64_t stages = report.plan.topology.pipe;
   const int64_t tensor = report.plan.topology.tensor;
@@ -326,6 +331,45 @@ int check(const CheckOptions& options, std::ostream& out, std::ostream& err) {
     }
     return kRefused;
   }
+}
+
+void add_check(CLI::App& app, Command& chosen) {
+  const auto options = std::make_shared<CheckOptions>();
+  CLI::App* flags = app.add_subcommand(
+      "check", "Resolves a ds_config: values, plan and bytes per rank. Exit code 0: it runs; 2: it does not.");
+  flags->add_option("config", options->config, "The ds_config: a file, or url-safe base64 of JSON")
+      ->required()
+      ->type_name("CONFIG");
+  flags->add_option("--world_size", options->world_size, "Number of ranks")
+      ->transform(whole_number(1, kMostRanks))
+      ->capture_default_str()
+      ->type_name("N");
+  flags->add_option("--parameters", options->parameters, "Trainable elements of the model")
+      ->transform(whole_number(1, kMostParameters))
+      ->type_name("N");
+  flags
+      ->add_option("--split_parameters", options->split_parameters,
+                   "The model's parameters, in place of their number, and what tensor_parallel cuts of them: a "
+                   ".safetensors file, a folder of such, or JSON {\"name\": [sizes], ...}")
+      ->type_name("FILE");
+  flags->add_option("--tokens", options->tokens, "Tokens of a micro-batch on one rank, for what a tensor axis sends")
+      ->transform(whole_number(1, kMostWidth))
+      ->type_name("N");
+  flags
+      ->add_option("--activation_bytes", options->activation_bytes,
+                   "Bytes of activations of a micro-batch on one rank, as a run with memory_breakdown reports them")
+      ->transform(whole_number(0, kMostBytes))
+      ->type_name("N");
+  flags
+      ->add_option("--auto", options->auto_values,
+                   "What the program gives for an \"auto\", as lr=1e-4, optimizer.params.lr=1e-4 or hidden_size=4096; "
+                   "repeatable. The rest is assumed, as Hugging Face's trainer without arguments")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false);
+  flags->add_flag("--strict", options->strict, "Unknown keys are errors");
+  flags->add_flag("--explain", options->explain, "Say of each key of the file what it does, and what holds without it");
+  flags->add_flag("--json", options->json, "Print one JSON object, every key with its value");
+  flags->callback([options, &chosen] { chosen = [options] { return check(*options, std::cout, std::cerr); }; });
 }
 
 }  // namespace ds::tool

@@ -1,4 +1,4 @@
-// `ds-tool check`: what a ds_config resolves to, what it would run and what it costs, without starting anything.
+// `ds-tool check`: prints what a ds_config resolves to, what it would run and what it costs, without starting anything.
 // Torch-free.
 #pragma once
 
@@ -11,17 +11,17 @@
 namespace ds::tool {
 
 struct CheckOptions {
-  std::string config;      // a path, or url-safe base64 of JSON
-  int64_t world_size = 1;  // ranks; a pipeline's are pipeline.stages of them, a layer's those of tensor_parallel
+  std::string config;                 // a path, or url-safe base64 of JSON
+  int64_t world_size = 1;             // ranks of the job, with those of pipelines and of tensor parallelism
   std::optional<int64_t> parameters;  // trainable elements of the model; predicts bytes per rank
-  // A file with the model's parameters (tools/parameter_shapes.h), in place of their number: shows what tensor_parallel
+  // A file with the model's parameters (tools/split_parameters.h), in place of their number: shows what tensor_parallel
   // cuts of them.
   std::string split_parameters;
-  std::optional<int64_t> tokens;              // of a micro-batch on one rank: bytes that a tensor axis sends for them
-  int64_t activation_bytes = 0;               // of a micro-batch on one rank; added to what a step needs
+  std::optional<int64_t> tokens;  // of a micro-batch on one rank; predicts the bytes that a tensor axis sends for them
+  int64_t activation_bytes = 0;   // of a micro-batch on one rank; added to what a step needs
   std::vector<std::string> auto_values = {};  // "lr=1e-4": for "auto", before what is assumed
   bool strict = false;                        // unknown keys are errors
-  bool explain = false;                       // also what each key of the file does, and what holds without it
+  bool explain = false;                       // adds what each key of the file does, and what holds without it
   bool json = false;                          // one JSON object instead of text
 };
 

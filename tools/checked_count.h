@@ -1,5 +1,5 @@
-// Counts and bytes of models that nobody has built may be larger than any number: an error that says so, in place of
-// one that has wrapped around. Torch-free.
+// Arithmetic with counts and bytes of models that nobody has built: a result that is too large is an error, and no
+// number wraps around. Torch-free.
 #pragma once
 
 #include <cmath>
@@ -10,13 +10,14 @@
 
 namespace ds::tool {
 
-// `what` is not negative, and is called so in the ConfigError for more than kMostBytes.
+// Rounds `bytes` >= 0 to an integer. Throws ConfigError, which calls it `what`, for more than kMostBytes.
 inline int64_t whole_bytes(double bytes, const char* what) {
   require<ConfigError>(bytes <= static_cast<double>(kMostBytes), "ds-tool simulate: ", what, ": expected at most 2^60 ",
                        "bytes, found ", bytes, "; check the sizes of the model and of the batch");
   return std::llround(bytes);
 }
 
+// Adds two numbers of bytes. Throws ConfigError, which calls the sum `what`, when it does not fit.
 inline int64_t checked_sum(int64_t a, int64_t b, const char* what) {
   int64_t sum = 0;
   require<ConfigError>(!__builtin_add_overflow(a, b, &sum), "ds-tool simulate: ", what, ": expected at most 2^63 ",

@@ -1,4 +1,4 @@
-// The commands of ds-tool. Each reads its flags in a file of its own, NAME_flags.cc; ds_tool.cc lists them. Torch-free:
+// The commands of ds-tool. Each declares its flags in its own file, NAME_command.cc; ds_tool.cc lists them. Torch-free:
 // what needs LibTorch is a program of its own beside ds-tool (see ds_tool.cc).
 #pragma once
 

@@ -1,7 +1,7 @@
 // ds-tool COMMAND ...: looks at configs, schedules, checkpoints and machines without starting a job.
 //
 // A command either runs here, free of LibTorch, or is a program beside this one, which gets the arguments after its
-// name. To add one: a line in a list below; for the first kind, its flags in NAME_flags.cc (commands.h).
+// name. To add one: a line in a list below; for the first kind, a file NAME_command.cc with its flags (commands.h).
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,7 +12,6 @@
 #include <filesystem>
 #include <iostream>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -20,11 +19,12 @@
 #include "core/check.h"
 #include "core/json/near_miss.h"
 #include "core/shown_text.h"
+#include "tools/command_line.h"
 #include "tools/commands.h"
 
 namespace {
 
-constexpr int kUsageError = 2;
+using ds::tool::kUsageError;
 
 constexpr ds::tool::AddCommand kCommands[] = {ds::tool::add_check,  ds::tool::add_schedule, ds::tool::add_simulate,
                                               ds::tool::add_report, ds::tool::add_explain,  ds::tool::add_analyze};
@@ -57,7 +57,7 @@ bool is_command(const CLI::App& app, std::string_view word) {
                      [&](const CLI::App* command) { return command->get_name() == word; });
 }
 
-// Of a first word that is no command, or of none.
+// Refuses a first word that is no command (null: there is none) and lists the commands.
 int refuse(const CLI::App& app, const char* word) {
   std::vector<std::string> names;
   for (const CLI::App* command : app.get_subcommands({})) names.push_back(command->get_name());
@@ -100,14 +100,8 @@ int run(std::vector<char*> words) {
   for (const Program& program : kPrograms) {
     if (std::string_view(first) == program.command) become(program, words.data() + 1);
   }
-  try {
-    app.parse(static_cast<int>(words.size()) - 1, words.data());
-  } catch (const CLI::ParseError& error) {
-    std::ostringstream text;
-    const int code = app.exit(error, std::cout, text);
-    std::cerr << ds::shown_message(text.str());
-    return code == 0 ? 0 : kUsageError;
-  }
+  const int count = static_cast<int>(words.size()) - 1;
+  if (const auto code = ds::tool::parse_command_line(app, count, words.data(), std::cout, std::cerr)) return *code;
   ds::require(chosen != nullptr, "expected the command to be the first argument");
   return chosen();
 }

@@ -1,8 +1,9 @@
-#include "tools/explain_command.h"
-
+// `ds-tool explain`: why the ranks of a job wait or failed, from their flight records. Torch-free.
 #include <algorithm>
 #include <filesystem>
+#include <iostream>
 #include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <vector>
@@ -16,6 +17,9 @@
 #include "core/check.h"
 #include "core/flight_job.h"
 #include "core/shown_text.h"
+#include "launcher/command_line/number_flags.h"
+#include "tools/commands.h"
+#include "tools/flag_limits.h"
 
 namespace ds::tool {
 namespace {
@@ -26,6 +30,13 @@ using comm::FlightLog;
 
 constexpr int kCannotRead = 2;
 constexpr double kDeadAfter = 5;
+
+struct ExplainOptions {
+  std::string folder;  // holds records (rankN.flight), or several stalls; empty: that of the newest job on this host
+  size_t entries = 5;  // operations to print of each rank
+  std::optional<double> dead_after;  // seconds without a heartbeat; empty: as the job had it, else 5
+  bool json = false;
+};
 
 bool is_record(const fs::path& file) { return file.extension() == ".flight"; }
 
@@ -86,7 +97,7 @@ bool went_on(const fs::path& job, const fs::path& stall) {
   });
 }
 
-// Of a job: its last stall, or the records themselves where it went on. Of all jobs: the newest of them.
+// The folder to read: for one job its last stall, or its records where it went on; for a folder of jobs the newest job.
 fs::path folder_with_records(const std::string& given) {
   fs::path folder = given.empty() ? flight_base(comm::process_environment) : given;
   for (int depth = 0; depth < 3; ++depth) {
@@ -185,8 +196,7 @@ int print(const ExplainOptions& options, std::ostream& out) {
   return 0;
 }
 
-}  // namespace
-
+// Prints to `out`, errors to `err`. Returns 0, or 2 when there are no records or one cannot be read.
 int explain(const ExplainOptions& options, std::ostream& out, std::ostream& err) {
   try {
     return print(options, out);
@@ -194,6 +204,31 @@ int explain(const ExplainOptions& options, std::ostream& out, std::ostream& err)
     err << "ds-tool explain: " << shown_message(error.what()) << '\n';
     return kCannotRead;
   }
+}
+
+}  // namespace
+
+void add_explain(CLI::App& app, Command& chosen) {
+  const auto options = std::make_shared<ExplainOptions>();
+  CLI::App* flags =
+      app.add_subcommand("explain",
+                         "Says from flight records why ranks wait for each other, and what each did last. "
+                         "Exit code 0: done; 2: there are no records.");
+  flags
+      ->add_option("folder", options->folder,
+                   "Folder of records, as reports of stalls name it; by default that of the newest job of this host")
+      ->type_name("DIR");
+  flags->add_option("--entries", options->entries, "Operations to print of each rank")
+      ->transform(whole_number(0, kMostEntries))
+      ->capture_default_str()
+      ->type_name("N");
+  flags
+      ->add_option("--dead_after", options->dead_after,
+                   "Seconds without a heartbeat after which a rank is dead [as in the job, else 5]")
+      ->check(real_number(0))
+      ->type_name("S");
+  flags->add_flag("--json", options->json, "Print one JSON object");
+  flags->callback([options, &chosen] { chosen = [options] { return explain(*options, std::cout, std::cerr); }; });
 }
 
 }  // namespace ds::tool

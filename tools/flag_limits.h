@@ -1,4 +1,4 @@
-// What flags of several commands accept at most.
+// The largest values that flags of ds-tool accept.
 #pragma once
 
 #include <cstdint>

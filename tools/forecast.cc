@@ -56,7 +56,7 @@ void print_table(const Table& table, std::ostream& out) {
 
 std::string gibibytes(int64_t bytes) { return fixed(static_cast<double>(bytes) / kGibibyte, 2); }
 
-// Of any size: "3.2 MiB".
+// A number of bytes in the unit that suits its size: "3.2 MiB".
 std::string bytes_text(int64_t bytes) {
   auto value = static_cast<double>(bytes);
   const char* unit = "B";
@@ -133,7 +133,7 @@ Table step_of(const Forecast& forecast) {
           row("update", step.update, forecast.update_known ? "as given" : "not modelled: --update_ms")};
 }
 
-// Of the rank that sends most; a rank that sends most to one need not send most to the other.
+// The largest bytes of any rank, for each axis apart: the rank that sends most along one need not do so along another.
 Table traffic_of(const Forecast& forecast) {
   int64_t pipeline = 0;
   int64_t data = 0;

@@ -1,4 +1,4 @@
-// What `ds-tool simulate` prints: a simulation and what it is of. Torch-free.
+// The output of `ds-tool simulate`: a simulation and its inputs, as text or JSON. Torch-free.
 #pragma once
 
 #include <cstddef>
@@ -21,13 +21,13 @@ struct Forecast {
   int64_t parameters = 0;  // of the model
   size_t layers = 0;
   Simulation simulation;
-  std::optional<double> limit;             // bytes of a rank
+  std::optional<double> limit;             // bytes of memory of a rank; empty: not given
   std::optional<double> tokens_of_sample;  // empty: not known
   bool update_known = false;
 
   double samples_per_second() const;
   bool fits(const PipeRank& rank) const;
-  bool fits() const;  // all of them
+  bool fits() const;  // whether all ranks fit
 };
 
 // `per_rank`: every rank of a pipeline, not the fullest alone.

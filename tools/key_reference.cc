@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "config/supported.h"
 #include "core/text.h"
 
 namespace ds::tool {
@@ -13,7 +14,7 @@ std::string_view trimmed(std::string_view text) {
   return text.substr(begin, text.find_last_not_of(' ') - begin + 1);
 }
 
-// What stands between the bars of a row.
+// The texts between the bars of a row.
 std::vector<std::string> cells_of(std::string_view row) {
   std::vector<std::string> cells;
   row.remove_prefix(1);
@@ -75,6 +76,50 @@ bool is_path_of(std::string_view entry, std::string_view path) {
 std::string section_of(std::string_view heading) {
   const std::vector<std::string> names = names_in(heading);
   return names.size() == 1 ? names.front() : std::string();
+}
+
+bool is_known(const std::string& path) {
+  static const std::vector<std::string> kKnown = engine::config::known_keys();
+  return std::binary_search(kKnown.begin(), kKnown.end(), path);
+}
+
+std::string sentence(std::string text) {
+  if (!text.empty() && text.back() != '.') text += '.';
+  return text;
+}
+
+std::string explanation(const std::string& path, const KeyReference& reference) {
+  const auto entry = reference.find(path);
+  const bool own = entry && entry->path == path;
+  const bool refused = entry && !entry->refused.empty();
+  if (refused && !own) {
+    return cat("A part of ", entry->path, ", which is not in this version; refused: ", sentence(entry->refused));
+  }
+  if (refused && entry->meaning.empty()) return cat("Not in this version; refused: ", sentence(entry->refused));
+  if (entry && entry->without_effect) {
+    return own ? "Read and checked; without effect in C++." : cat("A part of ", entry->path, ", which has no effect.");
+  }
+  if (!own && is_known(path)) return "A key of DeepSpeed's; see configs/README.md.";
+  if (!own && entry && !reference.has_below(entry->path)) {  // what that holds is of the file's own
+    return cat("A part of ", entry->path, ": ", sentence(entry->meaning));
+  }
+  if (!own) return "No key of a ds_config: ignored.";
+  const std::string without = entry->standard.empty() ? "" : cat(" Without it: ", sentence(entry->standard));
+  const std::string limits = refused ? cat(" Refused: ", sentence(entry->refused)) : "";
+  const std::string text = cat(sentence(entry->meaning), limits, without);
+  return text.starts_with(' ') ? text.substr(1) : text;
+}
+
+void explain_object(const std::string& prefix, const nlohmann::ordered_json& written, const KeyReference& reference,
+                    std::vector<ExplainedKey>& out) {
+  for (const auto& [key, value] : written.items()) {
+    const std::string path = cat(prefix, key);
+    if (value.is_object() && !value.empty()) {
+      explain_object(cat(path, "."), value, reference, out);
+    } else {
+      out.push_back({path, explanation(path, reference)});
+    }
+  }
 }
 
 }  // namespace
@@ -144,6 +189,12 @@ std::optional<KeyReference::Entry> KeyReference::find(const std::string& path) c
     nearest.resize(dot == std::string::npos ? 0 : dot);
   }
   return std::nullopt;
+}
+
+std::vector<ExplainedKey> explain_keys(const nlohmann::ordered_json& written, const KeyReference& reference) {
+  std::vector<ExplainedKey> keys;
+  explain_object("", written, reference, keys);
+  return keys;
 }
 
 }  // namespace ds::tool

@@ -1,6 +1,7 @@
-// What each key of a ds_config means: the tables of configs/README.md, which are built into the program. Torch-free.
+// The reference of ds_config keys: the tables of configs/README.md, which are built into the program. Torch-free.
 #pragma once
 
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -8,7 +9,7 @@
 
 namespace ds::tool {
 
-// configs/README.md, as it was when this was built.
+// The text of configs/README.md at build time.
 std::string_view key_reference_text();
 
 class KeyReference {
@@ -21,8 +22,8 @@ class KeyReference {
     bool without_effect = false;  // read and checked alone
   };
 
-  // Tables of Markdown with a column "Key" each; a heading of one name in backquotes says which section it is. In it *
-  // is a name of the file's own: "curriculum_metrics.*".
+  // Reads the tables of a Markdown text that have a column "Key". A heading of one name in backquotes names the section
+  // of the tables below it; a * in it stands for any name, as in "curriculum_metrics.*".
   explicit KeyReference(std::string_view markdown);
 
   // The entry of a key, or of the nearest section around it that has one, with the path that it has in the file.
@@ -37,5 +38,14 @@ class KeyReference {
 
   std::vector<Entry> entries_;
 };
+
+// A key of a ds_config with its explanation.
+struct ExplainedKey {
+  std::string path;  // "zero_optimization.stage"
+  std::string text;  // one or two sentences: what it does, and what holds without it
+};
+
+// Explains every value of the ds_config `written` that is no object, in the order of the file.
+std::vector<ExplainedKey> explain_keys(const nlohmann::ordered_json& written, const KeyReference& reference);
 
 }  // namespace ds::tool

@@ -9,17 +9,17 @@ namespace ds::tool {
 
 struct Machine {
   int64_t ranks = 1;
-  int64_t ranks_per_node = 8;  // consecutive ones
-  double flops = 0;            // a second, of a rank, as they are achieved
+  int64_t ranks_per_node = 8;  // ranks of one node are consecutive
+  double flops = 0;            // operations a second that a rank achieves
   double node_rate = 0;        // bytes a second that a rank sends inside its node
-  double link_rate = 0;        // that a node sends to all others; its ranks share it, one of them has all of it
-  double latency = 0;          // seconds of a message of no length
+  double link_rate = 0;  // bytes a second from a node to all others; its ranks share it, one rank alone has all of it
+  double latency = 0;    // seconds that an empty message takes
 
   int64_t node_of(int64_t rank) const { return rank / ranks_per_node; }
   int64_t nodes() const { return (ranks + ranks_per_node - 1) / ranks_per_node; }
 };
 
-// Each rank sends to the next, the last one to the first.
+// A ring of ranks: each sends to the next, the last one to the first.
 struct Ring {
   int64_t first = 0;
   int64_t members = 1;
@@ -28,7 +28,8 @@ struct Ring {
   int64_t rank(int64_t member) const { return first + member % members * stride; }
 };
 
-// Who sends at the same time: ranks of one node that send to other nodes share its link. The machine outlives it.
+// Messages that are sent at the same time. Ranks of one node that send to other nodes share its link. The machine
+// outlives it.
 class Traffic {
  public:
   explicit Traffic(const Machine& machine)
@@ -36,15 +37,15 @@ class Traffic {
 
   void add(int64_t from, int64_t to, int64_t bytes = 0);
   void add(const Ring& ring, int64_t bytes_of_member = 0);
-  // Bytes a second, once all are added.
+  // Bytes a second between two ranks, once all messages are added.
   double rate(int64_t from, int64_t to) const;
-  double rate(const Ring& ring) const;  // of its slowest member
+  double rate(const Ring& ring) const;  // bytes a second of its slowest member
   // Bytes that leave each node.
   const std::vector<int64_t>& bytes() const { return bytes_; }
 
  private:
   const Machine& machine_;
-  std::vector<int64_t> leaving_;  // of each node: senders
+  std::vector<int64_t> leaving_;  // number of senders to other nodes, of each node
   std::vector<int64_t> bytes_;
 };
 

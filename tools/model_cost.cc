@@ -1,9 +1,12 @@
 #include "tools/model_cost.h"
 
+#include <algorithm>
 #include <set>
+#include <string_view>
 #include <utility>
 
 #include "core/check.h"
+#include "pipeline/schedule/stage_partition.h"
 #include "tools/flag_limits.h"
 
 namespace ds::tool {
@@ -16,7 +19,7 @@ void require_count(const char* flag, int64_t value, int64_t most) {
                        value);
 }
 
-// As a double, which no model wraps around.
+// The number of parameters, as a double because no model overflows it.
 double parameters_of(const GptShape& shape) {
   const auto hidden = static_cast<double>(shape.hidden);
   const double block = 12 * hidden * hidden + 13 * hidden;
@@ -55,6 +58,52 @@ double kept_by_block(const GptShape& shape, double tokens, double element_bytes,
 int64_t block_parameters(const GptShape& shape, int64_t ranks) {
   const int64_t cut = 12 * shape.hidden * shape.hidden + 7 * shape.hidden;
   return share_of(cut, ranks) + 6 * shape.hidden;
+}
+
+std::vector<double> weights_of_layers(const std::vector<LayerCost>& layers, const std::string& method) {
+  constexpr std::string_view kType = "type:";
+  std::vector<double> weights;
+  if (method.starts_with(kType)) {
+    std::vector<std::string> types;
+    for (const LayerCost& layer : layers) types.push_back(layer.type);
+    return pipeline::weights_of_type(types, method.substr(kType.size()));
+  }
+  const bool by_time = method == "profile";
+  require<ConfigError>(by_time || method == "parameters" || method == "best", "pipeline.partition: expected ",
+                       "\"parameters\", \"uniform\", \"type:REGEX\" or \"profile\", found \"", method, "\"");
+  for (const LayerCost& layer : layers) {
+    weights.push_back(by_time ? layer.forward_flops : static_cast<double>(layer.parameters));
+  }
+  return weights;
+}
+
+pipeline::StageBounds bounds_of(const std::vector<LayerCost>& layers, int stages, const std::string& method) {
+  const auto count = static_cast<int>(layers.size());
+  if (stages == 1) return {0, count};
+  if (method == "uniform") return pipeline::partition_uniform(count, stages);
+  // The most operations that finding the balance may take.
+  constexpr double kMostChoices = 0x1p31;
+  require<ConfigError>(static_cast<double>(count) * count * stages <= kMostChoices,
+                       "ds-tool simulate: pipeline.partition ", "\"", method,
+                       "\": expected at most 2^31 for layers^2 x stages, found ", count, " layers and ", stages,
+                       " stages; use \"uniform\", or fewer layers");
+  return pipeline::partition_balanced(weights_of_layers(layers, method), stages);
+}
+
+// Regions begin at the stage's first layer.
+void add_activations(const std::vector<LayerCost>& layers, int64_t interval, StageLayout& stage) {
+  double region = 0;
+  for (int i = stage.begin; i < stage.end; ++i) {
+    const double kept = layers[static_cast<size_t>(i)].kept_bytes;
+    if (interval == 0) {
+      stage.kept_bytes += kept;
+      continue;
+    }
+    const bool first = (i - stage.begin) % interval == 0;
+    if (first && i > 0) stage.kept_bytes += layers[static_cast<size_t>(i) - 1].output_bytes;
+    region = (first ? 0 : region) + kept;
+    stage.recomputed_bytes = std::max(stage.recomputed_bytes, region);
+  }
 }
 
 }  // namespace
@@ -150,6 +199,23 @@ int64_t count_parameters(const std::vector<LayerCost>& layers) {
     if (layer.tied.empty() || keys.insert(layer.tied).second) sum += layer.parameters;
   }
   return sum;
+}
+
+std::vector<StageLayout> cut_into_stages(const std::vector<LayerCost>& layers, const pipeline::Schedule& schedule,
+                                         const std::string& partition, int64_t interval) {
+  const pipeline::StageBounds bounds = bounds_of(layers, schedule.stages(), partition);
+  std::vector<StageLayout> stages;
+  for (size_t s = 0; s < schedule.rank_of.size(); ++s) {
+    StageLayout stage{.begin = bounds[s], .end = bounds[s + 1], .rank = schedule.rank_of[s]};
+    for (int i = stage.begin; i < stage.end; ++i) {
+      stage.parameters += layers[static_cast<size_t>(i)].parameters;
+      stage.forward_flops += layers[static_cast<size_t>(i)].forward_flops;
+    }
+    stage.output_bytes = layers[static_cast<size_t>(stage.end) - 1].output_bytes;
+    add_activations(layers, interval, stage);
+    stages.push_back(stage);
+  }
+  return stages;
 }
 
 }  // namespace ds::tool

@@ -1,23 +1,25 @@
-// What a model costs, layer by layer: by the formulas of a GPT, or by numbers of the user's own. Pure arithmetic,
-// torch-free.
+// The cost of a model, layer by layer, from the formulas of a GPT or from numbers of the user; and its layers dealt to
+// pipeline stages. Pure arithmetic, torch-free.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "pipeline/schedule/schedule.h"
+
 namespace ds::tool {
 
-// Of one micro-batch.
+// The cost of a layer for one micro-batch.
 struct LayerCost {
   std::string name;          // "h.3"
   std::string type;          // "gpt::Block", for pipeline.partition "type:REGEX"
-  int64_t parameters = 0;    // of a rank, as all that follows
-  double forward_flops = 0;  // of forward; the gradients of the input and of the weights take as many each
+  int64_t parameters = 0;    // on one rank, like everything below
+  double forward_flops = 0;  // the gradients of the input and of the weights take as many each
   double kept_bytes = 0;     // activations, from forward to backward
-  double output_bytes = 0;   // what the next layer gets
+  double output_bytes = 0;   // the output, which the next layer gets
   std::string tied;          // layers of one key share their parameters; empty: none
-  // Along a tensor axis: all-reduces, each of so many bytes (or as much in reduce-scatters and all-gathers).
+  // All-reduces along a tensor axis, each of so many bytes (or as much in reduce-scatters and all-gathers).
   double summed_bytes = 0;
   int forward_sums = 0;
   int backward_sums = 0;
@@ -44,14 +46,15 @@ struct GptShape {
 // causal: Narayanan et al., arXiv:2104.04473), the embeddings none. A block keeps what Korthikanti et al.
 // (arXiv:2205.05198, section 4) count, 34 s b h + 5 a s^2 b bytes at 16 bits: elements and the masks of dropouts, one
 // byte each, which a model without dropout does not have. The last layers keep their inputs, and scores in float32.
-// `element_bytes`: of activations. Of layers that ranks share (`tensor`), each has its part of the weights, operations
-// and scores; norms, residuals and the biases of outputs are whole, and what they keep, with sequence_parallel cut too
-// (the same paper, section 4.2). Throws ConfigError for numbers below 1 or above those of flag_limits.h, and heads that
-// do not divide hidden.
+// `element_bytes`: size of one element of an activation. Each rank of the tensor axis (`tensor`) has a shard of the
+// weights, operations and scores; norms, residuals and the biases of outputs are replicated, and the activations that
+// they keep are cut only with sequence_parallel (the same paper, section 4.2). Throws ConfigError for numbers below 1
+// or above those of flag_limits.h, and heads that do not divide hidden.
 std::vector<LayerCost> gpt_layers(const GptShape& shape, int64_t micro_batch, int64_t element_bytes,
                                   const TensorRanks& tensor = {});
 
-// A model that is known by its sums: equal layers, the first ones with a parameter more where these do not divide.
+// A model of which only totals are known: layers are equal, the first ones have a parameter more where the number does
+// not divide.
 struct PlainModel {
   int64_t layers = 1;
   int64_t parameters = 0;
@@ -59,11 +62,30 @@ struct PlainModel {
   double activation_bytes = 0;  // kept by all layers of a rank, of a micro-batch
   double output_bytes = 0;      // of each layer
 };
-// All of the parameters and operations are taken for split; a layer adds up its output twice, forward and backward.
+// The layers of that model. All parameters and operations count as split over the tensor axis; a layer has one
+// all-reduce of its output in forward and one in backward.
 // Throws ConfigError for layers and parameters below 1 or above those of flag_limits.h.
 std::vector<LayerCost> equal_layers(const PlainModel& model, const TensorRanks& tensor = {});
 
-// Tied parameters count once.
+// The number of parameters of the model; tied parameters count once.
 int64_t count_parameters(const std::vector<LayerCost>& layers);
+
+// The layers of one pipeline stage, and the sums of their costs for one micro-batch.
+struct StageLayout {
+  int begin = 0;  // layers [begin, end)
+  int end = 0;
+  int rank = 0;  // rank of the pipeline
+  int64_t parameters = 0;
+  double forward_flops = 0;
+  double kept_bytes = 0;        // activations, from forward to backward
+  double recomputed_bytes = 0;  // of the largest region that is computed again
+  double output_bytes = 0;
+};
+
+// Deals the layers to stages. `partition`: pipeline.partition; "profile" goes by forward_flops. Every `interval`
+// layers, from a stage's first one, are computed again together in backward and keep their input alone; 0: none. Throws
+// ConfigError for an unknown partition and for fewer layers than stages.
+std::vector<StageLayout> cut_into_stages(const std::vector<LayerCost>& layers, const pipeline::Schedule& schedule,
+                                         const std::string& partition, int64_t interval);
 
 }  // namespace ds::tool

@@ -1,4 +1,4 @@
-// `ds-tool schedule`: what a pipeline schedule would do, without starting anything. Torch-free.
+// `ds-tool schedule`: draws and checks a pipeline schedule, without starting anything. Torch-free.
 #pragma once
 
 #include <optional>

@@ -1,5 +1,5 @@
-// `ds-tool simulate`: what a step takes on thousands of ranks, without one of them. Torch-free. simulation.h says what
-// is modelled.
+// `ds-tool simulate`: predicts time and memory of a step on thousands of ranks, without starting one. Torch-free.
+// simulation.h says what is modelled.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,8 @@ struct SimulateOptions {
   std::optional<int64_t> vocab;
   bool tied = false;
   bool flash_attention = false;
-  // ... or the sums of any, which `layers` divide evenly (by default one a stage); of forward and one micro-batch.
+  // ... or the totals of any model, for forward and one micro-batch; `layers` share them evenly (by default one layer a
+  // stage).
   std::optional<int64_t> parameters;
   std::optional<double> flops;
   std::optional<double> activation_bytes;

@@ -9,9 +9,8 @@
 #include "pipeline/schedule/schedule.h"
 #include "pipeline/schedule/schedule_file.h"
 #include "tools/checked_count.h"
-#include "tools/data_parallel_cost.h"
-#include "tools/stage_layout.h"
-#include "tools/tensor_cost.h"
+#include "tools/collective_cost.h"
+#include "tools/model_cost.h"
 
 namespace ds::tool {
 namespace {

@@ -1,8 +1,8 @@
-// A training step of many ranks, predicted: from the ranks' lists of actions, which are those that a run executes, and
-// from what layers, messages and collectives take. Pure arithmetic, torch-free; time grows with the actions of one
+// Predicts a training step of many ranks from the ranks' lists of actions, which are those that a run executes, and
+// from the cost of layers, messages and collectives. Pure arithmetic, torch-free; time grows with the actions of one
 // pipeline, not with its copies.
 //
-// What is modelled
+// Modelled:
 // - Ranks: rank = (pipe_rank x data_parallel + data_rank) x tensor + tensor_rank: ranks that share layers are
 //   neighbours. Layers are dealt to stages as pipeline::PipelineModule deals them.
 // - Computing: a stage takes its operations over the machine's, or what was measured; every micro-batch alike. Backward
@@ -21,10 +21,10 @@
 // - Memory: the model state of zero::predict_model_state for the rank's own parameters, what is gathered in a step, the
 //   activations that its schedule holds at once, the largest region that is computed again, and messages that arrive.
 //
-// What is not: kernels of different speed for different layers, other users of links and nodes, stragglers, reading the
-// data, the norm and the update (but as a number that is given), copies and updates of offloaded state, the two levels
-// of quantized gradients (timed as one ring), stage3_max_reuse_distance, workspaces and the holes of an allocator.
-// Compressed gradients are refused, for what they send is not known here.
+// Not modelled: kernels of different speed for different layers, other users of links and nodes, stragglers, reading
+// the data, the norm and the update (but as a number that is given), copies and updates of offloaded state, the two
+// levels of quantized gradients (timed as one ring), stage3_max_reuse_distance, workspaces and the holes of an
+// allocator. Compressed gradients are refused, because the bytes that they send are not known here.
 #pragma once
 
 #include <cstdint>
@@ -51,16 +51,16 @@ struct SimulationQuestion {
   double update_seconds = 0;                      // norm and optimizer
 };
 
-// Of every rank with this place in its pipeline.
+// The prediction for every rank that has this place in its pipeline.
 struct PipeRank {
-  int64_t first_rank = 0;   // and the data-parallel and tensor ranks after it
-  std::vector<int> stages;  // of its pipeline
+  int64_t first_rank = 0;   // its data-parallel and tensor ranks follow it
+  std::vector<int> stages;  // the stages that it runs
   std::string layers;       // "h.0 to h.3, head"
   int64_t parameters = 0;
-  double busy_seconds = 0;  // it computes
-  int64_t state_bytes = 0;  // model state and what gradient compression remembers
+  double busy_seconds = 0;  // seconds in which it computes
+  int64_t state_bytes = 0;  // model state, and the state of gradient compression
   int64_t gathered_bytes = 0;
-  int64_t activation_bytes = 0;  // with what is computed again
+  int64_t activation_bytes = 0;  // with activations that are recomputed
   int64_t message_bytes = 0;     // buffers of messages that arrive
   int64_t host_bytes = 0;        // of offloaded state; not part of memory()
   int64_t pipeline_sent = 0;     // bytes in a step
@@ -70,31 +70,32 @@ struct PipeRank {
   int64_t memory() const { return state_bytes + gathered_bytes + activation_bytes + message_bytes; }
 };
 
-// Seconds; their sum is the step.
+// The seconds of a step by cause; their sum is the step.
 struct StepSeconds {
-  double compute = 0;        // of a rank, in the mean
-  double bubble = 0;         // ranks wait for one another, were communication to take no time
-  double tensor = 0;         // what sums over ranks that share layers add to that
-  double messages = 0;       // what messages between stages add to that
-  double data_parallel = 0;  // what collectives add to that
+  double compute = 0;        // the mean over the ranks
+  double bubble = 0;         // ranks wait for one another, as if communication took no time
+  double tensor = 0;         // what all-reduces along the tensor axis add
+  double messages = 0;       // what messages between stages add
+  double data_parallel = 0;  // what data-parallel collectives add
   double update = 0;
   double total() const { return compute + bubble + tensor + messages + data_parallel + update; }
 };
 
 struct Simulation {
-  engine::Plan plan;     // of the rank with most parameters
+  engine::Plan plan;     // the plan of the rank with most parameters
   std::string schedule;  // "1f1b"
   int64_t chunks = 1;    // stages a rank
   StepSeconds step;
-  double makespan = 0;  // of the passes, with messages
-  double idle = 0;      // share of it in which ranks do not compute
+  double makespan = 0;  // seconds of the passes, with messages
+  double idle = 0;      // the share of the makespan in which ranks do not compute
   std::vector<PipeRank> pipe_ranks;
   int64_t node_sent = 0;  // bytes in a step from the node that sends most to others; 0: all is on one node
 
   const PipeRank& fullest() const;
 };
 
-// Throws ConfigError for what the plan, the schedule or the partition refuses, and for what is not modelled.
+// Predicts a step. Throws ConfigError for what the plan, the schedule or the partition refuses, and for what is not
+// modelled.
 Simulation simulate_step(const SimulationQuestion& question);
 
 }  // namespace ds::tool

@@ -1,4 +1,4 @@
-// What a GPU, its host and the way between them do; scripts/gpu_check runs it.
+// Measures a GPU, its host and the way between them; scripts/gpu_check runs it.
 //
 //   gpu_bench copies [--megabytes 1 16 256] [--rounds 9]
 //   gpu_bench kernels [--values 268435456] [--rounds 9]
@@ -185,7 +185,8 @@ ordered_json train(const Options& options, at::Device device) {
     const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
     result["device_peak_allocated_bytes"] = peak_of(stats.allocated_bytes);
     result["device_peak_reserved_bytes"] = peak_of(stats.reserved_bytes);
-    // Of all programs on the device, so of this one where it is alone: context, kernels, libraries' own memory.
+    // Memory of all programs on the device, which is this one's where it is alone: context, kernels, libraries' own
+    // memory.
     const auto [free, total] = c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index());
     result["device_bytes_beside_allocator"] = static_cast<int64_t>(total - free) - stats.reserved_bytes[0].current;
   }

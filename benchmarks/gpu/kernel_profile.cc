@@ -25,7 +25,7 @@ struct Spent {
   double seconds = 0;
 };
 
-// Of spans that may overlap: the time in which there is at least one.
+// The time that is covered by at least one of the spans, which may overlap.
 double covered_seconds(std::vector<std::pair<uint64_t, uint64_t>> spans) {
   std::sort(spans.begin(), spans.end());
   uint64_t covered = 0;

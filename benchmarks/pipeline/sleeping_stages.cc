@@ -76,7 +76,7 @@ struct SleepingImpl : torch::nn::Module {
 };
 TORCH_MODULE(Sleeping);
 
-// What the batch has requires no gradient; from here on there is one, as after a model's embedding, so that the first
+// The batch requires no gradient; from here on there is one, as after a model's embedding, so that the first
 // stage takes its time for backward too.
 struct SourceImpl : torch::nn::Module {
   SourceImpl() { weight = register_parameter("weight", at::ones({SleepingImpl::kWidth})); }

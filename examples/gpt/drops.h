@@ -1,6 +1,6 @@
-// What a training step leaves out of the blocks: whole blocks (progressive_layer_drop of the ds_config), tokens of a
-// block (random_ltd) and blocks of its attention (sparse_attention). Filled when the engine is there; null and empty:
-// nothing.
+// The parts of the blocks that a training step leaves out: whole blocks (progressive_layer_drop of the ds_config),
+// tokens of a block (random_ltd) and blocks of its attention (sparse_attention). Filled when the engine is there; null
+// and empty: nothing.
 #pragma once
 
 #include <dsengine/layer_drop.h>

@@ -28,7 +28,7 @@ struct PartName {
   bool transposed;  // its weight
 };
 
-// Of a block.
+// The parts of a block.
 constexpr std::array kPartNames = {
     PartName{".ln1.", ".ln_1.", false},
     PartName{".attn.qkv.", ".attn.c_attn.", true},

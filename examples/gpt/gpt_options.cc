@@ -63,7 +63,7 @@ void add_run_options(CLI::App& app, GptOptions& options) {
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
 }
 
-// What a ds_config may leave to its program.
+// Flags for the values that a ds_config may leave to its program.
 void add_auto_options(CLI::App& app, ds::engine::config::AutoValues& values) {
   const char* group = "For what the ds_config leaves \"auto\"";
   app.add_option("--micro_batch", values.train_micro_batch_size_per_gpu, "Sequences in one forward of one rank")
@@ -122,7 +122,7 @@ void add_pipeline_options(CLI::App& app, GptOptions& options) {
          "Write when each action of the last step began and ended to this file, for ds-tool schedule --measured")
       ->needs(stages)
       ->group("Pipeline");
-  // What needs all weights on one rank.
+  // These flags need all weights on one rank.
   for (const char* whole : {"--save", "--export_hf"}) stages->excludes(app.get_option(whole));
 }
 
@@ -138,7 +138,7 @@ void add_hf_option(CLI::App& app, GptOptions& options) {
   }
 }
 
-// What follows from the flags together.
+// Sets the options that follow from several flags together.
 void complete(GptOptions& options, bool seq_len_given) {
   options.seq_len = options.model.seq_len;
   if (!options.load_hf) return;

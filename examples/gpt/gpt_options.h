@@ -30,7 +30,7 @@ struct GptOptions {
   std::optional<std::string> metrics;
   int64_t generate = 400;  // bytes of sampled text at the end
   uint64_t seed = 1234;
-  // Of a pipeline; none of them given: one model on every rank.
+  // Options of a pipeline; without them there is one model on every rank.
   std::optional<int> pipeline_stages;
   std::optional<std::string> pipeline_schedule;
   std::optional<std::string> pipeline_trace;

@@ -9,7 +9,7 @@
 
 namespace gpt {
 
-// What one optimizer step shows.
+// The metrics of one optimizer step.
 struct StepMetrics {
   int64_t step = 0;                 // from 1
   double loss = 0;                  // mean over the global batch, before the step

@@ -11,11 +11,11 @@
 
 namespace gpt {
 
-// Up to --steps in all; false when it ends before, to be started again. On every rank.
+// Trains up to --steps in all; false when it ends before, to be started again. Every rank calls it.
 bool train_pipeline(ds::engine::Engine& engine, const GptOptions& options, TokenBatches& batches,
                     RunCheckpoints& checkpoints, MetricsFile* metrics);
 
-// Of the whole pipeline, on every rank of it. `engine` outlives it.
+// The logits of the whole pipeline, on every rank of it. `engine` outlives it.
 Logits pipeline_logits(ds::engine::Engine& engine);
 
 }  // namespace gpt

@@ -60,11 +60,11 @@ class TokenBatches {
   int64_t seq_len() const;
   // Where sequence b of it starts in the text.
   int64_t offset(int64_t first, int64_t b) const;
-  // What reports call it: "text from bytes 17, 4711".
+  // The name of a micro-batch in reports: "text from bytes 17, 4711".
   std::string name(int64_t first) const;
 
  private:
-  // Of the sampler, for the micro-batch that begins with `first`.
+  // The samples that the sampler chose for the micro-batch that begins with `first`.
   const std::vector<int64_t>& sampled(int64_t first) const;
 
   TextCorpus& corpus_;

@@ -1,4 +1,4 @@
-// What a training run shows and records: progress on rank 0, metrics, the check that the loss is a number.
+// The log of a training run: progress on rank 0, metrics, the check that the loss is a number.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -10,7 +10,7 @@ namespace gpt {
 // safe. Throws ds::IoError naming the path and the system's reason.
 class WholeFile {
  public:
-  // Also a way to find out early whether `path` can be written.
+  // Opens the file beside `path`, which tells early whether `path` can be written.
   explicit WholeFile(std::string path);
   ~WholeFile();
   WholeFile(const WholeFile&) = delete;

@@ -21,7 +21,7 @@ struct ToyModelImpl : torch::nn::Module {
 };
 TORCH_MODULE(ToyModel);
 
-// What the model learns: five sums of two neighbours each.
+// The function that the model learns: five sums of two neighbours each.
 at::Tensor labels_of(const at::Tensor& inputs) { return inputs.view({-1, 5, 2}).sum(2); }
 
 void demo_basic(const ds::engine::Distributed& job) {
@@ -40,7 +40,7 @@ void demo_basic(const ds::engine::Distributed& job) {
   }
 }
 
-// The same steps everywhere, from the same start.
+// Prints whether the ranks, which made the same steps from the same start, have the same parameters.
 void tell_agreement(const char* what, const ds::engine::Distributed& job, const torch::nn::Module& model) {
   at::Tensor sum = torch::zeros({2}, torch::kDouble);
   for (const at::Tensor& parameter : model.parameters()) sum += parameter.detach().cpu().to(torch::kDouble).sum();

@@ -37,7 +37,7 @@ struct LitAutoEncoderImpl : torch::nn::Module {
     encoder = register_module("encoder", nn::Sequential(nn::Linear(64, 64), nn::ReLU(), nn::Linear(64, 8)));
     decoder = register_module("decoder", nn::Sequential(nn::Linear(8, 64), nn::ReLU(), nn::Linear(64, 64)));
   }
-  // What DistributedDataParallel calls, as Lightning's strategy does with training_step.
+  // The function that DistributedDataParallel calls, as Lightning's strategy does with training_step.
   at::Tensor forward(const torch::data::Example<>& batch) { return training_step(batch); }
   at::Tensor training_step(const torch::data::Example<>& batch) {
     return torch::mse_loss(decoder->forward(encoder->forward(batch.data)), batch.data);

@@ -13,13 +13,13 @@
 
 namespace ds::launcher {
 
-// A queue before a descriptor that the console does not own.
+// Bytes that wait to be written to a descriptor, which the queue does not own.
 class OutputQueue {
  public:
   explicit OutputQueue(int fd);
 
   void add(std::string_view bytes);
-  void write_some();  // what can be written without waiting
+  void write_some();  // writes what can be written without waiting
   bool empty() const { return begin_ == bytes_.size(); }
   size_t size() const { return bytes_.size() - begin_; }
   bool lost() const { return lost_; }
@@ -34,7 +34,7 @@ class OutputQueue {
   size_t begin_ = 0;
 };
 
-// What stands on the current, unfinished line of an output. Pure.
+// The text on the current, unfinished line of an output. Pure.
 class OpenLine {
  public:
   void feed(std::string_view bytes);
@@ -56,10 +56,10 @@ class Console {
   Console& operator=(const Console&) = delete;
   virtual ~Console() = default;
 
-  // Bytes of rank 0, passed on as they are.
+  // Passes bytes of rank 0 on as they are.
   virtual void raw(int stream, std::string_view bytes);
-  // A line of its own, without its end: put before an unfinished line of rank 0, which is then drawn again (on a
-  // terminal) or ended first (elsewhere).
+  // Prints a line of its own, given without its end. An unfinished line of rank 0 is drawn again below it on a
+  // terminal, and ended before it elsewhere.
   virtual void line(int stream, std::string_view text);
 
   bool is_terminal(int stream) const { return outputs_[stream].terminal; }
@@ -72,7 +72,7 @@ class Console {
   void finish(double seconds);  // waits until all is written, at most that long
 
  protected:
-  void put(std::string_view bytes);  // on standard output, as they are
+  void put(std::string_view bytes);  // writes them to standard output as they are
 
  private:
   struct Output {

@@ -8,8 +8,8 @@
 
 namespace ds::launcher {
 
-// In the order written. Throws ConfigError for an empty list, a backward range, a number above 65535, a duplicate, or
-// anything that is not a number.
+// Parses such a list and keeps its order. Throws ConfigError for an empty list, a backward range, a number above 65535,
+// a duplicate, or anything that is not a number.
 std::vector<int> parse_core_list(std::string_view text);
 
 // Prints {0, 1, 2, 5} as "0-2,5".
@@ -18,7 +18,7 @@ struct CoreRanges {
 };
 std::ostream& operator<<(std::ostream& out, const CoreRanges& ranges);
 
-// The same as text.
+// The list as text: "0-2,5" for {0, 1, 2, 5}.
 std::string core_list_text(const std::vector<int>& cores);
 
 }  // namespace ds::launcher

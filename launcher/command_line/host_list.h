@@ -1,4 +1,4 @@
-// Which hosts run ranks, and on which of their slots: hostfiles and DeepSpeed's --include and --exclude. Pure, but for
+// The hosts that run ranks, and their slots: hostfiles and DeepSpeed's --include and --exclude. Pure, but for
 // read_hostfile().
 #pragma once
 
@@ -12,25 +12,27 @@ namespace ds::launcher {
 inline constexpr std::string_view kDefaultHostfile = "/job/hostfile";
 
 struct Host {
-  std::string name;        // as ssh takes it
-  std::vector<int> slots;  // a rank for each; the number of a GPU where the host has some
+  std::string name;        // the name for ssh
+  std::vector<int> slots;  // one rank for each; numbers of GPUs where the host has some
 
   bool operator==(const Host&) const = default;
 };
 
-// Lines "host slots=N"; "#" starts a comment. Order is kept. Throws ConfigError naming `file` and the line for anything
-// else, a host that comes twice, and a file without hosts.
+// Parses lines "host slots=N"; "#" starts a comment. Order is kept. Throws ConfigError naming `file` and the line for
+// anything else, a host that comes twice, and a file without hosts.
 std::vector<Host> parse_hostfile(std::string_view text, const std::string& file);
 
-// "a:4,b:2", as horovodrun and mpirun take hosts; `flag` for messages. Order is kept. Throws ConfigError.
+// Parses "a:4,b:2", the form in which horovodrun and mpirun take hosts. Order is kept. Throws ConfigError that names
+// `flag`.
 std::vector<Host> parse_host_list(std::string_view text, const std::string& flag);
 // Whether a word is such a list and no file: it has a colon, and there is no such file.
 bool is_host_list(const std::string& text);
 
-// The same from a file. Throws IoError when it cannot be read.
+// Parses the hostfile `file`. Throws IoError when it cannot be read.
 std::vector<Host> read_hostfile(const std::string& file);
 
-// What --include or --exclude says: NAME[:SLOT[,SLOT]...][@NAME...]. A NAME may be user@host, as in the hostfile.
+// The two flags that choose hosts, by a text NAME[:SLOT[,SLOT]...][@NAME...]. A NAME may be user@host, as in the
+// hostfile.
 enum class Choice { kInclude, kExclude };
 
 // `hosts` with only the chosen hosts and slots, or without them, in the order of `hosts`; hosts that have no slot left

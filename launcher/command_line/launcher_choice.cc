@@ -31,7 +31,7 @@ constexpr FlagOfSsh kNeverWithTools[] = {
     {"--standalone", kNoTool},
 };
 
-// Those that the ds-launch of a host does, which pdsh starts and the others do not.
+// Flags for the ds-launch of each host, which pdsh starts and the other tools do not.
 constexpr std::string_view kOfDsLaunch[] = {"--bind_cores_to_rank",   "--bind_core_list", "--no_gpu_binding",
                                             "--enable_each_rank_log", "--failure_grace",  "--connect_timeout"};
 

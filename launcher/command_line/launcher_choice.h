@@ -1,4 +1,4 @@
-// Which program starts the ranks on the hosts: --launcher. Pure.
+// The program that starts the ranks on the hosts: --launcher. Pure.
 #pragma once
 
 #include <string>
@@ -10,16 +10,17 @@ enum class Launcher {
   kSsh,      // a ds-launch on each host, over connections of this one
   kPdsh,     // a ds-launch on each host, through pdsh
   kOpenMpi,  // mpirun
-  kMpich,    // its mpirun, which is hydra
+  kMpich,    // the mpirun of MPICH, which is hydra
   kIntelMpi,
   kSlurm,  // srun
 };
 
-// Throws ConfigError for other names.
+// The launcher of that name. Throws ConfigError for other names.
 Launcher launcher_of_name(const std::string& name);
 std::string_view name_of(Launcher launcher);
 
-// Why a flag means nothing with this launcher, and what to do; empty: it goes with it. `flag` with its dashes.
+// Says why a flag means nothing with this launcher, and what to do; empty: the flag goes with it. `flag`: with its
+// dashes.
 std::string why_not_with(Launcher launcher, const std::string& flag);
 
 }  // namespace ds::launcher

@@ -1,4 +1,4 @@
-// What ds-launch says itself: lines on standard error that start with "ds-launch: ".
+// Messages of ds-launch itself: lines on standard error that start with "ds-launch: ".
 #pragma once
 
 #include "core/text.h"

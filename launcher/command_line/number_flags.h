@@ -11,7 +11,7 @@
 
 namespace ds {
 
-// For CLI::Option::transform(): CLI11 itself reads digits alone.
+// A whole number within limits, for CLI::Option::transform(): CLI11 itself reads digits alone.
 inline CLI::Validator whole_number(int64_t least, int64_t most) {
   return {[least, most](std::string& text) -> std::string {
             const auto number = parse_whole_number(text);
@@ -24,7 +24,7 @@ inline CLI::Validator whole_number(int64_t least, int64_t most) {
           ""};
 }
 
-// Finite; for CLI::Option::check(). `above`: `least` itself is too small.
+// A finite number with a lower limit, for CLI::Option::check(). `above`: `least` itself is too small.
 inline CLI::Validator real_number(double least, bool above = false) {
   return {[least, above](std::string& text) -> std::string {
             const auto number = parse_finite_number(text);

@@ -18,13 +18,14 @@ namespace ds::launcher {
 
 enum class Verbosity { kError, kWarning, kInfo, kDebug };
 
-// How the ranks of a host are counted: as a number, by its visible GPUs, its cores, or GPUs where there are some.
+// How the number of ranks of a host is given: as a number, by its visible GPUs, its cores, or GPUs where there are
+// some.
 enum class CountKind { kNumber, kAuto, kGpu, kCpu };
 
 struct Options {
   std::optional<int> num_procs;  // ranks to start on each host; absent: one for each slot or visible GPU, or 1
   std::string count_flag = "--num_procs";     // the flag that gave the count
-  CountKind count_kind = CountKind::kNumber;  // else num_procs comes of settle_counts()
+  CountKind count_kind = CountKind::kNumber;  // settle_counts() sets num_procs for the others
   std::string count_text;                     // as typed
   std::optional<int> total_procs;             // ranks on all hosts together
   bool count_is_gpus = false;                 // the count came as --num_gpus: it may not exceed the visible GPUs
@@ -43,25 +44,25 @@ struct Options {
   std::optional<int> num_nodes;        // the first so many hosts
   std::optional<int> node_rank;        // set: started by hand on each host, without ssh
   bool meets_at_endpoint = false;      // node ranks are given out at master_addr:master_port
-  std::string rendezvous_id;           // of the job there
+  std::string rendezvous_id;           // id of the job at that endpoint
   std::string from_environment;        // flags that came from variables, for messages
   bool standalone = false;             // this machine only, whatever hostfile there is
   bool force_multi = false;            // ssh even for a hostfile with this machine only
   bool save_pid = false;               // write /tmp/PID.deepspeed on each host
-  Launcher launcher = Launcher::kSsh;  // what starts the ranks on many hosts
+  Launcher launcher = Launcher::kSsh;  // the program that starts the ranks on many hosts
   std::optional<int> ssh_port;         // absent: ssh's own choice
   std::string launcher_args;           // more words for ssh, or for what --launcher names, split as a shell does
-  double connect_timeout_seconds = 5;  // for ssh to reach a host
-  double check_timeout_seconds = 30;   // for a host to answer whether it can run the ranks
-  double link_timeout_seconds = 30;    // of silence, until a connection to a host counts as lost; 0: no limit
+  double connect_timeout_seconds = 5;  // time for ssh to reach a host
+  double check_timeout_seconds = 30;   // time for a host to answer whether it can run the ranks
+  double link_timeout_seconds = 30;    // silence after which a connection to a host counts as lost; 0: no limit
 
-  int max_restarts = 0;               // after failures
+  int max_restarts = 0;               // restarts after failures
   std::optional<int> min_nodes;       // set: elastic, hosts may be lost and come back as long as so many are left
   std::optional<int> max_nodes;       // hosts to use of those that are ready; absent: all
-  double join_timeout_seconds = 600;  // until enough hosts are ready at a restart, or all nodes at the endpoint
+  double join_timeout_seconds = 600;  // time until enough hosts are ready at a restart, or all nodes at the endpoint
 
   std::string program;                 // as typed
-  std::vector<std::string> arguments;  // of the program
+  std::vector<std::string> arguments;  // arguments of the program
 
   // Set for --help and --version: what to print on standard output before ending with exit code 0.
   std::optional<std::string> answer;
@@ -70,8 +71,9 @@ struct Options {
 // The one word with which ds-launch starts itself on other hosts; see node.h.
 inline constexpr std::string_view kNodeFlag = "--serve_node";
 
-// `words` are argv[1...]. Throws ConfigError that names the flag, what was expected and what to type instead.
-// `environment`: "NAME=value", for torchrun's variables (PET_*) where no flag says it.
+// Parses the command line; `words` are argv[1...]. Throws ConfigError that names the flag, what was expected and what
+// to type instead. `environment`: entries "NAME=value"; torchrun's variables (PET_*) among them count where no flag
+// says it.
 Options parse_options(const std::vector<std::string>& words, const std::vector<std::string>& environment = {});
 
 }  // namespace ds::launcher

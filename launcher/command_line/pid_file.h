@@ -11,7 +11,7 @@ std::string pid_file_path();
 
 class PidFile {
  public:
-  // Empty: no file. Throws IoError when there is one already, or it cannot be made.
+  // Writes the file; an empty path: none. Throws IoError when there is one already, or it cannot be made.
   explicit PidFile(const std::string& path);
   PidFile(const PidFile&) = delete;
   PidFile& operator=(const PidFile&) = delete;

@@ -1,4 +1,4 @@
-// Seconds, as flags give them, as a time of the steady clock.
+// Converts the seconds of a flag to a duration of the steady clock.
 #pragma once
 
 #include <chrono>

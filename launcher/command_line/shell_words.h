@@ -7,11 +7,11 @@
 
 namespace ds::launcher {
 
-// `text` as one word of a POSIX shell, csh or fish.
+// Quotes `text` so that it is one word for a POSIX shell, csh or fish.
 std::string shell_word(std::string_view text);
 
-// Words as a shell splits them: blanks, '...', "..." and backslashes; nothing is expanded. Throws ConfigError for a
-// quote without end.
+// Splits a text into words as a shell does: blanks, '...', "..." and backslashes; nothing is expanded. Throws
+// ConfigError for a quote without end.
 std::vector<std::string> split_words(std::string_view text);
 
 }  // namespace ds::launcher

@@ -10,13 +10,14 @@ namespace ds::launcher {
 
 class AskIntervals {
  public:
+  // The time until that host is asked again.
   std::chrono::seconds of(const std::string& host) const;
 
   void on_ready(const std::string& host);                          // holds until the host is used
   void on_used(const std::string& host) { doubled_.erase(host); }  // by ranks
 
  private:
-  std::map<std::string, int> doubled_;  // how often
+  std::map<std::string, int> doubled_;  // how often each interval was doubled
 };
 
 }  // namespace ds::launcher

@@ -11,7 +11,7 @@
 #include "launcher/command_line/notices.h"
 #include "launcher/command_line/options.h"
 #include "launcher/hosts/ask_intervals.h"
-#include "launcher/hosts/host_member.h"
+#include "launcher/hosts/host_link.h"
 #include "launcher/program/own_program.h"
 
 namespace ds::launcher {
@@ -27,7 +27,7 @@ class AwayHosts {
   void add(const Host& host);
 
   void append_waits(std::vector<pollfd>& waits) const;
-  std::optional<Clock::time_point> next_time() const;  // to call look() at
+  std::optional<Clock::time_point> next_time() const;  // when to call look()
   // Takes what has come and asks again where it is time. A host is ready when it would start `program` (file_hash()).
   // Returns the names of hosts that have become ready.
   std::vector<std::string> look(const std::string& program);
@@ -36,9 +36,9 @@ class AwayHosts {
 
  private:
   struct Asked {
-    HostMembers host;        // one
+    HostMembers host;        // the one host, or none while it is not asked
     std::string said;        // why it is not ready, though it answers
-    Clock::time_point next;  // to ask, or to give up
+    Clock::time_point next;  // when to ask, or to give up
   };
 
   void ask(Asked& asked);

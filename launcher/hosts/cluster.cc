@@ -9,7 +9,6 @@
 #include "core/restart_request.h"
 #include "launcher/hosts/host_start.h"
 #include "launcher/hosts/lost_link.h"
-#include "launcher/hosts/ready_hosts.h"
 #include "launcher/processes/handled_signals.h"
 #include "launcher/protocol/node_link.h"
 
@@ -22,7 +21,7 @@ constexpr double kQuietSeconds = 4;  // before the start, until hosts that have 
 
 }  // namespace
 
-Cluster::Cluster(StartHosts hosts, const Options& options, std::vector<std::string> environment, OfJob job,
+Cluster::Cluster(StartHosts hosts, const Options& options, std::vector<std::string> environment, JobDeps job,
                  Console& console, Notices& notices)
     : options_(options),
       environment_(std::move(environment)),
@@ -104,7 +103,7 @@ void Cluster::wait_for_something(const Deadline& limit) {
   if (lacks_hosts()) look_for_returned_hosts();
 }
 
-// Does the job run with fewer hosts than it may?
+// Whether the job runs with fewer hosts than it may.
 bool Cluster::lacks_hosts() const {
   const size_t most = options_.max_nodes ? static_cast<size_t>(*options_.max_nodes) : members_.size() + 1;
   return started_ && options_.min_nodes && members_.size() < most && !failed_ && !restart_begun_ && ending_signal_ == 0;

@@ -22,7 +22,7 @@
 #include "launcher/command_line/notices.h"
 #include "launcher/command_line/options.h"
 #include "launcher/hosts/away_hosts.h"
-#include "launcher/hosts/host_member.h"
+#include "launcher/hosts/host_link.h"
 #include "launcher/processes/deadline.h"
 #include "launcher/processes/signal_policy.h"
 #include "launcher/program/own_program.h"
@@ -32,30 +32,30 @@ namespace ds::launcher {
 
 // The hosts of one start.
 struct StartHosts {
-  std::vector<Host> asked, away;                // to be used when they are ready; known not to be
-  size_t least = 1;                             // hosts that are needed
-  bool first_start = true;                      // then all of them have to be ready, unless the job is elastic
-  Verbosity trouble_level = Verbosity::kError;  // of what is said about hosts that are not ready
+  std::vector<Host> asked, away;  // hosts to start on, if they are ready; hosts known not to be, asked again meanwhile
+  size_t least = 1;               // the fewest hosts to start with
+  bool first_start = true;        // at the first start all have to be ready, unless the job is elastic
+  Verbosity trouble_level = Verbosity::kError;  // level of the notices about hosts that are not ready
 };
 
 class Cluster {
  public:
   enum class Outcome {
-    kEnded,          // well, or by a signal to ds-launch
+    kEnded,          // the job ended well, or by a signal to ds-launch
     kNotReady,       // nothing was started
-    kRankFailed,     // of a host that is still there
-    kHostLost,       // at least one
+    kRankFailed,     // a rank failed on a host that is still there
+    kHostLost,       // at least one host was lost
     kHostsReturned,  // the program has ended, after a checkpoint, for hosts to be taken in
   };
 
-  // What holds for all starts of a job.
-  struct OfJob {
+  // References that stay the same for all starts of a job.
+  struct JobDeps {
     const OwnProgram& own;
     AskIntervals& intervals;
   };
-  // `environment`: the inherited one. Blocks the signals that it handles; starts nothing yet. What it refers to
-  // outlives it.
-  Cluster(StartHosts hosts, const Options& options, std::vector<std::string> environment, OfJob job, Console& console,
+  // `environment`: the inherited one. Blocks the signals that it handles; starts nothing yet. All references outlive
+  // it.
+  Cluster(StartHosts hosts, const Options& options, std::vector<std::string> environment, JobDeps job, Console& console,
           Notices& notices);
 
   // Returns the exit code of ds-launch: that of the rank that failed first on any host, 255 for a host that was lost,
@@ -63,7 +63,7 @@ class Cluster {
   // ProgramError when not even ssh can be started.
   int run();
 
-  // After run().
+  // How the start ended. To be called after run().
   Outcome outcome() const;
   std::set<std::string> away() const;  // hosts that were not ready or are lost, and have not come back
 
@@ -105,11 +105,11 @@ class Cluster {
   bool started_ = false;
   bool failed_ = false;
   SignalPolicy signal_policy_;
-  int ending_signal_ = 0;  // that caused the end; 0: none, also when one came after a failure
+  int ending_signal_ = 0;  // the signal that caused the end; 0: none, also when one came after a failure
   std::optional<Deadline::Time> kill_sent_;
   bool restart_asked_ = false, restart_begun_ = false;  // for hosts that have come back; by the program
-  Deadline deadline_;                                   // to end what is left by stronger means
-  Deadline next_alive_;                                 // of the messages that say so
+  Deadline deadline_;                                   // when to end what is left by stronger means
+  Deadline next_alive_;                                 // when to send the next kAlive
 };
 
 }  // namespace ds::launcher

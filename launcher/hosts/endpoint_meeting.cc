@@ -223,7 +223,7 @@ std::optional<UniqueFd> connect_to(const addrinfo* addresses) {
   return std::nullopt;
 }
 
-// What the listening node says; none where it has gone without a word, as one that ends its last meeting does.
+// The answer of the listening node; none where it has gone without a word, as one that ends its last meeting does.
 std::optional<GivenPlace> ask_for_place(const UniqueFd& socket, const Arrival& arrival, const Deadline& deadline) {
   const Message hello{
       .kind = MessageKind::kArrive,

@@ -1,4 +1,4 @@
-// Where a job runs: here, here as one of many hosts, or on hosts reached through ssh.
+// Chooses where a job runs: here, here as one of many hosts, or on hosts reached through ssh.
 #pragma once
 
 #include <optional>
@@ -23,15 +23,15 @@ struct HostChoice {
   int node = 0;                           // kByHand
 };
 
-// `local_slots`: of this machine, for --include or --exclude without a hostfile. Throws ConfigError or IoError naming
-// the flag, host or line that is wrong.
+// `local_slots`: slots of this machine, for --include or --exclude without a hostfile. Throws ConfigError or IoError
+// naming the flag, host or line that is wrong.
 HostChoice choose_where(const Options& options, int local_slots,
                         const std::string& default_hostfile = std::string(kDefaultHostfile));
 
 // The hostfile or list of hosts that `options` or the default name; empty: there is none.
 std::string hosts_of(const Options& options, const std::string& default_hostfile = std::string(kDefaultHostfile));
 
-// Is that the machine this runs on? "user@host" never is: another user may be meant.
+// Whether `host` is the machine this runs on. "user@host" never is: another user may be meant.
 bool is_this_machine(const std::string& host);
 
 }  // namespace ds::launcher

@@ -106,7 +106,8 @@ bool HostLink::over() {
     hang_up();
   }
   if (running_) return false;
-  // What the process had written is in the pipe; whoever else holds its ends (a master connection of ssh) writes none.
+  // The last output of the process is in the pipe; whoever else holds its ends (a master connection of ssh) writes
+  // none.
   while (out_.valid() && take_output()) {
   }
   take_errors();

@@ -3,6 +3,8 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <optional>
+#include <utility>
 
 #include "core/check.h"
 #include "core/flight_job.h"
@@ -12,15 +14,14 @@
 #include "launcher/command_line/options.h"
 #include "launcher/command_line/pid_file.h"
 #include "launcher/hosts/lost_link.h"
-#include "launcher/hosts/node_orders.h"
 #include "launcher/machine/rendezvous_port.h"
-#include "launcher/program/file_hash.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/own_program.h"
 #include "launcher/program/program_path.h"
 #include "launcher/program/rank_environment.h"
 #include "launcher/protocol/node_link.h"
 #include "launcher/protocol/node_protocol.h"
+#include "launcher/ranks/first_launcher.h"
 #include "launcher/ranks/job.h"
 #include "launcher/ranks/job_plan.h"
 
@@ -29,6 +30,52 @@ namespace {
 
 constexpr int kCannotStart = 2;
 constexpr double kFarewellSeconds = 5;
+
+// The order in a message; none for messages that are no orders to a job that runs.
+std::optional<JobOrder> order_of(const Message& message) {
+  using Kind = JobOrder::Kind;
+  switch (message.kind) {
+    case MessageKind::kSignal:
+      return JobOrder{.kind = Kind::kSignal, .signal = static_cast<int>(number_field(message, 0)), .why = {}};
+    case MessageKind::kEnd:
+      return JobOrder{.kind = Kind::kEnd, .why = {}};
+    case MessageKind::kKill:
+      return JobOrder{.kind = Kind::kKill, .why = message.fields.at(0)};
+    case MessageKind::kRestart:
+      return JobOrder{.kind = Kind::kRestart, .why = {}};
+    default:
+      return std::nullopt;
+  }
+}
+
+// Orders to the job of this host that come over its link to the first ds-launch.
+class NodeOrders : public FirstLauncher {
+ public:
+  // `link` outlives this. `silence_limit_seconds`: until the link counts as lost, once the ranks run; 0: no limit.
+  NodeOrders(NodeLink& link, double silence_limit_seconds)
+      : link_(link), silence_limit_seconds_(silence_limit_seconds) {}
+
+  void on_ranks_started() override { link_.limit_silence(silence_limit_seconds_); }
+  Wait next_orders() const override { return {.fd = link_.fd(), .until = link_.silence_deadline()}; }
+  // Throws CommError for bytes that no ds-launch sends.
+  std::vector<JobOrder> take_orders() override {
+    std::vector<JobOrder> orders;
+    for (const Message& message : link_.read()) {
+      if (std::optional<JobOrder> order = order_of(message)) orders.push_back(std::move(*order));
+    }
+    if (link_.lost() && !std::exchange(loss_said_, true)) orders.push_back({.kind = JobOrder::Kind::kLost, .why = {}});
+    return orders;
+  }
+  void tell_failure(int exit_code, std::vector<std::string> lines) override {
+    link_.send(
+        to_message(FailureMessage{.exit_code = exit_code, .when = steady_nanoseconds(), .lines = std::move(lines)}));
+  }
+
+ private:
+  NodeLink& link_;
+  double silence_limit_seconds_;
+  bool loss_said_ = false;
+};
 
 // Runs a step of the check; what it throws is a problem.
 template <class Step>
@@ -85,7 +132,7 @@ void tell_error(NodeLink& link, const std::string& host, const Error& error, int
                                       .lines = {cat("ranks on ", host, " did not start: ", error.what())}}));
 }
 
-// The exit code; none when the ranks were ended because the first ds-launch was lost.
+// Runs the ranks and returns the exit code; none when they were ended because the first ds-launch was lost.
 std::optional<int> run_ranks(const CheckRequest& request, const StartRequest& start, const Options& options,
                              const std::vector<std::string>& environment, NodeConsole& console, NodeLink& link) {
   Notices notices(console, options.verbosity, request.host);

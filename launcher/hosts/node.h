@@ -9,7 +9,8 @@
 
 namespace ds::launcher {
 
-// `environment`: the inherited one. Returns the exit code, which nobody but a shell reads.
+// Serves the first ds-launch to the end. `environment`: the inherited one. Returns the exit code, which nobody but a
+// shell reads.
 int serve_node(const std::vector<std::string>& environment);
 
 }  // namespace ds::launcher

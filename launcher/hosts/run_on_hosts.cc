@@ -18,9 +18,9 @@
 namespace ds::launcher {
 namespace {
 
-constexpr std::chrono::seconds kBetweenTries(1);
+constexpr std::chrono::seconds kBetweenStarts(1);
 
-// Those of `hosts` whose names are, or are not, among `names`.
+// The hosts whose names are, or are not, among `names`.
 std::vector<Host> with_names(const std::vector<Host>& hosts, const std::set<std::string>& names, bool among) {
   std::vector<Host> found;
   for (const Host& host : hosts) {
@@ -69,7 +69,7 @@ int run_on_hosts(const std::vector<Host>& hosts, const Options& options, const s
         }
         away.clear();
         trouble_level = Verbosity::kDebug;           // it has been said
-        std::this_thread::sleep_for(kBetweenTries);  // signals wait for the next start, which takes them first
+        std::this_thread::sleep_for(kBetweenStarts);  // signals wait for the next start, which takes them first
         continue;
       case Cluster::Outcome::kHostsReturned:
         restarts.with_other_hosts();

@@ -12,7 +12,7 @@
 
 namespace ds::launcher {
 
-// Returns the exit code of ds-launch, and throws, as Cluster::run() of the last start.
+// Runs the job. Returns the exit code of ds-launch and throws what Cluster::run() of the last start does.
 int run_on_hosts(const std::vector<Host>& hosts, const Options& options, const std::vector<std::string>& environment,
                  Console& console, Notices& notices);
 

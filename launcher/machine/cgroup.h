@@ -1,4 +1,4 @@
-// Finding this process's control-group files, version 2 or 1.
+// Finds this process's control-group files, version 2 or 1.
 #pragma once
 
 #include <filesystem>

@@ -1,4 +1,4 @@
-// Which cores a rank may use. Splitting is pure; reading the machine is apart from it.
+// The cores that a rank may use. Splitting is pure; reading the machine is apart from it.
 #pragma once
 
 #include <filesystem>
@@ -8,7 +8,7 @@ namespace ds::launcher {
 
 // One logical CPU and where it sits.
 struct Core {
-  int cpu = 0;      // number the kernel gives it
+  int cpu = 0;      // the number that the kernel gives it
   int node = 0;     // NUMA node
   int package = 0;  // socket
   int core = 0;     // physical core inside the package; hyper-threads share it
@@ -22,8 +22,8 @@ std::vector<Core> physical_cores(std::vector<Core> cores);
 // hyper-threads too. Throws ConfigError when there are fewer logical CPUs than ranks.
 std::vector<std::vector<int>> split_cores(const std::vector<Core>& cores, int ranks);
 
-// The same for a list given by the user: its order is kept and every entry counts as a core. Throws ConfigError naming
-// cores outside `allowed`.
+// Shares out a list of cores given by the user: its order is kept and every entry counts as a core. Throws ConfigError
+// naming cores outside `allowed`.
 std::vector<std::vector<int>> split_core_list(const std::vector<int>& list, const std::vector<Core>& allowed,
                                               int ranks);
 

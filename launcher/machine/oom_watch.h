@@ -1,4 +1,4 @@
-// Recognising the kernel's out-of-memory killer: a SIGKILL has no sender's name, but the kernel counts its own.
+// Recognises the kernel's out-of-memory killer: a SIGKILL has no sender's name, but the kernel counts its own.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace ds::launcher {
 
-// Kills so far, and the memory limit in bytes; absent where the kernel does not tell.
+// The numbers of kills so far, and the memory limit in bytes; absent where the kernel does not tell.
 struct OomCounters {
   std::optional<int64_t> group_kills = {};  // this control group: memory.events (v2) or memory.oom_control (v1)
   std::optional<int64_t> host_kills = {};   // whole machine: /proc/vmstat
@@ -19,14 +19,13 @@ struct OomCounters {
 // The value after `key` in text of lines "key value", as in memory.events, memory.oom_control and vmstat. Pure.
 std::optional<int64_t> counter_value(std::string_view text, std::string_view key);
 
-// `root` is prepended to the files read.
+// Reads the counters. `root` is prepended to the files read.
 OomCounters read_oom_counters(const std::filesystem::path& root = "/");
 
-// What the counters say about a SIGKILL that happened between two readings, in words; empty when they say nothing.
-// Pure.
+// Says in words what the counters tell about a SIGKILL between two readings; empty when they tell nothing. Pure.
 std::string oom_verdict(const OomCounters& before, const OomCounters& after);
 
-// "1.5 GiB", "312 MiB". Pure.
+// The number as text: "1.5 GiB", "312 MiB". Pure.
 std::string bytes_text(int64_t bytes);
 
 }  // namespace ds::launcher

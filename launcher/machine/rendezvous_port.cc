@@ -26,7 +26,7 @@ namespace {
 
 constexpr int kBacklog = 128;
 
-// What a socket of IPv6 listens to.
+// The addresses that a socket of IPv6 listens to.
 enum class Families { kOwn, kBoth };
 
 UniqueFd open_tcp_socket(int family, Families families = Families::kOwn) {

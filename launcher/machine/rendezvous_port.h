@@ -11,17 +11,17 @@ namespace ds::launcher {
 
 inline constexpr int kDefaultMasterPort = 29500;
 
-// Is a process listening there, on any address of this machine? (Connections of the past do not count.)
+// Whether a process listens there, on any address of this machine; connections of the past do not count.
 bool port_in_use(int port);
 
-// `socket` listens there on all addresses, of IPv4 and IPv6, that this machine has. Returns 0, or the error number:
-// EADDRINUSE when another process listens.
+// Makes `socket` listen there on all addresses, of IPv4 and IPv6, that this machine has. Returns 0, or the error
+// number: EADDRINUSE when another process listens.
 int listen_on_all_interfaces(int port, UniqueFd& socket);
 
 // Throws UsageError when `address` is a name that does not resolve, or an address that this machine does not have.
 void require_own_address(const std::string& address);
 
-// Can a socket of this machine be bound to it?
+// Whether a socket of this machine can be bound to it.
 bool is_own_address(const std::string& address);
 
 // An address of this machine that others can reach: the one to which ssh came (SSH_CONNECTION in `environment`), unless
@@ -33,8 +33,9 @@ struct MasterPort {
   bool replaced_default = false;  // 29500 was in use, `port` is a free one
 };
 
-// `asked`: from the command line; in use: UsageError. Not asked: 29500, or a free port. Until this process ends no
-// other ds-launch of this machine (network namespace) gets the same one unasked, though rank 0 does not listen yet.
+// Chooses the port. `asked`: from the command line; UsageError when it is in use; absent: 29500, or a free port. Until
+// this process ends no other ds-launch of this machine (network namespace) gets the same one unasked, though rank 0
+// does not listen yet.
 MasterPort choose_master_port(const std::optional<int>& asked);
 
 }  // namespace ds::launcher

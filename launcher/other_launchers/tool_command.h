@@ -15,10 +15,10 @@ namespace ds::launcher {
 
 struct ToolCommand {
   std::vector<std::string> words;        // argv; the first one is for messages only
-  std::vector<std::string> environment;  // of the tool
+  std::vector<std::string> environment;  // environment of the tool
 };
 
-// What is known when the tool is started.
+// The facts that are known when the tool is started.
 struct ToolSetting {
   std::vector<Host> hosts;               // empty: the tool finds hosts itself
   std::string folder;                    // where the ranks run
@@ -27,12 +27,12 @@ struct ToolSetting {
   std::vector<std::string> forwarded;    // entries that ranks on all hosts get
 };
 
-// The hosts by hostfile and the flags about hosts; this machine where --num_procs is all that is said; else none.
+// The hosts that the hostfile and the flags about hosts name; this machine where only --num_procs is given; else none.
 // Throws ConfigError or IoError naming the flag, host or line that is wrong.
 std::vector<Host> choose_tool_hosts(const Options& options, const std::string& default_hostfile);
 
-// Throws ConfigError for what the tool cannot do: slots that are not the first ones of a host, hosts with different
-// numbers of slots or names of users, no hosts.
+// The command line of the tool. Throws ConfigError for what the tool cannot do: slots that are not the first ones of a
+// host, hosts with different numbers of slots or names of users, no hosts.
 ToolCommand tool_command(const Options& options, const ToolSetting& setting);
 
 // MASTER_ADDR for the ranks of these hosts: --master_addr, else the name of the first of many hosts; empty: the ranks

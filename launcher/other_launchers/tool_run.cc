@@ -5,17 +5,21 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <csignal>
+#include <cstdio>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <utility>
 
+#include "core/check.h"
 #include "core/secret/job_secret.h"
 #include "core/system_call.h"
 #include "launcher/command_line/host_list.h"
 #include "launcher/command_line/pid_file.h"
+#include "launcher/command_line/shell_words.h"
 #include "launcher/other_launchers/tool_command.h"
-#include "launcher/other_launchers/tool_program.h"
 #include "launcher/processes/deadline.h"
 #include "launcher/processes/exit_cause.h"
 #include "launcher/processes/handled_signals.h"
@@ -24,6 +28,7 @@
 #include "launcher/processes/signal_policy.h"
 #include "launcher/program/forwarded_environment.h"
 #include "launcher/program/own_program.h"
+#include "launcher/program/program_path.h"
 #include "launcher/program/rank_environment.h"
 
 namespace ds::launcher {
@@ -141,6 +146,39 @@ void say_what_is_unknown(const Options& options, const ToolCommand& command, Not
   notices.info("OMP_NUM_THREADS is not set: each rank takes the cores that ", command.words.front(), " leaves it");
 }
 
+struct ToolProgram {
+  const char* what;
+  std::vector<std::string> names;
+  const char* install;
+};
+
+ToolProgram program_of(Launcher launcher) {
+  switch (launcher) {
+    case Launcher::kPdsh:
+      return {"pdsh", {"pdsh"}, "Debian: pdsh"};
+    case Launcher::kOpenMpi:
+      return {"the mpirun of Open MPI", {"mpirun", "mpirun.openmpi"}, "Debian: openmpi-bin"};
+    case Launcher::kMpich:
+      return {"the mpirun of MPICH", {"mpirun", "mpirun.mpich", "mpiexec.hydra"}, "Debian: mpich"};
+    case Launcher::kIntelMpi:
+      return {"the mpirun of Intel MPI", {"mpirun", "mpiexec.hydra"}, "Intel oneAPI; source its vars.sh"};
+    case Launcher::kSlurm:
+      return {"srun of SLURM", {"srun"}, "Debian: slurm-client"};
+    case Launcher::kSsh:
+      break;
+  }
+  return {"ssh", {"ssh"}, "Debian: openssh-client"};
+}
+
+std::string version_text(const std::string& file) {
+  // NOLINTNEXTLINE(bugprone-command-processor): the name is one word of the shell, whatever is in it
+  const std::unique_ptr<FILE, int (*)(FILE*)> out(popen((shell_word(file) + " --version 2>&1").c_str(), "r"), pclose);
+  std::array<char, 4096> bytes{};
+  return out ? std::string(bytes.data(), fread(bytes.data(), 1, bytes.size(), out.get())) : "";
+}
+
+bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
 }  // namespace
 
 int run_with_tool(const Options& options, const std::vector<std::string>& environment, Notices& notices) {
@@ -170,6 +208,37 @@ int run_with_tool(const Options& options, const std::vector<std::string>& enviro
   if (run.ending_signal() != 0) return 128 + run.ending_signal();  // no tool tells whether all ranks ended well
   if (status != 0) notices.error(command.words.front(), " ended with ", exit_words(status));
   return exit_code_of(status);
+}
+
+bool is_version_of(Launcher launcher, const std::string& text) {
+  switch (launcher) {
+    case Launcher::kOpenMpi:
+      return contains(text, "Open MPI") || contains(text, "OpenRTE");
+    case Launcher::kMpich:
+      return contains(text, "HYDRA");
+    case Launcher::kIntelMpi:
+      return contains(text, "Intel");
+    default:
+      return true;
+  }
+}
+
+std::string find_tool(Launcher launcher, const std::vector<std::string>& environment) {
+  const ToolProgram program = program_of(launcher);
+  const std::string path = search_path(environment);
+  const bool asks_version = program.names.size() > 1;
+  std::string others;  // that are of another MPI
+  for (const std::string& name : program.names) {
+    try {
+      const std::string file = find_program(name, path);
+      if (!asks_version || is_version_of(launcher, version_text(file))) return file;
+      others += cat(others.empty() ? "" : ", ", file);
+    } catch (const ProgramError&) {  // the next name
+    }
+  }
+  throw UsageError(cat("--launcher ", name_of(launcher), " needs ", program.what, ", which is not in PATH",
+                       others.empty() ? "" : cat(" (", others, " is of another MPI)"), ": install it (",
+                       program.install, ")"));
 }
 
 }  // namespace ds::launcher

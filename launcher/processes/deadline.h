@@ -1,5 +1,5 @@
-// When something has to have happened, if ever: graces, timeouts, and how long poll() may wait for them. Pure, but for
-// the clock where a caller gives no time.
+// The time by which something has to have happened, if ever: graces, timeouts, and how long poll() may wait for them.
+// Pure, but for the clock where a caller gives no time.
 #pragma once
 
 #include <algorithm>
@@ -25,13 +25,14 @@ class Deadline {
 
   bool passed(Time now = Clock::now()) const { return time_ && now >= *time_; }
 
-  // The sooner one of both.
+  // The sooner of the two deadlines.
   Deadline or_sooner(const Deadline& other) const {
     if (!time_ || !other.time_) return time_ ? *this : other;
     return std::min(*time_, *other.time_);
   }
 
-  // For poll(): milliseconds, rounded up so that it has passed when poll() returns; at most an hour; -1: no limit.
+  // The time left in milliseconds, for poll(): rounded up so that it has passed when poll() returns; at most an hour;
+  // -1: no limit.
   int poll_timeout_ms(Time now = Clock::now()) const {
     constexpr double kLongest = 3.6e6;
     if (!time_) return -1;

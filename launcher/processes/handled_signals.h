@@ -1,4 +1,4 @@
-// The signals that a ds-launch with a job takes as events. What they mean: signal_policy.h.
+// The signals that a ds-launch with a job takes as events. Their meaning is in signal_policy.h.
 #pragma once
 
 #include <functional>
@@ -8,10 +8,10 @@
 
 namespace ds::launcher {
 
-// Does this process ignore SIGHUP, as under nohup?
+// Whether this process ignores SIGHUP, as under nohup.
 bool is_hangup_ignored();
 
-// Blocks them and opens a signalfd, which does not block. SIGHUP is not among them when it is ignored.
+// Blocks those signals and opens a signalfd, which does not block. SIGHUP is not among them when it is ignored.
 UniqueFd open_signals(bool hangup_ignored);
 
 // The next signal of open_signals() that has come, without waiting; none when all have been taken.

@@ -1,4 +1,4 @@
-// What keeps processes of a job from outliving ds-launch.
+// Keeps processes of a job from outliving ds-launch.
 //
 // Note [No orphan]
 // Three nets, because each has a hole:
@@ -20,10 +20,10 @@
 
 namespace ds::launcher {
 
-// Has this environment ("A=b\0C=d\0", as in /proc/PID/environ) the id among its launch ids? Pure.
+// Whether the launch ids in this environment ("A=b\0C=d\0", as in /proc/PID/environ) contain the id. Pure.
 bool carries_launch_id(std::string_view environment, std::string_view id);
 
-// An id that no other launch of this machine has.
+// Makes an id that no other launch of this machine has.
 std::string new_launch_id();
 
 class OrphanGuard {

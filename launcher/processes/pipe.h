@@ -14,7 +14,7 @@ struct Pipe {
   bool valid() const { return reader.valid(); }
 };
 
-// Both ends close at exec. Not valid, with errno set, where the system gives no descriptors.
+// Opens a pipe whose ends close at exec. Not valid, with errno set, where the system gives no descriptors.
 inline Pipe open_pipe() {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) return {};

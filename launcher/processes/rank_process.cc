@@ -20,7 +20,7 @@
 namespace ds::launcher {
 namespace {
 
-// What the child reports through a close-on-exec pipe when it cannot become the program.
+// The report that the child sends through a close-on-exec pipe when it cannot become the program.
 enum class Step : int { kStreams, kAffinity, kExec };
 struct Failure {
   Step step;

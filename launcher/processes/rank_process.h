@@ -1,4 +1,4 @@
-// Starting one rank: fork, set up, exec. Between fork and exec the child calls async-signal-safe functions only.
+// Starts one rank: fork, set up, exec. Between fork and exec the child calls async-signal-safe functions only.
 //
 // The rank leads a process group of its own, so that signals reach what it starts too, and asks the kernel for SIGKILL
 // when ds-launch dies (PR_SET_PDEATHSIG).
@@ -20,8 +20,8 @@ struct RankCommand {
   bool hangup_ignored = false;                        // SIGHUP stays ignored, as under nohup
 };
 
-// Returns the pid (which is the process group too) once the program runs. Throws ProgramError when the kernel refuses
-// to run it, UsageError when there is no process left to start or the affinity is refused.
+// Starts the rank. Returns the pid (which is the process group too) once the program runs. Throws ProgramError when the
+// kernel refuses to run it, UsageError when there is no process left to start or the affinity is refused.
 pid_t start_rank(const RankCommand& command);
 
 }  // namespace ds::launcher

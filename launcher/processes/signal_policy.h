@@ -1,5 +1,5 @@
-// What a signal to ds-launch means for what it has started: ranks here, ranks on other hosts, or another launcher. The
-// same rules for all of them, see docs/launching.md. Pure: what follows from a meaning is the caller's.
+// The meaning of a signal to ds-launch for the processes it has started: ranks here, ranks on other hosts, or another
+// launcher. One set of rules holds for all of them, see docs/launching.md. Pure: callers act on the meaning.
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ enum class SignalMeaning {
 
 class SignalPolicy {
  public:
-  // The signal has come.
+  // The meaning of a signal that has come.
   SignalMeaning take(int number);
 
   bool asked_to_end() const { return ending_signal_ != 0; }
@@ -25,11 +25,11 @@ class SignalPolicy {
 
  private:
   int ending_signal_ = 0;
-  bool interrupted_ = false;  // by a SIGINT
+  bool interrupted_ = false;  // a SIGINT has come
 };
 
-// What the user hears at kEnd: "SIGTERM passed on to all ranks; they have 30 s to end, a second SIGINT kills them".
-// `to`: whom; `grace_seconds`: 0 for no limit.
+// The message to the user at kEnd: "SIGTERM passed on to all ranks; they have 30 s to end, a second SIGINT kills them".
+// `to`: the receivers; `grace_seconds`: 0 for no limit.
 std::string passed_on_text(int number, std::string_view to, double grace_seconds);
 
 }  // namespace ds::launcher

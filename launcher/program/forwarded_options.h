@@ -1,4 +1,4 @@
-// What of the options of the first ds-launch the ds-launch of another host gets. Pure.
+// The options of the first ds-launch that the ds-launch of another host gets. Pure.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace ds::launcher {
 
-// Flags that concern the ranks of a host, whatever host it is; then "--", the program and its arguments.
+// The flags that concern the ranks of a host, whatever host it is; then "--", the program and its arguments.
 std::vector<std::string> words_for_ranks(const Options& options);
 
 }  // namespace ds::launcher

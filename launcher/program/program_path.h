@@ -1,4 +1,4 @@
-// Finding the program before anything starts.
+// Finds the program before anything starts.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace ds::launcher {
 
-// The program cannot be run. exit_code() is the shells' 127 (not found) or 126 (found, but cannot be run).
+// Says that the program cannot be run. exit_code() is the shells' 127 (not found) or 126 (found, but cannot be run).
 class ProgramError : public Error {
  public:
   ProgramError(int exit_code, const std::string& text) : Error(text), exit_code_(exit_code) {}
@@ -21,7 +21,7 @@ class ProgramError : public Error {
 // ProgramError that names it and says what to type; a Python script that is not executable gets a hint of its own.
 std::string find_program(const std::string& program, const std::string& path);
 
-// The text for a program that the kernel refused to start (errno of execve).
+// The error for a program that the kernel refused to start (errno of execve).
 ProgramError exec_error(const std::string& file, int error);
 
 }  // namespace ds::launcher

@@ -15,7 +15,7 @@ struct RankPlace {
   int cross_rank = 0, cross_size = 1;
 };
 
-// What all ranks of a job share.
+// The values that all ranks of a job share.
 struct JobEnvironment {
   std::string master_addr;
   int master_port = 0;
@@ -31,15 +31,15 @@ inline constexpr std::string_view kLaunchIdVariable = "DS_LAUNCH_ID";
 
 // The value of `name` in an environment of "NAME=value" entries.
 std::optional<std::string> environment_value(const std::vector<std::string>& environment, std::string_view name);
-// PATH, or where that is not set the usual folders.
+// The value of PATH, or the usual folders where it is not set.
 std::string search_path(const std::vector<std::string>& environment);
 // The value of DS_JOINED_FILE for a rank.
 std::string joined_file_of(const JobEnvironment& job, int rank);
-// The value of DS_LAUNCH_ID for what a ds-launch with this environment and id starts.
+// The value of DS_LAUNCH_ID for processes that a ds-launch with this environment and id starts.
 std::string launch_ids(const std::vector<std::string>& environment, const std::string& own);
 
-// OMP_NUM_THREADS for a rank: cores / ranks, at least 1; absent when the user has set it. With bound cores it is always
-// their number, as DeepSpeed does.
+// The value of OMP_NUM_THREADS for a rank: cores / ranks, at least 1; absent when the user has set it. With bound cores
+// it is always their number, as DeepSpeed does.
 std::optional<int> omp_threads(const std::vector<std::string>& inherited, int cores, int ranks, int bound_cores);
 
 // `inherited` with the variables of the rank set: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, LOCAL_WORLD_SIZE,

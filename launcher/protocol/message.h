@@ -1,5 +1,5 @@
-// What two ds-launch processes say to each other over ssh's standard streams, and at an endpoint: a kind and a few
-// fields of bytes.
+// Messages between two ds-launch processes over ssh's standard streams, and at an endpoint: a kind and a few fields of
+// bytes.
 //
 // On the wire: 4 bytes length of what follows, 1 byte kind, then each field with 4 bytes length before it; integers are
 // little endian. In front of the first message from a host stands kGreeting, because login scripts may print.
@@ -45,6 +45,7 @@ struct Message {
   bool operator==(const Message&) const = default;
 };
 
+// The bytes of the message on the wire.
 std::string encode(const Message& message);
 
 // Collects bytes and gives out whole messages. Pure.
@@ -55,12 +56,12 @@ class MessageReader {
   void feed(std::string_view bytes);
   // The next whole message; none until more bytes come. Throws CommError for bytes that no ds-launch sends.
   std::optional<Message> next();
-  bool greeted() const { return greeted_; }  // has the other side said that it is a ds-launch?
+  bool greeted() const { return greeted_; }  // whether the other side has said that it is a ds-launch
 
  private:
   std::string bytes_;
   size_t begin_ = 0;
-  bool greeted_;  // false: what comes before kGreeting is dropped
+  bool greeted_;  // false: bytes before kGreeting are dropped
 };
 
 }  // namespace ds::launcher

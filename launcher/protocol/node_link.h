@@ -13,9 +13,10 @@
 
 namespace ds::launcher {
 
+// The time of the steady clock in nanoseconds.
 int64_t steady_nanoseconds();
 
-// Puts what ranks and ds-launch say into messages.
+// Puts the output of ranks and ds-launch into messages.
 class NodeConsole : public Console {
  public:
   NodeConsole();  // says the greeting
@@ -24,6 +25,7 @@ class NodeConsole : public Console {
   void send(const Message& message);
 };
 
+// The stream of messages to and from the first ds-launch.
 class NodeLink {
  public:
   using Clock = std::chrono::steady_clock;
@@ -41,10 +43,10 @@ class NodeLink {
   int fd() const { return lost_ ? -1 : fd_; }
   bool lost() const { return lost_; }
 
-  // From now on so many seconds of silence count as a lost connection; 0: no limit. An order to stop the ranks
+  // Makes so many seconds of silence from now on count as a lost connection; 0: no limit. An order to stop the ranks
   // (SIGSTOP) suspends the limit until the next message.
   void limit_silence(double seconds, Clock::time_point now = Clock::now());
-  std::optional<Clock::time_point> silence_deadline() const;  // to call read() at
+  std::optional<Clock::time_point> silence_deadline() const;  // when to call read()
 
  private:
   void take_bytes(Clock::time_point now);

@@ -7,50 +7,117 @@
 namespace ds::launcher {
 namespace {
 
-class FieldWriter {
+// Reads or writes the fields of a message in one order, so that one describe() of a struct serves both ways.
+class MessageFields {
  public:
-  explicit FieldWriter(MessageKind kind) { message_.kind = kind; }
-  FieldWriter& text(const std::string& value) {
-    message_.fields.push_back(value);
-    return *this;
+  // Reads the fields of `message`, which outlives the reader.
+  explicit MessageFields(const Message& message) : read_(&message) {}
+  // Writes a message of that kind.
+  explicit MessageFields(MessageKind kind) { written_.kind = kind; }
+
+  void field(std::string& value) {
+    if (!reading()) {
+      written_.fields.push_back(value);
+      return;
+    }
+    require<CommError>(at_ < read_->fields.size(), "a message of ds-launch is too short; are both of one version?");
+    value = read_->fields[at_++];
   }
-  template <class Number>
-  FieldWriter& number(Number value) {
-    return text(cat(value));
+  void field(int64_t& value) {
+    std::string text = reading() ? "" : cat(value);
+    field(text);
+    if (reading()) value = number_field(*read_, at_ - 1);
   }
-  FieldWriter& list(const std::vector<std::string>& values) {
-    number(values.size());
-    for (const std::string& value : values) text(value);
-    return *this;
+  void field(int& value) {
+    int64_t number = value;
+    field(number);
+    value = static_cast<int>(number);
   }
-  Message take() { return std::move(message_); }
+  void field(bool& value) {
+    int64_t number = value ? 1 : 0;
+    field(number);
+    value = number != 0;
+  }
+  // A list is its length and its elements.
+  template <class T>
+  void field(std::vector<T>& values) {
+    auto left = static_cast<int64_t>(values.size());
+    field(left);
+    if (!reading()) {
+      for (T& value : values) field(value);
+      return;
+    }
+    for (values.clear(); left > 0; --left) field(values.emplace_back());
+  }
+  // Seconds travel as whole milliseconds.
+  void seconds(double& value) {
+    auto milliseconds = static_cast<int64_t>(value * 1e3);
+    field(milliseconds);
+    if (reading()) value = static_cast<double>(milliseconds) / 1e3;
+  }
+
+  Message take() { return std::move(written_); }
 
  private:
-  Message message_;
-};
+  bool reading() const { return read_ != nullptr; }
 
-class FieldReader {
- public:
-  explicit FieldReader(const Message& message) : message_(message) {}
-  const std::string& text() {
-    require<CommError>(at_ < message_.fields.size(), "a message of ds-launch is too short; are both of one version?");
-    return message_.fields[at_++];
-  }
-  int64_t number() {
-    text();
-    return number_field(message_, at_ - 1);
-  }
-  int integer() { return static_cast<int>(number()); }
-  std::vector<std::string> list() {
-    std::vector<std::string> values;
-    for (int64_t left = number(); left > 0; --left) values.push_back(text());
-    return values;
-  }
-
- private:
-  const Message& message_;
+  const Message* read_ = nullptr;
   size_t at_ = 0;
+  Message written_;
 };
+
+void describe(MessageFields& message, CheckRequest& request) {
+  message.field(request.folder);
+  message.field(request.host);
+  message.field(request.first);
+  message.field(request.slots);
+  message.field(request.master_addr);
+  message.seconds(request.link_timeout);
+  message.field(request.pid_file);
+  message.field(request.words);
+  message.field(request.environment);
+}
+
+void describe(MessageFields& message, CheckReply& reply) {
+  message.field(reply.launcher_hash);
+  message.field(reply.program_hash);
+  message.field(reply.program);
+  message.field(reply.address);
+  message.field(reply.port);
+  message.field(reply.exit_code);
+  message.field(reply.problems);
+  message.field(reply.notes);
+}
+
+void describe(MessageFields& message, StartRequest& request) {
+  message.field(request.node);
+  message.field(request.nodes);
+  message.field(request.first_rank);
+  message.field(request.world_size);
+  message.field(request.master_addr);
+  message.field(request.master_port);
+}
+
+void describe(MessageFields& message, FailureMessage& failure) {
+  message.field(failure.exit_code);
+  message.field(failure.when);
+  message.field(failure.lines);
+}
+
+template <class Content>
+Message write_message(MessageKind kind, Content content) {
+  MessageFields fields(kind);
+  describe(fields, content);
+  return fields.take();
+}
+
+template <class Content>
+Content read_message(const Message& message) {
+  Content content;
+  MessageFields fields(message);
+  describe(fields, content);
+  return content;
+}
 
 }  // namespace
 
@@ -63,98 +130,14 @@ int64_t number_field(const Message& message, size_t index) {
   return value;
 }
 
-Message to_message(const CheckRequest& request) {
-  std::vector<std::string> slots;
-  for (int slot : request.slots) slots.push_back(cat(slot));
-  return FieldWriter(MessageKind::kCheck)
-      .text(request.folder)
-      .text(request.host)
-      .number(request.first ? 1 : 0)
-      .list(slots)
-      .text(request.master_addr)
-      .number(static_cast<int64_t>(request.link_timeout * 1e3))
-      .text(request.pid_file)
-      .list(request.words)
-      .list(request.environment)
-      .take();
-}
+Message to_message(const CheckRequest& request) { return write_message(MessageKind::kCheck, request); }
+Message to_message(const CheckReply& reply) { return write_message(MessageKind::kChecked, reply); }
+Message to_message(const StartRequest& request) { return write_message(MessageKind::kStart, request); }
+Message to_message(const FailureMessage& failure) { return write_message(MessageKind::kFailure, failure); }
 
-CheckRequest check_request(const Message& message) {
-  FieldReader fields(message);
-  CheckRequest request;
-  request.folder = fields.text();
-  request.host = fields.text();
-  request.first = fields.number() != 0;
-  for (int64_t left = fields.number(); left > 0; --left) request.slots.push_back(fields.integer());
-  request.master_addr = fields.text();
-  request.link_timeout = static_cast<double>(fields.number()) / 1e3;
-  request.pid_file = fields.text();
-  request.words = fields.list();
-  request.environment = fields.list();
-  return request;
-}
-
-Message to_message(const CheckReply& reply) {
-  return FieldWriter(MessageKind::kChecked)
-      .text(reply.launcher_hash)
-      .text(reply.program_hash)
-      .text(reply.program)
-      .text(reply.address)
-      .number(reply.port)
-      .number(reply.exit_code)
-      .list(reply.problems)
-      .list(reply.notes)
-      .take();
-}
-
-CheckReply check_reply(const Message& message) {
-  FieldReader fields(message);
-  CheckReply reply;
-  reply.launcher_hash = fields.text();
-  reply.program_hash = fields.text();
-  reply.program = fields.text();
-  reply.address = fields.text();
-  reply.port = fields.integer();
-  reply.exit_code = fields.integer();
-  reply.problems = fields.list();
-  reply.notes = fields.list();
-  return reply;
-}
-
-Message to_message(const StartRequest& request) {
-  return FieldWriter(MessageKind::kStart)
-      .number(request.node)
-      .number(request.nodes)
-      .number(request.first_rank)
-      .number(request.world_size)
-      .text(request.master_addr)
-      .number(request.master_port)
-      .take();
-}
-
-StartRequest start_request(const Message& message) {
-  FieldReader fields(message);
-  StartRequest request;
-  request.node = fields.integer();
-  request.nodes = fields.integer();
-  request.first_rank = fields.integer();
-  request.world_size = fields.integer();
-  request.master_addr = fields.text();
-  request.master_port = fields.integer();
-  return request;
-}
-
-Message to_message(const FailureMessage& failure) {
-  return FieldWriter(MessageKind::kFailure).number(failure.exit_code).number(failure.when).list(failure.lines).take();
-}
-
-FailureMessage failure_message(const Message& message) {
-  FieldReader fields(message);
-  FailureMessage failure;
-  failure.exit_code = fields.integer();
-  failure.when = fields.number();
-  failure.lines = fields.list();
-  return failure;
-}
+CheckRequest check_request(const Message& message) { return read_message<CheckRequest>(message); }
+CheckReply check_reply(const Message& message) { return read_message<CheckReply>(message); }
+StartRequest start_request(const Message& message) { return read_message<StartRequest>(message); }
+FailureMessage failure_message(const Message& message) { return read_message<FailureMessage>(message); }
 
 }  // namespace ds::launcher

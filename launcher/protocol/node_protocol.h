@@ -1,7 +1,9 @@
-// The contents of the longer messages between ds-launch processes. Pure.
+// The contents of the longer messages between ds-launch processes, and the clock difference that short ones measure.
+// Pure.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -9,7 +11,7 @@
 
 namespace ds::launcher {
 
-// The first thing that a host hears: what it will be asked to run, for it to look whether it can.
+// The first message to a host: what it will be asked to run, so that it can check whether it can.
 struct CheckRequest {
   std::string folder;              // where to run
   std::string host;                // its name in the hostfile
@@ -22,16 +24,18 @@ struct CheckRequest {
   std::vector<std::string> environment;  // entries to set over the login's
 };
 
+// The answer to a CheckRequest.
 struct CheckReply {
   std::string launcher_hash, program_hash;  // file_hash()
   std::string program;                      // the file that was found
   std::string address;                      // of the first host: where rank 0 can be reached
   int port = 0;                             // of the first host
-  int exit_code = 0;                        // not 0: it cannot run the ranks
-  std::vector<std::string> problems;        // why
-  std::vector<std::string> notes;           // for the user, all the same
+  int exit_code = 0;                        // not 0: the host cannot run the ranks
+  std::vector<std::string> problems;        // why the host cannot run the ranks
+  std::vector<std::string> notes;           // for the user, though all is well
 };
 
+// The order to start the ranks.
 struct StartRequest {
   int node = 0, nodes = 1;
   int first_rank = 0, world_size = 1;
@@ -51,13 +55,33 @@ Message to_message(const CheckReply& reply);
 Message to_message(const StartRequest& request);
 Message to_message(const FailureMessage& failure);
 
-// Throw CommError when the message has another shape.
+// The contents of a message. Throw CommError when it has another shape.
 CheckRequest check_request(const Message& message);
 CheckReply check_reply(const Message& message);
 StartRequest start_request(const Message& message);
 FailureMessage failure_message(const Message& message);
 
-// A field that is a number. Throws CommError.
+// The value of a field that is a number. Throws CommError when it is none.
 int64_t number_field(const Message& message, size_t index);
+
+// The time by which another host's steady clock is ahead of ours, from questions and answers.
+class ClockDifference {
+ public:
+  // Takes an answer: asked and received at these times of our clock, answered at that time of the other one;
+  // nanoseconds. The answer with the shortest way there and back counts: it is wrong by half of that at most.
+  void take(int64_t asked, int64_t answered, int64_t received) {
+    if (received - asked >= round_trip_) return;
+    round_trip_ = received - asked;
+    ahead_ = answered - (asked + round_trip_ / 2);
+  }
+
+  // The time of our clock when the other one shows `there`, and the other way round.
+  int64_t here(int64_t there) const { return there - ahead_; }
+  int64_t there(int64_t here) const { return here + ahead_; }
+
+ private:
+  int64_t round_trip_ = std::numeric_limits<int64_t>::max();
+  int64_t ahead_ = 0;
+};
 
 }  // namespace ds::launcher

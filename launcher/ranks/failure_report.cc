@@ -3,13 +3,19 @@
 #include <sys/wait.h>
 
 #include <csignal>
+#include <filesystem>
 
+#include "core/flight_job.h"
 #include "core/text.h"
 #include "launcher/command_line/core_list.h"
+#include "launcher/command_line/shell_words.h"
 #include "launcher/processes/exit_cause.h"
+#include "launcher/program/rank_environment.h"
 
 namespace ds::launcher {
 namespace {
+
+namespace fs = std::filesystem;
 
 // SIGKILL of the rank itself, or of the last command of a shell that is the rank.
 bool was_killed(int status) { return exit_code_of(status) == 128 + SIGKILL; }
@@ -48,6 +54,18 @@ std::string rank_list_text(const std::vector<int>& ranks) {
   std::string list;
   for (char c : core_list_text(ranks)) list += c == ',' ? std::string(", ") : std::string(1, c);
   return cat(ranks.size() == 1 ? "rank " : "ranks ", list);
+}
+
+std::string flight_folder(const std::vector<std::string>& environment) {
+  const auto variable = [&](const char* name) { return environment_value(environment, name); };
+  return fs::path(flight_base(variable)) / variable(kFlightJobVariable).value_or("");
+}
+
+std::vector<std::string> flight_lines(const std::string& folder, const std::string& host) {
+  std::error_code error;  // none there, or not ours
+  if (fs::directory_iterator(folder, error) == fs::directory_iterator()) return {};
+  return {
+      cat("what the ranks", host.empty() ? "" : cat(" on ", host), " did last: ds-tool explain ", shell_word(folder))};
 }
 
 }  // namespace ds::launcher

@@ -1,4 +1,4 @@
-// What the user reads when a rank failed. Pure.
+// The text that the user reads when a rank failed. Pure, but for flight_lines().
 #pragma once
 
 #include <sys/types.h>
@@ -21,13 +21,21 @@ struct Failure {
   OomCounters before = {}, after = {};  // at the start of the job, and when the rank was found dead
 };
 
-// "rank 3 (pid 4711) failed: killed by SIGSEGV (...); peak memory 1.2 GiB".
+// The cause of a failure in one line: "rank 3 (pid 4711) failed: killed by SIGSEGV (...); peak memory 1.2 GiB".
 std::string cause_line(const Failure& failure);
 
 // The last lines of the rank, under a heading, indented.
 std::vector<std::string> last_lines_report(const Failure& failure, const LastLines& lines);
 
-// "ranks 0-2, 5" or "rank 7".
+// A list of ranks as text: "ranks 0-2, 5" or "rank 7".
 std::string rank_list_text(const std::vector<int>& ranks);
+
+// The folder of the flight records of ranks with this environment; see core/flight_job.h. Pure, but for the user's id
+// and whether the temporary folder is there.
+std::string flight_folder(const std::vector<std::string>& environment);
+
+// Lines that tell the user how to see what the ranks did last; none where they have left no records in `folder`.
+// `host`: what messages call this machine; empty: the only one.
+std::vector<std::string> flight_lines(const std::string& folder, const std::string& host);
 
 }  // namespace ds::launcher

@@ -17,7 +17,7 @@
 #include "launcher/processes/exit_cause.h"
 #include "launcher/processes/handled_signals.h"
 #include "launcher/processes/rank_process.h"
-#include "launcher/ranks/flight_line.h"
+#include "launcher/ranks/failure_report.h"
 
 namespace ds::launcher {
 namespace {
@@ -176,7 +176,7 @@ void Job::ask_program_to_end() {
   if (!restart_asked_) notices_.warning("cannot make ", plan_.restart_file, ": ", std::strerror(errno));
 }
 
-// As after a failure of one's own, but nothing that the ranks do now counts as one.
+// Ends the ranks like a failure here does, but no failure of a rank counts from now on.
 void Job::end_for_others(const std::string& why, Ending ending) {
   notices_.debug(why);
   if (ending_ == Ending::kNot) ending_ = ending;

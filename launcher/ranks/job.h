@@ -1,6 +1,6 @@
 // The ranks of one launch, from the first fork to the exit code. One thread, one poll loop.
 //
-// With a FirstLauncher, the first ds-launch of many, orders come from there as well, and failures are told there.
+// A job with a FirstLauncher (the first ds-launch of many) takes its orders as well, and tells it failures.
 //
 // Note [Who failed first]
 // When a rank dies, the others soon fail too, because their peer is gone. Several deaths may wait when the loop wakes
@@ -32,13 +32,13 @@ struct JobPlan {
   std::vector<std::string> joined_files;               // one for each rank, see joined_ranks.h; or empty
   std::vector<std::vector<int>> cpus;                  // one for each rank, or empty: not bound
   std::string launch_id;
-  std::string flight_folder;  // of the ranks' flight records, see flight_line.h
+  std::string flight_folder;  // the ranks' flight records, see failure_report.h
   std::string rank_log_dir;
   double failure_grace_seconds = 5;
   double signal_grace_seconds = 30;  // 0: no limit
-  int first_rank = 0;                // of these ranks among all
+  int first_rank = 0;                // the first of these ranks among all
   std::string host;                  // what messages call this machine; empty: it is the only one
-  FirstLauncher* first = nullptr;    // when it is another one than this; outlives the job
+  FirstLauncher* first = nullptr;    // null when it is this ds-launch; outlives the job
   std::string restart_file;          // see core/restart_request.h; empty: none
 };
 
@@ -111,7 +111,7 @@ class Job {
   bool killed_ = false;
   bool restart_asked_ = false;
   bool output_loss_said_ = false;
-  Deadline deadline_;  // to kill what is left
+  Deadline deadline_;  // when to kill what is left
 };
 
 }  // namespace ds::launcher

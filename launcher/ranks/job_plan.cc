@@ -9,12 +9,11 @@
 #include "launcher/command_line/core_list.h"
 #include "launcher/machine/accelerators.h"
 #include "launcher/machine/core_binding.h"
-#include "launcher/machine/gpu_nodes.h"
 #include "launcher/machine/rendezvous_port.h"
 #include "launcher/processes/orphan_guard.h"
 #include "launcher/program/program_path.h"
 #include "launcher/program/rank_environment.h"
-#include "launcher/ranks/flight_line.h"
+#include "launcher/ranks/failure_report.h"
 
 namespace ds::launcher {
 namespace {

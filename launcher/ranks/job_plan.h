@@ -1,4 +1,4 @@
-// From options to what a Job runs on this machine.
+// Makes the plan of a Job on this machine from the options.
 #pragma once
 
 #include <optional>
@@ -11,7 +11,7 @@
 
 namespace ds::launcher {
 
-// This machine as one of many hosts.
+// The place of this machine among many hosts.
 struct NodePlace {
   std::string host;  // what messages call it
   int node = 0, nodes = 1;
@@ -21,25 +21,26 @@ struct NodePlace {
   std::string flight_job;  // empty: the launch id
 };
 
-// `slots`: one rank for each, on the GPU of that number where there are GPUs; absent: what the options and the GPUs
-// say. `place`: absent when there is only this machine; else address and port are settled. Throws ProgramError,
-// ConfigError or UsageError when the ranks cannot run here.
+// Makes the plan. `slots`: one rank for each, on the GPU of that number where there are GPUs; absent: what the options
+// and the GPUs say. `place`: absent when there is only this machine; else address and port are settled. Throws
+// ProgramError, ConfigError or UsageError when the ranks cannot run here.
 JobPlan plan_job(const Options& options, const std::vector<std::string>& environment,
                  const std::optional<std::vector<int>>& slots, const std::optional<NodePlace>& place, Notices& notices);
 
-// The file that the program is, with the PATH of `environment`. Throws ProgramError.
+// The file of the program, found with the PATH of `environment`. Throws ProgramError.
 std::string find_program_in(const Options& options, const std::vector<std::string>& environment);
 
-// What --include can choose from on a machine without a hostfile: its GPUs, or the cores where there are none.
+// The number of slots that --include can choose from on a machine without a hostfile: its GPUs, or the cores where
+// there are none.
 int count_local_slots(const std::vector<std::string>& environment);
 
-// The visible GPUs and the cores of this machine.
+// The numbers of visible GPUs and of cores of this machine.
 int count_local_gpus(const std::vector<std::string>& environment);
 int count_local_cores();
-// Ranks that plan_job will start here without slots.
+// The number of ranks that plan_job() will start here without slots.
 int count_ranks_here(const Options& options, const std::vector<std::string>& environment);
 
-// What the user should know about `slots` on this machine; empty: nothing. Throws ConfigError for a slot without a GPU.
+// A note for the user about `slots` on this machine; empty: none. Throws ConfigError for a slot without a GPU.
 std::string check_slots(const std::vector<int>& slots, const std::vector<std::string>& environment);
 
 }  // namespace ds::launcher

@@ -1,4 +1,4 @@
-// Which ranks have come to the others; see core/files/joined_file.h.
+// Tells which ranks have joined the others; see core/files/joined_file.h.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@ namespace ds::launcher {
 
 class JoinedRanks {
  public:
-  // The file of each rank; empty: it is not known which ranks have met.
+  // `files`: the file of each rank; empty: it is not known which ranks have joined.
   explicit JoinedRanks(std::vector<std::string> files) : files_(std::move(files)) {}
   JoinedRanks(const JoinedRanks&) = delete;
   JoinedRanks& operator=(const JoinedRanks&) = delete;

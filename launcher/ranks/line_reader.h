@@ -1,4 +1,4 @@
-// Cutting a rank's output into lines. Pure.
+// Cuts a rank's output into lines. Pure.
 #pragma once
 
 #include <cstddef>
@@ -12,21 +12,21 @@ namespace ds::launcher {
 // Longer lines are cut there, so that a program that never ends a line cannot fill the memory.
 inline constexpr size_t kLongestLine = 1 << 20;
 
-// Collects bytes and gives out whole lines, without their end. Of a line that was redrawn with carriage returns only
-// the last drawing is given: "10 %\r20 %\n" is "20 %".
+// Collects bytes and gives out whole lines, without their end. A line that was redrawn with carriage returns is given
+// as last drawn: "10 %\r20 %\n" is "20 %".
 class LineReader {
  public:
   using Take = std::function<void(std::string_view line)>;
 
   void feed(std::string_view bytes, const Take& take);
-  void finish(const Take& take);  // gives out what has no end yet
+  void finish(const Take& take);  // gives out the line that has no end yet
 
  private:
   std::string line_;
 };
 
-// The last lines of a rank, for the report of its failure. Without the frames of stacks, which come after what they
-// belong to and would drive it out.
+// The last lines of a rank, for the report of its failure. Frames of stacks are left out: they follow the line that
+// they belong to, and would drive it out.
 class LastLines {
  public:
   static constexpr size_t kCount = 20;
@@ -34,7 +34,7 @@ class LastLines {
 
   void add(std::string_view line);
   const std::deque<std::string>& lines() const { return lines_; }
-  // Frames that were left out among these lines, or before where there is no earlier line.
+  // The number of frames that were left out after these lines, and before the first line of all.
   size_t frames() const;
 
  private:

@@ -21,7 +21,8 @@ class OutputRelay {
  public:
   // With a folder, YYYYmmddHHMMSS_rankN.log is opened there for each rank (the folder is made when absent): IoError
   // when that fails.
-  // `first_rank`: of this machine's ranks, which are counted from 0 here, among all; `host`: shown beside the rank.
+  // `first_rank`: the number among all of this machine's first rank; ranks are counted from 0 here. `host`: shown
+  // beside the rank.
   OutputRelay(Console& console, int ranks, const std::string& log_folder, int first_rank = 0,
               const std::string& host = "");
 
@@ -33,13 +34,13 @@ class OutputRelay {
 
   void append_waits(std::vector<pollfd>& waits) const;  // none while the console is backed up
   void handle(const pollfd& ready);
-  void drain(int rank);  // all that the rank has written so far
+  void drain(int rank);  // takes all that the rank has written so far
   void drain_all();
   void finish();  // gives out unfinished lines; nothing is read afterwards
 
   void resize_terminals() const;  // after SIGWINCH
   const LastLines& last_lines(int rank) const { return last_lines_[static_cast<size_t>(rank)]; }
-  // What went wrong with log files, once each; empty when all is well.
+  // Returns trouble with log files, each once; empty when all is well.
   std::string take_trouble();
 
  private:
@@ -49,7 +50,7 @@ class OutputRelay {
     bool terminal;
     UniqueFd fd;
     LineReader lines;
-    std::string held;  // of rank 0, not on a terminal: not yet a whole line
+    std::string held;  // rank 0, not on a terminal: the begin of an unfinished line
   };
   struct Log {
     UniqueFd fd;

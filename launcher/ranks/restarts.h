@@ -1,4 +1,4 @@
-// How often a job has started again, and how often it may.
+// Counts how often a job has started again, and how often it may.
 #pragma once
 
 #include <string>
@@ -12,12 +12,12 @@ class Restarts {
  public:
   explicit Restarts(int most) : most_(most) {}
 
-  // Counts one after a failure and says which it is; false when none is left.
+  // Counts a restart after a failure and tells the user its number; false when none is left.
   bool after_failure(Notices& notices);
-  // One that does not count among them: the hosts of the job have changed.
+  // Counts a start because the hosts of the job have changed, which is no restart after a failure.
   void with_other_hosts() { ++starts_; }
 
-  int starts() const { return starts_; }  // after the first
+  int starts() const { return starts_; }  // starts after the first one
 
   // Variables for the ranks: DS_RESTART_COUNT, and what torchrun calls TORCHELASTIC_RESTART_COUNT (failures only) and
   // TORCHELASTIC_MAX_RESTARTS.

@@ -12,6 +12,7 @@
 #include "comm/collective.h"
 #include "core/check.h"
 #include "tests/comm/reduction_reference.h"
+#include "tests/support/borrowed.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::test {
@@ -28,9 +29,7 @@ const std::vector<at::ScalarType> kFloatTypes = {at::kFloat, at::kBFloat16, at::
 
 // run_ranks with a communicator that reducers can hold.
 void on_threads(int world, const std::function<void(const std::shared_ptr<Communicator>&)>& body) {
-  run_ranks(world, [&](Communicator& communicator) {
-    body(std::shared_ptr<Communicator>(&communicator, [](Communicator*) {}));  // outlives the body
-  });
+  run_ranks(world, [&](Communicator& communicator) { body(borrowed(communicator)); });
 }
 
 at::Tensor decoded(const at::Tensor& values, int bits, at::ScalarType dtype) {

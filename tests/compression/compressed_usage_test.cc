@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
+#include "tests/support/thrown.h"
 
 namespace ds::engine {
 namespace {
@@ -267,12 +268,14 @@ std::string refusal_of(const ordered_json& config, const std::vector<ParameterGr
   std::string message = "none";
   run_ranks(1, [&](comm::Communicator& communicator) {
     SmallNet model;
-    try {
-      initialize(
-          {.model = model.ptr(), .config = config, .parameter_groups = groups, .communicator = borrowed(communicator)});
-    } catch (const std::exception& error) {
-      message = error.what();
-    }
+    message = test::thrown_by(
+        [&] {
+          initialize({.model = model.ptr(),
+                      .config = config,
+                      .parameter_groups = groups,
+                      .communicator = borrowed(communicator)});
+        },
+        "none");
   });
   return message;
 }

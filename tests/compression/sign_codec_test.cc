@@ -13,6 +13,7 @@
 #include "core/check.h"
 #include "tests/compression/sign_codec_checks.h"
 #include "tests/optim/vector_targets.h"
+#include "tests/support/thrown.h"
 
 namespace ds::compression {
 namespace {
@@ -281,14 +282,7 @@ TEST(SignCodec, TakesNothing) {
   }
 }
 
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "not refused";
-}
+std::string refusal(const std::function<void()>& call) { return test::thrown_by<UsageError>(call, "not refused"); }
 
 TEST(SignCodec, RefusesRangesThatDoNotFit) {
   EXPECT_NE(refusal([] { SignCodec({{0, 4}, {4, 4}}, 16); }).find("multiple of 8"), std::string::npos);

@@ -5,6 +5,7 @@
 
 #include "tests/config/parse_text.h"
 #include "tests/config/scratch_file.h"
+#include "tests/support/thrown.h"
 
 namespace ds::engine::config {
 namespace {
@@ -13,12 +14,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 std::string refusal(const ConfigSource& source) {
-  try {
-    parse(source);
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "";
+  return test::thrown_by<ConfigError>([&] { parse(source); }, "");
 }
 
 TEST(ConfigSource, ReadsAFileAsPeopleWriteIt) {

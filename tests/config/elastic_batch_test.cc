@@ -8,6 +8,7 @@
 #include <fstream>
 
 #include "tests/config/parse_text.h"
+#include "tests/support/thrown.h"
 
 namespace ds::engine::config {
 namespace {
@@ -82,12 +83,7 @@ constexpr const char* kNew = "{elasticity: {enabled: true, max_train_batch_size:
 DsConfig parse_elastic(const std::string& text, const ParseOptions& options) { return parse(object_of(text), options); }
 
 std::string elastic_refusal(const std::string& text, const ParseOptions& options) {
-  try {
-    parse_elastic(text, options);
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "";
+  return test::thrown_by<ConfigError>([&] { parse_elastic(text, options); }, "");
 }
 
 TEST(Elasticity, KeepsTheBatchOnAllValidWorldSizes) {

@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "core/json/hjson.h"
 #include "dsengine/config.h"
+#include "tests/support/thrown.h"
 
 namespace ds::engine::config {
 
@@ -24,12 +25,7 @@ inline DsConfig parse_text(const std::string& hjson, const ParseOptions& options
 
 // The message of the ConfigError that parse_text throws; empty: it throws none.
 inline std::string refusal_of(const std::string& hjson, const ParseOptions& options = {}) {
-  try {
-    parse_text(hjson, options);
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "";
+  return test::thrown_by<ConfigError>([&] { parse_text(hjson, options); }, "");
 }
 
 // The warnings joined, one a line.

@@ -12,6 +12,7 @@
 #include "tests/support/file_text.h"
 #include "tests/support/metric_writer.h"
 #include "tests/support/scratch_folder.h"
+#include "tests/support/thrown.h"
 
 namespace ds::efficiency {
 namespace {
@@ -22,14 +23,7 @@ using testing::HasSubstr;
 using testing::StartsWith;
 using testing::UnorderedElementsAre;
 
-std::string refusal_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const IoError& error) {
-    return error.what();
-  }
-  return "";
-}
+std::string refusal_of(const std::function<void()>& action) { return test::thrown_by<IoError>(action, ""); }
 
 template <class T>
 void round_trip(const test::ScratchFolder& folder, const std::vector<std::vector<T>>& rows) {

@@ -13,6 +13,7 @@
 #include "core/text.h"
 #include "dsengine/comm.h"
 #include "dsengine/engine.h"
+#include "tests/support/borrowed.h"
 
 namespace ds::engine {
 
@@ -76,10 +77,7 @@ inline double largest_difference(const State& a, const State& b) {
   return largest;
 }
 
-// A communicator that the test's thread owns.
-inline std::shared_ptr<comm::Communicator> borrowed(comm::Communicator& communicator) {
-  return {std::shared_ptr<void>(), &communicator};
-}
+using test::borrowed;
 
 // Stage 3: a bucket for every parameter, and none stays.
 inline nlohmann::ordered_json small_config(int stage, int accumulation) {

@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "tests/pipeline/layered_model.h"
+#include "tests/support/borrowed.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::pipeline {
@@ -30,7 +31,7 @@ TEST(TiedParameters, AModifierRankIsRefusedOnEveryStageAndTheRestCanBeChanged) {
     test::run_ranks(2, [&](comm::Communicator& world) {
       const auto model =
           std::make_shared<PipelineModule>(layers_of(4, /*tied=*/true), PipelineOptions{.loss = cross_entropy});
-      const std::shared_ptr<comm::Communicator> ranks(&world, [](comm::Communicator*) {});
+      const auto ranks = test::borrowed(world);
       const auto engine =
           engine::initialize({.model = model, .config = two_stages(zero_stage), .communicator = ranks}).engine;
       std::vector<at::Tensor> tied;

@@ -12,6 +12,7 @@
 #include "core/text.h"
 #include "tests/gpu/nccl_ranks.h"
 #include "tests/pipeline/pipeline_job.h"
+#include "tests/support/borrowed.h"
 
 namespace ds::pipeline {
 namespace {
@@ -47,7 +48,7 @@ TEST_P(GpuPipeline, TrainsAsPlainTorchDoes) {
   const Training job{.depth = 6, .tied = true, .steps = kSteps, .data_ranks = data_ranks};
   const Curve wanted = train_plainly(job);
   test::on_gpus(stages * data_ranks, [&](comm::Communicator& world, at::Device device) {
-    const std::shared_ptr<comm::Communicator> ranks(&world, [](comm::Communicator*) {});
+    const auto ranks = test::borrowed(world);
     const auto model =
         std::make_shared<PipelineModule>(layers_of(job.depth, job.tied), PipelineOptions{.loss = cross_entropy});
     const auto engine = engine::initialize({.model = model,
@@ -72,7 +73,7 @@ TEST_P(GpuPipeline, TrainsAsPlainTorchDoes) {
 // into it together, and skip it.
 void expect_a_skipped_step(const nlohmann::json& config, int depth, const std::function<void(engine::Engine&)>& apart) {
   test::on_gpus(2, [&](comm::Communicator& world, at::Device device) {
-    const std::shared_ptr<comm::Communicator> ranks(&world, [](comm::Communicator*) {});
+    const auto ranks = test::borrowed(world);
     const auto factor = std::make_shared<double>(1.0);
     const auto loss = [factor](const at::Tensor& logits, const at::Tensor& labels) {
       return cross_entropy(logits, labels) * *factor;

@@ -14,6 +14,7 @@
 #include "tests/gpu/device_run.h"
 #include "tests/gpu/nccl_ranks.h"
 #include "tests/support/thread_ranks.h"
+#include "tests/support/thrown.h"
 
 namespace ds::engine {
 namespace {
@@ -61,12 +62,11 @@ INSTANTIATE_TEST_SUITE_P(Grid, GpuTraining, ::testing::ValuesIn(device_cells()),
 // Empty: files of this kind can be used here. A machine with a GPU may forbid io_uring or have no disk for direct IO.
 std::string why_no_files() {
   const auto folder = on_disk()["nvme_path"].get<std::string>();
-  try {
-    const offload::AioFile probe(folder, "probe", offload::AioFile::alignment(), {}, "the folder of the test");
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "";
+  return test::thrown_by<ConfigError>(
+      [&] {
+        const offload::AioFile probe(folder, "probe", offload::AioFile::alignment(), {}, "the folder of the test");
+      },
+      "");
 }
 
 TEST_P(GpuTraining, DoesWhatTheCpuDoes) {

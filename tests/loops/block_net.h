@@ -12,6 +12,7 @@
 
 #include "core/text.h"
 #include "dsengine/comm.h"
+#include "tests/support/borrowed.h"
 
 namespace ds::test {
 
@@ -151,11 +152,6 @@ inline double largest_difference(const NamedValues& found, const NamedValues& ex
         std::max(largest, (same->second.to(torch::kDouble) - value.to(torch::kDouble)).abs().max().item<double>());
   }
   return largest;
-}
-
-// A communicator that the test's thread owns.
-inline std::shared_ptr<comm::Communicator> borrowed(comm::Communicator& communicator) {
-  return {std::shared_ptr<void>(), &communicator};
 }
 
 }  // namespace ds::test

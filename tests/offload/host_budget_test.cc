@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "offload/host_budget.h"
 #include "tests/support/scratch_folder.h"
+#include "tests/support/thrown.h"
 
 namespace ds::offload {
 namespace {
@@ -149,12 +150,8 @@ TEST(HostBudget, ThisHostSaysSomething) {
 }
 
 std::string refusal(const HostMemoryNeed& need, const HostMemoryRoom& room) {
-  try {
-    require_host_memory(need, "optimizer states (zero_optimization.offload_optimizer)", room);
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "";
+  return test::thrown_by<ConfigError>(
+      [&] { require_host_memory(need, "optimizer states (zero_optimization.offload_optimizer)", room); }, "");
 }
 
 TEST(HostBudget, RanksOfAHostShareItsLimitsAndHaveTheirOwn) {

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
+#include "tests/support/thrown.h"
 
 namespace ds::optimizers {
 namespace {
@@ -163,12 +164,7 @@ TEST(LrSchedule, OneCycleLeavesTheBetasOfAnOptimizerWithoutThem) {
 
 template <class Options>
 std::string error_of(const Options& options) {
-  try {
-    make_lr_schedule(options, std::vector<GroupOptions>(3), true);
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
+  return test::thrown_by<ConfigError>([&] { make_lr_schedule(options, std::vector<GroupOptions>(3), true); });
 }
 
 TEST(LrSchedule, NamesTheKeyOfABadValue) {

@@ -9,6 +9,7 @@
 #include "optim/muon.h"
 #include "optim/slice_update.h"
 #include "tests/optim/sharded_model.h"
+#include "tests/support/thrown.h"
 
 namespace ds::optimizers {
 namespace {
@@ -284,12 +285,7 @@ TEST(NAdam, TheProductOfMomentaIsThatOfTheStepsAlsoWithoutSlices) {
 
 template <class Error = UsageError, class Action>
 std::string error_of(Action action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
+  return test::thrown_by<Error>(action);
 }
 
 TEST(Errors, SayWhatWasExpected) {

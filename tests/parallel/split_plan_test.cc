@@ -4,6 +4,7 @@
 
 #include "dsengine/errors.h"
 #include "dsengine/parallel.h"
+#include "tests/support/thrown.h"
 
 namespace ds::parallel {
 namespace {
@@ -66,12 +67,7 @@ TEST(SplitPlan, OneRankSplitsNothing) {
 }
 
 std::string error_of(const std::vector<SplitRule>& rules) {
-  try {
-    plan_splits(kModel, rules, 2);
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return {};
+  return test::thrown_by<UsageError>([&] { plan_splits(kModel, rules, 2); }, "");
 }
 
 TEST(SplitPlan, RulesThatCannotBeMeantAreErrors) {

@@ -19,6 +19,7 @@
 #include "tests/support/process_ranks.h"
 #include "tests/support/small_disk.h"
 #include "tests/support/thread_ranks.h"
+#include "tests/support/thrown.h"
 
 namespace ds::engine {
 namespace {
@@ -46,13 +47,12 @@ State mega_step(Engine& engine, MegaNet& model) {
 
 // Saves, waits, and returns the message of the failure.
 std::string failure_of(Engine& engine, const std::string& dir, const std::string& tag, bool asynchronous) {
-  try {
-    engine.save_checkpoint(dir, tag, {.asynchronous = asynchronous});
-    engine.wait_for_checkpoint();
-  } catch (const IoError& error) {
-    return error.what();
-  }
-  return {};
+  return test::thrown_by<IoError>(
+      [&] {
+        engine.save_checkpoint(dir, tag, {.asynchronous = asynchronous});
+        engine.wait_for_checkpoint();
+      },
+      "");
 }
 
 TEST(CheckpointDisk, AFullOne) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tests/pipeline/pipeline_job.h"
+#include "tests/support/borrowed.h"
 
 namespace ds::pipeline::pipeline_batch_norm {
 namespace {
@@ -103,7 +104,7 @@ Trained trained_in_pipeline(const Variant& variant) {
   test::run_ranks(4, [&](comm::Communicator& world) {
     torch::set_num_threads(1);
     const auto model = std::make_shared<PipelineModule>(norm_layers(), PipelineOptions{.loss = squares});
-    const std::shared_ptr<comm::Communicator> ranks(&world, [](comm::Communicator*) {});
+    const auto ranks = test::borrowed(world);
     const auto engine = engine::initialize({.model = model, .config = config, .communicator = ranks}).engine;
     int64_t next = 0;
     for (int step = 0; step < kNormSteps; ++step) {

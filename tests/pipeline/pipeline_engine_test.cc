@@ -9,6 +9,7 @@
 
 #include "core/check.h"
 #include "tests/pipeline/pipeline_job.h"
+#include "tests/support/borrowed.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::pipeline {
@@ -212,7 +213,7 @@ TEST(PipelineEngine, ConfigsThatCannotRunAreRefused) {
   speculative["zero_optimization"]["offload_optimizer"] = {{"device", "cpu"}, {"super_offload", true}};
   EXPECT_THAT(refusal(speculative, 2), HasSubstr("super_offload"));
   test::run_ranks(2, [](comm::Communicator& world) {
-    const std::shared_ptr<comm::Communicator> ranks(&world, [](comm::Communicator*) {});
+    const auto ranks = test::borrowed(world);
     EXPECT_THAT(
         [&] {
           engine::initialize({.model = Mixer("m").ptr(), .config = config_of(2, "1f1b", 1), .communicator = ranks});
@@ -297,7 +298,7 @@ TEST(PipelineEngine, ReadsTheTrainingDataOfTheEngine) {
     std::vector<double> found;
     test::run_ranks(stages, [&](comm::Communicator& world) {
       const auto model = std::make_shared<PipelineModule>(layers_of(4, true), PipelineOptions{.loss = cross_entropy});
-      const std::shared_ptr<comm::Communicator> ranks(&world, [](comm::Communicator*) {});
+      const auto ranks = test::borrowed(world);
       auto parts = engine::initialize(
           {.model = model, .config = config_of(stages, "1f1b", 1), .training_data = Data(), .communicator = ranks});
       for (int step = 0; step < 4; ++step) {  // one and a half epochs

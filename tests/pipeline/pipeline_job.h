@@ -10,6 +10,7 @@
 
 #include "core/check.h"
 #include "tests/pipeline/layered_model.h"
+#include "tests/support/borrowed.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::pipeline {
@@ -55,7 +56,7 @@ inline void run(const Job& job, const std::function<void(Rank&)>& body) {
     torch::set_num_threads(1);
     const auto model =
         std::make_shared<PipelineModule>(job.layers ? job.layers() : layers_of(4, job.tied), job.options);
-    const std::shared_ptr<comm::Communicator> ranks(&world, [](comm::Communicator*) {});
+    const auto ranks = test::borrowed(world);
     auto parts = engine::initialize({.model = model, .config = job.config, .communicator = ranks});
     Rank rank{*parts.engine, world.rank()};
     body(rank);

@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "tests/pipeline/layered_model.h"
+#include "tests/support/borrowed.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::pipeline {
@@ -48,7 +49,7 @@ std::vector<double> losses_with(const NonFiniteRun& job, std::vector<std::string
     torch::set_num_threads(1);
     const auto model =
         std::make_shared<PipelineModule>(layers_of(4, true), PipelineOptions{.loss = poisoned_cross_entropy});
-    const std::shared_ptr<comm::Communicator> ranks(&world, [](comm::Communicator*) {});
+    const auto ranks = test::borrowed(world);
     const auto engine = engine::initialize({.model = model, .config = config, .communicator = ranks}).engine;
     const int data_rank = engine->communicator().rank();
     const auto step = [&](int64_t number, int64_t beyond) {

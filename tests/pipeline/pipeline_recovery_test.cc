@@ -16,6 +16,7 @@
 
 #include "core/check.h"
 #include "tests/pipeline/pipeline_job.h"
+#include "tests/support/borrowed.h"
 
 namespace ds::pipeline {
 namespace {
@@ -217,7 +218,7 @@ TEST(PipelineRecovery, TrainingDataWithAShorterLastBatchIsRefused) {
     nlohmann::json config = config_of(tried.stages, "1f1b", 1);
     config["dataloader_drop_last"] = tried.drop_last;
     test::run_ranks(2, [&](comm::Communicator& world) {
-      const std::shared_ptr<comm::Communicator> ranks(&world, [](comm::Communicator*) {});
+      const auto ranks = test::borrowed(world);
       const auto start = [&](engine::TrainingData data) {
         const auto model = std::make_shared<PipelineModule>(
             layers_of(4, true), PipelineOptions{.loss = cross_entropy, .dynamic_shape = tried.dynamic});
@@ -255,7 +256,7 @@ TEST(PipelineRecovery, PipelinesThatMeasureLayersAreCutAlike) {
     const auto model = std::make_shared<PipelineModule>(
         layers,
         PipelineOptions{.loss = cross_entropy, .partition = "profile", .profile_inputs = tokens_of(0, 0).inputs});
-    const std::shared_ptr<comm::Communicator> ranks(&world, [](comm::Communicator*) {});
+    const auto ranks = test::borrowed(world);
     const auto engine =
         engine::initialize({.model = model, .config = config_of(2, "1f1b", 1), .communicator = ranks}).engine;
     Rank rank{*engine, world.rank()};

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tests/pipeline/layered_model.h"
+#include "tests/support/borrowed.h"
 #include "tests/support/grid.h"
 #include "tests/support/thread_ranks.h"
 
@@ -37,7 +38,7 @@ std::vector<RankCurve> train(const Training& job, int stages, const nlohmann::js
     torch::set_num_threads(1);
     const auto model =
         std::make_shared<PipelineModule>(layers_of(job.depth, job.tied), PipelineOptions{.loss = cross_entropy});
-    const std::shared_ptr<comm::Communicator> ranks(&world, [](comm::Communicator*) {});
+    const auto ranks = test::borrowed(world);
     auto parts = engine::initialize({.model = model, .config = config, .communicator = ranks});
     engine::Engine& engine = *parts.engine;
     RankCurve& curve = curves[static_cast<size_t>(world.rank())];

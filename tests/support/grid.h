@@ -1,4 +1,5 @@
-// Which cells of a grid of cases a test runs: all of them with DS_TEST_GRID=all in the environment (`scripts/run_tests
+// Chooses the cells of a grid of cases that a test runs: all of them with DS_TEST_GRID=all in the environment
+// (`scripts/run_tests
 // --all`), every N-th from cell K on with DS_TEST_GRID=K/N (a piece of the grid: `scripts/run_tests --piece K/N`; the
 // pieces 0/N to N-1/N are the whole), otherwise a sample in which every combination of values of any two axes (or any
 // three) occurs. What breaks for one combination of that many settings is then found by the sample; what takes more

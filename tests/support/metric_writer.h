@@ -60,7 +60,7 @@ struct MetricPaths {
   std::string index_to_metric;
 };
 
-// Of a metric whose value for sample i is values[i].
+// Writes the files of a metric whose value for sample i is values[i].
 inline MetricPaths write_metric(const std::string& folder, const std::string& name,
                                 const std::vector<int64_t>& values) {
   std::map<int64_t, std::vector<uint32_t>> samples;

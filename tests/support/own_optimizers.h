@@ -86,7 +86,7 @@ class OwnMomentum : public OwnOptimizer {
   }
 };
 
-// The same, but for what it writes.
+// A momentum in a state of the program's own, which writes nothing.
 struct SilentState : torch::optim::OptimizerCloneableParamState<SilentState> {
   at::Tensor speed;
 };
@@ -133,7 +133,7 @@ class Forgets : public OwnOptimizer {
   }
 };
 
-// Of its own class, or torch's, in float64.
+// An optimizer that keeps float64 states, in a class of its own or in torch's.
 template <class State>
 class Doubles : public OwnOptimizer {
   using OwnOptimizer::OwnOptimizer;
@@ -163,7 +163,7 @@ class ClipsLargeNorms : public OwnOptimizer {
   }
 };
 
-// As Adafactor: matrices by the means of rows and columns, if they are large.
+// Scales large matrices by the means of their rows and columns, like Adafactor.
 class FactorsLargeMatrices : public OwnOptimizer {
   using OwnOptimizer::OwnOptimizer;
   void update(at::Tensor& parameter, double lr) override {
@@ -189,7 +189,7 @@ class RoundsInBlocks : public OwnOptimizer {
   }
 };
 
-// As LARS: by the norms of a parameter and its gradient.
+// Scales by the norms of a parameter and its gradient, like LARS.
 class NormScaled : public OwnOptimizer {
   using OwnOptimizer::OwnOptimizer;
   void update(at::Tensor& parameter, double lr) override {

@@ -19,7 +19,7 @@
 
 namespace ds::testing {
 
-// What a body knows of itself.
+// The facts that a body knows of itself.
 class ProcessRank {
  public:
   ProcessRank(int rank, int world_size, std::string folder)

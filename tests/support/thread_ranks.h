@@ -37,7 +37,7 @@ class RankFailure : public std::runtime_error {
 
 namespace internal {
 
-// What the threads of one run_ranks share.
+// The state that the threads of one run_ranks() share.
 class Run {
  public:
   explicit Run(int world) : running_(world) {}

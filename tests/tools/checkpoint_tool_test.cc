@@ -19,7 +19,7 @@
 #include "tests/support/scratch_folder.h"
 #include "tests/tools/command_outcome.h"
 #include "tools/checkpoint/command_line.h"
-#include "tools/checkpoint/convert_command.h"
+#include "tools/checkpoint/commands.h"
 #include "tools/checkpoint/text_columns.h"
 
 namespace ds::checkpoint::tool {

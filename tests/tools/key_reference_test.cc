@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "config/supported.h"
-#include "tools/explained_keys.h"
 
 namespace ds::tool {
 namespace {

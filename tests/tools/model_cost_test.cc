@@ -8,9 +8,8 @@
 #include <vector>
 
 #include "core/check.h"
-#include "tools/data_parallel_cost.h"
+#include "tools/collective_cost.h"
 #include "tools/machine.h"
-#include "tools/stage_layout.h"
 
 namespace ds::tool {
 namespace {

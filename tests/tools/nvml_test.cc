@@ -1,4 +1,4 @@
-#include "tools/report/nvml.h"
+#include "tools/report/libraries.h"
 
 #include <gmock/gmock.h>
 

@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 
 #include "tests/support/scratch_folder.h"
-#include "tools/report/vector_target.h"
 
 namespace ds::tool::report {
 namespace {

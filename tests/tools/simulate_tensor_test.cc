@@ -6,10 +6,9 @@
 #include <utility>
 
 #include "tests/tools/simulated_case.h"
-#include "tools/data_parallel_cost.h"
+#include "tools/collective_cost.h"
 #include "tools/model_cost.h"
 #include "tools/simulate_command.h"
-#include "tools/tensor_cost.h"
 
 namespace ds::tool {
 namespace {

@@ -9,7 +9,7 @@
 #include "tests/config/scratch_file.h"
 #include "tests/tools/command_outcome.h"
 #include "tools/check_command.h"
-#include "tools/parameter_shapes.h"
+#include "tools/split_parameters.h"
 
 namespace ds::tool {
 namespace {

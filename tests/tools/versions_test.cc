@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 
 #include "tests/support/scratch_folder.h"
-#include "tools/report/build_facts.h"
 #include "tools/report/kernel_text.h"
 
 namespace ds::tool::report {

@@ -1,4 +1,4 @@
-// What rank 0 prints: the table of nccl-tests, or one JSON object.
+// The output of rank 0: the table of nccl-tests, or one JSON object.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@ namespace ds::tool::bench {
 
 // One kind of call at one size.
 struct Measurement {
-  double microseconds = 0;  // of a call, mean over iterations and ranks
+  double microseconds = 0;  // a call takes; mean over iterations and ranks
   double algbw = 0;         // 10^9 bytes a second
   double busbw = 0;
-  std::optional<int64_t> wrong;  // elements, of all ranks; absent: not looked at
+  std::optional<int64_t> wrong;  // elements with a wrong value, on all ranks; absent: not checked
 };
 
 struct Row {
@@ -25,7 +25,7 @@ struct Row {
   std::optional<Measurement> out_of_place, in_place;  // absent: there is no such call
 };
 
-// What all rows have in common.
+// The facts that all rows share.
 struct BenchSetting {
   std::string version;
   std::string choice;              // BackendChoice::reason
@@ -41,7 +41,7 @@ void print_setting(const BenchSetting& setting, std::ostream& out);
 void print_heading(Operation operation, std::ostream& out);
 void print_row(const Row& row, const BenchSetting& setting, std::ostream& out);
 
-// Mean of the bandwidths of an operation's rows, over sizes, in and out of place; 0 for none.
+// The mean busbw of an operation over all sizes, in and out of place; 0 where there is no row.
 double mean_busbw(const std::vector<Row>& rows, Operation operation);
 int64_t total_wrong(const std::vector<Row>& rows);
 int exit_code_of(const std::vector<Row>& rows);  // 1 when something was wrong, else 0

@@ -1,18 +1,15 @@
 #include "tools/checkpoint/command_line.h"
 
 #include <CLI/CLI.hpp>
-#include <sstream>
 #include <string>
 
 #include "core/check.h"
 #include "core/shown_text.h"
 #include "dsengine/weights.h"
 #include "launcher/command_line/number_flags.h"
-#include "tools/checkpoint/convert_command.h"
-#include "tools/checkpoint/diff_command.h"
-#include "tools/checkpoint/inspect_command.h"
+#include "tools/checkpoint/commands.h"
 #include "tools/checkpoint/location.h"
-#include "tools/checkpoint/verify_command.h"
+#include "tools/command_line.h"
 
 namespace ds::checkpoint::tool {
 namespace {
@@ -96,14 +93,7 @@ int run(int argc, const char* const* argv, std::ostream& out, std::ostream& err)
       ->check(real_number(0));
   diff->add_flag("--weights", arguments.diff.weights_only, "Compare weights and buffers only");
   add_convert(app, arguments);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    std::ostringstream text;
-    const int code = app.exit(error, out, text);
-    err << shown_message(text.str());
-    return code == 0 ? kFine : kFailed;
-  }
+  if (const auto code = ds::tool::parse_command_line(app, argc, argv, out, err)) return *code;
   try {
     const int code = execute(app, arguments, out);
     out.flush();

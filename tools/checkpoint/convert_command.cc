@@ -1,4 +1,4 @@
-#include "tools/checkpoint/convert_command.h"
+#include "tools/checkpoint/commands.h"
 
 #include <filesystem>
 #include <map>

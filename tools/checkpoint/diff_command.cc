@@ -1,4 +1,4 @@
-#include "tools/checkpoint/diff_command.h"
+#include "tools/checkpoint/commands.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/abs.h>
@@ -158,7 +158,7 @@ std::vector<std::vector<std::string>> state_differences(const json& a, const jso
   return rows;
 }
 
-// What describes the run rather than where training stands.
+// Takes out the entries that describe the run, and leaves those that say where training stands.
 json take_layout(json& state) {
   json layout = json::object();
   for (const char* key : {"world_size", "pipeline_stages", "tensor_ranks", "zero_stage", "config"}) {

@@ -1,4 +1,4 @@
-#include "tools/checkpoint/inspect_command.h"
+#include "tools/checkpoint/commands.h"
 
 #include <c10/core/ScalarType.h>
 

@@ -1,4 +1,4 @@
-// What a path given to ds-tool checkpoint stands for.
+// The meaning of a path that is given to `ds-tool checkpoint`.
 #pragma once
 
 #include <string>
@@ -15,8 +15,9 @@ struct Location {
   std::vector<std::string> tags;  // of that save_dir, in the order of their steps
 };
 
-// `path`: a save_dir (a folder with a file `latest`), which stands for the tag named there, or what Location::folder
-// is. Throws IoError: no such path, a `latest` that names no folder; a save_dir without `latest`, with its tags.
+// Finds the checkpoint at `path`: a save_dir (a folder with a file `latest`), which stands for the tag named there, or
+// what Location::folder is. Throws IoError: no such path, a `latest` that names no folder; a save_dir without `latest`,
+// with its tags.
 Location locate(const std::string& path);
 
 }  // namespace ds::checkpoint::tool

@@ -1,4 +1,4 @@
-#include "tools/checkpoint/verify_command.h"
+#include "tools/checkpoint/commands.h"
 
 #include <memory>
 #include <string>
@@ -12,7 +12,7 @@
 namespace ds::checkpoint::tool {
 namespace {
 
-// What opening and reading all of it finds.
+// The damage that shows when everything is opened and read.
 std::vector<Damage> read_all(const Location& location) {
   std::unique_ptr<Source> source;
   try {

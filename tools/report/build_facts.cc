@@ -1,6 +1,6 @@
-#include "tools/report/build_facts.h"
-
 #include <ds_revision.h>  // written by the build: cmake/WriteRevision.cmake
+
+#include "tools/report/versions.h"
 
 namespace ds::tool::report {
 

@@ -1,4 +1,4 @@
-// Running a program for what it prints, with a time limit.
+// Runs a program for its output, with a time limit.
 #pragma once
 
 #include <chrono>

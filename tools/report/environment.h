@@ -10,13 +10,14 @@
 
 namespace ds::tool::report {
 
-// Does it? Those of dsengine, of the launcher, and of the libraries below. Pure.
+// Whether the variable is one of them: those of dsengine, of the launcher, and of the libraries below. Pure.
 bool changes_behaviour(std::string_view name);
 
-// The names and values of such entries of "NAME=value", sorted by name. A value whose name says that it is a secret
-// (a token, a key, a password) is replaced. Pure.
+// The names and values of the entries that change behaviour, among entries "NAME=value", sorted by name. A value whose
+// name says that it is a secret (a token, a key, a password) is replaced. Pure.
 std::vector<std::pair<std::string, std::string>> telling_variables(const std::vector<std::string>& environment);
 
+// The environment of this process, as "NAME=value".
 std::vector<std::string> own_environment();
 
 Section describe(const std::vector<std::pair<std::string, std::string>>& variables);

@@ -59,7 +59,7 @@ int usable_devices() {
   return c10::impl::hasDeviceGuardImpl(c10::kCUDA) ? c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount() : 0;
 }
 
-// Of the NCCL that LibTorch has loaded by now.
+// The version of the NCCL that LibTorch has loaded by now; empty: none.
 std::string nccl_version() {
   void* const nccl = ::dlopen("libnccl.so.2", RTLD_LAZY | RTLD_NOLOAD);
   if (nccl == nullptr) return "";

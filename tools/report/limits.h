@@ -24,8 +24,8 @@ struct FileSystemRoom {
 struct MemoryFacts {
   int64_t total = 0, available = 0, swap_total = 0, swap_free = 0;  // /proc/meminfo
   std::optional<int64_t> cgroup_limit;
-  int64_t takeable = 0;        // what offload may still take (offload/host_budget.h)
-  std::string takeable_limit;  // what says so
+  int64_t takeable = 0;        // bytes that offload may still take (offload/host_budget.h)
+  std::string takeable_limit;  // the limit that decides this
 };
 
 struct Limits {
@@ -38,15 +38,16 @@ struct Limits {
   std::string uring_refusal;              // why a ring could not be set up; empty: it could
   std::optional<int64_t> overcommit;      // vm.overcommit_memory
   bool infiniband = false;                // an RDMA device is there
-  bool container = false;                 // as far as it shows
+  bool container = false;                 // the process runs in a container, as far as it can tell
 };
 
-// A line of /proc/self/limits: "Max open files            20000                20000                files". Pure.
+// Parses the limit `name` in the text of /proc/self/limits: "Max open files            20000                20000
+// files". Pure.
 ProcessLimit parse_limit(std::string_view limits, std::string_view name);
 // The word in brackets of "always [madvise] never". Pure.
 std::string chosen_word(std::string_view text);
 
-// Everything, from the files below `root`; the ring is set up for real.
+// Reads all limits from the files below `root`, and tries to set up an io_uring.
 Limits read_limits(const std::filesystem::path& root = "/");
 Section describe(const Limits& limits);
 

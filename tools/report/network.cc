@@ -17,7 +17,7 @@
 namespace ds::tool::report {
 namespace {
 
-// Of TEST-NET-1 (RFC 5737): nobody's, so the route to it is the default one.
+// An address of TEST-NET-1 (RFC 5737), which is nobody's: the route to it is the default route.
 constexpr const char* kAnywhere = "192.0.2.1";
 
 std::string address_text(const sockaddr& address) {

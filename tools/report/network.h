@@ -21,9 +21,10 @@ struct Interface {
   int64_t mtu = 0;
 };
 
-// In the kernel's order. `root` is prepended to /sys/class/net; addresses are those of this process's network.
+// The interfaces in the kernel's order. `root` is prepended to /sys/class/net; addresses are those of this process's
+// network.
 std::vector<Interface> read_interfaces(const std::filesystem::path& root = "/");
-// State, speed and MTU from /sys/class/net. Pure but for the files.
+// Reads state, speed and MTU of an interface from /sys/class/net. Pure but for the files.
 Interface link_facts(const std::string& name, const std::filesystem::path& root);
 
 // A choice among the interfaces, and the reason.
@@ -32,15 +33,16 @@ struct Choice {
   std::string reason;
 };
 
-// Value of an environment variable; absent or empty: not set.
+// Reads environment variables; an absent or empty one is not set.
 using Variables = comm::EnvironmentReader;
 
-// As comm/backends/factory.cc and comm/gloo/gloo_backend.cc choose between hosts. `own_address`: the address from which
-// this host reaches the one that is given; "" where it cannot be told. Pure.
+// The interface that comm/backends/factory.cc and comm/gloo/gloo_backend.cc choose between hosts. `own_address`:
+// returns the address from which this host reaches a given one; "" where it cannot be told. Pure.
 Choice gloo_choice(const std::vector<Interface>& interfaces, const Variables& variables,
                    const std::function<std::string(const std::string&)>& own_address);
-// As NCCL's src/misc/socket.cc: NCCL_SOCKET_IFNAME ("eth,ib", "=eth0", "^docker"), else ib*, else what is neither
-// docker*, lo* nor virbr*, else docker*, lo*, virbr*. Interfaces without an address count for nothing. Pure.
+// The interfaces that NCCL's src/misc/socket.cc chooses: NCCL_SOCKET_IFNAME ("eth,ib", "=eth0", "^docker"), else ib*,
+// else what is neither docker*, lo* nor virbr*, else docker*, lo*, virbr*. Interfaces without an address count for
+// nothing. Pure.
 Choice nccl_choice(const std::vector<Interface>& interfaces, const Variables& variables);
 
 Section describe(const std::vector<Interface>& interfaces, const Choice& gloo, const Choice& nccl);

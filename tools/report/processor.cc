@@ -11,7 +11,6 @@
 #include "launcher/machine/core_binding.h"
 #include "offload/host_budget.h"
 #include "tools/report/kernel_text.h"
-#include "tools/report/vector_target.h"
 
 namespace ds::tool::report {
 namespace {

@@ -16,7 +16,7 @@ struct CpuInfo {
   int sockets = 0;
   int cores = 0;                          // physical ones
   int threads = 0;                        // logical CPUs
-  std::vector<std::string> vector_flags;  // of those that matter to kernels: avx2, avx512f, amx_bf16, asimd, sve ...
+  std::vector<std::string> vector_flags;  // the flags that matter to kernels: avx2, avx512f, amx_bf16, asimd, sve ...
 };
 
 struct NumaNode {
@@ -25,10 +25,16 @@ struct NumaNode {
   int64_t bytes = 0, free_bytes = 0;
 };
 
-// The text of /proc/cpuinfo, of x86 or Arm. What it does not say is 0 or empty. Pure.
+// Parses the text of /proc/cpuinfo, of x86 or Arm. What it does not say is 0 or empty. Pure.
 CpuInfo parse_cpuinfo(std::string_view text);
-// /sys/devices/system/node, in order; empty where the kernel knows none.
+// The nodes in /sys/devices/system/node, in order; empty where the kernel knows none.
 std::vector<NumaNode> numa_nodes(const std::filesystem::path& root = "/");
+
+// The best instruction set among those that the vector kernels are compiled for ("AVX3_SPR", "AVX2", "SSE2") and that
+// this machine has.
+std::string vector_target();
+// All instruction sets of the vector kernels that run here, the best first.
+std::vector<std::string> vector_targets();
 
 struct Processor {
   CpuInfo info;

@@ -1,7 +1,9 @@
-#include "tools/report/report_command.h"
-
+// `ds-tool report`: what a bug report needs to say of the machine. Torch-free; LibTorch and the driver are asked by
+// child processes, whose failures are part of the report.
 #include <ctime>
 #include <filesystem>
+#include <iostream>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <vector>
 
@@ -9,11 +11,11 @@
 #include "comm/meeting/host_identity.h"
 #include "core/check.h"
 #include "launcher/machine/accelerators.h"
+#include "tools/commands.h"
 #include "tools/report/environment.h"
 #include "tools/report/libraries.h"
 #include "tools/report/limits.h"
 #include "tools/report/network.h"
-#include "tools/report/nvml.h"
 #include "tools/report/processor.h"
 #include "tools/report/section.h"
 #include "tools/report/versions.h"
@@ -26,6 +28,11 @@ using nlohmann::ordered_json;
 
 constexpr int kFine = 0;
 constexpr int kFailed = 2;
+
+struct ReportOptions {
+  bool json = false;          // one JSON object instead of text
+  bool devices_only = false;  // in the child that asks the driver: see ask_devices()
+};
 
 Machine look() {
   const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe");
@@ -80,8 +87,7 @@ void print_json(const std::vector<Section>& sections, const std::vector<std::str
   out << json.dump(2, ' ', false, ordered_json::error_handler_t::replace) << '\n';
 }
 
-}  // namespace
-
+// Prints to `out`, errors to `err`. Returns the exit code: 0, or 2 when it cannot be written.
 int run(const ReportOptions& options, std::ostream& out, std::ostream& err) {
   try {
     if (options.devices_only) {
@@ -99,4 +105,16 @@ int run(const ReportOptions& options, std::ostream& out, std::ostream& err) {
   }
 }
 
+}  // namespace
 }  // namespace ds::tool::report
+
+void ds::tool::add_report(CLI::App& app, Command& chosen) {
+  const auto options = std::make_shared<report::ReportOptions>();
+  CLI::App* flags =
+      app.add_subcommand("report",
+                         "Describes this machine for a bug report: versions, devices, CPUs, backends, network, limits, "
+                         "environment, and what to change. Sends nothing anywhere.");
+  flags->add_flag("--json", options->json, "Print one JSON object");
+  flags->add_flag("--devices_only", options->devices_only)->group("");  // for the child that asks the driver
+  flags->callback([options, &chosen] { chosen = [options] { return report::run(*options, std::cout, std::cerr); }; });
+}

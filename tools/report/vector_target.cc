@@ -1,8 +1,8 @@
-#include "tools/report/vector_target.h"
-
 #include <hwy/highway.h>
 
 #include <cstdint>
+
+#include "tools/report/processor.h"
 
 namespace ds::tool::report {
 

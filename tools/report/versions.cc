@@ -8,7 +8,6 @@
 #include <sstream>
 
 #include "core/text.h"
-#include "tools/report/build_facts.h"
 #include "tools/report/child_process.h"
 #include "tools/report/kernel_text.h"
 
@@ -19,7 +18,7 @@ namespace fs = std::filesystem;
 
 constexpr auto kCompilerLimit = std::chrono::seconds(5);
 
-// As the shell finds it, else where the toolkit's own installer puts it.
+// Finds nvcc as the shell does, else where the toolkit's own installer puts it; empty: none.
 fs::path find_nvcc() {
   std::error_code ignored;
   const char* path = std::getenv("PATH");

@@ -1,4 +1,4 @@
-// What was built, with what, and what it runs on.
+// The section on versions: of this program, its compiler and libraries, and the system it runs on.
 #pragma once
 
 #include <filesystem>
@@ -9,6 +9,16 @@
 #include "tools/report/section.h"
 
 namespace ds::tool::report {
+
+// How this program was built.
+struct BuildFacts {
+  std::string version;   // dsengine's
+  std::string revision;  // from git, with "-dirty" where files differed; empty when the sources were no git tree
+  std::string compiler;  // "GNU 12.2.0"
+  std::string type;      // "Release"
+  std::string cuda;      // "CUDA 13.0.88, NCCL 2.28.9" when libdsengine_cuda was built beside it, else empty
+};
+BuildFacts build_facts();
 
 // "Debian GNU/Linux 12 (bookworm)" from the text of /etc/os-release; empty when it does not say. Pure.
 std::string distribution(std::string_view os_release);

@@ -1,4 +1,4 @@
-// What is likely to stop a training or slow it down on this machine, and what to change. Pure.
+// Warnings about what is likely to stop a training or slow it down on this machine, with what to change. Pure.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -17,8 +17,8 @@ struct Machine {
   Limits limits;
   std::vector<Interface> interfaces;
   Choice gloo, nccl;
-  nlohmann::ordered_json libraries, devices;  // as libraries.h
-  Variables variables;                        // of the environment
+  nlohmann::ordered_json libraries, devices;  // answers of ask_libraries() and ask_devices()
+  Variables variables;                        // reads the environment
 };
 
 std::vector<std::string> warnings_of(const Machine& machine);

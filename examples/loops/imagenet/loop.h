@@ -1,4 +1,4 @@
-// What both loops of this folder have in common: how long they run, their seed, and top-1 accuracy.
+// The common ground of both loops of this folder: how long they run, their seed, and top-1 accuracy.
 #pragma once
 
 #include <torch/torch.h>

@@ -16,6 +16,7 @@
 #include "core/files/safetensors.h"
 #include "dsengine/weights.h"
 #include "tests/support/scratch_folder.h"
+#include "tests/support/thrown.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -155,12 +156,7 @@ class DamagedFolder : public testing::Test {
   }
 
   static std::string error_of(const fs::path& folder) {
-    try {
-      open(folder.string());
-    } catch (const IoError& error) {
-      return error.what();
-    }
-    return "no error";
+    return test::thrown_by<IoError>([&] { open(folder.string()); });
   }
 };
 

@@ -7,6 +7,7 @@
 #include <random>
 
 #include "core/check.h"
+#include "tests/support/thrown.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -21,12 +22,7 @@ Pickle pickle_of(const std::string& code) {
 }
 
 std::string error_of(const std::string& code) {
-  try {
-    pickle_of(code);
-  } catch (const IoError& error) {
-    return error.what();
-  }
-  return "no error";
+  return test::thrown_by<IoError>([&] { pickle_of(code); });
 }
 
 std::string bytes(std::initializer_list<int> values) {

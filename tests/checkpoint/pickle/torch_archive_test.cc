@@ -13,6 +13,7 @@
 #include "core/files/safetensors.h"
 #include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"
+#include "tests/support/thrown.h"
 
 namespace ds::checkpoint {
 namespace {
@@ -24,12 +25,7 @@ const std::string kValues = std::string(DS_SOURCE_DIR) + "/tests/checkpoint/deep
 
 template <class Call>
 std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const IoError& error) {
-    return error.what();
-  }
-  return "no error";
+  return test::thrown_by<IoError>(call);
 }
 
 std::string refusal_of(const std::string& path) {

@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "tests/comm/reduction_reference.h"
 #include "tests/support/store_threads.h"
+#include "tests/support/thrown.h"
 
 namespace ds::comm {
 namespace {
@@ -41,12 +42,8 @@ Transport transport_of(const std::vector<int>& ranks_per_host, c10::DeviceType d
 }
 
 std::string refusal_of(const std::vector<int>& ranks_per_host, c10::DeviceType device, Backend backend) {
-  try {
-    choose_backend(meeting_of(ranks_per_host), device, backend);
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "not refused";
+  return test::thrown_by<ConfigError>([&] { choose_backend(meeting_of(ranks_per_host), device, backend); },
+                                      "not refused");
 }
 
 TEST(ParseBackend, EveryNameReadsBack) {

@@ -14,6 +14,7 @@
 #include "core/check.h"
 #include "tests/comm/meeting/launcher_environment.h"
 #include "tests/support/process_ranks.h"
+#include "tests/support/thrown.h"
 
 namespace ds::test {
 namespace {
@@ -85,12 +86,7 @@ DS_PROCESS_TEST(RendezvousProcesses, AStoreThatEndsEarlyIsNoTimeLimit, .world_si
 }
 
 std::string refusal(std::chrono::milliseconds timeout) {
-  try {
-    comm::rendezvous({.timeout = timeout});
-    return "no error";
-  } catch (const CommError& error) {
-    return error.what();
-  }
+  return test::thrown_by<CommError>([&] { comm::rendezvous({.timeout = timeout}); });
 }
 
 // Two ranks of a job with a secret, and a process that would like to be one of them.

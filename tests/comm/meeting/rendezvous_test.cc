@@ -25,6 +25,7 @@
 #include "comm/meeting/tcp_meeting.h"
 #include "core/check.h"
 #include "tests/support/store_threads.h"
+#include "tests/support/thrown.h"
 
 namespace ds::comm {
 namespace {
@@ -44,12 +45,7 @@ RendezvousAddress parse(const std::string& init_method, const Variables& variabl
 
 template <class E>
 std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  }
-  return "no error";
+  return test::thrown_by<E>(call);
 }
 
 std::string refusal_of(const std::string& init_method, const Variables& variables = {}) {

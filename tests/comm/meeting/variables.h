@@ -8,6 +8,7 @@
 
 #include "comm/meeting/environment_reader.h"
 #include "core/check.h"
+#include "tests/support/thrown.h"
 
 namespace ds::comm {
 
@@ -29,13 +30,6 @@ inline Variables changed(Variables base, const Variables& changes) {
   return base;
 }
 
-inline std::string config_error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
-}
+inline std::string config_error_of(const std::function<void()>& call) { return test::thrown_by<ConfigError>(call); }
 
 }  // namespace ds::comm

@@ -8,20 +8,14 @@
 #include <string>
 
 #include "core/check.h"
+#include "tests/support/thrown.h"
 
 namespace ds::engine {
 namespace {
 
 using testing::HasSubstr;
 
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "";
-}
+std::string refusal(const std::function<void()>& call) { return test::thrown_by<UsageError>(call, ""); }
 
 std::string refusal(const CallOrder& order, Call call) {
   return refusal([&] { order.require(call); });

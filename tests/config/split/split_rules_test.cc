@@ -7,6 +7,7 @@
 
 #include "config/split/logical_cut.h"
 #include "tests/config/parse_text.h"
+#include "tests/support/thrown.h"
 
 namespace ds::engine {
 namespace {
@@ -59,12 +60,7 @@ std::vector<int64_t> dims_of(const std::string& keys, const Shapes& shapes) {
 }
 
 std::string refusal_of(const std::string& keys, const Shapes& shapes = kLlama) {
-  try {
-    split_rules(section_of(keys), shapes);
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "";
+  return test::thrown_by<ConfigError>([&] { split_rules(section_of(keys), shapes); }, "");
 }
 
 TEST(SplitRules, ByNamesOfHuggingFacesLlama) {

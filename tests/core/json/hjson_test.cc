@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 
 #include "core/check.h"
+#include "tests/support/thrown.h"
 
 namespace ds {
 namespace {
@@ -17,12 +18,7 @@ using ::testing::Not;
 ordered_json read(const std::string& text) { return parse_hjson(text, "test.json").root; }
 
 std::string refusal(const std::string& text) {
-  try {
-    parse_hjson(text, "test.json");
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "";
+  return test::thrown_by<ConfigError>([&] { parse_hjson(text, "test.json"); }, "");
 }
 
 TEST(Hjson, ReadsPlainJson) {

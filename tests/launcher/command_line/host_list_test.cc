@@ -5,8 +5,8 @@
 #include <fstream>
 
 #include "core/check.h"
-#include "tests/launcher/error_text.h"
 #include "tests/support/scratch_folder.h"
+#include "tests/support/thrown.h"
 
 namespace ds::launcher {
 namespace {
@@ -19,11 +19,11 @@ const std::vector<Host> kHosts = {
     {.name = "a", .slots = {0, 1, 2, 3}}, {.name = "b", .slots = {0, 1}}, {.name = "c", .slots = {0}}};
 
 std::string hostfile_error(const std::string& text) {
-  return testing::error_text([&] { parse_hostfile(text, "hosts"); });
+  return test::thrown_by<Error>([&] { parse_hostfile(text, "hosts"); });
 }
 
 std::string choice_error(Choice choice, const std::string& text) {
-  return testing::error_text([&] { choose_hosts(kHosts, choice, text); });
+  return test::thrown_by<Error>([&] { choose_hosts(kHosts, choice, text); });
 }
 
 TEST(HostList, ReadsAHostfile) {
@@ -34,7 +34,7 @@ TEST(HostList, ReadsAHostfile) {
 TEST(HostList, ReadsAListOfHosts) {
   EXPECT_EQ(parse_host_list("a:4,b:2,c:1", "-H"), kHosts);
   for (const char* text : {"a", "a:", "a:0", "a:x", ":2", "a:2,", "a:1,a:1", "-o:1"}) {
-    EXPECT_THAT(testing::error_text([&] { parse_host_list(text, "-H"); }), HasSubstr("-H: ")) << text;
+    EXPECT_THAT(test::thrown_by<Error>([&] { parse_host_list(text, "-H"); }), HasSubstr("-H: ")) << text;
   }
   EXPECT_TRUE(is_host_list("a:4,b:2"));
   EXPECT_FALSE(is_host_list("hosts"));
@@ -48,7 +48,7 @@ TEST(HostList, LimitsTheRanksOfAllHosts) {
   const std::vector<Host> five = limit_ranks(kHosts, 5, "-np");
   ASSERT_EQ(five.size(), 2U);
   EXPECT_THAT(five[1].slots, ElementsAre(0));
-  EXPECT_THAT(testing::error_text([] { limit_ranks(kHosts, 8, "-np"); }), HasSubstr("there are only 7 slots"));
+  EXPECT_THAT(test::thrown_by<Error>([] { limit_ranks(kHosts, 8, "-np"); }), HasSubstr("there are only 7 slots"));
 }
 
 TEST(HostList, NamesTheLineThatIsWrong) {
@@ -61,7 +61,7 @@ TEST(HostList, NamesTheLineThatIsWrong) {
               HasSubstr("hosts, line 3: host 'a' is already in line 1"));
   EXPECT_THAT(hostfile_error("-oProxyCommand slots=1\n"), HasSubstr("expected the name of a host"));
   EXPECT_THAT(hostfile_error("# nothing\n"), HasSubstr("found none"));
-  EXPECT_THAT(testing::error_text([] { read_hostfile("/no/such/hosts"); }),
+  EXPECT_THAT(test::thrown_by<Error>([] { read_hostfile("/no/such/hosts"); }),
               AllOf(HasSubstr("--hostfile /no/such/hosts"), HasSubstr("No such file")));
 }
 
@@ -84,7 +84,7 @@ TEST(HostList, ChoosesAmongNamesWithUsers) {
   EXPECT_THAT(choose_hosts(hosts, Choice::kInclude, "b@you@a@me"), ElementsAre(hosts[1], hosts[2], hosts[3]));
   EXPECT_THAT(choose_hosts(hosts, Choice::kExclude, "you@a:0@me@a@b"),
               ElementsAre(Host{.name = "you@a", .slots = {1}}, hosts[3]));
-  EXPECT_THAT(testing::error_text([&] { choose_hosts(hosts, Choice::kInclude, "they@a"); }),
+  EXPECT_THAT(test::thrown_by<Error>([&] { choose_hosts(hosts, Choice::kInclude, "they@a"); }),
               HasSubstr("there is no host 'they'; the hosts are me@a"));
 }
 
@@ -109,9 +109,9 @@ TEST(HostList, LimitsHostsAndSlots) {
               ElementsAre(Host{.name = "a", .slots = {0}}, Host{.name = "b", .slots = {0}}));
   EXPECT_EQ(limit_hosts(kHosts, {}, {}, "--num_gpus"), kHosts);
   EXPECT_EQ(count_slots(kHosts), 7);
-  EXPECT_THAT(testing::error_text([] { limit_hosts(kHosts, 4, {}, "--num_gpus"); }),
+  EXPECT_THAT(test::thrown_by<Error>([] { limit_hosts(kHosts, 4, {}, "--num_gpus"); }),
               HasSubstr("--num_nodes 4: there are only 3 hosts"));
-  EXPECT_THAT(testing::error_text([] { limit_hosts(kHosts, {}, 2, "--num_gpus"); }),
+  EXPECT_THAT(test::thrown_by<Error>([] { limit_hosts(kHosts, {}, 2, "--num_gpus"); }),
               HasSubstr("--num_gpus 2: host 'c' has only 1 slots"));
 }
 

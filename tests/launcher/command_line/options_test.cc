@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "launcher/command_line/launch_lines.h"
+#include "tests/support/thrown.h"
 
 namespace ds::launcher {
 namespace {
@@ -14,12 +15,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 std::string error_of(const std::vector<std::string>& words) {
-  try {
-    parse_options(words);
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
+  return test::thrown_by<ConfigError>([&] { parse_options(words); });
 }
 
 TEST(Options, EverythingFromTheProgramOnIsTheProgramsOwn) {

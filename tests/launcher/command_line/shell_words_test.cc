@@ -1,8 +1,8 @@
 #include "launcher/command_line/shell_words.h"
+#include "core/check.h"
+#include "tests/support/thrown.h"
 
 #include <gmock/gmock.h>
-
-#include "tests/launcher/error_text.h"
 
 namespace ds::launcher {
 namespace {
@@ -20,7 +20,7 @@ TEST(ShellWords, SplitsWordsAsAShell) {
   EXPECT_THAT(split_words(R"( -o "A B"  -F '/x y'/z a\ b "\"" '' )"),
               ElementsAre("-o", "A B", "-F", "/x y/z", "a b", "\"", ""));
   EXPECT_THAT(split_words(" "), IsEmpty());
-  EXPECT_THAT(testing::error_text([] { split_words("-o 'x"); }), HasSubstr("without end"));
+  EXPECT_THAT(test::thrown_by<Error>([] { split_words("-o 'x"); }), HasSubstr("without end"));
 }
 
 }  // namespace

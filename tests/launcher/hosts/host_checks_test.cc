@@ -2,9 +2,10 @@
 
 #include <gmock/gmock.h>
 
-#include "launcher/program/file_hash.h"
-#include "tests/launcher/error_text.h"
+#include "core/check.h"
+#include "launcher/program/own_program.h"
 #include "tests/support/scratch_folder.h"
+#include "tests/support/thrown.h"
 
 namespace ds::launcher {
 namespace {
@@ -59,7 +60,7 @@ TEST(FileHash, TellsFilesApart) {
   EXPECT_EQ(a.size(), 32u);
   EXPECT_NE(a, file_hash(folder.write("c", same + "y")));
   EXPECT_EQ(file_hash(folder.write("empty", "")), "99aa06d3014798d86001c324468d497f");  // of XXH3's own test vectors
-  EXPECT_THAT(testing::error_text([&] { file_hash(folder / "none"); }), HasSubstr("No such file"));
+  EXPECT_THAT(test::thrown_by<Error>([&] { file_hash(folder / "none"); }), HasSubstr("No such file"));
 }
 
 }  // namespace

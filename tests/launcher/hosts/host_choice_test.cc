@@ -3,8 +3,9 @@
 #include <gmock/gmock.h>
 #include <unistd.h>
 
-#include "tests/launcher/error_text.h"
+#include "core/check.h"
 #include "tests/support/scratch_folder.h"
+#include "tests/support/thrown.h"
 
 namespace ds::launcher {
 namespace {
@@ -23,7 +24,7 @@ HostChoice choose(std::vector<std::string> flags, const std::string& default_hos
 }
 
 std::string choice_trouble(const std::vector<std::string>& flags) {
-  return testing::error_text([&] { choose(flags); });
+  return test::thrown_by<Error>([&] { choose(flags); });
 }
 
 TEST(HostChoice, WithoutHostfileItIsThisMachine) {

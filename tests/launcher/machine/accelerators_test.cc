@@ -7,7 +7,7 @@
 #include <fstream>
 
 #include "core/check.h"
-#include "tests/launcher/error_text.h"
+#include "tests/support/thrown.h"
 
 namespace ds::launcher {
 namespace {
@@ -60,7 +60,7 @@ TEST(Accelerators, RanksSeeTheFirstDevices) {
 TEST(Accelerators, GpusOfSlots) {
   EXPECT_THAT(gpus_of_slots({"4", "5", "6"}, {0, 2}), ElementsAre("4", "6"));
   EXPECT_THAT(gpus_of_slots({}, {0, 7}), IsEmpty());
-  EXPECT_THAT(testing::error_text([] {
+  EXPECT_THAT(test::thrown_by<Error>([] {
                 gpus_of_slots({"4", "5"}, {1, 2});
               }),
               HasSubstr("slot 2 has no GPU: 2 visible"));

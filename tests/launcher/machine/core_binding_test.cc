@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "launcher/command_line/core_list.h"
 #include "launcher/machine/cgroup.h"
+#include "tests/support/thrown.h"
 
 namespace ds::launcher {
 namespace {
@@ -32,14 +33,7 @@ std::vector<Core> machine(int per_node) {
   return cores;
 }
 
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
-}
+std::string error_of(const std::function<void()>& call) { return test::thrown_by<ConfigError>(call); }
 
 TEST(CoreList, ReadsAndWrites) {
   EXPECT_THAT(parse_core_list("0-1,3"), ElementsAre(0, 1, 3));

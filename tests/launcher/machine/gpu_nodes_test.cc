@@ -1,5 +1,5 @@
 // On folders that look like those of a machine with GPUs.
-#include "launcher/machine/gpu_nodes.h"
+#include "launcher/machine/accelerators.h"
 
 #include <gmock/gmock.h>
 #include <unistd.h>

@@ -6,9 +6,10 @@
 #include <filesystem>
 #include <fstream>
 
+#include "core/check.h"
 #include "core/text.h"
-#include "launcher/other_launchers/tool_program.h"
-#include "tests/launcher/error_text.h"
+#include "launcher/other_launchers/tool_run.h"
+#include "tests/support/thrown.h"
 
 namespace ds::launcher {
 namespace {
@@ -44,7 +45,7 @@ ToolSetting plain_hosts() {
 }
 
 std::string tool_refusal(const Options& options, const ToolSetting& setting) {
-  return testing::error_text([&] { tool_command(options, setting); });
+  return test::thrown_by<Error>([&] { tool_command(options, setting); });
 }
 
 TEST(LaunchTool, OpenMpi) {
@@ -185,7 +186,7 @@ TEST(LaunchTool, HostsWithoutAHostfile) {
   EXPECT_TRUE(choose_tool_hosts(options, none).empty());
   options.num_procs = 3;
   EXPECT_THAT(choose_tool_hosts(options, none), ElementsAre(Host{.name = "localhost", .slots = {0, 1, 2}}));
-  const auto refusal = [&] { return testing::error_text([&] { choose_tool_hosts(options, none); }); };
+  const auto refusal = [&] { return test::thrown_by<Error>([&] { choose_tool_hosts(options, none); }); };
   options.num_nodes = 2;
   EXPECT_THAT(refusal(), HasSubstr("--hostfile"));
   options.launcher = Launcher::kSlurm;
@@ -220,7 +221,7 @@ TEST(LaunchTool, FindsTheMpirunOfItsMpi) {
   const std::vector<std::string> environment = {cat("PATH=", folder.string(), ":/bin")};
   const std::string hydra = make("mpirun", "HYDRA build details:");
   EXPECT_EQ(find_tool(Launcher::kMpich, environment), hydra);
-  EXPECT_THAT(testing::error_text([&] { find_tool(Launcher::kIntelMpi, environment); }),
+  EXPECT_THAT(test::thrown_by<Error>([&] { find_tool(Launcher::kIntelMpi, environment); }),
               AllOf(HasSubstr(hydra), HasSubstr("is of another MPI")));
   const std::string open_mpi = make("mpirun.openmpi", "mpirun (Open MPI) 5.0.3");
   EXPECT_EQ(find_tool(Launcher::kOpenMpi, environment), open_mpi);
@@ -232,7 +233,7 @@ TEST(LaunchTool, AToolThatIsMissingIsNamedWithItsPackage) {
        {std::pair{Launcher::kPdsh, "pdsh"}, std::pair{Launcher::kOpenMpi, "openmpi-bin"},
         std::pair{Launcher::kMpich, "mpich"}, std::pair{Launcher::kIntelMpi, "oneAPI"},
         std::pair{Launcher::kSlurm, "slurm-client"}}) {
-    EXPECT_THAT(testing::error_text([&] { find_tool(launcher, {"PATH=/no/such/folder"}); }),
+    EXPECT_THAT(test::thrown_by<Error>([&] { find_tool(launcher, {"PATH=/no/such/folder"}); }),
                 AllOf(HasSubstr(cat("--launcher ", name_of(launcher))), HasSubstr(package)));
   }
 }

@@ -2,8 +2,9 @@
 
 #include <gmock/gmock.h>
 
-#include "tests/launcher/error_text.h"
+#include "core/check.h"
 #include "tests/support/scratch_folder.h"
+#include "tests/support/thrown.h"
 
 namespace ds::launcher {
 namespace {
@@ -28,9 +29,9 @@ TEST(ForwardedEnvironment, IsThatOfCommunicationAndThreads) {
 TEST(ForwardedEnvironment, ReadsFilesOfEntries) {
   EXPECT_THAT(parse_environment_file("# note\nA=1=2\r\n\nB_2= x \nC=\n", "file"),
               ElementsAre("A=1=2", "B_2= x ", "C="));
-  EXPECT_THAT(testing::error_text([] { parse_environment_file("A=1\nexport B=2\n", "file"); }),
+  EXPECT_THAT(test::thrown_by<Error>([] { parse_environment_file("A=1\nexport B=2\n", "file"); }),
               HasSubstr("file, line 2: expected NAME=value, found 'export B=2'"));
-  EXPECT_THAT(testing::error_text([] { parse_environment_file("A\n", "file"); }), HasSubstr("file, line 1"));
+  EXPECT_THAT(test::thrown_by<Error>([] { parse_environment_file("A\n", "file"); }), HasSubstr("file, line 1"));
 }
 
 TEST(ForwardedEnvironment, TakesTheFilesOfHomeAndHere) {
@@ -46,7 +47,7 @@ TEST(ForwardedEnvironment, TakesTheFilesOfHomeAndHere) {
   EXPECT_THAT(forwarded_environment({"DS_ENV_FILE=" + (here / "mine")}, home.path(), home.path()),
               ElementsAre("B=mine"));
   EXPECT_THAT(forwarded_environment({}, "/no/such/home", "/no/such/folder"), IsEmpty());
-  EXPECT_THAT(testing::error_text([&] { forwarded_environment({"DS_ENV_FILE=x"}, home.path(), here.path()); }),
+  EXPECT_THAT(test::thrown_by<Error>([&] { forwarded_environment({"DS_ENV_FILE=x"}, home.path(), here.path()); }),
               HasSubstr("DS_ENV_FILE=x: there is no such file"));
 }
 

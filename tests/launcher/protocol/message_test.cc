@@ -2,9 +2,9 @@
 
 #include <gmock/gmock.h>
 
-#include "launcher/protocol/clock_difference.h"
+#include "core/check.h"
 #include "launcher/protocol/node_protocol.h"
-#include "tests/launcher/error_text.h"
+#include "tests/support/thrown.h"
 
 namespace ds::launcher {
 namespace {
@@ -40,7 +40,7 @@ TEST(Message, OtherBytesAreRefused) {
                                    std::string("\4\0\0\0\0abc", 8)}) {
     MessageReader reader(true);
     reader.feed(bytes);
-    EXPECT_THAT(testing::error_text([&] { reader.next(); }), HasSubstr("no message of ds-launch"));
+    EXPECT_THAT(test::thrown_by<Error>([&] { reader.next(); }), HasSubstr("no message of ds-launch"));
   }
 }
 
@@ -89,9 +89,9 @@ TEST(NodeProtocol, ComesBackAsItWas) {
 }
 
 TEST(NodeProtocol, OtherShapesAreRefused) {
-  EXPECT_THAT(testing::error_text([] { start_request({.kind = MessageKind::kStart, .fields = {"1"}}); }),
+  EXPECT_THAT(test::thrown_by<Error>([] { start_request({.kind = MessageKind::kStart, .fields = {"1"}}); }),
               HasSubstr("too short"));
-  EXPECT_THAT(testing::error_text([] { start_request({.kind = MessageKind::kStart, .fields = {"one"}}); }),
+  EXPECT_THAT(test::thrown_by<Error>([] { start_request({.kind = MessageKind::kStart, .fields = {"one"}}); }),
               HasSubstr("'one' for a number"));
 }
 

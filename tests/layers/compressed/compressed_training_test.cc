@@ -13,6 +13,7 @@
 #include "tests/support/autocast_scope.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
+#include "tests/support/thrown.h"
 
 namespace ds::engine {
 namespace {
@@ -331,15 +332,14 @@ TEST(ModelCompression, OtherLayersComputeAsBefore) {
 }
 
 std::string message_of(const ordered_json& section) {
-  try {
-    MixedNet net;
-    ordered_json config;
-    config["compression_training"] = section;
-    init_compression(*net, config);
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "";
+  return test::thrown_by<ConfigError>(
+      [&] {
+        MixedNet net;
+        ordered_json config;
+        config["compression_training"] = section;
+        init_compression(*net, config);
+      },
+      "");
 }
 
 TEST(ModelCompression, WhatIsWrongIsNamedByItsPath) {

@@ -14,6 +14,7 @@
 #include "tests/recompute/chosen_modules.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
+#include "tests/support/thrown.h"
 
 namespace ds::engine {
 namespace {
@@ -46,12 +47,7 @@ ordered_json static_inputs(const std::vector<std::string>& modules) {
 
 template <class Action>
 std::string refusal(const Action& action) {
-  try {
-    action();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "nothing was refused";
+  return test::thrown_by<UsageError>(action, "nothing was refused");
 }
 
 at::Tensor rows_of(int64_t count, int64_t width) {

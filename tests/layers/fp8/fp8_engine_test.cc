@@ -10,6 +10,7 @@
 #include "tests/engine/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
+#include "tests/support/thrown.h"
 
 namespace ds::engine {
 namespace {
@@ -269,11 +270,7 @@ TEST(Fp8Engine, AModelWithoutItsEngineIsPlain) {
 std::string refusal_of(const ordered_json& config, const std::shared_ptr<torch::nn::Module>& model) {
   std::string text = "none";
   run_ranks(1, [&](comm::Communicator& ranks) {
-    try {
-      start(model, config, ranks);
-    } catch (const ConfigError& error) {
-      text = error.what();
-    }
+    text = test::thrown_by<ConfigError>([&] { start(model, config, ranks); }, "none");
   });
   return text;
 }
