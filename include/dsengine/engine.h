@@ -185,7 +185,7 @@ class Engine {
   int64_t comm_bytes_sent() const;
   void reset_comm_counters();
   // What initialize returned beside the engine; null where it returned null.
-  const std::shared_ptr<optimizers::ShardOptimizer>& optimizer() const;
+  std::shared_ptr<optimizers::ShardOptimizer> optimizer() const;
   const std::shared_ptr<LrScheduler>& lr_scheduler() const;
   const std::shared_ptr<DataLoader>& training_dataloader() const;
 

@@ -17,7 +17,6 @@
 #include "dsengine/data_loader.h"
 #include "dsengine/device_mesh.h"
 #include "dsengine/init_distributed.h"
-#include "dsengine/lr_scheduler.h"
 #include "dsengine/optimizer.h"
 #include "dsengine/parallel.h"
 #include "dsengine/zero.h"

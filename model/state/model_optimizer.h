@@ -18,13 +18,13 @@ namespace ds::engine {
 
 // The program's works on slices, and then `own` is made of it, or on whole parameters, and there is no `own`.
 struct ModelOptimizer {
-  std::shared_ptr<optimizers::ShardOptimizer> own;  // slice b is that of bucket b
+  std::shared_ptr<optimizers::SliceOptimizer> own;  // slice b is that of bucket b
   std::shared_ptr<torch::optim::Optimizer> client;  // the program's, which has the learning rates
   // What it keeps of the parameters of each group; null: it works on whole parameters, at stage 0 in float32.
   std::shared_ptr<const std::vector<optimizers::ClientState>> client_states;
 
   // The config's, which the program changes by groups().
-  const std::shared_ptr<optimizers::ShardOptimizer>& of_config() const;
+  std::shared_ptr<optimizers::ShardOptimizer> of_config() const;
   bool steps_on_parameters() const { return client && !own; }
 
   std::string name() const;

@@ -61,7 +61,6 @@ const std::map<std::string, std::string> kPublicHeaders = {
     {"dsengine/layer_drop.h", "layers"},
     {"dsengine/layer_spec.h", "pipeline"},
     {"dsengine/lr_schedule.h", "optim"},
-    {"dsengine/lr_scheduler.h", "optim"},
     {"dsengine/memory.h", "zero"},
     {"dsengine/model_compression.h", "engine"},
     {"dsengine/module_checkpointing.h", "recompute"},
