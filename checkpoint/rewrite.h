@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
 

@@ -8,7 +8,7 @@ namespace ds::checkpoint {
 
 struct Damage {
   std::string file;    // inside the folder
-  std::string tensor;  // path, as in dsengine/weights.h; empty: the file as a whole
+  std::string tensor;  // path, as in dsengine/checkpoint.h; empty: the file as a whole
   std::string what;    // expected and found
 };
 

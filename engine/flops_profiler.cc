@@ -1,4 +1,4 @@
-#include "dsengine/flops_profiler.h"
+#include "dsengine/profiling.h"
 
 #include "core/check.h"
 #include "engine/engine_impl.h"

@@ -1,4 +1,4 @@
-#include "dsengine/restart.h"
+#include "dsengine/launch.h"
 
 #include <unistd.h>
 

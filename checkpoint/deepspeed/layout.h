@@ -16,7 +16,7 @@
 namespace ds::checkpoint {
 
 struct SavedLayout {
-  StoredTensors tensors;                       // under the paths of dsengine/weights.h
+  StoredTensors tensors;                       // under the paths of dsengine/checkpoint.h
   std::map<std::string, std::string> aliases;  // further name -> name
 };
 

@@ -1,4 +1,4 @@
-#include "dsengine/spawn.h"
+#include "dsengine/launch.h"
 
 #include <fcntl.h>
 #include <netinet/in.h>

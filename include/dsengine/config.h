@@ -10,6 +10,7 @@
 #include <array>
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -17,8 +18,8 @@
 #include <vector>
 
 #include "dsengine/comm.h"
+#include "dsengine/config_efficiency.h"
 #include "dsengine/config_parallel.h"
-#include "dsengine/config_removed.h"
 #include "dsengine/config_runtime.h"
 #include "dsengine/config_training.h"
 
@@ -84,6 +85,8 @@ enum class GradientAllreduceOp { kMean, kSum };
 // applied with bf16 without it, else an error.
 enum class NonFiniteGradients { kAuto, kSkip, kError, kContinue };
 
+struct SectionsWithoutEffect;  // opaque; to_json() writes them
+
 // The fields are the keys of a ds_config: configs/README.md explains each.
 struct DsConfig {
   // Resolved: train = micro x accumulation x data-parallel size.
@@ -137,8 +140,6 @@ struct DsConfig {
   CommsLoggerSection comms_logger;
   TensorboardSection tensorboard;
   CsvMonitorSection csv_monitor;
-  WandbSection wandb;
-  CometSection comet;
 
   CheckpointSection checkpoint;
   PipelineSection pipeline;
@@ -146,23 +147,14 @@ struct DsConfig {
   ExpertParallelSection expert_parallel;
   DataEfficiencySection data_efficiency;
   AutotuningSection autotuning;
-  CompileSection compile;
-  HybridEngineSection hybrid_engine;
-  std::optional<WeightQuantizationSection> weight_quantization;
 
   // Removed from DeepSpeed in 0.19.8; the spelling of 0.19.6.
   ProgressiveLayerDropSection progressive_layer_drop;
   CurriculumLearningSection curriculum_learning;
   ElasticitySection elasticity;
   std::optional<SparseAttentionSection> sparse_attention;
-  EigenvalueSection eigenvalue;
   CompressionTrainingSection compression_training;
-  NebulaSection nebula;
   bool sparse_gradients = false;
-  bool graph_harvesting = false;
-  nlohmann::ordered_json amp;                // as written; null when absent
-  nlohmann::ordered_json quantize_training;  // as written; null when absent
-  nlohmann::ordered_json datastates_ckpt;    // as written; null when absent
 
   int64_t seed = 1234;         // ours
   bool deterministic = false;  // ours: same bits on every run
@@ -183,6 +175,8 @@ struct DsConfig {
   std::optional<ElasticBatch> elastic;      // set when elasticity is enabled
   std::vector<ResolvedAuto> resolved_auto;  // in file order
   std::vector<std::string> warnings;        // one line each, for rank 0 to log
+  // Sections that are read and checked and change nothing (compile, wandb, nebula, ...); null: none was read.
+  std::shared_ptr<const SectionsWithoutEffect> without_effect;
 
   // The dtype of parameters in forward and backward.
   DType model_dtype() const {

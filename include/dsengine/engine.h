@@ -28,7 +28,6 @@
 #include "dsengine/checkpoint.h"
 #include "dsengine/comm.h"
 #include "dsengine/config.h"
-#include "dsengine/frozen_scope.h"
 #include "dsengine/initialize.h"
 #include "dsengine/memory.h"
 #include "dsengine/pipeline.h"

@@ -12,7 +12,7 @@
 #include "checkpoint/tag_folder.h"
 #include "core/check.h"
 #include "core/log.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "model/agreement/shared_failure.h"
 #include "model/agreement/shared_text.h"
 #include "model/checkpoint/checkpoint_fit.h"

@@ -3,7 +3,7 @@
 
 #include <ostream>
 
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint::tool {
 

@@ -3,7 +3,7 @@
 
 #include <ostream>
 
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "tools/checkpoint/location.h"
 
 namespace ds::checkpoint::tool {
