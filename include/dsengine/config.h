@@ -64,7 +64,7 @@ struct ResolvedAuto {
   std::string source;            // "the program", "default", "computed from hidden_size", "assumed"
 };
 
-// What the program knows and the file may leave "auto". Empty: the default.
+// Values that the program knows, for keys that the file leaves "auto". Empty: the default.
 struct AutoValues {
   std::optional<int64_t> train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps;
   std::optional<double> gradient_clipping;
@@ -81,7 +81,7 @@ struct AutoValues {
 // Whether the gradient of a step is the mean over ranks or their sum.
 enum class GradientAllreduceOp { kMean, kSum };
 
-// What becomes of a step whose gradient is infinite or NaN. kAuto: skipped with fp16 and with bf16.check_grad_overflow,
+// How a step is treated whose gradient is infinite or NaN. kAuto: skipped with fp16 and with bf16.check_grad_overflow,
 // applied with bf16 without it, else an error.
 enum class NonFiniteGradients { kAuto, kSkip, kError, kContinue };
 
@@ -190,7 +190,7 @@ struct DsConfig {
   bool given(const std::string& key) const { return text.is_object() && text.contains(key); }  // a top-level key
 };
 
-// What parse() has to know of the job and the program.
+// Facts about the job and the program that parse() needs.
 struct ParseOptions {
   int64_t dp_world_size = 1;
   // All ranks of the job: dp_world_size is then these over pipeline.stages and the ranks of the tensor axis, and what
@@ -205,7 +205,7 @@ struct ParseOptions {
   std::optional<AutoValues> assumed_values = std::nullopt;
 };
 
-// What Hugging Face's TrainingArguments say when nobody gives them: micro-batches of 8, lr 5e-5, no warm-up, clipping
+// The defaults of Hugging Face's TrainingArguments: micro-batches of 8, lr 5e-5, no warm-up, clipping
 // at 1, float32, ... `total_num_steps`, which the trainer counts from its data, is 1000.
 AutoValues hugging_face_values();
 // Sets one of the values by its name ("lr") or its path in a ds_config ("optimizer.params.lr"), from text as on a

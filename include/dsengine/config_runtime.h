@@ -77,7 +77,7 @@ struct TimersSection {
   ThroughputTimerSection throughput;
 };
 
-// What becomes of a tag of save_checkpoint() that differs between ranks.
+// How a tag of save_checkpoint() is treated that differs between ranks.
 enum class TagValidation { kIgnore, kWarn, kFail };
 
 // checkpoint.parallel_write
@@ -132,7 +132,7 @@ struct ElasticitySection {
   double version = 0.2;
 };
 
-// What elasticity comes to. Sizes count data-parallel ranks.
+// The batch sizes that follow from elasticity. Sizes count data-parallel ranks.
 struct ElasticBatch {
   int64_t train = 0;           // global batch, the same for all valid sizes
   std::vector<int64_t> valid;  // sizes, ascending; may be empty

@@ -90,12 +90,10 @@ class Engine {
   at::Tensor train_batch(const pipeline::BatchSource& next);
   // Runs forwards in evaluation mode; afterwards every module has the mode it had. Collective.
   Evaluation eval_batch(const pipeline::BatchSource& next, const EvalOptions& options = {});
-  // Set the source of train_batch(). ConfigError for a loader whose last batch is shorter, where stages agree on a
-  // shape.
+  // Set the source of train_batch(). ConfigError for a shorter last batch where stages agree on one shape.
   void set_dataloader(std::shared_ptr<DataLoader> loader);
   void set_dataiterator(pipeline::BatchSource next);
-  // Whether this rank has the first stage, which takes inputs; the last one, which takes labels. True without a
-  // pipeline.
+  // Whether this rank has the first stage (inputs), or the last one (labels). True without a pipeline.
   bool is_first_stage() const;
   bool is_last_stage() const;
   bool is_pipe_parallel() const { return pipe_parallel_size() > 1; }

@@ -11,9 +11,8 @@
 //     optimizer.zero_grad();
 //   }
 //
-// The module keeps its type and its parameters, which are gathered while operators read them (docs/fully_shard.md). The
-// optimizer trains this rank's slices. A FullySharded is used by the thread that made it; all ranks make the same calls
-// in the same order.
+// The module keeps its parameters, which are gathered while operators read them (docs/fully_shard.md). The optimizer
+// trains this rank's slices. The thread that made a FullySharded uses it; all ranks make the same calls.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -74,12 +73,11 @@ enum class ShardingStrategy {
 // Whether backward gathers a unit's parameters while the unit before it computes gradients (BACKWARD_PRE), or after it.
 enum class BackwardPrefetch { kBackwardPre, kBackwardPost };
 
-// Options of fully_shard(). All count for the outermost module. For units inside of it only reshard_after_forward
-// counts; the rest has to equal the outermost module's, or to be left out.
+// Options of fully_shard(). For units inside of the outermost module only reshard_after_forward counts; the rest has to
+// equal the outermost module's, or to be left out.
 struct FullyShardOptions {
   // The ranks. One axis shards; with two axes the last one shards and the first one replicates (gradients are averaged
-  // over both). A split module takes other axes of its own mesh. Without a mesh `process_group` shards, and without
-  // that all ranks of the job (engine::init_distributed).
+  // over both). A split module takes other axes of its own mesh. Without a mesh: `process_group`, else the whole job.
   std::optional<comm::NamedMesh> mesh;
   std::shared_ptr<comm::Communicator> process_group;
   // Whether parameters are released after forward and gathered again for backward (ZeRO-3); else they stay until the
@@ -114,8 +112,8 @@ struct FullStateOptions {
 // Tensors by name, in order.
 using StateDict = std::vector<std::pair<std::string, at::Tensor>>;
 
-// A module whose parameters are sharded, or a unit of it. "The model" below is the outermost module. The model is
-// sharded as long as its FullySharded lives; after that its parameters cannot be read.
+// A module whose parameters are sharded, or a unit of it. "The model" is the outermost module. It is sharded as long as
+// its FullySharded lives; after that its parameters cannot be read.
 class FullySharded {
  public:
   explicit FullySharded(std::shared_ptr<loops::ShardUnit> unit);
@@ -143,18 +141,16 @@ class FullySharded {
   // Sets whether backward passes of the model reduce gradients. With false they add to this rank's own full gradients
   // and send nothing; the next pass with true reduces these too.
   void set_requires_gradient_sync(bool requires_gradient_sync);
-  // Set whether parameters are released after backward (false: they stay for further passes until a step), after
-  // forward.
+  // Set whether parameters are released after backward (false: they stay until a step), and after forward.
   void set_reshard_after_backward(bool reshard_after_backward);
   void set_reshard_after_forward(bool reshard_after_forward);
-  // Set the units to gather when this one is used in forward, or in backward, in place of those that followed last
-  // time.
+  // Set the units to gather when this one is used in forward, or in backward; by default those that followed last time.
   void set_modules_to_forward_prefetch(const std::vector<std::shared_ptr<FullySharded>>& units);
   void set_modules_to_backward_prefetch(const std::vector<std::shared_ptr<FullySharded>>& units);
 
   // Scales the gradients of the model's slices so that their norm over all ranks is at most `max_norm`; returns the
-  // norm before. `norm_type` may be infinity. Collective. NOLINTNEXTLINE(readability-identifier-naming): torch's name
-  double clip_grad_norm_(double max_norm, double norm_type = 2.0);
+  // norm before. `norm_type` may be infinity. Collective.
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0);  // NOLINT(readability-identifier-naming)
 
   // --- state of the model: values of trained parameters are the float32 ones -----------------------------------------
   // Returns full parameters and buffers by name, on the host. Collective.
@@ -162,23 +158,20 @@ class FullySharded {
   // Sets all parameters and buffers by name. With `broadcast_from_rank0` only rank 0's are read, and it is collective.
   // Throws UsageError for a missing or unknown name and for another shape, before anything is changed.
   void load_full_state_dict(const StateDict& state, bool broadcast_from_rank0 = false);
-  // Return this rank's shards, on the host; set them from shards of any number of ranks, which cover what this one
-  // owns.
+  // Return this rank's shards, on the host, and set them from shards of any number of ranks.
   std::vector<ShardedTensor> sharded_state_dict() const;
   void load_sharded_state_dict(const std::vector<ShardedTensor>& parts);
   // Return and set this rank's slices by name, in the form of parameters(): for as many ranks and the same units.
   StateDict local_state_dict() const;
   void load_local_state_dict(const StateDict& state);
   // Write all ranks' shards as an engine's checkpoint to `folder`/`tag`, whose path save() returns, and load one of any
-  // number of ranks (an empty tag: the latest). Throw what Engine::save_checkpoint and load_checkpoint throw.
-  // Collective.
+  // number of ranks (an empty tag: the latest). Errors are those of the engine's checkpoints. Collective.
   std::string save(const std::string& folder, const std::string& tag) const;
   void load(const std::string& folder, const std::string& tag = "");
 
-  // --- state of an elementwise optimizer over parameters()
-  // ------------------------------------------------------------ The functions above for optimizer states, named
-  // "state.PARAMETER.KEY" and "state.PARAMETER.step", as torch's flattened states. save() and load() also keep the
-  // options of its groups, and random generators.
+  // --- state of an elementwise optimizer over parameters() ----------------------------------------------------------
+  // The functions above, for optimizer states: "state.PARAMETER.KEY" and "state.PARAMETER.step", as torch flattens
+  // them. save() and load() also keep group options and random generators.
   StateDict full_optim_state_dict(torch::optim::Optimizer& optimizer, const FullStateOptions& options = {}) const;
   void load_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state,
                                   bool broadcast_from_rank0 = false);
@@ -218,8 +211,7 @@ class FullySharded {
 
 // Shards the parameters of a module over the ranks, with rank 0's values. Collective. Call it first, on the same
 // thread, for modules inside: each becomes a unit, which is gathered as one; the rest is divided into units
-// automatically. The call for the outermost module takes over the slices of units (whose results need not be kept); if
-// it throws, they are lost.
+// automatically. The call for the outermost module takes over the slices of units; if it throws, they are lost.
 //
 //
 // Make optimizers afterwards, over FullySharded::parameters(); an optimizer that was made before throws what to do.

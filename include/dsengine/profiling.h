@@ -75,7 +75,7 @@ struct ModuleFlops {
   double seconds = 0;            // forward, by the host's clock; it does not wait for a device
 };
 
-// What profile_flops() returns.
+// The result of profile_flops().
 struct FlopsProfile {
   std::vector<ModuleFlops> modules;  // in the model's order, the model itself first
   // Operators that came from no library of LibTorch's and have no rule: they count as nothing.
@@ -83,7 +83,7 @@ struct FlopsProfile {
   std::string text;  // a report with lines like those of DeepSpeed's
 };
 
-// What the report of profile_flops() shows.
+// Options of the report of profile_flops().
 struct ProfileFlopsOptions {
   int64_t module_depth = -1;  // the largest types of modules are listed at each depth down to this one; -1: at all
   int64_t top_modules = 1;    // how many types are listed at a depth
