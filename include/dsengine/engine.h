@@ -36,7 +36,7 @@
 
 namespace ds::engine {
 
-// The options and the result of eval_batch(), and the argument of offload_states().
+// Options and result of eval_batch(), and the argument of offload_states().
 using pipeline::EvalOptions;
 using pipeline::Evaluation;
 using zero::OffloadStates;

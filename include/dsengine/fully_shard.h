@@ -46,8 +46,7 @@ namespace zero {
 class Init;
 }
 
-// Dtypes; an empty one leaves the dtype as it is. The optimizer's slices are always float32 (float64 in a float64
-// model).
+// Dtypes; empty: left as it is. The optimizer's slices are always float32 (float64 in a float64 model).
 struct MixedPrecisionPolicy {
   std::optional<at::ScalarType> param_dtype;   // parameters as they are gathered, and used in forward and backward
   std::optional<at::ScalarType> reduce_dtype;  // gradients while they are reduced; empty: param_dtype
@@ -138,8 +137,8 @@ class FullySharded {
   // pass or the next step of an optimizer; reshard() releases them. Collective.
   void unshard();
   void reshard();
-  // Sets whether backward passes of the model reduce gradients. With false they add to this rank's own full gradients
-  // and send nothing; the next pass with true reduces these too.
+  // Sets whether backward reduces gradients of the model. False: it adds to this rank's own full gradients and sends
+  // nothing; the next pass with true reduces these too.
   void set_requires_gradient_sync(bool requires_gradient_sync);
   // Set whether parameters are released after backward (false: they stay until a step), and after forward.
   void set_reshard_after_backward(bool reshard_after_backward);

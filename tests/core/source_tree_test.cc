@@ -53,7 +53,7 @@ const std::map<std::string, std::string> kPublicHeaders = read_header_list();
 constexpr size_t kMostPublicHeaders = 39;
 constexpr int kMostLines = 230;  // of a public header
 // The class that a program calls, whose methods DeepSpeed's names decide, may have more.
-constexpr int kMostLinesOfTheEngine = 300;
+constexpr int kMostLinesOfTheEngine = 299;
 
 // A file, from the root ("include/dsengine/zero.h" as "dsengine/zero.h"), and what it includes in quotes or, of ours,
 // in angles.
