@@ -26,7 +26,7 @@ class Module;
 
 namespace ds::engine {
 
-// What save_checkpoint(save_dir, tag, options) does.
+// Options of save_checkpoint(save_dir, tag, options), which works like this:
 //
 // Each rank writes its part of the state to <save_dir>/<tag> (default: "global_step<N>"). The folder gets that name
 // when it is complete and on the disk, not before. Returns its path. Collective. All hosts must see save_dir; with
@@ -50,7 +50,7 @@ struct SaveOptions {
   std::optional<int64_t> keep_last;
 };
 
-// What load_checkpoint(load_dir, tag, options) does.
+// Options of load_checkpoint(load_dir, tag, options), which works like this:
 //
 // Goes on from <load_dir>/<tag>, written by any number of ranks at any stage, precision and offload, or by DeepSpeed.
 // Without a tag it takes the one that `latest` names or, if that cannot be read, the complete one with the latest step,
@@ -66,7 +66,7 @@ struct LoadOptions {
   bool load_module_only = false;         // loads weights and buffers alone
 };
 
-// What was loaded; false where there was nothing to load.
+// The result of load_checkpoint(); false where there was nothing to load.
 struct LoadedCheckpoint {
   std::string path;                                        // of the tag's folder; empty: there was none
   std::string tag;                                         // the folder's name
@@ -88,7 +88,7 @@ std::string rank_path(int rank, const std::string& name);                   // "
 // Returns the name behind the given folder of paths, or an empty one: name_in("weights/", "weights/h.0.b") == "h.0.b".
 std::string name_in(const std::string& folder, const std::string& path);
 
-// What is known of a tensor before it is read.
+// Facts about a tensor that are known before it is read.
 struct TensorInfo {
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> sizes;

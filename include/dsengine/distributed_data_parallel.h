@@ -73,7 +73,7 @@ struct JoinOptions {
   bool throw_on_early_termination = false;
 };
 
-// What is sent in place of the gradients: torch's communication hooks.
+// Choices of what is sent in place of the gradients: torch's communication hooks.
 namespace comm_hooks {
 
 struct AllReduce {};  // the gradients as they are

@@ -1,5 +1,5 @@
-// What a step leaves out, to save time: a curriculum begins with shorter samples (curriculum_learning) or easier ones
-// (data_efficiency.data_sampling); whole layers are dropped (progressive_layer_drop), tokens of a layer
+// Work that a step leaves out to save time: a curriculum begins with shorter samples (curriculum_learning) or easier
+// ones (data_efficiency.data_sampling); whole layers are dropped (progressive_layer_drop), tokens of a layer
 // (data_efficiency.data_routing.random_ltd), or blocks of attention (sparse_attention).
 //
 // The functions at the end of this header make the objects from an engine's ds_config, once, after initialize(). The
@@ -120,7 +120,7 @@ class RandomLtd {
                         const std::function<at::Tensor(const at::Tensor& x, const at::Tensor& positions)>& function);
 
  private:
-  // What decides a draw; a region that is computed again must find it unchanged.
+  // The inputs of a draw; a region that is computed again must find them unchanged.
   struct Draw {
     bool training;
     int64_t step;

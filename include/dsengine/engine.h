@@ -145,7 +145,7 @@ class Engine {
   bool dynamic_loss_scale() const;
   // Whether the last step() changed the parameters: false inside an accumulation and after an overflow.
   bool was_step_applied() const;
-  // What happened to the updates that the host ran beside backward (super_offload).
+  // Counts of the updates that the host ran beside backward (super_offload).
   using Speculation = zero::Speculation;
   Speculation speculation() const;
 

@@ -45,7 +45,7 @@ struct ParameterGroup {
   at::Tensor exp_avg_mask;
 };
 
-// What initialize() takes. Fields are set by name, and two are needed: {.model = model.ptr(), .config =
+// The argument of initialize(). Fields are set by name, and two are needed: {.model = model.ptr(), .config =
 // "ds_config.json"}.
 struct InitializeOptions {
   // The module to train: any module (holder.ptr() of a module holder), or a pipeline::PipelineModule.
@@ -98,7 +98,7 @@ struct InitializeOptions {
   config::AutoValues auto_values;
 };
 
-// What initialize() returns. The engine must outlive the others, which refer to its buckets and its ranks.
+// The result of initialize(). The engine must outlive the others, which refer to its buckets and its ranks.
 struct Initialized {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<optimizers::ShardOptimizer> optimizer;  // null with a client optimizer, and without any

@@ -161,7 +161,7 @@ struct ReduceLrOnPlateauOptions {
   PerGroup min_lr = {0.0};
   double eps = 1e-8;  // a smaller change is not made
 };
-// What ReduceLROnPlateau remembers of the measured values.
+// The memory of ReduceLROnPlateau about the measured values.
 struct PlateauState {
   std::optional<double> best;  // the best value; empty: there was none yet
   int64_t bad_values = 0;      // values in a row that were not the best
