@@ -149,7 +149,7 @@ class Ours {
   const at::Tensor& weights() const { return optimizer_->slice(0).master; }
 
  private:
-  std::unique_ptr<ds::optimizers::ShardOptimizer> optimizer_;
+  std::unique_ptr<ds::optimizers::SliceOptimizer> optimizer_;
 };
 
 // LibTorch's kernels, a pass for each thing to do.

@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
 

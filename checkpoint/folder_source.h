@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
 
@@ -20,7 +20,7 @@ std::unique_ptr<Source> open_folder(const std::string& folder);
 // One thing that is wrong with a checkpoint folder.
 struct Damage {
   std::string file;    // inside the folder
-  std::string tensor;  // path, as in dsengine/weights.h; empty: the file as a whole
+  std::string tensor;  // path, as in dsengine/checkpoint.h; empty: the file as a whole
   std::string what;    // expected and found
 };
 

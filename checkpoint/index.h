@@ -16,7 +16,7 @@
 
 #include "checkpoint/source/training_state.h"
 #include "checkpoint/stored_part.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
 
@@ -24,7 +24,7 @@ namespace ds::checkpoint {
 // and shape if it is whole, as a flat one "NAME@OFFSET" otherwise. A part is stored as "NAME@part-INDEX-of-COUNT" with
 // the part's shape, or flat with "@OFFSET" behind.
 struct Piece {
-  std::string path;                 // the logical tensor's, as in dsengine/weights.h
+  std::string path;                 // the logical tensor's, as in dsengine/checkpoint.h
   std::string key;                  // the name under which the file has it
   int64_t offset = 0;               // first element, in the flattened logical tensor or in the row-major part
   int64_t length = 0;               // elements

@@ -1,4 +1,4 @@
-// How the weights of a checkpoint meet the parameters of a module. See load_module() of dsengine/weights.h.
+// How the weights of a checkpoint meet the parameters of a module. See load_module() of dsengine/checkpoint.h.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
 

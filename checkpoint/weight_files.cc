@@ -16,7 +16,7 @@
 #include "core/check.h"
 #include "core/files/safetensors.h"
 #include "core/json/json_depth.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
 namespace {

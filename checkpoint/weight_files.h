@@ -1,4 +1,4 @@
-// Names of the files of weights in Hugging Face's layout; dsengine/weights.h reads and writes them.
+// Names of the files of weights in Hugging Face's layout; dsengine/checkpoint.h reads and writes them.
 #pragma once
 
 #include <cstdint>

@@ -18,7 +18,7 @@
 
 namespace ds::compression {
 
-class CompressedOptimizer : public optimizers::ShardOptimizer {
+class CompressedOptimizer : public optimizers::SliceOptimizer {
  public:
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
     update_into(index, gradient, gradient_scale, /*copy=*/{});

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "config/master_checks.h"
+#include "config/sections_without_effect.h"
 #include "config/tensor_checks.h"
 #include "core/check.h"
 #include "core/json/json_convert.h"
@@ -67,10 +68,10 @@ void check_optimizer(const DsConfig& c, JsonProblems& problems) {
 void check_gradients(const DsConfig& c, JsonProblems& problems) {
   const ZeroSection& zero = c.zero_optimization;
   if (c.gradient_allreduce_op == GradientAllreduceOp::kSum) {
-    const char* other = zero.stage == 3         ? "zero_optimization.stage 3"
-                        : zero.zenflow          ? "zero_optimization.zenflow"
-                        : c.compile.deepcompile ? "compile.deepcompile"
-                                                : nullptr;
+    const char* other = zero.stage == 3                            ? "zero_optimization.stage 3"
+                        : zero.zenflow                             ? "zero_optimization.zenflow"
+                        : without_effect_of(c).compile.deepcompile ? "compile.deepcompile"
+                                                                   : nullptr;
     if (other != nullptr) problems.error("/gradient_allreduce_op", cat("\"sum\" excludes ", other, "; use \"mean\""));
   }
   if (!zero.compute_grad_norm && c.gradient_clipping > 0) {
@@ -203,21 +204,22 @@ void check_elasticity(const DsConfig& c, JsonProblems& problems) {
 }
 
 void warn_without_effect(const DsConfig& c, JsonProblems& problems) {
+  const SectionsWithoutEffect& sections = without_effect_of(c);
   const auto python_only = [&problems](bool on, const char* pointer) {
     if (on) problems.warning(pointer, "works in Python only, has no effect here");
   };
-  python_only(c.wandb.enabled, "/wandb");
-  python_only(c.comet.enabled, "/comet");
-  python_only(c.compile.deepcompile, "/compile");
-  python_only(c.hybrid_engine.enabled, "/hybrid_engine");
-  python_only(c.nebula.enabled, "/nebula");
+  python_only(sections.wandb.enabled, "/wandb");
+  python_only(sections.comet.enabled, "/comet");
+  python_only(sections.compile.deepcompile, "/compile");
+  python_only(sections.hybrid_engine.enabled, "/hybrid_engine");
+  python_only(sections.nebula.enabled, "/nebula");
   python_only(c.disable_python_gc, "/disable_python_gc");
-  python_only(!c.datastates_ckpt.is_null() && c.datastates_ckpt != false, "/datastates_ckpt");
+  python_only(!sections.datastates_ckpt.is_null() && sections.datastates_ckpt != false, "/datastates_ckpt");
   if (c.zero_optimization.elastic_checkpoint && c.zero_optimization.stage == 3) {
     problems.warning("/zero_optimization/elastic_checkpoint",
                      "changes nothing: every checkpoint loads into any number of ranks");
   }
-  if (c.weight_quantization) {
+  if (sections.weight_quantization) {
     problems.warning("/weight_quantization",
                      "read by DeepSpeed's inference alone; a training run there is the same with it and without it, as "
                      "here");

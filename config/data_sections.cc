@@ -1,4 +1,4 @@
-#include "dsengine/config_runtime.h"
+#include "dsengine/config_efficiency.h"
 
 #include "config/describe.h"
 #include "config/difficulty_checks.h"

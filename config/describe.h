@@ -1,6 +1,7 @@
 // The JSON fields of every section: names, rules, aliases. Used to read a ds_config and to write a resolved one.
 #pragma once
 
+#include "config/sections_without_effect.h"
 #include "core/json/json_fields.h"
 #include "dsengine/config.h"
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "dsengine/config_removed.h"
+#include "dsengine/config_runtime.h"
 
 namespace ds::engine::config {
 

@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <memory>
+#include <utility>
 
 #include "config/describe.h"
 #include "config/supported.h"
@@ -24,8 +26,10 @@ std::vector<std::string> known_keys() {
   config.zero_optimization.zenflow.emplace();
   config.zero_optimization.zeropp_loco_param.emplace();
   config.checkpoint.writer.emplace();
-  config.weight_quantization.emplace();
   config.sparse_attention.emplace();
+  SectionsWithoutEffect without_effect;
+  without_effect.weight_quantization.emplace();
+  config.without_effect = std::make_shared<const SectionsWithoutEffect>(std::move(without_effect));
   std::vector<std::string> paths;
   append_paths("", to_json(config), paths);
   for (const std::string& type : optimizer_types()) {

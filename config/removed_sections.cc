@@ -1,4 +1,4 @@
-#include "dsengine/config_removed.h"
+#include "dsengine/config_efficiency.h"
 
 #include <map>
 #include <string>
@@ -125,17 +125,6 @@ void describe(JsonFields& json, SparseAttentionSection& s) {
   json.field("global_block_end_indices", s.global_block_end_indices);
   json.field("num_sliding_window_blocks", s.num_sliding_window_blocks);
   if (json.reading()) check_pattern(json, s);
-}
-
-void describe(JsonFields& json, EigenvalueSection& s) {
-  json.field("enabled", s.enabled);
-  json.field("verbose", s.verbose);
-  json.field("max_iter", s.max_iter);
-  json.field("tol", s.tol);
-  json.field("stability", s.stability);
-  json.field("gas_boundary_resolution", s.gas_boundary_resolution);
-  json.field("layer_name", s.layer_name);
-  json.field("layer_num", s.layer_num);
 }
 
 void describe(JsonFields& json, CompressionTrainingSection& s) {

@@ -125,4 +125,10 @@ void describe(JsonFields& json, CheckpointSection& s) {
   json.field("durable", s.durable);
 }
 
+void describe(JsonFields& json, TensorboardSection& s) {
+  json.field("enabled", s.enabled);
+  json.field("output_path", s.output_path);
+  json.field("job_name", s.job_name);
+}
+
 }  // namespace ds::engine::config

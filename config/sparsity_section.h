@@ -1,7 +1,7 @@
 // The section sparse_attention as the pattern that operators take.
 #pragma once
 
-#include "dsengine/config_removed.h"
+#include "dsengine/config_efficiency.h"
 #include "dsengine/sparsity_pattern.h"
 
 namespace ds::engine::config {

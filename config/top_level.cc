@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <cctype>
+#include <memory>
+#include <utility>
 
 #include "comm/backend.h"
 #include "config/describe.h"
@@ -96,7 +98,7 @@ void describe_gradients(JsonFields& json, DsConfig& c) {
   json.enumerator("communication_backend", c.communication_backend, backend_names());
 }
 
-void describe_logging(JsonFields& json, DsConfig& c) {
+void describe_logging(JsonFields& json, DsConfig& c, SectionsWithoutEffect& other) {
   json.field("steps_per_print", c.steps_per_print);
   json.field("wall_clock_breakdown", c.wall_clock_breakdown);
   json.field("memory_breakdown", c.memory_breakdown);
@@ -110,11 +112,11 @@ void describe_logging(JsonFields& json, DsConfig& c) {
   json.section("comms_logger", c.comms_logger, describe, UnknownKeys::kRefuse);
   json.section("tensorboard", c.tensorboard, describe, UnknownKeys::kRefuse);
   json.section("csv_monitor", c.csv_monitor, describe, UnknownKeys::kRefuse);
-  json.section("wandb", c.wandb, describe, UnknownKeys::kRefuse);
-  json.section("comet", c.comet, describe, UnknownKeys::kRefuse);
+  json.section("wandb", other.wandb, describe, UnknownKeys::kRefuse);
+  json.section("comet", other.comet, describe, UnknownKeys::kRefuse);
 }
 
-void describe_features(JsonFields& json, DsConfig& c) {
+void describe_features(JsonFields& json, DsConfig& c, SectionsWithoutEffect& other) {
   json.section("activation_checkpointing", c.activation_checkpointing, describe, UnknownKeys::kWarn);
   json.section("aio", c.aio, describe, UnknownKeys::kWarn);
   json.section("checkpoint", c.checkpoint, describe, UnknownKeys::kWarn);
@@ -123,24 +125,24 @@ void describe_features(JsonFields& json, DsConfig& c) {
   json.section("expert_parallel", c.expert_parallel, describe, UnknownKeys::kWarn);
   json.section("data_efficiency", c.data_efficiency, describe, UnknownKeys::kWarn);
   json.section("autotuning", c.autotuning, describe, UnknownKeys::kWarn);
-  json.section("compile", c.compile, describe, UnknownKeys::kRefuse);
-  json.section("hybrid_engine", c.hybrid_engine, describe, UnknownKeys::kRefuse);
-  json.section("weight_quantization", c.weight_quantization, describe, UnknownKeys::kRefuse);
+  json.section("compile", other.compile, describe, UnknownKeys::kRefuse);
+  json.section("hybrid_engine", other.hybrid_engine, describe, UnknownKeys::kRefuse);
+  json.section("weight_quantization", other.weight_quantization, describe, UnknownKeys::kRefuse);
 }
 
-void describe_removed(JsonFields& json, DsConfig& c) {
+void describe_removed(JsonFields& json, DsConfig& c, SectionsWithoutEffect& other) {
   json.section("progressive_layer_drop", c.progressive_layer_drop, describe, UnknownKeys::kWarn);
   json.section("curriculum_learning", c.curriculum_learning, describe, UnknownKeys::kWarn);
   json.section("elasticity", c.elasticity, describe, UnknownKeys::kWarn);
   json.section("sparse_attention", c.sparse_attention, describe, UnknownKeys::kWarn);
-  json.section("eigenvalue", c.eigenvalue, describe, UnknownKeys::kWarn);
+  json.section("eigenvalue", other.eigenvalue, describe, UnknownKeys::kWarn);
   json.section("compression_training", c.compression_training, describe, UnknownKeys::kWarn);
-  json.section("nebula", c.nebula, describe, UnknownKeys::kWarn);
+  json.section("nebula", other.nebula, describe, UnknownKeys::kWarn);
   json.field("sparse_gradients", c.sparse_gradients);
-  json.field("graph_harvesting", c.graph_harvesting);
-  json.field("amp", c.amp);
-  json.field("quantize_training", c.quantize_training);
-  json.field("datastates_ckpt", c.datastates_ckpt);
+  json.field("graph_harvesting", other.graph_harvesting);
+  json.field("amp", other.amp);
+  json.field("quantize_training", other.quantize_training);
+  json.field("datastates_ckpt", other.datastates_ckpt);
 }
 
 void sdpa_backends(JsonFields& json, DsConfig& c) {
@@ -172,9 +174,11 @@ void describe_top_level(JsonFields& json, DsConfig& c) {
   describe_precision(json, c);
   describe_gradients(json, c);
   describe_zero_optimization(json, c);
-  describe_logging(json, c);
-  describe_features(json, c);
-  describe_removed(json, c);
+  SectionsWithoutEffect other = without_effect_of(c);
+  describe_logging(json, c, other);
+  describe_features(json, c, other);
+  describe_removed(json, c, other);
+  if (json.reading()) c.without_effect = std::make_shared<const SectionsWithoutEffect>(std::move(other));
   json.field("seed", c.seed, at_least(0));
   json.field("deterministic", c.deterministic);
   json.field("sync_batchnorm", c.sync_batchnorm);

@@ -1,6 +1,7 @@
 #include <array>
 #include <string_view>
 
+#include "config/sections_without_effect.h"
 #include "config/supported.h"
 #include "core/check.h"
 #include "core/json/json_convert.h"
@@ -70,7 +71,8 @@ void collect_precision(const DsConfig& c, Collector& out) {
     out.later(compresses_layers(c.compression_training), fp8 + "compression_training", "turn one of them off");
   }
   bool amp = false;
-  if (c.amp.is_object() && c.amp.contains("enabled")) ds::convert(c.amp["enabled"], amp);
+  const nlohmann::ordered_json& section = without_effect_of(c).amp;
+  if (section.is_object() && section.contains("enabled")) ds::convert(section["enabled"], amp);
   out.add(amp, "amp", "NVIDIA Apex is a Python package; use fp16, bf16 or torch_autocast");
 }
 
@@ -103,17 +105,18 @@ void collect_features(const DsConfig& c, Collector& out) {
   out.later(c.autotuning.enabled, "autotuning",
             "turn it off: it starts a Python program many times; ds-tool check --parameters predicts the memory of a "
             "config, ds-tool simulate its time, without a run");
-  out.add(c.weight_quantization && !c.weight_quantization->quantized_initialization.empty(),
+  const SectionsWithoutEffect& sections = without_effect_of(c);
+  out.add(sections.weight_quantization && !sections.weight_quantization->quantized_initialization.empty(),
           "weight_quantization.quantized_initialization",
           "makes sense for inference alone: weights of Linear and Embedding layers become integers as they are made, "
           "which no gradient changes; remove it");
-  out.later(c.eigenvalue.enabled, "eigenvalue",
+  out.later(sections.eigenvalue.enabled, "eigenvalue",
             "turn it off: it chooses periods for quantize_training alone (DeepSpeed has removed both); "
             "compression_training.weight_quantization has a quantization_period for each group of layers");
-  out.later(c.quantize_training.is_object(), "quantize_training",
+  out.later(sections.quantize_training.is_object(), "quantize_training",
             "remove it (DeepSpeed has removed it too) and write compression_training.weight_quantization: start_bits, "
             "target_bits and quantization_period by layers, docs/model_compression.md");
-  out.later(c.graph_harvesting, "graph_harvesting",
+  out.later(sections.graph_harvesting, "graph_harvesting",
             "use false: CUDA graphs of Python's forward, which DeepSpeed has removed too");
 }
 

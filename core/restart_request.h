@@ -4,7 +4,7 @@
 // that finds it after a checkpoint ends with kRestartExitCode on all ranks, which then is no failure.
 #pragma once
 
-#include "dsengine/restart.h"
+#include "dsengine/launch.h"
 
 namespace ds {
 

@@ -141,9 +141,7 @@ void Engine::reset_comm_counters() {
   for (comm::Communicator* group : impl_->state.all_groups()) group->reset_counters();
 }
 
-const std::shared_ptr<optimizers::ShardOptimizer>& Engine::optimizer() const {
-  return impl_->state.optimizer.of_config();
-}
+std::shared_ptr<optimizers::ShardOptimizer> Engine::optimizer() const { return impl_->state.optimizer.of_config(); }
 
 const std::shared_ptr<LrScheduler>& Engine::lr_scheduler() const { return impl_->schedule; }
 

@@ -14,7 +14,7 @@
 #include "dsengine/config.h"
 #include "dsengine/engine.h"
 #include "dsengine/errors.h"
-#include "dsengine/lr_scheduler.h"
+#include "dsengine/optimizer.h"
 #include "engine/make_sampler.h"
 #include "engine/report/batch_notes.h"
 #include "engine/report/comms_report.h"

@@ -1,8 +1,7 @@
 // Gives programs the measurements of an engine's comms_logger and flops_profiler.
-#include "dsengine/comms_log.h"
+#include "dsengine/profiling.h"
 
 #include "core/check.h"
-#include "dsengine/flops_profiler.h"
 #include "engine/engine_impl.h"
 
 namespace ds::engine {

@@ -34,11 +34,11 @@ struct NoRun {
 
 // An optimizer's states in the form that checkpoints have: an element for each of the bucket's, zeros where the
 // optimizer has no parameter.
-class StatesForFiles final : public optimizers::ShardOptimizer {
+class StatesForFiles final : public optimizers::SliceOptimizer {
  public:
   // `reads`: what the optimizer has; else zeros, which a checkpoint is read into.
   StatesForFiles(const OptimizerStates& states, bool reads)
-      : ShardOptimizer(std::vector<optimizers::GroupOptions>(states.optimizer().param_groups().size())),
+      : SliceOptimizer(std::vector<optimizers::GroupOptions>(states.optimizer().param_groups().size())),
         name_(optimizers::client_name(states.optimizer())),
         masters_(states.model().state().masters),
         states_(masters_.size()) {

@@ -15,7 +15,7 @@ struct AdagradRule {
   double initial_accumulator_value = 0.0;
 };
 
-class Adagrad final : public ShardOptimizer {
+class Adagrad final : public SliceOptimizer {
  public:
   // Throws ConfigError for negative values.
   Adagrad(std::vector<GroupOptions> groups, AdagradRule rule);

@@ -40,11 +40,11 @@ struct AdamStep {
 void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, const AdamStep& step,
                        const AdamStates& states, const at::Tensor& copy);
 
-// The same for ShardOptimizer::update_all: what update_together() asks of a slice.
+// The same for SliceOptimizer::update_all: what update_together() asks of a slice.
 std::pair<SliceTensors, AdamCoefficients> describe_adam_slice(const at::Tensor& master, const SliceUpdate& update,
                                                               const AdamStep& step, const AdamStates& states);
 
-class Adam final : public ShardOptimizer {
+class Adam final : public SliceOptimizer {
  public:
   Adam(std::vector<GroupOptions> groups, AdamRule rule);
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {

@@ -27,7 +27,7 @@ class GradientOf {
 
 ClientOptimizer::ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> client, std::vector<ClientState> states,
                                  Previous previous)
-    : ShardOptimizer(std::vector<GroupOptions>(states.size() + 1)),
+    : SliceOptimizer(std::vector<GroupOptions>(states.size() + 1)),
       client_(std::move(client)),
       kinds_(std::move(states)),
       previous_(std::move(previous)) {

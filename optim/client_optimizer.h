@@ -19,7 +19,7 @@
 
 namespace ds::optimizers {
 
-class ClientOptimizer final : public ShardOptimizer {
+class ClientOptimizer final : public SliceOptimizer {
  public:
   // What it has had for a parameter until now: tensors by name, of the elements that this rank has of it, flat.
   using Previous = std::function<NamedStates(int parameter)>;

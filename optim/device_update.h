@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "dsengine/optimizer.h"
 #include "optim/device_kernels.h"
+#include "optim/shard_optimizer.h"
 #include "optim/step_scale.h"
 #include "optim/vector_update.h"
 
@@ -44,7 +44,7 @@ class DeviceBatch {
   std::vector<DeviceSlice> slices_;
 };
 
-// ShardOptimizer::update_all for an optimizer whose rule has a kernel. describe(update) -> {SliceTensors,
+// SliceOptimizer::update_all for an optimizer whose rule has a kernel. describe(update) -> {SliceTensors,
 // Coefficients}, which checks the update too; one(update) is update_into() of a slice that no kernel takes.
 template <class Coefficients, class Describe, class One>
 void update_together(const std::vector<SliceUpdate>& updates, const StepScale& scale,

@@ -89,7 +89,7 @@ class LambPasses {
 
 }  // namespace
 
-Lamb::Lamb(std::vector<GroupOptions> groups, LambRule rule) : ShardOptimizer(std::move(groups)), rule_(rule) {
+Lamb::Lamb(std::vector<GroupOptions> groups, LambRule rule) : SliceOptimizer(std::move(groups)), rule_(rule) {
   require_lamb_rule(rule);
 }
 
@@ -120,7 +120,7 @@ void Lamb::update_all(const std::vector<SliceUpdate>& updates, const StepScale& 
       const GroupOptions& group = step_group(slice);
       passes.add(slice, state, tensors, coefficients_of(rule_, group, step_count_));
     } else {
-      ShardOptimizer::update_all({update}, scale);
+      SliceOptimizer::update_all({update}, scale);
     }
   }
   passes.run(scale);

@@ -17,7 +17,7 @@
 
 namespace ds::optimizers {
 
-class Lamb final : public ShardOptimizer {
+class Lamb final : public SliceOptimizer {
  public:
   // Throws ConfigError when min_coeff is above max_coeff or not positive.
   Lamb(std::vector<GroupOptions> groups, LambRule rule);

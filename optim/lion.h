@@ -12,9 +12,9 @@
 
 namespace ds::optimizers {
 
-class Lion final : public ShardOptimizer {
+class Lion final : public SliceOptimizer {
  public:
-  explicit Lion(std::vector<GroupOptions> groups) : ShardOptimizer(std::move(groups)) {}
+  explicit Lion(std::vector<GroupOptions> groups) : SliceOptimizer(std::move(groups)) {}
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
     update_into(index, gradient, gradient_scale, /*copy=*/{});
   }

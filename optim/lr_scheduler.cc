@@ -1,4 +1,4 @@
-#include "dsengine/lr_scheduler.h"
+#include "dsengine/optimizer.h"
 
 #include <torch/optim/optimizer.h>
 

@@ -25,7 +25,7 @@ namespace ds::optimizers {
 // Two or more dimensions, and neither "embed" nor "lm_head" in the name.
 bool uses_muon(const ParameterInfo& parameter);
 
-class Muon final : public ShardOptimizer {
+class Muon final : public SliceOptimizer {
  public:
   // `aux`: how the other parameters are updated. `block_rows`, by parameter, as OptimizerOptions says it; they divide
   // the rows of the whole matrix.

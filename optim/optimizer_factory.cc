@@ -47,7 +47,7 @@ void check_group(const GroupOptions& group) {
   check(group.eps >= 0, "eps", "at least 0", group.eps);
 }
 
-std::unique_ptr<ShardOptimizer> make_of_torch(TorchAlgorithm algorithm, const OptimizerOptions& options) {
+std::unique_ptr<SliceOptimizer> make_of_torch(TorchAlgorithm algorithm, const OptimizerOptions& options) {
   return std::make_unique<TorchOptimizer>(options.groups,
                                           TorchRule{.algorithm = algorithm,
                                                     .alpha = options.alpha,
@@ -84,7 +84,7 @@ void require_groups(const std::vector<GroupOptions>& groups) {
   for (const GroupOptions& group : groups) check_group(group);
 }
 
-std::unique_ptr<ShardOptimizer> make_optimizer(const OptimizerOptions& options) {
+std::unique_ptr<SliceOptimizer> make_optimizer(const OptimizerOptions& options) {
   require_groups(options.groups);
   const AdamRule adam{.decoupled_weight_decay = options.adam_w_mode,
                       .bias_correction = options.bias_correction,

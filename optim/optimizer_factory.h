@@ -48,6 +48,6 @@ GroupOptions default_aux_adam_options();
 void require_groups(const std::vector<GroupOptions>& groups);
 
 // Throws ConfigError for an unknown type (naming the known ones) or values out of range.
-std::unique_ptr<ShardOptimizer> make_optimizer(const OptimizerOptions& options);
+std::unique_ptr<SliceOptimizer> make_optimizer(const OptimizerOptions& options);
 
 }  // namespace ds::optimizers

@@ -12,7 +12,7 @@
 
 namespace ds::optimizers {
 
-Sgd::Sgd(std::vector<GroupOptions> groups, SgdRule rule) : ShardOptimizer(std::move(groups)), rule_(rule) {
+Sgd::Sgd(std::vector<GroupOptions> groups, SgdRule rule) : SliceOptimizer(std::move(groups)), rule_(rule) {
   for (const GroupOptions& group : groups_) {
     has_momentum_ = has_momentum_ || group.momentum != 0.0;
     require<ConfigError>(!rule_.nesterov || (group.momentum > 0.0 && rule_.dampening == 0.0),
@@ -52,7 +52,7 @@ void Sgd::update_all(const std::vector<SliceUpdate>& slices, const StepScale& sc
                                            .first = step_count_ == 1});
         },
         [&](const SliceUpdate& update) {
-          ShardOptimizer::update_all({update}, {.factor = scale.factor, .device_factor = {}, .skip = {}});
+          SliceOptimizer::update_all({update}, {.factor = scale.factor, .device_factor = {}, .skip = {}});
         });
   };
   update_those(false);

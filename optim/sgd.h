@@ -14,7 +14,7 @@ struct SgdRule {
 };
 
 // Has a state only when a group starts with a momentum; raising it from 0 later throws UsageError.
-class Sgd final : public ShardOptimizer {
+class Sgd final : public SliceOptimizer {
  public:
   // Throws ConfigError for nesterov without momentum or with dampening, as torch does.
   Sgd(std::vector<GroupOptions> groups, SgdRule rule);

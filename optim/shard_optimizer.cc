@@ -37,17 +37,21 @@ ShardOptimizer::ShardOptimizer(std::vector<GroupOptions> groups) : groups_(std::
 
 ShardOptimizer::~ShardOptimizer() = default;
 
-int64_t ShardOptimizer::slice_count() const { return static_cast<int64_t>(slices_.size()); }
+SliceOptimizer::SliceOptimizer(std::vector<GroupOptions> groups) : ShardOptimizer(std::move(groups)) {}
 
-const Slice& ShardOptimizer::slice(int64_t index) const { return slices_.at(static_cast<size_t>(index)); }
+SliceOptimizer::~SliceOptimizer() = default;
 
-const GroupOptions& ShardOptimizer::step_group(const Slice& slice) const {
+int64_t SliceOptimizer::slice_count() const { return static_cast<int64_t>(slices_.size()); }
+
+const Slice& SliceOptimizer::slice(int64_t index) const { return slices_.at(static_cast<size_t>(index)); }
+
+const GroupOptions& SliceOptimizer::step_group(const Slice& slice) const {
   return step_groups_[static_cast<size_t>(slice.group)];
 }
 
-at::Tensor ShardOptimizer::weights(int64_t index) { return slice(index).master; }
+at::Tensor SliceOptimizer::weights(int64_t index) { return slice(index).master; }
 
-int64_t ShardOptimizer::add_slice(Slice slice) {
+int64_t SliceOptimizer::add_slice(Slice slice) {
   const at::Tensor& master = slice.master;
   require(master.defined() && master.dim() == 1 && master.is_contiguous() && at::isFloatingType(master.scalar_type()),
           "add_slice: expected a flat contiguous tensor of floating point, found ", describe(master));
@@ -67,7 +71,7 @@ int64_t ShardOptimizer::add_slice(Slice slice) {
   return index;
 }
 
-Slice& ShardOptimizer::slice_for_update(int64_t index, const at::Tensor& gradient) {
+Slice& SliceOptimizer::slice_for_update(int64_t index, const at::Tensor& gradient) {
   require(index >= 0 && index < slice_count(), "update: expected a slice index below ", slice_count(), ", found ",
           index);
   require(step_count_ > 0, "update: expected begin_step() before the updates of a step");
@@ -79,7 +83,7 @@ Slice& ShardOptimizer::slice_for_update(int64_t index, const at::Tensor& gradien
   return slice;
 }
 
-at::Tensor ShardOptimizer::new_state(int64_t index) const {
+at::Tensor SliceOptimizer::new_state(int64_t index) const {
   const at::Tensor& master = slice(index).master;
   const at::ScalarType type = state_dtype_.value_or(state_type(master.scalar_type()));
   at::Tensor given = state_memory_ ? state_memory_(index, master.numel(), type) : at::Tensor();
@@ -87,14 +91,14 @@ at::Tensor ShardOptimizer::new_state(int64_t index) const {
   return at::zeros({master.numel()}, master.options().dtype(type).requires_grad(false));
 }
 
-void ShardOptimizer::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale,
+void SliceOptimizer::update_into(int64_t index, const at::Tensor& gradient, double gradient_scale,
                                  const at::Tensor& copy) {
   update(index, gradient, gradient_scale);
   const at::NoGradGuard no_grad;
   at::Tensor(copy).copy_(slice(index).master);
 }
 
-void ShardOptimizer::update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) {
+void SliceOptimizer::update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) {
   require_host_scale(scale);
   for (const SliceUpdate& slice : slices) {
     if (slice.copy.defined()) {
@@ -105,18 +109,18 @@ void ShardOptimizer::update_all(const std::vector<SliceUpdate>& slices, const St
   }
 }
 
-bool ShardOptimizer::kernels_take_all() const {
+bool SliceOptimizer::kernels_take_all() const {
   return state_dtype_.value_or(at::kFloat) != at::kDouble &&
          std::all_of(slices_.begin(), slices_.end(), [](const Slice& slice) { return kernels_take(slice.master); });
 }
 
-bool ShardOptimizer::is_wide() const {
+bool SliceOptimizer::is_wide() const {
   return state_dtype_.value_or(at::kFloat) == at::kFloat &&
          std::all_of(slices_.begin(), slices_.end(),
                      [](const Slice& slice) { return slice.master.scalar_type() == at::kFloat; });
 }
 
-int64_t ShardOptimizer::state_bytes() {
+int64_t SliceOptimizer::state_bytes() {
   int64_t bytes = 0;
   std::set<const void*> counted;  // one tensor may have several names
   const auto count = [&](const NamedStates& named) {

@@ -13,7 +13,7 @@
 namespace ds::optimizers {
 
 TorchOptimizer::TorchOptimizer(std::vector<GroupOptions> groups, TorchRule rule)
-    : ShardOptimizer(std::move(groups)), rule_(rule) {
+    : SliceOptimizer(std::move(groups)), rule_(rule) {
   const auto check = [](bool holds, const char* key, const char* expected, double found) {
     require<ConfigError>(holds, "optimizer.params.", key, ": expected ", expected, ", found ", found);
   };

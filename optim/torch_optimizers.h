@@ -21,7 +21,7 @@ struct TorchRule {
   bool decoupled_weight_decay = false;  // NAdam, RAdam
 };
 
-class TorchOptimizer final : public ShardOptimizer {
+class TorchOptimizer final : public SliceOptimizer {
  public:
   // Throws ConfigError for values that torch.optim refuses.
   TorchOptimizer(std::vector<GroupOptions> groups, TorchRule rule);

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "dsengine/flops_profiler.h"
+#include "dsengine/profiling.h"
 
 namespace ds::profiling {
 

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "core/op_interceptor.h"
-#include "dsengine/flops_profiler.h"
+#include "dsengine/profiling.h"
 #include "profiling/operator_work.h"
 
 namespace ds::profiling {

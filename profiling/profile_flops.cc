@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/check.h"
-#include "dsengine/flops_profiler.h"
+#include "dsengine/profiling.h"
 #include "profiling/flops_report.h"
 #include "profiling/module_work.h"
 

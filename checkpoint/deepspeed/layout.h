@@ -19,7 +19,7 @@ namespace ds::checkpoint {
 
 // Where the tensors of a checkpoint are stored.
 struct SavedLayout {
-  StoredTensors tensors;                       // under the paths of dsengine/weights.h
+  StoredTensors tensors;                       // under the paths of dsengine/checkpoint.h
   std::map<std::string, std::string> aliases;  // further name -> name
 };
 

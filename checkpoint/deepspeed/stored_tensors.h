@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "checkpoint/pickle/torch_archive.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
 

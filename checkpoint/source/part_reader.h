@@ -7,7 +7,7 @@
 #include <string>
 
 #include "core/split/tensor_part.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
 

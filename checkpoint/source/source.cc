@@ -1,4 +1,4 @@
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 #include <ATen/ops/empty.h>
 

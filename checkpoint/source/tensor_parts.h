@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
 

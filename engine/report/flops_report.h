@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "dsengine/config.h"
-#include "dsengine/flops_profiler.h"
+#include "dsengine/profiling.h"
 #include "model/state/model_state.h"
 #include "profiling/device_clock.h"
 #include "profiling/flops_report.h"

@@ -201,7 +201,7 @@ OptimizerGroups client_groups(const ModelOptimizer& optimizer, const ModelParame
   return groups;
 }
 
-std::shared_ptr<optimizers::ShardOptimizer> build_client_optimizer(const ModelState& model) {
+std::shared_ptr<optimizers::SliceOptimizer> build_client_optimizer(const ModelState& model) {
   const std::shared_ptr<torch::optim::Optimizer>& client = model.optimizer.client;
   const int64_t steps = steps_before(*client, model.parameters, tensors_of(*client));
   const std::vector<optimizers::NamedStates> previous = previous_states(*client, model.parameters);

@@ -25,6 +25,6 @@ OptimizerGroups client_groups(const ModelOptimizer& optimizer, const ModelParame
 
 // One slice for each bucket, with the states that it has so far. `model`, which has its masters and buckets, outlives
 // it.
-std::shared_ptr<optimizers::ShardOptimizer> build_client_optimizer(const ModelState& model);
+std::shared_ptr<optimizers::SliceOptimizer> build_client_optimizer(const ModelState& model);
 
 }  // namespace ds::engine

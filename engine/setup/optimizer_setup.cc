@@ -87,7 +87,7 @@ void require_alike_over_axis(const ModelState& model, const std::string& type) {
 
 }  // namespace
 
-void add_slices(optimizers::ShardOptimizer& optimizer, const ModelState& model, bool writes) {
+void add_slices(optimizers::SliceOptimizer& optimizer, const ModelState& model, bool writes) {
   const bool partition = model.plan.partition_optimizer;
   comm::Communicator& shards = *model.ranks.groups.shards;
   const auto exchange =
@@ -153,7 +153,7 @@ OptimizerGroups plan_groups(const config::OptimizerSection& section, const Model
   return result;
 }
 
-std::shared_ptr<optimizers::ShardOptimizer> build_optimizer(const ModelState& model,
+std::shared_ptr<optimizers::SliceOptimizer> build_optimizer(const ModelState& model,
                                                             const config::OptimizerSection& section,
                                                             const OptimizerGroups& groups) {
   require_alike_over_axis(model, section.type);
@@ -166,7 +166,7 @@ std::shared_ptr<optimizers::ShardOptimizer> build_optimizer(const ModelState& mo
     compressed =
         compression::make_compressed_optimizer(options, compressed_options(section.values), *model.ranks.groups.shards);
   }
-  std::shared_ptr<optimizers::ShardOptimizer> optimizer = compressed;
+  std::shared_ptr<optimizers::SliceOptimizer> optimizer = compressed;
   if (!optimizer) optimizer = optimizers::make_optimizer(options);
   // Only one that begins with other states than zeros touches them.
   add_slices(*optimizer, model, /*writes=*/section.values.initial_accumulator_value != 0);

@@ -27,10 +27,10 @@ OptimizerGroups plan_groups(const config::OptimizerSection& section, const Model
 
 // Gives the optimizer a slice for each bucket. Their states live where `model` has offloaded them. `writes`: making
 // them touches them.
-void add_slices(optimizers::ShardOptimizer& optimizer, const ModelState& model, bool writes);
+void add_slices(optimizers::SliceOptimizer& optimizer, const ModelState& model, bool writes);
 
 // The optimizer with one slice per bucket. `model`, which has its masters and buckets, outlives it.
-std::shared_ptr<optimizers::ShardOptimizer> build_optimizer(const ModelState& model,
+std::shared_ptr<optimizers::SliceOptimizer> build_optimizer(const ModelState& model,
                                                             const config::OptimizerSection& section,
                                                             const OptimizerGroups& groups);
 

@@ -1,4 +1,4 @@
-#include "dsengine/spawn.h"
+#include "dsengine/launch.h"
 
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -32,7 +32,7 @@
 #include "core/system_call.h"
 #include "core/unique_fd.h"
 #include "dsengine/engine.h"
-#include "dsengine/restart.h"
+#include "dsengine/launch.h"
 
 extern char** environ;
 

@@ -18,7 +18,7 @@ class DelayedUpdate final : public Update {
 
   void apply(double gradient_scale) override {
     const double factor = steps_.factor(gradient_scale);
-    optimizers::ShardOptimizer& optimizer = *state_.optimizer.own;
+    optimizers::SliceOptimizer& optimizer = *state_.optimizer.own;
     optimizer.begin_step();
     steps_.all_on_device({.factor = factor, .device_factor = {}, .skip = {}});
     if (optimizer.step_count() >= state_.plan.delayed_update_start) {

@@ -14,7 +14,7 @@
 #include "core/device/readback.h"
 #include "data/batch_sampler.h"
 #include "dsengine/data_loader.h"
-#include "dsengine/lr_scheduler.h"
+#include "dsengine/optimizer.h"
 #include "engine/report/batch_notes.h"
 #include "engine/report/non_finite.h"
 #include "engine/report/reporter.h"

@@ -3,7 +3,7 @@
 // and empty: nothing.
 #pragma once
 
-#include <dsengine/layer_drop.h>
+#include <dsengine/efficiency.h>
 #include <dsengine/sparse_attention.h>
 
 #include <functional>

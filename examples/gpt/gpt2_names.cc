@@ -1,7 +1,7 @@
 #include "gpt2_names.h"
 
 #include <ATen/core/grad_mode.h>
-#include <dsengine/weights.h>
+#include <dsengine/checkpoint.h>
 
 #include <array>
 #include <filesystem>

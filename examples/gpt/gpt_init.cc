@@ -1,7 +1,7 @@
 #include "gpt_init.h"
 
 #include <ATen/core/grad_mode.h>
-#include <dsengine/weights.h>
+#include <dsengine/checkpoint.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,10 +1,10 @@
 // Trains a byte-level GPT. The whole job is in the ds_config: one process or many, ZeRO stage, precision.
 //
 //   ds-launch --num_procs 2 gpt --deepspeed_config configs/zero2.json
+#include <dsengine/checkpoint.h>
 #include <dsengine/efficiency.h>
 #include <dsengine/engine.h>
-#include <dsengine/restart.h>
-#include <dsengine/weights.h>
+#include <dsengine/launch.h>
 
 #include <cstdlib>
 #include <exception>

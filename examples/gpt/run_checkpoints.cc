@@ -2,7 +2,7 @@
 
 #include <iostream>
 
-#include <dsengine/restart.h>
+#include <dsengine/launch.h>
 
 #include "check.h"
 

@@ -108,30 +108,30 @@ struct CheckpointOptions {
   std::optional<int64_t> number_checkpoints;  // regions between forward and backward at once; required with the former
   bool synchronize_checkpoint_boundary = false;  // wait for the devices where a region begins and ends
   bool profile = false;                          // count; see take_checkpoint_statistics()
-  // Of the program, for all regions.
+  // The program's, for all regions: the ranks of partition_activations.
   std::shared_ptr<comm::Communicator> tensor_parallel_group = nullptr;
   bool preserve_rng_state = true;  // false: the recomputation draws other random numbers
 };
 
-// Of this thread, for checkpoint(). Throws UsageError for number_checkpoints below 1. Buffers of earlier settings go
-// with their last region.
+// Set and return the options of checkpoint() on this thread. Throws UsageError for number_checkpoints below 1. Buffers
+// of earlier settings are freed with their last region.
 void configure_checkpointing(const CheckpointOptions& options);
 const CheckpointOptions& checkpoint_options();
 
-// Of the regions with `profile` that this thread began.
+// Counts over the regions with `profile` that this thread began.
 struct CheckpointStatistics {
   int64_t regions = 0;         // forwards
   int64_t recomputations = 0;  // in backward
   int64_t bytes_kept = 0;      // by this rank for inputs, summed over the regions
   double forward_seconds = 0;  // host time of the first runs; of devices only with synchronize_checkpoint_boundary
-  double recomputation_seconds = 0;  // likewise
+  double recomputation_seconds = 0;  // host time of the recomputations
 };
 
-// Since the last call.
+// Returns the counts since the last call, and begins anew.
 CheckpointStatistics take_checkpoint_statistics();
 
-// The same without templates: the function gets the tensors that were given, undefined ones too, and may return
-// undefined ones.
+// Does what checkpoint() does, without templates: the function gets the tensors that were given, undefined ones too,
+// and may return undefined ones.
 using RegionFunction = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 std::vector<at::Tensor> checkpoint_tensors(const CheckpointOptions& options, RegionFunction function,
                                            const std::vector<at::Tensor>& inputs);

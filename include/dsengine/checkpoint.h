@@ -1,54 +1,72 @@
-// What Engine::save_checkpoint and Engine::load_checkpoint take and return. Torch-free.
+// Checkpoints and weights in files: what Engine::save_checkpoint and Engine::load_checkpoint take and return, and,
+// without an engine, reading full tensors whoever wrote them, filling a module from them, and writing a file of
+// weights.
 //
-// Plain values that belong to the caller; nothing throws. Checkpoints without an engine: dsengine/weights.h.
+//   const auto source = ds::checkpoint::open("checkpoints/global_step1000");   // ours, DeepSpeed's, Hugging Face's
+//   ds::checkpoint::load_module(*source, *model);
+//
+// Options and results are plain values that belong to the caller. A Source owns the files it has opened; tensors that
+// it returns are the caller's. Not thread safe. Every error of a file is an IoError that names file and tensor.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
+
+namespace torch::nn {
+class Module;
+}
 
 namespace ds::engine {
 
-// What save_checkpoint(save_dir, tag, options) does.
+// Options of save_checkpoint(save_dir, tag, options), which works like this:
 //
-// Writes all state to <save_dir>/<tag> (default: "global_step<N>"), each rank its part, in one piece or not at all: a
-// folder under that name is complete and on the disk. Returns its path. Collective; save_dir must be seen by all hosts
-// or, with checkpoint.use_node_local_storage, is the same on the ranks of a host, each of which reads there again.
-// When a rank cannot write, all throw (that rank the cause, the others IoError) and what was in save_dir before is
-// untouched.
-// Asynchronous: returns at once; the state is copied beside the next forward and backward (the next update waits for
-// the copy, which takes as much host memory as the rank's part) and written by a thread. Until the next update,
-// change trained parameters in scopes of gathered_parameters() only: these wait. One save is in
-// flight at a time. A failure is logged by the next save and thrown by wait_for_checkpoint().
+// Each rank writes its part of the state to <save_dir>/<tag> (default: "global_step<N>"). The folder gets that name
+// when it is complete and on the disk, not before. Returns its path. Collective. All hosts must see save_dir; with
+// checkpoint.use_node_local_storage only the ranks of a host must, and each of them reads there again. When a rank
+// cannot write, all throw (that rank the cause, the others IoError), and what was in save_dir before is untouched.
+//
+// An asynchronous save returns at once. The state is copied beside the next forward and backward (the next update waits
+// for the copy, which takes as much host memory as the rank's part) and written by a thread. Until the next update,
+// change trained parameters in scopes of gathered_parameters() only: these wait. One save is in flight at a time. A
+// failure is logged by the next save and thrown by wait_for_checkpoint().
 //
 // Names and defaults of the options are DeepSpeed's, where it has them.
 struct SaveOptions {
-  nlohmann::json client_state = nlohmann::json::object();  // the program's own; rank 0's is kept
+  nlohmann::json client_state = nlohmann::json::object();  // the program's own data; rank 0's is kept
   bool save_latest = true;                                 // <save_dir>/latest names this tag afterwards
-  bool exclude_frozen_parameters = false;                  // no weights of parameters that are not trained
-  // Returns as soon as the state may be read beside training; by default checkpoint.writer.decoupled.
+  bool exclude_frozen_parameters = false;                  // leaves out weights that are not trained
+  // Whether to save asynchronously; by default checkpoint.writer.decoupled of the config.
   std::optional<bool> asynchronous;
-  // Whole checkpoints that stay in save_dir, the latest steps; 0: all. By default checkpoint.keep_last.
+  // How many complete checkpoints stay in save_dir, those of the latest steps; 0: all. By default
+  // checkpoint.keep_last of the config.
   std::optional<int64_t> keep_last;
 };
 
-// What load_checkpoint(load_dir, tag, options) does.
+// Options of load_checkpoint(load_dir, tag, options), which works like this:
 //
 // Goes on from <load_dir>/<tag>, written by any number of ranks at any stage, precision and offload, or by DeepSpeed.
-// Without a tag: the one that `latest` names or, if that cannot be read, the whole one with the latest step, with an
-// error in the log. Without any, nothing is loaded and the result is empty. Collective, between optimizer steps.
+// Without a tag it takes the one that `latest` names or, if that cannot be read, the complete one with the latest step,
+// and logs an error. Where there is none, nothing is loaded and the result is empty. Collective, between optimizer
+// steps.
 // Throws UsageError where the checkpoint does not fit the model or the optimizer, before anything is changed. Throws
 // IoError, naming file and tensor, where it is damaged; if that is found when part was loaded, the engine refuses to
 // go on until a load succeeds.
 struct LoadOptions {
-  bool load_module_strict = true;        // an error names parameters and buffers that only one of the two has
-  bool load_optimizer_states = true;     // false: they stay as they are
+  bool load_module_strict = true;        // parameters and buffers that only model or file has are an error
+  bool load_optimizer_states = true;     // false: they keep their values
   bool load_lr_scheduler_states = true;  // false: the schedule stays where it is
-  bool load_module_only = false;         // weights and buffers; counters, optimizer and all else stay
+  bool load_module_only = false;         // loads weights and buffers alone
 };
 
-// What was loaded; false where there was nothing to load.
+// The result of load_checkpoint(); false where there was nothing to load.
 struct LoadedCheckpoint {
   std::string path;                                        // of the tag's folder; empty: there was none
   std::string tag;                                         // the folder's name
@@ -57,3 +75,87 @@ struct LoadedCheckpoint {
 };
 
 }  // namespace ds::engine
+
+namespace ds::checkpoint {
+
+struct TrainingState;  // what a checkpoint keeps beside tensors; the engine reads it
+
+// Paths of tensors. `name` is the name of a parameter or buffer in the module; a tied parameter has its first name.
+std::string weight_path(const std::string& name);                           // "weights/h.0.ln_1.weight"
+std::string buffer_path(const std::string& name);                           // "buffers/bn.running_mean"
+std::string state_path(const std::string& state, const std::string& name);  // "optimizer/exp_avg/h.0.ln_1.weight"
+std::string rank_path(int rank, const std::string& name);                   // "ranks/3/rng.cpu": data of one rank
+// Returns the name behind the given folder of paths, or an empty one: name_in("weights/", "weights/h.0.b") == "h.0.b".
+std::string name_in(const std::string& folder, const std::string& path);
+
+// Facts about a tensor that are known before it is read.
+struct TensorInfo {
+  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> sizes;
+  bool frozen = false;  // a weight that was not trained
+
+  int64_t numel() const;
+  bool operator==(const TensorInfo&) const = default;
+};
+
+// Full tensors by path, read in parts, so that a model of any layout can be filled from a checkpoint of any other.
+class Source {
+ public:
+  virtual ~Source() = default;
+  Source() = default;
+  Source(const Source&) = delete;
+  Source& operator=(const Source&) = delete;
+
+  // The folder (or file) it reads, for messages.
+  virtual const std::string& location() const = 0;
+  // Counters, schedule and the like, which the engine reads.
+  virtual const TrainingState& state() const = 0;
+  // All tensors by their paths. Weights that were trained are float32 masters where the writer had them.
+  virtual const std::map<std::string, TensorInfo>& tensors() const = 0;
+  // Maps further names of tied parameters to the name they are stored under.
+  virtual const std::map<std::string, std::string>& aliases() const = 0;
+  // Reads elements [offset, offset + destination.numel()) of the flattened tensor into `destination`, which is
+  // contiguous, on the CPU and may have any dtype (values are converted).
+  virtual void read(const std::string& path, int64_t offset, const at::Tensor& destination) = 0;
+
+  bool contains(const std::string& path) const { return tensors().contains(path); }
+  // Returns what is known of one tensor. Throws IoError when there is none.
+  const TensorInfo& info(const std::string& path) const;
+  // Reads the full tensor, in its own dtype.
+  at::Tensor tensor(const std::string& path);
+};
+
+// Opens a checkpoint in any of the formats below.
+//
+// `folder`: one tag (<save_dir>/<tag>) in dsengine's format or DeepSpeed's (stages 0 to 3), a folder of model weights
+// in Hugging Face's layout (model.safetensors, or shards with model.safetensors.index.json), or a file as
+// open_weights() takes. Throws IoError saying what was looked for and what is there.
+std::unique_ptr<Source> open(const std::string& folder);
+
+// Opens model weights in safetensors files, one file or a folder in Hugging Face's layout, or in a file of torch.save.
+//
+// `path`: a file that torch.save(model.state_dict(), path) of Python or torch::save(model, path) of LibTorch has
+// written (.pt, .pth, .bin; torch 1.6 or newer; read as data, nothing in it is run), a .safetensors file, or a folder
+// with model.safetensors, or with model.safetensors.index.json ({"weight_map": {tensor: file}}) and the files it names;
+// a folder with both is read as the single file, as Hugging Face does. Every tensor is a weight (the files do not tell
+// buffers apart); aliases() are those that safetensors' save_model() notes in the metadata, state() is empty. Files are
+// mapped, so only what is read is loaded.
+//
+// Throws IoError naming folder, file and tensor: nothing to read, a file of the index that is missing, a tensor that is
+// in the index and not in its file or the other way round, or in two files.
+std::unique_ptr<Source> open_weights(const std::string& path);
+
+// The name of the file in a folder of weights.
+inline constexpr const char* kWeightFile = "model.safetensors";
+
+// Copies weights and buffers into the module's own tensors, of any dtype and device, one at a time. `strict`: throws
+// UsageError that lists parameters and buffers which only one of the two has; otherwise they are left as they are.
+// Shapes that differ are always an error, found before anything is changed.
+void load_module(Source& source, torch::nn::Module& module, bool strict = true);
+
+// Writes all tensors, of any device, into one safetensors file, or leaves `path` untouched. `metadata`: texts for its
+// header, {"format", "pt"} for instance. Throws UsageError for a dtype that the format lacks and a name given twice.
+void write_weights(const std::string& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+                   const std::map<std::string, std::string>& metadata = {});
+
+}  // namespace ds::checkpoint

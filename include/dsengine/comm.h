@@ -26,7 +26,7 @@ class Tensor;
 
 namespace ds::comm {
 
-// What implementations and observers know of an operation; none of a program's business.
+// Opaque to programs: the state of an operation, its description, and those who observe operations.
 class WorkState;
 struct Collective;
 class CollectiveObserver;
@@ -34,29 +34,31 @@ class FlightWatch;
 
 // The ways ranks exchange tensors, as the key communication_backend names them.
 enum class Backend : uint8_t {
-  kAuto,  // by device and hosts (docs/communication.md)
+  kAuto,  // chosen by device and hosts (docs/communication.md)
   kGloo,  // TCP; CPU tensors, and CUDA tensors by way of host memory
   kShm,   // shared memory; CPU tensors of ranks on one host
   kNccl,  // CUDA tensors, one device per rank
 };
 
-// Of the record of collectives that every rank keeps, and of who watches over it (docs/failures.md).
+// Options of the flight recorder, the record of collectives that every rank keeps, and of the watch that reports stalls
+// (docs/failures.md).
 struct FlightWatchOptions {
-  // Of waiting in one collective; 0: no limit, sequences of collectives are compared all the same.
+  // How long a rank may wait in one collective until a report; 0: no limit. Sequences of collectives are compared
+  // anyway.
   std::chrono::milliseconds stall_limit{std::chrono::seconds(60)};
   uint32_t entries = 512;   // collectives that each rank remembers
   std::string folder;       // for records; empty: $DS_FLIGHT_FOLDER, else dsengine-UID in the system's temporary folder
   bool stacks = true;       // takes a free real-time signal of the process, to see where a late rank is
-  bool end_process = true;  // false: a process that hangs after the verdict is left as it is
+  bool end_process = true;  // ends a process that hangs after the report; false: it is left as it is
 };
 
-// How the elements of ranks become one. kBand, kBor and kBxor: bits of integers, and truth values.
+// How a reduction combines the elements of ranks. kBand, kBor and kBxor combine bits of integers, and truth values.
 enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
 
-// What a group is made for: all operations, or isend and irecv alone, which takes no memory for collectives.
+// The operations of a group: all, or isend and irecv alone, which takes no memory for collectives.
 enum class GroupUse : uint8_t { kAll, kMessages };
 
-// What CommCounters counts apart.
+// The kinds of operation that CommCounters counts separately.
 enum class CollectiveKind : uint8_t {
   kBroadcast,
   kAllReduce,
@@ -78,67 +80,68 @@ class Work {
  public:
   Work() = default;
   explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
-  // The operation has finished, and wait() returns at once.
+  // Whether the operation has finished, so that wait() returns at once.
   bool is_completed() const;
-  // wait() would not wait for other ranks (but may have work to do). May itself begin what follows.
+  // Whether wait() would not block on another rank; it may still have local work. Calling is_ready() may start the next
+  // stage of the operation.
   bool is_ready() const;
-  // Returns when the operation has finished (CUDA: when the current stream is ordered after it). Throws CommError.
+  // Waits until the operation has finished (CUDA: until the current stream is ordered after it). Throws CommError.
   void wait() const;
 
  private:
   std::shared_ptr<WorkState> state_;
 };
 
-// Bytes this rank has handed to others, and calls, by kind of operation: what a bandwidth-optimal algorithm must send
-// (n = bytes of the whole tensor, W = ranks): all_reduce 2n(W-1)/W, reduce_scatter and all_gather n(W-1)/W, broadcast
-// and scatter n (root only; scatter n(W-1)/W), reduce and gather own n (non-roots only), all_to_all what goes to
-// others.
+// The bytes this rank has sent, and its calls, by kind of operation. Bytes are those that a bandwidth-optimal algorithm
+// must send (n = bytes of the full tensor, W = ranks): all_reduce 2n(W-1)/W, reduce_scatter and all_gather n(W-1)/W,
+// broadcast n and scatter n(W-1)/W (root only), reduce and gather this rank's n (non-roots only), all_to_all the parts
+// for other ranks.
 struct CommCounters {
-  std::array<int64_t, kCollectiveKinds> bytes_sent{};  // by CollectiveKind
+  std::array<int64_t, kCollectiveKinds> bytes_sent{};  // indexed by CollectiveKind
   std::array<int64_t, kCollectiveKinds> calls{};
   int64_t total_bytes_sent() const;
 };
 
-// One rank's handle on a group of ranks, as told above. A `label` names the operation in messages.
+// One rank's handle on a group of ranks; see the top of this file. A `label` names the operation in messages.
 class Communicator {
  public:
   virtual ~Communicator() = default;
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Of this rank in the group, from 0; and how many there are.
+  // This rank's number in the group, from 0, and the number of ranks.
   int rank() const { return rank_; }
   int size() const { return size_; }
-  // For messages: "world", "data", ...
+  // The group's name in messages: "world", "data", ...
   const std::string& name() const { return name_; }
-  // What this rank has sent since the last reset.
+  // Bytes and calls of this rank since the last reset.
   const CommCounters& counters() const { return counters_; }
   void reset_counters() { counters_ = {}; }
 
-  // In place; the same shape on every rank.
+  // Reduce the tensors of all ranks, or send root's to all, in place. Every rank gives the same shape.
   Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum, std::string label = {});
   Work broadcast(const at::Tensor& tensor, int root, std::string label = {});
-  // The result is on root only; elsewhere the tensor's contents are unspecified afterwards.
+  // Reduces the tensors of all ranks in place on root; elsewhere the tensor's contents are unspecified afterwards.
   Work reduce(const at::Tensor& tensor, int root, ReduceOp op = ReduceOp::kSum, std::string label = {});
-  // output has W times the elements of input; rank r's input lands in the r-th part. input may alias its own part of
-  // output (in place).
+  // Gathers input of every rank into output, which has W times its elements: rank r's input becomes the r-th part.
+  // input may alias its own part of output (in place).
   Work all_gather(const at::Tensor& output, const at::Tensor& input, std::string label = {});
-  // input has W times the elements of output; output becomes the r-th part of the reduction. output may alias the own
-  // part of input (in place); the other parts of input are unchanged.
+  // Reduces input over the ranks; output of rank r becomes the r-th part of the result and has 1/W of the elements.
+  // output may alias this rank's part of input (in place); the other parts of input are unchanged.
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::kSum,
                       std::string label = {});
-  // output (root only; pass an undefined tensor elsewhere) has W times the elements of input.
+  // Gathers input of every rank into root's output, which has W times its elements; others pass an undefined tensor.
   Work gather(const at::Tensor& output, const at::Tensor& input, int root, std::string label = {});
-  // input (root only) has W times the elements of output.
+  // Sends the r-th part of root's input, which has W times the elements of output, to rank r's output.
   Work scatter(const at::Tensor& output, const at::Tensor& input, int root, std::string label = {});
-  // Part j of input goes to rank j; part i of output comes from rank i. Splits count elements of dimension 0 and may be
-  // empty for an even split. input and output must not overlap.
+  // Sends part j of input to rank j, and receives part i of output from rank i. Splits count elements of dimension 0
+  // and may be empty for an even split. input and output must not overlap.
   Work all_to_all(const at::Tensor& output, const at::Tensor& input, std::vector<int64_t> output_splits = {},
                   std::vector<int64_t> input_splits = {}, std::string label = {});
-  // Blocking and asynchronous point to point. Messages of one (source, destination, tag) keep their order. Messages of
-  // the two directions between two ranks, and messages and collectives, do not wait for one another. On NCCL the first
-  // message between two ranks blocks the host until the other comes to one with this rank: a program that posts
-  // receives ahead sends a first message between all pairs that will talk, in one order (docs/communication.md).
+  // Messages from rank to rank, blocking and asynchronous. Messages of one (source, destination, tag) keep their order.
+  // The two directions between two ranks do not wait for one another, nor do messages and collectives. On NCCL the
+  // first message between two ranks blocks the host until the other rank posts its side: a program that posts receives
+  // ahead sends a first message between all pairs that will talk, in one order (docs/communication.md).
   void send(const at::Tensor& tensor, int destination, int tag = 0) { isend(tensor, destination, tag).wait(); }
   void recv(const at::Tensor& tensor, int source, int tag = 0) { irecv(tensor, source, tag).wait(); }
   Work isend(const at::Tensor& tensor, int destination, int tag = 0, std::string label = {});
@@ -146,20 +149,20 @@ class Communicator {
   // Returns when all ranks have called it.
   void barrier(std::string label = {});
 
-  // A communicator over `ranks` (ascending, ranks of this group). Called by every rank of this group, also by those not
-  // in `ranks`, which get nullptr.
+  // Makes a communicator over `ranks` (ascending, numbers in this group). Every rank of this group calls it; ranks that
+  // are not in `ranks` get nullptr.
   std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks, const std::string& name,
                                           GroupUse use = GroupUse::kAll);
 
-  // Operations from now on, and those of groups made from now on, are shown to it, beside other
-  // observers. Call before the first operation.
+  // Adds an observer, which sees operations of this group, and of groups made from it later. Call before the first
+  // operation.
   void observe_with(std::shared_ptr<CollectiveObserver> observer);
   // Tells the observers what the program does from now on: "backward", "step", ...; micro_step -1: none. Operations of
-  // this group, and of groups made from it, then carry the step: what ranks that part are told names it.
+  // this group, and of groups made from it, carry the step, and errors about ranks that differ name it.
   void note_phase(const char* name, int64_t step, int64_t micro_step = -1) const;
-  // Keeps what watches the ranks of this group, until it ends itself.
+  // Keeps `watch`, which watches the ranks of this group, alive as long as this communicator.
   void keep_watch(std::shared_ptr<FlightWatch> watch);
-  // Null: nobody watches.
+  // The watch; null: nobody watches.
   const std::shared_ptr<FlightWatch>& watch() const { return watch_; }
 
  protected:
@@ -167,21 +170,21 @@ class Communicator {
   // Starts a validated operation. Never called with size() == 1 except for barrier and self send/recv.
   virtual Work launch(Collective collective) = 0;
   virtual std::shared_ptr<Communicator> make_group(const std::vector<int>& ranks, const std::string& name) = 0;
-  // For implementations that keep something for collectives.
+  // Makes a group for messages alone; for implementations whose groups take memory for collectives.
   virtual std::shared_ptr<Communicator> make_message_group(const std::vector<int>& ranks, const std::string& name) {
     return make_group(ranks, name);
   }
 
  private:
-  // One that observes this group.
+  // An observer and how it knows this group.
   struct Observation {
     std::shared_ptr<CollectiveObserver> observer;
-    int group;               // its number of this group
-    std::vector<int> ranks;  // of this group, in the group that it was attached to
+    int group;               // the observer's number of this group
+    std::vector<int> ranks;  // the ranks of this group, in the group that it was attached to
   };
 
   Work checked_launch(Collective collective);
-  // Within observers_[first] and those after it. Takes what is in `collective`.
+  // Launches inside of observers_[first] and those after it. Moves from `collective`.
   Work observed_launch(Collective& collective, size_t first);
   void count(const Collective& collective);
   Work copy_alone(const at::Tensor& output, const at::Tensor& input) const;
@@ -194,7 +197,7 @@ class Communicator {
   std::string name_;
   CommCounters counters_;
   std::vector<Observation> observers_;
-  std::shared_ptr<std::atomic<int64_t>> step_;  // note_phase(); 0: nobody has said
+  std::shared_ptr<std::atomic<int64_t>> step_;  // set by note_phase(); 0: not set
   std::shared_ptr<FlightWatch> watch_;
 };
 

@@ -10,6 +10,7 @@
 #include <array>
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -17,8 +18,8 @@
 #include <vector>
 
 #include "dsengine/comm.h"
+#include "dsengine/config_efficiency.h"
 #include "dsengine/config_parallel.h"
-#include "dsengine/config_removed.h"
 #include "dsengine/config_runtime.h"
 #include "dsengine/config_training.h"
 
@@ -63,7 +64,7 @@ struct ResolvedAuto {
   std::string source;            // "the program", "default", "computed from hidden_size", "assumed"
 };
 
-// What the program knows and the file may leave "auto". Empty: the default.
+// Values that the program knows, for keys that the file leaves "auto". Empty: the default.
 struct AutoValues {
   std::optional<int64_t> train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps;
   std::optional<double> gradient_clipping;
@@ -80,9 +81,11 @@ struct AutoValues {
 // Whether the gradient of a step is the mean over ranks or their sum.
 enum class GradientAllreduceOp { kMean, kSum };
 
-// What becomes of a step whose gradient is infinite or NaN. kAuto: skipped with fp16 and with bf16.check_grad_overflow,
+// How a step is treated whose gradient is infinite or NaN. kAuto: skipped with fp16 and with bf16.check_grad_overflow,
 // applied with bf16 without it, else an error.
 enum class NonFiniteGradients { kAuto, kSkip, kError, kContinue };
+
+struct SectionsWithoutEffect;  // opaque; to_json() writes them
 
 // The fields are the keys of a ds_config: configs/README.md explains each.
 struct DsConfig {
@@ -137,8 +140,6 @@ struct DsConfig {
   CommsLoggerSection comms_logger;
   TensorboardSection tensorboard;
   CsvMonitorSection csv_monitor;
-  WandbSection wandb;
-  CometSection comet;
 
   CheckpointSection checkpoint;
   PipelineSection pipeline;
@@ -146,23 +147,14 @@ struct DsConfig {
   ExpertParallelSection expert_parallel;
   DataEfficiencySection data_efficiency;
   AutotuningSection autotuning;
-  CompileSection compile;
-  HybridEngineSection hybrid_engine;
-  std::optional<WeightQuantizationSection> weight_quantization;
 
   // Removed from DeepSpeed in 0.19.8; the spelling of 0.19.6.
   ProgressiveLayerDropSection progressive_layer_drop;
   CurriculumLearningSection curriculum_learning;
   ElasticitySection elasticity;
   std::optional<SparseAttentionSection> sparse_attention;
-  EigenvalueSection eigenvalue;
   CompressionTrainingSection compression_training;
-  NebulaSection nebula;
   bool sparse_gradients = false;
-  bool graph_harvesting = false;
-  nlohmann::ordered_json amp;                // as written; null when absent
-  nlohmann::ordered_json quantize_training;  // as written; null when absent
-  nlohmann::ordered_json datastates_ckpt;    // as written; null when absent
 
   int64_t seed = 1234;         // ours
   bool deterministic = false;  // ours: same bits on every run
@@ -183,6 +175,8 @@ struct DsConfig {
   std::optional<ElasticBatch> elastic;      // set when elasticity is enabled
   std::vector<ResolvedAuto> resolved_auto;  // in file order
   std::vector<std::string> warnings;        // one line each, for rank 0 to log
+  // Sections that are read and checked and change nothing (compile, wandb, nebula, ...); null: none was read.
+  std::shared_ptr<const SectionsWithoutEffect> without_effect;
 
   // The dtype of parameters in forward and backward.
   DType model_dtype() const {
@@ -196,7 +190,7 @@ struct DsConfig {
   bool given(const std::string& key) const { return text.is_object() && text.contains(key); }  // a top-level key
 };
 
-// What parse() has to know of the job and the program.
+// Facts about the job and the program that parse() needs.
 struct ParseOptions {
   int64_t dp_world_size = 1;
   // All ranks of the job: dp_world_size is then these over pipeline.stages and the ranks of the tensor axis, and what
@@ -211,7 +205,7 @@ struct ParseOptions {
   std::optional<AutoValues> assumed_values = std::nullopt;
 };
 
-// What Hugging Face's TrainingArguments say when nobody gives them: micro-batches of 8, lr 5e-5, no warm-up, clipping
+// The defaults of Hugging Face's TrainingArguments: micro-batches of 8, lr 5e-5, no warm-up, clipping
 // at 1, float32, ... `total_num_steps`, which the trainer counts from its data, is 1000.
 AutoValues hugging_face_values();
 // Sets one of the values by its name ("lr") or its path in a ds_config ("optimizer.params.lr"), from text as on a

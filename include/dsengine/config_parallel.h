@@ -17,7 +17,7 @@ namespace ds::engine::config {
 
 enum class OffloadDevice { kNone, kCpu, kNvme };  // "none", "cpu", "nvme"
 
-// As the key writes it.
+// Returns the spelling that the key has in a ds_config.
 const char* name_of(OffloadDevice device);
 
 // zero_optimization.offload_param

@@ -1,5 +1,5 @@
-// Sections of a ds_config about the run: activation memory, IO, profiling, timers, checkpoints, monitors and
-// data_efficiency. Field names and defaults are the keys and defaults of ds_config; configs/README.md explains each.
+// Sections of a ds_config about the run: activation memory, IO, profiling, timers, checkpoints, monitors, elasticity
+// and autotuning. Field names and defaults are the keys and defaults of ds_config; configs/README.md explains each.
 //
 // Plain values that the ds_config owns; safe from any thread; nothing throws. Torch-free.
 #pragma once
@@ -9,8 +9,6 @@
 #include <optional>
 #include <string>
 #include <vector>
-
-#include "dsengine/difficulty_schedule.h"
 
 namespace ds::engine::config {
 
@@ -79,7 +77,7 @@ struct TimersSection {
   ThroughputTimerSection throughput;
 };
 
-// What becomes of a tag of save_checkpoint() that differs between ranks.
+// How a tag of save_checkpoint() is treated that differs between ranks.
 enum class TagValidation { kIgnore, kWarn, kFail };
 
 // checkpoint.parallel_write
@@ -119,107 +117,61 @@ struct TensorboardSection {
 
 using CsvMonitorSection = TensorboardSection;
 
-// Python SDKs: read, checked and warned about, never used.
-struct WandbSection {
+// elasticity
+struct ElasticitySection {
   bool enabled = false;
-  std::optional<std::string> group;
-  std::optional<std::string> team;
-  std::string project = "deepspeed";
+  std::optional<int64_t> max_train_batch_size;
+  std::optional<std::vector<int64_t>> micro_batch_sizes;
+  int64_t min_gpus = 1;
+  int64_t max_gpus = 10000;
+  int64_t num_gpus_per_node = 1;
+  int64_t model_parallel_size = 1;
+  int64_t min_time = 0;
+  bool prefer_larger_batch = true;
+  bool ignore_non_elastic_batch_info = false;
+  double version = 0.2;
 };
 
-// comet
-struct CometSection {
+// The batch sizes that follow from elasticity. Sizes count data-parallel ranks.
+struct ElasticBatch {
+  int64_t train = 0;           // global batch, the same for all valid sizes
+  std::vector<int64_t> valid;  // sizes, ascending; may be empty
+  int64_t micro = 0;           // of the asked size
+  int64_t accumulation = 0;    // of the asked size
+  int64_t train_of_valid = 0;  // what `valid` share; not `train` when the asked size is not among them (0.2)
+};
+
+// autotuning.model_info
+struct ModelInfoSection {
+  bool profile = false;
+  std::optional<int64_t> num_params;
+  std::optional<int64_t> hidden_size;
+  std::optional<int64_t> num_layers;
+};
+
+// autotuning
+struct AutotuningSection {
   bool enabled = false;
-  int64_t samples_log_interval = 100;
-  std::optional<std::string> project;
-  std::optional<std::string> workspace;
-  std::optional<std::string> api_key;
-  std::optional<std::string> experiment_name;
-  std::optional<std::string> experiment_key;
-  std::optional<bool> online;
-  std::optional<std::string> mode;
-};
-
-// data_efficiency.data_sampling.curriculum_learning
-struct CurriculumSection {
-  bool enabled = false;
-  std::optional<std::string> data_cluster_path;
-  nlohmann::ordered_json curriculum_metrics;      // {name: {...}}, as written
-  std::vector<efficiency::SampleMetric> metrics;  // that these are, where it is enabled
-};
-
-// data_efficiency.data_sampling.dynamic_batching
-struct DynamicBatchingSection {
-  bool enabled = false;
-  std::optional<std::string> metrics_path;
-  std::string lr_scaling_method = "linear";
-  int64_t min_batch_size = 1;
-  std::optional<int64_t> max_batch_size;
-  std::string sequence_picking_order = "dataloader";
-  std::optional<int64_t> max_tokens;
-  bool verbose = false;
-};
-
-// data_efficiency.data_sampling
-struct DataSamplingSection {
-  bool enabled = false;
-  int64_t num_epochs = 1000;
-  int64_t num_workers = 0;
-  bool pin_memory = false;
-  CurriculumSection curriculum_learning;
-  DynamicBatchingSection dynamic_batching;
-};
-
-// data_efficiency.data_routing.random_ltd.layer_token_lr_schedule
-struct LayerTokenLrScheduleSection {
-  bool enabled = false;
-};
-
-// data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config
-struct KeptTokensStepsSection {
-  std::optional<int64_t> require_steps;
-  std::optional<int64_t> seq_per_step;
-};
-
-// data_efficiency.data_routing.random_ltd.random_ltd_schedule
-struct KeptTokensSection {
-  std::optional<int64_t> min_value;
-  std::optional<int64_t> max_value;
-  std::string schedule_type = "fixed_linear";
-  KeptTokensStepsSection schedule_config;
-};
-
-// data_efficiency.data_routing.random_ltd
-struct RandomLtdSection {
-  bool enabled = false;
-  int64_t total_layer_num = 0;
-  int64_t random_ltd_layer_num = 0;
-  std::vector<int64_t> random_ltd_layer_id;
-  std::optional<std::string> model_mask_name;
-  std::string model_type = "decoder";
-  std::string hidden_state_order = "batch_seq_dim";
-  KeptTokensSection random_ltd_schedule;
-  efficiency::DifficultySchedule kept;  // that these keys give, where it is enabled
-  LayerTokenLrScheduleSection layer_token_lr_schedule;
-};
-
-// data_efficiency.data_routing
-struct DataRoutingSection {
-  bool enabled = false;
-  RandomLtdSection random_ltd;
-};
-
-// data_efficiency
-struct DataEfficiencySection {
-  bool enabled = false;
-  int64_t seed = 1234;
-  DataSamplingSection data_sampling;
-  DataRoutingSection data_routing;
-
-  // Whether a curriculum chooses samples, with the sections around it.
-  bool chooses_samples() const { return enabled && data_sampling.enabled && data_sampling.curriculum_learning.enabled; }
-  // Whether random-LTD is on, with the sections around it.
-  bool drops_tokens() const { return enabled && data_routing.enabled && data_routing.random_ltd.enabled; }
+  bool fast = true;
+  std::string results_dir = "autotuning_results";
+  std::string exps_dir = "autotuning_exps";
+  bool overwrite = true;
+  int64_t start_profile_step = 3;
+  int64_t end_profile_step = 5;
+  std::string metric = "throughput";
+  std::optional<std::string> metric_path;
+  std::string tuner_type = "gridsearch";
+  int64_t tuner_early_stopping = 5;
+  int64_t tuner_num_trials = 50;
+  nlohmann::ordered_json arg_mappings;  // null or an object, as written
+  std::optional<int64_t> max_train_batch_size;
+  int64_t min_train_batch_size = 1;
+  int64_t max_train_micro_batch_size_per_gpu = 1024;
+  int64_t min_train_micro_batch_size_per_gpu = 1;
+  int64_t num_tuning_micro_batch_sizes = 3;
+  int64_t mp_size = 1;
+  std::optional<std::string> model_info_path;
+  ModelInfoSection model_info;
 };
 
 }  // namespace ds::engine::config

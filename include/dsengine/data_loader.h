@@ -1,9 +1,10 @@
-// Batches of any torch::data dataset, dealt to ranks.
+// Loads batches of any torch::data dataset; each rank gets its share of the samples.
 //
 //   for (auto& batch : *loader) { model->forward(batch.data, batch.target); ... }   // one epoch
 //
-// Made by engine::initialize from InitializeOptions::training_data; DeepSpeed's deepspeed_io. The loader shares the
-// dataset with the program. Not thread safe. Throws UsageError for datasets and samples that make no batches.
+// engine::initialize makes the loader from InitializeOptions::training_data, as DeepSpeed's deepspeed_io. The loader
+// shares the dataset with the program. Not thread safe. Throws UsageError for datasets and samples that make no
+// batches.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,8 +26,8 @@ class TransferStream;
 
 namespace ds::engine {
 
-class BatchSampler;   // which samples a rank sees, in which order
-struct SamplerState;  // where it stands; the engine's checkpoints keep it
+class BatchSampler;   // decides which samples a rank sees, in which order
+struct SamplerState;  // a sampler's position; the engine's checkpoints keep it
 
 // One sample, or samples stacked along dimension 0. `target` is undefined for datasets without one.
 struct Batch {
@@ -35,15 +36,15 @@ struct Batch {
 };
 
 // A dataset that gives sample number i as torch::data::Example<> (anything with a tensor `data`, and maybe `target`)
-// and knows its size (a number, or an optional one as torch::data::datasets::Dataset has it).
+// and knows its size (a number, or an optional number as in torch::data::datasets::Dataset).
 template <class Dataset>
 concept IndexedDataset = requires(Dataset& dataset, size_t index) {
   { dataset.get(index).data } -> std::convertible_to<at::Tensor>;
   dataset.size();
 };
 
-// What a dataset gives for a list of numbers: one example whose tensors have a first dimension for them (Stack), or a
-// list of examples.
+// The two forms of a batch that get_batch() of a dataset may return: one example whose tensors have a first dimension
+// for the samples (Stack), or a list of examples.
 template <class Batch>
 concept CollatedBatch = requires(Batch& batch) {
   { batch.data } -> std::convertible_to<at::Tensor>;
@@ -54,18 +55,19 @@ concept ListedBatch = requires(Batch& batch) {
   batch.size();
 };
 
-// A dataset that gives samples by a list of their numbers, as .map() of torch::data makes one. It is asked for one
-// number at a time, so a transform sees batches of one sample.
+// A dataset that takes a list of sample numbers, as .map() of torch::data makes one. The loader asks for one number at
+// a time, so a transform sees batches of one sample.
 template <class Dataset>
 concept BatchedDataset = !IndexedDataset<Dataset> && requires(Dataset & dataset, c10::ArrayRef<size_t> indices) {
   requires CollatedBatch<decltype(dataset.get_batch(indices))> || ListedBatch<decltype(dataset.get_batch(indices))>;
   dataset.size();
 };
 
+// A dataset that the loader can read.
 template <class Dataset>
 concept UsableDataset = IndexedDataset<Dataset> || BatchedDataset<Dataset>;
 
-// Throws UsageError where a batch of one sample has another number of them along dimension 0.
+// Returns the sample of a batch of one, without dimension 0. Throws UsageError where that dimension is not 1 long.
 at::Tensor only_sample(const at::Tensor& batch);
 
 // Holds any usable dataset; empty by default. Copies share the dataset.
@@ -73,7 +75,7 @@ class TrainingData {
  public:
   TrainingData() = default;
 
-  // Of a dataset, moved here or shared. Implicit on purpose: InitializeOptions{.training_data = dataset}.
+  // Holds a dataset, moved here or shared. Implicit on purpose: InitializeOptions{.training_data = dataset}.
   template <UsableDataset Dataset>
   requires(!std::same_as<std::remove_cvref_t<Dataset>, TrainingData>)
       TrainingData(Dataset dataset)  // NOLINT(google-explicit-constructor)
@@ -86,7 +88,7 @@ class TrainingData {
     get_ = [dataset = std::move(dataset)](int64_t index) { return sample_of(*dataset, static_cast<size_t>(index)); };
   }
 
-  // Any other dataset: said in a sentence.
+  // Rejects any other dataset with a sentence that says what is expected.
   template <class Dataset>
   requires(!UsableDataset<Dataset> && !std::same_as<std::remove_cvref_t<Dataset>, TrainingData> &&
            requires(Dataset & dataset) { dataset.size(); })
@@ -100,9 +102,9 @@ class TrainingData {
                   "engine works with any");
   }
 
-  // False: no dataset was given.
+  // Whether a dataset was given.
   explicit operator bool() const { return static_cast<bool>(get_); }
-  // Number of samples. Throws UsageError for a dataset that does not know its size.
+  // The number of samples. Throws UsageError for a dataset that does not know its size.
   int64_t size() const;
   Batch get(int64_t index) const { return get_(index); }
 
@@ -146,24 +148,25 @@ class TrainingData {
   int64_t size_ = 0;  // -1: unknown
 };
 
+// Options of DataLoader.
 struct DataLoaderOptions {
-  int64_t micro_batch_size = 1;  // samples of one batch of one rank
+  int64_t micro_batch_size = 1;  // samples in a batch of one rank
   int rank = 0;
   int world_size = 1;
-  uint64_t seed = 1234;  // the same on every rank
+  uint64_t seed = 1234;  // equal on every rank
   bool shuffle = true;
-  bool drop_last = false;        // dataloader_drop_last
+  bool drop_last = false;        // the key dataloader_drop_last
   at::Device device = at::kCPU;  // where batches are delivered
 };
 
 // One rank's loader. Each loop goes from the current position to the end of the epoch; the next loop reshuffles. A loop
-// that was left early is continued by the next one. On a device a batch is ready for what the stream that is current
-// when it is taken is given from then on; work on another stream waits for that one first. Not thread safe.
+// that was left early is continued by the next one. On a device a batch may be used on the stream that is current when
+// it is taken; work on another stream has to wait for that stream first. Not thread safe.
 class DataLoader {
  public:
   // Throws UsageError for an empty dataset, or one that does not know its size.
   DataLoader(TrainingData data, const DataLoaderOptions& options);
-  // Of samples that somebody else chooses, as the engine's curriculum of samples does.
+  // Loads the samples that `sampler` chooses, as the engine's curriculum does.
   DataLoader(TrainingData data, std::shared_ptr<BatchSampler> sampler, at::Device device);
   ~DataLoader();
 
@@ -193,20 +196,20 @@ class DataLoader {
   Iterator begin() { return Iterator(this); }
   Iterator end() { return {}; }
 
-  // Batches of a whole epoch, the same on every rank.
+  // The number of batches in an epoch, equal on every rank.
   int64_t size() const;
-  // Whether they all have as many samples; else the last one has less.
+  // Whether all batches of an epoch have as many samples; else the last one has fewer.
   bool has_equal_batches() const;
   int64_t epoch() const;
   void set_epoch(int64_t epoch);
   void set_micro_batch_size(int64_t size);
 
-  // Of the batch that was delivered last: the numbers of its samples in the dataset. Empty before the first.
+  // The numbers, in the dataset, of the samples in the last batch. Empty before the first batch.
   const std::vector<int64_t>& indices() const { return indices_; }
-  // Batches so far.
+  // The number of batches delivered so far.
   int64_t delivered() const { return delivered_; }
 
-  // The position after the batch that was delivered last. A run may be resumed with another number of ranks.
+  // The position after the last batch, to save and to go on from, also with another number of ranks.
   SamplerState state() const;
   void load_state(const SamplerState& state);
   const std::shared_ptr<BatchSampler>& sampler() const { return sampler_; }
@@ -216,7 +219,7 @@ class DataLoader {
   bool advance();
 
   TrainingData data_;
-  std::unique_ptr<TransferStream> copies_;  // to where batches are delivered
+  std::unique_ptr<TransferStream> copies_;  // copies batches to their device
   std::shared_ptr<BatchSampler> sampler_;
   Batch batch_;
   std::vector<int64_t> indices_;  // of batch_

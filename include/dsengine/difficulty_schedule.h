@@ -31,7 +31,8 @@ struct DifficultySchedule {
   // kCustom: the program's.
   std::function<int64_t(int64_t step)> custom = {};
 
-  // Of a step, counted from 1: the run's first optimizer step is 1. Throws UsageError for kCustom without a function.
+  // The difficulty of a step, counted from 1: the run's first optimizer step is 1. Throws UsageError for kCustom
+  // without a function.
   int64_t at(int64_t step) const;
 };
 

@@ -37,7 +37,7 @@ class Module;
 
 namespace ds {
 
-// Names and meanings are torch's.
+// Options of DistributedDataParallel, with torch's names and meanings.
 struct DistributedDataParallelOptions {
   // The ranks that hold the model: a group, or an axis of a mesh (mesh["dp"]). Null: all ranks of the job
   // (engine::init_distributed). Wrappers of one loss may share it where all ranks run the same graph on one device;
@@ -48,7 +48,7 @@ struct DistributedDataParallelOptions {
   std::vector<int> device_ids;
   // Buckets of gradients hold up to so many MiB; a larger parameter has one of its own. > 0
   double bucket_cap_mb = 25;
-  // Likewise the bucket that is reduced first, that of the last parameters: small, so that it leaves early. > 0
+  // The MiB of the bucket that is reduced first, which has the last parameters: small, so that it leaves early. > 0
   double first_bucket_mb = 1;
   // Buffers follow rank 0's: before each call of the wrapper, or, where the program calls the module itself, at the end
   // of each backward() that reduces.
@@ -64,7 +64,7 @@ struct DistributedDataParallelOptions {
   bool gradient_as_bucket_view = true;
 };
 
-// Of DistributedDataParallel::join().
+// Options of DistributedDataParallel::join().
 struct JoinOptions {
   // While some ranks have no more batches gradients are still divided by the size of the group; false: by the number of
   // ranks that have some.
@@ -73,7 +73,7 @@ struct JoinOptions {
   bool throw_on_early_termination = false;
 };
 
-// What travels in place of the gradients as they are: torch's communication hooks.
+// Choices of what is sent in place of the gradients: torch's communication hooks.
 namespace comm_hooks {
 
 struct AllReduce {};  // the gradients as they are
@@ -96,14 +96,14 @@ struct TopK {
   bool use_error_feedback = true;
 };
 
-// What an own hook is given: one bucket of this rank's gradients.
+// One bucket of this rank's gradients, which an own hook is given.
 struct GradBucket {
-  size_t index = 0;                     // the same on all ranks
-  bool is_last = false;                 // of the pass
+  size_t index = 0;                     // equal on all ranks
+  bool is_last = false;                 // the last bucket of the pass
   at::Tensor buffer;                    // [elements], flat: may be changed, and returned
   std::vector<at::Tensor> gradients;    // views of it, in the shapes of the parameters
   std::vector<std::string> parameters;  // their names
-  comm::Communicator& group;            // of the wrapper
+  comm::Communicator& group;            // the ranks of the wrapper
 };
 // Begins the exchange, inside backward, and returns what waits for it: that returns the mean over the ranks, of the
 // shape and dtype of the buffer, the same bits on every rank. Calls come in one order on all ranks, on a thread of
@@ -117,21 +117,21 @@ using CommHook = std::variant<comm_hooks::AllReduce, comm_hooks::Float16, comm_h
 
 namespace loops {
 
-// What DistributedDataParallel does, for any module.
+// The work of DistributedDataParallel, for any type of module.
 class ReplicatedModel {
  public:
-  // As of DistributedDataParallel.
+  // Takes the arguments of DistributedDataParallel.
   ReplicatedModel(std::shared_ptr<torch::nn::Module> module, const DistributedDataParallelOptions& options);
   ~ReplicatedModel();
   ReplicatedModel(const ReplicatedModel&) = delete;
   ReplicatedModel& operator=(const ReplicatedModel&) = delete;
 
-  // Before a forward pass.
+  // Called before each forward pass.
   void before_forward();
-  // Between these backward() reduces nothing; may be nested.
+  // Begin and end a span in which backward() reduces nothing; spans may be nested.
   void begin_no_sync();
   void end_no_sync();
-  // As of DistributedDataParallel.
+  // Do what the functions of DistributedDataParallel do.
   void join(const std::function<void()>& loop, const JoinOptions& options);
   void register_comm_hook(const CommHook& hook);
 
@@ -175,7 +175,7 @@ class DistributedDataParallel {
   explicit DistributedDataParallel(Model model, const DistributedDataParallelOptions& options = {})
       : module(std::move(model)), replica_(loops::pointer_to(module), options) {}
 
-  // What was given: module->forward(x), torch::save(module, path).
+  // The module that was given: module->forward(x), torch::save(module, path).
   Model module;
   auto* operator->() { return &*module; }
 
@@ -191,7 +191,7 @@ class DistributedDataParallel {
     return forward(std::forward<Inputs>(inputs)...);
   }
 
-  // While the scope is there, backward() keeps gradients to this rank; the first one after it reduces their sum.
+  // While the scope lives, backward() keeps gradients to this rank; the first backward() after it reduces their sum.
   [[nodiscard]] loops::NoSyncScope no_sync() { return loops::NoSyncScope(replica_); }
 
   // Runs `loop`, whose batches may be fewer than other ranks': then this rank takes part in the others' reductions,
@@ -200,8 +200,8 @@ class DistributedDataParallel {
   // UsageError as JoinOptions say, and for BatchNorm layers that compute over ranks (convert_sync_batchnorm).
   void join(const std::function<void()>& loop, const JoinOptions& options = {}) { replica_.join(loop, options); }
 
-  // What travels from now on. Before the first backward(), once. Collective. Throws UsageError at another time, for
-  // numbers out of range, and for gradients that the hook cannot take, naming the parameter.
+  // Sets what is sent from now on. Before the first backward(), once. Collective. Throws UsageError at another time,
+  // for numbers out of range, and for gradients that the hook cannot take, naming the parameter.
   void register_comm_hook(const CommHook& hook) { replica_.register_comm_hook(hook); }
 
  private:

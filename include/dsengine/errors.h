@@ -9,44 +9,44 @@
 
 namespace ds {
 
-// What all of them are.
+// The base of all errors.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// A ds_config, an option or a file is wrong; the text names the json path, the value, the rule and the fix.
+// Says that a ds_config, an option or a file is wrong; the text names the json path, the value, the rule and the fix.
 class ConfigError : public Error {
  public:
   using Error::Error;
 };
 
-// A peer is missing, late, gone or did something else; the text names the rank and the operation.
+// Says that a peer is missing, late, gone or did something else; the text names the rank and the operation.
 class CommError : public Error {
  public:
   using Error::Error;
 };
 
-// The API was used in a way it does not offer (calls out of order, wrong tensor); the text names the expected call.
+// Says that the API was used wrongly (calls out of order, a wrong tensor); the text names the expected call.
 class UsageError : public Error {
  public:
   using Error::Error;
 };
 
-// A gradient is infinite or NaN and the update was not done; the text names the step, the first parameter, and the rank
-// and micro-batch it came from. The same on every rank.
+// Says that a gradient is infinite or NaN and the update was not done; the text names the step, the first parameter,
+// and the rank and micro-batch it came from. Every rank throws it with the same text.
 class NonFiniteError : public Error {
  public:
   using Error::Error;
 };
 
-// Reading or writing a file failed; the text names the path and the system's reason.
+// Says that reading or writing a file failed; the text names the path and the system's reason.
 class IoError : public Error {
  public:
   using Error::Error;
 };
 
-// A bug in dsengine.
+// Reports a bug in dsengine.
 class InternalError : public Error {
  public:
   using Error::Error;

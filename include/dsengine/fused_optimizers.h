@@ -3,11 +3,11 @@
 //
 //   ds::FusedAdamW optimizer(model->parameters(), torch::optim::AdamWOptions(3e-4));
 //
-// Options, groups, states, torch::save and torch::load are those of the class of torch that each is: what that one has
-// saved they go on with, and the other way round, with numbers that differ in the last bits as Python's do. They work
-// on what torch::optim works on: plain parameters, DistributedDataParallel, the slices of fully_shard,
-// InitializeOptions::optimizer at every stage. Floating-point parameters on CPU and CUDA, a gradient of its parameter's
-// dtype and device each. Throw c10::Error for sparse gradients, as torch.
+// Each class derives from torch's class and has its options, groups, states, torch::save and torch::load: either goes
+// on with what the other has saved. Results differ from the base class in the last bits, as Python's fused ones do.
+// They work wherever torch::optim does: on plain parameters, with DistributedDataParallel, on the slices of
+// fully_shard, as InitializeOptions::optimizer at every stage. Parameters are floating point on CPU or CUDA, gradients
+// have the dtype and device of their parameter. Sparse gradients throw c10::Error, as in torch.
 #pragma once
 
 #include <torch/optim/adam.h>
@@ -15,16 +15,20 @@
 
 namespace ds {
 
+// torch.optim.Adam(fused=True).
 class FusedAdam : public torch::optim::Adam {
  public:
   using torch::optim::Adam::Adam;
-  // `closure`: computes the loss, which is returned; it runs first. Without one the result is undefined.
+  // Updates all parameters. `closure` computes the loss, runs first, and its result is returned; without one the result
+  // is undefined.
   at::Tensor step(LossClosure closure = nullptr) override;
 };
 
+// torch.optim.AdamW(fused=True).
 class FusedAdamW : public torch::optim::AdamW {
  public:
   using torch::optim::AdamW::AdamW;
+  // Updates all parameters, as FusedAdam::step().
   at::Tensor step(LossClosure closure = nullptr) override;
 };
 

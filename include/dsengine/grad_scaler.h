@@ -34,16 +34,18 @@ class Optimizer;
 
 namespace ds::engine {
 
+// Options of GradScaler, with torch's names.
 struct GradScalerOptions {
   double init_scale = 65536.0;
-  double growth_factor = 2.0;      // above 1; of the scale, after growth_interval steps in a row that are finite
-  double backoff_factor = 0.5;     // below 1; of the scale, after a step that is not
+  double growth_factor = 2.0;      // above 1; multiplies the scale after growth_interval finite steps in a row
+  double backoff_factor = 0.5;     // below 1; multiplies the scale after a step that is not finite
   int64_t growth_interval = 2000;  // steps
   bool enabled = true;             // false: scale() returns its argument, step() is the optimizer's
-  // Ranks that leave out a step together; null: see above.
+  // The ranks that skip a step together; null: see the top of this file.
   std::shared_ptr<comm::Communicator> process_group;
 };
 
+// Scales losses and unscales gradients; see the top of this file.
 class GradScaler {
  public:
   // Throws ConfigError for values out of range.
@@ -52,16 +54,17 @@ class GradScaler {
   GradScaler(GradScaler&&) noexcept;
   GradScaler& operator=(GradScaler&&) noexcept;
 
-  // Times the scale, each on its device: what backward() is called on.
+  // Returns the outputs times the scale, each on its device; call backward() on the result.
   at::Tensor scale(const at::Tensor& outputs);
   std::vector<at::Tensor> scale(const std::vector<at::Tensor>& outputs);
   // Divides the gradients of the optimizer's parameters by the scale, and notes whether all are finite. Once between
   // two calls of update(), after all gradients are there. Throws for float16 gradients, which have lost it already.
   void unscale_(torch::optim::Optimizer& optimizer);  // NOLINT(readability-identifier-naming): torch's name
-  // unscale_(), if it has not been, and the optimizer's step where all gradients are finite, without a closure. Returns
-  // whether it has stepped. Once for each optimizer between two calls of update().
+  // Calls unscale_() if the program has not, and the optimizer's step (without a closure) where all gradients are
+  // finite. Returns whether it has stepped. Once for each optimizer between two calls of update().
   bool step(torch::optim::Optimizer& optimizer);
-  // Once an iteration, after step() of all optimizers: the scale of the next one. `new_scale`: sets it instead.
+  // Chooses the scale of the next iteration, or sets `new_scale`. Call it once an iteration, after step() of all
+  // optimizers.
   void update(std::optional<double> new_scale = std::nullopt);
 
   double get_scale() const;  // 1 if it is not enabled
@@ -73,10 +76,10 @@ class GradScaler {
   void set_growth_interval(int64_t interval);
   bool is_enabled() const;
 
-  // With torch's keys: scale, growth_factor, backoff_factor, growth_interval and _growth_tracker; an empty object where
-  // it is not enabled. After update(), as in torch. Fits into SaveOptions::client_state.
+  // Returns the state with torch's keys: scale, growth_factor, backoff_factor, growth_interval and _growth_tracker; an
+  // empty object where it is not enabled. Call it after update(), as in torch. Fits into SaveOptions::client_state.
   nlohmann::json state_dict() const;
-  // Throws UsageError for an empty one, and ConfigError for values out of range.
+  // Sets the state. Throws UsageError for an empty one, and ConfigError for values out of range.
   void load_state_dict(const nlohmann::json& state);
 
  private:

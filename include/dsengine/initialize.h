@@ -1,6 +1,6 @@
 // engine::initialize: what it takes, what it returns. Include dsengine/engine.h, which has the Engine.
 //
-// Everything that is given is shared with the program, or copied. Called on the thread that will train, by every rank.
+// The engine shares what it is given with the program, or copies it. Every rank calls it on the thread that will train.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,6 @@
 #include "dsengine/data_loader.h"
 #include "dsengine/device_mesh.h"
 #include "dsengine/init_distributed.h"
-#include "dsengine/lr_scheduler.h"
 #include "dsengine/optimizer.h"
 #include "dsengine/parallel.h"
 #include "dsengine/zero.h"
@@ -38,66 +37,68 @@ class Engine;
 struct ParameterGroup {
   std::vector<std::string> parameters;  // dotted names; a name may end in '*' or start with '*' (any prefix / suffix)
   std::optional<double> lr;             // empty: the config's
-  std::optional<double> weight_decay;   // likewise
+  std::optional<double> weight_decay;   // empty: the config's
   bool non_freeze = false;              // OneBitAdam: reduced as it is, not compressed, after the freeze too
   // OneBitAdam, OneBitLamb, ZeroOneAdam: 0 or false where the momentum shall stay 0 after the freeze (rows of a
-  // position embedding that no sequence reaches: 1 bit has no zero). Of a shape that broadcasts to that of each
-  // parameter of the group; undefined: nowhere.
+  // position embedding that no sequence reaches: 1 bit has no zero). Its shape broadcasts to that of each parameter of
+  // the group. Undefined: the momentum may move everywhere.
   at::Tensor exp_avg_mask;
 };
 
-// Fields are set by name, and only two are needed: {.model = model.ptr(), .config = "ds_config.json"}.
+// The argument of initialize(). Fields are set by name, and two are needed: {.model = model.ptr(), .config =
+// "ds_config.json"}.
 struct InitializeOptions {
-  // What is trained: any module (of a holder: holder.ptr()), or a pipeline::PipelineModule.
+  // The module to train: any module (holder.ptr() of a module holder), or a pipeline::PipelineModule.
   std::shared_ptr<torch::nn::Module> model;
   // A path, a nlohmann::json object, or url-safe base64 of the JSON text.
   config::ConfigSource config;
-  // A client optimizer over the model's parameters; overrides the config's. Its groups get this rank's slices in the
-  // place of the parameters: one that updates each element by itself, as torch's SGD, Adam, AdamW, RMSprop and Adagrad,
-  // works at every stage and precision (docs/from_libtorch.md). Without one, and without the section "optimizer" in the
-  // config, the engine evaluates only: all parameters are frozen as long as it lives, there are no gradients and
-  // states, and backward() and step() throw UsageError.
+  // A client optimizer over the model's parameters, which replaces the config's. Its groups get this rank's slices in
+  // the place of the parameters. An optimizer that updates each element by itself, as torch's SGD, Adam, AdamW, RMSprop
+  // and Adagrad, works at every stage and precision (docs/from_libtorch.md). Without a client optimizer and without the
+  // section "optimizer" in the config, the engine evaluates only: all parameters are frozen as long as it lives, there
+  // are no gradients and states, and backward() and step() throw UsageError.
   std::shared_ptr<torch::optim::Optimizer> optimizer;
   // Parameters with a learning rate or weight decay of their own.
   std::vector<ParameterGroup> parameter_groups;
-  // With a tensor axis (tensor_parallel.autotp_size, or the mesh's): which parameters are split over it
-  // (docs/tensor_parallel.md). The same on every rank. Ranks of the axis get the same batches.
+  // Which parameters are split over the tensor axis (tensor_parallel.autotp_size, or the mesh's), equal on every rank
+  // (docs/tensor_parallel.md). Ranks of the axis get the same batches.
   std::vector<parallel::SplitRule> split;
-  // Any torch::data dataset with get(size_t) -> torch::data::Example<>, also a mapped one:
+  // Samples for the engine's loader: any torch::data dataset with get(size_t) -> torch::data::Example<>, mapped or not:
   // MNIST(folder).map(Normalize<>(0.13, 0.31)).map(Stack<>()).
   TrainingData training_data;
-  // Overrides the config's scheduler: step number k = 0, 1, ... -> factor on the group's lr.
+  // Replaces the config's scheduler: maps step number k = 0, 1, ... to a factor on the group's lr.
   std::function<double(int64_t)> lr_scheduler;
-  // Under which the model was built, on every rank. Its group of ranks is used, if none is given. Outlives
-  // initialize().
+  // The zero::Init scope in which the model was built, on every rank; null: none. Its ranks are the job's where none of
+  // distributed, communicator and mesh is given. Must outlive initialize().
   zero::Init* init = nullptr;
   // A file with the parameters' first values, by name: .safetensors, a .pt of torch::save(model, path) or of Python's
-  // torch.save(model.state_dict(), path), or a folder in Hugging Face's layout; empty: the module has them. A model
-  // whose tensors are on the meta device needs it. Given on every rank, opened by rank 0 alone.
+  // torch.save(model.state_dict(), path), or a folder in Hugging Face's layout; empty: the module's values. A model
+  // whose tensors are on the meta device needs it. Every rank gives the path, rank 0 alone opens it.
   std::string weights;
-  // What engine::init_distributed returned; else the environment decides (docs/communication.md).
+  // The ranks of the job, one of three: the result of engine::init_distributed, ... Where none of the three is given,
+  // the environment of the process decides (docs/communication.md).
   std::optional<Distributed> distributed;
-  // Or an existing group of ranks (tests, embedding).
+  // ... or an existing group of ranks (tests, embedding), ...
   std::shared_ptr<comm::Communicator> communicator;
-  // Or a grid of ranks. Its axes "pipe" and "tensor" are to agree with pipeline.stages and tensor_parallel.autotp_size,
-  // where the config has these; "sequence" longer than one is refused.
+  // ... or a grid of ranks. Its axes "pipe" and "tensor" have to agree with pipeline.stages and
+  // tensor_parallel.autotp_size, where the config has these; an axis "sequence" longer than one is refused.
   std::shared_ptr<comm::DeviceMesh> mesh;
   // "auto", "cpu", "cuda" or "cuda:N"; the model is moved there. "auto": cuda where a GPU is visible to this process,
-  // else cpu; ConfigError where one is visible and cannot be used. Empty: that of `distributed`; "cpu" with
-  // `communicator`, `mesh` or `init`, whose ranks have met for a device of the program's; else "auto".
+  // else cpu; ConfigError where a GPU is visible and cannot be used. Empty: the device of `distributed`; "cpu" with
+  // `communicator`, `mesh` or `init`, whose ranks have met for a device of the program's choice; else "auto".
   std::string device;
-  // Rendezvous: "env://" (default), "tcp://host:port", "file:///path".
+  // How ranks meet: "env://" (default), "tcp://host:port" or "file:///path".
   std::string init_method = "env://";
-  // Of every wait for other ranks.
+  // The limit of every wait for other ranks.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
-  // Seeds LibTorch's generators with the key "seed" of the config + rank. False: they go on as the program has left
-  // them, and it is for the program to draw different numbers on different ranks.
+  // Whether to seed LibTorch's generators with the key "seed" of the config + rank. False: they go on as the program
+  // has left them, and the program sees to it that ranks draw different numbers.
   bool seed_generators = true;
-  // What "auto" in the config may take its value from.
+  // Values for keys that the config leaves "auto".
   config::AutoValues auto_values;
 };
 
-// The engine outlives the others: they refer to its buckets and its group of ranks.
+// The result of initialize(). The engine must outlive the others, which refer to its buckets and its ranks.
 struct Initialized {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<optimizers::ShardOptimizer> optimizer;  // null with a client optimizer, and without any
@@ -105,9 +106,9 @@ struct Initialized {
   std::shared_ptr<LrScheduler> schedule;                  // null without a scheduler
 };
 
-// Reads the config, joins the process group (environment of ds-launch; alone without it), lays the parameters into
-// buckets, broadcasts them from rank 0 and returns the parts. Throws ConfigError with every mistake of the config,
-// CommError when ranks do not come together or disagree on config or parameters.
+// Reads the config, joins the ranks of the job (by the environment of ds-launch; without it the process is alone), lays
+// the parameters into buckets, broadcasts them from rank 0 and makes the engine. Throws ConfigError with every mistake
+// of the config, CommError when ranks do not come together or disagree on config or parameters.
 Initialized initialize(const InitializeOptions& options);
 
 }  // namespace ds::engine

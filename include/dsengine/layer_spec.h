@@ -143,7 +143,7 @@ class LayerSpec {
     spec.name = spec.key = std::move(key);
     return spec;
   }
-  // Likewise, with a function (Impl&, tensors...) in place of the module's forward.
+  // A tied module that is called by a function (Impl&, tensors...) in place of its forward.
   template <class Module, class Forward, class... Arguments>
   static LayerSpec tied_with(std::string key, Forward forward, Arguments... arguments) {
     using Impl = typename internal::Held<Module>::type;

@@ -14,9 +14,8 @@
 
 namespace ds::optimizers {
 
-// The hyper-parameters of one parameter group.
-// May change from step to step. Fields an optimizer does not know are ignored by it. LR schedules write lr (and the
-// betas for OneCycle, beta1 or momentum for torch's cycles).
+// The hyper-parameters of one parameter group. They may change from step to step; an optimizer ignores those that it
+// does not know. Learning-rate schedules write lr (OneCycle the betas too, torch's cycles beta1 or momentum).
 struct GroupOptions {
   double lr = 1e-3;
   double weight_decay = 0.0;
@@ -24,7 +23,7 @@ struct GroupOptions {
   double beta2 = 0.999;
   double momentum = 0.0;
   double eps = 1e-8;
-  bool non_freeze = false;  // OneBitAdam: stays AdamW on mean gradients
+  bool non_freeze = false;  // OneBitAdam: this group stays AdamW on mean gradients
 
   bool operator==(const GroupOptions&) const = default;
 };
@@ -32,10 +31,10 @@ struct GroupOptions {
 // One value for all parameter groups, or one for each.
 using PerGroup = std::vector<double>;
 
-// The way up: along a logarithm, or a straight line.
+// The curve of a warm-up: a logarithm or a straight line.
 enum class WarmupType { kLog, kLinear };
 
-// From warmup_min_lr to warmup_max_lr, then constant.
+// WarmupLR: from warmup_min_lr to warmup_max_lr, then constant.
 struct WarmupLrOptions {
   PerGroup warmup_min_lr = {0.0};
   std::optional<PerGroup> warmup_max_lr;  // empty: the lr that each group has when the schedule is made
@@ -43,7 +42,7 @@ struct WarmupLrOptions {
   WarmupType warmup_type = WarmupType::kLog;
 };
 
-// From warmup_min_lr to warmup_max_lr, then linearly back to warmup_min_lr at total_num_steps.
+// WarmupDecayLR: from warmup_min_lr to warmup_max_lr, then linearly back to warmup_min_lr at total_num_steps.
 struct WarmupDecayLrOptions {
   int64_t total_num_steps = 0;  // required
   PerGroup warmup_min_lr = {0.0};
@@ -52,7 +51,7 @@ struct WarmupDecayLrOptions {
   WarmupType warmup_type = WarmupType::kLog;
 };
 
-// A ratio of each group's own lr: from warmup_min_ratio to 1, then along a cosine to cos_min_ratio.
+// WarmupCosineLR, a ratio of each group's own lr: from warmup_min_ratio to 1, then along a cosine to cos_min_ratio.
 struct WarmupCosineLrOptions {
   int64_t total_num_steps = 0;  // required
   double warmup_min_ratio = 0.0;
@@ -61,21 +60,22 @@ struct WarmupCosineLrOptions {
   WarmupType warmup_type = WarmupType::kLog;
 };
 
-// Grows from lr_range_test_min_lr without end (arXiv 1803.09820).
+// LRRangeTest: grows from lr_range_test_min_lr without end (arXiv 1803.09820).
 struct LrRangeTestOptions {
   PerGroup lr_range_test_min_lr = {1e-3};
   int64_t lr_range_test_step_size = 2000;  // iterations in which it grows by lr_range_test_step_rate of the first
   double lr_range_test_step_rate = 1.0;
-  bool lr_range_test_staircase = false;  // true: all at once, at their end
+  bool lr_range_test_staircase = false;  // true: grows in steps, at the end of these iterations
 };
 
-// One cycle of lr, with beta1 running the other way, then decay (arXiv 1803.09820). With cycle_momentum beta2 is 0.99.
+// OneCycle: one cycle of lr, with beta1 running the other way, then decay (arXiv 1803.09820). With cycle_momentum beta2
+// is 0.99.
 struct OneCycleOptions {
   PerGroup cycle_min_lr;  // required
   PerGroup cycle_max_lr;  // required
   double decay_lr_rate = 0.0;
   int64_t cycle_first_step_size = 2000;
-  std::optional<int64_t> cycle_second_step_size;  // empty: as the first
+  std::optional<int64_t> cycle_second_step_size;  // empty: cycle_first_step_size
   int64_t cycle_first_stair_count = 0;            // 0: continuous
   std::optional<int64_t> cycle_second_stair_count;
   int64_t decay_step_size = 0;  // 0: no decay
@@ -85,11 +85,11 @@ struct OneCycleOptions {
   double decay_mom_rate = 0.0;
 };
 
-// torch.optim.lr_scheduler's, under its names; after each optimizer step they are one step further. Rates are multiples
-// of the lr that each group has when the schedule is made.
+// The schedules of torch.optim.lr_scheduler, under its names. Each optimizer step moves them by one. Rates are
+// multiples of the lr that each group has when the schedule is made.
 struct StepLrOptions {
   int64_t step_size = 0;  // required
-  double gamma = 0.1;     // every step_size steps
+  double gamma = 0.1;     // the factor every step_size steps
 };
 struct MultiStepLrOptions {
   std::vector<int64_t> milestones;  // required: steps after each of which the rate is multiplied
@@ -97,7 +97,7 @@ struct MultiStepLrOptions {
 };
 struct ConstantLrOptions {
   double factor = 1.0 / 3;
-  int64_t total_iters = 5;  // steps with it
+  int64_t total_iters = 5;  // steps with this factor
 };
 struct LinearLrOptions {
   double start_factor = 1.0 / 3;
@@ -105,7 +105,7 @@ struct LinearLrOptions {
   int64_t total_iters = 5;  // steps from one to the other
 };
 struct ExponentialLrOptions {
-  double gamma = 0;  // required; every step
+  double gamma = 0;  // required: the factor at every step
 };
 struct PolynomialLrOptions {
   int64_t total_iters = 5;  // steps to 0
@@ -117,7 +117,7 @@ struct CosineAnnealingLrOptions {
 };
 struct CosineAnnealingWarmRestartsOptions {
   int64_t t_0 = 0;     // "T_0", required: steps of the first cosine
-  int64_t t_mult = 1;  // "T_mult": the next is so many times as long
+  int64_t t_mult = 1;  // "T_mult": how many times as long each next cosine is
   double eta_min = 0;
 };
 
@@ -128,10 +128,10 @@ enum class CyclicMode { kTriangular, kTriangular2, kExpRange };
 struct CyclicLrOptions {
   PerGroup base_lr, max_lr;               // required
   int64_t step_size_up = 2000;            // steps of the way up
-  std::optional<int64_t> step_size_down;  // empty: as many
+  std::optional<int64_t> step_size_down;  // steps of the way down; empty: step_size_up
   CyclicMode mode = CyclicMode::kTriangular;
-  double gamma = 1.0;          // of kExpRange: a factor for each step
-  bool cycle_momentum = true;  // beta1, or momentum, the other way
+  double gamma = 1.0;          // kExpRange: the factor of the peak for each step
+  bool cycle_momentum = true;  // moves beta1, or momentum, the other way
   PerGroup base_momentum = {0.8}, max_momentum = {0.9};
 };
 
@@ -139,21 +139,21 @@ struct CyclicLrOptions {
 // final_div_factor. A step beyond total_steps is an error, as in PyTorch.
 struct OneCycleLrOptions {
   PerGroup max_lr;                     // required
-  std::optional<int64_t> total_steps;  // or epochs and steps_per_epoch
+  std::optional<int64_t> total_steps;  // give it, or epochs and steps_per_epoch
   std::optional<int64_t> epochs, steps_per_epoch;
   double pct_start = 0.3;      // share of the steps that go up
   bool cosine = true;          // "anneal_strategy": "cos" or "linear"
-  bool cycle_momentum = true;  // beta1, or momentum, the other way
+  bool cycle_momentum = true;  // moves beta1, or momentum, the other way
   PerGroup base_momentum = {0.85}, max_momentum = {0.95};
   double div_factor = 25;
   double final_div_factor = 1e4;
-  bool three_phase = false;  // down as fast as up, then to the last rate
+  bool three_phase = false;  // goes down as fast as up, then on to the last rate
 };
 
 // torch's ReduceLROnPlateau: moves with values that the program measures, not with steps (LrScheduler::step(value)).
 struct ReduceLrOnPlateauOptions {
   bool largest = false;  // "mode": "max", the largest value is the best one; "min"
-  double factor = 0.1;   // of the rates, after more than `patience` values of which none was the best
+  double factor = 0.1;   // multiplies the rates after more than `patience` values of which none was the best
   int64_t patience = 10;
   double threshold = 1e-4;  // by which a value must be better than the best one
   bool relative = true;     // "threshold_mode": "rel", a share of the best one; "abs"
@@ -161,22 +161,22 @@ struct ReduceLrOnPlateauOptions {
   PerGroup min_lr = {0.0};
   double eps = 1e-8;  // a smaller change is not made
 };
-// What it remembers of them.
+// The memory of ReduceLROnPlateau about the measured values.
 struct PlateauState {
-  std::optional<double> best;  // empty: there was none yet
-  int64_t bad_values = 0;      // in a row
-  int64_t cooldown = 0;        // that is left
-  int64_t values = 0;          // in all
+  std::optional<double> best;  // the best value; empty: there was none yet
+  int64_t bad_values = 0;      // values in a row that were not the best
+  int64_t cooldown = 0;        // values still to be ignored
+  int64_t values = 0;          // values in all
 };
 
-// Of one of the schedules.
+// The options of one schedule, whose type chooses it.
 using LrScheduleOptions =
     std::variant<WarmupLrOptions, WarmupDecayLrOptions, WarmupCosineLrOptions, LrRangeTestOptions, OneCycleOptions,
                  StepLrOptions, MultiStepLrOptions, ConstantLrOptions, LinearLrOptions, ExponentialLrOptions,
                  PolynomialLrOptions, CosineAnnealingLrOptions, CosineAnnealingWarmRestartsOptions, CyclicLrOptions,
                  OneCycleLrOptions, ReduceLrOnPlateauOptions>;
 
-// Which learning rate each iteration has; of ReduceLROnPlateau none. Immutable, so safe from any thread.
+// A schedule: the learning rate of each iteration (ReduceLROnPlateau changes none). Immutable, so safe from any thread.
 class LrSchedule {
  public:
   virtual ~LrSchedule() = default;
@@ -186,10 +186,10 @@ class LrSchedule {
   virtual void apply(int64_t t, std::vector<GroupOptions>& groups) const = 0;
 };
 
-// `groups` are the optimizer's at this moment: their number, and the base lr of the schedules that use it. OneCycle's
-// cycle_momentum is dropped with a warning when the optimizer does not use betas; that of CyclicLR and OneCycleLR asks
-// for betas, or for a momentum above 0 in all groups. Throws ConfigError naming the key for
-// a value out of range or a list that does not have one value for each group.
+// Makes a schedule. `groups` are the optimizer's at this moment; their number counts, and their lr where the schedule
+// begins from it. OneCycle's cycle_momentum is dropped with a warning when the optimizer does not use betas;
+// cycle_momentum of CyclicLR and OneCycleLR needs betas, or a momentum above 0 in all groups. Throws ConfigError naming
+// the key for a value out of range or a list that does not have one value for each group.
 std::unique_ptr<const LrSchedule> make_lr_schedule(const LrScheduleOptions& options,
                                                    const std::vector<GroupOptions>& groups, bool optimizer_uses_betas);
 

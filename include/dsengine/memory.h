@@ -7,7 +7,7 @@
 
 namespace ds::zero {
 
-// What a ZeRO stage up to 2 does with gradients.
+// When and how gradients are reduced at ZeRO stages up to 2.
 enum class ReductionPolicy {
   kAllReduce,                  // stage 0: whole buckets, at the boundary
   kReduceScatterAtBoundary,    // stage 1: local accumulation, own slice at the boundary
@@ -27,13 +27,13 @@ struct GatherLimits {
 // Where state is kept: on the device of the rank, in host memory, in a file.
 enum class Home { kDevice, kHost, kFile };
 
-// What does not stay on the device. Host memory comes in whole pages.
+// The state that does not stay on the device. Host memory comes in whole pages.
 struct Offload {
   Home optimizer = Home::kDevice;   // master weights and optimizer states; reduced gradients are on the host then
-  double ratio = 1.0;               // share of the trainable elements that `optimizer` means
+  double ratio = 1.0;               // share of the trainable elements that `optimizer` applies to
   Home parameters = Home::kDevice;  // stage 3: slices of parameters
   int64_t optimizer_buffers = 0;    // kFile: slices of the optimizer, the largest, for which there is host memory
-  int64_t parameter_buffers = 0;    // likewise of parameters
+  int64_t parameter_buffers = 0;    // kFile: slices of parameters for which there is host memory
   int64_t kept_parameters = 0;      // kFile: elements of the first slices of a rank that stay in host memory
   bool delayed = false;             // an update runs while the next gradients arrive: both have memory, and new weights
   bool speculative = false;         // kHost: an update may be undone: master and states are kept twice, and new weights
@@ -53,17 +53,17 @@ struct ModelStateBytes {
   bool operator==(const ModelStateBytes&) const = default;
 };
 
-// What a rank keeps beside the device.
+// Bytes that a rank keeps in host memory and files.
 struct OffloadedBytes {
   ModelStateBytes host;  // model state in host memory
   int64_t staging = 0;   // host memory through which files and devices are read and written, or to undo updates
-  int64_t file = 0;      // in files
+  int64_t file = 0;      // bytes in files
   int64_t host_total() const { return host.total() + staging; }
 
   bool operator==(const OffloadedBytes&) const = default;
 };
 
-// What comes on top during a step, at most.
+// Bytes that a step needs on top, at most.
 struct StepBytes {
   int64_t gathered = 0;   // parameters that are whole for operators, at once
   int64_t secondary = 0;  // slices for the ranks of a node
@@ -71,9 +71,9 @@ struct StepBytes {
   bool operator==(const StepBytes&) const = default;
 };
 
-// What Engine::model_state_bytes returns: bytes of parameters, gradients, master weights and optimizer states this rank
-// holds on the device now, by kind, counted from the tensors themselves. Gradients are counted at their peak during the
-// last step. `gathered` and `secondary` come on top of total() during a step.
+// The result of Engine::model_state_bytes: bytes of parameters, gradients, master weights and optimizer states this
+// rank holds on the device now, by kind, counted from the tensors themselves. Gradients are counted at their peak
+// during the last step. `gathered` and `secondary` come on top of total() during a step.
 struct HeldBytes {
   int64_t parameters = 0, gradients = 0, master = 0, optimizer = 0;
   int64_t gathered = 0;   // stage 3: parameters that were whole for operators, at once, at most in the last step
@@ -81,17 +81,17 @@ struct HeldBytes {
   int64_t total() const { return parameters + gradients + master + optimizer; }
 };
 
-// With offload_optimizer.super_offload, of the optimizer steps so far: those whose update on the host began before the
-// gradient was judged, and stood, or had to be undone and done again or skipped; and those that did without.
+// Counts of optimizer steps with offload_optimizer.super_offload. `stood`: the host's update began before the gradient
+// was judged, and was kept; `rolled_back`: it was undone, then repeated or skipped; `without`: no update began early.
 struct Speculation {
   int64_t stood = 0, rolled_back = 0, without = 0;
 };
 
-// What Engine::offload_states moves.
+// The argument of Engine::offload_states: which state to move.
 //
-// Moves state from the device to host memory, so that something else can use the device (another model, generation):
-// between two optimizer steps, until reload_states(). In between parameters have no elements, and every call that
-// needs them throws UsageError. What offload_optimizer and offload_param keep elsewhere stays there.
+// Engine::offload_states moves state from the device to host memory, so that something else can use the device (another
+// model, generation): between two optimizer steps, until reload_states(). In between parameters have no elements, and
+// every call that needs them throws UsageError. What offload_optimizer and offload_param keep elsewhere stays there.
 // Collective. Throws ConfigError on all ranks, and moves nothing, when a host has no room for what its ranks move
 // together. Names are DeepSpeed's.
 struct OffloadStates {

@@ -43,11 +43,13 @@ class Module;
 
 namespace ds {
 
+// The operators that are run again in backward.
 enum class Recompute : uint8_t {
   kEverything,  // every operator that can be: a module keeps its inputs
   kPointwise,   // those that are cheap beside what they read: element by element, along rows, copies, dropout
 };
 
+// Options of apply_activation_checkpointing().
 struct ModuleCheckpointOptions {
   Recompute recompute = Recompute::kEverything;
   // Operators by name, as "aten::mm", whose outputs are kept beside those that `recompute` keeps; none: no others.
@@ -74,14 +76,14 @@ std::vector<std::string> apply_activation_checkpointing(torch::nn::Module& modul
 // From now on no module of `module` is chosen on this thread; graphs that live stay as they are.
 void remove_activation_checkpointing(torch::nn::Module& module);
 
-// Of the chosen modules of this thread.
+// Counts over the chosen modules of this thread.
 struct ModuleCheckpointStatistics {
   int64_t regions = 0;
   int64_t kept_tensors = 0;     // saved tensors that were kept
   int64_t dropped_tensors = 0;  // and that were dropped
   int64_t dropped_bytes = 0;    // of these, each storage once for each time that it was saved
 };
-// Since the last call.
+// Returns the counts since the last call, and begins anew.
 ModuleCheckpointStatistics take_module_checkpoint_statistics();
 
 }  // namespace ds

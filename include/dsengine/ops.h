@@ -17,8 +17,10 @@
 
 namespace ds::ops {
 
+// How the losses of all rows become one.
 enum class LossReduction { kMean, kSum };
 
+// Options of linear_cross_entropy().
 struct LinearCrossEntropyOptions {
   LossReduction reduction = LossReduction::kMean;  // kMean: over the targets that are not ignored
   int64_t ignore_index = -100;                     // targets of this value count for nothing
@@ -91,9 +93,10 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps = 
 // bias [size] or undefined. Saves x and two numbers a row.
 at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps = 1e-5);
 
+// The result of add_rms_norm() and add_layer_norm().
 struct NormedSum {
   at::Tensor normed;  // the norm of `sum`
-  at::Tensor sum;     // x + residual, what the next residual is
+  at::Tensor sum;     // x + residual, the residual of the next sublayer
 };
 
 // The norms after an addition, as between two sublayers of a transformer; residual has the shape of x, dtypes that
@@ -115,6 +118,7 @@ enum class RopePairs {
   kInterleaved,  // 2 i and 2 i + 1: RoFormer, GPT-J, Meta's Llama
 };
 
+// Options of rope().
 struct RopeOptions {
   RopePairs pairs = RopePairs::kHalves;
   int64_t position_dim = -2;  // the dimension of x that counts positions; -2: [..., positions, channels]
@@ -122,21 +126,20 @@ struct RopeOptions {
 
 // Rotary position embedding (RoFormer, arXiv:2104.09864).
 //
-//   x         [..., positions, ..., channels], of two dimensions or more; neighbours in the last one lie side by side,
-//   or
-//             it is copied. A part of a packed query-key-value tensor is taken as it lies.
-//   cos, sin  [P, pairs] with P >= positions and 2 pairs <= channels; channels beyond 2 pairs are left as they are.
-//   They
-//             get no gradient and must not require one; float32 (float64) inside.
+//   x         [..., positions, ..., channels], two dimensions or more; copied unless the last one is contiguous.
+//             A part of a packed query-key-value tensor is not copied.
+//   cos, sin  [P, pairs] with P >= positions and 2 pairs <= channels; channels beyond 2 pairs stay as they are.
+//             No gradient: they must not require one; float32 (float64) inside.
 //
 // Saves the tables alone. The result is a tensor of its own, with the order of dimensions in memory that x has.
 at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const RopeOptions& options = {});
 
+// The tables of rope().
 struct RopeTables {
   at::Tensor cos, sin;  // [positions, channels / 2]
 };
 
-// Angles p base^(-2 i / channels), made in float64.
+// Makes cosines and sines of the angles p base^(-2 i / channels), computed in float64.
 RopeTables rope_tables(int64_t positions, int64_t channels, double base = 10000.0,
                        const at::TensorOptions& options = at::kFloat);
 

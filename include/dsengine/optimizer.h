@@ -1,18 +1,15 @@
-// The optimizer of a run, which engine::initialize returns: one interface for all optimizers, which update flat slices.
+// The optimizer and the learning-rate scheduler of a run, as engine::initialize() returns them.
 //
-// A program reads and changes groups() between steps (a learning rate, say) and may look at states; the engine does the
-// rest. The engine owns the optimizer together with the program.
-//
-// A slice is this rank's contiguous part of one bucket of parameters (or the whole bucket at stage 0): a flat tensor of
-// master weights, a flat gradient of equal length, and a table that says which element belongs to which parameter.
-// Optimizer states are flat tensors of the same length, owned by the optimizer and allocated with the slice. Not thread
-// safe. Throws UsageError for slices and gradients that do not fit.
+// Both update the weights by themselves, with the engine's steps. A program reads and changes the groups between steps
+// (a learning rate, say), reads states, and gives ReduceLROnPlateau the values that it has measured. Engine and program
+// own them together. Calls come from the engine's thread. Throws UsageError.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -20,111 +17,110 @@
 
 #include "dsengine/lr_schedule.h"
 
+namespace torch::optim {
+class Optimizer;
+}
+
 namespace ds::optimizers {
 
-struct Slice;      // what the engine hands to add_slice()
-struct StepScale;  // what it multiplies the gradients of a step by
+class Plateau;
 
-// Gives memory for a state of slice `index`: [numel] zeros of `dtype`, or an undefined tensor for the default.
-using StateMemory = std::function<at::Tensor(int64_t index, int64_t numel, at::ScalarType dtype)>;
-
-// States of the optimizer by name.
+// Optimizer states by name.
 using NamedStates = std::vector<std::pair<std::string, at::Tensor>>;
 
-// One slice's part of a step: gradient and copy as for update_into(); an undefined copy is not wanted.
-struct SliceUpdate {
-  int64_t index = 0;
-  at::Tensor gradient;
-  at::Tensor copy;
-};
-
-// The optimizer of the config on the slices of this rank. Programs change groups() and may read the rest.
+// A handle on the optimizer that the ds_config asks for.
+//
+// It updates the slices of this rank: slice i is the contiguous part of bucket i that this rank owns (the whole bucket
+// at stage 0), as one flat tensor of master weights. Its states are flat tensors of the same length.
 class ShardOptimizer {
  public:
   virtual ~ShardOptimizer();
 
-  // Learning rate and the like of each parameter group: changed on all ranks alike, they hold from the next step on.
+  // The learning rate and other options of each parameter group. Change them alike on all ranks, between steps: the
+  // next step uses what they are then.
   std::vector<GroupOptions>& groups() { return groups_; }
   const std::vector<GroupOptions>& groups() const { return groups_; }
-  // Optimizer steps begun so far (bias correction uses it).
+  // The number of optimizer steps begun so far, which bias correction uses.
   int64_t step_count() const { return step_count_; }
-  void set_step_count(int64_t count) { step_count_ = count; }
-
-  // Where states live that are allocated from now on; by default beside their master.
-  void set_state_memory(StateMemory memory) { state_memory_ = std::move(memory); }
-  // The dtype of states that are allocated from now on; by default float32, or float64 for a float64 master. Updates
-  // are in float32 in any case, and round what they store.
-  void set_state_dtype(at::ScalarType dtype) { state_dtype_ = dtype; }
-  // Takes a slice and allocates its states, zeroed; returns its index. Throws UsageError for a slice that is not flat,
-  // contiguous and floating point, or whose group, segments or exchange do not fit.
-  int64_t add_slice(Slice slice);
-  int64_t slice_count() const;
-  const Slice& slice(int64_t index) const;
-
-  // Once per optimizer step, before the updates of all slices, which use the groups as they are now.
-  void begin_step() {
-    ++step_count_;
-    step_groups_ = groups_;
-    step_began();
-  }
-  // Whether the step that comes next takes this rank's own gradient of the whole bucket, which nobody has reduced, in
-  // place of the slice of the mean over ranks.
-  virtual bool wants_local_gradients() const { return false; }
-  // Updates slice `index` with `gradient` ([n], any floating dtype; its contents may be overwritten) times
-  // `gradient_scale` (loss scale and clipping folded into one factor).
-  virtual void update(int64_t index, const at::Tensor& gradient, double gradient_scale) = 0;
-  // update(), and the new weights in `copy` ([n], any floating dtype), which may be on another device than the master.
-  virtual void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy);
-
-  // update_into() of several slices, each once: one launch where kernels of a device take them.
-  virtual void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale);
-  // Whether all its slices are updated by kernels that read factor and skip of a StepScale on the device.
-  virtual bool takes_device_scale() const { return false; }
-
-  // What the model has of a slice after an update: the master, but for optimizers whose ranks step by themselves.
-  virtual at::Tensor weights(int64_t index);
-  // State tensors of a slice by name, for example {"exp_avg", t}, {"exp_avg_sq", t}; live references.
-  virtual NamedStates states(int64_t index) = 0;
-  // What else a checkpoint has to keep, by names that are not those of states(); live references. rank_states()
-  // belong to this rank alone and may have any length. shared_states() are equal on all ranks, and their shape does not
-  // depend on the number of ranks; one named "STATE/PARAMETER" belongs to one parameter and is stored with its other
-  // states, other names have no '/'.
-  virtual NamedStates rank_states() { return {}; }
-  virtual NamedStates shared_states() { return {}; }
-  // To be called when states and the step count were changed from outside. Without `rank_states` those are of another
-  // run, and begin anew.
-  virtual void states_changed(bool /*rank_states*/) {}
-  // Bytes of state per element of a slice, in float32: Adam has 8.
-  virtual int64_t state_bytes_per_element() const = 0;
-  // Bytes of all states, counted from the tensors.
-  int64_t state_bytes();
-  // "AdamW", ...
+  // The type in the spelling of ds_config: "AdamW".
   virtual std::string name() const = 0;
-  // Whether beta1 and beta2 of the groups mean something to it (OneCycle drives them only then).
-  virtual bool uses_betas() const { return false; }
+
+  // The number of slices, one for each bucket.
+  virtual int64_t slice_count() const = 0;
+  // The state tensors of slice `index`, flat, of the slice's length: {"exp_avg", t}, {"exp_avg_sq", t} of Adam. They
+  // share memory with the optimizer; states that are in a file have no memory and cannot be read. Throws
+  // std::out_of_range for another index.
+  virtual NamedStates states(int64_t index) = 0;
+  // The bytes of all states on this rank, counted from the tensors.
+  virtual int64_t state_bytes() = 0;
 
  protected:
   explicit ShardOptimizer(std::vector<GroupOptions> groups);
-  // Called by begin_step().
-  virtual void step_began() {}
-  // Allocates the states of slices_[index].
-  virtual void allocate_states(int64_t index) = 0;
-  // Zeros of the slice's length in the states' dtype, from the state memory.
-  at::Tensor new_state(int64_t index) const;
-  const GroupOptions& step_group(const Slice& slice) const;
-  // Whether there are kernels of a device for all slices.
-  bool kernels_take_all() const;
-  // Whether all masters and states are float32.
-  bool is_wide() const;
-  // The slice, once update()'s arguments are checked. Throws UsageError.
-  Slice& slice_for_update(int64_t index, const at::Tensor& gradient);
 
   std::vector<GroupOptions> groups_;
-  std::vector<GroupOptions> step_groups_;  // the groups as the running step uses them
-  std::vector<Slice> slices_;
   int64_t step_count_ = 0;
-  StateMemory state_memory_;
-  std::optional<at::ScalarType> state_dtype_;
 };
 
 }  // namespace ds::optimizers
+
+namespace ds::engine {
+
+// Returns the learning rate of each parameter group.
+std::vector<double> learning_rates(const torch::optim::Optimizer& optimizer);
+std::vector<double> learning_rates(const optimizers::ShardOptimizer& optimizer);
+
+// Moves with the optimizer steps and writes learning rates (and what else its rule drives) into the optimizer's groups.
+//
+// The order is DeepSpeed's: t = last_batch_iteration is -1 at construction and grows by one with each applied (not
+// skipped) optimizer step; step number k = 0, 1, ... runs with the values of t = k - 1. Not thread safe.
+class LrScheduler {
+ public:
+  // Writes the values (lr, and betas or momentum where the schedule drives them) of iteration t >= -1 into the groups.
+  using Rule = std::function<void(int64_t t, std::vector<optimizers::GroupOptions>& groups)>;
+
+  // Applies the rule for t = -1 at once.
+  LrScheduler(std::shared_ptr<optimizers::ShardOptimizer> optimizer, Rule rule);
+  // Schedules an optimizer of the program: only lr is read and written.
+  LrScheduler(std::shared_ptr<torch::optim::Optimizer> optimizer, Rule rule);
+  ~LrScheduler();
+  LrScheduler(const LrScheduler&) = delete;
+  LrScheduler& operator=(const LrScheduler&) = delete;
+
+  // Makes step(value) lower the rates from now on, beside the rule. `mean_of_ranks` takes this rank's value and returns
+  // the mean over all ranks.
+  void follow(const optimizers::ReduceLrOnPlateauOptions& options, std::function<double(double)> mean_of_ranks);
+
+  // Returns the rule of a schedule of the config.
+  static Rule of(std::shared_ptr<const optimizers::LrSchedule> schedule);
+  // Returns the rule "step number k runs with factor(k) times the group's base_lr"; base_lr has one value per group.
+  static Rule scaled_by(std::function<double(int64_t k)> factor, std::vector<double> base_lr);
+
+  // Goes on by one step. The engine calls it after each applied optimizer step.
+  void step();
+  // Takes a value that the program has measured, as the loss of a validation: ReduceLROnPlateau's step(metrics) of
+  // torch, at any time between steps. Collective: the mean of all ranks' values counts, so that their rates stay equal.
+  // Throws UsageError for another schedule.
+  void step(double value);
+  // Returns what the next optimizer step will run with, one value per parameter group.
+  std::vector<double> get_last_lr() const;
+
+  // The whole state, under DeepSpeed's name for it. Loading it writes the groups.
+  int64_t last_batch_iteration() const { return last_batch_iteration_; }
+  void load_last_batch_iteration(int64_t last_batch_iteration);
+  // The state of ReduceLROnPlateau; empty for another schedule.
+  std::optional<optimizers::PlateauState> plateau() const;
+  void load_plateau(const optimizers::PlateauState& state);
+
+ private:
+  void apply();
+  void change(const std::function<void(std::vector<optimizers::GroupOptions>& groups)>& write);
+
+  std::shared_ptr<optimizers::ShardOptimizer> optimizer_;  // either this one or client_ is set
+  std::shared_ptr<torch::optim::Optimizer> client_;
+  Rule rule_;
+  std::unique_ptr<optimizers::Plateau> plateau_;  // null: another schedule
+  std::function<double(double)> mean_of_ranks_;
+  int64_t last_batch_iteration_ = -1;
+};
+
+}  // namespace ds::engine

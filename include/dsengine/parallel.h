@@ -49,7 +49,7 @@ struct HasSplits {
   virtual ~HasSplits() = default;
   virtual std::vector<SplitRule> splits() const = 0;
 };
-// What the modules declare, with whole names: a module's rules before those of the modules in it.
+// Returns the rules that the modules declare, with full names: a module's rules before those of the modules in it.
 std::vector<SplitRule> declared_splits(const torch::nn::Module& module);
 
 struct ParallelizeOptions {
@@ -68,11 +68,11 @@ struct ParallelizeOptions {
   bool overlap = false;
 };
 
-// An operator that was computed on joined tensors.
+// An operator that had no rule and was computed on gathered (full) tensors.
 struct JoinedOperator {
   std::string name;        // "aten::conv2d"
-  int64_t calls = 0;       // whose tensors were joined
-  int64_t bytes = 0;       // of the wholes, together
+  int64_t calls = 0;       // calls whose tensors were gathered
+  int64_t bytes = 0;       // bytes of the full tensors, together
   std::string parameters;  // split parameters among them, "a, b"
 };
 
@@ -84,12 +84,12 @@ struct SplitModule {
   // and are trained), and whole parameters as they are.
   std::vector<std::pair<std::string, at::Tensor>> named_leaves;
 
-  // Of whole parameters with sequence_parallel; empty without.
+  // The gradients of unsplit parameters that are added up over the ranks with sequence_parallel; null without.
   std::shared_ptr<SummedGradients> summed_gradients = nullptr;
 
   std::vector<at::Tensor> leaves() const;
-  // Those whose gradients are parts on each rank after backward passes, to be added up over the axis: whole parameters
-  // with sequence_parallel, by the names of named_leaves.
+  // The leaves whose gradients are partial sums on each rank after backward, to be added up over the axis: unsplit
+  // parameters with sequence_parallel, by the names of named_leaves.
   std::vector<std::pair<std::string, at::Tensor>> summed_leaves() const;
   // Adds up the gradients of summed_leaves() over the ranks: after the last backward pass, before the optimizer's step.
   // Nothing where none has arrived since the last time. Collective. A backward pass afterwards, before the gradients
@@ -101,9 +101,9 @@ struct SplitModule {
   // counted once) is at most max_norm, and returns the norm before, the same on all ranks. A norm that is not finite is
   // used as it is, as torch's. Calls reduce_summed_gradients() first. Collective. torch::nn::utils::clip_grad_norm_ on
   // leaves() would take another norm on each rank, and whole parameters would drift apart. Throws UsageError for a
-  // max_norm that is not above 0. NOLINTNEXTLINE(readability-identifier-naming): torch's name
-  double clip_grad_norm_(double max_norm) const;
-  // Since the start, or since reset.
+  // max_norm that is not above 0.
+  double clip_grad_norm_(double max_norm) const;  // NOLINT(readability-identifier-naming): torch's name
+  // The operators that gathered tensors since the start, or since the reset.
   std::vector<JoinedOperator> joined_operators() const;
   void reset_joined_operators() const;
 };
@@ -123,9 +123,9 @@ std::shared_ptr<Axis> make_axis(std::shared_ptr<comm::Communicator> communicator
 // fit.
 at::Tensor distribute(const at::Tensor& tensor, const std::shared_ptr<Axis>& axis, int64_t dim,
                       const std::vector<int64_t>& blocks = {});
-// Cut along another dimension or in other blocks: an all-to-all. A tensor that is not split stays as it is.
+// Splits a tensor along another dimension or in other blocks: an all-to-all. An unsplit tensor stays as it is.
 at::Tensor redistribute(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& blocks = {});
-// The plain whole: an all-gather. A tensor that is not split stays as it is.
+// Returns the full tensor as a plain one: an all-gather. An unsplit tensor stays as it is.
 at::Tensor whole(const at::Tensor& tensor);
 // This rank's part, plain, with its history; of a whole parameter under sequence_parallel the leaf, whose gradient is
 // to be added up. A tensor that is not split stays as it is. What a program computes of it differs by rank: a whole
@@ -133,12 +133,12 @@ at::Tensor whole(const at::Tensor& tensor);
 at::Tensor local_part(const at::Tensor& tensor);
 bool is_split(const at::Tensor& tensor);
 
-// Of scores [..., classes], which may be split along the classes (a vocabulary), without joining them; differentiable,
-// float32 for 16-bit scores. Ranks exchange a few numbers of each row.
-// The logarithm of the softmax at `targets` [...], whole numbers; 0 where a target is ignore_index. Throws UsageError
-// for other sizes or dtypes.
+// Returns the logarithm of the softmax of scores [..., classes] at `targets` [...], integers; 0 where a target is
+// ignore_index. Scores may be split along the classes (a vocabulary), and are not gathered: ranks exchange a few
+// numbers of each row. Differentiable; float32 for 16-bit scores. Throws UsageError for other sizes or dtypes.
 at::Tensor log_probabilities(const at::Tensor& scores, const at::Tensor& targets, int64_t ignore_index = -100);
-// Of the softmax, in nats: [...]. A class with a score of minus infinity counts nothing.
+// Returns the entropy of the softmax of such scores, in nats: [...]. A class with a score of minus infinity counts
+// nothing.
 at::Tensor entropy(const at::Tensor& scores);
 
 }  // namespace ds::parallel

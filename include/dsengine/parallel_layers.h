@@ -30,8 +30,8 @@ struct ParallelLinearOptions {
   int64_t in = 0;
   int64_t out = 0;
   bool bias = true;
-  std::vector<int64_t> blocks = {};  // of what is cut, as in a SplitRule
-  int64_t grain = 1;                 // likewise
+  std::vector<int64_t> blocks = {};  // SplitRule::blocks
+  int64_t grain = 1;                 // SplitRule::grain
 };
 
 // y = x W^T + b, of [..., in] to [..., out]; weight [out, in] and bias [out] as torch::nn::Linear's, with its start
@@ -73,8 +73,8 @@ struct VocabParallelEmbeddingOptions {
   std::optional<int64_t> padding = std::nullopt;  // an entry that is zero and gets no gradient
 };
 
-// Of integers [...] to [..., size]; weight [count, size] as torch::nn::Embedding's. Each rank has a part of the
-// entries.
+// An embedding, from integers [...] to [..., size]; weight [count, size] as torch::nn::Embedding's. Each rank has a
+// part of the entries.
 class VocabParallelEmbeddingImpl : public torch::nn::Cloneable<VocabParallelEmbeddingImpl>, public HasSplits {
  public:
   explicit VocabParallelEmbeddingImpl(const VocabParallelEmbeddingOptions& given);
@@ -131,7 +131,7 @@ struct ParallelMlpOptions {
   bool bias = true;
 };
 
-// Of [..., hidden] to the same, with layers up_proj and down_proj, gated also gate_proj.
+// An MLP from [..., hidden] to [..., hidden], with the layers up_proj and down_proj, and gate_proj where gated.
 class ParallelMlpImpl : public torch::nn::Cloneable<ParallelMlpImpl> {
  public:
   explicit ParallelMlpImpl(const ParallelMlpOptions& given);

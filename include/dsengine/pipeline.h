@@ -9,13 +9,12 @@
 // Nothing is built before engine::initialize, which knows the ranks; with one stage all of it is. A layer's parameters
 // bear the layer's name on every rank, whatever the number of stages, so that checkpoints do not depend on it.
 //
-// What Engine::train_batch does:
-// One whole step: gradient_accumulation_steps micro-batches through the stages in the order of pipeline.schedule,
-// then the update. Returns the mean loss over micro-batches and data-parallel ranks, a float32 scalar, on every rank.
-// Collective. Without a source: from set_dataloader(), set_dataiterator() or the training data of initialize, epoch
-// after epoch. backward() and step() throw UsageError. Calls train() where the module is in evaluation mode. An error
-// of one rank leaves the others waiting for its messages until their time limit or the launcher ends them; on one
-// stage the batch is dropped, on several ones later calls throw UsageError.
+// Engine::train_batch runs one whole step: gradient_accumulation_steps micro-batches through the stages in the order of
+// pipeline.schedule, then the update. Returns the mean loss over micro-batches and data-parallel ranks, a float32
+// scalar, on every rank. Collective. Without a source: from set_dataloader(), set_dataiterator() or the training data
+// of initialize, epoch after epoch. backward() and step() throw UsageError. Calls train() where the module is in
+// evaluation mode. An error of one rank leaves the others waiting for its messages until their time limit or the
+// launcher ends them; on one stage the batch is dropped, on several ones later calls throw UsageError.
 //
 // The program and the engine share the module. It is used on the engine's thread.
 #pragma once
@@ -36,7 +35,7 @@
 
 namespace ds::pipeline {
 
-// What the first stage computes from, and what the loss compares with.
+// The tensors that the first stage takes, and the labels that the loss takes.
 struct MicroBatch {
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> labels;
@@ -46,7 +45,7 @@ struct MicroBatch {
 // stage, which have to get the same ones.
 using BatchSource = std::function<MicroBatch()>;
 
-// What Engine::eval_batch takes and returns.
+// The options and the result of Engine::eval_batch.
 struct EvalOptions {
   std::optional<int64_t> num_micro_batches;  // default: as in training
   bool compute_loss = true;
@@ -100,7 +99,7 @@ struct PipelineOptions {
   Tensors profile_inputs;      // partition "profile": a micro-batch for the first layer, on the CPU
 };
 
-// Decided by the engine.
+// Opaque: the stages and their ranks, and the tied layers, as the engine decides.
 struct StagePlacement;
 struct TiedLayers;
 
@@ -111,7 +110,7 @@ class PipelineModule : public torch::nn::Module {
   PipelineModule(std::vector<LayerSpec> layers, PipelineOptions options);
   ~PipelineModule() override;
 
-  // What it was made from.
+  // The layers and options that it was made from.
   const std::vector<LayerSpec>& layers() const { return layers_; }
   const PipelineOptions& options() const { return options_; }
 
@@ -127,15 +126,16 @@ class PipelineModule : public torch::nn::Module {
   // "layers 3-5 (h.2 to h.4)"
   std::string describe(int stage) const;
 
-  // One stage. Throws UsageError naming stage and layer for what its layers throw, but for CommError and memory.
+  // Runs the layers of one stage. Throws UsageError naming stage and layer for what its layers throw, but for CommError
+  // and memory.
   Tensors forward_stage(int stage, const Tensors& inputs) const;
-  // All layers, where one rank has all of them.
+  // Runs all layers, where one rank has all of them.
   Tensors forward(const Tensors& inputs) const;
   at::Tensor forward(const at::Tensor& input) const;
 
-  // Ordered by key, the same on all ranks.
+  // The groups of tied layers, ordered by key, equal on all ranks.
   const std::vector<TiedLayers>& tied() const { return tied_; }
-  // Those that this rank has, of a key; those that layers of a stage have, if it is this rank's.
+  // The parameters of a key that this rank has; the parameters of a stage's layers, if the stage is this rank's.
   std::vector<at::Tensor> tied_parameters(const std::string& key) const;
   std::vector<at::Tensor> parameters_of(int stage) const;
   // The rank of each stage.

@@ -70,11 +70,11 @@ class SparseSelfAttention {
  public:
   // Throws UsageError for a pattern with a problem (problem_of) and for heads < 1.
   SparseSelfAttention(SparsityPattern pattern, int64_t heads, uint64_t seed);
-  // Of all blocks: LibTorch's scaled_dot_product_attention, for programs whose config has no section.
+  // Attention over all blocks by LibTorch's scaled_dot_product_attention, for programs whose config has no section.
   static SparseSelfAttention dense(int64_t heads);
   SparseSelfAttention(SparseSelfAttention&& other) noexcept;
 
-  // As sparse_attention(), with the layout of their length. Throws UsageError for another number of heads, too.
+  // Calls sparse_attention() with the layout of this length. Throws UsageError for another number of heads, too.
   at::Tensor operator()(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                         const SparseAttentionOptions& options = {}) const;
 

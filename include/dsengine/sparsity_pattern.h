@@ -40,7 +40,7 @@ struct SparsityPattern {
   int64_t num_sliding_window_blocks = 3;  // bigbird, bslongformer, sliding window: w blocks are w / 2 to each side
 };
 
-// What fits no layout, in words that begin with the field's name; empty: nothing.
+// Says what is wrong with the pattern, in words that begin with the field's name; empty: nothing.
 std::string problem_of(const SparsityPattern& pattern);
 
 // An immutable choice of blocks.
@@ -54,7 +54,7 @@ struct BlockLayout {
   bool has(int64_t head, int64_t row, int64_t column) const {
     return kept[static_cast<size_t>(((heads == 1 ? 0 : head) * blocks + row) * blocks + column)] != 0;
   }
-  // Of all heads; where heads is 1, of one.
+  // The number of kept blocks over all heads; where heads is 1, of that one.
   int64_t count() const;
 };
 

@@ -9,6 +9,7 @@
 
 namespace ds::parallel {
 
+// How the parameters of a layer are split over the ranks.
 enum class Style : uint8_t {
   kColumn,      // weight [out, in] along out, bias too: each rank computes a part of the outputs
   kRow,         // weight along in, bias whole: each rank has a part of the inputs, outputs are added
@@ -16,6 +17,7 @@ enum class Style : uint8_t {
   kWhole,       // as it is, on every rank
 };
 
+// Which parameters are split, and how.
 struct SplitRule {
   // A regular expression (ECMAScript) for the whole name of a module ("h.0.mlp.fc", its own parameters are meant) or of
   // a parameter ("h.0.mlp.fc.weight"). The first rule that matches decides; what none matches stays whole.
@@ -28,23 +30,24 @@ struct SplitRule {
   int64_t grain = 1;
   // Dimension of the weight, where it is not the style's (weights stored as [in, out]).
   std::optional<int64_t> dim = std::nullopt;
-  // What the layer computes is joined to a plain tensor: each rank has all of it (DeepSpeed's gather_output). A bias
-  // then stays whole.
+  // Gathers the layer's output to a plain tensor: each rank has all of it (DeepSpeed's gather_output). A bias is then
+  // not split.
   bool join_output = false;
   // Who made the rule, for the words of a plan ("tensor_parallel.preset_model llama"); empty: the program.
   std::string origin = {};
 };
 
+// The name and the sizes of a parameter.
 struct NamedShape {
   std::string name;
   std::vector<int64_t> sizes;
 };
 
-// What becomes of one parameter.
+// How one parameter is split.
 struct ParameterSplit {
   std::string name;
-  std::vector<int64_t> sizes;        // of the whole
-  int64_t dim = -1;                  // that is cut; -1: whole
+  std::vector<int64_t> sizes;        // of the full parameter
+  int64_t dim = -1;                  // the dimension that is split; -1: none
   std::vector<int64_t> blocks = {};  // as in the rule
   int64_t grain = 1;
   std::string reason;           // in words
@@ -56,10 +59,11 @@ struct ParameterSplit {
 };
 using SplitPlan = std::vector<ParameterSplit>;
 
-// Pure. Throws UsageError when a rule matches nothing, has a pattern that is no regular expression, or blocks that are
-// not the dimension. A parameter that has too few elements for every rank to get some stays whole, and says so.
+// Decides how each parameter is split, a pure function. Throws UsageError when a rule matches nothing, has a pattern
+// that is no regular expression, or blocks that are not the dimension. A parameter that has too few elements for every
+// rank to get some stays whole, and says so.
 SplitPlan plan_splits(const std::vector<NamedShape>& parameters, const std::vector<SplitRule>& rules, int ranks);
-// One line for each parameter.
+// Returns one line of text for each parameter.
 std::string describe(const SplitPlan& plan);
 
 }  // namespace ds::parallel

@@ -42,7 +42,7 @@ namespace ds {
 // replaces the ranks. The module must be held by a shared_ptr (any ModuleHolder does). Throws UsageError for a layer
 // with neither weight nor running statistics, which cannot be known by its tensors, and leaves all layers as they were.
 std::vector<std::string> convert_sync_batchnorm(torch::nn::Module& module, comm::Communicator& group);
-// Likewise over the data ranks of the engine, or of the wrapper, that takes the module later. A forward pass in
+// Converts them over the data ranks of the engine, or of the wrapper, that takes the module later. A forward pass in
 // training throws UsageError before, and after the engine's end until another takes the module.
 std::vector<std::string> convert_sync_batchnorm(torch::nn::Module& module);
 

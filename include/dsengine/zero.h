@@ -1,5 +1,5 @@
-// Models whose parameters are in parts on the ranks: building one that fits on no rank (Init), and seeing parameters
-// whole (GatheredParameters). The names are those of deepspeed.zero.
+// Scopes around parameters. Init builds a model that fits on no single rank, GatheredParameters shows sharded
+// parameters in full (both named as in deepspeed.zero), and FrozenScope keeps a model out of another one's gradients.
 //
 //   const auto job = engine::init_distributed();
 //   zero::Init init(job.ranks, {.device = job.device});
@@ -7,31 +7,33 @@
 //   auto [engine, ...] = engine::initialize({.model = model.ptr(), .config = ..., .init = &init, .distributed = job});
 //
 // While an Init lives, the operators of this thread are watched. A tensor that an operator made and that then requires
-// a gradient without a graph is a parameter. Parameters beyond a limit are kept as slices: rank 0's values, one even
-// part on each rank; an operator that reads one (an initialization of the whole model, say) gets it whole again first.
+// a gradient without a graph is a parameter. Parameters beyond a limit are sharded: each rank keeps an even part of
+// rank 0's values. An operator that reads one (an initialization of the whole model, say) gets the full values first.
 //
-// Both belong to the thread that made them and throw CommError where ranks part. Neither owns the model.
+// Init and GatheredParameters belong to the thread that made them and throw CommError where ranks take different ways.
+// No scope owns the model.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "dsengine/comm.h"
 
 namespace ds::zero {
 
-// The same on every rank.
+// Options of Init, equal on every rank.
 struct InitOptions {
-  int64_t max_live = 64 << 20;   // elements of parameters that may be whole at a time, beside what an operator reads
-  int64_t smallest = 64 << 10;   // elements; smaller parameters stay whole
-  at::Device device = at::kCPU;  // where the ranks' communicator takes tensors, and where slices are kept
+  int64_t max_live = 64 << 20;   // elements of parameters that may be unsharded at a time, beside those being read
+  int64_t smallest = 64 << 10;   // elements; smaller parameters are not sharded
+  at::Device device = at::kCPU;  // where the ranks' communicator takes tensors, and where shards are kept
 };
 
-// Every rank runs the same constructors on the thread that made this object, so that the collectives in them agree.
-// Ends with initialize(), which takes the parameters over one bucket after the other; destroyed before, sliced
-// parameters have no elements. Nothing is watched with one rank.
+// Shards the parameters of a model while it is built. Every rank runs the same constructors on the thread that made
+// this object, so that the collectives in them agree. initialize() ends it, and takes the parameters over one bucket
+// after the other; where it is destroyed before, sharded parameters have no elements. With one rank nothing is watched.
 //
 // Parameters are changed through operators (any of LibTorch's), not through their pointers: what lies between two
 // operators is not seen.
@@ -43,20 +45,20 @@ class Init {
   Init(const Init&) = delete;
   Init& operator=(const Init&) = delete;
 
-  // What it was given.
+  // The communicator it was given.
   const std::shared_ptr<comm::Communicator>& ranks() const;
-  // Throws what a collective or the lack of memory threw in the middle of an operator; nothing has been sliced since,
-  // and parameters that could not be gathered hold NaN.
+  // Throws again what a collective or the lack of memory threw in the middle of an operator; nothing has been sharded
+  // since, and parameters that could not be gathered hold NaN.
   void rethrow();
-  // The parameter gets memory of its own: what this object keeps of it is dropped.
+  // Drops what this object keeps of the parameter, because the parameter gets memory of its own.
   void forget(const at::Tensor& parameter);
-  // No tensor made from now on becomes a parameter; nothing is watched any more, unless parameters of another model are
-  // still sliced.
+  // Ends the scope: no tensor made from now on becomes a parameter. Nothing is watched any more, unless parameters of
+  // another model are still sharded.
   void end();
-  // Elements of parameters that are whole now, and most of all times.
+  // The elements of parameters that are unsharded now, and the most there have been at a time.
   int64_t live_elements() const;
   int64_t peak_elements() const;
-  // Bytes of slices on this rank.
+  // The bytes of shards on this rank.
   int64_t held_bytes() const;
 
  private:
@@ -64,30 +66,30 @@ class Init {
   std::unique_ptr<Parameters> parameters_;
 };
 
-// Whole parameters for as long as a scope lasts, to read them or to change them, at every stage.
+// Full parameters for as long as a scope lasts, to read them or to change them, at every stage.
 //
 //   { auto whole = engine->gathered_parameters({model->wte->weight}, /*modifier_rank=*/0); ... }
 //
 // Made by Engine::gathered_parameters. At stage 3 their buckets are gathered. All ranks open and close the same scopes
 // in the same order; forward passes may run inside, engine->step() may not. Without a modifier rank the parameters are
-// to be read only: a change is an error when the scope closes, also one through .data(). With one, every rank has that
-// rank's values afterwards, and the optimizer goes on from them; what other ranks changed is lost.
+// to be read only: a change is an error when the scope closes, also one through .data(). With a modifier rank, every
+// rank has that rank's values afterwards, and the optimizer goes on from them; what other ranks changed is lost.
 //
-// Other parameters of the same buckets are whole as well.
+// Other parameters of the same buckets are unsharded as well.
 class GatheredParameters {
  public:
-  struct Scope;  // what the engine knows of the parameters
+  struct Scope;  // what the engine knows about the parameters
 
   // Collective. Everything in `scope` outlives this object. Throws CommError.
   explicit GatheredParameters(Scope scope);
-  // close(), but what it throws is logged. While an exception unwinds, parameters get the values back that they had:
-  // the other ranks may never come to the exchange.
+  // Closes the scope, and logs what close() would throw. While an exception unwinds, parameters get the values back
+  // that they had: the other ranks may never come to the exchange.
   ~GatheredParameters();
   GatheredParameters(const GatheredParameters&) = delete;
   GatheredParameters& operator=(const GatheredParameters&) = delete;
 
-  // Ends the scope. With a modifier rank collective. Throws UsageError naming a parameter that was changed without one,
-  // CommError.
+  // Ends the scope; collective with a modifier rank. Throws CommError, and UsageError naming a parameter that was
+  // changed without a modifier rank.
   void close();
 
  private:
@@ -96,3 +98,42 @@ class GatheredParameters {
 };
 
 }  // namespace ds::zero
+
+namespace ds::engine {
+
+// Keeps a model out of the gradients of another one's loss while it lives.
+//
+//   {
+//     const auto frozen = ds::engine::frozen_scope(discriminator);
+//     generator_engine->backward(bce(discriminator->forward(generator->forward(z)), ones));
+//   }
+//
+// Without it the discriminator's gradients are computed too, as in torch, and have to be dropped by zero_grad().
+class FrozenScope {
+ public:
+  // Turns requires_grad off for those parameters that have it on; the destructor turns it on again for them.
+  explicit FrozenScope(const std::vector<at::Tensor>& parameters) {
+    for (const at::Tensor& parameter : parameters) {
+      if (!parameter.requires_grad()) continue;
+      parameter.set_requires_grad(false);
+      frozen_.push_back(parameter);
+    }
+  }
+  ~FrozenScope() {
+    for (const at::Tensor& parameter : frozen_) parameter.set_requires_grad(true);
+  }
+  FrozenScope(const FrozenScope&) = delete;
+  FrozenScope& operator=(const FrozenScope&) = delete;
+
+ private:
+  std::vector<at::Tensor> frozen_;
+};
+
+// Freezes all parameters of `model`, a module holder or a pointer to a module, until the result is destroyed. The graph
+// is made inside of the scope; backward() may come later.
+template <class Model>
+[[nodiscard]] FrozenScope frozen_scope(const Model& model) {
+  return FrozenScope(model->parameters());
+}
+
+}  // namespace ds::engine

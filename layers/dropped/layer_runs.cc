@@ -1,7 +1,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "core/replay/replayed_values.h"
-#include "dsengine/layer_drop.h"
+#include "dsengine/efficiency.h"
 
 namespace ds::efficiency {
 

@@ -7,7 +7,7 @@
 #include "core/random_streams.h"
 #include "core/replay/replayed_values.h"
 #include "core/tensor_check.h"
-#include "dsengine/layer_drop.h"
+#include "dsengine/efficiency.h"
 
 namespace ds::efficiency {
 namespace {

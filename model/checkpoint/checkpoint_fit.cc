@@ -91,7 +91,7 @@ void CheckpointFit::add_other_stages(Shapes& wanted) const {
 
 // Requires the states of an optimizer of ours.
 void CheckpointFit::require_states(const FitHints& hints) const {
-  const optimizers::ShardOptimizer& own = *model_.optimizer.own;
+  const optimizers::SliceOptimizer& own = *model_.optimizer.own;
   require(source_.state().optimizer.has_value(), source_.location(), ": load_checkpoint: the checkpoint has no ",
           "optimizer states; ", hints.fresh_states, " to begin with fresh ones");
   const std::string& writer = source_.state().optimizer->type;

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "model/state/model_state.h"
 
 namespace ds::engine {

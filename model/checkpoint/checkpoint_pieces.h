@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "checkpoint/rank_files.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "model/checkpoint/host_folders.h"
 #include "model/state/model_state.h"
 #include "zero/partition.h"

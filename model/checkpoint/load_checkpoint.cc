@@ -13,7 +13,7 @@
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "core/log.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "model/checkpoint/checkpoint_fit.h"
 #include "model/checkpoint/host_folders.h"
 #include "model/checkpoint/state_reader.h"

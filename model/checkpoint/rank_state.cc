@@ -20,7 +20,7 @@
 #include "checkpoint/block_checksum.h"
 #include "checkpoint/source/training_state.h"
 #include "core/check.h"
-#include "dsengine/lr_scheduler.h"
+#include "dsengine/optimizer.h"
 
 namespace ds::engine {
 namespace {

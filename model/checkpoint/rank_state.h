@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "checkpoint/source/training_state.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "model/checkpoint/host_folders.h"
 #include "model/state/model_state.h"
 

@@ -7,9 +7,9 @@
 
 #include "checkpoint/source/training_state.h"
 #include "data/batch_sampler.h"
+#include "dsengine/checkpoint.h"
 #include "dsengine/config.h"
-#include "dsengine/lr_scheduler.h"
-#include "dsengine/weights.h"
+#include "dsengine/optimizer.h"
 #include "model/checkpoint/rank_state.h"
 #include "model/state/model_state.h"
 #include "model/state/progress.h"

@@ -3,7 +3,7 @@
 
 #include <exception>
 
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "model/checkpoint/checkpoint_fit.h"
 #include "model/checkpoint/rank_state.h"
 #include "model/state/model_state.h"

@@ -390,7 +390,7 @@ void OffloadedState::for_each(const std::function<void(size_t bucket)>& update) 
         order, [&](int64_t slice) { update(bucket_of[static_cast<size_t>(slice)]); }, pass_);
 }
 
-void OffloadedState::update(optimizers::ShardOptimizer& optimizer, size_t bucket, const at::Tensor& gradient,
+void OffloadedState::update(optimizers::SliceOptimizer& optimizer, size_t bucket, const at::Tensor& gradient,
                             double gradient_scale, const at::Tensor& own) {
   const auto index = static_cast<int64_t>(bucket);
   if (own.is_cpu()) return optimizer.update_into(index, gradient, gradient_scale, own);
@@ -398,7 +398,7 @@ void OffloadedState::update(optimizers::ShardOptimizer& optimizer, size_t bucket
                     [&](const at::Tensor& buffer) { optimizer.update_into(index, gradient, gradient_scale, buffer); });
 }
 
-void OffloadedState::start_update(optimizers::ShardOptimizer& optimizer, double gradient_scale,
+void OffloadedState::start_update(optimizers::SliceOptimizer& optimizer, double gradient_scale,
                                   const std::function<void(const at::Tensor& gradient)>& prepare) {
   ensure(!update_runs(), "one delayed update runs at a time");
   taken_ = gradients_->exchange(std::move(other_gradients_));

@@ -75,13 +75,13 @@ class OffloadedState {
   // Calls `update` for every bucket that is updated here, in order, as use() does; files are read and written beside.
   void for_each(const std::function<void(size_t bucket)>& update);
   // Updates one bucket, and puts the new weights into `own` on the device.
-  void update(optimizers::ShardOptimizer& optimizer, size_t bucket, const at::Tensor& gradient, double gradient_scale,
+  void update(optimizers::SliceOptimizer& optimizer, size_t bucket, const at::Tensor& gradient, double gradient_scale,
               const at::Tensor& own);
 
   // The update of a step beside the next forward and backward (delayed parameter update, ZeRO-Offload, Ren et al.,
   // arXiv:2101.06840, section 5.2). start_update() takes the gradients that were reduced; until finish_update() the
   // optimizer belongs to the update. `prepare` sees each gradient before it is used, on the update's thread.
-  void start_update(optimizers::ShardOptimizer& optimizer, double gradient_scale,
+  void start_update(optimizers::SliceOptimizer& optimizer, double gradient_scale,
                     const std::function<void(const at::Tensor& gradient)>& prepare);
   bool update_runs() const { return running_ != nullptr; }
   // Returns when no update runs; what the last one made or threw is lost.

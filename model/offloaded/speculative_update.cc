@@ -65,7 +65,7 @@ void SpeculativeUpdate::clear() {
   gradients_.clear();
 }
 
-void SpeculativeUpdate::begin(optimizers::ShardOptimizer& optimizer, double gradient_scale,
+void SpeculativeUpdate::begin(optimizers::SliceOptimizer& optimizer, double gradient_scale,
                               std::function<void(const at::Tensor& gradient)> prepare) {
   ensure(!begun(), "one speculative update runs at a time");
   optimizer.begin_step();
@@ -87,7 +87,7 @@ void SpeculativeUpdate::update(size_t bucket) {
   if (dropped_) return;
   const at::NoGradGuard no_grad;
   const auto index = static_cast<int64_t>(bucket);
-  optimizers::ShardOptimizer& optimizer = *step_->optimizer;
+  optimizers::SliceOptimizer& optimizer = *step_->optimizer;
   at::Tensor present = gradient(bucket);
   if (memory_.gradient.defined()) present = memory_.gradient.narrow(0, 0, present.numel()).copy_(present);
   if (step_->prepare) step_->prepare(present);
@@ -143,7 +143,7 @@ void SpeculativeUpdate::roll_back() noexcept {
   wait();
   dropped_ = false;
   restore();
-  optimizers::ShardOptimizer& optimizer = *step_->optimizer;
+  optimizers::SliceOptimizer& optimizer = *step_->optimizer;
   if (optimizer.step_count() == step_->step_count) optimizer.set_step_count(step_->step_count - 1);
   arriving_ = false;
   step_.reset();

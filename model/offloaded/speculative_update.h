@@ -86,9 +86,9 @@ class SpeculativeUpdate final : public ReducedGradients {
   void clear() override;
 
   // Every gradient that arrives until end_arrivals() is the last one of its bucket. Begins the optimizer's step.
-  // `gradient_scale` is that of ShardOptimizer::update(). `prepare`: sees each gradient before its update, on another
+  // `gradient_scale` is that of SliceOptimizer::update(). `prepare`: sees each gradient before its update, on another
   // thread; may change it if there is memory for a copy.
-  void begin(optimizers::ShardOptimizer& optimizer, double gradient_scale,
+  void begin(optimizers::SliceOptimizer& optimizer, double gradient_scale,
              std::function<void(const at::Tensor& gradient)> prepare);
   void end_arrivals() { arriving_ = false; }
   bool begun() const { return step_.has_value(); }
@@ -104,7 +104,7 @@ class SpeculativeUpdate final : public ReducedGradients {
 
  private:
   struct Step {
-    optimizers::ShardOptimizer* optimizer = nullptr;
+    optimizers::SliceOptimizer* optimizer = nullptr;
     double gradient_scale = 1.0;
     std::function<void(const at::Tensor&)> prepare;
     std::vector<optimizers::GroupOptions> groups;  // the groups that begin_step() has seen

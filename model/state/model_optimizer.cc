@@ -1,15 +1,12 @@
 #include "model/state/model_optimizer.h"
 
-#include "dsengine/lr_scheduler.h"
+#include "dsengine/optimizer.h"
 
 namespace ds::engine {
 
 std::string ModelOptimizer::name() const { return own ? own->name() : client ? "client optimizer" : "none"; }
 
-const std::shared_ptr<optimizers::ShardOptimizer>& ModelOptimizer::of_config() const {
-  static const std::shared_ptr<optimizers::ShardOptimizer> kNone;
-  return client ? kNone : own;
-}
+std::shared_ptr<optimizers::ShardOptimizer> ModelOptimizer::of_config() const { return client ? nullptr : own; }
 
 std::vector<optimizers::GroupOptions> ModelOptimizer::group_options() const {
   if (!client) return own ? own->groups() : std::vector<optimizers::GroupOptions>();

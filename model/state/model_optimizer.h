@@ -18,14 +18,14 @@ namespace ds::engine {
 
 // An optimizer of the program works on slices, and then `own` is made of it, or on whole parameters: no `own` then.
 struct ModelOptimizer {
-  std::shared_ptr<optimizers::ShardOptimizer> own;  // slice b is that of bucket b
+  std::shared_ptr<optimizers::SliceOptimizer> own;  // slice b is that of bucket b
   std::shared_ptr<torch::optim::Optimizer> client;  // the program's, which has the learning rates
   // The states that the program's keeps of the parameters of each group; null: it works on whole parameters, at stage 0
   // in float32.
   std::shared_ptr<const std::vector<optimizers::ClientState>> client_states;
 
   // The optimizer that the config names, which the program changes by groups().
-  const std::shared_ptr<optimizers::ShardOptimizer>& of_config() const;
+  std::shared_ptr<optimizers::ShardOptimizer> of_config() const;
   bool steps_on_parameters() const { return client && !own; }
 
   std::string name() const;

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "dsengine/checkpoint.h"
 #include "dsengine/comm.h"
-#include "dsengine/weights.h"
 #include "dsengine/zero.h"
 #include "model/state/ranks.h"
 #include "zero/parameter_bucket.h"

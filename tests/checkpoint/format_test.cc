@@ -2,7 +2,7 @@
 #include "checkpoint/format.h"
 
 #include "core/check.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "tests/support/scratch_folder.h"
 #include "tools/checkpoint/location.h"
 

@@ -10,7 +10,7 @@
 #include "checkpoint/source/training_state.h"
 #include "core/check.h"
 #include "core/files/safetensors.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "tests/support/scratch_folder.h"
 
 namespace ds::checkpoint {

@@ -33,58 +33,27 @@ const std::map<std::string, int> kLevels = {
 };
 constexpr int kTopLevel = 7;
 
-// Public header -> the folder that implements it, at whose level it stands.
-const std::map<std::string, std::string> kPublicHeaders = {
-    {"dsengine/activation_checkpoint.h", "recompute"},
-    {"dsengine/checkpoint.h", "model"},
-    {"dsengine/comm.h", "comm"},
-    {"dsengine/comms_log.h", "engine"},
-    {"dsengine/config.h", "config"},
-    {"dsengine/config_parallel.h", "config"},
-    {"dsengine/config_removed.h", "config"},
-    {"dsengine/config_runtime.h", "config"},
-    {"dsengine/config_training.h", "config"},
-    {"dsengine/data_loader.h", "data"},
-    {"dsengine/device_mesh.h", "comm"},
-    {"dsengine/difficulty_schedule.h", "data"},
-    {"dsengine/efficiency.h", "engine"},
-    {"dsengine/distributed_data_parallel.h", "loops"},
-    {"dsengine/engine.h", "engine"},
-    {"dsengine/errors.h", "core"},
-    {"dsengine/flops_profiler.h", "profiling"},
-    {"dsengine/frozen_scope.h", "zero"},
-    {"dsengine/grad_scaler.h", "engine"},
-    {"dsengine/fully_shard.h", "loops"},
-    {"dsengine/fused_optimizers.h", "optim"},
-    {"dsengine/init_distributed.h", "comm"},
-    {"dsengine/initialize.h", "engine"},
-    {"dsengine/layer_drop.h", "layers"},
-    {"dsengine/layer_spec.h", "pipeline"},
-    {"dsengine/lr_schedule.h", "optim"},
-    {"dsengine/lr_scheduler.h", "optim"},
-    {"dsengine/memory.h", "zero"},
-    {"dsengine/model_compression.h", "engine"},
-    {"dsengine/module_checkpointing.h", "recompute"},
-    {"dsengine/ops.h", "ops"},
-    {"dsengine/optimizer.h", "optim"},
-    {"dsengine/parallel.h", "parallel"},
-    {"dsengine/parallel_layers.h", "parallel"},
-    {"dsengine/pipeline.h", "pipeline"},
-    {"dsengine/plan.h", "config"},
-    {"dsengine/restart.h", "core"},  // the launcher knows the exit code; the engine defines the call
-    {"dsengine/sparse_attention.h", "ops"},
-    {"dsengine/sparsity_pattern.h", "ops"},
-    {"dsengine/spawn.h", "engine"},
-    {"dsengine/split_plan.h", "parallel"},
-    {"dsengine/sync_batch_norm.h", "layers"},
-    {"dsengine/version.h", "core"},
-    {"dsengine/weights.h", "checkpoint"},
-    {"dsengine/zero.h", "zero"},
-};
-constexpr size_t kMostPublicHeaders = 45;
+// The list of public headers that CMake and scripts/api_reference read, too.
+const fs::path kHeaderList = kRoot / "include/dsengine/headers.txt";
+
+// Public header -> the folder at whose level it stands.
+std::map<std::string, std::string> read_header_list() {
+  std::map<std::string, std::string> result;
+  std::ifstream in(kHeaderList);
+  for (std::string line; std::getline(in, line);) {
+    std::istringstream words(line);
+    std::string header;
+    std::string folder;
+    if (words >> header >> folder && !header.starts_with("#")) result.emplace("dsengine/" + header, folder);
+  }
+  return result;
+}
+
+const std::map<std::string, std::string> kPublicHeaders = read_header_list();
+constexpr size_t kMostPublicHeaders = 39;
 constexpr int kMostLines = 230;  // of a public header
-// Of the one class that a program calls, whose methods DeepSpeed's names decide.
-constexpr int kMostLinesOfTheEngine = 300;
+// The class that a program calls, whose methods DeepSpeed's names decide, may have more.
+constexpr int kMostLinesOfTheEngine = 299;
 
 // A file, from the root ("include/dsengine/zero.h" as "dsengine/zero.h"), and what it includes in quotes or, of ours,
 // in angles.
@@ -174,7 +143,7 @@ std::vector<std::string> upward(const std::vector<Include>& includes) {
     const std::string from = folder_of(file);
     const std::string to = folder_of(target);
     if (from.empty()) {
-      wrong.push_back(file + " is a public header without a folder; name it in kPublicHeaders");
+      wrong.push_back(file + " is a public header without a folder; name it in include/dsengine/headers.txt");
       continue;
     }
     const int level = kLevels.at(from);
@@ -259,7 +228,8 @@ TEST(SourceTree, APlantedIncludeUpwardsIsFound) {
   EXPECT_THAT(found("loops/join.cc", "engine/engine_impl.h"), ElementsAre(HasSubstr("engine is at level 5")));
   EXPECT_THAT(found("dsengine/engine.h", "core/check.h"), ElementsAre(HasSubstr("public headers only")));
   EXPECT_THAT(found("dsengine/engine.h", "dsengine/unknown.h"), ElementsAre(HasSubstr("name a public header")));
-  EXPECT_THAT(found("dsengine/unknown.h", "dsengine/engine.h"), ElementsAre(HasSubstr("name it in kPublicHeaders")));
+  EXPECT_THAT(found("dsengine/unknown.h", "dsengine/engine.h"),
+              ElementsAre(HasSubstr("name it in include/dsengine/headers.txt")));
   EXPECT_THAT(found("zero/init.cc", "dsengine/zero.h"), IsEmpty());
   EXPECT_THAT(found("dsengine/engine.h", "dsengine/comm.h"), IsEmpty());
   EXPECT_THAT(found("tests/core/hash_test.cc", "engine/engine_impl.h"), IsEmpty());
@@ -279,7 +249,7 @@ TEST(SourceTree, APlantedCircleOfRoomsIsFound) {
 
 TEST(SourceTree, PublicHeadersAreFewAndStandAlone) {
   const fs::path folder = kRoot / "include";
-  const std::string cmake = text_of(kRoot / "CMakeLists.txt");
+  EXPECT_THAT(text_of(kRoot / "CMakeLists.txt"), HasSubstr("include/dsengine/headers.txt"));
   // LibTorch, the standard library and, for the config object, nlohmann's JSON.
   const std::regex foreign(R"re((ATen|c10|torch)/.*|[a-z_]+|nlohmann/json\.hpp)re");
   std::set<std::string> seen;
@@ -287,14 +257,17 @@ TEST(SourceTree, PublicHeadersAreFewAndStandAlone) {
     const std::string name = fs::relative(file, folder).string();
     const std::string text = text_of(file);
     seen.insert(name);
-    EXPECT_TRUE(kPublicHeaders.contains(name)) << name << " belongs to no folder; name it in kPublicHeaders";
-    EXPECT_THAT(cmake, HasSubstr("include/" + name)) << name << " is not installed";
+    EXPECT_TRUE(kPublicHeaders.contains(name))
+        << name << " belongs to no folder; name it in include/dsengine/headers.txt";
     EXPECT_TRUE(text.starts_with("// ")) << name << " does not say what it is";
     const int most = name == "dsengine/engine.h" ? kMostLinesOfTheEngine : kMostLines;
     EXPECT_LE(std::count(text.begin(), text.end(), '\n'), most) << name;
     for (const std::string& include : angle_includes(file)) EXPECT_TRUE(std::regex_match(include, foreign)) << name;
   }
-  EXPECT_EQ(seen.size(), kPublicHeaders.size());
+  for (const auto& [name, level_of] : kPublicHeaders) {
+    EXPECT_TRUE(seen.contains(name)) << name << " is listed and does not exist";
+    EXPECT_TRUE(kLevels.contains(level_of)) << name << " is listed with the unknown folder " << level_of;
+  }
   EXPECT_LE(seen.size(), kMostPublicHeaders);
 }
 

@@ -1,4 +1,4 @@
-#include "dsengine/lr_scheduler.h"
+#include "dsengine/optimizer.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -8,15 +8,16 @@
 #include <vector>
 
 #include "core/check.h"
+#include "optim/shard_optimizer.h"
 
 namespace ds::engine {
 namespace {
 
 using testing::ElementsAre;
 
-class NoOptimizer : public optimizers::ShardOptimizer {
+class NoOptimizer : public optimizers::SliceOptimizer {
  public:
-  explicit NoOptimizer(std::vector<optimizers::GroupOptions> groups) : ShardOptimizer(std::move(groups)) {}
+  explicit NoOptimizer(std::vector<optimizers::GroupOptions> groups) : SliceOptimizer(std::move(groups)) {}
   void update(int64_t /*index*/, const at::Tensor& /*gradient*/, double /*gradient_scale*/) override {}
   optimizers::NamedStates states(int64_t /*index*/) override { return {}; }
   int64_t state_bytes_per_element() const override { return 0; }

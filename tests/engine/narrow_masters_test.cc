@@ -10,6 +10,7 @@
 #include "checkpoint/folder_source.h"
 #include "config/plan/plan.h"
 #include "core/check.h"
+#include "optim/shard_optimizer.h"
 #include "tests/engine/small_run.h"
 #include "tests/model/offloaded/offload_run.h"
 #include "tests/optim/plain_adamw.h"
@@ -62,7 +63,7 @@ State run(const ordered_json& config, int world, int steps = 6) {
 }
 
 void expect_dtypes(Engine& engine, at::ScalarType master, at::ScalarType state) {
-  optimizers::ShardOptimizer& optimizer = *engine.optimizer();
+  auto& optimizer = dynamic_cast<optimizers::SliceOptimizer&>(*engine.optimizer());
   for (int64_t b = 0; b < optimizer.slice_count(); ++b) {
     EXPECT_EQ(optimizer.slice(b).master.scalar_type(), master);
     for (const auto& [name, values] : optimizer.states(b)) EXPECT_EQ(values.scalar_type(), state) << name;
@@ -171,8 +172,8 @@ TEST(NarrowMasters, BytesAreThosePredicted) {
         EXPECT_EQ(engine->offloaded_state_bytes(), engine->plan().offloaded_bytes) << config.dump();
         if (config["zero_optimization"].contains("offload_optimizer")) return;
         int64_t elements = 0;
-        for (int64_t b = 0; b < engine->optimizer()->slice_count(); ++b)
-          elements += engine->optimizer()->slice(b).master.numel();
+        const auto& optimizer = dynamic_cast<const optimizers::SliceOptimizer&>(*engine->optimizer());
+        for (int64_t b = 0; b < optimizer.slice_count(); ++b) elements += optimizer.slice(b).master.numel();
         EXPECT_EQ(held.master, one.master * elements);
         EXPECT_EQ(held.optimizer, one.state * elements);
         if (stage == 3) EXPECT_EQ(held.parameters, 2 * elements);

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "dsengine/lr_scheduler.h"
+#include "dsengine/optimizer.h"
 #include "tests/engine/client_run.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/scratch_folder.h"

@@ -19,7 +19,7 @@
 #include "core/files/safetensors.h"
 #include "core/text.h"
 #include "core/unique_fd.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "tests/fuzz/refusing.h"
 
 namespace ds::fuzz {

@@ -9,7 +9,7 @@
 #include "comm/shared_memory/thread_group.h"
 #include "core/check.h"
 #include "core/text.h"
-#include "dsengine/flops_profiler.h"
+#include "dsengine/profiling.h"
 #include "offload/aio_file.h"
 #include "tests/gpu/device_run.h"
 #include "tests/gpu/nccl_ranks.h"

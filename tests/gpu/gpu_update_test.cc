@@ -100,7 +100,7 @@ class Slices {
     return all;
   }
 
-  ShardOptimizer& optimizer() { return *optimizer_; }
+  SliceOptimizer& optimizer() { return *optimizer_; }
 
  private:
   at::Tensor placed(const at::Tensor& values, size_t i) const {
@@ -112,7 +112,7 @@ class Slices {
 
   at::Device device_;
   at::ScalarType gradient_;
-  std::unique_ptr<ShardOptimizer> optimizer_;
+  std::unique_ptr<SliceOptimizer> optimizer_;
   std::vector<at::Tensor> copies_;
 };
 

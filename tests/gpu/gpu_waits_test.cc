@@ -14,7 +14,7 @@
 
 #include "comm/shared_memory/thread_group.h"
 #include "core/check.h"
-#include "dsengine/comms_log.h"
+#include "dsengine/profiling.h"
 #include "tests/gpu/device_run.h"
 #include "tests/gpu/host_waits.h"
 #include "tests/gpu/nccl_ranks.h"

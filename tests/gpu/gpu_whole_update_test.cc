@@ -106,12 +106,12 @@ class WholeModel {
     }
   }
 
-  ShardOptimizer& optimizer() { return *optimizer_; }
+  SliceOptimizer& optimizer() { return *optimizer_; }
 
  private:
   at::Device device_;
   at::ScalarType gradient_;
-  std::unique_ptr<ShardOptimizer> optimizer_;
+  std::unique_ptr<SliceOptimizer> optimizer_;
   std::vector<at::Tensor> covered_;
   std::vector<at::Tensor> copies_;
 };

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "core/check.h"
+#include "dsengine/checkpoint.h"
 #include "dsengine/fully_shard.h"
-#include "dsengine/weights.h"
 #include "tests/loops/block_net.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"

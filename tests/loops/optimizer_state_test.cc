@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "core/check.h"
+#include "dsengine/checkpoint.h"
 #include "dsengine/fully_shard.h"
 #include "dsengine/fused_optimizers.h"
-#include "dsengine/weights.h"
 #include "loops/shard_ranks.h"
 #include "tests/loops/block_net.h"
 #include "tests/support/own_optimizers.h"

@@ -23,7 +23,7 @@ const std::vector<Narrow> kNarrows = {{at::kBFloat16, at::kBFloat16}, {at::kBFlo
                                       {at::kFloat, at::kBFloat16},    {at::kHalf, at::kHalf},
                                       {at::kHalf, at::kFloat},        {at::kFloat, at::kHalf}};
 
-std::unique_ptr<ShardOptimizer> narrow_optimizer(const Rule& rule, const at::Tensor& master, at::ScalarType state) {
+std::unique_ptr<SliceOptimizer> narrow_optimizer(const Rule& rule, const at::Tensor& master, at::ScalarType state) {
   auto optimizer = make_optimizer(rule.options);
   optimizer->set_state_dtype(state);
   optimizer->add_slice({.master = master, .exchange = std::make_shared<Alone>()});
@@ -31,7 +31,7 @@ std::unique_ptr<ShardOptimizer> narrow_optimizer(const Rule& rule, const at::Ten
 }
 
 // `found` after a step, from `before`: what the optimizer of float32 makes of it, rounded.
-void expect_rounded_step(ShardOptimizer& found, const Rule& rule, const at::Tensor& gradient, const at::Tensor& copy,
+void expect_rounded_step(SliceOptimizer& found, const Rule& rule, const at::Tensor& gradient, const at::Tensor& copy,
                          const std::string& what) {
   const at::Tensor& master = found.slice(0).master;
   const auto wide = optimizer_of(rule, master.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true));
@@ -39,7 +39,7 @@ void expect_rounded_step(ShardOptimizer& found, const Rule& rule, const at::Tens
   const NamedStates rounded = found.states(0);
   for (size_t s = 0; s < exact.size(); ++s) exact[s].second.copy_(rounded[s].second);
   wide->set_step_count(found.step_count());
-  for (ShardOptimizer* optimizer : {wide.get(), &found}) optimizer->begin_step();
+  for (SliceOptimizer* optimizer : {wide.get(), &found}) optimizer->begin_step();
   wide->update(0, gradient.clone(), kScale);
   found.update_into(0, gradient, kScale, copy);
   expect_same_values(master, wide->slice(0).master.to(master.scalar_type()), what + ", master");

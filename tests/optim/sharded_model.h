@@ -99,7 +99,7 @@ class ShardedModel {
     }
   }
 
-  ShardOptimizer& optimizer() { return *optimizer_; }
+  SliceOptimizer& optimizer() { return *optimizer_; }
 
   // Steps `from`, ..., `to` - 1, with gradients cast to `type` and multiplied by 1 / scale beforehand.
   void run(int64_t from, int64_t to, at::ScalarType type = at::kFloat, double scale = 1.0) {
@@ -137,7 +137,7 @@ class ShardedModel {
   }
 
   std::shared_ptr<SliceExchange> exchange_;
-  std::unique_ptr<ShardOptimizer> optimizer_;
+  std::unique_ptr<SliceOptimizer> optimizer_;
   std::vector<Bucket> buckets_;
 };
 

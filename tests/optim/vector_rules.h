@@ -40,7 +40,7 @@ inline at::Tensor at_offset(const at::Tensor& values, int64_t offset) {
   return at::empty({values.numel() + offset}, values.options()).narrow(0, offset, values.numel()).copy_(values);
 }
 
-inline std::unique_ptr<ShardOptimizer> optimizer_of(const Rule& rule, const at::Tensor& master) {
+inline std::unique_ptr<SliceOptimizer> optimizer_of(const Rule& rule, const at::Tensor& master) {
   auto optimizer = make_optimizer(rule.options);
   optimizer->add_slice({.master = master, .exchange = std::make_shared<Alone>()});
   return optimizer;

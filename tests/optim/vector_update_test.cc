@@ -12,7 +12,7 @@
 namespace ds::optimizers {
 namespace {
 
-void run(ShardOptimizer& optimizer, at::ScalarType gradient, int64_t offset, const at::Tensor& copy = {},
+void run(SliceOptimizer& optimizer, at::ScalarType gradient, int64_t offset, const at::Tensor& copy = {},
          int64_t steps = kSteps) {
   const int64_t numel = optimizer.slice(0).master.numel();
   for (int64_t step = 1; step <= steps; ++step) {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "tests/porting/float64_run.h"
 #include "tests/support/scratch_folder.h"
 

@@ -12,7 +12,7 @@
 #include "checkpoint/weight_files.h"
 #include "core/check.h"
 #include "core/files/safetensors.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "tests/checkpoint/source/memory_source.h"
 #include "tests/checkpoint/split_folder.h"
 #include "tests/support/file_text.h"

@@ -5,7 +5,7 @@
 
 #include "core/check.h"
 #include "core/shown_text.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "launcher/command_line/number_flags.h"
 #include "tools/checkpoint/commands.h"
 #include "tools/checkpoint/location.h"

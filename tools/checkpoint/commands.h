@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "tools/checkpoint/location.h"
 
 namespace ds::checkpoint::tool {

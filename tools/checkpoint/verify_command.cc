@@ -7,7 +7,7 @@
 #include "checkpoint/folder_source.h"
 #include "checkpoint/source/tensor_parts.h"
 #include "core/check.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint::tool {
 namespace {

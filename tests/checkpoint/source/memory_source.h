@@ -8,13 +8,13 @@
 
 #include "checkpoint/source/training_state.h"
 #include "core/check.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
 
 class MemorySource : public Source {
  public:
-  // `path`: as in dsengine/weights.h.
+  // `path`: as in dsengine/checkpoint.h.
   void add(const std::string& path, const at::Tensor& tensor, bool frozen = false) {
     values_[path] = tensor.contiguous();
     tensors_[path] = {.dtype = tensor.scalar_type(), .sizes = tensor.sizes().vec(), .frozen = frozen};

@@ -1,7 +1,7 @@
 // Paths of tensors in a checkpoint.
 #include <gtest/gtest.h>
 
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 
 namespace ds::checkpoint {
 namespace {

@@ -1,5 +1,5 @@
 // The section comms_logger: what an engine's steps send is what its log counts, at every stage.
-#include "dsengine/comms_log.h"
+#include "dsengine/profiling.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -10,7 +10,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "dsengine/errors.h"
-#include "dsengine/flops_profiler.h"
+#include "dsengine/profiling.h"
 #include "tests/engine/small_run.h"
 #include "tests/pipeline/pipeline_job.h"
 #include "tests/support/file_text.h"

@@ -1,7 +1,7 @@
 // A program that starts its own ranks: what its first argument says.
 #include <dsengine/comm.h>
 #include <dsengine/init_distributed.h>
-#include <dsengine/spawn.h>
+#include <dsengine/launch.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/wait.h>

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "dsengine/flops_profiler.h"
+#include "dsengine/profiling.h"
 #include "tests/engine/tensor_parallel/split_training.h"
 
 namespace ds::engine {

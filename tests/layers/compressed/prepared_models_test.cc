@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "dsengine/activation_checkpoint.h"
+#include "dsengine/checkpoint.h"
 #include "dsengine/errors.h"
 #include "dsengine/model_compression.h"
-#include "dsengine/weights.h"
 #include "tests/engine/small_run.h"
 #include "tests/recompute/chosen_modules.h"
 #include "tests/support/scratch_folder.h"

@@ -5,8 +5,8 @@
 #include <torch/torch.h>
 
 #include "core/check.h"
+#include "dsengine/checkpoint.h"
 #include "dsengine/model_compression.h"
-#include "dsengine/weights.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"

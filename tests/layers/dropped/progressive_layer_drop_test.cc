@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "dsengine/activation_checkpoint.h"
+#include "dsengine/efficiency.h"
 #include "dsengine/errors.h"
-#include "dsengine/layer_drop.h"
 
 namespace ds::efficiency {
 namespace {

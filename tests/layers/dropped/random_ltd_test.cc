@@ -3,8 +3,8 @@
 #include <torch/torch.h>
 
 #include "dsengine/activation_checkpoint.h"
+#include "dsengine/efficiency.h"
 #include "dsengine/errors.h"
-#include "dsengine/layer_drop.h"
 
 namespace ds::efficiency {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "checkpoint/module_weights.h"
 #include "core/check.h"
-#include "dsengine/weights.h"
+#include "dsengine/checkpoint.h"
 #include "tests/model/checkpoint/checkpoint_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"

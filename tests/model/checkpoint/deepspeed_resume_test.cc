@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "dsengine/engine.h"
-#include "dsengine/lr_scheduler.h"
+#include "dsengine/optimizer.h"
 #include "tests/engine/small_run.h"
 #include "tests/support/thread_ranks.h"
 

@@ -11,6 +11,7 @@
 #include "core/check.h"
 #include "model/offloaded/offloaded_state.h"
 #include "optim/optimizer_factory.h"
+#include "optim/shard_optimizer.h"
 #include "tests/engine/small_run.h"
 #include "zero/partition.h"
 #include "zero/slice_exchange.h"
@@ -46,7 +47,7 @@ struct TwoBuckets {
   std::vector<zero::BucketLayout> buckets =
       zero::lay_out({{"a", 64, 0, 0, false}, {"b", 32, 0, 0, false}}, {.max_bucket_elements = 64});
   OffloadedState state;
-  std::unique_ptr<optimizers::ShardOptimizer> optimizer = optimizers::make_optimizer({.type = "AdamW"});
+  std::unique_ptr<optimizers::SliceOptimizer> optimizer = optimizers::make_optimizer({.type = "AdamW"});
 
  private:
   TwoBuckets(const config::DsConfig& config, comm::Communicator& communicator)
@@ -61,11 +62,12 @@ struct TwoBuckets {
 
 // An update that the optimizer refuses: it counts steps from a negative number.
 inline void expect_failing_step(Engine& engine, SmallNet& model) {
-  const int64_t steps = engine.optimizer()->step_count();
-  engine.optimizer()->set_step_count(-5);
+  auto& optimizer = dynamic_cast<optimizers::SliceOptimizer&>(*engine.optimizer());
+  const int64_t steps = optimizer.step_count();
+  optimizer.set_step_count(-5);
   engine.backward(model->loss(sample(0, engine.global_rank())));
   EXPECT_THROW(engine.step(), UsageError);
-  engine.optimizer()->set_step_count(steps);
+  optimizer.set_step_count(steps);
   engine.zero_grad();
 }
 

@@ -1,11 +1,13 @@
 // super_offload: whatever a program calls between backward and step, the result is that without it.
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <vector>
 
 #include "dsengine/engine.h"
+#include "optim/shard_optimizer.h"
 #include "tests/engine/small_run.h"
 #include "tests/model/offloaded/super_offload_run.h"
 #include "tests/support/thread_ranks.h"
@@ -233,7 +235,8 @@ TEST_P(SuperOffloadCalls, AnEngineThatEndsBeforeTheStep) {
     SmallNet model;
     auto engine = start(model.ptr(), with_speculation(offloading_config(GetParam(), 1)), communicator).engine;
     train(*engine, model, 2);
-    const auto optimizer = engine->optimizer();  // lives longer
+    // It lives longer than the engine.
+    const auto optimizer = std::dynamic_pointer_cast<optimizers::SliceOptimizer>(engine->optimizer());
     const State states = optimizer_states(*optimizer);
     std::vector<at::Tensor> masters;
     for (int64_t slice = 0; slice < optimizer->slice_count(); ++slice)

@@ -1,8 +1,32 @@
-#include "dsengine/config_removed.h"
+#include "config/sections_without_effect.h"
 
 #include "config/describe.h"
 
 namespace ds::engine::config {
+
+const SectionsWithoutEffect& without_effect_of(const DsConfig& config) {
+  static const SectionsWithoutEffect kDefaults;
+  return config.without_effect ? *config.without_effect : kDefaults;
+}
+
+void describe(JsonFields& json, WandbSection& s) {
+  json.field("enabled", s.enabled);
+  json.field("group", s.group);
+  json.field("team", s.team);
+  json.field("project", s.project);
+}
+
+void describe(JsonFields& json, CometSection& s) {
+  json.field("enabled", s.enabled);
+  json.field("samples_log_interval", s.samples_log_interval);
+  json.field("project", s.project);
+  json.field("workspace", s.workspace);
+  json.field("api_key", s.api_key);
+  json.field("experiment_name", s.experiment_name);
+  json.field("experiment_key", s.experiment_key);
+  json.field("online", s.online);
+  json.field("mode", s.mode);
+}
 
 void describe(JsonFields& json, CompileSection& s) {
   json.field("deepcompile", s.deepcompile);
@@ -42,6 +66,17 @@ void describe(JsonFields& json, WeightQuantizationSection& s) {
   json.field("q_groups", s.q_groups);
   json.field("quantized_initialization", s.quantized_initialization);
   json.field("post_init_quant", s.post_init_quant);
+}
+
+void describe(JsonFields& json, EigenvalueSection& s) {
+  json.field("enabled", s.enabled);
+  json.field("verbose", s.verbose);
+  json.field("max_iter", s.max_iter);
+  json.field("tol", s.tol);
+  json.field("stability", s.stability);
+  json.field("gas_boundary_resolution", s.gas_boundary_resolution);
+  json.field("layer_name", s.layer_name);
+  json.field("layer_num", s.layer_num);
 }
 
 void describe(JsonFields& json, NebulaSection& s) {
