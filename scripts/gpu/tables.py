@@ -1,4 +1,4 @@
-"""The table of docs/gpu.md, from what was measured."""
+"""The table of docs/gpu_measurements.md, from what was measured."""
 
 
 def table_beside_torch(rows):
