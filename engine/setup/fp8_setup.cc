@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "layers/fp8/linear_table.h"
+#include "layers/fp8/linear.h"
 #include "ops/device_kernels.h"
 
 namespace ds::engine {

@@ -15,6 +15,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/tensor_table.h"
 #include "layers/compressed/snip_momentum.h"
 
 namespace ds::model_compression {
@@ -69,29 +70,43 @@ std::vector<std::vector<RelatedLayer>> related_of(torch::nn::Module& module, con
   return result;
 }
 
-// By the identity of weights, which to(), set_data() and an engine keep.
-struct Table {
-  std::shared_mutex mutex;
-  using Layers = std::unordered_map<const at::TensorImpl*, std::vector<std::shared_ptr<CompressedLayer>>>;
-  Layers layers;
-  Layers by_bias;
+using LayersOfTensor = std::vector<std::shared_ptr<CompressedLayer>>;
+TensorTable<LayersOfTensor>& layers_by_weight() {
+  static TensorTable<LayersOfTensor> table;
+  return table;
+}
+TensorTable<LayersOfTensor>& layers_by_bias() {
+  static TensorTable<LayersOfTensor> table;
+  return table;
+}
+
+template <class IsGone>
+void drop_layers(const IsGone& is_gone) {
+  for (TensorTable<LayersOfTensor>* const table : {&layers_by_weight(), &layers_by_bias()}) {
+    table->drop([&](LayersOfTensor& layers) {
+      std::erase_if(layers, [&](const auto& layer) { return is_gone(*layer); });
+      return layers.empty();
+    });
+  }
+}
+
+void note_layer(TensorTable<LayersOfTensor>& table, const at::Tensor& tensor,
+                const std::shared_ptr<CompressedLayer>& layer) {
+  table.change(tensor, [&](LayersOfTensor& layers) { layers.push_back(layer); });
+}
+
+// The models of modules, by the module.
+struct AttachedModels {
   struct Attached {
     std::weak_ptr<torch::nn::Module> module;
     std::shared_ptr<CompressedModel> model;
   };
+  std::shared_mutex mutex;
   std::unordered_map<const torch::nn::Module*, Attached> models;
 
-  static Table& of_process() {
-    static Table table;
-    return table;
-  }
-  void drop_layers(const std::function<bool(const CompressedLayer&)>& gone) {
-    for (Layers* const table : {&layers, &by_bias}) {
-      for (auto entry = table->begin(); entry != table->end();) {
-        std::erase_if(entry->second, [&](const auto& layer) { return gone(*layer); });
-        entry = entry->second.empty() ? table->erase(entry) : std::next(entry);
-      }
-    }
+  static AttachedModels& of_process() {
+    static AttachedModels models;
+    return models;
   }
 };
 
@@ -277,23 +292,23 @@ void CompressedModel::restart() {
 
 void attach(const std::shared_ptr<torch::nn::Module>& module, std::shared_ptr<CompressedModel> model) {
   register_operators_of(model->layers());
-  Table& table = Table::of_process();
-  const std::unique_lock lock(table.mutex);
-  table.drop_layers([](const CompressedLayer& layer) { return layer.module() == nullptr; });
-  std::erase_if(table.models, [](const auto& entry) { return entry.second.module.expired(); });
+  drop_layers([](const CompressedLayer& layer) { return layer.module() == nullptr; });
   for (const auto& layer : model->layers()) {
-    table.layers[layer->weight().unsafeGetTensorImpl()].push_back(layer);
+    note_layer(layers_by_weight(), layer->weight(), layer);
     const at::Tensor bias = layer->changes_bias() ? bias_of(*layer->module()) : at::Tensor();
-    if (bias.defined()) table.by_bias[bias.unsafeGetTensorImpl()].push_back(layer);
+    if (bias.defined()) note_layer(layers_by_bias(), bias, layer);
   }
-  table.models[module.get()] = {module, std::move(model)};
+  AttachedModels& attached = AttachedModels::of_process();
+  const std::unique_lock lock(attached.mutex);
+  std::erase_if(attached.models, [](const auto& entry) { return entry.second.module.expired(); });
+  attached.models[module.get()] = {module, std::move(model)};
 }
 
 std::shared_ptr<CompressedModel> find_model(const torch::nn::Module& module) {
-  Table& table = Table::of_process();
-  const std::shared_lock lock(table.mutex);
-  const auto found = table.models.find(&module);
-  return found == table.models.end() || found->second.module.expired() ? nullptr : found->second.model;
+  AttachedModels& attached = AttachedModels::of_process();
+  const std::shared_lock lock(attached.mutex);
+  const auto found = attached.models.find(&module);
+  return found == attached.models.end() || found->second.module.expired() ? nullptr : found->second.model;
 }
 
 std::string layer_of_another(torch::nn::Module& module) {
@@ -301,14 +316,10 @@ std::string layer_of_another(torch::nn::Module& module) {
   const auto is_own = [&](const std::shared_ptr<CompressedLayer>& layer) {
     return own && std::find(own->layers().begin(), own->layers().end(), layer) != own->layers().end();
   };
-  Table& table = Table::of_process();
-  const std::shared_lock lock(table.mutex);
-  if (table.layers.empty()) return "";
   for (const auto& item : module.named_modules("", /*include_self=*/true)) {
     const at::Tensor weight = kind_of(*item.value()) ? weight_of(*item.value()) : at::Tensor();
-    const auto found = weight.defined() ? table.layers.find(weight.unsafeGetTensorImpl()) : table.layers.end();
-    if (found == table.layers.end()) continue;
-    for (const auto& layer : found->second) {
+    if (!weight.defined()) continue;
+    for (const auto& layer : layers_by_weight().find(weight)) {
       if (layer->weight().is_same(weight) && !is_own(layer)) return item.key().empty() ? "the model" : item.key();
     }
   }
@@ -316,36 +327,28 @@ std::string layer_of_another(torch::nn::Module& module) {
 }
 
 void detach(torch::nn::Module& module) {
-  Table& table = Table::of_process();
-  const std::unique_lock lock(table.mutex);
-  const auto found = table.models.find(&module);
-  if (found == table.models.end()) return;
+  AttachedModels& attached = AttachedModels::of_process();
+  const std::unique_lock lock(attached.mutex);
+  const auto found = attached.models.find(&module);
+  if (found == attached.models.end()) return;
   std::set<const CompressedLayer*> own;
   for (const auto& layer : found->second.model->layers()) own.insert(layer.get());
-  table.drop_layers([&](const CompressedLayer& layer) { return own.contains(&layer); });
-  table.models.erase(found);
+  drop_layers([&](const CompressedLayer& layer) { return own.contains(&layer); });
+  attached.models.erase(found);
 }
 
 std::shared_ptr<CompressedLayer> find_layer_of_bias(const at::Tensor& bias) {
-  Table& table = Table::of_process();
-  const std::shared_lock lock(table.mutex);
-  const auto found = table.by_bias.find(bias.unsafeGetTensorImpl());
-  if (found == table.by_bias.end()) return nullptr;
-  for (const auto& layer : found->second) {
+  for (auto& layer : layers_by_bias().find(bias)) {
     const auto module = layer->module();
-    if (module && bias_of(*module).is_same(bias)) return layer;
+    if (module && bias_of(*module).is_same(bias)) return std::move(layer);
   }
   return nullptr;
 }
 
 std::shared_ptr<CompressedLayer> find_layer(const at::Tensor& weight, LayerKind kind) {
-  Table& table = Table::of_process();
-  const std::shared_lock lock(table.mutex);
-  const auto found = table.layers.find(weight.unsafeGetTensorImpl());
-  if (found == table.layers.end()) return nullptr;
-  for (const auto& layer : found->second) {
-    // A tensor may lie where one of a module that is gone has been, or one that its module has replaced.
-    if (layer->kind() == kind && layer->weight().is_same(weight)) return layer;
+  for (auto& layer : layers_by_weight().find(weight)) {
+    // The module may have replaced it.
+    if (layer->kind() == kind && layer->weight().is_same(weight)) return std::move(layer);
   }
   return nullptr;
 }
