@@ -11,7 +11,7 @@
 
 #include "config/split/layer_names.h"
 #include "config/split/logical_cut.h"
-#include "config/split/name_rules.h"
+#include "config/split/rules_from_names.h"
 #include "dsengine/split_plan.h"
 
 namespace ds::engine {

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <mutex>
 #include <optional>
-#include <regex>
 #include <set>
 #include <shared_mutex>
 #include <unordered_map>
@@ -15,25 +14,27 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/name_pattern.h"
 #include "core/tensor_table.h"
 #include "layers/compressed/snip_momentum.h"
 
 namespace ds::model_compression {
 namespace {
 
-class Pattern {
+// A pattern of the config: a regular expression that is found anywhere in a module's name, or "*" for all.
+class ModulePattern {
  public:
-  explicit Pattern(const std::string& text) : all_(text == "*"), compiled_(all_ ? "" : text) {}
-  bool matches(const std::string& name) const { return all_ || std::regex_search(name, compiled_); }
+  explicit ModulePattern(const std::string& text)
+      : pattern_(text == "*" ? NamePattern::stars(text) : NamePattern::regex(text)) {}
+  bool matches(const std::string& name) const { return pattern_.matches(name, NamePart::kAnywhere); }
 
  private:
-  bool all_;
-  std::regex compiled_;
+  NamePattern pattern_;
 };
 
 template <class Wanted>
 std::vector<RelatedLayer> matching(torch::nn::Module& module, const std::string& pattern, const Wanted& wanted) {
-  const Pattern compiled(pattern);
+  const ModulePattern compiled(pattern);
   std::vector<RelatedLayer> result;
   for (const auto& item : module.named_modules("", /*include_self=*/true)) {
     if (compiled.matches(item.key()) && wanted(*item.value(), item.key())) result.push_back({item.key(), item.value()});
@@ -125,12 +126,12 @@ std::shared_ptr<CompressedLayer> CompressedModel::layer_of(const RelatedLayer& f
 }
 
 void CompressedModel::add_rule(torch::nn::Module& module, const Rule& rule) {
-  const std::vector<Pattern> excluding(rule.excluded.begin(), rule.excluded.end());
+  const std::vector<ModulePattern> excluding(rule.excluded.begin(), rule.excluded.end());
   for (size_t entry = 0; entry < rule.modules.size(); ++entry) {
     const auto wanted = [&](torch::nn::Module& of, const std::string& name) {
       const auto kind = kind_of(of);
       const bool excluded = std::any_of(excluding.begin(), excluding.end(),
-                                        [&](const Pattern& pattern) { return pattern.matches(name); });
+                                        [&](const ModulePattern& pattern) { return pattern.matches(name); });
       return kind && applies_to(rule.method, *kind) && !excluded && (!rule.snip || takes_blocks(of, name, rule));
     };
     const auto found = matching(module, rule.modules[entry], wanted);
