@@ -36,7 +36,7 @@ class StageMessages {
   // Does not wait: an exception may be on its way.
   ~StageMessages() = default;
 
-  // Exchanges a first message with the ranks of neighbouring stages (open_pairs.h). `rank_of`: of each stage.
+  // Exchanges a first message with the ranks of neighbouring stages. `rank_of`: of each stage.
   // Collective. Before the first batch, where the transport needs it.
   void open(const std::vector<int>& rank_of);
 

@@ -9,7 +9,6 @@
 #include "core/check.h"
 #include "core/tensor_table.h"
 #include "dsengine/sync_batch_norm.h"
-#include "layers/batch_norm/sync_batch_norm.h"
 
 namespace ds::norm {
 namespace {

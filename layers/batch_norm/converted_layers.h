@@ -57,4 +57,8 @@ std::shared_ptr<comm::Communicator> give_ranks(const std::vector<NamedLayer>& la
 // The layer that one of these tensors is of, while its module lives and has it; else null. Any thread.
 std::shared_ptr<const ConvertedLayer> find_converted(const at::Tensor& weight, const at::Tensor& running_mean);
 
+// Puts our kernel in front of LibTorch's, for the rest of the process (sync_batch_norm.cc). Layers that are not
+// converted are computed by LibTorch as before. Idempotent; any thread.
+void register_sync_batch_norm();
+
 }  // namespace ds::norm

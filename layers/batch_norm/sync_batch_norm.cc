@@ -1,4 +1,3 @@
-#include "layers/batch_norm/sync_batch_norm.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_batch_norm_impl_index_native.h>
