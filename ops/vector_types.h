@@ -1,4 +1,4 @@
-// What the kernels take of LibTorch's tensors.
+// Which of LibTorch's tensors the kernels take, and their types for them.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -33,7 +33,7 @@ struct NamedLayer {
 
 // Every BatchNorm1d, 2d and 3d in the module.
 std::vector<NamedLayer> batch_norms_of(torch::nn::Module& module);
-// Of one of these.
+// The tensors of a layer that batch_norms_of() has found.
 LayerTensors tensors_of(torch::nn::Module& layer);
 
 // All ranks of `group` as a group of their own, since layers run while gradients are reduced. Collective.

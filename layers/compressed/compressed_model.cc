@@ -58,7 +58,7 @@ bool takes_blocks(torch::nn::Module& module, const std::string& name, const Rule
   return false;
 }
 
-// Of each of `count` layers, those that the patterns give it: the k-th match of a pattern is of the k-th layer.
+// For each of `count` layers, the ones that the patterns give it: the k-th match of a pattern is of the k-th layer.
 std::vector<std::vector<RelatedLayer>> related_of(torch::nn::Module& module, const Rule& rule, size_t entry,
                                                   size_t count) {
   std::vector<std::vector<RelatedLayer>> result(count);

@@ -141,7 +141,7 @@ std::shared_ptr<const Fp8Layer> layer_of(const Operands& of) {
   return layer && !is_part_of(of.input, of.weight) ? std::move(layer) : nullptr;
 }
 
-// None: likewise, what does not fit is LibTorch's to refuse.
+// None: the kernel behind computes it, and what does not fit is LibTorch's to refuse.
 std::optional<LayerInUse> in_use(std::shared_ptr<const Fp8Layer> layer, const Operands& of) {
   auto scaling = layer->scaling.lock();
   if (!scaling || of.input.scalar_type() != of.weight.scalar_type() || of.input.size(-1) != of.weight.size(1)) {
@@ -200,7 +200,7 @@ Operands of_addmm(const c10::IValue* arguments) {
   return {arguments[1].toTensor(), fits ? weight : at::Tensor(), bias};
 }
 
-// As autocast casts them for a product.
+// Casts the operands as autocast does for a product.
 Operands cast_for_product(const Operands& of, at::DeviceType device) {
   const at::ScalarType type = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const at::Tensor& tensor) {

@@ -9,6 +9,7 @@
 #include "core/device_work.h"
 #include "core/float_format_of.h"
 #include "layers/fp8/quantize_device_kernels.h"
+#include "layers/fp8/quantize_rules.h"
 
 namespace ds::fp8 {
 namespace {
