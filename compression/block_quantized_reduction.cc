@@ -25,7 +25,7 @@ struct BlockQuantizedReduction::Exchange {
   at::Tensor message(const at::Tensor& messages, size_t part, size_t nth, const BlockCodec& codec) const {
     return messages.narrow(0, static_cast<int64_t>(nth) * message_bytes, codec.encoded_bytes(parts[part].length));
   }
-  // Of part `part`, from every rank.
+  // The messages of part `part`, from every rank.
   std::vector<at::Tensor> all_messages(size_t part, const BlockCodec& codec) const {
     std::vector<at::Tensor> result;
     for (size_t rank = 0; rank < parts.size(); ++rank) result.push_back(message(received, part, rank, codec));

@@ -1,4 +1,4 @@
-// What the reductions of this folder take, and how they cut a bucket.
+// The inputs that the reductions of this folder take, and how they cut a bucket.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,7 @@ void require_reduction(const char* what, const std::string& label, const at::Ten
                        comm::ReduceOp op, int ranks);
 // Whether the reduction is an all-reduce.
 inline bool takes_all(const at::Tensor& output, const at::Tensor& gradient) { return output.is_same(gradient); }
-// What a rank without peers does: its gradient is the result.
+// The reduction of a rank without peers: its gradient is the result.
 comm::Work keep_alone(const at::Tensor& output, const at::Tensor& gradient);
 inline int divisor_of(comm::ReduceOp op, int ranks) { return op == comm::ReduceOp::kAvg ? ranks : 1; }
 

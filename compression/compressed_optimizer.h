@@ -1,4 +1,4 @@
-// What the optimizers of the 1-bit family share: for each bucket a compressed all-reduce and its errors.
+// The common part of the 1-bit family of optimizers: for each bucket a compressed all-reduce and its errors.
 //
 // A slice may be the whole bucket (stage 0) or this rank's part of it (stages 1 and 2); parts and slices are the same
 // then. In a compressed step update() takes this rank's own gradient of the whole bucket (wants_local_gradients()), so
@@ -34,7 +34,7 @@ class CompressedOptimizer : public optimizers::SliceOptimizer {
   void set_average_mask(int64_t index, const at::Tensor& mask);
 
  protected:
-  // What one bucket exchanges. Without peers nothing is compressed, and all of it is empty.
+  // The exchange of one bucket. Without peers nothing is compressed, and all of it is empty.
   struct Exchange {
     std::unique_ptr<CompressedAllReduce> all_reduce;
     at::Tensor worker_error;  // [bucket], what the signs of this rank have not said yet

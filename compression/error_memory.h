@@ -14,10 +14,10 @@ namespace ds::compression {
 
 // Whether no element is Inf or NaN. Waits for the device.
 bool all_finite(const at::Tensor& values);
-// The same as bool [] on the device, without a wait.
+// Whether all elements are finite, as bool [] on the device, without a wait.
 at::Tensor finiteness_of(const at::Tensor& values);
 
-// What one start() of a reduction sends, and where the rest of it stays.
+// The values that one start() of a reduction sends, and the place where the rest of them stays.
 struct Corrected {
   at::Tensor values;  // [n]: the gradient as it is or, in float32, with what was remembered
   at::Tensor error;   // float32 [n], `values` itself; subtract what is sent. Undefined: nothing is remembered

@@ -81,7 +81,7 @@ class RowExchange {
     const auto most = counts.max().item<int64_t>();
     const int64_t ranks = groups_.size();
     const int64_t row_bytes = static_cast<int64_t>(sizeof(int32_t)) + width_ * gradient_.element_size();
-    // Of what all ranks send together, as CommCounters count it, without the factor that both ways share.
+    // The bytes that all ranks send together, as CommCounters count it, without the factor that both ways share.
     const auto bytes = static_cast<int64_t>(gradient_.nbytes());
     const int64_t by_rows = row_bytes * (all_ ? ranks * most : counts.sum().item<int64_t>());
     if (by_rows >= bytes * (all_ ? 2 : ranks)) {

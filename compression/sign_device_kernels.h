@@ -1,8 +1,10 @@
-// What SignCodec does on a device, on raw memory: a table of functions that the library of the device registers when it
-// is loaded. Torch-free, so that a compiler of kernels reads it.
+// The work of SignCodec on a device, on raw memory: a table of functions of the device's library
+// (core/device_functions.h). Torch-free, so that a compiler of kernels reads it.
 #pragma once
 
 #include <cstdint>
+
+#include "core/device_functions.h"
 
 namespace ds::compression {
 
@@ -36,10 +38,5 @@ struct SignDeviceKernels {
   const char* (*add)(const SignDeviceRanges& ranges, const uint8_t* bits, const float* scales, float* values,
                      void* stream) = nullptr;
 };
-
-// The table for CUDA devices: null until libdsengine_cuda is loaded. What is set stays for the life of the process.
-// Thread safe, also while static objects are made.
-void set_sign_device_kernels(const SignDeviceKernels* kernels);
-const SignDeviceKernels* sign_device_kernels();
 
 }  // namespace ds::compression

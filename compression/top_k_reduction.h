@@ -10,6 +10,8 @@
 // that has grown beyond the largest float16 that much is sent, and the rest later.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -21,6 +23,12 @@
 #include "compression/error_memory.h"
 
 namespace ds::compression {
+
+// Returns int64 [count]: the positions of the `count` elements of largest magnitude of `values`, flat and without NaN;
+// of equal ones those that come first. 0 <= count <= numel, less than 2^31. Needs memory for one more tensor like
+// `values`; on a device, where it does not wait, 20 bytes an element. Values on a device may be NaN: what is found then
+// is some `count` elements.
+at::Tensor largest_elements(const at::Tensor& values, int64_t count);
 
 // Alone, a rank keeps its gradient. A gradient with Inf or NaN is sent as NaN in all the elements it sends. A bucket
 // has less than 2^31 elements.

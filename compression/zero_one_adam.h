@@ -1,6 +1,6 @@
 // 0/1 Adam (Lu et al., arXiv:2202.06009): Adam whose variance is updated ever more rarely, whose gradients travel as
 // signs with error feedback in between, and whose ranks, once the variance is frozen, step by themselves and meet every
-// few steps. Which step does what: zero_one_schedule.h.
+// few steps. ZeroOneSchedule says which step does what.
 //
 //   variance step   g = mean gradient;              v = beta2 v + (1 - beta2) g^2;   m = beta1 m + (1 - beta1) g; step
 //   other step      g = compressed(own gradient);   m as above;   step
@@ -25,9 +25,56 @@
 #include <vector>
 
 #include "compression/compressed_optimizer.h"
-#include "compression/zero_one_schedule.h"
 
 namespace ds::compression {
+
+struct ZeroOneRule {
+  int64_t var_freeze_step = 100000;
+  int64_t var_update_scaler = 16;
+  int64_t local_step_scaler = 32678;
+  int64_t local_step_clipper = 16;
+  bool bias_correction = true;
+  bool deepspeed_semantics = false;
+};
+
+struct ZeroOneStep {
+  bool updates_variance = false;  // from a dense mean of gradients
+  bool frozen = false;            // the variance; ranks step by themselves
+  bool first_frozen = false;
+  bool meets = false;            // frozen: ranks exchange what they have stepped
+  int64_t variance_updates = 0;  // up to and including this step
+};
+
+// The steps at which 0/1 Adam does what (policies T_v and T_u of the paper, with DeepSpeed's keys), a pure function of
+// the step:
+//
+//   until var_freeze_step   the variance is updated, from a dense mean, at steps that `variance_interval` divides; it
+//                           doubles after var_update_scaler of them. At other steps gradients are compressed
+//   later                   the variance stays; ranks step by themselves and meet at steps that `local_interval`
+//                           divides; it doubles after local_step_scaler steps, up to local_step_clipper
+//
+// Remembers where it is: steps in order, and the one before, cost constant time.
+class ZeroOneSchedule {
+ public:
+  // Throws ConfigError for values out of range.
+  explicit ZeroOneSchedule(const ZeroOneRule& rule);
+  // Step `step`, from 1.
+  ZeroOneStep at(int64_t step);
+
+ private:
+  void advance();
+
+  ZeroOneRule rule_;
+  int64_t first_frozen_;
+  // The actions of step `step_` and of the one before it, and the intervals and counters that hold after it.
+  int64_t step_ = 0;
+  ZeroOneStep now_;
+  ZeroOneStep before_;
+  int64_t variance_interval_ = 1;
+  int64_t variance_counter_ = 0;
+  int64_t local_interval_ = 1;
+  int64_t local_counter_ = 0;
+};
 
 class ZeroOneAdam final : public CompressedOptimizer {
  public:

@@ -1,15 +1,14 @@
 #include "config/cross_checks.h"
 
 #include <array>
-#include <regex>
 #include <string_view>
-#include <tuple>
 
 #include "config/master_checks.h"
 #include "config/sections_without_effect.h"
 #include "config/tensor_checks.h"
 #include "core/check.h"
 #include "core/json/json_convert.h"
+#include "core/name_pattern.h"
 
 namespace ds::engine::config {
 namespace {
@@ -145,13 +144,11 @@ void check_activations(const DsConfig& c, JsonProblems& problems) {
                        "it, which names the modules that it is about; add them or remove it"));
   }
   for (size_t i = 0; i < s.modules.size(); ++i) {
-    try {
-      std::ignore = std::regex(s.modules[i]);
-    } catch (const std::regex_error& error) {
-      problems.error(cat("/activation_checkpointing/modules/", i),
-                     cat("expected a regular expression, found \"", s.modules[i], "\" (", error.what(),
-                         "); dots of names are written \\\\. in JSON"));
-    }
+    const std::string reason = regex_problem(s.modules[i]);
+    if (reason.empty()) continue;
+    problems.error(cat("/activation_checkpointing/modules/", i),
+                   cat("expected a regular expression, found \"", s.modules[i], "\" (", reason,
+                       "); dots of names are written \\\\. in JSON"));
   }
   const bool copies = s.partition_activations || s.cpu_checkpointing;
   if (s.contiguous_memory_optimization && (!copies || !s.number_checkpoints)) {

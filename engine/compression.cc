@@ -9,7 +9,6 @@
 #include "dsengine/model_compression.h"
 #include "engine/engine_impl.h"
 #include "layers/compressed/compressed_model.h"
-#include "layers/compressed/layer_reduction.h"
 #include "layers/compressed/small_model.h"
 #include "model/state/parameter_scope.h"
 #include "model/state/parameter_values.h"

@@ -18,8 +18,8 @@ struct AddedMasks {
 void check_masks(const char* name, at::IntArrayRef sizes, const at::Device& device,
                  const SparseAttentionOptions& options);
 
-// Of masks that fit (check_masks): of `type`; -inf where a key is left out. Throws UsageError,
-// naming `name`, for a mask that requires a gradient, and for one of kAdd that has no numbers.
+// Makes masks that are added, of `type`, out of masks that fit (check_masks); -inf where a key is left out. Throws
+// UsageError, naming `name`, for a mask that requires a gradient, and for one of kAdd that has no numbers.
 AddedMasks added_masks(const char* name, const SparseAttentionOptions& options, at::ScalarType type);
 
 }  // namespace ds::ops

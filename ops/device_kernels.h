@@ -1,9 +1,10 @@
-// Operators on a device, on raw memory: a table of functions that the library of the device registers when it is
-// loaded. Torch-free, so that a compiler of kernels reads it.
+// Operators on a device, on raw memory: a table of functions of the device's library (core/device_functions.h).
+// Torch-free, so that a compiler of kernels reads it.
 #pragma once
 
 #include <cstdint>
 
+#include "core/device_functions.h"
 #include "ops/kernels/norm_kernel.h"
 #include "ops/kernels/rope_kernel.h"
 #include "ops/kernels/swiglu_rules.h"
@@ -33,10 +34,5 @@ struct OpsDeviceKernels {
   // 10 * major + minor of a device, as 90; 0 where it cannot be asked.
   int (*compute_capability)(int device) = nullptr;
 };
-
-// The table for CUDA devices: null until libdsengine_cuda is loaded. What is set stays for the life of the process.
-// Thread safe, also while static objects are made.
-void set_ops_device_kernels(const OpsDeviceKernels* kernels);
-const OpsDeviceKernels* ops_device_kernels();
 
 }  // namespace ds::ops

@@ -15,8 +15,8 @@ namespace ds::ops {
 // UsageError that names the operator.
 template <class Give>
 void on_device(const char* name, const at::Tensor& tensor, const Give& give) {
-  const char* const error =
-      give_to_current_stream(tensor.device(), [&](void* stream) { return give(*ops_device_kernels(), stream); });
+  const char* const error = give_to_current_stream(
+      tensor.device(), [&](void* stream) { return give(*device_functions<OpsDeviceKernels>(), stream); });
   if (error == nullptr) return;
   require(error != std::string_view(kNoKernelImage), name, ": libdsengine_cuda has no kernel image for ",
           tensor.device(), "; build it for this GPU (-DCMAKE_CUDA_ARCHITECTURES=native)");

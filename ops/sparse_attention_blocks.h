@@ -14,9 +14,10 @@ struct BlocksOptions {
   double scale;
 };
 
-// As sparse_attention(), of plain tensors that fit; masks of the wide type. Differentiable, twice too. Keys and values
-// are gathered for each block of queries: memory is in proportion to the blocks. Scores and softmax are computed wide,
-// also of 16-bit dtypes, to which weights are rounded before they meet values.
+// Computes sparse_attention() by LibTorch's operators, of plain tensors that fit; masks of the wide type.
+// Differentiable, twice too. Keys and values are gathered for each block of queries: memory is in proportion to the
+// blocks. Scores and softmax are computed wide, also of 16-bit dtypes, to which weights are rounded before they meet
+// values.
 at::Tensor attention_of_blocks(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                const LayoutRows& rows, const AddedMasks& masks, const BlocksOptions& options);
 

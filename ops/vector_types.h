@@ -1,4 +1,4 @@
-// What the kernels take of LibTorch's tensors.
+// Which of LibTorch's tensors the kernels take, and their types for them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,8 +34,8 @@ inline at::ScalarType wide_type(at::ScalarType type) { return type == at::kDoubl
 
 // Whether the kernels of the CPU or of CUDA can have `tensor`; else LibTorch's operators do the work.
 inline bool has_kernel(const at::Tensor& tensor) {
-  const bool there =
-      (tensor.is_cpu() && tensor.scalar_type() != at::kHalf) || (tensor.is_cuda() && ops_device_kernels() != nullptr);
+  const bool there = (tensor.is_cpu() && tensor.scalar_type() != at::kHalf) ||
+                     (tensor.is_cuda() && device_functions<OpsDeviceKernels>() != nullptr);
   return there && tensor.layout() == at::kStrided && float_type(tensor.scalar_type()).has_value();
 }
 

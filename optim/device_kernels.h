@@ -1,9 +1,10 @@
-// The update of slices on a device, on raw memory: a table of functions that the library of the device registers when
-// it is loaded. Torch-free, so that a compiler of kernels reads it.
+// The update of slices on a device, on raw memory: a table of functions of the device's library
+// (core/device_functions.h). Torch-free, so that a compiler of kernels reads it.
 #pragma once
 
 #include <cstdint>
 
+#include "core/device_functions.h"
 #include "optim/kernels/adagrad_kernel.h"
 #include "optim/kernels/adam_kernel.h"
 #include "optim/kernels/lamb_rules.h"
@@ -71,10 +72,5 @@ struct UpdateDeviceKernels {
   DeviceUpdate<MuonStepCoefficients> muon_step = nullptr;
   LambDeviceKernels lamb;
 };
-
-// The table for CUDA devices: null until libdsengine_cuda is loaded. What is set stays for the life of the process.
-// Thread safe, also while static objects are made.
-void set_update_device_kernels(const UpdateDeviceKernels* kernels);
-const UpdateDeviceKernels* update_device_kernels();
 
 }  // namespace ds::optimizers

@@ -27,7 +27,7 @@ const float* scalar(const at::Tensor& tensor, at::Device device) {
 
 bool kernels_take(const at::Tensor& master) {
   return master.is_cuda() && master.is_contiguous() && float_format_of(master.scalar_type()).has_value() &&
-         update_device_kernels() != nullptr;
+         device_functions<UpdateDeviceKernels>() != nullptr;
 }
 
 bool kernels_take(const SliceTensors& slice) {

@@ -64,7 +64,7 @@ void update_together(const std::vector<SliceUpdate>& updates, const StepScale& s
   }
   if (batch.empty()) return;
   batch.run(scale, [&](const DeviceSlice* slices, int64_t count, const UpdateScale& factor, void* stream) {
-    return (update_device_kernels()->*kernel)(slices, coefficients.data(), count, factor, stream);
+    return (device_functions<UpdateDeviceKernels>()->*kernel)(slices, coefficients.data(), count, factor, stream);
   });
 }
 

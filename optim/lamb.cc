@@ -63,7 +63,7 @@ class LambPasses {
     const at::Tensor tiles = at::empty({tiles_, 2}, options);
     const LambSums sums{.tiles = tiles.mutable_data_ptr<double>(), .parameters = parameters.mutable_data_ptr<double>()};
     const auto count = static_cast<int64_t>(runs_.size());
-    const LambDeviceKernels& kernels = update_device_kernels()->lamb;
+    const LambDeviceKernels& kernels = device_functions<UpdateDeviceKernels>()->lamb;
     give_to_device(device, scale, [&](const UpdateScale& factor, void* stream) {
       return kernels.advance(runs_.data(), count, factor, sums, stream);
     });

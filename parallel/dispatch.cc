@@ -9,9 +9,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "parallel/rules/joined.h"
 #include "parallel/rules/rules.h"
-#include "parallel/rules/verified.h"
 
 namespace ds::parallel {
 namespace {

@@ -14,7 +14,8 @@
 
 namespace ds::parallel {
 
-// Of all parameters of a module, in its order. Names of one tensor agree. Throws UsageError as parallelize_module.
+// The names and sizes of all parameters of a module, in its order. Names of one tensor agree. Throws UsageError as
+// parallelize_module.
 SplitPlan plan_module(const torch::nn::Module& module, const std::vector<SplitRule>& rules, int ranks);
 
 // This rank's part of a parameter, in memory of its own, which becomes the leaf.

@@ -1,10 +1,10 @@
 #include <algorithm>
 #include <optional>
-#include <regex>
 #include <string>
 #include <vector>
 
 #include "core/check.h"
+#include "core/name_pattern.h"
 #include "core/split/tensor_part.h"
 #include "dsengine/split_plan.h"
 
@@ -13,19 +13,16 @@ namespace {
 
 struct CompiledRule {
   const SplitRule* rule;
-  std::regex pattern;
+  NamePattern pattern;
   bool matched = false;
 };
 
 std::vector<CompiledRule> compiled(const std::vector<SplitRule>& rules) {
   std::vector<CompiledRule> result;
   for (const SplitRule& rule : rules) {
-    try {
-      result.push_back({.rule = &rule, .pattern = std::regex(rule.pattern)});
-    } catch (const std::regex_error& error) {
-      throw UsageError(
-          cat("the pattern '", rule.pattern, "' of a split rule is no regular expression: ", error.what()));
-    }
+    const std::string reason = regex_problem(rule.pattern);
+    require(reason.empty(), "the pattern '", rule.pattern, "' of a split rule is no regular expression: ", reason);
+    result.push_back({.rule = &rule, .pattern = NamePattern::regex(rule.pattern)});
   }
   return result;
 }
@@ -39,7 +36,7 @@ CompiledRule* rule_for(const std::string& name, std::vector<CompiledRule>& rules
   const std::string module = module_of(name);
   CompiledRule* result = nullptr;
   for (CompiledRule& rule : rules) {
-    if (!std::regex_match(name, rule.pattern) && !std::regex_match(module, rule.pattern)) continue;
+    if (!rule.pattern.matches(name) && !rule.pattern.matches(module)) continue;
     rule.matched = true;
     if (result == nullptr) result = &rule;
   }

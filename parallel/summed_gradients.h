@@ -11,12 +11,12 @@
 
 namespace ds::parallel {
 
-// Of one module; knows whether backward passes have left parts since the last sum.
+// The summed gradients of one module; knows whether backward passes have left parts since the last sum.
 class SummedGradients {
  public:
   explicit SummedGradients(std::shared_ptr<Axis> axis) : axis_(std::move(axis)) {}
 
-  // Its gradients are among those that are added up.
+  // Adds the gradients of `leaf` to those that reduce() adds up.
   void watch(std::string name, const at::Tensor& leaf);
   // Adds up, in one all-reduce for each dtype (16-bit gradients in float32), and leaves the sums in the leaves' .grad.
   // Nothing where no gradient has arrived since the last time. Collective.

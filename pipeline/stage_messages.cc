@@ -2,19 +2,50 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/Device.h>
 
 #include <algorithm>
 #include <iterator>
 #include <numeric>
+#include <string>
+#include <vector>
 
 #include "core/check.h"
 #include "core/tensor_check.h"
-#include "pipeline/open_pairs.h"
+#include "dsengine/comm.h"
+#include "pipeline/schedule/message_route.h"
 
 namespace ds::pipeline {
 namespace {
+
+// Sends the first message of one rank to another.
+void open(comm::Communicator& ranks, int sender, int receiver, c10::Device device) {
+  const bool sends = ranks.rank() == sender;
+  if (!sends && ranks.rank() != receiver) return;
+  const std::string label = cat("first message of rank ", sender, " to rank ", receiver);
+  const at::Tensor token = at::full({1}, sends ? sender : -1, at::TensorOptions().dtype(at::kInt).device(device));
+  (sends ? ranks.isend(token, receiver, 0, label) : ranks.irecv(token, sender, 0, label)).wait();
+  ensure(token.item<int>() == sender, "the first message of a pair is its sender's number");
+}
+
+// Connects the ranks of a pipeline before its first batch: sends one element each way between all ranks that have
+// neighbouring stages. `rank_of`: the rank of each stage. Returns when this rank's messages have arrived. Collective
+// over `ranks`. Throws CommError.
+//
+// c10d's NCCL backend makes a communicator of two ranks with their first message, and blocks each of them there until
+// the other has come. A schedule, which posts receives ahead of the computing that the other rank waits for, would
+// stand still in its first batch. torch.distributed.pipelining exchanges a message at the start for the same reason.
+//
+// All ranks go through the pairs in one order: those of the lowest pair that is not done are both at it.
+void open_pairs(const std::vector<int>& rank_of, comm::Communicator& ranks, c10::Device device) {
+  for (const auto& [low, high] : neighbouring_ranks(rank_of)) {
+    open(ranks, low, high, device);
+    open(ranks, high, low, device);
+  }
+}
 
 // Shapes travel as int64 [kShapeNumbers]: count, then dtype, requires_grad, dimensions and sizes of each tensor.
 constexpr int64_t kMostTensors = 16;

@@ -1,4 +1,4 @@
-// What the stages of a pipeline send one another: activations forward, their gradients back, as tuples of tensors.
+// The messages between the stages of a pipeline: activations forward, their gradients back, as tuples of tensors.
 //
 // Nothing waits here but the use of what has not arrived. Shapes and dtypes are agreed once, with the first
 // micro-batch, and then checked by the sender; with dynamic shapes they travel ahead of every message. Between two
@@ -36,7 +36,7 @@ class StageMessages {
   // Does not wait: an exception may be on its way.
   ~StageMessages() = default;
 
-  // Exchanges a first message with the ranks of neighbouring stages (open_pairs.h). `rank_of`: of each stage.
+  // Exchanges a first message with the ranks of neighbouring stages. `rank_of`: of each stage.
   // Collective. Before the first batch, where the transport needs it.
   void open(const std::vector<int>& rank_of);
 
@@ -66,9 +66,9 @@ class StageMessages {
   // Shapes may be others from the next batch on (reset_activation_shape of DeepSpeed). Free buffers of the old ones are
   // given back.
   void reset_shapes();
-  // The same for the shapes of passes without gradients alone.
+  // Does this for the shapes of passes without gradients alone.
   void reset_evaluation_shapes();
-  // What it talks over, beside `ranks`.
+  // The communicators beside `ranks`.
   std::vector<std::shared_ptr<comm::Communicator>> groups() const { return {between_stages_}; }
   // Bytes of receive buffers, which are used again as soon as nothing refers to them.
   int64_t buffer_bytes() const;

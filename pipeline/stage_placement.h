@@ -1,5 +1,5 @@
-// What the engine and a pipeline::PipelineModule tell each other: where its stages are to be built, and which layers
-// are tied across ranks.
+// The facts that the engine and a pipeline::PipelineModule tell each other: where its stages are to be built, and which
+// layers are tied across ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +19,7 @@ struct StagePlacement {
   int rank = 0;
   std::vector<int> rank_of = {0};       // of each stage
   comm::Communicator* ranks = nullptr;  // of the pipeline; null: one
-  // Of all pipelines of the job, whose first rank measures for all ("profile"); null: there is one pipeline.
+  // The ranks of all pipelines of the job, whose first rank measures for all ("profile"); null: there is one pipeline.
   comm::Communicator* world = nullptr;
   at::Device device = at::kCPU;  // on which they talk
   std::string partition = "parameters";

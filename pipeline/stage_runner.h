@@ -21,11 +21,11 @@
 
 namespace ds::pipeline {
 
-// What the runner does not know of training.
+// The parts of training that the runner does not know.
 struct StageCallbacks {
   // Called once for each micro-batch, also where first and last stage are on one rank.
   BatchSource next;
-  // What backward starts from: the loss, scaled.
+  // The tensor that backward starts from: the loss, scaled.
   std::function<at::Tensor(const at::Tensor& loss)> root;
   // Runs `pass`, which adds to gradients of weights of `action`'s stage; `last`: none of this rank follows in this
   // batch.

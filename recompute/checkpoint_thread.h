@@ -1,5 +1,5 @@
-// What a thread knows of its regions: settings, buffers, statistics. Carried to the thread of autograd that computes a
-// region again.
+// The state that a thread keeps of its regions: settings, buffers, statistics. Carried to the thread of autograd that
+// computes a region again.
 #pragma once
 
 #include <ATen/core/Tensor.h>

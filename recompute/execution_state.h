@@ -1,4 +1,4 @@
-// What a region's result depends on beside its inputs: the states of random generators and of autocast.
+// The state that a region's result depends on beside its inputs: the states of random generators and of autocast.
 #pragma once
 
 #include <ATen/core/Generator.h>

@@ -17,7 +17,7 @@
 
 namespace ds::recompute {
 
-// What a recomputation must give again.
+// The form of an output, which a recomputation must give again.
 struct OutputShape {
   bool defined = false;
   bool differentiable = false;  // a gradient of it may come

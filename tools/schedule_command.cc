@@ -18,7 +18,6 @@
 #include "pipeline/schedule/schedule_check.h"
 #include "pipeline/schedule/schedule_file.h"
 #include "pipeline/schedule/schedule_timing.h"
-#include "pipeline/schedule/schedule_trace.h"
 #include "pipeline/schedule/schedule_view.h"
 #include "tools/commands.h"
 #include "tools/flag_limits.h"

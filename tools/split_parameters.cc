@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "config/split/layer_names.h"
-#include "config/split/name_rules.h"
+#include "config/split/rules_from_names.h"
 #include "config/split/split_rules.h"
 #include "core/check.h"
 #include "core/json/json_depth.h"

@@ -9,6 +9,7 @@
 #include <exception>
 #include <thread>
 
+#include "core/device_functions.h"
 #include "core/log.h"
 
 namespace ds {
@@ -84,7 +85,9 @@ std::unique_ptr<MemoryPool> make_cuda_pool(c10::Device) {
   return std::make_unique<CudaMemoryPool>();
 }
 
-const bool kPoolsRegistered = (set_memory_pools(&make_cuda_pool), true);
+constexpr DeviceMemoryPools kCudaPools{&make_cuda_pool};
+
+const bool kPoolsRegistered = (set_device_functions(&kCudaPools), true);
 
 }  // namespace
 }  // namespace ds

@@ -67,7 +67,7 @@ const char* launch_sum(const BlockArrays& arrays, const BlockParts& parts, void*
 
 constexpr BlockDeviceKernels kCudaBlockKernels{launch_encode, launch_sum};
 
-const bool kBlocksRegistered = (set_block_device_kernels(&kCudaBlockKernels), true);
+const bool kBlocksRegistered = (set_device_functions(&kCudaBlockKernels), true);
 
 }  // namespace
 }  // namespace ds::compression

@@ -177,7 +177,7 @@ const char* launch_add(const SignDeviceRanges& ranges, const uint8_t* bits, cons
 
 constexpr SignDeviceKernels kCudaKernels{launch_scales, launch_encode, launch_decode, launch_add};
 
-const bool kRegistered = (set_sign_device_kernels(&kCudaKernels), true);
+const bool kRegistered = (set_device_functions(&kCudaKernels), true);
 
 }  // namespace
 }  // namespace ds::compression

@@ -3,10 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <initializer_list>
-#include <regex>
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "core/name_pattern.h"
 
 namespace ds::engine {
 namespace {
@@ -17,20 +18,20 @@ bool one_of(std::string_view name, std::initializer_list<std::string_view> names
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-// A pattern of the end of a parameter's name, from a dot or the beginning.
+// A layer whose weight's name ends with what the pattern matches.
 struct NamedLayer {
-  std::regex name;
+  NamePattern end;
   KnownLayer layer;
 };
 using NamedLayers = std::vector<NamedLayer>;
 
 NamedLayer named(const std::string& end, Style style, Fusion fusion = Fusion::kNone) {
-  return {std::regex("(.*\\.)?" + end), {style, fusion}};
+  return {NamePattern::regex(end), {style, fusion}};
 }
 
 std::optional<KnownLayer> find_in(const NamedLayers& layers, const std::string& parameter) {
   for (const NamedLayer& entry : layers) {
-    if (std::regex_match(parameter, entry.name)) return entry.layer;
+    if (entry.end.matches(parameter, NamePart::kEnd)) return entry.layer;
   }
   return std::nullopt;
 }

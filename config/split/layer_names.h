@@ -1,5 +1,5 @@
-// What layers do, told by their names: DeepSpeed's presets, Hugging Face's styles, and the habits of model families.
-// Pure, torch-free.
+// The work of layers, told by their names: DeepSpeed's presets, Hugging Face's styles, and the habits of model
+// families. Pure, torch-free.
 #pragma once
 
 #include <optional>
@@ -9,7 +9,7 @@
 
 namespace ds::engine {
 
-// What a weight has in one that could be several.
+// The weights that are fused in one.
 enum class Fusion {
   kNone,
   kQkv,      // query, key and value, one behind another; key and value may be smaller (grouped heads)

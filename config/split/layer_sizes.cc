@@ -63,7 +63,7 @@ int64_t LayerSizes::output_dim(const NamedShape& weight) const {
   return inputs_first_ && is_gpt2_name(owner_of(weight.name)) ? 1 : 0;
 }
 
-// Of all heads, which the layer behind them reads.
+// The width of all heads, which the layer behind them reads.
 std::optional<int64_t> LayerSizes::attention_width(const NamedShape& weight) const {
   for (const char* name : {"o_proj", "out_proj", "dense", "c_proj", "proj", "wo", "to_out", "out"}) {
     const NamedShape* const out = find(cat(layer_of(weight), name, ".weight"));

@@ -1,5 +1,5 @@
-// What sizes of a model's parameters say of its layers: which dimension is a weight's output, what is fused in it, how
-// large a head is. Pure, torch-free.
+// The facts that sizes of a model's parameters tell of its layers: which dimension is a weight's output, what is fused
+// in it, how large a head is. Pure, torch-free.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 #include "config/split/layer_names.h"
 #include "config/split/logical_cut.h"
-#include "config/split/name_rules.h"
+#include "config/split/rules_from_names.h"
 #include "dsengine/split_plan.h"
 
 namespace ds::engine {
@@ -28,7 +28,7 @@ class LayerSizes {
   SplitDecision decision(const parallel::NamedShape& weight, const KnownLayer& layer, std::string origin) const;
   // The grain of a cut that layer_specs give.
   int64_t grain_for(const parallel::NamedShape& weight, const LogicalCut& cut) const;
-  // Of the bias beside a weight, with its name; nothing where there is none of the weight's outputs.
+  // The decision for the bias beside a weight, with its name; nothing where there is none of the weight's outputs.
   std::optional<std::pair<std::string, SplitDecision>> bias_decision(const parallel::NamedShape& weight,
                                                                      const SplitDecision& decision) const;
   // Warnings about heads that `ranks` cut in the middle, as far as sizes tell.

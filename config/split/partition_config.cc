@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
-#include <regex>
 #include <string_view>
 
 #include "core/json/json_convert.h"
+#include "core/name_pattern.h"
 #include "core/text.h"
 
 namespace ds::engine::config {
@@ -58,12 +58,10 @@ class PartitionObject {
 
 // The types of Python's `re` that ECMAScript has too.
 void check_pattern(const std::string& pattern, const std::string& pointer, const PartitionProblem& problem) {
-  try {
-    static_cast<void>(std::regex(pattern));
-  } catch (const std::regex_error& error) {
-    problem(pointer, cat("'", pattern, "' is no regular expression of ECMAScript: ", error.what(),
-                         "; named groups, flags as (?i) and looking back are Python's own"));
-  }
+  const std::string reason = regex_problem(pattern);
+  if (reason.empty()) return;
+  problem(pointer, cat("'", pattern, "' is no regular expression of ECMAScript: ", reason,
+                       "; named groups, flags as (?i) and looking back are Python's own"));
 }
 
 void read_type(PartitionObject& object, PartitionType& out) {

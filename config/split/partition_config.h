@@ -50,7 +50,7 @@ struct PartitionConfig {
 // Told a json pointer and what is wrong there.
 using PartitionProblem = std::function<void(const std::string& pointer, const std::string& message)>;
 
-// Of null or an object. What is wrong keeps its default.
+// Reads null or an object. A value that is wrong keeps its default.
 PartitionConfig read_partition_config(const nlohmann::ordered_json& json, const PartitionProblem& problem);
 
 }  // namespace ds::engine::config

@@ -3,18 +3,18 @@
 #include <algorithm>
 #include <cctype>
 #include <optional>
-#include <regex>
 #include <unordered_map>
 #include <utility>
 
 #include "config/split/layer_names.h"
 #include "config/split/layer_sizes.h"
 #include "config/split/logical_cut.h"
-#include "config/split/name_rules.h"
 #include "config/split/partition_config.h"
+#include "config/split/rules_from_names.h"
 #include "core/check.h"
 #include "core/json/json_convert.h"
 #include "core/json/json_problems.h"
+#include "core/name_pattern.h"
 
 namespace ds::engine {
 namespace {
@@ -30,13 +30,13 @@ constexpr const char* kSection = "tensor_parallel";
 struct CompiledSpec {
   const LayerPartition* spec;
   std::string path;  // "tensor_parallel.partition_config.layer_specs.1"
-  std::vector<std::regex> patterns;
+  std::vector<NamePattern> patterns;
   bool matched = false;
 
-  // As Python's re.match: from the start of the name, which may go on.
+  // The text of the first pattern that the name starts with, as Python's re.match has it; null: there is none.
   const std::string* matching(const std::string& name) const {
     for (size_t i = 0; i < patterns.size(); ++i) {
-      if (std::regex_search(name, patterns[i], std::regex_constants::match_continuous)) return &spec->patterns[i];
+      if (patterns[i].matches(name, NamePart::kStart)) return &spec->patterns[i];
     }
     return nullptr;
   }
@@ -45,7 +45,7 @@ struct CompiledSpec {
 // An entry of tp_plan: a module's name in which * is a number, and which may go on to the front.
 struct CompiledStyle {
   std::string name;
-  std::regex pattern;
+  NamePattern pattern;
   std::string text;
   Style style = Style::kColumn;
   bool matched = false;
@@ -62,7 +62,7 @@ class Splitter {
       : section_(section),
         sizes_(parameters, section.tensor_parallel.tp_grain_size),
         config_(config::read_partition_config(section.partition_config, throw_problem)) {
-    for (const std::string& pattern : config_.lm_head_patterns) head_patterns_.emplace_back(pattern);
+    for (const std::string& pattern : config_.lm_head_patterns) head_patterns_.push_back(NamePattern::regex(pattern));
     compile_specs();
     compile_tp_plan();
     read_injection();
@@ -106,7 +106,7 @@ class Splitter {
   const config::TensorParallelSection& section_;
   LayerSizes sizes_;
   config::PartitionConfig config_;
-  std::vector<std::regex> head_patterns_;
+  std::vector<NamePattern> head_patterns_;
   std::vector<CompiledSpec> specs_;
   std::vector<CompiledStyle> tp_plan_;
   std::vector<std::string> injected_;  // names of row layers
@@ -134,7 +134,7 @@ void Splitter::compile_specs() {
       }
     }
     CompiledSpec compiled{.spec = &spec, .path = path, .patterns = {}};
-    for (const std::string& pattern : spec.patterns) compiled.patterns.emplace_back(pattern);
+    for (const std::string& pattern : spec.patterns) compiled.patterns.push_back(NamePattern::regex(pattern));
     specs_.push_back(std::move(compiled));
   }
 }
@@ -144,9 +144,7 @@ void Splitter::compile_tp_plan() {
     const std::optional<Style> style = style_of_tp_plan(text);
     require<ConfigError>(style.has_value(), kSection, ".partition_config.tp_plan: '", name, "': expected one of ",
                          tp_plan_styles(), ", found ", text);
-    std::string pattern = "(.*\\.)?";
-    for (const char c : name) pattern += c == '*' ? "\\d+" : escaped(c);
-    tp_plan_.push_back({.name = name, .pattern = std::regex(pattern), .text = text, .style = *style});
+    tp_plan_.push_back({.name = name, .pattern = NamePattern::numbers(name), .text = text, .style = *style});
   }
 }
 
@@ -203,9 +201,8 @@ std::optional<SplitDecision> Splitter::by_spec(const NamedShape& weight) {
 
 std::optional<SplitDecision> Splitter::by_tp_plan(const NamedShape& weight) {
   for (CompiledStyle& entry : tp_plan_) {
-    if (!std::regex_match(owner_of(weight.name), entry.pattern) && !std::regex_match(weight.name, entry.pattern)) {
-      continue;
-    }
+    const auto ends = [&](const std::string& full) { return entry.pattern.matches(full, NamePart::kEnd); };
+    if (!ends(owner_of(weight.name)) && !ends(weight.name)) continue;
     entry.matched = true;
     const std::string origin = cat("tp_plan '", entry.name, "': ", entry.text);
     if (entry.style == Style::kWhole) return whole(origin);
@@ -220,8 +217,8 @@ std::optional<SplitDecision> Splitter::by_tp_plan(const NamedShape& weight) {
 
 bool Splitter::is_head(const std::string& module) const {
   const std::string name = last_name(module);
-  for (const std::regex& pattern : head_patterns_) {
-    if (std::regex_search(name, pattern) || std::regex_match(module, pattern)) return true;
+  for (const NamePattern& pattern : head_patterns_) {
+    if (pattern.matches(name, NamePart::kAnywhere) || pattern.matches(module)) return true;
   }
   // Where the key does not say otherwise, what such layers are called in C++ too.
   return !(section_.partition_config.is_object() && section_.partition_config.contains("lm_head_patterns")) &&

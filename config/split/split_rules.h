@@ -1,4 +1,5 @@
-// What a tensor_parallel section cuts of a model: names and sizes of its parameters to rules. Pure, torch-free.
+// The cuts of a model that a tensor_parallel section asks for: names and sizes of its parameters to rules. Pure,
+// torch-free.
 //
 //   const SplitRules split = split_rules(config.tensor_parallel, shapes);
 //   for (const std::string& warning : split.warnings) log::warn(warning);
@@ -21,7 +22,7 @@ namespace ds::engine {
 struct SplitRules {
   // Each matches some of `parameters`, by the parameters' names, and has an origin.
   std::vector<parallel::SplitRule> rules;
-  // What the section says and nothing follows from, and cuts that may go through heads.
+  // Warnings about requests of the section without effect, and about cuts that may go through heads.
   std::vector<std::string> warnings;
 };
 

@@ -12,8 +12,8 @@
 
 namespace ds {
 
-// Blocks belong to the stream that is current where they are taken, as all memory of LibTorch's, and may outlive the
-// pool. Not thread safe.
+// A pool of a device's memory. Blocks belong to the stream that is current where they are taken, as all memory of
+// LibTorch's, and may outlive the pool. Not thread safe.
 class MemoryPool {
  public:
   MemoryPool() = default;
@@ -21,24 +21,24 @@ class MemoryPool {
   MemoryPool(const MemoryPool&) = delete;
   MemoryPool& operator=(const MemoryPool&) = delete;
 
-  // With unspecified contents, on the pool's device, which is current. Throws c10::OutOfMemoryError where there is
-  // none, also after what LibTorch's allocator kept was given back to the device.
+  // Returns a block with unspecified contents on the pool's device, which is current. Throws c10::OutOfMemoryError
+  // where there is none, even after what LibTorch's allocator kept was given back to the device.
   virtual c10::DataPtr take(size_t bytes) = 0;
-  // Gives back to the device what no block has; blocks that are still there go, once they are freed, when memory runs
-  // out. May wait for the device.
+  // Gives back to the device the memory that no block has. Blocks that are in use go, once they are freed, when memory
+  // runs out. May wait for the device.
   virtual void trim() = 0;
 };
 
-// The library of a device registers how pools are made when it is loaded; null: there are none. What is set stays for
-// the life of the process. Thread safe, also while static objects are made.
-using MakeMemoryPool = std::unique_ptr<MemoryPool> (*)(c10::Device device);
-void set_memory_pools(MakeMemoryPool make);
+// How a device's library makes its pools (core/device_functions.h).
+struct DeviceMemoryPools {
+  std::unique_ptr<MemoryPool> (*make)(c10::Device device) = nullptr;
+};
 
 // Memory of one device, from a pool of its own; on the CPU, and where its allocator has no pools (LibTorch's
 // cudaMallocAsync), from LibTorch's allocator. Not thread safe.
 class PooledMemory {
  public:
-  // As MemoryPool::take(); all calls name one device.
+  // Takes a block as MemoryPool::take() does; all calls name one device.
   c10::DataPtr take(size_t bytes, c10::Device device);
   void trim();
 

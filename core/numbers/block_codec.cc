@@ -238,14 +238,14 @@ void give_blocks(const at::Tensor& values, int bits, int64_t payload_bytes, cons
                            .numel = values.numel(),
                            .payload_bytes = payload_bytes};
   const char* const error = give_to_current_stream(
-      values.device(), [&](void* stream) { return give(*block_device_kernels(), arrays, stream); });
+      values.device(), [&](void* stream) { return give(*device_functions<BlockDeviceKernels>(), arrays, stream); });
   require_given(error, "BlockCodec", values.device());
 }
 
 // Whether there are kernels for tensors on this device, and for so many parts at once.
 bool block_kernels_take(const at::Tensor& values, size_t parts = 1) {
   return values.defined() && values.is_cuda() && parts <= static_cast<size_t>(kMostBlockParts) &&
-         block_device_kernels() != nullptr;
+         device_functions<BlockDeviceKernels>() != nullptr;
 }
 
 // The functions below work on tensors that BlockCodec has checked, of at least one value, whose integers take

@@ -1,9 +1,10 @@
-// What BlockCodec does on a device, on raw memory: a table of functions that the library of the device registers when
-// it is loaded. Torch-free, so that a compiler of kernels reads it.
+// The work of BlockCodec on a device, on raw memory: a table of functions of the device's library
+// (core/device_functions.h). Torch-free, so that a compiler of kernels reads it.
 #pragma once
 
 #include <cstdint>
 
+#include "core/device_functions.h"
 #include "core/numbers/block_rules.h"
 
 namespace ds {
@@ -16,10 +17,5 @@ struct BlockDeviceKernels {
   const char* (*encode)(const BlockArrays& arrays, const void* values, uint8_t* encoded, void* stream) = nullptr;
   const char* (*decode_sum)(const BlockArrays& arrays, const BlockParts& parts, void* values, void* stream) = nullptr;
 };
-
-// The table for CUDA devices: null until libdsengine_cuda is loaded. What is set stays for the life of the process.
-// Thread safe, also while static objects are made.
-void set_block_device_kernels(const BlockDeviceKernels* kernels);
-const BlockDeviceKernels* block_device_kernels();
 
 }  // namespace ds

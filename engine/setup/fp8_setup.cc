@@ -1,12 +1,11 @@
 #include "engine/setup/fp8_setup.h"
 
-#include <fnmatch.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "core/check.h"
-#include "layers/fp8/linear_table.h"
+#include "core/name_pattern.h"
+#include "layers/fp8/linear.h"
 #include "ops/device_kernels.h"
 
 namespace ds::engine {
@@ -18,14 +17,11 @@ constexpr int kAda = 89;                      // compute capabilities: 10 * majo
 constexpr int kHopper = 90;
 constexpr int kAfterHopper = 100;
 
-bool matches(const std::string& pattern, const std::string& name) {
-  return ::fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
-}
-
-// Whether one of the patterns is one of the names: a weight that several layers share has all of theirs.
+// Whether one of the patterns matches one of the names: a weight that several layers share has the names of all.
 bool matches_any(const std::vector<std::string>& patterns, const std::vector<std::string>& names) {
   return std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) {
-    return std::any_of(names.begin(), names.end(), [&](const auto& name) { return matches(pattern, name); });
+    const NamePattern wanted = NamePattern::stars(pattern);
+    return std::any_of(names.begin(), names.end(), [&](const auto& name) { return wanted.matches(name); });
   });
 }
 
@@ -77,7 +73,7 @@ void require_hardware(c10::Device device, bool blocks) {
   constexpr const char* kInstead = ", or, for tests, \"emulate\": true, which computes the same numbers slowly";
   require<ConfigError>(device.is_cuda(), "fp8.enabled: expected a GPU with FP8 (compute capability 8.9, 9.0 or ",
                        "newer), found the device ", device.str(), "; train on one, turn fp8 off", kInstead);
-  const ops::OpsDeviceKernels* const kernels = ops::ops_device_kernels();
+  const ops::OpsDeviceKernels* const kernels = device_functions<ops::OpsDeviceKernels>();
   ensure(kernels != nullptr && kernels->compute_capability != nullptr, "a CUDA device comes with libdsengine_cuda");
   const int found = kernels->compute_capability(device.index());
   const std::string name = cat(found / 10, ".", found % 10);

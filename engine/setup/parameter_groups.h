@@ -8,8 +8,9 @@
 
 namespace ds::engine {
 
-// The group of each trainable parameter: 0 = the config's values, i + 1 = groups[i]. A pattern is a dotted name, a
-// prefix ending in '*' or a suffix starting with '*'. Throws UsageError when a pattern matches nothing or two groups
+// The group of each trainable parameter: 0 = the config's values, i + 1 = groups[i]. A pattern is a dotted name in
+// which
+// '*' stands for any text. Throws UsageError when a pattern matches nothing or two groups
 // claim a parameter. `part_of_model`: other ranks have other parameters, so a pattern may match none here.
 std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
                                const std::vector<ParameterGroup>& groups, bool part_of_model);

@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "config/split/name_rules.h"
+#include "config/split/rules_from_names.h"
 #include "config/split/split_rules.h"
 #include "core/check.h"
 #include "core/log.h"

@@ -35,10 +35,11 @@ class Engine;
 // Parameters with hyper-parameters of their own. A parameter in no group belongs to a group with the config's values,
 // which comes first.
 struct ParameterGroup {
-  std::vector<std::string> parameters;  // dotted names; a name may end in '*' or start with '*' (any prefix / suffix)
-  std::optional<double> lr;             // empty: the config's
-  std::optional<double> weight_decay;   // empty: the config's
-  bool non_freeze = false;              // OneBitAdam: reduced as it is, not compressed, after the freeze too
+  // Dotted names of parameters; "*" stands for any text at any place ("*bias*", "h.*.weight").
+  std::vector<std::string> parameters;
+  std::optional<double> lr;            // empty: the config's
+  std::optional<double> weight_decay;  // empty: the config's
+  bool non_freeze = false;             // OneBitAdam: reduced as it is, not compressed, after the freeze too
   // OneBitAdam, OneBitLamb, ZeroOneAdam: 0 or false where the momentum shall stay 0 after the freeze (rows of a
   // position embedding that no sequence reaches: 1 bit has no zero). Its shape broadcasts to that of each parameter of
   // the group. Undefined: the momentum may move everywhere.

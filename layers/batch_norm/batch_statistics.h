@@ -16,7 +16,7 @@ namespace ds::norm {
 // zeros.
 at::Tensor local_statistics(const at::Tensor& input);
 
-// Of the joined batch.
+// The statistics of the joined batch.
 struct BatchStatistics {
   at::Tensor mean;        // [C]
   at::Tensor variance;    // [C], biased

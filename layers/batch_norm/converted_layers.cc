@@ -2,15 +2,13 @@
 
 #include <torch/nn/modules/batchnorm.h>
 
-#include <mutex>
 #include <numeric>
 #include <optional>
-#include <shared_mutex>
-#include <unordered_map>
 #include <utility>
 
 #include "core/check.h"
-#include "layers/batch_norm/sync_batch_norm.h"
+#include "core/tensor_table.h"
+#include "dsengine/sync_batch_norm.h"
 
 namespace ds::norm {
 namespace {
@@ -28,19 +26,17 @@ std::optional<LayerTensors> tensors_if_norm(torch::nn::Module& module) {
   return tensors_as<torch::nn::BatchNorm3dImpl>(module);
 }
 
-// By the identity of weight and running mean, which to(), set_data() and an engine keep.
-struct Table {
-  std::shared_mutex mutex;
-  std::unordered_map<const at::TensorImpl*, std::shared_ptr<const ConvertedLayer>> layers;
+// Layers by their weight and by their running mean.
+TensorTable<std::shared_ptr<const ConvertedLayer>>& layers_by_tensor() {
+  static TensorTable<std::shared_ptr<const ConvertedLayer>> table;
+  return table;
+}
 
-  static Table& of_process() {
-    static Table table;
-    return table;
-  }
-  void add(const at::Tensor& tensor, const std::shared_ptr<const ConvertedLayer>& layer) {
-    if (tensor.defined()) layers[tensor.unsafeGetTensorImpl()] = layer;
-  }
-};
+std::vector<std::string> names_of(const std::vector<NamedLayer>& layers) {
+  std::vector<std::string> names;
+  for (const NamedLayer& layer : layers) names.push_back(layer.name);
+  return names;
+}
 
 }  // namespace
 
@@ -75,9 +71,8 @@ void convert_layers(const std::vector<NamedLayer>& layers, const std::shared_ptr
   }
   if (layers.empty()) return;
   register_sync_batch_norm();
-  Table& table = Table::of_process();
-  const std::unique_lock lock(table.mutex);
-  std::erase_if(table.layers, [](const auto& entry) { return entry.second->module.expired(); });
+  auto& table = layers_by_tensor();
+  table.drop([](const auto& layer) { return layer->module.expired(); });
   for (const NamedLayer& layer : layers) {
     const LayerTensors tensors = tensors_of(*layer.module);
     const auto converted =
@@ -86,8 +81,9 @@ void convert_layers(const std::vector<NamedLayer>& layers, const std::shared_ptr
                                                               .group = group,
                                                               .kept = owner == GroupOwner::kLayers ? group : nullptr,
                                                               .has_ranks = group != nullptr});
-    table.add(tensors.weight, converted);
-    table.add(tensors.running_mean, converted);
+    for (const at::Tensor& tensor : {tensors.weight, tensors.running_mean}) {
+      if (tensor.defined()) table.set(tensor, converted);
+    }
   }
 }
 
@@ -110,19 +106,32 @@ std::shared_ptr<comm::Communicator> give_ranks(const std::vector<NamedLayer>& la
 }
 
 std::shared_ptr<const ConvertedLayer> find_converted(const at::Tensor& weight, const at::Tensor& running_mean) {
-  Table& table = Table::of_process();
-  const std::shared_lock lock(table.mutex);
   for (const at::Tensor* tensor : {&weight, &running_mean}) {
     if (!tensor->defined()) continue;
-    const auto found = table.layers.find(tensor->unsafeGetTensorImpl());
-    if (found == table.layers.end()) continue;
-    // A tensor may lie where one of a module that is gone has been, or one that its module has replaced.
-    const std::shared_ptr<torch::nn::Module> module = found->second->module.lock();
+    auto found = layers_by_tensor().find(*tensor);
+    const std::shared_ptr<torch::nn::Module> module = found ? found->module.lock() : nullptr;
     if (!module) continue;
+    // The module may have replaced it.
     const LayerTensors own = tensors_of(*module);
-    if (own.weight.is_same(*tensor) || own.running_mean.is_same(*tensor)) return found->second;
+    if (own.weight.is_same(*tensor) || own.running_mean.is_same(*tensor)) return found;
   }
   return nullptr;
 }
 
 }  // namespace ds::norm
+
+namespace ds {
+
+std::vector<std::string> convert_sync_batchnorm(torch::nn::Module& module, comm::Communicator& group) {
+  const std::vector<norm::NamedLayer> layers = norm::batch_norms_of(module);
+  norm::convert_layers(layers, norm::group_for_layers(group), norm::GroupOwner::kLayers);
+  return norm::names_of(layers);
+}
+
+std::vector<std::string> convert_sync_batchnorm(torch::nn::Module& module) {
+  const std::vector<norm::NamedLayer> layers = norm::batch_norms_of(module);
+  norm::convert_layers(layers, nullptr, norm::GroupOwner::kLayers);
+  return norm::names_of(layers);
+}
+
+}  // namespace ds

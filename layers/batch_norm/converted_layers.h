@@ -33,7 +33,7 @@ struct NamedLayer {
 
 // Every BatchNorm1d, 2d and 3d in the module.
 std::vector<NamedLayer> batch_norms_of(torch::nn::Module& module);
-// Of one of these.
+// The tensors of a layer that batch_norms_of() has found.
 LayerTensors tensors_of(torch::nn::Module& layer);
 
 // All ranks of `group` as a group of their own, since layers run while gradients are reduced. Collective.
@@ -56,5 +56,9 @@ std::shared_ptr<comm::Communicator> give_ranks(const std::vector<NamedLayer>& la
 
 // The layer that one of these tensors is of, while its module lives and has it; else null. Any thread.
 std::shared_ptr<const ConvertedLayer> find_converted(const at::Tensor& weight, const at::Tensor& running_mean);
+
+// Puts our kernel in front of LibTorch's, for the rest of the process (sync_batch_norm.cc). Layers that are not
+// converted are computed by LibTorch as before. Idempotent; any thread.
+void register_sync_batch_norm();
 
 }  // namespace ds::norm

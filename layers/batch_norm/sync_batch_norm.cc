@@ -1,14 +1,9 @@
-#include "layers/batch_norm/sync_batch_norm.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_batch_norm_impl_index_native.h>
 #include <ATen/ops/batch_norm_native.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <memory>
@@ -21,6 +16,7 @@
 #include "core/replay/recomputation.h"
 #include "layers/batch_norm/batch_statistics.h"
 #include "layers/batch_norm/converted_layers.h"
+#include "layers/layer_operators.h"
 
 namespace ds::norm {
 namespace {
@@ -49,15 +45,11 @@ at::Tensor summed_over_ranks(const at::Tensor& sums, const LayerOverRanks& layer
   return result;
 }
 
-class SyncBatchNormBackward : public autograd::Node {
+class SyncBatchNormBackward : public layers::LayerBackward {
  public:
   SyncBatchNormBackward(LayerOverRanks layer, const at::Tensor& input, const at::Tensor& weight,
                         BatchStatistics statistics, double eps)
-      : layer_(std::move(layer)),
-        input_(input, /*is_output=*/false),
-        weight_(weight, /*is_output=*/false),
-        statistics_(std::move(statistics)),
-        eps_(eps) {}
+      : LayerBackward(input, weight), layer_(std::move(layer)), statistics_(std::move(statistics)), eps_(eps) {}
 
   std::string name() const override { return "SyncBatchNormBackward"; }
 
@@ -67,10 +59,10 @@ class SyncBatchNormBackward : public autograd::Node {
         !at::GradMode::is_enabled(), "sync batch norm ", layer_.name,
         ": backward with create_graph: expected first derivatives only, found a double backward through statistics ",
         "that are exchanged between ranks");
-    TORCH_CHECK(!released_, autograd::ERR_BACKWARD_TWICE);
+    require_unreleased();
     const WithoutAutocast plain;
-    const at::Tensor input = input_.unpack();
-    const at::Tensor weight = weight_.unpack();
+    const at::Tensor input = this->input();
+    const at::Tensor weight = this->weight();
     const at::Tensor& gradient = gradients[0];
     autograd::variable_list result(3);
     if (!gradient.defined()) return result;
@@ -79,26 +71,18 @@ class SyncBatchNormBackward : public autograd::Node {
     if (task_should_compute_output(0)) {
       result[0] = input_gradient(gradient, input, weight, statistics_, summed_over_ranks(sums, layer_));
     }
-    // Of this rank's part alone: the reduction of gradients adds them up. Autograd makes them of the weights' dtype.
+    // Gradients of this rank's part of the batch: the reduction of gradients adds them up. Autograd casts them to the
+    // weights' dtype.
     const at::ScalarType type = statistics_.mean.scalar_type();
     if (task_should_compute_output(1)) result[1] = sums.narrow(0, 0, channels).to(type);
     if (task_should_compute_output(2)) result[2] = sums.narrow(0, channels, channels).to(type);
     return result;
   }
 
-  void release_variables() override {
-    input_.reset_data();
-    weight_.reset_data();
-    released_ = true;
-  }
-
  private:
   const LayerOverRanks layer_;
-  autograd::SavedVariable input_;
-  autograd::SavedVariable weight_;
   const BatchStatistics statistics_;
   const double eps_;
-  bool released_ = false;
 };
 
 struct Arguments {
@@ -123,17 +107,6 @@ void require_values(const LayerOverRanks& layer, const at::Tensor& input, const 
           "found ", count, " in training");
 }
 
-at::Tensor with_graph(LayerOverRanks layer, const Arguments& of, BatchStatistics statistics, at::Tensor output) {
-  const LayerTensors& tensors = of.tensors;
-  if (!autograd::compute_requires_grad(of.input, tensors.weight, tensors.bias)) return output;
-  const std::shared_ptr<autograd::Node> node(
-      new SyncBatchNormBackward(std::move(layer), of.input, tensors.weight, std::move(statistics), of.eps),
-      autograd::deleteNode);
-  node->set_next_edges(autograd::collect_next_edges(of.input, tensors.weight, tensors.bias));
-  autograd::set_history(output, node);
-  return output;
-}
-
 at::Tensor compute(LayerOverRanks layer, const Arguments& of) {
   require(of.input.dim() >= 2, "sync batch norm ", layer.name, ": expected an input of [N, C, ...], found ",
           of.input.sizes());
@@ -151,7 +124,10 @@ at::Tensor compute(LayerOverRanks layer, const Arguments& of) {
     }
     output = normalize(input, of.tensors.weight, of.tensors.bias, statistics, of.eps);
   }
-  return with_graph(std::move(layer), of, std::move(statistics), std::move(output));
+  layers::set_backward(output, of.input, of.tensors.weight, of.tensors.bias, [&] {
+    return new SyncBatchNormBackward(std::move(layer), of.input, of.tensors.weight, std::move(statistics), of.eps);
+  });
+  return output;
 }
 
 // None: LibTorch computes it.
@@ -211,7 +187,7 @@ at::Tensor batch_norm(const at::Tensor& input, const MaybeTensor& weight, const 
   return at::native::batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled);
 }
 
-// What the former is made of, where it is decomposed before it comes to us.
+// The operator that batch_norm is made of, for where it is decomposed before it comes to us.
 // NOLINTNEXTLINE(readability-function-size): the operator's signature
 ImplOutputs batch_norm_impl(const at::Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
                             const MaybeTensor& running_mean, const MaybeTensor& running_var, bool training,

@@ -77,7 +77,7 @@ bool masks_outputs(const Rule& rule) {
 
 namespace {
 
-// Of a module of the program's own.
+// A parameter of a module of the program's own; undefined where it has none of this name.
 at::Tensor own_parameter(const torch::nn::Module& module, const char* name) {
   const auto parameters = module.named_parameters(/*recurse=*/false);
   const at::Tensor* const found = parameters.find(name);

@@ -28,7 +28,7 @@ struct Pruning {
   int64_t seen_version = -1;
 };
 
-// What layers of a model share.
+// The state that layers of a model share.
 struct Progress {
   int64_t step = 0;  // optimizer steps that are done
   uint64_t seed = 0;
@@ -52,7 +52,7 @@ class CompressedLayer {
   // where layer and rule do not fit, before anything is registered.
   void add(const Rule& rule);
 
-  // What an operator computes with, in the graph, in the place of what the module gives it.
+  // The tensors that an operator computes with, in the graph, in the place of those that the module gives it.
   at::Tensor compressed_weight(const at::Tensor& weight);
   at::Tensor compressed_bias(const at::Tensor& bias);
   at::Tensor compressed_input(const at::Tensor& input);
@@ -72,15 +72,15 @@ class CompressedLayer {
   bool awaits_masks();
   void decide_masks();  // with the weight whole
 
-  // Of "snip_momentum", null without: the layer's pruning where its weight is trained. What an optimizer step adds to
-  // the scores of its blocks is kept by see_gradient(), of the whole weight and its gradient, and added by keep_seen()
-  // once the step was made.
+  // Serves "snip_momentum", null without: the layer's pruning where its weight is trained. What an optimizer step adds
+  // to the scores of its blocks is kept by see_gradient(), of the whole weight and its gradient, and added by
+  // keep_seen() once the step was made.
   Pruning* snip();
   void see_gradient(const at::Tensor& weight, const at::Tensor& gradient);
   void keep_seen();
   void drop_seen();
 
-  // Of static ranges: whether training steps look at inputs now; {-minimum, maximum} of what this rank saw since the
+  // For static ranges: whether training steps look at inputs now; {-minimum, maximum} of what this rank saw since the
   // last call of take_observed(), float32, -inf where nothing; and the range from what all ranks saw.
   bool observes() const;
   at::Tensor take_observed();
@@ -88,7 +88,7 @@ class CompressedLayer {
 
   // The weight and bias that a trained layer is left with: `operands` whole values, at target bits. No graph.
   Operands final_values(const Operands& operands, const std::vector<at::Tensor>& scores) const;
-  // Of one pruning, bool, flat: rows, channels or heads that stay. `scores`: whole values; unused with "l1".
+  // The mask of one pruning, bool, flat: rows, channels or heads that stay. `scores`: whole values; unused with "l1".
   static at::Tensor final_mask(const Pruning& pruning, const at::Tensor& scores);
 
  private:
@@ -117,8 +117,8 @@ class CompressedLayer {
   std::vector<Pruning> prunings_;  // in the order in which they are applied
 };
 
-// Of torch::nn's Linear, Embedding and Conv2d. A module of the program's own is a Linear where it has a parameter
-// "weight" of two dimensions, [outputs, inputs], and a Conv2d where it has one of four.
+// The kind of torch::nn's Linear, Embedding and Conv2d; nothing for others. A module of the program's own is a Linear
+// where it has a parameter "weight" of two dimensions, [outputs, inputs], and a Conv2d where it has one of four.
 std::optional<LayerKind> kind_of(const torch::nn::Module& module);
 bool applies_to(Method method, LayerKind kind);
 // Undefined where the layer has none.

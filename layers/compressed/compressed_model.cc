@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <mutex>
 #include <optional>
-#include <regex>
 #include <set>
 #include <shared_mutex>
 #include <unordered_map>
@@ -15,24 +14,27 @@
 
 #include "core/check.h"
 #include "core/log.h"
+#include "core/name_pattern.h"
+#include "core/tensor_table.h"
 #include "layers/compressed/snip_momentum.h"
 
 namespace ds::model_compression {
 namespace {
 
-class Pattern {
+// A pattern of the config: a regular expression that is found anywhere in a module's name, or "*" for all.
+class ModulePattern {
  public:
-  explicit Pattern(const std::string& text) : all_(text == "*"), compiled_(all_ ? "" : text) {}
-  bool matches(const std::string& name) const { return all_ || std::regex_search(name, compiled_); }
+  explicit ModulePattern(const std::string& text)
+      : pattern_(text == "*" ? NamePattern::stars(text) : NamePattern::regex(text)) {}
+  bool matches(const std::string& name) const { return pattern_.matches(name, NamePart::kAnywhere); }
 
  private:
-  bool all_;
-  std::regex compiled_;
+  NamePattern pattern_;
 };
 
 template <class Wanted>
 std::vector<RelatedLayer> matching(torch::nn::Module& module, const std::string& pattern, const Wanted& wanted) {
-  const Pattern compiled(pattern);
+  const ModulePattern compiled(pattern);
   std::vector<RelatedLayer> result;
   for (const auto& item : module.named_modules("", /*include_self=*/true)) {
     if (compiled.matches(item.key()) && wanted(*item.value(), item.key())) result.push_back({item.key(), item.value()});
@@ -56,7 +58,7 @@ bool takes_blocks(torch::nn::Module& module, const std::string& name, const Rule
   return false;
 }
 
-// Of each of `count` layers, those that the patterns give it: the k-th match of a pattern is of the k-th layer.
+// For each of `count` layers, the ones that the patterns give it: the k-th match of a pattern is of the k-th layer.
 std::vector<std::vector<RelatedLayer>> related_of(torch::nn::Module& module, const Rule& rule, size_t entry,
                                                   size_t count) {
   std::vector<std::vector<RelatedLayer>> result(count);
@@ -69,29 +71,43 @@ std::vector<std::vector<RelatedLayer>> related_of(torch::nn::Module& module, con
   return result;
 }
 
-// By the identity of weights, which to(), set_data() and an engine keep.
-struct Table {
-  std::shared_mutex mutex;
-  using Layers = std::unordered_map<const at::TensorImpl*, std::vector<std::shared_ptr<CompressedLayer>>>;
-  Layers layers;
-  Layers by_bias;
+using LayersOfTensor = std::vector<std::shared_ptr<CompressedLayer>>;
+TensorTable<LayersOfTensor>& layers_by_weight() {
+  static TensorTable<LayersOfTensor> table;
+  return table;
+}
+TensorTable<LayersOfTensor>& layers_by_bias() {
+  static TensorTable<LayersOfTensor> table;
+  return table;
+}
+
+template <class IsGone>
+void drop_layers(const IsGone& is_gone) {
+  for (TensorTable<LayersOfTensor>* const table : {&layers_by_weight(), &layers_by_bias()}) {
+    table->drop([&](LayersOfTensor& layers) {
+      std::erase_if(layers, [&](const auto& layer) { return is_gone(*layer); });
+      return layers.empty();
+    });
+  }
+}
+
+void note_layer(TensorTable<LayersOfTensor>& table, const at::Tensor& tensor,
+                const std::shared_ptr<CompressedLayer>& layer) {
+  table.change(tensor, [&](LayersOfTensor& layers) { layers.push_back(layer); });
+}
+
+// The models of modules, by the module.
+struct AttachedModels {
   struct Attached {
     std::weak_ptr<torch::nn::Module> module;
     std::shared_ptr<CompressedModel> model;
   };
+  std::shared_mutex mutex;
   std::unordered_map<const torch::nn::Module*, Attached> models;
 
-  static Table& of_process() {
-    static Table table;
-    return table;
-  }
-  void drop_layers(const std::function<bool(const CompressedLayer&)>& gone) {
-    for (Layers* const table : {&layers, &by_bias}) {
-      for (auto entry = table->begin(); entry != table->end();) {
-        std::erase_if(entry->second, [&](const auto& layer) { return gone(*layer); });
-        entry = entry->second.empty() ? table->erase(entry) : std::next(entry);
-      }
-    }
+  static AttachedModels& of_process() {
+    static AttachedModels models;
+    return models;
   }
 };
 
@@ -110,12 +126,12 @@ std::shared_ptr<CompressedLayer> CompressedModel::layer_of(const RelatedLayer& f
 }
 
 void CompressedModel::add_rule(torch::nn::Module& module, const Rule& rule) {
-  const std::vector<Pattern> excluding(rule.excluded.begin(), rule.excluded.end());
+  const std::vector<ModulePattern> excluding(rule.excluded.begin(), rule.excluded.end());
   for (size_t entry = 0; entry < rule.modules.size(); ++entry) {
     const auto wanted = [&](torch::nn::Module& of, const std::string& name) {
       const auto kind = kind_of(of);
       const bool excluded = std::any_of(excluding.begin(), excluding.end(),
-                                        [&](const Pattern& pattern) { return pattern.matches(name); });
+                                        [&](const ModulePattern& pattern) { return pattern.matches(name); });
       return kind && applies_to(rule.method, *kind) && !excluded && (!rule.snip || takes_blocks(of, name, rule));
     };
     const auto found = matching(module, rule.modules[entry], wanted);
@@ -277,23 +293,23 @@ void CompressedModel::restart() {
 
 void attach(const std::shared_ptr<torch::nn::Module>& module, std::shared_ptr<CompressedModel> model) {
   register_operators_of(model->layers());
-  Table& table = Table::of_process();
-  const std::unique_lock lock(table.mutex);
-  table.drop_layers([](const CompressedLayer& layer) { return layer.module() == nullptr; });
-  std::erase_if(table.models, [](const auto& entry) { return entry.second.module.expired(); });
+  drop_layers([](const CompressedLayer& layer) { return layer.module() == nullptr; });
   for (const auto& layer : model->layers()) {
-    table.layers[layer->weight().unsafeGetTensorImpl()].push_back(layer);
+    note_layer(layers_by_weight(), layer->weight(), layer);
     const at::Tensor bias = layer->changes_bias() ? bias_of(*layer->module()) : at::Tensor();
-    if (bias.defined()) table.by_bias[bias.unsafeGetTensorImpl()].push_back(layer);
+    if (bias.defined()) note_layer(layers_by_bias(), bias, layer);
   }
-  table.models[module.get()] = {module, std::move(model)};
+  AttachedModels& attached = AttachedModels::of_process();
+  const std::unique_lock lock(attached.mutex);
+  std::erase_if(attached.models, [](const auto& entry) { return entry.second.module.expired(); });
+  attached.models[module.get()] = {module, std::move(model)};
 }
 
 std::shared_ptr<CompressedModel> find_model(const torch::nn::Module& module) {
-  Table& table = Table::of_process();
-  const std::shared_lock lock(table.mutex);
-  const auto found = table.models.find(&module);
-  return found == table.models.end() || found->second.module.expired() ? nullptr : found->second.model;
+  AttachedModels& attached = AttachedModels::of_process();
+  const std::shared_lock lock(attached.mutex);
+  const auto found = attached.models.find(&module);
+  return found == attached.models.end() || found->second.module.expired() ? nullptr : found->second.model;
 }
 
 std::string layer_of_another(torch::nn::Module& module) {
@@ -301,14 +317,10 @@ std::string layer_of_another(torch::nn::Module& module) {
   const auto is_own = [&](const std::shared_ptr<CompressedLayer>& layer) {
     return own && std::find(own->layers().begin(), own->layers().end(), layer) != own->layers().end();
   };
-  Table& table = Table::of_process();
-  const std::shared_lock lock(table.mutex);
-  if (table.layers.empty()) return "";
   for (const auto& item : module.named_modules("", /*include_self=*/true)) {
     const at::Tensor weight = kind_of(*item.value()) ? weight_of(*item.value()) : at::Tensor();
-    const auto found = weight.defined() ? table.layers.find(weight.unsafeGetTensorImpl()) : table.layers.end();
-    if (found == table.layers.end()) continue;
-    for (const auto& layer : found->second) {
+    if (!weight.defined()) continue;
+    for (const auto& layer : layers_by_weight().find(weight)) {
       if (layer->weight().is_same(weight) && !is_own(layer)) return item.key().empty() ? "the model" : item.key();
     }
   }
@@ -316,36 +328,28 @@ std::string layer_of_another(torch::nn::Module& module) {
 }
 
 void detach(torch::nn::Module& module) {
-  Table& table = Table::of_process();
-  const std::unique_lock lock(table.mutex);
-  const auto found = table.models.find(&module);
-  if (found == table.models.end()) return;
+  AttachedModels& attached = AttachedModels::of_process();
+  const std::unique_lock lock(attached.mutex);
+  const auto found = attached.models.find(&module);
+  if (found == attached.models.end()) return;
   std::set<const CompressedLayer*> own;
   for (const auto& layer : found->second.model->layers()) own.insert(layer.get());
-  table.drop_layers([&](const CompressedLayer& layer) { return own.contains(&layer); });
-  table.models.erase(found);
+  drop_layers([&](const CompressedLayer& layer) { return own.contains(&layer); });
+  attached.models.erase(found);
 }
 
 std::shared_ptr<CompressedLayer> find_layer_of_bias(const at::Tensor& bias) {
-  Table& table = Table::of_process();
-  const std::shared_lock lock(table.mutex);
-  const auto found = table.by_bias.find(bias.unsafeGetTensorImpl());
-  if (found == table.by_bias.end()) return nullptr;
-  for (const auto& layer : found->second) {
+  for (auto& layer : layers_by_bias().find(bias)) {
     const auto module = layer->module();
-    if (module && bias_of(*module).is_same(bias)) return layer;
+    if (module && bias_of(*module).is_same(bias)) return std::move(layer);
   }
   return nullptr;
 }
 
 std::shared_ptr<CompressedLayer> find_layer(const at::Tensor& weight, LayerKind kind) {
-  Table& table = Table::of_process();
-  const std::shared_lock lock(table.mutex);
-  const auto found = table.layers.find(weight.unsafeGetTensorImpl());
-  if (found == table.layers.end()) return nullptr;
-  for (const auto& layer : found->second) {
-    // A tensor may lie where one of a module that is gone has been, or one that its module has replaced.
-    if (layer->kind() == kind && layer->weight().is_same(weight)) return layer;
+  for (auto& layer : layers_by_weight().find(weight)) {
+    // The module may have replaced it.
+    if (layer->kind() == kind && layer->weight().is_same(weight)) return std::move(layer);
   }
   return nullptr;
 }

@@ -29,7 +29,7 @@ struct Cut {
   std::vector<RelatedLayer> related;
 };
 
-// What a change of the model's step needs of the ranks that train it.
+// The calls to the ranks that train the model, which a change of its step needs.
 struct RanksOfModel {
   // Calls the function while the parameter is whole on all ranks, the same values.
   std::function<void(const at::Tensor& parameter, const std::function<void()>& use)> with_whole;
@@ -93,7 +93,7 @@ class CompressedModel {
 // process: others cost a look into a table. Any thread, while no other one computes with the operators for the first
 // model of a kind, as for each registration with LibTorch.
 void attach(const std::shared_ptr<torch::nn::Module>& module, std::shared_ptr<CompressedModel> model);
-// Of the module itself, not of a part of it; null: none.
+// The model of the module itself, not of a part of it; null: none.
 std::shared_ptr<CompressedModel> find_model(const torch::nn::Module& module);
 // A layer of the module whose weight another module, a part of it or one around it, was prepared with; empty: none.
 std::string layer_of_another(torch::nn::Module& module);
@@ -102,7 +102,7 @@ void detach(torch::nn::Module& module);
 // The layer that an operator of this kind with this weight is; null: none. Any thread.
 std::shared_ptr<CompressedLayer> find_layer(const at::Tensor& weight, LayerKind kind);
 
-// Likewise by its bias, where the layer changes that.
+// Finds the layer by its bias, where the layer changes that; null: none. Any thread.
 std::shared_ptr<CompressedLayer> find_layer_of_bias(const at::Tensor& bias);
 
 // Puts our kernels in front of those of the operators that compute such layers, for the rest of the process. Each once;

@@ -13,10 +13,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/kernel_in_front.h"
 #include "core/replay/own_results.h"
 #include "core/transposed.h"
 #include "layers/compressed/compressed_model.h"
+#include "layers/layer_operators.h"
 
 namespace ds::model_compression {
 namespace {
@@ -62,7 +62,7 @@ class Inside {
   Inside& operator=(const Inside&) = delete;
 };
 
-// Of layers whose bias changes, what they computed last on this thread: add_ of the bias is theirs on that alone, and
+// The last product on this thread of each layer whose bias changes: add_ of the bias is the layer's on that alone, and
 // anything else may add the same tensor to something of its own.
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 std::unordered_map<const CompressedLayer*, WeakTensor>& last_products() {
@@ -145,14 +145,6 @@ class InFront : public c10::OperatorKernel {
   const c10::SafeKernelFunction behind_;
 };
 
-void put_in_front_of(const Intercepted& one, Key key) {
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(one.name, one.overload);
-  auto behind = kernel_at(op, key);
-  if (!behind) return;
-  auto kernel = std::make_unique<InFront>(one.places, op.schema().arguments().size(), *std::move(behind));
-  put_in_front(op, key, c10::BoxedKernel::makeFromFunctor(std::move(kernel)));
-}
-
 // add_ is everywhere, and of a layer only where that changes its bias.
 bool is_needed(const Intercepted& one, const std::vector<std::shared_ptr<CompressedLayer>>& layers) {
   return std::any_of(layers.begin(), layers.end(), [&](const auto& layer) {
@@ -172,7 +164,7 @@ void register_operators_of(const std::vector<std::shared_ptr<CompressedLayer>>& 
     // From above: what comes in at one key passes those below as it is.
     for (const Key key :
          {Key::AutocastCPU, Key::AutocastCUDA, Key::AutogradCPU, Key::AutogradCUDA, Key::CPU, Key::CUDA}) {
-      put_in_front_of(kOperators[i], key);
+      layers::put_in_front_of<InFront>(kOperators[i].name, kOperators[i].overload, key, kOperators[i].places);
     }
   }
 }

@@ -4,13 +4,13 @@
 #include <charconv>
 #include <exception>
 #include <limits>
-#include <regex>
 #include <string_view>
 #include <system_error>
 #include <utility>
 
 #include "core/check.h"
 #include "core/json/json_convert.h"
+#include "core/name_pattern.h"
 
 namespace ds::model_compression {
 namespace {
@@ -87,13 +87,9 @@ class Keys {
   }
   std::vector<std::string> checked(const char* key, std::vector<std::string> patterns) {
     for (const std::string& pattern : patterns) {
-      if (pattern == "*") continue;
-      try {
-        static_cast<void>(std::regex(pattern));
-      } catch (const std::regex_error& error) {
-        problem(key,
-                cat("expected a regular expression (or \"*\" for all modules), found ", pattern, ": ", error.what()));
-      }
+      const std::string reason = pattern == "*" ? "" : regex_problem(pattern);
+      if (reason.empty()) continue;
+      problem(key, cat("expected a regular expression (or \"*\" for all modules), found ", pattern, ": ", reason));
     }
     return patterns;
   }

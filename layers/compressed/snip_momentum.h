@@ -28,7 +28,7 @@ bool snip_counts(const Rule& rule, int64_t step);
 bool has_blocks(const at::Tensor& weight, const BlockSize& block);
 // [outputs / rows, inputs / columns], float32, or float64 of such values.
 at::Tensor block_means(const at::Tensor& values, const BlockSize& block);
-// Of a mask of blocks, that of the elements of a weight of these sizes.
+// The mask of the elements of a weight of these sizes, from a mask of blocks.
 at::Tensor elements_of_blocks(const at::Tensor& blocks, const BlockSize& block, c10::IntArrayRef sizes);
 
 // Score after a step, in place.

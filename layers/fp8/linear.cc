@@ -8,28 +8,48 @@
 #include <ATen/ops/mm.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/autograd/variable.h>
+#include <torch/nn/modules/linear.h>
 
 #include <array>
 #include <memory>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
-#include "core/kernel_in_front.h"
 #include "core/replay/own_results.h"
 #include "core/replay/replayed_values.h"
+#include "core/tensor_table.h"
 #include "core/transposed.h"
-#include "layers/fp8/linear_table.h"
+#include "layers/fp8/product.h"
+#include "layers/layer_operators.h"
 
 namespace ds::fp8 {
 namespace {
 
 namespace autograd = torch::autograd;
+
+TensorTable<std::shared_ptr<const Fp8Layer>>& layers_by_weight() {
+  static TensorTable<std::shared_ptr<const Fp8Layer>> table;
+  return table;
+}
+
+// Whether the class, without namespaces, has "Linear" in its name.
+bool is_named_linear(const torch::nn::Module& module) {
+  const std::string& name = module.name();
+  const size_t scope = name.rfind("::");
+  return name.find("Linear", scope == std::string::npos ? 0 : scope) != std::string::npos;
+}
+
+// The weight of a Linear layer; undefined where the module is none.
+at::Tensor weight_if_linear(const torch::nn::Module& module) {
+  const bool is_linear = dynamic_cast<const torch::nn::LinearImpl*>(&module) != nullptr || is_named_linear(module);
+  if (!is_linear) return {};
+  const auto parameters = module.named_parameters(/*recurse=*/false);
+  const at::Tensor* const weight = parameters.find("weight");
+  return weight != nullptr && weight->dim() == 2 ? *weight : at::Tensor();
+}
 
 at::Tensor rows_of(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
 
@@ -55,14 +75,13 @@ struct LayerInUse {
   }
 };
 
-class Fp8LinearBackward : public autograd::Node {
+class Fp8LinearBackward : public layers::LayerBackward {
  public:
   Fp8LinearBackward(LayerInUse layer, const at::Tensor& input, const at::Tensor& weight)
-      : layer_(std::move(layer)),
+      : LayerBackward(weight.requires_grad() ? input : at::Tensor(), input.requires_grad() ? weight : at::Tensor()),
+        layer_(std::move(layer)),
         input_sizes_(input.sizes().vec()),
-        type_(input.scalar_type()),
-        input_(weight.requires_grad() ? input : at::Tensor(), /*is_output=*/false),
-        weight_(input.requires_grad() ? weight : at::Tensor(), /*is_output=*/false) {}
+        type_(input.scalar_type()) {}
 
   std::string name() const override { return "Fp8LinearBackward"; }
 
@@ -71,7 +90,7 @@ class Fp8LinearBackward : public autograd::Node {
     require(!at::GradMode::is_enabled(), "fp8, layer ", layer_.layer->name,
             ": backward with create_graph: expected first derivatives only, found a double backward through FP8; ",
             "leave the layer out (fp8.exclude)");
-    TORCH_CHECK(!released_, autograd::ERR_BACKWARD_TWICE);
+    require_unreleased();
     autograd::variable_list result(3);
     if (!gradients[0].defined()) return result;
     const at::Tensor gradient = rows_of(gradients[0]);
@@ -81,18 +100,12 @@ class Fp8LinearBackward : public autograd::Node {
     if (task_should_compute_output(0) || weight_on_fp8) quantized = layer_.gradient(gradient);
     if (task_should_compute_output(0)) result[0] = of_input(quantized);
     if (of_weight) {
-      const at::Tensor input = rows_of(input_.unpack());
-      result[1] = weight_on_fp8 ? product_over_rows(quantized, layer_.input(input, /*records=*/false), options())
-                                : at::mm(gradient.t(), input);
+      const at::Tensor rows = rows_of(input());
+      result[1] = weight_on_fp8 ? product_over_rows(quantized, layer_.input(rows, /*records=*/false), options())
+                                : at::mm(gradient.t(), rows);
     }
     if (task_should_compute_output(2)) result[2] = gradient.sum(0);
     return result;
-  }
-
-  void release_variables() override {
-    input_.reset_data();
-    weight_.reset_data();
-    released_ = true;
   }
 
  private:
@@ -100,16 +113,13 @@ class Fp8LinearBackward : public autograd::Node {
 
   // Rows of the gradient times the weight: scales of blocks are those of forward, as a weight's blocks are square.
   at::Tensor of_input(const Quantized& gradient) {
-    const Quantized weight = layer_.weight(weight_.unpack(), /*records=*/false);
-    return at::_unsafe_view(product(gradient, transposed(weight), {}, options()), input_sizes_);
+    const Quantized quantized = layer_.weight(weight(), /*records=*/false);
+    return at::_unsafe_view(product(gradient, transposed(quantized), {}, options()), input_sizes_);
   }
 
   const LayerInUse layer_;
   const std::vector<int64_t> input_sizes_;
   const at::ScalarType type_;
-  autograd::SavedVariable input_;
-  autograd::SavedVariable weight_;
-  bool released_ = false;
 };
 
 // W W^T, as of a penalty on the weight, is no product of a layer.
@@ -131,7 +141,7 @@ std::shared_ptr<const Fp8Layer> layer_of(const Operands& of) {
   return layer && !is_part_of(of.input, of.weight) ? std::move(layer) : nullptr;
 }
 
-// None: likewise, what does not fit is LibTorch's to refuse.
+// None: the kernel behind computes it, and what does not fit is LibTorch's to refuse.
 std::optional<LayerInUse> in_use(std::shared_ptr<const Fp8Layer> layer, const Operands& of) {
   auto scaling = layer->scaling.lock();
   if (!scaling || of.input.scalar_type() != of.weight.scalar_type() || of.input.size(-1) != of.weight.size(1)) {
@@ -164,11 +174,8 @@ at::Tensor output_of(const LayerInUse& layer, const at::Tensor& input, const at:
 at::Tensor compute(LayerInUse layer, const Operands& of) {
   OwnResults::note();
   at::Tensor output = output_of(layer, of.input, of.weight, of.bias);
-  if (!autograd::compute_requires_grad(of.input, of.weight, of.bias)) return output;
-  const std::shared_ptr<autograd::Node> node(new Fp8LinearBackward(std::move(layer), of.input, of.weight),
-                                             autograd::deleteNode);
-  node->set_next_edges(autograd::collect_next_edges(of.input, of.weight, of.bias));
-  autograd::set_history(output, node);
+  layers::set_backward(output, of.input, of.weight, of.bias,
+                       [&] { return new Fp8LinearBackward(std::move(layer), of.input, of.weight); });
   return output;
 }
 
@@ -193,7 +200,7 @@ Operands of_addmm(const c10::IValue* arguments) {
   return {arguments[1].toTensor(), fits ? weight : at::Tensor(), bias};
 }
 
-// As autocast casts them for a product.
+// Casts the operands as autocast does for a product.
 Operands cast_for_product(const Operands& of, at::DeviceType device) {
   const at::ScalarType type = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const at::Tensor& tensor) {
@@ -241,18 +248,10 @@ constexpr std::array<Place, 4> kPlaces = {
     Place{c10::DispatchKey::AutogradCPU, std::nullopt}, Place{c10::DispatchKey::AutogradCUDA, std::nullopt}};
 
 void put_in_front_of(const char* name, FindOperands find) {
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-  for (const Place& place : kPlaces) {
-    auto behind = kernel_at(op, place.key);
-    if (!behind) continue;
-    auto kernel =
-        std::make_unique<InFront>(find, place.autocast_of, op.schema().arguments().size(), *std::move(behind));
-    put_in_front(op, place.key, c10::BoxedKernel::makeFromFunctor(std::move(kernel)));
-  }
+  for (const Place& place : kPlaces) layers::put_in_front_of<InFront>(name, "", place.key, find, place.autocast_of);
 }
 
-}  // namespace
-
+// Idempotent; any thread.
 void register_fp8_linear() {
   [[maybe_unused]] static const bool kDone = [] {
     put_in_front_of("aten::linear", of_linear);
@@ -261,5 +260,34 @@ void register_fp8_linear() {
     return true;
   }();
 }
+
+}  // namespace
+
+std::vector<NamedLinear> linears_of(torch::nn::Module& module) {
+  std::vector<NamedLinear> result;
+  std::unordered_map<const at::TensorImpl*, size_t> places;
+  for (const auto& item : module.named_modules("", /*include_self=*/true)) {
+    at::Tensor weight = weight_if_linear(*item.value());
+    if (!weight.defined()) continue;
+    const auto [place, is_new] = places.emplace(weight.unsafeGetTensorImpl(), result.size());
+    if (is_new) result.push_back({{}, std::move(weight)});
+    result[place->second].names.push_back(item.key().empty() ? "itself" : item.key());
+  }
+  return result;
+}
+
+void set_layers(const std::vector<NamedLinear>& layers, const std::shared_ptr<Scaling>& scaling) {
+  ensure(layers.size() == scaling->layers().size(), "scales are of these layers");
+  if (layers.empty()) return;
+  register_fp8_linear();
+  auto& table = layers_by_weight();
+  table.drop([](const auto& layer) { return layer->scaling.expired(); });
+  for (size_t i = 0; i < layers.size(); ++i) {
+    table.set(layers[i].weight,
+              std::make_shared<const Fp8Layer>(Fp8Layer{layers[i].name(), static_cast<int64_t>(i), scaling}));
+  }
+}
+
+std::shared_ptr<const Fp8Layer> find_layer(const at::Tensor& weight) { return layers_by_weight().find(weight); }
 
 }  // namespace ds::fp8

@@ -43,7 +43,7 @@ Quantized quantize(const at::Tensor& values, at::ScalarType format, const at::Te
 Quantized quantize_rows(const at::Tensor& values, at::ScalarType format, int64_t margin);
 Quantized quantize_blocks(const at::Tensor& values, at::ScalarType format, int64_t margin);
 
-// Of one scale, or of blocks of 128 x 128.
+// Transposes a tensor of one scale, or of blocks of 128 x 128.
 Quantized transposed(const Quantized& matrix);
 
 // float32 [rows, columns]: the numbers that it stands for.

@@ -1,7 +1,8 @@
-// What quantize.h does on a device, on raw memory: a table of functions that the library of the device registers when
-// it is loaded. Torch-free, so that a compiler of kernels reads it.
+// The work of quantize.h on a device, on raw memory: a table of functions of the device's library
+// (core/device_functions.h). Torch-free, so that a compiler of kernels reads it.
 #pragma once
 
+#include "core/device_functions.h"
 #include "layers/fp8/quantize_rules.h"
 
 namespace ds::fp8 {
@@ -16,10 +17,5 @@ struct QuantizeDeviceKernels {
   // [rows, columns] of 8 bits to [columns, rows].
   const char* (*transpose)(const uint8_t* from, int64_t rows, int64_t columns, uint8_t* to, void* stream) = nullptr;
 };
-
-// The table for CUDA devices: null until libdsengine_cuda is loaded. What is set stays for the life of the process.
-// Thread safe, also while static objects are made.
-void set_quantize_device_kernels(const QuantizeDeviceKernels* kernels);
-const QuantizeDeviceKernels* quantize_device_kernels();
 
 }  // namespace ds::fp8

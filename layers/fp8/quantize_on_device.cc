@@ -9,6 +9,7 @@
 #include "core/device/device_work.h"
 #include "core/numbers/float_format_of.h"
 #include "layers/fp8/quantize_device_kernels.h"
+#include "layers/fp8/quantize_rules.h"
 
 namespace ds::fp8 {
 namespace {
@@ -28,14 +29,16 @@ QuantizeArrays arrays_of(const at::Tensor& values, at::ScalarType format, int64_
 // give(kernels, stream) on the device of `values`.
 template <class Give>
 void give_quantize(const at::Tensor& values, const Give& give) {
-  const char* const error =
-      give_to_current_stream(values.device(), [&](void* stream) { return give(*quantize_device_kernels(), stream); });
+  const char* const error = give_to_current_stream(
+      values.device(), [&](void* stream) { return give(*device_functions<QuantizeDeviceKernels>(), stream); });
   require_given(error, "fp8", values.device());
 }
 
 }  // namespace
 
-bool has_quantize_kernels(at::Device device) { return device.is_cuda() && quantize_device_kernels() != nullptr; }
+bool has_quantize_kernels(at::Device device) {
+  return device.is_cuda() && device_functions<QuantizeDeviceKernels>() != nullptr;
+}
 
 bool quantize_kernels_take(const at::Tensor& values) {
   return has_quantize_kernels(values.device()) && float_format_of(values.scalar_type()).has_value();

@@ -12,8 +12,8 @@ namespace ds::fp8 {
 bool has_quantize_kernels(at::Device device);
 bool quantize_kernels_take(const at::Tensor& values);
 
-// As those of quantize.h. They return when the current stream has the work. Throw ConfigError where the device does not
-// take it.
+// The functions of quantize.h of these names, on a device. They return when the current stream has the work. Throw
+// ConfigError where the device does not take it.
 Measured measured_on_device(const at::Tensor& values, at::ScalarType format, const ScaleChoice& choice);
 Quantized parts_on_device(const at::Tensor& values, at::ScalarType format, int64_t margin, int64_t rows_of_block);
 // [rows, columns] of either format as [columns, rows], contiguous.

@@ -1,4 +1,4 @@
-// What quantize.h says of an element, of its scale and of a part of a matrix, for kernels of a device and for what
+// The rules of quantize.h for an element, of its scale and of a part of a matrix, for kernels of a device and for what
 // stands for them on the host: to be compiled without fused multiply-adds of the compiler's own. Torch-free; a compiler
 // of kernels reads it. Teams are those of core/numbers/block_rules.h.
 #pragma once

@@ -70,8 +70,8 @@ class Scaling {
   void gradients_scaled(const at::Tensor& factor);
   void gradients_scaled(double factor);
 
-  // What a checkpoint keeps of a layer: float32 [3, history + 1], amax of steps from the oldest on, then the scale.
-  // take() also takes longer and shorter histories.
+  // The values that a checkpoint keeps of a layer: float32 [3, history + 1], amax of steps from the oldest on, then the
+  // scale. take() also takes longer and shorter histories.
   at::Tensor memory(int64_t layer) const;
   void take(int64_t layer, const at::Tensor& memory);
   // All scales begin anew.

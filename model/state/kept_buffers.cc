@@ -1,30 +1,20 @@
 #include "model/state/kept_buffers.h"
 
-#include <fnmatch.h>
-
 #include <algorithm>
 
 #include "comm/agreement.h"
 #include "core/log.h"
+#include "core/name_pattern.h"
 
 namespace ds::engine {
 namespace {
-
-// For fnmatch, to which more than "*" is special.
-std::string glob_of(const std::string& pattern) {
-  std::string glob = "*";
-  for (const char c : pattern) {
-    if (c == '?' || c == '[' || c == '\\') glob += '\\';
-    glob += c;
-  }
-  return glob + '*';
-}
 
 bool is_in_any(const std::string& pattern, const std::vector<zero::Parameter>& list) {
   return std::any_of(list.begin(), list.end(), [&](const auto& one) { return is_found_in(pattern, one.name); });
 }
 
-// What became of a pattern, the largest of all ranks: those of a pipeline know the layers of their own stages alone.
+// What a pattern has found, of which the largest of all ranks counts: ranks of a pipeline know the layers of their own
+// stages alone.
 enum class Found { kNothing, kParameters, kBuffers };
 
 Found look_for(const std::string& pattern, const ModelParameters& parameters,
@@ -42,7 +32,7 @@ Found look_for(const std::string& pattern, const ModelParameters& parameters,
 }  // namespace
 
 bool is_found_in(const std::string& pattern, const std::string& name) {
-  return ::fnmatch(glob_of(pattern).c_str(), name.c_str(), 0) == 0;
+  return NamePattern::stars(pattern).matches(name, NamePart::kAnywhere);
 }
 
 std::unordered_set<const void*> buffers_kept_in_float32(const ModelParameters& parameters,

@@ -2,11 +2,11 @@
 
 #include <exception>
 #include <memory>
-#include <regex>
 #include <string>
 
 #include "comm/agreement.h"
 #include "core/check.h"
+#include "core/name_pattern.h"
 #include "dsengine/module_checkpointing.h"
 #include "recompute/modules/choose_modules.h"
 
@@ -16,16 +16,16 @@ namespace {
 constexpr const char* kKey = "activation_checkpointing.modules";
 
 int64_t count_matches(torch::nn::Module& module, const std::string& pattern) {
-  const std::regex expression(pattern);
+  const NamePattern named = NamePattern::regex(pattern);
   int64_t count = 0;
   for (const auto& item : module.named_modules("", /*include_self=*/true)) {
     if (item.value()->parameters().empty()) continue;  // a module is known by them
-    count += std::regex_match(item.key(), expression) ? 1 : 0;
+    count += named.matches(item.key()) ? 1 : 0;
   }
   return count;
 }
 
-// In place of what was chosen before, on whatever thread.
+// Chooses the modules in place of those that were chosen before, on whatever thread.
 void choose(ModelState& model, const config::ActivationCheckpointingSection& section) {
   const ModulePredicate named = modules_named(section.modules);
   model.recomputed = std::make_shared<int>();

@@ -122,7 +122,7 @@ int64_t read_file(void* handle, void* memory, int64_t bytes, int64_t offset, std
 }
 
 constexpr DeviceFileCalls kCuFileCalls{.open = open_file, .close = close_file, .read = read_file};
-const bool kCuFileRegistered = (set_device_file_calls(&kCuFileCalls), true);
+const bool kCuFileRegistered = (set_device_functions(&kCuFileCalls), true);
 
 }  // namespace
 }  // namespace ds::offload

@@ -213,7 +213,7 @@ int compute_capability_of(int device) {
 constexpr OpsDeviceKernels kCudaOps{norm_forward_of,           norm_backward_of, swiglu_of<SwigluForward>,
                                     swiglu_of<SwigluBackward>, rope_of,          compute_capability_of};
 
-const bool kOpsRegistered = (set_ops_device_kernels(&kCudaOps), true);
+const bool kOpsRegistered = (set_device_functions(&kCudaOps), true);
 
 }  // namespace
 }  // namespace ds::ops

@@ -1,5 +1,5 @@
-// What the kernels of operators do on a device, for one row or one pack of elements: for kernels of a device and for
-// what stands for them on the host. With the arithmetic of the vector kernels, in another order of additions. To be
+// The work of the kernels of operators on a device, for one row or one pack of elements: for kernels of a device and
+// for what stands for them on the host. With the arithmetic of the vector kernels, in another order of additions. To be
 // compiled without fused multiply-adds of the compiler's own. Torch-free; a compiler of kernels reads it.
 //
 // A team is some lanes that work on a row together. team.each(n, body) calls body(i) for i in [0, n), item i on lane

@@ -18,7 +18,7 @@ constexpr int64_t kMostRows = 64;   // queries that are worked on at once
 constexpr int64_t kTileKeys = 256;  // keys that are worked on at once
 constexpr int64_t kTileStride = kTileKeys + kPanel;  // so that rows of a tile do not share cache sets
 
-// Of [batch, heads, tokens, channels]; channels lie side by side.
+// A tensor of [batch, heads, tokens, channels]; channels lie side by side.
 struct AttentionTensor {
   void* data = nullptr;
   int64_t strides[3] = {0, 0, 0};  // in elements: batch, head, token

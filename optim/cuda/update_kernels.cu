@@ -167,7 +167,7 @@ constexpr UpdateDeviceKernels kCudaKernels{update_adam,
                                            update<MuonStepElement>,
                                            {advance_lamb_runs, apply_lamb_runs}};
 
-const bool kRegistered = (set_update_device_kernels(&kCudaKernels), true);
+const bool kRegistered = (set_device_functions(&kCudaKernels), true);
 
 }  // namespace
 }  // namespace ds::optimizers

@@ -12,7 +12,7 @@
 
 namespace ds::parallel {
 
-// Of a plain tensor, this rank's part. Backward: all-gather. May share the tensor's memory.
+// Cuts this rank's part out of a plain tensor. Backward: all-gather. May share the tensor's memory.
 at::Tensor sliced(const at::Tensor& plain, const Placement& placement);
 // The plain whole of parts. Backward: the slice.
 at::Tensor joined(const at::Tensor& part, const Placement& placement, c10::IntArrayRef sizes);
@@ -24,14 +24,15 @@ at::Tensor used_in_part(const at::Tensor& plain, const std::shared_ptr<SplitAxis
 at::Tensor joined_for_parts(const at::Tensor& part, const Placement& placement, c10::IntArrayRef sizes);
 // A part of the sum of what each rank has. Backward: all-gather.
 at::Tensor summed_to_part(const at::Tensor& addend, const Placement& placement);
-// Of a summed tensor, for a use that gives each rank the whole gradient. Backward: one T-th of it.
+// Converts a summed tensor for a use that gives each rank the whole gradient. Backward: one T-th of it.
 at::Tensor shared_out(const at::Tensor& tensor, const std::shared_ptr<SplitAxis>& axis);
-// Of a summed tensor, this rank's part. Backward: zeros around it. No collective. May share the tensor's memory.
+// Cuts this rank's part out of a summed tensor. Backward: zeros around it. No collective. May share the tensor's
+// memory.
 at::Tensor sliced_of_summed(const at::Tensor& tensor, const Placement& placement);
 // Parts along another dimension, or in other blocks of the same one. Backward: the same, back.
 at::Tensor exchanged(const at::Tensor& part, const Placement& from, const Cut& to, c10::IntArrayRef sizes);
 
-// Of a split tensor, summed ones too, the plain whole with its history; other tensors as they are.
+// Gathers the full plain tensor, with its history, of a split or a summed one; returns other tensors as they are.
 at::Tensor whole_of(const at::Tensor& tensor);
 
 }  // namespace ds::parallel

@@ -19,7 +19,7 @@ namespace ds::parallel {
 at::Tensor used_in_part_overlapped(const at::Tensor& plain, const std::shared_ptr<SplitAxis>& axis);
 at::Tensor joined_for_parts_overlapped(const at::Tensor& part, const Placement& placement, c10::IntArrayRef sizes);
 
-// Of a tensor that one of these made: the sequence number for what is to run beside its collective.
+// For a tensor that one of these made: the sequence number for what is to run beside its collective.
 std::optional<uint64_t> number_beside(const at::Tensor& converted);
 // Whether the tensor's history leads to where the gradient of `from` goes, through any conversion.
 bool is_converted_from(const at::Tensor& converted, const at::Tensor& from);

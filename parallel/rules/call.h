@@ -34,7 +34,7 @@ struct Operand {
   int64_t dim() const { return static_cast<int64_t>(sizes.size()); }
 };
 
-// What a rule has done.
+// The outcome of a rule.
 enum class Outcome : uint8_t {
   kDone,  // the results are on the stack
   kNone,  // nothing: the operator is to be decomposed where it is a composite one, else its tensors are joined
@@ -105,13 +105,13 @@ using Rule = std::function<Outcome(Call&)>;
 // By the name with its overload, "aten::sum.dim_IntList"; "aten::sum" is the overload without a name alone.
 using RuleTable = std::unordered_map<std::string, Rule>;
 
-// What shared_for_parts keeps of a tensor that is gone. For every operator to call.
+// Drops what shared_for_parts keeps of a tensor that is gone. Every operator calls it.
 void drop_old_conversion();
 
 // A cut along another dimension.
 Cut along(Cut cut, int64_t dim);
 int64_t wrapped_dim(int64_t dim, int64_t dims);
-// Of sizes that broadcast against each other; to be called for each.
+// Widens `result` by sizes that broadcast against it; to be called for each of them.
 void broadcast(Sizes& result, const Sizes& sizes);
 int64_t elements_of(c10::IntArrayRef sizes);
 // Throws UsageError when an operator may not change this split tensor in place.

@@ -12,8 +12,8 @@ inline at::ScalarType wide_type(at::ScalarType dtype) { return is_narrow(dtype) 
 
 inline bool under_autocast(const at::Tensor& x) { return at::autocast::is_autocast_enabled(x.device().type()); }
 
-// What autocast gives to operators that it has on its list for float32. A rule stands above autocast, and operators
-// that it composes are on other lists.
+// The tensor that autocast gives to operators that it has on its list for float32. A rule stands above autocast, and
+// operators that it composes are on other lists.
 inline at::Tensor widened_by_autocast(const at::Tensor& x) {
   return is_narrow(x.scalar_type()) && under_autocast(x) ? x.to(at::kFloat) : x;
 }

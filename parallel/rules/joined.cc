@@ -1,4 +1,4 @@
-#include "parallel/rules/joined.h"
+#include "parallel/rules/rules.h"
 
 #include <ATen/core/enum_tag.h>
 #include <ATen/core/grad_mode.h>

@@ -1,5 +1,10 @@
-// Rules by subject. Each function adds its own to a table; what a rule does not know it leaves to others (Outcome).
+// The ways to compute an operator on split tensors: rules by subject, what every operator can do (its tensors are
+// joined), and the proof of a rule on the program's own tensors.
+//
+// Each function of a subject adds its rules to a table; a rule leaves to others what it does not know (Outcome).
 #pragma once
+
+#include <functional>
 
 #include "parallel/rules/call.h"
 
@@ -18,5 +23,30 @@ void add_reduction_rules(RuleTable& table);      // sum, mean, and others along 
 void add_attention_rules(RuleTable& table);      // scaled_dot_product_attention
 void add_loss_rules(RuleTable& table);           // cross_entropy_loss, nll_loss, mse_loss
 void add_random_rules(RuleTable& table);         // dropout
+
+// Computes the operator on joined tensors, on each rank the whole, and counts the join. A split tensor that the
+// operator changes gets its part of the change. A result that is a view of a joined tensor is a split tensor without a
+// cut, which refuses changes. Throws UsageError for operators that change a split tensor's sizes or memory in place.
+void join_operands(Call& call);
+// Computes an operator whose split operands have no cut. Of summed tensors alone it makes summed ones; beside others
+// that have a gradient they get one T-th of theirs.
+void run_uncut(Call& call);
+
+// Computes an operator with partial sums among its operands: an operator that is linear in them gives a partial sum,
+// for others they are added up.
+void run_on_addends(Call& call);
+
+// Calls `change` for every split tensor among the arguments, also in lists, and puts what it returns in its place.
+void replace_split_arguments(const Call& call, const std::function<at::Tensor(const at::Tensor&)>& change);
+
+// Proves a rule on the program's own tensors: computes the call at hand twice on copies of its arguments, by the rule
+// and on the wholes, and compares the results and, where there are gradients, those of all operands for one gradient of
+// the results. Leaves the call as it is. A gradient that does not arrive counts as zeros; NaN and infinite values must
+// be in the same places. Operators that draw random numbers or leave memory as it is, and calls that the rule leaves to
+// others, are not compared. Collective; all ranks come to the same conclusion. Throws InternalError naming the
+// operator.
+void verify_rule(const Rule& rule, const Call& call);
+// Whether this thread is in verify_rule: what it calls is not verified again.
+bool is_verifying();
 
 }  // namespace ds::parallel

@@ -1,4 +1,4 @@
-#include "parallel/rules/verified.h"
+#include "parallel/rules/rules.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/enum_tag.h>

@@ -17,8 +17,8 @@ namespace ds::pipeline {
 // - between two ranks, in each direction, messages are received in the order in which they are sent;
 // - the ranks never wait for one another in a circle (sends do not wait for their receivers); a circle is printed;
 // - REDUCE, REDUCE_TIED and STEP come once, in this order, at the end, on every rank alike; never in inference.
-// Of more than a hundred problems, the first ones are returned and how many more there are. A circle is looked for once
-// all else is right.
+// Where there are more than a hundred problems, the first ones are returned and how many more there are. A circle is
+// looked for once all else is right.
 std::vector<std::string> schedule_problems(const Schedule& schedule);
 
 // Throws ConfigError with all of them.

@@ -1,4 +1,4 @@
-// What drawings of a schedule share, in a terminal and as SVG. Torch-free, internal to pipeline/.
+// The common part of drawings of a schedule, in a terminal and as SVG. Torch-free, internal to pipeline/.
 #pragma once
 
 #include <array>
@@ -30,8 +30,8 @@ std::vector<int> chunk_of_stages(const Schedule& schedule);
 
 // The shortest time above 0 that an action takes; 0 when none takes any.
 double shortest_action(const Timetable& timetable);
-// What a column stands for: the shortest action or, where that is a small part of what is common (measured times), half
-// the median. 0 for a timetable without actions.
+// The time that a column stands for: the shortest action or, where that is a small part of what is common (measured
+// times), half the median. 0 for a timetable without actions.
 double column_time(const Timetable& timetable);
 
 // The smallest of 1, 2, 5, 10, 20, 50, ... that is at least `least`.

@@ -2,6 +2,7 @@
 // the number of actions.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "pipeline/schedule/schedule.h"
@@ -55,8 +56,14 @@ std::vector<double> peak_activations(const Schedule& schedule, double weight_sha
 std::vector<double> peak_activations(const Schedule& schedule, const std::vector<double>& sizes,
                                      double weight_share = 1.0);
 
-// Times of each stage, the medians of what was measured (schedule_trace.h), to plan with. Where only whole backwards
+// Times of each stage, the medians of what was measured (read_trace()), to plan with. Where only whole backwards
 // were measured, each part is half of one.
 std::vector<StageTimes> typical_times(const Schedule& schedule, const Timetable& measured);
+
+// A trace of one step in Chrome's trace event format, as stage_runner writes it: complete events (ph "X") with tid =
+// rank, name as to_text(), ts and dur in microseconds. Other events are left out. `path`: one file for all ranks, or a
+// folder with one for each (every *.json in it). The first action starts at 0. Throws IoError for what cannot be read,
+// ConfigError for a trace without each compute action of the schedule once on its rank.
+Timetable read_trace(const std::string& path, const Schedule& schedule);
 
 }  // namespace ds::pipeline

@@ -1,4 +1,4 @@
-#include "pipeline/schedule/schedule_trace.h"
+#include "pipeline/schedule/schedule_timing.h"
 
 #include <algorithm>
 #include <cmath>

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <limits>
-#include <regex>
 #include <set>
 
 #include "core/check.h"
+#include "core/name_pattern.h"
 
 namespace ds::pipeline {
 namespace {
@@ -72,14 +72,11 @@ StageBounds partition_balanced(const std::vector<double>& weights, int stages) {
 }
 
 std::vector<double> weights_of_type(const std::vector<std::string>& types, const std::string& regex) {
-  std::regex pattern;
-  try {
-    pattern = std::regex(regex, std::regex::ECMAScript | std::regex::icase);
-  } catch (const std::regex_error& error) {
-    throw ConfigError(cat("pipeline.partition: type:", regex, ": not a regular expression: ", error.what()));
-  }
+  const std::string reason = regex_problem(regex);
+  require<ConfigError>(reason.empty(), "pipeline.partition: type:", regex, ": not a regular expression: ", reason);
+  const NamePattern pattern = NamePattern::regex(regex, Letters::kAnyCase);
   std::vector<double> weights;
-  for (const std::string& type : types) weights.push_back(std::regex_search(type, pattern) ? 1 : 0);
+  for (const std::string& type : types) weights.push_back(pattern.matches(type, NamePart::kAnywhere) ? 1 : 0);
   if (std::find(weights.begin(), weights.end(), 1.0) == weights.end()) {
     std::string names;
     for (const std::string& type : std::set<std::string>(types.begin(), types.end())) {

@@ -9,7 +9,7 @@ namespace ds::pipeline {
 // Stage s has layers [bounds[s], bounds[s + 1]); stages + 1 numbers, each stage has at least one layer.
 using StageBounds = std::vector<int>;
 
-// As many layers a stage as there are, the first ones one more where they do not divide. Throws ConfigError for fewer
+// Gives all stages equally many layers, the first ones one more where they do not divide. Throws ConfigError for fewer
 // layers than stages.
 StageBounds partition_uniform(int layers, int stages);
 

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <memory>
-#include <regex>
 
 #include "core/check.h"
+#include "core/name_pattern.h"
 #include "dsengine/module_checkpointing.h"
 #include "recompute/modules/choose_modules.h"
 #include "recompute/modules/module_watch.h"
@@ -19,18 +19,16 @@ bool is_inside(const std::string& name, const std::string& outer) {
 }  // namespace
 
 ModulePredicate modules_named(const std::vector<std::string>& patterns) {
-  std::vector<std::regex> expressions;
+  std::vector<NamePattern> wanted;
   for (const std::string& pattern : patterns) {
-    try {
-      expressions.emplace_back(pattern);
-    } catch (const std::regex_error& error) {
-      throw UsageError(cat("modules_named: \"", pattern, "\": expected a regular expression, found one that cannot be ",
-                           "read (", error.what(), "); dots of names are written \\."));
-    }
+    const std::string reason = regex_problem(pattern);
+    require(reason.empty(), "modules_named: \"", pattern,
+            "\": expected a regular expression, found one that cannot be ", "read (", reason,
+            "); dots of names are written \\.");
+    wanted.push_back(NamePattern::regex(pattern));
   }
-  return [expressions](const std::string& name, const torch::nn::Module& /*module*/) {
-    return std::any_of(expressions.begin(), expressions.end(),
-                       [&](const std::regex& expression) { return std::regex_match(name, expression); });
+  return [wanted](const std::string& name, const torch::nn::Module& /*module*/) {
+    return std::any_of(wanted.begin(), wanted.end(), [&](const NamePattern& pattern) { return pattern.matches(name); });
   };
 }
 

@@ -11,8 +11,8 @@
 
 namespace ds::recompute {
 
-// As apply_activation_checkpointing(), but the choice ends when `owner` does, on whatever thread that is; null: with
-// the modules.
+// Chooses modules as apply_activation_checkpointing() does, but the choice ends when `owner` does, on whatever thread
+// that is; null: with the modules.
 std::vector<std::string> choose_modules(torch::nn::Module& module, const ModulePredicate& predicate,
                                         const ModuleCheckpointOptions& options,
                                         const std::shared_ptr<const void>& owner);

@@ -37,7 +37,7 @@ constexpr std::array<std::string_view, 10> kBatchNorms = {"aten::native_batch_no
                                                           "aten::mkldnn_batch_norm",
                                                           "aten::batch_norm_gather_stats",
                                                           "aten::batch_norm_gather_stats_with_counts"};
-// Likewise, arguments 1 and 2.
+// An operator that writes to arguments 1 and 2.
 constexpr std::string_view kUpdateOfStatistics = "aten::batch_norm_update_stats";
 // Give outputs of which parts may never be written.
 constexpr std::array<std::string_view, 6> kWithWorkspace = {"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn",

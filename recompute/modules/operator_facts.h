@@ -1,4 +1,4 @@
-// What is known of an operator before it runs: whether it can be computed again, and what it changes.
+// The facts that are known of an operator before it runs: whether it can be computed again, and what it changes.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

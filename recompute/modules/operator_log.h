@@ -24,12 +24,12 @@ namespace ds::recompute {
 using Counts = c10::weak_intrusive_ptr<at::TensorImpl>;
 Counts counts_of(const at::Tensor& tensor);
 
-// Of one thread.
+// The log of one thread.
 class OperatorLog {
  public:
   // The value that the memory of a plain tensor has now: as it was made, or held from now on.
   std::shared_ptr<StoredValue> value_of(const at::Tensor& tensor, const Counts& counts);
-  // Likewise, or null where no recorded operator has made it.
+  // The value of a tensor's storage, or null where no recorded operator has made it.
   std::shared_ptr<StoredValue> made_value_of(const at::Tensor& tensor) const;
   // From now on the value is held, by `tensor`, and its step is not needed any more.
   void hold(const std::shared_ptr<StoredValue>& value, const at::Tensor& tensor, const Counts& counts);
@@ -37,7 +37,7 @@ class OperatorLog {
   // Something else than an operator is about to write to it.
   void before_unseen_write(const at::Tensor& tensor);
 
-  // What is known of an operator that is about to run, until it has.
+  // The notes about an operator that is about to run, until it has run.
   struct Draft {
     std::shared_ptr<Step> step;  // null: nothing that it makes can be dropped
     std::shared_ptr<StoredValue> before;

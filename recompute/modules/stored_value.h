@@ -1,4 +1,4 @@
-// What a storage holds between two writes, and how it is made again where it was dropped.
+// The values that a storage holds between two writes, and how it is made again where it was dropped.
 //
 // Activations of chosen modules (dsengine/module_checkpointing.h) are known by their storages, not by tensors: a view
 // is a geometry on the storage of its base, so operators that make views need no record. A value is *held* (somebody

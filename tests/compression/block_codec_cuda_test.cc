@@ -35,7 +35,8 @@ class BlockCodecCuda : public ::testing::TestWithParam<Format> {
   // LibTorch looks once for what its CUDA library offers: that has to be loaded before anything asks.
   void SetUp() override {
     comm::cuda_plugin();
-    ASSERT_NE(block_device_kernels(), nullptr) << "libdsengine_cuda registers its kernels when it is loaded";
+    ASSERT_NE(device_functions<BlockDeviceKernels>(), nullptr)
+        << "libdsengine_cuda registers its kernels when it is loaded";
     ASSERT_GT(torch::cuda::device_count(), 0U) << "these tests need a GPU: run them on a machine that has one";
   }
 

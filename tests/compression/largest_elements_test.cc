@@ -1,4 +1,4 @@
-#include "compression/largest_elements.h"
+#include "compression/top_k_reduction.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

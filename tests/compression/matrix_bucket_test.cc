@@ -1,4 +1,4 @@
-#include "compression/matrix_bucket.h"
+#include "compression/power_sgd_reduction.h"
 
 #include <gtest/gtest.h>
 

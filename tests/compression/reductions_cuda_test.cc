@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "compression/largest_elements.h"
 #include "compression/sign_reduction.h"
+#include "compression/top_k_reduction.h"
 #include "core/text.h"
 #include "tests/compression/reduction_runs.h"
 #include "tests/gpu/host_waits.h"

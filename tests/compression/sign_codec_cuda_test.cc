@@ -22,7 +22,8 @@ class SignCodecCuda : public ::testing::Test {
   // LibTorch looks once for what its CUDA library offers: that has to be loaded before anything asks.
   void SetUp() override {
     comm::cuda_plugin();
-    ASSERT_NE(sign_device_kernels(), nullptr) << "libdsengine_cuda registers its kernels when it is loaded";
+    ASSERT_NE(device_functions<SignDeviceKernels>(), nullptr)
+        << "libdsengine_cuda registers its kernels when it is loaded";
     ASSERT_GT(torch::cuda::device_count(), 0U) << "these tests need a GPU: run them on a machine that has one";
   }
 };

@@ -7,7 +7,6 @@
 #include <cmath>
 #include <limits>
 
-#include "compression/largest_elements.h"
 #include "core/check.h"
 #include "tests/compression/reduction_runs.h"
 

@@ -238,6 +238,24 @@ TEST(Training, ParameterGroupsHaveTheirOwnRateAndDecay) {
   }
 }
 
+TEST(Training, AParameterGroupsPatternHasStarsAtAnyPlace) {
+  run_ranks(2, [](comm::Communicator& communicator) {
+    for (const char* pattern : {"*bia*", "*.b*as", "*i*s"}) {
+      SmallNet model;
+      SmallNet same;
+      const auto run = [&](SmallNet& net, const std::string& biases) {
+        const auto engine = initialize({.model = net.ptr(),
+                                        .config = small_config(1, 1),
+                                        .parameter_groups = {{.parameters = {biases}, .lr = 0.005}},
+                                        .communicator = borrowed(communicator)})
+                                .engine;
+        return train(*engine, net, 2);
+      };
+      EXPECT_EQ(largest_difference(run(model, pattern), run(same, "*bias")), 0) << pattern;
+    }
+  });
+}
+
 // Frozen, unused and tied parameters in one module.
 struct OddNetImpl : torch::nn::Module {
   OddNetImpl() {

@@ -15,7 +15,7 @@
 #include "comm/shared_memory/thread_group.h"
 #include "core/text.h"
 #include "dsengine/errors.h"
-#include "layers/fp8/linear_table.h"
+#include "layers/fp8/linear.h"
 #include "layers/fp8/quantize.h"
 #include "layers/fp8/quantize_measured.h"
 #include "ops/device_kernels.h"
@@ -46,12 +46,12 @@ class GpuFp8 : public ::testing::Test {
 
   bool has_fp8() const {
     if (device_.is_cpu()) return false;
-    return ops::ops_device_kernels()->compute_capability(device_.index()) >= kAda;
+    return device_functions<ops::OpsDeviceKernels>()->compute_capability(device_.index()) >= kAda;
   }
   std::string why_no_fp8() const {
     if (device_.is_cpu()) return "DS_TEST_DEVICE=cpu: the CPU has no FP8";
     return cat("FP8 needs compute capability 8.9 or newer, found ",
-               ops::ops_device_kernels()->compute_capability(device_.index()) / 10.0);
+               device_functions<ops::OpsDeviceKernels>()->compute_capability(device_.index()) / 10.0);
   }
   std::vector<double> losses_on(at::Device device, const ordered_json& config, at::ScalarType type) {
     torch::nn::Sequential model = layers_of(type);

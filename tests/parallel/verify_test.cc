@@ -1,5 +1,5 @@
 // The comparison of rules with the whole: it agrees with right ones on real models, and finds wrong ones.
-#include "parallel/rules/verified.h"
+#include "parallel/rules/rules.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

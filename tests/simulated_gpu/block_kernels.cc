@@ -39,7 +39,7 @@ const char* give_block_sum(const BlockArrays& arrays, const BlockParts& parts, v
 
 constexpr BlockDeviceKernels kBlockKernels{give_block_encode, give_block_sum};
 
-const bool kBlockKernelsRegistered = (set_block_device_kernels(&kBlockKernels), true);
+const bool kBlockKernelsRegistered = (set_device_functions(&kBlockKernels), true);
 
 }  // namespace
 }  // namespace ds::simulated_gpu

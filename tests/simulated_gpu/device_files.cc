@@ -58,7 +58,7 @@ int64_t read_device_file(void* handle, void* memory, int64_t bytes, int64_t offs
 
 constexpr offload::DeviceFileCalls kFileCalls{
     .open = open_device_file, .close = close_device_file, .read = read_device_file};
-const bool kFileCallsRegistered = (offload::set_device_file_calls(&kFileCalls), true);
+const bool kFileCallsRegistered = (set_device_functions(&kFileCalls), true);
 
 }  // namespace
 }  // namespace ds::simulated_gpu

@@ -10,6 +10,7 @@
 #include <memory>
 #include <new>
 
+#include "core/device_functions.h"
 #include "core/memory/memory_pool.h"
 #include "tests/simulated_gpu/reports.h"
 #include "tests/simulated_gpu/streams.h"
@@ -87,8 +88,10 @@ class PoolMemory : public MemoryPool {
   void trim() override { ++trims_of_pools; }
 };
 
-const bool kPoolsRegistered =
-    (set_memory_pools([](c10::Device) -> std::unique_ptr<MemoryPool> { return std::make_unique<PoolMemory>(); }), true);
+constexpr DeviceMemoryPools kPools{
+    [](c10::Device) -> std::unique_ptr<MemoryPool> { return std::make_unique<PoolMemory>(); }};
+
+const bool kPoolsRegistered = (set_device_functions(&kPools), true);
 
 // LibTorch's allocator of pinned memory waits by itself for the streams that copy.
 class PinnedMemory : public c10::Allocator {

@@ -190,7 +190,7 @@ int simulated_capability(int /*device*/) {
 constexpr ops::OpsDeviceKernels kOpsKernels{give_norm_forward,    give_norm_backward, give_swiglu_forward,
                                             give_swiglu_backward, give_rope,          simulated_capability};
 
-const bool kOpsKernelsRegistered = (ops::set_ops_device_kernels(&kOpsKernels), true);
+const bool kOpsKernelsRegistered = (set_device_functions(&kOpsKernels), true);
 
 }  // namespace
 }  // namespace ds::simulated_gpu

@@ -64,7 +64,7 @@ const char* give_transpose(const uint8_t* from, int64_t rows, int64_t columns, u
 
 constexpr fp8::QuantizeDeviceKernels kQuantizeKernels{give_whole, give_parts, give_transpose};
 
-const bool kQuantizeKernelsRegistered = (fp8::set_quantize_device_kernels(&kQuantizeKernels), true);
+const bool kQuantizeKernelsRegistered = (set_device_functions(&kQuantizeKernels), true);
 
 }  // namespace
 }  // namespace ds::simulated_gpu

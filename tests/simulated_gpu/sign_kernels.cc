@@ -154,7 +154,7 @@ const char* give_add(const SignDeviceRanges& ranges, const uint8_t* bits, const 
 
 constexpr compression::SignDeviceKernels kSignKernels{give_scales, give_encode, give_decode, give_add};
 
-const bool kSignKernelsRegistered = (compression::set_sign_device_kernels(&kSignKernels), true);
+const bool kSignKernelsRegistered = (set_device_functions(&kSignKernels), true);
 
 }  // namespace
 }  // namespace ds::simulated_gpu

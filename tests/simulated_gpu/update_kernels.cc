@@ -80,7 +80,7 @@ constexpr optimizers::UpdateDeviceKernels kUpdateKernels{give_adam,
                                                          give_update<optimizers::MuonStepElement>,
                                                          {give_lamb_advance, give_lamb_apply}};
 
-const bool kUpdateKernelsRegistered = (optimizers::set_update_device_kernels(&kUpdateKernels), true);
+const bool kUpdateKernelsRegistered = (set_device_functions(&kUpdateKernels), true);
 
 }  // namespace
 }  // namespace ds::simulated_gpu

@@ -204,7 +204,7 @@ const char* transpose(const uint8_t* from, int64_t rows, int64_t columns, uint8_
 
 constexpr QuantizeDeviceKernels kCudaQuantize{quantize_whole, quantize_matrix_parts, transpose};
 
-const bool kQuantizeRegistered = (set_quantize_device_kernels(&kCudaQuantize), true);
+const bool kQuantizeRegistered = (set_device_functions(&kCudaQuantize), true);
 
 }  // namespace
 }  // namespace ds::fp8

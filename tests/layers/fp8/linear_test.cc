@@ -5,7 +5,7 @@
 
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/errors.h"
-#include "layers/fp8/linear_table.h"
+#include "layers/fp8/linear.h"
 #include "tests/layers/fp8/fp8_numbers.h"
 #include "tests/recompute/chosen_modules.h"
 #include "tests/support/autocast_scope.h"

@@ -1,4 +1,4 @@
-#include "pipeline/schedule/schedule_trace.h"
+#include "pipeline/schedule/schedule_timing.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,7 +1,8 @@
-#include "config/split/name_rules.h"
+#include "config/split/rules_from_names.h"
 
 #include <cctype>
-#include <string_view>
+
+#include "core/name_pattern.h"
 
 namespace ds::engine {
 namespace {
@@ -26,10 +27,8 @@ std::string with_numbers_as(const std::string& number, const std::string& name, 
 }
 
 std::string pattern_of(const std::string& name, bool any_number) {
-  if (any_number) return with_numbers_as("\\d+", name, escaped);
-  std::string pattern;
-  for (const char letter : name) pattern += escaped(letter);
-  return pattern;
+  if (!any_number) return regex_of_text(name);
+  return with_numbers_as("\\d+", name, [](const char& letter) { return regex_of_text({&letter, 1}); });
 }
 
 bool same(const SplitDecision* a, const SplitDecision* b) {
@@ -59,11 +58,6 @@ struct Alike {
 
 std::string without_numbers(const std::string& name) {
   return with_numbers_as("*", name, [](char letter) { return letter; });
-}
-
-std::string escaped(char letter) {
-  constexpr std::string_view kSpecial = "\\^$.|?*+()[]{}/";
-  return kSpecial.find(letter) == std::string_view::npos ? std::string(1, letter) : std::string("\\") + letter;
 }
 
 std::vector<parallel::SplitRule> rules_by_name(const std::vector<parallel::NamedShape>& parameters,

@@ -1,4 +1,5 @@
-// Rules out of what was decided for each parameter: one for all that differ in numbers alone. Pure, torch-free.
+// Makes rules, with patterns of names, out of what was decided for each parameter: one rule for all names that differ
+// in numbers alone. Pure, torch-free.
 #pragma once
 
 #include <cstdint>
@@ -21,14 +22,11 @@ struct SplitDecision {
   bool join_output = false;
 };
 
-// "h.12.attn.w1" as "h.*.attn.w1": without numbers by themselves, in which parameters of layers that are alike differ.
+// Writes "h.12.attn.w1" as "h.*.attn.w1": without numbers by themselves, in which parameters of equal layers differ.
 std::string without_numbers(const std::string& name);
 
-// As a regular expression has it.
-std::string escaped(char letter);
-
-// In the order of `parameters`. A rule's pattern has \d+ for numbers where all parameters that it matches are cut
-// alike; else each has a rule of its own. What is not in `decisions` gets none.
+// Makes the rules, in the order of `parameters`. A rule's pattern has \d+ for numbers where all parameters that it
+// matches are cut alike; else each has a rule of its own. A parameter that is not in `decisions` gets none.
 std::vector<parallel::SplitRule> rules_by_name(const std::vector<parallel::NamedShape>& parameters,
                                                const std::unordered_map<std::string, SplitDecision>& decisions);
 
