@@ -1,14 +1,13 @@
 #include "config/cross_checks.h"
 
-#include <array>
 #include <regex>
-#include <string_view>
 #include <tuple>
 
 #include "config/master_checks.h"
 #include "config/tensor_checks.h"
 #include "core/check.h"
 #include "core/json/json_convert.h"
+#include "optim/optimizer_table.h"
 
 namespace ds::engine::config {
 namespace {
@@ -42,25 +41,17 @@ void check_precision(const DsConfig& c, JsonProblems& problems) {
   }
 }
 
-bool tested_with_zero(const std::string& type) {
-  static constexpr std::array<std::string_view, 9> kTested = {"Adam",       "AdamW",      "Adagrad",     "Lion", "Muon",
-                                                              "OneBitAdam", "OneBitLamb", "ZeroOneAdam", ""};
-  for (const std::string_view tested : kTested) {
-    if (type == tested) return true;
-  }
-  return false;
-}
-
 void check_optimizer(const DsConfig& c, JsonProblems& problems) {
-  if (c.zero_optimization.stage > 0 && !tested_with_zero(c.optimizer.type) && !c.zero_allow_untested_optimizer) {
+  if (!c.optimizer.given()) return;
+  const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(c.optimizer.type);
+  const bool is_tested = row != nullptr && row->tested_with_zero;
+  if (c.zero_optimization.stage > 0 && !is_tested && !c.zero_allow_untested_optimizer) {
     problems.error("/optimizer/type", cat(c.optimizer.type, " with zero_optimization.stage ", c.zero_optimization.stage,
                                           " needs \"zero_allow_untested_optimizer\": true; add it, or use stage 0"));
   }
-  if (c.optimizer.type == "Lamb" && c.fp16.enabled && c.fp16.loss_scale != 0) {
-    problems.error("/fp16/loss_scale", cat("expected 0 (dynamic) with the optimizer Lamb, found ", c.fp16.loss_scale));
-  }
-  if (c.optimizer.type == "Adagrad" && c.optimizer.params.contains("amsgrad")) {
-    problems.warning("/optimizer/params/amsgrad", "means nothing to Adagrad, ignored");
+  if (row != nullptr && row->dynamic_scale_only && c.fp16.enabled && c.fp16.loss_scale != 0) {
+    problems.error("/fp16/loss_scale",
+                   cat("expected 0 (dynamic) with the optimizer ", c.optimizer.type, ", found ", c.fp16.loss_scale));
   }
 }
 

@@ -14,6 +14,7 @@
 #include "config/supported.h"
 #include "core/check.h"
 #include "core/json/json_fields.h"
+#include "pipeline/schedule/schedule_file.h"
 
 namespace ds::engine::config {
 namespace {
@@ -130,6 +131,16 @@ void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, Js
   config.dp_world_size = std::max<int64_t>(1, *options.world_size / stages / tensor);
 }
 
+// Reads the file of actions that pipeline.schedule names.
+void read_own_schedule(PipelineSection& section, JsonProblems& problems) {
+  if (!pipeline::is_schedule_file(section.schedule)) return;
+  try {
+    section.own_schedule = std::make_shared<const pipeline::Schedule>(pipeline::read_schedule(section.schedule));
+  } catch (const ConfigError& error) {
+    problems.error("/pipeline/schedule", error.what());
+  }
+}
+
 void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions& options) {
   JsonFields json(reading, "", config.text, true);
   GivenBatchSizes given = read_batch_sizes(json);
@@ -142,6 +153,7 @@ void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions&
   describe_top_level(json, config);
   report_misplaced(config, reading, json);
   json.finish(UnknownKeys::kWarn);
+  read_own_schedule(config.pipeline, reading.problems);
   choose_data_parallel_size(config, options, reading.problems);
   if (config.elasticity.enabled) {
     resolve_elastic_batch(config, std::getenv("DEEPSPEED_ELASTICITY_CONFIG"), reading.problems);

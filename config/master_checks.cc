@@ -3,13 +3,16 @@
 #include <string>
 
 #include "core/check.h"
+#include "optim/optimizer_table.h"
 
 namespace ds::engine::config {
 namespace {
 
-// DeepSpeedCPUAdam; Adam of torch has another update there. Without a type the program brings the optimizer.
+// Tells whether DeepSpeed would run its CPU Adam; torch's Adam has another update there. Without a type the program
+// brings the optimizer.
 bool is_cpu_adam(const OptimizerSection& section) {
-  return section.type.empty() || ((section.type == "Adam" || section.type == "AdamW") && !section.values.torch_adam);
+  const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(section.type);
+  return !section.given() || (row != nullptr && row->is_cpu_adam && !section.values.torch_adam);
 }
 
 void check_stage(const DsConfig& c, const std::string& pointer, JsonProblems& problems) {

@@ -147,11 +147,11 @@ struct OptimizerSection {
 
   bool given() const { return !type.empty(); }  // whether the file has the section
   // AdamW's decoupled weight decay: type AdamW, or Adam with adam_w_mode.
-  bool decoupled_weight_decay() const { return type == "AdamW" || values.adam_w_mode; }
+  bool decoupled_weight_decay() const;
   // Ranks exchange compressed momenta, or the like, in place of gradients (docs/compression.md).
-  bool compresses() const { return type == "OneBitAdam" || type == "OneBitLamb" || type == "ZeroOneAdam"; }
+  bool compresses() const;
   // What runs: `type`, but AdamW for Adam with decoupled weight decay.
-  std::string algorithm() const { return type == "Adam" && decoupled_weight_decay() ? "AdamW" : type; }
+  std::string algorithm() const;
 };
 
 // scheduler: {"type", "params"}.

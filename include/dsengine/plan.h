@@ -4,7 +4,9 @@
 // Plain values without owners; a Plan that nobody changes is safe from any thread.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -62,6 +64,10 @@ struct Plan {
   bool prescale_gradients = false;
   double predivide_factor = 1.0;
   int64_t bucket_elements = 500'000'000;  // upper limit of a bucket, in elements
+  int64_t bucket_target_bytes = 0;        // what buckets aim at at most, in bytes of parameters; 0: no such limit
+  // How long a gradient's hook waits for other ranks before it leaves its reduction to a later hook; empty: without
+  // limit.
+  std::optional<std::chrono::milliseconds> reduction_patience;
   // Stage 3 on several ranks: parameters are kept as slices and gathered for use.
   std::optional<zero::GatherLimits> gather;
   int64_t node_ranks = 1;           // above 1: ranks that hold a secondary copy of gathered parameters (hpZ)
@@ -90,8 +96,9 @@ struct Plan {
 
   // The model is a pipeline of stages, of one too.
   struct Pipeline {
-    std::string schedule;  // "1f1b", or the file of a program's own
-    int64_t chunks = 1;    // stages a rank
+    std::string schedule;                           // "1f1b", or the file of a program's own
+    int64_t chunks = 1;                             // stages of a rank
+    std::shared_ptr<const pipeline::Schedule> own;  // what that file says; null: `schedule` names a kind
   };
   std::optional<Pipeline> pipeline;
 

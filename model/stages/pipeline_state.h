@@ -26,7 +26,7 @@ struct TiedWeights {
   bool is_first() const { return ranks && ranks->rank() == 0; }
 };
 
-struct PipelineParts {
+struct PipelineState {
   std::shared_ptr<pipeline::PipelineModule> module;
   std::shared_ptr<comm::Communicator> ranks;  // this rank's pipeline: one rank of each data-parallel group
   std::vector<TiedWeights> tied;
@@ -48,27 +48,27 @@ struct PipelineParts {
 };
 
 // Builds the layers of this rank. Collective over `ranks`, the pipeline's, and over `world`, all pipelines.
-std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::PipelineModule>& module,
+std::unique_ptr<PipelineState> build_pipeline(const std::shared_ptr<pipeline::PipelineModule>& module,
                                               const std::shared_ptr<comm::Communicator>& ranks,
                                               const config::DsConfig& config, const Plan& plan, at::Device device,
                                               comm::Communicator& world);
 
 // Throws ConfigError for a loader whose last batch of an epoch is shorter than the others, where stages agree on one
 // shape: the rank that has it would throw at the end of the epoch, and the others wait for it. `what`: for the message.
-void require_equal_batches(const PipelineParts& parts, const DataLoader& loader, const char* what);
+void require_equal_batches(const PipelineState& parts, const DataLoader& loader, const char* what);
 
 // What has to be the same on all ranks: layers, and where they are, as lines "what<TAB>value".
-std::string layers_text(const PipelineParts& parts);
+std::string layers_text(const PipelineState& parts);
 
 // Ranks that share weights go on from the first one's values. Collective, likewise.
-void share_start_values(PipelineParts& parts);
+void share_start_values(PipelineState& parts);
 
 // What follows from the buckets.
-void note_buckets(PipelineParts& parts, const std::vector<zero::ParameterBucket>& buckets);
+void note_buckets(PipelineState& parts, const std::vector<zero::ParameterBucket>& buckets);
 
 // The training schedule of so many micro-batches, proved.
-const pipeline::Schedule& training_schedule(PipelineParts& parts, const Plan& plan, int micro_batches);
+const pipeline::Schedule& training_schedule(PipelineState& parts, const Plan& plan, int micro_batches);
 // Forwards only.
-const pipeline::Schedule& evaluation_schedule(PipelineParts& parts, int micro_batches);
+const pipeline::Schedule& evaluation_schedule(PipelineState& parts, int micro_batches);
 
 }  // namespace ds::engine
