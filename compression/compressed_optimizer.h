@@ -18,11 +18,8 @@
 
 namespace ds::compression {
 
-class CompressedOptimizer : public optimizers::ShardOptimizer {
+class CompressedOptimizer : public optimizers::CopyingOptimizer {
  public:
-  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
-    update_into(index, gradient, gradient_scale, /*copy=*/{});
-  }
   // Collective in compressed steps.
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) final;
   bool wants_local_gradients() const override { return is_local(step_count_ + 1); }

@@ -80,7 +80,7 @@ bool uses_muon(const ParameterInfo& parameter) {
 }
 
 Muon::Muon(std::vector<GroupOptions> groups, NewtonSchulzMethod method, AdamRule aux, std::vector<int64_t> block_rows)
-    : ShardOptimizer(std::move(groups)), method_(method), aux_(aux), block_rows_(std::move(block_rows)) {}
+    : CopyingOptimizer(std::move(groups)), method_(method), aux_(aux), block_rows_(std::move(block_rows)) {}
 
 std::vector<int64_t> Muon::in_blocks(int64_t parameter, const std::vector<int64_t>& sizes) const {
   const int64_t rows = block_rows_.empty() ? 0 : block_rows_.at(static_cast<size_t>(parameter));

@@ -25,16 +25,13 @@ namespace ds::optimizers {
 // Two or more dimensions, and neither "embed" nor "lm_head" in the name.
 bool uses_muon(const ParameterInfo& parameter);
 
-class Muon final : public ShardOptimizer {
+class Muon final : public CopyingOptimizer {
  public:
   // `aux`: how the other parameters are updated. `block_rows`, by parameter, as OptimizerOptions says it; they divide
   // the rows of the whole matrix.
   Muon(std::vector<GroupOptions> groups, NewtonSchulzMethod method, AdamRule aux, std::vector<int64_t> block_rows = {});
   // Collective over the slice's exchange when the slice's parameters use Muon. Beside the slice it holds the bucket's
   // update in float32, and the products of one matrix at a time.
-  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
-    update_into(index, gradient, gradient_scale, /*copy=*/{});
-  }
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   // On a device: matrices of one shape of a bucket are made orthogonal together.
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;

@@ -46,4 +46,17 @@ struct Slice {
   std::shared_ptr<PartExchange> parts = nullptr;           // null: the bucket's parameters are whole
 };
 
+// An optimizer whose update writes the new weights into the copy by itself, where one is wanted.
+class CopyingOptimizer : public ShardOptimizer {
+ public:
+  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) final {
+    update_into(index, gradient, gradient_scale, /*copy=*/{});
+  }
+  void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale,
+                   const at::Tensor& copy) override = 0;
+
+ protected:
+  using ShardOptimizer::ShardOptimizer;
+};
+
 }  // namespace ds::optimizers
