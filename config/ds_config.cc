@@ -4,13 +4,10 @@
 #include <cstdlib>
 
 #include "config/auto_values.h"
-#include "config/batch_sizes.h"
 #include "config/config_source.h"
-#include "config/cross_checks.h"
 #include "config/describe.h"
 #include "config/elastic_batch.h"
-#include "config/elastic_section.h"
-#include "config/habitual_keys.h"
+#include "config/parse_steps.h"
 #include "config/supported.h"
 #include "core/check.h"
 #include "core/json/json_fields.h"

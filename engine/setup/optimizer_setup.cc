@@ -3,13 +3,15 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/ones.h>
 
+#include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "compression/compressed_factory.h"
+#include "config/split/layer_names.h"
 #include "core/check.h"
 #include "core/split/split_tensor.h"
 #include "core/text_hash.h"
-#include "engine/setup/head_rows.h"
 #include "engine/setup/parameter_groups.h"
 #include "model/agreement/shared_failure.h"
 #include "model/state/part_exchange.h"
@@ -76,6 +78,41 @@ void require_alike_over_axis(const ModelState& model, const std::string& type) {
                        model.tensor->ranks->size(), " needs parts of one size on all ranks of the axis, found uneven ",
                        "ones, which lie in other buckets or slices on each. Keep what does not divide whole (a rule ",
                        "with Style::kWhole), or use ", optimizers::optimizer_names(optimizers::updates_alone));
+}
+
+std::vector<int64_t> rows_by_name(const std::vector<zero::Parameter>& parameters, int64_t head_dim) {
+  std::vector<int64_t> rows;
+  for (const zero::Parameter& parameter : parameters) {
+    const std::vector<int64_t> sizes = parameter.whole_sizes();
+    const bool heads = sizes.size() == 2 && makes_heads(parameter.name);
+    require<ConfigError>(!heads || sizes[0] % head_dim == 0, "optimizer.params.per_head_muon: ", parameter.name,
+                         ": expected whole heads of optimizer.params.head_dim ", head_dim, " rows, found ", sizes[0],
+                         " rows; correct head_dim, or set per_head_muon to false");
+    rows.push_back(heads ? head_dim : 0);
+  }
+  return rows;
+}
+
+// The rows of each parameter that are one head's, for per_head_muon: `head_dim` in weights of queries, keys and values,
+// told by their names (makes_heads()); 0: the matrix is one. Collective over all ranks. Throws ConfigError, on all of
+// them, for such a weight whose rows `head_dim` does not divide, and where no rank has one.
+std::vector<int64_t> head_rows(const std::vector<zero::Parameter>& parameters, int64_t head_dim, const Ranks& ranks) {
+  std::vector<int64_t> rows;
+  std::exception_ptr failure;
+  try {
+    rows = rows_by_name(parameters, head_dim);
+  } catch (const ConfigError&) {
+    failure = std::current_exception();
+  }
+  const int failed = failed_rank(failure, ranks.device, *ranks.world);
+  require<ConfigError>(failed < 0, "optimizer.params.per_head_muon: rank ", failed, " has a weight whose rows ",
+                       "optimizer.params.head_dim ", head_dim, " does not divide, which it names");
+  const auto found = static_cast<int64_t>(rows.size()) - std::count(rows.begin(), rows.end(), 0);
+  require<ConfigError>(largest_of_ranks(found, ranks.device, *ranks.world, "weights of heads") > 0,
+                       "optimizer.params.per_head_muon: expected weights of queries, keys or values in layers named ",
+                       "q_proj, k_proj, v_proj, query, key, value, wq, wk, wv, qkv, qkv_proj, query_key_value or ",
+                       "Wqkv, or torch::nn::MultiheadAttention's, found none; rename the layers, or set it to false");
+  return rows;
 }
 
 }  // namespace
