@@ -104,7 +104,7 @@ int64_t choose_tensor_ranks(DsConfig& config, const ParseOptions& options, JsonP
   return ranks;
 }
 
-// What ranks of a pipeline and of a tensor axis leave for data parallelism.
+// Chooses the number of data-parallel ranks: what a pipeline and a tensor axis leave.
 void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, JsonProblems& problems) {
   constexpr const char* kStages = "/pipeline/stages";
   const std::optional<int64_t> given = config.pipeline.stages;

@@ -30,7 +30,7 @@ class Adagrad final : public CopyingOptimizer {
   void allocate_states(int64_t index) override;
 
  private:
-  // Of the step that runs.
+  // The coefficients of the step that runs.
   AdagradCoefficients coefficients_of(const GroupOptions& group) const;
 
   AdagradRule rule_;

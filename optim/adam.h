@@ -40,7 +40,7 @@ struct AdamStep {
 void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, const AdamStep& step,
                        const AdamStates& states, const at::Tensor& copy);
 
-// The same for ShardOptimizer::update_all: what update_together() asks of a slice.
+// Describes the update of a slice to update_together(), for update_all().
 std::pair<SliceTensors, AdamCoefficients> describe_adam_slice(const at::Tensor& master, const SliceUpdate& update,
                                                               const AdamStep& step, const AdamStates& states);
 

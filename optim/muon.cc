@@ -22,7 +22,8 @@ at::Tensor join(const at::Tensor& bucket, const BucketParameter& parameter) {
   return runs.size() == 1 ? runs[0] : at::cat(runs);
 }
 
-// As it is made orthogonal. `flat` may have several parameters of these sizes, in its first dimension.
+// Returns a matrix in the shape in which it is made orthogonal. `flat` may have several parameters of these sizes, in
+// its first dimension.
 at::Tensor matrix_of(const at::Tensor& flat, at::IntArrayRef sizes) {
   std::vector<int64_t> shape(flat.sizes().begin(), flat.sizes().end() - 1);
   if (sizes.size() == 4) {
@@ -135,7 +136,7 @@ at::Tensor Muon::blend_momentum(const GroupOptions& group, const State& state, c
   return result.lerp_(momentum, group.momentum);
 }
 
-// Of a part it is that of the whole matrix.
+// For a part of a matrix, this is its piece of the step of the full matrix.
 at::Tensor Muon::own_step(const Slice& slice, const BucketParameter& matrix, const at::Tensor& flat) const {
   const std::vector<int64_t>& sizes = (*slice.parameters)[static_cast<size_t>(matrix.parameter)].sizes;
   if (!slice.parts) return matrix_step(flat, in_blocks(matrix.parameter, sizes), method_);

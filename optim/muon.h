@@ -54,12 +54,12 @@ class Muon final : public CopyingOptimizer {
 
   void update_matrices(const Slice& slice, const GroupOptions& group, const State& state, const at::Tensor& gradient,
                        double gradient_scale) const;
-  // Likewise by kernels of the device.
+  // The same update by kernels of the device.
   void update_matrices_together(const Slice& slice, const GroupOptions& group, const SliceUpdate& update,
                                 const StepScale& scale) const;
   // The step of what the bucket has of a matrix, from its `flat` momentum: flat.
   at::Tensor own_step(const Slice& slice, const BucketParameter& matrix, const at::Tensor& flat) const;
-  // Those of all matrices of which the slice has elements, by parameter: of what is in the bucket, flat.
+  // Returns the steps of all matrices of which the slice has elements, by parameter: of what is in the bucket, flat.
   std::map<int64_t, at::Tensor> own_steps(const Slice& slice, const State& state, const at::Tensor& bucket) const;
   // The slice's part of the bucket's update, before it is orthogonalised: [n] in the state type.
   at::Tensor blend_momentum(const GroupOptions& group, const State& state, const at::Tensor& gradient,

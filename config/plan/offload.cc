@@ -50,7 +50,7 @@ void choose_offload(const DsConfig& config, const PlanFacts& facts, Plan& plan) 
                          "zero_optimization.offload_optimizer.delayed_update: expected false with the optimizer ",
                          config.optimizer.type, ", whose update talks to other ranks while these reduce gradients; ",
                          "use ", elementwise_names(), ", or turn it off");
-    // What such an optimizer sends is where its states are, and the ranks of accelerators talk between devices.
+    // Such an optimizer sends from where its states are, and the ranks of accelerators talk between devices.
     require<ConfigError>(!facts.accelerator || plan.offload.optimizer == zero::Home::kDevice ||
                              plan.shard_ranks * plan.topology.tensor == 1 || updates_elementwise(config, facts),
                          "zero_optimization.offload_optimizer.device: expected \"none\" with the optimizer ",

@@ -16,7 +16,7 @@ using config::DsConfig;
 using optimizers::find_optimizer;
 using optimizers::OptimizerDescription;
 
-// What the config says in one place and denies in another.
+// Refuses what the config says in one place and denies in another.
 void require_consistent(const DsConfig& config, const Topology& topology) {
   require<UsageError>(topology.dp > 0 && topology.dp <= topology.world_size,
                       "make_plan: expected 0 < dp <= world_size, found dp ", topology.dp, " and world_size ",
@@ -40,7 +40,7 @@ void require_consistent(const DsConfig& config, const Topology& topology) {
       " (clipping by norm); keep one, or set the other to 0");
 }
 
-// non_finite_gradients. What is judged is the norm.
+// Chooses what becomes of steps with gradients that are not finite: non_finite_gradients. The norm is judged.
 void choose_non_finite(const DsConfig& config, Plan& plan) {
   using config::NonFiniteGradients;
   constexpr const char* kKey = "non_finite_gradients: ";
@@ -139,7 +139,7 @@ void choose_gradient_compression(const config::GradientCompressionSection& secti
   plan.communication_dtype = plan.gradient_dtype;  // of what is compressed
 }
 
-// What error feedback keeps of so many elements; warm starts are small beside it.
+// The bytes that error feedback keeps for so many elements; warm starts are small beside it.
 int64_t compression_memory(const Plan& plan, int64_t parameters) {
   constexpr int64_t kError = 4;  // float32
   if (!plan.compression.compresses() || !plan.compression.error_feedback) return 0;
@@ -168,7 +168,7 @@ void choose_compressed_optimizer(const DsConfig& config, const PlanFacts& facts,
   if (zero.stage == 2) plan.gradient_policy = zero::ReductionPolicy::kReduceScatterAtBoundary;
 }
 
-// Stages, chunks and schedule; what a pipeline excludes.
+// Chooses stages, chunks and schedule, and refuses what a pipeline excludes.
 void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const int64_t ranks = plan.topology.pipe;
   require<ConfigError>(facts.pipeline_module || ranks == 1, "pipeline.stages: expected 1 for a model that is no ",
@@ -216,7 +216,7 @@ void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan)
                        "pipeline, found false: train_batch() is one step; remove the key");
 }
 
-// What parts of parameters exclude. All else works on each rank's parts as on whole parameters.
+// Refuses what excludes parts of parameters. All else works on each rank's parts as on full parameters.
 void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, const Plan& plan) {
   if (plan.topology.tensor == 1) return;
   const std::string key = cat("tensor_parallel.autotp_size: ", plan.topology.tensor, " excludes ");
@@ -254,7 +254,7 @@ void require_local_checkpoints(const DsConfig& config, const Plan& plan) {
            "zero_optimization.zero_quantized_nontrainable_weights, which is encoded from whole tensors at a load");
 }
 
-// When buckets are reduced, how large they are at best, and how long hooks wait for other ranks.
+// Chooses when buckets are reduced, how large they are at best, and how long hooks wait for other ranks.
 void choose_reductions(const PlanFacts& facts, Plan& plan) {
   plan.gradient_policy = zero::fitting_policy(plan.gradient_policy, static_cast<int>(plan.shard_ranks),
                                               plan.offload.optimizer != zero::Home::kDevice);

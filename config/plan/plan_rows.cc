@@ -96,7 +96,7 @@ std::string non_finite_text(const Plan& plan) {
   return "a warning";
 }
 
-// What decides it, where the key does not.
+// Names the key that decides it, where non_finite_gradients does not.
 std::string non_finite_reason(const DsConfig& config, const Plan& plan) {
   if (!plan.compute_grad_norm) return "zero_optimization.compute_grad_norm: false";
   if (config.non_finite_gradients != config::NonFiniteGradients::kAuto) return "non_finite_gradients";
@@ -323,7 +323,7 @@ void add_averaging_row(const DsConfig& config, Plan& plan) {
   }
 }
 
-// What the section does to regions that the program runs through recompute::checkpoint().
+// Adds rows on what the section does to regions that the program runs through recompute::checkpoint().
 void add_activation_rows(const DsConfig& config, Plan& plan) {
   const config::ActivationCheckpointingSection& section = config.activation_checkpointing;
   const auto add = [&](bool asked, const char* key, const std::string& choice, const char* why) {

@@ -11,8 +11,8 @@
 namespace ds::engine {
 namespace {
 
-// Of each trainable parameter: the stage it belongs to or, beyond all stages, what it is tied to.
-void choose_parts(const PipelineState& parts, const ModelParameters& parameters, BucketOptions& options) {
+// Gives each trainable parameter a part: the stage that it belongs to or, numbered beyond all stages, its tie.
+void choose_pipeline_parts(const PipelineState& parts, const ModelParameters& parameters, BucketOptions& options) {
   std::unordered_map<const void*, int> part_of;
   for (size_t k = 0; k < parts.tied.size(); ++k) {
     const int part = parts.stages() + static_cast<int>(k);
@@ -85,7 +85,7 @@ BucketOptions bucket_options(const Plan& plan, const PipelineState* pipeline, co
                            .persistent_numel = plan.persistent_numel,
                            .persistent_total = plan.persistent_total,
                            .frozen_bits = plan.frozen_bits};
-  if (pipeline) choose_parts(*pipeline, parameters, options);
+  if (pipeline) choose_pipeline_parts(*pipeline, parameters, options);
   if (plan.topology.tensor > 1) {
     for (const zero::Parameter& parameter : parameters.trainable) options.parts.push_back(parameter.part ? 1 : 0);
   }
