@@ -8,38 +8,40 @@
 namespace ds::compression {
 
 std::unique_ptr<CompressedOptimizer> make_compressed_optimizer(const optimizers::OptimizerOptions& options,
-                                                               const CompressedOptions& compressed,
                                                                comm::Communicator& communicator) {
+  using optimizers::OptimizerDescription;
+  using optimizers::OptimizerType;
   optimizers::require_groups(options.groups);
-  if (options.type == "OneBitAdam") {
+  const optimizers::OptimizerParams& values = options.values;
+  const OptimizerDescription* const row = optimizers::find_optimizer(options.type);
+  const auto compresses = [](const OptimizerDescription& one) { return one.compresses; };
+  require<ConfigError>(row != nullptr && row->compresses, "optimizer.type: expected ",
+                       optimizers::optimizer_names(compresses), ", found ", options.type);
+  if (row->type == OptimizerType::kOneBitAdam) {
     return std::make_unique<OneBitAdam>(options.groups,
-                                        OneBitAdamRule{.freeze_step = compressed.freeze_step,
-                                                       .bias_correction = options.bias_correction,
-                                                       .deepspeed_semantics = compressed.deepspeed_semantics},
+                                        OneBitAdamRule{.freeze_step = values.freeze_step,
+                                                       .bias_correction = values.bias_correction,
+                                                       .deepspeed_semantics = values.deepspeed_semantics},
                                         communicator);
   }
-  if (options.type == "OneBitLamb") {
-    const optimizers::LambRule lamb{options.bias_correction, options.eps_inside_sqrt, options.max_coeff,
-                                    options.min_coeff};
+  if (row->type == OptimizerType::kOneBitLamb) {
     return std::make_unique<OneBitLamb>(options.groups,
-                                        OneBitLambRule{.lamb = lamb,
-                                                       .freeze_step = compressed.freeze_step,
-                                                       .coeff_beta = compressed.coeff_beta,
-                                                       .factor_max = compressed.factor_max,
-                                                       .factor_min = compressed.factor_min,
-                                                       .factor_threshold = compressed.factor_threshold,
-                                                       .deepspeed_semantics = compressed.deepspeed_semantics},
+                                        OneBitLambRule{.lamb = optimizers::lamb_rule(values),
+                                                       .freeze_step = values.freeze_step,
+                                                       .coeff_beta = values.coeff_beta,
+                                                       .factor_max = values.factor_max,
+                                                       .factor_min = values.factor_min,
+                                                       .factor_threshold = values.factor_threshold,
+                                                       .deepspeed_semantics = values.deepspeed_semantics},
                                         communicator);
   }
-  require<ConfigError>(options.type == "ZeroOneAdam", "optimizer.type: expected OneBitAdam, OneBitLamb or ",
-                       "ZeroOneAdam, found ", options.type);
   return std::make_unique<ZeroOneAdam>(options.groups,
-                                       ZeroOneRule{.var_freeze_step = compressed.var_freeze_step,
-                                                   .var_update_scaler = compressed.var_update_scaler,
-                                                   .local_step_scaler = compressed.local_step_scaler,
-                                                   .local_step_clipper = compressed.local_step_clipper,
-                                                   .bias_correction = options.bias_correction,
-                                                   .deepspeed_semantics = compressed.deepspeed_semantics},
+                                       ZeroOneRule{.var_freeze_step = values.var_freeze_step,
+                                                   .var_update_scaler = values.var_update_scaler,
+                                                   .local_step_scaler = values.local_step_scaler,
+                                                   .local_step_clipper = values.local_step_clipper,
+                                                   .bias_correction = values.bias_correction,
+                                                   .deepspeed_semantics = values.deepspeed_semantics},
                                        communicator);
 }
 

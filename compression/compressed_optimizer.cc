@@ -16,7 +16,7 @@ namespace ds::compression {
 using optimizers::KernelMemory;
 
 CompressedOptimizer::CompressedOptimizer(std::vector<optimizers::GroupOptions> groups, comm::Communicator& communicator)
-    : SliceOptimizer(std::move(groups)), communicator_(communicator) {}
+    : CopyingOptimizer(std::move(groups)), communicator_(communicator) {}
 
 std::string CompressedOptimizer::label(const char* what, int64_t index) const {
   return cat(what, " of bucket ", index);

@@ -1,4 +1,4 @@
-// The common part of the 1-bit family of optimizers: for each bucket a compressed all-reduce and its errors.
+// What the optimizers of the 1-bit family share: for each bucket a compressed all-reduce and its errors.
 //
 // A slice may be the whole bucket (stage 0) or this rank's part of it (stages 1 and 2); parts and slices are the same
 // then. In a compressed step update() takes this rank's own gradient of the whole bucket (wants_local_gradients()), so
@@ -18,11 +18,8 @@
 
 namespace ds::compression {
 
-class CompressedOptimizer : public optimizers::SliceOptimizer {
+class CompressedOptimizer : public optimizers::CopyingOptimizer {
  public:
-  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
-    update_into(index, gradient, gradient_scale, /*copy=*/{});
-  }
   // Collective in compressed steps.
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) final;
   bool wants_local_gradients() const override { return is_local(step_count_ + 1); }
@@ -34,7 +31,7 @@ class CompressedOptimizer : public optimizers::SliceOptimizer {
   void set_average_mask(int64_t index, const at::Tensor& mask);
 
  protected:
-  // The exchange of one bucket. Without peers nothing is compressed, and all of it is empty.
+  // What one bucket exchanges. Without peers nothing is compressed, and all of it is empty.
   struct Exchange {
     std::unique_ptr<CompressedAllReduce> all_reduce;
     at::Tensor worker_error;  // [bucket], what the signs of this rank have not said yet

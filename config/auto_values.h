@@ -1,4 +1,4 @@
-// What an "auto" of the file becomes.
+// The value that takes the place of an "auto" of the file.
 #pragma once
 
 #include <nlohmann/json.hpp>

@@ -1,4 +1,4 @@
-#include "config/batch_sizes.h"
+#include "config/parse_steps.h"
 
 #include <algorithm>
 

@@ -9,7 +9,7 @@
 
 namespace ds::engine::config {
 
-// Of a section that has been checked.
+// Returns the rules of a section that has been checked.
 std::vector<model_compression::Rule> compression_rules(const CompressionTrainingSection& section);
 // `add` hears of every mistake.
 std::vector<model_compression::Rule> compression_rules(const CompressionTrainingSection& section,

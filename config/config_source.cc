@@ -36,7 +36,7 @@ std::optional<std::string> decode_base64(std::string_view text) {
   return out;
 }
 
-// What base64 text of an object begins with; a mistyped file name seldom decodes to it.
+// The beginning of base64 text of an object; a mistyped file name seldom decodes to it.
 bool looks_like_object(const std::string& text) {
   const size_t first = text.find_first_not_of(" \t\r\n");
   return first != std::string::npos && text[first] == '{';

@@ -1,14 +1,13 @@
-#include "config/cross_checks.h"
+#include "config/parse_steps.h"
 
-#include <array>
-#include <string_view>
+#include <tuple>
 
-#include "config/master_checks.h"
 #include "config/sections_without_effect.h"
-#include "config/tensor_checks.h"
+#include "config/split/partition_config.h"
 #include "core/check.h"
 #include "core/json/json_convert.h"
 #include "core/name_pattern.h"
+#include "optim/optimizer_table.h"
 
 namespace ds::engine::config {
 namespace {
@@ -42,25 +41,17 @@ void check_precision(const DsConfig& c, JsonProblems& problems) {
   }
 }
 
-bool tested_with_zero(const std::string& type) {
-  static constexpr std::array<std::string_view, 9> kTested = {"Adam",       "AdamW",      "Adagrad",     "Lion", "Muon",
-                                                              "OneBitAdam", "OneBitLamb", "ZeroOneAdam", ""};
-  for (const std::string_view tested : kTested) {
-    if (type == tested) return true;
-  }
-  return false;
-}
-
 void check_optimizer(const DsConfig& c, JsonProblems& problems) {
-  if (c.zero_optimization.stage > 0 && !tested_with_zero(c.optimizer.type) && !c.zero_allow_untested_optimizer) {
+  if (!c.optimizer.given()) return;
+  const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(c.optimizer.type);
+  const bool is_tested = row != nullptr && row->tested_with_zero;
+  if (c.zero_optimization.stage > 0 && !is_tested && !c.zero_allow_untested_optimizer) {
     problems.error("/optimizer/type", cat(c.optimizer.type, " with zero_optimization.stage ", c.zero_optimization.stage,
                                           " needs \"zero_allow_untested_optimizer\": true; add it, or use stage 0"));
   }
-  if (c.optimizer.type == "Lamb" && c.fp16.enabled && c.fp16.loss_scale != 0) {
-    problems.error("/fp16/loss_scale", cat("expected 0 (dynamic) with the optimizer Lamb, found ", c.fp16.loss_scale));
-  }
-  if (c.optimizer.type == "Adagrad" && c.optimizer.params.contains("amsgrad")) {
-    problems.warning("/optimizer/params/amsgrad", "means nothing to Adagrad, ignored");
+  if (row != nullptr && row->dynamic_scale_only && c.fp16.enabled && c.fp16.loss_scale != 0) {
+    problems.error("/fp16/loss_scale",
+                   cat("expected 0 (dynamic) with the optimizer ", c.optimizer.type, ", found ", c.fp16.loss_scale));
   }
 }
 
@@ -198,6 +189,106 @@ void check_elasticity(const DsConfig& c, JsonProblems& problems) {
                    "excludes elasticity.enabled, which chooses the batch sizes; remove the key, or set "
                    "elasticity.ignore_non_elastic_batch_info");
   }
+}
+
+// Tells whether DeepSpeed would run its CPU Adam; torch's Adam has another update there. Without a type the program
+// brings the optimizer.
+bool is_cpu_adam(const OptimizerSection& section) {
+  const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(section.type);
+  return !section.given() || (row != nullptr && row->is_cpu_adam && !section.values.torch_adam);
+}
+
+void check_master_stage(const DsConfig& c, const std::string& pointer, JsonProblems& problems) {
+  if (c.zero_optimization.stage == 0) problems.error(pointer, "needs zero_optimization.stage 1, 2 or 3, found 0");
+}
+
+// `instead`: what else would do.
+void check_master_offload(const DsConfig& c, const std::string& pointer, const char* instead, JsonProblems& problems) {
+  if (c.zero_optimization.optimizer_device() == OffloadDevice::kNone) {
+    problems.error(pointer,
+                   cat("needs zero_optimization.offload_optimizer.device \"cpu\" or \"nvme\", found \"none\"; ",
+                       "add the section", instead));
+  }
+  if (!is_cpu_adam(c.optimizer)) {
+    problems.error(pointer, cat("needs optimizer.type Adam or AdamW",
+                                c.optimizer.values.torch_adam ? " without optimizer.params.torch_adam: true" : "",
+                                ", found ", c.optimizer.type, instead));
+  }
+}
+
+void check_master_on_device(const DsConfig& c, const std::string& pointer, JsonProblems& problems) {
+  if (!c.optimizer.compresses()) return;
+  problems.error(pointer,
+                 cat("excludes optimizer.type ", c.optimizer.type, ", whose errors of compression are float32 ",
+                     "sums with its masters; use another optimizer, or remove the key"));
+}
+
+// DeepSpeed refuses these too: masters of 16 bits need stages 1 to 3, offload_optimizer and CPU Adam, but for bf16 with
+// states of 16 bits on the device.
+void check_masters(const DsConfig& c, JsonProblems& problems) {
+  const std::string fp16 = "/fp16/fp16_master_weights_and_grads";
+  const std::string bf16 = "/bf16/bf16_master_weights_and_grads";
+  if (c.fp16.fp16_master_weights_and_grads) {
+    check_master_stage(c, fp16, problems);
+    check_master_offload(c, fp16, "", problems);
+    if (!c.fp16.enabled) problems.warning(fp16, "means nothing while fp16.enabled is false");
+  }
+  if (c.bf16.bf16_master_weights_and_grads) {
+    check_master_stage(c, bf16, problems);
+    if (c.bf16.bf16_optimizer_states && c.zero_optimization.optimizer_device() == OffloadDevice::kNone) {
+      check_master_on_device(c, bf16, problems);
+    } else {
+      check_master_offload(c, bf16, ", or bf16.bf16_optimizer_states: true without offload_optimizer", problems);
+    }
+    if (!c.bf16.enabled) problems.warning(bf16, "means nothing while bf16.enabled is false");
+  }
+  if (c.fp16.fp16_master_weights_and_grads && c.bf16.bf16_master_weights_and_grads) {
+    problems.error(fp16, "excludes bf16.bf16_master_weights_and_grads; set one of them");
+  }
+  if (!c.bf16.bf16_optimizer_states) return;
+  const std::string states = "/bf16/bf16_optimizer_states";
+  if (!c.bf16.bf16_master_weights_and_grads) {
+    problems.error(states, "needs bf16.bf16_master_weights_and_grads true, found false");
+  }
+  check_master_stage(c, states, problems);
+}
+
+void check_split_names(const TensorParallelSection& s, JsonProblems& problems) {
+  const PartitionConfig partition = read_partition_config(
+      s.partition_config,
+      [&](const std::string& pointer, const std::string& message) { problems.error(pointer, message); });
+  if (partition.tp_size > 1 && partition.tp_size != s.size()) {
+    problems.error("/tensor_parallel/partition_config/tp_size",
+                   cat("expected ", s.size(), ", which autotp_size and tp_size say, found ", partition.tp_size,
+                       "; write tensor_parallel.autotp_size, and remove this key"));
+  }
+  const nlohmann::ordered_json& names = s.injection_policy_tuple;
+  bool all_names = names.is_null() || names.is_array();
+  for (const auto& name : names) all_names = all_names && name.is_string();
+  if (!all_names) {
+    problems.error("/tensor_parallel/injection_policy_tuple",
+                   "expected a list of names of layers whose outputs are added, as [\"attention.output.dense\"]");
+  }
+}
+
+void check_tensor_parallel(const DsConfig& config, JsonProblems& problems) {
+  const TensorParallelSection& s = config.tensor_parallel;
+  check_split_names(s, problems);
+  const auto python_only = [&](bool on, const char* key) {
+    if (on) problems.warning(cat("/tensor_parallel/", key), "works in Python only, has no effect here");
+  };
+  python_only(s.vocab_parallel_ce_backend == "liger", "vocab_parallel_ce_backend");
+  python_only(s.keep_module_on_host, "keep_module_on_host");
+  python_only(s.replace_with_kernel_inject, "replace_with_kernel_inject");
+  const auto without_ranks = [&](bool on, const char* key) {
+    if (on && s.size() == 1)
+      problems.warning(cat("/tensor_parallel/", key),
+                       "has no effect with one rank for a layer; "
+                       "set tensor_parallel.autotp_size");
+  };
+  without_ranks(s.sequence_parallel, "sequence_parallel");
+  without_ranks(s.verify, "verify");
+  without_ranks(s.tp_overlap_comm, "tp_overlap_comm");
 }
 
 void warn_without_effect(const DsConfig& c, JsonProblems& problems) {

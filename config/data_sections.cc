@@ -2,7 +2,6 @@
 
 #include "config/describe.h"
 #include "config/difficulty_checks.h"
-#include "config/sample_metrics.h"
 
 namespace ds::engine::config {
 namespace {

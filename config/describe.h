@@ -39,7 +39,7 @@ void describe(JsonFields& json, WeightQuantizationSection& section);
 void describe(JsonFields& json, NebulaSection& section);
 void describe(JsonFields& json, ProgressiveLayerDropSection& section);
 void describe(JsonFields& json, CurriculumLearningSection& section);
-// Its schedule_config.
+// Describes schedule_config of a section.
 void describe(JsonFields& json, DifficultySection& section);
 void describe(JsonFields& json, ElasticitySection& section);
 void describe(JsonFields& json, SparseAttentionSection& section);
@@ -51,9 +51,10 @@ void describe_zero_optimization(JsonFields& json, DsConfig& config);
 // Every top-level key but the three batch sizes.
 void describe_top_level(JsonFields& json, DsConfig& config);
 
-// Names of what optimizer.type may say, in canonical spelling.
+// The names that optimizer.type may say, in canonical spelling: those of optim/optimizer_table and those that are
+// refused.
 const std::vector<std::string>& optimizer_types();
-// Parameters of one type, for messages and for the list of all keys.
+// The keys of optimizer.params for one type, for the list of all keys.
 std::vector<std::string> optimizer_parameters(const std::string& type);
 // The parameters of every schedule, for the list of all keys.
 std::vector<std::string> scheduler_types();

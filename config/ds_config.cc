@@ -4,16 +4,14 @@
 #include <cstdlib>
 
 #include "config/auto_values.h"
-#include "config/batch_sizes.h"
 #include "config/config_source.h"
-#include "config/cross_checks.h"
 #include "config/describe.h"
 #include "config/elastic_batch.h"
-#include "config/elastic_section.h"
-#include "config/habitual_keys.h"
+#include "config/parse_steps.h"
 #include "config/supported.h"
 #include "core/check.h"
 #include "core/json/json_fields.h"
+#include "pipeline/schedule/schedule_file.h"
 
 namespace ds::engine::config {
 namespace {
@@ -106,7 +104,7 @@ int64_t choose_tensor_ranks(DsConfig& config, const ParseOptions& options, JsonP
   return ranks;
 }
 
-// What ranks of a pipeline and of a tensor axis leave for data parallelism.
+// Chooses the number of data-parallel ranks: what a pipeline and a tensor axis leave.
 void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, JsonProblems& problems) {
   constexpr const char* kStages = "/pipeline/stages";
   const std::optional<int64_t> given = config.pipeline.stages;
@@ -130,6 +128,16 @@ void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, Js
   config.dp_world_size = std::max<int64_t>(1, *options.world_size / stages / tensor);
 }
 
+// Reads the file of actions that pipeline.schedule names.
+void read_own_schedule(PipelineSection& section, JsonProblems& problems) {
+  if (!pipeline::is_schedule_file(section.schedule)) return;
+  try {
+    section.own_schedule = std::make_shared<const pipeline::Schedule>(pipeline::read_schedule(section.schedule));
+  } catch (const ConfigError& error) {
+    problems.error("/pipeline/schedule", error.what());
+  }
+}
+
 void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions& options) {
   JsonFields json(reading, "", config.text, true);
   GivenBatchSizes given = read_batch_sizes(json);
@@ -142,6 +150,7 @@ void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions&
   describe_top_level(json, config);
   report_misplaced(config, reading, json);
   json.finish(UnknownKeys::kWarn);
+  read_own_schedule(config.pipeline, reading.problems);
   choose_data_parallel_size(config, options, reading.problems);
   if (config.elasticity.enabled) {
     resolve_elastic_batch(config, std::getenv("DEEPSPEED_ELASTICITY_CONFIG"), reading.problems);

@@ -17,7 +17,7 @@ constexpr std::array<int64_t, 38> kHighlyComposite = {
     720,   840,   1260,  1680,   2520,   5040,   7560,   10080,  15120,  20160,  25200,  27720, 45360,
     50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720};
 
-// What both versions search: sizes are ranks (0.1) or nodes (0.2).
+// The search of both versions: sizes are ranks (0.1) or nodes (0.2).
 struct Search {
   std::vector<int64_t> micro_batches;
   int64_t max_batch = 0;
@@ -126,8 +126,8 @@ Found search_nodes(const ElasticitySection& s) {
   return found;
 }
 
-// What version 0.2 does with a size that is not valid: the largest (or smallest) batch that some micro-batch size gives
-// within the limit. 0: there is none.
+// Version 0.2 does this with a size that is not valid: it takes the largest (or smallest) batch that some micro-batch
+// size gives within the limit. 0: there is none.
 int64_t batch_for_any(const ElasticitySection& s, int64_t size) {
   int64_t best = s.prefer_larger_batch ? 0 : std::numeric_limits<int64_t>::max();
   for (const int64_t micro : *s.micro_batch_sizes) {

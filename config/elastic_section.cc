@@ -1,4 +1,4 @@
-#include "config/elastic_section.h"
+#include "config/parse_steps.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "config/habitual_keys.h"
+#include "config/parse_steps.h"
 
 #include <algorithm>
 #include <string_view>

@@ -1,11 +1,10 @@
-#include "config/sample_metrics.h"
+#include "config/difficulty_checks.h"
 
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "config/describe.h"
-#include "config/difficulty_checks.h"
 #include "core/text.h"
 
 namespace ds::engine::config {

@@ -46,7 +46,7 @@ void per_group(JsonFields& json, const char* key, std::optional<PerGroup>& out) 
   out = value ? std::optional(value->values) : std::nullopt;
 }
 
-// Of an unknown one DeepSpeed takes the curve that is the default, and says so.
+// Warns of an unknown curve. DeepSpeed takes the curve that is the default, and says so.
 void warmup_type(JsonFields& json, optimizers::WarmupType& out) {
   const nlohmann::ordered_json* value = json.peek("warmup_type");
   if (value != nullptr && value->is_string() && *value != "log" && *value != "linear") {

@@ -6,7 +6,7 @@
 
 namespace ds::engine::config {
 
-// Of a section that was read: its mode is a known word.
+// For a section that was read: its mode is a known word.
 ops::SparsityPattern pattern_of(const SparseAttentionSection& section);
 
 }  // namespace ds::engine::config

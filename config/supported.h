@@ -1,4 +1,4 @@
-// What a ds_config may say and what of it this build does. Torch-free.
+// The keys that a ds_config may have, and the features that this build lacks. Torch-free.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ struct UnsupportedFeature {
   std::string message;  // what is missing and what to use instead
 };
 
-// What the config enables and this build does not do. Empty: it runs.
+// Lists what the config enables and this build does not do. Empty: it runs.
 std::vector<UnsupportedFeature> unsupported_features(const DsConfig& config);
 // Throws ConfigError naming all of them.
 void require_supported(const DsConfig& config);

@@ -6,6 +6,7 @@
 #include "core/check.h"
 #include "core/json/json_convert.h"
 #include "dsengine/config.h"
+#include "optim/optimizer_table.h"
 
 namespace ds::engine::config {
 namespace {
@@ -35,21 +36,11 @@ void collect_zero(const ZeroSection& s, Collector& out) {
             "adds what was not sent to the next gradient (error_feedback)");
 }
 
-bool built(const std::string& optimizer) {
-  static constexpr std::array<std::string_view, 16> kBuilt = {
-      "",           "Adam",       "AdamW",       "Lamb",    "Adagrad", "Lion",  "Muon",  "SGD",
-      "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "RMSprop", "Adamax",  "NAdam", "RAdam", "Adadelta"};
-  for (const std::string_view name : kBuilt) {
-    if (optimizer == name) return true;
-  }
-  return false;
-}
-
 void collect_optimizer(const DsConfig& c, Collector& out) {
-  out.later(!built(c.optimizer.type), "optimizer.type",
-            cat(c.optimizer.type,
-                " is not available; use Adam, AdamW, Lamb, Adagrad, Lion, Muon, SGD, RMSprop, Adamax, "
-                "NAdam, RAdam, Adadelta, OneBitAdam, OneBitLamb or ZeroOneAdam"));
+  const bool is_known = !c.optimizer.given() || optimizers::find_optimizer(c.optimizer.type) != nullptr;
+  out.later(!is_known, "optimizer.type",
+            cat(c.optimizer.type, " is not available; use ",
+                optimizers::optimizer_names([](const optimizers::OptimizerDescription&) { return true; })));
   out.later(c.scheduler.given() && !c.scheduler.options, "scheduler.type",
             cat(c.scheduler.type,
                 " takes a function, which no file can hold; use another one, as OneCycle or "

@@ -18,7 +18,7 @@
 namespace ds::engine {
 namespace {
 
-PipelineParts& pipeline_of(Engine::Impl& impl, Call call) {
+PipelineState& pipeline_of(Engine::Impl& impl, Call call) {
   impl.order.require_driver(call);
   return *impl.state.pipeline;
 }
@@ -87,7 +87,7 @@ void drop_batch(Engine::Impl& impl, const std::exception_ptr& failure) {
 }  // namespace
 
 at::Tensor Engine::train_batch() {
-  const PipelineParts& parts = pipeline_of(*impl_, Call::kTrainBatch);
+  const PipelineState& parts = pipeline_of(*impl_, Call::kTrainBatch);
   if (parts.source) return train_batch(parts.source);
   require(impl_->loader != nullptr, "train_batch(): expected training data, found none; pass .training_data to ",
           "initialize, call set_dataloader() or set_dataiterator(), or call train_batch(source)");
@@ -102,7 +102,7 @@ pipeline::MicroBatch Engine::on_device(pipeline::MicroBatch batch) const {
 
 at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
   Impl& self = *impl_;
-  PipelineParts& parts = pipeline_of(self, Call::kTrainBatch);
+  PipelineState& parts = pipeline_of(self, Call::kTrainBatch);
   self.order.require(Call::kTrainBatch);
   const auto micro_batches = static_cast<int>(self.config.gradient_accumulation_steps);
   const pipeline::Schedule& schedule = training_schedule(parts, self.state.plan, micro_batches);
@@ -160,7 +160,7 @@ at::Tensor Engine::train_batch(const pipeline::BatchSource& next) {
 
 Evaluation Engine::eval_batch(const pipeline::BatchSource& next, const EvalOptions& options) {
   Impl& self = *impl_;
-  PipelineParts& parts = pipeline_of(self, Call::kEvalBatch);
+  PipelineState& parts = pipeline_of(self, Call::kEvalBatch);
   self.order.require(Call::kEvalBatch);
   const auto micro_batches =
       static_cast<int>(options.num_micro_batches.value_or(self.config.gradient_accumulation_steps));
@@ -188,7 +188,7 @@ Evaluation Engine::eval_batch(const pipeline::BatchSource& next, const EvalOptio
 
 void Engine::set_dataloader(std::shared_ptr<DataLoader> loader) {
   require(loader != nullptr, "set_dataloader: expected a loader, found none");
-  PipelineParts& parts = pipeline_of(*impl_, Call::kSetDataloader);
+  PipelineState& parts = pipeline_of(*impl_, Call::kSetDataloader);
   require_equal_batches(parts, *loader, "set_dataloader()");
   parts.source = source_of(*impl_, std::move(loader));
 }
@@ -221,7 +221,7 @@ void Engine::trace_pipeline(bool on) { pipeline_of(*impl_, Call::kTracePipeline)
 // Clocks of hosts differ; the first rank's pipeline is what is drawn, so its ranks' events are gathered.
 void Engine::write_pipeline_trace(const std::string& path) {
   Impl& self = *impl_;
-  PipelineParts& parts = pipeline_of(self, Call::kWritePipelineTrace);
+  PipelineState& parts = pipeline_of(self, Call::kWritePipelineTrace);
   nlohmann::json events = nlohmann::json::array();
   for (const pipeline::TracedAction& traced : parts.runner->traced()) {
     events.push_back({{"name", pipeline::to_text(traced.action)},

@@ -134,7 +134,7 @@ void ShardedModel::make_parts(at::ScalarType reduce_dtype) {
   zero::ReducerOptions options;
   options.policy = zero::ReductionPolicy::kReduceScatterEveryBackward;
   options.gradient_dtype = options.communication_dtype = reduce_dtype;
-  options.patience = std::chrono::milliseconds(200);  // as at stage 3
+  options.patience = engine::kReductionPatience;
   options.model = state_.module->name();
   options.plain_passes = true;
   state_.gradients.reducer = std::make_unique<zero::GradientReducer>(

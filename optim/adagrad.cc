@@ -12,7 +12,8 @@
 
 namespace ds::optimizers {
 
-Adagrad::Adagrad(std::vector<GroupOptions> groups, AdagradRule rule) : SliceOptimizer(std::move(groups)), rule_(rule) {
+Adagrad::Adagrad(std::vector<GroupOptions> groups, AdagradRule rule)
+    : CopyingOptimizer(std::move(groups)), rule_(rule) {
   require<ConfigError>(rule.lr_decay >= 0, "optimizer.params.lr_decay: expected at least 0, found ", rule.lr_decay);
   require<ConfigError>(rule.initial_accumulator_value >= 0,
                        "optimizer.params.initial_accumulator_value: expected at least 0, found ",

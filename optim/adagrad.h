@@ -15,13 +15,10 @@ struct AdagradRule {
   double initial_accumulator_value = 0.0;
 };
 
-class Adagrad final : public SliceOptimizer {
+class Adagrad final : public CopyingOptimizer {
  public:
   // Throws ConfigError for negative values.
   Adagrad(std::vector<GroupOptions> groups, AdagradRule rule);
-  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
-    update_into(index, gradient, gradient_scale, /*copy=*/{});
-  }
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
   bool takes_device_scale() const override { return kernels_take_all(); }
@@ -33,7 +30,7 @@ class Adagrad final : public SliceOptimizer {
   void allocate_states(int64_t index) override;
 
  private:
-  // Of the step that runs.
+  // The coefficients of the step that runs.
   AdagradCoefficients coefficients_of(const GroupOptions& group) const;
 
   AdagradRule rule_;

@@ -102,7 +102,7 @@ std::pair<SliceTensors, AdamCoefficients> describe_adam_slice(const at::Tensor& 
           coefficients_of(step)};
 }
 
-Adam::Adam(std::vector<GroupOptions> groups, AdamRule rule) : SliceOptimizer(std::move(groups)), rule_(rule) {}
+Adam::Adam(std::vector<GroupOptions> groups, AdamRule rule) : CopyingOptimizer(std::move(groups)), rule_(rule) {}
 
 void Adam::allocate_states(int64_t index) {
   states_.push_back(allocate_adam_states([&] { return new_state(index); }, rule_));

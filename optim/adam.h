@@ -40,16 +40,13 @@ struct AdamStep {
 void update_adam_slice(const at::Tensor& master, const at::Tensor& gradient, const AdamStep& step,
                        const AdamStates& states, const at::Tensor& copy);
 
-// The same for SliceOptimizer::update_all: what update_together() asks of a slice.
+// Describes the update of a slice to update_together(), for update_all().
 std::pair<SliceTensors, AdamCoefficients> describe_adam_slice(const at::Tensor& master, const SliceUpdate& update,
                                                               const AdamStep& step, const AdamStates& states);
 
-class Adam final : public SliceOptimizer {
+class Adam final : public CopyingOptimizer {
  public:
   Adam(std::vector<GroupOptions> groups, AdamRule rule);
-  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
-    update_into(index, gradient, gradient_scale, /*copy=*/{});
-  }
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
   bool takes_device_scale() const override { return kernels_take_all(); }

@@ -35,7 +35,7 @@ ClientState kind_of(const std::vector<std::string>& names, bool from_start = tru
   return {.names = names, .prototype = std::make_shared<State>(), .from_start = from_start};
 }
 
-// Of the options of one of torch's; `State` is what it keeps.
+// Describes the options of an optimizer of torch's; `State` is what it keeps.
 template <class State, class Options>
 ClientState adam_state(const Options& options) {
   std::vector<std::string> names = {"exp_avg", "exp_avg_sq"};

@@ -1,4 +1,5 @@
-// What a torch::optim::Optimizer of the program keeps of a parameter, and its groups, in the terms of optimizers here.
+// The state that a torch::optim::Optimizer of the program keeps of a parameter, and its groups, in the terms of
+// optimizers here.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +25,7 @@ struct StateFields {
 // Nothing for a class that is none of torch's, or is derived from one.
 std::optional<StateFields> fields_of(torch::optim::OptimizerParamState& state);
 
-// What each parameter of a group has between steps.
+// The state that each parameter of a group has between steps.
 struct ClientState {
   std::vector<std::string> names;                                      // tensors with an element for each weight
   std::shared_ptr<const torch::optim::OptimizerParamState> prototype;  // null: it keeps nothing
@@ -36,7 +37,8 @@ struct ClientState {
 
 // "AdamW" for one of torch's, else the name of its class.
 std::string client_name(const torch::optim::Optimizer& optimizer);
-// Of each group of an optimizer of torch's that updates each element by itself; nothing for other classes.
+// Describes the state of each group of an optimizer of torch's that updates each element by itself; nothing for other
+// classes.
 std::optional<std::vector<ClientState>> states_of_torch(const torch::optim::Optimizer& optimizer);
 
 // The options of a group that have a name here; those of a class that is none of torch's: lr. Throws c10::Error where

@@ -22,7 +22,7 @@ namespace {
 constexpr int kSteps = 5;
 constexpr double kRate = 0.05;  // at least: at the start of a warm-up nothing would show
 
-// What the optimizer is tried on, of as many elements as a matrix of these sizes.
+// A trial of the optimizer, on a tensor of as many elements as a matrix of these sizes.
 struct Trial {
   int64_t rows;
   int64_t columns;
@@ -207,7 +207,7 @@ std::string problem_of_few(Emptied& probe, ClientState& state) {
   if (!are_close(probe.stepped(kSmall, cut, /*in_turn=*/true), expected)) {
     return "gives other values when a parameter is cut in two that get their gradients in two calls of step()";
   }
-  // What it does not write would be lost.
+  // State that it does not write would be lost.
   if (state.is_written && state.is_known && !are_close(probe.stepped_from_written(), expected)) {
     state.is_known = false;
     state.names.clear();

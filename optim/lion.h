@@ -12,12 +12,9 @@
 
 namespace ds::optimizers {
 
-class Lion final : public SliceOptimizer {
+class Lion final : public CopyingOptimizer {
  public:
-  explicit Lion(std::vector<GroupOptions> groups) : SliceOptimizer(std::move(groups)) {}
-  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
-    update_into(index, gradient, gradient_scale, /*copy=*/{});
-  }
+  explicit Lion(std::vector<GroupOptions> groups) : CopyingOptimizer(std::move(groups)) {}
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
   bool takes_device_scale() const override { return kernels_take_all(); }

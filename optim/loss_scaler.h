@@ -43,7 +43,7 @@ struct LossScalerOptions {
 // torch.amp.GradScaler's.
 LossScalerOptions torch_rule(double initial_scale = 65536.0, int64_t growth_interval = 2000);
 
-// What a checkpoint keeps.
+// The part of the state that a checkpoint keeps.
 struct LossScalerState {
   double scale = 1.0;
   int64_t iteration = 0;

@@ -22,7 +22,8 @@ at::Tensor join(const at::Tensor& bucket, const BucketParameter& parameter) {
   return runs.size() == 1 ? runs[0] : at::cat(runs);
 }
 
-// As it is made orthogonal. `flat` may have several parameters of these sizes, in its first dimension.
+// Returns a matrix in the shape in which it is made orthogonal. `flat` may have several parameters of these sizes, in
+// its first dimension.
 at::Tensor matrix_of(const at::Tensor& flat, at::IntArrayRef sizes) {
   std::vector<int64_t> shape(flat.sizes().begin(), flat.sizes().end() - 1);
   if (sizes.size() == 4) {
@@ -80,7 +81,7 @@ bool uses_muon(const ParameterInfo& parameter) {
 }
 
 Muon::Muon(std::vector<GroupOptions> groups, NewtonSchulzMethod method, AdamRule aux, std::vector<int64_t> block_rows)
-    : SliceOptimizer(std::move(groups)), method_(method), aux_(aux), block_rows_(std::move(block_rows)) {}
+    : CopyingOptimizer(std::move(groups)), method_(method), aux_(aux), block_rows_(std::move(block_rows)) {}
 
 std::vector<int64_t> Muon::in_blocks(int64_t parameter, const std::vector<int64_t>& sizes) const {
   const int64_t rows = block_rows_.empty() ? 0 : block_rows_.at(static_cast<size_t>(parameter));
@@ -135,7 +136,7 @@ at::Tensor Muon::blend_momentum(const GroupOptions& group, const State& state, c
   return result.lerp_(momentum, group.momentum);
 }
 
-// Of a part it is that of the whole matrix.
+// For a part of a matrix, this is its piece of the step of the full matrix.
 at::Tensor Muon::own_step(const Slice& slice, const BucketParameter& matrix, const at::Tensor& flat) const {
   const std::vector<int64_t>& sizes = (*slice.parameters)[static_cast<size_t>(matrix.parameter)].sizes;
   if (!slice.parts) return matrix_step(flat, in_blocks(matrix.parameter, sizes), method_);
@@ -213,7 +214,7 @@ void Muon::update_matrices_together(const Slice& slice, const GroupOptions& grou
   const MuonBlendCoefficients blends{.momentum = static_cast<float>(group.momentum),
                                      .gradient_share = static_cast<float>(1 - group.momentum)};
   blend.run(scale, [&](const DeviceSlice* slices, int64_t count, const UpdateScale& factor, void* stream) {
-    return device_functions<UpdateDeviceKernels>()->muon_blend(slices, &blends, count, factor, stream);
+    return update_device_kernels()->muon_blend(slices, &blends, count, factor, stream);
   });
   const at::Tensor bucket = slice.exchange->size() > 1 ? slice.exchange->all_gather(own) : own;
   const std::map<int64_t, at::Tensor> steps = own_steps(slice, state, bucket);
@@ -233,10 +234,10 @@ void Muon::update_matrices_together(const Slice& slice, const GroupOptions& grou
         {.lr = static_cast<float>(group.lr), .master_decay = static_cast<float>(1 - group.lr * group.weight_decay)});
   }
   if (apply.empty()) return;
-  apply.run({.factor = 1.0, .device_factor = {}, .skip = scale.skip}, [&](const DeviceSlice* slices, int64_t count,
-                                                                          const UpdateScale& factor, void* stream) {
-    return device_functions<UpdateDeviceKernels>()->muon_step(slices, coefficients.data(), count, factor, stream);
-  });
+  apply.run({.factor = 1.0, .device_factor = {}, .skip = scale.skip},
+            [&](const DeviceSlice* slices, int64_t count, const UpdateScale& factor, void* stream) {
+              return update_device_kernels()->muon_step(slices, coefficients.data(), count, factor, stream);
+            });
 }
 
 void Muon::update_all(const std::vector<SliceUpdate>& updates, const StepScale& scale) {

@@ -25,16 +25,13 @@ namespace ds::optimizers {
 // Two or more dimensions, and neither "embed" nor "lm_head" in the name.
 bool uses_muon(const ParameterInfo& parameter);
 
-class Muon final : public SliceOptimizer {
+class Muon final : public CopyingOptimizer {
  public:
   // `aux`: how the other parameters are updated. `block_rows`, by parameter, as OptimizerOptions says it; they divide
   // the rows of the whole matrix.
   Muon(std::vector<GroupOptions> groups, NewtonSchulzMethod method, AdamRule aux, std::vector<int64_t> block_rows = {});
   // Collective over the slice's exchange when the slice's parameters use Muon. Beside the slice it holds the bucket's
   // update in float32, and the products of one matrix at a time.
-  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) override {
-    update_into(index, gradient, gradient_scale, /*copy=*/{});
-  }
   void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale, const at::Tensor& copy) override;
   // On a device: matrices of one shape of a bucket are made orthogonal together.
   void update_all(const std::vector<SliceUpdate>& slices, const StepScale& scale) override;
@@ -57,12 +54,12 @@ class Muon final : public SliceOptimizer {
 
   void update_matrices(const Slice& slice, const GroupOptions& group, const State& state, const at::Tensor& gradient,
                        double gradient_scale) const;
-  // Likewise by kernels of the device.
+  // The same update by kernels of the device.
   void update_matrices_together(const Slice& slice, const GroupOptions& group, const SliceUpdate& update,
                                 const StepScale& scale) const;
   // The step of what the bucket has of a matrix, from its `flat` momentum: flat.
   at::Tensor own_step(const Slice& slice, const BucketParameter& matrix, const at::Tensor& flat) const;
-  // Those of all matrices of which the slice has elements, by parameter: of what is in the bucket, flat.
+  // Returns the steps of all matrices of which the slice has elements, by parameter: of what is in the bucket, flat.
   std::map<int64_t, at::Tensor> own_steps(const Slice& slice, const State& state, const at::Tensor& bucket) const;
   // The slice's part of the bucket's update, before it is orthogonalised: [n] in the state type.
   at::Tensor blend_momentum(const GroupOptions& group, const State& state, const at::Tensor& gradient,

@@ -1,7 +1,5 @@
 #include "optim/optimizer_factory.h"
 
-#include <algorithm>
-#include <cctype>
 #include <cmath>
 
 #include "core/check.h"
@@ -16,25 +14,15 @@
 namespace ds::optimizers {
 namespace {
 
-enum class Type { kAdam, kAdamW, kSgd, kAdagrad, kLion, kLamb, kMuon, kRmsprop, kAdamax, kNadam, kRadam, kAdadelta };
-
-Type parse_type(const std::string& name) {
-  std::string lower = name;
-  std::transform(lower.begin(), lower.end(), lower.begin(), [](unsigned char c) { return std::tolower(c); });
-  constexpr std::pair<const char*, Type> kTypes[] = {
-      {"adam", Type::kAdam},     {"adamw", Type::kAdamW}, {"sgd", Type::kSgd},     {"adagrad", Type::kAdagrad},
-      {"lion", Type::kLion},     {"lamb", Type::kLamb},   {"muon", Type::kMuon},   {"rmsprop", Type::kRmsprop},
-      {"adamax", Type::kAdamax}, {"nadam", Type::kNadam}, {"radam", Type::kRadam}, {"adadelta", Type::kAdadelta},
-  };
-  for (const auto& [known, type] : kTypes) {
-    if (lower == known) return type;
-  }
-  throw ConfigError(cat(
-      "optimizer.type: expected one of Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, RMSprop, Adamax, NAdam, RAdam, ",
-      "Adadelta, found \"", name, "\""));
+const OptimizerDescription& description_of(const std::string& type) {
+  const OptimizerDescription* const row = find_optimizer(type);
+  const auto is_made_here = [](const OptimizerDescription& one) { return !one.compresses; };
+  require<ConfigError>(row != nullptr && is_made_here(*row), "optimizer.type: expected ", optimizer_names(is_made_here),
+                       ", found \"", type, "\"");
+  return *row;
 }
 
-// As torch.optim refuses them.
+// Throws ConfigError for values that torch.optim refuses.
 void check_group(const GroupOptions& group) {
   const auto check = [](bool holds, const char* key, const char* rule, double found) {
     require<ConfigError>(holds, "optimizer.params.", key, ": expected ", rule, ", found ", found);
@@ -48,35 +36,24 @@ void check_group(const GroupOptions& group) {
 }
 
 std::unique_ptr<SliceOptimizer> make_of_torch(TorchAlgorithm algorithm, const OptimizerOptions& options) {
+  const OptimizerParams& values = options.values;
   return std::make_unique<TorchOptimizer>(options.groups,
                                           TorchRule{.algorithm = algorithm,
-                                                    .alpha = options.alpha,
-                                                    .centered = options.centered,
-                                                    .rho = options.rho,
-                                                    .momentum_decay = options.momentum_decay,
-                                                    .decoupled_weight_decay = options.decoupled_weight_decay});
+                                                    .alpha = values.alpha,
+                                                    .centered = values.centered,
+                                                    .rho = values.rho,
+                                                    .momentum_decay = values.momentum_decay,
+                                                    .decoupled_weight_decay = values.decoupled_weight_decay});
 }
 
 }  // namespace
 
-GroupOptions default_aux_adam_options() { return {.lr = 3e-4, .beta2 = 0.95, .eps = 1e-10}; }
+GroupOptions default_group_options(const std::string& type) { return group_options(description_of(type).defaults); }
 
-GroupOptions default_group_options(const std::string& type) {
-  switch (parse_type(type)) {
-    case Type::kAdagrad:
-      return {.lr = 1e-2, .eps = 1e-10};
-    case Type::kMuon:
-      return {.lr = 0.02, .beta2 = 0.95, .momentum = 0.95, .eps = 1e-10};
-    case Type::kRmsprop:
-      return {.lr = 1e-2};
-    case Type::kAdamax:
-    case Type::kNadam:
-      return {.lr = 2e-3};
-    case Type::kAdadelta:
-      return {.lr = 1.0, .eps = 1e-6};
-    default:
-      return {};
-  }
+GroupOptions default_aux_adam_options() { return *description_of("Muon").values_of_rest; }
+
+LambRule lamb_rule(const OptimizerParams& values) {
+  return {values.bias_correction, values.eps_inside_sqrt, values.max_coeff, values.min_coeff};
 }
 
 void require_groups(const std::vector<GroupOptions>& groups) {
@@ -86,37 +63,39 @@ void require_groups(const std::vector<GroupOptions>& groups) {
 
 std::unique_ptr<SliceOptimizer> make_optimizer(const OptimizerOptions& options) {
   require_groups(options.groups);
-  const AdamRule adam{.decoupled_weight_decay = options.adam_w_mode,
-                      .bias_correction = options.bias_correction,
-                      .amsgrad = options.amsgrad};
-  switch (parse_type(options.type)) {
-    case Type::kAdam:
-      return std::make_unique<Adam>(options.groups, adam);
-    case Type::kAdamW:
-      return std::make_unique<Adam>(options.groups, AdamRule{true, adam.bias_correction, adam.amsgrad});
-    case Type::kSgd:
-      return std::make_unique<Sgd>(options.groups, SgdRule{options.dampening, options.nesterov});
-    case Type::kAdagrad:
-      return std::make_unique<Adagrad>(options.groups,
-                                       AdagradRule{options.lr_decay, options.initial_accumulator_value});
-    case Type::kLion:
+  const OptimizerParams& values = options.values;
+  switch (description_of(options.type).type) {
+    case OptimizerType::kAdam:
+      return std::make_unique<Adam>(options.groups,
+                                    AdamRule{values.adam_w_mode, values.bias_correction, values.amsgrad});
+    case OptimizerType::kAdamW:
+      return std::make_unique<Adam>(options.groups, AdamRule{true, values.bias_correction, values.amsgrad});
+    case OptimizerType::kSgd:
+      return std::make_unique<Sgd>(options.groups, SgdRule{values.dampening, values.nesterov});
+    case OptimizerType::kAdagrad:
+      return std::make_unique<Adagrad>(options.groups, AdagradRule{values.lr_decay, values.initial_accumulator_value});
+    case OptimizerType::kLion:
       return std::make_unique<Lion>(options.groups);
-    case Type::kLamb:
-      return std::make_unique<Lamb>(options.groups, LambRule{options.bias_correction, options.eps_inside_sqrt,
-                                                             options.max_coeff, options.min_coeff});
-    case Type::kMuon:
-      return std::make_unique<Muon>(options.groups, options.ns_method,
-                                    AdamRule{.decoupled_weight_decay = options.adam_w_mode}, options.block_rows);
-    case Type::kRmsprop:
+    case OptimizerType::kLamb:
+      return std::make_unique<Lamb>(options.groups, lamb_rule(values));
+    case OptimizerType::kMuon:
+      return std::make_unique<Muon>(
+          options.groups, values.ns_method == "standard" ? NewtonSchulzMethod::kStandard : NewtonSchulzMethod::kGram,
+          AdamRule{.decoupled_weight_decay = values.adam_w_mode}, options.block_rows);
+    case OptimizerType::kRmsprop:
       return make_of_torch(TorchAlgorithm::kRmsprop, options);
-    case Type::kAdamax:
+    case OptimizerType::kAdamax:
       return make_of_torch(TorchAlgorithm::kAdamax, options);
-    case Type::kNadam:
+    case OptimizerType::kNadam:
       return make_of_torch(TorchAlgorithm::kNadam, options);
-    case Type::kRadam:
+    case OptimizerType::kRadam:
       return make_of_torch(TorchAlgorithm::kRadam, options);
-    case Type::kAdadelta:
+    case OptimizerType::kAdadelta:
       return make_of_torch(TorchAlgorithm::kAdadelta, options);
+    case OptimizerType::kOneBitAdam:
+    case OptimizerType::kOneBitLamb:
+    case OptimizerType::kZeroOneAdam:
+      break;  // compression/compressed_factory.h makes them
   }
   throw InternalError("optimizer type without a maker");
 }

@@ -5,49 +5,35 @@
 #include <string>
 #include <vector>
 
-#include "optim/newton_schulz.h"
+#include "optim/lamb_rule.h"
+#include "optim/optimizer_table.h"
 #include "optim/shard_optimizer.h"
 
 namespace ds::optimizers {
 
-// Everything ds_config's optimizer section can say; each optimizer reads its own fields. Defaults are DeepSpeed's (SGD
-// and lr_decay: torch.optim's).
 struct OptimizerOptions {
-  // Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, RMSprop, Adamax, NAdam, RAdam or Adadelta, in any case.
-  std::string type = "AdamW";
+  std::string type = "AdamW";  // a name of optimizer_table(), in any case
   std::vector<GroupOptions> groups = {GroupOptions{}};
-
-  // Adam, Muon's other half. AdamW is Adam with decoupled weight decay, whatever adam_w_mode says.
-  bool adam_w_mode = true;
-  bool amsgrad = false;                                      // Adam, AdamW
-  bool bias_correction = true;                               // Adam, AdamW, Lamb
-  double dampening = 0.0;                                    // SGD
-  bool nesterov = false;                                     // SGD
-  double lr_decay = 0.0;                                     // Adagrad
-  double initial_accumulator_value = 0.0;                    // Adagrad
-  double max_coeff = 10.0;                                   // Lamb
-  double min_coeff = 0.01;                                   // Lamb
-  bool eps_inside_sqrt = false;                              // Lamb
-  NewtonSchulzMethod ns_method = NewtonSchulzMethod::kGram;  // Muon
-  // Muon, by parameter: rows that are made orthogonal by themselves; 0, or empty: the matrix is one.
-  std::vector<int64_t> block_rows;
-  double alpha = 0.99;                  // RMSprop
-  bool centered = false;                // RMSprop
-  double rho = 0.9;                     // Adadelta
-  double momentum_decay = 4e-3;         // NAdam
-  bool decoupled_weight_decay = false;  // NAdam, RAdam
+  // Each optimizer reads its own fields, except for those that groups have (lr, weight_decay, betas, momentum, eps).
+  OptimizerParams values = {};
+  // Muon, by parameter: the number of rows that are made orthogonal by themselves; 0, or no entry: all rows together.
+  std::vector<int64_t> block_rows = {};
 };
 
-// What a group has when the config says nothing: lr 1e-3 (Adagrad, RMSprop 1e-2, Muon 0.02, Adamax, NAdam
-// 2e-3, Adadelta 1), betas, eps, momentum. Throws
-// ConfigError for an unknown type. Muon's groups for the other parameters: default_aux_adam_options().
+// The values of a group when the config says nothing: the defaults of optimizer_table(). Throws ConfigError for an
+// unknown type.
 GroupOptions default_group_options(const std::string& type);
+// The defaults of Muon's groups for the parameters that it leaves to AdamW.
 GroupOptions default_aux_adam_options();
+
+// Lamb's rule, which OneBitLamb shares.
+LambRule lamb_rule(const OptimizerParams& values);
 
 // Throws ConfigError for no group, or values that torch.optim refuses.
 void require_groups(const std::vector<GroupOptions>& groups);
 
-// Throws ConfigError for an unknown type (naming the known ones) or values out of range.
+// Throws ConfigError for an unknown type (naming the known ones) or values out of range. Optimizers that compress are
+// made by compression::make_compressed_optimizer().
 std::unique_ptr<SliceOptimizer> make_optimizer(const OptimizerOptions& options);
 
 }  // namespace ds::optimizers

@@ -146,4 +146,17 @@ class SliceOptimizer : public ShardOptimizer {
   std::optional<at::ScalarType> state_dtype_;
 };
 
+// An optimizer whose update writes the new weights into the copy by itself, where one is wanted.
+class CopyingOptimizer : public ShardOptimizer {
+ public:
+  void update(int64_t index, const at::Tensor& gradient, double gradient_scale) final {
+    update_into(index, gradient, gradient_scale, /*copy=*/{});
+  }
+  void update_into(int64_t index, const at::Tensor& gradient, double gradient_scale,
+                   const at::Tensor& copy) override = 0;
+
+ protected:
+  using ShardOptimizer::ShardOptimizer;
+};
+
 }  // namespace ds::optimizers

@@ -33,7 +33,7 @@ void require_valid(const PolynomialLrOptions& options);
 void require_valid(const CosineAnnealingLrOptions& options);
 void require_valid(const CosineAnnealingWarmRestartsOptions& options);
 
-// As PyTorch names them.
+// The names are PyTorch's.
 inline const char* name_of(const StepLrOptions& /*options*/) { return "StepLR"; }
 inline const char* name_of(const MultiStepLrOptions& /*options*/) { return "MultiStepLR"; }
 inline const char* name_of(const ConstantLrOptions& /*options*/) { return "ConstantLR"; }
@@ -45,7 +45,7 @@ inline const char* name_of(const CosineAnnealingWarmRestartsOptions& /*options*/
   return "CosineAnnealingWarmRestarts";
 }
 
-// Of one kind of options.
+// The schedule of one kind of options.
 template <class Options>
 class TorchLrSchedule final : public LrSchedule {
  public:

@@ -7,7 +7,6 @@
 
 #include "core/check.h"
 #include "pipeline/schedule/schedule.h"
-#include "pipeline/schedule/schedule_file.h"
 #include "tools/checked_count.h"
 #include "tools/collective_cost.h"
 #include "tools/model_cost.h"
@@ -34,9 +33,7 @@ void add_bytes(int64_t& sum, int64_t bytes) { sum = checked_sum(sum, bytes, "wha
 
 // Without pipeline, forward and backward take turns.
 Schedule schedule_of(const Plan& plan, int64_t micro_batches) {
-  if (plan.pipeline && pipeline::is_schedule_file(plan.pipeline->schedule)) {
-    return pipeline::read_schedule(plan.pipeline->schedule);
-  }
+  if (plan.pipeline && plan.pipeline->own) return *plan.pipeline->own;
   const pipeline::ScheduleKind kind =
       plan.pipeline ? pipeline::parse_schedule_kind(plan.pipeline->schedule) : pipeline::ScheduleKind::k1F1B;
   return pipeline::make_schedule(kind, {.ranks = static_cast<int>(plan.topology.pipe),

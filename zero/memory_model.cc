@@ -135,6 +135,11 @@ int64_t reduced_bytes(const MemoryQuestion& question, const std::vector<int64_t>
 
 }  // namespace
 
+ReductionPolicy fitting_policy(ReductionPolicy policy, int owners, bool leaves_device) {
+  const bool early = policy == ReductionPolicy::kReduceScatterEveryBackward;
+  return early && owners == 1 && !leaves_device ? ReductionPolicy::kReduceScatterAtBoundary : policy;
+}
+
 ModelStateBytes predict_model_state(const MemoryQuestion& question) {
   require_valid(question);
   const std::vector<int64_t> buckets = buckets_of(question);

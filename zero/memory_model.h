@@ -25,6 +25,10 @@ struct StoredSlice {
   int64_t bytes = 0;
 };
 
+// The policy that runs where `policy` is asked for: one rank that owns all slices gains nothing by reducing early, and
+// its gradients add up in place, unless they leave the device one by one.
+ReductionPolicy fitting_policy(ReductionPolicy policy, int owners, bool leaves_device);
+
 struct MemoryQuestion {
   int stage = 0;                       // 0 to 3
   int64_t dp = 1;                      // ranks that share one copy of what is partitioned

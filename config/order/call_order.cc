@@ -20,7 +20,7 @@ enum Needs : unsigned {
   kMovedStates = 1 << 6,     // between offload_states() and reload_states()
 };
 
-// What a call needs; texts are of the checks that it has.
+// The needs of a call; texts are of the checks that it has.
 struct Row {
   Call call;
   const char* name;

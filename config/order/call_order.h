@@ -1,4 +1,4 @@
-// What may be called when: a table of the engine's calls, and what has happened so far that decides. Torch-free.
+// The order of calls: a table of the engine's calls, and what has happened so far that decides. Torch-free.
 //
 // It knows no engine and no tensor, so that every driver of steps can share it: a program's backward() and step(), a
 // pipeline's train_batch(). A driver asks require() before it does anything, and tells what has happened afterwards.
@@ -65,7 +65,7 @@ class CallOrder {
   // --- the running accumulation ------------------------------------------------------------------------------------
   int64_t micro_batches_done() const { return micro_batches_done_; }
   int64_t micro_batches_of_update() const { return accumulation_.micro_batches; }
-  // Those whose samples are counted: where step() does not count them, each backward() is one.
+  // The backward() calls whose samples are counted: where step() does not count them, each backward() is one.
   int64_t batches_done() const { return batches_done_; }
   bool awaits_step() const { return backwards_since_step_ > 0; }
   // No backward() of it has been.

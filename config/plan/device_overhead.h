@@ -1,4 +1,4 @@
-// What a GPU has to hold for a rank beside what the plan counts: of CUDA, NCCL and cuBLAS. Torch-free.
+// Predicts the memory of a GPU that a rank needs beside what the plan counts: CUDA, NCCL and cuBLAS. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct DeviceOverhead {
   int64_t total() const { return context + nccl + workspaces; }
 };
 
-// Of the rank of the plan that has most.
+// Predicts for the rank of the plan that needs most.
 DeviceOverhead predict_device_overhead(const Plan& plan);
 
 }  // namespace ds::engine

@@ -2,19 +2,21 @@
 
 #include <algorithm>
 
+#include "config/plan/plan_choices.h"
 #include "config/plan/plan_rows.h"
-#include "config/plan/precision.h"
 #include "config/supported.h"
 #include "core/check.h"
+#include "optim/optimizer_table.h"
 #include "pipeline/schedule/schedule.h"
-#include "pipeline/schedule/schedule_file.h"
 
 namespace ds::engine {
 namespace {
 
 using config::DsConfig;
+using optimizers::find_optimizer;
+using optimizers::OptimizerDescription;
 
-// What the config says in one place and denies in another.
+// Refuses what the config says in one place and denies in another.
 void require_consistent(const DsConfig& config, const Topology& topology) {
   require<UsageError>(topology.dp > 0 && topology.dp <= topology.world_size,
                       "make_plan: expected 0 < dp <= world_size, found dp ", topology.dp, " and world_size ",
@@ -38,7 +40,7 @@ void require_consistent(const DsConfig& config, const Topology& topology) {
       " (clipping by norm); keep one, or set the other to 0");
 }
 
-// non_finite_gradients. What is judged is the norm.
+// Chooses what becomes of steps with gradients that are not finite: non_finite_gradients. The norm is judged.
 void choose_non_finite(const DsConfig& config, Plan& plan) {
   using config::NonFiniteGradients;
   constexpr const char* kKey = "non_finite_gradients: ";
@@ -111,88 +113,6 @@ void choose_gathering(const config::ZeroSection& zero, Plan& plan) {
   if (zero.zero_quantized_nontrainable_weights) plan.frozen_bits = 8;
 }
 
-zero::Home home_of(config::OffloadDevice device) {
-  switch (device) {
-    case config::OffloadDevice::kCpu:
-      return zero::Home::kHost;
-    case config::OffloadDevice::kNvme:
-      return zero::Home::kFile;
-    case config::OffloadDevice::kNone:
-      break;
-  }
-  return zero::Home::kDevice;
-}
-
-bool updates_elementwise(const DsConfig& config, const PlanFacts& facts) {
-  return facts.client_optimizer || (config.optimizer.type != "Lamb" && config.optimizer.type != "Muon");
-}
-
-// offload_optimizer.super_offload. The boundary of an accumulation has to find the gradient that the host has used.
-void choose_speculation(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
-  const config::ZeroSection& zero = config.zero_optimization;
-  if (!zero.offload_optimizer || !zero.offload_optimizer->super_offload) return;
-  constexpr const char* kKey = "zero_optimization.offload_optimizer.super_offload: true needs ";
-  require<ConfigError>(zero.stage > 0, kKey, "zero_optimization.stage 1, 2 or 3, found ", zero.stage,
-                       ", where the optimizer is not offloaded; raise the stage, or remove the key");
-  require<ConfigError>(plan.offload.optimizer == zero::Home::kHost, kKey,
-                       "zero_optimization.offload_optimizer.device \"cpu\", found \"", name_of(zero.optimizer_device()),
-                       "\": it updates in host memory, and keeps a copy there to go back to; set it to \"cpu\", or ",
-                       "remove super_offload");
-  require<ConfigError>(!zero.offload_optimizer->delayed_update, kKey,
-                       "zero_optimization.offload_optimizer.delayed_update false, found true: one begins the update ",
-                       "before backward ends, the other after the step; keep one of them");
-  require<ConfigError>(updates_elementwise(config, facts), kKey, "an optimizer that updates each element by ",
-                       "itself, found optimizer.type ", config.optimizer.type, ", whose update talks to other ranks ",
-                       "while these reduce gradients; use Adam, AdamW, Adagrad, Lion or SGD, or remove the key");
-  require<ConfigError>(plan.shard_ranks == plan.topology.dp, kKey, "gradients that are complete when they arrive on ",
-                       "the host, found zero_optimization.mics_shard_size: ", plan.shard_ranks, " of ",
-                       plan.topology.dp, " ranks, where copies of the model join theirs after backward; remove one of ",
-                       "the two keys");
-  plan.offload.speculative = true;
-  // The others' kernels for the host read the gradient only.
-  plan.offload.speculation_copies_gradient = plan.clip_value > 0 || config.optimizer.algorithm() == "SGD" ||
-                                             plan.model_dtype == DType::kFloat64;  // without such kernels
-}
-
-void choose_offload(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
-  const config::ZeroSection& zero = config.zero_optimization;
-  plan.offload.staged = facts.accelerator;
-  if (zero.stage > 0 && zero.offload_optimizer && facts.trains) {
-    plan.offload.optimizer = home_of(zero.offload_optimizer->device);
-    plan.offload.ratio = zero.offload_optimizer->ratio;
-    plan.offload.delayed = zero.offload_optimizer->delayed_update;
-    require<ConfigError>(
-        !plan.offload.delayed || plan.offload.optimizer != zero::Home::kDevice,
-        "zero_optimization.offload_optimizer.delayed_update: true needs ",
-        "zero_optimization.offload_optimizer.device \"cpu\" or \"nvme\", found \"none\": it delays the ",
-        "update on the host; set the device, or remove delayed_update");
-    plan.delayed_update_start = zero.offload_optimizer->delayed_update_start;
-    require<ConfigError>(!plan.offload.delayed || updates_elementwise(config, facts),
-                         "zero_optimization.offload_optimizer.delayed_update: expected false with the optimizer ",
-                         config.optimizer.type, ", whose update talks to other ranks while these reduce gradients; ",
-                         "use Adam, AdamW, Adagrad, Lion or SGD, or turn it off");
-    // What such an optimizer sends is where its states are, and the ranks of accelerators talk between devices.
-    require<ConfigError>(
-        !facts.accelerator || plan.offload.optimizer == zero::Home::kDevice ||
-            plan.shard_ranks * plan.topology.tensor == 1 || updates_elementwise(config, facts),
-        "zero_optimization.offload_optimizer.device: expected \"none\" with the optimizer ", config.optimizer.type,
-        " on ", plan.shard_ranks, " ranks with accelerators, found \"", name_of(zero.optimizer_device()),
-        "\": its update talks to other ranks about tensors that ",
-        "would be in host memory; use Adam, AdamW, Adagrad, Lion or SGD, or turn offload_optimizer off");
-    // buffer_count counts tensors, as DeepSpeed's does: master, gradient and states of a slice.
-    const int64_t tensors = 2 + optimizer_state_tensors(config.optimizer.algorithm(), config.optimizer.values);
-    const int64_t overlapping =
-        1 + (zero.offload_optimizer->pipeline_read ? 1 : 0) + (zero.offload_optimizer->pipeline_write ? 1 : 0);
-    plan.offload.optimizer_buffers = std::max(overlapping, zero.offload_optimizer->buffer_count / tensors);
-  }
-  if (zero.stage == 3 && zero.offload_param) {
-    constexpr int64_t kFewestBuffers = 2;  // one is read while the other is written
-    plan.offload.parameters = home_of(zero.param_device());
-    plan.offload.parameter_buffers = std::max(kFewestBuffers, zero.offload_param->buffer_count);
-    plan.offload.kept_parameters = zero.offload_param->max_in_cpu;
-  }
-}
-
 // zero_quantized_gradients: a node is what zero_hpz_partition_size says, else a host.
 void choose_gradient_quantization(const config::ZeroSection& zero, Plan& plan) {
   if (!zero.zero_quantized_gradients || !plan.partition_optimizer || plan.shard_ranks == 1) return;
@@ -219,7 +139,7 @@ void choose_gradient_compression(const config::GradientCompressionSection& secti
   plan.communication_dtype = plan.gradient_dtype;  // of what is compressed
 }
 
-// What error feedback keeps of so many elements; warm starts are small beside it.
+// The bytes that error feedback keeps for so many elements; warm starts are small beside it.
 int64_t compression_memory(const Plan& plan, int64_t parameters) {
   constexpr int64_t kError = 4;  // float32
   if (!plan.compression.compresses() || !plan.compression.error_feedback) return 0;
@@ -229,10 +149,11 @@ int64_t compression_memory(const Plan& plan, int64_t parameters) {
 // OneBitAdam, OneBitLamb, ZeroOneAdam: ranks exchange what the optimizer makes of their own whole gradients.
 void choose_compressed_optimizer(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const std::string& type = config.optimizer.type;
-  if (facts.client_optimizer || !config.optimizer.compresses()) return;
+  const OptimizerDescription* const row = find_optimizer(type);
+  if (facts.client_optimizer || row == nullptr || !row->compresses) return;
   const config::ZeroSection& zero = config.zero_optimization;
-  const bool whole = type == "ZeroOneAdam";
-  require<ConfigError>(zero.stage <= (whole ? 0 : 2), "optimizer.type: ", type, " needs zero_optimization.stage ",
+  const bool whole = row->last_stage == 0;
+  require<ConfigError>(zero.stage <= row->last_stage, "optimizer.type: ", type, " needs zero_optimization.stage ",
                        whole ? "0, because ranks step on whole parameters by themselves" : "0, 1 or 2", ", found ",
                        zero.stage);
   require<ConfigError>(plan.offload.optimizer == zero::Home::kDevice, "optimizer.type: ", type, " excludes ",
@@ -247,7 +168,7 @@ void choose_compressed_optimizer(const DsConfig& config, const PlanFacts& facts,
   if (zero.stage == 2) plan.gradient_policy = zero::ReductionPolicy::kReduceScatterAtBoundary;
 }
 
-// Stages, chunks and schedule; what a pipeline excludes.
+// Chooses stages, chunks and schedule, and refuses what a pipeline excludes.
 void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const int64_t ranks = plan.topology.pipe;
   require<ConfigError>(facts.pipeline_module || ranks == 1, "pipeline.stages: expected 1 for a model that is no ",
@@ -265,15 +186,16 @@ void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan)
                        "found none; add \"optimizer\": {\"type\": \"AdamW\", \"params\": {\"lr\": 1e-3}}, also where ",
                        "eval_batch() alone is called");
   const std::string& schedule = config.pipeline.schedule;
-  plan.pipeline = {.schedule = schedule, .chunks = config.pipeline.chunks.value_or(1)};
-  if (pipeline::is_schedule_file(schedule)) {
-    const pipeline::Schedule own = pipeline::read_schedule(schedule);
+  plan.pipeline = {.schedule = schedule, .chunks = config.pipeline.chunks.value_or(1), .own = nullptr};
+  if (config.pipeline.own_schedule) {
+    const pipeline::Schedule& own = *config.pipeline.own_schedule;
     require<ConfigError>(own.shape.ranks == ranks, "pipeline.schedule: ", schedule, ": expected actions of ", ranks,
                          " ranks, which pipeline.stages says, found ", own.shape.ranks);
     require<ConfigError>(own.shape.micro_batches == config.gradient_accumulation_steps, "pipeline.schedule: ", schedule,
                          ": expected ", config.gradient_accumulation_steps, " micro-batches, which ",
                          "gradient_accumulation_steps says, found ", own.shape.micro_batches);
     plan.pipeline->chunks = own.shape.chunks;
+    plan.pipeline->own = config.pipeline.own_schedule;
   } else {
     const pipeline::ScheduleKind kind = pipeline::parse_schedule_kind(schedule);
     require<ConfigError>(kind != pipeline::ScheduleKind::kInference, "pipeline.schedule: expected one that trains, ",
@@ -294,7 +216,7 @@ void choose_pipeline(const DsConfig& config, const PlanFacts& facts, Plan& plan)
                        "pipeline, found false: train_batch() is one step; remove the key");
 }
 
-// What parts of parameters exclude. All else works on each rank's parts as on whole parameters.
+// Refuses what excludes parts of parameters. All else works on each rank's parts as on full parameters.
 void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, const Plan& plan) {
   if (plan.topology.tensor == 1) return;
   const std::string key = cat("tensor_parallel.autotp_size: ", plan.topology.tensor, " excludes ");
@@ -313,7 +235,8 @@ void require_possible_on_parts(const DsConfig& config, const PlanFacts& facts, c
       !config.tensor_parallel.sequence_parallel || !offload || !offload->super_offload,
       "tensor_parallel.sequence_parallel: true excludes offload_optimizer.super_offload: it updates ",
       "whole parameters before their gradients are added up over the tensor axis. Remove one of the two");
-  require<ConfigError>(type != "OneBitLamb", key, "optimizer.type: ", type,
+  const OptimizerDescription* const row = find_optimizer(type);
+  require<ConfigError>(row == nullptr || row->elementwise || !row->compresses, key, "optimizer.type: ", type,
                        ", whose factors are of whole tensors, where ",
                        "each rank has a part. Use Lamb, OneBitAdam or another optimizer, or set autotp_size to 1");
 }
@@ -329,6 +252,19 @@ void require_local_checkpoints(const DsConfig& config, const Plan& plan) {
            cat("pipeline.stages: ", plan.topology.pipe, ", whose stages write what they share once"));
   excludes(plan.frozen_bits > 0,
            "zero_optimization.zero_quantized_nontrainable_weights, which is encoded from whole tensors at a load");
+}
+
+// Chooses when buckets are reduced, how large they are at best, and how long hooks wait for other ranks.
+void choose_reductions(const PlanFacts& facts, Plan& plan) {
+  plan.gradient_policy = zero::fitting_policy(plan.gradient_policy, static_cast<int>(plan.shard_ranks),
+                                              plan.offload.optimizer != zero::Home::kDevice);
+  // Between devices the last bucket's reduction and the first one's gather hide behind nothing: an eighth of a model is
+  // too much, and collectives of so many bytes have their full rate.
+  constexpr int64_t kDeviceBucketBytes = int64_t{96} << 20;
+  if (facts.accelerator && plan.shard_ranks > 1) plan.bucket_target_bytes = kDeviceBucketBytes;
+  // Ranks of a tensor axis wait for each other's sums inside backward, as those of stage 3 wait for gathers, and uneven
+  // parts end their buckets at different parameters. On a device the host does not wait for a reduction, and would now.
+  if (plan.gather || (plan.topology.tensor > 1 && !facts.accelerator)) plan.reduction_patience = kReductionPatience;
 }
 
 void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
@@ -353,6 +289,7 @@ void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan
   choose_gradient_compression(config.gradient_compression, plan);
   plan.sparse_gradients = config.sparse_gradients && plan.shard_ranks > 1;
   choose_compressed_optimizer(config, facts, plan);
+  choose_reductions(facts, plan);
   const auto& listed = config.torch_autocast.lower_precision_safe_modules;
   if (plan.autocast && listed && plan.shard_ranks > 1 && !plan.error_feedback) plan.sent_in_autocast = *listed;
   plan.require_all_gradients = !zero.ignore_unused_parameters;
@@ -364,21 +301,12 @@ void choose_gradients(const DsConfig& config, const PlanFacts& facts, Plan& plan
 
 }  // namespace
 
-int64_t optimizer_state_tensors(const std::string& type, const config::OptimizerParams& params) {
-  if (type == "Adam" || type == "AdamW") return params.amsgrad ? 3 : 2;
-  if (type == "Lamb" || type == "OneBitAdam") return 2;
-  if (type == "OneBitLamb" || type == "ZeroOneAdam") return 3;
-  if (type == "Adagrad" || type == "Lion" || type == "Muon") return 1;
-  if (type == "SGD") return params.momentum != 0 ? 1 : 0;
-  if (type == "RMSprop") return 1 + (params.momentum > 0 ? 1 : 0) + (params.centered ? 1 : 0);
-  if (type == "Adamax" || type == "NAdam" || type == "RAdam" || type == "Adadelta") return 2;
-  return 0;
-}
-
 zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, int64_t parameters) {
-  const bool whole_gradients = plan.gradient_policy != zero::ReductionPolicy::kReduceScatterEveryBackward;
+  // One rank reduces nothing: its policy says nothing of the stage.
+  const bool whole_gradients =
+      plan.shard_ranks > 1 && plan.gradient_policy != zero::ReductionPolicy::kReduceScatterEveryBackward;
   const auto stage = static_cast<int>(config.zero_optimization.stage);
-  const int64_t states = optimizer_state_tensors(plan.optimizer, config.optimizer.values);
+  const int64_t states = optimizers::state_tensors_of(plan.optimizer, config.optimizer.values);
   return {.stage = whole_gradients ? std::min(stage, 1) : stage,
           .dp = plan.shard_ranks,
           .copies = plan.topology.dp / plan.shard_ranks,
@@ -403,7 +331,7 @@ zero::MemoryQuestion memory_question(const DsConfig& config, const Plan& plan, i
 
 namespace {
 
-Plan planned(const DsConfig& config, const Topology& topology, const PlanFacts& facts) {
+Plan drafted(const DsConfig& config, const Topology& topology, const PlanFacts& facts) {
   require_consistent(config, topology);
   Plan plan;
   plan.topology = topology;
@@ -420,29 +348,50 @@ Plan planned(const DsConfig& config, const Topology& topology, const PlanFacts& 
   plan.tensor = {.sequence_parallel = tensor.sequence_parallel,
                  .overlap = tensor.tp_overlap_comm,
                  .verify = tensor.verify,
-                 .split_parameters = facts.split_parameters};
-  plan.parameters = facts.parameters;
-  plan.activation_bytes = facts.activation_bytes;
-  if (plan.parameters) {
-    const zero::MemoryQuestion question = memory_question(config, plan, *plan.parameters);
-    plan.bytes = zero::predict_model_state(question);
-    plan.step_bytes = zero::predict_step(question);
-    plan.offloaded_bytes = zero::predict_offloaded(question);
-    plan.compression_bytes = compression_memory(plan, *plan.parameters);
-  }
-  add_rows(config, facts, plan);
+                 .split_parameters = {}};
   return plan;
+}
+
+void predict_bytes(const DsConfig& config, Plan& plan) {
+  if (!plan.parameters) return;
+  const zero::MemoryQuestion question = memory_question(config, plan, *plan.parameters);
+  plan.bytes = zero::predict_model_state(question);
+  plan.step_bytes = zero::predict_step(question);
+  plan.offloaded_bytes = zero::predict_offloaded(question);
+  plan.compression_bytes = compression_memory(plan, *plan.parameters);
+}
+
+template <class Work>
+auto with_source(const DsConfig& config, const Work& work) {
+  try {
+    return work();
+  } catch (const ConfigError& error) {
+    throw ConfigError(cat(config.source, ": ", error.what()));
+  }
 }
 
 }  // namespace
 
-Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts& facts) {
+Plan draft_plan(const DsConfig& config, const Topology& topology, const PlanFacts& facts) {
   config::require_supported(config);
-  try {
-    return planned(config, topology, facts);
-  } catch (const ConfigError& error) {
-    throw ConfigError(cat(config.source, ": ", error.what()));
-  }
+  return with_source(config, [&] { return drafted(config, topology, facts); });
+}
+
+void complete_plan(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
+  with_source(config, [&] {
+    if (!facts.first_float64.empty()) change_to_float64(config, facts, plan);
+    plan.tensor.split_parameters = facts.split_parameters;
+    plan.parameters = facts.parameters;
+    plan.activation_bytes = facts.activation_bytes;
+    predict_bytes(config, plan);
+    add_rows(config, facts, plan);
+  });
+}
+
+Plan make_plan(const DsConfig& config, const Topology& topology, const PlanFacts& facts) {
+  Plan plan = draft_plan(config, topology, facts);
+  complete_plan(config, facts, plan);
+  return plan;
 }
 
 }  // namespace ds::engine

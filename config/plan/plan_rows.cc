@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "comm/backend.h"
-#include "config/plan/precision.h"
+#include "config/plan/plan_choices.h"
 #include "core/check.h"
+#include "optim/optimizer_table.h"
 #include "pipeline/schedule/schedule.h"
-#include "pipeline/schedule/schedule_file.h"
 #include "pipeline/schedule/schedule_timing.h"
 
 namespace ds::engine {
@@ -96,7 +96,7 @@ std::string non_finite_text(const Plan& plan) {
   return "a warning";
 }
 
-// What decides it, where the key does not.
+// Names the key that decides it, where non_finite_gradients does not.
 std::string non_finite_reason(const DsConfig& config, const Plan& plan) {
   if (!plan.compute_grad_norm) return "zero_optimization.compute_grad_norm: false";
   if (config.non_finite_gradients != config::NonFiniteGradients::kAuto) return "non_finite_gradients";
@@ -111,7 +111,7 @@ void add_pipeline_row(const DsConfig& config, Plan& plan) {
   std::string text = cat(plan.topology.pipe, " ranks");
   if (chunks > 1) text += cat(" x ", chunks, " stages");
   text += cat(", ", plan.pipeline->schedule, ", ", config.gradient_accumulation_steps, " micro-batches");
-  if (!pipeline::is_schedule_file(plan.pipeline->schedule)) {
+  if (!plan.pipeline->own) {
     const pipeline::Schedule schedule =
         pipeline::make_schedule(pipeline::parse_schedule_kind(plan.pipeline->schedule),
                                 {.ranks = static_cast<int>(plan.topology.pipe),
@@ -127,7 +127,8 @@ void add_pipeline_row(const DsConfig& config, Plan& plan) {
 void add_compression_row(const DsConfig& config, Plan& plan) {
   if (!plan.error_feedback) return;
   const config::OptimizerParams& values = config.optimizer.values;
-  const bool zero_one = plan.optimizer == "ZeroOneAdam";
+  const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(plan.optimizer);
+  const bool zero_one = row != nullptr && row->last_stage == 0;
   const int64_t freeze = zero_one ? values.var_freeze_step : values.freeze_step;
   std::string text = zero_one ? cat("1 bit an element between variance steps; after step ", freeze,
                                     " ranks step alone and meet every 1 to ", values.local_step_clipper, " steps")
@@ -322,7 +323,7 @@ void add_averaging_row(const DsConfig& config, Plan& plan) {
   }
 }
 
-// What the section does to regions that the program runs through recompute::checkpoint().
+// Adds rows on what the section does to regions that the program runs through recompute::checkpoint().
 void add_activation_rows(const DsConfig& config, Plan& plan) {
   const config::ActivationCheckpointingSection& section = config.activation_checkpointing;
   const auto add = [&](bool asked, const char* key, const std::string& choice, const char* why) {
@@ -377,6 +378,17 @@ void add_gradient_rows(const DsConfig& config, Plan& plan) {
   plan.rows.push_back(
       {"buckets", cat("at most ", plan.bucket_elements, " elements"),
        reason_of(config, "zero_optimization.reduce_bucket_size", cat(config.zero_optimization.reduce_bucket_size))});
+  if (plan.bucket_target_bytes > 0) {
+    plan.rows.push_back({"size of buckets",
+                         cat("about an eighth of the model, at most ", plan.bucket_target_bytes >> 20, " MiB"),
+                         "ranks with accelerators share gradients"});
+  }
+  if (plan.reduction_patience) {
+    plan.rows.push_back({"late reductions",
+                         cat("backward waits ", plan.reduction_patience->count(), " ms for other ranks, then goes on"),
+                         plan.gather ? "other ranks may wait for this one's next gather"
+                                     : "other ranks may wait for this one's sums over the tensor axis"});
+  }
   plan.rows.push_back({"clipping", clipping_text(plan),
                        plan.clip_value > 0 ? reason_of(config, "gradient_clip_by_value", cat(plan.clip_value))
                                            : reason_of(config, "gradient_clipping", cat(config.gradient_clipping))});

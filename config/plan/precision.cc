@@ -1,19 +1,17 @@
-#include "config/plan/precision.h"
+#include "config/plan/plan_choices.h"
 
-#include <algorithm>
-#include <array>
 #include <string>
-#include <string_view>
 
 #include "core/check.h"
 #include "core/text.h"
+#include "optim/optimizer_table.h"
 
 namespace ds::engine {
 namespace {
 
 using config::DsConfig;
 
-// Whatever would round a model whose user has asked for 53 bits.
+// Refuses whatever would round a model whose user has asked for 53 bits.
 void require_float64_kept(const DsConfig& config, const PlanFacts& facts) {
   const auto require_absent = [&](bool asked, const std::string& key, const char* why) {
     require<ConfigError>(!asked, key, ": excludes float64 parameters (", facts.first_float64, " and all others): ", why,
@@ -45,27 +43,22 @@ void require_float64_kept(const DsConfig& config, const PlanFacts& facts) {
                  "it exchanges momenta of one bit");
 }
 
-// Moved by beta2.
-bool has_mean_of_squares(const std::string& optimizer) {
-  constexpr std::array<std::string_view, 5> kAveraging = {"Adam", "AdamW", "Lamb", "NAdam", "RAdam"};
-  return std::find(kAveraging.begin(), kAveraging.end(), optimizer) != kAveraging.end();
-}
-
-// The one place that says in which dtype masters and optimizer states are.
+// Decides the dtype of masters and optimizer states; no other place does.
 void choose_masters(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
   const char* const key = config.narrow_masters();
   require<ConfigError>(key == nullptr || !facts.client_optimizer, key != nullptr ? key : "", ": true excludes an ",
                        "optimizer of the program (", facts.client_name, "), which has masters and states of its own; ",
                        "remove the key, or give the optimizer in the ds_config");
-  const DType wide = plan.model_dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  plan.master_dtype = key != nullptr ? plan.model_dtype : wide;
+  plan.master_dtype = key != nullptr ? plan.model_dtype : DType::kFloat32;
   const bool wide_states = config.optimizer.values.fp32_optimizer_states || facts.client_optimizer;
   const bool narrow_states = (config.bf16.enabled && config.bf16.bf16_optimizer_states) || !wide_states;
-  plan.state_dtype = narrow_states ? plan.model_dtype : wide;
+  plan.state_dtype = narrow_states ? plan.model_dtype : DType::kFloat32;
   plan.separate_master = plan.master_dtype != plan.model_dtype;
   constexpr double kHalfUnit = 1.0 / 512;  // of a bfloat16, at least
   const double beta2 = config.optimizer.values.betas[1];
-  if (plan.state_dtype == DType::kBFloat16 && has_mean_of_squares(config.optimizer.type) && 1 - beta2 < kHalfUnit) {
+  const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(config.optimizer.type);
+  const bool averages = row != nullptr && row->averages_squares;
+  if (plan.state_dtype == DType::kBFloat16 && averages && 1 - beta2 < kHalfUnit) {
     plan.warnings.push_back(cat(
         "optimizer.params.betas[1]: ", beta2, " with optimizer states in bf16: the mean of squares cannot fall, as ",
         "a step takes less of it away than bf16 can tell. Use at most 0.99, or states in fp32"));
@@ -89,14 +82,12 @@ bool scales_autocast(const DsConfig& config) {
 }
 
 void choose_precision(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
-  const bool float64 = !facts.first_float64.empty();
-  if (float64) require_float64_kept(config, facts);
-  plan.model_dtype = float64 ? DType::kFloat64 : config.model_dtype();
+  plan.model_dtype = config.model_dtype();
   plan.gradient_dtype = config.data_types.grad_accum_dtype.value_or(plan.model_dtype);
   plan.communication_dtype = config.communication_data_type.value_or(plan.model_dtype);
   choose_masters(config, facts, plan);
   plan.buffer_dtype = config.data_types.buffer_dtype;
-  // As DeepSpeed's module.bfloat16() and module.half(): kernels of normalisation want one dtype.
+  // DeepSpeed's module.bfloat16() and module.half() do so, too: kernels of normalisation want one dtype.
   if (is_half(plan.model_dtype) && !plan.buffer_dtype) plan.buffer_dtype = plan.model_dtype;
   plan.cast_inputs = config.fp16.enabled && config.fp16.auto_cast;
   if (config.torch_autocast.enabled) plan.autocast = config.torch_autocast.dtype.value_or(DType::kBFloat16);
@@ -105,6 +96,17 @@ void choose_precision(const DsConfig& config, const PlanFacts& facts, Plan& plan
   } else if (scales_autocast(config) && plan.trains) {
     plan.loss_scaling = LossScaling::kDynamic;
   }
+}
+
+void change_to_float64(const DsConfig& config, const PlanFacts& facts, Plan& plan) {
+  require_float64_kept(config, facts);
+  for (DType* dtype :
+       {&plan.model_dtype, &plan.gradient_dtype, &plan.communication_dtype, &plan.master_dtype, &plan.state_dtype}) {
+    *dtype = DType::kFloat64;
+  }
+  plan.separate_master = false;
+  // The kernels for the host that leave a gradient as it is do not know float64.
+  plan.offload.speculation_copies_gradient = plan.offload.speculative;
 }
 
 void note_casts(const PlanFacts& facts, Plan& plan) {

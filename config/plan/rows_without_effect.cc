@@ -1,5 +1,5 @@
+#include "config/plan/plan_choices.h"
 #include "config/plan/plan_rows.h"
-#include "config/plan/precision.h"
 #include "core/text.h"
 
 namespace ds::engine {

@@ -113,7 +113,7 @@ std::vector<std::string> texts_of_all_ranks(const std::string& text, at::Device 
 }
 
 // The first stage whose backward gives gradients to a bucket.
-int64_t stage_of(const PipelineParts* pipeline, size_t bucket) {
+int64_t stage_of(const PipelineState* pipeline, size_t bucket) {
   if (!pipeline) return 0;
   const auto& in_pass = pipeline->bucket_in_pass;
   for (size_t stage = 0; stage < in_pass.size(); ++stage) {

@@ -146,7 +146,7 @@ void choose_parts(Engine::Impl& impl, const InitializeOptions& options) {
   if (impl.comms) impl.comms->observe_all_of(model.ranks);
   const bool is_pipeline = pipeline_of(options) != nullptr;
   model.optimizer = describe_client(options, config, model.ranks.tensor_ranks());
-  model.plan = make_plan(config, topology_of(model.ranks, job.ranks_per_host), plan_facts(options, config, model));
+  model.plan = draft_plan(config, topology_of(model.ranks, job.ranks_per_host), plan_facts(options, config, model));
   require_compatible_client(model.optimizer, options, model.plan);
   require<ConfigError>(model.plan.trains || options.parameter_groups.empty(),
                        "initialize: .parameter_groups: expected ",
@@ -218,7 +218,7 @@ void build_model(ModelState& model, const InitializeOptions& options, const conf
   add_dtypes(parameters, facts);
   if (model.tensor) add_splits(*model.tensor, parameters, facts);
   if (model.plan.topology.pipe > 1) require_one_precision(facts, model.ranks);
-  model.plan = make_plan(config, model.plan.topology, facts);
+  complete_plan(config, facts, model.plan);
   const OptimizerGroups groups = groups_of(model, options, config, parameters);
   require_same_setup(model, options, config, parameters, groups);
   if (config.fp8.enabled) require_fp8(model, config.fp8);
@@ -258,7 +258,7 @@ void build_company(Engine::Impl& impl, const InitializeOptions& options) {
 
 void prepare_schedule(Engine::Impl& impl) {
   if (!impl.state.pipeline) return;
-  PipelineParts& pipeline = *impl.state.pipeline;
+  PipelineState& pipeline = *impl.state.pipeline;
   pipeline.runner = std::make_unique<pipeline::StageRunner>(
       *pipeline.module, *pipeline.ranks,
       pipeline::MessageOptions{.device = impl.state.ranks.device,

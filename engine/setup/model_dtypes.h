@@ -15,8 +15,8 @@ namespace ds::engine {
 // float64 in part.
 void add_dtypes(const ModelParameters& parameters, PlanFacts& facts);
 
-// Of a pipeline, whose ranks know the layers of their own stages only. Collective; throws UsageError on all ranks when
-// some are float64 and others are not.
+// Checks a pipeline, whose ranks know the layers of their own stages only. Collective; throws UsageError on all ranks
+// when some are float64 and others are not.
 void require_one_precision(const PlanFacts& facts, const Ranks& ranks);
 
 }  // namespace ds::engine

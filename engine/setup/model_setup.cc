@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "config/plan/precision.h"
+#include "config/plan/plan_choices.h"
 #include "core/log.h"
 #include "layers/compressed/compressed_model.h"
 #include "model/state/autocast.h"
@@ -11,6 +11,7 @@
 #include "model/state/held_bytes.h"
 #include "model/state/kept_buffers.h"
 #include "model/state/part_options.h"
+#include "optim/optimizer_table.h"
 #include "zero/gather/parameter_publisher.h"
 
 namespace ds::engine {
@@ -37,7 +38,7 @@ GradientDeps make_gradients(const ModelState& model, const std::vector<int64_t>&
   if (model.plan.locate_non_finite) {
     parts.check = std::make_unique<zero::GradientCheck>(device, /*lazy=*/!device.is_cpu());
   }
-  zero::ReducerOptions options = reducer_options(model.plan, model.module->name(), device.is_cpu());
+  zero::ReducerOptions options = reducer_options(model.plan, model.module->name());
   if (!model.plan.sent_in_autocast.empty()) {
     for (const zero::ParameterBucket& bucket : model.buckets) {
       options.bucket_dtypes.push_back(
@@ -132,10 +133,6 @@ void describe_buckets(const ModelState& model, zero::MemoryQuestion& question) {
   }
 }
 
-// Between devices the last bucket's reduction and the first one's gather hide behind nothing: an eighth of a model is
-// too much, and collectives of so many bytes have their full rate.
-constexpr int64_t kDeviceBucketBytes = int64_t{96} << 20;
-
 }  // namespace
 
 void lay_out_model(ModelState& model, const config::DsConfig& config, const ModelParameters& parameters,
@@ -145,9 +142,6 @@ void lay_out_model(ModelState& model, const config::DsConfig& config, const Mode
   model.frozen = parameters.frozen;
   comm::Communicator& shards = *model.ranks.groups.shards;
   BucketOptions options = bucket_options(model.plan, model.pipeline.get(), parameters);
-  if (!model.ranks.device.is_cpu() && shards.size() > 1) {
-    options.most_target_elements = kDeviceBucketBytes / static_cast<int64_t>(c10::elementSize(options.dtype));
-  }
   const std::vector<int64_t> widths = widths_of_tables(model);
   if (model.plan.sparse_gradients) options.parts = parts_by_width(widths);
   choose_listed(model, config.torch_autocast, options);
@@ -174,7 +168,9 @@ void predict_exactly(ModelState& model, const config::DsConfig& config) {
   plan.offloaded_bytes = zero::predict_offloaded(question);
   if (model.gradients.reduction) plan.compression_bytes = model.gradients.reduction->memory_bytes();
   // How much of a model is matrices, and what the program's optimizer keeps, is known only now.
-  if (plan.optimizer != "Muon" && !plan.error_feedback && !model.optimizer.client_states) return;
+  const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(plan.optimizer);
+  const bool has_rest = row != nullptr && row->values_of_rest;
+  if (!has_rest && !plan.error_feedback && !model.optimizer.client_states) return;
   plan.bytes->optimizer = device_state_bytes(model);
   if (model.offloaded) plan.offloaded_bytes = model.offloaded->bytes();
 }

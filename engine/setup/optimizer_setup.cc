@@ -3,14 +3,16 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/ones.h>
 
+#include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "comm/agreement.h"
 #include "compression/compressed_factory.h"
+#include "config/split/layer_names.h"
 #include "core/check.h"
 #include "core/split/split_tensor.h"
 #include "core/text_hash.h"
-#include "engine/setup/head_rows.h"
 #include "engine/setup/parameter_groups.h"
 #include "model/state/part_options.h"
 #include "model/state/tensor_parts.h"
@@ -21,15 +23,6 @@
 
 namespace ds::engine {
 namespace {
-
-optimizers::GroupOptions config_group(const config::OptimizerParams& params) {
-  return {.lr = params.lr,
-          .weight_decay = params.weight_decay,
-          .beta1 = params.betas[0],
-          .beta2 = params.betas[1],
-          .momentum = params.momentum,
-          .eps = params.eps};
-}
 
 optimizers::GroupOptions overridden(optimizers::GroupOptions base, const ParameterGroup& group) {
   if (group.lr) base.lr = *group.lr;
@@ -63,9 +56,11 @@ void set_average_masks(compression::CompressedOptimizer& optimizer, const std::v
   }
 }
 
-// What Lamb and Muon exchange over a tensor axis goes by buckets: they have the same parameters on its ranks.
+// Requires buckets with the same parameters on all ranks of the tensor axis, for optimizers that exchange sums or
+// matrices by buckets (Lamb, Muon).
 void require_alike_over_axis(const ModelState& model, const std::string& type) {
-  if (!model.tensor || (type != "Lamb" && type != "Muon")) return;
+  const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(type);
+  if (!model.tensor || row == nullptr || row->elementwise) return;
   std::string text;
   for (size_t b = 0; b < model.buckets.size(); ++b) {
     if (!model.is_part(b)) continue;
@@ -82,7 +77,42 @@ void require_alike_over_axis(const ModelState& model, const std::string& type) {
   require<ConfigError>(largest == smallest, "optimizer.type: ", type, " with tensor_parallel.autotp_size ",
                        model.tensor->ranks->size(), " needs parts of one size on all ranks of the axis, found uneven ",
                        "ones, which lie in other buckets or slices on each. Keep what does not divide whole (a rule ",
-                       "with Style::kWhole), or use Adam, AdamW, Adagrad, Lion or SGD");
+                       "with Style::kWhole), or use ", optimizers::optimizer_names(optimizers::updates_alone));
+}
+
+std::vector<int64_t> rows_by_name(const std::vector<zero::Parameter>& parameters, int64_t head_dim) {
+  std::vector<int64_t> rows;
+  for (const zero::Parameter& parameter : parameters) {
+    const std::vector<int64_t> sizes = parameter.whole_sizes();
+    const bool heads = sizes.size() == 2 && makes_heads(parameter.name);
+    require<ConfigError>(!heads || sizes[0] % head_dim == 0, "optimizer.params.per_head_muon: ", parameter.name,
+                         ": expected whole heads of optimizer.params.head_dim ", head_dim, " rows, found ", sizes[0],
+                         " rows; correct head_dim, or set per_head_muon to false");
+    rows.push_back(heads ? head_dim : 0);
+  }
+  return rows;
+}
+
+// The rows of each parameter that are one head's, for per_head_muon: `head_dim` in weights of queries, keys and values,
+// told by their names (makes_heads()); 0: the matrix is one. Collective over all ranks. Throws ConfigError, on all of
+// them, for such a weight whose rows `head_dim` does not divide, and where no rank has one.
+std::vector<int64_t> head_rows(const std::vector<zero::Parameter>& parameters, int64_t head_dim, const Ranks& ranks) {
+  std::vector<int64_t> rows;
+  std::exception_ptr failure;
+  try {
+    rows = rows_by_name(parameters, head_dim);
+  } catch (const ConfigError&) {
+    failure = std::current_exception();
+  }
+  const int failed = failed_rank(failure, ranks.device, *ranks.world);
+  require<ConfigError>(failed < 0, "optimizer.params.per_head_muon: rank ", failed, " has a weight whose rows ",
+                       "optimizer.params.head_dim ", head_dim, " does not divide, which it names");
+  const auto found = static_cast<int64_t>(rows.size()) - std::count(rows.begin(), rows.end(), 0);
+  require<ConfigError>(largest_of_ranks(found, ranks.device, *ranks.world, "weights of heads") > 0,
+                       "optimizer.params.per_head_muon: expected weights of queries, keys or values in layers named ",
+                       "q_proj, k_proj, v_proj, query, key, value, wq, wk, wv, qkv, qkv_proj, query_key_value or ",
+                       "Wqkv, or torch::nn::MultiheadAttention's, found none; rename the layers, or set it to false");
+  return rows;
 }
 
 }  // namespace
@@ -122,26 +152,28 @@ OptimizerGroups plan_groups(const config::OptimizerSection& section, const Model
                             const std::vector<ParameterGroup>& groups, bool part_of_model) {
   OptimizerGroups result;
   result.group_of = assign_groups(parameters.trainable, groups, part_of_model);
-  optimizers::GroupOptions base = config_group(section.values);
-  const bool muon = section.type == "Muon";
-  if (muon && section.values.muon_lr) base.lr = *section.values.muon_lr;
+  const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(section.type);
+  optimizers::GroupOptions base = optimizers::group_options(section.values);
+  if (section.values.muon_lr) base.lr = *section.values.muon_lr;
   result.options.push_back(base);
   for (const ParameterGroup& group : groups) result.options.push_back(overridden(base, group));
   result.masks.resize(1);
   for (const ParameterGroup& group : groups) {
     require(section.compresses() || (!group.non_freeze && !group.exp_avg_mask.defined()),
-            "initialize: .parameter_groups: ",
-            "non_freeze and exp_avg_mask are for OneBitAdam, OneBitLamb and ZeroOneAdam, found optimizer.type ",
-            section.type);
-    require(!group.non_freeze || section.type == "OneBitAdam", "initialize: .parameter_groups: non_freeze is for ",
-            "OneBitAdam, found optimizer.type ", section.type);
+            "initialize: .parameter_groups: ", "non_freeze and exp_avg_mask are for ",
+            optimizers::optimizer_names([](const optimizers::OptimizerDescription& one) { return one.compresses; }),
+            ", found optimizer.type ", section.type);
+    require(!group.non_freeze || (row != nullptr && row->has_frozen_groups),
+            "initialize: .parameter_groups: ", "non_freeze is for ",
+            optimizers::optimizer_names([](const auto& one) { return one.has_frozen_groups; }),
+            ", found optimizer.type ", section.type);
     result.masks.push_back(group.exp_avg_mask);
   }
-  if (!muon) return result;
+  if (row == nullptr || !row->values_of_rest) return result;
 
   // The second half of the groups belongs to the parameters that Muon leaves to AdamW.
   const auto own_groups = static_cast<int>(result.options.size());
-  optimizers::GroupOptions aux = optimizers::default_aux_adam_options();
+  optimizers::GroupOptions aux = *row->values_of_rest;
   aux.weight_decay = section.values.weight_decay;
   if (section.params.contains("lr")) aux.lr = section.values.lr;
   if (section.values.adam_lr) aux.lr = *section.values.adam_lr;
@@ -157,14 +189,14 @@ std::shared_ptr<optimizers::SliceOptimizer> build_optimizer(const ModelState& mo
                                                             const config::OptimizerSection& section,
                                                             const OptimizerGroups& groups) {
   require_alike_over_axis(model, section.type);
-  optimizers::OptimizerOptions options = optimizer_options(section, groups.options);
+  optimizers::OptimizerOptions options = {
+      .type = section.algorithm(), .groups = groups.options, .values = section.values};
   if (section.values.per_head_muon) {
     options.block_rows = head_rows(model.parameters, section.values.head_dim, model.ranks);
   }
   std::shared_ptr<compression::CompressedOptimizer> compressed;
   if (section.compresses()) {
-    compressed =
-        compression::make_compressed_optimizer(options, compressed_options(section.values), *model.ranks.groups.shards);
+    compressed = compression::make_compressed_optimizer(options, *model.ranks.groups.shards);
   }
   std::shared_ptr<optimizers::SliceOptimizer> optimizer = compressed;
   if (!optimizer) optimizer = optimizers::make_optimizer(options);

@@ -19,14 +19,14 @@ void seed_everything(uint64_t seed, int rank = 0);
 // bit.
 void set_deterministic(bool deterministic, bool warn_only = false);
 
-// What scaled_dot_product_attention uses on a GPU: of these ("cudnn", "flash", "efficient", "math") the first that
+// Sets what scaled_dot_product_attention uses on a GPU: of these ("cudnn", "flash", "efficient", "math") the first that
 // takes the inputs, and nothing else. `device`: LibTorch sets its own order at the first use of a CUDA device, so that
 // this use is made before. Of no effect with a CPU, whose kernels LibTorch chooses by the same settings.
 void set_sdpa_backends(const std::vector<std::string>& backends, c10::Device device);
 // The settings alone, which the kernels of every device go by.
 void order_sdpa_backends(const std::vector<std::string>& backends);
 
-// "highest", "high" or "medium": of products of float32 matrices, and of convolutions by cuDNN.
+// Sets the precision of products of float32 matrices, and of convolutions by cuDNN: "highest", "high" or "medium".
 void set_float32_matmul_precision(const std::string& precision);
 
 }  // namespace ds::engine

@@ -248,7 +248,7 @@ std::string OptimizerStep::explain(uint64_t row, const BatchNotes& batches, NonF
 void OptimizerStep::reduce_tied() const {
   const ModelState& state = parts_.state;
   if (!state.pipeline) return;
-  const PipelineParts& pipeline = *state.pipeline;
+  const PipelineState& pipeline = *state.pipeline;
   for (size_t k = 0; k < pipeline.tied.size(); ++k) {
     for (size_t b = 0; b < state.buckets.size(); ++b) {
       if (pipeline.tied_of_bucket[b] != static_cast<int>(k)) continue;

@@ -8,10 +8,15 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
+
+namespace ds::pipeline {
+struct Schedule;
+}
 
 namespace ds::engine::config {
 
@@ -133,7 +138,9 @@ struct PipelineSection {
   std::optional<int64_t> stages;   // ranks of the pipeline; empty: "auto"
   std::string partition = "best";  // "best": "parameters"
   std::string schedule = "1f1b";   // a kind, or a file of actions (docs/pipeline.md)
-  std::optional<int64_t> chunks;   // stages a rank; empty: "auto", what the schedule needs
+  // The actions of that file, which parse() has read; null where `schedule` names a kind.
+  std::shared_ptr<const pipeline::Schedule> own_schedule;
+  std::optional<int64_t> chunks;  // stages a rank; empty: "auto", what the schedule needs
   bool seed_layers = false;
   int64_t activation_checkpoint_interval = 0;
   bool pipe_partitioned = true;

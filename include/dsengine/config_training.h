@@ -16,11 +16,12 @@
 
 namespace ds::engine::config {
 
-// "fp32", "bf16", "fp16"; "fp64" is no word of a ds_config: a model has it by itself.
+// The dtypes "fp32", "bf16" and "fp16" of a ds_config. It cannot ask for float64: a model has that by itself.
 enum class DType { kFloat32, kBFloat16, kFloat16, kFloat64 };
 
-// As the keys write it; and bytes of an element.
+// The name that keys use.
 const char* name_of(DType dtype);
+// The bytes of an element.
 inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
 // fp16
@@ -45,7 +46,7 @@ struct Bf16Section {
   bool bf16_optimizer_states = false;
 };
 
-// fp8.recipe: scales out of the largest elements of steps before, or of the tensor at hand.
+// fp8.recipe: scales follow the largest elements of earlier steps, or of the tensor at hand.
 enum class Fp8Recipe { kDelayed, kCurrent };
 // fp8.granularity: one scale for a tensor; or one for each 128 elements of a row and each 128 x 128 block of a weight.
 enum class Fp8Granularity { kTensor, kBlock };
@@ -62,7 +63,7 @@ struct Fp8Section {
   int64_t margin = 0;                        // scales are smaller by 2^margin
   bool fp8_wgrad = false;                    // gradients of weights on FP8, too; else on what the layer was given
   std::vector<std::string> modules = {"*"};  // names of Linear layers, * for any text
-  std::vector<std::string> exclude;          // likewise, of those that stay as they are
+  std::vector<std::string> exclude;          // names of Linear layers that stay as they are, * for any text
   bool emulate = false;                      // the same numbers without FP8 hardware, slowly: for tests
 };
 
@@ -81,8 +82,8 @@ struct DataTypesSection {
   std::optional<std::vector<std::string>> keep_in_fp32_modules;  // empty: "auto"
 };
 
-// optimizer.params. Every parameter of every optimizer type; the type's defaults are filled in, fields it does not know
-// keep theirs.
+// optimizer.params: the parameters of all optimizer types. parse() fills in the defaults of the type; fields that the
+// type does not know keep these.
 struct OptimizerParams {
   double lr = 1e-3;  // Adagrad, RMSprop 1e-2, Muon 0.02, Adamax, NAdam 2e-3, Adadelta 1
   double weight_decay = 0.0;
@@ -146,12 +147,12 @@ struct OptimizerSection {
   bool legacy_fusion = false;
 
   bool given() const { return !type.empty(); }  // whether the file has the section
-  // AdamW's decoupled weight decay: type AdamW, or Adam with adam_w_mode.
-  bool decoupled_weight_decay() const { return type == "AdamW" || values.adam_w_mode; }
-  // Ranks exchange compressed momenta, or the like, in place of gradients (docs/compression.md).
-  bool compresses() const { return type == "OneBitAdam" || type == "OneBitLamb" || type == "ZeroOneAdam"; }
-  // What runs: `type`, but AdamW for Adam with decoupled weight decay.
-  std::string algorithm() const { return type == "Adam" && decoupled_weight_decay() ? "AdamW" : type; }
+  // Whether weight decay is decoupled, AdamW's: type AdamW, or Adam with adam_w_mode.
+  bool decoupled_weight_decay() const;
+  // Whether ranks exchange compressed momenta, or the like, in place of gradients (docs/compression.md).
+  bool compresses() const;
+  // The algorithm that runs: `type`, but AdamW for Adam with decoupled weight decay.
+  std::string algorithm() const;
 };
 
 // scheduler: {"type", "params"}.
@@ -167,7 +168,7 @@ struct SchedulerSection {
 // gradient_compression.method
 enum class CompressionMethod { kNone, kFloat16, kBFloat16, kInt8, kTopK, kPowerSgd, kSign };
 
-// As the key writes it.
+// The name that the key uses.
 const char* name_of(CompressionMethod method);
 
 // gradient_compression, a section of ours (docs/gradient_compression.md)
@@ -179,7 +180,7 @@ struct GradientCompressionSection {
   bool error_feedback = true;       // what is not sent is added to the next gradient
   bool between_nodes_only = false;  // inside a node gradients are added as they are
 
-  // More than another dtype on the wire.
+  // Whether the method does more than send another dtype.
   bool compresses() const {
     return method != CompressionMethod::kNone && method != CompressionMethod::kFloat16 &&
            method != CompressionMethod::kBFloat16;

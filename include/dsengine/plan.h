@@ -1,10 +1,13 @@
-// What an engine runs and why: decided once from config and ranks, printed by rank 0, returned by Engine::plan().
+// The plan: what an engine runs and why. Decided once from config, ranks and model, printed by rank 0, returned by
+// Engine::plan().
 // Torch-free.
 //
 // Plain values without owners; a Plan that nobody changes is safe from any thread.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -17,8 +20,8 @@ namespace ds::engine {
 
 using config::DType;
 
-// Ranks along each axis: world_size = pipe x dp x tensor; ranks of a tensor axis are side by side, then data-parallel
-// ones.
+// The number of ranks along each axis: world_size = pipe x dp x tensor. Ranks of a tensor axis are side by side, then
+// data-parallel ones.
 struct Topology {
   int64_t world_size = 1;
   int64_t dp = 1;
@@ -62,6 +65,10 @@ struct Plan {
   bool prescale_gradients = false;
   double predivide_factor = 1.0;
   int64_t bucket_elements = 500'000'000;  // upper limit of a bucket, in elements
+  int64_t bucket_target_bytes = 0;        // what buckets aim at at most, in bytes of parameters; 0: no such limit
+  // How long a gradient's hook waits for other ranks before it leaves its reduction to a later hook; empty: without
+  // limit.
+  std::optional<std::chrono::milliseconds> reduction_patience;
   // Stage 3 on several ranks: parameters are kept as slices and gathered for use.
   std::optional<zero::GatherLimits> gather;
   int64_t node_ranks = 1;           // above 1: ranks that hold a secondary copy of gathered parameters (hpZ)
@@ -83,15 +90,17 @@ struct Plan {
   bool compute_grad_norm = true;
   double clip_norm = 1.0;   // 0 = off
   double clip_value = 0.0;  // 0 = off
-  // Of a step whose norm is infinite or NaN; never kAuto. Without compute_grad_norm no step is judged: kContinue.
+  // What happens to a step whose norm is infinite or NaN; never kAuto. Without compute_grad_norm no step is judged:
+  // kContinue.
   config::NonFiniteGradients non_finite = config::NonFiniteGradients::kContinue;
   bool locate_non_finite = false;  // each rank looks at its gradients before they are added and reduced
   LossScaling loss_scaling = LossScaling::kNone;
 
   // The model is a pipeline of stages, of one too.
   struct Pipeline {
-    std::string schedule;  // "1f1b", or the file of a program's own
-    int64_t chunks = 1;    // stages a rank
+    std::string schedule;                           // "1f1b", or the file of a program's own
+    int64_t chunks = 1;                             // stages of a rank
+    std::shared_ptr<const pipeline::Schedule> own;  // what that file says; null: `schedule` names a kind
   };
   std::optional<Pipeline> pipeline;
 
@@ -112,13 +121,13 @@ struct Plan {
   std::vector<std::string> warnings;           // logged by rank 0: what the program may not have meant
   std::optional<int64_t> parameters;           // trainable elements of the model
   std::optional<zero::ModelStateBytes> bytes;  // predicted per rank, when `parameters` is known
-  zero::StepBytes step_bytes;                  // likewise, on top during a step
-  zero::OffloadedBytes offloaded_bytes;        // likewise, beside the device
-  int64_t activation_bytes = 0;                // likewise: as ds-tool check was told
-  int64_t compression_bytes = 0;               // likewise: what gradient_compression remembers, on the device
+  zero::StepBytes step_bytes;                  // predicted per rank: memory on top during a step
+  zero::OffloadedBytes offloaded_bytes;        // predicted per rank: memory beside the device
+  int64_t activation_bytes = 0;                // activations per rank, as ds-tool check was told
+  int64_t compression_bytes = 0;               // predicted per rank: what gradient_compression remembers, on the device
 };
 
-// Aligned text, one line per row.
+// Returns the rows as aligned text, a line for each.
 std::string to_table(const Plan& plan);
 
 }  // namespace ds::engine

@@ -18,7 +18,7 @@
 #include "core/slices/segment.h"
 #include "layers/fp8/scaling.h"
 #include "model/offloaded/offloaded_state.h"
-#include "model/stages/pipeline_parts.h"
+#include "model/stages/pipeline_state.h"
 #include "model/state/frozen_here.h"
 #include "model/state/model_optimizer.h"
 #include "model/state/ranks.h"
@@ -43,7 +43,7 @@ struct ModelState {
   std::shared_ptr<torch::nn::Module> module;
   Plan plan;
   Ranks ranks;
-  std::unique_ptr<PipelineParts> pipeline;    // null: the model is no PipelineModule
+  std::unique_ptr<PipelineState> pipeline;    // null: the model is no PipelineModule
   std::unique_ptr<TensorParts> tensor;        // null: no parameter is split over ranks
   std::unique_ptr<OffloadedState> offloaded;  // null: all stays on the device
   std::vector<zero::Parameter> parameters;    // trainable, tied ones once, in module order

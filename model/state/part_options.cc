@@ -6,12 +6,13 @@
 
 #include "core/check.h"
 #include "optim/muon.h"
+#include "optim/optimizer_table.h"
 
 namespace ds::engine {
 namespace {
 
-// Of each trainable parameter: the stage it belongs to or, beyond all stages, what it is tied to.
-void choose_parts(const PipelineParts& parts, const ModelParameters& parameters, BucketOptions& options) {
+// Gives each trainable parameter a part: the stage that it belongs to or, numbered beyond all stages, its tie.
+void choose_pipeline_parts(const PipelineState& parts, const ModelParameters& parameters, BucketOptions& options) {
   std::unordered_map<const void*, int> part_of;
   for (size_t k = 0; k < parts.tied.size(); ++k) {
     const int part = parts.stages() + static_cast<int>(k);
@@ -28,13 +29,13 @@ void choose_parts(const PipelineParts& parts, const ModelParameters& parameters,
   }
 }
 
-// Tensors of optimizer state that a bucket has.
+// Counts the tensors of optimizer state that a bucket has. Muon leaves some buckets to AdamW.
 int64_t state_tensors(const config::OptimizerSection& section, const zero::BucketLayout& bucket,
                       const std::vector<ParameterInfo>& infos) {
-  if (section.type == "Muon") {
-    return optimizers::uses_muon(infos[static_cast<size_t>(bucket.segments.front().parameter)]) ? 1 : 2;
-  }
-  return optimizer_state_tensors(section.algorithm(), section.values);
+  const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(section.type);
+  const ParameterInfo& first = infos[static_cast<size_t>(bucket.segments.front().parameter)];
+  const bool is_rest = row != nullptr && row->values_of_rest && !optimizers::uses_muon(first);
+  return optimizers::state_tensors_of(is_rest ? "AdamW" : section.type, section.values);
 }
 
 }  // namespace
@@ -57,7 +58,7 @@ std::optional<at::ScalarType> scalar_type(const std::optional<config::DType>& dt
   return dtype ? std::optional(scalar_type(*dtype)) : std::nullopt;
 }
 
-zero::ReducerOptions reducer_options(const Plan& plan, const std::string& model, bool on_host) {
+zero::ReducerOptions reducer_options(const Plan& plan, const std::string& model) {
   zero::ReducerOptions options;
   options.model = model;
   options.policy = plan.gradient_policy;
@@ -68,14 +69,13 @@ zero::ReducerOptions reducer_options(const Plan& plan, const std::string& model,
   options.gradient_dtype = scalar_type(plan.gradient_dtype);
   options.communication_dtype = scalar_type(plan.communication_dtype);
   options.leave_in_backward = plan.offload.speculative;
-  // Ranks of a tensor axis wait for each other's sums inside backward, as those of stage 3 wait for gathers, and uneven
-  // parts end their buckets at different parameters. On a device the host does not wait for a reduction, and would now.
-  if (plan.gather || (plan.topology.tensor > 1 && on_host)) options.patience = std::chrono::milliseconds(200);
+  options.patience = plan.reduction_patience;
   return options;
 }
 
-BucketOptions bucket_options(const Plan& plan, const PipelineParts* pipeline, const ModelParameters& parameters) {
+BucketOptions bucket_options(const Plan& plan, const PipelineState* pipeline, const ModelParameters& parameters) {
   BucketOptions options = {.max_bucket_elements = plan.bucket_elements,
+                           .most_target_elements = plan.bucket_target_bytes / bytes_of(plan.model_dtype),
                            .dtype = scalar_type(plan.model_dtype),
                            .buffer_dtype = scalar_type(plan.buffer_dtype),
                            .master_dtype = scalar_type(plan.master_dtype),
@@ -85,7 +85,7 @@ BucketOptions bucket_options(const Plan& plan, const PipelineParts* pipeline, co
                            .persistent_numel = plan.persistent_numel,
                            .persistent_total = plan.persistent_total,
                            .frozen_bits = plan.frozen_bits};
-  if (pipeline) choose_parts(*pipeline, parameters, options);
+  if (pipeline) choose_pipeline_parts(*pipeline, parameters, options);
   if (plan.topology.tensor > 1) {
     for (const zero::Parameter& parameter : parameters.trainable) options.parts.push_back(parameter.part ? 1 : 0);
   }
@@ -112,45 +112,6 @@ OffloadedLayout offloaded_layout(const ModelState& model, const ModelLayout& lay
     offloaded.states.push_back(client ? client_tensors(bucket) : state_tensors(optimizer, bucket, model.infos));
   }
   return offloaded;
-}
-
-optimizers::OptimizerOptions optimizer_options(const config::OptimizerSection& section,
-                                               const std::vector<optimizers::GroupOptions>& groups) {
-  const config::OptimizerParams& values = section.values;
-  return {
-      .type = section.algorithm(),
-      .groups = groups,
-      .adam_w_mode = values.adam_w_mode,
-      .amsgrad = values.amsgrad,
-      .bias_correction = values.bias_correction,
-      .dampening = values.dampening,
-      .nesterov = values.nesterov,
-      .lr_decay = values.lr_decay,
-      .initial_accumulator_value = values.initial_accumulator_value,
-      .max_coeff = values.max_coeff,
-      .min_coeff = values.min_coeff,
-      .eps_inside_sqrt = values.eps_inside_sqrt,
-      .ns_method = values.ns_method == "standard" ? optimizers::NewtonSchulzMethod::kStandard
-                                                  : optimizers::NewtonSchulzMethod::kGram,
-      .alpha = values.alpha,
-      .centered = values.centered,
-      .rho = values.rho,
-      .momentum_decay = values.momentum_decay,
-      .decoupled_weight_decay = values.decoupled_weight_decay,
-  };
-}
-
-compression::CompressedOptions compressed_options(const config::OptimizerParams& values) {
-  return {.freeze_step = values.freeze_step,
-          .coeff_beta = values.coeff_beta,
-          .factor_max = values.factor_max,
-          .factor_min = values.factor_min,
-          .factor_threshold = values.factor_threshold,
-          .var_freeze_step = values.var_freeze_step,
-          .var_update_scaler = values.var_update_scaler,
-          .local_step_scaler = values.local_step_scaler,
-          .local_step_clipper = values.local_step_clipper,
-          .deepspeed_semantics = values.deepspeed_semantics};
 }
 
 optimizers::LossScalerOptions loss_scaler_options(const config::DsConfig& config) {

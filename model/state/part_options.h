@@ -7,14 +7,12 @@
 #include <chrono>
 #include <optional>
 
-#include "compression/compressed_factory.h"
 #include "config/plan/plan.h"
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/config.h"
 #include "model/state/model_layout.h"
 #include "model/state/model_state.h"
 #include "optim/loss_scaler.h"
-#include "optim/optimizer_factory.h"
 #include "zero/reduction/gradient_reducer.h"
 
 namespace ds::engine {
@@ -24,20 +22,14 @@ at::ScalarType scalar_type(config::DType dtype);
 std::optional<at::ScalarType> scalar_type(const std::optional<config::DType>& dtype);
 
 // `model`: its name, for messages.
-// `on_host`: the parameters are in host memory.
-zero::ReducerOptions reducer_options(const Plan& plan, const std::string& model, bool on_host);
+zero::ReducerOptions reducer_options(const Plan& plan, const std::string& model);
 
 // `pipeline` may be null.
-BucketOptions bucket_options(const Plan& plan, const PipelineParts* pipeline, const ModelParameters& parameters);
+BucketOptions bucket_options(const Plan& plan, const PipelineState* pipeline, const ModelParameters& parameters);
 
 // What is kept beside the device. Keeps references to `layout`.
 OffloadedLayout offloaded_layout(const ModelState& model, const ModelLayout& layout,
                                  const config::OptimizerSection& optimizer);
-
-optimizers::OptimizerOptions optimizer_options(const config::OptimizerSection& section,
-                                               const std::vector<optimizers::GroupOptions>& groups);
-// Of an optimizer that compresses what ranks exchange.
-compression::CompressedOptions compressed_options(const config::OptimizerParams& values);
 
 optimizers::LossScalerOptions loss_scaler_options(const config::DsConfig& config);
 

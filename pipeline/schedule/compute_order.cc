@@ -38,13 +38,21 @@ std::vector<int> group_sizes(const ScheduleShape& shape) {
   return sizes;
 }
 
-ComputeOrder in_groups(const ScheduleShape& shape, int rank, ActionKind kind) {
+// The stages of a rank to which chunks are dealt in turns.
+std::vector<int> stages_in_turns(const ScheduleShape& shape, int rank) {
+  std::vector<int> stages;
+  for (int chunk = 0; chunk < shape.chunks; ++chunk) stages.push_back(chunk * shape.ranks + rank);
+  return stages;
+}
+
+// Each group of micro-batches through all `stages` of a rank, in their order, or in reverse for backwards.
+ComputeOrder in_groups(const ScheduleShape& shape, std::vector<int> stages, ActionKind kind) {
+  if (kind != kForward) std::reverse(stages.begin(), stages.end());
   ComputeOrder order;
   int first = 0;
   for (const int size : group_sizes(shape)) {
-    for (int turn = 0; turn < shape.chunks; ++turn) {
-      const int chunk = kind == kForward ? turn : shape.chunks - 1 - turn;
-      for (int i = first; i < first + size; ++i) order.push_back({kind, chunk * shape.ranks + rank, i});
+    for (const int stage : stages) {
+      for (int i = first; i < first + size; ++i) order.push_back({kind, stage, i});
     }
     first += size;
   }
@@ -133,8 +141,8 @@ ComputeOrder zero_bubble_h2_order(const ScheduleShape& shape, int rank) {
 
 ComputeOrder interleaved_order(const ScheduleShape& shape, int rank) {
   if (shape.chunks == 1) return one_f_one_b_order(shape, rank);
-  const ComputeOrder forwards = in_groups(shape, rank, kForward);
-  const ComputeOrder backwards = in_groups(shape, rank, kBackward);
+  const ComputeOrder forwards = in_groups(shape, stages_in_turns(shape, rank), kForward);
+  const ComputeOrder backwards = in_groups(shape, stages_in_turns(shape, rank), kBackward);
   const int group = group_sizes(shape).front();
   const size_t warm_up = std::min<size_t>(forwards.size(), (shape.ranks - rank - 1) * 2 + (shape.chunks - 1) * group);
   ComputeOrder order(forwards.begin(), forwards.begin() + static_cast<std::ptrdiff_t>(warm_up));
@@ -145,7 +153,9 @@ ComputeOrder interleaved_order(const ScheduleShape& shape, int rank) {
   return order;
 }
 
-ComputeOrder inference_order(const ScheduleShape& shape, int rank) { return in_groups(shape, rank, kForward); }
+ComputeOrder inference_order(const ScheduleShape& shape, const std::vector<int>& stages) {
+  return in_groups(shape, stages, kForward);
+}
 
 // Schedules with two chunks in a V: rank r has stage r and stage 2p-1-r, so that the last rank's two stages are
 // neighbours and the first rank has both ends. Both need about twice as many micro-batches as ranks to come into step;

@@ -14,7 +14,8 @@ using ComputeOrder = std::vector<Action>;  // what one rank computes, in order
 ComputeOrder gpipe_order(const ScheduleShape& shape, int rank);
 ComputeOrder one_f_one_b_order(const ScheduleShape& shape, int rank);
 ComputeOrder interleaved_order(const ScheduleShape& shape, int rank);
-ComputeOrder inference_order(const ScheduleShape& shape, int rank);
+// Forwards alone, of a rank that runs `stages` (ascending), whatever stages other ranks run.
+ComputeOrder inference_order(const ScheduleShape& shape, const std::vector<int>& stages);
 ComputeOrder zero_bubble_h1_order(const ScheduleShape& shape, int rank);
 ComputeOrder zero_bubble_h2_order(const ScheduleShape& shape, int rank);
 ComputeOrder zero_bubble_v_order(const ScheduleShape& shape, int rank);

@@ -59,7 +59,7 @@ ComputeOrder compute_order(ScheduleKind kind, const ScheduleShape& shape, int ra
     case ScheduleKind::kDualPipeV:
       return dual_pipe_v_order(shape, rank);
     case ScheduleKind::kInference:
-      return inference_order(shape, rank);
+      break;  // make_inference_schedule()
   }
   throw InternalError("pipeline schedule: a kind without an order");
 }
@@ -88,9 +88,20 @@ std::vector<int> place_stages(ScheduleKind kind, const ScheduleShape& shape) {
 
 Schedule make_schedule(ScheduleKind kind, const ScheduleShape& shape) {
   std::vector<int> rank_of = place_stages(kind, shape);
+  if (kind == ScheduleKind::kInference) return make_inference_schedule(shape, std::move(rank_of));
   std::vector<std::vector<Action>> compute;
   for (int rank = 0; rank < shape.ranks; ++rank) compute.push_back(compute_order(kind, shape, rank));
   return with_messages(name_of(kind), shape, std::move(rank_of), compute);
+}
+
+Schedule make_inference_schedule(const ScheduleShape& shape, std::vector<int> rank_of) {
+  std::vector<std::vector<int>> stages(static_cast<size_t>(shape.ranks));
+  for (size_t stage = 0; stage < rank_of.size(); ++stage) {
+    stages[static_cast<size_t>(rank_of[stage])].push_back(static_cast<int>(stage));
+  }
+  std::vector<std::vector<Action>> compute;
+  for (const std::vector<int>& own : stages) compute.push_back(inference_order(shape, own));
+  return with_messages(name_of(ScheduleKind::kInference), shape, std::move(rank_of), compute);
 }
 
 }  // namespace ds::pipeline

@@ -54,6 +54,10 @@ std::vector<int> place_stages(ScheduleKind kind, const ScheduleShape& shape);
 // The schedule of a kind. Throws ConfigError for numbers below 1 and a number of chunks that the kind does not have.
 Schedule make_schedule(ScheduleKind kind, const ScheduleShape& shape);
 
+// The schedule of forwards alone, on stages that are placed for any kind of training: `rank_of` each stage, as many
+// stages on each rank. make_schedule(kInference) is this one with stages in turns.
+Schedule make_inference_schedule(const ScheduleShape& shape, std::vector<int> rank_of);
+
 // A complete schedule from the compute actions of each rank alone (F, B, I, W): adds sends after what they send,
 // receives, and at the end of a training schedule REDUCE, REDUCE_TIED and STEP. A receive starts one compute action
 // before the one that needs it, and the receives of a rank from one other start in the order in which that one sends,

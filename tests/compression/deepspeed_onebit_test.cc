@@ -41,14 +41,14 @@ std::unique_ptr<CompressedOptimizer> make(const std::string& type, const json& s
                      .beta1 = settings["betas"][0],
                      .beta2 = settings["betas"][1],
                      .eps = settings["eps"]}};
-  CompressedOptions compressed;
+  engine::config::OptimizerParams& compressed = options.values;
   compressed.freeze_step = settings.value("freeze_step", compressed.freeze_step);
   compressed.var_freeze_step = settings.value("var_freeze_step", compressed.var_freeze_step);
   compressed.var_update_scaler = settings.value("var_update_scaler", compressed.var_update_scaler);
   compressed.local_step_scaler = settings.value("local_step_scaler", compressed.local_step_scaler);
   compressed.local_step_clipper = settings.value("local_step_clipper", compressed.local_step_clipper);
   compressed.deepspeed_semantics = true;
-  return make_compressed_optimizer(options, compressed, ranks);
+  return make_compressed_optimizer(options, ranks);
 }
 
 class DeepSpeedOneBit : public ::testing::TestWithParam<std::string> {};

@@ -41,10 +41,9 @@ LambEnd train_beside_zeros(comm::Communicator& ranks, bool with_zeros, bool deep
   optimizers::OptimizerOptions options;
   options.type = "OneBitLamb";
   options.groups = {{.lr = 0.01, .weight_decay = 0.1, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-6}};
-  compression::CompressedOptions compressed;
-  compressed.freeze_step = kLambFreeze;
-  compressed.deepspeed_semantics = deepspeed_semantics;
-  const auto optimizer = compression::make_compressed_optimizer(options, compressed, ranks);
+  options.values.freeze_step = kLambFreeze;
+  options.values.deepspeed_semantics = deepspeed_semantics;
+  const auto optimizer = compression::make_compressed_optimizer(options, ranks);
   const int64_t numel = with_zeros ? kUsed + kUnused : kUsed;
   std::vector<ParameterInfo> infos = {{"used", {kUsed}, kUsed}};
   std::vector<Segment> segments = {{0, 0, 0, kUsed}};

@@ -3,7 +3,7 @@
 
 #include <regex>
 
-#include "config/habitual_keys.h"
+#include "config/parse_steps.h"
 #include "tests/config/parse_text.h"
 #include "tests/config/scratch_file.h"
 

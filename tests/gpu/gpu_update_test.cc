@@ -40,14 +40,14 @@ std::vector<Rule> rules() {
   nesterov[1].momentum = 0.5;
   return {
       {"AdamW", {.type = "AdamW", .groups = decay}},
-      {"AdamWithL2", {.type = "Adam", .groups = decay, .adam_w_mode = false}},
-      {"AdamAmsgrad", {.type = "Adam", .groups = decay, .amsgrad = true}},
-      {"AdamWithoutBiasCorrection", {.type = "Adam", .groups = decay, .bias_correction = false}},
-      {"Adagrad", {.type = "Adagrad", .groups = decay, .lr_decay = 0.1, .initial_accumulator_value = 0.2}},
+      {"AdamWithL2", {.type = "Adam", .groups = decay, .values = {.adam_w_mode = false}}},
+      {"AdamAmsgrad", {.type = "Adam", .groups = decay, .values = {.amsgrad = true}}},
+      {"AdamWithoutBiasCorrection", {.type = "Adam", .groups = decay, .values = {.bias_correction = false}}},
+      {"Adagrad", {.type = "Adagrad", .groups = decay, .values = {.lr_decay = 0.1, .initial_accumulator_value = 0.2}}},
       {"Lion", {.type = "Lion", .groups = decay}},
       {"Sgd", {.type = "SGD", .groups = decay}, false},
-      {"SgdMomentum", {.type = "SGD", .groups = momentum, .dampening = 0.25}, false},
-      {"SgdNesterov", {.type = "SGD", .groups = nesterov, .nesterov = true}, false},
+      {"SgdMomentum", {.type = "SGD", .groups = momentum, .values = {.dampening = 0.25}}, false},
+      {"SgdNesterov", {.type = "SGD", .groups = nesterov, .values = {.nesterov = true}}, false},
   };
 }
 

@@ -128,14 +128,15 @@ std::vector<WholeRule> whole_rules() {
   GroupOptions muon = default_group_options("Muon");
   muon.lr = 0.02;
   muon.weight_decay = 0.1;
-  return {
-      {"Lamb", {.type = "Lamb", .groups = {decay}}, 1e-5},
-      {"LambWithoutDecay", {.type = "Lamb", .groups = {{.lr = 1e-2, .beta1 = 0.3, .eps = 1e-3}}}, 1e-5},
-      {"LambEpsInside",
-       {.type = "Lamb", .groups = {decay}, .bias_correction = false, .max_coeff = 0.5, .eps_inside_sqrt = true},
-       1e-5},
-      {"MuonStandard", {.type = "Muon", .groups = {muon}, .ns_method = NewtonSchulzMethod::kStandard}, 0, kMuonError},
-      {"MuonGram", {.type = "Muon", .groups = {muon}, .ns_method = NewtonSchulzMethod::kGram}, 0, kMuonError}};
+  return {{"Lamb", {.type = "Lamb", .groups = {decay}}, 1e-5},
+          {"LambWithoutDecay", {.type = "Lamb", .groups = {{.lr = 1e-2, .beta1 = 0.3, .eps = 1e-3}}}, 1e-5},
+          {"LambEpsInside",
+           {.type = "Lamb",
+            .groups = {decay},
+            .values = {.bias_correction = false, .max_coeff = 0.5, .eps_inside_sqrt = true}},
+           1e-5},
+          {"MuonStandard", {.type = "Muon", .groups = {muon}, .values = {.ns_method = "standard"}}, 0, kMuonError},
+          {"MuonGram", {.type = "Muon", .groups = {muon}, .values = {.ns_method = "gram"}}, 0, kMuonError}};
 }
 
 // `start`: before all steps, by which each parameter's own change is known.

@@ -176,8 +176,9 @@ TEST(SliceUpdate, AFactorIsNotRoundedToTheDtypeOfTheGradient) {
 }
 
 TEST(Adam, WithoutBiasCorrectionTheFirstStepIsTheRawMean) {
-  const auto optimizer = make_optimizer(
-      {.type = "Adam", .groups = {{.lr = 1.0, .beta1 = 0.9, .beta2 = 0.99, .eps = 0}}, .bias_correction = false});
+  const auto optimizer = make_optimizer({.type = "Adam",
+                                         .groups = {{.lr = 1.0, .beta1 = 0.9, .beta2 = 0.99, .eps = 0}},
+                                         .values = {.bias_correction = false}});
   optimizer->add_slice(flat_slice(4));
   optimizer->begin_step();
   optimizer->update(0, at::full({4}, 2.0), 1.0);
@@ -232,10 +233,11 @@ TEST(Muon, MakesHeadsOrthogonalByThemselves) {
   const std::vector<ParameterInfo> parameters = {
       {"attn.qkv.weight", {24, 10}, 240}, {"attn.q_proj.weight", {24, 5}, 120}, {"mlp.weight", {6, 10}, 60}};
   const std::vector<int64_t> rows = {4, 8, 0};
-  for (const NewtonSchulzMethod method : {NewtonSchulzMethod::kStandard, NewtonSchulzMethod::kGram}) {
+  for (const char* method : {"standard", "gram"}) {
     GroupOptions group = default_group_options("Muon");
     group.weight_decay = 0.1;
-    const auto optimizer = make_optimizer({.type = "Muon", .groups = {group}, .ns_method = method, .block_rows = rows});
+    const auto optimizer =
+        make_optimizer({.type = "Muon", .groups = {group}, .values = {.ns_method = method}, .block_rows = rows});
     Slice slice = flat_slice(420);
     slice.segments = slice.bucket_segments = {{0, 0, 0, 240}, {1, 0, 240, 120}, {2, 0, 360, 60}};
     slice.parameters = &parameters;
@@ -340,8 +342,10 @@ TEST(Errors, BadOptions) {
   EXPECT_THAT(error_of<ConfigError>([] { make_optimizer({.groups = {{.lr = -1}}}); }),
               HasSubstr("params.lr: expected"));
   EXPECT_THAT(error_of<ConfigError>([] { make_optimizer({.groups = {{.beta2 = 1}}}); }), HasSubstr("betas[1]"));
-  EXPECT_THAT(error_of<ConfigError>([] { make_optimizer({.type = "SGD", .nesterov = true}); }), HasSubstr("nesterov"));
-  EXPECT_THAT(error_of<ConfigError>([] { make_optimizer({.type = "Lamb", .min_coeff = 20}); }), HasSubstr("min_coeff"));
+  EXPECT_THAT(error_of<ConfigError>([] { make_optimizer({.type = "SGD", .values = {.nesterov = true}}); }),
+              HasSubstr("nesterov"));
+  EXPECT_THAT(error_of<ConfigError>([] { make_optimizer({.type = "Lamb", .values = {.min_coeff = 20}}); }),
+              HasSubstr("min_coeff"));
 }
 
 }  // namespace

@@ -27,10 +27,10 @@ inline std::vector<Rule> rules() {
   const std::vector<GroupOptions> plain = {{.lr = 1e-2, .beta1 = 0.3, .beta2 = 0.9, .eps = 1e-4}};
   return {
       {"AdamW", {.type = "AdamW", .groups = decay}},
-      {"AdamWithL2", {.type = "Adam", .groups = decay, .adam_w_mode = false}},
-      {"AdamAmsgrad", {.type = "Adam", .groups = decay, .amsgrad = true}},
-      {"AdamWithoutBiasCorrection", {.type = "Adam", .groups = plain, .bias_correction = false}},
-      {"Adagrad", {.type = "Adagrad", .groups = decay, .lr_decay = 0.1, .initial_accumulator_value = 0.2}},
+      {"AdamWithL2", {.type = "Adam", .groups = decay, .values = {.adam_w_mode = false}}},
+      {"AdamAmsgrad", {.type = "Adam", .groups = decay, .values = {.amsgrad = true}}},
+      {"AdamWithoutBiasCorrection", {.type = "Adam", .groups = plain, .values = {.bias_correction = false}}},
+      {"Adagrad", {.type = "Adagrad", .groups = decay, .values = {.lr_decay = 0.1, .initial_accumulator_value = 0.2}}},
       {"Lion", {.type = "Lion", .groups = decay}},
   };
 }

@@ -14,6 +14,7 @@
 
 #include "core/check.h"
 #include "dsengine/comm.h"
+#include "zero/memory_model.h"
 
 namespace ds::zero {
 namespace {
@@ -21,10 +22,8 @@ namespace {
 // Reductions that may be under way inside backward, beside the bucket that fills: bounds memory.
 constexpr size_t kMostInFlight = 2;
 
-// One rank owns all slices: nothing is gained by reducing early, and gradients add up in place.
-ReducerOptions fitting(ReducerOptions options, const ReduceRoutes& routes) {
-  if (routes.slices.size() == 1 && options.transient() && !routes.elsewhere)
-    options.policy = ReductionPolicy::kReduceScatterAtBoundary;
+ReducerOptions with_fitting_policy(ReducerOptions options, const ReduceRoutes& routes) {
+  options.policy = fitting_policy(options.policy, routes.slices.size(), routes.elsewhere != nullptr);
   return options;
 }
 
@@ -92,7 +91,7 @@ class GradientReducer::Hook : public torch::autograd::PostAccumulateGradHook {
 GradientReducer::GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
                                  ReduceRoutes routes, const ReducerOptions& options)
     : parameters_(parameters),
-      exchange_(routes, fitting(options, routes)),
+      exchange_(routes, with_fitting_policy(options, routes)),
       elsewhere_(routes.elsewhere),
       late_(options.patience),
       neighbours_(parameters, options.model, /*alone=*/options.plain_passes) {

@@ -1,4 +1,4 @@
-// What an engine has when its model is a pipeline: this rank's stages, the ranks it runs them with, the schedules.
+// The state of a model that is a pipeline: this rank's stages, the ranks it runs them with, the schedules.
 #pragma once
 
 #include <map>
@@ -17,25 +17,25 @@
 
 namespace ds::engine {
 
-// Weights that several ranks of the pipeline have, each a copy.
+// Weights of which several ranks of the pipeline have a copy each.
 struct TiedWeights {
   std::shared_ptr<comm::Communicator> ranks;  // null on a rank that has none of them
   std::vector<at::Tensor> parameters;         // of this rank
-  std::string name;                           // of their layers
-  // The one that counts for the norm of the model and writes checkpoints.
+  std::string name;                           // the name of their layers
+  // Whether this rank's copy counts for the norm of the model and is written to checkpoints.
   bool is_first() const { return ranks && ranks->rank() == 0; }
 };
 
-struct PipelineParts {
+struct PipelineState {
   std::shared_ptr<pipeline::PipelineModule> module;
   std::shared_ptr<comm::Communicator> ranks;  // this rank's pipeline: one rank of each data-parallel group
   std::vector<TiedWeights> tied;
-  std::vector<int> tied_of_bucket;                // of each bucket: its place in `tied`, or -1
-  std::vector<std::vector<char>> bucket_in_pass;  // of each stage: the buckets that its backward gives gradients to
+  std::vector<int> tied_of_bucket;                // by bucket: its place in `tied`, or -1
+  std::vector<std::vector<char>> bucket_in_pass;  // by stage: the buckets that its backward gives gradients to
   std::unique_ptr<pipeline::StageRunner> runner;
-  pipeline::BatchSource source;                   // of train_batch() without one
-  std::map<int, pipeline::Schedule> schedules;    // by number of micro-batches
-  std::map<int, pipeline::Schedule> evaluations;  // likewise
+  pipeline::BatchSource source;                   // where train_batch() without a source reads
+  std::map<int, pipeline::Schedule> schedules;    // for training, by number of micro-batches
+  std::map<int, pipeline::Schedule> evaluations;  // forward-only, by number of micro-batches
 
   int stages() const { return static_cast<int>(module->bounds().size()) - 1; }
   // Whether this rank stands for a bucket in what is counted once.
@@ -48,27 +48,27 @@ struct PipelineParts {
 };
 
 // Builds the layers of this rank. Collective over `ranks`, the pipeline's, and over `world`, all pipelines.
-std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::PipelineModule>& module,
+std::unique_ptr<PipelineState> build_pipeline(const std::shared_ptr<pipeline::PipelineModule>& module,
                                               const std::shared_ptr<comm::Communicator>& ranks,
                                               const config::DsConfig& config, const Plan& plan, at::Device device,
                                               comm::Communicator& world);
 
 // Throws ConfigError for a loader whose last batch of an epoch is shorter than the others, where stages agree on one
 // shape: the rank that has it would throw at the end of the epoch, and the others wait for it. `what`: for the message.
-void require_equal_batches(const PipelineParts& parts, const DataLoader& loader, const char* what);
+void require_equal_batches(const PipelineState& parts, const DataLoader& loader, const char* what);
 
-// What has to be the same on all ranks: layers, and where they are, as lines "what<TAB>value".
-std::string layers_text(const PipelineParts& parts);
+// Describes what has to be the same on all ranks: layers, and where they are, as lines "what<TAB>value".
+std::string layers_text(const PipelineState& parts);
 
-// Ranks that share weights go on from the first one's values. Collective, likewise.
-void share_start_values(PipelineParts& parts);
+// Copies tied weights from the first rank of each tie to the others. Collective over the ranks of the pipeline.
+void share_start_values(PipelineState& parts);
 
-// What follows from the buckets.
-void note_buckets(PipelineParts& parts, const std::vector<zero::ParameterBucket>& buckets);
+// Notes which buckets are tied, and which belong to the backward of each stage.
+void note_buckets(PipelineState& parts, const std::vector<zero::ParameterBucket>& buckets);
 
-// The training schedule of so many micro-batches, proved.
-const pipeline::Schedule& training_schedule(PipelineParts& parts, const Plan& plan, int micro_batches);
-// Forwards only.
-const pipeline::Schedule& evaluation_schedule(PipelineParts& parts, int micro_batches);
+// Returns the training schedule of so many micro-batches, once it is proved sound.
+const pipeline::Schedule& training_schedule(PipelineState& parts, const Plan& plan, int micro_batches);
+// Returns the forward-only schedule of so many micro-batches, the one that ds-tool draws.
+const pipeline::Schedule& evaluation_schedule(PipelineState& parts, int micro_batches);
 
 }  // namespace ds::engine

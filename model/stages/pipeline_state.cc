@@ -1,4 +1,4 @@
-#include "model/stages/pipeline_parts.h"
+#include "model/stages/pipeline_state.h"
 
 #include <ATen/core/grad_mode.h>
 
@@ -8,7 +8,6 @@
 #include "core/check.h"
 #include "dsengine/activation_checkpoint.h"
 #include "pipeline/schedule/schedule_check.h"
-#include "pipeline/schedule/schedule_file.h"
 #include "pipeline/stage_placement.h"
 
 namespace ds::engine {
@@ -23,14 +22,13 @@ pipeline::ScheduleShape shape_of(const Plan& plan, int micro_batches) {
 }
 
 std::vector<int> placement_of(const Plan& plan) {
-  const std::string& schedule = plan.pipeline->schedule;
-  if (pipeline::is_schedule_file(schedule)) return pipeline::read_schedule(schedule).rank_of;
-  return pipeline::place_stages(pipeline::parse_schedule_kind(schedule), shape_of(plan, 1));
+  if (plan.pipeline->own) return plan.pipeline->own->rank_of;
+  return pipeline::place_stages(pipeline::parse_schedule_kind(plan.pipeline->schedule), shape_of(plan, 1));
 }
 
 }  // namespace
 
-std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::PipelineModule>& module,
+std::unique_ptr<PipelineState> build_pipeline(const std::shared_ptr<pipeline::PipelineModule>& module,
                                               const std::shared_ptr<comm::Communicator>& ranks,
                                               const config::DsConfig& config, const Plan& plan, at::Device device,
                                               comm::Communicator& world) {
@@ -53,7 +51,7 @@ std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::Pi
   require(trains, "pipeline: rank ", ranks->rank(),
           " of the pipeline has nothing to train: its stages have no trainable ",
           "parameter. Use fewer pipeline.stages, or another pipeline.partition than \"", section.partition, "\"");
-  auto parts = std::make_unique<PipelineParts>();
+  auto parts = std::make_unique<PipelineState>();
   parts->module = module;
   parts->ranks = ranks;
   for (const pipeline::TiedLayers& tied : module->tied()) {
@@ -66,7 +64,7 @@ std::unique_ptr<PipelineParts> build_pipeline(const std::shared_ptr<pipeline::Pi
   return parts;
 }
 
-void require_equal_batches(const PipelineParts& parts, const DataLoader& loader, const char* what) {
+void require_equal_batches(const PipelineState& parts, const DataLoader& loader, const char* what) {
   require<ConfigError>(parts.ranks->size() == 1 || parts.module->options().dynamic_shape || loader.has_equal_batches(),
                        what,
                        ": expected micro-batches of one size, for stages agree on one shape; found that the last ",
@@ -75,7 +73,7 @@ void require_equal_batches(const PipelineParts& parts, const DataLoader& loader,
                        "samples, or set PipelineOptions.dynamic_shape");
 }
 
-std::string layers_text(const PipelineParts& parts) {
+std::string layers_text(const PipelineState& parts) {
   std::string text;
   int64_t number = 0;
   for (const pipeline::LayerSpec& layer : parts.module->layers()) {
@@ -88,13 +86,13 @@ std::string layers_text(const PipelineParts& parts) {
   return text + '\n';
 }
 
-bool PipelineParts::is_copy(const std::string& name) const {
+bool PipelineState::is_copy(const std::string& name) const {
   return std::any_of(tied.begin(), tied.end(), [&](const TiedWeights& weights) {
     return weights.ranks && !weights.is_first() && name.starts_with(weights.name + ".");
   });
 }
 
-void share_start_values(PipelineParts& parts) {
+void share_start_values(PipelineState& parts) {
   const at::NoGradGuard no_grad;
   for (const TiedWeights& tied : parts.tied) {
     if (!tied.ranks) continue;
@@ -106,7 +104,7 @@ void share_start_values(PipelineParts& parts) {
   }
 }
 
-void note_buckets(PipelineParts& parts, const std::vector<zero::ParameterBucket>& buckets) {
+void note_buckets(PipelineState& parts, const std::vector<zero::ParameterBucket>& buckets) {
   std::unordered_map<const void*, size_t> bucket_of;
   for (size_t b = 0; b < buckets.size(); ++b) {
     for (const zero::Parameter& parameter : buckets[b].parameters()) {
@@ -129,13 +127,12 @@ void note_buckets(PipelineParts& parts, const std::vector<zero::ParameterBucket>
   }
 }
 
-const Schedule& training_schedule(PipelineParts& parts, const Plan& plan, int micro_batches) {
+const Schedule& training_schedule(PipelineState& parts, const Plan& plan, int micro_batches) {
   const auto found = parts.schedules.find(micro_batches);
   if (found != parts.schedules.end()) return found->second;
   const std::string& name = plan.pipeline->schedule;
-  const bool from_file = pipeline::is_schedule_file(name);
-  Schedule schedule = from_file
-                          ? pipeline::read_schedule(name)
+  Schedule schedule = plan.pipeline->own
+                          ? *plan.pipeline->own
                           : pipeline::make_schedule(pipeline::parse_schedule_kind(name), shape_of(plan, micro_batches));
   require(schedule.shape.micro_batches == micro_batches, "train_batch: ", name, " is of ", schedule.shape.micro_batches,
           " micro-batches, found ", micro_batches, " gradient accumulation steps");
@@ -143,23 +140,12 @@ const Schedule& training_schedule(PipelineParts& parts, const Plan& plan, int mi
   return parts.schedules.emplace(micro_batches, std::move(schedule)).first->second;
 }
 
-const Schedule& evaluation_schedule(PipelineParts& parts, int micro_batches) {
+const Schedule& evaluation_schedule(PipelineState& parts, int micro_batches) {
   const auto found = parts.evaluations.find(micro_batches);
   if (found != parts.evaluations.end()) return found->second;
-  const std::vector<int>& rank_of = parts.module->placement();
-  const pipeline::ScheduleShape shape = {
-      .ranks = parts.ranks->size(), .chunks = parts.stages() / parts.ranks->size(), .micro_batches = micro_batches};
-  std::vector<std::vector<pipeline::Action>> compute(static_cast<size_t>(parts.ranks->size()));
-  // As a wave, whatever rank has which stage: micro-batch m is in stage s at time m + s.
-  for (int time = 0; time < micro_batches + parts.stages(); ++time) {
-    for (int stage = parts.stages() - 1; stage >= 0; --stage) {
-      const int micro_batch = time - stage;
-      if (micro_batch < 0 || micro_batch >= micro_batches) continue;
-      compute[static_cast<size_t>(rank_of[static_cast<size_t>(stage)])].push_back(
-          {pipeline::ActionKind::kForward, stage, micro_batch});
-    }
-  }
-  Schedule schedule = pipeline::with_messages("inference", shape, rank_of, compute);
+  Schedule schedule = pipeline::make_inference_schedule(
+      {.ranks = parts.ranks->size(), .chunks = parts.stages() / parts.ranks->size(), .micro_batches = micro_batches},
+      parts.module->placement());
   pipeline::require_sound(schedule);
   return parts.evaluations.emplace(micro_batches, std::move(schedule)).first->second;
 }

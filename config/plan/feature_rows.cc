@@ -1,0 +1,119 @@
+#include <string>
+
+#include "config/plan/plan_rows.h"
+#include "core/text.h"
+
+namespace ds::engine {
+namespace {
+
+// Says where the axis lies: its sums are in every layer, so it has to have the fastest links. Links inside a host are
+// not looked at.
+std::string hosts_of_axis(const PlanFacts& facts, int64_t ranks) {
+  if (!facts.tensor_inside_host) return cat("inside a host where hosts have a multiple of ", ranks, " ranks");
+  return *facts.tensor_inside_host ? "each axis lies inside a host" : "axes lie across hosts";
+}
+
+std::string metric_text(const efficiency::SampleMetric& metric, const config::CurriculumSection& section) {
+  const nlohmann::ordered_json& written = section.curriculum_metrics[metric.name];
+  return cat(metric.name, metric.by_percentile ? " percentile " : " ", metric.schedule.min_difficulty, " to ",
+             metric.schedule.max_difficulty, ", ", written.value("schedule_type", ""),
+             metric.chooses ? "" : ", for the program");
+}
+
+}  // namespace
+
+void add_tensor_rows(const PlanFacts& facts, Plan& plan) {
+  const int64_t ranks = plan.topology.tensor;
+  if (ranks == 1) return;
+  plan.rows.push_back({"tensor parallel",
+                       cat(ranks, " neighbouring ranks have parts of the split parameters and get the same batches; ",
+                           hosts_of_axis(facts, ranks)),
+                       cat("tensor_parallel.autotp_size: ", ranks)});
+  if (!facts.tensor_inside_host.value_or(true)) {
+    plan.warnings.push_back(cat("tensor_parallel.autotp_size: ", ranks, ": the ", ranks,
+                                " ranks of a tensor axis are on several hosts, and the sums of every layer go between ",
+                                "them; choose a size that divides the ranks of a host"));
+  }
+  for (const SplitRow& row : facts.splits) plan.rows.push_back({cat("  ", row.names), row.what, row.reason});
+  if (plan.tensor.split_parameters && plan.parameters) {
+    plan.rows.push_back({"split parameters",
+                         cat(*plan.tensor.split_parameters, " of the ", *plan.parameters, " elements of a rank are 1/",
+                             plan.topology.tensor, " of larger ones"),
+                         "the model, and the rules"});
+  }
+  if (plan.tensor.sequence_parallel) {
+    plan.rows.push_back({"sequence parallel", "between layers each rank has a part of the sequence",
+                         "tensor_parallel.sequence_parallel: true"});
+  }
+  if (plan.tensor.overlap) {
+    plan.rows.push_back({"tp_overlap_comm", "sums of input gradients run beside the products of weight gradients",
+                         "tensor_parallel.tp_overlap_comm: true"});
+  }
+  if (plan.tensor.verify) {
+    plan.rows.push_back({"verified", "what is computed of parts is computed of wholes too, and compared; slow",
+                         "tensor_parallel.verify: true"});
+  }
+}
+
+void add_efficiency_rows(const config::DsConfig& config, Plan& plan) {
+  const config::CurriculumLearningSection& curriculum = config.curriculum_learning;
+  if (curriculum.enabled) {
+    plan.rows.push_back({"curriculum",
+                         cat(curriculum.curriculum_type, " ", curriculum.schedule.min_difficulty, " to ",
+                             curriculum.schedule.max_difficulty, ", ", curriculum.schedule_type.value_or("")),
+                         "curriculum_learning.enabled: true; the program cuts its batches"});
+  }
+  if (config.data_efficiency.chooses_samples()) {
+    const config::CurriculumSection& section = config.data_efficiency.data_sampling.curriculum_learning;
+    std::string text;
+    for (const efficiency::SampleMetric& metric : section.metrics) {
+      text += cat(text.empty() ? "" : "; ", metric_text(metric, section));
+    }
+    plan.rows.push_back({"data sampling", text,
+                         "data_efficiency.data_sampling.enabled: true; batches are drawn of what all metrics admit"});
+  }
+  const config::ProgressiveLayerDropSection& layers = config.progressive_layer_drop;
+  if (layers.enabled) {
+    plan.rows.push_back({"layer drop", cat("theta falls from 1 to ", layers.theta, " by exp(-", layers.gamma, " t)"),
+                         "progressive_layer_drop.enabled: true; the program wraps its layers"});
+  }
+  if (config.data_efficiency.drops_tokens()) {
+    const config::RandomLtdSection& tokens = config.data_efficiency.data_routing.random_ltd;
+    plan.rows.push_back({"token drop",
+                         cat(tokens.random_ltd_layer_id.size(), " layers see ", tokens.kept.min_difficulty, " to ",
+                             tokens.kept.max_difficulty, " tokens"),
+                         "data_efficiency.data_routing.random_ltd.enabled: true; the program wraps its layers"});
+  }
+  if (config.sparse_attention) {
+    const config::SparseAttentionSection& blocks = *config.sparse_attention;
+    plan.rows.push_back({"attention", cat(blocks.mode, ", blocks of ", blocks.block, " tokens, ", blocks.attention),
+                         "sparse_attention is there; the program takes it in its layers"});
+  }
+}
+
+void add_comms_log_row(const config::DsConfig& config, Plan& plan) {
+  const config::CommsLoggerSection& section = config.comms_logger;
+  if (!section.enabled) return;
+  std::string names;
+  for (const std::string& name : section.prof_ops) names += cat(names.empty() ? "" : ", ", name);
+  const bool nothing = !section.prof_all && names.empty();
+  std::string text = section.prof_all ? "all operations" : nothing ? "no operation: prof_ops is empty" : names;
+  if (!nothing) {
+    text += cat(", by group", section.debug ? ", label" : "", " and size; a table at the end",
+                section.verbose ? ", and a line for each one on rank 0" : "");
+  }
+  plan.rows.push_back({"communication log", text, "comms_logger.enabled: true"});
+}
+
+void add_flops_row(const config::DsConfig& config, Plan& plan) {
+  const config::FlopsProfilerSection& section = config.flops_profiler;
+  if (!section.enabled) return;
+  plan.rows.push_back({"flops profile",
+                       section.profile_step < 0 ? std::string("of no step")
+                                                : cat("of step ", section.profile_step + 1, ", ",
+                                                      section.output_file ? cat("to the file ", *section.output_file)
+                                                                          : std::string("in the log")),
+                       cat("flops_profiler.enabled: true, profile_step: ", section.profile_step)});
+}
+
+}  // namespace ds::engine

@@ -1,0 +1,84 @@
+// The optimizers of a ds_config: one row for each type, with all that sections, plan, factories and messages have to
+// know of it. An optimizer is added by a row here and a line in the factory that makes it. Torch-free.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "dsengine/config_training.h"
+#include "dsengine/lr_schedule.h"
+
+namespace ds {
+
+class JsonFields;
+
+namespace optimizers {
+
+using engine::config::OptimizerParams;
+
+enum class OptimizerType : uint8_t {
+  kAdam,
+  kAdamW,
+  kLamb,
+  kAdagrad,
+  kLion,
+  kMuon,
+  kSgd,
+  kRmsprop,
+  kAdamax,
+  kNadam,
+  kRadam,
+  kAdadelta,
+  kOneBitAdam,
+  kOneBitLamb,
+  kZeroOneAdam
+};
+
+struct OptimizerDescription {
+  OptimizerType type;
+  std::string name;  // the canonical spelling of optimizer.type
+  // Reads, writes and checks the keys of optimizer.params that this type has beside lr and weight_decay.
+  void (*describe_keys)(JsonFields& json, OptimizerParams& params);
+  // Counts the state tensors that have one element for each trainable element.
+  int64_t (*state_tensors)(const OptimizerParams& params);
+  OptimizerParams defaults = {};
+  // Muon alone: it updates matrices, AdamW updates all other parameters, which begin with these values. Each group of
+  // the program becomes two, and state_tensors() counts for matrices.
+  std::optional<GroupOptions> values_of_rest = {};
+  bool elementwise = true;          // false: the update of an element needs norms or products of its whole parameter
+  bool compresses = false;          // ranks exchange compressed momenta in place of gradients (docs/compression.md)
+  int last_stage = 3;               // the highest zero_optimization.stage; 0: ranks step on whole parameters alone
+  bool tested_with_zero = true;     // compared with the truth at stages 1 to 3, or to last_stage
+  bool averages_squares = false;    // betas[1] averages squares of gradients in a state of state_dtype
+  bool preserves_gradient = true;   // its kernels for the host read the gradient and leave it as it is
+  bool dynamic_scale_only = false;  // fp16 needs a dynamic loss scale, as DeepSpeed demands it
+  bool has_frozen_groups = false;   // ParameterGroup::non_freeze means something to it
+  bool is_cpu_adam = false;         // DeepSpeed has it as CPU Adam, whose masters and states may have 16 bits
+};
+
+// Returns all rows, in the order in which messages name them.
+const std::vector<OptimizerDescription>& optimizer_table();
+
+// Compares two spellings of optimizer.type, whose case does not matter.
+bool is_same_type(std::string_view a, std::string_view b);
+
+// Returns the row of this name, whatever its case; null for other names, the empty one among them.
+const OptimizerDescription* find_optimizer(std::string_view name);
+
+// Names the optimizers that `chosen` takes, for messages: "Adam, AdamW or Lion".
+std::string optimizer_names(bool (*chosen)(const OptimizerDescription& row));
+
+// Chooses optimizers that update each element by itself and exchange gradients as they are.
+bool updates_alone(const OptimizerDescription& row);
+
+// Counts the state tensors of optimizer `name`, as OptimizerDescription::state_tensors does; 0 for unknown names.
+int64_t state_tensors_of(std::string_view name, const OptimizerParams& params);
+
+// The values of a parameter group that `params` gives.
+GroupOptions group_options(const OptimizerParams& params);
+
+}  // namespace optimizers
+}  // namespace ds
