@@ -16,6 +16,7 @@
 #include "model/agreement/shared_failure.h"
 #include "model/state/finished_gradients.h"
 #include "model/state/shared_buffers.h"
+#include "optim/clip.h"
 
 namespace ds::engine {
 namespace {
@@ -188,11 +189,8 @@ double OptimizerStep::clip(double max_norm) {
 
 // `clip_once`: the program's, 0 for none.
 void OptimizerStep::apply(double norm, double loss_scale, double clip_once) {
-  double clip = 1.0;
-  for (const double limit : {clip_once, parts_.state.plan.clip_norm}) {
-    if (limit > 0) clip *= std::min(1.0, limit / (norm * clip + kClipEpsilon));
-  }
-  parts_.update.apply(clip / loss_scale);
+  const double factor = optimizers::clip_factor(norm, {clip_once, parts_.state.plan.clip_norm});
+  parts_.update.apply(factor / loss_scale);
   if (late_) late_->updated = true;
   note_update();
 }

@@ -51,9 +51,6 @@ struct OptimizerStepParts {
 // On the engine's thread; collective.
 class OptimizerStep {
  public:
-  // As torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6)).
-  static constexpr double kClipEpsilon = 1e-6;
-
   explicit OptimizerStep(const OptimizerStepParts& parts) : parts_(parts) {}
 
   // One step, whose number is in the progress already: sets whether it was applied, the norm and the peaks of memory
