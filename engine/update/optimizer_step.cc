@@ -317,7 +317,7 @@ double OptimizerStep::global_norm() const {
 // Those that the program has frozen since initialize() have none by its own will.
 std::vector<int64_t> OptimizerStep::trained_without_gradient() const {
   std::vector<int64_t> missing = parts_.state.gradients.reducer->parameters_without_gradient();
-  std::erase_if(missing, [&](int64_t index) { return parts_.state.held_still[static_cast<size_t>(index)] != 0; });
+  std::erase_if(missing, [&](int64_t index) { return parts_.state.is_held_still(index); });
   return missing;
 }
 

@@ -37,6 +37,10 @@ void ModelState::use_master(size_t bucket, bool changes, const std::function<voi
   offloaded->use(bucket, changes, [&] { use(masters[bucket]); });
 }
 
+void ModelState::for_each_on_host(const std::function<void(size_t)>& update) const {
+  if (offloaded) offloaded->for_each(update);
+}
+
 void ModelState::choose_gradients() const {
   if (optimizer.own) gradients.reducer->keep_local(optimizer.own->wants_local_gradients());
 }

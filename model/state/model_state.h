@@ -74,6 +74,10 @@ struct ModelState {
   BucketGroups groups_of(size_t bucket) const;
   // All groups of ranks, each once.
   std::vector<comm::Communicator*> all_groups() const;
+  // Calls `update` for each trainable bucket whose optimizer works on the host, in order.
+  void for_each_on_host(const std::function<void(size_t bucket)>& update) const;
+  // Whether the program has frozen a trainable parameter, by its number, since initialize().
+  bool is_held_still(int64_t parameter) const { return held_still[static_cast<size_t>(parameter)] != 0; }
   // Whether the optimizer of a trainable bucket works on the host.
   bool updates_on_host(size_t bucket) const { return offloaded && offloaded->updates(bucket); }
   // What of a trainable bucket this rank updates: its slice, or the whole bucket.
