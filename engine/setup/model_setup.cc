@@ -27,10 +27,10 @@ std::unique_ptr<OffloadedState> make_offloaded(const ModelState& model, const co
 }
 
 // `widths`: of tables of embeddings (table_widths()).
-GradientParts make_gradients(const ModelState& model, const std::vector<int64_t>& widths) {
+GradientDeps make_gradients(const ModelState& model, const std::vector<int64_t>& widths) {
   const RankGroups& groups = model.ranks.groups;
   const at::Device device = model.ranks.device;
-  GradientParts parts;
+  GradientDeps parts;
   if (!model.buckets.empty())
     parts.reduction = make_gradient_reduction(model.plan, groups, model.buckets, model.infos, device);
   if (model.plan.sparse_gradients)
@@ -160,6 +160,7 @@ void lay_out_model(ModelState& model, const config::DsConfig& config, const Mode
   model.frozen_buckets = std::move(built.frozen_buckets);
   model.masters = std::move(built.masters);
   if (model.pipeline) note_buckets(*model.pipeline, model.buckets);
+  model.axes = make_axes(model);
   model.gradients = make_gradients(model, widths);
   make_access(model);
 }

@@ -36,7 +36,7 @@ void Accumulation::begin_micro_batch(int64_t micro_batch) {
 
 void Accumulation::run(bool boundary, const std::function<void()>& pass, std::vector<char> in_pass) {
   zero::ParameterAccess& access = *parts_.state.access;
-  const GradientParts& gradients = parts_.state.gradients;
+  const GradientDeps& gradients = parts_.state.gradients;
   go_on_with_gradients(parts_.state);
   access.begin_backward(/*update_follows=*/boundary);
   if (gradients.reduction) gradients.reduction->begin_pass(parts_.progress.global_steps, loss_scale());

@@ -13,6 +13,7 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "engine/update/optimizer_step.h"
+#include "model/state/finished_gradients.h"
 #include "optim/clip.h"
 
 namespace ds::engine {
@@ -64,7 +65,7 @@ void OptimizerStep::run_late() {
   at::Tensor norm;
   at::Tensor bad;
   if (plan.compute_grad_norm || clip_once) {
-    norm = norm_on_device(squares_of_gradients()) / loss_scale;
+    norm = global_norm_on_device(parts_.state) / loss_scale;
     bad = at::isfinite(norm).logical_not_();
     if (plan.non_finite == config::NonFiniteGradients::kSkip) scale.skip = bad.to(at::kFloat);
     scale.device_factor = optimizers::clip_factor(norm, {clip_once.value_or(0), plan.clip_norm});

@@ -54,7 +54,6 @@ struct TensorParts {
   std::optional<RegionGroup> regions;  // where checkpointed regions divide their inputs over the axis
   bool sums_wholes =
       false;  // tensor_parallel.sequence_parallel: of whole parameters each rank has a part of the gradient
-  bool gradients_summed = false;  // and these parts have been added up since the last backward pass
   bool told_of_joins = false;
   int shown = 0;  // split parameters that are whole in open scopes
 
