@@ -1,4 +1,4 @@
-// What an Engine is made of. Included by the engine's own files and by engine/setup, which puts it together.
+// The parts of an Engine. Included by the engine's own files and by engine/setup, which puts it together.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -83,7 +83,7 @@ struct Engine::Impl {
             .unfinished_micro_batches = order.micro_batches_done(),
             .start = unfinished ? &accumulation_start : nullptr};
   }
-  // What comes next is the first micro-batch of an accumulation.
+  // Notes that the first micro-batch of an accumulation comes next.
   // `restarted`: from another state than the last step left.
   void accumulation_begins(bool restarted = false) {
     accumulation_start = engine::accumulation_start(state, sampler.get());
@@ -103,33 +103,34 @@ struct Engine::Impl {
     }
   }
   std::string with_engine(const std::string& message) const;
-  // Compressed layers go on with the step; see dsengine/model_compression.h. Collective.
+  // Lets compressed layers go on with the step; see dsengine/model_compression.h. Collective.
   void follow_compression(bool restarted);
-  // Of the step that comes, where masks follow from its gradients. Collective.
+  // Shows the gradients of the step that comes to compressed layers whose masks follow from them. Collective.
   void show_gradients_to_compression();
-  // The boundary of an accumulation, whoever drove it: update, schedule, report. `loss`: that of a pipeline.
+  // Ends an accumulation at its boundary, whoever drove it: update, schedule, report. `loss`: that of a pipeline.
   void complete_step(const at::Tensor& loss = {});
   void step_once();  // Engine::step()
   // Engine::step(closure), and the losses in it, of all ranks: the first one, and those inside of the update.
   at::Tensor step_by(const std::function<at::Tensor()>& closure);
   at::Tensor loss_by(const std::function<at::Tensor()>& closure);
   at::Tensor loss_again(const std::function<at::Tensor()>& closure);
-  // What refuses a step at a boundary and leaves all as it was. Takes over what the program has changed. `call`: whose.
+  // Throws where a step at a boundary has to be refused, and leaves all as it was. Takes over what the program has
+  // changed. `call`: the call to name.
   void require_step(const char* call);
   void drop_accumulation();  // Engine::zero_grad()
-  // Of ReduceLROnPlateau without what it follows.
+  // Warns, once, of a ReduceLROnPlateau schedule that has been given no value to follow in many steps.
   void warn_of_no_value() const;
-  // Of backward() calls as many as an accumulation has micro-batches, before one step() inside of it.
+  // Warns, once, when as many backward() calls as an accumulation has micro-batches came before one step() inside of
+  // it.
   void warn_of_own_accumulation();
-  // After an update that threw: as if its accumulation had not been.
+  // The counts that undo_accumulation() takes back after an update that threw, as if its accumulation had not been.
   struct Undo {
-    int64_t micro_batches = 0;    // that it had
-    int64_t samples = 0;          // likewise, on all ranks
-    int64_t optimizer_steps = 0;  // before it
+    int64_t micro_batches = 0;    // of the accumulation
+    int64_t samples = 0;          // of the accumulation, on all ranks
+    int64_t optimizer_steps = 0;  // before the update
   };
   void undo_accumulation(const Undo& undo) noexcept;
-  // --- a backward pass of the program, from a loss or a tensor; and its parts, in this order, for several engines
-  // -----
+  // --- a backward pass of the program from a loss or a tensor; its stages follow, in order, for several engines -----
   at::Tensor backward_of(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas);
   void backward_from(const at::Tensor& out, const at::Tensor& gradient, bool retain_graph, bool scale_wrt_gas);
   void require_backward();
@@ -139,14 +140,14 @@ struct Engine::Impl {
   void end_backward();
   // Waits for what is on its way, so that the state may be read. `judged_next` as of OptimizerStep::read_late().
   void synchronize(bool judged_next = false);
-  // The reduced gradient of the step that comes: what this rank has of the parameter's bucket. `call`: whose.
-  // Collective.
+  // Returns what this rank has of the reduced gradient of the parameter's bucket, before step(). `call`: the call to
+  // name. Collective.
   at::Tensor reduced_gradient(const ParameterValues& values, const char* call);
   void change_master(const at::Tensor& parameter, const char* call,
                      const std::function<void(const ParameterValues& of, const at::Tensor& master)>& change);
 };
 
-// For functions of ours that take engines.
+// Gives functions of ours that take engines their insides.
 struct EngineAccess {
   static Engine::Impl& impl_of(Engine& engine) { return *engine.impl_; }
 };

@@ -5,7 +5,6 @@
 #include "core/log.h"
 #include "dsengine/engine.h"
 #include "engine/engine_impl.h"
-#include "engine/update/held_still.h"
 #include "model/state/shared_buffers.h"
 #include "parallel/axis/axis.h"
 
@@ -112,7 +111,7 @@ void Engine::Impl::require_step(const char* call) {
   require_asked(config, asked, loader != nullptr);
   watch->look(call);
   watch->look_at_module(call);
-  HeldStill::require_possible(state);
+  require_freezing_possible(state);
   state.gradients.reducer->require_own_gradients(call);
   shown->require_untouched(call);
 }

@@ -112,6 +112,7 @@ void ShardedModel::lay_out(const engine::ModelParameters& parameters, const std:
   state_.buckets = std::move(built.buckets);
   state_.frozen_buckets = std::move(built.frozen_buckets);
   state_.masters = std::move(built.masters);
+  state_.axes = engine::make_axes(state_);
   if (state_.tensor) state_.tensor->follow_leaves();
   if (options_.init) options_.init->end();  // the leaves are no parameters of the model
   options_.init = nullptr;

@@ -1,21 +1,21 @@
-// Gradient norms over slices: every element of the model is one rank's, padding has none. What is whole along a tensor
-// axis counts on its first rank.
+// Gradient norms over slices: every element of the model belongs to one rank, and padding has no gradient. A parameter
+// that is replicated along a tensor axis counts on the first rank of the axis.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "core/check.h"
 #include "loops/sharded_state.h"
+#include "optim/clip.h"
 #include "zero/gradient_norm.h"
 
 namespace ds::loops {
 namespace {
 
-constexpr double kNoDivisionByZero = 1e-6;  // as torch's clip_grad_norm_
-
-// Of this rank: the sum of |g|^p, or the largest |g|.
+// The sum of |g|^p over this rank's gradients, or, where p is infinite, the largest |g|.
 double own_norm(const ShardedModel& model, double p) {
   zero::SquareSum squares;
   double other = 0;
@@ -47,11 +47,9 @@ double clip_gradients(const ShardedModel& model, double max_norm, double norm_ty
   if (model.ranks().tensor) model.ranks().tensor->all_reduce(joined, op, "gradient norm of parts").wait();
   const auto total = joined.item<double>();
   const double norm = largest ? total : std::pow(total, 1.0 / norm_type);
-  const double factor = max_norm / (norm + kNoDivisionByZero);
-  if (factor >= 1.0) return norm;
-  for (const SliceLeaf& leaf : model.leaves()) {
-    if (leaf.tensor.grad().defined()) leaf.tensor.mutable_grad().mul_(factor);
-  }
+  std::vector<at::Tensor> tensors;
+  for (const SliceLeaf& leaf : model.leaves()) tensors.push_back(leaf.tensor);
+  optimizers::clip_to_norm(tensors, norm, max_norm);
   return norm;
 }
 

@@ -123,7 +123,9 @@ void ClientOptimizer::update(int64_t index, const at::Tensor& gradient, double g
   client_->step();
   if (!kind->is_written) return adopt(index);
   copy.is_current = false;
-  if (asked) read_written(index);  // whoever asked before the step may write to them after it, as HeldStill does
+  if (asked)
+    read_written(
+        index);  // whoever asked before the step may write to them after it, as FrozenValues of engine/update does
 }
 
 NamedStates ClientOptimizer::states(int64_t index) {

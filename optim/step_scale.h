@@ -1,15 +1,16 @@
-// What a step multiplies its gradients by, and whether it changes anything at all.
+// The factor by which a step multiplies its gradients, and whether the step changes anything at all.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace ds::optimizers {
 
-// The tensors, float32 [1] on the device, hold what only the device knows yet; undefined: 1, and the step is made.
+// Gradients are multiplied by `factor` times `device_factor`. The tensors are float32 [1] on the device and hold
+// numbers that the host does not know yet.
 struct StepScale {
   double factor = 1.0;
-  at::Tensor device_factor;  // multiplied in
-  at::Tensor skip;           // not zero: the step changes nothing
+  at::Tensor device_factor;  // undefined: 1
+  at::Tensor skip;           // the step changes nothing where it is not zero; undefined: zero
 };
 
 }  // namespace ds::optimizers

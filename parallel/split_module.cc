@@ -14,6 +14,7 @@
 #include "comm/agreement.h"
 #include "core/check.h"
 #include "dsengine/parallel.h"
+#include "optim/clip.h"
 #include "parallel/axis/collectives.h"
 #include "parallel/axis/conversions.h"
 #include "parallel/dispatch.h"
@@ -144,7 +145,7 @@ double SplitModule::clip_grad_norm_(double max_norm) const {
   for (const ParameterSplit& parameter : plan) {
     if (parameter.is_split()) split.insert(parameter.name);
   }
-  // Squares of parts and of wholes; every rank takes part in the sum, whether it has gradients or not.
+  // Squares of split and of replicated parameters; every rank takes part in the sum, whether it has gradients or not.
   const at::TensorOptions options = named_leaves[0].second.options().dtype(at::kDouble);
   at::Tensor of_parts = at::zeros({}, options);
   at::Tensor of_wholes = at::zeros({}, options);
@@ -155,11 +156,7 @@ double SplitModule::clip_grad_norm_(double max_norm) const {
   }
   if (axis->size() > 1) of_parts = all_reduce_sum(of_parts, *axis);
   const double norm = std::sqrt((of_parts + of_wholes).item<double>());
-  const double factor = max_norm / (norm + 1e-6);
-  if (factor >= 1) return norm;
-  for (const auto& [name, leaf] : named_leaves) {
-    if (leaf.grad().defined()) leaf.mutable_grad().mul_(factor);
-  }
+  optimizers::clip_to_norm(leaves(), norm, max_norm);
   return norm;
 }
 

@@ -281,28 +281,28 @@ void build_steps(Engine::Impl& impl) {
   impl.watch.emplace(impl.state, impl.saves.background());
   impl.update = make_update(
       {.state = impl.state, .order = impl.order, .progress = impl.progress, .saving = impl.saves.background()});
-  impl.accumulation.emplace(AccumulationParts{.state = impl.state,
-                                              .update = *impl.update,
-                                              .order = impl.order,
-                                              .progress = impl.progress,
-                                              .loss_scaler = impl.loss_scaler,
-                                              .batches = impl.batches});
+  impl.accumulation.emplace(AccumulationDeps{.state = impl.state,
+                                             .update = *impl.update,
+                                             .order = impl.order,
+                                             .progress = impl.progress,
+                                             .loss_scaler = impl.loss_scaler,
+                                             .batches = impl.batches});
   const bool by_default = impl.config.non_finite_gradients == config::NonFiniteGradients::kAuto;
-  impl.step.emplace(OptimizerStepParts{.state = impl.state,
-                                       .update = *impl.update,
-                                       .accumulation = *impl.accumulation,
-                                       .order = impl.order,
-                                       .progress = impl.progress,
-                                       .loss_scaler = impl.loss_scaler,
-                                       .batches = impl.batches,
-                                       .watch = *impl.watch,
-                                       .loader = impl.loader,
-                                       .sampler = impl.sampler,
-                                       .schedule = impl.schedule,
-                                       .reporter = *impl.reporter,
-                                       .saving = impl.saves.background(),
-                                       .judged_by_default = by_default,
-                                       .may_judge_late = all_may_judge_late(impl)});
+  impl.step.emplace(OptimizerStepDeps{.state = impl.state,
+                                      .update = *impl.update,
+                                      .accumulation = *impl.accumulation,
+                                      .order = impl.order,
+                                      .progress = impl.progress,
+                                      .loss_scaler = impl.loss_scaler,
+                                      .batches = impl.batches,
+                                      .watch = *impl.watch,
+                                      .loader = impl.loader,
+                                      .sampler = impl.sampler,
+                                      .schedule = impl.schedule,
+                                      .reporter = *impl.reporter,
+                                      .saving = impl.saves.background(),
+                                      .judged_by_default = by_default,
+                                      .may_judge_late = all_may_judge_late(impl)});
   impl.shown.emplace(impl.state);
 }
 

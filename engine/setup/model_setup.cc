@@ -153,6 +153,7 @@ void lay_out_model(ModelState& model, const config::DsConfig& config, const Mode
   model.frozen_buckets = std::move(built.frozen_buckets);
   model.masters = std::move(built.masters);
   if (model.pipeline) note_buckets(*model.pipeline, model.buckets);
+  model.axes = make_axes(model);
   model.gradients = make_gradients(model, widths);
   make_access(model);
 }

@@ -18,7 +18,7 @@
 namespace ds::engine {
 
 // All of it outlives the accumulation.
-struct AccumulationParts {
+struct AccumulationDeps {
   ModelState& state;
   Update& update;
   const CallOrder& order;
@@ -30,7 +30,7 @@ struct AccumulationParts {
 // On the engine's thread.
 class Accumulation {
  public:
-  explicit Accumulation(const AccumulationParts& parts) : parts_(parts) {}
+  explicit Accumulation(const AccumulationDeps& parts) : parts_(parts) {}
 
   // What backward starts from: over the micro-batches of an update, with loss scale.
   at::Tensor averaged(const at::Tensor& loss) const;
@@ -53,7 +53,7 @@ class Accumulation {
   void drop(bool unused = false);
 
  private:
-  AccumulationParts parts_;
+  AccumulationDeps parts_;
   at::Tensor device_scale_;
   std::function<void()> read_scale_;
 };

@@ -2,12 +2,10 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
-#include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/where.h>
 
 #include <cmath>
 #include <exception>
-#include <initializer_list>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -15,26 +13,10 @@
 #include "core/check.h"
 #include "core/log.h"
 #include "engine/update/optimizer_step.h"
+#include "model/state/finished_gradients.h"
+#include "optim/clip.h"
 
 namespace ds::engine {
-namespace {
-
-// float32 [1] of a norm on a device, float64 [1], as apply() clips: a norm that is NaN clips nothing. Undefined without
-// a limit.
-at::Tensor clip_factor(const at::Tensor& norm, std::initializer_list<double> limits) {
-  at::Tensor clip;
-  for (const double limit : limits) {
-    if (limit <= 0) continue;
-    const at::Tensor clipped = clip.defined() ? norm * clip : norm;
-    const at::Tensor factor =
-        at::nan_to_num(((clipped + OptimizerStep::kClipEpsilon).reciprocal() * limit).clamp_max(1.0), 1.0);
-    clip = clip.defined() ? clip * factor : factor;
-  }
-  return clip.defined() ? clip.to(at::kFloat) : clip;
-}
-
-}  // namespace
-
 void OptimizerStep::note_late(StepAgreement agreement) {
   agreement.begin_reading();
   parts_.progress.loss.reset();
@@ -83,10 +65,10 @@ void OptimizerStep::run_late() {
   at::Tensor norm;
   at::Tensor bad;
   if (plan.compute_grad_norm || clip_once) {
-    norm = norm_on_device(squares_of_gradients()) / loss_scale;
+    norm = global_norm_on_device(parts_.state) / loss_scale;
     bad = at::isfinite(norm).logical_not_();
     if (plan.non_finite == config::NonFiniteGradients::kSkip) scale.skip = bad.to(at::kFloat);
-    scale.device_factor = clip_factor(norm, {clip_once.value_or(0), plan.clip_norm});
+    scale.device_factor = optimizers::clip_factor(norm, {clip_once.value_or(0), plan.clip_norm});
   }
   Readback told(norm);
   parts_.progress.gradient_norm.reset();

@@ -1,7 +1,6 @@
 #include "engine/update/optimizer_step.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
 #include <bit>
@@ -16,6 +15,7 @@
 #include "engine/update/axis_agreement.h"
 #include "model/state/finished_gradients.h"
 #include "model/state/shared_buffers.h"
+#include "optim/clip.h"
 
 namespace ds::engine {
 namespace {
@@ -35,7 +35,6 @@ void OptimizerStep::run() {
   judge_late();
   StepAgreement agreement(facts(), *parts_.state.ranks.part, parts_.state.ranks.device);
   finish_gradients(parts_.state);
-  reduce_tied();
   parts_.reporter.reductions_end();
   if (parts_.state.ranks.device.is_cpu()) {
     agree(agreement, /*updated=*/false);
@@ -47,7 +46,7 @@ void OptimizerStep::run() {
   const double scale = parts_.accumulation.loss_scale();
   const std::optional<double> clip_once = std::exchange(clip_once_, std::nullopt);
   const bool has_norm = plan.compute_grad_norm || clip_once;
-  const double norm = has_norm ? global_norm() / scale : 0.0;
+  const double norm = has_norm ? global_norm(parts_.state) / scale : 0.0;
   const bool overflow = !std::isfinite(norm);
   const bool drops = overflow && plan.non_finite != config::NonFiniteGradients::kContinue;
   parts_.progress.gradient_norm.reset();
@@ -108,7 +107,9 @@ StepFacts OptimizerStep::facts() {
   const ModelWatch::Digests changes = parts_.watch.take_digests();
   facts.changes = changes.all;
   facts.last_changed = parts_.watch.take_name();
-  if (parts_.state.tensor) agree_along_axis(facts, changes.axis);
+  for (const Axis& axis : parts_.state.axes->list) {
+    if (axis.same_data != nullptr) agree_along_axis(facts, *axis.same_data, changes.axis);
+  }
   if (parts_.state.gatherer) {
     facts.gathers = parts_.state.gatherer->take_gather_digest();
     if (const comm::Communicator* const copies = parts_.state.ranks.groups.replicas.get()) {
@@ -135,8 +136,7 @@ void OptimizerStep::warn_of_buffers() {
                "\"broadcast_buffers\": true gives all ranks those of rank 0 (said once)");
 }
 
-void OptimizerStep::agree_along_axis(StepFacts& facts, uint64_t changes) const {
-  TensorParts& parts = *parts_.state.tensor;
+void OptimizerStep::agree_along_axis(StepFacts& facts, TensorParts& parts, uint64_t changes) const {
   facts.axis = std::make_shared<const AxisAgreement>(AxisFacts{.step = facts.step,
                                                                .delivered = facts.delivered,
                                                                .position = facts.position,
@@ -183,16 +183,13 @@ double OptimizerStep::clip(double max_norm) {
   parts_.update.settle(Update::Next::kRead);
   finish_gradients(parts_.state);
   clip_once_ = std::min(max_norm, clip_once_.value_or(max_norm));
-  return global_norm() / parts_.accumulation.loss_scale();
+  return global_norm(parts_.state) / parts_.accumulation.loss_scale();
 }
 
 // `clip_once`: the program's, 0 for none.
 void OptimizerStep::apply(double norm, double loss_scale, double clip_once) {
-  double clip = 1.0;
-  for (const double limit : {clip_once, parts_.state.plan.clip_norm}) {
-    if (limit > 0) clip *= std::min(1.0, limit / (norm * clip + kClipEpsilon));
-  }
-  parts_.update.apply(clip / loss_scale);
+  const double factor = optimizers::clip_factor(norm, {clip_once, parts_.state.plan.clip_norm});
+  parts_.update.apply(factor / loss_scale);
   if (late_) late_->updated = true;
   note_update();
 }
@@ -243,83 +240,10 @@ std::string OptimizerStep::explain(uint64_t row, const BatchNotes& batches, NonF
   return report;
 }
 
-// Weights that several stages use have the gradients of all of them. Each rank has the same slice of them. In the order
-// of the list, which all stages have: that of the buckets is another one where a stage uses them in another order.
-void OptimizerStep::reduce_tied() const {
-  const ModelState& state = parts_.state;
-  if (!state.pipeline) return;
-  const PipelineState& pipeline = *state.pipeline;
-  for (size_t k = 0; k < pipeline.tied.size(); ++k) {
-    for (size_t b = 0; b < state.buckets.size(); ++b) {
-      if (pipeline.tied_of_bucket[b] != static_cast<int>(k)) continue;
-      add_up(state.gradients.reducer->gradient(b), *pipeline.tied[k].ranks, state.ranks.device, "tied gradients");
-    }
-  }
-}
-
-void OptimizerStep::add_over_ranks(double& squares, comm::Communicator& ranks) const {
-  if (ranks.size() == 1) return;
-  const auto options = at::TensorOptions().dtype(at::kDouble).device(parts_.state.ranks.device);
-  at::Tensor total = at::scalar_tensor(squares, options).view({1});
-  ranks.all_reduce(total, comm::ReduceOp::kSum, "gradient norm").wait();
-  squares = total.item<double>();
-}
-
-zero::SquareSum OptimizerStep::squares_of_gradients() const {
-  zero::SquareSum sum;
-  for (size_t b = 0; b < parts_.state.buckets.size(); ++b) {
-    if (parts_.state.counts(b)) sum.add(parts_.state.gradients.reducer->gradient(b));
-  }
-  return sum;
-}
-
-OptimizerStep::NormGroups OptimizerStep::norm_groups() const {
-  const ModelState& state = parts_.state;
-  NormGroups groups;
-  const bool local = state.gradients.reducer->keeps_local();
-  comm::Communicator& shards = *state.ranks.groups.shards;
-  if ((state.plan.partition_optimizer || local) && shards.size() > 1) {
-    // Nobody has the mean of local gradients. Its norm is at most the root mean square of theirs, which clips all ranks
-    // by one factor.
-    const double of_local = state.plan.average_gradients ? 1.0 / shards.size() : shards.size();
-    groups.emplace_back(&shards, local ? of_local : 1.0);
-  }
-  if (state.pipeline) groups.emplace_back(state.pipeline->ranks.get(), 1.0);
-  if (state.tensor) groups.emplace_back(state.tensor->ranks.get(), 1.0);
-  return groups;
-}
-
-at::Tensor OptimizerStep::norm_on_device(const zero::SquareSum& own) const {
-  const at::Tensor squares = own.total_on(parts_.state.ranks.device);
-  for (const auto& [ranks, factor] : norm_groups()) {
-    if (ranks->size() > 1) ranks->all_reduce(squares, comm::ReduceOp::kSum, "gradient norm").wait();
-    if (factor != 1.0) squares.mul_(factor);
-  }
-  const at::Tensor& norm = squares.sqrt_();
-  return parts_.state.plan.model_dtype == DType::kFloat64 ? norm : norm.to(at::kFloat).to(at::kDouble);
-}
-
-// Beside a GPU all ranks issue the same collectives, wherever each of them has its gradients.
-double OptimizerStep::global_norm() const {
-  const zero::SquareSum own = squares_of_gradients();
-  if (!parts_.state.ranks.device.is_cpu()) {
-    // Not finite, on all ranks: that is looked into.
-    if (const auto value = norm_on_device(own).item<double>(); std::isfinite(value)) return value;
-  }
-  double squares = own.total();
-  for (const auto& [ranks, factor] : norm_groups()) {
-    add_over_ranks(squares, *ranks);
-    squares *= factor;
-  }
-  // Sums over other buckets or slices differ in the last bits of a double; none reaches an update in float32.
-  const double norm = std::sqrt(squares);
-  return parts_.state.plan.model_dtype == DType::kFloat64 ? norm : static_cast<double>(static_cast<float>(norm));
-}
-
 // Those that the program has frozen since initialize() have none by its own will.
 std::vector<int64_t> OptimizerStep::trained_without_gradient() const {
   std::vector<int64_t> missing = parts_.state.gradients.reducer->parameters_without_gradient();
-  std::erase_if(missing, [&](int64_t index) { return parts_.state.held_still[static_cast<size_t>(index)] != 0; });
+  std::erase_if(missing, [&](int64_t index) { return parts_.state.is_held_still(index); });
   return missing;
 }
 

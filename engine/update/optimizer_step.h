@@ -6,7 +6,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "checkpoint/background_save.h"
@@ -25,12 +24,11 @@
 #include "model/state/model_watch.h"
 #include "model/state/progress.h"
 #include "optim/loss_scaler.h"
-#include "zero/gradient_norm.h"
 
 namespace ds::engine {
 
 // All of it outlives the step.
-struct OptimizerStepParts {
+struct OptimizerStepDeps {
   ModelState& state;
   Update& update;
   Accumulation& accumulation;
@@ -51,10 +49,7 @@ struct OptimizerStepParts {
 // On the engine's thread; collective.
 class OptimizerStep {
  public:
-  // As torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6)).
-  static constexpr double kClipEpsilon = 1e-6;
-
-  explicit OptimizerStep(const OptimizerStepParts& parts) : parts_(parts) {}
+  explicit OptimizerStep(const OptimizerStepDeps& parts) : parts_(parts) {}
 
   // One step, whose number is in the progress already: sets whether it was applied, the norm and the peaks of memory
   // there. Throws NonFiniteError, and optimizers::LossScaleError after a step that is over; UsageError for parameters
@@ -80,9 +75,10 @@ class OptimizerStep {
   void read_late(bool judged_next = false);
   // At the end: logs what nobody has judged, as far as the device has told of it by now.
   void tell_unjudged() noexcept;
-  // Another state takes the place of what the last step made: nobody judges it.
+  // Drops a late step that nobody judges any more, because another state takes the place of what it made.
   void forget_late();
-  // That, and what it has asked to clip: of an accumulation that is dropped.
+  // Forgets the changes counted by note_gradient_change() and the norm given to clip(), because their accumulation is
+  // dropped. Does not touch a late step.
   void forget_gradient_changes();
 
  private:
@@ -99,9 +95,6 @@ class OptimizerStep {
     bool read = false;
     bool told = false;  // that ranks differ
   };
-  // Ranks over which squares are added, and what they are multiplied by then.
-  using NormGroups = std::vector<std::pair<comm::Communicator*, double>>;
-
   // Throws where ranks differ. `updated`: after the update.
   void agree(StepAgreement& agreement, bool updated);
   void note_late(StepAgreement agreement);
@@ -113,26 +106,19 @@ class OptimizerStep {
   // The loss scale after a step of which the device knows whether it is `bad`, bool [1].
   void scale_next_on_device(const at::Tensor& bad);
   void run_late();
-  // L2 norm of the reduced gradient over the whole model, with loss scale still in it.
-  double global_norm() const;
-  // The same of this rank's squares, on the device: float64 [1]; not finite also where squares are beyond float32.
-  at::Tensor norm_on_device(const zero::SquareSum& own) const;
-  zero::SquareSum squares_of_gradients() const;
-  NormGroups norm_groups() const;
   StepFacts facts();
   bool looks_at_buffers() const;
   void warn_of_buffers();
   // What this rank's tensor axis says of the step, instead of what the rank alone does. `changes`: ModelWatch's digest.
-  void agree_along_axis(StepFacts& facts, uint64_t changes) const;
+  void agree_along_axis(StepFacts& facts, TensorParts& parts, uint64_t changes) const;
   // Whether no parameter had a gradient here.
   bool warn_of_no_gradient();
   void warn_of_zeros(double norm, bool no_gradient, int64_t step);
   std::string of_engine() const;
-  void add_over_ranks(double& squares, comm::Communicator& ranks) const;
-  void reduce_tied() const;
   std::vector<int64_t> trained_without_gradient() const;
   void require_gradients();
-  // 0: of a norm that is finite, or one of many.
+  // Returns how many steps in a row had a norm that is not finite; 0 when this one is finite, or is not to be reported
+  // again.
   uint64_t count_bad_step(double norm);
   std::string judge(double norm);
   // `row`: of count_bad_step(). Collective.
@@ -146,7 +132,7 @@ class OptimizerStep {
   void step_over();
   void note_peaks();
 
-  OptimizerStepParts parts_;
+  OptimizerStepDeps parts_;
   std::optional<Late> late_;
   std::optional<double> clip_once_;  // the program's, for the next step
   uint64_t gradient_changes_ = 0;    // likewise

@@ -5,21 +5,20 @@
 
 #include "core/log.h"
 #include "core/text.h"
-#include "engine/update/slice_steps.h"
-#include "engine/update/update_paths.h"
+#include "engine/update/update.h"
 
 namespace ds::engine {
 namespace {
 
 class Speculation final : public Update {
  public:
-  explicit Speculation(const UpdateParts& parts)
-      : state_(parts.state),
-        progress_(parts.progress),
-        saving_(parts.saving),
-        gate_(parts.progress.speculation),
-        begun_(*parts.state.offloaded->speculation()),
-        steps_(parts) {}
+  explicit Speculation(const UpdateDeps& deps)
+      : state_(deps.state),
+        progress_(deps.progress),
+        saving_(deps.saving),
+        gate_(deps.progress.speculation),
+        begun_(*deps.state.offloaded->speculation()),
+        steps_(deps) {}
 
   ~Speculation() override {
     begun_.roll_back();  // it uses the optimizer
@@ -100,8 +99,6 @@ class Speculation final : public Update {
 
 }  // namespace
 
-std::unique_ptr<Update> make_speculative_update(const UpdateParts& parts) {
-  return std::make_unique<Speculation>(parts);
-}
+std::unique_ptr<Update> make_speculative_update(const UpdateDeps& deps) { return std::make_unique<Speculation>(deps); }
 
 }  // namespace ds::engine

@@ -1,7 +1,8 @@
-// Reduced gradients, as the optimizer and the program find them between the last backward() and step().
+// Reduced gradients, as the optimizer and the program find them between the last backward() and step(), and their norm.
 //
-// With tensor_parallel.sequence_parallel whole parameters are summed ones (docs/tensor_parallel.md): of their gradients
-// each rank of the tensor axis has a part, beside the reduction over data-parallel ranks. These are added up here,
+// Beside the reduction over data-parallel ranks some gradients are partial sums along another axis
+// (model/state/axes.h): those of tied weights on several stages of a pipeline and, with
+// tensor_parallel.sequence_parallel, those of replicated parameters (docs/tensor_parallel.md). They are added up here,
 // once.
 #pragma once
 
@@ -18,13 +19,19 @@ namespace ds::engine {
 // Adds up a gradient, wherever it is kept, over `ranks`. Collective over them.
 void add_up(const at::Tensor& gradient, comm::Communicator& ranks, c10::Device device, const std::string& label);
 
-// Waits for all reductions, and adds up what is summed. Collective.
+// Waits for all reductions, and adds up partial sums. Collective.
 void finish_gradients(const ModelState& state);
-// Before a further backward pass adds to gradients that may have been finished: shares them out again.
+// Shares added-up gradients out again, before a further backward pass adds to them.
 void go_on_with_gradients(const ModelState& state);
-// All gradients are dropped.
+// Drops all gradients.
 void forget_gradients(const ModelState& state);
-// Likewise, and the memory that is kept for them from step to step is given up.
+// Drops all gradients and gives up the memory that is kept for them from step to step.
 void release_gradients(const ModelState& state);
+
+// Returns the L2 norm of the finished gradient over the whole model, with the loss scale still in it. Collective.
+double global_norm(const ModelState& state);
+// Computes that norm on the device, which nobody waits for: float64 [1]; not finite also where squares are beyond
+// float32. Collective.
+at::Tensor global_norm_on_device(const ModelState& state);
 
 }  // namespace ds::engine

@@ -37,6 +37,21 @@ void ModelState::use_master(size_t bucket, bool changes, const std::function<voi
   offloaded->use(bucket, changes, [&] { use(masters[bucket]); });
 }
 
+void ModelState::for_each_on_host(const std::function<void(size_t)>& update) const {
+  if (offloaded) offloaded->for_each(update);
+}
+
+bool ModelState::counts(size_t bucket) const {
+  return std::all_of(axes->list.begin(), axes->list.end(),
+                     [bucket](const Axis& axis) { return axis.counts_bucket(bucket); });
+}
+
+bool ModelState::counts_in_stage(size_t bucket) const {
+  return std::all_of(axes->list.begin(), axes->list.end(), [bucket](const Axis& axis) {
+    return axis.name == comm::MeshAxis::kTensor || axis.counts_bucket(bucket);
+  });
+}
+
 void ModelState::choose_gradients() const {
   if (optimizer.own) gradients.reducer->keep_local(optimizer.own->wants_local_gradients());
 }

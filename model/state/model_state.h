@@ -19,6 +19,7 @@
 #include "layers/fp8/scaling.h"
 #include "model/offloaded/offloaded_state.h"
 #include "model/stages/pipeline_state.h"
+#include "model/state/axes.h"
 #include "model/state/frozen_here.h"
 #include "model/state/model_optimizer.h"
 #include "model/state/ranks.h"
@@ -57,6 +58,7 @@ struct ModelState {
   // (plan.master_dtype).
   std::vector<at::Tensor> masters;
   GradientDeps gradients;
+  std::unique_ptr<Axes> axes = std::make_unique<Axes>();  // of the buckets
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`
   ModelOptimizer optimizer;
@@ -68,6 +70,10 @@ struct ModelState {
   zero::BucketGroups groups_of(size_t bucket) const;
   // All groups of ranks, each once.
   std::vector<comm::Communicator*> all_groups() const;
+  // Calls `update` for each trainable bucket whose optimizer works on the host, in order.
+  void for_each_on_host(const std::function<void(size_t bucket)>& update) const;
+  // Whether the program has frozen a trainable parameter, by its number, since initialize().
+  bool is_held_still(int64_t parameter) const { return held_still[static_cast<size_t>(parameter)] != 0; }
   // Whether the optimizer of a trainable bucket works on the host.
   bool updates_on_host(size_t bucket) const { return offloaded && offloaded->updates(bucket); }
   // What of a trainable bucket this rank updates: its slice, or the whole bucket.
@@ -77,17 +83,16 @@ struct ModelState {
   // Between steps: whether gradients are reduced, as the optimizer's next step takes them.
   void choose_gradients() const;
 
-  // Of pipelines; without one, of one stage.
+  // The number of ranks of this rank's pipeline; 1 without one.
   int pipeline_ranks() const { return pipeline ? pipeline->ranks->size() : 1; }
-  // Whether this rank stands for a bucket in what is counted once.
-  bool counts(size_t bucket) const {
-    const bool elsewhere = tensor && tensor->ranks->rank() > 0 && !is_part(bucket);
-    return !elsewhere && counts_in_stage(bucket);
-  }
-  // Likewise, with all other ranks of its tensor axis.
-  bool counts_in_stage(size_t bucket) const { return !pipeline || pipeline->counts(bucket); }
-  // Whether a trainable bucket has parts of parameters, other ones on each rank of the tensor axis.
+  // Whether this rank stands for a trainable bucket in what is counted once over the whole model.
+  bool counts(size_t bucket) const;
+  // Whether this rank and the others of its tensor axis stand for a trainable bucket in what is counted once.
+  bool counts_in_stage(size_t bucket) const;
+  // Whether each rank of the tensor axis has a partial sum of the gradient of a trainable bucket, whose parameters are
+  // replicated along the axis (sequence parallelism): they are to be added.
   bool is_summed(size_t bucket) const { return tensor && tensor->sums_wholes && !is_part(bucket); }
+  // Whether a trainable bucket holds parts of split parameters: each rank of the tensor axis has another part.
   bool is_part(size_t bucket) const { return buckets[bucket].parameters().front().part != nullptr; }
   // Whether a parameter or buffer is a copy of what another stage has.
   bool is_copy(const std::string& name) const { return pipeline && pipeline->is_copy(name); }

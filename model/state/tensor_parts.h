@@ -69,7 +69,6 @@ struct TensorParts {
   std::optional<RegionGroup> regions;  // where checkpointed regions divide their inputs over the axis
   // tensor_parallel.sequence_parallel: each rank has a partial sum of the gradients of whole parameters.
   bool sums_wholes = false;
-  bool gradients_summed = false;  // the partial sums have been added up since the last backward pass
   bool told_of_joins = false;
   int shown = 0;  // split parameters that are whole in open scopes
 
