@@ -4,6 +4,7 @@
 #include <regex>
 
 #include "config/parse_steps.h"
+#include "config/supported.h"
 #include "tests/config/parse_text.h"
 #include "tests/config/scratch_file.h"
 
