@@ -147,7 +147,7 @@ class SliceOptimizer : public ShardOptimizer {
 };
 
 // An optimizer whose update writes the new weights into the copy by itself, where one is wanted.
-class CopyingOptimizer : public ShardOptimizer {
+class CopyingOptimizer : public SliceOptimizer {
  public:
   void update(int64_t index, const at::Tensor& gradient, double gradient_scale) final {
     update_into(index, gradient, gradient_scale, /*copy=*/{});

@@ -39,7 +39,7 @@ Axis tensor_axis(const ModelState& state) {
 // are in the order of the list of tied weights, which all stages have: that of the buckets is another one where a stage
 // uses them in another order.
 Axis pipe_axis(const ModelState& state) {
-  const PipelineParts& pipeline = *state.pipeline;
+  const PipelineState& pipeline = *state.pipeline;
   Axis axis{.name = comm::MeshAxis::kPipe};
   axis.squares = axis.local_squares = {.ranks = pipeline.ranks.get()};
   for (size_t b = 0; b < state.buckets.size(); ++b) axis.counts.push_back(pipeline.counts(b) ? 1 : 0);
