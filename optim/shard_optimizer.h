@@ -156,7 +156,7 @@ class CopyingOptimizer : public SliceOptimizer {
                    const at::Tensor& copy) override = 0;
 
  protected:
-  using ShardOptimizer::ShardOptimizer;
+  using SliceOptimizer::SliceOptimizer;
 };
 
 }  // namespace ds::optimizers
