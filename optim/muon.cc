@@ -214,7 +214,7 @@ void Muon::update_matrices_together(const Slice& slice, const GroupOptions& grou
   const MuonBlendCoefficients blends{.momentum = static_cast<float>(group.momentum),
                                      .gradient_share = static_cast<float>(1 - group.momentum)};
   blend.run(scale, [&](const DeviceSlice* slices, int64_t count, const UpdateScale& factor, void* stream) {
-    return update_device_kernels()->muon_blend(slices, &blends, count, factor, stream);
+    return device_functions<UpdateDeviceKernels>()->muon_blend(slices, &blends, count, factor, stream);
   });
   const at::Tensor bucket = slice.exchange->size() > 1 ? slice.exchange->all_gather(own) : own;
   const std::map<int64_t, at::Tensor> steps = own_steps(slice, state, bucket);
@@ -236,7 +236,7 @@ void Muon::update_matrices_together(const Slice& slice, const GroupOptions& grou
   if (apply.empty()) return;
   apply.run({.factor = 1.0, .device_factor = {}, .skip = scale.skip},
             [&](const DeviceSlice* slices, int64_t count, const UpdateScale& factor, void* stream) {
-              return update_device_kernels()->muon_step(slices, coefficients.data(), count, factor, stream);
+              return device_functions<UpdateDeviceKernels>()->muon_step(slices, coefficients.data(), count, factor, stream);
             });
 }
 
