@@ -59,7 +59,7 @@ void agree_on_loss_scale(const std::vector<Engine::Impl*>& engines) {
             ", which cannot change it ", engine->order.accumulation_begins() ? "" : "inside an accumulation", ") and ",
             smallest, "; give the fp16 sections of the configs the same values");
     // The scaler may not have heard yet of a step that leaves its scale as it is, and could change the lowered one.
-    engine->step->read_late();
+    engine->step->late().read();
     engine->loss_scaler->lower_to(smallest);
     if (engine->state.fp8) engine->state.fp8->gradients_scaled(smallest / own);
   }

@@ -48,7 +48,7 @@ LoadedCheckpoint Engine::load_checkpoint(const std::string& load_dir, const std:
   if (const std::string failure = self.saves.finish(self.state.ranks); !failure.empty()) log::error(failure);
   self.synchronize(/*judged_next=*/true);
   const auto loaded = engine::load_checkpoint(self.state, self.run_state(), self.order, request);
-  if (loaded) self.step->forget_late();  // else, or where it threw, training goes on from that step
+  if (loaded) self.step->late().forget();  // else, or where it threw, training goes on from that step
   self.watch->renew();
   self.accumulation_begins(/*restarted=*/true);
   return loaded;

@@ -11,7 +11,7 @@ Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Engine::~Engine() {
   impl_->saves.end();
-  if (impl_->step) impl_->step->tell_unjudged();
+  if (impl_->step) impl_->step->late().tell_unjudged();
   if (impl_->comms) impl_->comms->end();
   impl_->update.reset();                        // it uses the optimizer
   if (impl_->shown) impl_->shown->take_back();  // it ends between backward() and step()
@@ -34,21 +34,21 @@ void Engine::eval() {
   impl_->state.module->eval();
 }
 
-// What a step that was skipped takes back is known once the device has told of it (read_late).
+// What a step that was skipped takes back is known once the device has told of it (LateStep::read).
 std::vector<double> Engine::get_lr() const {
-  impl_->step->read_late();
+  impl_->step->late().read();
   return impl_->state.optimizer.learning_rates();
 }
 
 std::vector<std::vector<double>> Engine::get_mom() const {
-  impl_->step->read_late();
+  impl_->step->late().read();
   return impl_->state.optimizer.momenta();
 }
 
 std::string Engine::get_type() const { return impl_->state.optimizer.name(); }
 
 std::optional<double> Engine::get_global_grad_norm() const {
-  impl_->step->read_late();
+  impl_->step->late().read();
   return impl_->progress.gradient_norm;
 }
 
@@ -57,7 +57,7 @@ double Engine::loss_scale() const { return impl_->accumulation->loss_scale(); }
 bool Engine::dynamic_loss_scale() const { return impl_->loss_scaler && impl_->loss_scaler->dynamic(); }
 
 bool Engine::was_step_applied() const {
-  impl_->step->read_late();
+  impl_->step->late().read();
   return impl_->progress.step_applied;
 }
 
@@ -73,7 +73,7 @@ int64_t Engine::global_samples() const { return impl_->progress.global_samples; 
 int64_t Engine::micro_steps() const { return impl_->progress.micro_steps; }
 
 int64_t Engine::skipped_steps() const {
-  impl_->step->read_late();
+  impl_->step->late().read();
   return impl_->progress.skipped_steps();
 }
 

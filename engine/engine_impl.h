@@ -138,7 +138,7 @@ struct Engine::Impl {
   void begin_backward(const at::Tensor& loss, bool scale_wrt_gas);
   void run_backward(const std::function<void()>& pass);
   void end_backward();
-  // Waits for what is on its way, so that the state may be read. `judged_next` as of OptimizerStep::read_late().
+  // Waits for what is on its way, so that the state may be read. `judged_next` as of LateStep::read().
   void synchronize(bool judged_next = false);
   // Returns what this rank has of the reduced gradient of the parameter's bucket, before step(). `call`: the call to
   // name. Collective.

@@ -18,7 +18,7 @@ namespace ds::engine {
 void Engine::Impl::synchronize(bool judged_next) {
   order.require(Call::kSynchronizeParameters);
   update->settle(Update::Next::kRead);
-  if (step) step->read_late(judged_next);  // not all ranks need come here: it is told, not judged
+  if (step) step->late().read(judged_next);  // not all ranks need come here: it is told, not judged
   watch->look("a call that reads the state");
   state.access->wait_all();
 }

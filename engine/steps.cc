@@ -121,13 +121,14 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   const Phases::Scope phase(phases, "step");
   reporter->step_begins();
   const Autocast::Pause pause(state.ranks.device.type());
-  step->read_late(/*judged_next=*/true);  // a step that was skipped goes back before what is noted here
+  step->late().read(/*judged_next=*/true);  // a step that was skipped goes back before what is noted here
   const int64_t samples = order.batches_done() * config.train_micro_batch_size_per_gpu * state.ranks.part->size();
   const Undo undo = {
       .micro_batches = order.end_accumulation(), .samples = samples, .optimizer_steps = state.optimizer.step_count()};
   ++progress.global_steps;
   progress.global_samples += samples;
   try {
+    saves.background().wait_copied();
     step->run();
   } catch (const optimizers::LossScaleError&) {  // this step is over, and has been skipped
     state.access->end_pass();
@@ -150,7 +151,7 @@ void Engine::Impl::complete_step(const at::Tensor& loss) {
   }
   accumulation_begins();
   const bool told = reporter->needs_numbers(progress.global_steps);
-  if (told) step->read_late();
+  if (told) step->late().read();
   reporter->step_ends({.state = state,
                        .progress = progress,
                        .micro_batches = undo.micro_batches,

@@ -294,13 +294,10 @@ void build_steps(Engine::Impl& impl) {
                                       .order = impl.order,
                                       .progress = impl.progress,
                                       .loss_scaler = impl.loss_scaler,
-                                      .batches = impl.batches,
                                       .watch = *impl.watch,
-                                      .loader = impl.loader,
-                                      .sampler = impl.sampler,
-                                      .schedule = impl.schedule,
                                       .reporter = *impl.reporter,
-                                      .saving = impl.saves.background(),
+                                      .data = {impl.batches, impl.loader, impl.sampler},
+                                      .schedule = impl.schedule,
                                       .judged_by_default = by_default,
                                       .may_judge_late = all_may_judge_late(impl)});
   impl.shown.emplace(impl.state);

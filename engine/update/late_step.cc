@@ -1,160 +1,120 @@
-// Steps on a device whose host does not wait: what is judged of them, one step later (docs/gpu.md).
+#include "engine/update/late_step.h"
+
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
 
 #include <cmath>
 #include <exception>
 #include <limits>
-#include <optional>
 #include <utility>
 
 #include "core/check.h"
 #include "core/log.h"
-#include "engine/update/optimizer_step.h"
-#include "model/state/finished_gradients.h"
-#include "optim/clip.h"
 
 namespace ds::engine {
-void OptimizerStep::note_late(StepAgreement agreement) {
-  agreement.begin_reading();
-  parts_.progress.loss.reset();
-  late_.emplace(Late{.step = parts_.progress.global_steps,
-                     .optimizer_steps = parts_.state.optimizer.step_count(),
-                     .agreement = std::move(agreement),
-                     .loss_scale = {},
-                     .norm = {},
-                     .batches = parts_.batches});
-}
 
-bool OptimizerStep::judges_late() const {
-  const Plan& plan = parts_.state.plan;
-  return late_ && parts_.may_judge_late && plan.non_finite != config::NonFiniteGradients::kError &&
-         !plan.locate_non_finite && loss_scale_may_be_late();
+void LateStep::begin(StepAgreement agreement, const BatchNotes& batches) {
+  agreement.begin_reading();
+  deps_.progress.loss.reset();
+  record_.emplace(Record{.step = deps_.progress.global_steps,
+                         .optimizer_steps = deps_.state.optimizer.step_count(),
+                         .agreement = std::move(agreement),
+                         .loss_scale = {},
+                         .norm = {},
+                         .batches = batches});
 }
 
 // The host knows the scale of the step that comes here: the step before is read.
-bool OptimizerStep::loss_scale_may_be_late() const {
-  if (!parts_.loss_scaler) return true;
-  const std::optional<double> good = parts_.loss_scaler->scale_after(false);
-  const std::optional<double> bad = parts_.loss_scaler->scale_after(true);
+bool LateStep::loss_scale_may_be_late() const {
+  if (!deps_.loss_scaler) return true;
+  const std::optional<double> good = deps_.loss_scaler->scale_after(false);
+  const std::optional<double> bad = deps_.loss_scaler->scale_after(true);
   if (!good || !bad) return false;
-  if (*good == *bad && *good == parts_.loss_scaler->scale()) return true;
+  if (*good == *bad && *good == deps_.loss_scaler->scale()) return true;
   // With a scale of 1 programs find gradients as they are (ShownGradients).
   return *good != 1.0 && *bad != 1.0;
 }
 
-void OptimizerStep::scale_next_on_device(const at::Tensor& bad) {
-  const double good_scale = parts_.loss_scaler->scale_after(false).value();
-  const double bad_scale = parts_.loss_scaler->scale_after(true).value();
-  const double now = parts_.loss_scaler->scale();
+void LateStep::end(Readback norm, bool no_gradient, double loss_scale, const at::Tensor& bad) {
+  record_->no_gradient = no_gradient;
+  record_->norm = std::move(norm);
+  if (!deps_.loss_scaler) return;
+  record_->loss_scale = loss_scale;
+  if (bad.defined()) {
+    scale_next_on_device(bad);
+    return;
+  }
+  deps_.loss_scaler->update(/*overflow=*/false);
+  if (deps_.state.fp8) deps_.state.fp8->gradients_scaled(deps_.loss_scaler->scale() / loss_scale);
+}
+
+void LateStep::scale_next_on_device(const at::Tensor& bad) {
+  const double good_scale = deps_.loss_scaler->scale_after(false).value();
+  const double bad_scale = deps_.loss_scaler->scale_after(true).value();
+  const double now = deps_.loss_scaler->scale();
   // They may be one and still another than the scale of this step: both the minimum, of a scale that was below it.
   if (good_scale == bad_scale && good_scale == now) return;
   const auto options = at::TensorOptions().dtype(at::kFloat).device(bad.device());
   const at::Tensor next = at::where(bad.squeeze(), at::full({}, bad_scale, options), at::full({}, good_scale, options));
-  if (parts_.state.fp8) parts_.state.fp8->gradients_scaled(next / now);
-  parts_.accumulation.take_device_scale(next, [this] { read_late(); });
+  if (deps_.state.fp8) deps_.state.fp8->gradients_scaled(next / now);
+  deps_.accumulation.take_device_scale(next, [this] { read(); });
 }
 
-void OptimizerStep::run_late() {
-  const Plan& plan = parts_.state.plan;
-  const double loss_scale = parts_.accumulation.loss_scale();
-  const std::optional<double> clip_once = std::exchange(clip_once_, std::nullopt);
-  optimizers::StepScale scale{.factor = 1.0 / loss_scale, .device_factor = {}, .skip = {}};
-  at::Tensor norm;
-  at::Tensor bad;
-  if (plan.compute_grad_norm || clip_once) {
-    norm = global_norm_on_device(parts_.state) / loss_scale;
-    bad = at::isfinite(norm).logical_not_();
-    if (plan.non_finite == config::NonFiniteGradients::kSkip) scale.skip = bad.to(at::kFloat);
-    scale.device_factor = optimizers::clip_factor(norm, {clip_once.value_or(0), plan.clip_norm});
-  }
-  Readback told(norm);
-  parts_.progress.gradient_norm.reset();
-  late_->no_gradient = warn_of_no_gradient();
-  parts_.update.apply_on_device(scale);
-  late_->updated = true;
-  note_update();
-  if (parts_.state.fp8) end_fp8_step(/*applied=*/true, scale.skip);
-  step_over();
-  late_->norm = std::move(told);
-  if (!parts_.loss_scaler) return;
-  late_->loss_scale = loss_scale;
-  if (bad.defined()) {
-    scale_next_on_device(bad);
-  } else {
-    parts_.loss_scaler->update(/*overflow=*/false);
-    if (parts_.state.fp8) parts_.state.fp8->gradients_scaled(parts_.loss_scaler->scale() / loss_scale);
-  }
-}
-
-void OptimizerStep::read_late(bool judged_next) {
-  if (!late_) return;
+void LateStep::read(bool judged_next) {
+  if (!record_) return;
   if (!judged_next) tell_of_difference();
-  if (std::exchange(late_->read, true)) return;
-  parts_.progress.loss = late_->agreement.loss();
-  if (!late_->norm.defined()) return;
-  const auto norm = late_->norm.numbers().item<double>();
-  if (parts_.loss_scaler) {
-    parts_.loss_scaler->update(!std::isfinite(norm));  // as loss_scale_may_be_late(): throws nothing
-    parts_.accumulation.loss_scaler_knows();
+  if (std::exchange(record_->read, true)) return;
+  deps_.progress.loss = record_->agreement.loss();
+  if (!record_->norm.defined()) return;
+  const auto norm = record_->norm.numbers().item<double>();
+  if (deps_.loss_scaler) {
+    deps_.loss_scaler->update(!std::isfinite(norm));  // throws nothing: loss_scale_may_be_late() has asked
+    deps_.accumulation.loss_scaler_knows();
   }
-  parts_.progress.gradient_norm = norm;
-  if (std::isfinite(norm) || parts_.state.plan.non_finite != config::NonFiniteGradients::kSkip) return;
-  parts_.progress.gradient_norm = std::numeric_limits<double>::infinity();
-  take_back_late_step();
+  deps_.progress.gradient_norm = norm;
+  if (std::isfinite(norm) || deps_.state.plan.non_finite != config::NonFiniteGradients::kSkip) return;
+  deps_.progress.gradient_norm = std::numeric_limits<double>::infinity();
+  roll_back();
 }
 
 // The device has changed nothing.
-void OptimizerStep::take_back_late_step() {
-  parts_.state.optimizer.go_back_to(late_->optimizer_steps);
-  if (parts_.state.fp8) parts_.state.fp8->take_back_step();
-  parts_.progress.step_applied = false;
-  --parts_.progress.applied_steps;
-  if (parts_.schedule) parts_.schedule->load_last_batch_iteration(parts_.schedule->last_batch_iteration() - 1);
+void LateStep::roll_back() {
+  deps_.state.optimizer.go_back_to(record_->optimizer_steps);
+  if (deps_.state.fp8) deps_.state.fp8->take_back_step();
+  deps_.progress.step_applied = false;
+  --deps_.progress.applied_steps;
+  if (deps_.schedule) deps_.schedule->load_last_batch_iteration(deps_.schedule->last_batch_iteration() - 1);
 }
 
-void OptimizerStep::tell_of_difference() {
-  if (late_->told || !late_->agreement.differs()) return;
-  late_->told = true;
-  log::error("step ", late_->step, of_engine(),
+void LateStep::tell_of_difference() {
+  if (record_->told_of_difference || !record_->agreement.differs()) return;
+  record_->told_of_difference = true;
+  log::error("step ", record_->step, deps_.warnings.of_engine(),
              ": the ranks differ in what they did to the model, to its gradients or ",
              "to the data: what is read now may not be the same on all of them. The next step(), save_checkpoint() or ",
              "save_16bit_model() says in what, and throws");
 }
 
-void OptimizerStep::tell_unjudged() noexcept {
+std::optional<LateStep::Record> LateStep::take() {
+  read(/*judged_next=*/true);
+  return std::exchange(record_, std::nullopt);
+}
+
+void LateStep::forget() { take(); }
+
+void LateStep::tell_unjudged() noexcept {
   try {
-    if (!late_) return;
-    if (late_->agreement.arrived()) tell_of_difference();
-    if (!late_->norm.defined() || !late_->norm.arrived() || parts_.state.ranks.world->rank() != 0) return;
-    const auto norm = late_->norm.numbers().item<double>();
+    if (!record_) return;
+    if (record_->agreement.arrived()) tell_of_difference();
+    if (!record_->norm.defined() || !record_->norm.arrived() || deps_.state.ranks.world->rank() != 0) return;
+    const auto norm = record_->norm.numbers().item<double>();
     if (std::isfinite(norm)) return;
-    const bool skipped = parts_.state.plan.non_finite == config::NonFiniteGradients::kSkip;
-    log::warning("step ", late_->step, of_engine(), ", the last one: the norm of its gradients is ", norm, "; it was ",
-                 skipped ? "skipped" : "applied");
+    const bool skipped = deps_.state.plan.non_finite == config::NonFiniteGradients::kSkip;
+    log::warning("step ", record_->step, deps_.warnings.of_engine(), ", the last one: the norm of its gradients is ",
+                 norm, "; it was ", skipped ? "skipped" : "applied");
   } catch (const std::exception& error) {
     log::error("at the end of an engine: ", error.what());
-  }
-}
-
-void OptimizerStep::forget_late() {
-  read_late(/*judged_next=*/true);
-  late_.reset();
-}
-
-void OptimizerStep::judge_late() {
-  if (!late_) return;
-  read_late(/*judged_next=*/true);
-  Late late = std::move(*late_);
-  late_.reset();
-  agree(late.agreement, late.updated);
-  if (!late.norm.defined()) return;
-  const auto norm = late.norm.numbers().item<double>();
-  warn_of_zeros(norm, late.no_gradient, late.step);
-  if (const uint64_t row = count_bad_step(norm); row > 0) {
-    explain(row, late.batches, {.number = late.step, .norm = norm, .loss_scale = late.loss_scale, .late = true});
   }
 }
 

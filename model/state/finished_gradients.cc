@@ -109,4 +109,10 @@ double global_norm(const ModelState& state) {
   return state.plan.model_dtype == DType::kFloat64 ? norm : static_cast<double>(static_cast<float>(norm));
 }
 
+std::vector<int64_t> parameters_without_gradient(const ModelState& state) {
+  std::vector<int64_t> missing = state.gradients.reducer->parameters_without_gradient();
+  std::erase_if(missing, [&](int64_t index) { return state.is_held_still(index); });
+  return missing;
+}
+
 }  // namespace ds::engine

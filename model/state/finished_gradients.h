@@ -9,7 +9,9 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "dsengine/comm.h"
 #include "model/state/model_state.h"
@@ -33,5 +35,9 @@ double global_norm(const ModelState& state);
 // Computes that norm on the device, which nobody waits for: float64 [1]; not finite also where squares are beyond
 // float32. Collective.
 at::Tensor global_norm_on_device(const ModelState& state);
+
+// Numbers the trainable parameters that got no gradient on this rank since the last step, but for those that the
+// program has frozen since initialize().
+std::vector<int64_t> parameters_without_gradient(const ModelState& state);
 
 }  // namespace ds::engine
