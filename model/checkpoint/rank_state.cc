@@ -190,7 +190,6 @@ NamedTensors compression_memory(const ModelState& model) {
 
 NamedTensors fp8_memory(const ModelState& model) {
   NamedTensors result;
-  if (!model.fp8) return result;
   const std::vector<std::string>& layers = model.fp8->layers();
   for (size_t i = 0; i < layers.size(); ++i) {
     result.emplace_back(fp8_path(layers[i]), model.fp8->memory(static_cast<int64_t>(i)).view({-1}));

@@ -49,13 +49,13 @@ void StateReader::read() {
   }
   if (!options_.with_states) forget_own_steps();
   if (options_.module_only) {
-    if (model_.fp8) model_.fp8->forget();  // they are of the weights before
+    model_.fp8->forget();  // they are of the weights before
     return;
   }
   if (options_.with_states && optimizer.steps_on_parameters()) load_client_optimizer(model_, source_);
   if (options_.with_states && optimizer.own) read_optimizer_memory();
   if (model_.gradients.reduction) read_compression_memory();
-  if (model_.fp8) read_fp8_memory();
+  read_fp8_memory();
   load_generators(model_, source_, fit_.same_ranks());
 }
 

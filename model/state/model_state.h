@@ -62,7 +62,7 @@ struct ModelState {
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`
   ModelOptimizer optimizer;
-  std::shared_ptr<fp8::Scaling> fp8;  // null: no layer computes on FP8
+  std::shared_ptr<fp8::Scaling> fp8 = fp8::scaling_without_layers();  // never null
   // Modules that the config has chosen drop activations as long as this lives; null: none do.
   std::shared_ptr<const void> recomputed;
 
