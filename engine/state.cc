@@ -96,7 +96,7 @@ void Engine::offload_states(OffloadStates states) {
   const at::NoGradGuard no_grad;
   self.synchronize();
   self.saves.background().wait_copied();
-  if (self.state.gatherer) self.state.gatherer->release_memory();
+  self.state.access->release_memory();
   if (states.lp_grads) release_gradients(self.state);
   self.moved = std::make_unique<MovedStates>(self.state, MovedParts{.optimizer = states.optim_states,
                                                                     .masters = states.hp_params,
