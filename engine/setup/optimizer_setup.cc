@@ -60,7 +60,7 @@ void set_average_masks(compression::CompressedOptimizer& optimizer, const std::v
 // matrices by buckets (Lamb, Muon).
 void require_alike_over_axis(const ModelState& model, const std::string& type) {
   const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(type);
-  if (!model.tensor || row == nullptr || row->elementwise) return;
+  if (model.plan.topology.tensor == 1 || row == nullptr || row->elementwise) return;
   std::string text;
   for (size_t b = 0; b < model.buckets.size(); ++b) {
     if (!model.is_part(b)) continue;
