@@ -208,7 +208,8 @@ zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std
   };
   add_buckets(state.buckets, 0);
   add_buckets(state.frozen_buckets, state.buckets.size());
-  if (!state.gatherer) std::copy_if(state.frozen.begin(), state.frozen.end(), std::back_inserter(scope.others), take);
+  const auto frozen = state.frozen_outside_buckets();
+  std::copy_if(frozen.begin(), frozen.end(), std::back_inserter(scope.others), take);
   require(wanted.empty(), "gathered_parameters: ", wanted.size(), " of ", parameters.size(),
           " tensors are no parameters of the engine's model; expected tensors as model->parameters() has them");
   if (state.tensor) scope.wholes = std::make_unique<SplitScope>(state, parameters, modifier_rank.has_value());
