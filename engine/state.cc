@@ -86,9 +86,7 @@ Engine::ModelStateBytes Engine::model_state_bytes() const {
           .secondary = held.secondary};
 }
 
-zero::OffloadedBytes Engine::offloaded_state_bytes() const {
-  return impl_->state.offloaded ? impl_->state.offloaded->bytes() : zero::OffloadedBytes();
-}
+zero::OffloadedBytes Engine::offloaded_state_bytes() const { return impl_->state.offloaded_bytes(); }
 
 void Engine::offload_states(OffloadStates states) {
   Impl& self = *impl_;

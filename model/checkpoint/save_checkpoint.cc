@@ -313,7 +313,7 @@ void write_parameters(const ModelState& state, std::optional<WeightFile>& file) 
 }  // namespace
 
 void save_model(const ModelState& state, const std::string& path, bool with_frozen) {
-  comm::Communicator& ranks = state.tensor ? *state.ranks.world : *state.ranks.part;
+  comm::Communicator& ranks = state.ranks.layer_ranks();
   std::optional<WeightFile> file;
   if (ranks.rank() == 0) file.emplace(path, *state.module, with_frozen);
   write_parameters(state, file);

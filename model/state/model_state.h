@@ -94,6 +94,8 @@ struct ModelState {
 
   // The number of ranks of this rank's pipeline; 1 without one.
   int pipeline_ranks() const { return pipeline ? pipeline->ranks->size() : 1; }
+  // This rank's number in its pipeline; 0 without one.
+  int pipeline_rank() const { return pipeline ? pipeline->ranks->rank() : 0; }
   // Whether this rank stands for a trainable bucket in what is counted once over the whole model.
   bool counts(size_t bucket) const;
   // Whether this rank and the others of its tensor axis stand for a trainable bucket in what is counted once.

@@ -157,7 +157,7 @@ void SplitScope::hide() noexcept {
 }  // namespace
 
 void require_on_one_stage(const ModelState& state, const std::vector<at::Tensor>& parameters, const char* call) {
-  if (!state.pipeline) return;
+  if (state.pipeline_ranks() == 1) return;
   std::set<const void*> wanted;
   for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
   for (const auto& item : state.module->named_parameters()) {
