@@ -61,7 +61,7 @@ void agree_on_loss_scale(const std::vector<Engine::Impl*>& engines) {
     // The scaler may not have heard yet of a step that leaves its scale as it is, and could change the lowered one.
     engine->step->late().read();
     engine->loss_scaler->lower_to(smallest);
-    if (engine->state.fp8) engine->state.fp8->gradients_scaled(smallest / own);
+    engine->state.fp8->gradients_scaled(smallest / own);
   }
 }
 

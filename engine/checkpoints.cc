@@ -58,7 +58,7 @@ std::string Engine::save_16bit_model(const std::string& folder, const std::strin
                                      bool exclude_frozen_parameters) {
   const at::NoGradGuard no_grad;
   Impl& self = *impl_;
-  require(!self.state.gatherer || self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
+  require(!self.state.plan.gather || self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
           "save_16bit_model: at stage 3 the weights are gathered for it; expected ",
           "zero_optimization.stage3_gather_16bit_weights_on_model_save: true, found false");
   require(self.state.pipeline_ranks() == 1, "save_16bit_model: no rank of a pipeline has the whole ",

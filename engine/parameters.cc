@@ -14,8 +14,8 @@ namespace ds::engine {
 at::Tensor Engine::Impl::reduced_gradient(const ParameterValues& values, const char* call) {
   order.require(Call::kFullGradient);
   const zero::GradientReducer& reducer = *state.gradients.reducer;
-  require(!state.pipeline && !reducer.keeps_local(), call, ": parameter ", values.name(), ": there is no mean ",
-          "gradient between backward() and step() of ", state.pipeline ? "a pipeline" : "this optimizer");
+  require(!state.plan.pipeline && !reducer.keeps_local(), call, ": parameter ", values.name(), ": there is no mean ",
+          "gradient between backward() and step() of ", state.plan.pipeline ? "a pipeline" : "this optimizer");
   require(order.at_boundary() && order.synchronizes(), call, ": parameter ", values.name(),
           ": expected the backward() of the last micro-batch of a step, found micro-batch ",
           order.micro_batches_done() + 1, " of ", order.micro_batches_of_update());

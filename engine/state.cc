@@ -86,9 +86,7 @@ Engine::ModelStateBytes Engine::model_state_bytes() const {
           .secondary = held.secondary};
 }
 
-zero::OffloadedBytes Engine::offloaded_state_bytes() const {
-  return impl_->state.offloaded ? impl_->state.offloaded->bytes() : zero::OffloadedBytes();
-}
+zero::OffloadedBytes Engine::offloaded_state_bytes() const { return impl_->state.offloaded_bytes(); }
 
 void Engine::offload_states(OffloadStates states) {
   Impl& self = *impl_;
@@ -96,7 +94,7 @@ void Engine::offload_states(OffloadStates states) {
   const at::NoGradGuard no_grad;
   self.synchronize();
   self.saves.background().wait_copied();
-  if (self.state.gatherer) self.state.gatherer->release_memory();
+  self.state.access->release_memory();
   if (states.lp_grads) release_gradients(self.state);
   self.moved = std::make_unique<MovedStates>(self.state, MovedParts{.optimizer = states.optim_states,
                                                                     .masters = states.hp_params,

@@ -210,7 +210,7 @@ bool Engine::is_last_stage() const {
 
 int Engine::pipe_parallel_size() const { return impl_->state.pipeline_ranks(); }
 
-int Engine::pipe_parallel_rank() const { return impl_->state.pipeline ? impl_->state.pipeline->ranks->rank() : 0; }
+int Engine::pipe_parallel_rank() const { return impl_->state.pipeline_rank(); }
 
 void Engine::reset_activation_shape() {
   pipeline_of(*impl_, Call::kResetActivationShape).runner->messages().reset_shapes();

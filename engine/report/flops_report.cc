@@ -46,7 +46,7 @@ void FlopsReport::backward_begins() {
   backward_begin_ = clock_.mark();
   // The time between two calls of the engine is the program's forward; a pipeline's schedule has its own.
   forwards_.emplace_back(forward_begin_, backward_begin_);
-  if (!model_.pipeline) work_.pause_forward(true);
+  if (!model_.plan.pipeline) work_.pause_forward(true);
 }
 
 void FlopsReport::backward_ends() {
@@ -91,7 +91,7 @@ profiling::StepFlops FlopsReport::facts(const profiling::FlopsProfile& profile, 
                             .micro_batches = micro_batches};
   const auto times = static_cast<double>(micro_batches);
   step.backward_seconds = seconds_of(backwards_) / times;
-  if (!model_.pipeline) step.forward_seconds = seconds_of(forwards_) / times;
+  if (!model_.plan.pipeline) step.forward_seconds = seconds_of(forwards_) / times;
   // The numbers of one copy of the model, on average.
   for (const int64_t flops : comm::numbers_of_ranks(*ranks.world, ranks.device, {total.flops}, "flops of a step")) {
     step.model_flops += flops;

@@ -152,7 +152,7 @@ NonFiniteFacts own_facts(const ModelState& state, const BatchNotes& batches, boo
   }
   if (!state.gradients.check) return facts;
   if (const auto found = state.gradients.check->first()) {
-    const int64_t before = state.pipeline ? state.pipeline->ranks->size() - 1 - state.pipeline->ranks->rank() : 0;
+    const int64_t before = state.pipeline_ranks() - 1 - state.pipeline_rank();
     facts.local = {found->micro_batch, batches.name_of(found->micro_batch),
                    state.parameters[static_cast<size_t>(found->parameter)].name, before};
   }

@@ -16,7 +16,7 @@ void set_up_batch_norms(ModelState& model, const config::DsConfig& config) {
   const auto layers =
       config.sync_batchnorm ? norm::batch_norms_of(*model.module) : norm::layers_without_ranks(*model.module);
   model.ranks.groups.norms = norm::give_ranks(layers, ranks);
-  if (config.sync_batchnorm && layers.empty() && !model.pipeline && ranks.rank() == 0) {
+  if (config.sync_batchnorm && layers.empty() && !model.plan.pipeline && ranks.rank() == 0) {
     log::warning("sync_batchnorm: expected BatchNorm1d, 2d or 3d layers in the model, found none");
   }
 }

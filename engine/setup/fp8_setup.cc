@@ -98,8 +98,9 @@ fp8::ScalingOptions scaling_options(const config::Fp8Section& section) {
 }  // namespace
 
 void require_fp8(const ModelState& model, const config::Fp8Section& section) {
-  require<ConfigError>(model.plan.topology.pipe == 1 && !model.tensor, "fp8.enabled: expected neither a pipeline of ",
-                       "several stages nor a tensor axis, found ", model.tensor ? "a tensor axis" : "a pipeline",
+  const Topology& topology = model.plan.topology;
+  require<ConfigError>(topology.pipe == 1 && topology.tensor == 1, "fp8.enabled: expected neither a pipeline of ",
+                       "several stages nor a tensor axis, found ", topology.tensor > 1 ? "a tensor axis" : "a pipeline",
                        "; turn fp8 off");
   const bool blocks = section.granularity == config::Fp8Granularity::kBlock;
   if (!section.emulate) require_hardware(model.ranks.device, blocks);

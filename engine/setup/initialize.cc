@@ -177,7 +177,7 @@ void place_module(ModelState& model, const InitializeOptions& options, const con
     model.pipeline = build_pipeline(layers, model.ranks.mesh->group(comm::MeshAxis::kPipe), config, model.plan,
                                     model.ranks.device, *model.ranks.world);
   }
-  set_up_compression(options, config, model.pipeline != nullptr, model.ranks.tensor_ranks());
+  set_up_compression(options, config, model.plan.pipeline.has_value(), model.ranks.tensor_ranks());
   const bool placed_later = options.init || has_meta_tensors(*options.model);
   if (!model.ranks.device.is_cpu() && !placed_later) options.model->to(model.ranks.device);
   if (model.pipeline) share_start_values(*model.pipeline);
@@ -211,7 +211,7 @@ void require_same_setup(const ModelState& model, const InitializeOptions& option
 
 // Buckets, reductions and gathers with the start values, and the optimizer over them.
 void build_model(ModelState& model, const InitializeOptions& options, const config::DsConfig& config) {
-  ModelParameters parameters = collect_parameters(*options.model, model.plan.trains, model.tensor != nullptr);
+  ModelParameters parameters = collect_parameters(*options.model, model.plan.trains, model.plan.topology.tensor > 1);
   model.frozen_here = std::move(parameters.frozen_here);  // now: what fails below gives them back
   // Layers of a pipeline, and with them dtypes, are known only now.
   PlanFacts facts = plan_facts(options, config, model);
@@ -257,7 +257,7 @@ void build_company(Engine::Impl& impl, const InitializeOptions& options) {
 }
 
 void prepare_schedule(Engine::Impl& impl) {
-  if (!impl.state.pipeline) return;
+  if (!impl.state.plan.pipeline) return;
   PipelineState& pipeline = *impl.state.pipeline;
   pipeline.runner = std::make_unique<pipeline::StageRunner>(
       *pipeline.module, *pipeline.ranks,

@@ -47,8 +47,7 @@ GradientDeps make_gradients(const ModelState& model, const std::vector<int64_t>&
   }
   parts.reducer = std::make_unique<zero::GradientReducer>(
       model.buckets, model.parameters,
-      zero::ReduceRoutes{*groups.shards, groups.replicas.get(), parts.reduction.get(),
-                         model.offloaded ? model.offloaded->gradients() : nullptr},
+      zero::ReduceRoutes{*groups.shards, groups.replicas.get(), parts.reduction.get(), model.host_gradients()},
       options);
   if (parts.check) parts.reducer->check_with(*parts.check);
   return parts;
@@ -173,7 +172,7 @@ void predict_exactly(ModelState& model, const config::DsConfig& config) {
   const bool has_rest = row != nullptr && row->values_of_rest;
   if (!has_rest && !plan.error_feedback && !model.optimizer.client_states) return;
   plan.bytes->optimizer = device_state_bytes(model);
-  if (model.offloaded) plan.offloaded_bytes = model.offloaded->bytes();
+  plan.offloaded_bytes = model.offloaded_bytes();
 }
 
 }  // namespace ds::engine

@@ -60,7 +60,7 @@ void set_average_masks(compression::CompressedOptimizer& optimizer, const std::v
 // matrices by buckets (Lamb, Muon).
 void require_alike_over_axis(const ModelState& model, const std::string& type) {
   const optimizers::OptimizerDescription* const row = optimizers::find_optimizer(type);
-  if (!model.tensor || row == nullptr || row->elementwise) return;
+  if (model.plan.topology.tensor == 1 || row == nullptr || row->elementwise) return;
   std::string text;
   for (size_t b = 0; b < model.buckets.size(); ++b) {
     if (!model.is_part(b)) continue;
@@ -122,8 +122,12 @@ void add_slices(optimizers::SliceOptimizer& optimizer, const ModelState& model, 
   comm::Communicator& shards = *model.ranks.groups.shards;
   const auto exchange =
       partition && shards.size() > 1 ? zero::make_slice_exchange(shards) : zero::make_whole_exchange();
-  const auto sums = model.tensor ? make_part_sums(exchange, *model.tensor) : nullptr;
-  const auto parts = model.tensor ? make_part_exchange(*model.tensor, model.parameters) : nullptr;
+  std::shared_ptr<optimizers::SliceExchange> sums;
+  std::shared_ptr<optimizers::PartExchange> parts;
+  if (model.tensor) {
+    sums = make_part_sums(exchange, *model.tensor);
+    parts = make_part_exchange(*model.tensor, model.parameters);
+  }
   optimizer.set_state_dtype(scalar_type(model.plan.state_dtype));
   if (model.offloaded) optimizer.set_state_memory(model.offloaded->state_memory());
   for (size_t b = 0; b < model.buckets.size(); ++b) {
@@ -139,8 +143,8 @@ void add_slices(optimizers::SliceOptimizer& optimizer, const ModelState& model, 
                            .exchange = model.is_part(b) ? sums : exchange,
                            .parts = model.is_part(b) ? parts : nullptr});
     };
-    if (model.offloaded && writes) {
-      model.offloaded->use(b, /*changes=*/true, add);
+    if (writes) {
+      model.use_master(b, /*changes=*/true, [&](const at::Tensor&) { add(); });
     } else {
       add();
     }

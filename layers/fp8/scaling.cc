@@ -30,6 +30,7 @@ Scaling::Scaling(const ScalingOptions& options, std::vector<std::string> layers,
   used_.resize(layers_.size());
   told_.resize(layers_.size());
   ensure(!options_.blocks || options_.recipe == Recipe::kCurrent, "scales of blocks are those of the tensor at hand");
+  if (layers_.empty()) return;
   const auto count = static_cast<int64_t>(layers_.size());
   const auto floats = at::TensorOptions().dtype(at::kFloat).device(device);
   amax_ = at::zeros({count, kKinds}, floats);
@@ -108,6 +109,7 @@ void Scaling::begin_scales(at::Tensor scales) {
 }
 
 void Scaling::end_step(comm::Communicator& ranks, const at::Tensor& skip) {
+  if (layers_.empty()) return;
   tell_of_unused(ranks.rank());
   if (options_.recipe == Recipe::kCurrent) return;
   const at::NoGradGuard no_grad;
@@ -129,19 +131,20 @@ void Scaling::end_step(comm::Communicator& ranks, const at::Tensor& skip) {
 
 // The entry that is written next holds what it did, and the scales in force are those that were.
 void Scaling::take_back_step() {
-  if (options_.recipe == Recipe::kCurrent) return;
+  if (layers_.empty() || options_.recipe == Recipe::kCurrent) return;
   const std::lock_guard lock(mutex_);
   next_ = (next_ + options_.history - 1) % options_.history;
 }
 
 void Scaling::drop_step() {
+  if (layers_.empty()) return;
   const at::NoGradGuard no_grad;
   const std::lock_guard lock(mutex_);
   amax_.zero_();
 }
 
 void Scaling::gradients_scaled(const at::Tensor& factor) {
-  if (options_.recipe == Recipe::kCurrent) return;
+  if (layers_.empty() || options_.recipe == Recipe::kCurrent) return;
   const at::NoGradGuard no_grad;
   const std::lock_guard lock(mutex_);
   constexpr auto kColumn = static_cast<int64_t>(Kind::kGradient);
@@ -152,7 +155,7 @@ void Scaling::gradients_scaled(const at::Tensor& factor) {
 }
 
 void Scaling::gradients_scaled(double factor) {
-  if (factor != 1.0) gradients_scaled(at::full({}, factor, amax_.options()));
+  if (!layers_.empty() && factor != 1.0) gradients_scaled(at::full({}, factor, amax_.options()));
 }
 
 at::Tensor Scaling::memory(int64_t layer) const {
@@ -180,10 +183,15 @@ void Scaling::take(int64_t layer, const at::Tensor& memory) {
 }
 
 void Scaling::forget() {
+  if (layers_.empty()) return;
   const std::lock_guard lock(mutex_);
   amax_.zero_();
   scales_.back() = at::zeros_like(scales_.back());
   if (history_.defined()) history_.zero_();
+}
+
+std::shared_ptr<Scaling> scaling_without_layers() {
+  return std::make_shared<Scaling>(ScalingOptions{.recipe = Recipe::kCurrent}, std::vector<std::string>(), c10::kCPU);
 }
 
 }  // namespace ds::fp8

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -36,7 +37,8 @@ struct ScalingOptions {
 enum class Kind { kInput, kWeight, kGradient };
 inline constexpr int64_t kKinds = 3;
 
-// Any thread: forward and backward may be on different ones.
+// Any thread: forward and backward may be on different ones. Without layers nothing happens in a call, and no
+// collective.
 class Scaling {
  public:
   // Layers by their names, in the model's order; their tensors are on `device`.
@@ -94,5 +96,8 @@ class Scaling {
   std::vector<char> told_;         // of each layer: that it is not
   bool first_step_is_over_ = false;
 };
+
+// Returns the scales of a model that computes no layer on FP8.
+std::shared_ptr<Scaling> scaling_without_layers();
 
 }  // namespace ds::fp8

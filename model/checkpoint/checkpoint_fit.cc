@@ -80,7 +80,7 @@ void CheckpointFit::add_buffers(Shapes& wanted) const {
 
 // Adds what ranks of other pipeline stages look for.
 void CheckpointFit::add_other_stages(Shapes& wanted) const {
-  if (!model_.pipeline) return;
+  if (model_.pipeline_ranks() == 1) return;
   for (const auto& [path, tensor] : source_.tensors()) {
     for (const char* kind : {"weights/", "buffers/"}) {
       const std::string name = checkpoint::name_in(kind, path);

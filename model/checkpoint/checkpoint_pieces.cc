@@ -120,12 +120,12 @@ void add_frozen_bucket(const ModelState& state, const HostFolders& folders, size
   }
 }
 
-// Below stage 3 every rank has them whole.
+// Adds the frozen parameters that every rank has whole: all of them below stage 3.
 void add_frozen_parameters(const ModelState& state, const HostFolders& folders, PieceList& pieces) {
   int64_t total = 0;
-  for (const zero::Parameter& parameter : state.frozen) total += parameter.tensor.numel();
+  for (const zero::Parameter& parameter : state.frozen_outside_buckets()) total += parameter.tensor.numel();
   int64_t first = 0;
-  for (const zero::Parameter& parameter : state.frozen) {
+  for (const zero::Parameter& parameter : state.frozen_outside_buckets()) {
     const int64_t numel = parameter.tensor.numel();
     const Share share = share_of(state, folders, /*sliced=*/false, is_whole(parameter));
     const auto [begin, end] = part_of(0, total, share);
@@ -188,7 +188,7 @@ std::vector<StatePiece> state_pieces(const ModelState& state, const HostFolders&
   if (first) add_memory(fp8_memory(state), pieces);
   if (!with_frozen) return pieces.take();
   for (size_t f = 0; f < state.frozen_buckets.size(); ++f) add_frozen_bucket(state, folders, f, pieces);
-  if (!state.gatherer) add_frozen_parameters(state, folders, pieces);
+  add_frozen_parameters(state, folders, pieces);
   return pieces.take();
 }
 

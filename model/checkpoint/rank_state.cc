@@ -190,7 +190,6 @@ NamedTensors compression_memory(const ModelState& model) {
 
 NamedTensors fp8_memory(const ModelState& model) {
   NamedTensors result;
-  if (!model.fp8) return result;
   const std::vector<std::string>& layers = model.fp8->layers();
   for (size_t i = 0; i < layers.size(); ++i) {
     result.emplace_back(fp8_path(layers[i]), model.fp8->memory(static_cast<int64_t>(i)).view({-1}));
@@ -234,10 +233,10 @@ void add_buffers(const ModelState& model, const HostFolders& folders, const Buff
   const at::Tensor& own = copies.checksums;
   at::Tensor first = own.clone().to(model.ranks.device);
   // Ranks of a tensor axis have parts of parameters, but buffers as other ranks of the job.
-  comm::Communicator& sharing = model.tensor ? *model.ranks.world : *model.ranks.part;
+  comm::Communicator& sharing = model.ranks.layer_ranks();
   if (sharing.size() > 1) sharing.broadcast(first, 0, "checksums of buffers").wait();
   first = first.to(at::kCPU);
-  const bool sees_first = folders.shares(model.tensor ? 0 : model.ranks.first_of_part());
+  const bool sees_first = folders.shares(model.ranks.first_of_layer_ranks());
   for (size_t i = 0; i < copies.values.size(); ++i) {
     const auto& [name, values] = copies.values[i];
     if (sharing.rank() == 0) {

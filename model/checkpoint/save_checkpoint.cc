@@ -282,27 +282,28 @@ class WeightFile {
 // Whole ones as they come; parts are joined afterwards, in module order, which ranks of a tensor axis share. Their
 // buckets may be others.
 void write_parameters(const ModelState& state, std::optional<WeightFile>& file) {
-  std::unordered_map<const void*, at::Tensor> parts;  // at stage 3, on the host
-  if (state.gatherer) {
-    const bool joins = state.ranks.part->rank() == 0;  // for rank 0
-    for_each_whole_bucket(state, 0, [&](const zero::ParameterBucket& bucket) {
-      for (const zero::Parameter& parameter : bucket.parameters()) {
-        if (parameter.part && joins) {
-          parts[parameter.tensor.unsafeGetTensorImpl()] = parameter.tensor.detach().to(at::kCPU, false, /*copy=*/true);
-        } else if (!parameter.part && file) {
-          file->write(parameter, parameter.tensor);
-        }
+  // At stage 3, by identity of what is trained: copies of parts, on the host, and undefined tensors for what is
+  // written.
+  std::unordered_map<const void*, at::Tensor> gathered;
+  const bool joins = state.ranks.part->rank() == 0;  // for rank 0
+  for_each_whole_bucket(state, 0, [&](const zero::ParameterBucket& bucket) {
+    for (const zero::Parameter& parameter : bucket.parameters()) {
+      at::Tensor& copy = gathered[parameter.tensor.unsafeGetTensorImpl()];
+      if (parameter.part && joins) {
+        copy = parameter.tensor.detach().to(at::kCPU, false, /*copy=*/true);
+      } else if (!parameter.part && file) {
+        file->write(parameter, parameter.tensor);
       }
-    });
-  }
+    }
+  });
   for (const auto* list : {&state.parameters, &state.frozen}) {
     for (const zero::Parameter& parameter : *list) {
-      if (parameter.part && state.ranks.part->rank() == 0) {
-        const auto found = parts.find(parameter.tensor.unsafeGetTensorImpl());
-        const at::Tensor own = found == parts.end() ? parameter.tensor.detach() : found->second;
+      const auto found = gathered.find(parameter.tensor.unsafeGetTensorImpl());
+      if (parameter.part && joins) {
+        const at::Tensor own = found == gathered.end() ? parameter.tensor.detach() : found->second;
         const at::Tensor whole = joined_over_axis(state, parameter, own);
         if (file) file->write(parameter, whole);
-      } else if (!parameter.part && !state.gatherer && file) {
+      } else if (!parameter.part && found == gathered.end() && file) {
         file->write(parameter, parameter.tensor);
       }
     }
@@ -312,7 +313,7 @@ void write_parameters(const ModelState& state, std::optional<WeightFile>& file) 
 }  // namespace
 
 void save_model(const ModelState& state, const std::string& path, bool with_frozen) {
-  comm::Communicator& ranks = state.tensor ? *state.ranks.world : *state.ranks.part;
+  comm::Communicator& ranks = state.ranks.layer_ranks();
   std::optional<WeightFile> file;
   if (ranks.rank() == 0) file.emplace(path, *state.module, with_frozen);
   write_parameters(state, file);

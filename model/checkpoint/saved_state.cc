@@ -110,7 +110,7 @@ void write_live(const ModelState& model, SaveJob& job, const SavedState& saved) 
 // State in files has memory only within for_each_piece(), which is for this thread. Frozen parameters that are not
 // divided are the module's own tensors: a program may change them (moving averages).
 void copy_what_cannot_wait(const ModelState& model, SavedState& saved) {
-  const bool in_files = model.offloaded && model.offloaded->bytes().file > 0;
+  const bool in_files = model.offloaded_bytes().file > 0;
   const size_t trained = model.buckets.size();
   const auto cannot_wait = [&](const StatePiece& piece) {
     return in_files || piece.bucket == StatePiece::kNoBucket ||

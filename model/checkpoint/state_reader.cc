@@ -42,20 +42,20 @@ void StateReader::read() {
   for (size_t f = 0; f < model_.frozen_buckets.size(); ++f) {
     if (model_.frozen_buckets[f].bits() == 0) read_frozen_bucket(f);
   }
-  if (!model_.gatherer) read_frozen_parameters();
+  read_frozen_parameters();
   for (const auto& item : model_.module->named_buffers()) {
     const std::string path = buffer_for(source_, model_.ranks.world->rank(), fit_.same_ranks(), item.key());
     if (!path.empty()) at::Tensor(item.value().detach()).copy_(source_.tensor(path));
   }
   if (!options_.with_states) forget_own_steps();
   if (options_.module_only) {
-    if (model_.fp8) model_.fp8->forget();  // they are of the weights before
+    model_.fp8->forget();  // they are of the weights before
     return;
   }
   if (options_.with_states && optimizer.steps_on_parameters()) load_client_optimizer(model_, source_);
   if (options_.with_states && optimizer.own) read_optimizer_memory();
   if (model_.gradients.reduction) read_compression_memory();
-  if (model_.fp8) read_fp8_memory();
+  read_fp8_memory();
   load_generators(model_, source_, fit_.same_ranks());
 }
 
@@ -100,7 +100,7 @@ void StateReader::read_frozen_bucket(size_t f) {
 }
 
 void StateReader::read_frozen_parameters() {
-  for (const zero::Parameter& parameter : model_.frozen) {
+  for (const zero::Parameter& parameter : model_.frozen_outside_buckets()) {
     const std::string& path = fit_.weight(parameter.name);
     if (!path.empty()) read_own(source_, path, parameter, 0, parameter.tensor.detach());
   }

@@ -5,8 +5,9 @@ namespace ds::engine {
 int64_t frozen_bytes(const ModelState& state) {
   int64_t bytes = 0;
   for (const zero::ParameterBucket& bucket : state.frozen_buckets) bytes += bucket.held_bytes();
-  if (state.gatherer) return bytes;
-  for (const zero::Parameter& parameter : state.frozen) bytes += static_cast<int64_t>(parameter.tensor.nbytes());
+  for (const zero::Parameter& parameter : state.frozen_outside_buckets()) {
+    bytes += static_cast<int64_t>(parameter.tensor.nbytes());
+  }
   return bytes;
 }
 

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -62,7 +63,7 @@ struct ModelState {
   std::unique_ptr<zero::ParameterAccess> access;
   zero::ParameterGatherer* gatherer = nullptr;  // stage 3: `access`
   ModelOptimizer optimizer;
-  std::shared_ptr<fp8::Scaling> fp8;  // null: no layer computes on FP8
+  std::shared_ptr<fp8::Scaling> fp8 = fp8::scaling_without_layers();  // never null
   // Modules that the config has chosen drop activations as long as this lives; null: none do.
   std::shared_ptr<const void> recomputed;
 
@@ -74,6 +75,14 @@ struct ModelState {
   void for_each_on_host(const std::function<void(size_t bucket)>& update) const;
   // Whether the program has frozen a trainable parameter, by its number, since initialize().
   bool is_held_still(int64_t parameter) const { return held_still[static_cast<size_t>(parameter)] != 0; }
+  // Frozen parameters that lie in no bucket and are full on every rank; none at stage 3.
+  std::span<const zero::Parameter> frozen_outside_buckets() const {
+    return gatherer == nullptr ? std::span<const zero::Parameter>(frozen) : std::span<const zero::Parameter>();
+  }
+  // The bytes that are kept in host memory and files.
+  zero::OffloadedBytes offloaded_bytes() const { return offloaded ? offloaded->bytes() : zero::OffloadedBytes(); }
+  // The place in host memory where the reducer leaves gradients. Null: all of them stay on the device.
+  ReducedGradients* host_gradients() const { return offloaded ? offloaded->gradients() : nullptr; }
   // Whether the optimizer of a trainable bucket works on the host.
   bool updates_on_host(size_t bucket) const { return offloaded && offloaded->updates(bucket); }
   // What of a trainable bucket this rank updates: its slice, or the whole bucket.
@@ -85,6 +94,8 @@ struct ModelState {
 
   // The number of ranks of this rank's pipeline; 1 without one.
   int pipeline_ranks() const { return pipeline ? pipeline->ranks->size() : 1; }
+  // This rank's number in its pipeline; 0 without one.
+  int pipeline_rank() const { return pipeline ? pipeline->ranks->rank() : 0; }
   // Whether this rank stands for a trainable bucket in what is counted once over the whole model.
   bool counts(size_t bucket) const;
   // Whether this rank and the others of its tensor axis stand for a trainable bucket in what is counted once.

@@ -38,13 +38,11 @@ ModelWatch::ModelWatch(ModelState& state, checkpoint::BackgroundSave& saving) : 
   for (const zero::Parameter& parameter : state.frozen) others_.push_back({.parameter = &parameter});
   state.held_still.assign(trained_.size(), 0);
   identities_ = identities_of(*state.module);
-  if (state.gatherer) state.gatherer->call_before_changes([&saving] { saving.wait_copied(); });
+  state.access->call_before_changes([&saving] { saving.wait_copied(); });
   renew();
 }
 
-ModelWatch::~ModelWatch() {
-  if (state_.gatherer) state_.gatherer->call_before_changes({});
-}
+ModelWatch::~ModelWatch() { state_.access->call_before_changes({}); }
 
 void ModelWatch::renew() {
   const CheckTime::Scope time;
@@ -81,8 +79,7 @@ void ModelWatch::look(const char* call) {
   note_frozen(call);
   look_at_buckets(call, state_.buckets, 0);
   look_at_buckets(call, state_.frozen_buckets, state_.buckets.size());
-  if (!state_.gatherer) return;
-  for (const zero::LiveBuckets::Changed& changed : state_.gatherer->take_changed()) {
+  for (const zero::ChangedBucket& changed : state_.access->take_changed()) {
     require_no_update_beside(call, changed.parameter);
     saving_.wait_copied();
     take_over_changes(state_, changed.bucket);

@@ -39,9 +39,7 @@ std::vector<at::Tensor> tensors_of(const ModelState& state, const MovedParts& pa
   for (const zero::ParameterBucket& bucket : state.frozen_buckets) {
     if (bucket.stored_bytes() == 0) tensors.push_back(bucket.kept());
   }
-  if (!state.gatherer) {
-    for (const zero::Parameter& parameter : state.frozen) tensors.push_back(parameter.tensor.detach());
-  }
+  for (const zero::Parameter& parameter : state.frozen_outside_buckets()) tensors.push_back(parameter.tensor.detach());
   tensors.erase(std::remove_if(tensors.begin(), tensors.end(), [](const at::Tensor& t) { return !t.defined(); }),
                 tensors.end());
   return tensors;

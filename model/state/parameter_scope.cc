@@ -157,7 +157,7 @@ void SplitScope::hide() noexcept {
 }  // namespace
 
 void require_on_one_stage(const ModelState& state, const std::vector<at::Tensor>& parameters, const char* call) {
-  if (!state.pipeline) return;
+  if (state.pipeline_ranks() == 1) return;
   std::set<const void*> wanted;
   for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
   for (const auto& item : state.module->named_parameters()) {
@@ -208,7 +208,8 @@ zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std
   };
   add_buckets(state.buckets, 0);
   add_buckets(state.frozen_buckets, state.buckets.size());
-  if (!state.gatherer) std::copy_if(state.frozen.begin(), state.frozen.end(), std::back_inserter(scope.others), take);
+  const auto frozen = state.frozen_outside_buckets();
+  std::copy_if(frozen.begin(), frozen.end(), std::back_inserter(scope.others), take);
   require(wanted.empty(), "gathered_parameters: ", wanted.size(), " of ", parameters.size(),
           " tensors are no parameters of the engine's model; expected tensors as model->parameters() has them");
   if (state.tensor) scope.wholes = std::make_unique<SplitScope>(state, parameters, modifier_rank.has_value());

@@ -116,8 +116,7 @@ void ParameterValues::use_state(const std::string& state, bool changes,
     throw UsageError(cat(call_, ": parameter ", name_, ": expected a state of ", state_.optimizer.name(), " (",
                          names.empty() ? "it has none by parameter" : names, "), found \"", state, "\""));
   };
-  if (!state_.offloaded) return visit();
-  state_.offloaded->use(bucket_, changes, visit);
+  state_.use_master(bucket_, changes, [&](const at::Tensor&) { visit(); });
 }
 
 void ParameterValues::use_master(bool changes, const std::function<void(const at::Tensor& flat)>& use) const {

@@ -23,6 +23,11 @@ struct Ranks {
 
   // The lowest of the ranks with the same part of the model: they are apart by the ranks of a tensor axis.
   int first_of_part() const { return world->rank() - part->rank() * tensor_ranks(); }
+  // The ranks that hold the same layers, full or as parts over a tensor axis: with such an axis, which excludes a
+  // pipeline, all ranks.
+  comm::Communicator& layer_ranks() const { return tensor ? *world : *part; }
+  // The lowest of layer_ranks().
+  int first_of_layer_ranks() const { return world->rank() - layer_ranks().rank(); }
   int tensor_ranks() const { return tensor ? tensor->size() : 1; }
   // This rank's place among those that draw random numbers of their own: ranks of a tensor axis draw the same.
   int stream() const { return world->rank() / tensor_ranks(); }

@@ -46,7 +46,7 @@ void choose_recomputed_modules(ModelState& model, const config::DsConfig& config
     const int64_t own = count_matches(*model.module, pattern);
     here += own;
     const int64_t anywhere =
-        model.pipeline ? comm::largest_of_ranks(own, model.ranks.device, *model.ranks.world, kKey) : own;
+        model.plan.pipeline ? comm::largest_of_ranks(own, model.ranks.device, *model.ranks.world, kKey) : own;
     require<ConfigError>(anywhere > 0, kKey, ": \"", pattern,
                          "\": expected the whole name of a module with parameters, ", "found that it matches none of ",
                          model.module->named_modules("", false).size(), "; names are those of named_modules()");
@@ -58,7 +58,7 @@ void choose_recomputed_modules(ModelState& model, const config::DsConfig& config
   } catch (const UsageError& error) {
     failure = std::make_exception_ptr(ConfigError(cat(kKey, ": ", error.what())));
   }
-  if (!model.pipeline) {
+  if (!model.plan.pipeline) {
     if (failure) std::rethrow_exception(failure);
     return;
   }

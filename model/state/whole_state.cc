@@ -17,6 +17,7 @@ at::Tensor copy_on_host(const at::Tensor& tensor) { return tensor.to(at::kCPU, /
 
 void for_each_whole_bucket(const ModelState& state, size_t first,
                            const std::function<void(const zero::ParameterBucket&)>& use) {
+  if (!state.gatherer) return;
   const size_t trained = state.buckets.size();
   for (size_t b = first; b < trained + state.frozen_buckets.size(); ++b) {
     state.gatherer->gather(b);
@@ -56,13 +57,11 @@ at::Tensor joined_over_axis(const ModelState& state, const zero::Parameter& para
 
 std::vector<std::pair<std::string, at::Tensor>> whole_module(const ModelState& state) {
   std::unordered_map<const void*, at::Tensor> found;  // by identity of what is trained
-  if (state.gatherer) {
-    for_each_whole_bucket(state, 0, [&](const zero::ParameterBucket& bucket) {
-      for (const zero::Parameter& parameter : bucket.parameters()) {
-        found[parameter.tensor.unsafeGetTensorImpl()] = copy_on_host(parameter.tensor.detach());
-      }
-    });
-  }
+  for_each_whole_bucket(state, 0, [&](const zero::ParameterBucket& bucket) {
+    for (const zero::Parameter& parameter : bucket.parameters()) {
+      found[parameter.tensor.unsafeGetTensorImpl()] = copy_on_host(parameter.tensor.detach());
+    }
+  });
   // In module order, which is the same on all ranks of a tensor axis; their buckets may be others.
   for (const auto* list : {&state.parameters, &state.frozen}) {
     for (const zero::Parameter& parameter : *list) {
@@ -103,13 +102,11 @@ std::vector<std::pair<std::string, at::Tensor>> whole_masters(const ModelState& 
   };
   for (size_t i = 0; i < own.size(); ++i) add(state.parameters[i], own[i]);
   std::unordered_map<const void*, at::Tensor> gathered;
-  if (state.gatherer) {
-    for_each_whole_bucket(state, state.buckets.size(), [&](const zero::ParameterBucket& bucket) {
-      for (const zero::Parameter& one : bucket.parameters()) {
-        if (wanted || one.part) gathered[one.tensor.unsafeGetTensorImpl()] = cast(one.tensor);
-      }
-    });
-  }
+  for_each_whole_bucket(state, state.buckets.size(), [&](const zero::ParameterBucket& bucket) {
+    for (const zero::Parameter& one : bucket.parameters()) {
+      if (wanted || one.part) gathered[one.tensor.unsafeGetTensorImpl()] = cast(one.tensor);
+    }
+  });
   for (const zero::Parameter& frozen : state.frozen) {
     if (!wanted && !frozen.part) continue;
     const auto found = gathered.find(frozen.tensor.unsafeGetTensorImpl());

@@ -15,7 +15,7 @@
 namespace ds::engine {
 
 // Calls `use`, at stage 3, for each bucket from `first` on (trainable ones, then frozen ones) while its parameters are
-// whole.
+// gathered. Without stage 3, where all parameters are full anyway, it is never called.
 void for_each_whole_bucket(const ModelState& state, size_t first,
                            const std::function<void(const zero::ParameterBucket&)>& use);
 

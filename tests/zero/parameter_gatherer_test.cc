@@ -245,7 +245,7 @@ TEST(ParameterGatherer, AChangeInPlaceReachesTheSlicesAndIsToldWithTheNameOfTheP
         const torch::NoGradGuard no_grad;
         changes[i](layers.whole[2]);
       }
-      const std::vector<LiveBuckets::Changed> changed = layers.gatherer->take_changed();
+      const std::vector<ChangedBucket> changed = layers.gatherer->take_changed();
       ASSERT_EQ(changed.size(), 1) << "change " << i;
       EXPECT_EQ(changed[0].bucket, 2);
       EXPECT_EQ(changed[0].parameter, "layer2");

@@ -181,8 +181,8 @@ void LiveBuckets::keep_changes(size_t bucket) {
   uint64_t digest = 0;
   for (const Parameter& parameter : entry.bucket->parameters()) digest = digest * 31 + digest_of(parameter.tensor);
   // One of each bucket: nobody takes them while a program only evaluates.
-  const auto noted =
-      std::find_if(changed_.begin(), changed_.end(), [&](const Changed& changed) { return changed.bucket == bucket; });
+  const auto noted = std::find_if(changed_.begin(), changed_.end(),
+                                  [&](const ChangedBucket& changed) { return changed.bucket == bucket; });
   if (noted == changed_.end()) {
     changed_.push_back({.bucket = bucket, .parameter = name, .digest = digest});
   } else {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "zero/gather/bucket_gather.h"
+#include "zero/gather/parameter_access.h"
 #include "zero/gather_memory.h"
 #include "zero/parameter_bucket.h"
 
@@ -119,14 +120,8 @@ class LiveBuckets {
 
   bool out_of_memory() const { return no_memory_ != nullptr; }
   bool failed() const { return failure_ != nullptr || out_of_memory(); }
-  // A bucket whose parameters the program has changed in place since the last take_changed(), with a digest of their
-  // new values (zero/value_digest.h): the slices have these already.
-  struct Changed {
-    size_t bucket = 0;
-    std::string parameter;  // the name of one that was changed
-    uint64_t digest = 0;
-  };
-  std::vector<Changed> take_changed() { return std::exchange(changed_, {}); }
+  // The changes in place by the program since the last call.
+  std::vector<ChangedBucket> take_changed() { return std::exchange(changed_, {}); }
   // Has `call` called before slices take over changed values: somebody may read the slices on another thread. Empty: no
   // call.
   void call_before_changes(std::function<void()> call) { before_changes_ = std::move(call); }
@@ -151,7 +146,7 @@ class LiveBuckets {
   int64_t peak_ = 0;
   uint64_t digest_ = 0;
   int rank_;  // this rank among the owners of slices
-  std::vector<Changed> changed_;
+  std::vector<ChangedBucket> changed_;
   std::function<void()> before_changes_;
   std::exception_ptr failure_;
   std::exception_ptr no_memory_;

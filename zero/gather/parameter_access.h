@@ -2,8 +2,20 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
 
 namespace ds::zero {
+
+// A bucket whose parameters the program has changed in place since take_changed() was called last, with a digest of
+// their new values (zero/value_digest.h): the slices have these already.
+struct ChangedBucket {
+  size_t bucket = 0;
+  std::string parameter;  // the name of one that was changed
+  uint64_t digest = 0;
+};
 
 // All methods are called on the engine's thread, which runs the operators too, in the same order on every rank. A
 // failure inside an operator (LibTorch only logs what its callbacks throw) is thrown by the next method called.
@@ -24,6 +36,20 @@ class ParameterAccess {
   virtual void wait_all() = 0;
   // Makes this thread the engine's from now on. The other runs no operators meanwhile.
   virtual void use_from_this_thread() = 0;
+
+  // The methods below concern parameters that are gathered for use; where all are full they do nothing.
+
+  // Gives back the memory that is kept from one gather to the next. To be called between steps.
+  virtual void release_memory() {}
+  // A digest of all gathers since the last call, in their order: equal on ranks that ran the same operators.
+  virtual uint64_t take_gather_digest() { return 0; }
+  // The most elements that were gathered at once since the last call.
+  virtual int64_t take_peak_elements() { return 0; }
+  // Releases the buckets that the program has changed in place, and returns its changes since the last call.
+  virtual std::vector<ChangedBucket> take_changed() { return {}; }
+  // Has `call` called before slices take over what the program has changed in place: somebody may read the slices on
+  // another thread. Empty: no call.
+  virtual void call_before_changes(std::function<void()> /*call*/) {}
 };
 
 }  // namespace ds::zero

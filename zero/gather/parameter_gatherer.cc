@@ -302,7 +302,7 @@ void ParameterGatherer::reshard(size_t bucket) {
   entry.bucket->drop_secondary();
 }
 
-std::vector<LiveBuckets::Changed> ParameterGatherer::take_changed() {
+std::vector<ChangedBucket> ParameterGatherer::take_changed() {
   for (size_t b = 0; b < buckets_.size(); ++b) {
     const LiveBuckets::Entry& entry = buckets_[b];
     const bool releases = entry.whole() && entry.sharded() && entry.held == 0;

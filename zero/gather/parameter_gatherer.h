@@ -78,6 +78,11 @@ class ParameterGatherer : public ParameterAccess {
   void change_mode() override;
   void wait_all() override;
   void use_from_this_thread() override;
+  void release_memory() override;
+  uint64_t take_gather_digest() override { return buckets_.take_digest(); }
+  int64_t take_peak_elements() override;
+  std::vector<ChangedBucket> take_changed() override;
+  void call_before_changes(std::function<void()> call) override { buckets_.call_before_changes(std::move(call)); }
 
   // Makes a bucket full until drop() was called as often, beside any pass, with exact values (but for an encoded
   // bucket, which has no others than its own). gather() is collective and throws CommError.
@@ -88,11 +93,6 @@ class ParameterGatherer : public ParameterAccess {
   void keep_changes(size_t bucket);
   // Ignores changes of the parameters of such a bucket, which are lost with the last drop().
   void forget_changes(size_t bucket) { buckets_[bucket].changes.begin(*buckets_[bucket].bucket); }
-
-  // Releases the buckets that the program has changed in place, and returns its changes since the last call.
-  std::vector<LiveBuckets::Changed> take_changed();
-  // Has `call` called before slices take over what the program has changed in place (LiveBuckets).
-  void call_before_changes(std::function<void()> call) { buckets_.call_before_changes(std::move(call)); }
 
   // With `keeps`, a bucket that is full stays so until end_update() or reshard().
   void keep_in_pass(size_t bucket, bool keeps) { buckets_[bucket].stays = keeps; }
@@ -106,13 +106,6 @@ class ParameterGatherer : public ParameterAccess {
   // ... was read after TEXT".
   void tell_at_end(std::string text) { end_text_ = std::move(text); }
   int64_t live_elements() const { return buckets_.live_elements(); }
-
-  // Gives back the memory that is kept from one gather to the next. To be called between steps.
-  void release_memory();
-  // A digest of all gathers since the last call, in their order: equal on ranks that ran the same operators.
-  uint64_t take_gather_digest() { return buckets_.take_digest(); }
-  // The most elements that were gathered at once since the last call.
-  int64_t take_peak_elements();
 
  private:
   bool sees_operators() const;
