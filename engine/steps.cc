@@ -168,7 +168,7 @@ void Engine::Impl::undo_accumulation(const Undo& undo) noexcept {
     update->settle(Update::Next::kDrop);
     state.optimizer.go_back_to(undo.optimizer_steps);
     step->forget_gradient_changes();
-    if (state.fp8) state.fp8->drop_step();
+    state.fp8->drop_step();
     accumulation->drop();
     state.access->end_pass();
     accumulation_begins(/*restarted=*/true);
@@ -206,7 +206,7 @@ void Engine::Impl::drop_accumulation() {
   const bool had_begun = !order.accumulation_begins() || state.gradients.reducer->failed();
   shown->take_back();
   step->forget_gradient_changes();
-  if (state.fp8) state.fp8->drop_step();
+  state.fp8->drop_step();
   accumulation->drop(/*unused=*/true);
   progress.micro_steps -= order.drop_accumulation();
   if (had_begun) accumulation_begins(/*restarted=*/true);

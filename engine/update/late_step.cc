@@ -46,7 +46,7 @@ void LateStep::end(Readback norm, bool no_gradient, double loss_scale, const at:
     return;
   }
   deps_.loss_scaler->update(/*overflow=*/false);
-  if (deps_.state.fp8) deps_.state.fp8->gradients_scaled(deps_.loss_scaler->scale() / loss_scale);
+  deps_.state.fp8->gradients_scaled(deps_.loss_scaler->scale() / loss_scale);
 }
 
 void LateStep::scale_next_on_device(const at::Tensor& bad) {
@@ -57,7 +57,7 @@ void LateStep::scale_next_on_device(const at::Tensor& bad) {
   if (good_scale == bad_scale && good_scale == now) return;
   const auto options = at::TensorOptions().dtype(at::kFloat).device(bad.device());
   const at::Tensor next = at::where(bad.squeeze(), at::full({}, bad_scale, options), at::full({}, good_scale, options));
-  if (deps_.state.fp8) deps_.state.fp8->gradients_scaled(next / now);
+  deps_.state.fp8->gradients_scaled(next / now);
   deps_.accumulation.take_device_scale(next, [this] { read(); });
 }
 
@@ -81,7 +81,7 @@ void LateStep::read(bool judged_next) {
 // The device has changed nothing.
 void LateStep::roll_back() {
   deps_.state.optimizer.go_back_to(record_->optimizer_steps);
-  if (deps_.state.fp8) deps_.state.fp8->take_back_step();
+  deps_.state.fp8->take_back_step();
   deps_.progress.step_applied = false;
   --deps_.progress.applied_steps;
   if (deps_.schedule) deps_.schedule->load_last_batch_iteration(deps_.schedule->last_batch_iteration() - 1);

@@ -61,8 +61,8 @@ void require_gradients(const ModelState& state, Accumulation& accumulation) {
 
 void note_peaks(const ModelState& state, Progress& progress) {
   progress.gradient_bytes = state.gradients.reducer->take_peak_bytes();
-  if (!state.gatherer) return;
-  progress.gathered_bytes = state.gatherer->take_peak_elements() * state.buckets.front().flat().element_size();
+  if (state.buckets.empty()) return;  // a stage of a pipeline without trainable parameters
+  progress.gathered_bytes = state.access->take_peak_elements() * state.buckets.front().flat().element_size();
 }
 
 }  // namespace
@@ -113,7 +113,7 @@ void OptimizerStep::run() {
   require<NonFiniteError>(!drops || plan.non_finite != config::NonFiniteGradients::kError, report);
   if (!deps_.loss_scaler) return;
   deps_.loss_scaler->update(overflow);  // last: throws when the scale cannot fall any further
-  if (state.fp8) state.fp8->gradients_scaled(deps_.loss_scaler->scale() / scale);
+  state.fp8->gradients_scaled(deps_.loss_scaler->scale() / scale);
 }
 
 bool OptimizerStep::judges_late() const {
@@ -178,7 +178,6 @@ void OptimizerStep::note_update() {
 
 // The largest of gradients that overflow, and of what gave them, say nothing of the steps that come.
 void OptimizerStep::end_fp8_step(bool applied, const at::Tensor& skip) {
-  if (!deps_.state.fp8) return;
   if (applied) {
     deps_.state.fp8->end_step(*deps_.state.ranks.part, skip);
   } else {
