@@ -128,16 +128,6 @@ void choose_data_parallel_size(DsConfig& config, const ParseOptions& options, Js
   config.dp_world_size = std::max<int64_t>(1, *options.world_size / stages / tensor);
 }
 
-// Reads the file of actions that pipeline.schedule names.
-void read_own_schedule(PipelineSection& section, JsonProblems& problems) {
-  if (!pipeline::is_schedule_file(section.schedule)) return;
-  try {
-    section.own_schedule = std::make_shared<const pipeline::Schedule>(pipeline::read_schedule(section.schedule));
-  } catch (const ConfigError& error) {
-    problems.error("/pipeline/schedule", error.what());
-  }
-}
-
 void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions& options) {
   JsonFields json(reading, "", config.text, true);
   GivenBatchSizes given = read_batch_sizes(json);
@@ -150,7 +140,11 @@ void read_into(DsConfig& config, const JsonReading& reading, const ParseOptions&
   describe_top_level(json, config);
   report_misplaced(config, reading, json);
   json.finish(UnknownKeys::kWarn);
-  read_own_schedule(config.pipeline, reading.problems);
+  try {
+    read_own_schedule(config.pipeline);
+  } catch (const Error& error) {  // the file is not there, or is no schedule
+    reading.problems.error("/pipeline/schedule", error.what());
+  }
   choose_data_parallel_size(config, options, reading.problems);
   if (config.elasticity.enabled) {
     resolve_elastic_batch(config, std::getenv("DEEPSPEED_ELASTICITY_CONFIG"), reading.problems);
@@ -213,6 +207,12 @@ ordered_json to_json(const DsConfig& config) {
   json.field("gradient_accumulation_steps", copy.gradient_accumulation_steps);
   describe_top_level(json, copy);
   return out;
+}
+
+void read_own_schedule(PipelineSection& section) {
+  section.own_schedule = pipeline::is_schedule_file(section.schedule)
+                             ? std::make_shared<const pipeline::Schedule>(pipeline::read_schedule(section.schedule))
+                             : nullptr;
 }
 
 }  // namespace ds::engine::config

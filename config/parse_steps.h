@@ -34,6 +34,10 @@ BatchSizes resolve_batch_sizes(const GivenBatchSizes& given, int64_t dp_world_si
 // DEEPSPEED_ELASTICITY_CONFIG); null: unknown. max_train_batch_size, micro_batch_sizes and version have to agree.
 void resolve_elastic_batch(DsConfig& config, const char* scheduled, JsonProblems& problems);
 
+// Reads the file of actions that pipeline.schedule names into `own_schedule`, which becomes null for the name of a kind
+// (ds_config.cc). To be called again where the program sets another schedule. Throws IoError and ConfigError.
+void read_own_schedule(PipelineSection& section);
+
 // Applies the rules that tie keys of different sections together (cross_checks.cc): errors for settings that exclude
 // each other (both keys are named), warnings for settings without effect here.
 void check_across_sections(const DsConfig& config, JsonProblems& problems);

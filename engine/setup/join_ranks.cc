@@ -10,6 +10,7 @@
 #include "comm/job/rank_device.h"
 #include "comm/meeting/rendezvous.h"
 #include "comm/mesh_hosts.h"
+#include "config/parse_steps.h"
 #include "core/check.h"
 #include "core/log.h"
 #include "dsengine/init_distributed.h"
@@ -31,7 +32,10 @@ config::DsConfig parse_config(const InitializeOptions& options, int world_size) 
   if (!module) return config;
   const pipeline::PipelineOptions& given = module->options();
   config::PipelineSection& section = config.pipeline;
-  if (given.schedule) section.schedule = *given.schedule;
+  if (given.schedule) {
+    section.schedule = *given.schedule;
+    config::read_own_schedule(section);
+  }
   if (given.chunks) section.chunks = *given.chunks;
   if (given.partition) section.partition = *given.partition;
   if (given.seed_layers) section.seed_layers = *given.seed_layers;

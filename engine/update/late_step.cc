@@ -57,7 +57,7 @@ void LateStep::scale_next_on_device(const at::Tensor& bad) {
   if (good_scale == bad_scale && good_scale == now) return;
   const auto options = at::TensorOptions().dtype(at::kFloat).device(bad.device());
   const at::Tensor next = at::where(bad.squeeze(), at::full({}, bad_scale, options), at::full({}, good_scale, options));
-  deps_.state.fp8->gradients_scaled(next / now);
+  if (!deps_.state.fp8->layers().empty()) deps_.state.fp8->gradients_scaled(next / now);  // a kernel less
   deps_.accumulation.take_device_scale(next, [this] { read(); });
 }
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cmath>
 #include <fstream>
 #include <string>
 #include <vector>
@@ -268,6 +269,14 @@ TEST(PipelineEngine, AScheduleOfOnesOwn) {
   std::ofstream(path) << "0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3\n,1F0,1F1,1B0,1F2,1B1,1F3,1B2,1B3\n";
   const std::vector<double> wanted = losses_of({.ranks = 1, .config = config_of(1, "1f1b", 1)});
   expect_near(losses_of({.config = config_of(2, path, 1)}), wanted, 5e-6);
+  // The program's word counts, in either direction: a file, or a kind in place of the file.
+  const PipelineOptions from_file{.loss = cross_entropy, .schedule = path};
+  expect_near(losses_of({.config = config_of(2, "1f1b", 1), .options = from_file}), wanted, 5e-6);
+  const PipelineOptions by_kind{.loss = cross_entropy, .schedule = "1f1b"};
+  run({.config = config_of(2, path, 1), .options = by_kind}, [&](Rank& rank) {
+    rank.engine.set_train_batch_size(12);  // the file has four micro-batches, and would be refused for six
+    EXPECT_TRUE(std::isfinite(rank.train_step(0)));
+  });
 }
 
 TEST(PipelineEngine, TheBatchSizeMayChange) {
