@@ -124,7 +124,8 @@ void take_run_state(const ModelState& model, const RunState& run, const checkpoi
   run.progress.gradient_norm.reset();
   run.progress.micro_steps = state.micro_steps;
   if (run.loss_scaler && run.loss_scaler->dynamic() && state.loss_scaler) run.loss_scaler->load(*state.loss_scaler);
-  const double saved = state.loss_scaler ? state.loss_scaler->scale : 1.0;  // for which FP8 scales of gradients are
+  // The checkpoint's FP8 scales of gradients fit the loss scale that was saved.
+  const double saved = state.loss_scaler ? state.loss_scaler->scale : 1.0;
   model.fp8->gradients_scaled((run.loss_scaler ? run.loss_scaler->scale() : 1.0) / saved);
   if (taken.with_optimizer && model.optimizer.own && state.optimizer) {
     take_groups(model, *state.optimizer, /*follows_schedule=*/run.schedule != nullptr && !run.schedule->plateau());

@@ -282,8 +282,8 @@ class WeightFile {
 // Whole ones as they come; parts are joined afterwards, in module order, which ranks of a tensor axis share. Their
 // buckets may be others.
 void write_parameters(const ModelState& state, std::optional<WeightFile>& file) {
-  // At stage 3, by identity of what is trained: copies of parts, on the host, and undefined tensors for what is
-  // written.
+  // The parameters that stage 3 has gathered, by identity of what is trained: copies of parts, on the host, where they
+  // are joined; undefined tensors for all others.
   std::unordered_map<const void*, at::Tensor> gathered;
   const bool joins = state.ranks.part->rank() == 0;  // for rank 0
   for_each_whole_bucket(state, 0, [&](const zero::ParameterBucket& bucket) {

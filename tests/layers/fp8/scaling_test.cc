@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -55,6 +56,19 @@ TEST(Fp8Scaling, CurrentScalingLooksAtTheTensorAtHand) {
   for (const float amax : {4.0F, 8.0F, 0.25F}) {
     EXPECT_FLOAT_EQ(scale_of(scaling, amax, Kind::kInput), 448.0F / amax);
   }
+}
+
+TEST(Fp8Scaling, WithoutLayersNothingHappensInAStep) {
+  run_ranks(2, [](comm::Communicator& ranks) {
+    const std::shared_ptr<Scaling> scaling = scaling_without_layers();
+    EXPECT_TRUE(scaling->layers().empty());
+    if (ranks.rank() == 0) scaling->end_step(ranks);  // no collective: the other rank takes part in none
+    scaling->take_back_step();
+    scaling->drop_step();
+    scaling->gradients_scaled(2.0);
+    scaling->gradients_scaled(torch::full({1}, 2.0F));
+    scaling->forget();
+  });
 }
 
 TEST(Fp8Scaling, IsOneOnAllRanks) {
