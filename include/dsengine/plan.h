@@ -69,7 +69,7 @@ struct Plan {
   // How long a gradient's hook waits for other ranks before it leaves its reduction to a later hook; empty: without
   // limit.
   std::optional<std::chrono::milliseconds> reduction_patience;
-  // Stage 3 on several ranks: parameters are kept as slices and gathered for use.
+  // Stage 3 on several ranks, or with offloaded parameters: parameters are kept as slices and gathered for use.
   std::optional<zero::GatherLimits> gather;
   int64_t node_ranks = 1;           // above 1: ranks that hold a secondary copy of gathered parameters (hpZ)
   int weight_bits = 0;              // 8: parameters are gathered as 8-bit integers (qwZ); 0: as they are
