@@ -234,10 +234,10 @@ void Muon::update_matrices_together(const Slice& slice, const GroupOptions& grou
         {.lr = static_cast<float>(group.lr), .master_decay = static_cast<float>(1 - group.lr * group.weight_decay)});
   }
   if (apply.empty()) return;
-  apply.run({.factor = 1.0, .device_factor = {}, .skip = scale.skip},
-            [&](const DeviceSlice* slices, int64_t count, const UpdateScale& factor, void* stream) {
-              return device_functions<UpdateDeviceKernels>()->muon_step(slices, coefficients.data(), count, factor, stream);
-            });
+  apply.run({.factor = 1.0, .device_factor = {}, .skip = scale.skip}, [&](const DeviceSlice* slices, int64_t count,
+                                                                          const UpdateScale& factor, void* stream) {
+    return device_functions<UpdateDeviceKernels>()->muon_step(slices, coefficients.data(), count, factor, stream);
+  });
 }
 
 void Muon::update_all(const std::vector<SliceUpdate>& updates, const StepScale& scale) {

@@ -68,7 +68,7 @@ int run_on_hosts(const std::vector<Host>& hosts, const Options& options, const s
           return code;
         }
         away.clear();
-        trouble_level = Verbosity::kDebug;           // it has been said
+        trouble_level = Verbosity::kDebug;            // it has been said
         std::this_thread::sleep_for(kBetweenStarts);  // signals wait for the next start, which takes them first
         continue;
       case Cluster::Outcome::kHostsReturned:

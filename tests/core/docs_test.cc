@@ -69,11 +69,6 @@ std::vector<std::string> long_cells(const std::string& page) {
   return found;
 }
 
-std::string lower(std::string text) {
-  for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  return text;
-}
-
 // A row of a table as text: commas stand between its cells.
 std::string row_text(const std::string& line) {
   std::string text;
