@@ -11,9 +11,9 @@
 #include "compression/compressed_factory.h"
 #include "config/split/layer_names.h"
 #include "core/check.h"
+#include "core/name_pattern.h"
 #include "core/split/split_tensor.h"
 #include "core/text_hash.h"
-#include "engine/setup/parameter_groups.h"
 #include "model/state/part_options.h"
 #include "model/state/tensor_parts.h"
 #include "optim/muon.h"
@@ -29,6 +29,32 @@ optimizers::GroupOptions overridden(optimizers::GroupOptions base, const Paramet
   if (group.weight_decay) base.weight_decay = *group.weight_decay;
   base.non_freeze = group.non_freeze;
   return base;
+}
+
+// Returns the group of each trainable parameter: 0 for the config's values, i + 1 for groups[i]. In the names of a
+// group
+// '*' stands for any text. Throws UsageError when a name matches nothing or two groups claim a parameter.
+// `part_of_model`: other ranks have other parameters, so a name may match none here.
+std::vector<int> assign_groups(const std::vector<zero::Parameter>& parameters,
+                               const std::vector<ParameterGroup>& groups, bool part_of_model) {
+  std::vector<int> result(parameters.size(), 0);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    for (const std::string& pattern : groups[g].parameters) {
+      const NamePattern wanted = NamePattern::stars(pattern);
+      bool found = false;
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        if (!wanted.matches(parameters[i].name)) continue;
+        found = true;
+        const int group = static_cast<int>(g) + 1;
+        require(result[i] == 0 || result[i] == group, "parameter_groups: parameter ", parameters[i].name,
+                " is in group ", result[i] - 1, " and, by \"", pattern, "\", in group ", g, "; expected one group");
+        result[i] = group;
+      }
+      require(found || part_of_model, "parameter_groups[", g, "]: \"", pattern,
+              "\" matches no trainable parameter; names look like \"", parameters.front().name, "\"");
+    }
+  }
+  return result;
 }
 
 // The masks of a group as flat masks of its buckets.
