@@ -10,7 +10,7 @@
 #include "tests/compression/exchange_reference.h"
 #include "tests/compression/frozen_reference.h"
 #include "tests/compression/zero_one_reference.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 #include "zero/slice_exchange.h"
 

@@ -10,7 +10,7 @@
 
 #include "config/plan/plan.h"
 #include "core/check.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

@@ -13,7 +13,7 @@
 #include <string_view>
 #include <thread>
 
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

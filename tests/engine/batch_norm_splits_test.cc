@@ -4,7 +4,7 @@
 
 #include "dsengine/errors.h"
 #include "dsengine/sync_batch_norm.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine::batch_norm_splits {

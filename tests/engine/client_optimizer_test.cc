@@ -6,7 +6,7 @@
 
 #include "core/check.h"
 #include "dsengine/fused_optimizers.h"
-#include "tests/engine/client_run.h"
+#include "tests/model/client_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

@@ -7,7 +7,7 @@
 #include <fstream>
 
 #include "core/check.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

@@ -9,7 +9,7 @@
 
 #include "comm/gradient_groups.h"
 #include "core/check.h"
-#include "tests/engine/client_run.h"
+#include "tests/model/client_run.h"
 #include "tests/support/autocast_scope.h"
 #include "tests/support/thread_ranks.h"
 

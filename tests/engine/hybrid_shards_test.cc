@@ -6,7 +6,7 @@
 #include "config/plan/plan.h"
 #include "core/check.h"
 #include "dsengine/engine.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 #include "zero/memory_model.h"
 

@@ -4,7 +4,7 @@
 
 #include "core/check.h"
 #include "optim/elementwise_probe.h"
-#include "tests/engine/client_run.h"
+#include "tests/model/client_run.h"
 #include "tests/support/own_optimizers.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"

@@ -7,8 +7,8 @@
 
 #include "core/check.h"
 #include "dsengine/optimizer.h"
-#include "tests/engine/client_run.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/client_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 

@@ -7,7 +7,7 @@
 
 #include "model/state/kept_buffers.h"
 #include "optim/loss_scaler.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 

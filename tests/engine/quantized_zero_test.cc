@@ -4,7 +4,7 @@
 
 #include "core/numbers/block_codec.h"
 #include "dsengine/engine.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

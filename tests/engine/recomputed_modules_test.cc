@@ -13,8 +13,8 @@
 #include "dsengine/distributed_data_parallel.h"
 #include "dsengine/fully_shard.h"
 #include "dsengine/module_checkpointing.h"
-#include "tests/engine/small_run.h"
 #include "tests/loops/block_net.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

@@ -8,7 +8,7 @@
 #include "core/check.h"
 #include "dsengine/engine.h"
 #include "profiling/tensor_memory.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

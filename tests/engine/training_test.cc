@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "core/check.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "tests/engine/small_run.h"
 #include "tests/gpu/tested_device.h"
 #include "tests/model/offloaded/offload_run.h"
+#include "tests/model/small_run.h"
 
 namespace ds::engine {
 

@@ -19,8 +19,8 @@
 #include "layers/fp8/quantize.h"
 #include "layers/fp8/quantize_measured.h"
 #include "ops/device_kernels.h"
-#include "tests/engine/small_run.h"
 #include "tests/gpu/tested_device.h"
+#include "tests/model/small_run.h"
 
 namespace ds::engine {
 namespace {

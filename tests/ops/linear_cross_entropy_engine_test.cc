@@ -8,7 +8,7 @@
 
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/ops.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/ops/same_training.h"
 #include "tests/support/thread_ranks.h"
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 
 namespace ds::engine {
 

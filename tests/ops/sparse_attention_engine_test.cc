@@ -10,7 +10,7 @@
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/efficiency.h"
 #include "dsengine/errors.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/ops/same_training.h"
 #include "tests/parallel/split_ranks.h"
 #include "tests/support/thread_ranks.h"

@@ -12,7 +12,7 @@ namespace ds::optimizers {
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kInfiniteNorm = std::numeric_limits<double>::infinity();
 
 double on_device(double norm, std::initializer_list<double> max_norms) {
   return clip_factor(at::full({1}, norm, at::kDouble), max_norms).item<double>();
@@ -36,8 +36,8 @@ TEST(Clip, FactorsOfAnEngineApplyOneAfterTheOther) {
 TEST(Clip, NormsThatAreNotFiniteInAnEngine) {
   EXPECT_EQ(clip_factor(kNaN, {1.0}), 1.0);
   EXPECT_EQ(on_device(kNaN, {1.0}), 1.0);
-  EXPECT_EQ(clip_factor(kInfinity, {1.0}), 0.0);
-  EXPECT_EQ(on_device(kInfinity, {1.0}), 0.0);
+  EXPECT_EQ(clip_factor(kInfiniteNorm, {1.0}), 0.0);
+  EXPECT_EQ(on_device(kInfiniteNorm, {1.0}), 0.0);
 }
 
 TEST(Clip, ScalesGradientsAsTorchDoes) {

@@ -15,7 +15,7 @@
 #include "core/check.h"
 #include "core/text.h"
 #include "dsengine/engine.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/process_ranks.h"
 #include "tests/support/small_disk.h"
 #include "tests/support/thread_ranks.h"

@@ -1,7 +1,7 @@
 // A residual network on small images: with GroupNorm, and with BatchNorm.
 #include <algorithm>
 
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/porting/programs.h"
 
 namespace ds::engine {

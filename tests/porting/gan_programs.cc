@@ -2,7 +2,7 @@
 // differentiated twice.
 #include <memory>
 
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/porting/programs.h"
 
 namespace ds::engine {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/porting/programs.h"
 
 namespace ds::engine {

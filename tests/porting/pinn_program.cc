@@ -1,7 +1,7 @@
 // A physics-informed network: u'' = -pi^2 sin(pi x) with u(0) = u(1) = 0, whose second derivative is autograd's.
 #include <cmath>
 
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/porting/programs.h"
 
 namespace ds::engine {

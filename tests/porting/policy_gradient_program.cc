@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/porting/programs.h"
 
 namespace ds::engine {

@@ -6,7 +6,7 @@
 #include <mutex>
 
 #include "core/check.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

@@ -1,6 +1,6 @@
 """Writes tests/porting/torch_saved with Python's torch (2.11, on the CPU):  python tests/porting/torch_saved.py
 
-state_dict.pt: a net with the names and shapes of SmallNet (tests/engine/small_run.h); element i of parameter n is
+state_dict.pt: a net with the names and shapes of SmallNet (tests/model/small_run.h); element i of parameter n is
 float(0.4 sin(0.7 i + n)), counted in the order of the names below. The others are what people save beside it, and what
 must not be run.
 """

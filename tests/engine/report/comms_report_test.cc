@@ -13,7 +13,7 @@
 #include "core/log.h"
 #include "dsengine/device_mesh.h"
 #include "dsengine/engine.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

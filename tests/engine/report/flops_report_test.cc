@@ -11,7 +11,7 @@
 #include "core/log.h"
 #include "dsengine/errors.h"
 #include "dsengine/profiling.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/pipeline/pipeline_job.h"
 #include "tests/support/file_text.h"
 #include "tests/support/scratch_folder.h"

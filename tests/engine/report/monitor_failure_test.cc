@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <string>
 
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 

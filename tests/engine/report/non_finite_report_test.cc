@@ -10,7 +10,7 @@
 #include "engine/report/batch_notes.h"
 #include "engine/report/non_finite.h"
 #include "tests/engine/report/non_finite_run.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

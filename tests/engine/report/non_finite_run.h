@@ -12,7 +12,7 @@
 #include "dsengine/engine.h"
 #include "dsengine/errors.h"
 #include "optim/shard_optimizer.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 
 namespace ds::engine {
 

@@ -11,8 +11,8 @@
 
 #include "core/text.h"
 #include "tests/engine/report/non_finite_run.h"
-#include "tests/engine/small_run.h"
 #include "tests/model/offloaded/offload_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

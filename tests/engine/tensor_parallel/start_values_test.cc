@@ -5,7 +5,7 @@
 #include "core/check.h"
 #include "core/split/split_tensor.h"
 #include "dsengine/checkpoint.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 

@@ -9,7 +9,7 @@
 #include "core/random_streams.h"
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/model_compression.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/autocast_scope.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"

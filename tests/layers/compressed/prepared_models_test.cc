@@ -10,7 +10,7 @@
 #include "dsengine/checkpoint.h"
 #include "dsengine/errors.h"
 #include "dsengine/model_compression.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/recompute/chosen_modules.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"

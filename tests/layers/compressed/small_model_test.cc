@@ -7,7 +7,7 @@
 #include "core/check.h"
 #include "dsengine/checkpoint.h"
 #include "dsengine/model_compression.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 

@@ -6,7 +6,7 @@
 #include "dsengine/errors.h"
 #include "dsengine/model_compression.h"
 #include "layers/fp8/linear.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

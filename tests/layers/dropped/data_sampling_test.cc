@@ -11,7 +11,7 @@
 
 #include "core/check.h"
 #include "dsengine/efficiency.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/pipeline/layered_model.h"
 #include "tests/support/metric_writer.h"
 #include "tests/support/scratch_folder.h"

@@ -5,7 +5,7 @@
 
 #include "examples/gpt/gpt_init.h"
 #include "examples/gpt/gpt_model.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

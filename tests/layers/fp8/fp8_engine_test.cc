@@ -7,7 +7,7 @@
 #include "dsengine/activation_checkpoint.h"
 #include "dsengine/errors.h"
 #include "layers/fp8/linear.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 #include "tests/support/thrown.h"

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "core/check.h"
-#include "tests/engine/client_run.h"
 #include "tests/model/checkpoint/checkpoint_run.h"
+#include "tests/model/client_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 

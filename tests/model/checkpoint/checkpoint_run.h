@@ -14,7 +14,7 @@
 #include "checkpoint/source/training_state.h"
 #include "dsengine/comm.h"
 #include "dsengine/engine.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 
 namespace ds::engine {
 

@@ -12,7 +12,7 @@
 
 #include "dsengine/engine.h"
 #include "dsengine/optimizer.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

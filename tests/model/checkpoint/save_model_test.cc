@@ -7,7 +7,7 @@
 #include "core/check.h"
 #include "core/files/safetensors.h"
 #include "dsengine/engine.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/scratch_folder.h"
 #include "tests/support/thread_ranks.h"
 

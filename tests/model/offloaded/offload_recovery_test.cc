@@ -10,8 +10,8 @@
 #include "core/check.h"
 #include "core/text.h"
 #include "dsengine/engine.h"
-#include "tests/engine/small_run.h"
 #include "tests/model/offloaded/offload_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

@@ -12,7 +12,7 @@
 #include "model/offloaded/offloaded_state.h"
 #include "optim/optimizer_factory.h"
 #include "optim/shard_optimizer.h"
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 #include "zero/partition.h"
 #include "zero/slice_exchange.h"
 

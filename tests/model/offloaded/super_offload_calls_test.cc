@@ -8,8 +8,8 @@
 
 #include "dsengine/engine.h"
 #include "optim/shard_optimizer.h"
-#include "tests/engine/small_run.h"
 #include "tests/model/offloaded/super_offload_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

@@ -13,8 +13,8 @@
 #include "model/offloaded/offloaded_state.h"
 #include "model/offloaded/speculative_update.h"
 #include "offload/update_copies.h"
-#include "tests/engine/small_run.h"
 #include "tests/model/offloaded/super_offload_run.h"
+#include "tests/model/small_run.h"
 #include "tests/support/thread_ranks.h"
 
 namespace ds::engine {

@@ -10,8 +10,8 @@
 
 #include "core/text.h"
 #include "dsengine/engine.h"
-#include "tests/engine/small_run.h"
 #include "tests/model/offloaded/offload_run.h"
+#include "tests/model/small_run.h"
 
 namespace ds::engine {
 

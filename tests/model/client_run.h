@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "tests/engine/small_run.h"
+#include "tests/model/small_run.h"
 
 namespace ds::engine {
 
