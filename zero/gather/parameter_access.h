@@ -49,6 +49,7 @@ class ParameterAccess {
   virtual std::vector<ChangedBucket> take_changed() { return {}; }
   // Has `call` called before slices take over what the program has changed in place: somebody may read the slices on
   // another thread. Empty: no call.
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): the gatherer keeps it
   virtual void call_before_changes(std::function<void()> /*call*/) {}
 };
 
