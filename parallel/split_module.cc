@@ -13,6 +13,7 @@
 
 #include "comm/agreement.h"
 #include "core/check.h"
+#include "core/name_pattern.h"
 #include "dsengine/parallel.h"
 #include "optim/clip.h"
 #include "parallel/axis/collectives.h"
@@ -23,16 +24,6 @@
 
 namespace ds::parallel {
 namespace {
-
-// As a regular expression that matches the name alone.
-std::string literal(const std::string& name) {
-  std::string result;
-  for (const char c : name) {
-    if (std::string(R"(^$\.*+?()[]{}|)").find(c) != std::string::npos) result += '\\';
-    result += c;
-  }
-  return result;
-}
 
 // Parameters and buffers.
 std::vector<at::Tensor> tensors_of(const torch::nn::Module& module) {
@@ -101,7 +92,8 @@ std::vector<SplitRule> declared_splits(const torch::nn::Module& module) {
     const auto* const declaring = dynamic_cast<const HasSplits*>(&inner);
     if (declaring == nullptr) return;
     for (SplitRule& rule : declaring->splits()) {
-      if (!name.empty()) rule.pattern = literal(name) + (rule.pattern.empty() ? "" : "\\.(?:" + rule.pattern + ")");
+      if (!name.empty())
+        rule.pattern = regex_of_text(name) + (rule.pattern.empty() ? "" : "\\.(?:" + rule.pattern + ")");
       result.push_back(std::move(rule));
     }
   };
