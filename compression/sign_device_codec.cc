@@ -22,7 +22,7 @@ int64_t tiles_of(int64_t numel) { return (numel + kSignTile - 1) / kSignTile; }
 
 const SignDeviceKernels& opened_kernels() {
   comm::cuda_plugin();  // loads libdsengine_cuda, which registers its kernels then
-  const SignDeviceKernels* kernels = device_functions<SignDeviceKernels>();
+  const auto* kernels = device_functions<SignDeviceKernels>();
   require<ConfigError>(kernels != nullptr,
                        "libdsengine_cuda.so: expected kernels for SignCodec, found none. Build it and ",
                        "libdsengine.so from one source tree");

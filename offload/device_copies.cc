@@ -112,7 +112,7 @@ constexpr const char* kElse = "; use false: files are then read into host memory
 DeviceFile::DeviceFile(int descriptor, std::string path, c10::Device device) : path_(std::move(path)), device_(device) {
   require<ConfigError>(!device_.is_cpu(), "aio.use_gds: expected a GPU whose memory files are read into, found the CPU",
                        kElse);
-  const DeviceFileCalls* const calls = device_functions<DeviceFileCalls>();
+  const auto* const calls = device_functions<DeviceFileCalls>();
   require<ConfigError>(calls != nullptr, "aio.use_gds: expected libdsengine_cuda, which calls cuFile, found no such ",
                        "library for ", device_, kElse);
   const c10::DeviceGuard guard(device_);

@@ -73,7 +73,7 @@ void require_hardware(c10::Device device, bool blocks) {
   constexpr const char* kInstead = ", or, for tests, \"emulate\": true, which computes the same numbers slowly";
   require<ConfigError>(device.is_cuda(), "fp8.enabled: expected a GPU with FP8 (compute capability 8.9, 9.0 or ",
                        "newer), found the device ", device.str(), "; train on one, turn fp8 off", kInstead);
-  const ops::OpsDeviceKernels* const kernels = device_functions<ops::OpsDeviceKernels>();
+  const auto* const kernels = device_functions<ops::OpsDeviceKernels>();
   ensure(kernels != nullptr && kernels->compute_capability != nullptr, "a CUDA device comes with libdsengine_cuda");
   const int found = kernels->compute_capability(device.index());
   const std::string name = cat(found / 10, ".", found % 10);

@@ -32,7 +32,6 @@
 #include "core/system_call.h"
 #include "core/unique_fd.h"
 #include "dsengine/engine.h"
-#include "dsengine/launch.h"
 
 extern char** environ;
 
