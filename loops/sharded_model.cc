@@ -145,9 +145,8 @@ void ShardedModel::make_parts(at::ScalarType reduce_dtype) {
   for (zero::ParameterBucket& bucket : state_.buckets) buckets.push_back(&bucket);
   for (zero::ParameterBucket& bucket : state_.frozen_buckets) buckets.push_back(&bucket);
   for (zero::ParameterBucket* bucket : buckets) bucket->tell_when_released(kReleased);
-  auto gatherer =
-      std::make_unique<zero::ParameterGatherer>(buckets, zero::GatherRoutes{*groups.parameters}, *state_.plan.gather);
-  gatherer->tell_at_end(kEnded);
+  auto gatherer = std::make_unique<zero::ParameterGatherer>(buckets, zero::GatherRoutes{*groups.parameters},
+                                                            *state_.plan.gather, kEnded);
   prefetch_.in_backward = options_.backward_prefetch == BackwardPrefetch::kBackwardPre;
   gatherer->prefetch_by(prefetch_);
   state_.gatherer = gatherer.get();
@@ -185,7 +184,7 @@ void ShardedModel::before_operator(const at::Tensor& tensor) {
 
 // Whole parameters are those before the change. Every rank's optimizer changes its slices.
 void ShardedModel::slice_changes(size_t bucket) {
-  if (state_.gatherer->is_whole(bucket)) {
+  if (!state_.gatherer->buckets()[bucket].released()) {
     drop_hold(bucket);
     state_.gatherer->reshard(bucket);
   }
@@ -196,7 +195,7 @@ void ShardedModel::slice_changes(size_t bucket) {
 }
 
 void ShardedModel::drop_hold(size_t bucket) {
-  if (std::exchange(held_[bucket], 0)) state_.gatherer->drop(bucket);
+  if (std::exchange(held_[bucket], 0)) state_.gatherer->held().drop(bucket);
 }
 
 // Slices are what trains: other values of the module's parameters, and other parameters, would go unseen.
@@ -325,7 +324,7 @@ std::vector<size_t> ShardedModel::buckets_of(const torch::nn::Module& module) co
 
 void ShardedModel::unshard(const std::vector<size_t>& buckets) {
   for (const size_t bucket : buckets) {
-    if (!std::exchange(held_[bucket], 1)) state_.gatherer->gather(bucket);
+    if (!std::exchange(held_[bucket], 1)) state_.gatherer->held().gather(bucket);
   }
 }
 
@@ -361,7 +360,7 @@ void ShardedModel::slices_changed() {
 zero::HeldBytes ShardedModel::held_bytes() const {
   zero::HeldBytes bytes;
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(engine::scalar_type(state_.plan.model_dtype)));
-  const int64_t whole = state_.gatherer->live_elements() * element_bytes;
+  const int64_t whole = state_.gatherer->buckets().counts().live * element_bytes;
   for (const zero::ParameterBucket& bucket : state_.buckets) bytes.parameters += bucket.held_bytes();
   for (const zero::ParameterBucket& bucket : state_.frozen_buckets) bytes.parameters += bucket.held_bytes();
   bytes.parameters -= whole;

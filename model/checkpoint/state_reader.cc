@@ -115,7 +115,7 @@ void StateReader::read_encoded_bucket(size_t f) {
     read_own(source_, path, parameter, 0, values);
     parameter.tensor.detach().copy_(values);
   }
-  model_.gatherer->keep_changes(b);
+  model_.gatherer->held().keep_changes(b);
 }
 
 std::exception_ptr StateReader::read_encoded() {
@@ -123,14 +123,14 @@ std::exception_ptr StateReader::read_encoded() {
   for (size_t f = 0; f < model_.frozen_buckets.size(); ++f) {
     if (model_.frozen_buckets[f].bits() == 0) continue;
     const size_t b = model_.buckets.size() + f;
-    model_.gatherer->gather(b);
+    model_.gatherer->held().gather(b);
     try {
       read_encoded_bucket(f);
     } catch (...) {
       failure = std::current_exception();
-      model_.gatherer->forget_changes(b);
+      model_.gatherer->held().forget_changes(b);
     }
-    model_.gatherer->drop(b);
+    model_.gatherer->held().drop(b);
   }
   return failure;
 }

@@ -213,7 +213,7 @@ zero::GatheredParameters::Scope scope_of_parameters(ModelState& state, const std
   require(wanted.empty(), "gathered_parameters: ", wanted.size(), " of ", parameters.size(),
           " tensors are no parameters of the engine's model; expected tensors as model->parameters() has them");
   if (state.tensor) scope.wholes = std::make_unique<SplitScope>(state, parameters, modifier_rank.has_value());
-  scope.gatherer = state.gatherer;
+  if (state.gatherer) scope.held = &state.gatherer->held();
   scope.world = state.ranks.part.get();
   scope.modifier_rank = modifier_rank;
   scope.changed = [&state](size_t bucket) { take_over_changes(state, bucket); };

@@ -20,14 +20,14 @@ void for_each_whole_bucket(const ModelState& state, size_t first,
   if (!state.gatherer) return;
   const size_t trained = state.buckets.size();
   for (size_t b = first; b < trained + state.frozen_buckets.size(); ++b) {
-    state.gatherer->gather(b);
+    state.gatherer->held().gather(b);
     try {
       use(b < trained ? state.buckets[b] : state.frozen_buckets[b - trained]);
     } catch (...) {
-      state.gatherer->drop(b);
+      state.gatherer->held().drop(b);
       throw;
     }
-    state.gatherer->drop(b);
+    state.gatherer->held().drop(b);
   }
 }
 

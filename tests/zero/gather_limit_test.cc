@@ -89,8 +89,8 @@ DS_PROCESS_TEST(GatherLimit, ARankThatIsShortOfMemoryReleasesNothingThatOthersKe
   ASSERT_EQ(buckets.size(), 10);
   ParameterGatherer gatherer(weights.all, {*group}, {});
 
-  for (size_t b = 0; b < 8; ++b) gatherer.gather(b);
-  for (size_t b = 0; b < 8; ++b) gatherer.drop(b);
+  for (size_t b = 0; b < 8; ++b) gatherer.held().gather(b);
+  for (size_t b = 0; b < 8; ++b) gatherer.held().drop(b);
   EXPECT_EQ(weights.read(8), 9.0F);
   const int64_t unit_bytes = kUnit * 4;
   {
@@ -128,7 +128,7 @@ DS_PROCESS_TEST(GatherLimit, ARankWithoutMemoryForABucketThrows, 2) {
                 ThrowsMessage<ConfigError>(AllOf(HasSubstr("no memory for parameters of bucket 2 (weight2)"),
                                                  HasSubstr("stage3_max_live_parameters"))));
   }
-  EXPECT_THROW(gatherer.gather(1), ConfigError);
+  EXPECT_THROW(gatherer.held().gather(1), ConfigError);
 }
 
 }  // namespace

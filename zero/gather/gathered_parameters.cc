@@ -12,6 +12,7 @@
 #include "core/log.h"
 #include "core/op_interceptor.h"
 #include "zero/gather/gathered_scope.h"
+#include "zero/gather/in_place_changes.h"
 
 namespace ds::zero {
 
@@ -55,7 +56,7 @@ GatheredParameters::Opened::Opened(Scope scope)
       exceptions_(std::uncaught_exceptions()) {
   try {
     for (const auto& [index, bucket] : scope_.buckets) {
-      if (scope_.gatherer) scope_.gatherer->gather(index);
+      if (scope_.held) scope_.held->gather(index);
       ++gathered_;
     }
     for (const Parameter* parameter : parameters()) versions_.push_back(parameter->tensor._version());
@@ -109,7 +110,7 @@ void GatheredParameters::Opened::close() {
 
 void GatheredParameters::Opened::forget_changes() {
   for (const auto& [index, bucket] : scope_.buckets) {
-    if (scope_.gatherer && bucket->sharded()) scope_.gatherer->forget_changes(index);
+    if (scope_.held && bucket->sharded()) scope_.held->forget_changes(index);
   }
 }
 
@@ -170,7 +171,7 @@ void GatheredParameters::Opened::share_changes() {
     if (scope_.world->size() > 1) {
       scope_.world->broadcast(bucket->flat(), *scope_.modifier_rank, "changed parameters").wait();
     }
-    if (scope_.gatherer) scope_.gatherer->keep_changes(index);
+    if (scope_.held) scope_.held->keep_changes(index);
     scope_.changed(index);
   }
   for (const Parameter& parameter : scope_.others) {
@@ -193,9 +194,9 @@ void GatheredParameters::Opened::give_back() {
   watch_.disable();
   if (scope_.wholes) scope_.wholes->hide();
   std::exception_ptr failure;
-  for (size_t i = 0; i < gathered_ && scope_.gatherer; ++i) {
+  for (size_t i = 0; i < gathered_ && scope_.held; ++i) {
     try {
-      scope_.gatherer->drop(scope_.buckets[i].first);
+      scope_.held->drop(scope_.buckets[i].first);
     } catch (...) {
       if (!failure) failure = std::current_exception();
     }

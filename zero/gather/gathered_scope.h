@@ -10,7 +10,7 @@
 
 #include "dsengine/comm.h"
 #include "dsengine/zero.h"
-#include "zero/gather/parameter_gatherer.h"
+#include "zero/gather/held_buckets.h"
 #include "zero/gather/split_wholes.h"
 #include "zero/parameter_bucket.h"
 
@@ -19,7 +19,7 @@ namespace ds::zero {
 struct GatheredParameters::Scope {
   std::vector<std::pair<size_t, ParameterBucket*>> buckets;  // with their numbers, ascending
   std::vector<Parameter> others;                             // in no bucket, full on every rank
-  ParameterGatherer* gatherer = nullptr;                     // null: all parameters are full already
+  HeldBuckets* held = nullptr;                               // null: all parameters are full already
   comm::Communicator* world = nullptr;                       // all ranks that hold parts or copies
   std::optional<int> modifier_rank;                          // a rank of `world`
   // Called before a bucket is released that is full and the same on all ranks, and may have new values.

@@ -41,9 +41,7 @@ class ParameterAccess {
 
   // Gives back the memory that is kept from one gather to the next. To be called between steps.
   virtual void release_memory() {}
-  // A digest of all gathers since the last call, in their order: equal on ranks that ran the same operators.
-  virtual uint64_t take_gather_digest() { return 0; }
-  // The most elements that were gathered at once since the last call.
+  // Returns the most elements that were gathered at once since the last call.
   virtual int64_t take_peak_elements() { return 0; }
   // Releases the buckets that the program has changed in place, and returns its changes since the last call.
   virtual std::vector<ChangedBucket> take_changed() { return {}; }
