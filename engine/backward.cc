@@ -80,7 +80,7 @@ struct NextBatch {
 
 void Engine::Impl::require_backward() {
   order.require(Call::kBackward);
-  state.gradients.reducer->require_own_gradients("backward()");
+  state.gradients.reducer->neighbours().require_no_gradients("backward()");
   shown->require_untouched("backward()");
   update->settle(Update::Next::kBackward);
   watch->look("backward()");

@@ -29,7 +29,7 @@ void Engine::use_from_this_thread() {
   const at::Device device = self.state.ranks.device;
   if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
   self.state.access->use_from_this_thread();
-  self.state.gradients.reducer->use_from_this_thread();
+  self.state.gradients.reducer->neighbours().use_from_this_thread();
   self.autocast->use_from_this_thread();
   recompute_on_this_thread(self.state, self.config);
 }

@@ -56,7 +56,7 @@ void require_asked(const config::DsConfig& config, const Engine::Impl::Asked& as
 void Engine::name_batch(std::string name) { impl_->batches.name_next(std::move(name)); }
 
 std::string Engine::Impl::with_engine(const std::string& message) const {
-  const std::string own = state.gradients.reducer->engine_if_several();
+  const std::string own = state.gradients.reducer->neighbours().engine_if_several();
   return own.empty() || message.find(own) != std::string::npos ? message : cat(message, " (", own, ")");
 }
 
@@ -66,7 +66,7 @@ void Engine::step() {
 
 void Engine::Impl::step_once() {
   order.require_driver(Call::kStep);
-  state.gradients.reducer->require_own_gradients("step()");  // why there was no backward(), perhaps
+  state.gradients.reducer->neighbours().require_no_gradients("step()");  // why there was no backward(), perhaps
   order.require(Call::kStep);
   const bool boundary = order.at_boundary();
   if (boundary) {
@@ -112,7 +112,7 @@ void Engine::Impl::require_step(const char* call) {
   watch->look(call);
   watch->look_at_module(call);
   require_freezing_possible(state);
-  state.gradients.reducer->require_own_gradients(call);
+  state.gradients.reducer->neighbours().require_no_gradients(call);
   shown->require_untouched(call);
 }
 

@@ -10,7 +10,7 @@
 namespace ds::zero {
 namespace {
 
-constexpr size_t kBucketsInFlight = 2;  // beside the one that fills, see GradientReducer
+constexpr size_t kBucketsInFlight = 2;  // beside the one that fills, see ReductionQueue
 
 // Each is a place in lists of the model here; a job with so many would spend its steps on them alone.
 constexpr int64_t kMostBuckets = 1 << 22;

@@ -13,7 +13,7 @@
 namespace ds::engine {
 
 std::string StepWarnings::of_engine() const {
-  const std::string own = state_.gradients.reducer->engine_if_several();
+  const std::string own = state_.gradients.reducer->neighbours().engine_if_several();
   return own.empty() ? own : cat(" of ", own);
 }
 

@@ -240,17 +240,17 @@ TEST(GradientBucket, AnEventOutOfTurnIsADefectAndChangesNothing) {
     GradientBucket bucket(0, ranked.buckets[0], exchange, buffers);
     EXPECT_EQ(bucket.state(), BucketState::kEmpty);
     EXPECT_THROW(bucket.complete(), InternalError);
-    EXPECT_THROW(bucket.set_aside(nullptr), InternalError);
+    EXPECT_THROW(bucket.set_aside(), InternalError);
     EXPECT_THROW(bucket.join_sum(), InternalError);
     bucket.launch();  // nothing collected: zeros
     EXPECT_EQ(bucket.state(), BucketState::kInFlight);
     EXPECT_THROW(bucket.launch(), InternalError);
-    EXPECT_THROW(bucket.set_aside(nullptr), InternalError);
+    EXPECT_THROW(bucket.set_aside(), InternalError);
     bucket.complete();
     EXPECT_EQ(bucket.state(), BucketState::kReduced);
     EXPECT_FALSE(bucket.gradient().any().item<bool>());
     EXPECT_THROW(bucket.release(), InternalError);
-    bucket.set_aside(nullptr);
+    bucket.set_aside();
     EXPECT_EQ(bucket.state(), BucketState::kEmpty);
     EXPECT_TRUE(bucket.has_sum());
     bucket.reset();

@@ -14,6 +14,10 @@ comm::BucketReduction* GradientExchange::replacement_of(size_t bucket) const {
   return routes_.reduction != nullptr && routes_.reduction->takes(bucket) ? routes_.reduction : nullptr;
 }
 
+ReducedGradients* GradientExchange::elsewhere_of(size_t bucket) const {
+  return routes_.elsewhere != nullptr && routes_.elsewhere->takes(bucket) ? routes_.elsewhere : nullptr;
+}
+
 at::Tensor GradientExchange::own_part(size_t bucket, const at::Tensor& flat) const {
   const comm::Communicator& shards = groups_of(bucket).shards;
   if (options_.policy == ReductionPolicy::kAllReduce || shards.size() == 1 || local_) return flat;

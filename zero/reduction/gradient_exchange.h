@@ -1,10 +1,13 @@
-// How one bucket of gradients is reduced between ranks: the groups, what travels, what it is divided by.
+// How one bucket of gradients is reduced between ranks: the groups, what travels, what it is divided by, where the
+// result is kept.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
 
+#include "core/device/stream_point.h"
+#include "core/slices/reduced_gradients.h"
 #include "dsengine/comm.h"
 #include "zero/reduction/reducer_options.h"
 
@@ -13,8 +16,11 @@ namespace ds::zero {
 // One reduction under way.
 struct GradientTransfer {
   comm::Work work;
-  at::Tensor
-      wire;  // the tensor that the collective runs on: `local`, or a copy of another dtype; undefined: nothing is sent
+  // The tensor that the collective runs on: `local`, or a copy of another dtype. Undefined: nothing is sent.
+  at::Tensor wire;
+  // The launch in the order of the device's work, for transient buckets: the time of a reduction that may be late
+  // counts from there (LateReductions).
+  StreamPoint launch_point;
 };
 
 // Reduces buckets of gradients between ranks. Not thread safe: used under the reducer's lock, which also keeps
@@ -31,6 +37,8 @@ class GradientExchange {
   BucketGroups groups_of(size_t bucket) const;
   // The reduction that replaces the collective over `shards` for a bucket; null: none does.
   comm::BucketReduction* replacement_of(size_t bucket) const;
+  // The place that keeps the reduced gradient of a bucket; null: it stays on the device, beside its bucket.
+  ReducedGradients* elsewhere_of(size_t bucket) const;
   // While true, gradients stay those of this rank, whole buckets, and nothing is sent.
   void keep_local(bool local) { local_ = local; }
   bool keeps_local() const { return local_; }

@@ -19,11 +19,10 @@
 namespace ds::zero {
 namespace {
 
-// Reductions that may be under way inside backward, beside the bucket that fills: bounds memory.
-constexpr size_t kMostInFlight = 2;
-
-ReducerOptions with_fitting_policy(ReducerOptions options, const ReduceRoutes& routes) {
+// The options that fit where the results go.
+ReducerOptions fit_to_routes(ReducerOptions options, const ReduceRoutes& routes) {
   options.policy = fitting_policy(options.policy, routes.slices.size(), routes.elsewhere != nullptr);
+  options.leave_in_backward = options.leave_in_backward && routes.elsewhere != nullptr;
   return options;
 }
 
@@ -74,6 +73,27 @@ void ReplicaJoin::finish_oldest() {
   parts_.pop_front();
 }
 
+bool have_replicas(const std::vector<GradientBucket>& buckets, const GradientExchange& exchange) {
+  return std::any_of(buckets.begin(), buckets.end(), [&](const GradientBucket& bucket) {
+    return exchange.groups_of(bucket.index()).replicas != nullptr;
+  });
+}
+
+// All buckets in one order, for replicas have one too.
+void join_replicas(const std::vector<GradientBucket>& buckets, const GradientExchange& exchange) {
+  const at::NoGradGuard no_grad;
+  const ReducerOptions& options = exchange.options();
+  ReplicaJoin join(options.average ? comm::ReduceOp::kAvg : comm::ReduceOp::kSum);
+  for (size_t i = buckets.size(); i-- > 0;) {
+    comm::Communicator* const replicas = exchange.groups_of(i).replicas;
+    const at::Tensor own = replicas ? buckets[i].gradient() : at::Tensor();
+    if (!own.defined()) continue;  // before any backward, on every rank
+    const at::Device device = buckets[i].parameters().options().device();
+    join.add(*replicas, own, device, options.dtype_sent(i), cat("gradients of bucket ", i));
+  }
+  join.finish();
+}
+
 }  // namespace
 
 class GradientReducer::Hook : public torch::autograd::PostAccumulateGradHook {
@@ -91,9 +111,9 @@ class GradientReducer::Hook : public torch::autograd::PostAccumulateGradHook {
 GradientReducer::GradientReducer(const std::vector<ParameterBucket>& buckets, const std::vector<Parameter>& parameters,
                                  ReduceRoutes routes, const ReducerOptions& options)
     : parameters_(parameters),
-      exchange_(routes, with_fitting_policy(options, routes)),
+      exchange_(routes, fit_to_routes(options, routes)),
       elsewhere_(routes.elsewhere),
-      late_(options.patience),
+      queue_(buckets_, exchange_, options.patience),
       neighbours_(parameters, options.model, /*alone=*/options.plain_passes) {
   buckets_.reserve(buckets.size());
   for (size_t b = 0; b < buckets.size(); ++b) {
@@ -116,7 +136,7 @@ GradientReducer::~GradientReducer() {
 void GradientReducer::keep_local(bool local) {
   const std::lock_guard lock(mutex_);
   if (local == exchange_.keeps_local()) return;
-  require(!transient() && !elsewhere_ && !has_replicas(),
+  require(!exchange_.options().transient() && !elsewhere_ && !have_replicas(buckets_, exchange_),
           "gradients can stay local where whole buckets stay on the device ",
           "only: expected the reduction policy of stage 0 or 1");
   for (const GradientBucket& bucket : buckets_) {
@@ -128,37 +148,24 @@ void GradientReducer::keep_local(bool local) {
 
 void GradientReducer::begin_backward(bool synchronize, bool boundary, std::vector<char> in_pass) {
   const std::lock_guard lock(mutex_);
-  require(!running(), "backward() was called while a backward pass is running");
-  if (failed() && exchange_.options().plain_gradients()) recover();
+  const ReducerOptions& options = exchange_.options();
+  require(!is_running(state_), "backward() was called while a backward pass is running");
+  if (failed() && options.plain_gradients()) {
+    // Ranks that failed alike have launched as many reductions, which end; of others the failure is told here.
+    queue_.complete_all();
+    state_ = after(state_, PassEvent::kReset);
+  }
   require(!failed(), "backward() was called after one that failed; call zero_grad() first, which drops what it left");
-  neighbours_.require_none("backward()");
+  neighbours_.require_no_gradients("backward()");
   require(state_ != PassState::kJoined,
           "backward() was called after a step() that failed; call zero_grad() first, which drops what it left");
-  const bool reduces = synchronize && (boundary || transient());
+  const bool reduces = synchronize && (boundary || options.transient());
   const PassState next = after(state_, reduces ? PassEvent::kBeginReducing : PassEvent::kBeginLocal);
-  next_ = 0;
-  late_.begin_pass();
   neighbours_.come_back();
   // Where passes before this one are not reduced, it reduces for all of them.
-  in_pass_ = transient() && state_ == PassState::kIdle ? std::move(in_pass) : std::vector<char>();
-  for (GradientBucket& bucket : buckets_) {
-    if (bucket.launched()) {
-      complete(bucket);
-      if (!exchange_.options().plain_gradients()) set_aside(bucket);
-    }
-    bucket.begin_pass();
-  }
+  queue_.begin_pass(options.transient() && state_ == PassState::kIdle ? std::move(in_pass) : std::vector<char>());
   neighbours_.begin();
   state_ = next;
-}
-
-// Ranks that failed alike have launched as many reductions, which end; of others the failure is told here.
-void GradientReducer::recover() {
-  for (GradientBucket& bucket : buckets_) {
-    if (bucket.state() == BucketState::kInFlight) complete(bucket);
-  }
-  in_flight_.clear();
-  state_ = after(state_, PassEvent::kReset);
 }
 
 void GradientReducer::end_backward() {
@@ -167,9 +174,7 @@ void GradientReducer::end_backward() {
   waits_for_end_ = false;
   const bool reduces = state_ == PassState::kReducing;
   state_ = after(state_, PassEvent::kEnd);
-  if (!reduces) return;
-  launch_ready(/*all=*/true);
-  if (transient() || leaves_in_backward()) retire(0, /*inside_backward=*/false);
+  if (reduces) queue_.end_pass();
 }
 
 void GradientReducer::abandon_backward() {
@@ -189,102 +194,35 @@ void GradientReducer::on_gradient(size_t index, size_t position) {
   if (enter_) enter_();
   const std::lock_guard lock(mutex_);
   GradientBucket& bucket = buckets_[index];
-  if (!running() && neighbours_.another_runs()) {
-    return neighbours_.drop(static_cast<size_t>(bucket.parameter_index(position)));
-  }
-  require(running(), "parameter ", bucket.parameters()[position].name, " of ", neighbours_.model(),
+  const auto number = static_cast<size_t>(bucket.parameters().layout().segments[position].parameter);
+  if (!is_running(state_) && neighbours_.another_runs()) return neighbours_.drop(number);
+  require(is_running(state_), "parameter ", parameters_[number].name, " of ", neighbours_.model(),
           ": its gradient was made outside of engine->backward(). Expected engine->backward(loss) in place of "
           "loss.backward()");
-  ensure(is_in_pass(index), "a pass gives gradients to the buckets it is said to");
-  require(!had_its_turn(index), "parameter ", bucket.parameters()[position].name,
+  ensure(queue_.is_in_pass(index), "a pass gives gradients to the buckets it is said to");
+  require(!queue_.had_its_turn(index), "parameter ", parameters_[number].name,
           ": got a second gradient in one backward pass after its bucket was reduced; compute the gradient in one "
           "pass, or ",
           exchange_.options().plain_passes ? "set static_graph, which then reduces at the end of each pass"
                                            : "set zero_optimization.overlap_comm to false");
   any_repeated_ = any_repeated_ || bucket.has_arrived(position);
   bucket.collect(position, check_);
-  if (state_ == PassState::kReducing && exchange_.options().overlap && !waits_for_end_) launch_ready(/*all=*/false);
-}
-
-// Launches, in the fixed order, the buckets whose gradients are all there (or all of the pass).
-void GradientReducer::launch_ready(bool all) {
-  const bool bounded = transient() || leaves_in_backward() || exchange_.makes_copies();
-  while (next_ < buckets_.size()) {
-    const size_t index = buckets_.size() - 1 - next_;
-    const bool in_pass = is_in_pass(index);
-    if (in_pass && !all && !buckets_[index].all_arrived()) return;
-    ++next_;
-    if (!in_pass) continue;
-    launch(buckets_[index]);
-    if (bounded) retire(kMostInFlight, /*inside_backward=*/!all);
-  }
-}
-
-void GradientReducer::launch(GradientBucket& bucket) {
-  bucket.launch();
-  in_flight_.push_back(bucket.index());
-}
-
-void GradientReducer::complete(GradientBucket& bucket) {
-  if (bucket.state() == BucketState::kInFlight) bucket.complete();
-  std::erase(in_flight_, bucket.index());
-}
-
-void GradientReducer::set_aside(GradientBucket& bucket) {
-  bucket.set_aside(is_elsewhere(bucket) ? elsewhere_ : nullptr);
-}
-
-// Completes the oldest reductions until so many are under way; of a reduction in several exchanges, that begins the
-// later ones. Gradients leave the buckets that are given back, and those that can leave early for elsewhere.
-void GradientReducer::retire(size_t staying, bool inside_backward) {
-  while (in_flight_.size() > staying) {
-    GradientBucket& bucket = buckets_[in_flight_.front()];
-    if (inside_backward && !late_.in_time(bucket.work(), bucket.index(), [&] { return bucket.launch_reached(); }))
-      return;
-    complete(bucket);
-    if (transient() || (leaves_in_backward() && is_elsewhere(bucket))) set_aside(bucket);
-  }
+  if (state_ == PassState::kReducing && exchange_.options().overlap && !waits_for_end_) queue_.launch_ready();
 }
 
 void GradientReducer::finish() {
   const std::lock_guard lock(mutex_);
-  neighbours_.require_none("step()");
+  neighbours_.require_no_gradients("step()");
   require(!failed(), "step() was called after a backward() that failed; call zero_grad() and run backward() again");
-  require(!running(), "step() was called while a backward pass is running; call it after engine->backward() returns");
-  if (state_ == PassState::kUnreduced) {
-    // Follows from the calls alone, never from which gradients a rank had: all ranks decide alike.
-    for (size_t i = buckets_.size(); i-- > 0;) {
-      if (!buckets_[i].launched()) launch(buckets_[i]);
-    }
-  }
+  require(!is_running(state_),
+          "step() was called while a backward pass is running; call it after engine->backward() returns");
+  // Follows from the calls alone, never from which gradients a rank had: all ranks decide alike.
+  if (state_ == PassState::kUnreduced) queue_.launch_all();
   state_ = after(state_, PassEvent::kFinish);
-  for (GradientBucket& bucket : buckets_) {
-    if (!bucket.launched()) continue;
-    complete(bucket);
-    if (is_elsewhere(bucket)) {
-      set_aside(bucket);
-    } else {
-      bucket.join_sum();
-    }
-  }
-  join_replicas();
-}
-
-// All buckets in one order, for replicas have one too. A join that throws is not tried again: what was added is
-// unknown.
-void GradientReducer::join_replicas() {
-  if (state_ == PassState::kJoined || !has_replicas()) return;
-  state_ = after(state_, PassEvent::kJoin);
-  const at::NoGradGuard no_grad;
-  const ReducerOptions& options = exchange_.options();
-  ReplicaJoin join(options.average ? comm::ReduceOp::kAvg : comm::ReduceOp::kSum);
-  for (size_t i = buckets_.size(); i-- > 0;) {
-    comm::Communicator* const replicas = exchange_.groups_of(i).replicas;
-    const at::Tensor own = replicas ? gradient(i) : at::Tensor();
-    if (!own.defined()) continue;  // before any backward, on every rank
-    join.add(*replicas, own, buckets_[i].device(), options.dtype_sent(i), cat("gradients of bucket ", i));
-  }
-  join.finish();
+  queue_.finish();
+  if (state_ == PassState::kJoined || !have_replicas(buckets_, exchange_)) return;
+  state_ = after(state_, PassEvent::kJoin);  // a join that throws is not tried again: what was added is unknown
+  join_replicas(buckets_, exchange_);
 }
 
 void GradientReducer::show_gradients(const std::vector<char>& used, double factor) {
@@ -292,16 +230,7 @@ void GradientReducer::show_gradients(const std::vector<char>& used, double facto
   for (GradientBucket& bucket : buckets_) bucket.show(used, factor);
 }
 
-bool GradientReducer::has_replicas() const {
-  return std::any_of(buckets_.begin(), buckets_.end(), [&](const GradientBucket& bucket) {
-    return exchange_.groups_of(bucket.index()).replicas != nullptr;
-  });
-}
-
-at::Tensor GradientReducer::gradient(size_t index) const {
-  const GradientBucket& bucket = buckets_.at(index);
-  return is_elsewhere(bucket) ? elsewhere_->gradient(index) : bucket.gradient();
-}
+at::Tensor GradientReducer::gradient(size_t bucket) const { return buckets_.at(bucket).gradient(); }
 
 void GradientReducer::reset() {
   const std::lock_guard lock(mutex_);
@@ -309,11 +238,12 @@ void GradientReducer::reset() {
 }
 
 void GradientReducer::drop_all() {
-  require(!running(), "gradients were to be dropped while a backward pass is running; call zero_grad() after it");
+  require(!is_running(state_),
+          "gradients were to be dropped while a backward pass is running; call zero_grad() after it");
   for (GradientBucket& bucket : buckets_) bucket.reset();
   if (elsewhere_) elsewhere_->clear();
   neighbours_.clear();
-  in_flight_.clear();
+  queue_.clear();
   state_ = after(state_, PassEvent::kReset);
 }
 
@@ -327,8 +257,9 @@ void GradientReducer::release_buffers() {
 std::vector<int64_t> GradientReducer::parameters_without_gradient() const {
   std::vector<int64_t> result;
   for (const GradientBucket& bucket : buckets_) {
-    for (size_t i = 0; i < bucket.parameters().size(); ++i) {
-      if (bucket.without_gradient(i)) result.push_back(bucket.parameter_index(i));
+    const auto& segments = bucket.parameters().layout().segments;
+    for (size_t i = 0; i < segments.size(); ++i) {
+      if (bucket.without_gradient(i)) result.push_back(segments[i].parameter);
     }
   }
   std::sort(result.begin(), result.end());

@@ -22,7 +22,6 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -32,9 +31,9 @@
 #include "zero/reduction/gradient_bucket.h"
 #include "zero/reduction/gradient_check.h"
 #include "zero/reduction/gradient_exchange.h"
-#include "zero/reduction/late_reductions.h"
 #include "zero/reduction/neighbour_passes.h"
 #include "zero/reduction/reducer_options.h"
+#include "zero/reduction/reduction_queue.h"
 #include "zero/reduction/reduction_states.h"
 
 namespace ds::zero {
@@ -91,14 +90,8 @@ class GradientReducer {
   void reset();
   // Drops all gradients and gives up the memory that is kept from step to step. To be called between steps.
   void release_buffers();
-  // Throws UsageError where passes of other engines have made gradients that the program has not dropped.
-  void require_own_gradients(const char* call) { neighbours_.require_none(call); }
-  // "the engine of MODEL"; empty where it is the only one on its thread.
-  std::string engine_if_several() const {
-    return neighbours_.has_neighbours() ? "the engine of " + neighbours_.model() : std::string();
-  }
-  // Makes this thread the one that calls begin_backward() and end_backward() from now on.
-  void use_from_this_thread() { neighbours_.use_from_this_thread(); }
+  // The passes of other engines on the thread, whose gradients the program has to drop.
+  NeighbourPasses& neighbours() { return neighbours_; }
   // The numbers of the parameters that took part in no backward since the last reset.
   std::vector<int64_t> parameters_without_gradient() const;
   // The largest number of bytes held in gradient tensors since the last call.
@@ -108,21 +101,7 @@ class GradientReducer {
   class Hook;
 
   void on_gradient(size_t index, size_t position);
-  void launch_ready(bool all);
-  void launch(GradientBucket& bucket);
-  void complete(GradientBucket& bucket);
-  void set_aside(GradientBucket& bucket);
-  void retire(size_t staying, bool inside_backward);
-  void join_replicas();
   void drop_all();
-  bool has_replicas() const;
-  void recover();
-  bool running() const { return state_ == PassState::kLocal || state_ == PassState::kReducing; }
-  bool transient() const { return exchange_.options().transient(); }
-  bool leaves_in_backward() const { return elsewhere_ && exchange_.options().leave_in_backward; }
-  bool is_in_pass(size_t index) const { return in_pass_.empty() || in_pass_[index]; }
-  bool had_its_turn(size_t index) const { return buckets_.size() - 1 - index < next_; }
-  bool is_elsewhere(const GradientBucket& bucket) const { return elsewhere_ && elsewhere_->takes(bucket.index()); }
 
   const std::vector<Parameter>& parameters_;
   GradientExchange exchange_;
@@ -130,12 +109,9 @@ class GradientReducer {
   GradientCheck* check_ = nullptr;
   BufferPool buffers_;
   std::vector<GradientBucket> buckets_;
-  LateReductions late_;
+  ReductionQueue queue_;
   NeighbourPasses neighbours_;
   PassState state_ = PassState::kIdle;
-  std::vector<size_t> in_flight_;  // buckets with a collective under way, oldest first
-  size_t next_ = 0;                // buckets_[size - 1 - next_] is the next to be launched in this pass
-  std::vector<char> in_pass_;      // for each bucket: the pass may give it gradients; empty: all
   std::function<void()> enter_;
   bool any_repeated_ = false;
   bool waits_for_end_ = false;  // the running pass, or the next one

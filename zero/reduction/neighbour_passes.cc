@@ -70,6 +70,10 @@ std::string NeighbourPasses::model() const {
   return same < 2 ? model_ : cat(model_, " (number ", own, " of ", same, " engines for such a model)");
 }
 
+std::string NeighbourPasses::engine_if_several() const {
+  return on_thread(thread_).size() > 1 ? "the engine of " + model() : std::string();
+}
+
 void NeighbourPasses::enlist() {
   thread_ = std::this_thread::get_id();
   if (alone_) return;
@@ -144,7 +148,7 @@ void NeighbourPasses::step_back() {
   }
 }
 
-void NeighbourPasses::require_none(const char* call) {
+void NeighbourPasses::require_no_gradients(const char* call) {
   const CheckTime::Scope time;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (had_foreign_[i] == 0) continue;

@@ -43,15 +43,16 @@ class NeighbourPasses {
   // Drops the gradient that such a pass has made for a parameter of this engine, and remembers that.
   void drop(size_t parameter);
   // Throws UsageError where other passes have made gradients, and the program has not dropped them.
-  void require_none(const char* call);
+  void require_no_gradients(const char* call);
   // Forgets such gradients: called by the engine's zero_grad().
   void clear();
+  // Makes the calling thread the one that begins and ends the passes from now on.
   void use_from_this_thread();
   // The model's name in messages; where several engines on the thread have models of one name, with its number among
   // them.
   std::string model() const;
-  // Whether there are other engines on the thread.
-  bool has_neighbours() const { return on_thread(thread_).size() > 1; }
+  // "the engine of MODEL"; empty where it is the only one on its thread.
+  std::string engine_if_several() const;
 
  private:
   static std::vector<NeighbourPasses*> on_thread(std::thread::id thread);

@@ -51,6 +51,9 @@ enum class BucketEvent : uint8_t { kCollect, kLaunch, kComplete, kSetAside, kDro
 enum class PassState : uint8_t { kIdle, kUnreduced, kLocal, kReducing, kFailed, kJoined };
 enum class PassEvent : uint8_t { kBeginLocal, kBeginReducing, kEnd, kFail, kFinish, kJoin, kReset };
 
+// Whether a backward pass runs.
+constexpr bool is_running(PassState state) { return state == PassState::kLocal || state == PassState::kReducing; }
+
 // The state after an event, by the tables above. Throw InternalError, with the names of both, for an event that the
 // state does not allow.
 BucketState after(BucketState state, BucketEvent event);
