@@ -16,12 +16,6 @@ using nlohmann::ordered_json;
 
 constexpr int kMaxDepth = 200;
 
-std::string escape_pointer(const std::string& key) {
-  std::string out;
-  for (const char c : key) out += c == '~' ? "~0" : c == '/' ? "~1" : std::string(1, c);
-  return out;
-}
-
 // The keys of one object: where each stands in it, and its lines in the text.
 struct Key {
   std::ptrdiff_t index = 0;
@@ -69,7 +63,7 @@ class Reader {
       if (text_.at_end()) fail_unclosed("object", begin, '}');
       const int line = text_.line();
       const std::string key = text_.read_key();
-      const std::string child = pointer + "/" + escape_pointer(key);
+      const std::string child = pointer_to_member(pointer, key);
       text_.skip_space_and_comments();
       if (text_.peek() != ':') {
         text_.fail(text_.position(),
@@ -98,7 +92,7 @@ class Reader {
   void note_duplicates(const std::string& pointer, const Keys& keys) {
     std::vector<DuplicateKey> found;
     for (const auto& [key, known] : keys) {
-      if (known.lines.size() > 1) found.push_back({pointer + "/" + escape_pointer(key), known.lines});
+      if (known.lines.size() > 1) found.push_back({pointer_to_member(pointer, key), known.lines});
     }
     std::sort(found.begin(), found.end(),
               [](const DuplicateKey& a, const DuplicateKey& b) { return a.pointer < b.pointer; });
@@ -138,6 +132,12 @@ class Reader {
 };
 
 }  // namespace
+
+std::string pointer_to_member(const std::string& pointer, const std::string& key) {
+  std::string member = pointer + "/";
+  for (const char c : key) member += c == '~' ? "~0" : c == '/' ? "~1" : std::string(1, c);
+  return member;
+}
 
 int HjsonDocument::line_of(const std::string& pointer) const {
   const auto found = lines.find(pointer);

@@ -108,4 +108,10 @@ std::string shown(const ordered_json& value) {
   return shown_text(value.dump(-1, ' ', false, ordered_json::error_handler_t::replace), kShownCharacters);
 }
 
+std::string quoted_list(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += cat(text.empty() ? "\"" : ", \"", word, "\"");
+  return text;
+}
+
 }  // namespace ds
