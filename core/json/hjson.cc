@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/json/hjson_scalars.h"
 #include "core/json/hjson_text.h"
 #include "core/shown_text.h"
 
@@ -44,9 +45,9 @@ class Reader {
  private:
   ordered_json read_value(const std::string& pointer) {
     const char c = text_.peek();
-    if (c == '"' || (c == '\'' && !text_.starts_with("'''"))) return text_.read_quoted();
-    if (c == '\'') return text_.read_multiline();
-    if (c != '{' && c != '[') return text_.read_quoteless();
+    if (c == '"' || (c == '\'' && !text_.starts_with("'''"))) return scalars_.read_quoted();
+    if (c == '\'') return scalars_.read_multiline();
+    if (c != '{' && c != '[') return scalars_.read_quoteless();
     const size_t begin = text_.position();
     if (++depth_ > kMaxDepth) text_.fail(begin, cat("expected at most ", kMaxDepth, " nested objects and lists"));
     text_.advance();
@@ -62,7 +63,7 @@ class Reader {
     for (text_.skip_space_and_comments(); braces ? text_.peek() != '}' : !text_.at_end(); separate()) {
       if (text_.at_end()) fail_unclosed("object", begin, '}');
       const int line = text_.line();
-      const std::string key = text_.read_key();
+      const std::string key = scalars_.read_key();
       const std::string child = pointer_to_member(pointer, key);
       text_.skip_space_and_comments();
       if (text_.peek() != ':') {
@@ -100,7 +101,7 @@ class Reader {
   }
 
   [[noreturn]] void fail_unclosed(const char* what, size_t begin, char close) const {
-    const std::string swallowed = text_.swallowed();
+    const std::string swallowed = scalars_.swallowed();
     text_.fail(text_.position(), cat("the ", what, " that begins in line ", text_.line_of(begin), " is not closed by '",
                                      close, "'", swallowed.empty() ? "" : "; ", swallowed));
   }
@@ -127,6 +128,7 @@ class Reader {
   }
 
   HjsonText text_;
+  HjsonScalars scalars_{text_};
   HjsonDocument document_;
   int depth_ = 0;
 };

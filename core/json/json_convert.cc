@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "core/shown_text.h"
+#include "core/text.h"
 
 namespace ds {
 namespace {

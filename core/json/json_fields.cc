@@ -1,6 +1,7 @@
 #include "core/json/json_fields.h"
 
-#include "core/check.h"
+#include "core/json/near_miss.h"
+#include "core/text.h"
 
 namespace ds {
 
@@ -86,25 +87,27 @@ void JsonFields::warning(const std::string& key, const std::string& message) con
   reading_->problems.warning(pointer_to_member(pointer_, key), message);
 }
 
-void JsonFields::finish(UnknownKeys unknown) {
+void JsonFields::finish(UnknownKeys unknown) const {
   const std::vector<std::string> undeclared = keys_.undeclared();
   if (undeclared.empty()) return;
   const NearMisses near(keys_.declared());
-  for (const std::string& key : undeclared) report_unknown(key, unknown, near);
-}
-
-void JsonFields::report_unknown(const std::string& key, UnknownKeys unknown, const NearMisses& near) const {
-  if (const auto meant = near.of(key)) return error(key, cat("unknown key; did you mean ", *meant, "?"));
-  const std::string meaning = reading_->meaning ? reading_->meaning(pointer_to_member(pointer_, key)) : "";
-  const std::string advice = meaning.empty() ? "" : cat("; ", meaning);
   const bool lists = unknown == UnknownKeys::kRefuseAndList;
-  if (lists || unknown == UnknownKeys::kRefuse || reading_->strict) {
-    error(key, cat("unknown key", pointer_.empty() ? "" : cat(" in ", dotted_path(pointer_)),
-                   !advice.empty() ? advice
-                   : lists         ? cat("; known are ", quoted_list(keys_.declared()))
-                                   : "; remove it or correct its name"));
-  } else if (unknown == UnknownKeys::kWarn || !meaning.empty()) {
-    warning(key, cat("unknown key, ignored", advice));
+  const bool refuses = lists || unknown == UnknownKeys::kRefuse || reading_->strict;
+  for (const std::string& key : undeclared) {
+    if (const auto meant = near.of(key)) {
+      error(key, cat("unknown key; did you mean ", *meant, "?"));
+      continue;
+    }
+    const std::string meaning = reading_->meaning ? reading_->meaning(pointer_to_member(pointer_, key)) : "";
+    const std::string advice = meaning.empty() ? "" : cat("; ", meaning);
+    if (refuses) {
+      error(key, cat("unknown key", pointer_.empty() ? "" : cat(" in ", dotted_path(pointer_)),
+                     !advice.empty() ? advice
+                     : lists         ? cat("; known are ", quoted_list(keys_.declared()))
+                                     : "; remove it or correct its name"));
+    } else if (unknown == UnknownKeys::kWarn || !meaning.empty()) {
+      warning(key, cat("unknown key, ignored", advice));
+    }
   }
 }
 

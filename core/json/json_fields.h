@@ -19,12 +19,11 @@
 
 #include "core/json/json_convert.h"
 #include "core/json/json_types.h"
-#include "core/json/near_miss.h"
 #include "core/json/object_keys.h"
 
 namespace ds {
 
-// Reads the fields of one object, or writes them. What an object is read for beyond its fields is in keys().
+// Reads the fields of one object, or writes them.
 class JsonFields {
  public:
   // Reads the object at `pointer`. `reading` outlives it. `null_is_absent`: null means the default for every field.
@@ -119,7 +118,7 @@ class JsonFields {
   void error(const std::string& key, const std::string& message) const;
   void warning(const std::string& key, const std::string& message) const;
   // Reports the keys of the object that were not declared.
-  void finish(UnknownKeys unknown);
+  void finish(UnknownKeys unknown) const;
 
  private:
   // Reads a field whose value `accepts` passes, or reports that `rule` was expected; or writes it.
@@ -145,7 +144,6 @@ class JsonFields {
   // with advice from `shape`, which writes the object with the fields as they are.
   const nlohmann::ordered_json* find_object(const JsonKey& key, const std::function<nlohmann::ordered_json()>& shape);
   void wrong(const JsonKey& key, const nlohmann::ordered_json& value, const std::string& rule) const;
-  void report_unknown(const std::string& key, UnknownKeys unknown, const NearMisses& near) const;
 
   const JsonReading* reading_ = nullptr;
   nlohmann::ordered_json* out_ = nullptr;
