@@ -50,12 +50,13 @@ void report_misplaced(const DsConfig& config, const JsonReading& reading, JsonFi
   const auto is_known = [](const std::string& path) { return std::binary_search(kKnown.begin(), kKnown.end(), path); };
   for (const auto& entry : config.text.items()) {
     const std::string& key = entry.key();
-    if (is_known(key) || std::find(json.known().begin(), json.known().end(), key) != json.known().end()) continue;
+    const std::vector<std::string>& declared = json.keys().declared();
+    if (is_known(key) || std::find(declared.begin(), declared.end(), key) != declared.end()) continue;
     for (const char* section : {"zero_optimization", "fp16", "bf16", "optimizer.params", "scheduler.params"}) {
       if (!is_known(cat(section, ".", key))) continue;
       const std::string message = cat("has no effect here; it belongs into \"", section, "\"");
       reading.strict ? json.error(key, message) : json.warning(key, message);
-      json.ignore(key);
+      json.keys().declare(key);
       break;
     }
   }

@@ -22,10 +22,9 @@ void describe_params(JsonFields& json, OptimizerSection& s) {
   json.field("lr", s.values.lr, at_least(0));
   json.field("weight_decay", s.values.weight_decay, at_least(0));
   row.describe_keys(json, s.values);
-  json.list_known_keys();
-  if (json.has("max_grad_norm") && !row.compresses) {
+  if (json.keys().has("max_grad_norm") && !row.compresses) {
     json.error("max_grad_norm", "not a parameter of an optimizer; use the top-level key \"gradient_clipping\"");
-    json.ignore("max_grad_norm");
+    json.keys().declare("max_grad_norm");
   }
 }
 
@@ -83,7 +82,7 @@ void describe(JsonFields& json, OptimizerSection& s) {
   const OptimizerDescription* const row = find_optimizer(s.type);
   if (json.reading() && type) s.values = row != nullptr ? row->defaults : OptimizerParams{};
   if (row != nullptr) {
-    json.section("params", s, describe_params, UnknownKeys::kRefuse);
+    json.section("params", s, describe_params, UnknownKeys::kRefuseAndList);
   } else {
     json.field("params", s.params);
   }
@@ -91,9 +90,7 @@ void describe(JsonFields& json, OptimizerSection& s) {
   if (!json.reading() || row == nullptr) return;
   const nlohmann::ordered_json* written = json.find("params");
   if (written == nullptr || !written->is_object()) return;
-  nlohmann::ordered_json values;
-  JsonFields writer(values);
-  describe_params(writer, s);
+  const nlohmann::ordered_json values = write_fields(s, describe_params);
   s.params = *written;
   for (auto& [key, value] : s.params.items()) {
     if (value == "auto" && values.contains(key)) value = values[key];

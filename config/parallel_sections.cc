@@ -9,8 +9,8 @@ void describe(JsonFields& json, TensorParallelGrid& s) {
   json.field("tp_size", s.tp_size, above(0));
   json.field("tp_grain_size", s.tp_grain_size, above(0));
   for (const char* python_object : {"mpu", "tp_group"}) {
-    if (json.has(python_object)) json.warning(python_object, "a Python object, ignored");
-    json.ignore(python_object);
+    if (json.keys().has(python_object)) json.warning(python_object, "a Python object, ignored");
+    json.keys().declare(python_object);
   }
 }
 

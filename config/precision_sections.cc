@@ -72,7 +72,7 @@ void describe(JsonFields& json, Fp8Section& s) {
   json.field("emulate", s.emulate);
   if (!json.reading() || !s.enabled) return;
   if (s.granularity == Fp8Granularity::kBlock && s.recipe == Fp8Recipe::kDelayed) {
-    json.error("recipe", json.has("recipe")
+    json.error("recipe", json.keys().has("recipe")
                              ? "\"delayed\" excludes granularity \"block\", whose scales are those of the tensor at "
                                "hand; use \"current\""
                              : "expected \"current\" with granularity \"block\", whose scales are those of the "

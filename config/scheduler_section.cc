@@ -48,9 +48,9 @@ void per_group(JsonFields& json, const char* key, std::optional<PerGroup>& out) 
 
 // Warns of an unknown curve. DeepSpeed takes the curve that is the default, and says so.
 void warmup_type(JsonFields& json, optimizers::WarmupType& out) {
-  const nlohmann::ordered_json* value = json.peek("warmup_type");
+  const nlohmann::ordered_json* value = json.keys().peek("warmup_type");
   if (value != nullptr && value->is_string() && *value != "log" && *value != "linear") {
-    json.ignore("warmup_type");
+    json.keys().declare("warmup_type");
     json.warning("warmup_type", cat("expected \"log\" or \"linear\", found ", shown(*value),
                                     "; taken as \"log\", as DeepSpeed takes it"));
     out = optimizers::WarmupType::kLog;
@@ -64,10 +64,10 @@ void warmup_type(JsonFields& json, optimizers::WarmupType& out) {
 // warm-up, and runs: as 1, which is as short, so that the resolved config can be read again.
 void warmup_steps(JsonFields& json, int64_t& out) {
   constexpr const char* kKey = "warmup_num_steps";
-  const nlohmann::ordered_json* value = json.peek(kKey);
+  const nlohmann::ordered_json* value = json.keys().peek(kKey);
   int64_t written = 1;
   if (value != nullptr && ds::convert(*value, written) && written == 0) {
-    json.ignore(kKey);
+    json.keys().declare(kKey);
     return json.error(kKey,
                       cat("expected an integer > 0, found ", shown(*value), ", which DeepSpeed refuses too; 1 is ",
                           "the shortest warm-up, of 2 steps. For none remove the scheduler, or use ConstantLR ",
@@ -246,7 +246,6 @@ const std::vector<std::string>& torch_types() {
 void describe_params(JsonFields& json, SchedulerSection& s) {
   std::visit([&json](auto& options) { parameters(json, options); }, *s.options);
   json.field("last_batch_iteration", s.last_batch_iteration, at_least(-1));
-  json.list_known_keys();
 }
 
 void choose_type(JsonFields& json, SchedulerSection& s, const std::string& type) {
@@ -289,11 +288,9 @@ std::vector<std::string> scheduler_types() {
 }
 
 std::vector<std::string> scheduler_parameters(const std::string& type) {
-  nlohmann::ordered_json values;
-  JsonFields writer(values);
   SchedulerSection section;
   section.options = find_type(type)->options;
-  describe_params(writer, section);
+  const nlohmann::ordered_json values = write_fields(section, describe_params);
   std::vector<std::string> names;
   for (const auto& entry : values.items()) names.push_back(entry.key());
   return names;
@@ -304,14 +301,12 @@ void describe(JsonFields& json, SchedulerSection& s) {
   json.field("type", type);
   if (json.reading() && type) choose_type(json, s, *type);
   if (!s.options) return json.field("params", s.params);
-  json.section("params", s, describe_params, UnknownKeys::kRefuse);
+  json.section("params", s, describe_params, UnknownKeys::kRefuseAndList);
   if (!json.reading()) return;
   static const nlohmann::ordered_json kNothing = nlohmann::ordered_json::object();
   const nlohmann::ordered_json* written = json.find("params");
   s.params = written != nullptr && written->is_object() ? *written : kNothing;
-  nlohmann::ordered_json values;
-  JsonFields writer(values);
-  describe_params(writer, s);
+  const nlohmann::ordered_json values = write_fields(s, describe_params);
   check_required(json, s.type, s.params, values);
   for (auto& [key, value] : s.params.items()) {
     if (value == "auto" && values.contains(key)) value = values[key];

@@ -41,16 +41,16 @@ void describe_run(JsonFields& json, DsConfig& c) {
 
 void describe_precision(JsonFields& json, DsConfig& c) {
   json.section("fp16", c.fp16, describe, UnknownKeys::kRefuse);
-  if (json.has("bfloat16")) json.warning("bfloat16", "deprecated; use \"bf16\"");
-  const bool old_spelling = json.has("bfloat16") && !json.has("bf16");
+  if (json.keys().has("bfloat16")) json.warning("bfloat16", "deprecated; use \"bf16\"");
+  const bool old_spelling = json.keys().has("bfloat16") && !json.keys().has("bf16");
   if (old_spelling) {
     json.section("bfloat16", c.bf16, describe, UnknownKeys::kRefuse);
-    json.ignore("bf16");
+    json.keys().declare("bf16");
   } else {
-    if (json.has("bfloat16"))
+    if (json.keys().has("bfloat16"))
       json.error("bfloat16", "is another name of \"bf16\", which is given too; remove one of them");
     json.section("bf16", c.bf16, describe, UnknownKeys::kRefuse);
-    json.ignore("bfloat16");
+    json.keys().declare("bfloat16");
   }
   json.section("fp8", c.fp8, describe, UnknownKeys::kRefuse);
   json.section("torch_autocast", c.torch_autocast, describe, UnknownKeys::kWarn);
@@ -75,7 +75,7 @@ void allreduce_op(JsonFields& json, GradientAllreduceOp& out) {
 
 void describe_gradients(JsonFields& json, DsConfig& c) {
   json.field("gradient_clipping", c.gradient_clipping, at_least(0));
-  if (const auto* value = json.peek("gradient_clipping"); value != nullptr && value->is_boolean()) {
+  if (const auto* value = json.keys().peek("gradient_clipping"); value != nullptr && value->is_boolean()) {
     json.warning("gradient_clipping",
                  cat("expected the largest norm, found ", shown(*value), ", which Python takes as ",
                      *value == true ? "1; write 1.0" : "0; write 0.0"));

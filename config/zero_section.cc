@@ -123,10 +123,10 @@ void describe_stage3(JsonFields& json, ZeroSection& s) {
 bool deprecated_switch(JsonFields& json, const char* key, const char* replacement) {
   std::optional<bool> on;
   json.field(key, on);
-  if (!json.has(key) || !on) return false;
+  if (!json.keys().has(key) || !on) return false;
   if (*replacement == '\0') {
     json.warning(key, "deprecated, has no effect; remove it");
-  } else if (json.has(replacement)) {
+  } else if (json.keys().has(replacement)) {
     json.error(key, cat("is deprecated and excludes its replacement \"", replacement,
                         "\", which is given too; remove \"", key, "\""));
   } else {
@@ -177,7 +177,7 @@ const char* name_of(OffloadDevice device) {
 void describe(JsonFields& json, ZeroSection& s) {
   json.field("stage", s.stage, between(0, 3));
   s.overlap_comm = json.reading() ? s.stage == 3 : s.overlap_comm;
-  s.overlap_comm_given = s.overlap_comm_given || json.has("overlap_comm");
+  s.overlap_comm_given = s.overlap_comm_given || json.keys().has("overlap_comm");
   std::optional<bool> overlap = s.overlap_comm;
   json.field("overlap_comm", overlap);
   s.overlap_comm = overlap.value_or(s.stage == 3);
@@ -193,9 +193,9 @@ void describe(JsonFields& json, ZeroSection& s) {
 void describe_zero_optimization(JsonFields& json, DsConfig& config) {
   const nlohmann::ordered_json* value = json.find("zero_optimization");
   if (value == nullptr || !value->is_boolean()) {
-    if (json.has("allgather_size"))
+    if (json.keys().has("allgather_size"))
       json.warning("allgather_size", "means something beside \"zero_optimization\": true only, ignored");
-    json.ignore("allgather_size");
+    json.keys().declare("allgather_size");
     return json.section("zero_optimization", config.zero_optimization, describe, UnknownKeys::kRefuse);
   }
   json.warning("zero_optimization", cat("deprecated form; write {\"stage\": ", value->get<bool>() ? 1 : 0, "}"));

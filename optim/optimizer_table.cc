@@ -22,18 +22,18 @@ void betas_key(JsonFields& json, OptimizerParams& p) {
 
 // Accepts choices of an implementation, which change no result and have no effect here.
 void ignore_implementation(JsonFields& json) {
-  for (const char* hint : {"foreach", "fused", "capturable", "set_grad_none"}) json.ignore(hint);
+  for (const char* hint : {"foreach", "fused", "capturable", "set_grad_none"}) json.keys().declare(hint);
 }
 
 // Takes any text as true, as Python does: programs for other accelerators name an implementation here ("torch_impl").
 void torch_adam_key(JsonFields& json, OptimizerParams& p) {
-  const nlohmann::ordered_json* value = json.peek("torch_adam");
+  const nlohmann::ordered_json* value = json.keys().peek("torch_adam");
   bool word = false;
   if (value == nullptr || !value->is_string() || value->get_ref<const std::string&>().empty() ||
       ds::convert(*value, word)) {
     return json.field("torch_adam", p.torch_adam);
   }
-  json.ignore("torch_adam");
+  json.keys().declare("torch_adam");
   json.warning("torch_adam",
                cat("expected true or false, found ", shown(*value), "; taken as true, as Python takes it"));
   p.torch_adam = true;
@@ -96,8 +96,8 @@ void adagrad_keys(JsonFields& json, OptimizerParams& p) {
   json.field("eps", p.eps, at_least(0));
   json.field("lr_decay", p.lr_decay, at_least(0));
   json.field("initial_accumulator_value", p.initial_accumulator_value, at_least(0));
-  if (json.reading() && json.has("amsgrad")) json.warning("amsgrad", "means nothing to Adagrad, ignored");
-  json.ignore("amsgrad");
+  if (json.reading() && json.keys().has("amsgrad")) json.warning("amsgrad", "means nothing to Adagrad, ignored");
+  json.keys().declare("amsgrad");
   ignore_implementation(json);
 }
 
@@ -141,7 +141,7 @@ void one_bit_keys(JsonFields& json, OptimizerParams& p) {
   json.field("cuda_aware", p.cuda_aware);
   json.choice("comm_backend_name", p.comm_backend_name, {"nccl", "mpi", "hccl", "compressed", "gloo"});
   json.field("deepspeed_semantics", p.deepspeed_semantics);
-  json.ignore("max_grad_norm");
+  json.keys().declare("max_grad_norm");
 }
 
 // Refuses eps_inside_sqrt for optimizers that divide by sqrt(v) + eps after the freeze.

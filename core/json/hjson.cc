@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/json/hjson_scalars.h"
 #include "core/json/hjson_text.h"
 #include "core/shown_text.h"
 
@@ -15,12 +16,6 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr int kMaxDepth = 200;
-
-std::string escape_pointer(const std::string& key) {
-  std::string out;
-  for (const char c : key) out += c == '~' ? "~0" : c == '/' ? "~1" : std::string(1, c);
-  return out;
-}
 
 // The keys of one object: where each stands in it, and its lines in the text.
 struct Key {
@@ -50,9 +45,9 @@ class Reader {
  private:
   ordered_json read_value(const std::string& pointer) {
     const char c = text_.peek();
-    if (c == '"' || (c == '\'' && !text_.starts_with("'''"))) return text_.read_quoted();
-    if (c == '\'') return text_.read_multiline();
-    if (c != '{' && c != '[') return text_.read_quoteless();
+    if (c == '"' || (c == '\'' && !text_.starts_with("'''"))) return scalars_.read_quoted();
+    if (c == '\'') return scalars_.read_multiline();
+    if (c != '{' && c != '[') return scalars_.read_quoteless();
     const size_t begin = text_.position();
     if (++depth_ > kMaxDepth) text_.fail(begin, cat("expected at most ", kMaxDepth, " nested objects and lists"));
     text_.advance();
@@ -68,8 +63,8 @@ class Reader {
     for (text_.skip_space_and_comments(); braces ? text_.peek() != '}' : !text_.at_end(); separate()) {
       if (text_.at_end()) fail_unclosed("object", begin, '}');
       const int line = text_.line();
-      const std::string key = text_.read_key();
-      const std::string child = pointer + "/" + escape_pointer(key);
+      const std::string key = scalars_.read_key();
+      const std::string child = pointer_to_member(pointer, key);
       text_.skip_space_and_comments();
       if (text_.peek() != ':') {
         text_.fail(text_.position(),
@@ -98,7 +93,7 @@ class Reader {
   void note_duplicates(const std::string& pointer, const Keys& keys) {
     std::vector<DuplicateKey> found;
     for (const auto& [key, known] : keys) {
-      if (known.lines.size() > 1) found.push_back({pointer + "/" + escape_pointer(key), known.lines});
+      if (known.lines.size() > 1) found.push_back({pointer_to_member(pointer, key), known.lines});
     }
     std::sort(found.begin(), found.end(),
               [](const DuplicateKey& a, const DuplicateKey& b) { return a.pointer < b.pointer; });
@@ -106,7 +101,7 @@ class Reader {
   }
 
   [[noreturn]] void fail_unclosed(const char* what, size_t begin, char close) const {
-    const std::string swallowed = text_.swallowed();
+    const std::string swallowed = scalars_.swallowed();
     text_.fail(text_.position(), cat("the ", what, " that begins in line ", text_.line_of(begin), " is not closed by '",
                                      close, "'", swallowed.empty() ? "" : "; ", swallowed));
   }
@@ -133,11 +128,18 @@ class Reader {
   }
 
   HjsonText text_;
+  HjsonScalars scalars_{text_};
   HjsonDocument document_;
   int depth_ = 0;
 };
 
 }  // namespace
+
+std::string pointer_to_member(const std::string& pointer, const std::string& key) {
+  std::string member = pointer + "/";
+  for (const char c : key) member += c == '~' ? "~0" : c == '/' ? "~1" : std::string(1, c);
+  return member;
+}
 
 int HjsonDocument::line_of(const std::string& pointer) const {
   const auto found = lines.find(pointer);

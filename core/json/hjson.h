@@ -13,6 +13,9 @@
 
 namespace ds {
 
+// The JSON pointer of the value under `key` in the object at `pointer`.
+std::string pointer_to_member(const std::string& pointer, const std::string& key);
+
 // A key that an object has more than once.
 struct DuplicateKey {
   std::string pointer;     // JSON pointer of the key: "/zero_optimization/stage"

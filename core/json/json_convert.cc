@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "core/shown_text.h"
+#include "core/text.h"
 
 namespace ds {
 namespace {
@@ -106,6 +107,12 @@ bool convert(const ordered_json& value, ordered_json& out) {
 
 std::string shown(const ordered_json& value) {
   return shown_text(value.dump(-1, ' ', false, ordered_json::error_handler_t::replace), kShownCharacters);
+}
+
+std::string quoted_list(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += cat(text.empty() ? "\"" : ", \"", word, "\"");
+  return text;
 }
 
 }  // namespace ds

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace ds {
@@ -72,6 +73,22 @@ std::string wanted(const std::optional<T>&) {
   return wanted(T{}) + " or null";
 }
 
+// The words with limits of the number in them: "an integer > 0 or null".
+template <class T>
+std::string wanted(const T& value, const std::string& limits) {
+  return wanted(value) + limits;
+}
+template <class T>
+std::string wanted(const std::optional<T>&, const std::string& limits) {
+  return wanted(T{}) + limits + " or null";
+}
+
+// Whether null is a value for a T, which is then an optional or any JSON.
+template <class T>
+inline constexpr bool kTakesNull = std::is_same_v<T, nlohmann::ordered_json> || requires(T t) {
+  t.reset();
+};
+
 template <class T>
 nlohmann::ordered_json to_ordered_json(const T& value) {
   return value;
@@ -83,5 +100,7 @@ nlohmann::ordered_json to_ordered_json(const std::optional<T>& value) {
 
 // The value as a message shows it: shortened when it is long.
 std::string shown(const nlohmann::ordered_json& value);
+// The words as a message lists them: "a", "b", "c" with their quotes.
+std::string quoted_list(const std::vector<std::string>& words);
 
 }  // namespace ds

@@ -19,10 +19,11 @@
 
 #include "core/json/json_convert.h"
 #include "core/json/json_types.h"
-#include "core/json/near_miss.h"
+#include "core/json/object_keys.h"
 
 namespace ds {
 
+// Reads the fields of one object, or writes them.
 class JsonFields {
  public:
   // Reads the object at `pointer`. `reading` outlives it. `null_is_absent`: null means the default for every field.
@@ -40,7 +41,7 @@ class JsonFields {
   // Describes a number within a range: int64_t, double, or an optional of them.
   template <class T>
   void field(const JsonKey& key, T& out, const JsonRange& range) {
-    field_if(key, out, wanted_within(out, range), [&range](const nlohmann::ordered_json& json, const T& value) {
+    field_if(key, out, wanted(out, range.in_words()), [&range](const nlohmann::ordered_json& json, const T& value) {
       if (json.is_boolean() && !range.booleans) return false;
       if constexpr (requires { value.has_value(); }) {
         return !value.has_value() || range.accepts(static_cast<double>(*value));
@@ -52,7 +53,7 @@ class JsonFields {
   // Describes an optional whose absence is written "auto".
   template <class T>
   void field_or_auto(const JsonKey& key, std::optional<T>& out, const JsonRange& range = {}) {
-    if (!reading() && !out) return put(key.name, "auto");
+    if (!reading() && !out) return write(key, kJsonAuto);
     if constexpr (std::is_arithmetic_v<T>) {
       field(key, out, range);
     } else {
@@ -62,7 +63,7 @@ class JsonFields {
   // Describes a string, or optional string, out of a few.
   template <class T>
   void choice(const JsonKey& key, T& out, const std::vector<std::string>& choices) {
-    field_if(key, out, "one of " + joined(choices), [&choices](const nlohmann::ordered_json& json, const T&) {
+    field_if(key, out, "one of " + quoted_list(choices), [&choices](const nlohmann::ordered_json& json, const T&) {
       if (json.is_null()) return true;
       for (const std::string& known : choices) {
         if (json == known) return true;
@@ -95,53 +96,37 @@ class JsonFields {
 
   // Describes a nested object. In reading, "auto" and (where null_is_absent) null leave the defaults.
   template <class S>
-  void section(const JsonKey& key, S& out, void (*describe)(JsonFields&, S&), UnknownKeys unknown) {
-    if (!reading()) {
-      JsonFields inner((*out_)[key.name]);
-      describe(inner, out);
-    } else if (const nlohmann::ordered_json* object = find_object(key, [&] { return shape_of(out, describe); })) {
-      JsonFields inner(*reading_, pointer_to(key.name), *object, unknown != UnknownKeys::kRefuse);
-      describe(inner, out);
-      inner.finish(unknown);
-    }
-  }
+  void section(const JsonKey& key, S& out, void (*describe)(JsonFields&, S&), UnknownKeys unknown);
   // Describes a nested object that is present only where the document has it.
   template <class S>
   void section(const JsonKey& key, std::optional<S>& out, void (*describe)(JsonFields&, S&), UnknownKeys unknown) {
     if (!reading()) {
-      put(key.name, nullptr);
+      write(key, nullptr);
       if (!out) return;
-    } else if (has_object(key)) {
+    } else if (keys_.has_object(key)) {
       out.emplace();
     }
     S unused;
     section(key, out ? *out : unused, describe, unknown);
   }
 
-  // Declares keys that something else reads.
-  void ignore(const std::string& key) { known_.push_back(key); }
-  // The value of a key, null pointer when absent, "auto" or unreadable. Declares the key.
+  // The keys of the object that is read; none in writing.
+  ObjectKeys& keys() { return keys_; }
+  // Declares a key and returns its value, a null pointer when it is absent, "auto" or not read.
   const nlohmann::ordered_json* find(const JsonKey& key);
-  // The value of a key that something else declares, null pointer when absent, "auto" or unreadable.
-  const nlohmann::ordered_json* peek(const std::string& key) const;
-  bool has(const std::string& key) const { return reading() && object_->contains(key); }
 
   void error(const std::string& key, const std::string& message) const;
   void warning(const std::string& key, const std::string& message) const;
-  // Makes messages on unknown keys name the known ones.
-  void list_known_keys() { lists_known_keys_ = true; }
-  // Deals with the keys that no call above has named.
-  void finish(UnknownKeys unknown);
-
-  std::string pointer_to(const std::string& key) const;
-  const std::vector<std::string>& known() const { return known_; }
+  // Reports the keys of the object that were not declared.
+  void finish(UnknownKeys unknown) const;
 
  private:
+  // Reads a field whose value `accepts` passes, or reports that `rule` was expected; or writes it.
   template <class T, class Accepts>
   void field_if(const JsonKey& key, T& out, const std::string& rule, Accepts accepts) {
-    if (!reading()) return put(key.name, to_ordered_json(out));
+    if (!reading()) return write(key, to_ordered_json(out));
     nlohmann::ordered_json value;
-    if (!fetch(key, to_ordered_json(out), null_allowed(out), value)) return;
+    if (!fetch(key, to_ordered_json(out), kTakesNull<T>, value)) return;
     T converted = out;
     if (convert(value, converted) && accepts(value, converted)) {
       out = std::move(converted);
@@ -149,48 +134,42 @@ class JsonFields {
       wrong(key, value, rule);
     }
   }
-  // "an integer > 0 or null"
-  template <class T>
-  static std::string wanted_within(const T& value, const JsonRange& range) {
-    return wanted(value) + range.in_words();
-  }
-  template <class T>
-  static std::string wanted_within(const std::optional<T>&, const JsonRange& range) {
-    return wanted(T{}) + range.in_words() + " or null";
-  }
-  template <class T>
-  static bool null_allowed(const T&) {
-    return std::is_same_v<T, nlohmann::ordered_json> || requires(T t) { t.reset(); };
-  }
-  // "a", "b", "c"
-  static std::string joined(const std::vector<std::string>& choices);
-
-  void put(const std::string& key, nlohmann::ordered_json value);
+  void write(const JsonKey& key, nlohmann::ordered_json value) { (*out_)[key.name] = std::move(value); }
   // Reads the value to convert, with "auto" replaced; returns whether there is one.
   bool fetch(const JsonKey& key, const nlohmann::ordered_json& fallback, bool null_allowed,
              nlohmann::ordered_json& value);
-  // The spelling the document uses; empty: absent. Both spellings are an error.
-  std::string spelling(const JsonKey& key);
-  bool has_object(const JsonKey& key);
-  // `shape`: what the object could be like, for a message. Then the config is refused, so that `section` may change.
+  // Declares the key and returns the spelling that the object has; empty: absent. Both spellings are an error.
+  std::string declare(const JsonKey& key);
+  // Declares a key and returns its object, a null pointer when it is absent, "auto" or null. Reports another value,
+  // with advice from `shape`, which writes the object with the fields as they are.
   const nlohmann::ordered_json* find_object(const JsonKey& key, const std::function<nlohmann::ordered_json()>& shape);
-  template <class S>
-  static nlohmann::ordered_json shape_of(S& section, void (*describe)(JsonFields&, S&)) {
-    nlohmann::ordered_json keys;
-    JsonFields writer(keys);
-    describe(writer, section);
-    return keys;
-  }
-  void wrong(const JsonKey& key, const nlohmann::ordered_json& value, const std::string& rule);
-  void report_unknown(const std::string& key, UnknownKeys unknown, const NearMisses& near);
+  void wrong(const JsonKey& key, const nlohmann::ordered_json& value, const std::string& rule) const;
 
   const JsonReading* reading_ = nullptr;
   nlohmann::ordered_json* out_ = nullptr;
-  const nlohmann::ordered_json* object_ = nullptr;
+  ObjectKeys keys_;
   std::string pointer_;
   bool null_is_absent_ = false;
-  bool lists_known_keys_ = false;
-  std::vector<std::string> known_;
 };
+
+// Returns the object that `describe` writes for `fields`.
+template <class S>
+nlohmann::ordered_json write_fields(S& fields, void (*describe)(JsonFields&, S&)) {
+  nlohmann::ordered_json out;
+  JsonFields json(out);
+  describe(json, fields);
+  return out;
+}
+
+template <class S>
+void JsonFields::section(const JsonKey& key, S& out, void (*describe)(JsonFields&, S&), UnknownKeys unknown) {
+  if (!reading()) return write(key, write_fields(out, describe));
+  const nlohmann::ordered_json* const object = find_object(key, [&] { return write_fields(out, describe); });
+  if (object == nullptr) return;
+  const bool refuses = unknown == UnknownKeys::kRefuse || unknown == UnknownKeys::kRefuseAndList;
+  JsonFields inner(*reading_, pointer_to_member(pointer_, key.name), *object, /*null_is_absent=*/!refuses);
+  describe(inner, out);
+  inner.finish(unknown);
+}
 
 }  // namespace ds

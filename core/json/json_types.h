@@ -14,6 +14,9 @@
 
 namespace ds {
 
+// The value in a document that leaves a field to the program, or to its default.
+inline constexpr const char* kJsonAuto = "auto";
+
 // The name of a field, and another one that is accepted in its place.
 struct JsonKey {
   JsonKey(const char* key) : name(key) {}             // NOLINT(google-explicit-constructor)
@@ -61,9 +64,10 @@ std::vector<std::string> enum_names(const std::vector<std::pair<std::string, E>>
 
 // The treatment of a key that no field has named.
 enum class UnknownKeys {
-  kRefuse,       // an error
-  kWarn,         // a warning; an error when it is nearly a known key
-  kRefuseNearly  // nearly known keys are errors; of others only those whose meaning is known are told
+  kRefuse,         // an error
+  kRefuseAndList,  // an error that lists the known keys
+  kWarn,           // a warning; an error when it is nearly a known key
+  kRefuseNearly    // nearly known keys are errors; of others only those whose meaning is known are told
 };
 
 // The settings that a document is read with. Holds references to the document and its problems, which outlive it.

@@ -69,8 +69,8 @@ std::optional<Cut> attention_cut(const Call& call, const Attention& attention) {
     const bool alike = x->sizes[dim] == attention.query.sizes[dim];
     // A group of heads stays together where parts are even and there is one block.
     const bool grouped = attention.grouped && dim == dims - 3 && result->repeats == 1 && result->blocks.empty() &&
-                         is_even(along(*result, dim), x->sizes[dim], call.ranks()) &&
-                         is_even(along(*result, dim), attention.query.sizes[dim], call.ranks());
+                         is_even(along(*result, dim), x->sizes[dim], call.axis()->size()) &&
+                         is_even(along(*result, dim), attention.query.sizes[dim], call.axis()->size());
     if (!has_batches_of_query(attention, *x) || (!alike && !grouped)) return std::nullopt;
   }
   return *result;
@@ -86,8 +86,8 @@ at::Tensor additive(const at::Tensor& mask, const at::Tensor& query) {
 at::Tensor mask_part(const Call& call, const Operand& mask, const Cut& cut, const Operand& query) {
   if (!mask.defined()) return {};
   const int64_t dim = cut.dim - (query.dim() - mask.dim());
-  if (dim < 0 || mask.sizes[dim] != query.sizes[cut.dim]) return call.for_parts(mask);
-  return call.part_as(mask, along(cut, dim));
+  if (dim < 0 || mask.sizes[dim] != query.sizes[cut.dim]) return for_parts(mask, call.axis());
+  return part_as(mask, along(cut, dim), call.axis());
 }
 
 // Heads on the ranks that have them (Megatron-LM). With dropout the weights of the whole are drawn (rules/random.cc).
@@ -104,7 +104,8 @@ Outcome attend(Call& call) {
   }
   const at::Tensor own_mask = mask_part(call, attention.mask, *cut, attention.query);
   const at::Tensor result = at::scaled_dot_product_attention(
-      call.part_as(attention.query, *cut), call.part_as(attention.key, *cut), call.part_as(attention.value, *cut),
+      part_as(attention.query, *cut, call.axis()), part_as(attention.key, *cut, call.axis()),
+      part_as(attention.value, *cut, call.axis()),
       own_mask.defined() ? std::optional<at::Tensor>(own_mask) : std::nullopt, 0.0, attention.causal, attention.scale,
       attention.grouped);
   Sizes sizes = attention.query.sizes;

@@ -4,35 +4,19 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
-#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "core/split/split_tensor.h"
 #include "parallel/axis/axis.h"
+#include "parallel/rules/operand.h"
 
 namespace ds::parallel {
-
-using Sizes = c10::SmallVector<int64_t, 6>;
-
-// A tensor argument: the part of a split tensor, or the whole that every rank has (plain, or summed: to be used through
-// the conversions of Call alone).
-struct Operand {
-  at::Tensor tensor;
-  Sizes sizes;             // of the whole
-  std::optional<Cut> cut;  // none: whole
-  bool summed = false;     // see Placement
-
-  bool defined() const { return tensor.defined(); }
-  bool is_split() const { return cut.has_value(); }
-  int64_t dim() const { return static_cast<int64_t>(sizes.size()); }
-};
 
 // The outcome of a rule.
 enum class Outcome : uint8_t {
@@ -41,6 +25,7 @@ enum class Outcome : uint8_t {
   kJoin,  // nothing: its tensors are to be joined
 };
 
+// The stack of the operator's arguments, and then of its results.
 class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack& stack, std::shared_ptr<Axis> axis)
@@ -50,49 +35,35 @@ class Call {
   const c10::OperatorHandle& op() const { return op_; }
   torch::jit::Stack& stack() const { return stack_; }
   const std::shared_ptr<Axis>& axis() const { return axis_; }
-  int rank() const { return axis_->rank(); }
-  int ranks() const { return axis_->size(); }
 
   size_t arguments() const { return op_.schema().arguments().size(); }
   const c10::IValue& argument(size_t i) const { return stack_[first_ + i]; }
   void set(size_t i, c10::IValue value) { stack_[first_ + i] = std::move(value); }
-  // Tensors as the program gave them, for rules that are made of other operators. Undefined where there is none.
+  // Returns a tensor as the program gave it, for rules that are made of other operators; undefined where there is none.
   at::Tensor given(size_t i) const;
-  // Undefined where there is none.
+  // Returns a tensor argument as a rule reads it; undefined where there is none.
   Operand operand(size_t i) const { return operand_of(given(i)); }
   std::vector<Operand> operands(size_t i) const;
-  static Operand operand_of(const at::Tensor& tensor);
-  bool changes(size_t i) const;  // whether the schema says that the operator writes to it
+  // Tells whether the schema says that the operator writes to the argument.
+  bool changes(size_t i) const;
 
   // Calls the operator with the arguments as they are now; they make room for its results.
   void run() { op_.callBoxed(stack_); }
   size_t results() const { return op_.schema().returns().size(); }
   c10::IValue& result(size_t i = 0) const { return stack_[stack_.size() - results() + i]; }
 
-  // The arguments make room for one result.
+  // Puts one result in the place of the arguments.
   Outcome finish(c10::IValue result);
-  // The whole of a part, plain.
+  // Finishes with the plain whole of a part.
   Outcome finish_joined(const at::Tensor& part, const Cut& cut, c10::IntArrayRef sizes);
+  // Finishes with a split tensor.
   Outcome finish_split(const at::Tensor& part, const Cut& cut, c10::IntArrayRef sizes) {
     return finish(split(part, cut, sizes));
   }
+  // Makes a split tensor along the axis of the call.
   at::Tensor split(const at::Tensor& part, const Cut& cut, c10::IntArrayRef sizes) const {
     return make_split(part, {.axis = axis_, .cut = cut}, sizes);
   }
-  int64_t own_extent(const Cut& cut, int64_t extent) const { return part_extent(cut, extent, rank(), ranks()); }
-  Placement placed(const Cut& cut) const { return {.axis = axis_, .cut = cut}; }
-
-  // This rank's part under a cut: of a plain tensor its slice, of one that is split otherwise an exchange.
-  at::Tensor part_as(const Operand& operand, const Cut& cut) const;
-  // The whole, for a use that gives each rank a part of its gradient.
-  at::Tensor for_parts(const Operand& operand) const;
-  // As for_parts; operators one after another that read the same tensor share it, and so one collective each way.
-  at::Tensor shared_for_parts(size_t i) const;
-  // The whole, for a use that gives each rank the whole gradient.
-  at::Tensor plain(const Operand& operand) const;
-  // How a sum over the ranks of `sizes` is cut instead: along the second last dimension, with sequence parallelism and
-  // where all ranks get equally many.
-  std::optional<Cut> sequence_cut(const Sizes& sizes) const;
 
  private:
   const c10::OperatorHandle& op_;
@@ -102,11 +73,9 @@ class Call {
 };
 
 using Rule = std::function<Outcome(Call&)>;
-// By the name with its overload, "aten::sum.dim_IntList"; "aten::sum" is the overload without a name alone.
+// Rules by the operator's name with its overload, "aten::sum.dim_IntList"; "aten::sum" is the overload without a name
+// alone.
 using RuleTable = std::unordered_map<std::string, Rule>;
-
-// Drops what shared_for_parts keeps of a tensor that is gone. Every operator calls it.
-void drop_old_conversion();
 
 // A cut along another dimension.
 Cut along(Cut cut, int64_t dim);

@@ -18,11 +18,11 @@ namespace ds::parallel {
 std::optional<DimRange> own_range(const Call& call, const Operand& x) {
   const Cut& cut = *x.cut;
   if (cut.repeats != 1 || cut.blocks.size() > 1 || cut.order != PartOrder::kInOrder) return std::nullopt;
-  return chunk_of(x.sizes[cut.dim], cut.grain, call.rank(), call.ranks());
+  return chunk_of(x.sizes[cut.dim], cut.grain, call.axis()->rank(), call.axis()->size());
 }
 
 bool every_rank_has_some(const Call& call, const Operand& x) {
-  return part_extent(*x.cut, x.sizes[x.cut->dim], call.ranks() - 1, call.ranks()) > 0;
+  return part_extent(*x.cut, x.sizes[x.cut->dim], call.axis()->size() - 1, call.axis()->size()) > 0;
 }
 
 void require_in_range(const at::Tensor& indices, int64_t extent, const at::Tensor& ignored) {
@@ -54,9 +54,9 @@ Outcome look_up_rows(Call& call, const Operand& weight, const Operand& indices) 
   const at::Tensor rows = at::embedding(weight.tensor, own, has_padding ? padding - range->begin : -1);
   const at::Tensor addend = rows.masked_fill(elsewhere.unsqueeze(-1), 0);
   const Sizes sizes(addend.sizes().begin(), addend.sizes().end());
-  const std::optional<Cut> sequence = joins_output(call.given(0)) ? std::nullopt : call.sequence_cut(sizes);
+  const std::optional<Cut> sequence = joins_output(call.given(0)) ? std::nullopt : sequence_cut(sizes, *call.axis());
   if (sequence) {
-    return call.finish_split(summed_to_part(addend, call.placed(*sequence)), *sequence, sizes);
+    return call.finish_split(summed_to_part(addend, {.axis = call.axis(), .cut = *sequence}), *sequence, sizes);
   }
   return call.finish(summed(addend, call.axis()));
 }
@@ -72,7 +72,8 @@ Outcome embedding(Call& call) {
   if (weight.is_split() && weight.cut->dim == 0) return look_up_rows(call, weight, indices);
   const int64_t padding = call.argument(2).toInt();
   if (!weight.is_split()) {
-    return call.finish_split(at::embedding(call.for_parts(weight), indices.tensor, padding), *indices.cut, sizes);
+    return call.finish_split(at::embedding(for_parts(weight, call.axis()), indices.tensor, padding), *indices.cut,
+                             sizes);
   }
   if (indices.is_split()) return Outcome::kJoin;
   const Cut cut = along(*weight.cut, indices.dim());
@@ -102,7 +103,7 @@ Outcome gather(Call& call) {
   if (call.argument(3).toBool() || elements_of(index.sizes) == 0) return Outcome::kJoin;
   if (dim != x.cut->dim) {
     if (index.sizes[x.cut->dim] != x.sizes[x.cut->dim]) return Outcome::kJoin;
-    return call.finish_split(at::gather(x.tensor, dim, call.part_as(index, *x.cut)), *x.cut, index.sizes);
+    return call.finish_split(at::gather(x.tensor, dim, part_as(index, *x.cut, call.axis())), *x.cut, index.sizes);
   }
   const std::optional<DimRange> range = own_range(call, x);
   if (!range || index.is_split() || !every_rank_has_some(call, x)) return Outcome::kJoin;

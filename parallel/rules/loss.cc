@@ -55,7 +55,7 @@ at::Tensor kept_rows(const ClassLoss& loss, const at::Tensor& target) { return t
 at::Tensor row_weights(const Call& call, const ClassLoss& loss, const at::Tensor& target) {
   at::Tensor kept = kept_rows(loss, target);
   if (!loss.weight.defined()) return kept;
-  const at::Tensor weight = call.plain(loss.weight);
+  const at::Tensor weight = as_plain(loss.weight, call.axis());
   return at::index_select(weight, 0, target.masked_fill(kept.logical_not(), 0)).masked_fill(kept.logical_not(), 0);
 }
 
@@ -71,7 +71,7 @@ at::Tensor reduce_rows(const at::Tensor& losses, const at::Tensor& weights, int6
 // Of each row, this rank's part of the weighted sum over classes.
 at::Tensor smoothing_sums(const Call& call, const ClassLoss& loss, const at::Tensor& shifted) {
   if (!loss.weight.defined()) return shifted.sum(1);
-  const at::Tensor weight = call.part_as(loss.weight, along(*loss.scores.cut, 0));
+  const at::Tensor weight = part_as(loss.weight, along(*loss.scores.cut, 0), call.axis());
   return (shifted * weight.to(shifted.scalar_type())).sum(1);
 }
 
@@ -98,7 +98,7 @@ Outcome class_loss_of_parts(Call& call, const ClassLoss& loss) {
   if (loss.smoothing > 0) {
     const auto classes = static_cast<double>(loss.scores.sizes[1]);
     const at::Tensor total =
-        loss.weight.defined() ? log_sum * call.plain(loss.weight).to(wide).sum() : log_sum * classes;
+        loss.weight.defined() ? log_sum * as_plain(loss.weight, call.axis()).to(wide).sum() : log_sum * classes;
     losses = losses * (1 - loss.smoothing) + (total - sums[2]) * (loss.smoothing / classes);
   }
   losses = losses.masked_fill(kept.logical_not(), 0);
@@ -108,8 +108,8 @@ Outcome class_loss_of_parts(Call& call, const ClassLoss& loss) {
 // Rows are cut: each rank has the loss of its own.
 Outcome class_loss_of_rows(Call& call, const ClassLoss& loss) {
   const Cut& cut = *loss.scores.cut;
-  const at::Tensor target = call.part_as(loss.target, along(cut, 0));
-  const at::Tensor weight = loss.weight.defined() ? call.plain(loss.weight) : at::Tensor();
+  const at::Tensor target = part_as(loss.target, along(cut, 0), call.axis());
+  const at::Tensor weight = loss.weight.defined() ? as_plain(loss.weight, call.axis()) : at::Tensor();
   const std::optional<at::Tensor> given_weight = weight.defined() ? std::optional(weight) : std::nullopt;
   const at::Tensor own = at::cross_entropy_loss(loss.scores.tensor, target, given_weight, at::Reduction::None,
                                                 loss.ignored, loss.smoothing);

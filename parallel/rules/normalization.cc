@@ -31,7 +31,7 @@ Outcome normalize_last(Call& call) {
   if (!x.is_split() || x.cut->dim >= x.dim() - normalized || elements_of(x.sizes) == 0) return Outcome::kJoin;
   for (size_t i = 2; i < call.arguments(); ++i) {
     const Operand parameter = call.operand(i);
-    if (parameter.defined()) call.set(i, call.for_parts(parameter));
+    if (parameter.defined()) call.set(i, for_parts(parameter, call.axis()));
   }
   call.set(0, x.tensor);
   call.run();

@@ -15,7 +15,7 @@ at::Tensor piece(const Call& call, const Operand& x, int64_t dim, DimRange range
   sizes[dim] = range.length;
   if (dim != x.cut->dim) return call.split(x.tensor.narrow(dim, range.begin, range.length), *x.cut, sizes);
   if (range.begin == 0 && range.length == x.sizes[dim]) return call.split(x.tensor.alias(), *x.cut, sizes);
-  const auto taken = narrowed(*x.cut, x.sizes[dim], range, call.rank(), call.ranks());
+  const auto taken = narrowed(*x.cut, x.sizes[dim], range, call.axis()->rank(), call.axis()->size());
   if (!taken) return {};
   return call.split(x.tensor.narrow(dim, taken->part.begin, taken->part.length), taken->cut, sizes);
 }
@@ -141,7 +141,7 @@ Outcome cat(Call& call) {
     for (int64_t i = 0; i < x.cut->repeats; ++i) cut.blocks.insert(cut.blocks.end(), blocks.begin(), blocks.end());
   }
   std::vector<at::Tensor> parts;
-  for (const Operand& x : operands) parts.push_back(dim == cut.dim ? x.tensor : call.part_as(x, cut));
+  for (const Operand& x : operands) parts.push_back(dim == cut.dim ? x.tensor : part_as(x, cut, call.axis()));
   return call.finish_split(at::cat(parts, dim), cut, sizes);
 }
 

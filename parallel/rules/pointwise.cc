@@ -28,8 +28,8 @@ std::optional<PointwiseOperands> pointwise_operands(const Call& call) {
 // How an operand takes part in a result that is cut: its part, or the whole where it is broadcast along the cut.
 at::Tensor pointwise_part(const Call& call, const Operand& operand, const Cut& cut, const Sizes& result) {
   const int64_t dim = cut.dim - (static_cast<int64_t>(result.size()) - operand.dim());
-  if (dim < 0 || operand.sizes[dim] != result[cut.dim]) return call.for_parts(operand);
-  return call.part_as(operand, along(cut, dim));
+  if (dim < 0 || operand.sizes[dim] != result[cut.dim]) return for_parts(operand, call.axis());
+  return part_as(operand, along(cut, dim), call.axis());
 }
 
 // Which operand says how the result is cut: the one that is changed, else the largest split one.
@@ -51,7 +51,7 @@ Outcome like_first(Call& call) {
   for (size_t i = 1; i < call.arguments(); ++i) {
     if (is_split(call.given(i))) call.set(i, part_of(call.given(i)));
   }
-  call.set(0, first.is_split() ? first.tensor : call.plain(first));
+  call.set(0, first.is_split() ? first.tensor : as_plain(first, call.axis()));
   call.run();
   if (first.is_split()) call.result() = call.split(call.result().toTensor(), *first.cut, first.sizes);
   if (joins) mark_joins_output(call.result().toTensor());

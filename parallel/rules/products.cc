@@ -138,8 +138,8 @@ ProductCut choose_cut(const Factor& x, const Factor& w) {
 
 at::Tensor factor_part(const Call& call, const Factor& factor, const ProductCut& chosen, bool shared) {
   const int64_t dim = factor.dim_of(chosen.letter);
-  if (dim >= 0) return call.part_as(factor.operand, along(chosen.cut, dim));
-  return shared ? call.shared_for_parts(factor.argument) : call.for_parts(factor.operand);
+  if (dim >= 0) return part_as(factor.operand, along(chosen.cut, dim), call.axis());
+  return shared ? shared_for_parts(call.given(factor.argument), call.axis()) : for_parts(factor.operand, call.axis());
 }
 
 struct Product {
@@ -180,20 +180,21 @@ Outcome compute_product(Call& call, const Product& product) {
   const at::Tensor x_part = factor_part(call, x, chosen, true);
   const at::Tensor w_part = factor_part(call, w, chosen, false);
   const bool joins = joins_output(call.given(w.argument));
-  const std::optional<Cut> sequence = of_layer && !joins ? call.sequence_cut(sizes) : std::nullopt;
+  const std::optional<Cut> sequence = of_layer && !joins ? sequence_cut(sizes, *call.axis()) : std::nullopt;
   if (chosen.letter == kSummed && sequence) {
-    at::Tensor part = summed_to_part(multiply(x_part, w_part, {}), call.placed(*sequence));
-    if (bias.defined()) part = part + call.for_parts(bias).to(part.scalar_type());
+    at::Tensor part = summed_to_part(multiply(x_part, w_part, {}), {.axis = call.axis(), .cut = *sequence});
+    if (bias.defined()) part = part + for_parts(bias, call.axis()).to(part.scalar_type());
     return call.finish_split(part, *sequence, sizes);
   }
   if (chosen.letter == kSummed) {
     at::Tensor sum = summed(multiply(x_part, w_part, {}), call.axis());
-    if (bias.defined()) sum = sum + call.plain(bias).to(sum.scalar_type());
+    if (bias.defined()) sum = sum + as_plain(bias, call.axis()).to(sum.scalar_type());
     return call.finish(sum);
   }
   at::Tensor bias_part;
   if (bias.defined()) {
-    bias_part = chosen.letter == kColumns ? call.part_as(bias, along(chosen.cut, 0)) : call.for_parts(bias);
+    bias_part =
+        chosen.letter == kColumns ? part_as(bias, along(chosen.cut, 0), call.axis()) : for_parts(bias, call.axis());
   }
   const auto place = std::find(of_result.begin(), of_result.end(), chosen.letter) - of_result.begin();
   const at::Tensor part = part_of_columns(product, {.x = x_part, .weight = w_part, .bias = bias_part});

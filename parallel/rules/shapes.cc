@@ -26,10 +26,10 @@ Outcome reshape_to(Call& call, const std::vector<int64_t>& wanted, bool view) {
   const int64_t elements = elements_of(x.sizes);
   const auto to = inferred(wanted, elements);
   if (!x.is_split() || elements == 0 || !to || elements_of(*to) != elements) return Outcome::kJoin;
-  const std::optional<Cut> cut = reshaped(*x.cut, as_vector(x.sizes), *to, call.ranks());
+  const std::optional<Cut> cut = reshaped(*x.cut, as_vector(x.sizes), *to, call.axis()->size());
   if (!cut) return Outcome::kJoin;
   std::vector<int64_t> part = *to;
-  part[cut->dim] = call.own_extent(*cut, part[cut->dim]);
+  part[cut->dim] = part_extent(*cut, part[cut->dim], call.axis()->rank(), call.axis()->size());
   return call.finish_split(view ? x.tensor.view(part) : x.tensor.reshape(part), *cut, *to);
 }
 

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "core/check.h"
-#include "offload/file_slices.h"
+#include "offload/tensor_file.h"
 #include "tests/offload/aligned_memory.h"
 #include "tests/support/scratch_folder.h"
 
