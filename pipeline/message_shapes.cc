@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "core/check.h"
-#include "core/tensor_check.h"
 
 namespace ds::pipeline {
 namespace {

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/tensor_check.h"
 #include "dsengine/comm.h"
 #include "pipeline/schedule/message_route.h"
 
