@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/Device.h>
 
@@ -14,7 +13,6 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/tensor_check.h"
 #include "dsengine/comm.h"
 #include "pipeline/schedule/message_route.h"
 
@@ -47,12 +45,6 @@ void open_pairs(const std::vector<int>& rank_of, comm::Communicator& ranks, c10:
   }
 }
 
-// Shapes travel as int64 [kShapeNumbers]: count, then dtype, requires_grad, dimensions and sizes of each tensor.
-constexpr int64_t kMostTensors = 16;
-constexpr int64_t kMostDimensions = 8;
-constexpr int64_t kNumbersOfTensor = 3 + kMostDimensions;
-constexpr int64_t kShapeNumbers = 1 + kMostTensors * kNumbersOfTensor;
-
 std::shared_ptr<comm::Communicator> for_messages(comm::Communicator& ranks) {
   std::vector<int> all(static_cast<size_t>(ranks.size()));
   std::iota(all.begin(), all.end(), 0);
@@ -62,26 +54,12 @@ std::shared_ptr<comm::Communicator> for_messages(comm::Communicator& ranks) {
 }  // namespace
 
 StageMessages::StageMessages(comm::Communicator& ranks, MessageOptions options)
-    : ranks_(ranks), options_(options), between_stages_(for_messages(ranks)) {}
+    : ranks_(ranks),
+      options_(options),
+      between_stages_(for_messages(ranks)),
+      buffers_(options.device, /*reuse=*/!options.dynamic_shape) {}
 
 void StageMessages::open(const std::vector<int>& rank_of) { open_pairs(rank_of, *between_stages_, options_.device); }
-
-StageMessages::Shapes StageMessages::shapes_of(const Tensors& tensors) {
-  Shapes shapes;
-  for (const at::Tensor& tensor : tensors) {
-    shapes.push_back({tensor.scalar_type(), tensor.requires_grad(), tensor.sizes().vec()});
-  }
-  return shapes;
-}
-
-std::string StageMessages::text_of(const Shapes& shapes) {
-  std::string text;
-  for (const Shape& shape : shapes) {
-    text += cat(text.empty() ? "" : ", ", c10::toString(shape.dtype), ' ', at::IntArrayRef(shape.sizes),
-                shape.requires_grad ? " with gradient" : "");
-  }
-  return text;
-}
 
 std::string StageMessages::label(Content content, const Route& route) {
   return cat(content == Content::kActivation ? "activation" : "gradient", " of stage ", route.stage, ", micro-batch ",
@@ -89,69 +67,25 @@ std::string StageMessages::label(Content content, const Route& route) {
 }
 
 void StageMessages::send(const at::Tensor& tensor, int peer, const std::string& label) {
-  forget_sent();
-  const at::Tensor whole = tensor.contiguous();
-  outgoing_.push_back({whole, between_stages_->isend(whole, peer, 0, label)});
-}
-
-void StageMessages::forget_sent() {
   while (!outgoing_.empty() && outgoing_.front().work.is_completed()) {
     outgoing_.front().work.wait();
     outgoing_.pop_front();
   }
+  const at::Tensor whole = tensor.contiguous();
+  outgoing_.push_back({whole, between_stages_->isend(whole, peer, 0, label)});
 }
 
 void StageMessages::finish() {
   for (; !outgoing_.empty(); outgoing_.pop_front()) outgoing_.front().work.wait();
 }
 
-at::Tensor StageMessages::to_numbers(const Shapes& shapes, const std::string& label) const {
-  require(static_cast<int64_t>(shapes.size()) <= kMostTensors, label, ": expected at most ", kMostTensors,
-          " tensors between two stages, found ", shapes.size());
-  at::Tensor numbers = at::zeros({kShapeNumbers}, at::kLong);
-  auto* out = numbers.data_ptr<int64_t>();
-  *out++ = static_cast<int64_t>(shapes.size());
-  for (const Shape& shape : shapes) {
-    require(static_cast<int64_t>(shape.sizes.size()) <= kMostDimensions, label, ": expected at most ", kMostDimensions,
-            " dimensions, found ", shape.sizes.size());
-    out[0] = static_cast<int64_t>(shape.dtype);
-    out[1] = shape.requires_grad ? 1 : 0;
-    out[2] = static_cast<int64_t>(shape.sizes.size());
-    std::copy(shape.sizes.begin(), shape.sizes.end(), out + 3);
-    out += kNumbersOfTensor;
-  }
-  return numbers.to(options_.device);
-}
-
-void StageMessages::send_shapes(const Shapes& shapes, int peer, const std::string& label) {
-  send(to_numbers(shapes, label), peer, cat("shapes of ", label));
-}
-
-StageMessages::Shapes StageMessages::receive_shapes(int peer, const std::string& label) {
-  at::Tensor numbers = at::empty({kShapeNumbers}, at::TensorOptions().dtype(at::kLong).device(options_.device));
-  between_stages_->irecv(numbers, peer, 0, cat("shapes of ", label)).wait();
-  return from_numbers(numbers);
-}
-
-StageMessages::Shapes StageMessages::from_numbers(const at::Tensor& tensor) {
-  const at::Tensor numbers = tensor.cpu();
-  const auto* in = numbers.const_data_ptr<int64_t>();
-  Shapes shapes(static_cast<size_t>(*in++));
-  for (Shape& shape : shapes) {
-    shape = {static_cast<at::ScalarType>(in[0]), in[1] != 0, {in + 3, in + 3 + in[2]}};
-    in += kNumbersOfTensor;
-  }
-  return shapes;
-}
-
 Tensors StageMessages::broadcast(const Tensors& tensors, int root) {
   const bool mine = ranks_.rank() == root;
   const at::Tensor numbers =
-      mine ? to_numbers(shapes_of(tensors), "broadcast")
-           : at::empty({kShapeNumbers}, at::TensorOptions().dtype(at::kLong).device(options_.device));
+      mine ? to_numbers(shapes_of(tensors), options_.device, "broadcast") : empty_numbers(options_.device);
   ranks_.broadcast(numbers, root, "shapes of a broadcast").wait();
   Tensors result;
-  for (const Shape& shape : from_numbers(numbers)) {
+  for (const MessageShape& shape : from_numbers(numbers)) {
     const auto options = at::TensorOptions().dtype(shape.dtype).device(options_.device);
     result.push_back(mine ? tensors[result.size()].contiguous() : at::empty(shape.sizes, options));
     ranks_.broadcast(result.back(), root, "broadcast").wait();
@@ -161,12 +95,12 @@ Tensors StageMessages::broadcast(const Tensors& tensors, int root) {
 
 void StageMessages::send_activation(const Route& route, const Tensors& tensors, const Printable& layers) {
   const std::string what = label(Content::kActivation, route);
-  const Shapes shapes = shapes_of(tensors);
+  const MessageShapes shapes = shapes_of(tensors);
   const auto [known, first] = shapes_.try_emplace({route.stage, at::GradMode::is_enabled(), true}, shapes);
   if (first || options_.dynamic_shape) {
-    send_shapes(shapes, route.peer, what);
+    send(to_numbers(shapes, options_.device, what), route.peer, cat("shapes of ", what));
   } else {
-    const Shapes& usual = known->second;
+    const MessageShapes& usual = known->second;
     require(usual == shapes, what, ", made by ", layers, ": expected (", lazy([&] { return text_of(usual); }),
             ") as in the first micro-batch, found (", lazy([&] { return text_of(shapes); }),
             "). Give all micro-batches one shape (",
@@ -175,8 +109,9 @@ void StageMessages::send_activation(const Route& route, const Tensors& tensors, 
   }
   for (const at::Tensor& tensor : tensors) send(tensor.detach(), route.peer, what);
   if (!at::GradMode::is_enabled()) return;
-  Shapes& back = sent_[{route.stage, route.micro_batch}];
-  std::copy_if(shapes.begin(), shapes.end(), std::back_inserter(back), [](const Shape& s) { return s.requires_grad; });
+  MessageShapes& back = sent_[{route.stage, route.micro_batch}];
+  std::copy_if(shapes.begin(), shapes.end(), std::back_inserter(back),
+               [](const MessageShape& s) { return s.requires_grad; });
 }
 
 void StageMessages::begin_activation(const Route& route) { begin(Content::kActivation, route); }
@@ -218,7 +153,11 @@ void StageMessages::start(Incoming& message) {
   const int peer = message.route.peer;
   if (message.content == Content::kActivation) {
     const ShapesKey key = {message.route.stage, at::GradMode::is_enabled(), false};
-    if (!knows_shapes(message)) shapes_[key] = receive_shapes(peer, what);
+    if (!knows_shapes(message)) {
+      const at::Tensor numbers = empty_numbers(options_.device);
+      between_stages_->irecv(numbers, peer, 0, cat("shapes of ", what)).wait();
+      shapes_[key] = from_numbers(numbers);
+    }
     message.shapes = shapes_.at(key);
   } else {
     const auto sent = sent_.find({message.route.stage, message.route.micro_batch});
@@ -226,8 +165,8 @@ void StageMessages::start(Incoming& message) {
     message.shapes = std::move(sent->second);
     sent_.erase(sent);
   }
-  for (const Shape& shape : message.shapes) {
-    message.tensors.push_back(buffer(shape));
+  for (const MessageShape& shape : message.shapes) {
+    message.tensors.push_back(buffers_.get(shape));
     message.works.push_back(between_stages_->irecv(message.tensors.back(), peer, 0, what));
   }
   message.started = true;
@@ -257,45 +196,16 @@ Tensors StageMessages::take(Content content, const Route& route) {
   return tensors;
 }
 
-// Memory that nothing else refers to any more, or new one.
-at::Tensor StageMessages::buffer(const Shape& shape) {
-  const auto options = at::TensorOptions().dtype(shape.dtype).device(options_.device);
-  if (options_.dynamic_shape) return at::empty(shape.sizes, options);  // few would ever fit again
-  for (const at::Tensor& free : buffers_) {
-    if (free.scalar_type() == shape.dtype && free.sizes() == shape.sizes && free.storage().use_count() == 1) {
-      return free.detach();
-    }
-  }
-  buffers_.push_back(at::empty(shape.sizes, options));
-  return buffers_.back().detach();
-}
-
 void StageMessages::reset_shapes() {
   shapes_.clear();
-  drop_buffers();
+  buffers_.keep_only({});
 }
 
 void StageMessages::reset_evaluation_shapes() {
   std::erase_if(shapes_, [](const auto& entry) { return !entry.first.grad; });
-  drop_buffers();
-}
-
-// Those that nothing refers to, and that fit none of the shapes that are agreed.
-void StageMessages::drop_buffers() {
-  std::erase_if(buffers_, [this](const at::Tensor& free) {
-    if (free.storage().use_count() > 1) return false;
-    return std::none_of(shapes_.begin(), shapes_.end(), [&free](const auto& entry) {
-      return std::any_of(entry.second.begin(), entry.second.end(), [&free](const Shape& shape) {
-        return free.scalar_type() == shape.dtype && free.sizes() == shape.sizes;
-      });
-    });
-  });
-}
-
-int64_t StageMessages::buffer_bytes() const {
-  int64_t bytes = 0;
-  for (const at::Tensor& tensor : buffers_) bytes += static_cast<int64_t>(tensor.nbytes());
-  return bytes;
+  MessageShapes agreed;
+  for (const auto& [key, shapes] : shapes_) agreed.insert(agreed.end(), shapes.begin(), shapes.end());
+  buffers_.keep_only(agreed);
 }
 
 }  // namespace ds::pipeline

@@ -19,6 +19,43 @@ constexpr double kEndSeconds = 5;  // for a host to say that its ranks have ende
 constexpr double kAlivesInTimeout = 6;
 constexpr double kQuietSeconds = 4;  // before the start, until hosts that have not answered are named
 
+bool all_answered(const HostMembers& members) {
+  return std::all_of(members.begin(), members.end(), [](const HostMember& m) { return m.reply || m.over; });
+}
+
+bool is_there(const HostMember& member) { return !member.over; }
+
+bool all_over(const HostMembers& members) { return std::none_of(members.begin(), members.end(), is_there); }
+
+// The names of the members that `which` holds for, as "a, b"; empty: there are none.
+std::string names_of(const HostMembers& members, bool (*which)(const HostMember&)) {
+  std::string text;
+  for (const HostMember& member : members) {
+    if (which(member)) text += (text.empty() ? "" : ", ") + member.host.name;
+  }
+  return text;
+}
+
+void send_to_all(HostMembers& members, const Message& message) {
+  for (HostMember& member : members) {
+    if (is_there(member)) member.link->send(message);
+  }
+}
+
+void pass_signal_on(HostMembers& members, int number) {
+  send_to_all(members, {.kind = MessageKind::kSignal, .fields = {cat(number)}});
+}
+
+// The member whose ranks failed first, by one clock; null: none has failed. See Note [Who failed first, among hosts].
+const HostMember* first_failure(const HostMembers& members) {
+  const HostMember* first = nullptr;
+  const auto when = [](const HostMember& member) { return member.clock.here(member.failure->when); };
+  for (const HostMember& member : members) {
+    if (member.failure && (first == nullptr || when(member) < when(*first))) first = &member;
+  }
+  return first;
+}
+
 }  // namespace
 
 Cluster::Cluster(StartHosts hosts, const Options& options, std::vector<std::string> environment, JobDeps job,
@@ -42,9 +79,9 @@ int Cluster::run() {
   const Deadline limit = Deadline::in(options_.connect_timeout_seconds + options_.check_timeout_seconds);
   const Deadline quiet_until = Deadline::in(kQuietSeconds).or_sooner(limit);
   bool named = false;
-  while (!all_answered() && ending_signal_ == 0 && !limit.passed()) {
+  while (!all_answered(members_) && ending_signal_ == 0 && !limit.passed()) {
     wait_for_something(named ? limit : quiet_until);
-    if (named || all_answered() || !quiet_until.passed()) continue;
+    if (named || all_answered(members_) || !quiet_until.passed()) continue;
     named = true;
     report_unanswered(members_, options_, notices_);
   }
@@ -57,7 +94,7 @@ int Cluster::run() {
   for (const HostMember& member : members_) intervals_.on_used(member.host.name);
   started_ = true;
   next_alive_ = Deadline::in(0);
-  while (!all_over()) {
+  while (!all_over(members_)) {
     wait_for_something({});
     enforce_deadline();
   }
@@ -69,14 +106,6 @@ bool Cluster::ready_to_start() {
   const Selection selection = select_hosts(members_, hosts_.least, options_, own_, hosts_.trouble_level, notices_);
   for (const Host& host : selection.unready) away_.add(host);
   return selection.enough;
-}
-
-bool Cluster::all_answered() const {
-  return std::all_of(members_.begin(), members_.end(), [](const HostMember& m) { return m.reply || m.over; });
-}
-
-bool Cluster::all_over() const {
-  return std::all_of(members_.begin(), members_.end(), [](const HostMember& m) { return m.over; });
 }
 
 void Cluster::wait_for_something(const Deadline& limit) {
@@ -115,7 +144,7 @@ void Cluster::look_for_returned_hosts() {
   for (const std::string& name : ready) {
     notices_.warning("host ", name, " is ready: it is taken in after the next checkpoint, or at the next restart");
   }
-  if (!std::exchange(restart_asked_, true)) send_all({.kind = MessageKind::kRestart, .fields = {}});
+  if (!std::exchange(restart_asked_, true)) send_to_all(members_, {.kind = MessageKind::kRestart, .fields = {}});
 }
 
 void Cluster::handle_signal(int number) {
@@ -123,21 +152,19 @@ void Cluster::handle_signal(int number) {
     case SignalMeaning::kNone:
       return;
     case SignalMeaning::kStop:
-      return stop_together(SIGSTOP, [&](int sent) { pass_on(sent); });
+      return stop_together(SIGSTOP, [&](int sent) { pass_signal_on(members_, sent); });
     case SignalMeaning::kPassOn:
-      return pass_on(number);
+      return pass_signal_on(members_, number);
     case SignalMeaning::kEnd:
       return begin_to_end(number);
     case SignalMeaning::kKill:
-      notices_.warning("second SIGINT: killing the ranks on ", names([](const HostMember& m) { return !m.over; }));
+      notices_.warning("second SIGINT: killing the ranks on ", names_of(members_, is_there));
       return kill_ranks("second SIGINT");
   }
 }
 
-void Cluster::pass_on(int number) { send_all({.kind = MessageKind::kSignal, .fields = {cat(number)}}); }
-
 void Cluster::begin_to_end(int number) {
-  pass_on(number);
+  pass_signal_on(members_, number);
   if (failed_) {
     notices_.info("SIG", sigabbrev_np(number), " passed on to the ranks that are left; they are not started again");
     return;
@@ -151,7 +178,7 @@ void Cluster::begin_to_end(int number) {
 
 void Cluster::keep_alive() {
   if (!started_ || options_.link_timeout_seconds <= 0 || !next_alive_.passed()) return;
-  send_all({.kind = MessageKind::kAlive, .fields = {}});
+  send_to_all(members_, {.kind = MessageKind::kAlive, .fields = {}});
   next_alive_ = Deadline::in(options_.link_timeout_seconds / kAlivesInTimeout);
 }
 
@@ -236,7 +263,7 @@ void Cluster::on_failure(HostMember& failed) {
   failed_ = true;
   deadline_ = Deadline::in(options_.failure_grace_seconds + kEndSeconds);
   const auto others = [](const HostMember& m) { return !m.over && !m.failure; };
-  if (const std::string left = names(others); !left.empty()) {
+  if (const std::string left = names_of(members_, others); !left.empty()) {
     notices_.info("host ", failed.host.name, " failed: ending the ranks on ", left);
   }
   for (HostMember& member : members_) {
@@ -246,15 +273,15 @@ void Cluster::on_failure(HostMember& failed) {
 
 // Hosts that do not end: first their ranks are killed, then the connections are closed.
 void Cluster::enforce_deadline() {
-  if (!deadline_.passed() || all_over()) return;
+  if (!deadline_.passed() || all_over(members_)) return;
   if (kill_sent_) return close_links();
-  notices_.warning("not ended in time: killing the ranks on ", names([](const HostMember& m) { return !m.over; }));
+  notices_.warning("not ended in time: killing the ranks on ", names_of(members_, is_there));
   kill_ranks("not ended in time");
 }
 
 void Cluster::kill_ranks(const std::string& why) {
-  send_all({.kind = MessageKind::kKill, .fields = {why}});
-  send_all({.kind = MessageKind::kClock, .fields = {cat(steady_nanoseconds())}});
+  send_to_all(members_, {.kind = MessageKind::kKill, .fields = {why}});
+  send_to_all(members_, {.kind = MessageKind::kClock, .fields = {cat(steady_nanoseconds())}});
   kill_sent_ = Deadline::Clock::now();
   deadline_ = Deadline::in(kEndSeconds, *kill_sent_);
 }
@@ -266,12 +293,12 @@ void Cluster::close_links() {
   const bool last = signal_policy_.asked_to_end() || limit.passed();
   const auto is_slow = [](const HostMember& m) { return !m.over && m.answers_since_kill; };
   const auto is_silent = [](const HostMember& m) { return !m.over && !m.answers_since_kill; };
-  if (const std::string silent = names(is_silent); !silent.empty()) {
+  if (const std::string silent = names_of(members_, is_silent); !silent.empty()) {
     notices_.warning("no answer from ", silent,
                      ": closing the connection; ds-launch there ends the ranks when it notices",
                      options_.link_timeout_seconds > 0 ? cat(", within ", options_.link_timeout_seconds, " s") : "");
   }
-  if (const std::string slow = names(is_slow); !slow.empty()) {
+  if (const std::string slow = names_of(members_, is_slow); !slow.empty()) {
     notices_.warning("killed ranks on ", slow, " have not died yet: ",
                      last ? "closing the connection" : cat("waiting for them, ", most, " s in all"));
   }
@@ -281,34 +308,11 @@ void Cluster::close_links() {
   deadline_ = last ? Deadline() : limit;
 }
 
-void Cluster::send_all(const Message& message) {
-  for (HostMember& member : members_) {
-    if (!member.over) member.link->send(message);
-  }
-}
-
-std::string Cluster::names(bool (*which)(const HostMember&)) const {
-  std::string text;
-  for (const HostMember& member : members_) {
-    if (which(member)) text += (text.empty() ? "" : ", ") + member.host.name;
-  }
-  return text;
-}
-
-const HostMember* Cluster::first_failure() const {
-  const HostMember* first = nullptr;
-  const auto when = [](const HostMember& member) { return member.clock.here(member.failure->when); };
-  for (const HostMember& member : members_) {
-    if (member.failure && (first == nullptr || when(member) < when(*first))) first = &member;
-  }
-  return first;
-}
-
 Cluster::Outcome Cluster::outcome() const {
   if (signal_policy_.asked_to_end()) return Outcome::kEnded;
   if (!started_) return Outcome::kNotReady;
   const bool lost = std::any_of(members_.begin(), members_.end(), [](const HostMember& m) { return !m.exit_code; });
-  if (first_failure() != nullptr) return lost ? Outcome::kHostLost : Outcome::kRankFailed;
+  if (first_failure(members_) != nullptr) return lost ? Outcome::kHostLost : Outcome::kRankFailed;
   return restart_begun_ ? Outcome::kHostsReturned : Outcome::kEnded;
 }
 
@@ -328,7 +332,7 @@ int Cluster::report() const {
     notices_.info("ended by SIG", sigabbrev_np(ending_signal_), all_well ? "; every rank ended well" : "");
     return all_well ? 0 : 128 + ending_signal_;
   }
-  const HostMember* first = first_failure();
+  const HostMember* first = first_failure(members_);
   if (first == nullptr) return restart_begun_ ? kRestartExitCode : 0;
   for (const std::string& line : first->failure->lines) notices_.error(line);
   return first->failure->exit_code;

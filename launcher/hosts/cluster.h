@@ -69,11 +69,8 @@ class Cluster {
 
  private:
   bool ready_to_start();
-  bool all_answered() const;
-  bool all_over() const;
   void wait_for_something(const Deadline& limit);
   void handle_signal(int number);
-  void pass_on(int number);
   void begin_to_end(int number);
   void keep_alive();
   void read_from(HostMember& member);
@@ -86,9 +83,6 @@ class Cluster {
   bool lacks_hosts() const;
   void look_for_returned_hosts();
   bool ended_for_restart(HostMember& member, int code);
-  void send_all(const Message& message);
-  std::string names(bool (*which)(const HostMember&)) const;
-  const HostMember* first_failure() const;
   int report() const;
 
   Options options_;

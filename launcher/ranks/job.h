@@ -1,14 +1,8 @@
 // The ranks of one launch, from the first fork to the exit code. One thread, one poll loop.
 //
 // A job with a FirstLauncher (the first ds-launch of many) takes its orders as well, and tells it failures.
-//
-// Note [Who failed first]
-// When a rank dies, the others soon fail too, because their peer is gone. Several deaths may wait when the loop wakes
-// up, and waitpid() gives them in no useful order. So each rank has a pidfd in an epoll set, which hands events out in
-// the order in which they happened.
 #pragma once
 
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -16,7 +10,7 @@
 #include "launcher/command_line/console.h"
 #include "launcher/command_line/notices.h"
 #include "launcher/processes/deadline.h"
-#include "launcher/processes/orphan_guard.h"
+#include "launcher/processes/rank_processes.h"
 #include "launcher/processes/signal_policy.h"
 #include "launcher/ranks/failure_report.h"
 #include "launcher/ranks/first_launcher.h"
@@ -62,32 +56,20 @@ class Job {
   bool ended_without_first() const { return ending_ == Ending::kFirstLost; }
 
  private:
-  struct Rank {
-    pid_t pid = 0;
-    UniqueFd pidfd;
-    bool running = false;
-    int status = 0;
-  };
   enum class Ending { kNot, kFailure, kSignal, kElsewhere, kFirstLost, kRestart };
 
   void start_ranks();
-  void start_rank_of(int rank, int null_fd);
   void wait_for_something();
   void handle_signal(int number);
   void begin_to_end(int number);
   void take_order(const JobOrder& order);
   void end_for_others(const std::string& why, Ending ending);
   void ask_program_to_end();
-  void handle_exits();
-  void reap_others();
-  void on_exit(int rank, int status, long peak_rss_kib);
+  void on_exit(const RankExit& ended);
   std::vector<std::string> failure_lines() const;
-  void on_failure(int rank, int status, long peak_rss_kib);
+  void on_failure(const RankExit& ended);
   void enforce_deadline();
   void kill_ranks(const std::string& why);
-  void signal_ranks(int number) const;
-  std::vector<int> running_ranks() const;
-  std::vector<pid_t> groups() const;
   Verbosity own_level() const;
   void tell_absence(int rank) const;
   void tell_no_meeting() const;
@@ -97,13 +79,11 @@ class Job {
   JobPlan plan_;
   Console& console_;
   Notices& notices_;
-  std::unique_ptr<OrphanGuard> guard_;
+  RankProcesses processes_;  // before what opens descriptors
   OutputRelay relay_;
   JoinedRanks joined_;
-  UniqueFd signals_, exits_;
+  UniqueFd signals_;
   bool hangup_ignored_ = false;
-  std::vector<Rank> ranks_;
-  int running_ = 0;
   OomCounters oom_before_;
   Ending ending_ = Ending::kNot;
   std::optional<Failure> failure_;
