@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "optim/rounded_sqrt.h"
-#include "optim/slice_update.h"
+#include "optim/chunked_update.h"
 
 namespace ds::compression {
 

@@ -7,8 +7,8 @@
 #include "core/check.h"
 #include "optim/device_update.h"
 #include "optim/kernels/adagrad_kernel.h"
-#include "optim/slice_update.h"
-#include "optim/vector_update.h"
+#include "optim/chunked_update.h"
+#include "optim/cpu_update.h"
 
 namespace ds::optimizers {
 

@@ -9,8 +9,8 @@
 
 #include "optim/device_update.h"
 #include "optim/kernels/adam_kernel.h"
-#include "optim/slice_update.h"
-#include "optim/vector_update.h"
+#include "optim/chunked_update.h"
+#include "optim/cpu_update.h"
 
 namespace ds::optimizers {
 namespace {

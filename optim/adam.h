@@ -9,7 +9,7 @@
 
 #include "optim/kernels/adam_kernel.h"
 #include "optim/shard_optimizer.h"
-#include "optim/vector_update.h"
+#include "optim/cpu_update.h"
 
 namespace ds::optimizers {
 

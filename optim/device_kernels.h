@@ -1,5 +1,5 @@
-// The update of slices on a device, on raw memory: a table of functions of the device's library
-// (core/device_functions.h). Torch-free, so that a compiler of kernels reads it.
+// The table of the GPU kernels that update slices, on raw memory. The device's library fills it
+// (core/device_functions.h), and device_update.h calls it. Torch-free, so that a compiler of kernels reads it.
 #pragma once
 
 #include <cstdint>

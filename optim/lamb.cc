@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "optim/device_update.h"
-#include "optim/vector_update.h"
+#include "optim/cpu_update.h"
 
 namespace ds::optimizers {
 namespace {

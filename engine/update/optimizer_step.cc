@@ -15,7 +15,6 @@
 #include "core/check.h"
 #include "core/check_time.h"
 #include "core/device/readback.h"
-#include "engine/update/axis_agreement.h"
 #include "model/state/finished_gradients.h"
 #include "model/state/shared_buffers.h"
 #include "optim/clip.h"

@@ -7,7 +7,7 @@
 
 #include "core/check.h"
 #include "optim/muon.h"
-#include "optim/slice_update.h"
+#include "optim/chunked_update.h"
 #include "tests/optim/sharded_model.h"
 #include "tests/support/thrown.h"
 

@@ -13,8 +13,8 @@
 
 namespace ds::comm {
 
-void note_gradient_group(const at::Tensor& slice, const std::shared_ptr<Communicator>& group);
+void note_slice_group(const at::Tensor& slice, const std::shared_ptr<Communicator>& group);
 // Null: nobody has noted one.
-std::shared_ptr<Communicator> gradient_group_of(const at::Tensor& parameter);
+std::shared_ptr<Communicator> slice_group_of(const at::Tensor& parameter);
 
 }  // namespace ds::comm
