@@ -1,7 +1,7 @@
-// Which ranks have the other slices of a parameter that this rank has a slice of: what judges all gradients of a model,
-// as a loss scaler does, asks them too.
+// The group of ranks that have the other slices of a parameter of which this rank has one. GradScaler asks it, for it
+// judges the gradients of the whole model. Over which groups gradients are added stands in model/state/axes.h.
 //
-// Whoever slices parameters notes it; a note ends with the group, or with the next one of the same tensor. From any
+// Whoever slices parameters notes the group. A note ends with its group, or with the next note for the tensor. Any
 // thread.
 #pragma once
 
@@ -13,8 +13,9 @@
 
 namespace ds::comm {
 
+// Notes the group of a slice.
 void note_slice_group(const at::Tensor& slice, const std::shared_ptr<Communicator>& group);
-// Null: nobody has noted one.
+// Returns the group that was noted; null: none was.
 std::shared_ptr<Communicator> slice_group_of(const at::Tensor& parameter);
 
 }  // namespace ds::comm

@@ -1,4 +1,4 @@
-// The update of a slice by tensor operations of LibTorch, in chunks of bounded memory, on any device.
+// The update of a slice by LibTorch's operators, in chunks of bounded memory, on any device.
 //
 // The three ways to update a slice: cpu_update.h (our vector kernels on a CPU), device_update.h (our kernels on a GPU,
 // all slices in one launch), and this one, for optimizers without kernels and dtypes that kernels do not know.
@@ -13,12 +13,12 @@
 
 namespace ds::optimizers {
 
-// Returns the dtype of the arithmetic for a master of dtype `master`, which is also the default dtype of states: float64
-// for float64, else float32.
+// Returns the dtype of the arithmetic for a master of dtype `master`, which is also the default dtype of states:
+// float64 for float64, else float32.
 at::ScalarType state_type(at::ScalarType master);
 
-// Updates one chunk, which begins at element `begin`. Both tensors are [length], in state_type(); `master` is updated in
-// place, `gradient` may be changed.
+// Updates one chunk, which begins at element `begin`. Both tensors are [length], in state_type(); `master` is updated
+// in place, `gradient` may be changed.
 using SliceKernel = std::function<void(int64_t begin, const at::Tensor& master, const at::Tensor& gradient)>;
 // Updates one chunk with its states. All tensors are [length], in state_type(); states are updated in place, and are
 // undefined where those given to for_each_chunk() are.

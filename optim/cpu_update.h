@@ -1,8 +1,9 @@
 // The update of one slice by the vector kernels for CPUs (optim/kernels), with LibTorch's operators where these cannot
 // work.
 //
-// Each optimizer calls update_slice() for one slice on any device. Slices on a GPU are updated by device_update.h, all
-// in one launch. What the kernels do not take is updated by chunked_update.h, which the optimizer hands over.
+// An optimizer with such kernels calls update_slice() for one slice on any device. Slices on a GPU are updated by
+// device_update.h, all in one launch. What the kernels do not take is updated by chunked_update.h, which the optimizer
+// hands over.
 #pragma once
 
 #include <ATen/core/Tensor.h>

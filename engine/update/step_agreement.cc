@@ -63,7 +63,7 @@ at::Tensor numbers_of(const AxisFacts& facts, c10::Device device) {
 
 double loss_of(const Numbers& numbers) { return std::bit_cast<double>(numbers[AxisPlace::kLoss]); }
 
-// Plain values are computed alike on all ranks, on like devices to the bit.
+// Tensors that are not split are computed alike on all ranks, on like devices to the bit.
 bool same_loss(const Numbers& a, const Numbers& b) {
   if (a[AxisPlace::kHasLoss] != b[AxisPlace::kHasLoss]) return false;
   const double x = loss_of(a);
@@ -76,7 +76,7 @@ uint64_t joined_changes(uint64_t before, const Numbers& numbers) {
   return before * kDigestFactor + static_cast<uint64_t>(numbers[AxisPlace::kChanges]);
 }
 
-// What of two ranks is not the same.
+// Returns in what two ranks differ; null: in nothing.
 const char* difference(const Numbers& a, const Numbers& b) {
   if (a[AxisPlace::kStep] != b[AxisPlace::kStep]) return "are at different steps";
   if (a[AxisPlace::kPosition] != b[AxisPlace::kPosition] || a[AxisPlace::kData] != b[AxisPlace::kData])
@@ -120,13 +120,13 @@ void put(double* values, uint64_t number) {
   values[1] = static_cast<double>(number * number);
 }
 
-// Of numbers x: W times the sum of squares is the square of the sum, and only then, where all are equal.
+// W numbers are equal if, and only if, W times the sum of their squares is the square of their sum.
 bool all_equal(const double* sums, int ranks) {
   const auto sum = static_cast<uint64_t>(sums[0]);
   return static_cast<uint64_t>(ranks) * static_cast<uint64_t>(sums[1]) == sum * sum;
 }
 
-// What the host does not know yet: as put(), on the device.
+// Puts the verdict of an axis, which the host does not know yet, into `values` on the device.
 void put_axis(const AxisAgreement& axis, const at::Tensor& values) {
   const at::NoGradGuard no_grad;
   values.select(0, kAxisProblem).copy_(axis.problem());
@@ -154,7 +154,7 @@ AxisAgreement::AxisAgreement(const AxisFacts& facts, const TensorParts& parts, c
   numbers_ = Readback(all_);
 }
 
-// As difference(), of the first rank and all others.
+// Compares the first rank with all others, as difference() does.
 at::Tensor AxisAgreement::problem() const {
   const at::NoGradGuard no_grad;
   const at::Tensor same = all_.narrow(1, 0, AxisPlace::kSame);

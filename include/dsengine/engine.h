@@ -101,9 +101,9 @@ class Engine {
   int pipe_parallel_rank() const;
   // Lets stages agree on new shapes of activations with the next batch.
   void reset_activation_shape();
-  // trace_pipeline(true) records when each action of the next batches begins and ends (each then waits for an
-  // accelerator). write_pipeline_trace() writes the actions of the last batch on all ranks to `path`, by rank 0, in
-  // Chrome's trace event format, which `ds-tool schedule --measured` draws over the plan. Both are collective.
+  // trace_pipeline(true) records when each action of the next batches begins and ends; each action then waits for an
+  // accelerator. write_pipeline_trace() has rank 0 write the actions of the last batch on all ranks to `path`, in
+  // Chrome's trace event format. `ds-tool schedule --measured` draws that file over the plan. Both are collective.
   void trace_pipeline(bool on);
   void write_pipeline_trace(const std::string& path);
 
@@ -172,7 +172,7 @@ class Engine {
   int world_size() const;
   int dp_world_size() const;
   int mp_world_size() const;                                       // ranks of the tensor axis
-  std::vector<parallel::JoinedOperator> joined_operators() const;  // those that gathered split tensors so far
+  std::vector<parallel::JoinedOperator> joined_operators() const;  // operators that have gathered split tensors so far
   at::Device device() const;
   int zero_optimization_stage() const;
   const config::DsConfig& config() const;
