@@ -21,11 +21,11 @@ struct DeviceSlice {
   int64_t numel = 0;
 };
 
-// What all gradients of a launch are multiplied by, and whether it changes anything.
+// The factor of all gradients of a launch, and whether the launch changes anything.
 struct UpdateScale {
   float factor = 1.0F;
   const float* device_factor = nullptr;  // in the device's memory, multiplied in; null: 1
-  const float* skip = nullptr;           // in the device's memory; not 0: the launch changes nothing; null: it does
+  const float* skip = nullptr;           // in the device's memory; not 0: the launch changes nothing; null: 0
 };
 
 // Each function updates `count` slices, each by coefficients of its own, in one pass over their memory and as few

@@ -12,7 +12,7 @@
 
 namespace ds::optimizers {
 
-// What an optimizer is made from.
+// The type and the values that an optimizer is made from.
 struct OptimizerOptions {
   std::string type = "AdamW";  // a name of optimizer_table(), in any case
   std::vector<GroupOptions> groups = {GroupOptions{}};

@@ -48,7 +48,7 @@ class StageRunner {
   // `module`, which is built, and `ranks` outlive the runner. Collective over `ranks`.
   StageRunner(const PipelineModule& module, comm::Communicator& ranks, MessageOptions options);
 
-  // What the last stage has computed in a batch.
+  // The results of the last stage for a batch.
   struct Result {
     // The loss of each micro-batch, in order, as detached scalars; empty on ranks without the last stage.
     Tensors losses;

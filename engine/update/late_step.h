@@ -33,7 +33,7 @@
 
 namespace ds::engine {
 
-// What a late step refers to. All of it outlives the LateStep.
+// The objects that a late step refers to; all of them outlive the LateStep.
 struct LateStepDeps {
   ModelState& state;
   Progress& progress;
@@ -47,7 +47,7 @@ struct LateStepDeps {
 // engine's thread.
 class LateStep {
  public:
-  // What is known and asked of one late step.
+  // One late step: its number, and the facts by which it is judged.
   struct Record {
     int64_t step = 0;             // its number
     int64_t optimizer_steps = 0;  // how many the optimizer had made before it

@@ -34,7 +34,7 @@ struct StepData {
   const std::shared_ptr<BatchSampler>& sampler;  // draws the loader's batches, or the program's; may be null
 };
 
-// What a step works on. All of it outlives the OptimizerStep.
+// The objects that a step works on; all of them outlive the OptimizerStep.
 struct OptimizerStepDeps {
   ModelState& state;
   Update& update;

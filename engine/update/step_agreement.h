@@ -1,4 +1,4 @@
-// What the ranks compare once a step, because their models would differ without an error otherwise.
+// The comparison of ranks once a step: without it, ranks whose data or models differ would go on without an error.
 //
 // AxisAgreement comes first: the ranks of one tensor axis run one program on one batch. StepAgreement follows over the
 // data-parallel ranks. It takes the verdict of this rank's axis with it, and brings the loss of the global batch.
@@ -18,7 +18,7 @@
 
 namespace ds::engine {
 
-// What the ranks of a tensor axis compare: facts of this rank since the last step.
+// Facts of this rank since the last step, which the ranks of a tensor axis compare.
 struct AxisFacts {
   int64_t step = 0;
   int64_t delivered = 0;          // batches that the engine's loader has given, for messages
@@ -58,7 +58,7 @@ class AxisAgreement {
   Readback numbers_;  // the same numbers on the host
 };
 
-// What data-parallel ranks compare: facts of this rank since the last step.
+// Facts of this rank since the last step, which data-parallel ranks compare.
 struct StepFacts {
   at::Tensor loss;                // float64 [], on the ranks' device; undefined: not known
   int64_t step = 0;               // the number of the step

@@ -24,7 +24,7 @@ namespace ds::engine {
 // One path of the update.
 class Update {
  public:
-  // What comes next, for which updates that are under way have to end.
+  // The event that comes next, for which updates that are under way have to end.
   enum class Next {
     kBackward,  // gradients are added to those there are
     kStep,      // a step, which finishes and judges the reductions

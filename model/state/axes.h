@@ -35,7 +35,7 @@ struct GradientSum {
   std::string label;
 };
 
-// What is added and compared along one axis.
+// The sums and comparisons along one axis.
 struct Axis {
   comm::MeshAxis name = comm::MeshAxis::kData;
   SquareGroup squares;            // for reduced gradients

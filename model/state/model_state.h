@@ -34,7 +34,7 @@
 
 namespace ds::engine {
 
-// What reduces gradients, in the order of construction.
+// The objects that reduce gradients, in the order of construction.
 struct GradientDeps {
   std::unique_ptr<comm::BucketReduction> reduction;  // null: gradients are sent as they are
   std::unique_ptr<zero::GradientCheck> check;        // null: without locate_non_finite
@@ -65,7 +65,7 @@ struct ModelState {
   zero::ParameterGatherer* gatherer = nullptr;  // `access` at stage 3, else null
   ModelOptimizer optimizer;
   std::shared_ptr<fp8::Scaling> fp8 = fp8::scaling_without_layers();  // never null
-  // As long as this lives, modules that the config has chosen recompute activations; null: none do.
+  // Modules that the config has chosen recompute activations as long as this lives; null: none do.
   std::shared_ptr<const void> recomputed;
 
   // Returns the groups of ranks that share a bucket; no other place decides this.
