@@ -1,7 +1,7 @@
 // The update of several slices on a GPU in one launch, by the kernels of optim/device_kernels.h.
 //
-// It serves SliceOptimizer::update_all(). Single slices and slices on a CPU are updated by cpu_update.h, and dtypes that
-// no kernel knows by chunked_update.h.
+// It serves SliceOptimizer::update_all(). Single slices and slices on a CPU are updated by cpu_update.h, and dtypes
+// that no kernel knows by chunked_update.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "optim/cpu_update.h"
 #include "optim/device_kernels.h"
 #include "optim/shard_optimizer.h"
 #include "optim/step_scale.h"
-#include "optim/cpu_update.h"
 
 namespace ds::optimizers {
 

@@ -1,5 +1,5 @@
 // Makes the optimizer of an engine from one of the program (InitializeOptions::optimizer), which then works on this
-// rank's slices. An optimizer that the config names is made in optimizer_setup.h.
+// rank's slices, or on full parameters at stage 0. An optimizer that the config names is made in optimizer_setup.h.
 #pragma once
 
 #include <memory>

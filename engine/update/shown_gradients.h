@@ -2,9 +2,9 @@
 //
 // At stage 0 it is the reduced gradient itself, which the step applies, so that a change in place counts
 // (torch::nn::utils::clip_grad_norm_). Elsewhere a rank has no such tensor: it has a slice, or a part of a split
-// parameter, or the gradient is in host memory, has a loss scale in it, or is not reduced yet. Then .grad is a stand-in
-// that throws when its memory is read; the message names the call that gives the full gradient. A program that takes
-// .grad away or replaces it gets an error in its next call, before anything is applied.
+// parameter, or the gradient is in host memory, has a loss scale in it, is not reduced yet, or is still added to. Then
+// .grad is a stand-in that throws when its memory is read; the message names the call that gives the full gradient. A
+// program that takes .grad away or replaces it gets an error in its next call, before anything is applied.
 #pragma once
 
 #include <ATen/core/Tensor.h>

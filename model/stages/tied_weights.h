@@ -1,7 +1,8 @@
-// The tied weights of a pipeline: one weight that layers of several stages use, of which each of their ranks has a copy.
+// The tied weights of a pipeline: one weight that layers of several stages use, of which each of their ranks has a
+// copy.
 //
-// Its gradient is added over the ranks that have a copy, TiedWeights::ranks, once the reduction over data-parallel ranks
-// is done. model/state/axes.h lists these sums, and model/state/finished_gradients.cc makes them.
+// Its gradient is added over the ranks that have a copy, TiedWeights::ranks, once the reduction over data-parallel
+// ranks is done. model/state/axes.h lists these sums, and model/state/finished_gradients.cc makes them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
