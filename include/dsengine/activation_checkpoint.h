@@ -45,7 +45,7 @@ namespace ds::recompute {
 namespace internal {
 
 // Visits the tensors inside a value: a tensor, a vector, optional, pair or tuple of such values, nested in any way.
-// What is none of these has no tensors.
+// A value of any other type has no tensors.
 
 template <class T>
 struct IsVector : std::false_type {};

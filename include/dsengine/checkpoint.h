@@ -70,7 +70,7 @@ struct LoadOptions {
 struct LoadedCheckpoint {
   std::string path;                                        // the tag's folder; empty: there was none
   std::string tag;                                         // the folder's name
-  nlohmann::json client_state = nlohmann::json::object();  // as it was given to the save
+  nlohmann::json client_state = nlohmann::json::object();  // the object that was given to the save
   explicit operator bool() const { return !path.empty(); }
 };
 
@@ -78,7 +78,7 @@ struct LoadedCheckpoint {
 
 namespace ds::checkpoint {
 
-struct TrainingState;  // what a checkpoint keeps beside tensors; the engine reads it
+struct TrainingState;  // the state that a checkpoint keeps beside tensors; the engine reads it
 
 // Paths of tensors. `name` is the name of a parameter or buffer in the module; a tied parameter has its first name.
 std::string weight_path(const std::string& name);                           // "weights/h.0.ln_1.weight"

@@ -128,7 +128,7 @@ struct DsConfig {
   AioSection aio;
 
   std::optional<int64_t> steps_per_print;  // empty: never
-  bool wall_clock_breakdown = false;       // also true when flops_profiler is enabled
+  bool wall_clock_breakdown = false;       // true, too, when flops_profiler is enabled
   bool memory_breakdown = false;
   bool dump_state = false;
   std::optional<std::string> log_level;
@@ -196,7 +196,7 @@ struct ParseOptions {
   // The number of all ranks of the job. If given, dp_world_size is computed from it: divided by pipeline.stages and the
   // ranks of the tensor axis.
   std::optional<int64_t> world_size;
-  std::optional<int64_t> pipeline_stages;  // those of the program; the file must agree, and "auto" becomes them
+  std::optional<int64_t> pipeline_stages;  // stages of the program; the file must agree, and "auto" becomes them
   std::optional<int64_t> tensor_ranks;     // tensor axis of the program's mesh; the file's tensor_parallel must agree
   bool strict = false;                     // sets the key of the same name
   AutoValues auto_values;

@@ -21,7 +21,7 @@ struct CurriculumSection {
   bool enabled = false;
   std::optional<std::string> data_cluster_path;
   nlohmann::ordered_json curriculum_metrics;      // {name: {...}}, as written
-  std::vector<efficiency::SampleMetric> metrics;  // the same metrics, parsed; empty unless enabled
+  std::vector<efficiency::SampleMetric> metrics;  // these metrics, parsed; empty unless enabled
 };
 
 // data_efficiency.data_sampling.dynamic_batching

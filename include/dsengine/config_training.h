@@ -92,7 +92,7 @@ struct OptimizerParams {
   double momentum = 0.0;  // SGD, RMSprop; Muon 0.95
 
   // Adam, AdamW (and Muon's other half)
-  bool bias_correction = true;  // also Lamb
+  bool bias_correction = true;  // Lamb has it, too
   bool amsgrad = false;
   bool adam_w_mode = true;  // "Adam" means AdamW unless this is false
   bool torch_adam = false;  // accepted; the update is the same
@@ -142,7 +142,7 @@ struct OptimizerParams {
 struct OptimizerSection {
   // Canonical: Adam, AdamW, Lamb, Adagrad, Lion, Muon, SGD, OneBitAdam, ...; empty: none in the file.
   std::string type;
-  nlohmann::ordered_json params = nlohmann::ordered_json::object();  // as written, "auto" replaced
+  nlohmann::ordered_json params = nlohmann::ordered_json::object();  // the keys as written, "auto" replaced
   OptimizerParams values;
   bool legacy_fusion = false;
 
@@ -158,7 +158,7 @@ struct OptimizerSection {
 // scheduler: {"type", "params"}.
 struct SchedulerSection {
   std::string type;  // "WarmupLR", "CosineAnnealingLR", ...; empty: none in the file
-  nlohmann::ordered_json params = nlohmann::ordered_json::object();  // as written, "auto" replaced
+  nlohmann::ordered_json params = nlohmann::ordered_json::object();  // the keys as written, "auto" replaced
   std::optional<optimizers::LrScheduleOptions> options;              // empty: this build lacks the type
   int64_t last_batch_iteration = -1;                                 // where the schedule starts: -1 is its beginning
 

@@ -74,13 +74,13 @@ struct Plan {
   int weight_bits = 0;              // 8: parameters are gathered as 8-bit integers (qwZ); 0: as they are
   int frozen_bits = 0;              // 8: slices of frozen parameters are kept as 8-bit integers
   int gradient_bits = 0;            // 4: gradients are reduced as 4-bit integers (qgZ); 0: as they are
-  int64_t gradient_node_ranks = 1;  // then: ranks whose gradients are added before they leave a node
-  // gradient_compression of reductions; method kNone: gradients are sent as they are, in communication_dtype.
+  int64_t gradient_node_ranks = 1;  // with gradient_bits: ranks whose gradients are added before they leave a node
+  // The compression of gradients in reductions; method kNone: gradients are sent in communication_dtype.
   config::GradientCompressionSection compression;
   bool sparse_gradients = false;       // ranks send only the rows of embeddings' gradients that are used
-  int64_t compression_node_ranks = 1;  // then: ranks that add gradients as they are before a node sends
-  int64_t persistent_numel = 0;        // stage 3: parameters of at most so many elements stay whole,
-  int64_t persistent_total = 0;        // and not more than so many in all
+  int64_t compression_node_ranks = 1;  // with `compression`: ranks that add uncompressed gradients before a node sends
+  int64_t persistent_numel = 0;        // stage 3: parameters of at most so many elements stay full
+  int64_t persistent_total = 0;        // stage 3: most elements of all parameters that stay full
   bool require_all_gradients = false;  // a parameter without gradient is an error
 
   zero::Offload offload;             // offload_optimizer and offload_param
@@ -89,7 +89,7 @@ struct Plan {
   bool compute_grad_norm = true;
   double clip_norm = 1.0;   // 0 = off
   double clip_value = 0.0;  // 0 = off
-  // What happens to a step whose norm is infinite or NaN; never kAuto. Without compute_grad_norm no step is judged:
+  // The treatment of a step whose norm is infinite or NaN; never kAuto. Without compute_grad_norm no step is judged:
   // kContinue.
   config::NonFiniteGradients non_finite = config::NonFiniteGradients::kContinue;
   bool locate_non_finite = false;  // each rank looks at its gradients before they are added and reduced
